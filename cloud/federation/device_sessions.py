@@ -20,7 +20,7 @@ from triplane.cloud.federation.preparation import Preparation
 from triplane.cloud.federation.presence import Presence
 from triplane.cloud.federation.recovery import Recovery
 from triplane.cloud.federation.spec import check_population
-from triplane.cloud.federation.update_store import LEASE_BYTES, UpdateStore, shown
+from triplane.cloud.federation.update_store import LEASE_BYTES, UpdateStore, printable
 from triplane.cloud.federation.work_documents import WorkDocuments
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import InvalidInput
@@ -91,7 +91,7 @@ class DeviceSessions:
     def waiting(self) -> dict[str, str]:
         """Why devices cannot work at the moment, by device, of those that say so."""
         offers = {name: device.offer for name, device in self._devices.items()}
-        return {name: shown(o.waits) for name, o in offers.items() if o is not None and o.waits}
+        return {name: printable(o.waits) for name, o in offers.items() if o is not None and o.waits}
 
     # A `SessionPeer`
 
@@ -127,7 +127,7 @@ class DeviceSessions:
             raise InvalidInput(f"a device offers at most {MAX_EXAMPLES} examples")
         if len(offer.software) > MAX_SOFTWARE_CHARS:
             raise InvalidInput(f"software has at most {MAX_SOFTWARE_CHARS} characters")
-        offer.waits = shown(offer.waits)
+        offer.waits = printable(offer.waits)
         device = self._devices.setdefault(name, _Device())
         before, device.offer = device.offer, offer
         self._presence.changed(name)

@@ -26,10 +26,10 @@ from triplane.cloud.federation.live import LiveRun
 from triplane.cloud.federation.live_runs import LiveRuns
 from triplane.cloud.federation.preparation import Preparation
 from triplane.cloud.federation.recovery import Recovery
-from triplane.cloud.federation.results import Results, means
+from triplane.cloud.federation.results import Results, algorithm_text
 from triplane.cloud.federation.run_projection import RunProjection
 from triplane.cloud.federation.transfers import DeviceTransfers
-from triplane.cloud.federation.update_store import UpdateStore, shown
+from triplane.cloud.federation.update_store import UpdateStore, printable
 from triplane.cloud.federation.work_documents import WorkDocuments
 from triplane.cloud.identity import audit as audit_log
 from triplane.cloud.registry.registry import Registry
@@ -142,7 +142,7 @@ class Federation:
         def work(connection: sa.Connection) -> RunRecord:
             entry = journal.begin(connection, new)
             if entry.id == new.id:
-                details = {"model": spec.model, "algorithm": means(spec)}
+                details = {"model": spec.model, "algorithm": algorithm_text(spec)}
                 self._note(connection, by, "federation.start", new.id, details)
             return entry
 
@@ -196,7 +196,7 @@ class Federation:
 
     async def halt(self, id: str, *, reason: str, by: str) -> pb.Run:  # noqa: A002
         """Stop a run; it can be resumed. Conflict: it is over."""
-        why = shown(reason) or f"stopped by {by}"
+        why = printable(reason) or f"stopped by {by}"
         entry = await self._steered(id, "federation.stop", by, reason)
         await self._preparation.halt(entry.id, why)
         run = self.live.get(entry.id)
@@ -208,7 +208,7 @@ class Federation:
 
     async def resume(self, id: str, *, reason: str, by: str) -> pb.Run:  # noqa: A002
         """Let a stopped run go on. Conflict: it is over."""
-        why = shown(reason) or f"resumed by {by}"
+        why = printable(reason) or f"resumed by {by}"
         entry = await self._steered(id, "federation.resume", by, reason)
         run = self.live.get(entry.id)
         if run is not None:
@@ -226,7 +226,7 @@ class Federation:
             raise Conflict(f"run {entry.id} is over; start a new one")
         self._recovery.check_taken_up([entry.id])
         await self._db.write(
-            lambda c: self._note(c, by, action, entry.id, {"reason": shown(reason)})
+            lambda c: self._note(c, by, action, entry.id, {"reason": printable(reason)})
         )
         return entry
 

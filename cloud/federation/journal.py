@@ -206,25 +206,25 @@ def record(connection: sa.Connection, run: str, events: Sequence[Event], revisio
     connection.execute(EVENTS.insert(), rows)
 
 
-def keep(connection: sa.Connection, run: str, updates: Mapping[str, bytes]) -> None:
+def save_small_updates(connection: sa.Connection, run: str, updates: Mapping[str, bytes]) -> None:
     """Write small updates, by SHA-256 in hexadecimal, in the commit of what names them."""
     rows = [{"run": run, "sha256": bytes.fromhex(k), "data": v} for k, v in updates.items()]
     connection.execute(SMALL.insert(), rows)
 
 
-def kept(connection: sa.Connection, run: str, sha256: bytes) -> bytes | None:
+def small_update(connection: sa.Connection, run: str, sha256: bytes) -> bytes | None:
     """A small update."""
     query = sa.select(SMALL.c.data).where(SMALL.c.run == run, SMALL.c.sha256 == sha256)
     data = connection.execute(query).scalar()
     return None if data is None else bytes(data)
 
 
-def forget(connection: sa.Connection, run: str) -> None:
+def delete_small_updates(connection: sa.Connection, run: str) -> None:
     """Remove the small updates of rounds that are over."""
     connection.execute(SMALL.delete().where(SMALL.c.run == run))
 
 
-def keep_states(connection: sa.Connection, run: str, states: Mapping[str, bytes]) -> None:
+def save_small_states(connection: sa.Connection, run: str, states: Mapping[str, bytes]) -> None:
     """Write a run's newest small states in place of those before; see `tables.SMALL_STATES`."""
     connection.execute(SMALL_STATES.delete().where(SMALL_STATES.c.run == run))
     rows = [{"run": run, "sha256": bytes.fromhex(k), "data": v} for k, v in states.items()]
@@ -232,7 +232,7 @@ def keep_states(connection: sa.Connection, run: str, states: Mapping[str, bytes]
         connection.execute(SMALL_STATES.insert(), rows)
 
 
-def kept_states(connection: sa.Connection, run: str | None = None) -> dict[bytes, bytes]:
+def small_states(connection: sa.Connection, run: str | None = None) -> dict[bytes, bytes]:
     """The newest small states of one run, or of all, by SHA-256; none of a run that is over."""
     live_runs = sa.select(RUNS.c.id).where(RUNS.c.live)
     if run is not None:

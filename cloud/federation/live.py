@@ -357,9 +357,9 @@ class LiveRun:
         projection = ahead.projection
         journal.record(connection, self.entry.id, ahead.events, projection.revision)
         if self._keeps and not _same_round(self.projection.state, projection.state):
-            journal.forget(connection, self.entry.id)
+            journal.delete_small_updates(connection, self.entry.id)
         if small:
-            journal.keep(connection, self.entry.id, small)
+            journal.save_small_updates(connection, self.entry.id, small)
         for write, then in ahead.writes:
             write(connection, then)
         over = projection.state.phase in ENDED
@@ -368,7 +368,7 @@ class LiveRun:
         if over:
             ended_s = projection.state.since_s
             journal.change(connection, self.entry.id, live=False, ended_s=ended_s)
-            journal.keep_states(connection, self.entry.id, {})
+            journal.save_small_states(connection, self.entry.id, {})
         changed = over or ahead.writes
         return journal.entry(connection, self.entry.id) if changed else self.entry
 

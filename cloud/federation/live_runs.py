@@ -122,7 +122,7 @@ class LiveRuns:
         data = run.held_update(sha256) if run is not None else None
         if data is not None:
             return data
-        return self._db.read_now(lambda c: journal.kept(c, run_id, sha256))
+        return self._db.read_now(lambda c: journal.small_update(c, run_id, sha256))
 
     async def last_projection(self, run_id: str) -> RunProjection | None:
         """Return the newest projection of a run, live or not; None where there is no such run."""

@@ -91,7 +91,7 @@ class Results:
 
         A run whose states are not there is not live, so nobody reads them.
         """
-        states = await self._db.read(lambda c: journal.kept_states(c, run))
+        states = await self._db.read(lambda c: journal.small_states(c, run))
         await asyncio.to_thread(self._restore, states)
 
     def _restore(self, states: Mapping[bytes, bytes]) -> None:
@@ -153,7 +153,7 @@ class Results:
             return Reduced(at_s=at_s, number=order.number, shared=state)
 
         def write(connection: sa.Connection, _: RunProjection) -> None:
-            journal.keep_states(connection, entry.id, small)
+            journal.save_small_states(connection, entry.id, small)
             if slots != entry.slots.hex():
                 journal.change(connection, entry.id, slots=bytes.fromhex(slots))
 
@@ -227,7 +227,7 @@ class Results:
             sha256 = digest_of(path)
             if self._blobs.has(sha256):
                 known.add(sha256)
-            adopt(self._blobs, path, sha256)
+            adopt_file(self._blobs, path, sha256)
             return sha256.hex()
         finally:
             path.unlink(missing_ok=True)
@@ -277,7 +277,7 @@ class Results:
             lineage=Lineage(
                 parent=str(version),
                 source=f"federated run {entry.id}",
-                note=f"{means(spec)}, {spec.rounds} rounds, population {spec.population}",
+                note=f"{algorithm_text(spec)}, {spec.rounds} rounds, population {spec.population}",
             ),
         )
 
@@ -285,7 +285,7 @@ class Results:
             return Finished(at_s=at_s) if now.phase is Phase.FINISHING else None
 
         def write(connection: sa.Connection, _: RunProjection) -> None:
-            journal.keep_states(connection, entry.id, {})
+            journal.save_small_states(connection, entry.id, {})
             registered = self._registry.insert(connection, push, finished.digest, entry.started_by)
             journal.change(connection, entry.id, result=str(registered))
 
@@ -315,7 +315,7 @@ class Results:
             logger.exception("old files stay", extra={"run_id": run})
 
 
-def means(spec: pb.Spec) -> str:
+def algorithm_text(spec: pb.Spec) -> str:
     """The algorithm, and the strategy in whose hands it was."""
     if not spec.HasField("flower"):
         return spec.algorithm
@@ -333,7 +333,7 @@ def _same(one: Round, other: Round) -> bool:
     )
 
 
-def adopt(blobs: BlobFolder, path: Path, sha256: bytes) -> None:
+def adopt_file(blobs: BlobFolder, path: Path, sha256: bytes) -> None:
     """A durable file in the folder of blobs' own file system becomes the blob of its digest."""
     if not blobs.has(sha256):
         blobs.disk.replace(path, blobs.path(sha256))

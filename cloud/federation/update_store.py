@@ -167,7 +167,7 @@ class UpdateStore:
             return await self._update(run, device, lease, contribution.update)
         if outcome == "score":
             return _score(device, lease, contribution)
-        reason = shown(contribution.declined) or "it gave no reason"
+        reason = printable(contribution.declined) or "it gave no reason"
         return lambda _, at_s: Declined(at_s=at_s, device=device, lease=lease, reason=reason)
 
     async def _update(self, run: LiveRun, device: str, lease: str, message: pb.Update) -> MakeEvent:
@@ -188,9 +188,9 @@ class UpdateStore:
                 change = await asyncio.to_thread(self._checked, run, lease, update, room)
             self._remember(update, change, len(message.inline))
         except Refusal as refusal:
-            return refused(device, lease, refusal.kind, str(refusal))
+            return refusal_event(device, lease, refusal.kind, str(refusal))
         except BadUpdate as refusal:
-            return refused(device, lease, refusal.kind, str(refusal))
+            return refusal_event(device, lease, refusal.kind, str(refusal))
         return lambda _, at_s: Arrived(at_s=at_s, device=device, lease=lease, update=update)
 
     async def _answered(
@@ -217,7 +217,7 @@ class UpdateStore:
                 seconds=min(max(0.0, contribution.update.seconds), MAX_WORK_S),
             )
         except Refusal as refusal:
-            return refused(device, lease, refusal.kind, str(refusal))
+            return refusal_event(device, lease, refusal.kind, str(refusal))
         return lambda _, at_s: Answered(at_s=at_s, device=device, lease=lease, update=update)
 
     def _remember(self, update: Update, change: dict[str, Array], inline: int) -> None:
@@ -337,9 +337,9 @@ class Refusal(InvalidInput):
         self.kind = kind
 
 
-def refused(device: str, lease: str, kind: str, reason: str) -> MakeEvent:
+def refusal_event(device: str, lease: str, kind: str, reason: str) -> MakeEvent:
     """The event of a contribution that cannot count; one for each lease."""
-    text, belated = shown(reason), _belated(device, lease)
+    text, belated = printable(reason), _belated(device, lease)
 
     def make(state: RunState, at_s: float) -> Event | None:
         if not _is_open(state, device, lease):
@@ -349,7 +349,7 @@ def refused(device: str, lease: str, kind: str, reason: str) -> MakeEvent:
     return make
 
 
-def shown(text: str) -> str:
+def printable(text: str) -> str:
     """Cut a device's text to its limit and replace characters that a terminal acts on."""
     return "".join(c if c.isprintable() else "?" for c in text[:MAX_REASON_CHARS])
 
@@ -412,7 +412,7 @@ def _score(device: str, lease: str, contribution: pb.Contribution) -> MakeEvent:
         if not (1 <= score.samples <= most and score.round == number and _are_shares(score)):
             reason = f"a score is of 1 to {most} samples in [0, 1] in round {number}, got {score}"
             return Refused(
-                at_s=at_s, device=device, lease=lease, kind="figures", reason=shown(reason)
+                at_s=at_s, device=device, lease=lease, kind="figures", reason=printable(reason)
             )
         return Scored(at_s=at_s, device=device, lease=lease, score=score)
 

@@ -16,16 +16,16 @@ from triplane.cloud.fleet.values import (
 from triplane.proto.fitting import fits
 
 
-def choose_all(r: Rollout) -> Result:
-    """`choose` for every node that waits."""
+def choose_targets(r: Rollout) -> Result:
+    """`choose_target` for every node that waits."""
     effects: tuple[Effect, ...] = ()
     for name in r.members:
-        r, more = choose(r, name)
+        r, more = choose_target(r, name)
         effects += more
     return r, effects
 
 
-def choose(r: Rollout, name: str) -> Result:
+def choose_target(r: Rollout, name: str) -> Result:
     """Choose the node's first target that is available and fits; asks for its bundle if needed."""
     m = r.members[name]
     if m.capability is None or m.stage is not NodeStage.WAITING or m.left_out:
@@ -35,17 +35,17 @@ def choose(r: Rollout, name: str) -> Result:
         supply = r.supplies.get(target)
         if supply is None:
             supplies = {**r.supplies, target: BundleSupply()}
-            return put(replace(r, supplies=supplies), replace(m, target=target)), (
+            return with_member(replace(r, supplies=supplies), replace(m, target=target)), (
                 AskBundle(target),
             )
         why = supply.refusal or (supply.needs and fits(supply.needs, m.capability))
         if not why:
-            return (r if m.target == target else put(r, replace(m, target=target))), ()
+            return (r if m.target == target else with_member(r, replace(m, target=target))), ()
         refusals.append(f"{target}: {why}")
     reason = "; ".join(refusals) or "the node takes no target of the converter"
-    return put(r, replace(m, target="", stage=NodeStage.FAILED, reason=reason)), ()
+    return with_member(r, replace(m, target="", stage=NodeStage.FAILED, reason=reason)), ()
 
 
-def put(r: Rollout, m: RolloutMember) -> Rollout:
+def with_member(r: Rollout, m: RolloutMember) -> Rollout:
     """The rollout with this member instead of its former self."""
     return r if r.members[m.name] == m else replace(r, members={**r.members, m.name: m})

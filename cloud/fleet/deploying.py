@@ -8,7 +8,7 @@ from typing import Final
 
 from triplane.cloud.fleet import messages, state
 from triplane.cloud.fleet.rollout import begin
-from triplane.cloud.fleet.rollout_eligibility import outside, said
+from triplane.cloud.fleet.rollout_eligibility import ineligible_reason, limit_text
 from triplane.cloud.fleet.selector import Selector
 from triplane.cloud.fleet.state import FleetNode, FleetState, NodeAssignment, RolloutRecord
 from triplane.cloud.fleet.values import Limit, RolloutMember
@@ -33,7 +33,7 @@ class ResolvedDeploy:
     now_s: float
 
 
-def begun(fleet: FleetState, asked: ResolvedDeploy) -> FleetState:
+def begin_rollout(fleet: FleetState, asked: ResolvedDeploy) -> FleetState:
     """Return the fleet with the new rollout.
 
     Conflict: another rollout of the model is running, or the policy excludes every node. NotFound:
@@ -45,7 +45,7 @@ def begun(fleet: FleetState, asked: ResolvedDeploy) -> FleetState:
     counted = [name for name in meant if not why[name]]
     if asked.limit and not counted:
         raise Conflict(
-            f"all {len(meant)} nodes are {said(asked.model, asked.limit)}; "
+            f"all {len(meant)} nodes are {limit_text(asked.model, asked.limit)}; "
             "deploy what signers released"
         )
     plan = messages.plan_from(asked.request, asked.model, asked.version, len(counted))
@@ -81,7 +81,7 @@ def _check_free(fleet: FleetState, model: str) -> None:
 
 def _meant(fleet: FleetState, text: str) -> list[str]:
     selector = Selector.parse(text)
-    meant = sorted(n.name for n in fleet.nodes.values() if not state.excuse(n, selector))
+    meant = sorted(n.name for n in fleet.nodes.values() if not state.excuse_reason(n, selector))
     if not meant:
         raise NotFound(
             f"no node is meant by {text!r} ({len(fleet.nodes)} are known, cordoned "
@@ -92,14 +92,14 @@ def _meant(fleet: FleetState, text: str) -> list[str]:
 
 def _left_out(node: FleetNode, asked: ResolvedDeploy) -> str:
     targets = node.report.capability.targets if node.report else ()
-    return outside(node.name, asked.model, targets, asked.limit)
+    return ineligible_reason(node.name, asked.model, targets, asked.limit)
 
 
 def _note(meant: Sequence[str], counted: Sequence[str], asked: ResolvedDeploy) -> str:
     if asked.limit is None or len(counted) == len(meant):
         return ""
     count = f"{len(meant) - len(counted)} of {len(meant)} nodes are left out"
-    return f"{count}: {said(asked.model, asked.limit)}"
+    return f"{count}: {limit_text(asked.model, asked.limit)}"
 
 
 def _member(node: FleetNode, model: str, wave: int, *, left_out: str = "") -> RolloutMember:

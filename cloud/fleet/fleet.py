@@ -22,8 +22,8 @@ from typing import Any, Final, Protocol
 import sqlalchemy as sa
 
 from triplane.cloud.fleet import messages, state, storage
-from triplane.cloud.fleet.deploying import ResolvedDeploy, begun
-from triplane.cloud.fleet.incidents import keep, newest
+from triplane.cloud.fleet.deploying import ResolvedDeploy, begin_rollout
+from triplane.cloud.fleet.incidents import newest_incidents, record_incidents
 from triplane.cloud.fleet.reports import check_report
 from triplane.cloud.fleet.state import FleetNode, FleetState, RolloutRecord
 from triplane.cloud.fleet.tables import ROLLOUTS
@@ -184,7 +184,7 @@ class LiveFleet:
 
     async def incidents(self, most: int) -> list[tuple[str, pb.Incident]]:
         """The newest incidents with their nodes, newest first."""
-        return await self._database.read(lambda connection: newest(connection, most))
+        return await self._database.read(lambda connection: newest_incidents(connection, most))
 
     # Nodes
 
@@ -269,7 +269,7 @@ class LiveFleet:
             if any(p.request.key == request.key for p in fleet.rollouts.values()):
                 return fleet
             asked = ResolvedDeploy(rollout_id, asked_for, model, version, limit, by, self._clock())
-            return begun(fleet, asked)
+            return begin_rollout(fleet, asked)
 
         details = {"model": model, "version": version, "selector": asked_for.selector}
         await self._change(make, AuditedChange(by, "rollout.deploy", rollout_id, details))
@@ -280,7 +280,7 @@ class LiveFleet:
 
     async def pause(self, id: str, *, reason: str, by: str) -> RolloutRecord:  # noqa: A002
         """Open no wave until it is resumed. Conflict: the rollout has ended."""
-        reason = messages.cut(reason)
+        reason = messages.checked_reason(reason)
         event = Pause(reason or f"paused by {by}")
         return await self._steer(
             id, event, AuditedChange(by, "rollout.pause", "", {"reason": reason})
@@ -288,7 +288,7 @@ class LiveFleet:
 
     async def resume(self, id: str, *, reason: str = "", by: str) -> RolloutRecord:  # noqa: A002
         """Resume a rollout; failed nodes are retried. Conflict: it has ended."""
-        reason = messages.cut(reason)
+        reason = messages.checked_reason(reason)
         note = f"resumed by {by}" + (f": {reason}" if reason else "")
         return await self._steer(
             id, Resume(note), AuditedChange(by, "rollout.resume", "", {"reason": reason})
@@ -296,7 +296,7 @@ class LiveFleet:
 
     async def abort(self, id: str, *, reason: str, revert: bool, by: str) -> RolloutRecord:  # noqa: A002
         """End a rollout; nodes that did not commit keep what they had. Conflict: it has ended."""
-        reason = messages.cut(reason)
+        reason = messages.checked_reason(reason)
         event = Abort(reason or f"aborted by {by}", revert)
         details = {"reason": reason, "revert": revert}
         return await self._steer(id, event, AuditedChange(by, "rollout.abort", "", details))
@@ -371,7 +371,7 @@ class LiveFleet:
 
             def work(connection: sa.Connection) -> None:
                 storage.save(connection, before, after)
-                keep(connection, said)
+                record_incidents(connection, said)
                 if deed is not None:
                     self._audit(
                         connection,

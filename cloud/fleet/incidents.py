@@ -13,7 +13,7 @@ from triplane.proto.fleet_pb2 import Incident
 KEPT_PER_NODE: Final = 64
 
 
-def keep(connection: sa.Connection, said: Iterable[tuple[str, Incident]]) -> None:
+def record_incidents(connection: sa.Connection, said: Iterable[tuple[str, Incident]]) -> None:
     """Add incidents that are new; an incident that is reported again is the same one."""
     by_node: dict[str, list[Incident]] = {}
     for node, incident in said:
@@ -39,7 +39,7 @@ def _keep(connection: sa.Connection, node: str, incidents: list[Incident]) -> No
         connection.execute(INCIDENTS.delete().where(c.number.in_(old)))
 
 
-def newest(connection: sa.Connection, most: int) -> list[tuple[str, Incident]]:
+def newest_incidents(connection: sa.Connection, most: int) -> list[tuple[str, Incident]]:
     """The newest of all nodes, newest first."""
     rows = connection.execute(sa.select(INCIDENTS).order_by(INCIDENTS.c.number.desc()).limit(most))
     return [(row.node, Incident(time_s=row.time_s, kind=row.kind, text=row.text)) for row in rows]

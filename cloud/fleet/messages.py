@@ -93,7 +93,7 @@ def _member_message(m: RolloutMember, most_bytes: int, *, connected: bool) -> pb
         name=m.name,
         wave=m.wave,
         state=pb.NodeState.ValueType(m.stage),
-        reason=fitted("; ".join(filter(None, (excused, m.reason))), most_bytes),
+        reason=truncated("; ".join(filter(None, (excused, m.reason))), most_bytes),
         target=m.target,
         downloaded_bytes=m.downloaded_bytes,
         total_bytes=m.total_bytes,
@@ -136,7 +136,7 @@ def _size(wave: pb.Wave) -> Size:
     return Percent(wave.percent)
 
 
-def fitted(text: str, most_bytes: int) -> str:
+def truncated(text: str, most_bytes: int) -> str:
     """The text, or its beginning and an ellipsis, in so many bytes of UTF-8."""
     data = text.encode()
     if len(data) <= most_bytes:
@@ -145,7 +145,7 @@ def fitted(text: str, most_bytes: int) -> str:
     return data[: max(0, most_bytes - len(ellipsis.encode()))].decode(errors="ignore") + ellipsis
 
 
-def cut(reason: str) -> str:
+def checked_reason(reason: str) -> str:
     """A person's reason, as long as it may be. InvalidInput where it is no text."""
     check_text("a reason", reason[:MAX_REASON_CHARS], MAX_REASON_CHARS)
     return reason[:MAX_REASON_CHARS]

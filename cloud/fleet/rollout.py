@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from triplane.cloud.fleet.choice import choose, choose_all, put
+from triplane.cloud.fleet.choice import choose_target, choose_targets, with_member
 from triplane.cloud.fleet.values import (
     DONE,
     LOST,
@@ -66,7 +66,7 @@ def begin(
         id=id, plan=plan, members={m.name: m for m in members}, supplies={}, allowed=allowed,
         left_out=left_out,
     )  # fmt: skip
-    chosen, effects = choose_all(start)
+    chosen, effects = choose_targets(start)
     settled, more = settle(chosen, now_s)
     return settled, (*effects, *more)
 
@@ -101,14 +101,16 @@ def _bundle_ready(r: Rollout, e: BundleReady, now_s: float) -> Result:
     )
     if before is None or before == supply:
         return r, ()
-    return choose_all(replace(r, supplies={**r.supplies, e.target: supply}))
+    return choose_targets(replace(r, supplies={**r.supplies, e.target: supply}))
 
 
 def _bundle_failed(r: Rollout, e: BundleFailed, now_s: float) -> Result:
     before = r.supplies.get(e.target)
     if before is None or before.needs is not None:
         return r, ()
-    return choose_all(replace(r, supplies={**r.supplies, e.target: BundleSupply(refusal=e.reason)}))
+    return choose_targets(
+        replace(r, supplies={**r.supplies, e.target: BundleSupply(refusal=e.reason)})
+    )
 
 
 def _reported(r: Rollout, e: Reported, now_s: float) -> Result:
@@ -119,10 +121,12 @@ def _reported(r: Rollout, e: Reported, now_s: float) -> Result:
     if member.assigned:
         member = replace(member, committed_version=e.committed_version)
         sha256 = r.supplies[before.target].sha256 if before.target in r.supplies else ""
-        return put(r, _progress(member, e, r.plan.version, sha256)), ()
+        return with_member(r, _progress(member, e, r.plan.version, sha256)), ()
     if before.capability == e.capability:  # its word about an unassigned version does not count
         return r, ()
-    return choose(put(r, replace(member, stage=NodeStage.WAITING, reason="")), e.name)
+    return choose_target(
+        with_member(r, replace(member, stage=NodeStage.WAITING, reason="")), e.name
+    )
 
 
 def _progress(m: RolloutMember, e: Reported, version: int, sha256: str) -> RolloutMember:
@@ -191,7 +195,7 @@ def _resume(r: Rollout, e: Resume, now_s: float) -> Result:
         members={**r.members, **again},
         supplies={**r.supplies, **dict.fromkeys(refused, BundleSupply())},
     )
-    chosen, effects = choose_all(start)
+    chosen, effects = choose_targets(start)
     return chosen, (*map(AskBundle, refused), *effects)
 
 

@@ -12,17 +12,17 @@ from triplane.cloud.fleet.values import Limit
 from triplane.proto.targets import in_share
 
 
-def outside(node: str, model: str, targets: Iterable[str], limit: Limit | None) -> str:
+def ineligible_reason(node: str, model: str, targets: Iterable[str], limit: Limit | None) -> str:
     """Why the node would refuse the model's version; empty where it would not.
 
     targets: that the node takes, best first.
     """
     if limit is None or next(iter(targets), "") in limit.released:
         return ""
-    return "" if in_share(node, model, limit.share) else said(model, limit)
+    return "" if in_share(node, model, limit.share) else limit_text(model, limit)
 
 
-def said(model: str, limit: Limit) -> str:
+def limit_text(model: str, limit: Limit) -> str:
     """Describe a node that the limit leaves out."""
     return (
         f"outside the {limit.share:.2%} of nodes that the release policy lets take versions of "

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any, Final
 
 from triplane.cloud.fleet.fleet import LiveFleet
-from triplane.cloud.fleet.messages import REASONS_BYTES, fitted, node_message, rollout_message
+from triplane.cloud.fleet.messages import REASONS_BYTES, node_message, rollout_message, truncated
 from triplane.cloud.fleet.selector import Selector
 from triplane.cloud.fleet.state import FleetNode, RolloutRecord
 from triplane.cloud.sessions import Sessions
@@ -113,7 +113,7 @@ class FleetServicer(Wire):
             records = await self._fleet.rollouts(size)
             rollouts = [self.rollout(record) for record in records]
             for rollout in rollouts:
-                rollout.reason = fitted(rollout.reason, REASONS_BYTES // len(rollouts))
+                rollout.reason = truncated(rollout.reason, REASONS_BYTES // len(rollouts))
             return pb.ListRolloutsResponse(rollouts=rollouts)
 
     async def GetRollout(self, request: pb.GetRolloutRequest, context: Any) -> pb.Rollout:

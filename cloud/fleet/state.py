@@ -163,13 +163,13 @@ def after_nodes_changed(fleet: FleetState, now_s: float) -> FleetState:
         reasons = {
             name: reason
             for name in record.rollout.members
-            if (reason := excuse(fleet.nodes.get(name), selector))
+            if (reason := excuse_reason(fleet.nodes.get(name), selector))
         }
         fleet = after_event(fleet, rollout_id, Excused(reasons), now_s)
     return fleet
 
 
-def excuse(node: FleetNode | None, selector: Selector) -> str:
+def excuse_reason(node: FleetNode | None, selector: Selector) -> str:
     """Return why a rollout does not count this node; empty where it does."""
     if node is None or node.gone:
         return node.gone if node else "it is no node"

@@ -213,7 +213,7 @@ def rows_of(connection):
     """Small updates and states, by SHA-256 in hexadecimal."""
     updates = connection.execute(sa.select(SMALL.c.sha256, SMALL.c.data))
     return {row.sha256.hex(): row.data for row in updates} | {
-        sha256.hex(): data for sha256, data in journal.kept_states(connection).items()
+        sha256.hex(): data for sha256, data in journal.small_states(connection).items()
     }
 
 

@@ -71,7 +71,7 @@ def test_the_search_finds_a_sync_of_a_large_state_that_is_left_out(
 
 @pytest.mark.slow
 def test_the_search_finds_a_small_state_whose_row_is_left_out(quick_folder, play, monkeypatch):
-    monkeypatch.setattr(journal, "keep_states", lambda *_: None)
+    monkeypatch.setattr(journal, "save_small_states", lambda *_: None)
     check_found(quick_folder, play)
 
 

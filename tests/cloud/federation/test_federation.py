@@ -480,7 +480,7 @@ def test_a_cloud_that_starts_on_a_full_disk_serves_reads_and_its_run_goes_on_lat
             async with living(devices):
                 run_id = await begun(cloud, rounds=200)
                 await until(cloud, run_id, lambda run: run.round >= 2)
-            small = await cloud.database.read(journal.kept_states)
+            small = await cloud.database.read(journal.small_states)
             ports = {"port": cloud.port, "enrol_port": cloud.enrol_port}
         if kind == "blobs":
             assert small

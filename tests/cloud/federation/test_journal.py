@@ -243,26 +243,26 @@ def test_the_worst_tenth_is_a_mean_of_the_lowest_and_order_does_not_matter():
 def test_a_small_update_is_there_until_its_round_is_over(database):
     run, data = begun(database).id, b"the bytes of an update"
     name = hashlib.sha256(data).digest()
-    database.write_now(lambda c: journal.keep(c, run, {name.hex(): data}))
-    assert database.read_now(lambda c: journal.kept(c, run, name)) == data
-    assert database.read_now(lambda c: journal.kept(c, "f" * 16, name)) is None
-    database.write_now(lambda c: journal.forget(c, run))
-    assert database.read_now(lambda c: journal.kept(c, run, name)) is None
+    database.write_now(lambda c: journal.save_small_updates(c, run, {name.hex(): data}))
+    assert database.read_now(lambda c: journal.small_update(c, run, name)) == data
+    assert database.read_now(lambda c: journal.small_update(c, "f" * 16, name)) is None
+    database.write_now(lambda c: journal.delete_small_updates(c, run))
+    assert database.read_now(lambda c: journal.small_update(c, run, name)) is None
 
 
 def test_small_states_are_the_newest_of_each_run(database):
     run = begun(database).id
     for data in (b"first", b"second"):
         kept = {hashlib.sha256(data).hexdigest(): data}
-        database.write_now(lambda c, kept=kept: journal.keep_states(c, run, kept))
+        database.write_now(lambda c, kept=kept: journal.save_small_states(c, run, kept))
     expected = {hashlib.sha256(b"second").digest(): b"second"}
-    assert database.read_now(journal.kept_states) == expected
+    assert database.read_now(journal.small_states) == expected
     database.write_now(lambda c: journal.change(c, run, live=False))
-    assert database.read_now(journal.kept_states) == {}
+    assert database.read_now(journal.small_states) == {}
     database.write_now(lambda c: journal.change(c, run, live=True))
-    assert database.read_now(journal.kept_states) == expected
-    database.write_now(lambda c: journal.keep_states(c, run, {}))
-    assert database.read_now(journal.kept_states) == {}
+    assert database.read_now(journal.small_states) == expected
+    database.write_now(lambda c: journal.save_small_states(c, run, {}))
+    assert database.read_now(journal.small_states) == {}
 
 
 def test_a_database_of_an_earlier_release_gets_the_table_of_small_states(tmp_path):
@@ -272,7 +272,7 @@ def test_a_database_of_an_earlier_release_gets_the_table_of_small_states(tmp_pat
         begun(database)
         database.write_now(SMALL_STATES.drop)
     with contextlib.closing(Database.open(url)) as database:
-        assert database.read_now(journal.kept_states) == {}
+        assert database.read_now(journal.small_states) == {}
         assert database.read_now(journal.live)
 
 

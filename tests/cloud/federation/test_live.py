@@ -117,7 +117,7 @@ class Played:
         run = self.run.entry.id
         named = [digest(b"ann 1"), digest(b"bob 1")]
         return [
-            self.database.read_now(lambda c, n=n: journal.kept(c, run, bytes.fromhex(n)))
+            self.database.read_now(lambda c, n=n: journal.small_update(c, run, bytes.fromhex(n)))
             for n in named
         ]
 

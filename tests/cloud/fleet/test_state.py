@@ -6,7 +6,7 @@ from tests.cloud.fleet.given import CAPABILITY
 
 from triplane.cloud.fleet import state
 from triplane.cloud.fleet.capability import BundleNeeds
-from triplane.cloud.fleet.deploying import ResolvedDeploy, begun
+from triplane.cloud.fleet.deploying import ResolvedDeploy, begin_rollout
 from triplane.cloud.fleet.messages import desired_message, rollout_message
 from triplane.cloud.fleet.state import FleetNode, FleetState
 from triplane.cloud.fleet.values import BundleReady, NodeStage, RolloutState
@@ -21,7 +21,7 @@ def deployed(nodes):
         {name: FleetNode(name=name, report=said) for name in (f"n{i}" for i in range(nodes))}
     )
     request = pb.DeployRequest(selector="all", key=b"k", role="release")
-    fleet = begun(fleet, ResolvedDeploy("r-1", request, "digits", 3, None, "olga", 0.0))
+    fleet = begin_rollout(fleet, ResolvedDeploy("r-1", request, "digits", 3, None, "olga", 0.0))
     ready = BundleReady("ort-x64", BundleNeeds(), "release/digits@3+ort-x64.bundle")
     return state.after_event(fleet, "r-1", ready, 0.0)
 
