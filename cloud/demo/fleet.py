@@ -34,7 +34,7 @@ class DemoCloud:
 
     def ask(self, *args: str | Path) -> Any:
         """Return the JSON answer of a verb, called as the operator."""
-        return processes.checked_json(self.tried(*args, "--json"))
+        return processes.json_of(self.tried(*args, "--json"))
 
     def tried(self, *args: str | Path) -> Any:
         """Return the ended process of a verb, called as the operator."""
@@ -42,16 +42,14 @@ class DemoCloud:
 
     def followed(self, *args: str | Path) -> int:
         """Return the exit code of a verb that shows its progress on this terminal."""
-        return processes.shown(*args, "--identity", self.home / "operator")
+        return processes.run_visibly(*args, "--identity", self.home / "operator")
 
 
 @contextlib.contextmanager
 def cloud_at(folder: Path) -> Iterator[DemoCloud]:
     """Run a new cloud below `folder`; stop it at the end."""
     home, keys = folder / "cloud", folder / "offline-keys"
-    processes.checked(
-        processes.triplane("cloud", "init", "--home", home, "--offline-keys", keys, "--json")
-    )
+    processes.output("cloud", "init", "--home", home, "--offline-keys", keys, "--json")
     with processes.server(
         "cloud", "up", "--home", home, "--host", "127.0.0.1", "--port", "0",
         "--enrol-port", "0", "--dashboard-port", "0",
@@ -64,12 +62,10 @@ def node_at(folder: Path, cloud: DemoCloud, name: str) -> Iterator[Path]:
     """Enroll a node with a token of its own and run it; yield its home."""
     home = folder / name
     token = cloud.ask("cloud", "token", "--role", "node", "--name", name, "--label", "site=demo")
-    processes.checked(
-        processes.triplane(
-            "edge", "enrol", token["token"], "--cloud", f"127.0.0.1:{cloud.enrol_port}",
-            "--home", home, "--port", str(free_port()), "--metrics-port", str(free_port()),
-            "--json",
-        )
+    processes.output(
+        "edge", "enrol", token["token"], "--cloud", f"127.0.0.1:{cloud.enrol_port}",
+        "--home", home, "--port", str(free_port()), "--metrics-port", str(free_port()),
+        "--json",
     )  # fmt: skip
     with processes.background("edge", "up", "--home", home, log=folder / f"{name}.log"):
         yield home

@@ -98,9 +98,7 @@ def _serve_first(stage: DemoStage, fleet: DemoFleet, shards: dict[str, Shard]) -
     cloud, names = fleet.cloud, sorted(shards)
     for node, name in _homes(names):
         own = asking.save(stage.file(f"{node}.npz"), shards[name])
-        processes.checked(
-            processes.triplane("edge", "samples", MODEL, own, "--home", fleet.homes[node], "--json")
-        )
+        processes.output("edge", "samples", MODEL, own, "--home", fleet.homes[node], "--json")
     cloud.ask("sign", f"{MODEL}@1", "--target", TARGET, "--keys", cloud.offline_keys)
     roll_out(cloud, f"{MODEL}@1")
     others = {name: shards[name] for name in names[LEARNING + 1 : -1]}
@@ -149,12 +147,10 @@ def _devices(
         for name, shard in shards.items():
             home = stage.file(name)
             token = cloud.ask("cloud", "token", "--role", "device", "--name", name)
-            processes.checked(
-                processes.triplane(
-                    "device", "enrol", token["token"], "--cloud",
-                    f"127.0.0.1:{cloud.enrol_port}", "--home", home, "--population", POPULATION,
-                    "--data", asking.save(stage.file(f"{name}.npz"), shard), "--json",
-                )
+            processes.output(
+                "device", "enrol", token["token"], "--cloud",
+                f"127.0.0.1:{cloud.enrol_port}", "--home", home, "--population", POPULATION,
+                "--data", asking.save(stage.file(f"{name}.npz"), shard), "--json",
             )  # fmt: skip
             device = DeviceProcess(name, home, stage.file(f"{name}.log"))
             device.start()

@@ -37,7 +37,17 @@ def triplane(*args: str | Path) -> subprocess.CompletedProcess[str]:
     return _run([*COMMAND, *map(str, args)])
 
 
-def shown(*args: str | Path) -> int:
+def output(*args: str | Path) -> str:
+    """Run the command and return its output; ProcessFailed if it fails."""
+    return output_of(triplane(*args))
+
+
+def answer(*args: str | Path) -> Any:
+    """Run the command and return its JSON document; ProcessFailed if it fails."""
+    return json_of(triplane(*args, "--json"))
+
+
+def run_visibly(*args: str | Path) -> int:
     """Run the command with its output on standard error; return its exit code."""
     with _child([*COMMAND, *map(str, args)], stdout=sys.stderr) as process:
         return process.wait()
@@ -54,7 +64,7 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(command, process.returncode, out, "")
 
 
-def checked(done: subprocess.CompletedProcess[str]) -> str:
+def output_of(done: subprocess.CompletedProcess[str]) -> str:
     """Return the output of a process that succeeded."""
     if done.returncode != 0:
         raise ProcessFailed(
@@ -63,9 +73,9 @@ def checked(done: subprocess.CompletedProcess[str]) -> str:
     return done.stdout
 
 
-def checked_json(done: subprocess.CompletedProcess[str]) -> Any:
+def json_of(done: subprocess.CompletedProcess[str]) -> Any:
     """Return the JSON document that a process printed."""
-    return json.loads(checked(done))
+    return json.loads(output_of(done))
 
 
 def _shown(command: Sequence[str]) -> str:

@@ -115,12 +115,10 @@ def _train(stage: DemoStage, epochs: int) -> None:
         f"\n1  Train: {CELL.name}:Digits on {len(stage.train)} images; forward, backward and "
         "optimizer are one graph on onnxruntime"
     )
-    done = processes.checked_json(
-        processes.triplane(
-            "train", f"{CELL}:Digits", "--data", stage.file("train.npz"),
-            "--validation", stage.file("held_out.npz"), "--epochs", str(epochs),
-            "--out", stage.file("digits.tpm"), "--history", stage.file("history.json"), "--json",
-        )
+    done = processes.answer(
+        "train", f"{CELL}:Digits", "--data", stage.file("train.npz"),
+        "--validation", stage.file("held_out.npz"), "--epochs", str(epochs),
+        "--out", stage.file("digits.tpm"), "--history", stage.file("history.json"),
     )  # fmt: skip
     accuracy = done["validation"]["accuracy"]
     _draw_history(stage)
@@ -156,10 +154,8 @@ def _draw_history(stage: DemoStage) -> None:
 def _inspect(stage: DemoStage) -> None:
     model = stage.file("digits.tpm")
     stage.say("\n2  Export: one file; the IR as text, each node with the line that made it")
-    stage.say(
-        processes.checked(processes.triplane("inspect", model, "--text", "--entry", "predict"))
-    )
-    facts = processes.checked_json(processes.triplane("inspect", model, "--json"))
+    stage.say(processes.output("inspect", model, "--text", "--entry", "predict"))
+    facts = processes.answer("inspect", model)
     stage.say(f"   root digest {facts['digest']}")
     damaged = stage.file("damaged.tpm")
     data = bytearray(model.read_bytes())
@@ -184,13 +180,11 @@ def _convert(stage: DemoStage) -> None:
         "convert", stage.file("digits.tpm"), "--target", "ort-x64",
         "--calibrate", stage.file("calibration.npz"), "--evaluate", stage.file("held_out.npz"),
     ]  # fmt: skip
-    processes.checked(processes.triplane(*common, "--out", stage.file("digits.bundle")))
-    text = processes.checked(
-        processes.triplane(
-            *common, "--quantize", "int8", "--out", stage.file("digits-int8.bundle"),
-            "--plan", stage.file("digits.plan"), "--report", stage.file("report.svg"),
-            "--report-json", stage.file("report.json"),
-        )
+    processes.output(*common, "--out", stage.file("digits.bundle"))
+    text = processes.output(
+        *common, "--quantize", "int8", "--out", stage.file("digits-int8.bundle"),
+        "--plan", stage.file("digits.plan"), "--report", stage.file("report.svg"),
+        "--report-json", stage.file("report.json"),
     )  # fmt: skip
     stage.say(text.rstrip())
     report = json.loads(stage.file("report.json").read_text())
@@ -226,7 +220,7 @@ def _fine_tune(stage: DemoStage) -> None:
         x=changed(own.x), y=own.y,
         x_test=changed(test.x), y_test=test.y,
     )  # fmt: skip
-    tuned = processes.checked_json(
+    tuned = processes.json_of(
         processes.python(
             FINE_TUNE, stage.file("digits.plan"), samples, str(TUNING_STEPS), str(TUNING_BATCH)
         )

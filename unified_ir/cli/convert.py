@@ -12,9 +12,9 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.cli.importing import SUFFIX
 from triplane.unified_ir.cli.shell import (
     OUTPUT_FILE,
+    check_distinct_files,
     check_suffix,
     json_option,
-    keep_apart,
     open_output,
 )
 
@@ -118,7 +118,7 @@ def command(**options: Any) -> None:
 
 
 def _check_files(options: dict[str, Any]) -> None:
-    keep_apart(
+    check_distinct_files(
         [options[name] for name in ("model", "calibrate", "evaluate")],
         {
             f"--{name.replace('_', '-')}": options[name]

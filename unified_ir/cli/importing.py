@@ -12,9 +12,9 @@ import click
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.cli.shell import (
     OUTPUT_FILE,
+    check_distinct_files,
     check_suffix,
     json_option,
-    keep_apart,
     open_output,
 )
 
@@ -84,7 +84,7 @@ def command(
     from triplane.unified_ir.ops.check import save
 
     output = open_output(as_json)
-    keep_apart([model], {"--out": out})
+    check_distinct_files([model], {"--out": out})
     check_suffix("--out", out, "model file")
     module = import_onnx(
         model,

@@ -11,7 +11,12 @@ import click
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.cli.importing import SUFFIX
 from triplane.unified_ir.cli.profiling import entry_profile, profile_lines, sizes_of
-from triplane.unified_ir.cli.shell import OUTPUT_FILE, json_option, keep_apart, open_output
+from triplane.unified_ir.cli.shell import (
+    OUTPUT_FILE,
+    check_distinct_files,
+    json_option,
+    open_output,
+)
 
 if TYPE_CHECKING:
     from triplane.unified_ir.files.container import Container
@@ -84,7 +89,7 @@ def command(
     the root digest, which identifies the file everywhere else.
     """
     output = open_output(as_json)
-    keep_apart([file], {"--graph": graph})
+    check_distinct_files([file], {"--graph": graph})
     if sizes and not profiling:
         raise InvalidInput("--sizes are those of --profile; give both, or none")
     opened = None if file.suffix == SUFFIX else _opened(file)

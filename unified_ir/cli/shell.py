@@ -234,7 +234,9 @@ class Secret(_Text):
 SECRET: Final = Secret()
 
 
-def keep_apart(reads: Iterable[str | Path | None], writes: Mapping[str, Path | None]) -> None:
+def check_distinct_files(
+    reads: Iterable[str | Path | None], writes: Mapping[str, Path | None]
+) -> None:
     """Raise InvalidInput where an output file is also an input, or the target of two options."""
     read = {Path(p).resolve() for p in reads if p is not None and Path(p).is_file()}
     taken: dict[Path, str] = {}

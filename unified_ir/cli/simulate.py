@@ -12,8 +12,8 @@ from triplane.unified_ir.cli.algorithms import AlgorithmCommand
 from triplane.unified_ir.cli.shell import (
     EXIT_CODES,
     OUTPUT_FILE,
+    check_distinct_files,
     json_option,
-    keep_apart,
     open_output,
 )
 from triplane.unified_ir.federated.core import defaults
@@ -156,7 +156,7 @@ GROUPS = (("training", True), ("unseen", False))
 def simulate(**options: Any) -> None:
     """Compare federated algorithms on simulated devices, starting from MODEL.tpm."""
     output = open_output(options["as_json"])
-    keep_apart([options["model"], options["data"]], {"--out": options["out"]})
+    check_distinct_files([options["model"], options["data"]], {"--out": options["out"]})
     from triplane.unified_ir.convert.conversion import read_model
     from triplane.unified_ir.federated.study import verdicts
     from triplane.unified_ir.federated.study.source import devices_of

@@ -16,9 +16,9 @@ from triplane.unified_ir.cli.importing import SUFFIX
 from triplane.unified_ir.cli.shell import (
     OUTPUT_FILE,
     CommandOutput,
+    check_distinct_files,
     check_suffix,
     json_option,
-    keep_apart,
     open_output,
 )
 
@@ -225,7 +225,7 @@ def _check(options: dict[str, Any]) -> None:
     """Refuse before the training starts what could not be written after it."""
     file = options["cell"]
     file = file if Path(file).suffix in _MODELS else file.rpartition(":")[0]
-    keep_apart(
+    check_distinct_files(
         [file, options["data"], options["validation"]],
         {"--out": options["out"], "--history": options["history"]},
     )

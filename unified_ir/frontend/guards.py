@@ -90,7 +90,7 @@ class TraceGuard:
         return self.changed() is None
 
 
-def held_by(functions: Iterable[Any]) -> list[tuple[Any, str]]:
+def named_values(functions: Iterable[Any]) -> list[tuple[Any, str]]:
     """Return the values of the variables and globals that functions name, with those names."""
     values: list[tuple[Any, str]] = []
     for f in functions:
@@ -98,7 +98,7 @@ def held_by(functions: Iterable[Any]) -> list[tuple[Any, str]]:
         while isinstance(inner, MethodType):
             inner = inner.__func__
         if isinstance(inner, FunctionType) and not belongs_to_user(inner):
-            values += held_by(_contents(c) for c in inner.__closure__ or ())
+            values += named_values(_contents(c) for c in inner.__closure__ or ())
         elif isinstance(inner, FunctionType):
             free = inner.__code__.co_freevars
             cells = zip(free, inner.__closure__ or (), strict=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.frontend.binding import Parameter, current_or_none
-from triplane.unified_ir.frontend.guards import TraceGuard, held_by
+from triplane.unified_ir.frontend.guards import TraceGuard, named_values
 from triplane.unified_ir.frontend.merge import UNBOUND
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.source import location_of
@@ -80,7 +80,7 @@ class VariableAccess:
         Examples are a list that grew, or an attribute set by a called function: it happened once,
         while the graph was recorded. Variables must be restored before the block ends.
         """
-        guard = TraceGuard((), held_by(functions))
+        guard = TraceGuard((), named_values(functions))
         yield
         changed = guard.changed()
         if changed is not None:

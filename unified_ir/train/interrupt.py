@@ -30,7 +30,7 @@ class Interrupt:
 
 
 @contextmanager
-def held_back(on_event: Callable[[str], None]) -> Iterator[Interrupt]:
+def deferred_interrupt(on_event: Callable[[str], None]) -> Iterator[Interrupt]:
     """Within the block, the first Ctrl-C only sets the interrupt and calls `on_event` with a line.
 
     In a thread other than the main one, or where the program has its own handler, nothing changes.

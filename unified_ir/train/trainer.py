@@ -33,7 +33,7 @@ from triplane.unified_ir.train.checkpoint import Checkpoint
 from triplane.unified_ir.train.exporting import Entry, build_module
 from triplane.unified_ir.train.fitting import Fit
 from triplane.unified_ir.train.history import History, Place, Row
-from triplane.unified_ir.train.interrupt import held_back
+from triplane.unified_ir.train.interrupt import deferred_interrupt
 from triplane.unified_ir.train.measuring import measured, predicted
 from triplane.unified_ir.train.metrics import Confusion, Tally
 from triplane.unified_ir.train.precision import LossScale, Precision, fixed_scale
@@ -157,7 +157,7 @@ class Trainer:
         shown = progress if isinstance(progress, Progress) else Progress(progress)
         callbacks = [*self.callbacks, *([keeper] if keeper else []), shown]
         try:
-            with held_back(shown.say) as interrupt:
+            with deferred_interrupt(shown.say) as interrupt:
                 Fit(self, source, validation, callbacks, goal, interrupt).run()
         finally:
             shown.close()
