@@ -10,7 +10,7 @@ from triplane.unified_ir.autodiff.reverse import record_vjp
 from triplane.unified_ir.engines.reference import ReferenceEngine
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.inline import introduced
-from triplane.unified_ir.ops.structure import zeros
+from triplane.unified_ir.ops.rows.movement.structure import zeros
 from triplane.unified_ir.ops.table import TABLE
 
 SMOOTH = [use for use in differentiable() if str(use.row) not in FLAT]

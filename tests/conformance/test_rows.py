@@ -26,11 +26,11 @@ NO_SAMPLES = {  # tested with regions or sizes of their own
     "triplane.Scan": "test_control",
     "triplane.Loop": "test_control",
     "triplane.CustomGradient": "test_control",
-    "triplane.Custom": "tests/ops/test_custom",
-    **dict.fromkeys(HELD, "tests/ops/test_sequences.py"),
-    **dict.fromkeys(DRAWN, "tests/ops/test_drawing.py"),
-    "ImageDecoder": "tests/ops/test_image_files.py",
-    "triplane.Sized": "tests/ops/test_shape_assertions.py",
+    "triplane.Custom": "tests/ops/rows/control/test_custom",
+    **dict.fromkeys(HELD, "tests/ops/rows/data/test_sequences.py"),
+    **dict.fromkeys(DRAWN, "tests/ops/rows/randomness/test_drawing.py"),
+    "ImageDecoder": "tests/ops/rows/data/test_image_files.py",
+    "triplane.Sized": "tests/ops/rows/movement/test_shape_assertions.py",
     "triplane.Checkpoint": "tests/frontend/test_transforms",
 }
 # fmt: on

@@ -188,4 +188,4 @@ def test_an_open_axis_is_not_unstacked():
 
 
 def test_no_public_name_hides_a_module_of_the_table():
-    assert all(isinstance(module, ModuleType) for module in table._MODULES)
+    assert all(isinstance(module, ModuleType) for module in table._modules())

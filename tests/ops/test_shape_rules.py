@@ -4,7 +4,7 @@ import pytest
 from triplane.unified_ir import TensorSpec, ops, trace
 from triplane.unified_ir.engines import engine
 from triplane.unified_ir.ir.types import ShapeError
-from triplane.unified_ir.ops.convolution import conv_transpose_row
+from triplane.unified_ir.ops.rows.windows.convolution import conv_transpose_row
 
 X = np.arange(6, dtype=np.float32).reshape(1, 2, 1, 3)
 

@@ -17,7 +17,7 @@ from triplane.unified_ir.convert.residency import product_nodes, residency
 from triplane.unified_ir.ir import TensorSpec
 from triplane.unified_ir.onnx import OnnxTarget
 from triplane.unified_ir.ops.evaluate import run_function
-from triplane.unified_ir.ops.shapes import flatten_row
+from triplane.unified_ir.ops.rows.movement.shapes import flatten_row
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.quantize import (
     IN_PARTS,

@@ -12,7 +12,7 @@ from triplane.unified_ir.convert.fold import fold
 from triplane.unified_ir.convert.residency import product_nodes, residency
 from triplane.unified_ir.ir import TensorSpec
 from triplane.unified_ir.onnx import DYNAMIC_LSTM, OnnxTarget
-from triplane.unified_ir.ops.recurrent import lstm
+from triplane.unified_ir.ops.rows.recurrence.recurrent import lstm
 from triplane.unified_ir.quantize import (
     artifact,
     find_sites,

@@ -5,7 +5,7 @@ from tests.quantize import nets
 
 from triplane.unified_ir import nn, ops
 from triplane.unified_ir.ops.row import IntegerForm
-from triplane.unified_ir.ops.shapes import flatten_row
+from triplane.unified_ir.ops.rows.movement.shapes import flatten_row
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.quantize import find_sites, freeze
 

@@ -15,8 +15,8 @@ from triplane.unified_ir.ops.build import Build, body_function
 from triplane.unified_ir.ops.inline import Replay
 from triplane.unified_ir.ops.recorder import Recorder, recorder
 from triplane.unified_ir.ops.row import Op
-from triplane.unified_ir.ops.sequences import added
-from triplane.unified_ir.ops.structure import zeros
+from triplane.unified_ir.ops.rows.data.sequences import added
+from triplane.unified_ir.ops.rows.movement.structure import zeros
 from triplane.unified_ir.ops.tensor import Tensor
 
 Cotangents = Sequence[Tensor | None]

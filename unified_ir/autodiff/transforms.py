@@ -12,7 +12,7 @@ from triplane.unified_ir.autodiff.reverse import record_vjp
 from triplane.unified_ir.ir.graph import Function
 from triplane.unified_ir.ir.types import ShapeError
 from triplane.unified_ir.ops.build import Build
-from triplane.unified_ir.ops.structure import zeros
+from triplane.unified_ir.ops.rows.movement.structure import zeros
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.ops.tensor import Tensor
 from triplane.unified_ir.passes.clean import clean

@@ -17,11 +17,11 @@ from triplane.unified_ir.ir.graph import Function, Node, Value
 from triplane.unified_ir.ir.types import TensorType, is_plain
 from triplane.unified_ir.ops.batching import BatchedCall, NeedsScan, Ragged, elementwise, with_axis
 from triplane.unified_ir.ops.build import Build, body_function, region
-from triplane.unified_ir.ops.elementwise import broadcast_bool, broadcast_same
 from triplane.unified_ir.ops.inline import Replay, inline, introduced
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.row import OPEN
-from triplane.unified_ir.ops.scanning import scan
+from triplane.unified_ir.ops.rows.arithmetic.elementwise import broadcast_bool, broadcast_same
+from triplane.unified_ir.ops.rows.control.scanning import scan
 from triplane.unified_ir.ops.tensor import Tensor
 
 Flags = Sequence[bool]

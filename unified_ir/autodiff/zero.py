@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from triplane.unified_ir.autodiff.reverse import record_vjp
 from triplane.unified_ir.ir.graph import Function, Node, Value
 from triplane.unified_ir.ops.build import Build
-from triplane.unified_ir.ops.structure import ones
+from triplane.unified_ir.ops.rows.movement.structure import ones
 from triplane.unified_ir.ops.table import TABLE
 
 MAX_NAMED = 3

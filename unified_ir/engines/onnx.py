@@ -12,7 +12,7 @@ from triplane.unified_ir.engines.protocol import by_position, check_donated
 from triplane.unified_ir.ir.graph import Array, Function
 from triplane.unified_ir.onnx.emit import emit, serialize
 from triplane.unified_ir.onnx.target import DEFAULT, OnnxTarget
-from triplane.unified_ir.ops.custom_ops import with_kernels
+from triplane.unified_ir.ops.rows.control.custom_ops import with_kernels
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.ops.values import HostValue, as_host_value
 from triplane.unified_ir.passes.widen import widen_half

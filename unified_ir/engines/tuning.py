@@ -26,7 +26,7 @@ from triplane.unified_ir.ir.graph import Array, Function, Node
 from triplane.unified_ir.ir.types import TensorType
 from triplane.unified_ir.onnx import emit, serialize
 from triplane.unified_ir.ops.build import Build
-from triplane.unified_ir.ops.conv_gradients import conv_grad_weight, weight_forms
+from triplane.unified_ir.ops.rows.windows.conv_gradients import conv_grad_weight, weight_forms
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.passes.clean import clean
 from triplane.unified_ir.runtime.session import Session, SessionOptions, version

@@ -34,8 +34,8 @@ from triplane.unified_ir.frontend.variables import (
 )
 from triplane.unified_ir.ir.types import DType
 from triplane.unified_ir.ops.build import Build, region
-from triplane.unified_ir.ops.conditional import cond_node
-from triplane.unified_ir.ops.structure import zeros
+from triplane.unified_ir.ops.rows.control.conditional import cond_node
+from triplane.unified_ir.ops.rows.movement.structure import zeros
 from triplane.unified_ir.ops.tensor import Tensor
 
 Thunk = Callable[[], Any]

@@ -17,8 +17,8 @@ from triplane.unified_ir.frontend.binding import Parameter, current
 from triplane.unified_ir.frontend.rewrite import rewritten
 from triplane.unified_ir.frontend.run import graph
 from triplane.unified_ir.frontend.state_tree import StateTree
-from triplane.unified_ir.ops.custom_gradients import custom_gradient
-from triplane.unified_ir.ops.structure import zeros
+from triplane.unified_ir.ops.rows.control.custom_gradients import custom_gradient
+from triplane.unified_ir.ops.rows.movement.structure import zeros
 from triplane.unified_ir.ops.tensor import Tensor, as_tensor
 from triplane.unified_ir.ops.trees import leaves, rebuild
 

@@ -20,9 +20,9 @@ from triplane.unified_ir.frontend.truth import is_symbolic, truth
 from triplane.unified_ir.frontend.variables import VariableAccess, explain, reasons
 from triplane.unified_ir.ir.dims import Expr
 from triplane.unified_ir.ir.types import int64
-from triplane.unified_ir.ops.elementwise import div, maximum
-from triplane.unified_ir.ops.indexing import arange
-from triplane.unified_ir.ops.structure import constant
+from triplane.unified_ir.ops.rows.arithmetic.elementwise import div, maximum
+from triplane.unified_ir.ops.rows.movement.indexing import arange
+from triplane.unified_ir.ops.rows.movement.structure import constant
 from triplane.unified_ir.ops.tensor import Tensor, as_tensor
 
 __all__ = [

@@ -10,8 +10,8 @@ from triplane.unified_ir.frontend.branches import branch
 from triplane.unified_ir.frontend.loops import is_harmless
 from triplane.unified_ir.frontend.truth import as_condition, is_symbolic, truth
 from triplane.unified_ir.frontend.variables import VariableAccess
-from triplane.unified_ir.ops import elementwise
 from triplane.unified_ir.ops.build import region
+from triplane.unified_ir.ops.rows.arithmetic import elementwise
 from triplane.unified_ir.ops.tensor import Tensor, as_tensor
 
 Thunk = Callable[[], Any]

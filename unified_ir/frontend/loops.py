@@ -40,10 +40,10 @@ from triplane.unified_ir.frontend.variables import (
 )
 from triplane.unified_ir.ir.types import TensorType, bool_, int64
 from triplane.unified_ir.ops.build import Build, region
-from triplane.unified_ir.ops.elementwise import and_, not_
-from triplane.unified_ir.ops.looping import fori_loop, while_loop
-from triplane.unified_ir.ops.scanning import scan
-from triplane.unified_ir.ops.structure import zeros
+from triplane.unified_ir.ops.rows.arithmetic.elementwise import and_, not_
+from triplane.unified_ir.ops.rows.control.looping import fori_loop, while_loop
+from triplane.unified_ir.ops.rows.control.scanning import scan
+from triplane.unified_ir.ops.rows.movement.structure import zeros
 from triplane.unified_ir.ops.tensor import Tensor, as_tensor, dims_of, emit
 
 Trip = Callable[..., LoopExit | None]

@@ -28,9 +28,9 @@ from triplane.unified_ir.frontend.traced_call import (
 )
 from triplane.unified_ir.ir.graph import Function
 from triplane.unified_ir.ir.types import ShapeError, TensorType, TypeMismatch
-from triplane.unified_ir.ops.custom_gradients import checkpointed
 from triplane.unified_ir.ops.recorder import recorder
-from triplane.unified_ir.ops.structure import zeros
+from triplane.unified_ir.ops.rows.control.custom_gradients import checkpointed
+from triplane.unified_ir.ops.rows.movement.structure import zeros
 from triplane.unified_ir.ops.tensor import Tensor, as_tensor
 from triplane.unified_ir.ops.trees import leaves, rebuild
 

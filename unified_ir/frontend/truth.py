@@ -6,7 +6,7 @@ from typing import Any
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.types import bool_
-from triplane.unified_ir.ops.elementwise import not_
+from triplane.unified_ir.ops.rows.arithmetic.elementwise import not_
 from triplane.unified_ir.ops.tensor import Tensor
 
 

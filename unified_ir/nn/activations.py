@@ -8,7 +8,14 @@ from triplane.unified_ir import ops
 from triplane.unified_ir.frontend.cell import Cell, Parameter
 from triplane.unified_ir.nn.sizes import check_axis, positive
 from triplane.unified_ir.nn.state import State
-from triplane.unified_ir.ops.activations import elu, mish, prelu, selu, softsign, swish
+from triplane.unified_ir.ops.rows.arithmetic.activations import (
+    elu,
+    mish,
+    prelu,
+    selu,
+    softsign,
+    swish,
+)
 
 
 class ReLU(Cell):

@@ -22,14 +22,14 @@ from triplane.unified_ir.nn.init import GlorotUniform
 from triplane.unified_ir.nn.random import Dropout, generator
 from triplane.unified_ir.nn.sizes import check_axis, check_rank, positive
 from triplane.unified_ir.nn.state import State
-from triplane.unified_ir.ops.attention import (
+from triplane.unified_ir.ops.rows.movement.shapes import split_row
+from triplane.unified_ir.ops.rows.recurrence.attention import (
     WEIGHTS,
     attention,
     heads_apart,
     heads_together,
     rotary_embedding,
 )
-from triplane.unified_ir.ops.shapes import split_row
 from triplane.unified_ir.ops.tensor import as_tensor
 
 

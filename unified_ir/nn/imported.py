@@ -11,8 +11,8 @@ from triplane.unified_ir.ir.graph import Array, Function, Node, Role, Value
 from triplane.unified_ir.ir.module import Module
 from triplane.unified_ir.nn.norm import batch_norm_step
 from triplane.unified_ir.ops.inline import Replay, inline
-from triplane.unified_ir.ops.norm import is_untrained
 from triplane.unified_ir.ops.recorder import recorder
+from triplane.unified_ir.ops.rows.arithmetic.norm import is_untrained
 from triplane.unified_ir.ops.tensor import Tensor
 
 BatchNormMode = Literal["kept", "updated"]

@@ -16,9 +16,9 @@ from numpy.typing import ArrayLike
 from triplane.unified_ir import ops
 from triplane.unified_ir.frontend.cell import Cell
 from triplane.unified_ir.ir.types import ShapeError, TensorType
-from triplane.unified_ir.ops.likelihood import likelihood
 from triplane.unified_ir.ops.losses import weighted_cross_entropy
 from triplane.unified_ir.ops.recorder import recording
+from triplane.unified_ir.ops.rows.arithmetic.likelihood import likelihood
 from triplane.unified_ir.ops.tensor import admitted
 
 Metric = Callable[[ops.Tensor, ops.Tensor], ops.Tensor]

@@ -12,7 +12,7 @@ from triplane.unified_ir.frontend.cell import Cell, Parameter
 from triplane.unified_ir.ir.dims import Dim, product
 from triplane.unified_ir.nn.sizes import check_axis, check_rank, positive
 from triplane.unified_ir.nn.state import Buffer, State
-from triplane.unified_ir.ops.norm import batch_norm_row
+from triplane.unified_ir.ops.rows.arithmetic.norm import batch_norm_row
 from triplane.unified_ir.ops.tensor import dims_of
 
 

@@ -20,8 +20,8 @@ from triplane.unified_ir.nn.init import Uniform
 from triplane.unified_ir.nn.random import Dropout, generator
 from triplane.unified_ir.nn.sizes import check_axis, check_rank, positive
 from triplane.unified_ir.nn.state import State
-from triplane.unified_ir.ops import recurrent
 from triplane.unified_ir.ops.row import Op
+from triplane.unified_ir.ops.rows.recurrence import recurrent
 
 Carry = tuple[ops.Tensor, ...]
 REVERSE: Final = "_reverse"

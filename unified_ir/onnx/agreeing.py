@@ -17,9 +17,9 @@ from triplane.unified_ir.ir.dims import Dim, Expr, floor_div, product, symbols
 from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.ir.types import is_plain
 from triplane.unified_ir.onnx.application import Application
-from triplane.unified_ir.ops.elementwise import BROADCASTING
 from triplane.unified_ir.ops.row import Op
-from triplane.unified_ir.ops.shape_assertions import assume_shape
+from triplane.unified_ir.ops.rows.arithmetic.elementwise import BROADCASTING
+from triplane.unified_ir.ops.rows.movement.shape_assertions import assume_shape
 from triplane.unified_ir.ops.tensor import Tensor
 
 Named = frozenset[str]

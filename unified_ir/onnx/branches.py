@@ -15,13 +15,13 @@ from triplane.unified_ir.ir.types import OptionalType, TensorType, bool_, int64,
 from triplane.unified_ir.onnx.scope import Scope
 from triplane.unified_ir.onnx.structure import Site, Structure
 from triplane.unified_ir.ops.build import Build
-from triplane.unified_ir.ops.conditional import cond_node
-from triplane.unified_ir.ops.indexing import arange
-from triplane.unified_ir.ops.looping import LoopCarry, loop_row
 from triplane.unified_ir.ops.row import OPEN
-from triplane.unified_ir.ops.scanning import scan_row
-from triplane.unified_ir.ops.sequences import element_types, sequence_map_row
-from triplane.unified_ir.ops.shape_assertions import assume_shape
+from triplane.unified_ir.ops.rows.control.conditional import cond_node
+from triplane.unified_ir.ops.rows.control.looping import LoopCarry, loop_row
+from triplane.unified_ir.ops.rows.control.scanning import scan_row
+from triplane.unified_ir.ops.rows.data.sequences import element_types, sequence_map_row
+from triplane.unified_ir.ops.rows.movement.indexing import arange
+from triplane.unified_ir.ops.rows.movement.shape_assertions import assume_shape
 from triplane.unified_ir.ops.tensor import Tensor, as_tensor, dims_of, emit
 
 MAX_WIDENINGS: Final = 8

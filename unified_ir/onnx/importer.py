@@ -45,8 +45,8 @@ from triplane.unified_ir.onnx.structure import STRUCTURES, Site
 from triplane.unified_ir.onnx.symbols import Shapes, Symbols, declared_type, tensor_type
 from triplane.unified_ir.onnx.uses import Functions, Uses
 from triplane.unified_ir.ops.build import Build
-from triplane.unified_ir.ops.custom_ops import custom_row, is_own
 from triplane.unified_ir.ops.row import MEANING_OPSET, Op
+from triplane.unified_ir.ops.rows.control.custom_ops import custom_row, is_own
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.ops.tensor import Tensor
 

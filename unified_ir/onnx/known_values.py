@@ -14,7 +14,7 @@ from triplane.unified_ir.onnx.fold import ARRANGING, MAX_CONTENTS, MAX_FOLDED, f
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.evaluate import run_node
 from triplane.unified_ir.ops.row import Op, dtype_attr
-from triplane.unified_ir.ops.shape_assertions import assume_shape
+from triplane.unified_ir.ops.rows.movement.shape_assertions import assume_shape
 from triplane.unified_ir.ops.tensor import Tensor
 
 

@@ -20,7 +20,7 @@ from triplane.unified_ir.ir.dims import Expr, product
 from triplane.unified_ir.onnx.application import Application, Lifted
 from triplane.unified_ir.onnx.newer import as_meant
 from triplane.unified_ir.ops.row import MEANING_OPSET
-from triplane.unified_ir.ops.shape_assertions import assume_shape
+from triplane.unified_ir.ops.rows.movement.shape_assertions import assume_shape
 from triplane.unified_ir.ops.tensor import Tensor, as_tensor, dims_of, emit
 
 _FLOAT_MAX: Final = 3.4028234663852886e38

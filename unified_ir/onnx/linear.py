@@ -22,7 +22,7 @@ from triplane.unified_ir.onnx.scores import (
     transform_of,
     transformed,
 )
-from triplane.unified_ir.ops.scanning import scan
+from triplane.unified_ir.ops.rows.control.scanning import scan
 from triplane.unified_ir.ops.tensor import Tensor, as_tensor, emit
 
 MAX_CLASSES: Final = 64

@@ -16,7 +16,7 @@ from onnx import GraphProto, NodeProto, TensorProto
 
 from triplane.unified_ir.ir.types import BY_ONNX
 from triplane.unified_ir.onnx.source import array_of
-from triplane.unified_ir.ops.norm import is_untrained
+from triplane.unified_ir.ops.rows.arithmetic.norm import is_untrained
 
 MAX_CHANNELS: Final = 2**16
 """Longer vectors are left shared."""

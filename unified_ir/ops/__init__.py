@@ -6,16 +6,6 @@ A numpy array given as an operand becomes a constant of the graph.
 from types import FunctionType
 from typing import Final
 
-from triplane.unified_ir.ops.activations import (
-    celu,
-    elu,
-    mish,
-    prelu,
-    selu,
-    shrink,
-    softsign,
-    thresholded_relu,
-)
 from triplane.unified_ir.ops.arrays import (
     all,
     amax,
@@ -65,8 +55,28 @@ from triplane.unified_ir.ops.arrays import (
     vector_norm,
     zeros_like,
 )
-from triplane.unified_ir.ops.attention import scaled_dot_product_attention
-from triplane.unified_ir.ops.bits import (
+from triplane.unified_ir.ops.ctc import ctc
+from triplane.unified_ir.ops.losses import (
+    binary_cross_entropy,
+    cosine_embedding,
+    cosine_similarity,
+    cross_entropy,
+    huber,
+    kl_divergence,
+    negative_log_likelihood,
+    smooth_l1,
+)
+from triplane.unified_ir.ops.rows.arithmetic.activations import (
+    celu,
+    elu,
+    mish,
+    prelu,
+    selu,
+    shrink,
+    softsign,
+    thresholded_relu,
+)
+from triplane.unified_ir.ops.rows.arithmetic.bits import (
     bit_cast,
     bit_shift,
     bitwise_and,
@@ -74,13 +84,7 @@ from triplane.unified_ir.ops.bits import (
     bitwise_or,
     bitwise_xor,
 )
-from triplane.unified_ir.ops.conditional import cond
-from triplane.unified_ir.ops.convolution import conv, conv_transpose
-from triplane.unified_ir.ops.ctc import ctc
-from triplane.unified_ir.ops.custom_gradients import custom_gradient
-from triplane.unified_ir.ops.custom_ops import CustomOp, custom
-from triplane.unified_ir.ops.detection import non_max_suppression
-from triplane.unified_ir.ops.elementwise import (
+from triplane.unified_ir.ops.rows.arithmetic.elementwise import (
     abs_,
     acos,
     acosh,
@@ -127,57 +131,42 @@ from triplane.unified_ir.ops.elementwise import (
     tan,
     tanh,
 )
-from triplane.unified_ir.ops.elementwise import and_ as logical_and
-from triplane.unified_ir.ops.elementwise import not_ as logical_not
-from triplane.unified_ir.ops.elementwise import or_ as logical_or
-from triplane.unified_ir.ops.elementwise import pow_ as power
-from triplane.unified_ir.ops.elementwise import xor as logical_xor
-from triplane.unified_ir.ops.equations import det, einsum
-from triplane.unified_ir.ops.indexing import (
-    arange,
-    embedding,
-    gather,
-    gather_elements,
-    gather_nd,
-    one_hot,
-    scatter_elements,
-    scatter_nd,
+from triplane.unified_ir.ops.rows.arithmetic.elementwise import and_ as logical_and
+from triplane.unified_ir.ops.rows.arithmetic.elementwise import not_ as logical_not
+from triplane.unified_ir.ops.rows.arithmetic.elementwise import or_ as logical_or
+from triplane.unified_ir.ops.rows.arithmetic.elementwise import pow_ as power
+from triplane.unified_ir.ops.rows.arithmetic.elementwise import xor as logical_xor
+from triplane.unified_ir.ops.rows.arithmetic.equations import det, einsum
+from triplane.unified_ir.ops.rows.arithmetic.matrix import (
+    gemm,
+    linear,
+    log_softmax,
+    matmul,
+    softmax,
 )
-from triplane.unified_ir.ops.looping import fori_loop, while_loop
-from triplane.unified_ir.ops.losses import (
-    binary_cross_entropy,
-    cosine_embedding,
-    cosine_similarity,
-    cross_entropy,
-    huber,
-    kl_divergence,
-    negative_log_likelihood,
-    smooth_l1,
-)
-from triplane.unified_ir.ops.matrix import gemm, linear, log_softmax, matmul, softmax
-from triplane.unified_ir.ops.mean_pool import (
-    adaptive_avg_pool,
-    avg_pool,
-    global_average_pool,
-    lp_pool,
-)
-from triplane.unified_ir.ops.norm import batch_norm, batch_norm_training, layer_norm
-from triplane.unified_ir.ops.patches import fold, unfold
-from triplane.unified_ir.ops.pool import global_max_pool, max_pool
-from triplane.unified_ir.ops.quant import dequantize_linear, quantize_linear
-from triplane.unified_ir.ops.random import dropout, next_key, random_bits, random_uniform
-from triplane.unified_ir.ops.reductions import argmax, argmin, hardmax
-from triplane.unified_ir.ops.resizing import resize
-from triplane.unified_ir.ops.sample_norm import (
+from triplane.unified_ir.ops.rows.arithmetic.norm import batch_norm, batch_norm_training, layer_norm
+from triplane.unified_ir.ops.rows.arithmetic.quant import dequantize_linear, quantize_linear
+from triplane.unified_ir.ops.rows.arithmetic.reductions import argmax, argmin, hardmax
+from triplane.unified_ir.ops.rows.arithmetic.sample_norm import (
     group_norm,
     instance_norm,
     local_response_norm,
     rms_norm,
 )
-from triplane.unified_ir.ops.sampling import affine_grid, grid_sample
-from triplane.unified_ir.ops.scanning import scan
-from triplane.unified_ir.ops.selection import compress, masked_select, nonzero, top_k, unique
-from triplane.unified_ir.ops.sequences import (
+from triplane.unified_ir.ops.rows.arithmetic.signal import (
+    blackman_window,
+    dft,
+    hamming_window,
+    hann_window,
+    mel_weight_matrix,
+    stft,
+)
+from triplane.unified_ir.ops.rows.control.conditional import cond
+from triplane.unified_ir.ops.rows.control.custom_gradients import custom_gradient
+from triplane.unified_ir.ops.rows.control.custom_ops import CustomOp, custom
+from triplane.unified_ir.ops.rows.control.looping import fori_loop, while_loop
+from triplane.unified_ir.ops.rows.control.scanning import scan
+from triplane.unified_ir.ops.rows.data.sequences import (
     concat_from_sequence,
     empty_sequence,
     optional,
@@ -192,19 +181,30 @@ from triplane.unified_ir.ops.sequences import (
     split_to_sequence,
     stack_from_sequence,
 )
-from triplane.unified_ir.ops.shape_assertions import assume_shape
-from triplane.unified_ir.ops.shapes import depth_to_space_row as depth_to_space
-from triplane.unified_ir.ops.shapes import reverse_sequence_row as reverse_sequence
-from triplane.unified_ir.ops.shapes import space_to_depth_row as space_to_depth
-from triplane.unified_ir.ops.signal import (
-    blackman_window,
-    dft,
-    hamming_window,
-    hann_window,
-    mel_weight_matrix,
-    stft,
+from triplane.unified_ir.ops.rows.data.text import regex_full_match, string_concat, string_split
+from triplane.unified_ir.ops.rows.movement.indexing import (
+    arange,
+    embedding,
+    gather,
+    gather_elements,
+    gather_nd,
+    one_hot,
+    scatter_elements,
+    scatter_nd,
 )
-from triplane.unified_ir.ops.structure import (
+from triplane.unified_ir.ops.rows.movement.resizing import resize
+from triplane.unified_ir.ops.rows.movement.selection import (
+    compress,
+    masked_select,
+    nonzero,
+    top_k,
+    unique,
+)
+from triplane.unified_ir.ops.rows.movement.shape_assertions import assume_shape
+from triplane.unified_ir.ops.rows.movement.shapes import depth_to_space_row as depth_to_space
+from triplane.unified_ir.ops.rows.movement.shapes import reverse_sequence_row as reverse_sequence
+from triplane.unified_ir.ops.rows.movement.shapes import space_to_depth_row as space_to_depth
+from triplane.unified_ir.ops.rows.movement.structure import (
     cast,
     concat,
     constant,
@@ -223,10 +223,27 @@ from triplane.unified_ir.ops.structure import (
     where,
     zeros,
 )
+from triplane.unified_ir.ops.rows.randomness.random import (
+    dropout,
+    next_key,
+    random_bits,
+    random_uniform,
+)
+from triplane.unified_ir.ops.rows.recurrence.attention import scaled_dot_product_attention
+from triplane.unified_ir.ops.rows.windows.convolution import conv, conv_transpose
+from triplane.unified_ir.ops.rows.windows.detection import non_max_suppression
+from triplane.unified_ir.ops.rows.windows.mean_pool import (
+    adaptive_avg_pool,
+    avg_pool,
+    global_average_pool,
+    lp_pool,
+)
+from triplane.unified_ir.ops.rows.windows.patches import fold, unfold
+from triplane.unified_ir.ops.rows.windows.pool import global_max_pool, max_pool
+from triplane.unified_ir.ops.rows.windows.sampling import affine_grid, grid_sample
 from triplane.unified_ir.ops.summaries import histogram_summary, image_summary, scalar_summary
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.ops.tensor import Tensor, taking_arrays
-from triplane.unified_ir.ops.text import regex_full_match, string_concat, string_split
 
 __all__ = [
     "CustomOp",

@@ -10,8 +10,8 @@ import numpy as np
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim
 from triplane.unified_ir.ir.types import DType, ShapeError, as_dtype, float32
-from triplane.unified_ir.ops.activations import swish
-from triplane.unified_ir.ops.elementwise import (
+from triplane.unified_ir.ops.rows.arithmetic.activations import swish
+from triplane.unified_ir.ops.rows.arithmetic.elementwise import (
     exp,
     hard_tanh,
     is_inf,
@@ -21,18 +21,18 @@ from triplane.unified_ir.ops.elementwise import (
     not_,
     softplus,
 )
-from triplane.unified_ir.ops.equations import einsum
-from triplane.unified_ir.ops.indexing import arange, gather
-from triplane.unified_ir.ops.products import cumprod_row, cumsum_row
-from triplane.unified_ir.ops.reductions import (
+from triplane.unified_ir.ops.rows.arithmetic.equations import einsum
+from triplane.unified_ir.ops.rows.arithmetic.products import cumprod_row, cumsum_row
+from triplane.unified_ir.ops.rows.arithmetic.reductions import (
     reduce_l1_row,
     reduce_l2_row,
     reduce_log_sum_exp_row,
 )
-from triplane.unified_ir.ops.selection import top_k_row
-from triplane.unified_ir.ops.shapes import split_row, split_sizes, tile_row, trilu_row
-from triplane.unified_ir.ops.slicing import slice_row
-from triplane.unified_ir.ops.structure import (
+from triplane.unified_ir.ops.rows.movement.indexing import arange, gather
+from triplane.unified_ir.ops.rows.movement.selection import top_k_row
+from triplane.unified_ir.ops.rows.movement.shapes import split_row, split_sizes, tile_row, trilu_row
+from triplane.unified_ir.ops.rows.movement.slicing import slice_row
+from triplane.unified_ir.ops.rows.movement.structure import (
     axes_of,
     broadcast_to,
     full,

@@ -13,11 +13,18 @@ import numpy as np
 
 from triplane.unified_ir.ir.dims import Dim
 from triplane.unified_ir.ir.types import ShapeError, int64
-from triplane.unified_ir.ops.elementwise import and_, exp, log, maximum, not_
-from triplane.unified_ir.ops.indexing import arange, gather_elements
-from triplane.unified_ir.ops.likelihood import NO_LABEL
-from triplane.unified_ir.ops.scanning import scan
-from triplane.unified_ir.ops.structure import concat, expand, full, stack, unsqueeze, where
+from triplane.unified_ir.ops.rows.arithmetic.elementwise import and_, exp, log, maximum, not_
+from triplane.unified_ir.ops.rows.arithmetic.likelihood import NO_LABEL
+from triplane.unified_ir.ops.rows.control.scanning import scan
+from triplane.unified_ir.ops.rows.movement.indexing import arange, gather_elements
+from triplane.unified_ir.ops.rows.movement.structure import (
+    concat,
+    expand,
+    full,
+    stack,
+    unsqueeze,
+    where,
+)
 from triplane.unified_ir.ops.tensor import Tensor
 
 NEVER: Final = -1e30

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.types import int64
-from triplane.unified_ir.ops.elementwise import (
+from triplane.unified_ir.ops.rows.arithmetic.elementwise import (
     abs_,
     clip,
     log,
@@ -12,9 +12,9 @@ from triplane.unified_ir.ops.elementwise import (
     softplus,
     sqrt,
 )
-from triplane.unified_ir.ops.likelihood import likelihood
-from triplane.unified_ir.ops.matrix import log_softmax
-from triplane.unified_ir.ops.structure import where
+from triplane.unified_ir.ops.rows.arithmetic.likelihood import likelihood
+from triplane.unified_ir.ops.rows.arithmetic.matrix import log_softmax
+from triplane.unified_ir.ops.rows.movement.structure import where
 from triplane.unified_ir.ops.tensor import Tensor
 
 

@@ -10,10 +10,10 @@ from typing import Final
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.types import ShapeError, float32, uint8
-from triplane.unified_ir.ops.elementwise import clip, floor, is_nan, round_
-from triplane.unified_ir.ops.indexing import scatter_elements
 from triplane.unified_ir.ops.recorder import recorder
-from triplane.unified_ir.ops.structure import concat, stop_gradient, where, zeros
+from triplane.unified_ir.ops.rows.arithmetic.elementwise import clip, floor, is_nan, round_
+from triplane.unified_ir.ops.rows.movement.indexing import scatter_elements
+from triplane.unified_ir.ops.rows.movement.structure import concat, stop_gradient, where, zeros
 from triplane.unified_ir.ops.tensor import Tensor
 
 SUMMARY: Final = "summary/"

@@ -2,106 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from importlib import import_module
+from pkgutil import walk_packages
 from types import MappingProxyType, ModuleType
 from typing import Final
 
 from triplane.unified_ir.ir.graph import Node
-from triplane.unified_ir.ops import (
-    activations,
-    attention,
-    barrier,
-    bits,
-    conditional,
-    conv_gradients,
-    convolution,
-    custom_gradients,
-    custom_ops,
-    detection,
-    drawing,
-    elementwise,
-    equations,
-    image_files,
-    indexing,
-    likelihood,
-    looping,
-    matrix,
-    mean_pool,
-    norm,
-    onnx_dropout,
-    patches,
-    pool,
-    products,
-    quant,
-    random,
-    recurrent,
-    reductions,
-    regions,
-    resizing,
-    sample_norm,
-    sampling,
-    scanning,
-    selection,
-    sequences,
-    shapes,
-    signal,
-    slicing,
-    structure,
-    text,
-)
-from triplane.unified_ir.ops import recurrences as sweeps
-from triplane.unified_ir.ops import shape_assertions as claims
+from triplane.unified_ir.ops import rows
 from triplane.unified_ir.ops.row import Op, Table
 
-_MODULES: Final = (
-    activations,
-    attention,
-    barrier,
-    bits,
-    claims,
-    conditional,
-    conv_gradients,
-    convolution,
-    custom_gradients,
-    custom_ops,
-    detection,
-    drawing,
-    elementwise,
-    equations,
-    image_files,
-    indexing,
-    likelihood,
-    looping,
-    matrix,
-    mean_pool,
-    norm,
-    onnx_dropout,
-    patches,
-    pool,
-    products,
-    quant,
-    random,
-    recurrent,
-    reductions,
-    regions,
-    resizing,
-    sample_norm,
-    sampling,
-    scanning,
-    selection,
-    sequences,
-    shapes,
-    signal,
-    slicing,
-    structure,
-    sweeps,
-    text,
-)
+
+def _modules() -> list[ModuleType]:
+    """Every module of the families, in order."""
+    found = walk_packages(rows.__path__, f"{rows.__name__}.")
+    return [import_module(name) for name in sorted(info.name for info in found)]
 
 
-def _collect(modules: tuple[ModuleType, ...]) -> dict[tuple[str, str], Op]:
+def _collect(modules: Sequence[ModuleType]) -> dict[tuple[str, str], Op]:
     table: dict[tuple[str, str], Op] = {}
     for module in modules:
-        assert isinstance(module, ModuleType), f"{module} hides the module of that name"
         for value in vars(module).values():
             if isinstance(value, Op):
                 known = table.setdefault((value.domain, value.name), value)
@@ -109,7 +29,7 @@ def _collect(modules: tuple[ModuleType, ...]) -> dict[tuple[str, str], Op]:
     return table
 
 
-TABLE: Final[Table] = MappingProxyType(_collect(_MODULES))
+TABLE: Final[Table] = MappingProxyType(_collect(_modules()))
 
 
 def row_of(node: Node) -> Op:

@@ -23,12 +23,12 @@ import numpy as np
 from triplane.unified_ir.ir.dims import ceil_div
 from triplane.unified_ir.ir.graph import Function, Node, Value
 from triplane.unified_ir.ops.build import Build
-from triplane.unified_ir.ops.conv_gradients import inner_planes, leading
-from triplane.unified_ir.ops.convolution import conv_row, conv_transpose_row
-from triplane.unified_ir.ops.structure import pad_row, slice_axis
+from triplane.unified_ir.ops.rows.movement.structure import pad_row, slice_axis
+from triplane.unified_ir.ops.rows.windows.conv_gradients import inner_planes, leading
+from triplane.unified_ir.ops.rows.windows.convolution import conv_row, conv_transpose_row
+from triplane.unified_ir.ops.rows.windows.window import Window, is_static, static, tap_slices
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.ops.tensor import Tensor
-from triplane.unified_ir.ops.window import Window, is_static, static, tap_slices
 from triplane.unified_ir.passes.clean import clean
 
 CONV_POSITIONS: Final = 8

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from triplane.unified_ir.ir.graph import Array, Node, Value
-from triplane.unified_ir.ops.quant import dequantize_linear, quantize_linear
 from triplane.unified_ir.ops.row import IntegerForm
+from triplane.unified_ir.ops.rows.arithmetic.quant import dequantize_linear, quantize_linear
 from triplane.unified_ir.ops.table import row_of
 from triplane.unified_ir.ops.tensor import Tensor
 from triplane.unified_ir.passes.frozen import Frozen, Rewrite

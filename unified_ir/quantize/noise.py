@@ -15,8 +15,8 @@ import numpy as np
 from triplane.unified_ir.ir.graph import Value
 from triplane.unified_ir.onnx import OnnxTarget
 from triplane.unified_ir.ops.build import Build
-from triplane.unified_ir.ops.elementwise import clip
 from triplane.unified_ir.ops.inline import Replay, inline
+from triplane.unified_ir.ops.rows.arithmetic.elementwise import clip
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.ops.tensor import Tensor
 from triplane.unified_ir.passes.frozen import Frozen, pruned

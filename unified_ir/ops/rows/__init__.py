@@ -1,0 +1,1 @@
+"""The rows of the operator table, by family; every module here is part of the table."""

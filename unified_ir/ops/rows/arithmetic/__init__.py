@@ -1,0 +1,1 @@
+"""Rows that compute: elementwise, reductions, products, normalization, losses."""

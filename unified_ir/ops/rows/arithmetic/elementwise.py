@@ -1,0 +1,555 @@
+"""Rows that compute each element on its own, with numpy broadcasting."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+import numpy as np
+
+from triplane.unified_ir.ir.graph import Node
+from triplane.unified_ir.ir.types import (
+    TensorType,
+    TypeMismatch,
+    bool_,
+    float32,
+    float64,
+    int32,
+    int64,
+)
+from triplane.unified_ir.ops.batching import elementwise, first_elementwise
+from triplane.unified_ir.ops.emission import EmissionContext, Emit, emit_broadcast
+from triplane.unified_ir.ops.infer import broadcast
+from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, IntegerForm, Op, OpCall, OpKind, Vjp
+from triplane.unified_ir.ops.rows.movement.structure import same, sum_to, where
+from triplane.unified_ir.ops.samples import apart, between, bools, given, ints, normal, sample
+from triplane.unified_ir.ops.tensor import Tensor
+
+Types = tuple[TensorType, ...]
+_TWO_OVER_ROOT_PI = 2 / math.sqrt(math.pi)
+
+
+def broadcast_same(call: OpCall) -> Types:
+    """Broadcast shape, element type of the first operand."""
+    shapes = [call.type(i).shape for i in range(len(call.types))]
+    return (call.type(0).with_shape(broadcast(call.row, *shapes)),)
+
+
+def broadcast_bool(call: OpCall) -> Types:
+    """Broadcast shape, bool."""
+    return (broadcast_same(call)[0].with_dtype(bool_),)
+
+
+def _needs_bool(call: OpCall) -> Types:
+    for i in range(len(call.types)):
+        if call.type(i).dtype != bool_:
+            raise TypeMismatch(f"{call.row} takes bool operands, got {call.type(i)}")
+    return broadcast_bool(call)
+
+
+BROADCASTING: Final = frozenset({broadcast_same, broadcast_bool, _needs_bool})
+"""Rules of rows whose operands broadcast against each other."""
+
+
+def step(y: Tensor) -> Tensor:
+    """1 where y is not zero, else 0, in y's element type (the cheapest form on onnxruntime)."""
+    return y.cast("bool").cast(y.dtype)
+
+
+def _arithmetic(name: str, f: Any, vjp: Any, *, emit: Emit = emit_broadcast, **columns: Any) -> Op:
+    samples = (
+        sample(normal(2, 3), between(0.5, 2, 3)),
+        sample(normal(3), between(0.5, 2, 2, 1)),
+    )
+    return Op(
+        name=name,
+        kind=OpKind.ELEMENTWISE,
+        infer=broadcast_same,
+        reference=f,
+        vjp=vjp,
+        weights=(0, 1),
+        emit=emit,
+        samples=samples,
+        **columns,
+    )
+
+
+def _unary(name: str, f: Any, vjp: Vjp | None, *samples: Any, **columns: Any) -> Op:
+    return Op(
+        name=name,
+        kind=OpKind.ELEMENTWISE,
+        infer=same,
+        reference=f,
+        vjp=vjp,
+        batch=elementwise,
+        samples=samples or (sample(normal(2, 3)),),
+        **columns,
+    )
+
+
+def _compare(name: str, f: Any) -> Op:
+    samples = (sample(ints(0, 3, 2, 3), ints(0, 3, 3)), sample(apart(2, 3), apart(2, 3), smooth=()))
+    return Op(
+        name=name,
+        kind=OpKind.COMPARISON,
+        infer=broadcast_bool,
+        reference=f,
+        total=True,
+        emit=emit_broadcast,
+        samples=samples,
+    )
+
+
+def _logical(name: str, f: Any) -> Op:
+    samples = (sample(bools(2, 3), bools(3)),)
+    return Op(
+        name=name,
+        kind=OpKind.ELEMENTWISE,
+        batch=elementwise,
+        infer=_needs_bool,
+        reference=f,
+        total=True,
+        samples=samples,
+    )
+
+
+def _pow_vjp(g: Tensor, y: Tensor, x: Tensor, p: Tensor) -> Any:
+    """The exponent may have an element type of its own; its cotangent has it too.
+
+    p x^(p-1) is 0 for p = 0 also at x = 0, where the second factor is not finite.
+    """
+    base = where(x > 0.0, x, 1.0)
+    exponent = p.cast(x.dtype)
+    lower = where(exponent == 0.0, 1.0, exponent - 1.0)
+    d_p = None
+    if p.dtype.is_float:
+        d_p = sum_to(g * where(x > 0.0, y * log(base), 0.0), p).cast(p.dtype)
+    return sum_to(g * exponent * pow_(x, lower), x), d_p
+
+
+def _div_reference(a: Any, b: Any) -> Any:
+    """ONNX integer division truncates towards zero; the least integer over -1 is itself."""
+    if a.dtype.kind not in "iu":
+        return a / b
+    _refuse_zero(b)
+    with np.errstate(over="ignore"):
+        down = a // b
+        return down + ((down < 0) & (down * b != a))
+
+
+def _mod_reference(a: Any, b: Any, fmod: int) -> Any:
+    if a.dtype.kind in "iu":
+        _refuse_zero(b)
+    return np.fmod(a, b) if fmod else np.mod(a, b)
+
+
+def _is_inf_reference(x: Any, *, detect_negative: int, detect_positive: int) -> Any:
+    return np.isposinf(x) & bool(detect_positive) | np.isneginf(x) & bool(detect_negative)
+
+
+def _mod_vjp(g: Tensor, y: Tensor, a: Tensor, b: Tensor, *, fmod: int) -> Any:
+    """mod(a, b) = a - b n with n, an integer, constant almost everywhere."""
+    return sum_to(g, a), sum_to(-(g * round_((a - y) / b)), b)
+
+
+def _pow_reference(x: Any, p: Any) -> Any:
+    """Whole powers of integers are exact; a negative one is a fraction, cut off."""
+    if x.dtype.kind in "iu" and (p.dtype.kind not in "iu" or np.any(p < 0)):
+        return np.power(x.astype(np.float64), p)
+    return np.power(x, p.astype(x.dtype) if x.dtype.kind in "iu" else p)
+
+
+def _refuse_zero(divisor: Any) -> None:
+    """As onnxruntime does: an integer has no infinity to answer with."""
+    if not np.all(divisor):
+        raise ValueError("integer division by zero; put `where(b == 0, 1, b)` for the divisor b")
+
+
+def _flat(g: Tensor, y: Tensor, x: Tensor) -> tuple[None]:
+    """Piecewise constant: the derivative is zero almost everywhere."""
+    return (None,)
+
+
+def _emit_clip(context: EmissionContext, node: Node) -> None:
+    """An absent bound is infinity: onnxruntime takes the largest finite number for it."""
+    dtype, names = node.outputs[0].type.dtype, [*context.inputs(node), "", ""][:3]
+    if not dtype.is_float or not any(names[1:]):
+        context.plain(node)
+        return
+    ends = [np.array(end, dtype.numpy) for end in (-np.inf, np.inf)]
+    bounds = [n or context.constant(end) for n, end in zip(names[1:], ends, strict=True)]
+    context.add("Clip", [names[0], *bounds], context.output_names(node))
+
+
+def _emit_div(context: EmissionContext, node: Node) -> None:
+    """Integers: a / -1 is written as -a.
+
+    The least integer has no opposite; where a processor traps at that (x86-64), onnxruntime 1.31
+    dies with the whole process, so one caller's numbers would end a server.
+    """
+    a, b = context.inputs(node)
+    if not _may_trap(context, node, b):
+        context.plain_broadcast(node)
+        return
+    opposite, safe = _minus_one_apart(context, node, b)
+    quotient = context.emit("Div", a, safe)
+    context.add("Where", [opposite, context.emit("Neg", a), quotient], context.output_names(node))
+
+
+def _emit_mod(context: EmissionContext, node: Node) -> None:
+    """Integers: a mod -1 is a mod 1, which is 0 too and does not trap (see `_emit_div`)."""
+    a, b = context.inputs(node)
+    if node.outputs[0].type.dtype.is_float and not node.attrs.get("fmod", 0):
+        _float_mod(context, node, a, b)
+        return
+    if node.attrs.get("fmod", 0) or not _may_trap(context, node, b):
+        context.plain_broadcast(node)
+        return
+    _, safe = _minus_one_apart(context, node, b)
+    context.add("Mod", [a, safe], context.output_names(node))
+
+
+def _float_mod(context: EmissionContext, node: Node, a: str, b: str) -> None:
+    """onnxruntime has the remainder with the dividend's sign; b is added where b has the other."""
+    zero = context.constant(np.array(0, node.outputs[0].type.dtype.numpy))
+    rest = context.emit("Mod", a, b, fmod=1)
+    crossed = context.emit("Less", context.emit("Mul", rest, b), zero)
+    moved = context.emit("Add", rest, b)
+    context.add("Where", [crossed, moved, rest], context.output_names(node))
+
+
+_POWERS: Final = frozenset({int32, int64, float32, float64})
+
+
+def _emit_pow(context: EmissionContext, node: Node) -> None:
+    """An exponent of a type that onnxruntime has no kernel for is counted as int64."""
+    exponent = node.inputs[1]
+    assert exponent is not None
+    if exponent.type.dtype in _POWERS or exponent.type.dtype.is_float:
+        context.plain_broadcast(node)
+        return
+    x, p = context.inputs(node)
+    cast = context.emit("Cast", p, to=int64.onnx)
+    context.add("Pow", [x, cast], context.output_names(node))
+
+
+def _may_trap(context: EmissionContext, node: Node, divisor: str) -> bool:
+    """Whether a signed 32- or 64-bit divisor can be -1; narrower ones are widened by the kernel."""
+    dtype = node.outputs[0].type.dtype.numpy
+    if dtype not in {np.dtype(np.int32), np.dtype(np.int64)}:
+        return False
+    known = context.held(divisor)
+    return known is None or bool((known == -1).any())
+
+
+def _minus_one_apart(context: EmissionContext, node: Node, divisor: str) -> tuple[str, str]:
+    """Names of (where the divisor is -1, the divisor with 1 there)."""
+    dtype = node.outputs[0].type.dtype.numpy
+    found = context.emit("Equal", divisor, context.constant(np.array(-1, dtype)))
+    one = context.constant(np.array(1, dtype))
+    return found, context.emit("Where", found, one, divisor)
+
+
+_SHORT: Final = frozenset({"int8", "int16", "uint8", "uint16"})
+
+
+def _emit_extreme(context: EmissionContext, node: Node) -> None:
+    """onnxruntime compares no integers below 32 bits: as int32, which holds them."""
+    dtype = node.outputs[0].type.dtype
+    if dtype.name not in _SHORT:
+        context.plain_broadcast(node)
+        return
+    wide = [context.emit("Cast", name, to=int32.onnx) for name in context.inputs(node)]
+    found = context.emit(node.op.name, *wide)
+    context.add("Cast", [found], context.output_names(node), to=dtype.onnx)
+
+
+# fmt: off
+add = _arithmetic("Add", np.add, lambda g, y, a, b: (sum_to(g, a), sum_to(g, b)),
+                  total=True, integer_form=IntegerForm.MIX)
+sub = _arithmetic("Sub", np.subtract, lambda g, y, a, b: (sum_to(g, a), sum_to(-g, b)), total=True)
+mul = _arithmetic("Mul", np.multiply, lambda g, y, a, b: (sum_to(g * b, a), sum_to(g * a, b)),
+                  total=True, integer_form=IntegerForm.MIX)
+div = _arithmetic("Div", _div_reference,
+                  lambda g, y, a, b: (sum_to(g / b, a), sum_to(-(g * y) / b, b)), emit=_emit_div)
+
+neg = _unary("Neg", np.negative, lambda g, y, x: (-g,), total=True)
+abs_ = _unary("Abs", np.abs, lambda g, y, x: (g * sign(x),), sample(apart(2, 3)), total=True)
+exp = _unary("Exp", np.exp, lambda g, y, x: (g * y,))
+log = _unary("Log", np.log, lambda g, y, x: (g / x,), sample(between(0.5, 3, 2, 3)))
+sqrt = _unary("Sqrt", np.sqrt, lambda g, y, x: (g * 0.5 / y,), sample(between(0.5, 3, 2, 3)))
+reciprocal = _unary("Reciprocal", np.reciprocal, lambda g, y, x: (-(g * y * y),),
+                    sample(between(0.5, 3, 2, 3)))
+tanh = _unary("Tanh", np.tanh, lambda g, y, x: (g * (1.0 - y * y),))
+sigmoid = _unary("Sigmoid", lambda x: np.exp(-np.logaddexp(0, -x)),
+                 lambda g, y, x: (g * y * (1.0 - y),), integer_form=IntegerForm.MIX)
+softplus = _unary("Softplus", lambda x: np.logaddexp(x, 0), lambda g, y, x: (g * sigmoid(x),))
+relu = _unary("Relu", lambda x: np.maximum(x, 0), lambda g, y, x: (g * step(y),),
+              sample(apart(2, 3)), integer_form=IntegerForm.CLAMP)
+sin = _unary("Sin", np.sin, lambda g, y, x: (g * cos(x),))
+cos: Op = _unary("Cos", np.cos, lambda g, y, x: (-(g * sin(x)),))
+tan = _unary("Tan", np.tan, lambda g, y, x: (g * (1.0 + y * y),))
+asin = _unary("Asin", np.arcsin, lambda g, y, x: (g / sqrt(1.0 - x * x),),
+              sample(between(-0.9, 0.9, 2, 3)))
+acos = _unary("Acos", np.arccos, lambda g, y, x: (-(g / sqrt(1.0 - x * x)),),
+              sample(between(-0.9, 0.9, 2, 3)))
+atan = _unary("Atan", np.arctan, lambda g, y, x: (g / (1.0 + x * x),))
+sinh = _unary("Sinh", np.sinh, lambda g, y, x: (g * cosh(x),))
+cosh: Op = _unary("Cosh", np.cosh, lambda g, y, x: (g * sinh(x),))
+asinh = _unary("Asinh", np.arcsinh, lambda g, y, x: (g / sqrt(x * x + 1.0),))
+acosh = _unary("Acosh", np.arccosh, lambda g, y, x: (g / sqrt(x * x - 1.0),),
+               sample(between(1.5, 3, 2, 3)))
+atanh = _unary("Atanh", np.arctanh, lambda g, y, x: (g / (1.0 - x * x),),
+               sample(between(-0.9, 0.9, 2, 3)))
+erf = _unary("Erf", lambda x: np.vectorize(math.erf, otypes=[x.dtype])(x),
+             lambda g, y, x: (g * _TWO_OVER_ROOT_PI * exp(-(x * x)),))
+sign: Op = _unary("Sign", np.sign, _flat, sample(apart(2, 3)))
+floor = _unary("Floor", np.floor, _flat, sample(apart(2, 3)))
+ceil = _unary("Ceil", np.ceil, _flat, sample(apart(2, 3)))
+round_ = _unary("Round", np.round, _flat, sample(apart(2, 3)),
+                sample(given([0.5, 1.5, -2.5, 1.2]), smooth=()))
+not_ = _unary("Not", np.logical_not, None, sample(bools(2, 3)), total=True)
+is_nan = Op(name="IsNaN", kind=OpKind.ELEMENTWISE, batch=elementwise,
+            infer=lambda call: (call.type(0).with_dtype(bool_),),
+            reference=np.isnan, samples=(sample(given([1.0, float("nan")])),))
+is_inf = Op(name="IsInf", kind=OpKind.ELEMENTWISE, batch=elementwise,
+            infer=lambda call: (call.type(0).with_dtype(bool_),),
+            reference=_is_inf_reference, samples=(
+                sample(given([1.0, np.inf, -np.inf, np.nan])),
+                sample(given([1.0, np.inf, -np.inf]), detect_negative=0),
+                sample(given([1.0, np.inf, -np.inf]), detect_positive=0)))
+equal = _compare("Equal", np.equal)
+less = _compare("Less", np.less)
+less_equal = _compare("LessOrEqual", np.less_equal)
+greater = _compare("Greater", np.greater)
+greater_equal = _compare("GreaterOrEqual", np.greater_equal)
+and_ = _logical("And", np.logical_and)
+or_ = _logical("Or", np.logical_or)
+xor = _logical("Xor", np.logical_xor)
+# fmt: on
+
+
+mod = Op(
+    name="Mod",
+    kind=OpKind.ELEMENTWISE,
+    emit=_emit_mod,
+    infer=broadcast_same,
+    reference=_mod_reference,
+    vjp=_mod_vjp,
+    samples=(
+        sample(ints(-9, 9, 5), given(4)),
+        sample(given([[5.3, -5.3, 0.7]]), given([[2.0], [-1.5]]), fmod=1),
+    ),
+)
+pow_ = Op(
+    name="Pow",
+    kind=OpKind.ELEMENTWISE,
+    emit=_emit_pow,
+    infer=broadcast_same,
+    reference=_pow_reference,
+    vjp=_pow_vjp,
+    samples=(
+        sample(between(0.5, 2, 2, 3), given(3.0)),
+        sample(between(0.5, 2, 2, 3), normal(3)),
+        sample(normal(2, 3), given(2.0), smooth=(0,)),
+        sample(normal(2, 3), given([2, 3, 0])),
+        sample(ints(-4, 4, 5, dtype="int32"), given(3.0), smooth=()),
+    ),
+)
+
+
+def _extreme_vjp(g: Tensor, y: Tensor, *xs: Tensor) -> list[Tensor]:
+    """Ties share the cotangent equally, as PyTorch's maximum does."""
+    hits = [(x == y).cast(g.dtype) for x in xs]
+    share = g / sum(hits[1:], hits[0])
+    return [sum_to(share * hit, x) for hit, x in zip(hits, xs, strict=True)]
+
+
+def _fold(f: Any) -> Any:
+    def kernel(first: Any, *rest: Any) -> Any:
+        for x in rest:
+            first = f(first, x)
+        return first
+
+    return kernel
+
+
+maximum = Op(
+    name="Max", kind=OpKind.ELEMENTWISE, emit=_emit_extreme,
+    infer=broadcast_same, reference=_fold(np.maximum), vjp=_extreme_vjp,
+    samples=(
+        sample(apart(2, 3), between(0.02, 0.08, 3)),
+        sample(ints(-5, 5, 2, 3, dtype="int16"), ints(-5, 5, 3, dtype="int16")),
+    ),
+)  # fmt: skip
+minimum = Op(
+    name="Min", kind=OpKind.ELEMENTWISE, emit=_emit_extreme,
+    infer=broadcast_same, reference=_fold(np.minimum), vjp=_extreme_vjp,
+    samples=(sample(apart(2, 3), between(0.02, 0.08, 3)),),
+)  # fmt: skip
+
+
+def _total_vjp(g: Tensor, y: Tensor, *xs: Tensor) -> list[Tensor]:
+    return [sum_to(g, x) for x in xs]
+
+
+total = Op(
+    name="Sum", kind=OpKind.ELEMENTWISE,
+    infer=broadcast_same, reference=_fold(np.add), vjp=_total_vjp,
+    samples=(sample(normal(2, 3), normal(3), normal(2, 1)), sample(normal(3))),
+)  # fmt: skip
+average = Op(
+    name="Mean", kind=OpKind.ELEMENTWISE, infer=broadcast_same,
+    reference=lambda *xs: _fold(np.add)(*xs) / len(xs),
+    vjp=lambda g, y, *xs: _total_vjp(g * (1 / len(xs)), y, *xs),
+    samples=(sample(normal(2, 3), normal(3), normal(2, 1)), sample(normal(3))),
+)  # fmt: skip
+
+
+def _clip_vjp(
+    g: Tensor, y: Tensor, x: Tensor, low: Tensor | None = None, high: Tensor | None = None
+) -> Any:
+    """The cotangent goes to x where low <= x <= high, to the bound that took its place elsewhere.
+
+    Where low > high, the upper bound is the result everywhere, also where x equals it.
+    """
+    kept = x == y
+    if low is not None and high is not None and not _are_ordered(low, high):
+        kept = kept & (low <= high)
+    d_x = g * kept.cast(g.dtype)
+    beyond = None if high is None else (x > high if low is None else (x > high) | (low > high))
+    d_high = None if beyond is None or high is None else sum_to(where(beyond, g, 0), high)
+    if low is None:
+        return d_x, None, d_high
+    below = x < low if high is None else (x < low) & (low <= high)
+    return d_x, sum_to(where(below, g, 0), low), d_high
+
+
+def _are_ordered(low: Tensor, high: Tensor) -> bool:
+    """Whether bounds are known and low <= high."""
+    ends = [low.build.known(bound) for bound in (low, high)]
+    numbers = [end for end in ends if isinstance(end, np.ndarray)]
+    return len(numbers) == 2 and bool(np.all(numbers[0] <= numbers[1]))
+
+
+clip = Op(
+    name="Clip",
+    kind=OpKind.ELEMENTWISE,
+    settings=(1, 2),
+    integer_form=IntegerForm.CLAMP,
+    emit=_emit_clip,
+    batch=first_elementwise,
+    infer=same,
+    reference=lambda x, low=None, high=None: np.clip(x, low, high),
+    vjp=_clip_vjp,
+    samples=(
+        sample(apart(2, 3), given(-0.35), given(0.35)),
+        sample(apart(2, 3), None, given(0.05)),
+        sample(apart(2, 3), given(0.25)),
+    ),
+)
+
+
+def _same_float(call: OpCall) -> Any:
+    if not call.type(0).dtype.is_float:
+        raise TypeMismatch(f"{call.row} takes floats, got {call.type(0)}; cast it first")
+    return same(call)
+
+
+def _hard_tanh_vjp(g: Tensor, y: Tensor, x: Tensor, *, low: float, high: float) -> Any:
+    """0 at the bounds, where that of `Clip` is 1: PyTorch's hardtanh and clamp differ there."""
+    return (where((y > as_like(low, y)) & (y < as_like(high, y)), g, 0.0),)
+
+
+hard_tanh = Op(
+    name="HardTanh",
+    kind=OpKind.ELEMENTWISE,
+    domain=DOMAIN,
+    operands=("T",),
+    attrs={"low": AttrSpec("FLOAT", -1.0), "high": AttrSpec("FLOAT", 1.0)},
+    infer=_same_float,
+    body=lambda x, *, low, high: clip(x, low, high),
+    vjp=_hard_tanh_vjp,
+    batch=elementwise,
+    samples=(sample(apart(2, 3)), sample(apart(2, 3), low=0.0, high=0.25)),
+)
+"""x held between two numbers."""
+
+
+def _leaky_vjp(g: Tensor, y: Tensor, x: Tensor, *, alpha: float) -> Any:
+    return (g * where(x > 0.0, 1.0, as_like(alpha, g)),)
+
+
+def as_like(value: float, x: Tensor) -> Tensor:
+    """A scalar in the element type of `x`."""
+    return x.build.as_operand(value, x.dtype)
+
+
+leaky_relu = Op(
+    name="LeakyRelu",
+    kind=OpKind.ELEMENTWISE,
+    integer_form=IntegerForm.MIX,
+    batch=elementwise,
+    infer=same,
+    reference=lambda x, alpha: np.where(x > 0, x, alpha * x),
+    vjp=_leaky_vjp,
+    samples=(sample(apart(2, 3), alpha=0.2),),
+)
+
+
+def _gelu(x: Tensor, *, approximate: str) -> Tensor:
+    """Hendrycks and Gimpel 2016; `tanh` is their approximation."""
+    if approximate == "tanh":
+        inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)
+        return 0.5 * x * (1.0 + tanh(inner))
+    return 0.5 * x * (1.0 + erf(x * math.sqrt(0.5)))
+
+
+gelu = Op(
+    name="Gelu",
+    kind=OpKind.ELEMENTWISE,
+    body=_gelu,
+    samples=(sample(normal(2, 3)), sample(normal(2, 3), approximate="tanh")),
+)
+
+
+def _hard_sigmoid_vjp(g: Tensor, y: Tensor, x: Tensor, *, alpha: float, beta: float) -> Any:
+    """alpha between the places where alpha x + beta is 0 and 1, else 0, as in PyTorch."""
+    if alpha == 0.0:
+        return (None,)
+    low, high = sorted((-beta / alpha, (1.0 - beta) / alpha))
+    return (where((x > as_like(low, x)) & (x < as_like(high, x)), g * as_like(alpha, g), 0.0),)
+
+
+def has_float_kernel(node: Node, opset: int) -> bool:
+    """onnxruntime 1.31 has no kernel of these rows for float64."""
+    return node.outputs[0].type.dtype != float64
+
+
+hard_sigmoid = Op(
+    name="HardSigmoid",
+    kind=OpKind.ELEMENTWISE,
+    integer_form=IntegerForm.IN_PARTS,
+    batch=elementwise,
+    body=lambda x, *, alpha, beta: clip(alpha * x + beta, 0.0, 1.0),
+    native=has_float_kernel,
+    vjp=_hard_sigmoid_vjp,
+    samples=(sample(between(-2, 2, 2, 3), smooth=(0,)),),
+)
+
+
+def _hard_swish_vjp(g: Tensor, y: Tensor, x: Tensor) -> Any:
+    """0 up to -3, 1 from 3 on, as in PyTorch."""
+    return (g * where(x <= -3.0, 0.0, where(x < 3.0, x * (1 / 3) + 0.5, 1.0)),)
+
+
+hard_swish = Op(
+    name="HardSwish",
+    kind=OpKind.ELEMENTWISE,
+    integer_form=IntegerForm.IN_PARTS,
+    batch=elementwise,
+    body=lambda x: x * clip(x * (1 / 6) + 0.5, 0.0, 1.0),
+    native=has_float_kernel,
+    vjp=_hard_swish_vjp,
+    samples=(sample(between(-2, 2, 2, 3)),),
+)

@@ -1,0 +1,250 @@
+"""Einstein summation, and determinants.
+
+An equation names the axes of each operand; axes of one name go together, those missing from the
+result are summed. The slope by one operand is again an equation: its terms and the result change
+places. Cofactors are determinants, so the slope of a determinant exists where it is 0, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from string import ascii_letters
+from typing import Any, Final
+
+import numpy as np
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.ir.dims import Dim
+from triplane.unified_ir.ir.graph import Node
+from triplane.unified_ir.ir.types import ShapeError, TensorType
+from triplane.unified_ir.ops import batching
+from triplane.unified_ir.ops.emission import EmissionContext
+from triplane.unified_ir.ops.row import Op, OpCall, OpKind
+from triplane.unified_ir.ops.rows.movement.indexing import arange, gather
+from triplane.unified_ir.ops.rows.movement.structure import broadcast_to, squeeze, where
+from triplane.unified_ir.ops.samples import normal, sample
+from triplane.unified_ir.ops.tensor import Tensor, emit
+
+ELLIPSIS: Final = "..."
+MAX_MINORS: Final = 32
+"""Rows of a matrix whose determinant is differentiated: its minors have rows^4 elements."""
+
+
+@dataclass(frozen=True, slots=True)
+class Equation:
+    """Names of axes by operand and of the result, one letter each; `broadcast`: of an ellipsis."""
+
+    operands: tuple[str, ...]
+    result: str
+    broadcast: str
+
+    def __str__(self) -> str:
+        return f"{','.join(self.operands)}->{self.result}"
+
+
+@lru_cache(maxsize=1024)
+def read(text: str, ranks: tuple[int, ...]) -> Equation:
+    """The equation with ellipses written out; InvalidInput names what cannot be read."""
+    left, arrow, right = text.replace(" ", "").partition("->")
+    terms = left.split(",")
+    if len(terms) != len(ranks):
+        raise InvalidInput(f"Einsum {text!r} names {len(terms)} operands, got {len(ranks)}")
+    named = [term.replace(ELLIPSIS, "", 1) for term in (*terms, right)]
+    if not all(c in ascii_letters for c in "".join(named)):
+        raise InvalidInput(f"Einsum {text!r}: axes are letters, one ellipsis for each operand")
+    dots = [
+        rank - len(name) if ELLIPSIS in term else 0
+        for term, name, rank in zip(terms, named, ranks, strict=False)
+    ]
+    free = [c for c in ascii_letters if c not in "".join(named)]
+    if max(dots) > len(free):
+        raise InvalidInput(f"Einsum {text!r} needs more than {len(ascii_letters)} axes")
+    broadcast = "".join(free[: max(dots)])
+    operands = tuple(
+        term.replace(ELLIPSIS, broadcast[len(broadcast) - n :])
+        for term, n in zip(terms, dots, strict=True)
+    )
+    for term, rank in zip(operands, ranks, strict=True):
+        if len(term) != rank:
+            raise ShapeError(f"Einsum {text!r} names {len(term)} axes of a tensor of {rank}")
+    result = right.replace(ELLIPSIS, broadcast) if arrow else _implied(named[:-1], broadcast)
+    unknown = [c for c in result if c not in "".join(operands)]
+    if unknown or len(set(result)) < len(result):
+        raise InvalidInput(f"Einsum {text!r}: the result has each axis of an operand once at most")
+    return Equation(operands, result, broadcast)
+
+
+def _implied(named: Sequence[str], broadcast: str) -> str:
+    """Without an arrow: axes of an ellipsis, then letters that occur once, by alphabet."""
+    letters = "".join(named)
+    return broadcast + "".join(sorted(c for c in set(letters) if letters.count(c) == 1))
+
+
+def _sizes(equation: Equation, shapes: Sequence[tuple[Dim, ...]]) -> dict[str, Dim]:
+    """The size of each named axis; only axes of an ellipsis broadcast."""
+    sizes: dict[str, Dim] = {}
+    for term, shape in zip(equation.operands, shapes, strict=True):
+        for name, dim in zip(term, shape, strict=True):
+            known = sizes.setdefault(name, dim)
+            if known == dim or (name in equation.broadcast and dim == 1):
+                continue
+            if name in equation.broadcast and known == 1:
+                sizes[name] = dim
+                continue
+            raise ShapeError(f"Einsum {equation}: the axis {name!r} is both {known} and {dim}")
+    return sizes
+
+
+def _einsum_types(call: OpCall) -> tuple[TensorType, ...]:
+    shapes = [call.type(i).shape for i in range(len(call.types))]
+    equation = read(call.attrs["equation"], tuple(map(len, shapes)))
+    sizes = _sizes(equation, shapes)
+    return (call.type(0).with_shape(sizes[c] for c in equation.result),)
+
+
+def _einsum(*xs: Any, equation: str) -> Any:
+    return np.einsum(str(read(equation, tuple(x.ndim for x in xs))), *xs)
+
+
+def without_repeats(text: str, shapes: Sequence[tuple[Dim, ...]]) -> tuple[Equation, list[Any]]:
+    """The equation without the axes of size 1 that an ellipsis repeats; those axes, by operand."""
+    equation = read(text, tuple(map(len, shapes)))
+    sizes = _sizes(equation, shapes)
+    dropped = [
+        [i for i, (c, d) in enumerate(zip(term, shape, strict=True)) if d != sizes[c]]
+        for term, shape in zip(equation.operands, shapes, strict=True)
+    ]
+    terms = tuple(
+        "".join(c for i, c in enumerate(term) if i not in axes)
+        for term, axes in zip(equation.operands, dropped, strict=True)
+    )
+    return Equation(terms, equation.result, ""), dropped
+
+
+def _einsum_vjp(g: Tensor, y: Tensor, *xs: Tensor, equation: str) -> list[Tensor]:
+    shapes = [x.shape for x in xs]
+    plain, dropped = without_repeats(equation, shapes)
+    kept = [squeeze(x, *axes) if axes else x for x, axes in zip(xs, dropped, strict=True)]
+    return [_slope(g, kept, k, plain).reshape(shapes[k]) for k in range(len(xs))]
+
+
+def _slope(g: Tensor, xs: Sequence[Tensor], k: int, equation: Equation) -> Tensor:
+    """The result and the other operands, contracted to the axes of operand `k`."""
+    term, x = equation.operands[k], xs[k]
+    others = [i for i in range(len(xs)) if i != k]
+    terms = [equation.result, *(equation.operands[i] for i in others)]
+    size = dict(zip(term, x.shape, strict=True))
+    names = "".join(size)
+    found = "".join(c for c in names if c in "".join(terms))
+    part = einsum_row(g, *(xs[i] for i in others), equation=f"{','.join(terms)}->{found}")
+    wide = part.reshape([size[c] if c in found else 1 for c in names])
+    whole = broadcast_to(wide, list(size.values()))
+    return whole if names == term else _on_diagonal(whole, names, term, x.shape)
+
+
+def _on_diagonal(t: Tensor, names: str, term: str, shape: Sequence[Dim]) -> Tensor:
+    """Values by name placed where axes of one name have one position; 0 elsewhere."""
+    first = [term.index(c) for c in names]
+    order = np.argsort(first)
+    placed = t.transpose(*map(int, order)).reshape(
+        [shape[i] if i in first else 1 for i in range(len(term))]
+    )
+    for i, c in enumerate(term):
+        if i in first:
+            continue
+        at = term.index(c)
+        here = [_positions(shape[j], j, len(term)) for j in (at, i)]
+        placed = where(here[0] == here[1], placed, 0.0)
+    return placed
+
+
+def _positions(size: Dim, axis: int, rank: int) -> Tensor:
+    return arange(size).reshape([size if i == axis else 1 for i in range(rank)])
+
+
+def _emit_einsum(context: EmissionContext, node: Node) -> None:
+    """onnxruntime repeats no axis under an ellipsis: one of size 1 is left out, all get names."""
+    shapes = [v.type.shape for v in node.inputs if v is not None]
+    text = str(node.attrs["equation"])
+    equation, dropped = without_repeats(text, shapes)
+    terms = zip(text.replace(" ", "").split("->")[0].split(","), shapes, strict=True)
+    hidden = {len(shape) - len(term) for term, shape in terms if "." in term}
+    if not any(dropped) and len(hidden) < 2:
+        context.plain(node)
+        return
+    names = [
+        context.emit("Squeeze", name, context.constant(np.array(axes))) if axes else name
+        for name, axes in zip(context.inputs(node), dropped, strict=True)
+    ]
+    context.add("Einsum", names, context.output_names(node), equation=str(equation))
+
+
+einsum_row: Op = Op(
+    name="Einsum",
+    kind=OpKind.CONTRACTION,
+    weights=(0, 1),
+    emit=_emit_einsum,
+    infer=_einsum_types,
+    reference=_einsum,
+    vjp=_einsum_vjp,
+    samples=(
+        sample(normal(2, 3), normal(3, 4), equation="ij,jk->ik"),
+        sample(normal(2, 3), normal(3, 4), equation="ij, jk"),
+        sample(normal(2, 3, 3), equation="bii->bi"),
+        sample(normal(2, 3, 3), equation="...ii->..."),
+        sample(normal(2, 3, 3), normal(2), equation="bii,b"),
+        sample(normal(2, 1, 3, 4), normal(5, 4, 2), equation="...ij,...jk->...ik"),
+        sample(normal(2, 3, 4), normal(3, 4), equation="...i,...i->..."),
+        sample(normal(2, 3), normal(4), equation="ij,k->i"),
+        sample(normal(2, 3), normal(2, 4), normal(2, 5), equation="bi,bj,bk->bijk"),
+        sample(normal(2, 3), equation="ij->ji"),
+    ),
+)
+
+
+def einsum(equation: str, *xs: Tensor) -> Tensor:
+    """Einstein summation, `einsum("bij,bjk->bik", a, b)`, as in numpy: ellipses, no arrow too."""
+    return einsum_row(*xs, equation=equation)
+
+
+def _det_types(call: OpCall) -> tuple[TensorType, ...]:
+    x = call.type(0)
+    if x.rank < 2 or x.shape[-1] != x.shape[-2]:
+        raise ShapeError(f"Det takes square matrices (..., M, M), got {x}")
+    return (x.with_shape(x.shape[:-2]),)
+
+
+def _det_vjp(g: Tensor, y: Tensor, x: Tensor) -> tuple[Tensor]:
+    return (g.reshape((*g.shape, 1, 1)) * _cofactors(x),)
+
+
+def _cofactors(x: Tensor) -> Tensor:
+    """x: (..., M, M) -> (..., M, M): the determinant without row i and column j, by sign."""
+    n = x.shape[-1]
+    if not isinstance(n, int) or n > MAX_MINORS:
+        raise InvalidInput(
+            f"the gradient of a determinant is known up to {MAX_MINORS} rows, got {x.type}"
+        )
+    if n == 1:
+        return x * 0.0 + 1.0
+    rest = np.array([[j for j in range(n) if j != i] for i in range(n)])
+    flat = x.reshape((*x.shape[:-2], n * n))
+    places = rest[:, None, :, None] * n + rest[None, :, None, :]
+    signs = (-1.0) ** np.add.outer(np.arange(n), np.arange(n))
+    minors = gather(flat, places, axis=flat.rank - 1)
+    return emit("Det", minors) * signs.astype(x.dtype.numpy)
+
+
+det = Op(
+    name="Det",
+    kind=OpKind.REDUCTION,
+    batch=batching.first_elementwise,
+    infer=_det_types,
+    reference=lambda x: np.linalg.det(x) if math.prod(x.shape) else np.ones(x.shape[:-2]),
+    vjp=_det_vjp,
+    samples=(sample(normal(2, 3, 3)), sample(normal(2, 2, 2)), sample(normal(3, 1, 1))),
+)
+"""The determinant of (..., M, M)."""

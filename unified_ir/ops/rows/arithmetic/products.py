@@ -1,0 +1,159 @@
+"""Running sums and products along an axis, exact at zeros to every order.
+
+A product of the others is never a quotient: it is built of products alone, so its slope is right
+where elements are zero, and so is the slope of that. Along a fixed axis of n elements it takes
+log2(n) passes; along a symbolic one, one pass over n x n elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from triplane.unified_ir.ir.types import TensorType
+from triplane.unified_ir.ops import batching
+from triplane.unified_ir.ops.row import Op, OpCall, OpKind
+from triplane.unified_ir.ops.rows.arithmetic.elementwise import mul
+from triplane.unified_ir.ops.rows.movement.structure import (
+    axes_of,
+    known_ints,
+    pad_row,
+    same,
+    slice_axis,
+    unsqueeze,
+    where,
+)
+from triplane.unified_ir.ops.samples import given, ints, normal, sample
+from triplane.unified_ir.ops.tensor import Tensor, dims_of, emit
+
+
+def _running_type(call: OpCall) -> tuple[TensorType, ...]:
+    if call.known[1] is not None:
+        axes_of(call.type(0).rank, call.ints(1))
+    return same(call)
+
+
+def _running_kernel(f: Any, start: int) -> Any:
+    def kernel(x: Any, axis: Any, *, exclusive: int, reverse: int) -> Any:
+        axis = int(np.ravel(axis)[0])
+        if reverse:
+            x = np.flip(x, axis)
+        y = f(x, axis=axis, dtype=x.dtype)
+        if exclusive:
+            first = np.full_like(np.take(x, [], axis), start, shape=_one(x.shape, axis))
+            kept = np.take(y, np.arange(max(x.shape[axis] - 1, 0)), axis)
+            y = np.concatenate([first, kept], axis) if x.shape[axis] else y
+        return np.flip(y, axis) if reverse else y
+
+    return kernel
+
+
+def _one(shape: Sequence[int], axis: int) -> list[int]:
+    return [1 if i == axis % len(shape) else d for i, d in enumerate(shape)]
+
+
+def _running_uses(**more: Any) -> Any:
+    return (
+        sample(normal(2, 5), given(1), **more),
+        sample(normal(5, 2), given(0), exclusive=1, **more),
+        sample(normal(2, 5), given(-1), reverse=1, **more),
+        sample(normal(2, 3, 4), given([1]), exclusive=1, reverse=1, **more),
+        sample(ints(-3, 4, 2, 5), given(1), **more),
+    )
+
+
+cumsum_row: Op = Op(
+    name="CumSum",
+    kind=OpKind.REDUCTION,
+    batch=batching.first_along_operand,
+    infer=_running_type,
+    reference=_running_kernel(np.cumsum, 0),
+    vjp=lambda g, y, x, axis, *, exclusive, reverse: (
+        cumsum_row(g, axis, exclusive=exclusive, reverse=1 - reverse),
+        None,
+    ),
+    samples=_running_uses(),
+)
+
+
+def _cumprod(x: Tensor, axis: Tensor, *, exclusive: int, reverse: int) -> Tensor:
+    at = axes_of(x.rank, known_ints(axis))[0]
+    return running_product(x, at, exclusive=bool(exclusive), reverse=bool(reverse))
+
+
+cumprod_row = Op(
+    name="CumProd",
+    kind=OpKind.REDUCTION,
+    batch=batching.first_along_operand,
+    infer=_running_type,
+    reference=_running_kernel(np.cumprod, 1),
+    body=_cumprod,
+    samples=_running_uses(),
+)
+
+
+def running_product(x: Tensor, axis: int, *, exclusive: bool, reverse: bool) -> Tensor:
+    """Along `axis`, the product of all elements up to each one, or (exclusive) before it."""
+    size = x.shape[axis]
+    if not isinstance(size, int):
+        return _masked_product(x, axis, _ADMITS[exclusive, reverse])
+    if exclusive:
+        x = _shifted(x, axis, size, 1, reverse=reverse)
+    step = 1
+    while step < size:
+        x = mul(x, _shifted(x, axis, size, step, reverse=reverse))
+        step *= 2
+    return x
+
+
+def product_of_others(x: Tensor, axes: Sequence[int]) -> Tensor:
+    """For each element the product over `axes` of all the others: the slope of the product."""
+    rest = [i for i in range(x.rank) if i not in axes]
+    order = [*rest, *axes]
+    moved = x.transpose(*order)
+    flat = moved.reshape((*(x.shape[i] for i in rest), -1)) if len(axes) != 1 else moved
+    last = len(rest)
+    if isinstance(flat.shape[last], int):
+        before = running_product(flat, last, exclusive=True, reverse=False)
+        found = before * running_product(flat, last, exclusive=True, reverse=True)
+    else:
+        found = _masked_product(flat, last, lambda i, j: i != j)
+    return found.reshape(moved.shape).transpose(*map(int, np.argsort(order)))
+
+
+_ADMITS: Final[Mapping[tuple[bool, bool], Callable[[Tensor, Tensor], Tensor]]] = {
+    (False, False): lambda i, j: j <= i,
+    (False, True): lambda i, j: j >= i,
+    (True, False): lambda i, j: j < i,
+    (True, True): lambda i, j: j > i,
+}
+"""Which places j count at place i, by (exclusive, reverse)."""
+
+
+def _shifted(x: Tensor, axis: int, size: int, by: int, *, reverse: bool) -> Tensor:
+    """Elements moved by `by` places along `axis`, towards the end; ones come in."""
+    if size == 0:
+        return x
+    by = min(by, size)
+    kept = slice_axis(x, axis, by, size) if reverse else slice_axis(x, axis, 0, size - by)
+    amount = [by if i == axis else 0 for i in range(x.rank)]
+    none = [0] * x.rank
+    pads = [*none, *amount] if reverse else [*amount, *none]
+    return pad_row(kept, dims_of(pads), np.array(1, x.dtype.numpy))
+
+
+def _masked_product(x: Tensor, axis: int, admits: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """At each place i of a symbolic axis: the product of the elements j that admits(i, j) takes."""
+    count = dims_of([x.shape[axis]]).reshape(())
+    j = emit("Range", 0, count, 1)
+    i = unsqueeze(j, 1)
+    admitted = admits(i, j)
+    order = [*(k for k in range(x.rank) if k != axis), axis]
+    rows = unsqueeze(x.transpose(*order), -2)
+    ones = np.array(1, x.dtype.numpy)
+    # a reshape, since onnxruntime 1.31 keeps the axis as it is where the result has no elements
+    kept = emit("ReduceProd", where(admitted, rows, ones), np.array([-1]), keepdims=1)
+    found = kept.reshape([x.shape[k] for k in order])
+    return found.transpose(*map(int, np.argsort(order)))

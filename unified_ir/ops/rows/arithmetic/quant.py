@@ -1,0 +1,369 @@
+"""Rows that carry real numbers as small ones: x ~ (q - zero_point) * scale.
+
+One scale in all, one per slice of an axis, or one per block along it. Rounding is half to even,
+what does not fit saturates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Final
+
+import ml_dtypes
+import numpy as np
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.ir.dims import Dim, ceil_div
+from triplane.unified_ir.ir.graph import Node
+from triplane.unified_ir.ir.types import (
+    DType,
+    ShapeError,
+    TensorType,
+    TypeMismatch,
+    as_dtype,
+    float32,
+    int32,
+    uint8,
+)
+from triplane.unified_ir.ops.emission import EmissionContext
+from triplane.unified_ir.ops.row import Op, OpCall, OpKind, dtype_attr
+from triplane.unified_ir.ops.rows.arithmetic.matrix import matmul
+from triplane.unified_ir.ops.rows.movement.structure import axes_of
+from triplane.unified_ir.ops.rows.windows.convolution import conv_row
+from triplane.unified_ir.ops.samples import given, ints, normal, sample
+
+Types = tuple[TensorType, ...]
+
+
+def _along(v: Any, x: Any, axis: int, block: int = 0) -> Any:
+    """Scales or zero points shaped to broadcast against `x`."""
+    if not v.ndim or (v.ndim == 1 and v.size == 1 and not block):
+        return v.reshape(())
+    if block:
+        at = axis % x.ndim
+        return np.take(np.repeat(v, block, at), np.arange(x.shape[at]), at)
+    return v.reshape([-1 if i == axis % x.ndim else 1 for i in range(x.ndim)])
+
+
+def saturated(x: Any, dtype: DType) -> Any:
+    """Whole numbers or floats as the nearest of `dtype`, the ends taking what lies beyond."""
+    if not dtype.is_float:
+        limits = ml_dtypes.iinfo(dtype.numpy)  # type: ignore[no-untyped-call]
+        held = np.clip(x, int(limits.min), int(limits.max))
+        return held.astype(np.int32).astype(dtype.numpy)
+    end = float(ml_dtypes.finfo(dtype.numpy).max)  # type: ignore[no-untyped-call]
+    return np.clip(x, -end, end).astype(dtype.numpy)
+
+
+def _quantize(
+    x: Any, scale: Any, zero: Any = None, *, axis: int, block_size: int, output_dtype: int,
+    precision: int, saturate: int,
+) -> Any:  # fmt: skip
+    """q = saturate(round(x / scale) + zero_point)."""
+    to = _type_of_codes(output_dtype, None if zero is None else as_dtype(zero.dtype))
+    if precision:
+        x = x.astype(dtype_attr(precision).numpy)
+    step = _along(scale, x, axis, block_size)
+    ratio = x / (step.astype(x.dtype) if step.dtype != x.dtype else step)
+    if to.is_float:
+        return saturated(ratio, to) if saturate else ratio.astype(to.numpy)
+    shift = 0 if zero is None else _along(zero, x, axis, block_size).astype(np.float64)
+    return saturated(np.rint(ratio.astype(np.float64)) + shift, to)
+
+
+def _type_of_codes(wanted: int, zero: DType | None) -> DType:
+    if zero is not None:
+        return zero
+    return dtype_attr(wanted) if wanted else uint8
+
+
+def _dequantize(
+    q: Any, scale: Any, zero: Any = None, *, axis: int, block_size: int, output_dtype: int
+) -> Any:
+    to = dtype_attr(output_dtype).numpy if output_dtype else scale.dtype
+    step = _along(scale, q, axis, block_size)
+    if zero is None:
+        return (q.astype(step.dtype) * step).astype(to)
+    shift = _along(zero, q, axis, block_size)
+    wide = np.int64 if as_dtype(q.dtype).kind in {"int", "uint"} else np.float32
+    return ((q.astype(wide) - shift.astype(wide)).astype(step.dtype) * step).astype(to)
+
+
+def _check_scale(call: OpCall) -> None:
+    """One scale in all, one per slice of `axis`, or one per block; the zero point likewise."""
+    x, scale, block = call.type(0), call.type(1), call.attrs["block_size"]
+    zero_fits = not call.has(2) or call.type(2).shape == scale.shape
+    if call.has(2) and not block and scale.size == call.type(2).size == 1:
+        zero_fits = True
+    one = not scale.rank or (scale.shape == (1,) and not block)
+    axis = 0 if one and not block else axes_of(x.rank, [call.attrs["axis"]])[0]
+    wanted: tuple[Dim, ...] = x.shape[axis : axis + 1]
+    if block:
+        wanted = tuple(ceil_div(d, block) if i == axis else d for i, d in enumerate(x.shape))
+    if not zero_fits or block < 0 or (scale.shape != wanted and not (one and not block)):
+        found = [str(call.type(i)) for i in range(len(call.types))]
+        raise ShapeError(
+            f"{call.row} takes one scale, or one per slice or block of axis {axis} (of shape "
+            f"{wanted}), and zero points alike; got {found} with block_size {block}"
+        )
+
+
+def _quantized(call: OpCall) -> Types:
+    _check_scale(call)
+    wanted, zero = call.attrs["output_dtype"], call.type(2).dtype if call.has(2) else None
+    if wanted and zero is not None and dtype_attr(wanted) != zero:
+        raise TypeMismatch(f"{call.row} gives {dtype_attr(wanted)}, its zero point is {zero}")
+    return (call.type(0).with_dtype(_type_of_codes(wanted, zero)),)
+
+
+def _dequantized(call: OpCall) -> Types:
+    _check_scale(call)
+    wanted = call.attrs["output_dtype"]
+    return (call.type(0).with_dtype(dtype_attr(wanted) if wanted else call.type(1).dtype),)
+
+
+_SCALE = given(0.05, "float32")
+
+_CODES_SINCE: Final = {
+    "int2": 25, "uint2": 25, "float4e2m1": 23, "float8e8m0": 23, "int4": 21, "uint4": 21,
+    "int16": 21, "uint16": 21, "float8e4m3fn": 19, "float8e4m3fnuz": 19, "float8e5m2": 19,
+    "float8e5m2fnuz": 19, "float16": 19, "bfloat16": 19,
+}  # fmt: skip
+"""From which opset on QuantizeLinear and DequantizeLinear take an element type."""
+
+
+_CODING_SINCE: Final = {
+    ("QuantizeLinear", "saturate"): 19, ("QuantizeLinear", "block_size"): 21,
+    ("QuantizeLinear", "output_dtype"): 21, ("QuantizeLinear", "precision"): 23,
+    ("DequantizeLinear", "block_size"): 21, ("DequantizeLinear", "output_dtype"): 23,
+}  # fmt: skip
+
+
+def _emit_coding(context: EmissionContext, node: Node) -> None:
+    """As it is, or refused where the opset is too old for a type or an attribute of the node."""
+    values = [v for v in (*node.inputs, *node.outputs) if v is not None]
+    needs = [(_CODES_SINCE.get(v.type.dtype.name, 0), str(v.type.dtype)) for v in values]
+    needs += [(_CODING_SINCE.get((node.op.name, k), 0), k) for k in node.attrs]
+    since, what = max(needs)
+    if since > context.target.opset:
+        raise InvalidInput(
+            f"{node.op} takes {what} from opset {since} on, the target is opset "
+            f"{context.target.opset} (at {node.meta.location}); choose a newer one"
+        )
+    context.plain(node)
+
+
+quantize_linear = Op(
+    name="QuantizeLinear",
+    kind=OpKind.QUANTIZATION,
+    settings=(1, 2),
+    emit=_emit_coding,
+    infer=_quantized,
+    reference=_quantize,
+    samples=(
+        sample(normal(2, 3), _SCALE, given(128, "uint8")),
+        sample(normal(2, 3), given([0.05, 0.1], "float32"), given([0, 0], "int8"), axis=0),
+        sample(normal(2, 3), _SCALE),
+    ),
+)
+dequantize_linear = Op(
+    name="DequantizeLinear",
+    kind=OpKind.QUANTIZATION,
+    settings=(1, 2),
+    emit=_emit_coding,
+    infer=_dequantized,
+    reference=_dequantize,
+    samples=(
+        sample(ints(0, 255, 2, 3, dtype="uint8"), _SCALE, given(128, "uint8")),
+        sample(ints(-127, 127, 2, 3, dtype="int8"), given([0.05, 0.1], "float32"), axis=0),
+        sample(ints(-999, 999, 4, dtype="int32"), _SCALE),
+    ),
+)
+
+
+def _dynamic_types(call: OpCall) -> Types:
+    scalar = TensorType(float32, ())
+    return (call.type(0).with_dtype(uint8), scalar, scalar.with_dtype(uint8))[: call.outputs]
+
+
+def _dynamic(x: Any) -> tuple[Any, Any, Any]:
+    """One scale of all that lies between the least and the greatest of x and 0, by their range."""
+    low, high = min(x.min(initial=0), 0), max(x.max(initial=0), 0)
+    scale = np.float32((high - low) / np.float32(255)) or np.float32(1)
+    zero = saturated(np.rint(-low / scale), uint8)
+    codes = saturated(np.rint(x / scale) + zero.astype(np.float32), uint8)
+    return codes, scale, zero
+
+
+dynamic_quantize_linear = Op(
+    name="DynamicQuantizeLinear",
+    kind=OpKind.QUANTIZATION,
+    infer=_dynamic_types,
+    reference=_dynamic,
+    samples=(
+        sample(normal(2, 3), outputs=3),
+        sample(given([[0.5, 2.0]], "float32"), outputs=3),
+        sample(given([[0.0, 0.0]], "float32"), outputs=3),
+    ),
+)
+
+
+def _as_matmul(call: OpCall, a: int, b: int) -> TensorType:
+    """The type of a matrix product of two operands, their element types aside."""
+    types = (call.type(a).with_dtype(float32), call.type(b).with_dtype(float32))
+    assert matmul.infer is not None
+    return matmul.infer(replace(call, row=matmul, types=types, known=(None, None)))[0]
+
+
+def _as_conv(call: OpCall, x: int, w: int) -> TensorType:
+    types = (call.type(x).with_dtype(float32), call.type(w).with_dtype(float32))
+    assert conv_row.infer is not None
+    return conv_row.infer(replace(call, row=conv_row, types=types, known=(None, None)))[0]
+
+
+def _shifted(q: Any, zero: Any, axis: int) -> Any:
+    """Codes less their zero points: one, one per slice of `axis`, or shaped to broadcast."""
+    if zero is None:
+        return q.astype(np.float64)
+    if zero.ndim == 1 and zero.size > 1:
+        zero = zero.reshape([-1 if i == axis % q.ndim else 1 for i in range(q.ndim)])
+    elif zero.size == 1:
+        zero = zero.reshape(())
+    return q.astype(np.float64) - zero.astype(np.float64)
+
+
+def _zeros_fit(call: OpCall, i: int, of: int, axis: int) -> None:
+    """One zero point, one per row or column, or shaped to broadcast."""
+    if not call.has(i):
+        return
+    q, zero = call.type(of), call.type(i)
+    if zero.rank <= 1 and (zero.size == 1 or zero.shape == (q.shape[axis],)):
+        return
+    pairs = zip(zero.shape, q.shape, strict=False)
+    if zero.rank != q.rank or not all(a in (1, b) for a, b in pairs):
+        raise ShapeError(f"{call.row} of {q} takes zero points that fit it, got {zero}")
+
+
+def _matmul_integer_types(call: OpCall) -> Types:
+    made = _as_matmul(call, 0, 1)
+    _zeros_fit(call, 2, 0, -2 if call.type(0).rank > 1 else -1)
+    _zeros_fit(call, 3, 1, -1)
+    return (made.with_dtype(int32),)
+
+
+def _matmul_integer(a: Any, b: Any, a_zero: Any = None, b_zero: Any = None) -> Any:
+    """Sums wrap at 32 bits; in float64 they are exact up to 2^37 terms."""
+    made = np.matmul(_shifted(a, a_zero, -2 if a.ndim > 1 else -1), _shifted(b, b_zero, -1))
+    return np.asarray(made).astype(np.int64).astype(np.int32)
+
+
+_A, _B = ints(0, 255, 2, 3, dtype="uint8"), ints(-127, 127, 3, 4, dtype="int8")
+matmul_integer = Op(
+    name="MatMulInteger",
+    kind=OpKind.QUANTIZATION,
+    infer=_matmul_integer_types,
+    reference=_matmul_integer,
+    samples=(
+        sample(_A, _B),
+        sample(_A, _B, given(120, "uint8"), given([1, 0, -3, 5], "int8")),
+        sample(ints(0, 255, 2, 5, 3, dtype="uint8"), _B, given(7, "uint8"), given(2, "int8")),
+    ),
+)
+
+
+def _conv_integer_types(call: OpCall) -> Types:
+    _zeros_fit(call, 2, 0, 0)
+    _zeros_fit(call, 3, 1, 0)
+    return (_as_conv(call, 0, 1).with_dtype(int32),)
+
+
+def _conv_integer(x: Any, w: Any, x_zero: Any = None, w_zero: Any = None, **attrs: Any) -> Any:
+    assert conv_row.reference is not None
+    made = conv_row.reference(_shifted(x, x_zero, 0), _shifted(w, w_zero, 0), **attrs)
+    return made.astype(np.int64).astype(np.int32)
+
+
+_X, _W = ints(0, 255, 2, 2, 5, 5, dtype="uint8"), ints(-127, 127, 4, 2, 3, 3, dtype="int8")
+conv_integer = Op(
+    name="ConvInteger", kind=OpKind.QUANTIZATION,
+    infer=_conv_integer_types,
+    reference=_conv_integer,
+    samples=(
+        sample(_X, _W, given(100, "uint8"), pads=(1, 1, 1, 1)),
+        sample(_X, ints(0, 255, 4, 1, 3, 3, dtype="uint8"), given(9, "uint8"), given(3, "uint8"),
+               group=2, strides=(2, 2)),
+    ),
+)  # fmt: skip
+
+
+def _requantized(made: Any, scale: Any, zero: Any) -> Any:
+    ratio = np.rint(made * scale.astype(np.float64)) + zero.astype(np.float64)
+    return saturated(ratio, as_dtype(zero.dtype))
+
+
+def _qlinear_matmul_types(call: OpCall) -> Types:
+    made = _as_matmul(call, 0, 3)
+    _zeros_fit(call, 2, 0, -2 if call.type(0).rank > 1 else -1)
+    _zeros_fit(call, 5, 3, -1)
+    return (made.with_dtype(call.type(7).dtype),)
+
+
+def _shaped(scale: Any, rank: int, axis: int) -> Any:
+    """One scale, or one per row (axis -2) or column (axis -1) of a product."""
+    if scale.ndim != 1 or scale.size == 1:
+        return scale.reshape(()) if scale.size == 1 else scale
+    return scale.reshape([-1 if i == rank + axis else 1 for i in range(rank)])
+
+
+def _qlinear_matmul(  # noqa: PLR0917 - the operands of the row
+    a: Any, a_scale: Any, a_zero: Any, b: Any, b_scale: Any, b_zero: Any, y_scale: Any, y_zero: Any
+) -> Any:
+    made = np.matmul(_shifted(a, a_zero, -2 if a.ndim > 1 else -1), _shifted(b, b_zero, -1))
+    rank = max(np.ndim(made), 1)
+    scale = _shaped(a_scale, rank, -2) * _shaped(b_scale, rank, -1) / y_scale.reshape(())
+    return _requantized(made, scale, y_zero.reshape(()))
+
+
+_SA, _SB, _SY = given(0.02, "float32"), given(0.03, "float32"), given(0.7, "float32")
+qlinear_matmul = Op(
+    name="QLinearMatMul", kind=OpKind.QUANTIZATION, settings=(1, 2, 4, 5, 6, 7),
+    infer=_qlinear_matmul_types,
+    reference=_qlinear_matmul,
+    samples=(
+        sample(_A, _SA, given(120, "uint8"), _B, _SB, given(0, "int8"), _SY, given(90, "uint8")),
+        sample(_A, _SA, given(7, "uint8"), ints(0, 255, 3, 4, dtype="uint8"), _SB,
+               given(3, "uint8"), _SY, given(5, "uint8")),
+    ),
+)  # fmt: skip
+
+
+def _qlinear_conv_types(call: OpCall) -> Types:
+    made = _as_conv(call, 0, 3)
+    _zeros_fit(call, 2, 0, 0)
+    _zeros_fit(call, 5, 3, 0)
+    return (made.with_dtype(call.type(7).dtype),)
+
+
+def _qlinear_conv(  # noqa: PLR0917 - the operands of the row
+    x: Any, x_scale: Any, x_zero: Any, w: Any, w_scale: Any, w_zero: Any, y_scale: Any,
+    y_zero: Any, bias: Any = None, **attrs: Any,
+) -> Any:  # fmt: skip
+    assert conv_row.reference is not None
+    wide = None if bias is None else bias.astype(np.float64)
+    made = conv_row.reference(_shifted(x, x_zero, 0), _shifted(w, w_zero, 0), wide, **attrs)
+    per_filter = _shaped(w_scale, made.ndim, 1 - made.ndim)
+    return _requantized(made, x_scale * per_filter / y_scale, y_zero)
+
+
+qlinear_conv = Op(
+    name="QLinearConv", kind=OpKind.QUANTIZATION, settings=(1, 2, 4, 5, 6, 7),
+    infer=_qlinear_conv_types,
+    reference=_qlinear_conv,
+    samples=(
+        sample(_X, _SA, given(100, "uint8"), _W, given([0.03, 0.02, 0.05, 0.01], "float32"),
+               given([0, 0, 0, 0], "int8"), _SY, given(128, "uint8"),
+               ints(-500, 500, 4, dtype="int32"), pads=(1, 1, 1, 1)),
+        sample(_X, _SA, given(9, "uint8"), ints(0, 255, 4, 2, 3, 3, dtype="uint8"), _SB,
+               given(3, "uint8"), _SY, given(0, "uint8"), strides=(2, 2)),
+    ),
+)  # fmt: skip

@@ -1,0 +1,365 @@
+"""Rows that reduce axes, which are an operand; and positions of extremes.
+
+Ties of an extreme share its cotangent equally, as PyTorch's amax does. Where `noop_with_empty_axes`
+is set, no axes means that each element is reduced by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.ir.graph import Node
+from triplane.unified_ir.ir.types import TensorType, bool_, int64, uint8
+from triplane.unified_ir.ops import batching
+from triplane.unified_ir.ops.emission import EmissionContext
+from triplane.unified_ir.ops.infer import onnx_attrs
+from triplane.unified_ir.ops.row import MEANING_OPSET, Op, OpCall, OpKind
+from triplane.unified_ir.ops.rows.arithmetic.elementwise import abs_, exp, log, sign, sqrt
+from triplane.unified_ir.ops.rows.arithmetic.products import product_of_others
+from triplane.unified_ir.ops.rows.movement.structure import (
+    axes_of,
+    broadcast_to,
+    known_ints,
+    same,
+    size_of,
+    stop_gradient,
+    where,
+)
+from triplane.unified_ir.ops.samples import apart, between, bools, given, ints, normal, sample
+from triplane.unified_ir.ops.settings import length, settled
+from triplane.unified_ir.ops.tensor import Tensor
+
+Types = tuple[TensorType, ...]
+
+
+def reduced_axes(rank: int, axes: Any, noop: int) -> tuple[int, ...]:
+    """The axes a reduction takes away; `axes`: ints, or None where the operand is absent."""
+    if axes is None or not len(axes):
+        return () if noop else tuple(range(rank))
+    return axes_of(rank, axes)
+
+
+def _reduced(call: OpCall) -> Types:
+    x, noop = call.type(0), call.attrs["noop_with_empty_axes"]
+    axes = reduced_axes(x.rank, call.ints(1) if call.has(1) else None, noop)
+    if call.attrs["keepdims"]:
+        return (x.with_shape(1 if i in axes else d for i, d in enumerate(x.shape)),)
+    return (x.with_shape(d for i, d in enumerate(x.shape) if i not in axes),)
+
+
+def _reduced_open(call: OpCall) -> list[None]:
+    """Computed axes: which sizes stay is not known."""
+    kept = 0 if call.attrs["keepdims"] else length(call, 1)
+    return [None] * (call.type(0).rank - kept)
+
+
+_settled = settled(_reduced, _reduced_open, 1)
+
+
+def reduction_kernel(f: Any) -> Any:
+    """A numpy reduction as a kernel with axes as operand."""
+
+    def kernel(x: Any, axes: Any = None, *, keepdims: int, noop_with_empty_axes: int) -> Any:
+        wanted = reduced_axes(x.ndim, axes, noop_with_empty_axes)
+        return f(x, axis=wanted, keepdims=bool(keepdims))
+
+    return kernel
+
+
+def _axes(x: Tensor, axes: Tensor | None, noop: int) -> tuple[int, ...]:
+    if axes is not None and axes.build.known(axes) is None:
+        raise InvalidInput(
+            "the gradient of a reduction needs axes that are known when the graph is built; give a "
+            "constant"
+        )
+    return reduced_axes(x.rank, None if axes is None else known_ints(axes), noop)
+
+
+def _kept(t: Tensor, x: Tensor, axes: Tensor | None, noop: int) -> Tensor:
+    """A reduction of x with the reduced axes back as size 1."""
+    reduced = _axes(x, axes, noop)
+    return t.reshape([1 if i in reduced else d for i, d in enumerate(x.shape)])
+
+
+def _slope(f: Any) -> Any:
+    """A vjp from f(g, y, x), all in shapes that broadcast to x's."""
+
+    def vjp(
+        g: Tensor, y: Tensor, x: Tensor, axes: Tensor | None = None,
+        *, keepdims: int, noop_with_empty_axes: int,
+    ) -> Any:  # fmt: skip
+        back = [_kept(t, x, axes, noop_with_empty_axes) for t in (g, y)]
+        return (broadcast_to(f(*back, x), x.shape), None)
+
+    return vjp
+
+
+_uses = (
+    sample(normal(2, 3, 4), given([0, 2])),
+    sample(normal(2, 3), given([-1]), keepdims=0),
+    sample(normal(2, 3)),
+    sample(normal(2, 3), given([], "int64"), keepdims=0),
+    sample(normal(2, 3), given([], "int64"), noop_with_empty_axes=1),
+)
+
+reduce_sum_row = Op(
+    name="ReduceSum",
+    kind=OpKind.REDUCTION,
+    total=True,
+    **_settled,
+    batch=batching.axes_shifted,
+    reference=reduction_kernel(np.sum),
+    vjp=_slope(lambda g, y, x: g),
+    samples=_uses,
+)
+
+
+def _mean_vjp(
+    g: Tensor, y: Tensor, x: Tensor, axes: Tensor | None = None,
+    *, keepdims: int, noop_with_empty_axes: int,
+) -> Any:  # fmt: skip
+    reduced = _axes(x, axes, noop_with_empty_axes)
+    scaled = g / size_of([x.shape[a] for a in reduced], g.dtype)
+    return (broadcast_to(_kept(scaled, x, axes, noop_with_empty_axes), x.shape), None)
+
+
+def _emit_axes_as_attribute(context: EmissionContext, node: Node) -> None:
+    """Before opset 18 reductions other than the sum take their axes as an attribute."""
+    names = context.inputs(node)
+    held = context.held(names[1]) if len(names) > 1 else None
+    axes = [] if held is None else [int(a) for a in held]
+    if not axes and node.attrs.get("noop_with_empty_axes"):
+        context.add("Identity", names[:1], context.output_names(node))
+        return
+    attrs: dict[str, Any] = {"keepdims": node.attrs.get("keepdims", 1)}
+    _on_bytes(context, node, names[:1], attrs | ({"axes": axes} if axes else {}))
+
+
+def _emit_bools_as_bytes(context: EmissionContext, node: Node) -> None:
+    """No reduction takes bools before opset 20, and onnxruntime none of no elements."""
+    _on_bytes(context, node, context.inputs(node), onnx_attrs(node.attrs))
+
+
+def _on_bytes(
+    context: EmissionContext, node: Node, names: list[str], attrs: Mapping[str, Any]
+) -> None:
+    """The operator itself, or on uint8 in place of bool."""
+    if node.outputs[0].type.dtype != bool_:
+        context.add(node.op.name, names, context.output_names(node), **attrs)
+        return
+    counted = context.emit("Cast", names[0], to=uint8.onnx)
+    found = context.emit(node.op.name, counted, *names[1:], **attrs)
+    context.add("Cast", [found], context.output_names(node), to=bool_.onnx)
+
+
+reduce_mean_row = Op(
+    name="ReduceMean",
+    kind=OpKind.REDUCTION,
+    **_settled,
+    batch=batching.axes_shifted,
+    reference=reduction_kernel(np.mean),
+    vjp=_mean_vjp,
+    lower_below={18: _emit_axes_as_attribute},
+    samples=_uses,
+)
+
+
+def _extreme_vjp(
+    g: Tensor, y: Tensor, x: Tensor, axes: Tensor | None = None,
+    *, keepdims: int, noop_with_empty_axes: int,
+) -> Any:  # fmt: skip
+    hit = (x == _kept(y, x, axes, noop_with_empty_axes)).cast(g.dtype)
+    count = reduce_sum_row(hit, axes, keepdims=1, noop_with_empty_axes=noop_with_empty_axes)
+    return (_kept(g, x, axes, noop_with_empty_axes) * hit / count, None)
+
+
+_apart_uses = (
+    sample(apart(2, 3, 4), given([0, 2])),
+    sample(apart(2, 3), given([-1]), keepdims=0),
+    sample(apart(2, 3), given([], "int64"), noop_with_empty_axes=1),
+    sample(ints(-9, 9, 2, 3), given([1])),
+)
+
+
+def _lowest(dtype: np.dtype[Any]) -> Any:
+    if dtype.kind in "iu":
+        return np.iinfo(dtype).min
+    return False if dtype.kind == "b" else -np.inf
+
+
+def _highest(dtype: np.dtype[Any]) -> Any:
+    if dtype.kind in "iu":
+        return np.iinfo(dtype).max
+    return True if dtype.kind == "b" else np.inf
+
+
+def _extreme_row(name: str, f: Any) -> Op:
+    return Op(
+        name=name,
+        kind=OpKind.REDUCTION,
+        total=True,
+        **_settled,
+        batch=batching.axes_shifted,
+        reference=reduction_kernel(f),
+        vjp=_extreme_vjp,
+        lower_below={18: _emit_axes_as_attribute, MEANING_OPSET + 1: _emit_bools_as_bytes},
+        samples=(*_apart_uses, sample(bools(2, 3), given([1]))),
+    )
+
+
+reduce_max_row = _extreme_row("ReduceMax", lambda x, **k: np.max(x, initial=_lowest(x.dtype), **k))
+reduce_min_row = _extreme_row("ReduceMin", lambda x, **k: np.min(x, initial=_highest(x.dtype), **k))
+
+
+def _prod_vjp(
+    g: Tensor, y: Tensor, x: Tensor, axes: Tensor | None = None,
+    *, keepdims: int, noop_with_empty_axes: int,
+) -> Any:  # fmt: skip
+    reduced = _axes(x, axes, noop_with_empty_axes)
+    return (_kept(g, x, axes, noop_with_empty_axes) * product_of_others(x, reduced), None)
+
+
+reduce_prod_row = Op(
+    name="ReduceProd",
+    kind=OpKind.REDUCTION,
+    **_settled,
+    batch=batching.axes_shifted,
+    reference=reduction_kernel(np.prod),
+    vjp=_prod_vjp,
+    lower_below={18: _emit_axes_as_attribute},
+    samples=(*_uses, sample(given([[0.0, 2.0, 3.0], [0.0, 0.0, 5.0]]), given([1]))),
+)
+
+
+def _elementwise_apart(node: Node, opset: int) -> bool:
+    """onnxruntime gives the operand itself back where no axis is reduced."""
+    return not node.attrs.get("noop_with_empty_axes")
+
+
+def _composed(name: str, body: Any, vjp: Any, *, positive: bool = False) -> Op:
+    """A sum between two elementwise functions."""
+    make = (lambda *s: between(0.5, 2, *s)) if positive else apart
+    return Op(
+        name=name,
+        kind=OpKind.REDUCTION,
+        **_settled,
+        batch=batching.axes_shifted,
+        body=body,
+        vjp=vjp,
+        native=_elementwise_apart,
+        lower_below={18: _emit_axes_as_attribute},
+        samples=(
+            sample(make(2, 3, 4), given([0, 2])),
+            sample(make(2, 3), given([-1]), keepdims=0),
+            sample(make(2, 3)),
+            sample(make(2, 3), given([], "int64"), noop_with_empty_axes=1),
+        ),
+    )
+
+
+def _unit(x: Tensor, norm: Tensor) -> Tensor:
+    """x / norm, 0 where the norm is: the least slope, PyTorch's."""
+    return where(norm == 0.0, 0.0, x / where(norm == 0.0, 1.0, norm))
+
+
+def _log_sum_exp(x: Tensor, axes: Tensor | None = None, **attrs: int) -> Tensor:
+    """log(sum(exp(x - m))) + m for the maximum m, where that is finite."""
+    top = stop_gradient(reduce_max_row(x, axes, **{**attrs, "keepdims": 1}))
+    top = where((top == float("inf")) | (top == -float("inf")), 0.0, top)
+    total = log(reduce_sum_row(exp(x - top), axes, **attrs))
+    return total + top.reshape(total.shape)
+
+
+reduce_l1_row = _composed(
+    "ReduceL1",
+    lambda x, axes=None, **a: reduce_sum_row(abs_(x), axes, **a),
+    _slope(lambda g, y, x: g * sign(x)),
+)
+reduce_l2_row = _composed(
+    "ReduceL2",
+    lambda x, axes=None, **a: sqrt(reduce_sum_row(x * x, axes, **a)),
+    _slope(lambda g, y, x: g * _unit(x, y)),
+)
+reduce_sum_square_row = _composed(
+    "ReduceSumSquare",
+    lambda x, axes=None, **a: reduce_sum_row(x * x, axes, **a),
+    _slope(lambda g, y, x: g * 2.0 * x),
+)
+reduce_log_sum_row = _composed(
+    "ReduceLogSum",
+    lambda x, axes=None, **a: log(reduce_sum_row(x, axes, **a)),
+    _slope(lambda g, y, x: g * exp(-y)),
+    positive=True,
+)
+reduce_log_sum_exp_row = _composed(
+    "ReduceLogSumExp",
+    _log_sum_exp,
+    _slope(lambda g, y, x: g * exp(x - y)),
+)
+
+
+def _position_types(call: OpCall) -> Types:
+    x = call.type(0)
+    axis = axes_of(x.rank, [call.attrs["axis"]])[0]
+    middle = (1,) if call.attrs["keepdims"] else ()
+    return (TensorType(int64, (*x.shape[:axis], *middle, *x.shape[axis + 1 :])),)
+
+
+def _position_kernel(f: Any) -> Any:
+    def kernel(x: Any, *, axis: int, keepdims: int, select_last_index: int) -> Any:
+        if select_last_index:
+            size = x.shape[axis]
+            return size - 1 - f(np.flip(x, axis), axis, keepdims=bool(keepdims))
+        return f(x, axis, keepdims=bool(keepdims))
+
+    return kernel
+
+
+def _position_row(name: str, f: Any) -> Op:
+    return Op(
+        name=name,
+        kind=OpKind.REDUCTION,
+        batch=batching.axis_shifted,
+        infer=_position_types,
+        reference=_position_kernel(f),
+        samples=(
+            sample(apart(3, 4), axis=1, keepdims=0),
+            sample(apart(3, 4)),
+            sample(lambda rng: np.round(rng.standard_normal((3, 8))), axis=-1),
+            sample(lambda rng: np.round(rng.standard_normal((3, 8))), axis=-1, select_last_index=1),
+        ),
+    )
+
+
+argmax_row = _position_row("ArgMax", np.argmax)
+argmin_row = _position_row("ArgMin", np.argmin)
+
+hardmax = Op(
+    name="Hardmax",
+    kind=OpKind.REDUCTION,
+    batch=batching.axis_shifted,
+    infer=lambda call: (axes_of(call.type(0).rank, [call.attrs["axis"]]), same(call))[1],
+    reference=lambda x, *, axis: (
+        np.expand_dims(np.argmax(x, axis), axis)
+        == np.arange(x.shape[axis]).reshape(
+            [-1 if i == axis % x.ndim else 1 for i in range(x.ndim)]
+        )
+    ),
+    vjp=lambda g, y, x, *, axis: (None,),
+    samples=(sample(apart(3, 4)), sample(apart(2, 3, 4), axis=1)),
+)
+"""1 at the first maximum along an axis, else 0."""
+
+
+def argmax(x: Tensor, axis: int = -1) -> Tensor:
+    """Position of the first maximum along `axis`, int64."""
+    return argmax_row(x, axis=axis, keepdims=0)
+
+
+def argmin(x: Tensor, axis: int = -1) -> Tensor:
+    """Position of the first minimum along `axis`, int64."""
+    return argmin_row(x, axis=axis, keepdims=0)

@@ -1,0 +1,434 @@
+"""Signals: windows, the discrete Fourier transform, short-time spectra, mel filters.
+
+With theta(k, n) = 2 pi k n / N: DFT(x)_k = sum_n x_n exp(-i theta(k, n)), its inverse
+x_n = 1/N sum_k y_k exp(i theta(k, n)). A complex number is a last axis of two, a real one of one.
+Both are linear, each the other's adjoint up to 1/N, which is how their gradients are written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.ir.dims import Dim, Expr, floor_div
+from triplane.unified_ir.ir.types import ShapeError, TensorType
+from triplane.unified_ir.ops.recorder import recorder
+from triplane.unified_ir.ops.row import Op, OpCall, OpKind, dtype_attr
+from triplane.unified_ir.ops.rows.arithmetic.elementwise import cos, mod, sin
+from triplane.unified_ir.ops.rows.movement.indexing import arange
+from triplane.unified_ir.ops.rows.movement.structure import (
+    axes_of,
+    concat,
+    known_ints,
+    pad,
+    slice_axis,
+    where,
+)
+from triplane.unified_ir.ops.samples import given, normal, sample
+from triplane.unified_ir.ops.tensor import Tensor, dims_of, emit
+
+Types = tuple[TensorType, ...]
+_AXIS: Final = -2
+"""The last axis of the signal, before that of the complex parts."""
+
+
+def _known(call: OpCall, i: int) -> tuple[Dim, ...] | None:
+    """Operand `i` where its contents are known, as one number or several."""
+    return call.dims(i) if i < len(call.known) and call.known[i] is not None else None
+
+
+def _window_types(call: OpCall) -> Types:
+    if call.type(0).shape != ():
+        raise ShapeError(f"{call.row} takes one length, got {call.type(0)}")
+    known = _known(call, 0)
+    size = call.opened() if known is None else known[0]
+    if isinstance(size, int) and size < 1:
+        raise ShapeError(f"{call.row} has a length above 0, got {size}")
+    return (TensorType(dtype_attr(call.attrs["output_datatype"]), (size,)),)
+
+
+def _window_row(name: str, weights: Sequence[float]) -> Op:
+    """w_n = sum_j weights_j cos(2 pi j n / N), N the length where periodic, else one less."""
+
+    def kernel(size: Any, *, output_datatype: int, periodic: int) -> Any:
+        n = np.arange(int(size))
+        turns = 2 * np.pi * n / max(int(size) - (not periodic), 1)
+        made = sum(w * np.cos(j * turns) for j, w in enumerate(weights))
+        return np.asarray(made).astype(dtype_attr(output_datatype).numpy)
+
+    return Op(
+        name=name,
+        kind=OpKind.SOURCE,
+        data_dependent_dims=lambda call: int(_known(call, 0) is None),
+        infer=_window_types,
+        reference=kernel,
+        samples=(
+            sample(given(8)),
+            sample(given(7), periodic=0),
+            sample(given(5), output_datatype=11),
+            sample(lambda rng: np.array(6)),
+        ),
+    )
+
+
+hann_window = _window_row("HannWindow", (0.5, -0.5))
+hamming_window = _window_row("HammingWindow", (25 / 46, -21 / 46))
+blackman_window = _window_row("BlackmanWindow", (0.42, -0.5, 0.08))
+
+
+def _axis(call: OpCall) -> int | None:
+    """The axis that is transformed, counted from the front; None where only the data say."""
+    x = call.type(0)
+    known = _known(call, 2) if call.has(2) else (_AXIS,)
+    if known is None or not isinstance(known[0], int):
+        return None
+    (axis,) = axes_of(x.rank, [known[0]])
+    if axis == x.rank - 1 or x.shape[-1] not in (1, 2):
+        raise ShapeError(
+            f"{call.row} of {x} along axis {axis}: the last axis holds a real number (1) or a "
+            "complex one (2), and the transform runs along another"
+        )
+    return axis
+
+
+def _length(call: OpCall, axis: int) -> Dim:
+    """How many samples a transform is of; the inverse from one side makes the even number."""
+    x = call.type(0)
+    if call.has(1):
+        known = _known(call, 1)
+        if known is None:
+            raise InvalidInput(f"{call.row} needs its length when the graph is built")
+        return known[0]
+    one_sided_inverse = call.attrs["inverse"] and call.attrs["onesided"]
+    return 2 * (x.shape[axis] - 1) if one_sided_inverse else x.shape[axis]
+
+
+def _dft_opens(call: OpCall) -> int:
+    """Of a transform that changes a size, along an axis that only the data say: every size."""
+    return call.type(0).rank - 1 if _axis(call) is None and _changes_size(call) else 0
+
+
+def _changes_size(call: OpCall) -> bool:
+    return bool(call.has(1) or call.attrs["onesided"])
+
+
+def _dft_types(call: OpCall) -> Types:
+    x, axis = call.type(0), _axis(call)
+    inverse, onesided = call.attrs["inverse"], call.attrs["onesided"]
+    if axis is None:
+        sizes = x.shape[:-1]
+        if _changes_size(call):
+            sizes = tuple(call.opened(i) for i in range(x.rank - 1))
+        return (x.with_shape((*sizes, 1 if onesided and inverse else 2)),)
+    n = _length(call, axis)
+    if isinstance(n, int) and n < 1:
+        raise ShapeError(f"{call.row} is of 1 sample or more, got {n} of {x}")
+    if onesided and x.shape[-1] != (2 if inverse else 1):
+        wanted = "a complex spectrum" if inverse else "a real signal"
+        raise ShapeError(f"{call.row} from one side {'back ' * inverse}takes {wanted}, got {x}")
+    size = floor_div(n, 2) + 1 if onesided and not inverse else n
+    shape = list(x.shape)
+    shape[axis], shape[-1] = size, 1 if onesided and inverse else 2
+    return (x.with_shape(shape),)
+
+
+def _dft_kernel(
+    x: Any, length: Any = None, axis: Any = None, *, inverse: int, onesided: int
+) -> Any:
+    at = (_AXIS if axis is None else int(axis)) % x.ndim
+    z = x[..., 0] + (1j * x[..., 1] if x.shape[-1] == 2 else 0)
+    n = None if length is None else int(length)
+    if onesided and inverse:
+        return np.fft.irfft(z, n, at)[..., None].astype(x.dtype)
+    transform = np.fft.ifft if inverse else np.fft.rfft if onesided else np.fft.fft
+    y = transform(z.real if onesided else z, n, at)
+    return np.stack([y.real, y.imag], -1).astype(x.dtype)
+
+
+def _fitted(x: Tensor, axis: int, n: Dim) -> Tensor:
+    """`x` with `n` samples along `axis`: the first ones, or zeros behind."""
+    size = x.shape[axis]
+    if size == n:
+        return x
+    if isinstance(size, Expr) or isinstance(n, Expr):
+        raise InvalidInput(f"a transform of {n} samples out of {size}; cut or pad the signal first")
+    if size > n:
+        return slice_axis(x, axis, 0, n)
+    return pad(x, [0] * (x.rank + axis) + [n - size] + [0] * (x.rank - 1 - axis))
+
+
+def _waves(rows: Dim, columns: Dim, n: Dim, x: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin of theta(row, column) in the element type of `x`.
+
+    The product is reduced modulo n in integers first: in floats a long signal would lose digits.
+    """
+    if isinstance(rows, int) and isinstance(columns, int) and isinstance(n, int):
+        theta = 2 * np.pi * (np.outer(np.arange(rows), np.arange(columns)) % n) / n
+        as_constant = recorder().as_operand
+        return (
+            as_constant(np.cos(theta).astype(x.dtype.numpy)),
+            as_constant(np.sin(theta).astype(x.dtype.numpy)),
+        )
+    size = dims_of([n]).reshape(())
+    turns = mod(arange(rows).reshape((-1, 1)) * arange(columns), size)
+    angle = turns.cast(x.dtype) * (2 * np.pi / size.cast(x.dtype))
+    return cos(angle), sin(angle)
+
+
+def _dft(
+    x: Tensor, length: Tensor | None = None, axis: Tensor | None = None,
+    *, inverse: int, onesided: int,
+) -> Tensor:  # fmt: skip
+    """As products with the matrices of cosines and sines."""
+    at = (_AXIS if axis is None else known_ints(axis)[0]) % x.rank
+    back_one_sided = bool(inverse and onesided)
+    n = _samples(x, at, length, back_one_sided)
+    used = floor_div(n, 2) + 1 if back_one_sided else n
+    made = floor_div(n, 2) + 1 if onesided and not inverse else n
+    x = _fitted(x, at, used)
+    parts = [_last(part, at) for part in _parts(x)]
+    c, s = _waves(used, made, n, x)
+    if back_one_sided:
+        weights = _mirror_weights(used, n, x)
+        real = (parts[0] * weights) @ c - (parts[1] * weights) @ s
+        return _stacked([real * _inverse_of(n, x)], at)
+    sign = -1.0 if inverse else 1.0
+    real, imaginary = parts[0] @ c, parts[0] @ s * -sign
+    if len(parts) == 2:
+        real, imaginary = real + parts[1] @ s * sign, imaginary + parts[1] @ c
+    scale = _inverse_of(n, x) if inverse else 1.0
+    return _stacked([real * scale, imaginary * scale] if inverse else [real, imaginary], at)
+
+
+def _samples(x: Tensor, axis: int, length: Tensor | None, back_one_sided: bool) -> Dim:
+    if length is not None:
+        return known_ints(length)[0]
+    return 2 * (x.shape[axis] - 1) if back_one_sided else x.shape[axis]
+
+
+def _parts(x: Tensor) -> list[Tensor]:
+    """The real part, and the imaginary one where there is one."""
+    return [x[..., k] for k in range(int(x.shape[-1]))]  # type: ignore[arg-type]
+
+
+def _last(x: Tensor, axis: int) -> Tensor:
+    """`x` with `axis` last."""
+    order = [i for i in range(x.rank) if i != axis]
+    return x if axis == x.rank - 1 else x.transpose(*order, axis)
+
+
+def _stacked(parts: Sequence[Tensor], axis: int) -> Tensor:
+    """Parts along a new last axis, their last axis back at `axis`."""
+    rank = parts[0].rank
+    order = list(range(rank - 1))
+    order.insert(axis, rank - 1)
+    turned = [p if axis == rank - 1 else p.transpose(*order) for p in parts]
+    columns = [emit("Unsqueeze", p, np.array([rank])) for p in turned]
+    return columns[0] if len(columns) == 1 else concat(columns, axis=rank)
+
+
+def _inverse_of(n: Dim, x: Tensor) -> Any:
+    if isinstance(n, int):
+        return 1.0 / n
+    return 1.0 / dims_of([n]).reshape(()).cast(x.dtype)
+
+
+def _mirror_weights(used: Dim, n: Dim, x: Tensor) -> Tensor:
+    """How often each of the frequencies 0..n//2 stands in the whole spectrum: once or twice."""
+    k = arange(used)
+    mirrored = dims_of([n]).reshape(()) - k
+    once = emit("Or", k < 1, mirrored <= k)
+    return where(once, np.array(1, x.dtype.numpy), np.array(2, x.dtype.numpy))
+
+
+def _dft_vjp(
+    g: Tensor, y: Tensor, x: Tensor, length: Tensor | None = None, axis: Tensor | None = None,
+    *, inverse: int, onesided: int,
+) -> Any:  # fmt: skip
+    """The adjoint: the other transform, times N or 1/N; what is mirrored counts twice."""
+    at = (_AXIS if axis is None else known_ints(axis)[0]) % x.rank
+    back_one_sided = bool(inverse and onesided)
+    n = _samples(x, at, length, back_one_sided)
+    along = np.array(at)
+    count = dims_of([n]).reshape(()).cast(x.dtype)
+    if back_one_sided:
+        found = dft(g, None, along, onesided=1) * (1.0 / count)
+        weights = _mirror_weights(floor_div(n, 2) + 1, n, x)
+        found = found * weights.reshape((-1, *[1] * (x.rank - 1 - at)))
+    elif inverse:
+        found = dft(g, None, along) * (1.0 / count)
+    else:
+        found = dft(_whole(g, at, n), None, along, inverse=1) * count
+    if x.shape[-1] == 1 and found.shape[-1] == 2:
+        found = slice_axis(found, x.rank - 1, 0, 1)
+    return _fitted(found, at, x.shape[at]), None, None
+
+
+def _whole(g: Tensor, axis: int, n: Dim) -> Tensor:
+    """Zeros behind what one side has, to `n` samples."""
+    size = g.shape[axis]
+    if size == n:
+        return g
+    rest = [*g.shape[:axis], n - size, *g.shape[axis + 1 :]]
+    return concat([g, emit("Expand", np.zeros((1,) * g.rank, g.dtype.numpy), dims_of(rest))], axis)
+
+
+dft = Op(
+    name="DFT",
+    kind=OpKind.SIGNAL,
+    data_dependent_dims=_dft_opens,
+    infer=_dft_types,
+    reference=_dft_kernel,
+    body=_dft,
+    vjp=_dft_vjp,
+    native=lambda node, opset: opset >= 20,
+    samples=(
+        sample(normal(2, 6, 1)),
+        sample(normal(2, 5, 3, 2), None, given(1)),
+        sample(normal(3, 8, 1), None, given(1), onesided=1),
+        sample(normal(2, 4, 2), inverse=1),
+        sample(normal(2, 5, 2), None, given(-2), inverse=1, onesided=1),
+        sample(normal(2, 6, 1), given(8), onesided=1),
+        sample(normal(2, 6, 2), given(4)),
+    ),
+)
+"""x: (..., n, ..., 1 or 2) -> (..., n or n//2+1, ..., 2) along `axis`, -2 by default."""
+
+
+def _frame_sizes(call: OpCall) -> tuple[Dim | None, Dim | None]:
+    """(step, samples of a frame), None where only the data say."""
+    steps = _known(call, 1)
+    if call.has(2):
+        length: Any = call.type(2).shape[0]
+    elif call.has(3):
+        length = (_known(call, 3) or (None,))[0]
+    else:
+        length = call.type(0).shape[1]
+    given = _known(call, 3) if call.has(3) else None
+    if call.has(2) and given is not None and given[0] != length:
+        raise ShapeError(f"{call.row} has frames of {given[0]}, its window is {call.type(2)}")
+    step = None if steps is None else steps[0]
+    for size in (step, length):
+        if isinstance(size, int) and size < 1:
+            raise ShapeError(f"{call.row} needs a step and a frame above 0, got {step}, {length}")
+    return step, length
+
+
+def _stft_opens(call: OpCall) -> int:
+    step, length = _frame_sizes(call)
+    return int(step is None or length is None) + int(length is None)
+
+
+def _stft_types(call: OpCall) -> Types:
+    x = call.type(0)
+    if x.rank != 3 or x.shape[2] not in (1, 2):
+        raise ShapeError(f"{call.row} takes a signal (B, L, 1) or (B, L, 2), got {x}")
+    step, length = _frame_sizes(call)
+    onesided = call.attrs["onesided"]
+    if onesided and x.shape[2] != 1:
+        raise ShapeError(f"{call.row} from one side takes a real signal, got {x}")
+    if isinstance(x.shape[1], int) and isinstance(length, int) and x.shape[1] < length:
+        raise ShapeError(f"{call.row} has frames of {length}, the signal is {x}")
+    if step is None or length is None:
+        frames = call.opened(0)
+    else:
+        frames = floor_div(x.shape[1] - length, step) + 1
+    if length is None:
+        return (x.with_shape((x.shape[0], frames, call.opened(1), 2)),)
+    bins = floor_div(length, 2) + 1 if onesided else length
+    return (x.with_shape((x.shape[0], frames, bins, 2)),)
+
+
+def _stft_kernel(
+    x: Any, step: Any, window: Any = None, length: Any = None, *, onesided: int
+) -> Any:
+    size = x.shape[1] if length is None else int(length)
+    size = size if window is None else len(window)
+    starts = np.arange((x.shape[1] - size) // int(step) + 1) * int(step)
+    framed = x[:, starts[:, None] + np.arange(size)]
+    if window is not None:
+        framed = framed * window[:, None]
+    return _dft_kernel(framed, None, 2, inverse=0, onesided=onesided)
+
+
+def _stft(
+    x: Tensor, step: Tensor, window: Tensor | None = None, length: Tensor | None = None,
+    *, onesided: int,
+) -> Tensor:  # fmt: skip
+    """Frames gathered, weighted and transformed."""
+    every = known_ints(step)[0]
+    size: Any = x.shape[1] if window is None else window.shape[0]
+    if length is not None:
+        size = known_ints(length)[0]
+    starts = arange(floor_div(x.shape[1] - size, every) + 1) * every
+    framed = emit("Gather", x, starts.reshape((-1, 1)) + arange(size), axis=1)
+    if window is not None:
+        framed = framed * window.reshape((-1, 1))
+    return dft(framed, None, np.array(2), onesided=onesided)
+
+
+stft = Op(
+    name="STFT",
+    kind=OpKind.SIGNAL,
+    settings=(2,),
+    data_dependent_dims=_stft_opens,
+    infer=_stft_types,
+    reference=_stft_kernel,
+    body=_stft,
+    samples=(
+        sample(normal(2, 16, 1), given(4), normal(8)),
+        sample(normal(2, 11, 1), given(3), None, given(5)),
+        sample(normal(2, 9, 2), given(2), normal(4), given(4), onesided=0),
+    ),
+)
+"""signal: (B, L, 1 or 2) -> (B, frames, bins, 2), frames = (L - length) // step + 1."""
+
+
+def _mel_opens(call: OpCall) -> int:
+    return sum(_known(call, i) is None for i in (0, 1))
+
+
+def _mel_types(call: OpCall) -> Types:
+    bins, length = _known(call, 0), _known(call, 1)
+    if any(isinstance(n, int) and n < 1 for n in (*(bins or ()), *(length or ()))):
+        raise ShapeError(f"{call.row} has 1 band or more of a transform, got {bins} of {length}")
+    columns = call.opened(0) if bins is None else bins[0]
+    rows = call.opened(int(bins is None)) if length is None else floor_div(length[0], 2) + 1
+    return (TensorType(dtype_attr(call.attrs["output_datatype"]), (rows, columns)),)
+
+
+def _mel(bins: Any, length: Any, rate: Any, low: Any, high: Any, *, output_datatype: int) -> Any:
+    """Triangles on the mel scale 2595 log10(1 + f / 700), their corners at whole frequencies."""
+    count = int(bins) + 2
+    edges = 2595 * np.log10(1 + np.array([low, high], np.float64).reshape(-1) / 700)
+    steps = np.arange(count) * ((edges[1] - edges[0]) / count) + edges[0]
+    hertz = 700 * (10 ** (steps / 2595) - 1)
+    corner = ((int(length) + 1) * hertz // float(rate)).astype(np.int64)
+    made = np.zeros((int(length) // 2 + 1, int(bins)))
+    for i, (left, middle, right) in enumerate(zip(corner, corner[1:], corner[2:], strict=False)):
+        if middle == left:
+            made[middle, i] = 1
+        else:
+            rise = np.arange(left, middle + 1)
+            made[rise, i] = (rise - left) / (middle - left)
+        if right > middle:
+            fall = np.arange(middle, right)
+            made[fall, i] = (right - fall) / (right - middle)
+    return made.astype(dtype_attr(output_datatype).numpy)
+
+
+mel_weight_matrix = Op(
+    name="MelWeightMatrix", kind=OpKind.SOURCE, settings=(2, 3, 4),
+    data_dependent_dims=_mel_opens,
+    infer=_mel_types,
+    reference=_mel,
+    samples=(
+        sample(given(8), given(16), given(8192), given(0.0, "float32"), given(4096.0, "float32")),
+        sample(given(5), given(64), given(8000), given(20.0, "float32"), given(3800.0, "float32"),
+               output_datatype=11),
+    ),
+)  # fmt: skip
+"""Filters of `bins` mel bands for a transform of `length`: (length // 2 + 1, bins)."""

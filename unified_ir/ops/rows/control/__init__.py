@@ -1,0 +1,1 @@
+"""Rows over regions: branches, loops, gradients and operators of one's own."""

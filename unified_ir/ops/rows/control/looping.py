@@ -1,0 +1,308 @@
+"""Loops of a number of trips, or until a condition of the data ends them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.ir.dims import Dim, is_symbol, symbol, symbols
+from triplane.unified_ir.ir.graph import Function
+from triplane.unified_ir.ir.types import (
+    OptionalType,
+    TensorType,
+    TypeMismatch,
+    bool_,
+    fits,
+    int64,
+    is_plain,
+    joined,
+)
+from triplane.unified_ir.ops.batching import BatchedCall, NeedsScan, with_axis
+from triplane.unified_ir.ops.build import region
+from triplane.unified_ir.ops.recorder import recorder
+from triplane.unified_ir.ops.row import DOMAIN, OPEN, AttrSpec, Op, OpCall, OpKind
+from triplane.unified_ir.ops.rows.control.control import (
+    Pullback,
+    Types,
+    VjpOf,
+    all_batched,
+    check_regions,
+    inner_sizes,
+    inside,
+    known_outside,
+    numbered,
+    seen_outside,
+    settled,
+    swapped,
+)
+from triplane.unified_ir.ops.rows.control.emit_control import emit_loop
+from triplane.unified_ir.ops.rows.control.scanning import (
+    BackwardWalk,
+    check_structure,
+    saving_carry,
+    split,
+)
+from triplane.unified_ir.ops.tensor import Tensor, as_tensor, dims_of, emit
+from triplane.unified_ir.ops.trees import leaves, rebuild
+
+
+def _loop_types(call: OpCall) -> Types:
+    check_regions(call, 1)
+    n = call.attrs["num_carry"]
+    if call.has(0) and call.type(0) != TensorType(int64, ()):
+        raise TypeMismatch(f"a trip count is an int64 scalar, got {call.type(0)}")
+    if call.type(1) != TensorType(bool_, ()):
+        raise TypeMismatch(f"a loop condition is a bool scalar, got {call.type(1)}")
+    rest = [call.type(i) for i in range(2, len(call.types))]
+    carry, captures = rest[:n], rest[n:]
+    (body,) = call.regions
+    i, flag, *params = [p.type for p in body.params]
+    found, wanted = [i, flag, *params[n:]], [TensorType(int64, ()), TensorType(bool_, ())]
+    if found != [*wanted, *captures] or len(params) != len(rest):
+        raise TypeMismatch(f"{call.row} passes {rest} to a region that takes {params}")
+    go, *results = [r.type for r in body.results]
+    inner = inner_sizes(body) | set(call.open)
+    after, ys = [_seen_outside_if_held(r, inner) for r in results[:n]], results[n:]
+    pairs = zip([*carry, *after], params[:n] * 2, strict=True)
+    if go != TensorType(bool_, ()) or not all(_carried(t, p, call.open) for t, p in pairs):
+        raise TypeMismatch(
+            f"a loop's body gives (bool, carry like {carry}, ...), got ({go}, {after}); "
+            "keep shapes and element types the same from trip to trip"
+        )
+    known_outside(call, ys, inner)
+    trips = symbol(call.attrs["trips"]) if ys else 0
+    carried = (a if _opens_optional(p, a) else p for p, a in zip(params[:n], after, strict=True))
+    return (*carried, *(y.with_shape((trips, *y.shape)) for y in ys))
+
+
+def _opens_optional(param: TensorType, made: TensorType) -> bool:
+    """Whether a body takes an optional and gives what it might hold, as ONNX lets it."""
+    return isinstance(param, OptionalType) and not isinstance(made, OptionalType)
+
+
+def _seen_outside_if_held(made: TensorType, inner: set[str]) -> TensorType:
+    return made if is_plain(made) else seen_outside(made, inner)
+
+
+def _carried(given: TensorType, param: TensorType, free: Sequence[str]) -> bool:
+    """Whether a value may enter the next trip: a size in `free` may be another in each."""
+    if isinstance(param, OptionalType) and _opens_optional(param, given):
+        return fits(given, param.element)
+    if not is_plain(param) or not is_plain(given):
+        return fits(given, param)
+    if given.dtype != param.dtype or given.rank != param.rank:
+        return False
+    pairs = zip(given.shape, param.shape, strict=True)
+    return all(p == d or (is_symbol(p) and str(p) in free) for d, p in pairs)
+
+
+@dataclass(frozen=True)
+class LoopCarry:
+    """What a loop's body takes of the carry; `free` names the sizes that may change by trip."""
+
+    types: tuple[TensorType, ...]
+    free: tuple[str, ...] = ()
+
+    def joined(
+        self, after: Sequence[TensorType], body: Function, fresh: Callable[[], str]
+    ) -> LoopCarry:
+        """What also takes that which `body` gave, recorded on this entry.
+
+        A size that changed gets a name from `fresh`, a sequence the type that joins both; nothing
+        has to be widened where the entry comes back equal. TypeMismatch: nothing joins them.
+        """
+        inner, free, types = inner_sizes(body) | set(self.free), list(self.free), []
+        for param, made in zip(self.types, after, strict=True):
+            alike = (param.dtype, param.rank) == (made.dtype, made.rank)
+            if is_plain(param) and is_plain(made) and alike:
+                shape = tuple(
+                    self._size(p, d, inner, free, fresh)
+                    for p, d in zip(param.shape, made.shape, strict=True)
+                )
+                types.append(param.with_shape(shape))
+                continue
+            seen = _seen_outside_if_held(made, inner)
+            if _opens_optional(param, seen):
+                seen = OptionalType(seen)
+            found = joined(param, seen)
+            if found is None:
+                raise TypeMismatch(f"a loop carries {param} into a trip and {made} out of it")
+            types.append(found)
+        return LoopCarry(tuple(types), tuple(free))
+
+    def _size(
+        self, p: Dim, d: Dim, inner: set[str], free: list[str], fresh: Callable[[], str]
+    ) -> Dim:
+        stays = p == d and not symbols(d) & inner
+        if stays or (is_symbol(p) and str(p) in self.free):
+            return p
+        free.append(fresh())
+        return symbol(free[-1])
+
+
+def _loop_reference(
+    count: Any, go: Any, /, *operands: Any, regions: Any, num_carry: int, **_: Any
+) -> tuple[Any, ...]:
+    carry, captures = split(operands, num_carry)
+    rows = []
+    i = 0
+    while go and (count is None or i < count):
+        go, *results = regions[0](np.array(i, np.int64), np.array(go), *carry, *captures)
+        carry = results[:num_carry]
+        rows.append(results[num_carry:])
+        i += 1
+    return (*carry, *[np.stack(column) for column in zip(*rows, strict=True)])
+
+
+def _no_way_back(gs: Sequence[Tensor | None]) -> list[Tensor | None]:
+    raise InvalidInput(
+        "a gradient through a loop needs a carry of tensors that keep their sizes, since the carry "
+        "of every trip is stacked; carry a padded tensor and a count instead"
+    )
+
+
+def _loop_vjp_with_residuals(
+    inputs: Sequence[Tensor | None], attrs: Mapping[str, Any], regions: Sequence[Function],
+    outputs: int, vjp_of: VjpOf,
+) -> tuple[tuple[Tensor, ...], Pullback]:  # fmt: skip
+    n = attrs["num_carry"]
+    body = regions[0]
+    build = recorder()
+    if attrs.get(OPEN) or not all(is_plain(p.type) for p in body.params):
+        return build.apply(loop_row, inputs, attrs, regions=(body,), outputs=outputs), _no_way_back
+    trips = f"trips_{_position()}"
+    made = build.apply(
+        loop_row,
+        inputs,
+        {**attrs, "trips": trips},
+        regions=(saving_carry(body, n, 2),),
+        outputs=outputs + n,
+    )
+    saved = made[outputs:]
+    carry, captures = split(inputs[2:], n)
+
+    def pullback(gs: Sequence[Tensor | None]) -> list[Tensor | None]:
+        walk = BackwardWalk(body, [*carry, *captures], gs, n, vjp_of, lead=2)
+        if not saved:
+            return [None] * len(inputs)
+        count = dims_of([symbol(trips)]).reshape(())
+        g_ys = [gs[n + i] for i in walk.y_given]
+
+        def step(i: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            j = count - 1 - i
+            here = [emit("Gather", s, j, axis=0) for s in saved]
+            g_here = [emit("Gather", g, j, axis=0) for g in g_ys]
+            params = [j, as_tensor(np.array(True)), *here, *captures]
+            after, _ = walk.pulled(params, state, g_here, ())
+            return tuple(after)
+
+        found = fori_loop(count, step, tuple(walk.start()))
+        return walk.result(len(inputs), leaves(found), (), shift=2)
+
+    return made[:outputs], pullback
+
+
+def _loop_batch(call: BatchedCall) -> Sequence[Tensor]:
+    """Where all slices make the same trips; a scan of loops where they do not."""
+    n = call.attrs["num_carry"]
+    if any(call.batched[:2]):
+        raise NeedsScan
+    build, results, found, carried = settled(call, call.batched, 2, n)
+    if found[0]:
+        raise NeedsScan
+    count, go, *rest = call.inputs
+    first = [
+        with_axis(x, call.size) if c and not b and x is not None else x
+        for x, b, c in zip(rest, call.batched[2:], carried, strict=False)
+    ]
+    body = build.finish(numbered(inside(build, results)))
+    made = recorder().apply(
+        loop_row,
+        (count, go, *first, *rest[n:], *build.captured),
+        call.attrs,
+        regions=(body,),
+        outputs=len(call.types),
+    )
+    turned = [*made[:n], *(swapped(y) if b else y
+                           for y, b in zip(made[n:], found[n + 1 :], strict=False))]  # fmt: skip
+    return all_batched(turned, found[1 : 1 + len(made)], call.size)
+
+
+loop_row = Op(
+    name="Loop",
+    kind=OpKind.CONTROL,
+    emit=emit_loop,
+    domain=DOMAIN,
+    operands=("I?", "P", "*"),
+    data_dependent_dims=lambda call: 0,
+    attrs={
+        "num_carry": AttrSpec("INT", required=True),
+        "trips": AttrSpec("STRING", ""),
+    },
+    infer=_loop_types,
+    reference=_loop_reference,
+    vjp_with_residuals=_loop_vjp_with_residuals,
+    batch=_loop_batch,
+)
+
+
+def while_loop(condition: Any, body: Any, init: Any) -> Any:
+    """`x = init; while condition(x): x = body(x)`; the carry keeps its types."""
+    carry = [as_tensor(x) for x in leaves(init)]
+    go = condition(rebuild(init, carry))
+
+    def trip(ts: Sequence[Tensor]) -> Any:
+        after = body(rebuild(init, ts[2:]))
+        check_structure("a loop", init, after)
+        return [condition(after), *leaves(after)]
+
+    return _loop(None, as_tensor(go).reshape(()), trip, init, carry)
+
+
+def fori_loop(count: Any, body: Any, init: Any) -> Any:
+    """`x = init; for i in range(count): x = body(i, x)`; count: int or int64 scalar tensor."""
+    carry = [as_tensor(x) for x in leaves(init)]
+
+    def trip(ts: Sequence[Tensor]) -> Any:
+        after = body(ts[0], rebuild(init, ts[2:]))
+        check_structure("a loop", init, after)
+        return [as_tensor(np.array(True)), *leaves(after)]
+
+    trips = as_tensor(count)
+    if trips.dtype.kind not in {"int", "uint"}:
+        raise TypeMismatch(f"a trip count is a whole number, got {count!r}")
+    trips = trips.cast(int64).reshape(())
+    return _loop(trips, as_tensor(np.array(True)), trip, init, carry)
+
+
+def _loop(trips: Tensor | None, go: Tensor, trip: Any, init: Any, carry: list[Tensor]) -> Any:
+    """A tensor keeps its type; a sequence's widens until the body gives what it takes."""
+    flags, types = [TensorType(int64, ()), TensorType(bool_, ())], [x.type for x in carry]
+    while True:
+        build, made = region("loop", [*flags, *types], trip)
+        body = build.finish(numbered(inside(build, made)))
+        after = [r.type for r in body.results[1:]]
+        wider = [
+            t if is_plain(t) else joined(t, seen_outside(a, inner_sizes(body))) or t
+            for t, a in zip(types, after, strict=False)
+        ]
+        if wider == types:
+            break
+        types = wider
+    outputs = recorder().apply(
+        loop_row,
+        (trips, go, *carry, *build.captured),
+        {"num_carry": len(carry)},
+        regions=(body,),
+        outputs=len(carry),
+    )
+    return rebuild(init, outputs)
+
+
+def _position() -> str:
+    """A suffix no other loop of the enclosing graphs has."""
+    return "_".join(str(n) for n in recorder().position())

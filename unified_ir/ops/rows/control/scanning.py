@@ -1,0 +1,351 @@
+"""Scan: a region walks along the first axis of operands with a carry; its gradient walks back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.ir.graph import Function, Node, Value
+from triplane.unified_ir.ir.types import (
+    TypeMismatch,
+)
+from triplane.unified_ir.ops.batching import BatchedCall, with_axis
+from triplane.unified_ir.ops.build import Build, region
+from triplane.unified_ir.ops.inline import inline
+from triplane.unified_ir.ops.recorder import recorder
+from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Op, OpCall, OpKind
+from triplane.unified_ir.ops.rows.control.control import (
+    Pullback,
+    Types,
+    VjpOf,
+    all_batched,
+    all_types,
+    check_regions,
+    inside,
+    numbered,
+    region_types,
+    scattered,
+    settled,
+    swapped,
+)
+from triplane.unified_ir.ops.rows.control.emit_control import emit_scan
+from triplane.unified_ir.ops.rows.movement.structure import zeros
+from triplane.unified_ir.ops.tensor import Tensor, as_tensor, emit
+from triplane.unified_ir.ops.trees import leaves, rebuild, structure
+
+
+def split(items: Sequence[Any], *counts: int) -> list[list[Any]]:
+    """Consecutive groups of the given sizes, then the rest."""
+    groups, start = [], 0
+    for n in counts:
+        groups.append(list(items[start : start + n]))
+        start += n
+    return [*groups, list(items[start:])]
+
+
+def _scan_types(call: OpCall) -> Types:
+    check_regions(call, 1)
+    carry, xs, captures = split(all_types(call), call.attrs["num_carry"], call.attrs["num_scanned"])
+    if not xs or any(not x.rank or x.shape[0] != xs[0].shape[0] for x in xs):
+        raise InvalidInput(f"scan walks over tensors with one first axis in common, got {xs}")
+    slices = [x.with_shape(x.shape[1:]) for x in xs]
+    results = region_types(call, 0, [*carry, *slices, *captures])
+    after, ys = results[: len(carry)], results[len(carry) :]
+    if list(after) != carry:
+        raise TypeMismatch(f"scan keeps the carry's types, got {carry} and {list(after)} after")
+    return (*after, *(y.with_shape((xs[0].shape[0], *y.shape)) for y in ys))
+
+
+def _scan_reference(
+    *operands: Any, regions: Any, num_carry: int, num_scanned: int, reverse: int
+) -> tuple[Any, ...]:
+    carry, xs, captures = split(operands, num_carry, num_scanned)
+    length = len(xs[0])
+    order = range(length)[:: -1 if reverse else 1]
+    rows: list[Any] = [None] * length
+    for i in order:
+        results = regions[0](*carry, *(x[i] for x in xs), *captures)
+        carry, rows[i] = results[:num_carry], results[num_carry:]
+    stacked = [np.stack(column) for column in zip(*rows, strict=True)]
+    return (*carry, *stacked)
+
+
+def saving_carry(body: Function, num_carry: int, first: int) -> Function:
+    """`body` that also gives the carry it started from, as extra last results."""
+    build = Build(recorder().table, body.name)
+    with build:
+        params = [build.param(p.name, p.type) for p in body.params]
+        results = inline(body, params)
+        kept = [emit("Identity", p) for p in params[first : first + num_carry]]
+    return build.finish(numbered([*results, *kept]))
+
+
+def _scan_vjp_with_residuals(
+    inputs: Sequence[Tensor], attrs: Mapping[str, Any], regions: Sequence[Function],
+    outputs: int, vjp_of: VjpOf,
+) -> tuple[tuple[Tensor, ...], Pullback]:  # fmt: skip
+    n, m = attrs["num_carry"], attrs["num_scanned"]
+    reverse = attrs.get("reverse", 0)
+    body = regions[0]
+    made = recorder().apply(
+        scan_row, inputs, attrs, regions=(saving_carry(body, n, 0),), outputs=outputs + n
+    )
+    saved = made[outputs:]
+    carry, xs, captures = split(inputs, n, m)
+
+    def pullback(gs: Sequence[Tensor | None]) -> list[Tensor | None]:
+        walk = BackwardWalk(body, [*carry, *(None for _ in xs), *captures], gs, n, vjp_of)
+        x_wanted = [n + i for i, x in enumerate(xs) if x.dtype.is_float]
+        g_ys = [gs[n + i] for i in walk.y_given]
+        scanned = [*saved, *xs, *g_ys]
+        apart = _ProductsApart.of(walk.backward(x_wanted), len(walk.carry), walk.width, scanned)
+        start = [x for k, x in enumerate(walk.start()) if k not in apart.products]
+        walked = recorder().apply(
+            scan_row,
+            (*start, *scanned, *captures),
+            {"num_carry": len(start), "num_scanned": len(scanned), "reverse": 1 - reverse},
+            regions=(apart.step,),
+            outputs=len(apart.step.results),
+        )
+        found = apart.joined(walked, walk.width)
+        return walk.result(len(inputs), found, x_wanted)
+
+    return made[:outputs], pullback
+
+
+@dataclass(frozen=True)
+class _ProductsApart:
+    """A step back without those sums among its states that add a product a^T b.
+
+    The factors are further results instead: one product of all steps, taken after the walk, is the
+    sum. A weight's gradient is such a sum, and would be added up as a whole in every step.
+
+    products: factors by number of the state. walked: for factors that are scanned, all steps of
+    them. more: factors that became results, in order.
+    """
+
+    step: Function
+    products: Mapping[int, tuple[Value, Value]]
+    walked: Mapping[Value, Tensor]
+    more: tuple[Value, ...]
+
+    @classmethod
+    def of(cls, step: Function, first: int, last: int, scanned: Sequence[Tensor]) -> _ProductsApart:
+        """states first..last-1 are sums; the parameters behind them are slices of `scanned`."""
+        producer = step.producers()
+        reads = Counter(v for node in step.nodes for v in node.inputs)
+        products = {}
+        for k in range(first, last):
+            add = producer.get(step.results[k])
+            if add is None or add.op.name != "Add" or add.inputs[0] is not step.params[k]:
+                continue
+            factors = _factors(producer, add.inputs[1])
+            if factors is not None and reads[step.params[k]] == 1:
+                products[k] = factors
+        walked = dict(zip(step.params[last:], scanned, strict=False))
+        every = dict.fromkeys(v for pair in products.values() for v in pair)
+        more = tuple(v for v in every if v not in walked)
+        results = [*(r for k, r in enumerate(step.results) if k not in products), *more]
+        params = tuple(p for k, p in enumerate(step.params) if k not in products)
+        names = tuple(f"y{i}" for i in range(len(results)))
+        nodes = _needed(step.nodes, results)
+        left = step.with_(params=params, results=results, result_names=names, nodes=nodes)
+        return cls(left, products, walked, more)
+
+    def joined(self, results: Sequence[Tensor], width: int) -> list[Tensor]:
+        """The results of a whole walk, with the sums in their places among `width` states."""
+        count = len(results) - len(self.more)
+        found = {**self.walked, **dict(zip(self.more, results[count:], strict=True))}
+        rest = iter(results[:count])
+        states = []
+        for k in range(width):
+            if k in self.products:
+                flat = (found[v].reshape((-1, found[v].shape[2])) for v in self.products[k])
+                states.append(emit("Gemm", *flat, transA=1))
+            else:
+                states.append(next(rest))
+        return [*states, *rest]
+
+
+def _factors(producer: Mapping[Value, Node], x: Value | None) -> tuple[Value, Value] | None:
+    """(a, b) where x is a^T b of two matrices."""
+    node = None if x is None else producer.get(x)
+    if node is None or len(node.inputs) != 2:
+        return None
+    a, b = node.inputs
+    turn = None if a is None else producer.get(a)
+    if node.op.name == "MatMul" and turn is not None and turn.op.name == "Transpose":
+        a = turn.inputs[0] if turn.attrs.get("perm", (1, 0)) == (1, 0) else None
+    elif node.op.name != "Gemm" or node.attrs != {"transA": 1}:
+        return None
+    if a is None or b is None or a.type.rank != 2 or b.type.rank != 2:
+        return None
+    return a, b
+
+
+def _needed(nodes: Sequence[Node], results: Sequence[Value]) -> tuple[Node, ...]:
+    """The nodes that the results depend on."""
+    wanted: set[Value | None] = set(results)
+    kept = []
+    for node in reversed(nodes):
+        if not wanted.isdisjoint(node.outputs):
+            kept.append(node)
+            wanted.update(node.inputs)
+    return tuple(kept[::-1])
+
+
+class BackwardWalk:
+    """The state of a backward walk: cotangents of the carry, sums of cotangents of captures."""
+
+    def __init__(
+        self, body: Function, operands: Sequence[Tensor | None],
+        gs: Sequence[Tensor | None], num_carry: int, vjp_of: VjpOf, *, lead: int = 0,
+    ) -> None:  # fmt: skip
+        self.body, self.gs, self.lead, self.vjp_of = body, gs, lead, vjp_of
+        self.operands = operands
+        floats = [i for i, x in enumerate(operands) if x is not None and x.dtype.is_float]
+        self.carry = [i for i in floats if i < num_carry]
+        self.captures = [i for i in floats if i >= num_carry]
+        self.y_given = [i - num_carry for i in range(num_carry, len(gs)) if gs[i] is not None]
+        self.num_carry = num_carry
+        self.width = len(self.carry) + len(self.captures)
+
+    def start(self) -> list[Tensor]:
+        """Cotangents of the final carry, then zeros like each capture."""
+        at = [*self.carry, *self.captures]
+        given = {i: self.gs[i] for i in self.carry}
+        starts = []
+        for i in at:
+            x, g = self.operands[i], given.get(i)
+            assert x is not None
+            starts.append(zeros(x.shape, x.dtype) if g is None else g)
+        return starts
+
+    def pulled(
+        self,
+        params: Sequence[Tensor],
+        state: Sequence[Tensor],
+        g_ys: Sequence[Tensor],
+        extra: Sequence[int],
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """One step back: the next state, and cotangents of the `extra` parameters."""
+        wanted = [self.lead + i for i in (*self.carry, *self.captures)]
+        wanted += [self.lead + i for i in extra]
+        given = [self._result_of(i) for i in self.carry]
+        given += [self._result_of(self.num_carry + i) for i in self.y_given]
+        back = self.vjp_of(self.body, wanted, given)
+        n = len(self.carry)
+        found = inline(back, [*params, *state[:n], *g_ys])
+        sums = [a + b for a, b in zip(state[n:], found[n : self.width], strict=True)]
+        return [*found[:n], *sums], list(found[self.width :])
+
+    def _result_of(self, i: int) -> int:
+        """Position of carry or y number `i` among the body's results (a loop gives `go` first)."""
+        return i + (1 if self.lead else 0)
+
+    def backward(self, extra: Sequence[int]) -> Function:
+        """The region of the backward scan: (state, saved carry, xs, g_ys, captures)."""
+        build = Build(recorder().table, f"{self.body.name}.back")
+        num_xs = sum(x is None for x in self.operands)
+        with build:
+            state = [build.param(f"s{k}", x.type) for k, x in enumerate(self._state_operands())]
+            head = self.body.params[: self.num_carry + num_xs]
+            inner = [build.param(f"p{k}", p.type) for k, p in enumerate(head)]
+            g_ys = [
+                build.param(f"g{k}", self.body.results[self.num_carry + i].type)
+                for k, i in enumerate(self.y_given)
+            ]
+            captures = [
+                build.param(f"c{k}", p.type)
+                for k, p in enumerate(self.body.params[self.num_carry + num_xs :])
+            ]
+            after, slices = self.pulled([*inner, *captures], state, g_ys, extra)
+        return build.finish(numbered([*after, *slices]))
+
+    def _state_operands(self) -> list[Tensor]:
+        found = [self.operands[i] for i in (*self.carry, *self.captures)]
+        return [x for x in found if x is not None]
+
+    def result(
+        self, n: int, found: Sequence[Tensor], extra: Sequence[int], *, shift: int = 0
+    ) -> list[Tensor | None]:
+        """Cotangents by operand."""
+        at = [*self.carry, *self.captures, *extra]
+        return scattered(n, {i + shift: g for i, g in zip(at, found, strict=True)})
+
+
+def _scan_batch(call: BatchedCall) -> Sequence[Tensor]:
+    n, m = call.attrs["num_carry"], call.attrs["num_scanned"]
+    build, results, found, carried = settled(call, call.batched, 0, n)
+    carry, xs, captures = split(call.inputs, n, m)
+    first = [x if b or not c else with_axis(x, call.size)
+             for x, b, c in zip(carry, call.batched, carried, strict=False)]  # fmt: skip
+    walked = [swapped(x) if b else x for x, b in zip(xs, call.batched[n : n + m], strict=True)]
+    body = build.finish(numbered(inside(build, results)))
+    made = recorder().apply(
+        scan_row,
+        (*first, *walked, *captures, *build.captured),
+        call.attrs,
+        regions=(body,),
+        outputs=len(call.types),
+    )
+    turned = [*made[:n], *(swapped(y) if b else y
+                           for y, b in zip(made[n:], found[n:], strict=True))]  # fmt: skip
+    return all_batched(turned, found, call.size)
+
+
+scan_row = Op(
+    name="Scan",
+    kind=OpKind.CONTROL,
+    emit=emit_scan,
+    domain=DOMAIN,
+    operands=("*",),
+    attrs={
+        "num_carry": AttrSpec("INT", required=True),
+        "num_scanned": AttrSpec("INT", required=True),
+        "reverse": AttrSpec("INT", 0),
+    },
+    infer=_scan_types,
+    reference=_scan_reference,
+    vjp_with_residuals=_scan_vjp_with_residuals,
+    batch=_scan_batch,
+)
+
+
+def scan(f: Any, init: Any, xs: Any, *, reverse: bool = False) -> tuple[Any, Any]:
+    """(carry, ys) after `carry, y = f(carry, x)` for each slice x of `xs` along axis 0.
+
+    An axis of length 0 runs on `reference`; onnxruntime's Scan refuses it (InvalidInput).
+    """
+    carry, scanned = [as_tensor(x) for x in leaves(init)], [as_tensor(x) for x in leaves(xs)]
+    n, m = len(carry), len(scanned)
+    types = [x.type for x in carry] + [x.type.with_shape(x.shape[1:]) for x in scanned]
+    build, made = region("scan", types, lambda ts: f(rebuild(init, ts[:n]), rebuild(xs, ts[n:])))
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise InvalidInput(f"a scan's body gives a pair (carry, y), got {made!r}")
+    after, ys = made
+    check_structure("a scan", init, after)
+    results = inside(build, [*leaves(after), *leaves(ys)])
+    body = build.finish(numbered(results))
+    outputs = recorder().apply(
+        scan_row,
+        (*carry, *scanned, *build.captured),
+        {"num_carry": n, "num_scanned": m, "reverse": int(reverse)},
+        regions=(body,),
+        outputs=len(results),
+    )
+    return rebuild(init, outputs[:n]), rebuild(ys, outputs[n:])
+
+
+def check_structure(loop: str, before: Any, after: Any) -> None:
+    """Refuse a carry that has another structure after a trip than before."""
+    if structure(before) != structure(after):
+        raise InvalidInput(
+            f"{loop} keeps its carry's structure, got {structure(before)} and "
+            f"{structure(after)} after"
+        )

@@ -1,0 +1,1 @@
+"""Rows over sequences, optionals, strings and image files."""

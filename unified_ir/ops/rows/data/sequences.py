@@ -1,0 +1,535 @@
+"""Rows over sequences and optionals: several tensors, or perhaps none, as one value.
+
+A sequence's type says what is known of its elements (`ir.types.SequenceType`); a size that each has
+for itself becomes a size of its own when one is taken out. The cotangent of a sequence is a
+sequence of cotangents; of optionals and maps there is no gradient, and they say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any
+
+import numpy as np
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.ir.dims import Dim, is_symbol, symbol, symbols
+from triplane.unified_ir.ir.graph import Function, Node
+from triplane.unified_ir.ir.types import (
+    OWN,
+    DType,
+    OptionalType,
+    SequenceType,
+    ShapeError,
+    TensorType,
+    TypeMismatch,
+    as_dtype,
+    bool_,
+    int64,
+    is_plain,
+    joined_elements,
+)
+from triplane.unified_ir.ops.build import region
+from triplane.unified_ir.ops.emission import EmissionContext
+from triplane.unified_ir.ops.inline import introduced
+from triplane.unified_ir.ops.recorder import recorder
+from triplane.unified_ir.ops.row import DOMAIN, Op, OpCall, OpKind, dtype_attr
+from triplane.unified_ir.ops.rows.movement.shape_assertions import assume_shape
+from triplane.unified_ir.ops.rows.movement.structure import axes_of, stop_gradient, where, zeros
+from triplane.unified_ir.ops.tensor import Tensor, TensorLike, as_tensor, dims_of
+from triplane.unified_ir.ops.trees import leaves
+
+Types = tuple[TensorType, ...]
+
+
+def _sequence(call: OpCall, i: int = 0) -> SequenceType:
+    found = call.type(i)
+    if not isinstance(found, SequenceType):
+        raise TypeMismatch(f"{call.row} takes a sequence as operand {i}, got {found}")
+    return found
+
+
+def _shaped(call: OpCall, held: SequenceType) -> TensorType:
+    """The elements' type; refused where their number of axes is not known."""
+    if isinstance(held.element, DType):
+        raise ShapeError(
+            f"{call.row} needs to know the axes of the elements, got {held}; say them where the "
+            "sequence enters, or insert a tensor first"
+        )
+    return held.element
+
+
+def _own(shape: Sequence[Dim]) -> int:
+    return sum(d == OWN for d in shape)
+
+
+def _opened(call: OpCall, shape: Sequence[Dim], first: int = 0) -> list[Dim]:
+    """The shape with a size of this node for each that an element has for itself."""
+    numbers = iter(range(first, first + len(shape)))
+    return [call.opened(next(numbers)) if d == OWN else d for d in shape]
+
+
+def _position(call: OpCall, i: int) -> None:
+    if call.has(i) and call.type(i).size != 1:
+        raise ShapeError(f"{call.row} takes one position, got {call.type(i)}")
+
+
+def _constructed(call: OpCall) -> Types:
+    types: list[TensorType | DType] = [call.type(i) for i in range(len(call.types))]
+    return (SequenceType(reduce(joined_elements, types)),)
+
+
+def _construct_vjp(g: Tensor, y: Tensor, *xs: Tensor) -> list[Tensor]:
+    return [assume_shape(sequence_at(g, i), x.shape) for i, x in enumerate(xs)]
+
+
+sequence_construct = Op(
+    name="SequenceConstruct",
+    kind=OpKind.SEQUENCE,
+    infer=_constructed,
+    reference=lambda *xs, **_: list(xs),
+    vjp=_construct_vjp,
+)
+
+sequence_empty_row = Op(
+    name="SequenceEmpty",
+    kind=OpKind.SEQUENCE,
+    infer=lambda call: (SequenceType(dtype_attr(call.attrs["dtype"] or 1), empty=True),),
+    reference=lambda **_: [],
+)
+
+
+def _inserted(call: OpCall) -> Types:
+    held, x = _sequence(call), call.type(1)
+    _position(call, 2)
+    if held.element_dtype != x.dtype:
+        raise TypeMismatch(f"{call.row} puts {x} into {held}; cast it")
+    return (SequenceType(x if held.empty else joined_elements(held.element, x)),)
+
+
+def _one(position: Any) -> int:
+    """A position given as a scalar or as a vector of one."""
+    return int(position.reshape(()))
+
+
+def _insert(held: Any, x: Any, position: Any = None) -> Any:
+    at = len(held) if position is None else _one(position)
+    if not -len(held) <= at <= len(held):
+        raise IndexError(f"position {at} of a sequence of {len(held)}")
+    at += len(held) if at < 0 else 0
+    return [*held[:at], x, *held[at:]]
+
+
+def _place(position: Tensor | None, held: Tensor, last: int) -> Tensor:
+    """A position counted from the front; without one, that of the length plus `last`."""
+    n = sequence_length(held)
+    if position is None:
+        return n + last
+    at = position.reshape(()).cast(int64)
+    return where(at < 0, at + n, at)
+
+
+def _insert_vjp(
+    g: Tensor, y: Tensor, held: Tensor, x: Tensor, position: Tensor | None = None
+) -> Any:
+    at = _place(position, held, 0)
+    return sequence_erase(g, at), assume_shape(sequence_at(g, at), x.shape), None
+
+
+sequence_insert = Op(
+    name="SequenceInsert", kind=OpKind.SEQUENCE, infer=_inserted, reference=_insert, vjp=_insert_vjp
+)
+
+
+def _taken(call: OpCall) -> Types:
+    element = _shaped(call, _sequence(call))
+    _position(call, 1)
+    return (element.with_shape(_opened(call, element.shape)),)
+
+
+def _own_sizes(call: OpCall) -> int:
+    held = call.type(0)
+    known = isinstance(held, SequenceType) and not isinstance(held.element, DType)
+    return _own(held.element.shape) if known else 0  # type: ignore[attr-defined]
+
+
+def _at_vjp(g: Tensor, y: Tensor, held: Tensor, position: Tensor) -> Any:
+    """Zeros everywhere but there."""
+    at = _place(position, held, 0)
+    flat = sequence_map(lambda x: zeros(x.shape, x.dtype), stop_gradient(held))
+    return sequence_insert(sequence_erase(flat, at), g, at), None
+
+
+sequence_at = Op(
+    name="SequenceAt",
+    kind=OpKind.SEQUENCE,
+    vjp=_at_vjp,
+    data_dependent_dims=_own_sizes,
+    infer=_taken,
+    reference=lambda held, position: held[_one(position)],
+)
+
+
+def _erased(call: OpCall) -> Types:
+    _position(call, 1)
+    return (_sequence(call),)
+
+
+def _erase(held: Any, position: Any = None) -> Any:
+    at = range(len(held))[-1 if position is None else _one(position)]
+    return [*held[:at], *held[at + 1 :]]
+
+
+def _erase_vjp(g: Tensor, y: Tensor, held: Tensor, position: Tensor | None = None) -> Any:
+    at = _place(position, held, -1)
+    gone = sequence_at(stop_gradient(held), at)
+    return sequence_insert(g, zeros(gone.shape, gone.dtype), at), None
+
+
+sequence_erase = Op(
+    name="SequenceErase", kind=OpKind.SEQUENCE, infer=_erased, reference=_erase, vjp=_erase_vjp
+)
+
+
+def _length(call: OpCall) -> Types:
+    _sequence(call)
+    return (TensorType(int64, ()),)
+
+
+sequence_length = Op(
+    name="SequenceLength",
+    kind=OpKind.SEQUENCE,
+    infer=_length,
+    reference=lambda held: np.array(len(held), np.int64),
+)
+
+
+def _split_types(call: OpCall) -> Types:
+    x = call.type(0)
+    (axis,) = axes_of(x.rank, [call.attrs["axis"]])
+    if not call.has(1):
+        kept = (1,) if call.attrs["keepdims"] else ()
+        return (SequenceType(x.with_shape((*x.shape[:axis], *kept, *x.shape[axis + 1 :]))),)
+    if call.type(1).rank > 1:
+        raise ShapeError(f"{call.row} takes a length or a vector of lengths, got {call.type(1)}")
+    size = _part(call, x.shape[axis])
+    return (SequenceType(x.with_shape((*x.shape[:axis], size, *x.shape[axis + 1 :]))),)
+
+
+def _part(call: OpCall, whole: Dim) -> Dim:
+    """The size that every part has, where they have one."""
+    known = call.known[1]
+    if not isinstance(known, np.ndarray) or not known.size:
+        return OWN
+    sizes = [int(n) for n in known.reshape(-1)]
+    if min(sizes) < 0 or (known.ndim == 0 and not sizes[0]):
+        raise ShapeError(f"{call.row} into parts of {sizes}; sizes are above 0")
+    if known.ndim and isinstance(whole, int) and sum(sizes) != whole:
+        raise ShapeError(f"{call.row} of {call.type(0)} into {sizes}, which is {sum(sizes)}")
+    alike = len(set(sizes)) == 1 if known.ndim else isinstance(whole, int) and not whole % sizes[0]
+    return sizes[0] if alike else OWN
+
+
+def _split(x: Any, split: Any = None, *, axis: int, keepdims: int) -> Any:
+    size = x.shape[axis]
+    if split is None:
+        parts = np.split(x, size, axis) if size else []
+        return parts if keepdims else [np.squeeze(part, axis) for part in parts]
+    if split.size and int(split.min()) < (split.ndim == 0):
+        raise ValueError(f"parts of {split.tolist()} items; lengths are above 0")
+    ends = np.arange(split, size, split) if split.ndim == 0 else np.cumsum(split)[:-1]
+    if split.ndim and int(split.sum()) != size:
+        raise ValueError(f"parts of {split.tolist()} do not add up to {size}")
+    return np.split(x, ends, axis)
+
+
+def _split_vjp(
+    g: Tensor, y: Tensor, x: Tensor, split: Tensor | None = None, *, axis: int, keepdims: int
+) -> Any:
+    stacked = split is None and not keepdims
+    whole = concat_from_sequence_row(g, axis=axis, new_axis=int(stacked))
+    return assume_shape(whole, x.shape), None
+
+
+split_to_sequence_row = Op(
+    name="SplitToSequence",
+    kind=OpKind.SEQUENCE,
+    infer=_split_types,
+    reference=_split,
+    vjp=_split_vjp,
+)
+
+
+def _concat_types(call: OpCall) -> Types:
+    element = _shaped(call, _sequence(call))
+    new = call.attrs["new_axis"]
+    (axis,) = axes_of(element.rank + bool(new), [call.attrs["axis"]])
+    rest = [d for i, d in enumerate(element.shape) if new or i != axis]
+    made = _opened(call, rest, first=1)
+    return (element.with_shape((*made[:axis], call.opened(0), *made[axis:])),)
+
+
+def _concat_opens(call: OpCall) -> int:
+    """The sum of what lies along the axis, and what each element has for itself elsewhere."""
+    return 1 + _own_sizes(call)
+
+
+def _concat(held: Any, *, axis: int, new_axis: int) -> Any:
+    return np.stack(held, axis) if new_axis else np.concatenate(held, axis)
+
+
+def _concat_vjp(g: Tensor, y: Tensor, held: Tensor, *, axis: int, new_axis: int) -> Any:
+    """Parts as long as the elements are."""
+    if new_axis:
+        return (split_to_sequence_row(g, axis=axis, keepdims=0),)
+    at = axis % g.rank
+    lengths = sequence_map(lambda x: dims_of([x.shape[at]]), stop_gradient(held))
+    return (split_to_sequence_row(g, concat_from_sequence_row(lengths, axis=0), axis=axis),)
+
+
+concat_from_sequence_row = Op(
+    name="ConcatFromSequence",
+    kind=OpKind.SEQUENCE,
+    data_dependent_dims=_concat_opens,
+    infer=_concat_types,
+    reference=_concat,
+    vjp=_concat_vjp,
+)
+
+
+def _optional_types(call: OpCall) -> Types:
+    wanted = call.attrs["type"]
+    if call.has(0):
+        if wanted is not None and wanted != call.type(0):
+            raise TypeMismatch(f"{call.row} of {call.type(0)} says that it is {wanted}")
+        return (OptionalType(call.type(0)),)
+    if not isinstance(wanted, TensorType):
+        raise InvalidInput(f"{call.row} of nothing needs the type of what it might hold")
+    return (OptionalType(wanted),)
+
+
+optional_row = Op(
+    name="Optional",
+    kind=OpKind.SEQUENCE,
+    infer=_optional_types,
+    reference=lambda held=None, **_: held,
+)
+
+
+def _get(held: Any) -> Any:
+    if held is None:
+        raise ValueError("an optional that holds nothing was opened")
+    return held
+
+
+def _got(call: OpCall) -> Types:
+    held = call.type(0)
+    return (held.element if isinstance(held, OptionalType) else held,)
+
+
+def _emit_sequence_map(context: EmissionContext, node: Node) -> None:
+    """The body declares every operand: a tensor, the same for all elements, is one too."""
+    names = context.inputs(node)
+    body = context.subgraph(node.regions[0], len(names), ())
+    context.add("SequenceMap", names, context.output_names(node), body=body)
+
+
+def _emit_held_value(context: EmissionContext, node: Node) -> None:
+    """Before opset 18 only an optional is opened; anything else is what it holds."""
+    if isinstance(node.inputs[0].type, OptionalType):  # type: ignore[union-attr]
+        context.plain(node)
+    else:
+        context.add("Identity", context.inputs(node), context.output_names(node))
+
+
+def _emit_holds_value(context: EmissionContext, node: Node) -> None:
+    """Before opset 18 only an optional is asked."""
+    x = node.inputs[0] if node.inputs else None
+    if x is not None and isinstance(x.type, OptionalType):
+        context.plain(node)
+    else:
+        context.names[node.outputs[0]] = context.constant(np.array(x is not None))
+
+
+optional_get_element = Op(
+    name="OptionalGetElement",
+    kind=OpKind.SEQUENCE,
+    infer=_got,
+    reference=_get,
+    lower_below={18: _emit_held_value},
+)
+
+optional_has_element = Op(
+    name="OptionalHasElement",
+    kind=OpKind.SEQUENCE,
+    infer=lambda call: (TensorType(bool_, ()),),
+    reference=lambda held=None: np.array(held is not None),
+    lower_below={18: _emit_holds_value},
+)
+
+
+def _map_types(call: OpCall) -> Types:
+    if len(call.regions) != 1:
+        raise InvalidInput(f"{call.row} has 1 region, got {len(call.regions)}")
+    (body,) = call.regions
+    _sequence(call)
+    if len(body.params) != len(call.types):
+        raise InvalidInput(f"{call.row} passes {len(call.types)} values, its region takes others")
+    for i, param in enumerate(body.params):
+        given = call.type(i)
+        wanted = _shaped(call, given) if isinstance(given, SequenceType) else given
+        if not _stands_for(param.type, wanted):
+            raise TypeMismatch(f"{call.row} passes {wanted} to a region that takes {param.type}")
+    outside = frozenset().union(*(call.type(i).symbols for i in range(len(call.types))))
+    return tuple(SequenceType(_seen_outside(r.type, body, outside)) for r in body.results)
+
+
+def _stands_for(param: TensorType, element: TensorType) -> bool:
+    """Whether a region's parameter is an element: what that has for itself is a symbol there."""
+    if not is_plain(param) or param.dtype != element.dtype or param.rank != element.rank:
+        return False
+    pairs = zip(param.shape, element.shape, strict=True)
+    return all(is_symbol(p) if e == OWN else p == e for p, e in pairs)
+
+
+def _seen_outside(made: TensorType, body: Function, outside: frozenset[str]) -> TensorType:
+    """A result's type outside its region, where the region's own symbols mean nothing."""
+    if not is_plain(made):
+        raise TypeMismatch(f"a region over elements gives tensors, got {made}")
+    inner = {s for p in body.params for s in p.type.symbols} - outside
+    inner |= {name for node in body.nodes for name in introduced(node)}
+    return made.with_shape(OWN if symbols(d) & inner else d for d in made.shape)
+
+
+def _map(held: Any, *more: Any, regions: Any) -> Any:
+    rows = []
+    for i, x in enumerate(held):
+        rest = [other[i] if isinstance(other, list) else other for other in more]
+        rows.append(regions[0](x, *rest))
+    if any(isinstance(other, list) and len(other) != len(held) for other in more):
+        raise ValueError(f"sequences of {[len(s) for s in (held, *more) if isinstance(s, list)]}")
+    return tuple(map(list, zip(*rows, strict=True)))
+
+
+sequence_map_row = Op(
+    name="SequenceMap",
+    kind=OpKind.CONTROL,
+    emit=_emit_sequence_map,
+    domain=DOMAIN,
+    operands=("S", "*"),
+    infer=_map_types,
+    reference=_map,
+)
+"""Operands: a sequence, then sequences of its length (walked along) and tensors (the same for all).
+
+One region: an element of each sequence and the tensors -> what becomes an element of each output.
+"""
+
+
+def sequence(*xs: TensorLike) -> Tensor:
+    """The tensors as one sequence; they share an element type, not a shape."""
+    return sequence_construct(*xs)
+
+
+def empty_sequence(dtype: Any = "float32") -> Tensor:
+    """A sequence that holds nothing yet."""
+    return sequence_empty_row(dtype=as_dtype(dtype).onnx)
+
+
+def split_to_sequence(
+    x: Tensor,
+    split: TensorLike | Sequence[int] | None = None,
+    *,
+    axis: int = 0,
+    keepdims: bool = True,
+) -> Tensor:
+    """Parts of `x` along `axis`: of length `split`, of those lengths, or of one each.
+
+    keepdims: parts of one keep the axis.
+    """
+    lengths = split if isinstance(split, (Tensor, type(None))) else np.asarray(split, np.int64)
+    return split_to_sequence_row(x, lengths, axis=axis, keepdims=int(keepdims))
+
+
+def concat_from_sequence(held: Tensor, *, axis: int = 0) -> Tensor:
+    """The elements joined along `axis`."""
+    return concat_from_sequence_row(held, axis=axis)
+
+
+def stack_from_sequence(held: Tensor, *, axis: int = 0) -> Tensor:
+    """The elements, of one shape, along a new axis."""
+    return concat_from_sequence_row(held, axis=axis, new_axis=1)
+
+
+def sequence_map(f: Callable[..., Any], held: Tensor, *more: Tensor, alike: bool = False) -> Any:
+    """`f` of each element; further sequences are walked along, tensors are the same for all.
+
+    A sequence, or a tuple of them where `f` gives a tuple. alike: elements that meet have one
+    shape, which their types need not say.
+    """
+    build, made = region("map", element_types((held, *more), alike=alike), lambda xs: f(*xs))
+    with build:
+        results = [build.as_operand(x) for x in leaves(made)]
+    body = build.finish({f"y{i}": y for i, y in enumerate(results)})
+    operands = (held, *more, *build.captured)
+    outputs = recorder().apply(
+        sequence_map_row, operands, {}, regions=(body,), outputs=len(results)
+    )
+    return outputs if isinstance(made, (tuple, list)) else outputs[0]
+
+
+def element_types(operands: Sequence[Tensor], *, alike: bool = False) -> list[TensorType]:
+    """Parameters of a region over elements, each size of an element's own under a symbol.
+
+    alike: own sizes of one axis, counted from the last, are one size, of the tensors' name if any.
+    """
+    place = "_".join(map(str, recorder().position()))
+    if alike:
+        return _alike(operands, place)
+    types: list[TensorType] = []
+    for i, x in enumerate(operands):
+        held = x.type
+        if isinstance(held, SequenceType):
+            if isinstance(held.element, DType):
+                raise ShapeError(f"the axes of the elements of {held} are not known")
+            shape = enumerate(held.element.shape)
+            names = (symbol(f"own_{place}_{i}_{k}") if d == OWN else d for k, d in shape)
+            held = held.element.with_shape(names)
+        types.append(held)
+    return types
+
+
+def added(a: Tensor, b: Tensor) -> Tensor:
+    """The sum of two cotangents of one value, of sequences element by element."""
+    if is_plain(a.type):
+        return a + b
+    made: Tensor = sequence_map(lambda x, y: x + y, a, b, alike=True)
+    return made
+
+
+def _alike(operands: Sequence[Tensor], place: str) -> list[TensorType]:
+    names: dict[int, Dim] = {}
+    for x in operands:
+        if is_plain(x.type):
+            names.update({k: d for k, d in enumerate(reversed(x.shape)) if is_symbol(d)})
+    types: list[TensorType] = []
+    for x in operands:
+        held = x.type
+        if isinstance(held, SequenceType) and isinstance(held.element, TensorType):
+            last = held.element.rank - 1
+            shape = enumerate(held.element.shape)
+            own = (
+                names.setdefault(last - k, symbol(f"own_{place}_{last - k}")) if d == OWN else d
+                for k, d in shape
+            )
+            held = held.element.with_shape(own)
+        types.append(held)
+    return types
+
+
+def optional(x: TensorLike | TensorType) -> Tensor:
+    """An optional that holds `x`; given a type, one of that type that holds nothing."""
+    if isinstance(x, TensorType):
+        return optional_row(type=x)
+    return optional_row(as_tensor(x))

@@ -1,0 +1,1 @@
+"""Rows that arrange, pick or write elements."""

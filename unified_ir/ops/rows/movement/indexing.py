@@ -1,0 +1,382 @@
+"""Rows that read or write by computed positions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.ir.dims import Dim, Expr, product
+from triplane.unified_ir.ir.graph import Node
+from triplane.unified_ir.ir.types import DType, ShapeError, TensorType, as_dtype, int64
+from triplane.unified_ir.ops import batching
+from triplane.unified_ir.ops.row import Op, OpCall, OpKind
+from triplane.unified_ir.ops.rows.movement.emit_movement import emit_scatter
+from triplane.unified_ir.ops.rows.movement.structure import (
+    axes_of,
+    broadcast_to,
+    concat,
+    same,
+    unsqueeze,
+    where,
+    zeros,
+)
+from triplane.unified_ir.ops.samples import apart, between, given, ints, literal, normal, sample
+from triplane.unified_ir.ops.tensor import Tensor, TensorLike, dims_of
+
+Types = tuple[TensorType, ...]
+
+
+def _gather(call: OpCall) -> Types:
+    x, index = call.type(0), call.type(1)
+    axis = axes_of(x.rank, [call.attrs["axis"]])[0]
+    return (x.with_shape((*x.shape[:axis], *index.shape, *x.shape[axis + 1 :])),)
+
+
+def _gather_vjp(g: Tensor, y: Tensor, x: Tensor, index: Tensor, *, axis: int) -> Any:
+    """Adds each slice of `g` at its row of zeros like `x`."""
+    axis %= x.rank
+    front = list(range(axis, axis + index.rank))
+    rest = [i for i in range(g.rank) if i not in front]
+    moved = g.transpose(*front, *rest) if axis else g
+    order = [axis, *[i for i in range(x.rank) if i != axis]]
+    base = zeros([x.shape[i] for i in order], x.dtype)
+    added = scatter_nd(base, unsqueeze(index.cast(int64), -1), moved, reduction="add")
+    return (added.transpose(*map(int, np.argsort(order))) if axis else added, None)
+
+
+gather = Op(
+    name="Gather",
+    kind=OpKind.INDEXING,
+    batch=batching.gathered,
+    infer=_gather,
+    reference=lambda x, index, axis: np.take(x, index, axis),
+    vjp=_gather_vjp,
+    samples=(
+        sample(normal(4, 3), ints(0, 4, 2, 2)),
+        sample(normal(2, 5, 3), ints(0, 5, 4), axis=1),
+        sample(normal(4, 3), given(-1)),
+    ),
+)
+
+
+Take = Callable[[Tensor], Tensor]
+"""Reads at the positions that a scatter writes to."""
+Put = Callable[..., Tensor]
+"""put(base, updates, reduction): that scatter again, of other values."""
+
+
+def _scatter_vjp(
+    g: Tensor, y: Tensor, x: Tensor, updates: Tensor, *,
+    reduction: str, take: Take, put: Put, stays: Callable[[], Tensor],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Cotangents of x and of the updates. Extremes that tie share equally, as in PyTorch.
+
+    stays: which updates were not overwritten, in a shape that broadcasts to theirs.
+    """
+    if reduction == "add":
+        return g, take(g)
+    if reduction == "none":
+        return put(g, updates * 0.0, "none"), where(stays(), take(g), 0.0)
+    if reduction == "mul":
+        ones = broadcast_to(x.build.as_operand(1, x.dtype), x.shape)
+        return g * put(ones, updates, "mul"), take(g * x) * _other_updates(ones, updates, take, put)
+    hit = (x == y).cast(g.dtype)
+    hits = (updates == take(y)).cast(g.dtype)
+    share = g / put(hit, hits, "add")
+    return share * hit, take(share) * hits
+
+
+def _other_updates(ones: Tensor, updates: Tensor, take: Take, put: Put) -> Tensor:
+    """The product of all other updates of a position: a quotient unless one of them is 0."""
+    zero = updates == 0.0
+    nonzero = where(zero, 1.0, updates)
+    count = take(put(ones * 0.0, zero.cast(updates.dtype), "add"))
+    quotient = take(put(ones, updates, "mul")) / nonzero
+    alone = where((count == 1.0) & zero, take(put(ones, nonzero, "mul")), 0.0)
+    return where(count == 0.0, quotient, alone)
+
+
+def _scatter_nd_vjp(
+    g: Tensor, y: Tensor, x: Tensor, index: Tensor, updates: Tensor, *, reduction: str
+) -> Any:
+    def put(base: Tensor, values: Tensor, how: str) -> Tensor:
+        return scatter_nd(base, index, values, reduction=how)
+
+    def take(t: Tensor) -> Tensor:
+        return gather_nd(t, index)
+
+    def stays() -> Tensor:
+        count, depth = index.shape[:-1], int(index.shape[-1])  # type: ignore[arg-type]
+        number = _numbers(count)
+        written = scatter_nd(zeros(x.shape[:depth], int64), index, number)
+        kept = gather_nd(written, index) == number
+        return kept.reshape((*count, *[1] * (updates.rank - len(count))))
+
+    d_x, d_updates = _scatter_vjp(
+        g, y, x, updates, reduction=reduction, take=take, put=put, stays=stays
+    )
+    return d_x, None, d_updates
+
+
+def _numbers(shape: tuple[Dim, ...]) -> Tensor:
+    """0, 1, ... in a shape: writing them by a scatter tells which of its updates stays."""
+    return arange(product(shape)).reshape(shape)
+
+
+def _written(call: OpCall, wanted: tuple[Dim, ...]) -> Types:
+    """The type of x, after holding the updates to the positions' shape where both are fixed."""
+    updates = call.type(2)
+    pairs = zip(updates.shape, wanted, strict=False)
+    if updates.rank != len(wanted) or any(
+        isinstance(a, int) and isinstance(b, int) and a != b for a, b in pairs
+    ):
+        shown = ",".join(map(str, wanted))
+        raise ShapeError(f"{call.row} of these positions takes updates [{shown}], got {updates}")
+    return same(call)
+
+
+def _scatter_nd(call: OpCall) -> Types:
+    x, index = call.type(0), call.type(1)
+    depth = index.shape[-1] if index.rank else None
+    if not isinstance(depth, int) or depth > x.rank:
+        raise ShapeError(f"ScatterND into {x} needs positions (..., {x.rank} at most), got {index}")
+    return _written(call, (*index.shape[:-1], *x.shape[depth:]))
+
+
+def _scatter_elements(call: OpCall) -> Types:
+    x, index = call.type(0), call.type(1)
+    axes_of(x.rank, [call.attrs["axis"]])
+    if x.rank != index.rank:
+        raise ShapeError(f"ScatterElements needs positions of {x.rank} axes for {x}, got {index}")
+    return _written(call, index.shape)
+
+
+def _reduces(node: Node, opset: int) -> bool:
+    """Extremes came with opset 18."""
+    return opset >= 18 or node.attrs.get("reduction") not in {"max", "min"}
+
+
+def _scatter_nd_batch(call: batching.BatchedCall) -> tuple[Tensor, ...]:
+    """The number of the slice becomes the first part of each position."""
+    x, index, updates = call.all()
+    return call.apply([x, _with_batch(index, 1), updates])
+
+
+scatter_nd = Op(
+    name="ScatterND",
+    kind=OpKind.INDEXING,
+    emit=emit_scatter,
+    batch=_scatter_nd_batch,
+    infer=_scatter_nd,
+    vjp=_scatter_nd_vjp,
+    native=_reduces,
+    samples=(
+        sample(normal(5, 2), given([[1], [3], [1]]), normal(3, 2), reduction="add"),
+        sample(normal(5), given([[1], [3]]), normal(2)),
+        sample(normal(5, 2), given([[1], [-2], [1]]), normal(3, 2), reduction="mul"),
+        sample(apart(5, 2), given([[1], [-2], [1]]), between(0.01, 0.09, 3, 2), reduction="max"),
+        sample(apart(5, 2), given([[1], [-2], [1]]), between(0.01, 0.09, 3, 2), reduction="min"),
+        sample(normal(5, 2), given([[1], [-2], [3], [1]]), normal(4, 2)),
+    ),
+)
+
+
+def _gather_nd(call: OpCall) -> Types:
+    x, index = call.type(0), call.type(1)
+    depth, b = index.shape[-1], call.attrs["batch_dims"]
+    if not isinstance(depth, int) or b + depth > x.rank:
+        raise InvalidInput(f"GatherND reads {x} with index {index}: its last axis must be static")
+    if x.shape[:b] != index.shape[:b]:
+        raise ShapeError(f"GatherND needs equal first {b} axes, got {x} and index {index}")
+    return (x.with_shape((*index.shape[:-1], *x.shape[b + depth :])),)
+
+
+def _gather_nd_vjp(g: Tensor, y: Tensor, x: Tensor, index: Tensor, *, batch_dims: int) -> Any:
+    base = zeros(x.shape, x.dtype)
+    return scatter_nd(base, _with_batch(index, batch_dims), g, reduction="add"), None
+
+
+def _with_batch(index: Tensor, batch_dims: int) -> Tensor:
+    """Positions with those of the batch axes, which they leave out, in front."""
+    index = index.cast(int64)
+    lead = index.shape[:-1]
+    own = [
+        unsqueeze(arange(lead[k]), *range(1, len(lead) - k)) if len(lead) - k > 1
+        else arange(lead[k])
+        for k in range(batch_dims)
+    ]  # fmt: skip
+    wide = [unsqueeze(broadcast_to(i, lead), -1) for i in own]
+    return concat([*wide, index], -1) if wide else index
+
+
+gather_nd = Op(
+    name="GatherND",
+    kind=OpKind.INDEXING,
+    batch=lambda call: call.apply(call.all(), batch_dims=call.attrs.get("batch_dims", 0) + 1),
+    infer=_gather_nd,
+    vjp=_gather_nd_vjp,
+    samples=(
+        sample(normal(4, 3), given([[0, 1], [3, 2]])),
+        sample(normal(4, 3), given([[1]])),
+        sample(normal(2, 4, 3), ints(0, 4, 2, 5, 1), batch_dims=1),
+        sample(normal(2, 3, 4), ints(-4, 4, 2, 3, 1), batch_dims=2),
+    ),
+)
+
+
+def _gather_elements(call: OpCall) -> Types:
+    x, index = call.type(0), call.type(1)
+    axis = axes_of(x.rank, [call.attrs["axis"]])[0]
+    sizes = [p for i, p in enumerate(zip(x.shape, index.shape, strict=False)) if i != axis]
+    if x.rank != index.rank or any(_exceeds(n, d) for d, n in sizes):
+        raise ShapeError(
+            f"GatherElements along axis {axis} reads no more than x has on other axes: {x}, {index}"
+        )
+    return (x.with_shape(index.shape),)
+
+
+def _exceeds(n: Dim, d: Dim) -> bool:
+    """Whether an index of n rows may read more than d: two different symbols are no promise."""
+    if isinstance(n, int) and isinstance(d, int):
+        return n > d
+    return isinstance(n, Expr) and isinstance(d, Expr) and n != d
+
+
+def _gather_elements_kernel(x: Any, index: Any, *, axis: int) -> Any:
+    """The index may be shorter than x on the other axes."""
+    at = axis % x.ndim
+    read = tuple(slice(None if i == at else n) for i, n in enumerate(index.shape))
+    return np.take_along_axis(x[read], index, at)
+
+
+def _gather_elements_vjp(g: Tensor, y: Tensor, x: Tensor, index: Tensor, *, axis: int) -> Any:
+    base = zeros(x.shape, x.dtype)
+    return scatter_elements(base, index, g, axis=axis, reduction="add"), None
+
+
+gather_elements = Op(
+    name="GatherElements",
+    kind=OpKind.INDEXING,
+    batch=batching.axis_shifted,
+    infer=_gather_elements,
+    reference=_gather_elements_kernel,
+    vjp=_gather_elements_vjp,
+    samples=(
+        sample(normal(3, 4), ints(0, 4, 3, 2), axis=1),
+        sample(normal(3, 4, 2), ints(-3, 3, 5, 3, 1), axis=-3),
+    ),
+)
+
+
+def _scatter_elements_vjp(
+    g: Tensor, y: Tensor, x: Tensor, index: Tensor, updates: Tensor, *, axis: int, reduction: str
+) -> Any:
+    def put(base: Tensor, values: Tensor, how: str) -> Tensor:
+        return scatter_elements(base, index, values, axis=axis, reduction=how)
+
+    def take(t: Tensor) -> Tensor:
+        return gather_elements(t, index, axis=axis)
+
+    def stays() -> Tensor:
+        number = _numbers(updates.shape)
+        return take(put(zeros(x.shape, int64), number, "none")) == number
+
+    d_x, d_updates = _scatter_vjp(
+        g, y, x, updates, reduction=reduction, take=take, put=put, stays=stays
+    )
+    return d_x, None, d_updates
+
+
+_places = given([[0], [2], [-2]])
+
+scatter_elements = Op(
+    name="ScatterElements", kind=OpKind.INDEXING, emit=emit_scatter,
+    batch=batching.axis_shifted,
+    infer=_scatter_elements,
+    vjp=_scatter_elements_vjp,
+    native=_reduces,
+    samples=(
+        sample(normal(3, 4), given([[0], [2], [2]]), normal(3, 1), axis=1, reduction="add"),
+        sample(normal(3, 4), given([[0, 1, 1, 2]]), normal(1, 4)),
+        sample(normal(3, 4), given([[0, 0], [2, 1], [2, 2]]), normal(3, 2), axis=1,
+               reduction="mul"),
+        sample(apart(3, 4), _places, between(0.01, 0.09, 3, 1), axis=1, reduction="max"),
+        sample(apart(3, 4), _places, between(0.01, 0.09, 3, 1), axis=1, reduction="min"),
+        sample(normal(3, 4), given([[0, 2, 0], [2, 2, -2]]), normal(2, 3), axis=1),
+    ),
+)  # fmt: skip
+
+
+def _range(start: Any, limit: Any, delta: Any) -> Any:
+    return start + delta * np.arange(_steps(start, limit, delta)).astype(start.dtype)
+
+
+def _steps(start: Any, limit: Any, delta: Any) -> int:
+    if delta == 0:
+        raise InvalidInput("Range needs a step that is not 0")
+    return max(0, math.ceil(float(limit - start) / float(delta)))
+
+
+def _range_vjp(g: Tensor, y: Tensor, start: Tensor, limit: Tensor, delta: Tensor) -> Any:
+    """y_i = start + i delta; how many there are is constant almost everywhere."""
+    steps = arange(g.shape[0]).cast(g.dtype)
+    return g.sum(), None, (g * steps).sum()
+
+
+range_row = Op(
+    name="Range",
+    kind=OpKind.SOURCE,
+    settings=(0, 1, 2),
+    data_dependent_dims=lambda call: int(_range_length(call) is None),
+    infer=lambda call: (call.type(0).with_shape((_length_or_open(call),)),),
+    reference=_range,
+    vjp=_range_vjp,
+    samples=(
+        sample(given(0), given(5), given(1)),
+        sample(literal(0.5), literal(2.0), literal(0.25)),
+        sample(given(0.5), given(2.1), given(0.3)),
+        sample(lambda rng: np.array(9), lambda rng: np.array(2), lambda rng: np.array(-2)),
+    ),
+)
+
+
+def _length_or_open(call: OpCall) -> Dim:
+    length = _range_length(call)
+    return call.opened() if length is None else length
+
+
+def _range_length(call: OpCall) -> Dim | None:
+    """How many steps there are; None where only the data say."""
+    if any(k is None for k in call.known):
+        return None
+    start, limit, delta = (
+        k[0] if isinstance(k, tuple) else np.ravel(k)[0] for k in call.known if k is not None
+    )
+    if not any(isinstance(d, Expr) for d in (start, limit, delta)):
+        return _steps(start, limit, delta)
+    return limit - int(start) if delta == 1 and not isinstance(start, Expr) else None
+
+
+def arange(start: Any, stop: Any = None, step: Any = 1) -> Tensor:
+    """0, 1, ..., start - 1, or start, start + step, ... before stop; bounds may be symbolic.
+
+    Whole numbers are int64. Bounds that only a run knows leave the length open.
+    """
+    bounds = (0, start, 1) if stop is None else (start, stop, step)
+    return range_row(*(dims_of([b]).reshape(()) if isinstance(b, Expr) else b for b in bounds))
+
+
+def one_hot(labels: Tensor, depth: int, dtype: DType | str = "float32") -> Tensor:
+    """labels: (...) ints -> (..., depth), 1 at the label; zeros for one outside 0..depth-1."""
+    wanted = as_dtype(dtype)
+    hit = unsqueeze(labels.cast(int64), -1) == np.arange(depth)
+    return hit.cast(wanted)
+
+
+def embedding(table: Tensor, ids: TensorLike) -> Tensor:
+    """table: (V, D), ids: (...) ints -> (..., D)."""
+    return gather(table, ids, axis=0)

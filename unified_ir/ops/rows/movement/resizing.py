@@ -1,0 +1,489 @@
+"""Resizing by interpolation: along each axis one small matrix, so the gradient is its transpose.
+
+y = M x along an axis, M[o, i] the weight of input position i at output position o. The matrix is a
+constant where sizes are static and small, otherwise a few nodes of the graph; both come from the
+same lines, which are written for numpy and for tensors alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from types import SimpleNamespace
+from typing import Any, Final
+
+import numpy as np
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.ir.dims import Dim, Expr, floor_div, product
+from triplane.unified_ir.ir.graph import Node
+from triplane.unified_ir.ir.types import DType, ShapeError, TensorType, float32
+from triplane.unified_ir.ops.recorder import recorder
+from triplane.unified_ir.ops.row import OPEN, Known, Op, OpCall, OpKind
+from triplane.unified_ir.ops.rows.arithmetic.elementwise import ceil, floor, maximum, minimum
+from triplane.unified_ir.ops.rows.arithmetic.matrix import swap_last
+from triplane.unified_ir.ops.rows.movement.indexing import arange
+from triplane.unified_ir.ops.rows.movement.structure import axes_of, unsqueeze, where
+from triplane.unified_ir.ops.samples import Literal, ints, literal, normal, sample
+from triplane.unified_ir.ops.settings import settled
+from triplane.unified_ir.ops.tensor import Tensor, dims_of
+
+MAX_CONSTANT_WEIGHTS: Final = 2**16
+"""A larger matrix is computed by the graph rather than stored in it."""
+MAX_SCALE_DENOMINATOR: Final = 1024
+"""A symbolic size is scaled by p / q with q up to this."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """One resized axis; `scale` is None where it is out / size of sizes known at run time."""
+
+    axis: int
+    size: Dim
+    out: Dim
+    scale: float | None
+    crop: tuple[float, float] = (0.0, 1.0)
+
+
+def _scaled(size: Dim, scale: float) -> Dim:
+    """floor(size * scale), in float32 as onnxruntime multiplies."""
+    if isinstance(size, int):
+        return int(np.floor(np.float32(size) * np.float32(scale)))
+    ratio = Fraction(scale)
+    if ratio.denominator > MAX_SCALE_DENOMINATOR:
+        raise ShapeError(
+            f"Resize scales the symbolic size {size} by p / q with q <= {MAX_SCALE_DENOMINATOR}, "
+            f"got {scale}; give sizes instead"
+        )
+    return floor_div(size * ratio.numerator, ratio.denominator)
+
+
+def _resized(
+    shape: Sequence[Dim],
+    roi: Known | None,
+    scales: Known | None,
+    sizes: Known | None,
+    attrs: Mapping[str, Any],
+) -> list[_Axis]:
+    """The axes that Resize changes, each with its sizes and scale."""
+    axes = [range(len(shape))[a] for a in attrs["axes"] or ()] or list(range(len(shape)))
+    axes_of(len(shape), axes)
+    wanted = sizes if sizes is not None and len(sizes) else scales
+    if wanted is None or len(wanted) != len(axes):
+        raise ShapeError(f"Resize of {len(axes)} axes needs as many scales or sizes, got {wanted}")
+    crop = attrs["coordinate_transformation_mode"] == "tf_crop_and_resize"
+    if crop and (roi is None or len(roi) != 2 * len(axes)):
+        raise ShapeError(f"Resize with tf_crop_and_resize needs a roi of {2 * len(axes)} numbers")
+    policy = attrs["keep_aspect_ratio_policy"]
+    if wanted is scales:
+        given_scales = [float(s) for s in wanted]  # type: ignore[arg-type]
+        if not all(0 < s < math.inf for s in given_scales):
+            raise ShapeError(f"Resize needs positive finite scales, got {given_scales}")
+        made = [
+            _Axis(a, shape[a], _scaled(shape[a], s), s)
+            for a, s in zip(axes, given_scales, strict=True)
+        ]
+    elif policy == "stretch":
+        made = [_stretched(a, shape[a], d) for a, d in zip(axes, wanted, strict=True)]
+    else:
+        made = _same_aspect(axes, shape, wanted, policy)
+    if crop:
+        assert roi is not None
+        ends = [float(r) for r in roi]  # type: ignore[arg-type]
+        made = [
+            _Axis(a.axis, a.size, a.out, a.scale, (ends[k], ends[k + len(made)]))
+            for k, a in enumerate(made)
+        ]
+    return [a for a in made if (a.size, 1.0, (0.0, 1.0)) != (a.out, a.scale, a.crop)]
+
+
+def _stretched(axis: int, size: Dim, out: Any) -> _Axis:
+    out = out if isinstance(out, Expr) else int(out)
+    if isinstance(size, Expr) or isinstance(out, Expr):
+        return _Axis(axis, size, out, 1.0 if out == size else None)
+    if size < 1 or out < 1:
+        raise ShapeError(f"Resize takes sizes of at least 1, got {size} to {out}")
+    return _Axis(axis, size, out, out / size)
+
+
+def _same_aspect(
+    axes: Sequence[int], shape: Sequence[Dim], sizes: Known, policy: str
+) -> list[_Axis]:
+    """One scale for all axes: the least that the sizes ask for, or the largest."""
+    ratios = []
+    for a, d in zip(axes, sizes, strict=True):
+        size = shape[a]
+        if isinstance(size, Expr) or isinstance(d, Expr):
+            raise ShapeError(
+                f"Resize with keep_aspect_ratio_policy={policy} needs static sizes, got {size} to "
+                f"{d}; use 'stretch' with sizes of the wanted ratio"
+            )
+        ratios.append(int(d) / size)
+    scale = min(ratios) if policy == "not_larger" else max(ratios)
+    return [
+        _Axis(a, shape[a], int(np.floor(scale * shape[a] + 0.5)), scale)  # type: ignore[operator]
+        for a in axes
+    ]
+
+
+def _host(_: DType) -> Any:
+    return SimpleNamespace(
+        arange=lambda n: np.arange(n, dtype=np.float64), number=float, column=lambda v: v[:, None],
+        single=lambda v: v.astype(np.float32).astype(np.float64), floor=np.floor, ceil=np.ceil,
+        where=np.where, maximum=np.maximum, minimum=np.minimum,
+    )  # fmt: skip
+
+
+def _graph(dtype: DType) -> Any:
+    def number(n: Dim) -> Any:
+        return float(n) if isinstance(n, int) else dims_of([n]).reshape(()).cast(dtype)
+
+    return SimpleNamespace(
+        arange=lambda n: arange(n).cast(dtype), number=number, column=lambda v: unsqueeze(v, 1),
+        single=lambda v: v, floor=floor, ceil=ceil,
+        where=where, maximum=maximum, minimum=minimum,
+    )  # fmt: skip
+
+
+def _symmetric(xp: Any, o: Any, n: Any, m: Any, s: Any, _: Any) -> Any:
+    """Half pixels about the middle; m, the whole output size, may be less than s n."""
+    return 0.5 * n * (1.0 - m / (s * n)) + (o + 0.5) / s - 0.5
+
+
+def _cropped(xp: Any, o: Any, n: Any, m: Any, s: Any, crop: tuple[float, float]) -> Any:
+    start, end = crop
+    middle = 0.5 * (start + end) * (n - 1.0)
+    spread = start * (n - 1.0) + o * ((end - start) * (n - 1.0) / xp.maximum(m - 1.0, 1.0))
+    return xp.where(m > 1.0, spread, middle)
+
+
+# fmt: off
+_COORDINATES: Final[Mapping[str, Callable[..., Any]]] = {
+    "half_pixel":           lambda xp, o, n, m, s, _: (o + 0.5) / s - 0.5,
+    "half_pixel_symmetric": _symmetric,
+    "pytorch_half_pixel":   lambda xp, o, n, m, s, _: xp.where(m > 1.0, (o + 0.5) / s - 0.5, 0.0),
+    "align_corners":        lambda xp, o, n, m, s, _: o * ((n - 1.0) / xp.maximum(m - 1.0, 1.0)),
+    "asymmetric":           lambda xp, o, n, m, s, _: o / s,
+    "tf_crop_and_resize":   _cropped,
+}
+"""Where output position o lies on the input: n, m sizes before and after, s the scale."""
+_NEAREST: Final[Mapping[str, Callable[..., Any]]] = {
+    "round_prefer_floor": lambda xp, x: xp.ceil(x - 0.5),
+    "round_prefer_ceil":  lambda xp, x: xp.floor(x + 0.5),
+    "floor":              lambda xp, x: xp.floor(x),
+    "ceil":               lambda xp, x: xp.ceil(x),
+}
+_REACH: Final[Mapping[str, int]] = {"linear": 1, "cubic": 2}
+"""How far the kernel of a mode is not zero."""
+# fmt: on
+
+
+def _kernel(xp: Any, t: Any, attrs: Mapping[str, Any]) -> Any:
+    """The weight of a sample at distance t; cubic: Keys 1981 with coefficient a."""
+    t = xp.maximum(t, 0.0 - t)
+    if attrs["mode"] == "linear":
+        return xp.maximum(1.0 - t, 0.0)
+    a = attrs["cubic_coeff_a"]
+    near = ((a + 2.0) * t - (a + 3.0)) * t * t + 1.0
+    far = ((t - 5.0) * t + 8.0) * t * a - 4.0 * a
+    return xp.where(t <= 1.0, near, xp.where(t < 2.0, far, t * 0.0))
+
+
+def _taps(xp: Any, x: Any, n: Any, a: _Axis, attrs: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    """(input position, weight) pairs whose sum is the value at coordinate x."""
+    mode = attrs["mode"]
+    if mode == "nearest":
+        return [(_NEAREST[attrs["nearest_mode"]](xp, xp.single(x)), x * 0.0 + 1.0)]
+    shrink = 1.0
+    if attrs["antialias"]:
+        if a.scale is None:
+            raise ShapeError(
+                f"Resize with antialias=1 needs a scale known before the run, got {a.size} to "
+                f"{a.out}; give scales or static sizes"
+            )
+        shrink = min(a.scale, 1.0)
+    start = int(np.floor(-_REACH[mode] / shrink)) + 1
+    base = xp.floor(x)
+    taps = [(base + k, _kernel(xp, (base + (k - x)) * shrink, attrs)) for k in
+            map(float, range(start, 2 - start))]  # fmt: skip
+    if attrs["exclude_outside"]:
+        taps = [(i, xp.where(i < 0.0, w * 0.0, xp.where(i > n - 1.0, w * 0.0, w))) for i, w in taps]
+    if attrs["exclude_outside"] or shrink < 1.0:
+        total = sum((w for _, w in taps[1:]), taps[0][1])
+        taps = [(i, w / total) for i, w in taps]
+    return taps
+
+
+def _weights(xp: Any, a: _Axis, attrs: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The matrix (out, size) of one axis, and 1 where the coordinate is inside, else 0."""
+    n, m = xp.number(a.size), xp.number(a.out)
+    mode = attrs["coordinate_transformation_mode"]
+    scale = m / n if a.scale is None else a.scale
+    x = _COORDINATES[mode](xp, xp.arange(a.out), n, m, scale, a.crop)
+    columns = xp.arange(a.size)
+    matrix = None
+    for position, weight in _taps(xp, x, n, a, attrs):
+        held = xp.minimum(xp.maximum(position, 0.0), n - 1.0)
+        term = xp.where(xp.column(held) == columns, xp.column(weight), 0.0)
+        matrix = term if matrix is None else matrix + term
+    if mode != "tf_crop_and_resize":
+        return matrix, None
+    inside = xp.where(x < 0.0, x * 0.0, xp.where(x > n - 1.0, x * 0.0, x * 0.0 + 1.0))
+    return matrix * xp.column(inside), inside
+
+
+def _work_type(dtype: DType) -> DType:
+    return dtype if dtype.is_float else float32
+
+
+def _tensors(a: _Axis, attrs: Mapping[str, Any], dtype: DType) -> tuple[Tensor, Tensor | None]:
+    small = (
+        isinstance(a.size, int)
+        and isinstance(a.out, int)
+        and a.size * a.out <= MAX_CONSTANT_WEIGHTS
+    )
+    made = _weights((_host if small else _graph)(dtype), a, attrs)
+    build = recorder()
+    matrix, inside = (
+        None if v is None else build.as_operand(v.astype(dtype.numpy) if small else v) for v in made
+    )
+    assert matrix is not None
+    return matrix, inside
+
+
+def along(x: Tensor, matrix: Tensor, axis: int) -> Tensor:
+    """x: (..., n, ...), matrix: (m, n) -> (..., m, ...): the product along one axis."""
+    out = (*x.shape[:axis], matrix.shape[0], *x.shape[axis + 1 :])
+    if axis == x.rank - 1:
+        return (x.reshape((-1, x.shape[axis])) @ swap_last(matrix)).reshape(out)
+    rest = product(list(x.shape[axis + 1 :]))
+    wide = x.reshape((product(list(x.shape[:axis])), x.shape[axis], rest))
+    return (matrix @ wide).reshape(out)
+
+
+def _operands(
+    x: Tensor,
+    operands: Sequence[Tensor | None],
+    attrs: Mapping[str, Any],
+    y: Tensor | None = None,
+) -> list[_Axis]:
+    """The resized axes; sizes computed in the run are those of the output `y`."""
+    found = [None if o is None else recorder().known(o) for o in operands]
+    roi, scales, sizes = [*found, None, None, None][:3]
+    for operand, contents in zip(operands, found, strict=True):
+        if operand is not None and contents is None and operand.shape != (0,):
+            if operand is not operands[-1] or len(operands) < 3 or y is None:
+                raise InvalidInput(
+                    "the gradient of Resize needs its roi and scales when the graph is built; "
+                    "give constants, or sizes"
+                )
+            axes = [range(x.rank)[a] for a in attrs["axes"] or range(x.rank)]
+            sizes = tuple(y.shape[a] for a in axes)
+    return _resized(x.shape, roi, scales, sizes, attrs)
+
+
+def _resize_body(x: Tensor, *operands: Tensor | None, **attrs: Any) -> Tensor:
+    axes = _operands(x, operands, attrs)
+    dtype = _work_type(x.dtype)
+    y, inside = x.cast(dtype), None
+    for a in axes:
+        matrix, mask = _tensors(a, attrs, dtype)
+        y = along(y, matrix, a.axis)
+        if mask is not None:
+            mask = mask.reshape([a.out if i == a.axis else 1 for i in range(x.rank)])
+            inside = mask if inside is None else inside * mask
+    if inside is not None and attrs["extrapolation_value"]:
+        y = y + (1.0 - inside) * attrs["extrapolation_value"]
+    return y.cast(x.dtype)
+
+
+def _resize_vjp(g: Tensor, y: Tensor, x: Tensor, *operands: Tensor | None, **attrs: Any) -> Any:
+    for a in reversed(_operands(x, operands, attrs, y)):
+        matrix, _ = _tensors(a, attrs, g.dtype)
+        g = along(g, swap_last(matrix), a.axis)
+    return (g, *(None for _ in operands))
+
+
+_POLICIES: Final = ("stretch", "not_larger", "not_smaller")
+
+
+def _check_names(call: OpCall) -> None:
+    for attr, names in (
+        ("mode", ("nearest", *_REACH)),
+        ("coordinate_transformation_mode", tuple(_COORDINATES)),
+        ("nearest_mode", tuple(_NEAREST)),
+        ("keep_aspect_ratio_policy", _POLICIES),
+    ):
+        if call.attrs[attr] not in names:
+            raise InvalidInput(
+                f"Resize takes for {attr} {', '.join(names)}, got {call.attrs[attr]!r}"
+            )
+
+
+def _resize_types(call: OpCall) -> tuple[TensorType]:
+    x = call.type(0)
+    _check_names(call)
+    known = [call.known[i] if call.has(i) and i < len(call.known) else None for i in (1, 2, 3)]
+    shape = list(x.shape)
+    roi, scales, sizes = known
+    for a in _resized(x.shape, roi, scales, sizes, call.attrs):
+        shape[a.axis] = a.out
+    return (x.with_shape(shape),)
+
+
+def _resize_open(call: OpCall) -> tuple[Dim | None, ...]:
+    """Every size that scales or sizes computed in the run may change."""
+    _check_names(call)
+    x = call.type(0)
+    changed = {range(x.rank)[a] for a in call.attrs["axes"] or range(x.rank)}
+    return tuple(None if i in changed else d for i, d in enumerate(x.shape))
+
+
+def _resize_kernel(
+    x: Any, roi: Any = None, scales: Any = None, sizes: Any = None, **attrs: Any
+) -> Any:
+    y, inside = x.astype(np.float64), None
+    for a in _resized(x.shape, roi, scales, sizes, attrs):
+        matrix, mask = _weights(_host(float32), a, attrs)
+        if attrs["mode"] == "nearest":  # a copy, also of infinity
+            y = np.take(y, matrix.argmax(1), a.axis)
+        else:
+            y = np.moveaxis(np.tensordot(matrix, y, (1, a.axis)), 0, a.axis)
+        if mask is not None:
+            mask = mask.reshape([-1 if i == a.axis else 1 for i in range(x.ndim)])
+            inside = mask if inside is None else inside * mask
+    if inside is not None:
+        y = np.where(inside, y, attrs["extrapolation_value"])
+    return y.astype(x.dtype)
+
+
+def _resize_native(node: Node, opset: int) -> bool:
+    """What onnxruntime's kernel of the opset can do: see the checks of its `Upsample`."""
+    attrs = resize_row.full_attrs(node.attrs)
+    newer = (
+        attrs["antialias"]
+        or attrs["axes"]
+        or attrs["keep_aspect_ratio_policy"] != "stretch"
+        or attrs["coordinate_transformation_mode"] == "half_pixel_symmetric"
+    )
+    if newer and opset < 19:
+        return False
+    if attrs["mode"] == "nearest" or node.attrs.get(OPEN):
+        return True
+    x = node.inputs[0]
+    assert x is not None
+    planes = {"linear": {4: 2, 5: 3}, "cubic": {4: 2}}[attrs["mode"]].get(x.type.rank)
+    if planes is None:
+        return False
+    lead = x.type.rank - planes
+    return x.type.shape[:lead] == node.outputs[0].type.shape[:lead]
+
+
+_SHARP: Final[Mapping[str, Any]] = {
+    "nearest_mode": "floor",
+    "coordinate_transformation_mode": "asymmetric",
+}
+_PLANE: Final = normal(2, 2, 4, 5)
+
+
+def _scales(*scales: float) -> Literal:
+    return literal(np.array(scales, np.float32))
+
+
+def _sizes(*sizes: int) -> Literal:
+    return literal(np.array(sizes))
+
+
+def _mapped(how: str, *operands: Any, **attrs: Any) -> Any:
+    return sample(_PLANE, *operands, coordinate_transformation_mode=how, **attrs)
+
+
+resize_row = Op(
+    name="Resize", kind=OpKind.MOVEMENT, settings=(1, 2),
+    **settled(_resize_types, _resize_open, 1, 2, 3),
+    reference=_resize_kernel,
+    vjp=_resize_vjp,
+    body=_resize_body,
+    native=_resize_native,
+    samples=(
+        sample(_PLANE, None, _scales(1, 1, 2, 3), **_SHARP),
+        sample(_PLANE, None, _scales(1, 1, 0.6, 1.6)),
+        sample(_PLANE, None, _scales(0.7, 2.5), axes=(2, -1), nearest_mode="round_prefer_ceil"),
+        sample(_PLANE, None, _scales(1, 1, 1.3, 0.5), nearest_mode="ceil"),
+        sample(_PLANE, None, None, _sizes(7, 3), axes=(2, 3), mode="linear"),
+        sample(_PLANE, None, _scales(1, 1, 2, 0.6), mode="cubic"),
+        sample(_PLANE, None, _scales(1, 1, 0.8, 1.5), mode="cubic", exclude_outside=1,
+               cubic_coeff_a=-0.5),
+        sample(_PLANE, None, _scales(1, 1, 0.5, 0.4), mode="linear", antialias=1),
+        sample(_PLANE, None, _scales(1, 1, 0.5, 0.4), mode="cubic", antialias=1,
+               exclude_outside=1),
+        _mapped("align_corners", None, _scales(1, 1, 2, 1.2), mode="linear"),
+        _mapped("pytorch_half_pixel", None, None, _sizes(1, 8), axes=(2, 3), mode="linear"),
+        _mapped("half_pixel_symmetric", None, _scales(1, 1, 1.3, 2.3), mode="linear"),
+        _mapped("tf_crop_and_resize", _scales(0, 0, 0.4, -0.2, 1, 1, 0.7, 1.1),
+                _scales(1, 1, 1.5, 1.2), mode="linear", extrapolation_value=10.0),
+        sample(_PLANE, None, None, _sizes(7, 8), axes=(3, 2), mode="linear",
+               keep_aspect_ratio_policy="not_larger"),
+        sample(_PLANE, None, None, _sizes(6, 6), axes=(2, 3),
+               keep_aspect_ratio_policy="not_smaller"),
+        sample(normal(2, 2, 6), None, _scales(1, 1, 1.5), mode="cubic"),
+        sample(normal(1, 2, 3, 3, 4), None, _scales(1, 1, 2, 1, 0.5), mode="linear"),
+        sample(ints(0, 100, 2, 1, 3, 3, dtype="uint8"), None, _scales(1, 1, 2, 2), smooth=()),
+    ),
+)  # fmt: skip
+
+
+def resize(
+    x: Tensor,
+    size: Sequence[Dim] | None = None,
+    *,
+    scale: float | Sequence[float] | None = None,
+    mode: str = "nearest",
+    align_corners: bool = False,
+    antialias: bool = False,
+) -> Tensor:
+    """x: (N, C, *S) -> (N, C, *size), or sizes times `scale`, as PyTorch's `interpolate`.
+
+    `mode`: "nearest" (the pixel at floor(o / scale)), "nearest-exact" (the nearest centre),
+    "linear" (also "bilinear", "trilinear") or "cubic" (a = -0.75, -0.5 with `antialias`);
+    `align_corners` maps corner centres onto each other, otherwise half pixels correspond.
+    """
+    n = x.rank - 2
+    if (size is None) == (scale is None):
+        raise InvalidInput(f"resize takes size or scale, got {size=} and {scale=}")
+    attrs = _mode_attrs(mode, align_corners=align_corners, antialias=antialias)
+    axes = tuple(range(2, x.rank))
+    if size is not None:
+        if len(size) != n:
+            raise ShapeError(f"resize of {x.type} takes {n} sizes, got {tuple(size)}")
+        return resize_row(x, None, None, dims_of(list(size)), axes=axes, **attrs)
+    scales = [float(scale)] * n if isinstance(scale, (int, float)) else list(scale or ())
+    return resize_row(x, None, np.array([1, 1, *scales], np.float32), **attrs)
+
+
+# fmt: off
+_MODES: Final[Mapping[str, Mapping[str, Any]]] = {
+    "nearest":       {"mode": "nearest", **_SHARP},
+    "nearest-exact": {"mode": "nearest", "nearest_mode": "round_prefer_ceil"},
+    "linear":        {"mode": "linear"},
+    "bilinear":      {"mode": "linear"},
+    "trilinear":     {"mode": "linear"},
+    "cubic":         {"mode": "cubic"},
+    "bicubic":       {"mode": "cubic"},
+}
+# fmt: on
+
+
+def _mode_attrs(mode: str, *, align_corners: bool, antialias: bool) -> dict[str, Any]:
+    if mode not in _MODES:
+        raise InvalidInput(f"resize has the modes {', '.join(_MODES)}, got {mode!r}")
+    attrs = dict(_MODES[mode])
+    if attrs["mode"] == "nearest" and (align_corners or antialias):
+        raise InvalidInput(f"resize with mode {mode!r} neither aligns corners nor antialiases")
+    if align_corners:
+        attrs["coordinate_transformation_mode"] = "align_corners"
+    if antialias:
+        attrs |= {"antialias": 1, "exclude_outside": 1, "cubic_coeff_a": -0.5}
+    return attrs

@@ -1,0 +1,230 @@
+"""Rows that choose elements by value: largest, distinct, non-zero, marked.
+
+How many there are, only the data decide, except for TopK of a known k; such a size is a symbol of
+the node's own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from triplane.unified_ir.ir.types import ShapeError, TensorType, TypeMismatch, bool_, int64
+from triplane.unified_ir.ops import batching
+from triplane.unified_ir.ops.row import Op, OpCall, OpKind
+from triplane.unified_ir.ops.rows.arithmetic.products import cumsum_row
+from triplane.unified_ir.ops.rows.movement.indexing import gather, scatter_elements
+from triplane.unified_ir.ops.rows.movement.shape_assertions import assume_shape
+from triplane.unified_ir.ops.rows.movement.structure import axes_of, pad_row, where, zeros
+from triplane.unified_ir.ops.samples import apart, bools, given, ints, normal, sample
+from triplane.unified_ir.ops.tensor import Tensor, dims_of
+
+Types = tuple[TensorType, ...]
+
+
+def _top_k_types(call: OpCall) -> Types:
+    x = call.type(0)
+    axis = axes_of(x.rank, [call.attrs["axis"]])[0]
+    if call.type(1).size != 1:
+        raise ShapeError(f"TopK takes one number k, got {call.type(1)}")
+    k = call.opened() if call.known[1] is None else call.dims(1)[0]
+    size = x.shape[axis]
+    if isinstance(k, int) and (k < 0 or (isinstance(size, int) and k > size)):
+        raise ShapeError(f"TopK of {k} along axis {axis} of {x}, which has {size}")
+    y = x.with_shape(k if i == axis else d for i, d in enumerate(x.shape))
+    return (y, y.with_dtype(int64))[: call.outputs]
+
+
+def _top_k(x: Any, k: Any, *, axis: int, largest: int, sorted: int) -> Any:
+    """Equal elements by rising position, as ONNX asks."""
+    order = np.argsort(x, axis=axis, kind="stable")
+    if largest:
+        flipped = np.argsort(np.flip(x, axis), axis=axis, kind="stable")
+        order = x.shape[axis] - 1 - np.flip(flipped, axis)
+    index = np.take(order, np.arange(int(np.ravel(k)[0])), axis)
+    return np.take_along_axis(x, index, axis), index.astype(np.int64)
+
+
+def _top_k_vjp(g: Any, y: Any, x: Tensor, k: Tensor, **attrs: Any) -> Any:
+    if isinstance(g, tuple):
+        g, index = g[0], y[1]
+    else:
+        index = top_k_row.all_outputs(x, k, outputs=2, **attrs)[1]
+    if g is None:
+        return (None, None)
+    base = zeros(x.shape, x.dtype)
+    index = assume_shape(index, g.shape)  # its length is open where `k` is computed
+    return scatter_elements(base, index, g, axis=attrs["axis"], reduction="add"), None
+
+
+def _coarse(rng: np.random.Generator) -> Any:
+    return np.round(rng.standard_normal((3, 8)))
+
+
+top_k_row: Op = Op(
+    name="TopK",
+    kind=OpKind.INDEXING,
+    batch=batching.first_along_axis,
+    data_dependent_dims=lambda call: int(call.known[1] is None),
+    infer=_top_k_types,
+    reference=_top_k,
+    vjp=_top_k_vjp,
+    samples=(
+        sample(apart(3, 5), given([2]), outputs=2),
+        sample(apart(4, 3), given([3]), axis=0, largest=0),
+        sample(_coarse, given([4]), outputs=2, smooth=()),
+        sample(_coarse, given([4]), outputs=2, smooth=(), largest=0),
+        sample(apart(3, 5), lambda rng: np.array([2]), outputs=2, smooth=()),
+    ),
+)
+"""Values and positions of the k largest (or least) along an axis, in order."""
+
+
+def _non_zero_types(call: OpCall) -> Types:
+    return (TensorType(int64, (call.type(0).rank, call.opened())),)
+
+
+non_zero = Op(
+    name="NonZero",
+    kind=OpKind.INDEXING,
+    data_dependent_dims=1,
+    infer=_non_zero_types,
+    reference=lambda x: np.array(np.nonzero(x), np.int64).reshape(x.ndim, -1),
+    samples=(
+        sample(lambda rng: np.round(rng.standard_normal((3, 4)))),
+        sample(bools(7)),
+    ),
+)
+"""Positions of the elements that are not zero: (rank, how many), in row-major order."""
+
+
+def _compress_types(call: OpCall) -> Types:
+    x, marks = call.type(0), call.type(1)
+    if marks.dtype != bool_ or marks.rank != 1:
+        raise TypeMismatch(f"Compress takes a bool vector of marks, got {marks}")
+    axis = call.attrs["axis"]
+    if axis is None:
+        size = x.size
+    else:
+        axis = axes_of(x.rank, [axis])[0]
+        size = x.shape[axis]
+    given_ = marks.shape[0]
+    if isinstance(size, int) and isinstance(given_, int) and given_ > size:
+        raise ShapeError(f"Compress has {given_} marks for the {size} elements of {x}")
+    if axis is None:
+        return (x.with_shape((call.opened(),)),)
+    return (x.with_shape(call.opened() if i == axis else d for i, d in enumerate(x.shape)),)
+
+
+def _compress_vjp(g: Tensor, y: Tensor, x: Tensor, marks: Tensor, *, axis: int | None) -> Any:
+    """Each marked element reads its place in g, the others a zero behind it."""
+    flat = x if axis is not None else x.reshape((-1,))
+    at = 0 if axis is None else axis % x.rank
+    size, count = flat.shape[at], marks.shape[0]
+    marked = marks.cast(int64)
+    if count != size:
+        marked = pad_row(marked, dims_of([0, size - count]))
+    place = where(marked == 1, cumsum_row(marked, 0) - 1, -1)
+    behind = [0] * g.rank + [int(i == at) for i in range(g.rank)]
+    return gather(pad_row(g, dims_of(behind)), place, axis=at).reshape(x.shape), None
+
+
+compress_row = Op(
+    name="Compress",
+    kind=OpKind.INDEXING,
+    data_dependent_dims=1,
+    infer=_compress_types,
+    reference=lambda x, marks, *, axis: np.compress(marks, x, axis),
+    vjp=_compress_vjp,
+    samples=(
+        sample(normal(4, 3), given([True, False, True, True]), axis=0),
+        sample(normal(3, 4), given([False, True, True]), axis=-1),
+        sample(normal(2, 3), given([False, True, True, False, True])),
+    ),
+)
+"""The elements along an axis (of all, in row-major order) that a mark says to keep."""
+
+
+def _unique_types(call: OpCall) -> Types:
+    x, axis = call.type(0), call.attrs["axis"]
+    if axis is None:
+        y, size = x.with_shape((call.opened(),)), x.size
+    else:
+        axis = axes_of(x.rank, [axis])[0]
+        y = x.with_shape(call.opened() if i == axis else d for i, d in enumerate(x.shape))
+        size = x.shape[axis]
+    positions = TensorType(int64, (call.opened(),))
+    return (y, positions, positions.with_shape((size,)), positions)[: call.outputs]
+
+
+def _unique(x: Any, *, axis: int | None, sorted: int) -> Any:
+    """In order of value, or of first occurrence."""
+    y, index, inverse, counts = np.unique(x, True, True, True, axis=axis)
+    inverse = inverse.reshape(-1)
+    if not sorted:
+        order = np.argsort(index)
+        back = np.argsort(order)
+        y = np.take(y, order, 0 if axis is None else axis)
+        index, inverse, counts = index[order], back[inverse], counts[order]
+    return y, index, inverse, counts
+
+
+def _unique_vjp(g: Any, y: Any, x: Tensor, *, axis: int | None, sorted: int) -> Any:
+    """Equal elements share the cotangent of what stands for them."""
+    first = g[0] if isinstance(g, tuple) else g
+    if first is None:
+        return (None,)
+    at = 0 if axis is None else axis % x.rank
+    found = unique_row.all_outputs(x, outputs=4, axis=axis, sorted=sorted)
+    inverse, counts = found[2], found[3]
+    shares = gather(counts, inverse).cast(first.dtype)
+    spread = gather(first, inverse, axis=at)
+    around = [-1 if i == at else 1 for i in range(spread.rank)]
+    return ((spread / shares.reshape(around)).reshape(x.shape),)
+
+
+unique_row: Op = Op(
+    name="Unique",
+    kind=OpKind.INDEXING,
+    data_dependent_dims=1,
+    infer=_unique_types,
+    reference=_unique,
+    vjp=_unique_vjp,
+    samples=(
+        sample(apart(3, 4), outputs=4),
+        sample(apart(3, 2), axis=1),
+        sample(apart(3, 2), axis=0, outputs=3),
+        sample(ints(0, 4, 9), outputs=4, sorted=0),
+        sample(ints(0, 2, 6, 2), outputs=4, axis=0),
+    ),
+)
+"""Distinct elements (or slices along an axis), where each first is, which one each is, how many."""
+
+
+def top_k(x: Tensor, k: int, axis: int = -1, *, largest: bool = True) -> tuple[Tensor, Tensor]:
+    """Values and int64 positions of the k largest (or least) along `axis`, in order."""
+    values, index = top_k_row.all_outputs(
+        x, np.array([k]), outputs=2, axis=axis, largest=int(largest)
+    )
+    return values, index
+
+
+def nonzero(x: Tensor) -> Tensor:
+    """Positions of the elements that are not zero: (rank, how many), int64."""
+    return non_zero(x)
+
+
+def unique(x: Tensor) -> Tensor:
+    """The distinct elements in rising order, a vector."""
+    return unique_row(x)
+
+
+def compress(x: Tensor, marks: Tensor, axis: int | None = None) -> Tensor:
+    """The elements along `axis` (of all, in row-major order) where `marks`, a vector, is true."""
+    return compress_row(x, marks, axis=axis)
+
+
+def masked_select(x: Tensor, mask: Tensor) -> Tensor:
+    """The elements of x where `mask`, of the same shape, is true: a vector."""
+    return compress_row(x, mask.reshape((-1,)))

@@ -1,0 +1,173 @@
+"""Slices: bounds, open sizes, and the gradient that writes back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from triplane.unified_ir.ir.dims import Dim, Expr, ceil_div
+from triplane.unified_ir.ir.types import (
+    ShapeError,
+)
+from triplane.unified_ir.ops import batching
+from triplane.unified_ir.ops.recorder import recorder
+from triplane.unified_ir.ops.row import (
+    IntegerForm,
+    Op,
+    OpCall,
+    OpKind,
+)
+from triplane.unified_ir.ops.rows.movement.emit_movement import (
+    emit_slice,
+)
+from triplane.unified_ir.ops.rows.movement.shape_assertions import assume_shape
+from triplane.unified_ir.ops.rows.movement.structure import Types, axes_of, pad_row, zeros
+from triplane.unified_ir.ops.samples import computed, given, normal, sample
+from triplane.unified_ir.ops.settings import length, settled
+from triplane.unified_ir.ops.tensor import Tensor, dims_of
+
+
+def slice_bounds(call: OpCall) -> list[tuple[int, Dim, Dim, int]]:
+    """(axis, start, end, step) of a Slice, clipped where sizes are static."""
+    x = call.type(0)
+    starts, ends = call.dims(1), call.dims(2)
+    axes = call.ints(3) if call.has(3) else tuple(range(len(starts)))
+    steps = call.ints(4) if call.has(4) else (1,) * len(starts)
+    if not len(starts) == len(ends) == len(axes) == len(steps) or 0 in steps:
+        raise ShapeError(f"Slice needs a start, end and nonzero step per axis, got {steps=}")
+    resolved = []
+    for axis, start, end, step in zip(axes, starts, ends, steps, strict=True):
+        axis = axes_of(x.rank, [axis])[0]
+        resolved.append((axis, *_clip_bounds(x.shape[axis], start, end, step), step))
+    return resolved
+
+
+def _clip_bounds(size: Dim, start: Dim, end: Dim, step: int) -> tuple[Dim, Dim]:
+    if isinstance(size, int) and isinstance(start, int) and isinstance(end, int):
+        first, last, _ = slice(start, None if end < -size and step < 0 else end, step).indices(size)
+        return first, last
+    return _symbolic_bound(size, start, step), _symbolic_bound(size, end, step)
+
+
+_FAR = 2**31
+
+
+def _symbolic_bound(size: Dim, bound: Dim, step: int) -> Dim:
+    """A bound against a symbolic size: far beyond means the end, negative counts from it."""
+    if not isinstance(bound, int) or 0 <= bound < _FAR:
+        return bound
+    if bound >= _FAR:
+        return size if step > 0 else size - 1
+    return (0 if step > 0 else -1) if bound <= -_FAR else size + bound
+
+
+def _slice(call: OpCall) -> Types:
+    x = call.type(0)
+    shape = list(x.shape)
+    for axis, start, end, step in slice_bounds(call):
+        if step < 0 and isinstance(start, int) and not isinstance(end, int):
+            raise ShapeError(
+                f"how many elements a Slice from {start} down to {end} of {x} has is not known; "
+                "count both bounds from the same end"
+            )
+        length = ceil_div(end - start, step) if step > 0 else ceil_div(start - end, -step)
+        shape[axis] = max(length, 0) if isinstance(length, int) else length
+    return (x.with_shape(shape),)
+
+
+def _sliced_open(call: OpCall) -> list[Dim | None]:
+    """Computed bounds leave their axes open, computed axes all of them."""
+    x = call.type(0)
+    if not call.has(3):
+        return [None if i < length(call, 1) else d for i, d in enumerate(x.shape)]
+    if call.known[3] is None:
+        return [None] * x.rank
+    axes = axes_of(x.rank, call.ints(3))
+    return [None if i in axes else d for i, d in enumerate(x.shape)]
+
+
+def _slice_reference(x: Any, starts: Any, ends: Any, axes: Any = None, steps: Any = None) -> Any:
+    index = [slice(None)] * x.ndim
+    axes = range(len(starts)) if axes is None else axes
+    steps = [1] * len(starts) if steps is None else steps
+    for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
+        stop = None if step < 0 and end < -x.shape[axis] else int(end)
+        index[axis] = slice(int(start), stop, int(step))
+    return x[tuple(index)]
+
+
+def _slice_vjp(g: Tensor, y: Tensor, x: Tensor, *bounds: Tensor) -> Any:
+    """Pads the cotangent back; strides and reversals choose places, computed bounds scatter."""
+    known = [recorder().known(b) for b in bounds]
+    none = tuple(None for _ in bounds)
+    if any(k is None for k in known):
+        return (_scattered(g, x, bounds), *none)
+    call = OpCall(slice_row, (x.type, *(b.type for b in bounds)), (None, *known), {}, (), 1)
+    resolved = slice_bounds(call)
+    if all(step == 1 for *_, step in resolved):
+        before: list[Dim] = [0] * x.rank
+        after: list[Dim] = [0] * x.rank
+        for axis, start, end, _ in resolved:
+            before[axis], after[axis] = start, x.shape[axis] - end
+        padded = pad_row(g, dims_of([*before, *after]))
+        return (padded, *none)
+    strided = [(x.shape[axis], start, end) for axis, start, end, step in resolved if step != 1]
+    if any(isinstance(d, Expr) for part in strided for d in part):
+        return (_scattered(g, x, bounds), *none)
+    for axis, start, end, step in resolved:
+        g = _spread(g, axis, x.shape[axis], start, end, step)
+    return (g, *none)
+
+
+def _scattered(g: Tensor, x: Tensor, bounds: Sequence[Tensor]) -> Tensor:
+    """Writes the cotangent to the places that the same Slice reads, wherever these are."""
+    recording = recorder()
+    count = dims_of([x.type.size]).reshape(())
+    places = recording.apply(recording.table["", "Range"], (0, count, 1), {})[0].reshape(x.shape)
+    read = assume_shape(slice_row(places, *bounds), g.shape).reshape((-1,))
+    base = zeros([x.type.size], g.dtype)
+    row = recording.table["", "ScatterElements"]
+    return recording.apply(row, (base, read, g.reshape((-1,))), {})[0].reshape(x.shape)
+
+
+def _spread(g: Tensor, axis: int, size: Dim, start: Dim, end: Dim, step: int) -> Tensor:
+    """Places slices of `g` along `axis` at start, start+step, ... of an axis of zeros."""
+    if step == 1:
+        around = [(start, size - end) if i == axis else (0, 0) for i in range(g.rank)]
+        return pad_row(g, dims_of([b for b, _ in around] + [a for _, a in around]))
+    assert isinstance(size, int)
+    positions = np.arange(size)[slice(start, None if step < 0 and end < 0 else end, step)]  # type: ignore[operator]
+    take = np.full(size, len(positions))
+    take[positions] = np.arange(len(positions))
+    zeros = [(0, int(i == axis)) for i in range(g.rank)]
+    widened = pad_row(g, dims_of([b for b, _ in zeros] + [a for _, a in zeros]))
+    return gather_axis(widened, take, axis)
+
+
+def gather_axis(x: Tensor, positions: Any, axis: int) -> Tensor:
+    """Elements of `x` at constant positions along one axis."""
+    build = recorder()
+    return build.apply(build.table["", "Gather"], (x, positions), {"axis": axis})[0]
+
+
+slice_row = Op(
+    name="Slice",
+    kind=OpKind.MOVEMENT,
+    integer_form=IntegerForm.PART,
+    emit=emit_slice,
+    batch=batching.sliced,
+    **settled(_slice, _sliced_open, 1, 2, 3, 4),
+    reference=_slice_reference,
+    vjp=_slice_vjp,
+    samples=(
+        sample(normal(4, 5), given([1, 0]), given([3, -1]), given([0, 1])),
+        sample(normal(4, 5), given([-1]), given([-100]), given([1]), given([-2])),
+        sample(normal(7), given([1]), given([7]), given([0]), given([3])),
+        sample(normal(4, 3), given([2**40]), given([-(2**40)]), given([0]), given([-1])),
+        sample(normal(7, 2), given([-2]), given([-(2**40)]), given([0]), given([-2])),
+        sample(normal(6, 2), given([1, 0]), given([2**40, 1]), given([0, 1]), given([2, 1])),
+        sample(normal(4, 5), computed([1, 0]), computed([3, 4])),
+    ),
+)

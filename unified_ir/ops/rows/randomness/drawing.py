@@ -1,0 +1,121 @@
+"""Random numbers as ONNX defines them: drawn by the engine, another time other ones.
+
+For models that bring them. Networks of this package draw from keys instead (`random.py` here). A
+draw cannot be repeated, so these rows have no gradient, and nodes that are alike stay two draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from triplane.unified_ir.ir.graph import Node
+from triplane.unified_ir.ir.types import ShapeError, TensorType
+from triplane.unified_ir.ops.emission import EmissionContext
+from triplane.unified_ir.ops.row import Op, OpCall, OpKind, dtype_attr
+
+Types = tuple[TensorType, ...]
+Draw = Callable[..., Any]
+
+
+def _generator(seed: float | None) -> np.random.Generator:
+    """Equal for equal seeds; without one, another each time."""
+    return np.random.default_rng(None if seed is None else int(np.float32(seed).view(np.uint32)))
+
+
+def _normal(rng: np.random.Generator, shape: Any, *, mean: float, scale: float) -> Any:
+    return rng.normal(mean, scale, shape)
+
+
+def _uniform(rng: np.random.Generator, shape: Any, *, low: float, high: float) -> Any:
+    return rng.uniform(low, high, shape)
+
+
+def _of_shape(call: OpCall) -> Types:
+    shape = tuple(int(d) for d in call.attrs["shape"])
+    if min(shape, default=0) < 0:
+        raise ShapeError(f"{call.row} has sizes of 0 and above, got {shape}")
+    return (TensorType(dtype_attr(call.attrs["dtype"]), shape),)
+
+
+def _like(call: OpCall) -> Types:
+    wanted = call.attrs["dtype"]
+    x = call.type(0)
+    return (x if wanted is None else x.with_dtype(dtype_attr(wanted)),)
+
+
+def _rows(name: str, draw: Draw) -> tuple[Op, Op]:
+    def kernel(*, dtype: int, seed: float | None, shape: Any, **of: float) -> Any:
+        return draw(_generator(seed), shape, **of).astype(dtype_attr(dtype).numpy)
+
+    def like(x: Any, *, dtype: int | None, seed: float | None, **of: float) -> Any:
+        made = draw(_generator(seed), x.shape, **of)
+        return made.astype(x.dtype if dtype is None else dtype_attr(dtype).numpy)
+
+    return (
+        Op(name=name, kind=OpKind.RANDOM, infer=_of_shape, reference=kernel, nondeterministic=True),
+        Op(
+            name=f"{name}Like",
+            kind=OpKind.RANDOM,
+            infer=_like,
+            reference=like,
+            nondeterministic=True,
+        ),
+    )
+
+
+random_normal_row, random_normal_like_row = _rows("RandomNormal", _normal)
+random_uniform_row, random_uniform_like_row = _rows("RandomUniform", _uniform)
+
+
+def _bernoulli(x: Any, *, dtype: int | None, seed: float | None) -> Any:
+    drawn = _generator(seed).random(x.shape) < x
+    return drawn.astype(x.dtype if dtype is None else dtype_attr(dtype).numpy)
+
+
+def _emit_bernoulli(context: EmissionContext, node: Node) -> None:
+    """A uniform number below the probability: onnxruntime 1.31 draws 1 with probability 1 - p."""
+    (x,) = context.inputs(node)
+    seed = {k: v for k, v in node.attrs.items() if k == "seed"}
+    below = context.emit("Less", context.emit("RandomUniformLike", x, **seed), x)
+    to = node.outputs[0].type.dtype.onnx
+    context.add("Cast", [below], context.output_names(node), to=to)
+
+
+bernoulli_row = Op(
+    name="Bernoulli",
+    kind=OpKind.RANDOM,
+    emit=_emit_bernoulli,
+    infer=_like,
+    reference=_bernoulli,
+    nondeterministic=True,
+)
+"""x: probabilities -> 1 with that probability, else 0."""
+
+
+def _multinomial_types(call: OpCall) -> Types:
+    x = call.type(0)
+    if x.rank != 2 or call.attrs["sample_size"] < 1:
+        raise ShapeError(f"{call.row} draws 1 or more samples of (B, classes), got {x}")
+    return (TensorType(dtype_attr(call.attrs["dtype"]), (x.shape[0], call.attrs["sample_size"])),)
+
+
+def _multinomial(x: Any, *, dtype: int, sample_size: int, seed: float | None) -> Any:
+    """The class whose share of [0, 1) a uniform number falls in."""
+    weights = np.exp(x.astype(np.float64) - x.max(1, keepdims=True))
+    ends = np.cumsum(weights, 1)
+    drawn = _generator(seed).random((len(x), sample_size)) * ends[:, -1:]
+    found = (drawn[:, :, None] >= ends[:, None, :]).sum(2)
+    return np.minimum(found, x.shape[1] - 1).astype(dtype_attr(dtype).numpy)
+
+
+multinomial_row = Op(
+    name="Multinomial",
+    kind=OpKind.RANDOM,
+    infer=_multinomial_types,
+    reference=_multinomial,
+    nondeterministic=True,
+)
+"""x: (B, classes) unnormalized logarithms of probabilities -> (B, sample_size) classes."""

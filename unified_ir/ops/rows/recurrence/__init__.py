@@ -1,0 +1,1 @@
+"""Rows that walk over a sequence of steps, and attention."""

@@ -1,0 +1,353 @@
+"""Attention, rotary positions and key-value caches as ONNX defines them, as bodies in other rows.
+
+Heads lie on axis 1 of (N, heads, S, D), or side by side on the last of (N, S, heads D).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.ir.dims import Dim
+from triplane.unified_ir.ir.graph import Node
+from triplane.unified_ir.ir.types import ShapeError, bool_, int64
+from triplane.unified_ir.ops.row import Op, OpKind, dtype_attr
+from triplane.unified_ir.ops.rows.arithmetic.elementwise import mod, tanh
+from triplane.unified_ir.ops.rows.arithmetic.matrix import matmul, softmax, swap_last
+from triplane.unified_ir.ops.rows.movement.indexing import arange, gather, scatter_nd
+from triplane.unified_ir.ops.rows.movement.structure import (
+    concat,
+    expand,
+    pad_row,
+    stack,
+    unsqueeze,
+    where,
+)
+from triplane.unified_ir.ops.samples import bools, ints, normal, sample
+from triplane.unified_ir.ops.tensor import Tensor, as_tensor, dims_of
+
+NOTHING: Final = -math.inf
+"""Added to a score that shall not count."""
+
+RAW, CAPPED, BIASED, WEIGHTS = 0, 1, 2, 3
+"""What the fourth output shows: `qk_matmul_output_mode`."""
+
+
+def heads_apart(x: Tensor, heads: int) -> Tensor:
+    """(N, S, heads D) -> (N, heads, S, D)."""
+    n, s, width = x.shape
+    if heads < 1 or width % heads != 0:
+        raise ShapeError(f"{width} numbers of {x.type} do not fall into {heads} heads")
+    return x.reshape((n, s, heads, width // heads)).transpose(0, 2, 1, 3)
+
+
+def heads_together(x: Tensor) -> Tensor:
+    """(N, heads, S, D) -> (N, S, heads D)."""
+    n, heads, s, d = x.shape
+    return x.transpose(0, 2, 1, 3).reshape((n, s, heads * d))
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Which keys a query may see by position: (S, T), or (N, 1, S, T) where offsets differ."""
+
+    queries: Dim
+    keys: Dim
+    offset: Tensor | Dim
+    filled: Tensor | None
+
+    def query(self) -> Tensor:
+        """The positions of queries: (S, 1) or (N, 1, S, 1)."""
+        own = unsqueeze(arange(self.queries), 1)
+        if isinstance(self.offset, Tensor):
+            return own + self.offset
+        return own if self.offset == 0 else own + dims_of([self.offset])
+
+    def key(self) -> Tensor:
+        """The positions of keys: (T,)."""
+        return arange(self.keys)
+
+    def allowed(self, *, causal: bool, left: int, right: int) -> list[Tensor]:
+        """What must all be true; nothing where everything is seen."""
+        found = []
+        if causal:
+            found.append(self.key() <= self.query())
+        if left >= 0:
+            found.append(self.key() >= self.query() - left)
+        if right >= 0:
+            found.append(self.key() <= self.query() + right)
+        if self.filled is not None:
+            found.append(self.key() < self.filled)
+        return found
+
+
+def _bias(mask: Tensor | None, places: _Places, like: Tensor, attrs: dict[str, Any]) -> Any:
+    """What is added to the scores, in the element type of `like`; None: nothing."""
+    allowed = places.allowed(
+        causal=bool(attrs["is_causal"]),
+        left=attrs["left_window_size"],
+        right=attrs["right_window_size"],
+    )
+    parts = [_additive(a, like) for a in allowed]
+    if mask is not None:
+        parts.append(_widened(_additive(mask, like), places.keys))
+    return sum(parts[1:], parts[0]) if parts else None
+
+
+def _additive(mask: Tensor, like: Tensor) -> Tensor:
+    if mask.dtype != bool_:
+        return mask
+    return where(mask, as_tensor(0.0, like.dtype), as_tensor(NOTHING, like.dtype))
+
+
+def _widened(bias: Tensor, keys: Dim) -> Tensor:
+    """A mask may end before the keys do; what it leaves out does not count."""
+    missing = keys - bias.shape[-1]
+    if missing == 0:
+        return bias
+    if isinstance(missing, int) and missing < 0:
+        raise ShapeError(f"a mask {bias.type} is longer than {keys} keys")
+    ends: list[Dim] = [*[0] * (2 * bias.rank - 1), missing]
+    return pad_row(bias, dims_of(ends), as_tensor(NOTHING, bias.dtype))
+
+
+def _weights(
+    scores: Tensor, bias: Tensor | None, precision: int | None, *, may_be_empty: bool
+) -> Tensor:
+    """Softmax over keys; 0 in a row whose keys are all excluded, and no NaN on the way back."""
+    wide = scores.dtype if precision is None else dtype_attr(precision)
+    if bias is None or not may_be_empty:
+        biased = scores if bias is None else scores + bias
+        return softmax(biased.cast(wide), axis=-1).cast(scores.dtype)
+    empty = bias.max([-1], keepdims=True) == NOTHING
+    biased = scores + where(empty, as_tensor(0.0, bias.dtype), bias)
+    found = softmax(biased.cast(wide), axis=-1).cast(scores.dtype)
+    return where(empty, as_tensor(0.0, found.dtype), found)
+
+
+def _attention(*operands: Tensor | None, **attrs: Any) -> list[Tensor]:
+    padded: list[Any] = [*operands, *[None] * (7 - len(operands))]
+    q, k, v, mask, past_k, past_v, filled = padded
+    if (past_k is None) != (past_v is None) or (past_k is not None and filled is not None):
+        raise InvalidInput(
+            "Attention takes past keys and values together, and not beside nonpad_kv_seqlen"
+        )
+    flat = q.rank == 3
+    if flat:
+        q = heads_apart(q, attrs["q_num_heads"] or 0)
+        k, v = (heads_apart(x, attrs["kv_num_heads"] or 0) for x in (k, v))
+    _check(q, k, v, attrs)
+    offset: Tensor | Dim = 0
+    if past_k is not None and past_v is not None:
+        offset = past_k.shape[2]
+        k, v = concat([past_k, k], 2), concat([past_v, v], 2)
+    if filled is not None:
+        filled = filled.cast(int64).reshape((-1, 1, 1, 1))
+        offset = filled - dims_of([q.shape[2]])
+    root = math.sqrt(attrs["scale"] or 1.0 / math.sqrt(_static(q.shape[3])))
+    raw = _per_group(q * root, swap_last(k * root))
+    cap = attrs["softcap"]
+    scores = tanh(raw / cap) * cap if cap else raw
+    places = _Places(q.shape[2], k.shape[2], offset, filled)
+    bias = _bias(mask, places, scores, attrs)
+    windowed = max(attrs["left_window_size"], attrs["right_window_size"]) >= 0
+    weights = _weights(
+        scores,
+        bias,
+        attrs["softmax_precision"],  # by `is_causal` alone a query sees the first key at least
+        may_be_empty=mask is not None or filled is not None or windowed,
+    )
+    y = _per_group(weights, v)
+    shown = {RAW: raw, CAPPED: scores, BIASED: scores, WEIGHTS: weights}[
+        attrs["qk_matmul_output_mode"]
+    ]
+    if bias is not None and attrs["qk_matmul_output_mode"] == BIASED:
+        shown = scores + bias
+    return [heads_together(y) if flat else y, k, v, shown]
+
+
+def _static(width: Dim) -> int:
+    if not isinstance(width, int):
+        raise ShapeError(f"Attention needs heads of a fixed size, got {width}; or give `scale`")
+    return width
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, attrs: dict[str, Any]) -> None:
+    shown = f"queries {q.type}, keys {k.type} and values {v.type}"
+    if not q.rank == k.rank == v.rank == 4:
+        raise ShapeError(f"Attention takes tensors of four axes, or of three alike; got {shown}")
+    heads, own = q.shape[1], k.shape[1]
+    fixed = isinstance(heads, int) and isinstance(own, int)
+    if not fixed or heads % own != 0 or own != v.shape[1]:  # type: ignore[operator]
+        raise ShapeError(
+            f"Attention needs as many heads of values as of keys, of queries a multiple: {shown}"
+        )
+    if q.shape[3] != k.shape[3] or k.shape[2] != v.shape[2]:
+        raise ShapeError(f"Attention needs queries and keys of one size, got {shown}")
+    mode = attrs["qk_matmul_output_mode"]
+    if mode not in {RAW, CAPPED, BIASED, WEIGHTS}:
+        raise InvalidInput(f"qk_matmul_output_mode is 0 to 3, got {mode}")
+
+
+def _per_group(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, where each head of b serves a group of a's: (N, G, S, I) @ (N, H, I, T)."""
+    n, heads, s, inner = a.shape
+    own = b.shape[1]
+    if heads == own:
+        return matmul(a, b)
+    grouped = a.reshape((n, own, heads // own, s, inner))
+    return matmul(grouped, unsqueeze(b, 2)).reshape((n, heads, s, b.shape[3]))
+
+
+def _runs_as_it_is(node: Node, opset: int) -> bool:
+    """Whether the opset means this and onnxruntime 1.31 computes it.
+
+    Before 25 a query without keys and the alignment of `is_causal` meant something else. Its
+    kernel takes no windows and only masks of 2 or 4 axes, as long as the keys are.
+    """
+    if opset < 25 or {"left_window_size", "right_window_size"} & node.attrs.keys():
+        return False
+    mask, keys = [*node.inputs, None][3:4] or [None], node.inputs[1]
+    if mask[0] is None or keys is None:
+        return True
+    shape = mask[0].type.shape
+    own = keys.type.shape[-2]
+    past = node.inputs[4] if len(node.inputs) > 4 else None
+    total = own if past is None else own + past.type.shape[2]
+    return len(shape) in {2, 4} and shape[-1] == total
+
+
+_qkv = (normal(2, 4, 3, 2), normal(2, 2, 5, 2), normal(2, 2, 5, 3))
+attention = Op(
+    name="Attention", kind=OpKind.ATTENTION,
+    body=_attention,
+    native=_runs_as_it_is,
+    samples=(
+        sample(normal(2, 2, 3, 4), normal(2, 2, 5, 4), normal(2, 2, 5, 3)),
+        sample(
+            normal(2, 3, 8), normal(2, 5, 4), normal(2, 5, 6), bools(3, 5), q_num_heads=4,
+            kv_num_heads=2, softcap=2.0, scale=0.8,
+        ),
+        sample(
+            *_qkv, normal(4, 3, 6), normal(2, 2, 2, 2), normal(2, 2, 2, 3), outputs=4, is_causal=1,
+            qk_matmul_output_mode=1,
+        ),
+        sample(
+            *_qkv, None, None, None, ints(1, 6, 2), is_causal=1,
+        ),
+        sample(*_qkv, is_causal=1, outputs=4, qk_matmul_output_mode=3),
+        sample(
+            *_qkv, bools(2, 1, 3, 5), left_window_size=1, right_window_size=1, outputs=4,
+            qk_matmul_output_mode=3,
+        ),
+    ),
+)  # fmt: skip
+"""Vaswani et al. 2017, grouped queries by Ainslie et al. 2023.
+
+Q, K, V, attn_mask?, past_key?, past_value?, nonpad_kv_seqlen? -> Y, present_key, present_value,
+qk_matmul_output. A query that may see no key gives 0.
+"""
+
+
+def _rotary(
+    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None, *,
+    interleaved: int, num_heads: int | None, rotary_embedding_dim: int,
+) -> Tensor:  # fmt: skip
+    """(a, b) -> (a cos - b sin, a sin + b cos) for pairs of each head (Su et al. 2021)."""
+    if x.rank == 3:
+        apart = heads_apart(x, num_heads or 0)
+        attrs = {"interleaved": interleaved, "rotary_embedding_dim": rotary_embedding_dim}
+        return heads_together(_rotary(apart, cos, sin, positions, num_heads=None, **attrs))
+    turned = rotary_embedding_dim or _static(x.shape[3])
+    if positions is not None:
+        cos, sin = gather(cos, positions), gather(sin, positions)
+    if cos.rank != 3 or cos.shape[2] != turned // 2 or turned % 2:
+        raise ShapeError(
+            f"RotaryEmbedding of {turned} numbers takes {turned // 2} cosines per position, got "
+            f"{cos.type}"
+        )
+    cos, sin = unsqueeze(cos, 1), unsqueeze(sin, 1)
+    first = x[..., :turned]
+    if interleaved:
+        pairs = first.reshape((*x.shape[:3], turned // 2, 2))
+        a, b = pairs[..., 0], pairs[..., 1]
+        y = stack([a * cos - b * sin, a * sin + b * cos], axis=4).reshape(first.shape)
+    else:
+        a, b = first[..., : turned // 2], first[..., turned // 2 :]
+        y = concat([a * cos - b * sin, a * sin + b * cos], axis=3)
+    return y if turned == x.shape[3] else concat([y, x[..., turned:]], axis=3)
+
+
+rotary_embedding = Op(
+    name="RotaryEmbedding", kind=OpKind.ATTENTION,
+    body=_rotary,
+    samples=(
+        sample(normal(2, 3, 4, 6), normal(5, 3), normal(5, 3), ints(0, 5, 2, 4)),
+        sample(
+            normal(2, 4, 12), normal(2, 4, 2), normal(2, 4, 2), num_heads=2, interleaved=1,
+            rotary_embedding_dim=4,
+        ),
+        sample(normal(2, 3, 4, 6), normal(2, 4, 2), normal(2, 4, 2), rotary_embedding_dim=4),
+    ),
+)  # fmt: skip
+"""X, cos_cache, sin_cache, position_ids? -> Y; caches (positions, D / 2), or (N, S, D / 2)."""
+
+MODES: Final = ("linear", "circular")
+
+
+def _tensor_scatter(
+    cache: Tensor, update: Tensor, start: Tensor | None = None, *, axis: int, mode: str
+) -> Tensor:
+    """Writes rows start, start + 1, ... of each sample, from the beginning again if circular."""
+    axis %= cache.rank
+    if mode not in MODES or axis == 0 or update.rank != cache.rank:
+        raise InvalidInput(
+            f"TensorScatter writes {' or '.join(MODES)} along an axis behind the first, got "
+            f"mode {mode!r}, axis {axis}, {cache.type} and {update.type}"
+        )
+    perm = [0, axis, *(i for i in range(1, cache.rank) if i != axis)]
+    n, count, size = update.shape[0], update.shape[axis], cache.shape[axis]
+    rows = unsqueeze(arange(count), 0)
+    if start is not None:
+        rows = rows + unsqueeze(start, 1)
+    if mode == "circular":
+        rows = mod(rows, dims_of([size]))
+    rows = expand(rows, (n, count))
+    samples = expand(unsqueeze(arange(n), 1), (n, count))
+    index = stack([samples, rows], axis=2)
+    made = scatter_nd(cache.transpose(*perm), index, update.transpose(*perm))
+    return made.transpose(*map(int, np.argsort(perm)))
+
+
+tensor_scatter = Op(
+    name="TensorScatter",
+    kind=OpKind.INDEXING,
+    body=_tensor_scatter,
+    samples=(
+        sample(normal(2, 3, 5, 2), normal(2, 3, 2, 2), ints(0, 3, 2)),
+        sample(normal(2, 4, 3), normal(2, 3, 3), ints(2, 4, 2), mode="circular"),
+        sample(normal(2, 3, 4), normal(2, 3, 2), axis=2),
+    ),
+)
+"""past_cache, update, write_indices? -> present_cache."""
+
+
+def scaled_dot_product_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """softmax(q k^T scale + mask) v; q: (N, heads, S, D), k: (N, kv heads, T, D), v likewise.
+
+    mask: bool, true where a key counts, or numbers to add; up to (N, heads, S, T). causal: a query
+    sees the keys up to its own position. A query that may see no key gives 0. scale: 1 / sqrt(D).
+    """
+    return attention(q, k, v, mask, is_causal=int(causal), scale=scale)

@@ -1,0 +1,1 @@
+"""Rows over windows and places of a plane."""

@@ -1,0 +1,454 @@
+"""Maximum pooling. The gradient goes to the first maximum of each window, as in PyTorch.
+
+Equality with the maximum alone would hand the gradient to every tie, and ties are the rule on
+images with a constant background; windows therefore carry a key that makes the winner unique.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.ir.dims import Dim, product
+from triplane.unified_ir.ir.graph import Node
+from triplane.unified_ir.ir.types import ShapeError, TensorType, float64, int64
+from triplane.unified_ir.ops import batching
+from triplane.unified_ir.ops.batching import merged, merged_all
+from triplane.unified_ir.ops.emission import EmissionContext
+from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, IntegerForm, Op, OpCall, OpKind
+from triplane.unified_ir.ops.rows.arithmetic.reductions import argmax_row
+from triplane.unified_ir.ops.rows.movement.indexing import arange, gather, scatter_elements
+from triplane.unified_ir.ops.rows.movement.resizing import resize_row
+from triplane.unified_ir.ops.rows.movement.slicing import slice_row
+from triplane.unified_ir.ops.rows.movement.structure import broadcast_to, pad_row, slice_axis, zeros
+from triplane.unified_ir.ops.rows.windows.mean_pool import average_pool_row
+from triplane.unified_ir.ops.rows.windows.window import (
+    Padded,
+    Window,
+    emit_pool,
+    is_static,
+    pool_attrs,
+    pooled_type,
+    refuse_padding_alone,
+    sizes_of,
+    static,
+    with_explicit_pads,
+)
+from triplane.unified_ir.ops.samples import apart, given, normal, sample
+from triplane.unified_ir.ops.settings import settled
+from triplane.unified_ir.ops.tensor import Tensor
+
+Types = tuple[TensorType, ...]
+
+
+def _pool(call: OpCall) -> Types:
+    y = pooled_type(call.type(0), call.attrs)
+    refuse_padding_alone(call.type(0), call.attrs)
+    return (y, y.with_dtype(int64))[: call.outputs]
+
+
+def _check_winners(call: OpCall, *, like_x: TensorType, like_y: TensorType) -> TensorType:
+    """The type of operand x, after holding the operands to x and to its pooled shape."""
+    x, form = call.type(1), call.attrs["form"]
+    pooled = pooled_type(x, call.attrs)
+    if like_x.shape != x.shape or like_y.shape != pooled.shape or call.type(2) != pooled:
+        found = [str(call.type(i)) for i in range(3)]
+        raise ShapeError(f"{call.row} takes x as {x} and its pool as {pooled}, got {found}")
+    if form and form not in WINNER_FORMS:
+        raise InvalidInput(f"form is one of {', '.join(WINNER_FORMS)}, got {form!r}")
+    return x
+
+
+def _max_unpool(call: OpCall) -> Types:
+    return (_check_winners(call, like_x=call.type(1), like_y=call.type(0)),)
+
+
+def _max_select(call: OpCall) -> Types:
+    _check_winners(call, like_x=call.type(0), like_y=call.type(2))
+    return (call.type(2),)
+
+
+def _max_pool_kernel(
+    x: Any, *, kernel_shape: Any, ceil_mode: int, storage_order: int = 0, **attrs: Any
+) -> Any:
+    """Maximum and its first flat position over (N, C, *S), window by window."""
+    padded = Padded(x, kernel_shape, ceil_mode, attrs)
+    low = -np.inf if x.dtype.kind == "f" else np.iinfo(x.dtype).min
+    values = padded.pad(x, low)
+    positions = padded.pad(_flat_positions(x.shape, storage_order), -1)
+    best = np.full((*x.shape[:2], *padded.out), low, x.dtype)
+    where = np.full(best.shape, -1)
+    for tap in padded.taps():
+        value, here = padded.at(values, tap), padded.at(positions, tap)
+        better = (value > best) | ((where < 0) & (here >= 0))
+        best, where = np.where(better, value, best), np.where(better, here, where)
+    return best, where
+
+
+def _flat_positions(shape: Sequence[int], storage_order: int) -> Any:
+    """Where each element lies, the spatial axes in reverse order for storage order 1."""
+    size = int(np.prod(shape[2:]))
+    plane = np.arange(size).reshape(shape[2:])
+    if storage_order:
+        plane = np.arange(size).reshape(shape[:1:-1]).T
+    return np.arange(shape[0] * shape[1]).reshape(*shape[:2], *[1] * plane.ndim) * size + plane
+
+
+def _max_pool_vjp(g: Any, y: Any, x: Tensor, **attrs: Any) -> tuple[Tensor | None]:
+    if isinstance(g, tuple):
+        g, y = g[0], y[0]
+    if g is None:
+        return (None,)
+    return (max_unpool(g, x, y, **_window_attrs(attrs)),)
+
+
+def _window_attrs(attrs: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: attrs[k] for k in _WINDOW if attrs.get(k) not in (None, "NOTSET", "")}
+
+
+_WINDOW: Final[Mapping[str, AttrSpec]] = {
+    "kernel_shape": AttrSpec("INTS", required=True),
+    "strides": AttrSpec("INTS"),
+    "pads": AttrSpec("INTS"),
+    "dilations": AttrSpec("INTS"),
+    "ceil_mode": AttrSpec("INT", 0),
+    "auto_pad": AttrSpec("STRING", "NOTSET"),
+    "form": AttrSpec("STRING", ""),
+}
+
+max_pool_row = Op(
+    name="MaxPool", kind=OpKind.WINDOW, integer_form=IntegerForm.COPY, emit=emit_pool,
+    batch=merged,
+    infer=_pool,
+    reference=_max_pool_kernel,
+    vjp=_max_pool_vjp,
+    samples=(
+        sample(apart(2, 3, 4, 6), kernel_shape=(2, 2), strides=(2, 2)),
+        sample(apart(2, 3, 5, 5), kernel_shape=(2, 2), strides=(2, 2)),
+        sample(apart(1, 2, 6, 6), kernel_shape=(3, 3), strides=(2, 2), pads=(1, 1, 1, 1)),
+        sample(apart(1, 2, 5, 5), kernel_shape=(2, 2)),
+        sample(
+            lambda rng: np.round(rng.standard_normal((2, 2, 4, 4))), outputs=2, smooth=(),
+            kernel_shape=(2, 2), strides=(2, 2),
+        ),
+        sample(apart(2, 2, 7), kernel_shape=(3,), strides=(3,)),
+        sample(apart(1, 2, 4, 4, 5), kernel_shape=(2, 2, 2), strides=(2, 2, 2)),
+        sample(apart(1, 2, 3, 4, 4), kernel_shape=(2, 3, 2), strides=(1, 2, 1),
+               pads=(1, 0, 1, 0, 1, 0)),
+        sample(apart(1, 2, 7, 8), kernel_shape=(3, 2), dilations=(2, 3), strides=(1, 2)),
+        sample(apart(1, 2, 6, 5), kernel_shape=(3, 2), strides=(2, 2), ceil_mode=1,
+               pads=(1, 0, 0, 1)),
+        sample(apart(1, 2, 5, 6), kernel_shape=(3, 2), strides=(2, 2), auto_pad="SAME_UPPER"),
+        sample(apart(1, 2, 5, 6), kernel_shape=(2, 2), strides=(3, 1), auto_pad="SAME_LOWER"),
+        sample(apart(1, 2, 4, 5), kernel_shape=(3, 2), outputs=2, storage_order=1),
+    ),
+)  # fmt: skip
+
+
+def _plain_tiles(x: TensorType, attrs: Mapping[str, Any]) -> bool:
+    """Whether windows tile a static plane without overlap, so that keys find the first maximum.
+
+    Not in float64: onnxruntime 1.31 has no kernels of Resize and AveragePool for it.
+    """
+    kernel = tuple(attrs["kernel_shape"])
+    if not is_static(x.shape[2:]) or attrs.get("ceil_mode") or x.dtype == float64:
+        return False
+    window = Window(kernel, with_explicit_pads(attrs, kernel, x.shape[2:]))
+    return kernel == window.strides and not any(window.pads) and set(window.dilations) == {1}
+
+
+def _upsample(m: Tensor, kernel: Sequence[int]) -> Tensor:
+    """m: (N, C, *t) -> (N, C, *(t * k)), each element repeated."""
+    scales = np.array([1, 1, *kernel], np.float32)
+    return resize_row(
+        m, None, scales, coordinate_transformation_mode="asymmetric", nearest_mode="floor"
+    )
+
+
+def _cropped(x: Tensor, sizes: Sequence[int]) -> Tensor:
+    if x.shape[2:] == tuple(sizes):
+        return x
+    zero = [0] * len(sizes)
+    return slice_row(x, np.array(zero), np.array(sizes), np.arange(2, x.rank))
+
+
+def _keys(tiles: Sequence[Dim], kernel: Sequence[int], x: Tensor) -> Tensor:
+    """Keys falling from the first to the last position of each window, over the whole plane.
+
+    A small constant repeated by the graph: runtimes fold it when they load the model.
+    """
+    n = len(kernel)
+    order = np.arange(int(np.prod(kernel)), 0, -1, dtype=x.dtype.numpy)
+    window = order.reshape([k for size in kernel for k in (1, size)])
+    whole = [d for pair in zip(tiles, kernel, strict=True) for d in pair]
+    plane = [whole[2 * i] * whole[2 * i + 1] for i in range(n)]
+    return broadcast_to(x.build.as_operand(window), whole).reshape(plane)
+
+
+def _winner(x: Tensor, y: Tensor, kernel: Sequence[int]) -> Tensor:
+    """1 at the first maximum of each window, else 0; x cropped to whole windows."""
+    keyed = (x == _upsample(y, kernel)).cast(x.dtype) * _keys(y.shape[2:], kernel, x)
+    best = max_pool_row(keyed, kernel_shape=kernel, strides=kernel)
+    return (keyed == _upsample(best, kernel)).cast(x.dtype)
+
+
+def _covered(y: Tensor, kernel: Sequence[int]) -> list[int]:
+    return [int(d) * k for d, k in zip(y.shape[2:], kernel, strict=True)]  # type: ignore[arg-type]
+
+
+def _unpool_by_keys(g: Tensor, x: Tensor, y: Tensor, attrs: Mapping[str, Any]) -> Tensor:
+    kernel = attrs["kernel_shape"]
+    sizes = _covered(y, kernel)
+    placed = _upsample(g, kernel) * _winner(_cropped(x, sizes), y, kernel)
+    missing = [int(d) - k for d, k in zip(x.shape[2:], sizes, strict=True)]  # type: ignore[arg-type]
+    return pad_row(placed, np.array([0] * (x.rank + 2) + missing)) if any(missing) else placed
+
+
+def _select_by_keys(t: Tensor, x: Tensor, y: Tensor, attrs: Mapping[str, Any]) -> Tensor:
+    kernel = attrs["kernel_shape"]
+    sizes = _covered(y, kernel)
+    chosen = _cropped(t, sizes) * _winner(_cropped(x, sizes), y, kernel)
+    mean = average_pool_row(chosen, kernel_shape=kernel, strides=kernel)
+    return mean * float(np.prod(kernel))
+
+
+def _unpool_by_positions(g: Tensor, x: Tensor, y: Tensor, attrs: Mapping[str, Any]) -> Tensor:
+    index = _positions(x, attrs).reshape((-1,))
+    flat = zeros([x.type.size], g.dtype)
+    return scatter_elements(flat, index, g.reshape((-1,)), reduction="add").reshape(x.shape)
+
+
+def _select_by_positions(t: Tensor, x: Tensor, y: Tensor, attrs: Mapping[str, Any]) -> Tensor:
+    return gather(t.reshape((-1,)), _positions(x, attrs), axis=0)
+
+
+def _positions(x: Tensor, attrs: Mapping[str, Any]) -> Tensor:
+    window = {k: v for k, v in _window_attrs(attrs).items() if k != "form"}
+    _, index = max_pool_row.all_outputs(x, outputs=2, **window)
+    return index
+
+
+@dataclass(frozen=True, slots=True)
+class WinnerForm:
+    """One way to place at, or select, the first maximum of each window; which cases it serves."""
+
+    serves: Callable[[TensorType, Mapping[str, Any]], bool]
+    unpool: Callable[[Tensor, Tensor, Tensor, Mapping[str, Any]], Tensor]
+    select: Callable[[Tensor, Tensor, Tensor, Mapping[str, Any]], Tensor]
+
+
+# fmt: off
+WINNER_FORMS: Final[Mapping[str, WinnerForm]] = {
+    "keys":      WinnerForm(_plain_tiles, _unpool_by_keys, _select_by_keys),
+    "positions": WinnerForm(lambda x, attrs: True, _unpool_by_positions, _select_by_positions),
+}
+"""The ways to follow a maximum, fastest first; a node's attribute `form` may name another."""
+# fmt: on
+
+
+def winner_forms(x: TensorType, attrs: Mapping[str, Any]) -> tuple[str, ...]:
+    """The forms that serve a pool of x with these attributes, the one taken by default first."""
+    return tuple(name for name, form in WINNER_FORMS.items() if form.serves(x, attrs))
+
+
+def _winner_form(x: TensorType, attrs: Mapping[str, Any]) -> WinnerForm:
+    serving, wanted = winner_forms(x, attrs), attrs["form"]
+    if wanted and wanted not in serving:
+        raise InvalidInput(f"this pool has the forms {', '.join(serving)}, got {wanted!r}")
+    return WINNER_FORMS[wanted or serving[0]]
+
+
+_overlapping: Final[Mapping[str, Any]] = {
+    "kernel_shape": (3, 3),
+    "strides": (2, 2),
+    "pads": (1, 1, 1, 1),
+}
+
+
+def _pooled(f: Any, **attrs: Any) -> Any:
+    """A maker of the pooled array that belongs to the sample's x (operand 1, same seed)."""
+
+    def make(rng: np.random.Generator) -> Any:
+        return _max_pool_kernel(f(np.random.default_rng(7)), ceil_mode=0, **attrs)[0]
+
+    return make
+
+
+def _fixed(f: Any) -> Any:
+    return lambda _: f(np.random.default_rng(7))
+
+
+_tiled: Final[Mapping[str, Any]] = {"kernel_shape": (2, 2), "strides": (2, 2)}
+_x, _x_odd, _x_over = apart(2, 3, 4, 6), apart(2, 3, 5, 5), apart(1, 2, 6, 6)
+
+max_unpool = Op(
+    name="MaxUnpoolFirst", kind=OpKind.WINDOW,
+    batch=merged_all,
+    domain=DOMAIN,
+    operands=("T", "T", "T"),
+    attrs=_WINDOW,
+    infer=_max_unpool,
+    vjp=lambda u, out, g, x, y, **a: (max_select(u, x, y, **_window_attrs(a)), None, None),
+    body=lambda g, x, y, **a: _winner_form(x.type, a).unpool(g, x, y, a),
+    samples=(
+        sample(normal(2, 3, 2, 3), _fixed(_x), _pooled(_x, **_tiled), smooth=(0,), **_tiled),
+        sample(
+            normal(2, 3, 2, 2), _fixed(_x_odd), _pooled(_x_odd, **_tiled), smooth=(0,), **_tiled
+        ),
+        sample(
+            normal(2, 3, 2, 3), _fixed(_x), _pooled(_x, **_tiled), smooth=(0,), form="positions",
+            **_tiled,
+        ),
+        sample(
+            normal(1, 2, 3, 3), _fixed(_x_over), _pooled(_x_over, **_overlapping),
+            smooth=(0,), **_overlapping,
+        ),
+    ),
+)  # fmt: skip
+"""g: like y -> like x: each element of g at the first maximum of its window of x, the rest 0."""
+
+max_select: Op = Op(
+    name="MaxSelectFirst", kind=OpKind.WINDOW,
+    batch=merged_all,
+    domain=DOMAIN,
+    operands=("T", "T", "T"),
+    attrs=_WINDOW,
+    infer=_max_select,
+    vjp=lambda g, out, t, x, y, **a: (max_unpool(g, x, y, **_window_attrs(a)), None, None),
+    body=lambda t, x, y, **a: _winner_form(x.type, a).select(t, x, y, a),
+    samples=(
+        sample(normal(2, 3, 4, 6), _fixed(_x), _pooled(_x, **_tiled), smooth=(0,), **_tiled),
+        sample(
+            normal(2, 3, 4, 6), _fixed(_x), _pooled(_x, **_tiled), smooth=(0,), form="positions",
+            **_tiled,
+        ),
+        sample(
+            normal(1, 2, 6, 6), _fixed(_x_over), _pooled(_x_over, **_overlapping),
+            smooth=(0,), **_overlapping,
+        ),
+    ),
+)  # fmt: skip
+"""t: like x -> like y: t at the first maximum of each window of x."""
+
+
+def _counted_sizes(shape: Sequence[Dim], attrs: Mapping[str, Any]) -> list[Dim]:
+    """The sizes (N, C, *S) that the indices of an unpool count in."""
+    window = Window(attrs["kernel_shape"], attrs)
+    n = len(window.kernel)
+    if len(shape) != n + 2:
+        raise ShapeError(f"MaxUnpool over {n} axes takes x: (N, C, ...), got {tuple(shape)}")
+    spatial = [
+        window.reach(i, d) - window.pads[i] - window.pads[n + i] for i, d in enumerate(shape[2:])
+    ]
+    return [*shape[:2], *spatial]
+
+
+def _unpooled(call: OpCall) -> Types:
+    x = call.type(0)
+    inner = _counted_sizes(x.shape, call.attrs)
+    if call.type(1).shape != x.shape:
+        raise ShapeError(f"MaxUnpool takes one index per element of {x}, got {call.type(1)}")
+    outer = list(call.dims(2)) if call.has(2) else inner
+    if len(outer) != x.rank or outer[:2] != inner[:2]:
+        raise ShapeError(f"MaxUnpool of {x} to {outer} changes more than the plane")
+    if any(isinstance(o - i, int) and o - i < 0 for o, i in zip(outer, inner, strict=True)):  # type: ignore[operator]
+        raise ShapeError(f"MaxUnpool of {x} fills ({inner}), more than output_shape {outer}")
+    return (x.with_shape(outer),)
+
+
+def _max_unpool_kernel(x: Any, index: Any, output_shape: Any = None, **attrs: Any) -> Any:
+    y = np.zeros(static(_counted_sizes(x.shape, attrs), "a plane"), x.dtype)
+    y.flat[index.ravel()] = x.ravel()
+    outer = y.shape if output_shape is None else output_shape
+    return np.pad(y, [(0, int(o) - i) for o, i in zip(outer, y.shape, strict=True)])
+
+
+def _max_unpool_onnx_vjp(
+    g: Tensor, y: Tensor, x: Tensor, index: Tensor, *rest: Tensor, **attrs: Any
+) -> Any:
+    for axis, (have, inner) in enumerate(zip(g.shape, _counted_sizes(x.shape, attrs), strict=True)):
+        if have != inner:
+            g = slice_axis(g, axis, 0, inner)
+    return (gather(g.reshape((-1,)), index, axis=0), None, *(None for _ in rest))
+
+
+def _unpooled_open(call: OpCall) -> tuple[Dim | None, ...]:
+    n, c, *spatial = call.type(0).shape
+    return (n, c, *(None for _ in spatial))
+
+
+def _index(*positions: Any) -> Any:
+    return lambda _: np.array(positions)
+
+
+_INDEX: Final = _index([[[0, 3], [10, 9]]], [[[16, 19], [24, 31]]])
+
+
+def _emit_max_unpool(context: EmissionContext, node: Node) -> None:
+    """A larger output is padded afterwards: onnxruntime counts indices in `output_shape`."""
+    names = context.inputs(node)
+    attrs = {k: v for k, v in node.attrs.items() if k != "open"}
+    if len(names) < 3:
+        context.plain(node)
+        return
+    y = context.emit("MaxUnpool", *names[:2], **attrs)
+    after = context.emit("Sub", names[2], context.emit("Shape", y))
+    before = context.constant(np.zeros(node.outputs[0].type.rank, np.int64))
+    amounts = context.emit("Concat", before, after, axis=0)
+    context.add("Pad", [y, amounts], context.output_names(node))
+
+
+max_unpool_row = Op(
+    name="MaxUnpool", kind=OpKind.WINDOW, emit=_emit_max_unpool,
+    **settled(_unpooled, _unpooled_open, 2),
+    reference=_max_unpool_kernel,
+    vjp=_max_unpool_onnx_vjp,
+    samples=(
+        sample(normal(2, 1, 2, 2), _INDEX, kernel_shape=(2, 2), strides=(2, 2)),
+        sample(normal(2, 1, 2, 2), _INDEX, given([2, 1, 5, 6]), kernel_shape=(2, 2),
+               strides=(2, 2)),
+        sample(normal(1, 1, 3), _index([[0, 2, 3]]), kernel_shape=(2,), pads=(0, 0)),
+    ),
+)  # fmt: skip
+"""x at `index`, flat positions in the output before output_shape enlarges it."""
+
+
+def _global_max_vjp(g: Tensor, y: Tensor, x: Tensor) -> tuple[Tensor]:
+    size = product(list(x.shape[2:]))
+    first = argmax_row(x.reshape((*x.shape[:2], size)), axis=2)
+    hit = (first == arange(size)).cast(g.dtype)
+    return ((hit * g.reshape((*g.shape[:2], 1))).reshape(x.shape),)
+
+
+global_max_pool = Op(
+    name="GlobalMaxPool",
+    kind=OpKind.WINDOW,
+    batch=batching.merged,
+    reference=lambda x: x.max(axis=tuple(range(2, x.ndim)), keepdims=True),
+    vjp=_global_max_vjp,
+    samples=(sample(apart(2, 3, 4, 5)), sample(apart(2, 3, 4))),
+)
+
+
+def max_pool(
+    x: Tensor,
+    kernel: int | Sequence[int],
+    *,
+    stride: int | Sequence[int] | None = None,
+    padding: int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    ceil_mode: bool = False,
+) -> Tensor:
+    """x: (N, C, *S) -> (N, C, *T): maximum of each window; the stride defaults to the window.
+
+    With `ceil_mode` a last window may reach beyond the padded input, but starts inside.
+    """
+    attrs = pool_attrs(x, kernel, stride, padding, ceil_mode=ceil_mode)
+    dilations = sizes_of(dilation, x.rank, "a dilation")
+    if set(dilations) != {1}:
+        attrs["dilations"] = dilations
+    return max_pool_row(x, **attrs)
