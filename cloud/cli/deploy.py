@@ -110,7 +110,7 @@ def _begun(cloud: Calls, request: DeployRequest) -> Rollout:
 
 
 def _watched(cloud: Calls, rollout: Rollout, *, as_json: bool) -> int:
-    from triplane.cloud.cli.rollouts import watchable
+    from triplane.cloud.cli.live_rollout import watchable
     from triplane.cloud.cli.watching import watch_to_end
 
     return watch_to_end(watchable(cloud, rollout.id), rollout, as_json=as_json)

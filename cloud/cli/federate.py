@@ -156,7 +156,7 @@ def run(
     ctx: click.Context, /, *, detach: bool, identity: Path | None, as_json: bool, **options: Any
 ) -> None:
     """Begin a run from MODEL with the devices of a population, and watch it."""
-    from triplane.cloud.cli.runs import watchable
+    from triplane.cloud.cli.live_run import watchable
     from triplane.cloud.cli.watching import watch_to_end
 
     spec = _spec(**options)
@@ -242,7 +242,7 @@ def show(*, run_id: str, identity: Path | None, as_json: bool) -> None:
 @click.pass_context
 def watch(ctx: click.Context, *, run_id: str, identity: Path | None, as_json: bool) -> None:
     """Follow a run until it is done, stopped or failed; exit codes as of `run`."""
-    from triplane.cloud.cli.runs import watchable
+    from triplane.cloud.cli.live_run import watchable
     from triplane.cloud.cli.watching import watch_to_end
     from triplane.proto.federation_pb2 import GetRunRequest
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from triplane.cloud.cli.live import live_view
 from triplane.cloud.cli.rollouts import (
     NODE_HEADINGS,
+    STOPPED,
+    aftermath,
+    changes,
     counts,
     headline,
     node_rows,
@@ -18,7 +22,11 @@ from triplane.cloud.cli.rollouts import (
     waves,
 )
 from triplane.cloud.cli.text import duration
-from triplane.proto.fleet_pb2 import Rollout
+from triplane.cloud.cli.watching import Watchable
+from triplane.proto.fleet_pb2 import GetRolloutRequest, Rollout
+
+if TYPE_CHECKING:
+    from triplane.cloud.cli.connection import Calls
 
 LINES_AROUND: Final = 10
 BAR_CELLS: Final = 30
@@ -33,6 +41,22 @@ STYLES: Final = {
     "aborted":     "bold red",
 }
 # fmt: on
+
+
+def watchable(cloud: Calls, rollout_id: str) -> Watchable[Rollout]:
+    """Return how to watch a rollout."""
+    return Watchable(
+        name=f"rollout {rollout_id}",
+        watch=f"triplane rollout show {rollout_id} --watch",
+        stop=f"triplane rollout pause {rollout_id}",
+        stream=lambda: cloud.fleet.WatchRollout(GetRolloutRequest(id=rollout_id)),
+        state_of=state_of,
+        stopped=STOPPED,
+        headline=headline,
+        changes=changes,
+        aftermath=aftermath,
+        live=lambda: live_view(draw_in),
+    )
 
 
 def draw_in(rollout: Rollout, lines: int, seconds: float) -> RenderableType:

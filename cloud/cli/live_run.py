@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import time
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from triplane.cloud.cli.runs import ROUND_HEADINGS, dropped, headline, phase_of, refusals, round_row
+from triplane.cloud.cli.live import live_view
+from triplane.cloud.cli.runs import (
+    ROUND_HEADINGS,
+    STANDING,
+    aftermath,
+    changes,
+    dropped,
+    headline,
+    phase_of,
+    refusals,
+    round_row,
+)
 from triplane.cloud.cli.text import shown
-from triplane.proto.federation_pb2 import Round, Run
+from triplane.cloud.cli.watching import Watchable
+from triplane.proto.federation_pb2 import GetRunRequest, Round, Run
+from triplane.proto.federation_pb2_grpc import FederationStub
+
+if TYPE_CHECKING:
+    from triplane.cloud.cli.connection import Calls
 
 LINES_AROUND: Final = 14
 BAR_CELLS: Final = 30
@@ -22,6 +38,23 @@ STYLES: Final = {
     "failed":     "bold red",
 }
 # fmt: on
+
+
+def watchable(cloud: Calls, run_id: str) -> Watchable[Run]:
+    """Return how to watch a run."""
+    federation = FederationStub(cloud.channel)
+    return Watchable(
+        name=f"run {run_id}",
+        watch=f"triplane federate watch {run_id}",
+        stop=f"triplane federate stop {run_id}",
+        stream=lambda: federation.WatchRun(GetRunRequest(id=run_id)),
+        state_of=phase_of,
+        stopped=STANDING,
+        headline=headline,
+        changes=changes,
+        aftermath=aftermath,
+        live=lambda: live_view(draw_in),
+    )
 
 
 def draw_in(run: Run, lines: int, _seconds: float) -> RenderableType:

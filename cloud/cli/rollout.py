@@ -52,7 +52,8 @@ def show(
 
     With --watch the exit code is that of `triplane deploy`: 0 done, 4 paused, failed or aborted.
     """
-    from triplane.cloud.cli.rollouts import rollout_text, watchable
+    from triplane.cloud.cli.live_rollout import watchable
+    from triplane.cloud.cli.rollouts import rollout_text
     from triplane.cloud.cli.text import record
     from triplane.cloud.cli.watching import watch_to_end
     from triplane.proto.fleet_pb2 import GetRolloutRequest

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterable, Sequence
+from typing import Final
 
 from triplane.cloud.cli.text import age, duration, enum_text, shown, table
-from triplane.cloud.cli.watching import Watchable
-from triplane.proto.fleet_pb2 import GetRolloutRequest, Rollout, RolloutNode
-
-if TYPE_CHECKING:
-    from triplane.cloud.cli.connection import Calls
+from triplane.proto.fleet_pb2 import Rollout, RolloutNode
 
 NODE_HEADINGS: Final = ("NODE", "WAVE", "STATE", "REASON")
 # Most urgent first, so a table that is cut still shows what went wrong and what moves.
@@ -150,26 +145,3 @@ def aftermath(rollout: Rollout) -> list[str]:
             f"  end it, take it back:           triplane rollout abort {rollout.id} --revert",
         ]
     return lines
-
-
-def watchable(cloud: Calls, rollout_id: str) -> Watchable[Rollout]:
-    """Return how to watch a rollout."""
-    return Watchable(
-        name=f"rollout {rollout_id}",
-        watch=f"triplane rollout show {rollout_id} --watch",
-        stop=f"triplane rollout pause {rollout_id}",
-        stream=lambda: cloud.fleet.WatchRollout(GetRolloutRequest(id=rollout_id)),
-        state_of=state_of,
-        stopped=STOPPED,
-        headline=headline,
-        changes=changes,
-        aftermath=aftermath,
-        live=_live,
-    )
-
-
-def _live() -> AbstractContextManager[Callable[[Rollout], None]]:
-    from triplane.cloud.cli.live import live_view
-    from triplane.cloud.cli.live_rollout import draw_in
-
-    return live_view(draw_in)

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from triplane.cloud.cli.text import age, duration, enum_text, shown, size, table
-from triplane.cloud.cli.watching import Watchable
-from triplane.proto.federation_pb2 import GetRunRequest, Member, Round, Run, Spread
-from triplane.proto.federation_pb2_grpc import FederationStub
-
-if TYPE_CHECKING:
-    from triplane.cloud.cli.connection import Calls
+from triplane.proto.federation_pb2 import Member, Round, Run, Spread
 
 ROUND_HEADINGS: Final = (
     "ROUND", "ASKED", "COUNTED", "OUT", "LOSS", "TIME", "UP", "DOWN", "ACCURACY",
@@ -250,27 +244,3 @@ def _served(run: Run) -> list[str]:
         return ["It is released as the policy says: triplane rollout show"]
     sign = f"triplane sign {run.result} --keys DIR, where the keys are"
     return [f"Serve it: {sign}; then: triplane deploy {run.result} --to SELECTOR"]
-
-
-def watchable(cloud: Calls, run_id: str) -> Watchable[Run]:
-    """Return how to watch a run."""
-    federation = FederationStub(cloud.channel)
-    return Watchable(
-        name=f"run {run_id}",
-        watch=f"triplane federate watch {run_id}",
-        stop=f"triplane federate stop {run_id}",
-        stream=lambda: federation.WatchRun(GetRunRequest(id=run_id)),
-        state_of=phase_of,
-        stopped=STANDING,
-        headline=headline,
-        changes=changes,
-        aftermath=aftermath,
-        live=_live,
-    )
-
-
-def _live() -> AbstractContextManager[Callable[[Run], None]]:
-    from triplane.cloud.cli.live import live_view
-    from triplane.cloud.cli.live_run import draw_in
-
-    return live_view(draw_in)
