@@ -41,7 +41,7 @@ FIRST_WAIT_S: Final = 0.5
 MAX_WAIT_S: Final = 30.0
 RENEWAL_LOOK_S: Final = 3600.0
 MODEL_TRIES: Final = 3
-"""To read a model while newer ones may take its place."""
+"""Attempts to read a model while newer ones may replace it."""
 REMEMBERED: Final = 256
 """Leases whose contribution was acknowledged: an older document may still name them."""
 
@@ -96,7 +96,7 @@ class FederatedClient:
         app: Any = None,
         graphs: Graphs = Graphs.IN_PROCESS,
     ) -> None:
-        """Options that are absent are those of `device.json`. NotFound without any samples."""
+        """Absent options are those of `device.json`. NotFound without any samples."""
         self._home = DeviceHome(home)
         settings = self._home.settings.but(data=None, population=population, held_out=held_out)
         if samples is None and not settings.data:
@@ -119,7 +119,7 @@ class FederatedClient:
 
     @property
     def shard(self) -> Shard:
-        """The samples. Conflict where a child process has them."""
+        """The samples. Conflict if they are in a child process."""
         if self._shard is None:
             raise Conflict("the samples of this client are in its child process (Graphs.CHILD)")
         return self._shard
@@ -136,9 +136,10 @@ class FederatedClient:
         return self._settings
 
     def enrol(self, token: str, cloud: str) -> str:
-        """Become a device of the cloud whose enrolment port is at `cloud`; our name there.
+        """Become a device of the cloud whose enrolment port is at `cloud`.
 
-        See `enrolling.enrol`. The key is made here and stays here.
+        Returns the device's name there. See `enrolling.enrol`. The key is made here and never
+        leaves the home.
         """
         return enrol(self._home, self._settings, token, cloud).name
 
@@ -150,7 +151,7 @@ class FederatedClient:
         asyncio.run(self.serve(ready))
 
     async def serve(self, ready: Callable[[], None] = lambda: None) -> None:
-        """`run` on a loop of the caller's; ends by `stop` or by cancellation."""
+        """`run` in the caller's event loop; ends by `stop` or by cancellation."""
         self._home.require_enrolled()
         self._home.make()
         with self._home.held(), contextlib.closing(self._runner()) as runner:
@@ -190,9 +191,9 @@ class FederatedClient:
         )
 
     def stop(self) -> None:
-        """Let `run` return soon; from any thread, or a signal handler. What was begun is kept.
+        """Let `run` return soon; from any thread, or a signal handler. Work that was begun is kept.
 
-        Where nothing runs yet, the next `run` returns at once: a thread may not have begun it.
+        Before `run`, this makes the next `run` return at once, as its thread may not have begun.
         """
         self._told_to_stop = True
         working = self._working
@@ -210,7 +211,10 @@ class FederatedClient:
 
     @property
     def model(self) -> "Plan":
-        """The newest plan with the better of shared and personal state. NotFound before any."""
+        """The newest plan with the better of shared and personal state.
+
+        NotFound before the first.
+        """
         with self._lock:
             for tries in range(MODEL_TRIES, 0, -1):
                 choice = self.choice()
@@ -297,7 +301,7 @@ class _Working:
                 logger.info("device stopped", extra={"device": self._name})
 
     def stop(self) -> None:
-        """From any thread."""
+        """End the run; from any thread."""
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._stopped.set)
 
@@ -359,7 +363,7 @@ class _Working:
                 await self._contribute(contribution)
 
     def _tell_waits(self, reason: str) -> None:
-        """Offer ourselves again where it changed why we cannot work, so that people see it."""
+        """Send the offer again when the reason why the device cannot work has changed."""
         cut = reason[:MAX_REASON_CHARS]
         if cut == self._offered.waits:
             return
@@ -385,8 +389,8 @@ class _Working:
     async def _next(self, work_set: WorkSet) -> pb.Contribution | None:
         """Do the first task of a settled document that was not done yet and is still wanted.
 
-        A newer document may have withdrawn it meanwhile. Waiting for a document that stays the
-        newest would never end where a cloud sends them faster than a device settles.
+        A newer document may have withdrawn it. Waiting for the newest document would never end if
+        the cloud sends documents faster than the device settles.
         """
         for refused in work_set.refused:
             if refused.lease.hex() not in self._done:
@@ -430,7 +434,7 @@ class _Working:
         logger.info("contributed", extra={"run": contribution.run, "kind": kind})
 
     async def _settle(self, work_set: WorkSet) -> None:
-        """Let updates take effect that counted, and forget those whose lease is over."""
+        """Let updates that counted take effect, and forget those whose lease is over."""
         if work_set is not self._settled:
             await self._in_runner(lambda: self._runner.settle(work_set))
             self._settled = work_set

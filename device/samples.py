@@ -1,8 +1,8 @@
-"""A device's samples, from what its developer has: arrays, an npz file, or batches one by one.
+"""A device's samples, from arrays, an npz file, or batches one by one.
 
-What could not be learned from is refused here, with its place, rather than by every task of a run.
-The part that is held out is never learned from, and a sample keeps its part when more arrive: of
-each block of consecutive samples one is held out, chosen by a fixed draw.
+Invalid samples are refused here, with their place, rather than by every task of a run. The held-out
+part is never learned from, and a sample keeps its part when more arrive: of each block of
+consecutive samples one is held out, chosen by a fixed draw.
 """
 
 import zlib
@@ -23,25 +23,25 @@ MAX_SHARD_BYTES: Final = 2 << 30
 MAX_BATCHES: Final = 1 << 20
 """Batches of one iterator, so that an endless one is noticed however small its batches are."""
 MAX_BLOCK: Final = 1 << 32
-"""Samples of which one is held out."""
+"""Largest block of samples of which one is held out."""
 HELD_OUT_PREFIX: Final = "held_out."
 """Prefix of the held-out arrays in an npz file."""
 NUMBERS: Final = "biuf"
 """Kinds of elements that a graph takes, as numpy names them."""
 AT_ONCE: Final = 1 << 20
-"""Bytes of one array looked at in one go, so that looking needs no second copy of it."""
+"""Bytes of an array that are checked at once, so that the check needs no second copy."""
 
 Source = Shard | Mapping[str, Array] | str | Path | Iterable[Mapping[str, Array]]
 
 
 def shard_of(source: Source, *, held_out: float = HELD_OUT) -> Shard:
-    """The samples of `source`, split where it does not say itself what is held out.
+    """Return the samples of `source`, split unless it names held-out samples itself.
 
     source: a Shard, arrays by name ("x", "y") with one row per sample, the path of an npz file of
     such arrays (held-out ones named "held_out.x" if it has them), or an iterable of batches that
     ends. held_out: share in [0, 1), taken as the nearest 1/n, or 1 - 1/n above a half; 0 holds
-    nothing out, and such a device does not evaluate. InvalidInput: what is no number, not finite,
-    or differs in size or names.
+    nothing out, and such a device does not evaluate. InvalidInput: samples that are not
+    numbers, not finite, or differ in size or names.
     """
     if isinstance(source, Shard):
         return _checked(source)
@@ -89,7 +89,7 @@ def _named(batch: Any) -> dict[str, Array]:
 
 
 def _gathered(batches: Iterable[Mapping[str, Array]]) -> dict[str, Array]:
-    """All batches as one; InvalidInput beyond `MAX_SHARD_BYTES`."""
+    """Return all batches as one. InvalidInput beyond `MAX_SHARD_BYTES`."""
     kept: list[dict[str, Array]] = []
     size = 0
     for number, batch in enumerate(_batches(batches), 1):
@@ -171,7 +171,7 @@ _UNREADABLE: Final = (
 
 
 def _checked(shard: Shard) -> Shard:
-    """The shard, if both parts have the same names and nothing but finite numbers."""
+    """Return the shard, if both parts have the same names and finite numbers only."""
     if shard.held_out and shard.held_out.keys() != shard.train.keys():
         raise InvalidInput(
             f"samples that are held out have the names of the others, {sorted(shard.train)}; got "

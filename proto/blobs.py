@@ -160,7 +160,7 @@ class IncomingBlob:
         self._file: AppendFile | None = None
         self._is_named = False
         self._have = partial.stat().st_size if partial.is_file() else 0
-        self._unsynced = self._have  # whoever wrote them may have been killed before a sync
+        self._unsynced = self._have  # their writer may have been killed before a sync
         self._hash = None if self._have else hashlib.sha256()
         if self._have > size:
             self.restart()

@@ -1,7 +1,7 @@
 """Channels to the cloud: mutual TLS, limits, keepalive, and a deadline for every call.
 
-A unary call without a deadline of its own gets `DEADLINE_S`; streams live as long as both sides
-want, held up by keepalive. Message limits are the same on both sides.
+A unary call without a deadline gets `DEADLINE_S`; streams live until either side ends them, with
+keepalive. Message limits are the same on both sides.
 """
 
 import threading
@@ -91,10 +91,10 @@ def _credentials(identity: IdentityFolder) -> grpc.ChannelCredentials:
 
 
 class Guarded(grpc.Channel):
-    """A channel that one thread may close while another works with it.
+    """A channel that one thread may close while another uses it.
 
-    grpc ends the process by a segmentation fault where a stub is made of a closed channel. Here
-    that is `Unavailable`; a call that is under way then ends as any that lost its link.
+    grpc crashes with a segmentation fault when a stub is made of a closed channel. Here that raises
+    `Unavailable`; a call in progress ends like any call that lost its connection.
     """
 
     def __init__(self, channel: grpc.Channel) -> None:
@@ -133,7 +133,7 @@ class Guarded(grpc.Channel):
         self._call("unsubscribe", *args, **options)
 
     def close(self) -> None:
-        """May be said again; calls that are under way end."""
+        """Close the channel; calls in progress end. It may be repeated."""
         with self._lock:
             self._closed = True
             self._channel.close()

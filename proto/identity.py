@@ -3,8 +3,8 @@
 The folder is `credentials.IdentityFolder`. Keys are ECDSA P-256, made where they are used and never
 sent. A token is SECRET.PIN, both in base32: PIN is the SHA-256 of the authority's certificate, and
 the secret only keys a MAC over the certificate request (see `enrolment.proto`), so enrolment needs
-no TLS and nobody on the way learns anything of use. Needs
-cryptography and, to enrol and renew, grpc.
+no TLS and an eavesdropper learns nothing of use. This module needs cryptography and, to enrol and
+renew, grpc.
 """
 
 import base64
@@ -44,7 +44,7 @@ Key = ec.EllipticCurvePrivateKey
 
 
 def check_name(name: str) -> str:
-    """`name`, where it can be the name of a machine or person; InvalidInput otherwise."""
+    """Return `name` if a machine or person can have it. InvalidInput otherwise."""
     if not NAME.fullmatch(name):
         raise InvalidInput(
             f"a name has 1 to 63 of a-z, 0-9, '.', '_', '-' and begins with a letter or digit, "
@@ -55,7 +55,7 @@ def check_name(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A one-time right to enrol. `id` and `key` are what the cloud keeps of it."""
+    """A one-time right to enrol. The cloud stores only its `id` and `key`."""
 
     secret: bytes
     pin: bytes
@@ -67,7 +67,7 @@ class Token:
 
     @classmethod
     def parse(cls, text: str) -> "Token":
-        """The token of a text; InvalidInput where it is none."""
+        """Parse a token. InvalidInput: the text is none."""
         secret, _, pin = text.strip().partition(".")
         parts = _unbase32(secret), _unbase32(pin)
         if tuple(map(len, parts)) != (SECRET_BYTES, 32):
@@ -79,12 +79,12 @@ class Token:
 
     @property
     def id(self) -> bytes:
-        """Names the token to the cloud."""
+        """The name of the token for the cloud."""
         return hashlib.sha256(b"triplane token id" + self.secret).digest()[:TOKEN_ID_BYTES]
 
     @property
     def key(self) -> bytes:
-        """Keys the MAC over a request."""
+        """The key of the MAC over a request."""
         return hashlib.sha256(b"triplane token key" + self.secret).digest()
 
     def __str__(self) -> str:
@@ -97,7 +97,7 @@ def mac(key: bytes, request_der: bytes) -> bytes:
 
 
 def new_key() -> Key:
-    """A key for one certificate."""
+    """Make a key for one certificate."""
     return ec.generate_private_key(ec.SECP256R1())
 
 
@@ -118,7 +118,7 @@ def certificate_request(key: Key, name: str = "enrolling") -> bytes:
 
 
 def certificate_of(der: bytes, what: str) -> x509.Certificate:
-    """The certificate in `der`; Corrupt where there is none. `what` names it in the error."""
+    """Parse the certificate in `der`. Corrupt: it is none. `what` names it in the error."""
     if len(der) > MAX_CERTIFICATE_BYTES:
         raise Corrupt(f"{what} has {len(der)} bytes; at most {MAX_CERTIFICATE_BYTES} are read")
     try:
@@ -262,7 +262,7 @@ def distinct_digest(digest: bytes, other: bytes, least: int = 16) -> str:
 
 
 def _pending_key(folder: Path, token: Token) -> Key:
-    """The key of an enrolment that began earlier with this token, or a new one, kept for it."""
+    """Return the key of an earlier attempt to enrol with this token, or store a new one."""
     OS_DISK.make_folder(folder)
     path = folder / f".enrol-{token.id.hex()}.key"
     if path.exists():
@@ -277,7 +277,7 @@ def _pending_key(folder: Path, token: Token) -> Key:
 
 
 def _pending_request(folder: Path, token: Token, key: Key) -> bytes:
-    """The very bytes asked before: ECDSA signs differently each time."""
+    """Return the same request as before, because ECDSA signs differently each time."""
     path = folder / f".enrol-{token.id.hex()}.csr"
     if path.exists():
         return path.read_bytes()
@@ -302,7 +302,7 @@ def _unbase32(text: str) -> bytes:
 
 
 def server_names(certificate: x509.Certificate) -> Sequence[str]:
-    """Hosts and addresses that a server's certificate is for."""
+    """Return the hosts and addresses of a server's certificate."""
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:

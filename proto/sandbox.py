@@ -317,7 +317,7 @@ class OrderPipe:
 
 
 def end_with_parent() -> None:
-    """Wait until nobody holds the other end of standard input, then kill this process group."""
+    """Wait until the other end of standard input is closed, then kill this process group."""
     poll = select.poll()
     poll.register(0, 0)
     poll.poll()

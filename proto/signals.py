@@ -4,8 +4,8 @@ CPython runs a signal's handler between two bytecodes of the main thread. A sign
 after the last of them and before a system call blocks is only recorded: the call is not
 interrupted, and a handler that sets a flag or writes to a pipe does not run until something else
 wakes the main thread. The same holds where the kernel hands the signal to another thread. Here the
-C-level handler itself writes to a pipe (`signal.set_wakeup_fd`) and a thread of our own reads it,
-so nothing depends on what the main thread is doing.
+C-level handler itself writes to a pipe (`signal.set_wakeup_fd`) and a thread of this module
+reads it, so nothing depends on what the main thread is doing.
 
 No other module installs handlers, except `unified_ir/train/interrupt.py`, whose caller never waits.
 """
@@ -78,17 +78,17 @@ class Termination:
         self._wakeup.install(_noted)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for the first signal; whether it came."""
+        """Wait for the first signal; return whether it came."""
         return self.requested.wait(timeout_s)
 
     def request(self) -> None:
-        """Let the limit hold for an end that no signal asked for; call it once it has begun."""
+        """Apply the limit to an end without a signal; call it when the end has begun."""
         if not (self.requested.is_set() or self._is_closed):
             self.requested.set()
             self._wakeup.write()
 
     def close(self) -> None:
-        """Give the signals their default action again: the process goes on to something else.
+        """Restore the default action of the signals, for a process that goes on with other work.
 
         Call from the main thread, before anything was requested, or nothing happens.
         """
@@ -130,7 +130,7 @@ class Interrupts:
         self._depth, self._is_pending, self._is_raised, self._is_awake = 0, False, False, False
 
     def install(self) -> None:
-        """Take the signals, for the rest of the process's life. Call from the main thread."""
+        """Handle the signals for the rest of the process's life. Call from the main thread."""
         wakeup = _Wakeup()
         threading.Thread(target=self._watch, args=(wakeup,), name="signals", daemon=True).start()
         signal.signal(NUDGE, self._on_nudge)
@@ -139,7 +139,7 @@ class Interrupts:
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """Raise nothing within the block; what arrived is raised at its end."""
+        """Raise nothing within the block; a signal that arrives is raised at its end."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -225,7 +225,7 @@ class _Wakeup:
             os.write(self._write, bytes([signal.SIGTERM]))
 
     def read(self, timeout_s: float | None) -> bool:
-        """Wait for one of `SIGNALS`; whether there was one within the time."""
+        """Wait for one of `SIGNALS`; return whether one arrived in time."""
         until_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left_s = None if until_s is None else max(0.0, until_s - time.monotonic())

@@ -417,7 +417,7 @@ class ServerSession:
         try:
             await asyncio.wait((reading, writing, goodbye), return_when=asyncio.FIRST_COMPLETED)
             if goodbye.done():
-                reading.cancel()  # whoever was revoked is not heard while it takes its last frames
+                reading.cancel()  # a revoked caller is not read while its last frames are sent
             async with asyncio.timeout(LAST_WRITE_S):
                 await writing
                 if goodbye.done():

@@ -112,7 +112,7 @@ class Agent:
                 {waiting, reconciling, *tasks}, return_when=asyncio.FIRST_COMPLETED
             )
             for task in done - {waiting}:
-                task.result()  # a fault of ours ends the process, and the supervisor starts anew
+                task.result()  # a fault of ours ends the process, and the supervisor restarts it
         finally:
             termination.request()
             for task in tasks:

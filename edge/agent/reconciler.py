@@ -1,11 +1,11 @@
-"""The loop that makes a node serve what it shall: level-triggered, one attempt at a time.
+"""The loop that brings a node to its desired versions: level-triggered, one attempt at a time.
 
-It looks at three things, every time anew: what is desired, what is committed (pointers), how the
-newest attempts ended (journal). What differs is mended; being told the same thing twice, or waking
-up after a crash in the middle, is no special case.
+Each turn compares the desired document with the committed versions (pointers) and the ends of the
+newest attempts (journal), and repairs one difference. A repeated document, or a start after a crash
+in the middle of an attempt, is no special case.
 
-Models do not stop each other: whatever goes wrong with one of them is logged, reported with that
-model and tried again after a pause of its own, while the others go on. A committed bundle that is
+Models do not stop each other: an error of one model is logged, reported with that model and retried
+after a pause, while the others go on. A committed bundle that is
 damaged on the disk is put aside and fetched again; until it serves again, the report says that the
 model has no committed version.
 """
@@ -50,18 +50,18 @@ from triplane.proto.transfer import BlobFolder
 logger = logging.getLogger(__name__)
 
 LOOK_S: Final = 5.0
-"""Between two looks when nothing happens."""
+"""Seconds between two turns when nothing happens."""
 REFRESH_S: Final = 600.0
-"""Between two looks at the signed metadata when nothing is to be done."""
+"""Seconds between two refreshes of signed metadata while idle."""
 RETRY_S: Final = 1.0
 MAX_RETRY_S: Final = 30.0
 DAMAGED: Final = "damaged on this node's disk"
 MAX_WAITING_INCIDENTS: Final = 100
-"""Told in reports, oldest first; while the cloud hears none of them the oldest are forgotten."""
+"""Incidents that wait for a report. Without a connection the oldest are dropped."""
 
 
 class Reconciler:
-    """The loop and what it knows. changed: called when there is something new to report."""
+    """The loop and its state. changed: called when there is something new to report."""
 
     def __init__(
         self, context: AttemptContext, changed: Callable[[], None], disk: Disk = OS_DISK
@@ -81,7 +81,7 @@ class Reconciler:
         self.lost: dict[str, str] = {}
         """Committed models whose bundle is damaged or refused by serving, and why."""
         self.serving: dict[str, str] = {}
-        """The version of each model that answered calls at the last look."""
+        """The version of each model that answered calls in the last turn."""
         self.desired = read_desired(context.home.desired)
         self.pointers, broken = read_pointers(context.home.models)
         self._unreadable = {
@@ -123,7 +123,7 @@ class Reconciler:
         self._changed()
 
     def stop(self) -> None:
-        """End the loop after the step it is in."""
+        """End the loop after the current step."""
         self._stop.set()
         self._wake.set()
 
@@ -161,7 +161,7 @@ class Reconciler:
             self._wake.wait(later)
 
     def step(self) -> float:
-        """Mend one thing; returns after how many seconds to look again.
+        """Repair one difference; return the seconds until the next turn.
 
         Unavailable: serving does not answer, or all that is left to do waits for something.
         """
@@ -215,14 +215,14 @@ class Reconciler:
         self._changed()
 
     def _recovered(self, model: str) -> None:
-        """The committed version of a model serves, and its bundle is whole."""
+        """Note that the committed version of a model serves, and that its bundle is whole."""
         if model in self.lost:
             self.lost = {name: why for name, why in self.lost.items() if name != model}
             logger.info("model recovered", extra={"model": model})
             self._changed()
 
     def _repair(self, model: str) -> bool:
-        """Repair a damaged committed bundle; return whether the next look may follow now."""
+        """Repair a damaged committed bundle; return whether the next turn may follow at once."""
         pointer = self.pointers[model]
         if is_whole(self._context.home, pointer.sha256):
             return self._guarded(model, lambda: self._load_again(pointer))
@@ -271,11 +271,11 @@ class Reconciler:
         last = self._context.journal.last.get(assignment.model)
         if last is None or not last.ended or last.state == "COMMITTED":
             return True
-        # Attempts are counted by rollout: whatever number one cloud gave, the next begins anew.
+        # Attempts are counted by rollout: a number of one cloud means nothing to the next.
         return last.rollout != assignment.rollout or last.attempt < assignment.attempt
 
     def _is_damaged(self, assignment: pb.Assignment, pointer: Pointer) -> bool:
-        """Look at the bundle's file once for each new attempt at what is committed already."""
+        """Check the bundle's file once for each new attempt at the committed version."""
         if self._verified.get(assignment.model) != assignment.attempt:
             self._verified[assignment.model] = assignment.attempt
             if not is_whole(self._context.home, pointer.sha256):
@@ -284,7 +284,7 @@ class Reconciler:
         return False
 
     def _note_committed(self, assignment: pb.Assignment, pointer: Pointer) -> None:
-        """A new attempt at what is committed already has succeeded."""
+        """Report a new attempt at the committed version as done."""
         known = self.progress.get(assignment.model)
         is_known = known is not None and (known.version, known.attempt, known.state) == (
             pointer.version,

@@ -1,4 +1,4 @@
-"""Reflection under the protocol's own names, from a descriptor pool nobody else sees.
+"""Reflection under the protocol's own names, from a private descriptor pool.
 
 Our schema is renamed from its package to `inference` for the pool only. The process-wide pool never
 learns that name, so a client library that declares it can live in the same process.

@@ -18,7 +18,7 @@ from triplane.proto.errors import Unavailable
 from triplane.proto.status import DeadlineExceeded
 from triplane.unified_ir.runtime.session import CancellationToken
 
-LOOK_PERIOD_S: Final = 0.5  # how often runs that nobody waits for are looked for
+LOOK_PERIOD_S: Final = 0.5  # between two looks for runs without a waiting caller
 
 
 @dataclass(frozen=True, slots=True)
