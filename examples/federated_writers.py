@@ -122,13 +122,13 @@ def tune(name: str, path: Path) -> None:
             scores = _scores_text(simulate(module, few, study, unseen=others))
         except InvalidInput as error:
             scores = str(error)
-        print(f"{name:9} {_told(hyper):24} {scores}", flush=True)
+        print(f"{name:9} {_setting_text(hyper):24} {scores}", flush=True)
 
 
-def _told(hyper: Hyper) -> str:
-    """What differs from the defaults."""
-    given, usual = dict(hyper), dict(Hyper())
-    return ", ".join(f"{k} {v:g}" for k, v in given.items() if v != usual[k])
+def _setting_text(hyper: Hyper) -> str:
+    """Return the hyperparameters that differ from the defaults."""
+    values, defaults = dict(hyper), dict(Hyper())
+    return ", ".join(f"{k} {v:g}" for k, v in values.items() if v != defaults[k])
 
 
 def _scores_text(run: Trial) -> str:

@@ -1,7 +1,8 @@
 """The how-tos of docs/extending work: each is applied to a copy of the packages, then run there.
 
 The first line of a block says where it goes: `# FILE` at the end of that file, `# FILE, above NAME`
-in front of the statement that defines NAME, `# FILE, in NAME` behind the last row of that table.
+in front of the statement that defines NAME, `# FILE, in NAME` behind the last row of that table,
+`# FILE, in place of NAME` where that statement was.
 The blocks without such a line then run in order, as one script.
 """
 
@@ -20,7 +21,8 @@ PAGES = [
     path for path in sorted((ROOT / "docs" / "extending").glob("*.md")) if path.stem != "README"
 ]
 BLOCK = re.compile(
-    r"```(?:python|toml)\n(?:# (\S+\.\w+)(?:, (above|in) ([^\n]+))?\n)?(.*?)```", re.DOTALL
+    r"```(?:python|toml)\n(?:# (\S+\.\w+)(?:, (above|in place of|in) ([^\n]+))?\n)?(.*?)```",
+    re.DOTALL,
 )
 PACKAGES = ("proto", "unified_ir", "edge")
 
@@ -42,20 +44,23 @@ def statement(text, name):
     raise AssertionError(f"no table {name}")
 
 
-def line_of(text, where, name):
-    """How many lines of the module stand before the place."""
+def lines_of(text, where, name):
+    """The lines of the module that a block takes the place of: how many before, up to which."""
     table = statement(text, name)
     if where == "above":
-        return table.lineno - 1
+        return table.lineno - 1, table.lineno - 1
+    if where == "in place of":
+        return table.lineno - 1, table.end_lineno
     literals = (n for n in ast.walk(table.value) if isinstance(n, (ast.Tuple, ast.List)))
-    return max(n.elts[-1].end_lineno or 0 for n in literals if n.elts)
+    last = max(n.elts[-1].end_lineno or 0 for n in literals if n.elts)
+    return last, last
 
 
 def add(path, where, name, code):
     text = path.read_text() if path.exists() else ""
     lines = text.splitlines(keepends=True)
-    at = line_of(text, where, name) if where else len(lines)
-    path.write_text("".join([*lines[:at], code, *lines[at:]]))
+    begin, end = lines_of(text, where, name) if where else (len(lines), len(lines))
+    path.write_text("".join([*lines[:begin], code, *lines[end:]]))
 
 
 def add_entry_point(folder, header, line):
