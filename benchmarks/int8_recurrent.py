@@ -22,7 +22,7 @@ from onnxruntime.quantization import quantize_dynamic
 from triplane.unified_ir import nn, train, zoo
 from triplane.unified_ir.convert import convert
 from triplane.unified_ir.convert.fold import fold
-from triplane.unified_ir.onnx import Initializer, emit, serialize
+from triplane.unified_ir.onnx import EmittedInitializer, emit, serialize
 from triplane.unified_ir.optim import SGD
 from triplane.unified_ir.quantize import freeze
 from triplane.unified_ir.runtime.bundle import Bundle
@@ -50,7 +50,7 @@ def sessions(hidden: int, folder: Path, samples: np.ndarray) -> dict[str, Sessio
     module = made.export(("predict",))
     plain, theirs, bundle = (folder / name for name in ("f.onnx", "q.onnx", "q.bundle"))
     frozen = fold(freeze(module, "predict"))
-    held = {name: Initializer(array) for name, array in frozen.weights.items()}
+    held = {name: EmittedInitializer(array) for name, array in frozen.weights.items()}
     plain.write_bytes(serialize(emit(frozen.function, initializers=held)))
     convert(module, "ort-x64", quantize="int8", calibration=samples, out=bundle)
     quantize_dynamic(str(plain), str(theirs))

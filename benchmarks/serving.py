@@ -115,7 +115,7 @@ def serve(kind: str, path: str) -> None:
 
 
 def _ours(session: Session) -> tuple[int, Callable[[], None]]:
-    from triplane.edge.serving.limits import Limits
+    from triplane.edge.serving.limits import ServingLimits
     from triplane.edge.serving.probe import plan
     from triplane.edge.serving.repository import Repository
     from triplane.edge.serving.server import Server
@@ -126,7 +126,7 @@ def _ours(session: Session) -> tuple[int, Callable[[], None]]:
 
     repository = Repository(plan)
     repository.add(Bench())
-    server = Server(repository, limits=Limits(threads=THREADS), metrics_port=0)
+    server = Server(repository, limits=ServingLimits(threads=THREADS), metrics_port=0)
     return server.port, lambda: server.stop(1)
 
 

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from triplane.cloud.registry.conversions import CHILD, Jobs, Limits
+from triplane.cloud.registry.conversions import CHILD, ConversionLimits, Jobs
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.hyperparameters import values_of
 from triplane.proto.sandbox import expected
 
 COMMAND: Final = (sys.executable, "-m", "triplane.cloud.federation.planning")
-LIMITS: Final = Limits()
+LIMITS: Final = ConversionLimits()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class Children:
     """Runs them, one at a time. folder: for their files; what an earlier cloud left is removed."""
 
     def __init__(
-        self, folder: Path, limits: Limits = LIMITS, command: tuple[str, ...] = COMMAND
+        self, folder: Path, limits: ConversionLimits = LIMITS, command: tuple[str, ...] = COMMAND
     ) -> None:
         self._jobs, self._seconds = Jobs(folder, limits, command), limits.convert_s
         self._one = asyncio.Semaphore(limits.conversions)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from triplane.proto.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from triplane.cloud.registry.conversions import ConversionLimits as ConversionLimits
     from triplane.cloud.registry.conversions import Conversions as Conversions
-    from triplane.cloud.registry.conversions import Limits as Limits
     from triplane.cloud.registry.names import Reference as Reference
     from triplane.cloud.registry.registry import Registry as Registry
     from triplane.cloud.registry.servicer import RegistryServicer as RegistryServicer

@@ -27,7 +27,7 @@ _PREFIX: Final = "job-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class ConversionLimits:
     """Of one child, and how many convert at a time.
 
     A check has `check_s`, and a second more for every `check_bytes_per_s` of its file.
@@ -72,7 +72,10 @@ class Conversions:
     """Runs the children. folder: for their files; whatever an earlier cloud left there goes."""
 
     def __init__(
-        self, folder: Path, limits: Limits = Limits(), command: tuple[str, ...] = COMMAND
+        self,
+        folder: Path,
+        limits: ConversionLimits = ConversionLimits(),
+        command: tuple[str, ...] = COMMAND,
     ) -> None:
         self._limits, self._jobs = limits, Jobs(folder, limits, command)
         self._checks = asyncio.Semaphore(limits.checks)
@@ -119,7 +122,7 @@ class Jobs:
     folder: for those folders; what an earlier cloud left there is removed.
     """
 
-    def __init__(self, folder: Path, limits: Limits, command: tuple[str, ...]) -> None:
+    def __init__(self, folder: Path, limits: ConversionLimits, command: tuple[str, ...]) -> None:
         self._folder, self._limits, self._command = folder, limits, command
         remove_job_folders(folder, _PREFIX)
 

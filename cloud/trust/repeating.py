@@ -12,14 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from triplane.cloud.registry.conversions import Conversions, Files, Limits
+from triplane.cloud.registry.conversions import ConversionLimits, Conversions, Files
 from triplane.proto.errors import Conflict, Corrupt
 from triplane.proto.targets import SignedTarget, TargetName, bundle_target
 from triplane.unified_ir.files.container import Container
 from triplane.unified_ir.files.manifest import Manifest
 from triplane.unified_ir.runtime.bundle import Bundle
 
-LIMITS: Final = Limits(convert_s=3600.0)
+LIMITS: Final = ConversionLimits(convert_s=3600.0)
 GOLDENS: Final = "goldens.safetensors"
 NOT_COMPARED: Final = "report.json"
 
@@ -30,7 +30,7 @@ def checked_target(
     bundle: Path,
     work: Path,
     progress: Callable[[str], None] = lambda _: None,
-    limits: Limits = LIMITS,
+    limits: ConversionLimits = LIMITS,
 ) -> SignedTarget:
     """Return what may be signed for `bundle`: it has the content that the conversion gives here.
 
@@ -86,7 +86,7 @@ def differences(cloud: Manifest, here: Manifest) -> dict[str, str]:
 
 
 async def _repeated(
-    name: TargetName, files: Files, model_digest: bytes, work: Path, limits: Limits
+    name: TargetName, files: Files, model_digest: bytes, work: Path, limits: ConversionLimits
 ) -> Manifest:
     conversions = Conversions(work, limits)
     async with conversions.convert(

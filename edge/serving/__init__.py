@@ -10,7 +10,7 @@ from triplane.proto.lazy import lazy_names
 
 if TYPE_CHECKING:
     from triplane.edge.serving.bundles import open_bundle as open_bundle
-    from triplane.edge.serving.limits import Limits as Limits
+    from triplane.edge.serving.limits import ServingLimits as ServingLimits
     from triplane.edge.serving.options import Options as Options
     from triplane.edge.serving.repository import Repository as Repository
     from triplane.edge.serving.servable import Servable as Servable

@@ -1,7 +1,7 @@
 """`python -m triplane.edge.serving OPTIONS`: the serving process; OPTIONS is one JSON object.
 
-Its keys are the fields of `Options`, `limits` an object of `Limits` fields; what is left out has
-its default. People use `triplane edge serve`, which fills the same value and calls `main`.
+Its keys are the fields of `Options`; `limits` is an object of `ServingLimits` fields. An omitted key
+has its default. People use `triplane edge serve`, which fills the same value and calls `main`.
 """
 
 import json
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from triplane.edge.serving.limits import Limits
+from triplane.edge.serving.limits import ServingLimits
 from triplane.edge.serving.options import Options
 from triplane.proto.errors import InvalidInput, TriplaneError
 from triplane.proto.logs import configure_logging
@@ -33,13 +33,13 @@ def options_from(values: Mapping[str, Any]) -> Options:
     limits = values.get("limits", {})
     if not isinstance(limits, dict) or isinstance(values.get("bundles"), str):
         raise InvalidInput(f"limits is an object and bundles a list, got {values!r}")
-    for what, cls, keys in (("option", Options, values), ("limit", Limits, limits)):
+    for what, cls, keys in (("option", Options, values), ("limit", ServingLimits, limits)):
         known = [field.name for field in fields(cls)]
         for name in keys:
             if name not in known:
                 raise InvalidInput(f"no {what} {name!r}; there are {', '.join(known)}")
     try:
-        bounds = Limits(**{name: _whole(name, value) for name, value in limits.items()})
+        bounds = ServingLimits(**{name: _whole(name, value) for name, value in limits.items()})
         return Options(**{**values, "bundles": tuple(values["bundles"]), "limits": bounds})
     except InvalidInput:
         raise
@@ -53,7 +53,7 @@ def _whole(name: str, value: Any) -> int:
     try:
         return int(value)
     except (TypeError, ValueError) as error:
-        default = next(field.default for field in fields(Limits) if field.name == name)
+        default = next(field.default for field in fields(ServingLimits) if field.name == name)
         raise InvalidInput(
             f"limit {name} is {value!r}; give a whole number, as {name}={default}"
         ) from error

@@ -13,7 +13,7 @@ MAX_LIMIT: Final = 2**31 - 1  # grpc counts message bytes in 31 bits, and sleeps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class ServingLimits:
     """Bounds of one server. Raises InvalidInput when one is below 1 or beyond `MAX_LIMIT`."""
 
     # fmt: off

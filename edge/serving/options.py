@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Final
 
-from triplane.edge.serving.limits import Limits
+from triplane.edge.serving.limits import ServingLimits
 from triplane.proto.errors import InvalidInput
 
 MAX_DRAIN_S: Final = 86_400.0
@@ -31,7 +31,7 @@ class Options:
     home: str | None = None  # of a node: serve what its pointers say is committed
     json: bool = False  # the ready line as one JSON object
     log_level: str = "warning"
-    limits: Limits = field(default_factory=Limits)
+    limits: ServingLimits = field(default_factory=ServingLimits)
 
     def __post_init__(self) -> None:
         texts: tuple[object, ...] = (self.host, *self.bundles)

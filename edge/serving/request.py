@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from triplane.edge.serving.limits import Limits
+from triplane.edge.serving.limits import ServingLimits
 from triplane.edge.serving.servable import Array, Contract, TensorContract, Wanted
 from triplane.proto import open_inference_pb2 as pb
 from triplane.proto.errors import InvalidInput
@@ -31,7 +31,7 @@ class Inference:
     rows: int
 
 
-def check_address(request: pb.ModelInferRequest, limits: Limits) -> None:
+def check_address(request: pb.ModelInferRequest, limits: ServingLimits) -> None:
     """Bound the strings that are used before the model is known."""
     for what in ("model_name", "model_version", "id"):
         if len(text := getattr(request, what)) > limits.name_chars:
@@ -41,7 +41,7 @@ def check_address(request: pb.ModelInferRequest, limits: Limits) -> None:
 def decode(
     request: pb.ModelInferRequest,
     contract: Contract,
-    limits: Limits,
+    limits: ServingLimits,
     raw: Contents | None = None,
 ) -> Inference:
     """Check `request` whole and give its arrays. Raises InvalidInput or Unimplemented.
@@ -74,7 +74,7 @@ def decode(
     return Inference(feeds, wanted, sizes[contract.rows] if contract.rows is not None else 1)
 
 
-def _check_counts(request: pb.ModelInferRequest, raw: int, limits: Limits) -> None:
+def _check_counts(request: pb.ModelInferRequest, raw: int, limits: ServingLimits) -> None:
     _check_parameters(request.parameters, limits)
     inputs, outputs = len(request.inputs), len(request.outputs)
     if inputs > limits.tensors:
@@ -87,7 +87,7 @@ def _check_counts(request: pb.ModelInferRequest, raw: int, limits: Limits) -> No
         )
 
 
-def _check_parameters(parameters: Parameters, limits: Limits) -> None:
+def _check_parameters(parameters: Parameters, limits: ServingLimits) -> None:
     if not parameters:
         return
     if len(parameters) > limits.parameters:
@@ -117,7 +117,7 @@ def _shape(
     tensor: pb.ModelInferRequest.InferInputTensor,
     spec: TensorContract,
     sizes: dict[str, int],
-    limits: Limits,
+    limits: ServingLimits,
 ) -> tuple[int, ...]:
     """Shape of one input, held to its spec; binds the spec's symbols in `sizes`."""
     if len(tensor.shape) > limits.rank:
@@ -207,7 +207,7 @@ def _typed(
 
 
 def _wanted(
-    request: pb.ModelInferRequest, contract: Contract, limits: Limits
+    request: pb.ModelInferRequest, contract: Contract, limits: ServingLimits
 ) -> tuple[Wanted, ...]:
     if not request.outputs:
         return contract.all_outputs
@@ -222,7 +222,7 @@ def _wanted(
     return tuple(wanted.values())
 
 
-def _classes(parameters: Parameters, limits: Limits) -> int:
+def _classes(parameters: Parameters, limits: ServingLimits) -> int:
     if "classification" not in parameters:
         return 0
     parameter = parameters["classification"]

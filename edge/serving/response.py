@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from triplane.edge.serving.limits import Limits
+from triplane.edge.serving.limits import ServingLimits
 from triplane.edge.serving.servable import Array, Wanted
 from triplane.proto import open_inference_pb2 as pb
 from triplane.proto.errors import InvalidInput
@@ -22,7 +22,7 @@ def encode(
     results: Mapping[str, Array],
     wanted: Sequence[Wanted],
     labels: Labels,
-    limits: Limits,
+    limits: ServingLimits,
 ) -> None:
     """Add the wanted outputs to `response`. Raises InvalidInput when they exceed the limits."""
     size = sum(results[want.spec.name].nbytes for want in wanted)
@@ -54,7 +54,7 @@ def _add_classes(
     array: Array,
     want: Wanted,
     labels: Sequence[str],
-    limits: Limits,
+    limits: ServingLimits,
 ) -> None:
     count = array.shape[0] if array.ndim > 1 else 1
     rows = array.reshape(count, array.size // max(1, count))

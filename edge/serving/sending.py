@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import grpc
 
-from triplane.edge.serving.limits import Limits
+from triplane.edge.serving.limits import ServingLimits
 from triplane.edge.serving.receiving import Receiving
 from triplane.proto.errors import Unavailable
 
@@ -19,7 +19,7 @@ class Sending:
     """Counts the bytes on their way out; a caller that never takes them is cancelled."""
 
     def __init__(
-        self, receiving: Receiving, limits: Limits, on_refusal: Callable[[], None]
+        self, receiving: Receiving, limits: ServingLimits, on_refusal: Callable[[], None]
     ) -> None:
         self._receiving = receiving
         self._limits = limits

@@ -20,7 +20,7 @@ from triplane.edge.serving import health
 from triplane.edge.serving.descriptors import max_connections
 from triplane.edge.serving.health import Health
 from triplane.edge.serving.lanes import Behaviour, BoundedExecutor, Routes
-from triplane.edge.serving.limits import Limits
+from triplane.edge.serving.limits import ServingLimits
 from triplane.edge.serving.memory import RequestMemory
 from triplane.edge.serving.metrics import MetricsServer, ServingCollector
 from triplane.edge.serving.receiving import Receiving
@@ -95,14 +95,14 @@ class Server:
         self,
         repository: Repository,
         *,
-        limits: Limits | None = None,
+        limits: ServingLimits | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
         metrics_port: int | None = None,
         tls: Tls | None = None,
     ) -> None:
         self.repository = repository
-        self._limits = limits = limits or Limits()
+        self._limits = limits = limits or ServingLimits()
         self.service = Service(repository, limits)
         self._health = Health(WIRE_NAME)
         self._memory = RequestMemory(limits.request_bytes, self._refused)
@@ -225,7 +225,7 @@ class Server:
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_receive_message_length", self._limits.message_bytes),
                 ("grpc.per_message_decompression", 0),  # see compression.py
-                ("grpc.max_send_message_length", -1),  # bounded by Limits.response_bytes
+                ("grpc.max_send_message_length", -1),  # bounded by ServingLimits.response_bytes
                 ("grpc.max_metadata_size", MAX_METADATA_BYTES),
                 ("grpc.max_concurrent_streams", MAX_STREAMS_PER_CONNECTION),
                 *UNSEEN_CALLS,

@@ -5,13 +5,13 @@ from collections.abc import Iterable
 from importlib import metadata
 from typing import Final
 
-from triplane.edge.serving.limits import Limits
+from triplane.edge.serving.limits import ServingLimits
 from triplane.edge.serving.repository import LoadedVersion, Repository
 from triplane.edge.serving.request import Contents, check_address, decode
 from triplane.edge.serving.response import encode
 from triplane.edge.serving.running import CallContext
 from triplane.edge.serving.servable import TensorContract
-from triplane.edge.serving.statistics import CallTiming, DurationTotal, Statistics
+from triplane.edge.serving.statistics import CallDurations, DurationTotal, Statistics
 from triplane.proto import open_inference_pb2 as pb
 from triplane.proto.errors import NotFound
 from triplane.proto.status import code_of
@@ -24,7 +24,7 @@ EXTENSIONS: Final = ("classification", "model_configuration", "parameters", "sta
 class Service:
     """One method per call of the protocol, from message to message."""
 
-    def __init__(self, repository: Repository, limits: Limits) -> None:
+    def __init__(self, repository: Repository, limits: ServingLimits) -> None:
         self._repository = repository
         self._limits = limits
         self.unattributed = Statistics()  # calls that reached no version
@@ -144,7 +144,7 @@ class Service:
             model_name=version.name, model_version=version.version, id=request.id
         )
         encode(response, ran.results, inference.wanted, version.labels, self._limits)
-        timing = CallTiming(
+        timing = CallDurations(
             queue=started - call.arrived_ns + ran.queue_ns,
             decode=decoded - started,
             infer=ran.infer_ns,

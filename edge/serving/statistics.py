@@ -45,7 +45,7 @@ class Histogram:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CallTiming:
+class CallDurations:
     """Where one answered call spent its time, in ns."""
 
     queue: int
@@ -75,7 +75,7 @@ class Statistics:
         self.queue_seconds = Histogram(SECONDS_BUCKETS)
         self.batch_rows = Histogram(ROWS_BUCKETS)
 
-    def answered(self, rows: int, timing: CallTiming, *, now_ms: int) -> None:
+    def answered(self, rows: int, timing: CallDurations, *, now_ms: int) -> None:
         """Record a call that got its answer."""
         with self.lock:
             self.codes["OK"] = self.codes.get("OK", 0) + 1

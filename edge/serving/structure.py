@@ -7,7 +7,7 @@ reading one tag and length per outermost field; the raw contents are never parse
 
 from typing import Final
 
-from triplane.edge.serving.limits import Limits
+from triplane.edge.serving.limits import ServingLimits
 from triplane.proto.errors import InvalidInput
 
 UNCHECKED_BYTES: Final = 64 << 10  # a smaller message parses to 3 MB at most
@@ -16,7 +16,7 @@ MAX_VARINT_BYTES: Final = 10
 VARINT, FIXED64, DELIMITED, FIXED32 = 0, 1, 2, 5  # wire types; groups do not occur
 
 
-def split_raw(data: bytes, limits: Limits) -> tuple[bytes, list[memoryview] | None]:
+def split_raw(data: bytes, limits: ServingLimits) -> tuple[bytes, list[memoryview] | None]:
     """`data` without its raw contents, and those as views of it.
 
     A small message is given back whole, with None. Raises InvalidInput when there are too many

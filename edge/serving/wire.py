@@ -18,7 +18,7 @@ from google.protobuf.message_factory import GetMessageClass
 from triplane.edge.serving.callers import Caller, caller_of
 from triplane.edge.serving.compression import packed_size, unpack
 from triplane.edge.serving.lanes import Behaviour, BoundedExecutor
-from triplane.edge.serving.limits import Limits
+from triplane.edge.serving.limits import ServingLimits
 from triplane.edge.serving.memory import RequestMemory
 from triplane.edge.serving.receiving import REST, Received, Receiving, one
 from triplane.edge.serving.request import Contents
@@ -53,7 +53,7 @@ class Wire:
         turns: Turns,
         seats: Seats,
         memory: RequestMemory,
-        limits: Limits,
+        limits: ServingLimits,
         by_certificate: bool,
     ) -> None:
         self._service = service
@@ -278,7 +278,7 @@ def parse(message_class: type[M], data: bytes) -> M:
     return _parsed(message_class, data)
 
 
-def parse_infer(data: bytes, limits: Limits) -> tuple[pb.ModelInferRequest, Contents | None]:
+def parse_infer(data: bytes, limits: ServingLimits) -> tuple[pb.ModelInferRequest, Contents | None]:
     """Parse an inference request whose structure was bounded first. Raises InvalidInput.
 
     Raw contents of a large request stay where they are, as views of `data`: parsed, each would be

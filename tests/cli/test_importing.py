@@ -12,7 +12,7 @@ from tests.onnx.networks import Writer, language_model, resnet
 
 from triplane.unified_ir import data, import_onnx, load, nn, optim, train
 from triplane.unified_ir.cli import shell
-from triplane.unified_ir.onnx import Initializer, emit, serialize
+from triplane.unified_ir.onnx import EmittedInitializer, emit, serialize
 
 VERBS = {
     name: EntryPoint(name, f"triplane.unified_ir.cli.{module}:command", shell.VERB_GROUP)
@@ -234,7 +234,7 @@ def digit_reader(seed):
     trainer = train.Trainer(net, loss=nn.SoftmaxCrossEntropy(), optimizer=optim.Adam(2e-3))
     trainer.fit((learnt.x[:half], learnt.y[:half]), 8, batch_size=32, progress="none")
     module = trainer.export(["predict"])
-    held = {n: Initializer(t.array) for n, t in module.state.items()}
+    held = {n: EmittedInitializer(t.array) for n, t in module.state.items()}
     return serialize(emit(module.entry("predict"), initializers=held))
 
 

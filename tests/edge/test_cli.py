@@ -6,7 +6,7 @@ from click.testing import CliRunner
 
 from triplane.edge.cli import edge, serve
 from triplane.edge.serving import __main__ as process
-from triplane.edge.serving.limits import Limits
+from triplane.edge.serving.limits import ServingLimits
 from triplane.edge.serving.options import Options
 from triplane.proto.errors import InvalidInput
 
@@ -46,7 +46,7 @@ def test_every_option_reaches_the_process(told):
             tls_client_ca="a",
             json=True,
             log_level="info",
-            limits=Limits(threads=3, message_bytes=5 << 20, rows=9),
+            limits=ServingLimits(threads=3, message_bytes=5 << 20, rows=9),
         )
     ]
 

@@ -9,7 +9,7 @@ from tests.onnx.networks import Writer, resnet
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import import_onnx, nn, optim, train
 from triplane.unified_ir.ir.graph import Role
-from triplane.unified_ir.onnx import Initializer, emit, importer, serialize
+from triplane.unified_ir.onnx import EmittedInitializer, emit, importer, serialize
 
 FROZEN = "layer1.*"
 
@@ -102,7 +102,7 @@ def exported(cell):
     images, labels = data(8)
     made.evaluate((images, labels))
     module = made.export(["predict"])
-    held = {n: Initializer(t.array) for n, t in module.state.items()}
+    held = {n: EmittedInitializer(t.array) for n, t in module.state.items()}
     model = emit(module.entry("predict"), initializers=held)
     for node in model.graph.node:
         if node.op_type == "BatchNormalization":

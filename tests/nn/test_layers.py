@@ -100,7 +100,7 @@ def test_layers_start_within_one_over_root_fan_in():
         (nn.GlorotNormal(), (2 / 500) ** 0.5),
         (nn.Normal(0.3), 0.3),
         (nn.Uniform(0.3), 0.3 / 3**0.5),
-        (nn.Constant(2.0), 0.0),
+        (nn.ConstantInitializer(2.0), 0.0),
     ],
 )
 def test_initializers_have_the_spread_they_state(init, std):

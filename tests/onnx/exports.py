@@ -12,7 +12,7 @@ from triplane.unified_ir import import_onnx, load, nn, trace
 from triplane.unified_ir.autodiff import value_and_grad
 from triplane.unified_ir.convert import convert
 from triplane.unified_ir.engines import engine
-from triplane.unified_ir.onnx import Initializer, emit, serialize
+from triplane.unified_ir.onnx import EmittedInitializer, emit, serialize
 
 AGREES = 1e-4
 """The largest error, relative to the largest number of an output."""
@@ -93,7 +93,7 @@ def session(model):
 def error_of(module, feeds, wanted):
     """The largest relative error over all inputs and outputs, or why there is no answer."""
     try:
-        held = {n: Initializer(t.array) for n, t in module.state.items()}
+        held = {n: EmittedInitializer(t.array) for n, t in module.state.items()}
         run = session(serialize(emit(module.entry("predict"), initializers=held)))
         found = [run.run(None, given) for given in feeds]
     except Exception as error:  # noqa: BLE001 - onnxruntime's own families, and ours

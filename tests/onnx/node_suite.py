@@ -39,7 +39,7 @@ from triplane.unified_ir.ir.dims import is_symbol
 from triplane.unified_ir.ir.parse import parse_function
 from triplane.unified_ir.ir.text import function_text, module_text
 from triplane.unified_ir.ir.types import DTYPES, OptionalType, as_dtype
-from triplane.unified_ir.onnx import Initializer, OnnxTarget, emit, import_onnx, serialize
+from triplane.unified_ir.onnx import EmittedInitializer, OnnxTarget, emit, import_onnx, serialize
 from triplane.unified_ir.onnx.target import NEWEST_OPSET, OLDEST_OPSET
 from triplane.unified_ir.ops.table import TABLE
 
@@ -276,7 +276,7 @@ def check_files(module: Module) -> None:
 
 def check_run(case: Any, module: Module, opset: int, run: Any) -> None:
     """The emitted model gives the expected outputs."""
-    held = {n: Initializer(t.array) for n, t in module.state.items()}
+    held = {n: EmittedInitializer(t.array) for n, t in module.state.items()}
     model = emit(module.entry("predict"), target=OnnxTarget(opset), initializers=held)
     given = serialize(model) if run is on_onnxruntime else model
     for inputs, outputs in arrays_of(case):

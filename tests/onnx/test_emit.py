@@ -16,7 +16,7 @@ from triplane.unified_ir import ops
 from triplane.unified_ir.autodiff import value_and_grad
 from triplane.unified_ir.engines import engine
 from triplane.unified_ir.ir import TensorSpec
-from triplane.unified_ir.onnx import External, Initializer, OnnxTarget, emit, serialize
+from triplane.unified_ir.onnx import EmittedInitializer, External, OnnxTarget, emit, serialize
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.runtime.session import Session
@@ -155,7 +155,13 @@ def test_initializers_are_held_inline_or_point_into_the_weights_file(tmp_path):
     specs = {"w": TensorSpec((2, 3)), "b": TensorSpec((3,)), "x": TensorSpec(("N", 2))}
     f = function(specs, lambda w, b, x: {"y": x @ w + b})
     w, b = np.arange(6, dtype=np.float32).reshape(2, 3), np.ones(3, np.float32)
-    model = emit(f, initializers={"w": Initializer(w, External(64, w.nbytes)), "b": Initializer(b)})
+    model = emit(
+        f,
+        initializers={
+            "w": EmittedInitializer(w, External(64, w.nbytes)),
+            "b": EmittedInitializer(b),
+        },
+    )
     assert [i.name for i in model.graph.input] == ["x"]
     held = {t.name: t for t in model.graph.initializer}
     np.testing.assert_array_equal(numpy_helper.to_array(held["b"]), b)

@@ -10,7 +10,7 @@ from onnx import TensorProto, defs, helper, numpy_helper
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import import_onnx
-from triplane.unified_ir.onnx import Initializer, emit, serialize
+from triplane.unified_ir.onnx import EmittedInitializer, emit, serialize
 from triplane.unified_ir.onnx.lift import LIFTS, REPLACED, VERSIONS
 from triplane.unified_ir.onnx.newer import NEWER
 from triplane.unified_ir.ops.row import MEANING_OPSET
@@ -97,7 +97,7 @@ def test_a_lifted_model_gives_what_the_old_one_does(name):
     model = model_of(opset, op, arrays, attrs, outputs)
     wanted = ort.InferenceSession(model.SerializeToString()).run(None, {"x0": arrays[0]})
     module = import_onnx(model)
-    held = {n: Initializer(t.array) for n, t in module.state.items()}
+    held = {n: EmittedInitializer(t.array) for n, t in module.state.items()}
     made = serialize(emit(module.entry("predict"), initializers=held))
     found = ort.InferenceSession(made).run(None, {"x0": arrays[0]})
     for f, w in zip(found, wanted, strict=True):

@@ -11,7 +11,7 @@ from tests.onnx.networks import Writer
 from tests.support.onnx_models import agree, text_model
 
 from triplane.unified_ir import import_onnx
-from triplane.unified_ir.onnx import Initializer, emit, serialize
+from triplane.unified_ir.onnx import EmittedInitializer, emit, serialize
 
 LIGHT = sorted((Path(onnx.__file__).parent / "backend/test/data/light").glob("light_*.onnx"))
 QUICK = {"light_shufflenet", "light_squeezenet"}
@@ -61,7 +61,7 @@ def test_a_light_model_gives_what_it_gave_with_any_weights(path):
     function = module.entry("predict")
     (image,) = module.inputs("predict")
     x = rng.random(image.type.concrete({})).astype(np.float32)
-    held = {n: Initializer(a) for n, a in arrays.items()}
+    held = {n: EmittedInitializer(a) for n, a in arrays.items()}
     found = run(serialize(emit(function, initializers=held)), x)
     wanted = run(original.SerializeToString(), x)
     assert np.ptp(wanted) > 0, "the weights matter"

@@ -5,7 +5,7 @@ import onnxruntime as ort
 from onnx import parser
 
 from triplane.unified_ir import import_onnx
-from triplane.unified_ir.onnx import Initializer, emit, serialize
+from triplane.unified_ir.onnx import EmittedInitializer, emit, serialize
 
 
 def text_model(body, opset=17, functions=""):
@@ -19,7 +19,7 @@ def original(model, **feeds):
 
 
 def emitted(module, **feeds):
-    held = {n: Initializer(t.array) for n, t in module.state.items()}
+    held = {n: EmittedInitializer(t.array) for n, t in module.state.items()}
     made = serialize(emit(module.entry("predict"), initializers=held))
     return ort.InferenceSession(made).run(None, feeds)
 

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Final
 
 from triplane.proto.errors import NotFound
-from triplane.unified_ir.engines.protocol import Engine, Loop, Program
+from triplane.unified_ir.engines.protocol import Engine, EngineLoop, Program
 
 ENGINES: Final = {
     "onnx": "triplane.unified_ir.engines.onnx:OnnxEngine",
@@ -25,4 +25,4 @@ def engine(name: str) -> Engine:
     return made
 
 
-__all__ = ["ENGINES", "Engine", "Loop", "Program", "engine"]
+__all__ = ["ENGINES", "Engine", "EngineLoop", "Program", "engine"]

@@ -12,7 +12,7 @@ from triplane.unified_ir.ir.graph import Array, Function
 from triplane.unified_ir.ops.values import HostValue
 
 
-class Loop(Protocol):
+class EngineLoop(Protocol):
     """Repeated calls whose state stays in the engine's own buffers."""
 
     def step(self, **batch: Array) -> dict[str, Array]:
@@ -41,7 +41,7 @@ class Program(Protocol):
         """Results for positional arguments in parameter order; see `ops.contents` for both."""
         ...
 
-    def loop(self, state: Mapping[str, Array]) -> Loop:
+    def loop(self, state: Mapping[str, Array]) -> EngineLoop:
         """A loop over the donated parameters, starting at a copy of `state`."""
         ...
 
@@ -94,7 +94,7 @@ class HostLoop:
         self._state = self._copied(state)
 
     def step(self, **batch: Array) -> dict[str, Array]:
-        """See `Loop.step`."""
+        """See `EngineLoop.step`."""
         function = self._program.function
         given: dict[str, Any] = {**self._state, **batch}
         if given.keys() != set(function.param_names):
@@ -106,15 +106,15 @@ class HostLoop:
         return named
 
     def state(self) -> dict[str, Array]:
-        """See `Loop.state`."""
+        """See `EngineLoop.state`."""
         return {k: v.copy() for k, v in self._state.items()}
 
     def view(self) -> Mapping[str, Array]:
-        """See `Loop.view`."""
+        """See `EngineLoop.view`."""
         return self._state
 
     def load(self, state: Mapping[str, Array]) -> None:
-        """See `Loop.load`."""
+        """See `EngineLoop.load`."""
         unknown = sorted(state.keys() - self._state.keys())
         if unknown:
             raise InvalidInput(f"state is {sorted(self._state)}; {unknown} is not")

@@ -35,7 +35,7 @@ from triplane.unified_ir.nn.conv import (
 from triplane.unified_ir.nn.dense import Dense, Embedding, Sequential
 from triplane.unified_ir.nn.imported import Imported
 from triplane.unified_ir.nn.init import (
-    Constant,
+    ConstantInitializer,
     Eye,
     GlorotNormal,
     GlorotUniform,
@@ -119,7 +119,7 @@ __all__ = [
     "Buffer",
     "Cell",
     "CellList",
-    "Constant",
+    "ConstantInitializer",
     "Conv1d",
     "Conv2d",
     "Conv3d",

@@ -56,7 +56,7 @@ def fans(shape: Sequence[int]) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Constant:
+class ConstantInitializer:
     """Every element is `value`."""
 
     value: float = 0.0

@@ -59,7 +59,7 @@ class External:
 
 
 @dataclass(frozen=True, slots=True)
-class Initializer:
+class EmittedInitializer:
     """A parameter that the model holds itself; `external` keeps its bytes out of the graph."""
 
     array: Array
@@ -70,7 +70,7 @@ def emit(
     function: Function,
     *,
     target: OnnxTarget = DEFAULT,
-    initializers: Mapping[str, Initializer] | None = None,
+    initializers: Mapping[str, EmittedInitializer] | None = None,
 ) -> ModelProto:
     """The function as a model; parameters named in `initializers` become part of it.
 
@@ -84,7 +84,7 @@ def emit_typed(
     function: Function,
     *,
     target: OnnxTarget = DEFAULT,
-    initializers: Mapping[str, Initializer] | None = None,
+    initializers: Mapping[str, EmittedInitializer] | None = None,
 ) -> tuple[ModelProto, dict[str, TensorType]]:
     """As `emit`; with the type of each ONNX value that stands for a value of the function."""
     if not function.results:
@@ -144,7 +144,7 @@ class _Emitter(EmissionContext):
         self,
         target: OnnxTarget,
         function: Function,
-        held: Mapping[str, Initializer],
+        held: Mapping[str, EmittedInitializer],
         parent: _Emitter | None = None,
     ) -> None:
         self._target = target
@@ -485,7 +485,7 @@ class _Located(_Emitter):
         self,
         target: OnnxTarget,
         function: Function,
-        held: Mapping[str, Initializer],
+        held: Mapping[str, EmittedInitializer],
         parent: _Located | None = None,
     ) -> None:
         super().__init__(target, function, held, parent)
@@ -572,7 +572,7 @@ def _info(name: str, t: TensorType) -> ValueInfoProto:
     return info
 
 
-def _held_tensor(param: Value, held: Initializer) -> TensorProto:
+def _held_tensor(param: Value, held: EmittedInitializer) -> TensorProto:
     if held.external is None:
         return numpy_helper.from_array(np.asarray(held.array, order="C"), param.name)
     tensor = TensorProto(

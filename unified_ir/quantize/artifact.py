@@ -9,7 +9,7 @@ from typing import Final
 from onnx import ModelProto, load_from_string
 
 from triplane.unified_ir.ir.graph import Array
-from triplane.unified_ir.onnx import External, Initializer, OnnxTarget, emit, serialize
+from triplane.unified_ir.onnx import EmittedInitializer, External, OnnxTarget, emit, serialize
 from triplane.unified_ir.passes.frozen import Frozen
 from triplane.unified_ir.runtime import DEFAULT_OPTIONS, Session, SessionOptions, weight_offsets
 
@@ -63,7 +63,7 @@ def _emitted(frozen: Frozen, weights: Mapping[str, Array], target: OnnxTarget) -
     """The graph with `weights` beside it; other arrays of the function are not read by it."""
     offsets = weight_offsets(weights) if weights else {}
     held = {
-        name: Initializer(array, External(*offsets[name]) if name in offsets else None)
+        name: EmittedInitializer(array, External(*offsets[name]) if name in offsets else None)
         for name, array in frozen.weights.items()
     }
     return emit(frozen.function, target=target, initializers=held)

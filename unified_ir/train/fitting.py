@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.engines import Loop, Program
+from triplane.unified_ir.engines import EngineLoop, Program
 from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.optim import STEP
 from triplane.unified_ir.train import identity, step
@@ -64,7 +64,7 @@ class Fit:
         self.accumulates = trainer.accumulate > 1
         state = trainer.state()
         self.anchor = {k: state[k] for k in trainer.state_names(program.function)}
-        self.loop: Loop = program.loop(self.anchor)
+        self.loop: EngineLoop = program.loop(self.anchor)
 
         self._identity: dict[str, str] | None = None
 

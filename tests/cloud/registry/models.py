@@ -8,7 +8,7 @@ import sys
 import numpy as np
 from tests.quantize import nets
 
-from triplane.cloud.registry import Conversions, Limits, Push, Registry
+from triplane.cloud.registry import ConversionLimits, Conversions, Push, Registry
 from triplane.cloud.registry.conversions import COMMAND
 from triplane.proto.transfer import BlobFolder
 
@@ -52,7 +52,7 @@ def asked(blob, model="digits", **fields):
 async def registry_of(database, tmp_path, *, command=COMMAND, **limits):
     """A started registry with blobs in `tmp_path`."""
     blobs = BlobFolder(tmp_path / "blobs")
-    conversions = Conversions(tmp_path / "work", Limits(**limits), command)
+    conversions = Conversions(tmp_path / "work", ConversionLimits(**limits), command)
     registry = Registry(database, blobs, conversions)
     await registry.start()
     try:

@@ -14,7 +14,7 @@ import pytest
 import tritonclient.grpc as triton
 from onnx import TensorProto, helper, numpy_helper
 
-from triplane.edge.serving.limits import Limits
+from triplane.edge.serving.limits import ServingLimits
 from triplane.edge.serving.repository import Plan, Repository
 from triplane.edge.serving.running import CallContext
 from triplane.edge.serving.server import Server
@@ -112,7 +112,7 @@ def serve() -> Iterator[Callable[..., Server]]:
     servers = []
 
     def start(
-        *servables: Any, limits: Limits | None = None, plan: Plan | None = None, **kw: Any
+        *servables: Any, limits: ServingLimits | None = None, plan: Plan | None = None, **kw: Any
     ) -> Server:
         repository = Repository(plan)
         for servable in servables:

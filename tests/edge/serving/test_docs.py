@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from triplane.edge.serving.limits import Limits
+from triplane.edge.serving.limits import ServingLimits
 from triplane.edge.serving.metrics import CALLS, GAUGES, HISTOGRAMS, LANE_CALLS
 from triplane.edge.serving.wire import METHODS
 
@@ -25,9 +25,11 @@ def test_the_page_lists_every_limit_with_its_default():
         name: number(value)
         for names, values in rows
         for name, value in zip(re.findall(r"\w+", names), values.split(", "), strict=False)
-        if name in {field.name for field in fields(Limits)}
+        if name in {field.name for field in fields(ServingLimits)}
     }
-    assert listed == {field.name: getattr(Limits(), field.name) for field in fields(Limits)}
+    assert listed == {
+        field.name: getattr(ServingLimits(), field.name) for field in fields(ServingLimits)
+    }
 
 
 @pytest.mark.parametrize("method", [method.name for method in METHODS])

@@ -8,7 +8,7 @@ from triplane.edge import serving
 
 def test_the_public_names_are_these_and_all_of_them_load():
     assert serving.__all__ == [
-        "Limits",
+        "ServingLimits",
         "Options",
         "Repository",
         "Servable",

@@ -8,7 +8,7 @@ import pytest
 from tests.attacks.http2 import INFER, PREFACE, connections, message_start
 
 from triplane.edge.serving import receiving
-from triplane.edge.serving.limits import Limits
+from triplane.edge.serving.limits import ServingLimits
 from triplane.edge.serving.memory import SMALL_BYTES, RequestMemory
 from triplane.edge.serving.wire import WIRE_NAME
 from triplane.proto import open_inference_pb2 as pb
@@ -64,7 +64,7 @@ def call(serve, kit):
 
     def start(**limits):
         gated = kit.Gated(kit.linear(name="gated"))
-        server = serve(gated, kit.linear(), limits=Limits(rows=ROWS, **limits))
+        server = serve(gated, kit.linear(), limits=ServingLimits(rows=ROWS, **limits))
         channel = grpc.insecure_channel(
             f"127.0.0.1:{server.port}", options=[("grpc.use_local_subchannel_pool", 1)]
         )

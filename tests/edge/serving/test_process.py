@@ -22,7 +22,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from triplane.edge.serving.__main__ import options_from, parse
 from triplane.edge.serving.bundles import open_bundle
-from triplane.edge.serving.limits import Limits
+from triplane.edge.serving.limits import ServingLimits
 from triplane.edge.serving.options import Options
 from triplane.edge.serving.wire import WIRE_NAME
 from triplane.proto.errors import Corrupt, InvalidInput, Unavailable
@@ -418,4 +418,4 @@ def test_bad_options_are_refused_by_name(argv, message):
 
 def test_options_take_limits_as_text_and_keep_the_other_defaults():
     options = options_from({"bundles": ["a"], "limits": {"rows": "7"}})
-    assert options == Options(bundles=("a",), limits=Limits(rows=7))
+    assert options == Options(bundles=("a",), limits=ServingLimits(rows=7))

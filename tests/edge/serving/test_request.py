@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
-from triplane.edge.serving.limits import Limits
+from triplane.edge.serving.limits import ServingLimits
 from triplane.edge.serving.request import check_address, decode
 from triplane.edge.serving.servable import contract_of
 from triplane.proto import open_inference_pb2 as pb
@@ -18,7 +18,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.proto.status import Unimplemented
 from triplane.unified_ir.runtime.session import Session
 
-LIMITS = Limits()
+LIMITS = ServingLimits()
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from triplane.edge.serving.datatypes import datatype_of
-from triplane.edge.serving.limits import Limits
+from triplane.edge.serving.limits import ServingLimits
 from triplane.edge.serving.response import encode, top_classes
 from triplane.edge.serving.servable import TensorContract, Wanted
 from triplane.proto import open_inference_pb2 as pb
@@ -47,26 +47,26 @@ def test_the_least_integer_is_the_worst_class():
 
 def test_k_beyond_the_classes_gives_all_classes():
     response = pb.ModelInferResponse()
-    encode(response, {"y": np.zeros((2, 3), np.float32)}, [Wanted(Y, 9)], {}, Limits())
+    encode(response, {"y": np.zeros((2, 3), np.float32)}, [Wanted(Y, 9)], {}, ServingLimits())
     assert [*response.outputs[0].shape] == [2, 3]
     assert response.outputs[0].datatype == "BYTES"
 
 
 def test_an_output_of_one_dimension_is_one_row_of_classes():
     response = pb.ModelInferResponse()
-    encode(response, {"y": np.zeros(5, np.float32)}, [Wanted(Y, 2)], {}, Limits())
+    encode(response, {"y": np.zeros(5, np.float32)}, [Wanted(Y, 2)], {}, ServingLimits())
     assert [*response.outputs[0].shape] == [2]
 
 
 def test_an_output_without_rows_has_no_classes():
     response = pb.ModelInferResponse()
-    encode(response, {"y": np.zeros((0, 3), np.float32)}, [Wanted(Y, 2)], {}, Limits())
+    encode(response, {"y": np.zeros((0, 3), np.float32)}, [Wanted(Y, 2)], {}, ServingLimits())
     assert response.outputs[0].shape[0] == 0
     assert [*response.raw_output_contents] == [b""]
 
 
 def test_too_many_classification_entries_are_refused():
-    limits = Limits(classification_entries=5)
+    limits = ServingLimits(classification_entries=5)
     with pytest.raises(InvalidInput, match="2 rows by 3 classes; 5 entries"):
         encode(pb.ModelInferResponse(), {"y": np.zeros((2, 3))}, [Wanted(Y, 3)], {}, limits)
 
@@ -74,13 +74,13 @@ def test_too_many_classification_entries_are_refused():
 def test_an_answer_beyond_the_limit_is_refused_before_it_is_copied():
     huge = np.broadcast_to(np.float32(0), (1 << 20, 1 << 20))  # 4 TiB of one repeated value
     with pytest.raises(InvalidInput, match="send fewer rows"):
-        encode(pb.ModelInferResponse(), {"y": huge}, [Wanted(Y)], {}, Limits())
+        encode(pb.ModelInferResponse(), {"y": huge}, [Wanted(Y)], {}, ServingLimits())
 
 
 def test_an_array_in_another_memory_order_leaves_in_row_major_order():
     response = pb.ModelInferResponse()
     array = np.asfortranarray(np.arange(6, dtype=np.float32).reshape(2, 3))
-    encode(response, {"y": array}, [Wanted(Y)], {}, Limits())
+    encode(response, {"y": array}, [Wanted(Y)], {}, ServingLimits())
     assert np.frombuffer(response.raw_output_contents[0], "<f4").tolist() == [0, 1, 2, 3, 4, 5]
 
 

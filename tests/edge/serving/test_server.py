@@ -20,7 +20,7 @@ from cryptography.x509.oid import NameOID
 from tests.runtime import graphs as runtime_graphs
 
 from triplane.edge.serving import server as server_module
-from triplane.edge.serving.limits import Limits
+from triplane.edge.serving.limits import ServingLimits
 from triplane.edge.serving.server import Server, Tls
 from triplane.edge.serving.wire import WIRE_NAME
 from triplane.proto import open_inference_pb2 as pb
@@ -57,7 +57,7 @@ def channel():
 
 def test_a_full_queue_refuses_with_unavailable_while_health_still_answers(serve, connect, kit):
     gated = kit.Gated(kit.linear())
-    server = serve(gated, limits=Limits(threads=2, queued_calls=1))
+    server = serve(gated, limits=ServingLimits(threads=2, queued_calls=1))
     client = connect(server)
     answers: queue.Queue[Any] = queue.Queue()
     for _ in range(2):
@@ -79,7 +79,7 @@ def test_a_full_queue_refuses_with_unavailable_while_health_still_answers(serve,
 
 def test_a_call_that_outlives_its_deadline_in_the_queue_is_never_run(serve, connect, kit):
     gated = kit.Gated(kit.linear())
-    client = connect(serve(gated, limits=Limits(threads=1)))
+    client = connect(serve(gated, limits=ServingLimits(threads=1)))
     answers: queue.Queue[Any] = queue.Queue()
     client.async_infer("linear", [kit.tensor("x", X)], lambda **kw: answers.put(kw))
     gated.wait_for_runs(1)
@@ -102,7 +102,7 @@ def test_the_timeout_parameter_is_a_deadline_in_microseconds(serve, connect, kit
 
 def test_a_run_without_end_is_stopped_when_nobody_waits_for_it_any_more(serve, connect, kit):
     counting = kit.SessionServable(Session(runtime_graphs.counting()), name="counting")
-    server = serve(counting, limits=Limits(threads=1))
+    server = serve(counting, limits=ServingLimits(threads=1))
     client, x = connect(server), np.zeros(1, np.float32)
 
     def count(trips, **kw):
@@ -119,7 +119,7 @@ def test_a_run_without_end_is_stopped_when_nobody_waits_for_it_any_more(serve, c
 def test_streams_beyond_the_limit_are_refused_and_idle_ones_do_not_block_inference(
     serve, connect, kit
 ):
-    server = serve(kit.linear(), limits=Limits(threads=1, streams=2))
+    server = serve(kit.linear(), limits=ServingLimits(threads=1, streams=2))
     streams, answers = [connect(server) for _ in range(3)], queue.Queue[Any]()
     for client in streams[:2]:
         client.start_stream(lambda result, error: answers.put(error or result))
@@ -134,7 +134,7 @@ def test_streams_beyond_the_limit_are_refused_and_idle_ones_do_not_block_inferen
 
 @pytest.mark.slow
 def test_a_sender_that_stalls_is_told_so_and_frees_its_thread(serve, channel, connect, kit):
-    server = serve(kit.linear(), limits=Limits(threads=1, receive_s=1))
+    server = serve(kit.linear(), limits=ServingLimits(threads=1, receive_s=1))
     stalled = threading.Event()
 
     def nothing():
@@ -178,7 +178,7 @@ def unread_and_refusal(channel, client, kit):
 
 
 def test_answers_that_nobody_takes_are_bounded_in_bytes(serve, channel, connect, kit):
-    server = serve(kit.linear(weights=WIDE), limits=Limits(unsent_bytes=2_000_000))
+    server = serve(kit.linear(weights=WIDE), limits=ServingLimits(unsent_bytes=2_000_000))
     client = connect(server)
     call, refusal = unread_and_refusal(channel(server, **SMALL_WINDOW), client, kit)
     assert "1200032 bytes of answers wait to be taken, 2000000 at most" in refusal
@@ -189,7 +189,7 @@ def test_answers_that_nobody_takes_are_bounded_in_bytes(serve, channel, connect,
 
 @pytest.mark.slow
 def test_an_answer_that_nobody_takes_is_given_up(serve, channel, connect, kit):
-    server = serve(kit.linear(weights=WIDE), limits=Limits(unsent_bytes=2_000_000, call_s=1))
+    server = serve(kit.linear(weights=WIDE), limits=ServingLimits(unsent_bytes=2_000_000, call_s=1))
     client = connect(server)
     call, _ = unread_and_refusal(channel(server, **SMALL_WINDOW), client, kit)
     while refusal_of(client, kit):
@@ -222,14 +222,14 @@ def test_bytes_that_are_no_message_are_the_callers_error(serve, channel, kit, me
 
 
 def test_a_message_beyond_the_limit_is_refused_before_it_is_read(serve, channel, kit):
-    server = serve(kit.linear(), limits=Limits(message_bytes=1 << 20))
+    server = serve(kit.linear(), limits=ServingLimits(message_bytes=1 << 20))
     call = channel(server).unary_unary(f"/{WIRE_NAME}/ModelInfer")
     assert status_of(lambda: call(bytes(2 << 20))) == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 @pytest.mark.slow
 def test_a_compressed_message_is_bounded_by_what_it_unpacks_to(serve, channel, kit):
-    server = serve(kit.linear(), limits=Limits(message_bytes=1 << 20))
+    server = serve(kit.linear(), limits=ServingLimits(message_bytes=1 << 20))
     call = channel(server).unary_unary(f"/{WIRE_NAME}/ModelInfer")
     bomb = bytes(64 << 20)  # 64 KiB when compressed
     for packed in (grpc.Compression.Gzip, grpc.Compression.Deflate):
@@ -342,7 +342,7 @@ def test_a_taken_port_is_unavailable_and_leaves_nothing_running(serve, kit):
 
 def test_a_limit_below_one_is_refused():
     with pytest.raises(InvalidInput, match="limit rank is 0; 1 at least"):
-        Limits(rank=0)
+        ServingLimits(rank=0)
 
 
 def authority() -> tuple[Any, Any]:
@@ -524,7 +524,7 @@ class Relay:
 def test_a_stream_whose_caller_is_gone_without_a_word_is_ended(serve, kit, monkeypatch):
     monkeypatch.setattr(server_module, "ALIVE_EVERY_MS", 300)
     monkeypatch.setattr(server_module, "ALIVE_WITHIN_MS", 300)
-    server = serve(kit.linear(), limits=Limits(streams=1))
+    server = serve(kit.linear(), limits=ServingLimits(streams=1))
     relay, answers = Relay(server.port), queue.Queue[Any]()
     with triton.InferenceServerClient(f"127.0.0.1:{relay.port}") as client:
         try:

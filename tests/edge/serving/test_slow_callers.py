@@ -26,11 +26,11 @@ from tests.attacks.http2 import (
 )
 
 from triplane.edge.serving import server as server_module
-from triplane.edge.serving.limits import Limits
+from triplane.edge.serving.limits import ServingLimits
 from triplane.proto import open_inference_pb2 as pb
 
 X = np.ones((1, 4), np.float32)
-PATIENT = Limits(receive_s=3600)  # so that no clock frees what a slow caller holds
+PATIENT = ServingLimits(receive_s=3600)  # so that no clock frees what a slow caller holds
 WAIT_S = 60
 MIB = 1 << 20
 
@@ -131,7 +131,7 @@ def hold(connection, n_bytes, ended):
 
 @pytest.mark.slow
 def test_requests_that_are_still_arriving_are_bounded_in_bytes(serve, connect, kit):
-    limits = Limits(receive_s=3600, message_bytes=4 * MIB, request_bytes=16 * MIB)
+    limits = ServingLimits(receive_s=3600, message_bytes=4 * MIB, request_bytes=16 * MIB)
     server = serve(kit.linear(), limits=limits)
     client, ended = connect(server), queue.Queue[bytes]()
     with connections(server.port, 12) as large:
@@ -149,7 +149,7 @@ def test_requests_that_are_still_arriving_are_bounded_in_bytes(serve, connect, k
 
 def test_a_request_that_finds_no_room_is_refused_while_small_ones_go_on(serve, connect, kit):
     gated = kit.Gated(kit.linear())
-    limits = Limits(request_bytes=2 * MIB, rows=1 << 20)
+    limits = ServingLimits(request_bytes=2 * MIB, rows=1 << 20)
     server = serve(gated, kit.linear(name="other"), limits=limits)
     client, answers = connect(server), queue.Queue[Any]()
     wide = kit.tensor("x", np.ones((100_000, 4), np.float32))  # 1.6 MB
@@ -167,7 +167,7 @@ def test_a_request_that_finds_no_room_is_refused_while_small_ones_go_on(serve, c
 @pytest.mark.slow
 def test_compressed_requests_count_with_what_they_unpack_to(serve, connect, kit):
     gated = kit.Gated(kit.linear())
-    limits = Limits(request_bytes=2 * MIB, rows=1 << 20)
+    limits = ServingLimits(request_bytes=2 * MIB, rows=1 << 20)
     server = serve(gated, kit.linear(name="other"), limits=limits)
     client, answers = connect(server), queue.Queue[Any]()
     wide = kit.tensor("x", np.zeros((100_000, 4), np.float32))  # 1.6 MB, packed a few KB
@@ -183,7 +183,7 @@ def test_compressed_requests_count_with_what_they_unpack_to(serve, connect, kit)
 
 
 def test_a_call_whose_request_never_comes_gives_way_with_a_status_that_says_so(serve, kit):
-    server = serve(kit.linear(), limits=Limits(receive_s=3600, receiving=1))
+    server = serve(kit.linear(), limits=ServingLimits(receive_s=3600, receiving=1))
     with connections(server.port, 2) as slow:
         first = slow[0].begin()
         while not server._receiving._waiting:  # the oldest gives way: this one came first
@@ -196,7 +196,7 @@ def test_a_call_whose_request_never_comes_gives_way_with_a_status_that_says_so(s
 
 def test_a_full_queue_takes_the_call_of_another_caller(serve, connect, kit):
     gated = kit.Gated(kit.linear())
-    server = serve(gated, limits=Limits(threads=1, queued_calls=3))
+    server = serve(gated, limits=ServingLimits(threads=1, queued_calls=3))
     client, answers = connect(server), queue.Queue[Any]()
     tensors = [kit.tensor("x", X)]
     for runs in (1, None, None, None):
@@ -216,7 +216,7 @@ def test_a_full_queue_takes_the_call_of_another_caller(serve, connect, kit):
 
 
 def test_a_full_house_of_resting_streams_gives_a_seat_to_another_caller(serve, connect, kit):
-    server = serve(kit.linear(), limits=Limits(streams=2))
+    server = serve(kit.linear(), limits=ServingLimits(streams=2))
     clients, answers = [connect(server) for _ in range(2)], queue.Queue[Any]()
     for client in clients:
         client.start_stream(lambda result, error: answers.put(error or result))

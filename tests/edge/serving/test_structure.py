@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triplane.edge.serving.limits import Limits
+from triplane.edge.serving.limits import ServingLimits
 from triplane.edge.serving.structure import UNCHECKED_BYTES, split_raw
 from triplane.edge.serving.wire import parse, parse_infer
 from triplane.proto import open_inference_pb2 as pb
 from triplane.proto.errors import InvalidInput
 
-LIMITS = Limits()
+LIMITS = ServingLimits()
 MIB = 1 << 20
 MOST_CALLS = 10_000
 """Of Python's functions, begun and ended: a look at each of a few hundred fields. The bombs have
@@ -80,7 +80,7 @@ def test_typed_contents_pass_up_to_their_bound():
 
 def test_a_message_beyond_its_bound_is_refused():
     with pytest.raises(InvalidInput, match="101 bytes; 100 at most"):
-        parse_infer(bytes(101), Limits(message_bytes=100))
+        parse_infer(bytes(101), ServingLimits(message_bytes=100))
     with pytest.raises(InvalidInput, match="65537 bytes"):
         parse(pb.ModelReadyRequest, bytes((64 << 10) + 1))
 
