@@ -8,11 +8,11 @@ from triplane.edge import serving
 
 def test_the_public_names_are_these_and_all_of_them_load():
     assert serving.__all__ == [
-        "ServingLimits",
         "Options",
         "Repository",
         "Servable",
         "Server",
+        "ServingLimits",
         "open_bundle",
     ]
     for name in serving.__all__:
