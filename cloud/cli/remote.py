@@ -20,7 +20,7 @@ from triplane.proto.transfer_pb2_grpc import TransferStub
 
 
 class Remote:
-    """See `triplane.cloud.trust.signing.Cloud`. files: where downloads are kept."""
+    """See `triplane.cloud.trust.signing.ReleaseSource`. files: where downloads are kept."""
 
     def __init__(self, cloud: Calls, files: BlobFolder) -> None:
         self._cloud, self._files = cloud, files

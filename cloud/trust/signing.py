@@ -49,7 +49,7 @@ Progress = Callable[[str], None]
 
 
 class Metadatas(Protocol):
-    """The metadata service as a signer uses it; `Repository` is one."""
+    """The metadata service as a signer uses it; `MetadataRepository` is one."""
 
     def get(self, name: str, /) -> bytes:
         """One published file."""

@@ -1,7 +1,7 @@
 """`python -m triplane.edge.serving OPTIONS`: the serving process; OPTIONS is one JSON object.
 
-Its keys are the fields of `Options`; `limits` is an object of `ServingLimits` fields. An omitted key
-has its default. People use `triplane edge serve`, which fills the same value and calls `main`.
+Its keys are the fields of `Options`; `limits` is an object of `ServingLimits` fields. An omitted
+key has its default. People use `triplane edge serve`, which fills the same value and calls `main`.
 """
 
 import json
