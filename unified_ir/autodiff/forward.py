@@ -41,16 +41,16 @@ def pushforward(
         for i, zero in zip(floats, at_zero, strict=True):
             array = None if outer.arrays is None else outer.arrays[zero.value]
             us[i] = inner.param(f"u{i}", zero.type, array)
-        found = pull(us)
-        reached = {f"d{k}": d for k, d in enumerate(found) if d is not None}
+        pulled = pull(us)
+        reached = {f"d{k}": d for k, d in enumerate(pulled) if d is not None}
     transposed = inner.finish(reached)
-    numbers = [k for k, d in enumerate(found) if d is not None]
+    numbers = [k for k, d in enumerate(pulled) if d is not None]
     _, push_back = record_vjp(transposed, [*at_zero, *inner.captured], range(len(floats)))
 
     def push(tangents: Sequence[Tensor]) -> list[Tensor | None]:
-        made: list[Tensor | None] = [None] * len(outputs)
+        pushed: list[Tensor | None] = [None] * len(outputs)
         for i, t in zip(floats, push_back([tangents[k] for k in numbers]), strict=True):
-            made[i] = t
-        return made
+            pushed[i] = t
+        return pushed
 
     return outputs, push

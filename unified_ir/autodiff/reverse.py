@@ -45,35 +45,35 @@ def record_vjp(
         steps.append((node, pullback))
 
     def pull(gs: Cotangents) -> list[Tensor | None]:
-        found: dict[Value, Tensor] = {}
+        cotangents: dict[Value, Tensor] = {}
         for value, g in zip(function.results, gs, strict=True):
-            _accumulate(found, value, g)
+            _accumulate(cotangents, value, g)
         for node, pullback in reversed(steps):
-            _pull_node(recorder(), node, pullback, found, active)
-        return [found.get(function.params[i]) for i in wanted]
+            _pull_node(recorder(), node, pullback, cotangents, active)
+        return [cotangents.get(function.params[i]) for i in wanted]
 
     return replay.results(), pull
 
 
-def _accumulate(found: dict[Value, Tensor], value: Value, g: Tensor | None) -> None:
+def _accumulate(cotangents: dict[Value, Tensor], value: Value, g: Tensor | None) -> None:
     if g is not None:
-        found[value] = added(found[value], g) if value in found else g
+        cotangents[value] = added(cotangents[value], g) if value in cotangents else g
 
 
 def _pull_node(
     build: Recorder,
     node: Node,
     pullback: Pullback,
-    found: dict[Value, Tensor],
+    cotangents: dict[Value, Tensor],
     active: set[Value],
 ) -> None:
-    gs = [found.pop(v, None) for v in node.outputs]
+    gs = [cotangents.pop(v, None) for v in node.outputs]
     if all(g is None for g in gs):
         return
     with build.at(Meta(node.meta.location, f"grad.{node.meta.scope}".rstrip("."))):
         for value, g in zip(node.inputs, pullback(gs), strict=False):
             if value is not None and value in active:
-                _accumulate(found, value, g)
+                _accumulate(cotangents, value, g)
 
 
 def _record_node(replay: Replay, node: Node) -> tuple[Sequence[Tensor], Pullback]:
@@ -135,18 +135,18 @@ def _record_body(
     return outputs, pull
 
 
-def _vjp_of(function: Function, wanted: Sequence[int], given: Sequence[int]) -> Function:
+def _vjp_of(function: Function, wanted: Sequence[int], present: Sequence[int]) -> Function:
     """The pullback as a function of all parameters and the given results' cotangents."""
     build = Build(recorder().table, f"{function.name}.vjp")
     with build:
         params = [build.param(f"p{i}", p.type) for i, p in enumerate(function.params)]
         gs: list[Tensor | None] = [None] * len(function.results)
-        for i in given:
+        for i in present:
             gs[i] = build.param(f"g{i}", function.results[i].type)
         _, pull = record_vjp(function, params, wanted)
-        found = pull(gs)
+        cotangents = pull(gs)
         results = {
             f"d{i}": zeros(params[i].shape, params[i].dtype) if d is None else d
-            for i, d in zip(wanted, found, strict=True)
+            for i, d in zip(wanted, cotangents, strict=True)
         }
     return build.finish(results)

@@ -48,9 +48,9 @@ def value_and_grad(
         results, pull = record_vjp(function, params, [function.param_index(n) for n in names])
         index = function.result_names.index(target)
         one = build.constant(np.ones((), results[index].dtype.numpy))
-        found = pull([one if i == index else None for i in range(len(results))])
+        gradients = pull([one if i == index else None for i in range(len(results))])
         named = dict(zip(function.result_names, results, strict=True))
-        named |= _named_grads(names, found, params, function)
+        named |= _named_grads(names, gradients, params, function)
     return clean(build.finish(named))
 
 
@@ -119,13 +119,13 @@ def _wanted(function: Function, wrt: Sequence[str] | None) -> list[str]:
 
 def _named_grads(
     names: Sequence[str],
-    found: Sequence[Tensor | None],
+    gradients: Sequence[Tensor | None],
     params: Sequence[Tensor],
     function: Function,
 ) -> dict[str, Tensor]:
     grads = {}
     taken = frozenset(function.result_names)
-    for name, g in zip(names, found, strict=True):
+    for name, g in zip(names, gradients, strict=True):
         if GRAD + name in taken:
             raise InvalidInput(
                 f"{GRAD + name!r} is a result of {function.name!r} already; rename it, so that the "

@@ -43,8 +43,8 @@ def vectorize(
         opened = {name for node in function.nodes for name in introduced(node)}
         if any(opened & r.type.symbols for r in function.results):
             raise
-        made = _by_scan(partial(inline, function), args, batched)
-        return made, [True] * len(made)
+        results = _by_scan(partial(inline, function), args, batched)
+        return results, [True] * len(results)
 
 
 def _by_node(
@@ -74,10 +74,10 @@ class _BatchedReplay(Replay):
         if not any(self.batched.get(v, False) for v in node.inputs if v is not None):
             return super().run(node)
         with self.build.at(node.meta):
-            made = tuple(self._batched(node))
-        self.define(node, made)
+            outputs = tuple(self._batched(node))
+        self.define(node, outputs)
         self.batched.update(dict.fromkeys(node.outputs, True))
-        return made
+        return outputs
 
     def _batched(self, node: Node) -> Sequence[Tensor]:
         row = self.build.table[node.op.domain, node.op.name]
@@ -113,8 +113,8 @@ class _BatchedReplay(Replay):
         known = [None if x is None else self.build.known(x) for x in call.inputs]
         body = body_function(self.build.table, call.row, types, call.attrs, len(call.types), known)
         present = [(x, b) for x, b in zip(call.inputs, call.batched, strict=True) if x is not None]
-        made, flags = _by_node(body, [x for x, _ in present], [b for _, b in present], self.size)
-        return [y if b else with_axis(y, self.size) for y, b in zip(made, flags, strict=True)]
+        outputs, flags = _by_node(body, [x for x, _ in present], [b for _, b in present], self.size)
+        return [y if b else with_axis(y, self.size) for y, b in zip(outputs, flags, strict=True)]
 
     def _scanned(self, call: BatchedCall, node: Node) -> list[Tensor]:
         if introduced(node) or not all(map(is_plain, call.types)):
@@ -170,11 +170,11 @@ def _region(
     flags: list[bool] = []
 
     def record(params: list[Tensor]) -> list[Tensor]:
-        made, found = _by_node(function, params, batched, size)
-        flags.extend(f or w for f, w in zip(found, wanted, strict=True))
+        results, batched_results = _by_node(function, params, batched, size)
+        flags.extend(f or w for f, w in zip(batched_results, wanted, strict=True))
         return [
             with_axis(y, size) if w and not f else y
-            for y, f, w in zip(made, found, wanted, strict=True)
+            for y, f, w in zip(results, batched_results, wanted, strict=True)
         ]
 
     build, results = region(function.name, types, record)

@@ -89,8 +89,8 @@ def _passes(node: Node, alive: Sequence[int], known: Mapping[Value, Node]) -> bo
     """
     if not TABLE[node.op.domain, node.op.name].differentiable:
         return False
-    given = list(dict.fromkeys(v for v in node.inputs if v is not None))
-    params = {v: Value(v.type, f"p{i}") for i, v in enumerate(given) if v not in known}
+    operands = list(dict.fromkeys(v for v in node.inputs if v is not None))
+    params = {v: Value(v.type, f"p{i}") for i, v in enumerate(operands) if v not in known}
     inputs = tuple(None if v is None else params.get(v, v) for v in node.inputs)
     again = replace(node, inputs=inputs)
     single = Function(
@@ -98,7 +98,7 @@ def _passes(node: Node, alive: Sequence[int], known: Mapping[Value, Node]) -> bo
         tuple(params.values()),
         node.outputs,
         tuple(f"y{i}" for i in range(len(node.outputs))),
-        (*dict.fromkeys(known[v] for v in given if v in known), again),
+        (*dict.fromkeys(known[v] for v in operands if v in known), again),
     )
     wanted = sorted({list(params).index(v) for i in alive if (v := node.inputs[i]) is not None})
     build = Build(TABLE, "passes")

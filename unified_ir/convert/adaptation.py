@@ -59,6 +59,6 @@ def adapt_graph(module: Module, weights: Collection[str], target: OnnxTarget) ->
             else build.param(p.name, p.type)
             for p in function.params
         ]
-        found = dict(zip(function.result_names, inline(function, params), strict=True))
-    kept = {name: tensor for name, tensor in found.items() if name in {*changed, LOSS}}
+        results = dict(zip(function.result_names, inline(function, params), strict=True))
+    kept = {name: tensor for name, tensor in results.items() if name in {*changed, LOSS}}
     return serialize(emit(clean(build.finish(kept)), target=target))

@@ -295,15 +295,15 @@ def _converted(job: _Conversion, int8: _Int8 | None) -> Converted:
 
 
 def _bundle(job: _Conversion, forms: _Forms, answers: _Answers, report: Report) -> BundleSpec:
-    made = forms.shipped.artifact
+    form = forms.shipped.artifact
     return BundleSpec(
         description=answers.description,
-        model=made.model,
-        weights=made.weights,
+        model=form.model,
+        weights=form.weights,
         golden_inputs=answers.inputs,
         golden_outputs=answers.outputs,
         report=report.record(),
-        adapt=adapt_graph(job.module, made.weights, job.row.onnx) if job.steps else None,
+        adapt=adapt_graph(job.module, form.weights, job.row.onnx) if job.steps else None,
     )
 
 
@@ -369,8 +369,8 @@ def _samples(calibration: Given | None, frozen: Frozen) -> dict[str, Array]:
 
 
 def _form(frozen: Frozen, target: OnnxTarget) -> _Form:
-    made = artifact(frozen, target)
-    return _Form(frozen, made, made.session())
+    packed = artifact(frozen, target)
+    return _Form(frozen, packed, packed.session())
 
 
 def _quantized(frozen: Frozen, row: Target, scheme: Scheme, samples: Samples) -> _Int8:
@@ -383,21 +383,21 @@ def _quantized(frozen: Frozen, row: Target, scheme: Scheme, samples: Samples) ->
         )
     seen = observe(frozen, sites.roots, samples)
     ranges = site_ranges(sites, seen)
-    made = insert(frozen, sites, ranges, scheme)
+    inserted = insert(frozen, sites, ranges, scheme)
     products = [node for node in product_nodes(frozen.function) if node in sites.integer]
     watched = [node.outputs[0] for node in products]
     few = first(frozen, samples, NOISE_SAMPLES)
     levels = noise(frozen, sites, ranges, scheme, watched, few, target=row.onnx_int8)
-    form = _form(made, row.onnx_int8)
+    form = _form(inserted, row.onnx_int8)
     snr_db = dict(zip(products, levels, strict=True))
-    found = tuple(seen.values())
-    return _Int8(made, form.artifact, form.session, frozen, sites, scheme, snr_db, found)
+    seen_ranges = tuple(seen.values())
+    return _Int8(inserted, form.artifact, form.session, frozen, sites, scheme, snr_db, seen_ranges)
 
 
 def _reasons(sites: Sites) -> str:
     """Why no product can be quantized."""
-    found = [f"{node.op.name}: {reason}" for node, reason in sites.refused.items()]
-    return "; ".join(dict.fromkeys(found)) or "is none outside loops and branches"
+    reasons = [f"{node.op.name}: {reason}" for node, reason in sites.refused.items()]
+    return "; ".join(dict.fromkeys(reasons)) or "is none outside loops and branches"
 
 
 def _size(plain: _Form, int8: _Int8 | None) -> Size:
@@ -479,13 +479,13 @@ def _machine() -> dict[str, str]:
     }
 
 
-def _calibration_record(given: Given | None, samples: Samples) -> dict[str, Any]:
-    if given is None:
+def _calibration_record(calibration: Given | None, samples: Samples) -> dict[str, Any]:
+    if calibration is None:
         return {}
     return {"samples": len(next(iter(samples.values()))), "sha256": digest(samples)}
 
 
 def _written(out: Path, spec: BundleSpec, report: Report) -> Report:
     root = write_bundle(out, spec, check=check_served)
-    made = Bundle.load(out, expected_digest=root)
-    return replace(report, digest=root, content_digest=made.content_digest, path=out)
+    bundle = Bundle.load(out, expected_digest=root)
+    return replace(report, digest=root, content_digest=bundle.content_digest, path=out)

@@ -106,20 +106,20 @@ def running_bytes(function: Function, feeds: Mapping[str, Array]) -> int:
     for value in function.params:
         if value.name in feeds:
             bind(sizes, value.type, feeds[value.name])
-    made = (value.type for node in function.nodes for value in node.outputs)
-    if not all(is_plain(t) and t.symbols <= sizes.keys() for t in made):
+    types = (value.type for node in function.nodes for value in node.outputs)
+    if not all(is_plain(t) and t.symbols <= sizes.keys() for t in types):
         return 0
     return live(function.nodes, function.results, sizes).peak_bytes
 
 
-def _labels(module: Module, session: Session, given: Labels | None) -> dict[str, tuple[str, ...]]:
+def _labels(module: Module, session: Session, labels: Labels | None) -> dict[str, tuple[str, ...]]:
     """Class names by output, as many as the output's last axis counts."""
-    if given is None:
-        given = _json(module, "labels") or {}
-    if not isinstance(given, Mapping):
-        given = {session.outputs[0].name: given}
+    if labels is None:
+        labels = _json(module, "labels") or {}
+    if not isinstance(labels, Mapping):
+        labels = {session.outputs[0].name: labels}
     sizes = {info.name: info.shape[-1] if info.shape else None for info in session.outputs}
-    for output, names in given.items():
+    for output, names in labels.items():
         if output not in sizes:
             raise InvalidInput(f"labels name the output {output!r}; there are {sorted(sizes)}")
         if isinstance(sizes[output], int) and len(names) != sizes[output]:
@@ -127,7 +127,7 @@ def _labels(module: Module, session: Session, given: Labels | None) -> dict[str,
                 f"output {output!r} has {sizes[output]} classes and {len(names)} labels; "
                 "give one name each"
             )
-    return {output: tuple(map(str, names)) for output, names in given.items()}
+    return {output: tuple(map(str, names)) for output, names in labels.items()}
 
 
 def _preprocessing(module: Module) -> tuple[Preprocessing, ...]:

@@ -47,16 +47,16 @@ def fold_constants(frozen: Frozen) -> Frozen:
             stems.update(dict.fromkeys(node.outputs, stem))
     read = {v for n in frozen.function.nodes if n not in folded for v in n.inputs}
     read.update(frozen.function.results)
-    made = Rewrite(frozen)
-    with made:
+    rewrite = Rewrite(frozen)
+    with rewrite:
         for node in frozen.function.nodes:
             if node not in folded:
-                made.keep(node)
+                rewrite.keep(node)
                 continue
             for value, array in zip(node.outputs, folded[node], strict=True):
                 if value in read:
-                    made.put(value, made.hold(f"{stems[value]}.folded", array))
-        return made.finish()
+                    rewrite.put(value, rewrite.hold(f"{stems[value]}.folded", array))
+        return rewrite.finish()
 
 
 def _evaluated(
@@ -91,38 +91,38 @@ def fold_batch_norm(frozen: Frozen) -> Frozen:
     """
     folded = _foldable(frozen)
     gone = {f.norm for f in folded.values()}
-    made = Rewrite(frozen)
-    with made:
+    rewrite = Rewrite(frozen)
+    with rewrite:
         for node in frozen.function.nodes:
             if node in folded:
-                _put_product(made, node, folded[node])
+                _put_product(rewrite, node, folded[node])
             elif node not in gone:
-                made.keep(node)
-        return made.finish()
+                rewrite.keep(node)
+        return rewrite.finish()
 
 
-def _put_product(made: Rewrite, node: Node, f: _Folded) -> None:
+def _put_product(rewrite: Rewrite, node: Node, f: _Folded) -> None:
     x, w = node.inputs[:2]
     assert x is not None
     assert w is not None
     stem = w.name or "folded"
-    operands = [made[x], made.hold(f"{stem}.normed", f.weight)]
-    made.replace(node, [*operands, made.hold(f"{stem}.shift", f.bias)])
-    made.put(f.norm.outputs[0], made[node.outputs[0]])
+    operands = [rewrite[x], rewrite.hold(f"{stem}.normed", f.weight)]
+    rewrite.replace(node, [*operands, rewrite.hold(f"{stem}.shift", f.bias)])
+    rewrite.put(f.norm.outputs[0], rewrite[node.outputs[0]])
 
 
 def _foldable(frozen: Frozen) -> dict[Node, _Folded]:
     known, counted = frozen.known(), frozen.function.reads()
     producer = frozen.function.producers()
-    found: dict[Node, _Folded] = {}
+    foldable: dict[Node, _Folded] = {}
     for norm in frozen.function.nodes:
         if norm.op.name != "BatchNormalization" or norm.attrs.get("training_mode"):
             continue
         node = producer.get(norm.inputs[0])  # type: ignore[arg-type]
         folded = None if node is None else _fold_into(node, norm, known, counted)
         if node is not None and folded is not None:
-            found[node] = folded
-    return found
+            foldable[node] = folded
+    return foldable
 
 
 def _fold_into(

@@ -82,7 +82,7 @@ class Latency:
 
     def record(self) -> dict[str, Any]:
         """As JSON."""
-        made: dict[str, Any] = {
+        record: dict[str, Any] = {
             "batch": self.batch,
             "rounds": self.rounds,
             "threads": 1,
@@ -92,9 +92,9 @@ class Latency:
             "control_ratio": _rounded(self.control_ratio),
         }
         if self.int8 is not None and self.ratio is not None:
-            made |= {"int8": self.int8.record(), "ratio": _rounded(self.ratio)}
-            made["verdict"] = self.verdict
-        return made
+            record |= {"int8": self.int8.record(), "ratio": _rounded(self.ratio)}
+            record["verdict"] = self.verdict
+        return record
 
 
 def measure_latency(

@@ -49,8 +49,8 @@ def notes(converted: Converted) -> tuple[str, ...]:
 
 def _attempt(note: Note, converted: Converted) -> tuple[str, ...]:
     what = f"the note on {note.__name__.replace('_', ' ')}"
-    found, failed = attempt(what, lambda: tuple(note(converted)))
-    return failed if found is None else found
+    texts, failed = attempt(what, lambda: tuple(note(converted)))
+    return failed if texts is None else texts
 
 
 def attempt(what: str, compute: Callable[[], Found]) -> tuple[Found | None, tuple[str, ...]]:
@@ -84,15 +84,15 @@ def products_in_operators(converted: Converted) -> Iterator[str]:
     """Operators that run as a whole, such as GRU, and multiply inside."""
     function = converted.frozen.function
     contents = all_contents(TABLE, function)
-    found = set()
+    names = set()
     for node in function.nodes:
         if node.regions or node.op.name in PRODUCTS:
             continue
         meaning = expansion(TABLE, node, contents)
         if meaning is not None and any(n.op.name in PRODUCTS for n in meaning.walk()):
-            found.add(node.op.name)
-    if found:
-        yield f"products inside {', '.join(sorted(found))} stay in float"
+            names.add(node.op.name)
+    if names:
+        yield f"products inside {', '.join(sorted(names))} stay in float"
 
 
 def operators_of_the_runtime(converted: Converted) -> Iterator[str]:
@@ -107,9 +107,9 @@ def operators_of_the_runtime(converted: Converted) -> Iterator[str]:
 
 def samples_left_out(converted: Converted) -> Iterator[str]:
     """Samples that are too wide for the ranges of tensors."""
-    wide = [found for found in converted.ranges if found.left_out]
+    wide = [range_ for range_ in converted.ranges if range_.left_out]
     if wide:
-        samples = sorted({i for found in wide for i in found.left_out})
+        samples = sorted({i for range_ in wide for i in range_.left_out})
         shown = ", ".join(map(str, samples[:8])) + (", ..." if len(samples) > 8 else "")
         yield (
             f"calibration samples {shown} (counted from 0) are much wider than the others in "

@@ -63,13 +63,13 @@ def plan_entries(module: Module, entries: Sequence[str] | None = None) -> tuple[
         if unknown or not entries:
             raise InvalidInput(f"a plan has some of {', '.join(PLAN_ENTRIES)}, got {list(entries)}")
         return tuple(entries)
-    found = tuple(name for name in PLAN_ENTRIES if name in module.entries)
-    if not set(found) & set(LEARNING):
+    present = tuple(name for name in PLAN_ENTRIES if name in module.entries)
+    if not set(present) & set(LEARNING):
         raise InvalidInput(
             f"a device learns with one of {', '.join(LEARNING)}; the module has "
             f"{', '.join(module.entries)}: export it with one"
         )
-    return found
+    return present
 
 
 def with_state(module: Module, entry: str) -> Function:

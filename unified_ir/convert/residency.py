@@ -93,8 +93,8 @@ def residency(artifact: Artifact) -> Resident:
 
 
 def _original(name: str) -> str:
-    found = _NAME.search(name)
-    return found.group() if found else name.removesuffix("_nchwc")
+    match = _NAME.search(name)
+    return match.group() if match else name.removesuffix("_nchwc")
 
 
 def _kernel(node: Any, nodes: Sequence[Any], kernels: Mapping[str, str]) -> str:

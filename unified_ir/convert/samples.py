@@ -36,30 +36,30 @@ MAX_DIRECTORY_BYTES: Final = 64 << 10
 Given = Array | Mapping[str, Array] | Dataset
 
 
-def as_samples(given: Given, inputs: Sequence[Value], what: str) -> dict[str, Array]:
+def as_samples(samples: Given, inputs: Sequence[Value], what: str) -> dict[str, Array]:
     """Arrays by input name; InvalidInput names the input and what was seen.
 
     Every first axis counts the same samples; float64 becomes float32; values are finite.
     """
-    if isinstance(given, Dataset):
-        given = given.x
-    if not isinstance(given, Mapping):
+    if isinstance(samples, Dataset):
+        samples = samples.x
+    if not isinstance(samples, Mapping):
         if len(inputs) != 1:
             names = ", ".join(p.name for p in inputs)
             raise InvalidInput(f"{what} is one array, but the inputs are {names}; give a mapping")
-        given = {inputs[0].name: given}
+        samples = {inputs[0].name: samples}
     wanted = {p.name for p in inputs}
-    if given.keys() != wanted:
-        raise InvalidInput(f"{what} needs the arrays {sorted(wanted)}, got {sorted(given)[:8]}")
+    if samples.keys() != wanted:
+        raise InvalidInput(f"{what} needs the arrays {sorted(wanted)}, got {sorted(samples)[:8]}")
     sizes: dict[str, int] = {}
-    return {p.name: _checked(given[p.name], p, sizes, what) for p in inputs}
+    return {p.name: _checked(samples[p.name], p, sizes, what) for p in inputs}
 
 
 def as_labelled(
-    given: tuple[Given, Array] | Dataset, inputs: Sequence[Value]
+    labelled: tuple[Given, Array] | Dataset, inputs: Sequence[Value]
 ) -> tuple[dict[str, Array], Array]:
     """(samples, classes) of an evaluation set; y: (N,) whole numbers."""
-    x, y = (given.x, given.y) if isinstance(given, Dataset) else given
+    x, y = (labelled.x, labelled.y) if isinstance(labelled, Dataset) else labelled
     samples, y = as_samples(x, inputs, "the evaluation set"), np.asarray(y)
     count = len(next(iter(samples.values())))
     if y.shape != (count,) or y.dtype.kind not in "iu":
@@ -72,7 +72,7 @@ def as_labelled(
 def generated(inputs: Sequence[Value]) -> dict[str, Array]:
     """A few samples for goldens where none were given: uniform in 0..1, whole numbers 0."""
     rng = np.random.default_rng(0)
-    made = {}
+    samples = {}
     for p in inputs:
         unknown = sorted(p.type.symbols - set(_batch_symbol(p)))
         if unknown:
@@ -82,8 +82,8 @@ def generated(inputs: Sequence[Value]) -> dict[str, Array]:
             )
         shape = p.type.concrete(dict.fromkeys(_batch_symbol(p), GENERATED))
         uniform = rng.random(shape) if p.type.dtype.is_float else np.zeros(shape)
-        made[p.name] = uniform.astype(p.type.dtype.numpy)
-    return made
+        samples[p.name] = uniform.astype(p.type.dtype.numpy)
+    return samples
 
 
 def _batch_symbol(p: Value) -> list[str]:
@@ -108,14 +108,14 @@ def read_samples(source: str | Path, inputs: Sequence[Value]) -> dict[str, Array
     path = Path(source)
     if path.suffix != ".npz" or not path.exists():
         return as_samples(load(source), inputs, str(source))
-    found = _read(path, {p.name for p in inputs} | ({"x"} if len(inputs) == 1 else set()))
-    if len(inputs) == 1 and inputs[0].name not in found and "x" in found:
-        found[inputs[0].name] = found.pop("x")
-    found = {p.name: found[p.name] for p in inputs if p.name in found}
-    missing = [p.name for p in inputs if p.name not in found]
+    arrays = _read(path, {p.name for p in inputs} | ({"x"} if len(inputs) == 1 else set()))
+    if len(inputs) == 1 and inputs[0].name not in arrays and "x" in arrays:
+        arrays[inputs[0].name] = arrays.pop("x")
+    arrays = {p.name: arrays[p.name] for p in inputs if p.name in arrays}
+    missing = [p.name for p in inputs if p.name not in arrays]
     if missing:
         raise NotFound(f"{path} has no array {missing[0]!r}; it needs {_names(inputs)}")
-    scaled = {p.name: as_input(found[p.name], p.type.dtype.numpy) for p in inputs}
+    scaled = {p.name: as_input(arrays[p.name], p.type.dtype.numpy) for p in inputs}
     return as_samples(scaled, inputs, str(path))
 
 
@@ -144,8 +144,8 @@ def _read(path: Path, wanted: set[str]) -> dict[str, Array]:
                 members = archive.namelist()
                 if len(members) > MAX_MEMBERS:
                     raise InvalidInput(f"{path} has {len(members)} arrays; at most {MAX_MEMBERS}")
-                found = sorted(name for name in wanted if f"{name}.npy" in members)
-                return {name: _member(path, archive, name) for name in found}
+                names = sorted(name for name in wanted if f"{name}.npy" in members)
+                return {name: _member(path, archive, name) for name in names}
         except TriplaneError:
             raise
         except DAMAGE as error:

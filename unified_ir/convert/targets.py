@@ -119,9 +119,9 @@ def instruction_note(target: Target) -> str:
     """What this machine's instruction sets mean for int8; empty where it is not the target."""
     if not target.is_here:
         return f"this machine is {platform.machine()}, no {target.name}"
-    found = [flag for flag in target.dot_products if flag in cpu_flags()]
-    if found:
-        return f"int8 products run on {', '.join(found)}"
+    flags = [flag for flag in target.dot_products if flag in cpu_flags()]
+    if flags:
+        return f"int8 products run on {', '.join(flags)}"
     wanted = ", ".join(target.dot_products)
     note = f"none of {wanted} here: int8 gains little"
     saturates = target.scheme == "u8s8"

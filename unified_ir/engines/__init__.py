@@ -21,8 +21,8 @@ def engine(name: str) -> Engine:
     if name not in ENGINES:
         raise NotFound(f"no engine {name!r}; there are {', '.join(ENGINES)}")
     module, _, cls = ENGINES[name].partition(":")
-    made: Engine = getattr(import_module(module), cls)()
-    return made
+    loaded: Engine = getattr(import_module(module), cls)()
+    return loaded
 
 
 __all__ = ["ENGINES", "Engine", "EngineLoop", "Program", "engine"]

@@ -34,11 +34,11 @@ def explained(
     """The failure with the user's line; as it was where it does not happen again."""
     model, places = emit_located(function, target=target)
     again = _failure_of(serialize(model), feeds)
-    found = None if again is None else _NAMED.findall(str(again))
-    if again is None or not found or found[-1] not in places:
+    names = None if again is None else _NAMED.findall(str(again))
+    if again is None or not names or names[-1] not in places:
         return failed
-    node, why = places[found[-1]], _CHECKED.sub("", _STATUS.sub("", str(again)))
-    return RunFailed(failure(node, why, _operands(model, found[-1], feeds)))
+    node, why = places[names[-1]], _CHECKED.sub("", _STATUS.sub("", str(again)))
+    return RunFailed(failure(node, why, _operands(model, names[-1], feeds)))
 
 
 def _failure_of(model: bytes, feeds: Mapping[str, Any]) -> RunFailed | None:
@@ -58,14 +58,14 @@ def _operands(model: ModelProto, name: str, feeds: Mapping[str, Any]) -> list[Ar
         return []
     wanted = [i for i in model.graph.node[at].input if i]
     held = {i.name for i in model.graph.input}
-    made = [i for i in dict.fromkeys(wanted) if i not in held]
+    missing = [i for i in dict.fromkeys(wanted) if i not in held]
     head = ModelProto()
     head.CopyFrom(model)
     del head.graph.node[at:]
     del head.graph.output[:]
-    head.graph.output.extend(ValueInfoProto(name=i) for i in made)
+    head.graph.output.extend(ValueInfoProto(name=i) for i in missing)
     try:
-        values = Session(serialize(head), options=PLAIN).run(feeds) if made else {}
+        values = Session(serialize(head), options=PLAIN).run(feeds) if missing else {}
     except TriplaneError:
         return []
     return [values[i] if i in values else feeds[i] for i in wanted]

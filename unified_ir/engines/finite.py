@@ -30,10 +30,10 @@ def first_nonfinite(function: Function, args: Mapping[str, Any]) -> str:
         if node.op.name != "Constant" and not all(finite(a) for a in results):
             raise _Found(_node_text(node, operands, results))
 
-    given = [as_host_value(args[p.name], p.type) for p in function.params]
+    values = [as_host_value(args[p.name], p.type) for p in function.params]
     try:
         with observing(look):
-            run_function(TABLE, function, given)
+            run_function(TABLE, function, values)
     except _Found as found:
         return str(found)
     return ""
@@ -49,9 +49,9 @@ def finite(array: Any) -> bool:
 def _node_text(node: Node, operands: Sequence[Any], results: Sequence[Any]) -> str:
     where = f" at {node.meta.location}" if node.meta.location else ""
     scope = f" (in {node.meta.scope})" if node.meta.scope else ""
-    given = ", ".join(describe(a) for a in operands if isinstance(a, np.ndarray))
+    described = ", ".join(describe(a) for a in operands if isinstance(a, np.ndarray))
     bad = next(a for a in results if not finite(a))
-    return f"{node.op}{where}{scope} makes {describe(bad)} of {given}"
+    return f"{node.op}{where}{scope} makes {describe(bad)} of {described}"
 
 
 def describe(array: Array) -> str:

@@ -74,8 +74,8 @@ def measured(
         if node is None:
             continue  # of a subgraph
         ran.append(node)
-        given = [name for name in node.output if name]
-        known.update(zip(given, map(_bytes_of, event["args"]["output_type_shape"]), strict=False))
+        names = [name for name in node.output if name]
+        known.update(zip(names, map(_bytes_of, event["args"]["output_type_shape"]), strict=False))
     return _alive(ready, ran, known)
 
 
@@ -93,26 +93,26 @@ def within(
     taken, or the one with the lowest peak. InvalidInput: no plan can fit.
     """
 
-    def peak(made: Function) -> int:
-        return foretold(made, sizes, target=target, options=options).peak_bytes
+    def peak(function_tried: Function) -> int:
+        return foretold(function_tried, sizes, target=target, options=options).peak_bytes
 
     before = peak(function)
-    made, plan = recompute(function, budget_bytes, sizes)
-    best = replace(plan, before_bytes=before, peak_bytes=peak(made))
+    recomputed, plan = recompute(function, budget_bytes, sizes)
+    best = replace(plan, before_bytes=before, peak_bytes=peak(recomputed))
     asked = budget_bytes
     for _ in range(TRIALS):
         if best.fits or not plan.fits:
             break
         asked = max(plan.least_bytes, min(asked, plan.peak_bytes) * 19 // 20)
         tried, plan = recompute(function, asked, sizes)
-        found = replace(
+        candidate = replace(
             plan, budget_bytes=budget_bytes, before_bytes=before, peak_bytes=peak(tried)
         )
-        if found.peak_bytes < best.peak_bytes:
-            made, best = tried, found
+        if candidate.peak_bytes < best.peak_bytes:
+            recomputed, best = tried, candidate
         if asked == plan.least_bytes:
             break
-    return made, best
+    return recomputed, best
 
 
 def _ready(model: ModelProto, folder: Path, options: SessionOptions) -> tuple[Session, ModelProto]:
@@ -145,13 +145,13 @@ def _sizes(model: ModelProto, sizes: Mapping[str, int]) -> dict[str, int]:
             elif dim.HasField("dim_param"):
                 dim.Clear()
     inferred = shape_inference.infer_shapes(fixed, data_prop=True).graph
-    found = {}
+    bytes_by_name = {}
     for info in [*inferred.value_info, *inferred.output]:
         tensor = info.type.tensor_type
         dims = [d.dim_value if d.HasField("dim_value") else -1 for d in tensor.shape.dim]
         if tensor.HasField("shape") and min(dims, default=0) >= 0:
-            found[info.name] = math.prod(dims) * BY_ONNX[tensor.elem_type].bits // 8
-    return found
+            bytes_by_name[info.name] = math.prod(dims) * BY_ONNX[tensor.elem_type].bits // 8
+    return bytes_by_name
 
 
 def _is_kernel(event: Mapping[str, Any]) -> bool:

@@ -52,15 +52,15 @@ class OnnxProgram:
 
     def __call__(self, *args: HostValue) -> tuple[Array, ...]:
         """See `Program`."""
-        given = by_position(self.function, args)
-        feeds = {p.name: as_host_value(given[p.name], p.type) for p in self.function.params}
+        values = by_position(self.function, args)
+        feeds = {p.name: as_host_value(values[p.name], p.type) for p in self.function.params}
         if self._donate:
             check_rows({n: x for n, x in feeds.items() if n not in self._donate})
         try:
-            found = self._session.run(feeds, self._outputs)
+            outputs = self._session.run(feeds, self._outputs)
         except RunFailed as failed:
             raise self._explained(failed, feeds) from failed
-        return tuple(found[n] for n in self._outputs)
+        return tuple(outputs[n] for n in self._outputs)
 
     def loop(self, state: Mapping[str, Array]) -> Loop:
         """See `Program`."""

@@ -116,13 +116,13 @@ def sample_inputs(
 ) -> dict[str, Array]:
     """Inputs to time a call on: normal numbers, and 0 for whole numbers, an index that exists."""
     rng = np.random.default_rng(seed)
-    made = {}
+    samples = {}
     for name, t in types.items():
         bound = {s: sizes.get(s, default) for s in t.symbols}
         shape = tuple(evaluate(d, bound) for d in t.shape)
         drawn = rng.standard_normal(shape) if t.dtype.is_float else np.zeros(shape)
-        made[name] = drawn.astype(t.dtype.numpy)
-    return made
+        samples[name] = drawn.astype(t.dtype.numpy)
+    return samples
 
 
 def _runner(
@@ -184,8 +184,8 @@ def _profile(
         k: defaultdict(list) for k in ("nodes", "ops", "lines")
     }
     for (name, kernel), ts in each.items():
-        found = _NAME.search(name)
-        node = places.get(found.group()) if found else None
+        match = _NAME.search(name)
+        node = places.get(match.group()) if match else None
         op = str(node.op) if node is not None else FUSED
         line = str(node.meta.location) if node is not None and node.meta.location else ""
         scope = node.meta.scope if node is not None else ""

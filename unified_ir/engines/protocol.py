@@ -96,11 +96,11 @@ class HostLoop:
     def step(self, **batch: Array) -> dict[str, Array]:
         """See `EngineLoop.step`."""
         function = self._program.function
-        given: dict[str, Any] = {**self._state, **batch}
-        if given.keys() != set(function.param_names):
-            wrong = sorted(given.keys() ^ set(function.param_names))
+        feeds: dict[str, Any] = {**self._state, **batch}
+        if feeds.keys() != set(function.param_names):
+            wrong = sorted(feeds.keys() ^ set(function.param_names))
             raise InvalidInput(f"step takes {', '.join(function.param_names)}; see {wrong}")
-        results = self._program(*(given[n] for n in function.param_names))
+        results = self._program(*(feeds[n] for n in function.param_names))
         named = dict(zip(function.result_names, results, strict=True))
         self._state.update({k: named.pop(k) for k in self._state if k in named})
         return named

@@ -99,8 +99,8 @@ def tuned(
             )  # fmt: skip
         nodes.append(node)
     memory.save()
-    made = function.with_(nodes=nodes)
-    return made, Tuning(len(measured), len(asked) - len(measured), changed)
+    function_tuned = function.with_(nodes=nodes)
+    return function_tuned, Tuning(len(measured), len(asked) - len(measured), changed)
 
 
 def cache_path() -> Path:
@@ -172,8 +172,8 @@ def _session(node: Node, form: str, types: list[TensorType], options: SessionOpt
     with build:
         params = [build.param(f"x{i}", t) for i, t in enumerate(types)]
         row = TABLE[node.op.domain, node.op.name]
-        made = build.apply(row, params, {**node.attrs, "form": form})
-    return Session(serialize(emit(build.finish({"y": made[0]}))), options=options)
+        outputs = build.apply(row, params, {**node.attrs, "form": form})
+    return Session(serialize(emit(build.finish({"y": outputs[0]}))), options=options)
 
 
 class _Memory:
@@ -210,13 +210,13 @@ class _Memory:
 def _read(path: Path) -> dict[str, dict[str, str]]:
     try:
         with path.open("rb") as file:
-            found: Any = json.loads(file.read(MAX_FILE_BYTES))
+            record: Any = json.loads(file.read(MAX_FILE_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
-    if not isinstance(found, dict):
+    if not isinstance(record, dict):
         return {}
     return {
         machine: {k: v for k, v in own.items() if isinstance(v, str)}
-        for machine, own in found.items()
+        for machine, own in record.items()
         if isinstance(own, dict)
     }

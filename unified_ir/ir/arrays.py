@@ -122,10 +122,10 @@ def _packed(array: Array, bits: int) -> Array:
     each = 8 // bits
     narrow = np.zeros(-(-len(held) // each) * each, np.uint8)
     narrow[: len(held)] = held & (2**bits - 1)
-    made = np.zeros(len(narrow) // each, np.uint8)
+    bytes_ = np.zeros(len(narrow) // each, np.uint8)
     for k in range(each):
-        made |= narrow[k::each] << (bits * k)
-    return made
+        bytes_ |= narrow[k::each] << (bits * k)
+    return bytes_
 
 
 def _viewed(data: np.ndarray[Any, Any], type_: TensorType, shape: tuple[int, ...]) -> Array:

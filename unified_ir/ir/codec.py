@@ -104,23 +104,23 @@ def _verified(
 ) -> bytes:
     data = encoder.message.SerializeToString(deterministic=True)
     try:
-        found = decode(data, tensors)
+        decoded = decode(data, tensors)
     except Corrupt as error:
         raise InvalidInput(f"the module cannot be stored: {error}") from error
-    lost = _lost(contents, found)
+    lost = _lost(contents, decoded)
     if lost:
         raise InvalidInput(f"the module cannot be stored, it would be read back changed: {lost}")
     return data
 
 
-def _lost(given: ModuleContents, found: ModuleContents) -> str:
+def _lost(wanted: ModuleContents, decoded: ModuleContents) -> str:
     """What the bytes say otherwise than the contents; big constants are named by their digest."""
-    pairs = ((given.entries, found.entries), (given.meta, found.meta))
-    if any(dict(a) != dict(b) for a, b in pairs) or _declared(given) != _declared(found):
+    pairs = ((wanted.entries, decoded.entries), (wanted.meta, decoded.meta))
+    if any(dict(a) != dict(b) for a, b in pairs) or _declared(wanted) != _declared(decoded):
         return "its entries, properties or state"
-    if given.functions.keys() != found.functions.keys():
+    if wanted.functions.keys() != decoded.functions.keys():
         return "the names of its functions"
-    functions = ((name, f, found.functions[name]) for name, f in given.functions.items())
+    functions = ((name, f, decoded.functions[name]) for name, f in wanted.functions.items())
     said = ((n, difference(f, g, MAX_INLINE_BYTES)) for n, f, g in functions)
     return next((f"function {name!r}: {text}" for name, text in said if text), "")
 
@@ -144,8 +144,10 @@ def _parsed(data: bytes) -> pb.Module:
 
 def _contents(message: pb.Module, tensors: Mapping[str, StoredTensor]) -> ModuleContents:
     decoder = Decoder(message, tensors)
-    found = ModuleContents(decoder.functions(), decoder.entries(), decoder.state(), decoder.meta())
+    contents = ModuleContents(
+        decoder.functions(), decoder.entries(), decoder.state(), decoder.meta()
+    )
     stray = sorted(tensors.keys() - decoder.used)
     if stray:
         raise Corrupt(f"the weights hold {stray[0][:80]!r}, which nothing uses")
-    return found
+    return contents

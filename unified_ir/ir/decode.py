@@ -84,13 +84,13 @@ class Decoder:
     def functions(self) -> dict[str, Function]:
         """Every function, by the name the module gives it."""
         _at_most(limits.MAX_FUNCTIONS, self.message.functions, "functions")
-        found: dict[str, Function] = {}
+        functions: dict[str, Function] = {}
         for named in self.message.functions:
             name = self.name(named.name)
-            if name in found:
+            if name in functions:
                 raise Corrupt(f"two functions are named {name!r}")
-            found[name] = self.function(named.function, f"function {name!r}")
-        return found
+            functions[name] = self.function(named.function, f"function {name!r}")
+        return functions
 
     def entries(self) -> dict[str, str]:
         """Function names by entry."""
@@ -142,7 +142,7 @@ class Decoder:
         return tuple(self.name(i) for i in indices)
 
     def _nodes(self, message: pb.Function, values: list[Value], depth: int) -> tuple[Node, ...]:
-        made = []
+        nodes = []
         for i, item in enumerate(message.nodes):
             try:
                 node = self._node(item, values, depth)
@@ -150,8 +150,8 @@ class Decoder:
                 op = f" ({self.ops[item.op]})" if item.op < len(self.ops) else ""
                 raise Corrupt(f"node {i}{op}: {error}") from error
             values.extend(node.outputs)
-            made.append(node)
-        return tuple(made)
+            nodes.append(node)
+        return tuple(nodes)
 
     def _node(self, message: pb.Node, values: Sequence[Value], depth: int) -> Node:
         op = _pick(self.ops, message.op, "operator")
@@ -172,7 +172,7 @@ class Decoder:
         return Node(op, tuple(inputs), outputs, attrs, regions, meta)
 
     def _attributes(self, message: pb.Node) -> dict[str, AttrValue]:
-        found: dict[str, AttrValue] = {}
+        attrs: dict[str, AttrValue] = {}
         before = ""
         for item in message.attributes:
             name = self.name(item.name)
@@ -183,10 +183,10 @@ class Decoder:
             if kind is None:
                 raise Corrupt(f"attribute {name!r} has no value")
             try:
-                found[name] = _READ[kind](self, item)
+                attrs[name] = _READ[kind](self, item)
             except (Corrupt, InvalidInput) as error:
                 raise Corrupt(f"attribute {name!r}: {error}") from error
-        return found
+        return attrs
 
     def name(self, i: int) -> str:
         """A name from the strings."""
@@ -337,13 +337,13 @@ def _dtype(number: int) -> DType:
 def _dims(texts: Sequence[str], *, negative: bool) -> list[Dim]:
     """The table of sizes: expressions, and where `negative` numbers below zero."""
     total = 0
-    found: list[Dim] = []
+    dims: list[Dim] = []
     for text in texts:
         total += len(text)
         if total > limits.MAX_DIMS_CHARS:
             raise Corrupt(f"symbolic sizes take more than {limits.MAX_DIMS_CHARS} characters")
         if negative and _NEGATIVE.fullmatch(text) and int(text) >= -(2**63):
-            found.append(int(text))
+            dims.append(int(text))
             continue
         try:
             dim = parse(text)
@@ -351,8 +351,8 @@ def _dims(texts: Sequence[str], *, negative: bool) -> list[Dim]:
             raise Corrupt(f"a symbolic size: {error}") from error
         if isinstance(dim, int) or str(dim) != text:
             raise Corrupt(f"the size {text[:80]!r} is not in normal form, which is {dim}")
-        found.append(dim)
-    return found
+        dims.append(dim)
+    return dims
 
 
 def _zeros(type_: TensorType) -> Array:
@@ -390,7 +390,7 @@ def _string(text: str) -> str:
 
 
 def _unique(pairs: Sequence[tuple[str, _T]], what: str) -> dict[str, _T]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    items = dict(pairs)
+    if len(items) != len(pairs):
         raise Corrupt(f"two {what} have one name")
-    return found
+    return items

@@ -118,14 +118,14 @@ def symbols(dim: Dim) -> frozenset[str]:
     """Names the value of `dim` depends on."""
     if isinstance(dim, int):
         return frozenset()
-    found: set[str] = set()
+    names: set[str] = set()
     for monomial, _ in dim.terms:
         for atom, _ in monomial:
             if isinstance(atom, str):
-                found.add(atom)
+                names.add(atom)
             else:
-                found |= symbols(atom.numerator) | symbols(atom.denominator)
-    return frozenset(found)
+                names |= symbols(atom.numerator) | symbols(atom.denominator)
+    return frozenset(names)
 
 
 def is_symbol(dim: Dim) -> bool:

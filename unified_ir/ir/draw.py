@@ -68,26 +68,26 @@ def function_svg(function: Function, state: Collection[str] = ()) -> str:
 
 def _boxes(function: Function, state: Collection[str]) -> list[_Box]:
     """Boxes of nodes and results with their layers, then boxes of parameters beside their uses."""
-    made: dict[Value, _Box] = {}
+    by_value: dict[Value, _Box] = {}
     uses: dict[Value, list[_Box]] = {p: [] for p in function.params}
     boxes = []
     for i, node in enumerate(function.nodes):
-        operands = [v for v in node.inputs if v is not None and (v in made or v in uses)]
+        operands = [v for v in node.inputs if v is not None and (v in by_value or v in uses)]
         if not operands:
             continue
-        sources = [made[v] for v in operands if v in made]
+        sources = [by_value[v] for v in operands if v in by_value]
         box = _node_box(node, i, _phase(node, sources))
         box.of_state = all(s.of_state for s in sources) and all(
             v.name in state for v in operands if v in uses
         )
         boxes.append(box)
-        _link(box, operands, made, uses)
-        made.update(dict.fromkeys(node.outputs, box))
+        _link(box, operands, by_value, uses)
+        by_value.update(dict.fromkeys(node.outputs, box))
     for name, value in zip(function.result_names, function.results, strict=True):
         tip = f"result {name}: {value.type}" + (" (new state)" if name in state else "")
         box = _Box("result", name, str(value.type), tip)
         boxes.append(box)
-        _link(box, [value] if value in made or value in uses else [], made, uses)
+        _link(box, [value] if value in by_value or value in uses else [], by_value, uses)
     _sink(boxes)
     return [*boxes, *_param_boxes(uses, state)]
 
@@ -107,10 +107,10 @@ def _sink(boxes: Sequence[_Box]) -> None:
 def _link(
     box: _Box,
     operands: Sequence[Value],
-    made: Mapping[Value, _Box],
+    boxes: Mapping[Value, _Box],
     uses: Mapping[Value, list[_Box]],
 ) -> None:
-    sources = dict.fromkeys(made[v] for v in operands if v in made)
+    sources = dict.fromkeys(boxes[v] for v in operands if v in boxes)
     box.layer = max((s.layer for s in sources), default=0) + 1
     box.above.extend(sources)
     for value in dict.fromkeys(operands):
@@ -162,12 +162,12 @@ def _lane(layers: list[list[_Box]], source: _Box, layer: int) -> _Box:
     """What stands for `source` just above `layer`: itself, or the last of its lanes."""
     at = source
     while at.layer < layer - 1:
-        found = next((b for b in at.below if b.kind == "lane"), None)
-        if found is None:
-            found = _Box("lane", layer=at.layer + 1, above=[at])
-            at.below.append(found)
-            layers[found.layer].append(found)
-        at = found
+        lane = next((b for b in at.below if b.kind == "lane"), None)
+        if lane is None:
+            lane = _Box("lane", layer=at.layer + 1, above=[at])
+            at.below.append(lane)
+            layers[lane.layer].append(lane)
+        at = lane
     return at
 
 

@@ -165,10 +165,10 @@ class Encoder:
         """Index of a type."""
 
         def add(type_: TensorType) -> None:
-            made = pb.TensorType(**self._form(type_))
-            if made.form or made.dtype in NEWER:
+            message = pb.TensorType(**self._form(type_))
+            if message.form or message.dtype in NEWER:
                 self._needs(VALUES_VERSION)
-            self.message.types.append(made)
+            self.message.types.append(message)
 
         return _index(self._types, type_, add)
 
@@ -201,11 +201,11 @@ class Encoder:
 
 
 def _index(table: dict[_K, int], key: _K, add: Callable[[_K], object]) -> int:
-    found = table.get(key)
-    if found is None:
+    index = table.get(key)
+    if index is None:
         add(key)
-        found = table[key] = len(table)
-    return found
+        index = table[key] = len(table)
+    return index
 
 
 def _number(numbers: Mapping[Value, int], value: Value, function: str) -> int:

@@ -130,13 +130,13 @@ def may_be_misread(path: Path, module: Module) -> bool:
     return any(isinstance(v, tuple) and any(isinstance(d, Expr) for d in v) for v in values)
 
 
-def _module(found: codec.ModuleContents) -> Module:
+def _module(contents: codec.ModuleContents) -> Module:
     try:
-        made = Module(found.functions, found.entries, found.state, found.meta)
+        module = Module(contents.functions, contents.entries, contents.state, contents.meta)
     except InvalidInput as error:
         raise Corrupt(f"{codec.PART}: {error}") from error
-    state = {n: StateTensor(t.role, made.initial(n)) for n, t in made.state.items()}
-    return replace(made, state=state)
+    state = {n: StateTensor(t.role, module.initial(n)) for n, t in module.state.items()}
+    return replace(module, state=state)
 
 
 def _check_state(function: Function, state: Mapping[str, StateTensor]) -> None:

@@ -85,9 +85,9 @@ class _Line:
 
     def skip(self, literal: str) -> bool:
         """Whether `literal` stands here; it is then behind."""
-        found = self.text.startswith(literal, self.at)
-        self.at += len(literal) * found
-        return found
+        is_there = self.text.startswith(literal, self.at)
+        self.at += len(literal) * is_there
+        return is_there
 
     def need(self, literal: str) -> None:
         """`literal` must stand here."""
@@ -96,11 +96,11 @@ class _Line:
 
     def match(self, pattern: re.Pattern[str], what: str) -> re.Match[str]:
         """What the pattern finds here."""
-        found = pattern.match(self.text, self.at)
-        if found is None:
+        match = pattern.match(self.text, self.at)
+        if match is None:
             raise InvalidInput(f"expected {what} at {self.rest!r}")
-        self.at = found.end()
-        return found
+        self.at = match.end()
+        return match
 
     def list(self, end: str, read: Callable[[_Line], _T]) -> list[_T]:
         """Items separated by a comma and a space up to `end`."""
@@ -175,14 +175,14 @@ class _Reader:
 
     def params(self) -> list[Value]:
         """One parameter per line, up to the one without a comma."""
-        found: list[Value] = []
-        while len(found) <= limits.MAX_OPERANDS:
+        params: list[Value] = []
+        while len(params) <= limits.MAX_OPERANDS:
             line = self.line()
             line.need("%")
             name, type_ = _typed_name(line)
-            found.append(Value(type_, name))
+            params.append(Value(type_, name))
             if not line.skip(","):
-                return found
+                return params
         raise InvalidInput(f"a function has at most {limits.MAX_OPERANDS} parameters")
 
     def body(
@@ -222,8 +222,8 @@ class _Reader:
             opened = line.skip(" {")
         meta = _place(line)
         regions = self.regions(depth) if opened else ()
-        made = tuple(v for _, v in outputs)
-        return Node(op, tuple(inputs), made, attrs, regions, meta), outputs
+        outputs_of_node = tuple(v for _, v in outputs)
+        return Node(op, tuple(inputs), outputs_of_node, attrs, regions, meta), outputs
 
     def op(self, text: str) -> OpId:
         """An operator, its version from the first line."""
@@ -234,11 +234,11 @@ class _Reader:
 
     def regions(self, depth: int) -> tuple[Function, ...]:
         """Regions up to the closing brace of their node."""
-        found: list[Function] = []
+        regions: list[Function] = []
         while self.more() and self.lines[self.at].lstrip(" ") != "}":
-            found.append(self.function("region", depth + 1))
+            regions.append(self.function("region", depth + 1))
         self.line().need("}")
-        return tuple(found)
+        return tuple(regions)
 
     def attribute(self, line: _Line) -> tuple[str, AttrValue]:
         """`name=value`."""
@@ -268,10 +268,10 @@ class _Reader:
         line.need(" ")
         if line.skip("#"):
             digest = line.match(re.compile(rf"[0-9a-f]{{{DIGEST_DIGITS}}}"), "a digest")[0]
-            found = self.constants.get(f"{type_} {digest}")
-            if found is None:
+            held = self.constants.get(f"{type_} {digest}")
+            if held is None:
                 raise InvalidInput(f"no constant {type_} of digest {digest} was given")
-            return found
+            return held
         line.need("{")
         items = line.list("}", lambda at: at.match(_ELEMENT, "an element")[0])
         n = dims.product(list(shape))
@@ -366,16 +366,16 @@ def _type(line: _Line) -> TensorType:
     if wrapped is None:
         return _tensor_type(line)
     line.at = wrapped.end()
-    made: TensorType
+    type_: TensorType
     if wrapped[1] == "optional":
-        made = OptionalType(_type(line))
+        type_ = OptionalType(_type(line))
     elif _TYPE.match(line.text, line.at):
-        made = SequenceType(_tensor_type(line))
+        type_ = SequenceType(_tensor_type(line))
     else:
         dtype = _dtype(line.match(_WORD_ONLY, "a type")[0])
-        made = SequenceType(dtype, empty=line.skip(" none"))
+        type_ = SequenceType(dtype, empty=line.skip(" none"))
     line.need(")")
-    return made
+    return type_
 
 
 def _dtype(name: str) -> DType:
@@ -385,9 +385,9 @@ def _dtype(name: str) -> DType:
 
 
 def _tensor_type(line: _Line) -> TensorType:
-    found = line.match(_TYPE, "a type")
-    dtype = _dtype(found[1])
-    sizes = found[2].split(",") if found[2] else []
+    match = line.match(_TYPE, "a type")
+    dtype = _dtype(match[1])
+    sizes = match[2].split(",") if match[2] else []
     if len(sizes) > MAX_RANK:
         raise InvalidInput(f"a tensor has at most {MAX_RANK} axes, got {len(sizes)}")
     return TensorType(dtype, tuple(_size(s) for s in sizes))
@@ -404,18 +404,18 @@ def _key(name: str) -> str:
 
 
 def _returned(line: _Line, values: Mapping[str, Value]) -> list[Value]:
-    found: list[Value] = []
+    results: list[Value] = []
     while line.rest:
-        line.need(", " if found else " ")
-        found.append(_value(line, values))
-    return found
+        line.need(", " if results else " ")
+        results.append(_value(line, values))
+    return results
 
 
 def _value(line: _Line, values: Mapping[str, Value]) -> Value:
-    found = line.match(_VALUE, "a value")
-    key = found[1] or _key(_plain(found[2]))
+    match = line.match(_VALUE, "a value")
+    key = match[1] or _key(_plain(match[2]))
     if key not in values:
-        raise InvalidInput(f"value {found[0]} is not computed before it is used")
+        raise InvalidInput(f"value {match[0]} is not computed before it is used")
     return values[key]
 
 

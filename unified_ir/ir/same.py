@@ -75,5 +75,5 @@ def _types(values: tuple[Value, ...]) -> list[object]:
 
 
 def _numbers(function: Function) -> dict[Value, int]:
-    made = (v for node in function.nodes for v in node.outputs)
-    return {v: i for i, v in enumerate((*function.params, *made))}
+    values = (v for node in function.nodes for v in node.outputs)
+    return {v: i for i, v in enumerate((*function.params, *values))}

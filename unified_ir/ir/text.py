@@ -190,11 +190,11 @@ def place_of(text: str) -> Meta:
         scope = json.loads(quoted[3])
         where = Location(json.loads(quoted[1]), int(quoted[2])) if quoted[1] else None
         return Meta(where, scope)
-    found = _PLACE.fullmatch(text)
-    assert found is not None  # its last alternative takes any text
-    if found[1] is None:
-        return Meta(None, found[4])
-    return Meta(Location(found[1], int(found[2])), found[3] or "")
+    match = _PLACE.fullmatch(text)
+    assert match is not None  # its last alternative takes any text
+    if match[1] is None:
+        return Meta(None, match[4])
+    return Meta(Location(match[1], int(match[2])), match[3] or "")
 
 
 def _name(text: str) -> str:

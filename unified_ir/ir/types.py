@@ -116,8 +116,8 @@ def as_dtype(x: DType | DTypeLike | str) -> DType:
     if isinstance(x, str) and x in DTYPES:
         return DTYPES[x]
     try:
-        found = np.dtype(x)
-        return string if found.kind == "U" else _BY_NUMPY[found]
+        dtype = np.dtype(x)
+        return string if dtype.kind == "U" else _BY_NUMPY[dtype]
     except (TypeError, KeyError):
         out = "; a complex tensor is a real one with a last axis of 2" * ("complex" in repr(x))
         raise InvalidInput(f"no element type {x!r}; known: {', '.join(DTYPES)}{out}") from None
@@ -261,9 +261,9 @@ class OptionalType(TensorType):
         return OptionalType(self.element.with_sizes(sizes))
 
 
-def _fill(made: TensorType, **fields: object) -> None:
+def _fill(type_: TensorType, **fields: object) -> None:
     for name, value in fields.items():
-        object.__setattr__(made, name, value)
+        object.__setattr__(type_, name, value)
 
 
 def is_plain(type_: TensorType) -> bool:
@@ -300,9 +300,9 @@ def joined_elements(a: TensorType | DType, b: TensorType | DType) -> TensorType 
     return a.with_shape(x if x == y else OWN for x, y in pairs)
 
 
-def fits(given: TensorType, wanted: TensorType) -> bool:
-    """Whether each value of type `given` is one of type `wanted`."""
-    return joined(given, wanted) == wanted
+def fits(actual: TensorType, wanted: TensorType) -> bool:
+    """Whether each value of type `actual` is one of type `wanted`."""
+    return joined(actual, wanted) == wanted
 
 
 def type_of(array: np.ndarray[Any, Any]) -> TensorType:

@@ -148,9 +148,9 @@ def _reshape(case: _Case) -> Sequence[Tensor | None]:
     keeps = not case.app.attr("allowzero", 0)
     if keeps and any(d == 0 and i >= x.rank for i, d in enumerate(shape.tolist())):
         raise _Refused
-    given = [x.shape[i] if d == 0 and keeps else d for i, d in enumerate(shape.tolist())]
-    rest = [d for d in given if d != -1]
-    wanted = [_quotient(x.shape, rest) if d == -1 else d for d in given]
+    sizes = [x.shape[i] if d == 0 and keeps else d for i, d in enumerate(shape.tolist())]
+    rest = [d for d in sizes if d != -1]
+    wanted = [_quotient(x.shape, rest) if d == -1 else d for d in sizes]
     vector = assume_shape(x.reshape(x.type.size), [product(wanted)])
     return [vector, vector.build.dims(wanted)]
 

@@ -26,10 +26,10 @@ class Application:
 
     def operand(self, i: int) -> Tensor:
         """Operand `i`, which must be there."""
-        found = self.inputs[i] if i < len(self.inputs) else None
-        if found is None:
+        operand = self.inputs[i] if i < len(self.inputs) else None
+        if operand is None:
             raise InvalidInput(f"{self.op} needs operand {i}")
-        return found
+        return operand
 
     def without(self, *names: str, **attrs: Any) -> Application:
         """Without some attributes, with others."""

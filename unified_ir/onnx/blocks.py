@@ -37,12 +37,12 @@ def fold_repeats(model: ModelProto, least_nodes: int = LEAST_NODES) -> ModelProt
         function = _function(f"block_{number}", block, nodes, listing, model)
         folded.functions.append(function)
         for start, arguments in zip(block.starts, block.arguments, strict=True):
-            given = [nodes[start + node].output[k] for node, k in block.outputs]
+            produced = [nodes[start + node].output[k] for node, k in block.outputs]
             taken = [names[value] for value in arguments]
             calls[start] = (
                 block.length,
                 helper.make_node(
-                    function.name, taken, given, domain=BLOCKS, name=f"{function.name}/{start}"
+                    function.name, taken, produced, domain=BLOCKS, name=f"{function.name}/{start}"
                 ),
             )
     at = 0
@@ -96,13 +96,13 @@ def _label(node: NodeProto) -> Hashable:
 
 def _captured(node: NodeProto) -> list[str]:
     """Every name that is read inside a node's subgraphs."""
-    found = []
+    captured = []
     for attribute in node.attribute:
         for graph in ([attribute.g] if attribute.HasField("g") else []) + list(attribute.graphs):
-            found += [info.name for info in graph.output]
+            captured += [info.name for info in graph.output]
             for inner in graph.node:
-                found += [*inner.input, *_captured(inner)]
-    return [name for name in found if name]
+                captured += [*inner.input, *_captured(inner)]
+    return [name for name in captured if name]
 
 
 def _function(

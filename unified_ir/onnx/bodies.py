@@ -22,16 +22,16 @@ def function_of(
     """The body of a node for operands of these types, in its newest form up to `opset`."""
     if schema.has_function:
         version = _newest(schema.function_opset_versions, opset)
-        made = schema.get_function_with_opset_version(version)
+        function = schema.get_function_with_opset_version(version)
     elif schema.has_context_dependent_function:
         version = _newest(schema.context_dependent_function_opset_versions, opset)
-        given = [b"" if t is None else type_proto(t).SerializeToString() for t in types]
-        made = schema.get_context_dependent_function_with_opset_version(
-            version, node.SerializeToString(), given
+        operand_types = [b"" if t is None else type_proto(t).SerializeToString() for t in types]
+        function = schema.get_context_dependent_function_with_opset_version(
+            version, node.SerializeToString(), operand_types
         )
     else:
         return None
-    return FunctionProto.FromString(made) if isinstance(made, bytes) else made
+    return FunctionProto.FromString(function) if isinstance(function, bytes) else function
 
 
 def _newest(versions: Sequence[int], opset: int) -> int:

@@ -60,11 +60,11 @@ def _of_one_rank(pair: tuple[Tensor, Tensor], builds: Sequence[Build]) -> list[T
     single = all(is_plain(x.type) and x.type.size == 1 for x in pair)
     if not single or {pair[0].rank, pair[1].rank} != {0, 1}:
         return list(pair)
-    made = []
+    ranked = []
     for x, build in zip(pair, builds, strict=True):
         with build:
-            made.append(x.reshape(1) if x.rank == 0 else x)
-    return made
+            ranked.append(x.reshape(1) if x.rank == 0 else x)
+    return ranked
 
 
 def _scalar(x: Tensor) -> Tensor:
@@ -87,8 +87,8 @@ def _loop(site: Site) -> Sequence[Tensor]:
     body = site.graph("body")
     first = site.inputs[0] if site.inputs else None
     trips = None if first is None else _scalar(first)
-    given = site.inputs[1] if len(site.inputs) > 1 else None
-    go = as_tensor(np.array(True)) if given is None else _scalar(given)
+    trips_operand = site.inputs[1] if len(site.inputs) > 1 else None
+    go = as_tensor(np.array(True)) if trips_operand is None else _scalar(trips_operand)
     carry = [site.present(i) for i in range(2, len(site.inputs))]
     n = len(carry)
     _check_body(body, n + 2, n, 1)
@@ -98,12 +98,14 @@ def _loop(site: Site) -> Sequence[Tensor]:
         attrs["trips"] = str(site.importer.symbols.fresh(f"trips_{site.node.name}"))
     region = build.finish(_numbered(results))
     operands = (trips, go, *carry, *build.captured)
-    made = site.build.apply(loop_row, operands, attrs, regions=(region,), outputs=len(results) - 1)
+    outputs = site.build.apply(
+        loop_row, operands, attrs, regions=(region,), outputs=len(results) - 1
+    )
     return [
         emit("OptionalGetElement", x)
         if isinstance(x.type, OptionalType) and not info.type.HasField("optional_type")
         else x
-        for x, info in zip(made, body.output[1:], strict=True)
+        for x, info in zip(outputs, body.output[1:], strict=True)
     ]
 
 
@@ -131,29 +133,29 @@ def _trip(site: Site, body: GraphProto, entry: LoopCarry) -> tuple[Build, list[T
     raise InvalidInput(f"its carry changes its type from trip to trip: {list(entry.types)}")
 
 
-def _as_carried(made: Tensor, wanted: TensorType) -> Tensor:
+def _as_carried(tensor: Tensor, wanted: TensorType) -> Tensor:
     """What is carried on as an optional where the loop began with one."""
-    if isinstance(wanted, OptionalType) and not isinstance(made.type, OptionalType):
-        return emit("Optional", made)
-    return made
+    if isinstance(wanted, OptionalType) and not isinstance(tensor.type, OptionalType):
+        return emit("Optional", tensor)
+    return tensor
 
 
-def _as_declared(made: Tensor, info: ValueInfoProto, param: TensorType | None) -> Tensor:
+def _as_declared(tensor: Tensor, info: ValueInfoProto, param: TensorType | None) -> Tensor:
     """What a trip gives, its open sizes being the numbers that the body declares.
 
     Of what is carried on, only where that number was the size before: a carry may grow.
     """
     declared = info.type.tensor_type.shape.dim
-    if not is_plain(made.type) or len(declared) != made.rank:
-        return made
-    before = made.shape if param is None or param.rank != made.rank else param.shape
+    if not is_plain(tensor.type) or len(declared) != tensor.rank:
+        return tensor
+    before = tensor.shape if param is None or param.rank != tensor.rank else param.shape
     return assume_shape(
-        made,
+        tensor,
         [
             s.dim_value
             if is_symbol(d) and s.dim_value and (param is None or p == s.dim_value)
             else d
-            for d, p, s in zip(made.shape, before, declared, strict=True)
+            for d, p, s in zip(tensor.shape, before, declared, strict=True)
         ],
     )
 
@@ -191,10 +193,10 @@ def _scan(site: Site) -> Sequence[Tensor]:
     ways = _Ways(
         attrs.get("scan_input_directions", forward), attrs.get("scan_output_directions", back)
     )
-    made = _scanned(site, body, operands[:n], xs, ways)
+    outputs = _scanned(site, body, operands[:n], xs, ways)
     out = attrs.get("scan_output_axes", back)
-    ys = [_from_front(y, int(axis)) for y, axis in zip(made[n:], out, strict=True)]
-    return [*made[:n], *ys]
+    ys = [_from_front(y, int(axis)) for y, axis in zip(outputs[n:], out, strict=True)]
+    return [*outputs[:n], *ys]
 
 
 def _scanned(
@@ -211,12 +213,12 @@ def _scanned(
     attrs = {"num_carry": len(carry), "num_scanned": len(xs), "reverse": int(ways.reverse)}
     region = build.finish(_numbered(results))
     operands = (*carry, *xs, *build.captured)
-    made = site.build.apply(scan_row, operands, attrs, regions=(region,), outputs=len(results))
+    outputs = site.build.apply(scan_row, operands, attrs, regions=(region,), outputs=len(results))
     if ways.reverse:
-        return list(made)
+        return list(outputs)
     n = len(carry)
-    ys = [_flipped(y) if way else y for y, way in zip(made[n:], ways.outputs, strict=True)]
-    return [*made[:n], *ys]
+    ys = [_flipped(y) if way else y for y, way in zip(outputs[n:], ways.outputs, strict=True)]
+    return [*outputs[:n], *ys]
 
 
 def _batched(
@@ -233,14 +235,14 @@ def _batched(
         inside = replace(site, frame=replace(site.frame, scope=scope))
         results = _scanned(inside, body, params[:n], params[n:], ways)
     attrs = {"num_carry": 0, "num_scanned": len(operands), "reverse": 0}
-    made = site.build.apply(
+    outputs = site.build.apply(
         scan_row,
         (*operands, *build.captured),
         attrs,
         regions=(build.finish(_numbered(results)),),
         outputs=len(results),
     )
-    return list(made)
+    return list(outputs)
 
 
 def _flipped(x: Tensor) -> Tensor:

@@ -187,12 +187,12 @@ class _Emitter(EmissionContext):
 
     def outputs(self) -> list[ValueInfoProto]:
         """Result declarations; a result that is a parameter or repeats goes through Identity."""
-        made = []
+        infos = []
         for final, value in zip(_output_names(self.function), self.function.results, strict=True):
             self.nodes.append(helper.make_node("Identity", [self.names[value]], [final]))
-            made.append(_info(final, value.type))
-        self._drop_identities([info.name for info in made])
-        return made
+            infos.append(_info(final, value.type))
+        self._drop_identities([info.name for info in infos])
+        return infos
 
     def _drop_identities(self, finals: Sequence[str]) -> None:
         """Renames a producer's output to the final name where nothing else needs the old one."""
@@ -371,7 +371,7 @@ class _Emitter(EmissionContext):
         constants = [
             helper.make_node("Constant", [], [t.name], value=_nameless(t)) for t in inner.tensors
         ]
-        made = helper.make_function(
+        function = helper.make_function(
             domain,
             name,
             [i.name for i in graph.input],
@@ -384,13 +384,13 @@ class _Emitter(EmissionContext):
         )
         known = [f for f in self.functions if f.domain == domain]
         for number in count(1):
-            made.name = name if number == 1 else f"{name}_{number}"
-            same = [f for f in known if f.name == made.name]
-            if made in same:
-                return made.name
+            function.name = name if number == 1 else f"{name}_{number}"
+            same = [f for f in known if f.name == function.name]
+            if function in same:
+                return function.name
             if not same:
-                self.functions.append(made)
-                return made.name
+                self.functions.append(function)
+                return function.name
         raise AssertionError  # pragma: no cover
 
     def child(self, function: Function) -> _Emitter:
@@ -457,8 +457,8 @@ class _Emitter(EmissionContext):
 
     def size_source(self, symbol: str) -> tuple[str, int] | None:
         """(value name, axis) whose size is the symbol."""
-        found = self.size_sources.get(symbol)
-        return self.parent.size_source(symbol) if found is None and self.parent else found
+        source = self.size_sources.get(symbol)
+        return self.parent.size_source(symbol) if source is None and self.parent else source
 
     def size(self, symbol: str) -> str:
         """The name of an int64[1] holding the symbol's size."""
@@ -536,12 +536,12 @@ def _users_names(function: Function) -> frozenset[str]:
 
 def _domains(nodes: Iterable[NodeProto]) -> set[str]:
     """Domains of nodes and of those in their subgraphs."""
-    found = set()
+    domains = set()
     for node in nodes:
-        found.add(node.domain)
+        domains.add(node.domain)
         for attribute in node.attribute:
-            found |= _domains(attribute.g.node)
-    return found
+            domains |= _domains(attribute.g.node)
+    return domains
 
 
 def _nameless(tensor: TensorProto) -> TensorProto:
@@ -559,11 +559,11 @@ def _rename(names: Any, renamed: Mapping[str, str]) -> None:
 
 def _region_names(node: NodeProto) -> list[str]:
     """Names read inside a node's subgraphs."""
-    found = []
+    names = []
     for attribute in node.attribute:
         for inner in attribute.g.node:
-            found += [*inner.input, *_region_names(inner)]
-    return found
+            names += [*inner.input, *_region_names(inner)]
+    return names
 
 
 def _info(name: str, t: TensorType) -> ValueInfoProto:

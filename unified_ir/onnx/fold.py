@@ -46,10 +46,10 @@ def fold(op: str, operands: Sequence[Array | None], attrs: Mapping[str, Any]) ->
     if rule is None:
         return None
     try:
-        made = np.asarray(rule(*operands, **attrs), dtype=object)
+        contents = np.asarray(rule(*operands, **attrs), dtype=object)
     except (_Open, InvalidInput, ValueError, TypeError, IndexError, ZeroDivisionError):
         return None
-    return made if made.size <= MAX_CONTENTS else None
+    return contents if contents.size <= MAX_CONTENTS else None
 
 
 def _never_negative(dim: Dim) -> bool:
@@ -124,8 +124,8 @@ def _elementwise(f: Callable[..., Any]) -> Callable[..., Array]:
     applied = np.frompyfunc(f, f.__code__.co_argcount, 1)
 
     def rule(*operands: Array, **_: Any) -> Array:
-        made: Array = np.asarray(applied(*operands), dtype=object)
-        return made
+        applied_to: Array = np.asarray(applied(*operands), dtype=object)
+        return applied_to
 
     return rule
 
@@ -157,8 +157,8 @@ def _slice(
     strides = [1] * len(first) if steps is None else _ints(steps)
     for a, b, axis, step in zip(first, last, along, strides, strict=True):
         index[axis] = slice(a, None if step < 0 and b < -x.shape[axis] else b, step)
-    made: Array = x[tuple(index)]
-    return made
+    part: Array = x[tuple(index)]
+    return part
 
 
 def _cast(x: Array, *, to: int, **_: Any) -> Array:
@@ -179,8 +179,8 @@ def _reshape(x: Array, shape: Array, *, allowzero: int = 0) -> Array:
 
 def _gather(x: Array, indices: Array, *, axis: int = 0) -> Array:
     taken = np.array(_ints(indices), np.int64).reshape(indices.shape)
-    made: Array = np.asarray(np.take(x, taken, axis), dtype=object)
-    return made
+    picked: Array = np.asarray(np.take(x, taken, axis), dtype=object)
+    return picked
 
 
 ARRANGING: Final[Mapping[str, Callable[..., Any]]] = {

@@ -63,9 +63,9 @@ def _label_encoder(app: Application) -> Sequence[Tensor]:
     if keys.dtype.kind == "f" and np.isnan(keys).any():
         hit = emit("Or", hit, emit("And", emit("IsNaN", wide), as_tensor(np.isnan(keys))))
     chosen = emit("ArgMax", hit.cast(float32), axis=-1, keepdims=0)
-    found = emit("ReduceMax", hit.cast(int64), np.array([-1]), keepdims=0) > 0
+    position = emit("ReduceMax", hit.cast(int64), np.array([-1]), keepdims=0) > 0
     table = np.append(values, _default(app, values))
-    at = emit("Where", found, chosen, as_tensor(np.array(len(keys), np.int64)))
+    at = emit("Where", position, chosen, as_tensor(np.array(len(keys), np.int64)))
     return (emit("Gather", as_tensor(table), at, axis=0),)
 
 

@@ -60,12 +60,12 @@ class _Trees:
 
 def _column(app: Application, name: str, count: int, default: Any = None) -> Any:
     """An attribute with one entry per node; its form of doubles where that is given."""
-    given = app.attr(f"{name}_as_tensor")
-    given = app.attr(name, default) if given is None else given
-    made = np.asarray(() if given is None else given).reshape(-1)
-    if len(made) != count:
-        raise InvalidInput(f"{name} has {len(made)} entries for {count} nodes")
-    return made
+    tensor = app.attr(f"{name}_as_tensor")
+    tensor = app.attr(name, default) if tensor is None else tensor
+    column = np.asarray(() if tensor is None else tensor).reshape(-1)
+    if len(column) != count:
+        raise InvalidInput(f"{name} has {len(column)} entries for {count} nodes")
+    return column
 
 
 def _trees(app: Application) -> _Trees:
@@ -177,8 +177,8 @@ def _table(app: Application, stem: str, trees: _Trees, n: int) -> tuple[Any, Any
 
 
 def _base(app: Application) -> Any:
-    given = app.attr("base_values_as_tensor")
-    return np.asarray(app.attr("base_values", ()) if given is None else given).reshape(-1)
+    tensor = app.attr("base_values_as_tensor")
+    return np.asarray(app.attr("base_values", ()) if tensor is None else tensor).reshape(-1)
 
 
 def _working(app: Application) -> Tensor:
@@ -200,22 +200,22 @@ def tree_regressor(app: Application) -> Sequence[Tensor]:
     table, held = _table(app, "target", trees, n)
     how, base = str(app.attr("aggregate_function", "SUM")), _base(app)
     if how in {"SUM", "AVERAGE"}:
-        made = _summed(x, trees, table)
-        made = made if how == "SUM" else made / float(len(trees.roots))
+        summed = _summed(x, trees, table)
+        summed = summed if how == "SUM" else summed / float(len(trees.roots))
     elif how in {"MIN", "MAX"}:
         if not held[trees.modes == LEAF].all():
             raise InvalidInput(f"{how} over trees needs leaves that have a weight for each target")
         rows = emit("Gather", as_tensor(table.astype(x.dtype.numpy)), _leaves(x, trees), axis=0)
-        made = emit(f"Reduce{how.capitalize()}", rows, np.array([1]), keepdims=0)
+        summed = emit(f"Reduce{how.capitalize()}", rows, np.array([1]), keepdims=0)
     else:
         raise InvalidInput(f"it aggregates trees by {how!r}; known are SUM, AVERAGE, MIN and MAX")
     if len(base):
         if len(base) != n:
             raise InvalidInput(f"it has {len(base)} base values for {n} targets")
-        made = made + as_tensor(base.astype(made.dtype.numpy))
+        summed = summed + as_tensor(base.astype(summed.dtype.numpy))
     if n == 1 and transform_of(app) not in {"NONE", "PROBIT"}:
-        return (made.cast(float32),)
-    return (transformed(app, made.cast(float32)),)
+        return (summed.cast(float32),)
+    return (transformed(app, summed.cast(float32)),)
 
 
 def tree_classifier(app: Application) -> Sequence[Tensor]:

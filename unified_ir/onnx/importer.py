@@ -87,8 +87,8 @@ def import_onnx(
     the model is sound and cannot be imported; the message names node, operator, opset and way out.
     """
     model, folder = read_model(source)
-    given = shapes or {}
-    unknown = sorted(given.keys() - {i.name for i in model.graph.input})
+    named_shapes = shapes or {}
+    unknown = sorted(named_shapes.keys() - {i.name for i in model.graph.input})
     if unknown:
         have = ", ".join(i.name for i in model.graph.input)
         raise InvalidInput(f"shapes= names the input {unknown[0]!r}; the model has {have}")
@@ -97,7 +97,7 @@ def import_onnx(
     weights = Weights(build, folder, _names(model.graph), choice, tie)
     importer = Importer(model, build, weights)
     with build:
-        function = importer.top(given, outputs)
+        function = importer.top(named_shapes, outputs)
     choice.check()
     weights.check_tied()
     state = weights.state
@@ -237,10 +237,10 @@ class Importer:
             outputs -= 1
         build = frame.scope.build
         with build.at(meta):
-            made = self.apply(node, inputs, outputs, frame)
-        if len(made) < outputs:
-            raise InvalidInput(f"{outputs} outputs are asked for, {len(made)} are known")
-        for name, x in zip(node.output, made, strict=False):
+            tensors = self.apply(node, inputs, outputs, frame)
+        if len(tensors) < outputs:
+            raise InvalidInput(f"{outputs} outputs are asked for, {len(tensors)} are known")
+        for name, x in zip(node.output, tensors, strict=False):
             if name:
                 frame.scope.define(name, x)
 
@@ -300,25 +300,25 @@ class Importer:
 
     def attrs(self, node: NodeProto, frame: Frame) -> dict[str, Any]:
         """Attributes as Python values; references are those of the function called."""
-        found: dict[str, Any] = {}
+        attrs: dict[str, Any] = {}
         for attribute in self.resolved(node, frame):
-            if attribute.name in found:
+            if attribute.name in attrs:
                 raise InvalidInput(f"the attribute {attribute.name!r} is given twice")
-            found[attribute.name] = self.value(attribute)
-        return found
+            attrs[attribute.name] = self.value(attribute)
+        return attrs
 
     def resolved(self, node: NodeProto, frame: Frame) -> list[AttributeProto]:
         """A node's attributes, those of the function called in place of references to them."""
-        made = []
+        attributes = []
         for attribute in node.attribute:
             if not attribute.ref_attr_name:
-                made.append(attribute)
+                attributes.append(attribute)
             elif attribute.ref_attr_name in frame.attrs:
                 copy = AttributeProto()
                 copy.CopyFrom(frame.attrs[attribute.ref_attr_name])
                 copy.name = attribute.name
-                made.append(copy)
-        return made
+                attributes.append(copy)
+        return attributes
 
     def value(self, attribute: AttributeProto) -> Any:
         """An attribute's value: numbers, text, arrays."""
@@ -347,8 +347,8 @@ class Importer:
         """A function's outputs, its nodes inlined."""
         if len(inputs) > len(function.input):
             raise InvalidInput(f"{function.name!r} takes {len(function.input)} operands")
-        given = {a.name: a for a in (*extra, *function.attribute_proto)}
-        given |= {a.name: a for a in self.resolved(node, frame)}
+        attributes = {a.name: a for a in (*extra, *function.attribute_proto)}
+        attributes |= {a.name: a for a in self.resolved(node, frame)}
         is_local = self.bodies.of(node) is function
         uses = self.bodies.uses(function) if is_local else Uses(function.node)
         scope = Scope(frame.scope.build, self.weights, uses, None, node.name)
@@ -360,12 +360,12 @@ class Importer:
                 scope.define(name, x)
         opsets = {**frame.opsets, **_opsets(function.opset_import)}
         place = f"{frame.place}.{node.name}" if frame.place and node.name else node.name
-        inner = Frame(scope, opsets, given, place or frame.place)
+        inner = Frame(scope, opsets, attributes, place or frame.place)
         nodes = [_without_absent(n, absent) for n in function.node]
         outputs = [n if o else "" for n, o in zip(function.output, node.output, strict=False)]
         wanted = [n for n in outputs if n]
-        found = dict(zip(wanted, self.run(nodes, wanted, inner), strict=True))
-        return [found[n] if n else next(iter(found.values())) for n in outputs]
+        results = dict(zip(wanted, self.run(nodes, wanted, inner), strict=True))
+        return [results[n] if n else next(iter(results.values())) for n in outputs]
 
     def own(
         self,
@@ -463,22 +463,22 @@ def _domain(domain: str) -> str:
 
 
 def _opsets(imports: Iterable[Any]) -> dict[str, int]:
-    found: dict[str, int] = {}
+    versions: dict[str, int] = {}
     for entry in imports:
         domain = _domain(entry.domain)
-        if found.setdefault(domain, int(entry.version)) != entry.version:
+        if versions.setdefault(domain, int(entry.version)) != entry.version:
             raise InvalidInput(f"two versions of the domain {domain!r} are imported")
-    return found
+    return versions
 
 
 def _functions(model: ModelProto) -> dict[FunctionKey, FunctionProto]:
-    found: dict[FunctionKey, FunctionProto] = {}
+    functions: dict[FunctionKey, FunctionProto] = {}
     for function in model.functions:
         key = key_of(function.domain, function.name, function.overload)
-        if key in found:
+        if key in functions:
             raise InvalidInput(f"the function {function.name[:80]!r} is defined twice")
-        found[key] = function
-    return found
+        functions[key] = function
+    return functions
 
 
 def _schema(node: NodeProto, domain: str, opsets: Mapping[str, int]) -> defs.OpSchema:
@@ -543,6 +543,6 @@ def _explained(label: str, error: TriplaneError) -> TriplaneError:
     if getattr(error, "of_node", False):
         return error
     kind = type(error) if isinstance(error, (Corrupt, NotFound)) else InvalidInput
-    made = kind(f"{label}: {error}")
-    made.__dict__["of_node"] = True
-    return made
+    explained = kind(f"{label}: {error}")
+    explained.__dict__["of_node"] = True
+    return explained

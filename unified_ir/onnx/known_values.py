@@ -38,19 +38,23 @@ class KnownValues:
             return np.array(known, dtype=object).reshape(x.shape)
         return None
 
-    def note(self, app: Application, made: Tensor) -> Tensor:
+    def note(self, app: Application, output: Tensor) -> Tensor:
         """Follows vectors of sizes that are known in part, and claims what they say of a shape."""
-        if app.op in ARRANGING and made.dtype == int64:
-            found = [None if x is None else self._seen(x) for x in app.inputs]
-            if all(f is not None for f, x in zip(found, app.inputs, strict=True) if x is not None):
-                contents = fold(app.op, found, app.attrs)
+        if app.op in ARRANGING and output.dtype == int64:
+            contents_of_operands = [None if x is None else self._seen(x) for x in app.inputs]
+            if all(
+                f is not None
+                for f, x in zip(contents_of_operands, app.inputs, strict=True)
+                if x is not None
+            ):
+                contents = fold(app.op, contents_of_operands, app.attrs)
                 if contents is not None and any(d is not None for d in contents.flat):
-                    self.partly[made.value] = contents
+                    self.partly[output.value] = contents
         if app.op in {"Expand", "Reshape"} and len(app.inputs) > 1 and app.inputs[1] is not None:
             wanted = self.partly.get(app.inputs[1].value)
-            if wanted is not None and wanted.shape == (made.rank,):
-                return assume_shape(made, _narrowed(app.op, made, wanted))
-        return made
+            if wanted is not None and wanted.shape == (output.rank,):
+                return assume_shape(output, _narrowed(app.op, output, wanted))
+        return output
 
     def _seen(self, x: Tensor) -> Array | None:
         """What is known of whole numbers, each of them or None."""
@@ -61,13 +65,13 @@ class KnownValues:
         static = [d for d in x.shape if isinstance(d, int)]
         return np.full(static, None, dtype=object) if size <= MAX_CONTENTS else None
 
-    def hold(self, build: Build, made: Array, dtype: DType) -> Tensor:
+    def hold(self, build: Build, sizes: Array, dtype: DType) -> Tensor:
         """Sizes as a tensor whose contents stay known."""
-        if not symbolic(made):
-            return build.constant(made.astype(dtype.numpy))
-        flat = [d if isinstance(d, Expr) else int(d) for d in made.flat]
-        x = build.dims(flat).reshape(made.shape).cast(dtype)
-        self.sizes[x.value] = made
+        if not symbolic(sizes):
+            return build.constant(sizes.astype(dtype.numpy))
+        flat = [d if isinstance(d, Expr) else int(d) for d in sizes.flat]
+        x = build.dims(flat).reshape(sizes.shape).cast(dtype)
+        self.sizes[x.value] = sizes
         return x
 
     def folded(self, build: Build, row: Op, app: Application) -> Tensor | None:
@@ -78,24 +82,24 @@ class KnownValues:
         known = [x.build.known(x) for x in present]
         if all(isinstance(k, np.ndarray) and k.size <= MAX_FOLDED for k in known):
             return _evaluated(build, row, app)
-        found = [None if x is None else self.of(x) for x in app.inputs]
-        if any(f is None for f, x in zip(found, app.inputs, strict=True) if x is not None):
+        operands = [None if x is None else self.of(x) for x in app.inputs]
+        if any(f is None for f, x in zip(operands, app.inputs, strict=True) if x is not None):
             return None
-        made = fold(app.op, found, app.attrs)
-        return None if made is None else self.hold(build, made, _dtype(app, made))
+        contents = fold(app.op, operands, app.attrs)
+        return None if contents is None else self.hold(build, contents, _dtype(app, contents))
 
 
-def _narrowed(op: str, made: Tensor, wanted: Array) -> list[Dim]:
+def _narrowed(op: str, output: Tensor, wanted: Array) -> list[Dim]:
     """The output's sizes, open ones being what the shape operand has in their place."""
     least = 2 if op == "Expand" else 1  # an axis expanded to 1 keeps its size
     return [
         w if is_symbol(d) and isinstance(w, int) and w >= least else d
-        for d, w in zip(made.shape, wanted.tolist(), strict=True)
+        for d, w in zip(output.shape, wanted.tolist(), strict=True)
     ]
 
 
-def _dtype(app: Application, made: Array) -> DType:
-    if made.size and all(isinstance(v, (bool, np.bool_)) for v in made.flat):
+def _dtype(app: Application, contents: Array) -> DType:
+    if contents.size and all(isinstance(v, (bool, np.bool_)) for v in contents.flat):
         return bool_
     if "to" in app.attrs:
         return dtype_attr(app.attrs["to"])

@@ -34,10 +34,10 @@ def lift(app: Application, opset: int) -> Lifted:
         if rule is None:
             app = replace(app, since=newer)
             continue
-        made = rule(app)
-        if isinstance(made, tuple):
-            return made
-        app = replace(made, since=newer if made.op == app.op else _version(made.op))
+        lifted = rule(app)
+        if isinstance(lifted, tuple):
+            return lifted
+        app = replace(lifted, since=newer if lifted.op == app.op else _version(lifted.op))
     loose = LOOSE.get(app.op)
     read = app if loose is None else loose(app)
     if isinstance(read, tuple):
@@ -47,11 +47,11 @@ def lift(app: Application, opset: int) -> Lifted:
 
 
 def _versions() -> Mapping[str, tuple[int, ...]]:
-    found: dict[str, list[int]] = {}
+    versions: dict[str, list[int]] = {}
     for schema in defs.get_all_schemas_with_history():
         if schema.domain == "" and schema.since_version <= MEANING_OPSET and not schema.deprecated:
-            found.setdefault(schema.name, []).append(schema.since_version)
-    return {name: tuple(sorted(v)) for name, v in found.items()}
+            versions.setdefault(schema.name, []).append(schema.since_version)
+    return {name: tuple(sorted(v)) for name, v in versions.items()}
 
 
 VERSIONS: Final = _versions()
@@ -73,8 +73,8 @@ def _moved(*names: str, dtype: Any = np.int64) -> Lift:
     """Attributes that become the operands after the first, absent where they were not given."""
 
     def rule(app: Application) -> Application:
-        made = [_as_operand(app.attrs[n], dtype) if n in app.attrs else None for n in names]
-        return replace(app.without(*names), inputs=(*app.inputs, *made))
+        moved = [_as_operand(app.attrs[n], dtype) if n in app.attrs else None for n in names]
+        return replace(app.without(*names), inputs=(*app.inputs, *moved))
 
     return rule
 
@@ -111,10 +111,10 @@ def _batch_norm_9(app: Application) -> Application:
 def _clip_6(app: Application) -> Application:
     x = app.operand(0)
     bounds = [app.attr("min", -_FLOAT_MAX), app.attr("max", _FLOAT_MAX)]
-    given = [
+    bound_operands = [
         None if abs(b) >= _FLOAT_MAX else as_tensor(np.array(b, x.dtype.numpy)) for b in bounds
     ]
-    return replace(app.without("min", "max"), inputs=(x, *given))
+    return replace(app.without("min", "max"), inputs=(x, *bound_operands))
 
 
 def _dropout_10(app: Application) -> Application:
@@ -172,8 +172,8 @@ def _upsample_7(app: Application) -> Application:
 
 def _resize_11(app: Application) -> Application:
     """Empty scales or region of interest stand for absent ones."""
-    given = [None if x is not None and x.shape == (0,) else x for x in app.padded(4)]
-    return replace(app, inputs=tuple(given))
+    operands = [None if x is not None and x.shape == (0,) else x for x in app.padded(4)]
+    return replace(app, inputs=tuple(operands))
 
 
 def _roi_align_10(app: Application) -> Application:
@@ -190,8 +190,8 @@ def _split_13(app: Application) -> Application:
 def _slice_1(app: Application) -> Application:
     starts = [dims_of(app.attr(n)) for n in ("starts", "ends")]
     axes = dims_of(app.attrs["axes"]) if "axes" in app.attrs else None
-    made = (app.operand(0), *starts, axes)
-    return replace(app.without("starts", "ends", "axes"), inputs=made)
+    operands = (app.operand(0), *starts, axes)
+    return replace(app.without("starts", "ends", "axes"), inputs=operands)
 
 
 def _topk_1(app: Application) -> Application:

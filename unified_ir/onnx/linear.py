@@ -83,13 +83,13 @@ def _weighed(app: Application, x: Tensor, rows: int) -> Tensor:
 def linear_regressor(app: Application) -> Sequence[Tensor]:
     """x @ coefficients.T + intercepts."""
     targets, bias = int(app.attr("targets", 1)), floats(app, "intercepts")
-    made = _weighed(app, matrix(app), targets)
+    weighed = _weighed(app, matrix(app), targets)
     if len(bias) not in {0, targets}:
         raise InvalidInput(f"it has {len(bias)} intercepts for {targets} targets")
-    made = made + as_tensor(bias) if len(bias) else made
+    weighed = weighed + as_tensor(bias) if len(bias) else weighed
     if targets == 1 and transform_of(app) not in {"NONE", "PROBIT"}:
-        return (made,)  # as onnxruntime does
-    return (transformed(app, made),)
+        return (weighed,)  # as onnxruntime does
+    return (transformed(app, weighed),)
 
 
 def linear_classifier(app: Application) -> Sequence[Tensor]:
@@ -153,13 +153,13 @@ def svm_regressor(app: Application) -> Sequence[Tensor]:
         weights = floats(app, "coefficients")
         if len(weights) != count:
             raise InvalidInput(f"{count} support vectors have {len(weights)} coefficients")
-        made = _kernels(app, x, count) @ as_tensor(weights[:, None])
+        score = _kernels(app, x, count) @ as_tensor(weights[:, None])
     else:
-        made = _weighed(app, x, 1)
-    made = made + float(rho[0])
+        score = _weighed(app, x, 1)
+    score = score + float(rho[0])
     if app.attr("one_class", 0):
-        made = (made > 0).cast(float32) * 2.0 - 1.0
-    return (made,)
+        score = (score > 0).cast(float32) * 2.0 - 1.0
+    return (score,)
 
 
 def svm_classifier(app: Application) -> Sequence[Tensor]:
@@ -257,8 +257,8 @@ def _coupled(sure: Tensor, k: int) -> Tensor:
         return (emit("Where", go > 0, moved, p), go), go
 
     trips = as_tensor(np.zeros(_COUPLINGS, np.float32))
-    made: Tensor = scan(step, (start, going), trips)[0][0]
-    return made
+    coupled: Tensor = scan(step, (start, going), trips)[0][0]
+    return coupled
 
 
 def _f(x: float) -> Tensor:

@@ -104,10 +104,10 @@ class _Vectors:
         if self.bytes + size > MAX_COPIED_BYTES:
             return False
         self.bytes += size
-        made = TensorProto()
-        made.CopyFrom(tensor)
-        made.name = new
-        self.copies[new] = made
+        copied = TensorProto()
+        copied.CopyFrom(tensor)
+        copied.name = new
+        self.copies[new] = copied
         return True
 
 
@@ -140,7 +140,7 @@ def _unused(name: str, taken: set[str]) -> str:
 
 def _reading(node: NodeProto, k: int, name: str) -> NodeProto:
     """The node, another name being its operand `k`."""
-    made = NodeProto()
-    made.CopyFrom(node)
-    made.input[k] = name
-    return made
+    reader = NodeProto()
+    reader.CopyFrom(node)
+    reader.input[k] = name
+    return reader

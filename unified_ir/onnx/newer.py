@@ -31,8 +31,8 @@ def _through_float32(app: Application) -> Lifted:
         return app
     wide = [x.cast(float32) if x is not None and x.dtype == narrow else x for x in app.inputs]
     row = recorder().table["", app.op]
-    made = recorder().apply(row, wide, app.attrs, outputs=app.outputs)
-    return tuple(y.cast(narrow) if y.dtype == float32 else y for y in made)
+    outputs = recorder().apply(row, wide, app.attrs, outputs=app.outputs)
+    return tuple(y.cast(narrow) if y.dtype == float32 else y for y in outputs)
 
 
 def _celu(app: Application) -> Lifted:
@@ -139,5 +139,5 @@ def as_meant(app: Application, opset: int) -> Lifted:
             f"{app.op} is defined anew in opset {app.since} (the model has {opset}); export the "
             "model with an opset up to 26"
         )
-    made: Lifted = rule(app)
-    return made
+    lifted: Lifted = rule(app)
+    return lifted

@@ -54,10 +54,10 @@ def _cycle(nodes: Sequence[NodeProto], stack: Sequence[tuple[int, object]], firs
 
 def _reads(node: NodeProto) -> list[str]:
     """Names a node reads, those of its inner graphs among them; inner names do no harm."""
-    found = [name for name in node.input if name]
+    names = [name for name in node.input if name]
     for graph in subgraphs_of(node):
-        given = {i.name for i in graph.input} | {t.name for t in graph.initializer}
+        defined = {i.name for i in graph.input} | {t.name for t in graph.initializer}
         inner = [r for n in graph.node for r in _reads(n)] + [o.name for o in graph.output]
-        given |= {o for n in graph.node for o in n.output}
-        found += [r for r in inner if r not in given]
-    return found
+        defined |= {o for n in graph.node for o in n.output}
+        names += [r for r in inner if r not in defined]
+    return names

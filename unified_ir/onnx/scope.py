@@ -45,21 +45,21 @@ class TrainableChoice:
         self.names: list[str] = []
         self.statistics: set[str] = set()
 
-    def role(self, name: str, array: Array, found: Role, *, is_statistic: bool = False) -> Role:
-        """The role of a tensor whose use gives it `found`; only floats of some axes are chosen.
+    def role(self, name: str, array: Array, judged: Role, *, is_statistic: bool = False) -> Role:
+        """The role of a tensor that its use judged; only floats of some axes are chosen.
 
         name: the one that it would have in the state, which patterns fit or not.
         """
         if array.dtype.kind == "O" or not type_of(array).dtype.is_float or not array.ndim:
-            return found
+            return judged
         self.names.append(name)
-        if is_statistic and found is Role.BUFFER:
+        if is_statistic and judged is Role.BUFFER:
             self.statistics.add(name)
         elif self._fits(self.trainable, name):
             return Role.PARAMETER
-        if found is Role.PARAMETER and self._fits(self.frozen, name):
+        if judged is Role.PARAMETER and self._fits(self.frozen, name):
             return Role.BUFFER
-        return found
+        return judged
 
     def is_trainable(self, name: str) -> bool:
         """Whether the caller wants it trained."""
@@ -128,10 +128,10 @@ class Weights:
         """
         if not any(fnmatchcase(name, pattern) for pattern in self.tie):
             return None
-        found = self._twins.first(name, array, self.state)
-        if found is None:
+        twin = self._twins.first(name, array, self.state)
+        if twin is None:
             return None
-        first, is_transposed = found
+        first, is_transposed = twin
         self._tied[name] = first
         self._scope_of[first] = min(self._scope_of[first], scope)
         return self._tensors[first], is_transposed
@@ -226,9 +226,9 @@ class Scope:
         if name in self.values:
             return self.values[name]
         if name in self.waiting:
-            made = self.held(name, array_of(self.waiting.pop(name), self.weights.folder))
-            self.values[name] = made
-            return made
+            tensor = self.held(name, array_of(self.waiting.pop(name), self.weights.folder))
+            self.values[name] = tensor
+            return tensor
         return self.parent.find(name) if self.parent is not None else None
 
     def is_wanted(self, name: str) -> bool:
@@ -238,12 +238,12 @@ class Scope:
 
     def held(self, name: str, array: Array) -> Tensor:
         """An initializer: state where it is a weight, a constant where its contents matter."""
-        found = self.uses.role(name, array)
-        if found is None:
+        use = self.uses.role(name, array)
+        if use is None:
             return self.build.constant(array)
         free = self.weights.free(name, self.prefix)
         is_statistic = self.uses.is_statistic(name)
-        role = self.weights.choice.role(free, array, found, is_statistic=is_statistic)
+        role = self.weights.choice.role(free, array, use, is_statistic=is_statistic)
         tied = self.weights.tied(free, array, self.number) if role is Role.PARAMETER else None
         if tied is None:
             return self.weights.add(free, array, role, self.number)

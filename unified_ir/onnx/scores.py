@@ -40,9 +40,9 @@ def floats(app: Application, name: str, like: Any = np.float32) -> Any:
 def labels(app: Application) -> Any:
     """The class labels, text or whole numbers."""
     for name, dtype in (("strings", object), ("int64s", np.int64), ("ints", np.int64)):
-        given = app.attr(f"classlabels_{name}")
-        if given is not None and len(given):
-            return np.array(list(given), dtype)
+        labels_given = app.attr(f"classlabels_{name}")
+        if labels_given is not None and len(labels_given):
+            return np.array(list(labels_given), dtype)
     raise InvalidInput(f"{app.op} has no class labels")
 
 

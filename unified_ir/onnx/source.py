@@ -153,8 +153,8 @@ def _decoded(tensor: TensorProto) -> Array:
         array: Any = numpy_helper.to_array(tensor)
     except (ValueError, TypeError, KeyError, OverflowError) as error:
         raise Corrupt(f"tensor {tensor.name[:80]!r} does not fit its type: {error}") from error
-    made: Array = np.asarray(array)
-    return made
+    decoded: Array = np.asarray(array)
+    return decoded
 
 
 def _external(

@@ -37,10 +37,10 @@ class Site:
 
     def present(self, i: int) -> Tensor:
         """Operand `i`, which must be there."""
-        found = self.inputs[i] if i < len(self.inputs) else None
-        if found is None:
+        operand = self.inputs[i] if i < len(self.inputs) else None
+        if operand is None:
             raise InvalidInput(f"operand {i} is absent")
-        return found
+        return operand
 
     def graph(self, name: str) -> GraphProto:
         """The inner graph in attribute `name`."""
@@ -51,8 +51,8 @@ class Site:
 
     def attrs(self) -> dict[str, Any]:
         """Attributes but inner graphs."""
-        found = self.importer.resolved(self.node, self.frame)
-        return {a.name: self.importer.value(a) for a in found if not a.HasField("g")}
+        attrs = self.importer.resolved(self.node, self.frame)
+        return {a.name: self.importer.value(a) for a in attrs if not a.HasField("g")}
 
 
 Structure = Callable[[Site], Sequence[Tensor]]

@@ -54,11 +54,11 @@ class Symbols:
     def _param(self, text: str) -> Dim:
         """A bare name as it is, an expression over bare names as such, other text renamed."""
         try:
-            found = parse(text)
+            dim = parse(text)
         except InvalidInput:
             return self.fresh(text)
-        known = isinstance(found, int) or is_symbol(found) or _names(found) <= self.bare
-        return found if known else self.fresh(text)
+        known = isinstance(dim, int) or is_symbol(dim) or _names(dim) <= self.bare
+        return dim if known else self.fresh(text)
 
 
 def _names(dim: Expr) -> set[str]:
@@ -89,12 +89,12 @@ def tensor_type(
     tensor = proto.tensor_type
     dtype = dtype_of(tensor.elem_type, what)
     if name in shapes:
-        given = tuple(as_dim(d) for d in shapes[name])
-        if tensor.HasField("shape") and len(tensor.shape.dim) != len(given):
+        shape = tuple(as_dim(d) for d in shapes[name])
+        if tensor.HasField("shape") and len(tensor.shape.dim) != len(shape):
             raise InvalidInput(
-                f"{what} has {len(tensor.shape.dim)} axes in the model, shapes= gives {given}"
+                f"{what} has {len(tensor.shape.dim)} axes in the model, shapes= gives {shape}"
             )
-        return TensorType(dtype, given)
+        return TensorType(dtype, shape)
     if not tensor.HasField("shape"):
         raise InvalidInput(
             f"{what} is declared without a shape; say it: shapes={{{name!r}: ('N', ...)}}"

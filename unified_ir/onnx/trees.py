@@ -55,20 +55,20 @@ def tree_ensemble(app: Application) -> Sequence[Tensor]:
 
 def _ways(app: Application, root: int) -> list[Way]:
     """Every leaf below a split."""
-    found: list[Way] = []
+    ways: list[Way] = []
     stack: list[tuple[int, bool, list[tuple[int, bool]]]] = [(root, False, [])]
     splits = len(app.attr("nodes_featureids"))
     while stack:
         at, leaf, way = stack.pop()
         if leaf:
-            found.append((at, way))
+            ways.append((at, way))
             continue
-        if not 0 <= at < splits or len(way) > splits or len(found) * splits > MAX_ENTRIES:
+        if not 0 <= at < splits or len(way) > splits or len(ways) * splits > MAX_ENTRIES:
             raise InvalidInput(f"split {at} of a tree of {splits} splits is on a way without end")
         for side, answer in (("false", False), ("true", True)):
             ends = bool(app.attr(f"nodes_{side}leafs")[at])
             stack.append((app.attr(f"nodes_{side}nodeids")[at], ends, [*way, (at, answer)]))
-    return found
+    return ways
 
 
 def _answers(app: Application, x: Tensor) -> Tensor:
@@ -83,12 +83,12 @@ def _answers(app: Application, x: Tensor) -> Tensor:
     for k, mode in enumerate(modes.tolist()):
         column = emit("Gather", taken, np.array([k]), axis=1)
         columns.append(_asked(int(mode), column, values[k : k + 1], sets))
-    made = emit("Concat", *columns, axis=1)
+    answers = emit("Concat", *columns, axis=1)
     tracks = app.attr("nodes_missing_value_tracks_true")
     if tracks is not None and any(tracks):
         absent = emit("And", emit("IsNaN", taken), as_tensor(np.array(tracks, bool)))
-        made = emit("Or", made, absent)
-    return made
+        answers = emit("Or", answers, absent)
+    return answers
 
 
 def _asked(mode: int, x: Tensor, value: Any, sets: list[Any]) -> Tensor:
@@ -104,10 +104,10 @@ def _asked(mode: int, x: Tensor, value: Any, sets: list[Any]) -> Tensor:
 
 def _sets(app: Application) -> list[Any]:
     """Values of the splits by membership, in their order; NaN ends each."""
-    given = app.attr("membership_values")
-    if given is None:
+    members = app.attr("membership_values")
+    if members is None:
         return []
-    values = np.asarray(given).reshape(-1)
+    values = np.asarray(members).reshape(-1)
     ends = np.flatnonzero(np.isnan(values))
     starts = [0, *(int(e) + 1 for e in ends[:-1])]
     return [values[a:b] for a, b in zip(starts, ends, strict=False)]

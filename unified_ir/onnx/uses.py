@@ -123,15 +123,15 @@ class Uses:
                 self._note(inner.node)
 
     def _classify(self, node: NodeProto) -> None:
-        given = [name for name in node.input if name]
+        names = [name for name in node.input if name]
         self.has_layers |= node.op_type in LAYERS or (
-            node.op_type in PRODUCTS and any(name in self.fixed for name in given)
+            node.op_type in PRODUCTS and any(name in self.fixed for name in names)
         )
         if next(subgraphs_of(node), None) is not None or node.op_type in _RANDOM:
             return
-        if all(name in self.fixed for name in given):
+        if all(name in self.fixed for name in names):
             self.fixed |= {*node.output}
-        elif node.op_type in _PLAIN and all(n in self.fixed or n in self.bare for n in given):
+        elif node.op_type in _PLAIN and all(n in self.fixed or n in self.bare for n in names):
             self.bare |= {*node.output}
 
     def of(self, name: str) -> tuple[Read, ...]:
@@ -170,8 +170,8 @@ class Uses:
     def is_statistic(self, name: str) -> bool:
         """Whether batch normalization reads a name as a running mean or variance."""
         if name not in self._statistics:
-            found = any(self._reads_statistic(node, i) for node, i in self.of(name))
-            self._statistics[name] = found
+            is_read = any(self._reads_statistic(node, i) for node, i in self.of(name))
+            self._statistics[name] = is_read
         return self._statistics[name]
 
     def _reads_statistic(self, node: NodeProto, i: int) -> bool:
@@ -245,9 +245,9 @@ class Uses:
                 name = node.input[0]
             else:
                 break
-        found = self._behind.get(name, False)
-        self._behind |= dict.fromkeys(passed, found)
-        return found
+        is_behind = self._behind.get(name, False)
+        self._behind |= dict.fromkeys(passed, is_behind)
+        return is_behind
 
     def _gives_angles(self, node: NodeProto) -> bool:
         """Whether sines and cosines read what the node gives, and nothing else does."""

@@ -170,8 +170,8 @@ def _scalar(size: Dim) -> Tensor:
 
 def tile(x: Tensor, repeats: int | Sequence[int]) -> Tensor:
     """`x` repeated along each axis, the last ones if there are fewer; more add axes in front."""
-    given = _repeats(repeats)
-    times = [1] * (x.rank - len(given)) + given
+    counts = _repeats(repeats)
+    times = [1] * (x.rank - len(counts)) + counts
     wide = x.reshape((*[1] * (len(times) - x.rank), *x.shape))
     return tile_row(wide, np.array(times, np.int64))
 
@@ -179,21 +179,21 @@ def tile(x: Tensor, repeats: int | Sequence[int]) -> Tensor:
 def repeat(x: Tensor, times: int, axis: int) -> Tensor:
     """Each element `times` in a row along `axis`, as numpy's `repeat`; 0 leaves none."""
     at = axes_of(x.rank, [axis])[0]
-    given = _repeats(times)
-    if len(given) != 1:
+    counts = _repeats(times)
+    if len(counts) != 1:
         raise InvalidInput(f"repeat takes one number of repeats for all elements, got {times}")
-    if given == [0]:  # ONNX's Reshape would read the 0 as the size that was there
+    if counts == [0]:  # ONNX's Reshape would read the 0 as the size that was there
         return slice_axis(x, at, 0, 0)
     wide = unsqueeze(x, at + 1)
     spread = broadcast_to(wide, (*x.shape[: at + 1], times, *x.shape[at + 1 :]))
     return spread.reshape((*x.shape[:at], x.shape[at] * times, *x.shape[at + 1 :]))
 
 
-def _repeats(given: int | Sequence[int]) -> list[int]:
-    found = list(whole_numbers(given, "a number of repeats"))
-    if builtins.any(isinstance(n, int) and n < 0 for n in found):
-        raise InvalidInput(f"repeats are 0 or more, got {given}")
-    return found
+def _repeats(repeats: int | Sequence[int]) -> list[int]:
+    counts = list(whole_numbers(repeats, "a number of repeats"))
+    if builtins.any(isinstance(n, int) and n < 0 for n in counts):
+        raise InvalidInput(f"repeats are 0 or more, got {repeats}")
+    return counts
 
 
 def split(x: Tensor, sizes: int | Sequence[Dim], axis: int = 0) -> tuple[Tensor, ...]:

@@ -152,8 +152,8 @@ def axes_shifted(call: BatchedCall) -> Sequence[Tensor]:
     """Reductions, whose axes are operand 1; without it, all axes of a slice."""
     call.only_first()
     full = call.row.full_attrs(call.attrs)
-    given = call.inputs[1] if len(call.inputs) > 1 else None
-    axes = [] if given is None else known_ints(given)
+    axes_operand = call.inputs[1] if len(call.inputs) > 1 else None
+    axes = [] if axes_operand is None else known_ints(axes_operand)
     if not axes and full.get("noop_with_empty_axes"):
         return call.apply(call.inputs)
     rank = call.rank(0)
@@ -196,9 +196,9 @@ def gathered(call: BatchedCall) -> Sequence[Tensor]:
         raise NeedsScan
     if call.batched[0]:
         return call.apply([x, index], axis=axis + 1)
-    (found,) = call.apply([x, index], axis=axis)
-    rest = [a for a in range(found.rank) if a != axis]
-    return [found if axis == 0 else found.transpose(axis, *rest)]
+    (picked,) = call.apply([x, index], axis=axis)
+    rest = [a for a in range(picked.rank) if a != axis]
+    return [picked if axis == 0 else picked.transpose(axis, *rest)]
 
 
 def merged(call: BatchedCall) -> Sequence[Tensor]:
@@ -245,10 +245,12 @@ def _matrix(call: BatchedCall, i: int) -> Tensor:
 
 def known_ints(x: Tensor | None) -> list[int]:
     """The contents of a constant int vector."""
-    found = None if x is None else recorder().known(x)
-    if found is None:
+    contents = None if x is None else recorder().known(x)
+    if contents is None:
         raise NeedsScan
-    items: list[Any] = list(found) if isinstance(found, tuple) else list(np.atleast_1d(found))
+    items: list[Any] = (
+        list(contents) if isinstance(contents, tuple) else list(np.atleast_1d(contents))
+    )
     if any(isinstance(d, Expr) for d in items):
         raise NeedsScan
     return [int(i) for i in items]

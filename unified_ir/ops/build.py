@@ -96,19 +96,19 @@ class Build:
         key = (host.dtype, host.shape, host.tobytes() if small else b"")
         if small and key in self._constants:
             return self._constants[key]
-        made = self.apply(self.table["", "Constant"], (), {"value": host})[0]
-        self._known[made.value] = host
+        tensor = self.apply(self.table["", "Constant"], (), {"value": host})[0]
+        self._known[tensor.value] = host
         if small:
-            self._constants[key] = made
-        return made
+            self._constants[key] = tensor
+        return tensor
 
     def dims(self, dims: Sequence[Dim]) -> Tensor:
         """An int64 vector of sizes, constant where none is symbolic."""
         if all(isinstance(d, int) for d in dims):
             return self.constant(np.array(dims, np.int64).reshape(len(dims)))
-        made = self.apply(self.table[DOMAIN, "Dims"], (), {"dims": tuple(dims)})[0]
-        self._known[made.value] = tuple(dims)
-        return made
+        vector = self.apply(self.table[DOMAIN, "Dims"], (), {"dims": tuple(dims)})[0]
+        self._known[vector.value] = tuple(dims)
+        return vector
 
     def known(self, tensor: Tensor) -> Known | None:
         """The contents of a constant or size vector, if they are known now."""
@@ -183,7 +183,7 @@ class Build:
             types = self._infer(row, operands, normal, regions, outputs)
         except InvalidInput as error:
             raise _located(error, meta.location, meta.scope) from None
-        made = self.append(
+        tensors = self.append(
             Node(
                 row.id,
                 tuple(None if x is None else x.value for x in operands),
@@ -196,8 +196,8 @@ class Build:
         if row.preserves_elements and operands[0] is not None:
             contents = self.known(operands[0])
             if isinstance(contents, tuple):
-                self._known[made[0].value] = contents
-        return made
+                self._known[tensors[0].value] = contents
+        return tensors
 
     def _opened(
         self,
@@ -309,9 +309,9 @@ class Build:
 def _located(error: InvalidInput, location: Location | None, scope: str) -> InvalidInput:
     if location is None or getattr(error, "located", False):
         return error
-    made = type(error)(f"{error} (at {location}{f', in {scope}' if scope else ''})")
-    made.located = True  # type: ignore[attr-defined]
-    return made.with_traceback(error.__traceback__)
+    located = type(error)(f"{error} (at {location}{f', in {scope}' if scope else ''})")
+    located.located = True  # type: ignore[attr-defined]
+    return located.with_traceback(error.__traceback__)
 
 
 def _host_array(x: Any, dtype: DType | None) -> Array:
@@ -388,8 +388,8 @@ def _body_function(
         for x, contents in zip(operands, known, strict=False):
             if x is not None and contents is not None:
                 build.know(x, contents.value)
-        made = row.body(*operands, **row.full_attrs({k: v.value for k, v in attrs}))
-        results: Sequence[Tensor] = (made,) if isinstance(made, Tensor) else made
+        returned = row.body(*operands, **row.full_attrs({k: v.value for k, v in attrs}))
+        results: Sequence[Tensor] = (returned,) if isinstance(returned, Tensor) else returned
         named = {f"y{i}": r for i, r in zip(range(outputs), results, strict=False)}
     made_here = {n for node in build.nodes for n in node.attrs.get(OPEN, ())}  # type: ignore[union-attr]
     if any(made_here & r.type.symbols for r in named.values()):
@@ -424,9 +424,9 @@ def note_contents(row: Op, node: Node, contents: dict[Value, Known]) -> None:
     elif (row.domain, row.name) == (DOMAIN, "Dims"):
         contents[node.outputs[0]] = node.attrs["dims"]  # type: ignore[assignment]
     elif row.preserves_elements and node.inputs[0] is not None:
-        found = contents.get(node.inputs[0])
-        if isinstance(found, tuple):
-            contents[node.outputs[0]] = found
+        elements = contents.get(node.inputs[0])
+        if isinstance(elements, tuple):
+            contents[node.outputs[0]] = elements
 
 
 def all_contents(table: Table, function: Function) -> dict[Value, Known]:
@@ -481,5 +481,5 @@ def region(
         build.scope = outer.scope
         build.meta = outer.meta
     with build:
-        made = f([build.param(f"x{i}", t) for i, t in enumerate(types)])
-    return build, made
+        results = f([build.param(f"x{i}", t) for i, t in enumerate(types)])
+    return build, results

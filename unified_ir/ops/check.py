@@ -116,11 +116,16 @@ class _Checker:
             raise Corrupt(f"the size {next(iter(names))!r} it introduces is another's")
         for k, region in enumerate(node.regions):
             _labelled(f"region {k}", self, region)
-        given = tuple(None if v is None else v.type for v in node.inputs)
+        operand_types = tuple(None if v is None else v.type for v in node.inputs)
         contents = tuple(None if v is None else known.get(v) for v in node.inputs)
-        found, claimed = self.infer(row, node, given, contents), tuple(v.type for v in node.outputs)
-        if found != claimed:
-            raise Corrupt(f"claims {_shown(claimed)}, of {_shown(given)} it is {_shown(found)}")
+        inferred, claimed = (
+            self.infer(row, node, operand_types, contents),
+            tuple(v.type for v in node.outputs),
+        )
+        if inferred != claimed:
+            raise Corrupt(
+                f"claims {_shown(claimed)}, of {_shown(operand_types)} it is {_shown(inferred)}"
+            )
         note_contents(row, node, known)
 
     def infer(
@@ -129,13 +134,13 @@ class _Checker:
         """Output types, each question asked once."""
         attrs = tuple((k, _hashable(v)) for k, v in node.attrs.items())
         key = (row.id, types, tuple(map(_hashable, known)), attrs, len(node.outputs))
-        found = None if node.regions else self.seen.get(key)
-        if found is None:
+        inferred = None if node.regions else self.seen.get(key)
+        if inferred is None:
             self.work += sum(_weight(t) for t in types if t is not None)
             if self.work > MAX_WORK:
                 raise Corrupt("the symbolic sizes of the module are more than can be checked")
-            found = self.seen[key] = _inferred(row, node, types, known)
-        return found
+            inferred = self.seen[key] = _inferred(row, node, types, known)
+        return inferred
 
 
 def _row(node: Node) -> Op:

@@ -169,11 +169,11 @@ def _run_node(
     return tuple(_held(a, v.type) for a, v in zip(filled, node.outputs, strict=False))
 
 
-def _held(made: HostValue, type_: TensorType) -> HostValue:
+def _held(value: HostValue, type_: TensorType) -> HostValue:
     """What a kernel made, as values of the type are held."""
     if is_plain(type_):
-        return np.asarray(made, type_.dtype.numpy)
-    return as_host_value(made, type_)
+        return np.asarray(value, type_.dtype.numpy)
+    return as_host_value(value, type_)
 
 
 def _empty(value: Value, sizes: Sizes) -> HostValue:

@@ -86,7 +86,7 @@ def _infer_by_onnx(
         if isinstance(k, np.ndarray)
     }
     try:
-        found = shape_inference.infer_node_outputs(
+        inferred = shape_inference.infer_node_outputs(
             row.schema,
             node,
             protos,
@@ -96,7 +96,7 @@ def _infer_by_onnx(
         )
     except (shape_inference.InferenceError, checker.ValidationError, RuntimeError) as error:
         raise ShapeError(f"{row} refuses {[str(t) for t in types]}: {_short(error)}") from error
-    return tuple(_from_proto(row, found[o], types) for o in node.output)
+    return tuple(_from_proto(row, inferred[o], types) for o in node.output)
 
 
 def _short(error: Exception) -> str:

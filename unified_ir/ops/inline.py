@@ -49,9 +49,9 @@ class Replay:
 
     def run(self, node: Node) -> tuple[Tensor, ...]:
         """The node's outputs, now also known as the values they stand for."""
-        made = self._made(node)
-        self.define(node, made)
-        return made
+        outputs = self._made(node)
+        self.define(node, outputs)
+        return outputs
 
     def define(self, node: Node, outputs: Sequence[Tensor]) -> None:
         """Lets `outputs` stand for the node's outputs."""
@@ -145,12 +145,12 @@ def _bind(sizes: dict[str, Dim], param: Value, arg: Tensor) -> None:
         raise ShapeError(f"parameter {param.name!r} is {param.type}, got {arg.type}")
     if arg.dtype != param.type.dtype or arg.rank != param.type.rank:
         raise ShapeError(f"parameter {param.name!r} is {param.type}, got {arg.type}")
-    for wanted, given in zip(param.type.shape, arg.shape, strict=True):
-        if is_symbol(wanted) and (str(wanted) in sizes or wanted != given):
-            known = sizes.setdefault(str(wanted), given)
-            if known != given:
-                raise ShapeError(f"symbol {wanted} of {param.name!r} is both {known} and {given}")
-        elif isinstance(wanted, int) and wanted != given:
+    for wanted, size in zip(param.type.shape, arg.shape, strict=True):
+        if is_symbol(wanted) and (str(wanted) in sizes or wanted != size):
+            known = sizes.setdefault(str(wanted), size)
+            if known != size:
+                raise ShapeError(f"symbol {wanted} of {param.name!r} is both {known} and {size}")
+        elif isinstance(wanted, int) and wanted != size:
             raise ShapeError(f"parameter {param.name!r} is {param.type}, got {arg.type}")
 
 

@@ -67,13 +67,13 @@ stack: ContextVar[tuple[Recorder, ...]] = ContextVar("triplane_recorders", defau
 
 def recorder() -> Recorder:
     """The graph being recorded."""
-    found = stack.get()
-    if not found:
+    builds = stack.get()
+    if not builds:
         raise InvalidInput(
             "an operator was called outside a graph; call it in a Cell's construct or in a "
             "function decorated with @graph, and call that with arrays"
         )
-    return found[-1]
+    return builds[-1]
 
 
 def recording() -> bool:

@@ -145,10 +145,10 @@ class OpCall:
 
     def type(self, i: int) -> TensorType:
         """Type of operand `i`, which must be present."""
-        found = self.types[i] if i < len(self.types) else None
-        if found is None:
+        type_ = self.types[i] if i < len(self.types) else None
+        if type_ is None:
             raise InvalidInput(f"{self.row} needs operand {i}; {len(self.types)} were given")
-        return found
+        return type_
 
     def has(self, i: int) -> bool:
         """Whether operand `i` is present."""

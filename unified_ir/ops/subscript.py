@@ -85,17 +85,17 @@ def _expanded(x: Tensor, items: list[Any]) -> list[Any]:
     )
     if used > x.rank:
         raise _refused(f"{x.type} has {x.rank} axes, the index names {used}")
-    found: list[Any] = []
+    expanded: list[Any] = []
     if sum(i is Ellipsis for i in items) > 1:
         raise _refused("an index has one Ellipsis at most")
     for item in items if any(i is Ellipsis for i in items) else [*items, Ellipsis]:
         if item is Ellipsis:
-            found += [slice(None)] * (x.rank - used)
+            expanded += [slice(None)] * (x.rank - used)
         elif _is_marks(item):
-            found += _positions(item)
+            expanded += _positions(item)
         else:
-            found.append(item)
-    return found
+            expanded.append(item)
+    return expanded
 
 
 def _positions(marks: Any) -> list[Any]:
@@ -200,10 +200,10 @@ def _together(x: Tensor, axes: Sequence[int], items: Sequence[Any]) -> Tensor:
         common = common + w * 0
     spread = [_emit("Unsqueeze", w + common * 0, np.array([-1])) for w in wanted]
     rest = [i for i in range(x.rank) if i not in axes]
-    found = _emit("GatherND", x.transpose(*axes, *rest), _emit("Concat", *spread, axis=-1))
+    picked = _emit("GatherND", x.transpose(*axes, *rest), _emit("Concat", *spread, axis=-1))
     side_by_side = list(axes) == list(range(axes[0], axes[0] + len(axes)))
     n, first = common.rank, axes[0]
     if not side_by_side or not first or not n:
-        return found
-    order = [*range(n, n + first), *range(n), *range(n + first, found.rank)]
-    return found.transpose(*order)
+        return picked
+    order = [*range(n, n + first), *range(n), *range(n + first, picked.rank)]
+    return picked.transpose(*order)

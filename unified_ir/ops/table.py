@@ -15,8 +15,8 @@ from triplane.unified_ir.ops.row import Op, Table
 
 def _modules() -> list[ModuleType]:
     """Every module of the families, in order."""
-    found = walk_packages(rows.__path__, f"{rows.__name__}.")
-    return [import_module(name) for name in sorted(info.name for info in found)]
+    packages = walk_packages(rows.__path__, f"{rows.__name__}.")
+    return [import_module(name) for name in sorted(info.name for info in packages)]
 
 
 def _collect(modules: Sequence[ModuleType]) -> dict[tuple[str, str], Op]:

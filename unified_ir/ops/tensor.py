@@ -556,12 +556,12 @@ def taking_arrays(builder: Callable[P, R]) -> Callable[P, R]:
         tensors += [v for k, v in kwargs.items() if k in operands]
         floats = {x.dtype for x in tensors if isinstance(x, Tensor) and x.dtype.is_float}
         narrow = floats == {float32}
-        given: Any = [
+        admitted: Any = [
             _taken(x, narrow=narrow) if mark else x for x, mark in zip(args, marks, strict=True)
         ]
         named: Any = {
             k: _taken(v, narrow=narrow) if k in operands else v for k, v in kwargs.items()
         }
-        return builder(*given, **named)
+        return builder(*admitted, **named)
 
     return build

@@ -22,10 +22,10 @@ def leaves(tree: Any) -> list[Any]:
 def rebuild(tree: Any, values: Sequence[Any]) -> Any:
     """A tree shaped like `tree` with its leaves replaced in order."""
     remaining = iter(values)
-    made = _fill(tree, remaining)
+    tree_of_leaves = _fill(tree, remaining)
     if next(remaining, _END) is not _END:
         raise InvalidInput(f"{len(values)} values do not fit a tree of {len(leaves(tree))} leaves")
-    return made
+    return tree_of_leaves
 
 
 _END = object()

@@ -39,8 +39,8 @@ def drop_dead(function: Function) -> Function:
 def _sizes_of(node: Node) -> set[str]:
     """Symbols that a node's types, sizes and regions mention."""
     dims: Any = node.attrs.get("dims", ())
-    found = set().union(*(symbols(d) for d in dims), *(v.type.symbols for v in node.outputs))
-    return found.union(*(_sizes_of(inner) for r in node.regions for inner in r.nodes))
+    sizes = set().union(*(symbols(d) for d in dims), *(v.type.symbols for v in node.outputs))
+    return sizes.union(*(_sizes_of(inner) for r in node.regions for inner in r.nodes))
 
 
 def share(function: Function) -> Function:
@@ -55,10 +55,10 @@ def share(function: Function) -> Function:
         if first is not None:
             env.update(zip(node.outputs, first.outputs, strict=True))
             continue
-        made = node if inputs == node.inputs else replace(node, inputs=inputs)
-        nodes.append(made)
+        kept = node if inputs == node.inputs else replace(node, inputs=inputs)
+        nodes.append(kept)
         if key is not None:
-            seen[key] = made
+            seen[key] = kept
     return function.with_(nodes=nodes, results=(env.get(r, r) for r in function.results))
 
 

@@ -49,11 +49,11 @@ class Frozen:
 
     def known(self) -> dict[Value, Array]:
         """The array of every weight and every constant."""
-        found = {p: self.weights[p.name] for p in self.function.params if p.name in self.weights}
+        arrays = {p: self.weights[p.name] for p in self.function.params if p.name in self.weights}
         for node in self.function.nodes:
             if node.op.name == "Constant":
-                found[node.outputs[0]] = node.attrs["value"]  # type: ignore[assignment]
-        return found
+                arrays[node.outputs[0]] = node.attrs["value"]  # type: ignore[assignment]
+        return arrays
 
 
 def freeze(module: Module, entry: str) -> Frozen:
@@ -138,8 +138,8 @@ class Rewrite:
         row = TABLE[node.op.domain, node.op.name]
         with self._build.at(node.meta):
             outputs = len(node.outputs)
-            made = self._build.apply(row, operands, node.attrs, outputs=outputs)
-        self._replay.define(node, made)
+            tensors = self._build.apply(row, operands, node.attrs, outputs=outputs)
+        self._replay.define(node, tensors)
 
     def put(self, value: Value, tensor: Tensor) -> None:
         """From here on `tensor` stands for the old value."""
@@ -149,8 +149,8 @@ class Rewrite:
         """Another function's nodes in place of the node."""
         operands = [self[v] for v in node.inputs if v is not None]
         with self._build.at(node.meta):
-            made = inline(meaning, operands)
-        for value, tensor in zip(node.outputs, made, strict=False):
+            results = inline(meaning, operands)
+        for value, tensor in zip(node.outputs, results, strict=False):
             self.put(value, tensor)
 
     def weight(self, name: str, array: Array) -> Tensor:
@@ -193,14 +193,14 @@ def expanded(frozen: Frozen, also: Collection[str] = ()) -> Frozen:
     """
     while any(_opened(node, also) for node in frozen.function.nodes):
         contents = all_contents(TABLE, frozen.function)
-        with Rewrite(frozen) as made:
+        with Rewrite(frozen) as rewrite:
             for node in frozen.function.nodes:
                 meaning = expansion(TABLE, node, contents) if _opened(node, also) else None
                 if meaning is None:
-                    made.keep(node)
+                    rewrite.keep(node)
                 else:
-                    made.expand(node, meaning)
-            frozen = made.finish()
+                    rewrite.expand(node, meaning)
+            frozen = rewrite.finish()
     return frozen
 
 

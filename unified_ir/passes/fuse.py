@@ -35,9 +35,9 @@ def fuse_updates(function: Function) -> Function:
 
 def _plain_gemm(view: View, value: Value | None) -> Node | None:
     """A Gemm without C whose result is read once; float32, which is what its attributes hold."""
-    found = view.node(value, "Gemm")
-    plain = found is not None and len(found.inputs) == 2
-    return found if plain and value is not None and value.type.dtype == float32 else None
+    product = view.node(value, "Gemm")
+    plain = product is not None and len(product.inputs) == 2
+    return product if plain and value is not None and value.type.dtype == float32 else None
 
 
 def _as_update(view: View, node: Node) -> list[Node] | None:
@@ -121,22 +121,22 @@ def _weight_left(view: View, node: Node) -> list[Node] | None:
     bias = node.inputs[2] if len(node.inputs) > 2 else None
     if x is None or w is None or not _large(w.type.shape) or w in view.producer:
         return None
-    made: list[Node] = []
+    nodes: list[Node] = []
     if not node.attrs.get("transB"):
-        w = _transposed(made, w, node)
+        w = _transposed(nodes, w, node)
     (y,) = node.outputs
     product = Value(y.type.with_shape(y.type.shape[::-1]))
-    made.append(node_of("MatMul", (w, _transposed(made, x, node)), product, node))
+    nodes.append(node_of("MatMul", (w, _transposed(nodes, x, node)), product, node))
     if bias is None:
-        made.append(node_of("Transpose", (product,), y, node, perm=(1, 0)))
+        nodes.append(node_of("Transpose", (product,), y, node, perm=(1, 0)))
     else:
-        made.append(node_of("Add", (_transposed(made, product, node), bias), y, node))
-    return made
+        nodes.append(node_of("Add", (_transposed(nodes, product, node), bias), y, node))
+    return nodes
 
 
-def _transposed(made: list[Node], x: Value, origin: Node) -> Value:
+def _transposed(nodes: list[Node], x: Value, origin: Node) -> Value:
     flipped = Value(x.type.with_shape(x.type.shape[::-1]))
-    made.append(node_of("Transpose", (x,), flipped, origin, perm=(1, 0)))
+    nodes.append(node_of("Transpose", (x,), flipped, origin, perm=(1, 0)))
     return flipped
 
 

@@ -116,11 +116,11 @@ def live(nodes: Sequence[Node], results: Sequence[Value], sizes: Mapping[str, in
 
 def least_bytes(function: Function, sizes: Mapping[str, int]) -> int:
     """What no order and no recomputation can go below: one node's tensors, or all results."""
-    found = live(function.nodes, function.results, sizes)
+    alive_bytes = live(function.nodes, function.results, sizes)
 
     def held(values: Sequence[Value | None]) -> int:
-        distinct = {found.roots.get(v, v) for v in values if v is not None}
-        return sum(type_bytes(v.type, sizes) for v in distinct if v in found.born)
+        distinct = {alive_bytes.roots.get(v, v) for v in values if v is not None}
+        return sum(type_bytes(v.type, sizes) for v in distinct if v in alive_bytes.born)
 
     nodes = max((held([*node.inputs, *node.outputs]) for node in function.nodes), default=0)
     return max(nodes, held(function.results))

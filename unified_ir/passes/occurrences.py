@@ -61,16 +61,16 @@ def _hashable(value: Any) -> str:
 
 
 def _occurrence(nodes: list[Node], places: dict[int, int], listing: Listing, start: int) -> Any:
-    made = {
+    record = {
         value: places[id(node)]
         for i, node in enumerate(nodes)
         for value in listing.outputs[start + i]
     }
     edges = [
-        [made[value], places[id(node)]]
+        [record[value], places[id(node)]]
         for i, node in enumerate(nodes)
         for value in listing.inputs[start + i]
-        if value in made
+        if value in record
     ]
     rows = [
         [places[id(node)], str(node.op), str(node.meta.location) if node.meta.location else None]

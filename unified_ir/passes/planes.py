@@ -49,8 +49,8 @@ def merge_planes(function: Function) -> Function:
     for node in function.nodes:
         rule = _RULES.get(node.op.name)
         fits = rule is not None and len(node.inputs) > 1 and node.inputs[1] in weights
-        made = rule(node) if fits and rule is not None else None
-        nodes.extend([node] if made is None else made)
+        merged = rule(node) if fits and rule is not None else None
+        nodes.extend([node] if merged is None else merged)
     changed = len(nodes) != len(function.nodes)
     return function.with_(nodes=nodes) if changed else function
 
@@ -107,14 +107,14 @@ def _planes(node: Node, image: Value | None, output: Value, most: int) -> _Plane
     if sizes[2] * sizes[3] > most or image.type.shape[0] == 1:
         return None
     attrs: Any = node.attrs
-    found = _Planes(
+    planes = _Planes(
         Window(weight.type.concrete({})[2:], attrs),
         sizes[0],
         sizes[2],
         int(attrs.get("group", 1)),
         tuple(attrs.get("output_padding") or (0, 0)),
     )
-    return found if found.before < found.window.span(0) else None
+    return planes if planes.before < planes.window.span(0) else None
 
 
 def _large(node: Node) -> bool:
@@ -237,14 +237,14 @@ def _in_place(node: Node, body: Callable[..., Tensor]) -> list[Node]:
     operands = [v for v in node.inputs if v is not None]
     with (build := Build(TABLE, "merged")), build.at(node.meta):
         params = [build.param(f"v{i}", v.type) for i, v in enumerate(operands)]
-        made = clean(build.finish({"y": body(*params)}))
-    values = dict(zip(made.params, operands, strict=True))
-    values[made.results[0]] = node.outputs[0]
-    return [_renamed(inner, values) for inner in made.nodes]
+        body_of_planes = clean(build.finish({"y": body(*params)}))
+    values = dict(zip(body_of_planes.params, operands, strict=True))
+    values[body_of_planes.results[0]] = node.outputs[0]
+    return [_renamed(inner, values) for inner in body_of_planes.nodes]
 
 
 def _renamed(node: Node, values: dict[Value, Value]) -> Node:
-    def of(given: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(values.get(v, v) for v in given)
+    def of(old_values: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(values.get(v, v) for v in old_values)
 
     return Node(node.op, of(node.inputs), of(node.outputs), node.attrs, node.regions, node.meta)

@@ -88,8 +88,8 @@ def recompute(
                 break
         else:
             break
-    made = function.with_(nodes=nodes)
-    return made, RecomputationPlan(
+    recomputed = function.with_(nodes=nodes)
+    return recomputed, RecomputationPlan(
         budget_bytes, before.peak_bytes, now.peak_bytes, least, tuple(again)
     )
 
@@ -132,13 +132,13 @@ def _chain(nodes: Sequence[Node], now: Live[Value], value: Value, use: int) -> l
     places: set[int] = set()
     wanted = [value]
     while wanted:
-        found = now.made_by.get(wanted.pop())
-        if found is None or found in places or nodes[found].op.name == CONSTANT:
+        producer = now.made_by.get(wanted.pop())
+        if producer is None or producer in places or nodes[producer].op.name == CONSTANT:
             continue
-        places.add(found)
-        if len(places) > LONGEST_CHAIN or not _repeats(nodes[found]):
+        places.add(producer)
+        if len(places) > LONGEST_CHAIN or not _repeats(nodes[producer]):
             return None
-        for taken in nodes[found].inputs:
+        for taken in nodes[producer].inputs:
             if taken is None:
                 continue
             root = now.roots.get(taken, taken)
@@ -158,7 +158,7 @@ def _inserted(nodes: Sequence[Node], chain: Sequence[Node], use: int) -> list[No
     """The nodes with the chain run again before node `use`; from there on its values are taken."""
     inside = {v for node in chain for v in node.outputs}
     after = _latest_float(nodes, use)
-    made: list[Node] = []
+    inserted: list[Node] = []
     renamed: dict[Value, Value] = {}
     if after is None:
         return list(nodes)
@@ -170,18 +170,18 @@ def _inserted(nodes: Sequence[Node], chain: Sequence[Node], use: int) -> list[No
                 operands.append(v if v is None else renamed[v])
             elif behind and k == 0:
                 held = Value(v.type)
-                made.append(Node(barrier.id, (v, after), (held,), {}, (), node.meta))
+                inserted.append(Node(barrier.id, (v, after), (held,), {}, (), node.meta))
                 operands.append(held)
             else:
                 operands.append(v)
         outputs = tuple(Value(v.type) for v in node.outputs)
         renamed.update(zip(node.outputs, outputs, strict=True))
-        made.append(replace(node, inputs=tuple(operands), outputs=outputs))
+        inserted.append(replace(node, inputs=tuple(operands), outputs=outputs))
     later = [
         replace(n, inputs=tuple(renamed.get(v, v) if v is not None else None for v in n.inputs))
         for n in nodes[use:]
     ]
-    return [*nodes[:use], *made, *later]
+    return [*nodes[:use], *inserted, *later]
 
 
 def _latest_float(nodes: Sequence[Node], use: int) -> Value | None:

@@ -47,8 +47,8 @@ class Listing:
     def first_output(self) -> list[int]:
         """Place of a node's first output among all outputs, and of the end."""
         places = [0]
-        for made in self.outputs:
-            places.append(places[-1] + len(made))
+        for output in self.outputs:
+            places.append(places[-1] + len(output))
         return places
 
     @cached_property
@@ -86,15 +86,15 @@ def repeats(listing: Listing, least_nodes: int = LEAST_NODES) -> tuple[Block, ..
     """Blocks of at least `least_nodes` nodes that occur twice or more, in the graph's order."""
     taken = np.zeros(len(listing.labels), dtype=bool)
     sums = _sums(taken)
-    found = []
+    blocks = []
     for length, starts in _by_gain(_symbols(listing), least_nodes):
         free = starts[sums[starts + length] == sums[starts]]
         for block in _alike(listing, length, free.tolist()):
-            found.append(block)
+            blocks.append(block)
             for start in block.starts:
                 taken[start : start + length] = True
             sums = _sums(taken)
-    return tuple(sorted(found, key=lambda block: block.starts))
+    return tuple(sorted(blocks, key=lambda block: block.starts))
 
 
 def _by_gain(symbols: dict[int, _Symbol], least_nodes: int) -> Iterator[tuple[int, Indices]]:
@@ -171,10 +171,10 @@ def _symbols(listing: Listing) -> dict[int, _Symbol]:
     """Every symbol that rounds of joining frequent neighbours make."""
     tokens = _tokens(listing)
     starts = np.arange(len(tokens), dtype=np.int64)
-    made: dict[int, _Symbol] = {}
+    by_number: dict[int, _Symbol] = {}
     for token in np.unique(tokens).tolist():
-        made[token] = _Symbol(pow(_BASE, token + 2, _PRIME), 1, [])
-    known = {(s.hash, s.length): token for token, s in made.items()}
+        by_number[token] = _Symbol(pow(_BASE, token + 2, _PRIME), 1, [])
+    known = {(s.hash, s.length): token for token, s in by_number.items()}
     while len(tokens) > 1:
         joined = _joined(tokens)
         if not joined.size:
@@ -184,19 +184,19 @@ def _symbols(listing: Listing) -> dict[int, _Symbol]:
         )
         names = []
         for a, b in pairs.T.tolist():
-            left, right = made[a], made[b]
+            left, right = by_number[a], by_number[b]
             length = left.length + right.length
             content = (left.hash * pow(_BASE, right.length, _PRIME) + right.hash) % _PRIME
-            token = known.setdefault((content, length), len(made))
-            made.setdefault(token, _Symbol(content, length, []))
+            token = known.setdefault((content, length), len(by_number))
+            by_number.setdefault(token, _Symbol(content, length, []))
             names.append(token)
         tokens[joined] = np.array(names, dtype=np.int64)[inverse.reshape(-1)]
         order = np.argsort(tokens[joined], kind="stable")
         cuts = np.flatnonzero(np.diff(tokens[joined][order])) + 1
         for part in np.split(joined[order], cuts):
-            made[int(tokens[part[0]])].starts.append(starts[part])
+            by_number[int(tokens[part[0]])].starts.append(starts[part])
         tokens, starts = np.delete(tokens, joined + 1), np.delete(starts, joined + 1)
-    return {token: symbol for token, symbol in made.items() if symbol.starts}
+    return {token: symbol for token, symbol in by_number.items() if symbol.starts}
 
 
 def _tokens(listing: Listing) -> Indices:

@@ -107,16 +107,20 @@ class View:
 
     def node(self, value: Value | None, op: str) -> Node | None:
         """The node `op` that makes `value`, if nothing else reads it."""
-        made = self.producer.get(value) if value is not None else None
-        alone = made is not None and value is not None and self.count[value] == 1
-        return made if alone and made is not None and made.op.name == op else None
+        producer = self.producer.get(value) if value is not None else None
+        alone = producer is not None and value is not None and self.count[value] == 1
+        return producer if alone and producer is not None and producer.op.name == op else None
 
     def scalar(self, value: Value | None) -> float | None:
         """The value of a constant scalar."""
-        made = self.producer.get(value) if value is not None else None
-        if made is None or made.op.name != "Constant" or made.outputs[0].type.shape != ():
+        producer = self.producer.get(value) if value is not None else None
+        if (
+            producer is None
+            or producer.op.name != "Constant"
+            or producer.outputs[0].type.shape != ()
+        ):
             return None
-        return float(np.asarray(made.attrs["value"]))
+        return float(np.asarray(producer.attrs["value"]))
 
 
 Rule = Callable[[View, Node], list[Node] | None]

@@ -119,8 +119,8 @@ class _Inserter:
     def read(self, value: Value, root: Value) -> None:
         """Lets the integers of a value stand for it."""
         quantizer = self.quantizers[root]
-        made = dequantize_linear(self.integers[value], quantizer.scale, quantizer.zero)
-        self.made.put(value, made)
+        dequantized = dequantize_linear(self.integers[value], quantizer.scale, quantizer.zero)
+        self.made.put(value, dequantized)
 
     def operand(self, value: Value | None, rank: int) -> Tensor | None:
         """An operand of an integer sum or the like; a constant is rounded for this reader only.
@@ -143,13 +143,13 @@ class _Inserter:
         assert x is not None
         assert w is not None
         x_scale = self.quantizers[self.sites.root[x]].scale
-        made = quantize_weight(
+        weight = quantize_weight(
             product.weight, product.axis, self.row, x_scale=x_scale, bias=product.bias
         )
-        operands = [self.made[x], self.stored(w, made.q, made.scale, product.axis)]
-        if made.bias is not None:
+        operands = [self.made[x], self.stored(w, weight.q, weight.scale, product.axis)]
+        if weight.bias is not None:
             assert rest[0] is not None
-            operands.append(self.stored(rest[0], made.bias, made.bias_scale, 0))
+            operands.append(self.stored(rest[0], weight.bias, weight.bias_scale, 0))
         self.made.replace(node, operands)
 
     def recurrent(self, node: Node, gates: Gates) -> None:

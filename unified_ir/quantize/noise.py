@@ -45,8 +45,8 @@ def noise(
     session = artifact(_both(frozen, integer, sites, values), target).session(WATCHING)
     totals = np.zeros((len(values), 2))
     for batch in batches(frozen, samples):
-        found = session.run(batch)
-        totals += [[found[f"signal/{i}"], found[f"noise/{i}"]] for i in range(len(values))]
+        answers = session.run(batch)
+        totals += [[answers[f"signal/{i}"], answers[f"noise/{i}"]] for i in range(len(values))]
     return [_decibel(signal, wrong) for signal, wrong in totals]
 
 

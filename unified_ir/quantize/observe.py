@@ -73,8 +73,8 @@ def observe(frozen: Frozen, values: Sequence[Value], samples: Samples) -> dict[V
     names = [f"{end}/{i}" for end in ("low", "high") for i in range(len(values))]
     rows = []
     for batch in batches(frozen, samples, 1):
-        found = session.run(batch)
-        rows.append(np.array([found[name] for name in names], np.float64))
+        seen_values = session.run(batch)
+        rows.append(np.array([seen_values[name] for name in names], np.float64))
     size = len(next(iter(samples.values()))) // len(rows)
     lows, highs = np.split(np.array(rows), 2, axis=1)
     ranges = {}
@@ -88,10 +88,10 @@ def observe(frozen: Frozen, values: Sequence[Value], samples: Samples) -> dict[V
     return ranges
 
 
-def _by_samples(found: Range, size: int) -> Range:
+def _by_samples(values: Range, size: int) -> Range:
     """With the samples of batches of `size` in place of the batches that are left out."""
-    samples = (range(batch * size, (batch + 1) * size) for batch in found.left_out)
-    return replace(found, left_out=tuple(itertools.chain.from_iterable(samples)))
+    samples = (range(batch * size, (batch + 1) * size) for batch in values.left_out)
+    return replace(values, left_out=tuple(itertools.chain.from_iterable(samples)))
 
 
 def typical_range(lows: Array, highs: Array) -> Range:

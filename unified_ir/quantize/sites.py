@@ -117,21 +117,21 @@ class _Finder:
 
     def judge(self, node: Node) -> None:
         """Decides whether a product can run on integers."""
-        found = _product(node, self.known)
-        if isinstance(found, str):
-            self.sites.refused[node] = found
+        product = _product(node, self.known)
+        if isinstance(product, str):
+            self.sites.refused[node] = product
         else:
-            self.sites.products[node] = found
+            self.sites.products[node] = product
 
     def judge_gates(self, node: Node) -> None:
         """Decides whether an LSTM runs on integer weights."""
-        found: Gates | str = "the target's runtime has no LSTM on integers"
+        gates: Gates | str = "the target's runtime has no LSTM on integers"
         if DYNAMIC_LSTM in self.operators:
-            found = _gates(node, self.known)
-        if isinstance(found, str):
-            self.sites.refused[node] = found
+            gates = _gates(node, self.known)
+        if isinstance(gates, str):
+            self.sites.refused[node] = gates
         else:
-            self.sites.gates[node] = found
+            self.sites.gates[node] = gates
 
     def operands(self, node: Node) -> tuple[Value, ...]:
         """Activations of a product."""

@@ -245,9 +245,9 @@ def _may_trap(context: EmissionContext, node: Node, divisor: str) -> bool:
 def _minus_one_apart(context: EmissionContext, node: Node, divisor: str) -> tuple[str, str]:
     """Names of (where the divisor is -1, the divisor with 1 there)."""
     dtype = node.outputs[0].type.dtype.numpy
-    found = context.emit("Equal", divisor, context.constant(np.array(-1, dtype)))
+    is_minus_one = context.emit("Equal", divisor, context.constant(np.array(-1, dtype)))
     one = context.constant(np.array(1, dtype))
-    return found, context.emit("Where", found, one, divisor)
+    return is_minus_one, context.emit("Where", is_minus_one, one, divisor)
 
 
 _SHORT: Final = frozenset({"int8", "int16", "uint8", "uint16"})
@@ -260,8 +260,8 @@ def _emit_extreme(context: EmissionContext, node: Node) -> None:
         context.plain_broadcast(node)
         return
     wide = [context.emit("Cast", name, to=int32.onnx) for name in context.inputs(node)]
-    found = context.emit(node.op.name, *wide)
-    context.add("Cast", [found], context.output_names(node), to=dtype.onnx)
+    extreme = context.emit(node.op.name, *wide)
+    context.add("Cast", [extreme], context.output_names(node), to=dtype.onnx)
 
 
 # fmt: off

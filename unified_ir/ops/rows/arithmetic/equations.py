@@ -138,9 +138,9 @@ def _slope(g: Tensor, xs: Sequence[Tensor], k: int, equation: Equation) -> Tenso
     terms = [equation.result, *(equation.operands[i] for i in others)]
     size = dict(zip(term, x.shape, strict=True))
     names = "".join(size)
-    found = "".join(c for c in names if c in "".join(terms))
-    part = einsum_row(g, *(xs[i] for i in others), equation=f"{','.join(terms)}->{found}")
-    wide = part.reshape([size[c] if c in found else 1 for c in names])
+    kept = "".join(c for c in names if c in "".join(terms))
+    part = einsum_row(g, *(xs[i] for i in others), equation=f"{','.join(terms)}->{kept}")
+    wide = part.reshape([size[c] if c in kept else 1 for c in names])
     whole = broadcast_to(wide, list(size.values()))
     return whole if names == term else _on_diagonal(whole, names, term, x.shape)
 

@@ -117,10 +117,10 @@ def product_of_others(x: Tensor, axes: Sequence[int]) -> Tensor:
     last = len(rest)
     if isinstance(flat.shape[last], int):
         before = running_product(flat, last, exclusive=True, reverse=False)
-        found = before * running_product(flat, last, exclusive=True, reverse=True)
+        product = before * running_product(flat, last, exclusive=True, reverse=True)
     else:
-        found = _masked_product(flat, last, lambda i, j: i != j)
-    return found.reshape(moved.shape).transpose(*map(int, np.argsort(order)))
+        product = _masked_product(flat, last, lambda i, j: i != j)
+    return product.reshape(moved.shape).transpose(*map(int, np.argsort(order)))
 
 
 _ADMITS: Final[Mapping[tuple[bool, bool], Callable[[Tensor, Tensor], Tensor]]] = {
@@ -155,5 +155,5 @@ def _masked_product(x: Tensor, axis: int, admits: Callable[[Tensor, Tensor], Ten
     ones = np.array(1, x.dtype.numpy)
     # a reshape, since onnxruntime 1.31 keeps the axis as it is where the result has no elements
     kept = emit("ReduceProd", where(admitted, rows, ones), np.array([-1]), keepdims=1)
-    found = kept.reshape([x.shape[k] for k in order])
-    return found.transpose(*map(int, np.argsort(order)))
+    product = kept.reshape([x.shape[k] for k in order])
+    return product.transpose(*map(int, np.argsort(order)))

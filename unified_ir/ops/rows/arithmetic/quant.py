@@ -101,10 +101,10 @@ def _check_scale(call: OpCall) -> None:
     if block:
         wanted = tuple(ceil_div(d, block) if i == axis else d for i, d in enumerate(x.shape))
     if not zero_fits or block < 0 or (scale.shape != wanted and not (one and not block)):
-        found = [str(call.type(i)) for i in range(len(call.types))]
+        operand_types = [str(call.type(i)) for i in range(len(call.types))]
         raise ShapeError(
             f"{call.row} takes one scale, or one per slice or block of axis {axis} (of shape "
-            f"{wanted}), and zero points alike; got {found} with block_size {block}"
+            f"{wanted}), and zero points alike; got {operand_types} with block_size {block}"
         )
 
 
@@ -245,16 +245,16 @@ def _zeros_fit(call: OpCall, i: int, of: int, axis: int) -> None:
 
 
 def _matmul_integer_types(call: OpCall) -> Types:
-    made = _as_matmul(call, 0, 1)
+    product = _as_matmul(call, 0, 1)
     _zeros_fit(call, 2, 0, -2 if call.type(0).rank > 1 else -1)
     _zeros_fit(call, 3, 1, -1)
-    return (made.with_dtype(int32),)
+    return (product.with_dtype(int32),)
 
 
 def _matmul_integer(a: Any, b: Any, a_zero: Any = None, b_zero: Any = None) -> Any:
     """Sums wrap at 32 bits; in float64 they are exact up to 2^37 terms."""
-    made = np.matmul(_shifted(a, a_zero, -2 if a.ndim > 1 else -1), _shifted(b, b_zero, -1))
-    return np.asarray(made).astype(np.int64).astype(np.int32)
+    product = np.matmul(_shifted(a, a_zero, -2 if a.ndim > 1 else -1), _shifted(b, b_zero, -1))
+    return np.asarray(product).astype(np.int64).astype(np.int32)
 
 
 _A, _B = ints(0, 255, 2, 3, dtype="uint8"), ints(-127, 127, 3, 4, dtype="int8")
@@ -279,8 +279,8 @@ def _conv_integer_types(call: OpCall) -> Types:
 
 def _conv_integer(x: Any, w: Any, x_zero: Any = None, w_zero: Any = None, **attrs: Any) -> Any:
     assert conv_row.reference is not None
-    made = conv_row.reference(_shifted(x, x_zero, 0), _shifted(w, w_zero, 0), **attrs)
-    return made.astype(np.int64).astype(np.int32)
+    y = conv_row.reference(_shifted(x, x_zero, 0), _shifted(w, w_zero, 0), **attrs)
+    return y.astype(np.int64).astype(np.int32)
 
 
 _X, _W = ints(0, 255, 2, 2, 5, 5, dtype="uint8"), ints(-127, 127, 4, 2, 3, 3, dtype="int8")
@@ -296,16 +296,16 @@ conv_integer = Op(
 )  # fmt: skip
 
 
-def _requantized(made: Any, scale: Any, zero: Any) -> Any:
-    ratio = np.rint(made * scale.astype(np.float64)) + zero.astype(np.float64)
+def _requantized(product: Any, scale: Any, zero: Any) -> Any:
+    ratio = np.rint(product * scale.astype(np.float64)) + zero.astype(np.float64)
     return saturated(ratio, as_dtype(zero.dtype))
 
 
 def _qlinear_matmul_types(call: OpCall) -> Types:
-    made = _as_matmul(call, 0, 3)
+    product = _as_matmul(call, 0, 3)
     _zeros_fit(call, 2, 0, -2 if call.type(0).rank > 1 else -1)
     _zeros_fit(call, 5, 3, -1)
-    return (made.with_dtype(call.type(7).dtype),)
+    return (product.with_dtype(call.type(7).dtype),)
 
 
 def _shaped(scale: Any, rank: int, axis: int) -> Any:
@@ -318,10 +318,10 @@ def _shaped(scale: Any, rank: int, axis: int) -> Any:
 def _qlinear_matmul(  # noqa: PLR0917 - the operands of the row
     a: Any, a_scale: Any, a_zero: Any, b: Any, b_scale: Any, b_zero: Any, y_scale: Any, y_zero: Any
 ) -> Any:
-    made = np.matmul(_shifted(a, a_zero, -2 if a.ndim > 1 else -1), _shifted(b, b_zero, -1))
-    rank = max(np.ndim(made), 1)
+    product = np.matmul(_shifted(a, a_zero, -2 if a.ndim > 1 else -1), _shifted(b, b_zero, -1))
+    rank = max(np.ndim(product), 1)
     scale = _shaped(a_scale, rank, -2) * _shaped(b_scale, rank, -1) / y_scale.reshape(())
-    return _requantized(made, scale, y_zero.reshape(()))
+    return _requantized(product, scale, y_zero.reshape(()))
 
 
 _SA, _SB, _SY = given(0.02, "float32"), given(0.03, "float32"), given(0.7, "float32")
@@ -338,10 +338,10 @@ qlinear_matmul = Op(
 
 
 def _qlinear_conv_types(call: OpCall) -> Types:
-    made = _as_conv(call, 0, 3)
+    y = _as_conv(call, 0, 3)
     _zeros_fit(call, 2, 0, 0)
     _zeros_fit(call, 5, 3, 0)
-    return (made.with_dtype(call.type(7).dtype),)
+    return (y.with_dtype(call.type(7).dtype),)
 
 
 def _qlinear_conv(  # noqa: PLR0917 - the operands of the row
@@ -350,9 +350,9 @@ def _qlinear_conv(  # noqa: PLR0917 - the operands of the row
 ) -> Any:  # fmt: skip
     assert conv_row.reference is not None
     wide = None if bias is None else bias.astype(np.float64)
-    made = conv_row.reference(_shifted(x, x_zero, 0), _shifted(w, w_zero, 0), wide, **attrs)
-    per_filter = _shaped(w_scale, made.ndim, 1 - made.ndim)
-    return _requantized(made, x_scale * per_filter / y_scale, y_zero)
+    y = conv_row.reference(_shifted(x, x_zero, 0), _shifted(w, w_zero, 0), wide, **attrs)
+    per_filter = _shaped(w_scale, y.ndim, 1 - y.ndim)
+    return _requantized(y, x_scale * per_filter / y_scale, y_zero)
 
 
 qlinear_conv = Op(

@@ -152,8 +152,8 @@ def _on_bytes(
         context.add(node.op.name, names, context.output_names(node), **attrs)
         return
     counted = context.emit("Cast", names[0], to=uint8.onnx)
-    found = context.emit(node.op.name, counted, *names[1:], **attrs)
-    context.add("Cast", [found], context.output_names(node), to=bool_.onnx)
+    reduced = context.emit(node.op.name, counted, *names[1:], **attrs)
+    context.add("Cast", [reduced], context.output_names(node), to=bool_.onnx)
 
 
 reduce_mean_row = Op(

@@ -56,8 +56,8 @@ def _window_row(name: str, weights: Sequence[float]) -> Op:
     def kernel(size: Any, *, output_datatype: int, periodic: int) -> Any:
         n = np.arange(int(size))
         turns = 2 * np.pi * n / max(int(size) - (not periodic), 1)
-        made = sum(w * np.cos(j * turns) for j, w in enumerate(weights))
-        return np.asarray(made).astype(dtype_attr(output_datatype).numpy)
+        weights_at_n = sum(w * np.cos(j * turns) for j, w in enumerate(weights))
+        return np.asarray(weights_at_n).astype(dtype_attr(output_datatype).numpy)
 
     return Op(
         name=name,
@@ -187,10 +187,10 @@ def _dft(
     back_one_sided = bool(inverse and onesided)
     n = _samples(x, at, length, back_one_sided)
     used = floor_div(n, 2) + 1 if back_one_sided else n
-    made = floor_div(n, 2) + 1 if onesided and not inverse else n
+    bins = floor_div(n, 2) + 1 if onesided and not inverse else n
     x = _fitted(x, at, used)
     parts = [_last(part, at) for part in _parts(x)]
-    c, s = _waves(used, made, n, x)
+    c, s = _waves(used, bins, n, x)
     if back_one_sided:
         weights = _mirror_weights(used, n, x)
         real = (parts[0] * weights) @ c - (parts[1] * weights) @ s
@@ -255,16 +255,16 @@ def _dft_vjp(
     along = np.array(at)
     count = dims_of([n]).reshape(()).cast(x.dtype)
     if back_one_sided:
-        found = dft(g, None, along, onesided=1) * (1.0 / count)
+        slope = dft(g, None, along, onesided=1) * (1.0 / count)
         weights = _mirror_weights(floor_div(n, 2) + 1, n, x)
-        found = found * weights.reshape((-1, *[1] * (x.rank - 1 - at)))
+        slope = slope * weights.reshape((-1, *[1] * (x.rank - 1 - at)))
     elif inverse:
-        found = dft(g, None, along) * (1.0 / count)
+        slope = dft(g, None, along) * (1.0 / count)
     else:
-        found = dft(_whole(g, at, n), None, along, inverse=1) * count
-    if x.shape[-1] == 1 and found.shape[-1] == 2:
-        found = slice_axis(found, x.rank - 1, 0, 1)
-    return _fitted(found, at, x.shape[at]), None, None
+        slope = dft(_whole(g, at, n), None, along, inverse=1) * count
+    if x.shape[-1] == 1 and slope.shape[-1] == 2:
+        slope = slice_axis(slope, x.rank - 1, 0, 1)
+    return _fitted(slope, at, x.shape[at]), None, None
 
 
 def _whole(g: Tensor, axis: int, n: Dim) -> Tensor:
@@ -307,9 +307,11 @@ def _frame_sizes(call: OpCall) -> tuple[Dim | None, Dim | None]:
         length = (_known(call, 3) or (None,))[0]
     else:
         length = call.type(0).shape[1]
-    given = _known(call, 3) if call.has(3) else None
-    if call.has(2) and given is not None and given[0] != length:
-        raise ShapeError(f"{call.row} has frames of {given[0]}, its window is {call.type(2)}")
+    frame_length = _known(call, 3) if call.has(3) else None
+    if call.has(2) and frame_length is not None and frame_length[0] != length:
+        raise ShapeError(
+            f"{call.row} has frames of {frame_length[0]}, its window is {call.type(2)}"
+        )
     step = None if steps is None else steps[0]
     for size in (step, length):
         if isinstance(size, int) and size < 1:
@@ -407,17 +409,17 @@ def _mel(bins: Any, length: Any, rate: Any, low: Any, high: Any, *, output_datat
     steps = np.arange(count) * ((edges[1] - edges[0]) / count) + edges[0]
     hertz = 700 * (10 ** (steps / 2595) - 1)
     corner = ((int(length) + 1) * hertz // float(rate)).astype(np.int64)
-    made = np.zeros((int(length) // 2 + 1, int(bins)))
+    bank = np.zeros((int(length) // 2 + 1, int(bins)))
     for i, (left, middle, right) in enumerate(zip(corner, corner[1:], corner[2:], strict=False)):
         if middle == left:
-            made[middle, i] = 1
+            bank[middle, i] = 1
         else:
             rise = np.arange(left, middle + 1)
-            made[rise, i] = (rise - left) / (middle - left)
+            bank[rise, i] = (rise - left) / (middle - left)
         if right > middle:
             fall = np.arange(middle, right)
-            made[fall, i] = (right - fall) / (right - middle)
-    return made.astype(dtype_attr(output_datatype).numpy)
+            bank[fall, i] = (right - fall) / (right - middle)
+    return bank.astype(dtype_attr(output_datatype).numpy)
 
 
 mel_weight_matrix = Op(

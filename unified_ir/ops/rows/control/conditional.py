@@ -68,10 +68,10 @@ def _either(
     inner = [inner_sizes(region) for region in call.regions]
     if not all(map(is_plain, pair)):
         seen = [seen_outside(t, names) for t, names in zip(pair, inner, strict=True)]
-        found = joined(*seen)
-        if found is None:
+        common = joined(*seen)
+        if common is None:
             raise TypeMismatch(f"both branches of a condition give one type, got {pair}")
-        return found
+        return common
     yes, no = pair
     if yes.dtype != no.dtype or yes.rank != no.rank:
         raise TypeMismatch(
@@ -101,22 +101,22 @@ def _cond_vjp_with_residuals(
     inputs: Sequence[Tensor], attrs: Mapping[str, Any], regions: Sequence[Function],
     outputs: int, vjp_of: VjpOf,
 ) -> tuple[tuple[Tensor, ...], Pullback]:  # fmt: skip
-    made = recorder().apply(cond_row, inputs, attrs, regions=tuple(regions), outputs=outputs)
+    ys = recorder().apply(cond_row, inputs, attrs, regions=tuple(regions), outputs=outputs)
     wanted = [i for i, x in enumerate(inputs[1:]) if x.dtype.is_float]
 
     def pullback(gs: Sequence[Tensor | None]) -> list[Tensor | None]:
-        given = [i for i, g in enumerate(gs) if g is not None]
-        if any(regions[0].results[i].type != regions[1].results[i].type for i in given):
+        present = [i for i, g in enumerate(gs) if g is not None]
+        if any(regions[0].results[i].type != regions[1].results[i].type for i in present):
             raise InvalidInput(
                 "a gradient needs both branches of a condition to give tensors of one size, got "
-                f"{[[r.results[i].type for i in given] for r in regions]}"
+                f"{[[r.results[i].type for i in present] for r in regions]}"
             )
-        back = tuple(vjp_of(r, wanted, given) for r in regions)
-        operands = (*inputs, *(gs[i] for i in given))
-        found = recorder().apply(cond_row, operands, {}, regions=back, outputs=len(wanted))
-        return scattered(len(inputs), {i + 1: g for i, g in zip(wanted, found, strict=True)})
+        back = tuple(vjp_of(r, wanted, present) for r in regions)
+        operands = (*inputs, *(gs[i] for i in present))
+        cotangents = recorder().apply(cond_row, operands, {}, regions=back, outputs=len(wanted))
+        return scattered(len(inputs), {i + 1: g for i, g in zip(wanted, cotangents, strict=True)})
 
-    return made, pullback
+    return ys, pullback
 
 
 def _cond_batch(call: BatchedCall) -> Sequence[Tensor]:
@@ -125,12 +125,12 @@ def _cond_batch(call: BatchedCall) -> Sequence[Tensor]:
         raise NeedsScan
     flags, wanted = call.batched[1:], [False] * len(call.types)
     for r in call.regions:
-        found = call.vectorized(r, flags, call.size, wanted)[2]
-        wanted = [a or b for a, b in zip(wanted, found, strict=True)]
+        flags_of_results = call.vectorized(r, flags, call.size, wanted)[2]
+        wanted = [a or b for a, b in zip(wanted, flags_of_results, strict=True)]
     sides = [call.vectorized(r, flags, call.size, wanted) for r in call.regions]
     predicate, *operands = call.inputs
-    made = cond_node(predicate, operands, [b for b, *_ in sides], [r for _, r, _ in sides])  # type: ignore[arg-type]
-    return all_batched(made, wanted, call.size)
+    outputs = cond_node(predicate, operands, [b for b, *_ in sides], [r for _, r, _ in sides])  # type: ignore[arg-type]
+    return all_batched(outputs, wanted, call.size)
 
 
 cond_row = Op(
@@ -157,9 +157,9 @@ def cond(predicate: TensorLike, then: Any, otherwise: Any, *operands: Any) -> An
     builds = []
     for name, f in (("then", then), ("else", otherwise)):
         branch = partial(applied, f, operands)
-        build, made = region(name, [x.type for x in flat], branch)
+        build, value = region(name, [x.type for x in flat], branch)
         builds.append(build)
-        trees.append(made)
+        trees.append(value)
     if structure(trees[0]) != structure(trees[1]):
         raise InvalidInput(
             f"both branches of a condition give one structure, got {structure(trees[0])} "

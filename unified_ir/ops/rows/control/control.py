@@ -40,9 +40,9 @@ Pullback = Callable[[Sequence[Tensor | None]], list[Tensor | None]]
 
 def region_types(call: OpCall, i: int, params: Sequence[TensorType]) -> Types:
     """Result types of region `i` after checking that it takes `params`."""
-    found = [p.type for p in call.regions[i].params]
-    if found != list(params):
-        raise TypeMismatch(f"{call.row} passes {list(params)} to a region that takes {found}")
+    param_types = [p.type for p in call.regions[i].params]
+    if param_types != list(params):
+        raise TypeMismatch(f"{call.row} passes {list(params)} to a region that takes {param_types}")
     results = tuple(r.type for r in call.regions[i].results)
     known_outside(call, results, inner_sizes(call.regions[i]))
     return results
@@ -62,9 +62,9 @@ def known_outside(call: OpCall, results: Sequence[TensorType], inner: set[str]) 
         )
 
 
-def seen_outside(made: TensorType, inner: set[str]) -> TensorType:
+def seen_outside(type_: TensorType, inner: set[str]) -> TensorType:
     """A sequence or optional without a region's sizes: each element has its own."""
-    return made.with_sizes(dict.fromkeys(inner, OWN))
+    return type_.with_sizes(dict.fromkeys(inner, OWN))
 
 
 def all_types(call: OpCall) -> list[TensorType]:
@@ -78,14 +78,14 @@ def check_regions(call: OpCall, n: int) -> None:
         raise InvalidInput(f"{call.row} has {n} regions, got {len(call.regions)}")
 
 
-def scattered(n: int, found: Mapping[int, Tensor]) -> list[Tensor | None]:
+def scattered(n: int, cotangents: Mapping[int, Tensor]) -> list[Tensor | None]:
     """Cotangents of `n` operands, None where there is none."""
-    return [found.get(i) for i in range(n)]
+    return [cotangents.get(i) for i in range(n)]
 
 
-def all_batched(made: Sequence[Tensor], batched: Sequence[bool], size: Dim) -> list[Tensor]:
+def all_batched(outputs: Sequence[Tensor], batched: Sequence[bool], size: Dim) -> list[Tensor]:
     """The outputs, each of them over the batch."""
-    return [y if b else with_axis(y, size) for y, b in zip(made, batched, strict=True)]
+    return [y if b else with_axis(y, size) for y, b in zip(outputs, batched, strict=True)]
 
 
 def settled(
@@ -99,13 +99,13 @@ def settled(
     now = list(flags[lead : lead + carry])
     body = call.regions[0]
     while True:
-        given = [*flags[:lead], *now, *flags[lead + carry :]]
+        entering = [*flags[:lead], *now, *flags[lead + carry :]]
         wanted = [False] * len(body.results)
         wanted[before : before + carry] = now
-        build, results, found = call.vectorized(body, given, call.size, wanted)
-        if found[before : before + carry] == now:
-            return build, results, found, now
-        now = found[before : before + carry]
+        build, results, leaving = call.vectorized(body, entering, call.size, wanted)
+        if leaving[before : before + carry] == now:
+            return build, results, leaving, now
+        now = leaving[before : before + carry]
 
 
 def swapped(x: Tensor) -> Tensor:

@@ -51,19 +51,19 @@ def _custom_vjp_with_residuals(
     inputs: Sequence[Tensor], attrs: Mapping[str, Any], regions: Sequence[Function],
     outputs: int, vjp_of: VjpOf,
 ) -> tuple[Sequence[Tensor], Pullback]:  # fmt: skip
-    made = inline(regions[0], list(inputs))
+    ys = inline(regions[0], list(inputs))
     wanted = [i for i, x in enumerate(inputs) if x.dtype.is_float]
 
     def pullback(gs: Sequence[Tensor | None]) -> list[Tensor | None]:
-        given = [
+        filled = [
             zeros(y.shape, y.dtype) if g is None else g
-            for y, g in zip(made, gs, strict=True)
+            for y, g in zip(ys, gs, strict=True)
             if y.dtype.is_float
         ]
-        found = inline(regions[1], [*inputs, *made, *given])
-        return scattered(len(inputs), dict(zip(wanted, found, strict=True)))
+        cotangents = inline(regions[1], [*inputs, *ys, *filled])
+        return scattered(len(inputs), dict(zip(wanted, cotangents, strict=True)))
 
-    return made, pullback
+    return ys, pullback
 
 
 def _custom_batch(call: BatchedCall) -> Sequence[Tensor]:
@@ -102,7 +102,7 @@ def custom_gradient(f: Any, bprop: Any, *operands: Any) -> Any:
         return bprop(*rebuild(operands, xs[:n]), y, gs[0] if len(gs) == 1 else tuple(gs))
 
     types = [*(x.type for x in flat), *(r.type for r in results), *floats]
-    backward, found = region("bprop", types, back)
+    backward, cotangents = region("bprop", types, back)
     if forward.captured or backward.captured:
         raise InvalidInput(
             "a function with its own bprop takes everything it uses as an argument; "
@@ -110,7 +110,7 @@ def custom_gradient(f: Any, bprop: Any, *operands: Any) -> Any:
         )
     regions = (
         forward.finish(numbered(results)),
-        backward.finish(numbered(inside(backward, leaves(found)))),
+        backward.finish(numbered(inside(backward, leaves(cotangents)))),
     )
     outputs = recorder().apply(custom_row, flat, {}, regions=regions, outputs=len(results))
     return rebuild(tree, outputs)
@@ -125,23 +125,23 @@ def _checkpoint_vjp_with_residuals(
     inputs: Sequence[Tensor], attrs: Mapping[str, Any], regions: Sequence[Function],
     outputs: int, vjp_of: VjpOf,
 ) -> tuple[Sequence[Tensor], Pullback]:  # fmt: skip
-    made = recorder().apply(checkpoint_row, inputs, attrs, regions=tuple(regions), outputs=outputs)
+    ys = recorder().apply(checkpoint_row, inputs, attrs, regions=tuple(regions), outputs=outputs)
     wanted = [i for i, x in enumerate(inputs) if x.dtype.is_float]
 
     def pullback(gs: Sequence[Tensor | None]) -> list[Tensor | None]:
-        given = [i for i, g in enumerate(gs) if g is not None]
-        back = vjp_of(regions[0], wanted, given)
-        operands = [*inputs, *(gs[i] for i in given)]
-        found = recorder().apply(
+        present = [i for i, g in enumerate(gs) if g is not None]
+        back = vjp_of(regions[0], wanted, present)
+        operands = [*inputs, *(gs[i] for i in present)]
+        cotangents = recorder().apply(
             cond_row,
             (_always(operands[len(inputs)], _varying(inputs)), *operands),
             {},
             regions=(back, _zeros_like(back)),
             outputs=len(wanted),
         )
-        return scattered(len(inputs), dict(zip(wanted, found, strict=True)))
+        return scattered(len(inputs), dict(zip(wanted, cotangents, strict=True)))
 
-    return made, pullback
+    return ys, pullback
 
 
 def _always(g: Tensor | None, operand: Tensor | None) -> Tensor:

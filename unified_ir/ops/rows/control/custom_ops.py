@@ -64,12 +64,12 @@ def is_own(name: str, domain: str) -> bool:
 
 def _options(text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        options = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InvalidInput(f"options of an operator are a JSON object: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(options, dict):
         raise InvalidInput(f"options of an operator are a JSON object, got {text[:120]!r}")
-    return found
+    return options
 
 
 def _types(call: OpCall) -> tuple[TensorType, ...]:
@@ -103,22 +103,22 @@ def _kernel(
     *operands: Array, regions: Sequence[Kernel], name: str, domain: str, options: str
 ) -> tuple[Any, ...]:
     """The registered numpy kernel, else the body."""
-    found = KERNELS.get((domain, name, "reference"))
-    if found is None:
+    kernel = KERNELS.get((domain, name, "reference"))
+    if kernel is None:
         return tuple(regions[0](*operands))
-    given = _options(options)
+    options_of_call = _options(options)
     key = ("reference", domain, name, options, *((a.dtype, a.shape) for a in operands))
-    if _CHECKED.get(key) is not found:
+    if _CHECKED.get(key) is not kernel:
         rng = np.random.default_rng(0)
         drawn = [_like(rng, a.dtype, a.shape) for a in operands]
-        made, wanted = _several(found(*drawn, **given)), regions[0](*drawn)
-        _compare(f"{domain}.{name}", "reference", made, wanted)
-        _note(key, found)
-    return _several(found(*operands, **given))
+        outputs, wanted = _several(kernel(*drawn, **options_of_call)), regions[0](*drawn)
+        _compare(f"{domain}.{name}", "reference", outputs, wanted)
+        _note(key, kernel)
+    return _several(kernel(*operands, **options_of_call))
 
 
-def _several(made: Any) -> tuple[Any, ...]:
-    return tuple(made) if isinstance(made, (tuple, list)) else (made,)
+def _several(results: Any) -> tuple[Any, ...]:
+    return tuple(results) if isinstance(results, (tuple, list)) else (results,)
 
 
 def _like(rng: np.random.Generator, dtype: Any, shape: Sequence[int]) -> Array:
@@ -128,8 +128,8 @@ def _like(rng: np.random.Generator, dtype: Any, shape: Sequence[int]) -> Array:
     return rng.standard_normal(shape).astype(dtype)
 
 
-def _compare(name: str, engine: str, found: Sequence[Any], wanted: Sequence[Any]) -> None:
-    for i, (a, b) in enumerate(zip(found, wanted, strict=False)):
+def _compare(name: str, engine: str, results: Sequence[Any], wanted: Sequence[Any]) -> None:
+    for i, (a, b) in enumerate(zip(results, wanted, strict=False)):
         a, b = np.asarray(a), np.asarray(b)
         far = CLOSE.get(str(b.dtype), 1e-4)
         if (a.dtype, a.shape) != (b.dtype, b.shape) or not np.allclose(
@@ -144,9 +144,9 @@ def _compare(name: str, engine: str, found: Sequence[Any], wanted: Sequence[Any]
                 f"the {engine} kernel of {name} does not compute what its body does: result {i} on "
                 f"random operands, {shown}; correct one of them"
             )
-    if len(found) != len(wanted):
+    if len(results) != len(wanted):
         raise InvalidInput(
-            f"the {engine} kernel of {name} gives {len(found)} results, its body {len(wanted)}"
+            f"the {engine} kernel of {name} gives {len(results)} results, its body {len(wanted)}"
         )
 
 
@@ -157,26 +157,26 @@ def _vjp_with_residuals(
     """With a bprop the operator stays one; without, its nodes are differentiated one by one."""
     body, *own = regions
     if own:
-        made: Sequence[Tensor] = recorder().apply(
+        ys: Sequence[Tensor] = recorder().apply(
             custom_row, inputs, attrs, regions=tuple(regions), outputs=outputs
         )
     else:
-        made = inline(body, list(inputs))
+        ys = inline(body, list(inputs))
     wanted = [i for i, x in enumerate(inputs) if x.dtype.is_float]
 
     def pullback(gs: Sequence[Tensor | None]) -> list[Tensor | None]:
         if own:
-            pairs = [(y, g) for y, g in zip(made, gs, strict=True) if y.dtype.is_float]
+            pairs = [(y, g) for y, g in zip(ys, gs, strict=True) if y.dtype.is_float]
             filled = [zeros(y.shape, y.dtype) if g is None else g for y, g in pairs]
-            found = inline(own[0], [*inputs, *made, *filled])
+            cotangents = inline(own[0], [*inputs, *ys, *filled])
         else:
-            given = [i for i, g in enumerate(gs) if g is not None]
-            back = vjp_of(body, wanted, given)
-            found = inline(back, [*inputs, *(g for g in gs if g is not None)])
-        by_operand = dict(zip(wanted, found, strict=True))
+            present = [i for i, g in enumerate(gs) if g is not None]
+            back = vjp_of(body, wanted, present)
+            cotangents = inline(back, [*inputs, *(g for g in gs if g is not None)])
+        by_operand = dict(zip(wanted, cotangents, strict=True))
         return [by_operand.get(i) for i in range(len(inputs))]
 
-    return made, pullback
+    return ys, pullback
 
 
 def _emit_custom(context: EmissionContext, node: Node) -> None:
@@ -232,9 +232,11 @@ class CustomOp:
         """The result of the body: a tensor, or a tuple of them."""
         kept = _json(self.name, options)
         flat = [as_tensor(x) for x in inputs]
-        body, made = region(self.name, [x.type for x in flat], lambda xs: self.body(*xs, **options))
+        body, value = region(
+            self.name, [x.type for x in flat], lambda xs: self.body(*xs, **options)
+        )
         with body:
-            results = [body.as_operand(y) for y in _several(made)]
+            results = [body.as_operand(y) for y in _several(value)]
         functions = [self._closed(body, results)]
         if self.bprop is not None:
             functions.append(self._back(flat, results, options))
@@ -245,7 +247,7 @@ class CustomOp:
             regions=tuple(functions),
             outputs=len(results),
         )
-        return tuple(outputs) if isinstance(made, (tuple, list)) else outputs[0]
+        return tuple(outputs) if isinstance(value, (tuple, list)) else outputs[0]
 
     def _back(
         self, flat: Sequence[Tensor], results: Sequence[Tensor], options: Mapping[str, Any]
@@ -256,18 +258,18 @@ class CustomOp:
         def back(xs: list[Tensor]) -> list[Tensor]:
             ys, gs = xs[n : n + m], xs[n + m :]
             assert self.bprop is not None
-            given = _several(
+            cotangents = _several(
                 self.bprop(
                     *xs[:n], y=ys[0] if m == 1 else tuple(ys),
                     g=gs[0] if len(gs) == 1 else tuple(gs), **options,
                 )
             )  # fmt: skip
-            if len(given) != n:
+            if len(cotangents) != n:
                 raise InvalidInput(
-                    f"bprop of {self.name} gives a cotangent per input ({n}), got {len(given)}; "
-                    "give None where no gradient passes"
+                    f"bprop of {self.name} gives a cotangent per input ({n}), got "
+                    f"{len(cotangents)}; give None where no gradient passes"
                 )
-            pairs = [(x, c) for x, c in zip(xs, given, strict=False) if x.dtype.is_float]
+            pairs = [(x, c) for x, c in zip(xs, cotangents, strict=False) if x.dtype.is_float]
             return [zeros(x.shape, x.dtype) if c is None else as_tensor(c) for x, c in pairs]
 
         types = [*(x.type for x in flat), *(y.type for y in results), *floats]
@@ -338,9 +340,9 @@ def _replaced(table: Table, node: Node, engine: str) -> Node:
         name, domain = str(node.attrs["name"]), str(node.attrs["domain"])
         kernel = KERNELS.get((domain, name, engine))
         if kernel is not None:
-            made = _recorded(table, node, kernel)
-            _hold(table, made, node.regions[0], (engine, f"{domain}.{name}", kernel))
-            regions = (made, *regions[1:])
+            body = _recorded(table, node, kernel)
+            _hold(table, body, node.regions[0], (engine, f"{domain}.{name}", kernel))
+            regions = (body, *regions[1:])
     return Node(node.op, node.inputs, node.outputs, node.attrs, regions, node.meta)
 
 
@@ -349,14 +351,16 @@ def _recorded(table: Table, node: Node, kernel: Kernel) -> Function:
     options = _options(str(node.attrs.get("options", "{}")))
     build = Build(table, body.name)
     with build:
-        made = _several(kernel(*(build.param(p.name, p.type) for p in body.params), **options))
-    return build.finish({f"y{i}": y for i, y in enumerate(made)})
+        results = _several(kernel(*(build.param(p.name, p.type) for p in body.params), **options))
+    return build.finish({f"y{i}": y for i, y in enumerate(results)})
 
 
-def _hold(table: Table, made: Function, body: Function, what: tuple[str, str, Kernel]) -> None:
+def _hold(
+    table: Table, replacement: Function, body: Function, what: tuple[str, str, Kernel]
+) -> None:
     """Refuses a kernel that differs from the body."""
     engine, name, kernel = what
-    types = [[str(v.type) for v in f.results] for f in (made, body)]
+    types = [[str(v.type) for v in f.results] for f in (replacement, body)]
     if types[0] != types[1]:
         raise InvalidInput(f"the {engine} kernel of {name} gives {types[0]}, its body {types[1]}")
     key = (engine, name, *(str(p.type) for p in body.params), *types[0])
@@ -369,5 +373,7 @@ def _hold(table: Table, made: Function, body: Function, what: tuple[str, str, Ke
         _like(rng, p.type.dtype.numpy, [evaluate(d, sizes) for d in p.type.shape])
         for p in body.params
     ]
-    _compare(name, engine, run_function(table, made, drawn), run_function(table, body, drawn))
+    _compare(
+        name, engine, run_function(table, replacement, drawn), run_function(table, body, drawn)
+    )
     _note(key, kernel)

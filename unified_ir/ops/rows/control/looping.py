@@ -61,8 +61,8 @@ def _loop_types(call: OpCall) -> Types:
     carry, captures = rest[:n], rest[n:]
     (body,) = call.regions
     i, flag, *params = [p.type for p in body.params]
-    found, wanted = [i, flag, *params[n:]], [TensorType(int64, ()), TensorType(bool_, ())]
-    if found != [*wanted, *captures] or len(params) != len(rest):
+    passed, wanted = [i, flag, *params[n:]], [TensorType(int64, ()), TensorType(bool_, ())]
+    if passed != [*wanted, *captures] or len(params) != len(rest):
         raise TypeMismatch(f"{call.row} passes {rest} to a region that takes {params}")
     go, *results = [r.type for r in body.results]
     inner = inner_sizes(body) | set(call.open)
@@ -79,24 +79,24 @@ def _loop_types(call: OpCall) -> Types:
     return (*carried, *(y.with_shape((trips, *y.shape)) for y in ys))
 
 
-def _opens_optional(param: TensorType, made: TensorType) -> bool:
+def _opens_optional(param: TensorType, result: TensorType) -> bool:
     """Whether a body takes an optional and gives what it might hold, as ONNX lets it."""
-    return isinstance(param, OptionalType) and not isinstance(made, OptionalType)
+    return isinstance(param, OptionalType) and not isinstance(result, OptionalType)
 
 
-def _seen_outside_if_held(made: TensorType, inner: set[str]) -> TensorType:
-    return made if is_plain(made) else seen_outside(made, inner)
+def _seen_outside_if_held(type_: TensorType, inner: set[str]) -> TensorType:
+    return type_ if is_plain(type_) else seen_outside(type_, inner)
 
 
-def _carried(given: TensorType, param: TensorType, free: Sequence[str]) -> bool:
+def _carried(result: TensorType, param: TensorType, free: Sequence[str]) -> bool:
     """Whether a value may enter the next trip: a size in `free` may be another in each."""
-    if isinstance(param, OptionalType) and _opens_optional(param, given):
-        return fits(given, param.element)
-    if not is_plain(param) or not is_plain(given):
-        return fits(given, param)
-    if given.dtype != param.dtype or given.rank != param.rank:
+    if isinstance(param, OptionalType) and _opens_optional(param, result):
+        return fits(result, param.element)
+    if not is_plain(param) or not is_plain(result):
+        return fits(result, param)
+    if result.dtype != param.dtype or result.rank != param.rank:
         return False
-    pairs = zip(given.shape, param.shape, strict=True)
+    pairs = zip(result.shape, param.shape, strict=True)
     return all(p == d or (is_symbol(p) and str(p) in free) for d, p in pairs)
 
 
@@ -116,22 +116,22 @@ class LoopCarry:
         has to be widened where the entry comes back equal. TypeMismatch: nothing joins them.
         """
         inner, free, types = inner_sizes(body) | set(self.free), list(self.free), []
-        for param, made in zip(self.types, after, strict=True):
-            alike = (param.dtype, param.rank) == (made.dtype, made.rank)
-            if is_plain(param) and is_plain(made) and alike:
+        for param, result in zip(self.types, after, strict=True):
+            alike = (param.dtype, param.rank) == (result.dtype, result.rank)
+            if is_plain(param) and is_plain(result) and alike:
                 shape = tuple(
                     self._size(p, d, inner, free, fresh)
-                    for p, d in zip(param.shape, made.shape, strict=True)
+                    for p, d in zip(param.shape, result.shape, strict=True)
                 )
                 types.append(param.with_shape(shape))
                 continue
-            seen = _seen_outside_if_held(made, inner)
+            seen = _seen_outside_if_held(result, inner)
             if _opens_optional(param, seen):
                 seen = OptionalType(seen)
-            found = joined(param, seen)
-            if found is None:
-                raise TypeMismatch(f"a loop carries {param} into a trip and {made} out of it")
-            types.append(found)
+            common = joined(param, seen)
+            if common is None:
+                raise TypeMismatch(f"a loop carries {param} into a trip and {result} out of it")
+            types.append(common)
         return LoopCarry(tuple(types), tuple(free))
 
     def _size(
@@ -175,14 +175,14 @@ def _loop_vjp_with_residuals(
     if attrs.get(OPEN) or not all(is_plain(p.type) for p in body.params):
         return build.apply(loop_row, inputs, attrs, regions=(body,), outputs=outputs), _no_way_back
     trips = f"trips_{_position()}"
-    made = build.apply(
+    ys = build.apply(
         loop_row,
         inputs,
         {**attrs, "trips": trips},
         regions=(saving_carry(body, n, 2),),
         outputs=outputs + n,
     )
-    saved = made[outputs:]
+    saved = ys[outputs:]
     carry, captures = split(inputs[2:], n)
 
     def pullback(gs: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -200,10 +200,10 @@ def _loop_vjp_with_residuals(
             after, _ = walk.pulled(params, state, g_here, ())
             return tuple(after)
 
-        found = fori_loop(count, step, tuple(walk.start()))
-        return walk.result(len(inputs), leaves(found), (), shift=2)
+        last_state = fori_loop(count, step, tuple(walk.start()))
+        return walk.result(len(inputs), leaves(last_state), (), shift=2)
 
-    return made[:outputs], pullback
+    return ys[:outputs], pullback
 
 
 def _loop_batch(call: BatchedCall) -> Sequence[Tensor]:
@@ -211,8 +211,8 @@ def _loop_batch(call: BatchedCall) -> Sequence[Tensor]:
     n = call.attrs["num_carry"]
     if any(call.batched[:2]):
         raise NeedsScan
-    build, results, found, carried = settled(call, call.batched, 2, n)
-    if found[0]:
+    build, results, leaving, carried = settled(call, call.batched, 2, n)
+    if leaving[0]:
         raise NeedsScan
     count, go, *rest = call.inputs
     first = [
@@ -220,16 +220,16 @@ def _loop_batch(call: BatchedCall) -> Sequence[Tensor]:
         for x, b, c in zip(rest, call.batched[2:], carried, strict=False)
     ]
     body = build.finish(numbered(inside(build, results)))
-    made = recorder().apply(
+    outputs = recorder().apply(
         loop_row,
         (count, go, *first, *rest[n:], *build.captured),
         call.attrs,
         regions=(body,),
         outputs=len(call.types),
     )
-    turned = [*made[:n], *(swapped(y) if b else y
-                           for y, b in zip(made[n:], found[n + 1 :], strict=False))]  # fmt: skip
-    return all_batched(turned, found[1 : 1 + len(made)], call.size)
+    stacked = zip(outputs[n:], leaving[n + 1 :], strict=False)
+    turned = [*outputs[:n], *(swapped(y) if b else y for y, b in stacked)]
+    return all_batched(turned, leaving[1 : 1 + len(outputs)], call.size)
 
 
 loop_row = Op(
@@ -283,8 +283,8 @@ def _loop(trips: Tensor | None, go: Tensor, trip: Any, init: Any, carry: list[Te
     """A tensor keeps its type; a sequence's widens until the body gives what it takes."""
     flags, types = [TensorType(int64, ()), TensorType(bool_, ())], [x.type for x in carry]
     while True:
-        build, made = region("loop", [*flags, *types], trip)
-        body = build.finish(numbered(inside(build, made)))
+        build, results = region("loop", [*flags, *types], trip)
+        body = build.finish(numbered(inside(build, results)))
         after = [r.type for r in body.results[1:]]
         wider = [
             t if is_plain(t) else joined(t, seen_outside(a, inner_sizes(body))) or t

@@ -92,10 +92,10 @@ def _scan_vjp_with_residuals(
     n, m = attrs["num_carry"], attrs["num_scanned"]
     reverse = attrs.get("reverse", 0)
     body = regions[0]
-    made = recorder().apply(
+    ys = recorder().apply(
         scan_row, inputs, attrs, regions=(saving_carry(body, n, 0),), outputs=outputs + n
     )
-    saved = made[outputs:]
+    saved = ys[outputs:]
     carry, xs, captures = split(inputs, n, m)
 
     def pullback(gs: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -112,10 +112,10 @@ def _scan_vjp_with_residuals(
             regions=(apart.step,),
             outputs=len(apart.step.results),
         )
-        found = apart.joined(walked, walk.width)
-        return walk.result(len(inputs), found, x_wanted)
+        cotangents = apart.joined(walked, walk.width)
+        return walk.result(len(inputs), cotangents, x_wanted)
 
-    return made[:outputs], pullback
+    return ys[:outputs], pullback
 
 
 @dataclass(frozen=True)
@@ -160,12 +160,12 @@ class _ProductsApart:
     def joined(self, results: Sequence[Tensor], width: int) -> list[Tensor]:
         """The results of a whole walk, with the sums in their places among `width` states."""
         count = len(results) - len(self.more)
-        found = {**self.walked, **dict(zip(self.more, results[count:], strict=True))}
+        tensors = {**self.walked, **dict(zip(self.more, results[count:], strict=True))}
         rest = iter(results[:count])
         states = []
         for k in range(width):
             if k in self.products:
-                flat = (found[v].reshape((-1, found[v].shape[2])) for v in self.products[k])
+                flat = (tensors[v].reshape((-1, tensors[v].shape[2])) for v in self.products[k])
                 states.append(emit("Gemm", *flat, transA=1))
             else:
                 states.append(next(rest))
@@ -218,10 +218,10 @@ class BackwardWalk:
     def start(self) -> list[Tensor]:
         """Cotangents of the final carry, then zeros like each capture."""
         at = [*self.carry, *self.captures]
-        given = {i: self.gs[i] for i in self.carry}
+        cotangents = {i: self.gs[i] for i in self.carry}
         starts = []
         for i in at:
-            x, g = self.operands[i], given.get(i)
+            x, g = self.operands[i], cotangents.get(i)
             assert x is not None
             starts.append(zeros(x.shape, x.dtype) if g is None else g)
         return starts
@@ -236,13 +236,13 @@ class BackwardWalk:
         """One step back: the next state, and cotangents of the `extra` parameters."""
         wanted = [self.lead + i for i in (*self.carry, *self.captures)]
         wanted += [self.lead + i for i in extra]
-        given = [self._result_of(i) for i in self.carry]
-        given += [self._result_of(self.num_carry + i) for i in self.y_given]
-        back = self.vjp_of(self.body, wanted, given)
+        cotangents = [self._result_of(i) for i in self.carry]
+        cotangents += [self._result_of(self.num_carry + i) for i in self.y_given]
+        back = self.vjp_of(self.body, wanted, cotangents)
         n = len(self.carry)
-        found = inline(back, [*params, *state[:n], *g_ys])
-        sums = [a + b for a, b in zip(state[n:], found[n : self.width], strict=True)]
-        return [*found[:n], *sums], list(found[self.width :])
+        pulled = inline(back, [*params, *state[:n], *g_ys])
+        sums = [a + b for a, b in zip(state[n:], pulled[n : self.width], strict=True)]
+        return [*pulled[:n], *sums], list(pulled[self.width :])
 
     def _result_of(self, i: int) -> int:
         """Position of carry or y number `i` among the body's results (a loop gives `go` first)."""
@@ -268,35 +268,35 @@ class BackwardWalk:
         return build.finish(numbered([*after, *slices]))
 
     def _state_operands(self) -> list[Tensor]:
-        found = [self.operands[i] for i in (*self.carry, *self.captures)]
-        return [x for x in found if x is not None]
+        operands = [self.operands[i] for i in (*self.carry, *self.captures)]
+        return [x for x in operands if x is not None]
 
     def result(
-        self, n: int, found: Sequence[Tensor], extra: Sequence[int], *, shift: int = 0
+        self, n: int, state: Sequence[Tensor], extra: Sequence[int], *, shift: int = 0
     ) -> list[Tensor | None]:
         """Cotangents by operand."""
         at = [*self.carry, *self.captures, *extra]
-        return scattered(n, {i + shift: g for i, g in zip(at, found, strict=True)})
+        return scattered(n, {i + shift: g for i, g in zip(at, state, strict=True)})
 
 
 def _scan_batch(call: BatchedCall) -> Sequence[Tensor]:
     n, m = call.attrs["num_carry"], call.attrs["num_scanned"]
-    build, results, found, carried = settled(call, call.batched, 0, n)
+    build, results, leaving, carried = settled(call, call.batched, 0, n)
     carry, xs, captures = split(call.inputs, n, m)
     first = [x if b or not c else with_axis(x, call.size)
              for x, b, c in zip(carry, call.batched, carried, strict=False)]  # fmt: skip
     walked = [swapped(x) if b else x for x, b in zip(xs, call.batched[n : n + m], strict=True)]
     body = build.finish(numbered(inside(build, results)))
-    made = recorder().apply(
+    outputs = recorder().apply(
         scan_row,
         (*first, *walked, *captures, *build.captured),
         call.attrs,
         regions=(body,),
         outputs=len(call.types),
     )
-    turned = [*made[:n], *(swapped(y) if b else y
-                           for y, b in zip(made[n:], found[n:], strict=True))]  # fmt: skip
-    return all_batched(turned, found, call.size)
+    turned = [*outputs[:n], *(swapped(y) if b else y
+                           for y, b in zip(outputs[n:], leaving[n:], strict=True))]  # fmt: skip
+    return all_batched(turned, leaving, call.size)
 
 
 scan_row = Op(
@@ -325,10 +325,10 @@ def scan(f: Any, init: Any, xs: Any, *, reverse: bool = False) -> tuple[Any, Any
     carry, scanned = [as_tensor(x) for x in leaves(init)], [as_tensor(x) for x in leaves(xs)]
     n, m = len(carry), len(scanned)
     types = [x.type for x in carry] + [x.type.with_shape(x.shape[1:]) for x in scanned]
-    build, made = region("scan", types, lambda ts: f(rebuild(init, ts[:n]), rebuild(xs, ts[n:])))
-    if not isinstance(made, tuple) or len(made) != 2:
-        raise InvalidInput(f"a scan's body gives a pair (carry, y), got {made!r}")
-    after, ys = made
+    build, value = region("scan", types, lambda ts: f(rebuild(init, ts[:n]), rebuild(xs, ts[n:])))
+    if not isinstance(value, tuple) or len(value) != 2:
+        raise InvalidInput(f"a scan's body gives a pair (carry, y), got {value!r}")
+    after, ys = value
     check_structure("a scan", init, after)
     results = inside(build, [*leaves(after), *leaves(ys)])
     body = build.finish(numbered(results))

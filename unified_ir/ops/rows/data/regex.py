@@ -51,13 +51,13 @@ class Automaton:
 
     def _closed(self, states: set[int], text: str, at: int) -> set[int]:
         """With every state reached without a letter."""
-        found, waiting = set(states), list(states)
+        states_reached, waiting = set(states), list(states)
         while waiting:
             for holds, to in self.free[waiting.pop()]:
-                if to not in found and (holds is None or holds(text, at)):
-                    found.add(to)
+                if to not in states_reached and (holds is None or holds(text, at)):
+                    states_reached.add(to)
                     waiting.append(to)
-        return found
+        return states_reached
 
     def _state(self) -> int:
         if len(self.steps) >= MAX_STATES:
@@ -122,8 +122,8 @@ class Automaton:
             low, high = argument
             return lambda c: low <= ord(c) <= high
         if kind is codes.CATEGORY:
-            found: Accepts = self._known(_CATEGORIES, argument)
-            return found
+            accepted: Accepts = self._known(_CATEGORIES, argument)
+            return accepted
         if kind is codes.IN:
             negated = argument[0][0] is codes.NEGATE
             any_of = [self._letters(k, a) for k, a in argument[negated:]]

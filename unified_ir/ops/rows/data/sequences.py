@@ -44,10 +44,10 @@ Types = tuple[TensorType, ...]
 
 
 def _sequence(call: OpCall, i: int = 0) -> SequenceType:
-    found = call.type(i)
-    if not isinstance(found, SequenceType):
-        raise TypeMismatch(f"{call.row} takes a sequence as operand {i}, got {found}")
-    return found
+    type_ = call.type(i)
+    if not isinstance(type_, SequenceType):
+        raise TypeMismatch(f"{call.row} takes a sequence as operand {i}, got {type_}")
+    return type_
 
 
 def _shaped(call: OpCall, held: SequenceType) -> TensorType:
@@ -266,8 +266,8 @@ def _concat_types(call: OpCall) -> Types:
     new = call.attrs["new_axis"]
     (axis,) = axes_of(element.rank + bool(new), [call.attrs["axis"]])
     rest = [d for i, d in enumerate(element.shape) if new or i != axis]
-    made = _opened(call, rest, first=1)
-    return (element.with_shape((*made[:axis], call.opened(0), *made[axis:])),)
+    type_ = _opened(call, rest, first=1)
+    return (element.with_shape((*type_[:axis], call.opened(0), *type_[axis:])),)
 
 
 def _concat_opens(call: OpCall) -> int:
@@ -377,8 +377,8 @@ def _map_types(call: OpCall) -> Types:
     if len(body.params) != len(call.types):
         raise InvalidInput(f"{call.row} passes {len(call.types)} values, its region takes others")
     for i, param in enumerate(body.params):
-        given = call.type(i)
-        wanted = _shaped(call, given) if isinstance(given, SequenceType) else given
+        type_ = call.type(i)
+        wanted = _shaped(call, type_) if isinstance(type_, SequenceType) else type_
         if not _stands_for(param.type, wanted):
             raise TypeMismatch(f"{call.row} passes {wanted} to a region that takes {param.type}")
     outside = frozenset().union(*(call.type(i).symbols for i in range(len(call.types))))
@@ -393,13 +393,13 @@ def _stands_for(param: TensorType, element: TensorType) -> bool:
     return all(is_symbol(p) if e == OWN else p == e for p, e in pairs)
 
 
-def _seen_outside(made: TensorType, body: Function, outside: frozenset[str]) -> TensorType:
+def _seen_outside(type_: TensorType, body: Function, outside: frozenset[str]) -> TensorType:
     """A result's type outside its region, where the region's own symbols mean nothing."""
-    if not is_plain(made):
-        raise TypeMismatch(f"a region over elements gives tensors, got {made}")
+    if not is_plain(type_):
+        raise TypeMismatch(f"a region over elements gives tensors, got {type_}")
     inner = {s for p in body.params for s in p.type.symbols} - outside
     inner |= {name for node in body.nodes for name in introduced(node)}
-    return made.with_shape(OWN if symbols(d) & inner else d for d in made.shape)
+    return type_.with_shape(OWN if symbols(d) & inner else d for d in type_.shape)
 
 
 def _map(held: Any, *more: Any, regions: Any) -> Any:
@@ -468,15 +468,15 @@ def sequence_map(f: Callable[..., Any], held: Tensor, *more: Tensor, alike: bool
     A sequence, or a tuple of them where `f` gives a tuple. alike: elements that meet have one
     shape, which their types need not say.
     """
-    build, made = region("map", element_types((held, *more), alike=alike), lambda xs: f(*xs))
+    build, value = region("map", element_types((held, *more), alike=alike), lambda xs: f(*xs))
     with build:
-        results = [build.as_operand(x) for x in leaves(made)]
+        results = [build.as_operand(x) for x in leaves(value)]
     body = build.finish({f"y{i}": y for i, y in enumerate(results)})
     operands = (held, *more, *build.captured)
     outputs = recorder().apply(
         sequence_map_row, operands, {}, regions=(body,), outputs=len(results)
     )
-    return outputs if isinstance(made, (tuple, list)) else outputs[0]
+    return outputs if isinstance(value, (tuple, list)) else outputs[0]
 
 
 def element_types(operands: Sequence[Tensor], *, alike: bool = False) -> list[TensorType]:
@@ -504,8 +504,8 @@ def added(a: Tensor, b: Tensor) -> Tensor:
     """The sum of two cotangents of one value, of sequences element by element."""
     if is_plain(a.type):
         return a + b
-    made: Tensor = sequence_map(lambda x, y: x + y, a, b, alike=True)
-    return made
+    total: Tensor = sequence_map(lambda x, y: x + y, a, b, alike=True)
+    return total
 
 
 def _alike(operands: Sequence[Tensor], place: str) -> list[TensorType]:

@@ -26,10 +26,10 @@ def words(*texts: str) -> Any:
 def _each(f: Any, *arrays: Any) -> Any:
     """`f` of the strings of arrays that broadcast against each other."""
     wide = np.broadcast_arrays(*arrays)
-    made = np.empty(wide[0].shape, np.object_)
-    for at in np.ndindex(made.shape):
-        made[at] = f(*(x[at] for x in wide))
-    return made
+    texts = np.empty(wide[0].shape, np.object_)
+    for at in np.ndindex(texts.shape):
+        texts[at] = f(*(x[at] for x in wide))
+    return texts
 
 
 string_concat = Op(
@@ -57,12 +57,12 @@ def _parts(text: str, delimiter: str | None, most: int | None) -> list[str]:
 def _split(x: Any, *, delimiter: str | None, maxsplit: int | None) -> tuple[Any, Any]:
     parts = {at: _parts(x[at], delimiter, maxsplit) for at in np.ndindex(x.shape)}
     widest = max(map(len, parts.values()), default=0)
-    made = np.full((*x.shape, widest), "", np.object_)
+    texts = np.full((*x.shape, widest), "", np.object_)
     counts = np.zeros(x.shape, np.int64)
-    for at, found in parts.items():
-        made[at][: len(found)] = found
-        counts[at] = len(found)
-    return made, counts
+    for at, part in parts.items():
+        texts[at][: len(part)] = part
+        counts[at] = len(part)
+    return texts, counts
 
 
 string_split = Op(
@@ -130,8 +130,8 @@ def _normalize(
     stop = set(stopwords or ())
     folded = stop if is_case_sensitive else {word.lower() for word in stop}
     kept = [t for t in x.reshape(-1) if (t if is_case_sensitive else t.lower()) not in folded]
-    made = [_CASES[case_change_action](t) for t in kept] or [""] * bool(stop)
-    return np.array(made, np.object_).reshape((*x.shape[:-1], len(made)))
+    cased = [_CASES[case_change_action](t) for t in kept] or [""] * bool(stop)
+    return np.array(cased, np.object_).reshape((*x.shape[:-1], len(cased)))
 
 
 _DAYS = words("monday", "Tuesday", "WEDNESDAY")
@@ -173,14 +173,14 @@ def _pool(
     counts: Sequence[int], pool: Sequence[Any], shortest: int, longest: int
 ) -> dict[Any, int]:
     """Number of each n-gram that counts: part n of the pool holds those of n + 1 items."""
-    found: dict[Any, int] = {}
+    places: dict[Any, int] = {}
     number = 0
     for n, (start, end) in enumerate(pairwise([*counts, len(pool)]), 1):
         for at in range(start, end, n):
             if shortest <= n <= longest:
-                found[tuple(pool[at : at + n])] = number
+                places[tuple(pool[at : at + n])] = number
             number += 1
-    return found
+    return places
 
 
 def _grams(
@@ -191,16 +191,16 @@ def _grams(
     pool = pool_strings if x.dtype == np.object_ else pool_int64s
     known = _pool(ngram_counts, pool, min_gram_length, max_gram_length)
     rows = x.reshape(-1, x.shape[-1]).tolist()
-    made = np.zeros((len(rows), max(ngram_indexes) + 1), np.float32)
+    counted = np.zeros((len(rows), max(ngram_indexes) + 1), np.float32)
     for i, row in enumerate(rows):
         for gram in _with_skips(row, min_gram_length, max_gram_length, max_skip_count):
             if gram in known:
-                made[i, ngram_indexes[known[gram]]] += 1
-    scale = np.ones(made.shape[1], np.float32)
+                counted[i, ngram_indexes[known[gram]]] += 1
+    scale = np.ones(counted.shape[1], np.float32)
     if weights is not None:
         for place, weight in zip(ngram_indexes, weights, strict=True):
             scale[place] = weight
-    return _WEIGHTS[mode](made, scale).astype(np.float32).reshape((*x.shape[:-1], -1))
+    return _WEIGHTS[mode](counted, scale).astype(np.float32).reshape((*x.shape[:-1], -1))
 
 
 def _with_skips(

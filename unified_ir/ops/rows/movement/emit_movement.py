@@ -28,9 +28,9 @@ def emit_dims(context: EmissionContext, node: Node) -> None:
 
 def emit_expand(context: EmissionContext, node: Node) -> None:
     """No elements are a constant: onnxruntime 1.31 takes an Expand of one to none for nothing."""
-    made = node.outputs[0].type
-    if 0 in made.shape and not made.symbols and node.inputs[0] is not None:
-        empty = np.zeros(made.concrete({}), made.dtype.numpy)
+    type_ = node.outputs[0].type
+    if 0 in type_.shape and not type_.symbols and node.inputs[0] is not None:
+        empty = np.zeros(type_.concrete({}), type_.dtype.numpy)
         context.names[node.outputs[0]] = context.constant(empty)
     else:
         context.plain(node)
@@ -79,8 +79,8 @@ def emit_scatter(context: EmissionContext, node: Node) -> None:
         return
     x, index, updates = context.inputs(node)
     wide = [context.emit("Cast", v, to=float32.onnx) for v in (x, updates)]
-    made = context.emit(node.op.name, wide[0], index, wide[1], **node.attrs)
-    context.add("Cast", [made], context.output_names(node), to=dtype.onnx)
+    scattered = context.emit(node.op.name, wide[0], index, wide[1], **node.attrs)
+    context.add("Cast", [scattered], context.output_names(node), to=dtype.onnx)
 
 
 _MARKED: Final = frozenset({int64, float32})
@@ -100,8 +100,8 @@ def emit_one_hot(context: EmissionContext, node: Node) -> None:
         return
     wide = float32 if dtype.is_float else int64
     cast = context.emit("Cast", values, to=wide.onnx)
-    made = context.emit("OneHot", index, depth, cast, **onnx_attrs(node.attrs))
-    context.add("Cast", [made], context.output_names(node), to=dtype.onnx)
+    marked = context.emit("OneHot", index, depth, cast, **onnx_attrs(node.attrs))
+    context.add("Cast", [marked], context.output_names(node), to=dtype.onnx)
 
 
 def emit_split(context: EmissionContext, node: Node) -> None:

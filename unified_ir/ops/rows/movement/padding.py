@@ -36,13 +36,13 @@ def emit_pad(context: EmissionContext, node: Node) -> None:
     places = np.full(2 * rank, 2 * count)  # of the 0 behind the amounts
     for k, axis in enumerate(int(a) % rank for a in axes):
         places[[axis, axis + rank]] = k, k + count
-    given = context.held(names[1])
-    if given is None:
+    held_amounts = context.held(names[1])
+    if held_amounts is None:
         zero = context.constant(np.zeros(1, np.int64))
         with_zero = context.emit("Concat", names[1], zero, axis=0)
         amounts = context.emit("Gather", with_zero, context.constant(places))
     else:
-        amounts = context.constant(np.append(given, 0)[places].astype(np.int64))
+        amounts = context.constant(np.append(held_amounts, 0)[places].astype(np.int64))
     inputs = [names[0], amounts, *names[2:3]]
     attrs = onnx_attrs(node.attrs)
     context.add("Pad", inputs if inputs[-1] else inputs[:2], context.output_names(node), **attrs)
@@ -57,11 +57,11 @@ def amounts(rank: int, pads: Sequence[Any], axes: Sequence[Any] | None) -> Amoun
         raise ShapeError(
             f"Pad of {len(named)} axes needs {2 * len(named)} amounts, got {len(pads)}"
         )
-    found: Amounts = [(0, 0)] * rank
+    amounts_by_axis: Amounts = [(0, 0)] * rank
     for k, axis in enumerate(named):
         before, after = (p if isinstance(p, Expr) else int(p) for p in pads[k :: len(named)])
-        found[axis % rank] = (before, after)
-    return found
+        amounts_by_axis[axis % rank] = (before, after)
+    return amounts_by_axis
 
 
 def padded_type(call: OpCall) -> tuple[TensorType, ...]:
@@ -138,10 +138,10 @@ def pad_vjp(
 
 
 def _known(x: Tensor, pads: Tensor, axes: Tensor | None) -> Amounts:
-    found: list[Any] = [None if t is None else recorder().known(t) for t in (pads, axes)]
-    if found[0] is None or (axes is not None and found[1] is None):
+    contents: list[Any] = [None if t is None else recorder().known(t) for t in (pads, axes)]
+    if contents[0] is None or (axes is not None and contents[1] is None):
         raise InvalidInput("this form or the gradient of Pad is known for constant amounts")
-    return amounts(x.rank, found[0], found[1])
+    return amounts(x.rank, contents[0], contents[1])
 
 
 def _filled(x: Tensor, axis: int, before: Dim, after: Dim, value: Tensor | None) -> Tensor:

@@ -81,22 +81,22 @@ def _resized(
         given_scales = [float(s) for s in wanted]  # type: ignore[arg-type]
         if not all(0 < s < math.inf for s in given_scales):
             raise ShapeError(f"Resize needs positive finite scales, got {given_scales}")
-        made = [
+        resized = [
             _Axis(a, shape[a], _scaled(shape[a], s), s)
             for a, s in zip(axes, given_scales, strict=True)
         ]
     elif policy == "stretch":
-        made = [_stretched(a, shape[a], d) for a, d in zip(axes, wanted, strict=True)]
+        resized = [_stretched(a, shape[a], d) for a, d in zip(axes, wanted, strict=True)]
     else:
-        made = _same_aspect(axes, shape, wanted, policy)
+        resized = _same_aspect(axes, shape, wanted, policy)
     if crop:
         assert roi is not None
         ends = [float(r) for r in roi]  # type: ignore[arg-type]
-        made = [
-            _Axis(a.axis, a.size, a.out, a.scale, (ends[k], ends[k + len(made)]))
-            for k, a in enumerate(made)
+        resized = [
+            _Axis(a.axis, a.size, a.out, a.scale, (ends[k], ends[k + len(resized)]))
+            for k, a in enumerate(resized)
         ]
-    return [a for a in made if (a.size, 1.0, (0.0, 1.0)) != (a.out, a.scale, a.crop)]
+    return [a for a in resized if (a.size, 1.0, (0.0, 1.0)) != (a.out, a.scale, a.crop)]
 
 
 def _stretched(axis: int, size: Dim, out: Any) -> _Axis:
@@ -244,10 +244,11 @@ def _tensors(a: _Axis, attrs: Mapping[str, Any], dtype: DType) -> tuple[Tensor, 
         and isinstance(a.out, int)
         and a.size * a.out <= MAX_CONSTANT_WEIGHTS
     )
-    made = _weights((_host if small else _graph)(dtype), a, attrs)
+    tensors = _weights((_host if small else _graph)(dtype), a, attrs)
     build = recorder()
     matrix, inside = (
-        None if v is None else build.as_operand(v.astype(dtype.numpy) if small else v) for v in made
+        None if v is None else build.as_operand(v.astype(dtype.numpy) if small else v)
+        for v in tensors
     )
     assert matrix is not None
     return matrix, inside
@@ -270,9 +271,9 @@ def _operands(
     y: Tensor | None = None,
 ) -> list[_Axis]:
     """The resized axes; sizes computed in the run are those of the output `y`."""
-    found = [None if o is None else recorder().known(o) for o in operands]
-    roi, scales, sizes = [*found, None, None, None][:3]
-    for operand, contents in zip(operands, found, strict=True):
+    known = [None if o is None else recorder().known(o) for o in operands]
+    roi, scales, sizes = [*known, None, None, None][:3]
+    for operand, contents in zip(operands, known, strict=True):
         if operand is not None and contents is None and operand.shape != (0,):
             if operand is not operands[-1] or len(operands) < 3 or y is None:
                 raise InvalidInput(

@@ -176,8 +176,8 @@ def _unique_vjp(g: Any, y: Any, x: Tensor, *, axis: int | None, sorted: int) -> 
     if first is None:
         return (None,)
     at = 0 if axis is None else axis % x.rank
-    found = unique_row.all_outputs(x, outputs=4, axis=axis, sorted=sorted)
-    inverse, counts = found[2], found[3]
+    outputs = unique_row.all_outputs(x, outputs=4, axis=axis, sorted=sorted)
+    inverse, counts = outputs[2], outputs[3]
     shares = gather(counts, inverse).cast(first.dtype)
     spread = gather(first, inverse, axis=at)
     around = [-1 if i == at else 1 for i in range(spread.rank)]

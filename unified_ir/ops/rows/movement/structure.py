@@ -89,10 +89,10 @@ def axes_of(rank: int, axes: Sequence[int] | None) -> tuple[int, ...]:
     bad = [a for a in axes if not -rank <= a < rank]
     if bad:
         raise ShapeError(f"axis {bad[0]} is outside a tensor of {rank} axes")
-    found = sorted({int(a) % rank for a in axes})
-    if len(found) != len(axes):
+    normalized = sorted({int(a) % rank for a in axes})
+    if len(normalized) != len(axes):
         raise ShapeError(f"axes {tuple(map(int, axes))} of {rank} name one twice; name each once")
-    return tuple(found)
+    return tuple(normalized)
 
 
 def _constant(call: OpCall) -> Types:
@@ -266,10 +266,10 @@ expand_row = Op(
 
 def known_ints(x: Tensor) -> list[int]:
     """The contents of a constant int vector."""
-    found = recorder().known(x)
-    if found is None:
+    contents = recorder().known(x)
+    if contents is None:
         raise InvalidInput(f"{x!r} must be constant here")
-    return [int(i) for i in np.atleast_1d(np.asarray(found))]
+    return [int(i) for i in np.atleast_1d(np.asarray(contents))]
 
 
 def broadcast_to(x: Tensor, shape: Sequence[Dim]) -> Tensor:
@@ -486,8 +486,8 @@ def shape(x: Tensor) -> Tensor:
 def constant(value: Any, dtype: DType | str | None = None) -> Tensor:
     """A constant of the graph; arrays keep their element type, Python floats are float32."""
     if dtype is None and not isinstance(value, (np.ndarray, np.generic)):
-        found = np.asarray(value)
-        value = found.astype(np.float32) if found.dtype == np.float64 else found
+        array = np.asarray(value)
+        value = array.astype(np.float32) if array.dtype == np.float64 else array
     return as_tensor(np.asarray(value), None if dtype is None else as_dtype(dtype))
 
 

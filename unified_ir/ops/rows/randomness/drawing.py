@@ -51,8 +51,8 @@ def _rows(name: str, draw: Draw) -> tuple[Op, Op]:
         return draw(_generator(seed), shape, **of).astype(dtype_attr(dtype).numpy)
 
     def like(x: Any, *, dtype: int | None, seed: float | None, **of: float) -> Any:
-        made = draw(_generator(seed), x.shape, **of)
-        return made.astype(x.dtype if dtype is None else dtype_attr(dtype).numpy)
+        drawn = draw(_generator(seed), x.shape, **of)
+        return drawn.astype(x.dtype if dtype is None else dtype_attr(dtype).numpy)
 
     return (
         Op(name=name, kind=OpKind.RANDOM, infer=_of_shape, reference=kernel, nondeterministic=True),
@@ -107,8 +107,8 @@ def _multinomial(x: Any, *, dtype: int, sample_size: int, seed: float | None) ->
     weights = np.exp(x.astype(np.float64) - x.max(1, keepdims=True))
     ends = np.cumsum(weights, 1)
     drawn = _generator(seed).random((len(x), sample_size)) * ends[:, -1:]
-    found = (drawn[:, :, None] >= ends[:, None, :]).sum(2)
-    return np.minimum(found, x.shape[1] - 1).astype(dtype_attr(dtype).numpy)
+    classes = (drawn[:, :, None] >= ends[:, None, :]).sum(2)
+    return np.minimum(classes, x.shape[1] - 1).astype(dtype_attr(dtype).numpy)
 
 
 multinomial_row = Op(

@@ -73,16 +73,16 @@ class _Places:
 
     def allowed(self, *, causal: bool, left: int, right: int) -> list[Tensor]:
         """What must all be true; nothing where everything is seen."""
-        found = []
+        masks = []
         if causal:
-            found.append(self.key() <= self.query())
+            masks.append(self.key() <= self.query())
         if left >= 0:
-            found.append(self.key() >= self.query() - left)
+            masks.append(self.key() >= self.query() - left)
         if right >= 0:
-            found.append(self.key() <= self.query() + right)
+            masks.append(self.key() <= self.query() + right)
         if self.filled is not None:
-            found.append(self.key() < self.filled)
-        return found
+            masks.append(self.key() < self.filled)
+        return masks
 
 
 def _bias(mask: Tensor | None, places: _Places, like: Tensor, attrs: dict[str, Any]) -> Any:
@@ -125,8 +125,8 @@ def _weights(
         return softmax(biased.cast(wide), axis=-1).cast(scores.dtype)
     empty = bias.max([-1], keepdims=True) == NOTHING
     biased = scores + where(empty, as_tensor(0.0, bias.dtype), bias)
-    found = softmax(biased.cast(wide), axis=-1).cast(scores.dtype)
-    return where(empty, as_tensor(0.0, found.dtype), found)
+    weights = softmax(biased.cast(wide), axis=-1).cast(scores.dtype)
+    return where(empty, as_tensor(0.0, weights.dtype), weights)
 
 
 def _attention(*operands: Tensor | None, **attrs: Any) -> list[Tensor]:
@@ -319,8 +319,8 @@ def _tensor_scatter(
     rows = expand(rows, (n, count))
     samples = expand(unsqueeze(arange(n), 1), (n, count))
     index = stack([samples, rows], axis=2)
-    made = scatter_nd(cache.transpose(*perm), index, update.transpose(*perm))
-    return made.transpose(*map(int, np.argsort(perm)))
+    scattered = scatter_nd(cache.transpose(*perm), index, update.transpose(*perm))
+    return scattered.transpose(*map(int, np.argsort(perm)))
 
 
 tensor_scatter = Op(

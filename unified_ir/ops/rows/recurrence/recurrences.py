@@ -217,10 +217,10 @@ class _Call:
             entering = (entering[0] + g_y, *entering[1:])
         kept, inner, outer = self.recurrence.back(entering, slopes)
         through = gemm(inner, self.weights[0], kept[0])
-        found = (through, *kept[1:])
+        cotangents = (through, *kept[1:])
         if passing is not None:
-            found = tuple(a + b for a, b in zip(found, passing, strict=True))
-        return found, (inner,) if inner is outer else (inner, outer)  # type: ignore[return-value]
+            cotangents = tuple(a + b for a, b in zip(cotangents, passing, strict=True))
+        return cotangents, (inner,) if inner is outer else (inner, outer)  # type: ignore[return-value]
 
 
 def _call(recurrence: Recurrence, inputs: Sequence[Tensor | None], reverse: int) -> _Call:

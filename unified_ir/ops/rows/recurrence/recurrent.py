@@ -125,10 +125,10 @@ def _numbers(
     row: str, name: str, alphas: list[float], betas: list[float]
 ) -> tuple[float | None, float | None]:
     """What an activation takes of the lists, else its usual numbers; None: it takes none."""
-    found = ACTIVATIONS[name]
-    alpha = alphas.pop(0) if "a" in found.takes and alphas else found.alpha
-    beta = betas.pop(0) if "b" in found.takes and betas else found.beta
-    if ("a" in found.takes and alpha is None) or ("b" in found.takes and beta is None):
+    defaults = ACTIVATIONS[name]
+    alpha = alphas.pop(0) if "a" in defaults.takes and alphas else defaults.alpha
+    beta = betas.pop(0) if "b" in defaults.takes and betas else defaults.beta
+    if ("a" in defaults.takes and alpha is None) or ("b" in defaults.takes and beta is None):
         raise InvalidInput(f"{row}: {name} has no usual alpha and beta; give both")
     return alpha, beta
 
@@ -287,14 +287,14 @@ def _layer(
     if batch_first:
         x = x.transpose(1, 0, 2)
     mask = None if lens is None else _inside(lens, x)
-    found = []
+    results = []
     for d, way in enumerate(_ways(kind.name, kind.usual, attrs)):
         r_d = _at(r, d)
         mixed, bias = _mixed(kind, x, _at(w, d), None if b is None else _at(b, d), attrs)
         states = tuple(_start(s, d, x, r_d, batch_first=batch_first) for s in starts)
         peeps = None if peepholes is None else _at(peepholes, d)
-        found.append(kind.walk(_Direction(way, mixed, r_d, bias, peeps, states, mask, attrs)))
-    ys, *lasts = zip(*found, strict=True)
+        results.append(kind.walk(_Direction(way, mixed, r_d, bias, peeps, states, mask, attrs)))
+    ys, *lasts = zip(*results, strict=True)
     if batch_first:
         y = stack([y.transpose(1, 0, 2) for y in ys], axis=2)
         return [y, *(stack(list(s), axis=1) for s in lasts)]
@@ -406,9 +406,9 @@ def _emit_recurrent(context: EmissionContext, node: Node) -> None:
         for i in (0, 5, 6):
             if names[i]:
                 names[i] = context.emit("Transpose", names[i], perm=[1, 0, 2])
-    made = [context.fresh() for _ in node.outputs]
-    _recurrent_kernel(context, node, names, made, plain)
-    finals = [made[0], *_kept_states(context, names, made[1:])]
+    results = [context.fresh() for _ in node.outputs]
+    _recurrent_kernel(context, node, names, results, plain)
+    finals = [results[0], *_kept_states(context, names, results[1:])]
     perms = [[2, 0, 1, 3], [1, 0, 2], [1, 0, 2]]
     for name, final, perm in zip(finals, context.output_names(node), perms, strict=False):
         if turned:
@@ -421,7 +421,7 @@ def _recurrent_kernel(
     context: EmissionContext,
     node: Node,
     names: list[str],
-    made: list[str],
+    results: list[str],
     attrs: Mapping[str, Any],
 ) -> None:
     """The operator, or an LSTM on int8 weights where it has such and the target that operator."""
@@ -430,9 +430,9 @@ def _recurrent_kernel(
         w, r = (_gates_in_int8(context, name) for name in names[1:3])
         if w is not None and r is not None:
             inputs = [names[0], w[0], r[0], *names[3:8], *w[1:], *r[1:]]
-            context.add(integer, inputs, made, domain=domain, **attrs)
+            context.add(integer, inputs, results, domain=domain, **attrs)
             return
-    context.add(node.op.name, names[: len(node.inputs)], made, **attrs)
+    context.add(node.op.name, names[: len(node.inputs)], results, **attrs)
 
 
 def _gates_in_int8(context: EmissionContext, name: str) -> tuple[str, str, str] | None:

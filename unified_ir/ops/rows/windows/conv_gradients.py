@@ -138,9 +138,9 @@ def _by_columns(x: Tensor, g: Tensor, window: Window, group: int) -> Tensor:
     n, per_group = x.shape[0], floor_div(x.shape[1], group)
     rows = concat([t.reshape((group, per_group, -1)) for t in taps], axis=1)
     cotangents = g.reshape((n, group, -1, *out)).transpose(1, 0, *range(3, 3 + k), 2)
-    made = rows @ cotangents.reshape((group, rows.shape[2], -1))
-    made = made.reshape((group, *window.kernel, -1, made.shape[2]))
-    back = made.transpose(0, 2 + k, 1 + k, *range(1, 1 + k))
+    products = rows @ cotangents.reshape((group, rows.shape[2], -1))
+    products = products.reshape((group, *window.kernel, -1, products.shape[2]))
+    back = products.transpose(0, 2 + k, 1 + k, *range(1, 1 + k))
     return back.reshape((g.shape[1], per_group, *window.kernel))
 
 
@@ -152,8 +152,8 @@ def _product_of_columns(taps: Sequence[Tensor], g: Tensor, window: Window) -> Te
         return gemm(outputs, rows[0], transB=1).reshape((g.shape[1], channels, *window.kernel))
     matrix = concat(rows) if len(rows) > 1 else rows[0]
     cotangents = g.transpose(0, *range(2, 2 + k), 1).reshape((-1, g.shape[1]))
-    made = (matrix @ cotangents).reshape((*window.kernel, channels, g.shape[1]))
-    return made.transpose(1 + k, k, *range(k))
+    products = (matrix @ cotangents).reshape((*window.kernel, channels, g.shape[1]))
+    return products.transpose(1 + k, k, *range(k))
 
 
 def _by_taps(x: Tensor, g: Tensor, window: Window, group: int) -> Tensor:

@@ -113,10 +113,10 @@ def _spread(g: Tensor, x: Tensor, attrs: Mapping[str, Any]) -> Tensor:
         return conv_grad_input(flat, taps, spatial, window, 1).reshape(x.shape)
     bare = Window(kernel, {**attrs, "pads": None})
     wide = [a + d + b for a, d, b in zip(amounts[:n], spatial, amounts[n:], strict=True)]
-    made = conv_grad_input(flat, taps, wide, bare, 1)
+    spread = conv_grad_input(flat, taps, wide, bare, 1)
     for i, size in enumerate(spatial):
-        made = slice_axis(made, 2 + i, amounts[i], amounts[i] + size)
-    return made.reshape(x.shape)
+        spread = slice_axis(spread, 2 + i, amounts[i], amounts[i] + size)
+    return spread.reshape(x.shape)
 
 
 def _host_counts(padded: Padded, spatial: Sequence[int], include: int) -> Any:
@@ -148,8 +148,8 @@ def _counts(x: Tensor, attrs: Mapping[str, Any]) -> Any:
     if is_static(spatial):
         shape = [int(d) for d in spatial]  # type: ignore[arg-type]
         padded = Padded(np.empty((1, 1, *shape)), kernel, ceil_mode, attrs)
-        found = _host_counts(padded, shape, include)
-        return float(found.flat[0]) if np.ptp(found) == 0 else found.astype(x.dtype.numpy)
+        counts = _host_counts(padded, shape, include)
+        return float(counts.flat[0]) if np.ptp(counts) == 0 else counts.astype(x.dtype.numpy)
     if include and ceil_mode and pads:
         raise ShapeError(
             f"the mean over the symbolic plane of {x.type} with ceil_mode and counted pads is not "

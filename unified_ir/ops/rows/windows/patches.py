@@ -213,8 +213,13 @@ def _window(
     padding: int | Sequence[int],
     dilation: int | Sequence[int],
 ) -> Window:
-    given = {"a window": kernel, "a stride": stride, "a padding": padding, "a dilation": dilation}
-    sizes = [sizes_of(value, n + 2, what) for what, value in given.items()]
+    arguments = {
+        "a window": kernel,
+        "a stride": stride,
+        "a padding": padding,
+        "a dilation": dilation,
+    }
+    sizes = [sizes_of(value, n + 2, what) for what, value in arguments.items()]
     attrs = {"strides": sizes[1], "pads": sizes[2] * 2, "dilations": sizes[3]}
     return Window(sizes[0], attrs)
 

@@ -56,8 +56,8 @@ def _check_winners(call: OpCall, *, like_x: TensorType, like_y: TensorType) -> T
     x, form = call.type(1), call.attrs["form"]
     pooled = pooled_type(x, call.attrs)
     if like_x.shape != x.shape or like_y.shape != pooled.shape or call.type(2) != pooled:
-        found = [str(call.type(i)) for i in range(3)]
-        raise ShapeError(f"{call.row} takes x as {x} and its pool as {pooled}, got {found}")
+        operand_types = [str(call.type(i)) for i in range(3)]
+        raise ShapeError(f"{call.row} takes x as {x} and its pool as {pooled}, got {operand_types}")
     if form and form not in WINNER_FORMS:
         raise InvalidInput(f"form is one of {', '.join(WINNER_FORMS)}, got {form!r}")
     return x

@@ -110,25 +110,25 @@ def _roi_align(x: Tensor, rois: Tensor, batch: Tensor, **attrs: Any) -> Tensor:
     plane = dims_of([product(list(x.shape[2:]))]).reshape(())
     base = batch.cast(int64).reshape((r, 1, 1, 1, 1)) * plane
     width = dims_of([x.shape[3]]).reshape(())
-    found = None
+    tensor = None
     for y, wy in ys:
         for z, wz in xs:
             line = y.cast(int64).reshape((r, ph, sy, 1, 1)) * width
             index = base + line + z.cast(int64).reshape((r, 1, 1, pw, sx))
             weight = wy.reshape((r, ph, sy, 1, 1, 1)) * wz.reshape((r, 1, 1, pw, sx, 1))
             term = gather(rows, index, axis=0) * weight
-            if found is None:
-                found = term
+            if tensor is None:
+                tensor = term
             else:
-                found = found + term if attrs["mode"] == "avg" else maximum(found, term)
-    assert found is not None
+                tensor = tensor + term if attrs["mode"] == "avg" else maximum(tensor, term)
+    assert tensor is not None
     if attrs["mode"] == "max":
         taken = taken_y.reshape((r, 1, sy, 1, 1, 1)) & taken_x.reshape((r, 1, 1, 1, sx, 1))
-        found = where(taken, found, np.array(np.finfo(x.dtype.numpy).min, x.dtype.numpy))
-        pooled = found.max([2, 4])  # (R, PH, PW, C)
+        tensor = where(taken, tensor, np.array(np.finfo(x.dtype.numpy).min, x.dtype.numpy))
+        pooled = tensor.max([2, 4])  # (R, PH, PW, C)
     else:
         count = own_y.reshape((r, 1, 1, 1)) * own_x.reshape((r, 1, 1, 1))
-        pooled = found.sum([2, 4]) / count
+        pooled = tensor.sum([2, 4]) / count
     return pooled.transpose(0, 3, 1, 2).reshape((r, c, ph, pw))
 
 

@@ -89,8 +89,8 @@ def _reflected(x: Tensor, size: Any, *, aligned: bool) -> Tensor:
     low, span = (0.0, _at_least_1(size - 1.0)) if aligned else (-0.5, size)
     shifted = x - low
     turned = shifted - floor(shifted / (2.0 * span)) * (2.0 * span)
-    made = span - abs_(turned - span) + low
-    return minimum(made, size - 1.0) if aligned else made
+    reflected = span - abs_(turned - span) + low
+    return minimum(reflected, size - 1.0) if aligned else reflected
 
 
 def _at_least_1(x: Any) -> Any:
@@ -247,13 +247,13 @@ grid_sample_row = Op(
 
 def contents(row: str, x: Tensor) -> Known:
     """What a body that depends on sizes must know."""
-    found = recorder().known(x)
-    if found is None:
+    known = recorder().known(x)
+    if known is None:
         raise InvalidInput(
             f"{row} is differentiated, or written in other operators, only with sizes known when "
             "the graph is built; give a constant or sizes taken from a tensor's shape"
         )
-    return found
+    return known
 
 
 def _affine_types(call: OpCall) -> tuple[TensorType]:

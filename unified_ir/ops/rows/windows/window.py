@@ -213,8 +213,8 @@ def refuse_padding_alone(x: TensorType, attrs: Mapping[str, Any]) -> None:
 
 def sizes_of(value: int | Sequence[int], rank: int, what: str) -> tuple[int, ...]:
     """One size per spatial axis of a tensor (N, C, *S); InvalidInput names `what` is none."""
-    given = whole_numbers(value, what)
-    return given if isinstance(value, Iterable) else given * (rank - 2)
+    sizes = whole_numbers(value, what)
+    return sizes if isinstance(value, Iterable) else sizes * (rank - 2)
 
 
 def pool_attrs(
