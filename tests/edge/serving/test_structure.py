@@ -117,5 +117,5 @@ def test_large_raw_contents_are_views_of_the_message_in_its_order():
 
 def test_raw_contents_that_are_cut_off_are_refused():
     request = pb.ModelInferRequest(raw_input_contents=[bytes(2 * UNCHECKED_BYTES)])
-    with pytest.raises(InvalidInput, match="cut off"):
+    with pytest.raises(InvalidInput, match="truncated"):
         parse_infer(request.SerializeToString()[:-1], LIMITS)
