@@ -77,6 +77,13 @@ def test_every_page_is_listed_in_the_index() -> None:
     assert set(PAGES) - records - {index} <= listed
 
 
+def test_every_decision_is_listed() -> None:
+    folder = ROOT / "docs" / "decisions"
+    rows = re.findall(r"\| \[(\d{4})\]\((\S+)\) \| .+ \|", (folder / "README.md").read_text())
+    records = sorted(path.name for path in folder.glob("[0-9]*.md"))
+    assert rows == [(name[:4], name) for name in records]
+
+
 def test_every_module_that_the_architecture_names_exists() -> None:
     text = (ROOT / "docs/architecture.md").read_text()
     named = re.findall(r"`((?:unified_ir|proto|edge)/[\w/]+(?:\.\w+)?/?)`", text)
