@@ -11,6 +11,7 @@ from triplane.cloud.federation.run_projection import follow
 from triplane.cloud.federation.spec import hyper_of
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.transfer import digest_of
+from triplane.unified_ir.federated.algorithms import algorithm
 from triplane.unified_ir.federated.core import learn
 from triplane.unified_ir.federated.core.files import read_state, write_state
 from triplane.unified_ir.federated.core.reduce import reduce
@@ -129,7 +130,7 @@ def replayed(lab, run_id):
             ]
             state, slots = reduce(
                 state, slots, updates, weighting=prepared.weighting,
-                server=prepared.server, hyper=hyper_of(entry.spec),
+                server=algorithm(entry.spec.algorithm).server, hyper=hyper_of(entry.spec),
             )  # fmt: skip
             write_state(lab.folder / "again", state, prepared.roles, plan=plan.digest)
             assert digest_of(lab.folder / "again").hex() == event.shared
