@@ -19,6 +19,7 @@ def set_values(message: pb.Hyperparameters, values: Mapping[str, float]) -> None
     """Set these values, each in its field or in `other`."""
     for name, value in values.items():
         if name in FIELDS:
-            setattr(message, name, value)
+            number = type(getattr(message, name))  # a count may arrive as 3.0
+            setattr(message, name, number(value))
         else:
             message.other[name] = value

@@ -128,13 +128,15 @@ class SandboxedChild:
         try:
             async with asyncio.timeout(timeout_s):
                 line = await self._exchange(json.dumps(order).encode() + b"\n")
+                if not line.endswith(b"\n"):  # it may have closed its output and live on
+                    await self._process.wait()
         except TimeoutError:
             await self.end()
             raise ChildDied(
                 f"{self._name} was ended: it took longer than {timeout_s:g} s"
             ) from None
         if not line.endswith(b"\n"):
-            raise await self._death()
+            raise self._death()
         return _answer(line, self._name)
 
     async def _exchange(self, order: bytes) -> bytes:
@@ -151,8 +153,8 @@ class SandboxedChild:
                 f"{self._name} answered with more than {self._max_bytes} bytes"
             ) from None
 
-    async def _death(self) -> ChildDied:
-        status = await self._process.wait()
+    def _death(self) -> ChildDied:
+        status = self._process.returncode
         tail = _tail(self._folder / "stderr") if self._folder else ""
         logger.error("child died", extra={**self._log_fields, "status": status, "stderr": tail})
         last = tail.strip().splitlines()[-1:] or ["it said nothing"]
@@ -302,7 +304,7 @@ class OrderPipe:
 
     def refuse(self, error: TriplaneError) -> None:
         """Answer the current order with an error, which the parent raises."""
-        self._write({"refused": type(error).__name__, "text": str(error)})
+        self._write({"refused": type(error).__name__, "text": str(error)[:MAX_REASON_CHARS]})
 
     def _write(self, record: Mapping[str, Any]) -> None:
         self._answers.write(json.dumps(record).encode() + b"\n")

@@ -30,7 +30,7 @@ class DemoSummary:
         """Return the table for people."""
         widths = [max(len(row[i]) for row in self.rows) for i in (0, 1)]
         lines = [f"  {s:<{widths[0]}}  {w:<{widths[1]}}  {f}" for s, w, f in self.rows]
-        return "\n".join(["", "DemoSummary", *lines])
+        return "\n".join(["", "Summary", *lines])
 
 
 @dataclass(frozen=True, slots=True)

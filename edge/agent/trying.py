@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from triplane.edge.agent.adapting import GROWTH, Compared
 from triplane.edge.agent.refusal import AttemptRefused
+from triplane.proto.errors import Unavailable
 from triplane.proto.sandbox import ChildDied, ChildLimits, ask_once, ended_by
 from triplane.proto.targets import SignedTarget
 
@@ -79,6 +80,8 @@ def _answer(module: str, order: Mapping[str, Any], size: int, *, file_bytes: int
             f"the trial {ended_by(died.status)} under limits of {limits.memory_bytes} bytes, twice "
             f"what the bundle says besides, and {CPU_S} s of processor time",
         ) from died
+    except Unavailable as error:  # no valid answer; another attempt would give none either
+        raise AttemptRefused("load", str(error)) from error
     if "error" in answer:
         raise AttemptRefused(answer["kind"], answer["error"])
     return answer

@@ -13,7 +13,7 @@ from triplane.proto.sandbox import ChildDied, ChildLimits, ask_once
 
 WAIT_S = 60
 SERVE = """
-import json, resource, sys, threading
+import json, os, resource, sys, threading
 from triplane.proto.errors import Conflict
 from triplane.proto.sandbox import allow_memory, serve_order
 
@@ -31,6 +31,7 @@ def much(order):
 
 serve_order({"limits": limits, "busy": busy, "much": much,
              "die": lambda _: sys.exit("out of luck"),
+             "shut": lambda _: (os.closerange(3, 64), threading.Event().wait()),
              "hang": lambda _: threading.Event().wait()})
 """
 LIMITS = {"memory_bytes": 1 << 30, "file_bytes": 1 << 20, "seconds": float(WAIT_S)}
@@ -72,6 +73,11 @@ def test_a_child_that_never_answers_is_ended():
     with pytest.raises(ChildDied, match=r"took longer than 0\.5 s") as died:
         ask("hang", seconds=0.5)
     assert died.value.status is None
+
+
+def test_a_child_that_closes_its_output_and_lives_on_is_ended():
+    with pytest.raises(ChildDied, match=r"took longer than 1 s"):
+        ask("shut", seconds=1.0)
 
 
 def running(script):

@@ -49,7 +49,8 @@ def fans(shape: Sequence[int]) -> tuple[int, int]:
     """(fan_in, fan_out) of a weight; a vector or scalar has none."""
     if len(shape) < 2:
         raise InvalidInput(
-            f"fans are of a weight (O, I, ...), got shape {tuple(shape)}; use Uniform or Constant"
+            f"fans are of a weight (O, I, ...), got shape {tuple(shape)}; use Uniform or "
+            "ConstantInitializer"
         )
     field = math.prod(shape[2:])
     return shape[1] * field, shape[0] * field

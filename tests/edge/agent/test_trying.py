@@ -10,6 +10,7 @@ import time
 import numpy as np
 import pytest
 
+from triplane.edge.agent.refusal import AttemptRefused
 from triplane.edge.agent.trying import IDENTIFYING, judge_trial, run_trial
 from triplane.proto.targets import SignedTarget
 from triplane.unified_ir import convert, nn, ops, optim, train
@@ -131,3 +132,11 @@ def test_a_small_model_with_large_tensors_passes_its_trial(tmp_path, channels):
     answer = run_trial(path, size=size)
     assert answer["grown_bytes"] > 4 * x.nbytes * channels
     judge_trial(answer, signed(answer, size))
+
+
+def test_a_trial_without_a_valid_answer_is_a_verdict(bundle, monkeypatch):
+    """Tried again, it would not answer either: the attempt fails and says so."""
+    monkeypatch.setattr("triplane.edge.agent.trying.MAX_ANSWER_BYTES", 10)
+    with pytest.raises(AttemptRefused, match="answered with more than 10 bytes") as refused:
+        run_trial(bundle, size=bundle.stat().st_size, golden=None)
+    assert refused.value.kind == "load"
