@@ -1,6 +1,7 @@
 """Public names of a package that are imported when they are first used (PEP 562).
 
-A package states each public name once, in the block that type checkers read:
+A package states each public name once, in the block that type checkers read. Besides that block
+it imports names from `typing`, `__future__` and this module only:
 
     if TYPE_CHECKING:
         from triplane.unified_ir.runtime.plan import Plan as Plan
@@ -10,11 +11,14 @@ A package states each public name once, in the block that type checkers read:
 
 from __future__ import annotations
 
-import ast
+import dis
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Final
+
+OWN_IMPORTS: Final = frozenset({__name__, "__future__", "typing"})
+"""Modules that a package imports for itself, not to export their names."""
 
 
 def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
@@ -36,14 +40,21 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
 
 
 def _imports(package: str) -> dict[str, str]:
-    """Return each public name with the module that the block imports it from."""
+    """Return each public name with the module that the block imports it from.
+
+    The block is compiled but never run, so it is read from the package's code: applications that
+    bundle an interpreter often ship no source.
+    """
     spec = find_spec(package)
-    source = spec.loader.get_source(package) if spec and spec.loader else None  # type: ignore[attr-defined]
-    block = (
-        statement
-        for node in ast.parse(source or "").body
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        for statement in node.body
-        if isinstance(statement, ast.ImportFrom)
-    )
-    return {alias.name: str(statement.module) for statement in block for alias in statement.names}
+    get_code = getattr(spec.loader if spec else None, "get_code", None)
+    code = get_code(package) if get_code else None
+    if code is None:
+        raise ImportError(f"cannot read the code of {package}, which names what it exports")
+    modules: dict[str, str] = {}
+    module = ""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "IMPORT_NAME":
+            module = instruction.argval
+        elif instruction.opname == "IMPORT_FROM" and module not in OWN_IMPORTS:
+            modules[instruction.argval] = module
+    return modules

@@ -1,7 +1,7 @@
 """The child that makes a run's plan and its result.
 
-It is started as `python -m triplane.cloud.federation.planning`, takes one order and answers as the
-child of conversions does (`registry/converting.py`).
+It is started as `python -m triplane.cloud.federation.planning`, and takes and answers one order
+through `proto/sandbox.py`.
 """
 
 from __future__ import annotations

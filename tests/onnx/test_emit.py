@@ -261,3 +261,13 @@ def test_one_number_beside_trailing_axes_of_one_has_a_rank_beyond_them():
     ):
         assert found.shape == wanted.shape
         np.testing.assert_allclose(found, wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["ReduceL2", "ReduceMax"])
+def test_axes_that_are_computed_are_refused_before_opset_18(name):
+    """They would be lost: there axes are an attribute, and without one all axes are reduced."""
+    row = TABLE["", name]
+    specs = {"x": TensorSpec(("N", 3, 4))}
+    f = function(specs, lambda x: {"y": row(x, ops.shape(x)[1:2] - 2, keepdims=0)})
+    with pytest.raises(InvalidInput, match="takes only constant axes before opset 18"):
+        emit(f, target=OnnxTarget(opset=17))

@@ -1,8 +1,13 @@
 """A package's public names are stated once, for type checkers, and load on first use."""
 
+import compileall
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+NAMESPACE = Path(__file__).parents[2] / ".ci" / "namespace"
 
 SOURCE = """
 from typing import TYPE_CHECKING
@@ -44,3 +49,18 @@ def test_the_names_are_those_for_type_checkers(lazily):
 def test_another_name_is_no_attribute(lazily):
     with pytest.raises(AttributeError, match="module 'lazily' has no attribute 'circle'"):
         _ = lazily.circle
+
+
+def test_names_load_from_an_installation_without_sources(tmp_path):
+    """As programs that bundle their interpreter ship it."""
+    folder = tmp_path / "lazily"
+    folder.mkdir()
+    (folder / "__init__.py").write_text(SOURCE)
+    (folder / "below.py").write_text("")
+    (folder / "shapes.py").write_text("class Square: ...\ndef area(): return 4\n")
+    assert compileall.compile_dir(folder, legacy=True, quiet=1)
+    for path in folder.glob("*.py"):
+        path.unlink()
+    program = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(NAMESPACE)!r}]\n"
+    program += "from lazily import area, below; assert area() == 4"
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -55,7 +55,7 @@ class BlockKind:
     """The block a statement is in: how `return`, `break` and `continue` are written there."""
 
     in_loop: bool = False
-    """In the body of a rewritten loop: leaving it is a value of type `Exit`."""
+    """In the body of a rewritten loop: leaving it is a value of type `LoopExit`."""
     kept: bool = False
     """Below `with`, `try`, `match` or in a generator: statements after it cannot move inside."""
     plain_loop: bool = False
@@ -257,7 +257,7 @@ class _Rewriter(ast.NodeTransformer):
         return [*generated, then, other, *setter, at(ast.Return(call), s)]
 
     def _loop(self, s: ast.While | ast.For) -> tuple[list[ast.stmt], ast.expr]:
-        """Return definitions, and the call that runs the loop; its value is the loop's `Exit`."""
+        """Return definitions, and the call that runs the loop and gives its `LoopExit`."""
         if isinstance(s, ast.While) and _binds(s.test):
             s = _tested_inside(s)
         inside: list[ast.stmt] = list(s.body)

@@ -131,6 +131,11 @@ def _emit_axes_as_attribute(context: EmissionContext, node: Node) -> None:
     """Before opset 18 reductions other than the sum take their axes as an attribute."""
     names = context.inputs(node)
     held = context.held(names[1]) if len(names) > 1 else None
+    if held is None and len(names) > 1 and names[1]:
+        raise InvalidInput(
+            f"{node.op.name} takes only constant axes before opset 18, and these are computed; "
+            "emit for opset 18 or newer"
+        )
     axes = [] if held is None else [int(a) for a in held]
     if not axes and node.attrs.get("noop_with_empty_axes"):
         context.add("Identity", names[:1], context.output_names(node))
@@ -197,11 +202,11 @@ def _highest(dtype: np.dtype[Any]) -> Any:
     return True if dtype.kind == "b" else np.inf
 
 
-def _extreme_row(name: str, f: Any) -> Op:
+def _extreme_row(name: str, f: Any, *, total: bool) -> Op:
     return Op(
         name=name,
         kind=OpKind.REDUCTION,
-        total=True,
+        total=total,
         **_settled,
         batch=batching.axes_shifted,
         reference=reduction_kernel(f),
@@ -211,8 +216,13 @@ def _extreme_row(name: str, f: Any) -> Op:
     )
 
 
-reduce_max_row = _extreme_row("ReduceMax", lambda x, **k: np.max(x, initial=_lowest(x.dtype), **k))
-reduce_min_row = _extreme_row("ReduceMin", lambda x, **k: np.min(x, initial=_highest(x.dtype), **k))
+reduce_max_row = _extreme_row(
+    "ReduceMax", lambda x, **k: np.max(x, initial=_lowest(x.dtype), **k), total=True
+)
+# It fails on no input either, but with `total` the graphs of networks saved so far would change.
+reduce_min_row = _extreme_row(
+    "ReduceMin", lambda x, **k: np.min(x, initial=_highest(x.dtype), **k), total=False
+)
 
 
 def _prod_vjp(
