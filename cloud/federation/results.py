@@ -74,12 +74,12 @@ class Results:
         self,
         db: Database,
         blobs: BlobFolder,
-        spool: UpdateStore,
+        updates: UpdateStore,
         children: Children,
         registry: Registry,
         shares_plan: SharesPlan,
     ) -> None:
-        self._db, self._blobs, self._spool, self._children = db, blobs, spool, children
+        self._db, self._blobs, self._updates, self._children = db, blobs, updates, children
         self._registry, self._shares_plan = registry, shares_plan
         for pattern in (f"{UNFINISHED}*", f".{UNFINISHED}*"):  # of a process that was killed
             for left in blobs.partial.glob(pattern):
@@ -179,7 +179,7 @@ class Results:
 
         def opened(lease: Lease) -> dict[str, Array]:
             assert lease.update is not None
-            return self._spool.opened(entry, lease.id, lease.update, like)
+            return self._updates.opened(entry, lease.id, lease.update, like)
 
         updates = [
             (lease.update.examples, partial(opened, lease))
@@ -298,7 +298,7 @@ class Results:
         closed, at_hand = before.state.round, after.state.round
         if closed is None or (at_hand is not None and _same(closed, at_hand)):
             return
-        updates = self._spool.forget(closed.leases)
+        updates = self._updates.forget(closed.leases)
         stale = {before.state.shared, old.slots.hex()} - {after.state.shared, new.slots.hex(), ""}
         if new.prepared is None or self._shares_plan(new):
             stale = set()  # another run may be at the same bytes
@@ -308,7 +308,7 @@ class Results:
 
     def _drop(self, run: str, updates: set[bytes], stale: set[str]) -> None:
         try:
-            self._spool.remove(updates)
+            self._updates.remove(updates)
             for name in stale:
                 self._blobs.remove(bytes.fromhex(name))
         except (OSError, TriplaneError):

@@ -15,7 +15,7 @@ import coverage
 
 ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests"
-APART = {"golden", "mutation", "support", "__pycache__"}  # they hold no tests of the product
+APART = {"mutation", "support", "__pycache__"}  # they hold no tests of the product
 SETTINGS = """
 [run]
 branch = false
@@ -38,6 +38,12 @@ def digest(paths: Iterable[Path]) -> str:
     return whole.hexdigest()[:16]
 
 
+def environment(**more: str) -> dict[str, str]:
+    """Return the environment of `make test`; the profile of `make deep` would search for hours."""
+    inherited = {k: v for k, v in os.environ.items() if k != "HYPOTHESIS_PROFILE"}
+    return {**inherited, **more}
+
+
 def record(work: Path, folder: Path, workers: int) -> Path:
     """Run a folder's tests under coverage, unless that is done; return the file of coverage."""
     data = work / f"{folder.name}-{digest(folder.rglob('*.py'))}.coverage"
@@ -54,7 +60,7 @@ def record(work: Path, folder: Path, workers: int) -> Path:
         "--cov", f"--cov-config={rc}", "--cov-report=", str(folder),
     ]
     # fmt: on
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "COVERAGE_PROCESS_START": str(rc)}
+    env = environment(PYTHONPATH=str(ROOT), COVERAGE_PROCESS_START=str(rc))
     subprocess.run(command, cwd=ROOT, env=env, check=False)
     combined = coverage.Coverage(data_file=str(parts / "all"), config_file=str(rc))
     combined.combine([str(p) for p in parts.glob("part*")], keep=True)

@@ -21,7 +21,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
-from tests.mutation.covering import TESTS, Covering, digest, folders, record
+from tests.mutation.covering import TESTS, Covering, digest, environment, folders, record
 from tests.mutation.sites import Mutant, mutants_of
 
 ROOT = Path(__file__).parents[2]
@@ -143,7 +143,7 @@ def run(copy: Path, tests: list[str]) -> int:
         "--timeout=60", f"@{names}",
     ]
     # fmt: on
-    env = {**os.environ, "PYTHONPATH": f"{copy / '.ci' / 'namespace'}:{copy}"}
+    env = environment(PYTHONPATH=f"{copy / '.ci' / 'namespace'}:{copy}")
     with subprocess.Popen(
         command,
         cwd=copy,

@@ -111,14 +111,14 @@ class FlowerRuns:
         self,
         db: Database,
         blobs: BlobFolder,
-        spool: UpdateStore,
+        updates: UpdateStore,
         results: Results,
         *,
         places: Places,
         put: Put,
         limits: StrategyLimits = LIMITS,
     ) -> None:
-        self._db, self._spool, self._results = db, spool, results
+        self._db, self._updates, self._results = db, updates, results
         self._blobs, self._places = blobs, places
         self._put, self._limits = put, limits
         self._runs: dict[str, _Run] = {}
@@ -160,7 +160,7 @@ class FlowerRuns:
         return asked.messages.get(device)
 
     async def check_reply(self, run: LiveRun, device: str, path: Path) -> tuple[int, float]:
-        """See `spool.Check`: a ClientApp's reply, read by the strategy's process."""
+        """See `update_store.Check`: a ClientApp's reply, read by the strategy's process."""
         ours, state = self._of(run.entry.id), run.projection.state
         assert state.round is not None
         turn = _turn_of(state.round)
@@ -452,7 +452,7 @@ class FlowerRuns:
     def _update(self, lease: Lease) -> dict[str, Any]:
         update = lease.update
         assert update is not None
-        path = self._spool.folder.find(bytes.fromhex(update.blob))
+        path = self._updates.folder.find(bytes.fromhex(update.blob))
         return {
             "path": str(path),
             "lease": lease.id,
