@@ -9,8 +9,9 @@ from types import MappingProxyType
 from typing import Final
 
 from triplane.cloud.federation.journal import RunRecord
-from triplane.cloud.federation.run_projection import RunProjection, Spread
+from triplane.cloud.federation.run_projection import RunProjection
 from triplane.proto import federation_pb2 as pb
+from triplane.proto.messages import message_from
 from triplane.unified_ir.federated.core.rules import open_lease
 from triplane.unified_ir.federated.core.run import (
     Ended,
@@ -18,7 +19,6 @@ from triplane.unified_ir.federated.core.run import (
     Phase,
     RunMember,
     RunState,
-    Score,
     Settled,
 )
 
@@ -106,46 +106,25 @@ def _add_state(message: pb.Run, projection: RunProjection, *, rounds: bool, down
 
 
 def _member(member: RunMember) -> pb.Member:
-    return pb.Member(
-        device=member.device,
-        connected=member.connected,
-        examples=member.examples,
-        score=_score(member.score) if member.score else None,
-        counted=member.counted,
-        dropped=member.dropped,
+    return message_from(
+        pb.Member,
+        member,
+        score=message_from(pb.Score, member.score) if member.score else None,
         reason=member.settled.reason if member.settled else "",
-        declined=member.declined,
         why=[pb.Dropped(reason=reason, count=n) for reason, n in member.why.items()],
-    )
-
-
-def _score(score: Score) -> pb.Score:
-    return pb.Score(
-        samples=score.samples, before=score.before, after=score.after, round=score.round
+        waits=None,
     )
 
 
 def _ended(projection: RunProjection, ended: Ended) -> pb.Round:
-    message = pb.Round(
-        number=ended.number,
-        evaluates=ended.evaluates,
-        opened_s=ended.opened_s,
-        closed_s=ended.closed_s,
-        asked=ended.asked,
-        counted=ended.counted,
-        refused=ended.refused,
-        late=ended.late,
-        lost=ended.lost,
-        loss=ended.loss if math.isfinite(ended.loss) else 0.0,
-        bytes_down=ended.bytes_down,
-        bytes_up=ended.bytes_up,
-        given_up=ended.given_up,
-    )
     spreads = projection.spreads.get(str(ended.number)) if ended.evaluates else None
-    if spreads is not None:
-        message.before.CopyFrom(_spread(spreads.before))
-        message.after.CopyFrom(_spread(spreads.after))
-    return message
+    return message_from(
+        pb.Round,
+        ended,
+        loss=ended.loss if math.isfinite(ended.loss) else 0.0,
+        before=message_from(pb.Spread, spreads.before) if spreads else None,
+        after=message_from(pb.Spread, spreads.after) if spreads else None,
+    )
 
 
 def _at_hand(state: RunState, down: int) -> list[pb.Round]:
@@ -168,10 +147,6 @@ def _at_hand(state: RunState, down: int) -> list[pb.Round]:
             bytes_up=sum(x.update.size for x in at_hand.leases if x.update),
         )
     ]
-
-
-def _spread(spread: Spread) -> pb.Spread:
-    return pb.Spread(mean=spread.mean, worst=spread.worst, worst_tenth=spread.worst_tenth)
 
 
 def task_message(

@@ -1,0 +1,17 @@
+"""Messages from values whose attributes have the names of their fields."""
+
+from typing import TypeVar
+
+from google.protobuf.message import Message
+
+M = TypeVar("M", bound=Message)
+
+
+def message_from(kind: type[M], source: object, **fields: object) -> M:
+    """Return a message whose fields are keywords of this call, or attributes of `source`.
+
+    None leaves a field unset. A field that is neither raises AttributeError, so a new field of the
+    message is not forgotten.
+    """
+    known = {n: getattr(source, n) for n in kind.DESCRIPTOR.fields_by_name if n not in fields}
+    return kind(**known, **fields)
