@@ -7,6 +7,7 @@ import hashlib
 import os
 import subprocess
 import sys
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -63,7 +64,9 @@ def record(work: Path, folder: Path, workers: int) -> Path:
     env = environment(PYTHONPATH=str(ROOT), COVERAGE_PROCESS_START=str(rc))
     subprocess.run(command, cwd=ROOT, env=env, check=False)
     combined = coverage.Coverage(data_file=str(parts / "all"), config_file=str(rc))
-    combined.combine([str(p) for p in parts.glob("part*")], keep=True)
+    with warnings.catch_warnings():  # a child that was killed leaves a file that cannot be read
+        warnings.simplefilter("ignore", coverage.exceptions.CoverageWarning)
+        combined.combine([str(p) for p in parts.glob("part*")], keep=True)
     combined.save()
     next(parts.glob("all*")).replace(data)
     return data
