@@ -13,7 +13,7 @@ from triplane.unified_ir.ir.types import as_dtype, type_of
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.inline import inline
 from triplane.unified_ir.ops.row import Op, Sample
-from triplane.unified_ir.ops.samples import Given, Literal
+from triplane.unified_ir.ops.samples import FixedArray, LiteralArray
 from triplane.unified_ir.ops.table import TABLE
 
 
@@ -53,7 +53,9 @@ class Use:
 
 def is_constant(maker, array):
     """Whether an operand of a sample belongs to the graph, not to a call."""
-    return isinstance(maker, Literal) or (isinstance(maker, Given) and array.dtype.kind in "iu")
+    return isinstance(maker, LiteralArray) or (
+        isinstance(maker, FixedArray) and array.dtype.kind in "iu"
+    )
 
 
 def is_float(array):

@@ -43,7 +43,7 @@ def bools(*shape: int) -> MakeArray:
 
 
 @dataclass(frozen=True)
-class Given:
+class FixedArray:
     """Always the same array; the suites pass integers made by it as constants of the graph."""
 
     value: Any
@@ -55,8 +55,8 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Literal(Given):
-    """As `Given`, and a constant of the graph whatever its element type."""
+class LiteralArray(FixedArray):
+    """As `FixedArray`, and a constant of the graph whatever its element type."""
 
 
 def computed(value: Any, dtype: str | None = None) -> MakeArray:
@@ -64,8 +64,8 @@ def computed(value: Any, dtype: str | None = None) -> MakeArray:
     return lambda rng: np.asarray(value, dtype)
 
 
-given = Given
-literal = Literal
+fixed = FixedArray
+literal = LiteralArray
 
 
 def sample(

@@ -11,7 +11,7 @@ from triplane.unified_ir.ops.batching import elementwise
 from triplane.unified_ir.ops.row import Op, OpCall, OpKind, dtype_attr
 from triplane.unified_ir.ops.rows.arithmetic.elementwise import broadcast_same
 from triplane.unified_ir.ops.rows.movement.structure import same
-from triplane.unified_ir.ops.samples import given, ints, sample
+from triplane.unified_ir.ops.samples import fixed, ints, sample
 
 _words = ints(0, 2**32, 5, dtype="uint32")
 _pair = (sample(_words, _words),)
@@ -37,8 +37,8 @@ bit_shift = Op(
         x, n
     ),
     samples=(
-        sample(_words, given(7, "uint32"), direction="LEFT"),
-        sample(_words, given(7, "uint32"), direction="RIGHT"),
+        sample(_words, fixed(7, "uint32"), direction="LEFT"),
+        sample(_words, fixed(7, "uint32"), direction="RIGHT"),
     ),
 )
 

@@ -22,7 +22,7 @@ from triplane.unified_ir.ops.emission import EmissionContext, Emit, emit_broadca
 from triplane.unified_ir.ops.infer import broadcast
 from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, IntegerForm, Op, OpCall, OpKind, Vjp
 from triplane.unified_ir.ops.rows.movement.structure import same, sum_to, where
-from triplane.unified_ir.ops.samples import apart, between, bools, given, ints, normal, sample
+from triplane.unified_ir.ops.samples import apart, between, bools, fixed, ints, normal, sample
 from triplane.unified_ir.ops.tensor import Tensor
 
 Types = tuple[TensorType, ...]
@@ -307,17 +307,17 @@ sign: Op = _unary("Sign", np.sign, _flat, sample(apart(2, 3)))
 floor = _unary("Floor", np.floor, _flat, sample(apart(2, 3)))
 ceil = _unary("Ceil", np.ceil, _flat, sample(apart(2, 3)))
 round_ = _unary("Round", np.round, _flat, sample(apart(2, 3)),
-                sample(given([0.5, 1.5, -2.5, 1.2]), smooth=()))
+                sample(fixed([0.5, 1.5, -2.5, 1.2]), smooth=()))
 not_ = _unary("Not", np.logical_not, None, sample(bools(2, 3)), total=True)
 is_nan = Op(name="IsNaN", kind=OpKind.ELEMENTWISE, batch=elementwise,
             infer=lambda call: (call.type(0).with_dtype(bool_),),
-            reference=np.isnan, samples=(sample(given([1.0, float("nan")])),))
+            reference=np.isnan, samples=(sample(fixed([1.0, float("nan")])),))
 is_inf = Op(name="IsInf", kind=OpKind.ELEMENTWISE, batch=elementwise,
             infer=lambda call: (call.type(0).with_dtype(bool_),),
             reference=_is_inf_reference, samples=(
-                sample(given([1.0, np.inf, -np.inf, np.nan])),
-                sample(given([1.0, np.inf, -np.inf]), detect_negative=0),
-                sample(given([1.0, np.inf, -np.inf]), detect_positive=0)))
+                sample(fixed([1.0, np.inf, -np.inf, np.nan])),
+                sample(fixed([1.0, np.inf, -np.inf]), detect_negative=0),
+                sample(fixed([1.0, np.inf, -np.inf]), detect_positive=0)))
 equal = _compare("Equal", np.equal)
 less = _compare("Less", np.less)
 less_equal = _compare("LessOrEqual", np.less_equal)
@@ -337,8 +337,8 @@ mod = Op(
     reference=_mod_reference,
     vjp=_mod_vjp,
     samples=(
-        sample(ints(-9, 9, 5), given(4)),
-        sample(given([[5.3, -5.3, 0.7]]), given([[2.0], [-1.5]]), fmod=1),
+        sample(ints(-9, 9, 5), fixed(4)),
+        sample(fixed([[5.3, -5.3, 0.7]]), fixed([[2.0], [-1.5]]), fmod=1),
     ),
 )
 pow_ = Op(
@@ -349,11 +349,11 @@ pow_ = Op(
     reference=_pow_reference,
     vjp=_pow_vjp,
     samples=(
-        sample(between(0.5, 2, 2, 3), given(3.0)),
+        sample(between(0.5, 2, 2, 3), fixed(3.0)),
         sample(between(0.5, 2, 2, 3), normal(3)),
-        sample(normal(2, 3), given(2.0), smooth=(0,)),
-        sample(normal(2, 3), given([2, 3, 0])),
-        sample(ints(-4, 4, 5, dtype="int32"), given(3.0), smooth=()),
+        sample(normal(2, 3), fixed(2.0), smooth=(0,)),
+        sample(normal(2, 3), fixed([2, 3, 0])),
+        sample(ints(-4, 4, 5, dtype="int32"), fixed(3.0), smooth=()),
     ),
 )
 
@@ -443,9 +443,9 @@ clip = Op(
     reference=lambda x, low=None, high=None: np.clip(x, low, high),
     vjp=_clip_vjp,
     samples=(
-        sample(apart(2, 3), given(-0.35), given(0.35)),
-        sample(apart(2, 3), None, given(0.05)),
-        sample(apart(2, 3), given(0.25)),
+        sample(apart(2, 3), fixed(-0.35), fixed(0.35)),
+        sample(apart(2, 3), None, fixed(0.05)),
+        sample(apart(2, 3), fixed(0.25)),
     ),
 )
 

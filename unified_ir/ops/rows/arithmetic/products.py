@@ -25,7 +25,7 @@ from triplane.unified_ir.ops.rows.movement.structure import (
     unsqueeze,
     where,
 )
-from triplane.unified_ir.ops.samples import given, ints, normal, sample
+from triplane.unified_ir.ops.samples import fixed, ints, normal, sample
 from triplane.unified_ir.ops.tensor import Tensor, dims_of, emit
 
 
@@ -56,11 +56,11 @@ def _one(shape: Sequence[int], axis: int) -> list[int]:
 
 def _running_uses(**more: Any) -> Any:
     return (
-        sample(normal(2, 5), given(1), **more),
-        sample(normal(5, 2), given(0), exclusive=1, **more),
-        sample(normal(2, 5), given(-1), reverse=1, **more),
-        sample(normal(2, 3, 4), given([1]), exclusive=1, reverse=1, **more),
-        sample(ints(-3, 4, 2, 5), given(1), **more),
+        sample(normal(2, 5), fixed(1), **more),
+        sample(normal(5, 2), fixed(0), exclusive=1, **more),
+        sample(normal(2, 5), fixed(-1), reverse=1, **more),
+        sample(normal(2, 3, 4), fixed([1]), exclusive=1, reverse=1, **more),
+        sample(ints(-3, 4, 2, 5), fixed(1), **more),
     )
 
 

@@ -30,7 +30,7 @@ from triplane.unified_ir.ops.row import Op, OpCall, OpKind, dtype_attr
 from triplane.unified_ir.ops.rows.arithmetic.matrix import matmul
 from triplane.unified_ir.ops.rows.movement.structure import axes_of
 from triplane.unified_ir.ops.rows.windows.convolution import conv_row
-from triplane.unified_ir.ops.samples import given, ints, normal, sample
+from triplane.unified_ir.ops.samples import fixed, ints, normal, sample
 
 Types = tuple[TensorType, ...]
 
@@ -122,7 +122,7 @@ def _dequantized(call: OpCall) -> Types:
     return (call.type(0).with_dtype(dtype_attr(wanted) if wanted else call.type(1).dtype),)
 
 
-_SCALE = given(0.05, "float32")
+_SCALE = fixed(0.05, "float32")
 
 _CODES_SINCE: Final = {
     "int2": 25, "uint2": 25, "float4e2m1": 23, "float8e8m0": 23, "int4": 21, "uint4": 21,
@@ -161,8 +161,8 @@ quantize_linear = Op(
     infer=_quantized,
     reference=_quantize,
     samples=(
-        sample(normal(2, 3), _SCALE, given(128, "uint8")),
-        sample(normal(2, 3), given([0.05, 0.1], "float32"), given([0, 0], "int8"), axis=0),
+        sample(normal(2, 3), _SCALE, fixed(128, "uint8")),
+        sample(normal(2, 3), fixed([0.05, 0.1], "float32"), fixed([0, 0], "int8"), axis=0),
         sample(normal(2, 3), _SCALE),
     ),
 )
@@ -174,8 +174,8 @@ dequantize_linear = Op(
     infer=_dequantized,
     reference=_dequantize,
     samples=(
-        sample(ints(0, 255, 2, 3, dtype="uint8"), _SCALE, given(128, "uint8")),
-        sample(ints(-127, 127, 2, 3, dtype="int8"), given([0.05, 0.1], "float32"), axis=0),
+        sample(ints(0, 255, 2, 3, dtype="uint8"), _SCALE, fixed(128, "uint8")),
+        sample(ints(-127, 127, 2, 3, dtype="int8"), fixed([0.05, 0.1], "float32"), axis=0),
         sample(ints(-999, 999, 4, dtype="int32"), _SCALE),
     ),
 )
@@ -202,8 +202,8 @@ dynamic_quantize_linear = Op(
     reference=_dynamic,
     samples=(
         sample(normal(2, 3), outputs=3),
-        sample(given([[0.5, 2.0]], "float32"), outputs=3),
-        sample(given([[0.0, 0.0]], "float32"), outputs=3),
+        sample(fixed([[0.5, 2.0]], "float32"), outputs=3),
+        sample(fixed([[0.0, 0.0]], "float32"), outputs=3),
     ),
 )
 
@@ -265,8 +265,8 @@ matmul_integer = Op(
     reference=_matmul_integer,
     samples=(
         sample(_A, _B),
-        sample(_A, _B, given(120, "uint8"), given([1, 0, -3, 5], "int8")),
-        sample(ints(0, 255, 2, 5, 3, dtype="uint8"), _B, given(7, "uint8"), given(2, "int8")),
+        sample(_A, _B, fixed(120, "uint8"), fixed([1, 0, -3, 5], "int8")),
+        sample(ints(0, 255, 2, 5, 3, dtype="uint8"), _B, fixed(7, "uint8"), fixed(2, "int8")),
     ),
 )
 
@@ -289,8 +289,8 @@ conv_integer = Op(
     infer=_conv_integer_types,
     reference=_conv_integer,
     samples=(
-        sample(_X, _W, given(100, "uint8"), pads=(1, 1, 1, 1)),
-        sample(_X, ints(0, 255, 4, 1, 3, 3, dtype="uint8"), given(9, "uint8"), given(3, "uint8"),
+        sample(_X, _W, fixed(100, "uint8"), pads=(1, 1, 1, 1)),
+        sample(_X, ints(0, 255, 4, 1, 3, 3, dtype="uint8"), fixed(9, "uint8"), fixed(3, "uint8"),
                group=2, strides=(2, 2)),
     ),
 )  # fmt: skip
@@ -324,15 +324,15 @@ def _qlinear_matmul(  # noqa: PLR0917 - the operands of the row
     return _requantized(product, scale, y_zero.reshape(()))
 
 
-_SA, _SB, _SY = given(0.02, "float32"), given(0.03, "float32"), given(0.7, "float32")
+_SA, _SB, _SY = fixed(0.02, "float32"), fixed(0.03, "float32"), fixed(0.7, "float32")
 qlinear_matmul = Op(
     name="QLinearMatMul", kind=OpKind.QUANTIZATION, settings=(1, 2, 4, 5, 6, 7),
     infer=_qlinear_matmul_types,
     reference=_qlinear_matmul,
     samples=(
-        sample(_A, _SA, given(120, "uint8"), _B, _SB, given(0, "int8"), _SY, given(90, "uint8")),
-        sample(_A, _SA, given(7, "uint8"), ints(0, 255, 3, 4, dtype="uint8"), _SB,
-               given(3, "uint8"), _SY, given(5, "uint8")),
+        sample(_A, _SA, fixed(120, "uint8"), _B, _SB, fixed(0, "int8"), _SY, fixed(90, "uint8")),
+        sample(_A, _SA, fixed(7, "uint8"), ints(0, 255, 3, 4, dtype="uint8"), _SB,
+               fixed(3, "uint8"), _SY, fixed(5, "uint8")),
     ),
 )  # fmt: skip
 
@@ -360,10 +360,10 @@ qlinear_conv = Op(
     infer=_qlinear_conv_types,
     reference=_qlinear_conv,
     samples=(
-        sample(_X, _SA, given(100, "uint8"), _W, given([0.03, 0.02, 0.05, 0.01], "float32"),
-               given([0, 0, 0, 0], "int8"), _SY, given(128, "uint8"),
+        sample(_X, _SA, fixed(100, "uint8"), _W, fixed([0.03, 0.02, 0.05, 0.01], "float32"),
+               fixed([0, 0, 0, 0], "int8"), _SY, fixed(128, "uint8"),
                ints(-500, 500, 4, dtype="int32"), pads=(1, 1, 1, 1)),
-        sample(_X, _SA, given(9, "uint8"), ints(0, 255, 4, 2, 3, 3, dtype="uint8"), _SB,
-               given(3, "uint8"), _SY, given(0, "uint8"), strides=(2, 2)),
+        sample(_X, _SA, fixed(9, "uint8"), ints(0, 255, 4, 2, 3, 3, dtype="uint8"), _SB,
+               fixed(3, "uint8"), _SY, fixed(0, "uint8"), strides=(2, 2)),
     ),
 )  # fmt: skip

@@ -29,7 +29,7 @@ from triplane.unified_ir.ops.rows.movement.structure import (
     stop_gradient,
     where,
 )
-from triplane.unified_ir.ops.samples import apart, between, bools, given, ints, normal, sample
+from triplane.unified_ir.ops.samples import apart, between, bools, fixed, ints, normal, sample
 from triplane.unified_ir.ops.settings import length, settled
 from triplane.unified_ir.ops.tensor import Tensor
 
@@ -99,11 +99,11 @@ def _slope(f: Any) -> Any:
 
 
 _uses = (
-    sample(normal(2, 3, 4), given([0, 2])),
-    sample(normal(2, 3), given([-1]), keepdims=0),
+    sample(normal(2, 3, 4), fixed([0, 2])),
+    sample(normal(2, 3), fixed([-1]), keepdims=0),
     sample(normal(2, 3)),
-    sample(normal(2, 3), given([], "int64"), keepdims=0),
-    sample(normal(2, 3), given([], "int64"), noop_with_empty_axes=1),
+    sample(normal(2, 3), fixed([], "int64"), keepdims=0),
+    sample(normal(2, 3), fixed([], "int64"), noop_with_empty_axes=1),
 )
 
 reduce_sum_row = Op(
@@ -183,10 +183,10 @@ def _extreme_vjp(
 
 
 _apart_uses = (
-    sample(apart(2, 3, 4), given([0, 2])),
-    sample(apart(2, 3), given([-1]), keepdims=0),
-    sample(apart(2, 3), given([], "int64"), noop_with_empty_axes=1),
-    sample(ints(-9, 9, 2, 3), given([1])),
+    sample(apart(2, 3, 4), fixed([0, 2])),
+    sample(apart(2, 3), fixed([-1]), keepdims=0),
+    sample(apart(2, 3), fixed([], "int64"), noop_with_empty_axes=1),
+    sample(ints(-9, 9, 2, 3), fixed([1])),
 )
 
 
@@ -212,7 +212,7 @@ def _extreme_row(name: str, f: Any, *, total: bool) -> Op:
         reference=reduction_kernel(f),
         vjp=_extreme_vjp,
         lower_below={18: _emit_axes_as_attribute, MEANING_OPSET + 1: _emit_bools_as_bytes},
-        samples=(*_apart_uses, sample(bools(2, 3), given([1]))),
+        samples=(*_apart_uses, sample(bools(2, 3), fixed([1]))),
     )
 
 
@@ -241,7 +241,7 @@ reduce_prod_row = Op(
     reference=reduction_kernel(np.prod),
     vjp=_prod_vjp,
     lower_below={18: _emit_axes_as_attribute},
-    samples=(*_uses, sample(given([[0.0, 2.0, 3.0], [0.0, 0.0, 5.0]]), given([1]))),
+    samples=(*_uses, sample(fixed([[0.0, 2.0, 3.0], [0.0, 0.0, 5.0]]), fixed([1]))),
 )
 
 
@@ -263,10 +263,10 @@ def _composed(name: str, body: Any, vjp: Any, *, positive: bool = False) -> Op:
         native=_elementwise_apart,
         lower_below={18: _emit_axes_as_attribute},
         samples=(
-            sample(make(2, 3, 4), given([0, 2])),
-            sample(make(2, 3), given([-1]), keepdims=0),
+            sample(make(2, 3, 4), fixed([0, 2])),
+            sample(make(2, 3), fixed([-1]), keepdims=0),
             sample(make(2, 3)),
-            sample(make(2, 3), given([], "int64"), noop_with_empty_axes=1),
+            sample(make(2, 3), fixed([], "int64"), noop_with_empty_axes=1),
         ),
     )
 

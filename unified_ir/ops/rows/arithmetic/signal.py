@@ -27,7 +27,7 @@ from triplane.unified_ir.ops.rows.movement.structure import (
     slice_axis,
     where,
 )
-from triplane.unified_ir.ops.samples import given, normal, sample
+from triplane.unified_ir.ops.samples import fixed, normal, sample
 from triplane.unified_ir.ops.tensor import Tensor, dims_of, emit
 
 Types = tuple[TensorType, ...]
@@ -66,9 +66,9 @@ def _window_row(name: str, weights: Sequence[float]) -> Op:
         infer=_window_types,
         reference=kernel,
         samples=(
-            sample(given(8)),
-            sample(given(7), periodic=0),
-            sample(given(5), output_datatype=11),
+            sample(fixed(8)),
+            sample(fixed(7), periodic=0),
+            sample(fixed(5), output_datatype=11),
             sample(lambda rng: np.array(6)),
         ),
     )
@@ -287,12 +287,12 @@ dft = Op(
     native=lambda node, opset: opset >= 20,
     samples=(
         sample(normal(2, 6, 1)),
-        sample(normal(2, 5, 3, 2), None, given(1)),
-        sample(normal(3, 8, 1), None, given(1), onesided=1),
+        sample(normal(2, 5, 3, 2), None, fixed(1)),
+        sample(normal(3, 8, 1), None, fixed(1), onesided=1),
         sample(normal(2, 4, 2), inverse=1),
-        sample(normal(2, 5, 2), None, given(-2), inverse=1, onesided=1),
-        sample(normal(2, 6, 1), given(8), onesided=1),
-        sample(normal(2, 6, 2), given(4)),
+        sample(normal(2, 5, 2), None, fixed(-2), inverse=1, onesided=1),
+        sample(normal(2, 6, 1), fixed(8), onesided=1),
+        sample(normal(2, 6, 2), fixed(4)),
     ),
 )
 """x: (..., n, ..., 1 or 2) -> (..., n or n//2+1, ..., 2) along `axis`, -2 by default."""
@@ -381,9 +381,9 @@ stft = Op(
     reference=_stft_kernel,
     body=_stft,
     samples=(
-        sample(normal(2, 16, 1), given(4), normal(8)),
-        sample(normal(2, 11, 1), given(3), None, given(5)),
-        sample(normal(2, 9, 2), given(2), normal(4), given(4), onesided=0),
+        sample(normal(2, 16, 1), fixed(4), normal(8)),
+        sample(normal(2, 11, 1), fixed(3), None, fixed(5)),
+        sample(normal(2, 9, 2), fixed(2), normal(4), fixed(4), onesided=0),
     ),
 )
 """signal: (B, L, 1 or 2) -> (B, frames, bins, 2), frames = (L - length) // step + 1."""
@@ -428,8 +428,8 @@ mel_weight_matrix = Op(
     infer=_mel_types,
     reference=_mel,
     samples=(
-        sample(given(8), given(16), given(8192), given(0.0, "float32"), given(4096.0, "float32")),
-        sample(given(5), given(64), given(8000), given(20.0, "float32"), given(3800.0, "float32"),
+        sample(fixed(8), fixed(16), fixed(8192), fixed(0.0, "float32"), fixed(4096.0, "float32")),
+        sample(fixed(5), fixed(64), fixed(8000), fixed(20.0, "float32"), fixed(3800.0, "float32"),
                output_datatype=11),
     ),
 )  # fmt: skip

@@ -13,14 +13,14 @@ from triplane.unified_ir.ir.types import ShapeError, TensorType, bool_, float32,
 from triplane.unified_ir.ops.row import Op, OpCall, OpKind
 from triplane.unified_ir.ops.rows.arithmetic.elementwise import broadcast_same
 from triplane.unified_ir.ops.rows.data.regex import automaton
-from triplane.unified_ir.ops.samples import given, sample
+from triplane.unified_ir.ops.samples import fixed, sample
 
 Types = tuple[TensorType, ...]
 
 
 def words(*texts: str) -> Any:
     """A maker of a vector of strings."""
-    return given(np.array(texts, np.object_))
+    return fixed(np.array(texts, np.object_))
 
 
 def _each(f: Any, *arrays: Any) -> Any:
@@ -39,7 +39,7 @@ string_concat = Op(
     reference=lambda a, b: _each(lambda x, y: x + y, a, b),
     samples=(
         sample(words("a", "é"), words("b", "")),
-        sample(given(np.array([["x"], ["y"]], np.object_)), words("1", "2", "3")),
+        sample(fixed(np.array([["x"], ["y"]], np.object_)), words("1", "2", "3")),
     ),
 )
 
@@ -102,7 +102,7 @@ regex_full_match = Op(
     samples=(
         sample(words("www.google.com", "www.facebook.com", "www.bbc.co.uk"),
                pattern=r"www\.[\w.-]+\.com"),
-        sample(given(np.array([["ab", "aab"], ["b", ""]], np.object_)), pattern="(a+b|c{2,3})?"),
+        sample(fixed(np.array([["ab", "aab"], ["b", ""]], np.object_)), pattern="(a+b|c{2,3})?"),
     ),
 )  # fmt: skip
 

@@ -24,7 +24,7 @@ from triplane.unified_ir.ops.rows.movement.structure import (
     where,
     zeros,
 )
-from triplane.unified_ir.ops.samples import apart, between, given, ints, literal, normal, sample
+from triplane.unified_ir.ops.samples import apart, between, fixed, ints, literal, normal, sample
 from triplane.unified_ir.ops.tensor import Tensor, TensorLike, dims_of
 
 Types = tuple[TensorType, ...]
@@ -58,7 +58,7 @@ gather = Op(
     samples=(
         sample(normal(4, 3), ints(0, 4, 2, 2)),
         sample(normal(2, 5, 3), ints(0, 5, 4), axis=1),
-        sample(normal(4, 3), given(-1)),
+        sample(normal(4, 3), fixed(-1)),
     ),
 )
 
@@ -175,12 +175,12 @@ scatter_nd = Op(
     vjp=_scatter_nd_vjp,
     native=_reduces,
     samples=(
-        sample(normal(5, 2), given([[1], [3], [1]]), normal(3, 2), reduction="add"),
-        sample(normal(5), given([[1], [3]]), normal(2)),
-        sample(normal(5, 2), given([[1], [-2], [1]]), normal(3, 2), reduction="mul"),
-        sample(apart(5, 2), given([[1], [-2], [1]]), between(0.01, 0.09, 3, 2), reduction="max"),
-        sample(apart(5, 2), given([[1], [-2], [1]]), between(0.01, 0.09, 3, 2), reduction="min"),
-        sample(normal(5, 2), given([[1], [-2], [3], [1]]), normal(4, 2)),
+        sample(normal(5, 2), fixed([[1], [3], [1]]), normal(3, 2), reduction="add"),
+        sample(normal(5), fixed([[1], [3]]), normal(2)),
+        sample(normal(5, 2), fixed([[1], [-2], [1]]), normal(3, 2), reduction="mul"),
+        sample(apart(5, 2), fixed([[1], [-2], [1]]), between(0.01, 0.09, 3, 2), reduction="max"),
+        sample(apart(5, 2), fixed([[1], [-2], [1]]), between(0.01, 0.09, 3, 2), reduction="min"),
+        sample(normal(5, 2), fixed([[1], [-2], [3], [1]]), normal(4, 2)),
     ),
 )
 
@@ -220,8 +220,8 @@ gather_nd = Op(
     infer=_gather_nd,
     vjp=_gather_nd_vjp,
     samples=(
-        sample(normal(4, 3), given([[0, 1], [3, 2]])),
-        sample(normal(4, 3), given([[1]])),
+        sample(normal(4, 3), fixed([[0, 1], [3, 2]])),
+        sample(normal(4, 3), fixed([[1]])),
         sample(normal(2, 4, 3), ints(0, 4, 2, 5, 1), batch_dims=1),
         sample(normal(2, 3, 4), ints(-4, 4, 2, 3, 1), batch_dims=2),
     ),
@@ -291,7 +291,7 @@ def _scatter_elements_vjp(
     return d_x, None, d_updates
 
 
-_places = given([[0], [2], [-2]])
+_places = fixed([[0], [2], [-2]])
 
 scatter_elements = Op(
     name="ScatterElements", kind=OpKind.INDEXING, emit=emit_scatter,
@@ -300,13 +300,13 @@ scatter_elements = Op(
     vjp=_scatter_elements_vjp,
     native=_reduces,
     samples=(
-        sample(normal(3, 4), given([[0], [2], [2]]), normal(3, 1), axis=1, reduction="add"),
-        sample(normal(3, 4), given([[0, 1, 1, 2]]), normal(1, 4)),
-        sample(normal(3, 4), given([[0, 0], [2, 1], [2, 2]]), normal(3, 2), axis=1,
+        sample(normal(3, 4), fixed([[0], [2], [2]]), normal(3, 1), axis=1, reduction="add"),
+        sample(normal(3, 4), fixed([[0, 1, 1, 2]]), normal(1, 4)),
+        sample(normal(3, 4), fixed([[0, 0], [2, 1], [2, 2]]), normal(3, 2), axis=1,
                reduction="mul"),
         sample(apart(3, 4), _places, between(0.01, 0.09, 3, 1), axis=1, reduction="max"),
         sample(apart(3, 4), _places, between(0.01, 0.09, 3, 1), axis=1, reduction="min"),
-        sample(normal(3, 4), given([[0, 2, 0], [2, 2, -2]]), normal(2, 3), axis=1),
+        sample(normal(3, 4), fixed([[0, 2, 0], [2, 2, -2]]), normal(2, 3), axis=1),
     ),
 )  # fmt: skip
 
@@ -336,9 +336,9 @@ range_row = Op(
     reference=_range,
     vjp=_range_vjp,
     samples=(
-        sample(given(0), given(5), given(1)),
+        sample(fixed(0), fixed(5), fixed(1)),
         sample(literal(0.5), literal(2.0), literal(0.25)),
-        sample(given(0.5), given(2.1), given(0.3)),
+        sample(fixed(0.5), fixed(2.1), fixed(0.3)),
         sample(lambda rng: np.array(9), lambda rng: np.array(2), lambda rng: np.array(-2)),
     ),
 )

@@ -26,7 +26,7 @@ from triplane.unified_ir.ops.rows.arithmetic.elementwise import ceil, floor, max
 from triplane.unified_ir.ops.rows.arithmetic.matrix import swap_last
 from triplane.unified_ir.ops.rows.movement.indexing import arange
 from triplane.unified_ir.ops.rows.movement.structure import axes_of, unsqueeze, where
-from triplane.unified_ir.ops.samples import Literal, ints, literal, normal, sample
+from triplane.unified_ir.ops.samples import LiteralArray, ints, literal, normal, sample
 from triplane.unified_ir.ops.settings import settled
 from triplane.unified_ir.ops.tensor import Tensor, dims_of
 
@@ -389,11 +389,11 @@ _SHARP: Final[Mapping[str, Any]] = {
 _PLANE: Final = normal(2, 2, 4, 5)
 
 
-def _scales(*scales: float) -> Literal:
+def _scales(*scales: float) -> LiteralArray:
     return literal(np.array(scales, np.float32))
 
 
-def _sizes(*sizes: int) -> Literal:
+def _sizes(*sizes: int) -> LiteralArray:
     return literal(np.array(sizes))
 
 

@@ -17,7 +17,7 @@ from triplane.unified_ir.ops.rows.arithmetic.products import cumsum_row
 from triplane.unified_ir.ops.rows.movement.indexing import gather, scatter_elements
 from triplane.unified_ir.ops.rows.movement.shape_assertions import assume_shape
 from triplane.unified_ir.ops.rows.movement.structure import axes_of, pad_row, where, zeros
-from triplane.unified_ir.ops.samples import apart, bools, given, ints, normal, sample
+from triplane.unified_ir.ops.samples import apart, bools, fixed, ints, normal, sample
 from triplane.unified_ir.ops.tensor import Tensor, dims_of
 
 Types = tuple[TensorType, ...]
@@ -71,10 +71,10 @@ top_k_row: Op = Op(
     reference=_top_k,
     vjp=_top_k_vjp,
     samples=(
-        sample(apart(3, 5), given([2]), outputs=2),
-        sample(apart(4, 3), given([3]), axis=0, largest=0),
-        sample(_coarse, given([4]), outputs=2, smooth=()),
-        sample(_coarse, given([4]), outputs=2, smooth=(), largest=0),
+        sample(apart(3, 5), fixed([2]), outputs=2),
+        sample(apart(4, 3), fixed([3]), axis=0, largest=0),
+        sample(_coarse, fixed([4]), outputs=2, smooth=()),
+        sample(_coarse, fixed([4]), outputs=2, smooth=(), largest=0),
         sample(apart(3, 5), lambda rng: np.array([2]), outputs=2, smooth=()),
     ),
 )
@@ -138,9 +138,9 @@ compress_row = Op(
     reference=lambda x, marks, *, axis: np.compress(marks, x, axis),
     vjp=_compress_vjp,
     samples=(
-        sample(normal(4, 3), given([True, False, True, True]), axis=0),
-        sample(normal(3, 4), given([False, True, True]), axis=-1),
-        sample(normal(2, 3), given([False, True, True, False, True])),
+        sample(normal(4, 3), fixed([True, False, True, True]), axis=0),
+        sample(normal(3, 4), fixed([False, True, True]), axis=-1),
+        sample(normal(2, 3), fixed([False, True, True, False, True])),
     ),
 )
 """The elements along an axis (of all, in row-major order) that a mark says to keep."""

@@ -30,7 +30,7 @@ from triplane.unified_ir.ops.rows.movement.structure import (
     where,
     zeros,
 )
-from triplane.unified_ir.ops.samples import between, bools, given, ints, normal, sample
+from triplane.unified_ir.ops.samples import between, bools, fixed, ints, normal, sample
 from triplane.unified_ir.ops.tensor import Tensor
 
 Types = tuple[TensorType, ...]
@@ -121,9 +121,9 @@ tile_row = Op(
     reference=np.tile,
     vjp=_tile_vjp,
     samples=(
-        sample(normal(2, 3), given([2, 1])),
-        sample(normal(2, 3), given([3, 2])),
-        sample(normal(3), given([0])),
+        sample(normal(2, 3), fixed([2, 1])),
+        sample(normal(2, 3), fixed([3, 2])),
+        sample(normal(3), fixed([0])),
         sample(normal(2, 3), lambda rng: np.array([1, 2]), smooth=()),
     ),
 )
@@ -182,7 +182,7 @@ split_row = Op(
     reference=_split,
     vjp=_split_vjp,
     samples=(
-        sample(normal(6, 2), given([1, 3, 2]), outputs=3),
+        sample(normal(6, 2), fixed([1, 3, 2]), outputs=3),
         sample(normal(2, 7), outputs=3, axis=1, num_outputs=3),
         sample(normal(2, 4), outputs=2, axis=-1, num_outputs=2),
         sample(normal(2, 4), lambda rng: np.array([1, 3]), outputs=2, axis=1, smooth=()),
@@ -257,7 +257,7 @@ reverse_sequence_row: Op = Op(
     reference=_reverse,
     vjp=lambda g, y, x, lengths, **axes: (reverse_sequence_row(g, lengths, **axes), None),
     samples=(
-        sample(normal(4, 3, 2), given([4, 1, 2])),
+        sample(normal(4, 3, 2), fixed([4, 1, 2])),
         sample(normal(3, 4), ints(1, 5, 3), time_axis=1, batch_axis=0),
     ),
 )
@@ -292,8 +292,8 @@ trilu_row: Op = Op(
     native=lambda node, opset: node.outputs[0].type.dtype.name in _TRIANGLES,
     samples=(
         sample(normal(3, 4)),
-        sample(normal(2, 4, 3), given(1), upper=0),
-        sample(normal(3, 4), given(-1)),
+        sample(normal(2, 4, 3), fixed(1), upper=0),
+        sample(normal(3, 4), fixed(-1)),
         sample(ints(0, 9, 3, 3, dtype="int32"), upper=0),
         sample(bools(3, 3)),
         sample(ints(0, 9, 3, 3, dtype="uint8")),
@@ -359,9 +359,9 @@ one_hot_row: Op = Op(
     reference=_one_hot,
     vjp=_one_hot_vjp,
     samples=(
-        sample(ints(0, 4, 3), given(4), normal(2)),
-        sample(lambda rng: np.array([[1, -1], [7, 0]]), given([3]), normal(2), axis=0),
-        sample(ints(0, 4, 3, dtype="uint8"), given(4), given([0, 5], "uint8"), smooth=()),
+        sample(ints(0, 4, 3), fixed(4), normal(2)),
+        sample(lambda rng: np.array([[1, -1], [7, 0]]), fixed([3]), normal(2), axis=0),
+        sample(ints(0, 4, 3, dtype="uint8"), fixed(4), fixed([0, 5], "uint8"), smooth=()),
         sample(ints(0, 4, 3), lambda rng: np.array(4), normal(2), axis=1, smooth=()),
     ),
 )
@@ -393,8 +393,8 @@ constant_of_shape_row = Op(
         np.zeros(sizes, np.float32) if value is None else np.full(sizes, value.reshape(()))
     ),
     samples=(
-        sample(given([2, 3])),
-        sample(given([2, 0]), value=np.array([7], np.int64)),
+        sample(fixed([2, 3])),
+        sample(fixed([2, 0]), value=np.array([7], np.int64)),
         sample(lambda rng: np.array([2, 3]), value=np.array([True])),
     ),
 )
@@ -411,8 +411,8 @@ cast_like_row = Op(
     ),
     native=lambda node, opset: False,  # what it casts to is known
     samples=(
-        sample(normal(2, 3), given([1.0], "float32")),
+        sample(normal(2, 3), fixed([1.0], "float32")),
         sample(ints(0, 9, 4), normal(2), smooth=()),
-        sample(between(1, 5, 3), given([1]), smooth=()),
+        sample(between(1, 5, 3), fixed([1]), smooth=()),
     ),
 )

@@ -24,7 +24,7 @@ from triplane.unified_ir.ops.rows.movement.emit_movement import (
 )
 from triplane.unified_ir.ops.rows.movement.shape_assertions import assume_shape
 from triplane.unified_ir.ops.rows.movement.structure import Types, axes_of, pad_row, zeros
-from triplane.unified_ir.ops.samples import computed, given, normal, sample
+from triplane.unified_ir.ops.samples import computed, fixed, normal, sample
 from triplane.unified_ir.ops.settings import length, settled
 from triplane.unified_ir.ops.tensor import Tensor, dims_of
 
@@ -162,12 +162,12 @@ slice_row = Op(
     reference=_slice_reference,
     vjp=_slice_vjp,
     samples=(
-        sample(normal(4, 5), given([1, 0]), given([3, -1]), given([0, 1])),
-        sample(normal(4, 5), given([-1]), given([-100]), given([1]), given([-2])),
-        sample(normal(7), given([1]), given([7]), given([0]), given([3])),
-        sample(normal(4, 3), given([2**40]), given([-(2**40)]), given([0]), given([-1])),
-        sample(normal(7, 2), given([-2]), given([-(2**40)]), given([0]), given([-2])),
-        sample(normal(6, 2), given([1, 0]), given([2**40, 1]), given([0, 1]), given([2, 1])),
+        sample(normal(4, 5), fixed([1, 0]), fixed([3, -1]), fixed([0, 1])),
+        sample(normal(4, 5), fixed([-1]), fixed([-100]), fixed([1]), fixed([-2])),
+        sample(normal(7), fixed([1]), fixed([7]), fixed([0]), fixed([3])),
+        sample(normal(4, 3), fixed([2**40]), fixed([-(2**40)]), fixed([0]), fixed([-1])),
+        sample(normal(7, 2), fixed([-2]), fixed([-(2**40)]), fixed([0]), fixed([-2])),
+        sample(normal(6, 2), fixed([1, 0]), fixed([2**40, 1]), fixed([0, 1]), fixed([2, 1])),
         sample(normal(4, 5), computed([1, 0]), computed([3, 4])),
     ),
 )

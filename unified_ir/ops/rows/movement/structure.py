@@ -48,7 +48,7 @@ from triplane.unified_ir.ops.rows.movement.padding import (
     padded_type,
 )
 from triplane.unified_ir.ops.rows.movement.shape_assertions import assume_shape
-from triplane.unified_ir.ops.samples import bools, computed, given, ints, normal, sample
+from triplane.unified_ir.ops.samples import bools, computed, fixed, ints, normal, sample
 from triplane.unified_ir.ops.settings import all_open, length, settled
 from triplane.unified_ir.ops.tensor import Tensor, TensorLike, as_tensor, dims_of, emit
 
@@ -217,8 +217,8 @@ reshape_row = Op(
     reference=_reshape_reference,
     vjp=lambda g, y, x, shape, **_: (g.reshape(x.shape), None),
     samples=(
-        sample(normal(2, 6), given([3, -1])),
-        sample(normal(2, 6), given([0, 3, 2])),
+        sample(normal(2, 6), fixed([3, -1])),
+        sample(normal(2, 6), fixed([0, 3, 2])),
         sample(normal(2, 6), computed([4, -1]), smooth=()),
     ),
 )
@@ -260,7 +260,7 @@ expand_row = Op(
     reference=lambda x, shape: x * np.ones(shape, x.dtype) if x.dtype.kind == "f"
     else np.broadcast_to(x, np.broadcast_shapes(x.shape, tuple(shape))),
     vjp=lambda g, y, x, shape: (sum_to(g, x), None),
-    samples=(sample(normal(3, 1), given([2, 3, 4])),),
+    samples=(sample(normal(3, 1), fixed([2, 3, 4])),),
 )  # fmt: skip
 
 
@@ -300,7 +300,7 @@ unsqueeze_row = Op(
     reference=lambda x, axes: np.expand_dims(x, tuple(int(a) for a in axes)),
     vjp=lambda g, y, x, axes: (g.reshape(x.shape), None),
     samples=(
-        sample(normal(2, 3), given([0, -1])),
+        sample(normal(2, 3), fixed([0, -1])),
         sample(normal(2, 3), computed([0, -1]), smooth=()),
     ),
 )
@@ -332,7 +332,7 @@ squeeze_row = Op(
     ),
     vjp=lambda g, y, x, axes=None: (g.reshape(x.shape), None),
     samples=(
-        sample(normal(1, 3, 1), given([0])),
+        sample(normal(1, 3, 1), fixed([0])),
         sample(normal(1, 3)),
         sample(normal(3, 1, 2), computed([1]), smooth=()),
     ),
@@ -391,14 +391,14 @@ pad_row = Op(
     body=pad_body,
     native=has_pad,
     samples=(
-        sample(normal(2, 3), given([1, 0, 0, 2])),
-        sample(normal(2, 3), given([-1, 2, 1, -2])),
-        sample(normal(2, 3), given([1, 2]), normal(), given([-1])),
-        sample(normal(4, 3), given([1, 2, 2, 0]), mode="reflect"),
-        sample(normal(2, 3), given([1, 2, 0, 3]), mode="edge"),
-        sample(normal(4, 3), given([1, 2, 2, 3]), mode="wrap"),
-        sample(normal(2, 3), given([1, 1]), None, given([1]), mode="reflect"),
-        sample(ints(0, 9, 2, 3), given([1, 0, 0, 2]), given(7)),
+        sample(normal(2, 3), fixed([1, 0, 0, 2])),
+        sample(normal(2, 3), fixed([-1, 2, 1, -2])),
+        sample(normal(2, 3), fixed([1, 2]), normal(), fixed([-1])),
+        sample(normal(4, 3), fixed([1, 2, 2, 0]), mode="reflect"),
+        sample(normal(2, 3), fixed([1, 2, 0, 3]), mode="edge"),
+        sample(normal(4, 3), fixed([1, 2, 2, 3]), mode="wrap"),
+        sample(normal(2, 3), fixed([1, 1]), None, fixed([1]), mode="reflect"),
+        sample(ints(0, 9, 2, 3), fixed([1, 0, 0, 2]), fixed(7)),
     ),
 )
 

@@ -19,7 +19,7 @@ from triplane.unified_ir.ops.row import DOMAIN, Op, OpCall, OpKind
 from triplane.unified_ir.ops.rows.arithmetic.bits import bit_shift, bitwise_or, bitwise_xor
 from triplane.unified_ir.ops.rows.movement.indexing import arange
 from triplane.unified_ir.ops.rows.movement.structure import concat, slice_axis
-from triplane.unified_ir.ops.samples import given, ints, sample
+from triplane.unified_ir.ops.samples import fixed, ints, sample
 from triplane.unified_ir.ops.tensor import Tensor
 
 ROTATIONS: Final = ((13, 15, 26, 6), (17, 29, 16, 24))
@@ -78,7 +78,7 @@ threefry = Op(
     body=_threefry,
     samples=(
         sample(ints(0, 2**32, 2, dtype="uint32"), _words, _words, outputs=2),
-        sample(given([0, 0], "uint32"), given([0], "uint32"), given([0], "uint32"), outputs=2),
+        sample(fixed([0, 0], "uint32"), fixed([0], "uint32"), fixed([0], "uint32"), outputs=2),
     ),
 )
 """key: uint32[2], counter words x0, x1: uint32 -> two random words per counter."""

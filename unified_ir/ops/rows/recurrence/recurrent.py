@@ -40,7 +40,7 @@ from triplane.unified_ir.ops.rows.recurrence.recurrences import (
     relu_recurrence,
     tanh_recurrence,
 )
-from triplane.unified_ir.ops.samples import given, normal, sample
+from triplane.unified_ir.ops.samples import fixed, normal, sample
 from triplane.unified_ir.ops.tensor import Tensor
 
 Squash = Callable[[Tensor], Tensor]
@@ -384,7 +384,7 @@ def _operands(
     d, h = directions, 2
     x = (3, 4, 2) if layout else (4, 3, 2)
     state = (3, d, h) if layout else (d, 3, h)
-    lengths = given([2, 4, 0], "int32") if lens else None
+    lengths = fixed([2, 4, 0], "int32") if lens else None
     shapes = [(d, gates * h, 2), (d, gates * h, h), (d, 2 * gates * h)]
     return (normal(*x), *(normal(*s) for s in shapes), lengths, *[normal(*state)] * states)
 

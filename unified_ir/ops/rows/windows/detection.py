@@ -8,7 +8,7 @@ import numpy as np
 
 from triplane.unified_ir.ir.types import ShapeError, TensorType, int64
 from triplane.unified_ir.ops.row import Op, OpCall, OpKind
-from triplane.unified_ir.ops.samples import given, sample
+from triplane.unified_ir.ops.samples import fixed, sample
 
 _PLACES = [[[0, 0, 1, 1], [0, 0.1, 1, 1.1], [0, -0.1, 1, 0.9], [0, 10, 1, 11], [0, 10.1, 1, 11.1]]]
 _BOXES = _PLACES * 2
@@ -81,10 +81,10 @@ non_max_suppression = Op(
     infer=_non_max_types,
     reference=_non_max,
     samples=(
-        sample(given(_BOXES, "float32"), given(_SCORES, "float32"), given([3]),
-               given([0.5], "float32"), given([0.4], "float32")),
-        sample(given(_BOXES, "float32"), given(_SCORES, "float32"), given([2]),
-               given([0.5], "float32"), center_point_box=1),
+        sample(fixed(_BOXES, "float32"), fixed(_SCORES, "float32"), fixed([3]),
+               fixed([0.5], "float32"), fixed([0.4], "float32")),
+        sample(fixed(_BOXES, "float32"), fixed(_SCORES, "float32"), fixed([2]),
+               fixed([0.5], "float32"), center_point_box=1),
     ),
 )  # fmt: skip
 """boxes (B, P, 4), scores (B, C, P) -> int64 (size, 3): batch, class and box of each one kept."""

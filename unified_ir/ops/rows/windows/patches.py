@@ -30,7 +30,7 @@ from triplane.unified_ir.ops.rows.windows.sampling import (
     whole,
 )
 from triplane.unified_ir.ops.rows.windows.window import Window, at_tap, sizes_of, static
-from triplane.unified_ir.ops.samples import between, given, normal, sample
+from triplane.unified_ir.ops.samples import between, fixed, normal, sample
 from triplane.unified_ir.ops.settings import length, settled
 from triplane.unified_ir.ops.tensor import Tensor, dims_of
 
@@ -121,10 +121,10 @@ col2im = Op(
     vjp=_col2im_vjp,
     body=_col2im,
     samples=(
-        sample(normal(2, 12, 6), given([3, 4]), given([2, 2])),
-        sample(normal(1, 6, 6), given([5, 5]), given([2, 3]), strides=(2, 2), pads=(0, 1, 1, 0)),
-        sample(normal(2, 4, 4), given([5]), given([2]), dilations=(1,)),
-        sample(normal(1, 4, 9), given([5, 5]), given([2, 2]), dilations=(2, 2)),
+        sample(normal(2, 12, 6), fixed([3, 4]), fixed([2, 2])),
+        sample(normal(1, 6, 6), fixed([5, 5]), fixed([2, 3]), strides=(2, 2), pads=(0, 1, 1, 0)),
+        sample(normal(2, 4, 4), fixed([5]), fixed([2]), dilations=(1,)),
+        sample(normal(1, 4, 9), fixed([5, 5]), fixed([2, 2]), dilations=(2, 2)),
     ),
 )
 

@@ -38,7 +38,7 @@ from triplane.unified_ir.ops.rows.windows.window import (
     static,
     with_explicit_pads,
 )
-from triplane.unified_ir.ops.samples import apart, given, normal, sample
+from triplane.unified_ir.ops.samples import apart, fixed, normal, sample
 from triplane.unified_ir.ops.settings import settled
 from triplane.unified_ir.ops.tensor import Tensor
 
@@ -409,7 +409,7 @@ max_unpool_row = Op(
     vjp=_max_unpool_onnx_vjp,
     samples=(
         sample(normal(2, 1, 2, 2), _INDEX, kernel_shape=(2, 2), strides=(2, 2)),
-        sample(normal(2, 1, 2, 2), _INDEX, given([2, 1, 5, 6]), kernel_shape=(2, 2),
+        sample(normal(2, 1, 2, 2), _INDEX, fixed([2, 1, 5, 6]), kernel_shape=(2, 2),
                strides=(2, 2)),
         sample(normal(1, 1, 3), _index([[0, 2, 3]]), kernel_shape=(2,), pads=(0, 0)),
     ),

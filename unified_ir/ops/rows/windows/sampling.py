@@ -36,7 +36,7 @@ from triplane.unified_ir.ops.rows.movement.structure import (
     slice_axis,
     where,
 )
-from triplane.unified_ir.ops.samples import between, given, normal, sample
+from triplane.unified_ir.ops.samples import between, fixed, normal, sample
 from triplane.unified_ir.ops.settings import length, settled
 from triplane.unified_ir.ops.tensor import Tensor, dims_of
 
@@ -316,9 +316,9 @@ affine_grid_row = Op(
     reference=_affine_grid_kernel,
     body=_affine_grid,
     samples=(
-        sample(normal(2, 2, 3), given([2, 3, 4, 5])),
-        sample(normal(2, 2, 3), given([2, 3, 3, 4]), align_corners=1),
-        sample(normal(2, 3, 4), given([2, 1, 2, 3, 4])),
+        sample(normal(2, 2, 3), fixed([2, 3, 4, 5])),
+        sample(normal(2, 2, 3), fixed([2, 3, 3, 4]), align_corners=1),
+        sample(normal(2, 3, 4), fixed([2, 1, 2, 3, 4])),
     ),
 )
 
@@ -401,9 +401,9 @@ center_crop_pad = Op(
     reference=_center_kernel,
     body=_center_crop_pad,
     samples=(
-        sample(normal(2, 7, 4), given([4, 7]), axes=(1, 2)),
-        sample(normal(2, 3, 6), given([6, 3]), axes=(-2, -1)),
-        sample(normal(5, 4), given([3, 6])),
+        sample(normal(2, 7, 4), fixed([4, 7]), axes=(1, 2)),
+        sample(normal(2, 3, 6), fixed([6, 3]), axes=(-2, -1)),
+        sample(normal(5, 4), fixed([3, 6])),
     ),
 )
 
