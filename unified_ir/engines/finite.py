@@ -13,7 +13,7 @@ from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.ops.values import as_host_value
 
 
-class _Found(Exception):
+class _NotFinite(Exception):
     """Ends the run at the first such node."""
 
 
@@ -28,14 +28,14 @@ def first_nonfinite(function: Function, args: Mapping[str, Any]) -> str:
 
     def look(node: Node, operands: Sequence[Any], results: Sequence[Any]) -> None:
         if node.op.name != "Constant" and not all(finite(a) for a in results):
-            raise _Found(_node_text(node, operands, results))
+            raise _NotFinite(_node_text(node, operands, results))
 
     values = [as_host_value(args[p.name], p.type) for p in function.params]
     try:
         with observing(look):
             run_function(TABLE, function, values)
-    except _Found as found:
-        return str(found)
+    except _NotFinite as error:
+        return str(error)
     return ""
 
 

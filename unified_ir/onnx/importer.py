@@ -182,7 +182,7 @@ class Importer:
         """Imports what the outputs need of some nodes, in order; the outputs."""
         for node in needed_in_order(list(nodes), outputs):
             self.node(node, frame)
-        return [self.found(frame.scope, name, "output") for name in outputs]
+        return [self.defined(frame.scope, name, "output") for name in outputs]
 
     def inner(
         self,
@@ -201,8 +201,8 @@ class Importer:
         scope.declare(graph.initializer)
         return self.graph(graph, replace(frame, scope=scope))
 
-    def found(self, scope: Scope, name: str, what: str) -> Tensor:
-        """What a name stands for; refused where nothing gives it."""
+    def defined(self, scope: Scope, name: str, what: str) -> Tensor:
+        """Return the tensor that a name stands for; refuse a name that nothing defines."""
         x = scope.find(name)
         if x is None:
             raise InvalidInput(f"{what} {name[:80]!r} is given by no node, input or initializer")
@@ -227,7 +227,7 @@ class Importer:
 
     def _node(self, node: NodeProto, frame: Frame) -> None:
         inputs = [
-            self.found(frame.scope, name, f"operand {i}") if name else None
+            self.defined(frame.scope, name, f"operand {i}") if name else None
             for i, name in enumerate(node.input)
         ]
         place = f"{frame.place}.{node.name}" if frame.place and node.name else node.name

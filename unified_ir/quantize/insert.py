@@ -64,23 +64,25 @@ class _Inserter:
         self.known = frozen.known()
         self.quantizers = {v: activation_quantizer(r, row) for v, r in ranges.items()}
         self.integers: dict[Value, Tensor] = {}
-        self.made = Rewrite(frozen)
+        self.rewrite = Rewrite(frozen)
 
     def run(self, watch: Sequence[Value]) -> Frozen:
-        with self.made:
+        with self.rewrite:
             for param in self.frozen.inputs:
                 self.round(param)
             for node in self.frozen.function.nodes:
                 self.node(node)
                 for value in node.outputs:
                     self.round(value)
-            return self.made.finish({f"watched/{i}": self.made[v] for i, v in enumerate(watch)})
+            return self.rewrite.finish(
+                {f"watched/{i}": self.rewrite[v] for i, v in enumerate(watch)}
+            )
 
     def node(self, node: Node) -> None:
         """One node in the new function."""
         product = self.sites.products.get(node)
         if node in self.sites.dropped:
-            self.made.put(node.outputs[0], self.made[self.first(node)])
+            self.rewrite.put(node.outputs[0], self.rewrite[self.first(node)])
             self.integers[node.outputs[0]] = self.integers[self.first(node)]
         elif node in self.sites.scaled:
             self.scale(node.outputs[0], *self.sites.scaled[node])
@@ -90,9 +92,9 @@ class _Inserter:
             self.recurrent(node, self.sites.gates[node])
         elif row_of(node).integer_form is IntegerForm.MIX and node.outputs[0] in self.sites.root:
             rank = node.outputs[0].type.rank
-            self.made.replace(node, [self.operand(v, rank) for v in node.inputs])
+            self.rewrite.replace(node, [self.operand(v, rank) for v in node.inputs])
         else:
-            self.made.keep(node)
+            self.rewrite.keep(node)
 
     def first(self, node: Node) -> Value:
         x = node.inputs[0]
@@ -112,7 +114,7 @@ class _Inserter:
         if root is None or value in self.integers:
             return
         quantizer = self.quantizers[root]
-        rounded = quantize_linear(self.made[value], quantizer.scale, quantizer.zero)
+        rounded = quantize_linear(self.rewrite[value], quantizer.scale, quantizer.zero)
         self.integers[value] = rounded
         self.read(value, root)
 
@@ -120,7 +122,7 @@ class _Inserter:
         """Lets the integers of a value stand for it."""
         quantizer = self.quantizers[root]
         dequantized = dequantize_linear(self.integers[value], quantizer.scale, quantizer.zero)
-        self.made.put(value, dequantized)
+        self.rewrite.put(value, dequantized)
 
     def operand(self, value: Value | None, rank: int) -> Tensor | None:
         """An operand of an integer sum or the like; a constant is rounded for this reader only.
@@ -129,12 +131,12 @@ class _Inserter:
         by a node between the number and its reader, which then stays in float.
         """
         if value is None or value not in self.known:
-            return None if value is None else self.made[value]
+            return None if value is None else self.rewrite[value]
         array = self.known[value]
         seen = Range(float(array.min()), float(array.max()))
-        held = self.made[value]
+        held = self.rewrite[value]
         if array.ndim == 0:
-            held = self.made.hold(value.name or "constant", array.reshape((1,) * rank))
+            held = self.rewrite.hold(value.name or "constant", array.reshape((1,) * rank))
         return _rounded(held, activation_quantizer(seen, self.row))
 
     def product(self, node: Node, product: WeightProduct) -> None:
@@ -146,11 +148,11 @@ class _Inserter:
         weight = quantize_weight(
             product.weight, product.axis, self.row, x_scale=x_scale, bias=product.bias
         )
-        operands = [self.made[x], self.stored(w, weight.q, weight.scale, product.axis)]
+        operands = [self.rewrite[x], self.stored(w, weight.q, weight.scale, product.axis)]
         if weight.bias is not None:
             assert rest[0] is not None
             operands.append(self.stored(rest[0], weight.bias, weight.bias_scale, 0))
-        self.made.replace(node, operands)
+        self.rewrite.replace(node, operands)
 
     def recurrent(self, node: Node, gates: Gates) -> None:
         """An LSTM with its weights in integers; bias, lengths and states stay as they are."""
@@ -159,8 +161,8 @@ class _Inserter:
         assert w is not None
         assert r is not None
         weights = [self.stored_gates(w, gates.w), self.stored_gates(r, gates.r)]
-        others = [None if v is None else self.made[v] for v in rest]
-        self.made.replace(node, [self.made[x], *weights, *others])
+        others = [None if v is None else self.rewrite[v] for v in rest]
+        self.rewrite.replace(node, [self.rewrite[x], *weights, *others])
 
     def stored_gates(self, value: Value, array: Array) -> Tensor:
         """(D, 4 H, K) kept as int8 (D, K, 4 H), the order of the integer kernel, read as float.
@@ -169,7 +171,7 @@ class _Inserter:
         """
         q, scale = quantize_gates(array, self.row)
         turned = np.ascontiguousarray(q.transpose(0, 2, 1))
-        held = self.made.weight(f"{value.name or 'constant'}.{q.dtype}", turned)
+        held = self.rewrite.weight(f"{value.name or 'constant'}.{q.dtype}", turned)
         blocks = scale[:, np.newaxis]
         zero = np.zeros(blocks.shape, q.dtype)
         read = dequantize_linear(held, blocks, zero, axis=1, block_size=array.shape[2])
@@ -182,7 +184,7 @@ class _Inserter:
         """
         name = f"{value.name or 'constant'}.{q.dtype}"
         zero = np.zeros(scale.shape, q.dtype)
-        return dequantize_linear(self.made.weight(name, q), scale, zero, axis=axis)
+        return dequantize_linear(self.rewrite.weight(name, q), scale, zero, axis=axis)
 
 
 def _rounded(x: Tensor, quantizer: Quantizer) -> Tensor:

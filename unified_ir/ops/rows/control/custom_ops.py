@@ -308,12 +308,12 @@ def custom(
     """
     _check_name(name, domain)
 
-    def made(body: Callable[..., Any]) -> CustomOp:
+    def decorate(body: Callable[..., Any]) -> CustomOp:
         for engine, kernel in (kernels or {}).items():
             KERNELS[domain, name, engine] = kernel
         return CustomOp(name, domain, body, bprop)
 
-    return made
+    return decorate
 
 
 def _json(name: str, options: Mapping[str, Any]) -> str:
