@@ -13,7 +13,7 @@ from triplane.unified_ir.ir.graph import AttrValue, Function, Meta, Node, Value
 from triplane.unified_ir.ir.types import is_plain
 from triplane.unified_ir.ops.build import Build, body_function
 from triplane.unified_ir.ops.inline import Replay
-from triplane.unified_ir.ops.recorder import Recorder, recorder
+from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.row import Op
 from triplane.unified_ir.ops.rows.data.sequences import added
 from triplane.unified_ir.ops.rows.movement.structure import zeros
@@ -61,7 +61,7 @@ def _accumulate(cotangents: dict[Value, Tensor], value: Value, g: Tensor | None)
 
 
 def _pull_node(
-    build: Recorder,
+    build: Build,
     node: Node,
     pullback: Pullback,
     cotangents: dict[Value, Tensor],

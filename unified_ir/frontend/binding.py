@@ -17,7 +17,8 @@ import numpy as np
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.graph import Array, Role
 from triplane.unified_ir.ir.types import DType, TensorType, as_dtype, type_of
-from triplane.unified_ir.ops.recorder import Recorder, recorder
+from triplane.unified_ir.ops.build import Build
+from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.tensor import Tensor, as_tensor
 
 LEARNT: Final = frozenset([Role.PARAMETER, Role.PERSONAL])
@@ -63,7 +64,7 @@ class Parameter:
 class Binding:
     """The tensors that stand for parameters during one trace, and the values assigned in it."""
 
-    def __init__(self, home: Recorder) -> None:
+    def __init__(self, home: Build) -> None:
         self.home = home
         """The graph that collects assignments now."""
         self.tensors: dict[Parameter, Tensor] = {}
@@ -109,7 +110,7 @@ class Binding:
         self.assigned[parameter] = tensor
 
     @contextmanager
-    def collecting(self, home: Recorder) -> Iterator[None]:
+    def collecting(self, home: Build) -> Iterator[None]:
         """Within the block, keep assignments made in the graph `home`."""
         before, self.home = self.home, home
         try:

@@ -14,7 +14,6 @@ from typing import Any, Final
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.frontend.binding import current_or_none
-from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.recorder import recorder, stack
 
 MAX_LEVELS: Final = 16
@@ -48,7 +47,7 @@ def within(cell: Any) -> Iterator[None]:
     """Within the block, recorded nodes have the cell's path as their scope."""
     binding, build = current_or_none(), recorder()
     path = None if binding is None else binding.paths.get(cell)
-    if path is None or not isinstance(build, Build):
+    if path is None:
         yield
         return
     before, build.scope = build.scope, path

@@ -77,9 +77,9 @@ def record_call(
     outer = recorder()
     trees = [_with_tensors(a, numbers=i in numbers) for i, a in enumerate(args)]
     flat = [x for a in trees for x in leaves(a) if isinstance(x, Tensor)]
-    run = getattr(outer, "run", None) if types is None else None
-    inner = Build(outer.table, name_of_callable(f), run=run, sizes=getattr(outer, "sizes", None))
-    inner.scope = getattr(outer, "scope", "")
+    run = outer.run if types is None else None
+    inner = Build(outer.table, name_of_callable(f), run=run, sizes=outer.sizes)
+    inner.scope = outer.scope
     wanted = _wanted_types(trees, types or {})
     with inner, _isolated_buffers() as buffers, collecting():
         params = [

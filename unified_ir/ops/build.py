@@ -153,11 +153,11 @@ class Build:
 
     def position(self) -> tuple[int, ...]:
         """Node counts from the outermost graph inwards: distinct for each place in a program."""
-        return tuple(len(b.nodes) for b in stack.get() if isinstance(b, Build))
+        return tuple(len(b.nodes) for b in stack.get())
 
     def effect(self, name: str, x: Tensor) -> None:
         """Adds a named result beside what the function returns, such as a summary."""
-        if len([b for b in stack.get() if isinstance(b, Build)]) > 1:
+        if len(stack.get()) > 1:
             raise InvalidInput(
                 f"{name!r} is recorded inside a branch, a loop or a differentiated function, "
                 "where it would have no single value; return the tensor and record it outside"
@@ -477,9 +477,8 @@ def region(
     """An unfinished graph of `f` on parameters of the given types, inside the current one."""
     outer = stack.get()[-1]
     build = Build(outer.table, name)
-    if isinstance(outer, Build):
-        build.scope = outer.scope
-        build.meta = outer.meta
+    build.scope = outer.scope
+    build.meta = outer.meta
     with build:
         results = f([build.param(f"x{i}", t) for i, t in enumerate(types)])
     return build, results

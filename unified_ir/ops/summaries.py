@@ -68,5 +68,4 @@ def image_summary(name: str, x: Tensor) -> None:
 
 def _effect(prefix: str, name: str, x: Tensor) -> None:
     build = recorder()
-    scope: str = getattr(build, "scope", "")
-    build.effect(f"{prefix}{scope}/{name}" if scope else prefix + name, x)
+    build.effect(f"{prefix}{build.scope}/{name}" if build.scope else prefix + name, x)

@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import index
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -15,10 +15,13 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim, Expr, floor_div, product
 from triplane.unified_ir.ir.graph import Array, Value
 from triplane.unified_ir.ir.types import DType, ShapeError, TensorType, as_dtype, bool_, float32
-from triplane.unified_ir.ops.recorder import Recorder, recorder
+from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.row import DOMAIN
 from triplane.unified_ir.ops.source import unreadable_caller, user_location
 from triplane.unified_ir.ops.subscript import subscript
+
+if TYPE_CHECKING:
+    from triplane.unified_ir.ops.build import Build
 
 Axes = int | Sequence[int] | None
 """One axis, several, or all."""
@@ -37,7 +40,7 @@ class Tensor:
     __array_ufunc__ = None
     """numpy operators defer to this class, so `array + tensor` records a node."""
 
-    def __init__(self, build: Recorder, value: Value) -> None:
+    def __init__(self, build: Build, value: Value) -> None:
         self.build = build
         self.value = value
 
