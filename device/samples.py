@@ -5,18 +5,17 @@ part is never learned from, and a sample keeps its part when more arrive: of eac
 consecutive samples one is held out, chosen by a fixed draw.
 """
 
-import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
-from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 
-from triplane.proto.errors import InvalidInput, NotFound
+from triplane.proto.errors import Corrupt, InvalidInput, NotFound
 from triplane.unified_ir.federated.core.defaults import HELD_OUT
 from triplane.unified_ir.federated.core.draws import Array, Draws
 from triplane.unified_ir.federated.core.learn import Shard
+from triplane.unified_ir.files.npz import opened_npz
 
 MAX_SHARD_BYTES: Final = 2 << 30
 """Total size of all samples, which are held in memory."""
@@ -136,18 +135,13 @@ def _check_alike(first: Mapping[str, Array], batch: Mapping[str, Array], number:
 
 
 def _from_npz(path: Path, held_out: float) -> Shard:
+    limits = {"file_bytes": MAX_SHARD_BYTES, "total_bytes": MAX_SHARD_BYTES}
     try:
-        with path.open("rb") as file:
-            with ZipFile(file) as members:
-                _check_size(sum(member.file_size for member in members.infolist()))
-            file.seek(0)
-            loaded = np.load(file, allow_pickle=False)
-            arrays = {name: loaded[name] for name in loaded.files}
-    except FileNotFoundError as error:
+        with opened_npz(path, **limits) as npz:
+            arrays = {name: npz.array(name) for name in npz.names}
+    except NotFound as error:
         raise NotFound(f"no samples at {path}; give an npz file with arrays x and y") from error
-    except InvalidInput:
-        raise
-    except _UNREADABLE as error:
+    except Corrupt as error:
         raise InvalidInput(f"{path} is not an npz file of plain arrays: {error}") from error
     train = {name: x for name, x in arrays.items() if not name.startswith(HELD_OUT_PREFIX)}
     if len(train) == len(arrays):
@@ -155,19 +149,6 @@ def _from_npz(path: Path, held_out: float) -> Shard:
     rest = arrays.keys() - train.keys()
     named = {name.removeprefix(HELD_OUT_PREFIX): arrays[name] for name in sorted(rest)}
     return Shard(train, named)
-
-
-_UNREADABLE: Final = (
-    ValueError,
-    TypeError,
-    OSError,
-    EOFError,
-    MemoryError,
-    RuntimeError,
-    BadZipFile,
-    zlib.error,
-)
-"""Errors of a file that is damaged, encrypted, unusually compressed, or shorter than it claims."""
 
 
 def _checked(shard: Shard) -> Shard:

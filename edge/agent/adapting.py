@@ -6,7 +6,6 @@ other half, which no adaptation ever sees however many samples are added, scores
 its adapted version and the version that serves now; the best of them serves.
 """
 
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,17 +101,14 @@ def adapt(order: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_samples(path: Path) -> dict[str, Any]:
     """`x` and `y` of an .npz. InvalidInput says what it should hold, and where it does not."""
-    import numpy as np
-
+    from triplane.unified_ir.files.npz import opened_npz
     from triplane.unified_ir.files.samples import MAX_CLASSES, check_classes, check_finite
 
     rule = f"{path.name} is an .npz with x (N, ...) and whole numbers y (N,)"
     try:
-        if path.stat().st_size > MAX_SAMPLES_BYTES:
-            raise InvalidInput(f"{path.name} has more than {MAX_SAMPLES_BYTES} bytes")
-        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
-            x, y = file["x"], file["y"]
-    except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
+        with opened_npz(path, file_bytes=MAX_SAMPLES_BYTES) as npz:
+            x, y = npz.array("x"), npz.array("y")
+    except TriplaneError as error:
         raise InvalidInput(f"{rule}: {error}") from error
     if y.ndim != 1 or y.dtype.kind not in "iu" or len(x) != len(y):
         raise InvalidInput(f"{rule}, got {x.dtype}{x.shape} and {y.dtype}{y.shape}")
@@ -124,7 +120,7 @@ def read_samples(path: Path) -> dict[str, Any]:
     check_finite(x, "x", what="samples")
     most = f"a model gives at most {MAX_CLASSES} logits"
     check_classes(y, MAX_CLASSES, most, _sample_of(path.name))
-    return {"x": x, "y": y.astype(np.int64)}
+    return {"x": x, "y": y.astype("int64")}
 
 
 def keep_samples(

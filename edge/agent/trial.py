@@ -8,7 +8,6 @@ accuracy on labelled samples. A child that crashes, hangs or exceeds its limits 
 import contextlib
 import resource
 import time
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -119,15 +118,14 @@ def golden_accuracy(bundle: Any, session: Any, path: Path) -> float:
     """
     import numpy as np
 
-    from triplane.proto.errors import Corrupt
+    from triplane.proto.errors import Corrupt, TriplaneError
+    from triplane.unified_ir.files.npz import opened_npz
 
-    if path.stat().st_size > MAX_NPZ_BYTES:
-        raise Corrupt(f"the golden set has more than {MAX_NPZ_BYTES} bytes")
     wanted = EPISODES if bundle.description.adapt_steps else PLAIN
     try:
-        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in wanted}
-    except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
+        with opened_npz(path, file_bytes=MAX_NPZ_BYTES) as npz:
+            arrays = {name: npz.array(name) for name in wanted}
+    except TriplaneError as error:
         raise Corrupt(
             f"the golden set holds no arrays {', '.join(wanted)}, which a "
             f"{'start point' if wanted is EPISODES else 'model'} is judged by: {error}"

@@ -106,24 +106,32 @@ class Trap:
 
 
 HOSTILE = {
-    "objects": ({"x.npy": npy(np.array([Trap()], object), pickled=True)}, InvalidInput, "objects"),
+    "objects": (
+        {"x.npy": npy(np.array([Trap()], object), pickled=True)},
+        InvalidInput,
+        "not a plain array of numbers",
+    ),
     "a shape beyond memory": (
         {"x.npy": header("{'descr': '<f4', 'fortran_order': False, 'shape': (1 << 40,), }")},
-        Corrupt,
-        "no npy header",
+        InvalidInput,
+        "not a plain array of numbers",
     ),
     "a size beyond the limit": (
         {"x.npy": header(f"{{'descr': '<f4', 'fortran_order': False, 'shape': ({2**40},), }}")},
         InvalidInput,
         "at most",
     ),
-    "fewer bytes than announced": ({"x.npy": npy(X)[:-1]}, Corrupt, "47 bytes for"),
-    "more bytes than announced": ({"x.npy": npy(X) + b"!"}, Corrupt, "49 bytes for"),
-    "no array": ({"x.npy": b"hello"}, Corrupt, "no npy header"),
-    "text": ({"x.npy": npy(np.array(["a"]))}, InvalidInput, "no plain numbers"),
-    "an overlong header": ({"x.npy": header("{" + " " * 20_000 + "}")}, Corrupt, "npy header"),
+    "fewer bytes than announced": ({"x.npy": npy(X)[:-1]}, Corrupt, "48 bytes announced, 47 there"),
+    "more bytes than announced": ({"x.npy": npy(X) + b"!"}, Corrupt, "bytes follow"),
+    "no array": ({"x.npy": b"hello"}, Corrupt, "announced"),
+    "text": ({"x.npy": npy(np.array(["a"]))}, InvalidInput, "not a plain array"),
+    "an overlong header": (
+        {"x.npy": header("{" + " " * 20_000 + "}")},
+        InvalidInput,
+        "not a plain array",
+    ),
     "wrong keys": ({"y.npy": npy(X)}, NotFound, r"no array 'image'; it needs image \(or x\)"),
-    "many members": ({f"{i}.npy": b"" for i in range(65)}, InvalidInput, "65 arrays"),
+    "many members": ({f"{i}.npy": b"" for i in range(2000)}, InvalidInput, "lists its members"),
     "no numbers": ({"x.npy": npy(np.full_like(X, np.inf))}, InvalidInput, "NaN or infinity"),
     "a wrong shape": ({"x.npy": npy(X[..., :1])}, InvalidInput, "got float32"),
 }
@@ -139,7 +147,7 @@ def test_a_hostile_file_is_refused(case, tmp_path):
 def test_what_is_no_archive_is_refused(tmp_path):
     path = tmp_path / "a.npz"
     path.write_bytes(b"PK\3\4 but no more")
-    with pytest.raises(Corrupt, match="no whole npz file"):
+    with pytest.raises(Corrupt, match="not a complete npz file"):
         samples.read_samples(path, IMAGE)
     with pytest.raises(NotFound):
         samples.read_samples(tmp_path / "absent.npz", IMAGE)

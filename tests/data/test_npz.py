@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from triplane.proto.errors import Corrupt, InvalidInput, NotFound, TriplaneError
 from triplane.unified_ir import data
 from triplane.unified_ir.data import npz
+from triplane.unified_ir.files.npz import END, LOCATOR_BYTES
 
 X = np.arange(24, dtype=np.uint8).reshape(4, 3, 2)
 Y = np.array([1, 0, 2, 1])
@@ -50,7 +51,7 @@ def test_numpys_own_archives_load(tmp_path, save, order, kind):
 
 def test_missing_keys_are_named_beside_those_there(tmp_path):
     np.savez(tmp_path / "a.npz", images=X, y=Y)
-    with pytest.raises(NotFound, match=r"images\.npy"):
+    with pytest.raises(NotFound, match="images, y"):
         data.load(tmp_path / "a.npz")
 
 
@@ -112,8 +113,8 @@ def test_a_list_of_members_hidden_behind_a_comment_is_refused(tmp_path):
 def test_zip64_records_are_refused(tmp_path):
     path = packed(tmp_path / "a.npz")
     whole = path.read_bytes()
-    locator = b"PK\6\7" + bytes(npz.LOCATOR_BYTES - 4)
-    path.write_bytes(whole[: -npz.END.size] + locator + whole[-npz.END.size :])
+    locator = b"PK\6\7" + bytes(LOCATOR_BYTES - 4)
+    path.write_bytes(whole[: -END.size] + locator + whole[-END.size :])
     with pytest.raises(InvalidInput, match="zip64"):
         data.load(path)
 
@@ -169,5 +170,5 @@ def test_further_columns_are_read_as_they_are_stored(tmp_path):
     assert list(found) == ["x", "writer"]
     assert np.array_equal(found["x"], X)
     assert found["writer"].dtype == np.int32
-    with pytest.raises(NotFound, match=r"no 'author': .*writer.npy"):
+    with pytest.raises(NotFound, match=r"no array 'author'; it holds writer, x, y"):
         npz.columns(path, ["x", "author"])

@@ -14,9 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triplane.proto.errors import InvalidInput, NotFound
-from triplane.unified_ir.data import bounded
 from triplane.unified_ir.data.dataset import Dataset, from_arrays
-from triplane.unified_ir.files import png, pnm
+from triplane.unified_ir.files import bounded, png, pnm
 from triplane.unified_ir.files.images import check_sizes
 from triplane.unified_ir.files.samples import MAX_CLASSES
 

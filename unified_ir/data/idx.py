@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triplane.proto.errors import Corrupt, InvalidInput, NotFound
-from triplane.unified_ir.data import bounded
 from triplane.unified_ir.data.dataset import Dataset, from_arrays
+from triplane.unified_ir.files import bounded
 from triplane.unified_ir.files.images import MAX_IMAGES, check_sizes
 
 UNSIGNED_BYTE: Final = 0x08

@@ -83,7 +83,7 @@ def test_the_digits_need_no_file():
     [
         ({"way": "group"}, InvalidInput, "names the column of groups"),
         ({"group": "writer"}, InvalidInput, "names the column of groups"),
-        ({"way": "group", "group": "author"}, NotFound, "no 'author'"),
+        ({"way": "group", "group": "author"}, NotFound, "no array 'author'"),
         (
             {"way": "group", "group": "share"},
             InvalidInput,
@@ -96,7 +96,7 @@ def test_the_digits_need_no_file():
             InvalidInput,
             "columns .*'writer'.* of an npz",
         ),
-        ({"x": "pixels"}, NotFound, "no 'pixels': .*; x, y, group and split say which"),
+        ({"x": "pixels"}, NotFound, "no array 'pixels'; .*; x, y, group and split say which"),
         ({"y": "one"}, InvalidInput, "all 240 samples of .* have the label 2"),
         ({"y": "signed"}, InvalidInput, r"classes are .*, got -1\.\.1"),
         (

@@ -1,0 +1,42 @@
+"""Arrays of an npz file and its limits; tests/data/test_npz.py has the hostile files."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from triplane.proto.errors import InvalidInput, NotFound
+from triplane.unified_ir.files.npz import opened_npz
+
+
+def test_arrays_come_as_they_were_stored(tmp_path):
+    stored: dict[str, Any] = {
+        "a": np.arange(6.0).reshape(2, 3),
+        "b.c": np.asfortranarray(np.ones((2, 3), "i2")),
+    }
+    stored["scalar"] = np.array(True)
+    np.savez_compressed(tmp_path / "a.npz", **stored)
+    with opened_npz(tmp_path / "a.npz") as npz:
+        assert npz.names == ("a", "b.c", "scalar")
+        for name, array in stored.items():
+            read = npz.array(name)
+            assert (read.dtype, read.tolist()) == (array.dtype, array.tolist())
+        with pytest.raises(NotFound, match=r"no array 'd'; it holds a, b\.c, scalar"):
+            npz.array("d")
+
+
+def test_bytes_of_all_arrays_together_are_limited(tmp_path):
+    np.savez_compressed(tmp_path / "a.npz", a=np.zeros(10), b=np.zeros(10))
+    with opened_npz(tmp_path / "a.npz", total_bytes=100) as npz:
+        npz.array("a")
+        with pytest.raises(InvalidInput, match=r"b announces 80 bytes .* at most 20 bytes"):
+            npz.array("b")
+
+
+def test_bytes_of_the_file_are_limited(tmp_path):
+    np.savez(tmp_path / "a.npz", a=np.zeros(10))
+    with (
+        pytest.raises(InvalidInput, match="at most 100 are read"),
+        opened_npz(tmp_path / "a.npz", file_bytes=100),
+    ):
+        pass
