@@ -1,7 +1,8 @@
-"""Public names of a package that are imported when they are first used (PEP 562).
+"""Public names of a package, each stated once in the statement that imports it.
 
-A package states each public name once, in the block that type checkers read. Besides that block
-it imports names from `typing`, `__future__` and this module only:
+A package that imports its public names when they are first used (PEP 562) states them in the block
+that type checkers read. Besides that block it imports names from `typing`, `__future__` and this
+module only:
 
     if TYPE_CHECKING:
         from triplane.unified_ir.runtime.plan import Plan as Plan
@@ -15,10 +16,24 @@ import dis
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any, Final
 
 OWN_IMPORTS: Final = frozenset({__name__, "__future__", "typing"})
 """Modules that a package imports for itself, not to export their names."""
+
+
+def public_names(namespace: dict[str, Any]) -> list[str]:
+    """Return `__all__` of a package that imports its public names at once, from its `globals()`.
+
+    These are all names but modules and names that begin with an underscore. The package imports
+    what it does not export under such a name: `from x import y as _y`.
+    """
+    return sorted(
+        name
+        for name, value in namespace.items()
+        if not name.startswith("_") and not isinstance(value, ModuleType)
+    )
 
 
 def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from triplane.proto.lazy import public_names
+
 NAMESPACE = Path(__file__).parents[2] / ".ci" / "namespace"
 
 SOURCE = """
@@ -64,3 +66,8 @@ def test_names_load_from_an_installation_without_sources(tmp_path):
     program = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(NAMESPACE)!r}]\n"
     program += "from lazily import area, below; assert area() == 4"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_names_of_a_package_that_imports_at_once_leave_out_modules_and_private_names():
+    namespace = {"Square": int, "area": len, "SIDES": 4, "_hidden": 1, "__name__": "x", "sys": sys}
+    assert public_names(namespace) == ["SIDES", "Square", "area"]

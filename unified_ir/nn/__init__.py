@@ -1,196 +1,101 @@
 """Layers and losses: cells with their state, written in operators."""
 
-from triplane.unified_ir.frontend.cell import Cell, CellList, Parameter
-from triplane.unified_ir.nn.activations import (
-    ELU,
-    GELU,
-    SELU,
-    Flatten,
-    HardSigmoid,
-    HardSwish,
-    Identity,
-    LeakyReLU,
-    LogSoftmax,
-    Mish,
-    PReLU,
-    ReLU,
-    ReLU6,
-    Sigmoid,
-    SiLU,
-    Softmax,
-    Softplus,
-    Softsign,
-    Tanh,
-    Unflatten,
-)
-from triplane.unified_ir.nn.attention import MultiheadAttention, PositionalEncoding, Rotary
-from triplane.unified_ir.nn.conv import (
-    Conv1d,
-    Conv2d,
-    Conv3d,
-    ConvTranspose1d,
-    ConvTranspose2d,
-    ConvTranspose3d,
-)
-from triplane.unified_ir.nn.dense import Dense, Embedding, Sequential
-from triplane.unified_ir.nn.imported import Imported
-from triplane.unified_ir.nn.init import (
-    ConstantInitializer,
-    Eye,
-    GlorotNormal,
-    GlorotUniform,
-    Initializer,
-    KaimingNormal,
-    KaimingUniform,
-    Normal,
-    Orthogonal,
-    TruncatedNormal,
-    Uniform,
-)
-from triplane.unified_ir.nn.losses import (
-    CTC,
-    L1,
-    MSE,
-    BinaryCrossEntropy,
-    CosineEmbedding,
-    Huber,
-    KLDivergence,
-    Loss,
-    NegativeLogLikelihood,
-    SmoothL1,
-    SoftmaxCrossEntropy,
-    accuracy,
-    binary_accuracy,
-)
-from triplane.unified_ir.nn.norm import (
-    BatchNorm1d,
-    BatchNorm2d,
-    BatchNorm3d,
-    GroupNorm,
-    InstanceNorm1d,
-    InstanceNorm2d,
-    InstanceNorm3d,
-    LayerNorm,
-    RMSNorm,
-)
-from triplane.unified_ir.nn.pool import (
-    AdaptiveAvgPool1d,
-    AdaptiveAvgPool2d,
-    AdaptiveAvgPool3d,
-    AvgPool1d,
-    AvgPool2d,
-    AvgPool3d,
-    MaxPool1d,
-    MaxPool2d,
-    MaxPool3d,
-    Upsample,
-)
-from triplane.unified_ir.nn.random import Dropout, generator, seed
-from triplane.unified_ir.nn.recurrent import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell
-from triplane.unified_ir.nn.state import Buffer, Personal, RandomKey
-from triplane.unified_ir.nn.summary import summary
-from triplane.unified_ir.nn.transformer import (
-    TransformerDecoder,
-    TransformerDecoderLayer,
-    TransformerEncoder,
-    TransformerEncoderLayer,
-)
+from triplane.proto.lazy import public_names as _public_names
+from triplane.unified_ir.frontend.cell import Cell as Cell
+from triplane.unified_ir.frontend.cell import CellList as CellList
+from triplane.unified_ir.frontend.cell import Parameter as Parameter
+from triplane.unified_ir.nn.activations import ELU as ELU
+from triplane.unified_ir.nn.activations import GELU as GELU
+from triplane.unified_ir.nn.activations import SELU as SELU
+from triplane.unified_ir.nn.activations import Flatten as Flatten
+from triplane.unified_ir.nn.activations import HardSigmoid as HardSigmoid
+from triplane.unified_ir.nn.activations import HardSwish as HardSwish
+from triplane.unified_ir.nn.activations import Identity as Identity
+from triplane.unified_ir.nn.activations import LeakyReLU as LeakyReLU
+from triplane.unified_ir.nn.activations import LogSoftmax as LogSoftmax
+from triplane.unified_ir.nn.activations import Mish as Mish
+from triplane.unified_ir.nn.activations import PReLU as PReLU
+from triplane.unified_ir.nn.activations import ReLU as ReLU
+from triplane.unified_ir.nn.activations import ReLU6 as ReLU6
+from triplane.unified_ir.nn.activations import Sigmoid as Sigmoid
+from triplane.unified_ir.nn.activations import SiLU as SiLU
+from triplane.unified_ir.nn.activations import Softmax as Softmax
+from triplane.unified_ir.nn.activations import Softplus as Softplus
+from triplane.unified_ir.nn.activations import Softsign as Softsign
+from triplane.unified_ir.nn.activations import Tanh as Tanh
+from triplane.unified_ir.nn.activations import Unflatten as Unflatten
+from triplane.unified_ir.nn.attention import MultiheadAttention as MultiheadAttention
+from triplane.unified_ir.nn.attention import PositionalEncoding as PositionalEncoding
+from triplane.unified_ir.nn.attention import Rotary as Rotary
+from triplane.unified_ir.nn.conv import Conv1d as Conv1d
+from triplane.unified_ir.nn.conv import Conv2d as Conv2d
+from triplane.unified_ir.nn.conv import Conv3d as Conv3d
+from triplane.unified_ir.nn.conv import ConvTranspose1d as ConvTranspose1d
+from triplane.unified_ir.nn.conv import ConvTranspose2d as ConvTranspose2d
+from triplane.unified_ir.nn.conv import ConvTranspose3d as ConvTranspose3d
+from triplane.unified_ir.nn.dense import Dense as Dense
+from triplane.unified_ir.nn.dense import Embedding as Embedding
+from triplane.unified_ir.nn.dense import Sequential as Sequential
+from triplane.unified_ir.nn.imported import Imported as Imported
+from triplane.unified_ir.nn.init import ConstantInitializer as ConstantInitializer
+from triplane.unified_ir.nn.init import Eye as Eye
+from triplane.unified_ir.nn.init import GlorotNormal as GlorotNormal
+from triplane.unified_ir.nn.init import GlorotUniform as GlorotUniform
+from triplane.unified_ir.nn.init import Initializer as Initializer
+from triplane.unified_ir.nn.init import KaimingNormal as KaimingNormal
+from triplane.unified_ir.nn.init import KaimingUniform as KaimingUniform
+from triplane.unified_ir.nn.init import Normal as Normal
+from triplane.unified_ir.nn.init import Orthogonal as Orthogonal
+from triplane.unified_ir.nn.init import TruncatedNormal as TruncatedNormal
+from triplane.unified_ir.nn.init import Uniform as Uniform
+from triplane.unified_ir.nn.losses import CTC as CTC
+from triplane.unified_ir.nn.losses import L1 as L1
+from triplane.unified_ir.nn.losses import MSE as MSE
+from triplane.unified_ir.nn.losses import BinaryCrossEntropy as BinaryCrossEntropy
+from triplane.unified_ir.nn.losses import CosineEmbedding as CosineEmbedding
+from triplane.unified_ir.nn.losses import Huber as Huber
+from triplane.unified_ir.nn.losses import KLDivergence as KLDivergence
+from triplane.unified_ir.nn.losses import Loss as Loss
+from triplane.unified_ir.nn.losses import NegativeLogLikelihood as NegativeLogLikelihood
+from triplane.unified_ir.nn.losses import SmoothL1 as SmoothL1
+from triplane.unified_ir.nn.losses import SoftmaxCrossEntropy as SoftmaxCrossEntropy
+from triplane.unified_ir.nn.losses import accuracy as accuracy
+from triplane.unified_ir.nn.losses import binary_accuracy as binary_accuracy
+from triplane.unified_ir.nn.norm import BatchNorm1d as BatchNorm1d
+from triplane.unified_ir.nn.norm import BatchNorm2d as BatchNorm2d
+from triplane.unified_ir.nn.norm import BatchNorm3d as BatchNorm3d
+from triplane.unified_ir.nn.norm import GroupNorm as GroupNorm
+from triplane.unified_ir.nn.norm import InstanceNorm1d as InstanceNorm1d
+from triplane.unified_ir.nn.norm import InstanceNorm2d as InstanceNorm2d
+from triplane.unified_ir.nn.norm import InstanceNorm3d as InstanceNorm3d
+from triplane.unified_ir.nn.norm import LayerNorm as LayerNorm
+from triplane.unified_ir.nn.norm import RMSNorm as RMSNorm
+from triplane.unified_ir.nn.pool import AdaptiveAvgPool1d as AdaptiveAvgPool1d
+from triplane.unified_ir.nn.pool import AdaptiveAvgPool2d as AdaptiveAvgPool2d
+from triplane.unified_ir.nn.pool import AdaptiveAvgPool3d as AdaptiveAvgPool3d
+from triplane.unified_ir.nn.pool import AvgPool1d as AvgPool1d
+from triplane.unified_ir.nn.pool import AvgPool2d as AvgPool2d
+from triplane.unified_ir.nn.pool import AvgPool3d as AvgPool3d
+from triplane.unified_ir.nn.pool import MaxPool1d as MaxPool1d
+from triplane.unified_ir.nn.pool import MaxPool2d as MaxPool2d
+from triplane.unified_ir.nn.pool import MaxPool3d as MaxPool3d
+from triplane.unified_ir.nn.pool import Upsample as Upsample
+from triplane.unified_ir.nn.random import Dropout as Dropout
+from triplane.unified_ir.nn.random import generator as generator
+from triplane.unified_ir.nn.random import seed as seed
+from triplane.unified_ir.nn.recurrent import GRU as GRU
+from triplane.unified_ir.nn.recurrent import LSTM as LSTM
+from triplane.unified_ir.nn.recurrent import RNN as RNN
+from triplane.unified_ir.nn.recurrent import GRUCell as GRUCell
+from triplane.unified_ir.nn.recurrent import LSTMCell as LSTMCell
+from triplane.unified_ir.nn.recurrent import RNNCell as RNNCell
+from triplane.unified_ir.nn.state import Buffer as Buffer
+from triplane.unified_ir.nn.state import Personal as Personal
+from triplane.unified_ir.nn.state import RandomKey as RandomKey
+from triplane.unified_ir.nn.summary import summary as summary
+from triplane.unified_ir.nn.transformer import TransformerDecoder as TransformerDecoder
+from triplane.unified_ir.nn.transformer import TransformerDecoderLayer as TransformerDecoderLayer
+from triplane.unified_ir.nn.transformer import TransformerEncoder as TransformerEncoder
+from triplane.unified_ir.nn.transformer import TransformerEncoderLayer as TransformerEncoderLayer
 
-__all__ = [
-    "CTC",
-    "ELU",
-    "GELU",
-    "GRU",
-    "L1",
-    "LSTM",
-    "MSE",
-    "RNN",
-    "SELU",
-    "AdaptiveAvgPool1d",
-    "AdaptiveAvgPool2d",
-    "AdaptiveAvgPool3d",
-    "AvgPool1d",
-    "AvgPool2d",
-    "AvgPool3d",
-    "BatchNorm1d",
-    "BatchNorm2d",
-    "BatchNorm3d",
-    "BinaryCrossEntropy",
-    "Buffer",
-    "Cell",
-    "CellList",
-    "ConstantInitializer",
-    "Conv1d",
-    "Conv2d",
-    "Conv3d",
-    "ConvTranspose1d",
-    "ConvTranspose2d",
-    "ConvTranspose3d",
-    "CosineEmbedding",
-    "Dense",
-    "Dropout",
-    "Embedding",
-    "Eye",
-    "Flatten",
-    "GRUCell",
-    "GlorotNormal",
-    "GlorotUniform",
-    "GroupNorm",
-    "HardSigmoid",
-    "HardSwish",
-    "Huber",
-    "Identity",
-    "Imported",
-    "Initializer",
-    "InstanceNorm1d",
-    "InstanceNorm2d",
-    "InstanceNorm3d",
-    "KLDivergence",
-    "KaimingNormal",
-    "KaimingUniform",
-    "LSTMCell",
-    "LayerNorm",
-    "LeakyReLU",
-    "LogSoftmax",
-    "Loss",
-    "MaxPool1d",
-    "MaxPool2d",
-    "MaxPool3d",
-    "Mish",
-    "MultiheadAttention",
-    "NegativeLogLikelihood",
-    "Normal",
-    "Orthogonal",
-    "PReLU",
-    "Parameter",
-    "Personal",
-    "PositionalEncoding",
-    "RMSNorm",
-    "RNNCell",
-    "RandomKey",
-    "ReLU",
-    "ReLU6",
-    "Rotary",
-    "Sequential",
-    "SiLU",
-    "Sigmoid",
-    "SmoothL1",
-    "Softmax",
-    "SoftmaxCrossEntropy",
-    "Softplus",
-    "Softsign",
-    "Tanh",
-    "TransformerDecoder",
-    "TransformerDecoderLayer",
-    "TransformerEncoder",
-    "TransformerEncoderLayer",
-    "TruncatedNormal",
-    "Unflatten",
-    "Uniform",
-    "Upsample",
-    "accuracy",
-    "binary_accuracy",
-    "generator",
-    "seed",
-    "summary",
-]
+__all__ = list(_public_names(globals()))

@@ -1,49 +1,28 @@
 """Training: one graph per step, callbacks, checkpoints that resume bit for bit, export."""
 
-from triplane.unified_ir.train.callbacks import Callback, EarlyStop, HistoryFile, Record
-from triplane.unified_ir.train.checkpoint import Checkpoint
-from triplane.unified_ir.train.diagnosis import NonFinite
-from triplane.unified_ir.train.history import History, Place
-from triplane.unified_ir.train.metrics import (
-    F1,
-    Confusion,
-    Perplexity,
-    Precision,
-    Recall,
-    Tally,
-    TopK,
-    mean_absolute_error,
-    mean_squared_error,
-)
-from triplane.unified_ir.train.precision import LossScale
-from triplane.unified_ir.train.progress import Progress
-from triplane.unified_ir.train.recipe import Recipe
-from triplane.unified_ir.train.run import Run
-from triplane.unified_ir.train.tensorboard import TensorBoard
-from triplane.unified_ir.train.trainer import Trainer
+from triplane.proto.lazy import public_names as _public_names
+from triplane.unified_ir.train.callbacks import Callback as Callback
+from triplane.unified_ir.train.callbacks import EarlyStop as EarlyStop
+from triplane.unified_ir.train.callbacks import HistoryFile as HistoryFile
+from triplane.unified_ir.train.callbacks import Record as Record
+from triplane.unified_ir.train.checkpoint import Checkpoint as Checkpoint
+from triplane.unified_ir.train.diagnosis import NonFinite as NonFinite
+from triplane.unified_ir.train.history import History as History
+from triplane.unified_ir.train.history import Place as Place
+from triplane.unified_ir.train.metrics import F1 as F1
+from triplane.unified_ir.train.metrics import Confusion as Confusion
+from triplane.unified_ir.train.metrics import Perplexity as Perplexity
+from triplane.unified_ir.train.metrics import Precision as Precision
+from triplane.unified_ir.train.metrics import Recall as Recall
+from triplane.unified_ir.train.metrics import Tally as Tally
+from triplane.unified_ir.train.metrics import TopK as TopK
+from triplane.unified_ir.train.metrics import mean_absolute_error as mean_absolute_error
+from triplane.unified_ir.train.metrics import mean_squared_error as mean_squared_error
+from triplane.unified_ir.train.precision import LossScale as LossScale
+from triplane.unified_ir.train.progress import Progress as Progress
+from triplane.unified_ir.train.recipe import Recipe as Recipe
+from triplane.unified_ir.train.run import Run as Run
+from triplane.unified_ir.train.tensorboard import TensorBoard as TensorBoard
+from triplane.unified_ir.train.trainer import Trainer as Trainer
 
-__all__ = [
-    "F1",
-    "Callback",
-    "Checkpoint",
-    "Confusion",
-    "EarlyStop",
-    "History",
-    "HistoryFile",
-    "LossScale",
-    "NonFinite",
-    "Perplexity",
-    "Place",
-    "Precision",
-    "Progress",
-    "Recall",
-    "Recipe",
-    "Record",
-    "Run",
-    "Tally",
-    "TensorBoard",
-    "TopK",
-    "Trainer",
-    "mean_absolute_error",
-    "mean_squared_error",
-]
+__all__ = list(_public_names(globals()))
