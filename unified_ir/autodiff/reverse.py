@@ -1,7 +1,8 @@
-"""Reverse-mode differentiation: a function in, a function out; no tape survives the call.
+"""Reverse-mode differentiation from function to function; no tape survives the call.
 
-The forward nodes are replayed into a new graph and each row's rule is applied in reverse order, in
-operators again. The result is an ordinary function: exportable, and differentiable once more.
+The forward nodes are replayed into a new graph, and the rules of their rows are applied in reverse
+order. The rules record operators, so the result is an ordinary function: it can be exported, and
+differentiated again.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ _Step = tuple[Node, Pullback]
 def record_vjp(
     function: Function, args: Sequence[Tensor], wanted: Sequence[int]
 ) -> tuple[list[Tensor], Pullback]:
-    """Results of `function` in the graph being recorded, and their pullback.
+    """Record `function`; return its results and their pullback.
 
-    The pullback maps cotangents of the results to those of the parameters numbered in `wanted`,
-    None where there is no dependence.
+    The pullback maps cotangents of the results to cotangents of the parameters whose indices are in
+    `wanted`; None for a parameter that no result depends on.
     """
     replay = Replay(function, args)
     active = {function.params[i] for i in wanted if function.params[i].type.carries_gradient}
@@ -90,7 +91,7 @@ def _record_node(replay: Replay, node: Node) -> tuple[Sequence[Tensor], Pullback
 
 
 def _passes_held(node: Node) -> bool:
-    """Whether a row over regions hands on numbers inside sequences or optionals."""
+    """Return whether a node passes on floats inside sequences or optionals."""
     values = [v for v in (*node.inputs, *node.outputs) if v is not None]
     return any(v.type.carries_gradient and not is_plain(v.type) for v in values)
 
@@ -103,7 +104,7 @@ def _pullback_of_row(
     def pull(gs: Cotangents) -> list[Tensor | None]:
         if row.vjp_with_residuals is not None:
             raise InvalidInput(
-                f"{row} hands on a sequence or an optional, through which it has no gradient (at "
+                f"{row} passes on a sequence or an optional, which has no gradient here (at "
                 f"{node.meta.location}); stack its elements, or use ops.stop_gradient"
             )
         if row.vjp is None:
@@ -136,15 +137,13 @@ def _record_body(
 
 
 def _vjp_of(function: Function, wanted: Sequence[int], present: Sequence[int]) -> Function:
-    """The pullback as a function of all parameters and the given results' cotangents."""
+    """Return the pullback as a function of all parameters and the present results' cotangents."""
     build = Build(recorder().table, f"{function.name}.vjp")
     with build:
         params = [build.param(f"p{i}", p.type) for i, p in enumerate(function.params)]
-        gs: list[Tensor | None] = [None] * len(function.results)
-        for i in present:
-            gs[i] = build.param(f"g{i}", function.results[i].type)
+        gs = {i: build.param(f"g{i}", function.results[i].type) for i in present}
         _, pull = record_vjp(function, params, wanted)
-        cotangents = pull(gs)
+        cotangents = pull([gs.get(i) for i in range(len(function.results))])
         results = {
             f"d{i}": zeros(params[i].shape, params[i].dtype) if d is None else d
             for i, d in zip(wanted, cotangents, strict=True)

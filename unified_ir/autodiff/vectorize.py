@@ -1,9 +1,8 @@
 """Batching of functions: each node by its row's rule, its body, or a scan over the new axis.
 
-A scan is right for every row and every region: it applies the node to one slice after the other.
-What a rule could not batch soundly (a branch or a loop that takes another course in each slice)
-goes there by design: computing both branches and choosing would let the branch not taken fail, or
-spoil a gradient by 0 * inf.
+A scan is correct for every row and every region: it applies the node to one slice after the other.
+Branches and loops that take another course in each slice are scanned by design: computing both
+branches and selecting would let the branch not taken fail, or spoil a gradient by 0 * inf.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
-from triplane.unified_ir.ir.dims import Dim, substitute
-from triplane.unified_ir.ir.graph import Function, Node, Value
-from triplane.unified_ir.ir.types import TensorType, is_plain
+from triplane.unified_ir.ir.dims import Dim
+from triplane.unified_ir.ir.graph import Function, Node
+from triplane.unified_ir.ir.types import is_plain
 from triplane.unified_ir.ops.batching import BatchedCall, NeedsScan, Ragged, elementwise, with_axis
 from triplane.unified_ir.ops.build import Build, body_function, region
 from triplane.unified_ir.ops.inline import Replay, inline, introduced
@@ -26,16 +25,17 @@ from triplane.unified_ir.ops.tensor import Tensor
 
 Flags = Sequence[bool]
 _DEFAULTS: Final[Mapping[Any, Any]] = {broadcast_same: elementwise, broadcast_bool: elementwise}
-"""Rules that follow from how a row's output type does."""
+"""Batching rules that follow from the inference rule of a row."""
 
 
 def vectorize(
     function: Function, args: Sequence[Tensor], batched: Flags, size: Dim
 ) -> tuple[list[Tensor], list[bool]]:
-    """Results of `function` on each slice of the batched arguments, and which are batched.
+    """Record `function` on each slice of the batched arguments; return results and their flags.
 
-    `args`: tensors of the graph being recorded, those that `batched` marks with a first axis of
-    `size` more than the function's parameters. Results that no batched argument reaches have none.
+    `args`: tensors of the graph being recorded; those that `batched` marks have one more first
+    axis, of `size`, than the function's parameters. A result that no batched argument reaches is
+    not batched.
     """
     try:
         return _by_node(function, args, batched, size)
@@ -53,12 +53,11 @@ def _by_node(
     replay = _BatchedReplay(function, args, batched, size)
     for node in function.nodes:
         replay.run(node)
-    results = replay.results()
-    return results, [replay.batched.get(r, False) for r in function.results]
+    return replay.results(), [replay.batched.get(r, False) for r in function.results]
 
 
 class _BatchedReplay(Replay):
-    """Nodes of a function again, on batches of what they were recorded for."""
+    """Replays a function's nodes on batches of the operands that they were recorded for."""
 
     def __init__(
         self, function: Function, args: Sequence[Tensor], batched: Flags, size: Dim
@@ -83,7 +82,7 @@ class _BatchedReplay(Replay):
         row = self.build.table[node.op.domain, node.op.name]
         inputs, attrs = self.inputs(node), self.attrs(node)
         flags = [v is not None and self.batched.get(v, False) for v in node.inputs]
-        types = tuple(self._type(v) for v in node.outputs)
+        types = tuple(v.type.with_sizes(self.sizes) for v in node.outputs)
         regions = self.regions(node)
         call = BatchedCall(
             row, tuple(inputs), tuple(flags), attrs, regions, types, self.size, _region
@@ -99,11 +98,6 @@ class _BatchedReplay(Replay):
         except NeedsScan:
             pass
         return self._scanned(call, node)
-
-    def _type(self, value: Value) -> TensorType:
-        if not self.sizes:
-            return value.type
-        return value.type.with_shape(substitute(d, self.sizes) for d in value.type.shape)
 
     def _through_body(self, call: BatchedCall) -> list[Tensor]:
         types = tuple(
@@ -134,13 +128,13 @@ class _BatchedReplay(Replay):
 def _ragged(node: Node) -> Ragged:
     return Ragged(
         f"{node.op.name} (at {node.meta.location}) gives results whose size depends on values, so "
-        "those for the slices of a batch differ in size and cannot be stacked; leave them inside "
-        "the function that vmap is given"
+        "those for the slices of a batch differ in size and cannot be stacked; do not return them "
+        "from the function passed to vmap"
     )
 
 
 class _Slice:
-    """What a slice of a batched argument looks like to `Replay`, which matches shapes."""
+    """Has the type of one slice of a batched argument, for `Replay`, which matches shapes."""
 
     def __init__(self, x: Tensor) -> None:
         self.dtype, self.shape, self.rank = x.dtype, x.shape[1:], x.rank - 1
@@ -148,7 +142,7 @@ class _Slice:
 
 
 def _by_scan(f: Any, args: Sequence[Tensor], batched: Flags) -> list[Tensor]:
-    """`f` on one slice after the other."""
+    """Apply `f` to one slice after the other."""
 
     def step(_: Any, slices: Any) -> tuple[Any, list[Tensor]]:
         rest = iter(slices)
@@ -162,7 +156,7 @@ def _by_scan(f: Any, args: Sequence[Tensor], batched: Flags) -> list[Tensor]:
 def _region(
     function: Function, batched: Flags, size: Dim, wanted: Flags
 ) -> tuple[Build, list[Tensor], list[bool]]:
-    """A region on batches, unfinished; its results, and which of them are batched."""
+    """Return a region on batches, unfinished, its results, and which of them are batched."""
     types = [
         p.type.with_shape((size, *p.type.shape)) if b else p.type
         for p, b in zip(function.params, batched, strict=True)

@@ -1,8 +1,8 @@
-"""Why a gradient is zero by construction: what stands between a parameter and a result.
+"""Explain why a gradient is zero by construction: the nodes between parameter and result.
 
-A gradient passes a node where the node's own rule gives a cotangent for an operand that depends on
-the parameter. Where it passes none, the node stops it: a comparison, a cast to whole numbers, an
-`argmax`, `stop_gradient`.
+A gradient passes a node if the node's rule gives a cotangent for an operand that depends on the
+parameter. Otherwise the node stops it: a comparison, a cast to integers, an `argmax`,
+`stop_gradient`.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from triplane.unified_ir.autodiff.reverse import record_vjp
 from triplane.unified_ir.ir.graph import Function, Node, Value
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.rows.movement.structure import ones
-from triplane.unified_ir.ops.table import TABLE
+from triplane.unified_ir.ops.table import TABLE, row_of
 
 MAX_NAMED = 3
-"""Nodes that an explanation names."""
+"""The most nodes that an explanation names."""
 
 
 @dataclass(frozen=True, slots=True)
 class ZeroGradient:
-    """A parameter whose gradient is zero whatever the values are; `stops` are why."""
+    """A parameter whose gradient is zero whatever the values are; `stops` explain it."""
 
     parameter: str
     result: str
     reached: bool
     """Whether the result depends on the parameter at all."""
     stops: tuple[Node, ...]
-    """The nodes that pass no gradient on, in order; empty where the parameter is not read."""
+    """The nodes that pass no gradient on, in order; empty if the parameter is not read."""
 
     def __str__(self) -> str:
         head = f"the gradient of {self.result!r} for {self.parameter!r} is zero by construction"
         if not self.reached:
-            return f"{head}: nothing that {self.result!r} is made of reads it"
+            return f"{head}: nothing that {self.result!r} is computed from reads it"
         shown = [_place(n) for n in self.stops[:MAX_NAMED]]
         more = len(self.stops) - len(shown)
         shown += [f"{more} more"] if more else []
@@ -42,9 +42,10 @@ class ZeroGradient:
 
 
 def zero_gradient(function: Function, name: str, of: str | None = None) -> ZeroGradient | None:
-    """What makes the gradient of the result `of` (the first) for parameter `name` zero, or None.
+    """Explain why the gradient of the result `of` (the first) for parameter `name` is always zero.
 
-    Only the structure is looked at: a gradient that some values make zero is none of these.
+    None if it is not. Only the structure counts, so a gradient that is zero for some values is not
+    reported.
     """
     target = function.result_names[0] if of is None else of
     result, param = function.result(target), function.param(name)
@@ -53,7 +54,7 @@ def zero_gradient(function: Function, name: str, of: str | None = None) -> ZeroG
     known = {v: n for n in function.nodes if not n.inputs for v in n.outputs}
     stops = []
     for node in function.nodes:
-        if not any(v in needed for v in node.outputs) or not _reads(node, depends):
+        if needed.isdisjoint(node.outputs) or depends.isdisjoint(node.inputs):
             continue
         depends.update(node.outputs)
         alive = [i for i, v in enumerate(node.inputs) if v in live]
@@ -69,37 +70,29 @@ def zero_gradient(function: Function, name: str, of: str | None = None) -> ZeroG
     return ZeroGradient(name, target, result in depends, tuple(stops))
 
 
-def _reads(node: Node, values: set[Value]) -> bool:
-    return any(v in values for v in node.inputs if v is not None)
-
-
-def _behind(function: Function, result: Value) -> set[Value]:
-    """Values that the result is made of."""
-    needed = {result}
+def _behind(function: Function, result: Value) -> set[Value | None]:
+    """Return the values that the result is computed from."""
+    needed: set[Value | None] = {result}
     for node in reversed(function.nodes):
-        if any(v in needed for v in node.outputs):
-            needed.update(v for v in node.inputs if v is not None)
+        if not needed.isdisjoint(node.outputs):
+            needed.update(node.inputs)
     return needed
 
 
 def _passes(node: Node, alive: Sequence[int], known: Mapping[Value, Node]) -> bool:
-    """Whether the node's rule gives a cotangent for one of these operands.
+    """Return whether the node's rule gives a cotangent for one of these operands.
 
-    `known`: nodes without operands (constants, sizes) by what they make; rules read such contents.
+    `known`: nodes without operands (constants, sizes) by their outputs; rules read such contents.
     """
-    if not TABLE[node.op.domain, node.op.name].differentiable:
+    if not row_of(node).differentiable:
         return False
     operands = list(dict.fromkeys(v for v in node.inputs if v is not None))
     params = {v: Value(v.type, f"p{i}") for i, v in enumerate(operands) if v not in known}
     inputs = tuple(None if v is None else params.get(v, v) for v in node.inputs)
-    again = replace(node, inputs=inputs)
-    single = Function(
-        "one",
-        tuple(params.values()),
-        node.outputs,
-        tuple(f"y{i}" for i in range(len(node.outputs))),
-        (*dict.fromkeys(known[v] for v in operands if v in known), again),
-    )
+    names = tuple(f"y{i}" for i in range(len(node.outputs)))
+    constants = dict.fromkeys(known[v] for v in operands if v in known)
+    nodes = (*constants, replace(node, inputs=inputs))
+    single = Function("one", tuple(params.values()), node.outputs, names, nodes)
     wanted = sorted({list(params).index(v) for i in alive if (v := node.inputs[i]) is not None})
     build = Build(TABLE, "passes")
     with build:

@@ -1,4 +1,4 @@
-"""Passes: functions of a function that keep its meaning."""
+"""Passes: rewrites of a function that keep what it computes."""
 
 from triplane.unified_ir.passes.clean import clean, drop_dead, share
 

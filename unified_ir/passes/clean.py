@@ -1,4 +1,4 @@
-"""Passes that never change a result: common subexpressions, dead nodes."""
+"""Passes that never change a result: share common subexpressions, drop dead nodes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from triplane.unified_ir.ops.table import TABLE
 
 
 def clean(function: Function) -> Function:
-    """Each expression computed once, and only what the results need."""
+    """Compute each expression once, and only what the results need."""
     return drop_dead(share(function))
 
 
 def drop_dead(function: Function) -> Function:
-    """Without the nodes no result depends on; parameters stay, they are the signature.
+    """Drop the nodes that no result depends on; parameters stay, because they are the signature.
 
-    A node also stays whose output is the one place to read a size that another node needs.
+    A node also stays if its output is the only place to read a size that another node needs.
     """
     needed: set[Value] = set(function.results)
     opens = any(introduced(node) for node in function.nodes)
@@ -37,38 +37,32 @@ def drop_dead(function: Function) -> Function:
 
 
 def _sizes_of(node: Node) -> set[str]:
-    """Symbols that a node's types, sizes and regions mention."""
+    """Return the symbols that a node's types, sizes and regions mention."""
     dims: Any = node.attrs.get("dims", ())
     sizes = set().union(*(symbols(d) for d in dims), *(v.type.symbols for v in node.outputs))
     return sizes.union(*(_sizes_of(inner) for r in node.regions for inner in r.nodes))
 
 
 def share(function: Function) -> Function:
-    """Equal nodes (same operator, operands, attributes; no regions, no draws) computed once."""
+    """Compute equal nodes (operator, operands, attributes) once, except random ones and regions."""
     env: dict[Value, Value] = {}
     seen: dict[Any, Node] = {}
     nodes: list[Node] = []
     for node in function.nodes:
         inputs = tuple(None if v is None else env.get(v, v) for v in node.inputs)
-        key = (node.op, inputs, len(node.outputs), attrs_key(node)) if _shared(node) else None
-        first = seen.get(key) if key is not None else None
-        if first is not None:
+        kept = first = node if inputs == node.inputs else replace(node, inputs=inputs)
+        row = TABLE.get((node.op.domain, node.op.name))
+        if not node.regions and not (row is not None and row.nondeterministic):
+            first = seen.setdefault((node.op, inputs, len(node.outputs), attrs_key(node)), kept)
+        if first is kept:
+            nodes.append(kept)
+        else:
             env.update(zip(node.outputs, first.outputs, strict=True))
-            continue
-        kept = node if inputs == node.inputs else replace(node, inputs=inputs)
-        nodes.append(kept)
-        if key is not None:
-            seen[key] = kept
     return function.with_(nodes=nodes, results=(env.get(r, r) for r in function.results))
 
 
-def _shared(node: Node) -> bool:
-    row = TABLE.get((node.op.domain, node.op.name))
-    return not node.regions and not (row is not None and row.nondeterministic)
-
-
 def attrs_key(node: Node) -> Any:
-    """Attributes as a hashable value, arrays by content."""
+    """Return a node's attributes as a hashable value, arrays by content."""
     return tuple(
         (k, (v.dtype.str, v.shape, v.tobytes()) if isinstance(v, np.ndarray) else v)
         for k, v in node.attrs.items()

@@ -1,8 +1,8 @@
-"""A function with its weights fixed, and how passes rewrite one.
+"""A function with fixed weights, and the rewriter for passes over one.
 
-A converter's passes need weights as arrays, not as operands that could be anything; they stay
-parameters of the function, so a graph emitted from it keeps them under their own names, outside the
-graph. Invariant: every name in `weights` is a parameter of the array's type.
+A converter's passes need weights as arrays. The weights stay parameters of the function, so that a
+graph emitted from it keeps them under their own names, outside the graph. Invariant: every name in
+`weights` is a parameter of the array's type.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from itertools import compress
-from types import TracebackType
+from itertools import chain, compress, count
 from typing import Final, Self
 
 import numpy as np
@@ -23,21 +22,21 @@ from triplane.unified_ir.ir.types import type_of
 from triplane.unified_ir.ops.build import Build, all_contents, expansion
 from triplane.unified_ir.ops.inline import Replay, inline
 from triplane.unified_ir.ops.row import DOMAIN
-from triplane.unified_ir.ops.table import TABLE
+from triplane.unified_ir.ops.table import TABLE, row_of
 from triplane.unified_ir.ops.tensor import Tensor
 from triplane.unified_ir.passes.clean import clean
 
 MAX_CONSTANT_BYTES: Final = 64
-"""Arrays up to this size, and all that are no floats, lie in the graph; others beside it."""
+"""Arrays up to this size, and all that are not floats, are constants; others are weights."""
 
 
 OPENED: Final = frozenset({"Swish"})
-"""Operators of ONNX that onnxruntime lacks and whose parts have integer kernels."""
+"""Operators of ONNX that onnxruntime lacks, but whose parts have integer kernels there."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Frozen:
-    """A function and the arrays of some of its parameters."""
+    """A function, and the arrays of those of its parameters that are weights."""
 
     function: Function
     weights: Mapping[str, Array]
@@ -48,7 +47,7 @@ class Frozen:
         return tuple(p for p in self.function.params if p.name not in self.weights)
 
     def known(self) -> dict[Value, Array]:
-        """The array of every weight and every constant."""
+        """Return the array of every weight and every constant."""
         arrays = {p: self.weights[p.name] for p in self.function.params if p.name in self.weights}
         for node in self.function.nodes:
             if node.op.name == "Constant":
@@ -57,10 +56,10 @@ class Frozen:
 
 
 def freeze(module: Module, entry: str) -> Frozen:
-    """An entry with the module's state as its weights; what it assigns to state is left out.
+    """Return an entry with the module's state as its weights, without the state that it assigns.
 
-    InvalidInput where it needs a personal tensor, which never leaves its device, or a random key,
-    which means it was traced for training.
+    Raise InvalidInput if it needs a personal tensor, which never leaves its device, or a random
+    key, which means that it was traced for training.
     """
     function = module.entry(entry)
     kept = [name not in module.state for name in function.result_names]
@@ -85,7 +84,7 @@ def freeze(module: Module, entry: str) -> Frozen:
 
 
 def pruned(frozen: Frozen) -> Frozen:
-    """Without nodes that no result needs and weights that no node reads."""
+    """Drop the nodes that no result needs, and the weights that no node reads."""
     function = clean(frozen.function)
     used = {v for node in function.nodes for v in node.inputs} | set(function.results)
     params = tuple(p for p in function.params if p in used or p.name not in frozen.weights)
@@ -95,12 +94,12 @@ def pruned(frozen: Frozen) -> Frozen:
 
 
 class Rewrite:
-    """A new function grown from a frozen one: replay its nodes, or put others in their place.
+    """Builds a new function from a frozen one: replays its nodes, or replaces them by others.
 
-    with Rewrite(frozen) as made:
+    with Rewrite(frozen) as rewrite:
         for node in frozen.function.nodes:
-            made.keep(node)
-    frozen = made.finish()
+            rewrite.keep(node)
+    frozen = rewrite.finish()
     """
 
     def __init__(self, frozen: Frozen) -> None:
@@ -117,36 +116,30 @@ class Rewrite:
         self._replay = Replay(function, params)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._build.__exit__(kind, error, trace)
+    def __exit__(self, *exception: object) -> None:
+        self._build.__exit__(*exception)  # type: ignore[arg-type]
 
     def __getitem__(self, value: Value) -> Tensor:
-        """The tensor that stands for a value of the old function."""
+        """Return the tensor that replaces a value of the old function."""
         return self._replay.values[value]
 
     def keep(self, node: Node) -> None:
-        """The node as it is, on what now stands for its operands."""
+        """Keep the node, on the tensors that replace its operands."""
         self._replay.run(node)
 
     def replace(self, node: Node, operands: Sequence[Tensor | None]) -> None:
-        """The node on other operands."""
-        row = TABLE[node.op.domain, node.op.name]
+        """Apply the node's operator to other operands."""
+        row, outputs = row_of(node), len(node.outputs)
         with self._build.at(node.meta):
-            outputs = len(node.outputs)
             tensors = self._build.apply(row, operands, node.attrs, outputs=outputs)
         self._replay.define(node, tensors)
 
     def put(self, value: Value, tensor: Tensor) -> None:
-        """From here on `tensor` stands for the old value."""
+        """Replace the old value by `tensor` from here on."""
         self._replay.values[value] = tensor
 
     def expand(self, node: Node, meaning: Function) -> None:
-        """Another function's nodes in place of the node."""
+        """Replace the node by another function's nodes."""
         operands = [self[v] for v in node.inputs if v is not None]
         with self._build.at(node.meta):
             results = inline(meaning, operands)
@@ -154,42 +147,36 @@ class Rewrite:
             self.put(value, tensor)
 
     def weight(self, name: str, array: Array) -> Tensor:
-        """A new weight called `name`, or `name.1`, `name.2` where that is taken.
+        """Return a new weight called `name`, or `name.1`, `name.2`, ... if that is taken.
 
-        An array that this rewrite has added before is the same weight: one that several nodes read,
-        or that several passes make of one, is stored once.
+        An array that this rewrite has added before is the same weight, so an array that several
+        nodes read is stored once.
         """
         key = (array.dtype.str, array.shape, sha256(np.ascontiguousarray(array).data).digest())
         if key not in self._added:
-            self._added[key] = self._new_weight(name, array)
+            names = chain([name], (f"{name}.{n}" for n in count(1)))
+            unique = next(n for n in names if n not in self._names)
+            self._names.add(unique)
+            self.weights[unique] = array
+            self._added[key] = self._build.param(unique, type_of(array))
         return self._added[key]
 
-    def _new_weight(self, name: str, array: Array) -> Tensor:
-        unique, n = name, 0
-        while unique in self._names:
-            n += 1
-            unique = f"{name}.{n}"
-        self._names.add(unique)
-        self.weights[unique] = array
-        return self._build.param(unique, type_of(array))
-
     def hold(self, name: str, array: Array) -> Tensor:
-        """A weight, or a constant where the array is small or counts something."""
+        """Return a weight, or a constant if the array is small or not of floats."""
         if array.dtype.kind != "f" or array.nbytes <= MAX_CONSTANT_BYTES:
             return self._build.constant(array)
         return self.weight(name, array)
 
     def finish(self, more: Mapping[str, Tensor] | None = None) -> Frozen:
-        """The new function, pruned; `more` are results beside the old ones."""
+        """Return the new function, pruned; `more` are results in addition to the old ones."""
         named = dict(zip(self.frozen.function.result_names, self._replay.results(), strict=True))
-        named.update(more or {})
-        return pruned(Frozen(self._build.finish(named), self.weights))
+        return pruned(Frozen(self._build.finish(named | dict(more or {})), self.weights))
 
 
 def expanded(frozen: Frozen, also: Collection[str] = ()) -> Frozen:
-    """Rows that are emitted as others opened up, so that passes see what is inside.
+    """Replace rows that are emitted as their bodies by these, so that passes see what is inside.
 
-    also: names of further operators to write as their parts.
+    also: names of further operators to replace by their bodies.
     """
     while any(_opened(node, also) for node in frozen.function.nodes):
         contents = all_contents(TABLE, frozen.function)
@@ -205,7 +192,7 @@ def expanded(frozen: Frozen, also: Collection[str] = ()) -> Frozen:
 
 
 def _opened(node: Node, also: Collection[str]) -> bool:
-    """Whether a node is of a row that other rows define, and that is not to stay as it is."""
-    row = TABLE[node.op.domain, node.op.name]
+    """Return whether a node's row is defined by other rows, and should be replaced by them."""
+    row = row_of(node)
     stays = row.domain != DOMAIN and row.name not in OPENED and row.name not in also
     return not stays and (row.inline_region or row.body is not None)

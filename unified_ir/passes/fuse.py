@@ -1,7 +1,7 @@
 """Fusions for a runtime whose Gemm is Y = alpha A B + beta C (onnxruntime's among them).
 
 They save passes over large weights: an update `w - lr * (a^T b)` becomes one Gemm that reads `w` as
-its C, a momentum `m v + a^T b` likewise. Results differ from the unfused ones by rounding only.
+its C, and so does a momentum `m v + a^T b`. Results differ from the unfused ones by rounding only.
 """
 
 from __future__ import annotations
@@ -11,30 +11,29 @@ from typing import Final
 
 import numpy as np
 
-from triplane.unified_ir.ir.dims import Dim
 from triplane.unified_ir.ir.graph import Function, Node, Value
 from triplane.unified_ir.ir.types import TensorSpec, float32, int64
 from triplane.unified_ir.passes.planes import merge_planes
 from triplane.unified_ir.passes.rewrite import View, node_of, rewritten
 
 LARGE_SIDE: Final = 512
-"""From this many rows and columns on, a weight matrix goes to the left of its product."""
+"""A weight matrix with at least this many rows and columns becomes the left operand."""
 
 
 def fuse(function: Function) -> Function:
-    """All fusions of this module, and tiny planes of a batch as one."""
+    """Apply all fusions of this module, and merge the tiny planes of a batch."""
     return merge_planes(large_weights_left(fuse_updates(function)))
 
 
 def fuse_updates(function: Function) -> Function:
-    """Sub(w, Mul(Gemm(a, b), lr)) and Add(Mul(v, m), Gemm(a, b)) with constant lr and m."""
+    """Fuse Sub(w, Mul(Gemm(a, b), lr)) and Add(Mul(v, m), Gemm(a, b)), lr and m being constants."""
     return rewritten(
         function, lambda view, node: _as_update(view, node) or _as_momentum(view, node)
     )
 
 
 def _plain_gemm(view: View, value: Value | None) -> Node | None:
-    """A Gemm without C whose result is read once; float32, which is what its attributes hold."""
+    """Return the Gemm without C that produces `value`, if read once and float32, as `alpha` is."""
     product = view.node(value, "Gemm")
     plain = product is not None and len(product.inputs) == 2
     return product if plain and value is not None and value.type.dtype == float32 else None
@@ -79,7 +78,7 @@ def _as_momentum(view: View, node: Node) -> list[Node] | None:
 def _as_momentum_of_matrix(
     product: Node, reshaped: Node, velocity: Value, node: Node, m: float
 ) -> list[Node]:
-    """A product that is reshaped to the velocity's type, such as a 1 x 1 kernel's gradient."""
+    """Fuse a product that is reshaped to the velocity's type, such as a 1 x 1 kernel's gradient."""
     matrix = product.outputs[0].type
     sizes = Value(TensorSpec((2,), int64))
     flat, moved = Value(matrix), Value(matrix)
@@ -93,12 +92,12 @@ def _as_momentum_of_matrix(
 
 
 def _alike(product: Node, base: Value, node: Node) -> bool:
-    """Whether nothing broadcasts but, at most, factors."""
+    """Return whether nothing broadcasts, except possibly factors."""
     return product.outputs[0].type == base.type == node.outputs[0].type
 
 
 def _onto(product: Node, base: Value, node: Node, *, alpha: float, beta: float) -> Node:
-    """The Gemm `product` scaled by alpha and added to beta * base, as the outputs of `node`."""
+    """Return the Gemm alpha * product + beta * base, with the outputs of `node`."""
     scale = float(product.attrs.get("alpha", 1.0)) * alpha  # type: ignore[arg-type]
     attrs = {**product.attrs, "alpha": scale, "beta": beta}
     inputs = (*product.inputs, base)
@@ -106,10 +105,10 @@ def _onto(product: Node, base: Value, node: Node, *, alpha: float, beta: float) 
 
 
 def large_weights_left(function: Function) -> Function:
-    """Gemm(x, w, b) with a large w, transposed or not -> Transpose(op(w) x^T) + b.
+    """Rewrite Gemm(x, w, b) with a large w, transposed or not, as Transpose(op(w) x^T) + b.
 
-    A matrix product packs its right operand; with a small batch, packing the weights costs as much
-    as the product, and as the left operand they are read in place.
+    A matrix product packs its right operand. With a small batch, packing the weights costs as much
+    as the product itself; as the left operand they are read in place.
     """
     return rewritten(function, _weight_left)
 
@@ -119,7 +118,9 @@ def _weight_left(view: View, node: Node) -> list[Node] | None:
         return None
     x, w = node.inputs[0], node.inputs[1]
     bias = node.inputs[2] if len(node.inputs) > 2 else None
-    if x is None or w is None or not _large(w.type.shape) or w in view.producer:
+    if x is None or w is None or w in view.producer:
+        return None
+    if not all(isinstance(d, int) and d >= LARGE_SIDE for d in w.type.shape):
         return None
     nodes: list[Node] = []
     if not node.attrs.get("transB"):
@@ -138,7 +139,3 @@ def _transposed(nodes: list[Node], x: Value, origin: Node) -> Value:
     flipped = Value(x.type.with_shape(x.type.shape[::-1]))
     nodes.append(node_of("Transpose", (x,), flipped, origin, perm=(1, 0)))
     return flipped
-
-
-def _large(shape: tuple[Dim, ...]) -> bool:
-    return all(isinstance(d, int) and d >= LARGE_SIDE for d in shape)

@@ -1,8 +1,8 @@
-"""Bytes of tensors that are alive while a graph runs node by node, in the order it has.
+"""Bytes of the tensors that are alive while a graph runs node by node, in its own order.
 
-A tensor lives from the node that makes it to the last that takes it, a result to the end. What only
-renames its operand's memory (Reshape and its like) makes none of its own. Parameters and constants
-belong to the caller and are not counted, nor is what single kernels need inside, or regions.
+A tensor lives from the node that produces it to the last node that reads it, a result to the end. A
+view of its operand (Reshape and the like) takes no memory of its own. Parameters and constants
+belong to the caller and do not count, and neither does memory inside kernels or regions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from triplane.unified_ir.ir.types import TensorType
 from triplane.unified_ir.ops.table import TABLE
 
 VIEWS: Final = frozenset(row.name for row in TABLE.values() if row.preserves_elements)
-"""Operators whose first output is their first operand's memory."""
+"""Operators whose first output shares the memory of their first operand."""
 CONSTANT: Final = "Constant"
 
 V = TypeVar("V", bound=Hashable)
@@ -28,7 +28,7 @@ V = TypeVar("V", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class MemoryRow(Generic[V]):
-    """One node: what it takes, what it makes, whether its first output is its first operand."""
+    """One node; `is_view`: its first output is a view of its first input."""
 
     inputs: Sequence[V]
     outputs: Sequence[V]
@@ -37,31 +37,31 @@ class MemoryRow(Generic[V]):
 
 @dataclass(frozen=True, slots=True)
 class Live(Generic[V]):
-    """What is alive during each node: its operands, its outputs, and what later nodes take."""
+    """Memory alive during each node: its operands, its outputs, and all that later nodes read."""
 
     bytes_at: tuple[int, ...]
     roots: Mapping[V, V]
     """Value -> the value whose memory it is."""
     uses: Mapping[V, Sequence[int]]
-    """Root -> the nodes that take its memory under any name; the number of nodes for a result."""
+    """Root -> the nodes that read its memory, also through views; the node count for a result."""
     born: Mapping[V, int]
-    """Root that a node makes -> that node."""
+    """Root -> the node that allocates it."""
     made_by: Mapping[V, int]
-    """Value -> the node that gives it, under whatever name."""
+    """Value -> the node that produces it, views included."""
 
     @property
     def peak_bytes(self) -> int:
-        """The most that is alive at once."""
+        """The most bytes that are alive at once."""
         return max(self.bytes_at, default=0)
 
     @property
     def peak_at(self) -> int:
-        """The first node during which that much is alive."""
+        """The first node during which the peak is reached."""
         return self.bytes_at.index(self.peak_bytes) if self.bytes_at else 0
 
 
 def alive(rows: Sequence[MemoryRow[V]], results: Sequence[V], size: Callable[[V], int]) -> Live[V]:
-    """The live bytes of any graph.  size: bytes of a value."""
+    """Return the live bytes of any graph.  size: bytes of a value."""
     roots: dict[V, V] = {}
     uses: dict[V, list[int]] = defaultdict(list)
     born: dict[V, int] = {}
@@ -90,19 +90,19 @@ def alive(rows: Sequence[MemoryRow[V]], results: Sequence[V], size: Callable[[V]
 
 
 def type_bytes(t: TensorType, sizes: Mapping[str, int]) -> int:
-    """Bytes of a tensor where each symbol has the given size."""
+    """Return the bytes of a tensor whose symbols have the given sizes."""
     unknown = sorted(t.symbols - sizes.keys())
     if unknown:
         raise InvalidInput(
-            f"the size of {', '.join(unknown)} in {t} is not known before a run, so its memory is "
-            f"not either; sizes are given for {', '.join(sizes) or 'none'}"
+            f"the size of {', '.join(unknown)} in {t} is not known before a run, and neither is "
+            f"the memory it takes; sizes are given for {', '.join(sizes) or 'none'}"
         )
     elements = math.prod(evaluate(dim, sizes) for dim in t.shape)
     return -(-elements * t.dtype.bits // 8)
 
 
 def live(nodes: Sequence[Node], results: Sequence[Value], sizes: Mapping[str, int]) -> Live[Value]:
-    """The live bytes of a list of nodes.  sizes: by symbol, such as {"N": 32}."""
+    """Return the live bytes of a list of nodes.  sizes: by symbol, such as {"N": 32}."""
     rows = [
         MemoryRow(
             tuple(v for v in node.inputs if v is not None),
@@ -115,7 +115,7 @@ def live(nodes: Sequence[Node], results: Sequence[Value], sizes: Mapping[str, in
 
 
 def least_bytes(function: Function, sizes: Mapping[str, int]) -> int:
-    """What no order and no recomputation can go below: one node's tensors, or all results."""
+    """Return a bound for every order and recomputation: the tensors of one node, or all results."""
     alive_bytes = live(function.nodes, function.results, sizes)
 
     def held(values: Sequence[Value | None]) -> int:

@@ -1,26 +1,26 @@
-"""Convolutions over tiny planes as one over all images of a batch, laid below each other.
+"""Convolutions over tiny planes as one convolution over all images of a batch, stacked vertically.
 
-A runtime that multiplies a matrix per image (onnxruntime's CPU kernels do) has a few columns in
-each product where the plane is 2 x 2, and spends its time on reading the weights for each image.
-Images below each other are one plane of a single image, with rows of zeros between them where a
+A runtime that multiplies one matrix per image (as onnxruntime's CPU kernels do) has only a few
+columns in each product if the plane is 2 x 2, and spends its time reading the weights once per
+image. Stacked images are one plane of a single image, with rows of zeros between them where a
 window or its transpose would reach into a neighbour; those rows are cut from the result.
 
-Where each channel has a kernel of its own, there is no matrix to multiply: the result is a sum of
-one product per position in the kernel, of slices that have images and channels innermost.
+If each channel has a kernel of its own, there is no matrix to multiply: the result is a sum of one
+product per position in the kernel, of slices that have images and channels innermost.
 
-Only weights that the function itself replaces are concerned, those of a training step: a network
+This applies only to weights that the function itself replaces, those of a training step: a network
 that is served has its weights in the model, for which the runtime has better layouts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 
-from triplane.unified_ir.ir.dims import ceil_div
 from triplane.unified_ir.ir.graph import Function, Node, Value
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.rows.movement.structure import pad_row, slice_axis
@@ -30,11 +30,12 @@ from triplane.unified_ir.ops.rows.windows.window import Window, is_static, stati
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.ops.tensor import Tensor
 from triplane.unified_ir.passes.clean import clean
+from triplane.unified_ir.passes.rewrite import View, rewritten
 
 CONV_POSITIONS: Final = 8
 TRANSPOSE_POSITIONS: Final = 16
 ROWS_POSITIONS: Final = 16
-"""Up to this many positions of an output plane (a cotangent's, for the transpose)."""
+"""The largest output plane (of the cotangent, for the transpose) that is merged, in positions."""
 LEAST_WEIGHTS: Final = 1 << 14
 """A smaller weight is read again from the nearest cache, which costs less than moving images."""
 LEAST_GROUPS: Final = 64
@@ -42,26 +43,26 @@ LEAST_GROUPS: Final = 64
 
 
 def merge_planes(function: Function) -> Function:
-    """Every convolution of the kind that the module describes, and its gradient in the image."""
+    """Merge every convolution that the module describes, and its gradient in the image."""
     replaced = set(function.result_names)
     weights = {p for p in function.params if p.name in replaced}
-    nodes: list[Node] = []
-    for node in function.nodes:
-        rule = _RULES.get(node.op.name)
-        fits = rule is not None and len(node.inputs) > 1 and node.inputs[1] in weights
-        merged = rule(node) if fits and rule is not None else None
-        nodes.extend([node] if merged is None else merged)
-    changed = len(nodes) != len(function.nodes)
-    return function.with_(nodes=nodes) if changed else function
+
+    def rule(_: View, node: Node) -> list[Node] | None:
+        merged = _RULES.get(node.op.name)
+        fits = merged is not None and len(node.inputs) > 1 and node.inputs[1] in weights
+        return merged(node) if fits and merged is not None else None
+
+    return rewritten(function, rule)
 
 
 @dataclass(frozen=True, slots=True)
 class _Planes:
-    """A convolution over static planes; the positions are of its output."""
+    """A convolution over static planes; the positions are those of its output."""
 
     window: Window
     size: int
     positions: int
+    weight: tuple[int, ...]
     group: int
     output_padding: tuple[int, ...]
 
@@ -72,30 +73,33 @@ class _Planes:
 
     @property
     def stride(self) -> int:
-        """Along the height."""
+        """The stride along the height."""
         return int(self.window.strides[0])
 
     @property
-    def reach(self) -> int:
-        """Rows from the first that a window reads below the pads, to the last of all windows."""
-        return (self.positions - 1) * self.stride + self.window.span(0) - self.before
-
-    @property
     def pitch(self) -> int:
-        """Output rows from one image to the next, such that neither reads the other's."""
-        rows = max(self.size + self.before, self.reach)
-        pitch = ceil_div(rows, self.stride)
-        assert isinstance(pitch, int)
-        return pitch
+        """Output rows from one image to the next, such that neither reads the other's rows."""
+        reach = (self.positions - 1) * self.stride + self.window.span(0) - self.before
+        return -(-max(self.size + self.before, reach) // self.stride)
 
     @property
     def beyond(self) -> int:
-        """Pads below that make all images have `pitch` output rows; negative: rows left over."""
+        """Pads below that give every image `pitch` output rows; negative: rows left over."""
         return self.window.span(0) - self.stride - self.before
+
+    @property
+    def is_large(self) -> bool:
+        """Whether the weight is too large to be read once per image."""
+        return math.prod(self.weight) >= LEAST_WEIGHTS
+
+    @property
+    def is_depthwise(self) -> bool:
+        """Whether each of many channels has a kernel of its own."""
+        return self.group >= LEAST_GROUPS and self.weight[:2] == (self.group, 1)
 
 
 def _planes(node: Node, image: Value | None, output: Value, most: int) -> _Planes | None:
-    """image, output: of the convolution, whichever of the two the node makes."""
+    """Describe a convolution if it is eligible; image, output: those of the convolution."""
     weight = node.inputs[1]
     assert weight is not None
     if image is None or image.type.rank != 4 or node.attrs.get("auto_pad", "NOTSET") != "NOTSET":
@@ -108,28 +112,23 @@ def _planes(node: Node, image: Value | None, output: Value, most: int) -> _Plane
         return None
     attrs: Any = node.attrs
     planes = _Planes(
-        Window(weight.type.concrete({})[2:], attrs),
+        Window(sizes[6:], attrs),
         sizes[0],
         sizes[2],
+        sizes[4:],
         int(attrs.get("group", 1)),
         tuple(attrs.get("output_padding") or (0, 0)),
     )
     return planes if planes.before < planes.window.span(0) else None
 
 
-def _large(node: Node) -> bool:
-    weight = node.inputs[1]
-    assert weight is not None
-    return int(np.prod(weight.type.concrete({}))) >= LEAST_WEIGHTS
-
-
 def _conv(node: Node) -> list[Node] | None:
     planes = _planes(node, node.inputs[0], node.outputs[0], ROWS_POSITIONS)
-    if planes is not None and _one_each(node, planes):
+    if planes is not None and planes.is_depthwise:
         window = planes.window
         return _in_place(node, lambda x, *w: _sum_of_rows(x, window, node.outputs[0], *w))
     planes = _planes(node, node.inputs[0], node.outputs[0], CONV_POSITIONS)
-    if planes is None or planes.group != 1 or planes.beyond < 0 or not _large(node):
+    if planes is None or planes.group != 1 or planes.beyond < 0 or not planes.is_large:
         return None
     pads = (*planes.window.pads[:2], planes.beyond, planes.window.pads[3])
     attrs = {**planes.window.attrs(), "pads": pads}
@@ -143,10 +142,12 @@ def _conv(node: Node) -> list[Node] | None:
 
 def _conv_transpose(node: Node) -> list[Node] | None:
     planes = _planes(node, node.outputs[0], node.inputs[0] or node.outputs[0], TRANSPOSE_POSITIONS)
-    if planes is None or not (planes.group >= LEAST_GROUPS or (planes.group == 1 and _large(node))):
+    if planes is None or not (
+        planes.group >= LEAST_GROUPS or (planes.group == 1 and planes.is_large)
+    ):
         return None
     window = planes.window
-    if _one_each(node, planes) and (mirrored := _mirrored(window, node)) is not None:
+    if planes.is_depthwise and (mirrored := _mirrored(window, node)) is not None:
         return _in_place(
             node, lambda g, *w: _sum_of_rows(g, mirrored, node.outputs[0], *w, flip=True)
         )
@@ -163,15 +164,8 @@ def _conv_transpose(node: Node) -> list[Node] | None:
     return _in_place(node, body)
 
 
-def _one_each(node: Node, planes: _Planes) -> bool:
-    """Whether each of many channels has a kernel of its own."""
-    weight = node.inputs[1]
-    assert weight is not None
-    return planes.group >= LEAST_GROUPS and weight.type.shape[:2] == (planes.group, 1)
-
-
 def _mirrored(window: Window, node: Node) -> Window | None:
-    """The window by which the transpose of a convolution by steps of 1 reads its operand."""
+    """Return the window through which the transpose of a stride-1 convolution reads its operand."""
     g, x = node.inputs[0], node.outputs[0]
     assert g is not None
     if set(window.strides) != {1}:
@@ -193,7 +187,10 @@ def _sum_of_rows(
     *,
     flip: bool = False,
 ) -> Tensor:
-    """x: (N, C, H, W), w: (C, 1, *K); flip: the kernel is read from its end."""
+    """Convolve channel by channel.
+
+    x: (N, C, H, W), w: (C, 1, *K); flip: the kernel is read from its end.
+    """
     out = static(output.type.shape[2:], "a plane")
     channels = static(output.type.shape[1:2], "a size")[0]
     wide = inner_planes(x)
@@ -218,7 +215,7 @@ _RULES: Final[dict[str, Callable[[Node], list[Node] | None]]] = {
 
 
 def _below(x: Tensor, pitch: int) -> Tensor:
-    """(N, C, H, W) -> (1, C, N pitch, W), zeros below each image."""
+    """Stack images: (N, C, H, W) -> (1, C, N pitch, W), zeros below each image."""
     gap = pitch - static(x.shape[2:3], "a size")[0]
     wide = pad_row(x, np.array([0, 0, 0, 0, 0, 0, gap, 0])) if gap else x
     rows = x.shape[0] * pitch
@@ -226,25 +223,21 @@ def _below(x: Tensor, pitch: int) -> Tensor:
 
 
 def _apart(y: Tensor, x: Tensor, pitch: int, height: int) -> Tensor:
-    """(1, C, N pitch, W) -> (N, C, height, W); x: has the N images."""
+    """Separate stacked images: (1, C, N pitch, W) -> (N, C, height, W); x: has the N images."""
     images = y.reshape((y.shape[1], x.shape[0], pitch, y.shape[3]))
     cut = slice_axis(images, 2, 0, height) if pitch != height else images
     return cut.transpose(1, 0, 2, 3)
 
 
 def _in_place(node: Node, body: Callable[..., Tensor]) -> list[Node]:
-    """The nodes of `body` on the node's operands, with its outputs."""
+    """Return the nodes of `body` on the node's operands, with the node's outputs."""
     operands = [v for v in node.inputs if v is not None]
     with (build := Build(TABLE, "merged")), build.at(node.meta):
         params = [build.param(f"v{i}", v.type) for i, v in enumerate(operands)]
-        body_of_planes = clean(build.finish({"y": body(*params)}))
-    values = dict(zip(body_of_planes.params, operands, strict=True))
-    values[body_of_planes.results[0]] = node.outputs[0]
-    return [_renamed(inner, values) for inner in body_of_planes.nodes]
+        merged = clean(build.finish({"y": body(*params)}))
+    values = dict(zip((*merged.params, *merged.results), (*operands, *node.outputs), strict=True))
 
+    def renamed(old: Iterable[Any]) -> tuple[Any, ...]:
+        return tuple(values.get(v, v) for v in old)
 
-def _renamed(node: Node, values: dict[Value, Value]) -> Node:
-    def of(old_values: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(values.get(v, v) for v in old_values)
-
-    return Node(node.op, of(node.inputs), of(node.outputs), node.attrs, node.regions, node.meta)
+    return [replace(n, inputs=renamed(n.inputs), outputs=renamed(n.outputs)) for n in merged.nodes]

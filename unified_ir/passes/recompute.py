@@ -1,9 +1,9 @@
 """Recomputation: less memory alive at once, for some work done twice (Chen et al. 2016).
 
-A tensor that is made before the peak and taken after it need not be kept across: the nodes that
-make it, from tensors that are alive there anyway, run again right before it is taken. Barriers keep
-a runtime from running them early or finding that it has their values already. The numbers are those
-of the function without the plan; a runtime that joins nodes may round some otherwise.
+A tensor that is computed before the peak and read after it need not be kept across the peak: the
+nodes that compute it, from tensors that are alive there anyway, run again right before it is read.
+Barriers keep a runtime from running them early or from reusing the values it already has. Results
+are those of the function without the plan; a runtime that fuses nodes may round some differently.
 """
 
 from __future__ import annotations
@@ -29,52 +29,51 @@ from triplane.unified_ir.passes.memory import (
 )
 
 LONGEST_CHAIN: Final = 16
-"""Nodes that run again for one tensor, at most."""
+"""The most nodes that run again for one tensor."""
 TRIED: Final = 24
-"""Tensors looked at for one step of the plan, the largest gain for the work first."""
+"""Tensors considered for one step of the plan, the largest gain for the work first."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecomputationPlan:
-    """What recomputation found, in bytes of tensors alive at once."""
+    """The outcome of recomputation, in bytes of tensors alive at once."""
 
     budget_bytes: int
     before_bytes: int
     peak_bytes: int
     least_bytes: int
-    """No plan goes below."""
+    """A bound that no plan goes below."""
     again: tuple[str, ...]
     """Operators that run a second time, in order."""
 
     @property
     def fits(self) -> bool:
-        """Whether the peak keeps within the budget."""
+        """Whether the peak stays within the budget."""
         return self.peak_bytes <= self.budget_bytes
 
     def __str__(self) -> str:
-        gap = self.peak_bytes - self.least_bytes
         verdict = "fits" if self.fits else "does not fit"
         return (
             f"{verdict} a budget of {self.budget_bytes:,} bytes: peak {self.peak_bytes:,}, without "
             f"recomputation {self.before_bytes:,}; no plan goes below {self.least_bytes:,}, gap "
-            f"{gap:,}; {len(self.again)} nodes run again"
+            f"{self.peak_bytes - self.least_bytes:,}; {len(self.again)} nodes run again"
         )
 
 
 def recompute(
     function: Function, budget_bytes: int, sizes: Mapping[str, int]
 ) -> tuple[Function, RecomputationPlan]:
-    """The function with as much recomputation as the budget asks for, and the plan.
+    """Return the function with as much recomputation as the budget requires, and the plan.
 
-    sizes: of each symbol, such as {"N": 32}.  The plan says where the budget is not reached.
-    InvalidInput: the budget is below what any plan needs.
+    sizes: the size of each symbol, such as {"N": 32}.  The plan may miss the budget, see `fits`.
+    Raise InvalidInput if the budget is below what any plan needs.
     """
     function = fuse(clean(function))
     least = least_bytes(function, sizes)
     if budget_bytes < least:
         raise InvalidInput(
-            f"{function.name!r} needs {least:,} bytes of tensors alive at once whatever is "
-            f"computed again, and the budget is {budget_bytes:,}; give more, or a smaller batch"
+            f"{function.name!r} needs {least:,} bytes of tensors alive at once, whatever is "
+            f"computed again, and the budget is {budget_bytes:,}; raise it, or reduce the batch"
         )
     before = live(function.nodes, function.results, sizes)
     nodes, now, again = list(function.nodes), before, []
@@ -88,14 +87,12 @@ def recompute(
                 break
         else:
             break
-    recomputed = function.with_(nodes=nodes)
-    return recomputed, RecomputationPlan(
-        budget_bytes, before.peak_bytes, now.peak_bytes, least, tuple(again)
-    )
+    plan = RecomputationPlan(budget_bytes, before.peak_bytes, now.peak_bytes, least, tuple(again))
+    return function.with_(nodes=nodes), plan
 
 
 def _better(after: Live[Value], before: Live[Value]) -> bool:
-    """A lower peak, or as high a one during fewer nodes."""
+    """Return whether the peak is lower, or equal but reached during fewer nodes."""
     peak = before.peak_bytes
     if after.peak_bytes != peak:
         return after.peak_bytes < peak
@@ -105,7 +102,7 @@ def _better(after: Live[Value], before: Live[Value]) -> bool:
 def _candidates(
     nodes: Sequence[Node], now: Live[Value], sizes: Mapping[str, int]
 ) -> Iterator[tuple[list[Node], int]]:
-    """(nodes to run again, the use they run before), the most bytes for the work first."""
+    """Yield (nodes to run again, the use they run before), the most bytes for the work first."""
     peak = now.peak_at
     rows = []
     for value, born in now.born.items():
@@ -128,7 +125,7 @@ def _work(node: Node, sizes: Mapping[str, int]) -> int:
 
 
 def _chain(nodes: Sequence[Node], now: Live[Value], value: Value, use: int) -> list[Node] | None:
-    """The nodes that make the value from what is alive at its use; None where it takes too many."""
+    """Return the nodes that compute the value from what is alive at its use; None if too many."""
     places: set[int] = set()
     wanted = [value]
     while wanted:
@@ -148,48 +145,35 @@ def _chain(nodes: Sequence[Node], now: Live[Value], value: Value, use: int) -> l
 
 
 def _repeats(node: Node) -> bool:
-    """Whether a second run gives the same values, under types that are known."""
+    """Return whether a second run gives the same values, under types that are known."""
     row = row_of(node)
     inside = all(_repeats(inner) for region in node.regions for inner in region.nodes)
     return not row.nondeterministic and not row.data_dependent_dims and inside
 
 
 def _inserted(nodes: Sequence[Node], chain: Sequence[Node], use: int) -> list[Node]:
-    """The nodes with the chain run again before node `use`; from there on its values are taken."""
+    """Run the chain again before node `use`, and let the nodes from there on read its values."""
     inside = {v for node in chain for v in node.outputs}
-    after = _latest_float(nodes, use)
+    after = _latest_float(nodes[:use])
     inserted: list[Node] = []
-    renamed: dict[Value, Value] = {}
+    renamed: dict[Value | None, Value] = {}
     if after is None:
         return list(nodes)
     for node in chain:
-        behind = not any(v in inside for v in node.inputs)
-        operands = []
-        for k, v in enumerate(node.inputs):
-            if v is None or v in renamed:
-                operands.append(v if v is None else renamed[v])
-            elif behind and k == 0:
-                held = Value(v.type)
-                inserted.append(Node(barrier.id, (v, after), (held,), {}, (), node.meta))
-                operands.append(held)
-            else:
-                operands.append(v)
+        operands = [renamed.get(v, v) for v in node.inputs]
+        first = operands[0] if operands and inside.isdisjoint(node.inputs) else None
+        if first is not None:
+            held = operands[0] = Value(first.type)
+            inserted.append(Node(barrier.id, (first, after), (held,), {}, (), node.meta))
         outputs = tuple(Value(v.type) for v in node.outputs)
         renamed.update(zip(node.outputs, outputs, strict=True))
         inserted.append(replace(node, inputs=tuple(operands), outputs=outputs))
-    later = [
-        replace(n, inputs=tuple(renamed.get(v, v) if v is not None else None for v in n.inputs))
-        for n in nodes[use:]
-    ]
+    later = [replace(n, inputs=tuple(renamed.get(v, v) for v in n.inputs)) for n in nodes[use:]]
     return [*nodes[:use], *inserted, *later]
 
 
-def _latest_float(nodes: Sequence[Node], use: int) -> Value | None:
-    """The float that was made last before node `use`."""
-    for node in reversed(nodes[:use]):
-        if node.op.name == CONSTANT or node.op.name in VIEWS:
-            continue
-        for value in node.outputs:
-            if value.type.dtype.is_float and value.type.dtype.bits >= 32:
-                return value
-    return None
+def _latest_float(nodes: Sequence[Node]) -> Value | None:
+    """Return the last float of at least 32 bits that the nodes compute; views do not count."""
+    computed = (n for n in reversed(nodes) if n.op.name != CONSTANT and n.op.name not in VIEWS)
+    values = (v for node in computed for v in node.outputs)
+    return next((v for v in values if v.type.dtype.is_float and v.type.dtype.bits >= 32), None)

@@ -1,41 +1,42 @@
-"""Repeated structure of a graph: blocks of nodes that occur again and again, wired alike.
+"""Repeated structure of a graph: blocks of nodes that occur several times with the same wiring.
 
-Two occurrences of a block are equal where their nodes carry the same labels in the same order and
-every operand comes from the same place: an output of the same node of the block, or the same one of
-the values that the block takes from outside. Types do not count, as they do not for an ONNX
-function. The search is close to linear in the number of nodes: neighbours that often stand together
-become one symbol, round after round (byte pair encoding, Gage 1994), which proposes blocks; each is
-then compared wire by wire. A block is a run of the given order, and no node is in two.
+Two occurrences of a block are equal if their nodes have the same labels in the same order and every
+operand comes from the same place: an output of the same node of the block, or the same one of the
+values that the block reads from outside. Types do not matter, as in an ONNX function. The search is
+close to linear in the number of nodes: frequent neighbours become one symbol, round after round
+(byte pair encoding, Gage 1994), which proposes blocks, and then each block is compared wire by
+wire. A block is a run of nodes in the given order, and no node is in two blocks.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
-from typing import Any, Final
+from itertools import accumulate, chain
+from typing import Any, Final, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 LEAST_NODES: Final = 4
-"""A smaller block says less than its name."""
+"""Smaller blocks are not worth a name."""
 
 _PRIME: Final = (1 << 61) - 1
 _BASE: Final = 0x1F3D5B79F1E3D5B7 % _PRIME
 _NEVER: Final = np.iinfo(np.int64).max
 
 Indices = NDArray[np.int64]
+V = TypeVar("V", bound=Hashable)
 
 
 @dataclass(frozen=True)
 class Listing:
     """The nodes of any graph in an order in which they can run; values are numbers from 0.
 
-    labels: what a node does, whatever it is applied to; None where it must stay as it is.
-    inputs: values, -1 where an optional operand is absent.  results: values the graph gives.
+    labels: the operation of a node, whatever its operands; None if it may not become part of a
+    block.  inputs: values, -1 for an absent optional operand.  results: values the graph returns.
     """
 
     labels: Sequence[Hashable]
@@ -43,13 +44,28 @@ class Listing:
     outputs: Sequence[Sequence[int]]
     results: frozenset[int]
 
+    @classmethod
+    def of(
+        cls,
+        labels: Sequence[Hashable],
+        inputs: Iterable[Iterable[V | None]],
+        outputs: Iterable[Iterable[V]],
+        results: Iterable[V],
+    ) -> tuple[Self, list[V]]:
+        """Number any hashable values (None is an absent one); return the listing and the values."""
+        numbers: dict[V, int] = {}
+
+        def number(value: V | None) -> int:
+            return -1 if value is None else numbers.setdefault(value, len(numbers))
+
+        read = [list(map(number, row)) for row in inputs]
+        produced = [list(map(number, row)) for row in outputs]
+        return cls(labels, read, produced, frozenset(map(number, results))), list(numbers)
+
     @cached_property
     def first_output(self) -> list[int]:
-        """Place of a node's first output among all outputs, and of the end."""
-        places = [0]
-        for output in self.outputs:
-            places.append(places[-1] + len(output))
-        return places
+        """Place of each node's first output among all outputs, and of the end."""
+        return [0, *accumulate(map(len, self.outputs))]
 
     @cached_property
     def place(self) -> dict[int, int]:
@@ -58,17 +74,17 @@ class Listing:
 
     @cached_property
     def last_use(self) -> dict[int, int]:
-        """Value -> the last node that takes it; past the end for a result."""
+        """Value -> the last node that reads it; past the end for a result."""
         last = {v: i for i, taken in enumerate(self.inputs) for v in taken}
         return last | dict.fromkeys(self.results, len(self.labels))
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What repeats: `length` nodes from each of `starts` on.
+    """A repeated block: `length` nodes from each of `starts` on.
 
-    arguments: for each occurrence, the values it takes from outside by their first use.
-    outputs: (node of the block, output of the node) that some occurrence gives to the outside.
+    arguments: for each occurrence, the values it reads from outside, in order of their first use.
+    outputs: (node of the block, output of the node) that some occurrence's outside reads.
     """
 
     length: int
@@ -78,12 +94,12 @@ class Block:
 
     @property
     def saved_nodes(self) -> int:
-        """Fewer nodes when each occurrence becomes one call of one function."""
+        """Nodes saved when each occurrence becomes one call of one function."""
         return (len(self.starts) - 1) * self.length - len(self.starts)
 
 
 def repeats(listing: Listing, least_nodes: int = LEAST_NODES) -> tuple[Block, ...]:
-    """Blocks of at least `least_nodes` nodes that occur twice or more, in the graph's order."""
+    """Return the blocks of at least `least_nodes` nodes that repeat, in the graph's order."""
     taken = np.zeros(len(listing.labels), dtype=bool)
     sums = _sums(taken)
     blocks = []
@@ -98,7 +114,7 @@ def repeats(listing: Listing, least_nodes: int = LEAST_NODES) -> tuple[Block, ..
 
 
 def _by_gain(symbols: dict[int, _Symbol], least_nodes: int) -> Iterator[tuple[int, Indices]]:
-    """(length, starts) of what may be worth a name, the largest gain first."""
+    """Return (length, starts) of candidates for blocks, the largest gain first."""
     rows = []
     for symbol in symbols.values():
         if symbol.length < least_nodes:
@@ -112,20 +128,20 @@ def _by_gain(symbols: dict[int, _Symbol], least_nodes: int) -> Iterator[tuple[in
 
 
 def _alike(listing: Listing, length: int, starts: list[int]) -> Iterator[Block]:
-    """The classes of equal wiring among runs of equal labels."""
+    """Yield the runs of equal labels grouped by equal wiring, as blocks."""
     classes: dict[tuple[int, ...], list[tuple[int, tuple[int, ...]]]] = defaultdict(list)
     for start in starts:
         wiring, arguments = _wiring(listing, start, length)
         classes[wiring].append((start, arguments))
     for members in classes.values():
         own = tuple(start for start, _ in members)
-        block = Block(length, own, tuple(a for _, a in members), _given(listing, length, own))
+        block = Block(length, own, tuple(a for _, a in members), _outputs(listing, length, own))
         if block.saved_nodes > 0:
             yield block
 
 
 def _wiring(listing: Listing, start: int, length: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Where each operand comes from, and the values from outside.
+    """Return the source of each operand, and the values from outside.
 
     2 p stands for output p of the block, 2 k + 1 for the k-th value from outside, -1 for none.
     """
@@ -144,7 +160,7 @@ def _wiring(listing: Listing, start: int, length: int) -> tuple[tuple[int, ...],
     return tuple(wires), tuple(outside)
 
 
-def _given(listing: Listing, length: int, starts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+def _outputs(listing: Listing, length: int, starts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     last = listing.last_use
     return tuple(
         (node, k)
@@ -160,7 +176,7 @@ def _sums(taken: NDArray[np.bool_]) -> Indices:
 
 @dataclass(slots=True)
 class _Symbol:
-    """A run of labels: its content by hash and length, and where it was met."""
+    """A run of labels: its content by hash and length, and the places where it starts."""
 
     hash: int
     length: int
@@ -168,7 +184,7 @@ class _Symbol:
 
 
 def _symbols(listing: Listing) -> dict[int, _Symbol]:
-    """Every symbol that rounds of joining frequent neighbours make."""
+    """Return every symbol that rounds of joining frequent neighbours produce."""
     tokens = _tokens(listing)
     starts = np.arange(len(tokens), dtype=np.int64)
     by_number: dict[int, _Symbol] = {}
@@ -200,7 +216,7 @@ def _symbols(listing: Listing) -> dict[int, _Symbol]:
 
 
 def _tokens(listing: Listing) -> Indices:
-    """One number for each kind of node; one of its own for what must stay."""
+    """Return one number for each kind of node, and a unique one for each node without a label."""
     kinds: dict[Any, int] = {}
     tokens = np.empty(len(listing.labels), dtype=np.int64)
     for i, label in enumerate(listing.labels):
@@ -211,9 +227,9 @@ def _tokens(listing: Listing) -> Indices:
 
 
 def _joined(tokens: Indices) -> Indices:
-    """Places whose token joins the next one: of the neighbouring pairs, the most frequent.
+    """Return the places whose token joins the next one: the most frequent of neighbouring pairs.
 
-    What joins depends on the neighbourhood alone: equal runs are parsed alike but for their ends.
+    The choice depends only on the neighbourhood, so equal runs are parsed alike except at the ends.
     """
     codes = tokens[:-1] * (int(tokens.max()) + 1) + tokens[1:]
     _, first, inverse, counts = np.unique(
@@ -231,7 +247,7 @@ def _joined(tokens: Indices) -> Indices:
 
 
 def _parity(codes: Indices) -> Indices:
-    """Odd or even place within a run of equal pairs, as `aaaa` has them: every other one joins."""
+    """Return the parity of places in runs of equal pairs such as `aaaa`: every other one joins."""
     places = np.arange(len(codes))
     begins = np.concatenate([[True], codes[1:] != codes[:-1]])
     parity: Indices = (places - np.maximum.accumulate(np.where(begins, places, 0))) % 2

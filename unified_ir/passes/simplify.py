@@ -9,12 +9,12 @@ from triplane.unified_ir.passes.rewrite import View, node_of, rewritten
 
 
 def cheaper_gradients(function: Function) -> Function:
-    """All rewrites of this module."""
+    """Apply all rewrites of this module."""
     return swish_of_product(pool_before_relu(function))
 
 
 def swish_of_product(function: Function) -> Function:
-    """Mul(x, Sigmoid(x)) -> Swish(x), as exporters write SiLU: its own rule takes fewer passes."""
+    """Rewrite Mul(x, Sigmoid(x)), the exported form of SiLU, as Swish(x) with its cheaper rule."""
     return rewritten(function, _as_swish)
 
 
@@ -27,10 +27,10 @@ def _as_swish(view: View, node: Node) -> list[Node] | None:
 
 
 def pool_before_relu(function: Function) -> Function:
-    """MaxPool(Relu(x)) -> Relu(MaxPool(x)): equal for every x, on a plane k*k times smaller.
+    """Rewrite MaxPool(Relu(x)) as Relu(MaxPool(x)): equal results, on a k*k times smaller plane.
 
-    Equal in the gradient too: where a window's maximum is positive both pick its first position,
-    elsewhere both give zero.
+    The gradients are equal too: if a window's maximum is positive, both pick its first position;
+    otherwise both are zero.
     """
     return rewritten(function, _as_relu_of_pool)
 

@@ -1,6 +1,6 @@
-"""float16 arithmetic as a machine without float16 kernels can do it: float32, rounded after each.
+"""float16 arithmetic on a machine without float16 kernels: float32, rounded after every node.
 
-Left alone, onnxruntime casts around such nodes by itself, and then drops every pair of casts
+Otherwise onnxruntime inserts casts around such nodes itself, and then drops every pair of casts
 between two of them: values would neither be rounded nor overflow, unlike on the machine that the
 graph is for. Sums inside one operator are in float32, as on a matrix unit.
 """
@@ -15,18 +15,18 @@ from triplane.unified_ir.passes.rewrite import Rewriter
 
 
 def widen_half(function: Function) -> Function:
-    """The function with casts around a float32 node for each that computes float16 of float16."""
+    """Replace each node that computes float16 from float16 by a float32 node between casts."""
     halves = any(v.type.dtype == float16 for n in function.walk() for v in n.outputs)
     return _Widening().rewrite(function) if halves else function
 
 
 class _Widening(Rewriter):
     def region(self, function: Function) -> Function:
-        """A region without float16 stays the same."""
+        """Rewrite a region; one without float16 stays the same."""
         return widen_half(function)
 
     def visit(self, node: Node) -> None:
-        """A node over float32 between casts, where it reads and gives float16."""
+        """Put a node that reads and returns float16 between casts to and from float32."""
         halves = [v for v in node.outputs if v.type.dtype == float16]
         reads = any(v is not None and v.type.dtype == float16 for v in node.inputs)
         if node.regions or node.op.name == "Cast" or not (halves and reads):

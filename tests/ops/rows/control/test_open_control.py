@@ -129,7 +129,7 @@ def test_a_gradient_that_would_need_one_size_is_refused_by_name(name):
 
 def test_a_loop_over_a_sequence_has_no_gradient_by_name():
     function = recorded(lambda x, n: ops.stack_from_sequence(rows_collected(x, n)).sum(), X, COUNT)
-    with pytest.raises(InvalidInput, match="Loop hands on a sequence"):
+    with pytest.raises(InvalidInput, match="Loop passes on a sequence"):
         value_and_grad(function, ["x0"])
 
 

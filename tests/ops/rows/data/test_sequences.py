@@ -239,7 +239,7 @@ def test_a_gradient_stops_by_name_where_there_is_none():
         ),
         x=X,
     )
-    with pytest.raises(InvalidInput, match="Cond hands on a sequence"):
+    with pytest.raises(InvalidInput, match="Cond passes on a sequence"):
         value_and_grad(chosen)
     held = recorded(lambda x: ops.optional_get_element(ops.optional(x)).sum(), x=X)
     with pytest.raises(InvalidInput, match="OptionalGetElement is not differentiable"):
