@@ -89,7 +89,7 @@ def test_bytes_that_are_no_strings_are_refused(name):
 
 
 def test_strings_are_no_tensor_of_a_file():
-    with pytest.raises(InvalidInput, match="strings are no state"):
+    with pytest.raises(InvalidInput, match="state cannot hold strings"):
         stored(np.array(["a"], object))
 
 
@@ -113,7 +113,7 @@ def test_bytes_that_are_no_such_array_are_refused(data, type_, match):
 
 
 def test_a_symbolic_size_has_no_contents():
-    with pytest.raises(InvalidInput, match="sizes that are numbers"):
+    with pytest.raises(InvalidInput, match="sizes of a tensor with contents are numbers"):
         from_raw(b"", TensorSpec(("N",)))
 
 

@@ -9,14 +9,17 @@ from triplane.proto.errors import Corrupt, InvalidInput
 from triplane.unified_ir.autodiff import value_and_grad
 from triplane.unified_ir.ir import limits
 from triplane.unified_ir.ir.arrays import raw
-from triplane.unified_ir.ir.codec import (
+from triplane.unified_ir.ir.codec import decode, decode_function, encode, encode_function
+from triplane.unified_ir.ir.graph import (
+    NO_META,
+    Function,
+    Location,
+    Meta,
     ModuleContents,
-    decode,
-    decode_function,
-    encode,
-    encode_function,
+    Node,
+    OpId,
+    Value,
 )
-from triplane.unified_ir.ir.graph import NO_META, Function, Location, Meta, Node, OpId, Value
 from triplane.unified_ir.ir.text import function_text
 from triplane.unified_ir.ir.types import DTYPES, TensorSpec
 from triplane.unified_ir.ops.check import check_function
@@ -184,26 +187,26 @@ BENT = {
     "string index": (_set((*F, "name"), 999), Corrupt, "string 999 of"),
     "place index": (_set((*F, "nodes", 0, "place"), 99), Corrupt, "place 98 of"),
     "lost name": (lambda m: m.functions[0].function.param_names.pop(), Corrupt, "parameter names"),
-    "same name": (_set((*F, "param_names", 0), 2), Corrupt, "name of its own"),
+    "same name": (_set((*F, "param_names", 0), 2), Corrupt, "needs a unique name"),
     "same function": (_set(("functions", 1, "name"), 0), Corrupt, "two functions"),
     "entry index": (lambda m: m.entries.add(name=0, function=9), Corrupt, "function 9 of"),
-    "entries": (lambda m: [m.entries.add() for _ in "ab"], Corrupt, "two entries"),
-    "dtype": (lambda m: m.types.add(dtype=99), Corrupt, "number 99"),
+    "entries": (lambda m: [m.entries.add() for _ in "ab"], Corrupt, "entries or state tensors are named"),
+    "dtype": (lambda m: m.types.add(dtype=99), Corrupt, "unknown element type 99"),
     "a newer form": (lambda m: m.types.add(form=1, dtype=1), Corrupt, "version 1 has no"),
     "a newer dtype": (lambda m: m.types.add(dtype=8), Corrupt, "version 1 has no"),
-    "form": (_newer(form=9), Corrupt, "number 9 is none"),
-    "a sequence of nothing": (_newer(form=1), Corrupt, "number 0 is none"),
+    "form": (_newer(form=9), Corrupt, "unknown form of type: 9"),
+    "a sequence of nothing": (_newer(form=1), Corrupt, "unknown element type 0"),
     "a sequence of itself": (_newer(form=1, element=99), Corrupt, "type 98 of"),
-    "a sequence with sizes": (_newer(form=1, dtype=1, shape=[2]), Corrupt, "element type alone"),
+    "a sequence with sizes": (_newer(form=1, dtype=1, shape=[2]), Corrupt, "only an element type"),
     "a sequence of sequences": (
         lambda m: (_newer(form=1, dtype=1)(m), _newer(form=1, element=len(m.types))(m)),
         Corrupt,
         "holds tensors, not",
     ),
-    "an optional of nothing": (_newer(form=3), Corrupt, "names it"),
-    "an optional with sizes": (_newer(form=3, element=1, shape=[2]), Corrupt, "no size of its own"),
-    "a tensor that holds a type": (_newer(dtype=1, element=1), Corrupt, "but its element type"),
-    "no dtype": (lambda m: m.types.add(), Corrupt, "number 0"),
+    "an optional of nothing": (_newer(form=3), Corrupt, "refers to it"),
+    "an optional with sizes": (_newer(form=3, element=1, shape=[2]), Corrupt, "no shape of its own"),
+    "a tensor that holds a type": (_newer(dtype=1, element=1), Corrupt, "holds no other type"),
+    "no dtype": (lambda m: m.types.add(), Corrupt, "unknown element type 0"),
     "rank": (lambda m: m.types.add(dtype=1, shape=[1] * 17), Corrupt, "17 axes"),
     "size": (lambda m: m.types.add(dtype=1, shape=[2**63 - 1]), Corrupt, "at most"),
     "size index": (lambda m: m.types.add(dtype=1, shape=[-9]), Corrupt, "symbolic size 8 of"),
@@ -214,7 +217,7 @@ BENT = {
     "long string": (lambda m: m.strings.append("x" * 70_000), Corrupt, "at most 65536"),
     "many strings": (lambda m: m.strings.extend([""] * 250_000), Corrupt, "at most 250000"),
     "many types": (lambda m: [m.types.add() for _ in range(50_000)], Corrupt, "at most 50000"),
-    "role": (lambda m: m.state.add(name=0, type=0, role=99), Corrupt, "role number 99"),
+    "role": (lambda m: m.state.add(name=0, type=0, role=99), Corrupt, "unknown role 99"),
     "no tensor": (lambda m: m.state.add(name=0, type=1, role=1), Corrupt, "have no tensor"),
     "big personal": (
         lambda m: (m.types.add(dtype=1, shape=[2**40]), m.state.add(type=len(m.types) - 1, role=5)),

@@ -11,7 +11,8 @@ from triplane.proto import ir_pb2 as pb
 from triplane.proto.errors import Corrupt, InvalidInput
 from triplane.unified_ir.files import container
 from triplane.unified_ir.ir import Module
-from triplane.unified_ir.ir.codec import PART, ModuleContents, decode, encode
+from triplane.unified_ir.ir.codec import PART, decode, encode
+from triplane.unified_ir.ir.graph import ModuleContents
 from triplane.unified_ir.ir.module import WEIGHTS_PART
 from triplane.unified_ir.ir.text import module_text
 from triplane.unified_ir.ops.check import check_module, load

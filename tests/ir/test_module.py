@@ -14,8 +14,8 @@ from triplane.proto.errors import Corrupt, InvalidInput
 from triplane.unified_ir.files import container
 from triplane.unified_ir.files.container import Container
 from triplane.unified_ir.ir import Module, Role, StateTensor, TensorSpec
-from triplane.unified_ir.ir.codec import PART, ModuleContents, encode
-from triplane.unified_ir.ir.graph import Function, Value
+from triplane.unified_ir.ir.codec import PART, encode
+from triplane.unified_ir.ir.graph import Function, ModuleContents, Value
 from triplane.unified_ir.ir.module import WEIGHTS_PART, read
 from triplane.unified_ir.ir.text import module_text
 from triplane.unified_ir.ops.check import load

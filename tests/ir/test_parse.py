@@ -56,7 +56,7 @@ def test_every_kind_of_attribute_reads_back():
 
 def test_a_constant_that_was_not_given_is_refused():
     text = function_text(graphs.module().functions["predict"])
-    with pytest.raises(InvalidInput, match=r"line \d+: no constant float32\[400\] of digest"):
+    with pytest.raises(InvalidInput, match=r"line \d+: no constant float32\[400\] with the digest"):
         parse_function(text)
 
 
@@ -64,8 +64,8 @@ def test_a_constant_that_was_not_given_is_refused():
 WRONG = {
     "no function": ("x", "line 1: expected 'function '"),
     "no end": (SMALL.rsplit("\n", 1)[0], "the text ends"),
-    "something after": (SMALL + "\nmore", "nothing follows"),
-    "no version": (SMALL.replace("MaxPool@22 ", ""), "gives no version of 'MaxPool'"),
+    "something after": (SMALL + "\nmore", "unexpected text after"),
+    "no version": (SMALL.replace("MaxPool@22 ", ""), "has no version of 'MaxPool'"),
     "two versions": (SMALL.replace("MaxPool@22", "MaxPool@22 MaxPool@21"), "each operator once"),
     "another number": (SMALL.replace("%4: bool", "%7: bool"), "value %7 is number 4"),
     "unknown value": (SMALL.replace("return %2", "return %9"), "%9 is not computed"),
@@ -77,10 +77,10 @@ WRONG = {
     "lost result": (SMALL.replace("return %2, %4", "return %2"), "1 values returned for 2"),
     "open tuple": (SMALL.replace("(2, 2), strides", "(2, 2, strides"), r"expected|cannot read"),
     "no such element": (SMALL.replace("{true, false}", "{true, 1}"), "a bool is"),
-    "lost element": (SMALL.replace("{true, false}", "{true}"), "2 elements, 1 are"),
+    "lost element": (SMALL.replace("{true, false}", "{true}"), "2 elements, the text has 1"),
     "huge number": (SMALL.replace("a=1", "a=" + "9" * 5000), "whole number below"),
     "same parameter": (SMALL.replace('%"odd name": i', "%x: i").replace('%"odd name"', "%x"),
-                       "name of its own"),
+                       "needs a unique name"),
     "open text": (SMALL.replace('"t\\n"', '"t'), "line 7: "),
 }
 # fmt: on

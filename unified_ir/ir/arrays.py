@@ -1,14 +1,15 @@
 """Arrays as bytes: little-endian, row-major, several narrow elements to a byte (the first one low).
 
-Views of a file are handed out as they lie there, read-only; only elements of 2 or 4 bits are
-unpacked, since the host holds one per byte. A file's tensors know storage types alone: narrow
-elements are a flat `uint8` there, bfloat16 a `uint16`, and the type in the graph says what they
-are. Strings are no tensors of a file: as bytes each is its length, 4 bytes, and its UTF-8.
+Arrays read from a file are read-only views of it; only elements of 2 or 4 bits are unpacked, since
+the host holds one per byte. The tensors of a file have storage types only: narrow elements are a
+flat `uint8` there, bfloat16 a `uint16`, and the graph has the real type. Strings are not stored as
+tensors of a file: the bytes of each are its length, in 4 bytes, and its UTF-8.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import Any, Final
 
 import numpy as np
@@ -32,20 +33,20 @@ _STORED_NAME: Final = {
     "uint2": "uint8",
 }
 _LENGTH: Final = np.dtype("<u4")
-"""What stands before the bytes of each string."""
+"""The length before the bytes of each string."""
 CONSTANT_PREFIX: Final = "constant."
 _NAME_DIGITS: Final = 16
 
 
 def stored_dtype(dtype: DType) -> StoredDtype:
-    """How a file holds elements of this type."""
+    """Return how a file stores elements of this type."""
     if dtype == string:
-        raise InvalidInput("strings are no state of a model; keep them in constants or attributes")
+        raise InvalidInput("state cannot hold strings; keep them in constants or attributes")
     return BY_NAME[_STORED_NAME.get(dtype.name, dtype.name)]
 
 
 def stored(array: Array) -> StoredTensor:
-    """The array as a file holds it, without a copy where the bytes are the same."""
+    """Return the array as a file stores it, without a copy if the bytes are the same."""
     dtype = type_of(array).dtype
     row = stored_dtype(dtype)
     if dtype.bits < 8:
@@ -54,7 +55,7 @@ def stored(array: Array) -> StoredTensor:
 
 
 def raw(array: Array) -> bytes:
-    """The bytes of `stored`, or of strings."""
+    """Return the bytes of `stored`, or of strings."""
     if array.dtype.kind == "O":
         texts = [str(text).encode() for text in array.reshape(-1)]
         return b"".join(np.array(len(t), _LENGTH).tobytes() + t for t in texts)
@@ -63,7 +64,7 @@ def raw(array: Array) -> bytes:
 
 
 def from_stored(tensor: StoredTensor, type_: TensorType) -> Array:
-    """The array of type `type_` that a file holds; Corrupt where it is of another type."""
+    """Return the array of type `type_` in a file; raise Corrupt if the file has another type."""
     shape, row = static_shape(type_), stored_dtype(type_.dtype)
     held = (_packed_size(shape, type_.dtype.bits),) if type_.dtype.bits < 8 else shape
     if tensor.dtype != row.name or tensor.shape != held:
@@ -75,19 +76,19 @@ def from_stored(tensor: StoredTensor, type_: TensorType) -> Array:
 
 
 def from_raw(data: bytes, type_: TensorType) -> Array:
-    """The array of type `type_` with these bytes; Corrupt where their number is another."""
+    """Return the array of type `type_` with these bytes; raise Corrupt if their number is wrong."""
     shape = static_shape(type_)
     if type_.dtype == string:
         return _strings(data, type_, shape)
     row, bits = stored_dtype(type_.dtype), type_.dtype.bits
-    n = _packed_size(shape, bits) if bits < 8 else _count(shape)
+    n = _packed_size(shape, bits) if bits < 8 else math.prod(shape)
     if len(data) != n * row.storage.itemsize:
         raise Corrupt(f"{type_} takes {n * row.storage.itemsize} bytes, got {len(data)}")
     return _viewed(np.frombuffer(data, row.storage), type_, shape)
 
 
 def constant_name(array: Array) -> str:
-    """The name of a big constant in the weights: a digest of its type and bytes."""
+    """Return the name of a large constant in the weights: a digest of its type and bytes."""
     state = hashlib.sha256(str(type_of(array)).encode() + b"\0")
     if array.dtype.kind == "O":
         state.update(raw(array))
@@ -97,26 +98,19 @@ def constant_name(array: Array) -> str:
 
 
 def static_shape(type_: TensorType) -> tuple[int, ...]:
-    """The shape of a tensor with contents, whose sizes are numbers."""
+    """Return the shape of a tensor with contents, whose sizes must be numbers."""
     shape = tuple(d for d in type_.shape if isinstance(d, int))
     if len(shape) != type_.rank or not is_plain(type_):
-        raise InvalidInput(f"a tensor with contents has sizes that are numbers, not {type_}")
+        raise InvalidInput(f"the sizes of a tensor with contents are numbers, got {type_}")
     return shape
 
 
-def _count(shape: tuple[int, ...]) -> int:
-    n = 1
-    for size in shape:
-        n *= size
-    return n
-
-
 def _packed_size(shape: tuple[int, ...], bits: int) -> int:
-    return -(-_count(shape) * bits // 8)
+    return -(-math.prod(shape) * bits // 8)
 
 
 def _packed(array: Array, bits: int) -> Array:
-    """Each element's lowest bits, the first element of a byte lowest."""
+    """Pack each element's lowest bits, the first element of a byte lowest."""
     flat = np.asarray(array, order="C").reshape(-1)
     held = flat.view(np.uint8) if flat.dtype.kind == "V" else flat.astype(np.int8).view(np.uint8)
     each = 8 // bits
@@ -146,7 +140,7 @@ def _unpacked(data: Array, type_: TensorType, shape: tuple[int, ...]) -> Array:
     bits = type_.dtype.bits
     each = [data >> (bits * k) & (2**bits - 1) for k in range(8 // bits)]
     narrow = np.stack(each, axis=-1).reshape(-1)
-    n = _count(shape)
+    n = math.prod(shape)
     if narrow[n:].any():
         raise Corrupt(f"the padding after {bits}-bit elements is not zero")
     if type_.dtype.is_float:
@@ -159,8 +153,8 @@ def _unpacked(data: Array, type_: TensorType, shape: tuple[int, ...]) -> Array:
 
 
 def _strings(data: bytes, type_: TensorType, shape: tuple[int, ...]) -> Array:
-    """The strings in `data`, as many as the shape says and no byte more."""
-    n, at = _count(shape), 0
+    """Read as many strings as the shape requires; refuse bytes after them."""
+    n, at = math.prod(shape), 0
     if n * _LENGTH.itemsize > len(data):
         raise Corrupt(f"{type_} takes more than {len(data)} bytes")
     array = np.empty(n, np.object_)

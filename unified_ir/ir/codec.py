@@ -1,15 +1,14 @@
 """Functions and modules as bytes and back.
 
-What `encode` accepts, `decode` reads as the same: encoding ends by decoding what it made and
-comparing. Decoding takes bytes
-from anywhere; whatever is not a module within the limits is Corrupt, naming function, node and
-operator. The types it hands out are claims until `ops.check` has inferred them again.
+`decode` reads back exactly what `encode` accepted: encoding ends by decoding its bytes and
+comparing. Decoding accepts bytes from any source; anything that is not a module within the limits
+is Corrupt, and the message names function, node and operator. The types that it returns are not
+verified until `ops.check` has inferred them again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Final
 
 from triplane.proto import ir_pb2 as pb
@@ -25,28 +24,18 @@ from triplane.unified_ir.ir.encode import (
     MAX_INLINE_BYTES,
     Encoder,
 )
-from triplane.unified_ir.ir.graph import Function, Role, StateTensor
+from triplane.unified_ir.ir.graph import Function, ModuleContents, Role
 from triplane.unified_ir.ir.same import difference
 from triplane.unified_ir.ir.types import TensorType
 
 PART: Final = "module.pb"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ModuleContents:
-    """What `module.pb` says; `ir.module.Module` adds what must hold between its parts."""
-
-    functions: Mapping[str, Function]
-    entries: Mapping[str, str] = field(default_factory=dict)
-    state: Mapping[str, StateTensor] = field(default_factory=dict)
-    meta: Mapping[str, str] = field(default_factory=dict)
-
-
 def encode(contents: ModuleContents) -> tuple[bytes, dict[str, StoredTensor]]:
-    """`module.pb`, and the tensors that the weights must hold: state, then big constants.
+    """Return `module.pb`, and the tensors that the weights must hold: state, then large constants.
 
-    Personal state has a name, a type and a role in the bytes, and no contents anywhere.
-    InvalidInput: the module breaks a rule of the format.
+    Personal state has a name, a type and a role in the bytes, and no contents anywhere. Raise
+    InvalidInput if the module breaks a rule of the format.
     """
     encoder = _filled(Encoder(), contents)
     tensors = {
@@ -62,27 +51,35 @@ def encode(contents: ModuleContents) -> tuple[bytes, dict[str, StoredTensor]]:
 
 
 def decode(data: bytes, tensors: Mapping[str, StoredTensor]) -> ModuleContents:
-    """What `data` says, arrays being views of `tensors`; Corrupt, or InvalidInput if newer."""
+    """Return the module in `data`, its arrays being views of `tensors`.
+
+    Raise Corrupt for damaged bytes, InvalidInput for a newer format.
+    """
     try:
-        return _contents(_parsed(data), tensors)
+        decoder = Decoder(_parsed(data), tensors)
+        contents = decoder.contents()
+        stray = sorted(tensors.keys() - decoder.used)
+        if stray:
+            raise Corrupt(f"the weights hold {stray[0][:80]!r}, which nothing uses")
     except Corrupt as error:
         raise Corrupt(f"{PART}: {error}") from error
+    return contents
 
 
 def version_of(data: bytes) -> int:
-    """The format version that `data` says it has."""
+    """Return the format version that `data` declares."""
     return int(_parsed(data).format_version)
 
 
 def encode_function(function: Function) -> bytes:
-    """A function with all its constants, as bytes."""
+    """Return a function with all its constants as bytes."""
     contents = ModuleContents({function.name: function})
     encoder = Encoder(max_inline_bytes=limits.MAX_MODULE_BYTES)
     return _verified(_filled(encoder, contents), contents, {})
 
 
 def decode_function(data: bytes) -> Function:
-    """The function in `data`; Corrupt, or InvalidInput if newer."""
+    """Return the function in `data`; raise Corrupt, or InvalidInput for a newer format."""
     functions = decode(data, {}).functions
     if len(functions) != 1:
         raise Corrupt(f"{PART}: {len(functions)} functions where one was expected")
@@ -91,11 +88,11 @@ def decode_function(data: bytes) -> Function:
 
 def _filled(encoder: Encoder, contents: ModuleContents) -> Encoder:
     try:
-        encoder.module(contents.functions, contents.entries, contents.state, contents.meta)
+        encoder.module(contents)
+    except InvalidInput:
+        raise
     except (ValueError, TypeError, OverflowError) as error:
-        if isinstance(error, InvalidInput):
-            raise
-        raise InvalidInput(f"the module holds what files cannot: {error}") from error
+        raise InvalidInput(f"the module holds values that files cannot: {error}") from error
     return encoder
 
 
@@ -114,15 +111,16 @@ def _verified(
 
 
 def _lost(wanted: ModuleContents, decoded: ModuleContents) -> str:
-    """What the bytes say otherwise than the contents; big constants are named by their digest."""
+    """Describe what was lost in the bytes; the name of a large constant is already its digest."""
     pairs = ((wanted.entries, decoded.entries), (wanted.meta, decoded.meta))
     if any(dict(a) != dict(b) for a, b in pairs) or _declared(wanted) != _declared(decoded):
         return "its entries, properties or state"
     if wanted.functions.keys() != decoded.functions.keys():
         return "the names of its functions"
-    functions = ((name, f, decoded.functions[name]) for name, f in wanted.functions.items())
-    said = ((n, difference(f, g, MAX_INLINE_BYTES)) for n, f, g in functions)
-    return next((f"function {name!r}: {text}" for name, text in said if text), "")
+    for name, function in wanted.functions.items():
+        if text := difference(function, decoded.functions[name], MAX_INLINE_BYTES):
+            return f"function {name!r}: {text}"
+    return ""
 
 
 def _declared(contents: ModuleContents) -> list[tuple[str, Role, TensorType]]:
@@ -140,14 +138,3 @@ def _parsed(data: bytes) -> pb.Module:
     if message.format_version < FIRST_VERSION:
         raise Corrupt("the module has no format version")
     return message
-
-
-def _contents(message: pb.Module, tensors: Mapping[str, StoredTensor]) -> ModuleContents:
-    decoder = Decoder(message, tensors)
-    contents = ModuleContents(
-        decoder.functions(), decoder.entries(), decoder.state(), decoder.meta()
-    )
-    stray = sorted(tensors.keys() - decoder.used)
-    if stray:
-        raise Corrupt(f"the weights hold {stray[0][:80]!r}, which nothing uses")
-    return contents

@@ -1,14 +1,15 @@
-"""Messages to modules, every index and length checked: the bytes are hostile until they pass.
+"""Messages to modules, every index and length checked: the bytes are untrusted until they pass.
 
-What comes out is closed, in order, and within limits, its names printable and unique, its sizes in
-normal form, its constants of their types; each tensor of the weights is used. Whether the operators
-exist and the types are true is for `ops.check`, which knows them. Corrupt says where it broke.
+A decoded module is closed, in order, and within limits; its names are printable and unique, its
+sizes in normal form, its constants of their declared types. Whether the operators exist and the
+types are right is checked by `ops.check`, which knows them. Corrupt says where decoding failed.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any, Final, TypeVar
 
@@ -34,6 +35,7 @@ from triplane.unified_ir.ir.graph import (
     Function,
     Location,
     Meta,
+    ModuleContents,
     Node,
     OpId,
     Role,
@@ -55,14 +57,14 @@ MISREAD: Final = (
     "programs before format version 3 wrote negative numbers among symbolic sizes so that they "
     "read as something else: import or train the model again"
 )
-"""What is wrong with a file of before whose sizes are not what its types say, and the way out."""
+"""The cause, and the way out, if the sizes in an older file contradict its types."""
 _NEGATIVE: Final = re.compile(r"-[1-9][0-9]{0,18}")
 
 _T = TypeVar("_T")
 
 
 class Decoder:
-    """One message being read; `tensors` are those of the weights."""
+    """Reads one message; `tensors` are those of the weights, `used` the names that it read."""
 
     def __init__(self, message: pb.Module, tensors: Mapping[str, StoredTensor]) -> None:
         self.message = message
@@ -77,43 +79,31 @@ class Decoder:
         self.dims = _dims(message.dims, negative=message.format_version >= NEGATIVE_VERSION)
         self.ops = [self._op(op) for op in message.ops]
         self.types: list[TensorType] = []
-        for item in message.types:
+        for item in message.types:  # an item may hold a type before it
             self.types.append(self._type(item))
         self.places = [self._place(p) for p in message.places]
 
-    def functions(self) -> dict[str, Function]:
-        """Every function, by the name the module gives it."""
-        _at_most(limits.MAX_FUNCTIONS, self.message.functions, "functions")
-        functions: dict[str, Function] = {}
-        for named in self.message.functions:
-            name = self.name(named.name)
-            if name in functions:
-                raise Corrupt(f"two functions are named {name!r}")
-            functions[name] = self.function(named.function, f"function {name!r}")
-        return functions
-
-    def entries(self) -> dict[str, str]:
-        """Function names by entry."""
-        names = [self.name(f.name) for f in self.message.functions]
-        pairs = [
-            (self.name(e.name), _pick(names, e.function, "function")) for e in self.message.entries
-        ]
-        return _unique(pairs, "entries")
-
-    def state(self) -> dict[str, StateTensor]:
-        """State by name."""
-        return _unique([self._state(s) for s in self.message.state], "state tensors")
-
-    def meta(self) -> dict[str, str]:
-        """Properties by key."""
-        _at_most(limits.MAX_PROPERTIES, self.message.meta, "properties")
-        pairs = [(p.key, _string(p.value)) for p in self.message.meta]
-        if [k for k, _ in pairs] != sorted({_name(k) for k, _ in pairs}):
+    def contents(self) -> ModuleContents:
+        """Return the whole module."""
+        message = self.message
+        _at_most(limits.MAX_FUNCTIONS, message.functions, "functions")
+        names = [self.name(f.name) for f in message.functions]
+        functions = _unique(
+            (name, self.function(f.function, f"function {name!r}"))
+            for name, f in zip(names, message.functions, strict=True)
+        )
+        entries = _unique(
+            (self.name(e.name), _pick(names, e.function, "function")) for e in message.entries
+        )
+        state = _unique(map(self._state, message.state))
+        _at_most(limits.MAX_PROPERTIES, message.meta, "properties")
+        meta = {_name(p.key): _string(p.value) for p in message.meta}
+        if [p.key for p in message.meta] != sorted(meta):
             raise Corrupt("properties are sorted by key, each key once")
-        return dict(pairs)
+        return ModuleContents(functions, entries, state, meta)
 
     def function(self, message: pb.Function, label: str, depth: int = 0) -> Function:
-        """A function or region; `label` begins every error."""
+        """Return a function or region; every error begins with `label`."""
         try:
             if depth > limits.MAX_REGION_DEPTH:
                 raise Corrupt(f"regions nest deeper than {limits.MAX_REGION_DEPTH}")
@@ -189,32 +179,30 @@ class Decoder:
         return attrs
 
     def name(self, i: int) -> str:
-        """A name from the strings."""
+        """Return a name from the strings."""
         return _name(self.string(i))
 
     def string(self, i: int) -> str:
-        """A text from the strings."""
+        """Return a text from the strings."""
         return _pick(self.strings, i, "string")
 
     def dim(self, n: int) -> Dim:
-        """A size as `TensorType.shape` and `Attribute.dims` write it."""
-        if n < 0:
-            return _pick(self.dims, -1 - n, "symbolic size")
-        return n
+        """Return a size written as in `TensorType.shape` and `Attribute.dims`."""
+        return n if n >= 0 else _pick(self.dims, -1 - n, "symbolic size")
 
     def sizes(self, values: Sequence[int]) -> tuple[Dim, ...]:
-        """The sizes of an attribute; see `MISREAD` for what files before version 3 may hold."""
+        """Return the sizes of an attribute; see `MISREAD` for files before version 3."""
         least = min(values, default=0)
         if self.message.format_version < NEGATIVE_VERSION and least < -len(self.dims):
             raise Corrupt(f"symbolic size {-1 - least} of {len(self.dims)}; {MISREAD}")
-        return tuple(self.dim(n) for n in values)
+        return tuple(map(self.dim, values))
 
     def tensor(self, message: pb.Tensor) -> Array:
-        """A constant that lies in the message."""
+        """Return a constant that is stored in the message."""
         return from_raw(message.data, _pick(self.types, message.type, "type"))
 
     def tensor_ref(self, message: pb.TensorRef) -> Array:
-        """A constant that lies in the weights."""
+        """Return a constant that is stored in the weights."""
         name = self.string(message.name)
         type_ = _pick(self.types, message.type, "type")
         if not name.startswith(CONSTANT_PREFIX):
@@ -235,41 +223,41 @@ class Decoder:
         return OpId(domain and _name(domain), self.name(message.name), message.since)
 
     def _type(self, message: pb.TensorType) -> TensorType:
-        """A type; one that holds another stands after it."""
+        """Return a type; a type that it holds comes before it in the table."""
         first = self.message.format_version == FIRST_VERSION
         if first and (message.form or message.element or message.dtype in NEWER):
             raise Corrupt(f"format version {FIRST_VERSION} has no such type: {message}")
         if message.form not in _FORMS:
-            raise Corrupt(f"form of type number {message.form} is none")
+            raise Corrupt(f"unknown form of type: {message.form}")
         try:
             return _FORMS[message.form](self, message)
         except InvalidInput as error:
             raise Corrupt(f"a type: {error}") from error
 
     def sequence_type(self, message: pb.TensorType) -> TensorType:
-        """A sequence, of what is known of its elements."""
+        """Return the type of a sequence; its elements' type or only their dtype may be known."""
         empty = message.form == pb.FORM_EMPTY
         if message.element and not message.dtype and not empty:
             return SequenceType(self._held(message))
         if message.element or message.shape:
-            raise Corrupt("a sequence has a type of its elements or their element type alone")
+            raise Corrupt("a sequence has either a type of its elements or only an element type")
         return SequenceType(_dtype(message.dtype), empty=empty)
 
     def optional_type(self, message: pb.TensorType) -> TensorType:
-        """An optional."""
+        """Return the type of an optional."""
         return OptionalType(self._held(message))
 
     def _held(self, message: pb.TensorType) -> TensorType:
         if not message.element or message.shape or message.dtype:
-            raise Corrupt("a type that holds another names it, and has no size of its own")
+            raise Corrupt("a type that holds another refers to it, and has no shape of its own")
         return _pick(self.types, message.element - 1, "type")
 
     def tensor_type(self, message: pb.TensorType) -> TensorType:
-        """A tensor type."""
+        """Return the type of a tensor."""
         if message.element:
-            raise Corrupt("a tensor has no type of elements but its element type")
+            raise Corrupt("a tensor has an element type, and holds no other type")
         _at_most(MAX_RANK, message.shape, "axes")
-        shape = tuple(self.dim(n) for n in message.shape)
+        shape = tuple(map(self.dim, message.shape))
         if any(isinstance(d, int) and not 0 <= d <= MAX_DIM for d in shape):
             raise Corrupt(f"a size of a type is at least 0 and at most {MAX_DIM}, got {shape}")
         return TensorType(_dtype(message.dtype), shape)
@@ -291,7 +279,7 @@ class Decoder:
         if not is_plain(type_) or type_.dtype == string:
             raise Corrupt(f"state {name!r} is a tensor of numbers, not {type_}")
         if message.role not in _ROLES:
-            raise Corrupt(f"state {name!r} has role number {message.role}, which is none")
+            raise Corrupt(f"state {name!r} has the unknown role {message.role}")
         role = _ROLES[message.role]
         try:
             if role is Role.PERSONAL:
@@ -301,9 +289,8 @@ class Decoder:
             raise Corrupt(f"state {name!r}: {error}") from error
 
 
-_Read = Callable[[Decoder, pb.Attribute], AttrValue]
 # fmt: off
-_READ: Final[Mapping[str, _Read]] = {
+_READ: Final[Mapping[str, Callable[[Decoder, pb.Attribute], AttrValue]]] = {
     "int":        lambda _, a: a.int,
     "float":      lambda _, a: a.float,
     "string":     lambda d, a: d.string(a.string),
@@ -330,12 +317,12 @@ _FORMS: Final[Mapping[int, Callable[[Decoder, pb.TensorType], TensorType]]] = {
 
 def _dtype(number: int) -> DType:
     if number not in BY_ONNX:
-        raise Corrupt(f"element type number {number} is none")
+        raise Corrupt(f"unknown element type {number}")
     return BY_ONNX[number]
 
 
 def _dims(texts: Sequence[str], *, negative: bool) -> list[Dim]:
-    """The table of sizes: expressions, and where `negative` numbers below zero."""
+    """Return the table of sizes: expressions, and with `negative` also numbers below zero."""
     total = 0
     dims: list[Dim] = []
     for text in texts:
@@ -356,12 +343,9 @@ def _dims(texts: Sequence[str], *, negative: bool) -> list[Dim]:
 
 
 def _zeros(type_: TensorType) -> Array:
-    """Zeros that take no memory, however large the type."""
+    """Return zeros that take no memory, however large the type."""
     shape = static_shape(type_)
-    bits = type_.dtype.bits
-    for size in shape:
-        bits *= size or 1
-    if bits > 8 * limits.MAX_TENSOR_BYTES:
+    if type_.dtype.bits * math.prod(size or 1 for size in shape) > 8 * limits.MAX_TENSOR_BYTES:
         raise Corrupt(f"a tensor has at most {limits.MAX_TENSOR_BYTES} bytes, not {type_}")
     return np.broadcast_to(np.zeros((), type_.dtype.numpy), shape)
 
@@ -389,8 +373,10 @@ def _string(text: str) -> str:
     return text
 
 
-def _unique(pairs: Sequence[tuple[str, _T]], what: str) -> dict[str, _T]:
-    items = dict(pairs)
-    if len(items) != len(pairs):
-        raise Corrupt(f"two {what} have one name")
+def _unique(pairs: Iterable[tuple[str, _T]]) -> dict[str, _T]:
+    items: dict[str, _T] = {}
+    for name, item in pairs:
+        if name in items:
+            raise Corrupt(f"two functions, entries or state tensors are named {name!r}")
+        items[name] = item
     return items

@@ -1,10 +1,11 @@
 """Dimensions: an int, or a normalized integer polynomial over named symbols.
 
 Invariant: dimensions are compared by normal form, so `(2*N+2)//2 == N+1` and equality needs no
-solver. Equal forms always mean equal sizes; without floor division different forms mean different
-sizes too. Symbols stand for sizes >= 0. Floor division keeps what it cannot simplify as an atom;
-anything else (min, max, comparison) is refused rather than guessed. Text reads back as the same
-dimension. Every expression stays within the limits below, so no text of a file makes it explode.
+solver. Equal forms always mean equal sizes; without floor division, different forms also mean
+different sizes. Symbols stand for sizes >= 0. A floor division that cannot be simplified becomes an
+atom; anything else (min, max, comparison) is refused rather than guessed. The text of a dimension
+reads back as the same dimension. The limits below hold for every expression, so that untrusted text
+cannot make one explode.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class FloorDiv:
 
 @dataclass(frozen=True)
 class Expr:
-    """A polynomial that is not a constant; made by `symbol` and arithmetic, never directly."""
+    """A polynomial that is not a constant; created by `symbol` and arithmetic, never directly."""
 
     terms: tuple[tuple[Monomial, int], ...]
 
@@ -97,14 +98,14 @@ Dim = int | Expr
 
 
 def symbol(name: str) -> Expr:
-    """The symbol `name`, an identifier such as `N`."""
+    """Return the symbol `name`, an identifier such as `N`."""
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,63}", name):
         raise InvalidInput(f"a symbolic dimension is an identifier, got {name!r}; write e.g. 'N'")
     return Expr(((((name, 1),), 1),))
 
 
 def as_dim(x: int | str | Expr) -> Dim:
-    """Reads a size: an int >= 0, a symbol or expression as text, or a Dim."""
+    """Read a size: an int >= 0, a symbol or expression as text, or a Dim."""
     if isinstance(x, str):
         x = parse(x)
     if isinstance(x, Expr):
@@ -115,7 +116,7 @@ def as_dim(x: int | str | Expr) -> Dim:
 
 
 def symbols(dim: Dim) -> frozenset[str]:
-    """Names the value of `dim` depends on."""
+    """Return the symbols that the value of `dim` depends on."""
     if isinstance(dim, int):
         return frozenset()
     names: set[str] = set()
@@ -129,28 +130,24 @@ def symbols(dim: Dim) -> frozenset[str]:
 
 
 def is_symbol(dim: Dim) -> bool:
-    """Whether `dim` is a bare symbol, which a value of that shape then defines."""
-    return (
-        isinstance(dim, Expr)
-        and len(dim.terms) == 1
-        and dim.terms[0][1] == 1
-        and len(dim.terms[0][0]) == 1
-        and dim.terms[0][0][0][1] == 1
-        and isinstance(dim.terms[0][0][0][0], str)
-    )
+    """Return whether `dim` is a bare symbol, which a value of that shape then defines."""
+    match dim:
+        case Expr(terms=((((str(), 1),), 1),)):  # one term: one symbol to the power of 1, times 1
+            return True
+    return False
 
 
 OPEN_PREFIX: Final = "open_"
-"""How names of sizes begin that only the data decide; the node that gives one names it."""
+"""Prefix of the names of data-dependent sizes; the node that produces one names it."""
 
 
 def is_open(dim: Dim) -> bool:
-    """Whether a size depends on one that only the data decide."""
+    """Return whether a size depends on a data-dependent one."""
     return any(name.startswith(OPEN_PREFIX) for name in symbols(dim))
 
 
 def evaluate(dim: Dim, sizes: Mapping[str, int]) -> int:
-    """The value of `dim` where each symbol has the given size."""
+    """Return the value of `dim` if each symbol has the given size."""
     if isinstance(dim, int):
         return dim
     return sum(
@@ -160,7 +157,7 @@ def evaluate(dim: Dim, sizes: Mapping[str, int]) -> int:
 
 
 def substitute(dim: Dim, replacement: Mapping[str, Dim]) -> Dim:
-    """`dim` with symbols replaced by other dimensions."""
+    """Replace symbols in `dim` by other dimensions."""
     if isinstance(dim, int) or not symbols(dim) & replacement.keys():
         return dim
     total: Dim = 0
@@ -174,7 +171,7 @@ def substitute(dim: Dim, replacement: Mapping[str, Dim]) -> Dim:
 
 
 def floor_div(a: Dim, b: Dim) -> Dim:
-    """`a // b` in normal form; exact factors are divided out."""
+    """Return `a // b` in normal form; exact factors are divided out."""
     if isinstance(b, int) and b == 0:
         raise InvalidInput(f"dimension divided by zero: {a} // 0")
     if isinstance(a, int) and isinstance(b, int):
@@ -188,7 +185,7 @@ def floor_div(a: Dim, b: Dim) -> Dim:
 
 
 def product(dims: tuple[Dim, ...] | list[Dim]) -> Dim:
-    """The product of sizes; 1 for none."""
+    """Return the product of sizes; 1 for none."""
     total: Dim = 1
     for d in dims:
         total = _product(total, d)
@@ -196,7 +193,7 @@ def product(dims: tuple[Dim, ...] | list[Dim]) -> Dim:
 
 
 def ceil_div(a: Dim, b: int) -> Dim:
-    """The smallest integer not below a / b."""
+    """Return the smallest integer not below a / b."""
     return floor_div(_sum(a, b - 1), b)
 
 
@@ -243,7 +240,7 @@ def _terms(d: Dim) -> dict[Monomial, int]:
 
 
 def _order(monomial: Monomial) -> tuple[int, tuple[tuple[str, int], ...]]:
-    """Graded lexicographic, largest first: products keep the order, so long division ends."""
+    """Sort key: graded lexicographic, largest first. Products keep it, so long division ends."""
     return (-_degree(monomial), tuple((str(atom), -power) for atom, power in monomial))
 
 
@@ -306,7 +303,7 @@ def _divide_monomial(a: Monomial, b: Monomial) -> Monomial | None:
 
 
 def _exact_quotient(a: Dim, b: Dim) -> Dim | None:
-    """The polynomial q with a == q*b, or None (polynomial long division by the leading term)."""
+    """Return the polynomial q with a == q*b, or None (long division by the leading term)."""
     rest, quotient = a, _from_terms({})
     lead, lead_coefficient = min(_terms(b).items(), key=lambda item: _order(item[0]))
     for _ in range(MAX_TERMS):
@@ -323,9 +320,9 @@ def _exact_quotient(a: Dim, b: Dim) -> Dim | None:
 
 
 def _floor_div_by_int(a: Dim, b: int) -> Dim:
-    """Splits (b*P + R) // b into P + R // b with the coefficients of R in 0..b-1, then reduces.
+    """Split (b*P + R) // b into P + R // b with the coefficients of R in 0..b-1, then reduce.
 
-    What is left of the form (x // d + c) // b becomes (x + c*d) // (b*d), so nested strides merge.
+    A remainder of the form (x // d + c) // b becomes (x + c*d) // (b*d), so nested strides merge.
     """
     if b <= 0:
         raise InvalidInput(f"dimension divided by {b}; the divisor must be positive")
@@ -365,21 +362,16 @@ _TOKEN: Final = re.compile(r"\s*(\d+|[A-Za-z_]\w*|//|[-+*()])", re.ASCII)
 
 
 def parse(text: str) -> Dim:
-    """Reads the text form: ints, symbols, `+ - * //` and parentheses."""
+    """Read the text form: ints, symbols, `+ - * //` and parentheses."""
     if len(text) > MAX_EXPRESSION_CHARS:
         raise InvalidInput(
             f"a dimension has at most {MAX_EXPRESSION_CHARS} characters, got {len(text)}"
         )
-    tokens: list[str] = []
-    position = 0
     stripped = text.strip()
-    while position < len(stripped):
-        match = _TOKEN.match(stripped, position)
-        if match is None:
-            raise InvalidInput(f"cannot read dimension {text!r} at {stripped[position:]!r}")
-        tokens.append(match[1])
-        position = match.end()
-    dim, rest = _parse_sum(tokens, 0)
+    unread = _TOKEN.sub("", stripped)
+    if unread:
+        raise InvalidInput(f"cannot read dimension {text!r} at {unread!r}")
+    dim, rest = _parse_sum(_TOKEN.findall(stripped), 0)
     if rest:
         raise InvalidInput(f"cannot read dimension {text!r} after {rest[0]!r}")
     if isinstance(dim, int) and abs(dim) > MAX_DIM:

@@ -1,8 +1,8 @@
 """A function as a self-contained SVG: layers from inputs down to results, no script, no font.
 
 Constants and sizes are left out, and a parameter is drawn again beside each use that is far from
-the last, so that lines stay short. Every box has a tooltip with types, attributes and place.
-Layout: longest paths give layers, four sweeps of medians the order (Sugiyama et al. 1981).
+the last, so that lines stay short. Every box has a tooltip with types, attributes and location.
+Layout: longest paths give the layers, four sweeps of medians the order (Sugiyama et al. 1981).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from triplane.unified_ir.ir.graph import Function, Node, Value
 from triplane.unified_ir.ir.text import attributes_text
 
 # fmt: off
-STYLE: Final = {  # kind: fill, line, what the legend calls it
+STYLE: Final = {  # kind: fill, line, label in the legend
     "input":    ("#ffffff", "#444444", "input"),
     "state":    ("#eceff4", "#7b8794", "state"),
     "forward":  ("#dbeafe", "#3b6fb5", "forward"),
@@ -28,7 +28,7 @@ STYLE: Final = {  # kind: fill, line, what the legend calls it
 # fmt: on
 MAX_DRAWN: Final = 3_000
 _NEAR: Final = 2
-"""Layers a parameter's line may span before the parameter is drawn again."""
+"""Layers that a parameter's line may span before the parameter is drawn again."""
 _ROW, _HEIGHT, _GAP, _LANE, _MARGIN, _TOP = 64, 36, 14, 10, 24, 56
 _LETTER: Final = 6.6
 _SWEEPS: Final = 4
@@ -56,7 +56,7 @@ class _Box:
 
 
 def function_svg(function: Function, state: Collection[str] = ()) -> str:
-    """The drawing; `state` names the parameters and results that outlive a call."""
+    """Draw the function; `state` names the parameters and results that outlive a call."""
     boxes = _boxes(function, state)
     if len(boxes) > MAX_DRAWN:
         return _svg([], f"{function.name}: {len(boxes)} boxes, at most {MAX_DRAWN} are drawn")
@@ -67,7 +67,7 @@ def function_svg(function: Function, state: Collection[str] = ()) -> str:
 
 
 def _boxes(function: Function, state: Collection[str]) -> list[_Box]:
-    """Boxes of nodes and results with their layers, then boxes of parameters beside their uses."""
+    """Return boxes of nodes and results, with layers, then of parameters beside their uses."""
     by_value: dict[Value, _Box] = {}
     uses: dict[Value, list[_Box]] = {p: [] for p in function.params}
     boxes = []
@@ -93,7 +93,7 @@ def _boxes(function: Function, state: Collection[str]) -> list[_Box]:
 
 
 def _sink(boxes: Sequence[_Box]) -> None:
-    """Moves what is computed from state alone down to where it is used."""
+    """Move boxes that are computed from state alone down to where they are used."""
     users: dict[_Box, list[_Box]] = {b: [] for b in boxes}
     for box in reversed(boxes):
         if box.of_state and users[box]:
@@ -149,7 +149,7 @@ def _param_boxes(uses: Mapping[Value, list[_Box]], state: Collection[str]) -> It
 
 
 def _layered(boxes: Sequence[_Box]) -> list[list[_Box]]:
-    """Boxes by layer, lines that cross layers split into lanes, one lane per source and layer."""
+    """Return boxes by layer; lines across layers become lanes, one per source and layer."""
     layers: list[list[_Box]] = [[] for _ in range(max((b.layer for b in boxes), default=0) + 1)]
     for box in boxes:
         layers[box.layer].append(box)
@@ -159,7 +159,7 @@ def _layered(boxes: Sequence[_Box]) -> list[list[_Box]]:
 
 
 def _lane(layers: list[list[_Box]], source: _Box, layer: int) -> _Box:
-    """What stands for `source` just above `layer`: itself, or the last of its lanes."""
+    """Return the box just above `layer` that represents `source`: itself, or its last lane."""
     at = source
     while at.layer < layer - 1:
         lane = next((b for b in at.below if b.kind == "lane"), None)
@@ -172,7 +172,7 @@ def _lane(layers: list[list[_Box]], source: _Box, layer: int) -> _Box:
 
 
 def _order(layers: list[list[_Box]]) -> None:
-    """Orders each layer by the median position of what its boxes are tied to."""
+    """Order each layer by the median position of the boxes that its boxes connect to."""
     for boxes in layers:
         for box in boxes:
             for source in box.above:
@@ -200,14 +200,13 @@ def _median(tied: Sequence[_Box], default: float) -> float:
 
 
 def _place(layers: list[list[_Box]]) -> None:
-    """Gives each box an x near the median of its neighbours, keeping order and gaps."""
+    """Give each box an x near the median of its neighbours, keeping order and gaps."""
     for boxes in layers:
         _spread(boxes, [0.0] * len(boxes))
     for sweep in range(2 * _SWEEPS):
         down = sweep % 2 == 0
         for boxes in layers if down else layers[::-1]:
-            wanted = [_median(b.above if down else b.below, b.x) for b in boxes]
-            _spread(boxes, wanted)
+            _spread(boxes, [_median(b.above if down else b.below, b.x) for b in boxes])
     left = min((b.x - b.width / 2 for boxes in layers for b in boxes), default=0.0)
     for boxes in layers:
         for box in boxes:
@@ -215,20 +214,18 @@ def _place(layers: list[list[_Box]]) -> None:
 
 
 def _spread(boxes: Sequence[_Box], wanted: Sequence[float]) -> None:
-    """Moves boxes to the wanted places, pushed apart evenly to both sides where they overlap."""
-    xs = list(wanted)
-    room = [(a.width + b.width) / 2 + _gap(a, b) for a, b in pairwise(boxes)]
-    right, left = list(xs), list(xs)
-    for i in range(1, len(xs)):
+    """Move boxes to the wanted places, pushed apart evenly to both sides where they overlap."""
+    room = [
+        (a.width + b.width) / 2 + (_LANE if "lane" in {a.kind, b.kind} else _GAP)
+        for a, b in pairwise(boxes)
+    ]
+    right, left = list(wanted), list(wanted)
+    for i in range(1, len(right)):
         right[i] = max(right[i], right[i - 1] + room[i - 1])
-    for i in range(len(xs) - 2, -1, -1):
+    for i in range(len(left) - 2, -1, -1):
         left[i] = min(left[i], left[i + 1] - room[i])
     for box, a, b in zip(boxes, right, left, strict=True):
         box.x = (a + b) / 2
-
-
-def _gap(a: _Box, b: _Box) -> float:
-    return _LANE if "lane" in {a.kind, b.kind} else _GAP
 
 
 def _y(box: _Box) -> float:

@@ -1,4 +1,4 @@
-"""Modules to messages: tables filled in order of first use, so equal modules give equal bytes."""
+"""Modules to messages; tables fill in order of first use, so equal modules give equal bytes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from triplane.unified_ir.ir.graph import (
     AttrValue,
     Function,
     Meta,
+    ModuleContents,
     Node,
     OpId,
-    StateTensor,
     Value,
 )
 from triplane.unified_ir.ir.types import DType, OptionalType, SequenceType, TensorType, type_of
@@ -26,21 +26,21 @@ from triplane.unified_ir.ir.types import DType, OptionalType, SequenceType, Tens
 FORMAT_VERSION: Final = 3
 """2 added sequences, optionals, strings and further narrow element types; 3 negative sizes."""
 VALUES_VERSION: Final = 2
-"""The first that holds sequences, optionals, strings and the element types of `NEWER`."""
+"""The first version with sequences, optionals, strings and the element types of `NEWER`."""
 NEGATIVE_VERSION: Final = 3
-"""The first whose table of sizes holds numbers below zero, which only attributes refer to."""
+"""The first version whose table of sizes holds negative numbers, which only attributes use."""
 FIRST_VERSION: Final = 1
-"""What is written where nothing newer is in the module, so that older programs read it."""
+"""Written if the module contains nothing newer, so that older programs can read it."""
 NEWER: Final = frozenset({8, 18, 20, 23, 24, 25, 26})
 """Numbers of the element types that version 2 added."""
 MAX_INLINE_BYTES: Final = 1024
-"""Constants above this size lie in the weights, where they map in place and are stored once."""
+"""Larger constants are stored in the weights, mapped in place and only once."""
 
 _K = TypeVar("_K", bound=Hashable)
 
 
 class Encoder:
-    """One message being filled, its tables, and the constants that belong in the weights."""
+    """Fills one message and its tables, and collects the constants that belong in the weights."""
 
     def __init__(self, max_inline_bytes: int = MAX_INLINE_BYTES) -> None:
         self.message = pb.Module(format_version=FIRST_VERSION)
@@ -52,32 +52,24 @@ class Encoder:
         self._types: dict[TensorType, int] = {}
         self._places: dict[Meta, int] = {}
 
-    def module(
-        self,
-        functions: Mapping[str, Function],
-        entries: Mapping[str, str],
-        state: Mapping[str, StateTensor],
-        meta: Mapping[str, str],
-    ) -> None:
-        """Fills the message."""
-        for key, function in functions.items():
+    def module(self, contents: ModuleContents) -> None:
+        """Fill the message."""
+        for key, function in contents.functions.items():
             named = self.message.functions.add(name=self.string(key))
             self.function(function, named.function)
-        order = {key: i for i, key in enumerate(functions)}
-        for entry, key in entries.items():
+        order = {key: i for i, key in enumerate(contents.functions)}
+        for entry, key in contents.entries.items():
             self.message.entries.add(name=self.string(entry), function=order[key])
-        for name, tensor in state.items():
+        for name, tensor in contents.state.items():
             role = pb.Role.Value(f"ROLE_{tensor.role.name}")
             self.message.state.add(name=self.string(name), type=self.type(tensor.type), role=role)
-        for key in sorted(meta):
-            self.message.meta.add(key=key, value=meta[key])
+        for key, text in sorted(contents.meta.items()):
+            self.message.meta.add(key=key, value=text)
 
     def function(self, function: Function, out: pb.Function) -> None:
-        """Fills `out` with a function, its values numbered in order."""
+        """Fill `out` with a function, its values numbered in order."""
         out.name = self.string(function.name)
-        numbers: dict[Value, int] = {}
-        for param in function.params:
-            numbers[param] = len(numbers)
+        numbers = {param: i for i, param in enumerate(function.params)}
         out.param_names.extend(self.string(p.name) for p in function.params)
         out.param_types.extend(self.type(p.type) for p in function.params)
         for node in function.nodes:
@@ -88,7 +80,7 @@ class Encoder:
         out.results.extend(_number(numbers, r, function.name) for r in function.results)
 
     def node(self, node: Node, out: pb.Node, numbers: Mapping[Value, int], function: str) -> None:
-        """Fills `out` with a node."""
+        """Fill `out` with a node."""
         out.op = self.op(node.op)
         out.inputs.extend(
             0 if v is None else 1 + _number(numbers, v, function) for v in node.inputs
@@ -102,7 +94,7 @@ class Encoder:
             out.place = 1 + self.place(node.meta)
 
     def attribute(self, node: Node, name: str, out: pb.Attribute) -> None:
-        """Fills `out` with one attribute."""
+        """Fill `out` with one attribute."""
         value = node.attrs[name]
         kind = _kind(value)
         if kind is None:
@@ -113,7 +105,7 @@ class Encoder:
         _WRITE[kind](self, out, value)
 
     def tensor(self, array: Array, out: pb.Attribute) -> None:
-        """A tensor: inline where small, else in the weights."""
+        """Write a tensor: inline if it is small, else into the weights."""
         type_ = self.type(type_of(array))
         if array.nbytes <= self._max_inline_bytes or array.dtype.kind == "O":
             out.tensor.type = type_
@@ -127,24 +119,24 @@ class Encoder:
         out.tensor_ref.name = self.string(name)
 
     def dtype(self, dtype: DType, out: pb.Attribute) -> None:
-        """An element type as an attribute."""
+        """Write an element type as an attribute."""
         if dtype.onnx in NEWER:
             self._needs(VALUES_VERSION)
         out.dtype = dtype.onnx  # type: ignore[assignment]
 
     def value_type(self, type_: TensorType, out: pb.Attribute) -> None:
-        """A type as an attribute."""
+        """Write a type as an attribute."""
         self._needs(VALUES_VERSION)
         out.type = self.type(type_)
 
     def string(self, text: str) -> int:
-        """Index of a text."""
+        """Return the index of a text."""
         return _index(self._strings, text, self.message.strings.append)
 
     def dim(self, dim: Dim) -> int:
-        """A size as `TensorType.shape` and `Attribute.dims` write it.
+        """Return a size as `TensorType.shape` and `Attribute.dims` write it.
 
-        Numbers below zero would read as symbols, so they stand in the table as text.
+        Negative numbers would read as symbols, so they are text in the table.
         """
         if isinstance(dim, int) and dim >= 0:
             return dim
@@ -153,7 +145,7 @@ class Encoder:
         return -1 - _index(self._dims, dim, lambda d: self.message.dims.append(str(d)))
 
     def op(self, op: OpId) -> int:
-        """Index of an operator."""
+        """Return the index of an operator."""
 
         def add(op: OpId) -> None:
             domain, name = self.string(op.domain), self.string(op.name)
@@ -162,7 +154,7 @@ class Encoder:
         return _index(self._ops, op, add)
 
     def type(self, type_: TensorType) -> int:
-        """Index of a type."""
+        """Return the index of a type."""
 
         def add(type_: TensorType) -> None:
             message = pb.TensorType(**self._form(type_))
@@ -173,7 +165,7 @@ class Encoder:
         return _index(self._types, type_, add)
 
     def _form(self, type_: TensorType) -> dict[str, Any]:
-        """Fields of a type; what a sequence or an optional holds comes into the table first."""
+        """Return the fields of a type; the type that it holds comes into the table first."""
         if isinstance(type_, OptionalType):
             return {"form": pb.FORM_OPTIONAL, "element": 1 + self.type(type_.element)}
         if isinstance(type_, SequenceType):
@@ -186,11 +178,11 @@ class Encoder:
         return {"dtype": type_.dtype.onnx, "shape": [self.dim(d) for d in type_.shape]}
 
     def _needs(self, version: int) -> None:
-        """The file takes at least this format version."""
+        """Raise the format version of the file to at least `version`."""
         self.message.format_version = max(self.message.format_version, version)
 
     def place(self, meta: Meta) -> int:
-        """Index of a place."""
+        """Return the index of a place."""
 
         def add(meta: Meta) -> None:
             file, line = (meta.location.file, meta.location.line) if meta.location else ("", 0)
@@ -235,10 +227,7 @@ _TUPLES: Final[tuple[tuple[Any, str], ...]] = (
     (str, "strings"),
     (int | Expr, "dims"),
 )
-_Write = Callable[[Encoder, pb.Attribute, Any], object]
-
-
-_WRITE: Final[Mapping[str, _Write]] = {
+_WRITE: Final[Mapping[str, Callable[[Encoder, pb.Attribute, Any], object]]] = {
     "int": lambda _, out, v: setattr(out, "int", v),
     "float": lambda _, out, v: setattr(out, "float", v),
     "string": lambda e, out, v: setattr(out, "string", e.string(v)),

@@ -27,7 +27,7 @@ AttrValue = Attr | tuple[Dim, ...] | TensorType
 
 @dataclass(frozen=True, slots=True)
 class OpId:
-    """What an operator means: the definition of `name` in `domain` that holds since `since`."""
+    """The definition of an operator: `name` in `domain`, as defined since version `since`."""
 
     domain: str
     name: str
@@ -50,7 +50,7 @@ class Location:
 
 @dataclass(frozen=True, slots=True)
 class Meta:
-    """Where a node comes from. It never changes what the node computes."""
+    """Where a node comes from; this never changes what the node computes."""
 
     location: Location | None = None
     scope: str = ""
@@ -95,11 +95,9 @@ class Function:
 
     def __post_init__(self) -> None:
         names = tuple(p.name for p in self.params)
-        _check_names(self.name, "parameter", names)
         object.__setattr__(self, "param_names", names)
-        object.__setattr__(self, "_param_places", _places(names))
-        object.__setattr__(self, "_result_places", _places(self.result_names))
-        _check_names(self.name, "result", self.result_names)
+        object.__setattr__(self, "_param_places", _places(self.name, "parameter", names))
+        object.__setattr__(self, "_result_places", _places(self.name, "result", self.result_names))
         if len(self.results) != len(self.result_names):
             raise InvalidInput(
                 f"function {self.name!r} has {len(self.results)} results and "
@@ -107,7 +105,7 @@ class Function:
             )
 
     def param_index(self, name: str) -> int:
-        """Place of the parameter called `name`."""
+        """Return the index of the parameter called `name`."""
         if name not in self._param_places:
             raise InvalidInput(
                 f"function {self.name!r} has no parameter {name!r}; "
@@ -116,11 +114,11 @@ class Function:
         return self._param_places[name]
 
     def param(self, name: str) -> Value:
-        """The parameter called `name`."""
+        """Return the parameter called `name`."""
         return self.params[self.param_index(name)]
 
     def result(self, name: str) -> Value:
-        """The result called `name`."""
+        """Return the result called `name`."""
         if name not in self._result_places:
             raise InvalidInput(
                 f"function {self.name!r} has no result {name!r}; "
@@ -136,7 +134,7 @@ class Function:
         result_names: Iterable[str] | None = None,
         nodes: Iterable[Node] | None = None,
     ) -> Function:
-        """The function with these parts in place of its own."""
+        """Return the function with some parts replaced."""
         return Function(
             self.name,
             self.params if params is None else tuple(params),
@@ -146,17 +144,17 @@ class Function:
         )
 
     def producers(self) -> dict[Value, Node]:
-        """The node that gives each value."""
+        """Return the node that produces each value."""
         return {v: node for node in self.nodes for v in node.outputs}
 
     def reads(self) -> Counter[Value]:
-        """How often each value is read, by nodes and as a result."""
+        """Count how often each value is read, by nodes and as a result."""
         counted = Counter(v for node in self.nodes for v in node.inputs if v is not None)
         counted.update(self.results)
         return counted
 
     def walk(self) -> Iterator[Node]:
-        """Every node, those of regions after the node that holds them."""
+        """Yield every node; those of regions come after the node that holds them."""
         for node in self.nodes:
             yield node
             for region in node.regions:
@@ -164,7 +162,7 @@ class Function:
 
 
 class Role(StrEnum):
-    """What a state tensor is for. No wire has a field for a personal one."""
+    """The purpose of a state tensor. No wire message has a field for a personal one."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -186,16 +184,28 @@ class StateTensor:
         return type_of(self.array)
 
 
-def _places(names: tuple[str, ...]) -> dict[str, int]:
-    return {name: i for i, name in enumerate(names)}
+@dataclass(frozen=True, slots=True, eq=False)
+class ModuleContents:
+    """The contents of `module.pb`; `ir.module.Module` also checks that its parts fit together.
+
+    `entries` maps an entry (`predict`, `train_step`, ...) to a function name; `meta` is free text
+    by key (class names, preprocessing, origin of the model).
+    """
+
+    functions: Mapping[str, Function]
+    entries: Mapping[str, str] = field(default_factory=dict)
+    state: Mapping[str, StateTensor] = field(default_factory=dict)
+    meta: Mapping[str, str] = field(default_factory=dict)
 
 
-def _check_names(function: str, kind: str, names: list[str] | tuple[str, ...]) -> None:
-    seen: set[str] = set()
-    for name in names:
-        if not name or name in seen:
+def _places(function: str, kind: str, names: tuple[str, ...]) -> dict[str, int]:
+    """Return the index of each name; refuse names that are empty or repeat."""
+    places: dict[str, int] = {}
+    for i, name in enumerate(names):
+        if not name or name in places:
             raise InvalidInput(
-                f"each {kind} of function {function!r} needs a name of its own, got {name!r} "
+                f"each {kind} of function {function!r} needs a unique name, got {name!r} "
                 f"{'twice' if name else 'empty'}"
             )
-        seen.add(name)
+        places[name] = i
+    return places

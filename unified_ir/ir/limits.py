@@ -1,7 +1,7 @@
-"""What `module.pb` may hold at most, and the counting that keeps to it before a byte is decoded.
+"""Limits of `module.pb`, and the check of its size before any byte is decoded.
 
-The figures are several times what the largest model known to need them has (a function of
-100,000 nodes takes 2 MiB); a file beyond them is refused, never half read.
+The limits are several times what the largest known model needs (a function of 100,000 nodes takes
+2 MiB); a file beyond them is refused, never read in part.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _Fields = dict[int, "Descriptor | None"]
 
 
 def check_counts(data: bytes) -> None:
-    """Refuse more bytes, fields, messages or nesting than the limits; malformed ones pass.
+    """Refuse more bytes, fields, messages or nesting than the limits.
 
-    Those are the parser's to refuse, which comes next.
+    Malformed bytes pass: the parser, which runs next, refuses them.
     """
     if len(data) > MAX_MODULE_BYTES:
         raise Corrupt(f"{len(data)} bytes, at most {MAX_MODULE_BYTES} are read")
@@ -85,7 +85,7 @@ def _kinds(message: Descriptor) -> _Fields:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """The number at `at` and where the next one starts; past the end where there is none."""
+    """Return the number at `at` and the position after it; past the end if it is incomplete."""
     if at >= len(data):
         return 0, len(data)
     byte = data[at]

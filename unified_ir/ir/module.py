@@ -1,15 +1,15 @@
-"""Modules, and the model file that carries one.
+"""Modules, and the model file that holds one.
 
-In a `Module` a parameter named like a state tensor *is* that state, and a result of that name is
-its new value. Personal state never enters a file: the file names it with its type, and a module
-that is read back has it at its start: the buffer `start.NAME`, what the model was built with before
-anything was learned, or zero where there is none.
+In a `Module`, a parameter with the name of a state tensor *is* that state, and a result of that
+name is its new value. Personal state never enters a file: the file only declares it with its type.
+A module that is read back has it at its initial value: the buffer `start.NAME`, with which the
+model was built before any training, or zero if there is no such buffer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -20,26 +20,17 @@ from triplane.unified_ir.files import container
 from triplane.unified_ir.ir import codec
 from triplane.unified_ir.ir.dims import Expr
 from triplane.unified_ir.ir.encode import NEGATIVE_VERSION
-from triplane.unified_ir.ir.graph import Array, Function, Role, StateTensor, Value
+from triplane.unified_ir.ir.graph import Array, Function, ModuleContents, Role, StateTensor, Value
 
 KIND: Final = "model"
 WEIGHTS_PART: Final = "weights.safetensors"
 START: Final = "start."
-"""Prefix of a buffer with the value that a personal tensor begins from on every device."""
+"""Prefix of the buffer with the initial value of a personal tensor, the same on every device."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Module:
-    """Functions, the entries that name them, and the state they share.
-
-    `entries` maps an entry (`predict`, `train_step`, ...) to a function name; `meta` is free text
-    by key (class names, preprocessing, how it was made).
-    """
-
-    functions: Mapping[str, Function]
-    entries: Mapping[str, str]
-    state: Mapping[str, StateTensor]
-    meta: Mapping[str, str] = field(default_factory=dict)
+class Module(ModuleContents):
+    """Functions, the entries that name them, and the state they share; see `ModuleContents`."""
 
     def __post_init__(self) -> None:
         for entry, name in self.entries.items():
@@ -52,21 +43,21 @@ class Module:
             _check_state(function, self.state)
 
     def entry(self, name: str) -> Function:
-        """The function of an entry."""
+        """Return the function of an entry."""
         if name not in self.entries:
             raise InvalidInput(f"no entry {name!r}; the module has {', '.join(self.entries)}")
         return self.functions[self.entries[name]]
 
     def inputs(self, entry: str) -> tuple[Value, ...]:
-        """Parameters of an entry that the caller supplies (all but state)."""
+        """Return the parameters of an entry that the caller supplies: all but state."""
         return tuple(p for p in self.entry(entry).params if p.name not in self.state)
 
     def assigned(self, entry: str) -> tuple[str, ...]:
-        """State that one call of the entry replaces."""
+        """Return the names of the state that one call of the entry replaces."""
         return tuple(r for r in self.entry(entry).result_names if r in self.state)
 
     def initial(self, name: str) -> Array:
-        """What a state tensor has on a device that begins; of a personal one never what it has."""
+        """Return a state tensor's value on a new device; never the contents of a personal one."""
         tensor = self.state[name]
         if tensor.role is not Role.PERSONAL:
             return tensor.array
@@ -81,14 +72,13 @@ class Module:
         parent: str = "",
         check: Callable[[Path], object] | None = None,
     ) -> str:
-        """Write a model file whole or not at all; its root digest in hexadecimal.
+        """Write a model file atomically; return its root digest in hexadecimal.
 
-        `parent`: root digest of the file this model was made from. Personal state is declared in
-        the file and its contents left out. Equal modules give equal bytes. The file is read again
-        before it takes its name, by `check` or `read`; `ops.check.save` infers its types too.
+        `parent`: root digest of the file that this model was derived from. Personal state is
+        declared in the file, without its contents. Equal modules give equal bytes. The file is read
+        back by `check`, or `read`, before it takes its name; `ops.check.save` also infers types.
         """
-        contents = codec.ModuleContents(self.functions, self.entries, self.state, self.meta)
-        data, tensors = codec.encode(contents)
+        data, tensors = codec.encode(self)
         roles = {name: str(t.role) for name, t in self.state.items() if name in tensors}
         weights = container.tensor_part(WEIGHTS_PART, tensors, roles)
         parts = [container.part(codec.PART, data), weights]
@@ -96,11 +86,11 @@ class Module:
 
 
 def read(path: str | Path, expected_digest: str | None = None) -> Module:
-    """The module in a model file, its arrays read-only views of the mapped file.
+    """Return the module in a model file, its arrays being read-only views of the mapped file.
 
-    The bytes are what the manifest says, and the module is well formed; that its operators exist
-    and its types hold is not known here: `ops.check.load` reads and checks.
-    Corrupt names the damaged part; `expected_digest` is the root digest in hexadecimal.
+    The bytes match the manifest, and the module is well formed; whether its operators exist and its
+    types hold is not checked here but in `ops.check.load`. Raise Corrupt, naming the damaged part.
+    `expected_digest` is the root digest in hexadecimal.
     """
     file = container.Container(Path(path), kind=KIND, expected_digest=expected_digest)
     names = [part.name for part in file.manifest.parts]
@@ -119,7 +109,7 @@ def read(path: str | Path, expected_digest: str | None = None) -> Module:
 
 
 def may_be_misread(path: Path, module: Module) -> bool:
-    """Whether the file is of a format before version 3 and has symbolic sizes in attributes.
+    """Return whether the file has a format before version 3 and symbolic sizes in attributes.
 
     Negative numbers among them were written so that they read as symbols; see `docs/ir.md`.
     """
@@ -130,7 +120,7 @@ def may_be_misread(path: Path, module: Module) -> bool:
     return any(isinstance(v, tuple) and any(isinstance(d, Expr) for d in v) for v in values)
 
 
-def _module(contents: codec.ModuleContents) -> Module:
+def _module(contents: ModuleContents) -> Module:
     try:
         module = Module(contents.functions, contents.entries, contents.state, contents.meta)
     except InvalidInput as error:

@@ -1,8 +1,8 @@
 """The text form read back: `parse_function(function_text(f))` has the same text and bytes.
 
-A constant shown only by its digest is looked up among the arrays given. Text is untrusted: size,
-nodes and nesting are bounded as in `module.pb`, and every refusal names the line. Types are claims,
-as they are in a file, until `ops.check` has inferred them.
+A constant shown only by its digest is looked up among the arrays passed in. Text is untrusted:
+size, nodes and nesting are limited as in `module.pb`, and every error names the line. As with a
+file, types are not verified until `ops.check` has inferred them.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ _PLACE: Final = re.compile(r"  # (.*)$")
 
 
 def parse_function(text: str, constants: Iterable[Array] = ()) -> Function:
-    """The function in `text`; `constants` holds the arrays that it shows by digest only.
+    """Return the function in `text`; `constants` holds the arrays that it shows by digest only.
 
-    InvalidInput, with the line: anything `function_text` would not write.
+    Raise InvalidInput, with the line, for anything that `function_text` would not write.
     """
     if len(text) > MAX_TEXT_CHARS:
         raise InvalidInput(f"a text has at most {MAX_TEXT_CHARS} characters, got {len(text)}")
@@ -70,32 +70,32 @@ def parse_function(text: str, constants: Iterable[Array] = ()) -> Function:
         reader.ops()
         function = reader.function("function")
         if reader.more():
-            raise InvalidInput("nothing follows the last '}'")
+            raise InvalidInput("unexpected text after the last '}'")
     except (InvalidInput, Corrupt) as error:
         raise InvalidInput(f"line {reader.at}: {error}") from error
     return function
 
 
 class _Line:
-    """One line, read from left to right."""
+    """Reads one line from left to right."""
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.at = 0
 
     def skip(self, literal: str) -> bool:
-        """Whether `literal` stands here; it is then behind."""
-        is_there = self.text.startswith(literal, self.at)
-        self.at += len(literal) * is_there
-        return is_there
+        """Read `literal` if it comes next; return whether it did."""
+        is_next = self.text.startswith(literal, self.at)
+        self.at += len(literal) * is_next
+        return is_next
 
     def need(self, literal: str) -> None:
-        """`literal` must stand here."""
+        """Read `literal`, which must come next."""
         if not self.skip(literal):
             raise InvalidInput(f"expected {literal!r} at {self.rest!r}")
 
     def match(self, pattern: re.Pattern[str], what: str) -> re.Match[str]:
-        """What the pattern finds here."""
+        """Read text that matches the pattern."""
         match = pattern.match(self.text, self.at)
         if match is None:
             raise InvalidInput(f"expected {what} at {self.rest!r}")
@@ -103,7 +103,7 @@ class _Line:
         return match
 
     def list(self, end: str, read: Callable[[_Line], _T]) -> list[_T]:
-        """Items separated by a comma and a space up to `end`."""
+        """Read items separated by a comma and a space up to `end`."""
         items: list[_T] = []
         while not self.skip(end):
             if items:
@@ -115,12 +115,12 @@ class _Line:
 
     @property
     def rest(self) -> str:
-        """The beginning of what is not read yet."""
+        """The beginning of the unread text."""
         return self.text[self.at : self.at + 40]
 
 
 class _Reader:
-    """Lines of one text; `at` counts those read."""
+    """Reads the lines of one text; `at` counts those already read."""
 
     def __init__(self, lines: list[str], constants: Mapping[str, Array]) -> None:
         self.lines = lines
@@ -130,18 +130,18 @@ class _Reader:
         self.since: dict[str, int] = {}
 
     def more(self) -> bool:
-        """Whether a line is left."""
+        """Return whether a line is left."""
         return self.at < len(self.lines)
 
     def line(self) -> _Line:
-        """The next line without its indent."""
+        """Return the next line without its indent."""
         if not self.more():
             raise InvalidInput("the text ends inside a function")
         self.at += 1
         return _Line(self.lines[self.at - 1].lstrip(" "))
 
     def ops(self) -> None:
-        """The first line: each operator's version."""
+        """Read the first line: each operator's version."""
         if not (self.more() and self.lines[0].startswith("ops ")):
             return
         for item in self.line().text.split(" ")[1:]:
@@ -151,7 +151,7 @@ class _Reader:
             self.since[op] = _bounded(since, 2**32)
 
     def function(self, kind: str, depth: int = 0) -> Function:
-        """A function from its head to its closing brace."""
+        """Read a function from its head to its closing brace."""
         if depth > limits.MAX_REGION_DEPTH:
             raise InvalidInput(f"regions nest deeper than {limits.MAX_REGION_DEPTH}")
         head = self.line()
@@ -174,7 +174,7 @@ class _Reader:
         return Function(name, tuple(params), tuple(returned), names, tuple(nodes))
 
     def params(self) -> list[Value]:
-        """One parameter per line, up to the one without a comma."""
+        """Read one parameter per line, up to the one without a comma."""
         params: list[Value] = []
         while len(params) <= limits.MAX_OPERANDS:
             line = self.line()
@@ -188,7 +188,7 @@ class _Reader:
     def body(
         self, values: dict[str, Value], count: int, depth: int
     ) -> tuple[list[Node], list[Value]]:
-        """Nodes up to the line of results; `values` by key gains their outputs."""
+        """Read nodes up to the line of results; their outputs are added to `values`."""
         nodes: list[Node] = []
         while True:
             line = self.line()
@@ -196,22 +196,21 @@ class _Reader:
                 returned = _returned(line, values)
                 self.line().need("}")
                 return nodes, returned
-            node = self.node(line, values, depth)
-            for written, value in node[1]:
+            outputs = line.list(" = ", _output)
+            nodes.append(self.node(line, tuple(v for _, v in outputs), values, depth))
+            for written, value in outputs:
                 if written != str(count):
                     raise InvalidInput(f"value %{written} is number {count}")
                 values[written] = value
                 count += 1
-            nodes.append(node[0])
 
     def node(
-        self, line: _Line, values: Mapping[str, Value], depth: int
-    ) -> tuple[Node, list[tuple[str, Value]]]:
-        """A node and its outputs as they are written."""
+        self, line: _Line, outputs: tuple[Value, ...], values: Mapping[str, Value], depth: int
+    ) -> Node:
+        """Read a node after its outputs."""
         self.nodes += 1
         if self.nodes > limits.MAX_NODES:
             raise InvalidInput(f"a text has at most {limits.MAX_NODES} nodes")
-        outputs = line.list(" = ", _output)
         op = self.op(line.match(_OP, "an operator")[1])
         line.need("(")
         inputs = line.list(")", lambda at: None if at.skip("none") else _value(at, values))
@@ -222,18 +221,17 @@ class _Reader:
             opened = line.skip(" {")
         meta = _place(line)
         regions = self.regions(depth) if opened else ()
-        outputs_of_node = tuple(v for _, v in outputs)
-        return Node(op, tuple(inputs), outputs_of_node, attrs, regions, meta), outputs
+        return Node(op, tuple(inputs), outputs, attrs, regions, meta)
 
     def op(self, text: str) -> OpId:
-        """An operator, its version from the first line."""
+        """Return an operator with its version from the first line."""
         if text not in self.since:
-            raise InvalidInput(f"the first line gives no version of {text!r}")
+            raise InvalidInput(f"the first line has no version of {text!r}")
         domain, _, name = text.rpartition(".")
         return OpId(domain, name, self.since[text])
 
     def regions(self, depth: int) -> tuple[Function, ...]:
-        """Regions up to the closing brace of their node."""
+        """Read regions up to the closing brace of their node."""
         regions: list[Function] = []
         while self.more() and self.lines[self.at].lstrip(" ") != "}":
             regions.append(self.function("region", depth + 1))
@@ -241,13 +239,13 @@ class _Reader:
         return tuple(regions)
 
     def attribute(self, line: _Line) -> tuple[str, AttrValue]:
-        """`name=value`."""
+        """Read `name=value`."""
         name = _name(line)
         line.need("=")
         return name, self.value(line)
 
     def value(self, line: _Line) -> AttrValue:
-        """What an attribute holds."""
+        """Read an attribute's value."""
         if line.skip("("):
             return _tuple(line)
         if line.text.startswith('"', line.at):
@@ -262,7 +260,7 @@ class _Reader:
         return DTYPES[word] if word in DTYPES else _number(word)
 
     def array(self, line: _Line) -> Array:
-        """A constant: type and elements, or type and digest."""
+        """Read a constant: type and elements, or type and digest."""
         type_ = _type(line)
         shape = static_shape(type_)
         line.need(" ")
@@ -270,13 +268,13 @@ class _Reader:
             digest = line.match(re.compile(rf"[0-9a-f]{{{DIGEST_DIGITS}}}"), "a digest")[0]
             held = self.constants.get(f"{type_} {digest}")
             if held is None:
-                raise InvalidInput(f"no constant {type_} of digest {digest} was given")
+                raise InvalidInput(f"no constant {type_} with the digest {digest} was passed in")
             return held
         line.need("{")
         items = line.list("}", lambda at: at.match(_ELEMENT, "an element")[0])
         n = dims.product(list(shape))
         if len(items) != n or len(items) > MAX_SHOWN_ELEMENTS:
-            raise InvalidInput(f"{type_} has {n} elements, {len(items)} are given")
+            raise InvalidInput(f"{type_} has {n} elements, the text has {len(items)}")
         array = np.empty(len(items), type_.dtype.numpy)
         array[:] = [_element(i, type_.dtype) for i in items]
         array = array.reshape(shape)
@@ -287,7 +285,7 @@ class _Reader:
 def _element(text: str, dtype: DType) -> int | float | bool | str:
     if dtype == string:
         if not text.startswith('"'):
-            raise InvalidInput(f"a string stands in quotes, got {text[:40]!r}")
+            raise InvalidInput(f"a string is written in quotes, got {text[:40]!r}")
         return _unquoted(text)
     if dtype.name == "bool":
         if text not in {"true", "false"}:
@@ -300,12 +298,12 @@ def _element(text: str, dtype: DType) -> int | float | bool | str:
     low = 0 if dtype.kind == "uint" else -(2 ** (dtype.bits - 1))
     number = _bounded(text, 2**64)
     if not low <= number < low + 2**dtype.bits:
-        raise InvalidInput(f"{number} is no {dtype}")
+        raise InvalidInput(f"{number} is out of range for {dtype}")
     return number
 
 
 def _tuple(line: _Line) -> AttrValue:
-    """Items of one kind up to the closing parenthesis, which a size may contain too."""
+    """Read items of one kind up to the closing parenthesis; sizes may contain parentheses too."""
     items: list[str] = []
     while not line.skip(")"):
         if line.skip(",)"):
@@ -321,7 +319,7 @@ def _tuple(line: _Line) -> AttrValue:
 
 
 def _item(line: _Line) -> str:
-    """Text up to the comma or parenthesis that ends an item of a tuple."""
+    """Return the text up to the comma or parenthesis that ends an item of a tuple."""
     if line.text.startswith('"', line.at):
         return line.match(_NAME, "a text")[0]
     start, open_ = line.at, 0
@@ -361,7 +359,7 @@ def _output(line: _Line) -> tuple[str, Value]:
 
 
 def _type(line: _Line) -> TensorType:
-    """A type of a value; a sequence's element may be an element type alone."""
+    """Read the type of a value; a sequence may have only an element type."""
     wrapped = _WRAPPED.match(line.text, line.at)
     if wrapped is None:
         return _tensor_type(line)
@@ -399,7 +397,7 @@ def _size(text: str) -> dims.Dim:
 
 
 def _key(name: str) -> str:
-    """How `values` knows a parameter: numbers are other values."""
+    """Return the key of a parameter in `values`; the keys of other values are numbers."""
     return f"%{name}"
 
 

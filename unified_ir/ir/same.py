@@ -1,7 +1,7 @@
-"""What differs between two functions: what was to be written, and what the bytes say.
+"""The first difference between two functions: the one to encode, and the one decoded from it.
 
-Encoding compares the two before anything is stored, so an encoding that loses or changes something
-is refused when it is written and never read as something else.
+Encoding compares the two before anything is stored, so an encoding that would lose or change
+something is refused when it is written.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from triplane.unified_ir.ir.types import type_of
 
 
 def difference(a: Function, b: Function, compared_bytes: int) -> str:
-    """The first difference between two functions, "" where they say the same.
+    """Describe the first difference between two functions; "" if they are the same.
 
-    Values count by position. Contents of constants above `compared_bytes` are not compared.
+    Values are compared by position. Contents of constants above `compared_bytes` are not compared.
     """
     if (a.name, a.param_names, a.result_names) != (b.name, b.param_names, b.result_names):
         return f"the names of function {a.name!r}"
@@ -27,9 +27,8 @@ def difference(a: Function, b: Function, compared_bytes: int) -> str:
         return f"the parameters or the number of nodes of {a.name!r}"
     ours, theirs = _numbers(a), _numbers(b)
     for i, (x, y) in enumerate(zip(a.nodes, b.nodes, strict=True)):
-        said = _of_nodes(x, y, ours, theirs, compared_bytes)
-        if said:
-            return f"node {i} ({x.op}): {said}"
+        if text := _of_nodes(x, y, ours, theirs, compared_bytes):
+            return f"node {i} ({x.op}): {text}"
     if [ours[r] for r in a.results] != [theirs[r] for r in b.results]:
         return f"the results of {a.name!r}"
     return ""
@@ -55,12 +54,12 @@ def _of_nodes(
 
 
 def _same(a: AttrValue | Dim, b: AttrValue | Dim, compared_bytes: int) -> bool:
-    """Whether two attributes are equal, numbers to the bit."""
-    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
-        if not isinstance(a, np.ndarray) or not isinstance(b, np.ndarray):
-            return False
+    """Return whether two attributes are equal, numbers bit by bit."""
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
         alike = type_of(a) == type_of(b)
         return alike and (a.nbytes > compared_bytes or raw(a) == raw(b))
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        return False
     if isinstance(a, tuple) and isinstance(b, tuple):
         return len(a) == len(b) and all(
             _same(x, y, compared_bytes) for x, y in zip(a, b, strict=True)

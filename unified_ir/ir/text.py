@@ -9,10 +9,10 @@
     }
 
 A parameter is written by its name, any other value by its number: parameters count first, then
-outputs in order, as in `module.pb`. A line after `#` says where the user wrote it; file and scope
-stand in quotes where they would be taken for something else. Constants of more than eight elements,
-and those with a NaN that `nan` does not give back, appear as type and the first digits of the
-SHA-256 of their bytes.
+outputs in order, as in `module.pb`. The text after `#` is the location in the user's source; file
+and scope are quoted where they would be ambiguous. Constants of more than eight elements, and those
+with a NaN that `nan` does not reproduce, appear as type and the first digits of the SHA-256 of
+their bytes.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ _PLACE: Final = re.compile(r"(?:(\S.*?):(\d+)(?: (.*))?|(.*))", re.DOTALL)
 _STRING: Final = r'"(?:[^"\\]|\\.)*"'
 _QUOTED_PLACE: Final = re.compile(rf"(?:({_STRING}):(\d+) )?({_STRING})")
 _WORDS_OF_FLOATS: Final = {"inf": "1*inf", "-inf": "-1*inf", "nan": "1*nan"}
-"""Symbols that a tuple of them alone would show as floats, and how they are written there."""
+"""Symbols that would read as floats in a tuple, and how they are written there."""
 
 
 def module_text(module: Module) -> str:
-    """Properties, entries, state with roles, then every function."""
+    """Return properties, entries, state with roles, then every function."""
     lines = ["module"]
     lines += [f"  meta {_name(k)} = {_quoted(v)}" for k, v in sorted(module.meta.items())]
     lines += [f"  entry {_name(e)} = {_name(f)}" for e, f in module.entries.items()]
@@ -62,26 +62,24 @@ def module_text(module: Module) -> str:
 
 
 def function_text(function: Function, *, name: str | None = None) -> str:
-    """One function; `name` is the one its module gives it, where that differs."""
+    """Return one function as text; `name` is the name in its module, if that differs."""
     ops = sorted({(str(n.op), n.op.since) for n in function.walk()})
     header = [f"ops {' '.join(f'{op}@{since}' for op, since in ops)}"] if ops else []
     return "\n".join([*header, *_lines(function, f"function {_name(name or function.name)}")])
 
 
 def _lines(function: Function, head: str) -> Iterator[str]:
-    names = _Names(function)
-    results = ", ".join(
-        f"{_name(n)}: {v.type}"
-        for n, v in zip(function.result_names, function.results, strict=True)
-    )
-    if function.params:
+    names = {p: f"%{_name(p.name)}" for p in function.params}
+    for value in (v for node in function.nodes for v in node.outputs):
+        names[value] = f"%{len(names)}"
+    named = zip(function.result_names, function.results, strict=True)
+    results = ", ".join(f"{_name(n)}: {v.type}" for n, v in named)
+    params = [f"{_INDENT}{names[p]}: {p.type}" for p in function.params]
+    if params:
         yield f"{head}("
-        for param in function.params[:-1]:
-            yield f"{_INDENT}{names[param]}: {param.type},"
-        yield f"{_INDENT}{names[function.params[-1]]}: {function.params[-1].type}"
-        yield f") -> ({results}) {{"
-    else:
-        yield f"{head}() -> ({results}) {{"
+        yield from (f"{param}," for param in params[:-1])
+        yield params[-1]
+    yield f"{')' if params else f'{head}()'} -> ({results}) {{"
     for node in function.nodes:
         for line in _node_lines(node, names):
             yield _INDENT + line
@@ -89,20 +87,7 @@ def _lines(function: Function, head: str) -> Iterator[str]:
     yield "}"
 
 
-class _Names:
-    """How each value of a function is written."""
-
-    def __init__(self, function: Function) -> None:
-        self._names: dict[Value, str] = {p: f"%{_name(p.name)}" for p in function.params}
-        for node in function.nodes:
-            for value in node.outputs:
-                self._names[value] = f"%{len(self._names)}"
-
-    def __getitem__(self, value: Value) -> str:
-        return self._names[value]
-
-
-def _node_lines(node: Node, names: _Names) -> Iterator[str]:
+def _node_lines(node: Node, names: Mapping[Value, str]) -> Iterator[str]:
     outputs = ", ".join(f"{names[v]}: {v.type}" for v in node.outputs)
     inputs = ", ".join("none" if v is None else names[v] for v in node.inputs)
     attrs = attributes_text(node.attrs)
@@ -116,7 +101,7 @@ def _node_lines(node: Node, names: _Names) -> Iterator[str]:
 
 
 def attributes_text(attrs: Mapping[str, AttrValue]) -> str:
-    """Attributes by name, `{}` left out where there are none."""
+    """Return attributes by name in braces; "" if there are none."""
     if not attrs:
         return ""
     return "{" + ", ".join(f"{_name(k)}={_attr(attrs[k])}" for k in sorted(attrs)) + "}"
@@ -132,7 +117,7 @@ def _attr(value: AttrValue) -> str:
 
 
 def _item(value: str | float | Dim) -> str:
-    """One item of a tuple: floats, texts, and sizes are told apart."""
+    """Return one item of a tuple, so that floats, texts and sizes are distinguishable."""
     if isinstance(value, str):
         return _quoted(value)
     if isinstance(value, bool):
@@ -149,7 +134,7 @@ def _array(array: Array) -> str:
 
 
 def _is_shown(array: Array) -> bool:
-    """Whether the elements as text give back every bit; the text of a NaN has no payload."""
+    """Return whether the elements' text reproduces every bit; the text of a NaN has no payload."""
     if not type_of(array).dtype.is_float:
         return True
     read = np.empty(array.size, array.dtype)
@@ -158,12 +143,12 @@ def _is_shown(array: Array) -> bool:
 
 
 def digest_of(array: Array) -> str:
-    """The digits that stand for the contents of a constant too long to show."""
+    """Return the digits that identify the contents of a constant too long to show."""
     return hashlib.sha256(raw(array)).hexdigest()[:DIGEST_DIGITS]
 
 
 def _elements(array: Array) -> Sequence[str]:
-    """Each element in the fewest digits that read back as it."""
+    """Return each element in the fewest digits that read back as the same number."""
     if array.dtype.kind == "O":
         return [_quoted(v) for v in array.reshape(-1)]
     if array.dtype.kind == "b":
@@ -174,9 +159,7 @@ def _elements(array: Array) -> Sequence[str]:
 def _place(meta: Meta) -> str:
     if meta == NO_META:
         return ""
-    words = [str(meta.location)] if meta.location else []
-    words += [meta.scope] if meta.scope else []
-    text = " ".join(words)
+    text = " ".join(str(part) for part in (meta.location, meta.scope) if part)
     if place_of(text) != meta:
         file = f"{_quoted(meta.location.file)}:{meta.location.line} " if meta.location else ""
         text = file + _quoted(meta.scope)
@@ -184,12 +167,11 @@ def _place(meta: Meta) -> str:
 
 
 def place_of(text: str) -> Meta:
-    """The place that stands after `#`."""
+    """Return the location and scope in the text after `#`."""
     quoted = _QUOTED_PLACE.fullmatch(text)
     if quoted is not None:
-        scope = json.loads(quoted[3])
         where = Location(json.loads(quoted[1]), int(quoted[2])) if quoted[1] else None
-        return Meta(where, scope)
+        return Meta(where, json.loads(quoted[3]))
     match = _PLACE.fullmatch(text)
     assert match is not None  # its last alternative takes any text
     if match[1] is None:

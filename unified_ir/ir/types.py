@@ -1,8 +1,8 @@
 """Element types; types of tensors, sequences and optionals.
 
 One literal table holds every property of an element type. A sequence or an optional is a
-`TensorType` without axes whose `dtype` is no number: what is written for tensors passes it through
-untouched, and a rule that takes one asks for its class.
+`TensorType` without axes whose `dtype` is not numeric: code for tensors passes it through
+unchanged, and a rule that accepts one checks for its class.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class DType:
     name: str
     kind: str
     bits: int
-    """Of one element; 0 for strings, whose elements have no common size."""
+    """Bits of one element; 0 for strings, whose elements have no common size."""
     onnx: int
     host: Any
     """The numpy scalar type that holds one element on the host."""
 
     @cached_property
     def numpy(self) -> np.dtype[Any]:
-        """The numpy dtype; sub-byte and 8-bit float types come from ml_dtypes."""
+        """The numpy dtype; types below a byte and 8-bit floats come from ml_dtypes."""
         dtype: np.dtype[Any] = np.dtype(self.host)
         return dtype
 
@@ -106,11 +106,11 @@ string = DTYPES["string"]
 _SEQUENCE: Final = DType("sequence", "sequence", 0, 0, np.object_)
 _OPTIONAL: Final = DType("optional", "optional", 0, 0, np.object_)
 OWN: Final = symbol("_")
-"""In the type of a sequence's elements: a size that each element has for itself."""
+"""In the type of a sequence's elements: a size that may differ from element to element."""
 
 
 def as_dtype(x: DType | DTypeLike | str) -> DType:
-    """Reads an element type from a DType, its name, or anything numpy takes for a dtype."""
+    """Read an element type from a DType, its name, or anything that numpy accepts as a dtype."""
     if isinstance(x, DType):
         return x
     if isinstance(x, str) and x in DTYPES:
@@ -152,30 +152,30 @@ class TensorType:
 
     @property
     def carries_gradient(self) -> bool:
-        """Whether a value of this type holds numbers that gradients flow through."""
+        """Whether a value of this type holds floats, through which gradients flow."""
         return self.dtype.is_float
 
     def with_sizes(self, sizes: Mapping[str, Dim]) -> TensorType:
-        """The type with symbols replaced."""
+        """Return the type with symbols replaced."""
         return TensorType(self.dtype, tuple(substitute(d, sizes) for d in self.shape))
 
     def concrete(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """The shape as ints, for the given sizes of symbols."""
+        """Return the shape as ints, for the given sizes of symbols."""
         return tuple(evaluate(d, sizes) for d in self.shape)
 
     def with_shape(self, shape: Iterable[Dim]) -> TensorType:
-        """Same element type, another shape."""
+        """Return the type with another shape."""
         return TensorType(self.dtype, tuple(shape))
 
     def with_dtype(self, dtype: DType) -> TensorType:
-        """Same shape, another element type."""
+        """Return the type with another element type."""
         return TensorType(dtype, self.shape)
 
 
 def TensorSpec(
     shape: Iterable[int | str | Dim], dtype: DType | DTypeLike | str = float32
 ) -> TensorType:
-    """A tensor type from sizes and symbol names: `TensorSpec(("N", 1, 28, 28))`."""
+    """Return a tensor type from sizes and symbol names: `TensorSpec(("N", 1, 28, 28))`."""
     dims = tuple(as_dim(d) for d in shape)
     if len(dims) > MAX_RANK:
         raise InvalidInput(f"a tensor has at most {MAX_RANK} axes, got {len(dims)}")
@@ -186,8 +186,8 @@ def TensorSpec(
 class SequenceType(TensorType):
     """Any number of tensors in order; `str` gives e.g. `seq(float32[_,3])`.
 
-    `element` is their type, where a size `_` is each one's own, or an element type alone where
-    nothing is known of their shapes. `empty`: there is none yet, so any shape may come.
+    `element` is their type, in which a size `_` may differ from tensor to tensor, or only an
+    element type if their shapes are unknown. `empty`: it has no tensor yet, so any shape fits.
     """
 
     element: TensorType | DType
@@ -213,7 +213,7 @@ class SequenceType(TensorType):
 
     @property
     def symbols(self) -> frozenset[str]:
-        """Symbols of the scope in the elements' shape."""
+        """Symbols in the elements' shape, `_` excepted."""
         inner = self.element
         return frozenset() if isinstance(inner, DType) else inner.symbols - {"_"}
 
@@ -248,7 +248,7 @@ class OptionalType(TensorType):
 
     @property
     def symbols(self) -> frozenset[str]:
-        """Symbols of what it may hold."""
+        """Symbols in the type that it may hold."""
         return self.element.symbols
 
     @property
@@ -267,14 +267,14 @@ def _fill(type_: TensorType, **fields: object) -> None:
 
 
 def is_plain(type_: TensorType) -> bool:
-    """Whether values of the type are tensors: no sequences, no optionals."""
+    """Return whether values of the type are tensors, not sequences or optionals."""
     return type(type_) is TensorType
 
 
 def joined(a: TensorType, b: TensorType) -> TensorType | None:
-    """The narrowest type of which values of both types are; None where there is none.
+    """Return the narrowest type that values of both types have; None if there is none.
 
-    Two tensor types join only where they are equal; two sequences of one element type always do.
+    Two tensor types join only if they are equal; two sequences of one element type always do.
     """
     if a == b:
         return a
@@ -291,7 +291,7 @@ def joined(a: TensorType, b: TensorType) -> TensorType | None:
 
 
 def joined_elements(a: TensorType | DType, b: TensorType | DType) -> TensorType | DType:
-    """What is known of tensors of one element type that are `a` or `b`."""
+    """Return what `a` and `b`, two types of elements with the same dtype, have in common."""
     if isinstance(a, DType) or isinstance(b, DType):
         return a if isinstance(a, DType) else a.dtype
     if a.rank != b.rank:
@@ -301,12 +301,12 @@ def joined_elements(a: TensorType | DType, b: TensorType | DType) -> TensorType 
 
 
 def fits(actual: TensorType, wanted: TensorType) -> bool:
-    """Whether each value of type `actual` is one of type `wanted`."""
+    """Return whether each value of type `actual` also has type `wanted`."""
     return joined(actual, wanted) == wanted
 
 
 def type_of(array: np.ndarray[Any, Any]) -> TensorType:
-    """The type of a host array."""
+    """Return the type of a host array."""
     dtype = as_dtype(array.dtype)
     if dtype == string and not all(isinstance(x, str) for x in array.reshape(-1)):
         raise InvalidInput("an array of Python objects is a tensor only where each is a str")
