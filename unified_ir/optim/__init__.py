@@ -1,10 +1,12 @@
 """Optimizers and schedules: pure descriptions, computed inside the graph of the training step."""
 
 from triplane.proto.lazy import public_names as _public_names
-from triplane.unified_ir.optim.adafactor import Adafactor as Adafactor
+from triplane.unified_ir.optim.adam import LAMB as LAMB
 from triplane.unified_ir.optim.adam import Adam as Adam
 from triplane.unified_ir.optim.adam import AdamW as AdamW
+from triplane.unified_ir.optim.adam import Lion as Lion
 from triplane.unified_ir.optim.adaptive import Adadelta as Adadelta
+from triplane.unified_ir.optim.adaptive import Adafactor as Adafactor
 from triplane.unified_ir.optim.adaptive import Adagrad as Adagrad
 from triplane.unified_ir.optim.adaptive import RMSProp as RMSProp
 from triplane.unified_ir.optim.clipping import clip_by_global_norm as clip_by_global_norm
@@ -12,8 +14,6 @@ from triplane.unified_ir.optim.clipping import clip_by_norm as clip_by_norm
 from triplane.unified_ir.optim.clipping import clip_by_value as clip_by_value
 from triplane.unified_ir.optim.clipping import global_norm as global_norm
 from triplane.unified_ir.optim.group import Group as Group
-from triplane.unified_ir.optim.large_batch import LAMB as LAMB
-from triplane.unified_ir.optim.large_batch import Lion as Lion
 from triplane.unified_ir.optim.optimizer import STEP as STEP
 from triplane.unified_ir.optim.optimizer import Optimizer as Optimizer
 from triplane.unified_ir.optim.optimizer import slot_name as slot_name

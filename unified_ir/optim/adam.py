@@ -1,34 +1,38 @@
-"""Adam and AdamW, with the bias corrections folded into two scalars.
+"""Updates by running means of gradients: Adam, AdamW, LAMB by tensor, Lion by element.
 
-Slots hold M = m / (1 - beta1) and V = v / (1 - beta2) of Kingma and Ba 2015, so that an update
-is M <- beta1 M + g, V <- beta2 V + g^2, p <- p - a M / (sqrt(V) + e) with, for update t = 1, 2, ...
+Adam folds the bias corrections into two scalars: slots hold M = m / (1 - beta1) and
+V = v / (1 - beta2) of Kingma and Ba 2015, so that an update is M <- beta1 M + g,
+V <- beta2 V + g^2, p <- p - a M / (sqrt(V) + e) with, for update t = 1, 2, ...
 
     c = sqrt((1 - beta2) / (1 - beta2^t)),  a = lr (1 - beta1) / ((1 - beta1^t) c),  e = epsilon / c
 
-which is the paper's algorithm 1 with two passes over each tensor fewer.
+which is the paper's algorithm 1 with two passes fewer over each tensor.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import ClassVar, Final
 
 from triplane.unified_ir import ops
 from triplane.unified_ir.ops.tensor import Tensor
 from triplane.unified_ir.optim.optimizer import (
+    POSITIVE,
+    SHARE,
+    Checks,
     Decay,
+    Moved,
     Optimizer,
     Rule,
-    check_positive,
-    check_range,
+    Slots,
 )
 from triplane.unified_ir.optim.schedules import Schedule
 
 FIRST: Final = "m"
 SECOND: Final = "v"
 LARGEST: Final = "largest"
+MEAN: Final = "mean"
 
 
 @dataclass(frozen=True)
@@ -45,15 +49,10 @@ class Adam(Optimizer):
     epsilon: float = 1e-8
     amsgrad: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        name = type(self).__name__
-        check_range(name, "beta1", self.beta1, 0, 1)
-        check_range(name, "beta2", self.beta2, 0, 1)
-        check_positive(name, "epsilon", self.epsilon)
+    checks: ClassVar[Checks] = {"beta1": SHARE, "beta2": SHARE, "epsilon": POSITIVE}
 
     def counts(self) -> bool:
-        """Always: the bias corrections depend on the number of updates."""
+        """Return True: the bias corrections depend on the number of updates."""
         return True
 
     def used_slots(self) -> tuple[str, ...]:
@@ -65,9 +64,7 @@ class Adam(Optimizer):
         assert step is not None
         scale, epsilon = self._scalars(step)
 
-        def move(
-            p: Tensor, g: Tensor, slots: Mapping[str, Tensor]
-        ) -> tuple[Tensor, dict[str, Tensor]]:
+        def move(p: Tensor, g: Tensor, slots: Slots) -> Moved:
             m = slots[FIRST] * self.beta1 + g
             v = slots[SECOND] * self.beta2 + g * g
             kept = {FIRST: m, SECOND: v}
@@ -78,7 +75,7 @@ class Adam(Optimizer):
         return move
 
     def _scalars(self, step: Tensor) -> tuple[Tensor, Tensor]:
-        """a and e of the module's formula."""
+        """Return a and e of the module's formula."""
         t = step.cast("float32") + 1.0
         left1, left2 = one_minus_power(self.beta1, t), one_minus_power(self.beta2, t)
         inverse = ops.sqrt(left2 * (1.0 / (1.0 - self.beta2)))
@@ -97,7 +94,7 @@ class AdamW(Adam):
 
 
 def one_minus_power(base: float, t: Tensor) -> Tensor:
-    """1 - base^t for 0 <= base < 1, without the cancellation that float32 has where it is small.
+    """Return 1 - base^t for 0 <= base < 1, exact in float32 where the result is small too.
 
     1 - exp(-y) = 2 u / (1 + u) with u = tanh(y / 2).
     """
@@ -105,3 +102,81 @@ def one_minus_power(base: float, t: Tensor) -> Tensor:
         return t * 0.0 + 1.0
     u = ops.tanh(t * (-0.5 * math.log(base)))
     return u * 2.0 / (u + 1.0)
+
+
+@dataclass(frozen=True)
+class LAMB(Optimizer):
+    """p <- p - lr |p| / |u| u with u = m / (sqrt(v) + epsilon) + weight_decay p (You et al. 2020).
+
+    m and v are Adam's corrected means; the norms are of the whole tensor, and where either is 0 the
+    ratio is 1. Slots: m / (1 - beta1) and v / (1 - beta2) without the corrections. Decay that is
+    decoupled, the default, enters u as in the paper.
+    """
+
+    lr: float | Schedule = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-6
+    decay: Decay = field(default="decoupled", kw_only=True)
+
+    slots = (FIRST, SECOND)
+
+    checks: ClassVar[Checks] = {"beta1": SHARE, "beta2": SHARE, "epsilon": POSITIVE}
+    decays_in_rule = True  # decay is a part of u, whose norm scales the update
+
+    def counts(self) -> bool:
+        """Return True: the bias corrections depend on the number of updates."""
+        return True
+
+    def rule(self, step: Tensor | None) -> Rule:
+        """See `Optimizer`."""
+        assert step is not None
+        lr, inside = self.rate(step), self.decoupled_in_rule()
+        t = step.cast("float32") + 1.0
+        first = (1.0 - self.beta1) / one_minus_power(self.beta1, t)
+        second = (1.0 - self.beta2) / one_minus_power(self.beta2, t)
+
+        def move(p: Tensor, g: Tensor, slots: Slots) -> Moved:
+            m = slots[FIRST] * self.beta1 + g
+            v = slots[SECOND] * self.beta2 + g * g
+            u = m * first / (ops.sqrt(v * second) + self.epsilon)
+            if inside:
+                u = u + p * inside
+            return p - u * (_trust(p, u) * lr), {FIRST: m, SECOND: v}
+
+        return move
+
+
+def _trust(p: Tensor, u: Tensor) -> Tensor:
+    """Return |p| / |u|, or 1 where either is 0."""
+    top, bottom = ops.sqrt((p * p).sum()), ops.sqrt((u * u).sum())
+    both = ops.logical_and(top > 0.0, bottom > 0.0)
+    return ops.where(both, top / ops.where(both, bottom, 1.0), 1.0)
+
+
+@dataclass(frozen=True)
+class Lion(Optimizer):
+    """p <- p (1 - lr weight_decay) - lr sign(beta1 m + (1 - beta1) g) (Chen et al. 2023).
+
+    Then m <- beta2 m + (1 - beta2) g.
+    """
+
+    lr: float | Schedule = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.99
+    decay: Decay = field(default="decoupled", kw_only=True)
+
+    slots = (MEAN,)
+
+    checks: ClassVar[Checks] = {"beta1": SHARE, "beta2": SHARE}
+
+    def rule(self, step: Tensor | None) -> Rule:
+        """See `Optimizer`."""
+        lr = self.rate(step)
+
+        def move(p: Tensor, g: Tensor, slots: Slots) -> Moved:
+            m = slots[MEAN]
+            push = ops.sign(m * self.beta1 + g * (1.0 - self.beta1))
+            return p - push * lr, {MEAN: m * self.beta2 + g * (1.0 - self.beta2)}
+
+        return move

@@ -1,27 +1,46 @@
-"""Rates by element from the history of squares: Adagrad, RMSProp, Adadelta; PyTorch's forms."""
+"""Rates by element from the history of squares: Adagrad, RMSProp, Adadelta and Adafactor.
+
+All have PyTorch's form. Adafactor keeps the squares as the product of a row and a column (Shazeer
+and Stern 2018).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, field
+from typing import ClassVar, Final
+
+import numpy as np
 
 from triplane.unified_ir import ops
+from triplane.unified_ir.ir.types import TensorType
 from triplane.unified_ir.ops.tensor import Tensor
-from triplane.unified_ir.optim.optimizer import Optimizer, Rule, check_positive, check_range
+from triplane.unified_ir.optim.optimizer import (
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    Checks,
+    Decay,
+    Moved,
+    Optimizer,
+    Rule,
+    Slots,
+)
 from triplane.unified_ir.optim.schedules import Schedule
 
 SQUARES: Final = "squares"
 MEAN: Final = "mean"
 MOMENTUM: Final = "momentum"
 MOVES: Final = "moves"
+ROW: Final = "row"
+COLUMN: Final = "column"
+_LEAST: Final = float(np.finfo(np.float32).eps)
 
 
 @dataclass(frozen=True)
 class Adagrad(Optimizer):
     """s <- s + g^2, p <- p - lr / (1 + t lr_decay) g / (sqrt(s) + epsilon) (Duchi et al. 2011).
 
-    t: updates done before this one. start: what s begins at.
+    t: number of updates before this one. start: initial value of s.
     """
 
     lr: float | Schedule = 1e-2
@@ -31,11 +50,11 @@ class Adagrad(Optimizer):
 
     slots = (SQUARES,)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range("Adagrad", "lr_decay", self.lr_decay, 0, float("inf"))
-        check_range("Adagrad", "start", self.start, 0, float("inf"))
-        check_positive("Adagrad", "epsilon", self.epsilon)
+    checks: ClassVar[Checks] = {
+        "lr_decay": NOT_NEGATIVE,
+        "start": NOT_NEGATIVE,
+        "epsilon": POSITIVE,
+    }
 
     def slot_start(self, slot: str) -> float:
         """See `Optimizer`."""
@@ -52,9 +71,7 @@ class Adagrad(Optimizer):
             assert step is not None
             lr = lr / (step.cast("float32") * self.lr_decay + 1.0)
 
-        def move(
-            p: Tensor, g: Tensor, slots: Mapping[str, Tensor]
-        ) -> tuple[Tensor, dict[str, Tensor]]:
+        def move(p: Tensor, g: Tensor, slots: Slots) -> Moved:
             s = slots[SQUARES] + g * g
             return p - g / (ops.sqrt(s) + self.epsilon) * lr, {SQUARES: s}
 
@@ -75,11 +92,7 @@ class RMSProp(Optimizer):
     momentum: float = 0.0
     centered: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range("RMSProp", "alpha", self.alpha, 0, 1)
-        check_range("RMSProp", "momentum", self.momentum, 0, 1)
-        check_positive("RMSProp", "epsilon", self.epsilon)
+    checks: ClassVar[Checks] = {"alpha": SHARE, "momentum": SHARE, "epsilon": POSITIVE}
 
     def used_slots(self) -> tuple[str, ...]:
         """See `Optimizer`."""
@@ -89,14 +102,12 @@ class RMSProp(Optimizer):
         """See `Optimizer`."""
         lr, left = self.rate(step), 1.0 - self.alpha
 
-        def move(
-            p: Tensor, g: Tensor, slots: Mapping[str, Tensor]
-        ) -> tuple[Tensor, dict[str, Tensor]]:
+        def move(p: Tensor, g: Tensor, slots: Slots) -> Moved:
             s = slots[SQUARES] * self.alpha + g * g * left
             kept, spread = {SQUARES: s}, s
             if self.centered:
                 m = kept[MEAN] = slots[MEAN] + (g - slots[MEAN]) * left
-                spread = ops.maximum(s - m * m, 0.0)  # rounding may leave it just below
+                spread = ops.maximum(s - m * m, 0.0)  # rounding may leave it just below 0
             u = g / (ops.sqrt(spread) + self.epsilon)
             if self.momentum:
                 u = kept[MOMENTUM] = slots[MOMENTUM] * self.momentum + u
@@ -118,21 +129,85 @@ class Adadelta(Optimizer):
 
     slots = (SQUARES, MOVES)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range("Adadelta", "rho", self.rho, 0, 1)
-        check_positive("Adadelta", "epsilon", self.epsilon)
+    checks: ClassVar[Checks] = {"rho": SHARE, "epsilon": POSITIVE}
 
     def rule(self, step: Tensor | None) -> Rule:
         """See `Optimizer`."""
         lr, left = self.rate(step), 1.0 - self.rho
 
-        def move(
-            p: Tensor, g: Tensor, slots: Mapping[str, Tensor]
-        ) -> tuple[Tensor, dict[str, Tensor]]:
+        def move(p: Tensor, g: Tensor, slots: Slots) -> Moved:
             s = slots[SQUARES] * self.rho + g * g * left
             u = g * (ops.sqrt(slots[MOVES] + self.epsilon) / ops.sqrt(s + self.epsilon))
             d = slots[MOVES] * self.rho + u * u * left
             return p - u * lr, {SQUARES: s, MOVES: d}
 
         return move
+
+
+@dataclass(frozen=True)
+class Adafactor(Optimizer):
+    """PyTorch's form; the last two axes of a tensor with two or more are factored.
+
+    With t = 1, 2, ..., w = t^-fade: row <- (1 - w) row + w mean(g^2) along the last axis, column
+    the same along the last but one, v = row column / mean(row); of a vector, v itself is kept.
+    u = g / sqrt(v), p <- p - min(lr, 1 / sqrt(t)) max(floor, rms(p)) u / max(1, rms(u) / limit).
+    Slots: (..., R, 1) and (..., 1, C) for a parameter (..., R, C).
+    """
+
+    lr: float | Schedule = 1e-2
+    fade: float = 0.8
+    floor: float = 1e-3
+    limit: float = 1.0
+    decay: Decay = field(default="decoupled", kw_only=True)
+
+    slots = (ROW, COLUMN, SQUARES)
+
+    checks: ClassVar[Checks] = {"fade": SHARE, "floor": POSITIVE, "limit": POSITIVE}
+    decays_in_rule = True  # decoupled decay comes after the size of p is measured
+
+    def counts(self) -> bool:
+        """Return True: the past fades by the number of updates."""
+        return True
+
+    def slot_types(self, param: TensorType) -> dict[str, TensorType]:
+        """See `Optimizer`."""
+        if param.rank < 2:
+            return {SQUARES: param}
+        *lead, rows, columns = param.shape
+        return {
+            ROW: param.with_shape((*lead, rows, 1)),
+            COLUMN: param.with_shape((*lead, 1, columns)),
+        }
+
+    def rule(self, step: Tensor | None) -> Rule:
+        """See `Optimizer`."""
+        assert step is not None
+        t, lr = step.cast("float32") + 1.0, self.rate(step)
+        weight = ops.exp(ops.log(t) * -self.fade)
+        rho = ops.minimum(1.0 / ops.sqrt(t), lr)
+        inside = self.decoupled_in_rule()
+
+        def move(p: Tensor, g: Tensor, slots: Slots) -> Moved:
+            v, kept = _variance(g, slots, weight)
+            u = g / ops.sqrt(ops.maximum(v, _LEAST * _LEAST))
+            size = ops.maximum(_rms(p), self.floor) * rho
+            start = p - p * (lr * inside) if inside else p
+            return start - u * (size / ops.maximum(_rms(u) * (1.0 / self.limit), 1.0)), kept
+
+        return move
+
+
+def _variance(g: Tensor, slots: Slots, weight: Tensor) -> Moved:
+    """Return the estimate of g^2, and the slots that it was computed from."""
+    squares = g * g
+    if SQUARES in slots:
+        v = slots[SQUARES] + (squares - slots[SQUARES]) * weight
+        return v, {SQUARES: v}
+    row = slots[ROW] + (squares.mean([-1], keepdims=True) - slots[ROW]) * weight
+    column = slots[COLUMN] + (squares.mean([-2], keepdims=True) - slots[COLUMN]) * weight
+    common = ops.maximum(row.mean([-2], keepdims=True), _LEAST)
+    return row * column / common, {ROW: row, COLUMN: column}
+
+
+def _rms(x: Tensor) -> Tensor:
+    return ops.sqrt((x * x).mean())

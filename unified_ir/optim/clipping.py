@@ -11,32 +11,32 @@ from triplane.unified_ir.ops.tensor import Tensor
 
 
 def global_norm(grads: Mapping[str, Tensor]) -> Tensor:
-    """sqrt of the sum of squares of all elements of all tensors."""
+    """Return the square root of the sum of squares of all elements of all tensors."""
     squares = [(g * g).sum() for g in grads.values()]
     return ops.sqrt(sum(squares[1:], squares[0]))
 
 
 def clip_by_global_norm(grads: Mapping[str, Tensor], limit: float) -> dict[str, Tensor]:
-    """Each gradient times min(1, limit / (norm + 1e-6)) (Pascanu et al. 2013, as in PyTorch)."""
+    """Scale gradients by min(1, limit / (norm + 1e-6)) (Pascanu et al. 2013, as in PyTorch)."""
     check_limit("norm", limit)
     factor = _factor(global_norm(grads), limit)
     return {k: g * factor for k, g in grads.items()}
 
 
 def clip_by_norm(grads: Mapping[str, Tensor], limit: float) -> dict[str, Tensor]:
-    """As `clip_by_global_norm`, each gradient by its own norm."""
+    """Scale each gradient as `clip_by_global_norm` does, but by its own norm."""
     check_limit("norm", limit)
     return {k: g * _factor(global_norm({k: g}), limit) for k, g in grads.items()}
 
 
 def clip_by_value(grads: Mapping[str, Tensor], limit: float) -> dict[str, Tensor]:
-    """Each element within -limit..limit."""
+    """Limit each element to -limit..limit."""
     check_limit("element", limit)
     return {k: ops.clip(g, -float(limit), float(limit)) for k, g in grads.items()}
 
 
 def check_limit(what: str, limit: float) -> None:
-    """0 < limit < infinity."""
+    """Refuse a limit that is not positive and finite."""
     if not 0 < limit < math.inf:
         raise InvalidInput(f"a gradient's {what} is clipped to a limit > 0, got {limit}")
 

@@ -1,4 +1,4 @@
-"""Parameter groups: other options, or none at all, for the parameters that a pattern names."""
+"""Parameter groups: parameters that a pattern selects, with their own options or frozen."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Group:
 
     pattern: as in a shell, matched against the whole path: "*.bias", "body.*", "head.weight".
     options: any field of the optimizer (`lr=`, `weight_decay=`, `momentum=`, ...).
-    frozen: the parameters stay as they are, get no gradient and keep no state.
+    frozen: the parameters do not change, get no gradient and have no state.
     A path belongs to the first group that matches it.
 
     >>> from triplane.unified_ir import optim
@@ -41,9 +41,9 @@ class Group:
         object.__setattr__(self, "options", tuple(sorted(options.items())))
 
     def holds(self, path: str) -> bool:
-        """Whether the parameter at `path` matches."""
+        """Return whether the parameter at `path` matches."""
         return fnmatchcase(path, self.pattern)
 
     def __repr__(self) -> str:
-        said = [f"{k}={v!r}" for k, v in self.options] + ["frozen=True"] * self.frozen
-        return f"Group({', '.join([repr(self.pattern), *said])})"
+        options = [f"{k}={v!r}" for k, v in self.options] + ["frozen=True"] * self.frozen
+        return f"Group({', '.join([repr(self.pattern), *options])})"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from numbers import Real
 from typing import Any, ClassVar, Final, Literal, Self
 
@@ -25,23 +26,44 @@ from triplane.unified_ir.optim.schedules import Constant, Schedule
 STEP: Final = "optimizer.step"
 """State: the number of updates done, int64 scalar."""
 
-Rule = Callable[[Tensor, Tensor, Mapping[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
+Slots = Mapping[str, Tensor]
+Moved = tuple[Tensor, dict[str, Tensor]]
+Rule = Callable[[Tensor, Tensor, Slots], Moved]
 """(parameter, its gradient, its slots) -> the next parameter and slots."""
+
+Checks = Mapping[str, Callable[[str, str, float], None]]
+"""By option: a function of (optimizer's name, option, value) that refuses invalid values."""
 
 Decay = Literal["coupled", "decoupled"]
 """Where weight decay enters: in the gradient, or in the parameter beside the update."""
 
 
 def slot_name(slot: str, path: str) -> str:
-    """The state name of a parameter's slot."""
+    """Return the state name of a parameter's slot."""
     return f"optimizer.{slot}.{path}"
+
+
+def check_range(owner: str, name: str, value: float, low: float, high: float) -> None:
+    """Refuse a value that is not in low <= value < high."""
+    if not low <= value < high:
+        raise InvalidInput(f"{owner} needs {name} in [{low:g}, {high:g}), got {value}")
+
+
+def _positive(owner: str, name: str, value: float) -> None:
+    if not 0 < value < math.inf:
+        raise InvalidInput(f"{owner} needs {name} > 0, got {value}")
+
+
+SHARE: Final = partial(check_range, low=0, high=1)
+NOT_NEGATIVE: Final = partial(check_range, low=0, high=math.inf)
+POSITIVE: Final = _positive
 
 
 @dataclass(frozen=True)
 class Optimizer:
     """A rule that moves each parameter by its gradient and its slots.
 
-    lr: a number, or a schedule of the number of updates done before this one.
+    lr: a number, or a schedule over the number of updates done before this one.
     weight_decay: w; coupled adds w p to the gradient, decoupled multiplies p by 1 - lr w first
     (Loshchilov and Hutter 2019). groups: other options by parameter, see `Group`.
     """
@@ -52,6 +74,10 @@ class Optimizer:
     groups: tuple[Group, ...] = field(default=(), kw_only=True)
 
     slots: ClassVar[tuple[str, ...]] = ()
+    checks: ClassVar[Checks] = {}
+    """Checks of a subclass's own options, by name."""
+    decays_in_rule: ClassVar[bool] = False
+    """Whether `rule` applies decoupled weight decay itself."""
 
     def __post_init__(self) -> None:
         name = type(self).__name__
@@ -63,41 +89,46 @@ class Optimizer:
             raise InvalidInput(f"{name} needs weight_decay >= 0, got {self.weight_decay}")
         if self.decay not in ("coupled", "decoupled"):
             raise InvalidInput(f"{name} needs decay coupled or decoupled, got {self.decay!r}")
+        for option, check in self.checks.items():
+            check(name, option, getattr(self, option))
         object.__setattr__(self, "groups", tuple(self.groups))
         for group in self.groups:
             self._with_options(group)
 
     def used_slots(self) -> tuple[str, ...]:
-        """Slots this optimizer keeps, of which a parameter may have some, see `slot_types`."""
+        """Return the slots in use; a parameter may lack some, see `slot_types`."""
         return self.slots
 
     def slot_types(self, param: TensorType) -> dict[str, TensorType]:
-        """Types of the slots of a parameter of this type."""
+        """Return the types of the slots of a parameter of this type."""
         return dict.fromkeys(self.used_slots(), param)
 
     def slot_start(self, slot: str) -> float:
-        """The number that fills a slot before the first update."""
+        """Return the number that fills a slot before the first update."""
         return 0.0
 
     def counts(self) -> bool:
-        """Whether an update depends on how many came before, so that `optimizer.step` is kept."""
+        """Return whether an update depends on the number of updates before it.
+
+        If so, `optimizer.step` is part of the state.
+        """
         return isinstance(self.lr, Schedule) and not isinstance(self.lr, Constant)
 
     def frozen(self, paths: Collection[str]) -> frozenset[str]:
-        """Those of `paths` that a group freezes."""
+        """Return those of `paths` that a group freezes."""
         return frozenset(p for p in paths if (g := self._group(p)) is not None and g.frozen)
 
     def freezing(self) -> tuple[Group, ...]:
-        """Groups that say no more than which parameters are frozen, for another optimizer."""
+        """Return groups that state only which parameters are frozen, for another optimizer."""
         return tuple(g if g.frozen else Group(g.pattern) for g in self.groups)
 
     def of(self, path: str) -> Self:
-        """This optimizer as it is for one parameter: its group's options, and no groups."""
+        """Return this optimizer for one parameter: with its group's options and without groups."""
         group = self._group(path)
         return replace(self, groups=()) if group is None else self._with_options(group)
 
     def state_types(self, params: Mapping[str, TensorType]) -> dict[str, TensorType]:
-        """Types of the state kept for parameters by path."""
+        """Return the types of the state for parameters by path."""
         self._check_groups(params)
         chosen = self._chosen(params)
         types = {STEP: TensorType(int64, ())} if any(o.counts() for o in chosen.values()) else {}
@@ -108,7 +139,7 @@ class Optimizer:
         return types
 
     def init(self, params: Mapping[str, Array]) -> dict[str, Array]:
-        """Starting state for parameters by path."""
+        """Return the initial state for parameters by path."""
         types = self.state_types({path: type_of(p) for path, p in params.items()})
         starts = {
             slot_name(slot, path): one.slot_start(slot)
@@ -126,7 +157,7 @@ class Optimizer:
         grads: Mapping[str, Tensor],
         state: Mapping[str, Tensor],
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Next parameters and next state, recorded in the graph under construction.
+        """Record one update in the graph under construction; return next parameters and state.
 
         Frozen parameters have no gradient and no result.
         """
@@ -145,24 +176,28 @@ class Optimizer:
         return moved, kept
 
     def rule(self, step: Tensor | None) -> Rule:
-        """The update of one parameter; scalars that depend on `step` are computed here, once.
+        """Return the update of one parameter; it takes parameter and gradient after weight decay.
 
-        The rule is given the parameter and gradient after weight decay.
+        Scalars that depend on `step` are computed here, once for all parameters.
         """
         raise NotImplementedError
 
     def rule_with_decay(self, step: Tensor | None) -> Rule:
-        """`rule` after weight decay."""
+        """Return `rule` after weight decay."""
         rule, decay = self.rule(step), self.weight_decay
-        if not decay:
+        if not decay or self.decoupled_in_rule():
             return rule
         if self.decay == "coupled":
             return lambda p, g, slots: rule(p, g + p * decay, slots)
         shrink = 1.0 - self.rate(step) * decay
         return lambda p, g, slots: rule(p * shrink, g, slots)
 
+    def decoupled_in_rule(self) -> float:
+        """Return the weight decay that `rule` has to apply itself, else 0."""
+        return self.weight_decay * (self.decays_in_rule and self.decay == "decoupled")
+
     def rate(self, step: Tensor | None) -> Tensor | float:
-        """The learning rate of this update; a plain number where it never changes."""
+        """Return the learning rate of this update; a plain number where it never changes."""
         if isinstance(self.lr, Constant):
             return float(self.lr.value)
         if isinstance(self.lr, Schedule):
@@ -171,7 +206,7 @@ class Optimizer:
         return float(self.lr)
 
     def rate_at(self, updates: int) -> float:
-        """The learning rate after that many updates, of parameters in no group."""
+        """Return the learning rate after that many updates, for parameters in no group."""
         return self.lr.at(updates) if isinstance(self.lr, Schedule) else float(self.lr)
 
     def _group(self, path: str) -> Group | None:
@@ -188,26 +223,14 @@ class Optimizer:
         return replace(self, groups=(), **dict(group.options))
 
     def _chosen(self, paths: Collection[str]) -> dict[str, Self]:
-        """The optimizer of each parameter that is not frozen."""
+        """Return the optimizer of each parameter that is not frozen."""
         frozen = self.frozen(paths)
         return {path: self.of(path) for path in paths if path not in frozen}
 
     def _check_groups(self, paths: Collection[str]) -> None:
-        """A pattern that matches nothing is a slip of the pen."""
+        """Refuse a pattern that matches no parameter, since it is probably a typing error."""
         idle = [g.pattern for g in self.groups if not any(map(g.holds, paths))]
         if idle and paths:
             raise InvalidInput(
                 f"group {idle[0]!r} matches no trained parameter; there are {', '.join(paths)}"
             )
-
-
-def check_range(owner: str, name: str, value: float, low: float, high: float) -> None:
-    """low <= value < high, with the names in the error."""
-    if not low <= value < high:
-        raise InvalidInput(f"{owner} needs {name} in [{low:g}, {high:g}), got {value}")
-
-
-def check_positive(owner: str, name: str, value: float) -> None:
-    """0 < value < infinity, with the names in the error."""
-    if not 0 < value < math.inf:
-        raise InvalidInput(f"{owner} needs {name} > 0, got {value}")

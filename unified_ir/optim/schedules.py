@@ -22,7 +22,7 @@ from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.ops.tensor import Tensor
 
 _FAR: Final = 2**62
-"""Beyond every number of updates."""
+"""More updates than any run does."""
 
 
 class Schedule:
@@ -33,7 +33,7 @@ class Schedule:
         raise NotImplementedError
 
     def at(self, updates: int) -> float:
-        """The rate after that many updates, computed as the graph does."""
+        """Return the rate after that many updates, computed as in the graph."""
         with (build := Build(TABLE, "rate", run=run_node)):
             step = build.param("t", TensorType(int64, ()), np.array(updates, np.int64))
             return float(self(step))
@@ -202,7 +202,7 @@ class MultiStep(Schedule):
 
 @dataclass(frozen=True)
 class CosineRestarts(Schedule):
-    """`Cosine` again and again, each `growth` times as long (Loshchilov and Hutter 2017).
+    """`Cosine` repeated, each time `growth` times as long (Loshchilov and Hutter 2017).
 
     The first takes `steps` updates; growth: a whole number.
     """
@@ -232,7 +232,7 @@ class CosineRestarts(Schedule):
         return self.low + (self.high - self.low) * (0.5 + 0.5 * ops.cos(share * math.pi))
 
     def _rounds(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Where rounds start and how long they are, as far as int64 counts."""
+        """Return where rounds start and how long they are, up to the limit of int64."""
         starts, lengths = [0], [self.steps]
         while starts[-1] + lengths[-1] < _FAR:
             starts.append(starts[-1] + lengths[-1])
@@ -242,7 +242,7 @@ class CosineRestarts(Schedule):
 
 @dataclass(frozen=True)
 class OneCycle(Schedule):
-    """Up from high / first to `high` in the share `rise` of `steps`, then down (Smith 2018).
+    """From high / first up to `high` in the share `rise` of `steps`, then down (Smith 2018).
 
     It ends at high / first / last and stays there; both ways along half a cosine, or along a line.
     """
@@ -312,7 +312,7 @@ def _value(lr: Schedule | float, step: Tensor) -> Tensor:
 
 
 def _passed(step: Tensor, bounds: tuple[int, ...]) -> Tensor:
-    """How many of `bounds` are <= step, int64 scalar."""
+    """Return how many of `bounds` are <= step, as an int64 scalar."""
     if not bounds:
         return step * 0
     return (step >= np.array(bounds, np.int64)).cast("int64").sum()

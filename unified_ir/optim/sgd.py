@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import ops
 from triplane.unified_ir.ops.tensor import Tensor
-from triplane.unified_ir.optim.optimizer import Optimizer, Rule, check_range
+from triplane.unified_ir.optim.optimizer import SHARE, Checks, Moved, Optimizer, Rule, Slots
 
 MOMENTUM = "momentum"
 
@@ -25,10 +25,10 @@ class SGD(Optimizer):
     nesterov: bool = False
     dampening: float = 0.0
 
+    checks: ClassVar[Checks] = {"momentum": SHARE, "dampening": SHARE}
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range("SGD", "momentum", self.momentum, 0, 1)
-        check_range("SGD", "dampening", self.dampening, 0, 1)
         if self.nesterov and not self.momentum:
             raise InvalidInput("SGD with nesterov needs a momentum above 0")
         if self.dampening and (self.nesterov or not self.momentum):
@@ -44,12 +44,9 @@ class SGD(Optimizer):
 
     def rule(self, step: Tensor | None) -> Rule:
         """See `Optimizer`."""
-        lr = self.rate(step)
-        share = self._share(step)
+        lr, share = self.rate(step), self._share(step)
 
-        def move(
-            p: Tensor, g: Tensor, slots: Mapping[str, Tensor]
-        ) -> tuple[Tensor, dict[str, Tensor]]:
+        def move(p: Tensor, g: Tensor, slots: Slots) -> Moved:
             if not self.momentum:
                 return p - g * lr, {}
             v = slots[MOMENTUM] * self.momentum + (g if share is None else g * share)

@@ -27,7 +27,6 @@ from triplane.unified_ir.optim import (
     clip_by_value,
     slot_name,
 )
-from triplane.unified_ir.optim.averaging import moving_average
 from triplane.unified_ir.optim.clipping import check_limit
 from triplane.unified_ir.optim.optimizer import check_range
 from triplane.unified_ir.train.batches import is_count
@@ -166,9 +165,10 @@ class Recipe:
     ) -> dict[str, Tensor]:
         moved, kept = self.optimizer.update(params, self._clipped(grads), state)
         if self.average is not None:
-            means = {k: state[slot_name(AVERAGE, k)] for k in moved}
-            after = moving_average(means, moved, state[STEP], self.average)
-            kept |= {slot_name(AVERAGE, k): a for k, a in after.items()}
+            share = ops.where(state[STEP] > 0, 1.0 - self.average, 1.0)
+            for k, p in moved.items():
+                mean = state[slot_name(AVERAGE, k)]
+                kept[slot_name(AVERAGE, k)] = mean + (p - mean) * share
         return moved | kept
 
     def _clipped(self, grads: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
