@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from triplane.unified_ir import ops
@@ -18,36 +20,38 @@ from triplane.unified_ir.ops.rows.arithmetic.activations import (
 )
 
 
-class ReLU(Cell):
+class _Elementwise(Cell):
+    """Applies one function to each element."""
+
+    function: Callable[[ops.Tensor], ops.Tensor]
+
+    def construct(self, x: ops.Tensor) -> ops.Tensor:
+        """x: any shape."""
+        return self.function(x)
+
+
+class ReLU(_Elementwise):
     """max(x, 0)."""
 
-    def construct(self, x: ops.Tensor) -> ops.Tensor:
-        """x: any shape."""
-        return ops.relu(x)
+    function = staticmethod(ops.relu)
 
 
-class Tanh(Cell):
+class Tanh(_Elementwise):
     """Hyperbolic tangent."""
 
-    def construct(self, x: ops.Tensor) -> ops.Tensor:
-        """x: any shape."""
-        return ops.tanh(x)
+    function = staticmethod(ops.tanh)
 
 
-class Sigmoid(Cell):
+class Sigmoid(_Elementwise):
     """1 / (1 + exp(-x))."""
 
-    def construct(self, x: ops.Tensor) -> ops.Tensor:
-        """x: any shape."""
-        return ops.sigmoid(x)
+    function = staticmethod(ops.sigmoid)
 
 
-class GELU(Cell):
+class GELU(_Elementwise):
     """x Phi(x) with the exact normal distribution (Hendrycks and Gimpel 2016)."""
 
-    def construct(self, x: ops.Tensor) -> ops.Tensor:
-        """x: any shape."""
-        return ops.gelu(x)
+    function = staticmethod(ops.gelu)
 
 
 class LeakyReLU(Cell):
@@ -63,7 +67,7 @@ class LeakyReLU(Cell):
 
 
 class PReLU(Cell):
-    """x where positive, else weight x, learnt (He et al. 2015).
+    """x where positive, else weight x with a learned weight (He et al. 2015).
 
     weight: (channels,), one per channel of axis 1, or (1,) for all; starts at `slope`.
     """
@@ -76,7 +80,7 @@ class PReLU(Cell):
         self.weight = Parameter(np.full(shape, slope, np.float32))
 
     def construct(self, x: ops.Tensor) -> ops.Tensor:
-        """x: (N, channels, ...), or any shape where there is one slope."""
+        """x: (N, channels, ...), or any shape if there is one slope."""
         (channels,) = self.weight.shape
         if channels != 1:
             check_axis(f"PReLU({channels})", f"(N, {channels}, ...)", x, 1, channels)
@@ -96,28 +100,22 @@ class ELU(Cell):
         return elu(x, alpha=self.alpha)
 
 
-class SELU(Cell):
+class SELU(_Elementwise):
     """ELU scaled so that layers keep mean 0 and variance 1 (Klambauer et al. 2017)."""
 
-    def construct(self, x: ops.Tensor) -> ops.Tensor:
-        """x: any shape."""
-        return selu(x)
+    function = staticmethod(selu)
 
 
-class SiLU(Cell):
+class SiLU(_Elementwise):
     """x sigmoid(x), also called Swish (Elfwing et al. 2017)."""
 
-    def construct(self, x: ops.Tensor) -> ops.Tensor:
-        """x: any shape."""
-        return swish(x)
+    function = staticmethod(swish)
 
 
-class Mish(Cell):
+class Mish(_Elementwise):
     """x tanh(log(1 + exp(x))) (Misra 2019)."""
 
-    def construct(self, x: ops.Tensor) -> ops.Tensor:
-        """x: any shape."""
-        return mish(x)
+    function = staticmethod(mish)
 
 
 class HardSigmoid(Cell):
@@ -128,36 +126,28 @@ class HardSigmoid(Cell):
         return ops.hard_sigmoid(x, alpha=1 / 6, beta=0.5)
 
 
-class HardSwish(Cell):
+class HardSwish(_Elementwise):
     """x clip(x / 6 + 1/2, 0, 1) (Howard et al. 2019)."""
 
-    def construct(self, x: ops.Tensor) -> ops.Tensor:
-        """x: any shape."""
-        return ops.hard_swish(x)
+    function = staticmethod(ops.hard_swish)
 
 
-class ReLU6(Cell):
+class ReLU6(_Elementwise):
     """min(max(x, 0), 6)."""
 
-    def construct(self, x: ops.Tensor) -> ops.Tensor:
-        """x: any shape."""
-        return ops.relu6(x)
+    function = staticmethod(ops.relu6)
 
 
-class Softplus(Cell):
+class Softplus(_Elementwise):
     """log(1 + exp(x))."""
 
-    def construct(self, x: ops.Tensor) -> ops.Tensor:
-        """x: any shape."""
-        return ops.softplus(x)
+    function = staticmethod(ops.softplus)
 
 
-class Softsign(Cell):
+class Softsign(_Elementwise):
     """x / (1 + |x|)."""
 
-    def construct(self, x: ops.Tensor) -> ops.Tensor:
-        """x: any shape."""
-        return softsign(x)
+    function = staticmethod(softsign)
 
 
 class Softmax(Cell):
@@ -173,7 +163,7 @@ class Softmax(Cell):
 
 
 class LogSoftmax(Cell):
-    """The logarithm of `Softmax`, exact for small chances too."""
+    """The logarithm of `Softmax`, exact for small probabilities too."""
 
     def __init__(self, axis: int = -1) -> None:
         super().__init__()

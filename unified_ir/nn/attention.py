@@ -7,7 +7,7 @@ meaning). A query that may attend to no key gets 0, where PyTorch gives NaN.
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from collections.abc import Callable
 
 import numpy as np
 
@@ -32,13 +32,8 @@ from triplane.unified_ir.ops.rows.recurrence.attention import (
 )
 from triplane.unified_ir.ops.tensor import as_tensor
 
-
-class Positions(Protocol):
-    """Transforms queries and keys by their position, such as `Rotary`."""
-
-    def __call__(self, x: ops.Tensor) -> ops.Tensor:
-        """x: (N, heads, T, D) -> the same shape."""
-        ...
+Positions = Callable[[ops.Tensor], ops.Tensor]
+"""Transforms queries and keys (N, heads, T, D) by their position, such as `Rotary`."""
 
 
 class MultiheadAttention(Cell):
@@ -46,8 +41,8 @@ class MultiheadAttention(Cell):
 
     in_proj_weight: (size + 2 kv_size, size), rows of queries, keys, values, with in_proj_bias;
     out_proj: a `Dense`. kv_size = size kv_heads / heads: with fewer heads of keys and values than
-    of queries, a group of queries shares one (Ainslie et al. 2023). `p_drop` of the weights is
-    dropped in training. positions: turns queries and keys, such as `Rotary`.
+    of queries, a group of queries shares one (Ainslie et al. 2023). In training, `p_drop` of the
+    weights is dropped. positions: transforms queries and keys, such as `Rotary`.
     """
 
     in_proj_weight: State
@@ -69,8 +64,8 @@ class MultiheadAttention(Cell):
         positive("MultiheadAttention", size=size, heads=heads, kv_heads=kv_heads)
         if size % heads or heads % kv_heads:
             raise InvalidInput(
-                f"MultiheadAttention divides {size} numbers among {heads} heads, and those among "
-                f"{kv_heads} of keys; both without rest"
+                f"MultiheadAttention needs heads that divide size, and kv_heads that divide heads; "
+                f"got size {size}, {heads} heads and {kv_heads} heads of keys"
             )
         self.size, self.heads, self.kv_heads = size, heads, kv_heads
         self.kv_size = size // heads * kv_heads
@@ -96,17 +91,16 @@ class MultiheadAttention(Cell):
     ) -> ops.Tensor:
         """query: (N, T, size); key: (N, S, size), by default query; value: by default key.
 
-        attn_mask: (T, S), (N heads, T, S) or broadcast to (N, heads, T, S), of bools (true: does
-        not count) or numbers to add. key_padding_mask: (N, S) bools, true where a key is padding.
-        causal: a query sees keys up to its own place. -> (N, T, size).
+        attn_mask: (T, S), (N heads, T, S) or broadcast to (N, heads, T, S), of bools (true
+        excludes a key) or numbers to add. key_padding_mask: (N, S) bools, true where a key is
+        padding. causal: a query sees keys up to its own position. -> (N, T, size).
         """
         operands = self._operands(query, key, value, attn_mask, key_padding_mask)
         if self.dropout is None or not self.training:
             y = attention(*operands, is_causal=int(causal))
         else:
             y = _shared(self.dropout(self._weights(operands, causal=causal)), operands[2])
-        output: ops.Tensor = self.out_proj(heads_together(y))
-        return output
+        return self.out_proj(heads_together(y))
 
     def _weights(self, operands: tuple[ops.Tensor | None, ...], *, causal: bool) -> ops.Tensor:
         """Return (N, heads, T, S): the weight of each key for each query."""
@@ -156,7 +150,7 @@ def _shared(weights: ops.Tensor, v: ops.Tensor) -> ops.Tensor:
 def _mask(
     attn_mask: ops.Tensor | None, key_padding_mask: ops.Tensor | None, q: ops.Tensor
 ) -> ops.Tensor | None:
-    """Return PyTorch's masks in ONNX's form: true where a key counts, or numbers to add."""
+    """Return PyTorch's masks in ONNX's form: true includes a key, or numbers to add."""
     counts = None
     if key_padding_mask is not None:
         key_padding_mask = as_tensor(key_padding_mask)
@@ -181,7 +175,7 @@ def _mask(
 class PositionalEncoding(Cell):
     """Adds sin(t / 10000^(2j / size)) at 2j and the cosine at 2j + 1 (Vaswani et al. 2017).
 
-    length: the longest sequence. In training `p_drop` of the sums is dropped.
+    length: the longest sequence. In training, `p_drop` of the sums is dropped.
     """
 
     def __init__(
@@ -206,7 +200,7 @@ class PositionalEncoding(Cell):
 
 
 class Rotary(Cell):
-    """Turns pairs of each head by t / base^(2j / head_size) (Su et al. 2021).
+    """Rotates pairs of each head by the angle t / base^(2j / head_size) (Su et al. 2021).
 
     length: the longest sequence. Pairs are (j, j + head_size / 2).
     """
@@ -215,7 +209,7 @@ class Rotary(Cell):
         super().__init__()
         positive("Rotary", head_size=head_size, length=length)
         if head_size % 2:
-            raise InvalidInput(f"Rotary turns pairs: an even head_size, got {head_size}")
+            raise InvalidInput(f"Rotary rotates pairs and needs an even head_size, got {head_size}")
         angles = _angles(head_size, length, base)
         self.cos, self.sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
@@ -239,5 +233,5 @@ def _angles(size: int, length: int, base: float) -> Array:
 def _within(name: str, t: Dim, length: int) -> Dim:
     """Return a sequence's length, refused where it is known to exceed the table."""
     if isinstance(t, int) and t > length:
-        raise ShapeError(f"{name} has {length} places, got a sequence of {t}; make it longer")
+        raise ShapeError(f"{name} has {length} positions, got a sequence of {t}; make it longer")
     return t

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar, Final
+from typing import ClassVar
 
 import numpy as np
 
@@ -12,11 +11,8 @@ from triplane.unified_ir import ops
 from triplane.unified_ir.frontend.cell import Cell, Parameter
 from triplane.unified_ir.nn.init import WEIGHT, Initializer, bias_of
 from triplane.unified_ir.nn.random import generator
-from triplane.unified_ir.nn.sizes import check_axis, check_rank, positive
+from triplane.unified_ir.nn.sizes import AXES, Sizes, check_axis, check_rank, positive
 from triplane.unified_ir.nn.state import State
-
-Sizes = int | Sequence[int]
-_AXES: Final = {1: "L", 2: "H, W", 3: "D, H, W"}
 
 
 class _Conv(Cell):
@@ -46,12 +42,7 @@ class _Conv(Cell):
     ) -> None:
         super().__init__()
         name = type(self).__name__
-        positive(name, inputs=inputs, outputs=outputs, groups=groups)
-        if inputs % groups or outputs % groups:
-            raise InvalidInput(
-                f"{name} needs groups to divide inputs and outputs, got {groups} groups for "
-                f"{inputs} and {outputs} channels"
-            )
+        _check_groups(name, inputs, outputs, groups)
         shape = (outputs, inputs // groups, *_taps(name, self.axes, kernel))
         self.stride, self.padding, self.dilation = stride, padding, dilation
         self.inputs, self.groups = inputs, groups
@@ -118,7 +109,9 @@ class _ConvTranspose(Cell):
         rng: np.random.Generator | None = None,
     ) -> None:
         super().__init__()
-        shape = _weight_shape(type(self).__name__, self.axes, inputs, outputs, kernel, groups)
+        name = type(self).__name__
+        _check_groups(name, inputs, outputs, groups)
+        shape = (inputs, outputs // groups, *_taps(name, self.axes, kernel))
         self.stride, self.padding, self.dilation = stride, padding, dilation
         self.output_padding, self.inputs, self.groups = output_padding, inputs, groups
         self.weight = Parameter(init(shape, generator(rng)))
@@ -139,17 +132,13 @@ class _ConvTranspose(Cell):
         )
 
 
-def _weight_shape(
-    name: str, axes: int, inputs: int, outputs: int, kernel: Sizes, groups: int
-) -> tuple[int, ...]:
-    """(inputs, outputs / groups, *kernel) of a transposed convolution."""
+def _check_groups(name: str, inputs: int, outputs: int, groups: int) -> None:
     positive(name, inputs=inputs, outputs=outputs, groups=groups)
     if inputs % groups or outputs % groups:
         raise InvalidInput(
             f"{name} needs groups to divide inputs and outputs, got {groups} groups for {inputs} "
             f"and {outputs} channels"
         )
-    return (inputs, outputs // groups, *_taps(name, axes, kernel))
 
 
 def _taps(name: str, axes: int, kernel: Sizes) -> tuple[int, ...]:
@@ -160,7 +149,7 @@ def _taps(name: str, axes: int, kernel: Sizes) -> tuple[int, ...]:
 
 
 def _check_plane(layer: str, axes: int, inputs: int, x: ops.Tensor) -> None:
-    takes = f"(N, {inputs}, {_AXES[axes]})"
+    takes = f"(N, {inputs}, {AXES[axes]})"
     check_rank(layer, takes, x, axes + 2)
     check_axis(layer, takes, x, 1, inputs)
 

@@ -18,7 +18,7 @@ from triplane.unified_ir.nn.state import State
 class Dense(Cell):
     """y = x weight^T + bias; weight: (outputs, inputs), bias: (outputs,).
 
-    Both start uniform within 1 / sqrt(inputs); `init` makes another weight.
+    Both are initially uniform within 1 / sqrt(inputs), unless `init` makes the weight.
     """
 
     weight: State
@@ -48,7 +48,7 @@ class Dense(Cell):
 class Embedding(Cell):
     """Rows of a table; weight: (count, size), standard normal unless `init` says otherwise.
 
-    padding: an id whose row is zero and stays so, for what fills shorter sequences up.
+    padding: the id that pads shorter sequences; its row is zero and stays zero.
     """
 
     weight: State
@@ -81,7 +81,7 @@ class Embedding(Cell):
 
 
 class Sequential(CellList):
-    """Cells one after another, each taking what the one before gave.
+    """Cells one after another; each takes the output of the one before.
 
     >>> from triplane.unified_ir import nn
     >>> net = nn.Sequential(nn.Dense(4, 8), nn.ReLU(), nn.Dense(8, 3))

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.frontend.cell import Cell, Parameter
-from triplane.unified_ir.ir.graph import Array, Function, Node, Role, Value
+from triplane.unified_ir.ir.graph import Function, Node, Role, Value
 from triplane.unified_ir.ir.module import Module
 from triplane.unified_ir.nn.norm import batch_norm_step
 from triplane.unified_ir.ops.inline import Replay, inline
@@ -50,9 +50,9 @@ class Imported(Cell):
         for name in self.function.param_names:
             if name in module.state:
                 tensor = module.state[name]
-                array: Array = tensor.array
-                dtype = tensor.type.dtype
-                self._parameters[name] = Parameter(array, role=tensor.role, dtype=dtype)
+                self._parameters[name] = Parameter(
+                    tensor.array, role=tensor.role, dtype=tensor.type.dtype
+                )
         self.batch_norm = batch_norm
         self._origins = _origins(self.function)
         if batch_norm == "updated":

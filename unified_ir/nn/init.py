@@ -1,4 +1,4 @@
-"""Starting values of parameters, drawn from an explicit generator.
+"""Initial values of parameters, drawn from an explicit generator.
 
 Numbers come from the generator's raw 64-bit words, whose streams numpy keeps for ever, not from
 methods such as `Generator.normal`, whose streams it may change: the same seed gives the same
@@ -22,15 +22,15 @@ from triplane.unified_ir.ir.graph import Array
 
 
 class Initializer(Protocol):
-    """Makes the starting array of a parameter, float32."""
+    """Makes the initial array of a parameter, float32."""
 
     def __call__(self, shape: Sequence[int], rng: np.random.Generator) -> Array:
-        """An array of `shape`, from `rng` alone."""
+        """Return an array of `shape` that depends on `rng` alone."""
         ...
 
 
 def unit_uniform(shape: Sequence[int], rng: np.random.Generator) -> Array:
-    """Multiples of 2^-24 in [0, 1), one raw word each."""
+    """Return multiples of 2^-24 in [0, 1), one raw word each."""
     if isinstance(rng.bit_generator, np.random.MT19937):
         raise InvalidInput("initializers need 64-bit raw words; use Philox or PCG64, not MT19937")
     words = np.asarray(rng.bit_generator.random_raw(math.prod(shape)), np.uint64)
@@ -38,15 +38,14 @@ def unit_uniform(shape: Sequence[int], rng: np.random.Generator) -> Array:
 
 
 def unit_normal(shape: Sequence[int], rng: np.random.Generator) -> Array:
-    """Standard normal by Box and Muller 1958, in float64, rounded once."""
+    """Return standard normal numbers (Box and Muller 1958), from float64 rounded once."""
     u = 1.0 - unit_uniform(shape, rng).astype(np.float64)
     angle = 2.0 * np.pi * unit_uniform(shape, rng).astype(np.float64)
-    drawn: Array = (np.sqrt(-2.0 * np.log(u)) * np.cos(angle)).astype(np.float32)
-    return drawn
+    return (np.sqrt(-2.0 * np.log(u)) * np.cos(angle)).astype(np.float32)
 
 
 def fans(shape: Sequence[int]) -> tuple[int, int]:
-    """(fan_in, fan_out) of a weight; a vector or scalar has none."""
+    """Return (fan_in, fan_out) of a weight; a vector or scalar has none."""
     if len(shape) < 2:
         raise InvalidInput(
             f"fans are of a weight (O, I, ...), got shape {tuple(shape)}; use Uniform or "
@@ -76,8 +75,7 @@ class Uniform:
     def __call__(self, shape: Sequence[int], rng: np.random.Generator) -> Array:
         """See `Initializer`."""
         reach = np.float32(self.reach)
-        array: Array = unit_uniform(shape, rng) * (np.float32(2) * reach) - reach
-        return array
+        return unit_uniform(shape, rng) * (np.float32(2) * reach) - reach
 
 
 @dataclass(frozen=True)
@@ -88,8 +86,7 @@ class Normal:
 
     def __call__(self, shape: Sequence[int], rng: np.random.Generator) -> Array:
         """See `Initializer`."""
-        array: Array = unit_normal(shape, rng) * np.float32(self.std)
-        return array
+        return unit_normal(shape, rng) * np.float32(self.std)
 
 
 @dataclass(frozen=True)
@@ -138,9 +135,9 @@ class GlorotNormal:
 
 @dataclass(frozen=True)
 class TruncatedNormal:
-    """Normal with mean 0, of which what lies beyond `within` standard deviations is not drawn.
+    """Normal with mean 0, truncated at `within` standard deviations on either side.
 
-    By the inverse of the distribution function, so each element takes one word.
+    Drawn by the inverse of the distribution function, so each element takes one word.
     """
 
     std: float = 1.0
@@ -153,8 +150,7 @@ class TruncatedNormal:
         u = unit_uniform(shape, rng).astype(np.float64) + 2.0**-25  # in (0, 1)
         chances = low + (1.0 - 2.0 * low) * u
         drawn = np.array([normal.inv_cdf(p) for p in chances.reshape(-1).tolist()], np.float64)
-        array: Array = (drawn * self.std).astype(np.float32).reshape(shape)
-        return array
+        return (drawn * self.std).astype(np.float32).reshape(shape)
 
 
 @dataclass(frozen=True)
@@ -171,14 +167,13 @@ class Orthogonal:
         rows, columns = shape[0], fans(shape)[0]
         tall = unit_normal((max(rows, columns), min(rows, columns)), rng).astype(np.float64)
         q, r = np.linalg.qr(tall)
-        q *= np.sign(np.diag(r))  # else the library's signs would show
-        array: Array = (self.gain * (q if rows >= columns else q.T)).astype(np.float32)
-        return array.reshape(shape)
+        q *= np.sign(np.diag(r))  # the signs of QR depend on the library
+        return (self.gain * (q if rows >= columns else q.T)).astype(np.float32).reshape(shape)
 
 
 @dataclass(frozen=True)
 class Eye:
-    """The identity matrix; ones on the diagonal of one that is not square."""
+    """The identity matrix, or ones on the diagonal of a matrix that is not square."""
 
     def __call__(self, shape: Sequence[int], rng: np.random.Generator) -> Array:
         """See `Initializer`."""
@@ -189,9 +184,9 @@ class Eye:
 
 STANDARD_NORMAL: Final = Normal()
 WEIGHT: Final = KaimingUniform(gain=math.sqrt(1 / 3))
-"""The layers' default: uniform within 1 / sqrt(fan_in), PyTorch's default as well."""
+"""The default of layers and of PyTorch: uniform within 1 / sqrt(fan_in)."""
 
 
 def bias_of(weight: Sequence[int]) -> Uniform:
-    """The default for the bias beside a weight: uniform within 1 / sqrt(fan_in)."""
+    """Return the default for the bias beside a weight: uniform within 1 / sqrt(fan_in)."""
     return Uniform(1.0 / math.sqrt(fans(weight)[0]))

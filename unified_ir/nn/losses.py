@@ -34,51 +34,51 @@ class Loss(Cell):
     output: ClassVar[str] = "y"
     """Name of the model's output in exported functions."""
     ignored: int | None = None
-    """A label that is never counted, whatever `classes` says."""
+    """A label that is never counted, even outside the range of `classes`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As any cell; while a graph is recorded, numpy arrays become constants of it."""
+        """Call the cell; while a graph is recorded, numpy arrays become its constants."""
         if recording():
             args = tuple(map(admitted, args))
             kwargs = {name: admitted(x) for name, x in kwargs.items()}
         return super().__call__(*args, **kwargs)
 
     def metrics(self) -> Mapping[str, Metric]:
-        """Metrics measured beside this loss unless the trainer is given others."""
+        """Return the metrics that a trainer measures beside this loss by default."""
         return {}
 
     def counted(self, output: ops.Tensor, target: ops.Tensor) -> ops.Tensor | None:
         """Return the divisor of this batch's mean, a scalar; None where all samples count alike.
 
-        Means of several batches are weighted by it. Where it is 0, `construct` returns the sum: 0,
-        unless a loss has terms of labels that count 0, as smoothing has. The sum is then added to
+        Means of several batches are weighted by it. Where it is 0, `construct` returns the sum,
+        which is 0 unless labels of weight 0 have terms, as with smoothing. The sum is then added to
         that of the other batches, so that a batch in parts has the same mean as the whole batch.
         """
         del output, target
         return None
 
     def classes(self, output: TensorType) -> int | None:
-        """Return the number of labels for such an output; None where targets are no labels.
+        """Return the number of classes for such an output; None if targets are not labels.
 
-        A graph refuses a label out of range only when it runs, without naming the sample; so
-        callers that feed labels check them against this number.
+        A graph refuses a label out of range only when it runs, without naming the sample, so
+        callers that feed labels check them against this number first.
         """
         return None
 
 
 def accuracy(logits: ops.Tensor, labels: ops.Tensor) -> ops.Tensor:
-    """Share of labels that are the position of the largest logit; ties go to the first."""
+    """Return the share of labels at the position of the largest logit, the first one in ties."""
     return (ops.argmax(logits) == labels.cast("int64")).cast(logits.dtype).mean()
 
 
 def binary_accuracy(logits: ops.Tensor, targets: ops.Tensor) -> ops.Tensor:
-    """Share of targets on the side of 0.5 on which sigmoid(logit) lies."""
+    """Return the share of targets on the same side of 0.5 as sigmoid(logit)."""
     return ((logits > 0.0) == (targets > 0.5)).cast(logits.dtype).mean()
 
 
 @dataclass(frozen=True)
 class _AccuracyWithout:
-    """`accuracy` over the labels that are not `ignored`; 0 where there are none."""
+    """`accuracy` over the labels that are not `ignored`; 0 if there are none."""
 
     ignored: int
 
@@ -94,7 +94,7 @@ class _AccuracyWithout:
 
 
 class _OfLabels(Loss):
-    """A mean over labels, each with a factor, some of them ignored."""
+    """A mean over labels, each with a factor, some possibly ignored."""
 
     def __init__(self, weight: ArrayLike | None, ignored: int | None) -> None:
         super().__init__()
@@ -102,13 +102,13 @@ class _OfLabels(Loss):
         self.ignored = ignored
 
     def metrics(self) -> Mapping[str, Metric]:
-        """`accuracy`, over the labels that count."""
+        """Return `accuracy` over the labels that count."""
         if self.ignored is None:
             return {"accuracy": accuracy}
         return {"accuracy": _AccuracyWithout(self.ignored)}
 
     def classes(self, output: TensorType) -> int | None:
-        """The size of the last axis."""
+        """Return the size of the last axis."""
         last = output.shape[-1] if output.rank else None
         return last if isinstance(last, int) else None
 
@@ -133,7 +133,7 @@ class SoftmaxCrossEntropy(_OfLabels):
     """Mean of -log softmax(logits)[label]; logits: (..., C), labels: (...) ints in 0..C-1.
 
     weight: (C,), a factor for each class; the mean divides by the sum of the labels' factors. A
-    label that is `ignore_index` counts nowhere; where no label counts the mean is 0.
+    label equal to `ignore_index` is left out; if no label counts, the mean is 0.
     With `label_smoothing` e the target is 1 - e + e / C for the label, e / C for each other.
     """
 
@@ -186,7 +186,7 @@ class BinaryCrossEntropy(Loss):
         self.positive_weight = None if weight is None else np.asarray(weight, np.float32)
 
     def metrics(self) -> Mapping[str, Metric]:
-        """`accuracy`."""
+        """Return `accuracy`."""
         return {"accuracy": binary_accuracy}
 
     def construct(self, logits: ops.Tensor, targets: ops.Tensor) -> ops.Tensor:
@@ -243,7 +243,7 @@ class SmoothL1(Loss):
 
 
 class KLDivergence(Loss):
-    """Sum of p (log p - log q) by sample, and its mean over the batch.
+    """Sum of p (log p - log q) for each sample, averaged over the batch.
 
     log_q: (N, ...) logarithms of the model's probabilities, p: target probabilities of that shape.
     """
@@ -258,7 +258,7 @@ class KLDivergence(Loss):
 
 
 class CosineEmbedding(Loss):
-    """Mean over pairs of 1 - cos(a, b) where same is 1, of max(0, cos(a, b) - margin) where -1.
+    """Mean over pairs of 1 - cos(a, b) where same is 1, max(0, cos(a, b) - margin) where it is -1.
 
     The output is a pair a, b: (N, D); same: (N,).
     """
@@ -276,9 +276,9 @@ class CosineEmbedding(Loss):
 
 
 class CTC(Loss):
-    """Mean over the batch of a sequence's loss by `ops.ctc`, divided by how many labels it has.
+    """Mean over the batch of `ops.ctc` of each sequence, divided by its number of labels.
 
-    log_p: (N, T, C) logarithms of probabilities; labels: (N, L) ints, padded behind with -1.
+    log_p: (N, T, C) logarithms of probabilities; labels: (N, L) ints, padded at the end with -1.
     """
 
     output = "log_p"
@@ -296,7 +296,7 @@ class CTC(Loss):
 
 
 def _mean(each: ops.Tensor, counted: ops.Tensor | None) -> ops.Tensor:
-    """Return the mean by factors; the sum where all are 0, see `Loss.counted`."""
+    """Return the mean weighted by `counted`; the sum where all are 0, see `Loss.counted`."""
     if counted is None:
         return each.mean()
     total = counted.sum()

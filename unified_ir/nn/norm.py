@@ -16,7 +16,20 @@ from triplane.unified_ir.ops.rows.arithmetic.norm import batch_norm_row
 from triplane.unified_ir.ops.tensor import dims_of
 
 
-class _BatchNorm(Cell):
+class _Affine(Cell):
+    """A weight of ones and a bias of zeros."""
+
+    weight: State
+    bias: State
+
+    def __init__(self, *shape: int, epsilon: float) -> None:
+        super().__init__()
+        self.epsilon = epsilon
+        self.weight = Parameter(np.ones(shape, np.float32))
+        self.bias = Parameter(np.zeros(shape, np.float32))
+
+
+class _BatchNorm(_Affine):
     """weight, bias, running_mean, running_var: (C,), as PyTorch names them.
 
     y = (x - mean) / sqrt(var + epsilon) weight + bias per channel (Ioffe and Szegedy 2015). In
@@ -27,21 +40,16 @@ class _BatchNorm(Cell):
 
     ranks: ClassVar[tuple[int, ...]]
     shapes: ClassVar[str]
-    weight: State
-    bias: State
     running_mean: State
     running_var: State
 
     def __init__(self, channels: int, *, momentum: float = 0.1, epsilon: float = 1e-5) -> None:
-        super().__init__()
-        shape = positive(type(self).__name__, channels=channels)
+        super().__init__(*positive(type(self).__name__, channels=channels), epsilon=epsilon)
         if not 0.0 <= momentum <= 1.0:
             raise InvalidInput(f"momentum is in [0, 1], got {momentum}")
-        self.momentum, self.epsilon = momentum, epsilon
-        self.weight = Parameter(np.ones(shape, np.float32))
-        self.bias = Parameter(np.zeros(shape, np.float32))
-        self.running_mean = Buffer(np.zeros(shape, np.float32))
-        self.running_var = Buffer(np.ones(shape, np.float32))
+        self.momentum = momentum
+        self.running_mean = Buffer(np.zeros(channels, np.float32))
+        self.running_var = Buffer(np.ones(channels, np.float32))
 
     def construct(self, x: ops.Tensor) -> ops.Tensor:
         """x: (N, C, ...) -> the same shape."""
@@ -69,7 +77,7 @@ def batch_norm_step(
     momentum: float,
     epsilon: float,
 ) -> tuple[ops.Tensor, ops.Tensor, ops.Tensor]:
-    """x: (N, C, ...) normalized by its own statistics; the running mean and variance after it."""
+    """Return x: (N, C, ...) normalized by its own statistics, and the next running statistics."""
     y, batch_mean, batch_var = batch_norm_row.all_outputs(
         x, weight, bias, mean, var,
         outputs=3, training_mode=1, momentum=0.0, epsilon=epsilon,
@@ -81,7 +89,7 @@ def batch_norm_step(
 
 
 def _unbiased(count: Dim, momentum: float) -> ops.Tensor | float:
-    """momentum M / (M - 1), and momentum itself for M = 1, where no variance is estimated."""
+    """Return momentum M / (M - 1), or momentum for M = 1, where no variance is estimated."""
     if isinstance(count, int):
         return momentum * count / max(count - 1, 1)
     m = dims_of([count]).reshape(()).cast("float32")
@@ -115,25 +123,20 @@ class BatchNorm3d(_BatchNorm):
     shapes = "(N, C, D, H, W)"
 
 
-class GroupNorm(Cell):
-    """Normalizes each of `groups` runs of channels of a sample (Wu and He 2018).
+class GroupNorm(_Affine):
+    """Normalizes each of `groups` consecutive groups of channels of a sample (Wu and He 2018).
 
-    weight, bias: (C,). The variance is the biased one over a group's channels and their plane.
+    weight, bias: (C,). The variance is the biased one over the channels of a group and their plane.
     """
 
-    weight: State
-    bias: State
-
     def __init__(self, groups: int, channels: int, *, epsilon: float = 1e-5) -> None:
-        super().__init__()
         positive("GroupNorm", groups=groups, channels=channels)
         if channels % groups:
             raise InvalidInput(
                 f"GroupNorm needs groups to divide channels, got {groups}, {channels}"
             )
-        self.groups, self.epsilon = groups, epsilon
-        self.weight = Parameter(np.ones(channels, np.float32))
-        self.bias = Parameter(np.zeros(channels, np.float32))
+        super().__init__(channels, epsilon=epsilon)
+        self.groups = groups
 
     def construct(self, x: ops.Tensor) -> ops.Tensor:
         """x: (N, C, ...), at least 3 axes -> the same shape."""
@@ -142,20 +145,14 @@ class GroupNorm(Cell):
         return ops.group_norm(x, self.groups, self.weight, self.bias, epsilon=self.epsilon)
 
 
-class _InstanceNorm(Cell):
+class _InstanceNorm(_Affine):
     """weight, bias: (C,); as PyTorch's with affine=True and without running statistics."""
 
     rank: ClassVar[int]
     shape: ClassVar[str]
-    weight: State
-    bias: State
 
     def __init__(self, channels: int, *, epsilon: float = 1e-5) -> None:
-        super().__init__()
-        size = positive(type(self).__name__, channels=channels)
-        self.epsilon = epsilon
-        self.weight = Parameter(np.ones(size, np.float32))
-        self.bias = Parameter(np.zeros(size, np.float32))
+        super().__init__(*positive(type(self).__name__, channels=channels), epsilon=epsilon)
 
     def construct(self, x: ops.Tensor) -> ops.Tensor:
         """x: (N, C, ...) -> the same shape."""
@@ -209,18 +206,11 @@ class RMSNorm(Cell):
         return ops.rms_norm(x, self.weight, epsilon=self.epsilon)
 
 
-class LayerNorm(Cell):
+class LayerNorm(_Affine):
     """Normalizes the last axis (Ba et al. 2016); weight, bias: (size,)."""
 
-    weight: State
-    bias: State
-
     def __init__(self, size: int, *, epsilon: float = 1e-5) -> None:
-        super().__init__()
-        shape = positive("LayerNorm", size=size)
-        self.epsilon = epsilon
-        self.weight = Parameter(np.ones(shape, np.float32))
-        self.bias = Parameter(np.zeros(shape, np.float32))
+        super().__init__(*positive("LayerNorm", size=size), epsilon=epsilon)
 
     def construct(self, x: ops.Tensor) -> ops.Tensor:
         """x: (..., size) -> the same shape."""

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Final
+from typing import ClassVar
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import ops
 from triplane.unified_ir.frontend.cell import Cell
-from triplane.unified_ir.nn.sizes import check_rank
-
-Sizes = int | Sequence[int]
-_AXES: Final = {1: "L", 2: "H, W", 3: "D, H, W"}
+from triplane.unified_ir.nn.sizes import AXES, Sizes, check_rank
 
 
 class _Windowed(Cell):
@@ -20,8 +17,8 @@ class _Windowed(Cell):
     axes: ClassVar[int]
 
     def checked(self, x: ops.Tensor) -> ops.Tensor:
-        """`x`, refused with the layer's name where its rank is another."""
-        check_rank(type(self).__name__, f"(N, C, {_AXES[self.axes]})", x, self.axes + 2)
+        """Return `x`; refuse another rank with the layer's name."""
+        check_rank(type(self).__name__, f"(N, C, {AXES[self.axes]})", x, self.axes + 2)
         return x
 
 
@@ -102,9 +99,9 @@ class AvgPool1d(_AvgPool):
 
 
 class AvgPool2d(_AvgPool):
-    """Mean of each window over what lies inside x: (N, C, H, W); the stride defaults to the window.
+    """Mean of each window of x: (N, C, H, W), without padding; the stride defaults to the window.
 
-    With `count_include_pad`, as PyTorch's default is, over the padding too, as zeros.
+    With `count_include_pad`, the default of PyTorch, padding counts as zeros.
     """
 
     axes = 2

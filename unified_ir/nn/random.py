@@ -1,4 +1,4 @@
-"""The randomness of layers: one seeded generator for starting values, keys for the graph.
+"""The randomness of layers: one seeded generator for initial values, keys for the graph.
 
 A program starts as if it had called `seed(0)`, so running it twice gives the same weights; building
 two models in one program gives two different ones. Layers also accept a generator.
@@ -26,7 +26,7 @@ _shared: Final[list[np.random.Generator]] = [_fresh(0)]
 
 
 def seed(number: int) -> None:
-    """Seed the starting values of all layers built from now on, in every thread."""
+    """Seed the initial values of all layers built from now on, in every thread."""
     if not 0 <= number < _MAX_SEED:
         raise InvalidInput(f"a seed is in 0..2^64-1, got {number}")
     _shared[0] = _fresh(number)
@@ -47,7 +47,7 @@ class Dropout(Cell):
     """In training, zeroes each element with probability `p_drop` and scales the rest up.
 
     y = x keep / (1 - p_drop) (Srivastava et al. 2014). The mask is a function of the cell's key,
-    which moves on at each use: equal on every engine, exact after a resume. In evaluation y = x.
+    which advances at each use: equal on every engine, exact after a resume. In evaluation y = x.
     """
 
     key: State

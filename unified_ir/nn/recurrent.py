@@ -1,7 +1,7 @@
 """Recurrent layers: one step as a cell, whole sequences as ONNX's LSTM, GRU and RNN.
 
 Sequences are x: (N, T, inputs). Gates lie one after another in the rows of a weight, in PyTorch's
-order; of its two biases there is the sum.
+order; one bias stands for the sum of PyTorch's two.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REVERSE: Final = "_reverse"
 
 
 class _Step(Cell):
-    """Weights of `gates` stacked gates; all start uniform within 1 / sqrt(hidden)."""
+    """Weights of `gates` stacked gates, initially uniform within 1 / sqrt(hidden)."""
 
     gates: ClassVar[int] = 1
     weight_ih: State
@@ -47,7 +47,7 @@ class _Step(Cell):
         self.bias = Parameter(draw((rows,), source))
 
     def _mixed(self, x: ops.Tensor) -> ops.Tensor:
-        """(N, gates hidden): x weight_ih^T + bias."""
+        """Return x weight_ih^T + bias: (N, gates hidden)."""
         name, takes = f"{type(self).__name__}({self.inputs}, {self.hidden})", f"(N, {self.inputs})"
         check_rank(name, takes, x, 2)
         check_axis(name, takes, x, -1, self.inputs)
@@ -109,7 +109,7 @@ class _Layers(Cell):
     """Layers over a sequence, each in one or two directions.
 
     `weight_ih`, `weight_hh` and `bias` of the first layer; those of layer k end in `_lk`, those
-    that walk backwards in `_reverse`: weight_hh, weight_hh_reverse, weight_hh_l1, ...
+    that go backwards in `_reverse`: weight_hh, weight_hh_reverse, weight_hh_l1, ...
     """
 
     row: ClassVar[Op]
@@ -132,8 +132,8 @@ class _Layers(Cell):
         positive(type(self).__name__, inputs=inputs, hidden=hidden, num_layers=num_layers)
         if p_drop and num_layers == 1:
             raise InvalidInput(
-                f"{type(self).__name__} drops elements between layers; with one layer there is "
-                "nothing between, put a Dropout behind it"
+                f"{type(self).__name__} drops elements between layers, and there is only one "
+                "layer; put a Dropout after it"
             )
         self.inputs, self.hidden, self.num_layers = inputs, hidden, num_layers
         self.endings = ("", REVERSE) if bidirectional else ("",)
@@ -177,22 +177,17 @@ class _Layers(Cell):
         """x: (T, N, inputs) -> all outputs (T, directions, N, hidden), last states."""
         count = len(self.endings)
         endings = [f"_l{k}{e}" if k else e for e in self.endings]
-        w, r, b = (
-            ops.stack([part(e) for e in endings])
-            for part in (self._weight_ih, self._weight_hh, self._biases)
+        w, r = (
+            ops.stack([self._ordered(getattr(self, f"{kind}{e}")) for e in endings])
+            for kind in ("weight_ih", "weight_hh")
         )
+        b = ops.stack([self._biases(e) for e in endings])
         states = [None if s is None else s[k * count : (k + 1) * count] for s in starts]
         return self.row.all_outputs(
             x, w, r, b, lens, *states,
             outputs=1 + len(states), hidden_size=self.hidden,
             direction="bidirectional" if count > 1 else "forward", **self.options,
         )  # fmt: skip
-
-    def _weight_ih(self, ending: str) -> ops.Tensor:
-        return self._ordered(getattr(self, f"weight_ih{ending}"))
-
-    def _weight_hh(self, ending: str) -> ops.Tensor:
-        return self._ordered(getattr(self, f"weight_hh{ending}"))
 
     def _biases(self, ending: str) -> ops.Tensor:
         """Return ONNX's two biases; the second, of the product with the state, is zero."""
@@ -204,13 +199,15 @@ class _Layers(Cell):
         if len(self.order) == 1:
             return stacked
         back = tuple(int(k) for k in np.argsort(self.order))
-        ordered: ops.Tensor = ops.custom_gradient(
+        return ops.custom_gradient(
             lambda x: _blocks(x, self.order), lambda _, __, g: _blocks(g, back), stacked
         )
-        return ordered
 
     def _inwards(self, name: str, state: ops.Tensor | None) -> ops.Tensor | None:
-        """(N, hidden) of one layer in one direction, else (layers directions, N, hidden)."""
+        """Return a state as (layers directions, N, hidden); refuse other shapes.
+
+        One layer in one direction has the state (N, hidden).
+        """
         if state is None:
             return None
         count = self.num_layers * len(self.endings)
@@ -231,10 +228,8 @@ def _blocks(x: ops.Tensor, order: Sequence[int]) -> ops.Tensor:
     return ops.gather(stacked, np.array(order)).reshape(x.shape)
 
 
-class RNN(_Layers):
-    """A simple recurrent net over sequences (Elman 1990); returns (all outputs, last state)."""
-
-    row = recurrent.rnn
+class _OneState(_Layers):
+    """Layers whose state is one tensor."""
 
     def construct(
         self, x: ops.Tensor, h: ops.Tensor | None = None, lengths: ops.Tensor | None = None
@@ -244,14 +239,20 @@ class RNN(_Layers):
         return ys, last
 
 
+class RNN(_OneState):
+    """A simple recurrent net over sequences (Elman 1990); returns (all outputs, last state)."""
+
+    row = recurrent.rnn
+
+
 class LSTM(_Layers):
     """A long short-term memory over sequences (Hochreiter and Schmidhuber 1997).
 
     Returns (all outputs, (last h, last c)): (N, T, directions hidden), and states that are
     (N, hidden) of one layer in one direction, else (layers directions, N, hidden) as PyTorch's.
-    With `lengths` a sequence ends there: outputs beyond are 0 and its last state is that at its
-    end, where a backward direction begins. In training `p_drop` of the elements between layers
-    is dropped.
+    `lengths` gives the end of each sequence: outputs after it are 0, the last state is the state
+    there, and a backward direction begins there. In training, `p_drop` of the elements between
+    layers is dropped.
     """
 
     row = recurrent.lstm
@@ -265,7 +266,7 @@ class LSTM(_Layers):
         return self._sequence(x, state or (None, None), lengths)
 
 
-class GRU(_Layers):
+class GRU(_OneState):
     """A gated recurrent unit over sequences (Cho et al. 2014); returns (all outputs, last state).
 
     Gates r, z, n as cuDNN has them: the reset gate multiplies the product with the state, which
@@ -286,10 +287,3 @@ class GRU(_Layers):
         bias = self._ordered(getattr(self, f"bias{ending}"))
         inner = getattr(self, f"bias_n{ending}")
         return ops.concat([bias, ops.zeros((2 * self.hidden,), bias.dtype), inner])
-
-    def construct(
-        self, x: ops.Tensor, h: ops.Tensor | None = None, lengths: ops.Tensor | None = None
-    ) -> tuple[ops.Tensor, ops.Tensor]:
-        """x: (N, T, inputs), h: a state or zeros, lengths: (N,) ints -> see `LSTM`."""
-        ys, (last,) = self._sequence(x, (h,), lengths)
-        return ys, last

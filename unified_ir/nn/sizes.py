@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Final
+
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import ops
 from triplane.unified_ir.ir.types import ShapeError
 from triplane.unified_ir.ops.source import user_location
+
+Sizes = int | Sequence[int]
+AXES: Final = {1: "L", 2: "H, W", 3: "D, H, W"}
+"""Names of spatial axes in messages, by their number."""
 
 
 def positive(layer: str, **sizes: int) -> tuple[int, ...]:

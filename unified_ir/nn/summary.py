@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from math import prod
 from typing import Any
 
@@ -10,15 +10,15 @@ from triplane.unified_ir.frontend.binding import LEARNT
 from triplane.unified_ir.frontend.cell import Cell
 from triplane.unified_ir.frontend.state_tree import StateTree
 from triplane.unified_ir.frontend.trace import trace
-from triplane.unified_ir.ir.graph import Function, Value
+from triplane.unified_ir.ir.graph import Function
 from triplane.unified_ir.passes.clean import drop_dead
 
 
 def summary(cell: Cell, *specs: Any) -> str:
-    """Rows of path, class, last output, elements of parameters and of buffers; then the sums.
+    """Return a table: path, class, last output, elements of parameters and of buffers; then sums.
 
-    Buffers are what training does not learn: running statistics, keys of random numbers. specs:
-    what `trace` takes for the cell. A part that computes nothing on these has no output.
+    Buffers are state that training does not learn: running statistics and random keys. specs:
+    as `trace` takes them for the cell. A part that computes nothing on these has no output.
     """
     outputs = _outputs(trace(cell, *specs))
     rows: list[tuple[str, ...]] = [("path", "cell", "gives", "parameters", "buffers")]
@@ -43,17 +43,12 @@ def _outputs(function: Function) -> dict[str, str]:
     results = dict(zip(function.result_names, function.results, strict=True))
     own = {name: r for name, r in results.items() if name not in function.param_names}
     texts = {"": ", ".join(str(r.type) for r in own.values())}
-    for node in drop_dead(_giving(function, own)).nodes:
+    computed = function.with_(results=own.values(), result_names=own)
+    for node in drop_dead(computed).nodes:
         parts = node.meta.scope.split(".") if node.meta.scope else []
         for i in range(len(parts)):
             texts[".".join(parts[: i + 1])] = str(node.outputs[0].type)
     return texts
-
-
-def _giving(function: Function, results: Mapping[str, Value]) -> Function:
-    """Return the function with these results alone, without new values of its state."""
-    names, values = tuple(results), tuple(results.values())
-    return Function(function.name, function.params, values, names, function.nodes)
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:

@@ -6,6 +6,8 @@ Masks are as in `nn.attention`: in a mask of bools, true excludes a key.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -21,7 +23,9 @@ Activation = Callable[[ops.Tensor], ops.Tensor]
 
 
 class _Layer(Cell):
-    """Residual blocks, each behind or before a normalization, and a network per position."""
+    """Residual blocks, each with a normalization before or after it, and a network per position."""
+
+    attends_memory: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -45,26 +49,31 @@ class _Layer(Cell):
         self.dropout = Dropout(p_drop, rng=rng)
         self.dropout1 = Dropout(p_drop, rng=rng)
         self.dropout2 = Dropout(p_drop, rng=rng)
+        if self.attends_memory:
+            self.multihead_attn = MultiheadAttention(size, heads, p_drop=p_drop, rng=rng)
+            self.norm3 = LayerNorm(size, epsilon=epsilon)
+            self.dropout3 = Dropout(p_drop, rng=rng)
 
     def _forward(self, x: ops.Tensor) -> ops.Tensor:
-        y: ops.Tensor = self.linear2(self.dropout(self.activation(self.linear1(x))))
-        return y
+        return self.linear2(self.dropout(self.activation(self.linear1(x))))
 
     def _around(
         self, x: ops.Tensor, norm: Cell, dropout: Cell, block: Callable[[ops.Tensor], ops.Tensor]
     ) -> ops.Tensor:
-        """x + block(norm(x)), or norm(x + block(x))."""
+        """Return x + block(norm(x)), or norm(x + block(x))."""
         if self.norm_first:
-            y: ops.Tensor = x + dropout(block(norm(x)))
-        else:
-            y = norm(x + dropout(block(x)))
-        return y
+            return x + dropout(block(norm(x)))
+        return norm(x + dropout(block(x)))
+
+    def _self_attended(self, x: ops.Tensor, **masks: Any) -> ops.Tensor:
+        return self._around(x, self.norm1, self.dropout1, partial(self.self_attn, **masks))
 
 
 class TransformerEncoderLayer(_Layer):
     """Self-attention, then a network per position.
 
-    feedforward: its width. norm_first: normalize what goes into a block instead of the sum behind.
+    feedforward: width of that network. norm_first: normalize the input of each block instead of
+    the sum after it.
     """
 
     def construct(
@@ -76,38 +85,16 @@ class TransformerEncoderLayer(_Layer):
         causal: bool = False,
     ) -> ops.Tensor:
         """x: (N, T, size), masks as those of `MultiheadAttention` -> (N, T, size)."""
-
-        def attend(v: ops.Tensor) -> ops.Tensor:
-            masks = {"attn_mask": attn_mask, "key_padding_mask": key_padding_mask}
-            y: ops.Tensor = self.self_attn(v, causal=causal, **masks)
-            return y
-
-        x = self._around(x, self.norm1, self.dropout1, attend)
+        x = self._self_attended(
+            x, attn_mask=attn_mask, key_padding_mask=key_padding_mask, causal=causal
+        )
         return self._around(x, self.norm2, self.dropout2, self._forward)
 
 
 class TransformerDecoderLayer(_Layer):
     """Self-attention, attention to a memory, then a network per position."""
 
-    def __init__(
-        self,
-        size: int,
-        heads: int,
-        *,
-        feedforward: int = 2048,
-        p_drop: float = 0.1,
-        activation: Activation = ops.relu,
-        norm_first: bool = False,
-        epsilon: float = 1e-5,
-        rng: np.random.Generator | None = None,
-    ) -> None:
-        super().__init__(
-            size, heads, feedforward=feedforward, p_drop=p_drop, activation=activation,
-            norm_first=norm_first, epsilon=epsilon, rng=rng,
-        )  # fmt: skip
-        self.multihead_attn = MultiheadAttention(size, heads, p_drop=p_drop, rng=rng)
-        self.norm3 = LayerNorm(size, epsilon=epsilon)
-        self.dropout3 = Dropout(p_drop, rng=rng)
+    attends_memory = True
 
     def construct(
         self,
@@ -120,25 +107,21 @@ class TransformerDecoderLayer(_Layer):
         *,
         causal: bool = False,
     ) -> ops.Tensor:
-        """x: (N, T, size), memory: (N, S, size); causal is about x alone -> (N, T, size)."""
+        """x: (N, T, size), memory: (N, S, size); `causal` concerns only x -> (N, T, size)."""
 
-        def attend(v: ops.Tensor) -> ops.Tensor:
-            masks = {"attn_mask": attn_mask, "key_padding_mask": key_padding_mask}
-            y: ops.Tensor = self.self_attn(v, causal=causal, **masks)
-            return y
-
-        def remember(v: ops.Tensor) -> ops.Tensor:
+        def attend_memory(v: ops.Tensor) -> ops.Tensor:
             masks = {"attn_mask": memory_mask, "key_padding_mask": memory_key_padding_mask}
-            y: ops.Tensor = self.multihead_attn(v, memory, **masks)
-            return y
+            return self.multihead_attn(v, memory, **masks)
 
-        x = self._around(x, self.norm1, self.dropout1, attend)
-        x = self._around(x, self.norm2, self.dropout2, remember)
+        x = self._self_attended(
+            x, attn_mask=attn_mask, key_padding_mask=key_padding_mask, causal=causal
+        )
+        x = self._around(x, self.norm2, self.dropout2, attend_memory)
         return self._around(x, self.norm3, self.dropout3, self._forward)
 
 
 class _Stack(Cell):
-    """Layers one after another, and a normalization behind the last."""
+    """Layers one after another, and a normalization after the last."""
 
     def __init__(self, layers: Sequence[Cell], *, norm: Cell | None = None) -> None:
         super().__init__()

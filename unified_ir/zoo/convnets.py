@@ -19,8 +19,7 @@ class LeNet(nn.Cell):
         """x: (N, C, 28, 28) -> (N, classes)."""
         x = ops.max_pool(ops.relu(self.conv1(x)), 2)
         x = ops.flatten(ops.max_pool(ops.relu(self.conv2(x)), 2))
-        y: ops.Tensor = self.head(ops.relu(self.fc2(ops.relu(self.fc1(x)))))
-        return y
+        return self.head(ops.relu(self.fc2(ops.relu(self.fc1(x)))))
 
 
 class LeafCnn(nn.Cell):
@@ -36,5 +35,4 @@ class LeafCnn(nn.Cell):
         """x: (N, C, 28, 28) -> (N, classes)."""
         x = ops.max_pool(ops.relu(self.conv1(x)), 2)
         x = ops.flatten(ops.max_pool(ops.relu(self.conv2(x)), 2))
-        y: ops.Tensor = self.head(ops.relu(self.fc(x)))
-        return y
+        return self.head(ops.relu(self.fc(x)))

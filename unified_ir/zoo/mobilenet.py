@@ -38,8 +38,7 @@ class _Normed(nn.Cell):
     def construct(self, x: ops.Tensor) -> ops.Tensor:
         """x: (N, C, H, W)."""
         x = self.norm(self.conv(x))
-        y: ops.Tensor = x if self.linear else ops.relu6(x)
-        return y
+        return x if self.linear else ops.relu6(x)
 
 
 class InvertedResidual(nn.Cell):
@@ -58,8 +57,7 @@ class InvertedResidual(nn.Cell):
 
     def construct(self, x: ops.Tensor) -> ops.Tensor:
         """x: (N, inputs, H, W) -> (N, outputs, H / stride, W / stride)."""
-        y: ops.Tensor = x + self.path(x) if self.adds else self.path(x)
-        return y
+        return x + self.path(x) if self.adds else self.path(x)
 
 
 class MobileNetV2(nn.Cell):
@@ -86,5 +84,4 @@ class MobileNetV2(nn.Cell):
 
     def construct(self, x: ops.Tensor) -> ops.Tensor:
         """x: (N, C, H, W) -> (N, classes)."""
-        y: ops.Tensor = self.head(self.drop(self.features(x).mean((2, 3))))
-        return y
+        return self.head(self.drop(self.features(x).mean((2, 3))))

@@ -28,8 +28,7 @@ class _Shortcut(nn.Cell):
 
     def construct(self, x: ops.Tensor) -> ops.Tensor:
         """x: (N, C, H, W)."""
-        y: ops.Tensor = self.norm(self.conv(x)) if self.changes else x
-        return y
+        return self.norm(self.conv(x)) if self.changes else x
 
 
 class BasicBlock(nn.Cell):
@@ -108,8 +107,7 @@ class ResNet(nn.Cell):
             x = ops.max_pool(x, 3, stride=2, padding=1)
         for block in self.blocks:
             x = block(x)
-        y: ops.Tensor = self.head(x.mean((2, 3)))
-        return y
+        return self.head(x.mean((2, 3)))
 
 
 def resnet8(classes: int = 10, *, channels: int = 3) -> ResNet:

@@ -27,8 +27,7 @@ class CharLstm(nn.Cell):
         x = self.embedding(x)
         for layer in self.lstm:
             x, _ = layer(x)
-        y: ops.Tensor = self.head(x[:, -1])
-        return y
+        return self.head(x[:, -1])
 
 
 class _Words(nn.Cell):
@@ -54,8 +53,7 @@ class _Words(nn.Cell):
 
     def construct(self, x: ops.Tensor, *, causal: bool) -> ops.Tensor:
         """x: (N, T) integers -> (N, T, width)."""
-        y: ops.Tensor = self.layers(self.places(self.embedding(x) * self.scale), causal=causal)
-        return y
+        return self.layers(self.places(self.embedding(x) * self.scale), causal=causal)
 
 
 class TextEncoder(nn.Cell):
@@ -84,8 +82,7 @@ class TextEncoder(nn.Cell):
 
     def construct(self, x: ops.Tensor) -> ops.Tensor:
         """x: (N, T) integers below `vocabulary`, T <= length -> (N, classes)."""
-        y: ops.Tensor = self.head(self.words(x, causal=False).mean((1,)))
-        return y
+        return self.head(self.words(x, causal=False).mean((1,)))
 
 
 class TextDecoder(nn.Cell):
@@ -112,5 +109,4 @@ class TextDecoder(nn.Cell):
 
     def construct(self, x: ops.Tensor) -> ops.Tensor:
         """x: (N, T) integers below `vocabulary`, T <= length -> (N, T, vocabulary)."""
-        y: ops.Tensor = self.head(self.words(x, causal=True))
-        return y
+        return self.head(self.words(x, causal=True))
