@@ -134,7 +134,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path):
     done, (_, newest) = checkpoints(tmp_path)
     damage(newest)
     again = trainer()
-    with pytest.warns(UserWarning, match=f"{newest.name} is damaged and passed over"):
+    with pytest.warns(UserWarning, match=f"{newest.name} is damaged and skipped"):
         again.fit(data(), 3, checkpoint=tmp_path, **QUIET)
     assert bits(again) == bits(done)
 
@@ -145,7 +145,7 @@ def test_a_truncated_checkpoint_is_passed_over(cut, tmp_path):
     done, (_, newest) = checkpoints(tmp_path)
     newest.write_bytes(newest.read_bytes()[:cut])
     again = trainer()
-    with pytest.warns(UserWarning, match="passed over"):
+    with pytest.warns(UserWarning, match="skipped"):
         again.fit(data(), 3, checkpoint=tmp_path, **QUIET)
     assert bits(again) == bits(done)
 
@@ -339,7 +339,7 @@ def test_a_message_about_another_optimizer_shows_what_differs_alone(tmp_path):
             other.fit(data(), 1, checkpoint=tmp_path, **QUIET)
         values = ("0.01", "0.5") if "lr" in said else ("1.0", "2.0")
         there, here = map(said.format, values)
-        assert f"another optimizer: {there} there, {here} here; go on" in str(raised.value)
+        assert f"another optimizer: {there} there, {here} here; continue" in str(raised.value)
 
 
 def test_an_objects_address_is_no_part_of_an_optimizer(tmp_path):
@@ -384,7 +384,7 @@ def test_ctrl_c_saves_between_two_steps_and_the_same_call_goes_on(tmp_path):
     assert "Ctrl-C again ends at once" in out.getvalue()
     (note,) = raised.value.__notes__
     assert "step-000000000007.tpc" in note
-    assert f"checkpoint={str(tmp_path)!r} goes on" in note
+    assert f"checkpoint={str(tmp_path)!r} continues the run" in note
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     again = trainer()
     again.fit(data(), 2, batch_size=6, checkpoint=tmp_path, **QUIET)

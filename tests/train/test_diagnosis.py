@@ -96,5 +96,5 @@ def test_the_cell_keeps_the_state_of_the_last_whole_epoch():
 def test_batches_that_do_not_come_again_leave_the_cause_open():
     x, y = data()
     once = iter([(x, y), (x * np.inf, y)])
-    with pytest.raises(train.NonFinite, match="cannot be gone through again"):
+    with pytest.raises(train.NonFinite, match="cannot be iterated again"):
         trainer().fit(once, 1, **QUIET)

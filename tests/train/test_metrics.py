@@ -172,7 +172,7 @@ def test_the_perplexity_of_a_hopeless_model_is_infinite():
         (lambda: train.F1("mean"), "macro, micro or positive, got 'mean'"),  # type: ignore[arg-type]
         (
             lambda: graph(train.TopK(1))(np.zeros((), np.float32), np.zeros((), np.int64)),
-            "classes are the last axis",
+            "last axis of logits counts the classes",
         ),
     ],
 )

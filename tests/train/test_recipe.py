@@ -277,7 +277,7 @@ def test_senseless_loss_scales_are_refused():
         with pytest.raises(InvalidInput, match="growth >= 1"):
             train.LossScale(**options)
     with (
-        pytest.raises(InvalidInput, match="there is no moving average"),
+        pytest.raises(InvalidInput, match="keeps no moving average"),
         trainer(cell=dense).averaged(),
     ):
         pass

@@ -6,7 +6,7 @@ from triplane.unified_ir.train.callbacks import EarlyStop as EarlyStop
 from triplane.unified_ir.train.callbacks import HistoryFile as HistoryFile
 from triplane.unified_ir.train.callbacks import Record as Record
 from triplane.unified_ir.train.checkpoint import Checkpoint as Checkpoint
-from triplane.unified_ir.train.diagnosis import NonFinite as NonFinite
+from triplane.unified_ir.train.fitting import NonFinite as NonFinite
 from triplane.unified_ir.train.history import History as History
 from triplane.unified_ir.train.history import Place as Place
 from triplane.unified_ir.train.metrics import F1 as F1

@@ -23,9 +23,8 @@ from triplane.unified_ir.ir.graph import Array
 Batch = tuple[Array, ...]
 """The arrays of one batch, the target last; all with the same first axis."""
 
-_WORD: Final = 2**64
 _NUMBERS: Final = "biufV"
-"""Kinds of element types; V are those that numpy itself does not have, such as bfloat16."""
+"""Kinds of element types; V are those that numpy itself lacks, such as bfloat16."""
 FORMS: Final = "a Dataset, a tuple of arrays (x, y), or an iterable of batches (x, y)"
 
 
@@ -34,7 +33,7 @@ class BatchedData(Protocol):
     """Data that orders its own batches, as `data.Dataset` does."""
 
     def batches(self, size: int, *, seed: int, epoch: int) -> Iterator[Batch]:
-        """Batches of one epoch, in the order of (seed, epoch)."""
+        """Return the batches of one epoch, in the order that (seed, epoch) determines."""
         ...
 
     def __len__(self) -> int: ...
@@ -43,17 +42,21 @@ class BatchedData(Protocol):
 class BatchSource:
     """Batches of any accepted data, epoch by epoch.
 
-    count: batches in an epoch, None where that is unknown before iterating. samples: rows in an
-    epoch, or None.
+    count: batches in an epoch, None if that is unknown before iterating. samples: rows in an
+    epoch, None if unknown.
     """
 
     def __init__(self, data: Any, size: int, seed: int) -> None:
         if not is_count(size, 1):
             raise InvalidInput(f"a batch holds at least 1 sample, got batch_size={size!r}")
-        if not 0 <= seed < _WORD:
+        if not 0 <= seed < 2**64:
             raise InvalidInput(f"a seed is in 0..2^64-1, got {seed}")
         self.data, self.size, self.seed = _accepted(data), size, seed
-        self.samples = _samples(self.data)
+        self.samples: int | None = None
+        if _is_arrays(self.data):
+            self.samples = len(self.data[0])
+        elif isinstance(self.data, BatchedData):
+            self.samples = len(self.data)
         self.count = None if self.samples is None else math.ceil(self.samples / size)
         if self.samples is None and isinstance(data, (list, tuple)):
             self.count = len(data)
@@ -73,8 +76,8 @@ class BatchSource:
         for _ in range(first):
             if next(batches, None) is None:
                 raise InvalidInput(
-                    f"the run stopped after {first} batches of epoch {number}, and the data has "
-                    "fewer; resume with the data it was trained on"
+                    f"the run stopped after {first} batches of epoch {number}, but the data has "
+                    "fewer; resume with the data that it was trained on"
                 )
         return batches
 
@@ -96,8 +99,8 @@ class BatchSource:
             yield as_batch(tuple(a[chosen] for a in self.data))
 
     def targets(self) -> Array | None:
-        """Return all targets in the data's own order; None where only batches have them."""
-        if isinstance(self.data, Dataset):  # another class may give other labels than it stores
+        """Return all targets in the data's own order; None if only batches have them."""
+        if isinstance(self.data, Dataset):  # another class may yield other labels than it stores
             return self.data.y
         return np.asarray(self.data[-1]) if _is_arrays(self.data) else None
 
@@ -147,12 +150,13 @@ def as_batch(batch: Any) -> Batch:
     """Return arrays of one length; float64 becomes float32."""
     if not isinstance(batch, (tuple, list)) or len(batch) < 2:
         raise InvalidInput(f"a batch is a tuple of arrays (x, y), got {type(batch).__name__}")
-    arrays = tuple(_single(np.asarray(a)) for a in batch)
+    arrays = tuple(map(np.asarray, batch))
+    arrays = tuple(a.astype(np.float32) if a.dtype == np.float64 else a for a in arrays)
     for a in arrays:
         if a.dtype.kind not in _NUMBERS:
             raise InvalidInput(
-                f"the arrays of a batch hold numbers or booleans, got {a.dtype}; number classes "
-                "that have names: np.unique(y, return_inverse=True)"
+                f"the arrays of a batch hold numbers or booleans, got {a.dtype}; turn names of "
+                "classes into numbers: np.unique(y, return_inverse=True)"
             )
     lengths = [a.shape[0] if a.ndim else 0 for a in arrays]
     if len(set(lengths)) != 1 or not lengths[0]:
@@ -161,10 +165,6 @@ def as_batch(batch: Any) -> Batch:
             f"{[list(a.shape) for a in arrays]}"
         )
     return arrays
-
-
-def _single(a: Array) -> Array:
-    return a.astype(np.float32) if a.dtype == np.float64 else a
 
 
 def _accepted(data: Any) -> Any:
@@ -177,9 +177,3 @@ def _accepted(data: Any) -> Any:
 
 def _is_arrays(data: Any) -> bool:
     return isinstance(data, tuple) and all(isinstance(a, np.ndarray) for a in data)
-
-
-def _samples(data: Any) -> int | None:
-    if _is_arrays(data):
-        return len(data[0])
-    return len(data) if isinstance(data, BatchedData) else None

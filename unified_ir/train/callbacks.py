@@ -18,20 +18,20 @@ SHARES: Final = ("accuracy", "f1", "precision", "recall", "top5")
 class Callback:
     """Called at given moments of a run; subclass it and override the methods you need.
 
-    A callback that raises ends the run; the state up to then is in the cell.
+    An exception from a callback ends the run; the cell then holds the state up to that point.
     """
 
     def on_start(self, run: Run) -> None:
-        """Before the first step, after a checkpoint was loaded."""
+        """Run before the first step, after a checkpoint was loaded."""
 
     def on_step(self, run: Run) -> None:
-        """After each update; `run.results` are its results."""
+        """Run after each update; `run.results` are its results."""
 
     def on_epoch(self, run: Run) -> None:
-        """After each epoch; `run.history.last` is its row."""
+        """Run after each epoch; `run.history.last` is its row."""
 
     def on_end(self, run: Run) -> None:
-        """After the last epoch or an early stop, not after an error."""
+        """Run after the last epoch or an early stop, but not after an error."""
 
 
 class Record(Callback):

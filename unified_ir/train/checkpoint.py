@@ -46,14 +46,14 @@ class Checkpoint(Callback):
         self._saved: tuple[int, int] | None = None
 
     def files(self) -> list[Path]:
-        """Checkpoints in the folder, oldest first."""
+        """Return the checkpoints in the folder, oldest first."""
         paths = self.folder.glob("step-*.tpc") if self.folder.is_dir() else ()
         return sorted(path for path in paths if NAME.fullmatch(path.name))
 
     def newest(self) -> Snapshot | None:
         """Return the newest undamaged snapshot; None in an empty folder.
 
-        Corrupt when there are files and all are damaged: starting again would hide the loss.
+        Corrupt if there are files and all are damaged: starting again would hide the loss.
         """
         damaged = []
         for path in reversed(self.files()):
@@ -62,7 +62,7 @@ class Checkpoint(Callback):
             except Corrupt as error:
                 damaged.append(path)
                 warnings.warn(
-                    f"checkpoint {path.name} is damaged and passed over: {error}", stacklevel=4
+                    f"checkpoint {path.name} is damaged and skipped: {error}", stacklevel=4
                 )
         if damaged:
             raise Corrupt(

@@ -1,10 +1,11 @@
-"""TensorBoard's event files: records of protobuf messages, written by the format's definition.
+"""TensorBoard's event files: records of protobuf messages, encoded by hand.
 
-A record is the length of its data (uint64), a checksum of these 8 bytes, the data, a checksum of
-it; all little endian. A checksum is CRC-32C (Castagnoli), rotated right by 15 bits plus a constant,
-so that a checksum stored inside data does not check itself. The data is an `Event`: wall_time = 1
-(double), step = 2 (int64), file_version = 3 (string), summary = 5. A `Summary` holds values = 1:
-tag = 1, simple_value = 2 (float), image = 4, histo = 5.
+A record is the length of its data (uint64), a checksum of these 8 bytes, the data, and a checksum
+of the data; all little endian. A checksum is CRC-32C (Castagnoli), rotated right by 15 bits plus a
+constant, so that a checksum stored inside data does not check itself.
+
+The data is an `Event`: wall_time = 1 (double), step = 2 (int64), file_version = 3 (string),
+summary = 5. A `Summary` holds values = 1: tag = 1, simple_value = 2 (float), image = 4, histo = 5.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _CRC: Final = _table()
 
 
 def crc32c(data: bytes) -> int:
-    """CRC-32C of `data`.
+    """Return the CRC-32C of `data`.
 
     >>> hex(crc32c(b"123456789"))
     '0xe3069283'
@@ -73,7 +74,7 @@ def event(wall_time: float, step: int, values: Iterable[bytes]) -> bytes:
 
 
 def scalar(tag: str, x: float) -> bytes:
-    """Encode a number; beyond the range of float32 it is infinite."""
+    """Encode a number as float32; one outside its range becomes infinite."""
     with np.errstate(over="ignore"):
         return _bytes(1, tag.encode()) + _key(2, 5) + np.float32(x).tobytes()
 

@@ -38,7 +38,7 @@ def build_module(trainer: Trainer, entries: tuple[str, ...], local_lr: float | N
         state=_state(trainer, with_optimizer="train_step" in functions),
         meta=_meta(trainer),
     )
-    check_module(module)  # what `load` infers from its file, while the trainer is still there
+    check_module(module)  # `load` checks it again, but here the trainer can still be corrected
     return module
 
 
@@ -64,8 +64,7 @@ def _without_unread(function: Function) -> Function:
     """Drop histograms, images and counts, which no reader of a model file uses."""
     unread = (HISTOGRAM, IMAGE, step.COUNTED)
     kept = [n for n in function.result_names if not n.startswith(unread)]
-    results = tuple(map(function.result, kept))
-    return clean(Function(function.name, function.params, results, tuple(kept), function.nodes))
+    return clean(step.keeping(function, kept))
 
 
 def local_rate(optimizer: Optimizer) -> float:
@@ -84,12 +83,14 @@ def _state(trainer: Trainer, *, with_optimizer: bool) -> dict[str, StateTensor]:
     }
     starts = _starts(trainer)
     if clash := sorted(starts.keys() & state.keys()):
-        raise InvalidInput(f"{clash[0]!r} is where a personal tensor begins; rename the attribute")
+        raise InvalidInput(
+            f"{clash[0]!r} is the name of a personal tensor's initial value; rename the attribute"
+        )
     return state | starts
 
 
 def _starts(trainer: Trainer) -> dict[str, StateTensor]:
-    """Return the start values of personal tensors on a device, without those that are zero."""
+    """Return the initial values of personal tensors on a device, without those that are zero."""
     personal = {k: p for k, p in trainer.cell.parameters().items() if isinstance(p, Personal)}
     return {
         START + name: StateTensor(Role.BUFFER, p.start.copy())
@@ -99,7 +100,7 @@ def _starts(trainer: Trainer) -> dict[str, StateTensor]:
 
 
 def _labels(trainer: Trainer) -> list[str]:
-    """Name every class: data may lack the last ones, but a server needs all of them."""
+    """Return a name for every class: data may lack the last ones, but a server needs them all."""
     names, classes = list(trainer.labels), trainer.model.classes
     if not names or classes is None:
         return names
@@ -107,7 +108,7 @@ def _labels(trainer: Trainer) -> list[str]:
 
 
 def _meta(trainer: Trainer) -> dict[str, str]:
-    """Text by key; lists and mappings as JSON."""
+    """Return metadata as text by key; lists and mappings as JSON."""
     model, cell = trainer.model, type(trainer.cell)
     inputs = {name: str(type_) for name, type_ in model.inputs.items()}
     trained = set(model.trainable()) - trainer.optimizer.frozen(model.trainable())

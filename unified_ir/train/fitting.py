@@ -10,13 +10,13 @@ import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.engines import EngineLoop, Program
+from triplane.unified_ir.engines.finite import finite, first_nonfinite
 from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.optim import STEP
 from triplane.unified_ir.train import identity, step
 from triplane.unified_ir.train.batches import Batch, BatchSource, with_last
 from triplane.unified_ir.train.callbacks import Callback
 from triplane.unified_ir.train.checkpoint import Checkpoint
-from triplane.unified_ir.train.diagnosis import NonFinite, finite, first_nonfinite
 from triplane.unified_ir.train.history import NOTHING_COUNTED, Row, split
 from triplane.unified_ir.train.interrupt import Interrupt
 from triplane.unified_ir.train.precision import LEAST_SCALE
@@ -26,6 +26,17 @@ from triplane.unified_ir.train.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from triplane.unified_ir.train.trainer import Trainer
+
+
+class NonFinite(InvalidInput):
+    """The loss became NaN or infinite.
+
+    step: number of the step, from 1. cause: the first value that is not finite.
+    """
+
+    def __init__(self, message: str, *, step: int, cause: str) -> None:
+        super().__init__(message)
+        self.step, self.cause = step, cause
 
 
 class Fit:
@@ -65,7 +76,6 @@ class Fit:
         state = trainer.state()
         self.anchor = {k: state[k] for k in trainer.state_names(program.function)}
         self.loop: EngineLoop = program.loop(self.anchor)
-
         self._identity: dict[str, str] | None = None
 
     def _snapshot(self) -> Snapshot:
@@ -88,7 +98,7 @@ class Fit:
     def run(self) -> None:
         """Train to the goal; write the state back unless the loss was not finite."""
         labels = self.source.targets()
-        if labels is not None:  # in the data's own order, where the user can find the sample
+        if labels is not None:  # in the data's own order, so that the user can find the sample
             self.model.check_labels(labels, "sample {} of the training data")
         try:
             self._call("on_start")
@@ -98,30 +108,30 @@ class Fit:
         except NonFinite:
             self._go_back()
             raise
-        except KeyboardInterrupt as error:
+        except BaseException as error:
             self.trainer.write_back(self.loop.state())
-            self._save(error)
-            raise
-        except BaseException:
-            self.trainer.write_back(self.loop.state())
+            if isinstance(error, KeyboardInterrupt):
+                self._save(error)
             raise
         self.trainer.write_back(self.loop.state())
         self._call("on_end")
 
     def _save(self, error: KeyboardInterrupt) -> None:
-        """Save what an interrupted run leaves, and say how to continue it."""
+        """Save an interrupted run and add to the error how to continue it."""
         keepers = [c for c in self.callbacks if isinstance(c, Checkpoint)]
         if not (keepers and self._whole):
             return
         path = keepers[0].save(self._snapshot())
-        error.add_note(f"saved {path}; the same call with checkpoint={str(path.parent)!r} goes on")
+        error.add_note(
+            f"saved {path}; the same call with checkpoint={str(path.parent)!r} continues the run"
+        )
 
     def _call(self, moment: str) -> None:
         for callback in self.callbacks:
             getattr(callback, moment)(self.info)
 
     def _epoch(self) -> bool:
-        """Train the rest of an epoch; return False when it was stopped in between."""
+        """Train the rest of an epoch; return False if the run was stopped within it."""
         place = self.trainer.place
         program = self.trainer.training_program()
         if program is not self.program:
@@ -155,7 +165,7 @@ class Fit:
         return True
 
     def _check(self, batch: Batch) -> None:
-        """Check batches as `TrainingModel.check` does; types once for each that occurs."""
+        """Check a batch's labels, and its types unless a batch of these types was checked."""
         kinds = tuple([(a.dtype, a.shape) for a in batch])
         if kinds not in self._kinds:
             self.model.check_types(batch)
@@ -163,7 +173,7 @@ class Fit:
         self.model.check_labels(batch[-1])
 
     def _batches(self, epoch: int, first: int) -> Iterator[tuple[Batch, bool]]:
-        """Yield batches, and whether to update after this one whatever the count says.
+        """Yield batches, and whether to update after this one even if `accumulate` is not reached.
 
         Only accumulation looks one batch ahead, so that stopping a run does not consume an
         iterator's next batch.
@@ -173,11 +183,7 @@ class Fit:
 
     def _finish_epoch(self) -> None:
         trainer, place = self.trainer, self.trainer.place
-        row: Row = {
-            "epoch": place.epoch + 1,
-            "step": place.step,
-            **place.measures(self.tallies),
-        }
+        row: Row = {"epoch": place.epoch + 1, "step": place.step, **place.measures(self.tallies)}
         state = self.loop.state()
         trainer.write_back(state)
         if self.validation is not None:
@@ -189,7 +195,7 @@ class Fit:
         self._call("on_epoch")
 
     def _go_back(self) -> None:
-        """Return to the start of the epoch in this run, whose state is in the cell."""
+        """Set the place back to the start of the epoch, whose state is in the cell."""
         place = self.trainer.place
         for name, value in vars(self.start.copy()).items():
             setattr(place, name, value)
@@ -212,8 +218,8 @@ class Fit:
         number = self.trainer.place.step + 1
         raise NonFinite(
             f"the gradients of step {number} are not finite at any loss scale (it is down to "
-            f"{self.info.results[LOSS_SCALE]:g}), so no update was done for long; {cause}; use "
-            "precision='float32', or keep that operator's values in range",
+            f"{self.info.results[LOSS_SCALE]:g}), so updates have been skipped for long; {cause}; "
+            "use precision='float32', or keep that operator's values in range",
             step=number,
             cause=cause,
         )
@@ -221,7 +227,7 @@ class Fit:
     def _cause(self) -> tuple[str, str]:
         """Return what was first not finite, and the same as part of a sentence."""
         if not self.source.repeats():
-            return "", "the data cannot be gone through again to find where that began"
+            return "", "the data cannot be iterated again to find where that began"
         first = self.start.step + 1
         for number, values in enumerate(self._replayed(), first):
             if values is not None:
@@ -229,7 +235,7 @@ class Fit:
                 if cause:
                     return cause, f"it began in step {number}: {cause}"
                 return "", f"in step {number} the reference engine finds every value finite"
-        return "", "the same batches again give finite losses: the data changes between epochs"
+        return "", "repeating the same batches gives finite losses: the data changes between epochs"
 
     def _replayed(self) -> Iterator[dict[str, Array] | None]:
         """Repeat this epoch's steps: yield None while all is finite, then that step's arguments."""
@@ -247,4 +253,4 @@ class Fit:
             before = after
 
 
-_ONCE: Final = "give data that can be gone through once per epoch, not an iterator that ends"
+_ONCE: Final = "give data that can be iterated once per epoch, not an iterator that ends"

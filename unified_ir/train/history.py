@@ -5,9 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Final
 
 import numpy as np
@@ -16,13 +15,10 @@ from triplane.proto.errors import InvalidInput, NotFound
 from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.train.metrics import Tally
 
-_NONE: Final[Mapping[str, Array]] = MappingProxyType({})
-_ROWS: Final[Mapping[str, float]] = MappingProxyType({})
-
 Row = dict[str, float]
 NOTHING_COUNTED: Final = (
-    "no label of {where} counts in the mean of {names}: each is ignored, or of weight 0; give data "
-    "with some that count, or another ignore_index= or weight="
+    "no label of {where} counts in the mean of {names}: each is ignored or has weight 0; give data "
+    "with labels that count, or another ignore_index= or weight="
 )
 
 
@@ -31,8 +27,8 @@ class Place:
     """The position of a run: the next batch is `position` of epoch `epoch`, both from 0.
 
     step: batches trained on. rows: samples seen in this epoch; sums: each result summed over them;
-    counts: each tally's counts, summed, float64. counted: the weight of the samples in a result,
-    where that is not their number.
+    counts: each tally's counts, summed, float64. counted: the divisor of a mean so far, if that is
+    not the number of samples.
     """
 
     epoch: int = 0
@@ -53,8 +49,8 @@ class Place:
         self,
         results: Mapping[str, float],
         rows: int,
-        counts: Mapping[str, Array] = _NONE,
-        counted: Mapping[str, float] = _ROWS,
+        counts: Mapping[str, Array],
+        counted: Mapping[str, float],
     ) -> None:
         """Add one batch of `rows` samples; `results` are means over it, or over `counted`."""
         self.position += 1
@@ -68,16 +64,16 @@ class Place:
             self.counts[name] = self.counts.get(name, 0.0) + x.astype(np.float64)
 
     def means(self) -> Row:
-        """Return means over this epoch's samples so far, for results in which any counted."""
+        """Return means over this epoch's samples so far, for results in which any sample counts."""
         divisors = {name: self.counted.get(name, self.rows) for name in self.sums}
         return {name: self.sums[name] / n for name, n in divisors.items() if n}
 
     def uncounted(self) -> str:
-        """Return the results in which no sample has counted, if any."""
+        """Return the names of results in which no sample counts, separated by commas."""
         return ", ".join(sorted(name for name, own in self.counted.items() if not own))
 
     def measures(self, tallies: Mapping[str, Tally]) -> Row:
-        """Return means and tallies; InvalidInput where no sample counted in one."""
+        """Return means and tallies; InvalidInput if no sample counts in one of them."""
         if names := self.uncounted():
             raise InvalidInput(NOTHING_COUNTED.format(names=names, where="this data"))
         metrics = {k: t.finish(self.counts[k]) for k, t in tallies.items() if k in self.counts}
@@ -90,21 +86,10 @@ class Place:
         self.sums, self.counts, self.counted = {}, {}, {}
 
 
-def scalars(results: Mapping[str, Array], but: Collection[str] = ()) -> Row:
-    """Return as numbers the results with one element that are not in `but`."""
-    return {k: float(v.item()) for k, v in results.items() if v.size == 1 and k not in but}
-
-
 def split(results: Mapping[str, Array]) -> tuple[Row, dict[str, Array]]:
-    """Return `scalars`, and the results with more elements."""
-    numbers: Row = {}
-    others: dict[str, Array] = {}
-    for name, x in results.items():
-        if x.size == 1:
-            numbers[name] = float(x.item())
-        else:
-            others[name] = x
-    return numbers, others
+    """Return results with one element as numbers, and the others as they are."""
+    numbers = {name: float(x.item()) for name, x in results.items() if x.size == 1}
+    return numbers, {name: x for name, x in results.items() if name not in numbers}
 
 
 class History:
@@ -142,7 +127,7 @@ class History:
         return list(dict.fromkeys(name for row in self.rows for name in row))
 
     def csv(self) -> str:
-        """As comma-separated values with a header."""
+        """Return the rows as comma-separated values with a header."""
         out = io.StringIO()
         writer = csv.DictWriter(out, self.columns(), lineterminator="\n")
         writer.writeheader()
@@ -150,5 +135,5 @@ class History:
         return out.getvalue()
 
     def json(self) -> str:
-        """As a JSON list of rows."""
+        """Return the rows as a JSON list."""
         return json.dumps(self.rows, indent=1) + "\n"

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 PARTS: Final = ("network", "loss", "optimizer", "batch size", "data")
 WHOLE_BYTES: Final = 64 << 20
-"""Data up to this size is digested whole, larger data by `SAMPLED_ROWS` rows."""
+"""Data up to this size is hashed whole, larger data by `SAMPLED_ROWS` rows."""
 SAMPLED_ROWS: Final = 4096
 DIGITS: Final = 16
 MAX_SHOWN: Final = 160
@@ -38,25 +38,25 @@ _ADDRESS: Final = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 class OtherRun(Conflict):
-    """The checkpoint's run has another `part`; `there` and `here` describe both."""
+    """The checkpoint's run has another `part`, described by `there`; this one's is `here`."""
 
     def __init__(self, part: str, there: str, here: str) -> None:
         super().__init__(
-            f"the checkpoint is of a run with another {part}: {_shown(there, here)}; go on with "
-            "what it began with, or name another folder for a new run"
+            f"the checkpoint belongs to a run with another {part}: {_shown(there, here)}; continue "
+            "with what that run started with, or name another folder for a new run"
         )
         self.part, self.there, self.here = part, there, here
 
     def in_place_of(self, number: float) -> float | None:
-        """The number there, where all that differs is that `number` stands here."""
+        """Return the number in `there` if it and `number` in `here` are the only difference."""
         texts = (text.rpartition(" ")[0] for text in (self.there, self.here))
         left, right = (_NUMBER.split(text) for text in texts)
         pairs = {(a, b) for a, b in zip(left, right, strict=False) if a != b}
         if len(left) != len(right) or len(pairs) != 1:
             return None
         ((there, here),) = pairs
-        is_it = _NUMBER.fullmatch(there) and _NUMBER.fullmatch(here) and float(here) == number
-        return float(there) if is_it else None
+        both = _NUMBER.fullmatch(there) and _NUMBER.fullmatch(here)
+        return float(there) if both and float(here) == number else None
 
 
 def of_model(model: TrainingModel, recipe: Recipe) -> dict[str, str]:
@@ -89,12 +89,9 @@ def of_data(source: BatchSource) -> dict[str, str]:
 def check(theirs: Mapping[str, str], mine: Mapping[str, str], *, but: Collection[str] = ()) -> None:
     """Raise OtherRun for the first part that both have, that differs, and that is not in `but`."""
     for part in PARTS:
-        there, here = theirs.get(part), mine.get(part)
-        if None in (there, here) or there == here or part in but:
-            continue
-        assert there is not None
-        assert here is not None
-        raise OtherRun(part, there, here)
+        both = part in theirs and part in mine and part not in but
+        if both and theirs[part] != mine[part]:
+            raise OtherRun(part, theirs[part], mine[part])
 
 
 def _shown(there: str, here: str) -> str:
@@ -176,12 +173,13 @@ def _graph(function: Function) -> bytes:
 
 
 def _bare(function: Function) -> Function:
-    """Return the graph's text without locations and scopes, which a moved line changes."""
-    nodes = tuple(
-        Node(n.op, n.inputs, n.outputs, n.attrs, tuple(map(_bare, n.regions)))
-        for n in function.nodes
+    """Return the graph without locations and scopes, which change when a line moves."""
+    return function.with_(
+        nodes=(
+            Node(n.op, n.inputs, n.outputs, n.attrs, tuple(map(_bare, n.regions)))
+            for n in function.nodes
+        )
     )
-    return Function(function.name, function.params, function.results, function.result_names, nodes)
 
 
 def _rows(arrays: Sequence[Array]) -> tuple[str, str]:

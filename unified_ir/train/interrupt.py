@@ -17,7 +17,7 @@ class Interrupt:
         self._pressed = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """The signal's handler."""
+        """Handle the signal."""
         if self._pressed:
             signal.default_int_handler(number, frame)
         self._pressed = True
@@ -33,7 +33,7 @@ class Interrupt:
 def deferred_interrupt(on_event: Callable[[str], None]) -> Iterator[Interrupt]:
     """Within the block, the first Ctrl-C only sets the interrupt and calls `on_event` with a line.
 
-    In a thread other than the main one, or where the program has its own handler, nothing changes.
+    Does nothing in a thread other than the main one, or if the program has its own handler.
     """
     interrupt = Interrupt(on_event)
     main = threading.current_thread() is threading.main_thread()

@@ -11,7 +11,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.engines import Program
 from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.train.batches import Batch
-from triplane.unified_ir.train.history import Place, scalars
+from triplane.unified_ir.train.history import Place, split
 from triplane.unified_ir.train.step import TrainingModel, taken_counts
 
 State = Mapping[str, Array]
@@ -22,7 +22,7 @@ def measured(
     state: State,
     graph_of: Callable[[Batch], tuple[TrainingModel, Program]],
 ) -> Place:
-    """Sum the measures of all batches; InvalidInput where there are no batches."""
+    """Sum the measures of all batches; InvalidInput if there are none."""
     place = Place()
     for batch in batches:
         model, program = graph_of(batch)
@@ -31,9 +31,9 @@ def measured(
         values_by_name = {**state, **dict(zip(model.batch_names(), batch, strict=True))}
         values = program(*(values_by_name[n] for n in program.function.param_names))
         named = dict(zip(program.function.result_names, values, strict=True))
-        counts = {k: named[k] for k in model.tallies}
+        counts = {k: named.pop(k) for k in model.tallies}
         counted = taken_counts(named)
-        place.advance(scalars(named, counts), len(batch[-1]), counts, counted)
+        place.advance(split(named)[0], len(batch[-1]), counts, counted)
     if not place.rows:
         raise InvalidInput("there is no data to evaluate on")
     return place

@@ -26,7 +26,7 @@ class Tally:
     """Counts of one batch, and the number that is computed from their sum over all batches."""
 
     def count(self, output: Tensor, target: Tensor) -> Tensor:
-        """Counts of any shape, recorded in the graph under construction."""
+        """Record counts of any shape in the graph under construction."""
         raise NotImplementedError
 
     def finish(self, total: Array) -> float:
@@ -56,12 +56,12 @@ class TopK:
 
 
 def mean_absolute_error(y: Tensor, target: Tensor) -> Tensor:
-    """Mean of |y - target| over all elements."""
+    """Return the mean of |y - target| over all elements."""
     return ops.abs_(y - target.cast(y.dtype)).mean()
 
 
 def mean_squared_error(y: Tensor, target: Tensor) -> Tensor:
-    """Mean of (y - target)^2 over all elements."""
+    """Return the mean of (y - target)^2 over all elements."""
     error = y - target.cast(y.dtype)
     return (error * error).mean()
 
@@ -73,7 +73,7 @@ class Perplexity(Tally):
     ignore_index: int | None = None
 
     def count(self, output: Tensor, target: Tensor) -> Tensor:
-        """[sum of cross entropies, number of labels]."""
+        """Return [sum of cross entropies, number of labels]."""
         each = ops.cross_entropy(output, target, ignore_index=self.ignore_index)
         counts = each * 0.0 + 1.0
         if self.ignore_index is not None:
@@ -90,19 +90,19 @@ class Perplexity(Tally):
 class Confusion(Tally):
     """(C, C) counts: rows are true classes, columns are predicted classes.
 
-    output: logits (..., C) with labels (...), or yes-no logits of the target's own shape, then C =
-    2. Labels beyond the classes are not counted. Its number is the accuracy.
+    output: logits (..., C) with labels (...), or binary logits of the target's shape, where C = 2.
+    Labels beyond the classes are not counted. The number is the accuracy.
     """
 
     def count(self, output: Tensor, target: Tensor) -> Tensor:
         """See the class; exact below 2^24 in one batch."""
         if output.shape == target.shape:
-            said, right, classes = output > 0.0, target.cast("float32") > 0.5, 2
+            predicted, true, classes = output > 0.0, target.cast("float32") > 0.5, 2
         else:
             classes = _classes(output)
-            said, right = ops.argmax(output), target
-        rows = ops.one_hot(right.cast("int64").reshape(-1), classes)
-        return rows.transpose() @ ops.one_hot(said.cast("int64").reshape(-1), classes)
+            predicted, true = ops.argmax(output), target
+        rows = ops.one_hot(true.cast("int64").reshape(-1), classes)
+        return rows.transpose() @ ops.one_hot(predicted.cast("int64").reshape(-1), classes)
 
     def finish(self, total: Array) -> float:
         """See `Tally`."""
@@ -111,10 +111,10 @@ class Confusion(Tally):
 
 @dataclass(frozen=True)
 class _ByClass(Confusion):
-    """A ratio by class.
+    """A ratio for each class, averaged.
 
-    average: of the classes that occur ("macro"), of all counts together ("micro"), or of the last
-    class alone ("positive"). A ratio of 0 to 0 is 0.
+    average: over the classes that occur ("macro"), over all counts together ("micro"), or only the
+    last class ("positive"). A ratio of 0 to 0 is 0.
     """
 
     average: Average = "macro"
@@ -125,16 +125,16 @@ class _ByClass(Confusion):
 
     def finish(self, total: Array) -> float:
         """See `Tally`."""
-        hits, said, right = np.diag(total), total.sum(0), total.sum(1)
+        hits, predicted, true = np.diag(total), total.sum(0), total.sum(1)
         if self.average == "micro":
-            return self.ratio(hits.sum(), said.sum(), right.sum())
-        each = [self.ratio(*x) for x in zip(hits, said, right, strict=True)]
+            return self.ratio(hits.sum(), predicted.sum(), true.sum())
+        each = [self.ratio(*x) for x in zip(hits, predicted, true, strict=True)]
         if self.average == "positive":
             return each[-1]
-        return float(np.mean([x for x, a, b in zip(each, said, right, strict=True) if a + b]))
+        return float(np.mean([x for x, a, b in zip(each, predicted, true, strict=True) if a + b]))
 
-    def ratio(self, hits: float, said: float, right: float) -> float:
-        """Return, by class, the numbers of hits, of predictions and of true samples."""
+    def ratio(self, hits: float, predicted: float, true: float) -> float:
+        """Return the ratio for numbers of hits, of predictions and of true samples of a class."""
         raise NotImplementedError
 
 
@@ -142,31 +142,33 @@ class _ByClass(Confusion):
 class Precision(_ByClass):
     """Share of the predictions of a class that are right."""
 
-    def ratio(self, hits: float, said: float, right: float) -> float:
+    def ratio(self, hits: float, predicted: float, true: float) -> float:
         """See the class."""
-        return float(hits / said) if said else 0.0
+        return float(hits / predicted) if predicted else 0.0
 
 
 @dataclass(frozen=True)
 class Recall(_ByClass):
     """Share of the samples of a class that are predicted as that class."""
 
-    def ratio(self, hits: float, said: float, right: float) -> float:
+    def ratio(self, hits: float, predicted: float, true: float) -> float:
         """See the class."""
-        return float(hits / right) if right else 0.0
+        return float(hits / true) if true else 0.0
 
 
 @dataclass(frozen=True)
 class F1(_ByClass):
     """2 hits / (predicted + true): the harmonic mean of precision and recall."""
 
-    def ratio(self, hits: float, said: float, right: float) -> float:
+    def ratio(self, hits: float, predicted: float, true: float) -> float:
         """See the class."""
-        return float(2 * hits / (said + right)) if said + right else 0.0
+        return float(2 * hits / (predicted + true)) if predicted + true else 0.0
 
 
 def _classes(logits: Tensor) -> int:
     last = logits.shape[-1] if logits.rank else None
     if not isinstance(last, int):
-        raise ShapeError(f"classes are the last axis of logits, whose size is fixed: {logits.type}")
+        raise ShapeError(
+            f"the last axis of logits counts the classes and needs a fixed size, got {logits.type}"
+        )
     return last

@@ -32,7 +32,7 @@ _LARGEST: Final = float(np.finfo(np.float32).max)
 
 @dataclass(frozen=True, kw_only=True)
 class LossScale:
-    """Factor of the loss in half precision; PyTorch's GradScaler's rule and numbers.
+    """Factor of the loss in half precision, with the rule and numbers of PyTorch's GradScaler.
 
     An update whose gradients are not all finite is skipped and the scale multiplied by `backoff`;
     after `interval` good updates in a row it is multiplied by `growth`.
@@ -62,7 +62,7 @@ class LossScale:
 
 
 def fixed_scale(scale: float) -> LossScale:
-    """A constant scale; updates that overflow are skipped as well."""
+    """Return a constant scale; updates that overflow are skipped as well."""
     return LossScale(start=scale, growth=1.0, backoff=1.0)
 
 
@@ -75,14 +75,14 @@ def all_finite(tensors: Mapping[str, Tensor]) -> Tensor:
 def half(function: Function) -> Function:
     """Return the function with products in float16; parameters and results keep their types.
 
-    A value is rounded once however many products read it.
+    A value is rounded once, even if several products read it.
     """
     return _HalfPrecision().rewrite(function)
 
 
 class _HalfPrecision(Rewriter):
     def visit(self, node: Node) -> None:
-        """A product between casts; a body that hides products as its nodes."""
+        """Put a product between casts; expand an operator whose body has products."""
         if self.row(node).is_product and node.outputs[0].type.dtype == float32:
             self._product(node)
             return

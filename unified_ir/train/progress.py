@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 from typing import Any, Literal, TextIO
 
 from triplane.unified_ir.train.callbacks import Callback
@@ -17,7 +18,9 @@ class Progress(Callback):
 
     def __init__(self, style: Style = "auto", *, stream: TextIO | None = None) -> None:
         self.stream = stream if stream is not None else sys.stderr
-        self.style = _resolved(style, self.stream)
+        if style == "auto":
+            style = "bar" if self.stream.isatty() and find_spec("rich") is not None else "lines"
+        self.style = style
         self._bar: Any = None
         self._task: Any = None
 
@@ -37,19 +40,16 @@ class Progress(Callback):
         if self.style == "none":
             return
         rate = f"lr {run.learning_rate():.3g}"
-        line = f"epoch {run.epoch}/{run.epochs}  {_text(run.history.last)}  {rate}"
-        if self._bar is None:
-            print(line, file=self.stream, flush=True)
-            return
-        self._bar.console.print(line, markup=False, highlight=False)
-        self._bar.update(self._task, completed=0, epoch=run.epoch + 1)
+        self.say(f"epoch {run.epoch}/{run.epochs}  {_text(run.history.last)}  {rate}")
+        if self._bar is not None:
+            self._bar.update(self._task, completed=0, epoch=run.epoch + 1)
 
     def on_end(self, run: Run) -> None:
         """See `Callback`."""
         self.close()
 
     def say(self, line: str) -> None:
-        """Print a line beside the run's own."""
+        """Print a line beside the progress."""
         if self._bar is not None:
             self._bar.console.print(line, markup=False, highlight=False)
         elif self.style != "none":
@@ -75,18 +75,6 @@ class Progress(Callback):
         self._task = self._bar.add_task(
             "train", total=run.batches, completed=run.place.position, epoch=run.epoch + 1, note=""
         )
-
-
-def _resolved(style: Style, stream: TextIO) -> Style:
-    if style != "auto":
-        return style
-    return "bar" if stream.isatty() and _has_rich() else "lines"
-
-
-def _has_rich() -> bool:
-    from importlib.util import find_spec
-
-    return find_spec("rich") is not None
 
 
 def _text(row: Row) -> str:

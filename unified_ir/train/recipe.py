@@ -35,11 +35,11 @@ from triplane.unified_ir.train.precision import PRECISIONS, LossScale, Precision
 AVERAGE: Final = "average"
 """Slot: the moving average of a parameter."""
 SUM: Final = "sum"
-"""Slot: gradients times their batch's rows (or counts), summed since the last update."""
+"""Slot: gradients, each weighted by its batch's rows (or counts), summed since the last update."""
 ROWS: Final = "optimizer.rows"
 """State: rows in the sums (or their counts in the loss), float32 scalar."""
 LEFT: Final = "optimizer.left"
-"""State: batches until the next update, int64 scalar; 1 lets the next batch update."""
+"""State: batches until the next update, int64 scalar; 1 makes the next batch update."""
 SCALE: Final = "optimizer.scale"
 GOOD: Final = "optimizer.good"
 LOSS_SCALE: Final = SUMMARY + "loss_scale"
@@ -49,7 +49,7 @@ SKIPPED: Final = SUMMARY + "skipped"
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """See the module; a part left at its default is not in the graph.
+    """What happens between gradients and weights; an option at its default is not in the graph.
 
     clip_value, clip_each, clip_norm: limits of each element, of each tensor's norm, of the norm of
     all together. accumulate: batches per update. average: the weight of the past in the moving
@@ -113,8 +113,8 @@ class Recipe:
     ) -> tuple[dict[str, Tensor], Tensor | None]:
         """Return every next parameter and state tensor, and whether the gradients are finite.
 
-        grads: of the scaled loss, the mean over `rows` samples (float32 scalar). counted: what
-        that mean divided by where it is not their number; nothing counted moves by a gradient of 0.
+        grads: of the scaled loss, the mean over `rows` samples (float32 scalar). counted: the
+        divisor of that mean if it is not `rows`; where it is 0, the gradient counts as 0.
         """
         if self.loss_scale is not None:
             grads = {k: g / state[SCALE] for k, g in grads.items()}
@@ -145,7 +145,7 @@ class Recipe:
         grads: Mapping[str, Tensor],
         state: Mapping[str, Tensor],
     ) -> dict[str, Tensor]:
-        """Return the update; where `go` is false, everything as it was."""
+        """Return the update if `go` is true, else parameters and state unchanged."""
         if go is None:
             return self._update(params, grads, state)
         names: list[str] = []

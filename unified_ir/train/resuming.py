@@ -1,4 +1,4 @@
-"""Resuming from a snapshot: only of the same run, and all of it or nothing."""
+"""Resuming from a snapshot: only that of the same run, and completely or not at all."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def resume(trainer: Trainer, keeper: Checkpoint, source: BatchSource) -> None:
 
 
 def refuse_others(keeper: Checkpoint) -> None:
-    """Refuse to start a new run among the checkpoints of another."""
+    """Refuse to start a new run in a folder with checkpoints of another."""
     if keeper.files():
         raise Conflict(
             f"{keeper.folder} holds checkpoints of a run; resume it, or name another folder"
@@ -37,7 +37,7 @@ def refuse_others(keeper: Checkpoint) -> None:
 
 
 def restore(trainer: Trainer, snapshot: Snapshot, changed: Collection[str] = ()) -> None:
-    """Load a snapshot of the same model and optimizer; else raise Conflict, nothing changed."""
+    """Load a snapshot of the same model and optimizer; otherwise raise Conflict, change nothing."""
     mine = trainer.state()
     if "optimizer" in changed:
         snapshot = replace(snapshot, state=_with_optimizer(snapshot.state, mine))
@@ -45,27 +45,24 @@ def restore(trainer: Trainer, snapshot: Snapshot, changed: Collection[str] = ())
     odd = sorted(k for k in own.keys() | theirs.keys() if own.get(k) != theirs.get(k))
     if odd:
         raise Conflict(
-            f"the checkpoint is of another model or optimizer: {odd[0]!r} is "
+            f"the checkpoint belongs to another model or optimizer: {odd[0]!r} is "
             f"{theirs.get(odd[0], 'absent')} there and {own.get(odd[0], 'absent')} here"
         )
     if snapshot.seed != trainer.seed:
         raise Conflict(
-            f"the checkpoint is of a run with seed {snapshot.seed}, this trainer has {trainer.seed}"
+            f"the checkpoint belongs to a run with seed {snapshot.seed}, this trainer has "
+            f"{trainer.seed}"
         )
     trainer.write_back(snapshot.state)
     trainer.place, trainer.history = snapshot.place, snapshot.history
 
 
 def _with_optimizer(theirs: Mapping[str, Array], mine: Mapping[str, Array]) -> dict[str, Array]:
-    """Return the snapshot's state, completed by our optimizer's where it has none."""
+    """Return the snapshot's state, completed by our optimizer's where it has none that fits."""
     own, other = _kinds(mine), _kinds(theirs)
-    shared = {k for k in theirs if not _is_optimizers(k) or own.get(k) == other[k]}
-    kept = {k: a for k, a in mine.items() if _is_optimizers(k)}
-    return {**kept, **{k: theirs[k] for k in theirs if k in shared}}
-
-
-def _is_optimizers(name: str) -> bool:
-    return name.startswith("optimizer.")
+    initial = {k: a for k, a in mine.items() if k.startswith("optimizer.")}
+    fits = {k for k in theirs if not k.startswith("optimizer.") or own.get(k) == other[k]}
+    return initial | {k: a for k, a in theirs.items() if k in fits}
 
 
 def _kinds(state: Mapping[str, Array]) -> dict[str, tuple[object, tuple[int, ...]]]:
@@ -73,10 +70,10 @@ def _kinds(state: Mapping[str, Array]) -> dict[str, tuple[object, tuple[int, ...
 
 
 def _check_order(snapshot: Snapshot, source: BatchSource) -> None:
-    """Within an epoch, check that the next batches are those that the snapshot's run had next."""
+    """Within an epoch, check that the next batches are the next ones of the snapshot's run."""
     now = (source.size, source.samples or 0)
     if snapshot.place.position and (snapshot.batch_size, snapshot.samples) != now:
         raise Conflict(
-            f"the checkpoint lies within an epoch of {snapshot.samples} samples in batches of "
+            f"the checkpoint is within an epoch of {snapshot.samples} samples in batches of "
             f"{snapshot.batch_size}, this run has {now[1]} in batches of {now[0]}"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from triplane.unified_ir.ir.graph import Array
@@ -12,34 +13,25 @@ if TYPE_CHECKING:
     from triplane.unified_ir.train.snapshot import Snapshot
 
 
+@dataclass(eq=False, repr=False)
 class Run:
     """One running call of `Trainer.fit`.
 
-    epochs: the epoch at which it ends. batches: batches per epoch, None where unknown. results: of
-    the newest step, scalars by name; tensors: the others, such as `histogram/NAME`.
+    epochs: the epoch at which it ends. batches: batches per epoch, None if unknown. results: the
+    scalar results of the newest step by name; tensors: its others, such as `histogram/NAME`.
     """
 
-    def __init__(
-        self,
-        place: Place,
-        history: History,
-        *,
-        epochs: int,
-        batches: int | None,
-        snapshot: Callable[[], Snapshot],
-        learning_rate: Callable[[], float],
-    ) -> None:
-        self.place = place
-        self.history = history
-        self.epochs = epochs
-        self.batches = batches
-        self.results: Row = {}
-        self.tensors: dict[str, Array] = {}
-        self.stopped = False
-        self.snapshot = snapshot
-        """Copies everything that a checkpoint holds."""
-        self.learning_rate = learning_rate
-        """The rate of the next update, for parameters in no group."""
+    place: Place
+    history: History
+    epochs: int
+    batches: int | None
+    snapshot: Callable[[], Snapshot]
+    """Copies everything that a checkpoint holds."""
+    learning_rate: Callable[[], float]
+    """Returns the rate of the next update, for parameters in no group."""
+    results: Row = field(default_factory=dict)
+    tensors: dict[str, Array] = field(default_factory=dict)
+    stopped: bool = False
 
     @property
     def step(self) -> int:

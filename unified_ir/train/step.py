@@ -23,7 +23,7 @@ from triplane.unified_ir.autodiff.zero import zero_gradient
 from triplane.unified_ir.files.samples import check_classes
 from triplane.unified_ir.frontend.cell import Cell
 from triplane.unified_ir.frontend.trace import traced
-from triplane.unified_ir.ir.graph import Array, Function, Node, Role, Value
+from triplane.unified_ir.ir.graph import Array, Function, Role, Value
 from triplane.unified_ir.ir.types import TensorSpec, TensorType
 from triplane.unified_ir.nn.losses import Loss, Metric
 from triplane.unified_ir.ops.build import Build
@@ -60,17 +60,17 @@ class TrainingModel:
     inputs: Mapping[str, TensorType]
     target: tuple[str, TensorType]
     classes: int | None
-    """Labels are 0..classes-1; None where the target is no label."""
+    """Labels are 0..classes-1; None if the target is not a label."""
 
     def check_types(self, batch: Batch) -> None:
-        """Refuse a batch of other types."""
+        """Refuse a batch of types other than those of the model."""
         types = (*self.inputs.values(), self.target[1])
         if not admits(types, batch):
             expected = ", ".join(map("{}: {}".format, self.batch_names(), types))
             kinds = ", ".join(f"{a.dtype}{list(a.shape)}" for a in batch)
             raise InvalidInput(
-                f"a batch is {expected} as the first one was, got {kinds}; convert it, or prepare("
-                '...) with specs that leave more open, such as TensorSpec(("N", "T", 3))'
+                f"a batch must be {expected}, as the first one was, got {kinds}; convert it, or "
+                'call prepare(...) with specs that leave more open: TensorSpec(("N", "T", 3))'
             )
 
     def check_labels(
@@ -84,7 +84,7 @@ class TrainingModel:
 
     @property
     def tallies(self) -> dict[str, Tally]:
-        """The metrics that are not means."""
+        """Metrics that are not means."""
         return {k: m for k, m in self.metrics.items() if isinstance(m, Tally)}
 
     def of_means(self) -> TrainingModel:
@@ -114,7 +114,7 @@ def model_of(
     chosen = loss.metrics() if metrics is None else metrics
     function = predict(cell, inputs, loss.output)
     if not function.results:
-        raise InvalidInput(f"{type(cell).__name__}.construct gives nothing; return the output")
+        raise InvalidInput(f"{type(cell).__name__}.construct returns nothing; return the output")
     model = TrainingModel(
         cell=cell,
         loss=loss,
@@ -148,8 +148,8 @@ def _input_names(cell: Cell, count: int) -> list[str]:
         bound = inspect.signature(cell.construct).bind(*range(count))
     except TypeError as error:
         raise InvalidInput(
-            f"a batch of {count + 1} arrays gives {type(cell).__name__}.construct {count} inputs "
-            f"(the last array is the target): {error}"
+            f"a batch of {count + 1} arrays passes {count} inputs to {type(cell).__name__}"
+            f".construct (the last array is the target): {error}"
         ) from None
     names = []
     for name, value in bound.arguments.items():
@@ -161,7 +161,8 @@ def _input_names(cell: Cell, count: int) -> list[str]:
 def _check_names(model: TrainingModel) -> None:
     if counts := [k for k in model.metrics if k.startswith(COUNTED)]:
         raise InvalidInput(
-            f"{counts[0]!r} is the name of what a mean divides by, so no metric's; rename it"
+            f"a metric cannot be called {counts[0]!r}: names that start with {COUNTED!r} stand for "
+            "the divisors of means; rename it"
         )
     if LOSS in model.metrics:
         raise InvalidInput(f"a metric cannot be called {LOSS!r}, which is the loss; rename it")
@@ -197,33 +198,36 @@ def training(cell: Cell, *, on: bool) -> Iterator[None]:
 
 
 def predict(cell: Cell, inputs: Sequence[TensorType], output: str) -> Function:
-    """Inputs and state -> the cell's results in evaluation mode; a single tensor is `output`."""
+    """Return inputs and state -> the cell's results in evaluation mode; one tensor is `output`."""
     with training(cell, on=False):
         graph = traced(cell, tuple(inputs), {}, name="predict").function
     state = cell.parameters()
-    kept = [
-        (n, r)
-        for n, r in zip(graph.result_names, graph.results, strict=True)
-        if n not in state and not n.startswith(PREFIXES)
-    ]
-    names = tuple(output if n == "y" else n for n, _ in kept)
-    return clean(Function("predict", graph.params, tuple(r for _, r in kept), names, graph.nodes))
+    names = [n for n in graph.result_names if n not in state and not n.startswith(PREFIXES)]
+    shown = [output if n == "y" else n for n in names]
+    return clean(keeping(graph, names).with_(result_names=shown))
+
+
+def keeping(function: Function, names: Sequence[str]) -> Function:
+    """Return the function with these of its results, in this order."""
+    return function.with_(results=map(function.result, names), result_names=names)
 
 
 def evaluate(model: TrainingModel) -> Function:
-    """A batch and state -> loss and metrics, in evaluation mode."""
+    """Return a batch and state -> loss and metrics, in evaluation mode."""
     with training(model.cell, on=False):
-        return _only_measures(_objective(model, "evaluate"), model)
+        function = _objective(model, "evaluate")
+    state = model.cell.parameters()  # evaluation changes nothing, even if a cell assigns state
+    return clean(keeping(function, [n for n in function.result_names if n not in state]))
 
 
 def loss(model: TrainingModel) -> Function:
-    """A batch and state -> loss, metrics and assigned state in training mode, to differentiate."""
+    """Return a batch and state -> loss, metrics and assigned state, in training mode."""
     with training(model.cell, on=True):
         return clean(_objective(model, "loss"))
 
 
 def gradients(model: TrainingModel, optimizer: Optimizer | None = None) -> Function:
-    """A batch and state -> loss, metrics, and `grad.PATH` of each trained parameter.
+    """Return a batch and state -> loss, metrics, and `grad.PATH` of each trained parameter.
 
     Parameters that `optimizer` freezes are not trained.
     """
@@ -238,17 +242,17 @@ def train_step(model: TrainingModel, recipe: Recipe) -> Function:
 def local_update(
     model: TrainingModel, optimizer: Optimizer, *, name: str = "local_update"
 ) -> Function:
-    """One update by an optimizer that needs no state of its own, such as SGD without momentum."""
+    """Return one update by an optimizer that keeps no state, such as SGD without momentum."""
     if optimizer.used_slots():
         raise InvalidInput(
-            f"{name} runs where no optimizer state is kept; {optimizer} keeps "
+            f"{name} needs an optimizer without state; {optimizer} keeps "
             f"{', '.join(optimizer.used_slots())}; use optim.SGD(lr) without momentum"
         )
     return _updated(model, Recipe(optimizer=optimizer), name)
 
 
 def _objective(model: TrainingModel, name: str) -> Function:
-    """Results: loss, metrics, assigned state, summaries, divisors of means."""
+    """Return the graph of loss, metrics, assigned state, summaries and divisors of means."""
 
     def measure(self: Cell, **batch: Tensor) -> dict[str, Any]:
         arrays = [batch[n] for n in model.batch_names()]
@@ -264,7 +268,8 @@ def _objective(model: TrainingModel, name: str) -> Function:
 
     specs = {**model.inputs, model.target[0]: model.target[1]}
     function = traced(MethodType(measure, model.cell), (), specs, name=name).function
-    return _reordered(function, [LOSS, *model.metrics])
+    first = [LOSS, *model.metrics]
+    return keeping(function, first + [n for n in function.result_names if n not in first])
 
 
 def _measured(metric: Metric | Tally, output: Any, target: Tensor) -> Tensor:
@@ -277,29 +282,16 @@ def _counts(model: TrainingModel, output: Any, target: Tensor) -> dict[str, Tens
     """Return the divisors of those means that declare one, as float32 scalars."""
     counts = {}
     for label, mean in {LOSS: model.loss, **model.metrics}.items():
-        says = getattr(mean, "counted", None)
-        counted = None if says is None else says(output, target)
+        divisor = getattr(mean, "counted", None)
+        counted = None if divisor is None else divisor(output, target)
         if counted is None:
             continue
         if counted.shape != ():
-            raise InvalidInput(f"what {label!r} divides by is a scalar, got {counted.type}; sum it")
+            raise InvalidInput(
+                f"the divisor of {label!r} must be a scalar, got {counted.type}; sum it"
+            )
         counts[COUNTED + label] = counted.cast("float32")
     return counts
-
-
-def _reordered(function: Function, first: Sequence[str]) -> Function:
-    """Return the results named in `first` before the others."""
-    names = [*first, *(n for n in function.result_names if n not in first)]
-    results = tuple(function.result(n) for n in names)
-    return Function(function.name, function.params, results, tuple(names), function.nodes)
-
-
-def _only_measures(function: Function, model: TrainingModel) -> Function:
-    """Drop state results: evaluation changes nothing, whatever a cell assigns."""
-    state = model.cell.parameters().keys()
-    names = [n for n in function.result_names if n not in state]
-    results = tuple(function.result(n) for n in names)
-    return clean(Function(function.name, function.params, results, tuple(names), function.nodes))
 
 
 def _trained(model: TrainingModel, optimizer: Optimizer | None) -> tuple[str, ...]:
@@ -312,7 +304,7 @@ def _trained(model: TrainingModel, optimizer: Optimizer | None) -> tuple[str, ..
 def _differentiated(
     model: TrainingModel, wanted: Sequence[str], name: str, recipe: Recipe | None = None
 ) -> Function:
-    """Return loss, metrics and gradients: of the scaled loss where the recipe has a scale."""
+    """Return loss, metrics and gradients, those of the scaled loss if the recipe has a scale."""
     with training(model.cell, on=True):
         forward = _objective(model, name)
     if not wanted:
@@ -327,11 +319,11 @@ def _differentiated(
             f"by construction{_why_zero(forward, unused)}; use it, remove it, or create it with "
             "trainable=False"
         )
-    return Function(name, function.params, function.results, function.result_names, function.nodes)
+    return replace(function, name=name)
 
 
 def _why_zero(forward: Function, unused: Sequence[str]) -> str:
-    """Say in brackets what stops the gradients of the parameters that are read."""
+    """Return in brackets what stops the gradients of the parameters that are read."""
     read = [k for k in unused if k in forward.param_names]
     stops = [zero_gradient(forward, k, LOSS) for k in read]
     reasons = [str(z) for z in stops if z is not None and z.stops]
@@ -349,13 +341,12 @@ def _gradients(forward: Function, wanted: Sequence[str], recipe: Recipe | None) 
         scale = build.param(SCALE, TensorSpec((), "float32"))
         named[_SCALED] = named[LOSS] * scale
     both = value_and_grad(build.finish(named), wanted, of=_SCALED)
-    names = tuple(n for n in both.result_names if n != _SCALED)
-    return Function(both.name, both.params, tuple(map(both.result, names)), names, both.nodes)
+    return keeping(both, [n for n in both.result_names if n != _SCALED])
 
 
 def _is_zero(function: Function, value: Value) -> bool:
-    """Return whether a gradient is the constant zero that stands for `no dependence`."""
-    producer: dict[Value, Node] = {v: node for node in function.nodes for v in node.outputs}
+    """Return whether a gradient is the constant zero that means `no dependence`."""
+    producer = function.producers()
     node = producer.get(value)
     while node is not None and node.op.name in ("Expand", "Identity", "Reshape", "Cast"):
         node = producer.get(node.inputs[0]) if node.inputs[0] is not None else None

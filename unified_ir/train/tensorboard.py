@@ -19,8 +19,8 @@ class TensorBoard(Callback):
     """Writes event files for TensorBoard into `folder`, a new one for each call of `fit`.
 
     Every `every_steps` steps: loss, metrics and summaries of that step under `train/`, and
-    `learning_rate`; after each epoch its means under `epoch/` and what was held out under
-    `validation/`. Histograms and images made by `ops` keep their names.
+    `learning_rate`; after each epoch its means under `epoch/` and the measures on held-out data
+    under `validation/`. Histograms and images made by `ops` keep their names.
     """
 
     def __init__(

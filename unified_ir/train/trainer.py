@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.engines import Engine, Program, engine
+from triplane.unified_ir.engines import Engine, Program
+from triplane.unified_ir.engines import engine as engine_named
 from triplane.unified_ir.frontend.cell import Cell
 from triplane.unified_ir.frontend.guards import TraceGuard
 from triplane.unified_ir.ir import Function, Module, Role
@@ -57,18 +58,11 @@ class Trainer:
     """Trains `cell` to minimize `loss`.
 
     loss: an `nn.Loss`, or a function of (output, target) that returns a scalar. metrics: functions
-    of the same by name, or tallies (see `metrics`); by default those of the loss. seed: of the
-    order of batches and of random keys (for starting weights, see `nn.seed`). clip_value,
+    of the same by name, or tallies (see `metrics`); by default those of the loss. seed: for the
+    order of batches and for random keys (for initial weights, see `nn.seed`). clip_value,
     clip_each, clip_norm, accumulate, average: see `Recipe`. precision: "float16" computes products
     in half precision around float32 weights; loss_scale: a constant number, or a `LossScale` that
     adapts to the gradients (the default with float16).
-
-    loss: an `nn.Loss`, or a function of (output, target) that gives a scalar. metrics: functions
-    of the same by name, or tallies (see `metrics`); by default those that go with the loss. seed:
-    of the order of batches and of random keys (starting weights are `nn.seed`'s). clip_value,
-    clip_each, clip_norm, accumulate, average: see `Recipe`. precision: "float16" computes products
-    in half precision around float32 weights; loss_scale: a number that stays, or a `LossScale`
-    that follows the gradients (the default there).
     """
 
     def __init__(
@@ -92,9 +86,9 @@ class Trainer:
         memory_budget_bytes: int | None = None,
         labels: Sequence[str] = (),
     ) -> None:
-        _check_made("cell", cell, Cell)
-        _check_made("loss", loss, None)
-        _check_made("optimizer", optimizer, Optimizer)
+        _check_instance("cell", cell, Cell)
+        _check_instance("loss", loss, None)
+        _check_instance("optimizer", optimizer, Optimizer)
         self.cell = cell
         self.loss = loss if isinstance(loss, Loss) else _Function(loss)
         self.optimizer = optimizer
@@ -107,7 +101,7 @@ class Trainer:
         self.loss_scale = (
             fixed_scale(loss_scale) if isinstance(loss_scale, (int, float)) else loss_scale
         )
-        _ = self.recipe
+        _ = self.recipe  # refuses invalid options now rather than in `fit`
         self.step_tuning = StepTuning(tune=tune, memory_budget_bytes=memory_budget_bytes)
         self.tuning: Tuning | None = None
         self.memory_plan: RecomputationPlan | None = None
@@ -138,13 +132,13 @@ class Trainer:
 
         data, validation: a `data.Dataset`, a tuple of arrays (x, y), or an iterable of batches.
         checkpoint: a folder; with `resume` the run continues from its newest checkpoint, to the
-        same bits as if it had never stopped; without it the folder must hold none (else Conflict).
-        Conflict also where network, loss, optimizer, batch size, data or seed differ.
-        Ctrl-C ends the run between two steps, after a checkpoint.
-        NonFinite: the loss became NaN or infinite; the error names the first operator that did.
+        same bits as if it had never stopped; without `resume` the folder must hold none.
+        Ctrl-C ends the run between two steps, after a checkpoint. Conflict: the folder holds
+        checkpoints although `resume` is off, or network, loss, optimizer, batch size, data or seed
+        differ. NonFinite: the loss became NaN or infinite; names the first operator that did.
         """
         if not is_count(epochs, 0):
-            raise InvalidInput(f"a run has 0 epochs or more, got {epochs!r}")
+            raise InvalidInput(f"epochs must be a whole number >= 0, got {epochs!r}")
         source = BatchSource(data, batch_size, self.seed)
         self._prepare(source.peek(), data)
         goal = self.place.epoch + epochs
@@ -215,11 +209,11 @@ class Trainer:
 
     @property
     def model(self) -> step.TrainingModel:
-        """Return cell, loss and types of a batch, known from the first data seen."""
+        """Cell, loss and types of a batch, which are known from the first data on."""
         if self._types is None:
             raise InvalidInput(
-                "the trainer has not seen data yet, so sizes are unknown; call fit or evaluate "
-                "first, or prepare(x, y) with one batch"
+                "sizes are unknown, because the trainer has not seen data yet; call fit or "
+                "evaluate first, or prepare(x, y) with one batch"
             )
         return self._model_of(self._types)
 
@@ -245,13 +239,13 @@ class Trainer:
         self._sizes = sizes_of(self._types, batch)
 
     def _types_for(self, batch: Batch) -> tuple[TensorType, ...]:
-        """Return the types in use where they admit the batch, else the batch's own types."""
+        """Return the types in use if they admit the batch, else the batch's own types."""
         if self._types is not None and step.admits(self._types, batch):
             return self._types
         return tuple(step.batch_type(a) for a in batch)
 
     def _forget_stale(self) -> None:
-        """Drop every graph if the cell, loss or metrics have changed in anything that it read."""
+        """Drop all graphs if the cell, loss or metrics changed in anything that tracing read."""
         metrics = () if self.metrics is None else tuple(self.metrics.items())
         guarded = (self.cell, self.loss, *(x for pair in metrics for x in pair))
         same = len(guarded) == len(self._guarded) and all(map(is_, guarded, self._guarded))
@@ -291,12 +285,11 @@ class Trainer:
         self._forget_stale()
         key = ("train", self._types, self._signature(), self.recipe)
         if key not in self._programs:
-            chosen = self._engine()
+            engine = self._engine()
             function, self.tuning, self.memory_plan = self.step_tuning.tuned_step(
-                self.train_function(), self._sizes, chosen
+                self.train_function(), self._sizes, engine
             )
-            state = self.state_names(function)
-            self._programs[key] = chosen.compile(function, donate=state)
+            self._programs[key] = engine.compile(function, donate=self.state_names(function))
         return self._programs[key]
 
     def _evaluation(
@@ -312,9 +305,9 @@ class Trainer:
         return model, self._compiled(key, lambda: step.evaluate(model))
 
     def _prediction(self, arrays: Batch) -> Program:
-        known = self._types[:-1] if self._types is not None else ()
-        same = step.admits(known, arrays)
-        types = known if same else tuple(step.batch_type(a) for a in arrays)
+        types = self._types[:-1] if self._types is not None else ()
+        if not step.admits(types, arrays):
+            types = tuple(step.batch_type(a) for a in arrays)
         return self._compiled(
             ("predict", types), lambda: step.predict(self.cell, types, self.loss.output)
         )
@@ -327,33 +320,30 @@ class Trainer:
         return self._programs[key]
 
     def _signature(self) -> Any:
-        """Return the parts of the cell that its graphs fix."""
+        """Return the parts of the cell's state that its graphs depend on."""
         return tuple((k, str(p.type), p.trainable) for k, p in self.cell.parameters().items())
 
     def _engine(self) -> Engine:
-        return engine(self.engine) if isinstance(self.engine, str) else self.engine
+        return engine_named(self.engine) if isinstance(self.engine, str) else self.engine
 
     def state_names(self, function: Function) -> tuple[str, ...]:
-        """Return the state that a function of batches reads."""
+        """Return the names of the state that a function of batches reads."""
         batch = self.model.batch_names()
         return tuple(n for n in function.param_names if n not in batch)
 
-    def _trainable(self) -> dict[str, Array]:
-        return {k: p.array for k, p in self.cell.parameters().items() if p.trainable}
-
     def optimizer_state(self) -> dict[str, Array]:
-        """Return the optimizer's state by name, zeros before the first step.
+        """Return the optimizer's state by name.
 
-        State for parameters made trainable later, or of another optimizer, starts at zero; the rest
+        State for parameters made trainable later, or of another optimizer, is initial; the rest
         is kept.
         """
-        fresh = self.recipe.init(self._trainable())
-        kept = self._optimizer_state
-        for name in fresh.keys() & kept.keys():
-            if kept[name].shape == fresh[name].shape:
-                fresh[name] = kept[name]
-        self._optimizer_state = fresh
-        return fresh
+        parameters = self.cell.parameters()
+        state = self.recipe.init({k: p.array for k, p in parameters.items() if p.trainable})
+        for name, array in self._optimizer_state.items():
+            if name in state and array.shape == state[name].shape:
+                state[name] = array
+        self._optimizer_state = state
+        return state
 
     def state(self) -> dict[str, Array]:
         """Return all state: the cell's and the optimizer's."""
@@ -379,14 +369,14 @@ class Trainer:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Within the block the cell holds the moving averages of its weights (`average=`).
+        """Within the block, the cell holds the moving averages of its weights (`average=`).
 
-        Use it for evaluating, predicting and exporting; before the first update they are the
+        Use it to evaluate, predict and export; before the first update the averages are the
         weights.
         """
         if self.average is None:
             raise InvalidInput(
-                "there is no moving average of the weights; construct the Trainer with average="
+                "the Trainer keeps no moving average of the weights; construct it with average="
             )
         if not self.optimizer_state()[STEP]:
             yield
@@ -434,17 +424,19 @@ class _Function(Loss):
         return self.function(output, target)
 
 
-def _check_made(what: str, value: object, kind: type | None) -> None:
-    """Refuse a class where an object belongs, or anything else that would fail only much later."""
+def _check_instance(what: str, value: object, kind: type | None) -> None:
+    """Refuse a class in place of an instance, and whatever else would fail only much later."""
     if isinstance(value, type):
-        raise InvalidInput(f"{what} is the class {value.__name__}; make one: {value.__name__}(...)")
+        raise InvalidInput(
+            f"{what} is the class {value.__name__}; give an instance: {value.__name__}(...)"
+        )
     if not (callable(value) if kind is None else isinstance(value, kind)):
         wanted = "a loss cell or a function" if kind is None else f"of kind {kind.__name__}"
         raise InvalidInput(f"{what} must be {wanted}, got {value!r:.80}")
 
 
 def _set_keys(cell: Cell, seed: int) -> None:
-    """Give each random key of the cell its start value from (seed, its number)."""
+    """Set the initial value of each random key of the cell from (seed, its number)."""
     keys = [p for p in cell.parameters().values() if p.role is Role.KEY]
     for i, parameter in enumerate(keys):
         words = np.random.Philox(key=np.array([seed, _LAST_KEY - i], np.uint64)).random_raw(1)
