@@ -1,4 +1,4 @@
-"""Share of samples whose largest output is the right class, before and after."""
+"""Accuracy before and after a conversion: the share of samples with the right largest output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from triplane.unified_ir.runtime import Session
 def measure_accuracy(
     frozen: Frozen, before: Session, after: Session, samples: Samples, y: Array
 ) -> Accuracy:
-    """Compares two sessions on labelled samples, batch by batch.
+    """Compare two sessions on labelled samples, batch by batch.
 
     The first result must be (N, classes) floating point, y within 0..classes-1.
     """
@@ -26,13 +26,13 @@ def measure_accuracy(
         raise InvalidInput(
             f"{name!r} scores classes 0..{classes - 1}, but labels are {y.min()}..{y.max()}"
         )
-    chosen = [
+    old, new = (
         np.concatenate([s.run(b, (name,))[name].argmax(-1) for b in batches(frozen, samples)])
         for s in (before, after)
-    ]
+    )
     return Accuracy(
         samples=len(y),
-        before=float((chosen[0] == y).mean()),
-        after=float((chosen[1] == y).mean()),
-        agreement=float((chosen[0] == chosen[1]).mean()),
+        before=float((old == y).mean()),
+        after=float((new == y).mean()),
+        agreement=float((old == new).mean()),
     )

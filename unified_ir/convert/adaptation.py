@@ -1,8 +1,8 @@
 """The graph with which a node adapts a start point: `adapt.onnx` of a bundle.
 
-A module that was learnt to be adapted has an entry `adapt` and says in `meta["adapt_steps"]` how
-often it is run. The served graph then keeps its weights under the state's own names, unfolded and
-in float32, because the steps change them; all other state of the entry (rates) becomes constant.
+A module that was trained to be adapted has an entry `adapt`, and `meta["adapt_steps"]` is the
+number of its runs. The served graph then keeps its weights under the state's own names, unfolded
+and in float32, because the steps change them; all other state of the entry (rates) is constant.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LOSS: Final = "loss"
 
 
 def adapt_steps(module: Module) -> int:
-    """How many steps of adaptation the module asks for; 0 where it is served as it is."""
+    """Return the number of steps of adaptation; 0 where the module is served as it is."""
     text = module.meta.get(STEPS, "0")
     if not text.isdecimal() or int(text[:9]) > MAX_ADAPT_STEPS:
         raise InvalidInput(
@@ -38,10 +38,10 @@ def adapt_steps(module: Module) -> int:
 
 
 def adapt_graph(module: Module, weights: Collection[str], target: OnnxTarget) -> bytes:
-    """ONNX of one step: weights and a batch in, `loss` and `NAME:next` of changed weights out.
+    """Return the ONNX of one step: from weights and a batch to `loss` and `NAME:next` of weights.
 
-    weights: names of the served graph's. InvalidInput where the step would change none of them, or
-    something that no graph beside it could keep.
+    weights: names of the served graph's weights. InvalidInput where the step changes none of them,
+    or changes other state, which a bundle cannot keep.
     """
     function = module.entry(ENTRY)
     changed = [name for name in module.assigned(ENTRY) if name in weights]
@@ -51,8 +51,7 @@ def adapt_graph(module: Module, weights: Collection[str], target: OnnxTarget) ->
             f"entry {ENTRY!r} changes {', '.join(lost) or 'nothing'}, which the served graph does "
             "not use; a bundle keeps weights and no other state"
         )
-    build = Build(TABLE, ENTRY)
-    with build:
+    with Build(TABLE, ENTRY) as build:
         params = [
             build.constant(module.state[p.name].array)
             if p.name in module.state and p.name not in weights

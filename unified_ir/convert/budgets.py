@@ -1,4 +1,4 @@
-"""What a conversion may cost. Only a stated budget refuses."""
+"""Limits for the cost of a conversion; a conversion fails only where a stated one is exceeded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from triplane.unified_ir.convert.report import Report
 class Budgets:
     """Limits; None for no budget.
 
-    accuracy_drop: percentage points, held where an evaluation set is given. latency_ratio,
+    accuracy_drop: percentage points, checked where an evaluation set is given. latency_ratio,
     size_ratio: int8 / float32.
     """
 
@@ -31,7 +31,7 @@ class Budgets:
                 raise InvalidInput(f"{name} is a number >= 0, got {value}")
 
     def check(self, report: Report) -> tuple[str, ...]:
-        """Notes on budgets that could not be decided; InvalidInput where one is passed."""
+        """Return notes on budgets that could not be decided; InvalidInput where one is exceeded."""
         self._check_accuracy(report)
         self._check_size(report)
         return self._check_latency(report)
@@ -58,25 +58,17 @@ class Budgets:
             )
 
     def _check_latency(self, report: Report) -> tuple[str, ...]:
-        if self.latency_ratio is None or report.latency is None or report.latency.ratio is None:
+        r, limit, note = report.latency.ratio, self.latency_ratio, ""
+        if limit is None or r is None:
             return ()
-        r = report.latency.ratio
         if not report.latency.on_target:
-            note = (
-                f"max_latency_ratio {self.latency_ratio} could not be checked: this machine is "
-                f"no {report.target}"
-            )
-            return (note,)
-        if r.q1 > self.latency_ratio:
+            note = f"could not be checked: this machine is no {report.target}"
+        elif r.q1 > limit:
             raise InvalidInput(
-                f"max_latency_ratio is {self.latency_ratio}, but int8 takes {r.median:.2f} times "
-                f"as long as float32 here ({r.q1:.2f} to {r.q3:.2f} in {report.latency.rounds} "
-                "interleaved runs); allow a larger ratio or convert without quantize"
+                f"max_latency_ratio is {limit}, but int8 takes {r.median:.2f} times as long as "
+                f"float32 here ({r.q1:.2f} to {r.q3:.2f} in {report.latency.rounds} interleaved "
+                "runs); allow a larger ratio or convert without quantize"
             )
-        if r.q3 > self.latency_ratio:
-            note = (
-                f"max_latency_ratio {self.latency_ratio} is undecided: int8 / float32 is "
-                f"{r.q1:.2f} to {r.q3:.2f} here"
-            )
-            return (note,)
-        return ()
+        elif r.q3 > limit:
+            note = f"is undecided: int8 / float32 is {r.q1:.2f} to {r.q3:.2f} here"
+        return (f"max_latency_ratio {limit} {note}",) if note else ()

@@ -1,4 +1,4 @@
-"""The converted graph against the float reference, before anything is written."""
+"""Checks of a converted graph and of the files written from it."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ MAX_ERROR: Final = 1e-3
 
 
 def first(frozen: Frozen, samples: Samples, count: int) -> dict[str, Array]:
-    """The first `count` samples, or one static batch."""
-    sizes = [p.type.shape[0] for p in frozen.inputs]
-    wanted = next((d for d in sizes if isinstance(d, int)), count)
-    return {name: x[:wanted] for name, x in samples.items()}
+    """Return the first `count` samples, or one static batch."""
+    sizes = (p.type.shape[0] for p in frozen.inputs)
+    count = next((d for d in sizes if isinstance(d, int)), count)
+    return {name: x[:count] for name, x in samples.items()}
 
 
 def check_against_reference(module: Module, entry: str, session: Session, samples: Samples) -> None:
-    """Holds the float graph on onnxruntime to the module itself, interpreted node by node.
+    """Compare the float graph on onnxruntime with the module, interpreted node by node.
 
-    InvalidInput where the module gives no finite numbers on these samples; Conflict where the two
-    differ, a fault of the conversion.
+    InvalidInput where the module's results on these samples are not finite; Conflict where the two
+    differ, which is a fault of the conversion.
     """
     function = module.entry(entry)
-    held = {name: tensor.array for name, tensor in module.state.items()}
-    args = [samples[p.name] if p.name in samples else held[p.name] for p in function.params]
+    arrays = {**{name: t.array for name, t in module.state.items()}, **samples}
+    args = [arrays[p.name] for p in function.params]
     expected = dict(zip(function.result_names, run_function(TABLE, function, args), strict=True))
     for name, y in session.run(samples).items():
         check_finite({name: expected[name]})
@@ -70,7 +70,7 @@ def _compare(name: str, y: Array, expected: Array) -> None:
 
 
 def check_served(path: Path) -> None:
-    """Read a bundle as a node does: every byte, the graph in a session, the golden answers."""
+    """Read a bundle as a node does: every byte, the graph in a session, the golden outputs."""
     Bundle.load(path).check_goldens()
 
 

@@ -1,8 +1,8 @@
-"""From a module to a bundle: fold, quantize, check, measure, judge, and only then write.
+"""From a module to a bundle: fold, quantize, check, measure, compare with budgets, then write.
 
-Invariants: nothing is written unless every check passed and every stated budget holds; what is
-written, but for `report.json`, depends on the module, the calibration samples and the arguments
-alone, on one kind of machine. A conversion is refused only for a budget, never for being slow.
+Invariants: nothing is written unless every check passed and every stated budget holds; on one kind
+of machine, everything written except `report.json` depends only on the module, the calibration
+samples and the arguments. A conversion fails only on a budget, never merely for being slow.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir import runtime
 from triplane.unified_ir.convert.accuracy import measure_accuracy
 from triplane.unified_ir.convert.adaptation import adapt_graph, adapt_steps
 from triplane.unified_ir.convert.budgets import Budgets
@@ -23,7 +24,18 @@ from triplane.unified_ir.convert.checks import (
     check_served,
     first,
 )
-from triplane.unified_ir.convert.describe import Labels, check_names, describe, running_bytes
+from triplane.unified_ir.convert.describe import (
+    COPIES,
+    FLOAT_TOLERANCE,
+    INT8_TOLERANCE,
+    Labels,
+    check_names,
+    class_names,
+    constraints,
+    preprocessing,
+    running_bytes,
+    tolerance,
+)
 from triplane.unified_ir.convert.fold import FOLDED, fold
 from triplane.unified_ir.convert.latency import Latency, measure_latency
 from triplane.unified_ir.convert.notes import Converted, attempt, notes
@@ -35,25 +47,13 @@ from triplane.unified_ir.convert.residency import (
     product_nodes,
     residency,
 )
-from triplane.unified_ir.convert.samples import (
-    Given,
-    as_labelled,
-    as_samples,
-    digest,
-    generated,
-)
+from triplane.unified_ir.convert.samples import Given, as_labelled, as_samples, digest, generated
 from triplane.unified_ir.convert.shares import Shares, time_shares
-from triplane.unified_ir.convert.targets import (
-    Target,
-    cpu_flags,
-    int8_scheme,
-    target_row,
-)
+from triplane.unified_ir.convert.targets import Target, cpu_flags, int8_scheme, target_row
 from triplane.unified_ir.data import Dataset
 from triplane.unified_ir.files.container import Container, is_container
 from triplane.unified_ir.ir import Module
 from triplane.unified_ir.ir.graph import Array, Node
-from triplane.unified_ir.onnx import OnnxTarget
 from triplane.unified_ir.ops.check import load
 from triplane.unified_ir.quantize import (
     IN_PARTS,
@@ -72,43 +72,31 @@ from triplane.unified_ir.quantize import (
     observe,
     site_ranges,
 )
-from triplane.unified_ir.runtime import (
-    Bundle,
-    BundleSpec,
-    Description,
-    Session,
-    write_bundle,
-)
-from triplane.unified_ir.runtime import (
-    version as runtime_version,
-)
 
 GOLDENS: Final = 4
-"""Samples kept in a bundle; one where rows of a call are rounded by a common range, since a node
-with several threads shares out the rows, and each thread then has a range of its own."""
+"""Samples kept in a bundle. It is one where a node rounds all rows of a call by one range, since a
+node with several threads splits the rows, and each thread then has a range of its own."""
 REFERENCE_SAMPLES: Final = 2
-"""Samples on which the graph is held to the reference, which is slow."""
+"""Samples on which the graph is compared with the reference, which is slow."""
 NOISE_SAMPLES: Final = 64
 """Samples on which rounding noise is measured."""
 NO_VNNI_FLAGS: Final = "no int8 dot products"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Form:
-    """One precision of the graph: its function, its bytes, a session on them."""
+class _Graph:
+    """The graph in one precision, with an open session."""
 
-    frozen: Frozen
     artifact: Artifact
-    session: Session
+    session: runtime.Session
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Int8(_Form):
-    """The integer form and what was learnt on the way; source: the float function it is made of."""
+class _Int8(_Graph):
+    """The graph in int8. source: the float function that was quantized."""
 
     source: Frozen
     sites: Sites
-    scheme: Scheme
     snr_db: Mapping[Node, float | None]
     ranges: Sequence[Range]
 
@@ -138,10 +126,10 @@ def convert(
     evaluation: (samples, classes), for accuracy before and after. labels: class names of the first
     output, or by output. max_accuracy_drop: percentage points, needs an evaluation set.
     max_latency_ratio, max_size_ratio: int8 / float32. reduce_range: 7-bit weights, for processors
-    without VNNI. model_digest: root digest of the model file, the bundle's parent; known where
-    `module` is a path. name: by default the stem of the model file, or of `out`. progress: told
-    each stage before its work.
-    Raises InvalidInput, with nothing written, where a budget is passed or samples do not fit.
+    without VNNI. model_digest: root digest of the model file, the bundle's parent; it is computed
+    where `module` is a path. name: by default the stem of the model file, or of `out`. progress:
+    called with a description of each stage before it begins.
+    Raises InvalidInput, and writes nothing, when a budget is exceeded or samples do not fit.
     """
     row = target_row(target)
     name = _name(module, out) if name is None else name
@@ -151,122 +139,138 @@ def convert(
     budgets = Budgets(max_accuracy_drop, max_latency_ratio, max_size_ratio)
     steps = _checked_steps(module, entry, quantize, calibration, budgets)
     frozen = freeze(module, entry) if steps else fold(freeze(module, entry))
-    samples = _samples(calibration, frozen)
+    if calibration is None:
+        samples, record = generated(frozen.inputs), {}
+    else:
+        samples = as_samples(calibration, frozen.inputs, "the calibration set")
+        record = {"samples": _count(samples), "sha256": digest(samples)}
     labelled = None if evaluation is None else as_labelled(evaluation, frozen.inputs)
     scheme = None if quantize is None else int8_scheme(row, reduce_range=reduce_range)
-    conversion = _Conversion(
-        module, entry, row, name, version, labels, model_digest, steps, frozen, samples, labelled,
-        scheme, _calibration_record(calibration, samples), progress,
+    job = _Conversion(
+        module, entry, row, name, version, labels, model_digest, steps, frozen, samples, record,
+        labelled, scheme, progress,
     )  # fmt: skip
-    forms = _forms(conversion)
-    answers = _golden_answers(conversion, forms)
-    report = _reported(conversion, forms)
+    plain, int8 = _graphs(job)
+    spec = _bundle(job, int8 or plain, is_int8=int8 is not None)
+    report = _reported(job, plain, int8)
     report = replace(report, notes=(*report.notes, *budgets.check(report)))
     if out is None:
         return report
-    return _written(Path(out), _bundle(conversion, forms, answers, report), report)
+    if job.adapt_steps:
+        spec = replace(spec, adapt=adapt_graph(module, spec.weights, row.onnx))
+    return _written(Path(out), replace(spec, report=report.record()), report)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Conversion:
-    """What is converted for which target, every argument checked; scheme: of int8, else None."""
+    """The checked arguments of a conversion. scheme: of int8, None for a bundle in float32."""
 
     module: Module
     entry: str
-    row: Target
+    target: Target
     name: str
     version: str
     labels: Labels | None
     model_digest: str
-    steps: int
+    adapt_steps: int
     frozen: Frozen
     samples: Samples
+    calibration: Mapping[str, Any]
     labelled: tuple[Samples, Array] | None
     scheme: Scheme | None
-    calibration: dict[str, Any]
     progress: Callable[[str], None]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Forms:
-    """The graph in float32, and in int8 where that is wanted."""
-
-    plain: _Form
-    int8: _Int8 | None
-
-    @property
-    def shipped(self) -> _Form:
-        """The one that goes into the bundle."""
-        return self.int8 or self.plain
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Answers:
-    """Golden inputs of a bundle, what the shipped graph answers, and the description of both."""
-
-    inputs: Samples
-    outputs: dict[str, Array]
-    description: Description
-
-
-def _forms(job: _Conversion) -> _Forms:
-    """The graphs, the float one held to the module's meaning."""
-    plain = _form(job.frozen, job.row.onnx)
+def _graphs(job: _Conversion) -> tuple[_Graph, _Int8 | None]:
+    """Return the graph in float32, compared with the module, and in int8 where that is asked."""
+    packed = artifact(job.frozen, job.target.onnx)
+    plain = _Graph(packed, packed.session())
     few = first(job.frozen, job.samples, REFERENCE_SAMPLES)
     job.progress("checking the graph against the model's meaning")
     check_against_reference(job.module, job.entry, plain.session, few)
     if job.scheme is None:
-        return _Forms(plain, None)
-    job.progress(f"int8: observing ranges on {len(next(iter(job.samples.values())))} samples")
-    return _Forms(plain, _quantized(job.frozen, job.row, job.scheme, job.samples))
+        return plain, None
+    job.progress(f"int8: observing ranges on {_count(job.samples)} samples")
+    return plain, _quantized(job, job.scheme)
 
 
-def _golden_answers(job: _Conversion, forms: _Forms) -> _Answers:
-    form = forms.shipped
-    inputs = first(job.frozen, job.samples, 1 if form.artifact.operators else GOLDENS)
-    outputs = form.session.run(inputs)
+def _quantized(job: _Conversion, scheme: Scheme) -> _Int8:
+    source = expanded(job.frozen, IN_PARTS)
+    sites = find_sites(source, job.target.operators)
+    if not sites.integer:
+        raise InvalidInput(
+            "int8 needs a Conv, Gemm, MatMul or LSTM that can run on integers; here "
+            f"{_reasons(sites)}: convert without quantize"
+        )
+    seen = observe(source, sites.roots, job.samples)
+    ranges = site_ranges(sites, seen)
+    target = job.target.onnx_int8
+    packed = artifact(insert(source, sites, ranges, scheme), target)
+    products = [node for node in product_nodes(source.function) if node in sites.integer]
+    outputs = [node.outputs[0] for node in products]
+    few = first(source, job.samples, NOISE_SAMPLES)
+    levels = noise(source, sites, ranges, scheme, outputs, few, target=target)
+    snr_db = dict(zip(products, levels, strict=True))
+    return _Int8(packed, packed.session(), source, sites, snr_db, tuple(seen.values()))
+
+
+def _reasons(sites: Sites) -> str:
+    """Return why no product can be quantized."""
+    reasons = [f"{node.op.name}: {reason}" for node, reason in sites.refused.items()]
+    return "; ".join(dict.fromkeys(reasons)) or "is none outside loops and branches"
+
+
+def _bundle(job: _Conversion, shipped: _Graph, *, is_int8: bool) -> runtime.BundleSpec:
+    """Return the contents of the bundle except for the report and the graph of adaptation."""
+    form = shipped.artifact
+    inputs = first(job.frozen, job.samples, 1 if form.operators else GOLDENS)
+    outputs = shipped.session.run(inputs)
     check_finite(outputs)
-    return _Answers(inputs, outputs, _described(job, forms, inputs, outputs))
-
-
-def _described(
-    job: _Conversion, forms: _Forms, inputs: Samples, outputs: dict[str, Array]
-) -> Description:
-    return describe(
-        job.module,
-        job.row,
-        forms.shipped.session,
-        outputs,
-        name=job.name,
-        version=job.version,
-        labels=job.labels,
-        is_int8=forms.int8 is not None,
-        size_bytes=forms.shipped.artifact.size_bytes,
-        running_bytes=running_bytes(job.frozen.function, inputs),
-        model_digest=job.model_digest,
-        adapt_steps=job.steps,
+    memory_bytes = COPIES * form.size_bytes + running_bytes(job.frozen.function, inputs)
+    accepted = tolerance(outputs, INT8_TOLERANCE if is_int8 else FLOAT_TOLERANCE)
+    return runtime.BundleSpec(
+        description=_described(job, shipped.session, memory_bytes, accepted),
+        model=form.model,
+        weights=form.weights,
+        golden_inputs=inputs,
+        golden_outputs=outputs,
     )
 
 
-def _reported(job: _Conversion, forms: _Forms) -> Report:
-    """What the conversion measured; parts that inform and fail become notes."""
-    plain, int8 = forms.plain, forms.int8
-    resident, failed = attempt("the list of kernels", lambda: residency(forms.shipped.artifact))
+def _described(
+    job: _Conversion, session: runtime.Session, memory_bytes: int, accepted: runtime.Tolerance
+) -> runtime.Description:
+    return runtime.Description(
+        name=job.name,
+        version=job.version,
+        target=job.target.name,
+        inputs=session.inputs,
+        outputs=session.outputs,
+        labels=class_names(job.module, session.outputs, job.labels),
+        preprocessing=preprocessing(job.module),
+        constraints=constraints(job.target, memory_bytes),
+        tolerance=accepted,
+        model_digest=job.model_digest,
+        adapt_steps=job.adapt_steps,
+    )
+
+
+def _reported(job: _Conversion, plain: _Graph, int8: _Int8 | None) -> Report:
+    """Measure the graphs. Parts of the report that only inform become notes if they fail."""
+    shipped, one = int8 or plain, first(job.frozen, job.samples, 1)
+    resident, failed = attempt("the list of kernels", lambda: residency(shipped.artifact))
     resident = resident or Resident({}, {}, {}, ())
-    job.progress("timing float32" + (" and int8 in turn" if int8 else ""))
-    latency = _latency(job.frozen, job.row, plain, int8, job.samples)
-    if job.labelled is not None:
-        job.progress(f"measuring accuracy on {len(job.labelled[1])} samples")
-    shares, without_shares = _integer_shares(job, int8)
+    latency, accuracy = _measured(job, plain, int8, one)
+    shares, without_shares = _integer_shares(int8, one)
     return Report(
         name=job.name,
         version=job.version,
-        target=job.row.name,
+        target=job.target.name,
         precision="int8" if int8 else "float32",
         size=_size(plain, int8),
         latency=latency,
-        accuracy=_accuracy(job.frozen, plain, forms.shipped, job.labelled),
-        layers=_layers(job.frozen, int8, resident, job.row),
+        accuracy=accuracy,
+        layers=_layers(job, int8, resident),
         residency=resident,
         machine=_machine(),
         calibration=job.calibration,
@@ -275,18 +279,33 @@ def _reported(job: _Conversion, forms: _Forms) -> Report:
     )
 
 
-def _integer_shares(job: _Conversion, int8: _Int8 | None) -> tuple[Shares | None, tuple[str, ...]]:
+def _measured(
+    job: _Conversion, plain: _Graph, int8: _Int8 | None, feeds: Mapping[str, Array]
+) -> tuple[Latency, Accuracy | None]:
+    job.progress("timing float32" + (" and int8 in turn" if int8 else ""))
+    control, quantized = plain.artifact.session(), int8.session if int8 else None
+    here = job.target.is_here
+    latency = measure_latency(plain.session, control, quantized, feeds, on_target=here)
+    if job.labelled is None:
+        return latency, None
+    job.progress(f"measuring accuracy on {len(job.labelled[1])} samples")
+    shipped = (int8 or plain).session
+    return latency, measure_accuracy(job.frozen, plain.session, shipped, *job.labelled)
+
+
+def _integer_shares(
+    int8: _Int8 | None, feeds: Mapping[str, Array]
+) -> tuple[Shares | None, tuple[str, ...]]:
     if int8 is None:
         return None, ()
-    one = first(job.frozen, job.samples, 1)
-    return attempt("the share of time on integers", lambda: time_shares(int8.artifact, one))
+    return attempt("the share of time on integers", lambda: time_shares(int8.artifact, feeds))
 
 
 def _converted(job: _Conversion, int8: _Int8 | None) -> Converted:
     return Converted(
         module=job.module,
         entry=job.entry,
-        target=job.row,
+        target=job.target,
         frozen=job.frozen,
         scheme=job.scheme,
         ranges=int8.ranges if int8 else (),
@@ -294,26 +313,17 @@ def _converted(job: _Conversion, int8: _Int8 | None) -> Converted:
     )
 
 
-def _bundle(job: _Conversion, forms: _Forms, answers: _Answers, report: Report) -> BundleSpec:
-    form = forms.shipped.artifact
-    return BundleSpec(
-        description=answers.description,
-        model=form.model,
-        weights=form.weights,
-        golden_inputs=answers.inputs,
-        golden_outputs=answers.outputs,
-        report=report.record(),
-        adapt=adapt_graph(job.module, form.weights, job.row.onnx) if job.steps else None,
-    )
+def _count(samples: Samples) -> int:
+    return len(next(iter(samples.values())))
 
 
 def read_model(path: str | Path) -> tuple[Module, str]:
-    """(module, root digest) of a model file; Corrupt names the damaged part."""
+    """Return (module, root digest) of a model file; Corrupt names the damaged part."""
     return load(path), Container(Path(path), kind="model").digest
 
 
 def open_model(path: Path) -> tuple[Module, str]:
-    """As `read_model`; InvalidInput where the file is of another kind than Triplane's."""
+    """Like `read_model`; InvalidInput where the file is no container of Triplane's."""
     if path.is_file() and not is_container(path):
         raise InvalidInput(
             f"{path.name} is not a model file, or its beginning is damaged; `triplane train` and "
@@ -330,12 +340,16 @@ def _name(module: Module | str | Path, out: str | Path | None) -> str:
 def _checked_steps(
     module: Module, entry: str, quantize: str | None, calibration: Any, budgets: Budgets
 ) -> int:
-    """How many steps of adaptation the model begins; InvalidInput where arguments do not fit."""
+    """Return the module's steps of adaptation; InvalidInput where arguments do not fit."""
     if not module.inputs(entry):
-        raise InvalidInput(f"{entry!r} takes no input; a bundle answers what it is given")
+        raise InvalidInput(f"{entry!r} takes no input; a bundle computes outputs from inputs")
     _check_arguments(quantize, calibration, budgets)
     steps = adapt_steps(module)
-    _check_adapts(steps, quantize)
+    if steps and quantize is not None:
+        raise InvalidInput(
+            f"the model is a start point for {steps} steps of adaptation, which need its weights "
+            "in float32; convert it without quantize"
+        )
     return steps
 
 
@@ -354,53 +368,7 @@ def _check_arguments(quantize: str | None, calibration: Any, budgets: Budgets) -
         )
 
 
-def _check_adapts(steps: int, quantize: str | None) -> None:
-    if steps and quantize is not None:
-        raise InvalidInput(
-            f"the model is a start point for {steps} steps of adaptation, which need its weights "
-            "in float32; convert it without quantize"
-        )
-
-
-def _samples(calibration: Given | None, frozen: Frozen) -> dict[str, Array]:
-    if calibration is None:
-        return generated(frozen.inputs)
-    return as_samples(calibration, frozen.inputs, "the calibration set")
-
-
-def _form(frozen: Frozen, target: OnnxTarget) -> _Form:
-    packed = artifact(frozen, target)
-    return _Form(frozen, packed, packed.session())
-
-
-def _quantized(frozen: Frozen, row: Target, scheme: Scheme, samples: Samples) -> _Int8:
-    frozen = expanded(frozen, IN_PARTS)
-    sites = find_sites(frozen, row.operators)
-    if not sites.integer:
-        raise InvalidInput(
-            "int8 needs a Conv, Gemm, MatMul or LSTM that it can compute on integers; here "
-            f"{_reasons(sites)}: convert without quantize"
-        )
-    seen = observe(frozen, sites.roots, samples)
-    ranges = site_ranges(sites, seen)
-    inserted = insert(frozen, sites, ranges, scheme)
-    products = [node for node in product_nodes(frozen.function) if node in sites.integer]
-    watched = [node.outputs[0] for node in products]
-    few = first(frozen, samples, NOISE_SAMPLES)
-    levels = noise(frozen, sites, ranges, scheme, watched, few, target=row.onnx_int8)
-    form = _form(inserted, row.onnx_int8)
-    snr_db = dict(zip(products, levels, strict=True))
-    seen_ranges = tuple(seen.values())
-    return _Int8(inserted, form.artifact, form.session, frozen, sites, scheme, snr_db, seen_ranges)
-
-
-def _reasons(sites: Sites) -> str:
-    """Why no product can be quantized."""
-    reasons = [f"{node.op.name}: {reason}" for node, reason in sites.refused.items()]
-    return "; ".join(dict.fromkeys(reasons)) or "is none outside loops and branches"
-
-
-def _size(plain: _Form, int8: _Int8 | None) -> Size:
+def _size(plain: _Graph, int8: _Int8 | None) -> Size:
     return Size(
         float32=plain.artifact.size_bytes,
         float32_weights=plain.artifact.weight_bytes,
@@ -409,31 +377,9 @@ def _size(plain: _Form, int8: _Int8 | None) -> Size:
     )
 
 
-def _latency(
-    frozen: Frozen, row: Target, plain: _Form, int8: _Int8 | None, samples: Samples
-) -> Latency:
-    return measure_latency(
-        plain.session,
-        plain.artifact.session(),
-        int8.session if int8 else None,
-        first(frozen, samples, 1),
-        on_target=row.is_here,
-    )
-
-
-def _accuracy(
-    frozen: Frozen, plain: _Form, shipped: _Form, labelled: tuple[Samples, Array] | None
-) -> Accuracy | None:
-    if labelled is None:
-        return None
-    return measure_accuracy(frozen, plain.session, shipped.session, *labelled)
-
-
-def _layers(
-    frozen: Frozen, int8: _Int8 | None, resident: Resident, row: Target
-) -> tuple[Layer, ...]:
-    """One row per product, in the function's order."""
-    nodes = product_nodes((int8.source if int8 else frozen).function)
+def _layers(job: _Conversion, int8: _Int8 | None, resident: Resident) -> tuple[Layer, ...]:
+    """Return one row per product, in the function's order."""
+    nodes = product_nodes((int8.source if int8 else job.frozen).function)
     alike = len(nodes) == len(resident.products)
     kernels = resident.products if alike else (UNKNOWN,) * len(nodes)
     return tuple(
@@ -443,7 +389,7 @@ def _layers(
             location=str(node.meta.location or ""),
             kernel=kernel,
             int8=kernel in INTEGER,
-            reason=_reason(node, kernel, int8, row),
+            reason=_reason(node, int8, job.target) if kernel not in INTEGER else "",
             snr_db=int8.snr_db.get(node) if int8 else None,
         )
         for node, kernel in zip(nodes, kernels, strict=True)
@@ -451,21 +397,19 @@ def _layers(
 
 
 def _layer_name(node: Node) -> str:
-    """The cell's path, else the weight's name, else the operator."""
+    """Return the cell's path, else the weight's name, else the operator."""
     weight = node.inputs[1].name if node.inputs[1] is not None else ""
     for suffix in (*FOLDED, ".weight"):
         weight = weight.removesuffix(suffix)
     return node.meta.scope or weight or node.op.name
 
 
-def _reason(node: Node, kernel: str, int8: _Int8 | None, row: Target) -> str:
-    """Why a product stays in float; empty where it does not."""
-    if int8 is None or kernel in INTEGER:
-        return ""
-    if node in int8.sites.refused:
-        return int8.sites.refused[node]
-    if not row.is_here:
-        return f"this machine's onnxruntime has no integer kernel for it; {row.name} may"
+def _reason(node: Node, int8: _Int8 | None, target: Target) -> str:
+    """Return why int8 left a product in float; empty in a float32 bundle."""
+    if int8 is None or node in int8.sites.refused:
+        return int8.sites.refused[node] if int8 else ""
+    if not target.is_here:
+        return f"this machine's onnxruntime has no integer kernel for it; {target.name} may"
     return "onnxruntime found no integer kernel for it"
 
 
@@ -473,19 +417,13 @@ def _machine() -> dict[str, str]:
     flags = sorted(f for f in cpu_flags() if "vnni" in f or f in {"amx_int8", "i8mm", "asimddp"})
     return {
         "architecture": platform.machine(),
-        "runtime": f"onnxruntime {runtime_version()}",
+        "runtime": f"onnxruntime {runtime.version()}",
         "threads": "1 thread",
         "int8_instructions": " ".join(flags) or NO_VNNI_FLAGS,
     }
 
 
-def _calibration_record(calibration: Given | None, samples: Samples) -> dict[str, Any]:
-    if calibration is None:
-        return {}
-    return {"samples": len(next(iter(samples.values()))), "sha256": digest(samples)}
-
-
-def _written(out: Path, spec: BundleSpec, report: Report) -> Report:
-    root = write_bundle(out, spec, check=check_served)
-    bundle = Bundle.load(out, expected_digest=root)
+def _written(out: Path, spec: runtime.BundleSpec, report: Report) -> Report:
+    root = runtime.write_bundle(out, spec, check=check_served)
+    bundle = runtime.Bundle.load(out, expected_digest=root)
     return replace(report, digest=root, content_digest=bundle.content_digest, path=out)

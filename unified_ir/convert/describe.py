@@ -1,4 +1,4 @@
-"""A bundle's own words about its graph, taken from the arguments and the module's meta.
+"""The parts of a bundle's description, from the arguments and the module's meta.
 
 Two keys of `Module.meta` are read, both JSON: `labels`, class names of the first result, and
 `preprocessing`, a list of `{"input": ..., "name": ..., "params": {key: [numbers]}}`.
@@ -19,29 +19,23 @@ from triplane.unified_ir.ir.graph import Array, Function
 from triplane.unified_ir.ir.types import is_plain
 from triplane.unified_ir.ops.values import bind
 from triplane.unified_ir.passes.memory import live
-from triplane.unified_ir.runtime import (
-    Constraints,
-    Description,
-    Preprocessing,
-    Session,
-    Tolerance,
-)
+from triplane.unified_ir.runtime import Constraints, Preprocessing, TensorInfo, Tolerance
 
 FLOAT_TOLERANCE: Final = 1e-4
 INT8_TOLERANCE: Final = 0.02
-"""Allowed error of golden outputs, relative to the largest: other machines' kernels round
-otherwise, and a rounding step of int8 is large."""
+"""Allowed error of golden outputs, relative to the largest: kernels of other machines round
+differently, and a rounding step of int8 is large."""
 COPIES: Final = 2
-"""Of its weights that onnxruntime may hold at once: as loaded and as prepacked."""
+"""How often onnxruntime may hold the weights at once: as loaded and as prepacked."""
 
 MAX_NAME_CHARS: Final = 256
-"""Of a bundle's name, and of its version: what a server loads."""
+"""Limit for a bundle's name, and for its version; a server loads no longer ones."""
 
 Labels = Sequence[str] | Mapping[str, Sequence[str]]
 
 
 def check_names(name: str, version: str) -> None:
-    """InvalidInput where no server would load a bundle so called."""
+    """InvalidInput where no server would load a bundle with this name or version."""
     for what, text in (("name", name), ("version", version)):
         if not 1 <= len(text) <= MAX_NAME_CHARS or not text.isprintable():
             raise InvalidInput(
@@ -55,52 +49,28 @@ def check_names(name: str, version: str) -> None:
         )
 
 
-def describe(
-    module: Module,
-    target: Target,
-    session: Session,
-    goldens: Mapping[str, Array],
-    *,
-    name: str,
-    version: str,
-    labels: Labels | None,
-    is_int8: bool,
-    size_bytes: int,
-    running_bytes: int = 0,
-    model_digest: str,
-    adapt_steps: int = 0,
-) -> Description:
-    """What `bundle.pb` says. Determined by the arguments alone.
-
-    running_bytes: of the tensors that a run of the golden inputs holds at once. An estimate, not a
-    measurement: whoever signs converts again elsewhere and has to get the same bytes.
-    """
-    relative = INT8_TOLERANCE if is_int8 else FLOAT_TOLERANCE
-    largest = max(float(np.abs(y.astype(np.float64)).max()) for y in goldens.values() if y.size)
-    return Description(
-        name=name,
-        version=version,
-        target=target.name,
-        inputs=session.inputs,
-        outputs=session.outputs,
-        labels=_labels(module, session, labels),
-        preprocessing=_preprocessing(module),
-        constraints=Constraints(
-            runtime=target.runtime,
-            min_version=target.min_version,
-            opset=target.opset,
-            memory_bytes=COPIES * size_bytes + running_bytes,
-        ),
-        tolerance=Tolerance(absolute=relative * max(largest, 1e-3), relative=relative),
-        model_digest=model_digest,
-        adapt_steps=adapt_steps,
+def constraints(target: Target, memory_bytes: int) -> Constraints:
+    """Return the requirements of a graph for this target."""
+    return Constraints(
+        runtime=target.runtime,
+        min_version=target.min_version,
+        opset=target.opset,
+        memory_bytes=memory_bytes,
     )
 
 
-def running_bytes(function: Function, feeds: Mapping[str, Array]) -> int:
-    """Bytes of the tensors that are alive at once in a run, beside inputs and weights.
+def tolerance(goldens: Mapping[str, Array], relative: float) -> Tolerance:
+    """Return the tolerance of golden outputs; its absolute part follows the largest of them."""
+    largest = max(float(np.abs(y.astype(np.float64)).max()) for y in goldens.values() if y.size)
+    return Tolerance(absolute=relative * max(largest, 1e-3), relative=relative)
 
-    0 where only a run decides their sizes, or what is in a sequence.
+
+def running_bytes(function: Function, feeds: Mapping[str, Array]) -> int:
+    """Return the bytes of the tensors that are alive at once in a run, beside inputs and weights.
+
+    It is 0 where sizes, or the contents of a sequence, are known only during a run. This is an
+    estimate, not a measurement: the signer converts again on another machine and has to get the
+    same bytes.
     """
     sizes: dict[str, int] = {}
     for value in function.params:
@@ -112,13 +82,15 @@ def running_bytes(function: Function, feeds: Mapping[str, Array]) -> int:
     return live(function.nodes, function.results, sizes).peak_bytes
 
 
-def _labels(module: Module, session: Session, labels: Labels | None) -> dict[str, tuple[str, ...]]:
-    """Class names by output, as many as the output's last axis counts."""
+def class_names(
+    module: Module, outputs: Sequence[TensorInfo], labels: Labels | None
+) -> dict[str, tuple[str, ...]]:
+    """Return class names by output, as many as the output's last axis counts."""
     if labels is None:
         labels = _json(module, "labels") or {}
     if not isinstance(labels, Mapping):
-        labels = {session.outputs[0].name: labels}
-    sizes = {info.name: info.shape[-1] if info.shape else None for info in session.outputs}
+        labels = {outputs[0].name: labels}
+    sizes = {info.name: info.shape[-1] if info.shape else None for info in outputs}
     for output, names in labels.items():
         if output not in sizes:
             raise InvalidInput(f"labels name the output {output!r}; there are {sorted(sizes)}")
@@ -130,7 +102,8 @@ def _labels(module: Module, session: Session, labels: Labels | None) -> dict[str
     return {output: tuple(map(str, names)) for output, names in labels.items()}
 
 
-def _preprocessing(module: Module) -> tuple[Preprocessing, ...]:
+def preprocessing(module: Module) -> tuple[Preprocessing, ...]:
+    """Return the steps in the module's meta; InvalidInput where they have another form."""
     steps = _json(module, "preprocessing") or []
     try:
         return tuple(
@@ -152,9 +125,7 @@ def _preprocessing(module: Module) -> tuple[Preprocessing, ...]:
 
 
 def _json(module: Module, key: str) -> Any:
-    text = module.meta.get(key)
-    if text is None:
-        return None
+    text = module.meta.get(key, "null")
     try:
         return json.loads(text)
     except ValueError as error:

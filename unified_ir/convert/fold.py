@@ -16,39 +16,38 @@ from triplane.unified_ir.ir.graph import Array, Node, Value
 from triplane.unified_ir.ops.build import note_contents
 from triplane.unified_ir.ops.evaluate import run_node
 from triplane.unified_ir.ops.row import Known
-from triplane.unified_ir.ops.table import TABLE
+from triplane.unified_ir.ops.table import TABLE, row_of
 from triplane.unified_ir.passes.frozen import Frozen, Rewrite
 
 MAX_GROWTH_BYTES: Final = 64 << 10
-"""A folded result may be this much larger than its operands; a broadcast stays in the graph."""
+"""A folded result may be larger than its operands by this; a broadcast stays in the graph."""
 FOLDED: Final = (".folded", ".normed", ".shift")
-"""What follows the name of the tensor that a new weight was made from."""
+"""Suffixes that a new weight adds to the name of the tensor it was computed from."""
 
 
 def fold(frozen: Frozen) -> Frozen:
-    """All folding: constants first, since weights may be computed from the state."""
+    """Fold constants, then batch normalization, since weights may be computed from the state."""
     return fold_batch_norm(fold_constants(frozen))
 
 
 def fold_constants(frozen: Frozen) -> Frozen:
-    """Nodes that depend on nothing but weights and constants become weights or constants."""
+    """Turn nodes that depend on nothing but weights and constants into such themselves."""
     known = frozen.known()
     contents: dict[Value, Known] = {}
     stems = {p: p.name for p in frozen.function.params}
     folded: dict[Node, list[Array]] = {}
     for node in frozen.function.nodes:
-        note_contents(TABLE[node.op.domain, node.op.name], node, contents)
+        note_contents(row_of(node), node, contents)
         results = None if node.op.name == "Constant" else _evaluated(node, known, contents)
         if results is not None:
             folded[node] = results
             known.update(zip(node.outputs, results, strict=True))
-            # A transposed `head.weight` is still that.
+            # A transposed `head.weight` keeps its name.
             stem = next((stems[v] for v in node.inputs if v in stems), "constant")
             stems.update(dict.fromkeys(node.outputs, stem))
     read = {v for n in frozen.function.nodes if n not in folded for v in n.inputs}
     read.update(frozen.function.results)
-    rewrite = Rewrite(frozen)
-    with rewrite:
+    with Rewrite(frozen) as rewrite:
         for node in frozen.function.nodes:
             if node not in folded:
                 rewrite.keep(node)
@@ -64,9 +63,8 @@ def _evaluated(
 ) -> list[Array] | None:
     if node.regions or not node.inputs or not node.outputs[0].type.dtype.is_float:
         return None
-    if TABLE[node.op.domain, node.op.name].nondeterministic:
-        return None
-    if not all(v is None or v in known for v in node.inputs):
+    is_constant = all(v is None or v in known for v in node.inputs)
+    if not is_constant or row_of(node).nondeterministic:
         return None
     operands = [None if v is None else known[v] for v in node.inputs]
     seen = [None if v is None else contents.get(v) for v in node.inputs]
@@ -84,19 +82,18 @@ class _Folded:
 
 
 def fold_batch_norm(frozen: Frozen) -> Frozen:
-    """Normalization by stored statistics right after a Conv or Gemm moves into its weights.
+    """Move normalization by stored statistics into the weights of a Conv or Gemm right before it.
 
     gamma (W x + b - mean) / sqrt(var + eps) + beta = (a W) x + a (b - mean) + beta, per output
     channel with a = gamma / sqrt(var + eps). Computed in float64, rounded once.
     """
     folded = _foldable(frozen)
-    gone = {f.norm for f in folded.values()}
-    rewrite = Rewrite(frozen)
-    with rewrite:
+    norms = {f.norm for f in folded.values()}
+    with Rewrite(frozen) as rewrite:
         for node in frozen.function.nodes:
             if node in folded:
                 _put_product(rewrite, node, folded[node])
-            elif node not in gone:
+            elif node not in norms:
                 rewrite.keep(node)
         return rewrite.finish()
 
@@ -119,8 +116,7 @@ def _foldable(frozen: Frozen) -> dict[Node, _Folded]:
         if norm.op.name != "BatchNormalization" or norm.attrs.get("training_mode"):
             continue
         node = producer.get(norm.inputs[0])  # type: ignore[arg-type]
-        folded = None if node is None else _fold_into(node, norm, known, counted)
-        if node is not None and folded is not None:
+        if node is not None and (folded := _fold_into(node, norm, known, counted)) is not None:
             foldable[node] = folded
     return foldable
 
@@ -147,7 +143,7 @@ def _fold_into(
 
 
 def _channel_axis(node: Node) -> int | None:
-    """The weight's axis that counts output channels; None where the fold does not apply."""
+    """Return the weight's axis of output channels; None where the fold does not apply."""
     if node.op.name == "Conv":
         return 0
     plain = node.attrs.get("alpha", 1.0) == 1.0 and node.attrs.get("beta", 1.0) == 1.0

@@ -1,9 +1,10 @@
-"""How long graphs take on the same input, measured so that noise cannot decide.
+"""Compare the time of graphs on the same input, so that noise cannot decide the verdict.
 
 Runs alternate float, int8, control in one process; the control is a second session of the float
-graph. Times are of the processor (one thread), which other processes disturb least; the wall clock
-stands beside. What counts is the ratio within a round, since slow phases of a machine hit all:
-a verdict needs quartiles of int8 / float that reach neither 1 nor those of control / float.
+graph. Times are processor times of one thread, which other processes disturb least; wall-clock
+times are recorded beside them. Ratios are taken within a round, since a slow phase of the machine
+hits all its runs. A verdict needs quartiles of int8 / float that contain neither 1 nor any of
+control / float.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from triplane.unified_ir.runtime import Session
 
 ROUNDS: Final = 31
 RUN_S: Final = 0.003
-"""A timed run repeats the call until it takes about this long: clocks tick in microseconds."""
+"""A timed run repeats the call until it takes about this long; clocks tick in microseconds."""
 WARM_UPS: Final = 5
 MAX_CALLS: Final = 1000
 CLOCK_S: Final = 1e-7
-"""Least processor time that is told apart from none."""
+"""Least processor time of a run; a coarse clock may not have advanced."""
 BUDGET_S: Final = 20.0
-"""Slow networks get fewer rounds, so that measuring ends about here."""
+"""Approximate limit for a measurement; slow networks get fewer rounds."""
 MIN_ROUNDS: Final = 7
 
 
@@ -38,9 +39,9 @@ class Quartiles:
     median: float
     q3: float
 
-    def overlaps(self, other: Quartiles) -> bool:
-        """Whether the boxes share a point."""
-        return self.q1 <= other.q3 and other.q1 <= self.q3
+    def rounded(self, scale: float = 1.0, digits: int = 4) -> list[float]:
+        """Return the three numbers for JSON."""
+        return [round(scale * x, digits) for x in (self.q1, self.median, self.q3)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +52,8 @@ class CallTiming:
     wall: Quartiles
 
     def record(self) -> dict[str, list[float]]:
-        """As JSON, in milliseconds."""
-        return {"cpu_ms": _ms(self.cpu), "wall_ms": _ms(self.wall)}
+        """Return the timing as JSON, in milliseconds."""
+        return {"cpu_ms": self.cpu.rounded(1e3, 6), "wall_ms": self.wall.rounded(1e3, 6)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,17 +72,14 @@ class Latency:
 
     @property
     def verdict(self) -> str:
-        """What int8 is, compared with float: faster, slower, or undecided."""
-        if self.ratio is None or not self.on_target:
+        """Whether int8 is "faster" or "slower" than float, or the difference is "undecided"."""
+        r, c = self.ratio, self.control_ratio
+        if r is None or not self.on_target or (r.q1 <= max(1.0, c.q3) and min(1.0, c.q1) <= r.q3):
             return "undecided"
-        c = self.control_ratio
-        even = Quartiles(min(1.0, c.q1), c.median, max(1.0, c.q3))
-        if self.ratio.overlaps(even):
-            return "undecided"
-        return "faster" if self.ratio.median < 1 else "slower"
+        return "faster" if r.median < 1 else "slower"
 
     def record(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the measurement as JSON."""
         record: dict[str, Any] = {
             "batch": self.batch,
             "rounds": self.rounds,
@@ -89,10 +87,10 @@ class Latency:
             "on_target": self.on_target,
             "float32": self.float32.record(),
             "control": self.control.record(),
-            "control_ratio": _rounded(self.control_ratio),
+            "control_ratio": self.control_ratio.rounded(),
         }
         if self.int8 is not None and self.ratio is not None:
-            record |= {"int8": self.int8.record(), "ratio": _rounded(self.ratio)}
+            record |= {"int8": self.int8.record(), "ratio": self.ratio.rounded()}
             record["verdict"] = self.verdict
         return record
 
@@ -105,7 +103,7 @@ def measure_latency(
     *,
     on_target: bool = True,
 ) -> Latency:
-    """Times the sessions on the same feeds, interleaved."""
+    """Time the sessions on the same feeds, interleaved."""
     sessions = [float32, control] if int8 is None else [float32, int8, control]
     calls = [_calls(s, feeds) for s in sessions]
     once_s = sum(n * s for n, s in calls)
@@ -133,13 +131,13 @@ def measure_latency(
 
 
 def quartiles(values: Sequence[float] | Array) -> Quartiles:
-    """Quartiles by linear interpolation."""
+    """Return the quartiles by linear interpolation."""
     q1, median, q3 = np.percentile(values, [25, 50, 75])
     return Quartiles(float(q1), float(median), float(q3))
 
 
 def _calls(session: Session, feeds: Mapping[str, Array]) -> tuple[int, float]:
-    """(how many calls take about RUN_S, seconds per call), after warming up."""
+    """Return (number of calls that take about RUN_S, seconds per call), after warming up."""
     for _ in range(WARM_UPS):
         session.run(feeds)
     wall, _ = _timed(session, feeds, 3)
@@ -147,17 +145,9 @@ def _calls(session: Session, feeds: Mapping[str, Array]) -> tuple[int, float]:
 
 
 def _timed(session: Session, feeds: Mapping[str, Array], calls: int) -> tuple[float, float]:
-    """(wall, processor) seconds per call."""
+    """Return (wall, processor) seconds per call."""
     cpu, wall = time.process_time(), time.perf_counter()
     for _ in range(calls):
         session.run(feeds)
     wall_s, cpu_s = time.perf_counter() - wall, time.process_time() - cpu
-    return wall_s / calls, max(cpu_s, CLOCK_S) / calls  # a coarse clock may not have moved
-
-
-def _rounded(q: Quartiles) -> list[float]:
-    return [round(x, 4) for x in (q.q1, q.median, q.q3)]
-
-
-def _ms(q: Quartiles) -> list[float]:
-    return [round(1e3 * x, 6) for x in (q.q1, q.median, q.q3)]
+    return wall_s / calls, max(cpu_s, CLOCK_S) / calls

@@ -1,7 +1,7 @@
-"""Sentences of the report about what a conversion did and did not do.
+"""Notes of the report: sentences about what a conversion did and did not do.
 
-A note informs; it never decides. So a note that cannot be computed becomes a sentence that says so,
-and the conversion goes on.
+A note informs and never decides. A note that cannot be computed becomes a sentence that says so,
+and the conversion continues.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, TypeVar
 
 from triplane.unified_ir.convert.residency import PRODUCTS, product_nodes
@@ -19,14 +20,14 @@ from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.quantize import Frozen, Range, Scheme
 
 _logger = logging.getLogger(__name__)
-Found = TypeVar("Found")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Converted:
-    """What the notes are about. scheme: of int8, None in float32. ranges: of its tensors.
+    """The subject of the notes. scheme: of int8, None in float32. ranges: of its tensors.
 
-    operators: those of the graph in int8 that are not of ai.onnx.
+    operators: the operators of the int8 graph that ai.onnx does not define.
     """
 
     module: Module
@@ -42,19 +43,17 @@ Note = Callable[[Converted], Iterable[str]]
 
 
 def notes(converted: Converted) -> tuple[str, ...]:
-    """The notes of a conversion, in order."""
-    wanted = (*(INT8 if converted.scheme is not None else ()), forgotten_state)
-    return tuple(text for note in wanted for text in _attempt(note, converted))
+    """Return the notes of a conversion, in order."""
+    texts: list[str] = []
+    for note in (*(INT8 if converted.scheme is not None else ()), forgotten_state):
+        what = f"the note on {note.__name__.replace('_', ' ')}"
+        computed, failed = attempt(what, partial(list[str], note(converted)))
+        texts += computed or failed
+    return tuple(texts)
 
 
-def _attempt(note: Note, converted: Converted) -> tuple[str, ...]:
-    what = f"the note on {note.__name__.replace('_', ' ')}"
-    texts, failed = attempt(what, lambda: tuple(note(converted)))
-    return failed if texts is None else texts
-
-
-def attempt(what: str, compute: Callable[[], Found]) -> tuple[Found | None, tuple[str, ...]]:
-    """What informs about a conversion, or None with a note that says why it is missing."""
+def attempt(what: str, compute: Callable[[], T]) -> tuple[T | None, tuple[str, ...]]:
+    """Return what `compute` returns, or None with a note that says why it is missing."""
     try:
         return compute(), ()
     except Exception as error:
@@ -63,50 +62,48 @@ def attempt(what: str, compute: Callable[[], Found]) -> tuple[Found | None, tupl
 
 
 def scheme_of_int8(converted: Converted) -> Iterator[str]:
-    """Integer types, and what this machine makes of them."""
-    scheme = converted.scheme
-    assert scheme is not None
-    bits = "7-bit weights" if scheme.name == "u8s7" else "8-bit weights"
-    about = instruction_note(converted.target)
-    yield f"scheme {scheme.name}: {bits}, one scale per channel; {about}"
+    """Integer types, and this machine's instructions for them."""
+    row, about = converted.scheme, instruction_note(converted.target)
+    assert row is not None
+    yield f"scheme {row.name}: {row.weight_bits}-bit weights, one scale per channel; {about}"
 
 
 def products_in_regions(converted: Converted) -> Iterator[str]:
     """Products inside loops and branches, which no pass reaches."""
     function = converted.frozen.function
-    every = [node for node in function.walk() if node.op.name in PRODUCTS]
-    count = len(every) - len(product_nodes(function))
+    everywhere = sum(node.op.name in PRODUCTS for node in function.walk())
+    count = everywhere - len(product_nodes(function))
     if count:
         yield f"{count} products inside loops or branches stay in float"
 
 
 def products_in_operators(converted: Converted) -> Iterator[str]:
-    """Operators that run as a whole, such as GRU, and multiply inside."""
+    """Operators that run as a whole, such as GRU, and contain products."""
     function = converted.frozen.function
     contents = all_contents(TABLE, function)
     names = set()
     for node in function.nodes:
         if node.regions or node.op.name in PRODUCTS:
             continue
-        meaning = expansion(TABLE, node, contents)
-        if meaning is not None and any(n.op.name in PRODUCTS for n in meaning.walk()):
+        body = expansion(TABLE, node, contents)
+        if body is not None and any(n.op.name in PRODUCTS for n in body.walk()):
             names.add(node.op.name)
     if names:
         yield f"products inside {', '.join(sorted(names))} stay in float"
 
 
 def operators_of_the_runtime(converted: Converted) -> Iterator[str]:
-    """Operators that ONNX does not define, and what they mean for calls of several rows."""
+    """Operators that ONNX does not define, and their effect on calls of several rows."""
     if converted.operators:
         yield (
             f"the graph uses {', '.join(converted.operators)}, which the runtime of "
-            f"{converted.target.name} has beside ai.onnx; it rounds all rows of a call by one "
-            "range, so rows influence each other's rounding and a server does not merge calls"
+            f"{converted.target.name} has in addition to ai.onnx; it rounds all rows of a call by "
+            "one range, so rows influence each other's rounding and a server does not merge calls"
         )
 
 
 def samples_left_out(converted: Converted) -> Iterator[str]:
-    """Samples that are too wide for the ranges of tensors."""
+    """Samples that the ranges of tensors leave out because they are too wide."""
     wide = [range_ for range_ in converted.ranges if range_.left_out]
     if wide:
         samples = sorted({i for range_ in wide for i in range_.left_out})
@@ -118,19 +115,16 @@ def samples_left_out(converted: Converted) -> Iterator[str]:
 
 
 def other_machine(converted: Converted) -> Iterator[str]:
-    """Measurements on a machine that is not of the target's kind."""
+    """Measurements that were made on a machine of another kind than the target."""
     if not converted.target.is_here:
         yield "kernels and times above are this machine's, not the target's"
 
 
 def forgotten_state(converted: Converted) -> Iterator[str]:
     """State that the entry assigns and a bundle does not keep."""
-    count = len(converted.module.assigned(converted.entry))
-    if count:
-        yield (
-            f"{converted.entry!r} assigns {count} state tensors; a bundle keeps no state, a plan "
-            "does"
-        )
+    entry = converted.entry
+    if count := len(converted.module.assigned(entry)):
+        yield f"{entry!r} assigns {count} state tensors; a bundle keeps no state, a plan does"
 
 
 INT8: Final[tuple[Note, ...]] = (

@@ -1,7 +1,7 @@
 """From a module to a plan: each entry as a graph whose weights stay inputs, so that it can learn.
 
-Personal state goes in by name, type and role; what it has stays where it is, and a device starts
-it where the model file says, at `start.NAME` or at zero.
+A plan has the name, type and role of personal state, never its values; a device starts it where the
+model file says, at `start.NAME` or at zero.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from triplane.unified_ir.onnx import OnnxTarget, emit, serialize
 from triplane.unified_ir.runtime import Limits, PlanSpec, write_plan
 
 PLAN_ENTRIES: Final = ("local_update", "evaluate", "predict", "adapt")
-"""What a device may run."""
+"""Entries that a device may run."""
 LEARNING: Final = ("local_update", "adapt")
 
 
@@ -33,19 +33,17 @@ def export_plan(
     opset: int = 21,
     model_digest: str = "",
 ) -> str:
-    """Write a plan whole or not at all; its root digest.
+    """Write a plan whole or not at all and return its root digest.
 
     entries: by default those of `PLAN_ENTRIES` that the module has, one of which must learn.
-    steps: how many steps an entry takes where the caller does not say.
+    steps: default number of steps by entry.
     """
     chosen = plan_entries(module, entries)
     functions = {name: with_state(module, name) for name in chosen}
     used = {p.name for f in functions.values() for p in f.params} & module.state.keys()
+    target = OnnxTarget(opset)
     spec = PlanSpec(
-        entries={
-            name: serialize(emit(function, target=OnnxTarget(opset)))
-            for name, function in functions.items()
-        },
+        entries={name: serialize(emit(f, target=target)) for name, f in functions.items()},
         state={name: module.initial(name) for name in sorted(used)},
         roles={name: str(module.state[name].role) for name in sorted(used)},
         steps=steps or {},
@@ -57,7 +55,7 @@ def export_plan(
 
 
 def plan_entries(module: Module, entries: Sequence[str] | None = None) -> tuple[str, ...]:
-    """The entries that a plan would have; InvalidInput where nothing would learn."""
+    """Return the entries that a plan would have; InvalidInput where none of them learns."""
     if entries is not None:
         unknown = [name for name in entries if name not in PLAN_ENTRIES]
         if unknown or not entries:
@@ -73,9 +71,9 @@ def plan_entries(module: Module, entries: Sequence[str] | None = None) -> tuple[
 
 
 def with_state(module: Module, entry: str) -> Function:
-    """The entry with a parameter for each state tensor it assigns without reading.
+    """Return the entry with a parameter for each state tensor it assigns without reading.
 
-    The graph's output `NAME:next` then has its input NAME, by which a device knows it as state.
+    The graph's output `NAME:next` then has an input NAME, which tells a device that it is state.
     """
     function = module.entry(entry)
     missing = [n for n in module.assigned(entry) if n not in function.param_names]

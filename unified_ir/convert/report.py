@@ -1,7 +1,7 @@
-"""What a conversion cost and brought, with a verdict in words first.
+"""The report of a conversion: sizes, times, accuracy and layers, under a verdict in words.
 
 A report is a value: `text` for people, `record` for programs, `svg` for a page. Measured figures
-stand only here, so the rest of a bundle stays the same from run to run.
+are only here, so the rest of a bundle is the same from run to run.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from triplane.unified_ir.convert.latency import Latency, Quartiles
+from triplane.unified_ir.convert.latency import CallTiming, Latency, Quartiles
 from triplane.unified_ir.convert.residency import Resident
 from triplane.unified_ir.convert.shares import Shares
 from triplane.unified_ir.files.chart import bar_chart, stack
 
 TINY_S: Final = 200e-6
-"""A float inference shorter than this is mostly overhead, which int8 adds to."""
+"""A float inference shorter than this is mostly overhead, and int8 adds to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +53,9 @@ class Accuracy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One product: where it comes from, the kernel that runs it, why it stayed in float.
+    """One product: its source, the kernel that runs it, and why it stayed in float.
 
-    snr_db: noise at its output; None where there is none or it was not measured.
+    snr_db: signal-to-noise ratio at its output; None without noise, or if it was not measured.
     """
 
     name: str
@@ -69,14 +69,14 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What `convert` found; digest and path are empty where nothing was written."""
+    """The result of `convert`; digest and path are empty if nothing was written."""
 
     name: str
     version: str
     target: str
     precision: str
     size: Size
-    latency: Latency | None
+    latency: Latency
     accuracy: Accuracy | None
     layers: tuple[Layer, ...]
     residency: Resident
@@ -96,13 +96,16 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """The first line: what this conversion means, in words."""
+        """The first line: the outcome of this conversion in words."""
         if not self.is_int8:
-            time = f", {_duration(self.latency.float32.cpu)} a call here" if self.latency else ""
-            return f"float32 for {self.target}: {_bytes(self.size.float32)}{time}"
+            time = f"{_duration(self.latency.float32.cpu)} a call here"
+            return f"float32 for {self.target}: {_bytes(self.size.float32)}, {time}"
         smaller = _size_words(self.size)
-        if self.latency is None or self.latency.verdict == "undecided":
-            return f"int8 is {smaller}; its speed is UNDECIDED here{self._undecided_why()}"
+        if self.latency.verdict == "undecided":
+            why = "interleaved runs scatter too much"
+            if not self.latency.on_target:
+                why = f"this machine is no {self.target}; measure there"
+            return f"int8 is {smaller}; its speed is UNDECIDED here ({why})"
         assert self.latency.ratio is not None
         ratio = self.latency.ratio.median
         if self.latency.verdict == "faster":
@@ -110,28 +113,18 @@ class Report:
         return f"int8 is SLOWER here ({ratio:.1f}x) and {smaller}: {self._slower_why()}"
 
     def _slower_why(self) -> str:
-        assert self.latency is not None
         in_float = sum(not layer.int8 for layer in self.layers)
         if self.latency.float32.cpu.median < TINY_S:
             return "the network is too small for int8 to pay"
         if in_float:
             return f"{in_float} of {len(self.layers)} layers stayed in float"
-        if self.shares:
-            return str(self.shares)
-        return "converting to bytes and back costs more than the products save"
-
-    def _undecided_why(self) -> str:
-        if self.latency is None:
-            return ""
-        if not self.latency.on_target:
-            return f" (this machine is no {self.target}; measure there)"
-        return " (interleaved runs scatter too much)"
+        return str(self.shares or "converting to bytes and back costs more than the products save")
 
     def __str__(self) -> str:
         return self.text()
 
     def text(self) -> str:
-        """For people, plain."""
+        """Return the report as plain text."""
         lines = [self.verdict, ""]
         lines += [f"  {name:<12}{value}" for name, value in self._rows()]
         if self.layers:
@@ -141,13 +134,13 @@ class Report:
         return "\n".join(lines)
 
     def _rows(self) -> list[tuple[str, str]]:
-        s, rows = self.size, [("bundle", self._bundle_words())]
+        where = f", {self.path}" if self.path else " (not written)"
+        bundle = f"{self.name} version {self.version} for {self.target}{where}"
+        s = self.size
         size = f"{_bytes(s.float32)} float32 (weights {_bytes(s.float32_weights)})"
         if s.int8 is not None and s.int8_weights is not None:
             size += f" -> {_bytes(s.int8)} int8 (weights {_bytes(s.int8_weights)})"
-        rows.append(("size", size))
-        if self.latency:
-            rows += _latency_rows(self.latency)
+        rows = [("bundle", bundle), ("size", size), *_latency_rows(self.latency)]
         if self.shares:
             rows.append(("time", str(self.shares)))
         if self.accuracy:
@@ -159,30 +152,21 @@ class Report:
             rows.append(("calibration", f"{c['samples']} samples, sha256 {c['sha256'][:12]}"))
         rows.append(("machine", ", ".join(self.machine.values())))
         if self.digest:
-            rows += [
-                ("digest", self.digest),
-                ("content", f"{self.content_digest} (without report)"),
-            ]
+            content = f"{self.content_digest} (without report)"
+            rows += [("digest", self.digest), ("content", content)]
         return rows
 
-    def _bundle_words(self) -> str:
-        where = f", {self.path}" if self.path else " (not written)"
-        return f"{self.name} version {self.version} for {self.target}{where}"
-
     def _kernel_lines(self) -> list[str]:
-        groups = [
-            ("int8 kernels", self.residency.integer),
-            ("conversions", self.residency.casts),
-            ("other", self.residency.other),
-        ]
+        r = self.residency
+        groups = {"int8 kernels": r.integer, "conversions": r.casts, "other": r.other}
         return [
             f"  {title:<12} " + ", ".join(f"{k} x{n}" if n > 1 else k for k, n in counts.items())
-            for title, counts in groups
+            for title, counts in groups.items()
             if counts
         ]
 
     def record(self) -> dict[str, Any]:
-        """As JSON, without digests and path: a file cannot hold its own."""
+        """Return the report as JSON, without digests and path: a file cannot hold its own."""
         s, a = self.size, self.accuracy
         return {
             "verdict": self.verdict,
@@ -196,7 +180,7 @@ class Report:
                 "int8": s.int8,
                 "int8_weights": s.int8_weights,
             },
-            "latency": self.latency.record() if self.latency else None,
+            "latency": self.latency.record(),
             "time_shares": self.shares.record() if self.shares else None,
             "accuracy": None
             if a is None
@@ -215,63 +199,55 @@ class Report:
         }
 
     def svg(self) -> str:
-        """Charts of size, latency, accuracy and noise, under the verdict."""
+        """Return charts of size, latency, accuracy and noise, under the verdict."""
         head, _, why = self.verdict.partition(": ")
         rows = [why] if why else []
         return stack(self._charts(), head, [*rows, f"{self.name} {self.version}, {self.target}"])
 
     def _charts(self) -> list[str]:
-        s, charts = self.size, []
-        sizes = {"float32": s.float32 / 1e3}
-        if s.int8 is not None:
-            sizes["int8"] = s.int8 / 1e3
-        charts.append(bar_chart(sizes, "Size of graph and weights", "kB", highlight="int8"))
-        if self.latency:
-            charts.append(_latency_chart(self.latency))
-        if self.accuracy:
-            a = self.accuracy
+        sizes, times = self.size, self.latency
+        kilobytes = {"float32": sizes.float32 / 1e3}
+        cpu_ms = {"float32": 1e3 * times.float32.cpu.median}
+        if sizes.int8 is not None:
+            kilobytes["int8"] = sizes.int8 / 1e3
+        if times.int8:
+            cpu_ms["int8"] = 1e3 * times.int8.cpu.median
+        note = f"Median of {times.rounds} interleaved runs, batch {times.batch}, one thread."
+        charts = [
+            bar_chart(kilobytes, "Size of graph and weights", "kB", highlight="int8"),
+            bar_chart(cpu_ms, "Processor time per call", "ms", note=note, highlight="int8"),
+        ]
+        if a := self.accuracy:
             shares = {"float32": 100 * a.before} | ({"int8": 100 * a.after} if self.is_int8 else {})
-            charts.append(
-                bar_chart(shares, f"Accuracy on {a.samples:,} samples", "%", highlight="int8")
-            )
-        measured = Counter(layer.name for layer in self.layers)
+            title = f"Accuracy on {a.samples:,} samples"
+            charts.append(bar_chart(shares, title, "%", highlight="int8"))
+        counts = Counter(layer.name for layer in self.layers)
         levels = {
-            layer.name if measured[layer.name] == 1 else f"{layer.name} {i}": layer.snr_db
+            layer.name if counts[layer.name] == 1 else f"{layer.name} {i}": max(0.0, layer.snr_db)
             for i, layer in enumerate(self.layers)
             if layer.snr_db is not None
         }
         if levels:
             note = "Signal over rounding noise at each layer's output; every 6 dB is one bit."
-            bars = {name: max(0.0, snr) for name, snr in levels.items()}
-            charts.append(bar_chart(bars, "Signal-to-noise ratio by layer", "dB", note=note))
+            charts.append(bar_chart(levels, "Signal-to-noise ratio by layer", "dB", note=note))
         return charts
 
 
-def _latency_chart(latency: Latency) -> str:
-    times = {"float32": 1e3 * latency.float32.cpu.median}
-    if latency.int8:
-        times["int8"] = 1e3 * latency.int8.cpu.median
-    note = f"Median of {latency.rounds} interleaved runs, batch {latency.batch}, one thread."
-    return bar_chart(times, "Processor time per call", "ms", note=note, highlight="int8")
-
-
 def _latency_rows(latency: Latency) -> list[tuple[str, str]]:
-    rows = [("float32", _timing_words(latency.float32.cpu, latency.float32.wall))]
+    rows = [("float32", _timing_words(latency.float32))]
     if latency.int8 is not None and latency.ratio is not None:
-        rows.append(("int8", _timing_words(latency.int8.cpu, latency.int8.wall)))
-        r = latency.ratio
-        what = f"int8 / float32 = {r.median:.2f} ({r.q1:.2f} to {r.q3:.2f}): {latency.verdict}"
-        rows.append(("latency", what))
-    c = latency.control_ratio
-    rows.append(("control", f"float32 / float32 = {c.median:.2f} ({c.q1:.2f} to {c.q3:.2f})"))
-    return rows
+        ratio = f"int8 / float32 = {_ratio_words(latency.ratio)}: {latency.verdict}"
+        rows += [("int8", _timing_words(latency.int8)), ("latency", ratio)]
+    return [*rows, ("control", f"float32 / float32 = {_ratio_words(latency.control_ratio)}")]
 
 
-def _timing_words(cpu: Quartiles, wall: Quartiles) -> str:
-    return (
-        f"{_duration(cpu)} a call ({1e3 * cpu.q1:.4g} to {1e3 * cpu.q3:.4g} ms, "
-        f"wall {_duration(wall)})"
-    )
+def _ratio_words(r: Quartiles) -> str:
+    return f"{r.median:.2f} ({r.q1:.2f} to {r.q3:.2f})"
+
+
+def _timing_words(timing: CallTiming) -> str:
+    cpu, wall = timing.cpu, _duration(timing.wall)
+    return f"{_duration(cpu)} a call ({1e3 * cpu.q1:.4g} to {1e3 * cpu.q3:.4g} ms, wall {wall})"
 
 
 def _accuracy_words(a: Accuracy, int8: bool) -> str:  # noqa: FBT001 - private

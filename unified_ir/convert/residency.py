@@ -1,6 +1,6 @@
-"""Which nodes really run on integers: read off the graph that onnxruntime made of ours.
+"""Which nodes really run on integers, as the graph shows that onnxruntime optimized.
 
-Q/DQ form is a wish; onnxruntime's optimizer decides. It saves the graph it will run, whose fused
+Q/DQ form is a request; onnxruntime's optimizer decides. It saves the graph it will run, whose fused
 kernels keep the name of the product they absorbed.
 """
 
@@ -60,7 +60,7 @@ class Resident:
         return all(kernel in INTEGER for kernel in self.products)
 
     def record(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the kernels as JSON."""
         return {
             "int8_kernels": dict(self.integer),
             "conversions": dict(self.casts),
@@ -70,12 +70,12 @@ class Resident:
 
 
 def product_nodes(function: Function) -> list[Node]:
-    """The nodes that multiply matrices, in order."""
+    """Return the nodes that multiply by weights, in order."""
     return [node for node in function.nodes if node.op.name in PRODUCTS]
 
 
 def residency(artifact: Artifact) -> Resident:
-    """What this machine's onnxruntime makes of a graph."""
+    """Return the kernels that this machine's onnxruntime chooses for a graph."""
     ours = onnx.load_from_string(artifact.model).graph.node
     products = [node for node in ours if node.op_type in _EMITTED]
     with tempfile.TemporaryDirectory() as folder:
@@ -83,11 +83,12 @@ def residency(artifact: Artifact) -> Resident:
         artifact.session(SessionOptions(optimized_model_path=path))
         optimized = onnx.load(path, load_external_data=False).graph
     kernels = {_original(node.name): node.op_type for node in optimized.node}
-    counted = Counter(node.op_type for node in optimized.node)
+    counts = Counter(node.op_type for node in optimized.node)
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     return Resident(
-        integer=_most_first({k: n for k, n in counted.items() if k in INTEGER}),
-        casts=_most_first({k: n for k, n in counted.items() if k in CASTS}),
-        other=_most_first({k: n for k, n in counted.items() if k not in INTEGER | CASTS}),
+        integer={k: n for k, n in ordered if k in INTEGER},
+        casts={k: n for k, n in ordered if k in CASTS},
+        other={k: n for k, n in ordered if k not in INTEGER | CASTS},
         products=tuple(_kernel(node, ours, kernels) for node in products),
     )
 
@@ -98,14 +99,10 @@ def _original(name: str) -> str:
 
 
 def _kernel(node: Any, nodes: Sequence[Any], kernels: Mapping[str, str]) -> str:
-    """By the product's name.
+    """Return the kernel of a product by its name.
 
-    A blocked float convolution is named by its output instead, that of what it absorbed.
+    A blocked float convolution is named by its output instead: the output of what it absorbed.
     """
     readers = [reader for reader in nodes if node.output[0] in reader.input]
     names = [node.name, node.output[0], *(r.output[0] for r in readers[:1])]
     return next((kernels[name] for name in names if name in kernels), UNKNOWN)
-
-
-def _most_first(counts: Mapping[str, int]) -> dict[str, int]:
-    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))

@@ -1,7 +1,7 @@
-"""Which share of the time of a call runs on integers.
+"""The share of a call's time that is spent on integers.
 
-That every product has an integer kernel says little about speed: what lies between the products may
-run in float, and each way there and back converts the whole tensor.
+Integer kernels for every product do not imply speed: operators between the products may run in
+float, and each change to float and back converts the whole tensor.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.quantize import Artifact
 
 CALLS: Final = 10
-"""Profiled calls; a kernel counts with its median."""
+"""Number of profiled calls; the median of a kernel counts."""
 SHOWN: Final = 3
-"""Kernels in float that a report names."""
+"""Number of float kernels that a report names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Shares:
         )
 
     def record(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the shares as JSON."""
         return {
             "integer": round(self.integer, 4),
             "conversions": round(self.conversions, 4),
@@ -48,7 +48,7 @@ class Shares:
 
 
 def time_shares(artifact: Artifact, feeds: Mapping[str, Array]) -> Shares:
-    """The shares on this machine, from onnxruntime's profile of a few calls."""
+    """Measure the shares on this machine by onnxruntime's profile of a few calls."""
     shares = kernel_shares(artifact.session, feeds, CALLS)
     return Shares(
         integer=sum(s for k, s in shares.items() if k in INTEGER),

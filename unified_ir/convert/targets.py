@@ -1,6 +1,6 @@
-"""What a machine needs of a graph, one row per target.
+"""The targets of conversion: what each kind of machine needs of a graph, one row per target.
 
-Figures and traps were measured on onnxruntime 1.31; `docs/converting.md` tells how.
+Figures and traps were measured on onnxruntime 1.31; `docs/converting.md` describes how.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _CPUINFO: Final = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A row.
+    """One target.
 
     name: as in `proto.machines`. min_version: of the runtime. scheme: of int8. dot_products:
-    processor flags, any of which sums int8 products in 32 bits. operators: those beyond ai.onnx
-    that the runtime's packages for these machines have from `min_version` on; graphs in int8 may
-    use them.
+    processor flags, each of which stands for sums of int8 products in 32 bits. operators: operators
+    beyond ai.onnx that the runtime's packages for these machines have since `min_version`; graphs
+    in int8 may use them.
     """
 
     name: str
@@ -41,17 +41,17 @@ class Target:
 
     @property
     def onnx(self) -> OnnxTarget:
-        """What an emitted graph in float may use."""
+        """The operators that an emitted float graph may use."""
         return OnnxTarget(self.opset)
 
     @property
     def onnx_int8(self) -> OnnxTarget:
-        """What an emitted graph in int8 may use."""
+        """The operators that an emitted int8 graph may use."""
         return OnnxTarget(self.opset, frozenset(self.operators))
 
     @property
     def is_here(self) -> bool:
-        """Whether this machine is of the target's kind, so that measurements mean something."""
+        """Whether this machine is of the target's kind, so that its measurements are valid."""
         return self.name in targets_here()
 
 
@@ -89,21 +89,21 @@ assert len(TARGETS) == len(_ROWS)
 
 
 def target_row(name: str) -> Target:
-    """The target of that name; NotFound names those that exist."""
+    """Return the target of that name; NotFound lists the existing ones."""
     if name not in TARGETS:
         raise NotFound(f"no target {name!r}; this version converts for {', '.join(TARGETS)}")
     return TARGETS[name]
 
 
 def int8_scheme(target: Target, *, reduce_range: bool = False) -> Scheme:
-    """The scheme of int8 on a target; `reduce_range` asks for 7-bit weights beside U8."""
-    seven_bits = reduce_range and target.scheme == "u8s8"
-    return scheme("u8s7" if seven_bits else target.scheme)
+    """Return the int8 scheme of a target; `reduce_range` takes its 7-bit form if it has one."""
+    row = scheme(target.scheme)
+    return scheme(row.reduced) if reduce_range and row.reduced else row
 
 
 @lru_cache(maxsize=1)
 def cpu_flags(source: Path = _CPUINFO) -> frozenset[str]:
-    """Instruction sets of this machine's first core; empty where the kernel does not tell."""
+    """Return the instruction sets of this machine's first core; empty if they are not listed."""
     try:
         text = source.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -116,13 +116,12 @@ def cpu_flags(source: Path = _CPUINFO) -> frozenset[str]:
 
 
 def instruction_note(target: Target) -> str:
-    """What this machine's instruction sets mean for int8; empty where it is not the target."""
+    """Return what this machine's instruction sets mean for int8."""
     if not target.is_here:
         return f"this machine is {platform.machine()}, no {target.name}"
     flags = [flag for flag in target.dot_products if flag in cpu_flags()]
     if flags:
         return f"int8 products run on {', '.join(flags)}"
-    wanted = ", ".join(target.dot_products)
-    note = f"none of {wanted} here: int8 gains little"
-    saturates = target.scheme == "u8s8"
+    note = f"none of {', '.join(target.dot_products)} here: int8 gains little"
+    saturates = scheme(target.scheme).reduced
     return f"{note}, and U8 x S8 may saturate: try --reduce-range" if saturates else note

@@ -1,4 +1,4 @@
-"""A frozen function as what a bundle holds: an ONNX graph and its weights beside it."""
+"""A frozen function in the form of a bundle: an ONNX graph and its weights beside it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from triplane.unified_ir.passes.frozen import Frozen
 from triplane.unified_ir.runtime import DEFAULT_OPTIONS, Session, SessionOptions, weight_offsets
 
 WATCHING: Final = SessionOptions(disabled_optimizers=("FastGeluFusion",))
-"""For graphs that give inner values too: this fusion of onnxruntime 1.31 removes 0.5 x although
+"""For graphs that also return inner values: this fusion of onnxruntime 1.31 removes 0.5 x although
 another node reads it, and the graph is then refused."""
 
 
@@ -37,7 +37,7 @@ class Artifact:
 
     @property
     def operators(self) -> tuple[str, ...]:
-        """The runtime's own operators among the graph's, those not of ai.onnx, as domain.name."""
+        """The graph's operators that ai.onnx does not define, as domain.name."""
         model = load_from_string(self.model)
         called = {(n.domain, n.op_type) for n in model.graph.node if n.domain}
         called -= {(f.domain, f.name) for f in model.functions}
@@ -49,21 +49,21 @@ class Artifact:
 
 
 def artifact(frozen: Frozen, target: OnnxTarget | None = None) -> Artifact:
-    """The graph of a function and the weights that it reads; equal functions give equal bytes."""
+    """Emit a function and the weights that it reads; equal functions give equal bytes."""
     target = target or OnnxTarget()
     model = _emitted(frozen, frozen.weights, target)
     read = {tensor.name for tensor in model.graph.initializer}
     weights = {name: array for name, array in frozen.weights.items() if name in read}
     if len(weights) < len(frozen.weights):
-        model = _emitted(frozen, weights, target)  # the offsets of those that stay have changed
+        model = _emitted(frozen, weights, target)  # offsets follow the weights that remain
     return Artifact(serialize(model), weights)
 
 
 def _emitted(frozen: Frozen, weights: Mapping[str, Array], target: OnnxTarget) -> ModelProto:
-    """The graph with `weights` beside it; other arrays of the function are not read by it."""
+    """Emit the graph with `weights` beside it; it reads no other arrays of the function."""
     offsets = weight_offsets(weights) if weights else {}
-    held = {
+    initializers = {
         name: EmittedInitializer(array, External(*offsets[name]) if name in offsets else None)
         for name, array in frozen.weights.items()
     }
-    return emit(frozen.function, target=target, initializers=held)
+    return emit(frozen.function, target=target, initializers=initializers)

@@ -1,9 +1,9 @@
 """From float to Q/DQ form: each site rounded once, each weight stored in integers.
 
 The result is an ordinary function: DequantizeLinear feeds the float operator and QuantizeLinear
-follows it, which onnxruntime fuses into one integer kernel. Where it does not fuse, the graph means
-the same and runs slower; `convert.residency` tells which. The weights of an LSTM likewise come from
-DequantizeLinear; emission writes both as one operator where the target has it (decision 0043).
+follows it, which onnxruntime fuses into one integer kernel. Where it does not fuse them, the graph
+means the same and runs slower; `convert.residency` reports that. The weights of an LSTM also come
+from DequantizeLinear; emission writes both as one operator if the target has it (decision 0043).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from triplane.unified_ir.quantize.scheme import (
     quantize_gates,
     quantize_weight,
 )
-from triplane.unified_ir.quantize.sites import Gates, Sites, WeightProduct
+from triplane.unified_ir.quantize.sites import Gates, Sites, WeightProduct, first_input
 
 
 def insert(
@@ -37,15 +37,16 @@ def insert(
     *,
     watch: Sequence[Value] = (),
 ) -> Frozen:
-    """The function in integers; `ranges` has the range of each of `sites.roots`.
+    """Return the function in integers; `ranges` has the range of each of `sites.roots`.
 
-    What stands for the watched values is returned too, as float results `watched/0`, `watched/1`...
+    The watched values, as this function computes them, are further float results `watched/0`,
+    `watched/1`...
     """
     return _Inserter(frozen, sites, ranges, row).run(watch)
 
 
 def site_ranges(sites: Sites, seen: Mapping[Value, Range]) -> dict[Value, Range]:
-    """Observed ranges with the clamps that vanished applied."""
+    """Return the observed ranges, limited by the clamps that were dropped."""
     ranges = dict(seen)
     for value, clamp in sites.clamps.items():
         high = max(seen[value].high, clamp.low)
@@ -79,11 +80,12 @@ class _Inserter:
             )
 
     def node(self, node: Node) -> None:
-        """One node in the new function."""
+        """Put one node into the new function."""
         product = self.sites.products.get(node)
         if node in self.sites.dropped:
-            self.rewrite.put(node.outputs[0], self.rewrite[self.first(node)])
-            self.integers[node.outputs[0]] = self.integers[self.first(node)]
+            (y, *_), x = node.outputs, first_input(node)
+            self.rewrite.put(y, self.rewrite[x])
+            self.integers[y] = self.integers[x]
         elif node in self.sites.scaled:
             self.scale(node.outputs[0], *self.sites.scaled[node])
         elif product is not None:
@@ -96,51 +98,46 @@ class _Inserter:
         else:
             self.rewrite.keep(node)
 
-    def first(self, node: Node) -> Value:
-        x = node.inputs[0]
-        assert x is not None
-        return x
-
     def scale(self, y: Value, x: Value, factor: float) -> None:
-        """y = factor x: the integers of x, read with another scale."""
-        of_x = self.quantizers[self.sites.root[x]]
-        self.quantizers[y] = Quantizer(np.array(of_x.scale * factor, np.float32), of_x.zero)
+        """Compute y = factor x as the integers of x, read with another scale."""
+        old = self.quantizers[self.sites.root[x]]
+        self.quantizers[y] = Quantizer(np.array(old.scale * factor, np.float32), old.zero)
         self.integers[y] = self.integers[x]
         self.read(y, y)
 
     def round(self, value: Value) -> None:
-        """Lets what an integer kernel makes of a value stand for it."""
+        """Round a value that is part of a site; later nodes read the rounded value."""
         root = self.sites.root.get(value)
         if root is None or value in self.integers:
             return
         quantizer = self.quantizers[root]
-        rounded = quantize_linear(self.rewrite[value], quantizer.scale, quantizer.zero)
-        self.integers[value] = rounded
+        self.integers[value] = quantize_linear(self.rewrite[value], quantizer.scale, quantizer.zero)
         self.read(value, root)
 
     def read(self, value: Value, root: Value) -> None:
-        """Lets the integers of a value stand for it."""
+        """Let later nodes read the integers of a value."""
         quantizer = self.quantizers[root]
         dequantized = dequantize_linear(self.integers[value], quantizer.scale, quantizer.zero)
         self.rewrite.put(value, dequantized)
 
     def operand(self, value: Value | None, rank: int) -> Tensor | None:
-        """An operand of an integer sum or the like; a constant is rounded for this reader only.
+        """Return an operand of a node such as a sum; a constant is rounded for this reader only.
 
-        A number gets the rank of the result: onnxruntime gives it one where it changes the layout,
-        by a node between the number and its reader, which then stays in float.
+        A scalar gets the rank of the result. Otherwise onnxruntime gives it one where it changes
+        the layout, by a node between the scalar and its reader, which then stays in float.
         """
         if value is None or value not in self.known:
             return None if value is None else self.rewrite[value]
-        array = self.known[value]
-        seen = Range(float(array.min()), float(array.max()))
-        held = self.rewrite[value]
+        array, x = self.known[value], self.rewrite[value]
         if array.ndim == 0:
-            held = self.rewrite.hold(value.name or "constant", array.reshape((1,) * rank))
-        return _rounded(held, activation_quantizer(seen, self.row))
+            x = self.rewrite.hold(value.name or "constant", array.reshape((1,) * rank))
+        seen = Range(float(array.min()), float(array.max()))
+        quantizer = activation_quantizer(seen, self.row)
+        q = quantize_linear(x, quantizer.scale, quantizer.zero)
+        return dequantize_linear(q, quantizer.scale, quantizer.zero)
 
     def product(self, node: Node, product: WeightProduct) -> None:
-        """A product with its weight and bias in integers."""
+        """Put a product with its weight and bias in integers."""
         x, w, *rest = node.inputs
         assert x is not None
         assert w is not None
@@ -155,7 +152,7 @@ class _Inserter:
         self.rewrite.replace(node, operands)
 
     def recurrent(self, node: Node, gates: Gates) -> None:
-        """An LSTM with its weights in integers; bias, lengths and states stay as they are."""
+        """Put an LSTM with its weights in integers; bias, lengths and states stay as they are."""
         x, w, r, *rest = node.inputs
         assert x is not None
         assert w is not None
@@ -165,28 +162,23 @@ class _Inserter:
         self.rewrite.replace(node, [self.rewrite[x], *weights, *others])
 
     def stored_gates(self, value: Value, array: Array) -> Tensor:
-        """(D, 4 H, K) kept as int8 (D, K, 4 H), the order of the integer kernel, read as float.
+        """Store (D, 4 H, K) as int8 (D, K, 4 H), the order of the integer kernel; read it as float.
 
         A scale for each row of the gates is one for each block of K numbers along the middle axis.
         """
         q, scale = quantize_gates(array, self.row)
-        turned = np.ascontiguousarray(q.transpose(0, 2, 1))
-        held = self.rewrite.weight(f"{value.name or 'constant'}.{q.dtype}", turned)
+        transposed = np.ascontiguousarray(q.transpose(0, 2, 1))
+        weight = self.rewrite.weight(f"{value.name or 'constant'}.{q.dtype}", transposed)
         blocks = scale[:, np.newaxis]
         zero = np.zeros(blocks.shape, q.dtype)
-        read = dequantize_linear(held, blocks, zero, axis=1, block_size=array.shape[2])
-        return read.transpose(0, 2, 1)
+        gates = dequantize_linear(weight, blocks, zero, axis=1, block_size=array.shape[2])
+        return gates.transpose(0, 2, 1)
 
     def stored(self, value: Value, q: Array, scale: Array, axis: int) -> Tensor:
-        """An array kept in integers and read as float.
+        """Store an array in integers and read it as float.
 
-        The zero point is spelled out: without it onnxruntime leaves a Gemm in float.
+        The zero point is written out: without it onnxruntime leaves a Gemm in float.
         """
         name = f"{value.name or 'constant'}.{q.dtype}"
         zero = np.zeros(scale.shape, q.dtype)
         return dequantize_linear(self.rewrite.weight(name, q), scale, zero, axis=axis)
-
-
-def _rounded(x: Tensor, quantizer: Quantizer) -> Tensor:
-    q = quantize_linear(x, quantizer.scale, quantizer.zero)
-    return dequantize_linear(q, quantizer.scale, quantizer.zero)

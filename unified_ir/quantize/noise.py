@@ -1,8 +1,8 @@
-"""How much rounding hurts, layer by layer: 10 log10(sum y^2 / sum (y - q)^2) in decibel.
+"""Rounding noise, layer by layer: 10 log10(sum y^2 / sum (y - q)^2) in decibel.
 
-y is a tensor of the float graph, q what stands for it in the integer graph on the same samples, so
-a layer's figure includes the noise that came in from the layers before. Both graphs run as one,
-which returns two sums per tensor: memory is that of one batch.
+y is a tensor of the float graph, q the same tensor of the integer graph on the same samples, so a
+layer's figure includes the noise of the layers before it. Both graphs run as one, which returns two
+sums per tensor: memory is that of one batch.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def noise(
     *,
     target: OnnxTarget | None = None,
 ) -> list[float | None]:
-    """Signal-to-noise ratio of each value in decibel; None where there is no noise or no signal.
+    """Return the signal-to-noise ratio of each value in decibel; None without noise or signal.
 
-    target: whose operators run; an LSTM on integer weights rounds its operands there alone.
+    target: of the operators that run; only there does an LSTM on integer weights round operands.
     """
     integer = insert(frozen, sites, ranges, row, watch=values)
     session = artifact(_both(frozen, integer, sites, values), target).session(WATCHING)
@@ -47,15 +47,14 @@ def noise(
     for batch in batches(frozen, samples):
         answers = session.run(batch)
         totals += [[answers[f"signal/{i}"], answers[f"noise/{i}"]] for i in range(len(values))]
-    return [_decibel(signal, wrong) for signal, wrong in totals]
-
-
-def _decibel(signal: float, wrong: float) -> float | None:
-    return 10 * math.log10(signal / wrong) if signal > 0 and wrong > 0 else None
+    return [
+        10 * math.log10(signal / wrong) if signal > 0 and wrong > 0 else None
+        for signal, wrong in totals
+    ]
 
 
 def _both(frozen: Frozen, integer: Frozen, sites: Sites, values: Sequence[Value]) -> Frozen:
-    """One function of the same inputs that returns signal and noise of each value."""
+    """Return one function of the same inputs that computes signal and noise of each value."""
     with Build(TABLE, frozen.function.name) as build:
         weights = {**frozen.weights, **integer.weights}
         params = {p.name: p for f in (frozen, integer) for p in f.function.params}
@@ -64,10 +63,9 @@ def _both(frozen: Frozen, integer: Frozen, sites: Sites, values: Sequence[Value]
         for node in frozen.function.nodes:
             replay.run(node)
         rounded = inline(integer.function, [tensors[n] for n in integer.function.param_names])
+        watched = rounded[len(frozen.function.results) :]
         sums = {}
-        for i, (value, q) in enumerate(
-            zip(values, rounded[len(frozen.function.results) :], strict=True)
-        ):
+        for i, (value, q) in enumerate(zip(values, watched, strict=True)):
             y = _clamped(replay.values[value], sites, value)
             sums[f"signal/{i}"] = (y * y).sum()
             sums[f"noise/{i}"] = ((y - q) * (y - q)).sum()
@@ -75,6 +73,6 @@ def _both(frozen: Frozen, integer: Frozen, sites: Sites, values: Sequence[Value]
 
 
 def _clamped(y: Tensor, sites: Sites, value: Value) -> Tensor:
-    """What a site keeps of a tensor whose ReLU vanished into it."""
+    """Apply the ReLU or Clip that the rounding of a site replaced."""
     clamp = sites.clamps.get(sites.root.get(value, value))
     return y if clamp is None else clip(y, clamp.low, clamp.top)

@@ -1,13 +1,12 @@
 """Calibration: the smallest and largest value that named tensors take on sample data.
 
 The float graph itself reduces each tensor to two numbers per sample, so memory is that of one
-inference however long the calibration set. A few samples that are far wider than all others set no
-range: one such sample would cost all the others their resolution.
+inference, however many samples there are. A few samples that are far wider than all others are left
+out of a range: one such sample would cost all the others their resolution.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
@@ -25,7 +24,7 @@ from triplane.unified_ir.quantize.artifact import WATCHING, artifact
 from triplane.unified_ir.quantize.scheme import Range
 
 BATCH: Final = 32
-"""Samples per run of a graph that is not asked for single samples."""
+"""Default number of samples per run."""
 OUTLIERS: Final = 0.01
 """Largest share of the samples that may be left out of a range."""
 MUCH_WIDER: Final = 3.0
@@ -36,10 +35,10 @@ Samples = Mapping[str, Array]
 
 
 def batches(frozen: Frozen, samples: Samples, size: int = BATCH) -> Iterator[dict[str, Array]]:
-    """Consecutive slices of at most `size` samples, or of exactly the function's static batch.
+    """Yield consecutive slices of at most `size` samples, or of exactly the static batch.
 
-    All samples at once where they are of the function's own static sizes. InvalidInput where a
-    static batch does not divide the samples, or where inputs have different numbers of them.
+    Samples that have the function's static sizes come all at once. InvalidInput where a static
+    batch does not divide the samples, or where inputs have different numbers of them.
     """
     if all(len(samples[p.name]) == p.type.shape[0] for p in frozen.inputs):
         yield dict(samples)
@@ -60,11 +59,11 @@ def batches(frozen: Frozen, samples: Samples, size: int = BATCH) -> Iterator[dic
 
 
 def observe(frozen: Frozen, values: Sequence[Value], samples: Samples) -> dict[Value, Range]:
-    """The range of each value over the samples, computed on onnxruntime.
+    """Return the range of each value over the samples, computed on onnxruntime.
 
-    Up to a hundredth of the samples is left out of a range where they are more than three times as
-    wide as all others; of the batches, where the function takes a fixed number. InvalidInput where
-    a value is not finite on these samples, naming the line that makes it.
+    Up to a hundredth of the samples is left out of a range if they are more than three times as
+    wide as all others, or of the batches if the function takes a fixed number. InvalidInput where
+    a value is not finite on these samples; the message names the line that computes it.
     """
     if not values:
         return {}
@@ -73,8 +72,8 @@ def observe(frozen: Frozen, values: Sequence[Value], samples: Samples) -> dict[V
     names = [f"{end}/{i}" for end in ("low", "high") for i in range(len(values))]
     rows = []
     for batch in batches(frozen, samples, 1):
-        seen_values = session.run(batch)
-        rows.append(np.array([seen_values[name] for name in names], np.float64))
+        extremes = session.run(batch)
+        rows.append(np.array([extremes[name] for name in names], np.float64))
     size = len(next(iter(samples.values()))) // len(rows)
     lows, highs = np.split(np.array(rows), 2, axis=1)
     ranges = {}
@@ -84,18 +83,14 @@ def observe(frozen: Frozen, values: Sequence[Value], samples: Samples) -> dict[V
                 f"calibration gives {low.min()} to {high.max()} in "
                 f"{described(frozen.function, value)}; a tensor needs finite values to be quantized"
             )
-        ranges[value] = _by_samples(typical_range(low, high), size)
+        typical = typical_range(low, high)
+        left_out = tuple(b * size + i for b in typical.left_out for i in range(size))
+        ranges[value] = replace(typical, left_out=left_out)
     return ranges
 
 
-def _by_samples(values: Range, size: int) -> Range:
-    """With the samples of batches of `size` in place of the batches that are left out."""
-    samples = (range(batch * size, (batch + 1) * size) for batch in values.left_out)
-    return replace(values, left_out=tuple(itertools.chain.from_iterable(samples)))
-
-
 def typical_range(lows: Array, highs: Array) -> Range:
-    """The range of samples with these extremes, without the few that are much wider than the rest.
+    """Return the range of samples with these extremes, without the few that are much wider.
 
     lows, highs: (N,).
     """
@@ -107,7 +102,7 @@ def typical_range(lows: Array, highs: Array) -> Range:
 
 
 def described(function: Function, value: Value) -> str:
-    """What makes a value, for people."""
+    """Describe a value by the node that computes it, for people."""
     for node in function.nodes:
         if value in node.outputs:
             return f"the output of {node.op} (at {node.meta.location})"
@@ -115,7 +110,7 @@ def described(function: Function, value: Value) -> str:
 
 
 def _watching(function: Function, values: Sequence[Value]) -> Function:
-    """A function of the same parameters whose results are each value's extremes."""
+    """Return a function of the same parameters whose results are each value's extremes."""
     with Build(TABLE, function.name) as build:
         replay = Replay(function, [build.param(p.name, p.type) for p in function.params])
         for node in function.nodes:

@@ -27,13 +27,16 @@ class Scheme:
     """Integer types of activations and weights.
 
     Activations: asymmetric, one scale per tensor. Weights: symmetric (z = 0), one scale per output
-    channel, |q| <= weight_limit; -128 stays unused so that a weight and its negative are alike.
+    channel, |q| <= weight_limit; -128 is unused, so a weight and its negative round alike.
+    reduced: the scheme with 7-bit weights, for processors on which sums of products may saturate.
     """
 
     name: str
     activation: DType
     weight: DType
     weight_limit: int = 127
+    weight_bits: int = 8
+    reduced: str = ""
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -44,8 +47,8 @@ class Scheme:
 
 # fmt: off
 _ROWS: Final = (
-    Scheme("u8s8",  uint8, int8),
-    Scheme("u8s7",  uint8, int8, NARROW),
+    Scheme("u8s8",  uint8, int8,  reduced="u8s7"),
+    Scheme("u8s7",  uint8, int8,  NARROW, weight_bits=7),
     Scheme("s8s8",  int8,  int8),
 )
 # fmt: on
@@ -54,20 +57,21 @@ assert len(SCHEMES) == len(_ROWS)
 
 
 def scheme(name: str) -> Scheme:
-    """The scheme of that name."""
+    """Return the scheme of that name; NotFound lists the existing ones."""
     if name not in SCHEMES:
         raise NotFound(f"no quantization scheme {name!r}; there are {', '.join(SCHEMES)}")
     return SCHEMES[name]
 
 
 ONE_SCALE: Final = 8.0
-"""Most by which one scale for all gates of an LSTM may raise the mean square of rounding errors of
-its weights: that costs about 2 dB, and the kernel runs up to a fifth faster (decision 0043)."""
+"""Largest factor by which one scale for all gates of an LSTM may raise the mean square of rounding
+errors of its weights. It costs about 2 dB, and the kernel runs up to a fifth faster
+(decision 0043)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Smallest and largest value seen; finite. left_out: samples whose values pass it."""
+    """Smallest and largest value seen; finite. left_out: samples with values outside of it."""
 
     low: float
     high: float
@@ -116,8 +120,8 @@ def quantize_weight(
     """One scale per slice of `axis`: s = max|w| / L, q = clip(round(w / s), -L, L).
 
     The bias joins the 32-bit sum of products, so its scale is s_x s and it has no zero point. Where
-    |bias| / (s_x s) would pass 2^31 - 1, which a channel of nearly zero weights brings about, s
-    grows until it fits. Raises InvalidInput on NaN or infinity.
+    |bias| / (s_x s) would exceed 2^31 - 1, as in a channel of nearly zero weights, s grows until it
+    fits. Raises InvalidInput on NaN or infinity.
     """
     if not (np.isfinite(w).all() and (bias is None or np.isfinite(bias).all())):
         raise InvalidInput("weights and biases are finite numbers; one holds NaN or infinity")
@@ -131,15 +135,14 @@ def quantize_weight(
     along = scale32.reshape([-1 if i == axis else 1 for i in range(w.ndim)])
     q = np.clip(np.rint(w / along), -limit, limit).astype(row.weight.numpy)
     bias_scale = x_scale * scale32
-    whole = None
     if bias is not None:
         sums = np.rint(bias.astype(np.float64) / bias_scale)
-        whole = np.clip(sums, -INT32_MAX, INT32_MAX).astype(np.int32)
-    return QuantizedWeight(q, scale32, whole, bias_scale)
+        bias = np.clip(sums, -INT32_MAX, INT32_MAX).astype(np.int32)
+    return QuantizedWeight(q, scale32, bias, bias_scale)
 
 
 def quantize_gates(w: Array, row: Scheme) -> tuple[Array, Array]:
-    """int8 like w, and scales (D, 4 H): one per row, or one per direction where that is as good.
+    """Return int8 like w, and scales (D, 4 H): one per row, or per direction if as good.
 
     w: (D, 4 H, K), weights of an LSTM. Raises InvalidInput on NaN or infinity.
     """
