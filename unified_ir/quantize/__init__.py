@@ -25,4 +25,4 @@ from triplane.unified_ir.quantize.sites import Sites as Sites
 from triplane.unified_ir.quantize.sites import find_sites as find_sites
 
 # Not lazy: `insert`, `noise` and others are names of modules too, which would hide the functions.
-_, _, __all__ = lazy_names(__name__)
+__all__ = list(lazy_names(__name__)[2])
