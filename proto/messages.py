@@ -1,10 +1,12 @@
-"""Messages from values whose attributes have the names of their fields."""
+"""Messages from values whose attributes have the names of their fields, and the way back."""
 
+from dataclasses import fields
 from typing import TypeVar
 
 from google.protobuf.message import Message
 
 M = TypeVar("M", bound=Message)
+V = TypeVar("V")
 
 
 def message_from(kind: type[M], source: object, **fields: object) -> M:
@@ -15,3 +17,12 @@ def message_from(kind: type[M], source: object, **fields: object) -> M:
     """
     known = {n: getattr(source, n) for n in kind.DESCRIPTOR.fields_by_name if n not in fields}
     return kind(**known, **fields)
+
+
+def value_from(kind: type[V], source: object, **others: object) -> V:
+    """Return a dataclass value whose fields are keywords of this call, or attributes of `source`.
+
+    source: a message, or a row of a table.
+    """
+    names = (field.name for field in fields(kind))  # type: ignore[arg-type]  # a dataclass
+    return kind(**{name: getattr(source, name) for name in names if name not in others}, **others)
