@@ -17,7 +17,7 @@ ENGINES: Final = {
 
 
 def engine(name: str) -> Engine:
-    """A new engine of that name."""
+    """Return a new engine of that name."""
     if name not in ENGINES:
         raise NotFound(f"no engine {name!r}; there are {', '.join(ENGINES)}")
     module, _, cls = ENGINES[name].partition(":")

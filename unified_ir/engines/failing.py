@@ -1,9 +1,9 @@
-"""A failed run in our words: which node of the user's, at which line, on which operands.
+"""Explain a failed run by the user's node, its line and its operands.
 
-onnxruntime names a node of the graph it made for itself, fused and renamed. So the same emission,
-for the same target, runs once more without optimization and with a name for every node; the first
-node that fails there tells its place. Its operands come from a graph that ends before it. This
-happens after a failure only.
+onnxruntime names a node of its own optimized graph, fused and renamed. So the same emission, for
+the same target, runs once more without optimization and with a name for every node; the first node
+that fails there has a known place. Its operands come from a graph that ends before it. This happens
+after a failure only.
 """
 
 from __future__ import annotations
@@ -25,40 +25,37 @@ PLAIN: Final = SessionOptions(optimization="none")
 _NAMED: Final = re.compile(r"Name:'(at/\d+)'")
 _STATUS: Final = re.compile(r".*Status Message: ", re.DOTALL)
 _CHECKED: Final = re.compile(r"^/\S+:\d+ .* was false\. ", re.DOTALL)
-"""The place in onnxruntime's own source, before what it says."""
+"""The place in onnxruntime's own source, which precedes its message."""
 
 
 def explained(
     failed: RunFailed, function: Function, target: OnnxTarget, feeds: Mapping[str, Any]
 ) -> InvalidInput:
-    """The failure with the user's line; as it was where it does not happen again."""
+    """Return the failure with the user's line; unchanged if it does not happen again."""
     model, places = emit_located(function, target=target)
-    again = _failure_of(serialize(model), feeds)
-    names = None if again is None else _NAMED.findall(str(again))
-    if again is None or not names or names[-1] not in places:
+    try:
+        Session(serialize(model), options=PLAIN).run(feeds)
+    except RunFailed as error:
+        again = str(error)
+    except TriplaneError:
         return failed
-    node, why = places[names[-1]], _CHECKED.sub("", _STATUS.sub("", str(again)))
+    else:
+        return failed
+    names = _NAMED.findall(again)
+    if not names or names[-1] not in places:
+        return failed
+    node, why = places[names[-1]], _CHECKED.sub("", _STATUS.sub("", again))
     return RunFailed(failure(node, why, _operands(model, names[-1], feeds)))
 
 
-def _failure_of(model: bytes, feeds: Mapping[str, Any]) -> RunFailed | None:
-    try:
-        Session(model, options=PLAIN).run(feeds)
-    except RunFailed as failed:
-        return failed
-    except TriplaneError:
-        return None
-    return None
-
-
 def _operands(model: ModelProto, name: str, feeds: Mapping[str, Any]) -> list[Array | None]:
-    """What the node reads, if it stands in the outer graph."""
+    """Return the node's operands if it is in the outer graph."""
     at = next((i for i, n in enumerate(model.graph.node) if n.name == name), None)
     if at is None:
         return []
     wanted = [i for i in model.graph.node[at].input if i]
-    held = {i.name for i in model.graph.input}
-    missing = [i for i in dict.fromkeys(wanted) if i not in held]
+    inputs = {i.name for i in model.graph.input}
+    missing = [i for i in dict.fromkeys(wanted) if i not in inputs]
     head = ModelProto()
     head.CopyFrom(model)
     del head.graph.node[at:]
@@ -75,7 +72,7 @@ Explain = Callable[[RunFailed, Mapping[str, Any]], InvalidInput]
 
 
 class ExplainingLoop(Loop):
-    """A loop whose failed step says which node failed; nothing moves then, as in `Loop`."""
+    """A loop that explains a failed step; the state then stays as it was, as in `Loop`."""
 
     def __init__(self, session: Session, state: Mapping[str, Array], explain: Explain) -> None:
         super().__init__(session, state)

@@ -1,4 +1,4 @@
-"""Where a number that is not finite comes from: the graph again, node by node, on the reference."""
+"""Locate the origin of a number that is not finite, by running node by node on the reference."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class _NotFinite(Exception):
 
 
 def first_nonfinite(function: Function, args: Mapping[str, Any]) -> str:
-    """Names the first argument or node of `function` that is not finite; empty if none is.
+    """Describe the first argument or node of `function` that is not finite; empty if all are.
 
-    Nodes inside branches and loops are looked at too, in the order in which they run.
+    Nodes inside branches and loops are checked too, in the order in which they run.
     """
     for name in function.param_names:
         if not finite(args[name]):
@@ -40,7 +40,7 @@ def first_nonfinite(function: Function, args: Mapping[str, Any]) -> str:
 
 
 def finite(array: Any) -> bool:
-    """Whether no element is NaN or infinite; whole numbers, texts and the like are finite."""
+    """Return whether no element is NaN or infinite; integers, text and the like are finite."""
     if not isinstance(array, np.ndarray) or array.dtype.kind in "biuOSU":
         return True
     return bool(np.isfinite(array.astype(np.float64)).all())
@@ -55,7 +55,7 @@ def _node_text(node: Node, operands: Sequence[Any], results: Sequence[Any]) -> s
 
 
 def describe(array: Array) -> str:
-    """Type, shape and range; how many elements are not finite."""
+    """Describe type, shape and range, and how many elements are not finite."""
     kind = f"{array.dtype}{list(array.shape)}"
     if array.size == 0 or array.dtype.kind in "bOSU":
         return kind

@@ -1,26 +1,26 @@
-"""How much memory a function's tensors take on onnxruntime: foretold from its plan, and measured.
+"""The memory of a function's tensors on onnxruntime: predicted from its plan, and measured.
 
-onnxruntime joins nodes and orders them as it likes, so the graph that counts is the one it has
-made ready to run. Its nodes come in the order of execution; sizes are those of the graph it was
-given, whose names it keeps. The measurement is its own profile of one run: which nodes ran when,
-and the bytes of each output.
+onnxruntime fuses and orders nodes by its own rules, so the graph that counts is the one that it has
+optimized. Its nodes come in the order of execution; sizes are those of the original graph, whose
+names it keeps. The measurement is onnxruntime's own profile of one run: which nodes ran when, and
+the bytes of each output.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import onnx
 from onnx import ModelProto, NodeProto, shape_inference
 
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.engines.profile import KERNEL, kernel_events
 from triplane.unified_ir.ir.graph import Array, Function
 from triplane.unified_ir.ir.types import BY_ONNX
 from triplane.unified_ir.onnx import OnnxTarget, emit, emit_typed, serialize
@@ -30,8 +30,7 @@ from triplane.unified_ir.passes.recompute import RecomputationPlan, recompute
 from triplane.unified_ir.runtime.session import Session, SessionOptions
 
 TRIALS: Final = 8
-"""Plans that are compared with what onnxruntime makes of them."""
-_KERNEL: Final = "_kernel_time"
+"""Number of recomputation plans whose memory on onnxruntime is compared."""
 
 
 def foretold(
@@ -41,7 +40,7 @@ def foretold(
     target: OnnxTarget = DEFAULT,
     options: SessionOptions | None = None,
 ) -> Live[str]:
-    """Bytes alive during each node that onnxruntime would run, without running any.
+    """Return the bytes alive during each node that onnxruntime would run, without running any.
 
     sizes: of each symbol, such as {"N": 32}.
     """
@@ -59,18 +58,18 @@ def measured(
     target: OnnxTarget = DEFAULT,
     options: SessionOptions | None = None,
 ) -> Live[str]:
-    """Bytes alive during each node of one run, by onnxruntime's profile of it."""
+    """Return the bytes alive during each node of one run, by onnxruntime's profile of it."""
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         chosen = replace(options or SessionOptions(), profile_prefix=place / "run")
         session, ready = _ready(emit(function, target=target), place, chosen)
         session.run(arguments)
-        events = json.loads(session.profile().read_text())
+        events = kernel_events(session)
     nodes = {node.name: node for node in ready.graph.node}
     ran: list[NodeProto] = []
     known: dict[str, int] = {}
-    for event in sorted((e for e in events if _is_kernel(e)), key=lambda e: int(e["ts"])):
-        node = nodes.get(str(event["name"]).removesuffix(_KERNEL))
+    for event in events:
+        node = nodes.get(event["name"].removesuffix(KERNEL))
         if node is None:
             continue  # of a subgraph
         ran.append(node)
@@ -87,27 +86,26 @@ def within(
     target: OnnxTarget = DEFAULT,
     options: SessionOptions | None = None,
 ) -> tuple[Function, RecomputationPlan]:
-    """The function with recomputation, so that onnxruntime keeps within a budget; and the plan.
+    """Return the function with recomputation within a budget on onnxruntime, and the plan.
 
-    The plan's figures are those foretold for onnxruntime. Of several plans the first that fits is
-    taken, or the one with the lowest peak. InvalidInput: no plan can fit.
+    The plan's figures are those predicted for onnxruntime. The result is the first plan that fits,
+    else the one with the lowest peak. InvalidInput: no plan can fit.
     """
 
-    def peak(function_tried: Function) -> int:
-        return foretold(function_tried, sizes, target=target, options=options).peak_bytes
+    def figures(tried: Function, plan: RecomputationPlan) -> RecomputationPlan:
+        peak = foretold(tried, sizes, target=target, options=options).peak_bytes
+        return replace(plan, budget_bytes=budget_bytes, before_bytes=before, peak_bytes=peak)
 
-    before = peak(function)
+    before = foretold(function, sizes, target=target, options=options).peak_bytes
     recomputed, plan = recompute(function, budget_bytes, sizes)
-    best = replace(plan, before_bytes=before, peak_bytes=peak(recomputed))
+    best = figures(recomputed, plan)
     asked = budget_bytes
     for _ in range(TRIALS):
         if best.fits or not plan.fits:
             break
         asked = max(plan.least_bytes, min(asked, plan.peak_bytes) * 19 // 20)
         tried, plan = recompute(function, asked, sizes)
-        candidate = replace(
-            plan, budget_bytes=budget_bytes, before_bytes=before, peak_bytes=peak(tried)
-        )
+        candidate = figures(tried, plan)
         if candidate.peak_bytes < best.peak_bytes:
             recomputed, best = tried, candidate
         if asked == plan.least_bytes:
@@ -116,26 +114,22 @@ def within(
 
 
 def _ready(model: ModelProto, folder: Path, options: SessionOptions) -> tuple[Session, ModelProto]:
-    """A session, and the graph it runs."""
-    saved = folder / "ready.onnx"
-    session = Session(serialize(model), options=replace(options, optimized_model_path=saved))
-    return session, onnx.load(saved)
+    """Return a session, and the graph it runs."""
+    path = folder / "ready.onnx"
+    session = Session(serialize(model), options=replace(options, optimized_model_path=path))
+    return session, onnx.load(path)
 
 
 def _alive(model: ModelProto, nodes: Sequence[NodeProto], known: Mapping[str, int]) -> Live[str]:
     rows = [
-        MemoryRow(
-            tuple(name for name in node.input if name),
-            tuple(name for name in node.output if name),
-            node.op_type in VIEWS,
-        )
-        for node in nodes
+        MemoryRow([*filter(None, n.input)], [*filter(None, n.output)], n.op_type in VIEWS)
+        for n in nodes
     ]
     return alive(rows, [info.name for info in model.graph.output], lambda v: known.get(v, 0))
 
 
 def _sizes(model: ModelProto, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Bytes of what lowering added, as far as inference of shapes tells them."""
+    """Return the bytes of tensors that lowering added, where shape inference knows their sizes."""
     fixed = ModelProto()
     fixed.CopyFrom(model)
     for info in [*fixed.graph.input, *fixed.graph.output]:
@@ -154,16 +148,12 @@ def _sizes(model: ModelProto, sizes: Mapping[str, int]) -> dict[str, int]:
     return bytes_by_name
 
 
-def _is_kernel(event: Mapping[str, Any]) -> bool:
-    return event.get("cat") == "Node" and str(event["name"]).endswith(_KERNEL)
-
-
 _PROFILED: Final = {"float": "float32", "double": "float64"}
-"""Element types under the names of the profile, where they are not numpy's."""
+"""The profile's names of element types that differ from numpy's."""
 
 
 def _bytes_of(typed: Mapping[str, Sequence[int]]) -> int:
-    """One entry of `output_type_shape`: {"float": [32, 10]}."""
+    """Return the bytes of one entry of `output_type_shape`: {"float": [32, 10]}."""
     ((name, dims),) = typed.items()
     try:
         item = np.dtype(_PROFILED.get(name, name)).itemsize

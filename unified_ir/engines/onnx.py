@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.engines.failing import ExplainingLoop, explained
-from triplane.unified_ir.engines.protocol import by_position, check_donated
+from triplane.unified_ir.engines.protocol import by_position, check_donated, check_state
 from triplane.unified_ir.ir.graph import Array, Function
 from triplane.unified_ir.onnx.emit import emit, serialize
 from triplane.unified_ir.onnx.target import DEFAULT, OnnxTarget
@@ -36,19 +36,17 @@ class OnnxProgram:
         self.function = function
         self._donate = tuple(donate)
         self._target = target
-        self._params = set(function.param_names)
-        replaced = {n for n in function.result_names if n in self._params}
-        if donate and replaced - set(donate):
+        replaced = set(function.param_names).intersection(function.result_names)
+        if donate and (odd := sorted(replaced.difference(donate))):
             raise InvalidInput(
-                f"results {sorted(replaced - set(donate))} replace parameters that are not "
-                "donated; donate them or rename the results"
+                f"results {odd} replace parameters that are not donated; donate them or rename "
+                "the results"
             )
         self._ran = widen_half(function) if options.providers == _CPU_ONLY else function
         options = replace(options, one_block=options.one_block and not donate)
         self._session = Session(serialize(emit(self._ran, target=target)), options=options)
-        self._outputs = tuple(
-            next_name(n) if n in self._params else n for n in function.result_names
-        )
+        names = function.result_names
+        self._outputs = tuple(next_name(n) if n in replaced else n for n in names)
 
     def __call__(self, *args: HostValue) -> tuple[Array, ...]:
         """See `Program`."""
@@ -64,9 +62,7 @@ class OnnxProgram:
 
     def loop(self, state: Mapping[str, Array]) -> Loop:
         """See `Program`."""
-        missing = sorted(set(self._donate) ^ set(state))
-        if missing:
-            raise InvalidInput(f"a loop starts from all donated state and no more; see {missing}")
+        check_state(self._donate, state)
         return ExplainingLoop(self._session, state, self._explained)
 
     def _explained(self, failed: RunFailed, feeds: Mapping[str, Any]) -> InvalidInput:

@@ -1,9 +1,9 @@
-"""Where the time of one call goes: by node of the user's graph, by operator, by line.
+"""The time of one call by node of the user's graph, by operator and by line.
 
 Total time comes from a session that is not profiled, since profiling itself takes time; shares come
-from onnxruntime's profile of a second session of the same graph. What a node with a subgraph spends
-in it counts for the nodes inside. A node that onnxruntime made by fusing several keeps the name of
-one of them, or counts as `fused`.
+from onnxruntime's profile of a second session of the same graph. The time of a subgraph counts for
+the nodes inside. A node that onnxruntime fused of several keeps the name of one of them, or counts
+as `fused`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing import Any, Final
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.ir.dims import evaluate
 from triplane.unified_ir.ir.graph import Array, Function, Node
 from triplane.unified_ir.ir.types import TensorType
 from triplane.unified_ir.onnx.emit import emit_located, serialize
@@ -32,12 +31,15 @@ from triplane.unified_ir.runtime.session import Session, SessionOptions
 
 WARMUPS: Final = 3
 FUSED: Final = "fused"
+KERNEL: Final = "_kernel_time"
+"""Ending of the names of the profile's events that are runs of kernels."""
 _NAME: Final = re.compile(r"at/\d+")
+Event = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """Time of one thing: a node, an operator, a line. `runs` counts kernels per call."""
+    """The time of a node, an operator or a line. `runs` counts kernels per call."""
 
     what: str
     op: str
@@ -50,7 +52,7 @@ class Spent:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """One function's time; each list falls by share, shares of a list add up to 1.
+    """The time of one function; each list is sorted by share, and its shares add up to 1.
 
     `nodes` are the user's, `ops` the kernels that ran, `lines` the user's source.
     """
@@ -72,7 +74,7 @@ def profiled(
     options: SessionOptions | None = None,
     target: OnnxTarget = DEFAULT,
 ) -> Profile:
-    """The profile of `calls` calls on `args`; what `state` names stays in the session's buffers."""
+    """Profile `calls` calls on `args`; the tensors that `state` names stay in session buffers."""
     if calls < 1:
         raise InvalidInput(f"a profile takes one call at least, got {calls}")
     chosen = options or SessionOptions()
@@ -85,41 +87,44 @@ def profiled(
         run = _runner(session, args, state)
         for _ in range(calls):
             run()
-        events = json.loads(session.profile().read_text())
-    return _profile(_self_times(events), places, total, calls)
+        events = kernel_events(session)
+    return _profile(_kernels(events), places, total, calls)
 
 
 def kernel_shares(
     open_session: Callable[[SessionOptions], Session], feeds: Mapping[str, Array], calls: int
 ) -> dict[str, float]:
-    """Share of the time of a call by kind of kernel, largest first; the shares add up to 1.
+    """Return the shares of a call's time by kind of kernel, largest first; they add up to 1.
 
-    open_session: a session on the graph, with the options given.
+    open_session: opens a session on the graph with the given options.
     """
     with TemporaryDirectory() as folder:
         session = open_session(SessionOptions(profile_prefix=Path(folder) / "run"))
         for _ in range(calls):
             session.run(feeds)
-        events = json.loads(session.profile().read_text())
-    each: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for name, kernel, t in _self_times(events):
-        each[name, kernel].append(t)
+        events = kernel_events(session)
     kinds: dict[str, float] = defaultdict(float)
-    for (_, kernel), times in each.items():
+    for (_, kernel), times in _kernels(events).items():
         kinds[kernel] += _usual(times)
     whole = sum(kinds.values()) or 1.0
     return {k: t / whole for k, t in sorted(kinds.items(), key=lambda item: (-item[1], item[0]))}
 
 
+def kernel_events(session: Session) -> list[Event]:
+    """End a session's profile and return its runs of kernels, each before those inside it."""
+    events = json.loads(session.profile().read_text())
+    kernels = [e for e in events if e.get("cat") == "Node" and e["name"].endswith(KERNEL)]
+    return sorted(kernels, key=lambda e: (e["ts"], -e["dur"]))
+
+
 def sample_inputs(
     types: Mapping[str, TensorType], sizes: Mapping[str, int], *, default: int, seed: int = 0
 ) -> dict[str, Array]:
-    """Inputs to time a call on: normal numbers, and 0 for whole numbers, an index that exists."""
+    """Return inputs to time a call on: normal numbers, and 0 for integers, a valid index."""
     rng = np.random.default_rng(seed)
     samples = {}
     for name, t in types.items():
-        bound = {s: sizes.get(s, default) for s in t.symbols}
-        shape = tuple(evaluate(d, bound) for d in t.shape)
+        shape = t.concrete({s: sizes.get(s, default) for s in t.symbols})
         drawn = rng.standard_normal(shape) if t.dtype.is_float else np.zeros(shape)
         samples[name] = drawn.astype(t.dtype.numpy)
     return samples
@@ -146,10 +151,16 @@ def _median_ms(run: Callable[[], object], calls: int) -> float:
     return median(times) * 1e3
 
 
-def _self_times(events: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, float]]:
-    """(node name, operator, microseconds without those of nodes inside) of each kernel run."""
-    kernels = [e for e in events if e.get("cat") == "Node" and e["name"].endswith("_kernel_time")]
-    kernels.sort(key=lambda e: (e["ts"], -e["dur"]))
+def _kernels(events: Sequence[Event]) -> dict[tuple[str, str], list[float]]:
+    """Return the own microseconds of each run, by (node name, operator)."""
+    runs: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for name, kernel, t in _self_times(events):
+        runs[name, kernel].append(t)
+    return runs
+
+
+def _self_times(kernels: Sequence[Event]) -> list[tuple[str, str, float]]:
+    """Return (node name, operator, microseconds without nodes inside) of each run of a kernel."""
     own = [float(e["dur"]) for e in kernels]
     open_: list[int] = []
     for i, event in enumerate(kernels):
@@ -159,39 +170,41 @@ def _self_times(events: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, flo
             own[open_[-1]] -= event["dur"]
         open_.append(i)
     return [
-        (e["name"].removesuffix("_kernel_time"), e.get("args", {}).get("op_name", ""), max(t, 0.0))
+        (e["name"].removesuffix(KERNEL), e.get("args", {}).get("op_name", ""), max(t, 0.0))
         for e, t in zip(kernels, own, strict=True)
     ]
 
 
-def _end(event: Mapping[str, Any]) -> float:
+def _end(event: Event) -> float:
     return float(event["ts"] + event["dur"])
 
 
 def _usual(times: Sequence[float]) -> float:
-    """What the runs of one kernel take together; one that was interrupted counts as the others."""
+    """Return the time of all runs of one kernel; an interrupted one counts like the others."""
     return median(times) * len(times)
 
 
 def _profile(
-    times: Sequence[tuple[str, str, float]], places: Mapping[str, Node], total: float, calls: int
+    kernels: Mapping[tuple[str, str], list[float]],
+    places: Mapping[str, Node],
+    total: float,
+    calls: int,
 ) -> Profile:
-    each: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for name, kernel, t in times:
-        each[name, kernel].append(t)
-    whole = sum(_usual(ts) for ts in each.values()) or 1.0
+    whole = sum(map(_usual, kernels.values())) or 1.0
     groups: dict[str, dict[tuple[str, str, str, str], list[list[float]]]] = {
         k: defaultdict(list) for k in ("nodes", "ops", "lines")
     }
-    for (name, kernel), ts in each.items():
+    for (name, kernel), ts in kernels.items():
         match = _NAME.search(name)
         node = places.get(match.group()) if match else None
-        op = str(node.op) if node is not None else FUSED
-        line = str(node.meta.location) if node is not None and node.meta.location else ""
-        scope = node.meta.scope if node is not None else ""
-        key = str(id(node)) if node is not None else f"{FUSED} {kernel}"
-        groups["nodes"][key, op if node is not None else key, line, scope].append(ts)
-        groups["ops"]["", kernel or op, "", ""].append(ts)
+        if node is None:
+            key = op = f"{FUSED} {kernel}"
+            line = scope = ""
+        else:
+            key, op, scope = str(id(node)), str(node.op), node.meta.scope
+            line = str(node.meta.location or "")
+        groups["nodes"][key, op, line, scope].append(ts)
+        groups["ops"]["", kernel or (op if node else FUSED), "", ""].append(ts)
         groups["lines"][line, "", line, ""].append(ts)
 
     def table(kind: str) -> tuple[Spent, ...]:

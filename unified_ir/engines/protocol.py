@@ -1,4 +1,4 @@
-"""What every engine offers: a function compiled to a program, a program looped over its state."""
+"""The interface of engines: compile a function to a program, loop a program over its state."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ class EngineLoop(Protocol):
     """Repeated calls whose state stays in the engine's own buffers."""
 
     def step(self, **batch: Array) -> dict[str, Array]:
-        """One call on the given inputs; the results that are not state. On error nothing moves."""
+        """Run once and return the results that are not state; an error leaves the state as is."""
         ...
 
     def state(self) -> dict[str, Array]:
-        """A copy of the current state."""
+        """Return a copy of the current state."""
         ...
 
     def view(self) -> Mapping[str, Array]:
-        """The current state itself: to be read before the next step and never written."""
+        """Return the current state itself: read it before the next step and never write to it."""
         ...
 
     def load(self, state: Mapping[str, Array]) -> None:
-        """Replaces the named state tensors."""
+        """Replace the named state tensors."""
         ...
 
 
 class Program(Protocol):
-    """A compiled function. Results do not depend on the engine beyond its stated precision."""
+    """A compiled function. Results of engines differ only by their stated precision."""
 
     function: Function
 
     def __call__(self, *args: HostValue) -> tuple[Array, ...]:
-        """Results for positional arguments in parameter order; see `ops.contents` for both."""
+        """Return the results for arguments in parameter order; see `ops.values` for both."""
         ...
 
     def loop(self, state: Mapping[str, Array]) -> EngineLoop:
-        """A loop over the donated parameters, starting at a copy of `state`."""
+        """Return a loop over the donated parameters that starts at a copy of `state`."""
         ...
 
 
@@ -52,27 +52,33 @@ class Engine(Protocol):
     name: str
 
     def compile(self, function: Function, *, donate: Collection[str] = ()) -> Program:
-        """A program; `donate` names the parameters that a loop keeps.
+        """Compile to a program; `donate` names the parameters that a loop keeps.
 
-        Where a result has such a parameter's name, it is its value in the next step; without
-        such a result the parameter stays.
+        A result with such a parameter's name is its value in the next step; a parameter without
+        such a result keeps its value.
         """
         ...
 
 
 def check_donated(function: Function, donate: Collection[str]) -> None:
-    """Donated names are parameters; a replacing result has the parameter's type."""
+    """InvalidInput unless donated names are parameters that results replace by the same type."""
     for name in donate:
-        param = function.param(name)
-        if name in function.result_names and function.result(name).type != param.type:
+        old = function.param(name).type
+        new = function.result(name).type if name in function.result_names else old
+        if old != new:
             raise InvalidInput(
-                f"donated {name!r} is {param.type} going in and {function.result(name).type} "
-                "coming out; state keeps its type"
+                f"donated {name!r} is {old} going in and {new} coming out; state keeps its type"
             )
 
 
+def check_state(donate: Collection[str], state: Collection[str]) -> None:
+    """InvalidInput unless a loop's state has exactly the donated names."""
+    if differing := sorted(set(donate) ^ set(state)):
+        raise InvalidInput(f"a loop starts from exactly the donated state; see {differing}")
+
+
 def by_position(function: Function, args: Sequence[Array]) -> dict[str, Array]:
-    """Arguments by parameter name."""
+    """Return the arguments by parameter name."""
     if len(args) != len(function.params):
         raise InvalidInput(
             f"{function.name} takes {len(function.params)} arguments "
@@ -87,9 +93,7 @@ class HostLoop:
     def __init__(
         self, program: Program, donate: Collection[str], state: Mapping[str, Array]
     ) -> None:
-        missing = sorted(set(donate) ^ set(state))
-        if missing:
-            raise InvalidInput(f"a loop starts from all donated state and no more; see {missing}")
+        check_state(donate, state)
         self._program = program
         self._state = self._copied(state)
 
@@ -115,13 +119,12 @@ class HostLoop:
 
     def load(self, state: Mapping[str, Array]) -> None:
         """See `EngineLoop.load`."""
-        unknown = sorted(state.keys() - self._state.keys())
-        if unknown:
+        if unknown := sorted(state.keys() - self._state.keys()):
             raise InvalidInput(f"state is {sorted(self._state)}; {unknown} is not")
         self._state.update(self._copied(state))
 
     def _copied(self, state: Mapping[str, Array]) -> dict[str, Array]:
-        """Copies of state tensors, all of them held to their parameters' types."""
+        """Return copies of state tensors; InvalidInput where one has not its parameter's type."""
         arrays = {name: np.asarray(x) for name, x in state.items()}
         for name, x in arrays.items():
             wanted = self._program.function.param(name).type

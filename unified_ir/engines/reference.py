@@ -1,4 +1,4 @@
-"""numpy, node by node: the obvious engine, for float64 gradient checks and as the other's judge."""
+"""The reference engine: numpy, node by node, for gradient checks in float64 and as an oracle."""
 
 from __future__ import annotations
 

@@ -1,56 +1,57 @@
-"""Which way of computing an operator is fastest here: measured once, remembered for this machine.
+"""Choose the fastest form of an operator on this machine, by measuring once and remembering.
 
-A row that can be computed in several ways names them (`ops.tunable`); a node's attribute `form`
-chooses one, and without it the row's rule of thumb does. What was measured lies in one small file
-of the user's cache, by processor, onnxruntime and number of threads. The choice changes rounding,
-so a training run that shall repeat to the bit on another machine leaves tuning off.
+A row that can be computed in several ways names them (`_TUNABLE`); a node's attribute `form`
+chooses one, and otherwise the row's rule of thumb does. Measurements are kept in one small file of
+the user's cache, by processor, onnxruntime and number of threads. The choice changes rounding, so
+do not tune a training run that has to repeat bit for bit on another machine.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
 import time
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 from triplane.proto.disk import write_atomic
-from triplane.unified_ir.ir.dims import evaluate
 from triplane.unified_ir.ir.graph import Array, Function, Node
 from triplane.unified_ir.ir.types import TensorType
 from triplane.unified_ir.onnx import emit, serialize
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.rows.windows.conv_gradients import conv_grad_weight, weight_forms
-from triplane.unified_ir.ops.table import TABLE
+from triplane.unified_ir.ops.table import TABLE, row_of
 from triplane.unified_ir.passes.clean import clean
+from triplane.unified_ir.passes.memory import type_bytes
 from triplane.unified_ir.runtime.session import Session, SessionOptions, version
 
 ROUNDS: Final = 7
-"""Turns of each form; the fastest of them counts."""
+"""Timed runs of each form; the fastest counts."""
 LEAST_GAIN: Final = 0.95
 """Another form than the rule of thumb's must take at most this share of its time."""
 MAX_FILE_BYTES: Final = 4 << 20
 MAX_MEASURED_BYTES: Final = 1 << 30
-"""A node with larger operands keeps the rule of thumb: trying would take their memory again."""
+"""A node with larger operands keeps the rule of thumb; measuring would double their memory."""
 
 _TUNABLE: Final = {(conv_grad_weight.domain, conv_grad_weight.name): weight_forms}
-"""Rows with several forms, and what lists those that serve some operands, the default first."""
+"""Rows with several forms; each function lists the forms for some operands, default first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """What a function's nodes were given."""
+    """The outcome of tuning a function."""
 
     measured: int
     remembered: int
     changed: Mapping[str, int]
-    """Form -> how many nodes take it that the rule of thumb had given another."""
+    """Form -> number of nodes that take it against the rule of thumb."""
 
     def __str__(self) -> str:
         changed = ", ".join(f"{n} to {form}" for form, n in sorted(self.changed.items()))
@@ -67,80 +68,62 @@ def tuned(
     options: SessionOptions | None = None,
     cache: Path | None = None,
 ) -> tuple[Function, Tuning]:
-    """The function with the fastest known form at each node that has a choice.
+    """Return the function with the fastest known form at each node that has a choice.
 
-    sizes: of each symbol, such as {"N": 32}; a node may be fastest otherwise at other sizes, and
-    stays right.  cache: the file of what is remembered, by default `cache_path()`.
+    sizes: of each symbol, such as {"N": 32}; at other sizes another form may be fastest, and
+    results stay right.  cache: the file of measurements, by default `cache_path()`.
     """
     options = options or SessionOptions()
-    memory = _Memory(cache or cache_path(), _machine(options))
+    path, machine = cache or cache_path(), _machine(options)
+    known, measured = _read(path).get(machine, {}), dict[str, str]()
     nodes: list[Node] = []
     asked: set[str] = set()
-    measured: set[str] = set()
-    changed: dict[str, int] = {}
+    changed: Counter[str] = Counter()
     function = clean(function)
     for node in function.nodes:
         forms = _forms(node, sizes)
-        if len(forms) < 2 or node.attrs.get("form"):
-            nodes.append(node)
-            continue
-        key = _key(node, sizes)
-        asked.add(key)
-        best = memory.get(key)
-        if best not in forms:
-            best = _fastest(node, forms, sizes, options)
-            memory.put(key, best)
-            measured.add(key)
-        if best != forms[0]:
-            changed[best] = changed.get(best, 0) + 1
-            node = Node(
-                node.op, node.inputs, node.outputs, {**node.attrs, "form": best},
-                node.regions, node.meta,
-            )  # fmt: skip
+        if len(forms) > 1 and not node.attrs.get("form"):
+            key = _key(node, sizes)
+            asked.add(key)
+            if known.get(key) not in forms:
+                known[key] = measured[key] = _fastest(node, forms, sizes, options)
+            if known[key] != forms[0]:
+                changed[known[key]] += 1
+                node = replace(node, attrs={**node.attrs, "form": known[key]})
         nodes.append(node)
-    memory.save()
-    function_tuned = function.with_(nodes=nodes)
-    return function_tuned, Tuning(len(measured), len(asked) - len(measured), changed)
+    _remember(path, machine, measured)
+    tuning = Tuning(len(measured), len(asked) - len(measured), changed)
+    return function.with_(nodes=nodes), tuning
 
 
 def cache_path() -> Path:
-    """`tuning.json` in the user's cache: XDG_CACHE_HOME, else ~/.cache."""
+    """Return the path of `tuning.json` in the user's cache: XDG_CACHE_HOME, else ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "triplane" / "tuning.json"
 
 
 def _forms(node: Node, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The forms that serve a node, the rule of thumb's first; none where it has no choice."""
-    lists = _TUNABLE.get((node.op.domain, node.op.name))
-    if lists is None:
-        return ()
+    """Return the forms of a node, the rule of thumb's first; none if it has no choice."""
+    forms_of = _TUNABLE.get((node.op.domain, node.op.name))
     types = [v.type for v in node.inputs if v is not None]
-    if sum(_bytes(_sized(t, sizes)) for t in types) > MAX_MEASURED_BYTES:
+    if forms_of is None or sum(type_bytes(t, sizes) for t in types) > MAX_MEASURED_BYTES:
         return ()
-    return lists(types[0], types[1], TABLE[node.op.domain, node.op.name].full_attrs(node.attrs))
+    return forms_of(types[0], types[1], row_of(node).full_attrs(node.attrs))
 
 
 def _sized(t: TensorType, sizes: Mapping[str, int]) -> TensorType:
-    return t.with_shape(tuple(evaluate(d, sizes) for d in t.shape))
-
-
-def _ints(t: TensorType) -> list[int]:
-    return [evaluate(d, {}) for d in t.shape]
-
-
-def _bytes(t: TensorType) -> int:
-    return math.prod(_ints(t)) * t.dtype.bits // 8
+    return t.with_shape(t.concrete(sizes))
 
 
 def _key(node: Node, sizes: Mapping[str, int]) -> str:
-    """The operator, its attributes and the sizes of its operands."""
+    """Return the key of a measurement: the operator, its attributes and sizes of operands."""
     types = [str(_sized(v.type, sizes)) for v in node.inputs if v is not None]
     attrs = [f"{name}={node.attrs[name]}" for name in sorted(node.attrs)]
     return f"{node.op}({', '.join(types)}) {' '.join(attrs)}"
 
 
 def _machine(options: SessionOptions) -> str:
-    """What a measurement holds for."""
+    """Return the machine that a measurement is valid for."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if os.name == "posix" else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     processor = names[0] if names else platform.processor() or platform.machine()
@@ -150,11 +133,11 @@ def _machine(options: SessionOptions) -> str:
 def _fastest(
     node: Node, forms: tuple[str, ...], sizes: Mapping[str, int], options: SessionOptions
 ) -> str:
-    """By processor time, the forms in turn."""
+    """Return the fastest form by processor time, measured in turn."""
     rng = np.random.default_rng(0)
     types = [_sized(v.type, sizes) for v in node.inputs if v is not None]
     arrays: dict[str, Array] = {
-        f"x{i}": rng.normal(size=_ints(t)).astype(t.dtype.numpy) for i, t in enumerate(types)
+        f"x{i}": rng.normal(size=t.concrete({})).astype(t.dtype.numpy) for i, t in enumerate(types)
     }
     sessions = {form: _session(node, form, types, options) for form in forms}
     best = dict.fromkeys(forms, float("inf"))
@@ -168,43 +151,21 @@ def _fastest(
 
 
 def _session(node: Node, form: str, types: list[TensorType], options: SessionOptions) -> Session:
-    build = Build(TABLE, "tried")
-    with build:
+    with Build(TABLE, "tried") as build:
         params = [build.param(f"x{i}", t) for i, t in enumerate(types)]
-        row = TABLE[node.op.domain, node.op.name]
-        outputs = build.apply(row, params, {**node.attrs, "form": form})
+        outputs = build.apply(row_of(node), params, {**node.attrs, "form": form})
     return Session(serialize(emit(build.finish({"y": outputs[0]}))), options=options)
 
 
-class _Memory:
-    """What is remembered for one machine; a file that cannot be read is begun anew."""
-
-    def __init__(self, path: Path, machine: str) -> None:
-        self._path, self._machine = path, machine
-        self._known = _read(path)
-        self._own = dict(self._known.get(machine, {}))
-        self._new = False
-
-    def get(self, key: str) -> str | None:
-        """The form that was fastest."""
-        return self._own.get(key)
-
-    def put(self, key: str, form: str) -> None:
-        """Remember a form."""
-        self._own[key] = form
-        self._new = True
-
-    def save(self) -> None:
-        """Write what is new; others' measurements since then are kept."""
-        if not self._new:
-            return
-        known = _read(self._path)
-        known[self._machine] = {**known.get(self._machine, {}), **self._own}
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(self._path, json.dumps(known, indent=1, sort_keys=True).encode())
-        except OSError:
-            return  # a cache that cannot be written is measured again next time
+def _remember(path: Path, machine: str, measured: Mapping[str, str]) -> None:
+    """Add measurements to the file, whose present contents other processes may have written."""
+    if not measured:
+        return
+    known = _read(path)
+    known[machine] = {**known.get(machine, {}), **measured}
+    with suppress(OSError):  # without a cache, the next run measures again
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, json.dumps(known, indent=1, sort_keys=True).encode())
 
 
 def _read(path: Path) -> dict[str, dict[str, str]]:

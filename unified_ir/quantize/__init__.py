@@ -4,7 +4,7 @@ The steps, in order: `freeze`, `find_sites`, `observe`, `insert`, `noise`. Nothi
 or judges the result; `convert` does.
 """
 
-from triplane.proto.lazy import lazy_names
+from triplane.proto.lazy import public_names as _public_names
 from triplane.unified_ir.passes.frozen import Frozen as Frozen
 from triplane.unified_ir.passes.frozen import expanded as expanded
 from triplane.unified_ir.passes.frozen import freeze as freeze
@@ -24,5 +24,4 @@ from triplane.unified_ir.quantize.sites import IN_PARTS as IN_PARTS
 from triplane.unified_ir.quantize.sites import Sites as Sites
 from triplane.unified_ir.quantize.sites import find_sites as find_sites
 
-# Not lazy: `insert`, `noise` and others are names of modules too, which would hide the functions.
-__all__ = list(lazy_names(__name__)[2])
+__all__ = list(_public_names(globals()))

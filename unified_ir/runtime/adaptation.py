@@ -1,7 +1,7 @@
-"""Adapt a bundle that is a start point to a node's own samples, to be served like any other.
+"""Adapt a bundle to a node's own samples; the result is served like any other bundle.
 
 The steps run on onnxruntime alone. The result is a bundle of the same model and version with other
-weights and golden samples of its own, so that its readers can check it as any bundle.
+weights and golden outputs of its own, so that its readers can check it like any bundle.
 """
 
 from collections.abc import Mapping
@@ -21,23 +21,23 @@ def adapted_weights(
     """Return the weights after the bundle's own number of steps on `batch`.
 
     batch: the inputs of `adapt.onnx` beside the weights, such as x (N, ...) and y (N,).
-    InvalidInput: the bundle is no start point, or the batch does not fit. Corrupt: the steps give
-    numbers that are not finite.
+    InvalidInput: the bundle has no graph of adaptation, or the batch does not fit. Corrupt: the
+    steps change no weight, or give numbers that are not finite.
     """
     graph = bundle.adapt
     if graph is None:
         raise InvalidInput(f"bundle {bundle.name} {bundle.version} has no graph of adaptation")
     weights = {name: np.asarray(tensor.data) for name, tensor in bundle.weights.items()}
     session = Session(graph, options=options)
-    wanted = {tensor.name for tensor in session.inputs}
-    moved = {name for name in weights if next_name(name) in {y.name for y in session.outputs}}
-    if not moved:
+    inputs, outputs = ({t.name for t in side} for side in (session.inputs, session.outputs))
+    changed = {name for name in weights if next_name(name) in outputs}
+    if not changed:
         raise Corrupt(f"bundle {bundle.name} {bundle.version}: its adaptation changes no weight")
-    loop = session.loop({name: weights[name] for name in weights.keys() & wanted})
+    loop = session.loop({name: weights[name] for name in weights.keys() & inputs})
     for _ in range(bundle.description.adapt_steps):
         loop.step(**batch)
     adapted = {**weights, **{name: array.copy() for name, array in loop.state().items()}}
-    bad = sorted(name for name in moved if not np.isfinite(adapted[name]).all())
+    bad = sorted(name for name in changed if not np.isfinite(adapted[name]).all())
     if bad:
         raise Corrupt(
             f"adaptation made {bad[0]!r} infinite or not a number; the samples may be of another "
@@ -59,14 +59,12 @@ def write_adapted(bundle: Bundle, weights: Mapping[str, Array], path: Path) -> s
 
     Golden outputs are computed here with the new weights, to check what is loaded later.
     """
-    session = Session(bundle.model, weights=weights)
-    shown = bundle.golden_inputs
     spec = BundleSpec(
         description=bundle.description,
         model=bundle.model,
         weights=weights,
-        golden_inputs=shown,
-        golden_outputs=session.run(shown),
+        golden_inputs=bundle.golden_inputs,
+        golden_outputs=Session(bundle.model, weights=weights).run(bundle.golden_inputs),
         report={"adapted_from": bundle.digest},
         adapt=bundle.adapt,
     )

@@ -55,9 +55,8 @@ class BundleSpec:
     adapt: bytes | None = None
 
 
-def weight_offsets(weights: Mapping[str, Array | StoredTensor]) -> dict[str, tuple[int, int]]:
-    """Return (offset, length) by name for ONNX external data with location `WEIGHTS`."""
-    return tensors.offsets(weights)
+weight_offsets: Final = tensors.offsets
+"""(offset, length) by name for ONNX external data with location `WEIGHTS`."""
 
 
 def write_bundle(
@@ -72,22 +71,21 @@ def write_bundle(
         raise InvalidInput(f"golden inputs {sorted(spec.golden_inputs)} are not all inputs")
     goldens = {f"input.{name}": x for name, x in spec.golden_inputs.items()}
     goldens |= {f"output.{name}": y for name, y in spec.golden_outputs.items()}
-    report = encoded_report(spec.report)
     parts = [
         container.part(DESCRIPTION, description.encode(spec.description)),
         container.part(MODEL, spec.model),
         container.tensor_part(WEIGHTS, spec.weights),
         container.tensor_part(GOLDENS, goldens),
-        container.part(REPORT, report),
+        container.part(REPORT, encoded_report(spec.report)),
     ]
     if spec.adapt is not None:
         parts.append(container.part(ADAPT, spec.adapt))
-    digest = spec.description.model_digest
-    return container.write(path, "bundle", parts, parent=digest, check=check)
+    parent = spec.description.model_digest
+    return container.write(path, "bundle", parts, parent=parent, check=check)
 
 
 def encoded_report(report: Mapping[str, Any]) -> bytes:
-    """Return the bytes of the part `report.json`; the report that they decode to gives the same."""
+    """Return the bytes of the part `report.json`; encoding a decoded report gives them again."""
     return json.dumps(report, sort_keys=True, indent=1, allow_nan=False).encode()
 
 
@@ -95,7 +93,7 @@ def write_with_report(source: Path, out: Path, report: bytes) -> None:
     """Write a copy of a bundle whose part `report.json` is `report`.
 
     The report has measured times, so two conversions of one model differ there and only there. With
-    the first one's report, the second one's bundle is the first one's, byte for byte.
+    the report of the first conversion, the bundle of the second equals the first, byte for byte.
     """
     file = Container(source, kind="bundle")
     parts = []
@@ -115,11 +113,8 @@ def content_digest(manifest: Manifest) -> str:
     each other part in order. Two conversions of one model agree here though their timings differ.
     """
     lines = ["triplane content 1", f"{manifest.kind} {manifest.parent}"]
-    lines += [
-        f"{part.name} {part.size} {part.sha256.hex()}"
-        for part in manifest.parts
-        if part.name != REPORT
-    ]
+    parts = (part for part in manifest.parts if part.name != REPORT)
+    lines += [f"{part.name} {part.size} {part.sha256.hex()}" for part in parts]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
@@ -183,7 +178,7 @@ class Bundle:
     def session(self, options: SessionOptions = DEFAULT_OPTIONS) -> Session:
         """Load the graph.
 
-        InvalidInput: it needs another runtime. Corrupt: it is not as described.
+        InvalidInput: it needs another runtime. Corrupt: it does not match its description.
         """
         needs = self.description.constraints
         if needs.runtime != "onnxruntime" or _numbers(needs.min_version) > _numbers(version()):
@@ -192,10 +187,10 @@ class Bundle:
                 f"here is onnxruntime {version()}"
             )
         session = Session(self.model, weights=self.weights, options=options)
-        described = [(info.name, info.dtype) for info in self.outputs]
-        if session.inputs != self.inputs or described != [
-            (y.name, y.dtype) for y in session.outputs
-        ]:
+        described, actual = (
+            [(y.name, y.dtype) for y in outputs] for outputs in (self.outputs, session.outputs)
+        )
+        if session.inputs != self.inputs or described != actual:
             raise Corrupt(f"{self._what(MODEL)}: its inputs or outputs are not as described")
         return session
 
@@ -208,13 +203,12 @@ class Bundle:
 
     def check_goldens(self, session: Session | None = None) -> float:
         """Run the golden inputs and return the largest |y - g|; Corrupt when out of tolerance."""
-        inputs = _prefixed(self._goldens, "input.")
         outputs = _prefixed(self._goldens, "output.")
         if not outputs:
             raise Corrupt(f"{self._what(GOLDENS)}: there are no golden outputs")
         session = session or self._session
         try:
-            computed = session.run(inputs, tuple(outputs))
+            computed = session.run(self.golden_inputs, tuple(outputs))
         except InvalidInput as error:
             raise Corrupt(f"{self._what(GOLDENS)}: {error}") from error
         return max(self._error(name, computed[name], golden) for name, golden in outputs.items())
@@ -235,9 +229,8 @@ class Bundle:
             errors = np.where(y == golden, 0.0, np.abs(y.astype(np.float64) - wide))
         allowed = t.absolute + t.relative * np.abs(wide)
         if not ((errors <= allowed) & np.isfinite(errors)).all():
-            raise Corrupt(
-                f"{where} is off by {errors.max()}, allowed {t.absolute} + {t.relative}|g|"
-            )
+            error = errors.max()
+            raise Corrupt(f"{where} is off by {error}, allowed {t.absolute} + {t.relative}|g|")
         return float(errors.max())
 
     def _what(self, part: str) -> str:

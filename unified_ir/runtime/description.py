@@ -1,6 +1,6 @@
 """The description of a bundle's graph, as values; `files.proto` defines its form in `bundle.pb`.
 
-Decoding refuses more than `MAX_DESCRIPTION_BYTES`, unknown fields, and numbers that mean nothing.
+Decoding refuses more than `MAX_DESCRIPTION_BYTES`, unknown fields, and numbers out of range.
 """
 
 import math
@@ -10,13 +10,14 @@ from typing import Final
 
 from triplane.proto import files_pb2 as pb
 from triplane.proto.errors import Corrupt
+from triplane.proto.messages import message_from, value_from
 from triplane.unified_ir.files.digests import Buffer
 from triplane.unified_ir.files.manifest import parse
 from triplane.unified_ir.runtime.signature import TensorInfo
 
 MAX_DESCRIPTION_BYTES: Final = 1 << 20
 MAX_ADAPT_STEPS: Final = 100
-"""Limit for a bundle: a node adapts before it serves, while somebody waits."""
+"""Limit for a bundle: a node adapts before it serves, and callers wait meanwhile."""
 
 Labels = Mapping[str, tuple[str, ...]]
 
@@ -52,9 +53,10 @@ class Tolerance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """A bundle's own words: identity, signature, labels by output name, demands.
+    """The description of a bundle: identity, signature, labels by output name, requirements.
 
-    adapt_steps: how often `adapt.onnx` runs on a node's own samples first; 0 without that graph.
+    adapt_steps: runs of `adapt.onnx` on a node's own samples before it serves; 0 without that
+    graph.
     """
 
     name: str
@@ -72,25 +74,15 @@ class Description:
 
 def encode(d: Description) -> bytes:
     """Return the bytes of `bundle.pb`."""
-    c, t = d.constraints, d.tolerance
-    message = pb.Bundle(
-        name=d.name,
-        version=d.version,
-        target=d.target,
+    message = message_from(
+        pb.Bundle,
+        d,
         inputs=[_info_message(info, ()) for info in d.inputs],
         outputs=[_info_message(info, d.labels.get(info.name, ())) for info in d.outputs],
         preprocessing=[_step_message(step) for step in d.preprocessing],
-        constraints=pb.Constraints(
-            runtime=c.runtime,
-            min_version=c.min_version,
-            opset=c.opset,
-            instructions=c.instructions,
-            memory_bytes=c.memory_bytes,
-            latency_s=c.latency_s,
-        ),
-        tolerance=pb.Tolerance(absolute=t.absolute, relative=t.relative),
+        constraints=message_from(pb.Constraints, d.constraints),
+        tolerance=message_from(pb.Tolerance, d.tolerance),
         model_digest=bytes.fromhex(d.model_digest),
-        adapt_steps=d.adapt_steps,
     )
     return message.SerializeToString(deterministic=True)
 
@@ -102,25 +94,16 @@ def decode(data: Buffer, what: str) -> Description:
     check_amounts([m.tolerance.absolute, m.tolerance.relative, c.latency_s], what)
     if m.adapt_steps > MAX_ADAPT_STEPS:
         raise Corrupt(f"{what}: {m.adapt_steps} steps of adaptation, at most {MAX_ADAPT_STEPS}")
-    return Description(
-        name=m.name,
-        version=m.version,
-        target=m.target,
-        inputs=tuple(_info(info) for info in m.inputs),
-        outputs=tuple(_info(info) for info in m.outputs),
+    return value_from(
+        Description,
+        m,
+        inputs=tuple(map(_info, m.inputs)),
+        outputs=tuple(map(_info, m.outputs)),
         labels={info.name: tuple(info.labels) for info in m.outputs if info.labels},
-        preprocessing=tuple(_step(step) for step in m.preprocessing),
-        constraints=Constraints(
-            runtime=c.runtime,
-            min_version=c.min_version,
-            opset=c.opset,
-            instructions=tuple(c.instructions),
-            memory_bytes=c.memory_bytes,
-            latency_s=c.latency_s,
-        ),
-        tolerance=Tolerance(absolute=m.tolerance.absolute, relative=m.tolerance.relative),
+        preprocessing=tuple(map(_step, m.preprocessing)),
+        constraints=value_from(Constraints, c, instructions=tuple(c.instructions)),
+        tolerance=value_from(Tolerance, m.tolerance),
         model_digest=m.model_digest.hex(),
-        adapt_steps=m.adapt_steps,
     )
 
 

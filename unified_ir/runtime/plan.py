@@ -3,8 +3,8 @@
 Parts: `plan.pb`, `ENTRY.onnx` for each entry, `state.safetensors` with a role for every tensor.
 One rule binds graphs to state: a graph input named like a state tensor is that tensor, and the
 output `next_name(tensor)` is its new value; every other input is batch, every other output result.
-Whatever a plan demands that this version does not offer is refused by name when it is loaded:
-every demand for privacy, and compressions outside `COMPRESSIONS`.
+Loading refuses, by name, what a plan demands and this version does not offer: every demand for
+privacy, and compressions outside `COMPRESSIONS`.
 """
 
 import time
@@ -18,6 +18,7 @@ import numpy as np
 
 from triplane.proto import files_pb2 as pb
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
+from triplane.proto.messages import message_from, value_from
 from triplane.unified_ir.files import container
 from triplane.unified_ir.files.container import Container
 from triplane.unified_ir.files.digests import Buffer
@@ -36,7 +37,7 @@ from triplane.unified_ir.runtime.signature import INSIDE_ONLY, Array, TensorInfo
 DESCRIPTION: Final = "plan.pb"
 STATE: Final = "state.safetensors"
 MAX_STEPS: Final = 2**31
-"""Limit for the steps of one call of `adapt`: years of work, far below what a counter holds."""
+"""Limit for the steps of one call of `adapt`: years of work, far below the limit of a counter."""
 
 LOSS: Final = "loss"
 """The result that `adapt` collects."""
@@ -50,7 +51,7 @@ class Limits:
     """Limits for a device's work on a plan, 0 for no limit.
 
     max_steps: steps that change state, over the plan's life, saved with its state. time_s: seconds
-    inside steps, likewise. memory_bytes: refused at load when two copies of the state exceed it.
+    inside steps, likewise. memory_bytes: limit for two copies of the state, checked on loading.
     """
 
     max_steps: int = 0
@@ -89,11 +90,7 @@ def write_plan(path: Path, spec: PlanSpec, *, check: Callable[[Path], object] | 
             pb.Entry(name=name, part=f"{name}.onnx", steps=spec.steps.get(name, 0))
             for name in sorted(spec.entries)
         ],
-        limits=pb.Limits(
-            max_steps=spec.limits.max_steps,
-            memory_bytes=spec.limits.memory_bytes,
-            time_s=spec.limits.time_s,
-        ),
+        limits=message_from(pb.Limits, spec.limits),
         compression=spec.compression,
         privacy=spec.privacy,
         labels=spec.labels,
@@ -108,8 +105,8 @@ class Plan:
     """A verified plan with its current state. Not for several threads.
 
     digest: the root digest. roles: by state tensor. entries: names. limits, labels: as written.
-    compression: one of which an update must have, any where it is empty. steps, spent_s: taken so
-    far. Sessions are made when an entry is first run.
+    compression: the accepted compressions of an update, empty for any. steps, spent_s: used so far.
+    A session is opened when its entry is first run.
     """
 
     def __init__(
@@ -125,20 +122,15 @@ class Plan:
         self.digest = file.digest
         what = f"{file.path.name}: part {DESCRIPTION!r}"
         message = _decode(file.part(DESCRIPTION), what)
-        _refuse_demands(message)
         self._default_steps = {entry.name: entry.steps for entry in message.entries}
         self.entries = tuple(self._default_steps)
         _check_parts(file, message, what)
         self.labels = tuple(message.labels)
         self.compression = tuple(message.compression)
-        limits = message.limits
-        self.limits = Limits(
-            max_steps=limits.max_steps, memory_bytes=limits.memory_bytes, time_s=limits.time_s
-        )
+        self.limits = value_from(Limits, message.limits)
         self.roles = {t.name: t.role for t in file.manifest.tensors_of(STATE)}
         self._state = {name: tensor.data for name, tensor in file.tensors(STATE).items()}
-        _check_dtypes(file)
-        _check_memory(self.limits, self._state)
+        _check_state(file, self.limits, self._state)
         file.release()
         self.steps, self.spent_s = 0, 0.0
         self._sessions: dict[str, Session] = {}
@@ -161,14 +153,13 @@ class Plan:
         return cls(file, options=options, clock=clock)
 
     def inputs(self, entry: str) -> tuple[TensorInfo, ...]:
-        """Return what a batch for `entry` consists of."""
+        """Return the inputs of a batch for `entry`."""
         return tuple(t for t in self._session(entry).inputs if t.name not in self.roles)
 
     def signature(self, entry: str) -> tuple[tuple[TensorInfo, ...], tuple[TensorInfo, ...]]:
         """Return the inputs of a batch for `entry` and its results; keeps no session open."""
         is_open = entry in self._sessions
-        session = self._session(entry)
-        batch, results = self.inputs(entry), tuple(session.outputs)
+        batch, results = self.inputs(entry), self._session(entry).outputs
         if not is_open:
             del self._sessions[entry]
         return batch, results
@@ -183,8 +174,8 @@ class Plan:
         """
         session = self._session(entry)
         fed = {**(batch or {}), **more}
-        if theirs := sorted(fed.keys() & self.roles.keys()):
-            raise InvalidInput(f"{theirs} is state, not batch; assign() replaces state")
+        if state := sorted(fed.keys() & self.roles.keys()):
+            raise InvalidInput(f"{state} is state, not batch; assign() replaces state")
         if fed.keys() != (batch_names := {t.name for t in session.inputs} - self.roles.keys()):
             raise InvalidInput(f"{entry} takes exactly {sorted(batch_names)}, got {sorted(fed)}")
         if entry not in self._looping:
@@ -201,7 +192,7 @@ class Plan:
         return results
 
     def stop_with(self, stop: CancellationToken | None) -> None:
-        """Let runs from now on end between two nodes once `stop` is set; None removes it."""
+        """End later runs between two nodes once `stop` is set; None removes it."""
         self._stop = stop
 
     def predict(self, *x: Array, **inputs: Array) -> dict[str, Array]:
@@ -237,12 +228,8 @@ class Plan:
         """Return the state itself: read it before the next step and never write to it."""
         if unknown := sorted(set(roles) - set(ROLES)):
             raise InvalidInput(f"roles are {ROLES[1:]}, not {unknown}")
-        newest = self._newest.view() if self._newest else {}
-        return {
-            name: newest.get(name, value)
-            for name, value in self._state.items()
-            if not roles or self.roles[name] in roles
-        }
+        values = self._values()
+        return {n: x for n, x in values.items() if not roles or self.roles[n] in roles}
 
     def assign(self, values: Mapping[str, Array]) -> None:
         """Replace the named state tensors, all or (InvalidInput) none; the others stay."""
@@ -274,9 +261,9 @@ class Plan:
         values = {name: tensor.data for name, tensor in file.tensors(STATE).items()}
         if values.keys() != self.roles.keys():
             raise Corrupt(f"{file.path.name}: holds {sorted(values)}, not {sorted(self.roles)}")
-        steps, spent_s = _counters(dict(file.manifest.properties), file.path.name)
+        counters = _counters(dict(file.manifest.properties), file.path.name)
         self.assign(values)
-        self.steps, self.spent_s = steps, spent_s
+        self.steps, self.spent_s = counters
 
     def _session(self, entry: str) -> Session:
         if entry not in self.entries:
@@ -285,35 +272,27 @@ class Plan:
             model = bytes(self._file.part(f"{entry}.onnx"))
             options = replace(self._options, one_block=False)
             session = self._sessions[entry] = Session(model, options=options)
-            if self._changes_state(session):
+            results = {tensor.name for tensor in session.outputs}
+            if any(next_name(name) in results for name in self._state):
                 self._looping.add(entry)
         return self._sessions[entry]
-
-    def _changes_state(self, session: Session) -> bool:
-        results = {tensor.name for tensor in session.outputs}
-        return any(next_name(name) in results for name in self._state)
 
     def _loop(self, entry: str, session: Session) -> Loop:
         """Return the loop of `entry`. There is one at a time: its buffers are twice the state."""
         if self._newest is None or self._newest_entry != entry:
-            self._settle()
+            self._state = self._values()
+            self._newest = None  # frees its buffers before the next ones are allocated
             self._newest, self._newest_entry = session.loop(self._feeds(session)), entry
             self._state |= self._newest.view()
         return self._newest
 
     def _feeds(self, session: Session) -> dict[str, Array]:
-        newest = self._newest.view() if self._newest else {}
-        return {
-            tensor.name: newest.get(tensor.name, self._state[tensor.name])
-            for tensor in session.inputs
-            if tensor.name in self._state
-        }
+        values = self._values()
+        return {t.name: values[t.name] for t in session.inputs if t.name in values}
 
-    def _settle(self) -> None:
-        """Take the newest values out of the current loop, and drop the loop."""
-        if self._newest is not None:
-            self._state |= self._newest.view()
-            self._newest = None
+    def _values(self) -> dict[str, Array]:
+        """Return the state with the newest values of the current loop."""
+        return {**self._state, **(self._newest.view() if self._newest else {})}
 
     def _check_limits(self) -> None:
         if 0 < self.limits.max_steps <= self.steps:
@@ -341,33 +320,27 @@ def _decode(data: Buffer, what: str) -> pb.Plan:
     check_amounts([message.limits.time_s], what)
     if any(entry.steps > MAX_STEPS for entry in message.entries):
         raise Corrupt(f"{what}: an entry takes more than {MAX_STEPS} steps by default")
-    return message
-
-
-def _refuse_demands(message: pb.Plan) -> None:
     unknown = [name for name in message.compression if name not in COMPRESSIONS]
     for demand in (*unknown, *message.privacy):
         raise InvalidInput(f"this plan demands {demand[:80]}, which this version does not offer")
+    return message
 
 
 def _check_parts(file: Container, message: pb.Plan, what: str) -> None:
-    named = [entry.part for entry in message.entries]
-    if named != [f"{entry.name}.onnx" for entry in message.entries]:
-        raise Corrupt(f"{what}: an entry NAME is the part NAME.onnx, got {named}")
-    names = [part.name for part in file.manifest.parts]
-    if names != [DESCRIPTION, *named, STATE]:
-        raise Corrupt(f"{what}: implies parts {[DESCRIPTION, *named, STATE]}, there are {names}")
+    entries = [entry.part for entry in message.entries]
+    if entries != [f"{entry.name}.onnx" for entry in message.entries]:
+        raise Corrupt(f"{what}: an entry NAME is the part NAME.onnx, got {entries}")
+    names, expected = [part.name for part in file.manifest.parts], [DESCRIPTION, *entries, STATE]
+    if names != expected:
+        raise Corrupt(f"{what}: implies parts {expected}, there are {names}")
     if not all(tensor.role for tensor in file.manifest.tensors_of(STATE)):
         raise Corrupt(f"{what}: a state tensor has no role")
 
 
-def _check_dtypes(file: Container) -> None:
+def _check_state(file: Container, limits: Limits, state: Mapping[str, Array]) -> None:
     for tensor in file.manifest.tensors_of(STATE):
         if tensor.dtype in INSIDE_ONLY:
             raise InvalidInput(f"state {tensor.name!r} is {tensor.dtype}, which numpy cannot hold")
-
-
-def _check_memory(limits: Limits, state: Mapping[str, Array]) -> None:
     need = 2 * sum(value.nbytes for value in state.values())
     if 0 < limits.memory_bytes < need:
         raise InvalidInput(

@@ -27,7 +27,7 @@ from triplane.proto.errors import Corrupt, InvalidInput, NotFound, TriplaneError
 from triplane.unified_ir.files.tensors import StoredTensor, as_tensor
 from triplane.unified_ir.runtime.signature import (
     DTYPES,
-    HELD,
+    FORMS,
     INSIDE_ONLY,
     NEXT,
     UNNAMED,
@@ -76,7 +76,7 @@ def available_providers() -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionOptions:
-    """How onnxruntime prepares and runs a graph; the defaults suit many processes on few cores.
+    """Settings of onnxruntime for a graph; the defaults suit many processes on few cores.
 
     arena: keep freed memory for the next run, which is faster and takes up to several times more.
     threads: for one operator, >= 1. spin: threads wait by spinning, faster only on idle cores.
@@ -146,9 +146,8 @@ class Session:
         copied once into onnxruntime's memory and may be released by the caller afterwards.
         InvalidInput: the graph does not run here. Corrupt: it is not a graph.
         """
-        weights = weights or {}
-        held = {name: _ortvalue(name, value) for name, value in weights.items()}
-        self._ort = _load(model, _ort_options(model, held, options), options)
+        initializers = {name: _ortvalue(name, value) for name, value in (weights or {}).items()}
+        self._ort = _load(model, _ort_options(model, initializers, options), options)
         self._c = self._ort._sess  # noqa: SLF001 - see the module's docstring
         self.inputs = tuple(_info(arg, options) for arg in self._ort.get_inputs())
         self.outputs = tuple(_info(arg, options) for arg in self._ort.get_outputs())
@@ -171,9 +170,7 @@ class Session:
         try:
             values = self._c.run(names, feeds, stop._options if stop else None)  # noqa: SLF001
         except _FAILURES as error:
-            if stop is not None and stop.is_set:
-                raise Unavailable("the run was stopped before it ended") from error
-            raise _run_failure(error) from error
+            raise _run_failure(error, stop) from error
         return dict(zip(names, values, strict=True))
 
     def loop(self, state: Mapping[str, Array]) -> "Loop":
@@ -213,20 +210,22 @@ class Loop:
     other: one buffer bound as both input and output is silently wrong, because kernels overwrite
     it while later nodes still read it. A step that raises leaves the state as it was.
     State shapes are static; batch shapes may change from step to step. Not for several threads.
-    stop: ends the steps it is there for; see `Session.run`.
+    stop: ends the steps while it is assigned; see `Session.run`.
     """
 
     def __init__(self, session: Session, state: Mapping[str, Array]) -> None:
         self._session = session
         self.stop: CancellationToken | None = None
         by_name = {tensor.name: tensor for tensor in session.inputs}
-        _check_state_names(session, by_name, state.keys())
+        _check_state(session, by_name, state.keys())
         self._state = {name: Signature([by_name[name]]) for name in state}
         self._batch = Signature(t for t in session.inputs if t.name not in state)
         results = {tensor.name: tensor for tensor in session.outputs}
         self._updated = tuple(name for name in state if next_name(name) in results)
         for name in self._updated:
-            _check_update(by_name[name], results[next_name(name)])
+            old, new = by_name[name], results[next_name(name)]
+            if (old.dtype, old.shape) != (new.dtype, new.shape):
+                raise InvalidInput(f"a state tensor keeps its type: {old} becomes {new}")
         self._results = tuple(name for name in results if not name.endswith(NEXT))
         self._front = {name: np.empty(x.shape, x.dtype) for name, x in self._checked(state).items()}
         self.load(state)
@@ -239,10 +238,11 @@ class Loop:
         checked = self._batch.check(batch)
         if self._updated:
             check_rows(checked)
-        held = {name: np.asarray(x, order="C") for name, x in checked.items()}
+        # The list keeps converted copies alive until the run has read them.
+        arrays = [(name, np.asarray(x, order="C")) for name, x in checked.items()]
         binding = self._read_front
         try:
-            for name, x in held.items():
+            for name, x in arrays:
                 binding.bind_input(name, x)
             for name in self._results:
                 binding.bind_output(name, _CPU)
@@ -252,9 +252,7 @@ class Loop:
             first = len(self._updated)
             results = {name: values[first + i].numpy() for i, name in enumerate(self._results)}
         except _FAILURES as error:
-            if self.stop is not None and self.stop.is_set:
-                raise Unavailable("the step was stopped before it ended") from error
-            raise _run_failure(error) from error
+            raise _run_failure(error, self.stop) from error
         self._front, self._back = self._back, self._front
         self._read_front, self._read_back = self._read_back, binding
         return results
@@ -289,7 +287,7 @@ class Loop:
         return binding
 
 
-def _check_state_names(session: Session, inputs: Mapping[str, TensorInfo], names: Any) -> None:
+def _check_state(session: Session, inputs: Mapping[str, TensorInfo], names: Any) -> None:
     if unknown := sorted(names - inputs.keys()):
         raise InvalidInput(f"state tensors must be inputs {sorted(inputs)}; {unknown} are not")
     for output in session.outputs:
@@ -299,11 +297,6 @@ def _check_state_names(session: Session, inputs: Mapping[str, TensorInfo], names
     for name in names:
         if not inputs[name].is_static or inputs[name].dtype in INSIDE_ONLY:
             raise InvalidInput(f"state must have a static shape and a numpy dtype: {inputs[name]}")
-
-
-def _check_update(state: TensorInfo, result: TensorInfo) -> None:
-    if (state.dtype, state.shape) != (result.dtype, result.shape):
-        raise InvalidInput(f"a state tensor keeps its type: {state} becomes {result}")
 
 
 def _ort_options(
@@ -348,7 +341,8 @@ def _load(
             enable_fallback=0,  # it prints to standard output and tries the same provider again
         )
     except _FAILURES as error:
-        raise _load_failure(error) from error
+        family = Corrupt if isinstance(error, _C.InvalidProtobuf) else InvalidInput
+        raise family(f"onnxruntime {version()} refused the model: {error}") from error
 
 
 _ONNX_TYPES: Final = {"bfloat16": 16, "float8_e4m3fn": 17, "float8_e5m2": 19}
@@ -368,9 +362,9 @@ def _ortvalue(name: str, value: Array | StoredTensor) -> ort.OrtValue:
 
 def _info(arg: Any, options: SessionOptions) -> TensorInfo:
     form, inner = "tensor", arg.type
-    for prefix, name in HELD.items():
+    for prefix, name in FORMS.items():
         if inner.startswith(prefix):
-            form, inner = name, inner[len(prefix) :].rstrip(")") + ")"
+            form, inner = name, inner.removeprefix(prefix).rstrip(")") + ")"
     other = form != "tensor" or inner == "tensor(string)"
     if inner not in DTYPES or (other and options.values == "numbers"):
         raise InvalidInput(f"{arg.name} must be a tensor of numbers, got {arg.type}")
@@ -378,15 +372,12 @@ def _info(arg: Any, options: SessionOptions) -> TensorInfo:
     return TensorInfo(arg.name, DTYPES[inner], shape, form)
 
 
-def _load_failure(error: Exception) -> TriplaneError:
-    family = Corrupt if isinstance(error, _C.InvalidProtobuf) else InvalidInput
-    return family(f"onnxruntime {version()} refused the model: {error}")
-
-
 ALLOCATION: Final = ("bad_alloc", "Failed to allocate memory")
-"""How onnxruntime says that an allocation was refused."""
+"""Words of onnxruntime's messages for a refused allocation."""
 
 
-def _run_failure(error: Exception) -> InvalidInput:
+def _run_failure(error: Exception, stop: CancellationToken | None) -> TriplaneError:
+    if stop is not None and stop.is_set:
+        return Unavailable("the run was stopped before it ended")
     kind = OutOfMemory if any(words in str(error) for words in ALLOCATION) else RunFailed
     return kind(f"the graph failed on these values: {error}")

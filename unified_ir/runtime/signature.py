@@ -23,9 +23,9 @@ name"), so the new value carries this suffix; no parameter path contains a colon
 """
 
 LISTED: Final = 12
-"""Names that a message lists before it only counts."""
+"""Names that a message lists; further ones are only counted."""
 UNNAMED: Final = "?"
-"""The dimension of a shape whose size the graph does not say; two of them may differ."""
+"""A dimension whose size the graph does not state; two of them may differ."""
 
 # fmt: off
 DTYPES: Final[Mapping[str, str]] = {
@@ -64,10 +64,10 @@ INSIDE_ONLY: Final = frozenset({
 """Dtypes that numpy lacks: they live inside a graph and do not enter or leave it here."""
 
 _NO_ARRAY: Final = np.dtype([("no array has this dtype", "V1")])
-"""Stands for the dtypes above in a check; not None, which numpy takes for float64."""
+"""Represents the dtypes above in a check; not None, which numpy takes for float64."""
 
 
-HELD: Final = {"optional(seq(": "optional sequence", "optional(": "optional", "seq(": "sequence"}
+FORMS: Final = {"optional(seq(": "optional sequence", "optional(": "optional", "seq(": "sequence"}
 """Prefixes of the element type in onnxruntime's names of sequence and optional types."""
 
 
@@ -120,10 +120,8 @@ class Signature:
             x = feeds[name]
             if type(x) is not np.ndarray:
                 feeds = {**feeds, name: (x := np.asarray(x))}
-            if x.dtype != dtype:
-                raise self._refused(name, x)
             shape = x.shape
-            if len(shape) != rank:
+            if x.dtype != dtype or len(shape) != rank:
                 raise self._refused(name, x)
             for axis, size in fixed:
                 if shape[axis] != size:
@@ -132,7 +130,7 @@ class Signature:
                 if sizes.setdefault(symbol, shape[axis]) != shape[axis]:
                     raise self._refused(name, x, f"; {symbol} is {sizes[symbol]} in another input")
         for info in self._others:
-            check_held(info, feeds[info.name])
+            _check_form(info, feeds[info.name])
         return feeds
 
     def _refused(self, name: str, x: Array, more: str = "") -> InvalidInput:
@@ -148,14 +146,10 @@ Row = tuple[
 
 
 def _compile(tensor: TensorInfo) -> Row:
-    dtype = _numpy_dtype(tensor.dtype)
-    fixed = tuple((axis, dim) for axis, dim in enumerate(tensor.shape) if isinstance(dim, int))
-    symbols = tuple(
-        (axis, dim)
-        for axis, dim in enumerate(tensor.shape)
-        if isinstance(dim, str) and dim != UNNAMED
-    )
-    return tensor.name, dtype, len(tensor.shape), fixed, symbols
+    axes = list(enumerate(tensor.shape))
+    fixed = tuple((axis, dim) for axis, dim in axes if isinstance(dim, int))
+    symbols = tuple((axis, dim) for axis, dim in axes if isinstance(dim, str) and dim != UNNAMED)
+    return tensor.name, _numpy_dtype(tensor.dtype), len(axes), fixed, symbols
 
 
 def _numpy_dtype(name: str) -> np.dtype[Any]:
@@ -164,30 +158,29 @@ def _numpy_dtype(name: str) -> np.dtype[Any]:
     return np.dtype(np.object_ if name == "string" else name)
 
 
-def check_held(info: TensorInfo, held: Any) -> None:
-    """Raise InvalidInput unless `held` is what a sequence or an optional of this kind holds."""
-    if held is None and info.form.startswith("optional"):
+def _check_form(info: TensorInfo, value: Any) -> None:
+    """Raise InvalidInput unless `value` is a sequence or an optional of this kind."""
+    if value is None and info.form.startswith("optional"):
         return
-    items = held if info.form.endswith("sequence") else [held]
+    items = value if info.form.endswith("sequence") else [value]
     dtype = _numpy_dtype(info.dtype)
     if not isinstance(items, list) or not all(
         isinstance(x, np.ndarray) and x.dtype == dtype for x in items
     ):
         raise InvalidInput(
-            f"input must be {info}: a sequence is a list of arrays, an optional None or what it "
-            f"holds; got {str(held)[:80]}"
+            f"input must be {info}: a sequence is a list of arrays, an optional is None or its "
+            f"value; got {str(value)[:80]}"
         )
 
 
 def _names_differ(names: frozenset[str], feeds: Mapping[str, Array]) -> InvalidInput:
-    missing, unknown = sorted(names - feeds.keys()), sorted(feeds.keys() - names)
     return InvalidInput(
-        f"inputs must be exactly {_listed(sorted(names))}; missing {_listed(missing)}, "
-        f"unknown {_listed(unknown)}"
+        f"inputs must be exactly {_listed(names)}; missing {_listed(names - feeds.keys())}, "
+        f"unknown {_listed(feeds.keys() - names)}"
     )
 
 
-def _listed(names: list[str]) -> str:
-    """Return all names, or as many as a person reads."""
-    more = len(names) - LISTED
-    return f"{names[:LISTED]} and {more} more" if more > 0 else str(names)
+def _listed(names: Iterable[str]) -> str:
+    """Return the first names, and the number of the others."""
+    first, more = sorted(names)[:LISTED], len(set(names)) - LISTED
+    return f"{first} and {more} more" if more > 0 else str(first)
