@@ -1,12 +1,12 @@
 """Compression of updates with error feedback.
 
-A row maps one tensor to named arrays and back; `Compressor` keeps what was lost in a remainder that
-is added to the device's next update (Seide et al. 2014; Karimireddy et al. 2019), so the sum of
-what was sent and the remainder is the sum of the changes. Arrays are named `NAME` or `NAME:PART`;
-no tensor of a model has a colon in its name. Buffers go as they are (`plain`): a running variance
-that is rounded may fall below zero.
+A row maps one tensor to named arrays and back. `Compressor` returns what was lost as a remainder,
+which is added to the device's next update (Seide et al. 2014; Karimireddy et al. 2019), so the sum
+of sent updates and the remainder is the sum of the changes. Arrays are named `NAME` or `NAME:PART`;
+no tensor of a model has a colon in its name. Buffers are sent uncompressed (`plain`): a running
+variance that is rounded may fall below zero.
 
-Unpacking trusts nothing: sizes were bounded by the caller, everything else is checked here.
+Unpacking takes untrusted arrays: callers limit their sizes, everything else is checked here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LEVELS: Final = 127
 """Levels of int8 in each direction."""
 MAX_INDEX: Final = 2**32 - 1
 CHUNK: Final = 1 << 16
-"""Entries quantized at a time; part of what the draws mean."""
+"""Entries quantized at a time; another number would give other draws."""
 
 Arrays = Mapping[str, Array]
 
@@ -34,7 +34,7 @@ Arrays = Mapping[str, Array]
 class CompressionRow:
     """One way to write a tensor. parts: suffixes of its arrays, "" for the bare name.
 
-    lose: takes what its arrays stand for from the tensor, in place; None where nothing is lost.
+    lose: subtracts what its arrays represent from the tensor, in place; None if nothing is lost.
     """
 
     name: str
@@ -49,7 +49,7 @@ class CompressionRow:
 class Compressor:
     """Packs updates by a row of `COMPRESSIONS`. keep: share of entries that `top-k` sends.
 
-    plain: tensors that are sent as they are, whatever the row.
+    plain: tensors that are sent uncompressed with any row.
     """
 
     def __init__(self, name: str, *, keep: float = 1.0, plain: Collection[str] = ()) -> None:
@@ -61,10 +61,10 @@ class Compressor:
     def pack(
         self, change: Arrays, remainder: Arrays, rng: Draws
     ) -> tuple[dict[str, Array], dict[str, Array]]:
-        """(arrays to send, what they lose of `change` and the earlier remainder).
+        """Return (arrays to send, what they lose of `change` and the earlier remainder).
 
-        Where a row loses something, that is written into the arrays of `change`: a device has no
-        room for another copy of its parameters.
+        The loss is written into the arrays of `change`: a device has no memory for another copy of
+        its parameters.
         """
         arrays: dict[str, Array] = {}
         lost: dict[str, Array] = {}
@@ -81,23 +81,20 @@ class Compressor:
         return arrays, lost
 
     def unpack(self, arrays: Arrays) -> dict[str, Array]:
-        """The change that `arrays` stand for; InvalidInput where they are no result of `pack`."""
-        return {
-            name: self.row_for(name).unpack(*parts) for name, parts in self.grouped(arrays).items()
-        }
-
-    def grouped(self, arrays: Arrays) -> dict[str, tuple[Array, ...]]:
-        """The parts of each tensor; InvalidInput where one is missing or too many."""
+        """Return the change that `arrays` represent; InvalidInput unless `pack` could make them."""
         stems = sorted({name.partition(":")[0] for name in arrays})
         wanted = [name for stem in stems for name in self.names(stem)]
         if sorted(wanted) != sorted(arrays):
             raise InvalidInput(
                 f"compression {self.row.name!r} writes {_some(wanted)}, got {_some(arrays)}"
             )
-        return {stem: tuple(arrays[name] for name in self.names(stem)) for stem in stems}
+        return {
+            stem: self.row_for(stem).unpack(*(arrays[name] for name in self.names(stem)))
+            for stem in stems
+        }
 
     def names(self, stem: str) -> list[str]:
-        """Names of the arrays that stand for the tensor `stem`."""
+        """Return the names of the arrays that represent the tensor `stem`."""
         return [f"{stem}:{part}" if part else stem for part in self.row_for(stem).parts]
 
     def row_for(self, stem: str) -> CompressionRow:
@@ -106,23 +103,12 @@ class Compressor:
 
 
 def row_of(name: str) -> CompressionRow:
-    """The row; InvalidInput names those there are."""
+    """Return the row of that name; InvalidInput lists the existing ones."""
     if name not in COMPRESSIONS:
         raise InvalidInput(
             f"compression is one of {', '.join(map(repr, COMPRESSIONS))}, got {name[:80]!r}"
         )
     return COMPRESSIONS[name]
-
-
-# As it is.
-
-
-def _bare(x: Array, _keep: float, _rng: Draws) -> tuple[Array, ...]:
-    return (x,)
-
-
-def _is(x: Array) -> Array:
-    return x
 
 
 # q = floor(x / s + u), u uniform in [0, 1), s = max|x| / 127: E[s q] = x and |x - s q| <= s.
@@ -134,11 +120,11 @@ def _quantize(x: Array, _keep: float, rng: Draws) -> tuple[Array, ...]:
     if not scale > 0:
         return np.zeros(x.shape, np.int8), np.zeros((), x.dtype)
     q = np.empty(x.shape, np.int8)
-    of, to = x.reshape(-1), q.reshape(-1)
+    source, target = x.reshape(-1), q.reshape(-1)
     for at in range(0, x.size, CHUNK):
-        part = of[at : at + CHUNK]
+        part = source[at : at + CHUNK]
         level = np.floor(part / scale.astype(np.float64) + rng.uniform(part.size))
-        to[at : at + CHUNK] = np.clip(level, -LEVELS, LEVELS)
+        target[at : at + CHUNK] = np.clip(level, -LEVELS, LEVELS)
     return q, scale
 
 
@@ -149,9 +135,9 @@ def _dequantize(q: Array, scale: Array) -> Array:
 
 
 def _lose_levels(x: Array, q: Array, scale: Array) -> None:
-    of, sent = x.reshape(-1), q.reshape(-1)
+    rest, sent = x.reshape(-1), q.reshape(-1)
     for at in range(0, x.size, CHUNK):
-        of[at : at + CHUNK] -= _dequantize(sent[at : at + CHUNK], scale)
+        rest[at : at + CHUNK] -= _dequantize(sent[at : at + CHUNK], scale)
 
 
 # The k = ceil(keep * size) entries that are largest in absolute value; of equal ones the first.
@@ -200,7 +186,7 @@ def _picked_shape(index: Array, value: Array, shape: Array) -> tuple[int, ...]:
 COMPRESSIONS: Final[Mapping[str, CompressionRow]] = {
     row.name: row
     for row in (
-        CompressionRow("",      ("",),                        _bare,     _is,         None,
+        CompressionRow("",      ("",),  lambda x, _keep, _rng: (x,),     lambda x: x, None,
             lambda x: x.shape,                     lambda x: x.dtype),
         CompressionRow("int8",  ("q", "scale"),               _quantize, _dequantize, _lose_levels,
             lambda q, _scale: q.shape,             lambda _q, scale: scale.dtype),

@@ -1,7 +1,7 @@
 """Default options of runs, studies, devices and their commands.
 
-The values are those that studies on images of digits found good (docs/federated.md). An algorithm's
-hyperparameters have their defaults in its row (`algorithms.table`).
+The values did well in studies on images of digits (docs/federated.md). The defaults of an
+algorithm's hyperparameters are in its row (`algorithms.table`).
 """
 
 from typing import Final
@@ -24,4 +24,4 @@ PATIENCE_S: Final = 60.0
 KEEP: Final = 0.1
 """Share of entries that `top-k` sends."""
 HELD_OUT: Final = 0.2
-"""Share of a device's samples that are never learned from."""
+"""Share of a device's samples that are kept for scoring."""

@@ -1,7 +1,7 @@
-"""Random choices of a run, the same on every machine and in every version of everything.
+"""Random choices of a run, the same on every machine and with every version of each library.
 
-A stream is SHAKE-128 (FIPS 202) over what the choice is for and the number of the call, read as
-64-bit little-endian words. Why not numpy's generators: their distributions may change between
+A stream is SHAKE-128 (FIPS 202) over the purpose of the choice and the number of the call, read as
+64-bit little-endian words. numpy's generators do not fit: their distributions may change between
 versions, and importing them costs a device 5 MB; this is as fast as their raw words.
 """
 
@@ -28,19 +28,19 @@ class Draws:
         self._calls = 0
 
     def words(self, n: int) -> npt.NDArray[np.uint64]:
-        """The next n words."""
+        """Return the next n words."""
         stream = hashlib.shake_128(f"{self._text}{self._calls}".encode())
         self._calls += 1
         return np.frombuffer(stream.digest(8 * n), "<u8").astype(np.uint64, copy=False)
 
     def permutation(self, n: int) -> npt.NDArray[np.intp]:
-        """The numbers 0 to n - 1 in a random order."""
+        """Return the numbers 0 to n - 1 in a random order."""
         return np.argsort(self.words(n), kind="stable")
 
     def uniform(self, n: int) -> npt.NDArray[np.float64]:
-        """n numbers in [0, 1), multiples of 2^-53."""
+        """Return n numbers in [0, 1), multiples of 2^-53."""
         return (self.words(n) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
     def key(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
-        """An array of random bits, for the state of a graph's own generator."""
+        """Return an array of random bits, for the state of a graph's own generator."""
         return (self.words(math.prod(shape)) >> np.uint64(32)).astype(dtype).reshape(shape)

@@ -1,11 +1,11 @@
 """The two files of a run that hold tensors: a shared state, and a device's update.
 
-A state is of one plan (its root digest is the parent). An update says of which run, round and lease
-it is and how it is compressed; it has a place for parameters and buffers only, so no personal
-tensor leaves a device by it. Both are containers (`files/container.py`): hashed and bounded.
+A state belongs to one plan (its root digest is the parent). An update has the run, round and lease
+it belongs to, and its compression. It can hold parameters and buffers only, so no personal tensor
+leaves a device in it. Both are containers (`files/container.py`): hashed, with limits.
 
-`read_update` takes bytes from strangers. It bounds the file, compares names, types and shapes with
-the state that is learned, and only then reads numbers. Each refusal is a `BadUpdate` with a word.
+`read_update` takes untrusted bytes. It limits the file, compares names, types and shapes with the
+shared state, and only then reads numbers. Each refusal is a `BadUpdate` with a word.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ STATE: Final = "state.safetensors"
 CHANGE: Final = "change.safetensors"
 UPDATE: Final = "update"
 FACTS: Final = ("compression", "lease", "round", "run")
-"""Properties of an update, all of them and no other."""
+"""The properties of an update, exactly."""
 PER_TENSOR_BYTES: Final = 4 << 10
-"""Names, digests and headers of one tensor in a container, at most, for `most_bytes`."""
+"""Limit for name, digests and headers of one tensor in a container, for `most_bytes`."""
 MAX_ROUND: Final = 1 << 32
 INLINE_BYTES: Final = 64 << 10
-"""States and updates of at most so many bytes ride in the messages of a session."""
+"""States and updates up to this size are sent in the messages of a session."""
 
 Like = Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]
 """Type and shape by name of the tensors that an update must hold."""
@@ -65,7 +65,7 @@ class BadUpdate(InvalidInput):
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """remainder: what compression lost, to be added to this device's next update."""
+    """A written update. remainder: what compression lost, for this device's next update."""
 
     digest: str
     remainder: dict[str, Array]
@@ -79,7 +79,7 @@ def like_of(state: Mapping[str, Array]) -> Like:
 
 
 def most_bytes(like: Like) -> int:
-    """A bound of the size of any update of such tensors, whatever the compression."""
+    """Return a limit for the size of an update of such tensors with any compression."""
     values = sum(_nbytes(dtype, shape) for dtype, shape in like.values())
     indices = sum(_nbytes(np.dtype(np.uint32), shape) for _, shape in like.values())
     return values + indices + PER_TENSOR_BYTES * (3 * len(like) + 1)
@@ -88,12 +88,12 @@ def most_bytes(like: Like) -> int:
 def write_state(
     path: Path, tensors: Mapping[str, Array], roles: Mapping[str, str], *, plan: str
 ) -> str:
-    """Write a shared state of the plan of that root digest, whole or not at all; its digest."""
+    """Write a shared state, whole or not at all, and return its digest. plan: its root digest."""
     return container.write(path, "state", [_state_part(tensors, roles)], parent=plan)
 
 
 def encode_state(tensors: Mapping[str, Array], roles: Mapping[str, str], *, plan: str) -> bytes:
-    """The bytes that `write_state` would write."""
+    """Return the bytes that `write_state` would write."""
     return container.encoded("state", [_state_part(tensors, roles)], parent=plan)
 
 
@@ -135,11 +135,11 @@ def write_update(
 
 
 def encode_update(change: Mapping[str, Array], **options: Any) -> tuple[bytes, dict[str, Array]]:
-    """(the bytes of the file, what compression lost) of an update that goes to no file.
+    """Return (the bytes of an update, what compression lost) without writing a file.
 
     options: run, round, lease (in hexadecimal), compression, keep, seed; remainder: what earlier
-    updates of this device lost; device: by whose name rounding draws, so that equal runs give equal
-    changes, the lease where it is not given; buffers: of `change`, which go as they are.
+    updates of this device lost; device: name that seeds the rounding, so that equal runs give equal
+    changes, by default the lease; buffers: tensors of `change` that are sent uncompressed.
     """
     parts, properties, lost = _update(change, **options)
     return container.encoded(UPDATE, parts, properties=properties), lost
@@ -180,11 +180,10 @@ def read_update(
     data: bytes | None = None,
     verified: bool = False,
 ) -> dict[str, Array]:
-    """The change in an update: exactly the tensors of `like`, finite. BadUpdate otherwise.
+    """Return the change in an update: exactly the tensors of `like`, finite. BadUpdate otherwise.
 
-    round, compression: checked too where they are given. buffers: of `like`, sent as they are.
-    data: the file's bytes where they are at hand, `path` being a name then. verified: as of
-    `read_state`.
+    round, compression: checked if given. buffers: tensors of `like` that are sent uncompressed.
+    data, verified: see `read_state`.
     """
     size = path.stat().st_size if data is None else len(data)
     if size > max_bytes:
@@ -194,9 +193,9 @@ def read_update(
         _only_part(file, CHANGE)
     except (Corrupt, InvalidInput) as error:
         raise BadUpdate("damaged", f"no update: {error}") from error
-    facts = dict(file.manifest.properties)
-    _check_facts(facts, {"run": run, "lease": lease, "round": round})
-    compressor = _compressor(facts["compression"], compression, buffers)
+    properties = dict(file.manifest.properties)
+    _check_properties(properties, {"run": run, "lease": lease, "round": round})
+    compressor = _compressor(properties["compression"], compression, buffers)
     parts = _checked_names(file, compressor, like)
     try:
         if verified:
@@ -205,45 +204,44 @@ def read_update(
     except Corrupt as error:
         raise BadUpdate("damaged", f"no update: {error}") from error
     return {
-        name: _opened(compressor, name, [arrays[part] for part in parts[name]], *like[name])
+        name: _opened(compressor, name, [arrays[part] for part in parts[name]], like[name])
         for name in sorted(like)
     }
 
 
-def _check_facts(facts: Mapping[str, str], wanted: Mapping[str, Any]) -> None:
-    if sorted(facts) != list(FACTS):
-        raise BadUpdate("damaged", f"an update says {', '.join(FACTS)}; this one {list(facts)[:8]}")
+def _check_properties(seen: Mapping[str, str], wanted: Mapping[str, Any]) -> None:
+    if sorted(seen) != list(FACTS):
+        message = f"an update has the properties {', '.join(FACTS)}; this one {list(seen)[:8]}"
+        raise BadUpdate("damaged", message)
     for name, value in wanted.items():
-        if value is not None and facts[name] != str(value):
+        if value is not None and seen[name] != str(value):
             raise BadUpdate(
-                "foreign", f"the update is of {name} {facts[name][:80]!r}, the lease of {value!r}"
+                "foreign", f"the update is of {name} {seen[name][:80]!r}, the lease of {value!r}"
             )
 
 
-def _compressor(said: str, wanted: str | None, buffers: Collection[str]) -> Compressor:
-    if wanted is not None and said != wanted:
-        raise BadUpdate("compression", f"the run asks for {wanted!r}, the update has {said[:80]!r}")
+def _compressor(used: str, wanted: str | None, buffers: Collection[str]) -> Compressor:
+    if wanted is not None and used != wanted:
+        raise BadUpdate("compression", f"the run asks for {wanted!r}, the update has {used[:80]!r}")
     try:
-        return Compressor(said, plain=buffers)
+        return Compressor(used, plain=buffers)
     except InvalidInput as error:
         raise BadUpdate("compression", str(error)) from error
 
 
 def _checked_names(file: Container, compressor: Compressor, like: Like) -> dict[str, list[str]]:
-    """The arrays of each tensor, as the manifest lists them, before any number is read."""
+    """Return the names of each tensor's arrays; checks the manifest before numbers are read."""
     listed = file.manifest.tensors_of(CHANGE)
     if private := [t.name for t in listed if t.role not in SHARED_ROLES]:
         raise BadUpdate(
             "personal", f"an update holds shared tensors only; {private[0][:80]!r} has another role"
         )
     parts = {name: compressor.names(name) for name in like}
-    wanted = {part for names in parts.values() for part in names}
-    names = {t.name for t in listed}
-    if odd := sorted(names ^ wanted):
+    largest = {part: most_part_bytes(*like[name]) for name in like for part in parts[name]}
+    if odd := sorted({t.name for t in listed} ^ largest.keys()):
         raise BadUpdate(
             "names", f"the update and the shared state differ in tensor {odd[0][:80]!r}"
         )
-    largest = {part: most_part_bytes(*like[name]) for name in like for part in parts[name]}
     for t in listed:
         if BY_NAME[t.dtype].storage.itemsize * int(np.prod(t.shape)) > largest[t.name]:
             raise BadUpdate("shape", f"{t.name!r} is {t.dtype}{t.shape}, more than its tensor")
@@ -251,27 +249,21 @@ def _checked_names(file: Container, compressor: Compressor, like: Like) -> dict[
 
 
 def most_part_bytes(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
-    """No array of a compressed tensor is larger."""
+    """Return the limit for each array of a compressed tensor."""
     return max(_nbytes(np.promote_types(dtype, np.uint32), shape), 8 * len(shape), 8)
 
 
 def _opened(
-    compressor: Compressor,
-    name: str,
-    parts: list[Array],
-    dtype: np.dtype[Any],
-    shape: tuple[int, ...],
+    compressor: Compressor, name: str, parts: list[Array], expected: tuple[np.dtype[Any], Any]
 ) -> Array:
     row = compressor.row_for(name)
     try:
-        types = (row.dtype(*parts), row.shape(*parts))
-        if types != (dtype, shape):
-            raise BadUpdate("shape", f"{name!r} is {dtype}{shape} here, sent is {types}")
-        x = row.unpack(*parts)
-    except BadUpdate:
-        raise
+        sent = (row.dtype(*parts), row.shape(*parts))
+        x = row.unpack(*parts) if sent == expected else None
     except InvalidInput as error:
         raise BadUpdate("compression", f"{name!r}: {error}") from error
+    if x is None:
+        raise BadUpdate("shape", f"{name!r} is {expected[0]}{expected[1]} here, sent is {sent}")
     if not _is_finite(x):
         raise BadUpdate("nonfinite", f"{name!r} holds numbers that are not finite")
     return x

@@ -1,8 +1,8 @@
 """A device's work in a run, the same for every algorithm: learn, or adapt and score.
 
-Algorithms differ in the plan's graphs only (decision 0015). Which samples a step takes depends on
-seed, round and device name, so the same arguments give the same bits over gRPC and in one process.
-A step takes a batch, or an episode where the entry's inputs are named `support.*` and `query.*`.
+Algorithms differ only in the plan's graphs (decision 0015). The samples of a step depend on seed,
+round and device name, so the same arguments give the same bits over gRPC and in one process. A step
+takes a batch, or an episode where the entry's inputs are named `support.*` and `query.*`.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ PARAMETER: Final = "parameter"
 BUFFER: Final = "buffer"
 SHARED_ROLES: Final = (PARAMETER, BUFFER)
 EVALUATE_ROWS: Final = 256
-"""Samples in one call of `evaluate`: bounds memory, whatever a device holds."""
+"""Samples in one call of `evaluate`; this limits memory for any number of samples."""
 MAX_STEPS: Final = 1_000_000
-"""Steps of one piece of work, of learning or of adaptation."""
+"""Limit for the steps of one learning or adaptation."""
 
 
 class Input(Protocol):
@@ -74,10 +74,6 @@ class Learner(Protocol):
     """The part of `runtime.Plan` that learning uses; see there."""
 
     @property
-    def entries(self) -> tuple[str, ...]:
-        """Names of graphs."""
-
-    @property
     def roles(self) -> Mapping[str, str]:
         """By state tensor."""
 
@@ -85,13 +81,13 @@ class Learner(Protocol):
         """Return the inputs of a batch of `entry`."""
 
     def run(self, entry: str, batch: Mapping[str, Array], /) -> Mapping[str, Array]:
-        """One step on the current state."""
+        """Run one step on the current state."""
 
     def state(self, *roles: str) -> dict[str, Array]:
-        """A copy of the state, of the given roles where some are given."""
+        """Return a copy of the state, or only of the given roles."""
 
     def view(self, *roles: str) -> Mapping[str, Array]:
-        """The same without a copy, to be read before the next step."""
+        """Return the same without a copy, to be read before the next step."""
 
     def assign(self, values: Mapping[str, Array], /) -> None:
         """Replace the named state tensors."""
@@ -99,9 +95,9 @@ class Learner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A device's samples by batch name ("x", "y"), the first axis counts them; parts are disjoint.
+    """A device's samples by batch name ("x", "y"), in two disjoint parts.
 
-    held_out may have none: such a device does not evaluate.
+    The first axis counts samples. held_out may be empty: such a device does not evaluate.
     """
 
     train: Mapping[str, Array]
@@ -119,12 +115,12 @@ class Shard:
 
     @property
     def examples(self) -> int:
-        """Samples to learn from."""
+        """Number of samples to learn from."""
         return _count(self.train)
 
     @property
     def held_out_samples(self) -> int:
-        """Samples to score on."""
+        """Number of samples to score on."""
         return _count(self.held_out)
 
 
@@ -132,7 +128,7 @@ class Shard:
 class Work:
     """A device's work in a round.
 
-    support 0 takes all samples to adapt on; see `Sampling` in federation.proto.
+    support: 0 to adapt on all samples; see `Sampling` in federation.proto.
     """
 
     run: str
@@ -144,10 +140,17 @@ class Work:
     support: int
     query: int
 
+    def draws(self, purpose: str) -> Draws:
+        """Return the random choices of this device and round for one purpose."""
+        return Draws(self.seed, self.round, self.device, purpose)
+
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """change: new - old of each shared float tensor. examples: the shard's. loss: mean of steps."""
+    """The result of learning.
+
+    change: new - old of each shared float tensor. examples: of the shard. loss: mean over steps.
+    """
 
     change: dict[str, Array]
     examples: int
@@ -164,55 +167,46 @@ class LearnerScore:
 
 
 def shared(roles: Mapping[str, str]) -> tuple[str, ...]:
-    """Names of the state that a run shares, in order: parameters and buffers of the model."""
-    return tuple(
-        sorted(
-            name
-            for name, role in roles.items()
-            if role in SHARED_ROLES and not name.startswith((ANCHOR, HYPER))
-        )
-    )
+    """Return the sorted names of the state that a run shares: parameters and buffers."""
+    names = (name for name, role in roles.items() if role in SHARED_ROLES)
+    return tuple(sorted(name for name in names if not name.startswith((ANCHOR, HYPER))))
 
 
 def buffers(roles: Mapping[str, str]) -> frozenset[str]:
-    """Return the tensors that are no parameters: statistics, which are averaged plainly.
+    """Return the buffers, such as statistics of batches, which are sent and averaged as they are.
 
-    A server's optimizer, rounding or a choice of the largest changes would take a running variance
-    below zero.
+    A server's optimizer, rounding or a choice of the largest changes could make a running variance
+    negative.
     """
     return frozenset(name for name, role in roles.items() if role == BUFFER)
 
 
 def check_labels(plan: EntrySignatures, shard: Shard) -> None:
-    """InvalidInput where a label is none of the classes that the plan tells apart.
+    """InvalidInput where a label is not one of the plan's classes.
 
-    A graph would stop at a label beyond the last class, and take -1 for the last one. Labels are
-    what `evaluate` takes in whole numbers beside what `predict` takes, classes the last size of
-    what `predict` gives where that has one size more than the labels.
+    A graph would fail at a label beyond the last class, and take -1 for the last class. Labels are
+    the integer inputs of `evaluate` that `predict` does not have; the number of classes is the last
+    size of the output of `predict`, where that has one axis more than the labels.
     """
     if not {EVALUATE, PREDICT} <= set(plan.entries):
         return
-    asked, logits = plan.signature(PREDICT)
-    known = {tensor.name for tensor in asked}
+    inputs, logits = plan.signature(PREDICT)
+    names = {tensor.name for tensor in inputs}
+    shape = logits[0].shape if logits else ()
     for tensor in plan.signature(EVALUATE)[0]:
-        if tensor.name in known or tensor.dtype not in WHOLE:
-            continue
-        shape = logits[0].shape if logits else ()
-        if len(shape) == len(tensor.shape) + 1 and isinstance(shape[-1], int):
+        is_label = tensor.name not in names and tensor.dtype in WHOLE
+        if is_label and len(shape) == len(tensor.shape) + 1 and isinstance(shape[-1], int):
             _check_classes(tensor.name, shape[-1], shard)
 
 
 def _check_classes(name: str, classes: int, shard: Shard) -> None:
     for part, arrays in (("learn from", shard.train), ("score on", shard.held_out)):
         y = arrays.get(name)
-        if y is None or not y.size:
-            continue
-        least, most = y.min(), y.max()
-        if least < 0 or most >= classes:
+        if y is not None and y.size and (y.min() < 0 or y.max() >= classes):
             raise InvalidInput(
                 f"the model tells {classes} classes apart, 0 to {classes - 1}; labels {name!r} of "
-                f"the samples to {part} are {least} to {most}: leave the others out, or number "
-                "the classes as the model does"
+                f"the samples to {part} are {y.min()} to {y.max()}: leave the others out, or "
+                "number the classes as the model does"
             )
 
 
@@ -224,15 +218,15 @@ def learn(
 ) -> Learned:
     """Take `work.steps` steps from the plan's state, which the caller has assigned.
 
-    The plan is left at its new state, personal tensors included. start: opens the shared state the
-    plan was given, where the caller has it in a file; without it a copy is held while learning.
-    InvalidInput where the entry does not fit the samples, or numbers are not finite any more.
+    The plan keeps its new state, personal tensors included. start: opens the shared state that the
+    plan began with, if the caller has it in a file; otherwise a copy is held while learning.
+    InvalidInput where the entry does not fit the samples, or numbers are no longer finite.
     """
     _check_steps(work.steps, least=1)
     _begin(plan, work)
-    kept = {} if start else plan.state(*SHARED_ROLES)
+    before = {} if start else plan.state(*SHARED_ROLES)
     losses = [_loss(plan.run(LEARN, batch), k) for k, batch in enumerate(_steps(plan, work, shard))]
-    change = _change(plan, start() if start else kept)
+    change = _change(plan, start() if start else before)
     for name, x in change.items():
         if not np.isfinite(x).all():
             raise InvalidInput(
@@ -245,16 +239,16 @@ def evaluate(plan: Learner, work: Work, shard: Shard, *, steps: int) -> LearnerS
     """Score on held-out samples, adapt `steps` steps to one support set, score again.
 
     Support comes from `train`, so adaptation never sees what it is scored on. The plan's state is
-    as before afterwards. InvalidInput without held-out samples, or without the entries.
+    restored at the end. InvalidInput without held-out samples, or without the entries.
     """
     _check_steps(steps, least=0)
     before = score(plan, shard)
-    kept = plan.state()
+    state = plan.state()
     try:
         adapt(plan, work, shard, steps=steps)
         after = score(plan, shard)
     finally:
-        plan.assign(kept)
+        plan.assign(state)
     return LearnerScore(shard.held_out_samples, before, after)
 
 
@@ -262,7 +256,7 @@ def adapt(plan: Learner, work: Work, shard: Shard, *, steps: int) -> None:
     """Take `steps` steps of `adapt` on one support set drawn from `train`; the plan keeps them."""
     _check_steps(steps, least=0)
     _begin(plan, work)
-    order = Draws(work.seed, work.round, work.device, "support").permutation(shard.examples)
+    order = work.draws("support").permutation(shard.examples)
     rows = order[: work.support or shard.examples]
     batch = _fed(plan, ADAPT, shard.train, {"": rows, SUPPORT: rows}) if steps else {}
     for _ in range(steps):
@@ -285,16 +279,17 @@ def score(plan: Learner, shard: Shard) -> float:
 
 
 def _begin(plan: Learner, work: Work) -> None:
-    """Fix the round's start as anchor, and the graph's own random keys."""
+    """Set the anchors to the round's start, and the graph's own random keys."""
     state = plan.view()
-    if lost := [n for n in state if n.startswith(ANCHOR) and n.removeprefix(ANCHOR) not in state]:
+    anchored = {n: n.removeprefix(ANCHOR) for n in state if n.startswith(ANCHOR)}
+    if lost := [(anchor, n) for anchor, n in anchored.items() if n not in state]:
         raise InvalidInput(
-            f"{lost[0]!r} holds the start of the round of {lost[0].removeprefix(ANCHOR)!r}, which "
-            "the plan does not have; make the plan again"
+            f"{lost[0][0]!r} holds the start of the round of {lost[0][1]!r}, which the plan does "
+            "not have; make the plan again"
         )
-    anchors = {n: state[n.removeprefix(ANCHOR)] for n in state if n.startswith(ANCHOR)}
+    anchors = {anchor: state[n] for anchor, n in anchored.items()}
     keys = {
-        name: Draws(work.seed, work.round, work.device, f"key {name}").key(x.dtype, x.shape)
+        name: work.draws(f"key {name}").key(x.dtype, x.shape)
         for name, x in state.items()
         if plan.roles[name] == "key"
     }
@@ -302,20 +297,19 @@ def _begin(plan: Learner, work: Work) -> None:
 
 
 def _change(plan: Learner, before: Mapping[str, Array]) -> dict[str, Array]:
-    """new - old of the shared float tensors; written over the old where that may be."""
+    """Return new - old of the shared float tensors, written over the old ones if possible."""
     after = plan.view(*SHARED_ROLES)
     names = [n for n in shared(plan.roles) if np.issubdtype(after[n].dtype, np.floating)]
     with np.errstate(over="ignore", invalid="ignore"):
+        pairs = ((n, after[n], before[n]) for n in names)
         return {
-            n: np.subtract(
-                after[n], before[n], out=before[n] if before[n].flags.writeable else None
-            )
-            for n in names
+            n: np.subtract(new, old, out=old if old.flags.writeable else None)
+            for n, new, old in pairs
         }
 
 
 def _steps(plan: Learner, work: Work, shard: Shard) -> Iterator[dict[str, Array]]:
-    draws = Draws(work.seed, work.round, work.device, "samples")
+    draws = work.draws("samples")
     names = [tensor.name for tensor in plan.inputs(LEARN)]
     episodes = any(name.startswith((SUPPORT, QUERY)) for name in names)
     chosen = _episodes(draws, work, shard) if episodes else _batches(draws, work, shard)
@@ -324,21 +318,21 @@ def _steps(plan: Learner, work: Work, shard: Shard) -> Iterator[dict[str, Array]
 
 
 def _batches(draws: Draws, work: Work, shard: Shard) -> Iterator[dict[str, Array]]:
-    """Batches from one shuffled pass after another; the whole shard where a batch is larger."""
+    """Yield batches from one shuffled pass after another; the whole shard if a batch is larger."""
     n = shard.examples
     if work.batch_size < 1:
         raise InvalidInput(f"a batch has at least one sample, got {work.batch_size}")
     size = min(work.batch_size, n)
-    left = np.empty(0, np.intp)
+    rows = np.empty(0, np.intp)
     while True:
-        if len(left) < size:
-            left = np.concatenate([left, draws.permutation(n)])
-        yield {"": left[:size]}
-        left = left[size:]
+        if len(rows) < size:
+            rows = np.concatenate([rows, draws.permutation(n)])
+        yield {"": rows[:size]}
+        rows = rows[size:]
 
 
 def _episodes(draws: Draws, work: Work, shard: Shard) -> Iterator[dict[str, Array]]:
-    """Support and query of each step, disjoint; both shrink in proportion for a small shard."""
+    """Yield disjoint support and query of each step; a small shard shrinks both in proportion."""
     n, support, query = shard.examples, work.support, work.query
     if support < 1 or query < 1 or n < 2:
         raise InvalidInput(

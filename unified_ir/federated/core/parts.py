@@ -2,8 +2,8 @@
 
     u(sample) = SHA-256(seed, bytes of the sample) in [0, 1),  held out where u < share
 
-So a sample keeps its place when others are added, equal samples are in one part, and nothing that
-is scored was learned from, not even on another device of the same seed.
+So a sample keeps its part when others are added, equal samples are in one part, and no scored
+sample was learned from, not even on another device with the same seed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from triplane.unified_ir.federated.core.draws import Array
 
 
 def places(x: Array, seed: str) -> Array:
-    """u of each row of `x`: (N,) float64, uniform in [0, 1), a multiple of 2^-53."""
+    """Return u of each row of `x`: (N,) float64, uniform in [0, 1), multiples of 2^-53."""
     key = hashlib.sha256(f"triplane parts 1\n{seed}\n".encode()).digest()
     rows = np.ascontiguousarray(x)
     words = [hashlib.sha256(key + row.tobytes()).digest()[:8] for row in rows]
@@ -25,10 +25,10 @@ def places(x: Array, seed: str) -> Array:
 
 
 def held_out(x: Array, share: float, seed: str) -> Array | None:
-    """(N,) bool: which rows of `x` are never learned from; about that share, at least one distinct.
+    """Return which rows of `x` are never learned from, (N,) bool: about that share.
 
-    At least one distinct row stays to learn from. None where all rows are equal: no two parts can
-    be made of them.
+    Each part gets at least one distinct row. None where all rows are equal, since they cannot form
+    two parts.
     """
     u = places(x, seed)
     if not len(u) or u.min() == u.max():

@@ -3,7 +3,7 @@
     d = sum_k w_k change_k / sum_k w_k,  in float64 and in the given order
     state' = step(state, d) for parameters, state + d for buffers (statistics of batches)
 
-The order decides the bits, so callers give updates in the order of device names. Updates are opened
+The order changes rounding, so callers pass updates in the order of device names. Updates are opened
 one at a time and added chunk by chunk: memory is the state, its sums in float64 and one update.
 """
 
@@ -25,10 +25,9 @@ MAX_EXAMPLES: Final = 1 << 40
 WEIGHTINGS: Final = ("examples", "equal")
 
 State = Mapping[str, Array]
+Slots = tuple[Array, ...]
 Update = tuple[int, Callable[[], State]]
-"""(examples, opens the change)."""
-
-
+"""(examples, a function that opens the change)."""
 ServerHyper = Mapping[str, float]
 """Hyperparameters by name."""
 
@@ -39,7 +38,7 @@ class ServerOptimizer:
 
     name: str
     slots: tuple[str, ...]
-    step: Callable[[Array, Array, tuple[Array, ...], ServerHyper], tuple[Array, tuple[Array, ...]]]
+    step: Callable[[Array, Array, Slots, ServerHyper], tuple[Array, Slots]]
 
 
 def reduce(
@@ -52,41 +51,41 @@ def reduce(
     hyper: ServerHyper,
     buffers: Collection[str] = (),
 ) -> tuple[dict[str, Array], dict[str, Array]]:
-    """(the next shared state, the optimizer's next slots); `slots` is empty before the first round.
+    """Return (the next shared state, the optimizer's next slots).
 
-    buffers: tensors that take the mean as it is, whatever optimizer and rate. What is no float
-    stays as it is. InvalidInput without updates, or where one does not fit the state.
+    slots: empty before the first round. buffers: tensors to which the mean is added as it is, with
+    any optimizer and rate. Tensors that are not floating point stay as they are. InvalidInput
+    without updates, or where one does not fit the state.
     """
     sums = _mean(state, updates, weighting)
     after = dict(state)
-    kept: dict[str, Array] = {}
+    next_slots: dict[str, Array] = {}
     for name, d in sums.items():
         x = state[name]
         row = PLAIN if name in buffers else server
         names = [f"{s}.{name}" for s in row.slots]
         old = [slots[s] if s in slots else np.zeros(x.shape, x.dtype) for s in names]
-        after[name], moved = _stepped(row, x, d, old, hyper)
-        kept |= dict(zip(names, moved, strict=True))
-    return after, kept
+        after[name], *new = _stepped(row, [x, d, *old], hyper)
+        next_slots |= dict(zip(names, new, strict=True))
+    return after, next_slots
 
 
-def _stepped(
-    row: ServerOptimizer, x: Array, d: Array, old: Sequence[Array], hyper: ServerHyper
-) -> tuple[Array, list[Array]]:
-    """The row's step in float64, chunk by chunk: it looks at each entry alone."""
-    new, moved = np.empty(x.shape, x.dtype), [np.empty(s.shape, s.dtype) for s in old]
-    flat = [a.reshape(-1) for a in (x, d, new)]
-    slots = [a.reshape(-1) for a in old]
-    to = [a.reshape(-1) for a in moved]
+def _stepped(row: ServerOptimizer, arrays: Sequence[Array], hyper: ServerHyper) -> list[Array]:
+    """Return x' and the next slots of x, d and the slots.
+
+    The step is computed in float64 and in chunks, since it maps each entry by itself.
+    """
+    x, _, *slots = arrays
+    results = [np.empty(a.shape, a.dtype) for a in (x, *slots)]
+    sources = [a.reshape(-1) for a in arrays]
+    targets = [a.reshape(-1) for a in results]
     for at in range(0, x.size, CHUNK):
         part = slice(at, at + CHUNK)
-        stepped, went = row.step(
-            flat[0][part].astype(np.float64), flat[1][part], tuple(s[part] for s in slots), hyper
-        )
-        flat[2][part] = stepped
-        for slot, value in zip(to, went, strict=True):
-            slot[part] = value
-    return new, moved
+        x_part, d_part, *slot_parts = (source[part] for source in sources)
+        stepped, new = row.step(x_part.astype(np.float64), d_part, tuple(slot_parts), hyper)
+        for target, value in zip(targets, (stepped, *new), strict=True):
+            target[part] = value
+    return results
 
 
 def _mean(state: State, updates: Sequence[Update], weighting: str) -> dict[str, Array]:
@@ -117,27 +116,23 @@ def _add(sums: dict[str, Array], change: State, weight: int) -> None:
     if change.keys() != sums.keys():
         odd = sorted(change.keys() ^ sums.keys())[:4]
         raise InvalidInput(f"an update holds the shared float tensors; it differs in {odd}")
-    room = np.empty(min(CHUNK, max((x.size for x in sums.values()), default=0)))
+    buffer = np.empty(min(CHUNK, max((x.size for x in sums.values()), default=0)))
     for name, x in sums.items():
         if change[name].shape != x.shape:
             raise InvalidInput(f"{name!r} is {x.shape}, the update has {change[name].shape}")
-        to, of = x.reshape(-1), change[name].reshape(-1)
-        for at in range(0, to.size, CHUNK):
-            part = of[at : at + CHUNK]
-            scaled = np.multiply(part, float(weight), out=room[: part.size], dtype=np.float64)
-            to[at : at + CHUNK] += scaled
+        total, source = x.reshape(-1), change[name].reshape(-1)
+        for at in range(0, total.size, CHUNK):
+            part = source[at : at + CHUNK]
+            scaled = np.multiply(part, float(weight), out=buffer[: part.size], dtype=np.float64)
+            total[at : at + CHUNK] += scaled
 
 
-def _sgd(
-    x: Array, d: Array, _slots: tuple[Array, ...], hyper: ServerHyper
-) -> tuple[Array, tuple[Array, ...]]:
+def _sgd(x: Array, d: Array, _slots: Slots, hyper: ServerHyper) -> tuple[Array, Slots]:
     """x' = x + lr d; with lr = 1 this is FedAvg (McMahan et al. 2017)."""
     return x + hyper["server_lr"] * d, ()
 
 
-def _adam(
-    x: Array, d: Array, slots: tuple[Array, ...], hyper: ServerHyper
-) -> tuple[Array, tuple[Array, ...]]:
+def _adam(x: Array, d: Array, slots: Slots, hyper: ServerHyper) -> tuple[Array, Slots]:
     """x' = x + lr m / (sqrt(v) + floor), no bias correction (Reddi et al. 2021, algorithm 2)."""
     m, v = slots
     m = hyper["beta1"] * m.astype(np.float64) + (1 - hyper["beta1"]) * d
@@ -145,14 +140,11 @@ def _adam(
     return x + hyper["server_lr"] * m / (np.sqrt(v) + hyper["floor"]), (m, v)
 
 
-def _mean_itself(
-    x: Array, d: Array, _slots: tuple[Array, ...], _hyper: ServerHyper
-) -> tuple[Array, tuple[Array, ...]]:
-    """x' = x + d: of values that no gradient moves, so no rate is meant for them."""
+def _plain(x: Array, d: Array, _slots: Slots, _hyper: ServerHyper) -> tuple[Array, Slots]:
+    """x' = x + d, for values that no gradient changes, so that no rate applies to them."""
     return x + d, ()
 
 
-PLAIN: Final = ServerOptimizer("", (), _mean_itself)
-
+PLAIN: Final = ServerOptimizer("", (), _plain)
 SGD: Final = ServerOptimizer("sgd", (), _sgd)
 ADAM: Final = ServerOptimizer("adam", ("m", "v"), _adam)

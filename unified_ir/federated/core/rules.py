@@ -3,12 +3,12 @@
     gathering -> collecting -> reducing -> gathering ... -> finishing -> done
     stopped and failed are reached from any phase; stopped returns to the phase before.
 
-Ids are derived and time comes in with events, so the same events give the same state, byte for
-byte. An update counts once: for the device that holds the lease, while its round collects. A
-killed device keeps its lease for `patience_s` and may resume it. A connected device that misses a
-deadline is not drawn for some rounds if others make the quorum. `due_s` says when the next `Tick`
-matters. The effect of a rule on journaled events never changes: where a rule was changed,
-`RunState.rules` says which version a run uses.
+Ids are derived and events carry the time, so the same events give the same state, byte for byte. An
+update counts once: for the device that holds the lease, while its round collects. A killed device
+keeps its lease for `patience_s` and may resume it. A connected device that misses a deadline is not
+drawn for some rounds if others make the quorum. `due_s` returns when the next `Tick` matters. The
+effect of a rule on journaled events never changes: where a rule was changed, `RunState.rules` is
+the version that a run uses.
 
 The cost of one device's event grows with the logarithm of the number of devices: a rule that
 concerns all members or leases uses their indexes. Only the beginning and end of a round, and a
@@ -22,6 +22,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 from triplane.unified_ir.federated.core.run import (
@@ -62,7 +63,7 @@ from triplane.unified_ir.federated.core.run import (
 
 LEASE_CHARS: Final = 32
 MAX_GIVEN_UP: Final = 10
-"""Rounds in a row without a quorum after which the run stops, for a person to look at it."""
+"""Rounds in a row without a quorum after which the run stops, so that a person can intervene."""
 FIRST_PAUSE_S: Final = 0.5
 """Pause after an abandoned round; it doubles with each one in a row."""
 MAX_PAUSE_S: Final = 30.0
@@ -74,8 +75,8 @@ MAX_NAMED: Final = 5
 """Absent devices that a run's reason names, at most."""
 
 MAX_REST: Final = 32
-"""Most rounds for which a device that misses deadlines is not drawn; one after the first, doubling
-with each in a row."""
+"""Largest number of rounds for which a device that misses deadlines is not drawn. It is one after
+the first, and doubles with each in a row."""
 
 UNWILLING: Final = frozenset({Outcome.DECLINED, Outcome.REFUSED})
 ANSWERED: Final = UNWILLING | {Outcome.COUNTED}
@@ -191,44 +192,42 @@ def _ask(state: RunState, event: Asked) -> tuple[RunState, Effects]:
 
 def _arrive(state: RunState, event: Arrived) -> tuple[RunState, Effects]:
     if state.round and state.round.evaluates:
-        return _unwanted(state, event.device, event.lease)
+        return _unwanted(state, event)
     return _answer(state, event)
 
 
 def _answer(state: RunState, event: Arrived | Answered) -> tuple[RunState, Effects]:
     lease = _held(state, event)
     if lease is None:
-        return _unwanted(state, event.device, event.lease)
-    done = replace(lease, outcome=Outcome.COUNTED, update=event.update, away_s=None)
-    return _settle(state, replace(done, bytes_down=event.bytes_down))
+        return _unwanted(state, event)
+    counted = replace(lease, update=event.update, away_s=None, bytes_down=event.bytes_down)
+    return _settle(state, counted, Outcome.COUNTED)
 
 
 def _score(state: RunState, event: Scored) -> tuple[RunState, Effects]:
     lease = _held(state, event)
     if lease is None or not (state.round and state.round.evaluates):
-        return _unwanted(state, event.device, event.lease)
-    member = state.members[event.device]
-    scored = _with(state, replace(member, score=event.score))
-    done = replace(lease, outcome=Outcome.COUNTED, away_s=None, bytes_down=event.bytes_down)
-    return _settle(scored, done)
+        return _unwanted(state, event)
+    scored = _with(state, replace(state.members[event.device], score=event.score))
+    counted = replace(lease, away_s=None, bytes_down=event.bytes_down)
+    return _settle(scored, counted, Outcome.COUNTED)
 
 
 def _refuse(state: RunState, event: Refused) -> tuple[RunState, Effects]:
     counts = {**state.refusals, event.kind: state.refusals.get(event.kind, 0) + 1}
-    state = replace(state, refusals=counts)
-    lease = _held(state, event)
-    if lease is None:
-        return state, ()
-    done = replace(lease, outcome=Outcome.REFUSED, reason=event.reason)
-    return _settle(state, replace(done, bytes_down=event.bytes_down))
+    return _end(replace(state, refusals=counts), event, Outcome.REFUSED)
 
 
 def _decline(state: RunState, event: Declined) -> tuple[RunState, Effects]:
+    return _end(state, event, Outcome.DECLINED)
+
+
+def _end(state: RunState, event: Refused | Declined, outcome: Outcome) -> tuple[RunState, Effects]:
     lease = _held(state, event)
     if lease is None:
         return state, ()
-    done = replace(lease, outcome=Outcome.DECLINED, reason=event.reason)
-    return _settle(state, replace(done, bytes_down=event.bytes_down))
+    ended = replace(lease, reason=event.reason, bytes_down=event.bytes_down)
+    return _settle(state, ended, outcome)
 
 
 def _tick(state: RunState, event: Tick) -> tuple[RunState, Effects]:
@@ -239,7 +238,7 @@ def _tick(state: RunState, event: Tick) -> tuple[RunState, Effects]:
     for lease in _open_leases(state) if over else _away_since(state.round, gone):
         away = lease.away_s is not None and lease.away_s <= gone
         why = "its stream was away too long" if away else "the round's deadline passed"
-        state, more = _settle(state, replace(lease, outcome=Outcome.LOST, reason=why))
+        state, more = _settle(state, replace(lease, reason=why), Outcome.LOST)
         if not away and state.rules >= NEWEST_RULES:
             state = _with(state, _resting(state.members[lease.device], state.turn[0]))
         tells += more
@@ -247,14 +246,14 @@ def _tick(state: RunState, event: Tick) -> tuple[RunState, Effects]:
 
 
 def _resting(member: RunMember, number: int) -> RunMember:
-    """Return the member after a deadline that it missed in that round."""
+    """Return the member after it missed the deadline of that round."""
     rest = min(2**member.missed, MAX_REST)
     missed = min(member.missed + 1, MAX_REST)  # a count beyond it would make no difference
     return replace(member, missed=missed, rests_until=number + 1 + rest)
 
 
 def _away_since(round_: Round, latest_s: float) -> list[Lease]:
-    """Return the open leases of devices that left by then, in the order of their names."""
+    """Return the open leases of devices that left before then, in the order of their names."""
     leases = _leases(round_)
     devices = itertools.takewhile(lambda key: key[0] <= latest_s, leases.indexed("away"))
     return [x for _, device in sorted(devices, key=lambda key: key[1]) if (x := leases.of(device))]
@@ -297,35 +296,6 @@ def _fail(state: RunState, event: Failed) -> tuple[RunState, Effects]:
     return after, tells
 
 
-def _late(state: RunState, event: Arrived | Answered | Scored) -> tuple[RunState, Effects]:
-    return _unwanted(state, event.device, event.lease)
-
-
-# fmt: off
-_LIVE: Final = (Phase.GATHERING, Phase.COLLECTING, Phase.REDUCING, Phase.FINISHING, Phase.STOPPED)
-RULES: Final[Mapping[tuple[Phase, type], Rule]] = {
-    **{(phase, Joined):       _join   for phase in _LIVE},
-    **{(phase, Left):         _leave  for phase in _LIVE},
-    **{(phase, Restarted):    _restart for phase in _LIVE},
-    **{(phase, Refused):      _refuse for phase in _LIVE},
-    **{(phase, Failed):       _fail   for phase in _LIVE},
-    **{(phase, Stopped):      _stop   for phase in _LIVE if phase is not Phase.STOPPED},
-    **{(phase, Arrived):      _late   for phase in _LIVE},
-    **{(phase, Answered):     _late   for phase in _LIVE},
-    **{(phase, Scored):       _late   for phase in _LIVE},
-    (Phase.COLLECTING, Asked):    _ask,
-    (Phase.COLLECTING, Arrived):  _arrive,
-    (Phase.COLLECTING, Answered): _answer,
-    (Phase.COLLECTING, Scored):   _score,
-    (Phase.COLLECTING, Declined): _decline,
-    (Phase.COLLECTING, Tick):     _tick,
-    (Phase.REDUCING, Reduced):    _reduce,
-    (Phase.FINISHING, Finished):  _finish,
-    (Phase.STOPPED, Resumed):     _resume,
-}
-# fmt: on
-
-
 # What follows from any event.
 
 
@@ -360,22 +330,13 @@ def _open(state: RunState, now_s: float) -> tuple[RunState, Effects]:
         return _because(state, _waits_for(len(able), state, evaluates=evaluates)), ()
     names = itertools.islice(able, drawn)
     chosen = sorted(name for _, name in names) if evaluates else _chosen(state, names)
-    leases = tuple(
-        Lease(
-            id=lease_id(
-                state.run,
-                number,
-                evaluates=evaluates,
-                attempt=state.attempt,
-                device=device,
-                epoch=state.epoch,
-            ),
-            device=device,
-        )
-        for device in chosen
+    attempt = state.attempt
+    identify = partial(
+        lease_id, state.run, number, evaluates=evaluates, attempt=attempt, epoch=state.epoch
     )
+    leases = tuple(Lease(id=identify(device=device), device=device) for device in chosen)
     opened = Round(
-        number=number, evaluates=evaluates, attempt=state.attempt, opened_s=now_s, leases=leases
+        number=number, evaluates=evaluates, attempt=attempt, opened_s=now_s, leases=leases
     )
     state = replace(state, phase=Phase.COLLECTING, reason="", since_s=now_s, round=opened)
     return state, tuple(Tell(device) for device in chosen)
@@ -387,7 +348,7 @@ def _all_here(state: RunState, now_s: float) -> bool:
 
 
 def _given_up(state: RunState, now_s: float) -> int:
-    """Return the members that were away for longer than the patience: no round waits for them."""
+    """Count the members that were away for longer than the patience; no round waits for them."""
     patience_s = state.plan.patience_s
     return _members(state).indexed("away").count_until(lambda key: key[0] + patience_s > now_s)
 
@@ -397,45 +358,43 @@ def _close(state: RunState, round_: Round, now_s: float) -> tuple[RunState, Effe
     enough = not round_.evaluates and len(leases.indexed("counted")) >= state.plan.devices
     if len(leases.indexed("open")) and not enough:
         return state, ()
-    late: list[Tell] = []
+    tells: tuple[Tell, ...] = ()
     for lease in leases.listed("open"):
-        slower = replace(lease, outcome=Outcome.LATE, reason="enough others were faster")
-        state, more = _settle(state, slower)
-        late += more
+        slower = replace(lease, reason="enough others were faster")
+        state, more = _settle(state, slower, Outcome.LATE)
+        tells += more
     assert state.round is not None
-    tells, counted = tuple(late), _counted(round_)
+    round_, counted = state.round, _counted(round_)
     short = not round_.evaluates and len(counted) < state.plan.quorum
     why = f"{len(counted)} updates of {state.plan.quorum} needed" if short else ""
-    round_ = state.round
-    ended = _ended(round_, now_s, why)
-    state = replace(state, history=(*state.history, ended))
+    state = replace(state, history=(*state.history, _ended(round_, now_s, why)))
     if short:
         return _give_up(state, why, now_s), tells
-    wanted = state.plan.needs_scores and state.rules >= RULES_WITH_PAUSES
-    if round_.evaluates and not counted and wanted:
-        refusing = [x for x in round_.leases if x.outcome in UNWILLING]
-        if refusing:
-            return _unscored(state, refusing, now_s), (*tells, Judged(round_.number, ()))
     if round_.evaluates:
-        after = _gather(state, (round_.number + 1, False), now_s)
-        return after, (*tells, Judged(round_.number, counted))
+        refusing = [x for x in round_.leases if x.outcome in UNWILLING]
+        needs_scores = state.plan.needs_scores and state.rules >= RULES_WITH_PAUSES
+        if refusing and needs_scores and not counted:
+            state = _unscored(state, refusing, now_s)
+        else:
+            state = _gather(state, (round_.number + 1, False), now_s)
+        return state, (*tells, Judged(round_.number, counted))
     state = replace(state, phase=Phase.REDUCING, since_s=now_s)
     return state, (*tells, Reduce(round_.number, counted))
 
 
 def _give_up(state: RunState, why: str, now_s: float) -> RunState:
     again = replace(_gather(state, state.turn, now_s), attempt=state.attempt + 1)
-    if again.attempt < MAX_GIVEN_UP:
-        if state.rules >= RULES_WITH_PAUSES:
-            pause_s = min(FIRST_PAUSE_S * 2 ** (again.attempt - 1), MAX_PAUSE_S)
-            again = replace(again, not_before_s=now_s + pause_s)
+    if again.attempt >= MAX_GIVEN_UP:
+        reason = f"{MAX_GIVEN_UP} rounds in a row were given up; the last had {why}"
+        return replace(again, phase=Phase.STOPPED, reason=reason)
+    if state.rules < RULES_WITH_PAUSES:
         return again
-    reason = f"{MAX_GIVEN_UP} rounds in a row were given up; the last had {why}"
-    return replace(again, phase=Phase.STOPPED, reason=reason)
+    pause_s = min(FIRST_PAUSE_S * 2 ** (again.attempt - 1), MAX_PAUSE_S)
+    return replace(again, not_before_s=now_s + pause_s)
 
 
 def _unscored(state: RunState, refusing: list[Lease], now_s: float) -> RunState:
-    """Stop the run: no device scored, and a result that was not measured is not registered."""
+    """Stop the run: no device scored, and a result without a measurement is not registered."""
     kinds = f"{len(refusing)} devices declined or were refused"
     reason = (
         f"no device scored round {state.turn[0]}: {kinds}, {refusing[0].device} because: "
@@ -455,9 +414,9 @@ def _gather(state: RunState, turn: tuple[int, bool], now_s: float) -> RunState:
 
 
 def _chosen(state: RunState, able: Iterable[tuple[int, str]]) -> list[str]:
-    """Draw devices fairly, by seed, round and names alone; resting devices come last.
+    """Draw devices fairly, only by seed, round and names; resting devices come last.
 
-    able: (`RunMember.rests_until`, name).
+    able: pairs (`RunMember.rests_until`, name).
     """
     number = state.turn[0]
 
@@ -496,13 +455,13 @@ def _with(state: RunState, member: RunMember) -> RunState:
 
 
 def _away(state: RunState, device: str, since_s: float | None) -> RunState:
-    """Note that a device is away: it keeps its lease for the patience."""
+    """Record since when a device is away; it keeps its lease for the patience."""
     lease = open_lease(state, device)
     return state if lease is None else _put(state, replace(lease, away_s=since_s))
 
 
 def _held(state: RunState, event: Any) -> Lease | None:
-    """Return the open lease of that id, if it is this device's."""
+    """Return the open lease of the event's id, if it is this device's."""
     lease = open_lease(state, event.device)
     return lease if lease is not None and lease.id == event.lease else None
 
@@ -515,36 +474,38 @@ def _put(state: RunState, lease: Lease) -> RunState:
     return replace(state, round=replace(state.round, leases=before.with_(lease)))
 
 
-def _settle(state: RunState, lease: Lease) -> tuple[RunState, tuple[Tell, ...]]:
-    """End a lease and send its device a new document."""
-    counted = lease.outcome is Outcome.COUNTED
+def _settle(state: RunState, lease: Lease, outcome: Outcome) -> tuple[RunState, tuple[Tell, ...]]:
+    """End a lease with that outcome and send its device a new document."""
+    counted, answered = outcome is Outcome.COUNTED, outcome in ANSWERED
     member = state.members[lease.device]
     member = replace(
         member,
         counted=member.counted + counted,
         dropped=member.dropped + (not counted),
-        declined=member.declined + (lease.outcome is Outcome.DECLINED),
+        declined=member.declined + (outcome is Outcome.DECLINED),
         why=member.why if counted else _tallied(member.why, lease.reason),
         settled=Settled(lease=lease.id, counted=counted, reason=lease.reason),
-        missed=0 if lease.outcome in ANSWERED else member.missed,
-        rests_until=0 if lease.outcome in ANSWERED else member.rests_until,
+        missed=0 if answered else member.missed,
+        rests_until=0 if answered else member.rests_until,
         counted_lease=lease.id if counted else member.counted_lease,
     )
-    return _with(_put(state, lease), member), (Tell(lease.device),)
+    return _with(_put(state, replace(lease, outcome=outcome)), member), (Tell(lease.device),)
 
 
-def _unwanted(state: RunState, device: str, lease: str) -> tuple[RunState, Effects]:
-    """Handle a contribution to a closed lease, or a repeated one.
-
-    Answer it, change nothing else.
-    """
-    member = state.members.get(device)
-    if member is None or (member.settled is not None and member.settled.lease == lease):
-        return state, (Tell(device),) if member else ()
-    settled = Settled(lease=lease, counted=False, reason="its round is over, or it was never asked")
-    why = _tallied(member.why, settled.reason)
-    after = replace(member, settled=settled, dropped=member.dropped + 1, why=why)
-    return _with(state, after), (Tell(device),)
+def _unwanted(state: RunState, event: Arrived | Answered | Scored) -> tuple[RunState, Effects]:
+    """Answer a contribution to a closed lease, or a repeated one, and change nothing else."""
+    member = state.members.get(event.device)
+    if member is None:
+        return state, ()
+    if member.settled is None or member.settled.lease != event.lease:
+        reason = "its round is over, or it was never asked"
+        member = replace(
+            member,
+            settled=Settled(lease=event.lease, counted=False, reason=reason),
+            dropped=member.dropped + 1,
+            why=_tallied(member.why, reason),
+        )
+    return _with(state, member), (Tell(event.device),)
 
 
 def _tallied(why: Mapping[str, int], reason: str) -> Mapping[str, int]:
@@ -583,3 +544,25 @@ def _ended(round_: Round, now_s: float, given_up: str) -> Ended:
         bytes_down=sum(x.bytes_down for x in round_.leases),
         given_up=given_up,
     )
+
+
+# fmt: off
+_LIVE: Final = (Phase.GATHERING, Phase.COLLECTING, Phase.REDUCING, Phase.FINISHING, Phase.STOPPED)
+_ALWAYS: Final[Mapping[type, Rule]] = {
+    Joined: _join, Left: _leave, Restarted: _restart, Refused: _refuse, Failed: _fail,
+    Arrived: _unwanted, Answered: _unwanted, Scored: _unwanted,
+}
+RULES: Final[Mapping[tuple[Phase, type], Rule]] = {
+    **{(phase, event): rule for phase in _LIVE for event, rule in _ALWAYS.items()},
+    **{(phase, Stopped): _stop for phase in _LIVE if phase is not Phase.STOPPED},
+    (Phase.COLLECTING, Asked):    _ask,
+    (Phase.COLLECTING, Arrived):  _arrive,
+    (Phase.COLLECTING, Answered): _answer,
+    (Phase.COLLECTING, Scored):   _score,
+    (Phase.COLLECTING, Declined): _decline,
+    (Phase.COLLECTING, Tick):     _tick,
+    (Phase.REDUCING, Reduced):    _reduce,
+    (Phase.FINISHING, Finished):  _finish,
+    (Phase.STOPPED, Resumed):     _resume,
+}
+# fmt: on

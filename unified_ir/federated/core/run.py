@@ -52,10 +52,11 @@ NEWEST_RULES: Final = 3
 class RunPlan:
     """The plan of a run; see `Cohort` in federation.proto.
 
-    devices: updates that make a round. asked: leases given for it, at least `devices`.
-    quorum: updates without which a round that ran out of time is given up. evaluate_every: 0 for
-    after the last round only. needs_scores: whether an evaluation that every device declines ends
-    the run; with an external strategy and apps of the devices' owners, many cannot evaluate.
+    devices: updates that complete a round. asked: leases given for it, at least `devices`.
+    quorum: least number of updates at the deadline; with fewer the round is abandoned.
+    evaluate_every: 0 to evaluate after the last round only. needs_scores: whether an evaluation
+    that every device declines stops the run; with an external strategy and apps of the devices'
+    owners, many devices cannot evaluate.
     """
 
     rounds: int
@@ -102,12 +103,12 @@ class Settled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunMember:
-    """A device that offered itself; it stays a member while it is away, since `away_s`.
+    """A device that joined the run; it stays a member while it is disconnected, since `away_s`.
 
-    dropped: contributions that did not count, `declined` of them by the device itself. why: how
-    often by reason, the first few reasons of the run. missed: deadlines in a row that passed while
-    it said nothing; rests_until: number of the round from which on it is drawn like others again.
-    settled: of the newest contribution; counted_lease: of the newest that counted, or empty.
+    dropped: contributions that did not count, `declined` of them by the device itself. why: counts
+    by reason, for the first few reasons. missed: deadlines in a row that passed without an answer;
+    rests_until: number of the round from which on it is drawn like others again. settled: the
+    answer to the newest contribution; counted_lease: the newest lease that counted, or empty.
     """
 
     device: str
@@ -133,8 +134,8 @@ def _draws(member: RunMember) -> tuple[int, str] | None:
 class Members(Records[RunMember]):
     """Members by name, in the order in which they joined.
 
-    absent: those without an open stream, by name. away: since when, and name. learners, scorers:
-    from which round on, and name of those with an open stream that can learn, or score.
+    Indexes: absent has the names of those without an open stream; away (since when, name) of them;
+    learners and scorers (`rests_until`, name) of those with one that can learn, or score.
     """
 
     __slots__ = ()
@@ -150,7 +151,7 @@ class Members(Records[RunMember]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """A contribution whose bytes are on the cloud's disk and well formed.
+    """A contribution whose bytes are on the cloud's disk and valid.
 
     blob: SHA-256 in hexadecimal. weight: the device's examples.
     """
@@ -164,9 +165,9 @@ class Update:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """One device's work in one round. away_s: since when its stream is closed, while it is.
+    """One device's work in one round. away_s: when its stream closed; None while it is open.
 
-    bytes_down: that the device was given for it.
+    bytes_down: bytes that the device was sent for it.
     """
 
     id: str
@@ -193,7 +194,8 @@ class _LeasesByDevice(Records[Lease]):
 class Leases(Sequence[Lease]):
     """Leases in the order of device names, one for each device.
 
-    open, counted: devices whose lease is so; away: since when, and device, of the open ones.
+    Indexes: open and counted have the devices with such a lease; away (since when, device) of the
+    open ones.
     """
 
     __slots__ = ("_by_device",)
@@ -203,23 +205,23 @@ class Leases(Sequence[Lease]):
 
     @classmethod
     def from_leases(cls, leases: Iterable[Lease]) -> Leases:
-        """Make it of leases in their order."""
+        """Make the sequence of leases in their order."""
         return cls(_LeasesByDevice.from_mapping({x.device: x for x in leases}))
 
     def of(self, device: str) -> Lease | None:
-        """The lease of a device."""
+        """Return the lease of a device."""
         return self._by_device.get(device)
 
     def with_(self, lease: Lease) -> Leases:
-        """With this lease in place of its device's."""
+        """Return the leases with this one in place of its device's."""
         return Leases(self._by_device.with_(lease.device, lease))
 
     def indexed(self, index: str) -> SortedMap[Any, str]:
-        """Devices by the keys of an index."""
+        """Return the devices by the keys of an index."""
         return self._by_device.indexed(index)
 
     def listed(self, index: str) -> tuple[Lease, ...]:
-        """Leases in the order of an index."""
+        """Return the leases of an index, in its order."""
         return tuple([self._by_device[device] for device in self.indexed(index).values()])
 
     def __len__(self) -> int:
@@ -243,7 +245,7 @@ class Leases(Sequence[Lease]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """The round at hand. leases: in order of device names. attempt: rounds given up before it."""
+    """The current round. leases: by device name. attempt: rounds abandoned in a row before it."""
 
     number: int
     evaluates: bool
@@ -258,7 +260,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """The record of an ended round. given_up: why, or empty where it counted.
+    """The record of an ended round. given_up: why it was abandoned, or empty.
 
     bytes_down: of the leases that were answered.
     """
@@ -282,10 +284,10 @@ class Ended:
 class RunState:
     """A run between two events.
 
-    round: the last one that began, from 0. turn: (number, evaluates) of the round to come or at
-    hand. since_s: when the phase began; looked_s: the newest tick. history: ended rounds, oldest
+    turn: (number, evaluates) of the current or next round. since_s: when the phase began;
+    looked_s: the newest tick. attempt: rounds abandoned in a row. history: ended rounds, oldest
     first. shared: blob of the state that the next round begins from (SHA-256 in hexadecimal).
-    not_before_s: no round opens earlier. rules: version of the machine that the run began under.
+    not_before_s: no round opens earlier. rules: version of the rules that the run began under.
     epoch: of the newest restart; "" before the first.
     """
 
@@ -311,13 +313,12 @@ class RunState:
             object.__setattr__(self, "members", Members.from_mapping(self.members))
 
 
-# Events. at_s: seconds since 1970, never earlier than the event before. bytes_down: that the device
-# was given for its lease.
+# Events. at_s: seconds since 1970, never earlier than the event before.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
-    """A stream of the device is open and offers this."""
+    """A stream of the device is open; it offers this many samples."""
 
     at_s: float
     device: str
@@ -334,12 +335,21 @@ class Left:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arrived:
-    """An update, verified and durable."""
+class _OfLease:
+    """An event of a lease. Its fields are stored first, then those of the class below it.
+
+    bytes_down, in those classes: bytes that the device was sent for its lease.
+    """
 
     at_s: float
     device: str
     lease: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrived(_OfLease):
+    """An update, verified and durable."""
+
     update: Update
     bytes_down: int = 0
 
@@ -348,7 +358,7 @@ class Arrived:
 class Asked:
     """An external strategy chose the devices of the round; the other leases are void.
 
-    messages: by device, blob of what it is asked, empty where the run's plan says it.
+    messages: by device, blob of its request, empty where the run's plan states the work.
     """
 
     at_s: float
@@ -359,46 +369,34 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answered:
+class Answered(_OfLease):
     """Like `Arrived`, as an answer to an external strategy; it counts in either kind of round."""
 
-    at_s: float
-    device: str
-    lease: str
     update: Update
     bytes_down: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scored:
+class Scored(_OfLease):
     """An evaluation."""
 
-    at_s: float
-    device: str
-    lease: str
     score: Score
     bytes_down: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refused:
+class Refused(_OfLease):
     """A contribution that cannot count. kind: one word, counted; reason: for people."""
 
-    at_s: float
-    device: str
-    lease: str
     kind: str
     reason: str
     bytes_down: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Declined:
+class Declined(_OfLease):
     """The device declined its work."""
 
-    at_s: float
-    device: str
-    lease: str
     reason: str
     bytes_down: int = 0
 
@@ -407,7 +405,7 @@ class Declined:
 class Restarted:
     """The cloud's process is new: no stream is open.
 
-    epoch: names this process; leases that it gives are not those of another process.
+    epoch: identifies this process; its leases differ from those of other processes.
     """
 
     at_s: float
@@ -455,7 +453,7 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """The run cannot go on."""
+    """The run cannot continue."""
 
     at_s: float
     reason: str

@@ -1,10 +1,9 @@
 """A persistent sorted map, and records that can be found by several keys.
 
-A change gives a new map that shares what did not change, so values that hold such maps stay values:
-an older one keeps what it had. A change, and each question about a place in the order, takes steps
-that grow with the logarithm of the size. It is a B+ tree that frees a node when it is empty and
-merges none (Johnson and Shasha 1989, "B-trees with inserts and deletes: why free-at-empty is better
-than merge-at-half").
+A change returns a new map that shares its unchanged parts with the old one, which stays as it was.
+Changes and lookups take steps that grow with the logarithm of the size. It is a B+ tree that frees
+a node when it is empty and merges none (Johnson and Shasha 1989, "B-trees with inserts and deletes:
+why free-at-empty is better than merge-at-half").
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 WIDTH: Final = 32
-"""Most entries of a node."""
+"""Largest number of entries of a node."""
 
 
 class _Leaf:
@@ -55,10 +54,7 @@ class _Leaf:
         at = bisect_left(self.keys, key)
         if at == len(self.keys) or self.keys[at] != key:
             return (self,)
-        keys, values = (
-            self.keys[:at] + self.keys[at + 1 :],
-            self.values[:at] + self.values[at + 1 :],
-        )
+        keys, values = (x[:at] + x[at + 1 :] for x in (self.keys, self.values))
         return (_Leaf(keys, values),) if keys else ()
 
     def count_until(self, holds: Callable[[Any], bool]) -> int:
@@ -121,7 +117,7 @@ _EMPTY: Final = _Leaf((), ())
 
 
 class SortedMap(Generic[K, V]):
-    """Values by key, in the order of the keys. Keys are of one type that has an order."""
+    """Values by key, in the order of the keys. Keys are of one ordered type."""
 
     __slots__ = ("_root",)
 
@@ -130,7 +126,7 @@ class SortedMap(Generic[K, V]):
 
     @classmethod
     def from_items(cls, items: Iterable[tuple[K, V]]) -> SortedMap[K, V]:
-        """Make it of (key, value) pairs in any order, with distinct keys."""
+        """Build the map from (key, value) pairs in any order, with distinct keys."""
         entries = sorted(items, key=itemgetter(0))
         nodes: list[_Node] = [
             _Leaf(tuple([k for k, _ in part]), tuple([v for _, v in part]))
@@ -144,16 +140,16 @@ class SortedMap(Generic[K, V]):
         return self._root.size
 
     def get(self, key: K) -> V | None:
-        """The value of a key, or None."""
+        """Return the value of a key, or None."""
         value: V | None = self._root.get(key)
         return value
 
     def set(self, key: K, value: V) -> SortedMap[K, V]:
-        """The map with this value."""
+        """Return the map with this value."""
         return SortedMap(_rooted(self._root.set(key, value)))
 
     def without(self, key: K) -> SortedMap[K, V]:
-        """The map without that key."""
+        """Return the map without that key."""
         return SortedMap(_rooted(self._root.without(key)))
 
     def __iter__(self) -> Iterator[K]:
@@ -161,16 +157,16 @@ class SortedMap(Generic[K, V]):
             yield from leaf.keys
 
     def values(self) -> Iterator[V]:
-        """In the order of their keys."""
+        """Yield the values in the order of their keys."""
         for leaf in self._root.leaves():
             yield from leaf.values
 
     def count_until(self, holds: Callable[[K], bool]) -> int:
-        """Return how many keys come before the first that the predicate holds for, by bisection."""
+        """Count, by bisection, the keys before the first one for which the predicate holds."""
         return self._root.count_until(holds)
 
     def first(self, holds: Callable[[K], bool]) -> K | None:
-        """The first key that it holds for, as in `count_until`."""
+        """Return the first key for which the predicate holds, by bisection."""
         node, later = self._root, None
         while isinstance(node, _Inner):
             at = bisect_left(node.firsts, True, key=holds)
@@ -187,7 +183,7 @@ def _rooted(nodes: tuple[_Node, ...]) -> _Node:
 
 
 def _parts(entries: list[Any]) -> Iterator[list[Any]]:
-    """Split into as few runs as nodes need, each with room to grow."""
+    """Split into the entries of nodes, each with room to grow."""
     size = 3 * WIDTH // 4
     return (entries[at : at + size] for at in range(0, len(entries), size))
 
@@ -197,9 +193,9 @@ Index = Callable[[Any], Any]
 
 
 class Records(Mapping[str, V]):
-    """Records by name in the order in which the names came, found by further keys too.
+    """Records by name, in the order in which names were added, with indexes by other keys.
 
-    indexes: by name of the index, the key that a record has in it; keys of two records differ.
+    indexes: for each index, the function that returns a record's key; keys of two records differ.
     """
 
     indexes: ClassVar[Mapping[str, Index]] = {}
@@ -213,7 +209,7 @@ class Records(Mapping[str, V]):
 
     @classmethod
     def from_mapping(cls, records: Mapping[str, V]) -> Self:
-        """Make it of records by name."""
+        """Build the records from a mapping by name."""
         items = list(records.items())
         by_name = SortedMap.from_items(
             [(name, (at, record)) for at, (name, record) in enumerate(items)]
@@ -239,7 +235,7 @@ class Records(Mapping[str, V]):
         return iter(self._plain())
 
     def values(self) -> ValuesView[V]:
-        """In the order in which the names came."""
+        """Return the records in the order in which names were added."""
         return self._plain().values()
 
     def items(self) -> ItemsView[str, V]:
@@ -252,11 +248,11 @@ class Records(Mapping[str, V]):
         return {name: record for name, (_, record) in ordered}
 
     def indexed(self, index: str) -> SortedMap[Any, str]:
-        """Names by the keys of an index."""
+        """Return the names by the keys of an index."""
         return self._indexed[index]
 
     def with_(self, name: str, record: V) -> Self:
-        """The records with this one, in the place of the one of that name or at the end."""
+        """Return the records with this one in place of that of its name, or at the end."""
         slot = self._by_name.get(name)
         at, old = (len(self._by_name), None) if slot is None else slot
         if old == record:
