@@ -67,7 +67,7 @@ from triplane.proto import transfer_pb2_grpc as transfer_grpc
 from triplane.proto.calls import UNSEEN_CALLS
 from triplane.proto.channels import server_credentials, server_options
 from triplane.proto.errors import NotFound, Unavailable
-from triplane.proto.saying import say_ready
+from triplane.proto.logs import say_ready
 from triplane.proto.transfer import BlobFolder, TransferServicer
 
 logger = logging.getLogger(__name__)

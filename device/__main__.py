@@ -12,8 +12,7 @@ from typing import Any, Final
 
 from triplane.proto import signals
 from triplane.proto.errors import NotFound, TriplaneError
-from triplane.proto.logs import configure_logging
-from triplane.proto.saying import say_ready
+from triplane.proto.logs import configure_logging, say_ready
 
 ARENA_MAX: Final = -8
 """glibc's M_ARENA_MAX."""

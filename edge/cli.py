@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from triplane.proto.quiet import quiet_grpc
+from triplane.proto.logs import quiet_grpc
 from triplane.unified_ir.cli.shell import (
     EXIT_CODES,
     SECRET,

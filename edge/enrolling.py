@@ -26,7 +26,7 @@ from triplane.proto.channels import connect
 from triplane.proto.errors import Conflict, Corrupt, Unavailable
 from triplane.proto.identity import IdentityFolder, Token
 from triplane.proto.identity import enrol as enrol_at
-from triplane.proto.quiet import quiet_grpc
+from triplane.proto.logs import quiet_grpc
 
 Fetch = Callable[[str], bytes]
 

@@ -45,7 +45,7 @@ class BlobFolder:
         self._whole: dict[bytes, tuple[int, int, int]] = {}
         self._lock = threading.Lock()
         disk.make_folder(self.partial)
-        disk.sync_folder(self.folder)  # names that a process gave before it was killed
+        disk.sync_folder(self.folder)  # a killed process may not have synced its last renames
 
     def path(self, sha256: bytes) -> Path:
         """Return the path that the blob has, or would have."""
@@ -54,14 +54,14 @@ class BlobFolder:
         return self.folder / sha256.hex()
 
     def find(self, sha256: bytes) -> Path:
-        """Return the path of a complete blob. NotFound."""
+        """Return the path of a complete blob. NotFound if it is not complete."""
         path = self.path(sha256)
         if not path.is_file():
             raise NotFound(f"no blob {sha256.hex()[:16]}... here; upload it first")
         return path
 
     def has(self, sha256: bytes) -> bool:
-        """Whether the blob is complete."""
+        """Return whether the blob is complete."""
         return self.path(sha256).is_file()
 
     def drop_damaged(self, sha256: bytes, *, reread: bool = False) -> bool:
@@ -106,7 +106,8 @@ class BlobFolder:
     def receive(self, sha256: bytes, size: int) -> Iterator["IncomingBlob"]:
         """Receive one blob, resuming where an earlier attempt stopped.
 
-        InvalidInput: too large. Conflict: it is being received already. Unavailable: disk space.
+        InvalidInput: too large. Conflict: it is being received already. Unavailable: the disk is
+        full.
         """
         path = self.path(sha256)
         if not 0 <= size <= self.max_bytes:
@@ -116,11 +117,9 @@ class BlobFolder:
                 raise Conflict(f"blob {sha256.hex()[:16]}... is being received already; wait")
             self._busy.add(sha256)
         try:
-            receiving = IncomingBlob(self, path, self.partial / path.name, sha256, size)
-            try:
-                yield receiving
-            finally:
-                receiving.close()
+            blob = IncomingBlob(self, path, self.partial / path.name, sha256, size)
+            with contextlib.closing(blob):
+                yield blob
         finally:
             with self._lock:
                 self._busy.discard(sha256)
@@ -137,9 +136,8 @@ class BlobFolder:
         """Store a copy of a file; return its name."""
         sha256, size = digest_of(source), source.stat().st_size
         if self.is_lost(sha256):
-            with self.receive(sha256, size) as receiving, source.open("rb") as file:
-                file.seek(receiving.stored)
-                while chunk := file.read(CHUNK_BYTES):
+            with self.receive(sha256, size) as receiving:
+                for chunk in chunks_of(source, receiving.stored):
                     receiving.write(chunk)
                 receiving.finish()
         return sha256
@@ -152,7 +150,7 @@ class BlobFolder:
 
 
 class IncomingBlob:
-    """One blob that is being received; `BlobFolder.receive` makes it."""
+    """One blob that is being received; `BlobFolder.receive` creates it."""
 
     def __init__(self, to: BlobFolder, path: Path, partial: Path, sha256: bytes, size: int) -> None:
         self._to, self._path, self._partial = to, path, partial
@@ -160,7 +158,7 @@ class IncomingBlob:
         self._file: AppendFile | None = None
         self._is_named = False
         self._have = partial.stat().st_size if partial.is_file() else 0
-        self._unsynced = self._have  # their writer may have been killed before a sync
+        self._unsynced = self._have  # whoever wrote them may have been killed before a sync
         self._hash = None if self._have else hashlib.sha256()
         if self._have > size:
             self.restart()
@@ -172,15 +170,13 @@ class IncomingBlob:
         return self._have
 
     def write(self, chunk: bytes) -> None:
-        """Add the next bytes. InvalidInput beyond the size."""
+        """Add the next bytes. InvalidInput beyond the blob's size."""
         if self._have + len(chunk) > self.size:
             raise InvalidInput(
                 f"blob {self.sha256.hex()[:16]}... has {self.size} bytes; {len(chunk)} more after "
                 f"{self._have} were sent"
             )
-        if self._file is None:
-            self._file = AppendFile(self._partial, self._to.disk)
-        self._file.write(chunk)
+        self._open().write(chunk)
         if self._hash is not None:
             self._hash.update(chunk)
         self._have += len(chunk)
@@ -195,9 +191,9 @@ class IncomingBlob:
         self._unsynced = 0
 
     def take(self, data: bytes) -> Path:
-        """Store a whole blob at once, verified before it is written: one sync less than in chunks.
+        """Store a whole blob at once, which takes one sync less than in chunks.
 
-        Corrupt: other bytes. An earlier incomplete attempt is replaced.
+        It replaces an earlier incomplete attempt. Corrupt, before anything is written: other bytes.
         """
         self.restart()
         self._check(hashlib.sha256(data).digest())
@@ -217,12 +213,16 @@ class IncomingBlob:
             return self._path
         if self._have != self.size:
             raise InvalidInput(f"{self._have} of {self.size} bytes are here; send the rest")
-        if self._file is None:
-            self._file = AppendFile(self._partial, self._to.disk)
+        self._open()
         self.sync()
         self._check(self._hash.digest() if self._hash else digest_of(self._partial))
         self.close()
         return self._name()
+
+    def _open(self) -> AppendFile:
+        if self._file is None:
+            self._file = AppendFile(self._partial, self._to.disk)
+        return self._file
 
     def _check(self, digest: bytes) -> None:
         if digest != self.sha256:
@@ -263,9 +263,9 @@ class IncomingBlob:
         reserve = min(RESERVE_BYTES, max(LEAST_RESERVE_BYTES, RESERVE_FACTOR * self.size))
         if free < self.size - self._have + reserve:
             raise NoRoom(
-                f"the disk is full: {self._to.folder} has {free} bytes free, and "
-                f"{self.size - self._have} bytes are to come beside {reserve} that stay free; make "
-                "room and try again"
+                f"the disk is full: {self._to.folder} has {free} bytes free, but "
+                f"{self.size - self._have} more bytes are needed besides {reserve} that must stay "
+                "free; make room and try again"
             )
 
 

@@ -1,7 +1,7 @@
 """Channels to the cloud: mutual TLS, limits, keepalive, and a deadline for every call.
 
-A unary call without a deadline gets `DEADLINE_S`; streams live until either side ends them, with
-keepalive. Message limits are the same on both sides.
+A unary call without a deadline gets `DEADLINE_S`. A stream lasts until either side ends it, and is
+kept alive. Message limits are the same on both sides.
 """
 
 import threading
@@ -41,7 +41,7 @@ CHANNEL_OPTIONS: Final[Options] = (
 
 
 def server_options() -> Options:
-    """Options of a grpc.aio server."""
+    """Return the options of a grpc.aio server."""
     return (
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", MESSAGE_BYTES),
@@ -58,14 +58,14 @@ def server_options() -> Options:
 
 
 def server_credentials(authority: bytes, certificate: bytes, key: bytes) -> grpc.ServerCredentials:
-    """Mutual TLS: only callers with a certificate of `authority` get through. All PEM."""
+    """Return credentials for mutual TLS, all in PEM: callers need a certificate of `authority`."""
     return grpc.ssl_server_credentials(
         [(key, certificate)], root_certificates=authority, require_client_auth=True
     )
 
 
 def connect(identity: IdentityFolder, *, address: str | None = None) -> grpc.Channel:
-    """A channel to the identity's cloud, or to `address`; connects on first use."""
+    """Return a channel to the identity's cloud, or to `address`. It connects on first use."""
     channel = grpc.secure_channel(
         address or identity.cloud, _credentials(identity), options=CHANNEL_OPTIONS
     )
@@ -145,16 +145,9 @@ class Guarded(grpc.Channel):
         self.close()
 
 
-class _Details(grpc.ClientCallDetails):
-    """Details of a call with another timeout."""
-
-    def __init__(self, details: Any) -> None:
-        self.method = details.method
-        self.timeout = DEADLINE_S
-        self.metadata = details.metadata
-        self.credentials = details.credentials
-        self.wait_for_ready = details.wait_for_ready
-        self.compression = getattr(details, "compression", None)
+def _with_deadline(details: Any) -> Any:
+    """Return the details of a call, with the default deadline if it has none."""
+    return details if details.timeout is not None else details._replace(timeout=DEADLINE_S)
 
 
 class _Deadline(grpc.UnaryUnaryClientInterceptor):
@@ -162,8 +155,7 @@ class _Deadline(grpc.UnaryUnaryClientInterceptor):
         self, continuation: Callable[..., Any], client_call_details: Any, request: Any
     ) -> Any:
         """Set the default deadline."""
-        details = client_call_details
-        return continuation(details if details.timeout is not None else _Details(details), request)
+        return continuation(_with_deadline(client_call_details), request)
 
 
 class _AioDeadline(grpc.aio.UnaryUnaryClientInterceptor):
@@ -171,7 +163,4 @@ class _AioDeadline(grpc.aio.UnaryUnaryClientInterceptor):
         self, continuation: Callable[..., Any], client_call_details: Any, request: Any
     ) -> Any:
         """Set the default deadline."""
-        details = client_call_details
-        if details.timeout is None:
-            details = details._replace(timeout=DEADLINE_S)
-        return await continuation(details, request)
+        return await continuation(_with_deadline(client_call_details), request)

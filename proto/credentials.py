@@ -1,8 +1,8 @@
-"""One identity on disk: what a caller shows and whom it trusts.
+"""The credentials of one node, device or person, as files in a folder.
 
 The folder holds `ca.pem`, `cert.pem`, `key.pem` (mode 0600) and `cloud` (HOST:PORT of the main
-port). Reading the files needs no cryptography, which weighs more than the rest of the wire; it is
-imported where a certificate is parsed.
+port). The cryptography package takes more memory than everything else on the wire, so it is
+imported only where a certificate is parsed.
 """
 
 import os
@@ -19,14 +19,14 @@ MAX_CERTIFICATE_BYTES: Final = 16 << 10
 
 
 class IdentityFolder:
-    """One identity on disk."""
+    """The folder of one identity. NotFound or Corrupt where a file is missing or too long."""
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
 
     @property
     def authority_pem(self) -> bytes:
-        """The authority that both sides trust."""
+        """Certificate of the authority that both sides trust."""
         return self._read("ca.pem")
 
     @property
@@ -40,7 +40,7 @@ class IdentityFolder:
         return self._read("key.pem")
 
     def load(self) -> "IdentityFolder":
-        """Itself, once all four files were read; NotFound or Corrupt name the one at fault."""
+        """Return this folder after all four files were read; an error names the file at fault."""
         _ = self.authority_pem, self.key_pem, self.cloud, self.name
         return self
 
@@ -61,18 +61,18 @@ class IdentityFolder:
 
     @property
     def name(self) -> str:
-        """The name in our certificate."""
+        """The common name in our certificate."""
         return common_name(self.certificate)
 
     @property
     def expires_s(self) -> float:
-        """When the certificate ends, seconds since 1970."""
+        """Time at which the certificate expires, in seconds since 1970."""
         return self.certificate.not_valid_after_utc.timestamp()
 
     def save(self, *, authority: bytes, certificate: bytes, key: bytes, cloud: str) -> None:
-        """Write all four files, each whole; `certificate` last, so a folder with one is complete.
+        """Write the four files, each atomically. authority, certificate, key: PEM.
 
-        authority, certificate, key: PEM.
+        The certificate comes last, so a folder that has one is complete.
         """
         OS_DISK.make_folder(self.path)
         write_atomic(self.path / "ca.pem", authority)
@@ -91,15 +91,15 @@ class IdentityFolder:
                 "another folder"
             ) from error
         if len(data) > MAX_CERTIFICATE_BYTES:
-            raise Corrupt(f"{self.path / name} has {len(data)} bytes; not a file of ours")
+            raise Corrupt(f"{self.path / name} has {len(data)} bytes; it is not a file of Triplane")
         return data
 
 
 def common_name(certificate: "Certificate") -> str:
-    """The one common name of the subject; Corrupt where there is not exactly one."""
+    """Return the common name of the subject. Corrupt unless there is exactly one."""
     from cryptography.x509.oid import NameOID
 
     names = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
     if len(names) != 1 or not isinstance(names[0].value, str):
-        raise Corrupt(f"a certificate of ours has one common name, this one has {len(names)}")
+        raise Corrupt(f"a certificate must have one common name, this one has {len(names)}")
     return names[0].value

@@ -1,13 +1,13 @@
 """Durable files. Every file that must survive a crash is written through this module.
 
-`write_atomic` gives files that appear whole or not at all: bytes go to a temporary file beside the
-target, are flushed to the disk, and take the target's name in one rename that is itself flushed. A
-crash or an error at any instant leaves the old file or the new one, and an error leaves no
-temporary file (a killed process may: `.NAME.HEX.tmp`). `AppendFile` gives records and downloads
-that grow: what `sync` returned for is there after a crash.
+`write_atomic` writes a file completely or not at all: the bytes go to a temporary file beside the
+target, are synced, and are renamed to the target; then the folder is synced. A crash or an error at
+any instant leaves the old file or the new one. An error leaves no temporary file; a killed process
+may (`.NAME.HEX.tmp`). `AppendFile` is for records and downloads that grow: bytes that were written
+before `sync` returned survive a crash.
 
-Code that must survive power cuts takes a `Disk`; tests give it one that forgets what was not
-synced. Reading needs no disk: what is there is read with `Path`.
+Code that must survive power cuts takes a `Disk`; tests pass one that forgets what was not synced.
+Files are read with `Path`, without a `Disk`.
 """
 
 import contextlib
@@ -25,11 +25,11 @@ FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class NoRoom(Unavailable):
-    """A disk or a database is full; retry after room was made."""
+    """A disk or a database is full; retry after making room."""
 
 
 def refusal(error: OSError, message: str) -> Unavailable:
-    """Return the error for a disk that refused an operation; chain it from `error`."""
+    """Return the error to raise from `error`: NoRoom if the disk is full, else Unavailable."""
     return (NoRoom if error.errno in FULL else Unavailable)(message)
 
 
@@ -37,29 +37,29 @@ class Disk(Protocol):
     """The operations on a file system. Every method may raise OSError."""
 
     def create(self, path: Path) -> BinaryIO:
-        """A new seekable file open for writing; FileExistsError where the name is taken."""
+        """Return a new seekable file, open for writing. FileExistsError if the name is taken."""
 
     def append(self, path: Path) -> BinaryIO:
-        """The file open for writing at its end, made empty where it is absent."""
+        """Return the file, open for writing at its end; create it if it does not exist."""
 
     def sync(self, file: BinaryIO) -> None:
         """Make the contents of `file` durable; its name is durable only after `sync_folder`."""
 
     def replace(self, source: Path, target: Path) -> None:
-        """Give `source` the name `target`, whatever had it before, in one step."""
+        """Rename `source` to `target` atomically, replacing any file of that name."""
 
     def remove(self, path: Path) -> None:
-        """Remove a file; FileNotFoundError where it is absent."""
+        """Remove a file. FileNotFoundError if it does not exist."""
 
     def make_folder(self, path: Path) -> None:
-        """Make a folder and those above it, durable, if they are absent."""
+        """Make a folder and its missing parents, and sync their names."""
 
     def sync_folder(self, folder: Path) -> None:
         """Make the names in `folder` durable."""
 
 
 class OsDisk:
-    """The operating system's files."""
+    """The file system of the operating system."""
 
     def create(self, path: Path) -> BinaryIO:
         """See `Disk`."""
@@ -106,11 +106,11 @@ OS_DISK: Final = OsDisk()
 def atomic_file(path: Path, disk: Disk = OS_DISK) -> Iterator[BinaryIO]:
     """Yield a seekable binary file that becomes `path` when the block ends without an error.
 
-    Unavailable: the disk refused; a failure of the very last flush may leave the new file in place.
+    Unavailable: the disk refused. If only the last sync failed, the new file may be in place.
     InvalidInput: `path` is a folder, a device or a pipe, which a rename would replace for good.
     """
     if not path.name or "\0" in path.name or (path.exists() and not path.is_file()):
-        raise InvalidInput(f"{path} cannot become a file; give the name of a new or a regular one")
+        raise InvalidInput(f"{path} cannot become a file; give the name of a new or a regular file")
     temp = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         with disk.create(temp) as file:
@@ -119,15 +119,14 @@ def atomic_file(path: Path, disk: Disk = OS_DISK) -> Iterator[BinaryIO]:
         disk.replace(temp, path)
         disk.sync_folder(path.parent)
     except OSError as error:
-        text = f"could not write {path}: {error}; the old file is kept"
-        raise refusal(error, text) from error
+        raise refusal(error, f"could not write {path}: {error}; the old file is kept") from error
     finally:
         with contextlib.suppress(OSError):
             disk.remove(temp)
 
 
 def write_atomic(path: Path, data: Buffer, disk: Disk = OS_DISK) -> None:
-    """Write `data` as the whole of `path`; see `atomic_file`."""
+    """Replace the contents of `path` by `data`; see `atomic_file`."""
     with atomic_file(path, disk) as file:
         file.write(data)
 
@@ -135,7 +134,7 @@ def write_atomic(path: Path, data: Buffer, disk: Disk = OS_DISK) -> None:
 class AppendFile:
     """A file that grows. Opening makes its name durable; `sync` makes its bytes durable.
 
-    Unavailable when the disk refuses; the bytes of a failed `write` may be there in part.
+    Unavailable when the disk refuses; a failed `write` may leave a part of its bytes.
     """
 
     def __init__(self, path: Path, disk: Disk = OS_DISK) -> None:
@@ -146,7 +145,7 @@ class AppendFile:
 
     @property
     def size(self) -> int:
-        """Bytes so far, synced or not."""
+        """Number of bytes written so far, synced or not."""
         return self._file.tell()
 
     def write(self, data: Buffer) -> None:
@@ -155,12 +154,12 @@ class AppendFile:
             self._file.write(data)
 
     def sync(self) -> None:
-        """Return once everything written is on the disk."""
+        """Make everything written so far durable."""
         with self._refusals():
             self._disk.sync(self._file)
 
     def close(self) -> None:
-        """Let go of the file; what was not synced may be lost."""
+        """Close the file; bytes that were not synced may be lost."""
         with self._refusals():
             self._file.close()
 

@@ -39,10 +39,10 @@ _LABEL_VALUE: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
 def check_text(what: str, text: str, most: int) -> None:
-    """InvalidInput unless `text` is at most `most` characters that UTF-8 and databases can hold.
+    """Raise InvalidInput for more than `most` characters, or for some that cannot be stored.
 
     Python's strings may hold half a surrogate pair (from an escape in JSON, or from bytes of a
-    command line that are not UTF-8), which no message and no page can carry any further.
+    command line that are not UTF-8), which cannot be encoded in a message or a page.
     """
     if len(text) > most:
         raise InvalidInput(f"{what} has at most {most} characters, got {len(text)}")
@@ -51,7 +51,7 @@ def check_text(what: str, text: str, most: int) -> None:
 
 
 def check_labels(labels: Mapping[str, str]) -> None:
-    """InvalidInput names the label that is none, or says that they are too many."""
+    """Raise InvalidInput for too many labels, or naming the first invalid one."""
     if len(labels) > MAX_LABELS:
         raise InvalidInput(f"a node has at most {MAX_LABELS} labels, got {len(labels)}")
     for key, value in labels.items():
@@ -59,10 +59,11 @@ def check_labels(labels: Mapping[str, str]) -> None:
 
 
 def check_label(key: str, value: str) -> None:
-    """InvalidInput where a label is not one that a selector can name."""
+    """Raise InvalidInput for a label that no selector can name."""
     if not _LABEL_KEY.fullmatch(key):
         raise InvalidInput(
-            f"a label's key is 1 to 63 of a-z, 0-9, '.', '_', '-', '/', got {key[:100]!r}"
+            f"a label's key is 1 to 63 characters of a-z, 0-9, '.', '_', '-', '/', got "
+            f"{key[:100]!r}"
         )
     if not _LABEL_VALUE.fullmatch(value):
         raise InvalidInput(
@@ -72,7 +73,7 @@ def check_label(key: str, value: str) -> None:
 
 
 def check_desired(desired: Desired) -> None:
-    """InvalidInput names the first field of the cloud's document that is out of range."""
+    """Raise InvalidInput naming the first field of the cloud's document that is out of range."""
     _bound("number", desired.number, MAX_NUMBER)
     _bound("number of assignments", len(desired.assignments), MAX_MODELS)
     for assignment in desired.assignments:

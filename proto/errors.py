@@ -1,16 +1,16 @@
-"""Error families by who can act; every package raises these and nothing vaguer.
+"""The families of errors that every package raises, by who can act on them.
 
 A message states the rule, the values seen and the way out. `proto/status.py` maps each family to a
-gRPC status, so a client raises what the server raised. This module imports nothing.
+gRPC status, so that a client raises what the server raised. This module imports nothing.
 """
 
 
 class TriplaneError(Exception):
-    """Root of the tree; catch it at a process edge, raise one of its families."""
+    """Base of all families. Catch it where a process ends; raise one of the families."""
 
 
 class InvalidInput(TriplaneError, ValueError):
-    """The call is wrong and fixing the call helps."""
+    """The call is wrong; fix it."""
 
 
 class NotFound(TriplaneError, LookupError):
@@ -18,16 +18,16 @@ class NotFound(TriplaneError, LookupError):
 
 
 class Conflict(TriplaneError):
-    """The thing exists in a state that forbids the call."""
+    """The thing is in a state that does not allow the call."""
 
 
 class Unavailable(TriplaneError):
-    """Not now; the same call may succeed later."""
+    """The call cannot be served now; the same call may succeed later."""
 
 
 class Corrupt(TriplaneError):
-    """Bytes are damaged or forged; retrying the same bytes never helps."""
+    """Bytes are damaged or forged; retrying with the same bytes never helps."""
 
 
 class MissingExtra(TriplaneError, ImportError):
-    """An optional dependency is absent; the message names the extra that installs it."""
+    """An optional dependency is not installed; the message names the extra that installs it."""

@@ -1,7 +1,7 @@
-"""Whether a bundle's needs fit a node: one rule for both sides.
+"""Check whether a bundle fits a node's hardware, by the same rule on both sides.
 
-The cloud checks before it assigns. The node checks again before it loads, because a compromised
-cloud would not.
+The cloud checks before it assigns a bundle. The node checks again before it loads it, because a
+compromised cloud would not.
 """
 
 import re
@@ -9,12 +9,24 @@ from collections.abc import Collection
 from typing import Protocol
 
 
-class HardwareNeeds(Protocol):
-    """The needs of a bundle; empty or 0 where it has none."""
+class _Hardware(Protocol):
+    """The properties of a machine that both a bundle's needs and a node's capability name."""
 
     @property
     def runtime(self) -> str:
         """Name of the runtime."""
+
+    @property
+    def instructions(self) -> Collection[str]:
+        """Instruction sets such as "avx512_vnni"."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory to load and run a bundle, or memory of the machine."""
+
+
+class HardwareNeeds(_Hardware, Protocol):
+    """The needs of a bundle; empty or 0 where it has none."""
 
     @property
     def min_version(self) -> str:
@@ -24,21 +36,9 @@ class HardwareNeeds(Protocol):
     def opset(self) -> int:
         """Opset of the graph."""
 
-    @property
-    def instructions(self) -> Collection[str]:
-        """Instruction sets such as "avx512_vnni"; all of them are needed."""
 
-    @property
-    def memory_bytes(self) -> int:
-        """Memory to load and run it."""
-
-
-class Offers(Protocol):
+class Offers(_Hardware, Protocol):
     """The capability of a node."""
-
-    @property
-    def runtime(self) -> str:
-        """Name of the runtime."""
 
     @property
     def runtime_version(self) -> str:
@@ -47,14 +47,6 @@ class Offers(Protocol):
     @property
     def max_opset(self) -> int:
         """Newest opset that the runtime supports."""
-
-    @property
-    def instructions(self) -> Collection[str]:
-        """Instruction sets of the processor."""
-
-    @property
-    def memory_bytes(self) -> int:
-        """Memory of the machine."""
 
 
 def fits(needs: HardwareNeeds, node: Offers) -> str | None:
@@ -74,6 +66,6 @@ def fits(needs: HardwareNeeds, node: Offers) -> str | None:
 
 
 def version_key(text: str) -> tuple[int, ...]:
-    """The leading numbers of a version, for comparing: "1.23.2+cpu" is (1, 23, 2)."""
+    """Return the leading numbers of a version, for comparing: "1.23.2+cpu" is (1, 23, 2)."""
     match = re.match(r"[0-9]{1,9}(?:\.[0-9]{1,9}){0,7}", text)
     return tuple(int(part) for part in match.group().split(".")) if match else ()

@@ -1,10 +1,10 @@
-"""The identity of a machine: its key and certificate in a folder, and how it gets them.
+"""How a machine gets and renews its key and certificate.
 
-The folder is `credentials.IdentityFolder`. Keys are ECDSA P-256, made where they are used and never
-sent. A token is SECRET.PIN, both in base32: PIN is the SHA-256 of the authority's certificate, and
-the secret only keys a MAC over the certificate request (see `enrolment.proto`), so enrolment needs
-no TLS and an eavesdropper learns nothing of use. This module needs cryptography and, to enrol and
-renew, grpc.
+They are stored in a `credentials.IdentityFolder`. Keys are ECDSA P-256, made where they are used
+and never sent. A token is SECRET.PIN, both in base32. PIN is the SHA-256 of the authority's
+certificate; SECRET is only used as the key of a MAC over the certificate request (see
+`enrolment.proto`). So enrolment needs no TLS, and an eavesdropper learns nothing useful. This
+module needs cryptography and, to enrol and renew, grpc.
 """
 
 import base64
@@ -16,7 +16,6 @@ import re
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Final
 
@@ -38,13 +37,13 @@ TOKEN_ID_BYTES: Final = 16
 MAX_REQUEST_BYTES: Final = 8 << 10
 ENROL_S: Final = 20.0
 RENEW_AT: Final = 2 / 3
-"""Part of a certificate's life after which it is renewed."""
+"""Share of a certificate's lifetime after which it is renewed."""
 
 Key = ec.EllipticCurvePrivateKey
 
 
 def check_name(name: str) -> str:
-    """Return `name` if a machine or person can have it. InvalidInput otherwise."""
+    """Return `name`, or raise InvalidInput if it cannot be the name of a machine or a person."""
     if not NAME.fullmatch(name):
         raise InvalidInput(
             f"a name has 1 to 63 of a-z, 0-9, '.', '_', '-' and begins with a letter or digit, "
@@ -62,12 +61,12 @@ class Token:
 
     @classmethod
     def make(cls, authority_der: bytes) -> "Token":
-        """A new token that pins this authority."""
+        """Return a new token that pins this authority."""
         return cls(secrets.token_bytes(SECRET_BYTES), hashlib.sha256(authority_der).digest())
 
     @classmethod
     def parse(cls, text: str) -> "Token":
-        """Parse a token. InvalidInput: the text is none."""
+        """Parse a token. InvalidInput if the text is not one."""
         secret, _, pin = text.strip().partition(".")
         parts = _unbase32(secret), _unbase32(pin)
         if tuple(map(len, parts)) != (SECRET_BYTES, 32):
@@ -79,7 +78,7 @@ class Token:
 
     @property
     def id(self) -> bytes:
-        """The name of the token for the cloud."""
+        """The name by which the cloud knows the token."""
         return hashlib.sha256(b"triplane token id" + self.secret).digest()[:TOKEN_ID_BYTES]
 
     @property
@@ -92,17 +91,17 @@ class Token:
 
 
 def mac(key: bytes, request_der: bytes) -> bytes:
-    """HMAC-SHA-256 of a certificate request under a token's key."""
+    """Return the HMAC-SHA-256 of a certificate request under a token's key."""
     return hmac.new(key, request_der, hashlib.sha256).digest()
 
 
 def new_key() -> Key:
-    """Make a key for one certificate."""
+    """Generate a key for one certificate."""
     return ec.generate_private_key(ec.SECP256R1())
 
 
 def key_pem(key: Key) -> bytes:
-    """PKCS #8 without a password; the file's mode protects it."""
+    """Return a key as PKCS #8 in PEM, without a password: the file's mode protects it."""
     return key.private_bytes(
         serialization.Encoding.PEM,
         serialization.PrivateFormat.PKCS8,
@@ -111,14 +110,17 @@ def key_pem(key: Key) -> bytes:
 
 
 def certificate_request(key: Key, name: str = "enrolling") -> bytes:
-    """PKCS #10, DER. The cloud ignores the name: the token or the old certificate decides it."""
+    """Return a request as PKCS #10 in DER.
+
+    The cloud ignores its name and takes the one of the token or of the old certificate.
+    """
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     request = x509.CertificateSigningRequestBuilder().subject_name(subject)
     return request.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.DER)
 
 
 def certificate_of(der: bytes, what: str) -> x509.Certificate:
-    """Parse the certificate in `der`. Corrupt: it is none. `what` names it in the error."""
+    """Parse the certificate in `der`. Corrupt if it is not one; `what` names it in the error."""
     if len(der) > MAX_CERTIFICATE_BYTES:
         raise Corrupt(f"{what} has {len(der)} bytes; at most {MAX_CERTIFICATE_BYTES} are read")
     try:
@@ -128,7 +130,7 @@ def certificate_of(der: bytes, what: str) -> x509.Certificate:
 
 
 def certificate_pem(certificate: x509.Certificate) -> bytes:
-    """PEM form."""
+    """Return the certificate in PEM."""
     return certificate.public_bytes(serialization.Encoding.PEM)
 
 
@@ -137,11 +139,10 @@ def enrol(
 ) -> IdentityFolder:
     """Get a certificate from the enrolment port at `address` and save it in `folder`.
 
-    A repeated call with the same folder and token gives the same certificate until the token
-    expires, so a crash in between costs nothing. kind: "node", "device" or "person", what this
-    machine is going to be. Raises InvalidInput for a token that is not accepted or is for another
-    kind, Corrupt for an authority that is not the pinned one, Unavailable where no enrolment port
-    answers.
+    Until the token expires, a repeated call with the same folder and token gives the same
+    certificate, so it can be repeated after a crash. kind: "node", "device" or "person", which the
+    token must be for. Raises InvalidInput for a token that is not accepted or is for another kind,
+    Corrupt for an authority that is not the pinned one, Unavailable if no enrolment port answers.
     """
     import grpc
 
@@ -152,11 +153,7 @@ def enrol(
     parsed = Token.parse(token)
     key = _pending_key(Path(folder), parsed)
     request = _pending_request(Path(folder), parsed, key)
-    with (
-        grpc.insecure_channel(address) as channel,
-        _answers_for(address),
-        remote_errors(),
-    ):
+    with grpc.insecure_channel(address) as channel, _answers_for(address), remote_errors():
         stub = EnrolmentStub(channel)
         authority_der = stub.GetAuthority(pb.GetAuthorityRequest(), timeout=timeout_s).authority
         authority = _pinned(authority_der, parsed.pin, address)
@@ -171,7 +168,7 @@ def enrol(
 
 @contextlib.contextmanager
 def _answers_for(address: str) -> Iterator[None]:
-    """Return the error for a refused connection, in our words instead of the library's."""
+    """Replace gRPC's error of a refused connection by one that says which port is meant."""
     try:
         yield
     except Unavailable as error:
@@ -186,11 +183,11 @@ def _answers_for(address: str) -> Iterator[None]:
 _CONNECTION: Final = re.compile(
     r"connect|[Ss]ocket closed|DNS|resolution|Deadline Exceeded|GOAWAY|[Hh]andshak|Stream removed"
 )
-"""Words of gRPC's errors where nothing listens, or a peer speaks TLS or another protocol."""
+"""Words in gRPC's errors when nothing listens, or the peer speaks TLS or another protocol."""
 
 
 def renew(folder: IdentityFolder, *, timeout_s: float = ENROL_S) -> IdentityFolder:
-    """Replace key and certificate of a folder that is still valid."""
+    """Replace the key and the certificate in a folder, whose certificate must still be valid."""
     from triplane.proto import enrolment_pb2 as pb
     from triplane.proto.channels import connect
     from triplane.proto.enrolment_pb2_grpc import RenewalStub
@@ -202,22 +199,21 @@ def renew(folder: IdentityFolder, *, timeout_s: float = ENROL_S) -> IdentityFold
             pb.RenewRequest(request=certificate_request(key)), timeout=timeout_s
         )
     authority = x509.load_pem_x509_certificate(folder.authority_pem)
-    named = common_name(certificate_of(answer.certificate, "the cloud's answer"))
-    if named != folder.name:
-        raise Corrupt(f"the cloud renewed {folder.name!r} as {named!r}; names never change")
+    name = common_name(certificate_of(answer.certificate, "the cloud's answer"))
+    if name != folder.name:
+        raise Corrupt(f"the cloud renewed {folder.name!r} as {name!r}; names never change")
     return _accept(folder, answer.certificate, authority, key, answer.address or folder.cloud)
 
 
 def needs_renewal(folder: IdentityFolder, now_s: float) -> bool:
-    """Whether two thirds of the certificate's life are over."""
+    """Return whether two thirds of the certificate's lifetime have passed."""
     return now_s >= renewal_due_s(folder)
 
 
 def renewal_due_s(folder: IdentityFolder) -> float:
-    """When two thirds of the certificate's life are over, seconds since 1970."""
-    certificate = folder.certificate
-    start, end = map(_seconds, (certificate.not_valid_before_utc, certificate.not_valid_after_utc))
-    return start + RENEW_AT * (end - start)
+    """Return when two thirds of the certificate's lifetime have passed, in seconds since 1970."""
+    start, end = folder.certificate.not_valid_before_utc, folder.certificate.not_valid_after_utc
+    return (start + RENEW_AT * (end - start)).timestamp()
 
 
 def _accept(
@@ -277,17 +273,13 @@ def _pending_key(folder: Path, token: Token) -> Key:
 
 
 def _pending_request(folder: Path, token: Token, key: Key) -> bytes:
-    """Return the same request as before, because ECDSA signs differently each time."""
+    """Return the request of an earlier attempt, because ECDSA signs differently each time."""
     path = folder / f".enrol-{token.id.hex()}.csr"
     if path.exists():
         return path.read_bytes()
     request = certificate_request(key)
     write_atomic(path, request)
     return request
-
-
-def _seconds(moment: datetime) -> float:
-    return moment.timestamp()
 
 
 def _base32(data: bytes) -> str:

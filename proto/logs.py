@@ -1,12 +1,18 @@
-"""Configure the log of a process: one line per event on standard error.
+"""Output of a process: its log on standard error, its ready line on standard output.
 
-Only `__main__` modules call `configure_logging`; libraries log to their own loggers.
+Only `__main__` modules call `configure_logging`; libraries log to their own loggers. This module
+does not import grpc: `quiet_grpc` works only before that import.
 """
 
 import json
 import logging
+import os
+import sys
 from typing import Final
 
+logger = logging.getLogger(__name__)
+
+STANDARD_OUTPUT: Final = 1
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -25,5 +31,39 @@ def configure_logging(level: str | int = "INFO") -> None:
     """Log events of `level` and above to standard error."""
     handler = logging.StreamHandler()
     handler.setFormatter(FieldsFormatter())
-    known = level.upper() if isinstance(level, str) else level
-    logging.basicConfig(level=known, handlers=[handler])
+    number = level.upper() if isinstance(level, str) else level
+    logging.basicConfig(level=number, handlers=[handler])
+
+
+def quiet_grpc() -> None:
+    """Keep gRPC from printing to standard error; our errors contain the same facts.
+
+    A process that listens or calls must do this before it imports grpc. Set GRPC_VERBOSITY to see
+    gRPC's messages.
+    """
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+
+def say_ready(line: str) -> None:
+    """Print the ready line of a serving process, for its parent or a person, and flush it.
+
+    If it cannot be written, that is only logged: a service goes on without a reader.
+    """
+    try:
+        if sys.stdout is None:  # descriptor 1 was closed when the process started
+            raise OSError("standard output is closed")
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
+    except (OSError, ValueError) as error:  # ValueError: the stream itself was closed
+        logger.warning("ready line not written", extra={"reason": str(error)})
+        _discard_output()
+
+
+def _discard_output() -> None:
+    """Send standard output to /dev/null: the flush at the end of the process would raise."""
+    if sys.stdout is None or sys.stdout.closed:
+        return
+    null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+    os.dup2(null, STANDARD_OUTPUT)
+    if null != STANDARD_OUTPUT:
+        os.close(null)

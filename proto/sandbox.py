@@ -1,14 +1,14 @@
 """Child processes within limits: a JSON order on standard input, a JSON answer on standard output.
 
 Each line is one order or one answer: {"done": {...}}, or {"refused": FAMILY, "text": ...} for an
-error of `proto.errors`. The parent's side is `SandboxedChild`, or `ask_once` for a child
-of a single order. The child's side is `OrderPipe`, or `serve_order` for a single order.
+error of `proto.errors`. The parent uses `SandboxedChild`, or `ask_once` for a single order. The
+child uses `OrderPipe`, or `serve_order` for a single order.
 
-A child has a session (and process group) of its own, and no descriptor of its parent besides the
-pipes. It puts the order's limits on itself before it opens anything. The parent kills the whole
-group when an answer is late; the child kills its own group when its standard input ends, which
-means that the parent is gone. So the parent always gets an answer or an error: the one that the
-child refused with, or `ChildDied`, after which another attempt may end otherwise.
+A child has a session and process group of its own, and no descriptors of its parent besides the
+pipes. It applies the order's limits to itself before it opens anything. The parent kills the whole
+group if an answer is late. The child kills its own group when its standard input ends, because its
+parent is gone then. So the parent always gets an answer or an error: the child's own, or
+`ChildDied`, after which another attempt may succeed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ONE_THREAD: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_N
 
 
 class ChildDied(Unavailable):
-    """The child ended, or was ended, before it answered. status: as of `subprocess`, or None."""
+    """The child ended, or was killed, before it answered. status: its exit status, or None."""
 
     def __init__(self, text: str, status: int | None = None) -> None:
         super().__init__(text)
@@ -57,10 +57,10 @@ class ChildDied(Unavailable):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildLimits:
-    """Limits that a child puts on itself.
+    """Limits that a child applies to itself.
 
     seconds: from order to answer. cpu_s: processor time, None for no limit. may_grow: the child
-    may raise its limit of memory by `allow_memory` (a limit that the system set still holds).
+    may raise its memory limit with `allow_memory`, within the limit that the system set.
     """
 
     memory_bytes: int
@@ -75,7 +75,7 @@ class ChildLimits:
 
 
 class SandboxedChild:
-    """A running child. `start` makes it; `end` must be called. name: as errors call the process."""
+    """A running child. `start` creates it; `end` must be called. name: for errors and the log."""
 
     def __init__(
         self,
@@ -100,10 +100,10 @@ class SandboxedChild:
         max_answer_bytes: int = MAX_LINE_BYTES,
         log_fields: Mapping[str, object] | None = None,
     ) -> SandboxedChild:
-        """Start a process. folder: its working folder, which also gets its standard error.
+        """Start a process. folder: its working folder, in which `stderr` gets its standard error.
 
-        environment: complete; by default this process's, with numeric libraries on one thread.
-        log_fields: of the event that is logged when it dies.
+        environment: all variables; by default this process's, with numeric libraries on one thread.
+        log_fields: fields of the event that is logged if it dies.
         """
         with _stderr(folder) as stderr:
             process = await asyncio.create_subprocess_exec(
@@ -124,11 +124,11 @@ class SandboxedChild:
         return self._process.pid
 
     async def ask(self, order: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
-        """Return the child's answer. Raises what the child refused with, or ChildDied."""
+        """Return the child's answer. Raises the child's error, or ChildDied."""
         try:
             async with asyncio.timeout(timeout_s):
                 line = await self._exchange(json.dumps(order).encode() + b"\n")
-                if not line.endswith(b"\n"):  # it may have closed its output and live on
+                if not line.endswith(b"\n"):  # it may have closed its output and still be running
                     await self._process.wait()
         except TimeoutError:
             await self.end()
@@ -140,7 +140,7 @@ class SandboxedChild:
         return _answer(line, self._name)
 
     async def _exchange(self, order: bytes) -> bytes:
-        """Write the order and read a line. Standard input stays open: its end ends the child."""
+        """Write the order and read a line. Standard input stays open: its end kills the child."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(ConnectionError):  # it died before it read; its answer is empty
@@ -161,7 +161,7 @@ class SandboxedChild:
         return ChildDied(f"{self._name} {ended_by(status)}: {last[0][:MAX_REASON_CHARS]}", status)
 
     async def end(self) -> None:
-        """Kill what is left of the child's group and reap it, also when cancelled meanwhile."""
+        """Kill what is left of the child's group and reap it, even if cancelled meanwhile."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -173,10 +173,7 @@ class SandboxedChild:
 async def ask_once(
     command: Sequence[str], order: Mapping[str, Any], limits: ChildLimits, **options: Any
 ) -> dict[str, Any]:
-    """Start a child for a single order and return its answer.
-
-    options: of `SandboxedChild.start`.
-    """
+    """Start a child for a single order; return its answer. options: see `SandboxedChild.start`."""
     child = await SandboxedChild.start(command, **options)
     try:
         return await child.ask({**order, "limits": asdict(limits)}, timeout_s=limits.seconds)
@@ -206,7 +203,7 @@ def remove_job_folders(parent: Path, prefix: str) -> None:
 
 @contextlib.contextmanager
 def expected(name: str) -> Iterator[None]:
-    """Raise Unavailable where an answer is not what it should be."""
+    """Raise Unavailable if reading an answer in the block fails: the answer is invalid."""
     try:
         yield
     except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
@@ -261,21 +258,21 @@ Work = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def serve_order(work: Mapping[str, Work]) -> None:
-    """Do the one order of this process: `work` by the word of its field `do`."""
+    """Do the one order of this process. Its field `do` is the key in `work`."""
     signals.restore_defaults()
     pipe = OrderPipe()
     order = pipe.begin()
     try:
         pipe.answer(work[order["do"]](order))
     except MemoryError:
-        most = f"{order['limits']['memory_bytes'] >> 20} MiB"
-        pipe.refuse(Unavailable(f"it needs more than the {most} it may take"))
+        most = order["limits"]["memory_bytes"] >> 20
+        pipe.refuse(Unavailable(f"it needs more than the {most} MiB it may take"))
     except TriplaneError as error:
         pipe.refuse(error)
 
 
 class OrderPipe:
-    """Orders in, answers out. Each order is answered once; time runs from order to answer."""
+    """Reads orders and writes answers. The time limit holds from an order to its answer."""
 
     def __init__(self) -> None:
         self._answers: BinaryIO = os.fdopen(os.dup(1), "wb")
@@ -283,12 +280,12 @@ class OrderPipe:
         self._seconds = 0.0
 
     def begin(self) -> dict[str, Any]:
-        """Read the first order; from here on its limits hold."""
+        """Read the first order and apply its limits."""
         order = self._read()
         threading.Thread(target=end_with_parent, daemon=True).start()
-        limits = order["limits"]
-        self._seconds = limits["seconds"]
-        limit_process(**limits)
+        limits = ChildLimits(**order["limits"])
+        self._seconds = limits.seconds
+        limit_process(limits)
         return order
 
     def next(self) -> dict[str, Any]:
@@ -303,7 +300,7 @@ class OrderPipe:
         self._write({"done": answer})
 
     def refuse(self, error: TriplaneError) -> None:
-        """Answer the current order with an error, which the parent raises."""
+        """Answer the current order with an error, which is raised in the parent."""
         self._write({"refused": type(error).__name__, "text": str(error)[:MAX_REASON_CHARS]})
 
     def _write(self, record: Mapping[str, Any]) -> None:
@@ -319,52 +316,44 @@ class OrderPipe:
 
 
 def end_with_parent() -> None:
-    """Wait until the other end of standard input is closed, then kill this process group."""
+    """Wait until the parent has closed standard input, then kill this process group."""
     poll = select.poll()
     poll.register(0, 0)
     poll.poll()
     os.killpg(0, signal.SIGKILL)
 
 
-def limit_process(
-    *,
-    memory_bytes: int,
-    file_bytes: int,
-    seconds: float,
-    cpu_s: int | None = None,
-    open_files: int = MAX_OPEN_FILES,
-    may_grow: bool = False,
-) -> None:
-    """Put limits on this process; see `ChildLimits`.
+def limit_process(limits: ChildLimits) -> None:
+    """Apply limits to this process.
 
-    Mapped files do not count as memory, allocations do. `seconds` is the kernel's alarm, which also
-    ends code that holds the interpreter when the parent is gone by then. It is not RLIMIT_CPU: with
+    Mapped files do not count as memory, allocations do. `seconds` becomes the kernel's alarm, which
+    also ends code that holds the interpreter after the parent is gone. It is not RLIMIT_CPU: with
     that limit Linux counts processor time in ticks, which are too coarse to measure by.
     """
-    _alarm(seconds)
-    set_limit(resource.RLIMIT_DATA, memory_bytes, resource.RLIM_INFINITY if may_grow else None)
-    set_limit(resource.RLIMIT_FSIZE, file_bytes)
-    set_limit(resource.RLIMIT_NOFILE, open_files)
+    _alarm(limits.seconds)
+    most = resource.RLIM_INFINITY if limits.may_grow else None
+    set_limit(resource.RLIMIT_DATA, limits.memory_bytes, most)
+    set_limit(resource.RLIMIT_FSIZE, limits.file_bytes)
+    set_limit(resource.RLIMIT_NOFILE, limits.open_files)
     set_limit(resource.RLIMIT_CORE, 0)
-    if cpu_s is not None:
+    if (cpu_s := limits.cpu_s) is not None:
         set_limit(resource.RLIMIT_CPU, cpu_s, cpu_s + 1)  # SIGXCPU first, which the parent sees
 
 
 def set_limit(kind: int, soft: int, hard: int | None = None) -> None:
-    """Set a resource limit of this process; where the system set a lower one, that one stays."""
+    """Set a resource limit of this process, but never above the limit that the system set."""
     most = resource.getrlimit(kind)[1]
-    soft, hard = (_lower(limit, most) for limit in (soft, soft if hard is None else hard))
+    limits = soft, soft if hard is None else hard
+    soft, hard = (min(limit, most, key=_size) for limit in limits)
     resource.setrlimit(kind, (soft, hard))
 
 
-def _lower(limit: int, other: int) -> int:
-    if resource.RLIM_INFINITY in {limit, other}:
-        return limit if other == resource.RLIM_INFINITY else other
-    return min(limit, other)
+def _size(limit: int) -> float:
+    return math.inf if limit == resource.RLIM_INFINITY else limit
 
 
 def allow_memory(more_bytes: int) -> None:
-    """Raise the limit of memory of a process whose limits say that it may grow."""
+    """Raise the memory limit of this process, whose `ChildLimits.may_grow` must be set."""
     soft = resource.getrlimit(resource.RLIMIT_DATA)[0]
     if soft != resource.RLIM_INFINITY:
         set_limit(resource.RLIMIT_DATA, soft + more_bytes, resource.RLIM_INFINITY)

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT, noticed at any instant, and a process that ends within a stated time.
+"""React to SIGTERM and SIGINT at any instant, and end the process within a stated time.
 
 CPython runs a signal's handler between two bytecodes of the main thread. A signal that arrives
 after the last of them and before a system call blocks is only recorded: the call is not
@@ -20,29 +20,29 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Final
+from typing import Final, NoReturn
 
 logger = logging.getLogger(__name__)
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 HURRY_S: Final = 3.0
-"""From the second signal to the end of the process, whatever still runs there."""
+"""Longest time from the second signal to the end of the process."""
 LOG_S: Final = 1.0
-"""Limit for the last line of the log: standard error may be a pipe that is never read."""
+"""Time limit for the last line of the log: standard error may be a pipe that is never read."""
 ALARM_S: Final = 5
-"""From the limit to the kernel's alarm, which needs no interpreter."""
+"""Seconds between a limit and the kernel's alarm, which works without the interpreter."""
 NUDGE_S: Final = 0.05
 MAX_NUDGES: Final = 200
-"""A main thread that computes for longer sees its signals as soon as it is back."""
+"""A main thread that is busy in C code for longer handles its signals when it returns."""
 NUDGE: Final = signal.SIGURG
-"""Interrupts a system call of the main thread and means nothing else; ignored by default."""
+"""A signal that is ignored by default; it only interrupts a system call of the main thread."""
 
 
 def restore_defaults() -> None:
-    """Let SIGTERM and SIGINT end this process at once, whatever its parent ignored or blocked.
+    """Let SIGTERM and SIGINT end this process at once, even if its parent ignored or blocked them.
 
-    For the time before `Termination`: nothing is to be saved yet, and Python's own handler of
-    SIGINT would wait for a model to load. Call from the main thread.
+    This is for the time before `Termination`, when there is nothing to save; Python's own handler
+    of SIGINT would wait for a model to load. Call it from the main thread.
     """
     for number in (*SIGNALS, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)
@@ -53,11 +53,11 @@ def restore_defaults() -> None:
 
 
 class Termination:
-    """From construction to the end of the process, SIGTERM and SIGINT ask it to stop.
+    """Makes SIGTERM and SIGINT ask the process to stop, from construction on.
 
     The first signal sets `requested` and calls `stop`, the second one calls `hurry`; both run in a
-    thread and must not block. The process ends with status 1 where it still runs `limit_s` after
-    the first or `hurry_s` after the second. One per process, made in the main thread.
+    thread and must not block. The process ends with status 1 if it still runs `limit_s` after the
+    first signal or `hurry_s` after the second. One per process, made in the main thread.
     """
 
     def __init__(
@@ -78,19 +78,19 @@ class Termination:
         self._wakeup.install(_noted)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for the first signal; return whether it came."""
+        """Wait for the first signal; return whether it has arrived."""
         return self.requested.wait(timeout_s)
 
     def request(self) -> None:
-        """Apply the limit to an end without a signal; call it when the end has begun."""
+        """Begin to stop without a signal, so that the time limit applies."""
         if not (self.requested.is_set() or self._is_closed):
             self.requested.set()
             self._wakeup.write()
 
     def close(self) -> None:
-        """Restore the default action of the signals, for a process that goes on with other work.
+        """Restore the default action of the signals, in a process that goes on with other work.
 
-        Call from the main thread, before anything was requested, or nothing happens.
+        Call it from the main thread. It has no effect after a stop was requested.
         """
         if self.requested.is_set():
             return
@@ -106,22 +106,18 @@ class Termination:
         _alarm_in(self._limit_s)
         if not self.requested.is_set():
             self.requested.set()
-            _called(self._stop)
-        if not self._wakeup.read(self._limit_s):
-            _exit_regardless("it did not stop in time", self._limit_s)
-        _alarm_in(self._hurry_s)
-        _called(self._hurry)
-        time.sleep(self._hurry_s)
-        _exit_regardless("it did not stop after a second signal", self._hurry_s)
+            _call(self._stop)
+        self._wakeup.enforce(self._limit_s, lambda: _call(self._hurry), self._hurry_s)
 
 
 class Interrupts:
-    """From `install` on, SIGTERM and SIGINT raise KeyboardInterrupt in the main thread, once.
+    """Makes SIGTERM and SIGINT raise one KeyboardInterrupt in the main thread, from `install` on.
 
     The first signal interrupts whatever the main thread waits for. It is held back within
-    `deferred`, where an exception would leave a child process behind. Later ones only
-    set `hurried`, so they cannot break off what the first one began. The process ends with status
-    1 where it still runs `limit_s` after the first or `hurry_s` after the second. One per process.
+    `deferred`, where an exception would leave a child process behind. Later signals only set
+    `hurried`, so they cannot interrupt the clean-up that the first one began. The process ends with
+    status 1 if it still runs `limit_s` after the first or `hurry_s` after the second. One per
+    process.
     """
 
     def __init__(self, *, limit_s: float, hurry_s: float) -> None:
@@ -130,7 +126,7 @@ class Interrupts:
         self._depth, self._is_pending, self._is_raised, self._is_awake = 0, False, False, False
 
     def install(self) -> None:
-        """Handle the signals for the rest of the process's life. Call from the main thread."""
+        """Handle the signals until the process ends. Call it from the main thread."""
         wakeup = _Wakeup()
         threading.Thread(target=self._watch, args=(wakeup,), name="signals", daemon=True).start()
         signal.signal(NUDGE, self._on_nudge)
@@ -139,7 +135,7 @@ class Interrupts:
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """Raise nothing within the block; a signal that arrives is raised at its end."""
+        """Delay the exception of a signal that arrives within the block to the end of the block."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -171,15 +167,10 @@ class Interrupts:
         wakeup.read(None)
         _alarm_in(self._limit_s)
         self._nudge()
-        if not wakeup.read(self._limit_s):
-            _exit_regardless("it did not stop in time", self._limit_s)
-        _alarm_in(self._hurry_s)
-        self._nudge()
-        time.sleep(self._hurry_s)
-        _exit_regardless("it did not stop after a second signal", self._hurry_s)
+        wakeup.enforce(self._limit_s, self._nudge, self._hurry_s)
 
     def _nudge(self) -> None:
-        """Wake the main thread until the handlers of all signals that arrived have run."""
+        """Wake the main thread until it has run the handlers of all signals that arrived."""
         main = threading.main_thread().ident
         assert main is not None
         self._is_awake = False
@@ -200,7 +191,7 @@ class _Wakeup:
         self._poll.register(self._read, select.POLLIN)
 
     def install(self, handler: Callable[[int, FrameType | None], None]) -> None:
-        """Take the signals; the pipe first, so that none is missed."""
+        """Install the handler after the pipe, so that no signal is missed."""
         signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         for number in SIGNALS:
@@ -208,19 +199,19 @@ class _Wakeup:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (*SIGNALS, signal.SIGALRM))
 
     def uninstall(self) -> None:
-        """Give the signals back and end the read that is under way."""
+        """Restore the default actions and end a `read` that is in progress."""
         for number in SIGNALS:
             signal.signal(number, signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
         self.write()
 
     def close(self) -> None:
-        """Close the pipe; no thread may read it any more."""
+        """Close the pipe, which no thread may be reading."""
         os.close(self._read)
         os.close(self._write)
 
     def write(self) -> None:
-        """Do what SIGTERM does."""
+        """Write what SIGTERM writes."""
         with contextlib.suppress(BlockingIOError):  # full: there is more than one to read
             os.write(self._write, bytes([signal.SIGTERM]))
 
@@ -234,30 +225,36 @@ class _Wakeup:
             if os.read(self._read, 1)[0] in SIGNALS:
                 return True
 
+    def enforce(self, limit_s: float, hurry: Callable[[], None], hurry_s: float) -> NoReturn:
+        """End the process in `limit_s`, or `hurry_s` after a second signal, which calls `hurry`."""
+        if not self.read(limit_s):
+            _exit_regardless("it did not stop in time", limit_s)
+        _alarm_in(hurry_s)
+        hurry()
+        time.sleep(hurry_s)
+        _exit_regardless("it did not stop after a second signal", hurry_s)
+
 
 def _noted(number: int, frame: FrameType | None) -> None:
-    """Do nothing: the C-level handler has written already."""
+    """Do nothing: the C-level handler has written to the pipe already."""
 
 
 def _alarm_in(seconds: float) -> None:
-    """Have the kernel end the process `ALARM_S` later than our own thread does."""
+    """Let the kernel end the process `ALARM_S` after our own thread should have done it."""
     signal.alarm(math.ceil(seconds + LOG_S) + ALARM_S)
 
 
-def _called(hook: Callable[[], object]) -> None:
+def _call(hook: Callable[[], object]) -> None:
     try:
         hook()
-    except Exception:  # the watching thread must live on
+    except Exception:  # the watching thread must go on, to enforce the limits
         logger.exception("stopping failed")
 
 
-def _exit_regardless(why: str, seconds: float) -> None:
-    said = threading.Thread(
-        target=logger.warning,
-        args=("exiting regardless",),
-        kwargs={"extra": {"reason": why, "seconds": seconds}},
-        daemon=True,
-    )
-    said.start()
-    said.join(LOG_S)
+def _exit_regardless(why: str, seconds: float) -> NoReturn:
+    facts = {"extra": {"reason": why, "seconds": seconds}}
+    log = threading.Thread(target=logger.warning, args=("exiting regardless",), kwargs=facts)
+    log.daemon = True
+    log.start()
+    log.join(LOG_S)
     os._exit(1)

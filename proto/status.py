@@ -1,12 +1,12 @@
-"""Error families and gRPC status, one table for both directions.
+"""Error families and gRPC status codes: one table for both directions.
 
 A servicer runs its body inside `status_of(context)`; a client runs its call inside
-`remote_errors()` and catches what the server raised. Anything that is no family is an internal
-error: the caller gets a constant text and an incident id, the log gets the traceback under it.
+`remote_errors()` and catches the errors that the server raised. An error of no family is internal:
+the caller gets a constant text with an incident id, and the log has the traceback under this id.
 
-The status alone does not tell every family, so the trailer names it too, with facts for scripts
+Some families share a status code, so a trailer names the family, with facts for scripts
 (`with_details`, `facts_of`), in the form that other gRPC tools read as google.rpc.ErrorInfo. A
-trailer that is damaged, too long or contradicts the status is ignored; the status then decides.
+trailer that is damaged, too long or contradicts the status code is ignored; then the code decides.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ import secrets
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Final, NoReturn, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 import grpc
 import grpc.aio
@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 
 MAX_DETAIL_CHARS: Final = 800
 MAX_DETAIL_BYTES: Final = 1500
-"""Length of the text in UTF-8. It is sent twice, percent-encoded (up to 3 bytes for one) and in
-base 64 (4 for 3), and peers commonly refuse headers beyond 8 KiB in all."""
+"""Length of the text in UTF-8. It is sent twice, percent-encoded (up to 3 bytes per byte) and in
+base64 (4 bytes for 3), and peers commonly refuse more than 8 KiB of headers."""
 MAX_FACTS: Final = 8
 MAX_FACT_CHARS: Final = 64
 MAX_TRAILER_BYTES: Final = 8 << 10
@@ -51,36 +51,16 @@ E = TypeVar("E", bound=Exception)
 
 
 class DeadlineExceeded(Unavailable):
-    """The caller's deadline passed before the work was done, perhaps before it began."""
+    """The caller's deadline passed before the work was done."""
 
 
 class Unimplemented(InvalidInput):
     """The called method or option does not exist on this server."""
 
 
-class Aborting(Protocol):
-    """The part of a servicer context that `status_of` uses."""
-
-    def set_trailing_metadata(self, trailing_metadata: Any) -> None:
-        """Set what is sent at the end."""
-
-    def abort(self, code: grpc.StatusCode, details: str) -> NoReturn:
-        """End the call with `code`; raises."""
-
-
-class AbortingLater(Protocol):
-    """The same of a grpc.aio context."""
-
-    def set_trailing_metadata(self, trailing_metadata: Any) -> None:
-        """Set what is sent at the end."""
-
-    async def abort(self, code: grpc.StatusCode, details: str) -> NoReturn:
-        """End the call with `code`; raises."""
-
-
 @dataclass(frozen=True, slots=True)
 class StatusRow:
-    """One family: the status it leaves as, and the other statuses that come back as it."""
+    """One family: the code it is sent as, and other codes that are received as this family."""
 
     family: type[TriplaneError]
     code: grpc.StatusCode
@@ -106,27 +86,28 @@ TABLE: Final = (
 _FAMILY_OF: Final = {code: row.family for row in reversed(TABLE) for code in (*row.also, row.code)}
 
 
+def _row_of(error: BaseException) -> StatusRow:
+    return next((row for row in TABLE if isinstance(error, row.family)), TABLE[-1])
+
+
 def code_of(error: BaseException) -> grpc.StatusCode:
-    """Status that `error` leaves as: its family's row, INTERNAL for anything else."""
-    for row in TABLE:
-        if isinstance(error, row.family):
-            return row.code
-    return grpc.StatusCode.INTERNAL
+    """Return the status code that `error` is sent as: INTERNAL if it is of no family."""
+    return _row_of(error).code
 
 
 def family_of(code: grpc.StatusCode) -> type[TriplaneError]:
-    """Family that a received status raises as. OK has none and raises KeyError."""
+    """Return the family to raise for a received status code. KeyError for OK."""
     return _FAMILY_OF[code]
 
 
 def with_details(error: E, /, **facts: str) -> E:
-    """`error` with facts for scripts, which a client finds by `facts_of` on what it raises.
+    """Add facts for scripts to `error` and return it; a client reads them with `facts_of`.
 
-    At most MAX_FACTS, of at most MAX_FACT_CHARS printable characters each; what is beyond is left
-    out: an error is no place to raise another.
+    There are at most MAX_FACTS, of at most MAX_FACT_CHARS printable characters each. Others are
+    left out rather than raise an error in place of `error`.
     """
-    kept = {name: fact for name, fact in facts.items() if _is_fact(name) and _is_fact(fact)}
-    vars(error)["facts"] = MappingProxyType(dict(list(kept.items())[:MAX_FACTS]))
+    valid = {name: fact for name, fact in facts.items() if _is_fact(name) and _is_fact(fact)}
+    vars(error)["facts"] = MappingProxyType(dict(list(valid.items())[:MAX_FACTS]))
     return error
 
 
@@ -141,7 +122,7 @@ def facts_of(error: BaseException) -> Mapping[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer to a caller for an error."""
+    """The answer that a caller gets for an error."""
 
     code: grpc.StatusCode
     text: str
@@ -149,7 +130,7 @@ class Answer:
     facts: Mapping[str, str] = field(default_factory=dict)
 
     def trailer(self) -> tuple[tuple[str, bytes], ...]:
-        """The metadata that names family and facts. See status.proto."""
+        """Return the metadata that names the family and the facts; see status.proto."""
         reason = pb.Reason(family=self.family.__name__, domain=DOMAIN, fields=self.facts)
         packed = Packed(type_url=ERROR_INFO, value=reason.SerializeToString(deterministic=True))
         number: int = self.code.value[0]
@@ -158,8 +139,8 @@ class Answer:
 
 
 def answer_to(error: Exception) -> Answer:
-    """Return the caller's answer for `error`; log it with an incident id when it is internal."""
-    row = next((row for row in TABLE if isinstance(error, row.family)), TABLE[-1])
+    """Return the caller's answer for `error`; log it with an incident id if it is internal."""
+    row = _row_of(error)
     if row.code is not grpc.StatusCode.INTERNAL:
         return Answer(row.code, _cut(str(error)), row.family, facts_of(error))
     incident = secrets.token_hex(6)
@@ -169,14 +150,14 @@ def answer_to(error: Exception) -> Answer:
 
 
 def describe(error: Exception) -> tuple[grpc.StatusCode, str]:
-    """Status and text of `answer_to`, for callers that have no trailer."""
+    """Return code and text of `answer_to`, where no trailer can be sent."""
     answer = answer_to(error)
     return answer.code, answer.text
 
 
 @contextlib.contextmanager
-def status_of(context: Aborting) -> Iterator[None]:
-    """Answer whatever the body raises with its status. The body never aborts by itself."""
+def status_of(context: grpc.ServicerContext) -> Iterator[None]:
+    """Answer an error of the body with its status code. The body must not abort by itself."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 -- the process edge: `answer_to` logs it
@@ -186,11 +167,11 @@ def status_of(context: Aborting) -> Iterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def status_of_aio(context: AbortingLater) -> AsyncIterator[None]:
+async def status_of_aio(context: "grpc.aio.ServicerContext[Any, Any]") -> AsyncIterator[None]:
     """`status_of` for a servicer of grpc.aio.
 
-    A write that fails because its call has ended cancels the servicer, as grpc.aio does by itself
-    where it learns of the end first.
+    A write that fails because its call has ended cancels the servicer, as grpc.aio itself does if
+    it notices the end first.
     """
     try:
         yield
@@ -223,7 +204,7 @@ def remote_errors() -> Iterator[None]:
 
 
 def _reason(metadata: Any) -> pb.Reason:
-    """Ours among the trailer's details; empty where there is none or it is not readable."""
+    """Return our entry among the trailer's details, empty if there is none or it is damaged."""
     data = next((value for key, value in metadata or () if key == TRAILER), b"")
     if not isinstance(data, bytes) or len(data) > MAX_TRAILER_BYTES:
         return pb.Reason()

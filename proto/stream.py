@@ -2,9 +2,9 @@
 
 `StreamState` is the pure core, one per peer: which frames were sent and not acknowledged, and which
 were handled. The rest is I/O. A message is handled once per pair of epochs, in order. After a peer
-restarted (a new epoch), the messages that it had not acknowledged are handled again, so handlers
-must tolerate repetition. Sending returns when the other peer's handler has returned, which happens
-after it made the message durable where that matters. See `session.proto`.
+has restarted (a new epoch), messages that it had not acknowledged are handled again, so handlers
+must tolerate repetition. `send` returns when the other peer's handler has returned; a handler that
+must not lose a message makes it durable first. See `session.proto`.
 
 Timeouts use `asyncio.timeout`, never `wait_for`: before Python 3.12 `wait_for` loses a cancellation
 that arrives together with its result, and the surrounding loop never ends.
@@ -38,14 +38,15 @@ MAX_RETRY_AFTER_S: Final = 600.0
 HELLO_S: Final = 10.0
 """Limit for a caller's greeting, and first limit of its wait for the welcome."""
 MAX_PATIENCE_S: Final = 120.0
-"""Longest wait of a caller for a welcome. It doubles after each failed attempt: a cloud that is
-overloaded by a whole fleet has done most of the work for a stream when its caller gives up, and
-would have to do it again."""
+"""Longest wait of a caller for a welcome. The wait doubles after each failed attempt: when a caller
+gives up, a cloud that is overloaded by a whole fleet has already done most of the work for its
+stream and has to do it again."""
 SILENT_BEATS: Final = 3
+"""Heartbeats without a frame after which a peer counts as dead."""
 LINGER_S: Final = 0.005
 """How long an acknowledgement waits for a message that can carry it."""
 LAST_WRITE_S: Final = 5.0
-"""A stream that ends waits at most this long for the frame being written and the goodbye."""
+"""Longest wait of an ending stream for the frame being written and the goodbye."""
 FIRST_WAIT_S: Final = 0.5
 MAX_WAIT_S: Final = 30.0
 REFUSALS: Final = (
@@ -54,12 +55,9 @@ REFUSALS: Final = (
     grpc.StatusCode.PERMISSION_DENIED,
     grpc.StatusCode.UNAUTHENTICATED,
 )
-"""Errors with which the cloud ends a stream because of a message.
-
-A retry would end the same way.
-"""
+"""Errors with which the cloud ends a stream because of a message; a retry would end likewise."""
 BODIES: Final = ("desired", "report", "offer", "work", "contribution")
-"""Fields of `Frame.body` that are messages; the others keep the stream itself."""
+"""Fields of `Frame.body` that are messages; the others belong to the stream itself."""
 
 Message = Any
 Handler = Callable[[Message], Awaitable[None]]
@@ -85,7 +83,7 @@ class StreamState:
     unacknowledged: list[pb.Frame] = field(default_factory=list)
 
     def add(self, field_name: str, message: Message) -> pb.Frame:
-        """Number a message. Conflict when too many wait for an acknowledgement."""
+        """Number and queue a message. Conflict if too many wait for an acknowledgement."""
         if field_name not in BODIES:
             raise InvalidInput(f"{field_name!r} is not a message; there are {', '.join(BODIES)}")
         if len(self.unacknowledged) >= MAX_UNACKNOWLEDGED:
@@ -97,25 +95,25 @@ class StreamState:
         return frame
 
     def replace(self, field_name: str, message: Message) -> pb.Frame:
-        """Number a message and drop queued ones of its kind, which the newest replaces."""
+        """Number and queue a message in place of queued ones of its kind."""
         self.unacknowledged = [
             frame for frame in self.unacknowledged if frame.WhichOneof("body") != field_name
         ]
         return self.add(field_name, message)
 
     def meet(self, peer_epoch: bytes) -> None:
-        """Begin a stream with a peer: a new epoch counts from nothing."""
+        """Begin a stream with a peer: the count starts again with a new epoch."""
         if peer_epoch != self.peer_epoch:
             self.peer_epoch, self.received = peer_epoch, 0
 
     def acknowledge(self, number: int) -> int:
-        """Drop frames that the peer has, up to `number`; return how many there were."""
+        """Drop frames up to `number`, which the peer has handled; return how many there were."""
         before = len(self.unacknowledged)
         self.unacknowledged = [f for f in self.unacknowledged if f.number > number]
         return before - len(self.unacknowledged)
 
     def is_new(self, frame: pb.Frame) -> bool:
-        """Whether the frame holds a message that was not handled yet."""
+        """Return whether the message of the frame was not handled yet."""
         return frame.number > self.received
 
     def handled(self, frame: pb.Frame) -> None:
@@ -148,20 +146,20 @@ class Link:
         self.freed = asyncio.Event()  # set at each acknowledgement
 
     def wake(self) -> None:
-        """Note that there is something to write."""
+        """Wake the writer, because there is something to write."""
         self._wake.set()
 
     def end(self) -> None:
-        """Note that there is nothing more to write."""
+        """End the writer."""
         self._is_over = True
         self._wake.set()
 
     def _has_ended(self) -> bool:
-        """Check again after each frame: another task may end the stream."""
+        """Read the flag again, which another task may set during a write."""
         return self._is_over
 
     async def write_all(self, write: Callable[[pb.Frame], Awaitable[None]]) -> None:
-        """Write what is queued, heartbeats included, until `end`."""
+        """Write queued frames and heartbeats until `end`."""
         while not self._has_ended():
             self._wake.clear()
             due = [f for f in self.state.unacknowledged if f.number > self._sent]
@@ -208,8 +206,8 @@ class Link:
 class SessionClient:
     """The caller's side, which keeps a stream open until it is cancelled.
 
-    connect: a new channel for each try. on_message: called with each message of the cloud, in
-    order. greeting: sent on every stream, for a cloud that was restarted or forgets who left.
+    connect: opens a channel for each attempt. on_message: called with each message of the cloud, in
+    order. greeting: sent on every stream, because a restarted cloud does not know the caller.
     """
 
     def __init__(
@@ -231,14 +229,11 @@ class SessionClient:
 
     @property
     def peer_epoch(self) -> bytes:
-        """Epoch of the connected cloud process; empty before the first welcome."""
+        """Epoch of the cloud process; empty before the first welcome."""
         return self._half.peer_epoch
 
     async def send(self, message: Message) -> None:
-        """Send a message.
-
-        Return when the cloud has acknowledged it, after any number of retries.
-        """
+        """Send a message, as often as it takes; return when the cloud has acknowledged it."""
         frame = self._half.add(_field_of(message), message)
         done = self._waiting[frame.number] = asyncio.get_running_loop().create_future()
         if self._link:
@@ -249,7 +244,7 @@ class SessionClient:
             self._waiting.pop(frame.number, None)
 
     async def run(self) -> None:
-        """Hold the stream; reconnect with full jitter. Ends by cancellation only."""
+        """Keep a stream open; reconnect with full jitter. It ends only by cancellation."""
         wait_s = FIRST_WAIT_S
         while True:
             least_s = 0.0
@@ -267,11 +262,10 @@ class SessionClient:
             wait_s = min(2 * wait_s, MAX_WAIT_S)
 
     async def _one_stream(self) -> tuple[float, bool]:
-        """Run one stream from greeting to end.
+        """Run one stream from greeting to end; return the least wait, and whether to reset backoff.
 
-        Returns the least wait, and whether the backoff is reset. It is reset after a welcome,
-        unless another process has our identity: the two would take the stream from each other as
-        fast as they can.
+        Backoff is reset after a welcome, unless another process has our identity: the two would
+        replace each other's stream as fast as they can.
         """
         channel = self._connect()
         try:
@@ -294,8 +288,7 @@ class SessionClient:
             self._half.meet(first.welcome.epoch)
             self._acknowledged(first.acknowledged)
             if self._greeting:
-                message = self._greeting()
-                self._half.replace(_field_of(message), message)
+                self._half.replace(_field_of(message := self._greeting()), message)
             return await self._pump(call, heartbeat_s)
         except TimeoutError as error:
             self._patience_s = min(2 * patience_s, MAX_PATIENCE_S)
@@ -325,7 +318,7 @@ class SessionClient:
             call.cancel()
 
     async def _settle(self, link: Link) -> None:
-        """Tell senders of acknowledged messages."""
+        """Wake the senders of acknowledged messages."""
         while True:
             await link.freed.wait()
             link.freed.clear()
@@ -340,9 +333,9 @@ class SessionClient:
 
 
 class ServerSession:
-    """The cloud's side for one caller; outlives its streams, one of which is open at a time.
+    """The cloud's side for one caller. It outlives streams, of which one is open at a time.
 
-    epoch: of this cloud process. on_message: returns after the message is durable.
+    epoch: of this cloud process. on_message: must return only when the message is durable.
     """
 
     def __init__(
@@ -355,13 +348,13 @@ class ServerSession:
 
     @property
     def connected(self) -> bool:
-        """Whether a stream is open."""
+        """Return whether a stream is open."""
         return self._link is not None
 
     def send(self, message: Message) -> None:
-        """Queue a message; sent again on the next stream until it is acknowledged.
+        """Queue a message, which is sent on each stream until it is acknowledged.
 
-        An older message of the same kind that still waits is dropped: documents are whole.
+        It replaces an older message of its kind that still waits: documents are complete.
         """
         self._half.replace(_field_of(message), message)
         if self._link:
@@ -380,11 +373,11 @@ class ServerSession:
     ) -> None:
         """Answer a stream, whose first frame (a hello) was read already, until it ends.
 
-        An older open stream receives a goodbye: it was replaced. `write` sends one frame. This is
-        a coroutine and not a generator of frames because its clean-up has to run at the moment the
-        call is cancelled: grpc.aio cancels the task that writes, and a generator that is suspended
-        at a `yield` then waits for the garbage collector. Unavailable: the caller fell silent, or
-        reads nothing.
+        An older open stream gets a goodbye, because it was replaced. `write` sends one frame. This
+        is a coroutine and not a generator of frames because it must clean up at the moment the call
+        is cancelled: grpc.aio cancels the task that writes, and a generator that is suspended at a
+        `yield` would wait for the garbage collector. Unavailable: the caller has fallen silent, or
+        does not read.
         """
         hello = check_hello(first)
         self.close(pb.Goodbye.REPLACED)
@@ -407,7 +400,7 @@ class ServerSession:
         frames: AsyncIterator[pb.Frame],
         write: Callable[[pb.Frame], Awaitable[None]],
     ) -> None:
-        """Welcome, then frames both ways until the caller leaves or `close` was called."""
+        """Send the welcome, then frames both ways until the caller leaves or `close` was called."""
         welcome = pb.Welcome(epoch=self._epoch, heartbeat_s=self._heartbeat_s)
         await write(pb.Frame(welcome=welcome, acknowledged=self._half.received))
         reading = asyncio.create_task(link.incoming(lambda: anext(frames, None)))
@@ -434,7 +427,7 @@ class ServerSession:
             await asyncio.gather(reading, writing, return_exceptions=True)
 
     def _restart(self, hello: pb.Hello) -> None:
-        """A caller that has met neither this process nor this state: nothing old counts."""
+        """Renumber the newest message of each kind for a caller that does not know this state."""
         fresh = StreamState(self._epoch)
         latest = {frame.WhichOneof("body"): frame for frame in self._half.unacknowledged}
         for name, frame in latest.items():
@@ -446,7 +439,7 @@ class ServerSession:
 
 
 def check_hello(frame: pb.Frame) -> pb.Hello:
-    """The greeting in a first frame. InvalidInput."""
+    """Return the greeting in a first frame. InvalidInput if it is not one."""
     if frame.WhichOneof("body") != "hello" or len(frame.hello.epoch) != EPOCH_BYTES:
         raise InvalidInput(f"a session begins with a hello and an epoch of {EPOCH_BYTES} bytes")
     return frame.hello
@@ -454,19 +447,17 @@ def check_hello(frame: pb.Frame) -> pb.Hello:
 
 def _heartbeat_s(welcome: pb.Welcome) -> float:
     seconds = welcome.heartbeat_s or HEARTBEAT_S
-    if not MIN_HEARTBEAT_S <= seconds <= MAX_HEARTBEAT_S:
-        raise InvalidInput(
-            f"heartbeat_s is {MIN_HEARTBEAT_S} to {MAX_HEARTBEAT_S} in a welcome, got {seconds}"
-        )
-    return seconds
+    return _in_range("heartbeat_s of a welcome", seconds, MIN_HEARTBEAT_S, MAX_HEARTBEAT_S)
 
 
 def _retry_after_s(goodbye: pb.Goodbye) -> float:
-    if not 0.0 <= goodbye.retry_after_s <= MAX_RETRY_AFTER_S:
-        raise InvalidInput(
-            f"retry_after_s is 0 to {MAX_RETRY_AFTER_S} in a goodbye, got {goodbye.retry_after_s}"
-        )
-    return goodbye.retry_after_s
+    return _in_range("retry_after_s of a goodbye", goodbye.retry_after_s, 0.0, MAX_RETRY_AFTER_S)
+
+
+def _in_range(what: str, seconds: float, least: float, most: float) -> float:
+    if not least <= seconds <= most:  # NaN is out of range, too
+        raise InvalidInput(f"{what} is {least} to {most}, got {seconds}")
+    return seconds
 
 
 async def _read(call: Any) -> pb.Frame | None:
@@ -475,7 +466,7 @@ async def _read(call: Any) -> pb.Frame | None:
 
 
 async def _end_of(call: Any) -> Exception:
-    """Return the reason of a stream's end as an error."""
+    """Return an error that says why the stream ended."""
     code, text = await call.code(), await call.details()
     return Unavailable(f"the cloud ended the session: {text or code.name}")
 

@@ -1,8 +1,8 @@
-"""Signed targets and the release policy, as both ends of the metadata read them.
+"""Signed targets and the release policy: how they are written and parsed.
 
-A signer writes them, the cloud forwards them, a node decides by them. All three parse them with the
-functions here, so that no input is read in two ways. This module checks no signature; it takes the
-content of signed metadata and refuses everything that is not exactly as documented.
+Signers write them, the cloud forwards them, nodes decide by them. All three parse them with the
+functions here, so that no input can be read in two ways. This module checks no signatures; it
+parses the content of signed metadata and refuses everything that is not exactly as documented.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ MAX_TARGET_BYTES: Final = 1 << 40
 MAX_POLICY_BYTES: Final = 256 << 10
 MAX_POLICY_MODELS: Final = 1000
 SHARE_BITS: Final = 53
-"""Bits that a float holds exactly, so that a share of 1 includes every node."""
+"""Bits that a float represents exactly, so that a share of 1 includes every node."""
 
 _BUNDLE: Final = re.compile(rf"(release|auto)/({NAME})@([1-9][0-9]{{0,8}})\+({NAME})\.bundle")
 _GOLDEN: Final = re.compile(rf"golden/{NAME}")
@@ -47,7 +47,7 @@ class TargetName:
 
     @classmethod
     def parse(cls, path: str) -> "TargetName":
-        """Parse a target path. InvalidInput where it is none, or not in its only spelling."""
+        """Parse a target path. InvalidInput unless it is spelled exactly as `str` spells it."""
         match = _BUNDLE.fullmatch(path)
         if match is None:
             raise InvalidInput(
@@ -62,8 +62,8 @@ class TargetName:
 class SignedTarget:
     """The signed metadata of one file.
 
-    custom: of a bundle, the strings model, target, model_digest and content_digest (hexadecimal)
-    and the integer version; of other targets, empty.
+    custom: for a bundle, the strings model, target, model_digest and content_digest (hexadecimal)
+    and the integer version; empty for other targets.
     """
 
     path: str
@@ -73,14 +73,14 @@ class SignedTarget:
 
     @property
     def name(self) -> TargetName:
-        """The path in parts; InvalidInput for a target that is no bundle."""
+        """The parts of the path. InvalidInput if the target is not a bundle."""
         return TargetName.parse(self.path)
 
 
 def bundle_target(
     name: TargetName, *, length: int, sha256: bytes, model_digest: bytes, content_digest: bytes
 ) -> SignedTarget:
-    """Write what `read_target` reads, for a bundle."""
+    """Return the target of a bundle; its fields are checked as by `read_target`."""
     custom = {
         "model": name.model,
         "version": name.version,
@@ -92,7 +92,7 @@ def bundle_target(
 
 
 def read_target(path: str, length: Any, hashes: Mapping[str, Any], custom: Any) -> SignedTarget:
-    """Read one entry of targets metadata; Corrupt where it is incomplete or contradicts its path.
+    """Read one entry of targets metadata. Corrupt if it is incomplete or contradicts its path.
 
     The custom fields repeat the path: a bundle listed under another model's name is refused.
     """
@@ -104,11 +104,11 @@ def read_target(path: str, length: Any, hashes: Mapping[str, Any], custom: Any) 
     if not path.startswith(tuple(f"{role}/" for role in ROLES)):
         return SignedTarget(path, length, bytes.fromhex(str(digest)), {})
     name = TargetName.parse(path)
-    said = {"model": name.model, "version": name.version, "target": name.target}
+    expected = {"model": name.model, "version": name.version, "target": name.target}
     if not isinstance(custom, dict) or set(custom) != _CUSTOM:
         raise Corrupt(f"{path}: custom fields are {sorted(_CUSTOM)}, got {_shown(custom)}")
     digests = custom["model_digest"], custom["content_digest"]
-    contradicts = any(type(custom[k]) is not type(v) or custom[k] != v for k, v in said.items())
+    contradicts = any(type(custom[k]) is not type(v) or custom[k] != v for k, v in expected.items())
     if contradicts or not all(map(_is_hex, digests)):
         raise Corrupt(f"{path}: custom fields contradict the path: {_shown(custom)}")
     return SignedTarget(path, length, bytes.fromhex(str(digest)), dict(custom))
@@ -118,9 +118,9 @@ def read_target(path: str, length: Any, hashes: Mapping[str, Any], custom: Any) 
 class Rule:
     """The rights of the role `auto` on one model.
 
-    share: of the nodes, 0 to 1, which ever take a version that people have not released.
-    golden: path of the target with the labelled samples; metric: computed on them; floor: the
-    least value with which a version may be committed.
+    share: of the nodes, 0 to 1, which take versions that people have not released. golden: path of
+    the target with the labelled samples; metric: what is computed on them; floor: the lowest value
+    with which a version may be committed.
     """
 
     share: float
@@ -131,12 +131,12 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """By model name; a model without a rule cannot be released by the auto role at all."""
+    """Rules by model name. The role `auto` cannot release a model without a rule."""
 
     models: Mapping[str, Rule]
 
     def text(self) -> str:
-        """The one text of this policy: JSON, keys sorted."""
+        """Return this policy as JSON with sorted keys, the only text of it."""
         rules = {
             model: {"share": r.share, "golden": r.golden, "metric": r.metric, "floor": r.floor}
             for model, r in self.models.items()
@@ -163,10 +163,10 @@ class Policy:
 
 
 def in_share(node: str, model: str, share: float) -> bool:
-    """Whether SHA-256(node, model), read as a fraction of 1, falls below the share.
+    """Return whether SHA-256(node, model), read as a fraction of 1, is below the share.
 
-    The same nodes belong to a model's share for every version, so no series of automatic releases
-    can reach the others.
+    A model's share has the same nodes for every version, so no series of automatic releases can
+    reach the others.
     """
     digest = hashlib.sha256(f"{node}\0{model}".encode()).digest()
     fraction = (int.from_bytes(digest[:8], "big") >> (64 - SHARE_BITS)) / (1 << SHARE_BITS)
@@ -193,7 +193,7 @@ def _rule(model: str, fields: Any) -> Rule:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) != len(pairs):
-        raise ValueError(f"a key stands twice in {sorted(key for key, _ in pairs)}")
+        raise ValueError(f"a key is repeated in {sorted(key for key, _ in pairs)}")
     return fields
 
 

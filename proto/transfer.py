@@ -1,6 +1,6 @@
-"""Files of any size between two machines, in chunks, resumable in both directions.
+"""Send files of any size between two machines in chunks; both directions can be resumed.
 
-Both directions receive into a `blobs.BlobFolder`, where an incomplete file is resumed.
+The receiver, on either side, stores a file in a `blobs.BlobFolder`, which keeps incomplete files.
 """
 
 import asyncio
@@ -67,15 +67,11 @@ Report = Callable[[int, int], None]
 """Called with (bytes so far, total bytes)."""
 
 
-def _quiet(_done: int, _size: int) -> None:
-    """Do nothing."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """The least pace of a receiver: fewer bytes than that within any `patience_s` end a transfer.
+    """The slowest pace of a transfer: one that is slower for `patience_s` is ended.
 
-    A blob of n bytes therefore takes n / min_bytes_per_s + patience_s seconds at most.
+    So a blob of n bytes takes at most n / min_bytes_per_s + patience_s seconds.
     """
 
     min_bytes_per_s: int = MIN_BYTES_PER_S
@@ -83,10 +79,12 @@ class Pace:
 
     def __post_init__(self) -> None:
         if self.min_bytes_per_s < 1 or not 0 < self.patience_s < math.inf:
-            raise InvalidInput(f"a pace is 1 byte/s and some finite seconds at least, got {self}")
+            raise InvalidInput(
+                f"a pace is at least 1 byte/s, with a finite positive patience, got {self}"
+            )
 
     def deadline_s(self, n_bytes: int) -> float:
-        """Return how many seconds these bytes may take in all, retries included."""
+        """Return how many seconds these bytes may take in total, including retries."""
         return n_bytes / self.min_bytes_per_s + self.patience_s
 
 
@@ -96,7 +94,7 @@ DEFAULT_PACE: Final = Pace()
 class TooSlow(Unavailable):
     """The peer sends too slowly: it is broken, or delays the receiver on purpose.
 
-    The received bytes are kept, so a retry resumes there.
+    The received bytes are kept, so a retry continues after them.
     """
 
 
@@ -107,7 +105,7 @@ class WrongLength(Corrupt):
 class _Watch:
     """A thread that ends a call whose peer is too slow, falls silent or takes too long.
 
-    The receiver cannot do it: it waits for the next chunk, which may never come.
+    The receiver cannot do this: it waits for the next chunk, which may never come.
     """
 
     def __init__(self, call: Any, pace: Pace, until_s: float) -> None:
@@ -154,15 +152,16 @@ class _Watch:
         return None
 
 
-def upload(channel: grpc.Channel, path: Path, progress: Report = _quiet) -> bytes:
-    """Send a file; return its SHA-256 once the peer has all of it on disk.
+def upload(channel: grpc.Channel, path: Path, progress: Report = lambda *_: None) -> bytes:
+    """Send a file; return its SHA-256 once the peer has stored all of it.
 
-    It resumes where an earlier call stopped, and retries over a broken link as long as the peer
-    stores more of the file, and `TRIES` times after that.
+    It continues where an earlier call stopped. On a broken link it retries as long as the peer
+    stores more of the file each time, and `TRIES` times after that.
     """
     sha256, size = digest_of(path), path.stat().st_size
     stub, tries, most = TransferStub(channel), _Tries(), 0
-    guess = size <= CHUNK_BYTES  # that nothing is there: a small file needs no question first
+    # A small file is sent without a call of Stat, in the hope that the peer has nothing of it.
+    guess = size <= CHUNK_BYTES
     for attempt in tries:
         have = pb.Progress()
         try:
@@ -207,13 +206,13 @@ def download(
     sha256: bytes,
     size: int,
     into: BlobFolder,
-    progress: Report = _quiet,
+    progress: Report = lambda *_: None,
     *,
     pace: Pace = DEFAULT_PACE,
 ) -> Path:
-    """Fetch a blob of exactly `size` bytes; return its file, verified.
+    """Fetch a blob of exactly `size` bytes, verify it and return its file.
 
-    It resumes where an earlier call stopped. Corrupt: other bytes came. TooSlow: below the pace.
+    It continues where an earlier call stopped. Corrupt: other bytes came. TooSlow: below the pace.
     Unavailable: the link is down, or the disk is full.
     """
     if into.has(sha256):
@@ -233,10 +232,9 @@ def download(
 def _pull(
     stub: TransferStub, receiving: IncomingBlob, progress: Report, pace: Pace, until_s: float
 ) -> None:
-    request = pb.DownloadRequest(sha256=receiving.sha256, offset=receiving.stored)
     if receiving.stored == receiving.size:
         return
-    call = stub.Download(request)
+    call = stub.Download(pb.DownloadRequest(sha256=receiving.sha256, offset=receiving.stored))
     watch = _Watch(call, pace, until_s)
     try:
         for chunk in call:
@@ -271,7 +269,7 @@ def _check_chunk(chunk: pb.DownloadChunk, receiving: IncomingBlob) -> None:
 
 
 class _Tries:
-    """Yield a function that takes a failure, and raises it if a retry cannot help."""
+    """For each attempt, yield a function that takes a failure and raises it if no retry helps."""
 
     def __init__(self) -> None:
         self.renew()
@@ -297,15 +295,15 @@ MayWrite = Callable[[bytes, int], Awaitable[BlobFolder]]
 
 
 async def _everybody(_sha256: bytes) -> None:
-    """Allow every caller to read."""
+    """Allow every caller to read every blob."""
 
 
 class TransferServicer(Base):
     """The cloud's side of transfers, for grpc.aio.
 
-    may_read: raises for a blob that the caller may not have. may_write: gives the folder that takes
-    the caller's file of that digest and size, or raises; by default everything is one folder's.
-    pace: least pace of an upload; a caller that retries resumes where it stopped.
+    may_read: raises for a blob that the caller may not read. may_write: returns the folder for the
+    caller's file of that digest and size, or raises; by default `blobs` takes every file. pace:
+    slowest pace of an upload; a caller that retries continues where it stopped.
     """
 
     def __init__(
@@ -388,10 +386,10 @@ class TransferServicer(Base):
 
 
 async def _paced(chunks: Any, pace: Pace) -> AsyncGenerator[pb.UploadChunk]:
-    """Yield all chunks. TooSlow: they come below the pace; our own writing does not count.
+    """Yield all chunks. TooSlow if they come below the pace; time for writing does not count.
 
     behind_s: how far the caller is behind the pace. Time gained earlier is not credited. A chunk is
-    seen when it is complete, so the next one may take as long as the pace allows for it.
+    noticed only when it is complete, so the next one may take as long as the pace allows for it.
     """
     waiting, behind_s, came, size = aiter(chunks), 0.0, 0, CHUNK_BYTES
     while True:

@@ -15,7 +15,7 @@ from triplane.cloud.cli.connection import (
 )
 from triplane.cloud.cli.keys import command as keys_command
 from triplane.cloud.cli.options import DURATION, LABEL, SHARE
-from triplane.proto.quiet import quiet_grpc
+from triplane.proto.logs import quiet_grpc
 from triplane.unified_ir.cli.shell import SECRET, json_option, open_output
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import click
 
 from triplane.proto.errors import NotFound, TriplaneError, Unavailable
-from triplane.proto.quiet import quiet_grpc
+from triplane.proto.logs import quiet_grpc
 from triplane.unified_ir.cli.shell import json_option
 
 if TYPE_CHECKING:

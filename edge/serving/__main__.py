@@ -13,8 +13,7 @@ from typing import Any
 from triplane.edge.serving.limits import ServingLimits
 from triplane.edge.serving.options import Options
 from triplane.proto.errors import InvalidInput, TriplaneError
-from triplane.proto.logs import configure_logging
-from triplane.proto.quiet import quiet_grpc
+from triplane.proto.logs import configure_logging, quiet_grpc
 
 
 def main(options: Options) -> None:

@@ -23,7 +23,7 @@ from triplane.edge.serving.repository import Repository
 from triplane.edge.serving.server import Server, Tls
 from triplane.proto import signals
 from triplane.proto.errors import Conflict, TriplaneError
-from triplane.proto.saying import say_ready
+from triplane.proto.logs import say_ready
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,7 @@ from triplane.edge.supervisor.ready import Ready, text
 from triplane.edge.supervisor.supervisor import Supervisor
 from triplane.proto import signals
 from triplane.proto.errors import TriplaneError
-from triplane.proto.logs import configure_logging
-from triplane.proto.saying import say_ready
+from triplane.proto.logs import configure_logging, say_ready
 
 Said = Callable[[NodeHome, Ready], str]
 

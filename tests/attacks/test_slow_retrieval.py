@@ -155,5 +155,5 @@ def test_caller_that_sends_too_little_of_an_upload_is_given_up_and_what_came_is_
 
 @pytest.mark.parametrize("bad", [{"min_bytes_per_s": 0}, {"patience_s": 0.0}])
 def test_a_pace_that_waits_for_ever_is_refused(bad):
-    with pytest.raises(InvalidInput, match="a pace is 1 byte/s and some finite seconds"):
+    with pytest.raises(InvalidInput, match="a pace is at least 1 byte/s, with a finite"):
         Pace(**bad)

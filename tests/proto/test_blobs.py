@@ -33,7 +33,7 @@ def test_a_blob_is_received_exactly_where_it_and_its_reserve_fit(tmp_path, free,
         pass
     free(size + reserve - 1)
     with (
-        pytest.raises(NoRoom, match=f"{size} bytes are to come beside {reserve} that stay free"),
+        pytest.raises(NoRoom, match=f"{size} more bytes are needed besides {reserve} that"),
         blobs.receive(bytes(32), size),
     ):
         pass
@@ -49,5 +49,5 @@ def test_what_arrived_already_needs_no_space_again(tmp_path, free):
     with blobs.receive(bytes(32), size):
         pass
     free(400 + MIB - 1)
-    with pytest.raises(NoRoom, match="400 bytes are to come"), blobs.receive(bytes(32), size):
+    with pytest.raises(NoRoom, match="400 more bytes are needed"), blobs.receive(bytes(32), size):
         pass

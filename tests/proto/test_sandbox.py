@@ -100,7 +100,8 @@ def test_a_child_ends_with_its_parent():
 @pytest.mark.slow
 def test_a_child_that_holds_the_interpreter_is_ended_by_the_kernel():
     limits = "memory_bytes=1 << 30, seconds=0.5, file_bytes=1 << 20"
-    with running(f"sandbox.GRACE_S = 0; sandbox.limit_process({limits}); pow(3, 10**9)") as process:
+    limit = f"sandbox.limit_process(sandbox.ChildLimits({limits}))"
+    with running(f"sandbox.GRACE_S = 0; {limit}; pow(3, 10**9)") as process:
         assert process.wait(WAIT_S) == -signal.SIGALRM
 
 
@@ -108,7 +109,7 @@ def test_a_child_cannot_write_beyond_its_limit(tmp_path):
     limits = "memory_bytes=1 << 30, seconds=60, file_bytes=1000"
     write = f"open({str(tmp_path / 'big')!r}, 'wb', 0).write(bytes(1001))"
     script = "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_DFL); "
-    script += f"sandbox.limit_process({limits})"
+    script += f"sandbox.limit_process(sandbox.ChildLimits({limits}))"
     with running(f"{script}; n = {write}; exit(n != 1000)") as process:
         assert process.wait(WAIT_S) == 0
     assert (tmp_path / "big").stat().st_size == 1000

@@ -107,7 +107,7 @@ def rule(**fields):
         ('{"format": 1}', 'a policy is {"format": 1'),
         ('{"format": 2, "models": {}}', "policy format 1 is known here, not 2"),
         ('{"format": true, "models": {}}', "policy format 1 is known here, not True"),
-        ('{"format": 1, "models": {}, "models": {"x": 1}}', "a key stands twice"),
+        ('{"format": 1, "models": {}, "models": {"x": 1}}', "a key is repeated"),
         ('{"format": 1, "models": []}', "at most 1000 models, by name"),
         ('{"format": 1, "models": {"Digits": {}}}', "a model's name matches"),
         ('{"format": 1, "models": {"digits": {}}}', "policy of digits: a rule has"),

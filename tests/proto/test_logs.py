@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 SAYS = (
-    "import logging; logging.basicConfig(); from triplane.proto.saying import say_ready; "
+    "import logging; logging.basicConfig(); from triplane.proto.logs import say_ready; "
     "say_ready('on port 1'); say_ready('still here'); print('the end')"
 )
 
