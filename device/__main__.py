@@ -22,12 +22,12 @@ DONTNEED: Final = 4
 """Linux's MADV_DONTNEED."""
 LARGE_BYTES: Final = 1 << 20
 STOP_S: Final = 30.0
-"""From a signal to the end, whatever a graph still computes; a killed device has lost nothing."""
+"""Longest time from a signal to the end, even if a graph still runs; a kill loses nothing."""
 
 
 def main(
     home: Path | str,
-    samples: Path | str | None = None,
+    data: Path | str | None = None,
     *,
     population: str | None = None,
     held_out: float | None = None,
@@ -35,9 +35,10 @@ def main(
     log_level: str = "INFO",
     line: Callable[[dict[str, object]], str] = json.dumps,
 ) -> None:
-    """Take part in runs until SIGTERM or SIGINT; `line` makes the ready line of its record.
+    """Take part in runs until SIGTERM or SIGINT.
 
-    app: names the owner's `ClientApp`, as `device.flower.load_app` takes it.
+    data: an npz file. app: the name of the owner's `ClientApp`, as for `device.flower.load_app`.
+    line: formats the facts of the ready line.
     """
     signals.restore_defaults()
     hold_little_memory()
@@ -46,7 +47,7 @@ def main(
     configure_logging(log_level)
     give_back_code()
     client = FederatedClient(
-        home, samples, population=population, held_out=held_out, app=app, graphs=Graphs.CHILD
+        home, data, population=population, held_out=held_out, app=app, graphs=Graphs.CHILD
     )
     termination = signals.Termination(client.stop, limit_s=STOP_S)
 
@@ -62,7 +63,7 @@ def main(
 
     try:
         client.run(ready)
-    except TriplaneError:  # it never began: the caller says why, in its own time
+    except TriplaneError:  # it never began: the caller reports why, without a time limit
         termination.close()
         raise
     finally:
@@ -70,7 +71,7 @@ def main(
 
 
 def load_app(name: str) -> Any:
-    """The owner's app. NotFound: flwr is not installed."""
+    """Return the owner's app. NotFound if flwr is not installed."""
     try:
         from triplane.device.flower import load_app as load
     except ModuleNotFoundError as error:
@@ -81,7 +82,7 @@ def load_app(name: str) -> Any:
 
 
 def text(record: dict[str, object]) -> str:
-    """The ready line for people."""
+    """Return the ready line for people."""
     return (
         f"{record['device']}: takes part in runs of {record['population']} with "
         f"{record['examples']} samples, {record['held_out']} held out"
@@ -89,18 +90,18 @@ def text(record: dict[str, object]) -> str:
 
 
 def hold_little_memory() -> None:
-    """One heap for all threads, and large arrays given back as soon as they are freed."""
-    with contextlib.suppress(OSError, AttributeError):  # another C library has other ways
+    """Use one heap for all threads, and return large arrays to the system when they are freed."""
+    with contextlib.suppress(OSError, AttributeError):  # the C library is not glibc
         library = ctypes.CDLL(None)
         library.mallopt(ARENA_MAX, 1)
         library.mallopt(MMAP_THRESHOLD, LARGE_BYTES)
 
 
 def give_back_code() -> None:
-    """Let go of machine code that ran while libraries were loaded; what is needed comes back.
+    """Drop the pages of machine code that ran while libraries were loaded.
 
-    A device at work is 5 MB smaller for it. Only executable mappings: they are never written, and
-    what the loader relocated lies elsewhere.
+    The kernel reads them again where they are needed. This saves 5 MB in a device at work. It
+    concerns only executable mappings, which are never written: relocated data lies elsewhere.
     """
     with contextlib.suppress(OSError, AttributeError):
         library = ctypes.CDLL(None)
@@ -113,22 +114,13 @@ def give_back_code() -> None:
 
 def _command() -> None:
     parser = argparse.ArgumentParser(prog="python -m triplane.device")
-    parser.add_argument("home", type=Path)
-    parser.add_argument("--data", type=Path)
-    parser.add_argument("--population")
+    parser.add_argument("home")
     parser.add_argument("--held-out", type=float)
-    parser.add_argument("--app")
+    for option in ("--data", "--population", "--app"):
+        parser.add_argument(option)
     parser.add_argument("--log-level", default="INFO")
-    arguments = parser.parse_args()
     try:
-        main(
-            arguments.home,
-            arguments.data,
-            population=arguments.population,
-            held_out=arguments.held_out,
-            app=arguments.app,
-            log_level=arguments.log_level,
-        )
+        main(**vars(parser.parse_args()))
     except (TriplaneError, OSError) as error:
         sys.exit(f"device: {error}")
 

@@ -15,35 +15,35 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Any, BinaryIO, Final
 
-from triplane.proto.credentials import IdentityFolder
-from triplane.proto.disk import OS_DISK, AppendFile, write_atomic
-from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound, Unavailable
+from triplane.proto.disk import OS_DISK, AppendFile, lock_file, write_atomic
+from triplane.proto.errors import Conflict, InvalidInput, Unavailable
+from triplane.proto.machine_home import MachineHome
 from triplane.unified_ir.federated.core.defaults import HELD_OUT
 
 DEFAULT_HOME: Final = "~/.triplane/device"
-MAX_SETTINGS_BYTES: Final = 64 << 10
+MAX_NOTE_BYTES: Final = 64 << 10
 POPULATION: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 """Pattern of a population's name."""
 RENEWAL_S: Final = 60.0
 CHILD_ENDS_S: Final = 10.0
-"""Limit for the child of a killed device to end."""
+"""Longest wait for the child of a killed device to end."""
 TEMPORARY: Final = ".*.tmp"
-"""Pattern of temporary files that were to replace others."""
+"""Pattern of temporary files, which a killed process may leave."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSettings:
-    """`device.json`.
+    """The settings in `device.json`.
 
-    population: which runs this device offers itself for. data: an npz file, for the command.
-    held_out: share of the samples that are never learned from. max_disk_bytes: of plans and states
-    together; max_blob_bytes: of one. max_memory_bytes, max_cpu_s: of one task, beyond what the
-    process takes without it, 0 for no limit; they hold where tasks run in a child process. The time
-    is that of all threads together.
+    population: the device takes part in runs of this population. data: an npz file, for the
+    command. held_out: share of the samples that are never used for learning. max_disk_bytes: limit
+    for all plans and states; max_blob_bytes: for each. max_memory_bytes, max_cpu_s: limits of one
+    task beyond what the process takes without it, 0 for none; they apply if tasks run in a child
+    process. The time of all threads counts together.
     """
 
     population: str = "default"
@@ -75,20 +75,15 @@ class DeviceSettings:
     def but(
         self, *, data: Path | None, population: str | None, held_out: float | None
     ) -> "DeviceSettings":
-        """Return the settings with those of the arguments that are not None."""
-        changes = {
-            "data": None if data is None else str(Path(data).absolute()),
-            "population": population,
-            "held_out": held_out,
-        }
-        return DeviceSettings(
-            **{**asdict(self), **{k: v for k, v in changes.items() if v is not None}}
-        )
+        """Return these settings with the arguments that are not None in place of their own."""
+        path = None if data is None else str(Path(data).absolute())
+        changes: dict[str, Any] = {"data": path, "population": population, "held_out": held_out}
+        return replace(self, **{k: v for k, v in changes.items() if v is not None})
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceIdentity:
-    """Facts of the device's certificate. renew_at_s: seconds since 1970."""
+    """The facts of a certificate that a device needs. renew_at_s: seconds since 1970."""
 
     name: str
     renew_at_s: float
@@ -98,9 +93,9 @@ class DeviceIdentity:
 class SessionNote:
     """The newest state of a device's session with its cloud.
 
-    state: "connecting" until the first document, then "idle" (no run asks this device), "working".
-    population: the one that was offered. since_s: seconds since 1970. population_asked: whether a
-    run asks that population, be it this device or others; None where the cloud has not said it.
+    state: "connecting" until the first document, then "idle" (no run asks this device) or
+    "working". population: the one that was offered. since_s: seconds since 1970. population_asked:
+    whether a run asks that population, this device or others; None if the cloud has not said so.
     """
 
     state: str
@@ -109,75 +104,34 @@ class SessionNote:
     population_asked: bool | None = None
 
 
-class DeviceHome:
+class DeviceHome(MachineHome[DeviceSettings]):
     """Paths of a device's home."""
 
+    role, verb, settings_name = "device", "device", "device.json"
+
     def __init__(self, path: Path | str) -> None:
-        self.path = Path(path).expanduser().absolute()
-        self.identity = IdentityFolder(self.path / "identity")
+        super().__init__(path, DeviceSettings)
         self.plans = self.path / "plans"
         self.personal = self.path / "personal"
         self.pending = self.path / "pending"
         self.model = self.personal / "model"
-        self.settings_file = self.path / "device.json"
         self.enrolled_file = self.path / "enrolled.json"
         self.session_file = self.path / "session.json"
 
     def make(self) -> None:
         """Make the folders; only this user may enter."""
-        for folder in (self.path, self.plans, self.personal, self.pending):
-            OS_DISK.make_folder(folder)
-        self.path.chmod(0o700)
+        self.make_folders(self.plans, self.personal, self.pending)
 
     @property
-    def is_enrolled(self) -> bool:
-        """Whether the device has an identity."""
-        return (self.identity.path / "cert.pem").is_file()
-
-    def require_enrolled(self) -> None:
-        """NotFound where this is no home of an enrolled device."""
-        if not self.is_enrolled:
-            raise NotFound(
-                f"no enrolled device in {self.path}; ask an operator for `triplane cloud token "
-                f"--role device`, then: triplane device enrol TOKEN --cloud HOST:PORT "
-                f"--home {self.path}"
-            )
-
-    @property
-    def settings(self) -> DeviceSettings:
-        """Return the settings of `device.json`, or the defaults without it.
-
-        Corrupt names the error.
-        """
-        try:
-            with self.settings_file.open("rb") as file:
-                data = file.read(MAX_SETTINGS_BYTES)
-        except FileNotFoundError:
-            return DeviceSettings()
-        try:
-            parsed = json.loads(data)
-            known = {field.name for field in fields(DeviceSettings)}
-            if not isinstance(parsed, dict) or not parsed.keys() <= known:
-                raise InvalidInput(f"keys are {', '.join(sorted(known))}")
-            return DeviceSettings(**parsed)
-        except (ValueError, TypeError) as error:
-            raise Corrupt(f"{self.settings_file} cannot be read: {error}") from error
-
-    def save_settings(self, settings: DeviceSettings) -> None:
-        """Write `device.json` whole."""
-        text = json.dumps(asdict(settings), indent=1, sort_keys=True)
-        write_atomic(self.settings_file, f"{text}\n".encode())
-
-    @property
-    def enrolled(self) -> "DeviceIdentity":
+    def enrolled(self) -> DeviceIdentity:
         """The stored facts of the certificate, so that the device's process need not parse it."""
         try:
-            parsed = json.loads(self.enrolled_file.read_bytes()[:MAX_SETTINGS_BYTES])
+            parsed = json.loads(self.enrolled_file.read_bytes()[:MAX_NOTE_BYTES])
             return DeviceIdentity(str(parsed["name"]), float(parsed["renew_at_s"]))
         except (OSError, ValueError, TypeError, KeyError):
             return self.note_certificate()
 
-    def note_certificate(self) -> "DeviceIdentity":
+    def note_certificate(self) -> DeviceIdentity:
         """Read the certificate, and store and return the facts that a device needs."""
         from triplane.proto.identity import renewal_due_s
 
@@ -187,9 +141,9 @@ class DeviceHome:
 
     @property
     def session(self) -> SessionNote | None:
-        """Return what `note_session` wrote last; None where nothing can be read."""
+        """The note that `note_session` wrote last; None if none can be read."""
         try:
-            parsed = json.loads(self.session_file.read_bytes()[:MAX_SETTINGS_BYTES])
+            parsed = json.loads(self.session_file.read_bytes()[:MAX_NOTE_BYTES])
             asked = parsed.get("population_asked")
             return SessionNote(
                 str(parsed["state"]),
@@ -201,19 +155,16 @@ class DeviceHome:
             return None
 
     def note_session(self, session: SessionNote) -> None:
-        """Store it for `triplane device status`.
-
-        It is not synced: it means nothing after a crash.
-        """
+        """Store a note for `triplane device status`. It expires with the process: no sync."""
         new = self.session_file.with_suffix(".new")
         with contextlib.suppress(OSError):  # a full disk must not end the device
             new.write_text(json.dumps(asdict(session)))
             new.replace(self.session_file)
 
     def renew(self) -> None:
-        """Replace key and certificate in a short-lived process, whose imports take much memory.
+        """Renew the certificate in a short-lived process, because its imports take much memory.
 
-        Unavailable: it failed, with its last line.
+        Unavailable if that fails, with the last line of the process.
         """
         command = [sys.executable, "-m", "triplane.device.renewing", str(self.path)]
         try:
@@ -221,8 +172,8 @@ class DeviceHome:
         except (OSError, subprocess.TimeoutExpired) as error:
             raise Unavailable(f"the certificate was not renewed: {error}") from error
         if done.returncode:
-            said = done.stderr.decode(errors="replace").strip()[-500:]
-            raise Unavailable(f"the certificate was not renewed: {said}")
+            reason = done.stderr.decode(errors="replace").strip()[-500:]
+            raise Unavailable(f"the certificate was not renewed: {reason}")
 
     @property
     def is_held(self) -> bool:
@@ -238,51 +189,45 @@ class DeviceHome:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Lock the home for this process. Conflict: another uses it. A kill releases the lock."""
-        with (self.path / "lock").open("ab") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise Conflict(
-                    f"another process works in {self.path}; one home is one device"
-                ) from error
+        """Lock the home during the block; a kill unlocks it. Conflict if it is locked already."""
+        try:
+            file = lock_file(self.path / "lock")
+        except BlockingIOError as error:
+            raise Conflict(
+                f"another process works in {self.path}; one home is one device"
+            ) from error
+        with file:
             self.lock_for_tasks().close()
             self.recover()
             yield
 
     def lock_for_tasks(self) -> BinaryIO:
-        """Lock the tasks of this home for this process, until the file is closed.
+        """Lock the tasks of this home until the file is closed.
 
-        The child of a killed device ends at once, and is waited for. Conflict: it does not end.
+        It waits for the child of a killed device, which ends soon. Conflict if it does not end.
         """
-        file = (self.path / "tasks.lock").open("ab")
         until_s = time.monotonic() + CHILD_ENDS_S
         while True:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
+                return lock_file(self.path / "tasks.lock")
+            except BlockingIOError as error:
                 if time.monotonic() > until_s:
-                    file.close()
                     raise Conflict(
                         f"another process does tasks in {self.path}; one home is one device"
                     ) from error
                 time.sleep(0.01)
-            else:
-                return file
 
     def recover(self) -> None:
         """Remove incomplete files of a killed process, and sync incomplete downloads.
 
-        A complete download gets its name without being read again, so bytes that the killed
-        process had not synced are synced here: a later power cut must not tear them.
+        A download that is completed later gets its name without being read again, so bytes that the
+        killed process had not synced are synced here; otherwise a power cut might damage it.
         """
-        unfinished = [
-            p for f in (self.path, self.personal, self.pending) for p in f.glob(TEMPORARY)
-        ]
-        unfinished += self.pending.glob("*.new")
-        unfinished += [
-            p for p in self.pending.glob("*.out") if not p.with_suffix(".update").exists()
-        ]
+        unfinished = [*self.pending.glob("*.new")]
+        for folder in (self.path, self.personal, self.pending):
+            unfinished += folder.glob(TEMPORARY)
+        for path in self.pending.glob("*.out"):
+            unfinished += [path] if not path.with_suffix(".update").exists() else []
         for path in unfinished:
             OS_DISK.remove(path)
         for path in (self.plans / "partial").glob("*"):

@@ -1,22 +1,21 @@
-"""Making a machine a node: its identity from a token, then the first root that it believes.
+"""Make a machine a node: get its identity for a token, then the first root that it trusts.
 
-Two things are trusted from here on, and the enrolment port, which has no TLS, can plant neither.
-The authority is the one whose SHA-256 the token holds. The first root comes over TLS from the main
-port: only a certificate of that authority for serving, and for that address, is accepted, and the
-cloud gives such a one to itself alone (those of nodes and people are for calling, whatever their
-names). So a listener who names another address gets a failed handshake, not a node. What remains is
-a cloud that is stolen already when a node enrols; `root` is against that: the root from beside the
-offline keys, from which the cloud's metadata must follow.
+A node trusts two things after this, and the enrolment port, which has no TLS, can forge neither.
+The authority is the one whose SHA-256 is in the token. The first root comes over TLS from the main
+port, which must have a server certificate of that authority for its address. The cloud issues such
+certificates only to itself (those of nodes and people are client certificates, whatever their
+names), so an impostor who names another address gets a failed handshake. There remains a cloud that
+is compromised before the node enrols. Against that `root` helps: a copy of the root from the folder
+of the offline keys, from which the cloud's metadata must follow.
 """
 
-import hashlib
 import tempfile
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
 from cryptography import x509
-from cryptography.hazmat.primitives.serialization import Encoding
+from cryptography.hazmat.primitives.hashes import SHA256
 
 from triplane.edge.agent.metadata import fetch_over
 from triplane.edge.agent.refusal import AttemptRefused
@@ -34,9 +33,9 @@ Fetch = Callable[[str], bytes]
 def enrol(node: NodeHome, token: str, address: str, root: Path | None = None) -> IdentityFolder:
     """Make `node` an enrolled node of the cloud whose enrolment port is at `address`.
 
-    root: file of the first root, to be believed instead of the cloud's own. May be repeated after
-    an interruption. Conflict: the home belongs to another cloud. Corrupt: somebody else answers, or
-    the cloud's metadata does not follow from `root`. Unavailable: the main port does not answer.
+    root: file of the first root, to trust instead of the cloud's own. It can be repeated after an
+    interruption. Conflict: the home belongs to another cloud. Corrupt: an impostor answers, or the
+    cloud's metadata does not follow from `root`. Unavailable: the main port does not answer.
     """
     quiet_grpc()
     _require_one_cloud(node, Token.parse(token))
@@ -44,12 +43,12 @@ def enrol(node: NodeHome, token: str, address: str, root: Path | None = None) ->
     identity = _identity(node, token, address)
     with connect(identity) as channel:
         try:
-            _believe(node, fetch_over(channel), root)
+            _store_root(node, fetch_over(channel), root)
         except Unavailable as error:
             raise Unavailable(
                 f"{identity.name} has its certificate, but the cloud's main port {identity.cloud} "
-                f"does not answer as the cloud ({error}); nothing is believed yet. Let this "
-                "machine reach it, and run the same command again"
+                f"does not answer as the cloud ({error}), so the node has no root of trust yet. "
+                "Make the port reachable from this machine, and run the same command again"
             ) from error
     return identity
 
@@ -57,20 +56,20 @@ def enrol(node: NodeHome, token: str, address: str, root: Path | None = None) ->
 def _require_one_cloud(node: NodeHome, token: Token) -> None:
     if not (node.trust / BOOTSTRAP).exists():
         return
-    known = x509.load_pem_x509_certificate(node.identity.authority_pem)
-    if hashlib.sha256(known.public_bytes(Encoding.DER)).digest() != token.pin:
+    authority = x509.load_pem_x509_certificate(node.identity.authority_pem)
+    if authority.fingerprint(SHA256()) != token.pin:
         raise Conflict(
-            f"{node.path} is a node of another cloud ({node.identity.cloud}) than the token is of; "
-            "give --home another folder, or stop that node and remove its folder"
+            f"{node.path} is a node of another cloud ({node.identity.cloud}) than the token's; "
+            "choose another folder with --home, or stop that node and remove its folder"
         )
 
 
 def _identity(node: NodeHome, token: str, address: str) -> IdentityFolder:
-    """From the token, or the one that it gave before the first root was fetched."""
+    """Return the identity for the token, or the one that it gave in an interrupted attempt."""
     try:
         return enrol_at(token, address, node.identity.path, kind="node")
     except Conflict as error:
-        if not (node.identity.path / "cert.pem").exists():
+        if not node.is_enrolled:
             raise
         identity = node.identity.load()
         if (node.trust / BOOTSTRAP).exists():
@@ -82,7 +81,7 @@ def _identity(node: NodeHome, token: str, address: str) -> IdentityFolder:
         return identity
 
 
-def _believe(node: NodeHome, fetch: Fetch, root: Path | None) -> None:
+def _store_root(node: NodeHome, fetch: Fetch, root: Path | None) -> None:
     if root is None:
         bootstrap(node.trust, fetch)
         return

@@ -20,16 +20,17 @@ from triplane.proto.status import error_from
 
 PROCESSES: Final = ("serving", "agent")
 ASK_S: Final = 3.0
-"""For the cloud to answer; a node is looked at without it, too."""
+"""Time for the cloud to answer; without an answer the status shows the rest."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeStatus:
-    """One look. serving: ready versions by model, None where the server does not answer.
+    """The status at one moment.
 
-    refusal: why the cloud does not take this node's calls; empty where it does, or is away.
-    damaged: what keeps `edge up` from starting; empty where nothing does. unreadable: damaged
-    pointers, which an agent that runs replaces by itself.
+    serving: ready versions by model, None if the server does not answer. refusal: why the cloud
+    refuses this node's calls; empty if it accepts them or does not answer. damaged: a file because
+    of which `edge up` cannot start, or empty. unreadable: damaged pointers, which a running agent
+    replaces by itself.
     """
 
     name: str
@@ -46,17 +47,17 @@ class NodeStatus:
 
     @property
     def trouble(self) -> type[TriplaneError] | None:
-        """The family of what needs a person here; None where nothing does."""
+        """The family of an error that a person must fix, or None."""
         if self.damaged:
             return Corrupt
         return Unavailable if self.refusal else None
 
     def record(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Return the status for `--json`."""
         return asdict(self)
 
     def text(self) -> str:
-        """For people."""
+        """Return the status for people."""
         up = ", ".join(f"{n} {'up' if on else 'DOWN'}" for n, on in self.processes.items())
         lines = [f"{self.name} of {self.cloud}: {up}"]
         if self.damaged:
@@ -72,16 +73,17 @@ class NodeStatus:
         pointer, last = self.committed.get(model), self.last.get(model)
         serves = "not known" if self.serving is None else self.serving.get(model, "nothing")
         desired = self.desired.get(model)
-        said = [f"serves {serves}", f"committed {pointer.version if pointer else 'nothing'}"]
-        if desired and (pointer is None or desired != pointer.version):
-            said.append(f"assigned {desired}")
-        if last and (pointer is None or last.version != pointer.version or not last.ended):
-            said.append(f"version {last.version} {last.state.lower()} {last.reason}".strip())
-        return ", ".join(said)
+        committed = pointer.version if pointer else None
+        parts = [f"serves {serves}", f"committed {committed or 'nothing'}"]
+        if desired and desired != committed:
+            parts.append(f"assigned {desired}")
+        if last and (last.version != committed or not last.ended):
+            parts.append(f"version {last.version} {last.state.lower()} {last.reason}".strip())
+        return ", ".join(parts)
 
 
 def look(home: NodeHome) -> NodeStatus:
-    """Read the home and ask the server. NotFound where there is no node."""
+    """Read the home, and ask the server and the cloud. NotFound if there is no node."""
     home.require_enrolled()
     seam = Seam(home.control_socket)
     try:
@@ -90,7 +92,6 @@ def look(home: NodeHome) -> NodeStatus:
         serving = None
     finally:
         seam.close()
-    desired = read_desired(home.desired)
     committed, broken = read_pointers(home.models)
     return NodeStatus(
         name=home.identity.name,
@@ -99,7 +100,7 @@ def look(home: NodeHome) -> NodeStatus:
         processes={name: is_alive(name, home.run) for name in PROCESSES},
         serving=serving,
         committed=committed,
-        desired={a.model: a.version for a in desired.assignments},
+        desired={a.model: a.version for a in read_desired(home.desired).assignments},
         last={line.model: line for line in readable(home.journal)},
         refusal=_refusal(home),
         damaged=_damage(home),
@@ -108,7 +109,7 @@ def look(home: NodeHome) -> NodeStatus:
 
 
 def _damage(home: NodeHome) -> str:
-    """Return why `edge up` would refuse this home; `look` has read its certificate already."""
+    """Return why `edge up` would refuse this home; `look` has already read its certificate."""
     try:
         _ = home.settings
     except Corrupt as error:
@@ -117,9 +118,9 @@ def _damage(home: NodeHome) -> str:
 
 
 def _refusal(home: NodeHome) -> str:
-    """Return why the cloud refuses this node's certificate; empty where it does not."""
+    """Return why the cloud refuses this node's certificate; empty if it does not."""
     if home.identity.expires_s < time.time():
-        return "the certificate of this node has ended; enrol it again with a new token"
+        return "the certificate of this node has expired; enrol it again with a new token"
     with connect(home.identity) as channel:
         try:
             MetadataStub(channel).Get(GetRequest(name="timestamp.json"), timeout=ASK_S)

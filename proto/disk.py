@@ -12,6 +12,7 @@ Files are read with `Path`, without a `Disk`.
 
 import contextlib
 import errno
+import fcntl
 import os
 import secrets
 from collections.abc import Iterator
@@ -169,3 +170,14 @@ class AppendFile:
             yield
         except OSError as error:
             raise refusal(error, f"could not write {self._path}: {error}") from error
+
+
+def lock_file(path: Path) -> BinaryIO:
+    """Lock a file until it is closed or this process ends. BlockingIOError if it is locked."""
+    file = path.open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        file.close()
+        raise
+    return file

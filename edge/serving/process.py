@@ -1,13 +1,12 @@
 """The serving process: load, announce, serve until a signal, drain, exit.
 
-A signal while it loads ends the process at once. One line on standard output says that calls are
-taken and on which ports; a parent that asked for port 0 reads it there. After that, SIGTERM and
-SIGINT drain: the calls inside finish, new ones are refused. A second signal cancels the calls
-inside. A process whose runs go on regardless is ended: `STOP_S` after the time to drain, or
-`signals.HURRY_S` after the second signal.
+A signal while models load ends the process at once. One line on standard output says that calls are
+accepted, and on which ports; a parent that asked for port 0 reads it there. After that, SIGTERM and
+SIGINT drain the server: calls in progress finish, new ones are refused. A second signal cancels the
+calls in progress. If runs go on regardless, the process is ended: `STOP_S` after the time to drain,
+or `signals.HURRY_S` after the second signal.
 """
 
-import fcntl
 import json
 import logging
 import os
@@ -22,17 +21,18 @@ from triplane.edge.serving.pointers import read_pointers
 from triplane.edge.serving.repository import Repository
 from triplane.edge.serving.server import Server, Tls
 from triplane.proto import signals
+from triplane.proto.disk import lock_file
 from triplane.proto.errors import Conflict, TriplaneError
 from triplane.proto.logs import say_ready
 
 logger = logging.getLogger(__name__)
 
 STOP_S: Final = 10.0
-"""Limit to end threads and free models, after the time to drain."""
+"""Longest time to end threads and free models, after the time to drain."""
 
 
 def run(options: Options) -> None:
-    """Serve the bundles until a signal. Call from the main thread. Raises the families."""
+    """Serve the bundles until a signal. Call it from the main thread. Raises the families."""
     signals.restore_defaults()
     server = start(options)
     termination = signals.Termination(limit_s=options.drain_s + STOP_S, hurry=server.cancel)
@@ -53,7 +53,7 @@ def run(options: Options) -> None:
 def start(options: Options) -> Server:
     """Load every bundle, then open the ports."""
     if options.home:
-        _own(Path(options.home))
+        _lock(Path(options.home))
     repository = Repository(probe.plan)
     for path in options.bundles:
         repository.add(open_bundle(Path(path), threads=options.model_threads))
@@ -69,20 +69,18 @@ def start(options: Options) -> Server:
     )
 
 
-def _own(home: Path) -> None:
-    """Hold the home's serving lock until this process ends. Conflict where another does."""
-    run = home / "run"
-    run.mkdir(exist_ok=True)
-    handle = os.open(run / "serving.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+def _lock(home: Path) -> None:
+    """Hold the home's serving lock until this process ends. Conflict if another process has it."""
+    (home / "run").mkdir(exist_ok=True)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with lock_file(home / "run" / "serving.lock") as file:
+            os.dup(file.fileno())  # never closed, so that the lock is held
     except BlockingIOError as error:
-        os.close(handle)
         raise Conflict(f"another server serves {home}; stop it first") from error
 
 
 def _load_committed(home: Path, repository: Repository, threads: int) -> None:
-    """Serve what the pointers name. One that cannot be loaded must not take the others down."""
+    """Serve the versions that the pointers name. An error of one does not affect the others."""
     pointers, broken = read_pointers(home / "models")
     for error in broken:
         logger.error("pointer unreadable", extra={"reason": str(error)})

@@ -1,1 +1,1 @@
-"""The supervisor of a node: starts serving and agent, restarts what ends, and does nothing else."""
+"""The supervisor of a node: starts the inference server and the agent, and restarts them."""

@@ -11,22 +11,13 @@ from triplane.proto import signals
 from triplane.proto.errors import TriplaneError
 from triplane.proto.logs import configure_logging, say_ready
 
-Said = Callable[[NodeHome, Ready], str]
 
-
-def main(home: Path, said: Said = text) -> None:
-    """Keep the node of a home until a signal; one line, `said`, tells that calls are answered.
-
-    Raises the families.
-    """
+def main(home: Path, line: Callable[[NodeHome, Ready], str] = text) -> None:
+    """Keep a node running until a signal. line: formats the ready line. Raises the families."""
     signals.restore_defaults()
     node = NodeHome(home)
     configure_logging()
-
-    def announce(ready: Ready) -> None:
-        say_ready(said(node, ready))
-
-    Supervisor(node, announce).run()
+    Supervisor(node, lambda ready: say_ready(line(node, ready))).run()
 
 
 if __name__ == "__main__":

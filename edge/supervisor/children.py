@@ -1,9 +1,9 @@
 """Child processes that outlive their parent and are taken over by the next one.
 
 A child lives in a session of its own and is recorded with process id and start time, which together
-name one process for as long as the machine is up. Whoever finds the record and the process takes it
-over: a killed supervisor costs nothing. A child begins to run only once its record is durable: no
-instant of a kill leaves one that nobody knows of.
+identify one process until the machine restarts. A new supervisor takes over the recorded process,
+so killing a supervisor does no harm. A child begins to run only when its record is durable, so no
+kill leaves one without a record.
 """
 
 import contextlib
@@ -24,24 +24,24 @@ logger = logging.getLogger(__name__)
 
 MAX_RECORD_BYTES: Final = 4096
 MAX_LOG_BYTES: Final = 16 << 20
-"""A longer log is set aside as NAME.log.1 when its process starts."""
+"""A longer log is renamed to NAME.log.1 when its process starts."""
 LAST_BYTES: Final = 2048
-"""Bytes at the end of a log that are read for the reason of a process's end."""
+"""Bytes at the end of a log that are searched for the reason of a process's end."""
 _GATE: Final = ("/bin/sh", "-c", 'read -r _ && exec "$@" </dev/null', "gate")
-"""Becomes the command, in the same process, when a line comes; ends when its giver does first."""
+"""Waits for a line, then becomes the command in the same process; ends if its parent ends first."""
 _START_FIELD: Final = 21  # of /proc/PID/stat, counted from 0: clock ticks from boot to start
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessRecord:
-    """One process: pid, and ticks between boot and its start."""
+    """One process: its pid, and its start in clock ticks since boot."""
 
     pid: int
     started: int
 
 
 class Child:
-    """A running process, started here or found."""
+    """A running process, started here or by an earlier supervisor."""
 
     def __init__(self, name: str, record: ProcessRecord) -> None:
         self.name, self.pid = name, record.pid
@@ -49,31 +49,29 @@ class Child:
 
     @property
     def ended(self) -> bool:
-        """Whether it is gone; reaps it where it is ours."""
+        """Whether the process has ended. It is reaped if it is our child."""
         poll = select.poll()
         poll.register(self.handle, select.POLLIN)
         if not poll.poll(0):
             return False
-        with contextlib.suppress(ChildProcessError):  # adopted: init reaps it
+        with contextlib.suppress(ChildProcessError):  # not our child: init reaps it
             os.waitpid(self.pid, os.WNOHANG)
         return True
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal; nothing where it is gone."""
-        try:
+        """Send a signal, unless the process has ended."""
+        with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.handle, number)
-        except ProcessLookupError:
-            return
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it ended within the time."""
+        """Wait for the end of the process; return whether it came in time."""
         poll = select.poll()
         poll.register(self.handle, select.POLLIN)
         poll.poll(int(timeout_s * 1000))
         return self.ended
 
     def close(self) -> None:
-        """Let go of the handle; the process lives on."""
+        """Close the handle; the process goes on running."""
         os.close(self.handle)
 
 
@@ -82,34 +80,30 @@ def start(
 ) -> Child:
     """Start a process that does not end with this one.
 
-    says: a new file for its standard output; without it, the output goes to the log too.
+    says: a new file for its standard output, which otherwise goes to the log as well.
     """
     log = logs / f"{name}.log"
     if log.exists() and log.stat().st_size > MAX_LOG_BYTES:
         log.replace(log.with_suffix(".log.1"))
-    if says is not None:  # an older process that still has it open must not write into this one
+    if says is not None:  # an older process may still have the file open, and must not write to it
         says.unlink(missing_ok=True)
     with log.open("ab") as errors, (says or log).open("ab") as out:
+        gate = [*_GATE, *command]
         process = subprocess.Popen(
-            [*_GATE, *command],
-            stdin=subprocess.PIPE,
-            stdout=out,
-            stderr=errors,
-            start_new_session=True,
-            close_fds=True,
+            gate, stdin=subprocess.PIPE, stdout=out, stderr=errors, start_new_session=True
         )
     record = ProcessRecord(process.pid, _started(process.pid) or 0)
     write_atomic(run / f"{name}.json", json.dumps(asdict(record)).encode())
     if process.stdin is not None:
         with contextlib.suppress(BrokenPipeError), process.stdin:  # killed before it began
             process.stdin.write(b"go\n")
-    process.returncode = 0  # ours to watch by its handle, not subprocess's to reap
+    process.returncode = 0  # so that subprocess does not reap it: `Child` does
     logger.info("started", extra={"child": name, "pid": record.pid})
     return Child(name, record)
 
 
 def last_line(log: Path) -> str:
-    """The end of a log: what a process that ended said last."""
+    """Return the last line of a log, which says why its process ended."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - LAST_BYTES))
@@ -120,7 +114,7 @@ def last_line(log: Path) -> str:
 
 
 def adopt(name: str, run: Path) -> Child | None:
-    """The recorded process, if it still runs."""
+    """Take over the recorded process, if it still runs."""
     record = recorded(name, run)
     if record is None or _started(record.pid) != record.started:
         return None
@@ -128,7 +122,7 @@ def adopt(name: str, run: Path) -> Child | None:
         child = Child(name, record)
     except ProcessLookupError:
         return None
-    if _started(record.pid) != record.started:  # replaced between the look and the handle
+    if _started(record.pid) != record.started:  # another process got the pid in between
         child.close()
         return None
     logger.info("adopted", extra={"child": name, "pid": record.pid})
@@ -136,7 +130,7 @@ def adopt(name: str, run: Path) -> Child | None:
 
 
 def recorded(name: str, run: Path) -> ProcessRecord | None:
-    """Return the record of a child; None where none can be read."""
+    """Return the record of a child; None if none can be read."""
     try:
         parsed = json.loads((run / f"{name}.json").read_bytes()[:MAX_RECORD_BYTES])
         return ProcessRecord(int(parsed["pid"]), int(parsed["started"]))
@@ -145,13 +139,13 @@ def recorded(name: str, run: Path) -> ProcessRecord | None:
 
 
 def is_alive(name: str, run: Path) -> bool:
-    """Whether the recorded process runs."""
+    """Return whether the recorded process runs."""
     record = recorded(name, run)
     return record is not None and _started(record.pid) == record.started
 
 
 def _started(pid: int) -> int | None:
-    """Start time in ticks; None where there is no such process, or only its remains."""
+    """Return the start time in ticks; None if there is no such process, or it is a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

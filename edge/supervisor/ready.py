@@ -1,18 +1,18 @@
-"""The addresses at which a node answers calls, as its serving process printed them.
+"""The addresses at which a node answers calls, from the ready line of its serving process.
 
-The line lies in `run/serving.ready` for as long as the process that wrote it lives; it is emptied
-before another one starts. It is the process's word, so a port of 0 is the one it was given.
+The line is in `run/serving.ready` as long as the process that wrote it lives; the file is emptied
+before another one starts. It has the ports that were really opened where the settings say 0.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
 from triplane.edge.home import NodeHome
 
 MAX_LINE_BYTES: Final = 256 << 10
-"""The line names every model; a node has 64 at most."""
+"""The line names every model, of which a node has at most 64."""
 MAX_PORT: Final = 65535
 
 
@@ -27,7 +27,7 @@ class Ready:
 
 
 def said_in(path: Path) -> Ready | None:
-    """The whole line in a file; None while there is none, or none that can be read."""
+    """Parse the line in a file; None while there is no complete valid line."""
     try:
         with path.open("rb") as file:
             line = file.readline(MAX_LINE_BYTES)
@@ -43,21 +43,14 @@ def said_in(path: Path) -> Ready | None:
     return ready if 0 < ready.port <= MAX_PORT else None
 
 
-def record(home: NodeHome, ready: Ready) -> dict[str, object]:
-    """The ready line of `triplane edge up --json`."""
-    return {
-        "name": home.identity.name,
-        "cloud": home.identity.cloud,
-        "home": str(home.path),
-        "host": ready.host,
-        "port": ready.port,
-        "metrics_port": ready.metrics_port,
-        "tls": ready.tls,
-    }
+def json_line(home: NodeHome, ready: Ready) -> str:
+    """Return the ready line of `triplane edge up --json`."""
+    node = {"name": home.identity.name, "cloud": home.identity.cloud, "home": str(home.path)}
+    return json.dumps({**node, **asdict(ready)})
 
 
 def text(home: NodeHome, ready: Ready) -> str:
-    """The ready line for people."""
+    """Return the ready line for people."""
     how = "TLS" if ready.tls else "not encrypted"
     return (
         f"{home.identity.name} of {home.identity.cloud} answers calls on {ready.host}:{ready.port} "

@@ -1,19 +1,17 @@
-"""Keep two processes alive.
+"""Keep the inference server and the agent of a node running.
 
-A child that ends is started again after a pause that doubles, up to 10 s for the agent and 1 s for
-serving, whose calls fail meanwhile; ten seconds of life forget it. SIGTERM and SIGINT stop the
-agent, drain serving, and end; a second signal kills the agent and cuts the drain short. An error
-that ends the supervisor stops them in the same way, so none is left without one. Only being killed
-changes nothing for the children: the next supervisor takes them over.
+A child that ends is started again after a pause. The pause doubles, up to 10 s for the agent and
+1 s for serving, whose calls fail meanwhile; it is reset after ten seconds without a failure.
+SIGTERM and SIGINT stop the agent, drain serving, and end the supervisor; a second signal kills the
+agent and cuts the drain short. An error that ends the supervisor stops its children in the same
+way. If the supervisor is killed, its children go on, and the next supervisor takes them over.
 
-A port of 0 in `node.json` is replaced by the one that serving was given when it first started, so
-that the node keeps its address; the agent, which reports it, waits for that.
+A port of 0 in `node.json` is replaced by the port that serving got at its first start, so that the
+node keeps its address. The agent reports the address, so it is started after that.
 """
 
-import fcntl
 import json
 import logging
-import os
 import signal
 import sys
 import threading
@@ -27,10 +25,13 @@ from triplane.edge.home import NodeHome
 from triplane.edge.supervisor.children import Child, adopt, last_line, start
 from triplane.edge.supervisor.ready import Ready, said_in
 from triplane.proto import signals
+from triplane.proto.disk import lock_file
 from triplane.proto.errors import Conflict, TriplaneError
 
 logger = logging.getLogger(__name__)
 
+SERVING_SETTINGS: Final = ("host", "port", "metrics_port", "tls_cert", "tls_key", "tls_client_ca")
+"""Settings of the node that are options of its server under the same name."""
 FIRST_PAUSE_S: Final = 0.1
 MAX_PAUSE_S: Final = 10.0
 MAX_SERVING_PAUSE_S: Final = 1.0
@@ -38,16 +39,16 @@ STEADY_S: Final = 10.0
 LOOK_S: Final = 0.05
 DRAIN_S: Final = 30.0
 STOP_S: Final = 10.0
-"""For a child to end besides the time to drain, and once it is killed."""
+"""Time for a child to end besides the drain, and again after it was killed."""
 HURRY_S: Final = signals.HURRY_S + 2.0
-"""For serving to end itself after a second signal."""
+"""Time for serving to end itself after a second signal."""
 LIMIT_S: Final = DRAIN_S + 5 * STOP_S
-"""For the whole end; the steps of `_stop` add up to less, also where both children are killed."""
+"""Limit of the whole end; the steps of `_stop` take less, even if both children are killed."""
 
 
 @dataclass(slots=True)
 class ManagedProcess:
-    """One child process, its pause and when it is due."""
+    """One child process, the pause before its next start, and the time of that start."""
 
     name: str
     command: Callable[[], list[str]]
@@ -64,26 +65,29 @@ class ManagedProcess:
         self.pause_s = min(2 * self.pause_s, self.max_pause_s)
 
 
-def _nobody(_: Ready) -> None:
-    """Do nothing."""
-
-
 class Supervisor:
-    """One run of the supervisor. Conflict where another one keeps this home.
+    """One run of the supervisor. Conflict if another one keeps this home.
 
-    Corrupt and NotFound name a file without which nothing is started or taken over.
+    Corrupt and NotFound name a missing or damaged file; then no process is started or taken over.
     on_ready: called once, when calls are answered, with the addresses.
     """
 
-    def __init__(self, home: NodeHome, on_ready: Callable[[Ready], None] = _nobody) -> None:
+    def __init__(self, home: NodeHome, on_ready: Callable[[Ready], None] = lambda _: None) -> None:
         home.require_enrolled()
-        _ = home.identity.name, home.identity.cloud, home.settings  # damaged: before anything runs
+        _ = (
+            home.identity.name,
+            home.identity.cloud,
+        )  # damaged files are reported before anything runs
+        settings = home.settings
         home.make()
         self._home = home
-        self._lock = _hold(home)
+        try:
+            self._lock = lock_file(home.run / "supervisor.lock")
+        except BlockingIOError as error:
+            raise Conflict(f"another supervisor keeps {home.path}; stop it first") from error
         self._hurried = threading.Event()
         self._on_ready, self._is_ready = on_ready, False
-        self._has_ports = 0 not in _ports(home)
+        self._has_ports = 0 not in (settings.port, settings.metrics_port)
         self._says = home.run / "serving.ready"
         self._processes = [
             ManagedProcess("serving", self._serving_command, MAX_SERVING_PAUSE_S, self._says),
@@ -127,7 +131,7 @@ class Supervisor:
         if now >= process.due_s:
             try:
                 self._begin(process)
-            except (OSError, TriplaneError) as error:  # a full disk, say: it may pass
+            except (OSError, TriplaneError) as error:  # such as a full disk, which may pass
                 logger.error(  # noqa: TRY400 -- the reason is enough
                     "not started",
                     extra={"child": process.name, "pause_s": process.pause_s, "reason": str(error)},
@@ -145,24 +149,25 @@ class Supervisor:
         process.started_s = time.monotonic()
 
     def _listen(self) -> None:
-        """Read serving's ready line, store the ports it got, and call `on_ready`."""
+        """Read the ready line of serving, store its ports, and call `on_ready`."""
         serving = self._processes[0].child
         ready = said_in(self._says)
         if serving is None or ready is None:
             return
         if not self._has_ports:
-            kept = replace(self._home.settings, port=ready.port, metrics_port=ready.metrics_port)
-            self._home.save_settings(kept)
+            settings = self._home.settings
+            settings = replace(settings, port=ready.port, metrics_port=ready.metrics_port)
+            self._home.save_settings(settings)
             self._has_ports = True
         self._is_ready = True
         self._on_ready(ready)
 
     def _stop(self) -> None:
-        """Stop the agent first: it must not switch what is being drained."""
+        """Stop the agent first, because it must not switch models while serving drains."""
         for process, grace_s in zip(
             reversed(self._processes), (STOP_S, DRAIN_S + STOP_S), strict=True
         ):
-            # One that a killed supervisor left may not have been taken over yet.
+            # A process that a killed supervisor left may not have been taken over yet.
             child = process.child or adopt(process.name, self._home.run)
             if child is None:
                 continue
@@ -173,10 +178,10 @@ class Supervisor:
                     child.signal(signal.SIGKILL)
                     child.wait(STOP_S)
             logger.info("stopped", extra={"child": process.name})
-        os.close(self._lock)
+        self._lock.close()
 
     def _ends(self, child: Child, grace_s: float) -> bool:
-        """Whether a child ends within the time, and before a second signal comes."""
+        """Wait until a child ends; False if that takes too long or a second signal comes."""
         until_s = time.monotonic() + grace_s
         while not child.wait(LOOK_S):
             if self._hurried.is_set() or time.monotonic() > until_s:
@@ -187,34 +192,13 @@ class Supervisor:
         return [sys.executable, "-m", "triplane.edge.agent", str(self._home.path)]
 
     def _serving_command(self) -> list[str]:
-        settings = self._home.settings
         options = {
             "bundles": [],
             "home": str(self._home.path),
             "control_socket": str(self._home.control_socket),
-            "host": settings.host,
-            "port": settings.port,
-            "metrics_port": settings.metrics_port,
-            "tls_cert": settings.tls_cert,
-            "tls_key": settings.tls_key,
-            "tls_client_ca": settings.tls_client_ca,
             "drain_s": DRAIN_S,
             "json": True,
             "log_level": "info",
         }
+        options |= {name: getattr(self._home.settings, name) for name in SERVING_SETTINGS}
         return [sys.executable, "-m", "triplane.edge.serving", json.dumps(options)]
-
-
-def _ports(home: NodeHome) -> tuple[int, int]:
-    settings = home.settings
-    return settings.port, settings.metrics_port
-
-
-def _hold(home: NodeHome) -> int:
-    handle = os.open(home.run / "supervisor.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(handle)
-        raise Conflict(f"another supervisor keeps {home.path}; stop it first") from error
-    return handle

@@ -1,0 +1,52 @@
+"""Options that the verbs of nodes and devices share."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import click
+
+from triplane.unified_ir.cli.shell import SECRET
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def home_option(machine: str, variable: str, default: str) -> Callable[[F], F]:
+    """Return the option `--home DIR` for the home of a machine."""
+    return click.option(
+        "--home",
+        type=click.Path(file_okay=False, path_type=Path),
+        envvar=variable,
+        default=default,
+        show_default=True,
+        metavar="DIR",
+        help=f"The {machine}'s folder (also {variable}).",
+        callback=lambda _ctx, _param, path: path.expanduser(),
+    )
+
+
+def token_options(function: F) -> F:
+    """Add the argument TOKEN and the option `--cloud`, with which a machine enrols."""
+    token = click.argument(
+        "token_text", metavar="TOKEN|@FILE|-", type=SECRET, envvar="TRIPLANE_TOKEN"
+    )
+    cloud = click.option(
+        "--cloud", "address", required=True, metavar="HOST:PORT", help="The cloud's enrolment port."
+    )
+    return token(cloud(function))
+
+
+def log_level_option(default: str) -> Callable[[F], F]:
+    """Return the option `--log-level`."""
+    return click.option(
+        "--log-level",
+        type=click.Choice(["debug", "info", "warning", "error"]),
+        default=default,
+        show_default=True,
+        help="Least severe events to log to standard error.",
+    )
+
+
+ready_option: Final = click.option(
+    "--json", "as_json", is_flag=True, help="Print the ready line as one JSON object."
+)
