@@ -71,7 +71,7 @@ def begin_rollout(fleet: FleetState, asked: ResolvedDeploy) -> FleetState:
 def _check_free(fleet: FleetState, model: str) -> None:
     for record in fleet.rollouts.values():
         other = record.rollout
-        if other.plan.model == model:
+        if other.plan.model == model and not record.is_ended:
             text = (
                 f"rollout {other.id} of {model}@{other.plan.version} is "
                 f"{other.state.name.lower()}; abort it or wait for its end"

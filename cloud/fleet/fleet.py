@@ -15,9 +15,10 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from typing import Any, Final, Never, Protocol
 
 import sqlalchemy as sa
 
@@ -37,6 +38,7 @@ from triplane.cloud.fleet.values import (
     Resume,
 )
 from triplane.cloud.identity.audit import RecordAudit
+from triplane.cloud.machine import Batch, Machine, MachineRules
 from triplane.cloud.store import Database
 from triplane.proto import fleet_pb2 as pb
 from triplane.proto.documents import MAX_LABELS, check_label
@@ -82,12 +84,16 @@ class AuditedChange:
 
 
 @dataclass(frozen=True, slots=True)
-class _QueuedReport:
-    """A report and the caller that waits for its commit."""
+class FleetChange:
+    """A change of the fleet with its audit entry, or the report of a node with its incidents."""
 
-    name: str
-    report: pb.Report
-    done: asyncio.Future[None]
+    make: Callable[[FleetState], FleetState] = lambda fleet: fleet
+    audited: AuditedChange | None = None
+    report: tuple[str, pb.Report] | None = None
+    incidents: Sequence[tuple[str, pb.Incident]] = ()
+
+
+FleetBatch = Batch[FleetState, FleetChange, Never]
 
 
 class LiveFleet:
@@ -106,37 +112,34 @@ class LiveFleet:
     ) -> None:
         self._database, self._bundles, self._audit = database, bundles, audit
         self._clock = clock
-        self._fleet = FleetState()
-        self._turn = asyncio.Lock()
-        self._waiting: list[_QueuedReport] = []
-        self._reported = asyncio.Event()
+        self._rules = MachineRules(
+            fold=self._fold, commit=self._commit, act=self._act, refused=self._refused,
+            failed=lambda _, error: self._refused(error), max_batch=MAX_BATCH,
+        )  # fmt: skip
+        self._machine = Machine("fleet", FleetState(), self._rules)
+        self._reports_waiting = 0
         self._nudged = asyncio.Event()
         self._moved = asyncio.Event()
         self._on_desired: list[Callable[[FleetNode], None]] = []
         self._on_report: list[Callable[[str, pb.Report], None]] = []
-        self._changes: set[asyncio.Task[None]] = set()
-        self._loops: list[asyncio.Task[None]] = []
+        self._rollouts_task: asyncio.Task[None] | None = None
 
     # Life
 
     async def start(self) -> None:
         """Load the stored fleet and continue its rollouts."""
-        self._fleet = await self._database.read(storage.load)
-        self._loops = [
-            asyncio.create_task(self._write_reports(), name="fleet reports"),
-            asyncio.create_task(self._go_on(), name="fleet rollouts"),
-        ]
+        stored = await self._database.read(storage.load)
+        self._machine = Machine("fleet", stored, self._rules)
+        self._machine.start()
+        self._rollouts_task = asyncio.create_task(self._go_on(), name="fleet rollouts")
 
     async def stop(self) -> None:
-        """Finish the changes that have begun; reports that wait are refused."""
-        for loop in self._loops:
-            loop.cancel()
-        await asyncio.gather(*self._loops, return_exceptions=True)
-        await asyncio.gather(*self._changes, return_exceptions=True)
-        for waiting in self._waiting:
-            if not waiting.done.done():
-                waiting.done.set_exception(Unavailable("the cloud is stopping; report again"))
-        self._waiting.clear()
+        """Finish the changes that have begun."""
+        if self._rollouts_task is not None:
+            self._rollouts_task.cancel()
+            await asyncio.gather(self._rollouts_task, return_exceptions=True)
+            await asyncio.gather(self._machine.put(FleetChange()), return_exceptions=True)
+        await self._machine.stop()
 
     def on_desired(self, callback: Callable[[FleetNode], None]) -> None:
         """Call with each node whose desired document changed, after the commit."""
@@ -156,6 +159,10 @@ class LiveFleet:
         return self._moved
 
     # Asking
+
+    @property
+    def _fleet(self) -> FleetState:
+        return self._machine.state
 
     def nodes(self) -> list[FleetNode]:
         """Every node that is one, in name order."""
@@ -226,26 +233,33 @@ class LiveFleet:
             kept = {k: v for k, v in node.labels.items() if k not in remove}
             return replace(node, labels=kept | dict(put))
 
-        deed = AuditedChange(by, "node.labels", name, {"set": dict(put), "remove": list(remove)})
-        await self._change_node(name, make, deed)
+        audited = AuditedChange(by, "node.labels", name, {"set": dict(put), "remove": list(remove)})
+        await self._change_node(name, make, audited)
         return self.node(name)
 
     async def cordon(self, name: str, *, cordoned: bool, by: str) -> FleetNode:
         """Cordon a node, so that it gets no new versions, or uncordon it."""
         self.node(name)
-        deed = AuditedChange(by, "node.cordon" if cordoned else "node.uncordon", name, {})
-        await self._change_node(name, lambda node: replace(node, cordoned=cordoned), deed)
+        audited = AuditedChange(by, "node.cordon" if cordoned else "node.uncordon", name, {})
+        await self._change_node(name, lambda node: replace(node, cordoned=cordoned), audited)
         return self.node(name)
 
     async def report(self, name: str, report: pb.Report) -> None:
         """Take a node's report; returns after the commit. InvalidInput: a limit is broken."""
         check_report(report)
-        if len(self._waiting) >= MAX_WAITING:
+        if self._reports_waiting >= MAX_WAITING:
             raise Unavailable(f"{MAX_WAITING} reports wait to be written; report again later")
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_QueuedReport(name, report, done))
-        self._reported.set()
-        await done
+        self._reports_waiting += 1
+        incidents = [(name, incident) for incident in report.incidents]
+        kept = pb.Report()
+        kept.CopyFrom(report)
+        kept.ClearField("incidents")
+        try:
+            await self._machine.put(FleetChange(report=(name, kept), incidents=incidents))
+        except Exception as error:
+            raise Unavailable("the report could not be written; report again") from error
+        finally:
+            self._reports_waiting -= 1
 
     # Rollouts
 
@@ -301,7 +315,7 @@ class LiveFleet:
         details = {"reason": reason, "revert": revert}
         return await self._steer(id, event, AuditedChange(by, "rollout.abort", "", details))
 
-    async def _steer(self, id: str, event: Event, deed: AuditedChange) -> RolloutRecord:  # noqa: A002
+    async def _steer(self, id: str, event: Event, audited: AuditedChange) -> RolloutRecord:  # noqa: A002
         rollout_id = (await self.rollout(id)).rollout.id
 
         def make(fleet: FleetState) -> FleetState:
@@ -314,7 +328,7 @@ class LiveFleet:
             state.after_event(
                 FleetState({}, {rollout_id: record}), rollout_id, event, self._clock()
             )
-        await self._change(make, replace(deed, subject=rollout_id))
+        await self._change(make, replace(audited, subject=rollout_id))
         self.nudge()
         return await self.rollout(rollout_id)
 
@@ -336,7 +350,10 @@ class LiveFleet:
     # Changing
 
     async def _change_node(
-        self, name: str, make: Callable[[FleetNode], FleetNode], deed: AuditedChange | None = None
+        self,
+        name: str,
+        make: Callable[[FleetNode], FleetNode],
+        audited: AuditedChange | None = None,
     ) -> None:
         def changed(fleet: FleetState) -> FleetState:
             before = fleet.nodes.get(name)
@@ -344,96 +361,67 @@ class LiveFleet:
                 return fleet
             return state.after_nodes_changed(state.with_node(fleet, after), self._clock())
 
-        await self._change(changed, deed)
+        await self._change(changed, audited)
 
     async def _change(
-        self,
-        make: Callable[[FleetState], FleetState],
-        deed: AuditedChange | None = None,
-        said: Sequence[tuple[str, pb.Incident]] = (),
+        self, make: Callable[[FleetState], FleetState], audited: AuditedChange | None = None
     ) -> None:
-        task = asyncio.create_task(self._changed(make, deed, said))
-        self._changes.add(task)
-        task.add_done_callback(self._changes.discard)
-        await asyncio.shield(task)
+        await self._machine.put(FleetChange(make, audited))
 
-    async def _changed(
-        self,
-        make: Callable[[FleetState], FleetState],
-        deed: AuditedChange | None,
-        said: Sequence[tuple[str, pb.Incident]],
-    ) -> None:
-        async with self._turn:
-            before = self._fleet
-            after = make(before)
-            if after is before and not said:
-                return
+    def _fold(
+        self, fleet: FleetState, changes: list[FleetChange]
+    ) -> Iterator[tuple[FleetChange, FleetState, Sequence[Never]]]:
+        """Apply changes in their order; reports that come together settle their rollouts once."""
+        for is_report, group in groupby(changes, lambda change: change.report is not None):
+            if is_report:
+                taken = list(group)
+                reports = [change.report for change in taken if change.report is not None]
+                fleet = state.after_reports(fleet, reports, self._clock())
+                yield from ((change, fleet, ()) for change in taken)
+                continue
+            for change in group:
+                before, fleet = fleet, change.make(fleet)
+                if fleet is not before:
+                    yield change, fleet, ()
 
-            def work(connection: sa.Connection) -> None:
-                storage.save(connection, before, after)
-                record_incidents(connection, said)
-                if deed is not None:
-                    self._audit(
-                        connection,
-                        time_s=self._clock(),
-                        actor=deed.actor,
-                        action=deed.action,
-                        subject=deed.subject,
-                        details=deed.details,
-                    )
+    async def _commit(self, before: FleetState, batch: FleetBatch) -> FleetState:
+        after = batch.state
+        said = [x for change, _ in batch.steps for x in change.incidents if x[0] in after.nodes]
 
-            await self._database.write(work)
-            self._fleet = state.without_ended(after)
-        self._tell(before, after)
+        def work(connection: sa.Connection) -> None:
+            storage.save(connection, before, after)
+            record_incidents(connection, said)
+            for change, _ in batch.steps:
+                if change.audited is not None:
+                    self._audit(connection, time_s=self._clock(), **asdict(change.audited))
 
-    def _tell(self, before: FleetState, after: FleetState) -> None:
+        await self._database.write(work)
+        return state.without_ended(after)
+
+    def _act(self, before: FleetState, batch: FleetBatch) -> None:
         moved, self._moved = self._moved, asyncio.Event()
         moved.set()
-        for name, node in after.nodes.items():
+        for name, node in batch.state.nodes.items():
             known = before.nodes.get(name)
             if known is not node and (known is None or known.desired_number != node.desired_number):
                 for callback in self._on_desired:
                     callback(node)
-        for rollout_id, record in after.rollouts.items():
+        for rollout_id, record in batch.state.rollouts.items():
             old = before.rollouts.get(rollout_id)
             if old is None or old.rollout.state is not record.rollout.state:
                 facts = {"rollout_id": rollout_id, "state": record.rollout.state.name}
                 logger.info("rollout state", extra=facts | {"reason": record.rollout.reason})
+        for report in (change.report for change, _ in batch.steps if change.report is not None):
+            for on_report in self._on_report:
+                on_report(*report)
+
+    def _refused(self, error: Exception) -> None:
+        """Log it once for all reports; their senders report again."""
+        if self._reports_waiting:
+            extra = {"reports": self._reports_waiting}
+            logger.error("reports not kept", exc_info=error, extra=extra)
 
     # Going on
-
-    async def _write_reports(self) -> None:
-        while True:
-            await self._reported.wait()
-            self._reported.clear()
-            while self._waiting:
-                batch, self._waiting = self._waiting[:MAX_BATCH], self._waiting[MAX_BATCH:]
-                await self._write_batch(batch)
-
-    async def _write_batch(self, batch: Sequence[_QueuedReport]) -> None:
-        reports = [(waiting.name, _without_incidents(waiting.report)) for waiting in batch]
-
-        def make(fleet: FleetState) -> FleetState:
-            return state.after_reports(fleet, reports, self._clock())
-
-        said = [
-            (w.name, incident)
-            for w in batch
-            if w.name in self._fleet.nodes
-            for incident in w.report.incidents
-        ]
-        try:
-            await self._change(make, None, said)
-        except Exception as error:  # the senders get it, and report again
-            logger.exception("reports not kept", extra={"reports": len(batch)})
-            refusal = Unavailable("the reports could not be written; report again")
-            refusal.__cause__ = error
-            _answer(batch, refusal)
-        else:
-            _answer(batch, None)
-            for waiting in batch:
-                for callback in self._on_report:
-                    callback(waiting.name, waiting.report)
 
     async def _go_on(self) -> None:
         while True:
@@ -475,20 +463,3 @@ class LiveFleet:
             return state.after_event(fleet, rollout_id, event, self._clock())
 
         await self._change(make)
-
-
-def _without_incidents(report: pb.Report) -> pb.Report:
-    kept = pb.Report()
-    kept.CopyFrom(report)
-    kept.ClearField("incidents")
-    return kept
-
-
-def _answer(batch: Sequence[_QueuedReport], error: Exception | None) -> None:
-    for waiting in batch:
-        if waiting.done.done():
-            continue
-        if error is None:
-            waiting.done.set_result(None)
-        else:
-            waiting.done.set_exception(error)

@@ -11,7 +11,8 @@ import pytest
 from tests.faults.cuts import cuts
 from tests.faults.spool_power import POINTS, check_found, stories
 
-from triplane.cloud.federation import journal, live, results
+from triplane.cloud import machine
+from triplane.cloud.federation import journal, results
 
 
 @pytest.fixture
@@ -83,12 +84,11 @@ def test_the_search_finds_a_small_state_that_is_not_written_again(quick_folder, 
 
 @pytest.mark.slow
 def test_the_search_finds_an_acknowledgement_before_the_commit(quick_folder, monkeypatch):
-    def answered(run, batch):
-        folded(run, batch)
-        for put in batch:
-            live._answer(put, run.projection)
+    def answered(run, taken):
+        folded(run, taken)
+        machine._answer(taken, run.state)
 
     play = stories(quick_folder, inline=True)
-    folded = live.LiveRun._fold
-    monkeypatch.setattr(live.LiveRun, "_fold", answered)
+    folded = machine.Machine._fold
+    monkeypatch.setattr(machine.Machine, "_fold", answered)
     check_found(quick_folder, play)

@@ -270,7 +270,7 @@ def test_who_is_held_when_the_run_ends_with_the_process_is_told_to_come_again(
         held = it.arriving("ann", b"ann 1")
         for _ in range(100):
             await asyncio.sleep(0)
-        assert len(it.run._ahead.puts) == 1
+        assert len(it.run._machine.ahead.queued) == 1
         await it.run.stop()
         with pytest.raises(Unavailable, match="stopping"):
             await held

@@ -32,9 +32,10 @@ def opened(tmp_path, shelf):
             yield fleet
             await fleet.stop()
         finally:
-            for task in fleet._loops:
+            if (task := fleet._rollouts_task) is not None:
                 task.cancel()
-            await asyncio.gather(*fleet._loops, return_exceptions=True)
+                await asyncio.gather(task, return_exceptions=True)
+            await fleet._machine.stop()
             database.close()
 
     return opened

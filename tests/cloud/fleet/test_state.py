@@ -9,7 +9,7 @@ from triplane.cloud.fleet.capability import BundleNeeds
 from triplane.cloud.fleet.deploying import ResolvedDeploy, begin_rollout
 from triplane.cloud.fleet.messages import desired_message, rollout_message
 from triplane.cloud.fleet.state import FleetNode, FleetState
-from triplane.cloud.fleet.values import BundleReady, NodeStage, RolloutState
+from triplane.cloud.fleet.values import Abort, BundleReady, NodeStage, RolloutState
 from triplane.proto import fleet_pb2 as pb
 from triplane.proto.channels import MESSAGE_BYTES
 
@@ -42,6 +42,14 @@ def test_reports_that_come_together_are_the_same_as_one_by_one():
     rollout = together.rollouts["r-1"].rollout
     assert rollout.state is RolloutState.DONE
     assert {m.stage for m in rollout.members.values()} == {NodeStage.COMMITTED}
+
+
+def test_a_rollout_may_begin_in_the_commit_that_ends_the_one_before():
+    fleet = state.after_event(deployed(2), "r-1", Abort("", revert=False), 1.0)
+    request = pb.DeployRequest(selector="all", key=b"l", role="release")
+    fleet = begin_rollout(fleet, ResolvedDeploy("r-2", request, "digits", 4, None, "olga", 1.0))
+    states = {name: record.rollout.state for name, record in fleet.rollouts.items()}
+    assert states == {"r-1": RolloutState.ABORTED, "r-2": RolloutState.PREPARING}
 
 
 @pytest.mark.slow
