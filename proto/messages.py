@@ -1,12 +1,12 @@
-"""Messages from values whose attributes have the names of their fields, and the way back."""
+"""Messages and dataclasses from values whose attributes have the names of their fields."""
 
 from dataclasses import fields
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
 M = TypeVar("M", bound=Message)
-V = TypeVar("V")
+T = TypeVar("T")
 
 
 def message_from(kind: type[M], source: object, **fields: object) -> M:
@@ -19,10 +19,8 @@ def message_from(kind: type[M], source: object, **fields: object) -> M:
     return kind(**known, **fields)
 
 
-def value_from(kind: type[V], source: object, **others: object) -> V:
-    """Return a dataclass value whose fields are keywords of this call, or attributes of `source`.
-
-    source: a message, or a row of a table.
-    """
-    names = (field.name for field in fields(kind))  # type: ignore[arg-type]  # a dataclass
-    return kind(**{name: getattr(source, name) for name in names if name not in others}, **others)
+def value_from(kind: type[T], source: object, **others: object) -> T:
+    """Return a dataclass whose fields are keywords of this call, or attributes of `source`."""
+    dataclass: Any = kind
+    names = {field.name for field in fields(dataclass)} - others.keys()
+    return kind(**{name: getattr(source, name) for name in names}, **others)

@@ -46,7 +46,7 @@ def begin_rollout(fleet: FleetState, asked: ResolvedDeploy) -> FleetState:
     if asked.limit and not counted:
         raise Conflict(
             f"all {len(meant)} nodes are {limit_text(asked.model, asked.limit)}; "
-            "deploy what signers released"
+            "deploy a version that people have signed"
         )
     plan = messages.plan_from(asked.request, asked.model, asked.version, len(counted))
     members = [
@@ -84,7 +84,7 @@ def _meant(fleet: FleetState, text: str) -> list[str]:
     meant = sorted(n.name for n in fleet.nodes.values() if not state.excuse_reason(n, selector))
     if not meant:
         raise NotFound(
-            f"no node is meant by {text!r} ({len(fleet.nodes)} are known, cordoned "
+            f"no node is selected by {text!r} ({len(fleet.nodes)} are known, cordoned "
             "ones do not count); triplane fleet ls shows labels"
         )
     return meant
@@ -106,7 +106,7 @@ def _member(node: FleetNode, model: str, wave: int, *, left_out: str = "") -> Ro
     held = node.held.get(model, NodeAssignment())
     wanted = sum(row.version > 0 for name, row in node.held.items() if name != model)
     if wanted >= MAX_ASSIGNMENTS:
-        raise Conflict(f"node {node.name} has {wanted} models, the most there may be")
+        raise Conflict(f"node {node.name} has {wanted} models (limit {MAX_ASSIGNMENTS})")
     return RolloutMember(
         name=node.name,
         wave=wave,

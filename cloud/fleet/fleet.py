@@ -1,17 +1,17 @@
-"""The live fleet: every change is computed, committed, and then announced.
+"""The live fleet: every change is computed, committed, and then announced (`cloud/machine.py`).
 
-One change at a time: the next state is computed from the one before (`state.py`, pure), the
-difference is committed in one transaction together with its audit entries, and only then does the
-new state become current, are sessions and watchers notified, and is the caller answered. A failed
-commit changes nothing. A change that has begun is finished even if its caller leaves.
+The next state is computed from the one before (`state.py`, pure), and the difference is committed
+in one transaction with its audit entries. Sessions and watchers are notified after that. A change
+that has begun is finished even if its caller leaves.
 
-No effect can be lost: bundles and signatures are polled while a rollout waits for them, so a crash
-at any instant costs only time.
+Bundles and signatures are polled while a rollout waits for them, so a crash at any instant costs
+only time.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
@@ -27,6 +27,7 @@ from triplane.cloud.fleet.deploying import ResolvedDeploy, begin_rollout
 from triplane.cloud.fleet.incidents import newest_incidents, record_incidents
 from triplane.cloud.fleet.reports import check_report
 from triplane.cloud.fleet.state import FleetNode, FleetState, RolloutRecord
+from triplane.cloud.fleet.storage import load_rollouts
 from triplane.cloud.fleet.tables import ROLLOUTS
 from triplane.cloud.fleet.values import (
     Abort,
@@ -47,11 +48,11 @@ from triplane.proto.errors import Conflict, InvalidInput, NotFound, Unavailable
 logger = logging.getLogger(__name__)
 
 PERIOD_S: Final = 1.0
-"""Deadlines, bundles and signatures are looked at this often."""
+"""Time between two looks at deadlines, bundles and signatures."""
 MAX_BATCH: Final = 256
-"""Reports that share one transaction."""
+"""Most changes and reports in one transaction."""
 MAX_WAITING: Final = 10_000
-"""Reports that may wait to be written; more are refused and sent again."""
+"""Most reports that wait to be written; the others are refused, and their nodes send them again."""
 ID_BYTES: Final = 4
 
 
@@ -65,7 +66,7 @@ class Bundles(Protocol):
     async def look(
         self, model: str, version: int, target: str, role: str
     ) -> BundleReady | BundleFailed | None:
-        """Return the state of a bundle and its signature; starts what is needed without waiting."""
+        """Return the state of a bundle and its signature; starts a conversion without waiting."""
         ...
 
     async def limit(self, model: str, version: int, role: str) -> Limit | None:
@@ -176,11 +177,11 @@ class LiveFleet:
         return node
 
     async def rollouts(self, most: int) -> list[RolloutRecord]:
-        """The newest rollouts without their nodes, newest first."""
+        """Return the newest rollouts without their nodes, newest first."""
         return await self._database.read(lambda connection: storage.load_heads(connection, most))
 
     async def rollout(self, id: str) -> RolloutRecord:  # noqa: A002 - the field's name
-        """By id, its unique beginning, or "last". NotFound; Conflict where several begin so."""
+        """Return a rollout by its id, the start of it, or "last". NotFound; Conflict: ambiguous."""
         ids = await self._database.read(lambda connection: storage.find_ids(connection, id))
         if not ids or not id:
             raise NotFound(f"no rollout {id[:100]!r}; triplane rollout ls names them")
@@ -196,7 +197,7 @@ class LiveFleet:
     # Nodes
 
     async def add_node(self, name: str, labels: Mapping[str, str]) -> None:
-        """A node was enrolled; labels count where it is new or was gone, else it keeps its own."""
+        """Add an enrolled node. One that is a node already keeps its labels."""
         known = self._fleet.nodes.get(name)
         if known is not None and not known.gone:
             return
@@ -204,9 +205,7 @@ class LiveFleet:
             check_label(key, value)
 
         def make(fleet: FleetState) -> FleetState:
-            before = fleet.nodes.get(name)
-            if before is None:
-                return state.with_node(fleet, FleetNode(name=name, labels=dict(labels)))
+            before = fleet.nodes.get(name, FleetNode(name=name, gone="new"))
             if not before.gone:
                 return fleet
             # A token without labels says nothing about them: the machine is still where it was.
@@ -225,14 +224,14 @@ class LiveFleet:
         """Set and remove labels of a node."""
         for key, value in put.items():
             check_label(key, value)
-        labels = {k: v for k, v in self.node(name).labels.items() if k not in remove} | dict(put)
-        if len(labels) > MAX_LABELS:
-            raise InvalidInput(f"a node has at most {MAX_LABELS} labels, got {len(labels)}")
 
         def make(node: FleetNode) -> FleetNode:
-            kept = {k: v for k, v in node.labels.items() if k not in remove}
-            return replace(node, labels=kept | dict(put))
+            labels = {k: v for k, v in node.labels.items() if k not in remove} | dict(put)
+            if len(labels) > MAX_LABELS:
+                raise InvalidInput(f"a node has at most {MAX_LABELS} labels, got {len(labels)}")
+            return replace(node, labels=labels)
 
+        self.node(name)
         audited = AuditedChange(by, "node.labels", name, {"set": dict(put), "remove": list(remove)})
         await self._change_node(name, make, audited)
         return self.node(name)
@@ -245,7 +244,7 @@ class LiveFleet:
         return self.node(name)
 
     async def report(self, name: str, report: pb.Report) -> None:
-        """Take a node's report; returns after the commit. InvalidInput: a limit is broken."""
+        """Take a node's report; return after its commit. InvalidInput: it breaks a limit."""
         check_report(report)
         if self._reports_waiting >= MAX_WAITING:
             raise Unavailable(f"{MAX_WAITING} reports wait to be written; report again later")
@@ -295,18 +294,15 @@ class LiveFleet:
     async def pause(self, id: str, *, reason: str, by: str) -> RolloutRecord:  # noqa: A002
         """Open no wave until it is resumed. Conflict: the rollout has ended."""
         reason = messages.checked_reason(reason)
-        event = Pause(reason or f"paused by {by}")
-        return await self._steer(
-            id, event, AuditedChange(by, "rollout.pause", "", {"reason": reason})
-        )
+        audited = AuditedChange(by, "rollout.pause", "", {"reason": reason})
+        return await self._steer(id, Pause(reason or f"paused by {by}"), audited)
 
     async def resume(self, id: str, *, reason: str = "", by: str) -> RolloutRecord:  # noqa: A002
         """Resume a rollout; failed nodes are retried. Conflict: it has ended."""
         reason = messages.checked_reason(reason)
         note = f"resumed by {by}" + (f": {reason}" if reason else "")
-        return await self._steer(
-            id, Resume(note), AuditedChange(by, "rollout.resume", "", {"reason": reason})
-        )
+        audited = AuditedChange(by, "rollout.resume", "", {"reason": reason})
+        return await self._steer(id, Resume(note), audited)
 
     async def abort(self, id: str, *, reason: str, revert: bool, by: str) -> RolloutRecord:  # noqa: A002
         """End a rollout; nodes that did not commit keep what they had. Conflict: it has ended."""
@@ -318,34 +314,31 @@ class LiveFleet:
     async def _steer(self, id: str, event: Event, audited: AuditedChange) -> RolloutRecord:  # noqa: A002
         rollout_id = (await self.rollout(id)).rollout.id
 
-        def make(fleet: FleetState) -> FleetState:
-            if rollout_id in fleet.rollouts:
-                return state.after_event(fleet, rollout_id, event, self._clock())
-            return fleet
-
-        if rollout_id not in self._fleet.rollouts:  # ended: the machine says what that forbids
-            record = await self._ended(rollout_id)
-            state.after_event(
-                FleetState({}, {rollout_id: record}), rollout_id, event, self._clock()
-            )
-        await self._change(make, replace(audited, subject=rollout_id))
+        if rollout_id not in self._fleet.rollouts:  # it has ended, which may forbid the event
+            ended = FleetState(rollouts={rollout_id: await self._ended(rollout_id)})
+            state.after_event(ended, rollout_id, event, self._clock())
+        await self._change(self._applying(rollout_id, event), replace(audited, subject=rollout_id))
         self.nudge()
         return await self.rollout(rollout_id)
+
+    def _applying(self, rollout_id: str, event: Event) -> Callable[[FleetState], FleetState]:
+        def make(fleet: FleetState) -> FleetState:
+            if rollout_id not in fleet.rollouts:
+                return fleet
+            return state.after_event(fleet, rollout_id, event, self._clock())
+
+        return make
 
     async def _by_key(self, key: bytes) -> RolloutRecord | None:
         for record in self._fleet.rollouts.values():
             if record.request.key == key:
                 return record
-        records = await self._database.read(
-            lambda connection: storage.load_rollouts(connection, ROLLOUTS.c.key == key)
-        )
+        records = await self._database.read(lambda c: load_rollouts(c, ROLLOUTS.c.key == key))
         return records[0] if records else None
 
     async def _ended(self, rollout_id: str) -> RolloutRecord:
-        records = await self._database.read(
-            lambda connection: storage.load_rollouts(connection, ROLLOUTS.c.id == rollout_id)
-        )
-        return records[0]
+        which = ROLLOUTS.c.id == rollout_id
+        return (await self._database.read(lambda c: load_rollouts(c, which)))[0]
 
     # Changing
 
@@ -355,13 +348,13 @@ class LiveFleet:
         make: Callable[[FleetNode], FleetNode],
         audited: AuditedChange | None = None,
     ) -> None:
-        def changed(fleet: FleetState) -> FleetState:
+        def make_fleet(fleet: FleetState) -> FleetState:
             before = fleet.nodes.get(name)
             if before is None or before.gone or (after := make(before)) == before:
                 return fleet
             return state.after_nodes_changed(state.with_node(fleet, after), self._clock())
 
-        await self._change(changed, audited)
+        await self._change(make_fleet, audited)
 
     async def _change(
         self, make: Callable[[FleetState], FleetState], audited: AuditedChange | None = None
@@ -429,13 +422,11 @@ class LiveFleet:
             try:
                 await self._look()
                 await self._change(lambda fleet: state.after_tick(fleet, self._clock()))
-            except Exception:  # whatever one look met, the next one is as good as any
+            except Exception:  # the next look may succeed
                 logger.exception("rollouts do not go on")
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(PERIOD_S):
                     await self._nudged.wait()
-            except TimeoutError:
-                continue
 
     async def _look(self) -> None:
         """Look at every bundle and signature that a rollout waits for."""
@@ -448,18 +439,10 @@ class LiveFleet:
     async def _look_at(self, record: RolloutRecord, target: str) -> None:
         plan, rollout_id = record.rollout.plan, record.rollout.id
         try:
-            looked: Event | None = await self._bundles.look(
+            event: Event | None = await self._bundles.look(
                 plan.model, plan.version, target, record.request.role
             )
         except (NotFound, InvalidInput) as error:
-            looked = BundleFailed(target, str(error))
-        if looked is None:
-            return
-        event = looked
-
-        def make(fleet: FleetState) -> FleetState:
-            if rollout_id not in fleet.rollouts:
-                return fleet
-            return state.after_event(fleet, rollout_id, event, self._clock())
-
-        await self._change(make)
+            event = BundleFailed(target, str(error))
+        if event is not None:
+            await self._change(self._applying(rollout_id, event))

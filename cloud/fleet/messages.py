@@ -13,6 +13,7 @@ from triplane.cloud.fleet.waves import Count, Percent, Size, cumulative
 from triplane.proto import fleet_pb2 as pb
 from triplane.proto.documents import check_text
 from triplane.proto.errors import InvalidInput
+from triplane.proto.messages import message_from
 from triplane.proto.targets import ROLES
 
 Connected = Callable[[str], bool]
@@ -30,13 +31,11 @@ REASONS_BYTES: Final = 2 << 20
 def desired_message(node: FleetNode) -> pb.Desired:
     """Return the document of what the node is to serve, models in name order."""
     assignments = [
-        pb.Assignment(
+        message_from(
+            pb.Assignment,
+            held,
             model=model,
-            version=held.version,
             target_path=held.path,
-            rollout=held.rollout,
-            attempt=held.attempt,
-            probation_s=held.probation_s,
             sha256=bytes.fromhex(held.sha256),
         )
         for model, held in sorted(node.held.items())
@@ -52,57 +51,45 @@ def node_message(
 
     metadata_versions: the cloud's own, by role; a node that has seen newer ones is warned of.
     """
-    return pb.Node(
-        name=node.name,
-        labels=dict(node.labels),
-        cordoned=node.cordoned,
+    return message_from(
+        pb.Node,
+        node,
         connected=connected,
-        last_seen_s=node.last_seen_s,
         desired=desired_message(node),
-        report=node.report,
         warnings=warnings(node, metadata_versions),
     )
 
 
 def rollout_message(record: RolloutRecord, connected: Connected) -> pb.Rollout:
-    """The rollout with its nodes in name order; reasons are cut where a message ends otherwise."""
+    """Return the rollout with its nodes in name order; long reasons are cut to fit a message."""
     r = record.rollout
     most_bytes = REASONS_BYTES // max(1, len(r.members))
-    return pb.Rollout(
+    return message_from(
+        pb.Rollout,
+        record,
         id=r.id,
         model=r.plan.model,
         version=r.plan.version,
         selector=record.request.selector,
-        state=pb.Rollout.State.ValueType(r.state),
+        state=r.state,
         reason="; ".join(filter(None, (r.reason, r.left_out, r.resumed))),
         wave=max(0, r.wave),
         nodes=[
             _member_message(r.members[name], most_bytes, connected=connected(name))
             for name in sorted(r.members)
         ],
-        request=record.request,
-        created_s=record.created_s,
         ended_s=r.ended_s,
-        created_by=record.created_by,
     )
 
 
 def _member_message(m: RolloutMember, most_bytes: int, *, connected: bool) -> pb.RolloutNode:
     excused = f"not counted: {m.excused}" if m.excused else ""
-    return pb.RolloutNode(
-        name=m.name,
-        wave=m.wave,
-        state=pb.NodeState.ValueType(m.stage),
-        reason=truncated("; ".join(filter(None, (excused, m.reason))), most_bytes),
-        target=m.target,
-        downloaded_bytes=m.downloaded_bytes,
-        total_bytes=m.total_bytes,
-        connected=connected,
-    )
+    reason = truncated("; ".join(filter(None, (excused, m.reason))), most_bytes)
+    return message_from(pb.RolloutNode, m, state=m.stage, reason=reason, connected=connected)
 
 
 def plan_from(request: pb.DeployRequest, model: str, version: int, nodes: int) -> RolloutPlan:
-    """The plan for that many selected nodes; InvalidInput names the field that is out of range."""
+    """Return the plan for so many selected nodes. InvalidInput names a field out of its range."""
     success = request.success_share or DEFAULT_SUCCESS_SHARE
     deadline_s = request.node_deadline_s or DEFAULT_NODE_DEADLINE_S
     for what, share in (("success", success), ("failure", request.failure_share)):
@@ -131,13 +118,11 @@ def check_request(request: pb.DeployRequest) -> None:
 
 
 def _size(wave: pb.Wave) -> Size:
-    if wave.WhichOneof("size") == "nodes":
-        return Count(wave.nodes)
-    return Percent(wave.percent)
+    return Count(wave.nodes) if wave.WhichOneof("size") == "nodes" else Percent(wave.percent)
 
 
 def truncated(text: str, most_bytes: int) -> str:
-    """The text, or its beginning and an ellipsis, in so many bytes of UTF-8."""
+    """Return the text, cut to so many bytes of UTF-8 with an ellipsis at the end."""
     data = text.encode()
     if len(data) <= most_bytes:
         return text
@@ -146,6 +131,7 @@ def truncated(text: str, most_bytes: int) -> str:
 
 
 def checked_reason(reason: str) -> str:
-    """A person's reason, as long as it may be. InvalidInput where it is no text."""
-    check_text("a reason", reason[:MAX_REASON_CHARS], MAX_REASON_CHARS)
-    return reason[:MAX_REASON_CHARS]
+    """Return a person's reason, cut to its limit. InvalidInput: it has characters no text has."""
+    reason = reason[:MAX_REASON_CHARS]
+    check_text("a reason", reason, MAX_REASON_CHARS)
+    return reason

@@ -14,6 +14,7 @@ from triplane.cloud.registry.registry import Registry
 from triplane.cloud.registry.values import BundleRecord, State
 from triplane.cloud.trust.repository import MetadataRepository
 from triplane.proto.errors import Conflict, InvalidInput, NotFound, Unavailable
+from triplane.proto.messages import value_from
 from triplane.proto.targets import AUTO, RELEASE, SignedTarget, TargetName
 
 
@@ -42,8 +43,9 @@ class RegistryBundles:
             signed = await self._signed(bundle, role)
         except Conflict as error:
             return BundleFailed(target, str(error))
+        needs = value_from(BundleNeeds, bundle.needs)
         if signed is None:
-            return BundleReady(target, _needs(bundle))
+            return BundleReady(target, needs)
         if (signed.sha256, signed.length) != (bundle.blob, bundle.size):
             return BundleFailed(
                 target,
@@ -52,7 +54,7 @@ class RegistryBundles:
             )
         if bundle.signed_path != signed.path:
             await self._registry.mark_signed(model, version, target, signed.path)
-        return BundleReady(target, _needs(bundle), signed.path, bundle.blob.hex())
+        return BundleReady(target, needs, signed.path, bundle.blob.hex())
 
     async def limit(self, model: str, version: int, role: str) -> Limit | None:
         """See `fleet.Bundles`. None without a rule of the policy, which `look` then reports."""
@@ -103,8 +105,8 @@ class RegistryBundles:
             if bundle.blob == blob:
                 raise Unavailable(_not_here(bundle))
         raise NotFound(
-            f"no blob {blob.hex()[:16]}... that is assigned to node {node.name}; "
-            "nodes read what they shall serve"
+            f"no blob {blob.hex()[:16]}... is assigned to node {node.name}; nodes read only the "
+            "bundles that they are to serve"
         )
 
     def _goldens(self, models: set[str]) -> set[bytes]:
@@ -125,14 +127,3 @@ def _not_here(bundle: BundleRecord) -> str:
     if bundle.state is State.CONVERTING:
         return f"the cloud lost its file of {bundle} and is making it again; try again later"
     return f"the cloud lost its file of {bundle}: {bundle.reason}"
-
-
-def _needs(bundle: BundleRecord) -> BundleNeeds:
-    needs = bundle.needs
-    return BundleNeeds(
-        runtime=needs.runtime,
-        min_version=needs.min_version,
-        opset=needs.opset,
-        instructions=needs.instructions,
-        memory_bytes=needs.memory_bytes,
-    )

@@ -1,18 +1,18 @@
-# ruff: noqa: ARG001 -- every rule of the table takes what the table says
+# ruff: noqa: ARG001 -- every rule of the table has the same parameters
 """The state machine of a rollout: `step(rollout, event, now_s) -> (rollout, effects)`.
 
 Pure: no clock, no database, no stream. An event changes what is known (a bundle, a report, which
 nodes count), then `wave_transitions` derives what follows, so the same facts in any order lead to
 the same state.
 
-Kept at all times:
-* a node is assigned the version only after its wave opened, its bundle is signed and fits it;
-* while the rollout is RUNNING, no wave that was opened has more failed nodes than its share;
-* one that is neither ended nor paused names what it waits for in `reason`.
+Invariants:
+* a node is assigned the version only after its wave opened, and only a signed bundle that fits it;
+* while the rollout is RUNNING, no open wave has more failed nodes than its share;
+* a rollout that has neither ended nor paused names in `reason` what it waits for.
 
 A node that is excused (cordoned, relabelled, gone) counts neither as success nor as failure, and
-what was assigned to it before stays assigned. A node whose deadline passed counts as failed but
-keeps its assignment, so one that comes back later still catches up, and counts as committed then.
+keeps what was assigned to it. A node whose deadline passed counts as failed but keeps its
+assignment, so it can still catch up later, and then counts as committed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from triplane.cloud.fleet.values import (
     LOST,
     SETTLED,
     Abort,
-    AskBundle,
     BundleFailed,
     BundleReady,
     BundleSupply,
@@ -46,7 +45,7 @@ from triplane.cloud.fleet.values import (
     RolloutState,
     TimePassed,
 )
-from triplane.cloud.fleet.wave_transitions import is_closed, settle, under_way
+from triplane.cloud.fleet.wave_transitions import is_closed, settle, tallies, under_way
 from triplane.proto.errors import Conflict
 
 Rule = Callable[[Rollout, Any, float], Result]
@@ -60,15 +59,13 @@ def begin(
     *,
     left_out: str = "",
 ) -> Result:
-    """A new rollout in PREPARING, which asks for the bundles its members take first."""
+    """Return a new rollout in PREPARING, which asks for the bundles that its members prefer."""
     allowed = 0 if plan.pause_between_waves else len(plan.waves) - 1
     start = Rollout(
         id=id, plan=plan, members={m.name: m for m in members}, supplies={}, allowed=allowed,
         left_out=left_out,
     )  # fmt: skip
-    chosen, effects = choose_targets(start)
-    settled, more = settle(chosen, now_s)
-    return settled, (*effects, *more)
+    return settle(choose_targets(start), now_s)
 
 
 def step(rollout: Rollout, event: Event, now_s: float) -> Result:
@@ -81,12 +78,12 @@ def step_all(rollout: Rollout, events: Iterable[Event], now_s: float) -> Result:
 
     Settling looks at every node, so a thousand reports one by one would cost a million looks.
     """
-    known, effects = rollout, list[Effect]()
+    effects: tuple[Effect, ...] = ()
     for event in events:
-        known, more = RULES[known.state, type(event)](known, event, now_s)
+        rollout, more = RULES[rollout.state, type(event)](rollout, event, now_s)
         effects += more
-    settled, last = settle(known, now_s)
-    return settled, (*effects, *last)
+    rollout, more = settle(rollout, now_s)
+    return rollout, effects + more
 
 
 # Rules: each takes in one event
@@ -101,16 +98,15 @@ def _bundle_ready(r: Rollout, e: BundleReady, now_s: float) -> Result:
     )
     if before is None or before == supply:
         return r, ()
-    return choose_targets(replace(r, supplies={**r.supplies, e.target: supply}))
+    return choose_targets(replace(r, supplies={**r.supplies, e.target: supply})), ()
 
 
 def _bundle_failed(r: Rollout, e: BundleFailed, now_s: float) -> Result:
     before = r.supplies.get(e.target)
     if before is None or before.needs is not None:
         return r, ()
-    return choose_targets(
-        replace(r, supplies={**r.supplies, e.target: BundleSupply(refusal=e.reason)})
-    )
+    supplies = {**r.supplies, e.target: BundleSupply(refusal=e.reason)}
+    return choose_targets(replace(r, supplies=supplies)), ()
 
 
 def _reported(r: Rollout, e: Reported, now_s: float) -> Result:
@@ -122,15 +118,17 @@ def _reported(r: Rollout, e: Reported, now_s: float) -> Result:
         member = replace(member, committed_version=e.committed_version)
         sha256 = r.supplies[before.target].sha256 if before.target in r.supplies else ""
         return with_member(r, _progress(member, e, r.plan.version, sha256)), ()
-    if before.capability == e.capability:  # its word about an unassigned version does not count
+    if before.capability == e.capability:  # reports about an unassigned version do not count
         return r, ()
-    return choose_target(
-        with_member(r, replace(member, stage=NodeStage.WAITING, reason="")), e.name
-    )
+    member = replace(member, stage=NodeStage.WAITING, reason="")
+    return choose_target(with_member(r, member), e.name), ()
 
 
 def _progress(m: RolloutMember, e: Reported, version: int, sha256: str) -> RolloutMember:
-    """sha256: of the bundle that the node was given; a number alone does not say what serves."""
+    """Return the member after its report.
+
+    sha256: of the bundle that the node was assigned; the number alone does not identify content.
+    """
     if m.stage in DONE:
         return m
     mine = (e.version, e.attempt) == (version, m.attempt)
@@ -146,11 +144,10 @@ def _progress(m: RolloutMember, e: Reported, version: int, sha256: str) -> Rollo
 
 
 def _excused(r: Rollout, e: Excused, now_s: float) -> Result:
-    why = {name: e.reasons.get(name) or m.left_out for name, m in r.members.items()}
     changed = {
-        name: replace(m, excused=why[name])
+        name: replace(m, excused=why)
         for name, m in r.members.items()
-        if m.excused != why[name]
+        if m.excused != (why := e.reasons.get(name) or m.left_out)
     }
     back = {
         name: replace(m, deadline_s=now_s + r.plan.node_deadline_s)
@@ -185,7 +182,7 @@ def _resume(r: Rollout, e: Resume, now_s: float) -> Result:
         for name, m in r.members.items()
         if m.stage in LOST
     }
-    closed = r.wave >= 0 and is_closed(r)
+    closed = r.wave >= 0 and is_closed(r, tallies(r)[-1])
     start = replace(
         r,
         state=RolloutState.PREPARING if r.wave < 0 else RolloutState.RUNNING,
@@ -195,8 +192,7 @@ def _resume(r: Rollout, e: Resume, now_s: float) -> Result:
         members={**r.members, **again},
         supplies={**r.supplies, **dict.fromkeys(refused, BundleSupply())},
     )
-    chosen, effects = choose_targets(start)
-    return chosen, (*map(AskBundle, refused), *effects)
+    return choose_targets(start), ()
 
 
 def _abort(r: Rollout, e: Abort, now_s: float) -> Result:
@@ -221,7 +217,7 @@ def _stay(r: Rollout, e: Event, now_s: float) -> Result:
 def _refuse(r: Rollout, e: Event, now_s: float) -> Result:
     verb = _VERBS[type(e)]
     raise Conflict(
-        f"{verb} needs a rollout that goes on; {r.id} is {r.state.name.lower()}: "
+        f"{verb} needs a rollout that has not ended; {r.id} is {r.state.name.lower()}: "
         f"{r.reason or 'it ended'}; deploy again"
     )
 

@@ -1,7 +1,7 @@
-"""Which nodes are meant: `site=factory,camera!=old`, terms joined by commas, or `all`.
+"""Selectors of nodes: `site=factory,camera!=old`, terms joined by commas, or `all`.
 
-`key=value` holds where the label is there with that value, `key!=value` where it is not, so also
-where the node has no such label. All terms must hold.
+`key=value` selects nodes with that label, `key!=value` all others, also those without the key. A
+node is selected if all terms hold.
 """
 
 from __future__ import annotations

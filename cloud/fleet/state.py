@@ -1,6 +1,6 @@
 """The fleet as one value, and how reports, people and rollouts change it.
 
-Pure, like the rollouts it holds: each function takes a state and gives the next one. A node's
+Pure, like the rollouts it holds: each function takes a state and returns the next one. A node's
 desired number grows with every change of its desired document, and with nothing else.
 """
 
@@ -26,15 +26,16 @@ from triplane.cloud.fleet.values import (
     TimePassed,
 )
 from triplane.proto.fleet_pb2 import DeployRequest, ModelReport, Report
+from triplane.proto.messages import value_from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeAssignment:
     """One model on one node.
 
-    good: the last assignment that the node said it committed. back: what was good when `rollout`
-    began with the node, for when it is taken back. sha256: of each signed bundle, in hexadecimal;
-    empty where an older release assigned it.
+    good: the newest assignment that the node reported as committed. back: what was good when
+    `rollout` first assigned the node a version; an abort returns to it. sha256: of each signed
+    bundle, in hexadecimal; empty where an older release assigned it.
     """
 
     version: int = 0
@@ -89,7 +90,7 @@ class FleetState:
 
 
 def with_node(fleet: FleetState, node: FleetNode) -> FleetState:
-    """The fleet with this node instead of its former self."""
+    """Return the fleet with this node in place of the one of its name."""
     return replace(fleet, nodes={**fleet.nodes, node.name: node})
 
 
@@ -100,7 +101,7 @@ def without_ended(fleet: FleetState) -> FleetState:
 
 
 def with_rollout(fleet: FleetState, record: RolloutRecord, effects: Iterable[Effect]) -> FleetState:
-    """The fleet with this rollout, its effects in the nodes' desired documents."""
+    """Return the fleet with this rollout, and its effects in the nodes' desired documents."""
     nodes = dict(fleet.nodes)
     for effect in effects:
         if isinstance(effect, (Assign, Restore)) and effect.name in nodes:
@@ -114,28 +115,23 @@ def _ordered(node: FleetNode, record: RolloutRecord, effect: Assign | Restore) -
     held = node.held.get(plan.model, NodeAssignment())
     if held.rollout != record.rollout.id:
         held = replace(
-            held,
-            back_version=held.good_version,
-            back_path=held.good_path,
+            held, back_version=held.good_version, back_path=held.good_path,
             back_sha256=held.good_sha256,
-        )
-    is_new = isinstance(effect, Assign)
+        )  # fmt: skip
+    version, path, sha256 = held.back_version, held.back_path, held.back_sha256
+    if isinstance(effect, Assign):
+        version, path, sha256 = plan.version, effect.path, effect.sha256
     assignment = replace(
-        held,
-        version=plan.version if is_new else held.back_version,
-        path=effect.path if isinstance(effect, Assign) else held.back_path,
-        sha256=effect.sha256 if isinstance(effect, Assign) else held.back_sha256,
-        rollout=record.rollout.id,
-        attempt=effect.attempt,
-        probation_s=record.request.probation_s,
-    )
+        held, version=version, path=path, sha256=sha256, rollout=record.rollout.id,
+        attempt=effect.attempt, probation_s=record.request.probation_s,
+    )  # fmt: skip
     return replace(
         node, desired_number=node.desired_number + 1, held={**node.held, plan.model: assignment}
     )
 
 
 def after_event(fleet: FleetState, rollout_id: str, event: Event, now_s: float) -> FleetState:
-    """One event of one rollout. Raises what `rollout.step` raises."""
+    """Apply an event to a rollout. Raises what `rollout.step` raises."""
     return _after_events(fleet, rollout_id, (event,), now_s)
 
 
@@ -172,7 +168,7 @@ def after_nodes_changed(fleet: FleetState, now_s: float) -> FleetState:
 def excuse_reason(node: FleetNode | None, selector: Selector) -> str:
     """Return why a rollout does not count this node; empty where it does."""
     if node is None or node.gone:
-        return node.gone if node else "it is no node"
+        return node.gone if node else "it is not a node"
     if node.cordoned:
         return "cordoned"
     return "" if selector.matches(node.labels) else "its labels no longer match"
@@ -211,7 +207,7 @@ def _good(held: NodeAssignment, model: ModelReport | None) -> NodeAssignment:
 
 
 def _same(ours: str, theirs: str) -> bool:
-    """Whether two digests are equal, as far as both sides know them."""
+    """Whether two digests agree; an empty one, of an older release, agrees with every other."""
     return not (ours and theirs) or ours == theirs
 
 
@@ -238,8 +234,8 @@ def warnings(node: FleetNode, metadata_versions: Mapping[str, int]) -> list[str]
         signed = [f"triplane cloud keys renew --role {r} --past {ahead[r]} --keys DIR"
                   for r in ("targets", "release") if r in ahead]  # fmt: skip
         texts.append(
-            f"it has verified newer signed metadata than this cloud has: {versions}; it takes "
-            f"nothing new until the numbers here are higher{': ' if signed else ''}"
+            f"it has verified newer signed metadata than this cloud has: {versions}; it accepts "
+            f"nothing new until the versions here are higher{': ' if signed else ''}"
             f"{'; '.join(signed)}; {AFTER_RESTORE}"
         )
     return texts
@@ -250,22 +246,17 @@ def _contradiction(node: FleetNode, model: ModelReport) -> str:
         return ""
     held = node.held.get(model.model, NodeAssignment())
     theirs = model.committed_sha256.hex()
-    ours = {
-        held.version: held.sha256,
-        held.back_version: held.back_sha256,
-        held.good_version: held.good_sha256,
-    }
+    ours = [
+        (held.version, held.sha256),
+        (held.back_version, held.back_sha256),
+        (held.good_version, held.good_sha256),
+    ]
     what = f"it serves {model.model}@{model.committed_version}"
-    if model.committed_version not in ours:
+    if model.committed_version not in dict(ours):
         return f"{what}, which this cloud did not assign to it; {AFTER_RESTORE}"
-    known = ours[model.committed_version]
-    versions = (held.version, held.good_version, held.back_version)
-    digests = (held.sha256, held.good_sha256, held.back_sha256)
-    if any(
-        version == model.committed_version and _same(sha256, theirs)
-        for version, sha256 in zip(versions, digests, strict=True)
-    ):
+    if any(version == model.committed_version and _same(x, theirs) for version, x in ours):
         return ""
+    known = dict(ours)[model.committed_version]
     return (
         f"{what} with other content: sha256 {theirs[:16]}..., this cloud's version has "
         f"{known[:16]}...; deploy the version that it should serve; {AFTER_RESTORE}"
@@ -275,26 +266,12 @@ def _contradiction(node: FleetNode, model: ModelReport) -> str:
 def capability_of(report: Report) -> Capability:
     """Return what the node can run, according to its report."""
     capability = report.capability
-    return Capability(
-        runtime=capability.runtime,
-        runtime_version=capability.runtime_version,
-        max_opset=capability.max_opset,
-        instructions=tuple(capability.instructions),
-        memory_bytes=capability.memory_bytes,
-        targets=tuple(capability.targets),
-    )
+    instructions, targets = tuple(capability.instructions), tuple(capability.targets)
+    return value_from(Capability, capability, instructions=instructions, targets=targets)
 
 
 def _reported(name: str, capability: Capability, model: ModelReport) -> Reported:
-    return Reported(
-        name=name,
-        capability=capability,
-        committed_version=model.committed_version,
+    return value_from(
+        Reported, model, name=name, capability=capability, stage=NodeStage(model.state),
         committed_sha256=model.committed_sha256.hex(),
-        version=model.version,
-        attempt=model.attempt,
-        stage=NodeStage(model.state),
-        reason=model.reason,
-        downloaded_bytes=model.downloaded_bytes,
-        total_bytes=model.total_bytes,
-    )
+    )  # fmt: skip

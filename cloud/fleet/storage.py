@@ -7,11 +7,12 @@ change. Ended rollouts stay in the tables and leave the value.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from collections.abc import Iterable
+from dataclasses import asdict, replace
 from typing import Any, Final
 
 import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
 
 from triplane.cloud.fleet.capability import BundleNeeds, Capability
 from triplane.cloud.fleet.state import FleetNode, FleetState, NodeAssignment, RolloutRecord
@@ -27,81 +28,42 @@ from triplane.cloud.fleet.values import (
 )
 from triplane.proto.errors import Corrupt
 from triplane.proto.fleet_pb2 import DeployRequest, Report
+from triplane.proto.messages import value_from
 
 Row = dict[str, Any]
 _DIGESTS: Final = ("sha256", "good_sha256", "back_sha256")
-_KEYS: Final = {
-    "fleet_nodes": ("name",),
-    "fleet_held": ("node", "model"),
-    "fleet_rollouts": ("id",),
-    "fleet_members": ("rollout", "name"),
-}
+"""Fields of a `NodeAssignment` with a table of their own."""
 
 
 def save(connection: sa.Connection, before: FleetState, after: FleetState) -> None:
     """Write what differs."""
-    _save_nodes(connection, before.nodes, after.nodes)
+    nodes = [node for name, node in after.nodes.items() if before.nodes.get(name) is not node]
+    _put(connection, NODES, [_node_row(node) for node in nodes])
+    held = [
+        (node.name, model, assignment)
+        for node in nodes
+        for model, assignment in node.held.items()
+        if node.name not in before.nodes or before.nodes[node.name].held.get(model) != assignment
+    ]
+    _put(connection, HELD, [_held_row(*x, HELD) for x in held])
+    _put(connection, HELD_DIGESTS, [_held_row(*x, HELD_DIGESTS) for x in held])
     for rollout_id, record in after.rollouts.items():
         known = before.rollouts.get(rollout_id)
         if known is not record:
-            _save_rollout(connection, known, record)
+            _put(connection, ROLLOUTS, [_rollout_row(record)], key="id")
+            members = known.rollout.members if known else {}
+            changed = [m for n, m in record.rollout.members.items() if members.get(n) is not m]
+            _put(connection, MEMBERS, [_member_row(rollout_id, m) for m in changed])
 
 
-def _save_nodes(
-    connection: sa.Connection, before: Mapping[str, FleetNode], after: Mapping[str, FleetNode]
-) -> None:
-    changed = [node for name, node in after.items() if before.get(name) is not node]
-    known = [before.get(node.name) for node in changed]
-    _put(
-        connection,
-        NODES,
-        new=[_node_row(n) for n, k in zip(changed, known, strict=True) if k is None],
-        other=[_node_row(n) for n, k in zip(changed, known, strict=True) if k is not None],
-    )
-    differing = [
-        (old, node.name, model, row)
-        for node, k in zip(changed, known, strict=True)
-        for model, row in node.held.items()
-        if (old := k.held.get(model) if k else None) != row
-    ]
-    held = [(old is None, _held_row(name, model, row)) for old, name, model, row in differing]
-    _put(
-        connection,
-        HELD,
-        new=[row for is_new, row in held if is_new],
-        other=[row for is_new, row in held if not is_new],
-    )
-    _save_digests(
-        connection,
-        [
-            (name, model, row)
-            for old, name, model, row in differing
-            if old is None or any(getattr(old, key) != getattr(row, key) for key in _DIGESTS)
-        ],
-    )
-
-
-def _save_rollout(
-    connection: sa.Connection, before: RolloutRecord | None, after: RolloutRecord
-) -> None:
-    row = _rollout_row(after)
-    _put(connection, ROLLOUTS, new=[] if before else [row], other=[row] if before else [])
-    known = before.rollout.members if before else {}
-    rollout = after.rollout
-    changed = [m for name, m in rollout.members.items() if known.get(name) is not m]
-    rows = [_member_row(rollout.id, member) for member in changed]
-    _put(connection, MEMBERS, new=[] if before else rows, other=rows if before else [])
-
-
-def _put(connection: sa.Connection, table: sa.Table, *, new: list[Row], other: list[Row]) -> None:
-    if new:
-        connection.execute(table.insert(), new)
-    if other:
-        keys = _KEYS[table.name]
-        values: Row = {name: sa.bindparam(name) for name in other[0] if name not in keys}
-        matches = sa.and_(*(table.c[key] == sa.bindparam(f"of_{key}") for key in keys))
-        rows = [{f"of_{k}" if k in keys else k: v for k, v in row.items()} for row in other]
-        connection.execute(table.update().where(matches).values(values), rows)
+def _put(connection: sa.Connection, table: sa.Table, rows: list[Row], key: str = "") -> None:
+    """Insert rows, or update those that exist. key: a unique column in place of the primary key."""
+    if not rows:
+        return
+    keys = [key] if key else [column.name for column in table.primary_key]
+    insert = (postgresql if connection.dialect.name == "postgresql" else sqlite).insert(table)
+    values = {name: insert.excluded[name] for name in rows[0] if name not in keys}
+    connection.execute(insert.on_conflict_do_update(index_elements=keys, set_=values), rows)
 
 
 def load(connection: sa.Connection) -> FleetState:
@@ -116,9 +78,9 @@ def load(connection: sa.Connection) -> FleetState:
         of = digests.get((row["node"], row["model"]), {})
         held.setdefault(row["node"], {})[row["model"]] = NodeAssignment(**fields, **of)
     nodes = {
-        row.name: FleetNode(
-            name=row.name, labels=json.loads(row.labels), cordoned=row.cordoned, gone=row.gone,
-            last_seen_s=row.last_seen_s, desired_number=row.desired_number,
+        row.name: value_from(
+            FleetNode, row,
+            labels=json.loads(row.labels),
             report=None if row.report is None else Report.FromString(row.report),
             held=held.get(row.name, {}),
         )
@@ -149,56 +111,23 @@ def find_ids(connection: sa.Connection, beginning: str) -> list[str]:
 
 
 def _node_row(node: FleetNode) -> Row:
+    columns = ("name", "cordoned", "gone", "last_seen_s", "desired_number")
     return {
-        "name": node.name,
+        **{column: getattr(node, column) for column in columns},
         "labels": json.dumps(dict(node.labels), sort_keys=True),
-        "cordoned": node.cordoned,
-        "gone": node.gone,
-        "last_seen_s": node.last_seen_s,
-        "desired_number": node.desired_number,
         "report": None if node.report is None else node.report.SerializeToString(),
     }
 
 
-def _held_row(node: str, model: str, held: NodeAssignment) -> Row:
-    fields = {key: value for key, value in asdict(held).items() if key not in _DIGESTS}
-    return {"node": node, "model": model, **fields}
-
-
-def _save_digests(
-    connection: sa.Connection, changed: list[tuple[str, str, NodeAssignment]]
-) -> None:
-    """Rows of older releases have none yet, so a row is replaced whichever it is."""
-    if not changed:
-        return
-    keys = [{"of_node": node, "of_model": model} for node, model, _ in changed]
-    table = HELD_DIGESTS
-    connection.execute(
-        table.delete().where(
-            table.c.node == sa.bindparam("of_node"), table.c.model == sa.bindparam("of_model")
-        ),
-        keys,
-    )
-    rows = [
-        {"node": node, "model": model, **{key: getattr(held, key) for key in _DIGESTS}}
-        for node, model, held in changed
-    ]
-    connection.execute(table.insert(), rows)
+def _held_row(node: str, model: str, held: NodeAssignment, table: sa.Table) -> Row:
+    row = {"node": node, "model": model, **asdict(held)}
+    return {column.name: row[column.name] for column in table.columns}
 
 
 def _rollout_row(record: RolloutRecord) -> Row:
     r = record.rollout
-    body = {
-        "plan": asdict(r.plan),
-        "supplies": {target: asdict(supply) for target, supply in r.supplies.items()},
-        "allowed": r.allowed,
-        "state": r.state.name,
-        "reason": r.reason,
-        "left_out": r.left_out,
-        "resumed": r.resumed,
-        "wave": r.wave,
-        "ended_s": r.ended_s,
-    }
+    body = asdict(replace(r, members={})) | {"state": r.state.name}
+    del body["id"], body["members"]  # they have columns and rows of their own
     return {
         "id": r.id,
         "key": record.request.key,
@@ -219,25 +148,22 @@ def _member_row(rollout_id: str, member: RolloutMember) -> Row:
 def _rollout_record(row: Any, members: Iterable[RolloutMember]) -> RolloutRecord:
     try:
         body = json.loads(row.body)
+        texts = {name: _text(body.get(name, "")) for name in ("reason", "left_out", "resumed")}
         rollout = Rollout(
             id=row.id,
-            plan=RolloutPlan(**body["plan"] | {"waves": tuple(body["plan"]["waves"])}),
             members={member.name: member for member in members},
-            supplies={t: _supply(supply) for t, supply in body["supplies"].items()},
-            allowed=body["allowed"],
-            state=RolloutState[body["state"]],
-            reason=_text(body["reason"]),
-            left_out=_text(body.get("left_out", "")),
-            resumed=_text(body.get("resumed", "")),
-            wave=body["wave"],
-            ended_s=body["ended_s"],
+            **body
+            | texts
+            | {
+                "plan": RolloutPlan(**body["plan"] | {"waves": tuple(body["plan"]["waves"])}),
+                "supplies": {t: _supply(supply) for t, supply in body["supplies"].items()},
+                "state": RolloutState[body["state"]],
+            },
         )
     except (KeyError, TypeError, ValueError) as error:
         raise Corrupt(f"rollout {row.id} in the database is damaged: {error!r}") from error
     request = DeployRequest.FromString(row.request)
-    return RolloutRecord(
-        rollout=rollout, request=request, created_s=row.created_s, created_by=row.created_by
-    )
+    return value_from(RolloutRecord, row, rollout=rollout, request=request)
 
 
 def _text(kept: str) -> str:
@@ -264,4 +190,4 @@ def _member(body: Row) -> RolloutMember:
 def _supply(body: Row) -> BundleSupply:
     needs = body["needs"]
     needed = needs and BundleNeeds(**needs | {"instructions": tuple(needs["instructions"])})
-    return BundleSupply(needed, body["path"], body["refusal"], body.get("sha256", ""))
+    return BundleSupply(**body | {"needs": needed})

@@ -63,11 +63,11 @@ class RolloutPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutMember:
-    """One node.
+    """A node in a rollout.
 
-    attempt: the last number given, also by earlier rollouts of the model. committed_version: of
-    what it was given; its word about another version does not count. left_out: why it was never
-    counted, whatever happens; excused: why it is not counted now.
+    attempt: the newest number, counted over all rollouts of the model. committed_version: the one
+    that the node reported after it was assigned; reports about other versions do not count.
+    left_out: why the node is never counted; excused: why it is not counted now.
     """
 
     name: str
@@ -101,6 +101,8 @@ class Limit:
 class BundleSupply:
     """The bundle for one target: needs once it is made, path once it is signed, or a refusal.
 
+    An empty one asks for the bundle: the fleet looks for it until it has a path or a refusal.
+
     sha256: of the signed bundle, in hexadecimal; empty in rollouts of older releases.
     """
 
@@ -112,9 +114,9 @@ class BundleSupply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """wave: the one that is open, -1 before the first; allowed: the last that may open.
+    """A rollout. wave: the open one, -1 before the first; allowed: the last one that may open.
 
-    left_out: who is not counted and why, in words; resumed: who resumed it last and why.
+    left_out: which nodes are not counted and why, in words; resumed: who resumed it last and why.
     """
 
     id: str
@@ -169,7 +171,7 @@ class Reported:
 
 @dataclass(frozen=True, slots=True)
 class Excused:
-    """All nodes that do not count now, with the reason; the others count."""
+    """The nodes that do not count now, each with the reason; all others count."""
 
     reasons: Mapping[str, str]
 
@@ -188,27 +190,20 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """A person resumes it: failed nodes and bundles are retried. note: by whom, and why."""
+    """A person resumes the rollout: failed nodes and bundles are retried. note: who and why."""
 
     note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """A person ends it. revert: nodes that committed go back as well."""
+    """A person ends the rollout. revert: nodes that have committed go back, too."""
 
     reason: str
     revert: bool
 
 
 Event = BundleReady | BundleFailed | Reported | Excused | TimePassed | Pause | Resume | Abort
-
-
-@dataclass(frozen=True, slots=True)
-class AskBundle:
-    """Start the conversion for `target`, and report its outcome."""
-
-    target: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,5 +224,5 @@ class Restore:
     attempt: int
 
 
-Effect = AskBundle | Assign | Restore
+Effect = Assign | Restore
 Result = tuple[Rollout, tuple[Effect, ...]]

@@ -57,12 +57,12 @@ def _prepare(r: Rollout, now_s: float) -> Result:
         return replace(r, state=RolloutState.FAILED, reason=reason, ended_s=now_s), ()
     reason = _missing(r, hopeful)
     if reason:
-        return (r if reason == r.reason else replace(r, reason=reason)), ()
+        return _waiting(r, reason), ()
     return _open(replace(r, state=RolloutState.RUNNING), 0, now_s), ()
 
 
 def _missing(r: Rollout, members: Iterable[RolloutMember]) -> str:
-    """Bundles and signatures that the members wait for; empty where all are there."""
+    """Name the bundles and signatures that the members wait for; empty if there are none."""
     targets = sorted({m.target for m in members if m.target})
     making = [t for t in targets if r.supplies[t].needs is None]
     unsigned = [t for t in targets if t not in making and not r.supplies[t].path]
@@ -94,7 +94,7 @@ def _run(r: Rollout, now_s: float) -> Result:
         if exceeds(tally.lost, r.plan.failure_share, tally.counted):
             what = f"{tally.lost} of {tally.counted} nodes of wave {wave} failed"
             return _paused(r, f"{what}, more than {r.plan.failure_share:.4g} of them"), ()
-    if _is_closed(r, waves[-1]):
+    if is_closed(r, waves[-1]):
         return _run_closed(r, waves, now_s), ()
     return _run_open(r, waves[-1]), ()
 
@@ -152,17 +152,13 @@ def _paused(r: Rollout, reason: str) -> Rollout:
     return replace(r, state=RolloutState.PAUSED, reason=reason)
 
 
-def is_closed(r: Rollout) -> bool:
-    """Whether the open wave reached its share of committed nodes."""
-    return _is_closed(r, tallies(r)[-1])
-
-
-def _is_closed(r: Rollout, tally: WaveTally) -> bool:
+def is_closed(r: Rollout, tally: WaveTally) -> bool:
+    """Whether a wave with this tally reached its share of committed nodes."""
     return tally.done >= least(r.plan.success_share, tally.counted)
 
 
 def tallies(r: Rollout) -> list[WaveTally]:
-    """One of each wave that opened, in one pass: a fleet has many nodes and reports often."""
+    """Count each wave that opened, all in one pass: a fleet has many nodes and reports often."""
     waves = [WaveTally() for _ in range(r.wave + 1)]
     for m in r.members.values():
         if m.wave > r.wave or m.excused:

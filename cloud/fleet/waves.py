@@ -1,7 +1,7 @@
 """How many nodes have the new version after each wave.
 
-Sizes are cumulative. A percentage of n nodes is rounded up, so that it is one node at least; a
-count is cut to n. Where the last size is below n, the rollout is one to fewer nodes.
+Sizes are cumulative. A percentage of n nodes is rounded up, so that it is at least one node; a
+count is cut to n. If the last size is below n, the rollout is for so many nodes only.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Size = Percent | Count
 
 
 def cumulative(sizes: Sequence[Size], nodes: int) -> tuple[int, ...]:
-    """Nodes that have it after each wave; InvalidInput where sizes shrink or are none."""
+    """Return the nodes that have the version after each wave. InvalidInput: sizes shrink."""
     if len(sizes) > MAX_WAVES:
         raise InvalidInput(f"a rollout has at most {MAX_WAVES} waves, got {len(sizes)}")
     counts = tuple(_count(size, nodes) for size in sizes or (Percent(100.0),))

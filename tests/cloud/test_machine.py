@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
 
@@ -18,7 +19,7 @@ TOO_MUCH = 100
 class Account:
     """A sum of integers in a file, one line for each commit; `log` is what happened, in order."""
 
-    path: object
+    path: Path
     log: list = field(default_factory=list)
     opened: asyncio.Event | None = None
     fails: list = field(default_factory=list)
@@ -172,7 +173,7 @@ def test_an_event_that_fails_costs_no_other_event_its_commit(account):
 
 
 def test_a_commit_that_is_refused_changes_nothing_and_what_nobody_waits_for_is_retried(account):
-    refused = []
+    refused: list[Unavailable] = []
     account.fails = [Unavailable("the disk is full")]
 
     async def story():

@@ -173,7 +173,7 @@ def test_labels_decide_who_is_meant(opened):
             await fleet.set_labels("b", put={"camera": "old"}, remove=[], by="olga")
             record = await fleet.deploy(request(selector="site=lab,camera!=old"), by="olga")
             assert list(record.rollout.members) == ["a"]
-            with pytest.raises(NotFound, match="no node is meant by 'site=moon'"):
+            with pytest.raises(NotFound, match="no node is selected by 'site=moon'"):
                 await fleet.deploy(
                     request(selector="site=moon", key=b"2", reference="digits@2"), by="olga"
                 )
