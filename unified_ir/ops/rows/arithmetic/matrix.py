@@ -40,13 +40,11 @@ def swap_last(x: Tensor) -> Tensor:
 
 
 def _matmul_vjp(g: Tensor, y: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """dA = G B^T, dB = A^T G; a weight matrix sums over the flattened batch in one product."""
+    """dA = G B^T, dB = A^T G; the gradient of a weight matrix is one product over all batches."""
     left = a if a.rank > 1 else a.reshape((1, *a.shape))
     right = b if b.rank > 1 else b.reshape((*b.shape, 1))
     batch = g.shape[: g.rank - (a.rank > 1) - (b.rank > 1)]
-    rows = left.shape[-2:-1]
-    columns = right.shape[-1:]
-    wide = g.reshape((*batch, *rows, *columns))
+    wide = g.reshape((*batch, left.shape[-2], right.shape[-1]))
     d_left = sum_to(wide @ swap_last(right), left)
     if right.rank == 2 and left.rank > 2:
         flat = left.reshape((-1, left.shape[-1]))
@@ -57,21 +55,18 @@ def _matmul_vjp(g: Tensor, y: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Ten
 
 
 def _emit_matmul(context: EmissionContext, node: Node) -> None:
-    """A vector operand becomes a matrix: onnxruntime 1.31 fuses Transpose(x) @ v wrongly."""
+    """Turn a vector operand into a matrix: onnxruntime 1.31 fuses Transpose(x) @ v wrongly."""
     a, b = (v.type.rank if v is not None else 0 for v in node.inputs)
     if min(a, b) > 1:
         context.plain(node)
         return
-    left, right = context.inputs(node)
+    names = context.inputs(node)
     axes = []
-    if a == 1:
-        left = context.emit("Unsqueeze", left, context.constant(np.array([0])))
-        axes.append(-2)
-    if b == 1:
-        right = context.emit("Unsqueeze", right, context.constant(np.array([1])))
-        axes.append(-1)
-    product = context.emit("MatMul", left, right)
-    squeezed = [product, context.constant(np.array(axes))]
+    for i, rank in enumerate((a, b)):
+        if rank == 1:
+            names[i] = context.emit("Unsqueeze", names[i], context.constant(np.array([i])))
+            axes.append(i - 2)
+    squeezed = [context.emit("MatMul", *names), context.constant(np.array(axes))]
     context.add("Squeeze", squeezed, context.output_names(node))
 
 
@@ -118,28 +113,18 @@ def _gemm_reference(
 
 
 def _gemm_vjp(
-    g: Tensor,
-    y: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor | None = None,
-    *,
-    alpha: float,
-    beta: float,
-    transA: int,
-    transB: int,
-) -> tuple[Tensor | None, ...]:
-    """Y = alpha op(A) op(B) + beta C, each gradient again one Gemm."""
-    d_a = (
-        gemm(b, g, alpha=alpha, transA=transB, transB=1)
-        if transA
-        else gemm(g, b, alpha=alpha, transB=1 - transB)
-    )
-    d_b = (
-        gemm(g, a, alpha=alpha, transA=1, transB=transA)
-        if transB
-        else gemm(a, g, alpha=alpha, transA=1 - transA)
-    )
+    g: Tensor, y: Tensor, a: Tensor, b: Tensor, c: Tensor | None = None, *,
+    alpha: float, beta: float, transA: int, transB: int,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Differentiate Y = alpha op(A) op(B) + beta C; each gradient is again one Gemm."""
+    if transA:
+        d_a = gemm(b, g, alpha=alpha, transA=transB, transB=1)
+    else:
+        d_a = gemm(g, b, alpha=alpha, transB=1 - transB)
+    if transB:
+        d_b = gemm(g, a, alpha=alpha, transA=1, transB=transA)
+    else:
+        d_b = gemm(a, g, alpha=alpha, transA=1 - transA)
     if c is None:
         return d_a, d_b
     d_c = sum_to(g, c)
@@ -147,7 +132,7 @@ def _gemm_vjp(
 
 
 def _gemm_batch(call: batching.BatchedCall) -> list[Tensor]:
-    """alpha op(A) op(B) + beta C with products of matrices that share their batch axis."""
+    """Compute alpha op(A) op(B) + beta C by matrix products that share their batch axis."""
     attrs = call.row.full_attrs(call.attrs)
     a, b, *c = call.inputs
     assert a is not None
@@ -160,8 +145,7 @@ def _gemm_batch(call: batching.BatchedCall) -> list[Tensor]:
     added = c[0]
     if call.batched[2]:
         added = added.reshape((added.shape[0], *(1,) * (3 - added.rank), *added.shape[1:]))
-    y = y + (added if attrs["beta"] == 1.0 else added * attrs["beta"])
-    return [y if any(call.batched[:2]) or call.batched[2] else batching.with_axis(y, call.size)]
+    return [y + (added if attrs["beta"] == 1.0 else added * attrs["beta"])]
 
 
 gemm = Op(
@@ -190,22 +174,24 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return y if bias is None else y + bias
 
 
+def same_along_axis(call: OpCall) -> Types:
+    """One output, typed like the operand, which must have the attribute `axis`."""
+    axes_of(call.type(0).rank, [call.attrs["axis"]])
+    return same(call)
+
+
 def _softmax_reference(x: Any, *, axis: int) -> Any:
     e = np.exp(x - x.max(axis, keepdims=True, initial=-np.inf))
     return e / e.sum(axis, keepdims=True)
-
-
-def _softmax_vjp(g: Tensor, y: Tensor, x: Tensor, *, axis: int) -> tuple[Tensor]:
-    return (y * (g - (g * y).sum([axis], keepdims=True)),)
 
 
 softmax = Op(
     name="Softmax",
     kind=OpKind.NORMALIZATION,
     batch=batching.axis_shifted,
-    infer=lambda call: (axes_of(call.type(0).rank, [call.attrs["axis"]]), same(call))[1],
+    infer=same_along_axis,
     reference=_softmax_reference,
-    vjp=_softmax_vjp,
+    vjp=lambda g, y, x, *, axis: (y * (g - (g * y).sum([axis], keepdims=True)),),
     samples=(sample(normal(2, 5)), sample(normal(2, 3, 4), axis=1)),
 )
 
@@ -219,7 +205,7 @@ log_softmax = Op(
     name="LogSoftmax",
     kind=OpKind.NORMALIZATION,
     batch=batching.axis_shifted,
-    infer=lambda call: (axes_of(call.type(0).rank, [call.attrs["axis"]]), same(call))[1],
+    infer=same_along_axis,
     reference=_log_softmax_reference,
     vjp=lambda g, y, x, *, axis: (g - exp(y) * g.sum([axis], keepdims=True),),
     samples=(sample(normal(2, 5)), sample(normal(2, 3, 4), axis=1)),

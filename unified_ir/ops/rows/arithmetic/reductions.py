@@ -1,7 +1,7 @@
-"""Rows that reduce axes, which are an operand; and positions of extremes.
+"""Reductions over axes, which are an operand, and positions of extremes.
 
-Ties of an extreme share its cotangent equally, as PyTorch's amax does. Where `noop_with_empty_axes`
-is set, no axes means that each element is reduced by itself.
+Ties of an extreme share its cotangent equally, as in PyTorch's amax. If `noop_with_empty_axes` is
+set and no axes are named, each element is reduced by itself.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from triplane.unified_ir.ops.emission import EmissionContext
 from triplane.unified_ir.ops.infer import onnx_attrs
 from triplane.unified_ir.ops.row import MEANING_OPSET, Op, OpCall, OpKind
 from triplane.unified_ir.ops.rows.arithmetic.elementwise import abs_, exp, log, sign, sqrt
+from triplane.unified_ir.ops.rows.arithmetic.matrix import same_along_axis
 from triplane.unified_ir.ops.rows.arithmetic.products import product_of_others
 from triplane.unified_ir.ops.rows.movement.structure import (
     axes_of,
     broadcast_to,
     known_ints,
-    same,
     size_of,
     stop_gradient,
     where,
@@ -37,7 +37,7 @@ Types = tuple[TensorType, ...]
 
 
 def reduced_axes(rank: int, axes: Any, noop: int) -> tuple[int, ...]:
-    """The axes a reduction takes away; `axes`: ints, or None where the operand is absent."""
+    """Return the axes that a reduction removes; `axes` is None where the operand is absent."""
     if axes is None or not len(axes):
         return () if noop else tuple(range(rank))
     return axes_of(rank, axes)
@@ -52,7 +52,7 @@ def _reduced(call: OpCall) -> Types:
 
 
 def _reduced_open(call: OpCall) -> list[None]:
-    """Computed axes: which sizes stay is not known."""
+    """Return one unknown size per axis: computed axes do not say which sizes remain."""
     kept = 0 if call.attrs["keepdims"] else length(call, 1)
     return [None] * (call.type(0).rank - kept)
 
@@ -60,8 +60,12 @@ def _reduced_open(call: OpCall) -> list[None]:
 _settled = settled(_reduced, _reduced_open, 1)
 
 
-def reduction_kernel(f: Any) -> Any:
-    """A numpy reduction as a kernel with axes as operand."""
+def _row(name: str, **columns: Any) -> Op:
+    return Op(name=name, kind=OpKind.REDUCTION, batch=batching.axes_shifted, **_settled, **columns)
+
+
+def _kernel(f: Any) -> Any:
+    """Turn a numpy reduction into a kernel whose axes are an operand."""
 
     def kernel(x: Any, axes: Any = None, *, keepdims: int, noop_with_empty_axes: int) -> Any:
         wanted = reduced_axes(x.ndim, axes, noop_with_empty_axes)
@@ -73,29 +77,33 @@ def reduction_kernel(f: Any) -> Any:
 def _axes(x: Tensor, axes: Tensor | None, noop: int) -> tuple[int, ...]:
     if axes is not None and axes.build.known(axes) is None:
         raise InvalidInput(
-            "the gradient of a reduction needs axes that are known when the graph is built; give a "
+            "the gradient of a reduction needs axes that are known when the graph is built; pass a "
             "constant"
         )
     return reduced_axes(x.rank, None if axes is None else known_ints(axes), noop)
 
 
-def _kept(t: Tensor, x: Tensor, axes: Tensor | None, noop: int) -> Tensor:
-    """A reduction of x with the reduced axes back as size 1."""
-    reduced = _axes(x, axes, noop)
+def _kept(t: Tensor, x: Tensor, reduced: tuple[int, ...]) -> Tensor:
+    """Reshape a reduction of `x` so that the reduced axes have size 1."""
     return t.reshape([1 if i in reduced else d for i, d in enumerate(x.shape)])
 
 
-def _slope(f: Any) -> Any:
-    """A vjp from f(g, y, x), all in shapes that broadcast to x's."""
+def _vjp(rule: Any) -> Any:
+    """Build a vjp from `rule(g, y, x, axes)`, whose result broadcasts to the shape of x."""
 
     def vjp(
         g: Tensor, y: Tensor, x: Tensor, axes: Tensor | None = None,
         *, keepdims: int, noop_with_empty_axes: int,
     ) -> Any:  # fmt: skip
-        back = [_kept(t, x, axes, noop_with_empty_axes) for t in (g, y)]
-        return (broadcast_to(f(*back, x), x.shape), None)
+        reduced = _axes(x, axes, noop_with_empty_axes)
+        return (broadcast_to(rule(g, y, x, reduced), x.shape), None)
 
     return vjp
+
+
+def _slope(f: Any) -> Any:
+    """Build a vjp from `f(g, y, x)`, where g and y have the reduced axes as size 1."""
+    return _vjp(lambda g, y, x, axes: f(_kept(g, x, axes), _kept(y, x, axes), x))
 
 
 _uses = (
@@ -106,29 +114,17 @@ _uses = (
     sample(normal(2, 3), fixed([], "int64"), noop_with_empty_axes=1),
 )
 
-reduce_sum_row = Op(
-    name="ReduceSum",
-    kind=OpKind.REDUCTION,
+reduce_sum_row = _row(
+    "ReduceSum",
     total=True,
-    **_settled,
-    batch=batching.axes_shifted,
-    reference=reduction_kernel(np.sum),
+    reference=_kernel(np.sum),
     vjp=_slope(lambda g, y, x: g),
     samples=_uses,
 )
 
 
-def _mean_vjp(
-    g: Tensor, y: Tensor, x: Tensor, axes: Tensor | None = None,
-    *, keepdims: int, noop_with_empty_axes: int,
-) -> Any:  # fmt: skip
-    reduced = _axes(x, axes, noop_with_empty_axes)
-    scaled = g / size_of([x.shape[a] for a in reduced], g.dtype)
-    return (broadcast_to(_kept(scaled, x, axes, noop_with_empty_axes), x.shape), None)
-
-
 def _emit_axes_as_attribute(context: EmissionContext, node: Node) -> None:
-    """Before opset 18 reductions other than the sum take their axes as an attribute."""
+    """Emit axes as an attribute, as reductions other than the sum have it before opset 18."""
     names = context.inputs(node)
     held = context.held(names[1]) if len(names) > 1 else None
     if held is None and len(names) > 1 and names[1]:
@@ -145,14 +141,14 @@ def _emit_axes_as_attribute(context: EmissionContext, node: Node) -> None:
 
 
 def _emit_bools_as_bytes(context: EmissionContext, node: Node) -> None:
-    """No reduction takes bools before opset 20, and onnxruntime none of no elements."""
+    """Emit bools as bytes, which every opset and onnxruntime's kernels for no elements take."""
     _on_bytes(context, node, context.inputs(node), onnx_attrs(node.attrs))
 
 
 def _on_bytes(
     context: EmissionContext, node: Node, names: list[str], attrs: Mapping[str, Any]
 ) -> None:
-    """The operator itself, or on uint8 in place of bool."""
+    """Emit the operator, on uint8 in place of bool."""
     if node.outputs[0].type.dtype != bool_:
         context.add(node.op.name, names, context.output_names(node), **attrs)
         return
@@ -161,13 +157,12 @@ def _on_bytes(
     context.add("Cast", [reduced], context.output_names(node), to=bool_.onnx)
 
 
-reduce_mean_row = Op(
-    name="ReduceMean",
-    kind=OpKind.REDUCTION,
-    **_settled,
-    batch=batching.axes_shifted,
-    reference=reduction_kernel(np.mean),
-    vjp=_mean_vjp,
+reduce_mean_row = _row(
+    "ReduceMean",
+    reference=_kernel(np.mean),
+    vjp=_vjp(
+        lambda g, y, x, axes: _kept(g / size_of([x.shape[a] for a in axes], g.dtype), x, axes)
+    ),
     lower_below={18: _emit_axes_as_attribute},
     samples=_uses,
 )
@@ -177,90 +172,61 @@ def _extreme_vjp(
     g: Tensor, y: Tensor, x: Tensor, axes: Tensor | None = None,
     *, keepdims: int, noop_with_empty_axes: int,
 ) -> Any:  # fmt: skip
-    hit = (x == _kept(y, x, axes, noop_with_empty_axes)).cast(g.dtype)
+    reduced = _axes(x, axes, noop_with_empty_axes)
+    hit = (x == _kept(y, x, reduced)).cast(g.dtype)
     count = reduce_sum_row(hit, axes, keepdims=1, noop_with_empty_axes=noop_with_empty_axes)
-    return (_kept(g, x, axes, noop_with_empty_axes) * hit / count, None)
+    return (_kept(g, x, reduced) * hit / count, None)
 
 
-_apart_uses = (
-    sample(apart(2, 3, 4), fixed([0, 2])),
-    sample(apart(2, 3), fixed([-1]), keepdims=0),
-    sample(apart(2, 3), fixed([], "int64"), noop_with_empty_axes=1),
-    sample(ints(-9, 9, 2, 3), fixed([1])),
-)
-
-
-def _lowest(dtype: np.dtype[Any]) -> Any:
+def _ends(dtype: np.dtype[Any]) -> tuple[Any, Any]:
+    """Return the lowest and the highest value of an element type."""
     if dtype.kind in "iu":
-        return np.iinfo(dtype).min
-    return False if dtype.kind == "b" else -np.inf
-
-
-def _highest(dtype: np.dtype[Any]) -> Any:
-    if dtype.kind in "iu":
-        return np.iinfo(dtype).max
-    return True if dtype.kind == "b" else np.inf
+        return np.iinfo(dtype).min, np.iinfo(dtype).max
+    return (False, True) if dtype.kind == "b" else (-np.inf, np.inf)
 
 
 def _extreme_row(name: str, f: Any, *, total: bool) -> Op:
-    return Op(
-        name=name,
-        kind=OpKind.REDUCTION,
+    return _row(
+        name,
         total=total,
-        **_settled,
-        batch=batching.axes_shifted,
-        reference=reduction_kernel(f),
+        reference=_kernel(f),
         vjp=_extreme_vjp,
         lower_below={18: _emit_axes_as_attribute, MEANING_OPSET + 1: _emit_bools_as_bytes},
-        samples=(*_apart_uses, sample(bools(2, 3), fixed([1]))),
+        samples=(
+            sample(apart(2, 3, 4), fixed([0, 2])),
+            sample(apart(2, 3), fixed([-1]), keepdims=0),
+            sample(apart(2, 3), fixed([], "int64"), noop_with_empty_axes=1),
+            sample(ints(-9, 9, 2, 3), fixed([1])),
+            sample(bools(2, 3), fixed([1])),
+        ),
     )
 
 
 reduce_max_row = _extreme_row(
-    "ReduceMax", lambda x, **k: np.max(x, initial=_lowest(x.dtype), **k), total=True
+    "ReduceMax", lambda x, **k: np.max(x, initial=_ends(x.dtype)[0], **k), total=True
 )
-# It fails on no input either, but with `total` the graphs of networks saved so far would change.
+# It fails on no input either, but `total` would change the graphs of networks saved so far.
 reduce_min_row = _extreme_row(
-    "ReduceMin", lambda x, **k: np.min(x, initial=_highest(x.dtype), **k), total=False
+    "ReduceMin", lambda x, **k: np.min(x, initial=_ends(x.dtype)[1], **k), total=False
 )
-
-
-def _prod_vjp(
-    g: Tensor, y: Tensor, x: Tensor, axes: Tensor | None = None,
-    *, keepdims: int, noop_with_empty_axes: int,
-) -> Any:  # fmt: skip
-    reduced = _axes(x, axes, noop_with_empty_axes)
-    return (_kept(g, x, axes, noop_with_empty_axes) * product_of_others(x, reduced), None)
-
-
-reduce_prod_row = Op(
-    name="ReduceProd",
-    kind=OpKind.REDUCTION,
-    **_settled,
-    batch=batching.axes_shifted,
-    reference=reduction_kernel(np.prod),
-    vjp=_prod_vjp,
+reduce_prod_row = _row(
+    "ReduceProd",
+    reference=_kernel(np.prod),
+    vjp=_vjp(lambda g, y, x, axes: _kept(g, x, axes) * product_of_others(x, axes)),
     lower_below={18: _emit_axes_as_attribute},
     samples=(*_uses, sample(fixed([[0.0, 2.0, 3.0], [0.0, 0.0, 5.0]]), fixed([1]))),
 )
 
 
-def _elementwise_apart(node: Node, opset: int) -> bool:
-    """onnxruntime gives the operand itself back where no axis is reduced."""
-    return not node.attrs.get("noop_with_empty_axes")
-
-
-def _composed(name: str, body: Any, vjp: Any, *, positive: bool = False) -> Op:
-    """A sum between two elementwise functions."""
+def _composed(name: str, body: Any, slope: Any, *, positive: bool = False) -> Op:
+    """Build the row of a sum between two elementwise functions."""
     make = (lambda *s: between(0.5, 2, *s)) if positive else apart
-    return Op(
-        name=name,
-        kind=OpKind.REDUCTION,
-        **_settled,
-        batch=batching.axes_shifted,
+    return _row(
+        name,
         body=body,
-        vjp=vjp,
-        native=_elementwise_apart,
+        vjp=_slope(slope),
+        # onnxruntime returns the operand itself where no axis is reduced.
+        native=lambda node, opset: not node.attrs.get("noop_with_empty_axes"),
         lower_below={18: _emit_axes_as_attribute},
         samples=(
             sample(make(2, 3, 4), fixed([0, 2])),
@@ -271,13 +237,18 @@ def _composed(name: str, body: Any, vjp: Any, *, positive: bool = False) -> Op:
     )
 
 
+def _of_sum(f: Any) -> Any:
+    """Build a body from `f(x, total)`, where `total` sums over the axes."""
+    return lambda x, axes=None, **attrs: f(x, lambda t: reduce_sum_row(t, axes, **attrs))
+
+
 def _unit(x: Tensor, norm: Tensor) -> Tensor:
-    """x / norm, 0 where the norm is: the least slope, PyTorch's."""
+    """x / norm, and 0 where the norm is 0: the subgradient that PyTorch takes."""
     return where(norm == 0.0, 0.0, x / where(norm == 0.0, 1.0, norm))
 
 
 def _log_sum_exp(x: Tensor, axes: Tensor | None = None, **attrs: int) -> Tensor:
-    """log(sum(exp(x - m))) + m for the maximum m, where that is finite."""
+    """log(sum(exp(x - m))) + m for the maximum m, where m is finite."""
     top = stop_gradient(reduce_max_row(x, axes, **{**attrs, "keepdims": 1}))
     top = where((top == float("inf")) | (top == -float("inf")), 0.0, top)
     total = log(reduce_sum_row(exp(x - top), axes, **attrs))
@@ -285,31 +256,21 @@ def _log_sum_exp(x: Tensor, axes: Tensor | None = None, **attrs: int) -> Tensor:
 
 
 reduce_l1_row = _composed(
-    "ReduceL1",
-    lambda x, axes=None, **a: reduce_sum_row(abs_(x), axes, **a),
-    _slope(lambda g, y, x: g * sign(x)),
+    "ReduceL1", _of_sum(lambda x, total: total(abs_(x))), lambda g, y, x: g * sign(x)
 )
 reduce_l2_row = _composed(
-    "ReduceL2",
-    lambda x, axes=None, **a: sqrt(reduce_sum_row(x * x, axes, **a)),
-    _slope(lambda g, y, x: g * _unit(x, y)),
+    "ReduceL2", _of_sum(lambda x, total: sqrt(total(x * x))), lambda g, y, x: g * _unit(x, y)
 )
 reduce_sum_square_row = _composed(
-    "ReduceSumSquare",
-    lambda x, axes=None, **a: reduce_sum_row(x * x, axes, **a),
-    _slope(lambda g, y, x: g * 2.0 * x),
+    "ReduceSumSquare", _of_sum(lambda x, total: total(x * x)), lambda g, y, x: g * 2.0 * x
 )
 reduce_log_sum_row = _composed(
     "ReduceLogSum",
-    lambda x, axes=None, **a: log(reduce_sum_row(x, axes, **a)),
-    _slope(lambda g, y, x: g * exp(-y)),
+    _of_sum(lambda x, total: log(total(x))),
+    lambda g, y, x: g * exp(-y),
     positive=True,
 )
-reduce_log_sum_exp_row = _composed(
-    "ReduceLogSumExp",
-    _log_sum_exp,
-    _slope(lambda g, y, x: g * exp(x - y)),
-)
+reduce_log_sum_exp_row = _composed("ReduceLogSumExp", _log_sum_exp, lambda g, y, x: g * exp(x - y))
 
 
 def _position_types(call: OpCall) -> Types:
@@ -319,23 +280,19 @@ def _position_types(call: OpCall) -> Types:
     return (TensorType(int64, (*x.shape[:axis], *middle, *x.shape[axis + 1 :])),)
 
 
-def _position_kernel(f: Any) -> Any:
+def _position_row(name: str, f: Any) -> Op:
     def kernel(x: Any, *, axis: int, keepdims: int, select_last_index: int) -> Any:
         if select_last_index:
             size = x.shape[axis]
             return size - 1 - f(np.flip(x, axis), axis, keepdims=bool(keepdims))
         return f(x, axis, keepdims=bool(keepdims))
 
-    return kernel
-
-
-def _position_row(name: str, f: Any) -> Op:
     return Op(
         name=name,
         kind=OpKind.REDUCTION,
         batch=batching.axis_shifted,
         infer=_position_types,
-        reference=_position_kernel(f),
+        reference=kernel,
         samples=(
             sample(apart(3, 4), axis=1, keepdims=0),
             sample(apart(3, 4)),
@@ -352,17 +309,14 @@ hardmax = Op(
     name="Hardmax",
     kind=OpKind.REDUCTION,
     batch=batching.axis_shifted,
-    infer=lambda call: (axes_of(call.type(0).rank, [call.attrs["axis"]]), same(call))[1],
-    reference=lambda x, *, axis: (
-        np.expand_dims(np.argmax(x, axis), axis)
-        == np.arange(x.shape[axis]).reshape(
-            [-1 if i == axis % x.ndim else 1 for i in range(x.ndim)]
-        )
+    infer=same_along_axis,
+    reference=lambda x, *, axis: np.moveaxis(
+        np.argmax(x, axis)[..., None] == np.arange(x.shape[axis]), -1, axis
     ),
     vjp=lambda g, y, x, *, axis: (None,),
     samples=(sample(apart(3, 4)), sample(apart(2, 3, 4), axis=1)),
 )
-"""1 at the first maximum along an axis, else 0."""
+"""1 at the first maximum along an axis, 0 elsewhere."""
 
 
 def argmax(x: Tensor, axis: int = -1) -> Tensor:
