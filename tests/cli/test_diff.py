@@ -36,7 +36,8 @@ def diff(tmp_path, capsys):
 def small(f, scope=""):
     """A module of one function of x and y."""
     build = Build(TABLE, "f")
-    with build, build.inside(scope):
+    build.scope = scope
+    with build:
         x, y = (build.param(n, TensorSpec(("N", 4))) for n in "xy")
         made = f(x, y)
     return Module({"f": build.finish({"z": made})}, {"predict": "f"}, {})

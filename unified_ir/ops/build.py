@@ -1,16 +1,16 @@
 """`Build`: a function under construction.
 
-Invariant: a node goes into the innermost `Build` entered with `with`; an operand of an enclosing
-build becomes an explicit operand of the region (a capture), an operand of any other is refused.
-In eager mode each value also carries its array, computed while the function is recorded.
+Invariant: a node is added to the innermost `Build` entered with `with`. An operand that belongs to
+an enclosing build becomes an explicit operand of the region (a capture); an operand of any other
+build is refused. In eager mode each value also has its array, computed while recording.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import lru_cache
-from types import TracebackType
 from typing import Any, Final, Self
 
 import numpy as np
@@ -30,7 +30,7 @@ MAX_SHARED_CONSTANT_BYTES: Final = 64
 """Constants up to this size are stored once per graph."""
 
 MAX_SIZES: Final = 64
-"""Contents of a longer constant are never sizes: a shape has 16 axes, bounds two per axis."""
+"""A longer constant never holds sizes: a shape has at most 16 axes, bounds two per axis."""
 
 RunNode = Callable[
     [Table, Node, Sequence[Array | None], Mapping[str, int], Sequence[Known | None]],
@@ -61,36 +61,27 @@ class Build:
         self.effects: dict[str, Tensor] = {}
         self.scope = ""
         self.meta: Meta | None = None
-        self._own: set[Value] = set()
         self._known: dict[Value, Known] = {}
         self._constants: dict[Any, Tensor] = {}
-        self._names: set[str] = set()
-        self._fresh = 0
 
     def __enter__(self) -> Self:
         stack.set((*stack.get(), self))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         stack.set(stack.get()[:-1])
 
     def param(self, name: str, type_: TensorType, array: Array | None = None) -> Tensor:
-        """A new parameter; `array` is its value in eager mode."""
+        """Add a parameter; `array` is its value in eager mode."""
         value = Value(type_, name)
         self.params.append(value)
-        self._own.add(value)
         if self.arrays is not None and array is not None:
             self.arrays[value] = array
             bind(self.sizes, type_, array)
         return Tensor(self, value)
 
     def constant(self, array: Any, dtype: DType | None = None) -> Tensor:
-        """A constant; small equal ones are stored once."""
+        """Return `array` as a constant; small equal ones are stored once."""
         host = _host_array(array, dtype)
         small = host.nbytes <= MAX_SHARED_CONSTANT_BYTES
         key = (host.dtype, host.shape, host.tobytes() if small else b"")
@@ -103,7 +94,7 @@ class Build:
         return tensor
 
     def dims(self, dims: Sequence[Dim]) -> Tensor:
-        """An int64 vector of sizes, constant where none is symbolic."""
+        """Return sizes as an int64 vector, which is a constant if none is symbolic."""
         if all(isinstance(d, int) for d in dims):
             return self.constant(np.array(dims, np.int64).reshape(len(dims)))
         vector = self.apply(self.table[DOMAIN, "Dims"], (), {"dims": tuple(dims)})[0]
@@ -111,17 +102,17 @@ class Build:
         return vector
 
     def known(self, tensor: Tensor) -> Known | None:
-        """The contents of a constant or size vector, if they are known now."""
+        """Return the contents of a constant or size vector, or None if they are not known yet."""
         if tensor.build is not self:
             return tensor.build.known(tensor)
         return self._known.get(tensor.value)
 
     def know(self, tensor: Tensor, contents: Known) -> None:
-        """Notes the contents of a value of this graph, which its producer guarantees."""
+        """Record the contents of a value of this graph; the caller guarantees them."""
         self._known[tensor.value] = contents
 
     def as_operand(self, x: Any, dtype: DType | None = None) -> Tensor:
-        """`x` as a tensor of this build: itself, a captured operand, or a constant."""
+        """Return `x` as a tensor of this build: itself, a captured operand, or a constant."""
         if not isinstance(x, Tensor):
             if hasattr(x, "__tensor__"):
                 return self.as_operand(x.__tensor__())
@@ -143,20 +134,18 @@ class Build:
                 f"{x!r} belongs to the graph {x.build.name!r}, which is not being recorded here; "
                 "pass it as an argument instead of keeping it across calls"
             )
-        inner = self.param(f"capture{len(self.captured)}", x.type, self._outer_array(x))
+        array = None if x.build.arrays is None else x.build.arrays[x.value]
+        inner = self.param(f"capture{len(self.captured)}", x.type, array)
         self.captures[x.value] = inner
         self.captured.append(x)
         return inner
 
-    def _outer_array(self, x: Tensor) -> Array | None:
-        return None if x.build.arrays is None else x.build.arrays[x.value]
-
     def position(self) -> tuple[int, ...]:
-        """Node counts from the outermost graph inwards: distinct for each place in a program."""
+        """Return node counts from the outermost graph inwards, which differ at each place."""
         return tuple(len(b.nodes) for b in stack.get())
 
     def effect(self, name: str, x: Tensor) -> None:
-        """Adds a named result beside what the function returns, such as a summary."""
+        """Add a named result, such as a summary, to those that the function returns."""
         if len(stack.get()) > 1:
             raise InvalidInput(
                 f"{name!r} is recorded inside a branch, a loop or a differentiated function, "
@@ -175,72 +164,50 @@ class Build:
         regions: tuple[Function, ...] = (),
         outputs: int = 1,
     ) -> tuple[Tensor, ...]:
-        """Adds one node of `row`: operands admitted, attributes checked, types inferred."""
-        meta = self.meta_here()
+        """Add one node of `row`: convert operands, check attributes, infer types."""
+        meta = self.meta or Meta(user_location(), self.scope)
         try:
             operands = self._operands(row, inputs)
-            normal = self._opened(row, operands, row.normal_attrs(attrs), regions, outputs)
-            types = self._infer(row, operands, normal, regions, outputs)
+            types = tuple(None if x is None else x.type for x in operands)
+            known = tuple(None if x is None else self.known(x) for x in operands)
+            normal = self._opened(row, types, known, row.normal_attrs(attrs), regions, outputs)
+            inferred = infer_types(
+                self.table, row, types, known, normal, regions=regions, outputs=outputs
+            )
         except InvalidInput as error:
             raise _located(error, meta.location, meta.scope) from None
-        tensors = self.append(
-            Node(
-                row.id,
-                tuple(None if x is None else x.value for x in operands),
-                tuple(Value(t) for t in types),
-                normal,
-                regions,
-                meta,
-            )
-        )
-        if row.preserves_elements and operands[0] is not None:
-            contents = self.known(operands[0])
-            if isinstance(contents, tuple):
-                self._known[tensors[0].value] = contents
+        values = tuple(None if x is None else x.value for x in operands)
+        node = Node(row.id, values, tuple(map(Value, inferred)), normal, regions, meta)
+        tensors = self.append(node)
+        note_contents(row, node, self._known)
         return tensors
 
     def _opened(
         self,
         row: Op,
-        operands: Sequence[Tensor | None],
+        types: tuple[TensorType | None, ...],
+        known: tuple[Known | None, ...],
         attrs: dict[str, AttrValue],
         regions: tuple[Function, ...],
         outputs: int,
     ) -> dict[str, AttrValue]:
-        """Attributes with a name for each size that only the data decide."""
+        """Add a name for each size that only the data decide to the attributes."""
         if not row.data_dependent_dims or OPEN in attrs:
             return attrs
-        types = tuple(None if x is None else x.type for x in operands)
-        known = tuple(None if x is None else self.known(x) for x in operands)
         check_groups(row, types)
         call = OpCall(row, types, known, row.full_attrs(attrs), regions, outputs)
-        place = "_".join(map(str, self.position()))
-        names = tuple(f"{OPEN_PREFIX}{place}_{k}" for k in range(row.open_count(call)))
+        names = self.open_names(row.open_count(call))
         return dict(sorted({**attrs, OPEN: names}.items())) if names else attrs
 
-    def _infer(
-        self,
-        row: Op,
-        operands: Sequence[Tensor | None],
-        attrs: Mapping[str, AttrValue],
-        regions: tuple[Function, ...],
-        outputs: int,
-    ) -> tuple[TensorType, ...]:
-        types = tuple(None if x is None else x.type for x in operands)
-        if row.infer is None and row.body is not None:
-            check_groups(row, types)
-            body = body_function(self.table, row, types, attrs, outputs, self._known_of(operands))
-            return tuple(v.type for v in body.results)
-        known = self._known_of(operands)
-        return infer(row, types, known, attrs, regions, outputs)
-
-    def _known_of(self, operands: Sequence[Tensor | None]) -> list[Known | None]:
-        return [None if x is None else self.known(x) for x in operands]
+    def open_names(self, count: int) -> tuple[str, ...]:
+        """Return names for sizes that the data of the next node decide."""
+        place = "_".join(map(str, self.position()))
+        return tuple(f"{OPEN_PREFIX}{place}_{k}" for k in range(count))
 
     def _operands(self, row: Op, inputs: Sequence[Any]) -> list[Tensor | None]:
-        """Operands as tensors; a Python number takes the dtype of its type group.
+        """Return operands as tensors; a Python number takes the element type of its type group.
 
-        So does a float64 array, numpy's default, beside tensors that are all float32.
+        So does a float64 array (numpy's default) next to tensors that are all float32.
         """
         fewest, most = row.arity
         while inputs and inputs[-1] is None and len(inputs) > fewest:
@@ -260,9 +227,8 @@ class Build:
         ]
 
     def append(self, node: Node) -> tuple[Tensor, ...]:
-        """Adds a finished node; evaluates it in eager mode."""
+        """Add a finished node, and evaluate it in eager mode."""
         self.nodes.append(node)
-        self._own.update(node.outputs)
         if self.arrays is not None and self.run is not None:
             operands = [None if v is None else self.arrays[v] for v in node.inputs]
             known = [None if v is None else self._known.get(v) for v in node.inputs]
@@ -273,7 +239,7 @@ class Build:
         return tuple(Tensor(self, v) for v in node.outputs)
 
     def finish(self, results: Mapping[str, Tensor | Any]) -> Function:
-        """The immutable function with the given named results."""
+        """Return the immutable function with these named results."""
         with self:
             values = [self.as_operand(r).value for r in results.values()]
         return Function(
@@ -281,29 +247,13 @@ class Build:
         )
 
     @contextmanager
-    def inside(self, scope: str) -> Iterator[None]:
-        """Nodes added meanwhile carry `scope` in their meta, nested with `.`."""
-        before = self.scope
-        self.scope = f"{before}.{scope}" if before and scope else before or scope
-        try:
-            yield
-        finally:
-            self.scope = before
-
-    @contextmanager
     def at(self, meta: Meta) -> Iterator[None]:
-        """Nodes added meanwhile carry `meta`, the place of the forward node they derive from."""
+        """Within the block, nodes carry `meta`, the place of the forward node they derive from."""
         before, self.meta = self.meta, meta
         try:
             yield
         finally:
             self.meta = before
-
-    def meta_here(self) -> Meta:
-        """Where the node being added comes from."""
-        if self.meta is not None:
-            return self.meta
-        return Meta(user_location(), self.scope)
 
 
 def _located(error: InvalidInput, location: Location | None, scope: str) -> InvalidInput:
@@ -351,6 +301,24 @@ def _scalar_dtype(row: Op, x: Any, group: DType | None) -> DType | None:
     return group or as_dtype("bool" if kind == "b" else "int64")
 
 
+def infer_types(
+    table: Table,
+    row: Op,
+    types: tuple[TensorType | None, ...],
+    known: Sequence[Known | None],
+    attrs: Mapping[str, AttrValue],
+    *,
+    regions: tuple[Function, ...],
+    outputs: int,
+) -> tuple[TensorType, ...]:
+    """Infer the types of a node's outputs: by its row's rule, its body, or ONNX."""
+    if row.infer is not None or row.body is None:
+        return infer(row, types, known, attrs, regions, outputs)
+    check_groups(row, types)
+    body = body_function(table, row, types, attrs, outputs, known)
+    return tuple(v.type for v in body.results)
+
+
 def body_function(
     table: Table,
     row: Op,
@@ -359,27 +327,41 @@ def body_function(
     outputs: int,
     known: Sequence[Known | None],
 ) -> Function:
-    """A row's body as a function of its present operands, for the given types.
+    """Return a row's body as a function of its present operands, for the given types.
 
     `known`: what is known of the operands' contents, sizes and axes among them. A body may need
     them, so no caller can leave them out.
     """
-    frozen = tuple(sorted((k, _Frozen(v)) for k, v in attrs.items()))
     contents = tuple(
-        _Frozen(k) if isinstance(k, tuple) or (k is not None and k.size <= MAX_SIZES) else None
+        None if k is None or (isinstance(k, np.ndarray) and k.size > MAX_SIZES) else _by_content(k)
         for k in known
     )
-    return _body_function(_Identity(table), row, types, frozen, outputs, contents)
+    frozen = tuple((name, _by_content(attrs[name])) for name in sorted(attrs))
+    return _body_function(_Keyed(id(table), table), row, types, frozen, outputs, contents)
+
+
+@dataclass(frozen=True, slots=True)
+class _Keyed:
+    """A value that is compared and hashed by its key."""
+
+    key: Any
+    value: Any = field(compare=False)
+
+
+def _by_content(value: AttrValue | Known) -> _Keyed:
+    if isinstance(value, np.ndarray):
+        return _Keyed((value.dtype.str, value.shape, value.tobytes()), value)
+    return _Keyed(value, value)
 
 
 @lru_cache(maxsize=2048)
 def _body_function(
-    table: _Identity,
+    table: _Keyed,
     row: Op,
     types: tuple[TensorType | None, ...],
-    attrs: tuple[tuple[str, _Frozen], ...],
+    attrs: tuple[tuple[str, _Keyed], ...],
     outputs: int,
-    known: tuple[_Frozen | None, ...],
+    known: tuple[_Keyed | None, ...],
 ) -> Function:
     assert row.body is not None
     build = Build(table.value, str(row))
@@ -391,19 +373,20 @@ def _body_function(
         returned = row.body(*operands, **row.full_attrs({k: v.value for k, v in attrs}))
         results: Sequence[Tensor] = (returned,) if isinstance(returned, Tensor) else returned
         named = {f"y{i}": r for i, r in zip(range(outputs), results, strict=False)}
-    made_here = {n for node in build.nodes for n in node.attrs.get(OPEN, ())}  # type: ignore[union-attr]
-    if any(made_here & r.type.symbols for r in named.values()):
+    opened = {n for node in build.nodes for n in node.attrs.get(OPEN, ())}  # type: ignore[union-attr]
+    if any(opened & r.type.symbols for r in named.values()):
         raise InvalidInput(
-            f"the body of {row} has results of sizes only the data decide: its row "
-            "needs `data_dependent_dims` and a rule of inference"
+            f"the body of {row} has results whose sizes only the data decide: its row needs "
+            "`data_dependent_dims` and a rule in `infer`"
         )
     return build.finish(named)
 
 
 def expansion(table: Table, node: Node, contents: Mapping[Value, Known]) -> Function | None:
-    """What a node means in other nodes, as a function of its present operands; None: primitive.
+    """Return what a node means in other nodes, as a function of its present operands.
 
-    `contents`: what `note_contents` found in the nodes before it; see `all_contents`.
+    None for a primitive. `contents`: what `note_contents` recorded for the nodes before it; see
+    `all_contents`.
     """
     row = table[node.op.domain, node.op.name]
     if row.inline_region:
@@ -416,7 +399,7 @@ def expansion(table: Table, node: Node, contents: Mapping[Value, Known]) -> Func
 
 
 def note_contents(row: Op, node: Node, contents: dict[Value, Known]) -> None:
-    """Adds what a node makes known: constants, vectors of sizes, and what only rearranges these."""
+    """Record the contents that a node makes known: constants, sizes, and rearranged sizes."""
     value = node.attrs.get("value")
     if row.name == "Constant" and isinstance(value, np.ndarray):
         if value.ndim <= 1 and value.size <= MAX_SIZES:
@@ -430,51 +413,17 @@ def note_contents(row: Op, node: Node, contents: dict[Value, Known]) -> None:
 
 
 def all_contents(table: Table, function: Function) -> dict[Value, Known]:
-    """The known contents of a function's values, as inference saw them."""
+    """Return the known contents of a function's values, as inference saw them."""
     contents: dict[Value, Known] = {}
     for node in function.nodes:
         note_contents(table[node.op.domain, node.op.name], node, contents)
     return contents
 
 
-class _Identity:
-    """Hashes a table by identity: there is one, and it never changes."""
-
-    def __init__(self, value: Table) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and other.value is self.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-
-class _Frozen:
-    """An attribute value with equality and hash by content."""
-
-    def __init__(self, value: AttrValue | Known) -> None:
-        self.value: Any = value
-        self._key: Any = (
-            (value.dtype.str, value.shape, value.tobytes())
-            if isinstance(value, np.ndarray)
-            else value
-        )
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Frozen) and other._key == self._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __lt__(self, other: _Frozen) -> bool:
-        return str(self._key) < str(other._key)
-
-
 def region(
     name: str, types: Sequence[TensorType], f: Callable[[list[Tensor]], Any]
 ) -> tuple[Build, Any]:
-    """An unfinished graph of `f` on parameters of the given types, inside the current one."""
+    """Record `f` on parameters of these types as an unfinished graph inside the current one."""
     outer = stack.get()[-1]
     build = Build(outer.table, name)
     build.scope = outer.scope

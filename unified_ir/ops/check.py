@@ -23,8 +23,7 @@ from triplane.unified_ir.ir.dims import Dim, FloorDiv
 from triplane.unified_ir.ir.graph import AttrValue, Function, Node, Value
 from triplane.unified_ir.ir.module import Module
 from triplane.unified_ir.ir.types import DType, TensorType
-from triplane.unified_ir.ops.build import MAX_SIZES, body_function, note_contents
-from triplane.unified_ir.ops.infer import check_groups, infer
+from triplane.unified_ir.ops.build import MAX_SIZES, infer_types, note_contents
 from triplane.unified_ir.ops.inline import introduced
 from triplane.unified_ir.ops.row import Known, Op
 from triplane.unified_ir.ops.table import TABLE
@@ -218,11 +217,8 @@ def _inferred(
 ) -> tuple[TensorType, ...]:
     """The row's own rule; rules are written for sound calls and may fail in any way on others."""
     try:
-        if row.infer is None and row.body is not None:
-            check_groups(row, types)
-            body = body_function(TABLE, row, types, node.attrs, len(node.outputs), known)
-            return tuple(v.type for v in body.results)
-        return tuple(infer(row, types, known, node.attrs, node.regions, len(node.outputs)))
+        n = len(node.outputs)
+        return infer_types(TABLE, row, types, known, node.attrs, regions=node.regions, outputs=n)
     except InvalidInput as error:
         raise Corrupt(str(error)) from error
     except Exception as error:

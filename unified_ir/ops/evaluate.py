@@ -22,8 +22,7 @@ from triplane.unified_ir.ops.build import body_function, note_contents
 from triplane.unified_ir.ops.infer import onnx_attrs
 from triplane.unified_ir.ops.inline import introduced
 from triplane.unified_ir.ops.row import MEANING_OPSET, Known, Table
-from triplane.unified_ir.ops.sizes import Sizes
-from triplane.unified_ir.ops.values import HostValue, as_host_value, bind
+from triplane.unified_ir.ops.values import HostValue, Sizes, as_host_value, bind
 
 Observer = Callable[[Node, Sequence[Any], Sequence[Any]], None]
 """Sees each node with its operands and results, those of a region before the node around them."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.ir.dims import OPEN_PREFIX, Dim, is_symbol, substitute, symbol
+from triplane.unified_ir.ir.dims import Dim, is_symbol, substitute, symbol
 from triplane.unified_ir.ir.graph import AttrValue, Function, Node, Value
 from triplane.unified_ir.ir.types import ShapeError, fits, is_plain
 from triplane.unified_ir.ops.recorder import recorder
@@ -107,8 +107,7 @@ class Replay:
             self.sizes[trips] = symbol(changed["trips"])
         opened = node.attrs.get(OPEN, ())
         if opened:
-            place = "_".join(map(str, self.build.position()))
-            changed[OPEN] = tuple(f"{OPEN_PREFIX}{place}_{k}" for k in range(len(opened)))  # type: ignore[arg-type]
+            changed[OPEN] = self.build.open_names(len(opened))  # type: ignore[arg-type]
             self.sizes.update(zip(opened, map(symbol, changed[OPEN]), strict=True))  # type: ignore[arg-type]
         return {**node.attrs, **changed}
 

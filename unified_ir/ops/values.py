@@ -1,17 +1,18 @@
-"""What a value is on the host, and whether it is what its type says.
+"""Values on the host, and whether they are what their types say.
 
-A tensor is an array (of str objects for strings), a sequence a list of arrays, an optional None or
-what it holds.
+A tensor is an array (of str objects for strings), a sequence is a list of arrays, an optional is
+None or the value it holds.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.ir.dims import evaluate, is_symbol
+from triplane.unified_ir.ir.dims import evaluate, is_symbol, symbols
 from triplane.unified_ir.ir.types import (
     OWN,
     DType,
@@ -21,14 +22,15 @@ from triplane.unified_ir.ir.types import (
     is_plain,
     string,
 )
-from triplane.unified_ir.ops.sizes import bind_sizes
 
 HostValue = Any
 """An array; a list of arrays for a sequence; one of them or None for an optional."""
+Sizes = Mapping[str, int]
+"""The sizes that symbols take in one call."""
 
 
 def as_host_value(x: Any, type_: TensorType) -> HostValue:
-    """`x` in the form that values of the type have; what it holds is not looked at."""
+    """Return `x` in the form that values of the type have, without checking what it holds."""
     if isinstance(type_, OptionalType):
         return None if x is None else as_host_value(x, type_.element)
     if isinstance(type_, SequenceType):
@@ -44,9 +46,9 @@ def _array(x: Any, dtype: DType) -> Any:
 
 
 def bind(sizes: dict[str, int], type_: TensorType, held: HostValue) -> None:
-    """Records the size of each bare symbol of the type; refuses contents that are not of it."""
+    """Record the size of each bare symbol of the type; refuse contents that do not fit it."""
     if is_plain(type_):
-        bind_sizes(sizes, type_, held.shape)
+        _bind_sizes(sizes, type_, held.shape)
     elif isinstance(type_, OptionalType):
         if held is not None:
             bind(sizes, type_.element, held)
@@ -55,6 +57,23 @@ def bind(sizes: dict[str, int], type_: TensorType, held: HostValue) -> None:
             _check_element(sizes, type_, item)
         if type_.empty and held:
             raise InvalidInput(f"a value of type {type_} holds nothing, got {len(held)} tensors")
+
+
+def _bind_sizes(sizes: dict[str, int], type_: TensorType, shape: tuple[int, ...]) -> None:
+    for dim, size in zip(type_.shape, shape, strict=True):
+        if isinstance(dim, int):
+            if dim != size:
+                raise InvalidInput(f"a value of type {type_} cannot have shape {shape}")
+        elif is_symbol(dim):
+            if sizes.setdefault(str(dim), size) != size:
+                raise InvalidInput(
+                    f"symbol {dim} is {sizes[str(dim)]} and {size} in one call; it has one size"
+                )
+        elif symbols(dim) <= sizes.keys() and evaluate(dim, sizes) != size:
+            raise InvalidInput(
+                f"the size {dim} is {evaluate(dim, sizes)} in this call, but the value has {size}: "
+                "an axis is too short for what a slice, a split or a window takes of it"
+            )
 
 
 def _check_element(sizes: dict[str, int], type_: SequenceType, item: Any) -> None:

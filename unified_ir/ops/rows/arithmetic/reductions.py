@@ -311,7 +311,7 @@ hardmax = Op(
     batch=batching.axis_shifted,
     infer=same_along_axis,
     reference=lambda x, *, axis: np.moveaxis(
-        np.argmax(x, axis)[..., None] == np.arange(x.shape[axis]), -1, axis
+        np.expand_dims(np.argmax(x, axis), -1) == np.arange(x.shape[axis]), -1, axis
     ),
     vjp=lambda g, y, x, *, axis: (None,),
     samples=(sample(apart(3, 4)), sample(apart(2, 3, 4), axis=1)),
