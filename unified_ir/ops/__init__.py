@@ -6,53 +6,7 @@ A numpy array given as an operand becomes a constant of the graph.
 from types import FunctionType, ModuleType
 from typing import Final
 
-from triplane.unified_ir.ops.arrays import all as all
-from triplane.unified_ir.ops.arrays import amax as amax
-from triplane.unified_ir.ops.arrays import amin as amin
-from triplane.unified_ir.ops.arrays import any as any
-from triplane.unified_ir.ops.arrays import argsort as argsort
-from triplane.unified_ir.ops.arrays import count_nonzero as count_nonzero
-from triplane.unified_ir.ops.arrays import cumprod as cumprod
-from triplane.unified_ir.ops.arrays import cumsum as cumsum
-from triplane.unified_ir.ops.arrays import diag as diag
-from triplane.unified_ir.ops.arrays import diagonal as diagonal
-from triplane.unified_ir.ops.arrays import dot as dot
-from triplane.unified_ir.ops.arrays import exp2 as exp2
-from triplane.unified_ir.ops.arrays import eye as eye
-from triplane.unified_ir.ops.arrays import flip as flip
-from triplane.unified_ir.ops.arrays import full_like as full_like
-from triplane.unified_ir.ops.arrays import is_finite as is_finite
-from triplane.unified_ir.ops.arrays import linspace as linspace
-from triplane.unified_ir.ops.arrays import log2 as log2
-from triplane.unified_ir.ops.arrays import log10 as log10
-from triplane.unified_ir.ops.arrays import log_sigmoid as log_sigmoid
-from triplane.unified_ir.ops.arrays import logsumexp as logsumexp
-from triplane.unified_ir.ops.arrays import masked_fill as masked_fill
-from triplane.unified_ir.ops.arrays import mean as mean
-from triplane.unified_ir.ops.arrays import meshgrid as meshgrid
-from triplane.unified_ir.ops.arrays import moveaxis as moveaxis
-from triplane.unified_ir.ops.arrays import ones_like as ones_like
-from triplane.unified_ir.ops.arrays import outer as outer
-from triplane.unified_ir.ops.arrays import prod as prod
-from triplane.unified_ir.ops.arrays import relu6 as relu6
-from triplane.unified_ir.ops.arrays import repeat as repeat
-from triplane.unified_ir.ops.arrays import roll as roll
-from triplane.unified_ir.ops.arrays import rsqrt as rsqrt
-from triplane.unified_ir.ops.arrays import silu as silu
-from triplane.unified_ir.ops.arrays import sort as sort
-from triplane.unified_ir.ops.arrays import split as split
-from triplane.unified_ir.ops.arrays import square as square
-from triplane.unified_ir.ops.arrays import std as std
-from triplane.unified_ir.ops.arrays import sum as sum
-from triplane.unified_ir.ops.arrays import swapaxes as swapaxes
-from triplane.unified_ir.ops.arrays import tile as tile
-from triplane.unified_ir.ops.arrays import trace as trace
-from triplane.unified_ir.ops.arrays import tril as tril
-from triplane.unified_ir.ops.arrays import triu as triu
-from triplane.unified_ir.ops.arrays import unstack as unstack
-from triplane.unified_ir.ops.arrays import var as var
-from triplane.unified_ir.ops.arrays import vector_norm as vector_norm
-from triplane.unified_ir.ops.arrays import zeros_like as zeros_like
+from triplane.unified_ir.ops.arrays import *  # noqa: F403 - each of its functions is public
 from triplane.unified_ir.ops.ctc import ctc as ctc
 from triplane.unified_ir.ops.losses import binary_cross_entropy as binary_cross_entropy
 from triplane.unified_ir.ops.losses import cosine_embedding as cosine_embedding

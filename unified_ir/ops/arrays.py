@@ -1,9 +1,13 @@
-"""What numpy, PyTorch and MindSpore users look for by name, composed of rows."""
+"""Functions that numpy, PyTorch and MindSpore users look for by name, composed of rows.
+
+`ops` exports every function defined here.
+"""
 
 from __future__ import annotations
 
 import builtins
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -348,3 +352,13 @@ def meshgrid(*xs: Tensor) -> tuple[Tensor, ...]:
         broadcast_to(x.reshape([d if i == k else 1 for i, d in enumerate(shape)]), shape)
         for k, x in enumerate(xs)
     )
+
+
+if not TYPE_CHECKING:
+    # Type checkers see that `import *` takes what is defined here; at run time it would take what
+    # is imported here, too.
+    __all__ = [
+        name
+        for name, value in globals().items()
+        if getattr(value, "__module__", None) == __name__ and not name.startswith("_")
+    ]
