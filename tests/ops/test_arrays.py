@@ -156,22 +156,22 @@ PAIR: Any = [1, 2]
 
 # fmt: off
 NO_WHOLE_NUMBER: Any = [
-    (lambda x: x.prod(TEXT), "an axis is a whole number, or several; got '2'"),
-    (lambda x: x.sum(HALF), r"an axis is a whole number, or several; got 1\.5"),
-    (lambda x: x.mean([0, HALF]), "an axis is a whole number"),
-    (lambda x: ops.vector_norm(x, axis=TEXT), "an axis is a whole number"),
-    (lambda x: ops.logsumexp(x, TEXT), "an axis is a whole number"),
-    (lambda x: ops.tile(x, HALF), r"a number of repeats is a whole number, or several; got 1\.5"),
+    (lambda x: x.prod(TEXT), "an axis is one or several whole numbers, got '2'"),
+    (lambda x: x.sum(HALF), r"an axis is one or several whole numbers, got 1\.5"),
+    (lambda x: x.mean([0, HALF]), "an axis is one or several whole numbers"),
+    (lambda x: ops.vector_norm(x, axis=TEXT), "an axis is one or several whole numbers"),
+    (lambda x: ops.logsumexp(x, TEXT), "an axis is one or several whole numbers"),
+    (lambda x: ops.tile(x, HALF), r"a number of repeats is one or several whole numbers, got 1\.5"),
     (lambda x: ops.tile(x, -1), "repeats are 0 or more, got -1"),
     (lambda x: ops.repeat(x, -1, 0), "repeats are 0 or more, got -1"),
     (lambda x: ops.repeat(x, PAIR, 0), "repeat takes one number of repeats"),
-    (lambda x: ops.repeat(x, TEXT, 0), "a number of repeats is a whole number"),
+    (lambda x: ops.repeat(x, TEXT, 0), "a number of repeats is one or several whole numbers"),
     (lambda x: ops.conv(x[None], KERNEL, stride=HALF),
-     r"a stride is a whole number, or several; got 1\.5"),
+     r"a stride is one or several whole numbers, got 1\.5"),
     (lambda x: ops.conv(x[None], KERNEL, padding=[HALF]),
-     "a padding is a whole number"),
-    (lambda x: ops.max_pool(x[None], 2, stride=HALF), "a stride is a whole number"),
-    (lambda x: ops.avg_pool(x[None], TEXT), "a window is a whole number"),
+     "a padding is one or several whole numbers"),
+    (lambda x: ops.max_pool(x[None], 2, stride=HALF), "a stride is one or several whole numbers"),
+    (lambda x: ops.avg_pool(x[None], TEXT), "a window is one or several whole numbers"),
 ]
 # fmt: on
 

@@ -1,8 +1,9 @@
-"""Whether a function means what it says: every node's types are inferred again and compared.
+"""Check functions from files: infer the types of every node and compare them with the claimed ones.
 
-A function from a file claims its types; engines and passes believe them. Here each node must be a
-known operator in the version this program means, with operands, attributes and regions as its row
-declares, and its output types must be those the row infers. Work is bounded before it is done.
+A function from a file claims its types, and engines and passes rely on them. Each node must be a
+known operator of the version that this program implements, with operands, attributes and regions as
+its row declares, and its output types must be those that the row infers. The work of a check is
+limited before it is done.
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ from triplane.proto.errors import Corrupt, InvalidInput
 from triplane.unified_ir.ir import module as modules
 from triplane.unified_ir.ir.decode import MISREAD
 from triplane.unified_ir.ir.dims import Dim, FloorDiv
-from triplane.unified_ir.ir.graph import AttrValue, Function, Node, Value
+from triplane.unified_ir.ir.graph import Function, Node, Value
 from triplane.unified_ir.ir.module import Module
-from triplane.unified_ir.ir.types import DType, TensorType
+from triplane.unified_ir.ir.types import TensorType
 from triplane.unified_ir.ops.build import MAX_SIZES, infer_types, note_contents
 from triplane.unified_ir.ops.inline import introduced
 from triplane.unified_ir.ops.row import Known, Op
 from triplane.unified_ir.ops.table import TABLE
 
 MAX_WORK: Final = 4_000_000
-"""Operands' symbolic terms, squared, over all nodes; an operand with one symbol counts 1."""
+"""Symbolic terms of each operand, squared, over all nodes; an operand with one symbol counts 1."""
 
 _Types = tuple["TensorType | None", ...]
 
 
 def load(path: str | Path, expected_digest: str | None = None) -> Module:
-    """The module of a model file, every function checked; arrays are views of the mapped file.
+    """Read a model file and check every function; arrays are views of the mapped file.
 
-    Corrupt names the damaged part, or the function and node that is not what it claims; `read` and
-    `check_module` in one. `expected_digest`: the root digest, in hexadecimal.
+    Corrupt names the damaged part, or the function and node whose claims are wrong.
+    `expected_digest`: the root digest, in hexadecimal.
     """
     module = modules.read(path, expected_digest)
     try:
@@ -50,24 +51,24 @@ def load(path: str | Path, expected_digest: str | None = None) -> Module:
 
 
 def save(module: Module, path: str | Path, *, parent: str = "") -> str:
-    """Write a model file and load it again before it takes its name; its root digest.
+    """Write a model file, load it again before it takes its name, and return its root digest.
 
-    Corrupt where `load` refuses what was written: nothing is left, and what had the name stays.
-    parent: root digest of the file that the model was made from. Reading takes the time of `load`:
-    the hash of the file and the inference of its types.
+    Raises Corrupt if `load` refuses what was written; a file of that name stays as it was.
+    parent: root digest of the file that the model was made from. Checking takes as long as `load`,
+    which hashes the file and infers its types.
     """
     return module.save(path, parent=parent, check=load)
 
 
 def check_module(module: Module) -> None:
-    """Corrupt unless every function of the module passes `check_function`."""
+    """Raise Corrupt unless every function of the module passes `check_function`."""
     checker = _Checker()
     for name, function in module.functions.items():
         _labelled(f"function {name!r}", checker, function)
 
 
 def check_function(function: Function) -> None:
-    """Corrupt, naming node and operator, unless inference gives the types the function has."""
+    """Raise Corrupt, naming node and operator, unless inference gives the function's types."""
     _labelled(f"function {function.name!r}", _Checker(), function)
 
 
@@ -79,14 +80,14 @@ def _labelled(label: str, checker: _Checker, function: Function) -> None:
 
 
 class _Checker:
-    """Inferred types by question, and the work done so far."""
+    """Types inferred so far, and the work done for them."""
 
     def __init__(self) -> None:
         self.work = 0
         self.seen: dict[Any, tuple[TensorType, ...]] = {}
 
     def function(self, function: Function) -> None:
-        """Checks nodes in order, each value computed before it is used."""
+        """Check nodes in order; each value must be computed before it is used."""
         known: dict[Value, Known] = {}
         computed = set(function.params)
         symbols = set().union(*(p.type.symbols for p in function.params))
@@ -104,40 +105,37 @@ class _Checker:
             raise Corrupt("a result is not computed in it")
 
     def node(self, node: Node, known: dict[Value, Known], symbols: set[str]) -> None:
-        """Checks one node and notes what is known of its contents."""
+        """Check one node and record what is known of its contents."""
         row = _row(node)
         _check_operands(row, node)
-        for name, value in node.attrs.items():
-            _check_attr(row, name, value)
-        _check_required(row, node)
+        _check_attrs(row, node)
         names = introduced(node)
         if len(set(names)) < len(names) or not symbols.isdisjoint(names):
-            raise Corrupt(f"the size {next(iter(names))!r} it introduces is another's")
+            raise Corrupt(f"the size {next(iter(names))!r} that it introduces is taken")
         for k, region in enumerate(node.regions):
             _labelled(f"region {k}", self, region)
         operand_types = tuple(None if v is None else v.type for v in node.inputs)
         contents = tuple(None if v is None else known.get(v) for v in node.inputs)
-        inferred, claimed = (
-            self.infer(row, node, operand_types, contents),
-            tuple(v.type for v in node.outputs),
-        )
+        inferred = self.infer(row, node, operand_types, contents)
+        claimed = tuple(v.type for v in node.outputs)
         if inferred != claimed:
             raise Corrupt(
-                f"claims {_shown(claimed)}, of {_shown(operand_types)} it is {_shown(inferred)}"
+                f"claims {_shown(claimed)}, but gives {_shown(inferred)} "
+                f"for operands {_shown(operand_types)}"
             )
         note_contents(row, node, known)
 
     def infer(
         self, row: Op, node: Node, types: _Types, known: Sequence[Known | None]
     ) -> tuple[TensorType, ...]:
-        """Output types, each question asked once."""
+        """Infer output types; equal calls are inferred once."""
         attrs = tuple((k, _hashable(v)) for k, v in node.attrs.items())
         key = (row.id, types, tuple(map(_hashable, known)), attrs, len(node.outputs))
         inferred = None if node.regions else self.seen.get(key)
         if inferred is None:
             self.work += sum(_weight(t) for t in types if t is not None)
             if self.work > MAX_WORK:
-                raise Corrupt("the symbolic sizes of the module are more than can be checked")
+                raise Corrupt("the module has more symbolic sizes than can be checked")
             inferred = self.seen[key] = _inferred(row, node, types, known)
         return inferred
 
@@ -148,11 +146,11 @@ def _row(node: Node) -> Op:
         raise Corrupt("there is no such operator")
     if row.id.since != node.op.since:
         raise Corrupt(
-            f"version {node.op.since} of the operator is not the one this program means, "
-            f"{row.id.since}; convert the model again with a triplane that wrote this one"
+            f"this program implements version {row.id.since} of the operator, not {node.op.since}; "
+            "convert the model again with the version of triplane that wrote it"
         )
     if node.regions and not _takes_regions(row):
-        raise Corrupt(f"it takes no regions, {len(node.regions)} are given")
+        raise Corrupt(f"it takes no regions, got {len(node.regions)}")
     return row
 
 
@@ -172,18 +170,16 @@ def _optional(row: Op, i: int) -> bool:
     return bool(declared.option == defs.OpSchema.FormalParameterOption.Optional)
 
 
-def _check_required(row: Op, node: Node) -> None:
+def _check_attrs(row: Op, node: Node) -> None:
+    for name, value in node.attrs.items():
+        spec = row.attr_specs.get(name)
+        if spec is None:
+            raise Corrupt(f"it has no attribute {name!r}")
+        if not _HOLDS[spec.kind](value):
+            raise Corrupt(f"its attribute {name!r} is {spec.kind}, not {type(value).__name__}")
     for name, spec in row.attr_specs.items():
         if spec.required and name not in node.attrs:
             raise Corrupt(f"its attribute {name!r} is absent")
-
-
-def _check_attr(row: Op, name: str, value: AttrValue) -> None:
-    spec = row.attr_specs.get(name)
-    if spec is None:
-        raise Corrupt(f"it has no attribute {name!r}")
-    if not _HOLDS[spec.kind](value):
-        raise Corrupt(f"its attribute {name!r} is {spec.kind}, not {type(value).__name__}")
 
 
 def _tuple_of(value: Any, kind: Any) -> bool:
@@ -200,7 +196,6 @@ _HOLDS: Final[Mapping[str, Any]] = {
     "STRINGS": lambda v: _tuple_of(v, str),
     "TENSOR":  lambda v: isinstance(v, np.ndarray),
     "DIMS":    lambda v: _tuple_of(v, Dim),
-    "DTYPE":   lambda v: isinstance(v, DType),
     "TYPE_PROTO": lambda v: isinstance(v, TensorType),
 }
 # fmt: on
@@ -215,14 +210,14 @@ def _takes_regions(row: Op) -> bool:
 def _inferred(
     row: Op, node: Node, types: _Types, known: Sequence[Known | None]
 ) -> tuple[TensorType, ...]:
-    """The row's own rule; rules are written for sound calls and may fail in any way on others."""
+    """Infer output types; rules are written for valid calls and may fail in any way on others."""
     try:
         n = len(node.outputs)
         return infer_types(TABLE, row, types, known, node.attrs, regions=node.regions, outputs=n)
     except InvalidInput as error:
         raise Corrupt(str(error)) from error
     except Exception as error:
-        raise Corrupt(f"its types do not follow: {type(error).__name__}: {error}") from error
+        raise Corrupt(f"its types cannot be inferred: {type(error).__name__}: {error}") from error
 
 
 def _hashable(value: Any) -> Any:

@@ -1,8 +1,8 @@
-"""How a row's emission rule sees the ONNX graph that is written; rules that several rows share.
+"""The ONNX graph as emission rules see it, and rules that several rows share.
 
-A rule stands in its row (`Op.emit`, `Op.lower_below`) and turns one IR node into ONNX nodes where a
-copy would not do. It uses values of the IR and the context it is handed, so `ops` needs no layer
-above it.
+A rule is a column of its row (`Op.emit`, `Op.lower_below`) and turns one IR node into ONNX nodes
+where copying it is not enough. It uses values of the IR and the context that it is passed, so `ops`
+needs no layer above it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from triplane.unified_ir.ir.dims import Dim
 from triplane.unified_ir.ir.graph import Array, Function, Node, Value
 
 DYNAMIC_LSTM: Final = "com.microsoft.DynamicQuantizeLSTM"
-"""onnxruntime's LSTM on int8 weights, which rounds its input and its state while it runs."""
+"""onnxruntime's LSTM on int8 weights, which also rounds its input and state while it runs."""
 
 
 class EmissionTarget(Protocol):
@@ -28,7 +28,7 @@ class EmissionTarget(Protocol):
 
     @property
     def operators(self) -> frozenset[str]:
-        """Names with their domain of operators beyond ai.onnx."""
+        """Operators beyond ai.onnx, by name with domain."""
 
 
 class EmissionContext(Protocol):
@@ -42,61 +42,61 @@ class EmissionContext(Protocol):
         """What the graph may use."""
 
     def plain(self, node: Node, **changes: Any) -> None:
-        """The ONNX operator of the same name."""
+        """Add the ONNX operator of the same name."""
 
     def plain_broadcast(self, node: Node) -> None:
-        """As `plain`, with operands of one element at the rank that a runtime is fast with."""
+        """Like `plain`, with one-element operands in the rank that a runtime is fast with."""
 
     def add(self, op: str, inputs: Sequence[str], outputs: Sequence[str], **attrs: Any) -> None:
-        """Appends an ONNX node."""
+        """Add an ONNX node."""
 
     def emit(self, op: str, *inputs: str, **attrs: Any) -> str:
-        """Appends a node with one new output; its name."""
+        """Add a node with one new output and return its name."""
 
     def constant(self, array: Array) -> str:
-        """An initializer."""
+        """Add an initializer and return its name."""
 
     def fresh(self, stem: str = "v") -> str:
-        """A name no other value has."""
+        """Return a name that no other value has."""
 
     def inputs(self, node: Node) -> list[str]:
-        """Names of the operands, empty where absent."""
+        """Return the names of the operands, empty where absent."""
 
     def output_names(self, node: Node) -> list[str]:
-        """New names for the outputs."""
+        """Return new names for the outputs."""
 
     def dims(self, dims: Sequence[Dim]) -> str:
-        """An int64 vector of sizes."""
+        """Add an int64 vector of sizes and return its name."""
 
     def size(self, symbol: str) -> str:
-        """An int64[1] holding a symbol's size."""
+        """Return the name of an int64[1] with a symbol's size."""
 
     def region(self, function: Function, names: Sequence[str], label: str) -> Any:
-        """A region as a subgraph without inputs."""
+        """Return a region as a subgraph without inputs."""
 
     def local_function(self, name: str, domain: str, body: Function) -> str:
-        """The name under which the model holds a body as a local function."""
+        """Return the name under which the model has a body as a local function."""
 
     def subgraph(self, region: Function, own: int, captures: Sequence[str]) -> Any:
-        """A region whose first `own` parameters are its inputs and whose rest are outer names."""
+        """Return a region as a subgraph; parameters after the first `own` are outer names."""
 
     def held(self, name: str) -> Array | None:
-        """The array of that name, where it is one of the model's."""
+        """Return the array of that name, if it is one of the model's."""
 
     def producer(self, name: str, op: str) -> tuple[list[str], dict[str, Any]] | None:
-        """Inputs and attributes of the node `op` that gives a value; None where another does."""
+        """Return inputs and attributes of a value's node if that is an `op`, else None."""
 
 
 Emit = Callable[[EmissionContext, Node], None]
 
 
 def emit_broadcast(context: EmissionContext, node: Node) -> None:
-    """The operator itself, its operands of different ranks aligned."""
+    """Emit the operator itself, its operands of different ranks aligned."""
     context.plain_broadcast(node)
 
 
 def first_number(context: EmissionContext, name: str) -> str:
-    """The first element of a float tensor as a scalar; 0 where it has none."""
+    """Emit the first element of a float tensor as a scalar, 0 for an empty one."""
     flat = context.emit("Reshape", name, context.constant(np.array([-1])))
     ends = [context.constant(np.array([n])) for n in (0, 1)]
     first = context.emit("Slice", flat, *ends)

@@ -1,7 +1,7 @@
-"""What a node computes, by its row's reference kernel: numpy, node by node, obvious.
+"""Compute nodes one by one in numpy, by the reference kernels of their rows.
 
-A row without a kernel of its own uses its body, else ONNX's reference implementation. Used by eager
-mode, constant folding and the reference engine; speed is not its purpose.
+A row without a kernel uses its body, or else ONNX's reference implementation. Eager mode, constant
+folding and the reference engine run on this; it is written to be obvious, not fast.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from triplane.unified_ir.ops.row import MEANING_OPSET, Known, Table
 from triplane.unified_ir.ops.values import HostValue, Sizes, as_host_value, bind
 
 Observer = Callable[[Node, Sequence[Any], Sequence[Any]], None]
-"""Sees each node with its operands and results, those of a region before the node around them."""
+"""Called with each node, its operands and results; nodes of a region come before its owner."""
 _observer: ContextVar[Observer | None] = ContextVar("triplane_observer", default=None)
 
 
 @contextmanager
 def observing(observer: Observer | None) -> Iterator[None]:
-    """`observer` sees the nodes that run meanwhile; not those of which a row's body consists."""
+    """Within the block, call `observer` for each node that runs, but not for nodes of bodies."""
     token = _observer.set(observer)
     try:
         yield
@@ -42,7 +42,7 @@ def observing(observer: Observer | None) -> Iterator[None]:
 def run_function(
     table: Table, function: Function, args: Sequence[Array], outer: Sizes | None = None
 ) -> list[Array]:
-    """Results of a function on host arrays; symbols of enclosing scopes come in `outer`."""
+    """Return the results of a function on host arrays; `outer`: symbols of enclosing scopes."""
     sizes = dict(outer or {})
     observer = _observer.get()
     arrays: dict[Value, Array] = {}
@@ -71,7 +71,7 @@ def run_function(
 
 
 def check_argument(param: Value, arg: Array) -> None:
-    """Element type and rank of an argument, with the parameter's name in the error."""
+    """Check element type and rank of an argument, naming the parameter in the error."""
     if not is_plain(param.type):
         return
     if arg.dtype != param.type.dtype.numpy or arg.ndim != param.type.rank:
@@ -85,12 +85,12 @@ MAX_SHOWN: Final = 8
 
 
 class NodeFailed(InvalidInput):
-    """A node refused the values it met; the text says which, where, and on what."""
+    """A node refused its operands; the text says which node, where, and on what."""
 
     def __init__(self, text: str, why: str = "") -> None:
         super().__init__(text)
         self.why = why
-        """The kernel's own words."""
+        """The text of the kernel's error."""
 
 
 _RAISED_BY_KERNELS: Final = (IndexError, ValueError, TypeError, OverflowError, MemoryError)
@@ -103,10 +103,9 @@ def run_node(
     sizes: Sizes,
     known: Sequence[Known | None],
 ) -> tuple[Array, ...]:
-    """Outputs of one node, checked against the inferred element types.
+    """Return the outputs of one node in the inferred element types; NodeFailed if it fails.
 
-    `known`: what was known of the operands' contents when the graph was built. NodeFailed: the
-    kernel raised.
+    `known`: what was known of the operands' contents when the graph was built.
     """
     try:
         with np.errstate(all="ignore"):  # NaN and infinity are values, as on every engine
@@ -122,7 +121,7 @@ def run_node(
 
 
 def failure(node: Node, why: str, operands: Sequence[Array | None]) -> str:
-    """What to say of a node that failed on some operands; those not known are left out."""
+    """Describe the failure of a node on these operands; unknown ones are left out."""
     place = f" (at {node.meta.location})" if node.meta.location else ""
     scope = f" in {node.meta.scope}" if node.meta.scope else ""
     seen = ", ".join(_shown(a) for a in operands if a is not None)
@@ -131,7 +130,7 @@ def failure(node: Node, why: str, operands: Sequence[Array | None]) -> str:
 
 
 def _shown(a: Any) -> str:
-    """Element type, shape, and as much of the contents as fits a line."""
+    """Return element type, shape, and as much of the contents as fits on a line."""
     if not isinstance(a, np.ndarray):
         return repr(a)
     head = f"{a.dtype}{list(a.shape)}"
@@ -169,14 +168,14 @@ def _run_node(
 
 
 def _held(value: HostValue, type_: TensorType) -> HostValue:
-    """What a kernel made, as values of the type are held."""
+    """Return a kernel's result in the form that values of the type have."""
     if is_plain(type_):
         return np.asarray(value, type_.dtype.numpy)
     return as_host_value(value, type_)
 
 
 def _empty(value: Value, sizes: Sizes) -> HostValue:
-    """The stacked output of a loop that made no trip, which no kernel knows the type of."""
+    """Return the stacked output of a loop without iterations, whose type no kernel knows."""
     if not is_plain(value.type):
         return []
     return np.zeros(value.type.concrete({str(value.type.shape[0]): 0, **sizes}))
@@ -193,15 +192,12 @@ def _callable(table: Table, region: Function, sizes: Sizes) -> Callable[..., lis
 
 
 def _onnx_kernel(node: Node, operands: Sequence[Array | None]) -> tuple[Array, ...]:
-    """ONNX's reference implementation of one node."""
+    """Run ONNX's reference implementation of one node."""
     from onnx.reference.ops import load_op
 
     names = ["" if a is None else f"i{k}" for k, a in enumerate(operands)]
     outs = [f"o{k}" for k in range(len(node.outputs))]
     proto = helper.make_node(node.op.name, names, outs, **onnx_attrs(node.attrs))
-    context = {"log": _silent, "opsets": {"": MEANING_OPSET}, "verbose": 0, "new_ops": None}
+    context = {"log": lambda *_: None, "opsets": {"": MEANING_OPSET}, "verbose": 0, "new_ops": None}
     kernel = load_op("", node.op.name, MEANING_OPSET)(proto, context)
     return tuple(kernel.run(*operands))
-
-
-def _silent(*_: Any) -> None: ...

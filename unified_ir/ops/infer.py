@@ -1,4 +1,4 @@
-"""Types of a node's outputs: by the row's own rule, else by ONNX's inference."""
+"""Types of a node's outputs, by the row's own rule or else by ONNX's inference."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def infer(
     regions: tuple[Function, ...],
     outputs: int,
 ) -> tuple[TensorType, ...]:
-    """Output types; a wrong call raises ShapeError or TypeMismatch naming the operator."""
+    """Infer output types; a wrong call raises ShapeError or TypeMismatch naming the operator."""
     check_groups(row, types)
     if row.infer is not None:
         names: Any = attrs.get(OPEN, ()) if row.data_dependent_dims else ()
@@ -44,7 +44,7 @@ def infer(
 
 
 def check_groups(row: Op, types: Sequence[TensorType | None]) -> None:
-    """Operands have element types their row takes; those that share a type letter share one."""
+    """Check that operands have element types that the row takes, one for each type letter."""
     seen: dict[str, TensorType] = {}
     for i, t in enumerate(types):
         if t is not None and row.schema and not row.admits(i, t):
@@ -57,16 +57,12 @@ def check_groups(row: Op, types: Sequence[TensorType | None]) -> None:
 
 
 def in_type_group(row: Op, i: int) -> bool:
-    """Whether operand `i` has the element type of the operands with the same type letter."""
+    """Return whether operand `i` shares the element type of those with its type letter."""
     letter = row.letter(i)
     if not letter or "tensor(" in letter:
         return False
-    return not (row.schema and row.schema.inputs) or _homogeneous(row, i)
-
-
-def _homogeneous(row: Op, i: int) -> bool:
-    assert row.schema is not None
-    return bool(row.schema.inputs[min(i, len(row.schema.inputs) - 1)].is_homogeneous)
+    formals = row.schema.inputs if row.schema else ()
+    return not formals or bool(formals[min(i, len(formals) - 1)].is_homogeneous)
 
 
 def _infer_by_onnx(
@@ -95,16 +91,13 @@ def _infer_by_onnx(
             ir_version=10,
         )
     except (shape_inference.InferenceError, checker.ValidationError, RuntimeError) as error:
-        raise ShapeError(f"{row} refuses {[str(t) for t in types]}: {_short(error)}") from error
+        reason = str(error).strip().splitlines()[0]
+        raise ShapeError(f"{row} refuses {[str(t) for t in types]}: {reason}") from error
     return tuple(_from_proto(row, inferred[o], types) for o in node.output)
 
 
-def _short(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
-
-
 def onnx_attrs(attrs: Mapping[str, AttrValue]) -> dict[str, Any]:
-    """Attributes as `onnx.helper.make_node` takes them, without those that only the IR has."""
+    """Return attributes as `onnx.helper.make_node` takes them, without those of the IR alone."""
     return {k: _onnx_attr(v) for k, v in attrs.items() if k != OPEN}
 
 
@@ -115,7 +108,7 @@ def _onnx_attr(value: AttrValue) -> Any:
 
 
 def type_proto(t: TensorType) -> TypeProto:
-    """ONNX's form of a type; a symbolic size becomes a dim_param holding its text."""
+    """Return ONNX's form of a type; a symbolic size becomes a dim_param with its text."""
     if isinstance(t, OptionalType):
         return helper.make_optional_type_proto(type_proto(t.element))
     if isinstance(t, SequenceType):
@@ -125,7 +118,7 @@ def type_proto(t: TensorType) -> TypeProto:
 
 
 def _element_proto(t: SequenceType) -> TypeProto:
-    """An own size has no name: onnxruntime would take two of one name for equal."""
+    """Leave sizes of their own unnamed: onnxruntime takes two of one name for equal."""
     if isinstance(t.element, DType):
         return helper.make_tensor_type_proto(t.element.onnx, None)
     shape = [None if d == OWN else d if isinstance(d, int) else str(d) for d in t.element.shape]
@@ -152,7 +145,7 @@ def _from_proto(row: Op, proto: TypeProto, types: Sequence[TensorType | None]) -
 
 
 def broadcast(row: Op, *shapes: tuple[Dim, ...]) -> tuple[Dim, ...]:
-    """numpy broadcasting; two different symbols never broadcast, that would be a guess."""
+    """Broadcast as numpy does; two different symbols never broadcast, as that would be a guess."""
     rank = max((len(s) for s in shapes), default=0)
     padded = [(1,) * (rank - len(s)) + s for s in shapes]
     return tuple(_broadcast_dim(row, shapes, axis) for axis in zip(*padded, strict=True))

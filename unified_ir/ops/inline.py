@@ -1,6 +1,6 @@
-"""Replays a function's nodes into the graph being recorded.
+"""Replay a function's nodes into the graph being recorded.
 
-Types are inferred anew. Symbols of the function's parameters take the dimensions of the arguments;
+Types are inferred again. Symbols of the function's parameters take the dimensions of the arguments;
 symbols that loops introduce get new names, so one function can be inlined twice.
 """
 
@@ -21,7 +21,7 @@ from triplane.unified_ir.ops.tensor import Tensor
 
 
 def inline(function: Function, args: Sequence[Tensor]) -> list[Tensor]:
-    """The results of `function` on tensors of the graph being recorded."""
+    """Return the results of `function` on tensors of the graph being recorded."""
     replay = Replay(function, args)
     for node in function.nodes:
         replay.run(node)
@@ -29,7 +29,7 @@ def inline(function: Function, args: Sequence[Tensor]) -> list[Tensor]:
 
 
 class Replay:
-    """Nodes of one function again, on the tensors that stand for its values."""
+    """Record the nodes of one function again, on the tensors that stand for its values."""
 
     def __init__(self, function: Function, args: Sequence[Tensor]) -> None:
         if len(args) != len(function.params):
@@ -48,16 +48,16 @@ class Replay:
             self.values[param] = arg
 
     def run(self, node: Node) -> tuple[Tensor, ...]:
-        """The node's outputs, now also known as the values they stand for."""
-        outputs = self._made(node)
+        """Record the node again; its outputs stand for the node's from now on."""
+        outputs = self._record(node)
         self.define(node, outputs)
         return outputs
 
     def define(self, node: Node, outputs: Sequence[Tensor]) -> None:
-        """Lets `outputs` stand for the node's outputs."""
+        """Let `outputs` stand for the node's outputs."""
         self.values.update(zip(node.outputs, outputs, strict=True))
 
-    def _made(self, node: Node) -> tuple[Tensor, ...]:
+    def _record(self, node: Node) -> tuple[Tensor, ...]:
         if node.op.name == "Constant":
             return (self.build.as_operand(node.attrs["value"]),)
         attrs = self.attrs(node)
@@ -78,9 +78,9 @@ class Replay:
             )
 
     def _number(self, row: Op, node: Node) -> Tensor | None:
-        """The constant that a node arranges sizes to, where all of them are numbers here.
+        """Return the constant for a node that rearranges sizes, if all are numbers here, or None.
 
-        In the function, inference knew the sizes behind it; of a constant it would know nothing.
+        Inference knew these sizes in the function; it does not look through a node on constants.
         """
         if not row.preserves_elements or node.inputs[0] not in self.size_vectors:
             return None
@@ -92,11 +92,11 @@ class Replay:
         return self.build.as_operand(row.reference(*known, **row.full_attrs(node.attrs)))
 
     def inputs(self, node: Node) -> list[Tensor | None]:
-        """The tensors that stand for a node's operands."""
+        """Return the tensors that stand for a node's operands."""
         return [None if v is None else self.values[v] for v in node.inputs]
 
     def attrs(self, node: Node) -> Mapping[str, AttrValue]:
-        """Attributes with sizes substituted and a new name for each size the node introduces."""
+        """Return attributes with sizes substituted and new names for sizes the node introduces."""
         changed: dict[str, Any] = {}
         dims = node.attrs.get("dims")
         if isinstance(dims, tuple) and self.sizes:
@@ -112,25 +112,25 @@ class Replay:
         return {**node.attrs, **changed}
 
     def regions(self, node: Node) -> tuple[Function, ...]:
-        """Regions with sizes substituted; call after `attrs`."""
+        """Return regions with sizes substituted; call after `attrs`."""
         if not self.sizes:
             return node.regions
         return tuple(with_sizes(r, self.sizes) for r in node.regions)
 
     def results(self) -> list[Tensor]:
-        """The tensors that stand for the function's results."""
+        """Return the tensors that stand for the function's results."""
         return [self.build.as_operand(self.values[r]) for r in self.function.results]
 
 
 def introduced(node: Node) -> tuple[str, ...]:
-    """Names of the sizes that a node introduces: the trips of a loop, what only data decide."""
+    """Return names of the sizes a node introduces: a loop's trips, sizes that its data decide."""
     trips = node.attrs.get("trips")
     opened: Any = node.attrs.get(OPEN, ())
     return (*opened, trips) if isinstance(trips, str) and trips else opened
 
 
 def renewed(function: Function, tag: str) -> Function:
-    """The function with `tag` in each size its nodes introduce, so that it can stand twice."""
+    """Rename each size that nodes introduce after `tag`, so the function can be used twice."""
     names = [name for node in function.nodes for name in introduced(node)]
     if not names:
         return function
@@ -139,7 +139,7 @@ def renewed(function: Function, tag: str) -> Function:
 
 
 def _bind(sizes: dict[str, Dim], param: Value, arg: Tensor) -> None:
-    """Matches an argument's shape against a parameter's, giving symbols their dimensions."""
+    """Match an argument's shape with a parameter's, giving symbols their dimensions."""
     if not is_plain(param.type) and not fits(arg.type, param.type):
         raise ShapeError(f"parameter {param.name!r} is {param.type}, got {arg.type}")
     if arg.dtype != param.type.dtype or arg.rank != param.type.rank:
@@ -154,7 +154,7 @@ def _bind(sizes: dict[str, Dim], param: Value, arg: Tensor) -> None:
 
 
 def with_sizes(function: Function, sizes: Mapping[str, Dim]) -> Function:
-    """A copy with symbols replaced in all types, sizes and regions."""
+    """Return a copy with symbols replaced in all types, sizes and regions."""
     env: dict[Value, Value] = {}
 
     def renew(value: Value) -> Value:
@@ -169,7 +169,7 @@ def with_sizes(function: Function, sizes: Mapping[str, Dim]) -> Function:
         if isinstance(attrs.get("dims"), tuple):
             attrs["dims"] = tuple(substitute(d, sizes) for d in attrs["dims"])  # type: ignore[union-attr,arg-type]
         if introduced(node):
-            attrs.update(_named_anew(node, sizes))
+            attrs.update(_renamed_sizes(node, sizes))
         regions = tuple(with_sizes(r, sizes) for r in node.regions)
         outputs = tuple(renew(v) for v in node.outputs)
         nodes.append(Node(node.op, inputs, outputs, attrs, regions, node.meta))
@@ -177,8 +177,8 @@ def with_sizes(function: Function, sizes: Mapping[str, Dim]) -> Function:
     return function.with_(params=params, results=results, nodes=nodes)
 
 
-def _named_anew(node: Node, sizes: Mapping[str, Dim]) -> Mapping[str, Any]:
-    """The attributes that name introduced sizes, by their new names."""
+def _renamed_sizes(node: Node, sizes: Mapping[str, Dim]) -> Mapping[str, Any]:
+    """Return the attributes that name introduced sizes, with their new names."""
     trips, opened = node.attrs.get("trips"), node.attrs.get(OPEN)
     changed: dict[str, Any] = {}
     if isinstance(trips, str) and trips:

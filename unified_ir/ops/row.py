@@ -1,4 +1,4 @@
-"""One operator, one row. Everything that iterates operators iterates a table of these.
+"""`Op`, the row of one operator. Everything that iterates operators iterates a table of rows.
 
 A row is a *primitive* (its gradient is a rule written in operators) or a *body* (written in other
 rows, from which gradient, kernel and lowering are derived). A row in domain "" means the ONNX
@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from onnx import TensorProto, defs
+from onnx import TensorProto, defs, helper
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim, Expr, symbol
@@ -28,7 +28,6 @@ from triplane.unified_ir.ir.types import (
     TensorType,
     float32,
     float64,
-    is_plain,
 )
 from triplane.unified_ir.ops.emission import Emit
 from triplane.unified_ir.ops.recorder import recorder
@@ -47,18 +46,18 @@ OPEN: Final = "open"
 
 
 class OpKind(Enum):
-    """What a row does with the elements of its operands; passes ask for this, not for names."""
+    """How a row treats the elements of its operands; passes ask for this, not for names."""
 
     ELEMENTWISE = auto()
     """Each element on its own, operands broadcast."""
     COMPARISON = auto()
-    """As `ELEMENTWISE`, with truths as result: no gradient flows."""
+    """Like `ELEMENTWISE`, with a boolean result: no gradient flows."""
     REDUCTION = auto()
-    """Many elements along axes to one, or to running ones."""
+    """Elements along axes combined into one, or into running results."""
     MOVEMENT = auto()
     """The elements of the data operand, arranged, repeated, padded, resized or converted."""
     INDEXING = auto()
-    """Elements picked or written at places that an operand states."""
+    """Elements read or written at positions that an operand gives."""
     CONTRACTION = auto()
     """Sums of products over shared axes: matrix products and convolutions."""
     WINDOW = auto()
@@ -69,7 +68,7 @@ class OpKind(Enum):
     LOSS = auto()
     RANDOM = auto()
     SOURCE = auto()
-    """Constants, ranges, shapes: made of sizes and attributes."""
+    """Constants, ranges and shapes, which depend on sizes and attributes only."""
     SIGNAL = auto()
     QUANTIZATION = auto()
     CONTROL = auto()
@@ -81,23 +80,23 @@ class OpKind(Enum):
 
 
 class IntegerForm(Enum):
-    """What a row asks of its tensors when they are int8; a row without one runs in float."""
+    """How a row runs on int8 tensors; a row without an integer form runs in float."""
 
     PRODUCT = auto()
     RECURRENT = auto()
-    """On integer weights, where the runtime has the operator; reads and gives floats."""
+    """Integer weights, where the runtime has such an operator; the other tensors are floats."""
     COPY = auto()
     """Elements keep their values, so they keep the scale."""
     PART = auto()
-    """Some elements keep theirs; worth it only before an integer tensor."""
+    """Some elements keep their values; useful only before an integer tensor."""
     MIX = auto()
-    """onnxruntime has an integer kernel; worth it only between integer tensors."""
+    """onnxruntime has an integer kernel; useful only between integer tensors."""
     CLAMP = auto()
     IN_PARTS = auto()
-    """No kernel, but its parts, sums and products by a constant, have one.
+    """It has no kernel, but its parts (sums and products by a constant) do.
 
-    A network of inverted residuals with HardSwish took 1.80 of float's time with the operator in
-    float and 1.30 with its parts in integers.
+    A network of inverted residuals with HardSwish took 1.80 times as long as in float with the
+    operator in float, and 1.30 times with its parts in integers.
     """
 
 
@@ -112,18 +111,17 @@ class Cost:
 Size = Callable[[Value], int]
 """Bytes of a value."""
 DENSE_FLOPS: Final = 30
-"""Arithmetic per byte of products over shared axes, and of regions, where others have 1: a rule of
-thumb."""
+"""Arithmetic per byte of products over shared axes and of regions; a rule of thumb. Others: 1."""
 _DENSE: Final = frozenset({OpKind.CONTRACTION, OpKind.RECURRENT, OpKind.CONTROL})
 
 
 Known = Array | tuple[Dim, ...]
-"""What inference knows of an operand's contents: a constant, or an int64 vector of dimensions."""
+"""Known contents of an operand: a constant, or an int64 vector of dimensions."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpCall:
-    """What shape inference sees: operand types (None where absent), known contents, attributes."""
+    """One call as inference sees it: operand types (None: absent), known contents, attributes."""
 
     row: Op
     types: tuple[TensorType | None, ...]
@@ -135,7 +133,7 @@ class OpCall:
     """Names for sizes that depend on data."""
 
     def opened(self, i: int = 0) -> Dim:
-        """The `i`-th size of this node that only its data decide: a symbol of its own."""
+        """Return the symbol of the `i`-th size of this node that only its data decide."""
         if i >= len(self.open):
             raise InvalidInput(
                 f"{self.row} needs the contents of an operand when the graph is built, or a name "
@@ -144,18 +142,18 @@ class OpCall:
         return symbol(self.open[i])
 
     def type(self, i: int) -> TensorType:
-        """Type of operand `i`, which must be present."""
+        """Return the type of operand `i`, which must be present."""
         type_ = self.types[i] if i < len(self.types) else None
         if type_ is None:
             raise InvalidInput(f"{self.row} needs operand {i}; {len(self.types)} were given")
         return type_
 
     def has(self, i: int) -> bool:
-        """Whether operand `i` is present."""
+        """Return whether operand `i` is present."""
         return i < len(self.types) and self.types[i] is not None
 
     def dims(self, i: int) -> tuple[Dim, ...]:
-        """Operand `i` as a vector of dimensions; refused where its contents are not known."""
+        """Return operand `i` as a vector of dimensions; refuse it if its contents are unknown."""
         known = self.known[i] if i < len(self.known) else None
         if isinstance(known, tuple):
             return known
@@ -169,7 +167,7 @@ class OpCall:
         return tuple(int(d) for d in np.atleast_1d(known))
 
     def ints(self, i: int) -> tuple[int, ...]:
-        """Operand `i` as static ints; refused where a size is symbolic."""
+        """Return operand `i` as static ints; refuse it if a size is symbolic."""
         dims = self.dims(i)
         if any(isinstance(d, Expr) for d in dims):
             raise InvalidInput(f"{self.row} needs static values in operand {i}, got {dims}")
@@ -202,7 +200,7 @@ class Sample:
     smooth: tuple[int, ...] | None = None
 
     def arrays(self, seed: int = 0) -> list[Array | None]:
-        """The operands, the same for the same seed."""
+        """Return the operands, equal for equal seeds."""
         rng = np.random.default_rng(seed)
         return [make(rng) if make else None for make in self.inputs]
 
@@ -220,10 +218,10 @@ class AttrSpec:
 class Op:
     """A row of the operator table. Call it to add a node: `relu(x)`, `concat(a, b, axis=1)`.
 
-    `vjp(g, y, *x, **attrs)` gives one cotangent per operand, None where there is none; with
+    `vjp(g, y, *x, **attrs)` returns one cotangent per operand, None where there is none; with
     several outputs `g` and `y` are tuples. `vjp_with_residuals` replaces it where the gradient
-    needs more than inputs and outputs. `body(*x, **attrs)` is the row in other rows. A row with
-    none of the three is not differentiable.
+    needs more than inputs and outputs. `body(*x, **attrs)` states the row in other rows. A row
+    with none of the three is not differentiable.
     """
 
     name: str
@@ -238,44 +236,44 @@ class Op:
     body: Body | None = None
     vjp_with_residuals: VjpWithResiduals | None = None
     batch: Batch | None = None
-    """How vmap applies the row to a batch (`ops/batching.py`); else by its body, or a scan."""
+    """How vmap applies the row to a batch (`ops/batching.py`); by default its body or a scan."""
     data_dependent_dims: int | Callable[[OpCall], int] = 0
-    """How many sizes of its outputs its data decide; each node names them (`OpCall.opened`)."""
+    """How many output sizes only the data decide; each node names them (`OpCall.opened`)."""
     nondeterministic: bool = False
-    """Each node is a draw of its own: never shared with one like it, nor folded to a constant."""
+    """Each node is its own draw: it is never merged with an equal node or folded to a constant."""
     preserves_elements: bool = False
     """The output lists the same elements as operand 0, so known sizes stay known."""
     inline_region: bool = False
     """The node means its first region applied to its operands."""
     weights: tuple[int, ...] = ()
-    """Operands that training learns. With operand 0 among them no operand is the data, and which
-    one is a weight depends on where it stands."""
+    """Operands that training learns. If operand 0 is among them, which operand is the weight
+    depends on the graph around the node."""
     buffers: tuple[int, ...] = ()
     """Operands that are state without a gradient: running statistics, initial states."""
     settings: tuple[int, ...] = ()
-    """Operands of floats that configure the operator; they are never learned."""
+    """Floating-point operands that configure the operator; they are never learned."""
     total: bool = False
-    """Fails on no input, so it may run where the program would not have come by."""
+    """It never fails, so it may run where the program would not have run it."""
     integer_form: IntegerForm | None = None
     cost: Callable[[Node, Size], Cost] | None = None
-    """By default every byte is read or written once, with the arithmetic usual for the kind."""
+    """By default every byte is read or written once, with the usual arithmetic of the kind."""
     native: Native | None = None
-    """Whether the operator of an opset, and its kernel in onnxruntime, can do what a node asks;
-    otherwise the body is emitted. Always, where there is no such rule."""
+    """Whether an opset's operator, and onnxruntime's kernel of it, can do what a node asks; if not,
+    the body is emitted. Without this rule they always can."""
     emit: Emit | None = None
-    """Writes a node as ONNX where a copy would not do (`ops/emission.py`)."""
+    """Writes a node as ONNX where copying it is not enough (`ops/emission.py`)."""
     lower_below: Mapping[int, Emit] = field(default_factory=dict)
     """Opset -> the rule that writes the node for targets below it."""
     samples: tuple[Sample, ...] = ()
     export: str = ""
-    """Name in `triplane.unified_ir.ops`, for a row that the list there does not name."""
+    """Name in `triplane.unified_ir.ops`, for a row that is not imported there."""
 
     def __str__(self) -> str:
         return f"{self.domain}.{self.name}" if self.domain else self.name
 
     @cached_property
     def schema(self) -> defs.OpSchema | None:
-        """ONNX's schema; None for own rows."""
+        """ONNX's schema; None for rows of this package."""
         return None if self.domain else defs.get_schema(self.name, MEANING_OPSET, "")
 
     @cached_property
@@ -306,7 +304,7 @@ class Op:
         return n - optional - variadic, 2**31 if variadic else n
 
     def cost_of(self, node: Node, size: Size) -> Cost:
-        """Arithmetic and traffic of a node of this row.  size: bytes of a value."""
+        """Return arithmetic and memory traffic of a node of this row; size: bytes of a value."""
         if self.cost is not None:
             return self.cost(node, size)
         moved = sum(size(v) for v in (*node.inputs, *node.outputs) if v is not None)
@@ -314,32 +312,21 @@ class Op:
 
     @property
     def is_product(self) -> bool:
-        """Whether it is one product of its first two operands, a bias beside them at most."""
+        """Whether it is one product of its first two operands, with at most a bias."""
         return self.kind is OpKind.CONTRACTION and self.arity[1] <= 3
 
     def letter(self, i: int) -> str:
-        """Type letter of operand `i`; a variadic last operand repeats."""
+        """Return the type letter of operand `i`; a variadic last operand repeats."""
         return self.letters[min(i, len(self.letters) - 1)] if self.letters else ""
 
-    def takes(self, i: int) -> frozenset[DType]:
-        """Element types for operand `i`: ONNX's, and float64 where float32 is one of them."""
-        return self._taken[min(i, len(self._taken) - 1)]
-
     def admits(self, i: int, type_: TensorType) -> bool:
-        """Whether operand `i` may be of this type, as far as its element type goes."""
-        if is_plain(type_):
-            return type_.dtype in self.takes(i)
-        assert self.schema is not None
-        declared = self.schema.inputs[min(i, len(self.schema.inputs) - 1)].types
-        return any(text in declared for text in _texts_of(type_))
+        """Return whether operand `i` may have this element type; float64 may replace float32."""
+        return not self._declared[min(i, len(self._declared) - 1)].isdisjoint(_texts_of(type_))
 
     @cached_property
-    def _taken(self) -> tuple[frozenset[DType], ...]:
-        inputs = self.schema.inputs if self.schema else ()
-        return tuple(
-            frozenset(t for t in BY_ONNX.values() if i.types & {_text_of(t), _single(t)})
-            for i in inputs
-        )
+    def _declared(self) -> tuple[frozenset[str], ...]:
+        """The types of each operand as ONNX's schema writes them."""
+        return tuple(frozenset(i.types) for i in self.schema.inputs) if self.schema else ()
 
     @cached_property
     def attr_specs(self) -> Mapping[str, AttrSpec]:
@@ -350,12 +337,12 @@ class Op:
         return {**own, OPEN: AttrSpec("STRINGS", ())} if self.data_dependent_dims else own
 
     def open_count(self, call: OpCall) -> int:
-        """How many sizes the data of this call decide."""
+        """Return how many sizes only the data of this call decide."""
         count = self.data_dependent_dims
         return count(call) if callable(count) else count
 
     def full_attrs(self, attrs: Mapping[str, AttrValue]) -> dict[str, Any]:
-        """`attrs` with defaults, without names of sizes; one without default is absent or None."""
+        """Return `attrs` with defaults (None where there is none), without the names of sizes."""
         full: dict[str, Any] = {k: s.default for k, s in self.attr_specs.items()}
         full.update(attrs)
         if self.data_dependent_dims:
@@ -363,7 +350,7 @@ class Op:
         return full
 
     def normal_attrs(self, attrs: Mapping[str, Any]) -> dict[str, AttrValue]:
-        """Checked and normalized attributes: sorted, defaults and None left out."""
+        """Check and normalize attributes: sorted, without those that are None or the default."""
         normal: dict[str, AttrValue] = {}
         for name in sorted(attrs):
             spec = self.attr_specs.get(name)
@@ -381,31 +368,30 @@ class Op:
         return normal
 
     def __call__(self, *inputs: Any, **attrs: Any) -> Tensor:
-        """Adds a node to the graph under construction; gives its first output."""
+        """Add a node to the graph under construction and return its first output."""
         return recorder().apply(self, inputs, attrs)[0]
 
     def all_outputs(self, *inputs: Any, outputs: int, **attrs: Any) -> tuple[Tensor, ...]:
-        """As a call, giving the first `outputs` outputs."""
+        """Add a node and return its first `outputs` outputs."""
         return recorder().apply(self, inputs, attrs, outputs=outputs)
 
 
+@cache
 def _text_of(dtype: DType) -> str:
     """An element type as ONNX's schemas write it."""
     return f"tensor({TensorProto.DataType.Name(dtype.onnx).lower()})"
 
 
 def _texts_of(type_: TensorType) -> list[str]:
-    """A type as ONNX's schemas write it, and as they would with float32 for float64."""
+    """A type as ONNX's schemas write it, and as they would with float32 for float64.
+
+    `reference` computes float64 wherever there is a float32.
+    """
     if isinstance(type_, OptionalType):
         return [f"optional({inner})" for inner in _texts_of(type_.element)]
     if isinstance(type_, SequenceType):
-        return [f"seq({f(type_.element_dtype)})" for f in (_text_of, _single)]
-    return [_text_of(type_.dtype), _single(type_.dtype)]
-
-
-def _single(dtype: DType) -> str:
-    """As float32 for float64, which `reference` computes wherever there is a float32."""
-    return _text_of(float32 if dtype == float64 else dtype)
+        return [f"seq({text})" for text in _texts_of(TensorType(type_.element_dtype, ()))]
+    return [_text_of(type_.dtype), _text_of(float32 if type_.dtype == float64 else type_.dtype)]
 
 
 Table = Mapping[tuple[str, str], Op]
@@ -414,13 +400,13 @@ Table = Mapping[tuple[str, str], Op]
 _KINDS: Final[Mapping[str, Callable[[Any], AttrValue]]] = {
     "INT": lambda v: v.onnx if isinstance(v, DType) else _int(v),
     "FLOAT": float,
-    "STRING": lambda v: v.decode() if isinstance(v, bytes) else _text(v),
+    "STRING": lambda v: _text(v),
     "INTS": lambda v: tuple(_int(i) for i in v),
     "FLOATS": lambda v: tuple(float(i) for i in v),
     "STRINGS": lambda v: tuple(_text(i) for i in v),
     "TENSOR": lambda v: _frozen(v),
     "DIMS": lambda v: tuple(d if isinstance(d, Expr) else _int(d) for d in v),
-    "TYPE_PROTO": lambda v: _type(v),
+    "TYPE_PROTO": lambda v: _of_type(v, TensorType),
 }
 
 
@@ -430,16 +416,14 @@ def _int(v: Any) -> int:
     raise TypeError
 
 
-def _type(v: Any) -> TensorType:
-    if not isinstance(v, TensorType):
+def _of_type(v: Any, kind: type) -> Any:
+    if not isinstance(v, kind):
         raise TypeError
     return v
 
 
 def _text(v: Any) -> str:
-    if not isinstance(v, str):
-        raise TypeError
-    return v
+    return str(_of_type(v.decode() if isinstance(v, bytes) else v, str))
 
 
 def _frozen(v: Any) -> Array:
@@ -461,26 +445,16 @@ def _same_attr(a: AttrValue, b: AttrValue | None) -> bool:
     return not isinstance(a, np.ndarray) and type(a) is type(b) and a == b
 
 
-_DEFAULTS: Final[Mapping[str, Callable[[Any], AttrValue]]] = {
-    "INT": lambda proto: int(proto.i),
-    "FLOAT": lambda proto: float(proto.f),
-    "STRING": lambda proto: str(proto.s.decode()),
-    "INTS": lambda proto: tuple(int(i) for i in proto.ints),
-    "FLOATS": lambda proto: tuple(float(f) for f in proto.floats),
-    "STRINGS": lambda proto: tuple(str(s.decode()) for s in proto.strings),
-}
-
-
 def _spec(attribute: Any) -> AttrSpec:
     """An attribute of an ONNX schema."""
     kind = str(attribute.type.name)
     proto = attribute.default_value
-    default = _DEFAULTS[kind](proto) if proto.name and kind in _DEFAULTS else None
+    default = _KINDS[kind](helper.get_attribute_value(proto)) if proto.name else None
     return AttrSpec(kind, default, bool(attribute.required))
 
 
 def dtype_attr(number: int) -> DType:
-    """The element type an ONNX number in an attribute such as `to` stands for."""
+    """Return the element type for ONNX's number in an attribute such as `to`."""
     if number not in BY_ONNX:
         raise InvalidInput(f"element type {number} is not supported; known: {dict(BY_ONNX)}")
     return BY_ONNX[number]

@@ -14,7 +14,7 @@ from triplane.unified_ir.ops.row import Op, Table
 
 
 def _modules() -> list[ModuleType]:
-    """Every module of the families, in order."""
+    """Import every module of the families, in order of their names."""
     packages = walk_packages(rows.__path__, f"{rows.__name__}.")
     return [import_module(name) for name in sorted(info.name for info in packages)]
 
@@ -33,5 +33,5 @@ TABLE: Final[Table] = MappingProxyType(_collect(_modules()))
 
 
 def row_of(node: Node) -> Op:
-    """The row of a node's operator."""
+    """Return the row of a node's operator."""
     return TABLE[node.op.domain, node.op.name]

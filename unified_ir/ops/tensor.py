@@ -1,4 +1,4 @@
-"""`Tensor`: a handle on a value of the graph under construction; operators on it add nodes."""
+"""`Tensor`: a handle to a value of the graph under construction; operators on it add nodes."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ class Tensor:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         raise InvalidInput(
-            f"numpy was given {self}, which is an operand of a graph; use the function of that "
-            "name in triplane.unified_ir.ops, or its own methods"
+            f"a numpy function was called with {self}, which belongs to a graph; use the function "
+            "of that name in triplane.unified_ir.ops, or the tensor's own methods"
         )
 
     def numpy(self) -> Array:
-        """The array, in eager mode."""
+        """Return the array, in eager mode."""
         if self.build.arrays is None:
             raise InvalidInput(
                 f"{self} is symbolic: a recorded graph has no values yet (at {user_location()}); "
@@ -87,7 +87,7 @@ class Tensor:
 
     def __index__(self) -> int:
         if self.dtype.is_float:
-            raise TypeError(f"{self} is no whole number")
+            raise TypeError(f"{self} is not a whole number")
         return int(self._number("an index, range() or a size"))
 
     def __round__(self, digits: int = 0) -> float:
@@ -102,7 +102,7 @@ class Tensor:
         )
 
     def _number(self, what: str) -> Array:
-        """The one value, for Python to work with."""
+        """Return the one element as a Python number needs it."""
         if self.build.arrays is None:
             raise InvalidInput(
                 f"{what} needs a number at {user_location()}, but {self} has none while the graph "
@@ -112,9 +112,7 @@ class Tensor:
         return self.build.arrays[self.value].reshape(())
 
     def __setitem__(self, _: object, __: object) -> None:
-        raise InvalidInput(
-            f"{self} is a value and never changes; ops.where and ops.scatter_nd give a changed one"
-        )
+        raise InvalidInput(f"{self} is a value and never changes; use ops.where or ops.scatter_nd")
 
     def __repr__(self) -> str:
         name = self.value.name or "value"
@@ -128,10 +126,10 @@ class Tensor:
         unread = unreadable_caller()
         if unread:
             raise InvalidInput(
-                f"{self!r} has no truth value while the graph is recorded, and the source of "
-                f"{unread} cannot be read, as of code typed at a prompt, so its `if` and `while` "
-                "stay Python's own; save it in a file and import it, or use ops.cond, "
-                "ops.while_loop or ops.where"
+                f"{self!r} has no truth value while the graph is recorded. `if` and `while` become "
+                f"graph operators only in code from a file, and the source of {unread} cannot be "
+                "read; save it in a file and import it, or use ops.cond, ops.while_loop or "
+                "ops.where"
             )
         raise InvalidInput(
             f"{self!r} has no truth value while the graph is recorded (at {user_location()}); "
@@ -162,8 +160,8 @@ class Tensor:
     def __rtruediv__(self, other: Any) -> Tensor: return _divide(other, self)
     def __floordiv__(self, other: Any) -> Tensor: return _floor_divide(self, other)
     def __rfloordiv__(self, other: Any) -> Tensor: return _floor_divide(other, self)
-    def __mod__(self, other: Any) -> Tensor: return _modulo(self, other)
-    def __rmod__(self, other: Any) -> Tensor: return _modulo(other, self)
+    def __mod__(self, other: Any) -> Tensor: return emit("Mod", self, other)
+    def __rmod__(self, other: Any) -> Tensor: return emit("Mod", other, self)
     def __pow__(self, other: Any) -> Tensor: return _power(self, other)
     def __rpow__(self, other: Any) -> Tensor: return _power(other, self)
     def __abs__(self) -> Tensor: return emit("Abs", self)
@@ -190,13 +188,13 @@ class Tensor:
         return subscript(self, index)
 
     def cast(self, dtype: DType | str) -> Tensor:
-        """The same numbers in another element type."""
+        """Return the same numbers in another element type."""
         wanted = as_dtype(dtype)
         return self if wanted == self.dtype else emit("Cast", self, to=wanted.onnx)
 
     def reshape(self, *shape: Any) -> Tensor:
-        """The same elements in another shape; one size may be -1, and 0 is an empty axis."""
-        sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+        """Return the same elements in another shape; one size may be -1, 0 is an empty axis."""
+        sizes = _flat(shape)
         if tuple(sizes) == self.shape:
             return self
         settled = _settled([d if isinstance(d, Expr) else int(d) for d in sizes], self.type)
@@ -204,8 +202,8 @@ class Tensor:
         return emit("Reshape", self, dims_of(settled), allowzero=int(literal))
 
     def transpose(self, *perm: Any) -> Tensor:
-        """Axes in the given order (reversed by default)."""
-        order = perm[0] if len(perm) == 1 and isinstance(perm[0], (tuple, list)) else perm
+        """Return the axes in this order, by default in reverse."""
+        order = _flat(perm)
         if any(not -self.rank <= int(p) < self.rank for p in order):
             raise InvalidInput(
                 f"{self.type} has {self.rank} axes, transpose names {tuple(order)} "
@@ -218,30 +216,19 @@ class Tensor:
         """Axes in reverse order."""
         return self.transpose()
 
-    @property
-    def ndim(self) -> int:
-        """Number of axes, as numpy names it."""
-        return self.rank
+    ndim = rank
 
     @property
     def size(self) -> Dim:
         """Number of elements."""
         return self.type.size
 
-    def astype(self, dtype: DType | str) -> Tensor:
-        """The same numbers in another element type."""
-        return self.cast(dtype)
-
-    def view(self, *shape: Any) -> Tensor:
-        """As `reshape`: a value never changes, so a view is no different."""
-        return self.reshape(*shape)
-
-    def permute(self, *perm: Any) -> Tensor:
-        """Axes in the given order."""
-        return self.transpose(*perm)
+    astype = cast
+    view = reshape
+    permute = transpose
 
     def swapaxes(self, a: int, b: int) -> Tensor:
-        """Axes `a` and `b` in each other's place."""
+        """Return the tensor with axes `a` and `b` exchanged."""
         if not all(-self.rank <= axis < self.rank for axis in (a, b)):
             raise InvalidInput(
                 f"{self.type} has {self.rank} axes, swapaxes names {a} and {b} "
@@ -252,22 +239,22 @@ class Tensor:
         return self.transpose(*order)
 
     def flatten(self, start: int = 0, end: int = -1) -> Tensor:
-        """Axes `start` to `end` as one."""
+        """Merge the axes `start` to `end` into one."""
         first, last = (a + self.rank if a < 0 else a for a in (start, end))
         middle = product(self.shape[first : last + 1])
         return self.reshape((*self.shape[:first], middle, *self.shape[last + 1 :]))
 
     def squeeze(self, *axes: int) -> Tensor:
-        """Without the given axes, which have size 1; without all of size 1 by default."""
+        """Remove these axes, which have size 1; by default all axes of size 1."""
         return emit("Squeeze", self, np.array(axes, np.int64) if axes else None)
 
     def unsqueeze(self, *axes: int) -> Tensor:
-        """With axes of size 1 at the given positions of the result."""
+        """Insert axes of size 1 at these positions of the result."""
         return emit("Unsqueeze", self, np.array(axes, np.int64))
 
     def expand(self, *shape: Any) -> Tensor:
         """Broadcast to `shape`; -1 keeps an axis."""
-        sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+        sizes = _flat(shape)
         lead = len(sizes) - self.rank
         kept = [
             self.shape[i - lead] if isinstance(d, int) and d == -1 and i >= lead else d
@@ -280,20 +267,20 @@ class Tensor:
         return self.expand(other.shape)
 
     def masked_fill(self, mask: TensorLike, value: TensorLike) -> Tensor:
-        """`value` where `mask` is true, these elements elsewhere."""
+        """Return `value` where `mask` is true, and these elements elsewhere."""
         return emit("Where", mask, value, self)
 
     def clip(self, low: TensorLike | None = None, high: TensorLike | None = None) -> Tensor:
-        """Elements held between `low` and `high`."""
+        """Limit elements to `low` and `high`."""
         return emit("Clip", self, low, high)
 
     def detach(self) -> Tensor:
-        """The same values; no gradient passes."""
+        """Return the same values, through which no gradient passes."""
         target = recorder()
         return target.apply(target.table[DOMAIN, "StopGradient"], (self,), {})[0]
 
     def item(self) -> Any:
-        """The one element as a Python number, in eager mode."""
+        """Return the one element as a Python number, in eager mode."""
         return self._number("item()").item()
 
     def sum(self, axis: Axes = None, *, keepdims: bool = False) -> Tensor:
@@ -325,9 +312,9 @@ class Tensor:
         return reduce("ReduceMin", self.cast(bool_), axis, keepdims=keepdims)
 
     def var(self, axis: Axes = None, *, correction: int = 0, keepdims: bool = False) -> Tensor:
-        """Mean square distance from the mean; `correction` is taken off the count.
+        """Mean squared distance from the mean; `correction` is subtracted from the count.
 
-        0 as in numpy by default; PyTorch's default is 1.
+        It is 0 by default, as in numpy; PyTorch's default is 1.
         """
         x = _fractions(self)
         away = x - x.mean(axis, keepdims=True)
@@ -340,9 +327,9 @@ class Tensor:
         return (away * away).sum(axis, keepdims=keepdims) / divisor.cast(x.dtype)
 
     def std(self, axis: Axes = None, *, correction: int = 0, keepdims: bool = False) -> Tensor:
-        """The square root of `var`; of equal elements it is 0 and has slope 0, as in PyTorch.
+        """Square root of `var`; for equal elements it is 0 with slope 0, as in PyTorch.
 
-        It is computed at a scale at which no square overflows or vanishes.
+        It is computed at a scale at which no square overflows or underflows.
         """
         x = _fractions(self)
         # The mean of equal numbers may be off by a rounding, and a deviation of a rounding has a
@@ -380,15 +367,10 @@ def _position(name: str, x: Tensor, axis: int | None, *, keepdims: bool) -> Tens
     return emit(name, x, axis=axis, keepdims=int(keepdims))
 
 
-def _modulo(a: Any, b: Any) -> Tensor:
-    """As Python's `%`: the remainder has the divisor's sign."""
-    return emit("Mod", a, b)
-
-
 def _power(a: Any, b: Any) -> Tensor:
-    """As Python's `**`: a fraction of a whole number is no whole number.
+    """Compute Python's `**`: a whole number to the power of a fraction is floating-point.
 
-    A negative whole power that only a run knows is cut off as in PyTorch: 2 to the power -1 is 0.
+    A negative whole power that is only known in a run truncates as in PyTorch: 2 ** -1 is 0.
     """
     if isinstance(b, int) and b < 0 and _is_whole(a):
         raise InvalidInput(f"a whole number to the power {b} is a fraction; cast it to float first")
@@ -398,13 +380,13 @@ def _power(a: Any, b: Any) -> Tensor:
 
 
 def root(x: Tensor) -> Tensor:
-    """The square root, with slope 0 at 0."""
+    """Return the square root, with slope 0 at 0."""
     level = x == 0.0
     return emit("Where", level, 0.0, emit("Sqrt", emit("Where", level, 1.0, x)))
 
 
 def _range_of_squares(dtype: DType) -> tuple[float, float, float]:
-    """The highest number, and those between which squares neither overflow nor vanish, summed."""
+    """Return the largest number, and bounds within which sums of squares stay in range."""
     limits = ml_dtypes.finfo(dtype.numpy)  # type: ignore[no-untyped-call]
     highest, lowest = float(limits.max), float(limits.tiny)
     room = 2.0 ** (20 if highest > _LARGEST_HALF else 2)
@@ -412,7 +394,7 @@ def _range_of_squares(dtype: DType) -> tuple[float, float, float]:
 
 
 def _bitwise(name: str, *operands: Any) -> Tensor:
-    """Truth values by logic, whole numbers bit by bit."""
+    """Apply a logical operator to booleans, or its bitwise form to whole numbers."""
     whole = any(
         as_dtype(x.dtype) != bool_ if hasattr(x, "dtype") else not isinstance(x, bool)
         for x in operands
@@ -421,14 +403,14 @@ def _bitwise(name: str, *operands: Any) -> Tensor:
 
 
 def _divide(a: Any, b: Any) -> Tensor:
-    """As Python's `/`: whole numbers give fractions, float32 ones; ONNX's Div would truncate."""
+    """Compute Python's `/`: whole numbers give float32; ONNX's Div would truncate."""
     if _is_whole(a) and _is_whole(b):
         a, b = (as_tensor(x).cast("float32") for x in (a, b))
     return emit("Div", a, b)
 
 
 def _floor_divide(a: Any, b: Any) -> Tensor:
-    """As Python's `//`: rounded down, also where ONNX's Div of whole numbers rounds to zero."""
+    """Compute Python's `//`, which rounds down; ONNX's Div of whole numbers rounds to zero."""
     quotient = emit("Div", a, b)
     if quotient.dtype.is_float:
         return emit("Floor", quotient)
@@ -440,7 +422,7 @@ def _floor_divide(a: Any, b: Any) -> Tensor:
 
 
 def _fractions(x: Tensor) -> Tensor:
-    """Whole numbers and truth values as float32: ONNX's mean of them is cut to a whole number."""
+    """Cast whole numbers and booleans to float32: ONNX would truncate their mean."""
     return x.cast("float32") if _is_whole(x) else x
 
 
@@ -450,17 +432,22 @@ def _is_whole(x: Any) -> bool:
     return isinstance(x, (int, Expr))
 
 
+def _flat(args: tuple[Any, ...]) -> Any:
+    """Return the sizes or axes of a call, given one by one or as one sequence."""
+    return args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
+
+
 TensorLike = Tensor | Array | float | int | bool
 
 
 def emit(name: str, *inputs: Any, **attrs: Any) -> Tensor:
-    """Adds a node by ONNX operator name, looked up in the table of the graph being recorded."""
+    """Add a node by ONNX operator name to the graph being recorded."""
     target = recorder()
     return target.apply(target.table["", name], inputs, attrs)[0]
 
 
 def reduce(name: str, x: Tensor, axis: Axes, *, keepdims: bool) -> Tensor:
-    """A reduction whose axes are an operand (every reduction since opset 18)."""
+    """Add a reduction whose axes are an operand (every reduction since opset 18)."""
     operand = axes_operand(axis)
     if operand is not None and not operand.size:
         return x
@@ -468,12 +455,12 @@ def reduce(name: str, x: Tensor, axis: Axes, *, keepdims: bool) -> Tensor:
 
 
 def axes_operand(axis: Axes) -> Array | None:
-    """Axes as an int64 vector; None for all. InvalidInput for what is no whole number."""
+    """Return axes as an int64 vector, None for all; InvalidInput unless they are whole numbers."""
     return None if axis is None else np.array(whole_numbers(axis, "an axis"), np.int64)
 
 
 def whole_numbers(value: Any, what: str) -> tuple[Any, ...]:
-    """One or several whole numbers or symbolic sizes as a tuple; else InvalidInput names `what`."""
+    """Return one or several whole numbers or sizes as a tuple; InvalidInput names `what`."""
     several = isinstance(value, Iterable) and not isinstance(value, (str, bytes, Tensor))
     try:
         return tuple(
@@ -481,15 +468,15 @@ def whole_numbers(value: Any, what: str) -> tuple[Any, ...]:
         )
     except TypeError:
         raise InvalidInput(
-            f"{what} is a whole number, or several; got {value!r} (at {user_location()})"
+            f"{what} is one or several whole numbers, got {value!r} (at {user_location()})"
         ) from None
 
 
 def _settled(sizes: list[Dim], type_: TensorType) -> list[Dim]:
-    """Sizes of a reshape with the number that -1 stands for, where ONNX's rule would not find it.
+    """Replace -1 in the sizes of a reshape if ONNX's rule would not give the number it stands for.
 
-    ONNX takes a 0 for the size that was there unless `allowzero` is set, and has no -1 beside that.
-    In an empty tensor -1 is what it is for every other size of the empty axes.
+    ONNX reads a 0 as "unchanged" unless `allowzero` is set, which excludes -1. In an empty tensor
+    -1 stands for the number that it has for any other size of the empty axes.
     """
     if sizes.count(-1) != 1 or not _may_move_a_zero(sizes, type_.shape):
         return sizes
@@ -498,19 +485,19 @@ def _settled(sizes: list[Dim], type_: TensorType) -> list[Dim]:
     one = floor_div(whole, part)
     if product([one, part]) != whole:
         if 0 not in sizes:
-            return sizes  # the rule of the row compares in the run
+            return sizes  # the run compares the sizes
         one = -1
     if one == -1 or type_.shape.count(0) != sizes.count(0):
         shown = ", ".join(map(str, sizes))
         raise ShapeError(
-            f"Reshape of {type_} to ({shown}): 0 is an empty axis, beside which -1 may be any "
-            f"size; write the size in place of -1, x.shape[i] to keep one"
+            f"Reshape of {type_} to ({shown}): next to an empty axis (0), -1 could be any size; "
+            f"write the size instead of -1, or x.shape[i] to keep one"
         )
     return [one if d == -1 else d for d in sizes]
 
 
 def _may_move_a_zero(sizes: Sequence[Dim], shape: Sequence[Dim]) -> bool:
-    """Whether a size is 0, or may be in a run, at an axis that had another size before."""
+    """Return whether a size is or may be 0 at an axis that had another size before."""
     return any(
         d == 0 or (isinstance(d, Expr) and (i >= len(shape) or shape[i] != d))
         for i, d in enumerate(sizes)
@@ -518,17 +505,17 @@ def _may_move_a_zero(sizes: Sequence[Dim], shape: Sequence[Dim]) -> bool:
 
 
 def dims_of(sizes: Sequence[Dim | int]) -> Tensor:
-    """Sizes as an int64 vector of the graph being recorded."""
+    """Return sizes as an int64 vector of the graph being recorded."""
     return recorder().dims([d if isinstance(d, Expr) else int(d) for d in sizes])
 
 
 def as_tensor(x: TensorLike, dtype: DType | None = None) -> Tensor:
-    """`x` as a tensor of the graph being recorded."""
+    """Return `x` as a tensor of the graph being recorded."""
     return recorder().as_operand(x, dtype)
 
 
 def admitted(x: Any) -> Any:
-    """A numpy array as a constant of the graph being recorded; anything else as it is."""
+    """Return a numpy array as a constant of the graph being recorded, anything else unchanged."""
     return as_tensor(np.asarray(x)) if isinstance(x, (np.ndarray, np.generic)) else x
 
 
@@ -541,9 +528,9 @@ _OPERAND: Final = {"Tensor", "Tensor | None"}
 
 
 def taking_arrays(builder: Callable[P, R]) -> Callable[P, R]:
-    """`builder`, whose arguments declared as tensors may be numpy arrays, too.
+    """Let arguments of `builder` that are declared as tensors be numpy arrays, too.
 
-    A float64 array, numpy's default, becomes float32 where all floating-point tensors are that.
+    A float64 array (numpy's default) becomes float32 if all floating-point tensors are float32.
     """
     declared = inspect.signature(builder).parameters
     operands = {name for name, p in declared.items() if p.annotation in _OPERAND}
