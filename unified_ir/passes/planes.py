@@ -24,7 +24,7 @@ import numpy as np
 from triplane.unified_ir.ir.graph import Function, Node, Value
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.rows.movement.structure import pad_row, slice_axis
-from triplane.unified_ir.ops.rows.windows.conv_gradients import inner_planes, leading
+from triplane.unified_ir.ops.rows.windows.conv_gradients import inner_planes, sliced
 from triplane.unified_ir.ops.rows.windows.convolution import conv_row, conv_transpose_row
 from triplane.unified_ir.ops.rows.windows.window import Window, is_static, static, tap_slices
 from triplane.unified_ir.ops.table import TABLE
@@ -200,7 +200,7 @@ def _sum_of_rows(
     kernel = w.reshape((channels, len(taps))).transpose(1, 0)
     total: Tensor | None = None
     for i, tap in enumerate(reversed(taps) if flip else taps):
-        rows = leading(wide, tap).reshape((-1, channels)) * slice_axis(kernel, 0, i, i + 1)
+        rows = sliced(wide, tap).reshape((-1, channels)) * slice_axis(kernel, 0, i, i + 1)
         total = rows if total is None else total + rows
     assert total is not None
     total = total if b is None else total + b

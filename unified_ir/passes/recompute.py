@@ -15,7 +15,7 @@ from typing import Final
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.graph import Function, Node, Value
-from triplane.unified_ir.ops.rows.movement.barrier import barrier
+from triplane.unified_ir.ops.rows.movement.structure import barrier
 from triplane.unified_ir.ops.table import row_of
 from triplane.unified_ir.passes.clean import clean
 from triplane.unified_ir.passes.fuse import fuse

@@ -1,4 +1,4 @@
-"""A claimed size is checked by every engine, and differentiated through."""
+"""An asserted size is checked by every engine, and differentiated through."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ ENGINES = [ReferenceEngine(), OnnxEngine()]
 
 
 def added():
-    """x: (M, K) claimed to be (N, 2) like w, times w, summed."""
+    """x: (M, K) asserted to be (N, 2) like w, times w, summed."""
     build = Build(TABLE, "f")
     with build:
         w = build.param("w", TensorSpec(("N", 2)))

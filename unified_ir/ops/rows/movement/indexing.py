@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim, Expr, product
 from triplane.unified_ir.ir.graph import Node
-from triplane.unified_ir.ir.types import DType, ShapeError, TensorType, as_dtype, int64
+from triplane.unified_ir.ir.types import (
+    DTYPES,
+    DType,
+    ShapeError,
+    TensorType,
+    as_dtype,
+    float16,
+    float32,
+    int64,
+)
 from triplane.unified_ir.ops import batching
+from triplane.unified_ir.ops.emission import EmissionContext
 from triplane.unified_ir.ops.row import Op, OpCall, OpKind
-from triplane.unified_ir.ops.rows.movement.emit_movement import emit_scatter
 from triplane.unified_ir.ops.rows.movement.structure import (
     axes_of,
     broadcast_to,
@@ -24,7 +33,16 @@ from triplane.unified_ir.ops.rows.movement.structure import (
     where,
     zeros,
 )
-from triplane.unified_ir.ops.samples import apart, between, fixed, ints, literal, normal, sample
+from triplane.unified_ir.ops.samples import (
+    apart,
+    between,
+    computed,
+    fixed,
+    ints,
+    literal,
+    normal,
+    sample,
+)
 from triplane.unified_ir.ops.tensor import Tensor, TensorLike, dims_of
 
 Types = tuple[TensorType, ...]
@@ -72,22 +90,23 @@ Put = Callable[..., Tensor]
 def _scatter_vjp(
     g: Tensor, y: Tensor, x: Tensor, updates: Tensor, *,
     reduction: str, take: Take, put: Put, stays: Callable[[], Tensor],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, None, Tensor]:  # fmt: skip
     """Cotangents of x and of the updates. Extremes that tie share equally, as in PyTorch.
 
     stays: which updates were not overwritten, in a shape that broadcasts to theirs.
     """
     if reduction == "add":
-        return g, take(g)
+        return g, None, take(g)
     if reduction == "none":
-        return put(g, updates * 0.0, "none"), where(stays(), take(g), 0.0)
+        return put(g, updates * 0.0, "none"), None, where(stays(), take(g), 0.0)
     if reduction == "mul":
         ones = broadcast_to(x.build.as_operand(1, x.dtype), x.shape)
-        return g * put(ones, updates, "mul"), take(g * x) * _other_updates(ones, updates, take, put)
+        d_x, d_y = g * put(ones, updates, "mul"), take(g * x)
+        return d_x, None, d_y * _other_updates(ones, updates, take, put)
     hit = (x == y).cast(g.dtype)
     hits = (updates == take(y)).cast(g.dtype)
     share = g / put(hit, hits, "add")
-    return share * hit, take(share) * hits
+    return share * hit, None, take(share) * hits
 
 
 def _other_updates(ones: Tensor, updates: Tensor, take: Take, put: Put) -> Tensor:
@@ -113,29 +132,26 @@ def _scatter_nd_vjp(
         count, depth = index.shape[:-1], int(index.shape[-1])  # type: ignore[arg-type]
         number = _numbers(count)
         written = scatter_nd(zeros(x.shape[:depth], int64), index, number)
-        kept = gather_nd(written, index) == number
-        return kept.reshape((*count, *[1] * (updates.rank - len(count))))
+        last = gather_nd(written, index) == number
+        return last.reshape((*count, *[1] * (updates.rank - len(count))))
 
-    d_x, d_updates = _scatter_vjp(
-        g, y, x, updates, reduction=reduction, take=take, put=put, stays=stays
-    )
-    return d_x, None, d_updates
+    return _scatter_vjp(g, y, x, updates, reduction=reduction, take=take, put=put, stays=stays)
 
 
 def _numbers(shape: tuple[Dim, ...]) -> Tensor:
-    """0, 1, ... in a shape: writing them by a scatter tells which of its updates stays."""
+    """0, 1, ... in a shape: scattering them shows which update of a position was the last."""
     return arange(product(shape)).reshape(shape)
 
 
 def _written(call: OpCall, wanted: tuple[Dim, ...]) -> Types:
-    """The type of x, after holding the updates to the positions' shape where both are fixed."""
+    """The type of x; refuses updates of another shape than the positions ask for."""
     updates = call.type(2)
     pairs = zip(updates.shape, wanted, strict=False)
     if updates.rank != len(wanted) or any(
         isinstance(a, int) and isinstance(b, int) and a != b for a, b in pairs
     ):
         shown = ",".join(map(str, wanted))
-        raise ShapeError(f"{call.row} of these positions takes updates [{shown}], got {updates}")
+        raise ShapeError(f"{call.row} needs updates [{shown}] at these positions, got {updates}")
     return same(call)
 
 
@@ -156,8 +172,23 @@ def _scatter_elements(call: OpCall) -> Types:
 
 
 def _reduces(node: Node, opset: int) -> bool:
-    """Extremes came with opset 18."""
+    """Whether the opset has the reduction; maxima and minima came with opset 18."""
     return opset >= 18 or node.attrs.get("reduction") not in {"max", "min"}
+
+
+_NARROW: Final = frozenset({float16, DTYPES["bfloat16"]})
+
+
+def _emit_scatter(context: EmissionContext, node: Node) -> None:
+    """Accumulates 16-bit types in float32: onnxruntime 1.31 has no kernels for them."""
+    dtype = node.outputs[0].type.dtype
+    if dtype not in _NARROW or node.attrs.get("reduction", "none") == "none":
+        context.plain(node)
+        return
+    x, index, updates = context.inputs(node)
+    wide = [context.emit("Cast", v, to=float32.onnx) for v in (x, updates)]
+    scattered = context.emit(node.op.name, wide[0], index, wide[1], **node.attrs)
+    context.add("Cast", [scattered], context.output_names(node), to=dtype.onnx)
 
 
 def _scatter_nd_batch(call: batching.BatchedCall) -> tuple[Tensor, ...]:
@@ -169,7 +200,7 @@ def _scatter_nd_batch(call: batching.BatchedCall) -> tuple[Tensor, ...]:
 scatter_nd = Op(
     name="ScatterND",
     kind=OpKind.INDEXING,
-    emit=emit_scatter,
+    emit=_emit_scatter,
     batch=_scatter_nd_batch,
     infer=_scatter_nd,
     vjp=_scatter_nd_vjp,
@@ -189,7 +220,10 @@ def _gather_nd(call: OpCall) -> Types:
     x, index = call.type(0), call.type(1)
     depth, b = index.shape[-1], call.attrs["batch_dims"]
     if not isinstance(depth, int) or b + depth > x.rank:
-        raise InvalidInput(f"GatherND reads {x} with index {index}: its last axis must be static")
+        raise InvalidInput(
+            f"GatherND of {x} needs an index whose last axis is static and at most {x.rank - b} "
+            f"long, got {index}"
+        )
     if x.shape[:b] != index.shape[:b]:
         raise ShapeError(f"GatherND needs equal first {b} axes, got {x} and index {index}")
     return (x.with_shape((*index.shape[:-1], *x.shape[b + depth :])),)
@@ -204,11 +238,7 @@ def _with_batch(index: Tensor, batch_dims: int) -> Tensor:
     """Positions with those of the batch axes, which they leave out, in front."""
     index = index.cast(int64)
     lead = index.shape[:-1]
-    own = [
-        unsqueeze(arange(lead[k]), *range(1, len(lead) - k)) if len(lead) - k > 1
-        else arange(lead[k])
-        for k in range(batch_dims)
-    ]  # fmt: skip
+    own = [batching.new_axes(arange(lead[k]), 1, len(lead) - k - 1) for k in range(batch_dims)]
     wide = [unsqueeze(broadcast_to(i, lead), -1) for i in own]
     return concat([*wide, index], -1) if wide else index
 
@@ -234,13 +264,14 @@ def _gather_elements(call: OpCall) -> Types:
     sizes = [p for i, p in enumerate(zip(x.shape, index.shape, strict=False)) if i != axis]
     if x.rank != index.rank or any(_exceeds(n, d) for d, n in sizes):
         raise ShapeError(
-            f"GatherElements along axis {axis} reads no more than x has on other axes: {x}, {index}"
+            f"GatherElements along axis {axis} needs an index within x on all other axes, got {x} "
+            f"and {index}"
         )
     return (x.with_shape(index.shape),)
 
 
 def _exceeds(n: Dim, d: Dim) -> bool:
-    """Whether an index of n rows may read more than d: two different symbols are no promise."""
+    """Whether an index of n rows may read more than d; two different symbols may be any sizes."""
     if isinstance(n, int) and isinstance(d, int):
         return n > d
     return isinstance(n, Expr) and isinstance(d, Expr) and n != d
@@ -285,16 +316,13 @@ def _scatter_elements_vjp(
         number = _numbers(updates.shape)
         return take(put(zeros(x.shape, int64), number, "none")) == number
 
-    d_x, d_updates = _scatter_vjp(
-        g, y, x, updates, reduction=reduction, take=take, put=put, stays=stays
-    )
-    return d_x, None, d_updates
+    return _scatter_vjp(g, y, x, updates, reduction=reduction, take=take, put=put, stays=stays)
 
 
 _places = fixed([[0], [2], [-2]])
 
 scatter_elements = Op(
-    name="ScatterElements", kind=OpKind.INDEXING, emit=emit_scatter,
+    name="ScatterElements", kind=OpKind.INDEXING, emit=_emit_scatter,
     batch=batching.axis_shifted,
     infer=_scatter_elements,
     vjp=_scatter_elements_vjp,
@@ -322,9 +350,14 @@ def _steps(start: Any, limit: Any, delta: Any) -> int:
 
 
 def _range_vjp(g: Tensor, y: Tensor, start: Tensor, limit: Tensor, delta: Tensor) -> Any:
-    """y_i = start + i delta; how many there are is constant almost everywhere."""
+    """y_i = start + i delta; the number of elements is constant almost everywhere."""
     steps = arange(g.shape[0]).cast(g.dtype)
     return g.sum(), None, (g * steps).sum()
+
+
+def _range_types(call: OpCall) -> Types:
+    length = _range_length(call)
+    return (call.type(0).with_shape((call.opened() if length is None else length,)),)
 
 
 range_row = Op(
@@ -332,25 +365,20 @@ range_row = Op(
     kind=OpKind.SOURCE,
     settings=(0, 1, 2),
     data_dependent_dims=lambda call: int(_range_length(call) is None),
-    infer=lambda call: (call.type(0).with_shape((_length_or_open(call),)),),
+    infer=_range_types,
     reference=_range,
     vjp=_range_vjp,
     samples=(
         sample(fixed(0), fixed(5), fixed(1)),
         sample(literal(0.5), literal(2.0), literal(0.25)),
         sample(fixed(0.5), fixed(2.1), fixed(0.3)),
-        sample(lambda rng: np.array(9), lambda rng: np.array(2), lambda rng: np.array(-2)),
+        sample(computed(9), computed(2), computed(-2)),
     ),
 )
 
 
-def _length_or_open(call: OpCall) -> Dim:
-    length = _range_length(call)
-    return call.opened() if length is None else length
-
-
 def _range_length(call: OpCall) -> Dim | None:
-    """How many steps there are; None where only the data say."""
+    """How many steps there are; None where only the data decide."""
     if any(k is None for k in call.known):
         return None
     start, limit, delta = (
@@ -364,7 +392,7 @@ def _range_length(call: OpCall) -> Dim | None:
 def arange(start: Any, stop: Any = None, step: Any = 1) -> Tensor:
     """0, 1, ..., start - 1, or start, start + step, ... before stop; bounds may be symbolic.
 
-    Whole numbers are int64. Bounds that only a run knows leave the length open.
+    Whole numbers are int64. Bounds that are computed while the graph runs leave the length open.
     """
     bounds = (0, start, 1) if stop is None else (start, stop, step)
     return range_row(*(dims_of([b]).reshape(()) if isinstance(b, Expr) else b for b in bounds))
@@ -372,9 +400,7 @@ def arange(start: Any, stop: Any = None, step: Any = 1) -> Tensor:
 
 def one_hot(labels: Tensor, depth: int, dtype: DType | str = "float32") -> Tensor:
     """labels: (...) ints -> (..., depth), 1 at the label; zeros for one outside 0..depth-1."""
-    wanted = as_dtype(dtype)
-    hit = unsqueeze(labels.cast(int64), -1) == np.arange(depth)
-    return hit.cast(wanted)
+    return (unsqueeze(labels.cast(int64), -1) == np.arange(depth)).cast(as_dtype(dtype))
 
 
 def embedding(table: Tensor, ids: TensorLike) -> Tensor:

@@ -1,7 +1,7 @@
 """How Pad adds elements around a tensor: kernel, body and gradient.
 
-Except for a constant, what comes in is elements of the tensor itself, so Pad is a choice of places
-along each axis, and its gradient adds up what each place was chosen for.
+Unless it pads with a constant, Pad repeats elements of the tensor itself: along each axis it
+gathers places, and its gradient adds up the cotangents of the copies of each place.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Amounts = list[tuple[Dim, Dim]]
 
 
 def emit_pad(context: EmissionContext, node: Node) -> None:
-    """Amounts for all axes: onnxruntime moves transposes across a Pad as if it named none."""
+    """Writes amounts for all axes: onnxruntime ignores `axes` where it moves a transpose."""
     names = context.inputs(node)
     axes = context.held(names[3]) if len(names) > 3 and names[3] else None
     if axes is None or node.inputs[0] is None:
@@ -49,19 +49,19 @@ def emit_pad(context: EmissionContext, node: Node) -> None:
 
 
 def amounts(rank: int, pads: Sequence[Any], axes: Sequence[Any] | None) -> Amounts:
-    """The operands of a Pad, by axis."""
+    """The amounts of a Pad by axis, from its operands."""
     named = list(range(rank)) if axes is None else [int(a) for a in axes]
     if any(not -rank <= a < rank for a in named) or len({a % rank for a in named}) < len(named):
-        raise ShapeError(f"Pad names axes {named} of a tensor of {rank}; each once")
+        raise ShapeError(f"Pad names the axes {named} of a tensor of {rank}; name each once")
     if len(pads) != 2 * len(named):
         raise ShapeError(
             f"Pad of {len(named)} axes needs {2 * len(named)} amounts, got {len(pads)}"
         )
-    amounts_by_axis: Amounts = [(0, 0)] * rank
+    by_axis: Amounts = [(0, 0)] * rank
     for k, axis in enumerate(named):
         before, after = (p if isinstance(p, Expr) else int(p) for p in pads[k :: len(named)])
-        amounts_by_axis[axis % rank] = (before, after)
-    return amounts_by_axis
+        by_axis[axis % rank] = (before, after)
+    return by_axis
 
 
 def padded_type(call: OpCall) -> tuple[TensorType, ...]:
@@ -74,25 +74,22 @@ def padded_type(call: OpCall) -> tuple[TensorType, ...]:
         if isinstance(size, int) and (
             (room is not None and most > max(size + room, 0)) or (mode == "edge" and not size)
         ):
-            raise ShapeError(f"Pad by {pads} in mode {mode!r} repeats more than an axis of {size}")
+            raise ShapeError(
+                f"Pad by {pads} in mode {mode!r} repeats more elements than an axis of {size} has"
+            )
         total = size + pads[0] + pads[1]
         if isinstance(total, int) and total < 0:
-            raise ShapeError(f"Pad by {pads} takes more from {x} than there is")
+            raise ShapeError(f"Pad by {pads} removes more elements than an axis of {size} has")
     return (x.with_shape(d + b + a for d, (b, a) in zip(x.shape, by_axis, strict=True)),)
 
 
 def pad_kernel(x: Any, pads: Any, value: Any = None, axes: Any = None, *, mode: str) -> Any:
-    """numpy's pad, then what negative amounts take away."""
+    """Pads as numpy does, then removes the elements that negative amounts ask to remove."""
     by_axis: Any = amounts(x.ndim, pads, axes)
-    spread = [(max(b, 0), max(a, 0)) for b, a in by_axis]
-    if mode == "constant":
-        fill = np.zeros((), x.dtype) if value is None else np.asarray(value).reshape(())
-        y = np.pad(x, spread, constant_values=fill)
-    else:
-        y = np.pad(x, spread, mode=mode)  # type: ignore[call-overload]
-    return y[
-        tuple(slice(max(-b, 0), d - max(-a, 0)) for d, (b, a) in zip(y.shape, by_axis, strict=True))
-    ]
+    how = {} if mode != "constant" or value is None else {"constant_values": np.reshape(value, ())}
+    y: Any = np.pad(x, [(max(b, 0), max(a, 0)) for b, a in by_axis], mode, **how)  # type: ignore[call-overload]
+    stays = zip(y.shape, by_axis, strict=True)
+    return y[tuple(slice(max(-b, 0), d - max(-a, 0)) for d, (b, a) in stays)]
 
 
 def has_pad(node: Node, opset: int) -> bool:
@@ -104,7 +101,7 @@ def has_pad(node: Node, opset: int) -> bool:
 def pad_body(
     x: Tensor, pads: Tensor, value: Tensor | None = None, axes: Tensor | None = None, *, mode: str
 ) -> Tensor:
-    """Axis by axis, each by joining or choosing."""
+    """Axis by axis: joins constants to the ends, or gathers repeated elements."""
     for axis, (before, after) in enumerate(_known(x, pads, axes)):
         if (before, after) == (0, 0):
             continue
@@ -119,13 +116,12 @@ def pad_vjp(
     g: Tensor, y: Tensor, x: Tensor, pads: Tensor, value: Tensor | None = None,
     axes: Tensor | None = None, *, mode: str,
 ) -> Any:  # fmt: skip
-    """The part of g over x; in other modes, the sum of what each element was repeated to."""
+    """The part of g over x; in modes that repeat elements, the sum of g over their copies."""
     by_axis = _known(x, pads, axes)
     if mode != "constant":
-        for axis, (before, after) in enumerate(by_axis):
-            if (before, after) != (0, 0):
-                places = _places(x.shape[axis], before, after, mode)
-                g = _added(g, places, axis, x.shape[axis])
+        for axis, amount in enumerate(by_axis):
+            if amount != (0, 0):
+                g = _added(g, _places(x.shape[axis], *amount, mode), axis, x.shape[axis])
         return g, None, None, None
     if any(isinstance(p, int) and p < 0 for pair in by_axis for p in pair):
         back = emit("Pad", g, dims_of([-b for b, _ in by_axis] + [-a for _, a in by_axis]))
@@ -140,7 +136,7 @@ def pad_vjp(
 def _known(x: Tensor, pads: Tensor, axes: Tensor | None) -> Amounts:
     contents: list[Any] = [None if t is None else recorder().known(t) for t in (pads, axes)]
     if contents[0] is None or (axes is not None and contents[1] is None):
-        raise InvalidInput("this form or the gradient of Pad is known for constant amounts")
+        raise InvalidInput("the gradient of Pad and its form in operators need constant amounts")
     return amounts(x.rank, contents[0], contents[1])
 
 
@@ -159,7 +155,7 @@ def _filled(x: Tensor, axis: int, before: Dim, after: Dim, value: Tensor | None)
 
 
 def _places(size: Dim, before: Dim, after: Dim, mode: str) -> Any:
-    """Which element stands at each place of a padded axis."""
+    """The position in the axis of the element at each place of the padded axis."""
     if isinstance(size, int) and isinstance(before, int) and isinstance(after, int):
         return pad_kernel(np.arange(size), [before, after], mode=mode)
     count = dims_of([size + before + after]).reshape(())
@@ -173,7 +169,7 @@ def _places(size: Dim, before: Dim, after: Dim, mode: str) -> Any:
 
 
 def _added(g: Tensor, places: Any, axis: int, size: Dim) -> Tensor:
-    """The transpose of choosing `places` along `axis`."""
+    """The transpose of gathering `places` along `axis`."""
     order = [axis, *(i for i in range(g.rank) if i != axis)]
     moved = g.transpose(*order)
     zero = g.build.as_operand(0, g.dtype)

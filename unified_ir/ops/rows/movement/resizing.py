@@ -1,15 +1,15 @@
 """Resizing by interpolation: along each axis one small matrix, so the gradient is its transpose.
 
 y = M x along an axis, M[o, i] the weight of input position i at output position o. The matrix is a
-constant where sizes are static and small, otherwise a few nodes of the graph; both come from the
-same lines, which are written for numpy and for tensors alike.
+constant where sizes are static and small, otherwise a few nodes of the graph; the same code
+computes both, with numpy or with tensors.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any, Final
@@ -78,13 +78,11 @@ def _resized(
         raise ShapeError(f"Resize with tf_crop_and_resize needs a roi of {2 * len(axes)} numbers")
     policy = attrs["keep_aspect_ratio_policy"]
     if wanted is scales:
-        given_scales = [float(s) for s in wanted]  # type: ignore[arg-type]
-        if not all(0 < s < math.inf for s in given_scales):
-            raise ShapeError(f"Resize needs positive finite scales, got {given_scales}")
-        resized = [
-            _Axis(a, shape[a], _scaled(shape[a], s), s)
-            for a, s in zip(axes, given_scales, strict=True)
-        ]
+        factors = [float(s) for s in wanted]  # type: ignore[arg-type]
+        if not all(0 < s < math.inf for s in factors):
+            raise ShapeError(f"Resize needs positive finite scales, got {factors}")
+        pairs = zip(axes, factors, strict=True)
+        resized = [_Axis(a, shape[a], _scaled(shape[a], s), s) for a, s in pairs]
     elif policy == "stretch":
         resized = [_stretched(a, shape[a], d) for a, d in zip(axes, wanted, strict=True)]
     else:
@@ -92,10 +90,8 @@ def _resized(
     if crop:
         assert roi is not None
         ends = [float(r) for r in roi]  # type: ignore[arg-type]
-        resized = [
-            _Axis(a.axis, a.size, a.out, a.scale, (ends[k], ends[k + len(resized)]))
-            for k, a in enumerate(resized)
-        ]
+        crops = zip(ends[: len(axes)], ends[len(axes) :], strict=True)
+        resized = [replace(a, crop=c) for a, c in zip(resized, crops, strict=True)]
     return [a for a in resized if (a.size, 1.0, (0.0, 1.0)) != (a.out, a.scale, a.crop)]
 
 
@@ -112,20 +108,16 @@ def _same_aspect(
     axes: Sequence[int], shape: Sequence[Dim], sizes: Known, policy: str
 ) -> list[_Axis]:
     """One scale for all axes: the least that the sizes ask for, or the largest."""
-    ratios = []
-    for a, d in zip(axes, sizes, strict=True):
-        size = shape[a]
-        if isinstance(size, Expr) or isinstance(d, Expr):
-            raise ShapeError(
-                f"Resize with keep_aspect_ratio_policy={policy} needs static sizes, got {size} to "
-                f"{d}; use 'stretch' with sizes of the wanted ratio"
-            )
-        ratios.append(int(d) / size)
+    have: list[Any] = [shape[a] for a in axes]
+    if any(isinstance(d, Expr) for d in (*have, *sizes)):
+        raise ShapeError(
+            f"Resize with keep_aspect_ratio_policy={policy} needs static sizes, got {have} to "
+            f"{list(sizes)}; use 'stretch' with sizes of the wanted ratio"
+        )
+    ratios = [int(d) / size for d, size in zip(sizes, have, strict=True)]
     scale = min(ratios) if policy == "not_larger" else max(ratios)
-    return [
-        _Axis(a, shape[a], int(np.floor(scale * shape[a] + 0.5)), scale)  # type: ignore[operator]
-        for a in axes
-    ]
+    resized = zip(axes, have, strict=True)
+    return [_Axis(a, size, int(np.floor(scale * size + 0.5)), scale) for a, size in resized]
 
 
 def _host(_: DType) -> Any:
@@ -148,7 +140,7 @@ def _graph(dtype: DType) -> Any:
 
 
 def _symmetric(xp: Any, o: Any, n: Any, m: Any, s: Any, _: Any) -> Any:
-    """Half pixels about the middle; m, the whole output size, may be less than s n."""
+    """Half pixels around the middle; m, the whole output size, may be less than s n."""
     return 0.5 * n * (1.0 - m / (s * n)) + (o + 0.5) / s - 0.5
 
 
@@ -176,7 +168,7 @@ _NEAREST: Final[Mapping[str, Callable[..., Any]]] = {
     "ceil":               lambda xp, x: xp.ceil(x),
 }
 _REACH: Final[Mapping[str, int]] = {"linear": 1, "cubic": 2}
-"""How far the kernel of a mode is not zero."""
+"""The distance beyond which the kernel of a mode is zero."""
 # fmt: on
 
 
@@ -234,21 +226,14 @@ def _weights(xp: Any, a: _Axis, attrs: Mapping[str, Any]) -> tuple[Any, Any]:
     return matrix * xp.column(inside), inside
 
 
-def _work_type(dtype: DType) -> DType:
-    return dtype if dtype.is_float else float32
-
-
 def _tensors(a: _Axis, attrs: Mapping[str, Any], dtype: DType) -> tuple[Tensor, Tensor | None]:
-    small = (
-        isinstance(a.size, int)
-        and isinstance(a.out, int)
-        and a.size * a.out <= MAX_CONSTANT_WEIGHTS
-    )
-    tensors = _weights((_host if small else _graph)(dtype), a, attrs)
-    build = recorder()
+    """The matrix and mask of `_weights`: constants where they are small, else computed."""
+    entries = a.size * a.out
+    if isinstance(entries, Expr) or entries > MAX_CONSTANT_WEIGHTS:
+        return _weights(_graph(dtype), a, attrs)
     matrix, inside = (
-        None if v is None else build.as_operand(v.astype(dtype.numpy) if small else v)
-        for v in tensors
+        None if v is None else recorder().as_operand(v.astype(dtype.numpy))
+        for v in _weights(_host(dtype), a, attrs)
     )
     assert matrix is not None
     return matrix, inside
@@ -265,10 +250,7 @@ def along(x: Tensor, matrix: Tensor, axis: int) -> Tensor:
 
 
 def _operands(
-    x: Tensor,
-    operands: Sequence[Tensor | None],
-    attrs: Mapping[str, Any],
-    y: Tensor | None = None,
+    x: Tensor, operands: Sequence[Tensor | None], attrs: Mapping[str, Any], y: Tensor | None = None
 ) -> list[_Axis]:
     """The resized axes; sizes computed in the run are those of the output `y`."""
     known = [None if o is None else recorder().known(o) for o in operands]
@@ -280,14 +262,13 @@ def _operands(
                     "the gradient of Resize needs its roi and scales when the graph is built; "
                     "give constants, or sizes"
                 )
-            axes = [range(x.rank)[a] for a in attrs["axes"] or range(x.rank)]
-            sizes = tuple(y.shape[a] for a in axes)
+            sizes = tuple(y.shape[a] for a in attrs["axes"] or range(x.rank))
     return _resized(x.shape, roi, scales, sizes, attrs)
 
 
 def _resize_body(x: Tensor, *operands: Tensor | None, **attrs: Any) -> Tensor:
     axes = _operands(x, operands, attrs)
-    dtype = _work_type(x.dtype)
+    dtype = x.dtype if x.dtype.is_float else float32
     y, inside = x.cast(dtype), None
     for a in axes:
         matrix, mask = _tensors(a, attrs, dtype)
@@ -307,28 +288,27 @@ def _resize_vjp(g: Tensor, y: Tensor, x: Tensor, *operands: Tensor | None, **att
     return (g, *(None for _ in operands))
 
 
-_POLICIES: Final = ("stretch", "not_larger", "not_smaller")
+_CHOICES: Final[Mapping[str, Sequence[str]]] = {
+    "mode": ("nearest", *_REACH),
+    "coordinate_transformation_mode": tuple(_COORDINATES),
+    "nearest_mode": tuple(_NEAREST),
+    "keep_aspect_ratio_policy": ("stretch", "not_larger", "not_smaller"),
+}
 
 
 def _check_names(call: OpCall) -> None:
-    for attr, names in (
-        ("mode", ("nearest", *_REACH)),
-        ("coordinate_transformation_mode", tuple(_COORDINATES)),
-        ("nearest_mode", tuple(_NEAREST)),
-        ("keep_aspect_ratio_policy", _POLICIES),
-    ):
+    for attr, names in _CHOICES.items():
         if call.attrs[attr] not in names:
             raise InvalidInput(
-                f"Resize takes for {attr} {', '.join(names)}, got {call.attrs[attr]!r}"
+                f"{attr} of Resize must be one of {', '.join(names)}, got {call.attrs[attr]!r}"
             )
 
 
 def _resize_types(call: OpCall) -> tuple[TensorType]:
     x = call.type(0)
     _check_names(call)
-    known = [call.known[i] if call.has(i) and i < len(call.known) else None for i in (1, 2, 3)]
+    roi, scales, sizes = [*call.known[1:4], None, None, None][:3]
     shape = list(x.shape)
-    roi, scales, sizes = known
     for a in _resized(x.shape, roi, scales, sizes, call.attrs):
         shape[a.axis] = a.out
     return (x.with_shape(shape),)
@@ -361,7 +341,7 @@ def _resize_kernel(
 
 
 def _resize_native(node: Node, opset: int) -> bool:
-    """What onnxruntime's kernel of the opset can do: see the checks of its `Upsample`."""
+    """Whether onnxruntime's kernel of the opset supports the node: see the checks of `Upsample`."""
     attrs = resize_row.full_attrs(node.attrs)
     newer = (
         attrs["antialias"]
@@ -390,11 +370,11 @@ _PLANE: Final = normal(2, 2, 4, 5)
 
 
 def _scales(*scales: float) -> LiteralArray:
-    return literal(np.array(scales, np.float32))
+    return literal(scales, "float32")
 
 
 def _sizes(*sizes: int) -> LiteralArray:
-    return literal(np.array(sizes))
+    return literal(sizes)
 
 
 def _mapped(how: str, *operands: Any, **attrs: Any) -> Any:
@@ -453,7 +433,7 @@ def resize(
     """
     n = x.rank - 2
     if (size is None) == (scale is None):
-        raise InvalidInput(f"resize takes size or scale, got {size=} and {scale=}")
+        raise InvalidInput(f"resize takes either size or scale, got {size=} and {scale=}")
     attrs = _mode_attrs(mode, align_corners=align_corners, antialias=antialias)
     axes = tuple(range(2, x.rank))
     if size is not None:
@@ -482,7 +462,7 @@ def _mode_attrs(mode: str, *, align_corners: bool, antialias: bool) -> dict[str,
         raise InvalidInput(f"resize has the modes {', '.join(_MODES)}, got {mode!r}")
     attrs = dict(_MODES[mode])
     if attrs["mode"] == "nearest" and (align_corners or antialias):
-        raise InvalidInput(f"resize with mode {mode!r} neither aligns corners nor antialiases")
+        raise InvalidInput(f"resize with mode {mode!r} has no align_corners and no antialias")
     if align_corners:
         attrs["coordinate_transformation_mode"] = "align_corners"
     if antialias:

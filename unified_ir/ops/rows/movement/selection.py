@@ -1,7 +1,7 @@
 """Rows that choose elements by value: largest, distinct, non-zero, marked.
 
-How many there are, only the data decide, except for TopK of a known k; such a size is a symbol of
-the node's own.
+Except for TopK of a known k only the data decide how many there are; such a size is a symbol of the
+node's own.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from triplane.unified_ir.ir.dims import Dim
 from triplane.unified_ir.ir.types import ShapeError, TensorType, TypeMismatch, bool_, int64
 from triplane.unified_ir.ops import batching
 from triplane.unified_ir.ops.row import Op, OpCall, OpKind
@@ -17,7 +18,7 @@ from triplane.unified_ir.ops.rows.arithmetic.products import cumsum_row
 from triplane.unified_ir.ops.rows.movement.indexing import gather, scatter_elements
 from triplane.unified_ir.ops.rows.movement.shape_assertions import assume_shape
 from triplane.unified_ir.ops.rows.movement.structure import axes_of, pad_row, where, zeros
-from triplane.unified_ir.ops.samples import apart, bools, fixed, ints, normal, sample
+from triplane.unified_ir.ops.samples import apart, bools, computed, fixed, ints, normal, sample
 from triplane.unified_ir.ops.tensor import Tensor, dims_of
 
 Types = tuple[TensorType, ...]
@@ -31,13 +32,13 @@ def _top_k_types(call: OpCall) -> Types:
     k = call.opened() if call.known[1] is None else call.dims(1)[0]
     size = x.shape[axis]
     if isinstance(k, int) and (k < 0 or (isinstance(size, int) and k > size)):
-        raise ShapeError(f"TopK of {k} along axis {axis} of {x}, which has {size}")
+        raise ShapeError(f"TopK along axis {axis} of {x} needs a k from 0 to {size}, got {k}")
     y = x.with_shape(k if i == axis else d for i, d in enumerate(x.shape))
     return (y, y.with_dtype(int64))[: call.outputs]
 
 
 def _top_k(x: Any, k: Any, *, axis: int, largest: int, sorted: int) -> Any:
-    """Equal elements by rising position, as ONNX asks."""
+    """Equal elements are ordered by rising position, as ONNX asks."""
     order = np.argsort(x, axis=axis, kind="stable")
     if largest:
         flipped = np.argsort(np.flip(x, axis), axis=axis, kind="stable")
@@ -75,21 +76,17 @@ top_k_row: Op = Op(
         sample(apart(4, 3), fixed([3]), axis=0, largest=0),
         sample(_coarse, fixed([4]), outputs=2, smooth=()),
         sample(_coarse, fixed([4]), outputs=2, smooth=(), largest=0),
-        sample(apart(3, 5), lambda rng: np.array([2]), outputs=2, smooth=()),
+        sample(apart(3, 5), computed([2]), outputs=2, smooth=()),
     ),
 )
 """Values and positions of the k largest (or least) along an axis, in order."""
-
-
-def _non_zero_types(call: OpCall) -> Types:
-    return (TensorType(int64, (call.type(0).rank, call.opened())),)
 
 
 non_zero = Op(
     name="NonZero",
     kind=OpKind.INDEXING,
     data_dependent_dims=1,
-    infer=_non_zero_types,
+    infer=lambda call: (TensorType(int64, (call.type(0).rank, call.opened())),),
     reference=lambda x: np.array(np.nonzero(x), np.int64).reshape(x.ndim, -1),
     samples=(
         sample(lambda rng: np.round(rng.standard_normal((3, 4)))),
@@ -99,26 +96,29 @@ non_zero = Op(
 """Positions of the elements that are not zero: (rank, how many), in row-major order."""
 
 
+def _selected(call: OpCall) -> tuple[TensorType, Dim]:
+    """The type of some elements along the attribute `axis` (of all without it), and of how many."""
+    x, axis = call.type(0), call.attrs["axis"]
+    if axis is None:
+        return x.with_shape((call.opened(),)), x.size
+    axis = axes_of(x.rank, [axis])[0]
+    shape = (call.opened() if i == axis else d for i, d in enumerate(x.shape))
+    return x.with_shape(shape), x.shape[axis]
+
+
 def _compress_types(call: OpCall) -> Types:
-    x, marks = call.type(0), call.type(1)
+    marks = call.type(1)
     if marks.dtype != bool_ or marks.rank != 1:
         raise TypeMismatch(f"Compress takes a bool vector of marks, got {marks}")
-    axis = call.attrs["axis"]
-    if axis is None:
-        size = x.size
-    else:
-        axis = axes_of(x.rank, [axis])[0]
-        size = x.shape[axis]
-    given_ = marks.shape[0]
-    if isinstance(size, int) and isinstance(given_, int) and given_ > size:
-        raise ShapeError(f"Compress has {given_} marks for the {size} elements of {x}")
-    if axis is None:
-        return (x.with_shape((call.opened(),)),)
-    return (x.with_shape(call.opened() if i == axis else d for i, d in enumerate(x.shape)),)
+    y, size = _selected(call)
+    count = marks.shape[0]
+    if isinstance(size, int) and isinstance(count, int) and count > size:
+        raise ShapeError(f"Compress has {count} marks for the {size} elements of {call.type(0)}")
+    return (y,)
 
 
 def _compress_vjp(g: Tensor, y: Tensor, x: Tensor, marks: Tensor, *, axis: int | None) -> Any:
-    """Each marked element reads its place in g, the others a zero behind it."""
+    """Each marked element reads its place in g, the others read a zero after the end of g."""
     flat = x if axis is not None else x.reshape((-1,))
     at = 0 if axis is None else axis % x.rank
     size, count = flat.shape[at], marks.shape[0]
@@ -143,17 +143,11 @@ compress_row = Op(
         sample(normal(2, 3), fixed([False, True, True, False, True])),
     ),
 )
-"""The elements along an axis (of all, in row-major order) that a mark says to keep."""
+"""The elements along an axis (of all, in row-major order) whose mark is true."""
 
 
 def _unique_types(call: OpCall) -> Types:
-    x, axis = call.type(0), call.attrs["axis"]
-    if axis is None:
-        y, size = x.with_shape((call.opened(),)), x.size
-    else:
-        axis = axes_of(x.rank, [axis])[0]
-        y = x.with_shape(call.opened() if i == axis else d for i, d in enumerate(x.shape))
-        size = x.shape[axis]
+    y, size = _selected(call)
     positions = TensorType(int64, (call.opened(),))
     return (y, positions, positions.with_shape((size,)), positions)[: call.outputs]
 
@@ -171,13 +165,12 @@ def _unique(x: Any, *, axis: int | None, sorted: int) -> Any:
 
 
 def _unique_vjp(g: Any, y: Any, x: Tensor, *, axis: int | None, sorted: int) -> Any:
-    """Equal elements share the cotangent of what stands for them."""
+    """Equal elements share the cotangent of the distinct one equally."""
     first = g[0] if isinstance(g, tuple) else g
     if first is None:
         return (None,)
     at = 0 if axis is None else axis % x.rank
-    outputs = unique_row.all_outputs(x, outputs=4, axis=axis, sorted=sorted)
-    inverse, counts = outputs[2], outputs[3]
+    _, _, inverse, counts = unique_row.all_outputs(x, outputs=4, axis=axis, sorted=sorted)
     shares = gather(counts, inverse).cast(first.dtype)
     spread = gather(first, inverse, axis=at)
     around = [-1 if i == at else 1 for i in range(spread.rank)]
@@ -199,7 +192,7 @@ unique_row: Op = Op(
         sample(ints(0, 2, 6, 2), outputs=4, axis=0),
     ),
 )
-"""Distinct elements (or slices along an axis), where each first is, which one each is, how many."""
+"""Distinct elements (or slices along an axis); the first position, the index and count of each."""
 
 
 def top_k(x: Tensor, k: int, axis: int = -1, *, largest: bool = True) -> tuple[Tensor, Tensor]:

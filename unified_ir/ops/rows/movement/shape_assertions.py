@@ -1,6 +1,7 @@
-"""What a program knows of a tensor and inference cannot: a size that the data decide is another's.
+"""Sizes that a program knows and inference cannot, because only the data decide them.
 
-The claim is checked when the program runs, on every engine; it never changes a value.
+A program asserts such a size. The assertion is checked when the program runs, on every engine; it
+never changes a value.
 """
 
 from __future__ import annotations
@@ -17,24 +18,24 @@ from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Op, OpCall, OpKind
 from triplane.unified_ir.ops.tensor import Tensor
 
 
-def _claimed(call: OpCall) -> tuple[TensorType, ...]:
+def _asserted(call: OpCall) -> tuple[TensorType, ...]:
     x, dims = call.type(0), call.attrs["dims"]
     if len(dims) != x.rank or any(
         isinstance(a, int) and isinstance(b, int) and a != b
         for a, b in zip(x.shape, dims, strict=True)
     ):
-        raise ShapeError(f"{call.row} claims that {x} has the sizes {dims}, which it cannot have")
+        raise ShapeError(f"{call.row} asserts that {x} has the sizes {dims}, which it cannot have")
     return (x.with_shape(dims),)
 
 
 def _checked(x: Any, *, dims: tuple[int, ...]) -> Any:
     if x.shape != tuple(dims):
-        raise InvalidInput(f"a tensor claimed to have shape {tuple(dims)} has {x.shape}")
+        raise InvalidInput(f"a tensor was asserted to have shape {tuple(dims)}, but has {x.shape}")
     return x
 
 
 def _emit_sized(context: EmissionContext, node: Node) -> None:
-    """A Reshape per claimed axis: it fails where the number of elements is not the claimed one."""
+    """A Reshape per asserted axis, which fails where the number of elements is another."""
     (name,) = context.inputs(node)
     (x,), (y,) = node.inputs, node.outputs
     assert x is not None
@@ -53,14 +54,14 @@ sized = Op(
     domain=DOMAIN,
     operands=("T",),
     attrs={"dims": AttrSpec("DIMS", required=True)},
-    infer=_claimed,
+    infer=_asserted,
     reference=_checked,
     vjp=lambda g, y, x, dims: (assume_shape(g, x.shape),),
 )
-"""x of sizes that are `dims`: the same tensor, its type the narrower one."""
+"""x, known to have the sizes `dims`: the same tensor with a narrower type."""
 
 
 def assume_shape(x: Tensor, shape: Sequence[Dim | str]) -> Tensor:
-    """`x`, known to have these sizes; a run in which it has others fails with both."""
+    """`x`, known to have these sizes; a run in which it has others fails and shows both."""
     dims = tuple(as_dim(d) for d in shape)
     return x if dims == x.shape else sized(x, dims=dims)

@@ -8,18 +8,21 @@ from typing import Any, Final
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.ir.dims import Dim, Expr, ceil_div, floor_div, product
+from triplane.unified_ir.ir.dims import Dim, ceil_div, floor_div, product
+from triplane.unified_ir.ir.graph import Node
 from triplane.unified_ir.ir.types import (
     DTYPES,
     ShapeError,
     TensorType,
     as_dtype,
+    float32,
     int64,
     type_of,
 )
 from triplane.unified_ir.ops import batching
+from triplane.unified_ir.ops.emission import EmissionContext
+from triplane.unified_ir.ops.infer import onnx_attrs
 from triplane.unified_ir.ops.row import IntegerForm, Op, OpCall, OpKind, dtype_attr
-from triplane.unified_ir.ops.rows.movement.emit_movement import emit_one_hot, emit_split
 from triplane.unified_ir.ops.rows.movement.indexing import arange
 from triplane.unified_ir.ops.rows.movement.structure import (
     axes_of,
@@ -30,20 +33,21 @@ from triplane.unified_ir.ops.rows.movement.structure import (
     where,
     zeros,
 )
-from triplane.unified_ir.ops.samples import between, bools, fixed, ints, normal, sample
+from triplane.unified_ir.ops.samples import between, bools, computed, fixed, ints, normal, sample
 from triplane.unified_ir.ops.tensor import Tensor
 
 Types = tuple[TensorType, ...]
 
 
 def _part(rank: int, start: int, end: int | None) -> slice:
-    """Axes of a Shape: numpy's reading of start and end, so clamped."""
+    """The axes that a Shape lists: start and end are clamped, as numpy reads them."""
     return slice(*slice(start, end).indices(rank))
 
 
 def _shape_types(call: OpCall) -> Types:
-    wanted = _part(call.type(0).rank, call.attrs["start"], call.attrs["end"])
-    return (TensorType(int64, (len(range(wanted.start, wanted.stop)),)),)
+    rank = call.type(0).rank
+    part = range(rank)[_part(rank, call.attrs["start"], call.attrs["end"])]
+    return (TensorType(int64, (len(part),)),)
 
 
 shape_row = Op(
@@ -71,7 +75,7 @@ size_row = Op(
 
 def _flatten(x: Tensor, *, axis: int) -> Tensor:
     if not -x.rank <= axis <= x.rank:
-        raise ShapeError(f"Flatten before axis {axis} of {x.type}")
+        raise ShapeError(f"Flatten needs an axis of {x.type}, or its rank, got {axis}")
     at = axis + x.rank if axis < 0 else axis
     return x.reshape((product(x.shape[:at]), product(x.shape[at:])))
 
@@ -105,12 +109,8 @@ def _tile_vjp(g: Tensor, y: Tensor, x: Tensor, repeats: Tensor) -> Any:
     times = g.build.known(repeats)
     if times is None:
         raise InvalidInput("the gradient of Tile needs repeats that are known when it is built")
-    split = [s for r, d in zip(times, x.shape, strict=True) for s in (_number(r), d)]
+    split = [s for pair in zip(times, x.shape, strict=True) for s in pair]
     return g.reshape(split).sum(range(0, 2 * x.rank, 2)), None
-
-
-def _number(d: Any) -> Dim:
-    return d if isinstance(d, Expr) else int(d)
 
 
 tile_row = Op(
@@ -124,7 +124,7 @@ tile_row = Op(
         sample(normal(2, 3), fixed([2, 1])),
         sample(normal(2, 3), fixed([3, 2])),
         sample(normal(3), fixed([0])),
-        sample(normal(2, 3), lambda rng: np.array([1, 2]), smooth=()),
+        sample(normal(2, 3), computed([1, 2]), smooth=()),
     ),
 )
 
@@ -132,7 +132,7 @@ tile_row = Op(
 def split_sizes(size: Dim, parts: int) -> list[Dim]:
     """Sizes of `parts` pieces, equal but for a shorter last one.
 
-    An open size is taken to be long enough for all of them; a run where it is not is refused.
+    An open size is assumed to be long enough for all of them; a run where it is not is refused.
     """
     each = ceil_div(size, parts)
     if isinstance(size, int) and isinstance(each, int):
@@ -147,14 +147,15 @@ def _split_types(call: OpCall) -> Types:
         sizes: Sequence[Dim] = [call.opened(i) for i in range(n)]
     elif call.has(1):
         sizes = call.dims(1)
-        total: Dim = 0
-        for s in sizes:
-            total = total + s
+        total: Any = sum(sizes[1:], sizes[0]) if sizes else 0
         if total != x.shape[axis] or len(sizes) != n:
-            raise ShapeError(f"Split of axis {axis} of {x} into {n} parts of sizes {list(sizes)}")
+            raise ShapeError(
+                f"Split of axis {axis} of {x} into {n} parts needs {n} sizes that add up to it, "
+                f"got {list(sizes)}"
+            )
     else:
         if call.attrs["num_outputs"] != n:
-            raise ShapeError(f"Split into {call.attrs['num_outputs']} parts gives {n} of them")
+            raise ShapeError(f"Split has {n} outputs but num_outputs={call.attrs['num_outputs']}")
         sizes = split_sizes(x.shape[axis], n)
     return tuple(x.with_shape(s if i == axis else d for i, d in enumerate(x.shape)) for s in sizes)
 
@@ -171,11 +172,21 @@ def _split_vjp(g: Any, y: Any, x: Tensor, sizes: Tensor | None = None, **attrs: 
     return concat(parts, attrs["axis"]), None
 
 
+def _emit_split(context: EmissionContext, node: Node) -> None:
+    """Writes out the sizes of the parts: before opset 18 no attribute says how many there are."""
+    names = context.inputs(node)
+    if len(names) == 1:
+        x, axis = node.inputs[0], int(node.attrs.get("axis", 0))  # type: ignore[arg-type]
+        assert x is not None
+        names.append(context.dims([y.type.shape[axis % x.type.rank] for y in node.outputs]))
+    context.add("Split", names, context.output_names(node), axis=node.attrs.get("axis", 0))
+
+
 split_row = Op(
     name="Split",
     kind=OpKind.MOVEMENT,
     integer_form=IntegerForm.PART,
-    emit=emit_split,
+    emit=_emit_split,
     batch=batching.first_along_axis,
     data_dependent_dims=lambda call: call.outputs if call.has(1) and call.known[1] is None else 0,
     infer=_split_types,
@@ -185,7 +196,7 @@ split_row = Op(
         sample(normal(6, 2), fixed([1, 3, 2]), outputs=3),
         sample(normal(2, 7), outputs=3, axis=1, num_outputs=3),
         sample(normal(2, 4), outputs=2, axis=-1, num_outputs=2),
-        sample(normal(2, 4), lambda rng: np.array([1, 3]), outputs=2, axis=1, smooth=()),
+        sample(normal(2, 4), computed([1, 3]), outputs=2, axis=1, smooth=()),
     ),
 )
 
@@ -273,12 +284,11 @@ def _trilu_types(call: OpCall) -> Types:
 
 
 def _trilu_body(x: Tensor, k: Tensor | None = None, *, upper: int) -> Tensor:
-    """Where the column less the row is at least k (upper) or at most k."""
+    """x where the column minus the row is at least k (upper) or at most k, else 0."""
     rows, columns = arange(x.shape[-2]), arange(x.shape[-1])
     ahead = columns - unsqueeze(rows, 1)
     limit: Any = 0 if k is None else k.reshape(())
-    kept = ahead >= limit if upper else ahead <= limit
-    return where(kept, x, np.zeros((), x.dtype.numpy))
+    return where(ahead >= limit if upper else ahead <= limit, x, np.zeros((), x.dtype.numpy))
 
 
 trilu_row: Op = Op(
@@ -332,40 +342,53 @@ def _one_hot(index: Any, depth: Any, values: Any, *, axis: int) -> Any:
     n = int(np.ravel(depth)[0])
     axis %= index.ndim + 1
     wanted = np.where(index < 0, index + n, index)
-    hit = np.expand_dims(wanted, axis) == np.arange(n).reshape(_along(axis, index.ndim + 1))
+    along = [-1 if i == axis else 1 for i in range(index.ndim + 1)]
+    hit = np.expand_dims(wanted, axis) == np.arange(n).reshape(along)
     return np.where(hit, values[1], values[0])
-
-
-def _along(axis: int, rank: int) -> list[int]:
-    return [-1 if i == axis else 1 for i in range(rank)]
 
 
 def _one_hot_vjp(
     g: Tensor, y: Tensor, index: Tensor, depth: Tensor, values: Tensor, **axis: int
 ) -> Any:
-    """Each of the two values has the sum over the places that it fills."""
+    """The cotangent of each of the two values is the sum over the places that it fills."""
     hit = one_hot_row(index, depth, np.array([0, 1], g.dtype.numpy), **axis)
     on = (g * hit).sum()
     return None, None, concat([(g.sum() - on).reshape((1,)), on.reshape((1,))])
+
+
+def _emit_one_hot(context: EmissionContext, node: Node) -> None:
+    """Casts positions and values to types that onnxruntime has kernels for."""
+    *positions, values = context.inputs(node)
+    for i in range(2):
+        if node.inputs[i].type.dtype != int64:  # type: ignore[union-attr]
+            positions[i] = context.emit("Cast", positions[i], to=int64.onnx)
+    dtype, attrs = node.outputs[0].type.dtype, onnx_attrs(node.attrs)
+    if dtype in {int64, float32}:
+        context.add("OneHot", [*positions, values], context.output_names(node), **attrs)
+        return
+    wide = float32 if dtype.is_float else int64
+    cast = context.emit("Cast", values, to=wide.onnx)
+    marked = context.emit("OneHot", *positions, cast, **attrs)
+    context.add("Cast", [marked], context.output_names(node), to=dtype.onnx)
 
 
 one_hot_row: Op = Op(
     name="OneHot",
     kind=OpKind.INDEXING,
     settings=(2,),
-    emit=emit_one_hot,
+    emit=_emit_one_hot,
     data_dependent_dims=lambda call: int(call.known[1] is None),
     infer=_one_hot_types,
     reference=_one_hot,
     vjp=_one_hot_vjp,
     samples=(
         sample(ints(0, 4, 3), fixed(4), normal(2)),
-        sample(lambda rng: np.array([[1, -1], [7, 0]]), fixed([3]), normal(2), axis=0),
+        sample(computed([[1, -1], [7, 0]]), fixed([3]), normal(2), axis=0),
         sample(ints(0, 4, 3, dtype="uint8"), fixed(4), fixed([0, 5], "uint8"), smooth=()),
-        sample(ints(0, 4, 3), lambda rng: np.array(4), normal(2), axis=1, smooth=()),
+        sample(ints(0, 4, 3), computed(4), normal(2), axis=1, smooth=()),
     ),
 )
-"""`values[1]` where the index says, `values[0]` elsewhere; an index out of range marks nothing."""
+"""`values[1]` at the index, `values[0]` elsewhere; an index out of range marks nothing."""
 
 
 def _constant_of_shape(call: OpCall) -> Types:
@@ -395,7 +418,7 @@ constant_of_shape_row = Op(
     samples=(
         sample(fixed([2, 3])),
         sample(fixed([2, 0]), value=np.array([7], np.int64)),
-        sample(lambda rng: np.array([2, 3]), value=np.array([True])),
+        sample(computed([2, 3]), value=np.array([True])),
     ),
 )
 
@@ -409,7 +432,7 @@ cast_like_row = Op(
     body=lambda x, like, **how: (
         x if x.dtype == like.dtype else cast_row(x, to=like.dtype.onnx, **how)
     ),
-    native=lambda node, opset: False,  # what it casts to is known
+    native=lambda node, opset: False,  # a Cast: the element type is known when the graph is built
     samples=(
         sample(normal(2, 3), fixed([1.0], "float32")),
         sample(ints(0, 9, 4), normal(2), smooth=()),

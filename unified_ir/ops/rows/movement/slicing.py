@@ -1,27 +1,20 @@
-"""Slices: bounds, open sizes, and the gradient that writes back."""
+"""Slices: their bounds, sizes that only a run decides, and the gradient that writes back."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from triplane.unified_ir.ir.dims import Dim, Expr, ceil_div
-from triplane.unified_ir.ir.types import (
-    ShapeError,
-)
+from triplane.unified_ir.ir.dims import Dim, Expr, ceil_div, symbols
+from triplane.unified_ir.ir.graph import Node
+from triplane.unified_ir.ir.types import ShapeError
 from triplane.unified_ir.ops import batching
+from triplane.unified_ir.ops.emission import EmissionContext
 from triplane.unified_ir.ops.recorder import recorder
-from triplane.unified_ir.ops.row import (
-    IntegerForm,
-    Op,
-    OpCall,
-    OpKind,
-)
-from triplane.unified_ir.ops.rows.movement.emit_movement import (
-    emit_slice,
-)
+from triplane.unified_ir.ops.row import OPEN, IntegerForm, Op, OpCall, OpKind
+from triplane.unified_ir.ops.rows.movement.indexing import gather, range_row, scatter_elements
 from triplane.unified_ir.ops.rows.movement.shape_assertions import assume_shape
 from triplane.unified_ir.ops.rows.movement.structure import Types, axes_of, pad_row, zeros
 from triplane.unified_ir.ops.samples import computed, fixed, normal, sample
@@ -29,7 +22,7 @@ from triplane.unified_ir.ops.settings import length, settled
 from triplane.unified_ir.ops.tensor import Tensor, dims_of
 
 
-def slice_bounds(call: OpCall) -> list[tuple[int, Dim, Dim, int]]:
+def _bounds(call: OpCall) -> list[tuple[int, Dim, Dim, int]]:
     """(axis, start, end, step) of a Slice, clipped where sizes are static."""
     x = call.type(0)
     starts, ends = call.dims(1), call.dims(2)
@@ -55,7 +48,7 @@ _FAR = 2**31
 
 
 def _symbolic_bound(size: Dim, bound: Dim, step: int) -> Dim:
-    """A bound against a symbolic size: far beyond means the end, negative counts from it."""
+    """A bound on an axis of symbolic size: far beyond means the end, negative counts from it."""
     if not isinstance(bound, int) or 0 <= bound < _FAR:
         return bound
     if bound >= _FAR:
@@ -66,11 +59,11 @@ def _symbolic_bound(size: Dim, bound: Dim, step: int) -> Dim:
 def _slice(call: OpCall) -> Types:
     x = call.type(0)
     shape = list(x.shape)
-    for axis, start, end, step in slice_bounds(call):
+    for axis, start, end, step in _bounds(call):
         if step < 0 and isinstance(start, int) and not isinstance(end, int):
             raise ShapeError(
-                f"how many elements a Slice from {start} down to {end} of {x} has is not known; "
-                "count both bounds from the same end"
+                f"the number of elements in a Slice from {start} down to {end} of {x} is not "
+                "known; count both bounds from the same end"
             )
         length = ceil_div(end - start, step) if step > 0 else ceil_div(start - end, -step)
         shape[axis] = max(length, 0) if isinstance(length, int) else length
@@ -99,20 +92,16 @@ def _slice_reference(x: Any, starts: Any, ends: Any, axes: Any = None, steps: An
 
 
 def _slice_vjp(g: Tensor, y: Tensor, x: Tensor, *bounds: Tensor) -> Any:
-    """Pads the cotangent back; strides and reversals choose places, computed bounds scatter."""
+    """Pads the cotangent back; strides and reversals gather places, computed bounds scatter."""
     known = [recorder().known(b) for b in bounds]
     none = tuple(None for _ in bounds)
     if any(k is None for k in known):
         return (_scattered(g, x, bounds), *none)
     call = OpCall(slice_row, (x.type, *(b.type for b in bounds)), (None, *known), {}, (), 1)
-    resolved = slice_bounds(call)
+    resolved = _bounds(call)
     if all(step == 1 for *_, step in resolved):
-        before: list[Dim] = [0] * x.rank
-        after: list[Dim] = [0] * x.rank
-        for axis, start, end, _ in resolved:
-            before[axis], after[axis] = start, x.shape[axis] - end
-        padded = pad_row(g, dims_of([*before, *after]))
-        return (padded, *none)
+        around = {axis: (start, x.shape[axis] - end) for axis, start, end, _ in resolved}
+        return (_padded(g, around), *none)
     strided = [(x.shape[axis], start, end) for axis, start, end, step in resolved if step != 1]
     if any(isinstance(d, Expr) for part in strided for d in part):
         return (_scattered(g, x, bounds), *none)
@@ -123,40 +112,49 @@ def _slice_vjp(g: Tensor, y: Tensor, x: Tensor, *bounds: Tensor) -> Any:
 
 def _scattered(g: Tensor, x: Tensor, bounds: Sequence[Tensor]) -> Tensor:
     """Writes the cotangent to the places that the same Slice reads, wherever these are."""
-    recording = recorder()
-    count = dims_of([x.type.size]).reshape(())
-    places = recording.apply(recording.table["", "Range"], (0, count, 1), {})[0].reshape(x.shape)
+    places = range_row(0, dims_of([x.type.size]).reshape(()), 1).reshape(x.shape)
     read = assume_shape(slice_row(places, *bounds), g.shape).reshape((-1,))
     base = zeros([x.type.size], g.dtype)
-    row = recording.table["", "ScatterElements"]
-    return recording.apply(row, (base, read, g.reshape((-1,))), {})[0].reshape(x.shape)
+    return scatter_elements(base, read, g.reshape((-1,))).reshape(x.shape)
+
+
+def _padded(g: Tensor, around: Mapping[int, tuple[Dim, Dim]]) -> Tensor:
+    """`g` with so many zeros before and after each of the given axes."""
+    pairs = [around.get(axis, (0, 0)) for axis in range(g.rank)]
+    return pad_row(g, dims_of([b for b, _ in pairs] + [a for _, a in pairs]))
 
 
 def _spread(g: Tensor, axis: int, size: Dim, start: Dim, end: Dim, step: int) -> Tensor:
     """Places slices of `g` along `axis` at start, start+step, ... of an axis of zeros."""
     if step == 1:
-        around = [(start, size - end) if i == axis else (0, 0) for i in range(g.rank)]
-        return pad_row(g, dims_of([b for b, _ in around] + [a for _, a in around]))
+        return _padded(g, {axis: (start, size - end)})
     assert isinstance(size, int)
     positions = np.arange(size)[slice(start, None if step < 0 and end < 0 else end, step)]  # type: ignore[operator]
     take = np.full(size, len(positions))
     take[positions] = np.arange(len(positions))
-    zeros = [(0, int(i == axis)) for i in range(g.rank)]
-    widened = pad_row(g, dims_of([b for b, _ in zeros] + [a for _, a in zeros]))
-    return gather_axis(widened, take, axis)
+    return gather(_padded(g, {axis: (0, 1)}), take, axis=axis)
 
 
-def gather_axis(x: Tensor, positions: Any, axis: int) -> Tensor:
-    """Elements of `x` at constant positions along one axis."""
-    build = recorder()
-    return build.apply(build.table["", "Gather"], (x, positions), {"axis": axis})[0]
+def _emit_slice(context: EmissionContext, node: Node) -> None:
+    """Refuses a number of rows that the axis does not imply: Slice itself would give fewer."""
+    x, y = node.inputs[0], node.outputs[0].type
+    assert x is not None
+    opened: Any = node.attrs.get(OPEN, ())
+    if all(
+        isinstance(a, int) or (isinstance(b, Expr) and symbols(b) <= symbols(a) | set(opened))
+        for a, b in zip(x.type.shape, y.shape, strict=True)
+    ):  # each size follows from its axis, or is whatever the slice turns out to have
+        context.plain(node)
+        return
+    taken = context.emit("Slice", *context.inputs(node))
+    context.add("Reshape", [taken, context.dims(y.shape)], context.output_names(node), allowzero=1)
 
 
 slice_row = Op(
     name="Slice",
     kind=OpKind.MOVEMENT,
     integer_form=IntegerForm.PART,
-    emit=emit_slice,
+    emit=_emit_slice,
     batch=batching.sliced,
     **settled(_slice, _sliced_open, 1, 2, 3, 4),
     reference=_slice_reference,

@@ -1,15 +1,17 @@
-"""Rows that move or select elements without computing, and sums, which are their transposes."""
+"""Rows that move or select elements without computing, and the sums that transpose them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim, Expr, floor_div, is_open, product
+from triplane.unified_ir.ir.graph import Node
 from triplane.unified_ir.ir.types import (
     DTYPES,
     DType,
@@ -21,7 +23,7 @@ from triplane.unified_ir.ir.types import (
     type_of,
 )
 from triplane.unified_ir.ops import batching
-from triplane.unified_ir.ops.emission import emit_broadcast
+from triplane.unified_ir.ops.emission import EmissionContext, emit_broadcast, first_number
 from triplane.unified_ir.ops.infer import broadcast
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.row import (
@@ -32,12 +34,6 @@ from triplane.unified_ir.ops.row import (
     OpCall,
     OpKind,
     dtype_attr,
-)
-from triplane.unified_ir.ops.rows.movement.emit_movement import (
-    emit_constant,
-    emit_dims,
-    emit_expand,
-    emit_reshape,
 )
 from triplane.unified_ir.ops.rows.movement.padding import (
     emit_pad,
@@ -63,22 +59,20 @@ def same(call: OpCall) -> Types:
 def sum_to(g: Tensor, like: Tensor) -> Tensor:
     """The transpose of broadcasting `like` to the shape of `g`: sums the repeated axes.
 
-    An axis of a size that only the data decide is repeated where `like` has one element, else it is
-    as long as that of `like`, as a broadcast leaves it; the run compares.
+    An axis of a size that only the data decide was repeated where `like` has one element;
+    otherwise it is as long as that of `like`, which is checked when the graph runs.
     """
     if g.shape == like.shape:
         return g
     lead = g.rank - like.rank
-    pairs = [*zip(like.shape, g.shape[lead:], strict=True)]
-    open_ = [a not in {1, b} and is_open(b) for a, b in pairs]
-    inner = [
-        lead + i
-        for i, ((a, b), kept) in enumerate(zip(pairs, open_, strict=True))
-        if a != b and not kept
-    ]
-    if lead or inner:
-        g = g.sum([*range(lead), *inner])
-        g = g.reshape([b if kept else a for (a, b), kept in zip(pairs, open_, strict=True)])
+    sizes: list[Dim] = []
+    summed = [*range(lead)]
+    for axis, (a, b) in enumerate(zip(like.shape, g.shape[lead:], strict=True), lead):
+        stays = a == b or (a != 1 and is_open(b))
+        sizes.append(b if stays else a)
+        summed += [] if stays else [axis]
+    if summed:
+        g = g.sum(summed).reshape(sizes)
     return assume_shape(g, like.shape)
 
 
@@ -91,28 +85,34 @@ def axes_of(rank: int, axes: Sequence[int] | None) -> tuple[int, ...]:
         raise ShapeError(f"axis {bad[0]} is outside a tensor of {rank} axes")
     normalized = sorted({int(a) % rank for a in axes})
     if len(normalized) != len(axes):
-        raise ShapeError(f"axes {tuple(map(int, axes))} of {rank} name one twice; name each once")
+        raise ShapeError(f"axes {tuple(map(int, axes))} of {rank} repeat one; name each once")
     return tuple(normalized)
 
 
-def _constant(call: OpCall) -> Types:
-    return (type_of(call.attrs["value"]),)
+def _emit_constant(context: EmissionContext, node: Node) -> None:
+    value: Any = node.attrs["value"]
+    context.names[node.outputs[0]] = context.constant(value)
 
 
 constant_row = Op(
     name="Constant",
     kind=OpKind.SOURCE,
     total=True,
-    emit=emit_constant,
-    infer=_constant,
+    emit=_emit_constant,
+    infer=lambda call: (type_of(call.attrs["value"]),),
     reference=lambda value, **_: value,
 )
+
+
+def _emit_dims(context: EmissionContext, node: Node) -> None:
+    """Writes sizes as integer arithmetic on shapes."""
+    context.names[node.outputs[0]] = context.dims(node.attrs["dims"])  # type: ignore[arg-type]
 
 
 dims_row = Op(
     name="Dims",
     kind=OpKind.SOURCE,
-    emit=emit_dims,
+    emit=_emit_dims,
     domain=DOMAIN,
     attrs={"dims": AttrSpec("DIMS", required=True)},
     infer=lambda call: (TensorType(int64, (len(call.attrs["dims"]),)),),
@@ -147,8 +147,42 @@ stop_gradient = Op(
 """The operand itself; no gradient passes."""
 
 
-def _cast_reference(x: Any, *, to: int, **_: Any) -> Any:
-    return x.astype(dtype_attr(to).numpy)
+def _emit_barrier(context: EmissionContext, node: Node) -> None:
+    """Reshapes x to its own shape, computed with a zero that depends on `after`.
+
+    The memory stays where it is. No runtime simplifies it: 0 times a number is not 0 for NaN, so
+    the product has to be computed; the cast to an integer then makes it 0 for NaN too.
+    """
+    x, after = context.inputs(node)
+    number = first_number(context, after)
+    zero = context.emit(
+        "Mul", context.emit("Cast", number, to=int64.onnx), context.constant(np.array(0))
+    )
+    shape = context.emit("Add", context.emit("Shape", x), zero)
+    context.add("Reshape", [x, shape], context.output_names(node))
+
+
+barrier = Op(
+    name="Barrier",
+    kind=OpKind.MOVEMENT,
+    preserves_elements=True,
+    emit=_emit_barrier,
+    domain=DOMAIN,
+    operands=("T", "U"),
+    infer=same,
+    reference=lambda x, after: x,
+    vjp=lambda g, y, x, after: (g, None),
+    samples=(
+        sample(normal(2, 3), normal(4)),
+        sample(normal(), normal(2, 2)),
+        sample(normal(0, 3), normal(0)),
+    ),
+)
+"""y = x, but not before `after` is known; `after` is a float tensor whose values do not matter.
+
+A runtime orders nodes as it likes and merges equal ones, so it would compute a value that is
+recomputed to save memory early, once, and keep it. Behind a barrier it is computed late.
+"""
 
 
 cast_row = Op(
@@ -157,7 +191,7 @@ cast_row = Op(
     total=True,
     batch=batching.elementwise,
     infer=lambda call: (call.type(0).with_dtype(dtype_attr(call.attrs["to"])),),
-    reference=_cast_reference,
+    reference=lambda x, to, **_: x.astype(dtype_attr(to).numpy),
     vjp=lambda g, y, x, **_: (g.cast(x.dtype) if x.dtype.is_float and y.dtype.is_float else None,),
     samples=(
         sample(normal(2, 3), to=1),
@@ -168,26 +202,27 @@ cast_row = Op(
 
 
 def _reshape(call: OpCall) -> Types:
-    """Sizes are held to when the graph runs where numbers or the data's own meet symbols."""
+    """Element counts that cannot be compared here, such as 6 and N, are compared in the run."""
     x, wanted = call.type(0), list(call.dims(1))
     if not call.attrs["allowzero"]:
         if any(d == 0 for d in wanted[x.rank :]):
-            raise ShapeError(f"Reshape of {x} to {wanted} keeps the size of an axis it has not")
+            raise ShapeError(
+                f"Reshape of {x} to {wanted}: a 0 keeps the size of an axis, but {x} has only "
+                f"{x.rank} axes"
+            )
         wanted = [x.shape[i] if d == 0 else d for i, d in enumerate(wanted)]
     if wanted.count(-1) > 1:
-        raise ShapeError(f"Reshape takes one -1 at most, got {wanted}")
+        raise ShapeError(f"Reshape takes at most one -1, got {wanted}")
+    shown = ", ".join(map(str, call.dims(1)))
     rest = product([d for d in wanted if d != -1])
     if -1 in wanted:
         if rest == 0:
-            shown = ", ".join(map(str, wanted))
             raise ShapeError(
                 f"Reshape of {x} to ({shown}): beside an empty axis -1 may be any size; write it"
             )
         wanted[wanted.index(-1)] = floor_div(x.size, rest)
-    held = isinstance(x.size, Expr) and isinstance(rest, int) and rest > 0
-    held = held or is_open(x.size) or is_open(rest)
-    if product(wanted) != x.size and not held:
-        shown = ", ".join(map(str, call.dims(1)))
+    compared_later = isinstance(x.size, Expr) and isinstance(rest, int) and rest > 0
+    if product(wanted) != x.size and not (compared_later or is_open(x.size) or is_open(rest)):
         raise ShapeError(
             f"Reshape of {x} to ({shown}) changes the element count "
             f"from {x.size} to {product(wanted)}"
@@ -205,12 +240,23 @@ def _reshape_reference(x: Any, shape: Any, *, allowzero: int) -> Any:
     return x.reshape(wanted)
 
 
+def _emit_reshape(context: EmissionContext, node: Node) -> None:
+    """Writes a single symbolic size as -1, which needs no Shape arithmetic at run time."""
+    shape = node.outputs[0].type.shape
+    wanted = [-1 if isinstance(d, Expr) else d for d in shape]
+    if wanted.count(-1) > 1 or 0 in shape:
+        context.plain(node)
+        return
+    inputs = [context.inputs(node)[0], context.constant(np.array(wanted, np.int64))]
+    context.add("Reshape", inputs, context.output_names(node))
+
+
 reshape_row = Op(
     name="Reshape",
     kind=OpKind.MOVEMENT,
     integer_form=IntegerForm.COPY,
     total=True,
-    emit=emit_reshape,
+    emit=_emit_reshape,
     batch=batching.reshaped,
     preserves_elements=True,
     **settled(_reshape, all_open(lambda call: length(call, 1)), 1),
@@ -232,10 +278,6 @@ def _transpose(call: OpCall) -> Types:
     return (x.with_shape(x.shape[p] for p in perm),)
 
 
-def _transpose_vjp(g: Tensor, y: Tensor, x: Tensor, *, perm: Any) -> tuple[Tensor]:
-    return (g.transpose(*map(int, np.argsort(perm)) if perm else ()),)
-
-
 transpose = Op(
     name="Transpose",
     kind=OpKind.MOVEMENT,
@@ -243,7 +285,7 @@ transpose = Op(
     batch=batching.transposed,
     infer=_transpose,
     reference=lambda x, perm: x.transpose(perm),
-    vjp=_transpose_vjp,
+    vjp=lambda g, y, x, perm: (g.transpose(*np.argsort(perm) if perm else ()),),
     samples=(sample(normal(2, 3, 4), perm=(1, 2, 0)), sample(normal(2, 3))),
 )
 
@@ -253,8 +295,18 @@ def _expanded(call: OpCall) -> Types:
     return (x.with_shape(broadcast(call.row, x.shape, call.dims(1))),)
 
 
+def _emit_expand(context: EmissionContext, node: Node) -> None:
+    """Writes an empty result as a constant: onnxruntime 1.31 drops an Expand of 1 to 0."""
+    type_ = node.outputs[0].type
+    if 0 in type_.shape and not type_.symbols:
+        empty = np.zeros(type_.concrete({}), type_.dtype.numpy)
+        context.names[node.outputs[0]] = context.constant(empty)
+    else:
+        context.plain(node)
+
+
 expand_row = Op(
-    name="Expand", kind=OpKind.MOVEMENT, emit=emit_expand,
+    name="Expand", kind=OpKind.MOVEMENT, emit=_emit_expand,
     batch=batching.expanded,
     **settled(_expanded, all_open(lambda call: max(call.type(0).rank, length(call, 1))), 1),
     reference=lambda x, shape: x * np.ones(shape, x.dtype) if x.dtype.kind == "f"
@@ -268,7 +320,7 @@ def known_ints(x: Tensor) -> list[int]:
     """The contents of a constant int vector."""
     contents = recorder().known(x)
     if contents is None:
-        raise InvalidInput(f"{x!r} must be constant here")
+        raise InvalidInput(f"the contents of {x!r} must be known when the graph is built")
     return [int(i) for i in np.atleast_1d(np.asarray(contents))]
 
 
@@ -353,13 +405,8 @@ def _concat(call: OpCall) -> Types:
 
 
 def _concat_vjp(g: Tensor, y: Tensor, *xs: Tensor, axis: int) -> list[Tensor]:
-    start: Dim = 0
-    parts = []
-    for x in xs:
-        end = start + x.shape[axis]
-        parts.append(slice_axis(g, axis, start, end))
-        start = end
-    return parts
+    ends = [*accumulate((x.shape[axis] for x in xs), initial=0)]
+    return [slice_axis(g, axis, start, end) for start, end in pairwise(ends)]
 
 
 concat_row = Op(
@@ -411,11 +458,7 @@ def _where(call: OpCall) -> Types:
 
 
 def _where_vjp(g: Tensor, y: Tensor, condition: Tensor, a: Tensor, b: Tensor) -> Any:
-    return (
-        None,
-        sum_to(where(condition, g, 0.0), a),
-        sum_to(where(condition, 0.0, g), b),
-    )
+    return None, sum_to(where(condition, g, 0.0), a), sum_to(where(condition, 0.0, g), b)
 
 
 where = Op(
@@ -443,7 +486,7 @@ def reshape(x: TensorLike, shape: Sequence[Dim | int]) -> Tensor:
 def flatten(x: Tensor, start: int = 1) -> Tensor:
     """x: (B, ...) -> (B, product of the rest): axes from `start` on become one."""
     if not 0 <= start < max(x.rank, 1):
-        raise ShapeError(f"flatten from axis {start} of {x.type}")
+        raise ShapeError(f"flatten needs an axis of {x.type} to start from, got {start}")
     return x.reshape((*x.shape[:start], product(list(x.shape[start:]))))
 
 

@@ -33,8 +33,8 @@ def conv_grad_input(
 ) -> Tensor:
     """The adjoint of Conv in x: a ConvTranspose whose output has the given spatial size.
 
-    Where a size is open and the stride leaves its remainder open too, the output is made as large
-    as it may be, and cut.
+    Where a size is open and the stride leaves its remainder open too, the output is computed at its
+    largest possible size, and cut.
     """
     n = len(window.kernel)
     ends, extra, cut = [0] * n, [0] * n, []
@@ -53,7 +53,7 @@ def conv_grad_input(
 
 
 def crop(x: Tensor, wanted: Sequence[Dim]) -> Tensor:
-    """Drops what output padding of a stride or more let the window see beyond the input."""
+    """`x` cut to these sizes; an output padding of a stride or more gives positions beyond them."""
     for axis, (have, want) in enumerate(zip(x.shape, wanted, strict=True)):
         if have != want:
             x = slice_axis(x, axis, 0, want)
@@ -68,7 +68,7 @@ def _conv_grad_weight(call: OpCall) -> Types:
     if x.rank != g.rank or x.shape[0] != g.shape[0]:
         raise ShapeError(f"ConvGradWeight takes x and g of one batch, got {x} and {g}")
     if attrs["form"] and attrs["form"] not in WEIGHT_FORMS:
-        raise InvalidInput(f"form is one of {', '.join(WEIGHT_FORMS)}, got {attrs['form']!r}")
+        raise InvalidInput(f"form must be one of {', '.join(WEIGHT_FORMS)}, got {attrs['form']!r}")
     window = Window(attrs["kernel_shape"], attrs)
     n = len(window.kernel)
     for i, (size, positions) in enumerate(zip(x.shape[2:], g.shape[2:], strict=True)):
@@ -83,16 +83,14 @@ def _conv_grad_weight_kernel(
     x: Any, g: Any, *, kernel_shape: Any, group: int, form: str, **attrs: Any
 ) -> Any:
     window = Window(kernel_shape, attrs)
-    n = len(kernel_shape)
-    padded = np.pad(x, [(0, 0), (0, 0), *zip(window.pads[:n], window.pads[n:], strict=True)])
+    padded = window.padded(x)
     grouped = padded.reshape(x.shape[0], group, -1, *padded.shape[2:])
     cotangents = g.reshape(g.shape[0], group, -1, *g.shape[2:])
     w = np.zeros((group, cotangents.shape[2], grouped.shape[2], *kernel_shape), x.dtype)
-    spatial = "xyz"[:n]
+    spatial = "xyz"[: len(kernel_shape)]
     for tap in np.ndindex(*kernel_shape):
         view = at_tap(grouped, window, tap, g.shape[2:])
-        rule = f"ngc{spatial},ngo{spatial}->goc"
-        w[(Ellipsis, *tap)] = np.einsum(rule, view, cotangents)
+        w[(Ellipsis, *tap)] = np.einsum(f"ngc{spatial},ngo{spatial}->goc", view, cotangents)
     return w.reshape(g.shape[1], -1, *kernel_shape)
 
 
@@ -128,7 +126,7 @@ def _interleaved_serves(x: TensorType, g: TensorType, window: Window, group: int
 def _by_columns(x: Tensor, g: Tensor, window: Window, group: int) -> Tensor:
     """Slices of the padded input as rows of one matrix product, or of one per group."""
     k = len(window.kernel)
-    planes = _padded(x, window).transpose(1, 0, *range(2, 2 + k))
+    planes = _swapped(_padded(x, window))
     out = static(g.shape[2:], "an output plane")
     taps = [
         _plane(planes, tap_slices(window, tap, out)) for tap in np.ndindex(*window.kernel)
@@ -148,9 +146,9 @@ def _product_of_columns(taps: Sequence[Tensor], g: Tensor, window: Window) -> Te
     k, channels = len(window.kernel), taps[0].shape[0]
     rows = [t.reshape((channels, -1)) for t in taps]
     if len(rows) == 1:  # both operands are moved by whole planes, the result not at all
-        outputs = g.transpose(1, 0, *range(2, 2 + k)).reshape((g.shape[1], -1))
+        outputs = _swapped(g).reshape((g.shape[1], -1))
         return gemm(outputs, rows[0], transB=1).reshape((g.shape[1], channels, *window.kernel))
-    matrix = concat(rows) if len(rows) > 1 else rows[0]
+    matrix = concat(rows)
     cotangents = g.transpose(0, *range(2, 2 + k), 1).reshape((-1, g.shape[1]))
     products = (matrix @ cotangents).reshape((*window.kernel, channels, g.shape[1]))
     return products.transpose(1 + k, k, *range(k))
@@ -168,13 +166,13 @@ def _by_taps(x: Tensor, g: Tensor, window: Window, group: int) -> Tensor:
 
 
 def _by_rows(x: Tensor, g: Tensor, window: Window, group: int) -> Tensor:
-    """As by taps, with images and channels innermost: a slice of a plane is a few long copies."""
+    """As `_by_taps` with images and channels innermost, so that slices are a few long copies."""
     n, out = len(window.kernel), static(g.shape[2:], "an output plane")
     wide, g_rows = inner_planes(x), inner_planes(g)
     if any(window.pads):
         wide = pad_row(wide, np.array([*window.pads[:n], 0, *window.pads[n:], 0]))
     taps = [
-        (leading(wide, tap_slices(window, tap, out)) * g_rows).reshape((-1, group)).sum([0])
+        (sliced(wide, tap_slices(window, tap, out)) * g_rows).reshape((-1, group)).sum([0])
         for tap in np.ndindex(*window.kernel)
     ]
     return stack(taps, 1).reshape((group, 1, *window.kernel))
@@ -187,12 +185,12 @@ def inner_planes(x: Tensor) -> Tensor:
     return rows.transpose(1, 0).reshape((*spatial, -1))
 
 
-def leading(x: Tensor, taken: Sequence[slice]) -> Tensor:
-    """`x` with its first axes sliced."""
-    if all((s.start, s.stop, s.step) == (0, d, 1) for s, d in zip(taken, x.shape, strict=False)):
+def sliced(x: Tensor, taken: Sequence[slice], first: int = 0) -> Tensor:
+    """`x` with consecutive axes sliced, from axis `first` on."""
+    bounds = [(s.start, s.stop, axis, s.step) for axis, s in enumerate(taken, first)]
+    if all((start, stop, step) == (0, x.shape[axis], 1) for start, stop, axis, step in bounds):
         return x
-    bounds = ([s.start for s in taken], [s.stop for s in taken], range(len(taken)))
-    return slice_row(x, *map(np.array, bounds), np.array([s.step for s in taken]))
+    return slice_row(x, *map(np.array, zip(*bounds, strict=True)))
 
 
 def _interleaved(x: Tensor, g: Tensor, window: Window, group: int) -> Tensor:
@@ -201,17 +199,14 @@ def _interleaved(x: Tensor, g: Tensor, window: Window, group: int) -> Tensor:
     k = len(spatial)
     image = x.transpose(0, *range(2, 2 + k), 1).reshape((1, n, *spatial[:-1], spatial[-1] * c))
     wide = [1] * (k - 1) + [c]
-    pads = [p * f for p, f in zip(window.pads, wide * 2, strict=True)]
-    out = emit(
-        "Conv",
-        image,
-        g.transpose(1, 0, *range(2, 2 + k)),
-        strides=window.dilations,
-        dilations=[s * f for s, f in zip(window.strides, wide, strict=True)],
-        pads=pads,
-    )
-    kept = [t * f for t, f in zip(window.kernel, wide, strict=True)]
-    out = crop(out, (1, g.shape[1], *kept))
+    attrs = {
+        "strides": window.dilations,
+        "dilations": [s * f for s, f in zip(window.strides, wide, strict=True)],
+        "pads": [p * f for p, f in zip(window.pads, wide * 2, strict=True)],
+    }
+    sizes = [t * f for t, f in zip(window.kernel, wide, strict=True)]
+    out = emit("Conv", image, _swapped(g), **attrs)
+    out = crop(out, (1, g.shape[1], *sizes))
     return out.reshape((g.shape[1], *window.kernel, c)).transpose(0, 1 + k, *range(1, 1 + k))
 
 
@@ -224,35 +219,27 @@ def _padded(x: Tensor, window: Window) -> Tensor:
 
 def _plane(x: Tensor, taken: Sequence[slice]) -> Tensor:
     """`x` with its last axes sliced."""
-    lead = x.rank - len(taken)
-    if all((s.start, s.stop, s.step) == (0, x.shape[lead + i], 1) for i, s in enumerate(taken)):
-        return x
-    bounds = ([s.start for s in taken], [s.stop for s in taken], range(lead, x.rank))
-    return slice_row(x, *map(np.array, bounds), np.array([s.step for s in taken]))
+    return sliced(x, taken, x.rank - len(taken))
+
+
+def _swapped(x: Tensor) -> Tensor:
+    """(N, C, *S) -> (C, N, *S)."""
+    return x.transpose(1, 0, *range(2, x.rank))
 
 
 def _transposed(x: Tensor, g: Tensor, window: Window, group: int) -> Tensor:
     """Conv with batch and channel exchanged; strides and dilations exchange roles too."""
-    n, channels = x.shape[0], x.shape[1]
-    spatial = x.shape[2:]
+    n, channels, *spatial = x.shape
     per_group = floor_div(channels, group)
     k = len(spatial)
     if group > 1:
         split = x.reshape((n, group, per_group, *spatial))
         image = split.transpose(2, 1, 0, *range(3, 3 + k)).reshape((per_group, -1, *spatial))
     else:
-        image = x.transpose(1, 0, *range(2, 2 + k))
-    out = emit(
-        "Conv",
-        image,
-        g.transpose(1, 0, *range(2, 2 + k)),
-        group=group,
-        strides=window.dilations,
-        dilations=window.strides,
-        pads=window.pads,
-    )
-    out = crop(out, (per_group, g.shape[1], *window.kernel))
-    return out.transpose(1, 0, *range(2, 2 + k))
+        image = _swapped(x)
+    attrs = {"strides": window.dilations, "dilations": window.strides, "pads": window.pads}
+    out = emit("Conv", image, _swapped(g), group=group, **attrs)
+    return _swapped(crop(out, (per_group, g.shape[1], *window.kernel)))
 
 
 WEIGHT_FORMS: Final[Mapping[str, WeightForm]] = {
@@ -262,11 +249,11 @@ WEIGHT_FORMS: Final[Mapping[str, WeightForm]] = {
     "taps": WeightForm(_by_taps_serves, _by_taps),
     "transposed": WeightForm(lambda x, g, window, group: True, _transposed),
 }
-"""The ways to compute ConvGradWeight; a node's attribute `form` names one, else `fastest`."""
+"""The ways to compute ConvGradWeight; a node's attribute `form` names one, else `_fastest`."""
 
 
 def weight_forms(x: TensorType, g: TensorType, attrs: Mapping[str, Any]) -> tuple[str, ...]:
-    """The forms that serve a ConvGradWeight of these operands, the one taken by default first."""
+    """The forms that serve a ConvGradWeight of these operands, the default first."""
     window, group = Window(attrs["kernel_shape"], attrs), attrs.get("group") or 1
     serving = [name for name, form in WEIGHT_FORMS.items() if form.serves(x, g, window, group)]
     first = _fastest(x, g, window, group, serving)
@@ -280,7 +267,7 @@ LARGE_PLANE: Final = 256
 def _fastest(
     x: TensorType, g: TensorType, window: Window, group: int, serving: Sequence[str]
 ) -> str:
-    """As measured on onnxruntime's CPU kernels; a tuner that measures sets `form` instead."""
+    """The fastest on onnxruntime's CPU kernels; a tuner that measures sets `form` instead."""
     dense = set(window.strides) == {1}
     order: tuple[str, ...] = ("interleaved", "transposed")
     if x.shape[1] == 1 or set(window.kernel) == {1}:
@@ -299,7 +286,7 @@ def _conv_grad_weight_body(
     window = Window(kernel_shape, attrs)
     serving = weight_forms(x.type, g.type, {"kernel_shape": kernel_shape, "group": group, **attrs})
     if form and form not in serving:
-        raise InvalidInput(f"ConvGradWeight has here the forms {', '.join(serving)}, got {form!r}")
+        raise InvalidInput(f"this ConvGradWeight has the forms {', '.join(serving)}, got {form!r}")
     return WEIGHT_FORMS[form or serving[0]].make(x, g, window, group)
 
 

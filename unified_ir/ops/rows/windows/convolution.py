@@ -7,7 +7,7 @@ Conv(x, w) is bilinear; ConvTranspose(g, w) is its adjoint in x, ConvGradWeight(
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -18,10 +18,7 @@ from triplane.unified_ir.ir.types import ShapeError, TensorType
 from triplane.unified_ir.ops.batching import merged
 from triplane.unified_ir.ops.emission import EmissionContext
 from triplane.unified_ir.ops.row import IntegerForm, Op, OpCall, OpKind
-from triplane.unified_ir.ops.rows.movement.structure import (
-    pad_row,
-    slice_axis,
-)
+from triplane.unified_ir.ops.rows.movement.structure import pad_row, slice_axis
 from triplane.unified_ir.ops.rows.windows.conv_gradients import (
     conv_grad_input,
     conv_grad_weight,
@@ -29,6 +26,7 @@ from triplane.unified_ir.ops.rows.windows.conv_gradients import (
 )
 from triplane.unified_ir.ops.rows.windows.window import (
     SAME,
+    Sizes,
     Window,
     at_tap,
     is_static,
@@ -37,7 +35,8 @@ from triplane.unified_ir.ops.rows.windows.window import (
     shared_out,
     sizes_of,
     static,
-    with_explicit_pads,
+    window_attrs,
+    without_neutral,
 )
 from triplane.unified_ir.ops.samples import normal, sample
 from triplane.unified_ir.ops.tensor import Tensor, dims_of
@@ -73,10 +72,10 @@ def _conv(call: OpCall) -> Types:
 
 
 def _positions_of_open_kernel(x: TensorType, w: TensorType, attrs: Mapping[str, Any]) -> list[Dim]:
-    """A kernel of open size occurs where a weight's gradient takes a cotangent as its kernel."""
+    """A kernel has an open size where a weight's gradient takes a cotangent as its kernel."""
     unit = Window((1,) * (w.rank - 2), attrs)
     if (attrs.get("auto_pad") or "NOTSET") != "NOTSET" or attrs.get("kernel_shape"):
-        raise ShapeError(f"a kernel of open size takes explicit pads, got {w} and {attrs}")
+        raise ShapeError(f"a kernel of open size needs explicit pads, got {w} and {attrs}")
     return [
         unit.out_size(i, size - (k - 1) * unit.dilations[i])
         for i, (size, k) in enumerate(zip(x.shape[2:], w.shape[2:], strict=True))
@@ -90,39 +89,42 @@ def _conv_vjp(
     amounts = open_same_pads(attrs, kernel, x.shape[2:])
     if amounts is not None:
         return _conv_vjp_padded(g, x, w, b, amounts, {**attrs, "auto_pad": None, "pads": None})
-    window = Window(kernel, with_explicit_pads(attrs, kernel, x.shape[2:]))
+    window = Window.over(x.shape[2:], kernel, attrs)
     d_x = conv_grad_input(g, w, x.shape[2:], window, attrs["group"])
     d_w = conv_grad_weight(x, g, kernel_shape=window.kernel, group=attrs["group"], **window.attrs())
     return (d_x, d_w) if b is None else (d_x, d_w, _grad_bias(g))
 
 
 def _grad_bias(g: Tensor) -> Tensor:
-    """Two sums, which onnxruntime makes faster than one over such axes."""
+    """Two sums, which onnxruntime computes faster than one over such axes."""
     return g.sum([*range(2, g.rank)]).sum([0])
 
 
 def _conv_vjp_padded(
     g: Tensor, x: Tensor, w: Tensor, b: Tensor | None, amounts: Sequence[Dim], attrs: Any
 ) -> tuple[Tensor | None, ...]:
-    """Padding that depends on open sizes: written out, and taken off the gradient again."""
+    """Padding that depends on open sizes is written out before, and cut off the gradient."""
     n = x.rank - 2
     before, after = amounts[:n], amounts[n:]
     wide = pad_row(x, dims_of([0, 0, *before, 0, 0, *after]))
     d_wide, *rest = _conv_vjp(g, g, wide, w, b, **attrs)
     assert d_wide is not None
-    for i in range(n):
-        d_wide = slice_axis(d_wide, 2 + i, before[i], before[i] + x.shape[2 + i])
-    return (d_wide, *rest)
+    return (without_padding(d_wide, before, x.shape[2:]), *rest)
+
+
+def without_padding(x: Tensor, before: Sequence[Dim], spatial: Sequence[Dim]) -> Tensor:
+    """(N, C, *S padded) -> (N, C, *S): the part of each axis that begins after its padding."""
+    for i, size in enumerate(spatial):
+        x = slice_axis(x, 2 + i, before[i], before[i] + size)
+    return x
 
 
 def _conv_kernel(x: Any, w: Any, b: Any = None, **attrs: Any) -> Any:
     """One einsum per kernel tap over strided views of the padded input."""
-    kernel = w.shape[2:]
-    attrs = with_explicit_pads(attrs, kernel, x.shape[2:])
-    window, group = Window(kernel, attrs), attrs["group"]
-    n = len(kernel)
+    kernel, group = w.shape[2:], attrs["group"]
+    window = Window.over(x.shape[2:], kernel, attrs)
     out = window.out_ints(x.shape[2:])
-    padded = np.pad(x, [(0, 0), (0, 0), *zip(window.pads[:n], window.pads[n:], strict=True)])
+    padded = window.padded(x)
     grouped = padded.reshape(x.shape[0], group, -1, *padded.shape[2:])
     weights = w.reshape(group, -1, *w.shape[1:])
     y = np.zeros((x.shape[0], group, weights.shape[1], *out), x.dtype)
@@ -130,7 +132,7 @@ def _conv_kernel(x: Any, w: Any, b: Any = None, **attrs: Any) -> Any:
         view = at_tap(grouped, window, tap, out)
         y += np.einsum("ngc...,goc->ngo...", view, weights[(Ellipsis, *tap)])
     y = y.reshape(x.shape[0], w.shape[0], *out)
-    return y if b is None else y + b.reshape(-1, *[1] * n)
+    return y if b is None else y + b.reshape(-1, *[1] * len(kernel))
 
 
 conv_row = Op(
@@ -164,8 +166,8 @@ def transposed_window(
 ) -> tuple[Window, tuple[int, ...]]:
     """The window whose Conv this transposes, with explicit pads, and the output padding.
 
-    `output_shape` and SAME_* fix the output's size and share out the pads; what no pad can give
-    is added after the output.
+    `output_shape` and SAME_* fix the output's size, and the pads follow from it; sizes that no pad
+    can reach are reached by output padding.
     """
     mode = attrs.get("auto_pad") or "NOTSET"
     plain = Window(kernel, {**attrs, "pads": attrs.get("pads") if mode == "NOTSET" else None})
@@ -185,8 +187,7 @@ def transposed_window(
             raise ShapeError(f"ConvTranspose with output_shape needs static sizes, got {size}")
         extra[i] += max(-total, 0)
         totals.append(max(total, 0))
-    pads = shared_out(totals, mode)
-    return Window(kernel, {**attrs, "pads": pads}), tuple(extra)
+    return Window(kernel, {**attrs, "pads": shared_out(totals, mode)}), tuple(extra)
 
 
 def _conv_transpose(call: OpCall) -> Types:
@@ -223,10 +224,8 @@ def _conv_transpose_kernel(x: Any, w: Any, b: Any = None, **attrs: Any) -> Any:
     for tap in np.ndindex(*window.kernel):
         view = at_tap(y, window, tap, x.shape[2:])
         view += np.einsum("ngc...,gco->ngo...", grouped, weights[(Ellipsis, *tap)])
-    y = y.reshape(x.shape[0], -1, *full)
-    crop: list[Any] = [Ellipsis]
-    crop += [slice(window.pads[i], full[i] - window.pads[n + i]) for i in range(n)]
-    y = y[tuple(crop)]
+    inside: list[Any] = [slice(window.pads[i], full[i] - window.pads[n + i]) for i in range(n)]
+    y = y.reshape(x.shape[0], -1, *full)[(Ellipsis, *inside)]
     return y if b is None else y + b.reshape(-1, *[1] * n)
 
 
@@ -235,14 +234,13 @@ def _conv_transpose_vjp(
 ) -> tuple[Tensor | None, ...]:
     window, _ = transposed_window(attrs, _kernel_of(attrs, w.type), x.shape[2:])
     group = attrs["group"]
-    d_x = conv_row(g, w, group=group, **window.attrs())
-    d_x = crop(d_x, x.shape)
+    d_x = crop(conv_row(g, w, group=group, **window.attrs()), x.shape)
     d_w = conv_grad_weight(g, x, kernel_shape=window.kernel, group=group, **window.attrs())
     return (d_x, d_w) if b is None else (d_x, d_w, _grad_bias(g))
 
 
 def _emit_conv_transpose(context: EmissionContext, node: Node) -> None:
-    """With explicit pads: runtimes share out the padding of SAME and output_shape differently."""
+    """With explicit pads, because runtimes place those of SAME and output_shape differently."""
     x, w = node.inputs[0], node.inputs[1]
     assert x is not None
     assert w is not None
@@ -282,43 +280,27 @@ def conv(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    stride: int | Sequence[int] = 1,
-    padding: str | int | Sequence[int] = 0,
-    dilation: int | Sequence[int] = 1,
+    stride: Sizes = 1,
+    padding: str | Sizes = 0,
+    dilation: Sizes = 1,
     groups: int = 1,
 ) -> Tensor:
     """x: (N, C, *S), weight: (O, C/groups, *K), bias: (O,) -> (N, O, *T).
 
-    `padding` is an amount for every side, one per axis, or "same" / "valid"; "same" keeps
-    ceil(size / stride), the odd element going after.
+    `padding` is an amount for every side, one per axis, or "same" / "valid". With "same" an axis
+    has ceil(size / stride) outputs, and an odd element of padding comes after the axis.
     """
-    attrs: dict[str, Any] = {
-        "strides": sizes_of(stride, x.rank, "a stride"),
-        "dilations": sizes_of(dilation, x.rank, "a dilation"),
-    }
+    mode = None
+    attrs = window_attrs(x.rank, stride, 0 if isinstance(padding, str) else padding, dilation)
     if isinstance(padding, str):
-        modes = {"same": "SAME_UPPER", "valid": "VALID"}
-        if padding not in modes:
+        mode = {"same": "SAME_UPPER", "valid": "VALID"}.get(padding)
+        if mode is None:
             raise InvalidInput(f"padding is an int, ints, 'same' or 'valid', got {padding!r}")
         kernel = static(weight.shape[2:], "a kernel's size")
-        attrs["auto_pad"] = modes[padding]
         if is_static(x.shape[2:]) or set(attrs["strides"]) == {1}:
-            attrs = {**with_explicit_pads(attrs, kernel, x.shape[2:]), "auto_pad": None}
-    else:
-        attrs["pads"] = sizes_of(padding, x.rank, "a padding") * 2
-    return conv_row(x, weight, bias, group=groups, **_plain(attrs))
-
-
-def _plain(attrs: Mapping[str, Any]) -> dict[str, Any]:
-    """Attributes without those that say what their absence says."""
-    return {
-        k: v
-        for k, v in attrs.items()
-        if v and (isinstance(v, str) or any(i != _NEUTRAL[k] for i in v))
-    }
-
-
-_NEUTRAL: Final = {"strides": 1, "dilations": 1, "pads": 0, "output_padding": 0}
+            window = Window.over(x.shape[2:], kernel, {**attrs, "auto_pad": mode})
+            mode, attrs["pads"] = None, window.pads
+    return conv_row(x, weight, bias, group=groups, auto_pad=mode, **without_neutral(attrs))
 
 
 def conv_transpose(
@@ -326,20 +308,16 @@ def conv_transpose(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    stride: int | Sequence[int] = 1,
-    padding: int | Sequence[int] = 0,
-    output_padding: int | Sequence[int] = 0,
-    dilation: int | Sequence[int] = 1,
+    stride: Sizes = 1,
+    padding: Sizes = 0,
+    output_padding: Sizes = 0,
+    dilation: Sizes = 1,
     groups: int = 1,
 ) -> Tensor:
     """x: (N, C, *S), weight: (C, O/groups, *K), bias: (O,) -> (N, O, *T), the adjoint of `conv`.
 
     T = (S - 1) stride - 2 padding + dilation (K - 1) + 1 + output_padding along each axis.
     """
-    attrs = {
-        "strides": sizes_of(stride, x.rank, "a stride"),
-        "dilations": sizes_of(dilation, x.rank, "a dilation"),
-        "pads": sizes_of(padding, x.rank, "a padding") * 2,
-        "output_padding": sizes_of(output_padding, x.rank, "an output_padding"),
-    }
-    return conv_transpose_row(x, weight, bias, group=groups, **_plain(attrs))
+    attrs = window_attrs(x.rank, stride, padding, dilation)
+    attrs["output_padding"] = sizes_of(output_padding, x.rank, "an output_padding")
+    return conv_transpose_row(x, weight, bias, group=groups, **without_neutral(attrs))

@@ -31,7 +31,7 @@ def _non_max_types(call: OpCall) -> tuple[TensorType, ...]:
 
 
 def _corners(boxes: Any, center: int) -> Any:
-    """Boxes as (low y, low x, high y, high x), whichever diagonal they were given by."""
+    """Boxes as (low y, low x, high y, high x), whichever diagonal their corners span."""
     if center:
         middle, half = boxes[:, 1::-1], boxes[:, :1:-1] / 2
         return np.concatenate([middle - half, middle + half], axis=1)
@@ -49,10 +49,9 @@ def _overlap(box: Any, others: Any) -> Any:
 
 
 def _best_apart(boxes: Any, scores: Any, most: int, iou: float, least: float | None) -> list[int]:
-    """Boxes by falling score, each overlapping no better one by more than `iou`."""
-    order = np.argsort(-scores, kind="stable")
+    """Boxes by falling score, none of which overlaps a better one by more than `iou`."""
     kept: list[int] = []
-    for i in order:
+    for i in np.argsort(-scores, kind="stable"):
         if len(kept) == most or (least is not None and not scores[i] > least):
             break
         if not kept or (_overlap(boxes[i], boxes[kept]) <= iou).all():

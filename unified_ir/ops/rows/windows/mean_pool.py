@@ -12,16 +12,16 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim
 from triplane.unified_ir.ir.graph import Node
 from triplane.unified_ir.ir.types import ShapeError, TensorType
-from triplane.unified_ir.ops import batching
 from triplane.unified_ir.ops.batching import merged
 from triplane.unified_ir.ops.row import IntegerForm, Op, OpCall, OpKind
 from triplane.unified_ir.ops.rows.arithmetic.elementwise import abs_, pow_, sign
 from triplane.unified_ir.ops.rows.movement.resizing import along
-from triplane.unified_ir.ops.rows.movement.structure import ones, pad_row, slice_axis, where
+from triplane.unified_ir.ops.rows.movement.structure import ones, pad_row, where
 from triplane.unified_ir.ops.rows.windows.conv_gradients import conv_grad_input
-from triplane.unified_ir.ops.rows.windows.convolution import conv_row
+from triplane.unified_ir.ops.rows.windows.convolution import conv_row, without_padding
 from triplane.unified_ir.ops.rows.windows.window import (
     Padded,
+    Sizes,
     Window,
     emit_pool,
     is_static,
@@ -29,30 +29,25 @@ from triplane.unified_ir.ops.rows.windows.window import (
     pool_attrs,
     pooled_type,
     refuse_padding_alone,
-    with_explicit_pads,
 )
 from triplane.unified_ir.ops.samples import apart, between, normal, sample
 from triplane.unified_ir.ops.tensor import Tensor, dims_of
 
 
-def _pool(call: OpCall) -> tuple[TensorType]:
-    return (pooled_type(call.type(0), call.attrs),)
-
-
 def _average_types(call: OpCall) -> tuple[TensorType]:
     if not call.attrs["count_include_pad"]:
         refuse_padding_alone(call.type(0), call.attrs)
-    return _pool(call)
+    return (pooled_type(call.type(0), call.attrs),)
 
 
 def _check_power(call: OpCall) -> None:
     if call.attrs["p"] < 1:
-        raise InvalidInput(f"{call.row} takes a power p of at least 1, got {call.attrs['p']}")
+        raise InvalidInput(f"{call.row} needs a power p of at least 1, got {call.attrs['p']}")
 
 
 def _lp_types(call: OpCall) -> tuple[TensorType]:
     _check_power(call)
-    return _pool(call)
+    return (pooled_type(call.type(0), call.attrs),)
 
 
 def _global_lp_types(call: OpCall) -> tuple[TensorType]:
@@ -66,12 +61,12 @@ def _global_lp_types(call: OpCall) -> tuple[TensorType]:
 def _rooms(x: Tensor, attrs: Mapping[str, Any]) -> tuple[Sequence[Dim], Sequence[Dim], Window]:
     """Padding before and after each axis up to where the last window ends, and the bare window."""
     kernel, spatial = attrs["kernel_shape"], x.shape[2:]
-    bare = Window(kernel, {**attrs, "pads": None})
+    bare = Window.without_pads(kernel, attrs)
     n = len(kernel)
     amounts = open_same_pads(attrs, kernel, spatial)
     if amounts is not None:
         return amounts[:n], amounts[n:], bare
-    window = Window(kernel, with_explicit_pads(attrs, kernel, spatial))
+    window = Window.over(spatial, kernel, attrs)
     if not attrs.get("ceil_mode"):
         return window.pads[:n], window.pads[n:], bare
     after: list[Dim] = []
@@ -109,14 +104,12 @@ def _spread(g: Tensor, x: Tensor, attrs: Mapping[str, Any]) -> Tensor:
     taps = ones((1, 1, *kernel), g.dtype)
     amounts = open_same_pads(attrs, kernel, spatial)
     if amounts is None:
-        window = Window(kernel, with_explicit_pads(attrs, kernel, spatial))
+        window = Window.over(spatial, kernel, attrs)
         return conv_grad_input(flat, taps, spatial, window, 1).reshape(x.shape)
-    bare = Window(kernel, {**attrs, "pads": None})
+    bare = Window.without_pads(kernel, attrs)
     wide = [a + d + b for a, d, b in zip(amounts[:n], spatial, amounts[n:], strict=True)]
     spread = conv_grad_input(flat, taps, wide, bare, 1)
-    for i, size in enumerate(spatial):
-        spread = slice_axis(spread, 2 + i, amounts[i], amounts[i] + size)
-    return spread.reshape(x.shape)
+    return without_padding(spread, amounts[:n], spatial).reshape(x.shape)
 
 
 def _host_counts(padded: Padded, spatial: Sequence[int], include: int) -> Any:
@@ -127,7 +120,7 @@ def _host_counts(padded: Padded, spatial: Sequence[int], include: int) -> Any:
         stop = [size - max(0, room - own) for size, (own, room) in
                 zip(inside.shape, declared, strict=True)]  # fmt: skip
         inside[tuple(slice(0, end) for end in stop)] = 1
-    return sum(padded.at(inside, tap) for tap in padded.taps())
+    return sum(padded.views(inside))
 
 
 def _average_kernel(
@@ -135,10 +128,8 @@ def _average_kernel(
 ) -> Any:
     """Sum over each window divided by how many of its elements count."""
     padded = Padded(x, kernel_shape, ceil_mode, attrs)
-    values = padded.pad(x, 0)
-    total = sum(padded.at(values, tap) for tap in padded.taps())
     counts = _host_counts(padded, x.shape[2:], count_include_pad)
-    return total / counts.astype(x.dtype)
+    return sum(padded.views(padded.pad(x, 0))) / counts.astype(x.dtype)
 
 
 def _counts(x: Tensor, attrs: Mapping[str, Any]) -> Any:
@@ -152,8 +143,8 @@ def _counts(x: Tensor, attrs: Mapping[str, Any]) -> Any:
         return float(counts.flat[0]) if np.ptp(counts) == 0 else counts.astype(x.dtype.numpy)
     if include and ceil_mode and pads:
         raise ShapeError(
-            f"the mean over the symbolic plane of {x.type} with ceil_mode and counted pads is not "
-            "differentiated; fix the height and width in the TensorSpec"
+            f"the mean over the symbolic plane of {x.type} with ceil_mode and counted pads has no "
+            "gradient; fix the height and width in the TensorSpec"
         )
     same = open_same_pads(attrs, kernel, spatial) is not None
     if not ceil_mode and (include or not (pads or same)):
@@ -226,8 +217,7 @@ def powers(x: Tensor, p: int) -> Tensor:
 
 def _lp_kernel(x: Any, *, kernel_shape: Any, p: int, ceil_mode: int, **attrs: Any) -> Any:
     padded = Padded(x, kernel_shape, ceil_mode, attrs)
-    values = padded.pad(np.abs(x) ** p, 0)
-    return _root(sum(padded.at(values, tap) for tap in padded.taps()), p)
+    return _root(sum(padded.views(padded.pad(np.abs(x) ** p, 0))), p)
 
 
 def _lp_vjp(g: Tensor, y: Tensor, x: Tensor, *, p: int, **attrs: Any) -> tuple[Tensor]:
@@ -242,7 +232,7 @@ def _lp_native(node: Node, opset: int) -> bool:
 
 lp_pool_row = Op(
     name="LpPool", kind=OpKind.WINDOW,
-    batch=batching.merged,
+    batch=merged,
     infer=_lp_types,
     reference=_lp_kernel,
     vjp=_lp_vjp,
@@ -259,10 +249,6 @@ lp_pool_row = Op(
 )  # fmt: skip
 
 
-def _global_lp_vjp(g: Tensor, y: Tensor, x: Tensor, *, p: int) -> tuple[Tensor]:
-    return (norm_slope(g, y, p) * norm_share(x, p),)
-
-
 def _global_lp_body(x: Tensor, *, p: int) -> Tensor:
     total = powers(x, p).sum([*range(2, x.rank)], keepdims=True)
     return total if p == 1 else pow_(total, 1.0 / p)
@@ -271,12 +257,12 @@ def _global_lp_body(x: Tensor, *, p: int) -> Tensor:
 global_lp_pool = Op(
     name="GlobalLpPool",
     kind=OpKind.WINDOW,
-    batch=batching.merged,
+    batch=merged,
     infer=_global_lp_types,
     reference=lambda x, p: _root(
         (np.abs(x) ** p).sum(axis=tuple(range(2, x.ndim)), keepdims=True), p
     ),
-    vjp=_global_lp_vjp,
+    vjp=lambda g, y, x, p: (norm_slope(g, y, p) * norm_share(x, p),),
     body=_global_lp_body,
     native=lambda node, opset: opset < 22,
     samples=(sample(normal(2, 3, 4, 5)), sample(apart(2, 3, 4), p=1), sample(normal(1, 2, 3), p=3)),
@@ -286,37 +272,33 @@ global_lp_pool = Op(
 
 def avg_pool(
     x: Tensor,
-    kernel: int | Sequence[int],
+    kernel: Sizes,
     *,
-    stride: int | Sequence[int] | None = None,
-    padding: int | Sequence[int] = 0,
+    stride: Sizes | None = None,
+    padding: Sizes = 0,
     ceil_mode: bool = False,
     count_include_pad: bool = False,
 ) -> Tensor:
-    """x: (N, C, *S) -> (N, C, *T): mean of each window over what lies inside `x`.
+    """x: (N, C, *S) -> (N, C, *T): mean of each window over the elements inside `x`.
 
-    With `count_include_pad` over the padding too, as zeros.
+    With `count_include_pad` the padding counts too, as zeros.
     """
-    attrs = pool_attrs(x, kernel, stride, padding, ceil_mode=ceil_mode)
-    return average_pool_row(x, count_include_pad=int(count_include_pad), **attrs)
+    attrs = pool_attrs(x, kernel, stride, padding)
+    modes = {"ceil_mode": int(ceil_mode), "count_include_pad": int(count_include_pad)}
+    return average_pool_row(x, **modes, **attrs)
 
 
 def lp_pool(
-    x: Tensor,
-    p: int,
-    kernel: int | Sequence[int],
-    *,
-    stride: int | Sequence[int] | None = None,
-    ceil_mode: bool = False,
+    x: Tensor, p: int, kernel: Sizes, *, stride: Sizes | None = None, ceil_mode: bool = False
 ) -> Tensor:
     """x: (N, C, *S) -> (N, C, *T): (sum |x|^p)^(1/p) of each window; the gradient at 0 is 0."""
-    return lp_pool_row(x, p=p, **pool_attrs(x, kernel, stride, 0, ceil_mode=ceil_mode))
+    return lp_pool_row(x, p=p, ceil_mode=int(ceil_mode), **pool_attrs(x, kernel, stride, 0))
 
 
 def adaptive_avg_pool(x: Tensor, size: int | Sequence[int | None]) -> Tensor:
     """x: (N, C, *S) -> (N, C, *size): output o is the mean of floor(oS/T) .. ceil((o+1)S/T).
 
-    None keeps an axis. An axis of symbolic size goes to 1 or stays.
+    None keeps an axis. An axis of symbolic size can only be kept or pooled to 1.
     """
     wanted = [size] * (x.rank - 2) if isinstance(size, int) else list(size)
     if len(wanted) != x.rank - 2:
@@ -336,7 +318,7 @@ def adaptive_avg_pool(x: Tensor, size: int | Sequence[int | None]) -> Tensor:
 
 
 def _shares(size: int, out: int) -> Any:
-    """(out, size): what share each position has in each mean."""
+    """(out, size): the share that each position has in each mean."""
     starts = np.arange(out) * size // out
     ends = -(-(np.arange(1, out + 1) * size) // out)
     position = np.arange(size)

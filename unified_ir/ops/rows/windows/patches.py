@@ -8,15 +8,10 @@ from typing import Any
 import numpy as np
 
 from triplane.unified_ir.ir.dims import Dim, Expr, product
-from triplane.unified_ir.ir.graph import Node
 from triplane.unified_ir.ir.types import ShapeError, TensorType
 from triplane.unified_ir.ops.row import Op, OpCall, OpKind
 from triplane.unified_ir.ops.rows.movement.indexing import arange
-from triplane.unified_ir.ops.rows.movement.structure import (
-    broadcast_to,
-    size_of,
-    slice_axis,
-)
+from triplane.unified_ir.ops.rows.movement.structure import broadcast_to, size_of, slice_axis
 from triplane.unified_ir.ops.rows.windows.conv_gradients import conv_grad_input
 from triplane.unified_ir.ops.rows.windows.convolution import conv_row
 from triplane.unified_ir.ops.rows.windows.sampling import (
@@ -29,7 +24,14 @@ from triplane.unified_ir.ops.rows.windows.sampling import (
     weighted_rows,
     whole,
 )
-from triplane.unified_ir.ops.rows.windows.window import Window, at_tap, sizes_of, static
+from triplane.unified_ir.ops.rows.windows.window import (
+    Sizes,
+    Window,
+    at_tap,
+    sizes_of,
+    static,
+    window_attrs,
+)
 from triplane.unified_ir.ops.samples import between, fixed, normal, sample
 from triplane.unified_ir.ops.settings import length, settled
 from triplane.unified_ir.ops.tensor import Tensor, dims_of
@@ -42,20 +44,14 @@ def _patches(channels: int, kernel: Sequence[int], dtype: Any) -> Any:
     return np.tile(one, (channels, 1, *[1] * len(kernel)))
 
 
-def _columns(
-    image_shape: Sequence[Dim], kernel: Sequence[int], attrs: Mapping[str, Any]
-) -> tuple[Window, list[Dim]]:
-    window = Window(kernel, attrs)
-    return window, [window.out_size(i, d) for i, d in enumerate(image_shape)]
-
-
 def _col2im_operands(
     x: TensorType, image: Any, block: Any, attrs: Mapping[str, Any]
 ) -> tuple[list[Dim], int, Window, list[Dim]]:
     """Image sizes, channels, window and its positions; refuses columns that do not fit them."""
     kernel = [int(k) for k in block]
     sizes = [d if isinstance(d, Expr) else int(d) for d in image]
-    window, out = _columns(sizes, kernel, attrs)
+    window = Window(kernel, attrs)
+    out = [window.out_size(i, d) for i, d in enumerate(sizes)]
     taps = int(np.prod(kernel))
     columns = static(x.shape[1:2], "the columns of Col2Im")[0] if x.rank == 3 else 0
     if len(sizes) != len(kernel) or not columns or columns % taps or x.shape[2] != product(out):
@@ -72,20 +68,17 @@ def _col2im_types(call: OpCall) -> tuple[TensorType]:
     return (x.with_shape((x.shape[0], channels, *sizes)),)
 
 
-def _known_pair(image: Tensor, block: Tensor) -> tuple[Any, Any]:
-    return contents("Col2Im", image), contents("Col2Im", block)
-
-
 def _col2im(x: Tensor, image: Tensor, block: Tensor, **attrs: Any) -> Tensor:
-    sizes, channels, window, out = _col2im_operands(x.type, *_known_pair(image, block), attrs)
-    taps = int(np.prod(window.kernel))
-    planes = x.reshape((x.shape[0], channels * taps, *out))
+    known = [contents("Col2Im", operand) for operand in (image, block)]
+    sizes, channels, window, out = _col2im_operands(x.type, known[0], known[1], attrs)
+    planes = x.reshape((*x.shape[:2], *out))
     weight = x.build.as_operand(_patches(channels, window.kernel, x.dtype.numpy))
     return conv_grad_input(planes, weight, sizes, window, channels)
 
 
-def _col2im_vjp(g: Tensor, y: Tensor, x: Tensor, image: Tensor, block: Tensor, **attrs: Any) -> Any:
-    _, _, window, _ = _col2im_operands(x.type, *_known_pair(image, block), attrs)
+def _col2im_vjp(g: Tensor, y: Tensor, x: Tensor, _: Tensor, block: Tensor, **attrs: Any) -> Any:
+    kernel: Any = contents("Col2Im", block)
+    window = Window([int(k) for k in kernel], attrs)
     return (_unfolded(g, window).reshape(x.shape), None, None)
 
 
@@ -97,26 +90,28 @@ def _unfolded(x: Tensor, window: Window) -> Tensor:
 
 def _col2im_kernel(x: Any, image: Any, block: Any, **attrs: Any) -> Any:
     """Adds each tap's columns where its window position lies; then crops the pads."""
-    window, out = _columns([int(d) for d in image], [int(k) for k in block], attrs)
+    window = Window([int(k) for k in block], attrs)
+    out = window.out_ints([int(d) for d in image])
     n, taps = len(window.kernel), int(np.prod(window.kernel))
     columns = x.reshape(x.shape[0], -1, taps, *out)
     full = [int(d) + window.pads[i] + window.pads[n + i] for i, d in enumerate(image)]
     y: Any = np.zeros((*columns.shape[:2], *full), x.dtype)
     for k, tap in enumerate(np.ndindex(*window.kernel)):
-        view = at_tap(y, window, tap, static(out, "a plane"))
+        view = at_tap(y, window, tap, out)
         view += columns[:, :, k]
-    kept: Any = [slice(window.pads[i], window.pads[i] + int(d)) for i, d in enumerate(image)]
-    return y[(Ellipsis, *kept)]
-
-
-def _col2im_open(call: OpCall) -> tuple[Dim | None, ...]:
-    return (call.type(0).shape[0], *[None] * (1 + length(call, 1)))
+    inside: Any = [slice(window.pads[i], window.pads[i] + int(d)) for i, d in enumerate(image)]
+    return y[(Ellipsis, *inside)]
 
 
 col2im = Op(
     name="Col2Im",
     kind=OpKind.WINDOW,
-    **settled(_col2im_types, _col2im_open, 1, 2),
+    **settled(
+        _col2im_types,
+        lambda call: (call.type(0).shape[0], *[None] * (1 + length(call, 1))),
+        1,
+        2,
+    ),
     reference=_col2im_kernel,
     vjp=_col2im_vjp,
     body=_col2im,
@@ -161,12 +156,8 @@ def _deform_conv(
     for i, size in enumerate(spatial):
         extent = size_of([size], x.dtype)
         shift = slice_axis(moved, 2, i, i + 1).reshape((-1, taps, places))
-        at = shift + _regular(window, i, out, x)
-        pairs = []
-        for position, weight in linear(at):
-            assert weight is not None
-            pairs.append((bounded(position, extent), weight * inside(position, extent)))
-        axes.append(list(pairs))
+        pairs = linear(shift + _regular(window, i, out, x))
+        axes.append([(bounded(p, extent), weight * inside(p, extent)) for p, weight in pairs])
     planes = grouped.shape[0]
     first = arange(planes).reshape((planes, 1, 1)) * whole(product(list(spatial)))
     read = weighted_rows(rows_of(grouped), first, spatial, axes)  # (N og, K, T, C/og)
@@ -187,15 +178,11 @@ def _regular(window: Window, i: int, out: Sequence[Dim], like: Tensor) -> Tensor
     return places + like.build.as_operand(tap.astype(like.dtype.numpy))
 
 
-def _deform_native(node: Node, opset: int) -> bool:
-    return opset >= 19
-
-
 deform_conv = Op(
     name="DeformConv", kind=OpKind.WINDOW, weights=(1, 3),
     infer=_deform_types,
     body=_deform_conv,
-    native=_deform_native,
+    native=lambda node, opset: opset >= 19,
     samples=(
         sample(normal(2, 2, 4, 4), normal(3, 2, 2, 2), normal(2, 8, 3, 3)),
         sample(normal(1, 4, 5, 4), normal(2, 2, 3, 2), normal(1, 24, 3, 2), normal(2),
@@ -206,46 +193,25 @@ deform_conv = Op(
 )  # fmt: skip
 
 
-def _window(
-    n: int,
-    kernel: int | Sequence[int],
-    stride: int | Sequence[int],
-    padding: int | Sequence[int],
-    dilation: int | Sequence[int],
-) -> Window:
-    arguments = {
-        "a window": kernel,
-        "a stride": stride,
-        "a padding": padding,
-        "a dilation": dilation,
-    }
-    sizes = [sizes_of(value, n + 2, what) for what, value in arguments.items()]
-    attrs = {"strides": sizes[1], "pads": sizes[2] * 2, "dilations": sizes[3]}
-    return Window(sizes[0], attrs)
-
-
 def unfold(
-    x: Tensor,
-    kernel: int | Sequence[int],
-    *,
-    stride: int | Sequence[int] = 1,
-    padding: int | Sequence[int] = 0,
-    dilation: int | Sequence[int] = 1,
+    x: Tensor, kernel: Sizes, *, stride: Sizes = 1, padding: Sizes = 0, dilation: Sizes = 1
 ) -> Tensor:
     """x: (N, C, *S) -> (N, C K, L): the K elements of each of L windows, channel by channel."""
-    y = _unfolded(x, _window(x.rank - 2, kernel, stride, padding, dilation))
+    attrs = window_attrs(x.rank, stride, padding, dilation)
+    y = _unfolded(x, Window(sizes_of(kernel, x.rank, "a window"), attrs))
     return y.reshape((*y.shape[:2], product(list(y.shape[2:]))))
 
 
 def fold(
     x: Tensor,
     size: Sequence[Dim],
-    kernel: int | Sequence[int],
+    kernel: Sizes,
     *,
-    stride: int | Sequence[int] = 1,
-    padding: int | Sequence[int] = 0,
-    dilation: int | Sequence[int] = 1,
+    stride: Sizes = 1,
+    padding: Sizes = 0,
+    dilation: Sizes = 1,
 ) -> Tensor:
     """x: (N, C K, L) -> (N, C, *size): windows added where they overlap; the adjoint of unfold."""
-    window = _window(len(size), kernel, stride, padding, dilation)
-    return col2im(x, dims_of(list(size)), np.array(window.kernel), **window.attrs())
+    rank = len(size) + 2
+    block = np.array(sizes_of(kernel, rank, "a window"))
+    return col2im(x, dims_of(list(size)), block, **window_attrs(rank, stride, padding, dilation))

@@ -1,7 +1,7 @@
 """Maximum pooling. The gradient goes to the first maximum of each window, as in PyTorch.
 
-Equality with the maximum alone would hand the gradient to every tie, and ties are the rule on
-images with a constant background; windows therefore carry a key that makes the winner unique.
+Equality with the maximum alone would give the gradient to every tie, and ties are common in images
+with a constant background; a key per position of a window therefore makes the winner unique.
 """
 
 from __future__ import annotations
@@ -16,29 +16,38 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim, product
 from triplane.unified_ir.ir.graph import Node
 from triplane.unified_ir.ir.types import ShapeError, TensorType, float64, int64
-from triplane.unified_ir.ops import batching
 from triplane.unified_ir.ops.batching import merged, merged_all
 from triplane.unified_ir.ops.emission import EmissionContext
-from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, IntegerForm, Op, OpCall, OpKind
+from triplane.unified_ir.ops.infer import onnx_attrs
+from triplane.unified_ir.ops.row import (
+    DOMAIN,
+    AttrSpec,
+    IntegerForm,
+    MakeArray,
+    Op,
+    OpCall,
+    OpKind,
+    Sample,
+)
 from triplane.unified_ir.ops.rows.arithmetic.reductions import argmax_row
 from triplane.unified_ir.ops.rows.movement.indexing import arange, gather, scatter_elements
 from triplane.unified_ir.ops.rows.movement.resizing import resize_row
 from triplane.unified_ir.ops.rows.movement.slicing import slice_row
-from triplane.unified_ir.ops.rows.movement.structure import broadcast_to, pad_row, slice_axis, zeros
+from triplane.unified_ir.ops.rows.movement.structure import broadcast_to, pad_row, zeros
+from triplane.unified_ir.ops.rows.windows.conv_gradients import crop
 from triplane.unified_ir.ops.rows.windows.mean_pool import average_pool_row
 from triplane.unified_ir.ops.rows.windows.window import (
     Padded,
+    Sizes,
     Window,
     emit_pool,
     is_static,
     pool_attrs,
     pooled_type,
     refuse_padding_alone,
-    sizes_of,
     static,
-    with_explicit_pads,
 )
-from triplane.unified_ir.ops.samples import apart, fixed, normal, sample
+from triplane.unified_ir.ops.samples import apart, computed, fixed, normal, sample
 from triplane.unified_ir.ops.settings import settled
 from triplane.unified_ir.ops.tensor import Tensor
 
@@ -51,27 +60,6 @@ def _pool(call: OpCall) -> Types:
     return (y, y.with_dtype(int64))[: call.outputs]
 
 
-def _check_winners(call: OpCall, *, like_x: TensorType, like_y: TensorType) -> TensorType:
-    """The type of operand x, after holding the operands to x and to its pooled shape."""
-    x, form = call.type(1), call.attrs["form"]
-    pooled = pooled_type(x, call.attrs)
-    if like_x.shape != x.shape or like_y.shape != pooled.shape or call.type(2) != pooled:
-        operand_types = [str(call.type(i)) for i in range(3)]
-        raise ShapeError(f"{call.row} takes x as {x} and its pool as {pooled}, got {operand_types}")
-    if form and form not in WINNER_FORMS:
-        raise InvalidInput(f"form is one of {', '.join(WINNER_FORMS)}, got {form!r}")
-    return x
-
-
-def _max_unpool(call: OpCall) -> Types:
-    return (_check_winners(call, like_x=call.type(1), like_y=call.type(0)),)
-
-
-def _max_select(call: OpCall) -> Types:
-    _check_winners(call, like_x=call.type(0), like_y=call.type(2))
-    return (call.type(2),)
-
-
 def _max_pool_kernel(
     x: Any, *, kernel_shape: Any, ceil_mode: int, storage_order: int = 0, **attrs: Any
 ) -> Any:
@@ -82,8 +70,7 @@ def _max_pool_kernel(
     positions = padded.pad(_flat_positions(x.shape, storage_order), -1)
     best = np.full((*x.shape[:2], *padded.out), low, x.dtype)
     where = np.full(best.shape, -1)
-    for tap in padded.taps():
-        value, here = padded.at(values, tap), padded.at(positions, tap)
+    for value, here in zip(padded.views(values), padded.views(positions), strict=True):
         better = (value > best) | ((where < 0) & (here >= 0))
         best, where = np.where(better, value, best), np.where(better, here, where)
     return best, where
@@ -157,7 +144,7 @@ def _plain_tiles(x: TensorType, attrs: Mapping[str, Any]) -> bool:
     kernel = tuple(attrs["kernel_shape"])
     if not is_static(x.shape[2:]) or attrs.get("ceil_mode") or x.dtype == float64:
         return False
-    window = Window(kernel, with_explicit_pads(attrs, kernel, x.shape[2:]))
+    window = Window.over(x.shape[2:], kernel, attrs)
     return kernel == window.strides and not any(window.pads) and set(window.dilations) == {1}
 
 
@@ -227,9 +214,11 @@ def _select_by_positions(t: Tensor, x: Tensor, y: Tensor, attrs: Mapping[str, An
 
 
 def _positions(x: Tensor, attrs: Mapping[str, Any]) -> Tensor:
-    window = {k: v for k, v in _window_attrs(attrs).items() if k != "form"}
-    _, index = max_pool_row.all_outputs(x, outputs=2, **window)
-    return index
+    return max_pool_row.all_outputs(x, outputs=2, **_window_attrs({**attrs, "form": ""}))[1]
+
+
+FollowWinners = Callable[[Tensor, Tensor, Tensor, Mapping[str, Any]], Tensor]
+"""(operand, x, its pool, attributes) -> the operand placed at the winners, or read there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,8 +226,8 @@ class WinnerForm:
     """One way to place at, or select, the first maximum of each window; which cases it serves."""
 
     serves: Callable[[TensorType, Mapping[str, Any]], bool]
-    unpool: Callable[[Tensor, Tensor, Tensor, Mapping[str, Any]], Tensor]
-    select: Callable[[Tensor, Tensor, Tensor, Mapping[str, Any]], Tensor]
+    unpool: FollowWinners
+    select: FollowWinners
 
 
 # fmt: off
@@ -246,12 +235,12 @@ WINNER_FORMS: Final[Mapping[str, WinnerForm]] = {
     "keys":      WinnerForm(_plain_tiles, _unpool_by_keys, _select_by_keys),
     "positions": WinnerForm(lambda x, attrs: True, _unpool_by_positions, _select_by_positions),
 }
-"""The ways to follow a maximum, fastest first; a node's attribute `form` may name another."""
+"""The ways to reach the first maxima, fastest first; the attribute `form` may name another."""
 # fmt: on
 
 
 def winner_forms(x: TensorType, attrs: Mapping[str, Any]) -> tuple[str, ...]:
-    """The forms that serve a pool of x with these attributes, the one taken by default first."""
+    """The forms that serve a pool of x with these attributes, the default first."""
     return tuple(name for name, form in WINNER_FORMS.items() if form.serves(x, attrs))
 
 
@@ -262,76 +251,78 @@ def _winner_form(x: TensorType, attrs: Mapping[str, Any]) -> WinnerForm:
     return WINNER_FORMS[wanted or serving[0]]
 
 
-_overlapping: Final[Mapping[str, Any]] = {
+def _winner_row(
+    name: str,
+    apply: Callable[[WinnerForm], FollowWinners],
+    types: Callable[[TensorType, TensorType], Types],
+    adjoint: Callable[..., Tensor],
+    *samples: Sample,
+) -> Op:
+    """A row (t, x, y) -> u over the winners of x and its pool y.
+
+    types: (type of x, type of y) -> (type of t, type of u); adjoint: the row (u, x, y) -> t.
+    """
+
+    def infer(call: OpCall) -> Types:
+        x, form = call.type(1), call.attrs["form"]
+        pooled = pooled_type(x, call.attrs)
+        taken, result = types(x, pooled)
+        if call.type(0).shape != taken.shape or call.type(2) != pooled:
+            got = [str(call.type(i)) for i in range(3)]
+            raise ShapeError(f"{call.row} takes x as {x} and its pool as {pooled}, got {got}")
+        if form and form not in WINNER_FORMS:
+            raise InvalidInput(f"form must be one of {', '.join(WINNER_FORMS)}, got {form!r}")
+        return (result,)
+
+    return Op(
+        name=name,
+        kind=OpKind.WINDOW,
+        batch=merged_all,
+        domain=DOMAIN,
+        operands=("T", "T", "T"),
+        attrs=_WINDOW,
+        infer=infer,
+        vjp=lambda g, u, t, x, y, **a: (adjoint(g, x, y, **_window_attrs(a)), None, None),
+        body=lambda t, x, y, **a: apply(_winner_form(x.type, a))(t, x, y, a),
+        samples=samples,
+    )
+
+
+def _use(t: MakeArray, x: MakeArray, window: Mapping[str, Any], **attrs: Any) -> Sample:
+    """A sample whose x is one array for every seed, so that its pool y belongs to it."""
+    fixed = x(np.random.default_rng(7))
+    pooled = _max_pool_kernel(fixed, ceil_mode=0, **window)[0]
+    return sample(t, computed(fixed), computed(pooled), smooth=(0,), **window, **attrs)
+
+
+_TILED: Final[Mapping[str, Any]] = {"kernel_shape": (2, 2), "strides": (2, 2)}
+_OVERLAPPING: Final[Mapping[str, Any]] = {
     "kernel_shape": (3, 3),
     "strides": (2, 2),
     "pads": (1, 1, 1, 1),
 }
 
-
-def _pooled(f: Any, **attrs: Any) -> Any:
-    """A maker of the pooled array that belongs to the sample's x (operand 1, same seed)."""
-
-    def make(rng: np.random.Generator) -> Any:
-        return _max_pool_kernel(f(np.random.default_rng(7)), ceil_mode=0, **attrs)[0]
-
-    return make
-
-
-def _fixed(f: Any) -> Any:
-    return lambda _: f(np.random.default_rng(7))
-
-
-_tiled: Final[Mapping[str, Any]] = {"kernel_shape": (2, 2), "strides": (2, 2)}
-_x, _x_odd, _x_over = apart(2, 3, 4, 6), apart(2, 3, 5, 5), apart(1, 2, 6, 6)
-
-max_unpool = Op(
-    name="MaxUnpoolFirst", kind=OpKind.WINDOW,
-    batch=merged_all,
-    domain=DOMAIN,
-    operands=("T", "T", "T"),
-    attrs=_WINDOW,
-    infer=_max_unpool,
-    vjp=lambda u, out, g, x, y, **a: (max_select(u, x, y, **_window_attrs(a)), None, None),
-    body=lambda g, x, y, **a: _winner_form(x.type, a).unpool(g, x, y, a),
-    samples=(
-        sample(normal(2, 3, 2, 3), _fixed(_x), _pooled(_x, **_tiled), smooth=(0,), **_tiled),
-        sample(
-            normal(2, 3, 2, 2), _fixed(_x_odd), _pooled(_x_odd, **_tiled), smooth=(0,), **_tiled
-        ),
-        sample(
-            normal(2, 3, 2, 3), _fixed(_x), _pooled(_x, **_tiled), smooth=(0,), form="positions",
-            **_tiled,
-        ),
-        sample(
-            normal(1, 2, 3, 3), _fixed(_x_over), _pooled(_x_over, **_overlapping),
-            smooth=(0,), **_overlapping,
-        ),
-    ),
-)  # fmt: skip
+max_unpool = _winner_row(
+    "MaxUnpoolFirst",
+    lambda form: form.unpool,
+    lambda x, y: (y, x),
+    lambda *operands, **attrs: max_select(*operands, **attrs),
+    _use(normal(2, 3, 2, 3), apart(2, 3, 4, 6), _TILED),
+    _use(normal(2, 3, 2, 2), apart(2, 3, 5, 5), _TILED),
+    _use(normal(2, 3, 2, 3), apart(2, 3, 4, 6), _TILED, form="positions"),
+    _use(normal(1, 2, 3, 3), apart(1, 2, 6, 6), _OVERLAPPING),
+)
 """g: like y -> like x: each element of g at the first maximum of its window of x, the rest 0."""
 
-max_select: Op = Op(
-    name="MaxSelectFirst", kind=OpKind.WINDOW,
-    batch=merged_all,
-    domain=DOMAIN,
-    operands=("T", "T", "T"),
-    attrs=_WINDOW,
-    infer=_max_select,
-    vjp=lambda g, out, t, x, y, **a: (max_unpool(g, x, y, **_window_attrs(a)), None, None),
-    body=lambda t, x, y, **a: _winner_form(x.type, a).select(t, x, y, a),
-    samples=(
-        sample(normal(2, 3, 4, 6), _fixed(_x), _pooled(_x, **_tiled), smooth=(0,), **_tiled),
-        sample(
-            normal(2, 3, 4, 6), _fixed(_x), _pooled(_x, **_tiled), smooth=(0,), form="positions",
-            **_tiled,
-        ),
-        sample(
-            normal(1, 2, 6, 6), _fixed(_x_over), _pooled(_x_over, **_overlapping),
-            smooth=(0,), **_overlapping,
-        ),
-    ),
-)  # fmt: skip
+max_select: Op = _winner_row(
+    "MaxSelectFirst",
+    lambda form: form.select,
+    lambda x, y: (x, y),
+    max_unpool,
+    _use(normal(2, 3, 4, 6), apart(2, 3, 4, 6), _TILED),
+    _use(normal(2, 3, 4, 6), apart(2, 3, 4, 6), _TILED, form="positions"),
+    _use(normal(1, 2, 6, 6), apart(1, 2, 6, 6), _OVERLAPPING),
+)
 """t: like x -> like y: t at the first maximum of each window of x."""
 
 
@@ -340,7 +331,7 @@ def _counted_sizes(shape: Sequence[Dim], attrs: Mapping[str, Any]) -> list[Dim]:
     window = Window(attrs["kernel_shape"], attrs)
     n = len(window.kernel)
     if len(shape) != n + 2:
-        raise ShapeError(f"MaxUnpool over {n} axes takes x: (N, C, ...), got {tuple(shape)}")
+        raise ShapeError(f"MaxUnpool over {n} axes takes x: (N, C, ...), got sizes {tuple(shape)}")
     spatial = [
         window.reach(i, d) - window.pads[i] - window.pads[n + i] for i, d in enumerate(shape[2:])
     ]
@@ -356,7 +347,7 @@ def _unpooled(call: OpCall) -> Types:
     if len(outer) != x.rank or outer[:2] != inner[:2]:
         raise ShapeError(f"MaxUnpool of {x} to {outer} changes more than the plane")
     if any(isinstance(o - i, int) and o - i < 0 for o, i in zip(outer, inner, strict=True)):  # type: ignore[operator]
-        raise ShapeError(f"MaxUnpool of {x} fills ({inner}), more than output_shape {outer}")
+        raise ShapeError(f"MaxUnpool of {x} fills {inner}, more than output_shape {outer}")
     return (x.with_shape(outer),)
 
 
@@ -370,9 +361,7 @@ def _max_unpool_kernel(x: Any, index: Any, output_shape: Any = None, **attrs: An
 def _max_unpool_onnx_vjp(
     g: Tensor, y: Tensor, x: Tensor, index: Tensor, *rest: Tensor, **attrs: Any
 ) -> Any:
-    for axis, (have, inner) in enumerate(zip(g.shape, _counted_sizes(x.shape, attrs), strict=True)):
-        if have != inner:
-            g = slice_axis(g, axis, 0, inner)
+    g = crop(g, _counted_sizes(x.shape, attrs))
     return (gather(g.reshape((-1,)), index, axis=0), None, *(None for _ in rest))
 
 
@@ -381,21 +370,16 @@ def _unpooled_open(call: OpCall) -> tuple[Dim | None, ...]:
     return (n, c, *(None for _ in spatial))
 
 
-def _index(*positions: Any) -> Any:
-    return lambda _: np.array(positions)
-
-
-_INDEX: Final = _index([[[0, 3], [10, 9]]], [[[16, 19], [24, 31]]])
+_INDEX: Final = computed([[[[0, 3], [10, 9]]], [[[16, 19], [24, 31]]]])
 
 
 def _emit_max_unpool(context: EmissionContext, node: Node) -> None:
     """A larger output is padded afterwards: onnxruntime counts indices in `output_shape`."""
     names = context.inputs(node)
-    attrs = {k: v for k, v in node.attrs.items() if k != "open"}
     if len(names) < 3:
         context.plain(node)
         return
-    y = context.emit("MaxUnpool", *names[:2], **attrs)
+    y = context.emit("MaxUnpool", *names[:2], **onnx_attrs(node.attrs))
     after = context.emit("Sub", names[2], context.emit("Shape", y))
     before = context.constant(np.zeros(node.outputs[0].type.rank, np.int64))
     amounts = context.emit("Concat", before, after, axis=0)
@@ -411,7 +395,7 @@ max_unpool_row = Op(
         sample(normal(2, 1, 2, 2), _INDEX, kernel_shape=(2, 2), strides=(2, 2)),
         sample(normal(2, 1, 2, 2), _INDEX, fixed([2, 1, 5, 6]), kernel_shape=(2, 2),
                strides=(2, 2)),
-        sample(normal(1, 1, 3), _index([[0, 2, 3]]), kernel_shape=(2,), pads=(0, 0)),
+        sample(normal(1, 1, 3), computed([[[0, 2, 3]]]), kernel_shape=(2,), pads=(0, 0)),
     ),
 )  # fmt: skip
 """x at `index`, flat positions in the output before output_shape enlarges it."""
@@ -427,7 +411,7 @@ def _global_max_vjp(g: Tensor, y: Tensor, x: Tensor) -> tuple[Tensor]:
 global_max_pool = Op(
     name="GlobalMaxPool",
     kind=OpKind.WINDOW,
-    batch=batching.merged,
+    batch=merged,
     reference=lambda x: x.max(axis=tuple(range(2, x.ndim)), keepdims=True),
     vjp=_global_max_vjp,
     samples=(sample(apart(2, 3, 4, 5)), sample(apart(2, 3, 4))),
@@ -436,19 +420,16 @@ global_max_pool = Op(
 
 def max_pool(
     x: Tensor,
-    kernel: int | Sequence[int],
+    kernel: Sizes,
     *,
-    stride: int | Sequence[int] | None = None,
-    padding: int | Sequence[int] = 0,
-    dilation: int | Sequence[int] = 1,
+    stride: Sizes | None = None,
+    padding: Sizes = 0,
+    dilation: Sizes = 1,
     ceil_mode: bool = False,
 ) -> Tensor:
     """x: (N, C, *S) -> (N, C, *T): maximum of each window; the stride defaults to the window.
 
     With `ceil_mode` a last window may reach beyond the padded input, but starts inside.
     """
-    attrs = pool_attrs(x, kernel, stride, padding, ceil_mode=ceil_mode)
-    dilations = sizes_of(dilation, x.rank, "a dilation")
-    if set(dilations) != {1}:
-        attrs["dilations"] = dilations
-    return max_pool_row(x, **attrs)
+    attrs = pool_attrs(x, kernel, stride, padding, dilation)
+    return max_pool_row(x, ceil_mode=int(ceil_mode), **attrs)

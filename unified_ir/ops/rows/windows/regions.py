@@ -20,7 +20,7 @@ from triplane.unified_ir.ops.rows.arithmetic.elementwise import (
 from triplane.unified_ir.ops.rows.movement.indexing import arange, gather, range_row
 from triplane.unified_ir.ops.rows.movement.structure import size_of, slice_axis, where
 from triplane.unified_ir.ops.rows.windows.sampling import rows_of
-from triplane.unified_ir.ops.samples import normal, sample
+from triplane.unified_ir.ops.samples import computed, normal, sample
 from triplane.unified_ir.ops.tensor import Tensor, dims_of
 
 _AXES: Final = (("output_height", 1, 3), ("output_width", 0, 2))
@@ -40,10 +40,9 @@ def _align_types(call: OpCall) -> tuple[TensorType]:
             f"{attrs['output_height']}, {attrs['output_width']}, {attrs['sampling_ratio']}"
         )
     if attrs["mode"] not in ("avg", "max"):
-        raise InvalidInput(f"RoiAlign has modes avg and max, got {attrs['mode']!r}")
-    return (
-        x.with_shape((rois.shape[0], x.shape[1], attrs["output_height"], attrs["output_width"])),
-    )
+        raise InvalidInput(f"RoiAlign has the modes avg and max, got {attrs['mode']!r}")
+    plane = (attrs["output_height"], attrs["output_width"])
+    return (x.with_shape((rois.shape[0], x.shape[1], *plane)),)
 
 
 def _column(rois: Tensor, k: int) -> Tensor:
@@ -57,7 +56,7 @@ def _samples(
     """Along one axis: (position, weight) of both neighbours, how many samples each box takes.
 
     Positions are (R, P, S) for P bins of S samples; samples beyond a box's own number, and those
-    beyond the image, weigh 0. Last, (R, 1, S): which are within the box's own number.
+    beyond the image, have weight 0. Last, (R, 1, S): which are within the box's own number.
     """
     name, first, last = _AXES[axis]
     bins, ratio = int(attrs[name]), int(attrs["sampling_ratio"])
@@ -87,15 +86,14 @@ def _samples(
 
 
 def _most(rois: Tensor, axis: int, attrs: Any) -> Tensor | None:
-    """The largest number of samples any box takes along an axis; None where it is given."""
+    """The largest number of samples any box takes along an axis; None where it is fixed."""
     if attrs["sampling_ratio"] > 0:
         return None
     name, first, last = _AXES[axis]
     extent = (_column(rois, last) - _column(rois, first)) * float(attrs["spatial_scale"])
     if attrs["coordinate_transformation_mode"] != "half_pixel":
         extent = maximum(extent, 1.0)
-    most = maximum(ceil(extent / float(attrs[name])), 1.0).max()
-    return most.cast(int64)
+    return maximum(ceil(extent / float(attrs[name])), 1.0).max().cast(int64)
 
 
 def _roi_align(x: Tensor, rois: Tensor, batch: Tensor, **attrs: Any) -> Tensor:
@@ -136,10 +134,8 @@ _BOXES: Final = [[0.3, 0.2, 3.1, 2.9], [1.2, 0.4, 4.6, 3.3], [0.1, 1.3, 2.2, 3.7
 
 
 def _aligned(**attrs: Any) -> Any:
-    return sample(
-        normal(2, 2, 5, 6), lambda _: np.array(_BOXES), lambda _: np.array([0, 1, 1]),
-        output_height=2, output_width=3, **attrs,
-    )  # fmt: skip
+    operands = (normal(2, 2, 5, 6), computed(_BOXES), computed([0, 1, 1]))
+    return sample(*operands, output_height=2, output_width=3, **attrs)
 
 
 roi_align = Op(
@@ -188,12 +184,11 @@ def _max_roi_pool(x: Tensor, rois: Tensor, *, pooled_shape: Any, spatial_scale: 
     ys = _bin_mask(rois, 0, pooled_shape[0], spatial_scale, size_of([h], x.dtype), h)
     xs = _bin_mask(rois, 1, pooled_shape[1], spatial_scale, size_of([w], x.dtype), w)
     low = np.array(np.finfo(x.dtype.numpy).min, x.dtype.numpy)
-    rows = where(
-        ys.reshape((r, 1, pooled_shape[0], h, 1)), planes.reshape((r, c, 1, h, w)), low
-    ).max([3])
-    bins = where(
-        xs.reshape((r, 1, 1, pooled_shape[1], w)), rows.reshape((r, c, pooled_shape[0], 1, w)), low
-    ).max([4])
+    ph, pw = pooled_shape
+    in_row = ys.reshape((r, 1, ph, h, 1))
+    rows = where(in_row, planes.reshape((r, c, 1, h, w)), low).max([3])
+    in_column = xs.reshape((r, 1, 1, pw, w))
+    bins = where(in_column, rows.reshape((r, c, ph, 1, w)), low).max([4])
     return where(bins == low, 0.0, bins)
 
 
@@ -205,15 +200,9 @@ max_roi_pool = Op(
     body=_max_roi_pool,
     native=lambda node, opset: opset < 22,
     samples=(
-        sample(
-            normal(2, 2, 5, 6),
-            lambda _: np.array(_WHOLE),
-            pooled_shape=(2, 3), smooth=(0,),
-        ),
-        sample(
-            normal(1, 2, 4, 4), lambda _: np.array([[0.0, 0, 0, 6, 7]]), pooled_shape=(2, 2),
-            spatial_scale=0.5, smooth=(0,),
-        ),
+        sample(normal(2, 2, 5, 6), computed(_WHOLE), pooled_shape=(2, 3), smooth=(0,)),
+        sample(normal(1, 2, 4, 4), computed([[0.0, 0, 0, 6, 7]]), pooled_shape=(2, 2),
+               spatial_scale=0.5, smooth=(0,)),
     ),
 )  # fmt: skip
 """onnxruntime has a kernel up to opset 21 only."""

@@ -1,7 +1,7 @@
 """Reading a plane at computed places: grids, deformable windows, columns of patches.
 
-Values between positions are weighted sums of neighbours; neighbours are gathered as rows of
-(N P, C), so the gradient in x is one scatter of rows and that of the places comes by the weights.
+Values between positions are weighted sums of neighbours. Neighbours are gathered as rows of
+(N P, C), so the gradient in x is one scatter of rows; that of the places comes from the weights.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def whole(n: Dim) -> Any:
 
 
 def _reflected(x: Tensor, size: Any, *, aligned: bool) -> Tensor:
-    """x mirrored at the borders: corner centres if `aligned`, else the corners' outer edges."""
+    """x mirrored at the borders: at corner centres if `aligned`, else at the outer edges."""
     low, span = (0.0, _at_least_1(size - 1.0)) if aligned else (-0.5, size)
     shifted = x - low
     turned = shifted - floor(shifted / (2.0 * span)) * (2.0 * span)
@@ -103,7 +103,7 @@ def bounded(x: Tensor, size: Any) -> Tensor:
 
 
 def _place(x: Tensor, size: Any, padding: str, *, aligned: bool) -> Tensor:
-    """A coordinate beyond the border brought back, as the padding mode says."""
+    """A coordinate with those beyond the border moved as the padding mode says."""
     low, high = (0.0, size - 1.0) if aligned else (-0.5, size - 0.5)
     outside = (x < low) | (x > high)
     if padding == "border":
@@ -114,7 +114,7 @@ def _place(x: Tensor, size: Any, padding: str, *, aligned: bool) -> Tensor:
 
 
 def _pixel(position: Tensor, size: Any, padding: str, *, aligned: bool) -> Tap:
-    """A whole position held inside, and the weight that padding leaves it."""
+    """A whole position moved onto the axis, and the weight that the padding mode leaves it."""
     if padding == "zeros":
         return bounded(position, size), inside(position, size)
     if padding == "reflection":
@@ -122,23 +122,19 @@ def _pixel(position: Tensor, size: Any, padding: str, *, aligned: bool) -> Tap:
     return bounded(position, size), None
 
 
-def _nearest(x: Tensor) -> list[Tap]:
-    return [(x, None)]
-
-
-def linear(x: Tensor) -> list[Tap]:
+def linear(x: Tensor) -> list[tuple[Tensor, Tensor]]:
     """The two points around a position, with their weights."""
     low = floor(x)
     part = x - low
     return [(low, 1.0 - part), (low + 1.0, part)]
 
 
-def _cubic(x: Tensor) -> list[Tap]:
-    """Keys 1981 with a = -0.75."""
+def _cubic(x: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """The four points around a position, with weights by Keys 1981 with a = -0.75."""
     a = -0.75
     low = floor(x)
     part = x - low
-    taps: list[Tap] = []
+    taps = []
     for k in (-1, 0, 1, 2):
         t = part + 1.0 if k < 0 else part if k == 0 else float(k) - part
         near = ((a + 2.0) * t - (a + 3.0)) * t * t + 1.0
@@ -147,13 +143,11 @@ def _cubic(x: Tensor) -> list[Tap]:
     return taps
 
 
-_MODES: Final[Mapping[str, Callable[[Tensor], list[Tap]]]] = {
-    "nearest": _nearest,
+_MODES: Final[Mapping[str, Callable[[Tensor], Sequence[Tap]]]] = {
+    "nearest": lambda x: [(x, None)],
     "linear": linear,
     "cubic": _cubic,
 }
-
-
 _PADDING: Final = ("zeros", "border", "reflection")
 
 
@@ -194,7 +188,7 @@ def _grid_sample(
         else:
             x_i = ((g + 1.0) * extent - 1.0) * 0.5
         x_i = round_(x_i) if mode == "nearest" else x_i
-        if mode != "cubic":  # whose neighbours are held one by one, as runtimes do
+        if mode != "cubic":  # whose neighbours are bounded one by one, as runtimes do
             x_i = _place(x_i, extent, padding_mode, aligned=bool(align_corners))
         taps: list[Tap] = []
         for position, weight in _MODES[mode](x_i):
@@ -206,11 +200,8 @@ def _grid_sample(
     return y.transpose(0, 2, 1).reshape((*x.shape[:2], *out))
 
 
-_GRID = between(-1.3, 1.3, 2, 3, 2, 2)
-
-
-def _sampled(**attrs: Any) -> Any:
-    return sample(normal(2, 3, 4, 5), _GRID, **attrs)
+def _sampled(reach: float = 1.3, **attrs: Any) -> Any:
+    return sample(normal(2, 3, 4, 5), between(-reach, reach, 2, 3, 2, 2), **attrs)
 
 
 def _emit_grid_sample_names(context: EmissionContext, node: Node) -> None:
@@ -231,8 +222,8 @@ grid_sample_row = Op(
         _sampled(align_corners=1, padding_mode="border"),
         _sampled(padding_mode="reflection"),
         _sampled(padding_mode="reflection", align_corners=1),
-        sample(normal(2, 3, 4, 5), between(-2.8, 2.8, 2, 3, 2, 2), padding_mode="reflection"),
-        sample(normal(2, 3, 4, 5), between(-2.8, 2.8, 2, 3, 2, 2), padding_mode="border"),
+        _sampled(2.8, padding_mode="reflection"),
+        _sampled(2.8, padding_mode="border"),
         _sampled(mode="nearest"),
         _sampled(mode="nearest", padding_mode="border", align_corners=1),
         _sampled(mode="cubic"),
@@ -246,11 +237,11 @@ grid_sample_row = Op(
 
 
 def contents(row: str, x: Tensor) -> Known:
-    """What a body that depends on sizes must know."""
+    """The contents of an operand of sizes, which a body must know."""
     known = recorder().known(x)
     if known is None:
         raise InvalidInput(
-            f"{row} is differentiated, or written in other operators, only with sizes known when "
+            f"a gradient of {row}, or its form in other operators, needs sizes that are known when "
             "the graph is built; give a constant or sizes taken from a tensor's shape"
         )
     return known
@@ -288,9 +279,9 @@ def _centres(size: Dim, like: Tensor, *, aligned: bool) -> Tensor:
     if not aligned:
         return (o * 2.0 + 1.0) / extent - 1.0
     spread = o * 2.0 / _at_least_1(extent - 1.0) - 1.0
-    return where(extent > 1.0, spread, 0.0) if isinstance(extent, Tensor) else (
-        spread if extent > 1.0 else o * 0.0
-    )  # fmt: skip
+    if isinstance(extent, Tensor):
+        return where(extent > 1.0, spread, 0.0)
+    return spread if extent > 1.0 else o * 0.0
 
 
 def _affine_grid_kernel(theta: Any, size: Any, *, align_corners: int) -> Any:
@@ -353,23 +344,19 @@ def _centred_at_run(x: Tensor, axis: int, wanted: Dim) -> Tensor:
     offset = div(have - dims_of([wanted]), 2)  # towards zero, which serves both
     position = arange(wanted) + offset
     inside = (position >= 0) & (position < have)
-    taken = gather(x, clip_ints(position, have - 1), axis=axis)
+    last = have - 1
+    taken = gather(x, minimum(maximum(position, 0), last), axis=axis)
     shape = [wanted if i == axis else 1 for i in range(x.rank)]
     return where(inside.reshape(shape), taken, np.zeros((), x.dtype.numpy))
 
 
-def clip_ints(position: Tensor, last: Tensor) -> Tensor:
-    """int64 positions held to 0..last."""
-    return minimum(maximum(position, 0), last)
-
-
 def _center_types(call: OpCall) -> tuple[TensorType]:
     x, wanted, axes = call.type(0), call.dims(1), call.attrs["axes"]
-    changed = axes_of(x.rank, range(x.rank) if axes is None else axes)
-    if len(changed) != len(wanted):
+    changed = range(x.rank) if axes is None else axes
+    if len(axes_of(x.rank, changed)) != len(wanted):
         raise ShapeError(f"CenterCropPad of {x} takes {len(changed)} sizes, got {wanted}")
     shape = list(x.shape)
-    for axis, d in zip(range(x.rank) if axes is None else axes, wanted, strict=True):
+    for axis, d in zip(changed, wanted, strict=True):
         shape[axis] = d
     return (x.with_shape(shape),)
 
@@ -420,13 +407,9 @@ def grid_sample(
 
     `mode`: bilinear, nearest or bicubic; `padding_mode`: zeros, border or reflection.
     """
-    modes = {"bilinear": "linear", "bicubic": "cubic", **{m: m for m in _MODES}}
+    mode = {"bilinear": "linear", "bicubic": "cubic"}.get(mode, mode)
     return grid_sample_row(
-        x,
-        grid,
-        mode=modes.get(mode, mode),
-        padding_mode=padding_mode,
-        align_corners=int(align_corners),
+        x, grid, mode=mode, padding_mode=padding_mode, align_corners=int(align_corners)
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -16,40 +16,8 @@ from triplane.unified_ir.ops.tensor import Tensor, whole_numbers
 
 SAME: Final = ("SAME_UPPER", "SAME_LOWER")
 
-
-def emit_pool(context: EmissionContext, node: Node) -> None:
-    """Windows that `ceil_mode` adds over a static plane are written as padding at the end.
-
-    A window that would start beyond the data is no window, but below opset 22 onnxruntime counts
-    it while it infers shapes, though not while it runs. The pads of SAME are written out where a
-    stride goes beyond the window: it takes them for negative.
-    """
-    x, y = node.inputs[0], node.outputs[0]
-    assert x is not None
-    sizes = x.type.shape[2:]
-    counts_pads = bool(node.attrs.get("count_include_pad"))
-    if any(isinstance(size, Expr) for size in sizes):
-        context.plain(node)
-        return
-    kernel: Any = node.attrs["kernel_shape"]
-    window = Window(kernel, with_explicit_pads(node.attrs, kernel, sizes))
-    if not node.attrs.get("ceil_mode"):
-        jumps = any(s > window.span(i) for i, s in enumerate(window.strides))
-        same = {"auto_pad": None, "pads": window.pads if any(window.pads) else None}
-        context.plain(node, **(same if jumps else {}))
-        return
-    n = len(window.kernel)
-    missing = [
-        (int(out) - 1) * window.strides[i] + window.span(i) - window.pads[i] - int(size)  # type: ignore[arg-type]
-        for i, (out, size) in enumerate(zip(y.type.shape[2:], sizes, strict=True))
-    ]
-    ends = tuple(max(a, b) for a, b in zip(window.pads[n:], missing, strict=True))
-    if ends != window.pads[n:] and (
-        counts_pads or any(end >= k for end, k in zip(ends, window.kernel, strict=True))
-    ):  # pads that count, or that a kernel refuses: both only where a window was added
-        context.plain(node)
-        return
-    context.plain(node, ceil_mode=0, auto_pad="NOTSET", pads=window.pads[:n] + ends)
+Sizes = int | Sequence[int]
+"""One size for every spatial axis, or one per axis."""
 
 
 class Window:
@@ -71,12 +39,48 @@ class Window:
             or min(self.pads, default=0) < 0
         ):
             raise ShapeError(
-                f"window sizes, strides and dilations are positive, pads not negative, got {attrs}"
+                "window sizes, strides and dilations must be positive and pads must not be "
+                f"negative, got {attrs}"
             )
+
+    @classmethod
+    def without_pads(cls, kernel: Sequence[int], attrs: Mapping[str, Any]) -> Window:
+        """The window whose pads, if it has any, are written out before it."""
+        return cls(kernel, {**attrs, "pads": None})
+
+    @classmethod
+    def over(
+        cls, spatial: Sequence[Dim], kernel: Sequence[int], attrs: Mapping[str, Any]
+    ) -> Window:
+        """The window over axes of these sizes, with `auto_pad` turned into explicit pads.
+
+        SAME padding needs static sizes or a stride of 1.
+        """
+        mode = attrs.get("auto_pad") or "NOTSET"
+        if mode not in ("NOTSET", "VALID", *SAME):
+            raise InvalidInput(f"auto_pad must be NOTSET, VALID, {' or '.join(SAME)}, got {mode!r}")
+        if mode == "NOTSET":
+            return cls(kernel, attrs)
+        window = cls.without_pads(kernel, attrs)
+        if mode in SAME:
+            totals = [window.same_total(i, size) for i, size in enumerate(spatial)]
+            window.pads = shared_out(totals, mode)
+        return window
 
     def span(self, i: int) -> int:
         """Extent of the dilated kernel along axis `i`."""
         return int((self.kernel[i] - 1) * self.dilations[i] + 1)
+
+    def same_total(self, i: int, size: Dim) -> int:
+        """How much padding SAME means along axis `i`, before and after together."""
+        if self.strides[i] == 1:
+            return self.span(i) - 1
+        if isinstance(size, Expr):
+            raise ShapeError(
+                f"SAME padding with a stride over the symbolic size {size} is not static"
+            )
+        out = -(-size // self.strides[i])
+        return max(0, int((out - 1) * self.strides[i] + self.span(i) - size))
 
     def out_size(self, i: int, size: Dim, *, ceil_mode: bool = False) -> Dim:
         """Number of window positions along axis `i` of the given size.
@@ -99,31 +103,21 @@ class Window:
 
     def out_ints(self, sizes: Sequence[int], *, ceil_mode: bool = False) -> list[int]:
         """Window positions along each axis of static sizes."""
-        return list(
-            static([self.out_size(i, s, ceil_mode=ceil_mode) for i, s in enumerate(sizes)], "sizes")
-        )
+        out = [self.out_size(i, s, ceil_mode=ceil_mode) for i, s in enumerate(sizes)]
+        return list(static(out, "sizes"))
 
     def reach(self, i: int, positions: Dim) -> Dim:
         """How far the last of so many windows reads from the start of the padded axis `i`."""
         return (positions - 1) * int(self.strides[i]) + self.span(i)
 
+    def padded(self, x: Any) -> Any:
+        """A host array (N, C, *S) with its spatial axes padded by zeros."""
+        n = len(self.kernel)
+        return np.pad(x, [(0, 0), (0, 0), *zip(self.pads[:n], self.pads[n:], strict=True)])
+
     def attrs(self) -> dict[str, Any]:
         """As node attributes."""
         return {"strides": self.strides, "dilations": self.dilations, "pads": self.pads}
-
-
-def with_explicit_pads(
-    attrs: Mapping[str, Any], kernel: Sequence[int], spatial: Sequence[Dim]
-) -> dict[str, Any]:
-    """Attributes with `auto_pad` turned into `pads` (SAME_* needs static sizes or stride 1)."""
-    mode = attrs.get("auto_pad") or "NOTSET"
-    if mode not in ("NOTSET", "VALID", *SAME):
-        raise InvalidInput(f"auto_pad is NOTSET, VALID, {' or '.join(SAME)}, got {mode!r}")
-    if mode not in SAME:
-        return dict(attrs) if mode == "NOTSET" else {**attrs, "pads": None}
-    window = Window(kernel, {**attrs, "pads": None})
-    totals = [_same_total(window, i, size) for i, size in enumerate(spatial)]
-    return {**attrs, "pads": shared_out(totals, mode)}
 
 
 def shared_out(totals: Sequence[Any], mode: str) -> tuple[Any, ...]:
@@ -131,15 +125,6 @@ def shared_out(totals: Sequence[Any], mode: str) -> tuple[Any, ...]:
     small = [floor_div(t, 2) for t in totals]
     large = [t - s for t, s in zip(totals, small, strict=True)]
     return tuple(small + large if mode == "SAME_UPPER" else large + small)
-
-
-def _same_total(window: Window, i: int, size: Dim) -> int:
-    if window.strides[i] == 1:
-        return window.span(i) - 1
-    if isinstance(size, Expr):
-        raise ShapeError(f"SAME padding with stride over the symbolic size {size} is not static")
-    out = -(-size // window.strides[i])
-    return max(0, int((out - 1) * window.strides[i] + window.span(i) - size))
 
 
 def open_same_pads(
@@ -155,15 +140,15 @@ def open_same_pads(
         isinstance(d, int) or s == 1 for d, s in zip(spatial, strides, strict=True)
     ):
         return None
-    window = Window(kernel, {**attrs, "pads": None})
+    window = Window.without_pads(kernel, attrs)
     totals: list[Dim] = []
     for i, size in enumerate(spatial):
         if isinstance(size, int) or strides[i] == 1:
-            totals.append(_same_total(window, i, size))
+            totals.append(window.same_total(i, size))
         elif window.span(i) < strides[i]:
             raise ShapeError(
-                f"SAME padding of the symbolic size {size} with a stride of {strides[i]} beyond "
-                f"the window's {window.span(i)} is not differentiated; fix the size"
+                f"the gradient of SAME padding of the symbolic size {size} needs a stride within "
+                f"the window's {window.span(i)}, got {strides[i]}; fix the size"
             )
         else:
             totals.append(window.reach(i, ceil_div(size, strides[i])) - size)
@@ -179,9 +164,9 @@ def out_sizes(
 ) -> list[Dim]:
     """Window positions along each axis, symbolic sizes included."""
     if (attrs.get("auto_pad") or "NOTSET") in SAME:
-        window = Window(kernel, {**attrs, "pads": None})
+        window = Window.without_pads(kernel, attrs)
         return [ceil_div(d, s) for d, s in zip(spatial, window.strides, strict=True)]
-    window = Window(kernel, with_explicit_pads(attrs, kernel, spatial))
+    window = Window.over(spatial, kernel, attrs)
     return [window.out_size(i, d, ceil_mode=ceil_mode) for i, d in enumerate(spatial)]
 
 
@@ -192,7 +177,9 @@ def pooled_type(x: TensorType, attrs: Mapping[str, Any]) -> TensorType:
         raise ShapeError(f"a pool over {len(kernel)} axes takes x: (N, C, ...), got {x}")
     window = Window(kernel, attrs)
     if any(pad >= k for pad, k in zip(window.pads, window.kernel * 2, strict=True)):
-        raise ShapeError(f"a pool's pads are below its window {kernel}, got {window.pads}")
+        raise ShapeError(
+            f"the pads of a pool must be smaller than its window {kernel}, got {window.pads}"
+        )
     spatial = out_sizes(attrs, kernel, x.shape[2:], ceil_mode=bool(attrs.get("ceil_mode")))
     return x.with_shape((*x.shape[:2], *spatial))
 
@@ -202,35 +189,84 @@ def refuse_padding_alone(x: TensorType, attrs: Mapping[str, Any]) -> None:
     kernel, spatial = attrs["kernel_shape"], x.shape[2:]
     if not is_static(spatial):
         return
-    window = Window(kernel, with_explicit_pads(attrs, kernel, spatial))
+    window = Window.over(spatial, kernel, attrs)
     for size, dilation, before in zip(spatial, window.dilations, window.pads, strict=False):
         if before and isinstance(size, int) and size < dilation:
             raise ShapeError(
                 f"a pool with a dilation of {dilation} and padding over an axis of {size} has "
-                "windows of padding alone; take a dilation of at most the axis"
+                "windows of padding alone; use a dilation of at most the axis"
             )
 
 
-def sizes_of(value: int | Sequence[int], rank: int, what: str) -> tuple[int, ...]:
+def emit_pool(context: EmissionContext, node: Node) -> None:
+    """Windows that `ceil_mode` adds over a static plane are written as padding at the end.
+
+    A window that would start beyond the data is no window, but below opset 22 onnxruntime counts
+    it while it infers shapes, though not while it runs. The pads of SAME are written out where a
+    stride goes beyond the window: onnxruntime computes negative pads there.
+    """
+    x, y = node.inputs[0], node.outputs[0]
+    assert x is not None
+    sizes = x.type.shape[2:]
+    if not is_static(sizes):
+        context.plain(node)
+        return
+    kernel: Any = node.attrs["kernel_shape"]
+    window = Window.over(sizes, kernel, node.attrs)
+    if not node.attrs.get("ceil_mode"):
+        jumps = any(s > window.span(i) for i, s in enumerate(window.strides))
+        same = {"auto_pad": None, "pads": window.pads if any(window.pads) else None}
+        context.plain(node, **(same if jumps else {}))
+        return
+    n = len(window.kernel)
+    ends = tuple(
+        max(window.pads[n + i], int(window.reach(i, out) - window.pads[i] - size))
+        for i, (out, size) in enumerate(zip(y.type.shape[2:], sizes, strict=True))
+    )
+    if ends != window.pads[n:] and (
+        node.attrs.get("count_include_pad")
+        or any(end >= k for end, k in zip(ends, window.kernel, strict=True))
+    ):  # pads that count, or that a kernel refuses: both only where a window was added
+        context.plain(node)
+        return
+    context.plain(node, ceil_mode=0, auto_pad="NOTSET", pads=window.pads[:n] + ends)
+
+
+def sizes_of(value: Sizes, rank: int, what: str) -> tuple[int, ...]:
     """One size per spatial axis of a tensor (N, C, *S); InvalidInput names `what` is none."""
     sizes = whole_numbers(value, what)
     return sizes if isinstance(value, Iterable) else sizes * (rank - 2)
 
 
+def window_attrs(
+    rank: int, stride: Sizes, padding: Sizes, dilation: Sizes
+) -> dict[str, tuple[int, ...]]:
+    """Attributes of a window over a tensor (N, C, *S) with `rank` axes, padded alike on both ends.
+
+    InvalidInput names the argument that is no whole number.
+    """
+    return {
+        "strides": sizes_of(stride, rank, "a stride"),
+        "pads": sizes_of(padding, rank, "a padding") * 2,
+        "dilations": sizes_of(dilation, rank, "a dilation"),
+    }
+
+
+_NEUTRAL: Final = {"strides": 1, "dilations": 1, "pads": 0, "output_padding": 0}
+
+
+def without_neutral(attrs: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes of a window whose absence would not mean the same."""
+    return {k: v for k, v in attrs.items() if any(i != _NEUTRAL[k] for i in v)}
+
+
 def pool_attrs(
-    x: Tensor,
-    kernel: int | Sequence[int],
-    stride: int | Sequence[int] | None,
-    padding: int | Sequence[int],
-    *,
-    ceil_mode: bool,
+    x: Tensor, kernel: Sizes, stride: Sizes | None, padding: Sizes, dilation: Sizes = 1
 ) -> dict[str, Any]:
     """Attributes of a pool; the stride defaults to the window."""
     window = sizes_of(kernel, x.rank, "a window")
-    attrs: dict[str, Any] = {"kernel_shape": window, "ceil_mode": int(ceil_mode)}
-    attrs["strides"] = window if stride is None else sizes_of(stride, x.rank, "a stride")
-    pads = sizes_of(padding, x.rank, "a padding") * 2
-    return {**attrs, "pads": pads} if any(pads) else attrs
+    attrs = window_attrs(x.rank, window if stride is None else stride, padding, dilation)
+    return {**without_neutral(attrs), "kernel_shape": window, "strides": attrs["strides"]}
 
 
 def static(dims: Sequence[Dim], what: str) -> tuple[int, ...]:
@@ -263,25 +299,20 @@ class Padded:
     """A host array under a sliding window, for the reference kernels of pools."""
 
     def __init__(self, x: Any, kernel: Any, ceil_mode: int, attrs: Mapping[str, Any]) -> None:
-        self.window = Window(kernel, with_explicit_pads(attrs, kernel, x.shape[2:]))
+        self.window = Window.over(x.shape[2:], kernel, attrs)
         self.out = self.window.out_ints(x.shape[2:], ceil_mode=bool(ceil_mode))
         self.n = len(kernel)
-        self.before = self.window.pads[: self.n]
+        before = self.window.pads[: self.n]
         self.after = [
-            max(0, int(self.window.reach(i, o)) - x.shape[2 + i] - self.before[i])  # type: ignore[arg-type]
+            max(0, int(self.window.reach(i, o)) - x.shape[2 + i] - before[i])  # type: ignore[arg-type]
             for i, o in enumerate(self.out)
         ]
+        self.spread = list(zip(before, self.after, strict=True))
 
     def pad(self, x: Any, value: Any) -> Any:
         """The spatial axes of `x` padded as far as any window reaches."""
-        lead = [(0, 0)] * (x.ndim - self.n)
-        spread = [*lead, *zip(self.before, self.after, strict=True)]
-        return np.pad(x, spread, constant_values=value)
+        return np.pad(x, [(0, 0)] * (x.ndim - self.n) + self.spread, constant_values=value)
 
-    def taps(self) -> Iterator[tuple[int, ...]]:
-        """Kernel positions in row-major order."""
-        return iter(np.ndindex(*self.window.kernel))
-
-    def at(self, x: Any, tap: tuple[int, ...]) -> Any:
-        """What kernel position `tap` sees at each window position of the padded array."""
-        return at_tap(x, self.window, tap, self.out)
+    def views(self, x: Any) -> Iterable[Any]:
+        """What each kernel position in turn sees at all window positions of the padded array."""
+        return (at_tap(x, self.window, tap, self.out) for tap in np.ndindex(*self.window.kernel))
