@@ -9,7 +9,7 @@ M = TypeVar("M", bound=Message)
 T = TypeVar("T")
 
 
-def message_from(kind: type[M], source: object, **fields: object) -> M:
+def message_from(kind: type[M], source: object, /, **fields: object) -> M:
     """Return a message whose fields are keywords of this call, or attributes of `source`.
 
     None leaves a field unset. A field that is neither raises AttributeError, so a new field of the
@@ -19,7 +19,7 @@ def message_from(kind: type[M], source: object, **fields: object) -> M:
     return kind(**known, **fields)
 
 
-def value_from(kind: type[T], source: object, **others: object) -> T:
+def value_from(kind: type[T], source: object, /, **others: object) -> T:
     """Return a dataclass whose fields are keywords of this call, or attributes of `source`."""
     dataclass: Any = kind
     names = {field.name for field in fields(dataclass)} - others.keys()

@@ -2,59 +2,64 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from triplane.cloud.cli.connection import calls, client_options
+from triplane.cloud.cli.connection import calls_cloud
 from triplane.cloud.cli.options import MAX_NUMBER
-from triplane.unified_ir.cli.shell import open_output
+
+if TYPE_CHECKING:
+    from triplane.cloud.cli.connection import Answer, Calls
 
 EPILOG = """\b
 Examples:
   triplane audit verify
-  triplane audit verify --head 118:5f0c...e2      the head you noted last time
+  triplane audit verify --head 118:5f0c...e2      the head that you noted last time
 
 \b
-Every entry holds the digest of the one before it, so a changed, dropped or inserted entry breaks
-the chain. Someone who owns the cloud could rewrite the whole chain: only a head you keep elsewhere
-shows that. Note the head this command prints, and give it next time.
+Every entry contains the digest of the one before it, so a changed, removed or inserted entry breaks
+the chain. An intruder in the cloud could rewrite the whole chain; only a head that you keep
+elsewhere shows that. Note the head that this command prints, and pass it next time.
 """
 
 
 @click.group("audit")
 def command() -> None:
-    """The log of what was done, by whom."""
+    """Read and verify the log of who changed what."""
 
 
-@command.command("ls", short_help="List entries from a number on.")
+@command.command("ls")
 @click.option(
-    "--from", "first", type=click.IntRange(1, MAX_NUMBER), default=1, show_default=True, metavar="N"
-)
-@client_options
-def ls(*, first: int, identity: Path | None, as_json: bool) -> None:
-    """List entries from number N on: when, who, what, to whom."""
+    "--from", "first", type=click.IntRange(1, MAX_NUMBER), default=1, show_default=True,
+    metavar="N", help="Number of the first entry to print.",
+)  # fmt: skip
+@calls_cloud
+def ls(cloud: Calls, *, first: int) -> Answer:
+    """List entries: when, who, what, to whom.
+
+    For example, everything since entry 100: triplane audit ls --from 100
+    """
     from triplane.cloud.cli.auditing import entry_record, entry_table, read
 
-    with calls(identity) as cloud:
-        entries = list(read(cloud, first))
-    record = {"entries": [entry_record(entry) for entry in entries]}
-    open_output(as_json).result(record, entry_table(entries))
+    entries = list(read(cloud, first))
+    return {"entries": [entry_record(entry) for entry in entries]}, entry_table(entries)
 
 
-@command.command("verify", short_help="Recompute the chain; nobody rewrote the log.", epilog=EPILOG)
+@command.command("verify", epilog=EPILOG)
 @click.option(
     "--head", metavar="NUMBER:DIGEST",
-    help="A head that you kept: the log must still hold that very entry.",
+    help="A head that you kept; the log must still contain exactly that entry.",
 )  # fmt: skip
-@client_options
-def verify(*, head: str | None, identity: Path | None, as_json: bool) -> None:
-    """Recompute the chain from its first entry; prints the head to keep. Exit code 5: broken."""
+@calls_cloud
+def verify(cloud: Calls, *, head: str | None) -> Answer:
+    """Recompute the chain of digests, to detect changes.
+
+    Prints the head to keep. The exit code is 5 if the chain is broken.
+    """
     from triplane.cloud.cli.auditing import parse_head, verified
 
-    kept = parse_head(head) if head else None
-    with calls(identity) as cloud:
-        number, digest = verified(cloud, kept)
+    number, digest = verified(cloud, parse_head(head) if head else None)
     text = f"{number} entries, unbroken\nhead to keep: {number}:{digest.hex()}"
     record = {"entries": number, "head": f"{number}:{digest.hex()}", "kept_head_found": bool(head)}
-    open_output(as_json).result(record, text)
+    return record, text

@@ -1,4 +1,4 @@
-"""Reads the audit log and recomputes its chain on the caller's machine."""
+"""Read the audit log, and recompute its chain on the caller's machine."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from triplane.cloud.cli.text import record, table
 from triplane.cloud.identity.audit import AuditRecord, verify
 from triplane.proto.errors import Corrupt, InvalidInput
 from triplane.proto.identity_pb2 import AuditEntry, ReadAuditRequest
+from triplane.proto.messages import value_from
 
 READ_S: Final = 600.0
 _HEAD: Final = re.compile(r"([1-9][0-9]{0,18}):([0-9a-f]{64})")
 
 
 def read(cloud: Calls, first: int = 1) -> Iterator[AuditEntry]:
-    """Entries in order, from a number on."""
+    """Yield entries in order, from a number on."""
     yield from cloud.identity.ReadAudit(ReadAuditRequest(from_number=first), timeout=READ_S)
 
 
 def entry_table(entries: Sequence[AuditEntry]) -> str:
-    """One line an entry."""
+    """Return a table with one line for each entry."""
     rows = [
         (str(e.number), _moment(e.time_s), e.actor, e.action, e.subject, _details_text(e))
         for e in entries
@@ -33,7 +34,7 @@ def entry_table(entries: Sequence[AuditEntry]) -> str:
 
 
 def entry_record(entry: AuditEntry) -> dict[str, Any]:
-    """For `--json`: with the details as an object and the moment as text beside the number."""
+    """Return an entry for `--json`, with its details as an object and its time as text too."""
     return record(entry) | {"time": _moment(entry.time_s), "details": _details(entry)}
 
 
@@ -42,7 +43,7 @@ def _moment(time_s: float) -> str:
 
 
 def _details(entry: AuditEntry) -> Any:
-    """Parse the details of an entry; a text that was cut off is returned as it is."""
+    """Parse the details of an entry; a text that was cut off stays text."""
     try:
         return json.loads(entry.details)
     except ValueError:
@@ -50,7 +51,7 @@ def _details(entry: AuditEntry) -> Any:
 
 
 def _details_text(entry: AuditEntry) -> str:
-    """As "model=digits version=3"."""
+    """Format details as "model=digits version=3"."""
     details = _details(entry)
     if not isinstance(details, dict):
         return str(details)
@@ -62,15 +63,17 @@ def _details_text(entry: AuditEntry) -> str:
 
 
 def parse_head(text: str) -> tuple[int, bytes]:
-    """From "118:5f0c...e2"."""
+    """Parse "118:5f0c...e2"."""
     match = _HEAD.fullmatch(text.strip())
     if match is None:
-        raise InvalidInput(f"a head is NUMBER:DIGEST as `audit verify` printed it, got {text!r}")
+        raise InvalidInput(
+            f"a head is NUMBER:DIGEST as `triplane audit verify` prints it, got {text!r}"
+        )
     return int(match[1]), bytes.fromhex(match[2])
 
 
 def verified(cloud: Calls, kept: tuple[int, bytes] | None) -> tuple[int, bytes]:
-    """Number and digest of the newest entry; Corrupt where the chain or the kept head is broken."""
+    """Return number and digest of the newest entry. Corrupt: the log was changed."""
     return verify(_checked(read(cloud), kept), head=kept[1] if kept else None)
 
 
@@ -80,9 +83,6 @@ def _checked(
     for e in entries:
         if kept and e.number == kept[0] and e.digest != kept[1]:
             raise Corrupt(
-                f"audit entry {e.number} is another than the one whose head you kept: the log was "
-                "rewritten"
+                f"audit entry {e.number} is not the one whose head you kept: the log was rewritten"
             )
-        yield AuditRecord(
-            e.number, e.time_s, e.actor, e.action, e.subject, e.details, e.previous, e.digest
-        )
+        yield value_from(AuditRecord, e)

@@ -1,4 +1,4 @@
-"""`triplane cloud`: start the cloud, let machines and people in, see who is in, throw one out."""
+"""`triplane cloud`: create and run the cloud, enrol machines and people, revoke them."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ import click
 
 from triplane.cloud.cli.connection import (
     IDENTITY_VARIABLE,
-    calls,
+    calls_cloud,
     client_options,
     home_option,
 )
 from triplane.cloud.cli.keys import command as keys_command
-from triplane.cloud.cli.options import DURATION, LABEL, SHARE
+from triplane.cloud.cli.options import DURATION, LABEL, SHARE, keys_option
 from triplane.proto.logs import quiet_grpc
 from triplane.unified_ir.cli.shell import SECRET, json_option, open_output
 
 if TYPE_CHECKING:
+    from triplane.cloud.cli.connection import Answer, Calls
     from triplane.proto.identity_pb2 import CreateTokenResponse, Principal
 
 ROLES: Final = ("viewer", "operator", "signer", "node", "device")
@@ -32,35 +33,36 @@ Example, for a cloud that nodes reach as fleet.example.org:
   triplane cloud init --host fleet.example.org --offline-keys /media/usb/triplane-keys
 
 \b
-The keys in the offline folder decide what may run on your nodes. Take that folder away from this
-machine; bring it back only to a machine you sign on (triplane sign). Without them a stolen cloud
-cannot make a node run anything you did not sign. Losing them means enrolling every node again:
-keep two copies.
+The keys in the offline folder decide what may run on your nodes. Remove that folder from this
+machine, and bring it back only to a machine on which you sign (triplane sign). Without these keys
+an intruder in the cloud cannot make a node run anything that you did not sign. If they are lost,
+every node must be enrolled again, so keep two copies.
 """
 
 UP_EPILOG = """\b
-Example:
+Examples:
   triplane cloud up
-  triplane cloud up --json | head -1          the ports that were chosen, for scripts
+  triplane cloud up --json | head -1          print the chosen ports, for scripts
 
 \b
-Three ports: the main one (mutual TLS), one where machines with a token get their certificate, and
-the dashboard (only on 127.0.0.1; from elsewhere: ssh -L 8445:127.0.0.1:8445 MACHINE).
-SIGTERM or Ctrl-C drains and ends. Killing it at any moment loses nothing that was answered.
+The cloud listens on three ports: the main one (mutual TLS), one where machines exchange a token for
+a certificate, and the dashboard (only on 127.0.0.1; from another machine, forward the port with
+ssh -L 8445:127.0.0.1:8445 MACHINE). SIGTERM or Ctrl-C lets running calls finish, then stops.
+Killing the process at any moment loses nothing that was acknowledged.
 """
 
-LET_IN_EPILOG = """\b
+INVITE_EPILOG = """\b
 Examples:
   triplane cloud token --role node --name camera-7 --label site=factory
   triplane cloud token --role signer --name alex --valid 2d
 
 \b
-A token lets one machine in once. It is shown now and kept nowhere; give it to the machine over a
-way you trust. It also pins this cloud's authority, so the machine cannot be lured elsewhere.
-Roles: viewer looks; operator also pushes, deploys and lets others in; signer also submits signed
-metadata; node runs models; device learns.
+A token enrols one machine or person, once. It is printed now and cannot be shown again; transfer
+it over a channel that you trust. It contains the fingerprint of this cloud's certificate authority,
+so that the machine cannot enrol with an impostor.
+Roles: a viewer reads; an operator also pushes, deploys and creates tokens; a signer reads and
+submits signed metadata; a node serves models; a device trains.
 """
-
 
 POLICY_EPILOG = """\b
 Example, with the offline folder plugged in:
@@ -68,62 +70,49 @@ Example, with the offline folder plugged in:
   triplane deploy digits@5 --to all --role auto
 
 \b
-A model that is trained again every night needs no signature each time, once a person has signed
-what is good enough. Each node measures a version on these samples before it serves it. A cloud
-that was broken into cannot change the samples, the floor or the share.
+A model that is retrained every night needs no signature for each version once a person has signed
+what is good enough. Each node measures a version on these samples before it serves it. An intruder
+in the cloud cannot change the samples, the floor or the share.
 """
-KEYS = click.option(
-    "--keys", required=True, type=click.Path(exists=True, file_okay=False, path_type=Path),
-    metavar="DIR", help="The offline folder that `triplane cloud init` wrote.",
-)  # fmt: skip
 
 
 @click.group("cloud")
 def command() -> None:
-    """Run the cloud: who is in, what is signed, what runs."""
+    """Create and run the cloud; manage its users, keys and release policy."""
 
 
 command.add_command(keys_command)
 
 
-@command.command("init", short_help="Make a cloud, its keys and an operator.", epilog=INIT_EPILOG)
+@command.command("init", epilog=INIT_EPILOG)
 @home_option
 @click.option(
     "--host", "hosts", multiple=True, metavar="NAME",
-    help="A name or address under which nodes reach this machine; repeatable. The server's "
-    "certificate holds them.  [default: localhost and 127.0.0.1]",
+    help="A host name or address by which nodes reach this machine; repeatable. The server's "
+    "certificate contains them.  [default: localhost and 127.0.0.1]",
 )  # fmt: skip
 @click.option(
     "--offline-keys", required=True, type=click.Path(file_okay=False, path_type=Path),
-    metavar="DIR", help="Where the keys to take away are written; outside of --home.",
+    metavar="DIR", help="Folder for the keys to take away from this machine; outside of --home.",
 )  # fmt: skip
 @click.option(
     "--release-keys", type=click.IntRange(1, 16), default=1, show_default=True, metavar="N",
-    help="How many people hold a key that releases.",
+    help="Number of release keys, one for each person who signs versions.",
 )  # fmt: skip
 @click.option(
     "--release-threshold", type=click.IntRange(1, 16), default=1, show_default=True, metavar="N",
-    help="How many of them must sign a version.",
+    help="Number of these people who must sign a version.",
 )  # fmt: skip
 @json_option
-def init(
-    *,
-    home: Path,
-    hosts: tuple[str, ...],
-    offline_keys: Path,
-    release_keys: int,
-    release_threshold: int,
-    as_json: bool,
-) -> None:
-    """Make a cloud: authority, server certificate, operator identity, signing keys, database.
+def init(*, as_json: bool, **options: Any) -> None:
+    """Create a cloud, its keys and an operator.
 
-    Refuses a folder that already holds one.
+    Makes the certificate authority, the server certificate, an operator's identity, the signing
+    keys and the database. A folder that already contains a cloud is refused.
     """
     from triplane.cloud.cli.start import initialize
 
-    signers = (release_threshold, release_keys)
-    record, text = initialize(home, hosts, offline_keys, signers)
-    open_output(as_json).result(record, text)
+    open_output(as_json).result(*initialize(**options))
 
 
 @command.command("up", epilog=UP_EPILOG)
@@ -131,24 +120,23 @@ def init(
 @click.option("--host", default="0.0.0.0", show_default=True, help="Address to listen on.")  # noqa: S104 - nodes come from outside
 @click.option(
     "--port", type=PORT,
-    help="Main port, mutual TLS; 0 takes a free one.  [default: as at the last start, at first "
-    f"{DEFAULT_PORT}]",
+    help="Main port, with mutual TLS; 0 chooses a free port.  [default: that of the last start, "
+    f"or {DEFAULT_PORT}]",
 )  # fmt: skip
 @click.option(
     "--enrol-port", type=PORT,
-    help=f"Where tokens become certificates.  [default: likewise, at first {DEFAULT_ENROL_PORT}]",
+    help="Port where tokens are exchanged for certificates.  [default: that of the last start, "
+    f"or {DEFAULT_ENROL_PORT}]",
 )  # fmt: skip
 @click.option(
     "--dashboard-port", type=PORT,
-    help=f"The page, on 127.0.0.1.  [default: likewise, at first {DEFAULT_DASHBOARD_PORT}]",
+    help="Port of the dashboard, on 127.0.0.1.  [default: that of the last start, "
+    f"or {DEFAULT_DASHBOARD_PORT}]",
 )  # fmt: skip
 @click.option(
-    "--log-level",
-    type=click.Choice(["debug", "info", "warning", "error"]),
-    default="warning",
-    show_default=True,
-    help="Events on standard error.",
-)
+    "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="warning",
+    show_default=True, help="Least severe level that is logged to standard error.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print the ready line as one JSON object.")
 def up(**options: Any) -> None:
     """Run the cloud until SIGTERM or Ctrl-C."""
@@ -158,66 +146,61 @@ def up(**options: Any) -> None:
     run(**options)
 
 
-@command.command("status", short_help="Whether it answers, what it holds, what is due.")
-@client_options
-def status(*, identity: Path | None, as_json: bool) -> None:
-    """Say whether the cloud answers, as whom it knows you, and what it holds."""
+@command.command("status")
+@calls_cloud
+def status(cloud: Calls) -> Answer:
+    """Show your role, what the cloud holds, and what is due.
+
+    Warnings name signatures that expire soon and nodes that need attention. In a script:
+    triplane cloud status --json
+    """
     from triplane.cloud.cli.status import status_of
 
-    with calls(identity) as cloud:
-        record, text = status_of(cloud)
-    open_output(as_json).result(record, text)
+    return status_of(cloud)
 
 
-@command.command(
-    "token", short_help="Make a one-time token for a machine or person.", epilog=LET_IN_EPILOG
-)
+@command.command("token", epilog=INVITE_EPILOG)
 @click.option("--role", type=click.Choice(ROLES), default="node", show_default=True)
-@click.option("--name", default="", metavar="NAME", help="Who it is for.  [default: made up]")
+@click.option(
+    "--name", default="", metavar="NAME",
+    help="Name of the machine or person.  [default, for a machine: a random one]",
+)  # fmt: skip
 @click.option(
     "--label", "labels", type=LABEL, multiple=True, metavar="KEY=VALUE",
-    help="A label that the node starts with; repeatable.",
+    help="A label that the node gets when it enrols; repeatable.",
 )  # fmt: skip
 @click.option(
-    "--valid", type=DURATION, default="1h", show_default=True, metavar="TIME",
-    help="How long the token may wait to be used, at most 30d.",
+    "--valid", "valid_s", type=DURATION, default="1h", show_default=True, metavar="TIME",
+    help="Time until the token expires, at most 30d.",
 )  # fmt: skip
-@client_options
+@calls_cloud
 def token(
-    *,
-    role: str,
-    name: str,
-    labels: tuple[tuple[str, str], ...],
-    valid: float,
-    identity: Path | None,
-    as_json: bool,
-) -> None:
-    """Make a one-time token that lets one machine or person in."""
-    from triplane.cloud.cli.text import record
+    cloud: Calls, *, role: str, name: str, labels: tuple[tuple[str, str], ...], valid_s: float
+) -> Answer:
+    """Create a one-time token for a machine or a person."""
     from triplane.proto.identity_pb2 import CreateTokenRequest, Role
 
     request = CreateTokenRequest(
-        role=Role.Value(role.upper()), name=name, valid_s=valid, labels=dict(labels)
+        role=Role.Value(role.upper()), name=name, valid_s=valid_s, labels=dict(labels)
     )
-    with calls(identity) as cloud:
-        response = cloud.identity.CreateToken(request)
-    open_output(as_json).result(record(response), _token_text(response, role))
+    response = cloud.identity.CreateToken(request)
+    return response, _token_text(response, role)
 
 
 def _token_text(response: CreateTokenResponse, role: str) -> str:
-    from triplane.cloud.cli.text import until
+    from triplane.cloud.cli.text import expiry_text
 
     where = f"--cloud {response.enrol_address or f'HOST:{DEFAULT_ENROL_PORT}'}"
     if role in {"node", "device"}:
         use = f"triplane {'edge' if role == 'node' else role} enrol {response.token} {where}"
     else:
         use = f"triplane cloud enrol {response.token} {where} --identity DIR"
-    ends = until(response.expires_s)
-    heading = f"For {role} {response.name}, once; ends {ends}. On that machine:"
+    ends = expiry_text(response.expires_s)
+    heading = f"One use, for the {role} {response.name}; {ends}. On that machine, run:"
     return f"{response.token}\n\n{heading}\n  {use}"
 
 
-@command.command("enrol", short_help="Turn a token into an identity folder, for a person.")
+@command.command("enrol")
 @click.argument("token_text", metavar="TOKEN|@FILE|-", type=SECRET, envvar="TRIPLANE_TOKEN")
 @click.option(
     "--cloud", "address", required=True, metavar="HOST:PORT",
@@ -225,21 +208,25 @@ def _token_text(response: CreateTokenResponse, role: str) -> str:
 )  # fmt: skip
 @click.option(
     "--identity", "folder", required=True, type=click.Path(file_okay=False, path_type=Path),
-    metavar="DIR", help="The identity folder to make; the private key never leaves it.",
+    metavar="DIR", help="Identity folder to create; the private key never leaves it.",
 )  # fmt: skip
 @json_option
 def enrol(*, token_text: str, address: str, folder: Path, as_json: bool) -> None:
-    """Turn a token into an identity folder, on the machine of a person who calls the cloud.
+    """Exchange a person's token for an identity folder.
 
-    Nodes have a command of their own: triplane edge enrol.
+    Run it on the machine from which that person calls the cloud. TOKEN is the token itself, @FILE
+    reads it from a file, and - reads it from standard input. For example:
+    triplane cloud enrol @token.txt --cloud fleet.example.org:8444 --identity ~/alex
+
+    Nodes enrol with triplane edge enrol, devices with triplane device enrol.
     """
     quiet_grpc()
-    from triplane.cloud.cli.text import until
+    from triplane.cloud.cli.text import expiry_text
     from triplane.proto.identity import enrol as enrol_at
 
     identity = enrol_at(token_text, address, folder, kind="person")
     text = (
-        f"{identity.name}: identity in {folder}, certificate ends {until(identity.expires_s)}\n"
+        f"{identity.name}: identity in {folder}, certificate {expiry_text(identity.expires_s)}\n"
         f"Use it: export {IDENTITY_VARIABLE}={folder}"
     )
     record = {
@@ -251,33 +238,38 @@ def enrol(*, token_text: str, address: str, folder: Path, as_json: bool) -> None
     open_output(as_json).result(record, text)
 
 
-@command.command("renew", short_help="Get a new certificate before the old one ends.")
+@command.command("renew")
 @client_options
 def renew(*, identity: Path | None, as_json: bool) -> None:
-    """Get a new certificate before the old one ends (30 days). Nodes do so by themselves."""
+    """Get a new certificate before the old one expires.
+
+    A certificate is valid for 30 days. Commands renew it by themselves in its last third, and so do
+    nodes and devices; this is for an identity that is seldom used.
+    """
     from triplane.cloud.cli.connection import identity_path
-    from triplane.cloud.cli.text import until
+    from triplane.cloud.cli.text import expiry_text
     from triplane.proto.identity import IdentityFolder
     from triplane.proto.identity import renew as renew_at
 
     renewed = renew_at(IdentityFolder(identity_path(identity)).load())
-    text = f"{renewed.name}: certificate ends {until(renewed.expires_s)}"
+    text = f"{renewed.name}: certificate {expiry_text(renewed.expires_s)}"
     open_output(as_json).result({"name": renewed.name, "expires_s": renewed.expires_s}, text)
 
 
-@command.command("operator", short_help="Make an operator, on the cloud's own machine.")
+@command.command("operator")
 @click.argument("name")
 @home_option
 @click.option(
     "--identity", "folder", required=True, type=click.Path(file_okay=False, path_type=Path),
-    metavar="DIR", help="The identity folder to make; where it is lost, this replaces it.",
+    metavar="DIR", help="Identity folder to create, or to replace if it was lost.",
 )  # fmt: skip
 @json_option
 def operator(*, name: str, home: Path, folder: Path, as_json: bool) -> None:
-    """Let NAME in as an operator, while the cloud does not run.
+    """Create an operator on the cloud's own machine.
 
-    For a cloud that no operator can reach any more: their identities are lost, or have ended. An
-    earlier identity of NAME is void from now on. The audit log tells.
+    Use it while the cloud is stopped, when no operator can reach it any more because their
+    identities are lost or have expired. An earlier identity of NAME becomes invalid, and the audit
+    log records the change. For example: triplane cloud operator alex --identity ~/alex
     """
     from triplane.cloud.home import Home, admit_operator
 
@@ -286,25 +278,27 @@ def operator(*, name: str, home: Path, folder: Path, as_json: bool) -> None:
     open_output(as_json).result({"name": name, "identity": str(created)}, text)
 
 
-@command.group("policy", short_help="What the cloud may release without a person.")
+@command.group("policy")
 def policy() -> None:
-    """Set what the cloud may release without a person; signed offline, applied by every node."""
+    """Set what the cloud may release without a person.
+
+    The policy is signed offline, and every node applies it.
+    """
 
 
-@policy.command("show", short_help="Show which models, and within which bounds.")
-@client_options
-def policy_show(*, identity: Path | None, as_json: bool) -> None:
-    """Show which models may be released by themselves, and within which bounds."""
+@policy.command("show")
+@calls_cloud
+def policy_show(cloud: Calls) -> Answer:
+    """Show the models that may be released automatically.
+
+    Each is listed with its share of nodes and the accuracy that it must reach.
+    """
     from triplane.cloud.cli.policies import shown
 
-    with calls(identity) as cloud:
-        record, text = shown(cloud)
-    open_output(as_json).result(record, text)
+    return shown(cloud)
 
 
-@policy.command(
-    "set", short_help="Let the cloud release MODEL, within bounds.", epilog=POLICY_EPILOG
-)
+@policy.command("set", epilog=POLICY_EPILOG)
 @click.argument("model")
 @click.option(
     "--golden", required=True, metavar="FILE.npz",
@@ -313,82 +307,71 @@ def policy_show(*, identity: Path | None, as_json: bool) -> None:
 )  # fmt: skip
 @click.option(
     "--floor", required=True, type=SHARE, metavar="SHARE",
-    help="The least accuracy on them, as 95%; below it a node refuses.",
+    help="Least accuracy on these samples, such as 95%; a node refuses a version below it.",
 )  # fmt: skip
 @click.option(
     "--share", type=SHARE, default="100%", show_default=True, metavar="SHARE",
-    help="Of the nodes, which ever take a version that no person released.",
+    help="Share of the nodes that accept versions that no person released.",
 )  # fmt: skip
-@KEYS
-@client_options
-def policy_set(
-    *,
-    model: str,
-    golden: Path,
-    floor: float,
-    share: float,
-    keys: Path,
-    identity: Path | None,
-    as_json: bool,
-) -> None:
-    """Let the cloud release MODEL by itself, within bounds that nodes apply."""
+@keys_option()
+@calls_cloud
+def policy_set(cloud: Calls, **options: Any) -> Answer:
+    """Let the cloud release MODEL by itself, within bounds.
+
+    Nodes enforce these bounds themselves.
+    """
     from triplane.cloud.cli.policies import allow
 
-    output = open_output(as_json)
-    with calls(identity) as cloud:
-        record, text = allow(
-            cloud, output, model=model, golden=golden, floor=floor, share=share, keys=keys
-        )
-    output.result(record, text)
+    return allow(cloud, **options)
 
 
 @policy.command("remove")
 @click.argument("model")
-@KEYS
-@client_options
-def policy_remove(*, model: str, keys: Path, identity: Path | None, as_json: bool) -> None:
-    """Let MODEL be released by people only."""
+@keys_option()
+@calls_cloud
+def policy_remove(cloud: Calls, *, model: str, keys: Path) -> Answer:
+    """Let only people release MODEL.
+
+    For example: triplane cloud policy remove digits --keys /media/usb/triplane-keys
+    """
     from triplane.cloud.cli.policies import forbid
 
-    with calls(identity) as cloud:
-        record, text = forbid(cloud, model=model, keys=keys)
-    open_output(as_json).result(record, text)
+    return forbid(cloud, model=model, keys=keys)
 
 
-@command.command("revoke", short_help="Throw a name out, now.")
+@command.command("revoke")
 @click.argument("name")
-@click.option("--reason", default="", metavar="TEXT", help="For the audit log.")
-@client_options
-def revoke(*, name: str, reason: str, identity: Path | None, as_json: bool) -> None:
-    """Throw NAME out: from the answer on no certificate of it is served, its streams are closed.
+@click.option("--reason", default="", metavar="TEXT", help="Recorded in the audit log.")
+@calls_cloud
+def revoke(cloud: Calls, *, name: str, reason: str) -> Answer:
+    """Revoke the certificates of NAME at once.
 
-    A node keeps serving what it has; it gets nothing new. A new token lets the name in again.
+    Once this call returns, its certificates are rejected and its streams are closed. A node keeps
+    serving what it has and gets nothing new. A new token lets the name in again. For example:
+    triplane cloud revoke camera-7 --reason stolen
     """
-    from triplane.cloud.cli.text import record
     from triplane.proto.identity_pb2 import RevokeRequest
 
-    with calls(identity) as cloud:
-        out = cloud.identity.Revoke(RevokeRequest(name=name, reason=reason))
-    open_output(as_json).result(record(out), f"{out.name}: revoked")
+    principal = cloud.identity.Revoke(RevokeRequest(name=name, reason=reason))
+    return principal, f"{principal.name}: revoked"
 
 
-@command.command("who", short_help="List who was let in, with role and certificate.")
-@client_options
-def who(*, identity: Path | None, as_json: bool) -> None:
-    """List everyone who was let in, with role and the end of the certificate."""
-    from triplane.cloud.cli.text import record, table
+@command.command("who")
+@calls_cloud
+def who(cloud: Calls) -> Answer:
+    """List all users and machines, with role and certificate."""
+    from triplane.cloud.cli.text import table
     from triplane.proto.identity_pb2 import ListPrincipalsRequest
 
-    with calls(identity) as cloud:
-        principals = cloud.identity.ListPrincipals(ListPrincipalsRequest()).principals
+    principals = cloud.identity.ListPrincipals(ListPrincipalsRequest()).principals
     text = table(("NAME", "ROLE", "ENROLLED", "CERTIFICATE"), [_who_row(p) for p in principals])
-    open_output(as_json).result({"principals": [record(p) for p in principals]}, text)
+    return {"principals": principals}, text
 
 
 def _who_row(principal: Principal) -> tuple[str, str, str, str]:
-    from triplane.cloud.cli.text import age, enum_text, until
+    from triplane.cloud.cli.text import age, enum_text, expiry_text
 
-    ends = "revoked" if principal.revoked else f"ends {until(principal.expires_s)}"
+    ends = "revoked" if principal.revoked else expiry_text(principal.expires_s)
     if not principal.serial and not principal.revoked:
         ends = "token not used yet"
     role = enum_text(principal, "role")

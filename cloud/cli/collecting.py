@@ -1,4 +1,4 @@
-"""`triplane registry collect`: opens the home of a cloud that is not running."""
+"""`triplane registry collect`: remove unused files from the home of a stopped cloud."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,42 +22,30 @@ from triplane.proto.transfer import BlobFolder
 ACTOR = "operator at the machine"
 
 
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    database: Database
-    blobs: BlobFolder
-    roots: tuple[Roots, ...]
-
-
-def looked(path: Path, older_than_s: float) -> tuple[dict[str, Any], str]:
+def listed(path: Path, older_than_s: float) -> tuple[dict[str, Any], str]:
     """List the blobs that would be removed."""
     with _opened(path) as home:
-        blobs = asyncio.run(
-            unwanted(home.database, home.blobs, home.roots, older_than_s=older_than_s)
-        )
-    rows = [(f.sha256.hex(), size(f.size), age(f.last_s)) for f in blobs]
-    text = f"{_sum(blobs)} would go; remove them with --yes" if blobs else "nothing to remove"
-    shown = [table(("SHA256", "SIZE", "LAST TOUCHED"), rows)] if blobs else []
-    return _record(blobs, removed=False), "\n".join([*shown, text])
+        blobs = asyncio.run(unwanted(*home, older_than_s=older_than_s))
+    if not blobs:
+        return _record(blobs, removed=False), "nothing to remove"
+    rows = [(blob.sha256.hex(), size(blob.size), age(blob.last_s)) for blob in blobs]
+    text = table(("SHA256", "SIZE", "LAST USED"), rows)
+    return (
+        _record(blobs, removed=False),
+        f"{text}\n{_sum(blobs)} would be removed; remove them with --yes",
+    )
 
 
 def collected(path: Path, older_than_s: float) -> tuple[dict[str, Any], str]:
-    """Remove it; the audit log says so."""
+    """Remove these blobs and record it in the audit log."""
+    on_removed = recorded(time.time(), ACTOR)
     with _opened(path) as home:
-        removed = asyncio.run(
-            collect(
-                home.database,
-                home.blobs,
-                home.roots,
-                older_than_s=older_than_s,
-                on_removed=recorded(time.time(), ACTOR),
-            )
-        )
+        removed = asyncio.run(collect(*home, older_than_s=older_than_s, on_removed=on_removed))
     return _record(removed, removed=True), f"{_sum(removed)} removed"
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[_Opened]:
+def _opened(path: Path) -> Iterator[tuple[Database, BlobFolder, tuple[Roots, ...]]]:
     home = Home(path)
     home.hosts()
     try:
@@ -68,19 +56,19 @@ def _opened(path: Path) -> Iterator[_Opened]:
         ) from error
     try:
         repository = MetadataRepository(home.metadata, home.keys)
-        yield _Opened(database, BlobFolder(home.blobs), roots_of(repository))
+        yield database, BlobFolder(home.blobs), roots_of(repository)
     finally:
         database.close()
 
 
 def _sum(blobs: Sequence[Stored]) -> str:
     files = "1 file" if len(blobs) == 1 else f"{len(blobs)} files"
-    return f"{files}, {size(sum(f.size for f in blobs))},"
+    return f"{files}, {size(sum(blob.size for blob in blobs))},"
 
 
 def _record(blobs: Sequence[Stored], *, removed: bool) -> dict[str, Any]:
     return {
         "removed": removed,
-        "bytes": sum(f.size for f in blobs),
-        "blobs": [{"sha256": f.sha256.hex(), "size": f.size, "last_s": f.last_s} for f in blobs],
+        "bytes": sum(blob.size for blob in blobs),
+        "blobs": [asdict(blob) | {"sha256": blob.sha256.hex()} for blob in blobs],
     }

@@ -1,18 +1,18 @@
-"""One connection to the cloud per verb: whose identity, which calls, what to say when it is away.
+"""What every verb that calls the cloud shares: its identity, one connection, its printed answer.
 
-Every call is made inside `calls`: a failed one leaves as its error family with the cloud's own
-words, and a cloud that cannot be reached leaves as Unavailable with its address and how to start
-it.
+Every call is made inside `calls`: an error that the cloud reports is raised as its family with the
+cloud's own message, and a cloud that cannot be reached raises Unavailable with its address and how
+to start it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -20,16 +20,15 @@ import click
 
 from triplane.proto.errors import NotFound, TriplaneError, Unavailable
 from triplane.proto.logs import quiet_grpc
-from triplane.unified_ir.cli.shell import json_option
+from triplane.unified_ir.cli.shell import CommandOutput, json_option, open_output
 
 if TYPE_CHECKING:
     import grpc
+    from google.protobuf.message import Message
 
-    from triplane.proto.fleet_pb2_grpc import FleetStub
     from triplane.proto.identity import IdentityFolder
-    from triplane.proto.identity_pb2_grpc import IdentityStub
-    from triplane.proto.metadata_pb2_grpc import MetadataStub
-    from triplane.proto.registry_pb2_grpc import RegistryStub
+
+    Answer = tuple[Mapping[str, Any] | Message, str] | int
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -39,8 +38,10 @@ HOME_VARIABLE: Final = "TRIPLANE_CLOUD_HOME"
 DEFAULT_HOME: Final = "~/.triplane/cloud"
 OPERATOR_FOLDER: Final = "operator"
 KEY_BYTES: Final = 16
+TEXT: Final = CommandOutput(as_json=False)
+"""Output of callers that are no commands."""
 RENEWAL_S: Final = 5.0
-"""A verb waits no longer for a new certificate; the next one tries again."""
+"""The longest that a verb waits for a new certificate; the next verb tries again."""
 TRANSPORT_WORDS: Final = (
     "failed to connect",
     "connection lost",
@@ -54,13 +55,13 @@ TRANSPORT_WORDS: Final = (
     "recvmsg",
     "handshake",
 )
-"""By these grpc's own words for a broken link differ from a cloud's "not now"."""
+"""Words of grpc about a broken link, which tell it from a cloud that answers UNAVAILABLE."""
 WAITS_S: Final = (0.5, 1.5)
-"""Between the tries of a write that is repeated under its key."""
+"""Pauses between the attempts of a write that is repeated under its key."""
 
 
 def home_option(function: F) -> F:
-    """`--home DIR`: where the cloud keeps everything."""
+    """Add `--home DIR`, the folder in which the cloud keeps everything."""
     return click.option(
         "--home", type=click.Path(file_okay=False, path_type=Path), envvar=HOME_VARIABLE,
         default=DEFAULT_HOME, show_default=True, metavar="DIR",
@@ -70,13 +71,42 @@ def home_option(function: F) -> F:
 
 
 def client_options(function: F) -> F:
-    """`--identity DIR` and `--json`, which every verb that calls the cloud has."""
+    """Add `--identity DIR` and `--json`, which every verb that calls the cloud has."""
     identity = click.option(
         "--identity", type=click.Path(file_okay=False, path_type=Path), envvar=IDENTITY_VARIABLE,
-        metavar="DIR", help=f"Who calls: an identity folder (also {IDENTITY_VARIABLE}).  "
+        metavar="DIR", help=f"The identity folder of the caller (also {IDENTITY_VARIABLE}).  "
         f"[default: {DEFAULT_HOME}/{OPERATOR_FOLDER}, made by `triplane cloud init`]",
     )  # fmt: skip
     return identity(json_option(function))
+
+
+def calls_cloud(verb: Callable[..., Answer]) -> Callable[..., None]:
+    """Make a command of a function of the cloud's services and its options; see `print_answer`."""
+
+    @client_options
+    @functools.wraps(verb)
+    def command(**options: Any) -> None:
+        print_answer(verb, **options)
+
+    return command
+
+
+def print_answer(
+    verb: Callable[..., Answer], *, identity: Path | None, as_json: bool, **options: Any
+) -> None:
+    """Call `verb` with the cloud's services and print its answer: a record and the same as text.
+
+    A verb that printed by itself answers with its exit code.
+    """
+    output = open_output(as_json)
+    with calls(identity, output) as cloud:
+        answer = verb(cloud, **options)
+    if isinstance(answer, int):
+        click.get_current_context().exit(answer)
+    from triplane.cloud.cli.text import plain
+
+    record, text = answer
+    output.result(plain(record), text)
 
 
 def identity_path(option: Path | None) -> Path:
@@ -92,46 +122,38 @@ def identity_path(option: Path | None) -> Path:
     return path
 
 
-@dataclass(frozen=True, slots=True)
 class Calls:
-    """The cloud's services over one channel."""
+    """The cloud's services over one channel. output: where a verb reports its progress."""
 
-    channel: grpc.Channel
-    fleet: FleetStub
-    identity: IdentityStub
-    metadata: MetadataStub
-    registry: RegistryStub
+    def __init__(self, channel: grpc.Channel, output: CommandOutput = TEXT) -> None:
+        from triplane.proto.federation_pb2_grpc import FederationStub
+        from triplane.proto.fleet_pb2_grpc import FleetStub
+        from triplane.proto.identity_pb2_grpc import IdentityStub
+        from triplane.proto.metadata_pb2_grpc import MetadataStub
+        from triplane.proto.registry_pb2_grpc import RegistryStub
+
+        self.channel, self.output = channel, output
+        self.federation, self.fleet = FederationStub(channel), FleetStub(channel)
+        self.identity, self.metadata = IdentityStub(channel), MetadataStub(channel)
+        self.registry = RegistryStub(channel)
 
 
 @contextlib.contextmanager
-def calls(identity: Path | None) -> Iterator[Calls]:
-    """The services, called as the principal of `identity`; closes the channel at the end."""
+def calls(identity: Path | None, output: CommandOutput = TEXT) -> Iterator[Calls]:
+    """Connect with the certificate of `identity`; the channel is closed at the end."""
     path = identity_path(identity)
     quiet_grpc()
     from triplane.proto.channels import connect
-    from triplane.proto.fleet_pb2_grpc import FleetStub
     from triplane.proto.identity import IdentityFolder
-    from triplane.proto.identity_pb2_grpc import IdentityStub
-    from triplane.proto.metadata_pb2_grpc import MetadataStub
-    from triplane.proto.registry_pb2_grpc import RegistryStub
 
     folder = _renewed(IdentityFolder(path).load())
-    channel = connect(folder)
-    try:
-        with errors_at(folder.cloud, expires_s=folder.expires_s):
-            yield Calls(
-                channel,
-                FleetStub(channel),
-                IdentityStub(channel),
-                MetadataStub(channel),
-                RegistryStub(channel),
-            )
-    finally:
-        channel.close()
+    guarded = errors_at(folder.cloud, expires_s=folder.expires_s)
+    with contextlib.closing(connect(folder)) as channel, guarded:
+        yield Calls(channel, output)
 
 
 def _renewed(folder: IdentityFolder) -> IdentityFolder:
-    """With a new certificate in the last third of the old one's life, where the cloud answers."""
+    """Renew a certificate in the last third of its life, if the cloud answers."""
     from triplane.cloud.home import one_renews
     from triplane.proto.identity import needs_renewal, renew
 
@@ -145,9 +167,9 @@ def _renewed(folder: IdentityFolder) -> IdentityFolder:
 
 @contextlib.contextmanager
 def errors_at(address: str, *, expires_s: float = math.inf) -> Iterator[None]:
-    """Raises what the cloud raised; where none answered, Unavailable with the way out.
+    """Raise what the cloud raised; if it did not answer, Unavailable with what to do about it.
 
-    expires_s: when the caller's own certificate ends, a common reason for silence.
+    expires_s: when the caller's own certificate expires, a common reason for no answer.
     """
     import grpc
 
@@ -159,7 +181,7 @@ def errors_at(address: str, *, expires_s: float = math.inf) -> Iterator[None]:
         if is_away(error):
             raise Unavailable(_away_text(address, _details(error), expires_s)) from error
         raise error_from(error) from error
-    except Unavailable as error:  # where a call was already turned into its family
+    except Unavailable as error:  # of a call whose error was already mapped to its family
         cause = error.__cause__
         if isinstance(cause, grpc.RpcError) and is_away(cause):
             raise Unavailable(_away_text(address, _details(cause), expires_s)) from cause
@@ -167,7 +189,7 @@ def errors_at(address: str, *, expires_s: float = math.inf) -> Iterator[None]:
 
 
 def is_away(error: grpc.RpcError) -> bool:
-    """Whether the call failed without a word of the cloud: nothing listens, or it was cut off."""
+    """Return whether the call failed before the cloud answered: nothing listens, or it broke."""
     import grpc
 
     if getattr(error, "code", lambda: None)() is not grpc.StatusCode.UNAVAILABLE:
@@ -182,14 +204,14 @@ def _details(error: grpc.RpcError) -> str:
 def _away_text(address: str, details: str, expires_s: float) -> str:
     if expires_s < time.time():
         return (
-            f"the cloud at {address} lets nobody in whose certificate has ended, as yours has; ask "
-            "an operator for a new token (triplane cloud token) and enrol again. Is none left: "
-            "triplane cloud operator NAME, on the cloud's machine"
+            f"the cloud at {address} rejects your certificate, which has expired; ask an operator "
+            "for a new token (triplane cloud token) and enrol again. If there is no operator left, "
+            "run on the cloud's machine: triplane cloud operator NAME"
         )
     if "certificate_verify_failed" in details.lower():
         return (
-            f"who answers at {address} is not the cloud of this identity, or not under that name "
-            f"({details}); `triplane cloud init --host` decides the names"
+            f"the server at {address} is not the cloud of this identity, or that name is not in "
+            f"its certificate ({details}); `triplane cloud init --host` sets the names"
         )
     return (
         f"the cloud at {address} does not answer ({details}); is it running? "
@@ -198,7 +220,7 @@ def _away_text(address: str, details: str, expires_s: float) -> str:
 
 
 def repeated(call: Callable[[], T]) -> T:
-    """The answer of a call that may be made again, made again while the cloud is away."""
+    """Make a call that is safe to repeat, and repeat it while the cloud cannot be reached."""
     import grpc
 
     for wait_s in WAITS_S:
@@ -212,5 +234,5 @@ def repeated(call: Callable[[], T]) -> T:
 
 
 def new_key() -> bytes:
-    """For a write that may be sent again: the same key is done once."""
+    """Return a key for a write that may be sent again: the cloud does it once for each key."""
     return os.urandom(KEY_BYTES)

@@ -1,4 +1,4 @@
-"""`triplane federate`: let devices learn together; see, stop and resume runs."""
+"""`triplane federate`: let devices learn together; list, watch, stop and resume runs."""
 
 from __future__ import annotations
 
@@ -8,17 +8,21 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from triplane.cloud.cli.connection import calls, client_options
+from triplane.cloud.cli.connection import (
+    calls_cloud,
+    client_options,
+    new_key,
+    print_answer,
+    repeated,
+)
 from triplane.cloud.cli.options import DURATION, MAX_COUNT, MAX_NUMBER
 from triplane.unified_ir.cli.algorithms import NAMES, AlgorithmCommand
-from triplane.unified_ir.cli.shell import open_output
 from triplane.unified_ir.cli.simulate import simulate
 from triplane.unified_ir.federated.core import defaults
 
 if TYPE_CHECKING:
-    from triplane.cloud.cli.connection import Calls
-    from triplane.proto.federation_pb2 import Run, Spec
-    from triplane.proto.federation_pb2_grpc import FederationStub
+    from triplane.cloud.cli.connection import Answer, Calls
+    from triplane.proto.federation_pb2 import Spec
 
 EPILOG = """\b
 Examples:
@@ -28,19 +32,21 @@ Examples:
   triplane federate run digits --population phones --strategy fedadam --option eta=0.01
 
 \b
-What happens: the cloud makes a plan of the model, which devices run with onnxruntime alone. Each
-round it asks devices of the population, gathers their updates, and makes the next state of their
-mean; a killed cloud or device goes on where it was. The result is registered as the model's next
-version; nothing is deployed.
+What happens: the cloud makes a training plan of the model, which devices execute with onnxruntime
+alone. In each round it selects devices of the population, collects their updates, and computes the
+next state from the mean of the updates. A cloud or a device that is killed continues where it was.
+The result is registered as the model's next version; nothing is deployed unless you give --release.
 
 \b
---strategy puts a strategy of Flower in place of the cloud's own mean and optimizer; --algorithm
-then says what devices do. It runs in a process of the cloud, which needs triplane[flower]; devices
-need nothing. One of your own is NAME.py in the folder `strategies` of the cloud's home.
+--strategy replaces the cloud's own mean and optimizer by a strategy of Flower; --algorithm then
+decides only what devices do. The strategy runs in a child process of the cloud, which needs
+triplane[flower]; devices need nothing more. Your own strategies are files NAME.py in the folder
+`strategies` of the cloud's home.
 
 \b
-Unset options use the cloud's defaults, which the answer shows too (--json); studies use the same.
-Ctrl-C leaves the table, not the run.
+Options that you leave unset have the cloud's defaults, which the answer shows too (--json).
+Simulations (triplane federate simulate) have the same defaults.
+Ctrl-C closes the table and does not stop the run.
 Exit codes: 0 done (or begun, with --detach); 4 stopped or failed.
 """
 
@@ -58,20 +64,20 @@ SHARE: Final = click.FloatRange(0, 1, min_open=True)
 
 
 def _or(text: str, default: object) -> str:
-    """Add the default to a help text; the cloud fills unset options in."""
+    """Add to a help text the default that the cloud uses for an unset option."""
     return f"{text}  [default: {default}]"
 
 
-def _some_time(_ctx: click.Context, _param: click.Parameter, seconds: float | None) -> float | None:
+def _positive(_ctx: click.Context, _param: click.Parameter, seconds: float | None) -> float | None:
     if seconds == 0:
-        raise click.BadParameter("it is above 0; leave it out for the default")
+        raise click.BadParameter("give a time above 0, or leave the option out for the default")
     return seconds
 
 
-def _named(
+def _pairs(
     _ctx: click.Context, _param: click.Parameter, texts: tuple[str, ...]
 ) -> list[tuple[str, str]]:
-    """(name, JSON) of each NAME=VALUE; what is no JSON is a string."""
+    """Parse each NAME=VALUE to (name, JSON); a value that is not JSON is a string."""
     pairs = []
     for text in texts:
         name, separator, value = text.partition("=")
@@ -87,86 +93,102 @@ def _named(
 
 @click.group("federate")
 def command() -> None:
-    """Let devices learn together. RUN is an id, the beginning of one, or `last`."""
+    """Let devices learn together; list, watch and stop runs.
+
+    RUN is an id, the beginning of one, or `last`, which is the default.
+    """
 
 
 command.add_command(simulate)
 
 
 @command.command(
-    "run", short_help="Begin a run over the devices of a population.", epilog=EPILOG,
-    cls=AlgorithmCommand, rate=RATE, count=COUNT,
+    "run", epilog=EPILOG, cls=AlgorithmCommand, rate=RATE, count=COUNT,
 )  # fmt: skip
 @click.argument("model", metavar="MODEL[@VERSION|@ALIAS]")
 @click.option(
     "--population", default="", metavar="NAME",
-    help="Devices that offer themselves under this name; each device says itself which that is.",
+    help="Name of the group of devices that may take part; each device is configured with it.",
 )  # fmt: skip
-@click.option(
-    "--algorithm", default="", metavar="NAME",
-    help=_or(f"{NAMES}.", defaults.ALGORITHM),
-)  # fmt: skip
+@click.option("--algorithm", default="", metavar="NAME", help=_or(f"{NAMES}.", defaults.ALGORITHM))
 @click.option(
     "--strategy", default="", metavar="NAME",
-    help="Of Flower: fedavg, fedadam, krum, ... or NAME[:ATTRIBUTE] of the cloud's own.",
+    help="Strategy of Flower: fedavg, fedadam, krum, ..., or NAME[:ATTRIBUTE] of your own file.",
 )  # fmt: skip
 @click.option(
-    "--option", "strategy_options", multiple=True, metavar="NAME=VALUE", callback=_named,
-    help="An argument of the strategy; may be repeated.",
+    "--option", "strategy_options", multiple=True, metavar="NAME=VALUE", callback=_pairs,
+    help="Argument of the strategy; repeatable.",
 )  # fmt: skip
-@click.option("--app", is_flag=True, help="Devices answer with the ClientApp their owner gave.")
-@click.option("--rounds", type=COUNT, help=_or("In all.", defaults.ROUNDS))
-@click.option("--devices", type=COUNT, help=_or("Whose updates make a round.", defaults.DEVICES))
+@click.option(
+    "--app", is_flag=True, help="Devices run the Flower ClientApp that their owner configured."
+)
+@click.option("--rounds", type=COUNT, help=_or("Total number of rounds.", defaults.ROUNDS))
+@click.option("--devices", type=COUNT, help=_or("Updates that complete a round.", defaults.DEVICES))
 @click.option(
     "--over-selection", type=click.FloatRange(0), default=0.0,
-    help="Ask so many more, as a share: 0.2 asks 12 for 10, and the last two may be late.",
+    help="Share of additional devices to select: 0.2 selects 12 for 10, and the last two may be "
+    "late.  [default: 0]",
 )  # fmt: skip
 @click.option(
     "--quorum", type=SHARE,
-    help=_or("Share of --devices below which a round is given up.", defaults.QUORUM),
+    help=_or("Least share of --devices for a round to count at its deadline.", defaults.QUORUM),
 )  # fmt: skip
 @click.option(
-    "--deadline", "deadline_s", type=DURATION, callback=_some_time,
-    help=_or("Of a round.", f"{defaults.DEADLINE_S / 60:g}min"),
+    "--deadline", "deadline_s", type=DURATION, callback=_positive,
+    help=_or("Time limit of a round.", f"{defaults.DEADLINE_S / 60:g}min"),
 )  # fmt: skip
 @click.option(
-    "--patience", "patience_s", type=DURATION, callback=_some_time,
+    "--patience", "patience_s", type=DURATION, callback=_positive,
     help=_or(
-        "How long a round waits for devices that were there and are away.",
+        "Time that a round waits for selected devices that disconnected.",
         f"{defaults.PATIENCE_S:g}s",
     ),
 )  # fmt: skip
-@click.option("--steps", type=COUNT, help=_or("Of a device in one round.", defaults.STEPS))
-@click.option("--batch-size", type=COUNT, help=_or("Samples of a step.", defaults.BATCH_SIZE))
-@click.option("--support", type=COUNT, help=_or("Samples to adapt on.", defaults.SUPPORT))
-@click.option("--query", type=COUNT, help=_or("Samples to judge a start by.", defaults.QUERY))
+@click.option(
+    "--steps", type=COUNT, help=_or("Training steps of a device in a round.", defaults.STEPS)
+)
+@click.option(
+    "--batch-size", type=COUNT, help=_or("Samples in a training step.", defaults.BATCH_SIZE)
+)
+@click.option("--support", type=COUNT, help=_or("Samples to adapt to.", defaults.SUPPORT))
+@click.option(
+    "--query", type=COUNT, help=_or("Samples to evaluate an adapted model on.", defaults.QUERY)
+)
 @click.option(
     "--evaluate-every", type=click.IntRange(0, MAX_COUNT), default=0,
-    help="Rounds between evaluations on every device.  [default: after the last only]",
+    help="Rounds between evaluations on every device.  [default: only after the last round]",
 )  # fmt: skip
-@click.option("--compression", default="", metavar="NAME", help="Of updates: int8 or top-k.")
-@click.option("--keep", type=SHARE, help=_or("Share of entries that top-k sends.", defaults.KEEP))
-@click.option("--seed", type=click.IntRange(0, MAX_NUMBER), default=0)
-@click.option("--release", default="", metavar="auto", help="Release the result by itself.")
-@click.option("--alias", default="", metavar="NAME", help="To set on the result.")
-@click.option("--detach", is_flag=True, help="Begin the run and leave.")
+@click.option(
+    "--compression",
+    default="",
+    metavar="NAME",
+    help="Compression of updates: int8 or top-k.  [default: none]",
+)
+@click.option(
+    "--keep",
+    type=SHARE,
+    help=_or("Share of the entries of an update that top-k sends.", defaults.KEEP),
+)
+@click.option(
+    "--seed", type=click.IntRange(0, MAX_NUMBER), default=0, show_default=True, metavar="N",
+    help="Seed of every random choice in the run.",
+)  # fmt: skip
+@click.option(
+    "--release",
+    default="",
+    metavar="auto",
+    help="Release the result automatically, under the release policy.",
+)
+@click.option("--alias", default="", metavar="NAME", help="Alias to set on the resulting version.")
+@click.option("--detach", is_flag=True, help="Begin the run and return without watching it.")
 @client_options
-@click.pass_context
-def run(
-    ctx: click.Context, /, *, detach: bool, identity: Path | None, as_json: bool, **options: Any
-) -> None:
-    """Begin a run from MODEL with the devices of a population, and watch it."""
-    from triplane.cloud.cli.live_run import watchable
-    from triplane.cloud.cli.watching import watch_to_end
+def run(*, detach: bool, identity: Path | None, as_json: bool, **options: Any) -> None:
+    """Begin a run over the devices of a population.
 
+    MODEL is the version from which they learn. The run is watched until it ends.
+    """
     spec = _spec(**options)
-    with calls(identity) as cloud:
-        begun = _begun(cloud, spec)
-        watched = watchable(cloud, begun.id)
-        code = 0 if detach else watch_to_end(watched, begun, as_json=as_json)
-    if detach:
-        _tell(begun, as_json=as_json, more=f"Watch it: triplane federate watch {begun.id}")
-    ctx.exit(code)
+    print_answer(_start, identity=identity, as_json=as_json, spec=spec, detach=detach)
 
 
 def _spec(
@@ -177,116 +199,109 @@ def _spec(
     hyper: dict[str, float],
     **options: Any,
 ) -> Spec:
+    """Return the request's spec; the cloud fills in what is left unset."""
     from triplane.proto.federation_pb2 import Cohort, Flower, Option, Sampling, Spec
     from triplane.proto.hyperparameters import set_values
 
     if (strategy_options or app) and not strategy:
-        raise click.UsageError("--option and --app are of a strategy; name one with --strategy")
-    said = [Option(name=name, json=value) for name, value in strategy_options]
-    flower = Flower(strategy=strategy, options=said, app=app) if strategy else None
-
-    def taken(names: tuple[str, ...]) -> dict[str, Any]:
-        values = {name: options.pop(name) for name in names}
-        return {name: value for name, value in values.items() if value is not None}
-
+        raise click.UsageError("--option and --app belong to a strategy; name one with --strategy")
+    arguments = [Option(name=name, json=value) for name, value in strategy_options]
+    flower = Flower(strategy=strategy, options=arguments, app=app) if strategy else None
     spec = Spec(
-        cohort=Cohort(**taken(_COHORT)),
-        sampling=Sampling(**taken(_SAMPLING)),
+        cohort=Cohort(**{name: options.pop(name) for name in _COHORT}),
+        sampling=Sampling(**{name: options.pop(name) for name in _SAMPLING}),
         flower=flower,
-        **{name: value for name, value in options.items() if value is not None},
+        **options,
     )
     set_values(spec.hyperparameters, hyper)
     return spec
 
 
-def _begun(cloud: Calls, spec: Spec) -> Run:
-    from triplane.cloud.cli.connection import new_key, repeated
+def _start(cloud: Calls, *, spec: Spec, detach: bool) -> Answer:
+    from triplane.cloud.cli.live_run import watchable
+    from triplane.cloud.cli.runs import headline
+    from triplane.cloud.cli.watching import watch_to_end
     from triplane.proto.federation_pb2 import StartRequest
 
     request = StartRequest(spec=spec, key=new_key())
-    return repeated(lambda: _stub(cloud).Start(request))
+    run = repeated(lambda: cloud.federation.Start(request))
+    if not detach:
+        return watch_to_end(watchable(cloud, run.id), run, as_json=cloud.output.as_json)
+    return run, f"{headline(run)}\nWatch it: triplane federate watch {run.id}"
 
 
 @command.command("ls")
-@client_options
-def ls(*, identity: Path | None, as_json: bool) -> None:
+@calls_cloud
+def ls(cloud: Calls) -> Answer:
     """List runs, newest first."""
     from triplane.cloud.cli.runs import run_table
-    from triplane.cloud.cli.text import record
     from triplane.proto.federation_pb2 import ListRunsRequest
 
-    with calls(identity) as cloud:
-        runs = _stub(cloud).ListRuns(ListRunsRequest()).runs
+    runs = cloud.federation.ListRuns(ListRunsRequest()).runs
     none = "no run yet; begin one with: triplane federate run MODEL --population NAME"
-    text = run_table(runs) if runs else none
-    open_output(as_json).result({"runs": [record(r) for r in runs]}, text)
+    return {"runs": runs}, run_table(runs) if runs else none
 
 
 @command.command("show")
 @RUN
-@client_options
-def show(*, run_id: str, identity: Path | None, as_json: bool) -> None:
-    """Show a run: its rounds, its devices, what was refused."""
+@calls_cloud
+def show(cloud: Calls, *, run_id: str) -> Answer:
+    """Show the rounds, devices and refused updates of a run.
+
+    For example: triplane federate show last
+    """
     from triplane.cloud.cli.runs import run_text
-    from triplane.cloud.cli.text import record
     from triplane.proto.federation_pb2 import GetRunRequest
 
-    with calls(identity) as cloud:
-        run = _stub(cloud).GetRun(GetRunRequest(id=run_id))
-    open_output(as_json).result(record(run), run_text(run))
+    run = cloud.federation.GetRun(GetRunRequest(id=run_id))
+    return run, run_text(run)
 
 
-@command.command("watch", short_help="Follow a run, round by round, to its end.")
+@command.command("watch")
 @RUN
-@client_options
-@click.pass_context
-def watch(ctx: click.Context, *, run_id: str, identity: Path | None, as_json: bool) -> None:
-    """Follow a run until it is done, stopped or failed; exit codes as of `run`."""
+@calls_cloud
+def watch(cloud: Calls, *, run_id: str) -> Answer:
+    """Follow a run, round by round, until it ends.
+
+    The exit code is 0 if it is done, 4 if it was stopped or failed. For example:
+    triplane federate watch last
+    """
     from triplane.cloud.cli.live_run import watchable
     from triplane.cloud.cli.watching import watch_to_end
     from triplane.proto.federation_pb2 import GetRunRequest
 
-    with calls(identity) as cloud:
-        run = _stub(cloud).GetRun(GetRunRequest(id=run_id))
-        code = watch_to_end(watchable(cloud, run.id), run, as_json=as_json)
-    ctx.exit(code)
+    run = cloud.federation.GetRun(GetRunRequest(id=run_id))
+    return watch_to_end(watchable(cloud, run.id), run, as_json=cloud.output.as_json)
 
 
-@command.command("stop", short_help="Stop a run; `resume` goes on from there.")
+@command.command("stop")
 @RUN
 @REASON
-@client_options
-def stop(*, run_id: str, reason: str, identity: Path | None, as_json: bool) -> None:
-    """Stop a run: open work ends, what was reduced stays, `resume` goes on from there."""
+@calls_cloud
+def stop(cloud: Calls, *, run_id: str, reason: str) -> Answer:
+    """Stop a run; `resume` continues it from there.
+
+    Work in progress ends, and the state of the last finished round is kept. For example:
+    triplane federate stop last --reason "wrong population"
+    """
+    from triplane.cloud.cli.runs import headline
     from triplane.proto.federation_pb2 import ChangeRunRequest
 
-    with calls(identity) as cloud:
-        run = _stub(cloud).Stop(ChangeRunRequest(id=run_id, reason=reason))
-    _tell(run, as_json=as_json)
+    run = cloud.federation.Stop(ChangeRunRequest(id=run_id, reason=reason))
+    return run, headline(run)
 
 
 @command.command("resume")
 @RUN
 @REASON
-@client_options
-def resume(*, run_id: str, reason: str, identity: Path | None, as_json: bool) -> None:
-    """Let a stopped run go on where it stopped."""
+@calls_cloud
+def resume(cloud: Calls, *, run_id: str, reason: str) -> Answer:
+    """Continue a stopped run where it stopped.
+
+    For example: triplane federate resume last
+    """
+    from triplane.cloud.cli.runs import headline
     from triplane.proto.federation_pb2 import ChangeRunRequest
 
-    with calls(identity) as cloud:
-        run = _stub(cloud).Resume(ChangeRunRequest(id=run_id, reason=reason))
-    _tell(run, as_json=as_json)
-
-
-def _stub(cloud: Calls) -> FederationStub:
-    from triplane.proto.federation_pb2_grpc import FederationStub
-
-    return FederationStub(cloud.channel)
-
-
-def _tell(run: Run, *, as_json: bool, more: str = "") -> None:
-    from triplane.cloud.cli.runs import headline
-    from triplane.cloud.cli.text import record
-
-    text = f"{headline(run)}\n{more}" if more else headline(run)
-    open_output(as_json).result(record(run), text)
+    run = cloud.federation.Resume(ChangeRunRequest(id=run_id, reason=reason))
+    return run, headline(run)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
 from triplane.cloud.cli.connection import Calls
 from triplane.cloud.cli.remote import Remote, remote_at
-from triplane.cloud.cli.text import table, until
+from triplane.cloud.cli.text import expiry_text, table, until
 from triplane.cloud.trust.chain import Chain, newest_root, read
 from triplane.cloud.trust.initial import TRUSTED_ROOT
 from triplane.cloud.trust.keys import KeyFolder, read_public
@@ -19,21 +20,20 @@ from triplane.cloud.trust.rotating import Lists, rotate
 from triplane.cloud.trust.signing import renew, replace_keys, trusted_root
 from triplane.proto.errors import InvalidInput, NotFound
 from triplane.proto.identity import check_name
-from triplane.unified_ir.cli.shell import CommandOutput
 
 ROOT_RENEWED_S: Final = 365 * DAY_S
 KEY_CHARS: Final = 12
 RENEWED: Final = ("targets", "release", "root")
 
 
-def ends_of(remote: Remote) -> dict[str, float]:
-    """When each role's published metadata ends, as the cloud tells it."""
+def expiries_of(remote: Remote) -> dict[str, float]:
+    """Return when each role's published metadata expires, as the cloud reports it."""
     chain = read(remote.get, newest_root(remote.get, remote.get(TRUSTED_ROOT)))
     return {role: _metadata(chain, role).signed.expires.timestamp() for role in ROLES}
 
 
 def shown(cloud: Calls, folder: Path | None) -> tuple[dict[str, Any], str]:
-    """Every role; verified from the folder's root where one is given, else from the cloud's."""
+    """Describe every role, verified from the folder's root if there is one, else the cloud's."""
     with remote_at(cloud) as remote:
         first = trusted_root(folder) if folder else remote.get(TRUSTED_ROOT)
         chain = read(remote.get, newest_root(remote.get, first))
@@ -78,119 +78,112 @@ def _row(role: dict[str, Any]) -> tuple[str, ...]:
 
 
 def renewed(
-    cloud: Calls, output: CommandOutput, folder: Path, roles: Sequence[str], *, past: int = 0
+    cloud: Calls, *, keys: Path, roles: Sequence[str], past: int
 ) -> tuple[dict[str, Any], str]:
-    """Sign again; without `roles` what the folder has keys for. NotFound: for none.
+    """Sign `roles` again; if empty, those that are due and whose keys are in the folder `keys`.
 
-    past: sign as often as it takes for the version to be higher, unless others must sign too.
+    past: sign repeatedly until the version is higher, unless others must sign too. NotFound: the
+    folder has no such key.
     """
-    trusted_root(folder)
-    done: dict[str, Submitted] = {}
+    trusted_root(keys)
+    results: dict[str, Submitted] = {}
     with remote_at(cloud) as remote:
         for role in roles or _due(remote):
             try:
-                submitted = done[role] = _renewer(role)(remote, folder)
-                if past - submitted.version > MAX_OVERTAKEN:
-                    raise InvalidInput(
-                        f"{role} is at version {submitted.version}; at most {MAX_OVERTAKEN} "
-                        f"versions are signed at once, {past} is further"
-                    )
-                while submitted.published and submitted.version <= past:
-                    submitted = done[role] = _renewer(role)(remote, folder)
+                results[role] = _renew_past(remote, role, keys, past)
             except NotFound as error:
                 if roles:
                     raise
-                output.note(f"{role}: not renewed: {error}")
-        ends = ends_of(remote)
-    if not done:
-        raise NotFound(f"{folder} has no key of {', '.join(RENEWED)}; name the offline folder")
-    record = {"roles": {role: _submitted(submitted) for role, submitted in done.items()}}
+                cloud.output.note(f"{role}: not renewed: {error}")
+        expiries = expiries_of(remote)
+    if not results:
+        raise NotFound(f"{keys} has no key of {', '.join(RENEWED)}; name the offline folder")
+    record = {"roles": {role: asdict(submitted) for role, submitted in results.items()}}
     return record, "\n".join(
-        _renewed_text(role, submitted, ends) for role, submitted in done.items()
+        f"{role} {submitted.version} published; it {expiry_text(expiries[role])}"
+        if submitted.published
+        else f"{role} {submitted.version}: {_signatures_text(submitted)}"
+        for role, submitted in results.items()
     )
 
 
 def _due(remote: Remote) -> list[str]:
-    root_is_due = ends_of(remote)["root"] - time.time() < ROOT_RENEWED_S
+    root_is_due = expiries_of(remote)["root"] - time.time() < ROOT_RENEWED_S
     return [role for role in RENEWED if role != "root" or root_is_due]
 
 
-def _renewer(role: str) -> Callable[[Remote, Path], Submitted]:
-    if role == "root":
-        return lambda remote, folder: replace_keys(remote, {}, folder).submitted
-    return lambda remote, folder: renew(remote, role, folder).submitted
+def _renew_past(remote: Remote, role: str, keys: Path, past: int) -> Submitted:
+    """Sign the role again, until its version is above `past`."""
+    submitted = _renew(remote, role, keys)
+    if past - submitted.version > MAX_OVERTAKEN:
+        raise InvalidInput(
+            f"{role} is at version {submitted.version}, and {past} is more than {MAX_OVERTAKEN} "
+            "versions ahead, the most that are signed at once; give --past a lower number"
+        )
+    while submitted.published and submitted.version <= past:
+        submitted = _renew(remote, role, keys)
+    return submitted
 
 
-def _renewed_text(role: str, submitted: Submitted, ends: dict[str, float]) -> str:
-    if submitted.published:
-        return f"{role} {submitted.version} published; it ends {until(ends[role])}"
-    return f"{role} {submitted.version}: {_waits(submitted)}"
+def _renew(remote: Remote, role: str, keys: Path) -> Submitted:
+    signed = replace_keys(remote, {}, keys) if role == "root" else renew(remote, role, keys)
+    return signed.submitted
 
 
-def _waits(submitted: Submitted) -> str:
+def _signatures_text(submitted: Submitted) -> str:
     count = f"{submitted.signatures} of {submitted.threshold} signatures"
-    return f"{count}; the other holders run the same"
+    return f"{count}; the other key holders run the same command"
 
 
 def rotated(
     cloud: Calls,
-    role: str,
-    folder: Path,
     *,
+    role: str,
+    keys: Path,
     publics: Sequence[Path],
     threshold: int | None,
     stolen: bool,
 ) -> tuple[dict[str, Any], str]:
-    """Give the role the keys of `publics`, or one made in the folder."""
-    trusted_root(folder)
+    """Give the role the keys in `publics`, or a new one that is made in the folder `keys`."""
+    trusted_root(keys)
     decider = "root" if role in TOP else "targets"
     with remote_at(cloud) as remote:
         before = set(_keyids(remote, role))
-        KeyFolder(folder).of(_keyids(remote, decider), decider)
-        files = list(publics) or [_new(folder, role)]
-        keys = [read_public(file) for file in files]
+        KeyFolder(keys).of(_keyids(remote, decider), decider)
+        files = list(publics) or [_new_key(keys, role)]
+        new = [read_public(file) for file in files]
         lists = Lists.DROPPED if stolen else Lists.CARRIED
-        rotation = rotate(remote, role, keys, folder, threshold=threshold, lists=lists)
-    unused = KeyFolder(folder).files_of(before - {key.keyid for key in keys})
+        rotation = rotate(remote, role, new, keys, threshold=threshold, lists=lists)
+    submitted = rotation.named.submitted
+    unused = KeyFolder(keys).files_of(before - {key.keyid for key in new})
     record = {
         "role": role,
-        "keys": [key.keyid for key in keys],
+        "keys": [key.keyid for key in new],
         "public": [str(file) for file in files],
-        "named": _submitted(rotation.named.submitted),
-        "signed_again": _submitted(rotation.again.submitted) if rotation.again else None,
+        "named": asdict(submitted),
+        "signed_again": asdict(rotation.again.submitted) if rotation.again else None,
         "carried": list(rotation.carried),
-        "of_no_more_use": [str(file) for file in unused]
-        if rotation.named.submitted.published
-        else [],
+        "of_no_more_use": [str(file) for file in unused if submitted.published],
     }
-    return record, _rotated_text(record, folder, rotation.named.submitted)
+    return record, _rotated_text(record, keys, submitted)
 
 
-def _new(folder: Path, role: str) -> Path:
-    """The public half of a key made in the folder."""
+def _new_key(folder: Path, role: str) -> Path:
+    """Make a key of the role in the folder; return the file of its public half."""
     if ROLES[role].keys == "online":
         raise InvalidInput(
-            f"the cloud signs {role} by itself, so its key is made on the cloud's machine: "
-            f"triplane cloud keys make {role}-2 --keys HOME/keys; then give the file it wrote: "
-            f"--public {role}-2.pub"
+            f"the cloud itself signs {role}, so create its key on the cloud's machine: "
+            f"triplane cloud keys make {role}-2 --keys HOME/keys; then pass the file that it "
+            f"wrote: --public {role}-2.pub"
         )
     keys = KeyFolder(folder)
     return keys.write_public(keys.make_next(role)[0].stem)
 
 
 def _keyids(remote: Remote, role: str) -> list[str]:
-    """As the cloud tells it; what is signed is verified where it is signed."""
+    """Return the role's key ids as the cloud reports them; signing verifies them."""
     chain = read(remote.get, newest_root(remote.get, remote.get(TRUSTED_ROOT)))
     return list(chain.delegator(role).get_delegated_role(role).keyids)
-
-
-def _submitted(submitted: Submitted) -> dict[str, Any]:
-    return {
-        "published": submitted.published,
-        "signatures": submitted.signatures,
-        "threshold": submitted.threshold,
-        "version": submitted.version,
-    }
 
 
 def _rotated_text(record: dict[str, Any], folder: Path, named: Submitted) -> str:
@@ -199,29 +192,29 @@ def _rotated_text(record: dict[str, Any], folder: Path, named: Submitted) -> str
     by = "root" if role in TOP else "targets"
     if not named.published:
         files = " ".join(f"--public {file}" for file in record["public"])
-        return f"{role} shall have {keys}: {_waits(named)}, with {files}"
+        return f"{role} will have the keys {keys}: {_signatures_text(named)}, with {files}"
     lines = [f"{role} has the keys {keys}, named by {by} {named.version}; nodes follow"]
     if role in {"targets", "release"}:
         lines.append(_list_text(role, record))
-    lines += [f"of no more use: {file}; destroy every copy" for file in record["of_no_more_use"]]
+    lines += [f"no longer used: {file}; destroy every copy" for file in record["of_no_more_use"]]
     if ROLES[role].keys == "online":
-        lines.append(f"of no more use: the former key of {role} in the folder keys of the cloud")
+        lines.append(f"no longer used: the former key of {role} in the folder keys of the cloud")
     else:
-        lines.append(f"copy {folder} again to where its second copy is")
+        lines.append(f"the second copy of {folder} is out of date; copy the folder again")
     return "\n".join(lines)
 
 
 def _list_text(role: str, record: dict[str, Any]) -> str:
     again, carried = record["signed_again"], record["carried"]
     if again is None:
-        return f"nothing of {role} is signed until the holders of its new keys sign"
+        return f"nothing that {role} lists is signed until the holders of its new keys sign"
     if not again["published"]:
         return f"its list: {again['signatures']} of {again['threshold']} signatures"
-    return f"signed again: {', '.join(carried) or 'nothing; sign what you know with triplane sign'}"
+    return f"signed again: {', '.join(carried) or 'nothing; sign the versions that you know again'}"
 
 
 def generate_key(name: str, folder: Path) -> tuple[dict[str, Any], str]:
-    """A key of its own name. Conflict: there is one."""
+    """Make the key NAME.pem and its public half NAME.pub. Conflict: it exists already."""
     check_name(name)
     keys = KeyFolder(folder)
     key = keys.make(name).public_key
@@ -229,6 +222,6 @@ def generate_key(name: str, folder: Path) -> tuple[dict[str, Any], str]:
     private = folder / f"{name}.pem"
     record = {"private": str(private), "public": str(public), "id": key.keyid}
     return record, (
-        f"{private}: the private key, stays here\n"
+        f"{private}: the private key, which stays here\n"
         f"{public}: its public half, for: triplane cloud keys rotate ROLE --public {public.name}"
     )

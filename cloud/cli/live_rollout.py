@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
-from triplane.cloud.cli.live import live_view
+from triplane.cloud.cli.live import bar, live_view, styled_table
 from triplane.cloud.cli.rollouts import (
     NODE_HEADINGS,
     STOPPED,
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from triplane.cloud.cli.connection import Calls
 
 LINES_AROUND: Final = 10
-BAR_CELLS: Final = 30
 # fmt: off
 STYLES: Final = {
     "failed":      "red",
@@ -44,7 +42,7 @@ STYLES: Final = {
 
 
 def watchable(cloud: Calls, rollout_id: str) -> Watchable[Rollout]:
-    """Return how to watch a rollout."""
+    """Describe how a rollout is watched."""
     return Watchable(
         name=f"rollout {rollout_id}",
         watch=f"triplane rollout show {rollout_id} --watch",
@@ -65,28 +63,19 @@ def draw_in(rollout: Rollout, lines: int, seconds: float) -> RenderableType:
 
 
 def drawn(rollout: Rollout, *, room: int, seconds: float) -> RenderableType:
-    """The headline, one bar a wave, and at most `room` nodes."""
+    """Draw the headline, one bar for each wave, and at most `room` nodes."""
     state = state_of(rollout)
     title = Text(f"{headline(rollout)}, {duration(seconds)}", STYLES.get(state, "bold"))
     nodes = sorted_nodes(rollout)
-    table = Table(box=None, pad_edge=False)
-    for heading in NODE_HEADINGS:
-        table.add_column(heading)
-    for row in node_rows(nodes[:room]):
-        style = STYLES.get(row[2].partition(" ")[0], "")
-        table.add_row(*(Text(cell, style) for cell in row))
+    rows = ((row, STYLES.get(row[2].partition(" ")[0], "")) for row in node_rows(nodes[:room]))
     rest = [Text(f"and {len(nodes) - room} more", "dim")] if len(nodes) > room else []
     bars = [_bar(rollout, wave) for wave in range(waves(rollout))]
-    return Group(title, *bars, Text(), table, *rest)
+    return Group(title, *bars, Text(), styled_table(NODE_HEADINGS, rows), *rest)
 
 
 def _bar(rollout: Rollout, wave: int) -> Text:
     nodes = [node for node in rollout.nodes if node.wave == wave]
     by_state = counts(nodes)
     failed = by_state["failed"] + by_state["returned"]
-    good, bad = (round(BAR_CELLS * n / max(1, len(nodes))) for n in (by_state["committed"], failed))
     mark = ">" if wave == rollout.wave and state_of(rollout) in {"running", "paused"} else " "
-    bar = Text(f"{mark} wave {wave + 1}  ")
-    bar.append("#" * good, "green").append("x" * bad, "red")
-    bar.append("." * max(0, BAR_CELLS - good - bad), "dim")
-    return bar.append(f"  {by_state['committed']} of {len(nodes)}")
+    return Text(f"{mark} wave {wave + 1}  ") + bar(by_state["committed"], len(nodes), failed)

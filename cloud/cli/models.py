@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from triplane.cloud.cli.connection import Calls
-from triplane.cloud.cli.text import age, enum_text, facts, record, size, table
+from triplane.cloud.cli.text import age, enum_text, facts, size, table
 from triplane.proto.registry_pb2 import (
     Bundle,
     ListModelsRequest,
@@ -14,27 +14,29 @@ from triplane.proto.registry_pb2 import (
     Version,
 )
 
+if TYPE_CHECKING:
+    from triplane.cloud.cli.connection import Answer
+
 DIGEST_CHARS = 12
 
 
-def list_models(cloud: Calls) -> tuple[dict[str, Any], str]:
-    """Every model, one line each."""
+def list_models(cloud: Calls) -> Answer:
+    """List every model, one line each."""
     models = cloud.registry.ListModels(ListModelsRequest()).models
     rows = [(m.name, str(m.versions), f"@{m.latest}", aliases_text(m)) for m in models]
-    text = table(("MODEL", "VERSIONS", "LATEST", "ALIASES"), rows)
     empty = "no model yet; push one with: triplane registry push MODEL.tpm"
-    return {"models": [record(model) for model in models]}, text if rows else empty
+    text = table(("MODEL", "VERSIONS", "LATEST", "ALIASES"), rows) if rows else empty
+    return {"models": models}, text
 
 
-def list_versions(cloud: Calls, model: str) -> tuple[dict[str, Any], str]:
-    """Every version of one model, newest first."""
+def list_versions(cloud: Calls, model: str) -> Answer:
+    """List every version of one model, newest first."""
     versions: list[Version] = []
-    while True:
-        before = versions[-1].version if versions else 0
+    before = 0
+    while before != 1:
         page = cloud.registry.ListVersions(ListVersionsRequest(model=model, before=before))
         versions += page.versions
-        if not page.versions or versions[-1].version <= 1:
-            break
+        before = page.versions[-1].version if page.versions else 1
     rows = [
         (
             f"{v.model}@{v.version}",
@@ -48,18 +50,17 @@ def list_versions(cloud: Calls, model: str) -> tuple[dict[str, Any], str]:
         for v in versions
     ]
     headings = ("VERSION", "ALIASES", "SIZE", "DIGEST", "PUSHED", "BY", "NOTE")
-    return {"versions": [record(version) for version in versions]}, table(headings, rows)
+    return {"versions": versions}, table(headings, rows)
 
 
 def aliases_text(model: Model) -> str:
-    """As "stable=3, canary=4"."""
+    """Format aliases as "stable=3, canary=4"."""
     return ", ".join(f"{alias.name}={alias.version}" for alias in model.aliases)
 
 
 def version_text(version: Version) -> str:
-    """Everything known of one version."""
+    """Describe one version."""
     recipe, lineage = version.recipe, version.lineage
-    how = f"{recipe.quantize or 'float'}, entry {recipe.entry}"
     return facts(
         [
             ("version", f"{version.model}@{version.version}"),
@@ -70,20 +71,20 @@ def version_text(version: Version) -> str:
             ("parent", lineage.parent),
             ("source", lineage.source),
             ("note", lineage.note),
-            ("recipe", how),
+            ("recipe", f"{recipe.quantize or 'float'}, entry {recipe.entry}"),
             *(("bundle", bundle_text(bundle)) for bundle in version.bundles),
         ]
     )
 
 
 def bundle_text(bundle: Bundle) -> str:
-    """Target, state, and what keeps a bundle from being deployed."""
+    """Describe a bundle: target, state, and what keeps it from being deployed."""
     state = enum_text(bundle, "state")
     if state != "ready":
         return f"{bundle.target}: {state}{f': {bundle.reason}' if bundle.reason else ''}"
     reference = f"{bundle.model}@{bundle.version}"
-    way = f"triplane sign {reference} --target {bundle.target} --keys DIR"
-    unsigned = f"not signed, so no node takes it; {way}"
+    command = f"triplane sign {reference} --target {bundle.target} --keys DIR"
+    unsigned = f"not signed, so no node takes it; {command}"
     content = bundle.content_digest.hex()[:DIGEST_CHARS]
     signed = f"signed as {bundle.signed_path}" if bundle.signed_path else unsigned
     return f"{bundle.target}: ready, {size(bundle.size)}, content {content}, {signed}"

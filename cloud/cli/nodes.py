@@ -6,50 +6,49 @@ from typing import Final
 
 from triplane.cloud.cli.connection import Calls
 from triplane.cloud.cli.text import age, enum_text, facts, labels_text, size, table
-from triplane.proto.fleet_pb2 import Assignment, Capability, ListNodesRequest, ModelReport, Node
+from triplane.proto.fleet_pb2 import ListNodesRequest, ModelReport, Node
 
 PAGE_NODES: Final = 500
 HEADINGS: Final = ("NODE", "LABELS", "CONNECTED", "SERVES", "STATE", "SEEN")
 
 
 def all_nodes(cloud: Calls, selector: str) -> list[Node]:
-    """Every node that `selector` names, page by page, in name order."""
-    nodes: list[Node] = []
-    after = ""
-    while True:
-        request = ListNodesRequest(selector=selector, page_size=PAGE_NODES, after=after)
+    """Return every node that matches `selector`, page by page, in name order."""
+    request = ListNodesRequest(selector=selector, page_size=PAGE_NODES)
+    page = cloud.fleet.ListNodes(request)
+    nodes = list(page.nodes)
+    while page.next:
+        request.after = page.next
         page = cloud.fleet.ListNodes(request)
         nodes += page.nodes
-        after = page.next
-        if not after:
-            return nodes
+    return nodes
 
 
 def node_table(nodes: list[Node]) -> str:
-    """One line a node."""
+    """Return a table with one line for each node."""
     return table(HEADINGS, [_row(node) for node in nodes])
 
 
 def serves(node: Node) -> str:
-    """As "digits@3, faces@1": what calls are answered with."""
-    held = [f"{m.model}@{m.committed_version}" for m in node.report.models if m.committed_version]
-    return ", ".join(held)
+    """Format the served versions as "digits@3, faces@1"."""
+    models = node.report.models
+    return ", ".join(f"{m.model}@{m.committed_version}" for m in models if m.committed_version)
 
 
 def state(node: Node) -> str:
-    """Describe what the node is doing beside serving."""
-    at = [
+    """Describe what the node does beside serving, and what is wrong."""
+    states = [
         f"{m.model}@{m.version} {enum_text(m, 'state')}"
         for m in node.report.models
         if m.version != m.committed_version
     ]
     if node.cordoned:
-        at.append("cordoned")
+        states.append("cordoned")
     if node.warnings:
-        at.append("see fleet show")
+        states.append("see fleet show")
     if node.HasField("report") and node.connected and not node.report.serving_up:
-        at.append("serving down")
-    return ", ".join(at)
+        states.append("serving down")
+    return ", ".join(states)
 
 
 def _row(node: Node) -> tuple[str, ...]:
@@ -59,9 +58,10 @@ def _row(node: Node) -> tuple[str, ...]:
 
 
 def node_text(node: Node) -> str:
-    """Everything known of one node."""
+    """Describe one node."""
     report = node.report
     capability = report.capability
+    memory, free = size(capability.memory_bytes), size(capability.free_disk_bytes)
     rows = [
         ("node", node.name),
         ("labels", labels_text(dict(node.labels))),
@@ -69,29 +69,22 @@ def node_text(node: Node) -> str:
         ("cordoned", "yes" if node.cordoned else "no"),
         ("serving", f"{'up' if report.serving_up else 'down'} {report.serving_address}"),
         ("metadata", _metadata_text(report.metadata_age_s)),
-        ("machine", _machine_text(capability)),
-        ("runtime", _runtime_text(capability)),
+        ("machine", f"{capability.machine}, {memory} memory, {free} disk free"),
+        (
+            "runtime",
+            f"{capability.runtime} {capability.runtime_version}, opset {capability.max_opset}",
+        ),
         ("targets", ", ".join(capability.targets)),
         ("instructions", ", ".join(capability.instructions)),
     ]
     rows += [("model", _model_text(model)) for model in report.models]
-    rows += [("wanted", _wanted_text(wanted)) for wanted in node.desired.assignments]
+    rows += [
+        ("wanted", f"{w.model}@{w.version} (rollout {w.rollout}, attempt {w.attempt})")
+        for w in node.desired.assignments
+    ]
     rows += [("WARNING", text) for text in node.warnings]
     rows += [("incident", f"{age(i.time_s)}: {i.kind}: {i.text}") for i in report.incidents]
     return facts(rows)
-
-
-def _machine_text(capability: Capability) -> str:
-    memory, free = size(capability.memory_bytes), size(capability.free_disk_bytes)
-    return f"{capability.machine}, {memory} memory, {free} disk free"
-
-
-def _runtime_text(capability: Capability) -> str:
-    return f"{capability.runtime} {capability.runtime_version}, opset {capability.max_opset}"
-
-
-def _wanted_text(wanted: Assignment) -> str:
-    return f"{wanted.model}@{wanted.version} (rollout {wanted.rollout}, attempt {wanted.attempt})"
 
 
 def _metadata_text(age_s: float) -> str:
@@ -99,6 +92,8 @@ def _metadata_text(age_s: float) -> str:
 
 
 def _model_text(model: ModelReport) -> str:
-    held = f"serves {model.model}@{model.committed_version}" if model.committed_version else "none"
+    served = (
+        f"serves {model.model}@{model.committed_version}" if model.committed_version else "none"
+    )
     tried = f"; {model.model}@{model.version} {enum_text(model, 'state')}" if model.version else ""
-    return f"{held}{tried}{f': {model.reason}' if model.reason else ''}"
+    return f"{served}{tried}{f': {model.reason}' if model.reason else ''}"

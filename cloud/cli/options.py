@@ -1,28 +1,24 @@
 """Types of option values: shares, durations, waves, labels, digests. Errors name the valid forms.
 
-A value is parsed once here; what the numbers mean together is judged by the cloud.
+A value is parsed once, here; the cloud checks whether the values of a request fit together. Each
+function also takes a value that it returned, because click parses a value again in some cases.
 """
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
 
 import click
-
-if TYPE_CHECKING:  # the class takes an argument since click 8.3, for type checkers
-    _Number = click.ParamType[float]
-    _Sizes = click.ParamType[tuple[tuple[str, float], ...]]
-    _Pair = click.ParamType[tuple[str, str]]
-    _Text = click.ParamType[str]
-else:
-    _Number = _Sizes = _Pair = _Text = click.ParamType
+from click.types import FuncParamType
 
 MOST_WAVES: Final = 100
 MAX_COUNT: Final = 999_999_999
-"""The largest count in a request, of versions, nodes or rounds; every field has room for it."""
+"""Largest count in a request, of versions, nodes or rounds; it fits in every field."""
 MAX_NUMBER: Final = (1 << 63) - 1
-"""The largest number that a database of the cloud has room for."""
+"""Largest integer that a database column of the cloud can hold."""
 # fmt: off
 UNIT_S: Final = {
     "":    1.0,
@@ -38,103 +34,77 @@ _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _COUNT: Final = re.compile(r"[1-9][0-9]*")
 
 
-class Share(_Number):
-    """A percentage; the value is a share between 0 and 1."""
-
-    name = "share"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        """From "95%"."""
-        match = _PERCENT.fullmatch(str(value))
-        if isinstance(value, float):
-            return value
-        if match is None or float(match[1]) > 100:
-            self.fail(f"{value!r} is no percentage from 0% to 100%; write it as 95%", param, ctx)
-        return float(match[1]) / 100
+def share(value: Any) -> float:
+    """Parse a percentage such as "95%" to a share between 0 and 1."""
+    if isinstance(value, float):
+        return value
+    match = _PERCENT.fullmatch(str(value))
+    if match is None or float(match[1]) > 100:
+        raise click.BadParameter(f"{value!r} is not a percentage from 0% to 100%; write it as 95%")
+    return float(match[1]) / 100
 
 
-class DurationType(_Number):
-    """A length of time; the value is in seconds."""
-
-    name = "duration"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        """From "90", "90s", "10min", "2h" or "7d"."""
-        if isinstance(value, float):
-            return value
-        match = _DURATION.fullmatch(str(value))
-        if match is None:
-            self.fail(f"{value!r} is no duration; write it as 90s, 10min, 2h or 7d", param, ctx)
-        return float(match[1]) * UNIT_S[match[2] or ""]
+def duration(value: Any) -> float:
+    """Parse "90", "90s", "10min", "2h" or "7d" to seconds."""
+    if isinstance(value, float):
+        return value
+    match = _DURATION.fullmatch(str(value))
+    if match is None:
+        raise click.BadParameter(f"{value!r} is not a duration; write it as 90s, 10min, 2h or 7d")
+    return float(match[1]) * UNIT_S[match[2] or ""]
 
 
-class Waves(_Sizes):
-    """Sizes of waves; the value is a tuple of ("percent", float) and ("nodes", int)."""
-
-    name = "waves"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[tuple[str, float], ...]:
-        """From "5%,25%,100%" or "1,10,100%"."""
-        if isinstance(value, tuple):
-            return value
-        sizes = tuple(self._size(part.strip(), param, ctx) for part in str(value).split(","))
-        if len(sizes) > MOST_WAVES:
-            self.fail(f"{len(sizes)} waves; at most {MOST_WAVES}", param, ctx)
-        return sizes
-
-    def _size(
-        self, text: str, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[str, float]:
-        percent = _PERCENT.fullmatch(text)
-        if percent is not None and 0 < float(percent[1]) <= 100:
-            return "percent", float(percent[1])
-        if not _COUNT.fullmatch(text):
-            rule = "give shares or counts, as 5%,25%,100% or 1,10,100%"
-            self.fail(f"{text!r} is no wave; {rule}", param, ctx)
-        if len(text) > len(str(MAX_COUNT)):
-            self.fail(f"a wave of {text[:20]}... nodes; at most {MAX_COUNT}", param, ctx)
-        return "nodes", int(text)
+def waves(value: Any) -> tuple[tuple[str, float], ...]:
+    """Parse "5%,25%,100%" or "1,10,100%" to pairs ("percent", float) or ("nodes", int)."""
+    if isinstance(value, tuple):
+        return value
+    sizes = tuple(_wave_size(part.strip()) for part in str(value).split(","))
+    if len(sizes) > MOST_WAVES:
+        raise click.BadParameter(f"there are {len(sizes)} waves; at most {MOST_WAVES} are allowed")
+    return sizes
 
 
-class Label(_Pair):
-    """A label to set: the value is (key, value)."""
-
-    name = "key=value"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[str, str]:
-        """From "site=factory"."""
-        if isinstance(value, tuple):
-            return value
-        key, equals, text = str(value).partition("=")
-        if not key or not equals:
-            self.fail(f"{value!r} is no label; write it as site=factory", param, ctx)
-        return key, text
+def _wave_size(text: str) -> tuple[str, float]:
+    percent = _PERCENT.fullmatch(text)
+    if percent is not None and 0 < float(percent[1]) <= 100:
+        return "percent", float(percent[1])
+    if not _COUNT.fullmatch(text):
+        rule = "give shares or counts, such as 5%,25%,100% or 1,10,100%"
+        raise click.BadParameter(f"{text!r} is not a wave size; {rule}")
+    if len(text) > len(str(MAX_COUNT)):
+        raise click.BadParameter(f"a wave has at most {MAX_COUNT} nodes, not {text[:20]}...")
+    return "nodes", int(text)
 
 
-class Digest(_Text):
-    """A SHA-256; the value is its 64 hexadecimal digits, or empty."""
-
-    name = "digest"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """From 64 hexadecimal digits, of either case; not from a part of them."""
-        text = str(value).strip().lower()
-        if text and not _DIGEST.fullmatch(text):
-            rule = "give all 64 hexadecimal digits, as `triplane inspect` prints them"
-            self.fail(f"{value!r} is no SHA-256; {rule}", param, ctx)
-        return text
+def label(value: Any) -> tuple[str, str]:
+    """Parse a label to set, such as "site=factory", to its key and value."""
+    if isinstance(value, tuple):
+        return value
+    key, equals, text = str(value).partition("=")
+    if not key or not equals:
+        raise click.BadParameter(f"{value!r} is not a label; write it as site=factory")
+    return key, text
 
 
-SHARE: Final = Share()
-DURATION: Final = DurationType()
-WAVES: Final = Waves()
-LABEL: Final = Label()
-DIGEST: Final = Digest()
+def digest(value: Any) -> str:
+    """Parse all 64 hexadecimal digits of a SHA-256, in either case, or an empty text."""
+    text = str(value).strip().lower()
+    if text and not _DIGEST.fullmatch(text):
+        rule = "give all 64 hexadecimal digits, as `triplane inspect` prints them"
+        raise click.BadParameter(f"{value!r} is not a SHA-256; {rule}")
+    return text
+
+
+SHARE: Final = FuncParamType(share)
+DURATION: Final = FuncParamType(duration)
+WAVES: Final = FuncParamType(waves)
+LABEL: Final = FuncParamType(label)
+DIGEST: Final = FuncParamType(digest)
+FOLDER: Final = click.Path(exists=True, file_okay=False, path_type=Path)
+
+
+def keys_option(
+    text: str = "The offline folder that `triplane cloud init` wrote.", *, required: bool = True
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return the option `--keys DIR`, an existing folder of signing keys."""
+    return click.option("--keys", required=required, type=FOLDER, metavar="DIR", help=text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,39 +19,33 @@ from triplane.cloud.trust.signing import SigningResult, sign_policy
 from triplane.proto.errors import NotFound
 from triplane.proto.targets import METRICS, Policy, Rule
 from triplane.proto.transfer import upload
-from triplane.unified_ir.cli.shell import CommandOutput
 
 MODEL_CHARS = 40
 DIGEST_CHARS = 16
 
 
 def shown(cloud: Calls) -> tuple[dict[str, Any], str]:
-    """The policy as the cloud tells it. Only a node, or a signer, verifies its signature."""
+    """Show the policy as the cloud reports it; nodes and signers verify its signature."""
     with remote_at(cloud) as remote:
         policy = _stored_policy(remote)
     rows = [
         (model, f"{rule.share:.0%}", f"{rule.metric} >= {rule.floor:g}", rule.golden)
         for model, rule in sorted(policy.models.items())
     ]
-    nothing = "no model may be released without a signature; triplane cloud policy set --help"
-    text = table(("MODEL", "SHARE OF NODES", "FLOOR", "SAMPLES"), rows) if rows else nothing
-    return _record(policy), text
+    if not rows:
+        return _record(policy), (
+            "no model may be released automatically; allow one with triplane cloud policy set"
+        )
+    return _record(policy), table(("MODEL", "SHARE OF NODES", "FLOOR", "SAMPLES"), rows)
 
 
 def allow(
-    cloud: Calls,
-    output: CommandOutput,
-    *,
-    model: str,
-    golden: Path,
-    floor: float,
-    share: float,
-    keys: Path,
+    cloud: Calls, *, model: str, golden: Path, floor: float, share: float, keys: Path
 ) -> tuple[dict[str, Any], str]:
-    """Sign a policy that lets the auto role release `model`; uploads the samples first."""
+    """Upload the samples; sign a policy under which the auto role may release `model`."""
     digest = hashlib.sha256(golden.read_bytes()).hexdigest()
     path = f"golden/{model[:MODEL_CHARS]}-{digest[:DIGEST_CHARS]}"
-    with reported(output, f"uploading {golden.name}") as progress:
+    with reported(cloud.output, f"uploading {golden.name}") as progress:
         upload(cloud.channel, golden, progress)
     with remote_at(cloud) as remote:
         rule = Rule(share=share, golden=path, metric=METRICS[0], floor=floor)
@@ -64,7 +59,8 @@ def forbid(cloud: Calls, *, model: str, keys: Path) -> tuple[dict[str, Any], str
     with remote_at(cloud) as remote:
         models = dict(_stored_policy(remote).models)
         if models.pop(model, None) is None:
-            raise NotFound(f"the policy has no rule for {model}; it has {sorted(models) or 'none'}")
+            listed = ", ".join(sorted(models)) or "none"
+            raise NotFound(f"the policy has no rule for model {model!r} (listed: {listed})")
         policy = Policy(models)
         signed = sign_policy(remote, policy, keys)
     return _record(policy), _signed_text(model, signed)
@@ -75,19 +71,16 @@ def _stored_policy(remote: Remote) -> Policy:
 
 
 def _record(policy: Policy) -> dict[str, Any]:
-    return {
-        "models": {
-            model: {"share": r.share, "golden": r.golden, "metric": r.metric, "floor": r.floor}
-            for model, r in policy.models.items()
-        }
-    }
+    return {"models": {model: asdict(rule) for model, rule in policy.models.items()}}
 
 
 def _signed_text(model: str, signed: SigningResult) -> str:
-    done = signed.submitted
-    if done.published:
-        return f"policy {done.version} published; it says what may happen to {model} by itself"
+    submitted = signed.submitted
+    if submitted.published:
+        return (
+            f"policy {submitted.version} published; it decides about automatic releases of {model}"
+        )
     return (
-        f"policy {done.version} has {done.signatures} of {done.threshold} signatures; the other "
-        "signers run the same command"
+        f"policy {submitted.version} has {submitted.signatures} of {submitted.threshold} "
+        "signatures; the other signers run the same command"
     )

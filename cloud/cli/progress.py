@@ -16,16 +16,27 @@ TENTHS: Final = 10
 
 @contextlib.contextmanager
 def reported(output: CommandOutput, what: str) -> Iterator[Progress]:
-    """Gives a function of (bytes done, bytes in all) that shows how far `what` is."""
+    """Give a function of (bytes done, total bytes) that shows the progress of `what`."""
     if output.as_json or not sys.stderr.isatty():
         yield lines(output.note, what)
         return
-    with _bar(what) as progress:
-        yield progress
+    from rich import progress
+    from rich.console import Console
+
+    columns = (
+        progress.TextColumn("{task.description}", markup=False),
+        progress.BarColumn(),
+        progress.DownloadColumn(),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    with progress.Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def lines(note: Callable[[str], None], what: str) -> Progress:
-    """A line whenever another tenth is done; a small file gives one line."""
+    """Print a line whenever another tenth is done; a small file gives one line."""
     shown = 0
 
     def progress(done: int, total: int) -> None:
@@ -36,27 +47,3 @@ def lines(note: Callable[[str], None], what: str) -> Progress:
             note(f"{what}: {tenth * 10}% of {size(total)}")
 
     return progress
-
-
-@contextlib.contextmanager
-def _bar(what: str) -> Iterator[Progress]:
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-    from rich.progress import Progress as Bar
-
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Bar(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

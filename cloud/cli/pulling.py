@@ -1,4 +1,4 @@
-"""`triplane registry pull`: downloads a version's model file, verified, whole or not at all."""
+"""`triplane registry pull`: download a version's model file, verified, whole or not at all."""
 
 from __future__ import annotations
 
@@ -12,31 +12,23 @@ from triplane.proto.disk import OS_DISK
 from triplane.proto.errors import Conflict
 from triplane.proto.registry_pb2 import GetVersionRequest
 from triplane.proto.transfer import BlobFolder, download
-from triplane.unified_ir.cli.shell import CommandOutput
 
 
-def pull_file(
-    cloud: Calls, output: CommandOutput, *, reference: str, out: Path | None
-) -> tuple[dict[str, Any], str]:
-    """The record and the text of the version; `out` is NAME-VERSION.tpm where it is absent.
+def pull_file(cloud: Calls, *, reference: str, out: Path | None) -> tuple[dict[str, Any], str]:
+    """Download to `out`, or NAME-VERSION.tpm; the next call continues an interrupted download.
 
-    Conflict where another file lies there already. What broke off goes on when it is called again.
+    Conflict: that file exists already.
     """
     version = cloud.registry.GetVersion(GetVersionRequest(reference=reference))
     path = out or Path(f"{version.model}-{version.version}.tpm")
     if path.exists():
-        raise Conflict(f"{path} is there already; name another file with --out")
+        raise Conflict(f"{path} exists already; name another file with --out")
     parts = BlobFolder(path.parent / f".{path.name}.parts")
-    with reported(output, f"downloading {path.name}") as progress:
+    with reported(cloud.output, f"downloading {path.name}") as progress:
         blob = download(cloud.channel, version.blob, version.size, parts, progress)
     OS_DISK.replace(blob, path)
     OS_DISK.sync_folder(path.parent)
-    _remove(parts)
-    return record(version) | {"file": str(path)}, f"{path}: {version.model}@{version.version}"
-
-
-def _remove(parts: BlobFolder) -> None:
-    """The empty folders of the download."""
     for folder in (parts.partial, parts.folder):
         if folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
+    return record(version) | {"file": str(path)}, f"{path}: {version.model}@{version.version}"

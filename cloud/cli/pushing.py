@@ -1,9 +1,10 @@
-"""`triplane registry push`: uploads files, registers the version, waits for its bundles."""
+"""`triplane registry push`: upload files, register the version, wait for its bundles."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,32 +13,26 @@ from triplane.cloud.cli.models import bundle_text
 from triplane.cloud.cli.progress import reported
 from triplane.cloud.cli.text import enum_text, record
 from triplane.cloud.cli.text import size as size_text
-from triplane.cloud.registry import values
+from triplane.cloud.registry.encoding import push_request
 from triplane.cloud.registry.names import check_name
+from triplane.cloud.registry.values import ConversionRecipe, Lineage, Push
 from triplane.proto.errors import Conflict, InvalidInput, Unavailable
-from triplane.proto.registry_pb2 import (
-    Bundle,
-    GetBundleRequest,
-    Lineage,
-    PushRequest,
-    Recipe,
-    Version,
-)
+from triplane.proto.registry_pb2 import Bundle, GetBundleRequest, Version
 from triplane.proto.transfer import upload
 from triplane.unified_ir.cli.shell import CommandOutput
 
 BUNDLE_WAIT_S: Final = 3600.0
-"""One conversion takes 30 min at most, and others may wait before it."""
+"""A conversion takes 30 min at most, and others may be waiting before it."""
 BUNDLE_CALL_S: Final = 30.0
 ASK_AGAIN_S: Final = 0.2
 REGISTER_S: Final = 300.0
-"""To register a small file: a child of the cloud opens it, after those that came before."""
+"""Time to register a small file: a child of the cloud opens it, after those that came before."""
 REGISTER_BYTES_PER_S: Final = 8 << 20
-"""More time for a larger one, which is read and hashed whole."""
+"""Additional time for a larger file, which is read and hashed whole."""
 LARGE_BYTES: Final = 256 << 20
-"""Size from which reading a file for its digest takes long enough to show progress."""
+"""Size from which computing a file's digest takes long enough to report."""
 HELD_S: Final = 60.0
-"""A cloud notices within 40 s that the sender of an unfinished upload vanished."""
+"""A cloud notices within 40 s that the sender of an unfinished upload is gone."""
 HELD_PAUSE_S: Final = 2.0
 NO_DIGEST: Final = bytes(32)
 """Stands for the digest of a file that was not read yet."""
@@ -45,7 +40,6 @@ NO_DIGEST: Final = bytes(32)
 
 def push_file(
     cloud: Calls,
-    output: CommandOutput,
     *,
     file: Path,
     name: str | None,
@@ -59,61 +53,50 @@ def push_file(
     note: str,
     targets: tuple[str, ...],
 ) -> tuple[dict[str, Any], str]:
-    """The record and the text of the new version."""
+    """Register the file as the next version and make its bundles for `targets`."""
     if quantize and calibrate is None:
         raise InvalidInput(
             f"--quantize {quantize} learns its ranges from samples; give --calibrate SAMPLES.npz"
         )
-    _check_request(
-        values.Push(
-            model=name or _own_name(file),
-            blob=NO_DIGEST,
-            key=new_key(),
-            aliases=aliases,
-            recipe=values.ConversionRecipe(
-                quantize=quantize or "",
-                calibration=NO_DIGEST if calibrate else b"",
-                entry=entry,
-                max_accuracy_drop=max_accuracy_drop,
-                evaluation=NO_DIGEST if evaluate else b"",
-            ),
-            lineage=values.Lineage(parent=parent, note=note),
-        ),
-        targets,
-    )
-    _check_model(output, file)
-    recipe = Recipe(
-        quantize=quantize or "",
-        calibration=_sent(cloud, output, calibrate),
-        entry=entry,
-        max_accuracy_drop=max_accuracy_drop,
-        evaluation=_sent(cloud, output, evaluate),
-    )
-    request = PushRequest(
+    # Everything but the digests is checked before a byte is sent.
+    push = Push(
         model=name or _own_name(file),
-        blob=_sent(cloud, output, file),
+        blob=NO_DIGEST,
         key=new_key(),
         aliases=aliases,
-        recipe=recipe,
-        lineage=Lineage(parent=parent, source="push", note=note),
+        recipe=ConversionRecipe(
+            quantize=quantize or "",
+            calibration=NO_DIGEST if calibrate else b"",
+            entry=entry,
+            max_accuracy_drop=max_accuracy_drop,
+            evaluation=NO_DIGEST if evaluate else b"",
+        ),
+        lineage=Lineage(parent=parent, note=note),
     )
-    version = _registered(cloud, output, request, file.stat().st_size)
-    bundles = [_converted_bundle(cloud, output, version, target) for target in targets]
+    _check_request(push, targets)
+    _check_model(cloud.output, file)
+    recipe = replace(
+        push.recipe, calibration=_sent(cloud, calibrate), evaluation=_sent(cloud, evaluate)
+    )
+    version = _registered(
+        cloud, replace(push, blob=_sent(cloud, file), recipe=recipe), file.stat().st_size
+    )
+    bundles = [_converted_bundle(cloud, version, target) for target in targets]
     answer = record(version) | {"bundles": [record(bundle) for bundle in bundles]}
     return answer, _text(version, bundles)
 
 
 def _own_name(file: Path) -> str:
-    """The file's name without its ending. InvalidInput: it cannot name a model."""
+    """Return the file's name without its suffix. InvalidInput: it cannot name a model."""
     try:
         check_name("model", file.stem)
     except InvalidInput as error:
-        raise InvalidInput(f"{error}; give the model another name than its file: --name") from error
+        raise InvalidInput(f"{error}; name the model with --name") from error
     return file.stem
 
 
-def _check_request(push: values.Push, targets: Sequence[str]) -> None:
-    """Refuse what the cloud would refuse after the upload. The values check themselves."""
+def _check_request(push: Push, targets: Sequence[str]) -> None:
+    """Refuse what the cloud would refuse after the upload and `Push` does not check."""
     from triplane.unified_ir.convert.targets import target_row
 
     try:
@@ -134,48 +117,47 @@ def _check_model(output: CommandOutput, file: Path) -> None:
 
 
 def register_within_s(size_bytes: int) -> float:
-    """How long a cloud may take to check and register a file of that size."""
+    """Return how long a cloud may take to check and register a file of that size, in seconds."""
     return REGISTER_S + size_bytes / REGISTER_BYTES_PER_S
 
 
-def _registered(
-    cloud: Calls, output: CommandOutput, request: PushRequest, size_bytes: int
-) -> Version:
-    """The new version; asked again under the same key where the link broke meanwhile."""
-    output.note(f"the cloud checks {request.model} ({size_text(size_bytes)}) and registers it")
-    within_s = register_within_s(size_bytes)
+def _registered(cloud: Calls, push: Push, size_bytes: int) -> Version:
+    """Register the version; if the connection breaks, repeat the call under the same key."""
+    cloud.output.note(f"the cloud checks {push.model} ({size_text(size_bytes)}) and registers it")
+    request, within_s = push_request(push), register_within_s(size_bytes)
     return repeated(lambda: cloud.registry.Push(request, timeout=within_s))
 
 
-def _sent(cloud: Calls, output: CommandOutput, file: Path | None) -> bytes:
+def _sent(cloud: Calls, file: Path | None) -> bytes:
+    """Upload a file and return its digest; empty for no file."""
     if file is None:
         return b""
     if file.stat().st_size >= LARGE_BYTES:
-        output.note(f"reading {file.name} ({size_text(file.stat().st_size)}) for its digest")
+        cloud.output.note(f"reading {file.name} ({size_text(file.stat().st_size)}) for its digest")
     until_s = time.monotonic() + HELD_S
     while True:
         try:
-            with reported(output, f"uploading {file.name}") as progress:
+            with reported(cloud.output, f"uploading {file.name}") as progress:
                 return upload(cloud.channel, file, progress)
         except Conflict as error:
             if time.monotonic() >= until_s:
                 raise
-            output.note(f"{error}; the cloud may not know yet that its sender is gone")
+            cloud.output.note(f"{error}; the cloud may not know yet that its sender is gone")
             time.sleep(HELD_PAUSE_S)
 
 
-def _converted_bundle(cloud: Calls, output: CommandOutput, version: Version, target: str) -> Bundle:
+def _converted_bundle(cloud: Calls, version: Version, target: str) -> Bundle:
     reference = f"{version.model}@{version.version}"
-    output.note(f"converting {reference} for {target}")
+    cloud.output.note(f"converting {reference} for {target}")
     return wait_for_bundle(cloud, reference, target)
 
 
 def wait_for_bundle(cloud: Calls, reference: str, target: str) -> Bundle:
-    """The finished bundle; asks again while it is being converted."""
+    """Return the finished bundle; poll while it is being converted."""
     request = GetBundleRequest(reference=reference, target=target)
     deadline_s = time.monotonic() + BUNDLE_WAIT_S
     while time.monotonic() < deadline_s:
-        bundle = _asked(cloud, request)
+        bundle = _poll(cloud, request)
         state = enum_text(bundle, "state") if bundle else "converting"
         if bundle and state == "ready":
             return bundle
@@ -184,12 +166,12 @@ def wait_for_bundle(cloud: Calls, reference: str, target: str) -> Bundle:
         time.sleep(ASK_AGAIN_S)
     raise Unavailable(
         f"the bundle of {reference} for {target} was not ready within {BUNDLE_WAIT_S:.0f} s; the "
-        f"conversion goes on, look with: triplane registry show {reference}"
+        f"conversion continues, check it with: triplane registry show {reference}"
     )
 
 
-def _asked(cloud: Calls, request: GetBundleRequest) -> Bundle | None:
-    """The bundle as far as it is; None where the call's deadline passed first."""
+def _poll(cloud: Calls, request: GetBundleRequest) -> Bundle | None:
+    """Return the bundle in its current state; None if the call's deadline passed first."""
     import grpc
 
     try:

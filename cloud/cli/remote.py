@@ -1,4 +1,4 @@
-"""The cloud as signing sees it, over the wire: metadata, versions, bundles, files."""
+"""What signing needs of the cloud, over the wire: metadata, versions, bundles, files."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from triplane.cloud.cli.connection import Calls
 from triplane.cloud.cli.pushing import wait_for_bundle
 from triplane.cloud.trust.repository import Pending, Submitted
 from triplane.proto.errors import Corrupt
+from triplane.proto.messages import value_from
 from triplane.proto.metadata_pb2 import GetPendingRequest, GetRequest, SubmitRequest
 from triplane.proto.registry_pb2 import Bundle, GetVersionRequest, Version
 from triplane.proto.status import remote_errors
@@ -26,44 +27,40 @@ class Remote:
         self._cloud, self._files = cloud, files
 
     def get(self, name: str, /) -> bytes:
-        """One published metadata file."""
+        """Return one published metadata file."""
         with remote_errors():
             return self._cloud.metadata.Get(GetRequest(name=name)).metadata
 
     def pending(self, role: str, /) -> Pending:
-        """Return the version that the next signer starts from."""
+        """Return the version that the next signer adds a signature to."""
         with remote_errors():
             response = self._cloud.metadata.GetPending(GetPendingRequest(role=role))
-        return Pending(
-            response.metadata, response.published, response.signatures, response.threshold
-        )
+        return value_from(Pending, response)
 
     def submit(self, role: str, data: bytes, /) -> Submitted:
-        """Hand over a version with this signer's signatures."""
+        """Submit a version with this signer's signatures."""
         with remote_errors():
             response = self._cloud.metadata.Submit(SubmitRequest(role=role, metadata=data))
-        return Submitted(
-            response.published, response.signatures, response.threshold, response.version
-        )
+        return value_from(Submitted, response)
 
     def version(self, reference: str, /) -> Version:
-        """A registered version."""
+        """Return a registered version."""
         with remote_errors():
             return self._cloud.registry.GetVersion(GetVersionRequest(reference=reference))
 
     def bundle(self, reference: str, target: str, /) -> Bundle:
-        """Its bundle for a target; waits while it is converted."""
+        """Return its bundle for a target; waits while it is converted."""
         return wait_for_bundle(self._cloud, reference, target)
 
     def blob(self, sha256: bytes, size: int | None, /) -> Path:
-        """A file of that digest, verified."""
+        """Download the file of that digest and verify it; return where it is."""
         with remote_errors():
             length = size if size is not None else _length(self._cloud, sha256)
         return download(self._cloud.channel, sha256, length, self._files)
 
 
 def _length(cloud: Calls, sha256: bytes) -> int:
-    """The size that the first chunk announces; the digest of the whole is verified later."""
+    """Return the size that the first chunk announces; the digest of the file is verified later."""
     call = TransferStub(cloud.channel).Download(DownloadRequest(sha256=sha256))
     first = next(iter(call), None)
     call.cancel()
@@ -74,6 +71,6 @@ def _length(cloud: Calls, sha256: bytes) -> int:
 
 @contextlib.contextmanager
 def remote_at(cloud: Calls) -> Iterator[Remote]:
-    """Keeps downloads in a folder that goes at the end."""
+    """Give a `Remote` whose downloads are removed at the end."""
     with tempfile.TemporaryDirectory(prefix="triplane-sign-") as folder:
         yield Remote(cloud, BlobFolder(Path(folder)))

@@ -1,17 +1,15 @@
-"""`triplane rollout`: the rollouts there are and were; watch, pause, resume or abort one."""
+"""`triplane rollout`: list and show rollouts; watch, pause, resume or abort one."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from triplane.cloud.cli.connection import calls, client_options
-from triplane.unified_ir.cli.shell import open_output
+from triplane.cloud.cli.connection import calls_cloud
 
 if TYPE_CHECKING:
-    from triplane.proto.fleet_pb2 import Rollout
+    from triplane.cloud.cli.connection import Answer, Calls
 
 ID = click.argument("rollout_id", metavar="ROLLOUT", default="last")
 REASON = click.option(
@@ -21,76 +19,82 @@ REASON = click.option(
 
 @click.group("rollout")
 def command() -> None:
-    """See and steer rollouts. ROLLOUT is an id, the beginning of one, or `last`."""
+    """Show and control rollouts.
+
+    ROLLOUT is an id, the beginning of one, or `last`, which is the default.
+    """
 
 
 @command.command("ls")
-@click.option("--limit", type=click.IntRange(1, 500), default=50, show_default=True)
-@client_options
-def ls(*, limit: int, identity: Path | None, as_json: bool) -> None:
-    """List rollouts, newest first."""
+@click.option(
+    "--limit", type=click.IntRange(1, 500), default=50, show_default=True, metavar="N",
+    help="Largest number of rollouts to list.",
+)  # fmt: skip
+@calls_cloud
+def ls(cloud: Calls, *, limit: int) -> Answer:
+    """List rollouts, newest first.
+
+    For example: triplane rollout ls --limit 5
+    """
     from triplane.cloud.cli.rollouts import rollout_table
-    from triplane.cloud.cli.text import record
     from triplane.proto.fleet_pb2 import ListRolloutsRequest
 
-    with calls(identity) as cloud:
-        rollouts = cloud.fleet.ListRollouts(ListRolloutsRequest(page_size=limit)).rollouts
+    rollouts = cloud.fleet.ListRollouts(ListRolloutsRequest(page_size=limit)).rollouts
     none = "no rollout yet; begin one with: triplane deploy MODEL --to SELECTOR"
-    text = rollout_table(rollouts) if rollouts else none
-    open_output(as_json).result({"rollouts": [record(r) for r in rollouts]}, text)
+    return {"rollouts": rollouts}, rollout_table(rollouts) if rollouts else none
 
 
-@command.command("show", short_help="Waves, nodes with their states, and the reasons.")
+@command.command("show")
 @ID
-@click.option("--watch", is_flag=True, help="Stay and show every change until it ends.")
-@client_options
-@click.pass_context
-def show(
-    ctx: click.Context, *, rollout_id: str, watch: bool, identity: Path | None, as_json: bool
-) -> None:
-    """Show a rollout: its waves, each node's state, and the reasons.
+@click.option("--watch", is_flag=True, help="Keep printing changes until the rollout stops.")
+@calls_cloud
+def show(cloud: Calls, *, rollout_id: str, watch: bool) -> Answer:
+    """Show the waves of a rollout, its nodes and reasons.
 
     With --watch the exit code is that of `triplane deploy`: 0 done, 4 paused, failed or aborted.
+    For example: triplane rollout show last --watch
     """
     from triplane.cloud.cli.live_rollout import watchable
     from triplane.cloud.cli.rollouts import rollout_text
-    from triplane.cloud.cli.text import record
     from triplane.cloud.cli.watching import watch_to_end
     from triplane.proto.fleet_pb2 import GetRolloutRequest
 
-    with calls(identity) as cloud:
-        rollout = cloud.fleet.GetRollout(GetRolloutRequest(id=rollout_id))
-        watched = watchable(cloud, rollout.id)
-        code = watch_to_end(watched, rollout, as_json=as_json) if watch else 0
-    if not watch:
-        open_output(as_json).result(record(rollout), rollout_text(rollout))
-    ctx.exit(code)
+    rollout = cloud.fleet.GetRollout(GetRolloutRequest(id=rollout_id))
+    if watch:
+        return watch_to_end(watchable(cloud, rollout.id), rollout, as_json=cloud.output.as_json)
+    return rollout, rollout_text(rollout)
 
 
-@command.command("pause", short_help="Open no further wave until it is resumed.")
+@command.command("pause")
 @ID
 @REASON
-@client_options
-def pause(*, rollout_id: str, reason: str, identity: Path | None, as_json: bool) -> None:
-    """Hold a rollout: nodes finish what they have begun, no further node begins."""
+@calls_cloud
+def pause(cloud: Calls, *, rollout_id: str, reason: str) -> Answer:
+    """Start no further node until `resume`.
+
+    Nodes finish what they have begun. For example: triplane rollout pause --reason "night shift"
+    """
+    from triplane.cloud.cli.rollouts import headline
     from triplane.proto.fleet_pb2 import ChangeRolloutRequest
 
-    with calls(identity) as cloud:
-        rollout = cloud.fleet.Pause(ChangeRolloutRequest(id=rollout_id, reason=reason))
-    _tell(rollout, as_json=as_json)
+    rollout = cloud.fleet.Pause(ChangeRolloutRequest(id=rollout_id, reason=reason))
+    return rollout, headline(rollout)
 
 
-@command.command("resume", short_help="Go on; nodes that failed try once more.")
+@command.command("resume")
 @ID
 @REASON
-@client_options
-def resume(*, rollout_id: str, reason: str, identity: Path | None, as_json: bool) -> None:
-    """Let a paused rollout go on; nodes that failed try once more."""
+@calls_cloud
+def resume(cloud: Calls, *, rollout_id: str, reason: str) -> Answer:
+    """Continue a paused rollout; failed nodes try once more.
+
+    For example: triplane rollout resume last
+    """
+    from triplane.cloud.cli.rollouts import headline
     from triplane.proto.fleet_pb2 import ChangeRolloutRequest
 
-    with calls(identity) as cloud:
-        rollout = cloud.fleet.Resume(ChangeRolloutRequest(id=rollout_id, reason=reason))
-    _tell(rollout, as_json=as_json)
+    rollout = cloud.fleet.Resume(ChangeRolloutRequest(id=rollout_id, reason=reason))
+    return rollout, headline(rollout)
 
 
 @command.command("abort")
@@ -98,22 +102,17 @@ def resume(*, rollout_id: str, reason: str, identity: Path | None, as_json: bool
 @REASON
 @click.option(
     "--revert", is_flag=True,
-    help="Nodes that have the new version go back to what they served before.",
+    help="Nodes that have the new version go back to the version that they served before.",
 )  # fmt: skip
-@client_options
-def abort(
-    *, rollout_id: str, reason: str, revert: bool, identity: Path | None, as_json: bool
-) -> None:
-    """End a rollout for good. Nodes that have the new version keep it, unless --revert."""
+@calls_cloud
+def abort(cloud: Calls, *, rollout_id: str, reason: str, revert: bool) -> Answer:
+    """End a rollout for good.
+
+    Nodes that have the new version keep it, unless you give --revert. For example:
+    triplane rollout abort last --revert
+    """
+    from triplane.cloud.cli.rollouts import headline
     from triplane.proto.fleet_pb2 import AbortRequest
 
-    with calls(identity) as cloud:
-        rollout = cloud.fleet.Abort(AbortRequest(id=rollout_id, reason=reason, revert=revert))
-    _tell(rollout, as_json=as_json)
-
-
-def _tell(rollout: Rollout, *, as_json: bool) -> None:
-    from triplane.cloud.cli.rollouts import headline
-    from triplane.cloud.cli.text import record
-
-    open_output(as_json).result(record(rollout), headline(rollout))
+    rollout = cloud.fleet.Abort(AbortRequest(id=rollout_id, reason=reason, revert=revert))
+    return rollout, headline(rollout)

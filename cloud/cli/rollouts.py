@@ -10,7 +10,7 @@ from triplane.cloud.cli.text import age, duration, enum_text, shown, table
 from triplane.proto.fleet_pb2 import Rollout, RolloutNode
 
 NODE_HEADINGS: Final = ("NODE", "WAVE", "STATE", "REASON")
-# Most urgent first, so a table that is cut still shows what went wrong and what moves.
+# Most urgent first, so that a table that is cut shows failures and nodes in progress.
 ORDER: Final = (
     "failed", "returned", "probation", "tried", "staged", "verified", "downloading", "assigned",
     "committed", "node_state_unspecified",
@@ -21,12 +21,12 @@ MOST_REASONS: Final = 5
 
 
 def state_of(rollout: Rollout) -> str:
-    """As "running"."""
+    """Return the state of a rollout, such as "running"."""
     return enum_text(rollout, "state")
 
 
 def node_state(node: RolloutNode) -> str:
-    """As "committed", "downloading 40%" or "waiting"."""
+    """Return the state of a node, such as "committed", "downloading 40%" or "waiting"."""
     state = enum_text(node, "state")
     if state == "node_state_unspecified":
         return "waiting"
@@ -36,12 +36,12 @@ def node_state(node: RolloutNode) -> str:
 
 
 def waves(rollout: Rollout) -> int:
-    """How many there are; all at once is one."""
+    """Return the number of waves; without a list of waves it is one."""
     return max(1, len(rollout.request.waves))
 
 
 def counts(nodes: Iterable[RolloutNode]) -> Counter[str]:
-    """Nodes by state."""
+    """Count nodes by state."""
     return Counter(enum_text(node, "state") for node in nodes)
 
 
@@ -63,7 +63,7 @@ def headline(rollout: Rollout) -> str:
 
 
 def sorted_nodes(rollout: Rollout) -> list[RolloutNode]:
-    """By urgency, then wave, then name."""
+    """Return the nodes by urgency, then wave, then name."""
     rank = {state: i for i, state in enumerate(ORDER)}
     return sorted(
         rollout.nodes,
@@ -72,7 +72,7 @@ def sorted_nodes(rollout: Rollout) -> list[RolloutNode]:
 
 
 def node_rows(nodes: Iterable[RolloutNode]) -> list[tuple[str, ...]]:
-    """Cells of the table of nodes; a node that is away is marked."""
+    """Return the rows of the table of nodes; a disconnected node is marked."""
     return [
         (
             shown(node.name),
@@ -85,7 +85,7 @@ def node_rows(nodes: Iterable[RolloutNode]) -> list[tuple[str, ...]]:
 
 
 def rollout_text(rollout: Rollout) -> str:
-    """The headline, where and when, and every node."""
+    """Describe a rollout with every node."""
     when = f"begun {age(rollout.created_s)} by {rollout.created_by}"
     if rollout.ended_s:
         when += f", took {duration(rollout.ended_s - rollout.created_s)}"
@@ -96,27 +96,17 @@ def rollout_text(rollout: Rollout) -> str:
 
 
 def rollout_table(rollouts: Sequence[Rollout]) -> str:
-    """One line a rollout."""
+    """Return a table with one line for each rollout."""
     headings = ("ROLLOUT", "VERSION", "TO", "STATE", "BEGUN", "BY", "REASON")
-    return table(
-        headings,
-        [
-            (
-                r.id,
-                f"{r.model}@{r.version}",
-                r.selector,
-                state_of(r),
-                age(r.created_s),
-                r.created_by,
-                r.reason,
-            )
-            for r in rollouts
-        ],
-    )
+    rows = []
+    for r in rollouts:
+        version, begun = f"{r.model}@{r.version}", age(r.created_s)
+        rows.append((r.id, version, r.selector, state_of(r), begun, r.created_by, r.reason))
+    return table(headings, rows)
 
 
 def changes(before: Rollout | None, after: Rollout) -> list[str]:
-    """Lines that say what is new in `after`; for output that cannot be redrawn."""
+    """Return lines about what is new in `after`, for output that cannot be redrawn."""
     lines = []
     if before is None or (before.state, before.reason, before.wave) != (
         after.state, after.reason, after.wave,
@@ -140,8 +130,8 @@ def aftermath(rollout: Rollout) -> list[str]:
     if state_of(rollout) == "paused":
         lines += [
             "Nodes that did not commit serve what they served before.",
-            f"  go on, failed nodes try again:  triplane rollout resume {rollout.id}",
-            f"  end it, keep what committed:    triplane rollout abort {rollout.id}",
-            f"  end it, take it back:           triplane rollout abort {rollout.id} --revert",
+            f"  continue, failed nodes retry:  triplane rollout resume {rollout.id}",
+            f"  end it, keep what committed:   triplane rollout abort {rollout.id}",
+            f"  end it, revert all nodes:      triplane rollout abort {rollout.id} --revert",
         ]
     return lines

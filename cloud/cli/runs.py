@@ -14,24 +14,24 @@ ROUND_HEADINGS: Final = (
 MEMBER_HEADINGS: Final = ("DEVICE", "EXAMPLES", "COUNTED", "DROPPED", "BEFORE", "AFTER", "WHY")
 RUN_HEADINGS: Final = ("RUN", "MODEL", "ALGORITHM", "PHASE", "ROUND", "BEGUN", "RESULT", "REASON")
 OVER: Final = ("done", "failed")
-STANDING: Final = (*OVER, "stopped")
-"""Phases in which nothing happens by itself."""
+INACTIVE: Final = (*OVER, "stopped")
+"""Phases in which nothing changes by itself."""
 LAST_ROUNDS: Final = 20
 MOST_MEMBERS: Final = 50
 MOST_REASONS: Final = 3
-"""Most devices whose reasons are printed after a round; `show` has all."""
+"""Largest number of devices whose reasons are printed after a round; `show` prints all."""
 MOST_REASON_CHARS: Final = 300
 MOST_LOSS: Final = 1e6
-"""Larger numbers are printed by their power of ten."""
+"""Larger numbers are printed with an exponent."""
 
 
 def phase_of(run: Run) -> str:
-    """As "collecting"."""
+    """Return the phase of a run, such as "collecting"."""
     return enum_text(run, "phase")
 
 
 def means(run: Run) -> str:
-    """As "maml", or "FedAdam over fedavg" where a strategy of Flower decides."""
+    """Return "maml", or "FedAdam over fedavg" where a strategy of Flower decides."""
     spec = run.spec
     if not spec.HasField("flower"):
         return spec.algorithm
@@ -55,7 +55,7 @@ def headline(run: Run) -> str:
 
 
 def round_row(round_: Round) -> tuple[str, ...]:
-    """Cells of one round."""
+    """Return the row of one round."""
     out = round_.refused + round_.late + round_.lost
     took = duration_text(round_.closed_s - round_.opened_s) if round_.closed_s else ""
     learnt = loss_text(round_.loss) if round_.counted and not round_.evaluates else ""
@@ -73,19 +73,19 @@ def round_row(round_: Round) -> tuple[str, ...]:
 
 
 def loss_text(loss: float) -> str:
-    """As "0.3122"; what a device claims may have three hundred digits."""
+    """Format a loss as "0.3122"; the one a device claims may have three hundred digits."""
     return f"{loss:.4f}" if abs(loss) < MOST_LOSS else f"{loss:.2e}"
 
 
 def duration_text(seconds: float) -> str:
-    """As "35 ms" or "2.4 s"; longer ones as everywhere."""
+    """Format a length of time as "35 ms" or "2.4 s"; a longer one as `duration` does."""
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
     return f"{seconds:.1f} s" if seconds < 120 else duration(seconds)
 
 
 def accuracy(round_: Round) -> str:
-    """Before and after adaptation, over the devices of an evaluating round."""
+    """Format the accuracy before and after adaptation in an evaluating round."""
     if not round_.HasField("after"):
         return ""
     return f"{_spread(round_.before)} -> {_spread(round_.after)}"
@@ -96,45 +96,38 @@ def _spread(spread: Spread) -> str:
 
 
 def member_row(member: Member) -> tuple[str, ...]:
-    """Cells of one device."""
+    """Return the row of one device."""
     scored = member.HasField("score")
+    declined = f", {member.declined} declined" if member.declined else ""
     return (
         member.device + ("" if member.connected else " (away)"),
         str(member.examples),
         str(member.counted),
-        dropped_text(member),
+        f"{member.dropped}{declined}" if member.dropped else "",
         f"{member.score.before:.1%}" if scored else "",
         f"{member.score.after:.1%}" if scored else "",
         cut(f"waits: {member.waits}" if member.waits else why_text(member)),
     )
 
 
-def dropped_text(member: Member) -> str:
-    """As "3, 2 declined"."""
-    if not member.dropped:
-        return ""
-    declined = f", {member.declined} declined" if member.declined else ""
-    return f"{member.dropped}{declined}"
-
-
 def why_text(member: Member) -> str:
-    """Why contributions did not count, the most frequent reason first, with how often."""
+    """Return why contributions did not count, with counts, the most frequent reason first."""
     reasons = sorted(member.why, key=lambda why: -why.count)
     return "; ".join(f"{why.count} x {why.reason}" for why in reasons) or member.reason
 
 
 def cut(text: str) -> str:
-    """On one line of bounded length."""
+    """Cut a text to a bounded length."""
     return text if len(text) <= MOST_REASON_CHARS else text[: MOST_REASON_CHARS - 3] + "..."
 
 
 def dropped(before: Run | None, after: Run) -> list[str]:
-    """Why devices' newest contributions did not count, where that is new since `before`."""
+    """Return why devices' newest contributions did not count, where it is new since `before`."""
     return _new(before, after, lambda member: member.reason)
 
 
 def waiting(before: Run | None, after: Run) -> list[str]:
-    """Why devices cannot work at the moment, where that is new since `before`."""
+    """Return why devices cannot work at the moment, where it is new since `before`."""
     return _new(before, after, lambda member: f"waits: {member.waits}" if member.waits else "")
 
 
@@ -149,12 +142,12 @@ def _new(before: Run | None, after: Run, text_of: Callable[[Member], str]) -> li
 
 
 def refusals(run: Run) -> list[str]:
-    """One line a kind of refused contribution."""
+    """Return one line for each kind of refused contribution."""
     return [shown(f"  {r.count} {r.kind}: {r.newest}") for r in run.refusals.reasons]
 
 
 def run_text(run: Run) -> str:
-    """The headline, when, the last rounds, every device."""
+    """Describe a run with its last rounds and its devices."""
     when = f"begun {age(run.started_s)} by {run.started_by}"
     if run.ended_s:
         when += f", took {duration_text(run.ended_s - run.started_s)}"
@@ -171,7 +164,7 @@ def run_text(run: Run) -> str:
 
 
 def run_table(runs: Sequence[Run]) -> str:
-    """One line a run."""
+    """Return a table with one line for each run."""
     rows = [
         (
             run.id,
@@ -189,7 +182,7 @@ def run_table(runs: Sequence[Run]) -> str:
 
 
 def changes(before: Run | None, after: Run) -> list[str]:
-    """Lines that say what is new in `after`; for output that cannot be redrawn."""
+    """Return lines about what is new in `after`, for output that cannot be redrawn."""
     known = {(r.number, r.evaluates, r.opened_s) for r in _closed(before)} if before else set()
     lines = [
         shown("  round " + "  ".join(filter(None, _round_facts(round_))))
@@ -199,7 +192,7 @@ def changes(before: Run | None, after: Run) -> list[str]:
     if lines:
         lines += dropped(before, after)
     lines += waiting(before, after)
-    if before is None or _standing(before) != _standing(after):
+    if before is None or _progress(before) != _progress(after):
         lines.append(headline(after))
     return lines
 
@@ -222,7 +215,7 @@ def _round_facts(round_: Round) -> list[str]:
     ]
 
 
-def _standing(run: Run) -> tuple[str, str, str]:
+def _progress(run: Run) -> tuple[str, str, str]:
     """Return the state whose change prints a new line; phases within a round do not."""
     phase = phase_of(run)
     busy = phase in {"gathering", "collecting", "reducing"}
@@ -230,17 +223,12 @@ def _standing(run: Run) -> tuple[str, str, str]:
 
 
 def aftermath(run: Run) -> list[str]:
-    """Describe the outcome of a run that does not go on, and the next command."""
+    """Describe the outcome of a run that stopped, and the next command."""
+    if phase_of(run) == "done" and run.spec.release:
+        return ["It is released automatically, under the policy: triplane rollout show"]
     if phase_of(run) == "done":
-        return _served(run)
+        sign = f"triplane sign {run.result} --keys DIR, where the keys are"
+        return [f"Serve it: {sign}; then: triplane deploy {run.result} --to SELECTOR"]
     if phase_of(run) == "stopped":
-        return [f"  go on where it stopped:  triplane federate resume {run.id}"]
+        return [f"  continue where it stopped:  triplane federate resume {run.id}"]
     return refusals(run)
-
-
-def _served(run: Run) -> list[str]:
-    """How the result comes to nodes, which take nothing unsigned."""
-    if run.spec.release:
-        return ["It is released as the policy says: triplane rollout show"]
-    sign = f"triplane sign {run.result} --keys DIR, where the keys are"
-    return [f"Serve it: {sign}; then: triplane deploy {run.result} --to SELECTOR"]

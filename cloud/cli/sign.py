@@ -1,62 +1,79 @@
-"""`triplane sign`: repeat a conversion away from the cloud, and sign what came out the same."""
+"""`triplane sign`: repeat a conversion away from the cloud, and sign a bundle that is the same."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from triplane.cloud.cli.connection import calls, client_options
-from triplane.cloud.cli.options import DIGEST
-from triplane.unified_ir.cli.shell import open_output
+from triplane.cloud.cli.connection import calls_cloud
+from triplane.cloud.cli.options import DIGEST, keys_option
+
+if TYPE_CHECKING:
+    from triplane.cloud.cli.connection import Answer, Calls
 
 EPILOG = """\b
-Example, on a machine that is not the cloud's, with the offline folder plugged in:
+Example, on a machine other than the cloud's, with the offline folder plugged in:
   triplane sign digits@3 --target ort-x64 --keys /media/usb/triplane-keys --identity ~/signer
   triplane sign digits@3 --model-digest 4f1c...  --keys DIR        only if it is the model you know
 
 \b
-What happens: the model file and its recipe are downloaded and checked, the conversion is repeated
-here, and the digest of its content is compared with that of the cloud's bundle. Only then is the
-bundle's length and SHA-256 signed. A cloud that slipped something in is found out by the
-comparison. The same model can convert to other last bits on another kind of processor: sign
+What happens: the model file and its recipe are downloaded and verified, the conversion is repeated
+on this machine, and the digest of its content is compared with that of the cloud's bundle. Only
+then are the bundle's length and SHA-256 signed, so a bundle that somebody manipulated in the cloud
+is detected. Another kind of processor can compute other last bits from the same model: sign
 bundles for ort-arm64 on such a machine.
-That the bundle is this model's is checked; that the model is the one you trained, only you can say:
-`triplane inspect MODEL.tpm` prints its digest where you trained it; give it as --model-digest.
-Where the release role needs several signatures, each signer runs this command; the bundle waits
-until they are enough.
+The comparison proves that the bundle was made of this model file. Whether that is the model you
+trained, only you can tell: `triplane inspect MODEL.tpm` prints its digest where you trained it, and
+--model-digest refuses any other.
+If the release role needs several signatures, each signer runs this command; the bundle waits until
+there are enough.
 """
 
 
-@click.command("sign", short_help="Sign a bundle, after repeating its conversion.", epilog=EPILOG)
+@click.command("sign", epilog=EPILOG)
 @click.argument("reference", metavar="MODEL[@VERSION|@ALIAS]")
 @click.option(
-    "--target", default="ort-x64", show_default=True, metavar="NAME", help="Kind of machine."
-)
-@click.option(
-    "--keys", required=True, type=click.Path(exists=True, file_okay=False, path_type=Path),
-    metavar="DIR", help="The offline folder that `triplane cloud init` wrote.",
+    "--target", default="ort-x64", show_default=True, metavar="NAME",
+    help="Target of the bundle, the kind of machine: ort-x64 or ort-arm64.",
 )  # fmt: skip
+@keys_option()
 @click.option(
     "--model-digest", type=DIGEST, default="", metavar="HEX",
-    help="Root digest of the model file that you reviewed; another is not signed.",
+    help="Root digest of the model file that you reviewed; another file is not signed.",
 )  # fmt: skip
-@client_options
-def command(
-    *,
-    reference: str,
-    target: str,
-    keys: Path,
-    model_digest: str,
-    identity: Path | None,
-    as_json: bool,
-) -> None:
-    """Sign the bundle of a version for one kind of machine, so that nodes accept it."""
-    from triplane.cloud.cli.signing import sign
+@calls_cloud
+def command(cloud: Calls, *, reference: str, target: str, keys: Path, model_digest: str) -> Answer:
+    """Sign a bundle, after repeating its conversion.
 
-    output = open_output(as_json)
-    with calls(identity) as cloud:
-        record, text = sign(
-            cloud, reference, target, keys, output, model_digest=bytes.fromhex(model_digest)
+    Nodes accept the bundle of a version only with the signatures of the release role.
+    """
+    from triplane.cloud.cli.remote import remote_at
+    from triplane.cloud.trust.signing import sign_release
+
+    known = bytes.fromhex(model_digest)
+    with remote_at(cloud) as remote:
+        signed = sign_release(
+            remote, reference, target, keys, model_digest=known, progress=cloud.output.note
         )
-    output.result(record, text)
+    targets = [
+        {
+            "path": signed_target.path,
+            "sha256": signed_target.sha256.hex(),
+            "length": signed_target.length,
+            "model_digest": signed_target.custom["model_digest"],
+        }
+        for signed_target in signed.targets
+    ]
+    submitted = signed.submitted
+    lines = [f"{t['path']}: sha256 {t['sha256']}, of model {t['model_digest']}" for t in targets]
+    if submitted.published:
+        lines.append("signed and published; nodes accept it")
+    else:
+        lines.append(
+            f"{submitted.signatures} of {submitted.threshold} signatures; the other signers run "
+            "the same command"
+        )
+    return asdict(submitted) | {"targets": targets}, "\n".join(lines)

@@ -1,17 +1,16 @@
-"""How answers look: messages as plain records, rows as aligned text, times as ages.
+"""Output of the verbs: messages as records for JSON, tables of aligned text, times as ages.
 
-What a node or a model says of itself is shown, never obeyed: control characters, with which a
-label could repaint a terminal, leave as question marks.
+Text from nodes and models is not trusted: control characters, with which a label could repaint a
+terminal, are printed as question marks.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
-if TYPE_CHECKING:
-    from google.protobuf.message import Message
+from google.protobuf.message import Message
 
 NOTHING: Final = "-"
 # fmt: off
@@ -24,8 +23,22 @@ _AGES: Final = (
 # fmt: on
 
 
+def plain(value: Any) -> Any:
+    """Return a value for JSON, with every message in it as a record."""
+    if isinstance(value, Message):
+        return record(value)
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [plain(item) for item in value]
+    return value
+
+
 def record(message: Message) -> dict[str, Any]:
-    """Every field that has a meaning without being set: bytes as hex, enums as lower-case names."""
+    """Return the fields of a message: bytes as hex, enums as lower-case names.
+
+    A field of a `oneof` or an `optional` one is left out where it is not set.
+    """
     return {
         field.name: _field(message, field)
         for field in message.DESCRIPTOR.fields
@@ -38,11 +51,11 @@ def _field(message: Message, field: Any) -> Any:
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
         return dict(value)
     if field.is_repeated:
-        return [_plain(item, field) for item in value]
-    return _plain(value, field)
+        return [_scalar(item, field) for item in value]
+    return _scalar(value, field)
 
 
-def _plain(value: Any, field: Any) -> Any:
+def _scalar(value: Any, field: Any) -> Any:
     if field.message_type is not None:
         return record(value)
     if field.enum_type is not None:
@@ -52,17 +65,17 @@ def _plain(value: Any, field: Any) -> Any:
 
 
 def enum_text(message: Message, field: str) -> str:
-    """The name of an enum's value in lower case, or its number where this program is older."""
-    return str(_plain(getattr(message, field), message.DESCRIPTOR.fields_by_name[field]))
+    """Return the lower-case name of an enum field's value, or the number if it is unknown here."""
+    return str(_scalar(getattr(message, field), message.DESCRIPTOR.fields_by_name[field]))
 
 
 def shown(text: str) -> str:
-    """`text` on one line, without characters that a terminal acts on."""
+    """Return `text` on one line, without characters that a terminal acts on."""
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their widest cell; the last one runs on."""
+    """Align columns to their widest cells; the last one is not padded."""
     cells = [list(headings), *([shown(cell) or NOTHING for cell in row] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(headings))]
     widths[-1] = 0
@@ -73,7 +86,7 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def facts(rows: Sequence[tuple[str, str]]) -> str:
-    """One fact a line, its name before it."""
+    """Return one line for each pair of a name and a value, with the values aligned."""
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name.ljust(width)}  {shown(value) or NOTHING}" for name, value in rows)
 
@@ -86,31 +99,34 @@ def age(time_s: float, now_s: float | None = None) -> str:
 
 
 def until(time_s: float, now_s: float | None = None) -> str:
-    """How long from now; "expired" where it has passed, "-" where it was never set."""
+    """Format the time left as "in 5 h"; "expired" if it has passed, "-" if it was never set."""
     if time_s <= 0:
         return NOTHING
     left_s = time_s - (time.time() if now_s is None else now_s)
     return f"in {duration(left_s)}" if left_s > 0 else "expired"
 
 
+def expiry_text(time_s: float) -> str:
+    """As "expires in 30 days" or "expired"."""
+    left = until(time_s)
+    return left if left == "expired" else f"expires {left}"
+
+
 def duration(seconds: float) -> str:
-    """As "40 s", "12 min", "5 h" or "3 days"."""
+    """Format a length of time as "40 s", "12 min", "5 h" or "3 days"."""
     seconds = max(0.0, seconds)
     unit_s, unit = next((unit, name) for limit, unit, name in _AGES if seconds < limit)
     return f"{round(seconds / unit_s)} {unit}"
 
 
 def size(n_bytes: int) -> str:
-    """As "312 B", "41.3 KiB", "1.8 MiB" or "2.1 GiB"."""
+    """Format a size as "312 B", "41.3 KiB", "1.8 MiB" or "2.1 GiB"."""
     if n_bytes < 1024:
         return f"{n_bytes} B"
-    amount, units = float(n_bytes), iter(("KiB", "MiB", "GiB"))
-    unit = "B"
-    while amount >= 1024 and (next_unit := next(units, None)) is not None:
-        amount, unit = amount / 1024, next_unit
-    return f"{amount:.1f} {unit}"
+    power = min((n_bytes.bit_length() - 1) // 10, 3)
+    return f"{n_bytes / 1024**power:.1f} {('KiB', 'MiB', 'GiB')[power - 1]}"
 
 
 def labels_text(labels: dict[str, str]) -> str:
-    """As "camera=new,site=factory", in the order of the names."""
+    """Format labels as "camera=new,site=factory", in the order of their names."""
     return ",".join(f"{key}={labels[key]}" for key in sorted(labels))

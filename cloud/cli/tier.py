@@ -1,4 +1,4 @@
-"""The part of the command that this package registers; see `shell.Tier`."""
+"""What this package adds to the `triplane` command; see `shell.Tier`."""
 
 from typing import Final
 
@@ -12,7 +12,7 @@ The same on many machines, signed, wave by wave (docs/deploying.md):
   triplane sign digits@1 --keys DIR && triplane deploy digits@1 --to all
 
 \b
-New here? `triplane demo` does all of it in two to three minutes, on real data."""
+New here? `triplane demo` does all of this on real data, in two to three minutes."""
 
 TIER: Final = Tier(
     verbs={

@@ -1,7 +1,7 @@
-"""Follows a rollout or a federated run to where it stops: a live table on a terminal, else lines.
+"""Follow a rollout or a federated run until it stops: a live table on a terminal, else lines.
 
-Both live in the cloud: a cloud that restarts meanwhile, or a watcher that leaves, changes nothing
-about them. A lost stream is opened again for `AWAY_S`.
+Both run in the cloud: it may restart, and a watcher may leave, without any effect on them. A lost
+stream is opened again until the cloud was unreachable for `AWAY_S`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ T = TypeVar("T", bound=Message)
 AWAY_S: Final = 300.0
 RETRY_S: Final = 1.0
 NOT_DONE: Final = 4
-"""Exit code of what stopped before it was done."""
-_PASSING: Final = (
+"""Exit code for a rollout or run that stopped before it was done."""
+_TRANSIENT: Final = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.CANCELLED,
     grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -37,10 +37,10 @@ _PASSING: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watchable(Generic[T]):
-    """What is watched. name: such as "rollout r-1". watch, stop: commands for it.
+    """How something is watched. name: such as "rollout r-1". watch, stop: commands for it.
 
-    stopped: states in which nothing happens by itself. changes: lines that say what is new in the
-    second value. live: puts values on a terminal.
+    stopped: states in which nothing changes by itself. changes: lines about what is new in the
+    second value. live: shows values on a terminal.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Watchable(Generic[T]):
 
 
 def watch_to_end(watched: Watchable[T], newest: T, *, as_json: bool) -> int:
-    """Show every change until it stops; the exit code is 0 if it is done."""
+    """Show every change until it stops; return the exit code, which is 0 if it is done."""
     last = newest
     try:
         with _display(watched, as_json=as_json) as show:
@@ -75,15 +75,15 @@ def watch_to_end(watched: Watchable[T], newest: T, *, as_json: bool) -> int:
 
 
 def leaving(watched: Watchable[Any]) -> str:
-    """Return the message for a watcher that leaves."""
+    """Return the message to a user who stops watching."""
     kind = watched.name.partition(" ")[0]
-    return f"The {kind} goes on without you: {watched.watch}; stop it: {watched.stop}"
+    return f"The {kind} continues without you. Watch it: {watched.watch}; stop it: {watched.stop}"
 
 
 def updates(watched: Watchable[T]) -> Iterator[T]:
-    """Yield the newest state now and after each change; reconnects, without end.
+    """Yield the newest state now and after each change, reconnecting as needed, without end.
 
-    Unavailable: the cloud stays away for `AWAY_S`.
+    Unavailable: the cloud was unreachable for `AWAY_S`.
     """
     heard_s = time.monotonic()
     while True:
@@ -93,41 +93,30 @@ def updates(watched: Watchable[T]) -> Iterator[T]:
                 heard_s = time.monotonic()
                 yield message
         except grpc.RpcError as error:
-            if error.code() not in _PASSING:
+            if error.code() not in _TRANSIENT:
                 raise
             why = error.details() or error.code().name
         if time.monotonic() - heard_s > AWAY_S:
             raise Unavailable(
-                f"no word of {watched.name} for {AWAY_S:.0f} s ({why}); it goes on when the cloud "
-                f"is back: {watched.watch}"
+                f"no news of {watched.name} for {AWAY_S:.0f} s ({why}); it continues when the "
+                f"cloud is back: {watched.watch}"
             )
         time.sleep(RETRY_S)
 
 
 @contextlib.contextmanager
 def _display(watched: Watchable[T], *, as_json: bool) -> Iterator[Callable[[T], None]]:
-    if as_json:
-        yield lambda value: _print_lines([json.dumps(record(value))])
-    elif sys.stdout.isatty():
+    if not as_json and sys.stdout.isatty():
         with watched.live() as show:
             yield show
-    else:
-        yield _printed_changes(watched)
-
-
-def _printed_changes(watched: Watchable[T]) -> Callable[[T], None]:
-    """Return a function that prints what is new since its last call."""
+        return
     before: T | None = None
 
-    def show(value: T) -> None:
+    def print_change(value: T) -> None:
         nonlocal before
-        _print_lines(watched.changes(before, value))
+        for line in [json.dumps(record(value))] if as_json else watched.changes(before, value):
+            click.echo(line)
+        sys.stdout.flush()
         before = value
 
-    return show
-
-
-def _print_lines(lines: Iterable[str]) -> None:
-    for line in lines:
-        click.echo(line)
-    sys.stdout.flush()
+    yield print_change

@@ -10,11 +10,7 @@ from triplane.cloud.cli.auditing import entry_record, entry_table, parse_head, r
 from triplane.cloud.cli.connection import Calls
 from triplane.cloud.identity.audit import START, AuditRecord, digest_of
 from triplane.proto.errors import Corrupt, InvalidInput
-from triplane.proto.fleet_pb2_grpc import FleetStub
 from triplane.proto.identity_pb2 import AuditEntry, ReadAuditRequest
-from triplane.proto.identity_pb2_grpc import IdentityStub
-from triplane.proto.metadata_pb2_grpc import MetadataStub
-from triplane.proto.registry_pb2_grpc import RegistryStub
 
 
 def chain(count, actor="alex"):
@@ -49,13 +45,7 @@ def log(entries):
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-        yield Calls(
-            channel,
-            FleetStub(channel),
-            IdentityStub(channel),
-            MetadataStub(channel),
-            RegistryStub(channel),
-        )
+        yield Calls(channel)
     server.stop(0).wait(10)
     pool.shutdown()
 

@@ -14,7 +14,6 @@ from triplane.cloud.cli.policies import allow
 from triplane.cloud.registry.collecting import MIN_AGE_S
 from triplane.proto.errors import NotFound
 from triplane.proto.transfer import BlobFolder
-from triplane.unified_ir.cli.shell import CommandOutput
 
 pytestmark = pytest.mark.slow
 HALF = "ab" * 32
@@ -53,7 +52,7 @@ def test_by_hand_it_is_shown_first_and_refused_while_the_cloud_runs(home, capsys
     words = ("registry", "collect", "--home", home.path)
     told = said(capsys, *words)
     assert all(name in told for name in names)
-    assert "2 files, 20 B, would go; remove them with --yes" in told
+    assert "2 files, 20 B, would be removed; remove them with --yes" in told
     with running(home.path):
         assert "a running cloud collects by itself" in said(capsys, *words, "--yes", code=3)
     age(BlobFolder(home.blobs))
@@ -75,8 +74,7 @@ def test_a_running_cloud_keeps_the_samples_of_its_policy(home, tmp_path, release
 
     def set_policy():
         with calls(home.operator) as cloud:
-            out = CommandOutput(as_json=True)
-            allow(cloud, out, model="digits", golden=tmp_path / "golden.npz",
+            allow(cloud, model="digits", golden=tmp_path / "golden.npz",
                   floor=0.9, share=1.0, keys=released / "keys")  # fmt: skip
 
     async def story():
@@ -102,8 +100,7 @@ def test_a_policy_is_refused_whose_samples_are_not_in_the_cloud(
 
     def set_policy():
         with calls(home.operator) as cloud:
-            out = CommandOutput(as_json=True)
-            allow(cloud, out, model="digits", golden=tmp_path / "golden.npz",
+            allow(cloud, model="digits", golden=tmp_path / "golden.npz",
                   floor=0.9, share=1.0, keys=released / "keys")  # fmt: skip
 
     async def story():

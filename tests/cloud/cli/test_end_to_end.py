@@ -64,7 +64,7 @@ def test_a_cloud_is_made_once_and_names_what_to_take_away(place, home, capsys):
 
 def test_status_tells_who_asks(operator, capsys):
     told = said(capsys, "cloud", "status")
-    assert re.search(r"you +operator, operator; certificate ends in \d+ days", told)
+    assert re.search(r"you +operator, operator; certificate expires in \d+ days", told)
     assert "0 of 0 connected" in told
 
 

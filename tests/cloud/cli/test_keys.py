@@ -65,7 +65,7 @@ def test_what_people_signed_is_renewed_after_a_warning(people, place, capsys):
     }
     assert answer("cloud", "status")["warnings"] == []
     told = said(capsys, "cloud", "keys", "renew", "--keys", place / "keys", "--role", "root")
-    assert "root 2 published; it ends in 1825 days" in told
+    assert "root 2 published; it expires in 1825 days" in told
 
 
 def test_only_the_reviewed_model_is_signed(people, place, capsys):
@@ -107,7 +107,7 @@ def test_keys_of_every_role_are_replaced_and_the_release_stays(people, place, ca
 def test_after_a_theft_the_old_list_is_dropped_and_the_registry_says_so(people, place, capsys):
     keys = place / "keys"
     told = said(capsys, "cloud", "keys", "rotate", "release", "--keys", keys, "--stolen")
-    assert "signed again: nothing; sign what you know with triplane sign" in told
+    assert "signed again: nothing; sign the versions that you know again" in told
     assert "destroy every copy" in told
     assert "not signed, so no node takes it" in said(capsys, "registry", "show", "lenet@1")
     answer("sign", "lenet@1", "--keys", keys)
@@ -141,7 +141,10 @@ def test_the_second_holder_of_a_root_key_names_the_same_new_key(tmp_path, capsys
     with running(made.home.path):
         told = said(capsys, *rotate, tmp_path / "holder-1")
         public = tmp_path / "holder-1" / "targets-2.pub"
-        assert f"1 of 2 signatures; the other holders run the same, with --public {public}" in told
+        assert (
+            f"1 of 2 signatures; the other key holders run the same command, with --public {public}"
+            in told
+        )
         done = answer(*rotate, tmp_path / "holder-2", "--public", public)
         assert done["named"]["published"]
         assert done["signed_again"] is None, "the new key is the first holder's"

@@ -44,5 +44,5 @@ def test_pulled_file_is_the_pushed_one_and_nothing_is_overwritten(place):
             check=False, capture_output=True, text=True, timeout=WAIT_S,
         )  # fmt: skip
         assert again.returncode == 3
-        assert "is there already" in json.loads(again.stdout)["error"]["message"]
+        assert "exists already" in json.loads(again.stdout)["error"]["message"]
     assert [p.name for p in place.iterdir() if p.name.endswith(".parts")] == []

@@ -11,10 +11,6 @@ from triplane.cloud.cli.connection import Calls, errors_at, repeated
 from triplane.cloud.cli.live_rollout import watchable
 from triplane.proto.errors import Conflict, Unavailable
 from triplane.proto.fleet_pb2 import COMMITTED, FAILED, DeployRequest, GetRolloutRequest, Rollout
-from triplane.proto.fleet_pb2_grpc import FleetStub
-from triplane.proto.identity_pb2_grpc import IdentityStub
-from triplane.proto.metadata_pb2_grpc import MetadataStub
-from triplane.proto.registry_pb2_grpc import RegistryStub
 from triplane.proto.status import remote_errors
 
 NO_PORT_SHARING = (("grpc.so_reuseport", 0),)
@@ -63,13 +59,7 @@ def serving(methods, port=0):
 def calls_to(port):
     options = (("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 50))
     with grpc.insecure_channel(f"127.0.0.1:{port}", options) as channel:
-        yield Calls(
-            channel,
-            FleetStub(channel),
-            IdentityStub(channel),
-            MetadataStub(channel),
-            RegistryStub(channel),
-        )
+        yield Calls(channel)
 
 
 @pytest.fixture(autouse=True)
@@ -197,7 +187,7 @@ def test_silence_towards_an_ended_certificate_says_so():
         pass
     with (
         calls_to(port) as cloud,
-        pytest.raises(Unavailable, match=r"certificate has ended.*triplane cloud token"),
+        pytest.raises(Unavailable, match=r"certificate, which has expired.*triplane cloud token"),
         errors_at("fleet.example:8443", expires_s=1.0),
     ):
         cloud.fleet.GetRollout(GetRolloutRequest(id="last"))
