@@ -9,7 +9,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,52 +23,68 @@ STEP_S: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class DemoCloud:
-    """A running cloud: its folders and its addresses."""
+class DemoFleet:
+    """A running cloud: its folders, its addresses, and its nodes' homes by name."""
 
     home: Path
     offline_keys: Path
     port: int
     enrol_port: int
     dashboard: str
+    homes: dict[str, Path] = field(default_factory=dict)
 
     def ask(self, *args: str | Path) -> Any:
         """Return the JSON answer of a verb, called as the operator."""
-        return processes.json_of(self.tried(*args, "--json"))
-
-    def tried(self, *args: str | Path) -> Any:
-        """Return the ended process of a verb, called as the operator."""
-        return processes.triplane(*args, "--identity", self.home / "operator")
+        return processes.answer(*args, "--identity", self.home / "operator")
 
     def followed(self, *args: str | Path) -> int:
         """Return the exit code of a verb that shows its progress on this terminal."""
         return processes.run_visibly(*args, "--identity", self.home / "operator")
 
+    def enrol(self, role: str, name: str, home: Path, *options: str | Path) -> None:
+        """Enroll a node or device with a token of its own."""
+        labels = ("--label", "site=demo") if role == "node" else ()
+        token = self.ask("cloud", "token", "--role", role, "--name", name, *labels)["token"]
+        processes.output(
+            "edge" if role == "node" else role, "enrol", token,
+            "--cloud", f"127.0.0.1:{self.enrol_port}", "--home", home, *options, "--json",
+        )  # fmt: skip
+
+    def nodes(self) -> dict[str, dict[str, Any]]:
+        """Return the cloud's view of every node, by name."""
+        return {node["name"]: node for node in self.ask("fleet", "ls")["nodes"]}
+
+    def models(self, model: str) -> dict[str, dict[str, Any]]:
+        """Return each node's report of a model, by the node's name."""
+        return {
+            name: next((m for m in node["report"]["models"] if m["model"] == model), {})
+            for name, node in self.nodes().items()
+        }
+
+    def serving_address(self, node: str) -> str:
+        """Return the address of a node's inference server."""
+        return str(self.nodes()[node]["report"]["serving_address"])
+
 
 @contextlib.contextmanager
-def cloud_at(folder: Path) -> Iterator[DemoCloud]:
-    """Run a new cloud below `folder`; stop it at the end."""
+def fleet_at(folder: Path) -> Iterator[DemoFleet]:
+    """Run a new cloud and two enrolled nodes below `folder`; stop them at the end."""
     home, keys = folder / "cloud", folder / "offline-keys"
     processes.output("cloud", "init", "--home", home, "--offline-keys", keys, "--json")
-    with processes.server(
-        "cloud", "up", "--home", home, "--host", "127.0.0.1", "--port", "0",
-        "--enrol-port", "0", "--dashboard-port", "0",
-    ) as ready:  # fmt: skip
-        yield DemoCloud(home, keys, ready["port"], ready["enrol_port"], ready["dashboard"])
-
-
-@contextlib.contextmanager
-def node_at(folder: Path, cloud: DemoCloud, name: str) -> Iterator[Path]:
-    """Enroll a node with a token of its own and run it; yield its home."""
-    home = folder / name
-    token = cloud.ask("cloud", "token", "--role", "node", "--name", name, "--label", "site=demo")
-    processes.output(
-        "edge", "enrol", token["token"], "--cloud", f"127.0.0.1:{cloud.enrol_port}",
-        "--home", home, "--port", str(free_port()), "--metrics-port", str(free_port()),
-        "--json",
-    )  # fmt: skip
-    with processes.background("edge", "up", "--home", home, log=folder / f"{name}.log"):
-        yield home
+    with contextlib.ExitStack() as running:
+        _, ready = running.enter_context(processes.started(
+            "cloud", "up", "--home", home, "--host", "127.0.0.1", "--port", "0",
+            "--enrol-port", "0", "--dashboard-port", "0",
+        ))  # fmt: skip
+        fleet = DemoFleet(home, keys, ready["port"], ready["enrol_port"], ready["dashboard"])
+        for name in NODES:
+            home = fleet.homes[name] = folder / name
+            ports = ("--port", str(free_port()), "--metrics-port", str(free_port()))
+            fleet.enrol("node", name, home, *ports)
+            log = folder / f"{name}.log"
+            running.enter_context(processes.background("edge", "up", "--home", home, log=log))
+        until("two nodes connected", lambda: all(n["connected"] for n in fleet.nodes().values()))
+        yield fleet
 
 
 def free_port() -> int:
@@ -77,19 +93,13 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def reports(cloud: DemoCloud) -> dict[str, dict[str, Any]]:
-    """Return the cloud's view of every node, by name."""
-    return {node["name"]: node for node in cloud.ask("fleet", "ls")["nodes"]}
-
-
-def until(what: str, holds: Callable[[], bool]) -> float:
-    """Wait until `holds` and return the seconds; Unavailable says what did not happen."""
-    start_s = time.monotonic()
+def until(what: str, holds: Callable[[], bool]) -> None:
+    """Wait until `holds`; Unavailable says what did not happen."""
+    end_s = time.monotonic() + WAIT_S
     while not holds():
-        if time.monotonic() - start_s > WAIT_S:
+        if time.monotonic() > end_s:
             raise Unavailable(f"{what}: not within {WAIT_S:.0f} s")
         time.sleep(STEP_S)
-    return time.monotonic() - start_s
 
 
 def agent_process(home: Path) -> int:
@@ -97,8 +107,6 @@ def agent_process(home: Path) -> int:
     return int(json.loads((home / "run" / "agent.json").read_text())["pid"])
 
 
-def kill_agent(home: Path) -> int:
-    """Kill a node's agent with SIGKILL; return the process id it had."""
-    pid = agent_process(home)
-    os.kill(pid, signal.SIGKILL)
-    return pid
+def kill_agent(home: Path) -> None:
+    """Kill a node's agent with SIGKILL."""
+    os.kill(agent_process(home), signal.SIGKILL)

@@ -15,9 +15,9 @@ import numpy as np
 from triplane.cloud.demo import asking, processes
 from triplane.cloud.demo.ask import ask
 from triplane.cloud.demo.asking import INNER_STEPS, LEARNING, RATES, AdaptedScores, answered
-from triplane.cloud.demo.fleet import NODES, STEP_S, DemoCloud, reports, until
+from triplane.cloud.demo.fleet import NODES, STEP_S, DemoFleet, until
 from triplane.cloud.demo.question import Question
-from triplane.cloud.demo.rolling import TARGET, DemoFleet, roll_out
+from triplane.cloud.demo.rolling import TARGET, roll_out
 from triplane.cloud.demo.stage import DemoStage
 from triplane.unified_ir import nn, optim, train
 from triplane.unified_ir.data.dataset import Dataset
@@ -51,24 +51,22 @@ def learn(stage: DemoStage, fleet: DemoFleet) -> bool:
         f"\n9  Learn together: {LEARNING} device processes, each with a question of its own "
         '("is this one of my five?"); their samples never leave them'
     )
-    _first_version(stage, fleet.cloud)
+    _first_version(stage, fleet)
     _serve_first(stage, fleet, shards)
-    with _devices(stage, fleet.cloud, {n: shards[n] for n in names[:LEARNING]}) as devices:
-        runs = {"fedavg": _run(stage, fleet.cloud, "fedavg")}
-        killer = _DeviceKiller(fleet.cloud, devices[-2:])
+    with _devices(stage, fleet, {n: shards[n] for n in names[:LEARNING]}) as devices:
+        runs = {"fedavg": _run(stage, fleet, "fedavg")}
+        killer = _DeviceKiller(fleet, devices[-2:])
         killer.start()
-        clients = [
-            _AskingClient(stage, fleet.cloud, node, shards[name]) for node, name in _homes(names)
-        ]
+        clients = [_AskingClient(stage, fleet, node, shards[name]) for node, name in _homes(names)]
         with contextlib.ExitStack() as asked:
             for client in clients:
                 asked.enter_context(client)
-            runs["maml"] = _run(stage, fleet.cloud, "maml", "--release", "auto")
+            runs["maml"] = _run(stage, fleet, "maml", "--release", "auto")
             killer.join()
-            until("both nodes done with it", lambda: _both_done(fleet.cloud, runs["maml"]))
-            kept = _kept(fleet.cloud)
+            until("both nodes done with it", lambda: _both_done(fleet, runs["maml"]))
+            kept = _kept(fleet)
     stage.say(f"   {killer.message}")
-    _compare(stage, fleet.cloud, runs, shards, killer)
+    _compare(stage, fleet, runs, shards, killer)
     _gone_live(stage, clients, runs["maml"], kept)
     return True
 
@@ -84,28 +82,28 @@ def _homes(names: list[str]) -> list[tuple[str, str]]:
     return list(zip(NODES, (names[LEARNING], names[-1]), strict=True))
 
 
-def _first_version(stage: DemoStage, cloud: DemoCloud) -> None:
+def _first_version(stage: DemoStage, fleet: DemoFleet) -> None:
     """Register the untrained network."""
     nn.seed(0)
     trainer = train.Trainer(Question(), loss=nn.SoftmaxCrossEntropy(), optimizer=optim.SGD(0.1))
     trainer.prepare(np.zeros((1, *stage.train.x.shape[1:]), np.float32), np.zeros(1, np.int64))
     trainer.export(("predict", "evaluate", "loss")).save(stage.file("question.tpm"))
-    cloud.ask("registry", "push", stage.file("question.tpm"), "--name", MODEL, "--target", TARGET)
+    fleet.ask("registry", "push", stage.file("question.tpm"), "--name", MODEL, "--target", TARGET)
 
 
 def _serve_first(stage: DemoStage, fleet: DemoFleet, shards: dict[str, Shard]) -> None:
     """Let both nodes serve it and hold labelled samples; sign the policy for later releases."""
-    cloud, names = fleet.cloud, sorted(shards)
+    names = sorted(shards)
     for node, name in _homes(names):
         own = asking.save(stage.file(f"{node}.npz"), shards[name])
         processes.output("edge", "samples", MODEL, own, "--home", fleet.homes[node], "--json")
-    cloud.ask("sign", f"{MODEL}@1", "--target", TARGET, "--keys", cloud.offline_keys)
-    roll_out(cloud, f"{MODEL}@1")
+    fleet.ask("sign", f"{MODEL}@1", "--target", TARGET, "--keys", fleet.offline_keys)
+    roll_out(fleet, f"{MODEL}@1")
     others = {name: shards[name] for name in names[LEARNING + 1 : -1]}
     episodes = asking.save_episodes(stage.file("episodes.npz"), others)
-    cloud.ask(
+    fleet.ask(
         "cloud", "policy", "set", MODEL, "--golden", episodes, "--floor", FLOOR,
-        "--share", "100%", "--keys", cloud.offline_keys,
+        "--share", "100%", "--keys", fleet.offline_keys,
     )  # fmt: skip
 
 
@@ -122,7 +120,7 @@ class DeviceProcess:
     def start(self) -> None:
         """Start the process; return when it is ready."""
         self.stack = contextlib.ExitStack()
-        self.child = self.stack.enter_context(
+        self.child, _ = self.stack.enter_context(
             processes.started("device", "run", "--home", self.home, log=self.log)
         )
 
@@ -139,19 +137,15 @@ class DeviceProcess:
 
 @contextlib.contextmanager
 def _devices(
-    stage: DemoStage, cloud: DemoCloud, shards: dict[str, Shard]
+    stage: DemoStage, fleet: DemoFleet, shards: dict[str, Shard]
 ) -> Iterator[list[DeviceProcess]]:
     """Enroll and run devices, each with its own samples."""
     devices = []
     with contextlib.ExitStack() as running:
         for name, shard in shards.items():
             home = stage.file(name)
-            token = cloud.ask("cloud", "token", "--role", "device", "--name", name)
-            processes.output(
-                "device", "enrol", token["token"], "--cloud",
-                f"127.0.0.1:{cloud.enrol_port}", "--home", home, "--population", POPULATION,
-                "--data", asking.save(stage.file(f"{name}.npz"), shard), "--json",
-            )  # fmt: skip
+            samples = asking.save(stage.file(f"{name}.npz"), shard)
+            fleet.enrol("device", name, home, "--population", POPULATION, "--data", samples)
             device = DeviceProcess(name, home, stage.file(f"{name}.log"))
             device.start()
             running.callback(device.stop)
@@ -159,17 +153,17 @@ def _devices(
         yield devices
 
 
-def _run(stage: DemoStage, cloud: DemoCloud, algorithm: str, *more: str) -> dict[str, Any]:
+def _run(stage: DemoStage, fleet: DemoFleet, algorithm: str, *more: str) -> dict[str, Any]:
     """Run one algorithm for the demo's rounds, showing its progress; return its record."""
     rate = str(RATE[algorithm])
     stage.say(f"\n   {algorithm}: {stage.rounds} rounds of {LEARNING} devices")
-    code = cloud.followed(
+    code = fleet.followed(
         "federate", "run", f"{MODEL}@1", "--population", POPULATION, "--algorithm", algorithm,
         "--rounds", str(stage.rounds), "--devices", str(LEARNING), "--quorum", "0.6",
         "--patience", "2s", "--steps", str(STEPS), "--batch-size", "40", "--support", "40",
         "--query", "40", "--lr", rate, "--meta-lr", rate, "--inner-steps", str(INNER_STEPS), *more,
     )  # fmt: skip
-    run: dict[str, Any] = cloud.ask("federate", "show", "last")
+    run: dict[str, Any] = fleet.ask("federate", "show", "last")
     if code or run["phase"] != "done":
         raise processes.ProcessFailed(f"the run ended {run['phase']}: {run.get('reason', '')}")
     return run
@@ -178,14 +172,14 @@ def _run(stage: DemoStage, cloud: DemoCloud, algorithm: str, *more: str) -> dict
 class _DeviceKiller(threading.Thread):
     """Kills two devices in the middle of the next run; one of them comes back."""
 
-    def __init__(self, cloud: DemoCloud, victims: list[DeviceProcess]) -> None:
+    def __init__(self, fleet: DemoFleet, victims: list[DeviceProcess]) -> None:
         super().__init__(name="killer", daemon=True)
-        self._cloud, self._victims = cloud, victims
+        self._fleet, self._victims = fleet, victims
         self.killed = self.back = 0
         self.message = ""
 
     def run(self) -> None:
-        """See the class."""
+        """Watch the run until then."""
         with contextlib.suppress(processes.ProcessFailed, OSError):
             self.killed = self._round(KILL_AT)
             for device in self._victims:
@@ -201,7 +195,7 @@ class _DeviceKiller(threading.Thread):
     def _round(self, number: int) -> int:
         """Wait for a round of the current run."""
         while True:
-            record = self._cloud.ask("federate", "show", "last")
+            record = self._fleet.ask("federate", "show", "last")
             at = int(record.get("round", 0))
             if record["spec"]["algorithm"] == "maml" and at >= number:
                 return at
@@ -211,9 +205,9 @@ class _DeviceKiller(threading.Thread):
 class _AskingClient:
     """Asks a node its own question repeatedly, with calls that are never retried."""
 
-    def __init__(self, stage: DemoStage, cloud: DemoCloud, node: str, shard: Shard) -> None:
+    def __init__(self, stage: DemoStage, fleet: DemoFleet, node: str, shard: Shard) -> None:
         self.node = node
-        self._address = reports(cloud)[node]["report"]["serving_address"]
+        self._address = fleet.serving_address(node)
         self._shard = shard
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._ask, name=f"client of {node}")
@@ -246,37 +240,31 @@ class _AskingClient:
         self.accuracies.append(answers.accuracy)
 
 
-def _models(cloud: DemoCloud) -> dict[str, dict[str, Any]]:
-    """Return each node's report of the model, by the node's name."""
-    return {
-        name: next((m for m in node["report"]["models"] if m["model"] == MODEL), {})
-        for name, node in reports(cloud).items()
-    }
-
-
-def _both_done(cloud: DemoCloud, run: dict[str, Any]) -> bool:
+def _both_done(fleet: DemoFleet, run: dict[str, Any]) -> bool:
     """Return whether each node serves the result, or keeps its version because it is better."""
     version = int(run["result"].rpartition("@")[2])
-    models = _models(cloud).values()
+    models = fleet.models(MODEL).values()
     return all(m.get("version") == version and m.get("state") in DONE for m in models)
 
 
-def _kept(cloud: DemoCloud) -> dict[str, str]:
+def _kept(fleet: DemoFleet) -> dict[str, str]:
     """Return the reasons of nodes that keep the older version, by name."""
     return {
-        name: str(m["reason"]) for name, m in _models(cloud).items() if m.get("state") == "kept"
+        name: str(m["reason"])
+        for name, m in fleet.models(MODEL).items()
+        if m.get("state") == "kept"
     }
 
 
 def _compare(
     stage: DemoStage,
-    cloud: DemoCloud,
+    fleet: DemoFleet,
     runs: dict[str, Any],
     shards: dict[str, Shard],
     killer: _DeviceKiller,
 ) -> None:
     """Compare both results on all twelve devices, six of which took no part."""
-    tried = {name: _answers(stage, cloud, name, run, shards) for name, run in runs.items()}
+    tried = {name: _answers(stage, fleet, name, run, shards) for name, run in runs.items()}
     rows: list[tuple[str, ...]] = [
         ("", "six that learned", "", "six others", ""),
         ("", "mean", "worst", "mean", "worst"),
@@ -305,10 +293,10 @@ def _compare(
 
 
 def _answers(
-    stage: DemoStage, cloud: DemoCloud, name: str, run: dict[str, Any], shards: dict[str, Shard]
+    stage: DemoStage, fleet: DemoFleet, name: str, run: dict[str, Any], shards: dict[str, Shard]
 ) -> AdaptedScores:
     file = stage.file(f"question-{name}.tpm")
-    cloud.ask("registry", "pull", run["result"], "--out", file)
+    fleet.ask("registry", "pull", run["result"], "--out", file)
     module = load(file)
     rates = RATES if name == "fedavg" else (RATE[name],)
     return asking.best([answered(module, name, rate, shards, stage.rounds) for rate in rates])

@@ -9,20 +9,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, TextIO
 
 from triplane.proto import signals
 from triplane.proto.errors import Unavailable
 
-START_DEADLINE_S: Final = 30.0
 STOP_GRACE_S: Final = 45.0
-"""A node's supervisor first drains its server; killed before that, it would leave it running."""
+"""A node's supervisor first drains its server; killed earlier, it would leave it running."""
 HURRIED_GRACE_S: Final = 20.0
 """After a second signal to the demo; the supervisor then kills what does not end."""
 INTERRUPTS: Final = signals.Interrupts(limit_s=900.0, hurry_s=240.0)
-"""The limits are for the nine processes of the fleet one after another."""
+"""The limits allow for the nine processes of the fleet, ended one after another."""
 STEP_S: Final = 0.1
 COMMAND: Final = (sys.executable, "-c", "from triplane.unified_ir.cli import main; main()")
 """The `triplane` command of this environment."""
@@ -33,18 +32,18 @@ class ProcessFailed(Unavailable):
 
 
 def triplane(*args: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run the command to its end; progress goes to this terminal, stdout is returned."""
+    """Run the command to its end; its progress goes to this terminal, its output is returned."""
     return _run([*COMMAND, *map(str, args)])
 
 
 def output(*args: str | Path) -> str:
     """Run the command and return its output; ProcessFailed if it fails."""
-    return output_of(triplane(*args))
+    return _output_of(triplane(*args))
 
 
 def answer(*args: str | Path) -> Any:
     """Run the command and return its JSON document; ProcessFailed if it fails."""
-    return json_of(triplane(*args, "--json"))
+    return json.loads(output(*args, "--json"))
 
 
 def run_visibly(*args: str | Path) -> int:
@@ -53,9 +52,9 @@ def run_visibly(*args: str | Path) -> int:
         return process.wait()
 
 
-def python(script: Path, *args: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run a script in a new interpreter."""
-    return _run([sys.executable, str(script), *map(str, args)])
+def python(script: Path, *args: str | Path) -> str:
+    """Run a script in a new interpreter and return its output; ProcessFailed if it fails."""
+    return _output_of(_run([sys.executable, str(script), *map(str, args)]))
 
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
@@ -64,57 +63,37 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(command, process.returncode, out, "")
 
 
-def output_of(done: subprocess.CompletedProcess[str]) -> str:
-    """Return the output of a process that succeeded."""
-    if done.returncode != 0:
-        raise ProcessFailed(
-            f"{_shown(done.args)} ended with exit code {done.returncode}; its output is above"
-        )
-    return done.stdout
-
-
-def json_of(done: subprocess.CompletedProcess[str]) -> Any:
-    """Return the JSON document that a process printed."""
-    return json.loads(output_of(done))
-
-
-def _shown(command: Sequence[str]) -> str:
-    return " ".join(["triplane" if part == COMMAND[2] else part for part in command[2:]])
-
-
-@contextmanager
-def server(*args: str | Path) -> Iterator[dict[str, Any]]:
-    """Start `triplane ARGS --json`, yield the line that announces it, stop it at the end.
-
-    It is stopped by SIGTERM, then SIGKILL after a grace period, also on an error or Ctrl-C here.
-    """
-    with _child([*COMMAND, *map(str, args), "--json"]) as process:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        if not line:
-            raise ProcessFailed(
-                f"the server did not start (exit code {process.wait(START_DEADLINE_S)})"
-            )
-        yield json.loads(line)
-        process.terminate()
-        process.wait(STOP_GRACE_S)
+def _output_of(ended: subprocess.CompletedProcess[str]) -> str:
+    if ended.returncode != 0:
+        words = " ".join(["triplane" if part == COMMAND[2] else part for part in ended.args[2:]])
+        raise ProcessFailed(f"{words} ended with exit code {ended.returncode}; its output is above")
+    return ended.stdout
 
 
 @contextmanager
 def background(*args: str | Path, log: Path) -> Iterator[None]:
-    """Run `triplane ARGS` with its output in a file; stop it at the end as a server."""
+    """Run `triplane ARGS` with its output in a file; stop it at the end."""
     with log.open("a") as words, _child([*COMMAND, *map(str, args)], stdout=words, stderr=words):
         yield
 
 
 @contextmanager
-def started(*args: str | Path, log: Path) -> Iterator[subprocess.Popen[str]]:
-    """Run `triplane ARGS --json` until it reports that it is ready; yield the process."""
-    with log.open("a") as words, _child([*COMMAND, *map(str, args), "--json"], stderr=words) as p:
-        assert p.stdout is not None
-        if not p.stdout.readline():
-            raise ProcessFailed(f"it did not start; its words are in {log}")
-        yield p
+def started(
+    *args: str | Path, log: Path | None = None
+) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """Run `triplane ARGS --json` until it is ready; yield the process and its ready line.
+
+    It is stopped by SIGTERM, then SIGKILL after a grace period, also on an error or Ctrl-C here.
+    log: file for its standard error, which otherwise goes to this terminal.
+    """
+    with ExitStack() as stack:
+        stderr = stack.enter_context(log.open("a")) if log else None
+        process = stack.enter_context(_child([*COMMAND, *map(str, args), "--json"], stderr=stderr))
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if not line:
+            raise ProcessFailed(f"{args[0]} {args[1]} did not start; see {log or 'its output'}")
+        yield process, json.loads(line)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The second half of the demo: signed rollouts to two nodes; a refusal, a killed agent."""
+"""The second part of the demo: signed rollouts to two nodes; a refusal, a killed agent."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,12 +15,10 @@ from triplane.cloud.demo import processes
 from triplane.cloud.demo.ask import CallStatistics, ask
 from triplane.cloud.demo.fleet import (
     NODES,
-    DemoCloud,
+    DemoFleet,
     agent_process,
-    cloud_at,
+    fleet_at,
     kill_agent,
-    node_at,
-    reports,
     until,
 )
 from triplane.cloud.demo.stage import DemoStage, first
@@ -32,48 +29,31 @@ MODEL: Final = "digits"
 TARGET: Final = "ort-x64"
 PROBATION: Final = "1s"
 LONG_PROBATION: Final = "4s"
-"""Long enough to be observed, and to kill an agent in."""
+"""Long enough to see the new version, and to kill the agent meanwhile."""
 NOT_DONE: Final = 4
 FLOOR: Final = 0.9
 ASKED: Final = 200
 
 
-@dataclass(frozen=True, slots=True)
-class DemoFleet:
-    """The running cloud and its nodes' homes by name."""
-
-    cloud: DemoCloud
-    homes: dict[str, Path]
-
-
 @contextlib.contextmanager
-def fleet_at(stage: DemoStage) -> Iterator[DemoFleet]:
+def fleet_of(stage: DemoStage) -> Iterator[DemoFleet]:
     """Run a cloud and two enrolled nodes as processes; stop them at the end."""
     stage.say(
         "\n6  Deploy: a cloud and two nodes as processes, enrolled by tokens, over mutual TLS"
     )
-    folder = stage.folder
-    with contextlib.ExitStack() as running:
-        cloud = running.enter_context(cloud_at(folder))
-        homes = {name: running.enter_context(node_at(folder, cloud, name)) for name in NODES}
-        until("two nodes connected", lambda: _connected(cloud) == set(NODES))
-        stage.say(f"   dashboard: {cloud.dashboard} (token in {cloud.home / 'dashboard.token'})")
-        yield DemoFleet(cloud, homes)
-
-
-def _connected(cloud: DemoCloud) -> set[str]:
-    return {name for name, node in reports(cloud).items() if node["connected"]}
+    with fleet_at(stage.folder) as fleet:
+        stage.say(f"   dashboard: {fleet.dashboard} (token in {fleet.home / 'dashboard.token'})")
+        yield fleet
 
 
 def deploy(stage: DemoStage, fleet: DemoFleet) -> None:
     """Roll out the trained model, signed by a key that the cloud lacks, in two waves."""
-    cloud = fleet.cloud
-    _push(cloud, stage.file("digits.tpm"))
+    _push(fleet, stage.file("digits.tpm"))
     stage.say("   signed offline: the conversion is repeated, and the bundles are compared")
-    cloud.ask("sign", f"{MODEL}@1", "--target", TARGET, "--keys", cloud.offline_keys)
-    roll_out(cloud, f"{MODEL}@1", "--waves", "1,100%")
-    rollout = cloud.ask("rollout", "show")
-    answers = [_asked(stage, cloud, name) for name in NODES]
+    fleet.ask("sign", f"{MODEL}@1", "--target", TARGET, "--keys", fleet.offline_keys)
+    roll_out(fleet, f"{MODEL}@1", "--waves", "1,100%")
+    rollout = fleet.ask("rollout", "show")
+    answers = [_asked(stage, fleet, name) for name in NODES]
     for name, answer in zip(NODES, answers, strict=True):
         stage.say(f"   {name}: {answer.calls} digits asked, accuracy {answer.accuracy:.3f}")
     seconds = rollout["ended_s"] - rollout["created_s"]
@@ -90,25 +70,24 @@ def refuse(stage: DemoStage, fleet: DemoFleet) -> None:
     Its own golden samples agree with it, so they cannot refuse it. The policy refuses it: labelled
     samples and a least accuracy on them, signed offline and measured on the node.
     """
-    cloud = fleet.cloud
     stage.say(
         f"\n7  A bad version: trained on shuffled labels, released automatically; "
         f"the policy, signed offline, requires accuracy {FLOOR} on its own samples"
     )
-    cloud.ask(
+    fleet.ask(
         "cloud", "policy", "set", MODEL, "--golden", _golden(stage), "--floor", f"{FLOOR:.0%}",
-        "--share", "100%", "--keys", cloud.offline_keys,
+        "--share", "100%", "--keys", fleet.offline_keys,
     )  # fmt: skip
-    _push(cloud, _wrong_model(stage))
-    code = cloud.followed("deploy", f"{MODEL}@2", "--to", "all", "--waves", "1,100%",
+    _push(fleet, _wrong_model(stage))
+    code = fleet.followed("deploy", f"{MODEL}@2", "--to", "all", "--waves", "1,100%",
                           "--role", "auto", "--probation", PROBATION)  # fmt: skip
-    rollout = cloud.ask("rollout", "show")
+    rollout = fleet.ask("rollout", "show")
     if code != NOT_DONE or rollout["state"] != "paused":
         raise InvalidInput(f"the bad version was not refused: {rollout['state']}, exit code {code}")
     failed = [node for node in rollout["nodes"] if node["state"] in {"failed", "returned"}]
-    held = {name: serving(node) for name, node in reports(cloud).items()}
-    answers = [_asked(stage, cloud, name) for name in NODES]
-    cloud.ask("rollout", "abort", "last", "--reason", "answers wrongly")
+    held = {name: serving(node) for name, node in fleet.nodes().items()}
+    answers = [_asked(stage, fleet, name) for name in NODES]
+    fleet.ask("rollout", "abort", "last", "--reason", "answers wrongly")
     stage.say(f"   both nodes still serve {MODEL}@1, accuracy {answers[0].accuracy:.3f}")
     stage.summary.add(
         "refuse", f"{MODEL}@2", f"refused by {failed[0]['name']}, rollout paused, version 1 serves",
@@ -119,22 +98,22 @@ def refuse(stage: DemoStage, fleet: DemoFleet) -> None:
 
 def heal(stage: DemoStage, fleet: DemoFleet, epochs: int) -> None:
     """Roll out a better version while the agent of one node is killed in the middle of it."""
-    cloud, victim = fleet.cloud, NODES[-1]
+    victim = NODES[-1]
     stage.say(f"\n8  A kill: {victim}'s agent is killed (kill -9) during the next rollout")
-    _push(cloud, _trained(stage, "train", epochs, "better.tpm"))
-    cloud.ask("sign", f"{MODEL}@3", "--target", TARGET, "--keys", cloud.offline_keys)
+    _push(fleet, _trained(stage, "train", epochs, "better.tpm"))
+    fleet.ask("sign", f"{MODEL}@3", "--target", TARGET, "--keys", fleet.offline_keys)
     before = agent_process(fleet.homes[victim])
-    killer = _AgentKiller(cloud, fleet.homes[victim], victim)
+    killer = _AgentKiller(fleet, victim)
     killer.start()
-    roll_out(cloud, f"{MODEL}@3", probation=LONG_PROBATION)
+    roll_out(fleet, f"{MODEL}@3", probation=LONG_PROBATION)
     killer.join()
     if killer.killed_at is None:
-        raise InvalidInput(f"{victim} had taken version 3 before it could be disturbed")
+        raise InvalidInput(f"{victim} committed version 3 before its agent could be killed")
     after = agent_process(fleet.homes[victim])
-    answer = _asked(stage, cloud, victim)
+    answer = _asked(stage, fleet, victim)
     stage.say(
         f"   killed at {killer.killed_at}; a new agent (process {after}, was {before}) continued; "
-        f"{victim} serves {serving(reports(cloud)[victim])}"
+        f"{victim} serves {serving(fleet.nodes()[victim])}"
     )
     stage.summary.add(
         "heal", f"{MODEL}@3", f"agent killed at {killer.killed_at}, node has it; accuracy "
@@ -145,20 +124,19 @@ def heal(stage: DemoStage, fleet: DemoFleet, epochs: int) -> None:
 
 def addresses(fleet: DemoFleet) -> dict[str, Any]:
     """Return the fleet's addresses, and the commands that start it again from kept files."""
-    cloud = fleet.cloud
-    ports = f"--port {cloud.port} --enrol-port {cloud.enrol_port}"
-    page = f"--dashboard-port {cloud.dashboard.rpartition(':')[2]}"
-    start = [f"triplane cloud up --home {cloud.home} --host 127.0.0.1 {ports} {page}"]
+    ports = f"--port {fleet.port} --enrol-port {fleet.enrol_port}"
+    page = f"--dashboard-port {fleet.dashboard.rpartition(':')[2]}"
+    start = [f"triplane cloud up --home {fleet.home} --host 127.0.0.1 {ports} {page}"]
     start += [f"triplane edge up --home {home}" for home in fleet.homes.values()]
-    token = cloud.home / "dashboard.token"
-    return {"dashboard": cloud.dashboard, "dashboard_token": str(token), "start_again": start}
+    token = fleet.home / "dashboard.token"
+    return {"dashboard": fleet.dashboard, "dashboard_token": str(token), "start_again": start}
 
 
 def linger(stage: DemoStage, fleet: DemoFleet) -> None:
     """On a terminal, leave the fleet up until Ctrl-C; elsewhere say how to start it again."""
     places = addresses(fleet)
     stage.say(f"\nDashboard: {places['dashboard']} (to change things: {places['dashboard_token']})")
-    stage.say(f"Operator:  export TRIPLANE_IDENTITY={fleet.cloud.home / 'operator'}")
+    stage.say(f"Operator:  export TRIPLANE_IDENTITY={fleet.home / 'operator'}")
     if sys.stdin.isatty() and sys.stderr.isatty():
         stage.say("The cloud and both nodes keep running. Ctrl-C stops them.")
         with contextlib.suppress(KeyboardInterrupt):
@@ -172,48 +150,46 @@ def linger(stage: DemoStage, fleet: DemoFleet) -> None:
 class _AgentKiller(threading.Thread):
     """Kills a node's agent as soon as the node is at the new version."""
 
-    def __init__(self, cloud: DemoCloud, home: Path, name: str) -> None:
+    def __init__(self, fleet: DemoFleet, node: str) -> None:
         super().__init__(name="killer")
-        self._cloud, self._home, self._name = cloud, home, name
+        self._fleet, self._node = fleet, node
         self.killed_at: str | None = None
 
     def run(self) -> None:
-        """See the class."""
+        """Watch the node until then."""
         with contextlib.suppress(Exception):
-            until("the node at the new version", self._at_it)
+            until("the node at the new version", self._has_reached_it)
 
-    def _at_it(self) -> bool:
-        models = reports(self._cloud)[self._name]["report"]["models"]
-        at = [m for m in models if m["version"] == 3]
-        if not at:
+    def _has_reached_it(self) -> bool:
+        report = self._fleet.models(MODEL)[self._node]
+        if report.get("version") != 3:
             return False
-        if at[0]["state"] != "committed":
-            kill_agent(self._home)
-            self.killed_at = at[0]["state"]
+        if report["state"] != "committed":
+            kill_agent(self._fleet.homes[self._node])
+            self.killed_at = report["state"]
         return True
 
 
 def serving(node: dict[str, Any]) -> str:
-    """As "digits@1"."""
+    """Return the versions that a node serves, such as "digits@1"."""
     models = node["report"]["models"]
     return ", ".join(f"{m['model']}@{m['committed_version']}" for m in models)
 
 
-def _push(cloud: DemoCloud, file: Path) -> None:
-    cloud.ask("registry", "push", file, "--name", MODEL, "--target", TARGET)
+def _push(fleet: DemoFleet, file: Path) -> None:
+    fleet.ask("registry", "push", file, "--name", MODEL, "--target", TARGET)
 
 
-def roll_out(cloud: DemoCloud, reference: str, *more: str, probation: str = PROBATION) -> None:
+def roll_out(fleet: DemoFleet, reference: str, *more: str, probation: str = PROBATION) -> None:
     """Deploy to both nodes and follow the rollout here; InvalidInput where it did not succeed."""
-    code = cloud.followed("deploy", reference, "--to", "site=demo", *more, "--probation", probation)
+    code = fleet.followed("deploy", reference, "--to", "site=demo", *more, "--probation", probation)
     if code != 0:
         raise InvalidInput(f"the rollout of {reference} ended with exit code {code}")
 
 
-def _asked(stage: DemoStage, cloud: DemoCloud, name: str) -> CallStatistics:
-    address = reports(cloud)[name]["report"]["serving_address"]
+def _asked(stage: DemoStage, fleet: DemoFleet, name: str) -> CallStatistics:
     samples = first(stage.held_out, ASKED)
-    return ask(address, MODEL, samples.x, samples.y)
+    return ask(fleet.serving_address(name), MODEL, samples.x, samples.y)
 
 
 def _golden(stage: DemoStage) -> Path:

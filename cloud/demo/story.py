@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Final
 
@@ -15,13 +14,13 @@ import numpy as np
 
 from triplane.cloud.demo import learning, processes, rolling
 from triplane.cloud.demo.ask import ask
-from triplane.cloud.demo.camera import changed
 from triplane.cloud.demo.engines import losses_side_by_side
 from triplane.cloud.demo.stage import DemoStage, DemoSummary, first
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.cli.shell import CommandOutput
 from triplane.unified_ir.data import load_split
 from triplane.unified_ir.data.dataset import Dataset
+from triplane.unified_ir.ir.graph import Array
 
 CELL: Final = Path(__file__).with_name("digits.py")
 FINE_TUNE: Final = Path(__file__).with_name("fine_tune.py")
@@ -56,7 +55,13 @@ def tell(
     train, held_out = load_split(data)
     if train.x.shape[2:] != (8, 8):
         train, held_out = _small(train), _small(held_out)
-    with _folder(keep) as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="triplane-demo-", ignore_cleanup_errors=True)
+        if keep is None
+        else nullcontext(keep) as path
+    ):
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
         stage = DemoStage(folder, output, data, train, held_out, DemoSummary(), rounds)
         _save_data(stage)
         _train(stage, epochs)
@@ -64,7 +69,7 @@ def tell(
         _convert(stage)
         _serve(stage)
         _fine_tune(stage)
-        with rolling.fleet_at(stage) as fleet:
+        with rolling.fleet_of(stage) as fleet:
             rolling.deploy(stage, fleet)
             rolling.refuse(stage, fleet)
             rolling.heal(stage, fleet, epochs + MORE_EPOCHS)
@@ -77,19 +82,6 @@ def tell(
             done(stage.summary)
             if keep is not None:
                 rolling.linger(stage, fleet)
-
-
-@contextmanager
-def _folder(keep: Path | None) -> Iterator[Path]:
-    if keep is not None:
-        keep.mkdir(parents=True, exist_ok=True)
-        yield keep
-        return
-    folder = Path(tempfile.mkdtemp(prefix="triplane-demo-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _small(data: Dataset) -> Dataset:
@@ -195,7 +187,10 @@ def _serve(stage: DemoStage) -> None:
     stage.say("\n4  Serve: the bundle over gRPC, asked by the stock tritonclient, one digit a call")
     bundle = stage.file("digits.bundle")
     asked = first(stage.held_out, MOST_ASKED)
-    with processes.server("edge", "serve", bundle, "--port", "0", "--metrics-port", "0") as ready:
+    with processes.started("edge", "serve", bundle, "--port", "0", "--metrics-port", "0") as (
+        _,
+        ready,
+    ):
         answers = ask(
             f"127.0.0.1:{ready['port']}", ready["serving"][0]["model"],
             asked.x, asked.y,
@@ -211,20 +206,20 @@ def _serve(stage: DemoStage) -> None:
     )  # fmt: skip
 
 
+def _changed(x: Array) -> Array:
+    """x: (N, C, H, W) in 0..1 -> 1 - x, moved one pixel down and right; the edge becomes bright."""
+    moved = np.ones_like(x)
+    moved[..., 1:, 1:] = 1 - x[..., :-1, :-1]
+    return moved
+
+
 def _fine_tune(stage: DemoStage) -> None:
     stage.say("\n5  Fine-tune on the device: the camera now gives inverted, shifted digits")
     samples = stage.file("camera.npz")
     own, test = (first(d, MOST_ON_DEVICE) for d in (stage.train, stage.held_out))
-    np.savez(
-        samples,
-        x=changed(own.x), y=own.y,
-        x_test=changed(test.x), y_test=test.y,
-    )  # fmt: skip
-    tuned = processes.json_of(
-        processes.python(
-            FINE_TUNE, stage.file("digits.plan"), samples, str(TUNING_STEPS), str(TUNING_BATCH)
-        )
-    )
+    np.savez(samples, x=_changed(own.x), y=own.y, x_test=_changed(test.x), y_test=test.y)
+    plan, amounts = stage.file("digits.plan"), (str(TUNING_STEPS), str(TUNING_BATCH))
+    tuned = json.loads(processes.python(FINE_TUNE, plan, samples, *amounts))
     if tuned["foreign"]:
         raise InvalidInput(f"the fine-tuning process imported {tuned['foreign']}")
     stage.say(
