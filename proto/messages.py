@@ -22,5 +22,5 @@ def message_from(kind: type[M], source: object, /, **fields: object) -> M:
 def value_from(kind: type[T], source: object, /, **others: object) -> T:
     """Return a dataclass whose fields are keywords of this call, or attributes of `source`."""
     dataclass: Any = kind
-    names = {field.name for field in fields(dataclass)} - others.keys()
+    names = [field.name for field in fields(dataclass) if field.name not in others]
     return kind(**{name: getattr(source, name) for name in names}, **others)

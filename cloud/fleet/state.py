@@ -104,7 +104,7 @@ def with_rollout(fleet: FleetState, record: RolloutRecord, effects: Iterable[Eff
     """Return the fleet with this rollout, and its effects in the nodes' desired documents."""
     nodes = dict(fleet.nodes)
     for effect in effects:
-        if isinstance(effect, (Assign, Restore)) and effect.name in nodes:
+        if effect.name in nodes:
             nodes[effect.name] = _ordered(nodes[effect.name], record, effect)
     rollouts = {**fleet.rollouts, record.rollout.id: record}
     return FleetState(nodes, rollouts)

@@ -48,7 +48,7 @@ def recorded(name, *, known):
             else:
                 given.append(build.param(f"x{i}", TensorSpec(a.shape, a.dtype)))
                 args.append(a)
-        y = build.apply(TABLE["", name], fixed, attrs)[0]
+        y = build.apply(TABLE["", name], given, attrs)[0]
     return build.finish({"y": y}), args
 
 

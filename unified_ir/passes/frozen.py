@@ -117,7 +117,7 @@ class Rewrite:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._build.__exit__(*exception)  # type: ignore[arg-type]
+        self._build.__exit__(*exception)
 
     def __getitem__(self, value: Value) -> Tensor:
         """Return the tensor that replaces a value of the old function."""

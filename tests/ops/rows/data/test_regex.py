@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from hypothesis import fixed
+from hypothesis import given
 from hypothesis import strategies as st
 
 from triplane.proto.errors import InvalidInput
@@ -16,7 +16,7 @@ PARTS = st.tuples(
 TEXTS = st.text(alphabet="abcx1 \n_", max_size=8)
 
 
-@fixed(st.lists(PARTS, max_size=6), TEXTS)
+@given(st.lists(PARTS, max_size=6), TEXTS)
 def test_matches_are_those_of_python(parts, text):
     pattern = "".join(f"{p}{q}" for p, q in parts if not (p == r"\b" and q))
     assert Automaton(pattern).matches(text) == bool(re.fullmatch(pattern, text, re.ASCII)), pattern

@@ -68,4 +68,4 @@ def test_it_is_refused_by_name(what):
             for i, a in enumerate(operands)
         ]
         with pytest.raises(InvalidInput):
-            build.apply(row, fixed, attrs)
+            build.apply(row, given, attrs)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import assume, fixed, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tests.conformance.checks import FIRST, SECOND, agree, central_difference
 from tests.conformance.uses import slope
@@ -78,7 +78,7 @@ def random(seed, *shape):
 
 
 @searched
-@fixed(windows(), st.sampled_from([(1, 1, 1), (3, 2, 1), (4, 6, 2), (3, 3, 3)]))
+@given(windows(), st.sampled_from([(1, 1, 1), (3, 2, 1), (4, 6, 2), (3, 3, 3)]))
 def test_convolutions_of_any_window_and_their_gradients_agree(window, channels):
     kernel, attrs, sizes = window
     inputs, outputs, group = channels
@@ -96,7 +96,7 @@ def test_convolutions_of_any_window_and_their_gradients_agree(window, channels):
 
 
 @searched
-@fixed(windows(), st.booleans(), st.integers(0, 1))
+@given(windows(), st.booleans(), st.integers(0, 1))
 def test_maxima_of_any_window_with_ties_agree(window, ties, ceil_mode):
     kernel, attrs, sizes = window
     x = random(0, 2, 2, *sizes)
@@ -105,7 +105,7 @@ def test_maxima_of_any_window_with_ties_agree(window, ties, ceil_mode):
 
 
 @searched
-@fixed(st.integers(1, 4), st.integers(1, 4), st.integers(1, 11), st.integers(1, 11), st.booleans())
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 11), st.integers(1, 11), st.booleans())
 def test_maxima_of_disjoint_windows_agree_whatever_is_left_over(kh, kw, h, w, ties):
     assume(kh <= h and kw <= w)
     x = random(0, 2, 2, h, w)
@@ -114,7 +114,7 @@ def test_maxima_of_disjoint_windows_agree_whatever_is_left_over(kh, kw, h, w, ti
 
 
 @searched
-@fixed(windows(), st.integers(0, 1), st.integers(0, 1))
+@given(windows(), st.integers(0, 1), st.integers(0, 1))
 def test_means_of_any_window_agree(window, count_include_pad, ceil_mode):
     kernel, attrs, sizes = window
     options = {**attrs, "count_include_pad": count_include_pad, "ceil_mode": ceil_mode}
@@ -128,7 +128,7 @@ def test_means_of_any_window_agree(window, count_include_pad, ceil_mode):
 
 
 @searched
-@fixed(
+@given(
     st.integers(1, 9), st.integers(1, 4), st.integers(1, 3), st.integers(0, 2), st.integers(0, 2)
 )
 def test_transposed_convolutions_agree(size, kernel, stride, pad, extra):
