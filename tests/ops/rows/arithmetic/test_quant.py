@@ -82,7 +82,7 @@ def test_narrow_codes_are_the_nearest(name):
 def test_codes_newer_than_the_opset_are_refused_by_name():
     scale, dtype, value, attrs = CASES["int4 in blocks"]
     function = there_and_back(scale, _zero(dtype, value, scale), **attrs)
-    with pytest.raises(InvalidInput, match=r"takes .* from opset 21 on, the target is opset 17"):
+    with pytest.raises(InvalidInput, match=r"takes .* since opset 21, and the target is opset 17"):
         OnnxEngine(target=OnnxTarget(17)).compile(function)
 
 

@@ -1,8 +1,8 @@
 """Einstein summation, and determinants.
 
-An equation names the axes of each operand; axes of one name go together, those missing from the
-result are summed. The slope by one operand is again an equation: its terms and the result change
-places. Cofactors are determinants, so the slope of a determinant exists where it is 0, too.
+An equation names the axes of each operand. Axes with one name run together, and those missing from
+the result are summed. The gradient by an operand is again an equation: the operand's term and the
+result change places. Cofactors are determinants, so a determinant has a gradient where it is 0.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from triplane.unified_ir.ops.tensor import Tensor, emit
 
 ELLIPSIS: Final = "..."
 MAX_MINORS: Final = 32
-"""Rows of a matrix whose determinant is differentiated: its minors have rows^4 elements."""
+"""Most rows of a matrix whose determinant is differentiated: its minors have rows^4 elements."""
 
 
 @dataclass(frozen=True, slots=True)
 class Equation:
-    """Names of axes by operand and of the result, one letter each; `broadcast`: of an ellipsis."""
+    """Axes of each operand and of the result, a letter each; `broadcast`: those of an ellipsis."""
 
     operands: tuple[str, ...]
     result: str
@@ -47,7 +47,7 @@ class Equation:
 
 @lru_cache(maxsize=1024)
 def read(text: str, ranks: tuple[int, ...]) -> Equation:
-    """The equation with ellipses written out; InvalidInput names what cannot be read."""
+    """Parse an equation and expand its ellipses; InvalidInput names what is wrong."""
     left, arrow, right = text.replace(" ", "").partition("->")
     terms = left.split(",")
     if len(terms) != len(ranks):
@@ -73,28 +73,26 @@ def read(text: str, ranks: tuple[int, ...]) -> Equation:
     result = right.replace(ELLIPSIS, broadcast) if arrow else _implied(named[:-1], broadcast)
     unknown = [c for c in result if c not in "".join(operands)]
     if unknown or len(set(result)) < len(result):
-        raise InvalidInput(f"Einsum {text!r}: the result has each axis of an operand once at most")
+        raise InvalidInput(f"Einsum {text!r}: the result names axes of operands, each at most once")
     return Equation(operands, result, broadcast)
 
 
 def _implied(named: Sequence[str], broadcast: str) -> str:
-    """Without an arrow: axes of an ellipsis, then letters that occur once, by alphabet."""
+    """Return the result without an arrow: the ellipsis, then letters that occur once, sorted."""
     letters = "".join(named)
     return broadcast + "".join(sorted(c for c in set(letters) if letters.count(c) == 1))
 
 
 def _sizes(equation: Equation, shapes: Sequence[tuple[Dim, ...]]) -> dict[str, Dim]:
-    """The size of each named axis; only axes of an ellipsis broadcast."""
+    """Return the size of each named axis; only axes of an ellipsis broadcast."""
     sizes: dict[str, Dim] = {}
     for term, shape in zip(equation.operands, shapes, strict=True):
         for name, dim in zip(term, shape, strict=True):
             known = sizes.setdefault(name, dim)
-            if known == dim or (name in equation.broadcast and dim == 1):
-                continue
             if name in equation.broadcast and known == 1:
                 sizes[name] = dim
-                continue
-            raise ShapeError(f"Einsum {equation}: the axis {name!r} is both {known} and {dim}")
+            elif known != dim and not (name in equation.broadcast and dim == 1):
+                raise ShapeError(f"Einsum {equation}: the axis {name!r} is both {known} and {dim}")
     return sizes
 
 
@@ -110,7 +108,7 @@ def _einsum(*xs: Any, equation: str) -> Any:
 
 
 def without_repeats(text: str, shapes: Sequence[tuple[Dim, ...]]) -> tuple[Equation, list[Any]]:
-    """The equation without the axes of size 1 that an ellipsis repeats; those axes, by operand."""
+    """Drop axes of size 1 that an ellipsis broadcasts; return the equation, and them by operand."""
     equation = read(text, tuple(map(len, shapes)))
     sizes = _sizes(equation, shapes)
     dropped = [
@@ -132,7 +130,7 @@ def _einsum_vjp(g: Tensor, y: Tensor, *xs: Tensor, equation: str) -> list[Tensor
 
 
 def _slope(g: Tensor, xs: Sequence[Tensor], k: int, equation: Equation) -> Tensor:
-    """The result and the other operands, contracted to the axes of operand `k`."""
+    """Contract the cotangent and the other operands to the axes of operand `k`."""
     term, x = equation.operands[k], xs[k]
     others = [i for i in range(len(xs)) if i != k]
     terms = [equation.result, *(equation.operands[i] for i in others)]
@@ -146,27 +144,24 @@ def _slope(g: Tensor, xs: Sequence[Tensor], k: int, equation: Equation) -> Tenso
 
 
 def _on_diagonal(t: Tensor, names: str, term: str, shape: Sequence[Dim]) -> Tensor:
-    """Values by name placed where axes of one name have one position; 0 elsewhere."""
+    """Place values where axes of one name have the same position; 0 elsewhere."""
     first = [term.index(c) for c in names]
     order = np.argsort(first)
     placed = t.transpose(*map(int, order)).reshape(
         [shape[i] if i in first else 1 for i in range(len(term))]
     )
     for i, c in enumerate(term):
-        if i in first:
-            continue
-        at = term.index(c)
-        here = [_positions(shape[j], j, len(term)) for j in (at, i)]
-        placed = where(here[0] == here[1], placed, 0.0)
+        if i not in first:
+            positions = [
+                arange(shape[j]).reshape([shape[j] if k == j else 1 for k in range(len(term))])
+                for j in (term.index(c), i)
+            ]
+            placed = where(positions[0] == positions[1], placed, 0.0)
     return placed
 
 
-def _positions(size: Dim, axis: int, rank: int) -> Tensor:
-    return arange(size).reshape([size if i == axis else 1 for i in range(rank)])
-
-
 def _emit_einsum(context: EmissionContext, node: Node) -> None:
-    """onnxruntime repeats no axis under an ellipsis: one of size 1 is left out, all get names."""
+    """Drop axes that an ellipsis broadcasts and name all others: onnxruntime repeats none."""
     shapes = [v.type.shape for v in node.inputs if v is not None]
     text = str(node.attrs["equation"])
     equation, dropped = without_repeats(text, shapes)
@@ -206,7 +201,7 @@ einsum_row: Op = Op(
 
 
 def einsum(equation: str, *xs: Tensor) -> Tensor:
-    """Einstein summation, `einsum("bij,bjk->bik", a, b)`, as in numpy: ellipses, no arrow too."""
+    """Einstein summation as in numpy, `einsum("bij,bjk->bik", a, b)`; ellipses are supported."""
     return einsum_row(*xs, equation=equation)
 
 
@@ -217,17 +212,11 @@ def _det_types(call: OpCall) -> tuple[TensorType, ...]:
     return (x.with_shape(x.shape[:-2]),)
 
 
-def _det_vjp(g: Tensor, y: Tensor, x: Tensor) -> tuple[Tensor]:
-    return (g.reshape((*g.shape, 1, 1)) * _cofactors(x),)
-
-
 def _cofactors(x: Tensor) -> Tensor:
-    """x: (..., M, M) -> (..., M, M): the determinant without row i and column j, by sign."""
+    """x: (..., M, M) -> (..., M, M): the signed determinant without row i and column j."""
     n = x.shape[-1]
     if not isinstance(n, int) or n > MAX_MINORS:
-        raise InvalidInput(
-            f"the gradient of a determinant is known up to {MAX_MINORS} rows, got {x.type}"
-        )
+        raise InvalidInput(f"a determinant is differentiable up to {MAX_MINORS} rows, got {x.type}")
     if n == 1:
         return x * 0.0 + 1.0
     rest = np.array([[j for j in range(n) if j != i] for i in range(n)])
@@ -244,7 +233,7 @@ det = Op(
     batch=batching.first_elementwise,
     infer=_det_types,
     reference=lambda x: np.linalg.det(x) if math.prod(x.shape) else np.ones(x.shape[:-2]),
-    vjp=_det_vjp,
+    vjp=lambda g, y, x: (g.reshape((*g.shape, 1, 1)) * _cofactors(x),),
     samples=(sample(normal(2, 3, 3)), sample(normal(2, 2, 2)), sample(normal(3, 1, 1))),
 )
 """The determinant of (..., M, M)."""

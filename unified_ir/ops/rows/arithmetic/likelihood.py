@@ -1,8 +1,8 @@
 """Negative log likelihood of labels as ONNX defines it: weights, ignored labels, reductions.
 
-Classes lie along axis 1. A label outside 0..C-1 that is not the ignored one is refused when the
-graph runs, on every engine; so the bodies here are emitted and not the operators, whose own bodies
-take -1 for the last class.
+Classes are along axis 1. Every engine refuses a label outside 0..C-1, other than the ignored one,
+when the graph runs. For that the bodies here are emitted instead of the operators, which read -1 as
+the last class.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ from triplane.unified_ir.ops.samples import between, ints, normal, sample
 from triplane.unified_ir.ops.tensor import Tensor
 
 NO_LABEL: Final = -(2**31)
-"""Counted from the end, too, no position of any axis."""
+"""An index that is outside every axis, also when counted from the end."""
 
 REDUCTIONS: Final[Mapping[str, Callable[[Tensor, Tensor | None], Tensor]]] = {
     "none": lambda loss, _: loss,
     "sum": lambda loss, _: loss.sum(),
     "mean": lambda loss, counted: loss.mean() if counted is None else loss.sum() / counted.sum(),
 }
-"""(losses, what each counts or None where all count 1) -> the result."""
+"""(losses, weight of each or None if all are 1) -> the result."""
 
 
 def likelihood(
     log_p: Tensor, labels: Tensor, weight: Tensor | None, ignore_index: int | None, axis: int
 ) -> tuple[Tensor, Tensor | None]:
-    """-w[label] log p[label] per label, and what each counts: w[label], 0 where it is ignored.
+    """Return -w[label] log p[label] per label, and the weights: w[label], 0 where ignored.
 
-    log_p: like labels with the axis of classes inserted; weight: (C,).
+    The weights are None if all are 1. log_p: like labels with the axis of classes inserted;
+    weight: (C,).
     """
     others = tuple(d for i, d in enumerate(log_p.shape) if i != axis % max(log_p.rank, 1))
     if labels.dtype.is_float or others != labels.shape or log_p.rank != labels.rank + 1:
@@ -88,7 +89,7 @@ def _cross_entropy_loss(
 def _kernel(
     log_p: Any, labels: Any, weight: Any = None, *, reduction: str, ignore_index: int | None = None
 ) -> Any:
-    """The same by numpy's indexing."""
+    """Compute the loss by numpy's indexing."""
     classes = log_p.shape[1]
     counts = np.ones(labels.shape, bool) if ignore_index is None else labels != ignore_index
     wrong = counts & ((labels < 0) | (labels >= classes))
@@ -109,15 +110,11 @@ def _softmax_kernel(scores: Any, labels: Any, weight: Any = None, **attrs: Any) 
     return _kernel(log_p, labels, weight, **attrs), log_p
 
 
-def _by_body(*_: Any) -> bool:
-    return False
-
-
 negative_log_likelihood_loss = Op(
     name="NegativeLogLikelihoodLoss", kind=OpKind.LOSS,
     reference=_kernel,
     body=_likelihood_loss,
-    native=_by_body,
+    native=lambda node, opset: False,
     samples=(
         sample(normal(4, 3), ints(0, 3, 4)),
         sample(
@@ -134,7 +131,7 @@ softmax_cross_entropy_loss = Op(
     kind=OpKind.LOSS,
     reference=_softmax_kernel,
     body=_cross_entropy_loss,
-    native=_by_body,
+    native=lambda node, opset: False,
     samples=(
         sample(normal(4, 3), ints(0, 3, 4), outputs=2),
         sample(normal(2, 3, 2), ints(0, 4, 2, 2), between(0.5, 2, 3), ignore_index=3),

@@ -1,4 +1,4 @@
-"""Normalization rows."""
+"""Batch normalization and layer normalization."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Types = tuple[TensorType, ...]
 
 
 def is_untrained(array: Array) -> bool:
-    """Whether all elements are 0, or all are 1, as biases, scales and statistics begin."""
+    """Return whether all elements are 0 or all are 1, as in new biases, scales, statistics."""
     return bool(array.size) and any(bool((array == start).all()) for start in (0, 1))
 
 
@@ -43,7 +43,7 @@ def _batch_norm_kernel(
     x: Any, scale: Any, bias: Any, mean: Any, var: Any, *,
     epsilon: float, momentum: float, training_mode: int,
 ) -> Any:  # fmt: skip
-    """Training mode normalizes by the batch and blends its mean and biased variance."""
+    """Normalize by the batch in training mode, and blend its mean and biased variance."""
     axes = (0, *range(2, x.ndim))
     shape = (-1, *[1] * (x.ndim - 2))
     used_mean, used_var = (x.mean(axes), x.var(axes)) if training_mode else (mean, var)
@@ -63,7 +63,7 @@ def _batch_norm_vjp(  # noqa: PLR0917 - the operator's own operands
     g: Any, y: Any, x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, var: Tensor,
     *, epsilon: float, momentum: float, training_mode: int,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Training: dx = a g + B x + C per channel (linear in g and x); statistics add their share."""
+    """In training dx = a g + b x + c per channel; cotangents of the statistics add to it."""
     gs, ys = (g, y) if isinstance(g, tuple) else ((g,), (y,))
     if not training_mode:
         return _inference_vjp(gs[0], x, scale, mean, var, epsilon)
@@ -83,7 +83,7 @@ def _batch_norm_vjp(  # noqa: PLR0917 - the operator's own operands
         dx = _affine(gs[0], a, c) + _affine(x, b, None)
     dx = _add_statistics(dx, gs, x, batch_mean, count, 1.0 - momentum)
     kept = [None if k is None else k * momentum for k in (*gs[1:], None, None)][:2]
-    return dx, d_scale, d_bias, kept[0], kept[1]
+    return dx, d_scale, d_bias, *kept
 
 
 def _batch_statistics(
@@ -99,7 +99,7 @@ def _batch_statistics(
 def _add_statistics(
     dx: Tensor | None, gs: Any, x: Tensor, mean: Tensor, count: Any, share: float
 ) -> Tensor | None:
-    """Cotangents of the mean and variance outputs: 1/M and 2 (x - mean) / M per element."""
+    """Add cotangents of the mean and variance outputs: 1/M and 2 (x - mean) / M per element."""
     terms = [] if dx is None else [dx]
     if len(gs) > 1 and gs[1] is not None:
         terms.append(x * 0.0 + _channels(gs[1] * share / count, x.rank))
@@ -122,9 +122,9 @@ def _inference_vjp(
 
 
 def _affine(x: Tensor, scale: Tensor, shift: Tensor | None) -> Tensor:
-    """x scale + shift per channel, (C,) each.
+    """Compute x scale + shift per channel; scale, shift: (C,).
 
-    BatchNormalization by a mean of 0 and a variance of 1 is this in one pass; broadcasting
+    BatchNormalization by a mean of 0 and a variance of 1 does this in one pass; broadcasting
     products over small planes take up to ten times as long.
     """
     channels = scale.shape[0]
@@ -141,39 +141,30 @@ _vectors = (between(0.5, 2, 3), normal(3), normal(3), between(0.5, 2, 3))
 
 
 def _emit_batch_norm(context: EmissionContext, node: Node) -> None:
-    """Training mode gets a private mean and variance each: onnxruntime writes into both inputs.
+    """Give each node in training mode its own mean and variance: onnxruntime writes into them.
 
-    Every scratch vector is scale times another constant, so that neither sharing of constants nor
-    elimination of common subexpressions makes two nodes write to one buffer. The blend with the
-    running statistics is written out.
+    Each scratch vector is the scale times a different constant, so that neither sharing of
+    constants nor elimination of common subexpressions makes two nodes write to one buffer. The
+    blend with the running statistics is emitted as operators.
     """
     if not node.attrs.get("training_mode"):
         context.plain(node)
         return
     x, scale, bias, mean, var = context.inputs(node)
     dtype = node.inputs[1].type.dtype.numpy  # type: ignore[union-attr]
-    scratch = [
-        context.emit("Mul", scale, context.constant(_distinct(context, dtype, k))) for k in (0, 1)
-    ]
-    y, batch_mean, batch_var = (context.fresh() for _ in range(3))
-    attrs = {"training_mode": 1, "momentum": 0.0}
-    attrs["epsilon"] = node.attrs.get("epsilon", 1e-5)  # type: ignore[assignment]
-    context.add(
-        "BatchNormalization", [x, scale, bias, *scratch], [y, batch_mean, batch_var], **attrs
-    )
+    scratch = []
+    for k in (1, 2):
+        factor = np.array(2 * len(context.nodes) + k, dtype)
+        scratch.append(context.emit("Mul", scale, context.constant(factor)))
+    names = [context.fresh() for _ in range(3)]
+    attrs = {"training_mode": 1, "momentum": 0.0, "epsilon": node.attrs.get("epsilon", 1e-5)}
+    context.add("BatchNormalization", [x, scale, bias, *scratch], list(names), **attrs)
     momentum = node.attrs.get("momentum", 0.9)
-    names = [y, batch_mean, batch_var]
     if momentum != 0.0:
-        names[1:] = [
-            _blend(context, old, new, momentum, dtype)
-            for old, new in ((mean, batch_mean), (var, batch_var))
-        ]
+        pairs = zip((mean, var), names[1:], strict=True)
+        names[1:] = [_blend(context, old, new, momentum, dtype) for old, new in pairs]
     for value, name in zip(node.outputs, names, strict=False):
         context.names[value] = name
-
-
-def _distinct(context: EmissionContext, dtype: Any, k: int) -> Array:
-    return np.array(2 * len(context.nodes) + k + 1, dtype)
 
 
 def _blend(context: EmissionContext, old: str, new: str, momentum: Any, dtype: Any) -> str:
@@ -204,7 +195,7 @@ batch_norm_row = Op(
 
 
 def widened(x: Tensor) -> Tensor:
-    """`x` in float32 where it is narrower: statistics of half precision overflow."""
+    """Return `x` in float32 if it is narrower: statistics in half precision overflow."""
     return x.cast(float32) if x.dtype.numpy.itemsize < 4 else x
 
 
@@ -226,10 +217,9 @@ def _layer_norm(
 def _layer_norm_vjp_with_residuals(
     inputs: Sequence[Any], attrs: Mapping[str, Any], regions: Any, outputs: int, *, vjp_of: Any
 ) -> Any:
-    """The node itself, with its statistics; the rule reads them instead of computing them again."""
+    """Keep the node's statistics, so that the gradient does not compute them again."""
     ys = layer_norm_row.all_outputs(*inputs, outputs=3, **attrs)
-    x, scale = inputs[:2]
-    bias = inputs[2] if len(inputs) > 2 else None
+    x, scale, bias = (*inputs, None)[:3]
     _, mean, rstd = ys
 
     def pull(gs: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -255,7 +245,7 @@ def _layer_norm_vjp_with_residuals(
 
 
 def in_single(node: Node, opset: int) -> bool:
-    """ONNX's operator keeps statistics in float32 whatever its operand is."""
+    """Exclude float64: ONNX's operator computes statistics in float32 for any operand."""
     return node.outputs[0].type.dtype != float64
 
 
@@ -280,17 +270,11 @@ def layer_norm(x: Tensor, scale: Tensor, bias: Tensor, *, epsilon: float = 1e-5)
 
 
 def batch_norm(
-    x: Tensor,
-    mean: Tensor,
-    var: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-    *,
-    epsilon: float = 1e-5,
+    x: Tensor, mean: Tensor, var: Tensor, scale: Tensor, bias: Tensor, *, epsilon: float = 1e-5
 ) -> Tensor:
-    """x: (N, C, ...) normalized by given statistics: (x - mean) / sqrt(var + epsilon) scale + bias.
+    """Normalize x: (N, C, ...) by statistics: (x - mean) / sqrt(var + epsilon) scale + bias.
 
-    mean, var, scale, bias: (C,). `nn.BatchNorm2d` keeps statistics of batches.
+    mean, var, scale, bias: (C,). `nn.BatchNorm2d` maintains running statistics.
     """
     return batch_norm_row(x, scale, bias, mean, var, epsilon=epsilon)
 
@@ -298,7 +282,7 @@ def batch_norm(
 def batch_norm_training(
     x: Tensor, scale: Tensor, bias: Tensor, *, epsilon: float = 1e-5
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x: (N, C, ...) normalized by its own statistics; also its mean and biased variance, (C,)."""
+    """Normalize x: (N, C, ...) by its own mean and biased variance, (C,), and return all three."""
     y, mean, var = batch_norm_row.all_outputs(
         x, scale, bias, scale, bias, outputs=3, training_mode=1, momentum=0.0, epsilon=epsilon
     )

@@ -1,8 +1,8 @@
-"""Running sums and products along an axis, exact at zeros to every order.
+"""Running sums and products along an axis, whose gradients of every order are exact at zeros.
 
-A product of the others is never a quotient: it is built of products alone, so its slope is right
-where elements are zero, and so is the slope of that. Along a fixed axis of n elements it takes
-log2(n) passes; along a symbolic one, one pass over n x n elements.
+The product of all other elements is built of products, never as a quotient, so it can be
+differentiated where elements are zero. It takes log2(n) passes along a fixed axis of n elements,
+and one pass over n x n elements along a symbolic one.
 """
 
 from __future__ import annotations
@@ -42,16 +42,11 @@ def _running_kernel(f: Any, start: int) -> Any:
             x = np.flip(x, axis)
         y = f(x, axis=axis, dtype=x.dtype)
         if exclusive:
-            first = np.full_like(np.take(x, [], axis), start, shape=_one(x.shape, axis))
-            kept = np.take(y, np.arange(max(x.shape[axis] - 1, 0)), axis)
-            y = np.concatenate([first, kept], axis) if x.shape[axis] else y
+            y = np.roll(y, 1, axis)
+            y.swapaxes(0, axis)[:1] = start
         return np.flip(y, axis) if reverse else y
 
     return kernel
-
-
-def _one(shape: Sequence[int], axis: int) -> list[int]:
-    return [1 if i == axis % len(shape) else d for i, d in enumerate(shape)]
 
 
 def _running_uses(**more: Any) -> Any:
@@ -78,24 +73,21 @@ cumsum_row: Op = Op(
 )
 
 
-def _cumprod(x: Tensor, axis: Tensor, *, exclusive: int, reverse: int) -> Tensor:
-    at = axes_of(x.rank, known_ints(axis))[0]
-    return running_product(x, at, exclusive=bool(exclusive), reverse=bool(reverse))
-
-
 cumprod_row = Op(
     name="CumProd",
     kind=OpKind.REDUCTION,
     batch=batching.first_along_operand,
     infer=_running_type,
     reference=_running_kernel(np.cumprod, 1),
-    body=_cumprod,
+    body=lambda x, axis, *, exclusive, reverse: running_product(
+        x, axes_of(x.rank, known_ints(axis))[0], exclusive=bool(exclusive), reverse=bool(reverse)
+    ),
     samples=_running_uses(),
 )
 
 
 def running_product(x: Tensor, axis: int, *, exclusive: bool, reverse: bool) -> Tensor:
-    """Along `axis`, the product of all elements up to each one, or (exclusive) before it."""
+    """Multiply all elements along `axis` up to each one, or (exclusive) before it."""
     size = x.shape[axis]
     if not isinstance(size, int):
         return _masked_product(x, axis, _ADMITS[exclusive, reverse])
@@ -109,7 +101,7 @@ def running_product(x: Tensor, axis: int, *, exclusive: bool, reverse: bool) -> 
 
 
 def product_of_others(x: Tensor, axes: Sequence[int]) -> Tensor:
-    """For each element the product over `axes` of all the others: the slope of the product."""
+    """Multiply all other elements over `axes`, for each element: the gradient of the product."""
     rest = [i for i in range(x.rank) if i not in axes]
     order = [*rest, *axes]
     moved = x.transpose(*order)
@@ -129,11 +121,11 @@ _ADMITS: Final[Mapping[tuple[bool, bool], Callable[[Tensor, Tensor], Tensor]]] =
     (True, False): lambda i, j: j < i,
     (True, True): lambda i, j: j > i,
 }
-"""Which places j count at place i, by (exclusive, reverse)."""
+"""Which positions j count at position i, by (exclusive, reverse)."""
 
 
 def _shifted(x: Tensor, axis: int, size: int, by: int, *, reverse: bool) -> Tensor:
-    """Elements moved by `by` places along `axis`, towards the end; ones come in."""
+    """Move elements `by` positions along `axis` towards the end, and fill with ones."""
     if size == 0:
         return x
     by = min(by, size)
@@ -145,15 +137,14 @@ def _shifted(x: Tensor, axis: int, size: int, by: int, *, reverse: bool) -> Tens
 
 
 def _masked_product(x: Tensor, axis: int, admits: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """At each place i of a symbolic axis: the product of the elements j that admits(i, j) takes."""
+    """Multiply, at each position i of a symbolic axis, the elements j for which admits(i, j)."""
     count = dims_of([x.shape[axis]]).reshape(())
     j = emit("Range", 0, count, 1)
     i = unsqueeze(j, 1)
-    admitted = admits(i, j)
     order = [*(k for k in range(x.rank) if k != axis), axis]
     rows = unsqueeze(x.transpose(*order), -2)
     ones = np.array(1, x.dtype.numpy)
-    # a reshape, since onnxruntime 1.31 keeps the axis as it is where the result has no elements
-    kept = emit("ReduceProd", where(admitted, rows, ones), np.array([-1]), keepdims=1)
+    # Without keepdims and a reshape onnxruntime 1.31 keeps the axis if the result is empty.
+    kept = emit("ReduceProd", where(admits(i, j), rows, ones), np.array([-1]), keepdims=1)
     product = kept.reshape([x.shape[k] for k in order])
     return product.transpose(*map(int, np.argsort(order)))

@@ -1,7 +1,7 @@
-"""Rows that carry real numbers as small ones: x ~ (q - zero_point) * scale.
+"""Rows that quantize: x ~ (q - zero_point) * scale.
 
-One scale in all, one per slice of an axis, or one per block along it. Rounding is half to even,
-what does not fit saturates.
+There is one scale in all, one per slice of an axis, or one per block along it. Rounding is half to
+even; values out of range saturate.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from triplane.unified_ir.ir.types import (
     uint8,
 )
 from triplane.unified_ir.ops.emission import EmissionContext
-from triplane.unified_ir.ops.row import Op, OpCall, OpKind, dtype_attr
+from triplane.unified_ir.ops.row import Infer, Op, OpCall, OpKind, dtype_attr
 from triplane.unified_ir.ops.rows.arithmetic.matrix import matmul
 from triplane.unified_ir.ops.rows.movement.structure import axes_of
 from triplane.unified_ir.ops.rows.windows.convolution import conv_row
@@ -36,7 +36,7 @@ Types = tuple[TensorType, ...]
 
 
 def _along(v: Any, x: Any, axis: int, block: int = 0) -> Any:
-    """Scales or zero points shaped to broadcast against `x`."""
+    """Shape scales or zero points so that they broadcast against `x`."""
     if not v.ndim or (v.ndim == 1 and v.size == 1 and not block):
         return v.reshape(())
     if block:
@@ -46,7 +46,7 @@ def _along(v: Any, x: Any, axis: int, block: int = 0) -> Any:
 
 
 def saturated(x: Any, dtype: DType) -> Any:
-    """Whole numbers or floats as the nearest of `dtype`, the ends taking what lies beyond."""
+    """Round to the nearest value of `dtype`; values out of range saturate."""
     if not dtype.is_float:
         limits = ml_dtypes.iinfo(dtype.numpy)  # type: ignore[no-untyped-call]
         held = np.clip(x, int(limits.min), int(limits.max))
@@ -60,7 +60,7 @@ def _quantize(
     precision: int, saturate: int,
 ) -> Any:  # fmt: skip
     """q = saturate(round(x / scale) + zero_point)."""
-    to = _type_of_codes(output_dtype, None if zero is None else as_dtype(zero.dtype))
+    to = as_dtype(zero.dtype) if zero is not None else _type_of_codes(output_dtype)
     if precision:
         x = x.astype(dtype_attr(precision).numpy)
     step = _along(scale, x, axis, block_size)
@@ -71,9 +71,7 @@ def _quantize(
     return saturated(np.rint(ratio.astype(np.float64)) + shift, to)
 
 
-def _type_of_codes(wanted: int, zero: DType | None) -> DType:
-    if zero is not None:
-        return zero
+def _type_of_codes(wanted: int) -> DType:
     return dtype_attr(wanted) if wanted else uint8
 
 
@@ -90,7 +88,7 @@ def _dequantize(
 
 
 def _check_scale(call: OpCall) -> None:
-    """One scale in all, one per slice of `axis`, or one per block; the zero point likewise."""
+    """Require one scale in all, one per slice of `axis`, or one per block; zero points alike."""
     x, scale, block = call.type(0), call.type(1), call.attrs["block_size"]
     zero_fits = not call.has(2) or call.type(2).shape == scale.shape
     if call.has(2) and not block and scale.size == call.type(2).size == 1:
@@ -113,7 +111,7 @@ def _quantized(call: OpCall) -> Types:
     wanted, zero = call.attrs["output_dtype"], call.type(2).dtype if call.has(2) else None
     if wanted and zero is not None and dtype_attr(wanted) != zero:
         raise TypeMismatch(f"{call.row} gives {dtype_attr(wanted)}, its zero point is {zero}")
-    return (call.type(0).with_dtype(_type_of_codes(wanted, zero)),)
+    return (call.type(0).with_dtype(zero or _type_of_codes(wanted)),)
 
 
 def _dequantized(call: OpCall) -> Types:
@@ -129,7 +127,7 @@ _CODES_SINCE: Final = {
     "int16": 21, "uint16": 21, "float8e4m3fn": 19, "float8e4m3fnuz": 19, "float8e5m2": 19,
     "float8e5m2fnuz": 19, "float16": 19, "bfloat16": 19,
 }  # fmt: skip
-"""From which opset on QuantizeLinear and DequantizeLinear take an element type."""
+"""The opset since which QuantizeLinear and DequantizeLinear take an element type."""
 
 
 _CODING_SINCE: Final = {
@@ -140,15 +138,15 @@ _CODING_SINCE: Final = {
 
 
 def _emit_coding(context: EmissionContext, node: Node) -> None:
-    """As it is, or refused where the opset is too old for a type or an attribute of the node."""
+    """Emit the node, or refuse it if the opset is too old for one of its types or attributes."""
     values = [v for v in (*node.inputs, *node.outputs) if v is not None]
     needs = [(_CODES_SINCE.get(v.type.dtype.name, 0), str(v.type.dtype)) for v in values]
     needs += [(_CODING_SINCE.get((node.op.name, k), 0), k) for k in node.attrs]
     since, what = max(needs)
     if since > context.target.opset:
         raise InvalidInput(
-            f"{node.op} takes {what} from opset {since} on, the target is opset "
-            f"{context.target.opset} (at {node.meta.location}); choose a newer one"
+            f"{node.op} takes {what} since opset {since}, and the target is opset "
+            f"{context.target.opset} (at {node.meta.location}); choose a newer opset"
         )
     context.plain(node)
 
@@ -187,7 +185,7 @@ def _dynamic_types(call: OpCall) -> Types:
 
 
 def _dynamic(x: Any) -> tuple[Any, Any, Any]:
-    """One scale of all that lies between the least and the greatest of x and 0, by their range."""
+    """Quantize by one scale that covers the range of x and 0."""
     low, high = min(x.min(initial=0), 0), max(x.max(initial=0), 0)
     scale = np.float32((high - low) / np.float32(255)) or np.float32(1)
     zero = saturated(np.rint(-low / scale), uint8)
@@ -208,32 +206,17 @@ dynamic_quantize_linear = Op(
 )
 
 
-def _as_matmul(call: OpCall, a: int, b: int) -> TensorType:
-    """The type of a matrix product of two operands, their element types aside."""
-    types = (call.type(a).with_dtype(float32), call.type(b).with_dtype(float32))
-    assert matmul.infer is not None
-    return matmul.infer(replace(call, row=matmul, types=types, known=(None, None)))[0]
-
-
-def _as_conv(call: OpCall, x: int, w: int) -> TensorType:
-    types = (call.type(x).with_dtype(float32), call.type(w).with_dtype(float32))
-    assert conv_row.infer is not None
-    return conv_row.infer(replace(call, row=conv_row, types=types, known=(None, None)))[0]
-
-
 def _shifted(q: Any, zero: Any, axis: int) -> Any:
-    """Codes less their zero points: one, one per slice of `axis`, or shaped to broadcast."""
+    """Subtract zero points: one, one per slice of `axis`, or shaped to broadcast."""
     if zero is None:
         return q.astype(np.float64)
-    if zero.ndim == 1 and zero.size > 1:
-        zero = zero.reshape([-1 if i == axis % q.ndim else 1 for i in range(q.ndim)])
-    elif zero.size == 1:
-        zero = zero.reshape(())
+    if zero.ndim <= 1 or zero.size == 1:
+        zero = _along(zero.reshape(-1), q, axis)
     return q.astype(np.float64) - zero.astype(np.float64)
 
 
-def _zeros_fit(call: OpCall, i: int, of: int, axis: int) -> None:
-    """One zero point, one per row or column, or shaped to broadcast."""
+def _check_zero(call: OpCall, i: int, of: int, axis: int) -> None:
+    """Require one zero point, one per row or column, or zero points shaped to broadcast."""
     if not call.has(i):
         return
     q, zero = call.type(of), call.type(i)
@@ -241,27 +224,42 @@ def _zeros_fit(call: OpCall, i: int, of: int, axis: int) -> None:
         return
     pairs = zip(zero.shape, q.shape, strict=False)
     if zero.rank != q.rank or not all(a in (1, b) for a, b in pairs):
-        raise ShapeError(f"{call.row} of {q} takes zero points that fit it, got {zero}")
+        raise ShapeError(f"{call.row} of {q} takes zero points that broadcast to it, got {zero}")
 
 
-def _matmul_integer_types(call: OpCall) -> Types:
-    product = _as_matmul(call, 0, 1)
-    _zeros_fit(call, 2, 0, -2 if call.type(0).rank > 1 else -1)
-    _zeros_fit(call, 3, 1, -1)
-    return (product.with_dtype(int32),)
+def _types_like(row: Op, w: int, to: DType | None) -> Infer:
+    """Build a rule of inference from that of `row` for floats.
+
+    The weight is operand `w`, its zero point operand `w + 2`; without `to` the result has the
+    element type of its zero point, operand 7.
+    """
+
+    def infer(call: OpCall) -> Types:
+        types = (call.type(0).with_dtype(float32), call.type(w).with_dtype(float32))
+        assert row.infer is not None
+        (y,) = row.infer(replace(call, row=row, types=types, known=(None, None)))
+        rows = -2 if call.type(0).rank > 1 else -1
+        _check_zero(call, 2, 0, rows if row is matmul else 0)
+        _check_zero(call, w + 2, w, -1 if row is matmul else 0)
+        return (y.with_dtype(to or call.type(7).dtype),)
+
+    return infer
+
+
+def _product(a: Any, a_zero: Any, b: Any, b_zero: Any) -> Any:
+    return np.matmul(_shifted(a, a_zero, -2 if a.ndim > 1 else -1), _shifted(b, b_zero, -1))
 
 
 def _matmul_integer(a: Any, b: Any, a_zero: Any = None, b_zero: Any = None) -> Any:
     """Sums wrap at 32 bits; in float64 they are exact up to 2^37 terms."""
-    product = np.matmul(_shifted(a, a_zero, -2 if a.ndim > 1 else -1), _shifted(b, b_zero, -1))
-    return np.asarray(product).astype(np.int64).astype(np.int32)
+    return np.asarray(_product(a, a_zero, b, b_zero)).astype(np.int64).astype(np.int32)
 
 
 _A, _B = ints(0, 255, 2, 3, dtype="uint8"), ints(-127, 127, 3, 4, dtype="int8")
 matmul_integer = Op(
     name="MatMulInteger",
     kind=OpKind.QUANTIZATION,
-    infer=_matmul_integer_types,
+    infer=_types_like(matmul, 1, int32),
     reference=_matmul_integer,
     samples=(
         sample(_A, _B),
@@ -269,12 +267,6 @@ matmul_integer = Op(
         sample(ints(0, 255, 2, 5, 3, dtype="uint8"), _B, fixed(7, "uint8"), fixed(2, "int8")),
     ),
 )
-
-
-def _conv_integer_types(call: OpCall) -> Types:
-    _zeros_fit(call, 2, 0, 0)
-    _zeros_fit(call, 3, 1, 0)
-    return (_as_conv(call, 0, 1).with_dtype(int32),)
 
 
 def _conv_integer(x: Any, w: Any, x_zero: Any = None, w_zero: Any = None, **attrs: Any) -> Any:
@@ -286,7 +278,7 @@ def _conv_integer(x: Any, w: Any, x_zero: Any = None, w_zero: Any = None, **attr
 _X, _W = ints(0, 255, 2, 2, 5, 5, dtype="uint8"), ints(-127, 127, 4, 2, 3, 3, dtype="int8")
 conv_integer = Op(
     name="ConvInteger", kind=OpKind.QUANTIZATION,
-    infer=_conv_integer_types,
+    infer=_types_like(conv_row, 1, int32),
     reference=_conv_integer,
     samples=(
         sample(_X, _W, fixed(100, "uint8"), pads=(1, 1, 1, 1)),
@@ -301,13 +293,6 @@ def _requantized(product: Any, scale: Any, zero: Any) -> Any:
     return saturated(ratio, as_dtype(zero.dtype))
 
 
-def _qlinear_matmul_types(call: OpCall) -> Types:
-    product = _as_matmul(call, 0, 3)
-    _zeros_fit(call, 2, 0, -2 if call.type(0).rank > 1 else -1)
-    _zeros_fit(call, 5, 3, -1)
-    return (product.with_dtype(call.type(7).dtype),)
-
-
 def _shaped(scale: Any, rank: int, axis: int) -> Any:
     """One scale, or one per row (axis -2) or column (axis -1) of a product."""
     if scale.ndim != 1 or scale.size == 1:
@@ -318,7 +303,7 @@ def _shaped(scale: Any, rank: int, axis: int) -> Any:
 def _qlinear_matmul(  # noqa: PLR0917 - the operands of the row
     a: Any, a_scale: Any, a_zero: Any, b: Any, b_scale: Any, b_zero: Any, y_scale: Any, y_zero: Any
 ) -> Any:
-    product = np.matmul(_shifted(a, a_zero, -2 if a.ndim > 1 else -1), _shifted(b, b_zero, -1))
+    product = _product(a, a_zero, b, b_zero)
     rank = max(np.ndim(product), 1)
     scale = _shaped(a_scale, rank, -2) * _shaped(b_scale, rank, -1) / y_scale.reshape(())
     return _requantized(product, scale, y_zero.reshape(()))
@@ -327,7 +312,7 @@ def _qlinear_matmul(  # noqa: PLR0917 - the operands of the row
 _SA, _SB, _SY = fixed(0.02, "float32"), fixed(0.03, "float32"), fixed(0.7, "float32")
 qlinear_matmul = Op(
     name="QLinearMatMul", kind=OpKind.QUANTIZATION, settings=(1, 2, 4, 5, 6, 7),
-    infer=_qlinear_matmul_types,
+    infer=_types_like(matmul, 3, None),
     reference=_qlinear_matmul,
     samples=(
         sample(_A, _SA, fixed(120, "uint8"), _B, _SB, fixed(0, "int8"), _SY, fixed(90, "uint8")),
@@ -335,13 +320,6 @@ qlinear_matmul = Op(
                fixed(3, "uint8"), _SY, fixed(5, "uint8")),
     ),
 )  # fmt: skip
-
-
-def _qlinear_conv_types(call: OpCall) -> Types:
-    y = _as_conv(call, 0, 3)
-    _zeros_fit(call, 2, 0, 0)
-    _zeros_fit(call, 5, 3, 0)
-    return (y.with_dtype(call.type(7).dtype),)
 
 
 def _qlinear_conv(  # noqa: PLR0917 - the operands of the row
@@ -357,7 +335,7 @@ def _qlinear_conv(  # noqa: PLR0917 - the operands of the row
 
 qlinear_conv = Op(
     name="QLinearConv", kind=OpKind.QUANTIZATION, settings=(1, 2, 4, 5, 6, 7),
-    infer=_qlinear_conv_types,
+    infer=_types_like(conv_row, 3, None),
     reference=_qlinear_conv,
     samples=(
         sample(_X, _SA, fixed(100, "uint8"), _W, fixed([0.03, 0.02, 0.05, 0.01], "float32"),

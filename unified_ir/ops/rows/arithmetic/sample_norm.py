@@ -32,11 +32,10 @@ def _per_channel(y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
 
 
 def _standardized(x: Tensor, groups: Dim, epsilon: float) -> Tensor:
-    """Mean 0 and variance 1 over each group of channels with their plane, by LayerNormalization."""
+    """Normalize each group of channels and their planes, by LayerNormalization."""
     if x.rank < 3:
         raise ShapeError(f"a normalization of planes takes x: (N, C, ...), got {x.type}")
-    each = product(list(x.shape[1:]))
-    size = each // groups
+    size = product(list(x.shape[1:])) // groups
     flat = x.reshape((x.shape[0], groups, size))
     return layer_norm_row(flat, ones((size,), x.dtype), epsilon=epsilon).reshape(x.shape)
 
@@ -72,7 +71,7 @@ group_norm_row = Op(
         sample(normal(2, 3, 4), between(0.5, 2, 3), normal(3), num_groups=1, epsilon=0.1),
     ),
 )
-"""Opset 18's scales by group; later ones onnxruntime expands to E[x^2] - E[x]^2, which cancels."""
+"""Its body is emitted: opset 18 scales by group, onnxruntime's form of later opsets cancels."""
 
 instance_norm_row = Op(
     name="InstanceNormalization",
@@ -89,7 +88,7 @@ instance_norm_row = Op(
 
 
 def _rms_norm(x: Tensor, scale: Tensor, *, axis: int, epsilon: float, stash_type: int) -> Tensor:
-    """y = x / sqrt(mean(x^2) + eps) * scale over the axes from `axis` on (Zhang 2019)."""
+    """y = x / sqrt(mean(x^2) + eps) * scale over `axis` and the axes after it (Zhang 2019)."""
     wide = widened(x)
     square = (wide * wide).mean([*range(axis % x.rank, x.rank)], keepdims=True)
     return (wide * reciprocal(sqrt(square + as_like(epsilon, wide)))).cast(x.dtype) * scale
@@ -109,7 +108,7 @@ rms_norm_row = Op(
 
 
 def _lp_normalization(x: Tensor, *, axis: int, p: int) -> Tensor:
-    """x / ||x||_p along `axis`; a vector of zeros stays, and its gradient is that of x / 1."""
+    """x / ||x||_p along `axis`; a vector of zeros is divided by 1."""
     if p not in (1, 2):
         raise InvalidInput(f"LpNormalization has p 1 or 2, got {p}")
     total = (abs_(x) if p == 1 else x * x).sum([axis], keepdims=True)
@@ -159,7 +158,7 @@ def _lrn(x: Tensor, *, alpha: float, beta: float, bias: float, size: int) -> Ten
 
 
 def _lrn_native(node: Node, opset: int) -> bool:
-    """onnxruntime's kernel has the middle of its window at the channel, and takes images."""
+    """onnxruntime's kernel takes images only, and windows centred on the channel."""
     return int(node.attrs["size"]) % 2 == 1 and node.outputs[0].type.rank == 4  # type: ignore[arg-type]
 
 
@@ -178,22 +177,22 @@ lrn = Op(
 def group_norm(
     x: Tensor, groups: int, scale: Tensor, bias: Tensor, *, epsilon: float = 1e-5
 ) -> Tensor:
-    """x: (N, C, ...), each of `groups` runs of channels normalized; scale, bias: (C,) (Wu 2018)."""
+    """Normalize `groups` groups of channels of x: (N, C, ...); scale, bias: (C,) (Wu 2018)."""
     return group_norm_row(x, scale, bias, num_groups=groups, epsilon=epsilon)
 
 
 def instance_norm(x: Tensor, scale: Tensor, bias: Tensor, *, epsilon: float = 1e-5) -> Tensor:
-    """x: (N, C, ...), each channel of each sample normalized; scale, bias: (C,) (Ulyanov 2016)."""
+    """Normalize each channel of each sample of x: (N, C, ...); scale, bias: (C,) (Ulyanov 2016)."""
     return instance_norm_row(x, scale, bias, epsilon=epsilon)
 
 
 def rms_norm(x: Tensor, scale: Tensor, *, epsilon: float = 1e-5) -> Tensor:
-    """x: (..., *scale.shape) divided by its root mean square over the last axes, times scale."""
+    """Divide x: (..., *scale.shape) by its root mean square over the axes of `scale`; scale it."""
     return rms_norm_row(x, scale, axis=-scale.rank, epsilon=epsilon)
 
 
 def local_response_norm(
     x: Tensor, size: int, *, alpha: float = 1e-4, beta: float = 0.75, bias: float = 1.0
 ) -> Tensor:
-    """x: (N, C, ...) divided by (bias + alpha * mean square of `size` channels around)^beta."""
+    """Divide x: (N, C, ...) by (bias + alpha * mean square of `size` channels around)^beta."""
     return lrn(x, size=size, alpha=alpha, beta=beta, bias=bias)

@@ -1,8 +1,9 @@
 """Signals: windows, the discrete Fourier transform, short-time spectra, mel filters.
 
 With theta(k, n) = 2 pi k n / N: DFT(x)_k = sum_n x_n exp(-i theta(k, n)), its inverse
-x_n = 1/N sum_k y_k exp(i theta(k, n)). A complex number is a last axis of two, a real one of one.
-Both are linear, each the other's adjoint up to 1/N, which is how their gradients are written.
+x_n = 1/N sum_k y_k exp(i theta(k, n)). The last axis holds one real number or the two parts of a
+complex one. Both transforms are linear and each is the adjoint of the other up to 1/N, so each is
+the gradient of the other.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _AXIS: Final = -2
 
 
 def _known(call: OpCall, i: int) -> tuple[Dim, ...] | None:
-    """Operand `i` where its contents are known, as one number or several."""
+    """Return the contents of operand `i`, one number or several, or None if they are unknown."""
     return call.dims(i) if i < len(call.known) and call.known[i] is not None else None
 
 
@@ -80,7 +81,7 @@ blackman_window = _window_row("BlackmanWindow", (0.42, -0.5, 0.08))
 
 
 def _axis(call: OpCall) -> int | None:
-    """The axis that is transformed, counted from the front; None where only the data say."""
+    """Return the transformed axis, counted from the front; None if only the data decide it."""
     x = call.type(0)
     known = _known(call, 2) if call.has(2) else (_AXIS,)
     if known is None or not isinstance(known[0], int):
@@ -88,14 +89,14 @@ def _axis(call: OpCall) -> int | None:
     (axis,) = axes_of(x.rank, [known[0]])
     if axis == x.rank - 1 or x.shape[-1] not in (1, 2):
         raise ShapeError(
-            f"{call.row} of {x} along axis {axis}: the last axis holds a real number (1) or a "
-            "complex one (2), and the transform runs along another"
+            f"{call.row} of {x} along axis {axis}: the last axis holds a real number (size 1) or "
+            "a complex one (size 2), and the transform runs along another axis"
         )
     return axis
 
 
 def _length(call: OpCall, axis: int) -> Dim:
-    """How many samples a transform is of; the inverse from one side makes the even number."""
+    """Return the number of samples; the inverse of a one-sided spectrum gives an even number."""
     x = call.type(0)
     if call.has(1):
         known = _known(call, 1)
@@ -107,7 +108,7 @@ def _length(call: OpCall, axis: int) -> Dim:
 
 
 def _dft_opens(call: OpCall) -> int:
-    """Of a transform that changes a size, along an axis that only the data say: every size."""
+    """Count the open sizes: all, if only the data decide the axis whose size changes."""
     return call.type(0).rank - 1 if _axis(call) is None and _changes_size(call) else 0
 
 
@@ -125,10 +126,10 @@ def _dft_types(call: OpCall) -> Types:
         return (x.with_shape((*sizes, 1 if onesided and inverse else 2)),)
     n = _length(call, axis)
     if isinstance(n, int) and n < 1:
-        raise ShapeError(f"{call.row} is of 1 sample or more, got {n} of {x}")
+        raise ShapeError(f"{call.row} takes 1 sample or more, got {n} of {x}")
     if onesided and x.shape[-1] != (2 if inverse else 1):
-        wanted = "a complex spectrum" if inverse else "a real signal"
-        raise ShapeError(f"{call.row} from one side {'back ' * inverse}takes {wanted}, got {x}")
+        wanted = "inverse takes a complex spectrum" if inverse else "takes a real signal"
+        raise ShapeError(f"one-sided {call.row} {wanted}, got {x}")
     size = floor_div(n, 2) + 1 if onesided and not inverse else n
     shape = list(x.shape)
     shape[axis], shape[-1] = size, 1 if onesided and inverse else 2
@@ -149,29 +150,28 @@ def _dft_kernel(
 
 
 def _fitted(x: Tensor, axis: int, n: Dim) -> Tensor:
-    """`x` with `n` samples along `axis`: the first ones, or zeros behind."""
+    """Cut `x` to `n` samples along `axis`, or append zeros."""
     size = x.shape[axis]
     if size == n:
         return x
     if isinstance(size, Expr) or isinstance(n, Expr):
-        raise InvalidInput(f"a transform of {n} samples out of {size}; cut or pad the signal first")
+        raise InvalidInput(
+            f"a transform takes {n} samples, got {size}; cut or pad the signal first"
+        )
     if size > n:
         return slice_axis(x, axis, 0, n)
     return pad(x, [0] * (x.rank + axis) + [n - size] + [0] * (x.rank - 1 - axis))
 
 
 def _waves(rows: Dim, columns: Dim, n: Dim, x: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of theta(row, column) in the element type of `x`.
+    """Return cos and sin of theta(row, column) in the element type of `x`.
 
-    The product is reduced modulo n in integers first: in floats a long signal would lose digits.
+    The product is first reduced modulo n in integers: in floats a long signal would lose digits.
     """
     if isinstance(rows, int) and isinstance(columns, int) and isinstance(n, int):
         theta = 2 * np.pi * (np.outer(np.arange(rows), np.arange(columns)) % n) / n
-        as_constant = recorder().as_operand
-        return (
-            as_constant(np.cos(theta).astype(x.dtype.numpy)),
-            as_constant(np.sin(theta).astype(x.dtype.numpy)),
-        )
+        constant = recorder().as_operand
+        return constant(np.cos(theta), x.dtype), constant(np.sin(theta), x.dtype)
     size = dims_of([n]).reshape(())
     turns = mod(arange(rows).reshape((-1, 1)) * arange(columns), size)
     angle = turns.cast(x.dtype) * (2 * np.pi / size.cast(x.dtype))
@@ -182,14 +182,15 @@ def _dft(
     x: Tensor, length: Tensor | None = None, axis: Tensor | None = None,
     *, inverse: int, onesided: int,
 ) -> Tensor:  # fmt: skip
-    """As products with the matrices of cosines and sines."""
+    """Transform by products with the matrices of cosines and sines."""
     at = (_AXIS if axis is None else known_ints(axis)[0]) % x.rank
     back_one_sided = bool(inverse and onesided)
     n = _samples(x, at, length, back_one_sided)
     used = floor_div(n, 2) + 1 if back_one_sided else n
     bins = floor_div(n, 2) + 1 if onesided and not inverse else n
     x = _fitted(x, at, used)
-    parts = [_last(part, at) for part in _parts(x)]
+    parts = [x[..., k] for k in range(int(x.shape[-1]))]  # type: ignore[arg-type]
+    parts = [_last(part, at) for part in parts]
     c, s = _waves(used, bins, n, x)
     if back_one_sided:
         weights = _mirror_weights(used, n, x)
@@ -199,8 +200,10 @@ def _dft(
     real, imaginary = parts[0] @ c, parts[0] @ s * -sign
     if len(parts) == 2:
         real, imaginary = real + parts[1] @ s * sign, imaginary + parts[1] @ c
-    scale = _inverse_of(n, x) if inverse else 1.0
-    return _stacked([real * scale, imaginary * scale] if inverse else [real, imaginary], at)
+    if inverse:
+        scale = _inverse_of(n, x)
+        real, imaginary = real * scale, imaginary * scale
+    return _stacked([real, imaginary], at)
 
 
 def _samples(x: Tensor, axis: int, length: Tensor | None, back_one_sided: bool) -> Dim:
@@ -209,19 +212,14 @@ def _samples(x: Tensor, axis: int, length: Tensor | None, back_one_sided: bool) 
     return 2 * (x.shape[axis] - 1) if back_one_sided else x.shape[axis]
 
 
-def _parts(x: Tensor) -> list[Tensor]:
-    """The real part, and the imaginary one where there is one."""
-    return [x[..., k] for k in range(int(x.shape[-1]))]  # type: ignore[arg-type]
-
-
 def _last(x: Tensor, axis: int) -> Tensor:
-    """`x` with `axis` last."""
+    """Move `axis` to the end."""
     order = [i for i in range(x.rank) if i != axis]
     return x if axis == x.rank - 1 else x.transpose(*order, axis)
 
 
 def _stacked(parts: Sequence[Tensor], axis: int) -> Tensor:
-    """Parts along a new last axis, their last axis back at `axis`."""
+    """Stack parts along a new last axis, after moving their last axis to `axis`."""
     rank = parts[0].rank
     order = list(range(rank - 1))
     order.insert(axis, rank - 1)
@@ -237,7 +235,7 @@ def _inverse_of(n: Dim, x: Tensor) -> Any:
 
 
 def _mirror_weights(used: Dim, n: Dim, x: Tensor) -> Tensor:
-    """How often each of the frequencies 0..n//2 stands in the whole spectrum: once or twice."""
+    """Return how often each of the frequencies 0..n//2 occurs in the whole spectrum."""
     k = arange(used)
     mirrored = dims_of([n]).reshape(()) - k
     once = emit("Or", k < 1, mirrored <= k)
@@ -248,7 +246,7 @@ def _dft_vjp(
     g: Tensor, y: Tensor, x: Tensor, length: Tensor | None = None, axis: Tensor | None = None,
     *, inverse: int, onesided: int,
 ) -> Any:  # fmt: skip
-    """The adjoint: the other transform, times N or 1/N; what is mirrored counts twice."""
+    """Apply the adjoint: the other transform times N or 1/N, mirrored frequencies twice."""
     at = (_AXIS if axis is None else known_ints(axis)[0]) % x.rank
     back_one_sided = bool(inverse and onesided)
     n = _samples(x, at, length, back_one_sided)
@@ -268,7 +266,7 @@ def _dft_vjp(
 
 
 def _whole(g: Tensor, axis: int, n: Dim) -> Tensor:
-    """Zeros behind what one side has, to `n` samples."""
+    """Append zeros to a one-sided spectrum, up to `n` samples."""
     size = g.shape[axis]
     if size == n:
         return g
@@ -299,19 +297,15 @@ dft = Op(
 
 
 def _frame_sizes(call: OpCall) -> tuple[Dim | None, Dim | None]:
-    """(step, samples of a frame), None where only the data say."""
+    """Return (step, samples of a frame), None where only the data decide."""
     steps = _known(call, 1)
+    lengths = _known(call, 3) if call.has(3) else call.type(0).shape[1:2]
+    length = None if lengths is None else lengths[0]
     if call.has(2):
-        length: Any = call.type(2).shape[0]
-    elif call.has(3):
-        length = (_known(call, 3) or (None,))[0]
-    else:
-        length = call.type(0).shape[1]
-    frame_length = _known(call, 3) if call.has(3) else None
-    if call.has(2) and frame_length is not None and frame_length[0] != length:
-        raise ShapeError(
-            f"{call.row} has frames of {frame_length[0]}, its window is {call.type(2)}"
-        )
+        window: Any = call.type(2).shape[0]
+        if call.has(3) and length not in {None, window}:
+            raise ShapeError(f"{call.row} has frames of {length}, its window is {call.type(2)}")
+        length = window
     step = None if steps is None else steps[0]
     for size in (step, length):
         if isinstance(size, int) and size < 1:
@@ -321,7 +315,7 @@ def _frame_sizes(call: OpCall) -> tuple[Dim | None, Dim | None]:
 
 def _stft_opens(call: OpCall) -> int:
     step, length = _frame_sizes(call)
-    return int(step is None or length is None) + int(length is None)
+    return 2 if length is None else int(step is None)
 
 
 def _stft_types(call: OpCall) -> Types:
@@ -331,15 +325,12 @@ def _stft_types(call: OpCall) -> Types:
     step, length = _frame_sizes(call)
     onesided = call.attrs["onesided"]
     if onesided and x.shape[2] != 1:
-        raise ShapeError(f"{call.row} from one side takes a real signal, got {x}")
+        raise ShapeError(f"one-sided {call.row} takes a real signal, got {x}")
     if isinstance(x.shape[1], int) and isinstance(length, int) and x.shape[1] < length:
-        raise ShapeError(f"{call.row} has frames of {length}, the signal is {x}")
-    if step is None or length is None:
-        frames = call.opened(0)
-    else:
-        frames = floor_div(x.shape[1] - length, step) + 1
+        raise ShapeError(f"{call.row} has frames of {length} samples, its signal is {x}")
     if length is None:
-        return (x.with_shape((x.shape[0], frames, call.opened(1), 2)),)
+        return (x.with_shape((x.shape[0], call.opened(0), call.opened(1), 2)),)
+    frames = call.opened(0) if step is None else floor_div(x.shape[1] - length, step) + 1
     bins = floor_div(length, 2) + 1 if onesided else length
     return (x.with_shape((x.shape[0], frames, bins, 2)),)
 
@@ -360,7 +351,7 @@ def _stft(
     x: Tensor, step: Tensor, window: Tensor | None = None, length: Tensor | None = None,
     *, onesided: int,
 ) -> Tensor:  # fmt: skip
-    """Frames gathered, weighted and transformed."""
+    """Gather frames, multiply them by the window, and transform them."""
     every = known_ints(step)[0]
     size: Any = x.shape[1] if window is None else window.shape[0]
     if length is not None:
@@ -396,14 +387,14 @@ def _mel_opens(call: OpCall) -> int:
 def _mel_types(call: OpCall) -> Types:
     bins, length = _known(call, 0), _known(call, 1)
     if any(isinstance(n, int) and n < 1 for n in (*(bins or ()), *(length or ()))):
-        raise ShapeError(f"{call.row} has 1 band or more of a transform, got {bins} of {length}")
+        raise ShapeError(f"{call.row} takes 1 band or more, 1 sample or more, got {bins}, {length}")
     columns = call.opened(0) if bins is None else bins[0]
     rows = call.opened(int(bins is None)) if length is None else floor_div(length[0], 2) + 1
     return (TensorType(dtype_attr(call.attrs["output_datatype"]), (rows, columns)),)
 
 
 def _mel(bins: Any, length: Any, rate: Any, low: Any, high: Any, *, output_datatype: int) -> Any:
-    """Triangles on the mel scale 2595 log10(1 + f / 700), their corners at whole frequencies."""
+    """Triangles on the mel scale 2595 log10(1 + f / 700), with corners at whole frequencies."""
     count = int(bins) + 2
     edges = 2595 * np.log10(1 + np.array([low, high], np.float64).reshape(-1) / 700)
     steps = np.arange(count) * ((edges[1] - edges[0]) / count) + edges[0]
@@ -433,4 +424,4 @@ mel_weight_matrix = Op(
                output_datatype=11),
     ),
 )  # fmt: skip
-"""Filters of `bins` mel bands for a transform of `length`: (length // 2 + 1, bins)."""
+"""Filters of `bins` mel bands for a transform of `length` samples: (length // 2 + 1, bins)."""
