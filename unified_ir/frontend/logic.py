@@ -61,7 +61,7 @@ def _tensor_shortcut(
     with state.refusing_changes("`and` or `or`", *parts):
         scratch, _ = region("probe", [], lambda _: rest())
     if is_harmless(scratch):
-        row = elementwise.or_ if stops_at else elementwise.and_
+        row = elementwise.logical_or if stops_at else elementwise.logical_and
         return row(flag, rest())
     if stops_at:
         joined: Tensor = branch(flag, lambda: True, rest, state)
@@ -72,7 +72,7 @@ def _tensor_shortcut(
 
 def not_(x: Any) -> Any:
     """`not x`."""
-    return elementwise.not_(as_condition(x)) if is_symbolic(x) else not truth(x)
+    return elementwise.logical_not(as_condition(x)) if is_symbolic(x) else not truth(x)
 
 
 def chain(left: Any, names: Sequence[str], *rights: Thunk) -> Any:
@@ -96,7 +96,7 @@ def _chained(links: Sequence[Thunk]) -> Any:
         if is_symbolic(verdict):
             following = step()
             second = as_condition(following) if isinstance(following, Tensor) else truth(following)
-            verdict = elementwise.and_(as_condition(verdict), as_tensor(second))
+            verdict = elementwise.logical_and(as_condition(verdict), as_tensor(second))
         elif not truth(verdict):
             return verdict
         else:

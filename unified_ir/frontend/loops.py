@@ -40,7 +40,7 @@ from triplane.unified_ir.frontend.variables import (
 )
 from triplane.unified_ir.ir.types import TensorType, bool_, int64
 from triplane.unified_ir.ops.build import Build, region
-from triplane.unified_ir.ops.rows.arithmetic.elementwise import and_, not_
+from triplane.unified_ir.ops.rows.arithmetic.elementwise import logical_and, logical_not
 from triplane.unified_ir.ops.rows.control.looping import fori_loop, while_loop
 from triplane.unified_ir.ops.rows.control.scanning import scan
 from triplane.unified_ir.ops.rows.movement.structure import zeros
@@ -259,7 +259,7 @@ def _counted(
 
     def goes_on(ts: list[Tensor]) -> Tensor:
         left = carry.load(ts[1:]).broken
-        return and_(not_(as_condition(as_tensor(left))), ts[0] < count)
+        return logical_and(logical_not(as_condition(as_tensor(left))), ts[0] < count)
 
     def trip(ts: list[Tensor]) -> list[Tensor]:
         return [ts[0] + 1, *_tripped(carry, ts[1:], lambda: body(ts[0]))]
@@ -317,12 +317,12 @@ def _go(left: LoopExit, test: Callable[[], Any], state: VariableAccess) -> Tenso
     if left.broken is False:
         value = test()
         return as_condition(value) if isinstance(value, Tensor) else as_tensor(bool(value))
-    on = not_(as_condition(as_tensor(left.broken)))
+    on = logical_not(as_condition(as_tensor(left.broken)))
     scratch, value = region("probe", [], lambda _: test())
     if not is_symbolic(value):
         return on if truth(value) else as_tensor(np.array(False))
     if is_harmless(scratch):
-        return and_(on, as_condition(test()))
+        return logical_and(on, as_condition(test()))
     goes_on: Tensor = branch(on, lambda: as_condition(test()), lambda: False, state)
     return goes_on
 

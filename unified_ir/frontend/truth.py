@@ -6,7 +6,7 @@ from typing import Any
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.types import bool_
-from triplane.unified_ir.ops.rows.arithmetic.elementwise import not_
+from triplane.unified_ir.ops.rows.arithmetic.elementwise import logical_not
 from triplane.unified_ir.ops.tensor import Tensor
 
 
@@ -25,7 +25,7 @@ def truth(x: Any) -> bool:
 def as_condition(x: Tensor) -> Tensor:
     """Return a bool scalar: whether the one element of `x` is not zero."""
     _one_value(x)
-    flag = x if x.dtype == bool_ else not_(x == 0)
+    flag = x if x.dtype == bool_ else logical_not(x == 0)
     return flag.reshape(()) if flag.rank else flag
 
 

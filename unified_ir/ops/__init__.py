@@ -34,7 +34,6 @@ from triplane.unified_ir.ops.rows.arithmetic.elementwise import abs_ as abs_
 from triplane.unified_ir.ops.rows.arithmetic.elementwise import acos as acos
 from triplane.unified_ir.ops.rows.arithmetic.elementwise import acosh as acosh
 from triplane.unified_ir.ops.rows.arithmetic.elementwise import add as add
-from triplane.unified_ir.ops.rows.arithmetic.elementwise import and_ as _and_
 from triplane.unified_ir.ops.rows.arithmetic.elementwise import asin as asin
 from triplane.unified_ir.ops.rows.arithmetic.elementwise import asinh as asinh
 from triplane.unified_ir.ops.rows.arithmetic.elementwise import atan as atan
@@ -59,14 +58,16 @@ from triplane.unified_ir.ops.rows.arithmetic.elementwise import leaky_relu as le
 from triplane.unified_ir.ops.rows.arithmetic.elementwise import less as less
 from triplane.unified_ir.ops.rows.arithmetic.elementwise import less_equal as less_equal
 from triplane.unified_ir.ops.rows.arithmetic.elementwise import log as log
+from triplane.unified_ir.ops.rows.arithmetic.elementwise import logical_and as logical_and
+from triplane.unified_ir.ops.rows.arithmetic.elementwise import logical_not as logical_not
+from triplane.unified_ir.ops.rows.arithmetic.elementwise import logical_or as logical_or
+from triplane.unified_ir.ops.rows.arithmetic.elementwise import logical_xor as logical_xor
 from triplane.unified_ir.ops.rows.arithmetic.elementwise import maximum as maximum
 from triplane.unified_ir.ops.rows.arithmetic.elementwise import minimum as minimum
 from triplane.unified_ir.ops.rows.arithmetic.elementwise import mod as mod
 from triplane.unified_ir.ops.rows.arithmetic.elementwise import mul as mul
 from triplane.unified_ir.ops.rows.arithmetic.elementwise import neg as neg
-from triplane.unified_ir.ops.rows.arithmetic.elementwise import not_ as _not_
-from triplane.unified_ir.ops.rows.arithmetic.elementwise import or_ as _or_
-from triplane.unified_ir.ops.rows.arithmetic.elementwise import pow_ as _pow_
+from triplane.unified_ir.ops.rows.arithmetic.elementwise import power as power
 from triplane.unified_ir.ops.rows.arithmetic.elementwise import reciprocal as reciprocal
 from triplane.unified_ir.ops.rows.arithmetic.elementwise import relu as relu
 from triplane.unified_ir.ops.rows.arithmetic.elementwise import round_ as round_
@@ -79,7 +80,6 @@ from triplane.unified_ir.ops.rows.arithmetic.elementwise import sqrt as sqrt
 from triplane.unified_ir.ops.rows.arithmetic.elementwise import sub as sub
 from triplane.unified_ir.ops.rows.arithmetic.elementwise import tan as tan
 from triplane.unified_ir.ops.rows.arithmetic.elementwise import tanh as tanh
-from triplane.unified_ir.ops.rows.arithmetic.elementwise import xor as _xor
 from triplane.unified_ir.ops.rows.arithmetic.equations import det as det
 from triplane.unified_ir.ops.rows.arithmetic.equations import einsum as einsum
 from triplane.unified_ir.ops.rows.arithmetic.matrix import gemm as gemm
@@ -145,15 +145,9 @@ from triplane.unified_ir.ops.rows.movement.selection import nonzero as nonzero
 from triplane.unified_ir.ops.rows.movement.selection import top_k as top_k
 from triplane.unified_ir.ops.rows.movement.selection import unique as unique
 from triplane.unified_ir.ops.rows.movement.shape_assertions import assume_shape as assume_shape
-from triplane.unified_ir.ops.rows.movement.shapes import (
-    depth_to_space_row as _depth_to_space_row,
-)
-from triplane.unified_ir.ops.rows.movement.shapes import (
-    reverse_sequence_row as _reverse_sequence_row,
-)
-from triplane.unified_ir.ops.rows.movement.shapes import (
-    space_to_depth_row as _space_to_depth_row,
-)
+from triplane.unified_ir.ops.rows.movement.shapes import depth_to_space as depth_to_space
+from triplane.unified_ir.ops.rows.movement.shapes import reverse_sequence as reverse_sequence
+from triplane.unified_ir.ops.rows.movement.shapes import space_to_depth as space_to_depth
 from triplane.unified_ir.ops.rows.movement.structure import cast as cast
 from triplane.unified_ir.ops.rows.movement.structure import concat as concat
 from triplane.unified_ir.ops.rows.movement.structure import constant as constant
@@ -201,15 +195,6 @@ from triplane.unified_ir.ops.summaries import scalar_summary as scalar_summary
 from triplane.unified_ir.ops.table import TABLE as _TABLE
 from triplane.unified_ir.ops.tensor import Tensor as Tensor
 from triplane.unified_ir.ops.tensor import taking_arrays as _taking_arrays
-
-logical_and = _and_
-logical_not = _not_
-logical_or = _or_
-power = _pow_
-logical_xor = _xor
-depth_to_space = _depth_to_space_row
-reverse_sequence = _reverse_sequence_row
-space_to_depth = _space_to_depth_row
 
 _EXPORTED: Final = {row.export: row for row in _TABLE.values() if row.export}
 assert not _EXPORTED.keys() & globals().keys(), "a row is exported under a name that is taken"

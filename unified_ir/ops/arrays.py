@@ -21,8 +21,8 @@ from triplane.unified_ir.ops.rows.arithmetic.elementwise import (
     is_inf,
     is_nan,
     log,
+    logical_not,
     maximum,
-    not_,
     softplus,
 )
 from triplane.unified_ir.ops.rows.arithmetic.equations import einsum
@@ -322,7 +322,7 @@ def exp2(x: Tensor) -> Tensor:
 
 def is_finite(x: Tensor) -> Tensor:
     """True where x is neither infinite nor NaN."""
-    return not_(is_inf(x) | is_nan(x))
+    return logical_not(is_inf(x) | is_nan(x))
 
 
 def silu(x: Tensor) -> Tensor:

@@ -13,7 +13,13 @@ import numpy as np
 
 from triplane.unified_ir.ir.dims import Dim
 from triplane.unified_ir.ir.types import ShapeError, int64
-from triplane.unified_ir.ops.rows.arithmetic.elementwise import and_, exp, log, maximum, not_
+from triplane.unified_ir.ops.rows.arithmetic.elementwise import (
+    exp,
+    log,
+    logical_and,
+    logical_not,
+    maximum,
+)
 from triplane.unified_ir.ops.rows.arithmetic.likelihood import NO_LABEL
 from triplane.unified_ir.ops.rows.control.scanning import scan
 from triplane.unified_ir.ops.rows.movement.indexing import arange, gather_elements
@@ -80,7 +86,7 @@ def _with_blanks(labels: Tensor, count: Tensor, blank: int) -> Tensor:
     """(N, 2 L + 1): the labels with a blank before, between and behind them."""
     n, length = labels.shape
     counts = arange(length) < count
-    wrong = and_(counts, (labels < 0) | (labels == blank))
+    wrong = logical_and(counts, (labels < 0) | (labels == blank))
     used = where(wrong, NO_LABEL, where(counts, labels, blank))
     pairs = stack([full((n, length), blank, int64), used], axis=2)
     return concat([pairs.reshape((n, length * 2)), full((n, 1), blank, int64)], axis=1)
@@ -89,7 +95,7 @@ def _with_blanks(labels: Tensor, count: Tensor, blank: int) -> Tensor:
 def _skips(states: Tensor, blank: int) -> Tensor:
     """Where a path may pass over the blank before: at a label that differs from the one before."""
     before = concat([full((states.shape[0], 2), blank, int64), states[:, :-2]], axis=1)
-    return and_(not_(states == blank), not_(states == before))
+    return logical_and(logical_not(states == blank), logical_not(states == before))
 
 
 def _counted(input_lengths: Tensor, steps: Dim) -> Tensor:

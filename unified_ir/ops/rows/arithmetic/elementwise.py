@@ -124,7 +124,7 @@ def _pow_vjp(g: Tensor, y: Tensor, x: Tensor, p: Tensor) -> Any:
     d_p = None
     if p.dtype.is_float:
         d_p = sum_to(g * where(x > 0.0, y * log(base), 0.0), p).cast(p.dtype)
-    return sum_to(g * exponent * pow_(x, lower), x), d_p
+    return sum_to(g * exponent * power(x, lower), x), d_p
 
 
 def _div_reference(a: Any, b: Any) -> Any:
@@ -308,7 +308,7 @@ floor = _unary("Floor", np.floor, _flat, sample(apart(2, 3)))
 ceil = _unary("Ceil", np.ceil, _flat, sample(apart(2, 3)))
 round_ = _unary("Round", np.round, _flat, sample(apart(2, 3)),
                 sample(fixed([0.5, 1.5, -2.5, 1.2]), smooth=()))
-not_ = _unary("Not", np.logical_not, None, sample(bools(2, 3)), total=True)
+logical_not = _unary("Not", np.logical_not, None, sample(bools(2, 3)), total=True)
 is_nan = Op(name="IsNaN", kind=OpKind.ELEMENTWISE, batch=elementwise,
             infer=lambda call: (call.type(0).with_dtype(bool_),),
             reference=np.isnan, samples=(sample(fixed([1.0, float("nan")])),))
@@ -323,9 +323,10 @@ less = _compare("Less", np.less)
 less_equal = _compare("LessOrEqual", np.less_equal)
 greater = _compare("Greater", np.greater)
 greater_equal = _compare("GreaterOrEqual", np.greater_equal)
-and_ = _logical("And", np.logical_and)
-or_ = _logical("Or", np.logical_or)
-xor = _logical("Xor", np.logical_xor, total=False)  # else graphs of saved networks would change
+logical_and = _logical("And", np.logical_and)
+logical_or = _logical("Or", np.logical_or)
+# `total` would change the graphs of networks saved so far.
+logical_xor = _logical("Xor", np.logical_xor, total=False)
 # fmt: on
 
 
@@ -341,7 +342,7 @@ mod = Op(
         sample(fixed([[5.3, -5.3, 0.7]]), fixed([[2.0], [-1.5]]), fmod=1),
     ),
 )
-pow_ = Op(
+power = Op(
     name="Pow",
     kind=OpKind.ELEMENTWISE,
     emit=_emit_pow,

@@ -15,7 +15,7 @@ from triplane.unified_ir.ops.row import Op, OpKind
 from triplane.unified_ir.ops.rows.arithmetic.elementwise import (
     abs_,
     as_like,
-    pow_,
+    power,
     reciprocal,
     sqrt,
 )
@@ -154,7 +154,7 @@ def _lrn(x: Tensor, *, alpha: float, beta: float, bias: float, size: int) -> Ten
         planes, kernel_shape=(size, 1), pads=(before, 0, size - 1 - before, 0), count_include_pad=1
     )
     base = mean.reshape(x.shape) * alpha + as_like(bias, x)
-    return x / pow_(base, as_like(beta, x))
+    return x / power(base, as_like(beta, x))
 
 
 def _lrn_native(node: Node, opset: int) -> bool:

@@ -227,7 +227,7 @@ def _image(x: Tensor, name: str) -> tuple[Dim, ...]:
     return x.shape
 
 
-depth_to_space_row = Op(
+depth_to_space = Op(
     name="DepthToSpace",
     kind=OpKind.MOVEMENT,
     body=_depth_to_space,
@@ -236,7 +236,7 @@ depth_to_space_row = Op(
         sample(normal(1, 8, 2, 3), blocksize=2, mode="CRD"),
     ),
 )
-space_to_depth_row = Op(
+space_to_depth = Op(
     name="SpaceToDepth",
     kind=OpKind.MOVEMENT,
     body=_space_to_depth,
@@ -261,12 +261,12 @@ def _reverse(x: Any, lengths: Any, *, time_axis: int, batch_axis: int) -> Any:
     return np.take_along_axis(x, index.reshape(index.shape + (1,) * (x.ndim - 2)), time_axis)
 
 
-reverse_sequence_row: Op = Op(
+reverse_sequence: Op = Op(
     name="ReverseSequence",
     kind=OpKind.MOVEMENT,
     infer=_reverse_types,
     reference=_reverse,
-    vjp=lambda g, y, x, lengths, **axes: (reverse_sequence_row(g, lengths, **axes), None),
+    vjp=lambda g, y, x, lengths, **axes: (reverse_sequence(g, lengths, **axes), None),
     samples=(
         sample(normal(4, 3, 2), fixed([4, 1, 2])),
         sample(normal(3, 4), ints(1, 5, 3), time_axis=1, batch_axis=0),

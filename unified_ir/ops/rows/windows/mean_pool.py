@@ -14,7 +14,7 @@ from triplane.unified_ir.ir.graph import Node
 from triplane.unified_ir.ir.types import ShapeError, TensorType
 from triplane.unified_ir.ops.batching import merged
 from triplane.unified_ir.ops.row import IntegerForm, Op, OpCall, OpKind
-from triplane.unified_ir.ops.rows.arithmetic.elementwise import abs_, pow_, sign
+from triplane.unified_ir.ops.rows.arithmetic.elementwise import abs_, power, sign
 from triplane.unified_ir.ops.rows.movement.resizing import along
 from triplane.unified_ir.ops.rows.movement.structure import ones, pad_row, where
 from triplane.unified_ir.ops.rows.windows.conv_gradients import conv_grad_input
@@ -202,17 +202,17 @@ def norm_slope(g: Tensor, y: Tensor, p: int) -> Tensor:
     if p == 1:
         return g
     zero = y == 0.0
-    return where(zero, 0.0, g / pow_(where(zero, 1.0, y), float(p - 1)))
+    return where(zero, 0.0, g / power(where(zero, 1.0, y), float(p - 1)))
 
 
 def norm_share(x: Tensor, p: int) -> Tensor:
     """sign(x) |x|^(p - 1): how each element moves the sum of p-th powers, divided by p."""
-    return x if p == 2 else sign(x) if p == 1 else sign(x) * pow_(abs_(x), float(p - 1))
+    return x if p == 2 else sign(x) if p == 1 else sign(x) * power(abs_(x), float(p - 1))
 
 
 def powers(x: Tensor, p: int) -> Tensor:
     """|x|^p."""
-    return abs_(x) if p == 1 else x * x if p == 2 else pow_(abs_(x), float(p))
+    return abs_(x) if p == 1 else x * x if p == 2 else power(abs_(x), float(p))
 
 
 def _lp_kernel(x: Any, *, kernel_shape: Any, p: int, ceil_mode: int, **attrs: Any) -> Any:
@@ -251,7 +251,7 @@ lp_pool_row = Op(
 
 def _global_lp_body(x: Tensor, *, p: int) -> Tensor:
     total = powers(x, p).sum([*range(2, x.rank)], keepdims=True)
-    return total if p == 1 else pow_(total, 1.0 / p)
+    return total if p == 1 else power(total, 1.0 / p)
 
 
 global_lp_pool = Op(
