@@ -139,12 +139,12 @@ def cumprod(x: Tensor, axis: int, *, exclusive: bool = False, reverse: bool = Fa
 
 
 def sort(x: Tensor, axis: int = -1, *, descending: bool = False) -> Tensor:
-    """Elements in order along `axis`; equal ones keep their order."""
+    """Sort elements along `axis`; equal ones keep their order."""
     return _ordered(x, axis, descending=descending)[0]
 
 
 def argsort(x: Tensor, axis: int = -1, *, descending: bool = False) -> Tensor:
-    """Positions in order of the elements along `axis`, int64; equal ones keep their order."""
+    """Positions that sort the elements along `axis`, int64; equal ones keep their order."""
     return _ordered(x, axis, descending=descending)[1]
 
 
@@ -162,18 +162,16 @@ def flip(x: Tensor, *axes: int) -> Tensor:
 
 
 def roll(x: Tensor, shift: int, axis: int) -> Tensor:
-    """Elements moved `shift` places along `axis`; what leaves at one end comes in at the other."""
+    """Move elements `shift` places along `axis`; those beyond the end reappear at the start."""
     size = x.shape[axes_of(x.rank, [axis])[0]]
-    index = (arange(size) - shift) % maximum(_scalar(size), 1)  # an empty axis has no remainders
+    index = (arange(size) - shift) % maximum(
+        dims_of([size]).reshape(()), 1
+    )  # an empty axis has no remainders
     return gather(x, index, axis=axis)
 
 
-def _scalar(size: Dim) -> Tensor:
-    return dims_of([size]).reshape(())
-
-
 def tile(x: Tensor, repeats: int | Sequence[int]) -> Tensor:
-    """`x` repeated along each axis, the last ones if there are fewer; more add axes in front."""
+    """Repeat `x` along each axis; fewer numbers apply to the last axes, more add axes in front."""
     counts = _repeats(repeats)
     times = [1] * (x.rank - len(counts)) + counts
     wide = x.reshape((*[1] * (len(times) - x.rank), *x.shape))
@@ -181,7 +179,7 @@ def tile(x: Tensor, repeats: int | Sequence[int]) -> Tensor:
 
 
 def repeat(x: Tensor, times: int, axis: int) -> Tensor:
-    """Each element `times` in a row along `axis`, as numpy's `repeat`; 0 leaves none."""
+    """Repeat each element `times` along `axis`, as numpy's `repeat` does."""
     at = axes_of(x.rank, [axis])[0]
     counts = _repeats(times)
     if len(counts) != 1:
@@ -201,14 +199,14 @@ def _repeats(repeats: int | Sequence[int]) -> list[int]:
 
 
 def split(x: Tensor, sizes: int | Sequence[Dim], axis: int = 0) -> tuple[Tensor, ...]:
-    """Pieces along `axis`: of the given sizes, or so many equal ones but for a shorter last one."""
+    """Split along `axis`: into these sizes, or into a number of equal pieces but for the last."""
     if isinstance(sizes, int):
         sizes = split_sizes(x.shape[axes_of(x.rank, [axis])[0]], sizes)
     return split_row.all_outputs(x, dims_of(sizes), outputs=len(sizes), axis=axis)
 
 
 def unstack(x: Tensor, axis: int = 0) -> tuple[Tensor, ...]:
-    """The slices along `axis`, without it."""
+    """Return the slices along `axis`, without that axis."""
     size = x.shape[axes_of(x.rank, [axis])[0]]
     if not isinstance(size, int):
         raise ShapeError(f"unstack needs a fixed axis, got {axis} of {x.type}; loop over it")
@@ -227,7 +225,7 @@ def tril(x: Tensor, k: int = 0) -> Tensor:
 
 
 def eye(n: Dim, m: Dim | None = None, dtype: DType | str = "float32") -> Tensor:
-    """(n, m): 1 on the diagonal, else 0; square by default."""
+    """(n, m): 1 on the diagonal, 0 elsewhere; square by default."""
     rows, columns = arange(n), arange(n if m is None else m)
     return (unsqueeze(rows, 1) == columns).cast(as_dtype(dtype))
 
@@ -243,7 +241,7 @@ def trace(x: Tensor) -> Tensor:
 
 
 def diag(x: Tensor) -> Tensor:
-    """x: (..., M) -> (..., M, M): a matrix of zeros but for its diagonal."""
+    """x: (..., M) -> (..., M, M): a diagonal matrix."""
     return unsqueeze(x, -1) * eye(x.shape[-1], dtype=x.dtype)
 
 
@@ -258,12 +256,12 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 def swapaxes(x: Tensor, a: int, b: int) -> Tensor:
-    """Axes `a` and `b` in each other's place."""
+    """Exchange the axes `a` and `b`."""
     return x.swapaxes(a, b)
 
 
 def moveaxis(x: Tensor, source: int, target: int) -> Tensor:
-    """Axis `source` at the place `target`; the others keep their order."""
+    """Move the axis `source` to `target`; the others keep their order."""
     at, to = (axes_of(x.rank, [a])[0] for a in (source, target))
     order = [i for i in range(x.rank) if i != at]
     order.insert(to, at)
@@ -271,7 +269,7 @@ def moveaxis(x: Tensor, source: int, target: int) -> Tensor:
 
 
 def linspace(start: float, stop: float, n: int, dtype: DType | str = float32) -> Tensor:
-    """n numbers from `start` to `stop`, both included, at equal distances."""
+    """Return n evenly spaced numbers from `start` to `stop`, both included."""
     return as_tensor(np.linspace(start, stop, n, dtype=as_dtype(dtype).numpy))
 
 
@@ -336,17 +334,17 @@ def log_sigmoid(x: Tensor) -> Tensor:
 
 
 def relu6(x: Tensor) -> Tensor:
-    """x held between 0 and 6; the slope at both is 0, as in PyTorch."""
+    """Limit x to 0..6; the slope at both ends is 0, as in PyTorch."""
     return hard_tanh(x, low=0.0, high=6.0)
 
 
 def count_nonzero(x: Tensor, axis: Axes = None) -> Tensor:
-    """How many elements are not zero over `axis`, int64."""
+    """Count the elements over `axis` that are not zero; int64."""
     return x.cast("bool").cast("int64").sum(axis)
 
 
 def meshgrid(*xs: Tensor) -> tuple[Tensor, ...]:
-    """Coordinates of a grid, one tensor of all axes per vector, in matrix order (`ij`)."""
+    """Return coordinates of a grid, one tensor per vector, in matrix order (`ij`)."""
     shape = tuple(x.shape[0] for x in xs)
     return tuple(
         broadcast_to(x.reshape([d if i == k else 1 for i, d in enumerate(shape)]), shape)

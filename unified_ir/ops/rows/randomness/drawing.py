@@ -1,12 +1,13 @@
-"""Random numbers as ONNX defines them: drawn by the engine, another time other ones.
+"""Random numbers as ONNX defines them: drawn by the engine, different in every run.
 
-For models that bring them. Networks of this package draw from keys instead (`random.py` here). A
-draw cannot be repeated, so these rows have no gradient, and nodes that are alike stay two draws.
+They serve imported models; networks of this package draw from keys instead (`random.py`). A draw
+cannot be repeated, so these rows have no gradient, and equal nodes remain separate draws.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,25 +19,18 @@ from triplane.unified_ir.ops.row import Op, OpCall, OpKind, dtype_attr
 
 Types = tuple[TensorType, ...]
 Draw = Callable[..., Any]
+_row = partial(Op, kind=OpKind.RANDOM, nondeterministic=True)
 
 
 def _generator(seed: float | None) -> np.random.Generator:
-    """Equal for equal seeds; without one, another each time."""
+    """Return a generator that is equal for equal seeds, and different each time without one."""
     return np.random.default_rng(None if seed is None else int(np.float32(seed).view(np.uint32)))
-
-
-def _normal(rng: np.random.Generator, shape: Any, *, mean: float, scale: float) -> Any:
-    return rng.normal(mean, scale, shape)
-
-
-def _uniform(rng: np.random.Generator, shape: Any, *, low: float, high: float) -> Any:
-    return rng.uniform(low, high, shape)
 
 
 def _of_shape(call: OpCall) -> Types:
     shape = tuple(int(d) for d in call.attrs["shape"])
     if min(shape, default=0) < 0:
-        raise ShapeError(f"{call.row} has sizes of 0 and above, got {shape}")
+        raise ShapeError(f"{call.row} takes sizes of 0 or more, got {shape}")
     return (TensorType(dtype_attr(call.attrs["dtype"]), shape),)
 
 
@@ -55,19 +49,17 @@ def _rows(name: str, draw: Draw) -> tuple[Op, Op]:
         return drawn.astype(x.dtype if dtype is None else dtype_attr(dtype).numpy)
 
     return (
-        Op(name=name, kind=OpKind.RANDOM, infer=_of_shape, reference=kernel, nondeterministic=True),
-        Op(
-            name=f"{name}Like",
-            kind=OpKind.RANDOM,
-            infer=_like,
-            reference=like,
-            nondeterministic=True,
-        ),
+        _row(name=name, infer=_of_shape, reference=kernel),
+        _row(name=f"{name}Like", infer=_like, reference=like),
     )
 
 
-random_normal_row, random_normal_like_row = _rows("RandomNormal", _normal)
-random_uniform_row, random_uniform_like_row = _rows("RandomUniform", _uniform)
+random_normal_row, random_normal_like_row = _rows(
+    "RandomNormal", lambda rng, shape, mean, scale: rng.normal(mean, scale, shape)
+)
+random_uniform_row, random_uniform_like_row = _rows(
+    "RandomUniform", lambda rng, shape, low, high: rng.uniform(low, high, shape)
+)
 
 
 def _bernoulli(x: Any, *, dtype: int | None, seed: float | None) -> Any:
@@ -76,7 +68,7 @@ def _bernoulli(x: Any, *, dtype: int | None, seed: float | None) -> Any:
 
 
 def _emit_bernoulli(context: EmissionContext, node: Node) -> None:
-    """A uniform number below the probability: onnxruntime 1.31 draws 1 with probability 1 - p."""
+    """Compare a uniform number with p: onnxruntime 1.31's Bernoulli has probability 1 - p."""
     (x,) = context.inputs(node)
     seed = {k: v for k, v in node.attrs.items() if k == "seed"}
     below = context.emit("Less", context.emit("RandomUniformLike", x, **seed), x)
@@ -84,14 +76,7 @@ def _emit_bernoulli(context: EmissionContext, node: Node) -> None:
     context.add("Cast", [below], context.output_names(node), to=to)
 
 
-bernoulli_row = Op(
-    name="Bernoulli",
-    kind=OpKind.RANDOM,
-    emit=_emit_bernoulli,
-    infer=_like,
-    reference=_bernoulli,
-    nondeterministic=True,
-)
+bernoulli_row = _row(name="Bernoulli", emit=_emit_bernoulli, infer=_like, reference=_bernoulli)
 """x: probabilities -> 1 with that probability, else 0."""
 
 
@@ -103,7 +88,7 @@ def _multinomial_types(call: OpCall) -> Types:
 
 
 def _multinomial(x: Any, *, dtype: int, sample_size: int, seed: float | None) -> Any:
-    """The class whose share of [0, 1) a uniform number falls in."""
+    """Draw the class into whose share of [0, 1) a uniform number falls."""
     weights = np.exp(x.astype(np.float64) - x.max(1, keepdims=True))
     ends = np.cumsum(weights, 1)
     drawn = _generator(seed).random((len(x), sample_size)) * ends[:, -1:]
@@ -111,11 +96,5 @@ def _multinomial(x: Any, *, dtype: int, sample_size: int, seed: float | None) ->
     return np.minimum(classes, x.shape[1] - 1).astype(dtype_attr(dtype).numpy)
 
 
-multinomial_row = Op(
-    name="Multinomial",
-    kind=OpKind.RANDOM,
-    infer=_multinomial_types,
-    reference=_multinomial,
-    nondeterministic=True,
-)
+multinomial_row = _row(name="Multinomial", infer=_multinomial_types, reference=_multinomial)
 """x: (B, classes) unnormalized logarithms of probabilities -> (B, sample_size) classes."""

@@ -1,7 +1,7 @@
-"""ONNX's Dropout, for models that bring it. Cells use the counter-based `random.dropout`.
+"""ONNX's Dropout, for imported models. Cells use the counter-based `random.dropout`.
 
-Its random bits come from the runtime: `seed` fixes them for one session of one runtime, no engine
-draws the bits of another, and a run does not resume them.
+Its random bits come from the runtime: `seed` fixes them for one session of one runtime only.
+Engines draw different bits, and a resumed run does not continue them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from triplane.unified_ir.ops.samples import literal, normal, sample
 from triplane.unified_ir.ops.tensor import Tensor
 
 RATIO = 0.5
-"""The share dropped where no ratio is given."""
+"""The default share of elements that are dropped."""
 
 
 def _dropout_types(call: OpCall) -> tuple[TensorType, ...]:
@@ -41,7 +41,7 @@ def _dropout_kernel(x: Any, ratio: Any = None, training: Any = None, *, seed: in
 def _dropout_vjp_with_residuals(
     inputs: Sequence[Any], attrs: Mapping[str, Any], regions: Any, outputs: int, *, vjp_of: Any
 ) -> Any:
-    """The gradient is dropped where the value was: the rule needs the mask of this very draw."""
+    """Drop the gradient where the value was dropped, by the mask of the same draw."""
     ys = dropout_row.all_outputs(*inputs, outputs=2, **attrs)
     x, ratio, training = (*inputs, None, None)[:3]
 

@@ -1,13 +1,13 @@
 """Random numbers as a function of a key and a counter, equal on every engine.
 
 The generator is Threefry-2x32 with 20 rounds (Salmon et al. 2011, "Parallel random numbers: as easy
-as 1, 2, 3"), written in 32-bit integer operators. A key is uint32[2]. Whoever draws owns the key
-and replaces it by `next_key`, so a run resumes exactly from its saved keys.
+as 1, 2, 3"), written in 32-bit integer operators. A key is uint32[2]. The owner of a key replaces
+it by `next_key` after each draw, so a run resumes exactly from its saved keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -16,7 +16,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim, ceil_div, product
 from triplane.unified_ir.ir.types import TensorType, float32, uint32
 from triplane.unified_ir.ops.row import DOMAIN, Op, OpCall, OpKind
-from triplane.unified_ir.ops.rows.arithmetic.bits import bit_shift, bitwise_or, bitwise_xor
+from triplane.unified_ir.ops.rows.arithmetic.bits import bit_shift, bitwise_or
 from triplane.unified_ir.ops.rows.movement.indexing import arange
 from triplane.unified_ir.ops.rows.movement.structure import concat, slice_axis
 from triplane.unified_ir.ops.samples import fixed, ints, sample
@@ -40,31 +40,22 @@ def _rotate(x: Tensor, n: int) -> Tensor:
     return bitwise_or(left, bit_shift(x, np.uint32(32 - n), direction="RIGHT"))
 
 
-def _threefry(key: Tensor, x0: Tensor, x1: Tensor) -> list[Tensor]:
-    schedule = [key[0], key[1]]
-    schedule.append(bitwise_xor(bitwise_xor(schedule[0], schedule[1]), np.uint32(PARITY)))
+def _rounds(key: Sequence[Any], x0: Any, x1: Any, rotate: Callable[[Any, int], Any]) -> list[Any]:
+    """Run the rounds on tensors or on numpy arrays, whose words wrap modulo 2^32."""
+    schedule = [*key, key[0] ^ key[1] ^ np.uint32(PARITY)]
     x0, x1 = x0 + schedule[0], x1 + schedule[1]
     for group in range(ROUNDS // 4):
         for n in ROTATIONS[group % 2]:
             x0 = x0 + x1
-            x1 = bitwise_xor(_rotate(x1, n), x0)
+            x1 = rotate(x1, n) ^ x0
         x0 = x0 + schedule[(group + 1) % 3]
         x1 = x1 + (schedule[(group + 2) % 3] + np.uint32(group + 1))
     return [x0, x1]
 
 
 def _threefry_kernel(key: Any, x0: Any, x1: Any) -> Any:
-    """The same rounds on numpy words, which wrap modulo 2^32."""
-    words = [int(key[0]), int(key[1]), int(key[0]) ^ int(key[1]) ^ PARITY]
-    schedule = [np.full(1, w, np.uint32) for w in words]
-    x0, x1 = x0 + schedule[0], x1 + schedule[1]
-    for group in range(ROUNDS // 4):
-        for n in ROTATIONS[group % 2]:
-            x0 = x0 + x1
-            x1 = ((x1 << np.uint32(n)) | (x1 >> np.uint32(32 - n))) ^ x0
-        x0 = x0 + schedule[(group + 1) % 3]
-        x1 = x1 + schedule[(group + 2) % 3] + np.full(1, group + 1, np.uint32)
-    return x0, x1
+    words = [np.full(1, word, np.uint32) for word in key]
+    return tuple(_rounds(words, x0, x1, lambda x, n: x << np.uint32(n) | x >> np.uint32(32 - n)))
 
 
 _words = ints(0, 2**32, 5, dtype="uint32")
@@ -75,7 +66,7 @@ threefry = Op(
     operands=("K", "T", "T"),
     infer=_threefry_types,
     reference=_threefry_kernel,
-    body=_threefry,
+    body=lambda key, x0, x1: _rounds((key[0], key[1]), x0, x1, _rotate),
     samples=(
         sample(ints(0, 2**32, 2, dtype="uint32"), _words, _words, outputs=2),
         sample(fixed([0, 0], "uint32"), fixed([0], "uint32"), fixed([0], "uint32"), outputs=2),
@@ -85,7 +76,7 @@ threefry = Op(
 
 
 def random_bits(key: Tensor, shape: Sequence[Dim]) -> Tensor:
-    """key: uint32[2] -> uint32 of `shape`, uniform; block i (counter (0, i)) gives 2."""
+    """key: uint32[2] -> uint32 of `shape`, uniform; block i, of counter (0, i), gives two."""
     n = product(list(shape))
     low = arange(ceil_div(n, 2)).cast(uint32)
     words = concat(threefry.all_outputs(key, low * np.uint32(0), low, outputs=2))
@@ -100,13 +91,13 @@ def random_uniform(key: Tensor, shape: Sequence[Dim]) -> Tensor:
 
 
 def next_key(key: Tensor) -> Tensor:
-    """The key after this one: block (2^32-1, 2^32-1), which no draw uses."""
+    """Return the key after this one: block (2^32-1, 2^32-1), which no draw uses."""
     last = np.full(1, 2**32 - 1, np.uint32)
     return concat(threefry.all_outputs(key, last, last, outputs=2))
 
 
 def dropout(x: Tensor, key: Tensor, p_drop: float) -> Tensor:
-    """Zeroes each element with probability `p_drop`, scales the rest by 1 / (1 - p_drop)."""
+    """Zero each element with probability `p_drop`, and scale the others by 1 / (1 - p_drop)."""
     if not 0 <= p_drop < 1:
         raise InvalidInput(f"p_drop is in [0, 1), got {p_drop}")
     if p_drop == 0:
