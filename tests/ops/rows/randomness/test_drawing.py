@@ -74,7 +74,7 @@ def test_a_seed_repeats_the_first_draw(engine, name):
 
 
 def test_what_cannot_be_drawn_is_refused():
-    with pytest.raises(InvalidInput, match="sizes of 0 and above"):
+    with pytest.raises(InvalidInput, match="sizes of 0 or more"):
         drawn("RandomNormal", seed=None, shape=(-1,))
     with pytest.raises(InvalidInput, match="1 or more samples"):
         drawn("Multinomial", seed=None, sample_size=0)
