@@ -89,8 +89,8 @@ def test_what_stops_a_gradient_is_named_with_its_line():
         where = f"test_diagnose.py:{counts.__code__.co_firstlineno + below}"
         assert f"{op} (at tests/frontend/{where})" in x
     assert unread == (
-        "the gradient of 'y' for 'unread' is zero by construction: nothing that 'y' is made of "
-        "reads it"
+        "the gradient of 'y' for 'unread' is zero by construction: nothing that 'y' is "
+        "computed from reads it"
     )
 
 

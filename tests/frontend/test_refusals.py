@@ -289,7 +289,7 @@ REFUSED = [
     (first_in_loop, 3, r"'last' has no value at \S+:{at}: .* inside the loop at \S+:{if_}"),
     (returns_two_types, 4, r"return float32\[\] and float32\[3\]|float32\[3\] and float32\[\]"),
     (tried, 3, r"a `try` statement \(line {at}\) .* a tensor decides \(\S+:{two}\)"),
-    (opened, 3, r"a `with` statement \(line {at}\) stands in a loop"),
+    (opened, 3, r"a `with` statement \(line {at}\) is in a loop"),
     (item_assigned, 3, r"assignment to `found\['a'\]` \(line {at}\)"),
     (attribute_assigned, 2, r"assignment to `Holder.value` \(line {at}\)"),
     (global_assigned, 3, r"global or nonlocal `TOTAL` \(line {at}\)"),

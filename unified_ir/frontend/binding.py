@@ -1,4 +1,4 @@
-"""`Parameter`, the named state a cell owns, and `Binding`, what it stands for during a trace.
+"""Named state: `Parameter`, the tree that owns it, and `Binding`, its tensors during a trace.
 
 A parameter read in a trace is a tensor; a buffer assigned there is a new value that becomes an
 extra result. The assignment is kept with the graph it was made in: branches, loops and
@@ -45,8 +45,7 @@ class Parameter:
         wanted = as_dtype("float32" if value.dtype == np.float64 else value.dtype)
         self.array: Array = value.astype((wanted if dtype is None else as_dtype(dtype)).numpy)
         self.role = Role(role)
-        trained = self.role in LEARNT
-        self.trainable = trained if trainable is None else trainable
+        self.trainable = self.role in LEARNT if trainable is None else trainable
 
     @property
     def type(self) -> TensorType:
@@ -59,6 +58,51 @@ class Parameter:
     def __tensor__(self) -> Tensor:
         """The tensor that stands for this parameter in the current trace."""
         return current().read(self)
+
+
+class StateTree:
+    """Holds parameters and other trees by name; `training` is the mode of the whole tree."""
+
+    __slots__ = ("__dict__", "__weakref__", "_programs_")
+    _programs_: Any
+    """Programs compiled from it, kept by `frontend.run`: no attribute, and not copied with it."""
+
+    _parameters: dict[str, Parameter]
+    _cells: dict[str, StateTree]
+    training: bool
+
+    def __init__(self) -> None:
+        self.__dict__["_parameters"] = {}
+        self.__dict__["_cells"] = {}
+        self.__dict__["training"] = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__
+
+    def construct(self, *args: Any, **kwargs: Any) -> Any:
+        """The computation; overridden by every cell."""
+        raise InvalidInput(f"{type(self).__name__} has no construct method; define one")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Record `construct`, or run it on arrays."""
+        raise NotImplementedError
+
+    def cells(self, prefix: str = "") -> Iterator[tuple[str, StateTree]]:
+        """Yield this tree and every one below it, with their paths."""
+        yield prefix, self
+        for name, cell in self._cells.items():
+            yield from cell.cells(f"{prefix}.{name}" if prefix else name)
+
+    def parameters(self) -> dict[str, Parameter]:
+        """Return all state by path in order of creation; a shared parameter has its first path."""
+        by_path: dict[str, Parameter] = {}
+        seen: set[Parameter] = set()
+        for path, cell in self.cells():
+            for name, parameter in cell._parameters.items():  # noqa: SLF001 - same class
+                if parameter not in seen:
+                    seen.add(parameter)
+                    by_path[f"{path}.{name}" if path else name] = parameter
+        return by_path
 
 
 class Binding:
@@ -109,23 +153,18 @@ class Binding:
             )
         self.assigned[parameter] = tensor
 
-    @contextmanager
-    def collecting(self, home: Build) -> Iterator[None]:
-        """Within the block, keep assignments made in the graph `home`."""
-        before, self.home = self.home, home
-        try:
-            yield
-        finally:
-            self.home = before
 
-    @contextmanager
-    def refusing(self, why: str) -> Iterator[None]:
-        """Within the block, refuse assignments for the reason `why`."""
-        before, self.frozen = self.frozen, why
-        try:
-            yield
-        finally:
-            self.frozen = before
+@contextmanager
+def replaced(target: Any, **values: Any) -> Iterator[None]:
+    """Within the block, attributes of `target` have other values."""
+    before = {name: getattr(target, name) for name in values}
+    for name, value in values.items():
+        setattr(target, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(target, name, value)
 
 
 _current: ContextVar[Binding | None] = ContextVar("triplane_binding", default=None)
@@ -143,7 +182,7 @@ def current() -> Binding:
 
 
 def current_or_none() -> Binding | None:
-    """As `current`; None while no cell or function is traced."""
+    """Return the binding of the trace being recorded; None if there is none."""
     return _current.get()
 
 

@@ -1,19 +1,19 @@
 """`if` on a tensor: both sides are recorded as regions of one `Cond` node.
 
 The outputs of the node are the value of the sides, every variable that may differ after them, and
-every buffer that either side assigned. A variable without a form common to both sides has no value
-afterwards, and reading it raises an error that says why.
+every buffer that either side assigned. A variable without a common form on both sides has no value
+afterwards, and reading it raises an error that says why. A condition on a Python value is decided
+at once; a condition on a tensor is decided when the graph runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.frontend.binding import Parameter, current
-from triplane.unified_ir.frontend.exits import NEXT, LoopExit
 from triplane.unified_ir.frontend.merge import (
     UNBOUND,
     NoCommonForm,
@@ -24,7 +24,6 @@ from triplane.unified_ir.frontend.merge import (
     slots,
     varying,
 )
-from triplane.unified_ir.frontend.truth import as_condition
 from triplane.unified_ir.frontend.variables import (
     VariableAccess,
     VariableSnapshot,
@@ -32,13 +31,66 @@ from triplane.unified_ir.frontend.variables import (
     reason_of,
     unbind,
 )
-from triplane.unified_ir.ir.types import DType
+from triplane.unified_ir.ir.types import DType, bool_
 from triplane.unified_ir.ops.build import Build, region
+from triplane.unified_ir.ops.rows.arithmetic.elementwise import logical_not
 from triplane.unified_ir.ops.rows.control.conditional import cond_node
 from triplane.unified_ir.ops.rows.movement.structure import zeros
 from triplane.unified_ir.ops.tensor import Tensor
 
 Thunk = Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class LoopExit:
+    """How one trip of a loop ended; `broken`: the loop ends, `returned`: so does the function.
+
+    Each flag is a bool, or a bool tensor where a tensor decided.
+    """
+
+    broken: bool | Tensor = False
+    returned: bool | Tensor = False
+    value: Any = None
+
+    def parts(self) -> tuple[Any, Any, Any]:
+        """Return the three parts as a tree."""
+        return self.broken, self.returned, self.value
+
+
+NEXT: Final = LoopExit()
+BREAK: Final = LoopExit(broken=True)
+
+
+def returned(value: Any) -> LoopExit:
+    """`return value` inside a loop."""
+    return LoopExit(broken=True, returned=True, value=value)
+
+
+def is_symbolic(x: Any) -> bool:
+    """Return whether `x` is a tensor without a value, of a graph that is being recorded."""
+    return isinstance(x, Tensor) and x.build.arrays is None
+
+
+def truth(x: Any) -> bool:
+    """Return the truth of anything that has a value now."""
+    if isinstance(x, Tensor):
+        _one_value(x)
+    return bool(x)
+
+
+def as_condition(x: Tensor) -> Tensor:
+    """Return a bool scalar: whether the one element of `x` is not zero."""
+    _one_value(x)
+    flag = x if x.dtype == bool_ else logical_not(x == 0)
+    return flag.reshape(()) if flag.rank else flag
+
+
+def _one_value(x: Tensor) -> None:
+    if x.type.size != 1:
+        raise InvalidInput(
+            f"a condition is one truth value, got {x.type}; reduce it, e.g. with "
+            'ops.where, or `mask.cast("int64").sum() > 0` for "any"'
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +102,13 @@ class _Side:
     after: VariableSnapshot
 
 
-@dataclass(frozen=True, slots=True)
-class _CondOutputs:
-    """The outputs of the node under construction: each side's tensor and the dtype they share."""
+_Rows = list[tuple[Any, Any, DType]]
+"""The outputs of the node under construction: each side's value and the dtype they share."""
 
-    then: list[Any]
-    otherwise: list[Any]
-    dtypes: list[DType]
 
-    def add(self, form: Any, a: Any, b: Any) -> None:
-        self.then.extend(fillers(form, a))
-        self.otherwise.extend(fillers(form, b))
-        self.dtypes.extend(s.type.dtype for s in slots(form))
+def _rows(form: Any, a: Any, b: Any) -> _Rows:
+    dtypes = (s.type.dtype for s in slots(form))
+    return list(zip(fillers(form, a), fillers(form, b), dtypes, strict=True))
 
 
 def branch(test: Tensor, then: Thunk, otherwise: Thunk, state: VariableAccess) -> Any:
@@ -137,31 +184,18 @@ def _sides(then: Thunk, otherwise: Thunk, state: VariableAccess) -> tuple[_Side,
 def _joined(
     flag: Tensor, yes: _Side, no: _Side, value: Any, state: VariableAccess, live: Sequence[str]
 ) -> Any:
-    rows = _CondOutputs([], [], [])
-    rows.add(value, yes.value, no.value)
+    rows = _rows(value, yes.value, no.value)
     variables = {
         n: _variable(n, yes.after.variables[n], no.after.variables[n], rows, state) for n in live
     }
     buffers = _buffers(yes.after.buffers, no.after.buffers, rows)
     outputs: list[Tensor] = []
-    if rows.dtypes:
-        outputs = list(
-            cond_node(
-                flag,
-                [],
-                (yes.build, no.build),
-                (
-                    [
-                        yes.build.as_operand(x, d)
-                        for x, d in zip(rows.then, rows.dtypes, strict=True)
-                    ],
-                    [
-                        no.build.as_operand(x, d)
-                        for x, d in zip(rows.otherwise, rows.dtypes, strict=True)
-                    ],
-                ),
-            )
+    if rows:
+        results = (
+            [yes.build.as_operand(a, dtype) for a, _, dtype in rows],
+            [no.build.as_operand(b, dtype) for _, b, dtype in rows],
         )
+        outputs = list(cond_node(flag, [], (yes.build, no.build), results))
     merged = filled(value, outputs)
     after = state.snapshot().variables
     after |= {n: filled(form, outputs) for n, form in variables.items()}
@@ -169,7 +203,7 @@ def _joined(
     return merged
 
 
-def _variable(name: str, a: Any, b: Any, rows: _CondOutputs, state: VariableAccess) -> Any:
+def _variable(name: str, a: Any, b: Any, rows: _Rows, state: VariableAccess) -> Any:
     """Return the variable's form after the branches, or UNBOUND with a recorded reason."""
     if a is UNBOUND and b is UNBOUND:
         return UNBOUND
@@ -188,12 +222,12 @@ def _variable(name: str, a: Any, b: Any, rows: _CondOutputs, state: VariableAcce
             f"it is {describe(a)} when the condition at {state.here} holds and {describe(b)} when "
             "it does not; give it one type in both branches",
         )
-    rows.add(form, a, b)
+    rows += _rows(form, a, b)
     return form
 
 
 def _buffers(
-    yes: dict[Parameter, Tensor], no: dict[Parameter, Tensor], rows: _CondOutputs
+    yes: dict[Parameter, Tensor], no: dict[Parameter, Tensor], rows: _Rows
 ) -> dict[Parameter, Any]:
     """Return the forms of buffers that either side assigned; the other side keeps its old value."""
     forms: dict[Parameter, Any] = {}
@@ -201,5 +235,5 @@ def _buffers(
         start = current().tensors[parameter]
         a, b = yes.get(parameter, start), no.get(parameter, start)
         forms[parameter] = merge(a, b)
-        rows.add(forms[parameter], a, b)
+        rows += _rows(forms[parameter], a, b)
     return forms

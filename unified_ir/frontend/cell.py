@@ -14,12 +14,11 @@ from typing import Any, Final, Self, cast
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.frontend.binding import LEARNT, Parameter, current
+from triplane.unified_ir.frontend.binding import LEARNT, Parameter, StateTree, current
 from triplane.unified_ir.frontend.custom import construct_with_bprop, has_bprop
-from triplane.unified_ir.frontend.depth import entered, within
 from triplane.unified_ir.frontend.rewrite import rewritten
 from triplane.unified_ir.frontend.run import run
-from triplane.unified_ir.frontend.state_tree import StateTree
+from triplane.unified_ir.frontend.trace import entered, within
 from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.ops.recorder import recording
 from triplane.unified_ir.ops.tensor import Tensor

@@ -2,13 +2,13 @@
 
 Every output of every top-level node becomes an extra result, so both sides run the same graph; as
 with any probe, an engine that fuses nodes may then compute differently. "eager" records the
-function on the same arrays and is also compared with the graph's values, so that a condition that
-was decided differently is found.
+function on the same arrays and is also compared with the graph's values, which reveals a condition
+that was decided differently.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.engines import engine
 from triplane.unified_ir.frontend.run import current_floats, host_arguments, state_arrays
 from triplane.unified_ir.frontend.trace import Traceable, Traced, name_of, record
-from triplane.unified_ir.ir.graph import Array, Function, Location, Node, Value
+from triplane.unified_ir.ir.graph import NO_META, Array, Function, Location, Meta, Value
 from triplane.unified_ir.ops.evaluate import run_node
 
 EAGER = "eager"
@@ -87,59 +87,54 @@ def compare(
     """
     if left == right:
         raise InvalidInput(f"compare takes two different sides, got {left!r} twice")
-    traced, arrays = _recorded(f, args, kwargs, eager=EAGER in {left, right})
+    eager = EAGER in {left, right}
+    traced, arrays = recorded_call(f, args, kwargs, eager=eager)
     probes = _probes(traced.function)
     first, second = (_values(side, traced, arrays, probes) for side in (left, right))
-    difference = _first(probes, (first, second), (rtol, atol))
-    if difference is None and EAGER in {left, right}:
-        graph = _recorded(f, args, kwargs, eager=False)
-        difference = _graph_differs(graph, traced, (left, right), (rtol, atol))
+    pairs = zip(probes, first, second, strict=True)
+    difference = _first(((*probe[:2], a, b) for probe, a, b in pairs), (rtol, atol))
+    if difference is None and eager:
+        graph = recorded_call(f, args, kwargs)
+        difference = _first(_graph_results(graph, traced, (left, right)), (rtol, atol))
     return Comparison(name_of(f), left, right, len(probes), difference)
 
 
-Probe = tuple[Node | None, Value]
+Probe = tuple[str, Meta, Value]
+Compared = tuple[str, Meta, Array, Array]
 
 
-def _recorded(
-    f: Traceable, args: Sequence[Any], kwargs: dict[str, Any], *, eager: bool
+def recorded_call(
+    f: Traceable, args: Sequence[Any], kwargs: dict[str, Any], *, eager: bool = False
 ) -> tuple[Traced, list[Array]]:
+    """Record a call of `f`; return it and the arrays of its parameters."""
     arguments, arrays = host_arguments(f, args, kwargs, current_floats())
-    run = run_node if eager else None
-    traced = record(f, arguments, run=run, arrays=arrays)
+    traced = record(f, arguments, run=run_node if eager else None, arrays=arrays)
     return traced, [*arrays, *state_arrays(traced)]
 
 
 def _probes(function: Function) -> list[Probe]:
     """Return every node output in order, then results that no node computes."""
-    probes: list[Probe] = [(node, v) for node in function.nodes for v in node.outputs]
-    seen = {v for _, v in probes}
-    return probes + [(None, r) for r in dict.fromkeys(function.results) if r not in seen]
+    probes = [(str(node.op), node.meta, v) for node in function.nodes for v in node.outputs]
+    seen, results = {v for *_, v in probes}, dict.fromkeys(function.results)
+    return probes + [(f"result {r.name}", NO_META, r) for r in results if r not in seen]
 
 
 def _values(
     side: str, traced: Traced, arrays: Sequence[Array], probes: Sequence[Probe]
-) -> list[Array]:
+) -> Sequence[Array]:
     if side == EAGER:
         assert traced.arrays is not None
-        return [traced.arrays[v] for _, v in probes]
-    f = traced.function
-    names = tuple(f"node/{i}" for i in range(len(probes)))
-    shown = Function(f.name, f.params, tuple(v for _, v in probes), names, f.nodes)
-    return list(engine(side).compile(shown)(*arrays))
+        return [traced.arrays[v] for *_, v in probes]
+    names = (f"node/{i}" for i in range(len(probes)))
+    shown = traced.function.with_(results=(v for *_, v in probes), result_names=names)
+    return engine(side).compile(shown)(*arrays)
 
 
-def _first(
-    probes: Sequence[Probe],
-    sides: tuple[Sequence[Array], Sequence[Array]],
-    tolerance: tuple[float, float],
-) -> FirstDifference | None:
-    for (node, value), a, b in zip(probes, *sides, strict=True):
+def _first(rows: Iterable[Compared], tolerance: tuple[float, float]) -> FirstDifference | None:
+    for label, meta, a, b in rows:
         gap = _difference(a, b, *tolerance)
         if gap is not None:
-            label = f"result {value.name}" if node is None else str(node.op)
-            location = None if node is None else node.meta.location
-            scope = "" if node is None else node.meta.scope
-            return FirstDifference(label, location, scope, *gap, a, b)
+            return FirstDifference(label, meta.location, meta.scope, *gap, a, b)
     return None
 
 
@@ -160,28 +155,16 @@ def _difference(
     return float(gap[at]), at
 
 
-def _graph_differs(
-    graph: tuple[Traced, Sequence[Array]],
-    eager: Traced,
-    names: tuple[str, str],
-    tolerance: tuple[float, float],
-) -> FirstDifference | None:
-    """Return the first result in which the traced graph differs from the eager record."""
+def _graph_results(
+    graph: tuple[Traced, Sequence[Array]], eager: Traced, names: tuple[str, str]
+) -> Iterator[Compared]:
+    """Yield the results of the traced graph and of the eager record, in the order of the sides."""
     traced, arrays = graph
-    eager_is_left = names[0] == EAGER
-    side = names[1] if eager_is_left else names[0]
-    graph_values = dict(
-        zip(
-            traced.function.result_names,
-            engine(side).compile(traced.function)(*arrays),
-            strict=True,
-        )
-    )
+    (side,) = (name for name in names if name != EAGER)
+    values = engine(side).compile(traced.function)(*arrays)
+    by_name = dict(zip(traced.function.result_names, values, strict=True))
     assert eager.arrays is not None
     for name, value in zip(eager.function.result_names, eager.function.results, strict=True):
-        graph_value, eager_value = graph_values[name], eager.arrays[value]
-        a, b = (eager_value, graph_value) if eager_is_left else (graph_value, eager_value)
-        gap = _difference(a, b, *tolerance)
-        if gap is not None:
-            return FirstDifference(f"result {name} of the traced graph", None, "", *gap, a, b)
-    return None
+        pair = (by_name[name], eager.arrays[value])
+        a, b = pair[::-1] if names[0] == EAGER else pair
+        yield f"result {name} of the traced graph", NO_META, a, b

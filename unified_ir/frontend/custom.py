@@ -1,4 +1,4 @@
-"""Gradients written by hand, for functions (`custom_vjp`) and for cells (`Cell.bprop`).
+"""Handwritten gradients, for functions (`custom_vjp`) and for cells (`Cell.bprop`).
 
 `bprop` receives the inputs, then the result `y` and the cotangent `g` of its floating-point leaves
 (one tensor where there is one leaf). It returns one cotangent per input: a tree like the input, or
@@ -10,13 +10,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.frontend.binding import Parameter, current
+from triplane.unified_ir.frontend.binding import Parameter, StateTree, current, replaced
 from triplane.unified_ir.frontend.rewrite import rewritten
 from triplane.unified_ir.frontend.run import graph
-from triplane.unified_ir.frontend.state_tree import StateTree
 from triplane.unified_ir.ops.rows.control.custom_gradients import custom_gradient
 from triplane.unified_ir.ops.rows.movement.structure import zeros
 from triplane.unified_ir.ops.tensor import Tensor, as_tensor
@@ -28,8 +28,8 @@ Bprop = Callable[..., Any]
 def custom_vjp(bprop: Bprop) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator: the function is differentiated by `bprop(*inputs, y=y, g=g)`.
 
-    Everything it uses comes in as an argument; arguments that are no tensors stay constants, and
-    `bprop` gets them too.
+    The function must take everything it uses as arguments; arguments that are not tensors stay
+    constants, and `bprop` receives them too.
 
     >>> import numpy as np
     >>> from triplane.unified_ir import grad, ops
@@ -44,7 +44,8 @@ def custom_vjp(bprop: Bprop) -> Callable[[Callable[..., Any]], Callable[..., Any
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             bound = inspect.signature(function).bind(*args, **kwargs)
-            return _recorded(rewritten(function), rewritten(bprop), bound.args, _name(function))
+            name = str(getattr(function, "__name__", type(function).__name__))
+            return _recorded(rewritten(function), rewritten(bprop), bound.args, name)
 
         return graph(call)
 
@@ -88,25 +89,17 @@ def construct_with_bprop(cell: StateTree, args: Sequence[Any], kwargs: dict[str,
     return _recorded(forward, back, (values, *bound.args), name)
 
 
-class _standing_for:  # noqa: N801 - reads as the context it is
-    """Within the block, these tensors stand for the parameters, which may not be assigned."""
-
-    def __init__(
-        self, parameters: Sequence[Parameter], tensors: Sequence[Tensor], name: str
-    ) -> None:
-        self._new = dict(zip(parameters, tensors, strict=True))
-        self._why = f"in {name}, whose bprop could not see that; assign it in the cell around"
-
-    def __enter__(self) -> None:
-        binding = current()
-        self._before = binding.tensors, binding.assigned, binding.frozen
-        binding.tensors = {**binding.tensors, **self._new}
-        binding.assigned = {k: v for k, v in binding.assigned.items() if k not in self._new}
-        binding.frozen = self._why
-
-    def __exit__(self, *_: object) -> None:
-        binding = current()
-        binding.tensors, binding.assigned, binding.frozen = self._before
+def _standing_for(
+    parameters: Sequence[Parameter], tensors: Sequence[Tensor], name: str
+) -> AbstractContextManager[None]:
+    """Within the block, the parameters read as these tensors, and may not be assigned."""
+    binding, new = current(), dict(zip(parameters, tensors, strict=True))
+    return replaced(
+        binding,
+        tensors=binding.tensors | new,
+        assigned={k: v for k, v in binding.assigned.items() if k not in new},
+        frozen=f"in {name}, whose bprop could not see that; assign it in the enclosing cell",
+    )
 
 
 def _recorded(f: Callable[..., Any], bprop: Bprop, args: Sequence[Any], name: str) -> Any:
@@ -127,10 +120,8 @@ def _recorded(f: Callable[..., Any], bprop: Bprop, args: Sequence[Any], name: st
         *tensors, y, g = rest
         inputs = tree(tensors)
         gs = _per_input(bprop(*inputs, y=y, g=g), len(inputs), name)
-        cotangents = [
-            c for x, g_x in zip(inputs, gs, strict=True) for c in _cotangents(x, g_x, name)
-        ]
-        return tuple(cotangents)
+        pairs = zip(inputs, gs, strict=True)
+        return tuple(c for x, g_x in pairs for c in _cotangents(x, g_x, name))
 
     return custom_gradient(forward, back, *(as_tensor(flat[i]) for i in at))
 
@@ -157,7 +148,3 @@ def _cotangents(x: Any, g: Any, name: str) -> list[Tensor]:
         )
     pairs = zip(wanted, parts, strict=True)
     return [as_tensor(c, t.dtype) for t, c in pairs if t.dtype.is_float]
-
-
-def _name(function: Any) -> str:
-    return str(getattr(function, "__name__", type(function).__name__))

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from triplane.unified_ir.autodiff.zero import ZeroGradient, zero_gradient
 from triplane.unified_ir.engines.finite import first_nonfinite as first_in_function
-from triplane.unified_ir.frontend.run import current_floats, host_arguments, state_arrays
-from triplane.unified_ir.frontend.trace import Traceable, Traced, record
-from triplane.unified_ir.ir.graph import Array
+from triplane.unified_ir.frontend.compare import recorded_call
+from triplane.unified_ir.frontend.trace import Traceable
 
 
 def first_nonfinite(f: Traceable, *args: Any, **kwargs: Any) -> str:
     """Describe the first argument or node of a call of `f` that is NaN or infinite; "" if none is.
 
-    The text names operator, file and line, cell, and what went in and came out. Branches and
-    loops are looked into. Runs on the reference; no state is written back.
+    The text names operator, file and line, cell, and the node's inputs and outputs. Nodes inside
+    branches and loops are checked too. Runs on the reference; no state is written back.
 
     >>> import numpy as np
     >>> from triplane.unified_ir import ops
     >>> first_nonfinite(lambda x: ops.log(x).sum(), np.array([1.0, 2.0], np.float32))
     ''
     """
-    traced, arrays = _recorded(f, args, kwargs)
+    traced, arrays = recorded_call(f, args, kwargs)
     return first_in_function(
         traced.function, dict(zip(traced.function.param_names, arrays, strict=True))
     )
@@ -35,7 +33,7 @@ def zero_gradients(f: Traceable, *args: Any, **kwargs: Any) -> list[ZeroGradient
     The gradient is that of the first result, with respect to trained state and floating-point
     inputs. `str` of each entry names the nodes and lines that pass no gradient.
     """
-    traced, _ = _recorded(f, args, kwargs)
+    traced, _ = recorded_call(f, args, kwargs)
     wanted = [
         p.name
         for p in traced.function.params
@@ -43,11 +41,3 @@ def zero_gradients(f: Traceable, *args: Any, **kwargs: Any) -> list[ZeroGradient
     ]
     gradients = (zero_gradient(traced.function, name) for name in wanted)
     return [z for z in gradients if z is not None]
-
-
-def _recorded(
-    f: Traceable, args: Sequence[Any], kwargs: dict[str, Any]
-) -> tuple[Traced, list[Array]]:
-    arguments, arrays = host_arguments(f, args, kwargs, current_floats())
-    traced = record(f, arguments)
-    return traced, [*arrays, *state_arrays(traced)]

@@ -11,13 +11,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.frontend.branches import branch, branch_exits, branch_value
-from triplane.unified_ir.frontend.exits import BREAK, NEXT, LoopExit, returned
-from triplane.unified_ir.frontend.logic import and_, chain, if_expression, not_, or_
+from triplane.unified_ir.frontend.branches import (
+    BREAK,  # noqa: F401 - read by generated code, as are the names below
+    NEXT,
+    LoopExit,
+    branch,
+    branch_exits,
+    branch_value,
+    is_symbolic,
+    returned,
+    truth,
+)
+from triplane.unified_ir.frontend.logic import and_, chain, if_expression, not_, or_  # noqa: F401
 from triplane.unified_ir.frontend.loops import count_tensor, walk_tensor, while_tensor
-from triplane.unified_ir.frontend.merge import UNBOUND
-from triplane.unified_ir.frontend.truth import is_symbolic, truth
-from triplane.unified_ir.frontend.variables import VariableAccess, explain, reasons
+from triplane.unified_ir.frontend.merge import UNBOUND  # noqa: F401
+from triplane.unified_ir.frontend.variables import VariableAccess
 from triplane.unified_ir.ir.dims import Expr
 from triplane.unified_ir.ir.types import int64
 from triplane.unified_ir.ops.rows.arithmetic.elementwise import div, maximum
@@ -25,30 +33,6 @@ from triplane.unified_ir.ops.rows.movement.indexing import arange
 from triplane.unified_ir.ops.rows.movement.structure import constant
 from triplane.unified_ir.ops.tensor import Tensor, as_tensor
 
-__all__ = [
-    "BREAK",
-    "NEXT",
-    "UNBOUND",
-    "VariableAccess",
-    "and_",
-    "chain",
-    "explain",
-    "for_",
-    "if_",
-    "if_expression",
-    "leave_loop_if",
-    "leave_outer_loop",
-    "not_",
-    "or_",
-    "over",
-    "plain",
-    "plain_iterable",
-    "reasons",
-    "return_from_loop",
-    "return_if",
-    "returned",
-    "while_",
-]
 Thunk = Callable[[], Any]
 
 
@@ -99,9 +83,7 @@ def leave_outer_loop(left: LoopExit, rest: Thunk, state: VariableAccess, always:
 def while_(test: Thunk, body: Callable[[], LoopExit | None], state: VariableAccess) -> LoopExit:
     """`while test(): body()`; becomes a loop of the graph once a tensor decides the test."""
     left = NEXT
-    while True:
-        if is_symbolic(left.broken):
-            return while_tensor(test, body, state, left)
+    while not is_symbolic(left.broken):
         if left.broken:
             return left
         go_on = test()
@@ -110,6 +92,7 @@ def while_(test: Thunk, body: Callable[[], LoopExit | None], state: VariableAcce
         if not truth(go_on):
             return left
         left = body() or NEXT
+    return while_tensor(test, body, state, left)
 
 
 def for_(iterable: Any, body: Callable[[Any], LoopExit | None], state: VariableAccess) -> LoopExit:
@@ -181,11 +164,10 @@ class _LoopSlices:
             yield self.item(number, *(x[k] for x in self.xs))
 
     def loop(self, body: Callable[[Any], LoopExit | None], state: VariableAccess) -> LoopExit:
-        xs = [*self.xs]
         if self.start is None:
-            return walk_tensor(xs, lambda *s: self.item(None, *s), body, state)
-        numbers = arange(xs[0].shape[0]) + self.start
-        return walk_tensor([numbers, *xs], self.item, body, state)
+            return walk_tensor(self.xs, lambda *s: self.item(None, *s), body, state)
+        numbers = arange(self.xs[0].shape[0]) + self.start
+        return walk_tensor([numbers, *self.xs], self.item, body, state)
 
 
 def over(iterator: Any) -> Any:
@@ -237,5 +219,4 @@ def plain_iterable(iterable: Any, what: str) -> Iterable[Any]:
             f"a tensor bounds {what} ({VariableAccess(depth=2).here}), which cannot become part of "
             "a graph; move the loop out of it, or run in mode('eager')"
         )
-    items: Iterable[Any] = iterable
-    return items
+    return iterable  # type: ignore[no-any-return]

@@ -2,13 +2,13 @@
 
 A trace bakes in the values that Python holds at that moment: attributes of cells and of other
 objects, items of lists and dicts, closures, globals, defaults, class attributes, methods. A
-`TraceGuard` records them all before the trace by following the values themselves; a program is
-reused only while none of them has changed. Values are compared by identity, plain values also by
-value, writeable arrays by their bytes. A read-only array cannot change and is not compared, so
-freeze a large table: `table.flags.writeable = False`.
+`TraceGuard` records them all before the trace by following references; a program is reused only
+while none of them has changed. Values are compared by identity, plain values also by value,
+writeable arrays by their bytes. A read-only array cannot change and is not compared, so freeze a
+large table: `table.flags.writeable = False`.
 
-Not followed: objects of the standard library, of this package's own layers and of installed
-packages, other than cells and dataclasses; these are compared by identity.
+Objects of the standard library, of this package's own layers and of installed packages are not
+followed but compared by identity, except cells and dataclasses.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.frontend.binding import Parameter
+from triplane.unified_ir.frontend.binding import Parameter, StateTree
 from triplane.unified_ir.frontend.source import belongs_to_user, is_installed, is_users_file
-from triplane.unified_ir.frontend.state_tree import StateTree
 from triplane.unified_ir.ir.dims import Expr
 from triplane.unified_ir.ir.types import DType, TensorType
 
@@ -79,7 +78,7 @@ class TraceGuard:
 
     def changed(self) -> str | None:
         """Return the first thing that has changed, by name; None while nothing has."""
-        for guard in self._guards:
+        for guard in self._guards:  # a plain loop: it runs at every call
             change = guard.changed()
             if change is not None:
                 return change
@@ -175,20 +174,6 @@ class _Value:
         return None if self.read() == self.value else self.label
 
 
-class _State:
-    """A parameter's element type and shape; its numbers are an operand, not part of the trace."""
-
-    __slots__ = ("dtype", "label", "parameter", "shape")
-
-    def __init__(self, parameter: Parameter, label: str) -> None:
-        self.parameter, self.label = parameter, label
-        self.dtype, self.shape = parameter.array.dtype, parameter.array.shape
-
-    def changed(self) -> str | None:
-        now = self.parameter.array
-        return None if now.dtype == self.dtype and now.shape == self.shape else self.label
-
-
 def _position(iterator: Any) -> Any:
     """Return a value that changes on `next`, for generators and Python's own iterators."""
     if isinstance(iterator, GeneratorType):
@@ -196,8 +181,7 @@ def _position(iterator: Any) -> Any:
     hint = getattr(iterator, "__length_hint__", None)
     if hint is not None:
         return hint()
-    state = _parts(iterator)
-    return [x for x in state if isinstance(x, (int, bool))]
+    return [x for x in _parts(iterator) if isinstance(x, int)]
 
 
 def _parts(iterator: Any) -> list[Any]:
@@ -216,8 +200,7 @@ def _iterator(iterator: Any, label: str, add_guard: AddGuard) -> list[tuple[Any,
     if _is_users(kind):
         return _object(iterator, label, add_guard)
     add_guard(_Value(partial(_position, iterator), f"the iterator {label}"))
-    inner = [] if isinstance(iterator, GeneratorType) else _parts(iterator)
-    return [(x, label) for x in inner if isinstance(x, Iterator)]
+    return [(x, label) for x in _parts(iterator) if isinstance(x, Iterator)]
 
 
 class _Read:
@@ -283,6 +266,7 @@ def _follow(value: Any, label: str, add_guard: AddGuard) -> list[tuple[Any, str]
 
 
 AddGuard = Callable[[Guard], None]
+Rule = Callable[[Any, str, AddGuard], list[tuple[Any, str]]]
 
 
 def _function(f: FunctionType, label: str, add_guard: AddGuard) -> list[tuple[Any, str]]:
@@ -357,12 +341,9 @@ def _named_paths(code: CodeType) -> tuple[tuple[str, ...], ...]:
     return tuple(paths)
 
 
-def _method(f: MethodType, label: str, _: AddGuard) -> list[tuple[Any, str]]:
-    return [(f.__func__, label), (f.__self__, label)]
-
-
-def _partial(f: Any, label: str, _: AddGuard) -> list[tuple[Any, str]]:
-    return [(f.func, label), (f.args, label), (f.keywords, label)]
+def _attributes(*names: str) -> Rule:
+    """Return the rule for values that lead to what these attributes hold."""
+    return lambda value, label, _: [(getattr(value, name, None), label) for name in names]
 
 
 def _cell(cell: StateTree, label: str, add_guard: AddGuard) -> list[tuple[Any, str]]:
@@ -385,10 +366,6 @@ def _class(cls: type, _: str, add_guard: AddGuard) -> list[tuple[Any, str]]:
     return [x for x in reached if not x[1].endswith((".__init__", ".__dict__", ".__weakref__"))]
 
 
-def _descriptor(d: Any, label: str, _: AddGuard) -> list[tuple[Any, str]]:
-    return [(getattr(d, k, None), label) for k in ("fget", "__func__", "func")]
-
-
 def _dict(d: dict[Any, Any], label: str, add_guard: AddGuard) -> list[tuple[Any, str]]:
     add_guard(_Dict(d, label))
     return [(v, f"{label}[{k!r}]") for k, v in d.items()]
@@ -409,7 +386,8 @@ def _array(array: Any, label: str, add_guard: AddGuard) -> list[tuple[Any, str]]
 
 
 def _parameter(p: Parameter, label: str, add_guard: AddGuard) -> list[tuple[Any, str]]:
-    add_guard(_State(p, label))
+    """Guard element type and shape; the numbers are an operand, not part of the trace."""
+    add_guard(_Value(lambda: (p.array.dtype, p.array.shape), label))
     return []
 
 
@@ -440,7 +418,6 @@ def _slots(cls: type) -> tuple[str, ...]:
     return tuple(n for n in names if n in vars(cls) and n not in {"__dict__", "__weakref__"})
 
 
-Rule = Callable[[Any, str, AddGuard], list[tuple[Any, str]]]
 _RULES: Final[tuple[tuple[Any, Rule], ...]] = (
     (StateTree, _cell),
     (Parameter, _parameter),
@@ -449,10 +426,10 @@ _RULES: Final[tuple[tuple[Any, Rule], ...]] = (
     ((list, set, frozenset, deque, bytearray), _list),
     (tuple, _tuple),
     (FunctionType, _function),
-    (MethodType, _method),
-    (partial, _partial),
+    (MethodType, _attributes("__func__", "__self__")),
+    (partial, _attributes("func", "args", "keywords")),
     (type, _class),
-    ((property, staticmethod, classmethod), _descriptor),
+    ((property, staticmethod, classmethod), _attributes("fget", "__func__", "func")),
     (ModuleType, lambda *_: []),
     (SimpleNamespace, _object),
     (Iterator, _iterator),

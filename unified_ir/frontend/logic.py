@@ -6,9 +6,8 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from triplane.unified_ir.frontend.branches import branch
+from triplane.unified_ir.frontend.branches import as_condition, branch, is_symbolic, truth
 from triplane.unified_ir.frontend.loops import is_harmless
-from triplane.unified_ir.frontend.truth import as_condition, is_symbolic, truth
 from triplane.unified_ir.frontend.variables import VariableAccess
 from triplane.unified_ir.ops.build import region
 from triplane.unified_ir.ops.rows.arithmetic import elementwise
@@ -63,10 +62,8 @@ def _tensor_shortcut(
     if is_harmless(scratch):
         row = elementwise.logical_or if stops_at else elementwise.logical_and
         return row(flag, rest())
-    if stops_at:
-        joined: Tensor = branch(flag, lambda: True, rest, state)
-    else:
-        joined = branch(flag, rest, lambda: False, state)
+    sides: tuple[Thunk, Thunk] = (lambda: True, rest) if stops_at else (rest, lambda: False)
+    joined: Tensor = branch(flag, *sides, state)
     return joined
 
 

@@ -16,8 +16,14 @@ import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.frontend.binding import Parameter, current
-from triplane.unified_ir.frontend.branches import branch
-from triplane.unified_ir.frontend.exits import NEXT, LoopExit
+from triplane.unified_ir.frontend.branches import (
+    NEXT,
+    LoopExit,
+    as_condition,
+    branch,
+    is_symbolic,
+    truth,
+)
 from triplane.unified_ir.frontend.merge import (
     UNBOUND,
     NoCommonForm,
@@ -30,7 +36,6 @@ from triplane.unified_ir.frontend.merge import (
     slots,
     varying,
 )
-from triplane.unified_ir.frontend.truth import as_condition, is_symbolic, truth
 from triplane.unified_ir.frontend.variables import (
     VariableAccess,
     VariableSnapshot,
@@ -90,11 +95,10 @@ class _Carry:
         return self._learn_exit(left) or changed
 
     def _learn_exit(self, left: LoopExit) -> bool:
-        changed = (left.broken is not False and not self.breaks) or (
-            left.returned is not False and not self.returns
-        )
-        self.breaks |= left.broken is not False
-        if left.returned is False:
+        breaks, returns = left.broken is not False, left.returned is not False
+        changed = breaks > self.breaks or returns > self.returns
+        self.breaks |= breaks
+        if not returns:
             return changed
         mine = varying(left.value)
         try:
@@ -136,20 +140,18 @@ class _Carry:
 
     def initial(self) -> list[Tensor]:
         """Return the carry before the first trip."""
-        values: list[Any] = []
-        for name, form in self.variables.items():
-            values += fillers(form, self.before.variables[name])
-        values += [self.before.buffers.get(p, current().tensors[p]) for p in self._ordered()]
-        values += [self.start.broken] if self.breaks else []
-        if self.returns:
-            values.append(self.start.returned)
-            if self.start.returned is False:
-                values += [zeros(s.type.shape, s.type.dtype) for s in slots(self.value)]
-            else:
-                values += fillers(self.value, self.start.value)
-        return self._admitted(values)
+        if self.start.returned is False:
+            value = [zeros(s.type.shape, s.type.dtype) for s in slots(self.value)]
+        else:
+            value = fillers(self.value, self.start.value)
+        return self._tensors(self.before, self.start, value)
 
-    def _admitted(self, values: Sequence[Any]) -> list[Tensor]:
+    def _tensors(self, now: VariableSnapshot, left: LoopExit, value: list[Any]) -> list[Tensor]:
+        """Return the carry with the values of a snapshot, after a trip that ended as in `left`."""
+        values = [f for n, form in self.variables.items() for f in fillers(form, now.variables[n])]
+        values += [now.buffers.get(p, current().tensors[p]) for p in self._ordered()]
+        values += [left.broken] if self.breaks else []
+        values += [left.returned, *value] if self.returns else []
         return [as_tensor(x, s.type.dtype) for x, s in zip(values, self.slots(), strict=True)]
 
     def load(self, tensors: Sequence[Tensor]) -> LoopExit:
@@ -169,17 +171,8 @@ class _Carry:
         """Return the carry after a trip; raise `_CarryChanged` if it does not fit the form."""
         if self.learn(left):
             raise _CarryChanged
-        seen = self.state.snapshot()
-        values: list[Any] = []
-        for name, form in self.variables.items():
-            values += fillers(form, seen.variables[name])
-        values += [seen.buffers[p] for p in self._ordered()]
-        values += [left.broken] if self.breaks else []
-        if self.returns:
-            values.append(left.returned)
-            kept = entered.value if left.returned is False else left.value
-            values += fillers(self.value, kept)
-        return self._admitted(values)
+        value = entered.value if left.returned is False else left.value
+        return self._tensors(self.state.snapshot(), left, fillers(self.value, value))
 
 
 def while_tensor(
@@ -206,12 +199,9 @@ def count_tensor(
     def trip(k: Tensor) -> LoopExit | None:
         return body(item(k))
 
+    types = [TensorType(int64, ())]
     return _settled(
-        state,
-        NEXT,
-        [TensorType(int64, ())],
-        lambda params: trip(params[0]),
-        lambda carry: _counted(carry, count, trip),
+        state, NEXT, types, lambda ts: trip(*ts), lambda carry: _counted(carry, count, trip)
     )
 
 
@@ -278,9 +268,13 @@ def _settled(
     """Record trips until the carry keeps its form; return the outcome of the loop."""
     state.refuse_odd("a loop")
     carry = _Carry(state, start)
+
+    def probed(params: list[Tensor]) -> LoopExit:
+        with collecting():
+            return probe(params) or NEXT
+
     with state.refusing_changes("a loop", probe):
-        _, left = region("probe", types, lambda params: _probed(probe, params))
-        carry.learn(left)
+        carry.learn(region("probe", types, probed)[1])
         state.restore(carry.before)
     for _ in range(MAX_ATTEMPTS):
         state.restore(carry.before)
@@ -292,11 +286,6 @@ def _settled(
             continue
         return carry.load(outputs)
     raise InvalidInput(f"the variables of the loop at {state.here} change form with every trip")
-
-
-def _probed(probe: Callable[[list[Tensor]], LoopExit | None], params: list[Tensor]) -> LoopExit:
-    with collecting():
-        return probe(params) or NEXT
 
 
 def _without_carry(carry: _Carry, types: Sequence[TensorType]) -> LoopExit:

@@ -13,11 +13,13 @@ from triplane.unified_ir.frontend.traced_call import (
     at_users_line,
     name_of_callable,
     record_call,
+    with_tensors,
 )
 from triplane.unified_ir.ir.dims import Dim
 from triplane.unified_ir.ir.types import ShapeError
+from triplane.unified_ir.ops.arrays import moveaxis
 from triplane.unified_ir.ops.batching import with_axis
-from triplane.unified_ir.ops.tensor import Tensor, as_tensor
+from triplane.unified_ir.ops.tensor import Tensor
 from triplane.unified_ir.ops.trees import leaves, rebuild, structure
 
 Axes = Any
@@ -44,20 +46,20 @@ def vmap(f: Any, in_axes: Axes = 0, out_axes: Axes = 0) -> Any:
     name = name_of_callable(f)
 
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        trees = [_with_tensors(a) for a in args]
+        trees = [with_tensors(a) for a in args]
         axes = _axes_of_arguments(in_axes, trees, name)
         size = _size(trees, axes, name)
-        fronted = [_each(t, a, _to_front) for t, a in zip(trees, axes, strict=True)]
+        fronted = [
+            rebuild(t, list(map(_to_front, leaves(t), ax)))
+            for t, ax in zip(trees, axes, strict=True)
+        ]
+        tensors = [_tensors(t, ax) for t, ax in zip(fronted, axes, strict=True)]
         types = {
-            i: [
-                x.type if a is None else x.type.with_shape(x.shape[1:])
-                for x, a in _tensors(tree, axes[i])
-            ]
-            for i, tree in enumerate(fronted)
+            i: [x.type if a is None else x.type.with_shape(x.shape[1:]) for x, a in pairs]
+            for i, pairs in enumerate(tensors)
         }
         recorded = record_call(f, fronted, kwargs, types=types)
-        batched = [a is not None for t, ax in zip(fronted, axes, strict=True)
-                   for _, a in _tensors(t, ax)]  # fmt: skip
+        batched = [a is not None for pairs in tensors for _, a in pairs]
         batched += [False] * (len(recorded.operands) - len(batched))
         results, flags = vectorize(recorded.function, recorded.operands, batched, size)
         _check_buffers(recorded, flags, name)
@@ -73,14 +75,6 @@ def vmap(f: Any, in_axes: Axes = 0, out_axes: Axes = 0) -> Any:
     return graph(mapped)
 
 
-def _with_tensors(tree: Any) -> Any:
-    return rebuild(
-        tree,
-        [as_tensor(x) if hasattr(x, "dtype") or hasattr(x, "__tensor__") else x
-         for x in leaves(tree)],
-    )  # fmt: skip
-
-
 def _axes_of_arguments(in_axes: Axes, trees: Sequence[Any], name: str) -> list[list[int | None]]:
     """Return one axis per leaf of each argument."""
     per_argument = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(trees)
@@ -94,13 +88,12 @@ def _axes_of_arguments(in_axes: Axes, trees: Sequence[Any], name: str) -> list[l
 
 def leaves_of_axes(axes: Axes, tree: Any, name: str) -> list[int | None]:
     """Return one entry per leaf of `tree`: `axes` itself, or the entries of a tree like it."""
-    count = len(leaves(tree))
     if axes is None or isinstance(axes, int):
-        return [axes] * count
-    if isinstance(axes, (tuple, list)) and isinstance(tree, (tuple, list)):
-        parts = list(zip(axes, tree, strict=False))
-        if len(axes) == len(tree):
-            return [x for a, t in parts for x in leaves_of_axes(a, t, name)]
+        return [axes] * len(leaves(tree))
+    sequences = isinstance(axes, (tuple, list)) and isinstance(tree, (tuple, list))
+    if sequences and len(axes) == len(tree):
+        pairs = zip(axes, tree, strict=True)
+        return [x for a, t in pairs for x in leaves_of_axes(a, t, name)]
     if isinstance(axes, dict) and isinstance(tree, dict) and axes.keys() == tree.keys():
         return [x for k in sorted(tree) for x in leaves_of_axes(axes[k], tree[k], name)]
     raise InvalidInput(
@@ -139,15 +132,10 @@ def _size(trees: Sequence[Any], axes: Sequence[Sequence[int | None]], name: str)
     return sizes[0][0]
 
 
-def _each(tree: Any, axes: Sequence[int | None], f: Any) -> Any:
-    mapped = [f(x, a) if isinstance(x, Tensor) and a is not None else x
-            for x, a in zip(leaves(tree), axes, strict=True)]  # fmt: skip
-    return rebuild(tree, mapped)
-
-
-def _to_front(x: Tensor, axis: int) -> Tensor:
-    axis %= x.rank
-    return x.transpose(axis, *(i for i in range(x.rank) if i != axis)) if axis else x
+def _to_front(x: Any, axis: int | None) -> Any:
+    """Return a tensor with the batch's axis first; other leaves and shared tensors unchanged."""
+    moves = isinstance(x, Tensor) and axis is not None and axis % x.rank
+    return moveaxis(x, axis, 0) if moves and axis is not None else x
 
 
 def _placed(y: Tensor, batched: bool, axis: int | None, size: Dim, name: str) -> Tensor:  # noqa: FBT001 - one of two flags per result
@@ -165,8 +153,7 @@ def _placed(y: Tensor, batched: bool, axis: int | None, size: Dim, name: str) ->
         raise ShapeError(
             f"out_axes of vmap({name}) puts the batch on axis {axis} of {y.type}{at_users_line()}"
         )
-    axis %= y.rank
-    return y.transpose(*range(1, axis + 1), 0, *range(axis + 1, y.rank)) if axis else y
+    return moveaxis(y, 0, axis) if axis % y.rank else y
 
 
 def _check_buffers(recorded: TracedCall, flags: Sequence[bool], name: str) -> None:

@@ -7,7 +7,7 @@ why.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
@@ -52,7 +52,7 @@ def merge(a: Any, b: Any) -> Any:
     if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
         return {k: merge(a[k], b[k]) for k in a}
     if isinstance(a, (tuple, list)) and type(a) is type(b) and len(a) == len(b):
-        return _like(a, [merge(x, y) for x, y in zip(a, b, strict=True)])
+        return _like(a, map(merge, a, b))
     first, second = slot(a), slot(b)
     if first is None or second is None:
         raise NoCommonForm(a, b)
@@ -110,48 +110,46 @@ def slot(x: Any) -> Slot | None:
 
 def varying(value: Any) -> Any:
     """Return the form of a value in which every tensor, array and number is a slot."""
-    if isinstance(value, dict):
-        return {k: varying(v) for k, v in value.items()}
-    if isinstance(value, (tuple, list)):
-        return _like(value, [varying(v) for v in value])
+    if isinstance(value, (dict, tuple, list)):
+        return _like(value, map(varying, _parts(value)))
     own_slot = slot(value)
     return value if own_slot is None else own_slot
 
 
 def slots(form: Any) -> list[Slot]:
-    """The slots of a merged form, in order."""
-    if isinstance(form, Slot):
-        return [form]
-    if isinstance(form, dict):
-        return [s for v in form.values() for s in slots(v)]
-    if isinstance(form, (tuple, list)):
-        return [s for v in form for s in slots(v)]
-    return []
+    """Return the slots of a merged form, in order."""
+    return fillers(form, form)
 
 
 def fillers(form: Any, value: Any) -> list[Any]:
     """Return the values that `value` contributes to the slots of a form it was merged into."""
     if isinstance(form, Slot):
         return [value]
-    if isinstance(form, dict):
-        return [f for k in form for f in fillers(form[k], value[k])]
-    if isinstance(form, (tuple, list)):
-        return [f for part, v in zip(form, value, strict=True) for f in fillers(part, v)]
-    return []
+    values = [value[k] for k in form] if isinstance(form, dict) else value
+    pairs = zip(parts, values, strict=True) if (parts := _parts(form)) else ()
+    return [f for part, v in pairs for f in fillers(part, v)]
 
 
 def filled(form: Any, tensors: list[Tensor]) -> Any:
     """Return the form with its slots replaced by tensors taken from the front of the list."""
     if isinstance(form, Slot):
         return tensors.pop(0)
-    if isinstance(form, dict):
-        return {k: filled(v, tensors) for k, v in form.items()}
-    if isinstance(form, (tuple, list)):
-        return _like(form, [filled(v, tensors) for v in form])
+    if isinstance(form, (dict, tuple, list)):
+        return _like(form, [filled(v, tensors) for v in _parts(form)])
     return form
 
 
-def _like(tree: Any, items: Sequence[Any]) -> Any:
+def _parts(tree: Any) -> list[Any]:
+    """Return the items of a dict, tuple or list; none for a leaf."""
+    if isinstance(tree, dict):
+        return list(tree.values())
+    return list(tree) if isinstance(tree, (tuple, list)) else []
+
+
+def _like(tree: Any, items: Iterable[Any]) -> Any:
+    """Return a dict, tuple or list like `tree` with other items."""
+    if isinstance(tree, dict):
+        return dict(zip(tree, items, strict=True))
     return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
 
 

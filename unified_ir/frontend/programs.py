@@ -18,9 +18,8 @@ from typing import Any, Final
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.engines import Program
-from triplane.unified_ir.frontend.binding import Parameter
+from triplane.unified_ir.frontend.binding import Parameter, StateTree
 from triplane.unified_ir.frontend.guards import TraceGuard
-from triplane.unified_ir.frontend.state_tree import StateTree
 from triplane.unified_ir.frontend.trace import Traceable, Traced, name_of
 
 CACHE_SIZE: Final = 64

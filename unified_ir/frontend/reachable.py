@@ -11,9 +11,8 @@ from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
-from triplane.unified_ir.frontend.binding import Parameter
+from triplane.unified_ir.frontend.binding import Parameter, StateTree
 from triplane.unified_ir.frontend.source import belongs_to_user
-from triplane.unified_ir.frontend.state_tree import StateTree
 from triplane.unified_ir.ops.trees import leaves
 
 

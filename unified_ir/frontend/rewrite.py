@@ -22,6 +22,7 @@ from triplane.unified_ir.frontend.names import has_control_flow
 from triplane.unified_ir.frontend.nodes import FLOW
 from triplane.unified_ir.frontend.source import belongs_to_user, source_of
 from triplane.unified_ir.frontend.syntax import rewrite_function
+from triplane.unified_ir.frontend.variables import explain, reasons
 
 _FUTURE: Final = functools.reduce(
     lambda flags, name: flags | getattr(__future__, name).compiler_flag,
@@ -71,11 +72,11 @@ def _explaining(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with flow.reasons():
+        with reasons():
             try:
                 return function(*args, **kwargs)
             except NameError as error:
-                flow.explain(error)
+                explain(error)
                 raise
 
     return call

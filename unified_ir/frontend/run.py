@@ -20,11 +20,10 @@ import numpy as np
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.engines import ENGINES, engine
 from triplane.unified_ir.engines.finite import finite, first_nonfinite
-from triplane.unified_ir.frontend.depth import entered
 from triplane.unified_ir.frontend.guards import PLAIN, TraceGuard
 from triplane.unified_ir.frontend.programs import Compiled, ObjectIdentity, programs_of
 from triplane.unified_ir.frontend.rewrite import rewritten
-from triplane.unified_ir.frontend.trace import Traceable, Traced, bind, record
+from triplane.unified_ir.frontend.trace import Traceable, Traced, bind, entered, record
 from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.ops.evaluate import run_node
 from triplane.unified_ir.ops.recorder import recording

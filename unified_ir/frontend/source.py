@@ -98,25 +98,11 @@ def _innermost(
     candidates: list[tuple[Function, str | None]], code: CodeType
 ) -> list[tuple[Function, str | None]]:
     """Of lambdas on one line, return the smallest one that encloses all positions of the code."""
-    places = [p for p in code.co_positions() if None not in p and p[2:] != (0, 0)]
-    ends = [((a, c), (b, d)) for a, b, c, d in places]
-    around = [p for p in candidates if all(_holds(p[0], *e) for e in ends)]
-    return sorted(around, key=lambda p: _extent(p[0]))[:1]
-
-
-def _holds(node: Function, start: tuple[Any, Any], end: tuple[Any, Any]) -> bool:
-    first, last = _bounds(node)
-    return first <= start and end <= last
-
-
-def _bounds(node: Function) -> tuple[tuple[int, int], tuple[int, int]]:
-    assert isinstance(node, ast.Lambda)
-    body = node.body
-    assert body.end_lineno is not None
-    assert body.end_col_offset is not None
-    return (body.lineno, body.col_offset), (body.end_lineno, body.end_col_offset)
-
-
-def _extent(node: Function) -> tuple[int, int]:
-    (a, c), (b, d) = _bounds(node)
-    return b - a, d - c
+    places: list[Any] = [p for p in code.co_positions() if None not in p and p[2:] != (0, 0)]
+    around = []
+    for candidate in candidates:
+        body: Any = candidate[0].body
+        first, last = (body.lineno, body.col_offset), (body.end_lineno, body.end_col_offset)
+        if all(first <= (a, c) and (b, d) <= last for a, b, c, d in places):
+            around.append((last[0] - first[0], last[1] - first[1], candidate))
+    return [candidate for *_, candidate in sorted(around, key=lambda row: row[:2])[:1]]

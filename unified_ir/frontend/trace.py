@@ -9,27 +9,38 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from inspect import BoundArguments
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.frontend.binding import Binding, Parameter, bound
-from triplane.unified_ir.frontend.depth import entered
+from triplane.unified_ir.frontend.binding import (
+    Binding,
+    Parameter,
+    StateTree,
+    bound,
+    current_or_none,
+    replaced,
+)
 from triplane.unified_ir.frontend.reachable import state_of, state_trees_of
 from triplane.unified_ir.frontend.rewrite import rewritten
-from triplane.unified_ir.frontend.state_tree import StateTree
 from triplane.unified_ir.ir.graph import Array, Function, Value
 from triplane.unified_ir.ir.types import TensorType, type_of
 from triplane.unified_ir.ops.build import Build, RunNode
+from triplane.unified_ir.ops.recorder import recorder, stack
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.ops.tensor import Tensor, as_tensor
 from triplane.unified_ir.ops.trees import leaves, rebuild
 from triplane.unified_ir.passes.clean import drop_dead
 
 Traceable = StateTree | Callable[..., Any]
+MAX_LEVELS: Final = 16
+"""How many nested graphs one function may open by calling itself."""
+_calls: ContextVar[tuple[tuple[Any, int], ...]] = ContextVar("triplane_calls", default=())
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +55,40 @@ class Traced:
     """Paths of the state whose new value is a result."""
     arrays: Mapping[Value, Array] | None
     """In eager mode, the array of every value."""
+
+
+@contextmanager
+def entered(function: Any, owner: Any = None) -> Iterator[None]:
+    """Within the block, one call of `function` (of the cell `owner`) is recorded.
+
+    A function that calls itself under a condition that a tensor decides would be recorded
+    endlessly, since both sides of such a condition are recorded. Each level adds a graph, so the
+    levels are counted in graphs; Python's own limit applies to recursion over Python values.
+    """
+    key = (function, id(owner))
+    depth = len(stack.get())
+    calls = _calls.get()
+    levels = {d for k, d in calls if k == key} | {depth}
+    if len(levels) > MAX_LEVELS:
+        name = getattr(function, "__qualname__", str(function))
+        raise InvalidInput(
+            f"{name} calls itself where a tensor decides whether it does, {MAX_LEVELS} levels "
+            "deep, and recording it would not end; write a `while` loop, make the call the whole "
+            "`return` of a @graph function (it becomes a loop), or run in mode('eager')"
+        )
+    token = _calls.set((*calls, (key, depth)))
+    try:
+        yield
+    finally:
+        _calls.reset(token)
+
+
+def within(cell: Any) -> AbstractContextManager[None]:
+    """Within the block, recorded nodes have the cell's path as their scope."""
+    binding, build = current_or_none(), recorder()
+    path = None if binding is None else binding.paths.get(cell)
+    known = path is not None
+    return replaced(build, scope=path) if known else nullcontext()
 
 
 def trace(target: Traceable, *specs: Any, name: str | None = None, **named: Any) -> Function:
@@ -82,7 +127,7 @@ def _put(arguments: BoundArguments, label: str, key: str | None, tree: Any) -> N
 def traced(
     target: Traceable, args: Sequence[Any], kwargs: Mapping[str, Any], *, name: str | None = None
 ) -> Traced:
-    """As `trace`, with everything that is known afterwards."""
+    """As `trace`, with the trees and parameters of the traced function."""
     return record(target, bind(target, args, kwargs)[0], name=name)
 
 
@@ -190,18 +235,10 @@ def _finish(
         if clash:
             raise InvalidInput(f"{clash[0]!r} is both a result and {what}; rename the result")
     function = drop_dead(build.finish({**named, **assigned, **build.effects}))
-    function, used = _drop_unused_state(function, state)
+    read = function.reads()
+    function = function.with_(params=(p for p in build.params if p.name not in state or p in read))
+    used = {k: p for k, p in state.items() if k in {*function.param_names, *function.result_names}}
     return Traced(function, rebuild(returned, names), used, frozenset(assigned), build.arrays)
-
-
-def _drop_unused_state(
-    function: Function, state: Mapping[str, Parameter]
-) -> tuple[Function, dict[str, Parameter]]:
-    read = {v for node in function.nodes for v in node.inputs} | set(function.results)
-    params = tuple(p for p in function.params if p.name not in state or p in read)
-    kept = {p.name for p in params} | set(function.result_names)
-    slim = Function(function.name, params, function.results, function.result_names, function.nodes)
-    return slim, {k: v for k, v in state.items() if k in kept}
 
 
 def _result_names(returned: Any, count: int, taken: set[str]) -> list[str]:

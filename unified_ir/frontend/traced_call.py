@@ -1,6 +1,6 @@
-"""A call recorded as a function of its own, from which transforms make other functions.
+"""A call recorded as a function of its own, from which transforms derive other functions.
 
-Tensors among the arguments become parameters, tensors that the call reaches otherwise are further
+Tensors among the arguments become parameters, other tensors that the call reads are further
 operands, and buffers that it assigns are extra results, assigned outside once the results exist.
 """
 
@@ -37,15 +37,6 @@ class TracedCall:
     trees: list[Any]
     """The arguments, with numbers and arrays that are operands replaced by tensors."""
 
-    @property
-    def types(self) -> list[TensorType]:
-        """Types of the value's leaves."""
-        return [r.type for r in self.function.results[: len(self.function.results) - self._extra]]
-
-    @property
-    def _extra(self) -> int:
-        return len(self.assigned)
-
     def positions(self, k: int) -> range:
         """Return the positions of the tensors of argument `k` among the operands."""
         counts = [sum(isinstance(x, Tensor) for x in leaves(t)) for t in self.trees]
@@ -53,7 +44,7 @@ class TracedCall:
 
     def finish(self, results: Sequence[Tensor]) -> Any:
         """Return the call's value built from results of the function, and assign the buffers."""
-        count = len(results) - self._extra
+        count = len(results) - len(self.assigned)
         binding = current_or_none()
         if binding is not None:
             binding.assigned.update(zip(self.assigned, results[count:], strict=True))
@@ -75,32 +66,28 @@ def record_call(
     graph then has no values.
     """
     outer = recorder()
-    trees = [_with_tensors(a, numbers=i in numbers) for i, a in enumerate(args)]
-    flat = [x for a in trees for x in leaves(a) if isinstance(x, Tensor)]
+    trees = [with_tensors(a, numbers=i in numbers) for i, a in enumerate(args)]
+    own = [[x for x in leaves(a) if isinstance(x, Tensor)] for a in trees]
+    flat = [x for tensors in own for x in tensors]
     run = outer.run if types is None else None
     inner = Build(outer.table, name_of_callable(f), run=run, sizes=outer.sizes)
     inner.scope = outer.scope
-    wanted = _wanted_types(trees, types or {})
+    wanted = [t for i, xs in enumerate(own) for t in (types or {}).get(i, [x.type for x in xs])]
     with inner, _isolated_buffers() as buffers, collecting():
         params = [
             inner.param(f"x{i}", t, None if inner.arrays is None else x.build.arrays[x.value])  # type: ignore[index]
             for i, (x, t) in enumerate(zip(flat, wanted, strict=True))
         ]
-        value = rewritten(f)(*_replaced(trees, params), **kwargs)
+        rest = iter(params)
+        inputs = [
+            rebuild(t, [next(rest) if isinstance(x, Tensor) else x for x in leaves(t)])
+            for t in trees
+        ]
+        value = rewritten(f)(*inputs, **kwargs)
         results = [as_tensor(y) for y in leaves(value)]
     named = {f"y{i}": y for i, y in enumerate([*results, *buffers.values()])}
     function = inner.finish(named)
     return TracedCall(function, [*flat, *inner.captured], value, list(buffers), trees)
-
-
-def _wanted_types(
-    trees: Sequence[Any], types: Mapping[int, Sequence[TensorType]]
-) -> list[TensorType]:
-    wanted: list[TensorType] = []
-    for i, tree in enumerate(trees):
-        own = [x.type for x in leaves(tree) if isinstance(x, Tensor)]
-        wanted += types.get(i, own)
-    return wanted
 
 
 class _isolated_buffers:  # noqa: N801 - reads as the context it is
@@ -121,7 +108,7 @@ class _isolated_buffers:  # noqa: N801 - reads as the context it is
         self._binding.assigned = self._before
 
 
-def _with_tensors(tree: Any, *, numbers: bool) -> Any:
+def with_tensors(tree: Any, *, numbers: bool = False) -> Any:
     """Return the argument with arrays, and numbers if asked, as tensors of the current graph."""
     converted = []
     for x in leaves(tree):
@@ -131,25 +118,8 @@ def _with_tensors(tree: Any, *, numbers: bool) -> Any:
     return rebuild(tree, converted)
 
 
-def _replaced(trees: Sequence[Any], params: Sequence[Tensor]) -> list[Any]:
-    rest = iter(params)
-    return [
-        rebuild(t, [next(rest) if isinstance(x, Tensor) else x for x in leaves(t)]) for t in trees
-    ]
-
-
-def check_numbers(f: Any, args: Sequence[Any], numbers: Sequence[int]) -> None:
-    """Refuse numbers of arguments that the call does not have."""
-    for k in numbers:
-        if not 0 <= k < len(args):
-            raise InvalidInput(
-                f"{name_of_callable(f)} was called with {len(args)} positional arguments, so there "
-                f"is no argument {k} to differentiate{at_users_line()}"
-            )
-
-
 def at_users_line() -> str:
-    """Return the position of the user's call as the end of a message."""
+    """Return the location of the user's call, to end a message with."""
     place = user_location()
     return f" (at {place})" if place else ""
 

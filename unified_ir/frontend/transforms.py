@@ -22,12 +22,11 @@ from triplane.unified_ir.frontend.run import graph
 from triplane.unified_ir.frontend.traced_call import (
     TracedCall,
     at_users_line,
-    check_numbers,
     name_of_callable,
     record_call,
 )
 from triplane.unified_ir.ir.graph import Function
-from triplane.unified_ir.ir.types import ShapeError, TensorType, TypeMismatch
+from triplane.unified_ir.ir.types import ShapeError, TypeMismatch
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.rows.control.custom_gradients import checkpointed
 from triplane.unified_ir.ops.rows.movement.structure import zeros
@@ -39,11 +38,18 @@ Pull = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
 
 @dataclass(frozen=True, slots=True)
 class _Pullback:
-    """A recorded call: its value, the differentiated tensors, and the pullback of cotangents."""
+    """A recorded call: its value, the differentiated arguments, and the pullback of cotangents."""
 
     value: Any
+    trees: list[Any]
     wanted: list[Tensor]
     pull: Pull
+
+    def gradients(self, gs: Sequence[Tensor | None]) -> list[Any]:
+        """Return cotangents in the trees of their arguments, zeros where nothing depends on one."""
+        pairs = zip(self.wanted, self.pull(gs), strict=True)
+        grads = iter([zeros(p.shape, p.dtype) if g is None else g for p, g in pairs])
+        return [rebuild(tree, [next(grads) for _ in leaves(tree)]) for tree in self.trees]
 
 
 def value_and_grad(f: Any, argnums: int | Sequence[int] = 0, *, has_aux: bool = False) -> Any:
@@ -64,8 +70,7 @@ def value_and_grad(f: Any, argnums: int | Sequence[int] = 0, *, has_aux: bool = 
         linear = _linearized(f, args, kwargs, numbers)
         scalar = _scalar(linear.value, name, has_aux=has_aux)
         one = recorder().as_operand(np.ones((), scalar.dtype.numpy))
-        rest = [None for _ in leaves(linear.value)[1:]]
-        grads = _fill(args, numbers, linear, linear.pull([one, *rest]))
+        grads = linear.gradients([one, *(None for _ in leaves(linear.value)[1:])])
         return linear.value, grads[0] if isinstance(argnums, int) else tuple(grads)
 
     return graph(both)
@@ -110,10 +115,8 @@ def vjp(f: Any) -> Any:
 
     def pulled(*args: Any, **kwargs: Any) -> Any:
         *inputs, cotangent = args
-        numbers = tuple(range(len(inputs)))
-        linear = _linearized(f, inputs, kwargs, numbers)
-        gs = _cotangent(f, cotangent, [y.type for y in leaves(linear.value)])
-        return linear.value, tuple(_fill(inputs, numbers, linear, linear.pull(gs)))
+        linear = _linearized(f, inputs, kwargs, range(len(inputs)))
+        return linear.value, tuple(linear.gradients(_cotangent(f, cotangent, linear.value)))
 
     return _named_as(f, pulled)
 
@@ -150,8 +153,9 @@ def jvp(f: Any) -> Any:
         out = push(ts)
         value = recorded.finish(results)
         pairs = zip(leaves(value), out, strict=False)
-        tangents_out = [zeros(y.shape, y.dtype) if t is None else t for y, t in pairs]
-        return value, rebuild(value, tangents_out)
+        return value, rebuild(
+            value, [zeros(y.shape, y.dtype) if t is None else t for y, t in pairs]
+        )
 
     return _named_as(f, pushed)
 
@@ -172,8 +176,7 @@ def hessian_vector_product(f: Any, argnums: int | Sequence[int] = 0) -> Any:
     def product(*args: Any, **kwargs: Any) -> Any:
         *inputs, vector = args
         linear = _linearized(slope, inputs, kwargs, numbers)
-        gs = _cotangent(f, vector, [y.type for y in leaves(linear.value)])
-        products = _fill(inputs, numbers, linear, linear.pull(gs))
+        products = linear.gradients(_cotangent(f, vector, linear.value))
         return products[0] if isinstance(argnums, int) else tuple(products)
 
     return _named_as(f, product)
@@ -204,7 +207,12 @@ def _linearized(
     f: Any, args: Sequence[Any], kwargs: Mapping[str, Any], numbers: Sequence[int]
 ) -> _Pullback:
     """Record `f` as a function of its own, and replay it here with its pullback."""
-    check_numbers(f, args, numbers)
+    for k in numbers:
+        if not 0 <= k < len(args):
+            raise InvalidInput(
+                f"{name_of_callable(f)} was called with {len(args)} positional arguments, so there "
+                f"is no argument {k} to differentiate{at_users_line()}"
+            )
     recorded = record_call(f, args, kwargs, numbers=numbers)
     at = [i for k in numbers for i in recorded.positions(k)]
     wanted = [recorded.operands[i] for i in at]
@@ -214,14 +222,16 @@ def _linearized(
     def of_results(gs: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         return pull([*gs, *(None for _ in recorded.assigned)])
 
-    return _Pullback(recorded.finish(outputs), wanted, of_results)
+    trees = [args[k] for k in numbers]
+    return _Pullback(recorded.finish(outputs), trees, wanted, of_results)
 
 
-def _cotangent(f: Any, cotangents: Any, types: Sequence[TensorType]) -> list[Tensor]:
-    gs = [as_tensor(g) for g in leaves(cotangents)]
-    if [g.type for g in gs] != list(types):
+def _cotangent(f: Any, cotangents: Any, value: Any) -> list[Tensor]:
+    """Return the leaves of cotangents that must be like `value`."""
+    gs, types = [as_tensor(g) for g in leaves(cotangents)], [y.type for y in leaves(value)]
+    if [g.type for g in gs] != types:
         raise ShapeError(
-            f"the cotangent is shaped like the result of {name_of_callable(f)}, {list(types)}; got "
+            f"the cotangent is shaped like the result of {name_of_callable(f)}, {types}; got "
             f"{[g.type for g in gs]}{at_users_line()}"
         )
     return gs
@@ -253,15 +263,3 @@ def _check_float(tensors: Sequence[Tensor], name: str) -> None:
                 f"gradients are with respect to floating-point tensors, but an argument of "
                 f"{name} is {t.type}; cast it or choose other argnums{at_users_line()}"
             )
-
-
-def _fill(
-    args: Sequence[Any],
-    numbers: Sequence[int],
-    linear: _Pullback,
-    gradients: Sequence[Tensor | None],
-) -> list[Any]:
-    """Return cotangents in the trees of their arguments, zeros where nothing depends on one."""
-    pairs = zip(linear.wanted, gradients, strict=True)
-    grads = iter([zeros(p.shape, p.dtype) if g is None else g for p, g in pairs])
-    return [rebuild(args[k], [next(grads) for _ in leaves(args[k])]) for k in numbers]

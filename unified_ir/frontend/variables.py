@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.frontend.binding import Parameter, current_or_none
+from triplane.unified_ir.frontend.binding import Parameter, current_or_none, replaced
 from triplane.unified_ir.frontend.guards import TraceGuard, named_values
 from triplane.unified_ir.frontend.merge import UNBOUND
 from triplane.unified_ir.ops.recorder import recorder
@@ -31,7 +31,7 @@ class VariableSnapshot:
 
 
 class VariableAccess:
-    """Access, from outside their function, to the variables that one `if` or loop may assign."""
+    """Accesses, from outside their function, the variables that one `if` or loop may assign."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class VariableAccess:
             if owner and _is_buffer(*owner):
                 continue
             raise InvalidInput(
-                f"{what} (line {line}) stands in {kind} that a tensor decides ({self.here}), and "
+                f"{what} (line {line}) is in {kind} that a tensor decides ({self.here}), and "
                 "would happen once, while the graph is recorded, whatever the tensor is; move it "
                 "out, or use mode('eager')"
             )
@@ -104,12 +104,9 @@ def _read(thunk: Callable[[], Any]) -> Any:
 
 @contextmanager
 def collecting() -> Iterator[None]:
-    """Within the block, keep buffers assigned in the graph being recorded in the binding."""
+    """Within the block, the binding keeps buffers that are assigned in the current graph."""
     binding = current_or_none()
-    if binding is None:
-        yield
-        return
-    with binding.collecting(recorder()):
+    with nullcontext() if binding is None else replaced(binding, home=recorder()):
         yield
 
 

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any
 
-from triplane.unified_ir.frontend.binding import LEARNT
+from triplane.unified_ir.frontend.binding import LEARNT, StateTree
 from triplane.unified_ir.frontend.cell import Cell
-from triplane.unified_ir.frontend.state_tree import StateTree
 from triplane.unified_ir.frontend.trace import trace
 from triplane.unified_ir.ir.graph import Function
 from triplane.unified_ir.passes.clean import drop_dead
