@@ -87,8 +87,7 @@ def within(cell: Any) -> AbstractContextManager[None]:
     """Within the block, recorded nodes have the cell's path as their scope."""
     binding, build = current_or_none(), recorder()
     path = None if binding is None else binding.paths.get(cell)
-    known = path is not None
-    return replaced(build, scope=path) if known else nullcontext()
+    return replaced(build, scope=path) if path is not None else nullcontext()
 
 
 def trace(target: Traceable, *specs: Any, name: str | None = None, **named: Any) -> Function:
