@@ -154,7 +154,7 @@ def test_no_verb_writes_over_the_file_that_it_reads(model, capsys, monkeypatch, 
     before = model.read_bytes()
     code, _, error = run(capsys, *argv)
     assert code == 2
-    assert "net.onnx, which is read" in error
+    assert "net.onnx, which is an input" in error
     assert "name another file" in error
     assert model.read_bytes() == before
 
@@ -184,7 +184,7 @@ def test_sizes_that_are_none_or_said_twice_are_refused(model, tmp_path, capsys, 
 def test_sizes_without_a_profile_are_refused(model, capsys):
     code, _, error = run(capsys, "inspect", model, "--sizes", "N=2")
     assert code == 2
-    assert "--sizes are those of --profile" in error
+    assert "--sizes is an option of --profile" in error
 
 
 @pytest.mark.slow

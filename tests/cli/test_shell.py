@@ -188,7 +188,8 @@ def test_a_file_in_no_folder_is_refused_before_the_work(verb, capsys, tmp_path):
     option = click.Option(["--out"], type=shell.OUTPUT_FILE)
     verb("work", lambda **given: worked.append(given["out"]), option)
     assert shell.run(["work", "--out", str(tmp_path / "absent" / "a.tpm")]) == 2
-    assert f"there is no folder '{tmp_path / 'absent'}'; make it first" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"the folder '{tmp_path / 'absent'}' does not exist; create it" in error
     assert worked == []
     assert shell.run(["work", "--out", str(tmp_path / "a.tpm")]) == 0
     assert worked == [tmp_path / "a.tpm"]

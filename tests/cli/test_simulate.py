@@ -90,7 +90,7 @@ def test_what_happens_is_told_on_the_way(model, tmp_path):
     assert "at rate 0.3" in told[-1]
     again = run(model, *options).stderr.splitlines()
     assert [line.split("  ")[0] for line in again[1:]] == [
-        "fedavg scored after round 2", f"fedavg was finished; read back from {tmp_path}",
+        "fedavg scored after round 2", f"fedavg had finished; read from {tmp_path}",
     ]  # fmt: skip
 
 
@@ -99,7 +99,7 @@ def test_a_study_that_goes_on_says_so(model, tmp_path):
     with pytest.raises(Stopped):
         at_round(3, lambda: run(model, *options))
     told = run(model, *options).stderr
-    assert "fedavg goes on after round 2\n" in told
+    assert "fedavg continues after round 2\n" in told
     assert "round 2/6" not in told
 
 
@@ -140,7 +140,7 @@ def test_an_algorithm_that_diverges_is_named_and_others_go_on(model, tmp_path):
 
 def test_more_devices_than_there_are_are_refused_before_the_work(model, monkeypatch):
     monkeypatch.setattr("triplane.unified_ir.cli.simulate._trials", None)
-    with pytest.raises(InvalidInput, match="--devices 9: a round asks at most the 3 devices"):
+    with pytest.raises(InvalidInput, match="--devices 9 is more than the 3 devices"):
         run(model, "--devices", "9")
 
 
@@ -152,7 +152,7 @@ def test_more_devices_than_there_are_are_refused_before_the_work(model, monkeypa
         (("--keep", "0"), "0<x<=1|0.0<x"),
         (("--rounds", "0"), "x>=1"),
         (("--lr", "-1"), "x>=0"),
-        (("--out", "no/such/folder/a.html"), "no folder 'no/such/folder'"),
+        (("--out", "no/such/folder/a.html"), "the folder 'no/such/folder' does not exist"),
     ],
 )
 def test_options_out_of_range_are_refused_by_name(model, options, said):
@@ -171,6 +171,6 @@ def test_help_tells_the_algorithms_apart():
 
 def test_the_page_is_not_written_over_the_model(model):
     before = model.read_bytes()
-    with pytest.raises(InvalidInput, match="which is read"):
+    with pytest.raises(InvalidInput, match="which is an input"):
         run(model, "--out", str(model))
     assert model.read_bytes() == before

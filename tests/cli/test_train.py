@@ -163,8 +163,8 @@ def test_a_run_begun_at_another_default_rate_is_refused_with_the_rate_to_give(
     capsys.readouterr()
     assert train(tmp_path, *begun, cell=cell) == 3
     assert (
-        "the default of --lr is 0.0002 for a model file, and the checkpoint's run began with "
-        "0.002; add --lr 0.002 to go on with it" in capsys.readouterr().err
+        "the default of --lr is 0.0002 for a model file, but the checkpoint's run started with "
+        "0.002; add --lr 0.002 to continue it" in capsys.readouterr().err
     )
     assert train(tmp_path, *begun, "--lr", "0.002", cell=cell) == 0
     assert train(tmp_path, *begun, "--lr", "0.003", cell=cell) == 3
@@ -244,7 +244,7 @@ def test_a_fault_of_the_users_file_names_its_line(
         ("digits.py", "FILE.py:Cell"),
         ("nowhere.py:Net", "no file nowhere.py"),
         (f"{CELL}:Letters", "cells there: Digits"),
-        (f"{CELL}:ops", "must give an nn.Cell"),
+        (f"{CELL}:ops", "must return an nn.Cell"),
     ],
 )
 def test_a_wrong_cell_is_named_with_the_way_out(
@@ -271,7 +271,7 @@ def test_a_checkpoint_beyond_the_epochs_asked_for_is_told(
     assert train(tmp_path, "--epochs", "2", *folder) == 0
     capsys.readouterr()
     assert train(tmp_path, "--epochs", "1", *folder) == 0
-    assert "is of epoch 2 already, --epochs asks for 1" in capsys.readouterr().err
+    assert "is already at epoch 2, beyond --epochs 1" in capsys.readouterr().err
 
 
 def test_what_is_no_cell_is_named_by_its_type(
@@ -280,7 +280,7 @@ def test_what_is_no_cell_is_named_by_its_type(
     file = tmp_path / "made_of_numbers.py"
     file.write_text("A = 3\n")
     assert train(tmp_path, cell=f"{file}:A") == 2
-    assert "made_of_numbers.py:A gives an object of type int; it must give an nn.Cell" in (
+    assert "made_of_numbers.py:A returns an object of type int; it must return an nn.Cell" in (
         capsys.readouterr().err
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 from click.core import ParameterSource
@@ -11,11 +11,13 @@ from click.core import ParameterSource
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.cli.importing import SUFFIX
 from triplane.unified_ir.cli.shell import (
+    NOT_NEGATIVE,
     OUTPUT_FILE,
     check_distinct_files,
     check_suffix,
     json_option,
     open_output,
+    option,
 )
 
 if TYPE_CHECKING:
@@ -42,51 +44,34 @@ A slower or less exact result is refused only against a budget that you state; t
 default is --max-accuracy-drop, and it needs --evaluate (an .npz with x and y). DATA is also the
 name digits, MNIST IDX files or a folder of images.
 """
-RATIO = click.FloatRange(min=0)
 
 
-@click.command("convert", epilog=EPILOG)
+# fmt: off
+OPTIONS: Final = (
+    option("--target NAME", "Kind of machine; see below.", default="ort-x64"),
+    option("--entry NAME", "Function to convert.", default="predict"),
+    option("--quantize", "Quantize float32 to integers.", click.Choice(["int8"])),
+    option("--calibrate DATA", "Typical inputs: an .npz, or a data set's name."),
+    option("--evaluate DATA", "Labelled data to measure accuracy before and after."),
+    option("--out", "The bundle to write; without it, only the report.", OUTPUT_FILE),
+    option("--plan", "Also write a plan for training on devices.", OUTPUT_FILE),
+    option("--name NAME", "The bundle's name.  [default: that of the model file]"),
+    option("--model-version VERSION",
+           "The bundle's version; a server uses the newest unless a call names one.", default="1"),
+    option("--max-accuracy-drop POINTS",
+           "Percentage points that int8 may lose on --evaluate.", NOT_NEGATIVE, default=1.0),
+    option("--max-latency-ratio RATIO", "Limit of int8 / float32 time.", NOT_NEGATIVE),
+    option("--max-size-ratio RATIO", "Limit of int8 / float32 bytes.", NOT_NEGATIVE),
+    option("--reduce-range", "7-bit weights: exact on x64 processors without VNNI, a little less "
+           "precise elsewhere.", is_flag=True),
+    option("--report", "Write the report's charts as SVG.", OUTPUT_FILE),
+    option("--report-json", "Write the report as JSON.", OUTPUT_FILE),
+)
+# fmt: on
+
+
+@click.command("convert", epilog=EPILOG, params=[*OPTIONS])
 @click.argument("model", type=click.Path(path_type=Path), metavar="MODEL")
-@click.option(
-    "--target", default="ort-x64", show_default=True, metavar="NAME",
-    help="Kind of machine; see below.",
-)  # fmt: skip
-@click.option(
-    "--entry", default="predict", show_default=True, metavar="NAME", help="Function to convert."
-)
-@click.option("--quantize", type=click.Choice(["int8"]), help="Quantize float32 to integers.")
-@click.option("--calibrate", metavar="DATA", help="Typical inputs: an .npz, or a data set's name.")
-@click.option(
-    "--evaluate", metavar="DATA", help="Labelled data to measure accuracy before and after."
-)
-@click.option("--out", type=OUTPUT_FILE, help="The bundle to write; without it, only the report.")
-@click.option("--plan", type=OUTPUT_FILE, help="Also write a plan for training on devices.")
-@click.option(
-    "--name", metavar="NAME", help="The bundle's name.  [default: that of the model file]"
-)
-@click.option(
-    "--model-version", default="1", show_default=True, metavar="VERSION",
-    help="The bundle's version; a server uses the newest unless a call names one.",
-)  # fmt: skip
-@click.option(
-    "--max-accuracy-drop", type=RATIO, default=1.0, show_default=True, metavar="POINTS",
-    help="Percentage points that int8 may lose on --evaluate.",
-)  # fmt: skip
-@click.option(
-    "--max-latency-ratio",
-    type=RATIO,
-    metavar="RATIO",
-    help="Limit of int8 / float32 time.",
-)
-@click.option(
-    "--max-size-ratio", type=RATIO, metavar="RATIO", help="Limit of int8 / float32 bytes."
-)
-@click.option(
-    "--reduce-range", is_flag=True,
-    help="7-bit weights: exact on x64 processors without VNNI, a little less precise elsewhere.",
-)  # fmt: skip
-@click.option("--report", type=OUTPUT_FILE, help="Write the report's charts as SVG.")
-@click.option("--report-json", type=OUTPUT_FILE, help="Write the report as JSON.")
 @json_option
 def command(**options: Any) -> None:
     """Convert MODEL (.tpm, or .onnx) for one kind of machine and report the cost.

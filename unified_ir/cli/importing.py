@@ -16,6 +16,7 @@ from triplane.unified_ir.cli.shell import (
     check_suffix,
     json_option,
     open_output,
+    option,
 )
 
 if TYPE_CHECKING:
@@ -43,30 +44,25 @@ If a node cannot be imported, the error names its operator and opset, and nothin
 """
 
 
-@click.command("import", epilog=EPILOG)
+# fmt: off
+OPTIONS: Final = (
+    option("--out", "The model file to write (NAME.tpm).", OUTPUT_FILE, required=True),
+    option("--shape INPUT=SIZES", "Sizes of an input, numbers or names: image=N,3,224,224; may be "
+           "repeated.", name="shapes", multiple=True),
+    option("--output NAME", "A value to use as output instead of the model's outputs; may be "
+           "repeated.", name="outputs", multiple=True),
+    option("--trainable PATTERN", "Weights to train whatever their use, by name with * for any "
+           "part; may be repeated. Running statistics are not trained.", multiple=True),
+    option("--frozen PATTERN",
+           "Weights not to train; --trainable takes precedence; may be repeated.", multiple=True),
+    option("--tie PATTERN", "Weights to share where they are equal, by name with * for any part; "
+           "may be repeated.", multiple=True),
+)
+# fmt: on
+
+
+@click.command("import", epilog=EPILOG, params=[*OPTIONS])
 @click.argument("model", type=click.Path(path_type=Path), metavar="MODEL.onnx")
-@click.option("--out", type=OUTPUT_FILE, required=True, help="The model file to write (NAME.tpm).")
-@click.option(
-    "--shape", "shapes", multiple=True, metavar="INPUT=SIZES",
-    help="Sizes of an input, numbers or names: image=N,3,224,224; may be repeated.",
-)  # fmt: skip
-@click.option(
-    "--output", "outputs", multiple=True, metavar="NAME",
-    help="A value to use as output instead of the model's outputs; may be repeated.",
-)  # fmt: skip
-@click.option(
-    "--trainable", multiple=True, metavar="PATTERN",
-    help="Weights to train whatever their use, by name with * for any part; may be repeated. "
-    "Running statistics are not trained.",
-)  # fmt: skip
-@click.option(
-    "--frozen", multiple=True, metavar="PATTERN",
-    help="Weights not to train; --trainable takes precedence; may be repeated.",
-)  # fmt: skip
-@click.option(
-    "--tie", multiple=True, metavar="PATTERN",
-    help="Weights to share where they are equal, by name with * for any part; may be repeated.",
-)  # fmt: skip
 @json_option
 def command(
     *,

@@ -16,6 +16,7 @@ from triplane.unified_ir.cli.shell import (
     check_distinct_files,
     json_option,
     open_output,
+    option,
 )
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from triplane.unified_ir.ir import Function, Module
 
 SHOWN_OPERATORS: Final = 5
-"""How many lines of a block are shown to people."""
+"""How many operators of a block the text output shows."""
 
 EPILOG = """\b
 Examples:
@@ -41,35 +42,27 @@ types against type inference. The bytes of bundles and plans are checked with --
 """
 
 
-@click.command("inspect", epilog=EPILOG)
-@click.argument("file", type=click.Path(path_type=Path), metavar="FILE")
-@click.option(
-    "--text", is_flag=True,
-    help="Print the graphs as text instead of the summary; those of bundles and plans are ONNX.",
-)  # fmt: skip
-@click.option(
-    "--graph", type=OUTPUT_FILE, metavar="OUT.svg",
-    help="Draw one entry of a model file as an SVG instead of printing the summary.",
-)  # fmt: skip
-@click.option(
-    "--repeats", is_flag=True,
-    help="List the blocks of nodes that one entry repeats; every node and edge with --json.",
-)  # fmt: skip
-@click.option(
-    "--profile", "profiling", is_flag=True,
-    help="Time one entry (train_step, else the first) and show where its time goes: by node, "
-    "operator and source line. Inputs are random.",
-)  # fmt: skip
-@click.option(
-    "--sizes", callback=sizes_of, metavar="N=32,T=10", expose_value=True,
-    help="Sizes of the inputs of --profile.  [default: 32 for each symbol]",
-)  # fmt: skip
-@click.option(
-    "--entry",
-    metavar="NAME",
-    help="Only this entry.  [default for --graph and --repeats: predict, else the first]",
+# fmt: off
+OPTIONS: Final = (
+    option("--text", "Print the graphs as text instead of the summary; those of bundles and plans "
+           "are ONNX.", is_flag=True),
+    option("--graph OUT.svg", "Draw one entry of a model file as an SVG instead of printing the "
+           "summary.", OUTPUT_FILE),
+    option("--repeats", "List the blocks of nodes that one entry repeats; every node and edge with "
+           "--json.", is_flag=True),
+    option("--profile", "Time one entry (train_step, else the first) and show where its time goes: "
+           "by node, operator and source line. Inputs are random.", name="profiling", is_flag=True),
+    option("--sizes N=32,T=10",
+           "Sizes of the inputs of --profile.  [default: 32 for each symbol]", callback=sizes_of),
+    option("--entry NAME",
+           "Only this entry.  [default for --graph and --repeats: predict, else the first]"),
+    option("--verify", "Hash every byte of the file.", is_flag=True),
 )
-@click.option("--verify", is_flag=True, help="Hash every byte of the file.")
+# fmt: on
+
+
+@click.command("inspect", epilog=EPILOG, params=[*OPTIONS])
+@click.argument("file", type=click.Path(path_type=Path), metavar="FILE")
 @json_option
 def command(
     *,
@@ -91,26 +84,32 @@ def command(
     output = open_output(as_json)
     check_distinct_files([file], {"--graph": graph})
     if sizes and not profiling:
-        raise InvalidInput("--sizes are those of --profile; give both, or none")
+        raise InvalidInput("--sizes is an option of --profile; give both, or neither")
     opened = None if file.suffix == SUFFIX else _opened(file)
-    module = _imported(file) if opened is None else _module(file, opened)
+    module = _module(file, opened)
     record, lines = _summary(file, opened, module, entry, verify=verify)
     if text:
         record["text"] = _text(module, opened, entry)
         lines = [record["text"]]
     if repeats:
-        record["repeats"] = _repeats(module, entry)
+        from triplane.unified_ir.passes.occurrences import repeated
+
+        record["repeats"] = repeated(_chosen(_needed(module, "--repeats"), entry))
         lines = list(_repeats_lines(record["repeats"]))
     if profiling:
-        if module is None:
-            raise InvalidInput("--profile times an entry of a model file; give the .tpm")
-        record["profile"] = entry_profile(module, entry, sizes)
+        record["profile"] = entry_profile(_needed(module, "--profile"), entry, sizes)
         lines = list(profile_lines(record["profile"]))
     if graph is not None:
-        drawn = _draw(module, entry, graph)
+        drawn = _draw(_needed(module, "--graph"), entry, graph)
         record["graph"] = str(graph)
         lines = [*(lines if text or repeats or profiling else ()), f"{graph}: {drawn}"]
     output.result(record, "\n".join(lines))
+
+
+def _needed(module: Module | None, option: str) -> Module:
+    if module is None:
+        raise InvalidInput(f"{option} reads the graphs of a model file; give the .tpm")
+    return module
 
 
 def _summary(
@@ -151,25 +150,20 @@ def _opened(path: Path) -> Container:
     return Container(path, kind=KINDS[-1])
 
 
-def _module(path: Path, opened: Container) -> Module | None:
-    """Return the module of a model file; None for other kinds of files."""
-    if opened.manifest.kind != "model":
-        return None
+def _module(path: Path, opened: Container | None) -> Module | None:
+    """Return the module of a model file or an ONNX model; None for other kinds of files."""
+    from triplane.unified_ir.onnx import import_onnx
     from triplane.unified_ir.ops.check import load
 
-    return load(path, opened.digest)
-
-
-def _imported(path: Path) -> Module:
-    from triplane.unified_ir.onnx import import_onnx
-
-    return import_onnx(path)
+    if opened is None:
+        return import_onnx(path)
+    return load(path, opened.digest) if opened.manifest.kind == "model" else None
 
 
 def _head(
     path: Path, opened: Container | None, *, verified: bool
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return what describes the file itself."""
+    """Return a record and lines that describe the file itself."""
     if opened is None:
         n = path.stat().st_size
         line = f"{path}: an ONNX model, {size_text(n)}, as `triplane import` would write it"
@@ -179,10 +173,12 @@ def _head(
 
 
 def _text(module: Module | None, opened: Container | None, entry: str | None) -> str:
-    if module is not None:
-        return _module_text(module, entry)
-    assert opened is not None
-    return _onnx_text(opened, entry)
+    from triplane.unified_ir.ir.text import function_text, module_text
+
+    if module is None:
+        assert opened is not None
+        return _onnx_text(opened, entry)
+    return module_text(module) if entry is None else function_text(module.entry(entry))
 
 
 def _file_record(path: Path, file: Container, *, verified: bool) -> dict[str, Any]:
@@ -262,17 +258,13 @@ def _module_record(module: Module, entry: str | None) -> dict[str, Any]:
                 "role": str(t.role),
                 "type": str(t.type),
                 "elements": t.array.size,
-                "bytes": _bytes(t.array.size, t.type.dtype.bits),
+                "bytes": -(-t.array.size * t.type.dtype.bits // 8),
             }
             for name, t in module.state.items()
         },
         "parameters": sum(t.array.size for t in module.state.values() if t.role == "parameter"),
         "meta": dict(module.meta),
     }
-
-
-def _bytes(elements: int, bits: int) -> int:
-    return -(-elements * bits // 8)
 
 
 def _entry_record(module: Module, entry: str) -> dict[str, Any]:
@@ -309,10 +301,10 @@ def _entry_row(entry: str, record: Mapping[str, Any]) -> tuple[str, ...]:
 def _state_rows(record: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     state = record["state"].values()
     for role in dict.fromkeys(t["role"] for t in state):
-        held = [t for t in state if t["role"] == role]
-        elements, n = sum(t["elements"] for t in held), sum(t["bytes"] for t in held)
-        kept = " (not in the file)" if role == "personal" else ""
-        yield (role, f"{len(held)} tensors", f"{elements:,} elements", size_text(n) + kept)
+        tensors = [t for t in state if t["role"] == role]
+        elements, n = sum(t["elements"] for t in tensors), sum(t["bytes"] for t in tensors)
+        absent = " (not in the file)" if role == "personal" else ""
+        yield (role, f"{len(tensors)} tensors", f"{elements:,} elements", size_text(n) + absent)
 
 
 def _table(title: str, rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
@@ -322,12 +314,6 @@ def _table(title: str, rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         yield ("  " + "  ".join(cells)).rstrip()
-
-
-def _module_text(module: Module, entry: str | None) -> str:
-    from triplane.unified_ir.ir.text import function_text, module_text
-
-    return module_text(module) if entry is None else function_text(module.entry(entry))
 
 
 def _onnx_text(file: Container, entry: str | None) -> str:
@@ -342,23 +328,13 @@ def _onnx_text(file: Container, entry: str | None) -> str:
     return "\n".join(f"# {n}\n{onnx.printer.to_text(m)}" for n, m in models.items())
 
 
-def _draw(module: Module | None, entry: str | None, out: Path) -> str:
+def _draw(module: Module, entry: str | None, out: Path) -> str:
     from triplane.proto.disk import write_atomic
     from triplane.unified_ir.ir.draw import function_svg
 
-    if module is None:
-        raise InvalidInput("--graph draws the IR of a model file; give the .tpm it was made from")
     function = _chosen(module, entry)
     write_atomic(out, function_svg(function, module.state).encode())
     return f"{function.name}, {sum(1 for _ in function.walk())} nodes"
-
-
-def _repeats(module: Module | None, entry: str | None) -> dict[str, Any]:
-    from triplane.unified_ir.passes.occurrences import repeated
-
-    if module is None:
-        raise InvalidInput("--repeats reads the IR of a model file; give the .tpm it was made from")
-    return repeated(_chosen(module, entry))
 
 
 def _repeats_lines(blocks: Mapping[str, Any]) -> Iterator[str]:

@@ -73,7 +73,7 @@ class Tier:
     """A package's part of the command: an entry point of the group `triplane.tiers`.
 
     verbs: its verbs, each with its rank in the list of `--help`. guide: its paragraphs of `--help`
-    by rank. extras: the extra that installs a module, by the module's name.
+    by rank. extras: for the name of a module, the extra that installs it.
     """
 
     verbs: Mapping[str, int]
@@ -85,7 +85,7 @@ class Verbs(click.Group):
     """The group whose commands are entry points, imported only when named or listed."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Names by rank, the order of a model's life; verbs without one follow alphabetically."""
+        """Return verbs by rank, the order of a model's life; those without a rank come last."""
         ranks = {name: rank for tier in _tiers() for name, rank in tier.verbs.items()}
         return sorted(_entry_points(), key=lambda name: (ranks.get(name, math.inf), name))
 
@@ -96,7 +96,7 @@ class Verbs(click.Group):
         super().format_epilog(ctx, formatter)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import the verb; where that fails, return a stand-in that reports why."""
+        """Import the verb; if that fails, return a stand-in that reports why."""
         entry = _entry_points().get(cmd_name)
         return None if entry is None else _load(entry)
 
@@ -110,7 +110,7 @@ class Verbs(click.Group):
             verbs = self.list_commands(ctx)
             nearest = difflib.get_close_matches(args[0], verbs, n=1)
             guess = f"did you mean {nearest[0]!r}?" if nearest else f"verbs: {', '.join(verbs)}"
-            raise click.UsageError(f"there is no verb {args[0]!r}; {guess}", ctx)
+            raise click.UsageError(f"unknown verb {args[0]!r}; {guess}", ctx)
         return super().resolve_command(ctx, args)
 
 
@@ -190,7 +190,7 @@ class CommandOutput:
 
 
 class OutputFile(click.Path):
-    """A file to write, refused before any work is done if its folder does not allow it."""
+    """A file to write; refused before any work is done if its folder does not allow it."""
 
     def __init__(self) -> None:
         super().__init__(dir_okay=False, path_type=Path)
@@ -199,26 +199,32 @@ class OutputFile(click.Path):
         """Return the path; a usage error names the folder that is missing or read-only."""
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
         if not path.parent.is_dir():
-            self.fail(f"there is no folder {str(path.parent)!r}; make it first", param, ctx)
+            self.fail(f"the folder {str(path.parent)!r} does not exist; create it", param, ctx)
         if not os.access(path.parent, os.W_OK | os.X_OK):
             self.fail(f"the folder {str(path.parent)!r} is not writable", param, ctx)
         return path
 
 
 OUTPUT_FILE: Final = OutputFile()
+COUNT: Final = click.IntRange(1)
+NATURAL: Final = click.IntRange(0)
+POSITIVE: Final = click.FloatRange(min=0, min_open=True)
+NOT_NEGATIVE: Final = click.FloatRange(min=0)
+FOLDER: Final = click.Path(file_okay=False, path_type=Path)
 MAX_SECRET_CHARS: Final = 4096
 
 
 class Secret(_Text):
-    """A secret as itself, from a file as @FILE, or from standard input as "-".
+    """A secret: the text itself, @FILE to read it from a file, or "-" for standard input.
 
-    Every user of the machine can see command lines, and shells store them.
+    @FILE and "-" exist because every user of the machine can see command lines, and shells store
+    them.
     """
 
     name = "secret"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Return the text without surrounding white space."""
+        """Return the secret without surrounding white space."""
         text = str(value)
         try:
             if text == "-":
@@ -237,7 +243,7 @@ SECRET: Final = Secret()
 def check_distinct_files(
     reads: Iterable[str | Path | None], writes: Mapping[str, Path | None]
 ) -> None:
-    """Raise InvalidInput where an output file is also an input, or the target of two options."""
+    """Raise InvalidInput if an output file is also an input, or two options name one file."""
     read = {Path(p).resolve() for p in reads if p is not None and Path(p).is_file()}
     taken: dict[Path, str] = {}
     for option, path in writes.items():
@@ -245,7 +251,7 @@ def check_distinct_files(
             continue
         place = path.resolve()
         if place in read:
-            raise InvalidInput(f"{option} is {path}, which is read; name another file")
+            raise InvalidInput(f"{option} is {path}, which is an input; name another file")
         if place in taken:
             raise InvalidInput(f"{taken[place]} and {option} are both {path}; name two files")
         taken[place] = option
@@ -272,11 +278,23 @@ _OTHERS: Final[Mapping[str, str]] = {
 
 
 def check_suffix(option: str, path: Path | None, kind: str) -> None:
-    """Raise InvalidInput where a file of `kind` would have the suffix of another kind of file."""
+    """Raise InvalidInput if a file of `kind` would have the suffix of another kind of file."""
     suffix = "" if path is None else path.suffix.lower()
     if path is not None and suffix in _OTHERS and suffix != SUFFIXES[kind]:
         better = path.with_suffix(SUFFIXES[kind])
         raise InvalidInput(f"a {kind} is written{_OTHERS[suffix]}. Give {option} {better}")
+
+
+def option(
+    usage: str, help_text: str, kind: Any = None, *, name: str = "", **attrs: Any
+) -> click.Option:
+    """Return the option for a usage such as "--lr RATE"; the help shows its default.
+
+    name: the name of the parameter, if it is not that of the option.
+    """
+    flag, _, metavar = usage.partition(" ")
+    attrs = {"type": kind, "metavar": metavar or None, "show_default": True, **attrs}
+    return click.Option([flag, *filter(None, [name])], help=help_text, **attrs)
 
 
 json_option = click.option(
@@ -308,13 +326,13 @@ def _tiers() -> list[Tier]:
 
     tiers = []
     for entry in entry_points(group=TIER_GROUP):
-        with suppress(Exception):  # its verbs are listed all the same, and say why they fail
+        with suppress(Exception):  # its verbs are still listed, and report why they fail
             tiers.append(entry.load())
     return tiers
 
 
 def _extra_of(module: str) -> str | None:
-    """Return the extra that installs `module`; None where no tier names one."""
+    """Return the extra that installs `module`, if a tier names one."""
     return next((t.extras[module] for t in _tiers() if module in t.extras), None)
 
 
@@ -324,7 +342,7 @@ def _load(entry: EntryPoint) -> click.Command:
     except Exception as error:  # noqa: BLE001 - one broken verb must not hide the others
         return _unavailable(entry.name, error)
     if not isinstance(command, click.Command):
-        return _unavailable(entry.name, InvalidInput(f"{entry.value} is no click command"))
+        return _unavailable(entry.name, InvalidInput(f"{entry.value} is not a click command"))
     return command
 
 
@@ -352,14 +370,14 @@ def _failure(error: Exception) -> _Failure:
     if isinstance(error, ModuleNotFoundError) and error.name and (extra := _extra_of(error.name)):
         error = _missing(error.name, extra)
     if isinstance(error, MemoryError):
-        reason = str(error) or "this machine has no more to give"
-        error = Unavailable(f"out of memory: {reason}; take smaller sizes, or a larger machine")
+        reason = str(error) or "an allocation failed"
+        error = Unavailable(f"out of memory: {reason}; use smaller sizes, or a larger machine")
     for family, code in EXIT_CODES.items():
         if isinstance(error, family):
             return _Failure(family.__name__, str(error), code)
     if isinstance(error, TriplaneError):
         return _Failure("TriplaneError", str(error), UNEXPECTED)
-    message = f"unexpected {_first_line(error)} (a fault of this program; --debug shows where)"
+    message = f"unexpected {_first_line(error)} (a bug in triplane; --debug shows where)"
     return _Failure("Unexpected", message, UNEXPECTED, expected=False)
 
 
@@ -393,7 +411,7 @@ def _report_interrupt(error: BaseException, *, as_json: bool) -> None:
 
 
 def _is_text(word: str) -> bool:
-    """Return whether an argument is UTF-8; names of files need not be, other texts must."""
+    """Return whether an argument is UTF-8, which only names of files need not be."""
     return not any("\ud800" <= char <= "\udfff" for char in word)
 
 

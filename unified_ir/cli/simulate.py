@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.cli.algorithms import AlgorithmCommand
 from triplane.unified_ir.cli.shell import (
+    COUNT,
     EXIT_CODES,
+    FOLDER,
+    NATURAL,
+    NOT_NEGATIVE,
     OUTPUT_FILE,
     check_distinct_files,
     json_option,
     open_output,
+    option,
 )
 from triplane.unified_ir.federated.core import defaults
 
@@ -55,103 +60,64 @@ The same seed gives the same bits, as does a real run with the same device names
 --folder, a killed study resumes where it was. If an algorithm diverges, the others continue, and
 the exit code is 2.
 """
-RATE = click.FloatRange(min=0)
-SHARE = click.FloatRange(0, 1, min_open=True, max_open=True)
-COUNT = click.IntRange(min=1)
 ALL = "all"
 GROUPS = (("training", True), ("unseen", False))
 
 
+# fmt: off
+OPTIONS: Final = (
+    option("--data DATA", "Labelled samples; see below.", required=True),
+    option("--x KEY", "Samples in an .npz.", default="x"),
+    option("--y KEY", "Labels in an .npz.", default="y"),
+    option("--group KEY", "Integer array in an .npz that assigns each sample to a device.",
+           default="", show_default=False),
+    option("--split KEY", "With --group: integer array in an .npz, not 0 for samples of unseen "
+           "devices.", default="", show_default=False),
+    option("--least N", "With --group: ignore devices with fewer samples.", COUNT, default=10),
+    option("--partition",
+           "Without --group: equal shares, shares of each class at random, or few classes each.",
+           click.Choice(["even", "dirichlet", "labels"]), name="way", default="even"),
+    option("--population N", "Without --group: total number of devices.", COUNT, default=20),
+    option("--alpha A", "For --partition dirichlet: a small value gives each device few classes.",
+           NOT_NEGATIVE, default=0.3),
+    option("--label-shards N",
+           "For --partition labels: single-class pieces per device.", COUNT, default=2),
+    option("--held-out SHARE", "Share of a device's samples that are used only for scoring.",
+           click.FloatRange(0, 1, min_open=True, max_open=True), default=defaults.HELD_OUT),
+    option("--unseen SHARE", "Share of devices that never train, without --split.",
+           click.FloatRange(0, 1, max_open=True), default=0.0),
+    option("--algorithm NAME", "Algorithm, listed below, or all; may be repeated.",
+           name="algorithms", multiple=True, default=("fedavg", "maml")),
+    option("--rounds N", "Rounds in all.", COUNT, default=defaults.ROUNDS),
+    option("--devices N", "Devices per round, drawn at random for each round.  [default: all]",
+           NATURAL, default=0, show_default=False),
+    option("--steps N", "Steps of a device per round.", COUNT, default=defaults.STEPS),
+    option("--batch-size N", "Samples of a step, for algorithms that learn from batches.",
+           COUNT, default=defaults.BATCH_SIZE),
+    option("--support N", "Samples to adapt with; 0: all of a device, in scoring only.",
+           NATURAL, default=defaults.SUPPORT),
+    option("--query N", "Samples of a step beside its support, for algorithms that learn from "
+           "episodes.", COUNT, default=defaults.QUERY),
+    option("--rate RATE", "Rate of adaptation to try at the end; the best one is used; may be "
+           "repeated.", NOT_NEGATIVE, name="rates", multiple=True),
+    option("--evaluate-every N", "Rounds between scorings.  [default: once, at the end]",
+           NATURAL, default=0, show_default=False),
+    option("--compression", "Compression of updates.", click.Choice(["int8", "top-k"])),
+    option("--keep SHARE", "For --compression top-k: the share that is sent.",
+           click.FloatRange(0, 1, min_open=True), default=defaults.KEEP),
+    option("--seed N", "Seed of partition, rounds and steps.", NATURAL, default=0),
+    option("--folder",
+           "Save the state of each algorithm after each round, to resume from.", FOLDER),
+    option("--out", "Write the report as one HTML page.", OUTPUT_FILE),
+)
+# fmt: on
+
+
 @click.command(
     "simulate", short_help="Compare algorithms on simulated devices.", epilog=EPILOG,
-    cls=AlgorithmCommand, rate=RATE, count=COUNT,
+    cls=AlgorithmCommand, rate=NOT_NEGATIVE, count=COUNT, params=[*OPTIONS],
 )  # fmt: skip
 @click.argument("model", type=click.Path(path_type=Path), metavar="MODEL.tpm")
-@click.option("--data", required=True, metavar="DATA", help="Labelled samples; see below.")
-@click.option("--x", default="x", show_default=True, metavar="KEY", help="Samples in an .npz.")
-@click.option("--y", default="y", show_default=True, metavar="KEY", help="Labels in an .npz.")
-@click.option(
-    "--group", default="", metavar="KEY",
-    help="Integer array in an .npz that assigns each sample to a device.",
-)  # fmt: skip
-@click.option(
-    "--split", default="", metavar="KEY",
-    help="With --group: integer array in an .npz, not 0 for samples of unseen devices.",
-)  # fmt: skip
-@click.option(
-    "--least", type=COUNT, default=10, show_default=True, metavar="N",
-    help="With --group: ignore devices with fewer samples.",
-)  # fmt: skip
-@click.option(
-    "--partition", "way", type=click.Choice(["even", "dirichlet", "labels"]), default="even",
-    show_default=True,
-    help="Without --group: equal shares, shares of each class at random, or few classes each.",
-)  # fmt: skip
-@click.option(
-    "--population", type=COUNT, default=20, show_default=True, metavar="N",
-    help="Without --group: total number of devices.",
-)  # fmt: skip
-@click.option(
-    "--alpha", type=RATE, default=0.3, show_default=True, metavar="A",
-    help="For --partition dirichlet: a small value gives each device few classes.",
-)  # fmt: skip
-@click.option(
-    "--label-shards", type=COUNT, default=2, show_default=True, metavar="N",
-    help="For --partition labels: single-class pieces per device.",
-)  # fmt: skip
-@click.option(
-    "--held-out", type=SHARE, default=defaults.HELD_OUT, show_default=True, metavar="SHARE",
-    help="Share of a device's samples that are used only for scoring.",
-)  # fmt: skip
-@click.option(
-    "--unseen", type=click.FloatRange(0, 1, max_open=True), default=0.0, show_default=True,
-    metavar="SHARE", help="Share of devices that never train, without --split.",
-)  # fmt: skip
-@click.option(
-    "--algorithm", "algorithms", multiple=True, default=("fedavg", "maml"), show_default=True,
-    metavar="NAME", help="Algorithm, listed below, or all; may be repeated.",
-)  # fmt: skip
-@click.option("--rounds", type=COUNT, default=defaults.ROUNDS, show_default=True, metavar="N")
-@click.option(
-    "--devices", type=click.IntRange(min=0), default=0, metavar="N",
-    help="Devices per round, drawn at random for each round.  [default: all]",
-)  # fmt: skip
-@click.option(
-    "--steps", type=COUNT, default=defaults.STEPS, show_default=True, metavar="N",
-    help="Steps of a device per round.",
-)  # fmt: skip
-@click.option(
-    "--batch-size", type=COUNT, default=defaults.BATCH_SIZE, show_default=True, metavar="N",
-    help="Samples of a step, of algorithms that learn from batches.",
-)  # fmt: skip
-@click.option(
-    "--support", type=click.IntRange(min=0), default=defaults.SUPPORT, show_default=True,
-    metavar="N",
-    help="Samples to adapt with; 0: all of a device, in scoring only.",
-)  # fmt: skip
-@click.option(
-    "--query", type=COUNT, default=defaults.QUERY, show_default=True, metavar="N",
-    help="Samples of a step beside its support, of algorithms that learn from episodes.",
-)  # fmt: skip
-@click.option(
-    "--rate", "rates", type=RATE, multiple=True, metavar="RATE",
-    help="Rate of adaptation to try at the end; the best one is used; may be repeated.",
-)  # fmt: skip
-@click.option(
-    "--evaluate-every", type=click.IntRange(min=0), default=0, metavar="N",
-    help="Rounds between scorings.  [default: once, at the end]",
-)  # fmt: skip
-@click.option("--compression", type=click.Choice(["int8", "top-k"]), help="Compression of updates.")
-@click.option(
-    "--keep", type=click.FloatRange(0, 1, min_open=True), default=defaults.KEEP, show_default=True,
-    metavar="SHARE", help="For --compression top-k: the share that is sent.",
-)  # fmt: skip
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="N")
-@click.option(
-    "--folder", type=click.Path(path_type=Path, file_okay=False),
-    help="Save the state of each algorithm after each round, to resume from.",
-)  # fmt: skip
-@click.option("--out", type=OUTPUT_FILE, help="Write the report as one HTML page.")
 @json_option
 def simulate(**options: Any) -> None:
     """Compare federated algorithms on simulated devices, starting from MODEL.tpm."""
@@ -166,8 +132,8 @@ def simulate(**options: Any) -> None:
     groups = devices_of(_source(options), module)
     if options["devices"] > len(groups[0]):
         raise InvalidInput(
-            f"--devices {options['devices']}: a round asks at most the {len(groups[0])} devices "
-            "that learn; ask fewer, or 0 for all"
+            f"--devices {options['devices']} is more than the {len(groups[0])} devices that learn; "
+            "give a smaller number, or 0 for all"
         )
     output.note(_population(groups))
     trials, stopped = _trials(studies, module, groups, options["folder"], output.note)
@@ -177,13 +143,11 @@ def simulate(**options: Any) -> None:
         "trials": [_record(trial) for trial in trials],
         "stopped": stopped,
     }
+    failures = {f"{name} stopped": reason for name, reason in stopped.items()}
     if options["out"] is not None:
-        _write(
-            options,
-            trials,
-            _facts(options, groups) | {f"{k} stopped": v for k, v in stopped.items()},
-        )
-    output.result(record, "\n".join([*_lines(trials), *verdicts(trials), *_stopped(stopped)]))
+        _write(options, trials, _facts(options, groups) | failures)
+    lines = [*_lines(trials), *verdicts(trials), *map(": ".join, failures.items())]
+    output.result(record, "\n".join(lines))
     if stopped:
         click.get_current_context().exit(EXIT_CODES[InvalidInput])
 
@@ -198,16 +162,16 @@ def _names(names: tuple[str, ...]) -> tuple[str, ...]:
 
 def _population(groups: Groups) -> str:
     seen, unseen = groups
-    held = [shard.examples + shard.held_out_samples for part in groups for shard in part.values()]
+    counts = [shard.examples + shard.held_out_samples for part in groups for shard in part.values()]
     others = f", {len(unseen)} are only scored" if unseen else ""
-    samples = f"{min(held)} to {max(held)}" if min(held) < max(held) else str(held[0])
+    samples = f"{min(counts)} to {max(counts)}" if min(counts) < max(counts) else str(counts[0])
     return f"{len(seen)} devices learn{others}; each has {samples} samples"
 
 
 def _trials(
     studies: list[Study], module: Module, groups: Groups, folder: Path | None, note: Note
 ) -> tuple[list[Trial], dict[str, str]]:
-    """Return what ran to its end, and why others did not; raise what stops every algorithm."""
+    """Return finished trials, and why others stopped; raise the last error if all stopped."""
     trials, stopped = [], {}
     for study in studies:
         try:
@@ -269,25 +233,25 @@ def _trial(study: Study, module: Module, groups: Groups, folder: Path | None, no
     from triplane.unified_ir.federated.study import simulate as run
 
     name, (seen, unseen) = study.algorithm, groups
-    heard: list[int] = []
+    reported: list[int] = []
 
     def on_round(row: RoundRow) -> None:
-        if not heard and row.number > 1:
-            note(f"{name} goes on after round {row.number - 1}")
-        heard.append(row.number)
+        if not reported and row.number > 1:
+            note(f"{name} continues after round {row.number - 1}")
+        reported.append(row.number)
         note(f"{name} round {row.number}/{study.rounds}  loss {row.loss:.4f}  {row.seconds:.2f} s")
 
     def on_scores(number: int, rate: float | None, scores: Sequence[DeviceScore]) -> None:
         at = "" if rate is None else f"  at rate {rate:g}"
-        heard.extend([number] if rate is None else [])
+        reported.extend([number] if rate is None else [])
         note(f"{name} scored after round {number}{at}  {_accuracies(scores)}")
 
     trial = run(
         module, seen, study, unseen=unseen, folder=folder and folder / name,
         on_round=on_round, on_scores=on_scores,
     )  # fmt: skip
-    if not heard:
-        note(f"{name} was finished; read back from {folder}")
+    if not reported:
+        note(f"{name} had finished; read from {folder}")
     return trial
 
 
@@ -335,12 +299,8 @@ def _lines(trials: list[Trial]) -> list[str]:
     return lines
 
 
-def _stopped(stopped: dict[str, str]) -> list[str]:
-    return [f"{name} stopped: {why}" for name, why in stopped.items()]
-
-
 def _facts(options: dict[str, Any], groups: Groups) -> dict[str, str]:
-    """Return the options that mattered, by name, for the reader of the page."""
+    """Return the options that had an effect, by name, for the reader of the page."""
     from triplane.unified_ir.federated.algorithms import ALGORITHMS
 
     rows = [ALGORITHMS[name] for name in _names(options["algorithms"])]
@@ -367,16 +327,11 @@ def _facts(options: dict[str, Any], groups: Groups) -> dict[str, str]:
     # fmt: on
     left_out = {"as_json", "folder", "out", "model", "algorithms"}
     facts = {
-        k.replace("_", " ").replace("way", "partition"): _shown(v)
+        k.replace("_", " ").replace("way", "partition"): (
+            ", ".join(map(str, v)) if isinstance(v, tuple) else str(v)
+        )
         for k, v in options.items()
-        if k not in left_out and matters.get(k, True)
+        if k not in left_out and matters.get(k, True) and v not in {None, "", ()}
     }
     sizes = {"devices taking part": str(len(groups[0])), "devices unseen": str(len(groups[1]))}
-    return sizes | {k: v for k, v in facts.items() if v}
-
-
-def _shown(value: object) -> str:
-    """Format an option; empty for an unset one."""
-    if isinstance(value, tuple):
-        return ", ".join(map(str, value))
-    return "" if value is None else str(value)
+    return sizes | facts

@@ -14,20 +14,26 @@ from triplane.proto.errors import Conflict, InvalidInput, NotFound, TriplaneErro
 from triplane.unified_ir.cli import training
 from triplane.unified_ir.cli.importing import SUFFIX
 from triplane.unified_ir.cli.shell import (
+    COUNT,
+    FOLDER,
+    NATURAL,
+    NOT_NEGATIVE,
     OUTPUT_FILE,
+    POSITIVE,
     CommandOutput,
     check_distinct_files,
     check_suffix,
     json_option,
     open_output,
+    option,
 )
 
 if TYPE_CHECKING:
     from types import ModuleType
 
+    from triplane.unified_ir.data import Dataset
     from triplane.unified_ir.frontend import Cell
     from triplane.unified_ir.ir import Module
-    from triplane.unified_ir.nn import Loss
     from triplane.unified_ir.nn.imported import BatchNormMode
     from triplane.unified_ir.train import Trainer
 
@@ -68,126 +74,63 @@ FINE_TUNING_RATE: Final = 0.0002
 """Default of --lr for a model that is already trained; ten times that can undo its training."""
 
 
-@click.command("train", epilog=EPILOG)
+# fmt: off
+OPTIONS: Final = (
+    option("--data DATA", "'digits' (ships with the package), a .npz with x and y, MNIST IDX "
+           "files, or an image folder with one sub-folder per class.", required=True),
+    option("--validation DATA", "Held-out data of the same kind; by default a fifth of --data."),
+    option("--epochs N", "Passes over the training data.", COUNT, default=5),
+    option("--batch-size N", "Samples per step.", COUNT, default=32),
+    option("--optimizer", "The update rule, part of the graph; PyTorch's numbers otherwise.",
+           click.Choice(list(training.OPTIMIZERS)), default="adam"),
+    option("--lr RATE", "Learning rate; the highest one with --schedule.  "
+           f"[default: {RATE:g}; {FINE_TUNING_RATE:g} for a model file]", POSITIVE),
+    option("--schedule NAME[:KEY=VALUE,..]",
+           "Schedule of the learning rate, see below.  [default: constant]"),
+    option("--warmup N", "Raise the rate over the first N updates.", COUNT),
+    option("--weight-decay W", "Weight decay.  [default: 0; 0.01 for adamw]", NOT_NEGATIVE),
+    option("--freeze PATTERN", 'Parameters to exclude from training, such as "body.*"; may be '
+           'repeated.', multiple=True),
+    option("--batch-norm",
+           "For a model file: normalize by its running statistics, or by those of the batch, "
+           "updating the running ones.", click.Choice(["kept", "updated"]), default="kept"),
+    option("--clip [KIND:]LIMIT", "Limit gradients: their common norm (norm, the default), the "
+           "norm of each tensor (each), or each element (value)."),
+    option("--accumulate N", "Batches per update: N batches act as one large batch, in the memory "
+           "of one.", COUNT, default=1),
+    option("--precision", "Precision of products; weights stay float32, with a dynamic loss scale.",
+           click.Choice(["float32", "float16"]), default="float32"),
+    option("--loss-scale X", "A constant loss scale for float16.  [default: dynamic]", POSITIVE),
+    option("--ema D", "Write the exponential moving average of the weights, with decay D (0.999).",
+           click.FloatRange(0, 1, max_open=True)),
+    option("--tune", "Measure alternative forms of operators and use the fastest; cached on this "
+           "machine.", is_flag=True),
+    option("--memory-budget MB",
+           "Recompute some tensors so that those alive at once fit in MB million bytes.", POSITIVE),
+    option("--class-weights W,W,..", "Weight of each class in the loss, in order."),
+    option("--metric", "Metric to measure; may be repeated.  [default: accuracy]",
+           click.Choice(training.METRICS), name="metrics", multiple=True),
+    option("--early-stop N[:MEASURE]",
+           "Stop after N epochs without improvement of validation.loss, or of MEASURE."),
+    option("--tensorboard DIR", "Write event files for TensorBoard.", FOLDER),
+    option("--engine NAME", "onnx, reference or ascend.", default="onnx"),
+    option("--seed N", "Seed of initial weights, split and order; the same seed gives the same "
+           "bytes.", NATURAL, default=0),
+    option("--out", "The model file to write (NAME.tpm).", OUTPUT_FILE, required=True),
+    option("--history", "Write loss and accuracy per epoch as JSON.", OUTPUT_FILE),
+    option("--checkpoint", "Folder for checkpoints; a killed run resumes from the newest.", FOLDER),
+    option("--resume/--no-resume",
+           "Resume from --checkpoint, or refuse a folder that holds checkpoints.", default=True),
+    option("--entry", "Function to export; may be repeated.  [default: all but gradients]",
+           click.Choice(ENTRIES), name="entries", multiple=True),
+    option("--local-lr RATE",
+           "Rate of local_update and adapt.  [default: --lr with sgd, else 0.01]", POSITIVE),
+)
+# fmt: on
+
+
+@click.command("train", epilog=EPILOG, params=[*OPTIONS])
 @click.argument("cell", metavar="FILE.py:Cell")
-@click.option(
-    "--data", required=True, metavar="DATA",
-    help="'digits' (ships with the package), a .npz with x and y, MNIST IDX files, or an image "
-    "folder with one sub-folder per class.",
-)  # fmt: skip
-@click.option(
-    "--validation", metavar="DATA",
-    help="Held-out data of the same kind; by default a fifth of --data.",
-)  # fmt: skip
-@click.option(
-    "--epochs", type=click.IntRange(1), default=5, show_default=True, metavar="N",
-    help="Passes over the training data.",
-)  # fmt: skip
-@click.option(
-    "--batch-size", type=click.IntRange(1), default=32, show_default=True, metavar="N",
-    help="Samples per step.",
-)  # fmt: skip
-@click.option(
-    "--optimizer", type=click.Choice(list(training.OPTIMIZERS)), default="adam",
-    show_default=True, help="The update rule, part of the graph; PyTorch's numbers otherwise.",
-)  # fmt: skip
-@click.option(
-    "--lr", type=click.FloatRange(min=0, min_open=True), metavar="RATE",
-    help="Learning rate; the highest one with --schedule.  "
-    f"[default: {RATE:g}; {FINE_TUNING_RATE:g} for a model file]",
-)  # fmt: skip
-@click.option(
-    "--schedule", metavar="NAME[:KEY=VALUE,..]",
-    help="Schedule of the learning rate, see below.  [default: constant]",
-)  # fmt: skip
-@click.option(
-    "--warmup", type=click.IntRange(1), metavar="N",
-    help="Raise the rate over the first N updates.",
-)  # fmt: skip
-@click.option(
-    "--weight-decay", type=click.FloatRange(min=0), metavar="W",
-    help="Weight decay.  [default: 0; 0.01 for adamw]",
-)  # fmt: skip
-@click.option(
-    "--freeze", metavar="PATTERN", multiple=True,
-    help='Parameters to exclude from training, such as "body.*"; may be repeated.',
-)  # fmt: skip
-@click.option(
-    "--batch-norm", type=click.Choice(["kept", "updated"]), default="kept", show_default=True,
-    help="For a model file: normalize by its running statistics, or by those of the batch, "
-    "updating the running ones.",
-)  # fmt: skip
-@click.option(
-    "--clip", metavar="[KIND:]LIMIT",
-    help="Limit gradients: their common norm (norm, the default), the norm of each tensor (each), "
-    "or each element (value).",
-)  # fmt: skip
-@click.option(
-    "--accumulate", type=click.IntRange(1), default=1, show_default=True, metavar="N",
-    help="Batches per update: N batches act as one large batch, in the memory of one.",
-)  # fmt: skip
-@click.option(
-    "--precision", type=click.Choice(["float32", "float16"]), default="float32",
-    show_default=True,
-    help="Precision of products; weights stay float32, with a dynamic loss scale.",
-)  # fmt: skip
-@click.option(
-    "--loss-scale", type=click.FloatRange(min=0, min_open=True), metavar="X",
-    help="A constant loss scale for float16.  [default: dynamic]",
-)  # fmt: skip
-@click.option(
-    "--ema", type=click.FloatRange(0, 1, max_open=True), metavar="D",
-    help="Write the exponential moving average of the weights, with decay D (0.999).",
-)  # fmt: skip
-@click.option(
-    "--tune", is_flag=True,
-    help="Measure alternative forms of operators and use the fastest; cached on this machine.",
-)  # fmt: skip
-@click.option(
-    "--memory-budget", type=click.FloatRange(min=0, min_open=True), metavar="MB",
-    help="Recompute some tensors so that those alive at once fit in MB million bytes.",
-)  # fmt: skip
-@click.option(
-    "--class-weights", metavar="W,W,..", help="Weight of each class in the loss, in order.",
-)  # fmt: skip
-@click.option(
-    "--metric", "metrics", type=click.Choice(training.METRICS), multiple=True,
-    help="Metric to measure; may be repeated.  [default: accuracy]",
-)  # fmt: skip
-@click.option(
-    "--early-stop", metavar="N[:MEASURE]",
-    help="Stop after N epochs without improvement of validation.loss, or of MEASURE.",
-)  # fmt: skip
-@click.option(
-    "--tensorboard", type=click.Path(file_okay=False, path_type=Path), metavar="DIR",
-    help="Write event files for TensorBoard.",
-)  # fmt: skip
-@click.option(
-    "--engine", default="onnx", show_default=True, metavar="NAME",
-    help="onnx, reference or ascend.",
-)  # fmt: skip
-@click.option(
-    "--seed", type=click.IntRange(0), default=0, show_default=True, metavar="N",
-    help="Seed of starting weights, split and order; the same seed gives the same bytes.",
-)  # fmt: skip
-@click.option("--out", type=OUTPUT_FILE, required=True, help="The model file to write (NAME.tpm).")
-@click.option("--history", type=OUTPUT_FILE, help="Write loss and accuracy per epoch as JSON.")
-@click.option(
-    "--checkpoint", type=click.Path(file_okay=False, path_type=Path),
-    help="Folder for checkpoints; a killed run resumes from the newest.",
-)  # fmt: skip
-@click.option(
-    "--resume/--no-resume", default=True, show_default=True,
-    help="Resume from --checkpoint, or refuse a folder that holds checkpoints.",
-)  # fmt: skip
-@click.option(
-    "--entry", "entries", type=click.Choice(ENTRIES), multiple=True,
-    help="Function to export; may be repeated.  [default: all but gradients]",
-)  # fmt: skip
-@click.option(
-    "--local-lr", type=click.FloatRange(min=0, min_open=True), metavar="RATE",
-    help="Rate of local_update and adapt.  [default: --lr with sgd, else 0.01]",
-)  # fmt: skip
 @json_option
 def command(**options: Any) -> None:
     """Train FILE.py:Cell and write the result as one model file.
@@ -213,16 +156,12 @@ def command(**options: Any) -> None:
         from triplane.proto.disk import write_atomic
 
         write_atomic(options["history"], trainer.history.json().encode())
-    record = {
-        **_record(options["out"], digest, trainer, measures),
-        "seconds": time.perf_counter() - start,
-        **_tuning(trainer),
-    }
+    record = _record(options["out"], digest, trainer, measures, time.perf_counter() - start)
     _report(output, options, record)
 
 
 def _check(options: dict[str, Any]) -> None:
-    """Refuse before the training starts what could not be written after it."""
+    """Refuse options that would fail only after the training."""
     file = options["cell"]
     file = file if Path(file).suffix in _MODELS else file.rpartition(":")[0]
     check_distinct_files(
@@ -239,7 +178,7 @@ def _check(options: dict[str, Any]) -> None:
 def _explained(
     options: dict[str, Any], output: CommandOutput, *, is_default_rate: bool
 ) -> Iterator[None]:
-    """Say what an interrupted training left, and add to errors what the user can change."""
+    """Report what an interrupted training left, and add to errors what the user can change."""
     try:
         yield
     except KeyboardInterrupt as error:
@@ -257,17 +196,20 @@ def _explained(
 
 
 def _record(
-    out: Path, digest: str, trainer: Trainer, measures: Mapping[str, float]
+    out: Path, digest: str, trainer: Trainer, measures: Mapping[str, float], seconds: float
 ) -> dict[str, Any]:
+    outcomes = {"tuning": trainer.tuning, "memory": trainer.memory_plan}
     return {
         "model": str(out),
         "digest": digest,
         "bytes": out.stat().st_size,
         "epochs": trainer.place.epoch,
-        "train": _columns(trainer.history.last, prefix=""),
+        "train": {k: v for k, v in trainer.history.last.items() if "." not in k},
         "validation": measures,
         "optimizer": repr(trainer.recipe),
         "updates": int(trainer.state().get("optimizer.step", trainer.place.step)),
+        "seconds": seconds,
+        **{name: str(value) for name, value in outcomes.items() if value is not None},
     }
 
 
@@ -275,7 +217,7 @@ def _report(output: CommandOutput, options: dict[str, Any], record: dict[str, An
     epochs = record["epochs"]
     if epochs > options["epochs"]:
         output.note(
-            f"{options['checkpoint']} is of epoch {epochs} already, --epochs asks for "
+            f"{options['checkpoint']} is already at epoch {epochs}, beyond --epochs "
             f"{options['epochs']}: the model is that of epoch {epochs}"
         )
     for text in filter(None, map(record.get, ("tuning", "memory"))):
@@ -283,12 +225,6 @@ def _report(output: CommandOutput, options: dict[str, Any], record: dict[str, An
     shown = ", ".join(f"{k} {v:.4g}" for k, v in record["validation"].items())
     head = f"{record['model']}: {record['bytes']:,} bytes, held out: {shown}"
     output.result(record, f"{head}\ndigest {record['digest']}")
-
-
-def _tuning(trainer: Trainer) -> dict[str, str]:
-    """Report the results of tuning and of the memory budget, where they were asked for."""
-    outcomes = {"tuning": trainer.tuning, "memory": trainer.memory_plan}
-    return {name: str(value) for name, value in outcomes.items() if value is not None}
 
 
 def _blame_file(error: Exception, spec: str) -> None:
@@ -327,21 +263,21 @@ def _explain_rate(error: TriplaneError, rate: float) -> None:
     """Raise with the rate to pass where a run started with another rate than today's default."""
     from triplane.unified_ir.train.identity import OtherRun
 
-    begun = error.in_place_of(rate) if isinstance(error, OtherRun) else None
-    if begun is None:
+    first = error.in_place_of(rate) if isinstance(error, OtherRun) else None
+    if first is None:
         return
     kind = "a model file" if rate == FINE_TUNING_RATE else "a new network"
     raise Conflict(
-        f"the default of --lr is {rate:g} for {kind}, and the checkpoint's run began with "
-        f"{begun!r}; add --lr {begun!r} to go on with it, or name another folder for a new run"
+        f"the default of --lr is {rate:g} for {kind}, but the checkpoint's run started with "
+        f"{first!r}; add --lr {first!r} to continue it, or name another folder for a new run"
     ) from error
 
 
 def _after_interrupt(checkpoint: Path | None, *, saved: bool) -> str:
     if checkpoint is None:
-        return "no model file is written; with --checkpoint FOLDER the same command would go on"
-    kept = "saved, " if saved else ""
-    return f"{kept}no model file is written yet; the same command goes on from {checkpoint}"
+        return "no model file is written; with --checkpoint FOLDER the same command would continue"
+    start = "saved, " if saved else ""
+    return f"{start}no model file is written yet; the same command continues from {checkpoint}"
 
 
 def _trained(options: dict[str, Any], *, quiet: bool) -> tuple[Trainer, dict[str, float], Module]:
@@ -351,12 +287,12 @@ def _trained(options: dict[str, Any], *, quiet: bool) -> tuple[Trainer, dict[str
     nn.seed(options["seed"])
     cell = load_cell(options["cell"], batch_norm=options["batch_norm"])
     if options["validation"] is None:
-        learnt, held_out = data.load_split(options["data"], seed=options["seed"])
+        samples, held_out = data.load_split(options["data"], seed=options["seed"])
     else:
-        learnt, held_out = data.load(options["data"]), data.load(options["validation"])
-    trainer = _trainer(options, cell, rows=len(learnt), labels=learnt.labels)
+        samples, held_out = data.load(options["data"]), data.load(options["validation"])
+    trainer = _trainer(options, cell, samples)
     trainer.fit(
-        learnt,
+        samples,
         options["epochs"],
         batch_size=options["batch_size"],
         validation=held_out,
@@ -370,47 +306,31 @@ def _trained(options: dict[str, Any], *, quiet: bool) -> tuple[Trainer, dict[str
         return trainer, result, trainer.export(entries, local_lr=options["local_lr"])
 
 
-def _trainer(options: dict[str, Any], cell: Cell, *, rows: int, labels: Any) -> Trainer:
+def _trainer(options: dict[str, Any], cell: Cell, samples: Dataset) -> Trainer:
+    from triplane.unified_ir import nn
     from triplane.unified_ir.train import TensorBoard, Trainer
 
-    batches = -(-rows // options["batch_size"])
+    batches = -(-len(samples) // options["batch_size"])
     updates = -(-batches // options["accumulate"]) * options["epochs"]
     boards = [] if options["tensorboard"] is None else [TensorBoard(options["tensorboard"])]
+    budget_mb = options["memory_budget"]
+    same = ("engine", "seed", "accumulate", "precision", "loss_scale", "tune")
     return Trainer(
         cell,
-        loss=_loss(options["class_weights"]),
+        loss=nn.SoftmaxCrossEntropy(weight=training.weights(options["class_weights"])),
         optimizer=training.optimizer(options, updates),
-        engine=options["engine"],
-        seed=options["seed"],
         metrics=training.metrics(options["metrics"]),
         callbacks=[*training.early_stop(options["early_stop"]), *boards],
-        accumulate=options["accumulate"],
-        precision=options["precision"],
-        loss_scale=options["loss_scale"],
         average=options["ema"],
-        tune=options["tune"],
-        memory_budget_bytes=_bytes(options["memory_budget"]),
-        labels=labels,
+        memory_budget_bytes=None if budget_mb is None else round(budget_mb * 1e6),
+        labels=samples.labels,
+        **{name: options[name] for name in same},
         **training.clipping(options["clip"]),
     )
 
 
-def _bytes(megabytes: float | None) -> int | None:
-    return None if megabytes is None else round(megabytes * 1e6)
-
-
-def _loss(class_weights: str | None) -> Loss:
-    from triplane.unified_ir import nn
-
-    return nn.SoftmaxCrossEntropy(weight=training.weights(class_weights))
-
-
-def _columns(row: dict[str, float], *, prefix: str) -> dict[str, float]:
-    return {k.removeprefix(prefix): v for k, v in row.items() if "." not in k}
-
-
 def _of_file(path: Path, batch_norm: BatchNormMode) -> Cell:
-    """Return what a model predicts with, as a cell; InvalidInput where its batch size is fixed."""
+    """Return the entry `predict` of a model as a cell; refuse a fixed batch size."""
     from triplane.unified_ir.convert.conversion import open_model
     from triplane.unified_ir.nn import Imported
     from triplane.unified_ir.onnx import import_onnx
@@ -431,7 +351,7 @@ def _of_file(path: Path, batch_norm: BatchNormMode) -> Cell:
 def load_cell(spec: str, *, batch_norm: BatchNormMode = "kept") -> Cell:
     """Return the cell that FILE.py:NAME names: a Cell subclass, or a function without arguments.
 
-    An ONNX model or a model file is such a cell too: its weights are trained further.
+    An ONNX model or a model file is also a cell, whose weights are trained further.
     """
     from triplane.unified_ir.frontend import Cell
 
@@ -439,7 +359,7 @@ def load_cell(spec: str, *, batch_norm: BatchNormMode = "kept") -> Cell:
         return _of_file(Path(spec), batch_norm)
     if batch_norm != "kept":
         raise InvalidInput(
-            f"--batch-norm is an option for a model file; the layers of {spec} decide themselves"
+            f"--batch-norm is for model files; the layers of {spec} decide themselves"
         )
     if spec.startswith(ZOO):
         return _of_zoo(spec.removeprefix(ZOO))
@@ -451,12 +371,12 @@ def load_cell(spec: str, *, batch_norm: BatchNormMode = "kept") -> Cell:
     module = _load_module(Path(file))
     attribute = getattr(module, name, None)
     if attribute is None:
-        known = [k for k, v in vars(module).items() if isinstance(v, type) and issubclass(v, Cell)]
-        raise NotFound(f"{file} defines no {name!r}; cells there: {', '.join(known) or 'none'}")
+        cells = [k for k, v in vars(module).items() if isinstance(v, type) and issubclass(v, Cell)]
+        raise NotFound(f"{file} defines no {name!r}; cells there: {', '.join(cells) or 'none'}")
     cell = attribute() if callable(attribute) else attribute
     if not isinstance(cell, Cell):
         raise InvalidInput(
-            f"{spec} gives an object of type {type(cell).__name__}; it must give an nn.Cell"
+            f"{spec} returns an object of type {type(cell).__name__}; it must return an nn.Cell"
         )
     return cell
 
@@ -465,16 +385,16 @@ def _of_zoo(spec: str) -> Cell:
     """Return the network of the zoo for NAME or NAME,OPTION=NUMBER,...."""
     from triplane.unified_ir.zoo import network
 
-    name, *options = spec.split(",")
+    name, *parts = spec.split(",")
     settings: dict[str, int | float] = {}
-    for option in options:
-        key, _, value = option.partition("=")
+    for part in parts:
+        key, _, value = part.partition("=")
         try:
             settings[key] = float(value) if "." in value else int(value)
         except ValueError:
             raise InvalidInput(
                 f"options of a zoo network are NAME=NUMBER, such as zoo:resnet8,channels=1; got "
-                f"{option!r}"
+                f"{part!r}"
             ) from None
     try:
         return network(name, **settings)

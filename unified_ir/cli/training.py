@@ -132,7 +132,7 @@ def _whole(what: str, x: float) -> int:
     return int(x)
 
 
-def clipping(text: str | None) -> dict[str, float]:
+def clipping(text: str | None) -> dict[str, Any]:
     """Parse --clip: a limit of the common norm, or norm:, each: or value: and a limit."""
     if text is None:
         return {}
