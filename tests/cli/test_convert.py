@@ -61,7 +61,7 @@ def test_json_is_one_document(folder, tmp_path, capsys):
         (
             ["--quantize", "int8", "--calibrate", "digits", "--max-accuracy-drop", "0"],
             2,
-            "--max-accuracy-drop is measured on labelled data: give --evaluate too",
+            "--max-accuracy-drop needs labelled data; give --evaluate too",
         ),
     ],
 )

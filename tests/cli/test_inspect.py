@@ -277,7 +277,7 @@ def test_profile_says_where_a_steps_time_goes(tmp_path, capsys):
     ("argv", "text"),
     [
         (("--profile", "--sizes", "N=0"), "sizes are written N=32,T=10"),
-        (("--profile", "--sizes", "Q=2"), "['Q'] are none of them"),
+        (("--profile", "--sizes", "Q=2"), "but not ['Q']"),
         (("--profile", "--entry", "nothing"), "no entry 'nothing'"),
     ],
     ids=["no size", "unknown size", "unknown entry"],

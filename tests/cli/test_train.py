@@ -310,7 +310,7 @@ def test_a_file_that_cannot_be_read_again_is_not_a_success(tmp_path: Path) -> No
     command = [str(Path(sys.executable).with_name("triplane")), *argv]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 5, done.stderr
-    assert "m.tpm cannot be read again" in done.stderr
+    assert "m.tpm cannot be read back" in done.stderr
     assert not (tmp_path / "m.tpm").exists()
 
 

@@ -37,7 +37,7 @@ def test_a_bundle_that_does_not_answer_its_goldens_is_not_kept(tmp_path):
     path = tmp_path / "m.bundle"
     old = write_bundle(path, bundle_spec(), check=check_served)
     for change in ({"golden_outputs": {"y": Y + 1}}, {"model": b"no graph"}):
-        with pytest.raises(Corrupt, match=r"^m\.bundle cannot be read again .*not kept"):
+        with pytest.raises(Corrupt, match=r"^m\.bundle cannot be read back .*not kept"):
             write_bundle(path, bundle_spec(**change), check=check_served)
     assert Bundle.load(path).digest == old
     assert [p.name for p in tmp_path.iterdir()] == ["m.bundle"]
@@ -48,6 +48,6 @@ def test_a_plan_with_an_entry_that_no_session_takes_is_not_kept(tmp_path):
     write_plan(path, plan_spec(), check=check_runnable)
     path.unlink()
     entries = {**plan_spec().entries, "evaluate": b"no graph"}
-    with pytest.raises(Corrupt, match=r"^m\.plan cannot be read again .*not kept"):
+    with pytest.raises(Corrupt, match=r"^m\.plan cannot be read back .*not kept"):
         write_plan(path, plan_spec(entries=entries), check=check_runnable)
     assert not list(tmp_path.iterdir())

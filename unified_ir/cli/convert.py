@@ -84,11 +84,13 @@ def command(**options: Any) -> None:
     stated = click.get_current_context().get_parameter_source("max_accuracy_drop")
     unmeasured = options["quantize"] is not None and options["evaluate"] is None
     if unmeasured and stated is not ParameterSource.DEFAULT:
-        raise InvalidInput("--max-accuracy-drop is measured on labelled data: give --evaluate too")
+        raise InvalidInput("--max-accuracy-drop needs labelled data; give --evaluate too")
     module, digest = _loaded(options["model"])
     wants_plan = options["plan"] is not None
     if wants_plan:
-        _check_plan(module)
+        from triplane.unified_ir.convert.plan import export_plan, plan_entries
+
+        plan_entries(module)  # refuse before the bundle is written: all is written, or nothing
     record: dict[str, Any] = {}
     texts = []
     if not wants_plan or options["out"] is not None or options["quantize"] is not None:
@@ -97,8 +99,9 @@ def command(**options: Any) -> None:
         texts.append(report.text().rstrip())
         _save_reports(report, record, options)
     if wants_plan:
-        record["plan"] = _planned(module, digest, options["plan"])
-        texts.append(f"plan: {options['plan']}, digest {record['plan']['digest']}")
+        plan_digest = export_plan(module, options["plan"], model_digest=digest)
+        record["plan"] = {"path": str(options["plan"]), "digest": plan_digest}
+        texts.append(f"plan: {options['plan']}, digest {plan_digest}")
     output.result(record, "\n".join(texts))
 
 
@@ -172,16 +175,3 @@ def _save_reports(report: Report, record: dict[str, Any], options: dict[str, Any
         write_atomic(options["report"], report.svg().encode())
     if options["report_json"] is not None:
         write_atomic(options["report_json"], json.dumps(record, indent=2).encode())
-
-
-def _check_plan(module: Module) -> None:
-    """Check before the bundle is written: a command does all it was asked for, or nothing."""
-    from triplane.unified_ir.convert.plan import plan_entries
-
-    plan_entries(module)
-
-
-def _planned(module: Module, digest: str, path: Path) -> dict[str, str]:
-    from triplane.unified_ir.convert import export_plan
-
-    return {"path": str(path), "digest": export_plan(module, path, model_digest=digest)}

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 if TYPE_CHECKING:
-    from triplane.unified_ir.engines.profile import Profile
     from triplane.unified_ir.ir import Module
 
 DEFAULT_SIZE: Final = 32
@@ -42,18 +41,16 @@ def entry_profile(module: Module, entry: str | None, sizes: Mapping[str, int]) -
     types = {p.name: p.type for p in module.inputs(name)}
     known = {s for t in types.values() for s in t.symbols}
     if odd := sorted(sizes.keys() - known):
-        raise InvalidInput(f"{name} has the sizes {sorted(known)}; {odd} are none of them")
+        raise InvalidInput(f"{name} has the sizes {sorted(known)}, but not {odd}")
     args = sample_inputs(types, sizes, default=DEFAULT_SIZE)
-    held = [p.name for p in function.params if p.name in module.state]
-    args |= {k: module.initial(k) for k in held}
-    state = held if module.assigned(name) else []
+    read = [p.name for p in function.params if p.name in module.state]
+    args |= {k: module.initial(k) for k in read}
+    state = read if module.assigned(name) else []
     profile = profiled(function, args, state=state)
     used = {s: sizes.get(s, DEFAULT_SIZE) for s in sorted(known)}
-    return {"entry": name, "sizes": used, **_record(profile)}
-
-
-def _record(profile: Profile) -> dict[str, Any]:
     return {
+        "entry": name,
+        "sizes": used,
         "total_ms": profile.total_ms,
         "calls": profile.calls,
         **{k: [asdict(s) for s in getattr(profile, k)] for k in ("nodes", "ops", "lines")},

@@ -331,11 +331,6 @@ def _tiers() -> list[Tier]:
     return tiers
 
 
-def _extra_of(module: str) -> str | None:
-    """Return the extra that installs `module`, if a tier names one."""
-    return next((t.extras[module] for t in _tiers() if module in t.extras), None)
-
-
 def _load(entry: EntryPoint) -> click.Command:
     try:
         command = entry.load()
@@ -367,8 +362,10 @@ def _failure(error: Exception) -> _Failure:
         return _Failure("InvalidInput", message, error.exit_code)
     if isinstance(error, click.ClickException):
         return _Failure("InvalidInput", error.format_message(), error.exit_code)
-    if isinstance(error, ModuleNotFoundError) and error.name and (extra := _extra_of(error.name)):
-        error = _missing(error.name, extra)
+    if isinstance(error, ModuleNotFoundError):
+        extras = {name: extra for tier in _tiers() for name, extra in tier.extras.items()}
+        if error.name in extras:
+            error = _missing(error.name, extras[error.name])
     if isinstance(error, MemoryError):
         reason = str(error) or "an allocation failed"
         error = Unavailable(f"out of memory: {reason}; use smaller sizes, or a larger machine")

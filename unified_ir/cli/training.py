@@ -109,7 +109,12 @@ def schedule(text: str, lr: float, total: int) -> Schedule:
                 f"--schedule {name} has {', '.join(row.options)}, got {key!r}; write "
                 f"{name}:{'=..,'.join(row.options)}=.."
             )
-        fields[row.options[key][0]] = _value(f"--schedule {name} {key}", key, value)
+        what = f"--schedule {name} {key}"
+        if key == "at":
+            parsed: Any = tuple(_whole(what, _number(what, part)) for part in value.split("/"))
+        else:
+            parsed = _number(what, value)
+        fields[row.options[key][0]] = parsed
     missing = [k for k, (field, _) in row.options.items() if field not in fields]
     if missing:
         raise InvalidInput(f"--schedule {name} needs {missing[0]}, such as {name}:{missing[0]}=10")
@@ -117,13 +122,6 @@ def schedule(text: str, lr: float, total: int) -> Schedule:
     ends = {} if row.total is None else {row.total: total}
     chosen: Schedule = getattr(optim, row.kind)(**{row.lr: lr}, **ends, **whole)
     return chosen
-
-
-def _value(what: str, key: str, text: str) -> Any:
-    """Parse a number; for `at`, integers separated by slashes."""
-    if key == "at":
-        return tuple(_whole(what, _number(what, part)) for part in text.split("/"))
-    return _number(what, text)
 
 
 def _whole(what: str, x: float) -> int:

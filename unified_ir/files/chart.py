@@ -23,10 +23,10 @@ HEIGHT: Final = 380
 COLOURS: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 INK, SOFT, GRID = "#1f2933", "#52606d", "#e4e7eb"
 DASHES: Final = ("", "9 4", "3 3", "12 3 3 3")
-"""Line styles in turn, so that a line never hides another one that runs along it."""
+"""Line styles in turn, so that a line never hides another that coincides with it."""
 HALO: Final = "stroke='#ffffff' stroke-width='4' paint-order='stroke'"
 MAX_DOTS: Final = 400
-"""Pairs drawn in one column; of more, every n-th in order of their first value."""
+"""Limit of pairs drawn in one column; of more, every n-th is drawn by order of first value."""
 FONT: Final = "font-family='system-ui, Helvetica, Arial, sans-serif'"
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 52, 56
 _BAR, _GAP, _NAME = 20, 12, 190
@@ -35,7 +35,7 @@ _MAX_NAME: Final = 30
 
 
 def line_chart(series: Mapping[str, Points], title: str, x_label: str, y_label: str) -> str:
-    """Draw named lines through (x, y) points; at least one point in all, every number finite."""
+    """Draw named lines through (x, y) points: at least one point in all, every number finite."""
     points = [p for line in series.values() for p in line]
     _check_finite([c for p in points for c in p], title)
     right = WIDTH - _RIGHT - min(150, 8 + 7 * max(len(name) for name in series))
@@ -129,12 +129,8 @@ def stack(charts: Sequence[str], title: str, subtitle: Sequence[str] = ()) -> st
         y += 20
     for chart in charts:
         body.append(chart.replace("<svg ", f"<svg y='{_f(y)}' ", 1))
-        y += _height_of(chart)
+        y += float(chart.split("height='", 1)[1].split("'", 1)[0])
     return _page(WIDTH, y + 8, title, body)
-
-
-def _height_of(chart: str) -> float:
-    return float(chart.split("height='", 1)[1].split("'", 1)[0])
 
 
 def _page(width: float, height: float, title: str, body: Sequence[str]) -> str:
@@ -201,7 +197,7 @@ def _text(
 
 
 def _label_heights(ends: Mapping[str, float], least: float = 16.0) -> dict[str, float]:
-    """Return label heights by name: moved down until none touch, then up from the edge."""
+    """Return label heights by name, moved down until none overlap, then up from the edge."""
     heights: dict[str, float] = {}
     last = -math.inf
     for name, y in sorted(ends.items(), key=lambda pair: pair[1]):

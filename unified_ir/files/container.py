@@ -1,13 +1,13 @@
-"""The zip container: stored, aligned members in one canonical layout, so that no byte escapes.
+"""The zip container: stored, aligned members in one canonical layout, so every byte is checked.
 
 Layout: `manifest.pb`, then the parts in the manifest's order, then the central directory. Members
-are stored, start 64-byte aligned (zipalign's extra field 0xD935 pads), carry the date 1980-01-01.
-A loader derives every header and directory byte from the manifest and compares; the manifest is
-guarded by the CRC-32 in its own header, each part by its SHA-256. Whatever is not exactly that is
-refused, compressed members and foreign zips included; any unzip program opens the result.
+are stored, start 64-byte aligned (zipalign's extra field 0xD935 pads), and have the date
+1980-01-01. A loader derives every header and directory byte from the manifest and compares them; a
+CRC-32 in its own header guards the manifest, a SHA-256 each part. Anything else is refused,
+including compressed members and other zip files; any unzip program opens the result.
 
-The file is mapped, and a part is hashed when it is first asked for. Replace a file only by rename
-(as `write` does): changing one in place changes what readers have mapped.
+The file is mapped, and a part is hashed when it is first read. Replace a file only by rename (as
+`write` does): changing it in place changes what readers have mapped.
 """
 
 import mmap
@@ -15,7 +15,7 @@ import os
 import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -38,14 +38,14 @@ from triplane.unified_ir.files.manifest import (
 
 _HASH_CHUNK: Final = 8 << 20
 _RELEASED_BYTES: Final = 64 << 20
-"""After hashing a part above this size its pages are released; use reads them again."""
+"""After hashing a part above this size its pages are released; later use reads them again."""
 _HOW_MADE: Final = {
-    ("model", "bundle"): "; `triplane convert MODEL.tpm --out NAME.bundle` makes one of it",
-    ("model", "plan"): "; `triplane convert MODEL.tpm --plan NAME.plan` makes one of it",
+    ("model", "bundle"): "; `triplane convert MODEL.tpm --out NAME.bundle` makes one from it",
+    ("model", "plan"): "; `triplane convert MODEL.tpm --plan NAME.plan` makes one from it",
     ("bundle", "model"): "; give the .tpm that it was made from",
     ("plan", "model"): "; give the .tpm that it was made from",
 }
-"""The way out where one kind of file is given for another, by kind given and kind expected."""
+"""Hints for a file of another kind than expected, by actual and expected kind."""
 _READ_CHUNK: Final = 1 << 20
 
 
@@ -60,7 +60,7 @@ class PartData:
 
 
 def part(name: str, data: Buffer) -> PartData:
-    """Return a part made of bytes at hand."""
+    """Return a part made of bytes in memory."""
     return PartData(name, memoryview(data).nbytes, (data,))
 
 
@@ -95,14 +95,14 @@ def write(
     check: Callable[[Path], object] | None = None,
     disk: Disk = OS_DISK,
 ) -> str:
-    """Write the file whole or not at all and return its root digest.
+    """Write the file completely or not at all, and return its root digest.
 
     Parts are streamed and hashed on the way; the manifest, whose size does not depend on digests,
-    is written last into the room kept for it.
+    is written last, into space reserved for it.
 
-    check: reads the complete file, before it takes its name, as its readers will; a file that it
-    refuses is removed and what had the name stays. Hashing takes about as long as a read from
-    memory, 0.5 to 1 s per GB, and no memory, since the file is mapped.
+    check: reads the complete file before it gets its name, as its readers will; a file that it
+    refuses is removed, and an older file of that name stays. Hashing takes 0.5 to 1 s per GB and no
+    memory, since the file is mapped.
     """
     path = Path(path)
     with atomic_file(path, disk) as file:
@@ -114,12 +114,12 @@ def write(
 
 
 def _read_back(written: Path, name: str, check: Callable[[Path], object]) -> None:
-    """Have `check` read the file under its temporary name; its refusal says the final one."""
+    """Have `check` read the file under its temporary name; errors state the final name."""
     try:
         check(written)
     except (Corrupt, InvalidInput) as error:
         text = str(error).replace(written.name, name)
-        message = f"{name} cannot be read again as it was written, so it is not kept: {text}"
+        message = f"{name} cannot be read back after writing, so it is not kept: {text}"
         raise Corrupt(message) from error
 
 
@@ -139,7 +139,7 @@ def encoded(
     properties: Mapping[str, str] | None = None,
     parent: str = "",
 ) -> bytes:
-    """Return the bytes that `write` would write: for a small file that does not go to a disk."""
+    """Return the bytes that `write` would write, for a small file that is not stored on disk."""
     file = BytesIO()
     write_into(file, kind, parts, properties=properties, parent=parent)
     return file.getvalue()
@@ -155,16 +155,22 @@ def write_into(
 ) -> str:
     """Write into an empty seekable file and return its root digest; the caller makes it durable."""
     parts = tuple(parts)
-    draft = _manifest(kind, parts, [bytes(digests.SIZE)] * len(parts), properties, parent)
+    draft = Manifest(
+        kind=kind,
+        parts=tuple(Part(data.name, data.size, bytes(digests.SIZE), 0) for data in parts),
+        tensors=tuple(t for data in parts for t in data.tensors),
+        properties=tuple(sorted((properties or {}).items())),
+        parent=parent,
+    )
     room = len(manifests.encode(draft))
     layout = Layout(room, draft.parts)
     if layout.size > MAX_FILE_BYTES:
         raise InvalidInput(f"a file has at most {MAX_FILE_BYTES} bytes, this takes {layout.size}")
-    done = [
-        _stream(file, offset, data) for offset, data in zip(layout.data[1:], parts, strict=True)
-    ]
-    shas, crcs = [sha for sha, _ in done], [crc for _, crc in done]
-    manifest = _manifest(kind, parts, shas, properties, parent, crcs)
+    written = tuple(
+        Part(data.name, data.size, *_stream(file, offset, data))
+        for offset, data in zip(layout.data[1:], parts, strict=True)
+    )
+    manifest = replace(draft, parts=written)
     stored = manifests.encode(manifest)
     assert len(stored) == room
     for offset, frame in Layout(room, manifest.parts).frames(zlib.crc32(stored)):
@@ -191,7 +197,7 @@ class Container:
     ) -> None:
         """Map `path` and check its directory, its kind and, when given, its root digest.
 
-        data: the file's bytes where they are at hand; `path` is then a name in what is said.
+        data: the file's bytes, if they are in memory; `path` is then only a name in messages.
         NotFound: no such file. InvalidInput: another kind of file, or a newer format.
         Corrupt: anything else that is not exactly what `write` produces.
         """
@@ -225,7 +231,7 @@ class Container:
         return self._read[name]
 
     def tensors(self, name: str) -> dict[str, tensors.StoredTensor]:
-        """Return read-only views of the tensors of a part, which must be as the manifest says."""
+        """Return read-only views of the tensors of a part; they must match the manifest."""
         stored = tensors.unpack(self.part(name), f"{self.path.name}: part {name!r}")
         at = len(self.part(name)) - sum(t.data.nbytes for t in stored.values())
         actual = []
@@ -240,7 +246,7 @@ class Container:
     def verify(self) -> None:
         """Hash every part and check every header of tensors; Corrupt names what is damaged.
 
-        A part's digest vouches for its tensors; theirs serve to name damage and to compare files.
+        A part's digest covers its tensors; their own digests name damage and compare files.
         """
         for row in self.manifest.parts:
             self.part(row.name)
@@ -252,7 +258,7 @@ class Container:
         self._read |= {row.name: self._bytes(row) for row in self.manifest.parts}
 
     def release(self) -> None:
-        """Release the memory of what was read; it is read from the file again when it is used."""
+        """Release the memory of what was read; later use reads it from the file again."""
         if isinstance(self._map, mmap.mmap):
             self._map.madvise(mmap.MADV_DONTNEED)
 
@@ -276,33 +282,12 @@ class Container:
         hurt = [
             t.name
             for t in self.manifest.tensors_of(row.name)
-            if _hash(data[t.offset : t.offset + t.size]) != t.sha256
+            if digests.sha256(data[t.offset : t.offset + t.size]) != t.sha256
         ]
         return f" in tensor {', '.join(map(repr, hurt[:4]))}" if hurt else ""
 
     def _corrupt(self, message: str) -> Corrupt:
         return Corrupt(f"{self.path.name}: {message}")
-
-
-def _manifest(
-    kind: str,
-    parts: tuple[PartData, ...],
-    shas: list[bytes],
-    properties: Mapping[str, str] | None,
-    parent: str,
-    crcs: list[int] | None = None,
-) -> Manifest:
-    crcs = crcs or [0] * len(parts)
-    return Manifest(
-        kind=kind,
-        parts=tuple(
-            Part(data.name, data.size, sha, crc)
-            for data, sha, crc in zip(parts, shas, crcs, strict=True)
-        ),
-        tensors=tuple(t for data in parts for t in data.tensors),
-        properties=tuple(sorted((properties or {}).items())),
-        parent=parent,
-    )
 
 
 def _stream(file: BinaryIO, offset: int, data: PartData) -> tuple[bytes, int]:
@@ -400,8 +385,3 @@ def _check_frames(
         if data[offset : offset + len(frame)] != frame:
             raise Corrupt(f"{name}: is damaged")
     return {row.name: at for row, at in zip(layout.parts, layout.data, strict=True)}
-
-
-def _hash(data: memoryview) -> bytes:
-    chunks = (data[at : at + _HASH_CHUNK] for at in range(0, len(data), _HASH_CHUNK))
-    return digests.sha256_of(chunks)

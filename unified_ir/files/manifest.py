@@ -1,8 +1,8 @@
 """The manifest of a file: every part and tensor with its size and digest.
 
-Decoding bounds work before doing it: the size of the manifest, then the number of entries, then
-each name, rank and range. An accepted manifest is consistent: names unique,
-tensors inside their parts.
+Decoding limits work before doing it: the size of the manifest, then the number of entries, then
+each name, rank and range. An accepted manifest is consistent: names are unique, and tensors lie
+inside their parts.
 """
 
 import re
@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError, Message
 
 from triplane.proto import files_pb2 as pb
 from triplane.proto.errors import Corrupt, InvalidInput
+from triplane.proto.messages import message_from
 from triplane.unified_ir.files import digests
 from triplane.unified_ir.files.dtypes import BY_NAME
 
@@ -29,7 +30,7 @@ MAX_TENSOR_NAME_BYTES: Final = 512
 MAX_PROPERTY_BYTES: Final = 64 << 10
 MAX_RANK: Final = 16
 MAX_FILE_BYTES: Final = 2**32 - 1
-"""Version 1 keeps to zip's 32-bit fields; zip64 would be a later format version."""
+"""Version 1 uses zip's 32-bit fields; zip64 would need a later format version."""
 
 PART_NAME: Final = re.compile(r"[a-z0-9_][a-z0-9_.-]{0,99}", re.ASCII)
 MANIFEST_NAME: Final = "manifest.pb"
@@ -73,7 +74,7 @@ class Manifest:
     parent: str = ""
 
     def part(self, name: str) -> Part:
-        """Return the part of that name; Corrupt when the file lacks it."""
+        """Return the part of that name; Corrupt if the file lacks it."""
         for part in self.parts:
             if part.name == name:
                 return part
@@ -85,7 +86,7 @@ class Manifest:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Return the bytes to store; InvalidInput when the manifest breaks a rule of the format."""
+    """Return the bytes to store; InvalidInput if the manifest breaks a rule of the format."""
     try:
         _check(manifest)
     except Corrupt as error:
@@ -93,17 +94,11 @@ def encode(manifest: Manifest) -> bytes:
     message = pb.Manifest(
         format_version=FORMAT_VERSION,
         kind=manifest.kind,
+        parts=[message_from(pb.Part, part) for part in manifest.parts],
+        tensors=[message_from(pb.Tensor, tensor) for tensor in manifest.tensors],
+        properties=[pb.Property(key=key, value=value) for key, value in manifest.properties],
         parent_digest=digests.from_hex(manifest.parent) if manifest.parent else b"",
     )
-    for part in manifest.parts:
-        message.parts.add(name=part.name, size=part.size, sha256=part.sha256, crc32=part.crc32)
-    for t in manifest.tensors:
-        message.tensors.add(
-            part=t.part, name=t.name, dtype=t.dtype, shape=t.shape,
-            offset=t.offset, size=t.size, sha256=t.sha256, role=t.role,
-        )  # fmt: skip
-    for key, value in manifest.properties:
-        message.properties.add(key=key, value=value)
     data = message.SerializeToString(deterministic=True)
     if len(data) > MAX_MANIFEST_BYTES:
         raise InvalidInput(f"a manifest takes at most {MAX_MANIFEST_BYTES} bytes, got {len(data)}")
@@ -132,7 +127,7 @@ def parse(message: _M, data: bytes, what: str) -> _M:
     try:
         message.ParseFromString(data)
     except (DecodeError, RecursionError) as error:
-        raise Corrupt(f"{what}: not the message it should be: {error}") from error
+        raise Corrupt(f"{what}: not a {type(message).__name__} message: {error}") from error
     size = message.ByteSize()
     message.DiscardUnknownFields()
     if message.ByteSize() != size:
@@ -143,9 +138,9 @@ def parse(message: _M, data: bytes, what: str) -> _M:
 def count_fields(data: bytes, limit: int = _MAX_ENTRIES) -> int:
     """Count the top-level fields of a serialized message, stopping just past `limit`.
 
-    Two bytes on the wire can become a message object of a hundred: counting first keeps a hostile
-    manifest from taking fifty times its size in memory. Malformed bytes end the count; the real
-    parser refuses them.
+    Two bytes on the wire can become a message object of a hundred bytes: counting first prevents a
+    hostile manifest from taking fifty times its size in memory. Malformed bytes end the count; the
+    real parser refuses them.
     """
     at = count = 0
     while at < len(data) and count <= limit:
@@ -182,7 +177,7 @@ def _from_message(message: pb.Manifest) -> Manifest:
         if not part.HasField("crc32"):
             raise Corrupt(f"manifest: part {part.name!r} has no crc32")
     for t in message.tensors:
-        if len(t.shape) > MAX_RANK:  # before a tuple of millions is made of it
+        if len(t.shape) > MAX_RANK:  # before it becomes a tuple of millions
             raise Corrupt(f"manifest: tensor {t.name[:80]!r}: rank {len(t.shape)} out of range")
     return Manifest(
         kind=message.kind,
@@ -254,13 +249,13 @@ def _check_tensor(tensor: TensorEntry) -> None:
 
 
 def check_tensor_name(name: str, where: str) -> None:
-    """Refuse empty, overlong and unprintable names; a name is shown to people and never a path."""
+    """Refuse empty, overlong and unprintable names; a name is shown, never used as a path."""
     if not (name and name.isprintable()) or len(name.encode()) > MAX_TENSOR_NAME_BYTES:
         raise Corrupt(f"{where}: a name has 1 to {MAX_TENSOR_NAME_BYTES} printable bytes")
 
 
 def check_shape(shape: tuple[int, ...], where: str) -> None:
-    """Refuse ranks and sizes that no file holds, zeros beside sizes whose product overflows too."""
+    """Refuse ranks and sizes that no file can hold, even if a size of 0 makes their product 0."""
     fits = len(shape) <= MAX_RANK and all(0 <= dim <= MAX_FILE_BYTES for dim in shape)
     if not fits or prod(dim or 1 for dim in shape) > MAX_FILE_BYTES:
         raise Corrupt(f"{where}: rank {len(shape)}, shape {shape[:MAX_RANK]} out of range")

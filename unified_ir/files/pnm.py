@@ -18,7 +18,7 @@ HEADER: Final = re.compile(rb"(P[1-7])" + 3 * (GAP + rb"(\d{1,9})") + rb"\s")
 
 
 def decode(data: bytes, what: str) -> NDArray[np.uint8]:
-    """The image as (C, H, W), scaled so that the file's own maximum becomes 255."""
+    """Return the image as (C, H, W), scaled so that the file's maximum becomes 255."""
     match = HEADER.match(data[:MAX_HEADER_BYTES])
     if match is None:
         raise Corrupt(f"{what} is not a PGM or PPM: it starts with {data[:16]!r}")

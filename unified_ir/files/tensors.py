@@ -71,18 +71,10 @@ class Packed:
             yield _bytes_of(x)
 
 
-@dataclass(frozen=True, slots=True)
-class _Arranged:
-    """Tensors in canonical order with the header before them and where each lies in the part."""
-
-    names: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    arrays: tuple[Array, ...]
-    offsets: tuple[int, ...]
-    header: bytes
-
-
-def _arrange(tensors: Mapping[str, Array | StoredTensor]) -> _Arranged:
+def _arrange(
+    tensors: Mapping[str, Array | StoredTensor],
+) -> tuple[bytes, list[tuple[str, str, Array, int]]]:
+    """Return the header, and (name, dtype, array, offset in the part) in canonical order."""
     if METADATA in tensors:
         raise InvalidInput(
             f"no tensor is named {METADATA}: readers take it for text about the file"
@@ -101,38 +93,31 @@ def _arrange(tensors: Mapping[str, Array | StoredTensor]) -> _Arranged:
             for (name, tensor), x, begin in zip(named, arrays, begins, strict=True)
         }
     )
-    return _Arranged(
-        names=tuple(name for name, _ in named),
-        dtypes=tuple(tensor.dtype for _, tensor in named),
-        arrays=arrays,
-        offsets=tuple(len(header) + begin for begin in begins),
-        header=header,
-    )
+    return header, [
+        (name, tensor.dtype, x, len(header) + begin)
+        for (name, tensor), x, begin in zip(named, arrays, begins, strict=True)
+    ]
 
 
 def pack(
     part: str, tensors: Mapping[str, Array | StoredTensor], roles: Mapping[str, str] | None = None
 ) -> Packed:
     """Lay out `tensors` as the part `part`, hashing each; `roles` by tensor name."""
-    roles, at = roles or {}, _arrange(tensors)
+    roles, (header, placed) = roles or {}, _arrange(tensors)
     entries = tuple(
         TensorEntry(
             part, name, dtype, x.shape, offset, x.nbytes,
             digests.sha256(_bytes_of(x)), roles.get(name, ""),
         )
-        for name, dtype, x, offset in zip(
-            at.names, at.dtypes, at.arrays, at.offsets, strict=True
-        )
+        for name, dtype, x, offset in placed
     )  # fmt: skip
-    size = len(at.header) + sum(x.nbytes for x in at.arrays)
-    return Packed(size, entries, at.header, at.arrays)
+    size = len(header) + sum(entry.size for entry in entries)
+    return Packed(size, entries, header, tuple(x for _, _, x, _ in placed))
 
 
 def offsets(tensors: Mapping[str, Array | StoredTensor]) -> dict[str, tuple[int, int]]:
     """Return (offset in the part, length) in bytes by name, as ONNX external data wants them."""
-    at = _arrange(tensors)
-    sizes = (x.nbytes for x in at.arrays)
-    return dict(zip(at.names, zip(at.offsets, sizes, strict=True), strict=True))
+    return {name: (offset, x.nbytes) for name, _, x, offset in _arrange(tensors)[1]}
 
 
 def unpack(data: Buffer, what: str) -> dict[str, StoredTensor]:
@@ -145,15 +130,15 @@ def unpack(data: Buffer, what: str) -> dict[str, StoredTensor]:
     base = 8 + header_size
     rows = _parse_header(bytes(view[8:base]), what)
     entries = sorted(
-        (_entry(name, row, what) for name, row in rows.items()), key=lambda e: (e.begin, e.end)
+        (_entry(name, row, what) for name, row in rows.items()), key=lambda e: (e.offset, e.size)
     )
     at = 0
     for e in entries:
-        if e.begin != at:
+        if e.offset != at:
             raise Corrupt(
-                f"{what}: tensor {e.name!r} starts at {e.begin}, the one before ends {at}"
+                f"{what}: tensor {e.name!r} starts at {e.offset}, the one before ends {at}"
             )
-        at = e.end
+        at += e.size
     if base + at != len(view):
         raise Corrupt(f"{what}: tensors take {at} bytes, the data has {len(view) - base}")
     return {e.name: _view(view, base, e) for e in entries}
@@ -202,16 +187,8 @@ def _unique(pairs: Any) -> dict[str, Any]:
     return by_key
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-
-def _entry(name: str, row: Any, what: str) -> _Entry:
+def _entry(name: str, row: Any, what: str) -> TensorEntry:
+    """Return a checked row of the header; its offset counts from the start of the data."""
     where = f"{what}: tensor {name[:80]!r}"
     check_tensor_name(name, where)
     if not isinstance(row, dict) or row.keys() != {"dtype", "shape", "data_offsets"}:
@@ -226,14 +203,14 @@ def _entry(name: str, row: Any, what: str) -> _Entry:
     begin, end = offsets
     if end - begin != prod(shape) * dtype.storage.itemsize:
         raise Corrupt(f"{where}: {dtype.name}{tuple(shape)} does not take {end - begin} bytes")
-    return _Entry(name, dtype.name, tuple(shape), begin, end)
+    return TensorEntry("", name, dtype.name, tuple(shape), begin, end - begin, b"")
 
 
 def _is_sizes(value: Any) -> bool:
     return isinstance(value, list) and all(type(v) is int and v >= 0 for v in value)
 
 
-def _view(view: memoryview, base: int, e: _Entry) -> StoredTensor:
-    raw = view[base + e.begin : base + e.end]
+def _view(view: memoryview, base: int, e: TensorEntry) -> StoredTensor:
+    raw = view[base + e.offset : base + e.offset + e.size]
     flat = np.frombuffer(raw, BY_NAME[e.dtype].storage)
     return StoredTensor(e.dtype, flat.reshape(e.shape))

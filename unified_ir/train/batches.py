@@ -128,13 +128,10 @@ def in_order(data: Any, size: int) -> Iterator[Batch]:
     accepted = _accepted(data)
     if isinstance(accepted, BatchedData) and hasattr(data, "x") and hasattr(data, "y"):
         accepted = (np.asarray(data.x), np.asarray(data.y))
-    if isinstance(accepted, BatchedData):
-        yield from (as_batch(b) for b in accepted.batches(size, seed=0, epoch=0))
-    elif _is_arrays(accepted):
-        for start in range(0, len(accepted[0]), size):
-            yield as_batch(tuple(a[start : start + size] for a in accepted))
-    else:
-        yield from (as_batch(b) for b in accepted if not _is_empty(b))
+    if not _is_arrays(accepted):
+        return BatchSource(accepted, size, seed=0).epoch(0)
+    starts = range(0, len(accepted[0]), size)
+    return (as_batch(tuple(a[at : at + size] for a in accepted)) for at in starts)
 
 
 def _is_empty(batch: Any) -> bool:

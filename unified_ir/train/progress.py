@@ -1,9 +1,8 @@
-"""Progress on standard error: a bar on a terminal with rich installed, else a line per epoch."""
+"""Progress on standard error: a bar on a terminal, else a line per epoch."""
 
 from __future__ import annotations
 
 import sys
-from importlib.util import find_spec
 from typing import Any, Literal, TextIO
 
 from triplane.unified_ir.train.callbacks import Callback
@@ -14,12 +13,12 @@ Style = Literal["auto", "bar", "lines", "none"]
 
 
 class Progress(Callback):
-    """Shows a run. "auto" is a bar on a terminal with rich installed, and lines otherwise."""
+    """Shows a run. "auto" is a bar on a terminal, and lines otherwise."""
 
     def __init__(self, style: Style = "auto", *, stream: TextIO | None = None) -> None:
         self.stream = stream if stream is not None else sys.stderr
         if style == "auto":
-            style = "bar" if self.stream.isatty() and find_spec("rich") is not None else "lines"
+            style = "bar" if self.stream.isatty() else "lines"
         self.style = style
         self._bar: Any = None
         self._task: Any = None

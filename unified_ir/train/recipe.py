@@ -82,7 +82,8 @@ class Recipe:
     def state_types(self, params: Mapping[str, TensorType]) -> dict[str, TensorType]:
         """Return the types of all `optimizer.*` state, for parameters by path."""
         count, number = TensorType(int64, ()), TensorType(float32, ())
-        moved = {k: params[k] for k in self._moved(params)}
+        frozen = self.optimizer.frozen(params)
+        moved = {k: t for k, t in params.items() if k not in frozen}
         types = dict(self.optimizer.state_types(params))
         if self.average is not None:
             types = {STEP: count} | types
@@ -192,7 +193,3 @@ class Recipe:
             skipped = ops.logical_and(skipped, due)
         measured = {LOSS_SCALE: state[SCALE] * 1.0, SKIPPED: skipped.cast("float32")}
         return {SCALE: scale, GOOD: good} | measured
-
-    def _moved(self, paths: Mapping[str, TensorType]) -> list[str]:
-        frozen = self.optimizer.frozen(paths)
-        return [p for p in paths if p not in frozen]

@@ -254,11 +254,13 @@ def local_update(
 def _objective(model: TrainingModel, name: str) -> Function:
     """Return the graph of loss, metrics, assigned state, summaries and divisors of means."""
 
-    def measure(self: Cell, **batch: Tensor) -> dict[str, Any]:
+    def measures(self: Cell, **batch: Tensor) -> dict[str, Any]:
         arrays = [batch[n] for n in model.batch_names()]
         output = self(*arrays[:-1])
         measured = {LOSS: model.loss(output, arrays[-1])}
-        measured |= {k: _measured(f, output, arrays[-1]) for k, f in model.metrics.items()}
+        for label, metric in model.metrics.items():
+            measure = metric.count if isinstance(metric, Tally) else metric
+            measured[label] = measure(output, arrays[-1])
         for label, x in measured.items():
             if x.shape != () and label not in model.tallies:
                 raise InvalidInput(
@@ -267,15 +269,9 @@ def _objective(model: TrainingModel, name: str) -> Function:
         return measured | _counts(model, output, arrays[-1])
 
     specs = {**model.inputs, model.target[0]: model.target[1]}
-    function = traced(MethodType(measure, model.cell), (), specs, name=name).function
+    function = traced(MethodType(measures, model.cell), (), specs, name=name).function
     first = [LOSS, *model.metrics]
     return keeping(function, first + [n for n in function.result_names if n not in first])
-
-
-def _measured(metric: Metric | Tally, output: Any, target: Tensor) -> Tensor:
-    if isinstance(metric, Tally):
-        return metric.count(output, target)
-    return metric(output, target)
 
 
 def _counts(model: TrainingModel, output: Any, target: Tensor) -> dict[str, Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from triplane.unified_ir import nn, ops
 
 
@@ -85,27 +87,14 @@ class TextEncoder(nn.Cell):
         return self.head(self.words(x, causal=False).mean((1,)))
 
 
-class TextDecoder(nn.Cell):
-    """The next word at every place of a text: a decoder alone (Radford et al. 2018).
+class TextDecoder(TextEncoder):
+    """The next word at every position of a text: a decoder alone (Radford et al. 2018).
 
-    No word sees one that comes after it. 108,352 parameters for 64 words.
+    No word sees a later one. 108,352 parameters for 64 words. Options are those of `TextEncoder`.
     """
 
-    def __init__(
-        self,
-        vocabulary: int = 64,
-        *,
-        length: int = 256,
-        width: int = 64,
-        heads: int = 4,
-        layers: int = 2,
-        p_drop: float = 0.0,
-    ) -> None:
-        super().__init__()
-        self.words = _Words(
-            vocabulary, length, width=width, heads=heads, layers=layers, p_drop=p_drop
-        )
-        self.head = nn.Dense(width, vocabulary)
+    def __init__(self, vocabulary: int = 64, **options: Any) -> None:
+        super().__init__(vocabulary, vocabulary, **options)
 
     def construct(self, x: ops.Tensor) -> ops.Tensor:
         """x: (N, T) integers below `vocabulary`, T <= length -> (N, T, vocabulary)."""
