@@ -5,8 +5,8 @@ import pytest
 
 from triplane.unified_ir import nn, ops
 from triplane.unified_ir.federated.algorithms import ALGORITHMS, plan_of
+from triplane.unified_ir.federated.algorithms.hyper import RATE
 from triplane.unified_ir.federated.algorithms.objective import objective_of
-from triplane.unified_ir.federated.algorithms.steps import learned_rates
 from triplane.unified_ir.runtime import Plan
 
 from .given import HYPER, call, exported
@@ -46,7 +46,8 @@ def episode(dtype):
 
 def given(of, dtype):
     state = {k: t.array for k, t in of.state.items()}
-    return {**state, **learned_rates(of, HYPER.lr), "hyper.lr": np.asarray(HYPER.lr, dtype)}
+    rates = {RATE + path: np.full_like(of.state[path].array, HYPER.lr) for path in of.trained}
+    return {**state, **rates, "hyper.lr": np.asarray(HYPER.lr, dtype)}
 
 
 @pytest.mark.slow

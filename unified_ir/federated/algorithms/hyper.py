@@ -1,4 +1,4 @@
-"""Hyperparameters: the numbers that a person chooses for an algorithm, and their names as state.
+"""Hyperparameters: the numbers that the user chooses for an algorithm, and their names as state.
 
 A row of `table.ALGORITHMS` declares its hyperparameters. The wire, the options of the commands, the
 defaults, the report and the state of a plan follow from there.
@@ -14,7 +14,7 @@ from typing import Final
 from triplane.proto.errors import InvalidInput
 
 MAX_INNER_STEPS: Final = 10
-"""Steps of a meta-gradient; its graph grows with each."""
+"""Limit for the inner steps of a meta-gradient; its graph grows with each."""
 
 MOST: Final = 3.4028234663852886e38
 """The largest float32; beyond it a device would compute with infinity."""
@@ -50,11 +50,10 @@ INNER_STEPS: Final = HyperRule(
 
 @dataclass(frozen=True, slots=True)
 class Hyperparameter:
-    """One number of an algorithm. help: a phrase for people.
+    """One number of an algorithm. help: of its option.
 
-    name: in Python and on the wire; with dashes, of the option; with `hyper.` before it, of the
-    plan's state that a step may read. default: where an algorithm's row has no other; a whole
-    number's is an int.
+    name: in Python and on the wire; with dashes, the option; with the prefix `hyper.`, the plan's
+    state that a step may read. default: an int where the value is an integer.
     """
 
     name: str
@@ -63,16 +62,11 @@ class Hyperparameter:
     help: str
 
     def check(self, value: float) -> None:
-        """InvalidInput unless the value is valid, and a number on a device."""
+        """InvalidInput unless the value is valid and does not become 0 or infinite in float32."""
         if not (math.isfinite(value) and self.rule.fits(value)):
             raise InvalidInput(f"hyperparameter {self.name} is {self.rule.text}, got {value}")
-        if not fits_float32(value):
+        if value and not LEAST <= abs(value) <= MOST:
             raise InvalidInput(
                 f"hyperparameter {self.name} is a float32 on devices, 0 or from {LEAST:.3g} to "
                 f"{MOST:.3g}, got {value}"
             )
-
-
-def fits_float32(value: float) -> bool:
-    """Whether a value stays a number other than 0 in float32; 0 itself fits."""
-    return value == 0 or LEAST <= abs(value) <= MOST

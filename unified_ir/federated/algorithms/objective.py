@@ -14,7 +14,7 @@ from typing import Final
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.autodiff import GRAD, value_and_grad
-from triplane.unified_ir.ir import Function, Module, Role, StateTensor, TensorType, Value, symbol
+from triplane.unified_ir.ir import Function, Module, Role, StateTensor, Value, symbol
 from triplane.unified_ir.ir.dims import Dim, substitute, symbols
 from triplane.unified_ir.ops.inline import inline
 from triplane.unified_ir.ops.tensor import Tensor
@@ -23,14 +23,14 @@ LOSS: Final = "loss"
 NEEDED: Final = ("loss", "evaluate", "predict")
 TRAINED_ROLES: Final = (Role.PARAMETER, Role.PERSONAL)
 FROZEN: Final = "frozen"
-"""Key of the module's text that lists, in JSON, parameters that training leaves alone."""
+"""Key of the module's meta with the JSON list of parameters that training does not change."""
 
 Tensors = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
 class Objective:
-    """A module's loss. trained: paths that gradients are for. assigned: state that it assigns."""
+    """A module's loss. trained: paths that it is differentiated by. assigned: state it assigns."""
 
     module: Module
     loss: Function
@@ -59,25 +59,24 @@ class Objective:
 
     @cached_property
     def gradient(self) -> Function:
-        """`loss` with the result `grad.PATH` for each trained parameter."""
+        """The function `loss` with the result `grad.PATH` for each trained parameter."""
         return value_and_grad(self.loss, self.trained, of=LOSS)
 
     def measure(self, batch: Tensors, state: Tensors) -> dict[str, Tensor]:
-        """The results of `loss` in the graph being recorded."""
+        """Record a call of `loss` and return its results."""
         return _call(self.loss, {**state, **batch})
 
     def differentiate(
         self, batch: Tensors, state: Tensors
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """(results, gradients by path) of `loss` in the graph being recorded."""
+        """Record a call of `gradient`; return (results, gradients by path)."""
         results = _call(self.gradient, {**state, **batch})
         return results, {path: results.pop(GRAD + path) for path in self.trained}
 
 
 def objective_of(module: Module) -> Objective:
-    """The objective of a module; InvalidInput where an entry or a trained parameter is missing."""
-    missing = [name for name in NEEDED if name not in module.entries]
-    if missing:
+    """Return a module's objective; InvalidInput where an entry or trained parameter is missing."""
+    if missing := [name for name in NEEDED if name not in module.entries]:
         raise InvalidInput(
             f"devices learn from the entries {', '.join(NEEDED)}; the module has "
             f"{', '.join(module.entries)}: export it with {', '.join(missing)}"
@@ -102,16 +101,14 @@ def objective_of(module: Module) -> Objective:
 def renamed(values: Sequence[Value], part: str) -> dict[str, Value]:
     """Return the batch inputs of one part of an episode.
 
-    `support.x`, with its own symbolic sizes.
+    `support.x`, for example, with symbolic sizes of its own.
     """
-    return {v.name: Value(_with_prefix(v.type, part), f"{part}.{v.name}") for v in values}
 
-
-def _with_prefix(type_: TensorType, part: str) -> TensorType:
     def own(dim: Dim) -> Dim:
         return substitute(dim, {s: symbol(f"{part}_{s}") for s in symbols(dim)})
 
-    return TensorType(type_.dtype, tuple(own(d) for d in type_.shape))
+    types = {v.name: v.type.with_shape(map(own, v.type.shape)) for v in values}
+    return {name: Value(type_, f"{part}.{name}") for name, type_ in types.items()}
 
 
 def _call(function: Function, inputs: Tensors) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.algorithms.hyper import ANCHOR, HYPER, RATE
-from triplane.unified_ir.federated.algorithms.objective import Objective, objective_of
+from triplane.unified_ir.federated.algorithms.objective import NEEDED, Objective, objective_of
 from triplane.unified_ir.federated.algorithms.table import Algorithm, Hyper, algorithm
 from triplane.unified_ir.federated.core.learn import shared
 from triplane.unified_ir.ir import Function, Module, Role, StateTensor, Value
@@ -24,13 +24,13 @@ ENTRIES: Final = ("local_update", "adapt", "evaluate", "predict")
 RESERVED: Final = (HYPER, ANCHOR, RATE)
 ADAPT: Final = "adapt"
 STEPS_KEY: Final = "adapt_steps"
-"""Key of a module's text: how many steps of its entry `adapt` make an adaptation."""
+"""Key of a module's meta: number of steps of its entry `adapt` in an adaptation."""
 ALGORITHM_KEY: Final = "adapt_algorithm"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanMade:
-    """A plan file. digest: its root digest. state: what all devices begin from; roles: of all."""
+    """A plan file. digest: its root digest. state: initial shared state; roles: of all state."""
 
     digest: str
     state: dict[str, Array]
@@ -53,14 +53,14 @@ def plan_of(
 ) -> PlanMade:
     """Write the plan of a run of algorithm `name`, whole or not at all.
 
-    digest: the model's root digest. Personal state goes in by name and type, as `Module.initial`
-    has it: at the start that the model was built with, never at what was learned of it.
-    InvalidInput: the module cannot be learned by this algorithm; the message says why.
+    digest: the model's root digest. Personal state gets the value of `Module.initial`, the one that
+    the model was built with, never what was learned. InvalidInput: this algorithm cannot learn the
+    module; the message says why.
     """
     row, of = algorithm(name), _objective(module)
     extra_state = _extra_state(row, of, hyper)
     state = {**module.state, **extra_state}
-    functions = {k: _closed(f, state) for k, f in functions_of(module, name, hyper).items()}
+    functions = {k: closed(f, state) for k, f in functions_of(module, name, hyper).items()}
     read = {p.name for f in functions.values() for p in f.params} & state.keys()
     anchored = {n.removeprefix(ANCHOR) for n in read if n.startswith(ANCHOR)} & state.keys()
     used = sorted(read | anchored)
@@ -79,47 +79,46 @@ def plan_of(
 
 
 def module_of(module: Module, name: str, hyper: Hyper, state: Mapping[str, Array]) -> Module:
-    """The module at a run's shared state, with the entry `adapt` that the run learned for.
+    """Return the module at a run's shared state, with the entry `adapt` that the run learned for.
 
-    `adapt` takes a batch and gives one step, at the rates that are state of the module; the text
-    `adapt_steps` says how many make an adaptation. State of the algorithm's that `adapt` does not
-    read is left out. InvalidInput: the state is not of such a run.
+    `adapt` takes one step on a batch, at the rates that are state of the module; the meta key
+    `adapt_steps` has the number of steps. State of the algorithm that `adapt` does not read is left
+    out. InvalidInput: the state is not of such a run.
     """
     row, of = algorithm(name), _objective(module)
     extra_state = _extra_state(row, of, hyper)
-    adapt = _closed(row.adapt(of), {**module.state, **extra_state})
+    adapt = closed(row.adapt(of), {**module.state, **extra_state})
     own = {k: v for k, v in module.state.items() if not k.startswith(RESERVED)}
     _check(state, own | extra_state)
     known = own | {k: v for k, v in extra_state.items() if k in adapt.param_names}
     after = {
         k: StateTensor(v.role, np.array(state[k])) if k in state else v for k, v in known.items()
     }
-    function = _unused(module, ADAPT)
-    kept = {e: f for e, f in module.entries.items() if e != ADAPT}
-    functions = {f: module.functions[f] for f in dict.fromkeys(kept.values())}
-    text = {STEPS_KEY: str(hyper.inner_steps), ALGORITHM_KEY: name}
+    entries = {e: f for e, f in module.entries.items() if e != ADAPT}
+    functions = {f: module.functions[f] for f in dict.fromkeys(entries.values())}
+    candidates = (ADAPT, *(f"{ADAPT}{i}" for i in range(len(functions))))
+    function = next(n for n in candidates if n not in functions)
     return Module(
         {**functions, function: adapt},
-        {**kept, ADAPT: function},
+        {**entries, ADAPT: function},
         after,
-        {**module.meta, **text},
+        {**module.meta, STEPS_KEY: str(hyper.inner_steps), ALGORITHM_KEY: name},
     )
 
 
 def _objective(module: Module) -> Objective:
     of = objective_of(module)
-    read = {p.name for e in ("loss", "evaluate", "predict") for p in module.entry(e).params}
-    clash = sorted(n for n in read if n.startswith(RESERVED))
-    if clash:
+    read = {p.name for e in NEEDED for p in module.entry(e).params}
+    if clash := sorted(n for n in read if n.startswith(RESERVED)):
         raise InvalidInput(
-            f"the model calls something {clash[0]!r}; names of a run's own begin with "
+            f"the model calls something {clash[0]!r}; names of a run's own state begin with "
             f"{', '.join(RESERVED)}: rename the attribute"
         )
     return of
 
 
 def _extra_state(row: Algorithm, of: Objective, hyper: Hyper) -> dict[str, StateTensor]:
-    """State beside the module's; rates that an earlier run learned go on from there."""
+    """Return state beside the module's; rates that an earlier run learned keep their values."""
     extra = row.state(of, hyper)
     if clash := sorted(n for n in extra.keys() & of.state.keys() if not n.startswith(RESERVED)):
         raise InvalidInput(
@@ -133,11 +132,14 @@ def _extra_state(row: Algorithm, of: Objective, hyper: Hyper) -> dict[str, State
     return extra
 
 
-def _closed(function: Function, state: Mapping[str, StateTensor]) -> Function:
-    """With a parameter for each state tensor that is assigned without being read."""
+def closed(function: Function, state: Mapping[str, StateTensor]) -> Function:
+    """Return the function with a parameter for each state tensor it assigns without reading.
+
+    The graph's output `NAME:next` then has an input NAME, which tells a device that it is state.
+    """
     missing = [n for n in function.result_names if n in state and n not in function.param_names]
     params = (*function.params, *(Value(state[n].type, n) for n in missing))
-    return Function(function.name, params, function.results, function.result_names, function.nodes)
+    return function.with_(params=params)
 
 
 def _check(state: Mapping[str, Array], known: Mapping[str, StateTensor]) -> None:
@@ -150,9 +152,3 @@ def _check(state: Mapping[str, Array], known: Mapping[str, StateTensor]) -> None
                 f"{name!r} is {wanted.dtype}{list(wanted.shape)}, got "
                 f"{array.dtype}{list(array.shape)}"
             )
-
-
-def _unused(module: Module, stem: str) -> str:
-    """A function name that no other entry uses."""
-    taken = {f for e, f in module.entries.items() if e != stem}
-    return next(n for n in (stem, *(f"{stem}{i}" for i in range(len(taken)))) if n not in taken)

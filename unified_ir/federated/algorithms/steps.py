@@ -9,21 +9,19 @@ With state w, loss L, rate a (`hyper.lr`) and the gradient D of what follows wit
     first order      g = D L(query, v) at v = w_K
     Meta-SGD         as meta-gradient with a rate of its own per weight, differentiated too
 
-Every gradient function has the state and batch it reads as parameters and gives the measures of the
-loss, newly assigned state, and `grad.PATH` of what it trains.
+Every gradient function takes the state and the batch it reads and returns the measures of the loss,
+newly assigned state, and `grad.PATH` of each trained parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Final
-
-import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.autodiff import GRAD, value_and_grad
 from triplane.unified_ir.federated.algorithms.hyper import ANCHOR, LR, PROXIMAL, RATE
-from triplane.unified_ir.federated.algorithms.objective import LOSS, Objective, Tensors, renamed
+from triplane.unified_ir.federated.algorithms.objective import LOSS, Objective, renamed
 from triplane.unified_ir.ir import Function, Role, TensorType, Value
 from triplane.unified_ir.ops import stop_gradient
 from triplane.unified_ir.ops.build import Build
@@ -36,16 +34,16 @@ SUPPORT: Final = "support"
 QUERY: Final = "query"
 
 Rates = Callable[[str], Tensor]
-"""The rate of an inner step by the path of what it moves."""
+"""The rate of an inner step by the path of a parameter."""
 
 
 def batch_gradient(of: Objective, _: int) -> Function:
-    """D L(batch, w)."""
+    """Return D L(batch, w)."""
     return of.gradient
 
 
 def proximal_gradient(of: Objective, _: int) -> Function:
-    """D L(batch, w) + mu (w - anchor), without the second term where w is personal.
+    """Return D L(batch, w) + mu (w - anchor), without the second term where w is personal.
 
     Li et al. 2020, "Federated Optimization in Heterogeneous Networks", equation 2.
     """
@@ -56,11 +54,11 @@ def proximal_gradient(of: Objective, _: int) -> Function:
         for path in shared_trained(of):
             anchor = build.param(ANCHOR + path, state[path].type)
             grads[path] += (state[path] - anchor) * weight
-    return _finished(build, results, grads)
+    return clean(build.finish({**results, **{GRAD + path: g for path, g in grads.items()}}))
 
 
 def meta_gradient(of: Objective, steps: int) -> Function:
-    """D L(query, w_K(w)), exact through all inner steps: Finn et al. 2017, algorithm 1."""
+    """Return D L(query, w_K(w)), exact through all inner steps: Finn et al. 2017, algorithm 1."""
     return value_and_grad(_episode(of, steps, "meta_gradient"), of.trained, of=LOSS)
 
 
@@ -78,7 +76,7 @@ def learned_rate_gradient(of: Objective, steps: int) -> Function:
 
 
 def descent(gradient: Function, rate: str, name: str) -> Function:
-    """One step against `gradient` at the rate that is the state `rate`."""
+    """Return one step against `gradient` at the rate that is the state `rate`."""
     with Build(TABLE, name) as build:
         params = _params(build, gradient.params)
         results = inline(gradient, list(params.values()))
@@ -90,12 +88,12 @@ def descent(gradient: Function, rate: str, name: str) -> Function:
 
 
 def plain_adapt(of: Objective) -> Function:
-    """One inner step on a batch, at the rate `hyper.lr`."""
+    """Return one inner step on a batch, at the rate `hyper.lr`."""
     return descent(of.gradient, LR, "adapt")
 
 
 def learned_rate_adapt(of: Objective) -> Function:
-    """One inner step on a batch, at the rates `rate.PATH`."""
+    """Return one inner step on a batch, at the rates `rate.PATH`."""
     with Build(TABLE, "adapt") as build:
         state, batch = _params(build, of.reads), _params(build, of.batch)
         rates = _own_rates(build, of)
@@ -104,25 +102,23 @@ def learned_rate_adapt(of: Objective) -> Function:
     return clean(build.finish({**results, **moved}))
 
 
-def learned_rates(of: Objective, lr: float) -> Mapping[str, np.ndarray]:
-    """Return the initial rates of Meta-SGD: `lr` everywhere."""
-    return {RATE + p: np.full_like(of.state[p].array, lr) for p in of.trained}
-
-
 def shared_trained(of: Objective) -> tuple[str, ...]:
     """Return the trained parameters that leave the device."""
     return tuple(p for p in of.trained if of.state[p].role is Role.PARAMETER)
 
 
 def scalar_of(of: Objective) -> TensorType:
-    """The type of a rate."""
+    """Return the type of a rate."""
     return TensorType(of.loss.results[0].type.dtype, ())
 
 
 def _episode(
     of: Objective, steps: int, name: str, *, exact: bool = True, own_rates: bool = False
 ) -> Function:
-    """Support, query and state -> the measures on the query after inner steps on the support."""
+    """Return the measures on a query, as a function of it, of a support set and of state.
+
+    They are taken after inner steps on the support.
+    """
     _refuse_statistics(of)
     with Build(TABLE, name) as build:
         state = _params(build, of.reads)
@@ -133,19 +129,18 @@ def _episode(
             results, grads = of.differentiate(support, state)
             if not exact:
                 grads = {path: stop_gradient(g) for path, g in grads.items()}
-            drawn = {name: results[name] for name in of.assigned}
+            keys = {name: results[name] for name in of.assigned}
             moved = {path: state[path] - grads[path] * rates(path) for path in of.trained}
-            state = {**state, **drawn, **moved}
-        measured = of.measure(query, state)
-    return clean(build.finish(measured))
+            state = {**state, **keys, **moved}
+        measures = of.measure(query, state)
+    return clean(build.finish(measures))
 
 
 def _refuse_statistics(of: Objective) -> None:
-    odd = [name for name in of.assigned if of.state[name].role is not Role.KEY]
-    if odd:
+    if odd := [name for name in of.assigned if of.state[name].role is not Role.KEY]:
         raise InvalidInput(
             f"the loss assigns {', '.join(map(repr, odd))}, such as statistics of a batch; a "
-            "meta-step has no one batch they would belong to: use another normalization, or an "
+            "meta-step has no single batch they could belong to: use another normalization, or an "
             "algorithm that learns from batches"
         )
 
@@ -155,8 +150,7 @@ def _params(build: Build, values: Iterable[Value]) -> dict[str, Tensor]:
 
 
 def _part(build: Build, of: Objective, part: str) -> dict[str, Tensor]:
-    named = renamed(of.batch, part)
-    return {name: build.param(v.name, v.type) for name, v in named.items()}
+    return {name: build.param(v.name, v.type) for name, v in renamed(of.batch, part).items()}
 
 
 def _one_rate(build: Build, of: Objective) -> Rates:
@@ -167,8 +161,3 @@ def _one_rate(build: Build, of: Objective) -> Rates:
 def _own_rates(build: Build, of: Objective) -> Rates:
     own = {p: build.param(RATE + p, of.loss.param(p).type) for p in of.trained}
     return own.__getitem__
-
-
-def _finished(build: Build, results: Tensors, grads: Tensors) -> Function:
-    named = {GRAD + path: g for path, g in grads.items()}
-    return clean(build.finish({**results, **named}))

@@ -1,4 +1,4 @@
-"""The algorithms, one row each. They differ in the graph of a step and in what the cloud does.
+"""The algorithms, one row each. They differ in the graph of a step and in the cloud's optimizer.
 
 A row is the whole algorithm: the commands, the wire, the cloud and the report take its name, its
 hyperparameters and its server's optimizer from here.
@@ -23,6 +23,7 @@ from triplane.unified_ir.federated.algorithms.hyper import (
     META_LR,
     NOT_NEGATIVE,
     POSITIVE,
+    RATE,
     Hyperparameter,
 )
 from triplane.unified_ir.federated.algorithms.objective import Objective
@@ -37,7 +38,7 @@ ExtraState = Callable[[Objective, "Hyper"], Mapping[str, StateTensor]]
 class Hyper(Mapping[str, float]):
     """Values of the hyperparameters of all algorithms, by name; `hyper.lr` is `hyper["lr"]`.
 
-    What is not given has its default. InvalidInput: a value is out of its range, or no algorithm
+    Unset values have their defaults. InvalidInput: a value is out of its range, or no algorithm
     declares the name.
     """
 
@@ -84,18 +85,14 @@ class Hyper(Mapping[str, float]):
         return f"Hyper({', '.join(f'{name}={value!r}' for name, value in self.items())})"
 
 
-def _no_state(_of: Objective, _hyper: Hyper) -> Mapping[str, StateTensor]:
-    return {}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """One way to learn together.
+    """One federated algorithm.
 
     summary: a few words for help. episodes: a step takes support and query instead of one batch.
-    weighting: of updates, by "examples" or "equal". server: the cloud's optimizer. gradient: what a
-    step goes against, after some inner steps. hyper: the algorithm's hyperparameters; each is also
-    state that its graphs may read. rate: the one that a step is multiplied with. adapt: one step of
+    weighting: of updates, by "examples" or "equal". server: the cloud's optimizer. gradient: the
+    direction of a step, for a number of inner steps. hyper: the hyperparameters; each is also state
+    that the graphs may read. rate: the hyperparameter that multiplies a step. adapt: one step of
     adaptation. extra_state: further state beside the module's.
     """
 
@@ -109,7 +106,7 @@ class Algorithm:
     server: ServerOptimizer = SGD
     rate: str = LR
     adapt: Callable[[Objective], Function] = steps.plain_adapt
-    extra_state: ExtraState = _no_state
+    extra_state: ExtraState = lambda _of, _hyper: {}
 
     @property
     def learns_rates(self) -> bool:
@@ -135,8 +132,9 @@ def _anchors(of: Objective, _hyper: Hyper) -> dict[str, StateTensor]:
 
 
 def _own_rates(of: Objective, hyper: Hyper) -> dict[str, StateTensor]:
-    rates = steps.learned_rates(of, hyper.lr)
-    return {k: StateTensor(Role.PARAMETER, v) for k, v in rates.items()}
+    """Return the initial rates of Meta-SGD: `lr` everywhere."""
+    arrays = {RATE + p: np.full_like(of.state[p].array, hyper.lr) for p in of.trained}
+    return {name: StateTensor(Role.PARAMETER, array) for name, array in arrays.items()}
 
 
 # fmt: off
@@ -215,7 +213,7 @@ ALGORITHMS: Final = _table(_ROWS)
 
 
 def hyperparameters() -> dict[str, Hyperparameter]:
-    """Return the hyperparameters of all algorithms by name, with their most usual default."""
+    """Return the hyperparameters of all algorithms by name, as the first of them declares each."""
     rows: dict[str, Hyperparameter] = {}
     for algorithm_row in ALGORITHMS.values():
         for row in algorithm_row.hyper:
@@ -224,7 +222,7 @@ def hyperparameters() -> dict[str, Hyperparameter]:
 
 
 def algorithm(name: str) -> Algorithm:
-    """Return the row of that name. InvalidInput names those there are."""
+    """Return the row of that name; InvalidInput lists the existing ones."""
     if name not in ALGORITHMS:
         raise InvalidInput(f"algorithms are {', '.join(ALGORITHMS)}; got {name[:80]!r}")
     return ALGORITHMS[name]

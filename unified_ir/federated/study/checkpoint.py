@@ -1,4 +1,4 @@
-"""The place of a study, kept after each round: whole files, so kill -9 loses one round's work.
+"""The progress of a study, saved whole after each round, so kill -9 loses at most one round.
 
 The file is a container of kind "checkpoint"; tensors are named by what they belong to:
 `shared/NAME`, `slot/NAME`, `personal/DEVICE/NAME`, `remainder/DEVICE/NAME`, a device's name quoted
@@ -30,13 +30,13 @@ STATE: Final = "state.safetensors"
 PROGRESS: Final = "progress.json"
 MAX_PROGRESS_BYTES: Final = 256 << 20
 STUDY: Final = "study"
-"""Key of the progress: which study this is of."""
+"""Key of the progress that identifies the study."""
 ALWAYS_KEPT: Final = frozenset(
     {"lr", "meta_lr", "inner_steps", "proximal", "server_lr", "beta1", "beta2", "floor"}
 )
-"""Hyperparameters that are kept whatever the algorithm, as earlier releases did."""
+"""Hyperparameters that are stored for every algorithm, as earlier releases did."""
 OPEN: Final = ("rounds", "rates")
-"""Options that a study may be gone on with at other values."""
+"""Options that may differ when a study is resumed."""
 ROLES: Final = {
     "shared": "parameter", "slot": "optimizer", "personal": "personal", "remainder": "buffer",
 }  # fmt: skip
@@ -44,7 +44,7 @@ ROLES: Final = {
 Owned = Mapping[str, Mapping[str, Array]]
 Shards = Mapping[str, Shard]
 MAX_SHOWN: Final = 4
-"""Differences of two studies that a message shows."""
+"""Number of differences between two studies that a message shows."""
 MAX_SHOWN_CHARS: Final = 40
 
 
@@ -61,9 +61,10 @@ class StudyProgress:
 
 
 def identity(plan: str, study: Any, seen: Shards, unseen: Shards) -> dict[str, str]:
-    """All that decides what is kept of a study, by what a person calls it: model, options, samples.
+    """Return everything that determines a study's progress, by a name for people.
 
-    How many rounds there are and which rates are tried at the end changes nothing that is kept.
+    It is the model, the options and the samples. The number of rounds and the rates that are tried
+    at the end change nothing that was saved.
     """
     options = {k: v for k, v in asdict(study).items() if k not in OPEN}
     declared = {row.name for row in algorithm(study.algorithm).hyper} | ALWAYS_KEPT
@@ -77,7 +78,7 @@ def identity(plan: str, study: Any, seen: Shards, unseen: Shards) -> dict[str, s
 
 
 def _digest(shards: Shards) -> str:
-    """SHA-256 over every sample of every device, by name, type, shape and bytes."""
+    """Return SHA-256 over every sample of every device, by name, type, shape and bytes."""
     state = hashlib.sha256()
     for device, shard in sorted(shards.items()):
         for part in ("train", "held_out"):
@@ -88,16 +89,16 @@ def _digest(shards: Shards) -> str:
 
 
 class Keeper:
-    """Keeps the newest progress of one study in a folder. study: its `identity`."""
+    """Stores the newest progress of one study in a folder. study: its `identity`."""
 
     def __init__(self, folder: Path, study: Mapping[str, str]) -> None:
-        """The folder is made now: one that cannot be is known before any work is done."""
+        """Make the folder now, so that an error precedes any work."""
         self.path, self.study = Path(folder) / NAME, dict(study)
         self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def save(self, place: StudyProgress) -> None:
-        """Replace what is there, whole or not at all."""
-        tensors = dict(_named(place))
+        """Replace the stored progress, whole or not at all."""
+        tensors = _named(place)
         roles = {name: ROLES[name.partition("/")[0]] for name in tensors}
         progress = {
             "rounds": [asdict(row) for row in place.rounds],
@@ -111,7 +112,7 @@ class Keeper:
         container.write(self.path, "checkpoint", parts, check=container.verified("checkpoint"))
 
     def newest(self) -> StudyProgress | None:
-        """Return the kept progress, or None. Conflict: of another study. Corrupt: damaged."""
+        """Return the stored progress, or None. Conflict: of another study. Corrupt: damaged."""
         if not self.path.exists():
             return None
         file = Container(self.path, kind="checkpoint")
@@ -124,7 +125,7 @@ class Keeper:
             raise Corrupt(f"{self.path} is no study's place: {error}") from error
 
     def _check(self, there: Any) -> None:
-        """Conflict, with what differs, where the place is of another study."""
+        """Raise Conflict with the differences if the progress is of another study."""
         if there == self.study:
             return
         known = there if isinstance(there, dict) else {}

@@ -1,9 +1,9 @@
-"""A dataset as the shards of many devices; each choice depends on the seed and names alone.
+"""A dataset as the shards of many devices; each choice depends only on the seed and names.
 
-Every way gives each device a name and its samples in two disjoint parts, to learn from and to be
-scored on. Names sort in the order of devices. Which part a sample is in, and which group's or, by
-Dirichlet's shares, which device's it is, depends on its own bytes (`core/parts.py`): it stays there
-when others are added. `evenly` and `by_label_shards` count samples, so there all may move.
+Every way gives each device a name and its samples in two disjoint parts, to learn from and to score
+on. Names sort in the order of devices. The part of a sample, and its device by group or by
+Dirichlet shares, depend on its own bytes (`core/parts.py`): they stay when others are added.
+`evenly` and `by_label_shards` count samples, so all samples may move there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from triplane.unified_ir.federated.core.parts import places
 
 MAX_DEVICES: Final = 100_000
 LEAST_SAMPLES: Final = 2
-"""Least samples of a device: one to learn from, one to be scored on."""
+"""Least number of samples of a device: one to learn from, one to score on."""
 
 Samples = Mapping[str, Array]
 """Arrays by batch name ("x", "y"); the first axis counts samples."""
@@ -30,7 +30,7 @@ Shards = dict[str, Shard]
 
 
 def evenly(samples: Samples, devices: int, *, held_out: float = 0.2, seed: int = 0) -> Shards:
-    """Shuffled, in parts whose sizes differ by at most one."""
+    """Shuffle the samples and split them into parts whose sizes differ by at most one."""
     n = _count(samples)
     _check_devices(devices, n)
     order = Draws(seed, 0, "partition", "evenly").permutation(n)
@@ -40,7 +40,7 @@ def evenly(samples: Samples, devices: int, *, held_out: float = 0.2, seed: int =
 def by_group(
     samples: Samples, groups: Array, *, held_out: float = 0.2, seed: int = 0, least: int = 2
 ) -> Shards:
-    """A device per value of `groups`, such as the writer of each sample.
+    """Make a device of each value of `groups`, such as the writer of each sample.
 
     Groups of fewer than `least` samples are left out.
     """
@@ -52,30 +52,30 @@ def by_group(
     order = np.argsort(groups, kind="stable")
     values, starts = np.unique(groups[order], return_index=True)
     parts = dict(zip(values.tolist(), np.split(order, starts[1:]), strict=True))
-    kept = {k: rows for k, rows in parts.items() if len(rows) >= max(least, LEAST_SAMPLES)}
-    if not kept:
-        raise InvalidInput(f"no group has {least} samples; the largest has {_largest(parts)}")
-    return _shards(samples, kept, held_out, seed)
+    large = {k: rows for k, rows in parts.items() if len(rows) >= max(least, LEAST_SAMPLES)}
+    if not large:
+        largest = max(map(len, parts.values()))
+        raise InvalidInput(f"no group has {least} samples; the largest has {largest}")
+    return _shards(samples, large, held_out, seed)
 
 
 def by_dirichlet(
     samples: Samples, devices: int, *, alpha: float, held_out: float = 0.2, seed: int = 0,
     labels: str = "y",
 ) -> Shards:  # fmt: skip
-    """The shares of each class over devices are drawn from Dirichlet(alpha, ..., alpha).
+    """Draw the shares of each class over devices from Dirichlet(alpha, ..., alpha).
 
-    Small alpha: devices of few classes; large: all alike (Hsu et al. 2019, arXiv 1909.06335).
-    Devices that get fewer than two distinct samples take them from the largest.
+    With a small alpha devices have few classes, with a large one all are alike (Hsu et al. 2019,
+    arXiv 1909.06335). Devices with fewer than two distinct samples get some of the largest device.
     """
     y = _labels(samples, labels)
     _check_devices(devices, len(y))
     if not 0 < alpha < math.inf:
         raise InvalidInput(f"Dirichlet's alpha is finite and above 0, got {alpha}")
     u = places(_content(samples), f"{seed} dirichlet")
-    if len(np.unique(u)) < LEAST_SAMPLES * devices:
+    if (distinct := len(np.unique(u))) < LEAST_SAMPLES * devices:
         raise InvalidInput(
-            f"{devices} devices need {LEAST_SAMPLES} distinct samples each, there are "
-            f"{len(np.unique(u))}"
+            f"{devices} devices need {LEAST_SAMPLES} distinct samples each, there are {distinct}"
         )
     parts: list[list[Array]] = [[] for _ in range(devices)]
     for label in np.unique(y):
@@ -83,9 +83,9 @@ def by_dirichlet(
         rows = np.flatnonzero(y == label)
         shares = _gamma(draws, alpha, devices)
         edges = np.cumsum(shares / shares.sum())[:-1]
-        whose = np.searchsorted(edges, u[rows], side="right")
+        device_of = np.searchsorted(edges, u[rows], side="right")
         for device, part in enumerate(parts):
-            part.append(rows[whose == device])
+            part.append(rows[device_of == device])
     return _shards(samples, dict(enumerate(_filled(parts, u))), held_out, seed)
 
 
@@ -93,16 +93,15 @@ def by_label_shards(
     samples: Samples, devices: int, *, shards: int = 2, held_out: float = 0.2, seed: int = 0,
     labels: str = "y",
 ) -> Shards:  # fmt: skip
-    """Samples sorted by class, cut into equal pieces, `shards` random pieces for each device.
+    """Sort samples by class, cut them into equal pieces, and give each device `shards` at random.
 
-    So a device has about `shards` classes (McMahan et al. 2017, section 3).
+    A device then has about `shards` classes (McMahan et al. 2017, section 3).
     """
     y = _labels(samples, labels)
     _check_devices(devices, len(y))
-    if not 1 <= shards <= len(y) // devices:
+    if not 1 <= shards <= (most := len(y) // devices):
         raise InvalidInput(
-            f"{len(y)} samples give each of {devices} devices 1 to {len(y) // devices} pieces, "
-            f"got {shards}"
+            f"{len(y)} samples give each of {devices} devices 1 to {most} pieces, got {shards}"
         )
     draws = Draws(seed, 0, "partition", "label shards")
     shuffled = draws.permutation(len(y))
@@ -131,10 +130,10 @@ def _split(samples: Samples, rows: Array, held_out: float, seed: int, name: str)
             f"the {len(rows)} samples of {name} are equal; a device needs one to learn from and "
             "another to be scored on"
         )
-    return Shard(
-        {k: np.asarray(v)[rows[~out]] for k, v in samples.items()},
-        {k: np.asarray(v)[rows[out]] for k, v in samples.items()},
+    train, score = (
+        {k: np.asarray(v)[part] for k, v in samples.items()} for part in (rows[~out], rows[out])
     )
+    return Shard(train, score)
 
 
 def _content(samples: Samples) -> Array:
@@ -143,7 +142,7 @@ def _content(samples: Samples) -> Array:
 
 
 def _filled(parts: list[list[Array]], u: Array) -> list[Array]:
-    """The parts, each with the least number of distinct samples; equal ones move together."""
+    """Return the parts, each with enough distinct samples; equal ones move together."""
     rows = [np.concatenate(part) for part in parts]
     kinds = [len(np.unique(u[part])) for part in rows]
     for i in range(len(rows)):
@@ -158,9 +157,9 @@ def _filled(parts: list[list[Array]], u: Array) -> list[Array]:
 
 
 def _gamma(draws: Draws, alpha: float, n: int) -> Array:
-    """n numbers of Gamma(alpha, 1): Marsaglia and Tsang 2000, by our own uniform numbers.
+    """Draw n numbers of Gamma(alpha, 1) from uniform numbers: Marsaglia and Tsang 2000.
 
-    Below alpha 1: Gamma(alpha + 1) U^(1/alpha). At least the smallest positive number.
+    Below alpha 1 it is Gamma(alpha + 1) U^(1/alpha). Each is at least the smallest positive number.
     """
     shape = alpha + 1 if alpha < 1 else alpha
     d = shape - 1 / 3
@@ -195,12 +194,8 @@ def _labels(samples: Samples, name: str) -> Array:
 
 
 def _check_devices(devices: int, samples: int) -> None:
-    if not 1 <= devices <= min(MAX_DEVICES, samples // LEAST_SAMPLES):
+    if not 1 <= devices <= (most := min(MAX_DEVICES, samples // LEAST_SAMPLES)):
         raise InvalidInput(
-            f"{samples} samples give 1 to {min(MAX_DEVICES, samples // LEAST_SAMPLES)} devices "
-            f"of at least {LEAST_SAMPLES} each, got {devices}"
+            f"{samples} samples give 1 to {most} devices of at least {LEAST_SAMPLES} each, got "
+            f"{devices}"
         )
-
-
-def _largest(parts: Mapping[int, Array]) -> int:
-    return max(len(rows) for rows in parts.values())

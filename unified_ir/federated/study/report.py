@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Final
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.federated.study.trial import (
-    DeviceScore,
-    Summary,
-    Trial,
-    difference,
-    summary,
-)
+from triplane.unified_ir.federated.study.trial import Summary, Trial, difference, summary
 from triplane.unified_ir.files.chart import Column, dot_chart, line_chart
 
 GROUPS: Final = (
@@ -23,11 +17,11 @@ GROUPS: Final = (
 )
 LEAST_COMPARED: Final = 2
 MAX_POINTS: Final = 60
-"""Most points of a line of losses, each of which is of few samples."""
+"""Limit for the points of a line of losses, since each loss is of few samples."""
 OF_DEVICES: Final = "accuracy on a device's own held-out samples, %"
 OVER_ROUNDS: Final = "mean over devices, %, at the run's own rate"
 IN_ONE_PICTURE: Final = 6
-"""Most columns of dots in one picture; with more, each group of devices has its own."""
+"""Limit for the columns of dots in one picture; with more, each group of devices has its own."""
 STYLE: Final = """
 :root { color-scheme: light dark; }
 body { font: 15px/1.5 system-ui, Helvetica, Arial, sans-serif; color: #1f2933; background: #ffffff;
@@ -72,7 +66,7 @@ LOSS_NOTE: Final = "of a batch; for maml, fomaml, meta-sgd of the query after th
 
 
 def page(trials: Sequence[Trial], title: str, facts: Mapping[str, str] | None = None) -> str:
-    """The page; facts: what a reader has to know of the study, by name."""
+    """Return the page. facts: what a reader has to know of the study, by name."""
     if not trials:
         raise InvalidInput("a report is of at least one run")
     body = [
@@ -96,23 +90,20 @@ def page(trials: Sequence[Trial], title: str, facts: Mapping[str, str] | None = 
 
 
 def results(trials: Sequence[Trial], *, seen: bool, heading: str) -> str:
-    """The table of accuracies of one group of devices, the best set in bold; empty for none."""
-    summaries = {t.algorithm: summary(t.final(seen=seen)) for t in trials}
-    known = {name: s for name, s in summaries.items() if s is not None}
-    if not known:
+    """Return the table of accuracies of one group of devices, the best in bold; empty for none."""
+    pairs = ((t, summary(t.final(seen=seen))) for t in trials)
+    scored = [(t, s) for t, s in pairs if s is not None]
+    if not scored:
         return ""
-    tops = [max(column) for column in zip(*map(_numbers, known.values()), strict=True)]
+    tops = [max(column) for column in zip(*(_numbers(s) for _, s in scored), strict=True)]
     rows = []
-    for trial in trials:
-        if trial.algorithm not in known:
-            continue
+    for trial, s in scored:
         best = trial.best_rate(seen=seen)
-        numbers = _numbers(known[trial.algorithm])
-        cells = [_marked(x, top) for x, top in zip(numbers, tops, strict=True)]
+        cells = [_marked(x, top) for x, top in zip(_numbers(s), tops, strict=True)]
         rate = "own" if best is None else f"{best[0]:g}"
         against = _against(trial, trials[0], seen=seen)
         rows.append([_e(trial.algorithm), *cells[:2], against, rate, *cells[2:]])
-    count = max(s.devices for s in known.values())
+    count = max(s.devices for _, s in scored)
     heads = [head.format(first=trials[0].algorithm) for head in HEADS]
     return f"<h2>{_e(heading)}: {count}</h2>{_table(heads, rows)}"
 
@@ -132,25 +123,19 @@ def verdicts(trials: Sequence[Trial]) -> list[str]:
         scored = {t.algorithm: t.final(seen=seen) for t in trials if t.final(seen=seen)}
         if len(scored) < LEAST_COMPARED:
             continue
-        means = {name: _after(scores) for name, scores in scored.items()}
+        means = {name: s.after for name in scored if (s := summary(scored[name])) is not None}
         best = max(means, key=lambda name: means[name])
         near: list[str] = []
         behind: list[str] = []
         for name in sorted(scored.keys() - {best}, key=lambda name: -means[name]):
-            apart = difference(scored[best], scored[name])
-            group_of = behind if apart is not None and apart.shown else near
-            group_of.append(f"{name} {_percent(means[name])}")
-        said = [f"{best} {_percent(means[best])}"]
-        said += [f"not significantly different: {', '.join(near)}"] if near else []
-        said += [f"behind: {', '.join(behind)}"] if behind else []
-        lines.append(f"On {group} devices, after adaptation: {'; '.join(said)}.")
+            gap = difference(scored[best], scored[name])
+            others = behind if gap is not None and gap.shown else near
+            others.append(f"{name} {_percent(means[name])}")
+        parts = [f"{best} {_percent(means[best])}"]
+        parts += [f"not significantly different: {', '.join(near)}"] if near else []
+        parts += [f"behind: {', '.join(behind)}"] if behind else []
+        lines.append(f"On {group} devices, after adaptation: {'; '.join(parts)}.")
     return lines
-
-
-def _after(scores: Iterable[DeviceScore]) -> float:
-    result = summary(scores)
-    assert result is not None
-    return result.after
 
 
 def _against(trial: Trial, other: Trial, *, seen: bool) -> str:
@@ -178,32 +163,34 @@ def _facts_table(facts: Mapping[str, str]) -> str:
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Cells are HTML already."""
+    """Return the table; cells are HTML already."""
     head = "".join(f"<th>{_e(h)}</th>" for h in heads)
     body = "".join(f"<tr>{''.join(f'<td>{c}</td>' for c in row)}</tr>" for row in rows)
     return f"<div class='wide'><table><tr>{head}</tr>{body}</table></div>"
 
 
 def charts(trials: Sequence[Trial]) -> list[str]:
-    """Dots of devices; accuracy over rounds where there is more than one; the loss."""
-    drawings = _dots(trials)
-    for seen, group, _ in GROUPS:
-        over = {t.algorithm: _over_rounds(t, seen=seen) for t in trials}
-        drawn = {name: line for name, line in over.items() if len(line) > 1}
-        if drawn:
-            title = f"Adapted accuracy of {group} devices"
-            drawings.append(line_chart(drawn, title, "round", OVER_ROUNDS))
+    """Return dots of devices, and lines over rounds of accuracy and loss with several points."""
+    lines = [
+        (
+            {t.algorithm: _over_rounds(t, seen=seen) for t in trials},
+            f"Adapted accuracy of {group} devices",
+            OVER_ROUNDS,
+        )
+        for seen, group, _ in GROUPS
+    ]
     every = math.ceil(max(len(t.rounds) for t in trials) / MAX_POINTS)
+    note = LOSS_NOTE if every == 1 else f"mean of {every} rounds, {LOSS_NOTE}"
     losses = {t.algorithm: _losses(t, every) for t in trials}
-    drawn = {name: line for name, line in losses.items() if len(line) > 1}
-    if drawn:
-        note = LOSS_NOTE if every == 1 else f"mean of {every} rounds, {LOSS_NOTE}"
-        drawings.append(line_chart(drawn, "Loss of local steps", "round", note))
+    drawings = _dots(trials)
+    for series, title, y_label in (*lines, (losses, "Loss of local steps", note)):
+        if drawn := {name: line for name, line in series.items() if len(line) > 1}:
+            drawings.append(line_chart(drawn, title, "round", y_label))
     return drawings
 
 
 def _losses(trial: Trial, every: int) -> list[tuple[float, float]]:
-    """(round, loss), each the mean of so many rounds; the last may be of fewer."""
+    """Return (round, loss), each the mean of `every` rounds; the last may have fewer."""
     known = [(r.number, r.loss) for r in trial.rounds if math.isfinite(r.loss)]
     parts = [known[at : at + every] for at in range(0, len(known), every)]
     return [(float(part[-1][0]), math.fsum(loss for _, loss in part) / len(part)) for part in parts]
@@ -228,7 +215,7 @@ def picture(
     decimals: int = 0,
     groups: Sequence[bool] = (True, False),
 ) -> str:
-    """Dots before and after adaptation, a column per group of devices and algorithm, as SVG.
+    """Return dots before and after adaptation, a column per group and algorithm, as SVG.
 
     decimals: of the means written beside their bars. groups: seen devices, unseen ones, or both.
     """

@@ -1,16 +1,16 @@
 """A federated run in one process: the same round, device work and reduction as over the network.
 
-The run is driven through `core.rules`, devices work by `core.learn`, updates go through
-`core.compress`, so a study foretells a real run of the same seed and names bit for bit, provided
-that every asked device reports. What follows depends on the arguments alone; a study with a folder
-that was killed goes on to the same bits.
+The run follows `core.rules`, devices work by `core.learn`, updates go through `core.compress`, so a
+study predicts a real run of the same seed and names bit for bit, provided that every asked device
+reports. The result depends only on the arguments; a killed study with a folder resumes to the same
+bits.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,6 +19,7 @@ from typing import Final
 import numpy as np
 
 from triplane.proto.errors import Conflict, InvalidInput
+from triplane.proto.messages import value_from
 from triplane.unified_ir.federated.algorithms import Algorithm, Hyper, algorithm, plan_of
 from triplane.unified_ir.federated.algorithms.hyper import LR
 from triplane.unified_ir.federated.core import defaults
@@ -37,21 +38,21 @@ from triplane.unified_ir.runtime import Plan
 PLAN: Final = "study.plan"
 PERSONAL: Final = "personal"
 NOW_S: Final = 0.0
-"""Nothing in a simulation waits, so its clock stands."""
+"""The clock of a simulation stands still, since nothing in it waits."""
 
 Arrays = Mapping[str, Array]
 OnRound = Callable[[RoundRow], None]
 OnScores = Callable[[int, float | None, tuple[DeviceScore, ...]], None]
-"""(round, rate of adaptation where it is a swept one, scores)."""
+"""(round, rate of adaptation if it is one of `Study.rates`, scores)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """One simulated run. devices: of a round, 0 for all. run: as in a real run's leases.
+    """One simulated run. devices: per round, 0 for all. run: as in a real run's leases.
 
-    steps, batch_size, support, query: a device's sampling, support 0 for all it has.
-    evaluate_every: rounds between scorings, 0 for the end only. rates: of adaptation, tried at the
-    end beside the run's own; the best of all then counts.
+    steps, batch_size, support, query: a device's sampling, support 0 for all its samples.
+    evaluate_every: rounds between scorings, 0 to score at the end only. rates: of adaptation, tried
+    at the end in addition to the run's own; the best of all counts.
     """
 
     algorithm: str
@@ -95,8 +96,8 @@ def simulate(
 ) -> Trial:
     """Run the study on these devices; `unseen` ones are scored and never learned from.
 
-    folder: keeps the study's place after each round; what lies there of the same study is gone on
-    with, also to more rounds or other `rates`; of another it is refused (Conflict).
+    folder: keeps the study's progress after each round. Progress of the same study found there is
+    resumed, also with more rounds or other `rates`; that of another study is a Conflict.
     """
     others = dict(unseen or {})
     if both := sorted(shards.keys() & others.keys()):
@@ -107,11 +108,9 @@ def simulate(
         path = Path(temporary) / PLAN
         digest = plan_of(module, study.algorithm, study.hyper, path).digest
         plan = Plan.load(path, expected_digest=digest)
-    keeper = None
-    if folder is not None:
-        keeper = Keeper(folder, identity(digest, study, shards, others))
+    keeper = None if folder is None else Keeper(folder, identity(digest, study, shards, others))
     return _Simulation(
-        plan, study, dict(shards), others, keeper=keeper, on_round=on_round, on_scores=on_scores
+        plan, study, shards, others, keeper=keeper, on_round=on_round, on_scores=on_scores
     ).go()
 
 
@@ -130,7 +129,8 @@ class _Simulation:
         on_scores: OnScores | None,
     ) -> None:
         self.plan, self.study, self.keeper = plan, study, keeper
-        self.on_round, self.on_scores = on_round, on_scores
+        self.on_round = on_round or (lambda _: None)
+        self.on_scores = on_scores or (lambda *_: None)
         self.row: Algorithm = algorithm(study.algorithm)
         self.seen, self.shards = seen, {**seen, **unseen}
         for name, shard in self.shards.items():
@@ -141,18 +141,15 @@ class _Simulation:
         self.buffers = device.buffers(plan.roles)
         self.compressor = Compressor(study.compression, keep=study.keep, plain=self.buffers)
         shared = {n: x for n, x in plan.state().items() if n in device.shared(plan.roles)}
-        fresh = plan.state(PERSONAL)
-        place = None if keeper is None else keeper.newest()
-        if place is not None and len(place.rounds) > study.rounds:
+        self.fresh = plan.state(PERSONAL)
+        self.place = (keeper.newest() if keeper else None) or StudyProgress(shared=shared)
+        if (done := len(self.place.rounds)) > study.rounds:
             raise Conflict(
-                f"{len(place.rounds)} rounds of this study are done; ask for as many or more, got "
-                f"{study.rounds}"
+                f"{done} rounds of this study are done; ask for as many or more, got {study.rounds}"
             )
-        self.place = place or StudyProgress(shared=shared)
-        self.fresh = fresh
 
     def go(self) -> Trial:
-        """From the place on to the end."""
+        """Run from the present progress to the end."""
         state = self._begin()
         while state.phase is not machine.Phase.FINISHING:
             assert state.round is not None
@@ -160,8 +157,8 @@ class _Simulation:
             state = self._score(state) if evaluates else self._round(state)
             if self.keeper is not None and not (state.round and state.round.evaluates):
                 self.keeper.save(self.place)
-        at = self.place
-        return Trial(self.study.algorithm, at.rounds, at.scores, self._sweep(), at.shared)
+        place = self.place
+        return Trial(self.study.algorithm, place.rounds, place.scores, self._sweep(), place.shared)
 
     def _begin(self) -> machine.RunState:
         study = self.study
@@ -186,33 +183,28 @@ class _Simulation:
         return step(state, machine.Tick(at_s=NOW_S))[0]
 
     def _round(self, state: machine.RunState) -> machine.RunState:
-        """Every leased device learns, the updates are reduced in their order."""
+        """Let every leased device learn, and reduce the updates in their order."""
         assert state.round is not None
         started = time.perf_counter()
         number, leases = state.round.number, state.round.leases
-        updates = {lease.device: self._learn(number, lease) for lease in leases}
-        for lease in leases:
-            update = updates[lease.device]
-            arrived = machine.Update(
-                blob="", size=update.size, examples=update.examples, loss=update.loss, seconds=0.0
+        learned = [self._learn(number, lease) for lease in leases]
+        for lease, (_, update) in zip(leases, learned, strict=True):
+            arrived = machine.Arrived(
+                at_s=NOW_S, device=lease.device, lease=lease.id, update=update
             )
-            state, effects = step(
-                state,
-                machine.Arrived(at_s=NOW_S, device=lease.device, lease=lease.id, update=arrived),
-            )
+            state, effects = step(state, arrived)
         assert any(isinstance(effect, machine.Reduce) for effect in effects)
-        self._reduce(updates)
+        self._reduce(learned)
         took = time.perf_counter() - started
         ended = state.history[-1]
         down = sum(x.nbytes for x in self.place.shared.values()) * len(leases)
         row = RoundRow(number, len(leases), ended.loss, ended.bytes_up, down, took)
         self.place = replace(self.place, rounds=(*self.place.rounds, row))
-        if self.on_round is not None:
-            self.on_round(row)
+        self.on_round(row)
         return step(state, machine.Reduced(at_s=NOW_S, number=number, shared=""))[0]
 
-    def _learn(self, number: int, lease: machine.Lease) -> _Made:
-        """One device's work, and what it keeps of it."""
+    def _learn(self, number: int, lease: machine.Lease) -> tuple[Arrays, machine.Update]:
+        """Do one device's work, keep its own state, and return the change as the cloud reads it."""
         name, place = lease.device, self.place
         self._take(name)
         try:
@@ -224,11 +216,14 @@ class _Simulation:
         personal = {**place.personal, name: self.plan.state(PERSONAL)} if self.fresh else {}
         remainders = {**place.remainders, name: lost} if lost else place.remainders
         self.place = replace(place, personal=personal, remainders=remainders)
-        change = self.compressor.unpack(sent)
-        return _Made(change, sum(x.nbytes for x in sent.values()), done.examples, done.loss)
+        size = sum(x.nbytes for x in sent.values())
+        update = machine.Update(
+            blob="", size=size, examples=done.examples, loss=done.loss, seconds=0.0
+        )
+        return self.compressor.unpack(sent), update
 
-    def _reduce(self, updates: Mapping[str, _Made]) -> None:
-        opened = [(update.examples, lambda c=update.change: c) for update in updates.values()]
+    def _reduce(self, learned: Sequence[tuple[Arrays, machine.Update]]) -> None:
+        opened = [(update.examples, lambda c=change: c) for change, update in learned]
         shared, slots = reduce(
             self.place.shared, self.place.slots, opened,
             weighting=self.row.weighting, server=self.row.server, hyper=self.study.hyper,
@@ -237,77 +232,54 @@ class _Simulation:
         self.place = replace(self.place, shared=shared, slots=slots)
 
     def _score(self, state: machine.RunState) -> machine.RunState:
-        """Adapt and score every device with held-out samples; the rules get the event of one."""
+        """Adapt and score every device with held-out samples; the rules get one device's event."""
         assert state.round is not None
         number = state.round.number
         scores = tuple(self._scored(number, name) for name in self._scorers())
         self.place = replace(self.place, scores=(*self.place.scores, *scores))
-        self._tell(number, None, scores)
-        (lease,), (first, *_) = state.round.leases, scores
-        score = machine.Score(
-            samples=first.samples, before=first.before, after=first.after, round=number
-        )
+        self.on_scores(number, None, scores)
+        (lease,), score = state.round.leases, value_from(machine.Score, scores[0])
         event = machine.Scored(at_s=NOW_S, device=lease.device, lease=lease.id, score=score)
         return step(state, event)[0]
 
     def _scorers(self) -> list[str]:
         return sorted(name for name, shard in self.shards.items() if shard.held_out_samples)
 
-    def _tell(self, number: int, rate: float | None, scores: tuple[DeviceScore, ...]) -> None:
-        if self.on_scores is not None:
-            self.on_scores(number, rate, scores)
-
     def _scored(self, number: int, name: str) -> DeviceScore:
         self._take(name)
         work, shard = self._work(number, name), self.shards[name]
         score = device.evaluate(self.plan, work, shard, steps=self.study.hyper.inner_steps)
-        return DeviceScore(
-            name, name in self.seen, number, score.samples, score.before, score.after
-        )
+        return value_from(DeviceScore, score, device=name, seen=name in self.seen, round=number)
 
     def _sweep(self) -> dict[float, tuple[DeviceScore, ...]]:
-        """Scores at the end by rate, the run's own among them, where they are known."""
-        rates = dict.fromkeys((*self.study.rates, self.study.hyper.lr)) if self.study.rates else {}
+        """Return the scores at the end by rate, the run's own included; empty without rates."""
+        study = self.study
         own = {name: x for name, x in self.plan.state().items() if name == LR}
-        last = tuple(s for s in self.place.scores if s.round == self.study.rounds)
+        last = tuple(s for s in self.place.scores if s.round == study.rounds)
         sweep = {}
-        for rate in rates:
-            self.plan.assign({name: np.full_like(x, rate) for name, x in own.items()})
-            known = rate == self.study.hyper.lr
-            sweep[rate] = last if known else tuple(map(self._adapted, last))
-            if not known:
-                self._tell(self.study.rounds, rate, sweep[rate])
+        for rate in dict.fromkeys((*study.rates, study.hyper.lr)) if study.rates else ():
+            sweep[rate] = last
+            if rate != study.hyper.lr:
+                self.plan.assign({name: np.full_like(x, rate) for name, x in own.items()})
+                sweep[rate] = tuple(map(self._adapted, last))
+                self.on_scores(study.rounds, rate, sweep[rate])
         self.plan.assign(own)
         return sweep
 
     def _adapted(self, score: DeviceScore) -> DeviceScore:
-        """The same device at the plan's rate; what it had before adaptation stays."""
+        """Score the same device at the plan's rate; its score before adaptation stays."""
         name, shard = score.device, self.shards[score.device]
         self._take(name)
-        kept = self.plan.state()
+        state = self.plan.state()
         work = self._work(score.round, name)
         device.adapt(self.plan, work, shard, steps=self.study.hyper.inner_steps)
         after = device.score(self.plan, shard)
-        self.plan.assign(kept)
+        self.plan.assign(state)
         return replace(score, after=after)
 
     def _take(self, name: str) -> None:
-        """The plan becomes the device's: the shared state and what is its own."""
+        """Give the plan the shared state and the device's own."""
         self.plan.assign({**self.place.shared, **self.place.personal.get(name, self.fresh)})
 
     def _work(self, number: int, name: str) -> Work:
-        study = self.study
-        return Work(
-            run=study.run, round=number, device=name, seed=study.seed, steps=study.steps,
-            batch_size=study.batch_size, support=study.support, query=study.query,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class _Made:
-    """An update as the cloud reads it."""
-
-    change: Arrays
-    size: int
-    examples: int
-    loss: float
+        return value_from(Work, self.study, round=number, device=name)

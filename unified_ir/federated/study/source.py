@@ -26,9 +26,9 @@ class SampleSource:
     """The source of samples and their partition over devices.
 
     data: the name digits, an npz file, IDX files or a folder of images. x, y, group, split: keys of
-    an npz; group tells whose a sample is; samples where split is not 0 belong to unseen devices.
-    devices: for every way but "group". unseen: share of devices that are scored only, where no
-    split says it. least: samples of a group, of fewer none is made.
+    an npz; group assigns each sample to a device; samples where split is not 0 belong to unseen
+    devices. devices: their number, for every way but "group". unseen: share of devices that are
+    only scored, without split. least: smaller groups are left out.
     """
 
     data: str
@@ -47,19 +47,17 @@ class SampleSource:
 
 
 def devices_of(source: SampleSource, module: Module) -> tuple[Shards, Shards]:
-    """(devices that take part, devices that are only scored), samples named as the model's."""
+    """Return (devices that take part, devices that are only scored), with the model's names."""
     names = batch_names(module)
     dataset, columns = _read(source)
     _check_samples(source, dataset.x, module)
     _check_labels(source, dataset.y, module)
     samples: Samples = {names[0]: dataset.x, names[1]: dataset.y}
+    groups = columns.get(source.group)
     if not source.split:
-        return _chosen(source, _parted(source, samples, columns.get(source.group)))
-    later = columns[source.split] != 0
-    return (
-        _part(source, samples, columns.get(source.group), ~later),
-        _part(source, samples, columns.get(source.group), later),
-    )
+        return _chosen(source, _parted(source, samples, groups))
+    unseen = columns[source.split] != 0
+    return _part(source, samples, groups, ~unseen), _part(source, samples, groups, unseen)
 
 
 def _read(source: SampleSource) -> tuple[Dataset, dict[str, Array]]:
@@ -68,8 +66,8 @@ def _read(source: SampleSource) -> tuple[Dataset, dict[str, Array]]:
         raise InvalidInput("a partition by group, and no other, names the column of groups")
     if source.split and not source.group:
         raise InvalidInput(
-            f"the column {source.split!r} says which groups are unseen, and no column of groups is "
-            "named; name one, or give the share of unseen devices"
+            f"the column {source.split!r} marks unseen groups, and no column of groups is named; "
+            "name one, or give the share of unseen devices"
         )
     if Path(source.data).suffix != NPZ:
         if keys:
@@ -101,7 +99,7 @@ def _check_samples(source: SampleSource, x: Array, module: Module) -> None:
 
 
 def _check_labels(source: SampleSource, y: Array, module: Module) -> None:
-    """Refuse what a classifier cannot learn, in the words of labels rather than of a graph."""
+    """Refuse what a classifier cannot learn, before a graph fails on it."""
     least, most = int(y.min()), int(y.max())
     if least == most:
         raise InvalidInput(
@@ -162,10 +160,7 @@ def _chosen(source: SampleSource, shards: Shards) -> tuple[Shards, Shards]:
 
 
 def batch_names(module: Module) -> tuple[str, str]:
-    """Return the model's names of samples and labels.
-
-    InvalidInput where devices cannot learn it.
-    """
+    """Return the model's names of samples and labels; InvalidInput if it has other inputs."""
     names = [value.name for value in objective_of(module).batch]
     if len(names) != 2:
         raise InvalidInput(f"data here is samples and labels; the model's loss takes {names}")

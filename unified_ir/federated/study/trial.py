@@ -10,12 +10,12 @@ from typing import Final
 from triplane.unified_ir.federated.core.draws import Array
 
 LEAST_PAIRS: Final = 2
-"""Devices that a standard error takes."""
+"""Least number of devices for a standard error."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundRow:
-    """One round. bytes_up, bytes_down: tensors of all its devices; loss: by examples."""
+    """One round. bytes_up, bytes_down: tensors of all its devices; loss: weighted by examples."""
 
     number: int
     devices: int
@@ -27,9 +27,10 @@ class RoundRow:
 
 @dataclass(frozen=True, slots=True)
 class DeviceScore:
-    """Accuracy of a device on its held-out samples after a round. seen: it took part in learning.
+    """Accuracy of a device on its held-out samples after a round.
 
-    after: with adaptation on its own support, which it is not scored on.
+    seen: whether it took part in learning. after: with adaptation on its own support, which is not
+    scored.
     """
 
     device: str
@@ -52,19 +53,19 @@ class Summary:
 
 
 def summary(scores: Iterable[DeviceScore]) -> Summary | None:
-    """None without scores."""
-    known = list(scores)
-    if not known:
+    """Return the summary; None without scores."""
+    pairs = [(s.before, s.after) for s in scores]
+    if not pairs:
         return None
-    before, after = [s.before for s in known], [s.after for s in known]
-    return Summary(len(known), _mean(before), _mean(after), _worst(before), _worst(after))
+    before, after = zip(*pairs, strict=True)
+    return Summary(len(pairs), _mean(before), _mean(after), _worst(before), _worst(after))
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
     """The mean gain in adapted accuracy of one trial's devices over the same devices of another.
 
-    twice_error: two standard errors of the mean over devices; a mean within it shows nothing.
+    twice_error: two standard errors of the mean over devices; a mean within it is not significant.
     """
 
     mean: float
@@ -72,14 +73,14 @@ class Difference:
 
     @property
     def shown(self) -> bool:
-        """Whether it is larger than what the choice of devices may make."""
+        """Whether the choice of devices is an unlikely explanation of the difference."""
         return abs(self.mean) > self.twice_error
 
 
 def difference(ours: Iterable[DeviceScore], theirs: Iterable[DeviceScore]) -> Difference | None:
-    """Paired by device; None for fewer than two devices in common."""
-    known = {s.device: s.after for s in theirs}
-    gains = [s.after - known[s.device] for s in ours if s.device in known]
+    """Return the difference, paired by device; None for fewer than two devices in common."""
+    other = {s.device: s.after for s in theirs}
+    gains = [s.after - other[s.device] for s in ours if s.device in other]
     if len(gains) < LEAST_PAIRS:
         return None
     mean = _mean(gains)
@@ -89,9 +90,9 @@ def difference(ours: Iterable[DeviceScore], theirs: Iterable[DeviceScore]) -> Di
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trial:
-    """A run of one algorithm. state: what is shared at its end.
+    """A run of one algorithm. state: the shared state at its end.
 
-    sweep: scores at the end by the rate of adaptation, for rates that were tried beside the run's.
+    sweep: scores at the end by rate of adaptation, if several rates were tried.
     """
 
     algorithm: str
@@ -100,28 +101,31 @@ class Trial:
     sweep: Mapping[float, Sequence[DeviceScore]]
     state: Mapping[str, Array]
 
+    @property
+    def last_round(self) -> int:
+        """Number of the last round; 0 without rounds."""
+        return self.rounds[-1].number if self.rounds else 0
+
     def summary(self, *, seen: bool, round_: int | None = None) -> Summary | None:
-        """Over the devices that took part, or over the others; after the last round by default."""
-        last = self.rounds[-1].number if self.rounds else 0
-        number = last if round_ is None else round_
+        """Summarize the devices that took part, or the others; by default after the last round."""
+        number = self.last_round if round_ is None else round_
         return summary(s for s in self.scores if s.seen is seen and s.round == number)
 
     def scored_rounds(self) -> tuple[int, ...]:
-        """Rounds after which devices were scored."""
+        """Return the rounds after which devices were scored."""
         return tuple(sorted({s.round for s in self.scores}))
 
     def best_rate(self, *, seen: bool) -> tuple[float, Summary] | None:
-        """The swept rate at which adapted accuracy is highest in the mean, the lowest of equals."""
+        """Return the swept rate with the highest mean adapted accuracy, the lowest of equals."""
         summaries = {r: summary(s for s in at if s.seen is seen) for r, at in self.sweep.items()}
-        known = [(rate, s) for rate, s in sorted(summaries.items()) if s is not None]
-        return max(known, key=lambda pair: pair[1].after, default=None)
+        scored = [(rate, s) for rate, s in sorted(summaries.items()) if s is not None]
+        return max(scored, key=lambda pair: pair[1].after, default=None)
 
     def final(self, *, seen: bool) -> tuple[DeviceScore, ...]:
-        """Scores after the last round, at the best of the swept rates where some were tried."""
+        """Return the scores after the last round, at the best rate if several were tried."""
         best = self.best_rate(seen=seen)
-        last = self.rounds[-1].number if self.rounds else 0
-        chosen = self.sweep[best[0]] if best is not None else self.scores
-        return tuple(s for s in chosen if s.seen is seen and s.round == last)
+        scores = self.sweep[best[0]] if best is not None else self.scores
+        return tuple(s for s in scores if s.seen is seen and s.round == self.last_round)
 
     @property
     def bytes_up(self) -> int:
