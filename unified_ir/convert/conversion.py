@@ -44,11 +44,12 @@ from triplane.unified_ir.convert.residency import (
     INTEGER,
     UNKNOWN,
     Resident,
+    Shares,
     product_nodes,
     residency,
+    time_shares,
 )
 from triplane.unified_ir.convert.samples import Given, as_labelled, as_samples, digest, generated
-from triplane.unified_ir.convert.shares import Shares, time_shares
 from triplane.unified_ir.convert.targets import Target, cpu_flags, int8_scheme, target_row
 from triplane.unified_ir.data import Dataset
 from triplane.unified_ir.files.container import Container, is_container

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from triplane.unified_ir.convert.latency import CallTiming, Latency, Quartiles
-from triplane.unified_ir.convert.residency import Resident
-from triplane.unified_ir.convert.shares import Shares
+from triplane.unified_ir.convert.residency import Resident, Shares
 from triplane.unified_ir.files.chart import bar_chart, stack
 
 TINY_S: Final = 200e-6

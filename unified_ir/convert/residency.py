@@ -1,7 +1,9 @@
 """Which nodes really run on integers, as the graph shows that onnxruntime optimized.
 
 Q/DQ form is a request; onnxruntime's optimizer decides. It saves the graph it will run, whose fused
-kernels keep the name of the product they absorbed.
+kernels keep the name of the product they absorbed. Integer kernels for every product do not imply
+speed: operators between the products may run in float, and each change to float and back converts
+the whole tensor. So the shares of a call's time are measured too.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from typing import Any, Final
 
 import onnx
 
-from triplane.unified_ir.ir.graph import Function, Node
+from triplane.unified_ir.engines.profile import kernel_shares
+from triplane.unified_ir.ir.graph import Array, Function, Node
 from triplane.unified_ir.ops.row import IntegerForm
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.quantize import Artifact
@@ -43,6 +46,10 @@ UNKNOWN: Final = "unknown"
 _NAME: Final = re.compile(r"(?<![a-zA-Z0-9])n\d+(?![0-9])")
 """A node's name as emitted: onnxruntime makes `n7_token_2`, `fused n7` and `n7_nchwc` of `n7`."""
 CASTS: Final = frozenset({"QuantizeLinear", "DequantizeLinear"})
+CALLS: Final = 10
+"""Number of profiled calls; the median of a kernel counts."""
+SHOWN: Final = 3
+"""Number of float kernels that a report names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +73,32 @@ class Resident:
             "conversions": dict(self.casts),
             "other_kernels": dict(self.other),
             "products": list(self.products),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Shares of the time of a call, which add up to 1; in_float: by kernel, largest first."""
+
+    integer: float
+    conversions: float
+    in_float: Mapping[str, float]
+
+    def __str__(self) -> str:
+        floats = sum(self.in_float.values())
+        most = [f"{k} {100 * s:.0f} %" for k, s in list(self.in_float.items())[:SHOWN] if s > 0.01]
+        named = f" ({', '.join(most)})" if most else ""
+        return (
+            f"{100 * self.integer:.0f} % of the time on integers, {100 * self.conversions:.0f} % "
+            f"converting to and from them, {100 * floats:.0f} % in float or moving data{named}"
+        )
+
+    def record(self) -> dict[str, Any]:
+        """Return the shares as JSON."""
+        return {
+            "integer": round(self.integer, 4),
+            "conversions": round(self.conversions, 4),
+            "other": {k: round(s, 4) for k, s in self.in_float.items()},
         }
 
 
@@ -106,3 +139,13 @@ def _kernel(node: Any, nodes: Sequence[Any], kernels: Mapping[str, str]) -> str:
     readers = [reader for reader in nodes if node.output[0] in reader.input]
     names = [node.name, node.output[0], *(r.output[0] for r in readers[:1])]
     return next((kernels[name] for name in names if name in kernels), UNKNOWN)
+
+
+def time_shares(artifact: Artifact, feeds: Mapping[str, Array]) -> Shares:
+    """Measure the shares on this machine by onnxruntime's profile of a few calls."""
+    shares = kernel_shares(artifact.session, feeds, CALLS)
+    return Shares(
+        integer=sum(s for k, s in shares.items() if k in INTEGER),
+        conversions=sum(s for k, s in shares.items() if k in CASTS),
+        in_float={k: s for k, s in shares.items() if k not in INTEGER | CASTS},
+    )

@@ -48,10 +48,8 @@ def insert(
 def site_ranges(sites: Sites, seen: Mapping[Value, Range]) -> dict[Value, Range]:
     """Return the observed ranges, limited by the clamps that were dropped."""
     ranges = dict(seen)
-    for value, clamp in sites.clamps.items():
-        high = max(seen[value].high, clamp.low)
-        top = high if clamp.top is None else min(high, clamp.top)
-        ranges[value] = Range(clamp.low, top)
+    for value, top in sites.clamps.items():
+        ranges[value] = Range(0.0, min(max(seen[value].high, 0.0), top))
     return ranges
 
 
@@ -157,7 +155,7 @@ class _Inserter:
         assert x is not None
         assert w is not None
         assert r is not None
-        weights = [self.stored_gates(w, gates.w), self.stored_gates(r, gates.r)]
+        weights = [self.stored_gates(w, gates[0]), self.stored_gates(r, gates[1])]
         others = [None if v is None else self.rewrite[v] for v in rest]
         self.rewrite.replace(node, [self.rewrite[x], *weights, *others])
 

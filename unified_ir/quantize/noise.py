@@ -74,5 +74,5 @@ def _both(frozen: Frozen, integer: Frozen, sites: Sites, values: Sequence[Value]
 
 def _clamped(y: Tensor, sites: Sites, value: Value) -> Tensor:
     """Apply the ReLU or Clip that the rounding of a site replaced."""
-    clamp = sites.clamps.get(sites.root.get(value, value))
-    return y if clamp is None else clip(y, clamp.low, clamp.top)
+    top = sites.clamps.get(sites.root.get(value, value))
+    return y if top is None else clip(y, 0.0, None if top == math.inf else top)

@@ -7,8 +7,9 @@ dropped: with z = q_min the integers cannot go below 0, and maximum and layout c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
 from triplane.unified_ir.ir.graph import Array, Node, Value
@@ -47,35 +48,24 @@ class WeightProduct:
     bias: Array | None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Gates:
-    """Weights of an LSTM, (directions, 4 hidden, inputs) and (directions, 4 hidden, hidden)."""
-
-    w: Array
-    r: Array
-
-
-@dataclass(frozen=True, slots=True)
-class Clamp:
-    """Limits that a dropped ReLU (top None) or Clip sets for a site."""
-
-    low: float
-    top: float | None
+Gates = tuple[Array, Array]
+"""Weights of an LSTM, (directions, 4 hidden, inputs) and (directions, 4 hidden, hidden)."""
 
 
 @dataclass(slots=True)
 class Sites:
     """The integer form of each tensor and product.
 
-    root: site of each rounded tensor. clamps: by site. products: None where both operands are
-    activations. gates: of each LSTM on integer weights, whose operands are no sites: the runtime
-    rounds them by the range that they have in each step. refused: why a product stays in float.
-    dropped: ReLUs and Clips that are left out. scaled: for each product with a number, the tensor
-    and the number; it is the same integers with another scale.
+    root: site of each rounded tensor. clamps: by site, the largest value after a dropped ReLU
+    (infinity) or Clip; the smallest is 0. products: None where both operands are activations.
+    gates: of each LSTM on integer weights, whose operands are no sites: the runtime rounds them by
+    the range that they have in each step. refused: why a product stays in float. dropped: ReLUs and
+    Clips that are left out. scaled: for each product with a number, the tensor and the number; it
+    is the same integers with another scale.
     """
 
     root: dict[Value, Value] = field(default_factory=dict)
-    clamps: dict[Value, Clamp] = field(default_factory=dict)
+    clamps: dict[Value, float] = field(default_factory=dict)
     products: dict[Node, WeightProduct | None] = field(default_factory=dict)
     gates: dict[Node, Gates] = field(default_factory=dict)
     refused: dict[Node, str] = field(default_factory=dict)
@@ -201,11 +191,11 @@ class _Finder:
         The rounding of the site then clamps, so a product with a number keeps its own rounding.
         """
         x = first_input(node)
-        bounds = _bounds(node, self.known)
-        if x not in self.sites.root or bounds is None or not self.alone(x):
+        top = _top(node, self.known)
+        if x not in self.sites.root or top is None or not self.alone(x):
             return
         root = self.sites.root[x]
-        self.sites.clamps[root] = _tighter(self.sites.clamps.get(root), bounds)
+        self.sites.clamps[root] = min(top, self.sites.clamps.get(root, math.inf))
         self.sites.dropped.add(node)
         self.sites.scaled.pop(self.producer[root], None)
         self.sites.root[node.outputs[0]] = root
@@ -222,21 +212,16 @@ class _Finder:
         return False
 
 
-def _tighter(a: Clamp | None, b: Clamp) -> Clamp:
-    tops = [c.top for c in (a, b) if c is not None and c.top is not None]
-    return replace(b, top=min(tops) if tops else None)
-
-
-def _bounds(node: Node, known: Mapping[Value, Array]) -> Clamp | None:
-    """Return the clamp of a ReLU, or of a Clip from 0 to a constant."""
+def _top(node: Node, known: Mapping[Value, Array]) -> float | None:
+    """Return the upper limit of a ReLU, or of a Clip from 0 to a constant; None for others."""
     if node.op.name == "Relu":
-        return Clamp(0.0, None)
+        return math.inf
     low, top = [*node.inputs[1:], None, None][:2]
     if low is None or low not in known or float(known[low]) != 0.0:
         return None
     if top is None:
-        return Clamp(0.0, None)
-    return Clamp(0.0, float(known[top])) if top in known else None
+        return math.inf
+    return float(known[top]) if top in known else None
 
 
 def _product(node: Node, known: Mapping[Value, Array]) -> WeightProduct | str | None:
@@ -273,10 +258,10 @@ def _gates(node: Node, known: Mapping[Value, Array], operators: Collection[str])
         return f"it computes in {x.type.dtype}"
     if w not in known or r not in known:
         return "its weights are computed while it runs"
-    gates = Gates(known[w], known[r])
-    if not gates.w.size or not gates.r.size:
+    gates = known[w], known[r]
+    if not all(array.size for array in gates):
         return "it has no inputs or no units"
-    count = (gates.w.size + gates.r.size) // len(gates.w)
+    count = sum(array.size for array in gates) // len(gates[0])
     if count < MIN_WEIGHTS:
         return f"it has {count} weights a direction; fewer than {MIN_WEIGHTS} run faster in float"
     return gates

@@ -87,7 +87,7 @@ def test_the_digits_need_no_file():
         (
             {"way": "group", "group": "share"},
             InvalidInput,
-            r"whole number for each of 240 samples, got float64\[240\]",
+            r"240 whole numbers, one for each sample; got float64\[240\]",
         ),
         ({"unseen": 1.0}, InvalidInput, r"in \[0, 1\)"),
         ({"split": "split"}, InvalidInput, "'split' .* no column of groups is named"),

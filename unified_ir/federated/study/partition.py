@@ -45,10 +45,7 @@ def by_group(
     Groups of fewer than `least` samples are left out.
     """
     n = _count(samples)
-    if groups.shape != (n,) or groups.dtype.kind not in "iu":
-        raise InvalidInput(
-            f"groups are {n} whole numbers, one per sample; got {groups.dtype}{groups.shape}"
-        )
+    check_whole(groups, n, "groups are")
     order = np.argsort(groups, kind="stable")
     values, starts = np.unique(groups[order], return_index=True)
     parts = dict(zip(values.tolist(), np.split(order, starts[1:]), strict=True))
@@ -99,7 +96,8 @@ def by_label_shards(
     """
     y = _labels(samples, labels)
     _check_devices(devices, len(y))
-    if not 1 <= shards <= (most := len(y) // devices):
+    most = len(y) // devices
+    if not 1 <= shards <= most:
         raise InvalidInput(
             f"{len(y)} samples give each of {devices} devices 1 to {most} pieces, got {shards}"
         )
@@ -188,13 +186,20 @@ def _labels(samples: Samples, name: str) -> Array:
     if name not in samples:
         raise InvalidInput(f"labels are the array {name!r}; the samples are {sorted(samples)}")
     y = np.asarray(samples[name])
-    if y.shape != (n,) or y.dtype.kind not in "iu":
-        raise InvalidInput(f"labels are {n} whole numbers, got {y.dtype}{y.shape}")
+    check_whole(y, n, "labels are")
     return y
 
 
+def check_whole(numbers: Array, n: int, what: str) -> None:
+    """InvalidInput unless `numbers` has a whole number for each of n samples."""
+    if numbers.shape != (n,) or numbers.dtype.kind not in "iu":
+        seen = f"{numbers.dtype}{list(numbers.shape)}"
+        raise InvalidInput(f"{what} {n} whole numbers, one for each sample; got {seen}")
+
+
 def _check_devices(devices: int, samples: int) -> None:
-    if not 1 <= devices <= (most := min(MAX_DEVICES, samples // LEAST_SAMPLES)):
+    most = min(MAX_DEVICES, samples // LEAST_SAMPLES)
+    if not 1 <= devices <= most:
         raise InvalidInput(
             f"{samples} samples give 1 to {most} devices of at least {LEAST_SAMPLES} each, got "
             f"{devices}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
+from importlib.resources import files
 from typing import Final
 
 from triplane.proto.errors import InvalidInput
@@ -22,29 +23,7 @@ OF_DEVICES: Final = "accuracy on a device's own held-out samples, %"
 OVER_ROUNDS: Final = "mean over devices, %, at the run's own rate"
 IN_ONE_PICTURE: Final = 6
 """Limit for the columns of dots in one picture; with more, each group of devices has its own."""
-STYLE: Final = """
-:root { color-scheme: light dark; }
-body { font: 15px/1.5 system-ui, Helvetica, Arial, sans-serif; color: #1f2933; background: #ffffff;
-       max-width: 52em; margin: 2em auto; padding: 0 1em; }
-h1 { line-height: 1.2; } h2 { margin-top: 1.6em; font-size: 1.2em; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; margin: .5em 0 1em; font-variant-numeric: tabular-nums; }
-th, td { text-align: right; padding: .25em .8em; border-bottom: 1px solid #e4e7eb; }
-th:first-child, td:first-child { text-align: left; white-space: nowrap; }
-th { color: #52606d; font-weight: 600; vertical-align: bottom; }
-table.facts td:last-child { text-align: left; overflow-wrap: anywhere; }
-svg { display: block; max-width: 100%; height: auto; margin: 1em 0; }
-p { color: #52606d; } p.said { color: inherit; font-size: 1.1em; }
-@media (prefers-color-scheme: dark) {
-  body { color: #e4e7eb; background: #14181d; }
-  p, th { color: #a5b1bd; } th, td { border-color: #333c46; }
-  svg [fill='#ffffff'] { fill: #14181d; } svg [stroke='#ffffff'] { stroke: #14181d; }
-  svg [fill='#1f2933'] { fill: #e4e7eb; } svg [stroke='#1f2933'] { stroke: #e4e7eb; }
-  svg [fill='#52606d'] { fill: #a5b1bd; } svg [stroke='#e4e7eb'] { stroke: #333c46; }
-  svg [fill='#000000'] { fill: #ffffff; } svg [stroke='#000000'] { stroke: #ffffff; }
-  svg [fill='#0072b2'] { fill: #4aa8e0; } svg [stroke='#0072b2'] { stroke: #4aa8e0; }
-}
-"""
+STYLE: Final = files(__package__).joinpath("report.css").read_text("utf-8")
 HEADS: Final = (
     "algorithm", "before", "adapted", "against {first}", "at rate", "worst tenth before",
     "worst tenth adapted",
@@ -82,7 +61,7 @@ def page(trials: Sequence[Trial], title: str, facts: Mapping[str, str] | None = 
     ]
     head = (
         "<meta charset='utf-8'><meta name='viewport' content='width=device-width'>"
-        f"<title>{_e(title)}</title><style>{STYLE}</style>"
+        f"<title>{_e(title)}</title><style>\n{STYLE}</style>"
     )
     return f"<!doctype html>\n<html lang='en'><head>{head}</head>\n<body>\n" + "\n".join(
         [part for part in body if part] + ["</body></html>\n"]

@@ -79,11 +79,7 @@ def _read(source: SampleSource) -> tuple[Dataset, dict[str, Array]]:
         raise NotFound(f"{error}; x, y, group and split say which array is which") from error
     dataset = from_arrays(columns[source.x], columns[source.y])
     for key in keys:
-        if columns[key].shape != (len(dataset),) or columns[key].dtype.kind not in "iu":
-            raise InvalidInput(
-                f"column {key!r} has a whole number for each of {len(dataset)} samples, got "
-                f"{columns[key].dtype}{list(columns[key].shape)}"
-            )
+        partition.check_whole(columns[key], len(dataset), f"column {key!r} must have")
     return dataset, {key: columns[key] for key in keys}
 
 
