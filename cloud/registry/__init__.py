@@ -1,7 +1,7 @@
 """Models by name and version, and the bundles made of them on demand.
 
-A version is a model file with the recipe of its bundles; it never changes. Aliases move. Bytes are
-blobs named by SHA-256, filled by transfer; what is said about them is in the database.
+A version is a model file with the recipe of its bundles; it never changes. Aliases move. Files are
+blobs named by SHA-256, which the transfer service fills; everything about them is in the database.
 """
 
 from typing import TYPE_CHECKING

@@ -1,9 +1,9 @@
 """Garbage collection of blobs that nothing references.
 
-A blob is removed only inside the one writer, where it is seen that no table names it and that
-nobody wrote it or claimed it lately. A push asks for its blobs again in the same place, and so does
-everything else that begins to name one (`claim`): it keeps them, or has to upload them again.
-Uploads that are younger than `older_than_s`, finished or not, are left to their senders.
+A blob is removed only inside the one writer, after checking that no table names it and that nobody
+wrote or claimed it recently. A push looks its blobs up again in the same place, and so does
+everything else that begins to name a blob (`claim`): either it keeps them, or they have to be
+uploaded again. Uploads that are younger than `older_than_s`, finished or not, are kept.
 """
 
 import contextlib
@@ -22,17 +22,17 @@ from triplane.proto.errors import InvalidInput
 from triplane.proto.transfer import BlobFolder
 
 MIN_AGE_S: Final = 3600.0
-"""Nobody takes longer from the end of an upload, or of a conversion, to the row that names it."""
+"""An upload or a conversion is followed by the row that names it within this time."""
 
 _NAME: Final = re.compile(r"[0-9a-f]{64}")
 
 Roots = Callable[[Connection], set[bytes]]
-"""Digests that one part's tables or files name, such as `queries.referenced`."""
+"""Returns the digests that one part's tables or files name, such as `queries.referenced`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One file of a blob. last_s: when it was written or claimed, in seconds since 1970."""
+    """A file of a blob. last_s: when it was written or claimed last, in seconds since 1970."""
 
     sha256: bytes
     size: int
@@ -40,7 +40,7 @@ class Stored:
 
 
 OnRemoved = Callable[[Connection, Sequence[Stored]], None]
-"""Called with the removed blobs in the transaction that saw that nothing names them."""
+"""Called with the removed blobs in the transaction that checked that nothing names them."""
 
 
 def _nobody(_connection: Connection, _removed: Sequence[Stored]) -> None:
@@ -57,11 +57,7 @@ async def unwanted(
 ) -> tuple[Stored, ...]:
     """Return the blobs that `collect` would remove now, in the order of their names."""
     old = _old_files(blobs, roots, older_than_s, clock())
-
-    def work(connection: Connection) -> tuple[Stored, ...]:
-        return _unnamed(connection, roots, old)
-
-    return await db.read(work)
+    return await db.read(lambda connection: _unnamed(connection, roots, old))
 
 
 async def collect(
@@ -73,9 +69,9 @@ async def collect(
     clock: Callable[[], float] = time.time,
     on_removed: OnRemoved = _nobody,
 ) -> tuple[Stored, ...]:
-    """Remove blobs that are old and not in any of `roots`; returns what was removed.
+    """Remove blobs that are old and not in any of `roots`; return what was removed.
 
-    roots: of every part that keeps blobs; one that is left out loses them.
+    roots: those of every part that stores blobs. A part that is left out loses its blobs.
     """
     until_s = clock() - older_than_s
     old = _old_files(blobs, roots, older_than_s, clock())
@@ -96,9 +92,9 @@ async def collect(
 
 
 async def claim(db: Database, blobs: BlobFolder, names: Iterable[bytes]) -> None:
-    """Keep blobs from collection for `MIN_AGE_S`, until what names them is published.
+    """Protect blobs from collection for `MIN_AGE_S`, until what names them is published.
 
-    NotFound: one is not here; upload it first.
+    NotFound: a blob is missing; upload it first.
     """
     wanted = sorted(names)
 
@@ -129,7 +125,7 @@ def _old_files(
 
 
 def _files(blobs: BlobFolder, sha256: bytes) -> Iterator[Stored]:
-    """The complete file and the unfinished one, where they are."""
+    """Yield the complete file and the unfinished one, if they exist."""
     for path in (blobs.path(sha256), blobs.partial / sha256.hex()):
         with contextlib.suppress(FileNotFoundError):
             seen = Path(path).stat()

@@ -1,9 +1,9 @@
-"""Model files are opened in children: checked when pushed, converted when a bundle is wanted.
+"""Child processes that open model files: to check one when pushed, to convert one to a bundle.
 
 The children are those of `proto/sandbox.py`, each with an empty folder that is removed with it. The
-cloud gets an answer or an error: what the child refused with, or `Unavailable` where it died or was
-too slow, since another attempt may end otherwise. Nothing that a child writes counts until the
-cloud has copied it.
+cloud gets an answer or an error: the child's refusal, or `Unavailable` if it died or was too slow,
+because another attempt may succeed. Nothing that a child writes counts until the cloud has copied
+it.
 """
 
 import asyncio
@@ -19,18 +19,18 @@ from triplane.proto.sandbox import ChildLimits, ask_once, expected, job_folder, 
 
 COMMAND: Final = (sys.executable, "-m", "triplane.cloud.registry.converting")
 CHILD: Final = "the child"
-"""How errors call the process."""
+"""The name of the process in errors."""
 MAX_ANSWER_BYTES: Final = 64 << 10
 MAX_REPORT_BYTES: Final = 4 << 20
-"""Of a bundle's report, as it is read from a bundle."""
+"""Limit of a bundle's report, the same as for reading one from a bundle."""
 _PREFIX: Final = "job-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionLimits:
-    """Of one child, and how many convert at a time.
+    """Limits of one child, and how many children run at a time.
 
-    A check has `check_s`, and a second more for every `check_bytes_per_s` of its file.
+    A check may take `check_s`, and a second more for every `check_bytes_per_s` of its file.
     """
 
     memory_bytes: int = 4 << 30
@@ -44,7 +44,7 @@ class ConversionLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Files:
-    """A model file and its recipe with the samples it names, as files here."""
+    """A model file, and its recipe with its samples as local files."""
 
     name: str
     model: Path
@@ -57,7 +57,7 @@ class Files:
 class Made:
     """A finished bundle at `path`.
 
-    report: its measured figures, the one part that differs between two conversions of a model.
+    report: its measured figures, the only part that differs between two conversions of a model.
     """
 
     path: Path
@@ -69,7 +69,7 @@ class Made:
 
 
 class Conversions:
-    """Runs the children. folder: for their files; whatever an earlier cloud left there goes."""
+    """Runs the children. folder: for their files; what an earlier cloud left there is removed."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Conversions:
         self._conversions = asyncio.Semaphore(limits.conversions)
 
     async def check(self, files: Files) -> bytes:
-        """Return the root digest of a sound model file; raises what is wrong with it."""
+        """Check a model file and return its root digest; raises what is wrong with it."""
         seconds = self._limits.check_s + files.model.stat().st_size / self._limits.check_bytes_per_s
         async with self._checks, self._jobs.folder() as job:
             done = await self._jobs.run(job, _order("check", files, job), seconds)
@@ -93,9 +93,9 @@ class Conversions:
     async def convert(
         self, files: Files, *, version: int, target: str, model_digest: bytes, report: bytes = b""
     ) -> AsyncIterator[Made]:
-        """Give the bundle of a version, whose file is there until the block ends.
+        """Convert a version and give the bundle, whose file exists until the block ends.
 
-        report: of an earlier conversion. With it the bundle is the earlier one, byte for byte.
+        report: the one of an earlier conversion; with it, the same bytes come out.
         """
         async with self._conversions, self._jobs.folder() as job:
             out, new_report = job / "made.bundle", job / "report.json"
@@ -117,7 +117,7 @@ class Conversions:
 
 
 class Jobs:
-    """Children of one command, each for one order and with an empty folder of its own.
+    """Children that run one command, each for one order and with an empty folder of its own.
 
     folder: for those folders; what an earlier cloud left there is removed.
     """
@@ -133,7 +133,7 @@ class Jobs:
             yield path
 
     async def run(self, job: Path, order: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        """Return the answer to an order. Raises what the child refused with; or Unavailable."""
+        """Return the answer to an order. Raises the child's refusal, or Unavailable."""
         limits = ChildLimits(
             memory_bytes=self._limits.memory_bytes,
             file_bytes=self._limits.file_bytes,
@@ -145,7 +145,7 @@ class Jobs:
 
 
 def _order(do: str, files: Files, job: Path) -> dict[str, Any]:
-    """Files under names that messages may show."""
+    """Return the order; its files are links under names that messages may show."""
     recipe = files.recipe
     return {
         "do": do,

@@ -1,9 +1,9 @@
 """The child that opens model files: `python -m triplane.cloud.registry.converting`.
 
 It reads one order (a line of JSON) from standard input and answers with one line on standard
-output. It holds itself to the order's limits before it opens anything, and ends with its whole
-process group when standard input closes, that is when the cloud is gone. Bytes of a model file are
-never parsed in the cloud's own process.
+output. It applies the order's limits to itself before it opens anything, and ends with its whole
+process group when standard input closes, which happens when the cloud ends. Bytes of a model file
+are never parsed in the cloud's own process.
 """
 
 from dataclasses import asdict
@@ -14,11 +14,11 @@ from triplane.proto.errors import Corrupt
 from triplane.proto.sandbox import serve_order
 
 DEFAULT_DROP_POINTS: Final = 1.0
-"""Meaning of 0 in a recipe: the converter's own default."""
+"""The value that 0 in a recipe stands for: the converter's own default."""
 
 
 def check(order: dict[str, Any]) -> dict[str, Any]:
-    """Verify every byte of a model file, that its functions mean what they say, and its samples."""
+    """Verify every byte of a model file, the types of its functions, and its samples."""
     from triplane.unified_ir.convert.conversion import read_model
 
     module, digest = read_model(Path(order["model"]))

@@ -8,7 +8,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.proto.targets import NAME
 
 LATEST: Final = "latest"
-"""Reserved alias of the newest version; it cannot be set."""
+"""Reserved alias of the newest version; nobody can set it."""
 MAX_VERSION: Final = 999_999_999
 
 _NAME: Final = re.compile(NAME)
@@ -25,7 +25,7 @@ class Reference:
 
     @classmethod
     def parse(cls, text: str) -> "Reference":
-        """Parse `digits`, `digits@latest`, `digits@stable` or `digits@3`. InvalidInput."""
+        """Parse `digits`, `digits@latest`, `digits@stable` or `digits@3`. Raises InvalidInput."""
         model, separator, rest = text.partition("@")
         check_name("model", model)
         if not separator:
@@ -40,13 +40,13 @@ class Reference:
 
 
 def check_name(what: str, name: str) -> None:
-    """InvalidInput unless `name` may name a `what`."""
+    """Raise InvalidInput unless `name` is a valid name of a `what`."""
     if not _NAME.fullmatch(name):
         raise InvalidInput(f"a name ({what}) matches {NAME}, got {name[:80]!r}")
 
 
 def check_alias(name: str) -> None:
-    """InvalidInput where an alias would hide a version number or the newest version."""
+    """Raise InvalidInput if an alias would hide a version number or the newest version."""
     check_name("alias", name)
     if name == LATEST or name.isdecimal():
         raise InvalidInput(

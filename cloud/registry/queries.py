@@ -1,11 +1,11 @@
 """Reads and writes of the registry's tables, each on a connection inside a transaction."""
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any, Final
 
-from sqlalchemy import Connection, Row, exists, select
+from sqlalchemy import Connection, Row, Table, exists, select
 
 from triplane.cloud.registry.names import LATEST, Reference
 from triplane.cloud.registry.tables import ALIASES, BUNDLES, MODELS, REPORTS, VERSIONS
@@ -20,13 +20,14 @@ from triplane.cloud.registry.values import (
     Version,
 )
 from triplane.proto.errors import Conflict, NotFound
+from triplane.proto.messages import value_from
 
 MADE: Final = ("blob", "size", "root_digest", "content_digest")
 """Columns of a bundle that conversion fills."""
 
 
 def pushed(connection: Connection, push: Push) -> Version | None:
-    """The version that an earlier push of the same key made; Conflict where it asked otherwise."""
+    """Return the version that this push made before. Conflict: its key made another one."""
     row = connection.execute(select(VERSIONS).where(VERSIONS.c.push_key == push.key)).first()
     if row is None:
         return None
@@ -44,14 +45,13 @@ def insert(
     """Write the next version of the model and its aliases. NotFound: its parent."""
     if push.lineage.parent:
         number(connection, Reference.parse(push.lineage.parent))
-    latest = connection.scalar(select(MODELS.c.latest).where(MODELS.c.name == push.model))
+    here = MODELS.c.name == push.model
+    latest = connection.scalar(select(MODELS.c.latest).where(here))
     version = (latest or 0) + 1
     if latest is None:
         connection.execute(MODELS.insert().values(name=push.model, latest=version))
     else:
-        connection.execute(
-            MODELS.update().where(MODELS.c.name == push.model).values(latest=version)
-        )
+        connection.execute(MODELS.update().where(here).values(latest=version))
     connection.execute(
         VERSIONS.insert().values(
             model=push.model,
@@ -73,7 +73,7 @@ def insert(
 
 
 def number(connection: Connection, reference: Reference) -> int:
-    """The version number that a reference means now; NotFound tells what there is."""
+    """Return the version number that a reference means now; NotFound lists what exists."""
     latest = connection.scalar(select(MODELS.c.latest).where(MODELS.c.name == reference.model))
     if latest is None:
         raise NotFound(f"no model {reference.model!r}; triplane registry ls lists them")
@@ -97,16 +97,15 @@ def number(connection: Connection, reference: Reference) -> int:
 
 
 def get(connection: Connection, reference: Reference) -> Version:
-    """The version that a reference means now."""
+    """Return the version that a reference means now."""
     version = number(connection, reference)
-    rows = connection.execute(
-        select(VERSIONS).where(VERSIONS.c.model == reference.model, VERSIONS.c.version == version)
-    )
-    return _versions(connection, rows)[0]
+    v = VERSIONS.c
+    query = select(VERSIONS).where(v.model == reference.model, v.version == version)
+    return _versions(connection, connection.execute(query))[0]
 
 
 def page(connection: Connection, model: str, size: int, before: int) -> list[Version]:
-    """Up to `size` versions below `before` (0: all), newest first; NotFound: no such model."""
+    """Return up to `size` versions below `before` (0: all), newest first. NotFound."""
     number(connection, Reference(model))
     query = select(VERSIONS).where(VERSIONS.c.model == model)
     if before:
@@ -117,7 +116,7 @@ def page(connection: Connection, model: str, size: int, before: int) -> list[Ver
 
 
 def models(connection: Connection) -> list[Model]:
-    """All, by name."""
+    """Return all models, by name."""
     pointing: dict[str, list[tuple[str, int]]] = {}
     for row in connection.execute(select(ALIASES).order_by(ALIASES.c.name)):
         pointing.setdefault(row.model, []).append((row.name, row.version))
@@ -129,13 +128,13 @@ def models(connection: Connection) -> list[Model]:
 
 
 def model(connection: Connection, name: str) -> Model:
-    """One model."""
+    """Return one model. NotFound."""
     latest = number(connection, Reference(name))
     return Model(name=name, latest=latest, aliases=tuple(aliases(connection, name)))
 
 
 def aliases(connection: Connection, model: str) -> list[tuple[str, int]]:
-    """(name, version) of a model's aliases, by name."""
+    """Return (name, version) of a model's aliases, by name."""
     rows = connection.execute(
         select(ALIASES).where(ALIASES.c.model == model).order_by(ALIASES.c.name)
     )
@@ -143,7 +142,7 @@ def aliases(connection: Connection, model: str) -> list[tuple[str, int]]:
 
 
 def point(connection: Connection, model: str, alias: str, version: int) -> None:
-    """Let an alias mean a version; 0 takes it away."""
+    """Set an alias to a version; 0 removes it."""
     number(connection, Reference(model, version or None))
     here = (ALIASES.c.model == model) & (ALIASES.c.name == alias)
     connection.execute(ALIASES.delete().where(here))
@@ -152,7 +151,7 @@ def point(connection: Connection, model: str, alias: str, version: int) -> None:
 
 
 def bundle(connection: Connection, model: str, version: int, target: str) -> BundleRecord | None:
-    """The bundle of a version for a target, where it was ever asked for."""
+    """Return the bundle of a version for a target; None if it was never requested."""
     row = connection.execute(select(BUNDLES).where(_here(model, version, target))).first()
     return None if row is None else _bundle(row)
 
@@ -160,10 +159,10 @@ def bundle(connection: Connection, model: str, version: int, target: str) -> Bun
 def start(
     connection: Connection, model: str, version: int, target: str, *, is_remade: bool = False
 ) -> None:
-    """Count an attempt to convert; the row appears with the first.
+    """Count an attempt to convert; the first one inserts the row.
 
-    is_remade: a finished bundle is made again, so the count begins again too. Its digests stay in
-    the row: they say which bytes have to come out.
+    is_remade: a finished bundle is made again, so the count begins at 1 again. Its digests stay in
+    the row, because the same bytes have to come out.
     """
     here = _here(model, version, target)
     attempts = connection.scalar(select(BUNDLES.c.attempts).where(here))
@@ -172,23 +171,9 @@ def start(
         begun = {"state": State.CONVERTING.name, "reason": "", "attempts": n_attempts}
         connection.execute(BUNDLES.update().where(here).values(begun))
         return
-    connection.execute(
-        BUNDLES.insert().values(
-            model=model,
-            version=version,
-            target=target,
-            state=State.CONVERTING.name,
-            attempts=1,
-            reason="",
-            may_retry=False,
-            blob=b"",
-            size=0,
-            root_digest=b"",
-            content_digest=b"",
-            signed_path="",
-            needs={},
-        )
-    )
+    new = BundleRecord(model=model, version=version, target=target, state=State.CONVERTING)
+    row = asdict(new) | {"state": new.state.name, "needs": {}, "attempts": 1, "may_retry": False}
+    connection.execute(BUNDLES.insert().values(row))
 
 
 def finish(
@@ -198,14 +183,14 @@ def finish(
     may_retry: bool = False,
     is_input_lost: bool = False,
 ) -> None:
-    """Write what became of a conversion, once: a READY bundle never changes.
+    """Write the outcome of a conversion, once: a READY bundle never changes.
 
-    is_input_lost: nothing was converted because a file it reads is not here, so no attempt counts.
+    is_input_lost: nothing was converted because an input file is missing, so no attempt counts.
     """
     uncounted = {"attempts": 0} if is_input_lost else {}
     connection.execute(
         BUNDLES.update()
-        .where(_here(bundle_.model, bundle_.version, bundle_.target))
+        .where(_here(*bundle_.key))
         .where(BUNDLES.c.state == State.CONVERTING.name)
         .values(
             state=bundle_.state.name,
@@ -220,23 +205,19 @@ def finish(
 
 def keep_report(connection: Connection, of: BundleRecord, report: bytes) -> None:
     """Store what the report of a bundle measured, so that the same bytes can be made again."""
-    r = REPORTS.c
-    here = (r.model == of.model) & (r.version == of.version) & (r.target == of.target)
-    connection.execute(REPORTS.delete().where(here))
+    connection.execute(REPORTS.delete().where(_here(*of.key, REPORTS)))
     row = {"model": of.model, "version": of.version, "target": of.target}
     connection.execute(REPORTS.insert().values(**row, report=zlib.compress(report)))
 
 
 def report(connection: Connection, of: BundleRecord) -> bytes:
-    """The stored report of a bundle; empty where an earlier release made it."""
-    r = REPORTS.c
-    here = (r.model == of.model) & (r.version == of.version) & (r.target == of.target)
-    data = connection.scalar(select(r.report).where(here))
+    """Return the stored report of a bundle; empty if an earlier release made the bundle."""
+    data = connection.scalar(select(REPORTS.c.report).where(_here(*of.key, REPORTS)))
     return b"" if data is None else zlib.decompress(data)
 
 
 def allow_again(connection: Connection, blobs: Iterable[bytes]) -> None:
-    """Let every failed conversion that reads one of these blobs be tried again."""
+    """Allow every failed conversion that reads one of these blobs to be tried again."""
     v, b = VERSIONS.c, BUNDLES.c
     names = list(blobs)
     reads = v.blob.in_(names) | v.calibration.in_(names) | v.evaluation.in_(names)
@@ -249,36 +230,22 @@ def allow_again(connection: Connection, blobs: Iterable[bytes]) -> None:
 
 
 def attempts(connection: Connection, wanted: BundleRecord) -> tuple[int, bool]:
-    """(conversions begun, whether another may end otherwise)."""
+    """Return how many conversions were begun, and whether another attempt may succeed."""
     row = connection.execute(
-        select(BUNDLES.c.attempts, BUNDLES.c.may_retry).where(
-            _here(wanted.model, wanted.version, wanted.target)
-        )
+        select(BUNDLES.c.attempts, BUNDLES.c.may_retry).where(_here(*wanted.key))
     ).one()
     return int(row.attempts), bool(row.may_retry)
 
 
-def unfinished(connection: Connection) -> list[BundleRecord]:
-    """Bundles whose conversion was begun and has not ended."""
-    rows = connection.execute(
-        select(BUNDLES)
-        .where(BUNDLES.c.state == State.CONVERTING.name)
-        .order_by(BUNDLES.c.model, BUNDLES.c.version, BUNDLES.c.target)
-    )
-    return [_bundle(row) for row in rows]
-
-
-def ready(connection: Connection) -> list[BundleRecord]:
-    """Every finished bundle, in the order of its name."""
+def in_state(connection: Connection, state: State) -> list[BundleRecord]:
+    """Return every bundle in a state, by name."""
     order = BUNDLES.c.model, BUNDLES.c.version, BUNDLES.c.target
-    rows = connection.execute(
-        select(BUNDLES).where(BUNDLES.c.state == State.READY.name).order_by(*order)
-    )
-    return [_bundle(row) for row in rows]
+    query = select(BUNDLES).where(BUNDLES.c.state == state.name).order_by(*order)
+    return [_bundle(row) for row in connection.execute(query)]
 
 
 def sign(connection: Connection, model: str, version: int, target: str, path: str) -> BundleRecord:
-    """Note where the signed target is. NotFound: no such bundle. Conflict: it is not READY."""
+    """Record the path of the signed target. NotFound: no such bundle. Conflict: it is not READY."""
     unsigned = bundle(connection, model, version, target)
     if unsigned is None:
         raise NotFound(f"no bundle of {model}@{version} for {target}")
@@ -290,7 +257,7 @@ def sign(connection: Connection, model: str, version: int, target: str, path: st
 
 
 def referenced(connection: Connection) -> set[bytes]:
-    """Blobs that a version or a bundle names."""
+    """Return the blobs that a version or a bundle names."""
     columns = (
         VERSIONS.c.blob, VERSIONS.c.calibration, VERSIONS.c.evaluation, BUNDLES.c.blob,
     )  # fmt: skip
@@ -298,13 +265,13 @@ def referenced(connection: Connection) -> set[bytes]:
     return blobs - {b""}
 
 
-def _here(model: str, version: int, target: str) -> Any:
-    b = BUNDLES.c
-    return (b.model == model) & (b.version == version) & (b.target == target)
+def _here(model: str, version: int, target: str, table: Table = BUNDLES) -> Any:
+    c = table.c
+    return (c.model == model) & (c.version == version) & (c.target == target)
 
 
 def _versions(connection: Connection, rows: Iterable[Row[Any]]) -> list[Version]:
-    """Versions of one model, with aliases and bundles as they are now."""
+    """Return versions of one model with their present aliases and bundles."""
     listed = list(rows)
     if not listed:
         return []
@@ -318,45 +285,18 @@ def _versions(connection: Connection, rows: Iterable[Row[Any]]) -> list[Version]
     for name, version in aliases(connection, model):
         names.setdefault(version, []).append(name)
     return [
-        _version(row, names.get(row.version, ()), bundles.get(row.version, ())) for row in listed
+        value_from(
+            Version,
+            row,
+            recipe=value_from(ConversionRecipe, row),
+            lineage=value_from(Lineage, row),
+            aliases=tuple(names.get(row.version, ())),
+            bundles=tuple(bundles.get(row.version, ())),
+        )
+        for row in listed
     ]
-
-
-def _version(row: Row[Any], names: Sequence[str], bundles: Sequence[BundleRecord]) -> Version:
-    return Version(
-        model=row.model,
-        version=row.version,
-        model_digest=bytes(row.model_digest),
-        blob=bytes(row.blob),
-        size=row.size,
-        created_s=row.created_s,
-        created_by=row.created_by,
-        recipe=ConversionRecipe(
-            quantize=row.quantize,
-            calibration=bytes(row.calibration),
-            entry=row.entry,
-            max_accuracy_drop=row.max_accuracy_drop,
-            evaluation=bytes(row.evaluation),
-        ),
-        lineage=Lineage(parent=row.parent, source=row.source, note=row.note),
-        aliases=tuple(names),
-        bundles=tuple(bundles),
-    )
 
 
 def _bundle(row: Row[Any]) -> BundleRecord:
     needs = {**row.needs, "instructions": tuple(row.needs.get("instructions", ()))}
-    return BundleRecord(
-        model=row.model,
-        version=row.version,
-        target=row.target,
-        state=State[row.state],
-        reason=row.reason,
-        signed_path=row.signed_path,
-        needs=Needs(**needs),
-        **{name: _plain(getattr(row, name)) for name in MADE},
-    )
-
-
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, int) else bytes(value)
+    return value_from(BundleRecord, row, state=State[row.state], needs=Needs(**needs))

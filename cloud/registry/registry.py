@@ -1,8 +1,8 @@
 """Models, versions, aliases, and bundles that are converted on demand.
 
-Invariants: a version never changes and its number is never given twice; what a call returned is on
-the disk; a bundle that was asked for becomes READY or FAILED, whatever dies on the way, because the
-request itself is a row and `start` takes up what it finds.
+Invariants: a version never changes, and no number is used twice; what a call returned is on the
+disk; a bundle that was requested becomes READY or FAILED, even if processes die meanwhile, because
+the request itself is a row, and `start` continues unfinished rows.
 """
 
 import asyncio
@@ -36,12 +36,12 @@ from triplane.proto.transfer import BlobFolder, digest_of
 logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS: Final = 3
-"""Conversions of one bundle that die before it is given up."""
+"""Attempts at one bundle; after so many that died, it has failed."""
 DEFAULT_PAGE: Final = 100
 MAX_PAGE: Final = 1000
-STOPPING: Final = "the cloud is stopping; the conversion goes on when it is back"
+STOPPING: Final = "the cloud is stopping; the conversion continues when it runs again"
 SYSTEM: Final = "cloud"
-"""Actor, in the audit log, of changes that the cloud makes by itself."""
+"""Actor in the audit log of changes that the cloud makes by itself."""
 
 Key = tuple[str, int, str]
 """(model, version, target)."""
@@ -70,12 +70,13 @@ class Registry:
         self._stopping = False
 
     async def start(self) -> None:
-        """Take up the conversions that an earlier process left."""
-        for left in await self._db.read(queries.unfinished):
-            await self._again(left)
+        """Continue the conversions that an earlier process left unfinished."""
+        unfinished = await self._db.read(lambda c: queries.in_state(c, State.CONVERTING))
+        for bundle in unfinished:
+            await self._again(bundle)
 
     async def stop(self) -> None:
-        """End the children; what they were converting is converted again after `start`."""
+        """End the children; after `start`, their conversions begin again."""
         self._stopping = True
         running = list(self._running.values())
         for task in running:
@@ -85,8 +86,8 @@ class Registry:
     async def push(self, push: Push, *, by: str) -> Version:
         """Register an uploaded model file as the next version; the same key gives the same one.
 
-        NotFound: a blob was not uploaded, or no such parent. Conflict: the key asked for something
-        else before. Corrupt, InvalidInput: the file or its samples are not what they should be.
+        NotFound: a blob was not uploaded, or no such parent. Conflict: the key made another version
+        before. Corrupt, InvalidInput: the file is damaged, or it or its samples break a rule.
         """
         known = await self._db.read(lambda connection: queries.pushed(connection, push))
         if known is not None:
@@ -96,25 +97,34 @@ class Registry:
         await claim(self._db, self.blobs, {push.blob, *push.recipe.blobs})
         files = self._files(push.model, push.blob, push.recipe)
         digest = await self._conversions.check(files)
-        version = await self._db.write(
-            lambda connection: self._insert(connection, push, digest, by)
-        )
+        version = await self._db.write(lambda connection: self.insert(connection, push, digest, by))
         logger.info(
             "version registered", extra={"model": version.model, "version": version.version}
         )
         return version
 
     def insert(self, connection: Connection, push: Push, digest: bytes, by: str) -> Version:
-        """Register a model that the cloud made itself, in the caller's transaction.
+        """Register a model in the caller's transaction, such as one that the cloud itself made.
 
         digest: its root digest. The same key gives the same version, as for `push`.
         """
-        return self._insert(connection, push, digest, by)
+        known = queries.pushed(connection, push)
+        if known is not None:
+            return known
+        # Looked up again inside the one writer, where blobs are collected too.
+        size = self._files(push.model, push.blob, push.recipe).model.stat().st_size
+        now_s = self._clock()
+        version = queries.insert(connection, push, digest=digest, size=size, now_s=now_s, by=by)
+        # The upload replaced damaged copies of these files, so what failed on them may succeed now.
+        queries.allow_again(connection, {push.blob, *push.recipe.blobs})
+        details = {"model_digest": digest.hex(), "aliases": sorted(set(push.aliases))}
+        self._note(connection, by, "registry.push", str(version), details)
+        return version
 
     async def version(self, reference: str) -> Version:
-        """The version that `reference` means now, with its bundles.
+        """Return the version that `reference` means now, with its bundles.
 
-        A bundle whose file was lost or damaged is CONVERTING: this begins to make it again.
+        If a bundle's file was lost or damaged, this begins its conversion again (CONVERTING).
         """
         parsed = Reference.parse(reference)
         version = await self._db.read(lambda connection: queries.get(connection, parsed))
@@ -122,17 +132,17 @@ class Registry:
         if not outdated or self._stopping:
             return version
         for bundle in outdated:
-            await self._begin((bundle.model, bundle.version, bundle.target))
+            await self._begin(bundle.key)
         return await self._db.read(
             lambda connection: queries.get(connection, Reference(version.model, version.version))
         )
 
     async def models(self) -> list[Model]:
-        """All models, by name."""
+        """Return all models, by name."""
         return await self._db.read(queries.models)
 
     async def versions(self, model: str, *, size: int = 0, before: int = 0) -> list[Version]:
-        """Newest first, at most `size` (0: 100) below version `before` (0: all)."""
+        """Return at most `size` versions (0: 100) below `before` (0: all), newest first."""
         if not 0 <= size <= MAX_PAGE:
             raise InvalidInput(f"a page has 1 to {MAX_PAGE} versions, got {size}")
         parsed = Reference.parse(model)
@@ -141,7 +151,7 @@ class Registry:
         )
 
     async def set_alias(self, model: str, alias: str, version: int, *, by: str) -> Model:
-        """Let `alias` mean `version`; 0 takes it away."""
+        """Set `alias` to `version`; 0 removes it."""
         parsed = Reference.parse(model)
         check_alias(alias)
 
@@ -156,8 +166,8 @@ class Registry:
     async def bundle(self, model: str, version: int, target: str) -> BundleRecord:
         """Return the bundle in its current state; starts its conversion, also after a child died.
 
-        A bundle whose file was lost or damaged is made again, from the same bytes to the same
-        bytes. NotFound: no such version or target.
+        If its file was lost or damaged, it is converted again, to the same bytes. NotFound: no such
+        version or target.
         """
         key = (model, version, target)
         stored = await self._db.read(lambda connection: queries.bundle(connection, *key))
@@ -168,7 +178,7 @@ class Registry:
         return await self._begin(key)
 
     async def wait_bundle(self, model: str, version: int, target: str) -> BundleRecord:
-        """As `bundle`, once it is READY or FAILED. Ends by cancellation only, so give a timeout."""
+        """Wait until the bundle is READY or FAILED; see `bundle`. Use it within a timeout."""
         asked = await self.bundle(model, version, target)
         if asked.state is not State.CONVERTING:
             return asked
@@ -184,13 +194,13 @@ class Registry:
         return stored
 
     def on_bundle(self, callback: Callable[[BundleRecord], None]) -> None:
-        """Have `callback` called in the event loop after a bundle became READY, FAILED, signed."""
+        """Call `callback` in the event loop after a bundle became READY or FAILED or was signed."""
         self._listeners.append(callback)
 
     async def mark_signed(
         self, model: str, version: int, target: str, path: str, *, by: str = SYSTEM
     ) -> BundleRecord:
-        """Note the path of the published signed target. Conflict: the bundle is not READY."""
+        """Record the path of the published signed target. Conflict: the bundle is not READY."""
 
         def work(connection: Connection) -> BundleRecord:
             signed = queries.sign(connection, model, version, target, path)
@@ -202,16 +212,16 @@ class Registry:
         return signed
 
     async def note_signed(self, signed: Mapping[Key, SignedTarget]) -> list[BundleRecord]:
-        """Let every finished bundle say how it is signed now; returns those that say another thing.
+        """Update the signed path of every finished bundle; return those that changed.
 
-        signed: all there is, by (model, version, target). It counts where its bytes are the
-        bundle's; a bundle that is not in it, after a change of keys say, is signed no more.
+        signed: all signed targets, by (model, version, target). One counts if its bytes are those
+        of the bundle. A bundle without one, for example after a change of keys, becomes unsigned.
         """
 
         def work(connection: Connection) -> list[BundleRecord]:
             changed = [
-                queries.sign(connection, bundle.model, bundle.version, bundle.target, path)
-                for bundle in queries.ready(connection)
+                queries.sign(connection, *bundle.key, path)
+                for bundle in queries.in_state(connection, State.READY)
                 if (path := _path_for(bundle, signed)) != bundle.signed_path
             ]
             for bundle in changed:
@@ -223,20 +233,6 @@ class Registry:
         for bundle in changed:
             self._tell(bundle)
         return changed
-
-    def _insert(self, connection: Connection, push: Push, digest: bytes, by: str) -> Version:
-        known = queries.pushed(connection, push)
-        if known is not None:
-            return known
-        # Asked again inside the one writer: blobs are collected there too.
-        size = self._files(push.model, push.blob, push.recipe).model.stat().st_size
-        now_s = self._clock()
-        version = queries.insert(connection, push, digest=digest, size=size, now_s=now_s, by=by)
-        # The upload replaced damaged copies of these files, so what failed on them may succeed now.
-        queries.allow_again(connection, {push.blob, *push.recipe.blobs})
-        details = {"model_digest": digest.hex(), "aliases": sorted(set(push.aliases))}
-        self._note(connection, by, "registry.push", str(version), details)
-        return version
 
     def _files(self, name: str, blob: bytes, recipe: ConversionRecipe) -> Files:
         return Files(
@@ -251,7 +247,7 @@ class Registry:
         return self.blobs.find(blob) if blob else None
 
     async def _may_begin(self, bundle: BundleRecord) -> bool:
-        """Whether the conversion of a bundle that was asked for before can begin again now."""
+        """Return whether the conversion of a requested bundle may begin again now."""
         if bundle.state is State.READY:
             return await self._is_outdated(bundle)
         if bundle.state is State.CONVERTING:
@@ -262,8 +258,8 @@ class Registry:
         return may_retry and begun < MAX_ATTEMPTS
 
     async def _is_outdated(self, bundle: BundleRecord) -> bool:
-        """Whether the files tell otherwise: a finished bundle is lost, or lost inputs are back."""
-        if (bundle.model, bundle.version, bundle.target) in self._running:
+        """Return whether its state is out of date: its file is lost, or lost inputs are back."""
+        if bundle.key in self._running:
             return False
         if bundle.state is State.READY:
             return await asyncio.to_thread(self.blobs.is_lost, bundle.blob)
@@ -273,7 +269,7 @@ class Registry:
         return begun == 0 and not await self._lost_input(bundle)
 
     async def _lost_input(self, bundle: BundleRecord, *, reread: bool = False) -> str:
-        """Return the lost or damaged inputs of this bundle's conversion; empty if none."""
+        """Return the first lost or damaged input of this bundle's conversion; empty if none."""
         version = await self._stored(bundle)
         named = {
             "model file": version.blob,
@@ -301,7 +297,7 @@ class Registry:
         return asked
 
     def _ask(self, connection: Connection, key: Key) -> BundleRecord:
-        """The bundle, CONVERTING where that has to begin; decided in the one writer."""
+        """Return the bundle, set to CONVERTING if it must begin; decided in the one writer."""
         model, version, target = key
         queries.number(connection, Reference(model, version))
         stored = queries.bundle(connection, *key)
@@ -320,27 +316,26 @@ class Registry:
         return begun_now
 
     async def _again(self, left: BundleRecord) -> None:
-        """Convert what a stopped cloud had begun, unless that is what stops it every time."""
+        """Convert what a stopped cloud had begun, unless it seems to stop the cloud every time."""
 
         def work(connection: Connection) -> bool:
             begun, _ = queries.attempts(connection, left)
             if begun >= MAX_ATTEMPTS:
-                reason = f"its conversion was begun {begun} times and the cloud ended meanwhile"
+                reason = f"its conversion was begun {begun} times, and the cloud ended each time"
                 queries.finish(connection, _failed(left, reason))
                 return False
-            queries.start(connection, left.model, left.version, left.target)
+            queries.start(connection, *left.key)
             return True
 
         if await self._db.write(work):
             self._convert(left)
 
     def _convert(self, asked: BundleRecord) -> None:
-        key = (asked.model, asked.version, asked.target)
-        if key in self._running or self._stopping:
+        if asked.key in self._running or self._stopping:
             return
         task = asyncio.create_task(self._converted(asked), name=f"convert {asked}")
-        self._running[key] = task
-        task.add_done_callback(lambda _: self._running.pop(key, None))
+        self._running[asked.key] = task
+        task.add_done_callback(lambda _: self._running.pop(asked.key, None))
 
     async def _converted(self, asked: BundleRecord) -> None:
         started_s = time.monotonic()
@@ -357,7 +352,7 @@ class Registry:
             outcome = _failed(asked, f"internal error: {type(error).__name__}; see the cloud's log")
 
         def work(connection: Connection) -> BundleRecord:
-            # Asked inside the one writer: blobs are collected there too.
+            # Looked up inside the one writer, where blobs are collected too.
             is_lost = outcome.state is State.READY and not self.blobs.has(outcome.blob)
             ended = _failed(asked, "its file was collected meanwhile") if is_lost else outcome
             queries.finish(
@@ -376,7 +371,7 @@ class Registry:
         self._tell(outcome)
 
     async def _make(self, asked: BundleRecord) -> tuple[BundleRecord, bytes]:
-        """The finished bundle and its report."""
+        """Convert; return the finished bundle and its report."""
         version = await self._stored(asked)
         if lost := await self._lost_input(asked, reread=True):
             raise _InputLost(_lost_text(lost, version))
@@ -440,19 +435,17 @@ def _lost_text(what: str, version: Version) -> str:
 
 def _differs_text(asked: BundleRecord) -> str:
     return (
-        f"its file {asked.blob.hex()[:16]}... was lost or damaged in the cloud, and the converter "
-        "of today makes other bytes of the same model, which no signature covers; push the "
-        f"model as a new version: triplane registry push MODEL.tpm --name {asked.model}"
+        f"its file {asked.blob.hex()[:16]}... was lost or damaged in the cloud, and the present "
+        "converter makes other bytes of the same model, which are not signed; push the model as a "
+        f"new version: triplane registry push MODEL.tpm --name {asked.model}"
     )
 
 
 def _path_for(bundle: BundleRecord, signed: Mapping[Key, SignedTarget]) -> str:
-    signed_target = signed.get((bundle.model, bundle.version, bundle.target))
-    is_same = signed_target is not None and (signed_target.sha256, signed_target.length) == (
-        bundle.blob,
-        bundle.size,
-    )
-    return signed_target.path if signed_target is not None and is_same else ""
+    target = signed.get(bundle.key)
+    if target is None or (target.sha256, target.length) != (bundle.blob, bundle.size):
+        return ""
+    return target.path
 
 
 def _check_target(name: str) -> None:

@@ -12,7 +12,7 @@ from triplane.proto.registry_pb2_grpc import RegistryServicer as Wire
 from triplane.proto.status import status_of_aio
 
 ANSWER_S: Final = 0.5
-"""Part of a caller's deadline that is kept for the answer's way back; a tenth of a short one."""
+"""Part of a caller's deadline reserved for sending the answer; a tenth of a short deadline."""
 
 
 class RegistryServicer(Wire):

@@ -1,7 +1,7 @@
 """The registry's tables.
 
-Versions are written once: no statement of this package updates one. A bundle's row appears with
-the request for it (CONVERTING), so that a conversion that a crash interrupted is found again.
+Versions are written once: no statement of this package updates one. A bundle's row is inserted with
+the request for it (CONVERTING), so that a conversion that a crash interrupted is continued.
 """
 
 from typing import Final
@@ -69,7 +69,7 @@ BUNDLES: Final = Table(
     Column("state", String(16), nullable=False, index=True),
     Column("attempts", Integer, nullable=False),
     Column("reason", Text, nullable=False),
-    # Whether another try may end otherwise: the child died, rather than refused.
+    # Whether another attempt may succeed: the child died rather than refused.
     Column("may_retry", Boolean, nullable=False),
     Column("blob", LargeBinary(32), nullable=False),
     Column("size", BIG, nullable=False),
@@ -80,8 +80,8 @@ BUNDLES: Final = Table(
     ForeignKeyConstraint(["model", "version"], ["versions.model", "versions.version"]),
 )
 
-# What a bundle's report measured, compressed: the one part that another conversion does not repeat.
-# A table of its own, since databases of earlier releases have the others already.
+# The measured figures of a bundle's report, compressed: the only part that another conversion does
+# not reproduce. It has its own table because databases of earlier releases have the others already.
 REPORTS: Final = Table(
     "bundle_reports",
     METADATA,

@@ -1,4 +1,4 @@
-"""The registry's values and requests, validated once, on construction."""
+"""The registry's values and requests, validated when they are constructed."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ from triplane.proto.errors import InvalidInput
 KEY_BYTES: Final = 16
 DIGEST_BYTES: Final = 32
 MAX_ALIASES: Final = 16
-"""Set by one push."""
+"""Largest number of aliases that one push sets."""
 MAX_ENTRY_CHARS: Final = 200
 MAX_SOURCE_CHARS: Final = 200
 MAX_NOTE_CHARS: Final = 2000
@@ -22,7 +22,7 @@ SCHEMES: Final = ("", "int8")
 
 
 class State(Enum):
-    """The state of a bundle; the values are those of `registry.proto`."""
+    """The state of a bundle; the names are those of `registry.proto`."""
 
     CONVERTING = 1
     READY = 2
@@ -55,7 +55,7 @@ class ConversionRecipe:
 
     @property
     def blobs(self) -> tuple[bytes, ...]:
-        """Those that a conversion reads."""
+        """The digests of the samples that a conversion reads."""
         return tuple(blob for blob in (self.calibration, self.evaluation) if blob)
 
 
@@ -76,7 +76,7 @@ class Lineage:
                 f"got {len(self.source)} and {len(self.note)}"
             )
         if "\0" in self.source + self.note:
-            raise InvalidInput("source and note are text; a NUL character is not")
+            raise InvalidInput("source and note must not contain a NUL character")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +104,7 @@ class Push:
 
     @property
     def digest(self) -> bytes:
-        """SHA-256 of what is asked: tells a repeated request from another under the same key."""
+        """SHA-256 of the request, which tells a repeated one from another under the same key."""
         fields = {**asdict(self), "aliases": sorted(set(self.aliases))}
         return hashlib.sha256(
             json.dumps(fields, sort_keys=True, default=bytes.hex).encode()
@@ -113,7 +113,7 @@ class Push:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """Requirements on a node, from the bundle's own constraints; 0 or empty where unset."""
+    """Requirements on a node, from the bundle's own constraints; 0 or empty if unset."""
 
     runtime: str = ""
     min_version: str = ""
@@ -125,9 +125,9 @@ class Needs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BundleRecord:
-    """A version for one target. Its file exists when READY, `reason` is set when FAILED.
+    """A version for one target. Its file exists if it is READY; `reason` is set if it FAILED.
 
-    signed_path: of the signed target, empty while unsigned.
+    signed_path: path of the signed target, empty while it is unsigned.
     """
 
     model: str
@@ -141,6 +141,11 @@ class BundleRecord:
     content_digest: bytes = b""
     signed_path: str = ""
     needs: Needs = Needs()
+
+    @property
+    def key(self) -> tuple[str, int, str]:
+        """(model, version, target)."""
+        return self.model, self.version, self.target
 
     def __str__(self) -> str:
         return f"{self.model}@{self.version}+{self.target}"
@@ -176,6 +181,6 @@ class Model:
 
 
 def check_digest(what: str, digest: bytes) -> None:
-    """InvalidInput unless `digest` may be a SHA-256."""
+    """Raise InvalidInput unless `digest` has the length of a SHA-256."""
     if len(digest) != DIGEST_BYTES:
         raise InvalidInput(f"a {what} is named by its SHA-256, 32 bytes, got {len(digest)}")
