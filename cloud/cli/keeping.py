@@ -29,7 +29,7 @@ RENEWED: Final = ("targets", "release", "root")
 def expiries_of(remote: Remote) -> dict[str, float]:
     """Return when each role's published metadata expires, as the cloud reports it."""
     chain = read(remote.get, newest_root(remote.get, remote.get(TRUSTED_ROOT)))
-    return {role: _metadata(chain, role).signed.expires.timestamp() for role in ROLES}
+    return {role: chain.roles[role].signed.expires.timestamp() for role in ROLES}
 
 
 def shown(cloud: Calls, folder: Path | None) -> tuple[dict[str, Any], str]:
@@ -43,13 +43,8 @@ def shown(cloud: Calls, folder: Path | None) -> tuple[dict[str, Any], str]:
     return {"roles": roles}, table(headings, [_row(role) for role in roles])
 
 
-def _metadata(chain: Chain, role: str) -> Any:
-    tops = {"root": chain.root, "snapshot": chain.snapshot, "timestamp": chain.timestamp}
-    return tops.get(role) or chain.targets[role]
-
-
 def _role(chain: Chain, role: str, here: set[str]) -> dict[str, Any]:
-    metadata = _metadata(chain, role)
+    metadata = chain.roles[role]
     named = chain.delegator(role).get_delegated_role(role)
     return {
         "role": role,

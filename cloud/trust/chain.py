@@ -1,17 +1,24 @@
 """The published metadata of one moment, verified along its chain of signatures.
 
-Root by root, then timestamp, snapshot and what the snapshot pins. Signatures, versions and digests
-are checked, expiry is not: the repository and the signers read old metadata in order to replace it.
-(Nodes do check expiry; see the agent's trust.)
+It is verified root by root, then timestamp, snapshot and what the snapshot pins. Signatures,
+versions and digests are checked; expiry is not, because the repository and the signers read old
+metadata in order to replace it. (Nodes do check expiry; see the agent's trust.)
 """
 
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
+from typing import Any, Final
 
-from tuf.api._payload import MetaFile, Root, Snapshot, Targets, Timestamp
+from tuf.api._payload import (
+    MetaFile,
+    Root,
+    Snapshot,
+    Targets,
+    Timestamp,
+    VerificationResult,
+)
 from tuf.api.exceptions import LengthOrHashMismatchError, UnsignedMetadataError
 from tuf.api.metadata import Metadata
 
@@ -21,12 +28,12 @@ from triplane.proto.errors import Corrupt, NotFound
 MAX_ROTATIONS: Final = 256
 
 Get = Callable[[str], bytes]
-"""One metadata file by name; NotFound where there is none."""
+"""Returns a metadata file by name; raises NotFound if there is none."""
 
 
 @dataclass(frozen=True)
 class Chain:
-    """Verified metadata; `targets` by role."""
+    """Verified metadata. targets: by role."""
 
     root: Metadata[Root]
     timestamp: Metadata[Timestamp]
@@ -34,7 +41,7 @@ class Chain:
     targets: Mapping[str, Metadata[Targets]]
 
     def delegator(self, role: str) -> Root | Targets:
-        """Who names the keys of a role."""
+        """Return the metadata that names the keys of a role."""
         return self.root.signed if role in self.root.signed.roles else self.top
 
     @property
@@ -42,23 +49,33 @@ class Chain:
         """The offline targets role."""
         return self.targets["targets"].signed
 
+    @property
+    def roles(self) -> dict[str, Metadata[Any]]:
+        """The metadata of every role."""
+        return {
+            "root": self.root,
+            "timestamp": self.timestamp,
+            "snapshot": self.snapshot,
+            **self.targets,
+        }
+
+    def verification(self, role: str, metadata: Metadata[Any]) -> VerificationResult:
+        """Return which keys of a role signed some metadata of it."""
+        return self.delegator(role).get_verification_result(
+            role, metadata.signed_bytes, metadata.signatures
+        )
+
     def is_signed(self, role: str) -> bool:
-        """Whether the published version of a targets role satisfies its delegator's keys now."""
+        """Return whether a published targets role has enough signatures of its present keys."""
         return role in self._signed_roles
 
     @cached_property
     def _signed_roles(self) -> frozenset[str]:
-        return frozenset(
-            role
-            for role, metadata in self.targets.items()
-            if self.delegator(role).get_verification_result(
-                role, metadata.signed_bytes, metadata.signatures
-            )
-        )
+        return frozenset(role for role, m in self.targets.items() if self.verification(role, m))
 
 
 def newest_root(get: Get, trusted: bytes) -> Metadata[Root]:
-    """Follow the roots from a trusted one, each signed by the one before and by itself."""
+    """Return the newest root, reached from a trusted one; each signs the next."""
     root = parse(Root, trusted, "the trusted root")
     verify(root.signed, "root", root, "the trusted root")
     for _ in range(MAX_ROTATIONS):
@@ -77,10 +94,10 @@ def newest_root(get: Get, trusted: bytes) -> Metadata[Root]:
 
 
 def read(get: Get, root: Metadata[Root]) -> Chain:
-    """Read what the timestamp names; Corrupt where a signature, version or digest is wrong.
+    """Read what the timestamp names. Corrupt: a signature, version or digest is wrong.
 
-    Targets roles are pinned by digest but may lack signatures, after a rotation of their keys:
-    `Chain.is_signed` tells.
+    Targets roles are pinned by digest, but may lack signatures after a rotation of their keys; see
+    `Chain.is_signed`.
     """
     timestamp = parse(Timestamp, get("timestamp.json"), "timestamp.json")
     verify(root.signed, "timestamp", timestamp, "timestamp.json")
@@ -96,15 +113,15 @@ def read(get: Get, root: Metadata[Root]) -> Chain:
 
 
 def verify(delegator: Root | Targets, role: str, metadata: Metadata[T], what: str) -> None:
-    """Corrupt unless signed by the threshold of the delegator's keys."""
+    """Raise Corrupt unless enough keys of the delegator signed it."""
     try:
         delegator.verify_delegate(role, metadata.signed_bytes, metadata.signatures)
     except (UnsignedMetadataError, ValueError) as error:
-        raise Corrupt(f"{what} is not signed as its delegator demands: {error}") from error
+        raise Corrupt(f"{what} is not signed as its delegator requires: {error}") from error
 
 
 def pin(version: int, data: bytes) -> MetaFile:
-    """How a snapshot or timestamp names a file: version, length, SHA-256."""
+    """Return the entry of a snapshot or timestamp for a file: version, length, SHA-256."""
     return MetaFile(version, len(data), {"sha256": hashlib.sha256(data).hexdigest()})
 
 
@@ -114,8 +131,10 @@ def _pinned(get: Get, kind: type[T], role: str, meta: MetaFile) -> Metadata[T]:
     try:
         meta.verify_length_and_hashes(data)
     except LengthOrHashMismatchError as error:
-        raise Corrupt(f"{name} is not the file that is pinned: {error}") from error
+        raise Corrupt(f"{name} is not the pinned file: {error}") from error
     metadata = parse(kind, data, name)
     if metadata.signed.version != meta.version:
-        raise Corrupt(f"{name} says version {metadata.signed.version}, pinned is {meta.version}")
+        raise Corrupt(
+            f"{name} says version {metadata.signed.version}, but {meta.version} is pinned"
+        )
     return metadata

@@ -1,8 +1,8 @@
 """Rules for submitted metadata, checked before anything changes: one function per rule.
 
 The repository calls `check` on parsed metadata; it raises InvalidInput with the rule and the value
-that breaks it. Signatures are weighed apart (`valid_signatures`), because too few of them are no
-fault: the rest may follow.
+that breaks it. Signatures are counted separately (`valid_signatures`), because too few of them are
+no error: the rest may follow.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def check(row: MetadataRole, metadata: Metadata[Any], chain: Chain, now_s: float
 
 
 def read_policy(top: Targets) -> Policy:
-    """The policy that the offline targets role lists; Corrupt where it has none that can be read.
+    """Return the policy that the offline targets role lists. Corrupt: there is no valid one.
 
     Its text is in the entry's custom field and must have the entry's length and digest.
     """
@@ -47,7 +47,7 @@ def read_policy(top: Targets) -> Policy:
         raise Corrupt(f"targets {top.version} lists no {POLICY_PATH}")
     custom = entry.custom
     if not isinstance(custom, dict) or not isinstance(custom.get("text"), str):
-        raise Corrupt(f"{POLICY_PATH}: its entry carries the policy as custom.text")
+        raise Corrupt(f"{POLICY_PATH}: its entry must contain the policy as custom.text")
     try:
         entry.verify_length_and_hashes(custom["text"].encode())
         return Policy.parse(custom["text"])
@@ -58,31 +58,25 @@ def read_policy(top: Targets) -> Policy:
 def valid_signatures(
     row: MetadataRole, metadata: Metadata[Any], chain: Chain
 ) -> tuple[set[str], int, int]:
-    """(key ids that signed, signatures that count, threshold) under the published delegator.
+    """Return key ids that signed, the number of valid signatures, and the threshold.
 
-    A root counts twice, under the published root and under itself; the numbers are those of the
-    one that lacks more.
+    They are counted under the published delegator. A new root needs the signatures of both the
+    published root and itself; the numbers are those of the one that lacks more.
     """
-    payload, signatures = metadata.signed_bytes, metadata.signatures
     if row.name != "root":
-        verification = chain.delegator(row.name).get_verification_result(
-            row.name, payload, signatures
-        )
+        verification = chain.verification(row.name, metadata)
         return set(verification.signed), len(verification.signed), verification.threshold
-    both = metadata.signed.get_root_verification_result(chain.root.signed, payload, signatures)
+    both = metadata.signed.get_root_verification_result(
+        chain.root.signed, metadata.signed_bytes, metadata.signatures
+    )
     short = both.first if both.first.missing >= both.second.missing else both.second
     return set(both.signed), len(short.signed), short.threshold
 
 
-def published_version(role: str, chain: Chain) -> int:
-    """The version that nodes see now."""
-    return chain.root.signed.version if role == "root" else chain.targets[role].signed.version
-
-
 def _check_version(row: MetadataRole, version: int, chain: Chain) -> None:
-    published = published_version(row.name, chain)
+    published = chain.roles[row.name].signed.version
     if version != published + 1:
-        # What was the next version when its signer looked is not one any more: sign it again.
+        # Somebody else published this version since its signer looked: sign again.
         family = Conflict if 0 < version <= published else InvalidInput
         raise family(
             f"{row.name} {published} is published, so the next is {published + 1}, got {version}; "
@@ -102,7 +96,9 @@ def _check_expiry(row: MetadataRole, expires: Any, now_s: float) -> None:
 
 def _check_root(row: MetadataRole, root: Root) -> None:
     if root.consistent_snapshot is not True:
-        raise InvalidInput(f"{row.name}: consistent_snapshot is true, or nodes could read a mix")
+        raise InvalidInput(
+            f"{row.name}: consistent_snapshot must be true, or nodes could mix versions"
+        )
     for role in TOP:
         described = root.roles[role]
         _check_keys(role, root.keys, described.keyids, described.threshold)
@@ -119,7 +115,7 @@ def _check_top(row: MetadataRole, targets: Targets) -> None:
     assert targets.delegations is not None
     for name, role in roles.items():
         if not role.terminating:
-            raise InvalidInput(f"targets: the delegation of {name} is terminating")
+            raise InvalidInput(f"targets: the delegation of {name} must be terminating")
         _check_keys(name, targets.delegations.keys, role.keyids, role.threshold)
     try:
         policy = read_policy(targets)
@@ -137,7 +133,7 @@ def _check_top(row: MetadataRole, targets: Targets) -> None:
 
 def _check_delegated(row: MetadataRole, targets: Targets) -> None:
     if targets.delegations is not None:
-        raise InvalidInput(f"{row.name} delegates to nobody")
+        raise InvalidInput(f"{row.name} must not delegate")
     if len(targets.targets) > MAX_TARGETS:
         raise InvalidInput(f"{row.name} has at most {MAX_TARGETS} targets")
     prefix = row.paths.removesuffix("*")

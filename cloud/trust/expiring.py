@@ -1,4 +1,4 @@
-"""Signatures that people must renew, and by when; for `cloud status`, the page and the log."""
+"""Signatures that people must renew soon, for `cloud status`, the dashboard and the log."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -6,11 +6,11 @@ from typing import Final
 from triplane.cloud.trust.roles import DAY_S, ROLES, moment
 
 WARN_S: Final = 30 * DAY_S
-"""Time before the expiry of people's signatures at which warnings begin."""
+"""Time before people's signatures expire at which warnings begin."""
 
 
 def due(ends: Mapping[str, float], now_s: float) -> list[str]:
-    """Return a sentence for each role to renew. ends: by role, in seconds since 1970."""
+    """Return a sentence for each role to renew. ends: expiry by role, in seconds since 1970."""
     sentences = []
     for role, end_s in ends.items():
         if ROLES[role].keys == "offline" and end_s - now_s < WARN_S:
@@ -23,5 +23,7 @@ def due(ends: Mapping[str, float], now_s: float) -> list[str]:
                 f"triplane cloud keys renew --role {role} --keys DIR"
             )
         elif ROLES[role].keys == "online" and end_s < now_s:
-            sentences.append(f"{role} has ended and the cloud does not sign it again; see its log")
+            sentences.append(
+                f"{role} has expired, and the cloud does not sign it again; see the cloud's log"
+            )
     return sentences

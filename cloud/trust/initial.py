@@ -1,9 +1,8 @@
 """The first version of every role, and the keys that sign it.
 
-Online keys (snapshot, timestamp, auto) go to a folder of the cloud; offline ones (root, targets,
-release) to a folder that is to be taken away, together with `root.json`, from which whoever signs
-there knows the cloud's metadata from somebody else's. Whoever loses the root keys must enrol every
-node again.
+Online keys (snapshot, timestamp, auto) go to a folder of the cloud. Offline ones (root, targets,
+release) go to a folder that people take away, together with `root.json`, against which signers
+verify the cloud's metadata. If the root keys are lost, every node must be enrolled again.
 """
 
 from collections.abc import Mapping
@@ -50,15 +49,15 @@ def initialize(
 ) -> Initialized:
     """Make keys and version 1 of every role; the timestamp is written last.
 
-    keys: how many each role has, 1 where unstated; thresholds: how many of them must sign. With
-    several the offline folder gets one file each, to be given to that many people.
-    Conflict: metadata is there already. InvalidInput: a threshold that no set of keys can meet.
+    keys: number of keys by role, 1 by default; thresholds: how many of them must sign. Several keys
+    of an offline role are one file each, to be given to as many people.
+    Conflict: metadata exists already. InvalidInput: a threshold that no set of keys can meet.
     """
     counts, needed = keys or {}, thresholds or {}
     _check_counts(counts, needed)
     if any(metadata_folder.glob("*.root.json")):
         raise Conflict(
-            f"{metadata_folder} has metadata already; nodes that know it would not follow another"
+            f"{metadata_folder} has metadata already; nodes that trust it refuse any other"
         )
     folders = {
         "online": KeyFolder(online_keys_folder, disk),
@@ -87,8 +86,8 @@ def _check_counts(counts: Mapping[str, int], needed: Mapping[str, int]) -> None:
         count, threshold = counts.get(role, 1), needed.get(role, 1)
         if not 1 <= threshold <= count <= MAX_SIGNERS:
             raise InvalidInput(
-                f"{role}: a threshold is 1 to the number of keys, and that at most {MAX_SIGNERS}; "
-                f"got {threshold} of {count}"
+                f"{role}: a threshold is 1 to the number of keys, of which there are at most "
+                f"{MAX_SIGNERS}; got {threshold} of {count}"
             )
 
 
@@ -98,7 +97,7 @@ def _make_keys(folder: KeyFolder, role: str, count: int) -> list[CryptoSigner]:
 
 
 def _documents(signers: Signers, needed: Mapping[str, int], now_s: float) -> dict[str, bytes]:
-    """Files by name, in the order to write them."""
+    """Return files by name, in the order in which to write them."""
     top = tuf.Targets(expires=expiry("targets", now_s), delegations=_delegations(signers, needed))
     top.targets[POLICY_PATH] = policy_file(Policy({}))
     targets = {row.name: tuf.Targets(expires=expiry(row.name, now_s)) for row in DELEGATED}
@@ -118,7 +117,7 @@ def _documents(signers: Signers, needed: Mapping[str, int], now_s: float) -> dic
 
 
 def policy_file(policy: Policy) -> tuf.TargetFile:
-    """Entry of the policy: its text travels in the signed entry itself, under `custom`."""
+    """Return the entry of the policy, which contains the policy's text itself, under `custom`."""
     text = policy.text()
     entry = tuf.TargetFile.from_data(POLICY_PATH, text.encode(), ["sha256"])
     entry.unrecognized_fields["custom"] = {"text": text}

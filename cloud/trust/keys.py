@@ -1,11 +1,13 @@
 """Signing keys as files: PKCS #8 PEM, one key per file, readable by their owner only.
 
-A key's file name is for people; which role a key signs for is said by the metadata alone, by key
-id. Ed25519 throughout.
+A key's file name is for people; only the metadata decides, by key id, for which role a key signs.
+All keys are Ed25519.
 """
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import (
@@ -23,6 +25,8 @@ from triplane.proto.errors import Conflict, Corrupt, NotFound
 MAX_KEY_BYTES: Final = 16 << 10
 MAX_KEYS: Final = 64
 
+T = TypeVar("T")
+
 
 class KeyFolder:
     """A folder of private keys, mode 0700, each file 0600."""
@@ -34,7 +38,7 @@ class KeyFolder:
         """Make a key and store it as NAME.pem; Conflict: that file exists."""
         file = self.path / f"{name}.pem"
         if file.exists():
-            raise Conflict(f"{file} is there already; a key is never replaced, give a new name")
+            raise Conflict(f"{file} exists already; a key is never replaced, so give a new name")
         self._disk.make_folder(self.path)
         self.path.chmod(0o700)
         signer = CryptoSigner.generate_ed25519()
@@ -43,7 +47,7 @@ class KeyFolder:
         return signer
 
     def make_next(self, role: str) -> tuple[Path, CryptoSigner]:
-        """Make another key of a role as ROLE-N.pem, with the first N from 2 on that is free."""
+        """Make another key of a role as ROLE-N.pem, with the smallest unused N from 2 on."""
         number = next(
             n for n in range(2, MAX_KEYS + 2) if not (self.path / f"{role}-{n}.pem").exists()
         )
@@ -52,24 +56,21 @@ class KeyFolder:
     def write_public(self, name: str) -> Path:
         """Write the public half of NAME.pem as NAME.pub, to be handed over."""
         file = self.path / f"{name}.pub"
-        private = self._private(self.path / f"{name}.pem")
-        pem = private.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+        public = _private_key(self.path / f"{name}.pem").public_key()
+        pem = public.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
         write_atomic(file, pem, self._disk)
         return file
 
     def signers(self) -> dict[str, CryptoSigner]:
-        """Every key in the folder, by key id; Corrupt names a file that holds none."""
-        files = sorted(self.path.glob("*.pem"))[:MAX_KEYS]
-        signers = (self._signer(file) for file in files)
-        return {signer.public_key.keyid: signer for signer in signers}
+        """Return every key in the folder, by key id. Corrupt names a file that holds none."""
+        return {signer.public_key.keyid: signer for _, signer in self._files()}
 
     def files_of(self, keyids: set[str]) -> list[Path]:
-        """The files here that hold keys of these ids."""
-        files = sorted(self.path.glob("*.pem"))[:MAX_KEYS]
-        return [file for file in files if self._signer(file).public_key.keyid in keyids]
+        """Return the files here that hold keys of these ids."""
+        return [file for file, signer in self._files() if signer.public_key.keyid in keyids]
 
     def of(self, keyids: list[str], role: str) -> list[CryptoSigner]:
-        """The keys here that may sign for a role of these key ids; NotFound where there is none."""
+        """Return the keys here that may sign for a role of these key ids. NotFound: none."""
         here = self.signers()
         keys = [here[keyid] for keyid in keyids if keyid in here]
         if not keys:
@@ -80,32 +81,35 @@ class KeyFolder:
             )
         return keys
 
-    @classmethod
-    def _signer(cls, file: Path) -> CryptoSigner:
-        return CryptoSigner(cls._private(file))
-
-    @staticmethod
-    def _private(file: Path) -> Ed25519PrivateKey:
-        try:
-            key = load_pem_private_key(_few_bytes(file), password=None)
-        except (ValueError, TypeError) as error:
-            raise Corrupt(f"{file} is no private key in PKCS #8 PEM: {error}") from error
-        if not isinstance(key, Ed25519PrivateKey):
-            raise Corrupt(f"{file} is a {type(key).__name__}; keys here are Ed25519")
-        return key
+    def _files(self) -> list[tuple[Path, CryptoSigner]]:
+        files = sorted(self.path.glob("*.pem"))[:MAX_KEYS]
+        return [(file, read_private(file)) for file in files]
 
 
 def read_public(file: Path) -> Key:
-    """The key that `KeyFolder.write_public` wrote. Corrupt."""
-    try:
-        key = load_pem_public_key(_few_bytes(file))
-    except (ValueError, TypeError) as error:
-        raise Corrupt(f"{file} is no public key in PEM: {error}") from error
+    """Read the key that `KeyFolder.write_public` wrote. Corrupt."""
+    key = _parsed(file, "public key in PEM", load_pem_public_key)
     if not isinstance(key, Ed25519PublicKey):
         raise Corrupt(f"{file} is a {type(key).__name__}; keys here are Ed25519")
     return SSlibKey.from_crypto(key)
 
 
-def _few_bytes(file: Path) -> bytes:
+def read_private(file: Path) -> CryptoSigner:
+    """Read a key that `KeyFolder.make` wrote. Corrupt."""
+    return CryptoSigner(_private_key(file))
+
+
+def _private_key(file: Path) -> Ed25519PrivateKey:
+    key = _parsed(file, "private key in PKCS #8 PEM", partial(load_pem_private_key, password=None))
+    if not isinstance(key, Ed25519PrivateKey):
+        raise Corrupt(f"{file} is a {type(key).__name__}; keys here are Ed25519")
+    return key
+
+
+def _parsed(file: Path, what: str, parse: Callable[[bytes], T]) -> T:
     with file.open("rb") as opened:
-        return opened.read(MAX_KEY_BYTES)
+        data = opened.read(MAX_KEY_BYTES)
+    try:
+        return parse(data)
+    except (ValueError, TypeError) as error:
+        raise Corrupt(f"{file} is not a {what}: {error}") from error

@@ -1,8 +1,8 @@
-"""Repeat a conversion and compare the cloud's bundle with what its model and recipe give.
+"""Repeat a conversion and compare the result with the cloud's bundle.
 
-The conversion runs in the same kind of child, under the same limits, as in the cloud. Everything it
-determines is compared, by digest of each part; measured figures (the report) are not. Golden
-outputs hold the last bits of a processor's arithmetic, so another kind of processor may differ
+The conversion runs in the same kind of child process, under the same limits, as in the cloud. All
+parts that it determines are compared by digest; measured figures (the report) are not. Golden
+outputs depend on the last bits of a processor's arithmetic, so another kind of processor may differ
 there and nowhere else.
 """
 
@@ -32,11 +32,11 @@ def checked_target(
     progress: Callable[[str], None] = lambda _: None,
     limits: ConversionLimits = LIMITS,
 ) -> SignedTarget:
-    """Return what may be signed for `bundle`: it has the content that the conversion gives here.
+    """Return what may be signed for `bundle`, whose content is the one that conversion gives here.
 
-    Runs an event loop of its own, so not to be called from one. Conflict names the parts that
-    differ. Corrupt: model or bundle are damaged, or are others than their names say. Conversion
-    errors are raised as the child tells them.
+    It runs its own event loop, so do not call it from one. Conflict names the parts that differ.
+    Corrupt: the model or the bundle is damaged, or is not the one its name says. Errors of the
+    conversion are raised as the child reports them.
     """
     theirs = _read(bundle, name)
     model = Container(files.model, kind="model")
@@ -63,7 +63,7 @@ def checked_target(
 
 
 def differences(cloud: Manifest, here: Manifest) -> dict[str, str]:
-    """By part, what differs, of all that a conversion determines."""
+    """Return what differs, by part, among the parts that a conversion determines."""
     sides = [
         {part.name: part for part in manifest.parts if part.name != NOT_COMPARED}
         for manifest in (cloud, here)

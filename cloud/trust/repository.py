@@ -1,12 +1,12 @@
 """The cloud's metadata: read by nodes, changed by submitted versions and by the online keys.
 
-Everything about a submitted version is verified before anything changes. A publication writes the
-new files under names nobody reads yet and the timestamp last; readers in this process get the
-timestamp and the newest root from memory, exchanged in one assignment, so a reader sees the old
-state or the new one. A crash between two writes leaves the old state, or, once a new root is
-written, one that opening the repository completes.
+A submitted version is verified completely before anything changes. A publication writes the new
+files under names that nobody reads yet, and the timestamp last. Readers in this process get the
+timestamp and the newest root from memory, replaced in one assignment, so a reader sees the old
+state or the new one. A crash between two writes leaves the old state or, once a new root is
+written, a state that opening the repository completes.
 
-Calls may come from any thread. They sync the disk: from an event loop, run them in a thread.
+Calls may come from any thread. They wait for the disk: from an event loop, run them in a thread.
 """
 
 import contextlib
@@ -27,7 +27,6 @@ from triplane.cloud.trust import chain as chains
 from triplane.cloud.trust.chain import Chain
 from triplane.cloud.trust.checks import (
     check,
-    published_version,
     read_policy,
     valid_signatures,
 )
@@ -56,13 +55,13 @@ from triplane.proto.targets import (
 )
 
 KEPT_VERSIONS: Final = 8
-"""Superseded versions of each file that stay readable, for nodes in the middle of a refresh."""
+"""Number of superseded versions of each file kept for nodes in the middle of a refresh."""
 FRESH_SHARE: Final = 0.25
-"""Online metadata is signed again when this share of its lifetime has passed."""
+"""Share of its lifetime after which online metadata is signed again."""
 MAX_OVERTAKEN: Final = 10_000
-"""Versions that a node may be ahead and be believed: more would let one use the numbers up."""
+"""Largest lead of a node's version that is trusted: more could exhaust the numbers."""
 REMEMBERED: Final = {"timestamp": ("timestamp",), "snapshot": ("snapshot", "timestamp")}
-"""Whose signatures tell a node the newest version of an online role."""
+"""The roles from whose signatures a node learns the newest version of an online role."""
 
 _NONE: Final[Mapping[str, int]] = MappingProxyType({})
 _NAME: Final = re.compile(
@@ -118,7 +117,7 @@ class MetadataRepository:
     # Reading
 
     def get(self, name: str) -> bytes:
-        """One published file; `root.json` is the newest root. NotFound, InvalidInput."""
+        """Return a published file; `root.json` is the newest root. NotFound, InvalidInput."""
         if not _NAME.fullmatch(name):
             raise InvalidInput(
                 f"metadata files are timestamp.json, root.json and VERSION.ROLE.json, "
@@ -134,11 +133,11 @@ class MetadataRepository:
         return self._file(name)
 
     def policy(self) -> Policy:
-        """Return what people allowed the auto role to do."""
+        """Return the policy, which says what the auto role may release."""
         return read_policy(self._chain.top)
 
     def find_signed(self, model: str, version: int, target: str) -> SignedTarget | None:
-        """The signed bundle, by people if there is one, else by the auto key."""
+        """Return the bundle that people signed, or else the auto key, or None."""
         for row in DELEGATED:
             path = str(TargetName(row.name, model, version, target))
             signed = self._find(row, path)
@@ -147,7 +146,7 @@ class MetadataRepository:
         return None
 
     def signed_bundles(self) -> dict[tuple[str, int, str], SignedTarget]:
-        """All that `find_signed` finds now, by (model, version, target)."""
+        """Return all signed bundles, as `find_signed` finds them, by (model, version, target)."""
         chain, bundles = self._chain, dict[tuple[str, int, str], SignedTarget]()
         for row in reversed(DELEGATED):
             if not chain.is_signed(row.name):
@@ -158,7 +157,7 @@ class MetadataRepository:
         return bundles
 
     def golden_sets(self) -> set[bytes]:
-        """Digests of the samples that published, superseded or waiting targets list."""
+        """Return the digests of samples that published, superseded or waiting targets list."""
         with self._lock:
             waiting = self._pending_file(ROLES["targets"])
             files = [
@@ -168,54 +167,37 @@ class MetadataRepository:
             return {name for file in files for name in golden_sets(file.read_bytes())}
 
     def expiries(self) -> dict[str, float]:
-        """When each role's published metadata ends, in seconds since 1970."""
-        chain = self._chain
-        top: dict[str, Metadata[Any]] = {
-            "root": chain.root,
-            "timestamp": chain.timestamp,
-            "snapshot": chain.snapshot,
-        }
-        return {
-            role: metadata.signed.expires.timestamp()
-            for role, metadata in (top | dict(chain.targets)).items()
-        }
+        """Return when each role's published metadata expires, in seconds since 1970."""
+        return {role: m.signed.expires.timestamp() for role, m in self._chain.roles.items()}
 
     def versions(self) -> dict[str, int]:
-        """The published version of each role but the root."""
-        chain = self._chain
-        return {
-            "timestamp": chain.timestamp.signed.version,
-            "snapshot": chain.snapshot.signed.version,
-        } | {role: metadata.signed.version for role, metadata in chain.targets.items()}
+        """Return the published version of each role except the root."""
+        return {r: m.signed.version for r, m in self._chain.roles.items() if r != "root"}
 
     def pending(self, role: str) -> Pending:
-        """The newest version of a role that waits for signatures, or else the published one."""
+        """Return the version of a role that waits for signatures, or else the published one."""
         row = submitted_role(role)
         with self._lock:
             waiting = self._waiting(row)
             if waiting is not None:
                 _, have, need = valid_signatures(row, waiting, self._chain)
                 return Pending(waiting.to_bytes(), published=False, signatures=have, threshold=need)
-            chain = self._chain
-            published = chain.root if role == "root" else chain.targets[role]
-            result = chain.delegator(role).get_verification_result(
-                role, published.signed_bytes, published.signatures
-            )
-            data = self._file(f"{published.signed.version}.{role}.json")
-            return Pending(data, True, len(result.signed), result.threshold)
+            published = self._published(row)
+            data = self._file(f"{published.version}.{role}.json")
+            return Pending(data, True, published.signatures, published.threshold)
 
     # Changing
 
     def on_published(self, callback: Callable[[str], None]) -> None:
-        """Call with the role after each submitted or automatic version is published."""
+        """Call `callback` with the role after a submitted or automatic version was published."""
         self._on_published.append(callback)
 
     def submit(self, role: str, data: bytes) -> Submitted:
-        """Take a new version of a role with at least one valid signature.
+        """Accept a new version of a role with at least one valid signature.
 
-        Published at the threshold; below it kept, on disk, for further signatures. The published
-        version once more is answered, not refused. InvalidInput: it breaks a rule and nothing
-        changed. Conflict: another version waits with more signatures.
+        It is published at the threshold; below it, it is stored until further signatures arrive.
+        Submitting the published version again is no error. InvalidInput: it breaks a rule, and
+        nothing changed. Conflict: another version with more signatures waits.
         """
         row = submitted_role(role)
         try:
@@ -223,7 +205,10 @@ class MetadataRepository:
         except Corrupt as error:
             raise InvalidInput(str(error)) from error
         with self._lock:
-            submitted = self._repeated(row, metadata) or self._submit(row, metadata)
+            if metadata.signed_bytes == self._chain.roles[role].signed_bytes:
+                submitted = self._published(row)
+            else:
+                submitted = self._submit(row, metadata)
         if submitted.published:
             self._tell(role)
         return submitted
@@ -258,9 +243,9 @@ class MetadataRepository:
         return target_file
 
     def is_behind(self, seen: Mapping[str, int], sha256: bytes) -> bool:
-        """Whether a node has seen higher numbers than are published, or ours with other content.
+        """Return whether a node has seen higher versions, or the same timestamp with other content.
 
-        sha256: of the timestamp that it has.
+        sha256: digest of the timestamp that it has.
         """
         ours = self.versions()
         if any(version > ours.get(role, version) for role, version in seen.items()):
@@ -269,12 +254,12 @@ class MetadataRepository:
         return bool(sha256) and same and sha256 != hashlib.sha256(self._timestamp).digest()
 
     def overtake(self, seen: Mapping[str, int]) -> bool:
-        """Publish what the online keys sign under higher numbers than a node has seen.
+        """Publish what the online keys sign under higher versions than a node has seen.
 
-        A cloud that was restored from a backup begins to count where the backup ends, and nodes
-        refuse numbers below those that they know, and keep what they have under an equal one.
-        Only the numbers change, by `MAX_OVERTAKEN` at most; what offline keys sign stays as it
-        is. False: the node is too far ahead.
+        A cloud that was restored from a backup continues with the version numbers of the backup.
+        Nodes refuse versions below those that they know, and keep their own at an equal one. Only
+        the numbers change, by `MAX_OVERTAKEN` at most; what offline keys sign does not change.
+        Returns False if the node is too far ahead.
         """
         now_s = self._clock()
         with self._lock:
@@ -294,7 +279,7 @@ class MetadataRepository:
             return True
 
     def keep_fresh(self, now_s: float | None = None) -> float:
-        """Sign again what the online keys sign and will end; return when to call again."""
+        """Sign online metadata again before it expires; return when to call again."""
         now = self._clock() if now_s is None else now_s
         with self._lock:
             stale = {role for role, due in self._due().items() if due <= now}
@@ -303,10 +288,10 @@ class MetadataRepository:
                 self._publish(changed, now, renew_snapshot=bool(stale - {"timestamp"}))
             return min(self._due().values())
 
-    # Below: with the lock held
+    # All methods below are called with the lock held.
 
     def _open(self) -> tuple[Metadata[Root], Chain]:
-        """(newest root, the chain under it, or under the root before where a crash left that)."""
+        """Return the newest root, and the chain under it (after a crash: under the root before)."""
         first = self._file("1.root.json")
         root = chains.newest_root(self._file, first)
         try:
@@ -317,15 +302,11 @@ class MetadataRepository:
         before = parse(Root, self._file(f"{root.signed.version - 1}.root.json"), "root")
         return root, chains.read(self._file, before)
 
-    def _repeated(self, row: MetadataRole, metadata: Metadata[Any]) -> Submitted | None:
-        chain = self._chain
-        published: Metadata[Any] = chain.root if row.name == "root" else chain.targets[row.name]
-        if metadata.signed_bytes != published.signed_bytes:
-            return None
-        result = chain.delegator(row.name).get_verification_result(
-            row.name, published.signed_bytes, published.signatures
-        )
-        return Submitted(True, len(result.signed), result.threshold, published.signed.version)
+    def _published(self, row: MetadataRole) -> Submitted:
+        """Describe the published version and its signatures."""
+        metadata = self._chain.roles[row.name]
+        result = self._chain.verification(row.name, metadata)
+        return Submitted(True, len(result.signed), result.threshold, metadata.signed.version)
 
     def _submit(self, row: MetadataRole, metadata: Metadata[Any]) -> Submitted:
         now_s = self._clock()
@@ -364,13 +345,13 @@ class MetadataRepository:
         return metadata
 
     def _waiting(self, row: MetadataRole) -> Metadata[Any] | None:
-        """The pending version, unless a published one overtook it."""
+        """Return the pending version, unless it was overtaken by a published one."""
         try:
             data = self._pending_file(row).read_bytes()
         except FileNotFoundError:
             return None
         pending = parse(row.kind, data, str(self._pending_file(row)))
-        is_next = pending.signed.version == published_version(row.name, self._chain) + 1
+        is_next = pending.signed.version == self._chain.roles[row.name].signed.version + 1
         return pending if is_next else None
 
     def _sign_auto(self, target: SignedTarget) -> bool:
@@ -394,7 +375,7 @@ class MetadataRepository:
         return True
 
     def _again(self, now_s: float, least: int = 0) -> Metadata[Targets]:
-        """The next version of the auto role, above `least`, with what the published one lists."""
+        """Return the next version of the auto role, above `least`, with an unchanged list."""
         before = self._chain.targets[AUTO].signed
         signed = Targets(
             version=_next(AUTO, max(before.version, least)),
@@ -404,7 +385,7 @@ class MetadataRepository:
         return self._signed(AUTO, signed, self._chain.top)
 
     def _due(self) -> dict[str, float]:
-        """When each online role is to be signed again; at once under other keys than its own."""
+        """Return when each online role must be signed again: at once if its keys were replaced."""
         ends = self.expiries()
         if not self._chain.is_signed(AUTO):
             ends[AUTO] = 0.0
@@ -426,9 +407,9 @@ class MetadataRepository:
         renew_snapshot: bool = True,
         least: Mapping[str, int] = _NONE,
     ) -> None:
-        """Write new versions, a snapshot that pins them and a timestamp; then show them.
+        """Write new versions, a snapshot that pins them and a timestamp; then let readers see them.
 
-        least: what the versions of snapshot and timestamp must exceed.
+        least: numbers that the versions of snapshot and timestamp must exceed.
         """
         chain = self._chain
         targets = dict(chain.targets) | {k: v for k, v in changed.items() if k in PINNED}
@@ -456,30 +437,25 @@ class MetadataRepository:
         for role in changed.keys() & set(PINNED):
             new = changed[role]
             meta[f"{role}.json"] = chains.pin(new.signed.version, new.to_bytes())
-        before = max(self._chain.snapshot.signed.version, least.get("snapshot", 0))
-        version = self._version("snapshot", after.root.signed, before)
+        version = self._version("snapshot", after.root.signed, least)
         signed = Snapshot(version=version, expires=expiry("snapshot", now_s), meta=meta)
         return self._signed("snapshot", signed, after.root.signed)
 
     def _stamp(self, after: Chain, now_s: float, least: Mapping[str, int]) -> Metadata[Timestamp]:
-        snapshot = after.snapshot
-        before = max(self._chain.timestamp.signed.version, least.get("timestamp", 0))
-        version = self._version("timestamp", after.root.signed, before)
-        signed = Timestamp(
-            version=version,
-            expires=expiry("timestamp", now_s),
-            snapshot_meta=chains.pin(snapshot.signed.version, snapshot.to_bytes()),
-        )
+        pin = chains.pin(after.snapshot.signed.version, after.snapshot.to_bytes())
+        version = self._version("timestamp", after.root.signed, least)
+        signed = Timestamp(version=version, expires=expiry("timestamp", now_s), snapshot_meta=pin)
         return self._signed("timestamp", signed, after.root.signed)
 
-    def _version(self, role: str, root: Root, published: int) -> int:
-        """The next number, or 1 under wholly new keys: nodes forget what the old ones signed.
+    def _version(self, role: str, root: Root, least: Mapping[str, int]) -> int:
+        """Return the next version, or 1 if all keys are new: nodes forget what the old ones signed.
 
-        The number of a snapshot they have from the timestamp as well.
+        They learn the version of a snapshot from the timestamp as well.
         """
         roles = self._chain.root.signed.roles
         kept = [r for r in REMEMBERED[role] if set(roles[r].keyids) & set(root.roles[r].keyids)]
-        return _next(role, published) if kept else 1
+        published = self._chain.roles[role].signed.version
+        return _next(role, max(published, least.get(role, 0))) if kept else 1
 
     def _signed(self, role: str, signed: Any, delegator: Root | Targets) -> Metadata[Any]:
         keys = delegator.get_delegated_role(role)
@@ -523,7 +499,7 @@ class MetadataRepository:
 
 
 def golden_sets(data: bytes) -> set[bytes]:
-    """Digests of the samples that some targets metadata lists."""
+    """Return the digests of the samples that targets metadata lists."""
     listed = parse(Targets, data, "targets").signed.targets
     return {
         read_target(path, entry.length, entry.hashes, None).sha256

@@ -1,8 +1,7 @@
-"""The roles, one row each: where their keys are, how long their word holds, what may be submitted.
+"""The roles, one row each: where their keys are, how long signatures last, what may be submitted.
 
-Times are seconds since 1970; metadata carries whole seconds, UTC. Payload classes are imported from
-`tuf.api._payload` all over the package: `tuf.api.metadata` shows them without exporting them, which
-strict typing does not accept.
+Times are seconds since 1970; metadata has whole seconds, UTC. This package imports payload classes
+from `tuf.api._payload` because `tuf.api.metadata` does not export them, as strict typing requires.
 """
 
 from dataclasses import dataclass
@@ -27,8 +26,8 @@ T = TypeVar("T", Root, Timestamp, Snapshot, Targets)
 class MetadataRole:
     """One role of the metadata.
 
-    keys: "online" where the cloud signs by itself, "offline" where people do. submitted: comes from
-    outside, as opposed to being made by the repository. paths: what it may list, where delegated.
+    keys: "online" if the cloud signs, "offline" if people do. submitted: it comes from outside and
+    is not made by the repository. paths: what a delegated role may list.
     """
 
     name: str
@@ -61,7 +60,7 @@ TOP: Final = ("root", "targets", "snapshot", "timestamp")
 
 
 def submitted_role(name: str) -> MetadataRole:
-    """Row of a role whose metadata comes from outside; InvalidInput for any other name."""
+    """Return a role whose metadata comes from outside; InvalidInput for any other name."""
     row = ROLES.get(name)
     if row is None or not row.submitted:
         known = [r.name for r in ROLES.values() if r.submitted]
@@ -70,17 +69,17 @@ def submitted_role(name: str) -> MetadataRole:
 
 
 def moment(time_s: float) -> datetime:
-    """As metadata writes it: whole seconds, UTC."""
+    """Return a time as metadata has it: whole seconds, UTC."""
     return datetime.fromtimestamp(int(time_s), UTC)
 
 
 def expiry(role: str, now_s: float) -> datetime:
-    """When metadata of this role ends that is signed now."""
+    """Return when metadata of this role expires if it is signed now."""
     return moment(now_s + ROLES[role].lifetime_s)
 
 
 def parse(kind: type[T], data: bytes, what: str) -> Metadata[T]:
-    """Read metadata of one kind; Corrupt where it is none, is too long or has no canonical form."""
+    """Parse metadata of one kind. Corrupt: it is not, is too long or has no canonical form."""
     if len(data) > MAX_METADATA_BYTES:
         raise Corrupt(f"{what}: metadata is at most {MAX_METADATA_BYTES} bytes, got {len(data)}")
     try:
@@ -88,7 +87,7 @@ def parse(kind: type[T], data: bytes, what: str) -> Metadata[T]:
         _ = metadata.signed_bytes
     except (DeserializationError, SerializationError) as error:
         cause = error.__cause__ or error
-        raise Corrupt(f"{what} is no TUF metadata: {type(cause).__name__}: {cause}") from error
+        raise Corrupt(f"{what} is not TUF metadata: {type(cause).__name__}: {cause}") from error
     if type(metadata.signed) is not kind:
         raise Corrupt(f"{what} is of type {metadata.signed.type!r}, not {kind.type!r}")
     version = metadata.signed.version

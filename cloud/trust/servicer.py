@@ -9,25 +9,26 @@ import grpc
 from triplane.cloud.trust.repository import MetadataRepository, Submitted, golden_sets
 from triplane.proto import metadata_pb2 as pb
 from triplane.proto.errors import Corrupt, InvalidInput
+from triplane.proto.messages import message_from
 from triplane.proto.metadata_pb2_grpc import MetadataServicer as Servicer
 from triplane.proto.status import status_of_aio
 
 TARGETS: Final = "targets"
 Recorded = Callable[[str, Submitted], Awaitable[None]]
-"""Told of every accepted submission (role, what became of it) before it is answered."""
+"""Called with every accepted submission (role, outcome) before it is answered."""
 
 Claimed = Callable[[set[bytes]], Awaitable[None]]
-"""Told of files that a submission begins to name, raises unless all are here."""
+"""Called with the files that a submission begins to name; raises unless all were uploaded."""
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 async def _unrecorded(role: str, submitted: Submitted) -> None:
-    """For servers without an audit log."""
+    """Do nothing, for servers without an audit log."""
 
 
 async def _unclaimed(names: set[bytes]) -> None:
-    """For servers that keep no files."""
+    """Do nothing, for servers that store no files."""
 
 
 class MetadataServicer(Servicer):
@@ -56,12 +57,7 @@ class MetadataServicer(Servicer):
                 self._repository.submit, request.role, request.metadata
             )
             await self._recorded(request.role, submitted)
-            return pb.SubmitResponse(
-                published=submitted.published,
-                signatures=submitted.signatures,
-                threshold=submitted.threshold,
-                version=submitted.version,
-            )
+            return message_from(pb.SubmitResponse, submitted)
 
     def _new_samples(self, metadata: bytes) -> set[bytes]:
         try:
@@ -75,9 +71,4 @@ class MetadataServicer(Servicer):
         """See metadata.proto."""
         async with status_of_aio(context):
             pending = await asyncio.to_thread(self._repository.pending, request.role)
-            return pb.GetPendingResponse(
-                metadata=pending.metadata,
-                published=pending.published,
-                signatures=pending.signatures,
-                threshold=pending.threshold,
-            )
+            return message_from(pb.GetPendingResponse, pending)

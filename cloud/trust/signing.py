@@ -1,10 +1,10 @@
 """Signing where people keep their keys: check, sign, then send the signature to the cloud.
 
-The cloud may be stolen, so it is not believed. What is published is verified from the root that
-lies beside the keys; what waits for signatures is signed only after everything in it was either
-verified by the role's threshold before, or signed by this very key before, or has now been
-repeated here. Nothing else gets this signature, whatever the cloud offers. Which model file a
-version is, only its digest can say: give the one you know.
+The cloud is not trusted, because an intruder may control it. What is published is verified from the
+root that lies beside the keys. What waits for signatures is signed only if each part of it was
+signed by the role's threshold before, or by this very key before, or was repeated here just now.
+Nothing else gets this signature, whatever the cloud offers. Only its digest tells which model file
+a version is: pass the one you know.
 """
 
 import random
@@ -20,8 +20,8 @@ from securesystemslib.signer._key import Key
 from tuf.api._payload import Delegations, Root, TargetFile, Targets
 from tuf.api.metadata import Metadata
 
+from triplane.cloud.registry import encoding
 from triplane.cloud.registry.conversions import Files
-from triplane.cloud.registry.values import ConversionRecipe
 from triplane.cloud.trust.chain import Chain, newest_root, read
 from triplane.cloud.trust.initial import TRUSTED_ROOT, policy_file
 from triplane.cloud.trust.keys import KeyFolder
@@ -40,43 +40,43 @@ from triplane.proto.targets import (
 )
 
 MAX_TRIES: Final = 20
-"""Tries of one signature while others sign at the same time; checks are not repeated."""
+"""Attempts at one signature while others sign at the same time; checks are not repeated."""
 RETRY_S: Final = 1.0
 MAX_REPEATED: Final = 32
-"""Conversions repeated for one signature, when others wait too."""
+"""Largest number of conversions repeated for one signature, when other bundles wait too."""
 
 Progress = Callable[[str], None]
 
 
 class Metadatas(Protocol):
-    """The metadata service as a signer uses it; `MetadataRepository` is one."""
+    """The metadata service as a signer uses it; `MetadataRepository` implements it."""
 
     def get(self, name: str, /) -> bytes:
-        """One published file."""
+        """Return one published file."""
 
     def pending(self, role: str, /) -> Pending:
-        """Return the version that the next signer starts from."""
+        """Return the version that the next signer adds a signature to."""
 
     def submit(self, role: str, data: bytes, /) -> Submitted:
-        """Hand over a version with this signer's signatures."""
+        """Submit a version with this signer's signatures."""
 
 
 class ReleaseSource(Metadatas, Protocol):
-    """All that signing a release needs of the cloud."""
+    """What signing a release needs of the cloud."""
 
     def version(self, reference: str, /) -> Version:
-        """A registered version."""
+        """Return a registered version."""
 
     def bundle(self, reference: str, target: str, /) -> Bundle:
-        """Its bundle for a target, converted if it was not; waits for that."""
+        """Return its bundle for a target; waits until it is converted."""
 
     def blob(self, sha256: bytes, size: int | None, /) -> Path:
-        """A file of that digest, verified, on the disk here."""
+        """Return a local, verified file of that digest."""
 
 
 @dataclass(frozen=True, slots=True)
 class SigningResult:
-    """The outcome of signing. targets: those whose conversion was repeated and compared here."""
+    """The outcome of signing. targets: those whose conversion was repeated here."""
 
     submitted: Submitted
     targets: tuple[SignedTarget, ...] = ()
@@ -94,17 +94,17 @@ def sign_release(
 ) -> SigningResult:
     """Sign the bundle of a version for a target with the release keys in a folder.
 
-    model_digest: root digest of the model file, where the signer knows it; another is refused. What
-    already waits for signatures is repeated, compared and signed along with it. Conflict: the
-    content differs, naming the parts. NotFound: the folder has no release key. Corrupt: the cloud's
-    metadata is not what the root beside the keys leads to.
+    model_digest: root digest of the model file, if the signer knows it; any other is refused. What
+    already waits for signatures is repeated, compared and signed as well. Conflict: the content
+    differs; it names the parts. NotFound: the folder has no release key. Corrupt: the cloud's
+    metadata does not follow from the root beside the keys.
     """
     version = cloud.version(reference)
     wanted = TargetName(RELEASE, version.model, version.version, target)
     if model_digest and version.model_digest != model_digest:
         raise Corrupt(
             f"{version.model}@{version.version} is model file {version.model_digest.hex()[:12]} in "
-            f"the cloud, not {model_digest.hex()[:12]} as you know it"
+            f"the cloud, not {model_digest.hex()[:12]} as you expect"
         )
     checked: dict[str, SignedTarget] = {}
     for tries_left in reversed(range(MAX_TRIES)):
@@ -151,7 +151,7 @@ def _sign_with(
     progress: Progress,
     now_s: float | None,
 ) -> Submitted | None:
-    """Sign what was checked; None where more waits by now, which is to be repeated first."""
+    """Sign what was checked; None if more waits by now and must be repeated first."""
     entries = {target.path: _entry(target) for target in checked}
     others = dict(waiting.signed.targets) if waiting is not None else {}
     known = base.keys() | entries.keys()
@@ -161,8 +161,7 @@ def _sign_with(
         if path in others and others[path] != entry:
             raise Corrupt(f"{path} waits in the cloud with other digests than its bundle has now")
     progress(f"signing {', '.join(entries)}")
-    now = time.time() if now_s is None else now_s
-    return signer.sign(waiting, {**base, **others, **entries}, now)
+    return signer.sign(waiting, {**base, **others, **entries}, now_s)
 
 
 def sign_policy(
@@ -173,10 +172,10 @@ def sign_policy(
     goldens: Mapping[str, Path] | None = None,
     now_s: float | None = None,
 ) -> SigningResult:
-    """Sign what the auto role may do with the targets keys in a folder.
+    """Sign a policy, which says what the auto role may do, with the targets keys in a folder.
 
-    goldens: files by target path (`golden/NAME`), for sets the published metadata does not list
-    yet; their bytes must be in the cloud's blobs too, for nodes to fetch.
+    goldens: files by target path (`golden/NAME`), for sets that the published metadata does not
+    list yet; they must have been uploaded to the cloud, where nodes fetch them.
     """
     policy = Policy.parse(policy.text())
     signer = Signer(cloud, keys_folder, "targets")
@@ -185,21 +184,22 @@ def sign_policy(
     listed = {path: entry for path, entry in signer.published().items() if path in named}
     missing = sorted(named - listed.keys() - files.keys())
     if missing:
-        raise NotFound(f"the policy names golden sets that are not listed: {missing}; give them")
+        raise NotFound(
+            f"the policy names golden sets that are not listed: {missing}; pass their files"
+        )
     targets = listed | files | {POLICY_PATH: policy_file(policy)}
     waiting = signer.waiting({})
     same = waiting is not None and waiting.signed.targets == targets
-    now = time.time() if now_s is None else now_s
-    return SigningResult(signer.sign(waiting if same else None, targets, now))
+    return SigningResult(signer.sign(waiting if same else None, targets, now_s))
 
 
 def renew(
     cloud: Metadatas, role: str, keys_folder: Path, *, now_s: float | None = None
 ) -> SigningResult:
-    """Sign what `targets` or `release` lists once more: it expires a year after it was signed last.
+    """Sign the list of `targets` or `release` again: it expires a year after its last signature.
 
-    A signature on something new does the same. Conflict: the role's keys were replaced, and what
-    it lists was not signed by the present ones.
+    Signing something new has the same effect. Conflict: the role's keys were replaced, and the
+    present ones did not sign what it lists.
     """
     signer = Signer(cloud, keys_folder, role)
     base = signer.published()
@@ -207,8 +207,7 @@ def renew(
         raise Conflict(f"nothing that {role} lists is signed by its present keys; sign it again")
     waiting = signer.waiting(base)
     same = waiting is not None and waiting.signed.targets == base
-    now = time.time() if now_s is None else now_s
-    return SigningResult(signer.sign(waiting if same else None, base, now))
+    return SigningResult(signer.sign(waiting if same else None, base, now_s))
 
 
 def replace_keys(
@@ -219,14 +218,13 @@ def replace_keys(
     thresholds: Mapping[str, int] | None = None,
     now_s: float | None = None,
 ) -> SigningResult:
-    """Sign a root with other keys for some roles; what the old keys signed counts no more.
+    """Sign a root with other keys for some roles; what the old keys signed is no longer valid.
 
-    replaced: public keys by top-level role; none at all renews the root. thresholds: where they
-    change. New snapshot and timestamp keys must be in the cloud's key folder before. A new root key
-    must be in `keys_folder` beside the old one: both sign. The same root that waits for signatures
-    is signed along.
+    replaced: public keys by top-level role; if empty, the root is only renewed. thresholds: those
+    that change. New snapshot and timestamp keys must already be in the cloud's key folder. A new
+    root key must be in `keys_folder` beside the old one: both sign. If the same root waits for
+    signatures, it gets this one.
     """
-    now = time.time() if now_s is None else now_s
     root = newest_root(cloud.get, trusted_root(keys_folder)).signed
     again = Metadata[Root].from_bytes(Metadata(root).to_bytes()).signed
     for role, keys in replaced.items():
@@ -238,7 +236,7 @@ def replace_keys(
             again.add_key(key, role)
     for role, threshold in (thresholds or {}).items():
         again.roles[role].threshold = threshold
-    again.version, again.expires = root.version + 1, expiry("root", now)
+    again.version, again.expires = root.version + 1, expiry("root", _or_now(now_s))
     keyids = dict.fromkeys([*root.roles["root"].keyids, *again.roles["root"].keyids])
     metadata = _waiting_root(cloud, again) or Metadata(again)
     for signer in KeyFolder(keys_folder).of(list(keyids), "root"):
@@ -258,7 +256,7 @@ def _waiting_root(cloud: Metadatas, wanted: Root) -> Metadata[Root] | None:
 
 
 def trusted_root(keys_folder: Path) -> bytes:
-    """The trusted root beside the keys, against which the cloud's metadata is verified."""
+    """Return the root beside the keys, against which the cloud's metadata is verified."""
     trusted = keys_folder / TRUSTED_ROOT
     try:
         return trusted.read_bytes()
@@ -269,7 +267,7 @@ def trusted_root(keys_folder: Path) -> bytes:
 
 
 def repeat_one(cloud: ReleaseSource, name: TargetName, progress: Progress) -> SignedTarget:
-    """Fetch a version and its bundle, repeat the conversion, compare; what may be signed."""
+    """Fetch a version and its bundle and repeat the conversion; return what may be signed."""
     reference = f"{name.model}@{name.version}"
     version = cloud.version(reference)
     bundle = cloud.bundle(reference, name.target)
@@ -285,14 +283,7 @@ def repeat_one(cloud: ReleaseSource, name: TargetName, progress: Progress) -> Si
 
 
 def _files(cloud: ReleaseSource, version: Version) -> Files:
-    conversion = version.recipe
-    recipe = ConversionRecipe(
-        quantize=conversion.quantize,
-        calibration=conversion.calibration,
-        entry=conversion.entry or "predict",
-        max_accuracy_drop=conversion.max_accuracy_drop,
-        evaluation=conversion.evaluation,
-    )
+    recipe = encoding.recipe(version.recipe)
     return Files(
         name=version.model,
         model=cloud.blob(version.blob, version.size),
@@ -303,7 +294,7 @@ def _files(cloud: ReleaseSource, version: Version) -> Files:
 
 
 class Signer:
-    """The keys of one role, and the published metadata as their owner verified it: `chain`."""
+    """The keys of one role. chain: the published metadata, verified from their owner's root."""
 
     def __init__(self, cloud: Metadatas, keys_folder: Path, role: str) -> None:
         self._cloud, self._role = cloud, role
@@ -316,7 +307,7 @@ class Signer:
 
     @property
     def version(self) -> int:
-        """The published version."""
+        """The version of the role that is published."""
         return self.chain.targets[self._role].signed.version
 
     def published(self) -> dict[str, TargetFile]:
@@ -331,34 +322,30 @@ class Signer:
         if pending.published:
             return None
         waiting = parse(Targets, pending.metadata, f"the pending {self._role}")
-        result = self.chain.delegator(self._role).get_verification_result(
-            self._role, waiting.signed_bytes, waiting.signatures
-        )
+        result = self.chain.verification(self._role, waiting)
         keeps = all(waiting.signed.targets.get(path) == entry for path, entry in base.items())
         is_next = waiting.signed.version == self.version + 1
         is_plain = self._role == "targets" or waiting.signed.delegations is None
         return waiting if result.signed and keeps and is_next and is_plain else None
 
     def has_signed(self, metadata: Metadata[Targets]) -> bool:
-        """Whether a key of this folder signed it before, so its content was checked then."""
-        payload = metadata.signed_bytes
-        result = self.chain.delegator(self._role).get_verification_result(
-            self._role, payload, metadata.signatures
-        )
+        """Return whether a key of this folder signed it before, when its content was checked."""
+        result = self.chain.verification(self._role, metadata)
         return any(signer.public_key.keyid in result.signed for signer in self._keys)
 
     def sign(
         self,
         waiting: Metadata[Targets] | None,
         targets: Mapping[str, TargetFile],
-        now_s: float,
+        now_s: float | None = None,
         *,
         delegations: Delegations | None = None,
     ) -> Submitted:
-        """Add signatures to what waits, if it is just these targets, else to a new version.
+        """Sign what waits, if it lists exactly these targets, or else a new version.
 
-        delegations: of the role targets, where they shall be other than the published ones.
+        delegations: new ones of the role targets; the published ones by default.
         """
+        now_s = _or_now(now_s)
         before = self.chain.targets[self._role].signed
         if self._role == "targets" and delegations is None:
             delegations = before.delegations
@@ -385,6 +372,10 @@ class Signer:
             and not signed.unrecognized_fields
             and signed.expires <= latest
         )
+
+
+def _or_now(now_s: float | None) -> float:
+    return time.time() if now_s is None else now_s
 
 
 def _entry(target: SignedTarget) -> TargetFile:

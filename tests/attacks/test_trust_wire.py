@@ -119,7 +119,7 @@ def test_what_signers_submit_over_grpc_reaches_the_node_and_the_log(cloud, wire)
     ("role", "data", "text"),
     [
         ("timestamp", b"{}", "metadata is submitted for one of"),
-        ("release", b"{}", "release is no TUF metadata: KeyError"),
+        ("release", b"{}", "release is not TUF metadata: KeyError"),
         ("release", b" " * (4 << 20) + b"{", "larger than max"),
     ],
 )

@@ -12,7 +12,7 @@ from tuf.api.metadata import Metadata
 
 from triplane.cloud.trust import MetadataRepository, initialize
 from triplane.cloud.trust.initial import policy_file
-from triplane.cloud.trust.keys import KeyFolder
+from triplane.cloud.trust.keys import read_private
 from triplane.cloud.trust.roles import expiry
 from triplane.edge.agent.refusal import AttemptRefused
 from triplane.edge.agent.trust import Trust, bootstrap
@@ -128,7 +128,7 @@ def signed_by(folder: Path, metadata: Metadata, *names: str) -> Metadata:
     """Signed with the keys in files of these names, and no others."""
     metadata.signatures.clear()
     for name in names:
-        metadata.sign(KeyFolder._signer(folder / f"{name}.pem"), append=True)
+        metadata.sign(read_private(folder / f"{name}.pem"), append=True)
     return metadata
 
 

@@ -43,7 +43,7 @@ def test_a_root_must_be_signed_by_the_one_before_and_by_itself(cloud, keys):
     assert newest_root(cloud.fetch, cloud.fetch("1.root.json")).signed.version == 2
     half = signed_by(cloud.offline, load(cloud, "root"), *keys)
     cloud.forged["2.root.json"] = half.to_bytes()
-    with pytest.raises(Corrupt, match=r"2\.root\.json is not signed as its delegator demands"):
+    with pytest.raises(Corrupt, match=r"2\.root\.json is not signed as its delegator requires"):
         newest_root(cloud.fetch, cloud.fetch("1.root.json"))
 
 
@@ -83,7 +83,7 @@ def test_online_roles_must_be_signed_by_the_keys_of_the_root(cloud, role):
         timestamp.signed.snapshot_meta = pinned(3, cloud.forged[name])
         made = signed_by(cloud.online, timestamp, "timestamp")
         cloud.forged["timestamp.json"] = made.to_bytes()
-    with pytest.raises(Corrupt, match=f"{role}.* is not signed as its delegator demands"):
+    with pytest.raises(Corrupt, match=f"{role}.* is not signed as its delegator requires"):
         chain(cloud)
 
 

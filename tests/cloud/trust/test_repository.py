@@ -95,7 +95,7 @@ REFUSED = {
     "expires too late": (far, "within 365 days"),
     "expired": (past, "expires after now"),
     "no sha256": (drop_digest, "a target has one hash, SHA-256"),
-    "delegates": (delegate, "release delegates to nobody"),
+    "delegates": (delegate, "release must not delegate"),
     "other prefix": (add("auto/digits@1+ort-x64.bundle"), r"release may list release/\* only"),
     "no version": (add("release/digits+ort-x64.bundle"), "a bundle's target path is"),
     "version 0": (add("release/digits@0+ort-x64.bundle"), "a bundle's target path is"),
@@ -134,7 +134,7 @@ def test_release_metadata_that_breaks_a_rule_changes_nothing(cloud, case):
 @pytest.mark.parametrize("role", ["root", "targets", "release", "auto"])
 def test_bytes_that_are_no_metadata_change_nothing(cloud, role, data):
     before = files(cloud)
-    with pytest.raises(InvalidInput, match="is no TUF metadata"):
+    with pytest.raises(InvalidInput, match="is not TUF metadata"):
         cloud.repository.submit(role, data)
     with pytest.raises(InvalidInput, match=f"at most {MAX_METADATA_BYTES} bytes"):
         cloud.repository.submit(role, bytes(MAX_METADATA_BYTES + 1))
@@ -198,7 +198,7 @@ def backtracking(made):
         (hidden, r"targets lists policy\.json and golden/NAME, got 'release/digits@1"),
         (unlisted, r"golden sets that targets does not list: \['golden/digits\.npz'\]"),
         (no_policy, r"lists no policy\.json"),
-        (backtracking, "the delegation of release is terminating"),
+        (backtracking, "the delegation of release must be terminating"),
     ],
 )
 def test_targets_metadata_that_breaks_a_rule_changes_nothing(cloud, change, text):
@@ -329,7 +329,7 @@ def test_a_root_that_was_not_published_is_not_served(cloud):
 def test_damaged_metadata_is_named_at_the_start(cloud):
     file = cloud.path / "metadata" / "1.snapshot.json"
     file.write_bytes(file.read_bytes().replace(b'"version":1', b'"version":2', 1))
-    with pytest.raises(Corrupt, match=r"1\.snapshot\.json is not the file that is pinned"):
+    with pytest.raises(Corrupt, match=r"1\.snapshot\.json is not the pinned file"):
         cloud.reopened()
 
 
@@ -480,7 +480,7 @@ def test_keys_are_files_only_their_owner_can_read(cloud):
     with pytest.raises(Conflict, match="a key is never replaced"):
         KeyFolder(cloud.online).make("auto")
     (cloud.online / "auto.pem").write_bytes(b"no key")
-    with pytest.raises(Corrupt, match=r"auto\.pem is no private key"):
+    with pytest.raises(Corrupt, match=r"auto\.pem is not a private key"):
         KeyFolder(cloud.online).signers()
 
 

@@ -92,7 +92,7 @@ def test_after_a_theft_nothing_that_the_old_key_signed_is_carried_on(cloud):
     assert node.refresh().is_fresh
     with pytest.raises(AttemptRefused, match="is not listed"):
         node.target(PATH)
-    with pytest.raises(InvalidInput, match="so it is carried on"):
+    with pytest.raises(InvalidInput, match="so it cannot be dropped"):
         rotated(cloud, "targets", other_key(cloud, "targets"), lists=Lists.DROPPED)
 
 
@@ -101,7 +101,7 @@ def test_a_list_that_neither_the_new_nor_the_former_keys_signed_is_not_carried_o
     assert rotated(cloud, "release", elsewhere).again is None, "its holder signs anew"
     cloud.allow(digits=RULE)
     here = other_key(cloud, "release")
-    with pytest.raises(Conflict, match="drop it, then sign again what you know"):
+    with pytest.raises(Conflict, match="drop it, then sign what you know again"):
         rotated(cloud, "release", here)
     made = rotated(cloud, "release", here, lists=Lists.DROPPED)
     assert made.again is not None

@@ -245,7 +245,7 @@ def test_a_bundle_of_another_name_or_model_is_refused(cloud, made, tmp_path):
 
 
 def test_another_model_file_than_the_signer_knows_is_refused(cloud):
-    with pytest.raises(Corrupt, match="not 010101010101 as you know it"):
+    with pytest.raises(Corrupt, match="not 010101010101 as you expect"):
         sign_release(cloud, "digits@1", "ort-x64", cloud.stage.offline, model_digest=b"\1" * 32)
 
 
@@ -315,7 +315,7 @@ def test_a_cloud_with_another_root_gets_no_signature(cloud, tmp_path):
     """A whole other repository, of the same shape, behind the same address."""
     stranger = stage(tmp_path / "stranger")
     cloud.stage.repository = stranger.repository
-    with pytest.raises(Corrupt, match=r"timestamp\.json is not signed as its delegator demands"):
+    with pytest.raises(Corrupt, match=r"timestamp\.json is not signed as its delegator requires"):
         sign_release(cloud, "digits@1", "ort-x64", cloud.stage.offline)
 
 
