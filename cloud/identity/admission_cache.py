@@ -1,8 +1,8 @@
-"""Who was let in a moment ago, so that not every call of a busy name asks the database.
+"""Callers that were admitted a moment ago, so that not every call of theirs reads the database.
 
-An answer is forgotten at the next change of any principal, after its commit, and in any case after
-`KEEP_S`; one that was asked for before a change is never kept. So a revoked name is out as soon as
-its revocation is answered, as without this.
+An answer is dropped after the commit of a change of any principal, and in any case after `KEEP_S`;
+an answer to a query from before a change is never stored. So a revoked name is rejected as soon as
+its revocation is answered, as it would be without this cache.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 KEEP_S: Final = 1.0
 MOST: Final = 10_000
-"""Certificates whose answers are kept."""
+"""Largest number of certificates whose answers are kept."""
 
 Key = tuple[str, str, bytes]
 """(serial number, name, SHA-256 of the public key)."""
 
 
 class AdmissionCache:
-    """Answers by certificate. All methods belong to one event loop, or to no thread but one."""
+    """Answers by certificate. Call all methods from the same event loop, or the same thread."""
 
     def __init__(self) -> None:
         self._changes = 0
@@ -29,24 +29,24 @@ class AdmissionCache:
 
     @property
     def changes(self) -> int:
-        """To be taken before the database is asked, and given to `keep`."""
+        """The number of changes so far: read it before the database, and pass it to `keep`."""
         return self._changes
 
     def get(self, key: Key, now_s: float) -> Principal | None:
-        """An answer that still holds."""
+        """Return an answer that is still valid, or None."""
         answer = self._answers.get(key)
         if answer is None or not answer[1] - KEEP_S <= now_s < answer[1]:
             return None
         return answer[0]
 
     def keep(self, key: Key, who: Principal, *, expires_s: float, now_s: float, at: int) -> None:
-        """Remember an answer asked for at change `at`; expires_s: of the certificate."""
+        """Store an answer queried at change `at`. expires_s: when the certificate expires."""
         if at == self._changes:
             if len(self._answers) >= MOST:
                 self._answers.clear()
             self._answers[key] = who, min(expires_s, now_s + KEEP_S)
 
     def forget(self) -> None:
-        """Something changed, and is committed."""
+        """Drop all answers, after a change was committed."""
         self._changes += 1
         self._answers.clear()

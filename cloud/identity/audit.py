@@ -1,21 +1,22 @@
-"""The log of what was done, as a chain of digests.
+"""The log of all changes and who made them, as a chain of digests.
 
 The canonical text of an entry is the JSON array [number, time_s, actor, action, subject, details,
 previous in hexadecimal], separators "," and ":", ASCII; its digest is the SHA-256 of that text, and
-the next entry's `previous` is that digest. Entry 1 follows 32 zero bytes. A copy of one digest
-proves later that nothing up to it has changed.
+the next entry's `previous` is that digest. Entry 1 follows 32 zero bytes. With a copy of one digest
+one can prove later that nothing up to it has changed.
 """
 
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any, Final
 
 import sqlalchemy as sa
 
 from triplane.cloud.identity.tables import AUDIT
 from triplane.proto.errors import Corrupt
+from triplane.proto.messages import value_from
 
 START: Final = bytes(32)
 MAX_DETAIL_CHARS: Final = 4000
@@ -37,16 +38,9 @@ class AuditRecord:
 
 
 def digest_of(entry: AuditRecord) -> bytes:
-    """SHA-256 of the canonical text; the entry's own digest does not count."""
-    fields = [
-        entry.number,
-        entry.time_s,
-        entry.actor,
-        entry.action,
-        entry.subject,
-        entry.details,
-        entry.previous.hex(),
-    ]
+    """Return the SHA-256 of the canonical text, which leaves out the entry's own digest."""
+    *fields, previous, _ = astuple(entry)
+    fields.append(previous.hex())
     return hashlib.sha256(json.dumps(fields, separators=(",", ":")).encode()).digest()
 
 
@@ -71,34 +65,22 @@ def record(
 
 
 RecordAudit = Callable[..., None]
-"""Adds an entry to the log in the caller's transaction, with the arguments of `record`."""
+"""A function such as `record`, which adds an entry in the caller's transaction."""
 
 
 def page(connection: sa.Connection, from_number: int) -> list[AuditRecord]:
-    """Up to `PAGE` entries in order, from a number on."""
+    """Return up to `PAGE` entries in order, from a number on."""
     rows = connection.execute(
         sa.select(AUDIT).where(AUDIT.c.number >= from_number).order_by(AUDIT.c.number).limit(PAGE)
     )
-    return [
-        AuditRecord(
-            row.number,
-            row.time_s,
-            row.actor,
-            row.action,
-            row.subject,
-            row.details,
-            bytes(row.previous),
-            bytes(row.digest),
-        )
-        for row in rows
-    ]
+    return [value_from(AuditRecord, row) for row in rows]
 
 
 def verify(entries: Iterable[AuditRecord], *, head: bytes | None = None) -> tuple[int, bytes]:
-    """Recompute the chain from its start; returns the number and digest of its end.
+    """Recompute the chain from its start; return the number and digest of the last entry.
 
-    Corrupt names the first entry that does not fit, or says that `head`, a digest kept earlier, is
-    not in the chain any more.
+    Corrupt names the first entry that does not fit, or says that `head`, a digest noted earlier, is
+    no longer in the chain.
     """
     number, digest, met = 0, START, head is None or head == START
     for entry in entries:
@@ -106,7 +88,7 @@ def verify(entries: Iterable[AuditRecord], *, head: bytes | None = None) -> tupl
         if (entry.number, entry.previous, entry.digest) != (number + 1, digest, expected):
             raise Corrupt(
                 f"audit entry {entry.number} does not follow entry {number}: something at or "
-                "before it was changed, dropped or put in"
+                "before it was changed, removed or inserted"
             )
         number, digest = entry.number, entry.digest
         met = met or digest == head

@@ -1,9 +1,9 @@
 """Authentication and authorization of every call on the main port.
 
-The peer certificate of a call must carry a serial number that was issued to its name and is neither
+The peer certificate of a call must have a serial number that was issued to its name and is neither
 revoked nor expired, according to the database (`admission_cache.py`); then the method's row of
-`RIGHTS` decides. A servicer learns who called from `caller()`. Revoking a name ends its streams at
-once, except for the methods of `FAREWELL`, which first have a moment to send their own goodbye.
+`RIGHTS` decides. A servicer gets the caller from `caller()`. Revoking a name ends its streams at
+once; the methods of `FAREWELL` first get a moment to send a last message.
 """
 
 import asyncio
@@ -30,13 +30,13 @@ logger = logging.getLogger(__name__)
 FAREWELL: Final = frozenset({"/triplane.session.v1.Session/Open"})
 FAREWELL_S: Final = 0.5
 MAX_STREAMS: Final = 128
-"""Streams that one name may have open at once, uploads among them."""
+"""Largest number of open streams of one name, including uploads."""
 OPEN_BURST: Final = 32
-"""Sessions that one name may open at once: each costs the cloud some milliseconds."""
+"""Sessions that one name may open in quick succession: each takes some milliseconds."""
 OPEN_EVERY_S: Final = 1.0
-"""After which a name may open one more; a caller that reconnects waits longer than that."""
+"""Time after which a name may open one more; a caller that reconnects waits longer."""
 CERTIFICATES: Final = 4096
-"""Parsed ones that are remembered."""
+"""Number of parsed certificates that are cached."""
 
 _CALLER: Final[ContextVar[Principal]] = ContextVar("caller")
 _S = grpc.StatusCode
@@ -51,7 +51,7 @@ _SHAPES: Final = {  # (request streams, response streams): the handler's attribu
 
 
 class CallRefused(Exception):
-    """A call that does not get through: the status and the text it is answered with."""
+    """A call that is refused. answer: the status and text that the caller gets."""
 
     def __init__(self, code: grpc.StatusCode, text: str, **facts: str) -> None:
         super().__init__(text)
@@ -59,12 +59,12 @@ class CallRefused(Exception):
 
 
 def caller() -> Principal:
-    """Who made the call that this code serves."""
+    """Return the principal whose call is being served."""
     return _CALLER.get()
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses what the table does not allow; counts open streams by name."""
+    """Refuses calls that the table does not allow; limits open streams by name."""
 
     def __init__(self, principals: Principals) -> None:
         self._principals = principals
@@ -75,7 +75,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         self._opened: dict[str, tuple[float, float]] = {}  # by name: opened lately, as of when
 
     def on_revoked(self, callback: Callable[[str], None]) -> None:
-        """Call back with each name that is revoked, before its streams are ended."""
+        """Call `callback` with each revoked name, before its streams are ended."""
         self._callbacks.append(callback)
 
     def revoked(self, name: str) -> None:
@@ -111,10 +111,10 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
     def _admitted(
         self, handler: Any, inner: Any, method: str
     ) -> Callable[[Any, Any], Awaitable[Any]]:
-        """The handler as a coroutine that checks the caller first.
+        """Return the handler as a coroutine that checks the caller first.
 
-        A coroutine for streams too: its clean-up runs as soon as grpc.aio cancels the call, where
-        that of a generator of responses would wait for the garbage collector.
+        Streams get a coroutine too: its clean-up runs as soon as grpc.aio cancels the call, while a
+        generator of responses would wait for the garbage collector.
         """
         if inspect.isasyncgenfunction(inner):
             inner = _written(inner)
@@ -133,7 +133,8 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             finally:
                 was_revoked = self._leave(who, task)
             if was_revoked:
-                await _end(context, _revoked(who))
+                text = f"the certificate of {who.name!r} was revoked"
+                await _end(context, CallRefused(_S.UNAUTHENTICATED, text, name=who.name))
             return answer
 
         return behave
@@ -145,7 +146,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         return task
 
     def _leave(self, who: Principal, task: asyncio.Task[Any]) -> bool:
-        """Whether the stream ends because its name was revoked."""
+        """Return whether the stream ends because its name was revoked."""
         held = self._streams[who.name]
         del held[task]
         if not held:
@@ -155,12 +156,12 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         return was_revoked
 
     def _admit(self, name: str, method: str) -> None:
-        """Raise Refused where one caller has too many streams, or opens sessions too fast."""
+        """Raise CallRefused if a caller has too many streams or opens sessions too fast."""
         held = len(self._streams.get(name, {}))
         if held >= MAX_STREAMS:
             raise CallRefused(
                 _S.UNAVAILABLE,
-                f"{name!r} has {held} open streams (limit {MAX_STREAMS}); end some and try again",
+                f"{name!r} has {held} open streams (limit {MAX_STREAMS}); close some and try again",
                 name=name,
             )
         if method not in FAREWELL:
@@ -180,11 +181,12 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
     async def _let_in(self, method: str, context: Any, *, streams: bool = False) -> Principal:
         try:
             who = await self._who(context)
-            if who.role not in RIGHTS.get(method, ()):
+            roles = RIGHTS.get(method, frozenset())
+            if who.role not in roles:
                 raise CallRefused(
                     _S.PERMISSION_DENIED,
                     f"{who.name!r} is a {who.role} and may not call {method.rpartition('/')[2]}; "
-                    f"that is for: {_roles(method)}",
+                    f"that is for: {', '.join(sorted(roles)) or 'none'}",
                     name=who.name,
                     role=who.role,
                 )
@@ -203,9 +205,8 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         try:
             serial, name, key = _read(pem)
         except (ValueError, Corrupt) as error:
-            raise CallRefused(
-                _S.UNAUTHENTICATED, "a certificate of this cloud is needed"
-            ) from error
+            text = "a certificate of this cloud is needed"
+            raise CallRefused(_S.UNAUTHENTICATED, text) from error
         principal = await self._holder(serial, name, key)
         if principal is None:
             raise CallRefused(
@@ -216,7 +217,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         return principal
 
     async def _holder(self, serial: str, name: str, key: bytes) -> Principal | None:
-        """Ask again if a name was revoked meanwhile: the answer may be from before."""
+        """Query again if a name was revoked meanwhile: the answer may be older than that."""
         while True:
             revocations = self._revocations
             principal = await self._principals.holder(serial, name, key)
@@ -227,7 +228,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
 def _written(
     generate: Callable[[Any, Any], AsyncGenerator[Any, None]],
 ) -> Callable[[Any, Any], Awaitable[None]]:
-    """A generator of responses as a coroutine that writes them and closes it at the call's end."""
+    """Return a coroutine that writes a generator's responses and closes it at the call's end."""
 
     async def behave(request: Any, context: Any) -> None:
         async with contextlib.aclosing(generate(request, context)) as responses:
@@ -239,20 +240,11 @@ def _written(
 
 @lru_cache(maxsize=CERTIFICATES)
 def _read(pem: bytes) -> tuple[str, str, bytes]:
-    """(serial number, name, digest of the key) of a certificate. ValueError, Corrupt."""
+    """Return serial number, name and digest of the key of a certificate. ValueError, Corrupt."""
     certificate = x509.load_pem_x509_certificate(pem)
     return serial_of(certificate), common_name(certificate), key_digest(certificate)
-
-
-def _revoked(who: Principal) -> CallRefused:
-    text = f"the certificate of {who.name!r} was revoked"
-    return CallRefused(_S.UNAUTHENTICATED, text, name=who.name)
 
 
 async def _end(context: Any, refusal: CallRefused) -> None:
     answer = refusal.answer
     await context.abort(answer.code, answer.text, answer.trailer())
-
-
-def _roles(method: str) -> str:
-    return ", ".join(sorted(RIGHTS.get(method, ()))) or "none"

@@ -1,4 +1,4 @@
-"""The cloud's certificate authority: one ECDSA P-256 key that signs everybody's certificate."""
+"""The cloud's certificate authority: one ECDSA P-256 key that signs all certificates."""
 
 import ipaddress
 import os
@@ -26,7 +26,7 @@ from triplane.proto.identity import (
 AUTHORITY_DAYS: Final = 3650
 LEAF_DAYS: Final = 30
 SKEW: Final = timedelta(minutes=5)
-"""A certificate holds from so long before it was made: clocks differ."""
+"""How long before its creation a certificate becomes valid, because clocks differ."""
 
 
 class Authority:
@@ -38,7 +38,7 @@ class Authority:
 
     @property
     def der(self) -> bytes:
-        """The fingerprint that tokens pin."""
+        """The certificate as DER, whose fingerprint is part of tokens."""
         return self.certificate.public_bytes(serialization.Encoding.DER)
 
     @property
@@ -48,9 +48,9 @@ class Authority:
 
     @classmethod
     def make(cls, folder: Path, name: str, now_s: float) -> "Authority":
-        """A new authority in an existing, empty folder. Conflict where there is one."""
+        """Create an authority in an existing, empty folder. Conflict: it has one already."""
         if (folder / "ca.key").exists():
-            raise Conflict(f"{folder} holds an authority already; it is never replaced")
+            raise Conflict(f"{folder} holds an authority already, which is never replaced")
         key = new_key()
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         now = datetime.fromtimestamp(now_s, UTC)
@@ -77,7 +77,7 @@ class Authority:
 
     @classmethod
     def load(cls, folder: Path) -> "Authority":
-        """The authority in `folder`. NotFound, Corrupt."""
+        """Load the authority in `folder`. NotFound, Corrupt."""
         try:
             certificate = x509.load_pem_x509_certificate((folder / "ca.pem").read_bytes())
             key = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
@@ -92,13 +92,13 @@ class Authority:
     def issue(
         self, request_der: bytes, name: str, now_s: float, *, days: float = LEAF_DAYS
     ) -> x509.Certificate:
-        """A certificate for `name` and the key of a request. InvalidInput for a bad request."""
+        """Issue a certificate for `name` and the key of a request. InvalidInput: a bad request."""
         return self._sign(_requested_key(request_der), name, now_s, days=days, hosts=())
 
     def issue_server(
         self, key: ec.EllipticCurvePublicKey, hosts: Sequence[str], now_s: float
     ) -> x509.Certificate:
-        """The cloud's own certificate, for the hosts and addresses it is called by."""
+        """Issue the cloud's own certificate, for the names and addresses by which it is called."""
         return self._sign(key, "cloud", now_s, days=AUTHORITY_DAYS, hosts=hosts)
 
     def _sign(
@@ -145,7 +145,7 @@ def _requested_key(der: bytes) -> ec.EllipticCurvePublicKey:
     except Exception as error:  # the parser raises many kinds on hostile bytes
         raise InvalidInput(f"not a certificate request: {error}") from error
     if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
-        raise InvalidInput("a certificate request is for an ECDSA key on the curve P-256")
+        raise InvalidInput("a certificate request must be for an ECDSA key on the curve P-256")
     if not signed:
         raise InvalidInput("the certificate request is not signed by its own key")
     return key

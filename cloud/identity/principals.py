@@ -1,4 +1,4 @@
-"""Names, their roles and certificates, and the one-time tokens that make them.
+"""Names, their roles and certificates, and the one-time tokens with which they enrol.
 
 Every change is a transaction together with its audit entry. Times are seconds since 1970.
 """
@@ -10,7 +10,7 @@ import json
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import sqlalchemy as sa
 from cryptography import x509
@@ -25,16 +25,17 @@ from triplane.cloud.store import Database
 from triplane.proto.documents import check_labels
 from triplane.proto.errors import Conflict, InvalidInput, NotFound, Unavailable
 from triplane.proto.identity import Token, check_name, mac
+from triplane.proto.messages import value_from
 
 TOKEN_S: Final = 3600.0
 MAX_TOKEN_S: Final = 30 * 86_400.0
 MAX_OPEN_TOKENS: Final = 10_000
 MAX_RENEWALS: Final = 8
-"""Renewals of one name within `OLD_CERTIFICATE_S`: each adds rows that stay, and few are needed."""
+"""Renewals of one name within `OLD_CERTIFICATE_S`; each adds permanent rows, and few are needed."""
 OLD_CERTIFICATE_S: Final = 3600.0
-"""How long a renewed certificate is still good: its owner may crash before it uses the new one."""
+"""How long the old certificate stays valid: its owner may crash before it uses the new one."""
 USED: Final = "this token was used already; request a new one with `triplane cloud token`"
-REFUSED: Final = "the token is unknown, expired or used, or its secret is wrong; ask for a new one"
+REFUSED: Final = "the token is unknown, expired or used, or its secret is wrong; request a new one"
 
 Labels = Mapping[str, str]
 T = TypeVar("T")
@@ -54,7 +55,7 @@ class Principal:
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """A token as it is shown once."""
+    """A token, which is shown only once."""
 
     token: str
     name: str
@@ -72,7 +73,7 @@ class EnrolmentResult:
 
 
 class Principals:
-    """Who is known here. clock: seconds since 1970."""
+    """All names and their certificates. clock: seconds since 1970."""
 
     def __init__(
         self, database: Database, authority: Authority, clock: Callable[[], float]
@@ -89,12 +90,12 @@ class Principals:
         valid_s: float = 0.0,
         labels: Labels | None = None,
     ) -> Invitation:
-        """A token for one enrolment. Conflict where the name is enrolled and not revoked."""
+        """Create a token for one enrolment. Conflict: the name is enrolled and not revoked."""
         valid_s = valid_s or TOKEN_S
         if not 0 < valid_s <= MAX_TOKEN_S:
             raise InvalidInput(f"a token is valid for up to {MAX_TOKEN_S:.0f} s, got {valid_s}")
         if not name and role not in MACHINES:
-            raise InvalidInput(f"a {role} is a person: give a name")
+            raise InvalidInput(f"a {role} is a person, who needs a name: pass --name")
         name = check_name(name or f"{role}-{secrets.token_hex(4)}")
         labels = labels or {}
         check_labels(labels)
@@ -119,10 +120,8 @@ class Principals:
                     expires_s=now + valid_s,
                 )
             )
-            audit.record(
-                connection, time_s=now, actor=actor, action="token.create", subject=name,
-                details={"role": role.value, "valid_s": valid_s},
-            )  # fmt: skip
+            details = {"role": role.value, "valid_s": valid_s}
+            _log(connection, now, actor, "token.create", name, details)
 
         await self._database.write(work)
         return Invitation(str(token), name, now + valid_s)
@@ -130,10 +129,10 @@ class Principals:
     async def enrol(
         self, token_id: bytes, request: bytes, given_mac: bytes, kind: str = ""
     ) -> EnrolmentResult:
-        """A certificate for a token. InvalidInput does not tell unknown from forged.
+        """Issue a certificate for a token. InvalidInput does not tell unknown from forged tokens.
 
-        kind: what the machine is going to be, empty where it does not say; a token for something
-        else is refused and stays good.
+        kind: what the caller wants to be, or empty; a token for another kind is refused and remains
+        valid.
         """
         now = self._clock()
 
@@ -143,41 +142,38 @@ class Principals:
             genuine = hmac.compare_digest(mac(key, request), given_mac)
             if row is None or not genuine or row.expires_s < now:
                 raise InvalidInput(REFUSED)
-            _check_kind(kind, PrincipalRole(row.role))
+            role = PrincipalRole(row.role)
+            _check_kind(kind, role)
             if row.request is not None:
-                if bytes(row.request) != request:
+                if row.request != request:
                     raise Conflict(USED)
-                return EnrolmentResult(
-                    bytes(row.certificate), row.name, PrincipalRole(row.role), {}
-                )
+                return EnrolmentResult(row.certificate, row.name, role, {})
             known = _principal(connection, row.name)
             if known and not known.revoked:
                 raise Conflict(f"{row.name!r} was enrolled by another token meanwhile")
             certificate = self._authority.issue(request, row.name, now)
-            _admit(connection, certificate, row.name, PrincipalRole(row.role), now)
+            _admit(connection, certificate, row.name, role, now)
             der = certificate.public_bytes(serialization.Encoding.DER)
             connection.execute(
                 sa.update(TOKENS)
                 .where(TOKENS.c.id == token_id)
                 .values(request=request, certificate=der)
             )
-            audit.record(
-                connection, time_s=now, actor=row.name, action="identity.enrol",
-                subject=row.name, details={"role": row.role, "serial": serial_of(certificate)},
-            )  # fmt: skip
-            return EnrolmentResult(der, row.name, PrincipalRole(row.role), json.loads(row.labels))
+            details = {"role": row.role, "serial": serial_of(certificate)}
+            _log(connection, now, row.name, "identity.enrol", row.name, details)
+            return EnrolmentResult(der, row.name, role, json.loads(row.labels))
 
         return await self._changed(work)
 
     async def renew(self, name: str, request: bytes) -> bytes:
-        """A new certificate (DER) for a name; the old one holds for another hour."""
+        """Issue a new certificate (DER) for a name; the old one stays valid for another hour."""
         now = self._clock()
 
         def work(connection: sa.Connection) -> bytes:
             known = _principal(connection, name)
             if known is None or known.revoked:
                 raise NotFound(f"{name!r} is not enrolled, or was revoked")
-            _check_patience(connection, name, now)
+            _check_renewals(connection, name, now)
             certificate = self._authority.issue(request, name, now)
             connection.execute(
                 sa.update(CERTIFICATES)
@@ -188,25 +184,20 @@ class Principals:
                 .values(expires_s=now + OLD_CERTIFICATE_S)
             )
             _store(connection, certificate, name, now)
-            audit.record(
-                connection, time_s=now, actor=name, action="identity.renew", subject=name,
-                details={"serial": serial_of(certificate)},
-            )  # fmt: skip
+            _log(connection, now, name, "identity.renew", name, {"serial": serial_of(certificate)})
             return certificate.public_bytes(serialization.Encoding.DER)
 
         return await self._changed(work)
 
     def admit_now(self, request: bytes, name: str, role: PrincipalRole) -> x509.Certificate:
-        """Enrol a name without a token: the first operator, made with the cloud itself."""
+        """Enrol a name without a token: the first operator, created with the cloud itself."""
         now = self._clock()
         certificate = self._authority.issue(request, name, now)
 
         def work(connection: sa.Connection) -> None:
             _admit(connection, certificate, name, role, now)
-            audit.record(
-                connection, time_s=now, actor="cloud", action="identity.enrol", subject=name,
-                details={"role": role.value, "serial": serial_of(certificate)},
-            )  # fmt: skip
+            details = {"role": role.value, "serial": serial_of(certificate)}
+            _log(connection, now, "cloud", "identity.enrol", name, details)
 
         try:
             self._database.write_now(work)
@@ -215,7 +206,7 @@ class Principals:
         return certificate
 
     async def revoke(self, actor: str, name: str, reason: str) -> Principal:
-        """Void every certificate and open token of a name. NotFound."""
+        """Invalidate every certificate and open token of a name. NotFound."""
         now = self._clock()
 
         def work(connection: sa.Connection) -> Principal:
@@ -228,10 +219,7 @@ class Principals:
                 sa.update(CERTIFICATES).where(CERTIFICATES.c.name == name).values(revoked=True)
             )
             connection.execute(sa.delete(TOKENS).where(TOKENS.c.name == name))
-            audit.record(
-                connection, time_s=now, actor=actor, action="identity.revoke", subject=name,
-                details={"reason": reason[:500]},
-            )  # fmt: skip
+            _log(connection, now, actor, "identity.revoke", name, {"reason": reason[:500]})
             revoked = _principal(connection, name)
             assert revoked is not None
             return revoked
@@ -239,21 +227,26 @@ class Principals:
         return await self._changed(work)
 
     async def named(self, name: str) -> Principal:
-        """One principal. NotFound."""
+        """Return one principal. NotFound."""
         principal = await self._database.read(lambda connection: _principal(connection, name))
         if principal is None:
             raise NotFound(f"no principal {name[:80]!r}")
         return principal
 
     async def listed(self) -> list[Principal]:
-        """Everybody, by name."""
-        return await self._database.read(_everybody)
+        """Return all principals, by name."""
+
+        def work(connection: sa.Connection) -> list[Principal]:
+            # A later row of the same name has the same time of issue, and replaces the earlier one.
+            return list({row.name: _read(row) for row in connection.execute(_query())}.values())
+
+        return await self._database.read(work)
 
     async def holder(self, serial: str, name: str, key: bytes = b"") -> Principal | None:
-        """Whose valid certificate this is; None where it is void.
+        """Return the holder of a valid certificate; None if it is invalid.
 
-        key: SHA-256 of its public key: who has stolen the authority's key can repeat a serial
-        number and a name, not the key that they were issued for.
+        key: SHA-256 of its public key. A thief of the authority's key can copy a serial number and
+        a name, but not the key that they were issued for.
         """
         now, at = self._clock(), self._known.changes
         remembered = self._known.get((serial, name, key), now)
@@ -280,19 +273,30 @@ class Principals:
         return who
 
     async def _changed(self, work: Callable[[sa.Connection], T]) -> T:
-        """Write; what is remembered is forgotten after the commit, even if the caller is gone."""
+        """Write, and drop the cached answers after the commit, even if the caller is gone."""
         writing = asyncio.create_task(self._database.write(work))
         writing.add_done_callback(lambda _: self._known.forget())
         return await asyncio.shield(writing)
 
 
+def _log(
+    connection: sa.Connection,
+    now: float,
+    actor: str,
+    action: str,
+    name: str,
+    details: Mapping[str, Any],
+) -> None:
+    audit.record(connection, time_s=now, actor=actor, action=action, subject=name, details=details)
+
+
 def serial_of(certificate: x509.Certificate) -> str:
-    """Serial number in hexadecimal, as the tables and the log have it."""
+    """Return the serial number in hexadecimal, as in the tables and the log."""
     return f"{certificate.serial_number:x}"
 
 
 def key_digest(certificate: x509.Certificate) -> bytes:
-    """SHA-256 of the certificate's public key."""
+    """Return the SHA-256 of the certificate's public key."""
     der = certificate.public_key().public_bytes(
         serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
     )
@@ -307,7 +311,7 @@ KINDS: Final = {
         "triplane cloud enrol",
     ),
 }
-"""The kinds of callers: roles of their tokens, and the command that enrols them."""
+"""For each kind of caller the roles of its tokens, and the command that enrols it."""
 
 
 def _check_kind(kind: str, role: PrincipalRole) -> None:
@@ -319,7 +323,7 @@ def _check_kind(kind: str, role: PrincipalRole) -> None:
         )
 
 
-def _check_patience(connection: sa.Connection, name: str, now: float) -> None:
+def _check_renewals(connection: sa.Connection, name: str, now: float) -> None:
     count = connection.scalar(
         sa.select(sa.func.count())
         .select_from(CERTIFICATES)
@@ -327,8 +331,8 @@ def _check_patience(connection: sa.Connection, name: str, now: float) -> None:
     )
     if (count or 0) > MAX_RENEWALS:
         raise Unavailable(
-            f"{name!r} was given {count} certificates within {OLD_CERTIFICATE_S:.0f} s, which is "
-            "enough; the newest is good for weeks"
+            f"{name!r} got {count} certificates within {OLD_CERTIFICATE_S:.0f} s (limit "
+            f"{MAX_RENEWALS}); use the newest, which is valid for weeks"
         )
 
 
@@ -370,7 +374,7 @@ _NEWEST: Final = (
 
 
 def _query() -> sa.Select[tuple[str, str, float, bool, str, float]]:
-    """Principals with their newest certificate."""
+    """Select principals with their newest certificate."""
     return (
         sa.select(PRINCIPALS, CERTIFICATES.c.serial, CERTIFICATES.c.expires_s)
         .join(_NEWEST, _NEWEST.c.name == PRINCIPALS.c.name)
@@ -388,12 +392,5 @@ def _principal(connection: sa.Connection, name: str) -> Principal | None:
     return None if row is None else _read(row)
 
 
-def _everybody(connection: sa.Connection) -> list[Principal]:
-    principals = {row.name: _read(row) for row in connection.execute(_query())}
-    return list(principals.values())
-
-
 def _read(row: sa.Row[tuple[str, str, float, bool, str, float]]) -> Principal:
-    return Principal(
-        row.name, PrincipalRole(row.role), row.serial, row.enrolled_s, row.expires_s, row.revoked
-    )
+    return value_from(Principal, row, role=PrincipalRole(row.role))

@@ -1,7 +1,7 @@
 """gRPC reflection of the main port, for tools such as grpcurl: every service with a row of rights.
 
-Both names of the protocol are answered, since newer tools ask under v1 first. Who may ask is a row
-like any other; the schemas are public, a list of ports and methods need not be told to machines.
+Both versions of the protocol are served, because newer tools try v1 first. Who may use it is a row
+like any other: the schemas are public, but machines need no list of services and methods.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from triplane.cloud.identity.rights import REFLECTION, RIGHTS
 
 
 def reflection_handlers() -> list[grpc.GenericRpcHandler]:
-    """One per name of the protocol; for an aio server."""
+    """Return a handler for each version of the protocol, for an aio server."""
     servicer = aio.ReflectionServicer(service_names=services(RIGHTS))
     answer = grpc.stream_stream_rpc_method_handler(
         servicer.ServerReflectionInfo,
@@ -28,5 +28,5 @@ def reflection_handlers() -> list[grpc.GenericRpcHandler]:
 
 
 def services(methods: Iterable[str]) -> list[str]:
-    """The services of methods such as "/package.Service/Method", each once, sorted."""
+    """Return the services of methods such as "/package.Service/Method", each once, sorted."""
     return sorted({method.split("/")[1] for method in methods})

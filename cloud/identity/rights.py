@@ -1,6 +1,6 @@
-"""Which role may call what: one row per method, and a method without a row is refused.
+"""Which roles may call each method: one row per method; a method without a row is refused.
 
-Rights are of the role that the database gives a name, never of the certificate.
+The role is the one that the database has for the caller's name; a certificate contains no role.
 """
 
 from enum import StrEnum
@@ -9,7 +9,7 @@ from typing import Final
 
 
 class PrincipalRole(StrEnum):
-    """The kind of a principal. The order is that of `identity.proto`."""
+    """The role of a principal, in the order of `identity.proto`."""
 
     VIEWER = "viewer"
     OPERATOR = "operator"

@@ -1,4 +1,4 @@
-"""The services around identity: enrolment (no TLS), renewal, and the people's own."""
+"""The services for identities: enrolment (without TLS), renewal, tokens and the audit log."""
 
 import time
 from collections import deque
@@ -18,23 +18,24 @@ from triplane.proto import identity_pb2 as pb
 from triplane.proto import identity_pb2_grpc as identity_grpc
 from triplane.proto.errors import InvalidInput, Unavailable
 from triplane.proto.identity import MAX_REQUEST_BYTES
+from triplane.proto.messages import message_from
 from triplane.proto.status import status_of_aio
 
 ENROLMENTS_PER_S: Final = 20
-"""Tries that the open port takes, all callers together: guessing a secret needs 2^255."""
+"""Attempts that the open port accepts from all callers: guessing a secret takes 2^255."""
 
 Joined = Callable[[str, PrincipalRole, Labels], Awaitable[None]]
 
 
 class EnrolmentServicer(enrolment_grpc.EnrolmentServicer):
-    """On the enrolment port. joined: called with each enrolled name and the token's labels."""
+    """The service on the enrolment port. joined: called with each new name and its labels."""
 
     def __init__(
         self, principals: Principals, authority: Authority, address: str, joined: Joined
     ) -> None:
         self._principals, self._authority = principals, authority
         self._address, self._joined = address, joined
-        self._tries: deque[float] = deque(maxlen=ENROLMENTS_PER_S)
+        self._attempts: deque[float] = deque(maxlen=ENROLMENTS_PER_S)
 
     async def GetAuthority(
         self, request: enrolment.GetAuthorityRequest, context: Any
@@ -45,7 +46,7 @@ class EnrolmentServicer(enrolment_grpc.EnrolmentServicer):
     async def Enrol(self, request: enrolment.EnrolRequest, context: Any) -> enrolment.Certificate:
         """See enrolment.proto."""
         async with status_of_aio(context):
-            self._spend_a_try()
+            self._count_attempt()
             if len(request.request) > MAX_REQUEST_BYTES:
                 raise InvalidInput(f"a certificate request has at most {MAX_REQUEST_BYTES} bytes")
             enrolled = await self._principals.enrol(
@@ -54,15 +55,15 @@ class EnrolmentServicer(enrolment_grpc.EnrolmentServicer):
             await self._joined(enrolled.name, enrolled.role, enrolled.labels)
             return enrolment.Certificate(certificate=enrolled.certificate, address=self._address)
 
-    def _spend_a_try(self) -> None:
+    def _count_attempt(self) -> None:
         now = time.monotonic()
-        if len(self._tries) == ENROLMENTS_PER_S and now - self._tries[0] < 1.0:
-            raise Unavailable(f"more than {ENROLMENTS_PER_S} enrolments in a second; try again")
-        self._tries.append(now)
+        if len(self._attempts) == ENROLMENTS_PER_S and now - self._attempts[0] < 1.0:
+            raise Unavailable(f"more than {ENROLMENTS_PER_S} enrolments within a second; try again")
+        self._attempts.append(now)
 
 
 class RenewalServicer(enrolment_grpc.RenewalServicer):
-    """On the main port."""
+    """Renewal of certificates, on the main port."""
 
     def __init__(self, principals: Principals) -> None:
         self._principals = principals
@@ -75,16 +76,16 @@ class RenewalServicer(enrolment_grpc.RenewalServicer):
 
 
 class IdentityServicer(identity_grpc.IdentityServicer):
-    """On the main port."""
+    """Tokens, principals and the audit log, on the main port."""
 
     def __init__(
         self,
         principals: Principals,
         database: Database,
-        gate: AuthInterceptor,
+        interceptor: AuthInterceptor,
         enrol_address: Callable[[], str] = str,
     ) -> None:
-        self._principals, self._database, self._gate = principals, database, gate
+        self._principals, self._database, self._interceptor = principals, database, interceptor
         self._enrol_address = enrol_address
 
     async def WhoAmI(self, request: pb.WhoAmIRequest, context: Any) -> pb.Principal:
@@ -103,12 +104,8 @@ class IdentityServicer(identity_grpc.IdentityServicer):
                 valid_s=request.valid_s,
                 labels=dict(request.labels),
             )
-            return pb.CreateTokenResponse(
-                token=invitation.token,
-                name=invitation.name,
-                expires_s=invitation.expires_s,
-                enrol_address=self._enrol_address(),
-            )
+            address = self._enrol_address()
+            return message_from(pb.CreateTokenResponse, invitation, enrol_address=address)
 
     async def ListPrincipals(
         self, request: pb.ListPrincipalsRequest, context: Any
@@ -122,7 +119,7 @@ class IdentityServicer(identity_grpc.IdentityServicer):
         """See identity.proto."""
         async with status_of_aio(context):
             revoked = await self._principals.revoke(caller().name, request.name, request.reason)
-            self._gate.revoked(revoked.name)
+            self._interceptor.revoked(revoked.name)
             return encode(revoked)
 
     async def ReadAudit(
@@ -133,21 +130,12 @@ class IdentityServicer(identity_grpc.IdentityServicer):
             following = max(1, request.from_number)
             while page := await self._database.read(partial(audit.page, from_number=following)):
                 for entry in page:
-                    yield pb.AuditEntry(
-                        number=entry.number,
-                        time_s=entry.time_s,
-                        actor=entry.actor,
-                        action=entry.action,
-                        subject=entry.subject,
-                        details=entry.details,
-                        previous=entry.previous,
-                        digest=entry.digest,
-                    )
+                    yield message_from(pb.AuditEntry, entry)
                 following = page[-1].number + 1
 
 
 def role_of(number: "pb.Role.ValueType") -> PrincipalRole:
-    """The role of a number on the wire. InvalidInput."""
+    """Return the role of an enum value. InvalidInput."""
     try:
         return PrincipalRole(pb.Role.Name(number).lower())
     except ValueError as error:
@@ -155,12 +143,5 @@ def role_of(number: "pb.Role.ValueType") -> PrincipalRole:
 
 
 def encode(principal: Principal) -> pb.Principal:
-    """A principal as a message."""
-    return pb.Principal(
-        name=principal.name,
-        role=pb.Role.Value(principal.role.name),
-        serial=principal.serial,
-        enrolled_s=principal.enrolled_s,
-        expires_s=principal.expires_s,
-        revoked=principal.revoked,
-    )
+    """Return a principal as a message."""
+    return message_from(pb.Principal, principal, role=pb.Role.Value(principal.role.name))
