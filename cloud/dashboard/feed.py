@@ -1,7 +1,7 @@
-"""One look at the cloud a second for all pages, and to each page what changed since its last.
+"""Query the cloud once a second for all open pages, and send each page what changed for it.
 
-The cloud is asked only while a page is open. A page that reads slowly skips states: what waits for
-it is at most one change. Pages beyond `MOST_PAGES` are refused.
+The cloud is queried only while a page is open. A page that reads slowly skips states, so at most
+one change waits for it. Pages beyond `MOST_PAGES` are refused.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ logger = logging.getLogger(__name__)
 
 PERIOD_S: Final = 1.0
 QUIET_S: Final = 15.0
-"""A page hears at least this often, so a lost connection is noticed."""
+"""A page gets a message at least this often, so a lost connection is noticed."""
 MOST_PAGES: Final = 64
 
 
 async def look(source: Source) -> State:
-    """The state of the page now."""
+    """Return the present state of the page."""
     return state_from(
         await source.nodes(),
         await source.rollouts(),
@@ -53,7 +53,7 @@ class Feed:
     async def changes(self) -> AsyncGenerator[dict[str, Any], None]:
         """Yield changes for one page, first the whole state; ends when the feed is closed."""
         if self._pages >= MOST_PAGES:
-            raise Unavailable(f"{MOST_PAGES} pages are open, the most there may be; close one")
+            raise Unavailable(f"too many pages are open: {MOST_PAGES}, the limit; close one")
         self._pages += 1
         try:
             if self._looking is None:
@@ -67,7 +67,7 @@ class Feed:
                 await self._rest()
 
     async def nudge(self) -> None:
-        """Look now, after something was changed here."""
+        """Query the cloud now, after a change that was made here."""
         await self._take(await look(self._source))
 
     async def close(self) -> None:
@@ -80,29 +80,25 @@ class Feed:
     async def _states_changed(self) -> AsyncGenerator[dict[str, Any], None]:
         sent: State | None = None
         number = 0
-        while await self._heard(number):
+        while await self._is_open_after(number):
             number = self._number
             now = self._state
             if now is not None:
                 yield {"now_s": time.time(), "change": change(sent, now)}
                 sent = now
 
-    async def _heard(self, number: int) -> bool:
-        """After a later state or a quiet while: whether there will be more."""
+    async def _is_open_after(self, number: int) -> bool:
+        """Wait for a state after `number`, for `QUIET_S` at most; return whether more may come."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(QUIET_S):
-                await self._later_than(number)
+            async with asyncio.timeout(QUIET_S), self._moved:
+                await self._moved.wait_for(lambda: self._closed or self._number > number)
         return not self._closed
-
-    async def _later_than(self, number: int) -> None:
-        async with self._moved:
-            await self._moved.wait_for(lambda: self._closed or self._number > number)
 
     async def _look_on(self) -> None:
         while True:
             try:
                 await self._take(await look(self._source))
-            except Exception:  # the page shows its age; the next look may succeed
+            except Exception:  # the page shows its age; the next query may succeed
                 logger.exception("dashboard look failed")
             await asyncio.sleep(self._period_s)
 

@@ -1,4 +1,4 @@
-"""The running cloud as a source of the dashboard."""
+"""The running cloud as the dashboard's source."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from triplane.proto.fleet_pb2 import Node, Rollout
 from triplane.proto.registry_pb2 import Version
 
 ACTOR: Final = "dashboard"
-"""In the audit log: who holds the token is not known by name."""
+"""Actor in the audit log: the name of the token's holder is unknown."""
 WHOLE_ROLLOUTS: Final = 3
-"""Newest rollouts that are shown with their nodes, beside every one that has not ended."""
+"""Number of newest rollouts shown with their nodes, besides all that have not ended."""
 MOST_MODELS: Final = 25
 VERSIONS_EACH: Final = 5
 MOST_WARNINGS: Final = 5
 
 
 class CloudSource:
-    """See `Source`. wire: gives nodes and rollouts as messages, with what their streams tell."""
+    """See `Source`. wire: converts nodes and rollouts to messages, with live data of streams."""
 
     def __init__(
         self,
@@ -91,8 +91,7 @@ class CloudSource:
 
     async def resume(self, rollout_id: str, reason: str) -> Rollout:
         """See `Source`."""
-        record = await self._fleet.resume(rollout_id, reason=reason, by=ACTOR)
-        return self._wire.rollout(record)
+        return self._wire.rollout(await self._fleet.resume(rollout_id, reason=reason, by=ACTOR))
 
     async def abort(self, rollout_id: str, reason: str, *, revert: bool) -> Rollout:
         """See `Source`."""

@@ -1,7 +1,7 @@
 """The HTTP server of the dashboard, within the process that holds the data it shows.
 
-It takes the plain event loop and the plain parser whatever else is installed: uvicorn would pick
-up a WebSocket library or another loop that a neighbour brought, and the page uses neither.
+It uses the plain event loop and the plain parser whatever else is installed: uvicorn would pick up
+a WebSocket library or another event loop of another package, and the page needs neither.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ GRACE_S = 1  # an open event stream is cut after this
 
 
 class Page(uvicorn.Server):
-    """Serves `app` until `should_exit`; the process owns its signals and its log, not the page."""
+    """Serves `app` until `should_exit`; the process keeps its own signal handlers and log."""
 
     def __init__(self, app: ASGIApp) -> None:
         super().__init__(
@@ -26,5 +26,5 @@ class Page(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave them alone."""
+        """Install no signal handlers."""
         yield

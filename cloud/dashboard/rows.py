@@ -1,7 +1,7 @@
-"""The page's rows: what of a node, version, rollout or incident the page draws, as plain values.
+"""The page's rows: the parts of a node, version, rollout or incident that it draws.
 
-A state is five sections of rows by key. A change is the rows that differ: what a browser that has
-one state needs to have the next. Sections are bounded; the page says how many there are in all.
+A state is five sections of rows by key. A change is the rows that differ, from which a browser that
+has one state gets the next. Sections are bounded; the page shows the totals.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ MOST_ROWS: Final[Mapping[str, int]] = {
 # fmt: on
 MOST_TEXT_CHARS: Final = 500
 MOST_DRAWN_NODES: Final = 60
-"""Most nodes of a wave that are drawn one by one; a larger wave is drawn by counts."""
+"""Largest wave whose nodes are drawn one by one; a larger one is drawn by counts."""
 MOST_REASONS: Final = 10
-"""Of a wave."""
+"""Largest number of reasons shown for a wave."""
 
 
 def state_from(
@@ -47,7 +47,7 @@ def state_from(
     incidents: Sequence[NodeIncident],
     due: Sequence[str] = (),
 ) -> State:
-    """Everything the page shows, cut to `MOST_ROWS`."""
+    """Return everything that the page shows, cut to `MOST_ROWS`."""
     connected = sum(node.connected for node in nodes)
     return {
         "nodes": _section("nodes", ((node.name, node_row(node)) for node in nodes)),
@@ -60,7 +60,7 @@ def state_from(
 
 
 def change(before: State | None, after: State) -> dict[str, Any]:
-    """By section, the rows that are new or other (`set`) and the keys that went (`gone`)."""
+    """Return, by section, new or changed rows (`set`) and the keys of removed ones (`gone`)."""
     changed = {}
     for name, rows in after.items():
         known = (before or {}).get(name, {})
@@ -72,7 +72,7 @@ def change(before: State | None, after: State) -> dict[str, Any]:
 
 
 def node_row(node: Node) -> Row:
-    """One line of the fleet. A connected node is seen now, which is no change each second."""
+    """Return the row of a node. `last_seen_s` of a connected one is None, or it changed always."""
     report = node.report
     return {
         "name": node.name,
@@ -98,7 +98,7 @@ def _model_row(model: ModelReport) -> Row:
 
 
 def rollout_row(rollout: Rollout) -> Row:
-    """One rollout with its waves, each with its nodes."""
+    """Return the row of a rollout with its waves, each with its nodes."""
     sizes = [wave_text(wave) for wave in rollout.request.waves] or ["100%"]
     by_wave: defaultdict[int, list[RolloutNode]] = defaultdict(list)
     for node in rollout.nodes:
@@ -119,7 +119,7 @@ def rollout_row(rollout: Rollout) -> Row:
 
 
 def _wave(size: str, nodes: Sequence[RolloutNode]) -> Row:
-    """Nodes one by one where they are few, else counts; the first failed ones with reasons."""
+    """Return a wave: its nodes if they are few, counts, and the first failures with reasons."""
     tally = Counter(_name(fleet_pb2.NodeState, number) for number in (n.state for n in nodes))
     failed = (node for node in nodes if node.state in {FAILED, RETURNED})
     return {
@@ -131,7 +131,7 @@ def _wave(size: str, nodes: Sequence[RolloutNode]) -> Row:
 
 
 def wave_text(wave: Wave) -> str:
-    """As "5%" or "3 nodes"."""
+    """Format the size of a wave as "5%" or "3 nodes"."""
     if wave.WhichOneof("size") == "nodes":
         return f"{wave.nodes} nodes"
     return f"{wave.percent:g}%"
@@ -186,7 +186,7 @@ def _section(name: str, rows: Any) -> Section:
 
 
 def _name(enum: Any, number: int) -> str:
-    """The name in lower case; a number that this program does not know stays one."""
+    """Return the lower-case name of a value, or the number if this program does not know it."""
     try:
         return str(enum.Name(number)).lower()
     except ValueError:

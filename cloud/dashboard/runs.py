@@ -11,14 +11,15 @@ from triplane.proto.federation_pb2 import Member, Round, Run, Spec, Spread
 Row = dict[str, Any]
 
 MOST_ROUNDS: Final = 60
-"""Newest rounds of one run that the page shows."""
+"""Number of newest rounds of a run that the page shows."""
 MOST_DEVICES: Final = 200
 MOST_REASONS: Final = 10
+ROUND_COUNTS: Final = ("number", "asked", "counted", "refused", "late", "lost")
 MOST_TEXT_CHARS: Final = 500
 
 
 def run_row(run: Run) -> Row:
-    """One run: its newest rounds, its devices, those that were dropped most, the newest spread."""
+    """Return the row of a run: newest rounds, devices, those dropped most, newest accuracies."""
     learning = [r for r in run.rounds if not r.evaluates]
     judged = [r for r in run.rounds if r.evaluates and r.HasField("before")]
     members = sorted(run.members, key=lambda member: member.device)
@@ -51,7 +52,7 @@ def run_row(run: Run) -> Row:
 
 
 def _algorithm(spec: Spec) -> str:
-    """Describe the algorithm of devices, and the strategy of Flower if there is one."""
+    """Return "maml", or "FedAdam over fedavg" where a strategy of Flower decides."""
     if not spec.HasField("flower"):
         return spec.algorithm
     return f"{spec.flower.strategy} over {'ClientApp' if spec.flower.app else spec.algorithm}"
@@ -59,12 +60,7 @@ def _algorithm(spec: Spec) -> str:
 
 def _round_row(round_: Round) -> Row:
     return {
-        "number": round_.number,
-        "asked": round_.asked,
-        "counted": round_.counted,
-        "refused": round_.refused,
-        "late": round_.late,
-        "lost": round_.lost,
+        **{name: getattr(round_, name) for name in ROUND_COUNTS},
         "loss": round(round_.loss, 4),
         "seconds": round(round_.closed_s - round_.opened_s, 3) if round_.closed_s else None,
         "given_up": round_.given_up[:MOST_TEXT_CHARS],
@@ -91,16 +87,9 @@ def _stragglers(members: Iterable[Member]) -> list[Member]:
 
 
 def _spread_row(round_: Round) -> Row:
-    return {
-        "round": round_.number,
-        "before": _values(round_.before),
-        "after": _values(round_.after),
-    }
+    before, after = _values(round_.before), _values(round_.after)
+    return {"round": round_.number, "before": before, "after": after}
 
 
 def _values(spread: Spread) -> Row:
-    return {
-        "mean": round(spread.mean, 4),
-        "worst": round(spread.worst, 4),
-        "worst_tenth": round(spread.worst_tenth, 4),
-    }
+    return {name: round(getattr(spread, name), 4) for name in ("mean", "worst", "worst_tenth")}

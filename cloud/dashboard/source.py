@@ -1,4 +1,4 @@
-"""The interface between the dashboard and the cloud: what the page shows and may change."""
+"""The interface between the dashboard and the cloud: what it shows and may change."""
 
 from __future__ import annotations
 
@@ -13,47 +13,38 @@ from triplane.proto.registry_pb2 import Version
 
 @dataclass(frozen=True, slots=True)
 class NodeIncident:
-    """An incident with its node."""
+    """An incident and the node that reported it."""
 
     node: str
     incident: Incident
 
 
 class Source(Protocol):
-    """The cloud as the dashboard sees it. Every answer is whole; nothing is awaited for long."""
+    """The cloud as the dashboard sees it. Answers are complete and come quickly."""
 
     async def nodes(self) -> Sequence[Node]:
-        """All nodes."""
-        ...
+        """Return all nodes."""
 
     async def rollouts(self) -> Sequence[Rollout]:
-        """The newest rollouts with their nodes, newest first."""
-        ...
+        """Return the newest rollouts with their nodes, newest first."""
 
     async def versions(self) -> Sequence[Version]:
-        """The newest versions of all models with their bundles."""
-        ...
+        """Return the newest versions of all models with their bundles."""
 
     async def runs(self) -> Sequence[Run]:
-        """The newest federated runs with their rounds, newest first."""
-        ...
+        """Return the newest federated runs with their rounds, newest first."""
 
     async def incidents(self) -> Sequence[NodeIncident]:
-        """The newest incidents of all nodes."""
-        ...
+        """Return the newest incidents of all nodes."""
 
     async def due(self) -> Sequence[str]:
-        """Return a sentence for each signature to renew and each contradicting node."""
-        ...
+        """Return a sentence for each signature to renew and each node with a warning."""
 
     async def pause(self, rollout_id: str, reason: str) -> Rollout:
-        """As `triplane rollout pause`; raises the families."""
-        ...
+        """Do as `triplane rollout pause`; raises the error families."""
 
     async def resume(self, rollout_id: str, reason: str) -> Rollout:
-        """As `triplane rollout resume`."""
-        ...
+        """Do as `triplane rollout resume`."""
 
     async def abort(self, rollout_id: str, reason: str, *, revert: bool) -> Rollout:
-        """As `triplane rollout abort`."""
-        ...
+        """Do as `triplane rollout abort`."""

@@ -1,9 +1,9 @@
 """The dashboard's web application: one page, read-only JSON under `/api/`, three changes.
 
-Looking needs no right: the cloud binds it to the loopback. A change needs the operator token in
-the `Authorization` header, never in a URL. Requests for another host name are refused, so a page
-on the web cannot reach in through the browser of someone who looks (DNS rebinding); the page
-itself may run only its own script and ask only this server.
+Reading needs no credentials, because the cloud serves it on the loopback only. A change needs the
+operator token in the `Authorization` header, never in a URL. Requests for another host name are
+refused, so that a web site cannot reach it through a visitor's browser (DNS rebinding); the page
+itself may run only its own script and call only this server.
 """
 
 from __future__ import annotations
@@ -42,8 +42,15 @@ from triplane.proto.fleet_pb2 import Rollout
 HOSTS: Final = ("127.0.0.1", "localhost", "[::1]")
 MOST_BODY_BYTES: Final = 4096
 MOST_REASON_CHARS: Final = 200
+
+
+class Forbidden(InvalidInput):
+    """A change without the operator token."""
+
+
 # fmt: off
 STATUS: Final[Mapping[type[TriplaneError], int]] = {
+    Forbidden:    403,  # before InvalidInput, of which it is one
     InvalidInput: 400,
     NotFound:     404,
     Conflict:     409,
@@ -62,12 +69,8 @@ HEADERS: Final[Mapping[str, str]] = {
 _INLINE: Final = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 
-class Forbidden(InvalidInput):
-    """A change without the operator token."""
-
-
 def application(source: Source, *, token: str) -> Starlette:
-    """The application over `source`; `token` is the content of HOME/dashboard.token."""
+    """Return the application over `source`. token: the content of HOME/dashboard.token."""
     page = files("triplane.cloud.dashboard").joinpath("page.html").read_text("utf-8")
     board = _Board(source, token)
     policy = content_policy(page)
@@ -101,7 +104,7 @@ def application(source: Source, *, token: str) -> Starlette:
 
 
 def content_policy(page: str) -> str:
-    """Allows the page's own script and style by their digests, this server, and nothing else."""
+    """Return a policy that allows the page's own script and style, this server and nothing else."""
     sources: dict[str, list[str]] = {"script": [], "style": []}
     for kind, text in _INLINE.findall(page):
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
@@ -127,7 +130,7 @@ class _Board:
     async def section(self, request: Request) -> Response:
         name = request.path_params["section"]
         if name not in SECTIONS:
-            raise NotFound(f"no section {name!r}; there are {', '.join(SECTIONS)}")
+            raise NotFound(f"no section {name!r}; the sections are {', '.join(SECTIONS)}")
         return JSONResponse((await look(self._source))[name])
 
     async def events(self, _: Request) -> Response:
@@ -147,7 +150,7 @@ class _Board:
         verb = request.path_params["verb"]
         calls = self._verbs(await _body(request))
         if verb not in calls:
-            raise NotFound(f"no change {verb!r}; there are {', '.join(calls)}")
+            raise NotFound(f"no change {verb!r}; the changes are {', '.join(calls)}")
         rollout = await calls[verb](request.path_params["id"])
         await self.feed.nudge()
         return JSONResponse(rollout_row(rollout))
@@ -155,9 +158,9 @@ class _Board:
     def _verbs(self, body: Mapping[str, Any]) -> dict[str, Callable[[str], Awaitable[Rollout]]]:
         reason, revert = body.get("reason", ""), body.get("revert", False)
         if not isinstance(reason, str) or len(reason) > MOST_REASON_CHARS:
-            raise InvalidInput(f"reason is a text of at most {MOST_REASON_CHARS} characters")
+            raise InvalidInput(f"reason must be text of at most {MOST_REASON_CHARS} characters")
         if not isinstance(revert, bool):
-            raise InvalidInput(f"revert is true or false, got {revert!r}")
+            raise InvalidInput(f"revert must be true or false, got {revert!r}")
         source = self._source
         return {
             "pause": lambda name: source.pause(name, reason),
@@ -171,7 +174,7 @@ class _Board:
 
 
 async def _body(request: Request) -> Mapping[str, Any]:
-    """The JSON object of a request, read only as far as the limit."""
+    """Return the JSON object of a request; at most `MOST_BODY_BYTES` are read."""
     data = b""
     async for chunk in request.stream():
         data += chunk
@@ -180,9 +183,9 @@ async def _body(request: Request) -> Mapping[str, Any]:
     try:
         body = json.loads(data or b"{}")
     except (ValueError, RecursionError) as error:
-        raise InvalidInput("the body is no JSON") from error
+        raise InvalidInput("the body is not JSON") from error
     if not isinstance(body, dict):
-        raise InvalidInput('the body is a JSON object, as {"reason": "noise"}')
+        raise InvalidInput('the body must be a JSON object such as {"reason": "noise"}')
     try:
         json.dumps(body, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -191,10 +194,7 @@ async def _body(request: Request) -> Mapping[str, Any]:
 
 
 async def _refusal(_: Request, error: Exception) -> Response:
-    status = 403 if isinstance(error, Forbidden) else 500
-    for family, code in STATUS.items():
-        if status == 500 and isinstance(error, family):
-            status = code
+    status = next((code for family, code in STATUS.items() if isinstance(error, family)), 500)
     record = {"family": type(error).__name__, "message": str(error)}
     return JSONResponse({"error": record}, status)
 
@@ -203,7 +203,7 @@ class _Events(StreamingResponse):
     """Server-sent events of one page; closes the page's stream however it ends.
 
     Starlette does not close the iterator of a response whose caller left, and a generator that was
-    never begun runs no `finally`: the feed would count the page until the garbage collector ran.
+    never started runs no `finally`: the feed would count the page until it is garbage collected.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ class _Events(StreamingResponse):
 
 
 class _Headers:
-    """Adds the same headers to every answer, also to refusals."""
+    """Adds the same headers to every answer, including refusals."""
 
     def __init__(self, app: ASGIApp, headers: Mapping[str, str]) -> None:
         self._app = app

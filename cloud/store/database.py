@@ -1,8 +1,8 @@
 """Reads and writes as functions of a connection, on SQLite or PostgreSQL.
 
-Invariants: a write is answered after its commit is on the disk; writes happen one after another,
-in the order they were asked for; a read sees one state of the whole database from its first
-statement to its last, and cannot write. The process that opened a database owns it until `close`.
+Invariants: a write returns after its commit is on the disk; writes run one after another, in the
+order of the calls; a read sees one state of the whole database from its first statement to its
+last, and cannot write. The process that opened a database owns it until `close`.
 """
 
 import asyncio
@@ -25,16 +25,16 @@ from triplane.proto.errors import Conflict, Corrupt, InvalidInput, Unavailable
 T = TypeVar("T")
 
 DISK_FULL: Final = "53100"
-"""PostgreSQL's SQLSTATE."""
+"""SQLSTATE of PostgreSQL."""
 
 
 class Database:
     """An open database; `open` makes one.
 
-    A work takes a connection inside a transaction and must neither commit nor keep it; it may run
-    more than once before it is answered, so it has no effect but on the database.
-    Unavailable: the database cannot be reached or its disk is full; nothing of the work remains.
-    Corrupt: the file is damaged.
+    `work` is a function of a connection inside a transaction. It must neither commit nor store the
+    connection. It may run more than once before its call returns, so its only effects are on the
+    database. Unavailable: the database cannot be reached or its disk is full; nothing of the work
+    remains. Corrupt: the file is damaged.
     """
 
     def __init__(self, engines: Engines) -> None:
@@ -44,7 +44,7 @@ class Database:
 
     @classmethod
     def open(cls, url: str) -> "Database":
-        """Own the database, creating the tables that are missing.
+        """Open and own the database; missing tables are created.
 
         Conflict: another process owns it, or a newer release wrote it.
         """
@@ -60,30 +60,30 @@ class Database:
     async def write(self, work: Callable[[Connection], T]) -> T:
         """Run `work` in a transaction and return once it is durable.
 
-        Cancelled before its turn, the work is not done; later, it is done all the same.
+        If the call is cancelled before its turn, the work does not run; later, it does.
         """
         with _families():
             return await asyncio.wrap_future(self._submit(work))
 
     async def read(self, work: Callable[[Connection], T]) -> T:
-        """Run `work` on one state of the database, beside writes and other reads."""
+        """Run `work` on one state of the database, concurrently with writes and other reads."""
         self._check_open()
         with _families():
             return await asyncio.wrap_future(self._readers.submit(self._read, work))
 
     def write_now(self, work: Callable[[Connection], T]) -> T:
-        """See `write`; for threads that may wait."""
+        """Do the same as `write`, for threads that may block."""
         with _families():
             return self._submit(work).result()
 
     def read_now(self, work: Callable[[Connection], T]) -> T:
-        """See `read`; for threads that may wait."""
+        """Do the same as `read`, for threads that may block."""
         self._check_open()
         with _families():
             return self._read(work)
 
     def close(self) -> None:
-        """Finish the writes that were asked for, then let go; later calls raise Unavailable."""
+        """Finish the queued writes, then release the database; later calls raise Unavailable."""
         self._writer.close()
         self._readers.shutdown()
         self._engines.dispose()
@@ -93,7 +93,7 @@ class Database:
             raise Unavailable(CLOSED)
 
     def _submit(self, work: Callable[[Connection], T]) -> "Future[T]":
-        assert not self._writer.is_current, "a work must not wait for another write"
+        assert not self._writer.is_current, "work must not wait for another write"
         return self._writer.submit(work)
 
     def _read(self, work: Callable[[Connection], T]) -> T:
@@ -102,7 +102,7 @@ class Database:
 
 
 def _prepare(connection: Connection) -> None:
-    """Create what is missing; refuse what is newer."""
+    """Create missing tables; refuse a newer schema."""
     if inspect(connection).has_table(SCHEMA.name):
         version = connection.scalar(select(SCHEMA.c.version)) or 0
         if version > SCHEMA_VERSION:
@@ -130,13 +130,13 @@ def _family(error: DBAPIError) -> Exception:
     cause = error.orig
     if error.connection_invalidated:
         return Unavailable(
-            f"the connection to the database broke: {cause}; whether the last write was done is "
-            "not known, ask again with the same key"
+            f"the connection to the database broke: {cause}; whether the last write was committed "
+            "is unknown, so repeat it with the same key"
         )
     if _is_full(cause):
-        return NoRoom(f"the database has no room: {cause}; make some, nothing was changed")
+        return NoRoom(f"the database has no room: {cause}; free some space. Nothing was changed")
     if isinstance(error, OperationalError):
-        return Unavailable(f"the database refused: {cause}; nothing was changed")
+        return Unavailable(f"the database refused the operation: {cause}; nothing was changed")
     if isinstance(error, DataError):
         return InvalidInput(f"the database cannot hold a value: {cause}")
     if type(error) is DatabaseError:
@@ -145,7 +145,7 @@ def _family(error: DBAPIError) -> Exception:
 
 
 def _is_full(cause: BaseException | None) -> bool:
-    """Whether the driver reports that the disk or the database's quota is full."""
+    """Return whether the driver reports that the disk or the database's quota is full."""
     if isinstance(cause, sqlite3.Error):
         return getattr(cause, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL
     return getattr(cause, "sqlstate", None) == DISK_FULL

@@ -1,15 +1,16 @@
 """The two databases: how connections are made, and how one process at a time owns the state.
 
-A row per dialect gives two engines. The writing one has a single connection, and its holder
-owns the state: on SQLite through a lock on `FILE.lock`, on PostgreSQL through a session advisory
-lock taken by that very connection, so that a lost connection never leaves an owner behind.
+Each dialect has two engines. The writing one has a single connection, whose holder owns the state:
+on SQLite through a lock on `FILE.lock`, on PostgreSQL through a session advisory lock taken by that
+very connection, so that a lost connection never leaves an owner behind.
 """
 
 import contextlib
 import fcntl
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -20,33 +21,47 @@ from sqlalchemy.pool import QueuePool
 from triplane.proto.errors import Conflict, InvalidInput, Unavailable
 
 READERS: Final = 4
-"""Connections, and threads, that read at the same time."""
+"""Number of connections, and of threads, that read at the same time."""
 BUSY_TIMEOUT_MS: Final = 10_000
 FILE_MODE: Final = 0o600
-"""The state holds what proves unused enrolment tokens."""
+"""Only for the owner: the state contains the keys of unused enrolment tokens."""
 CONNECT_TIMEOUT_S: Final = 10
 OWNER_TIMEOUT_MS: Final = 3000
-"""How long a new owner waits for the one before, which may have been killed.
+"""How long a new owner waits for the previous one, which may have been killed.
 
-A killed process's connection to PostgreSQL lives until the server notices, and its lock on SQLite's
-file until a child that it was about to start has begun its own program.
+A killed process's connection to PostgreSQL stays open until the server notices, and its lock on
+SQLite's file stays until a child that it was just starting has begun its own program.
 """
 LOCK_STEP_S: Final = 0.02
+WRITER_PRAGMAS: Final = (
+    f"PRAGMA busy_timeout={BUSY_TIMEOUT_MS}",
+    "PRAGMA journal_mode=WAL",
+    "PRAGMA synchronous=FULL",
+    "PRAGMA foreign_keys=ON",
+    "PRAGMA trusted_schema=OFF",
+)
+READER_PRAGMAS: Final = (
+    f"PRAGMA busy_timeout={BUSY_TIMEOUT_MS}",
+    "PRAGMA query_only=ON",
+    "PRAGMA trusted_schema=OFF",
+)
 ADVISORY_LOCK: Final = 0x7472_6970_6C61_6E65
-"""Names the owner's lock within one PostgreSQL database ("triplane")."""
-OWNED: Final = "another process runs on {where}; stop it first, one cloud process owns its state"
+"""Number of the owner's lock within one PostgreSQL database ("triplane" in ASCII)."""
+OWNED: Final = (
+    "another process uses {where}; stop it first, because only one cloud process may own its state"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """writer: one connection. reader: `READERS` connections, unable to write. lock: of SQLite."""
+    """writer: one connection. reader: `READERS` read-only connections. lock: only of SQLite."""
 
     writer: Engine
     reader: Engine
     lock: BinaryIO | None = None
 
     def dispose(self) -> None:
-        """Close every connection, then let go of the state."""
+        """Close every connection, then release the state."""
         self.reader.dispose()
         self.writer.dispose()
         if self.lock is not None:
@@ -54,19 +69,16 @@ class Engines:
 
 
 def engines(url: str) -> Engines:
-    """Engines on `url`. InvalidInput: no such database. Conflict: another process owns it."""
+    """Connect to `url`. InvalidInput: no such database. Conflict: another process owns it."""
     try:
         parsed = make_url(url)
-    except ArgumentError:
-        raise InvalidInput(f"a database is named by {_forms()}, got {url!r}") from None
-    make = _DIALECTS.get(parsed.get_backend_name())
-    if make is None:
-        raise InvalidInput(f"a database is named by {_forms()}, got {parsed.get_backend_name()!r}")
-    return make(parsed)
-
-
-def _forms() -> str:
-    return "sqlite:///FILE or postgresql://HOST/NAME"
+        connect = _DIALECTS[parsed.get_backend_name()]
+    except (ArgumentError, KeyError):
+        shown = url.partition(":")[0]  # the rest may hold a password
+        raise InvalidInput(
+            f"a database is named by sqlite:///FILE or postgresql://HOST/NAME, got {shown!r}"
+        ) from None
+    return connect(parsed)
 
 
 def _sqlite(url: URL) -> Engines:
@@ -77,8 +89,8 @@ def _sqlite(url: URL) -> Engines:
         raise InvalidInput(f"{path.parent} is not a folder; make it first (triplane cloud init)")
     lock = _lock_file(path.with_name(f"{path.name}.lock"))
     path.touch(mode=FILE_MODE)  # SQLite gives its other files the same
-    writer = _engine(url, size=1, connected=_sqlite_writes, begin="BEGIN IMMEDIATE")
-    reader = _engine(url, size=READERS, connected=_sqlite_reads, begin="BEGIN")
+    writer = _engine(url, size=1, pragmas=WRITER_PRAGMAS, begin="BEGIN IMMEDIATE")
+    reader = _engine(url, size=READERS, pragmas=READER_PRAGMAS, begin="BEGIN")
     return Engines(writer, reader, lock)
 
 
@@ -100,7 +112,7 @@ def _lock_file(path: Path) -> BinaryIO:
             return file
 
 
-def _engine(url: URL, *, size: int, connected: Callable[[Any], None], begin: str) -> Engine:
+def _engine(url: URL, *, size: int, pragmas: Sequence[str], begin: str) -> Engine:
     engine = create_engine(
         url,
         poolclass=QueuePool,
@@ -108,45 +120,28 @@ def _engine(url: URL, *, size: int, connected: Callable[[Any], None], begin: str
         max_overflow=0,
         connect_args={"check_same_thread": False, "isolation_level": None},
     )
-    event.listen(engine, "connect", lambda raw, _: connected(raw))
+    event.listen(engine, "connect", lambda raw, _: _run(raw, *pragmas))
     event.listen(engine, "begin", lambda connection: connection.exec_driver_sql(begin))
     return engine
 
 
-def _sqlite_writes(raw: Any) -> None:
-    _run(raw, f"PRAGMA busy_timeout={BUSY_TIMEOUT_MS}")
-    _run(raw, "PRAGMA journal_mode=WAL")
-    _run(raw, "PRAGMA synchronous=FULL")
-    _run(raw, "PRAGMA foreign_keys=ON")
-    _run(raw, "PRAGMA trusted_schema=OFF")
-
-
-def _sqlite_reads(raw: Any) -> None:
-    _run(raw, f"PRAGMA busy_timeout={BUSY_TIMEOUT_MS}")
-    _run(raw, "PRAGMA query_only=ON")
-    _run(raw, "PRAGMA trusted_schema=OFF")
-
-
-def _run(raw: Any, statement: str) -> Any:
+def _run(raw: Any, *statements: str) -> None:
     with contextlib.closing(raw.cursor()) as cursor:
-        cursor.execute(statement)
-        return cursor.fetchone() if cursor.description else None
+        for statement in statements:
+            cursor.execute(statement)
 
 
 def _postgresql(url: URL) -> Engines:
     url = url.set(drivername="postgresql+psycopg")
-    arguments = {"connect_timeout": CONNECT_TIMEOUT_S}
-    writer = create_engine(
-        url, pool_size=1, max_overflow=0, pool_pre_ping=True, connect_args=arguments
-    )
-    reader = create_engine(
+    connect = partial(
+        create_engine,
         url,
-        pool_size=READERS,
         max_overflow=0,
         pool_pre_ping=True,
-        connect_args=arguments,
-        isolation_level="REPEATABLE READ",
+        connect_args={"connect_timeout": CONNECT_TIMEOUT_S},
     )
+    writer = connect(pool_size=1)
+    reader = connect(pool_size=READERS, isolation_level="REPEATABLE READ")
     event.listen(writer, "connect", lambda raw, _: _postgresql_owns(raw, url))
     event.listen(reader, "connect", lambda raw, _: _postgresql_reads(raw))
     return Engines(writer, reader)
@@ -155,8 +150,7 @@ def _postgresql(url: URL) -> Engines:
 def _postgresql_owns(raw: Any, url: URL) -> None:
     import psycopg
 
-    _run(raw, "SET synchronous_commit = on")
-    _run(raw, f"SET lock_timeout = {OWNER_TIMEOUT_MS}")
+    _run(raw, "SET synchronous_commit = on", f"SET lock_timeout = {OWNER_TIMEOUT_MS}")
     try:
         _run(raw, f"SELECT pg_advisory_lock({ADVISORY_LOCK})")
     except psycopg.errors.LockNotAvailable as error:

@@ -1,6 +1,6 @@
-"""The one metadata object that every part of the cloud attaches its tables to.
+"""The metadata object to which every part of the cloud attaches its tables.
 
-Each part has a `tables.py`; `Database.open` creates the tables that are attached by then.
+Each part has a `tables.py`; `Database.open` creates the tables that are attached at that time.
 Times are seconds since 1970 in `Double`, digests are `LargeBinary` of 32 bytes.
 """
 
@@ -9,7 +9,7 @@ from typing import Final
 from sqlalchemy import BigInteger, CheckConstraint, Column, Integer, MetaData, Table
 
 SCHEMA_VERSION: Final = 1
-"""Version of all tables together; a higher one in a database is of a newer release."""
+"""Version of all tables together; a higher one in a database comes from a newer release."""
 
 METADATA: Final = MetaData(
     naming_convention={
@@ -22,7 +22,7 @@ METADATA: Final = MetaData(
 )
 
 BIG: Final = BigInteger().with_variant(Integer, "sqlite")
-"""64 bits with a sign; as a primary key it counts by itself on both databases."""
+"""Signed 64-bit integer; as a primary key it increments by itself on both databases."""
 
 SCHEMA: Final = Table(
     "schema",

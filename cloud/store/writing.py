@@ -1,8 +1,8 @@
-"""The one writer: units of work in the order they were asked for, many to a commit.
+"""The one writer: units of work in the order of the calls, many to a commit.
 
-Works that wait together share a transaction, each in a savepoint of its own; none is answered
-before the commit. A work that raises leaves nothing. Where the database itself fails in a shared
-transaction, each work runs again alone, so a work has no effect but on the database.
+Works that wait together share a transaction, each in its own savepoint; none of their calls returns
+before the commit. A work that raises leaves nothing behind. If the database itself fails in a
+shared transaction, each work runs again alone, so its only effects must be on the database.
 """
 
 import queue
@@ -19,20 +19,20 @@ from sqlalchemy.exc import DBAPIError
 from triplane.proto.errors import Unavailable
 
 MAX_SHARED: Final = 64
-"""Works in one transaction."""
+"""Largest number of works in one transaction."""
 CLOSED: Final = "the database is closed; the cloud is stopping"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Asked:
-    """One work and who waits for it."""
+    """A work and the future of its caller."""
 
     work: Callable[[Connection], Any]
     answer: Future[Any] = field(default_factory=Future)
 
 
 class Writer:
-    """A thread that owns the writing connection."""
+    """The thread that owns the writing connection."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -43,7 +43,7 @@ class Writer:
         self._thread.start()
 
     def submit(self, work: Callable[[Connection], Any]) -> Future[Any]:
-        """Ask for `work`; the answer comes after its commit. Unavailable once closed."""
+        """Queue `work`; the future completes after its commit. Unavailable once closed."""
         asked = _Asked(work)
         with self._closing:
             if self._closed:
@@ -53,7 +53,7 @@ class Writer:
 
     @property
     def is_current(self) -> bool:
-        """Whether the caller is inside a work, where waiting for another would never end."""
+        """Whether the caller is inside a work, where waiting for another would block forever."""
         return threading.current_thread() is self._thread
 
     @property
@@ -62,7 +62,7 @@ class Writer:
         return self._closed
 
     def close(self) -> None:
-        """Do what was asked for, then stop."""
+        """Run the queued work, then stop."""
         with self._closing:
             if not self._closed:
                 self._closed = True
@@ -100,7 +100,7 @@ class Writer:
             self._alone(asked)
 
     def _together(self, shared: list[_Asked]) -> bool:
-        """Whether one transaction took them all, or none could; then each is answered."""
+        """Run all in one transaction; return whether the futures of all are complete."""
         answers: list[Callable[[], None]] = []
         try:
             with self._engine.begin() as connection:
@@ -108,7 +108,7 @@ class Writer:
         except Exception as error:  # noqa: BLE001 -- the askers get it, from here or one by one
             if not (isinstance(error, DBAPIError) and error.connection_invalidated):
                 return False
-            # Perhaps the commit was done and only its answer lost: never run them twice.
+            # The commit may have happened, with only its answer lost: never run them twice.
             answers = [partial(asked.answer.set_exception, error) for asked in shared]
         for answer in answers:
             answer()
@@ -125,7 +125,7 @@ class Writer:
 
 
 def _nested(connection: Connection, asked: _Asked) -> Callable[[], None]:
-    """Run the work in a savepoint; the answer to give after the commit."""
+    """Run the work in a savepoint; return a function that completes its future."""
     try:
         with connection.begin_nested():
             result = asked.work(connection)

@@ -95,7 +95,7 @@ def test_pages_beyond_the_limit_are_refused(fleet, monkeypatch):
         feed = Feed(fleet, period_s=QUICK_S)
         async with aclosing(feed.changes()) as page:
             await anext(page)
-            with pytest.raises(Unavailable, match="1 pages are open"):
+            with pytest.raises(Unavailable, match="pages are open: 1, the limit"):
                 await anext(feed.changes())
 
     within(story())

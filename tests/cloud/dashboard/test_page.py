@@ -78,7 +78,7 @@ def test_the_page_shows_rounds_stragglers_refusals_and_a_dot_for_each_device(pag
     why = "its stream was away too long"
     assert f"phone-07: 2 of 5 contributions not counted, away: {why}" in run
     assert "loss 0.5 in round 2" in run  # the third was given up
-    assert "lowest when adapted: phone-00 75.0%, phone-01 76.7%, phone-02 78.3%" in run
+    assert "lowest after adaptation: phone-00 75.0%, phone-01 76.7%, phone-02 78.3%" in run
     assert "2 refused (nan): phone-03: 'head.weight' holds NaN" in run
     kinds = [
         made.get_attribute("class")
@@ -95,7 +95,7 @@ def test_a_round_that_ends_shows_without_a_reload(page, fleet):
     run.CopyFrom(fleet.held_runs[0])
     run.phase, run.result = Run.DONE, "digits@5"
     fleet.held_runs = [run]
-    until(page, "return document.querySelector('#runs').innerText.includes('gave digits@5')")
+    until(page, "return document.querySelector('#runs').innerText.includes('result digits@5')")
 
 
 def test_a_change_in_the_cloud_shows_without_a_reload(page, fleet):
@@ -145,7 +145,10 @@ def test_what_a_node_says_stays_text(page, fleet):
 def test_buttons_appear_with_the_token_and_go_with_it(page):
     assert buttons(page) == []
     use_token(page, "wrong")
-    until(page, "return document.querySelector('#notice').textContent.includes('not this cloud')")
+    until(
+        page,
+        "return document.querySelector('#notice').textContent.includes('not the operator token')",
+    )
     assert buttons(page) == []
     use_token(page, TOKEN)
     until(page, "return document.querySelectorAll('#rollouts button').length === 2")

@@ -122,14 +122,14 @@ def test_rights_are_told_without_changing_anything(address):
 @pytest.mark.parametrize(
     ("path", "body", "status", "words"),
     [
-        (CHANGE, "[", 400, "no JSON"),
-        (CHANGE, "[" * 4000, 400, "no JSON"),
+        (CHANGE, "[", 400, "not JSON"),
+        (CHANGE, "[" * 4000, 400, "not JSON"),
         (CHANGE, "[]", 400, "JSON object"),
-        (CHANGE, '{"reason": 3}', 400, "reason is a text"),
+        (CHANGE, '{"reason": 3}', 400, "reason must be text"),
         (CHANGE, json.dumps({"reason": "x" * 201}), 400, "at most 200"),
         (CHANGE, '{"reason": "\\ud800"}', 400, "not valid UTF-8"),
         (CHANGE, '{"reason": "x", "\\udfff": 1}', 400, "not valid UTF-8"),
-        (CHANGE, '{"revert": "yes"}', 400, "revert is true or false"),
+        (CHANGE, '{"revert": "yes"}', 400, "revert must be true or false"),
         (CHANGE, " " * (MOST_BODY_BYTES + 1), 400, "longer than"),
         ("/api/rollouts/r-0000/pause", "{}", 404, "no rollout"),
         ("/api/rollouts/r-7c41/pause", "{}", 409, "r-7c41 is"),
