@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import click
 
-from triplane.cloud.cli.connection import calls_cloud
+from triplane.cloud.cli.connection import Answer, Calls, calls_cloud
 from triplane.cloud.cli.options import MAX_NUMBER
-
-if TYPE_CHECKING:
-    from triplane.cloud.cli.connection import Answer, Calls
 
 EPILOG = """\b
 Examples:

@@ -9,6 +9,8 @@ import click
 
 from triplane.cloud.cli.connection import (
     IDENTITY_VARIABLE,
+    Answer,
+    Calls,
     calls_cloud,
     client_options,
     home_option,
@@ -19,7 +21,6 @@ from triplane.proto.logs import quiet_grpc
 from triplane.unified_ir.cli.shell import SECRET, json_option, open_output
 
 if TYPE_CHECKING:
-    from triplane.cloud.cli.connection import Answer, Calls
     from triplane.proto.identity_pb2 import CreateTokenResponse, Principal
 
 ROLES: Final = ("viewer", "operator", "signer", "node", "device")

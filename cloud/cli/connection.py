@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 import click
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
     from triplane.proto.identity import IdentityFolder
 
-    Answer = tuple[Mapping[str, Any] | Message, str] | int
-
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
+Answer: TypeAlias = "tuple[Mapping[str, Any] | Message, str] | int"
+"""What a verb answers; see `print_answer`."""
 
 IDENTITY_VARIABLE: Final = "TRIPLANE_IDENTITY"
 HOME_VARIABLE: Final = "TRIPLANE_CLOUD_HOME"

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from triplane.cloud.cli.connection import calls_cloud, new_key, repeated
+from triplane.cloud.cli.connection import Answer, Calls, calls_cloud, new_key, repeated
 from triplane.cloud.cli.options import DURATION, SHARE, WAVES
-
-if TYPE_CHECKING:
-    from triplane.cloud.cli.connection import Answer, Calls
 
 EPILOG = """\b
 Examples:
@@ -85,8 +82,7 @@ def command(
     **options: Any,
 ) -> Answer:
     """Bring a version to nodes, wave by wave."""
-    from triplane.cloud.cli.live_rollout import watchable
-    from triplane.cloud.cli.rollouts import headline
+    from triplane.cloud.cli.rollouts import headline, watchable
     from triplane.cloud.cli.watching import watch_to_end
     from triplane.proto.fleet_pb2 import DeployRequest, Wave
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from triplane.cloud.cli.connection import (
+    Answer,
+    Calls,
     calls_cloud,
     client_options,
     new_key,
@@ -21,7 +23,6 @@ from triplane.unified_ir.cli.simulate import simulate
 from triplane.unified_ir.federated.core import defaults
 
 if TYPE_CHECKING:
-    from triplane.cloud.cli.connection import Answer, Calls
     from triplane.proto.federation_pb2 import Spec
 
 EPILOG = """\b
@@ -218,8 +219,7 @@ def _spec(
 
 
 def _start(cloud: Calls, *, spec: Spec, detach: bool) -> Answer:
-    from triplane.cloud.cli.live_run import watchable
-    from triplane.cloud.cli.runs import headline
+    from triplane.cloud.cli.runs import headline, watchable
     from triplane.cloud.cli.watching import watch_to_end
     from triplane.proto.federation_pb2 import StartRequest
 
@@ -266,7 +266,7 @@ def watch(cloud: Calls, *, run_id: str) -> Answer:
     The exit code is 0 if it is done, 4 if it was stopped or failed. For example:
     triplane federate watch last
     """
-    from triplane.cloud.cli.live_run import watchable
+    from triplane.cloud.cli.runs import watchable
     from triplane.cloud.cli.watching import watch_to_end
     from triplane.proto.federation_pb2 import GetRunRequest
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from triplane.cloud.cli.connection import calls_cloud, client_options, print_answer
+from triplane.cloud.cli.connection import Answer, Calls, calls_cloud, client_options, print_answer
 from triplane.proto.errors import InvalidInput
-
-if TYPE_CHECKING:
-    from triplane.cloud.cli.connection import Answer, Calls
 
 LABEL_EPILOG = """\b
 Examples:

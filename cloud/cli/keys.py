@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from triplane.cloud.cli.connection import calls_cloud, client_options, print_answer
+from triplane.cloud.cli.connection import Answer, Calls, calls_cloud, client_options, print_answer
 from triplane.cloud.cli.options import keys_option
 from triplane.unified_ir.cli.shell import json_option, open_output
-
-if TYPE_CHECKING:
-    from triplane.cloud.cli.connection import Answer, Calls
 
 OFFLINE_ROLES = ("root", "targets", "release")
 ALL_ROLES = (*OFFLINE_ROLES, "auto", "snapshot", "timestamp")

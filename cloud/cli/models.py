@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from triplane.cloud.cli.connection import Calls
+from triplane.cloud.cli.connection import Answer, Calls
 from triplane.cloud.cli.text import age, enum_text, facts, size, table
 from triplane.proto.registry_pb2 import (
     Bundle,
@@ -13,9 +11,6 @@ from triplane.proto.registry_pb2 import (
     Model,
     Version,
 )
-
-if TYPE_CHECKING:
-    from triplane.cloud.cli.connection import Answer
 
 DIGEST_CHARS = 12
 

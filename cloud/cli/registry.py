@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from triplane.cloud.cli.connection import calls_cloud, client_options, home_option, print_answer
+from triplane.cloud.cli.connection import (
+    Answer,
+    Calls,
+    calls_cloud,
+    client_options,
+    home_option,
+    print_answer,
+)
 from triplane.cloud.cli.options import DURATION, MAX_COUNT
 from triplane.unified_ir.cli.shell import json_option, open_output
-
-if TYPE_CHECKING:
-    from triplane.cloud.cli.connection import Answer, Calls
 
 PUSH_EPILOG = """\b
 Examples:

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import click
 
-from triplane.cloud.cli.connection import calls_cloud
-
-if TYPE_CHECKING:
-    from triplane.cloud.cli.connection import Answer, Calls
+from triplane.cloud.cli.connection import Answer, Calls, calls_cloud
 
 ID = click.argument("rollout_id", metavar="ROLLOUT", default="last")
 REASON = click.option(
@@ -54,8 +49,7 @@ def show(cloud: Calls, *, rollout_id: str, watch: bool) -> Answer:
     With --watch the exit code is that of `triplane deploy`: 0 done, 4 paused, failed or aborted.
     For example: triplane rollout show last --watch
     """
-    from triplane.cloud.cli.live_rollout import watchable
-    from triplane.cloud.cli.rollouts import rollout_text
+    from triplane.cloud.cli.rollouts import rollout_text, watchable
     from triplane.cloud.cli.watching import watch_to_end
     from triplane.proto.fleet_pb2 import GetRolloutRequest
 

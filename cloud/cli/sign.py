@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
-from triplane.cloud.cli.connection import calls_cloud
+from triplane.cloud.cli.connection import Answer, Calls, calls_cloud
 from triplane.cloud.cli.options import DIGEST, keys_option
-
-if TYPE_CHECKING:
-    from triplane.cloud.cli.connection import Answer, Calls
 
 EPILOG = """\b
 Example, on a machine other than the cloud's, with the offline folder plugged in:

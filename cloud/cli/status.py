@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
-from triplane.cloud.cli.connection import Calls
+from triplane.cloud.cli.connection import Answer, Calls
 from triplane.cloud.cli.keeping import expiries_of
 from triplane.cloud.cli.nodes import all_nodes
 from triplane.cloud.cli.remote import remote_at
@@ -14,9 +13,6 @@ from triplane.cloud.trust.expiring import due
 from triplane.proto.fleet_pb2 import ListRolloutsRequest
 from triplane.proto.identity_pb2 import WhoAmIRequest
 from triplane.proto.registry_pb2 import ListModelsRequest
-
-if TYPE_CHECKING:
-    from triplane.cloud.cli.connection import Answer
 
 OPEN_STATES = ("preparing", "running", "paused")
 

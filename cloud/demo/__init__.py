@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -17,14 +18,11 @@ Examples:
 
 @click.command("demo", epilog=EPILOG)
 @click.option(
-    "--data",
-    default="digits",
-    show_default=True,
-    metavar="DATA",
+    "--data", default="digits", show_default=True, metavar="DATA",
     help="'digits' (ships with the package), a .npz with x and y, a folder of MNIST IDX files, "
     "or a folder of images with one sub-folder per class. Grey images of at least 8x8; larger "
     "ones are averaged down.",
-)
+)  # fmt: skip
 @click.option(
     "--epochs", type=click.IntRange(1), default=12, show_default=True, metavar="N",
     help="Passes over the training data.",
@@ -34,13 +32,12 @@ Examples:
     help="Rounds of federated learning, for each of two algorithms.",
 )  # fmt: skip
 @click.option(
-    "--keep",
-    type=click.Path(file_okay=False, path_type=Path),
+    "--keep", type=click.Path(file_okay=False, path_type=Path), metavar="DIR",
     help="Keep all files (model, bundles, plan, charts, cloud, nodes) in this folder, and on a "
     "terminal leave the fleet running until Ctrl-C; otherwise they are removed.",
-)
+)  # fmt: skip
 @json_option
-def command(*, data: str, epochs: int, rounds: int, keep: Path | None, as_json: bool) -> None:
+def command(*, as_json: bool, **options: Any) -> None:
     """Carry a digit reader through the whole platform, on real data, in a few minutes.
 
     Trains a small convolutional network, writes it as one file, damages a copy to show the
@@ -63,7 +60,4 @@ def command(*, data: str, epochs: int, rounds: int, keep: Path | None, as_json: 
     from triplane.cloud.demo.story import tell
 
     output = open_output(as_json)
-    tell(
-        data=data, epochs=epochs, rounds=rounds, keep=keep, output=output,
-        done=lambda summary: output.result(summary.record(), summary.table()),
-    )  # fmt: skip
+    tell(output=output, **options)

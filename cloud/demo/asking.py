@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -64,22 +64,9 @@ def save_episodes(path: Path, shards: Mapping[str, Shard]) -> Path:
     return path
 
 
-@dataclass(frozen=True, slots=True)
-class AdaptedScores:
-    """Scores of every device at one adaptation rate."""
-
-    rate: float
-    scores: tuple[DeviceScore, ...]
-
-    def of(self, *, seen: bool, adapted: bool) -> list[float]:
-        """Return accuracies of the devices that took part, or of the others."""
-        scores = (s for s in self.scores if s.seen is seen)
-        return [s.after if adapted else s.before for s in scores]
-
-
 def answered(
     module: Module, algorithm: str, rate: float, shards: Mapping[str, Shard], round_: int
-) -> AdaptedScores:
+) -> tuple[DeviceScore, ...]:
     """Let every device adapt the model to its support set, then answer samples it has not seen."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "asked.plan"
@@ -96,9 +83,4 @@ def answered(
         scores.append(
             DeviceScore(name, i < LEARNING, round_, score.samples, score.before, score.after)
         )
-    return AdaptedScores(rate, tuple(scores))
-
-
-def best(tried: list[AdaptedScores]) -> AdaptedScores:
-    """Return the scores at the rate that is best for the devices that took part."""
-    return max(tried, key=lambda a: float(np.mean(a.of(seen=True, adapted=True))))
+    return tuple(scores)

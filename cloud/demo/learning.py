@@ -14,7 +14,7 @@ import numpy as np
 
 from triplane.cloud.demo import asking, processes
 from triplane.cloud.demo.ask import ask
-from triplane.cloud.demo.asking import INNER_STEPS, LEARNING, RATES, AdaptedScores, answered
+from triplane.cloud.demo.asking import INNER_STEPS, LEARNING, RATES, answered
 from triplane.cloud.demo.fleet import NODES, STEP_S, DemoFleet, until
 from triplane.cloud.demo.question import Question
 from triplane.cloud.demo.rolling import TARGET, roll_out
@@ -264,25 +264,23 @@ def _compare(
     killer: _DeviceKiller,
 ) -> None:
     """Compare both results on all twelve devices, six of which took no part."""
-    tried = {name: _answers(stage, fleet, name, run, shards) for name, run in runs.items()}
-    rows: list[tuple[str, ...]] = [
-        ("", "six that learned", "", "six others", ""),
-        ("", "mean", "worst", "mean", "worst"),
-    ]
-    for name, scores in tried.items():
-        for adapted, what in ((False, name), (True, f"{name}, adapted at rate {scores.rate:g}")):
-            groups = [scores.of(seen=seen, adapted=adapted) for seen in (True, False)]
-            figures = [f(g) for g in groups for f in (np.mean, np.min)]
-            rows.append((what, *(f"{100 * float(f):.1f}" for f in figures)))
     stage.say("\n   accuracy in percent, on samples not used for training or adapting:")
-    for first, *rest in rows:
-        stage.say(f"   {first:32}" + "".join(f"{cell:>18}" for cell in rest))
-    trials = [_trial(name, scores, runs[name], stage.rounds) for name, scores in tried.items()]
+    for row in (("six that learned", "", "six others", ""), ("mean", "worst", "mean", "worst")):
+        stage.say(" " * 35 + "".join(f"{cell:>18}" for cell in row))
+    trials: list[Trial] = []
+    means: dict[str, list[float]] = {}
+    for name, run in runs.items():
+        rate, trial = _trial(stage, fleet, name, run, shards)
+        parts = [part for seen in (True, False) if (part := trial.summary(seen=seen))]
+        before = [share for part in parts for share in (part.before, part.before_worst_tenth)]
+        after = [share for part in parts for share in (part.after, part.after_worst_tenth)]
+        for what, shares in ((name, before), (f"{name}, adapted at rate {rate:g}", after)):
+            stage.say(f"   {what:32}" + "".join(f"{100 * share:>18.1f}" for share in shares))
+        trials.append(trial)
+        means[name] = after[::2]
     stage.file("learning.svg").write_text(
         picture(trials, "Twelve devices, a question each: before and after adaptation")
     )
-    means = {name: [float(np.mean(f.of(seen=s, adapted=True))) for s in (True, False)]
-             for name, f in tried.items()}  # fmt: skip
     gain = [100 * (a - b) for a, b in zip(means["maml"], means["fedavg"], strict=True)]
     stage.summary.add(
         "learn", "maml against fedavg", f"adapted {100 * means['maml'][0]:.1f} % against "
@@ -292,22 +290,20 @@ def _compare(
     )  # fmt: skip
 
 
-def _answers(
+def _trial(
     stage: DemoStage, fleet: DemoFleet, name: str, run: dict[str, Any], shards: dict[str, Shard]
-) -> AdaptedScores:
+) -> tuple[float, Trial]:
+    """Return the result's scores at the rate that is best for the devices that took part."""
     file = stage.file(f"question-{name}.tpm")
     fleet.ask("registry", "pull", run["result"], "--out", file)
-    module = load(file)
-    rates = RATES if name == "fedavg" else (RATE[name],)
-    return asking.best([answered(module, name, rate, shards, stage.rounds) for rate in rates])
-
-
-def _trial(name: str, scores: AdaptedScores, run: dict[str, Any], number: int) -> Trial:
+    module, rates = load(file), RATES if name == "fedavg" else (RATE[name],)
+    sweep = {rate: answered(module, name, rate, shards, stage.rounds) for rate in rates}
     rounds = [r for r in run["rounds"] if not r.get("evaluates")]
-    sent = sum(int(r.get("bytes_up", 0)) for r in rounds)
-    taken = sum(int(r.get("bytes_down", 0)) for r in rounds)
-    last = RoundRow(number, LEARNING, 0.0, sent, taken, 0.0)
-    return Trial(name, [last], scores.scores, {}, {})
+    sent, received = (sum(int(r.get(key, 0)) for r in rounds) for key in ("bytes_up", "bytes_down"))
+    last = RoundRow(stage.rounds, LEARNING, 0.0, sent, received, 0.0)
+    best = Trial(name, [last], (), sweep, {}).best_rate(seen=True)
+    assert best is not None
+    return best[0], Trial(name, [last], sweep[best[0]], {}, {})
 
 
 def _gone_live(

@@ -22,10 +22,6 @@ class DemoSummary:
         self.rows.append((step, what, figure))
         self.facts.update(facts)
 
-    def record(self) -> dict[str, Any]:
-        """Return the facts for `--json`."""
-        return dict(self.facts)
-
     def table(self) -> str:
         """Return the table for people."""
         widths = [max(len(row[i]) for row in self.rows) for i in (0, 1)]

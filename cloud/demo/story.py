@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -14,17 +14,21 @@ import numpy as np
 
 from triplane.cloud.demo import learning, processes, rolling
 from triplane.cloud.demo.ask import ask
-from triplane.cloud.demo.engines import losses_side_by_side
 from triplane.cloud.demo.stage import DemoStage, DemoSummary, first
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir import nn, optim
 from triplane.unified_ir.cli.shell import CommandOutput
+from triplane.unified_ir.cli.train import load_cell
 from triplane.unified_ir.data import load_split
 from triplane.unified_ir.data.dataset import Dataset
+from triplane.unified_ir.engines import engine
 from triplane.unified_ir.ir.graph import Array
+from triplane.unified_ir.train import Trainer
 
 CELL: Final = Path(__file__).with_name("digits.py")
 FINE_TUNE: Final = Path(__file__).with_name("fine_tune.py")
 COMPARED_STEPS: Final = 10
+COMPARED_BATCH: Final = 32
 CALIBRATION_SAMPLES: Final = 200
 TUNING_STEPS: Final = 400
 TUNING_BATCH: Final = 32
@@ -36,16 +40,8 @@ MOST_ON_DEVICE: Final = 5000
 """Limit for the samples of each kind that step 5 gives the device."""
 
 
-def tell(
-    *,
-    data: str,
-    epochs: int,
-    rounds: int,
-    keep: Path | None,
-    output: CommandOutput,
-    done: Callable[[DemoSummary], None],
-) -> None:
-    """Run all steps and call `done`; on a terminal, with `keep`, the fleet then stays up.
+def tell(*, data: str, epochs: int, rounds: int, keep: Path | None, output: CommandOutput) -> None:
+    """Run all steps and print the summary; on a terminal, with `keep`, the fleet then stays up.
 
     The folder is removed afterwards unless it is kept, also after Ctrl-C or SIGTERM; a second
     signal gives the processes less time to end.
@@ -79,7 +75,7 @@ def tell(
             stage.summary.add("all", "wall time", f"{seconds:.0f} s; {kept}", seconds=seconds)
             if keep is not None:
                 stage.summary.facts.update(rolling.addresses(fleet))
-            done(stage.summary)
+            output.result(stage.summary.facts, stage.summary.table())
             if keep is not None:
                 rolling.linger(stage, fleet)
 
@@ -119,7 +115,7 @@ def _train(stage: DemoStage, epochs: int) -> None:
         f"{done['seconds']:.1f} s", held_out_accuracy=accuracy, train_seconds=done["seconds"],
     )  # fmt: skip
     stage.say(f"\n   The same training step on two engines, {COMPARED_STEPS} steps from one start:")
-    pairs = losses_side_by_side(CELL, stage.train, COMPARED_STEPS)
+    pairs = _losses_side_by_side(CELL, stage.train, COMPARED_STEPS)
     stage.say("   step   onnx (fp32)   ascend (fp16 cube)")
     for i, (ours, theirs) in enumerate(pairs):
         stage.say(f"   {i:>4}   {ours:>11.6f}   {theirs:>18.6f}")
@@ -128,6 +124,25 @@ def _train(stage: DemoStage, epochs: int) -> None:
         "train", "ascend against onnx", f"losses differ by at most {worst:.2%}",
         ascend_loss_difference=worst,
     )  # fmt: skip
+
+
+def _losses_side_by_side(cell_file: Path, data: Dataset, steps: int) -> list[tuple[float, float]]:
+    """Return (loss on onnx, loss on ascend) for each of the first steps of a run."""
+    nn.seed(0)
+    trainer = Trainer(
+        load_cell(f"{cell_file}:Digits"),
+        loss=nn.SoftmaxCrossEntropy(),
+        optimizer=optim.Adam(0.002),
+    )
+    batches = list(islice(data.batches(COMPARED_BATCH, seed=0), steps))
+    trainer.prepare(*batches[0])
+    function = trainer.train_function()
+    state = {k: v for k, v in trainer.state().items() if k in function.param_names}
+    losses = []
+    for name in ("onnx", "ascend"):
+        loop = engine(name).compile(function, donate=tuple(state)).loop(state)
+        losses.append([float(loop.step(x=x, y=y)["loss"]) for x, y in batches])
+    return list(zip(*losses, strict=True))
 
 
 def _draw_history(stage: DemoStage) -> None:

@@ -22,8 +22,9 @@ from tuf.api._payload import (
 from tuf.api.exceptions import LengthOrHashMismatchError, UnsignedMetadataError
 from tuf.api.metadata import Metadata
 
-from triplane.cloud.trust.roles import MAX_VERSION, PINNED, T, parse
+from triplane.cloud.trust.roles import DELEGATED, MAX_VERSION, PINNED, T, parse
 from triplane.proto.errors import Corrupt, NotFound
+from triplane.proto.targets import SignedTarget, read_target
 
 MAX_ROTATIONS: Final = 256
 
@@ -68,6 +69,17 @@ class Chain:
     def is_signed(self, role: str) -> bool:
         """Return whether a published targets role has enough signatures of its present keys."""
         return role in self._signed_roles
+
+    @cached_property
+    def bundles(self) -> Mapping[tuple[str, int, str], SignedTarget]:
+        """Signed bundles by (model, version, target): by people, or else by the auto key."""
+        bundles: dict[tuple[str, int, str], SignedTarget] = {}
+        for row in reversed(DELEGATED):
+            if self.is_signed(row.name):
+                for path, entry in self.targets[row.name].signed.targets.items():
+                    signed = read_target(path, entry.length, entry.hashes, entry.custom)
+                    bundles[signed.name.model, signed.name.version, signed.name.target] = signed
+        return bundles
 
     @cached_property
     def _signed_roles(self) -> frozenset[str]:

@@ -16,7 +16,7 @@ from tuf.api import _payload as tuf
 from tuf.api.metadata import Metadata
 
 from triplane.cloud.trust.chain import pin
-from triplane.cloud.trust.keys import KeyFolder
+from triplane.cloud.trust.keys import KeyFolder, add_signatures
 from triplane.cloud.trust.roles import DELEGATED, ROLES, TOP, T, expiry
 from triplane.proto.disk import OS_DISK, Disk, write_atomic
 from triplane.proto.errors import Conflict, InvalidInput
@@ -149,8 +149,5 @@ def _delegations(signers: Signers, needed: Mapping[str, int]) -> tuf.Delegations
     return tuf.Delegations(keys, roles)
 
 
-def _signed(what: T, signers: list[CryptoSigner]) -> bytes:
-    metadata = Metadata(what)
-    for signer in signers:
-        metadata.sign(signer, append=True)
-    return metadata.to_bytes()
+def _signed(payload: T, signers: list[CryptoSigner]) -> bytes:
+    return add_signatures(Metadata(payload), signers).to_bytes()

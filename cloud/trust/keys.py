@@ -4,7 +4,7 @@ A key's file name is for people; only the metadata decides, by key id, for which
 All keys are Ed25519.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
@@ -18,14 +18,16 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from securesystemslib.signer._crypto_signer import CryptoSigner
 from securesystemslib.signer._key import Key, SSlibKey
+from tuf.api.metadata import Metadata
 
+from triplane.cloud.trust.roles import T
 from triplane.proto.disk import OS_DISK, Disk, write_atomic
 from triplane.proto.errors import Conflict, Corrupt, NotFound
 
 MAX_KEY_BYTES: Final = 16 << 10
 MAX_KEYS: Final = 64
 
-T = TypeVar("T")
+K = TypeVar("K")
 
 
 class KeyFolder:
@@ -86,6 +88,13 @@ class KeyFolder:
         return [(file, read_private(file)) for file in files]
 
 
+def add_signatures(metadata: Metadata[T], signers: Iterable[CryptoSigner]) -> Metadata[T]:
+    """Sign metadata with each key, beside the signatures that it has."""
+    for signer in signers:
+        metadata.sign(signer, append=True)
+    return metadata
+
+
 def read_public(file: Path) -> Key:
     """Read the key that `KeyFolder.write_public` wrote. Corrupt."""
     key = _parsed(file, "public key in PEM", load_pem_public_key)
@@ -106,7 +115,7 @@ def _private_key(file: Path) -> Ed25519PrivateKey:
     return key
 
 
-def _parsed(file: Path, what: str, parse: Callable[[bytes], T]) -> T:
+def _parsed(file: Path, what: str, parse: Callable[[bytes], K]) -> K:
     with file.open("rb") as opened:
         data = opened.read(MAX_KEY_BYTES)
     try:

@@ -31,9 +31,8 @@ from triplane.cloud.trust.checks import (
     valid_signatures,
 )
 from triplane.cloud.trust.initial import TRUSTED_ROOT
-from triplane.cloud.trust.keys import KeyFolder
+from triplane.cloud.trust.keys import KeyFolder, add_signatures
 from triplane.cloud.trust.roles import (
-    DELEGATED,
     MAX_VERSION,
     PINNED,
     ROLES,
@@ -138,23 +137,11 @@ class MetadataRepository:
 
     def find_signed(self, model: str, version: int, target: str) -> SignedTarget | None:
         """Return the bundle that people signed, or else the auto key, or None."""
-        for row in DELEGATED:
-            path = str(TargetName(row.name, model, version, target))
-            signed = self._find(row, path)
-            if signed is not None:
-                return signed
-        return None
+        return self._chain.bundles.get((model, version, target))
 
-    def signed_bundles(self) -> dict[tuple[str, int, str], SignedTarget]:
+    def signed_bundles(self) -> Mapping[tuple[str, int, str], SignedTarget]:
         """Return all signed bundles, as `find_signed` finds them, by (model, version, target)."""
-        chain, bundles = self._chain, dict[tuple[str, int, str], SignedTarget]()
-        for row in reversed(DELEGATED):
-            if not chain.is_signed(row.name):
-                continue
-            for path, entry in chain.targets[row.name].signed.targets.items():
-                signed = read_target(path, entry.length, entry.hashes, entry.custom)
-                bundles[signed.name.model, signed.name.version, signed.name.target] = signed
-        return bundles
+        return self._chain.bundles
 
     def golden_sets(self) -> set[bytes]:
         """Return the digests of samples that published, superseded or waiting targets list."""
@@ -361,7 +348,10 @@ class MetadataRepository:
                 f"the release policy has no rule for model {name.model!r}, so every node would "
                 f"refuse {target.path}; sign a policy that lists it, or release it by hand"
             )
-        before = self._find(ROLES[AUTO], target.path)
+        entry = self._chain.targets[AUTO].signed.targets.get(target.path)
+        before = None
+        if entry is not None and self._chain.is_signed(AUTO):
+            before = read_target(target.path, entry.length, entry.hashes, entry.custom)
         if before == target:
             return False
         if before is not None and before.custom != target.custom:
@@ -465,17 +455,7 @@ class MetadataRepository:
                 f"{role} needs {keys.threshold} signatures, the cloud has {len(signers)} of its "
                 "keys"
             )
-        metadata = Metadata(signed)
-        for signer in signers:
-            metadata.sign(signer, append=True)
-        return metadata
-
-    def _find(self, row: MetadataRole, path: str) -> SignedTarget | None:
-        chain = self._chain
-        entry = chain.targets[row.name].signed.targets.get(path)
-        if entry is None or not chain.is_signed(row.name):
-            return None
-        return read_target(path, entry.length, entry.hashes, entry.custom)
+        return add_signatures(Metadata(signed), signers)
 
     def _prune(self, after: Chain) -> None:
         versions = {role: m.signed.version for role, m in after.targets.items()}

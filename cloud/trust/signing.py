@@ -24,7 +24,7 @@ from triplane.cloud.registry import encoding
 from triplane.cloud.registry.conversions import Files
 from triplane.cloud.trust.chain import Chain, newest_root, read
 from triplane.cloud.trust.initial import TRUSTED_ROOT, policy_file
-from triplane.cloud.trust.keys import KeyFolder
+from triplane.cloud.trust.keys import KeyFolder, add_signatures
 from triplane.cloud.trust.repeating import checked_target
 from triplane.cloud.trust.repository import Pending, Submitted
 from triplane.cloud.trust.roles import ROLES, expiry, parse
@@ -188,9 +188,7 @@ def sign_policy(
             f"the policy names golden sets that are not listed: {missing}; pass their files"
         )
     targets = listed | files | {POLICY_PATH: policy_file(policy)}
-    waiting = signer.waiting({})
-    same = waiting is not None and waiting.signed.targets == targets
-    return SigningResult(signer.sign(waiting if same else None, targets, now_s))
+    return SigningResult(signer.sign(signer.waiting({}), targets, now_s))
 
 
 def renew(
@@ -205,9 +203,7 @@ def renew(
     base = signer.published()
     if not base and signer.version > 1:
         raise Conflict(f"nothing that {role} lists is signed by its present keys; sign it again")
-    waiting = signer.waiting(base)
-    same = waiting is not None and waiting.signed.targets == base
-    return SigningResult(signer.sign(waiting if same else None, base, now_s))
+    return SigningResult(signer.sign(signer.waiting(base), base, now_s))
 
 
 def replace_keys(
@@ -239,8 +235,7 @@ def replace_keys(
     again.version, again.expires = root.version + 1, expiry("root", _or_now(now_s))
     keyids = dict.fromkeys([*root.roles["root"].keyids, *again.roles["root"].keyids])
     metadata = _waiting_root(cloud, again) or Metadata(again)
-    for signer in KeyFolder(keys_folder).of(list(keyids), "root"):
-        metadata.sign(signer, append=True)
+    add_signatures(metadata, KeyFolder(keys_folder).of(list(keyids), "root"))
     return SigningResult(cloud.submit("root", metadata.to_bytes()))
 
 
@@ -359,9 +354,7 @@ class Signer:
         )
         if waiting is not None and self._is_just(waiting, metadata.signed, now_s):
             metadata = waiting
-        for signer in self._keys:
-            metadata.sign(signer, append=True)
-        return self._cloud.submit(self._role, metadata.to_bytes())
+        return self._cloud.submit(self._role, add_signatures(metadata, self._keys).to_bytes())
 
     def _is_just(self, waiting: Metadata[Targets], wanted: Targets, now_s: float) -> bool:
         signed = waiting.signed

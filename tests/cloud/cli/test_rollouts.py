@@ -5,7 +5,7 @@ from rich.console import Console
 
 from triplane.cloud.cli import rollouts
 from triplane.cloud.cli.live import live_view
-from triplane.cloud.cli.live_rollout import draw_in, drawn
+from triplane.cloud.cli.rollouts import draw_in, drawn
 from triplane.proto.fleet_pb2 import (
     COMMITTED,
     DOWNLOADING,

@@ -8,7 +8,7 @@ import pytest
 
 from triplane.cloud.cli import watching
 from triplane.cloud.cli.connection import Calls, errors_at, repeated
-from triplane.cloud.cli.live_rollout import watchable
+from triplane.cloud.cli.rollouts import watchable
 from triplane.proto.errors import Conflict, Unavailable
 from triplane.proto.fleet_pb2 import COMMITTED, FAILED, DeployRequest, GetRolloutRequest, Rollout
 from triplane.proto.status import remote_errors
