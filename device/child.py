@@ -1,9 +1,9 @@
 """`python -m triplane.device.child JSON`: run the tasks of one device for its main process.
 
 Requests arrive on standard input and replies go to standard output; see `child_executor`. This
-process reads the samples. It limits the memory that it takes beyond its own start, and the
-processor time of each task. When standard input ends, this process ends at once, whatever it is
-doing, and so do the processes that an app started here.
+process reads the samples. It limits its memory beyond what it takes at its start, and the processor
+time of each task. When standard input ends, it ends at once, together with the processes that an
+app has started here.
 """
 
 import json
@@ -29,17 +29,17 @@ from triplane.device.child_executor import (
     work_of,
     write_frame,
 )
-from triplane.device.executor import InProcessExecutor
 from triplane.device.home import DeviceHome, DeviceSettings
 from triplane.device.samples import shard_of
 from triplane.device.stopping import StopToken, Withdrawn
+from triplane.device.task_runner import InProcessExecutor
 from triplane.device.tasks import Blob, work_set_of
 from triplane.proto.errors import TriplaneError
 from triplane.proto.logs import configure_logging
 from triplane.proto.sandbox import set_limit
 
 MAX_REQUEST_BYTES: Final = 64 << 20
-"""Tasks and settlements of one document; a state in a task has at most 64 KiB."""
+"""Limit for the tasks and settlements of one document; a state in a task has at most 64 KiB."""
 
 
 class Requests:
@@ -50,7 +50,7 @@ class Requests:
         self._stop = StopToken(math.inf)
 
     def read(self) -> None:
-        """Read until the parent is gone, which ends this process."""
+        """Read requests until the parent has ended, then end this process."""
         while (data := read_frame(sys.stdin.buffer, MAX_REQUEST_BYTES)) is not None:
             request = json.loads(data)
             if request["kind"] == "stop":
@@ -64,11 +64,11 @@ class Requests:
 
 
 def main(argv: list[str]) -> None:
-    """Serve requests until standard input ends; returns only where the start fails."""
+    """Serve requests until standard input ends. It returns only if the start fails."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the parent decides; a service manager tells both
+        signal.signal(number, signal.SIG_IGN)  # a service manager signals both; the parent decides
     replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what an app prints must not look like a reply
+    os.dup2(2, 1)  # so that output of an app cannot look like a reply
     arguments = json.loads(argv[0])
     hold_little_memory()
     configure_logging(arguments["log_level"])
@@ -134,4 +134,4 @@ if __name__ == "__main__":
         main(sys.argv[1:])
     except Exception:
         logging.getLogger(__name__).exception("the process for tasks failed")
-    os._exit(1)  # the thread that reads holds standard input: a usual end would abort
+    os._exit(1)  # a normal exit would abort, because the reading thread holds standard input

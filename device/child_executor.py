@@ -1,12 +1,12 @@
 """Run a device's tasks in a child process, which can be limited and killed whatever it does.
 
 A plan's graph may never end, take all memory, or crash. The child has limits of memory and
-processor time, and it is killed if it does not end a task that was withdrawn. A kill
-costs nothing: whatever matters is in the home, written whole. The child lives on between tasks, so
-a round costs it one message each way. It ends with this process, whose pipe it reads.
+processor time, and it is killed if it does not end a task that was withdrawn. A kill loses nothing:
+all state is in the home, in complete files. The child stays between tasks, so that a round takes
+one message each way. It ends with this process, because it reads from its pipe.
 
-The child is a session of its own: what an app starts there is killed with it. Its end is seen by a
-descriptor of the process itself, for a process that it forked may keep its pipes open.
+The child has a session of its own, so processes that an app starts are killed with it. Its end is
+noticed by a descriptor of the process, because a process that it forked may keep its pipes open.
 """
 
 import base64
@@ -29,7 +29,7 @@ from typing import Any, Final
 
 from triplane.device.home import DeviceHome, DeviceSettings
 from triplane.device.stopping import StopToken, TaskExpired, Withdrawn
-from triplane.device.tasks import Blob, Task, WorkSet, declined
+from triplane.device.tasks import Blob, Task, WorkSet
 from triplane.proto import errors
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import Corrupt, TriplaneError, Unavailable
@@ -45,7 +45,7 @@ GRACE_SHARE: Final = 0.5
 
 
 class ChildExecutor:
-    """The side of the device's process; see `TaskRunner`. data: an npz file. app: MODULE:NAME."""
+    """Runs tasks in a child; see `TaskRunner`. data: an npz file. app: MODULE:NAME."""
 
     def __init__(
         self, home: DeviceHome, settings: DeviceSettings, data: Path, app: str | None
@@ -60,12 +60,12 @@ class ChildExecutor:
         }
         self._child: _Child | None = None
         self._using = threading.Lock()
-        """Held while the child is asked: its descriptors are closed by the thread that has this."""
+        """Held while the child works: only the thread that holds this closes its descriptors."""
         self._lock, self._sending = threading.Lock(), threading.Lock()
         self._interrupted = False
 
     def start(self) -> None:
-        """Start the child, which happens by itself at the first task; raises what it says."""
+        """Start the child, which the first task does otherwise; raise the child's error."""
         with self._using:
             self._start()
 
@@ -79,18 +79,14 @@ class ChildExecutor:
                 return
             command = [sys.executable, "-m", "triplane.device.child", json.dumps(self._arguments)]
             self._child = _Child(command)
-        reply = self._reply()
-        if reply is None:
-            why = self._end()
-            if self._interrupted:
-                raise Withdrawn
-            raise Unavailable(f"the process for tasks did not start: {why}")
-        if "error" in reply:
+        try:
+            self._require_reply("the process for tasks did not start: ")
+        except TriplaneError:
             self._end()  # the next start begins with a new child
-        _result(reply)
+            raise
 
     def do(self, task: Task, stop: StopToken, wanted: Sequence[Blob]) -> pb.Contribution:
-        """See `TaskRunner`. What a limit or a crash ended is declined with the reason."""
+        """See `TaskRunner`. A task that a limit or a crash ends is declined with the reason."""
         with self._using:
             return self._do(task, stop, wanted)
 
@@ -116,58 +112,55 @@ class ChildExecutor:
         if self._interrupted:
             raise Withdrawn
         logger.warning("process for tasks ended", extra={"run": task.work.run, "reason": why})
-        return declined(task.work.run, task.work.round, bytes.fromhex(task.lease), why)
+        return task.decline(why)
 
     def settle(self, work_set: WorkSet) -> None:
-        """See `TaskRunner`. Without any update there is nothing to start a child for."""
+        """See `TaskRunner`. No child is started if there is no update."""
         with self._using:
             if self._child is not None or any(self._home.pending.glob("*.update")):
-                self._settle(work_set)
+                self._start()
+                self._send({"kind": "settle", "device": "", "work": work_set.document})
+                self._require_reply()
 
-    def _settle(self, work_set: WorkSet) -> None:
-        self._start()
-        self._send({"kind": "settle", "device": "", "work": work_set.document})
+    def _require_reply(self, context: str = "") -> None:
+        """Raise the error in the child's reply, or Unavailable if it has ended."""
         reply = self._reply()
-        if reply is None:
-            why = self._end()
-            if self._interrupted:
-                raise Withdrawn
-            raise Unavailable(why)
-        _result(reply)
+        if reply is not None:
+            _result(reply)
+            return
+        why = self._end()
+        if self._interrupted:
+            raise Withdrawn
+        raise Unavailable(f"{context}{why}")
 
     def renewed(self) -> None:
-        """The next child has the new certificate."""
+        """End the child, so that the next one uses the new certificate."""
         with self._using:
             self._end()
 
     def interrupt(self) -> None:
-        """Kill the child, whatever it is doing: nothing is lost."""
+        """Kill the child, whatever it does; nothing is lost."""
         with self._lock:
             self._interrupted = True
             if self._child is not None:
                 self._child.kill()
 
     def close(self) -> None:
-        """See `TaskRunner`. A task that runs in another thread ends first: its child is killed."""
+        """Kill the child, which ends a task in another thread, and release all resources."""
         self.interrupt()
         with self._using:
             self._end()
 
     def _stop(self, stop: StopToken, deadline_s: float, ended: threading.Event) -> None:
-        """Ask the child to end its task, and kill it if it does not.
-
-        A thread waits: this must not block.
-        """
-        grace_s = GRACE_S
+        """Ask the child to end its task; a thread kills it if it does not."""
+        grace_s, expired = GRACE_S, False
         try:
             stop.check()
-            expired = False
         except TaskExpired:
-            expired = True
             left_s = max(0.0, deadline_s - time.monotonic())
-            grace_s = min(GRACE_S, GRACE_SHARE * left_s)
+            grace_s, expired = min(GRACE_S, GRACE_SHARE * left_s), True
         except Withdrawn:
-            expired = False
+            pass
         self._send({"kind": "stop", "expired": expired})
         child = self._child
 
@@ -178,7 +171,7 @@ class ChildExecutor:
         threading.Thread(target=kill_late, daemon=True).start()
 
     def _send(self, request: dict[str, Any]) -> None:
-        """Send a request. A child that has ended is noticed because its reply does not come."""
+        """Send a request. If the child has ended, the missing reply will show it."""
         child = self._child
         if child is None:
             return
@@ -189,7 +182,7 @@ class ChildExecutor:
             logger.debug("the child reads no more")
 
     def _reply(self) -> dict[str, Any] | None:
-        """Return the child's reply; None where it has ended, or sent something else."""
+        """Return the child's reply; None if it has ended, or sent something else."""
         child = self._child
         assert child is not None
         try:
@@ -223,7 +216,7 @@ class ChildExecutor:
 
 
 class _Child:
-    """A process with pipes, and whatever it starts."""
+    """A process with pipes, and the processes that it starts."""
 
     def __init__(self, command: Sequence[str]) -> None:
         process = subprocess.Popen(
@@ -241,13 +234,13 @@ class _Child:
             raise
 
     def ends_within(self, seconds: float) -> bool:
-        """Whether it has ended by then. It is not reaped, so its number stays its own."""
+        """Wait for its end; return whether it came in time. It is not reaped, so its pid stays."""
         ended = select.poll()
         ended.register(self._gone, select.POLLIN)
         return bool(ended.poll(None if seconds == math.inf else seconds * 1000))
 
     def read(self, size: int) -> bytes:
-        """Read `size` bytes of replies, or fewer where the process has ended."""
+        """Read `size` bytes of replies, or fewer if the process has ended."""
         replies = self._replies.fileno()
         poll = select.poll()
         poll.register(replies, select.POLLIN)
@@ -263,13 +256,13 @@ class _Child:
             elif timeout_ms == 0:
                 break
             else:
-                timeout_ms = 0  # it has ended: what the pipe holds now is all
+                timeout_ms = 0  # it has ended, so the pipe gets no more bytes
         return bytes(data)
 
     def kill(self) -> None:
-        """Kill it with its session; from any thread, also after it has ended."""
+        """Kill it with its session, from any thread; it may have ended already."""
         with self._reaping:
-            if self._process.returncode is None:  # else its number may be another's
+            if self._process.returncode is None:  # otherwise the pid may belong to another process
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -300,7 +293,7 @@ def write_frame(file: Any, data: bytes) -> None:
 
 
 def read_frame(file: Any, max_bytes: int) -> bytes | None:
-    """The next frame; None at the end of the file."""
+    """Read the next frame; None at the end of the file."""
     head = file.read(LENGTH.size)
     if len(head) < LENGTH.size:
         return None
@@ -316,17 +309,17 @@ def _encoded_message(message: pb.Work) -> str:
 
 
 def work_of(request: dict[str, Any]) -> pb.Work:
-    """The work document in a request."""
+    """Return the work document in a request."""
     return pb.Work.FromString(base64.b64decode(request["work"]))
 
 
 def encoded(result: bytes) -> bytes:
-    """A reply with a result."""
+    """Return a reply with a result."""
     return json.dumps({"result": base64.b64encode(result).decode()}).encode()
 
 
 def encoded_error(error: Exception) -> bytes:
-    """A reply that raises in the parent what was raised in the child."""
+    """Return a reply that raises in the parent the error that was raised in the child."""
     return json.dumps({"error": type(error).__name__, "text": str(error)}).encode()
 
 

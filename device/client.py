@@ -1,7 +1,7 @@
-"""`FederatedClient`: a device in an application or as a process; samples in, updates out.
+"""`FederatedClient`: a device in an application or as a process; it learns from local samples.
 
-One session with the cloud on an event loop, one task at a time in a thread beside it. Everything
-here may be killed at any instant: what matters is in the home, and the next client goes on there.
+An event loop has one session with the cloud; a thread does one task at a time. The process may be
+killed at any instant: all state is in the home, and the next client goes on from there.
 """
 
 import asyncio
@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from triplane.device.enrolling import enrol
-from triplane.device.executor import InProcessExecutor, TaskExecutor
 from triplane.device.home import DEFAULT_HOME, DeviceHome, DeviceSettings, SessionNote
 from triplane.device.samples import Source, shard_of
 from triplane.device.stopping import StopToken, TaskExpired, Withdrawn
-from triplane.device.tasks import MAX_REASON_CHARS, Task, WorkSet, declined, work_set_of
+from triplane.device.tasks import MAX_REASON_CHARS, Task, WorkSet, work_set_of
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.channels import connect_aio
 from triplane.proto.errors import Conflict, InvalidInput, NotFound, TriplaneError, Unavailable
@@ -29,7 +28,9 @@ from triplane.unified_ir.federated.core.learn import Shard
 from triplane.unified_ir.files.pixels import as_input
 
 if TYPE_CHECKING:
+    from triplane.device.child_executor import ChildExecutor
     from triplane.device.model import ModelChoice
+    from triplane.device.task_runner import InProcessExecutor
     from triplane.unified_ir.runtime.plan import Plan
 
 logger = logging.getLogger(__name__)
@@ -41,18 +42,18 @@ FIRST_WAIT_S: Final = 0.5
 MAX_WAIT_S: Final = 30.0
 RENEWAL_LOOK_S: Final = 3600.0
 MODEL_TRIES: Final = 3
-"""Attempts to read a model while newer ones may replace it."""
+"""Attempts to read a model, because a newer one may replace it meanwhile."""
 REMEMBERED: Final = 256
-"""Leases whose contribution was acknowledged: an older document may still name them."""
+"""Number of leases that are remembered as done, because an older document may still name them."""
 
 TELLING_S: Final = 0.5
-"""A task ends at most so long before its deadline, so that the cloud gets the reason in time."""
+"""A task ends so long before its deadline, or less, so that the cloud gets the reason in time."""
 TELLING_SHARE: Final = 0.1
-"""Share of the time left when a task begins."""
+"""Largest share of a task's time for that."""
 TOO_LONG: Final = "the task was not done by its deadline; fewer steps, or a longer deadline?"
 
 _UNKNOWN_WORK: Final = WorkSet()
-"""Until the first document, pending updates wait: their leases are not known."""
+"""Before the first document arrives, pending updates wait, because their leases are not known."""
 
 NO_WORK: Final[Mapping[bool | None, str]] = {
     None: "no work: no run of the cloud asks this device now",
@@ -65,8 +66,8 @@ NO_WORK: Final[Mapping[bool | None, str]] = {
 class Graphs(Enum):
     """The process in which a client runs the graphs of its tasks.
 
-    IN_PROCESS: in a thread; a graph ends at its deadline and at `stop` between two of its nodes.
-    CHILD: in a process of its own with limits of memory and processor time, killed where needed.
+    IN_PROCESS: in a thread; at its deadline or at `stop`, a graph ends between two of its nodes.
+    CHILD: in a child with limits of memory and processor time, which is killed if necessary.
     """
 
     IN_PROCESS = "in process"
@@ -76,9 +77,10 @@ class Graphs(Enum):
 class FederatedClient:
     """A device that learns with others from its own samples.
 
-    home: its folder. samples: see `shard_of`. population: which runs it offers itself for. app: a
-    Flower `ClientApp` of the device's owner (extra `[flower]`), for runs whose strategy asks one.
-    graphs: where they run. With Graphs.CHILD samples are a path of an npz file, app is MODULE:NAME.
+    home: its folder. samples: see `shard_of`. population: it takes part in runs of this population.
+    app: a Flower `ClientApp` of the device's owner (extra `[flower]`), for runs whose strategy
+    needs one. graphs: where they run. With Graphs.CHILD, samples is the path of an npz file and app
+    is MODULE:NAME.
 
         client = FederatedClient("my-device", {"x": images, "y": labels}, population="cameras")
         client.enrol(token, "cloud.example:8444")     # once
@@ -96,7 +98,7 @@ class FederatedClient:
         app: Any = None,
         graphs: Graphs = Graphs.IN_PROCESS,
     ) -> None:
-        """Absent options are those of `device.json`. NotFound without any samples."""
+        """Take options that are None from `device.json`. NotFound if no samples are named."""
         self._home = DeviceHome(home)
         settings = self._home.settings.but(data=None, population=population, held_out=held_out)
         if samples is None and not settings.data:
@@ -113,7 +115,7 @@ class FederatedClient:
         self._shard = None if in_child else shard
         self._app = app
         self._working: _Working | None = None
-        self._told_to_stop = False
+        self._stop_requested = False
         self._lock = threading.Lock()
         self._serving: tuple[ModelChoice, Plan] | None = None
 
@@ -138,20 +140,17 @@ class FederatedClient:
     def enrol(self, token: str, cloud: str) -> str:
         """Become a device of the cloud whose enrolment port is at `cloud`.
 
-        Returns the device's name there. See `enrolling.enrol`. The key is made here and never
+        Return the name of the device; see `enrolling.enrol`. The key is generated here and never
         leaves the home.
         """
         return enrol(self._home, self._settings, token, cloud).name
 
     def run(self, ready: Callable[[], None] = lambda: None) -> None:
-        """Take part in runs until `stop`.
-
-        Call it from one thread. ready: called once it has begun.
-        """
+        """Take part in runs until `stop`. Call it from one thread. ready: called at its begin."""
         asyncio.run(self.serve(ready))
 
     async def serve(self, ready: Callable[[], None] = lambda: None) -> None:
-        """`run` in the caller's event loop; ends by `stop` or by cancellation."""
+        """Do the same as `run` in the caller's event loop, until `stop` or cancellation."""
         self._home.require_enrolled()
         self._home.make()
         with self._home.held(), contextlib.closing(self._runner()) as runner:
@@ -162,20 +161,22 @@ class FederatedClient:
                 self._working = working
             try:
                 ready()
-                if not self._told_to_stop:
+                if not self._stop_requested:
                     await working.run()
             finally:
-                self._working, self._told_to_stop = None, False
+                self._working, self._stop_requested = None, False
 
-    def _runner(self) -> TaskExecutor:
+    def _runner(self) -> "InProcessExecutor | ChildExecutor":
         if self._file is None:
+            from triplane.device.task_runner import InProcessExecutor
+
             return InProcessExecutor(self._home, self.shard, self._settings, self._app)
         from triplane.device.child_executor import ChildExecutor
 
         runner = ChildExecutor(self._home, self._settings, self._file, self._app)
         if self._app is not None:
             try:
-                runner.start()  # an app that cannot be loaded is told before the device is ready
+                runner.start()  # reports an app that cannot be loaded before the device is ready
             except BaseException:
                 runner.close()
                 raise
@@ -191,30 +192,24 @@ class FederatedClient:
         )
 
     def stop(self) -> None:
-        """Let `run` return soon; from any thread, or a signal handler. Work that was begun is kept.
+        """Let `run` return soon. It can be called from any thread or signal handler.
 
-        Before `run`, this makes the next `run` return at once, as its thread may not have begun.
+        If `run` has not begun, it will return at once, because its thread may only be starting.
         """
-        self._told_to_stop = True
+        self._stop_requested = True
         working = self._working
         if working is not None:
             working.stop()
 
     def choice(self) -> "ModelChoice | None":
-        """Return which model this device has and how it was measured.
-
-        None before the first task.
-        """
+        """Return which model this device has, and its scores; None before the first task."""
         from triplane.device.model import DeviceModel
 
         return DeviceModel(self._home.model).choice()
 
     @property
     def model(self) -> "Plan":
-        """The newest plan with the better of shared and personal state.
-
-        NotFound before the first.
-        """
+        """The newest plan with the better of shared and personal state. NotFound before it came."""
         with self._lock:
             for tries in range(MODEL_TRIES, 0, -1):
                 choice = self.choice()
@@ -228,7 +223,7 @@ class FederatedClient:
             raise AssertionError("the tries end with an error")
 
     def _loaded(self, choice: "ModelChoice") -> "Plan":
-        """Load a model. Conflict or NotFound: a newer one has replaced it."""
+        """Load a model. Conflict or NotFound if a newer one has replaced it."""
         from triplane.device.model import DeviceModel
         from triplane.unified_ir.runtime.plan import Plan
 
@@ -239,9 +234,9 @@ class FederatedClient:
         return self._serving[1]
 
     def predict(self, *x: Array, **inputs: Array) -> dict[str, Array]:
-        """Run the model's `predict`; see `Plan.predict`. One thread at a time.
+        """Run the model's `predict`; see `Plan.predict`. One thread at a time may call it.
 
-        Unsigned bytes for a float input are pixels, as in training: divided by 255.
+        Unsigned bytes for a float input are pixels, as in training, and are divided by 255.
         """
         model = self.model
         types = {tensor.name: tensor.dtype for tensor in model.inputs("predict")}
@@ -256,7 +251,11 @@ class _Working:
     """One run of a client."""
 
     def __init__(
-        self, home: DeviceHome, settings: DeviceSettings, runner: TaskExecutor, offer: pb.Offer
+        self,
+        home: DeviceHome,
+        settings: DeviceSettings,
+        runner: "InProcessExecutor | ChildExecutor",
+        offer: pb.Offer,
     ) -> None:
         self._home, self._settings, self._runner = home, settings, runner
         self._name = home.enrolled.name
@@ -278,7 +277,8 @@ class _Working:
 
     async def run(self) -> None:
         """Run until `stop` or cancellation."""
-        logger.info("device started", extra={"device": self._name, **_sizes(self._offered)})
+        sizes = {"examples": self._offered.examples, "held_out": self._offered.held_out}
+        logger.info("device started", extra={"device": self._name, **sizes})
         self._note("connecting")
         tasks = [
             asyncio.create_task(work)
@@ -323,8 +323,8 @@ class _Working:
             self._note("working")
         elif not work_set.leases and (first or _idle(work_set) != _idle(self._work_set)):
             self._note("idle", is_asked=work_set.population_asked)
-            said = {"population": self._settings.population}
-            logger.info(NO_WORK[work_set.population_asked], extra=said)
+            facts = {"population": self._settings.population}
+            logger.info(NO_WORK[work_set.population_asked], extra=facts)
         self._work_set = work_set
         if self._doing and self._doing[0] not in work_set.leases:
             self._doing[1].now()
@@ -335,10 +335,11 @@ class _Working:
         self._home.note_session(SessionNote(state, population, time.time(), is_asked))
 
     async def _work(self) -> None:
-        """Settle by a document, then do one task of the same document, again and again.
+        """Repeatedly settle updates by a document, then do one task of the same document.
 
-        A document is read once per turn and passed on as a value. `_on_message` replaces it at any
-        await, and a task of a document that was not settled would overwrite an update that counted.
+        A document is read once per turn and passed on as a value. `_on_message` may replace it at
+        any await, and a task of a document that was not settled would overwrite an update that
+        counted.
         """
         wait_s = FIRST_WAIT_S
         while True:
@@ -363,7 +364,7 @@ class _Working:
                 await self._contribute(contribution)
 
     def _tell_waits(self, reason: str) -> None:
-        """Send the offer again when the reason why the device cannot work has changed."""
+        """Send the offer again if the reason why the device cannot work has changed."""
         cut = reason[:MAX_REASON_CHARS]
         if cut == self._offered.waits:
             return
@@ -387,10 +388,10 @@ class _Working:
                 await self._changed.wait()
 
     async def _next(self, work_set: WorkSet) -> pb.Contribution | None:
-        """Do the first task of a settled document that was not done yet and is still wanted.
+        """Do the first task of a settled document that was neither done nor withdrawn meanwhile.
 
-        A newer document may have withdrawn it. Waiting for the newest document would never end if
-        the cloud sends documents faster than the device settles.
+        It does not wait until the newest document is settled, because that might never end if the
+        cloud sends documents faster than the device settles.
         """
         for refused in work_set.refused:
             if refused.lease.hex() not in self._done:
@@ -417,8 +418,7 @@ class _Working:
             return await self._in_runner(lambda: self._runner.do(task, stop, wanted))
         except TaskExpired:
             logger.warning("task not done by its deadline", extra=_facts(task))
-            lease = bytes.fromhex(task.lease)
-            return declined(task.work.run, task.work.round, lease, TOO_LONG)
+            return task.decline(TOO_LONG)
         except Withdrawn:
             self._remember(task.lease)
             logger.info("task withdrawn", extra=_facts(task))
@@ -434,13 +434,13 @@ class _Working:
         logger.info("contributed", extra={"run": contribution.run, "kind": kind})
 
     async def _settle(self, work_set: WorkSet) -> None:
-        """Let updates that counted take effect, and forget those whose lease is over."""
+        """Apply updates that counted, and forget those whose lease is over."""
         if work_set is not self._settled:
             await self._in_runner(lambda: self._runner.settle(work_set))
             self._settled = work_set
 
     async def _in_runner(self, work: Callable[[], T]) -> T:
-        """Run `work` in a thread; the runner stays locked until that thread ends."""
+        """Run `work` in a thread; the runner stays locked until the thread ends."""
         async with self._runner_free:
             doing = asyncio.ensure_future(asyncio.to_thread(work))
             try:
@@ -475,10 +475,6 @@ def _facts(task: Task) -> dict[str, object]:
     return {"run": task.work.run, "round": task.work.round, "kind": task.kind}
 
 
-def _sizes(offer: pb.Offer) -> dict[str, int]:
-    return {"examples": offer.examples, "held_out": offer.held_out}
-
-
 def _file_of(source: Source) -> Path:
     if isinstance(source, str | Path):
         return Path(source).expanduser().absolute()
@@ -489,5 +485,5 @@ def _file_of(source: Source) -> Path:
 
 
 def _idle(work_set: WorkSet) -> tuple[bool, bool | None]:
-    """Return the facts about an idle device that are logged again when they change."""
+    """Return the facts about an idle device that are logged when they change."""
     return not work_set.leases, work_set.population_asked

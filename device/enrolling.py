@@ -1,15 +1,15 @@
 """Enrol a machine as a device: make a key, get a certificate for a token, store the settings."""
 
 from triplane.device.home import DeviceHome, DeviceIdentity, DeviceSettings
-from triplane.proto.errors import Conflict, Unavailable
+from triplane.proto.errors import Conflict
 
 
 def enrol(home: DeviceHome, settings: DeviceSettings, token: str, address: str) -> DeviceIdentity:
-    """Become a device of the cloud whose enrolment port is at `address`.
+    """Make `home` a device of the cloud whose enrolment port is at `address`.
 
-    May be repeated with the same token after an interruption; a home that is enrolled takes a new
-    token, as where its certificate has ended. Conflict: a process works here, or the token was
-    used up. InvalidInput: the token is for another kind of machine. Unavailable: no enrolment
+    It can be repeated with the same token after an interruption. An enrolled home takes a new
+    token, such as after its certificate has expired. Conflict: a process works here, or the token
+    is used up. InvalidInput: the token is for another kind of machine. Unavailable: no enrolment
     port answers.
     """
     from triplane.proto.identity import enrol as enrol_at
@@ -25,11 +25,6 @@ def enrol(home: DeviceHome, settings: DeviceSettings, token: str, address: str) 
         raise Conflict(
             f"{error}; {home.path} stays {home.enrolled.name}, enrolled before: "
             f"triplane device run --home {home.path}"
-        ) from error
-    except Unavailable as error:
-        raise Unavailable(
-            f"no cloud lets machines in at {address} ({error}); `triplane cloud up` says where it "
-            "does, under `enrolment`, 8444 unless told otherwise"
         ) from error
     home.save_settings(settings)
     return home.note_certificate()

@@ -1,10 +1,10 @@
 """Our device's work as a Flower `ClientApp`, and any `ClientApp` on our device (extra `[flower]`).
 
 The one module of the device that imports flwr. `client_app` runs the plan that the strategy
-`triplane.cloud.federation.flower.Triplane` sends, with the mathematics of `federated.core`, so a
-fleet of Flower's SuperNodes takes part in our algorithms. `answer` runs a Flower message through a
-`ClientApp` and gives the reply's bytes, so a fleet of ours takes part in any Flower strategy;
-`answered` does so for a task of the cloud. The app is code of the device's owner, loaded by them.
+`triplane.cloud.federation.flower.Triplane` sends, with the mathematics of `federated.core`, so
+Flower's SuperNodes can take part in our algorithms. `answer` passes a Flower message to a
+`ClientApp` and returns the reply's bytes, so our devices can take part in any Flower strategy;
+`answered` does this for a task of the cloud. The app is code that the device's owner has chosen.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ PLAN: Final = "plan"
 PLAN_DIGEST: Final = "plan-digest"
 ARRAYS: Final = "arrays"
 CONFIG: Final = "config"
-KEPT: Final = "triplane.plan"
-"""Key of a node's state that keeps the plan between rounds."""
+STORED_PLAN: Final = "triplane.plan"
+"""Key in a node's state under which the plan is kept between rounds."""
 FAILED: Final = 100
-"""Code of a reply that says why there is no result; Flower reserves those below."""
+"""Error code of a reply that says why there is no result; Flower reserves lower codes."""
 
 
 def client_app(shard: Callable[[Context], Shard]) -> ClientApp:
@@ -88,15 +88,11 @@ def client_app(shard: Callable[[Context], Shard]) -> ClientApp:
 
 
 def answer(app: ClientApp, data: bytes, context: Context) -> bytes:
-    """The reply of `app` to a serialized Flower message; what it raises becomes an error reply."""
-    _be(context)
-    try:
-        message = message_from_proto(WireMessage.FromString(data))
-    except Exception as error:  # whatever protobuf or flwr stumbles over
-        raise InvalidInput(f"these bytes are no Flower message: {error}") from error
+    """Return the reply of `app` to a serialized message; an exception becomes an error reply."""
+    message = _message(data, context)
     try:
         reply = app(message, context)
-    except Exception as error:  # noqa: BLE001 - the user's app; its fault is told, the device lives on
+    except Exception as error:  # noqa: BLE001 - any error of the user's app is its reply
         logger.warning("app failed", extra={"reason": str(error)})
         reply = Message(Error(FAILED, f"{type(error).__name__}: {error}"), reply_to=message)
     return bytes(message_to_proto(reply).SerializeToString())
@@ -104,7 +100,7 @@ def answer(app: ClientApp, data: bytes, context: Context) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class AppReply:
-    """A reply's bytes, what the app keeps until the next message, and what the reply says."""
+    """A reply's bytes, the app's state until the next message, and metrics of the reply."""
 
     reply: bytes
     kept: bytes
@@ -121,10 +117,10 @@ def answered(
     run: str,
     device: str,
 ) -> AppReply:
-    """The app's answer to a message of the cloud, whose empty records stand for `arrays`.
+    """Return the app's answer to a message of the cloud, whose empty records stand for `arrays`.
 
-    kept: its `context.state` as of its newest reply in this run that counted. InvalidInput: it
-    raised, or replied with an error; the text says which.
+    kept: its `context.state` after its newest reply in this run that counted. InvalidInput: it
+    raised an error or replied with one.
     """
     context = Context(
         run_id=int(run, 16) >> 1,
@@ -133,15 +129,10 @@ def answered(
         state=recorddict_from_proto(WireRecords.FromString(kept)) if kept else RecordDict(),
         run_config={},
     )
-    _be(context)
-    try:
-        asked = message_from_proto(WireMessage.FromString(message))
-    except Exception as error:  # whatever protobuf or flwr stumbles over
-        raise InvalidInput(f"these bytes are no Flower message: {error}") from error
+    asked = _message(message, context)
     for key, record in asked.content.array_records.items():
         if not record:
-            filled = {name: Array(np.array(x)) for name, x in arrays.items()}
-            asked.content[key] = ArrayRecord(filled)
+            asked.content[key] = ArrayRecord({n: Array(np.array(x)) for n, x in arrays.items()})
     try:
         reply = app(asked, context)
     except Exception as error:
@@ -159,9 +150,9 @@ def answered(
 
 
 def load_app(name: str) -> ClientApp:
-    """The `ClientApp` at "module:attribute" or "path/to/file.py:attribute". NotFound, InvalidInput.
+    """Load the `ClientApp` at "module:attribute" or "path/to/file.py:attribute".
 
-    Modules are also looked for in the current folder, as `python -m` does.
+    Modules in the current folder are found, too, as by `python -m`. NotFound, InvalidInput.
     """
     where, colon, attribute = name.rpartition(":")
     if not colon or not where or not attribute.isidentifier():
@@ -189,19 +180,22 @@ def _module(where: str) -> Any:
 
 
 def _number(device: str) -> int:
-    """Any number that stays this device's."""
+    """Return a number that is always the same for a device."""
     return int.from_bytes(hashlib.sha256(device.encode()).digest()[:8]) >> 1
 
 
-def _be(context: Context) -> None:
-    """Flower keeps who is at work in process-wide variables."""
-    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = (
-        context.run_id, context.node_id, 1,
-    )  # fmt: skip
+def _message(data: bytes, context: Context) -> Message:
+    """Parse a message, and enter the context in Flower's process-wide variables."""
+    identity = TaskIdentity
+    identity.run_id, identity.node_id, identity.task_id = context.run_id, context.node_id, 1
+    try:
+        return message_from_proto(WireMessage.FromString(data))
+    except Exception as error:  # protobuf and flwr raise various errors
+        raise InvalidInput(f"these bytes are no Flower message: {error}") from error
 
 
 def _begin(message: Message, context: Context) -> tuple[Plan, Work]:
-    """The plan at the shared state, and what to do with it."""
+    """Return the plan with the shared state, and the work to do."""
     config = message.content[CONFIG]
     plan = _plan(message, context, str(config[PLAN_DIGEST]))
     plan.assign({name: array.numpy() for name, array in message.content[ARRAYS].items()})
@@ -220,10 +214,10 @@ def _begin(message: Message, context: Context) -> tuple[Plan, Work]:
 
 def _plan(message: Message, context: Context, digest: str) -> Plan:
     if PLAN in message.content.array_records:
-        context.state[KEPT] = message.content[PLAN]
-    if KEPT not in context.state.array_records:
-        raise InvalidInput("this node has not got the plan yet; the strategy sends it again")
-    record: Any = context.state[KEPT]
+        context.state[STORED_PLAN] = message.content[PLAN]
+    if STORED_PLAN not in context.state.array_records:
+        raise InvalidInput("this node does not have the plan yet; the strategy sends it again")
+    record: Any = context.state[STORED_PLAN]
     data = record[PLAN].numpy().astype(np.uint8, copy=False).tobytes()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.plan"

@@ -1,21 +1,22 @@
-"""The memory of a device about its runs, each in one durable file.
+"""What a device remembers of its runs, each in one durable file.
 
 `personal/RUN.state`: personal tensors, and the remainder of compression, as of the newest update
 that counted. `personal/PLAN.spent`: steps and seconds that a plan with limits has used, so that a
-restart does not refill them. `pending/RUN.update`: an update before it leaves, with the personal
-tensors and the remainder it implies; they take effect when the cloud says it counted. So a kill at
-any instant costs nothing: either nothing was written, or the same bytes are sent again.
+restart does not reset them. `pending/RUN.update`: an update that has not been settled, with the
+personal tensors and the remainder that it implies; they take effect when the cloud says that it
+counted. So a kill at any instant loses nothing: either nothing was written, or the same bytes are
+sent again.
 
-An update that implies nothing is held in memory only (`Memory.hold`): a process that is killed
-learns it again, to the same bytes, from the same state.
+An update that implies nothing is held in memory only (`Memory.hold`): after a kill, the device
+learns it again from the same state, to the same bytes.
 """
 
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import BinaryIO, Final, TypeVar, get_type_hints
 
 from triplane.proto.disk import OS_DISK, OsDisk, write_atomic
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput
@@ -30,23 +31,24 @@ PERSONAL: Final = "personal.safetensors"
 REMAINDER: Final = "remainder.safetensors"
 KIND: Final = "checkpoint"
 MAX_RUNS: Final = 32
-"""Whose personal state is kept; the oldest goes first."""
+"""Number of runs whose personal state is kept; the oldest are removed first."""
 
 Arrays = Mapping[str, Array]
+F = TypeVar("F")
 
 
 class Unsynced(OsDisk):
-    """Files that are made again where a power cut lost or tore them.
+    """Writes files without a sync, which are made again if a power cut loses or damages them.
 
     States of rounds are fetched again, and updates that imply nothing are learned again.
     """
 
     def sync(self, file: BinaryIO) -> None:
-        """See `Disk`; what reads the file sees it all, and no more is waited for."""
+        """See `Disk`; readers see the contents, which are not yet on the disk."""
         file.flush()
 
     def sync_folder(self, folder: Path) -> None:
-        """See `Disk`; nothing is waited for."""
+        """See `Disk`; this does nothing."""
 
 
 UNSYNCED: Final = Unsynced()
@@ -54,7 +56,7 @@ UNSYNCED: Final = Unsynced()
 
 @dataclass(frozen=True, slots=True)
 class PersonalState:
-    """Personal tensors by name, and what compression lost of earlier updates of one run."""
+    """Personal tensors of one run by name, and what compression lost of its earlier updates."""
 
     tensors: Arrays
     remainder: Arrays
@@ -74,27 +76,22 @@ class UpdateFacts:
     loss: float
     seconds: float
 
-    @classmethod
-    def parse(cls, said: Mapping[str, str]) -> "UpdateFacts":
-        """Parse the properties of a file. Corrupt where they are not such facts."""
-        try:
-            return cls(
-                run=said["run"],
-                round=int(said["round"]),
-                lease=said["lease"],
-                examples=int(said["examples"]),
-                loss=float(said["loss"]),
-                seconds=float(said["seconds"]),
-            )
-        except (KeyError, ValueError) as error:
-            raise Corrupt(f"the facts of an update are missing or no numbers: {error}") from error
+
+def parse_facts(kind: type[F], properties: Iterable[tuple[str, str]]) -> F:
+    """Return a dataclass of texts and numbers from a file's properties. Corrupt if they are not."""
+    texts = dict(properties)
+    try:
+        types = get_type_hints(kind)
+        return kind(**{name: parse(texts[name]) for name, parse in types.items()})
+    except (KeyError, ValueError) as error:
+        raise Corrupt(f"facts of a file are missing or not numbers: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
 class PendingUpdate:
-    """An update that waits for its settlement. path: of the file that holds all of it.
+    """An update that waits for its settlement.
 
-    Nothing has that name while the update is only held; see `Memory.hold`.
+    path: of its file, which does not exist if the update is held in memory; see `Memory.hold`.
     """
 
     path: Path
@@ -102,7 +99,7 @@ class PendingUpdate:
 
 
 class Memory:
-    """The folders `personal` and `pending` of a home. One thread at a time."""
+    """The folders `personal` and `pending` of a home. One thread at a time uses it."""
 
     def __init__(self, personal: Path, pending: Path) -> None:
         self._personal, self._pending = personal, pending
@@ -111,7 +108,7 @@ class Memory:
         self._held: dict[Path, PendingUpdate] = {}
 
     def personal(self, run: str) -> PersonalState:
-        """Return the personal state of this run; a new run starts with the newest run's tensors."""
+        """Return the personal state of a run; a new run begins with the newest run's tensors."""
         path = self._personal / f"{run}.state"
         if path.exists():
             return self._read(path) or NOTHING
@@ -122,23 +119,19 @@ class Memory:
     def keep(
         self, facts: UpdateFacts, update: Path | bytes, implied: PersonalState
     ) -> PendingUpdate:
-        """Write an update and what it implies, durable, as one file.
+        """Store an update and what it implies durably, as one file.
 
-        update: its bytes, kept at hand too, or a file, which is taken. Conflict where an update of
-        another lease of the run was not settled: it may have counted.
+        update: its bytes, which also stay in memory, or a file, which is moved. Conflict if an
+        update of another lease of the run was not settled: it may have counted.
         """
         path = self._free(facts)
-        alone = path.with_suffix(".out")
         properties = {name: str(value) for name, value in asdict(facts).items()}
         if isinstance(update, bytes):
             first = container.part(UPDATE, update)
         else:
             first = container.file_part(UPDATE, update)
         container.write(path, KIND, [first, *_parts(implied)], properties=properties)
-        if isinstance(update, bytes):
-            self._small[path] = update
-        else:
-            update.replace(alone)
+        self._take(path, update)
         self._verified[path] = PendingUpdate(path, facts)
         return self._verified[path]
 
@@ -148,29 +141,30 @@ class Memory:
         update, Conflict: as for `keep`.
         """
         path = self._free(facts)
+        self._take(path, update)
+        self._held[path] = PendingUpdate(path, facts)
+        return self._held[path]
+
+    def _take(self, path: Path, update: Path | bytes) -> None:
+        """Keep the update alone, as it is sent: its bytes in memory, or its file."""
         if isinstance(update, bytes):
             self._small[path] = update
         else:
             update.replace(path.with_suffix(".out"))
-        self._held[path] = PendingUpdate(path, facts)
-        return self._held[path]
 
     def _free(self, facts: UpdateFacts) -> Path:
-        """Return the path for an update, after forgetting what an earlier one left in memory."""
+        """Return the path for an update, and forget what an earlier one left in memory."""
         path = self._pending / f"{facts.run}.update"
         waiting = self._at(path)
         if waiting is not None and waiting.facts.lease != facts.lease:
             raise Conflict(unsettled(waiting.facts))
         self._held.pop(path, None)
         self._small.pop(path, None)
-        _drop(path.with_suffix(".out"))
+        drop(path.with_suffix(".out"))
         return path
 
     def pending(self) -> tuple[PendingUpdate, ...]:
-        """Return every unsettled update.
-
-        A damaged one is removed, because it cannot be sent again.
-        """
+        """Return the unsettled updates. Damaged ones cannot be sent again and are removed."""
         paths = sorted({*self._pending.glob("*.update"), *self._held})
         updates = (self._at(path) for path in paths)
         return tuple(pending for pending in updates if pending is not None)
@@ -179,7 +173,7 @@ class Memory:
         """Return the update alone, if it has at most `most` bytes."""
         if pending.path not in self._small:
             if pending.path in self._held:
-                return None  # it is a file, and too large
+                return None  # it is in a file, because it is too large
             file = Container(pending.path, kind=KIND)
             if file.manifest.part(UPDATE).size > most:
                 return None
@@ -188,7 +182,7 @@ class Memory:
         return data if len(data) <= most else None
 
     def bytes_of(self, pending: PendingUpdate) -> Path:
-        """Return the update alone as a file, with the same bytes each time."""
+        """Return the update alone as a file, which has the same bytes each time."""
         path = pending.path.with_suffix(".out")
         if not path.exists() and pending.path in self._held:
             write_atomic(path, self._small[pending.path], UNSYNCED)
@@ -197,10 +191,7 @@ class Memory:
         return path
 
     def settle(self, pending: PendingUpdate, *, counted: bool) -> None:
-        """Apply the personal state of a counted update, or forget it.
-
-        Safe to repeat after a crash.
-        """
+        """Apply the personal state of a counted update, or forget it. It can be repeated."""
         held = self._held.pop(pending.path, None)
         implied = self._read(pending.path) if counted and held is None else None
         if implied is not None:
@@ -210,11 +201,11 @@ class Memory:
         self._verified.pop(pending.path, None)
         self._small.pop(pending.path, None)
         if held is None:
-            _drop(pending.path)
-        _drop(pending.path.with_suffix(".out"))
+            drop(pending.path)
+        drop(pending.path.with_suffix(".out"))
 
     def spent(self, plan: str) -> tuple[int, float]:
-        """Return the steps and seconds spent on a plan; a damaged record counts as none."""
+        """Return the steps and seconds spent on a plan; 0 if the record is damaged."""
         try:
             steps, seconds = (self._personal / f"{plan}.spent").read_text().split()
             return int(steps), float(seconds)
@@ -238,16 +229,16 @@ class Memory:
         try:
             file = Container(path, kind=KIND)
             file.verify()
-            update = PendingUpdate(path, UpdateFacts.parse(dict(file.manifest.properties)))
+            update = PendingUpdate(path, parse_facts(UpdateFacts, file.manifest.properties))
         except (Corrupt, InvalidInput) as error:
             logger.warning("update dropped", extra={"file": path.name, "reason": str(error)})
-            _drop(path)
+            drop(path)
             return None
         self._verified[path] = update
         return update
 
     def _read(self, path: Path) -> PersonalState | None:
-        """Return the state in a file. A damaged file is removed: learning goes on without it."""
+        """Return the state in a file. A damaged file is removed; learning goes on without it."""
         try:
             file = Container(path, kind=KIND)
             file.verify()
@@ -258,12 +249,12 @@ class Memory:
             return PersonalState(tensors, remainder)
         except (Corrupt, InvalidInput) as error:
             logger.warning("personal state lost", extra={"file": path.name, "reason": str(error)})
-            _drop(path)
+            drop(path)
             return None
 
     def _forget_oldest(self, names: str) -> None:
         for path in sorted(self._personal.glob(names), key=_written_s)[:-MAX_RUNS]:
-            _drop(path)
+            drop(path)
 
 
 def unsettled(facts: UpdateFacts) -> str:
@@ -286,6 +277,7 @@ def _written_s(path: Path) -> float:
     return path.stat().st_mtime
 
 
-def _drop(path: Path) -> None:
+def drop(path: Path) -> None:
+    """Remove a file, if it exists."""
     with contextlib.suppress(FileNotFoundError):
         OS_DISK.remove(path)

@@ -1,6 +1,6 @@
-"""`python -m triplane.device.renewing HOME`: renew the certificate of a device's home, and end.
+"""`python -m triplane.device.renewing HOME`: renew the certificate of a device's home, then exit.
 
-It is a separate process, because cryptography takes 11 MB that a device would not get back.
+It is a process of its own because cryptography takes 11 MB, which a device could not free again.
 """
 
 import sys
@@ -11,7 +11,7 @@ from triplane.proto.identity import renew
 
 
 def main(path: str) -> None:
-    """Renew, and note when to renew again."""
+    """Renew the certificate, and store when to renew it again."""
     home = DeviceHome(path)
     renew(home.identity)
     home.note_certificate()

@@ -1,8 +1,8 @@
-"""A device's samples, from arrays, an npz file, or batches one by one.
+"""A device's samples, from arrays, an npz file, or an iterable of batches.
 
-Invalid samples are refused here, with their place, rather than by every task of a run. The held-out
-part is never learned from, and a sample keeps its part when more arrive: of each block of
-consecutive samples one is held out, chosen by a fixed draw.
+Invalid samples are refused here, naming the place, rather than by every task of a run. The held-out
+part is never used for learning. A sample stays in its part when more samples are added: one of each
+block of consecutive samples is held out, chosen by a fixed draw.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,7 +20,7 @@ from triplane.unified_ir.files.npz import opened_npz
 MAX_SHARD_BYTES: Final = 2 << 30
 """Total size of all samples, which are held in memory."""
 MAX_BATCHES: Final = 1 << 20
-"""Batches of one iterator, so that an endless one is noticed however small its batches are."""
+"""Largest number of batches, so that an endless iterator is noticed even if batches are small."""
 MAX_BLOCK: Final = 1 << 32
 """Largest block of samples of which one is held out."""
 HELD_OUT_PREFIX: Final = "held_out."
@@ -28,25 +28,25 @@ HELD_OUT_PREFIX: Final = "held_out."
 NUMBERS: Final = "biuf"
 """Kinds of elements that a graph takes, as numpy names them."""
 AT_ONCE: Final = 1 << 20
-"""Bytes of an array that are checked at once, so that the check needs no second copy."""
+"""Bytes of an array that are checked at once, so that the check needs little memory."""
 
 Source = Shard | Mapping[str, Array] | str | Path | Iterable[Mapping[str, Array]]
 
 
 def shard_of(source: Source, *, held_out: float = HELD_OUT) -> Shard:
-    """Return the samples of `source`, split unless it names held-out samples itself.
+    """Return the samples of `source`; split them unless it has held-out samples itself.
 
     source: a Shard, arrays by name ("x", "y") with one row per sample, the path of an npz file of
     such arrays (held-out ones named "held_out.x" if it has them), or an iterable of batches that
-    ends. held_out: share in [0, 1), taken as the nearest 1/n, or 1 - 1/n above a half; 0 holds
-    nothing out, and such a device does not evaluate. InvalidInput: samples that are not
-    numbers, not finite, or differ in size or names.
+    ends. held_out: share in [0, 1), rounded to the nearest 1/n, or 1 - 1/n above a half; with 0 the
+    device cannot evaluate. InvalidInput: samples are not finite numbers, or differ in size or
+    names.
     """
     if isinstance(source, Shard):
         return _checked(source)
     if isinstance(source, str | Path):
         return _checked(_from_npz(Path(source).expanduser(), held_out))
-    arrays = _named(source) if isinstance(source, Mapping) else _gathered(source)
+    arrays = _named(source) if isinstance(source, Mapping) else _concatenated(source)
     return _checked(split(arrays, held_out))
 
 
@@ -87,9 +87,9 @@ def _named(batch: Any) -> dict[str, Array]:
     return arrays
 
 
-def _gathered(batches: Iterable[Mapping[str, Array]]) -> dict[str, Array]:
+def _concatenated(batches: Iterable[Mapping[str, Array]]) -> dict[str, Array]:
     """Return all batches as one. InvalidInput beyond `MAX_SHARD_BYTES`."""
-    kept: list[dict[str, Array]] = []
+    parts: list[dict[str, Array]] = []
     size = 0
     for number, batch in enumerate(_batches(batches), 1):
         arrays = _named(batch)
@@ -98,15 +98,15 @@ def _gathered(batches: Iterable[Mapping[str, Array]]) -> dict[str, Array]:
         if number > MAX_BATCHES:
             raise InvalidInput(f"an iterator gives at most {MAX_BATCHES} batches; let it end")
         _check_rows(arrays, number)
-        kept.append(arrays)
-        _check_alike(kept[0], arrays, number)
-    if not kept:
+        parts.append(arrays)
+        _check_alike(parts[0], arrays, number)
+    if not parts:
         raise InvalidInput("the iterator gave no batch; a device has at least one sample")
-    return {name: np.concatenate([batch[name] for batch in kept]) for name in kept[0]}
+    return {name: np.concatenate([batch[name] for batch in parts]) for name in parts[0]}
 
 
 def _batches(source: Any) -> Iterable[Any]:
-    """Return an iterable of batches; anything else counts as one batch, to be refused by name."""
+    """Return an iterable of batches; any other object as one batch, which is then refused."""
     return source if isinstance(source, Iterable) and not hasattr(source, "dtype") else (source,)
 
 
@@ -152,7 +152,7 @@ def _from_npz(path: Path, held_out: float) -> Shard:
 
 
 def _checked(shard: Shard) -> Shard:
-    """Return the shard, if both parts have the same names and finite numbers only."""
+    """Return the shard after checking that both parts have the same names and finite numbers."""
     if shard.held_out and shard.held_out.keys() != shard.train.keys():
         raise InvalidInput(
             f"samples that are held out have the names of the others, {sorted(shard.train)}; got "
@@ -174,12 +174,12 @@ def _check_numbers(name: str, x: Array) -> None:
         bad = ~np.isfinite(x[at : at + rows]).reshape(len(x[at : at + rows]), -1).all(axis=1)
         if bad.any():
             raise InvalidInput(
-                f"samples are finite, {name!r} of one holds {_odd(x[at + int(bad.argmax())])}; "
+                f"samples are finite, {name!r} of one holds {_defect(x[at + int(bad.argmax())])}; "
                 "fill in what is missing, or leave such samples out"
             )
 
 
-def _odd(row: Array) -> str:
+def _defect(row: Array) -> str:
     return "NaN" if np.isnan(row).any() else "an infinity"
 
 

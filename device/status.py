@@ -12,9 +12,9 @@ from triplane.device.model import DeviceModel, ModelChoice
 
 @dataclass(frozen=True, slots=True)
 class DeviceStatus:
-    """A device at rest or at work. renew_at_s: seconds since 1970.
+    """The status of a device. renew_at_s: seconds since 1970.
 
-    population: of the process that runs, else of the settings. session: None where none runs.
+    population: of the running process, else of the settings. session: None if no process runs.
     """
 
     name: str
@@ -28,11 +28,11 @@ class DeviceStatus:
     pending: tuple[UpdateFacts, ...]
 
     def record(self) -> Mapping[str, object]:
-        """For scripts."""
+        """Return the status for scripts."""
         return asdict(self)
 
     def text(self) -> str:
-        """For people."""
+        """Return the status for people."""
         lines = [
             f"{self.name}  population {self.population}, cloud {self.cloud}",
             f"  home    {self.home}  ({'running' if self.running else 'not running'})",
@@ -47,7 +47,7 @@ class DeviceStatus:
 
 
 def look(path: Path) -> DeviceStatus:
-    """The status of the device in that home. NotFound where there is none."""
+    """Return the status of the device in a home. NotFound if there is none."""
     home = DeviceHome(path)
     home.require_enrolled()
     enrolled, running = home.enrolled, home.is_held

@@ -1,7 +1,7 @@
-"""Ending work early: because it was withdrawn, or because its deadline has passed.
+"""End work early, because it was withdrawn or its deadline has passed.
 
-A `StopToken` is checked between steps. A graph that is running is stopped by a callback, because it
-may never end by itself.
+A `StopToken` is checked between steps. A callback stops a running graph, which may never end by
+itself.
 """
 
 import threading
@@ -18,14 +18,13 @@ class TaskExpired(Withdrawn):
 
 
 class StopToken:
-    """Ends work: by `now`, or at `until_s` of the clock. Usable from any thread."""
+    """Ends work by `now`, or at the time `until_s` of the clock. Any thread may use it."""
 
     def __init__(self, until_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.until_s, self._clock = until_s, clock
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
-        self._stopped = False
-        self._expired = False
+        self._stopped = self._expired = False
 
     def now(self) -> None:
         """End the work because it was withdrawn."""
@@ -36,7 +35,7 @@ class StopToken:
         self._end(expired=True)
 
     def call(self, callback: Callable[[], None]) -> None:
-        """Call this once when the work ends; at once where it has ended. It must not block."""
+        """Call this once when the work ends, or now if it has ended. It must not block."""
         with self._lock:
             ended = self._stopped or self._expired
             if not ended:
@@ -45,7 +44,7 @@ class StopToken:
             callback()
 
     def check(self) -> None:
-        """Raise Withdrawn, or DeadlineExceeded, where the work ends."""
+        """Raise Withdrawn or TaskExpired if the work must end."""
         if self._stopped:
             raise Withdrawn
         if self._expired or self._clock() >= self.until_s:

@@ -1,15 +1,16 @@
-"""One task from its document to its contribution: fetch, learn or score, store, upload.
+"""Do tasks, each from its document to its contribution: fetch, learn or score, store, upload.
 
-It runs in a separate thread, so that the session goes on. The cloud's data is checked again here:
-digests, whether plan and state belong together, demands that this version does not support. A
-refusal becomes a contribution that declines with the reason; only an error that may pass later is
-raised (`Unavailable`).
+A task runs in a separate thread, so that the session goes on. The cloud's data is checked here:
+digests, whether plan and state belong together, demands that this version does not support. A task
+that is refused gives a contribution that declines with the reason; only an error that may pass
+later is raised (`Unavailable`).
 """
 
 import hashlib
 import logging
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,11 +28,13 @@ from triplane.device.memory import (
 )
 from triplane.device.model import SHARED, DeviceModel, ModelChoice
 from triplane.device.stopping import StopToken
-from triplane.device.tasks import Blob, Task, WorkSet, declined
+from triplane.device.tasks import Blob, Task, WorkSet
 from triplane.proto import federation_pb2 as pb
+from triplane.proto.blobs import BlobFolder, digest_of
+from triplane.proto.channels import connect
 from triplane.proto.disk import OS_DISK, write_atomic
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, TriplaneError, Unavailable
-from triplane.proto.transfer import BlobFolder, digest_of, download, upload
+from triplane.proto.transfer import download, upload
 from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.federated.core.files import encode_update, read_state, write_update
 from triplane.unified_ir.federated.core.learn import (
@@ -46,36 +49,23 @@ from triplane.unified_ir.files.container import Container
 from triplane.unified_ir.runtime.plan import Plan
 from triplane.unified_ir.runtime.session import CancellationToken as GraphStop
 from triplane.unified_ir.runtime.session import OutOfMemory, SessionOptions
-from triplane.unified_ir.runtime.signature import TensorInfo
 
 logger = logging.getLogger(__name__)
 
 OPTIONS: Final = SessionOptions(arena=False)
-"""One thread without spinning, and no memory held back between runs: the device has other uses."""
+"""One thread that does not spin, and no memory kept between runs: others use the device, too."""
 
 
 class StoppablePlan:
-    """A plan whose steps end with `stop`, between graphs and between the nodes of a graph."""
+    """A `Learner` that runs a plan until `stop`: it ends between the nodes of a graph, too."""
 
     def __init__(self, plan: Plan, stop: StopToken) -> None:
         self._plan, self._stop = _stopping(plan, stop), stop
-
-    @property
-    def entries(self) -> tuple[str, ...]:
-        """See `Plan`."""
-        return self._plan.entries
-
-    @property
-    def roles(self) -> Mapping[str, str]:
-        """See `Plan`."""
-        return self._plan.roles
-
-    def inputs(self, entry: str, /) -> Sequence[TensorInfo]:
-        """See `Plan`."""
-        return self._plan.inputs(entry)
+        self.entries, self.roles, self.inputs = plan.entries, plan.roles, plan.inputs
+        self.state, self.view, self.assign = plan.state, plan.view, plan.assign
 
     def run(self, entry: str, batch: Mapping[str, Array], /) -> Mapping[str, Array]:
-        """See `Plan`; raises Withdrawn instead of taking a step of withdrawn work."""
+        """See `Plan`; raise Withdrawn instead of taking a step of withdrawn work."""
         self._stop.check()
         try:
             return self._plan.run(entry, batch)
@@ -83,23 +73,11 @@ class StoppablePlan:
             self._stop.check()
             raise
 
-    def state(self, *roles: str) -> dict[str, Array]:
-        """See `Plan`."""
-        return self._plan.state(*roles)
-
-    def view(self, *roles: str) -> Mapping[str, Array]:
-        """See `Plan`."""
-        return self._plan.view(*roles)
-
-    def assign(self, values: Mapping[str, Array], /) -> None:
-        """See `Plan`."""
-        self._plan.assign(values)
-
 
 class TaskRunner:
     """Runs the tasks of a device. One thread at a time uses it, for `do` or `settle`.
 
-    channel: to the cloud, made when it is first needed. app: the owner's `ClientApp` of Flower.
+    channel: opens a channel to the cloud, or returns the open one. app: the owner's `ClientApp`.
     """
 
     def __init__(
@@ -118,7 +96,7 @@ class TaskRunner:
         self.model = DeviceModel(home.model)
         self._plan: Plan | None = None
         self._plan_blob = b""
-        self._fetched: set[bytes] = set()  # the state that came while we ran, and was verified
+        self._fetched: set[bytes] = set()  # the state that this process fetched and verified
         self._fresh: dict[str, Array] = {}
 
     def do(self, task: Task, stop: StopToken, wanted: Iterable[Blob] = ()) -> pb.Contribution:
@@ -133,16 +111,14 @@ class TaskRunner:
             raise
         except (MemoryError, OutOfMemory) as error:
             stop.check()
-            return _declined(task, self._too_large(error))
+            limit = (
+                f"out of memory; a task may take {self._settings.max_memory_bytes} bytes where it "
+                "runs in a child process (max_memory_bytes in this device's device.json)"
+            )
+            return _decline(task, f"{limit}: {error}")
         except TriplaneError as error:
             stop.check()
-            return _declined(task, str(error))
-
-    def _too_large(self, error: Exception) -> str:
-        return (
-            f"out of memory; a task may take {self._settings.max_memory_bytes} bytes where it runs "
-            f"in a child process (max_memory_bytes in this device's device.json): {error}"
-        )
+            return _decline(task, str(error))
 
     def settle(self, work_set: WorkSet) -> None:
         """Let updates that counted take effect, and forget those whose lease is over."""
@@ -154,11 +130,10 @@ class TaskRunner:
                 continue
             counted = settlement is not None and settlement.counted
             self.memory.settle(pending, counted=counted)
-            said = {
-                "counted": counted,
-                "reason": settlement.reason if settlement else "its lease is over",
-            }
-            logger.info("update settled", extra={"run": run, "round": pending.facts.round, **said})
+            facts: dict[str, object] = {"run": run, "round": pending.facts.round}
+            facts["counted"] = counted
+            facts["reason"] = settlement.reason if settlement else "its lease is over"
+            logger.info("update settled", extra=facts)
 
     def _do(self, task: Task, stop: StopToken, wanted: frozenset[bytes]) -> pb.Contribution:
         for pending in self.memory.pending():
@@ -183,7 +158,7 @@ class TaskRunner:
                 self.memory.note_spent(plan.digest, plan.steps, plan.spent_s)
 
     def learn(self, plan: Plan, task: Task, stop: StopToken) -> pb.Contribution:
-        """Learn; an update that implies something is on the disk before a byte of it leaves."""
+        """Learn; an update that implies something is on the disk before any byte of it is sent."""
         if plan.compression and task.compression not in plan.compression:
             raise Conflict(
                 f"the plan demands an update by {' or '.join(plan.compression)}, the task asks for "
@@ -194,14 +169,7 @@ class TaskRunner:
         learned = learn(
             StoppablePlan(plan, stop), task.work, self._shard, lambda: self._state_of(plan, task)
         )
-        facts = UpdateFacts(
-            run=task.work.run,
-            round=task.work.round,
-            lease=task.lease,
-            examples=learned.examples,
-            loss=learned.loss,
-            seconds=time.monotonic() - began_s,
-        )
+        facts = _update_facts(task, learned.examples, learned.loss, began_s)
         return self._offered(self._written(plan, task, facts, learned.change), task, stop)
 
     def score(self, plan: Plan, task: Task, stop: StopToken) -> pb.Contribution:
@@ -219,13 +187,12 @@ class TaskRunner:
         score = pb.Score(
             samples=judged.samples, before=judged.before, after=judged.after, round=task.work.round
         )
-        lease = bytes.fromhex(task.lease)
-        return pb.Contribution(run=task.work.run, round=task.work.round, lease=lease, score=score)
+        return task.contribution(score=score)
 
     def _answered(
         self, task: Task, plan: Path, message: Blob, wanted: frozenset[bytes], stop: StopToken
     ) -> pb.Contribution:
-        """Have the owner's app answer; its reply is written with what it keeps before it leaves."""
+        """Let the owner's app answer; its reply is stored with its state before it is sent."""
         from triplane.device.flower import answered
 
         run, name = task.work.run, f"flower.{task.work.run}"
@@ -234,21 +201,14 @@ class TaskRunner:
         )
         arrays = {n: x for n, x in state.items() if np.issubdtype(x.dtype, np.floating)}
         kept = self.memory.personal(run).tensors.get(name)
-        said = self._fetch(message, self._blobs, wanted, stop).read_bytes()
+        data = self._fetch(message, self._blobs, wanted, stop).read_bytes()
         began_s = time.monotonic()
         reply = answered(
-            self._app, said, arrays, b"" if kept is None else kept.tobytes(), run=run,
+            self._app, data, arrays, b"" if kept is None else kept.tobytes(), run=run,
             device=task.work.device,
         )  # fmt: skip
         stop.check()
-        facts = UpdateFacts(
-            run=run,
-            round=task.work.round,
-            lease=task.lease,
-            examples=reply.examples,
-            loss=reply.loss,
-            seconds=time.monotonic() - began_s,
-        )
+        facts = _update_facts(task, reply.examples, reply.loss, began_s)
         path = self._home.pending / f"{run}.new"
         write_atomic(path, reply.reply)
         implied = PersonalState({name: np.frombuffer(reply.kept, np.uint8)}, {})
@@ -269,20 +229,19 @@ class TaskRunner:
             "buffers": buffers(plan.roles),
         }
         is_durable = not _can_repeat(plan, task)
+        update: Path | bytes
         if sum(x.nbytes for x in change.values()) <= task.inline_bytes:
-            data, lost = encode_update(change, **options)
-            if is_durable:
-                return self.memory.keep(facts, data, PersonalState(plan.view("personal"), lost))
-            return self.memory.hold(facts, data)
-        path = self._home.pending / f"{facts.run}.new"
-        written = write_update(path, change, disk=OS_DISK if is_durable else UNSYNCED, **options)
-        if is_durable:
-            implied = PersonalState(plan.view("personal"), written.remainder)
-            return self.memory.keep(facts, path, implied)
-        return self.memory.hold(facts, path)
+            update, remainder = encode_update(change, **options)
+        else:
+            update = self._home.pending / f"{facts.run}.new"
+            disk = OS_DISK if is_durable else UNSYNCED
+            remainder = write_update(update, change, disk=disk, **options).remainder
+        if not is_durable:
+            return self.memory.hold(facts, update)
+        return self.memory.keep(facts, update, PersonalState(plan.view("personal"), remainder))
 
     def _offered(self, pending: PendingUpdate, task: Task, stop: StopToken) -> pb.Contribution:
-        """The contribution of an update: with its bytes, or once the cloud has all of them."""
+        """Return the contribution of an update: with its bytes, or after uploading them."""
         facts = pending.facts
         data = self.memory.inline_of(pending, task.inline_bytes) if task.inline_bytes else None
         stop.check()
@@ -314,21 +273,21 @@ class TaskRunner:
         return path
 
     def _make_room(self, blob: Blob, wanted: frozenset[bytes]) -> None:
-        """Drop what no task at hand and not the model needs; Conflict where it is not enough."""
-        kept, choice = 0, self.model.choice()
+        """Remove blobs that neither a task nor the model needs. Conflict if that is not enough."""
+        used, choice = 0, self.model.choice()
         if choice is not None:
             wanted |= {bytes.fromhex(choice.plan)}
         for path in (*self._home.plans.iterdir(), *self._blobs.partial.iterdir()):
             if path.is_dir():
                 continue
             if bytes.fromhex(path.name) in wanted:
-                kept += path.stat().st_size
+                used += path.stat().st_size
             else:
                 self._blobs.remove(bytes.fromhex(path.name))
-        if kept + blob.size > self._settings.max_disk_bytes:
+        if used + blob.size > self._settings.max_disk_bytes:
             raise Conflict(
                 f"plans and states take at most {self._settings.max_disk_bytes} bytes here "
-                f"(max_disk_bytes in device.json); {kept} are in use and {blob.size} more are asked"
+                f"(max_disk_bytes in device.json); {used} are in use and {blob.size} more are asked"
             )
 
     def _plan_of(self, task: Task, path: Path) -> Plan:
@@ -349,16 +308,16 @@ class TaskRunner:
             return read_state(Path("state"), plan=plan.digest, data=task.inline_state)
         path = self._states.find(task.state.sha256)
         try:
-            known = task.state.sha256 in self._fetched
-            return read_state(path, plan=plan.digest, verified=known)
+            verified = task.state.sha256 in self._fetched
+            return read_state(path, plan=plan.digest, verified=verified)
         except Corrupt as error:
             if digest_of(path) == task.state.sha256:
-                raise  # the cloud's own bytes
+                raise  # these are the bytes that the cloud sent
             self._states.remove(task.state.sha256)
-            raise Unavailable(f"a power cut tore the state on disk: {error}") from error
+            raise Unavailable(f"a power cut damaged the state on disk: {error}") from error
 
     def _assign(self, plan: Plan, task: Task) -> None:
-        """The round's start: shared state, our personal tensors, the rest as the plan has it."""
+        """Set the start of a round: the shared state, our personal tensors, the plan's rest."""
         state = self._state_of(plan, task)
         if odd := sorted(state.keys() ^ set(shared(plan.roles))):
             raise InvalidInput(f"the state of a task is all shared state; it differs in {odd[:4]}")
@@ -366,15 +325,49 @@ class TaskRunner:
         plan.assign({**self._fresh, **state, **ours})
 
     def _adopt_unmeasured(self, plan: Plan, task: Task) -> None:
-        """Use the shared state where nothing is measured: at first, or with nothing held out.
+        """Use the shared state if no model was measured: at first, or with nothing held out.
 
-        What was measured stays until another model was, also when a run has another plan.
+        A measured model stays until another one is measured, even if a run has another plan.
         """
         blob, choice = task.plan.sha256.hex(), self.model.choice()
         if not choice or not choice.samples or not self._shard.held_out_samples:
             work = task.work
             new = ModelChoice(run=work.run, round=work.round, plan=blob, chosen=SHARED)
             self.model.adopt_unmeasured(plan, new)
+
+
+class InProcessExecutor(TaskRunner):
+    """Runs tasks in the calling thread of this process; onnxruntime's own flag ends graphs.
+
+    Any thread may call `interrupt` and `close`.
+    """
+
+    def __init__(self, home: DeviceHome, shard: Shard, settings: DeviceSettings, app: Any) -> None:
+        super().__init__(home, shard, settings, self._open, app)
+        self._identity = home.identity
+        self._open_channel: grpc.Channel | None = None
+        self._lock = threading.Lock()
+
+    def renewed(self) -> None:
+        """Use the new certificate from now on."""
+        self.interrupt()
+
+    def interrupt(self) -> None:
+        """Close the channel, which ends a call that waits for the cloud."""
+        with self._lock:
+            old, self._open_channel = self._open_channel, None
+        if old is not None:
+            old.close()
+
+    def close(self) -> None:
+        """Release all resources."""
+        self.interrupt()
+
+    def _open(self) -> grpc.Channel:
+        with self._lock:
+            if self._open_channel is None:
+                self._open_channel = connect(self._identity)
+            return self._open_channel
 
 
 DOERS: Final[Mapping[str, Callable[[TaskRunner, Plan, Task, StopToken], pb.Contribution]]] = {
@@ -387,35 +380,43 @@ WRITERS: Final = ("learn", "flower")
 
 
 def _can_repeat(plan: Plan, task: Task) -> bool:
-    """Whether a process that is killed would learn the same update again and has lost nothing.
+    """Return whether a killed process could learn the same update again without a loss.
 
-    Compression leaves a remainder, and a plan with limits lets no step be taken twice.
+    Compression leaves a remainder, and steps of a plan with limits cannot be repeated.
     """
     limited = plan.limits.max_steps or plan.limits.time_s
     return not (plan.view("personal") or task.compression or limited)
 
 
 def _stopping(plan: Plan, stop: StopToken) -> Plan:
-    """The plan, whose graphs end with `stop`: one with a loop may never end by itself."""
+    """Return the plan after tying its graphs to `stop`: a loop may never end by itself."""
     graphs = GraphStop()
     plan.stop_with(graphs)
     stop.call(graphs.set)
     return plan
 
 
-def _declined(task: Task, reason: str) -> pb.Contribution:
-    logger.warning("task declined", extra={**_names(task), "reason": reason})
-    return declined(task.work.run, task.work.round, bytes.fromhex(task.lease), reason)
+def _update_facts(task: Task, examples: int, loss: float, began_s: float) -> UpdateFacts:
+    return UpdateFacts(
+        run=task.work.run,
+        round=task.work.round,
+        lease=task.lease,
+        examples=examples,
+        loss=loss,
+        seconds=time.monotonic() - began_s,
+    )
+
+
+def _decline(task: Task, reason: str) -> pb.Contribution:
+    facts = {"run": task.work.run, "round": task.work.round, "lease": task.lease[:8]}
+    logger.warning("task declined", extra={**facts, "reason": reason})
+    return task.decline(reason)
 
 
 def _fitting(ours: Mapping[str, Array], like: Mapping[str, Array]) -> dict[str, Array]:
-    """Those of our tensors that are of the plan at hand; another model's are of no use to it."""
+    """Return those of our tensors that fit this plan; others belong to another model."""
     return {
         name: x
         for name, x in ours.items()
         if name in like and (x.dtype, x.shape) == (like[name].dtype, like[name].shape)
     }
-
-
-def _names(task: Task) -> dict[str, object]:
-    return {"run": task.work.run, "round": task.work.round, "lease": task.lease[:8]}

@@ -1,7 +1,7 @@
-"""The cloud's work document, checked: a cloud that was taken over must not waste or harm a device.
+"""Parse and check the cloud's work document, so that a compromised cloud cannot harm a device.
 
-What is out of range is refused with its limit before anything is fetched. A task that is wrong but
-names its lease is declined, so that the cloud's people read why; the other tasks are done.
+Values out of range are refused, naming the limit, before anything is fetched. An invalid task that
+names its lease is declined, so that the cloud's operators can read why; the other tasks are done.
 """
 
 import hashlib
@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Any, Final
 
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import InvalidInput
@@ -18,10 +18,10 @@ from triplane.unified_ir.federated.core.files import INLINE_BYTES
 from triplane.unified_ir.federated.core.learn import MAX_STEPS, Work
 
 MAX_TASKS: Final = 64
-"""In one document, and as many settlements."""
+"""Largest number of tasks in one document, and of settlements."""
 MAX_ROUND: Final = 1_000_000_000
 MAX_SAMPLES: Final = 1 << 24
-"""Samples of one batch, support or query."""
+"""Largest number of samples in one batch, support or query set."""
 MAX_SECONDS: Final = 30 * 86_400.0
 MAX_REASON_CHARS: Final = 1000
 RUN: Final = re.compile(r"[0-9a-f]{16}")
@@ -30,7 +30,7 @@ LEASE_BYTES: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """Bytes to fetch: name and size."""
+    """Name and size of bytes to fetch."""
 
     sha256: bytes
     size: int
@@ -38,12 +38,12 @@ class Blob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One piece of work. kind: a field of the task's `work`. steps: of adaptation.
+    """One piece of work.
 
-    message: to this device's own app. inline_state: the state's bytes, verified, where they came
-    with the task; inline_bytes: of an update that goes with its contribution, at most. lease: in
-    hexadecimal. until_s: on the clock that was given when the document came. document: the message
-    that it was parsed from.
+    kind: a field of the task's `work`. lease: in hexadecimal. until_s: the deadline, on the clock
+    of `work_set_of`'s `now_s`. steps: of adaptation. message: for this device's own app.
+    inline_state: the verified bytes of the state, if they came with the task. inline_bytes: largest
+    update that is sent within its contribution. document: the message that it was parsed from.
     """
 
     kind: str
@@ -60,6 +60,15 @@ class Task:
     inline_bytes: int = 0
     document: pb.Task = field(default_factory=pb.Task, repr=False, compare=False)
 
+    def contribution(self, **outcome: Any) -> pb.Contribution:
+        """Return a contribution for this task."""
+        lease = bytes.fromhex(self.lease)
+        return pb.Contribution(run=self.work.run, round=self.work.round, lease=lease, **outcome)
+
+    def decline(self, reason: str) -> pb.Contribution:
+        """Return a contribution that says why there is no result."""
+        return self.contribution(declined=reason[:MAX_REASON_CHARS])
+
 
 @dataclass(frozen=True, slots=True)
 class Settlement:
@@ -75,8 +84,8 @@ class Settlement:
 class WorkSet:
     """All work that a device has now.
 
-    refused: contributions that decline what is wrong. document: the message it was parsed from.
-    population_asked: whether a run asks the population offered; None where that is not said.
+    refused: contributions that decline invalid tasks. document: the message it was parsed from.
+    population_asked: whether a run asks the population offered; None if the cloud does not say so.
     """
 
     tasks: tuple[Task, ...] = ()
@@ -104,16 +113,12 @@ def work_set_of(message: pb.Work, device: str, *, max_blob_bytes: int, now_s: fl
         try:
             tasks.append(_task(task, device, max_blob_bytes, now_s))
         except InvalidInput as error:
-            refused.append(declined(task.run, task.round, task.lease, str(error)))
+            reason = str(error)[:MAX_REASON_CHARS]
+            run, round_, lease = task.run, task.round, task.lease
+            refused.append(pb.Contribution(run=run, round=round_, lease=lease, declined=reason))
     asked = message.population_asked if message.HasField("population_asked") else None
     settled = tuple(map(_settled, message.settled))
     return WorkSet(tuple(tasks), settled, tuple(refused), message, asked)
-
-
-def declined(run: str, round_: int, lease: bytes, reason: str) -> pb.Contribution:
-    """Return a contribution that says why there is no result."""
-    cut = reason[:MAX_REASON_CHARS]
-    return pb.Contribution(run=run, round=round_, lease=lease, declined=cut)
 
 
 def _task(message: pb.Task, device: str, max_blob_bytes: int, now_s: float) -> Task:

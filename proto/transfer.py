@@ -18,11 +18,6 @@ import grpc
 from triplane.proto import transfer_pb2 as pb
 from triplane.proto.blobs import (
     CHUNK_BYTES,
-    LEAST_RESERVE_BYTES,
-    MAX_BLOB_BYTES,
-    RESERVE_BYTES,
-    RESERVE_FACTOR,
-    SYNC_BYTES,
     BlobFolder,
     IncomingBlob,
     chunks_of,
@@ -32,27 +27,6 @@ from triplane.proto.errors import Conflict, Corrupt, InvalidInput, Unavailable
 from triplane.proto.status import error_from, status_of_aio
 from triplane.proto.transfer_pb2_grpc import TransferServicer as Base
 from triplane.proto.transfer_pb2_grpc import TransferStub
-
-__all__ = [
-    "CHUNK_BYTES",
-    "DEFAULT_PACE",
-    "LEAST_RESERVE_BYTES",
-    "MAX_BLOB_BYTES",
-    "RESERVE_BYTES",
-    "RESERVE_FACTOR",
-    "SYNC_BYTES",
-    "UPLOAD_BYTES",
-    "BlobFolder",
-    "IncomingBlob",
-    "Pace",
-    "TooSlow",
-    "TransferServicer",
-    "WrongLength",
-    "chunks_of",
-    "digest_of",
-    "download",
-    "upload",
-]
 
 UPLOAD_BYTES: Final = 128 << 10
 """Size of an uploaded message: only complete ones are stored, also over a link below the pace."""

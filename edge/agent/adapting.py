@@ -1,9 +1,9 @@
 """`python -m triplane.edge.agent.adapting`: adapt a start point to this node's own samples.
 
-A child with limits, as the trial is. Each of the node's samples belongs to one of two halves for
-good, by its own bytes and the names of node and model. The start point learns from one half. The
-other half, which no adaptation ever sees however many samples are added, scores the start point,
-its adapted version and the version that serves now; the best of them serves.
+This is a child with limits, as the trial is. Each sample of the node belongs to one of two halves,
+by its own bytes and the names of node and model, even if samples are added. The start point learns
+from one half. On the other half the start point, its adapted version and the version that serves
+now are scored; the best of them serves.
 """
 
 from collections.abc import Mapping
@@ -21,14 +21,14 @@ MAX_SAMPLES: Final = 10_000
 MAX_SAMPLES_BYTES: Final = 256 << 20
 SUPPORT_SHARE: Final = 0.5
 GROWTH: Final = 2
-"""The adapted bundle may be so many times as large as the start point."""
+"""Largest size of the adapted bundle, in sizes of the start point."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """Accuracy on the node's held-out samples. current: of what serves now, None for nothing.
+    """Accuracy on the node's held-out samples. current: of the version that serves, or None.
 
-    digest: of the bundle that was written: the adapted one, or the start where that is better.
+    digest: of the bundle that was written: the adapted one, or the start point if that is better.
     """
 
     support: int
@@ -40,28 +40,27 @@ class Compared:
 
     @property
     def start_is_best(self) -> bool:
-        """Whether adaptation made the start worse, so that the start itself was written."""
+        """Whether the start point is better than the adapted version, and was written instead."""
         return self.start > self.adapted
 
     @property
     def is_better(self) -> bool:
-        """Whether what was written is at least as good as the version that serves."""
+        """Whether the written bundle is at least as good as the version that serves."""
         return self.current is None or max(self.start, self.adapted) >= self.current
 
     def __str__(self) -> str:
-        now = (
-            "nothing serves yet" if self.current is None else f"what serves has {self.current:.3f}"
-        )
+        now = self.current
+        serving = "nothing serves yet" if now is None else f"what serves has {now:.3f}"
         new = "the start as it is" if self.start_is_best else "the adapted one"
         return (
             f"adapted to {self.support} own samples it has accuracy {self.adapted:.3f} "
-            f"({self.start:.3f} before) on {self.held_out} others; {now}; kept is "
+            f"({self.start:.3f} before) on {self.held_out} others; {serving}; kept is "
             f"{new if self.is_better else 'what serves'}"
         )
 
 
 def adaptation(order: dict[str, Any]) -> dict[str, Any]:
-    """Return the comparison, or what the adaptation is refused for: `error` and its `kind`."""
+    """Return the comparison, or why the adaptation is refused: `error` and its `kind`."""
     from triplane.edge.agent.trial import memory_refusal
 
     try:
@@ -73,7 +72,7 @@ def adaptation(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def adapt(order: Mapping[str, Any]) -> dict[str, Any]:
-    """Adapt, write the result, score it beside what serves."""
+    """Adapt, write the result, and score it and the version that serves."""
     from triplane.unified_ir.files.pixels import as_input
     from triplane.unified_ir.runtime import Bundle, adapted_weights, write_adapted
 
@@ -126,10 +125,10 @@ def read_samples(path: Path) -> dict[str, Any]:
 def keep_samples(
     folder: Path, model: str, source: Path, *, bundle: Path | None = None
 ) -> tuple[int, Path]:
-    """Make `source` the node's samples for a model, whole or not at all: how many, and where.
+    """Store `source` as the node's samples for a model; return their number and the new file.
 
-    bundle: what serves now, whose input the samples must fit. InvalidInput where they are none, do
-    not fit, or the model's name is no name.
+    bundle: what serves now, whose input the samples must fit. InvalidInput: they are not samples or
+    do not fit, or the model's name is invalid.
     """
     if not source.is_file():
         raise NotFound(f"no file {source}")
@@ -144,12 +143,12 @@ def keep_samples(
 
 
 def _sample_of(name: str) -> str:
-    """Names a sample of a file by its number, for `check_classes`."""
+    """Return a template for the name of a sample, for `check_classes`."""
     return f"sample {{}} of {name.replace('{', '{{').replace('}', '}}')}"
 
 
 def _check_labels(y: Any, bundle: Any, name: str, model: str = "") -> None:
-    """InvalidInput where the file `name` has a label for which the bundle has no class."""
+    """Raise InvalidInput if the file `name` has a label for which the bundle has no class."""
     from triplane.unified_ir.files.samples import check_classes
 
     shape = bundle.outputs[0].shape
@@ -160,12 +159,12 @@ def _check_labels(y: Any, bundle: Any, name: str, model: str = "") -> None:
 
 
 def _check_fit(samples: Mapping[str, Any], bundle: Path, model: str, name: str) -> None:
-    """InvalidInput unless samples have the shape and the classes of the bundle."""
+    """Raise InvalidInput unless samples have the shape and the classes of the bundle."""
     from triplane.unified_ir.runtime import Bundle
 
     try:
         served = Bundle.load(bundle)
-    except Corrupt:  # the agent fetches it again; what it takes cannot be told meanwhile
+    except Corrupt:  # the agent will fetch it again; meanwhile its input is unknown
         return
     x, wanted = samples["x"], served.inputs[0]
     sizes = [size if isinstance(size, int) and size > 0 else None for size in wanted.shape[1:]]
@@ -182,10 +181,10 @@ def _check_fit(samples: Mapping[str, Any], bundle: Path, model: str, name: str) 
 
 
 def split(samples: Mapping[str, Any], seed: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(support, held out): about half each; by the bytes of a sample, whatever else is there.
+    """Return (support, held out), about half of the samples each, by the bytes of each sample.
 
-    A sample keeps its half when others come, and equal samples are in one half. InvalidInput where
-    a half has none: with few samples that may happen.
+    A sample stays in its half when others are added, and equal samples are in the same half.
+    InvalidInput if a half is empty, which may happen with few samples.
     """
     from triplane.unified_ir.federated.core.parts import places
 

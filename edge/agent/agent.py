@@ -1,7 +1,7 @@
 """The agent process: a session with the cloud, the reconciler in a thread, reports, renewal.
 
-Everything here may be killed at any instant. Serving goes on without it, and the next agent finds
-identity, desired document, pointers and journal on disk.
+The process may be killed at any instant. Serving goes on without it, and the next agent finds the
+identity, the desired document, the pointers and the journal on disk.
 """
 
 import asyncio
@@ -22,40 +22,26 @@ from triplane.edge.agent.metadata import fetch_over
 from triplane.edge.agent.reconciler import Reconciler, report
 from triplane.edge.agent.refusal import AttemptRefused
 from triplane.edge.agent.seam import Seam
-from triplane.edge.agent.trust import Freshness, Trust
+from triplane.edge.agent.trust import Trust
 from triplane.edge.home import NodeHome, NodeSettings
 from triplane.proto import fleet_pb2 as pb
 from triplane.proto import signals
+from triplane.proto.blobs import BlobFolder
 from triplane.proto.channels import connect, connect_aio
 from triplane.proto.errors import TriplaneError, Unavailable
 from triplane.proto.identity import needs_renewal, renew
 from triplane.proto.stream import SessionClient
-from triplane.proto.transfer import BlobFolder, Pace, download
+from triplane.proto.transfer import Pace, download
 
 logger = logging.getLogger(__name__)
 
 REPORT_S: Final = 15.0
-"""Between two reports when nothing changes."""
+"""Time between two reports if nothing changes."""
 SETTLE_S: Final = 0.1
-"""Changes within so long go into one report."""
+"""Changes within this time go into one report."""
 RENEWAL_LOOK_S: Final = 3600.0
 STOP_S: Final = 8.0
-"""From a signal to the end, less than the supervisor waits; a killed agent has lost nothing."""
-
-
-class ObservedTrust:
-    """`Trust`, and when it last succeeded."""
-
-    def __init__(self, trust: Trust) -> None:
-        self._trust = trust
-        self.verified_s = -1.0
-        self.admit, self.versions, self.digest = trust.admit, trust.versions, trust.digest
-
-    def refresh(self) -> Freshness:
-        """See `Trust.refresh`."""
-        freshness = self._trust.refresh()
-        self.verified_s = max(self.verified_s, freshness.verified_s)
-        return freshness
+"""Longest time from a signal to the end. The supervisor waits longer; a kill loses nothing."""
 
 
 class Agent:
@@ -69,8 +55,7 @@ class Agent:
         self._changed = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._session: SessionClient | None = None
-        self._trust = ObservedTrust(Trust(home.trust, self._metadata))
-        self._journal = Journal(home.journal)
+        self._trust = Trust(home.trust, self._metadata)
         self._seam = Seam(home.control_socket)
         self._channel: grpc.Channel | None = None
         self._certificate = b""
@@ -84,11 +69,11 @@ class Agent:
             trust=self._trust,
             seam=self._seam,
             fetch=self._fetch,
-            journal=self._journal,
+            journal=Journal(home.journal),
             incident=self._incident,
             probation_s=self._settings.probation_s,
         )
-        self._reconciler = Reconciler(context, self._tell)
+        self._reconciler = Reconciler(context, self._note_change)
 
     async def run(self) -> None:
         """Work until SIGTERM or SIGINT."""
@@ -112,7 +97,7 @@ class Agent:
                 {waiting, reconciling, *tasks}, return_when=asyncio.FIRST_COMPLETED
             )
             for task in done - {waiting}:
-                task.result()  # a fault of ours ends the process, and the supervisor restarts it
+                task.result()  # an unexpected error ends the process; the supervisor restarts it
         finally:
             termination.request()
             for task in tasks:
@@ -125,8 +110,8 @@ class Agent:
             assert self._session is not None
             await asyncio.to_thread(self._reconciler.take, message, self._session.peer_epoch)
 
-    def _tell(self) -> None:
-        """There is something to report; callable from any thread."""
+    def _note_change(self) -> None:
+        """Note, from any thread, that there is something new to report."""
         if self._loop:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(self._changed.set)
@@ -137,7 +122,7 @@ class Agent:
     async def _report(self, session: SessionClient) -> None:
         while True:
             self._changed.clear()
-            message = await asyncio.to_thread(self._made_report)
+            message = await asyncio.to_thread(self._current_report)
             await session.send(message)
             self._reconciler.drop_reported(message.incidents)
             with contextlib.suppress(TimeoutError):
@@ -145,7 +130,7 @@ class Agent:
                     await self._changed.wait()
                 await asyncio.sleep(SETTLE_S)
 
-    def _made_report(self) -> pb.Report:
+    def _current_report(self) -> pb.Report:
         verified_s = self._trust.verified_s
         age_s = max(0.0, time.time() - verified_s) if verified_s >= 0 else -1.0
         try:
@@ -182,7 +167,7 @@ class Agent:
         return download(self._open_channel(), sha256, size, into, progress, pace=self._pace)
 
     def _open_channel(self) -> grpc.Channel:
-        """The channel of the present certificate: a renewal or a new enrolment replaces it."""
+        """Return the channel of the present certificate, which a renewal or enrolment replaces."""
         certificate = self._home.identity.certificate_pem
         with self._channel_lock:
             old = self._channel

@@ -1,9 +1,8 @@
-"""One attempt to bring one model to one version: the phases, in order, and the way back.
+"""One attempt to bring one model to one version: its phases in order, and the rollback.
 
-Each phase is journaled and synced before it takes effect; a crash in any of them leaves a pointer
-that names a committed version and a journal that says how far the attempt came, and the attempt is
-simply begun again (what was downloaded stays). Only COMMITTED, KEPT, FAILED and RETURNED end it for
-good.
+Each phase is journaled and synced before it takes effect. After a crash in any phase, a pointer
+names the committed version and the journal says how far the attempt came; the attempt begins again,
+with the files that were downloaded. Only COMMITTED, KEPT, FAILED and RETURNED end it for good.
 """
 
 import logging
@@ -23,6 +22,7 @@ from triplane.edge.agent.trust import Freshness
 from triplane.edge.agent.trying import judge_trial, run_adaptation, run_trial
 from triplane.edge.home import NodeHome
 from triplane.edge.serving.pointers import Pointer, write_pointer
+from triplane.proto.blobs import BlobFolder, digest_of
 from triplane.proto.disk import OS_DISK, Disk
 from triplane.proto.documents import MAX_REASON_CHARS
 from triplane.proto.errors import (
@@ -35,22 +35,22 @@ from triplane.proto.errors import (
 )
 from triplane.proto.fleet_pb2 import Assignment
 from triplane.proto.targets import SignedTarget
-from triplane.proto.transfer import BlobFolder, TooSlow, WrongLength, digest_of
+from triplane.proto.transfer import TooSlow, WrongLength
 
 logger = logging.getLogger(__name__)
 
 POLL_S: Final = 0.2
-"""Between two looks at a version on probation."""
+"""Time between two checks of a version on probation."""
 ABSENT_S: Final = 5.0
 """How long the serving process may be unreachable during a probation."""
 MIN_CALLS: Final = 10
 MAX_FAILED_SHARE: Final = 0.5
-"""Share of failed calls, of at least `MIN_CALLS`, beyond which a version on probation goes back."""
+"""A version on probation is rolled back if more of at least `MIN_CALLS` calls fail."""
 SPACE_FACTOR: Final = 2
 
 
 class Superseded(Exception):
-    """Another version is desired by now; the attempt stops without a verdict."""
+    """Another version is desired now, so the attempt stops without a result."""
 
 
 class Trusting(Protocol):
@@ -87,9 +87,9 @@ Adaptation = Callable[..., Compared]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptContext:
-    """Everything around an attempt.
+    """Everything that an attempt uses.
 
-    node: our name. targets: the converter's targets that this machine runs. incident: called with
+    node: our name. targets: targets of the converter that this machine runs. incident: called with
     each refusal.
     """
 
@@ -124,9 +124,10 @@ class AttemptProgress:
 
 
 class Attempt:
-    """One attempt at one assignment. committed: what serves now. on_progress: called often.
+    """One attempt at one assignment.
 
-    superseded: called between steps; True stops the attempt.
+    committed: the version that serves now. on_progress: called at each change. superseded: called
+    between steps; True stops the attempt.
     """
 
     def __init__(
@@ -144,10 +145,7 @@ class Attempt:
         )
 
     def run(self) -> Pointer | None:
-        """Return the new pointer, or None where another version stays.
-
-        Unavailable: try again later.
-        """
+        """Return the new pointer, or None if another version stays. Unavailable: retry later."""
         try:
             return self._run()
         except AttemptRefused as refusal:
@@ -156,11 +154,11 @@ class Attempt:
         except (Corrupt, InvalidInput, NotFound) as error:
             self._enter("FAILED", str(error))
         except (Unavailable, Conflict) as error:
-            self._tell(reason=clipped(f"waits: {error}", MAX_REASON_CHARS))
+            self._show(reason=clipped(f"waits: {error}", MAX_REASON_CHARS))
             raise
         except Superseded:
             raise
-        except Exception as error:  # a fault of ours ends this attempt, not the others
+        except Exception as error:  # an unexpected error ends this attempt, but no other
             logger.exception("attempt failed by a fault", extra={"model": self._assignment.model})
             self._enter("FAILED", f"a fault of the agent: {type(error).__name__}: {error}")
         return None
@@ -173,7 +171,7 @@ class Attempt:
         self._enter("DOWNLOADING")
         path = self._fetch(target, self._moved)
         self._enter("VERIFIED")
-        golden = self._golden(admission)
+        golden = admission.golden and self._fetch(admission.golden, self._stop_if_superseded)
         self._enter("STAGED")
         answer = self._context.trial(path, size=target.length, golden=golden)
         judge_trial(answer, target)
@@ -203,10 +201,7 @@ class Attempt:
         return self._switch(pointer, path)
 
     def _adapt(self, start: Path, target: SignedTarget) -> tuple[Compared, Path, bytes]:
-        """Adapt the start point to this node's samples.
-
-        Return the comparison, the path, its SHA-256.
-        """
+        """Adapt a start point to this node's samples; return comparison, path and its SHA-256."""
         context, model = self._context, self._assignment.model
         samples = context.home.samples / f"{model}.npz"
         if not samples.is_file():
@@ -217,7 +212,7 @@ class Attempt:
                 f"{model} FILE.npz --home {context.home.path}",
             )
         now = context.home.bundles / self._committed.sha256 if self._committed else None
-        if now is not None and not now.is_file():  # it was damaged, and is being fetched again
+        if now is not None and not now.is_file():  # it was damaged and is being fetched again
             now = None
         adapted = context.home.run / f"{model}.adapted"
         try:
@@ -263,14 +258,8 @@ class Attempt:
             )
         return admission
 
-    def _golden(self, admission: Admission) -> Path | None:
-        """Fetch the policy's labelled samples."""
-        if admission.golden is None:
-            return None
-        return self._fetch(admission.golden, lambda *_: self._check_superseded())
-
     def _fetch(self, target: SignedTarget, progress: Callable[[int, int], None]) -> Path:
-        """Fetch the signed file. A peer that sends it too slowly is reported as an incident."""
+        """Fetch the signed file. A peer that sends it too slowly becomes an incident."""
         if quarantine(self._context, target.sha256.hex()):
             self._context.incident(
                 AttemptRefused("damaged", f"{target.path} was damaged on the disk")
@@ -304,7 +293,7 @@ class Attempt:
         return pointer
 
     def _watch(self, pointer: Pointer) -> None:
-        """AttemptRefused where the version fails during its probation."""
+        """Raise AttemptRefused if the version fails during its probation."""
         probation_s = self._assignment.probation_s or self._context.probation_s
         until_s = time.monotonic() + probation_s
         while True:
@@ -345,7 +334,7 @@ class Attempt:
         self._enter("RETURNED", reason)
 
     def _restore(self) -> None:
-        """Serve the committed version again. If serving is unreachable, its next start does it."""
+        """Serve the committed version again; if serving is unreachable, its next start does so."""
         try:
             restore(self._context.seam, self._context.home, self._assignment.model, self._committed)
         except TriplaneError as error:
@@ -360,9 +349,12 @@ class Attempt:
                 f"the disk has {free} bytes free, a bundle of {size} needs {needed}; make room"
             )
 
+    def _stop_if_superseded(self, _done: int, _total: int) -> None:
+        self._check_superseded()
+
     def _moved(self, done: int, total: int) -> None:
         self._check_superseded()
-        self._tell(downloaded_bytes=done, total_bytes=total)
+        self._show(downloaded_bytes=done, total_bytes=total)
 
     def _check_superseded(self) -> None:
         if self._superseded():
@@ -382,15 +374,15 @@ class Attempt:
                 reason=reason,
             )
         )
-        self._tell(state=state, reason=reason)
+        self._show(state=state, reason=reason)
 
-    def _tell(self, **changed: Any) -> None:
+    def _show(self, **changed: Any) -> None:
         self._progress = replace(self._progress, **changed)
         self._on_progress(self._progress)
 
 
 def is_whole(home: NodeHome, sha256: str) -> bool:
-    """Whether the bundle's file is here and has the digest that is its name."""
+    """Return whether the bundle's file exists and has the digest that is its name."""
     path = home.bundles / sha256
     try:
         return path.is_file() and digest_of(path).hex() == sha256
@@ -399,9 +391,9 @@ def is_whole(home: NodeHome, sha256: str) -> bool:
 
 
 def quarantine(context: AttemptContext, sha256: str) -> bool:
-    """Move a bundle's file out of the way if it is damaged, and say so; one is kept for a look.
+    """Put a bundle's file aside if it is damaged; return whether it was. The newest one is kept.
 
-    So is a folder, or whatever else has the file's name or that of its unfinished download.
+    A folder, or anything else in place of the file or its incomplete download, is put aside, too.
     """
     partial = context.blobs.partial / sha256
     if os.path.lexists(partial) and not partial.is_file():
@@ -426,7 +418,7 @@ def _put_aside(context: AttemptContext, path: Path) -> None:
 
 
 def restore(seam: Switching, home: NodeHome, model: str, committed: Pointer | None) -> None:
-    """Make serving serve the committed version of a model, or nothing where there is none."""
+    """Make serving serve the committed version of a model, or nothing if there is none."""
     serving = seam.versions().get(model)
     if committed is None:
         if serving is not None:

@@ -1,5 +1,6 @@
 """The capability of this machine, as the node reports it."""
 
+import contextlib
 import os
 import re
 from importlib import metadata
@@ -9,7 +10,7 @@ from typing import Final
 from triplane.proto import fleet_pb2 as pb
 from triplane.proto.machines import targets_here, this_machine
 
-# The newest ONNX opset that each onnxruntime release runs; a later release runs the last row's.
+# The newest ONNX opset that each onnxruntime release runs; later releases take the last row.
 MAX_OPSET: Final = (((1, 20), 21), ((1, 22), 22), ((1, 23), 23), ((1, 24), 24))
 INSTRUCTIONS: Final = frozenset(
     {"avx", "avx2", "fma", "avx512f", "avx512_vnni", "avx_vnni", "asimddp", "i8mm", "fphp", "sve"}
@@ -17,10 +18,7 @@ INSTRUCTIONS: Final = frozenset(
 
 
 def capability(folder: Path, targets: tuple[str, ...] = ()) -> pb.Capability:
-    """Return the capability.
-
-    folder: on the disk that counts. targets: in place of the machine's.
-    """
+    """Return the capability. folder: on the disk for bundles. targets: instead of the machine's."""
     version = metadata.version("onnxruntime")
     space = os.statvfs(folder)
     return pb.Capability(
@@ -42,17 +40,16 @@ def _max_opset(version: str) -> int:
 
 
 def _flags() -> set[str]:
-    match = re.search(r"^(?:flags|Features)\s*:(.*)$", _read("/proc/cpuinfo"), re.MULTILINE)
-    return set(match.group(1).split()) if match else set()
+    return set(_matched(r"^(?:flags|Features)\s*:(.*)$", "/proc/cpuinfo").split())
 
 
 def _memory_bytes() -> int:
-    match = re.search(r"^MemTotal:\s+(\d+) kB$", _read("/proc/meminfo"), re.MULTILINE)
-    return int(match.group(1)) * 1024 if match else 0
+    return int(_matched(r"^MemTotal:\s+(\d+) kB$", "/proc/meminfo") or 0) * 1024
 
 
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return ""
+def _matched(pattern: str, path: str) -> str:
+    """Return the group of a pattern in a file; empty if either is missing."""
+    with contextlib.suppress(OSError):
+        match = re.search(pattern, Path(path).read_text(), re.MULTILINE)
+        return match[1] if match else ""
+    return ""

@@ -1,7 +1,7 @@
 """Translate an error of python-tuf's client into an `AttemptRefused` of one kind, with the values.
 
-The client tells classes of errors apart; which attack one is, the bytes that caused it tell. They
-are looked at again here, unverified, for the message only.
+The client only distinguishes classes of errors. Which attack it was depends on the bytes that
+caused the error; they are parsed again here, unverified, only for the message.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ ClientError = errors.RepositoryError | errors.DownloadError
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An error, and the file that was fetched last when it was raised."""
+    """An error, and the file that was fetched last before it."""
 
     error: ClientError
     client: Client
@@ -28,18 +28,18 @@ class Failure:
 
     @property
     def role(self) -> str:
-        """The role as the file name has it."""
+        """The role in the file name."""
         return self.name.removesuffix(".json").rpartition(".")[2]
 
 
 def explain(error: ClientError, client: Client, fetcher: Fetcher) -> TriplaneError:
-    """A `AttemptRefused`, or Unavailable where the link failed."""
+    """Return an AttemptRefused, or Unavailable if the link failed."""
     name, data = fetcher.last
     failure = Failure(error, client, name, data)
     row = next(row for kind, row in ROWS if isinstance(error, kind))
     try:
         return row(failure)
-    except AttemptRefused as refusal:  # the bytes are worse than the client noticed
+    except AttemptRefused as refusal:  # the bytes cannot even be parsed
         return refusal
 
 

@@ -1,8 +1,8 @@
-"""The journal of attempts: one line per transition, synced before the transition counts.
+"""The journal of attempts: one line per transition, synced before the transition takes effect.
 
-A line is one JSON object, its SHA-256 shortened to 16 digits, and a newline. Reading stops at a
-line that a crash cut off or that was damaged. The last line of a model holds the phase of its
-newest attempt; the pointer, not the journal, names the committed version.
+A line is one JSON object, the first 16 digits of its SHA-256, and a newline. Reading stops at a
+line that is incomplete or damaged. The last line of a model has the phase of its newest attempt;
+the committed version is in the pointer, not in the journal.
 """
 
 import hashlib
@@ -19,9 +19,9 @@ from triplane.proto.fleet_pb2 import NodeState
 logger = logging.getLogger(__name__)
 
 MAX_JOURNAL_BYTES: Final = 4 << 20
-"""A longer journal is cut down to the last line of each model."""
+"""A longer journal is reduced to the last line of each model."""
 MAX_MODELS_KEPT: Final = 256
-"""By a cut, those of the newest lines: a cloud that was taken over makes names up."""
+"""Limit of models in a reduced journal, because a compromised cloud may make names up."""
 MAX_REASON_CHARS: Final = 1000
 ENDED: Final = frozenset({"COMMITTED", "FAILED", "RETURNED", "KEPT"})
 
@@ -50,18 +50,18 @@ class Journal:
     def __init__(self, path: Path, disk: Disk = OS_DISK) -> None:
         self._path, self._disk = path, disk
         self.last: dict[str, Line] = {}
-        kept = b""
+        valid = b""
         if path.exists():
             data = path.read_bytes()
             for line, raw in _lines(data):
                 self._note(line)
-                kept += raw
-            if len(kept) != len(data) or len(data) > MAX_JOURNAL_BYTES:
+                valid += raw
+            if len(valid) != len(data) or len(data) > MAX_JOURNAL_BYTES:
                 logger.warning(
-                    "journal cut", extra={"bytes": len(data), "readable_bytes": len(kept)}
+                    "journal cut", extra={"bytes": len(data), "readable_bytes": len(valid)}
                 )
-                whole = kept if len(kept) <= MAX_JOURNAL_BYTES else self._shortest()
-                write_atomic(path, whole, disk)
+                fits = len(valid) <= MAX_JOURNAL_BYTES
+                write_atomic(path, valid if fits else self._shortest(), disk)
         self._file = AppendFile(path, disk)
 
     def add(self, line: Line) -> None:
@@ -74,11 +74,11 @@ class Journal:
         logger.info("attempt", extra=asdict(line))
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._file.close()
 
     def _note(self, line: Line) -> None:
-        """Keep the last line of each model, the newest last."""
+        """Store the last line of each model, the newest at the end."""
         self.last.pop(line.model, None)
         self.last[line.model] = line
 
@@ -110,7 +110,7 @@ def _check(text: bytes) -> bytes:
 
 
 def _lines(data: bytes) -> Iterator[tuple[Line, bytes]]:
-    """Whole, undamaged lines from the start."""
+    """Yield the lines up to the first that is incomplete or damaged."""
     for raw in data.splitlines(keepends=True):
         text, _, check = raw.rstrip(b"\n").rpartition(b" ")
         if not raw.endswith(b"\n") or _check(text) != check:

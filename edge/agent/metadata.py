@@ -1,7 +1,7 @@
 """python-tuf's client, fetching through a callable and writing through `Disk`.
 
-Two of the client's own methods are replaced: the one that writes a file, because what it wrote may
-be gone after a power cut, and the one that downloads a file, to look at version numbers first.
+Two methods of the client are overridden: the one that writes a file, because it does not sync, and
+the one that downloads a file, to check version numbers first.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ from triplane.proto.metadata_pb2_grpc import MetadataStub
 from triplane.proto.status import error_from
 
 MAX_VERSION_JUMP: Final = 1_000_000
-"""Between two refreshes; an honest cloud that publishes once a minute takes two years for it."""
+"""Largest step between two refreshes: an honest cloud would publish for two years, each minute."""
 CONFIG: Final = UpdaterConfig(
     max_root_rotations=256,
     max_delegations=4,
@@ -49,7 +49,10 @@ _TYPES: Final[dict[str, type[Signed]]] = {
 
 
 def fetch_over(channel: grpc.Channel) -> Callable[[str], bytes]:
-    """Fetch from the cloud's metadata service; an answer over the message limit is Refused."""
+    """Return a function that fetches a file from the cloud's metadata service.
+
+    It raises AttemptRefused for an answer over the message limit.
+    """
     stub = MetadataStub(channel)
 
     def fetch(name: str) -> bytes:
@@ -66,7 +69,7 @@ def fetch_over(channel: grpc.Channel) -> Callable[[str], bytes]:
 
 
 class Fetcher(FetcherInterface):
-    """Files by name from a callable. `last` is what it gave last: (name, bytes)."""
+    """Fetches files by name with a callable. `last`: name and bytes of the newest one."""
 
     def __init__(self, fetch: Callable[[str], bytes]) -> None:
         self._get = fetch
@@ -84,7 +87,7 @@ class Fetcher(FetcherInterface):
 
 
 class Client(Updater):
-    """One refresh of the metadata in a folder, starting at the bootstrap root."""
+    """One refresh of the metadata in a folder, from the bootstrap root on."""
 
     def __init__(self, folder: Path, fetcher: Fetcher, bootstrap: bytes, disk: Disk) -> None:
         self._disk = disk
@@ -97,32 +100,32 @@ class Client(Updater):
 
     @property
     def ends_s(self) -> float:
-        """When the first of the top roles expires, in seconds since 1970."""
-        trusted = self._trusted_set
-        top = (trusted.root, trusted.timestamp, trusted.snapshot, trusted.targets)
-        return min(signed.expires.timestamp() for signed in top)
+        """Time at which the first of the top roles expires, in seconds since 1970."""
+        of = self._trusted_set
+        roles = (of.root, of.timestamp, of.snapshot, of.targets)
+        return min(signed.expires.timestamp() for signed in roles)
 
     @property
     def time(self) -> datetime:
-        """The time that expiry is judged by."""
+        """The time at which expiry is judged."""
         return self._trusted_set.reference_time
 
     def judge_by(self, time: datetime) -> None:
-        """Judge expiry by this time, for which the client itself knows only the clock."""
+        """Judge expiry at this time instead of the clock's."""
         self._trusted_set.reference_time = time
 
     def lists(self, role: str, path: str) -> bool:
-        """Whether the verified metadata of a role has the target."""
+        """Return whether the verified metadata of a role lists the target."""
         metadata = self._trusted_set.get(role)
         return isinstance(metadata, Targets) and path in metadata.targets
 
     def seen(self, role: str) -> str:
-        """A role and its verified version, for messages."""
+        """Return a role and its verified version, for messages."""
         metadata = self._trusted_set.get(role)
         return f"the role {role}" + (f" (version {metadata.version})" if metadata else "")
 
     def expired(self) -> list[str]:
-        """The roles loaded so far that have expired, with their times."""
+        """Return the expired roles among those loaded so far, with their times."""
         now = self._trusted_set.reference_time
         return [
             f"{role} {signed.version} expired {signed.expires:%Y-%m-%d %H:%M:%S}"
@@ -141,7 +144,7 @@ class Client(Updater):
         return result
 
     def pinned_version(self, role: str) -> int:
-        """The version of a role that verified metadata names; 0 where none does yet."""
+        """Return the version of a role that verified metadata names; 0 if none does yet."""
         trusted = self._trusted_set
         if role == "snapshot":
             return trusted.timestamp.snapshot_meta.version
@@ -165,12 +168,12 @@ class Client(Updater):
 
 
 def limit_bytes(role: str) -> int:
-    """The most that a role's file may ever have."""
+    """Return the size limit of a role's file."""
     return int(getattr(CONFIG, f"{role if role in _TYPES else 'targets'}_max_length"))
 
 
 def parsed(role: str, data: bytes) -> Metadata[Any]:
-    """Metadata of a role, unverified; Refused where it is none."""
+    """Parse metadata of a role without verifying it. AttemptRefused if it is not metadata."""
     kind = _TYPES.get(role, Targets)
     try:
         metadata = Metadata[Any].from_bytes(data)
@@ -185,7 +188,7 @@ def parsed(role: str, data: bytes) -> Metadata[Any]:
 
 
 def versions_in(signed: Any) -> dict[str, int]:
-    """The versions that a timestamp or snapshot names, its own among them."""
+    """Return the versions that a timestamp or snapshot names, including its own."""
     if isinstance(signed, Timestamp):
         return {"timestamp": signed.version, "snapshot": signed.snapshot_meta.version}
     pins = {name.removesuffix(".json"): meta.version for name, meta in signed.meta.items()}

@@ -1,8 +1,9 @@
-"""Apply the offline-signed release policy to what the role `auto` signed; only the node does this.
+"""Apply the offline-signed release policy to targets that the role `auto` signed.
 
-The cloud holds the key of `auto`, so nothing that the cloud sends can widen the policy: neither the
-assignment nor the target's own fields. A model without a rule, a node outside the share, a version
-that is not above the committed one, and a metric below its floor are each refused by name.
+Only the node does this: the cloud has the key of `auto`, so nothing that it sends, neither the
+assignment nor the target's own fields, may extend the policy. A model without a rule, a node
+outside the share, a version that is not above the committed one, and a metric below its floor are
+refused, each with its own kind.
 """
 
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from triplane.proto.targets import AUTO, Policy, Rule, SignedTarget, TargetName,
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A target that may be tried. rule and golden: what it must also satisfy, under `auto`."""
+    """A target that may be tried. rule, golden: further requirements, if `auto` signed it."""
 
     target: SignedTarget
     rule: Rule | None = None
@@ -21,9 +22,10 @@ class Admission:
 
 
 def judge(policy: Policy, name: TargetName, *, node: str, committed_version: int) -> Rule | None:
-    """Return the rule an automatic release must meet, None for a release by people.
+    """Return the rule that an automatic release must meet; None for a release by people.
 
-    committed_version: of the model on this node, 0 for none. Refused: policy, share or floor.
+    committed_version: of the model on this node, 0 for none. AttemptRefused of kind "policy",
+    "share" or "floor".
     """
     if name.role != AUTO:
         return None
@@ -51,7 +53,7 @@ def judge(policy: Policy, name: TargetName, *, node: str, committed_version: int
 
 
 def check_metric(admission: Admission, measured: float) -> None:
-    """Refused unless the metric, measured on the golden set, reaches the policy's floor."""
+    """Raise AttemptRefused unless the metric on the golden set reaches the policy's floor."""
     rule = admission.rule
     if rule is not None and not measured >= rule.floor:  # NaN is below every floor
         raise AttemptRefused(

@@ -2,12 +2,11 @@
 
 Each turn compares the desired document with the committed versions (pointers) and the ends of the
 newest attempts (journal), and repairs one difference. A repeated document, or a start after a crash
-in the middle of an attempt, is no special case.
+during an attempt, is not a special case.
 
-Models do not stop each other: an error of one model is logged, reported with that model and retried
-after a pause, while the others go on. A committed bundle that is
-damaged on the disk is put aside and fetched again; until it serves again, the report says that the
-model has no committed version.
+Models do not affect each other: an error of one model is logged, reported with that model and
+retried after a pause, while the others go on. A committed bundle that is damaged on the disk is put
+aside and fetched again; until it serves again, the model is reported without a committed version.
 """
 
 import logging
@@ -37,6 +36,7 @@ from triplane.edge.agent.attempt import (
 from triplane.edge.agent.refusal import AttemptRefused, clipped
 from triplane.edge.serving.pointers import Pointer, read_pointers
 from triplane.proto import fleet_pb2 as pb
+from triplane.proto.blobs import BlobFolder
 from triplane.proto.disk import OS_DISK, Disk, write_atomic
 from triplane.proto.documents import (
     MAX_INCIDENTS,
@@ -45,7 +45,7 @@ from triplane.proto.documents import (
     check_desired,
 )
 from triplane.proto.errors import InvalidInput, NotFound, TriplaneError, Unavailable
-from triplane.proto.transfer import BlobFolder
+from triplane.proto.messages import message_from
 
 logger = logging.getLogger(__name__)
 
@@ -100,9 +100,9 @@ class Reconciler:
     def take(self, desired: pb.Desired, epoch: bytes = b"") -> None:
         """Follow this document from now on; one beyond its limits is reported as an incident.
 
-        epoch: of the cloud process that sent it. Within one epoch the highest number counts; a new
-        epoch starts over. So a cloud is followed again after it was restored from a backup, or was
-        regained from an attacker who had used the highest number.
+        epoch: of the cloud process that sent it. Within one epoch the highest number counts; in a
+        new epoch any number does. So a node follows a cloud that was restored from a backup, or
+        was regained from an attacker who had used the highest number.
         """
         try:
             check_desired(desired)
@@ -155,7 +155,7 @@ class Reconciler:
             except Unavailable as error:
                 logger.info("waiting", extra={"reason": str(error)})
                 later, self._retry_s = self._retry_s, min(2 * self._retry_s, MAX_RETRY_S)
-            except Exception:  # the next look may do better, and serving goes on meanwhile
+            except Exception:  # the next turn may succeed, and serving goes on meanwhile
                 logger.exception("step failed")
                 later = MAX_RETRY_S
             self._wake.wait(later)
@@ -174,7 +174,7 @@ class Reconciler:
             if self._may_try(assignment.model) and self._is_due(assignment):
                 self._guarded(assignment.model, partial(self._attempt, assignment))
                 return 0.0
-        # Whose pause had ended before this look and who was not tried has nothing left to do.
+        # A model whose pause had ended, and that was not tried, has nothing left to do.
         self._pauses = {m: pause for m, pause in self._pauses.items() if pause.until_s > began_s}
         self._collect_garbage()
         self._refresh_trust()
@@ -185,13 +185,10 @@ class Reconciler:
         return pause is None or pause.left_s <= 0
 
     def _guarded(self, model: str, work: Callable[[], None]) -> bool:
-        """Do work for one model; return whether it succeeded.
-
-        An error delays that model only.
-        """
+        """Do work for one model; return whether it succeeded. An error delays only that model."""
         try:
             work()
-        except Exception as error:  # a model's trouble, of whatever kind, is that model's alone
+        except Exception as error:  # no error of a model may stop the others
             pause = self._pauses.get(model)
             wait_s = RETRY_S if pause is None else min(2 * pause.length_s, MAX_RETRY_S)
             self._pauses[model] = _Pause(wait_s, time.monotonic() + wait_s)
@@ -227,7 +224,7 @@ class Reconciler:
         if is_whole(self._context.home, pointer.sha256):
             return self._guarded(model, lambda: self._load_again(pointer))
         if pointer.source != pointer.sha256 or not pointer.size:
-            return False  # it was adapted here, or is of an older release: only an attempt helps
+            return False  # it was adapted here, or by an older release: that takes an attempt
         return self._guarded(model, lambda: self._fetch_again(pointer))
 
     def _fetch_again(self, pointer: Pointer) -> None:
@@ -252,7 +249,7 @@ class Reconciler:
         self._recovered(pointer.model)
 
     def _refresh_trust(self) -> None:
-        """Refresh metadata while idle, too, so that a freeze or an attack is noticed."""
+        """Refresh metadata also while idle, so that a freeze or an attack is noticed."""
         if time.monotonic() < self._refresh_due_s:
             return
         self._refresh_due_s = time.monotonic() + REFRESH_S
@@ -271,7 +268,7 @@ class Reconciler:
         last = self._context.journal.last.get(assignment.model)
         if last is None or not last.ended or last.state == "COMMITTED":
             return True
-        # Attempts are counted by rollout: a number of one cloud means nothing to the next.
+        # Attempts are counted by rollout: numbers of one cloud mean nothing to another.
         return last.rollout != assignment.rollout or last.attempt < assignment.attempt
 
     def _is_damaged(self, assignment: pb.Assignment, pointer: Pointer) -> bool:
@@ -285,13 +282,9 @@ class Reconciler:
 
     def _note_committed(self, assignment: pb.Assignment, pointer: Pointer) -> None:
         """Report a new attempt at the committed version as done."""
-        known = self.progress.get(assignment.model)
-        is_known = known is not None and (known.version, known.attempt, known.state) == (
-            pointer.version,
-            assignment.attempt,
-            "COMMITTED",
-        )
-        if not is_known:
+        progress = self.progress.get(assignment.model)
+        done = pointer.version, assignment.attempt, "COMMITTED"
+        if progress is None or (progress.version, progress.attempt, progress.state) != done:
             self._note(assignment, pointer, "COMMITTED")
 
     def _note(
@@ -332,7 +325,7 @@ class Reconciler:
             self._changed()
 
     def _noting(self, assignment: pb.Assignment) -> Fetch:
-        """Return a fetch that notes the files of the assignment: they stay if it has to wait."""
+        """Return a fetch that notes the files of the assignment, which stay while it waits."""
         known, names = self._fetched.get(assignment.model, (None, set[str]()))
         if known != assignment:
             names = set()
@@ -362,7 +355,7 @@ class Reconciler:
         for model in sorted({*serving, *self.pointers}):
             pointer = self.pointers.get(model)
             if pointer is None and model in self._unreadable:
-                continue  # its pointer is damaged; what serves stays until an attempt replaces it
+                continue  # its pointer is damaged; the version stays until an attempt replaces it
             is_served = pointer is not None and serving.get(model) == str(pointer.version)
             if pointer is not None and is_served and self._left_on_probation(model, pointer):
                 is_served = False
@@ -372,7 +365,7 @@ class Reconciler:
                 self._guarded(model, partial(self._restore, model, pointer))
 
     def _left_on_probation(self, model: str, pointer: Pointer) -> bool:
-        """Whether a killed agent may have left another bundle of the same number in serving."""
+        """Return whether a killed agent may have left another bundle with this number serving."""
         if model in self._seen:
             return False
         self._seen.add(model)
@@ -499,17 +492,15 @@ def report(
 def _model_report(reconciler: Reconciler, model: str) -> pb.ModelReport:
     pointer, progress = reconciler.pointers.get(model), reconciler.progress.get(model)
     report = pb.ModelReport(model=model)
+    if progress:
+        state = pb.NodeState.Value(progress.state)
+        unset = dict.fromkeys(("committed_version", "committed_digest", "committed_sha256"))
+        report = message_from(pb.ModelReport, progress, state=state, **unset)
     lost = reconciler.lost.get(model, "")
     if pointer and (not lost or reconciler.serving.get(model) == str(pointer.version)):
         report.committed_version = pointer.version
         report.committed_digest = bytes.fromhex(pointer.digest)
         report.committed_sha256 = bytes.fromhex(pointer.source)
-    if progress:
-        report.version, report.attempt = progress.version, progress.attempt
-        report.state = pb.NodeState.Value(progress.state)
-        report.reason = progress.reason
-        report.downloaded_bytes = progress.downloaded_bytes
-        report.total_bytes = progress.total_bytes
     if lost and pointer and (not progress or progress.state == "COMMITTED"):
         report.version, report.state, report.reason = pointer.version, pb.FAILED, lost
     return report

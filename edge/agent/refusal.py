@@ -1,7 +1,7 @@
-"""Why a node refuses an assignment or a file.
+"""Refusals: why a node does not accept an assignment or a file.
 
-Each refusal has a kind, one per attack or rule, and a text with the values. It is reported to the
-cloud as an incident, for people to read. It is never retried by itself, because the same bytes
+A refusal has a kind, one per attack or rule, and a text with the values. It is reported to the
+cloud as an incident, for people to read. It is not retried automatically, because the same bytes
 would be refused again.
 """
 
@@ -22,13 +22,13 @@ KINDS: Final = {
     "mix-and-match":  "genuine metadata that does not belong to the same publication",
     "endless-data":   "more bytes than the limit of the file",
     "malformed":      "bytes that are no metadata of the role",
-    "unknown-target": "a target that no role lists which may list it",
+    "unknown-target": "a target that no role with the right to list it lists",
     "wrong-target":   "a target whose signed fields contradict its path or the assignment",
     "hardware":       "a bundle made for other hardware, or for another runtime, than this node's",
-    "document":       "an instruction of the cloud that is out of its limits",
-    "slow-retrieval": "a file that comes so slowly that it would never be here",
-    "length":         "a file that is not as long as its signed length",
-    "digest":         "a file that has not its signed SHA-256",
+    "document":       "a document of the cloud with values out of their limits",
+    "slow-retrieval": "a file that arrives so slowly that it would never be complete",
+    "length":         "a file whose length is not the signed one",
+    "digest":         "a file that does not have its signed SHA-256",
     "policy":         "an automatic release that the offline-signed policy does not allow",
     "share":          "an automatic release for a node outside the policy's share",
     "floor":          "an automatic release not above the committed version",
@@ -45,7 +45,7 @@ KINDS: Final = {
 
 
 class AttemptRefused(Corrupt):
-    """A node's no. kind: a row of `KINDS`. text: cut to what a report may carry."""
+    """A node refuses an assignment or a file. kind: a key of `KINDS`. text: cut for reports."""
 
     def __init__(self, kind: str, text: str) -> None:
         assert kind in KINDS
@@ -59,6 +59,6 @@ class AttemptRefused(Corrupt):
 
 
 def clipped(text: str, most: int) -> str:
-    """`text` as a report may carry it: what it quotes came from outside and may be anything."""
+    """Return `text`, which may quote anything from outside, as a report may contain it."""
     clean = text.replace("\0", "?")
     return clean if len(clean) <= most else f"{clean[: most - 3]}..."

@@ -1,4 +1,4 @@
-"""The agent's side of the seam: the serving process's repository calls on its Unix socket."""
+"""The agent's calls to the serving process: its repository methods on a Unix socket."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,14 +12,14 @@ from triplane.proto.status import error_from
 
 SERVICE: Final = "inference.GRPCInferenceService"
 LOAD_S: Final = 120.0
-"""Load, probe, warm-up, and the drain of the old version."""
+"""Time for load, probe and warm-up, and for the drain of the old version."""
 ASK_S: Final = 5.0
 
 M = TypeVar("M", bound=Message)
 
 
 class Seam:
-    """Calls to the serving process. Raises the families; Unavailable while it is down."""
+    """Calls the serving process. Raises the families; Unavailable while it is down."""
 
     def __init__(self, socket: Path) -> None:
         self._channel = grpc.insecure_channel(
@@ -33,19 +33,19 @@ class Seam:
         )
 
     def load(self, model: str, path: Path, digest: str) -> None:
-        """Serve the bundle at `path`, of that root digest, in place of the model's others."""
+        """Serve the bundle at `path` with this root digest in place of the model's others."""
         request = pb.RepositoryModelLoadRequest(model_name=model)
         request.parameters["path"].string_param = str(path)
         request.parameters["digest"].string_param = digest
         self._call("RepositoryModelLoad", request, pb.RepositoryModelLoadResponse, LOAD_S)
 
     def unload(self, model: str) -> None:
-        """Stop serving a model. NotFound."""
+        """Stop serving a model. NotFound if it is not served."""
         request = pb.RepositoryModelUnloadRequest(model_name=model)
         self._call("RepositoryModelUnload", request, pb.RepositoryModelUnloadResponse, LOAD_S)
 
     def versions(self) -> dict[str, str]:
-        """The ready version of each model."""
+        """Return the ready version of each model."""
         request = pb.RepositoryIndexRequest(ready=True)
         index = self._call("RepositoryIndex", request, pb.RepositoryIndexResponse, ASK_S)
         return {entry.name: entry.version for entry in index.models}
@@ -54,14 +54,11 @@ class Seam:
         """Return how many calls of a model's ready version succeeded and failed."""
         request = pb.ModelStatisticsRequest(name=model)
         statistics = self._call("ModelStatistics", request, pb.ModelStatisticsResponse, ASK_S)
-        counts = [
-            (one.inference_stats.success.count, one.inference_stats.fail.count)
-            for one in statistics.model_stats
-        ]
-        return sum(c[0] for c in counts), sum(c[1] for c in counts)
+        totals = [version.inference_stats for version in statistics.model_stats]
+        return sum(t.success.count for t in totals), sum(t.fail.count for t in totals)
 
     def close(self) -> None:
-        """Let go of the channel."""
+        """Close the channel."""
         self._channel.close()
 
     def _call(self, method: str, request: Message, answer: type[M], timeout_s: float) -> M:

@@ -1,8 +1,8 @@
-"""`python -m triplane.edge.agent.trial`: load one bundle where it can do no harm.
+"""`python -m triplane.edge.agent.trial`: try a bundle where it can do no harm.
 
-A child of `proto/sandbox.py` with limits on memory, processor time and files. It verifies the
-bundle, loads the graph, runs the goldens, measures latency and, where a policy asks for it,
-accuracy on labelled samples. A child that crashes, hangs or exceeds its limits has answered too.
+This is a child of `proto/sandbox.py` with limits of memory, processor time and files. It verifies
+the bundle, loads the graph, runs the goldens, measures latency and, if a policy asks for it,
+accuracy on labelled samples. If it crashes, hangs or exceeds its limits, the bundle is refused.
 """
 
 import contextlib
@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from triplane.edge.agent.refusal import AttemptRefused
+from triplane.proto.errors import Corrupt, TriplaneError
 from triplane.proto.sandbox import allow_memory, serve_order
 
 RUNS: Final = 20
@@ -25,10 +27,7 @@ EPISODES: Final = ("support.x", "support.y", "query.x", "query.y")
 
 
 def trial(order: dict[str, Any]) -> dict[str, Any]:
-    """Return the measurements, or what the bundle is refused for: `error` and its `kind`."""
-    from triplane.edge.agent.refusal import AttemptRefused
-    from triplane.proto.errors import TriplaneError
-
+    """Return the measurements, or why the bundle is refused: `error` and its `kind`."""
     try:
         return measure(Path(order["path"]), golden=order["golden"])
     except AttemptRefused as refusal:
@@ -40,7 +39,7 @@ def trial(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def memory_refusal(order: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the answer to an order whose limit of memory was too low."""
+    """Return the answer to an order whose memory limit was too low."""
     limit_bytes = order["limits"]["memory_bytes"]
     return {"error": f"needs more than the limit of {limit_bytes} bytes", "kind": "memory"}
 
@@ -49,7 +48,7 @@ def measure(path: Path, *, golden: str | None = None) -> dict[str, Any]:
     """Load and measure the bundle on this machine."""
     from triplane.unified_ir.runtime import Bundle, SessionOptions, version
 
-    version()  # onnxruntime's own memory is not the bundle's
+    version()  # loads onnxruntime, whose own memory does not count as the bundle's
     before = _peak_bytes()
     bundle = Bundle.load(path)
     _check_hardware(bundle, path.parent)
@@ -76,22 +75,20 @@ def measure(path: Path, *, golden: str | None = None) -> dict[str, Any]:
 
 
 def _check_hardware(bundle: Any, folder: Path) -> None:
-    """The cloud looks too, before it assigns; one that was taken over does not."""
+    """Check what an honest cloud has checked before it assigned the bundle."""
     from triplane.edge.agent.capability import capability
-    from triplane.edge.agent.refusal import AttemptRefused
     from triplane.proto.fitting import fits
 
-    why = fits(bundle.description.constraints, capability(folder))
-    if why:
+    if why := fits(bundle.description.constraints, capability(folder)):
         what = f"{bundle.name} version {bundle.version} for {bundle.target}"
         raise AttemptRefused("hardware", f"the bundle of {what} {why}")
 
 
 def _peak_bytes() -> int:
-    """The most memory this process has held.
+    """Return the peak memory of this process.
 
-    Not `ru_maxrss`, where Linux carries on what the parent held when it started this process: a
-    large parent would hide all growth.
+    It is not `ru_maxrss`, which on Linux starts with the parent's memory at the fork: a large
+    parent would hide all growth.
     """
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
@@ -101,7 +98,7 @@ def _peak_bytes() -> int:
 
 
 def _latency(bundle: Any, session: Any) -> float:
-    """Return the median seconds of a run of the goldens, which are a few rows each."""
+    """Return the median duration of a run of the goldens, which have a few rows each."""
     times = []
     for _ in range(RUNS):
         start = time.perf_counter()
@@ -118,7 +115,6 @@ def golden_accuracy(bundle: Any, session: Any, path: Path) -> float:
     """
     import numpy as np
 
-    from triplane.proto.errors import Corrupt, TriplaneError
     from triplane.unified_ir.files.npz import opened_npz
 
     wanted = EPISODES if bundle.description.adapt_steps else PLAIN
@@ -141,9 +137,7 @@ def golden_accuracy(bundle: Any, session: Any, path: Path) -> float:
 
 
 def _check_lengths(arrays: Any) -> None:
-    """Labels for every sample, within the limit."""
-    from triplane.proto.errors import Corrupt
-
+    """Raise Corrupt unless every sample has a label, and there are not too many."""
     for name, y in arrays.items():
         if not name.endswith("y"):
             continue

@@ -1,12 +1,12 @@
-"""TUF metadata, fetched by name and verified on the node: it decides which files may run here.
+"""Fetch and verify TUF metadata on the node; it decides which files may run here.
 
-Neither the link nor the cloud nor a holder of its online keys is trusted. python-tuf's client does
-the verifying; this module gives it durable files (its own are not synced, and a file lost in a
-power cut would lose the rollback protection with it), a time that never runs back, limits, and
+Neither the link nor the cloud nor a holder of its online keys is trusted. python-tuf's client
+verifies the metadata. This module adds durable files (the client does not sync its own, and a file
+lost in a power cut would lose the rollback protection), a time that never goes back, limits, and
 messages: each refusal becomes an `AttemptRefused` of one kind, with the values that broke the rule.
 
 All trust follows from the bootstrap root. It is stored once, when the node enrols, over the
-connection that the token pinned; later roots must be signed by the ones before.
+connection that the token pinned. Later roots must be signed by the ones before.
 
 One thread at a time uses a Trust.
 """
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from tuf.api import exceptions as errors
 
@@ -46,7 +46,7 @@ LATEST_TIME: Final = "latest-time"
 NODE_NAME: Final = "node-name"
 MAX_ROOT_BYTES: Final = 128 << 10
 CLOCK_TOLERANCE_S: Final = 60.0
-"""Smaller corrections of the clock are not reported as incidents."""
+"""Smaller steps back of the clock are not reported as incidents."""
 MAX_TIME_S: Final = 253_402_300_799.0  # the last second of the year 9999
 
 
@@ -54,10 +54,9 @@ MAX_TIME_S: Final = 253_402_300_799.0  # the last second of the year 9999
 class Freshness:
     """Outcome of one refresh.
 
-    is_fresh: nothing was refused and nothing has expired, so new targets may be taken; otherwise
-    the node is stale. verified_s: when everything was last fetched and verified since
-    this process began, negative for never. refusals: what to report. error: the link failed, which
-    is no incident.
+    is_fresh: nothing was refused and nothing has expired, so new targets may be taken. verified_s:
+    when this process last fetched and verified everything, negative for never. refusals: what to
+    report. error: the link failed, which is not an incident.
     """
 
     is_fresh: bool
@@ -67,10 +66,10 @@ class Freshness:
 
 
 def bootstrap(folder: Path, fetch: Callable[[str], bytes], disk: Disk = OS_DISK) -> None:
-    """Take the newest root as this node's first, unless it has one.
+    """Store the newest root as this node's first, unless it has one.
 
-    Call it at enrolment, over the connection that the token pinned. AttemptRefused where the root
-    is not signed by itself.
+    Call it at enrolment, over the connection that the token pinned. AttemptRefused if the root is
+    not signed by itself.
     """
     if (folder / BOOTSTRAP).exists():
         return
@@ -90,29 +89,12 @@ def bootstrap(folder: Path, fetch: Callable[[str], bytes], disk: Disk = OS_DISK)
     write_atomic(folder / BOOTSTRAP, data, disk)
 
 
-def check_file(target: SignedTarget, path: Path) -> None:
-    """AttemptRefused unless a downloaded file is, byte for byte, the signed one."""
-    with path.open("rb") as file:
-        length = file.seek(0, 2)
-        if length != target.length:
-            raise AttemptRefused(
-                "length", f"{target.path} has {length} bytes, signed are {target.length}"
-            )
-        file.seek(0)
-        digest = hashlib.file_digest(file, "sha256")
-    if digest.digest() != target.sha256:
-        raise AttemptRefused(
-            "digest",
-            f"{target.path} has SHA-256 {digest.hexdigest()}, signed is {target.sha256.hex()}",
-        )
-
-
 class Trust:
     """The metadata that this node has verified.
 
-    folder: `bootstrap.json`, the cached metadata, the latest time, the node's first name. fetch:
-    gives one metadata file by name; raises NotFound or Unavailable; its answers are not trusted.
-    clock: seconds since 1970.
+    folder: holds `bootstrap.json`, the cached metadata, the latest time and the node's first name.
+    fetch: returns one metadata file by name, or raises NotFound or Unavailable; its answers are not
+    trusted. clock: seconds since 1970. verified_s: see `Freshness`.
     """
 
     def __init__(
@@ -127,16 +109,15 @@ class Trust:
         self._metadata = folder / "metadata"
         disk.make_folder(self._metadata / "root_history")
         self._client: Client | None = None
-        self._verified_s = -1.0
+        self.verified_s = -1.0
         self._latest_s, self._has_latest = 0.0, False
-        with contextlib.suppress(
-            AttemptRefused
-        ):  # `refresh` says it: a damaged file must end no process
+        # A damaged file must not end the process; `refresh` will report it.
+        with contextlib.suppress(AttemptRefused):
             self._latest_s, self._has_latest = self._read_latest(), True
 
     @property
     def now_s(self) -> float:
-        """Return the clock's time, or the latest time seen if the clock runs behind it."""
+        """The clock's time, or the latest time seen if the clock is behind it."""
         return max(self._clock(), self._latest_s)
 
     def versions(self) -> dict[str, int]:
@@ -149,7 +130,7 @@ class Trust:
         return versions
 
     def digest(self) -> bytes:
-        """SHA-256 of the verified timestamp; empty before the first."""
+        """Return the SHA-256 of the verified timestamp; empty before the first."""
         try:
             return hashlib.sha256((self._metadata / "timestamp.json").read_bytes()).digest()
         except OSError:
@@ -158,26 +139,29 @@ class Trust:
     def refresh(self) -> Freshness:
         """Fetch and verify new metadata. It never raises because of what the cloud sent.
 
-        A refusal is retried once before it counts, because a publication may happen between two
-        files. Metadata that was verified before stays, but expires.
+        A refusal is retried once, because the cloud may publish between two files. Metadata that
+        was verified before stays until it expires.
         """
         odd: tuple[AttemptRefused, ...] = ()
         try:
             odd = self._advance_clock()
-            client = self._refreshed()
+            try:
+                client = self._refresh_once()
+            except AttemptRefused:
+                client = self._refresh_once()
         except AttemptRefused as refusal:
             logger.warning("metadata refused", extra={"kind": refusal.kind, "text": refusal.text})
-            return Freshness(False, self._verified_s, (*odd, refusal))
+            return Freshness(False, self.verified_s, (*odd, refusal))
         except Unavailable as error:
             return self._as_known(odd, error)
-        self._client, self._verified_s = client, self.now_s
-        return Freshness(True, self._verified_s, odd)
+        self._client, self.verified_s = client, self.now_s
+        return Freshness(True, self.verified_s, odd)
 
     def target(self, path: str) -> SignedTarget:
         """Return the target as the role in its path, and no other, signed it.
 
-        AttemptRefused: it is not listed, or by a wrong role, or the metadata has expired.
-        Unavailable: its role's metadata cannot be fetched now, or `refresh` has not succeeded yet.
+        AttemptRefused: that role does not list it, or the metadata has expired. Unavailable: the
+        role's metadata cannot be fetched now, or `refresh` has not succeeded yet.
         """
         client = self._fresh()
         try:
@@ -212,9 +196,9 @@ class Trust:
     def admit(self, path: str, *, node: str, committed_version: int) -> Admission:
         """Return the signed target, if it may be tried on this node; see `policy.judge`.
 
-        node: its name, which must never change: the cloud assigns names, and shares are drawn by
-        them. committed_version: of the model on this node, 0 for none. The admission may also carry
-        a rule, whose metric must be measured on the golden set before a commit.
+        node: its name, which must never change, because shares are drawn by names and the cloud
+        assigns them. committed_version: of the model on this node, 0 for none. The admission may
+        have a rule, whose metric must then be measured on the golden set before a commit.
         """
         try:
             name = TargetName.parse(path)
@@ -230,7 +214,11 @@ class Trust:
             raise AttemptRefused(
                 "policy", f"{path}: the policy's golden set {rule.golden} is not listed"
             )
-        return Admission(target, rule, self._golden(rule.golden, golden))
+        try:
+            samples = read_target(rule.golden, golden.length, golden.hashes, None)
+        except Corrupt as error:
+            raise AttemptRefused("policy", str(error)) from error
+        return Admission(target, rule, samples)
 
     def _require_name(self, node: str) -> None:
         file = self._folder / NODE_NAME
@@ -246,18 +234,6 @@ class Trust:
                 f"name, so under a new name it takes nothing; remove {file} if you renamed it",
             )
 
-    def _golden(self, path: str, entry: Any) -> SignedTarget:
-        try:
-            return read_target(path, entry.length, entry.hashes, None)
-        except Corrupt as error:
-            raise AttemptRefused("policy", str(error)) from error
-
-    def _refreshed(self) -> Client:
-        try:
-            return self._refresh_once()
-        except AttemptRefused:
-            return self._refresh_once()
-
     def _refresh_once(self) -> Client:
         try:
             client = self._started()
@@ -269,13 +245,14 @@ class Trust:
         return client
 
     def _started(self) -> Client:
-        bootstrap = self._bootstrap()
+        path = self._folder / BOOTSTRAP
         try:
+            bootstrap = path.read_bytes()
             client = Client(self._metadata, self._fetcher, bootstrap, self._disk)
+        except FileNotFoundError as error:
+            raise NotFound(f"{path} is missing; enrol this node again to get it") from error
         except (errors.RepositoryError, ValueError) as error:
-            raise Corrupt(
-                f"{self._folder / BOOTSTRAP} is damaged ({error}); enrol this node again"
-            ) from error
+            raise Corrupt(f"{path} is damaged ({error}); enrol this node again") from error
         client.judge_by(datetime.fromtimestamp(min(self.now_s, MAX_TIME_S), UTC))
         return client
 
@@ -286,31 +263,23 @@ class Trust:
         if self.now_s > ends:
             raise AttemptRefused(
                 "freeze",
-                f"the metadata this node knows expired {_ago(self.now_s - ends)} ago; it keeps "
-                "serving and takes nothing new until the cloud gives fresh metadata",
+                f"the node's metadata expired {_ago(self.now_s - ends)} ago; the node goes on "
+                "serving, but takes nothing new until the cloud provides fresh metadata",
             )
         return self._client
 
     def _as_known(self, odd: tuple[AttemptRefused, ...], error: Unavailable) -> Freshness:
-        """Return a result for a failed link: verified metadata holds until it expires."""
+        """Return the result for a failed link: verified metadata is valid until it expires."""
         try:
             self._fresh()
         except Unavailable:
-            return Freshness(False, self._verified_s, odd, error)
+            return Freshness(False, self.verified_s, odd, error)
         except AttemptRefused as refusal:
-            return Freshness(False, self._verified_s, (*odd, refusal), error)
-        return Freshness(True, self._verified_s, odd, error)
-
-    def _bootstrap(self) -> bytes:
-        try:
-            return (self._folder / BOOTSTRAP).read_bytes()
-        except FileNotFoundError as error:
-            raise NotFound(
-                f"{self._folder / BOOTSTRAP} is missing; enrol this node again to get it"
-            ) from error
+            return Freshness(False, self.verified_s, (*odd, refusal), error)
+        return Freshness(True, self.verified_s, odd, error)
 
     def _advance_clock(self) -> tuple[AttemptRefused, ...]:
-        """Store the latest time; refuse a clock that fell behind it."""
+        """Store the latest time; return a refusal if the clock is behind it."""
         if not self._has_latest:
             self._latest_s, self._has_latest = self._read_latest(), True
         clock = self._clock()

@@ -16,14 +16,14 @@ WALL_S: Final = 120.0
 CPU_S: Final = 60
 OPEN_FILES: Final = 64
 BASE_BYTES: Final = 512 << 20
-"""For Python, onnxruntime and their threads' stacks."""
+"""Memory for Python, onnxruntime and the stacks of their threads."""
 PER_BUNDLE_BYTE: Final = 8
 ALLOWANCE_BYTES: Final = 64 << 20
 """Memory of an onnxruntime session besides weights and results: arenas, kernels, the graph."""
 LOAD_COPIES: Final = 5
-"""Copies of the bundle, besides its own estimate, that onnxruntime may hold while it loads: it
-copies weights when it lays them out for its kernels. Measured at the peak: 2.1 times the bundle in
-all for matrix products of 23 to 400 MB, 6.1 times for a convolution of 1,000 channels. The bundle's
+"""Copies of the bundle that onnxruntime may hold while it loads, besides the bundle's own estimate:
+it copies weights into the layout of its kernels. The measured peak was 2.1 times the bundle in all
+for matrix products of 23 to 400 MB, and 6.1 times for a convolution of 1,000 channels. The bundle's
 own estimate counts twice, because an arena grows by powers of two."""
 SLACK_BYTES: Final = 1 << 20
 MAX_ANSWER_BYTES: Final = 64 << 10
@@ -31,7 +31,7 @@ IDENTIFYING: Final = ("model", "version", "target", "content_digest", "model_dig
 
 
 def run_trial(path: Path, *, size: int, golden: Path | None = None) -> dict[str, Any]:
-    """Return the child's answer. AttemptRefused of kind "golden", "memory" or "load" without one.
+    """Return the child's answer. AttemptRefused of kind "golden", "memory" or "load".
 
     size: of the bundle, in bytes. golden: labelled samples to score it on.
     """
@@ -42,10 +42,10 @@ def run_trial(path: Path, *, size: int, golden: Path | None = None) -> dict[str,
 def run_adaptation(
     path: Path, *, size: int, samples: Path, seed: str, out: Path, current: Path | None
 ) -> Compared:
-    """Adapt the bundle at `path` into `out`, and compare it with the bundle that serves.
+    """Write the adapted bundle to `out`, and compare it with the one that serves.
 
-    seed: of the split of the samples. current: the bundle that serves now. AttemptRefused as of
-    `run_trial`, or of kind "adaptation" where the samples or the bundle do not allow it.
+    seed: of the split of the samples. current: the bundle that serves now. AttemptRefused as in
+    `run_trial`, or of kind "adaptation" if the samples or the bundle do not allow it.
     """
     order = {
         "do": "adapt",
@@ -80,7 +80,7 @@ def _answer(module: str, order: Mapping[str, Any], size: int, *, file_bytes: int
             f"the trial {ended_by(died.status)} under limits of {limits.memory_bytes} bytes, twice "
             f"what the bundle says besides, and {CPU_S} s of processor time",
         ) from died
-    except Unavailable as error:  # no valid answer; another attempt would give none either
+    except Unavailable as error:  # an invalid answer, which another attempt would give again
         raise AttemptRefused("load", str(error)) from error
     if "error" in answer:
         raise AttemptRefused(answer["kind"], answer["error"])
@@ -88,7 +88,7 @@ def _answer(module: str, order: Mapping[str, Any], size: int, *, file_bytes: int
 
 
 def judge_trial(answer: Mapping[str, Any], target: SignedTarget) -> None:
-    """Refused where the bundle is not what was signed, or is too slow or too large for itself."""
+    """Raise AttemptRefused if the bundle is not the signed one, or exceeds its own limits."""
     signed = {name: str(target.custom[name]) for name in IDENTIFYING}
     answered = {name: str(answer[name]) for name in IDENTIFYING}
     if signed != answered:
@@ -110,6 +110,6 @@ def judge_trial(answer: Mapping[str, Any], target: SignedTarget) -> None:
         raise AttemptRefused(
             "memory",
             f"loading and running took {answer['grown_bytes']} bytes here; the bundle says "
-            f"{limit_bytes}, and {allowance} more are allowed for what the runtime holds beside "
-            "it, and for its copies while it loads",
+            f"{limit_bytes}, and {allowance} more are allowed for the runtime and its copies while "
+            "it loads",
         )

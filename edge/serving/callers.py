@@ -1,7 +1,7 @@
-"""Who calls, and a queue that is fair between callers.
+"""Callers, a queue that is fair between them, and the error for those that are refused.
 
-A caller is an address, or the name in its certificate where the server asks for one, and below it a
-connection. Applications on one machine share an address, so turns go round at both levels.
+A caller is an address, or the name in its certificate if the server requires one, and a connection.
+Applications on one machine share an address, so addresses and their connections take turns.
 """
 
 from collections import deque
@@ -10,19 +10,27 @@ from typing import Generic, TypeVar
 
 import grpc
 
+from triplane.proto.errors import Unavailable
+from triplane.proto.status import with_details
+
 T = TypeVar("T")
+
+
+def overloaded(text: str, retry_ms: int) -> Unavailable:
+    """Return the error for a call that is refused now, with the time after which to retry."""
+    return with_details(Unavailable(text), retry_after_ms=str(retry_ms))
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """`address` is shared by all connections of a machine or certificate; `connection` is not."""
+    """The caller of a call. All connections of a machine or certificate share the `address`."""
 
     address: str
     connection: str
 
 
 def caller_of(context: grpc.ServicerContext, *, by_certificate: bool = False) -> Caller:
-    """The caller of a call that is in progress."""
+    """Return the caller of a call in progress."""
     connection = str(context.peer())  # such as ipv4:127.0.0.1:50000
     if by_certificate and (names := [*(context.peer_identities() or ())]):
         return Caller(str(names[0]), connection)
@@ -30,7 +38,7 @@ def caller_of(context: grpc.ServicerContext, *, by_certificate: bool = False) ->
 
 
 class FairQueue(Generic[T]):
-    """First in, first out per connection; connections of an address, and addresses, take turns."""
+    """First in, first out per connection; addresses, and their connections, take turns."""
 
     def __init__(self) -> None:
         self._addresses: dict[str, dict[str, deque[T]]] = {}
@@ -51,7 +59,7 @@ class FairQueue(Generic[T]):
         connection, items = next(iter(connections.items()))
         item = items.popleft()
         self._count -= 1
-        # A dict keeps insertion order: what is taken out and put back stands last.
+        # A dict keeps insertion order, so an entry that is removed and added again is the last.
         del connections[connection], self._addresses[address]
         if items:
             connections[connection] = items
@@ -69,9 +77,9 @@ class FairQueue(Generic[T]):
         return True
 
     def displace(self, newcomer: Caller) -> T | None:
-        """Remove and return the newest item of the caller that holds most.
+        """Remove and return the newest item of the caller that has most.
 
-        None when `newcomer` would then hold as much: it has to be refused itself.
+        None if `newcomer` would then have as many: it must be refused itself.
         """
         held = {a: sum(map(len, c.values())) for a, c in self._addresses.items()}
         address = max(held, key=held.__getitem__)

@@ -1,9 +1,9 @@
-"""Bytes of requests inside the server, held to one bound.
+"""The limit for the bytes of all requests inside the server.
 
-A request that has arrived counts with its length until its answer is encoded; one that is still
-arriving counts with what the kernel received on its connection (`arrivals.py`). Requests of at most
-`SMALL_BYTES` pass at any time: their number is bounded by threads and queue, and a caller with
-large requests must not keep them out.
+A request that has arrived counts with its length until its answer is encoded. One that is still
+arriving counts with the bytes that the kernel received on its connection (`arrivals.py`). Requests
+of at most `SMALL_BYTES` always pass: threads and queue limit their number, and a caller with large
+requests must not block them.
 """
 
 import contextlib
@@ -11,8 +11,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Final
 
+from triplane.edge.serving.callers import overloaded
 from triplane.proto.errors import Unavailable
-from triplane.proto.status import with_details
 
 SMALL_BYTES: Final = 256 << 10
 RETRY_MS: Final = 1000
@@ -34,9 +34,9 @@ class RequestMemory:
 
     @contextlib.contextmanager
     def holding(self, n_bytes: int) -> Iterator[None]:
-        """Count a request of `n_bytes` for the body. Raises Unavailable when there is no room.
+        """Count a request of `n_bytes` during the body. Unavailable if there is no room.
 
-        One request alone is always let in.
+        A single request is always let in.
         """
         if n_bytes <= SMALL_BYTES:
             yield
@@ -54,11 +54,9 @@ class RequestMemory:
     def refusal(self, held_bytes: int, n_bytes: int) -> Unavailable:
         """Return the error for a request with `n_bytes` here while others hold `held_bytes`."""
         self._on_refusal()
-        return with_details(
-            Unavailable(
-                f"requests inside the server hold {held_bytes} bytes and this one {n_bytes} more; "
-                f"{self.limit_bytes} at most: retry in {RETRY_MS} ms, send smaller requests, or "
-                "raise the limit request_bytes"
-            ),
-            retry_after_ms=str(RETRY_MS),
+        return overloaded(
+            f"requests inside the server hold {held_bytes} bytes and this one {n_bytes} more; "
+            f"{self.limit_bytes} at most: retry in {RETRY_MS} ms, send smaller requests, or "
+            "raise the limit request_bytes",
+            RETRY_MS,
         )

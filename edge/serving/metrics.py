@@ -1,8 +1,8 @@
 """Prometheus metrics: one literal table, read from the statistics at scrape time.
 
-Nothing is counted twice: a scrape and the protocol's own statistics call read the same fields.
-Labels are the names of loaded models only; a call for an unknown name is counted under an empty
-one, so callers cannot grow the label set.
+A scrape and the protocol's own statistics call read the same counters. Labels are the names of
+loaded models only; a call for an unknown name is counted under an empty name, so callers cannot
+add labels. The label `lane` is the kind of calls that share a pool of threads (see `lanes.py`).
 """
 
 import contextlib
@@ -36,50 +36,37 @@ PAGE_S: Final = 10.0  # from a caller's arrival to the end of the page
 
 
 @dataclass(frozen=True, slots=True)
-class HistogramRow:
-    """One histogram of a version."""
+class MetricRow:
+    """One metric of a version. read: returns it."""
 
     name: str
     help: str
-    read: Callable[[Statistics], Histogram]
-
-
-@dataclass(frozen=True, slots=True)
-class GaugeRow:
-    """One gauge of a version."""
-
-    name: str
-    help: str
-    read: Callable[[LoadedVersion], float]
+    read: Callable[[LoadedVersion], Any]
 
 
 LABELS: Final = ("model", "version")
 CALLS: Final = "triplane_inference_calls"
 LANE_CALLS: Final = "triplane_lane_calls"
+# fmt: off
 HISTOGRAMS: Final = (
-    HistogramRow(
-        "triplane_inference_seconds", "Call, arrival to encoded answer.", lambda s: s.call_seconds
-    ),
-    HistogramRow(
-        "triplane_inference_queue_seconds", "Wait for thread and batch.", lambda s: s.queue_seconds
-    ),
-    HistogramRow(
-        "triplane_inference_batch_rows", "Rows in one run of the model.", lambda s: s.batch_rows
-    ),
+    MetricRow("triplane_inference_seconds", "Call, arrival to encoded answer.",
+              lambda v: v.statistics.call_seconds),
+    MetricRow("triplane_inference_queue_seconds", "Wait for thread and batch.",
+              lambda v: v.statistics.queue_seconds),
+    MetricRow("triplane_inference_batch_rows", "Rows in one run of the model.",
+              lambda v: v.statistics.batch_rows),
 )
 GAUGES: Final = (
-    GaugeRow("triplane_inference_in_flight", "Calls inside this version.", lambda v: v.calls),
-    GaugeRow("triplane_model_load_seconds", "Check, probe and warm-up.", lambda v: v.load_s),
-    GaugeRow(
-        "triplane_model_merged_rows",
-        "Rows that requests are merged up to, 0 for never.",
-        lambda v: v.runner.merged_rows,
-    ),
+    MetricRow("triplane_inference_in_flight", "Calls inside this version.", lambda v: v.calls),
+    MetricRow("triplane_model_load_seconds", "Check, probe and warm-up.", lambda v: v.load_s),
+    MetricRow("triplane_model_merged_rows", "Rows that requests are merged up to, 0 for never.",
+              lambda v: v.runner.merged_rows),
 )
+# fmt: on
 
 
 class ServingCollector(Collector):
-    """Reads the table over every ready version, and the calls held by each lane."""
+    """Collects the table over every ready version, and the calls in each lane."""
 
     def __init__(
         self, repository: Repository, unattributed: Statistics, lanes: Iterable[BoundedExecutor]
@@ -96,7 +83,7 @@ class ServingCollector(Collector):
             family = HistogramMetricFamily(row.name, row.help, labels=LABELS)
             for version in versions:
                 with version.statistics.lock:
-                    buckets, total = _cumulated(row.read(version.statistics))
+                    buckets, total = _cumulated(row.read(version))
                 family.add_metric([version.name, version.version], buckets, total)
             yield family
         for gauge in GAUGES:
@@ -136,13 +123,10 @@ class _Caller(WSGIRequestHandler):
 
 
 class _Page(ThreadingMixIn, WSGIServer):
-    """One thread per caller, with a limit of callers and of time.
-
-    Further connections are closed.
-    """
+    """One thread per caller, with a limit of callers, beyond which it hangs up, and of time."""
 
     daemon_threads = True
-    request_queue_size = 64  # five, the default, lets a burst of callers wait for retransmission
+    request_queue_size = 64  # with the default, 5, a burst of callers waits for retransmissions
 
     def __init__(self, address: tuple[str, int]) -> None:
         self._room = threading.BoundedSemaphore(PAGE_CALLERS)
@@ -168,17 +152,14 @@ class _Page(ThreadingMixIn, WSGIServer):
             self._room.release()
 
     def service_actions(self) -> None:
-        """Close expired connections, twice a second.
-
-        A caller that sends a byte now and then, too.
-        """
+        """Close expired connections, twice a second, also of callers that send a byte at times."""
         for request, since_s in [*self._since.items()]:
             if time.monotonic() - since_s > PAGE_S:
-                with contextlib.suppress(OSError):  # it was quicker
+                with contextlib.suppress(OSError):  # the caller has closed it already
                     request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, *_: object) -> None:
-        """Log it: the default prints a traceback for every caller that hangs up."""
+        """Log the error. The default prints a traceback for every caller that hangs up."""
         logger.info("metrics caller failed", extra={"reason": str(sys.exc_info()[1])})
 
 

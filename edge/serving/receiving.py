@@ -1,10 +1,10 @@
-"""Bounded waits for callers: a stalled caller cannot hold a thread or an answer for ever.
+"""Limited waits for callers: a stalled caller cannot hold a thread or an answer for ever.
 
 A call waits for its request in a thread that does nothing else, and takes a turn to compute only
-afterwards. The number of calls that wait is bounded by lane: one more ends the oldest of the caller
-that has most, with a status that says so. What has arrived of unfinished requests is bounded in
-bytes together with the requests inside (`memory.py`). A stream may rest between its messages as
-long as there is room for others, and is cancelled when the server goes.
+afterwards. Each lane limits the number of calls that wait; beyond it, the oldest call of the caller
+that has most is ended with an error. The bytes of unfinished requests are limited together with the
+requests inside (`memory.py`). A stream may pause between its messages as long as there is room for
+others; it is cancelled when the server stops.
 """
 
 import contextlib
@@ -15,38 +15,39 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import grpc
 
 from triplane.edge.serving.arrivals import CALL_OVERHEAD_BYTES, Arrivals
-from triplane.edge.serving.callers import Caller
+from triplane.edge.serving.callers import Caller, overloaded
 from triplane.edge.serving.lanes import BoundedExecutor
 from triplane.edge.serving.memory import RETRY_MS, SMALL_BYTES, RequestMemory
-from triplane.proto.errors import InvalidInput, TriplaneError, Unavailable
-from triplane.proto.status import DeadlineExceeded, with_details
+from triplane.proto.errors import InvalidInput, TriplaneError
+from triplane.proto.status import DeadlineExceeded
 
 logger = logging.getLogger(__name__)
 
-LOOK_PERIOD_S: Final = 0.05  # how often calls that wait are looked at
-YOUNG_S: Final = 0.1  # a call that has waited less for its request is left alone
-SELDOM_S: Final = 2.0  # between looks at what has arrived, where nothing shows that more has
-GROWTH_BYTES: Final = 4 << 20  # of the process, which shows it; less where the bound is small
-REST: Final = float("inf")  # a timeout: the caller may take its time
+LOOK_PERIOD_S: Final = 0.05  # between two checks of the calls that wait
+YOUNG_S: Final = 0.1  # a call that has waited less for its request is not ended
+SELDOM_S: Final = 2.0  # between counts of arrived bytes, if nothing suggests that there are more
+GROWTH_BYTES: Final = 4 << 20  # growth of the process that suggests it; less for a small limit
+REST: Final = float("inf")  # no timeout
 STATM: Final = Path("/proc/self/statm")
+NO_CALLER: Final = Caller("", "")  # of an answer, which nobody else waits for
 PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 
 Received = bytes | TriplaneError | None
 
 
 class Kind(enum.Enum):
-    """What a call waits for."""
+    """The event that a call waits for."""
 
     REQUEST = enum.auto()  # the only message of a call
     REST = enum.auto()  # the next message of a stream
-    TAKING = enum.auto()  # the caller, to take an answer
+    TAKING = enum.auto()  # for the caller to read an answer
 
 
 @dataclass(slots=True, eq=False)
@@ -55,8 +56,8 @@ class _Wait:
     kind: Kind
     since_s: float
     deadline_s: float
-    caller: Caller = field(default=Caller("", ""))
-    lane: BoundedExecutor | None = None
+    caller: Caller
+    lane: BoundedExecutor | None
     refusal: TriplaneError | None = None
 
 
@@ -71,7 +72,7 @@ class Receiving:
         self._finished: dict[str, int] = {}  # bytes since the last look, by watched connection
         self._growth_bytes = min(GROWTH_BYTES, memory.limit_bytes // 16)
         self._looked_s = -REST
-        self._least_bytes = self._looked_inside = 0  # of the process since the last look; inside
+        self._least_bytes = self._looked_inside = 0  # of the process, and inside, at that time
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._rests_end = False
@@ -86,15 +87,11 @@ class Receiving:
         lane: BoundedExecutor,
         timeout_s: float,
     ) -> Received:
-        """The message of a single-message call; None when the caller sends none.
+        """Return the message of a single-message call; None if the caller sends none.
 
-        An error stands for a request that was given up; the call ends with it.
+        For a request that was given up, return the error with which the call must end.
         """
-        now = time.monotonic()
-        wait = _Wait(context, Kind.REQUEST, now, now + timeout_s, caller, lane)
-        with self._lock:
-            self._waiting[id(context)] = wait
-        return self._next(messages, wait)
+        return self._next(messages, self._begin(context, Kind.REQUEST, timeout_s, caller, lane))
 
     def following(
         self,
@@ -103,32 +100,30 @@ class Receiving:
         caller: Caller,
         timeout_s: float,
     ) -> Received:
-        """The next message of a stream, None when it ends or the server goes."""
-        now = time.monotonic()
-        wait = _Wait(context, Kind.REST, now, now + timeout_s, caller)
-        with self._lock:
-            if self._rests_end:
-                return None
-            self._waiting[id(context)] = wait
+        """Return the next message of a stream; None if it ends or the server stops."""
+        wait = self._begin(context, Kind.REST, timeout_s, caller)
+        if self._rests_end:  # checked after the registration, so that `end_rests` misses no stream
+            self._forget(wait)
+            return None
         return self._next(messages, wait)
 
     def until_over(self, context: grpc.ServicerContext, timeout_s: float) -> None:
-        """Cancel the call unless it is over in time: its answer is on the way."""
-        wait = self._taking(context, timeout_s)
+        """Cancel the call unless it ends in time; its answer is being sent."""
+        wait = self._begin(context, Kind.TAKING, timeout_s)
         if not context.add_callback(lambda: self._forget(wait)):
             self._forget(wait)
 
     @contextlib.contextmanager
     def within(self, context: grpc.ServicerContext, timeout_s: float) -> Iterator[None]:
         """Cancel the call unless the body ends in time."""
-        wait = self._taking(context, timeout_s)
+        wait = self._begin(context, Kind.TAKING, timeout_s)
         try:
             yield
         finally:
             self._forget(wait)
 
     def end_rest(self, context: grpc.ServicerContext, error: TriplaneError) -> bool:
-        """End a stream with `error`, if it rests."""
+        """End a stream with `error`, if it is between two messages."""
         with self._lock:
             wait = self._waiting.get(id(context))
             if wait is None or wait.kind is not Kind.REST:
@@ -137,7 +132,7 @@ class Receiving:
             return True
 
     def end_rests(self) -> None:
-        """Cancel every stream that waits for its caller, and let none wait from now on."""
+        """Cancel every stream that is between two messages, now and from now on."""
         with self._lock:
             self._rests_end = True
             for wait in self._waiting.values():
@@ -149,9 +144,16 @@ class Receiving:
         self._ended.set()
         self._watch.join()
 
-    def _taking(self, context: grpc.ServicerContext, timeout_s: float) -> _Wait:
+    def _begin(
+        self,
+        context: grpc.ServicerContext,
+        kind: Kind,
+        timeout_s: float,
+        caller: Caller = NO_CALLER,
+        lane: BoundedExecutor | None = None,
+    ) -> _Wait:
         now = time.monotonic()
-        wait = _Wait(context, Kind.TAKING, now, now + timeout_s)
+        wait = _Wait(context, kind, now, now + timeout_s, caller, lane)
         with self._lock:
             self._waiting[id(context)] = wait
         return wait
@@ -181,7 +183,7 @@ class Receiving:
         self._refused.pop(id(wait.context), None)
 
     def _refuse(self, wait: _Wait, error: TriplaneError) -> None:
-        """End a wait for a message with `error`; the lock is held."""
+        """End a wait for a message with `error`. The caller holds the lock."""
         self._remove(wait)
         wait.refusal = error
         self._refused[id(wait.context)] = wait
@@ -198,7 +200,7 @@ class Receiving:
         now = time.monotonic()
         with self._lock:
             for wait in self._refused.values():
-                _wake(wait.context)  # it was not yet waiting when it was woken the first time
+                _wake(wait.context)  # it may not have waited yet when it was woken before
             self._end_late(now)
             self._end_crowds(now)
         if self._may_hold_more(now):
@@ -207,8 +209,8 @@ class Receiving:
     def _end_crowds(self, now: float) -> None:
         """Reduce the calls of each lane that wait for their request to the lane's limit.
 
-        The oldest of the caller that has most go first. A request that is on its way has a few
-        milliseconds behind it, a stalled one has more.
+        The oldest calls of the caller that has most are ended first. A request that is on its way
+        has waited for a few milliseconds, a stalled one for longer.
         """
         lanes: dict[BoundedExecutor, list[_Wait]] = {}
         for wait in self._waiting.values():
@@ -226,12 +228,12 @@ class Receiving:
             most = max(callers.values(), key=len)
             if now - most[0].since_s < YOUNG_S:
                 return
-            error = Unavailable(
+            text = (
                 f"too many calls whose requests have not arrived: {len(most)} from your address, "
                 f"{lane.receiving} at most in all; send a request at once when its call is opened, "
                 f"retry in {RETRY_MS} ms"
             )
-            self._refuse(most.popleft(), with_details(error, retry_after_ms=str(RETRY_MS)))
+            self._refuse(most.popleft(), overloaded(text, RETRY_MS))
 
     def _end_late(self, now: float) -> None:
         late = [wait for wait in self._waiting.values() if wait.deadline_s < now]
@@ -291,8 +293,8 @@ class Receiving:
     def _end_arriving(self, waits: Iterable[_Wait], arriving: dict[str, int]) -> None:
         """End the oldest request on the slowest connection of the address that holds most bytes.
 
-        A connection's bytes are shared out evenly over its requests: which one has brought them is
-        not known.
+        A connection's bytes are divided evenly among its requests, because it is not known to which
+        one they belong.
         """
         address_of = {wait.caller.connection: wait.caller.address for wait in waits}
         held: Counter[str] = Counter()
@@ -320,7 +322,7 @@ class Receiving:
 
 
 def _resident_bytes() -> int | None:
-    """Memory of this process; None where the system does not tell."""
+    """Return the resident memory of this process; None if the system does not report it."""
     try:
         return int(STATM.read_text().split()[1]) * PAGE_BYTES
     except (OSError, ValueError, IndexError):
@@ -330,9 +332,9 @@ def _resident_bytes() -> int | None:
 def _wake(context: grpc.ServicerContext) -> None:
     """Wake the thread that waits for this call's message, with a message for it.
 
-    gRPC has no way to end a call with a status while its message is waited for. It keeps a message
-    that has arrived in `request` of the call's state, and one that is really there is left alone.
-    Should a later version keep it elsewhere, the call is cancelled instead.
+    gRPC cannot end a call with a status while a thread waits for its message. It stores an arrived
+    message in `request` of the call's state; a message that is already there is not replaced. If a
+    later version of gRPC stores it elsewhere, the call is cancelled instead.
     """
     state: Any = getattr(context, "_state", None)
     try:
@@ -345,7 +347,7 @@ def _wake(context: grpc.ServicerContext) -> None:
 
 
 def one(message: Received) -> bytes:
-    """The single message of a call that must bring one. Raises InvalidInput, or what it is."""
+    """Return the message of a call that must send one. Raises InvalidInput, or the error in it."""
     if message is None:
         raise InvalidInput("the call brought no message; send exactly one")
     if isinstance(message, TriplaneError):

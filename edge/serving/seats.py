@@ -1,8 +1,8 @@
-"""Seats of streams and of watchers of health: how many are open at once, and who gives way.
+"""Seats: the limit of open streams, and of open watches of health, shared fairly by callers.
 
-An open stream holds a thread that waits for its next message, and nothing else. When all seats are
-taken, a caller that has none or few gets the seat of the caller that has most, if one of those can
-be ended: a stream only between two messages. Otherwise the newcomer is refused.
+An open stream only holds a thread that waits for its next message. When all seats are taken, a
+newcomer with fewer seats takes one from the caller that has most, if one of these can be ended; a
+stream can be ended only between two messages. Otherwise the newcomer is refused.
 """
 
 import contextlib
@@ -12,18 +12,17 @@ from collections.abc import Callable, Iterator
 
 import grpc
 
-from triplane.edge.serving.callers import Caller
+from triplane.edge.serving.callers import Caller, overloaded
 from triplane.edge.serving.turns import RETRY_MS
 from triplane.proto.errors import Unavailable
-from triplane.proto.status import with_details
 
 End = Callable[[grpc.ServicerContext, Unavailable], bool]
 
 
 class Seats:
-    """`seats` calls are open at once; `what` they are is for messages.
+    """A limit of `seats` open calls. what: names them in messages.
 
-    `end` ends one with an error, or returns False where it cannot be ended now.
+    end: ends a call with an error, or returns False if it cannot be ended now.
     """
 
     def __init__(self, what: str, seats: int, *, end: End, on_refusal: Callable[[], None]) -> None:
@@ -32,12 +31,12 @@ class Seats:
         self._end = end
         self._on_refusal = on_refusal
         self._taken: dict[int, tuple[Caller, grpc.ServicerContext]] = {}  # oldest first
-        # Reentrant: a dropped generator may give its seat back while this thread holds the lock.
+        # Reentrant, because a collected generator may release its seat while we hold the lock.
         self._lock = threading.RLock()
 
     @contextlib.contextmanager
     def seat(self, caller: Caller, context: grpc.ServicerContext) -> Iterator[None]:
-        """Hold a seat for the body. Raises Unavailable."""
+        """Hold a seat during the body. Unavailable if there is none."""
         with self._lock:
             if len(self._taken) >= self._seats and not self._make_room(caller):
                 self._on_refusal()
@@ -61,8 +60,8 @@ class Seats:
         return False
 
     def _refusal(self) -> Unavailable:
-        error = Unavailable(
+        return overloaded(
             f"all {self._seats} {self._what} are taken, and callers have equal shares of them; "
-            f"close one, or retry in {RETRY_MS} ms"
+            f"close one, or retry in {RETRY_MS} ms",
+            RETRY_MS,
         )
-        return with_details(error, retry_after_ms=str(RETRY_MS))

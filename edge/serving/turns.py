@@ -1,9 +1,9 @@
-"""Turns: how many calls compute at once, and in which order the others wait.
+"""Turns: the limit of calls that compute at once, and the order in which the others wait.
 
-A call asks for a turn only when its request has arrived whole, so a slow caller never holds one.
-Waiting calls are served in rounds over callers (`FairQueue`): a caller with two hundred calls in
-the queue delays another's single call by one run and not by two hundred. When the queue is full,
-the newest call of the caller with most calls gives way, or the newcomer where it is that caller.
+A call asks for a turn only when its request has arrived completely, so a slow caller never holds
+one. Callers are served in rounds (`FairQueue`): a caller with two hundred queued calls delays the
+single call of another by one run and not by two hundred. When the queue is full, the newest call of
+the caller with most calls is refused; that may be the newcomer.
 """
 
 import contextlib
@@ -11,15 +11,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from triplane.edge.serving.callers import Caller, FairQueue
-from triplane.proto.errors import Unavailable
-from triplane.proto.status import DeadlineExceeded, with_details
+from triplane.edge.serving.callers import Caller, FairQueue, overloaded
+from triplane.proto.status import DeadlineExceeded
 
 RETRY_MS = 500
 
 
 class _WaitingTurn:
-    """One waiting call. `wake` is released once: with a turn, or because the call gives way."""
+    """A waiting call. `wake` is released once, when the call gets a turn or is refused."""
 
     __slots__ = ("has_turn", "wake")
 
@@ -30,7 +29,7 @@ class _WaitingTurn:
 
 
 class Turns:
-    """`turns` calls compute at once, and `queued` calls wait."""
+    """Lets `turns` calls compute at once, and `queued` calls wait."""
 
     def __init__(self, turns: int, queued: int, on_refusal: Callable[[], None]) -> None:
         self._free = turns
@@ -41,14 +40,14 @@ class Turns:
 
     @property
     def waiting(self) -> int:
-        """Calls in the queue."""
+        """Number of calls in the queue."""
         return len(self._queue)
 
     @contextlib.contextmanager
     def turn(self, caller: Caller, deadline_s: float) -> Iterator[None]:
-        """Wait for a turn and hold it for the body; `deadline_s` is on `time.monotonic`.
+        """Wait for a turn and hold it during the body; `deadline_s` is on `time.monotonic`.
 
-        Raises Unavailable when the queue is full, DeadlineExceeded when the deadline comes first.
+        Unavailable if the queue is full, DeadlineExceeded if the deadline comes first.
         """
         self._take(caller, deadline_s)
         try:
@@ -67,7 +66,7 @@ class Turns:
                 left = self._queue.remove(caller, waiting)
             if left:
                 raise DeadlineExceeded("the deadline passed in the queue; nothing was computed")
-            waiting.wake.acquire()  # decided in this instant
+            waiting.wake.acquire()  # it has just left the queue with a result
         if not waiting.has_turn:
             self._refuse()
 
@@ -83,12 +82,10 @@ class Turns:
 
     def _refuse(self) -> None:
         self._on_refusal()
-        raise with_details(
-            Unavailable(
-                f"all queues are full: {self._queued} calls wait for a thread already; "
-                f"retry in {RETRY_MS} ms"
-            ),
-            retry_after_ms=str(RETRY_MS),
+        raise overloaded(
+            f"all queues are full: {self._queued} calls wait for a thread already; "
+            f"retry in {RETRY_MS} ms",
+            RETRY_MS,
         )
 
     def _give_back(self) -> None:

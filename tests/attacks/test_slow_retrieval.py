@@ -10,17 +10,10 @@ import grpc.aio
 import pytest
 
 from triplane.proto import transfer_pb2 as pb
+from triplane.proto.blobs import BlobFolder, digest_of
 from triplane.proto.errors import InvalidInput, Unavailable
 from triplane.proto.status import remote_errors
-from triplane.proto.transfer import (
-    BlobFolder,
-    Pace,
-    TooSlow,
-    TransferServicer,
-    digest_of,
-    download,
-    upload,
-)
+from triplane.proto.transfer import Pace, TooSlow, TransferServicer, download, upload
 from triplane.proto.transfer_pb2_grpc import TransferStub, add_TransferServicer_to_server
 
 SIZE = 64 << 10

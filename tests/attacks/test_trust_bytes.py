@@ -13,7 +13,9 @@ from tuf.ngclient.updater import Updater
 from triplane.cloud.trust.signing import replace_keys
 from triplane.edge.agent.metadata import Fetcher
 from triplane.edge.agent.refusal import KINDS, AttemptRefused
-from triplane.edge.agent.trust import Trust, check_file
+from triplane.edge.agent.trust import Trust
+from triplane.proto.blobs import BlobFolder
+from triplane.proto.errors import Corrupt, InvalidInput
 
 PATH = "release/digits@1+ort-x64.bundle"
 ROLES = ("root", "timestamp", "snapshot", "targets", "release")
@@ -138,16 +140,17 @@ def test_a_changed_byte_anywhere_in_the_bundle_is_refused(cloud, tmp_path):
     node = Trust(cloud.path / "bundles", cloud.fetch, cloud.clock)
     (cloud.path / "bundles" / "bootstrap.json").write_bytes(cloud.bootstrap)
     assert node.refresh().is_fresh
-    target, file = node.target(PATH), tmp_path / "b.bundle"
-    file.write_bytes(BUNDLE)
-    check_file(target, file)
+    target, blobs = node.target(PATH), BlobFolder(tmp_path / "blobs")
     for at in range(len(BUNDLE)):
-        file.write_bytes(BUNDLE[:at] + bytes([BUNDLE[at] ^ 1]) + BUNDLE[at + 1 :])
-        with pytest.raises(AttemptRefused, match=r"has SHA-256 \w+, signed is") as refused:
-            check_file(target, file)
-        assert refused.value.kind == "digest"
-    for data in (BUNDLE[:-1], BUNDLE + b"\0", b""):
-        file.write_bytes(data)
-        with pytest.raises(AttemptRefused, match="signed are 16") as refused:
-            check_file(target, file)
-        assert refused.value.kind == "length"
+        changed = BUNDLE[:at] + bytes([BUNDLE[at] ^ 1]) + BUNDLE[at + 1 :]
+        damaged = pytest.raises(Corrupt, match="the bytes received have the digest")
+        with blobs.receive(target.sha256, target.length) as incoming, damaged:
+            incoming.take(changed)
+    with blobs.receive(target.sha256, target.length) as incoming:
+        incoming.write(BUNDLE[:-1])
+        with pytest.raises(InvalidInput, match="15 of 16 bytes are here"):
+            incoming.finish()
+        with pytest.raises(InvalidInput, match="has 16 bytes; 2 more after 15"):
+            incoming.write(BUNDLE[-1:] + b"\0")
+        incoming.write(BUNDLE[-1:])
+        assert incoming.finish().read_bytes() == BUNDLE

@@ -27,6 +27,7 @@ from triplane.cloud.identity.rights import RIGHTS
 from triplane.cloud.server import Cloud, running
 from triplane.proto import fleet_pb2 as pb
 from triplane.proto import identity_pb2, session_pb2
+from triplane.proto.blobs import BlobFolder
 from triplane.proto.channels import connect, connect_aio
 from triplane.proto.errors import Conflict, InvalidInput, NotFound, Unavailable
 from triplane.proto.fleet_pb2_grpc import FleetStub
@@ -35,7 +36,7 @@ from triplane.proto.identity_pb2_grpc import IdentityStub
 from triplane.proto.session_pb2_grpc import SessionStub
 from triplane.proto.status import facts_of, remote_errors
 from triplane.proto.stream import new_epoch
-from triplane.proto.transfer import BlobFolder, download
+from triplane.proto.transfer import download
 
 pytestmark = pytest.mark.slow  # each test is a whole cloud
 

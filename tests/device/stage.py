@@ -14,13 +14,14 @@ from tests.federated.core import plans
 from triplane.cloud.identity.authority import Authority
 from triplane.device import FederatedClient
 from triplane.proto import federation_pb2 as pb
+from triplane.proto.blobs import BlobFolder
 from triplane.proto.channels import server_credentials, server_options
 from triplane.proto.credentials import IdentityFolder
 from triplane.proto.identity import certificate_pem, certificate_request, key_pem, new_key
 from triplane.proto.session_pb2_grpc import SessionServicer, add_SessionServicer_to_server
 from triplane.proto.status import status_of_aio
 from triplane.proto.stream import ServerSession, new_epoch
-from triplane.proto.transfer import BlobFolder, TransferServicer
+from triplane.proto.transfer import TransferServicer
 from triplane.proto.transfer_pb2_grpc import add_TransferServicer_to_server
 from triplane.unified_ir.federated.core.files import write_state
 from triplane.unified_ir.federated.core.learn import shared

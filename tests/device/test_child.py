@@ -20,8 +20,10 @@ from triplane.device.child_executor import ChildExecutor
 from triplane.device.client import FederatedClient, Graphs
 from triplane.device.home import DeviceHome, DeviceSettings
 from triplane.device.stopping import StopToken, TaskExpired, Withdrawn
+from triplane.device.tasks import Blob, Task
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import TriplaneError
+from triplane.unified_ir.federated.core.learn import Work
 
 WAIT_S = 60
 LONG_S = 3600.0
@@ -73,11 +75,17 @@ def ended(pid):
     return False
 
 
+def task_until(until_s):
+    work = Work(
+        run="0" * 16, round=1, device="ann", seed=0, steps=1, batch_size=1, support=0, query=0
+    )
+    blob = Blob(bytes(32), 1)
+    return Task(kind="learn", lease="00", plan=blob, state=blob, work=work, until_s=until_s)
+
+
 def does(runner, stop, until_s=LONG_S):
     """What a task comes to, in a thread that may never end; None where it did not."""
-    work = SimpleNamespace(device="ann", run="0" * 16, round=1)
-    task = SimpleNamespace(work=work, document=pb.Task(), lease="00", until_s=until_s)
-    results = []
+    task, results = task_until(until_s), []
 
     def do():
         try:
@@ -170,10 +178,7 @@ def closed_at(runner, instant):
 
     (how the task ended, what `close` raised, number of lines of the task)
     """
-    task = SimpleNamespace(
-        work=SimpleNamespace(device="ann", run="0" * 16, round=1),
-        document=pb.Task(), lease="00", until_s=LONG_S,
-    )  # fmt: skip
+    task = task_until(LONG_S)
     raised, lines, outcome = [], 0, None
 
     def close():

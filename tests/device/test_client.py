@@ -90,7 +90,7 @@ def test_a_home_that_is_enrolled_keeps_its_identity_when_a_token_is_used_up(tmp_
 
 def test_an_address_where_nobody_enrols_is_named_with_where_it_is_told(tmp_path):
     token = str(Token(b"s" * 32, b"p" * 32))
-    with pytest.raises(Unavailable, match=r"lets machines in at 127\.0\.0\.1:1 .*8444"):
+    with pytest.raises(Unavailable, match=r"no enrolment port answers at 127\.0\.0\.1:1.*8444"):
         FederatedClient(tmp_path / "ann", shard(0)).enrol(token, "127.0.0.1:1")
 
 

@@ -89,7 +89,7 @@ def test_a_settlement_that_a_crash_cut_short_is_done_again(folders, monkeypatch)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(remembering, "_drop", crash)
+        patch.setattr(remembering, "drop", crash)
         with pytest.raises(KeyboardInterrupt):
             Memory(*folders).settle(pending, counted=True)
     memory = Memory(*folders)
@@ -141,8 +141,8 @@ def test_only_so_many_runs_are_remembered(folders, monkeypatch):
 
 
 def test_facts_that_are_none_are_corrupt():
-    with pytest.raises(Corrupt, match="facts of an update"):
-        UpdateFacts.parse({"run": RUN, "round": "x"})
+    with pytest.raises(Corrupt, match="facts of a file"):
+        remembering.parse_facts(UpdateFacts, [("run", RUN), ("round", "x")])
 
 
 def syncs(monkeypatch):

@@ -189,7 +189,7 @@ def test_the_model_before_holds_where_a_power_cut_tore_the_newest_state(tmp_path
         data[at] ^= 1
         newest.write_bytes(data[: len(data) // 2] if cut else data)
         if not cut:
-            with pytest.raises(Conflict, match="tore the newest state"):
+            with pytest.raises(Conflict, match="damaged the newest state"):
                 used(tmp_path, plan)
         assert DeviceModel(tmp_path / "model").choice() == unmeasured(1)
         assert used(tmp_path, plan).tolist() == [[1], [1]]

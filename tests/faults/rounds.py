@@ -10,7 +10,7 @@ from triplane.cloud.federation import journal
 from triplane.cloud.federation.run_projection import follow
 from triplane.cloud.federation.spec import hyper_of
 from triplane.proto import federation_pb2 as pb
-from triplane.proto.transfer import digest_of
+from triplane.proto.blobs import digest_of
 from triplane.unified_ir.federated.algorithms import algorithm
 from triplane.unified_ir.federated.core import learn
 from triplane.unified_ir.federated.core.files import read_state, write_state

@@ -25,8 +25,8 @@ from triplane.cloud.registry.conversions import Conversions
 from triplane.cloud.registry.registry import Registry
 from triplane.cloud.store import Database
 from triplane.proto import federation_pb2 as pb
+from triplane.proto.blobs import BlobFolder
 from triplane.proto.errors import Corrupt, NotFound
-from triplane.proto.transfer import BlobFolder
 from triplane.unified_ir.federated.algorithms import algorithm
 from triplane.unified_ir.federated.core.files import write_state, write_update
 from triplane.unified_ir.federated.core.rules import lease_id

@@ -16,9 +16,10 @@ import psutil
 import pytest
 from tests.faults.fleet import fleet, wait_until
 
+from triplane.proto.blobs import BlobFolder, digest_of
 from triplane.proto.channels import connect
 from triplane.proto.identity import IdentityFolder
-from triplane.proto.transfer import BlobFolder, digest_of, download
+from triplane.proto.transfer import download
 
 MIB = 1 << 20
 MOST_BYTES = 96 * MIB

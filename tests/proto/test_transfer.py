@@ -12,17 +12,11 @@ import pytest
 from tests.faults.crash_disk import CrashDisk
 
 from triplane.proto import transfer_pb2 as pb
+from triplane.proto.blobs import BlobFolder, digest_of
 from triplane.proto.disk import NoRoom, OsDisk
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound, Unavailable
 from triplane.proto.status import error_from
-from triplane.proto.transfer import (
-    TRIES,
-    BlobFolder,
-    TransferServicer,
-    digest_of,
-    download,
-    upload,
-)
+from triplane.proto.transfer import TRIES, TransferServicer, download, upload
 from triplane.proto.transfer_pb2_grpc import TransferStub, add_TransferServicer_to_server
 
 

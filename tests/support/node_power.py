@@ -18,9 +18,9 @@ from triplane.edge.agent.trust import Freshness
 from triplane.edge.home import NodeHome
 from triplane.edge.serving.pointers import read_pointers
 from triplane.proto import fleet_pb2 as pb
+from triplane.proto.blobs import BlobFolder
 from triplane.proto.errors import Corrupt
 from triplane.proto.targets import SignedTarget
-from triplane.proto.transfer import BlobFolder
 
 MODEL = "m"
 BAD = 3

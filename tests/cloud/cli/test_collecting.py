@@ -12,8 +12,8 @@ from triplane.cloud import server, upkeep
 from triplane.cloud.cli.connection import calls
 from triplane.cloud.cli.policies import allow
 from triplane.cloud.registry.collecting import MIN_AGE_S
+from triplane.proto.blobs import BlobFolder
 from triplane.proto.errors import NotFound
-from triplane.proto.transfer import BlobFolder
 
 pytestmark = pytest.mark.slow
 HALF = "ab" * 32

@@ -12,8 +12,8 @@ from tests.quantize import nets
 from tests.support.cloud_process import COMMAND, running
 
 from triplane.cloud.cli.pushing import register_within_s
+from triplane.proto.blobs import digest_of
 from triplane.proto.channels import DEADLINE_S
-from triplane.proto.transfer import digest_of
 from triplane.unified_ir import nn
 from triplane.unified_ir.ir import TensorSpec
 

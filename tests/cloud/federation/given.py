@@ -16,11 +16,12 @@ from triplane.cloud.home import initialize
 from triplane.cloud.identity.rights import PrincipalRole
 from triplane.cloud.registry import Push
 from triplane.proto import federation_pb2 as pb
+from triplane.proto.blobs import BlobFolder
 from triplane.proto.channels import connect, connect_aio
 from triplane.proto.errors import Conflict, InvalidInput, Unavailable
 from triplane.proto.identity import IdentityFolder, enrol
 from triplane.proto.stream import SessionClient
-from triplane.proto.transfer import BlobFolder, download, upload
+from triplane.proto.transfer import download, upload
 from triplane.unified_ir import nn, optim, train
 from triplane.unified_ir.federated.core import learn
 from triplane.unified_ir.federated.core.files import read_state, write_update

@@ -23,9 +23,9 @@ from triplane.cloud.federation import journal, results
 from triplane.cloud.federation.spec import filled
 from triplane.cloud.server import running
 from triplane.proto import federation_pb2 as pb
+from triplane.proto.blobs import BlobFolder
 from triplane.proto.disk import NoRoom, OsDisk, refusal
 from triplane.proto.errors import Conflict, InvalidInput, NotFound, Unavailable
-from triplane.proto.transfer import BlobFolder
 from triplane.unified_ir.federated.core import files
 from triplane.unified_ir.federated.core.run import NEWEST_RULES, Restarted
 

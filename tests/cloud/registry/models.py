@@ -10,7 +10,7 @@ from tests.quantize import nets
 
 from triplane.cloud.registry import ConversionLimits, Conversions, Push, Registry
 from triplane.cloud.registry.conversions import COMMAND
-from triplane.proto.transfer import BlobFolder
+from triplane.proto.blobs import BlobFolder
 
 WAIT_S = 60
 

@@ -12,8 +12,8 @@ from tests.cloud.registry.models import QUICK, asked, child
 
 from triplane.cloud.registry import Conversions, Lineage, Registry
 from triplane.cloud.store import Database
+from triplane.proto.blobs import BlobFolder
 from triplane.proto.errors import Conflict, NotFound
-from triplane.proto.transfer import BlobFolder
 
 NAMES = st.sampled_from(["a", "b"])
 ALIASES = st.sampled_from(["stable", "beta"])

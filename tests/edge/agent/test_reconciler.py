@@ -11,10 +11,10 @@ from tests.support.node_power import BAD, MODEL, Node, Signed, content, fetch, m
 from triplane.edge.agent.policy import Admission
 from triplane.edge.home import NodeHome
 from triplane.proto import fleet_pb2 as pb
+from triplane.proto.blobs import BlobFolder
 from triplane.proto.disk import OS_DISK
 from triplane.proto.errors import InvalidInput, NotFound, Unavailable
 from triplane.proto.targets import Rule
-from triplane.proto.transfer import BlobFolder
 
 WAITING = "w"
 LOOKS = 20
