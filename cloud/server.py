@@ -64,11 +64,12 @@ from triplane.proto import registry_pb2_grpc as registry_grpc
 from triplane.proto import session_pb2_grpc as session_grpc
 from triplane.proto import signals
 from triplane.proto import transfer_pb2_grpc as transfer_grpc
+from triplane.proto.blobs import BlobFolder
 from triplane.proto.calls import UNSEEN_CALLS
 from triplane.proto.channels import server_credentials, server_options
 from triplane.proto.errors import NotFound, Unavailable
 from triplane.proto.logs import say_ready
-from triplane.proto.transfer import BlobFolder, TransferServicer
+from triplane.proto.transfer import TransferServicer
 
 logger = logging.getLogger(__name__)
 

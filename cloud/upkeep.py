@@ -18,6 +18,7 @@ from triplane.cloud.roots import recorded, roots_of
 from triplane.cloud.store import Database
 from triplane.cloud.trust import MetadataRepository
 from triplane.cloud.trust.expiring import due
+from triplane.proto.blobs import BlobFolder
 from triplane.proto.disk import write_atomic
 from triplane.proto.errors import TriplaneError
 from triplane.proto.fleet_pb2 import Report
@@ -30,7 +31,6 @@ from triplane.proto.identity import (
     needs_renewal,
     new_key,
 )
-from triplane.proto.transfer import BlobFolder
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from triplane.cloud.registry.collecting import Roots, Stored, collect, unwanted
 from triplane.cloud.roots import recorded, roots_of
 from triplane.cloud.store import Database
 from triplane.cloud.trust import MetadataRepository
+from triplane.proto.blobs import BlobFolder
 from triplane.proto.errors import Conflict
-from triplane.proto.transfer import BlobFolder
 
 ACTOR = "operator at the machine"
 

@@ -8,10 +8,11 @@ from typing import Any
 from triplane.cloud.cli.connection import Calls
 from triplane.cloud.cli.progress import reported
 from triplane.cloud.cli.text import record
+from triplane.proto.blobs import BlobFolder
 from triplane.proto.disk import OS_DISK
 from triplane.proto.errors import Conflict
 from triplane.proto.registry_pb2 import GetVersionRequest
-from triplane.proto.transfer import BlobFolder, download
+from triplane.proto.transfer import download
 
 
 def pull_file(cloud: Calls, *, reference: str, out: Path | None) -> tuple[dict[str, Any], str]:

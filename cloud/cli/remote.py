@@ -10,12 +10,13 @@ from pathlib import Path
 from triplane.cloud.cli.connection import Calls
 from triplane.cloud.cli.pushing import wait_for_bundle
 from triplane.cloud.trust.repository import Pending, Submitted
+from triplane.proto.blobs import BlobFolder
 from triplane.proto.errors import Corrupt
 from triplane.proto.messages import value_from
 from triplane.proto.metadata_pb2 import GetPendingRequest, GetRequest, SubmitRequest
 from triplane.proto.registry_pb2 import Bundle, GetVersionRequest, Version
 from triplane.proto.status import remote_errors
-from triplane.proto.transfer import BlobFolder, download
+from triplane.proto.transfer import download
 from triplane.proto.transfer_pb2 import DownloadRequest
 from triplane.proto.transfer_pb2_grpc import TransferStub
 

@@ -36,8 +36,8 @@ from triplane.cloud.registry.registry import Registry
 from triplane.cloud.registry.values import KEY_BYTES
 from triplane.cloud.store import Database
 from triplane.proto import federation_pb2 as pb
+from triplane.proto.blobs import BlobFolder
 from triplane.proto.errors import Conflict, InvalidInput, NotFound
-from triplane.proto.transfer import BlobFolder
 from triplane.unified_ir.federated.core.run import ENDED, Phase, Resumed, Stopped
 
 ID_BYTES: Final = 8

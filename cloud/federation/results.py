@@ -31,9 +31,9 @@ from triplane.cloud.registry.registry import Registry
 from triplane.cloud.registry.values import KEY_BYTES, Lineage, Push
 from triplane.cloud.store import Database
 from triplane.proto import federation_pb2 as pb
+from triplane.proto.blobs import BlobFolder, digest_of
 from triplane.proto.disk import refusal
 from triplane.proto.errors import Corrupt, TriplaneError
-from triplane.proto.transfer import BlobFolder, digest_of
 from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.federated.core.files import (
     INLINE_BYTES,

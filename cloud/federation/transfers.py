@@ -6,7 +6,7 @@ from triplane.cloud.federation.live_runs import LiveRuns
 from triplane.cloud.federation.recovery import Recovery
 from triplane.cloud.federation.update_store import UpdateStore
 from triplane.cloud.federation.work_documents import WorkDocuments
-from triplane.proto.transfer import BlobFolder
+from triplane.proto.blobs import BlobFolder
 
 
 class DeviceTransfers:

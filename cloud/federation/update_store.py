@@ -19,9 +19,9 @@ from typing import Final
 from triplane.cloud.federation.journal import RunRecord
 from triplane.cloud.federation.live import LiveRun, MakeEvent
 from triplane.proto import federation_pb2 as pb
+from triplane.proto.blobs import BlobFolder
 from triplane.proto.disk import AppendFile
 from triplane.proto.errors import Conflict, InvalidInput, NotFound
-from triplane.proto.transfer import BlobFolder
 from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.federated.core.files import (
     INLINE_BYTES,

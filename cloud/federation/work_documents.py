@@ -13,8 +13,8 @@ from triplane.cloud.federation import messages
 from triplane.cloud.federation.flower.runs import FlowerRuns
 from triplane.cloud.federation.live import LiveRun
 from triplane.proto import federation_pb2 as pb
+from triplane.proto.blobs import BlobFolder
 from triplane.proto.errors import InvalidInput
-from triplane.proto.transfer import BlobFolder
 from triplane.unified_ir.federated.core.files import INLINE_BYTES
 from triplane.unified_ir.federated.core.rules import open_lease
 

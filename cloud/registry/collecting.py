@@ -18,8 +18,8 @@ from typing import Final
 from sqlalchemy import Connection
 
 from triplane.cloud.store import Database
+from triplane.proto.blobs import BlobFolder
 from triplane.proto.errors import InvalidInput
-from triplane.proto.transfer import BlobFolder
 
 MIN_AGE_S: Final = 3600.0
 """An upload or a conversion is followed by the row that names it within this time."""

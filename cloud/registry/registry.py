@@ -29,9 +29,9 @@ from triplane.cloud.registry.values import (
     Version,
 )
 from triplane.cloud.store import Database
+from triplane.proto.blobs import BlobFolder, digest_of
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, TriplaneError, Unavailable
 from triplane.proto.targets import SignedTarget
-from triplane.proto.transfer import BlobFolder, digest_of
 
 logger = logging.getLogger(__name__)
 

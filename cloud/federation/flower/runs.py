@@ -41,6 +41,7 @@ from triplane.cloud.federation.update_store import Refusal, UpdateStore, most_ex
 from triplane.cloud.registry.collecting import claim
 from triplane.cloud.store import Database
 from triplane.proto import federation_pb2 as pb
+from triplane.proto.blobs import BlobFolder
 from triplane.proto.errors import (
     Conflict,
     Corrupt,
@@ -50,7 +51,6 @@ from triplane.proto.errors import (
     Unavailable,
 )
 from triplane.proto.sandbox import ChildDied
-from triplane.proto.transfer import BlobFolder
 from triplane.unified_ir.federated.core.files import read_state
 from triplane.unified_ir.federated.core.rules import lease_id
 from triplane.unified_ir.federated.core.run import (
