@@ -107,7 +107,7 @@ class FederatedClient:
                 f"in {self._home.settings_file}"
             )
         source = settings.data if samples is None else samples
-        self._settings = settings
+        self.settings = settings
         shard = shard_of(source, held_out=settings.held_out)
         self.examples, self.held_out_samples = shard.examples, shard.held_out_samples
         in_child = graphs is Graphs.CHILD
@@ -132,18 +132,13 @@ class FederatedClient:
         self._home.require_enrolled()
         return self._home.enrolled.name
 
-    @property
-    def settings(self) -> DeviceSettings:
-        """The settings of this client."""
-        return self._settings
-
     def enrol(self, token: str, cloud: str) -> str:
         """Become a device of the cloud whose enrolment port is at `cloud`.
 
         Return the name of the device; see `enrolling.enrol`. The key is generated here and never
         leaves the home.
         """
-        return enrol(self._home, self._settings, token, cloud).name
+        return enrol(self._home, self.settings, token, cloud).name
 
     def run(self, ready: Callable[[], None] = lambda: None) -> None:
         """Take part in runs until `stop`. Call it from one thread. ready: called at its begin."""
@@ -154,7 +149,7 @@ class FederatedClient:
         self._home.require_enrolled()
         self._home.make()
         with self._home.held(), contextlib.closing(self._runner()) as runner:
-            working = _Working(self._home, self._settings, runner, self._offer())
+            working = _Working(self._home, self.settings, runner, self._offer())
             with self._lock:
                 if self._working is not None:
                     raise Conflict("this client runs already")
@@ -170,10 +165,10 @@ class FederatedClient:
         if self._file is None:
             from triplane.device.task_runner import InProcessExecutor
 
-            return InProcessExecutor(self._home, self.shard, self._settings, self._app)
+            return InProcessExecutor(self._home, self.shard, self.settings, self._app)
         from triplane.device.child_executor import ChildExecutor
 
-        runner = ChildExecutor(self._home, self._settings, self._file, self._app)
+        runner = ChildExecutor(self._home, self.settings, self._file, self._app)
         if self._app is not None:
             try:
                 runner.start()  # reports an app that cannot be loaded before the device is ready
@@ -184,7 +179,7 @@ class FederatedClient:
 
     def _offer(self) -> pb.Offer:
         return pb.Offer(
-            population=self._settings.population,
+            population=self.settings.population,
             examples=self.examples,
             held_out=self.held_out_samples,
             software=SOFTWARE,

@@ -203,11 +203,7 @@ def _begin(message: Message, context: Context) -> tuple[Plan, Work]:
         run=str(context.run_id),
         round=int(config["server-round"]),
         device=str(context.node_config.get("partition-id", context.node_id)),
-        seed=int(config["seed"]),
-        steps=int(config["steps"]),
-        batch_size=int(config["batch_size"]),
-        support=int(config["support"]),
-        query=int(config["query"]),
+        **{n: int(config[n]) for n in ("seed", "steps", "batch_size", "support", "query")},
     )
     return plan, work
 

@@ -143,15 +143,8 @@ class DeviceHome(MachineHome[DeviceSettings]):
     def session(self) -> SessionNote | None:
         """The note that `note_session` wrote last; None if none can be read."""
         try:
-            parsed = json.loads(self.session_file.read_bytes()[:MAX_NOTE_BYTES])
-            asked = parsed.get("population_asked")
-            return SessionNote(
-                str(parsed["state"]),
-                str(parsed["population"]),
-                float(parsed["since_s"]),
-                None if asked is None else bool(asked),
-            )
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            return SessionNote(**json.loads(self.session_file.read_bytes()[:MAX_NOTE_BYTES]))
+        except (OSError, ValueError, TypeError):
             return None
 
     def note_session(self, session: SessionNote) -> None:

@@ -28,7 +28,7 @@ from triplane.device.memory import (
 )
 from triplane.device.model import SHARED, DeviceModel, ModelChoice
 from triplane.device.stopping import StopToken
-from triplane.device.tasks import Blob, Task, WorkSet
+from triplane.device.tasks import MAX_REASON_CHARS, Blob, Task, WorkSet
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.blobs import BlobFolder, digest_of
 from triplane.proto.channels import connect
@@ -122,7 +122,7 @@ class TaskRunner:
 
     def settle(self, work_set: WorkSet) -> None:
         """Let updates that counted take effect, and forget those whose lease is over."""
-        settlements = {(s.run, s.lease): s for s in work_set.settled}
+        settlements = {(s.run, s.lease.hex()): s for s in work_set.settled}
         for pending in self.memory.pending():
             run, lease = pending.facts.run, pending.facts.lease
             settlement = settlements.get((run, lease))
@@ -132,7 +132,9 @@ class TaskRunner:
             self.memory.settle(pending, counted=counted)
             facts: dict[str, object] = {"run": run, "round": pending.facts.round}
             facts["counted"] = counted
-            facts["reason"] = settlement.reason if settlement else "its lease is over"
+            facts["reason"] = (
+                settlement.reason[:MAX_REASON_CHARS] if settlement else "its lease is over"
+            )
             logger.info("update settled", extra=facts)
 
     def _do(self, task: Task, stop: StopToken, wanted: frozenset[bytes]) -> pb.Contribution:
@@ -152,7 +154,7 @@ class TaskRunner:
         plan = self._plan_of(task, path)
         self._assign(plan, task)
         try:
-            return DOERS[task.kind](self, plan, task, stop)
+            return (self.learn if task.kind == "learn" else self.score)(plan, task, stop)
         finally:
             if plan.limits.max_steps or plan.limits.time_s:
                 self.memory.note_spent(plan.digest, plan.steps, plan.spent_s)
@@ -369,11 +371,6 @@ class InProcessExecutor(TaskRunner):
                 self._open_channel = connect(self._identity)
             return self._open_channel
 
-
-DOERS: Final[Mapping[str, Callable[[TaskRunner, Plan, Task, StopToken], pb.Contribution]]] = {
-    "learn": TaskRunner.learn,
-    "evaluate": TaskRunner.score,
-}
 
 WRITERS: Final = ("learn", "flower")
 """Kinds of tasks that write an update."""

@@ -71,16 +71,6 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Settlement:
-    """The outcome of a contribution."""
-
-    run: str
-    lease: str
-    counted: bool
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class WorkSet:
     """All work that a device has now.
 
@@ -89,7 +79,7 @@ class WorkSet:
     """
 
     tasks: tuple[Task, ...] = ()
-    settled: tuple[Settlement, ...] = ()
+    settled: tuple[pb.Settlement, ...] = ()
     refused: tuple[pb.Contribution, ...] = ()
     document: pb.Work = field(default_factory=pb.Work, repr=False, compare=False)
     population_asked: bool | None = None
@@ -117,8 +107,9 @@ def work_set_of(message: pb.Work, device: str, *, max_blob_bytes: int, now_s: fl
             run, round_, lease = task.run, task.round, task.lease
             refused.append(pb.Contribution(run=run, round=round_, lease=lease, declined=reason))
     asked = message.population_asked if message.HasField("population_asked") else None
-    settled = tuple(map(_settled, message.settled))
-    return WorkSet(tuple(tasks), settled, tuple(refused), message, asked)
+    for settlement in message.settled:
+        _check_lease(settlement.run, settlement.lease)
+    return WorkSet(tuple(tasks), tuple(message.settled), tuple(refused), message, asked)
 
 
 def _task(message: pb.Task, device: str, max_blob_bytes: int, now_s: float) -> Task:
@@ -171,16 +162,8 @@ def _work(message: pb.Task, device: str) -> Work:
     sampling = message.sampling
     for name in ("batch_size", "support", "query"):
         _in_range(name, getattr(sampling, name), MAX_SAMPLES)
-    return Work(
-        run=message.run,
-        round=message.round,
-        device=device,
-        seed=message.seed,
-        steps=sampling.steps,
-        batch_size=sampling.batch_size,
-        support=sampling.support,
-        query=sampling.query,
-    )
+    sizes = {n: getattr(sampling, n) for n in ("steps", "batch_size", "support", "query")}
+    return Work(run=message.run, round=message.round, device=device, seed=message.seed, **sizes)
 
 
 def _blob(what: str, blob: pb.Blob, max_bytes: int) -> Blob:
@@ -202,13 +185,6 @@ def _inline_state(message: pb.Task) -> bytes:
     if len(data) != message.state.size or hashlib.sha256(data).digest() != message.state.sha256:
         raise InvalidInput("the state in the task is not the one that it names")
     return data
-
-
-def _settled(message: pb.Settlement) -> Settlement:
-    _check_lease(message.run, message.lease)
-    return Settlement(
-        message.run, message.lease.hex(), message.counted, message.reason[:MAX_REASON_CHARS]
-    )
 
 
 def _check_lease(run: str, lease: bytes) -> None:

@@ -150,36 +150,34 @@ class BlobFolder:
 
 
 class IncomingBlob:
-    """One blob that is being received; `BlobFolder.receive` creates it."""
+    """One blob that is being received; `BlobFolder.receive` creates it.
+
+    stored: number of stored bytes, which is the offset of the next one.
+    """
 
     def __init__(self, to: BlobFolder, path: Path, partial: Path, sha256: bytes, size: int) -> None:
         self._to, self._path, self._partial = to, path, partial
         self.sha256, self.size = sha256, size
         self._file: AppendFile | None = None
         self._is_named = False
-        self._have = partial.stat().st_size if partial.is_file() else 0
-        self._unsynced = self._have  # whoever wrote them may have been killed before a sync
-        self._hash = None if self._have else hashlib.sha256()
-        if self._have > size:
+        self.stored = partial.stat().st_size if partial.is_file() else 0
+        self._unsynced = self.stored  # whoever wrote them may have been killed before a sync
+        self._hash = None if self.stored else hashlib.sha256()
+        if self.stored > size:
             self.restart()
         self._require_space()
 
-    @property
-    def stored(self) -> int:
-        """Number of stored bytes, which is the offset of the next one."""
-        return self._have
-
     def write(self, chunk: bytes) -> None:
         """Add the next bytes. InvalidInput beyond the blob's size."""
-        if self._have + len(chunk) > self.size:
+        if self.stored + len(chunk) > self.size:
             raise InvalidInput(
                 f"blob {self.sha256.hex()[:16]}... has {self.size} bytes; {len(chunk)} more after "
-                f"{self._have} were sent"
+                f"{self.stored} were sent"
             )
         self._open().write(chunk)
         if self._hash is not None:
             self._hash.update(chunk)
-        self._have += len(chunk)
+        self.stored += len(chunk)
         self._unsynced += len(chunk)
         if self._unsynced >= SYNC_BYTES:
             self.sync()
@@ -204,15 +202,15 @@ class IncomingBlob:
                 disk.sync(file)
         except OSError as error:
             raise refusal(error, f"could not write {self._partial}: {error}") from error
-        self._have = len(data)
+        self.stored = len(data)
         return self._name()
 
     def finish(self) -> Path:
         """Verify the blob and give it its name. Corrupt: the bytes were wrong, and are removed."""
         if self._is_named:
             return self._path
-        if self._have != self.size:
-            raise InvalidInput(f"{self._have} of {self.size} bytes are here; send the rest")
+        if self.stored != self.size:
+            raise InvalidInput(f"{self.stored} of {self.size} bytes are here; send the rest")
         self._open()
         self.sync()
         self._check(self._hash.digest() if self._hash else digest_of(self._partial))
@@ -246,7 +244,7 @@ class IncomingBlob:
         self.close()
         with contextlib.suppress(FileNotFoundError):
             self._to.disk.remove(self._partial)
-        self._have = self._unsynced = 0
+        self.stored = self._unsynced = 0
         self._hash = hashlib.sha256()
 
     def close(self) -> None:
@@ -261,10 +259,10 @@ class IncomingBlob:
         space = os.statvfs(self._to.folder)
         free = space.f_bavail * space.f_frsize
         reserve = min(RESERVE_BYTES, max(LEAST_RESERVE_BYTES, RESERVE_FACTOR * self.size))
-        if free < self.size - self._have + reserve:
+        if free < self.size - self.stored + reserve:
             raise NoRoom(
                 f"the disk is full: {self._to.folder} has {free} bytes free, but "
-                f"{self.size - self._have} more bytes are needed besides {reserve} that must stay "
+                f"{self.size - self.stored} more bytes are needed besides {reserve} that must stay "
                 "free; make room and try again"
             )
 

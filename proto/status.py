@@ -149,12 +149,6 @@ def answer_to(error: Exception) -> Answer:
     return Answer(row.code, text, row.family, {"incident": incident})
 
 
-def describe(error: Exception) -> tuple[grpc.StatusCode, str]:
-    """Return code and text of `answer_to`, where no trailer can be sent."""
-    answer = answer_to(error)
-    return answer.code, answer.text
-
-
 @contextlib.contextmanager
 def status_of(context: grpc.ServicerContext) -> Iterator[None]:
     """Answer an error of the body with its status code. The body must not abort by itself."""

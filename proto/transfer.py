@@ -325,7 +325,9 @@ class TransferServicer(Base):
                     "Stat where to go on"
                 )
             if len(first.data) == first.size <= CHUNK_BYTES:
-                await _require_end(chunks)
+                if (more := await anext(chunks, None)) is not None:
+                    n_bytes = len(more.data)
+                    raise InvalidInput(f"the blob was whole; {n_bytes} more bytes were sent")
                 await asyncio.to_thread(receiving.take, first.data)
                 return pb.Progress(stored=first.size, complete=True)
             if first.data:
@@ -386,8 +388,3 @@ async def _paced(chunks: Any, pace: Pace) -> AsyncGenerator[pb.UploadChunk]:
         waited_s = time.monotonic() - began_s
         behind_s = max(0.0, behind_s + waited_s - len(chunk.data) / pace.min_bytes_per_s)
         yield chunk
-
-
-async def _require_end(chunks: AsyncIterator[pb.UploadChunk]) -> None:
-    async for chunk in chunks:
-        raise InvalidInput(f"the blob was whole; {len(chunk.data)} more bytes were sent")

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import grpc
 
@@ -181,8 +181,8 @@ class Agent:
 
 
 def _pace(settings: NodeSettings) -> Pace:
-    usual, least, patience_s = Pace(), settings.min_bytes_per_s, settings.patience_s
-    return Pace(
-        min_bytes_per_s=usual.min_bytes_per_s if least is None else least,
-        patience_s=usual.patience_s if patience_s is None else patience_s,
-    )
+    chosen: dict[str, Any] = {
+        "min_bytes_per_s": settings.min_bytes_per_s,
+        "patience_s": settings.patience_s,
+    }
+    return Pace(**{name: value for name, value in chosen.items() if value is not None})

@@ -16,6 +16,9 @@ INSTRUCTIONS: Final = frozenset(
     {"avx", "avx2", "fma", "avx512f", "avx512_vnni", "avx_vnni", "asimddp", "i8mm", "fphp", "sve"}
 )
 
+CPU_FLAGS: Final = r"^(?:flags|Features)\s*:(.*)$"
+MEMORY: Final = r"^MemTotal:\s+(\d+) kB$"
+
 
 def capability(folder: Path, targets: tuple[str, ...] = ()) -> pb.Capability:
     """Return the capability. folder: on the disk for bundles. targets: instead of the machine's."""
@@ -26,8 +29,10 @@ def capability(folder: Path, targets: tuple[str, ...] = ()) -> pb.Capability:
         runtime_version=version,
         max_opset=_max_opset(version),
         machine=this_machine(),
-        instructions=sorted(_flags() & INSTRUCTIONS),
-        memory_bytes=_memory_bytes(),
+        instructions=sorted(
+            INSTRUCTIONS.intersection(_matched(CPU_FLAGS, "/proc/cpuinfo").split())
+        ),
+        memory_bytes=int(_matched(MEMORY, "/proc/meminfo") or 0) * 1024,
         free_disk_bytes=space.f_bavail * space.f_frsize,
         targets=targets or targets_here(),
         software=f"triplane {metadata.version('triplane')}",
@@ -37,14 +42,6 @@ def capability(folder: Path, targets: tuple[str, ...] = ()) -> pb.Capability:
 def _max_opset(version: str) -> int:
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     return max((opset for since, opset in MAX_OPSET if since <= numbers), default=0)
-
-
-def _flags() -> set[str]:
-    return set(_matched(r"^(?:flags|Features)\s*:(.*)$", "/proc/cpuinfo").split())
-
-
-def _memory_bytes() -> int:
-    return int(_matched(r"^MemTotal:\s+(\d+) kB$", "/proc/meminfo") or 0) * 1024
 
 
 def _matched(pattern: str, path: str) -> str:

@@ -13,13 +13,12 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 from google.protobuf.message import DecodeError
 
@@ -462,30 +461,20 @@ def read_desired(path: Path) -> pb.Desired:
     return desired
 
 
-def report(
-    reconciler: Reconciler,
-    capability: pb.Capability,
-    *,
-    metadata_age_s: float,
-    serving_up: bool,
-    serving_address: str,
-    metadata_versions: Mapping[str, int] = MappingProxyType({}),
-    metadata_sha256: bytes = b"",
-) -> pb.Report:
-    """Return the complete current report of this node. Its number grows with time."""
-    wanted = [assignment.model for assignment in reconciler.desired.assignments]
-    models = dict.fromkeys((*reconciler.pointers, *wanted, *reconciler.progress))
+def report(reconciler: Reconciler, capability: pb.Capability, **fields: Any) -> pb.Report:
+    """Return the complete current report of this node, whose number grows with time.
+
+    fields: those of the report that the reconciler does not know.
+    """
+    assigned = [assignment.model for assignment in reconciler.desired.assignments]
+    models = dict.fromkeys((*reconciler.pointers, *assigned, *reconciler.progress))
     return pb.Report(
         number=time.time_ns() // 1_000_000,
         desired_number=reconciler.desired.number,
         capability=capability,
         models=[_model_report(reconciler, m) for m in sorted(islice(models, MAX_MODELS))],
-        metadata_age_s=metadata_age_s,
         incidents=reconciler.unreported(),
-        serving_up=serving_up,
-        serving_address=serving_address,
-        metadata_versions=metadata_versions,
-        metadata_sha256=metadata_sha256,
+        **fields,
     )
 
 

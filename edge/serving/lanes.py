@@ -1,17 +1,18 @@
-"""Thread pools for kinds of calls: which thread receives a call, and how many calls may wait.
+"""Lanes: one thread pool for each kind of calls, with a limit of calls that wait.
 
-Separate pools keep kinds of calls from starving each other: no number of inference or metadata
-calls delays a health check. A thread of a lane waits for the call's request, and in the lane of
-inference then for its turn to compute (`turns.py`); threads that wait cost memory only. A call
-beyond its lane's backlog is refused with UNAVAILABLE before its bytes are read.
+With separate pools, one kind of calls cannot starve another: no number of inference or metadata
+calls delays a health check. A thread of a lane waits for the call's request, and for inference then
+for its turn to compute (`turns.py`); a thread that waits only costs memory. A call beyond its
+lane's backlog is refused with UNAVAILABLE before its bytes are read.
 
 Handlers are synchronous on purpose: on grpc.aio a small call took twice the processor time
 (docs/decisions/0038).
 
-grpc lets a behaviour name its own pool (`experimental_thread_pool`); if that ever goes, calls share
-the default pool and only the isolation is lost.
+grpc lets a behaviour name its own pool (`experimental_thread_pool`). If a later version drops that,
+calls share the default pool, and only the isolation is lost.
 """
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -32,10 +33,10 @@ BACKLOG: Final = 1024  # calls that wait for a thread of their lane, for millise
 
 
 class BoundedExecutor(ThreadPoolExecutor):
-    """A thread pool that knows how many calls it holds, waiting and running.
+    """A thread pool that counts its calls, waiting and running.
 
-    `receiving`: calls that may wait for their request at once for more than a moment; fewer than
-    `threads`, so that a burst does not keep others out.
+    receiving: calls that may wait for their request at once for more than a moment; fewer than
+    `threads`, so that a burst does not block others.
     """
 
     def __init__(self, name: str, *, threads: int, receiving: int) -> None:
@@ -48,7 +49,7 @@ class BoundedExecutor(ThreadPoolExecutor):
 
     @property
     def held(self) -> int:
-        """Calls that this pool holds."""
+        """Number of calls in this pool."""
         return self._held
 
     @property
@@ -57,7 +58,7 @@ class BoundedExecutor(ThreadPoolExecutor):
         return self._held >= self.capacity
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Queue `fn`; counted until it is done, whatever becomes of its call."""
+        """Queue `fn`; it is counted until it ends, even if its call has ended."""
         with self._count:
             self._held += 1
         future = super().submit(fn, *args, **kwargs)
@@ -69,23 +70,11 @@ class BoundedExecutor(ThreadPoolExecutor):
             self._held -= 1
 
 
-class Routed:
-    """A behaviour that runs in `lane`."""
-
-    def __init__(self, behaviour: Behaviour, lane: BoundedExecutor) -> None:
-        self._behaviour = behaviour
-        self.experimental_thread_pool = lane
-
-    def __call__(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Any:
-        """Run the behaviour."""
-        return self._behaviour(messages, context)
-
-
 class Routes(grpc.GenericRpcHandler):
-    """Full method name to handler and lane; asked on the serving thread, so it only looks up.
+    """Finds handler and lane of a method; it is called on grpc's serving thread.
 
-    All handlers take a message iterator, also those of single-message methods: only so does a
-    behaviour start before the message has arrived and can give up on it. The wire is the same.
+    All handlers take an iterator of messages, also for methods with a single message. Only then a
+    behaviour starts before the message has arrived, and can give up on it. The wire is the same.
     """
 
     def __init__(
@@ -99,7 +88,7 @@ class Routes(grpc.GenericRpcHandler):
         self._handlers: dict[str, tuple[BoundedExecutor, Handler]] = {}
         self._services: tuple[str, ...] = ()
         self._leaving = False
-        self.last_call_s = 0.0  # when a call was last looked up, on `time.monotonic`
+        self.last_call_s = 0.0  # time of the newest call, on `time.monotonic`
         self._gone = _answering(
             control, grpc.StatusCode.UNAVAILABLE, "the server is shutting down; call again later"
         )
@@ -113,13 +102,11 @@ class Routes(grpc.GenericRpcHandler):
     def add(
         self, service: str, methods: Mapping[str, tuple[BoundedExecutor, Behaviour, bool]]
     ) -> None:
-        """Add a service: method name to lane, behaviour and whether it answers with a stream."""
+        """Add a service: for each method its lane, behaviour, and whether it answers a stream."""
         self._services += (f"/{service}/",)
         for method, (lane, behaviour, streams) in methods.items():
-            self._handlers[f"/{service}/{method}"] = (
-                lane,
-                _handler(behaviour, lane, streams=streams),
-            )
+            handler = _handler(behaviour, lane, streams=streams)
+            self._handlers[f"/{service}/{method}"] = lane, handler
 
     def refuse_new(self) -> None:
         """Answer UNAVAILABLE to all but control and health calls from now on."""
@@ -143,7 +130,10 @@ def _handler(behaviour: Behaviour, lane: BoundedExecutor, *, streams: bool) -> H
     make = (
         grpc.stream_stream_rpc_method_handler if streams else grpc.stream_unary_rpc_method_handler
     )
-    return make(Routed(behaviour, lane), None, None)
+    # A copy with an attribute, which grpc reads to choose the pool for the call.
+    routed: Any = functools.partial(behaviour)
+    routed.experimental_thread_pool = lane
+    return make(routed, None, None)
 
 
 def _answering(lane: BoundedExecutor, code: grpc.StatusCode, text: str) -> Handler:

@@ -38,7 +38,9 @@ def run(options: Options) -> None:
     termination = signals.Termination(limit_s=options.drain_s + STOP_S, hurry=server.cancel)
     control = None
     try:
-        control = _control(options, server)
+        if options.control_socket:
+            socket, threads = Path(options.control_socket), options.model_threads
+            control = Control(socket, server.repository, server.service, model_threads=threads)
         announce(options, server)
         termination.wait()
         logger.info("draining", extra={"seconds_at_most": options.drain_s})
@@ -93,17 +95,6 @@ def _load_committed(home: Path, repository: Repository, threads: int) -> None:
                 "committed version does not load",
                 extra={"model": pointer.model, "version": pointer.version, "reason": str(error)},
             )
-
-
-def _control(options: Options, server: Server) -> Control | None:
-    if options.control_socket is None:
-        return None
-    return Control(
-        Path(options.control_socket),
-        server.repository,
-        server.service,
-        model_threads=options.model_threads,
-    )
 
 
 def announce(options: Options, server: Server) -> None:

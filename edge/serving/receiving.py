@@ -64,8 +64,8 @@ class _Wait:
 class Receiving:
     """The calls whose callers are waited for, and the thread that watches them."""
 
-    def __init__(self, memory: RequestMemory, message_bytes: int) -> None:
-        self._memory = memory
+    def __init__(self, memory: RequestMemory, message_bytes: int, receive_s: float) -> None:
+        self._memory, self._receive_s = memory, receive_s
         self._arrivals = Arrivals(message_bytes)
         self._waiting: dict[int, _Wait] = {}  # oldest first
         self._refused: dict[int, _Wait] = {}  # until their threads have noticed
@@ -85,13 +85,14 @@ class Receiving:
         context: grpc.ServicerContext,
         caller: Caller,
         lane: BoundedExecutor,
-        timeout_s: float,
     ) -> Received:
         """Return the message of a single-message call; None if the caller sends none.
 
         For a request that was given up, return the error with which the call must end.
         """
-        return self._next(messages, self._begin(context, Kind.REQUEST, timeout_s, caller, lane))
+        return self._next(
+            messages, self._begin(context, Kind.REQUEST, self._receive_s, caller, lane)
+        )
 
     def following(
         self,

@@ -1,8 +1,8 @@
-"""The versions of this process: load beside, switch in one assignment, drain, drop.
+"""The loaded versions: load one beside the others, switch in one assignment, drain, drop.
 
-A reader takes one immutable snapshot and never waits for a load. A version that is retired between
-a reader's look and its first step is looked up again, so no call ever meets a dropped session. A
-load that fails changes nothing but the index.
+A call takes one immutable snapshot and never waits for a load. If a version is retired between the
+lookup and the begin of the call, it is looked up again, so no call uses a dropped session. A load
+that fails changes only the index.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ Plan = Callable[[Servable, Contract, Statistics], Runner]
 
 
 class Gone:
-    """The runner of a dropped version: holds nothing and runs nothing."""
+    """The runner of a dropped version, which keeps nothing in memory."""
 
     merged_rows = 0
 
@@ -39,7 +39,7 @@ class Gone:
 
 
 class LoadedVersion:
-    """One loaded version and the calls inside it."""
+    """One loaded version and the calls that use it."""
 
     def __init__(self, servable: Servable, plan: Plan) -> None:
         started = time.perf_counter()
@@ -56,11 +56,11 @@ class LoadedVersion:
 
     @property
     def calls(self) -> int:
-        """Calls inside right now."""
+        """Number of calls in progress."""
         return self._calls
 
     def enter(self) -> bool:
-        """Count one call in; False when the version is retired and must be looked up again."""
+        """Begin a call; False if the version is retired and must be looked up again."""
         with self._lock:
             if self._retired:
                 return False
@@ -68,26 +68,26 @@ class LoadedVersion:
             return True
 
     def leave(self) -> None:
-        """Count one call out."""
+        """End a call."""
         with self._lock:
             self._calls -= 1
             if self._retired and not self._calls:
                 self._idle.set()
 
     def drain(self, timeout_s: float) -> bool:
-        """Refuse new calls and wait for the ones inside; False when some are still there."""
+        """Refuse new calls and wait for those in progress; False if some remain."""
         with self._lock:
             self._retired = True
             if not self._calls:
                 self._idle.set()
         drained = self._idle.wait(timeout_s)
-        self.runner = Gone()  # the session goes now, or with the last call that still runs it
+        self.runner = Gone()  # frees the session now, or with the last call that runs it
         return drained
 
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
-    """One line of the index."""
+    """One entry of the index."""
 
     name: str
     version: str
@@ -101,11 +101,11 @@ class Repository:
     def __init__(self, plan: Plan | None = None) -> None:
         self._plan = plan or (lambda servable, _, statistics: Direct(servable, statistics))
         self._ready: Mapping[str, Mapping[str, LoadedVersion]] = {}  # replaced whole, never changed
-        self._others: dict[tuple[str, str], IndexEntry] = {}  # on their way in or out, or failed
+        self._others: dict[tuple[str, str], IndexEntry] = {}  # loading, unloading or failed
         self._changing = threading.Lock()  # one load, switch or unload at a time
 
     def add(self, servable: Servable) -> LoadedVersion:
-        """Serve a further version beside the others. Raises Conflict when it is there already."""
+        """Serve a further version beside the others. Conflict if it is there already."""
         with self._changing:
             if servable.version in self._ready.get(servable.name, {}):
                 raise Conflict(
@@ -119,8 +119,8 @@ class Repository:
     def switch(self, servable: Servable) -> LoadedVersion:
         """Serve this version in place of all others of its model, without a failed call.
 
-        New calls meet the new version from the one assignment on; the old ones are drained and
-        dropped before this returns. Raises what the load raises, and then nothing has changed.
+        New calls use the new version from one assignment on. The old ones are drained and dropped
+        before this returns. If the load fails, its error is raised and nothing has changed.
         """
         with self._changing:
             version = self._load(servable)
@@ -130,7 +130,7 @@ class Repository:
         return version
 
     def unload(self, name: str, version: str = "") -> None:
-        """Drain and drop one version, or all of a model. Raises NotFound."""
+        """Drain and drop one version, or all of a model. NotFound."""
         with self._changing:
             held = self._ready.get(name, {})
             gone = [v for v in held.values() if version in {"", v.version}]
@@ -148,16 +148,16 @@ class Repository:
 
     @contextlib.contextmanager
     def using(self, name: str, version: str = "") -> Iterator[LoadedVersion]:
-        """Hold one version for the length of a call. Raises NotFound."""
+        """Hold one version during a call. NotFound."""
         while not (held := self.find(name, version)).enter():
-            pass  # retired since the look: the snapshot already has its successor
+            pass  # it was retired meanwhile, and the snapshot has its successor already
         try:
             yield held
         finally:
             held.leave()
 
     def find(self, name: str, version: str = "") -> LoadedVersion:
-        """The version, the newest for an empty string. Raises NotFound."""
+        """Return the version, the newest for an empty string. NotFound."""
         held = self._ready.get(name, {})
         loaded = held.get(version) if version else next(reversed([*held.values()]), None)
         if loaded is None:
@@ -165,12 +165,12 @@ class Repository:
         return loaded
 
     def versions(self, name: str = "") -> list[LoadedVersion]:
-        """Ready versions of one model, or of all, oldest first."""
+        """Return the ready versions of one model, or of all, oldest first."""
         models = [self._ready.get(name, {})] if name else self._ready.values()
         return [version for held in models for version in held.values()]
 
     def index(self, *, ready_only: bool = False) -> list[IndexEntry]:
-        """Every version and its state, by name and age."""
+        """Return every version and its state, by name and age."""
         entries = {
             (v.name, v.version): IndexEntry(v.name, v.version, "READY") for v in self.versions()
         }
@@ -194,9 +194,8 @@ class Repository:
             self._forget_failures(servable.name)
             reason = str(error) if isinstance(error, TriplaneError) else type(error).__name__
             self._others[key] = IndexEntry(*key, "UNAVAILABLE", reason)
-            logger.warning(
-                "model load failed", extra={"model": key[0], "version": key[1], "reason": reason}
-            )
+            facts = {"model": key[0], "version": key[1], "reason": reason}
+            logger.warning("model load failed", extra=facts)
             raise
         self._others.pop(key)
         return version
@@ -205,14 +204,8 @@ class Repository:
         self._forget_failures(version.name)
         by_age = {key: held[key] for key in sorted(held, key=_age)}
         self._ready = {**self._ready, version.name: by_age}
-        logger.info(
-            "model ready",
-            extra={
-                "model": version.name,
-                "version": version.version,
-                "seconds": round(version.load_s, 6),
-            },
-        )
+        facts = {"model": version.name, "version": version.version}
+        logger.info("model ready", extra={**facts, "seconds": round(version.load_s, 6)})
 
     def _drop(self, versions: Iterable[LoadedVersion]) -> None:
         for version in [*versions]:
@@ -223,9 +216,8 @@ class Repository:
             drained = version.drain(DRAIN_S)
             if not replaced:
                 self._others.pop(key)
-            logger.info(
-                "model dropped", extra={"model": key[0], "version": key[1], "drained": drained}
-            )
+            facts = {"model": key[0], "version": key[1], "drained": drained}
+            logger.info("model dropped", extra=facts)
         trim_memory()
 
     def _forget_failures(self, name: str) -> None:
@@ -238,12 +230,12 @@ class Repository:
 
 
 def _age(version: str) -> list[tuple[int, str]]:
-    """Sort key of versions: numbers by value, so `10` is newer than `9`."""
+    """Return a sort key for versions: numbers count by value, so `10` is newer than `9`."""
     parts = re.split(r"(\d+)", version)
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 
 
 def trim_memory() -> None:
-    """Give freed pages back to the system: glibc keeps a dropped session's otherwise."""
+    """Return freed pages to the system; glibc would keep those of a dropped session."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

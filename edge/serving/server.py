@@ -1,7 +1,7 @@
-"""The gRPC server: protocol, health and reflection on one port, and its way down.
+"""The gRPC server: protocol, health and reflection on one port, and how it stops.
 
-Down means: not ready, resting streams ended, new calls refused, calls inside finish within the
-grace period, then the port, threads, models and the metrics page go.
+To stop, it becomes not ready, ends streams between two messages and refuses new calls. Calls in
+progress may finish within the grace period; then it closes the port, threads, models and metrics.
 """
 
 import logging
@@ -39,17 +39,17 @@ logger = logging.getLogger(__name__)
 
 HEALTH_RECEIVING: Final = 64
 WATCHERS: Final = 64  # callers that wait for a change of health
-SPARE_THREADS: Final = 8  # hear the streams that find no seat
-QUIET_S: Final = 0.05  # without a call: callers have heard that none is taken
-QUIET_AT_MOST_S: Final = 1.0  # how long callers that never stop can delay the end
+SPARE_THREADS: Final = 8  # for streams that find no seat and are refused
+QUIET_S: Final = 0.05  # without a call: callers know that calls are refused
+QUIET_AT_MOST_S: Final = 1.0  # longest delay of the end by callers that do not stop
 QUIET_STEP_S: Final = 0.005
 MAX_METADATA_BYTES: Final = 16 << 10
 MAX_STREAMS_PER_CONNECTION: Final = 512
-HANDSHAKE_MS: Final = 5_000  # a connection that has not spoken until then is closed
-ALIVE_EVERY_MS: Final = 60_000  # a silent connection is asked whether somebody is still there
-ALIVE_WITHIN_MS: Final = 20_000  # and closed, with its streams, unless it answers until then
-IDLE_MS: Final = 300_000  # a connection without a call is closed; clients open another unasked
-# One service under two names: its messages are the same in both versions.
+HANDSHAKE_MS: Final = 5_000  # a connection without a handshake is closed after this time
+ALIVE_EVERY_MS: Final = 60_000  # a silent connection gets a ping after this time
+ALIVE_WITHIN_MS: Final = 20_000  # and is closed, with its streams, if it does not answer in time
+IDLE_MS: Final = 300_000  # a connection without a call is closed; clients reconnect by themselves
+# One service under two names: both versions have the same messages.
 REFLECTION_NAMES: Final = (
     "grpc.reflection.v1alpha.ServerReflection",
     "grpc.reflection.v1.ServerReflection",
@@ -58,14 +58,14 @@ REFLECTION_NAMES: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
-    """Files in PEM form. With `client_ca` only callers with a certificate it signed get in."""
+    """PEM files. With `client_ca`, callers need a certificate that it has signed."""
 
     cert: Path
     key: Path
     client_ca: Path | None = None
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Read the files. Raises NotFound naming the one that cannot be read."""
+        """Read the files. NotFound names one that cannot be read."""
         pair = _read(self.key), _read(self.cert)
         if self.client_ca is None:
             return grpc.ssl_server_credentials([pair])
@@ -85,10 +85,10 @@ def _cancelled(context: grpc.ServicerContext, _: Unavailable) -> bool:
 
 
 class Server:
-    """Serves a repository from construction until `stop`. Raises Unavailable on a taken port.
+    """Serves a repository from construction until `stop`. Unavailable if a port is taken.
 
-    `port` and `metrics_port` are the ones chosen when 0 was asked for; without a metrics port
-    there is no metrics page.
+    `port` and `metrics_port` become the ones that were chosen for 0. Without a metrics port there
+    is no metrics page.
     """
 
     def __init__(
@@ -106,22 +106,20 @@ class Server:
         self.service = Service(repository, limits)
         self._health = Health(WIRE_NAME)
         self._memory = RequestMemory(limits.request_bytes, self._refused)
-        self._receiving = Receiving(self._memory, limits.message_bytes)
+        self._receiving = Receiving(self._memory, limits.message_bytes, limits.receive_s)
         self._runs = Runs()
         self._turns = Turns(limits.threads, limits.queued_calls, self._refused)
         inside = limits.threads + limits.queued_calls
-        self._lanes = (
-            BoundedExecutor(
-                "infer", threads=inside + 2 * limits.receiving, receiving=limits.receiving
-            ),
-            BoundedExecutor(
-                "stream", threads=limits.streams + SPARE_THREADS, receiving=SPARE_THREADS
-            ),
-            BoundedExecutor(
-                "control", threads=2 * limits.control_calls, receiving=limits.control_calls
-            ),
-            BoundedExecutor("health", threads=2 * HEALTH_RECEIVING, receiving=HEALTH_RECEIVING),
-            BoundedExecutor("watch", threads=WATCHERS + SPARE_THREADS, receiving=SPARE_THREADS),
+        threads = {  # of each lane, and how many of them may wait for a request
+            "infer": (inside + 2 * limits.receiving, limits.receiving),
+            "stream": (limits.streams + SPARE_THREADS, SPARE_THREADS),
+            "control": (2 * limits.control_calls, limits.control_calls),
+            "health": (2 * HEALTH_RECEIVING, HEALTH_RECEIVING),
+            "watch": (WATCHERS + SPARE_THREADS, SPARE_THREADS),
+        }
+        self._lanes = tuple(
+            BoundedExecutor(name, threads=most, receiving=receiving)
+            for name, (most, receiving) in threads.items()
         )
         self._by_certificate = tls is not None and tls.client_ca is not None
         self._metrics: MetricsServer | None = None
@@ -142,7 +140,7 @@ class Server:
         self._health.set(serving=True)
 
     def stop(self, grace_s: float) -> None:
-        """Take no new calls, wait up to `grace_s` for those inside, then free everything."""
+        """Refuse new calls, wait up to `grace_s` for those in progress, then free everything."""
         until_s = time.monotonic() + grace_s
         self.service.ready = False
         self._health.set(serving=False)
@@ -161,15 +159,15 @@ class Server:
         self.repository.close()
 
     def cancel(self) -> None:
-        """End a `stop` that is waiting: cancel the calls inside."""
+        """End a `stop` that is waiting, by cancelling the calls in progress."""
         self._hurried.set()
         self._grpc.stop(None)
 
     def _wait_until_quiet(self, until_s: float) -> None:
-        """Wait until no call is in progress and callers were refused.
+        """Wait until no call is in progress and callers know that new ones are refused.
 
-        Before the port closes, because a call that meets the closing itself gets CANCELLED from
-        grpc, which callers do not retry, where a refusal is UNAVAILABLE, which they do.
+        The port is closed after that, because grpc answers a call that arrives while it closes with
+        CANCELLED, which callers do not retry. A refusal is UNAVAILABLE, which they retry.
         """
         quiet_until_s = min(until_s, time.monotonic() + QUIET_AT_MOST_S)
         while not self._hurried.wait(QUIET_STEP_S):
@@ -191,17 +189,13 @@ class Server:
             sending=Sending(self._receiving, limits, self._refused),
             turns=self._turns,
             seats=Seats(
-                "streams",
-                limits.streams,
-                end=self._receiving.end_rest,
-                on_refusal=self._refused,
+                "streams", limits.streams, end=self._receiving.end_rest, on_refusal=self._refused
             ),
             memory=self._memory,
             limits=limits,
             by_certificate=self._by_certificate,
         )
-        open_to_the_end = control, health_lane
-        self._routes = routes = Routes(control, open_to_the_end, self._refused)
+        self._routes = routes = Routes(control, (control, health_lane), self._refused)
         routes.add(
             WIRE_NAME,
             wire.methods(infer=infer, streams=streams, control=control, health=health_lane),
@@ -223,7 +217,7 @@ class Server:
             handlers=[routes],
             options=(
                 ("grpc.so_reuseport", 0),
-                ("grpc.max_receive_message_length", self._limits.message_bytes),
+                ("grpc.max_receive_message_length", limits.message_bytes),
                 ("grpc.per_message_decompression", 0),  # see compression.py
                 ("grpc.max_send_message_length", -1),  # bounded by ServingLimits.response_bytes
                 ("grpc.max_metadata_size", MAX_METADATA_BYTES),
@@ -235,7 +229,7 @@ class Server:
                 ("grpc.max_connection_idle_ms", IDLE_MS),
                 ("grpc.max_allowed_incoming_connections", max_connections()),
             ),
-            # Beyond every lane: grpc itself refuses (RESOURCE_EXHAUSTED) without a thread.
+            # Beyond all lanes, grpc itself refuses calls (RESOURCE_EXHAUSTED) without a thread.
             maximum_concurrent_rpcs=sum(lane.capacity for lane in self._lanes),
         )
 

@@ -1,7 +1,7 @@
-"""The protocol's calls over a repository: decode, call, encode."""
+"""The protocol's calls on a repository: decode, run, encode."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from typing import Final
 
@@ -14,6 +14,7 @@ from triplane.edge.serving.servable import TensorContract
 from triplane.edge.serving.statistics import CallDurations, DurationTotal, Statistics
 from triplane.proto import open_inference_pb2 as pb
 from triplane.proto.errors import NotFound
+from triplane.proto.messages import M, message_from
 from triplane.proto.status import code_of
 
 PLATFORM: Final = "onnxruntime_onnx"
@@ -35,11 +36,11 @@ class Service:
         return pb.ServerLiveResponse(live=True)
 
     def ServerReady(self, request: pb.ServerReadyRequest) -> pb.ServerReadyResponse:
-        """Whether calls are taken: not yet while loading, not any more while draining."""
+        """Return whether calls are accepted, which is not so while models load or it drains."""
         return pb.ServerReadyResponse(ready=self.ready)
 
     def ModelReady(self, request: pb.ModelReadyRequest) -> pb.ModelReadyResponse:
-        """Whether the version can be asked now; an unknown one is not ready."""
+        """Return whether the version accepts calls; an unknown one is not ready."""
         try:
             self._repository.find(request.name, request.version)
         except NotFound:
@@ -47,13 +48,13 @@ class Service:
         return pb.ModelReadyResponse(ready=self.ready)
 
     def ServerMetadata(self, request: pb.ServerMetadataRequest) -> pb.ServerMetadataResponse:
-        """Name, version of the package, and the protocol extensions that are really there."""
+        """Return name, version of the package, and the supported extensions of the protocol."""
         return pb.ServerMetadataResponse(
             name="triplane", version=metadata.version("triplane"), extensions=EXTENSIONS
         )
 
     def ModelMetadata(self, request: pb.ModelMetadataRequest) -> pb.ModelMetadataResponse:
-        """Tensors of one version, and all versions that are ready. Raises NotFound."""
+        """Return the tensors of one version, and all versions that are ready. NotFound."""
         version = self._repository.find(request.name, request.version)
         asked = [version] if request.version else self._repository.versions(request.name)
         return pb.ModelMetadataResponse(
@@ -69,41 +70,35 @@ class Service:
         version = self._repository.find(request.name, request.version)
         merged = version.runner.merged_rows
         skip = 1 if merged else 0  # the protocol leaves the row dimension out of a batched model
-        inputs, outputs = version.contract.inputs.values(), version.contract.outputs.values()
+
+        def tensors(kind: type[M], specs: Mapping[str, TensorContract]) -> list[M]:
+            return [
+                kind(name=s.name, data_type=s.datatype.config, dims=s.wire_shape[skip:])
+                for s in specs.values()
+            ]
+
         config = pb.ModelConfig(
             name=version.name,
             platform=PLATFORM,
             backend=BACKEND,
             max_batch_size=merged,
-            input=[
-                pb.ModelInput(name=s.name, data_type=s.datatype.config, dims=s.wire_shape[skip:])
-                for s in inputs
-            ],
-            output=[
-                pb.ModelOutput(name=s.name, data_type=s.datatype.config, dims=s.wire_shape[skip:])
-                for s in outputs
-            ],
+            input=tensors(pb.ModelInput, version.contract.inputs),
+            output=tensors(pb.ModelOutput, version.contract.outputs),
         )
         if merged:
             config.dynamic_batching.preferred_batch_size.append(merged)
         return pb.ModelConfigResponse(config=config)
 
     def RepositoryIndex(self, request: pb.RepositoryIndexRequest) -> pb.RepositoryIndexResponse:
-        """Every version and its state. Raises NotFound for any repository but the one."""
+        """Return every version and its state. NotFound if the request names a repository."""
         if request.repository_name:
             raise NotFound("this server has one repository, without a name; leave it empty")
         entries = self._repository.index(ready_only=request.ready)
-        return pb.RepositoryIndexResponse(
-            models=[
-                pb.RepositoryIndexResponse.ModelIndex(
-                    name=entry.name, version=entry.version, state=entry.state, reason=entry.reason
-                )
-                for entry in entries
-            ]
-        )
+        kind = pb.RepositoryIndexResponse.ModelIndex
+        return pb.RepositoryIndexResponse(models=[message_from(kind, entry) for entry in entries])
 
     def ModelStatistics(self, request: pb.ModelStatisticsRequest) -> pb.ModelStatisticsResponse:
-        """Counters of the ready versions asked for. Raises NotFound for a name without any."""
+        """Return the counters of the ready versions asked for. NotFound if there are none."""
         versions: Iterable[LoadedVersion] = self._repository.versions(request.name)
         if request.name and request.version:
             versions = [self._repository.find(request.name, request.version)]
@@ -114,9 +109,9 @@ class Service:
     def ModelInfer(
         self, request: pb.ModelInferRequest, call: CallContext, raw: Contents | None = None
     ) -> pb.ModelInferResponse:
-        """Run one request. Raises the families; every outcome is counted once.
+        """Run one request. Raises the families; each outcome is counted once.
 
-        raw: its raw contents, where they were kept out of `request`.
+        raw: its raw contents, if they are not in `request`.
         """
         statistics = self.unattributed
         try:

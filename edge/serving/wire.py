@@ -1,17 +1,17 @@
-"""The protocol's methods as behaviours: bytes in, bytes out, status on the way.
+"""The protocol's methods as functions from bytes to bytes, with errors sent as status codes.
 
-The method table is the service descriptor of our own schema; on the wire it is registered under the
-protocol's name. A call's only message is parsed here and not by grpc, so a broken one is the
-caller's error, and parsing never runs on the serving thread.
+The table of methods is the service descriptor of our own schema, which is registered under the
+protocol's name. A call's message is parsed here and not by grpc, so that an invalid one is the
+caller's error, and parsing never runs on grpc's serving thread.
 """
 
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import grpc
-from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
@@ -20,7 +20,7 @@ from triplane.edge.serving.compression import packed_size, unpack
 from triplane.edge.serving.lanes import Behaviour, BoundedExecutor
 from triplane.edge.serving.limits import ServingLimits
 from triplane.edge.serving.memory import RequestMemory
-from triplane.edge.serving.receiving import REST, Received, Receiving, one
+from triplane.edge.serving.receiving import REST, Receiving, one
 from triplane.edge.serving.request import Contents
 from triplane.edge.serving.running import CallContext, Runs
 from triplane.edge.serving.seats import Seats
@@ -30,41 +30,29 @@ from triplane.edge.serving.structure import split_raw
 from triplane.edge.serving.turns import Turns
 from triplane.proto import open_inference_pb2 as pb
 from triplane.proto.errors import InvalidInput
-from triplane.proto.status import code_of, describe, status_of
+from triplane.proto.status import answer_to, code_of, status_of
 
 WIRE_NAME: Final = "inference.GRPCInferenceService"
 METHODS: Final = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods
 
 M = TypeVar("M", bound=Message)
 
-CONTROL_BYTES: Final = 64 << 10  # a call that carries names only
+CONTROL_BYTES: Final = 64 << 10  # of a message that only has names
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Wire:
     """Makes the behaviours of one server."""
 
-    def __init__(
-        self,
-        *,
-        service: Service,
-        receiving: Receiving,
-        runs: Runs,
-        sending: Sending,
-        turns: Turns,
-        seats: Seats,
-        memory: RequestMemory,
-        limits: ServingLimits,
-        by_certificate: bool,
-    ) -> None:
-        self._service = service
-        self._turns = turns
-        self._seats = seats
-        self._memory = memory
-        self._by_certificate = by_certificate
-        self._receiving = receiving
-        self._runs = runs
-        self._sending = sending
-        self._limits = limits
+    service: Service
+    receiving: Receiving
+    runs: Runs
+    sending: Sending
+    turns: Turns
+    seats: Seats
+    memory: RequestMemory
+    limits: ServingLimits
+    by_certificate: bool
 
     def methods(
         self,
@@ -74,29 +62,26 @@ class Wire:
         control: BoundedExecutor,
         health: BoundedExecutor,
     ) -> dict[str, tuple[BoundedExecutor, Behaviour, bool]]:
-        """Every method of the protocol that is served: its lane, behaviour and form."""
-        own = {
-            "ModelInfer": (infer, self._infer(infer), False),
-            "ModelStreamInfer": (streams, self._stream, True),
-        }
-        lanes = {"ServerLive": health, "ServerReady": health}
-        return {
-            m.name: own.get(m.name) or self._control(m, lanes.get(m.name, control)) for m in METHODS
-        }
-
-    def _control(
-        self, method: MethodDescriptor, lane: BoundedExecutor
-    ) -> tuple[BoundedExecutor, Behaviour, bool]:
-        message_class = GetMessageClass(method.input_type)
-        return lane, self.unary(lane, message_class, getattr(self._service, method.name)), False
+        """Return each method of the protocol that is served: its lane, behaviour and form."""
+        methods: dict[str, tuple[BoundedExecutor, Behaviour, bool]] = {}
+        for method in METHODS:
+            lane = health if method.name in {"ServerLive", "ServerReady"} else control
+            if method.name not in {"ModelInfer", "ModelStreamInfer"}:
+                message_class = GetMessageClass(method.input_type)
+                behaviour = self.unary(lane, message_class, getattr(self.service, method.name))
+                methods[method.name] = lane, behaviour, False
+        methods["ModelInfer"] = infer, self._infer(infer), False
+        methods["ModelStreamInfer"] = streams, self._stream, True
+        return methods
 
     def unary(
         self, lane: BoundedExecutor, message_class: type[Message], method: Callable[[Any], Message]
     ) -> Behaviour:
-        """A behaviour that parses one message, calls `method` and serializes its answer."""
+        """Return a behaviour that parses one message, calls `method` and serializes its answer."""
 
         def behaviour(messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes | None:
-            received = self._only(messages, context, self._caller(context), lane)
+            caller = self._caller(context)
+            received = self.receiving.only(messages, context, caller, lane)
             with status_of(context):
                 return method(parse(message_class, one(received))).SerializeToString()
 
@@ -109,11 +94,11 @@ class Wire:
         message_class: type[M],
         method: Callable[[M, grpc.ServicerContext], Iterator[Message]],
     ) -> Behaviour:
-        """A behaviour that parses one message, takes a seat and sends what `method` yields."""
+        """Return a behaviour that parses one message, takes a seat and sends the answers."""
 
         def behaviour(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
             caller = self._caller(context)
-            received = self._only(messages, context, caller, lane)
+            received = self.receiving.only(messages, context, caller, lane)
             with status_of(context):
                 request = parse(message_class, one(received))
             answers = (answer.SerializeToString() for answer in method(request, context))
@@ -126,14 +111,14 @@ class Wire:
         message_class: type[M],
         method: Callable[[Iterator[M], grpc.ServicerContext], Iterator[Message]],
     ) -> Behaviour:
-        """A behaviour for messages both ways; the caller may not rest beyond `receive_s`."""
+        """Return a behaviour for messages both ways, at most `receive_s` apart."""
 
         def parsed(
             messages: Iterator[bytes], context: grpc.ServicerContext, caller: Caller
         ) -> Iterator[M]:
-            timeout_s = self._limits.receive_s
+            timeout_s = self.limits.receive_s
             while (
-                received := self._receiving.following(messages, context, caller, timeout_s)
+                received := self.receiving.following(messages, context, caller, timeout_s)
             ) is not None:
                 with status_of(context):
                     message = parse(message_class, one(received))
@@ -143,72 +128,60 @@ class Wire:
             caller = self._caller(context)
             answers = method(parsed(messages, context, caller), context)
             return _seated(
-                self._seats, context, caller, (answer.SerializeToString() for answer in answers)
+                self.seats, context, caller, (answer.SerializeToString() for answer in answers)
             )
 
         return behaviour
 
     def _caller(self, context: grpc.ServicerContext) -> Caller:
-        return caller_of(context, by_certificate=self._by_certificate)
-
-    def _only(
-        self,
-        messages: Iterator[bytes],
-        context: grpc.ServicerContext,
-        caller: Caller,
-        lane: BoundedExecutor,
-    ) -> Received:
-        return self._receiving.only(messages, context, caller, lane, self._limits.receive_s)
+        return caller_of(context, by_certificate=self.by_certificate)
 
     def _infer(self, lane: BoundedExecutor) -> Behaviour:
         def behaviour(messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes | None:
             caller = self._caller(context)
-            received = self._only(messages, context, caller, lane)
+            received = self.receiving.only(messages, context, caller, lane)
             arrived_ns = time.perf_counter_ns()
             with status_of(context):
                 answer = self._answer(one(received), context, caller, arrived_ns)
-                return self._sending.last(answer.SerializeToString(), context)
+                return self.sending.last(answer.SerializeToString(), context)
 
         return behaviour
 
     def _answer(
         self, data: bytes, context: grpc.ServicerContext, caller: Caller, arrived_ns: int
     ) -> pb.ModelInferResponse:
-        """Run one request that has arrived whole, in its turn."""
+        """Run one request that has arrived completely, in its turn."""
         with self._turn(data, context, caller) as (message, until_s):
             request, raw = self._request(message)
             call = self._call(request, context, until_s, arrived_ns)
-            return self._service.ModelInfer(request, call, raw)
+            return self.service.ModelInfer(request, call, raw)
 
     @contextlib.contextmanager
     def _turn(
         self, data: bytes, context: grpc.ServicerContext, caller: Caller
     ) -> Iterator[tuple[bytes, float]]:
-        """Room for the bytes and a turn to compute: the message unpacked, and its latest end."""
-        until_s = time.monotonic() + min(context.time_remaining(), self._limits.call_s)
+        """Hold memory and a turn; yield the unpacked message and its latest end."""
+        until_s = time.monotonic() + min(context.time_remaining(), self.limits.call_s)
         with contextlib.ExitStack() as held:
-            held.enter_context(self._memory.holding(len(data)))
-            held.enter_context(self._turns.turn(caller, until_s))
+            held.enter_context(self.memory.holding(len(data)))
+            held.enter_context(self.turns.turn(caller, until_s))
             with self._counted():
-                size = packed_size(data, self._limits.message_bytes)
+                size = packed_size(data, self.limits.message_bytes)
             if size is not None:
-                held.enter_context(self._memory.holding(size))
+                held.enter_context(self.memory.holding(size))
                 data = unpack(data, size)
             yield data, until_s
 
     def _stream(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        """Answer in order, one request at a time.
-
-        A failed one gets its error and the stream goes on.
-        """
+        """Answer one request at a time, in order. After an error the stream goes on."""
         caller = self._caller(context)
-        return _seated(self._seats, context, caller, self._answers(messages, context, caller))
+        return _seated(self.seats, context, caller, self._answers(messages, context, caller))
 
     def _answers(
         self, messages: Iterator[bytes], context: grpc.ServicerContext, caller: Caller
     ) -> Iterator[bytes]:
         strict = ("triton_grpc_error", "true") in context.invocation_metadata()
-        while (received := self._receiving.following(messages, context, caller, REST)) is not None:
+        while (received := self.receiving.following(messages, context, caller, REST)) is not None:
             arrived_ns = time.perf_counter_ns()
             with status_of(context):
                 message = one(received)
@@ -217,32 +190,32 @@ class Wire:
                 with self._turn(message, context, caller) as (unpacked, until_s):
                     request, raw = self._request(unpacked)
                     call = self._call(request, context, until_s, arrived_ns)
-                    answer = self._service.ModelInfer(request, call, raw)
+                    answer = self.service.ModelInfer(request, call, raw)
             except Exception as error:
                 if strict:
                     with status_of(context):
                         raise
-                failure = pb.ModelStreamInferResponse(error_message=describe(error)[1])
-                failure.infer_response.id = request.id[: self._limits.name_chars]
+                failure = pb.ModelStreamInferResponse(error_message=answer_to(error).text)
+                failure.infer_response.id = request.id[: self.limits.name_chars]
                 yield failure.SerializeToString()
             else:
                 if request.parameters["triton_enable_empty_final_response"].bool_param:
                     answer.parameters["triton_final_response"].bool_param = True
                 data = pb.ModelStreamInferResponse(infer_response=answer).SerializeToString()
-                with self._sending.one_of_many(data, context):
+                with self.sending.one_of_many(data, context):
                     yield data
 
     def _request(self, data: bytes) -> tuple[pb.ModelInferRequest, Contents | None]:
         with self._counted():
-            return parse_infer(data, self._limits)
+            return parse_infer(data, self.limits)
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
-        """Count what the body refuses before a version is known."""
+        """Count a request that the body refuses before its model version is known."""
         try:
             yield
         except InvalidInput as error:
-            self._service.unattributed.failed(code_of(error).name, 0)
+            self.service.unattributed.failed(code_of(error).name, 0)
             raise
 
     def _call(
@@ -252,12 +225,12 @@ class Wire:
         until_s: float,
         arrived_ns: int,
     ) -> CallContext:
-        """Deadline: the call's own, the request's `timeout` parameter in us, or the server's."""
+        """Apply the request's `timeout` parameter, in microseconds, to the deadline."""
         if "timeout" in request.parameters:
             timeout_us = request.parameters["timeout"].int64_param
             if timeout_us > 0:
                 until_s = min(until_s, time.monotonic() + timeout_us / 1e6)
-        return CallContext(until_s, arrived_ns, context.is_active, self._runs)
+        return CallContext(until_s, arrived_ns, context.is_active, self.runs)
 
 
 def _seated(
@@ -270,7 +243,7 @@ def _seated(
 
 
 def parse(message_class: type[M], data: bytes) -> M:
-    """Parse a message that carries names only. Raises InvalidInput."""
+    """Parse a message that only has names. Raises InvalidInput."""
     if len(data) > CONTROL_BYTES:
         raise InvalidInput(f"the message has {len(data)} bytes; {CONTROL_BYTES} at most")
     if (size := packed_size(data, CONTROL_BYTES)) is not None:
@@ -279,10 +252,10 @@ def parse(message_class: type[M], data: bytes) -> M:
 
 
 def parse_infer(data: bytes, limits: ServingLimits) -> tuple[pb.ModelInferRequest, Contents | None]:
-    """Parse an inference request whose structure was bounded first. Raises InvalidInput.
+    """Parse an inference request after checking its structure. Raises InvalidInput.
 
-    Raw contents of a large request stay where they are, as views of `data`: parsed, each would be
-    copied twice. They are None where the request itself has them.
+    Raw contents of a large request are returned as views of `data`, because the parser would copy
+    each of them twice. They are None if they are in the request itself.
     """
     if len(data) > limits.message_bytes:
         raise InvalidInput(f"the message has {len(data)} bytes; {limits.message_bytes} at most")

@@ -13,7 +13,7 @@ from triplane.device.home import DeviceHome, DeviceSettings
 from triplane.device.memory import Memory
 from triplane.device.stopping import StopToken
 from triplane.device.task_runner import TaskRunner
-from triplane.device.tasks import Blob, Settlement, Task, WorkSet
+from triplane.device.tasks import Blob, Task, WorkSet
 from triplane.unified_ir.federated.core.files import write_state
 from triplane.unified_ir.federated.core.learn import Work, shared
 from triplane.unified_ir.runtime import write_plan
@@ -132,7 +132,9 @@ class Story:
         """Give the device its document: the task at hand, what became of what it sent."""
         tasks = (self.blobs.task(self.number),) if self.number <= ROUNDS else ()
         newest = self.number - 1
-        settled = Settlement(RUN, lease(newest), newest != REFUSED, "")
+        settled = pb.Settlement(
+            run=RUN, lease=bytes.fromhex(lease(newest)), counted=newest != REFUSED
+        )
         desk.settle(WorkSet(tasks, (settled,) if newest else ()))
         self.settled = newest
         del self.remembered[newest:]

@@ -14,7 +14,7 @@ CALLER = Caller("ipv4:127.0.0.1", "ipv4:127.0.0.1:5000")
 
 @pytest.fixture
 def receiving():
-    made = Receiving(RequestMemory(1 << 20, lambda: None), 1 << 20)
+    made = Receiving(RequestMemory(1 << 20, lambda: None), 1 << 20, 30)
     yield made
     made.close()
 
@@ -32,9 +32,9 @@ def test_a_stream_may_not_rest_once_the_server_goes(receiving):
 
 def test_a_call_that_is_inside_may_still_finish_sending(receiving, lane):
     receiving.end_rests()
-    assert receiving.only(iter([b"last"]), CONTEXT, CALLER, lane, 30) == b"last"
+    assert receiving.only(iter([b"last"]), CONTEXT, CALLER, lane) == b"last"
 
 
 def test_a_call_must_bring_a_message(receiving, lane):
     with pytest.raises(InvalidInput, match="exactly one"):
-        one(receiving.only(iter(()), CONTEXT, CALLER, lane, 30))
+        one(receiving.only(iter(()), CONTEXT, CALLER, lane))
