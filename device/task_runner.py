@@ -130,11 +130,8 @@ class TaskRunner:
                 continue
             counted = settlement is not None and settlement.counted
             self.memory.settle(pending, counted=counted)
-            facts: dict[str, object] = {"run": run, "round": pending.facts.round}
-            facts["counted"] = counted
-            facts["reason"] = (
-                settlement.reason[:MAX_REASON_CHARS] if settlement else "its lease is over"
-            )
+            reason = settlement.reason[:MAX_REASON_CHARS] if settlement else "its lease is over"
+            facts = {"run": run, "round": pending.facts.round, "counted": counted, "reason": reason}
             logger.info("update settled", extra=facts)
 
     def _do(self, task: Task, stop: StopToken, wanted: frozenset[bytes]) -> pb.Contribution:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import grpc
 
@@ -181,8 +181,5 @@ class Agent:
 
 
 def _pace(settings: NodeSettings) -> Pace:
-    chosen: dict[str, Any] = {
-        "min_bytes_per_s": settings.min_bytes_per_s,
-        "patience_s": settings.patience_s,
-    }
+    chosen = {name: getattr(settings, name) for name in ("min_bytes_per_s", "patience_s")}
     return Pace(**{name: value for name, value in chosen.items() if value is not None})

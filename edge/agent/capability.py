@@ -29,9 +29,7 @@ def capability(folder: Path, targets: tuple[str, ...] = ()) -> pb.Capability:
         runtime_version=version,
         max_opset=_max_opset(version),
         machine=this_machine(),
-        instructions=sorted(
-            INSTRUCTIONS.intersection(_matched(CPU_FLAGS, "/proc/cpuinfo").split())
-        ),
+        instructions=sorted(INSTRUCTIONS & {*_matched(CPU_FLAGS, "/proc/cpuinfo").split()}),
         memory_bytes=int(_matched(MEMORY, "/proc/meminfo") or 0) * 1024,
         free_disk_bytes=space.f_bavail * space.f_frsize,
         targets=targets or targets_here(),

@@ -14,6 +14,7 @@ from triplane.device.memory import Memory
 from triplane.device.stopping import StopToken
 from triplane.device.task_runner import TaskRunner
 from triplane.device.tasks import Blob, Task, WorkSet
+from triplane.proto import federation_pb2 as pb
 from triplane.unified_ir.federated.core.files import write_state
 from triplane.unified_ir.federated.core.learn import Work, shared
 from triplane.unified_ir.runtime import write_plan
