@@ -88,31 +88,28 @@ class ChildExecutor:
     def do(self, task: Task, stop: StopToken, wanted: Sequence[Blob]) -> pb.Contribution:
         """See `TaskRunner`. A task that a limit or a crash ends is declined with the reason."""
         with self._using:
-            return self._do(task, stop, wanted)
-
-    def _do(self, task: Task, stop: StopToken, wanted: Sequence[Blob]) -> pb.Contribution:
-        self._start()
-        ended = threading.Event()
-        self._send(
-            {
-                "kind": "do",
-                "device": task.work.device,
-                "work": pb.Work(tasks=[task.document]),
-                "until_s": stop.until_s,
-                "wanted": [[blob.sha256.hex(), blob.size] for blob in wanted],
-            }
-        )
-        stop.call(lambda: self._stop(stop, task.until_s, ended))
-        reply = self._reply()
-        ended.set()
-        if reply is not None:
-            return pb.Contribution.FromString(_result(reply))
-        why = self._end()
-        stop.check()
-        if self._interrupted:
-            raise Withdrawn
-        logger.warning("process for tasks ended", extra={"run": task.work.run, "reason": why})
-        return task.decline(why)
+            self._start()
+            ended = threading.Event()
+            self._send(
+                {
+                    "kind": "do",
+                    "device": task.work.device,
+                    "work": pb.Work(tasks=[task.document]),
+                    "until_s": stop.until_s,
+                    "wanted": [[blob.sha256.hex(), blob.size] for blob in wanted],
+                }
+            )
+            stop.call(lambda: self._stop(stop, task.until_s, ended))
+            reply = self._reply()
+            ended.set()
+            if reply is not None:
+                return pb.Contribution.FromString(_result(reply))
+            why = self._end()
+            stop.check()
+            if self._interrupted:
+                raise Withdrawn
+            logger.warning("process for tasks ended", extra={"run": task.work.run, "reason": why})
+            return task.decline(why)
 
     def settle(self, work_set: WorkSet) -> None:
         """See `TaskRunner`. No child is started if there is no update."""

@@ -6,8 +6,8 @@ It is a process of its own because cryptography takes 11 MB, which a device coul
 import sys
 
 from triplane.device.home import DeviceHome
-from triplane.proto.errors import TriplaneError
 from triplane.proto.identity import renew
+from triplane.proto.logs import exit_on_error
 
 
 def main(path: str) -> None:
@@ -18,7 +18,4 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1])
-    except TriplaneError as error:
-        sys.exit(f"renewing: {error}")
+    exit_on_error("renewing", lambda: main(sys.argv[1]))

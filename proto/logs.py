@@ -1,4 +1,4 @@
-"""Output of a process: its log on standard error, its ready line on standard output.
+"""Output of a process: its log and last error on standard error, its ready line on standard output.
 
 Only `__main__` modules call `configure_logging`; libraries log to their own loggers. This module
 does not import grpc: `quiet_grpc` works only before that import.
@@ -8,7 +8,10 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Callable
 from typing import Final
+
+from triplane.proto.errors import TriplaneError
 
 logger = logging.getLogger(__name__)
 
@@ -67,3 +70,11 @@ def _discard_output() -> None:
     os.dup2(null, STANDARD_OUTPUT)
     if null != STANDARD_OUTPUT:
         os.close(null)
+
+
+def exit_on_error(process: str, main: Callable[[], object]) -> None:
+    """Run the main function of a process; report an error of our families as its last line."""
+    try:
+        main()
+    except TriplaneError as error:
+        sys.exit(f"{process}: {error}")

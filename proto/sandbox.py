@@ -113,7 +113,7 @@ class SandboxedChild:
                 stderr=stderr,
                 start_new_session=True,
                 cwd=folder,
-                env=inherited_environment() if environment is None else environment,
+                env={**os.environ, **import_environment()} if environment is None else environment,
                 limit=max_answer_bytes,
             )
         return cls(process, name, folder, max_answer_bytes, log_fields or {})
@@ -208,11 +208,6 @@ def expected(name: str) -> Iterator[None]:
         yield
     except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
         raise Unavailable(f"{name} gave no valid answer: {error!r:.200}") from error
-
-
-def inherited_environment() -> dict[str, str]:
-    """Return this process's environment for a child, with its imports and one thread."""
-    return {**os.environ, **import_environment()}
 
 
 def import_environment() -> dict[str, str]:

@@ -142,7 +142,7 @@ class Link:
         self._sent = 0  # highest number written to this stream
         self._acknowledged = state.received  # highest acknowledgement written to it
         self._wake = asyncio.Event()
-        self._is_over = False
+        self._over = asyncio.Event()
         self.freed = asyncio.Event()  # set at each acknowledgement
 
     def wake(self) -> None:
@@ -151,20 +151,16 @@ class Link:
 
     def end(self) -> None:
         """End the writer."""
-        self._is_over = True
+        self._over.set()
         self._wake.set()
-
-    def _has_ended(self) -> bool:
-        """Read the flag again, which another task may set during a write."""
-        return self._is_over
 
     async def write_all(self, write: Callable[[pb.Frame], Awaitable[None]]) -> None:
         """Write queued frames and heartbeats until `end`."""
-        while not self._has_ended():
+        while not self._over.is_set():
             self._wake.clear()
             due = [f for f in self.state.unacknowledged if f.number > self._sent]
             for frame in due:
-                if self._has_ended():
+                if self._over.is_set():
                     return
                 self._sent, self._acknowledged = frame.number, self.state.received
                 await write(self.state.stamped(frame))
@@ -174,7 +170,7 @@ class Link:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LINGER_S if owes else self._heartbeat_s):
                     await self._wake.wait()
-            if self._has_ended():
+            if self._over.is_set():
                 return
             if not any(f.number > self._sent for f in self.state.unacknowledged):
                 self._acknowledged = self.state.received

@@ -39,11 +39,6 @@ class Compared:
     digest: str
 
     @property
-    def start_is_best(self) -> bool:
-        """Whether the start point is better than the adapted version, and was written instead."""
-        return self.start > self.adapted
-
-    @property
     def is_better(self) -> bool:
         """Whether the written bundle is at least as good as the version that serves."""
         return self.current is None or max(self.start, self.adapted) >= self.current
@@ -51,7 +46,7 @@ class Compared:
     def __str__(self) -> str:
         now = self.current
         serving = "nothing serves yet" if now is None else f"what serves has {now:.3f}"
-        new = "the start as it is" if self.start_is_best else "the adapted one"
+        new = "the start as it is" if self.start > self.adapted else "the adapted one"
         return (
             f"adapted to {self.support} own samples it has accuracy {self.adapted:.3f} "
             f"({self.start:.3f} before) on {self.held_out} others; {serving}; kept is "

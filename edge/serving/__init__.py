@@ -1,7 +1,7 @@
-"""The inference server: Open Inference Protocol v2 over gRPC, one model version per artefact.
+"""The inference server: Open Inference Protocol v2 over gRPC, one model version per bundle.
 
-Imports `triplane.unified_ir.runtime`, `triplane.proto`, grpc, numpy, protobuf, prometheus_client
-and nothing that signs, trains or converts. Names load on first use, so importing it is free.
+It imports `triplane.unified_ir.runtime`, `triplane.proto`, grpc, numpy, protobuf and
+prometheus_client, but nothing that signs, trains or converts. Names are loaded on first use.
 """
 
 from typing import TYPE_CHECKING

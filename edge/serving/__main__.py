@@ -1,7 +1,7 @@
 """`python -m triplane.edge.serving OPTIONS`: the serving process; OPTIONS is one JSON object.
 
-Its keys are the fields of `Options`; `limits` is an object of `ServingLimits` fields. An omitted
-key has its default. People use `triplane edge serve`, which fills the same value and calls `main`.
+Its keys are the fields of `Options`, with defaults for those that are missing; `limits` is an
+object of fields of `ServingLimits`. People use `triplane edge serve`, which also calls `main`.
 """
 
 import json
@@ -12,31 +12,29 @@ from typing import Any
 
 from triplane.edge.serving.limits import ServingLimits
 from triplane.edge.serving.options import Options
-from triplane.proto.errors import InvalidInput, TriplaneError
-from triplane.proto.logs import configure_logging, quiet_grpc
+from triplane.proto.errors import InvalidInput
+from triplane.proto.logs import configure_logging, exit_on_error, quiet_grpc
 
 
 def main(options: Options) -> None:
-    """Configure logging to standard error and serve until a signal. Raises the families."""
+    """Log to standard error and serve until a signal. Raises the families."""
     configure_logging(options.log_level)
     quiet_grpc()
     from triplane.edge.serving import process
-    from triplane.edge.serving.descriptors import raise_descriptor_limit
 
-    raise_descriptor_limit()
     process.run(options)
 
 
 def options_from(values: Mapping[str, Any]) -> Options:
-    """Options from plain values; limits may be strings. Raises InvalidInput naming a bad key."""
+    """Return options from plain values; limits may be strings. InvalidInput names a bad key."""
     limits = values.get("limits", {})
     if not isinstance(limits, dict) or isinstance(values.get("bundles"), str):
         raise InvalidInput(f"limits is an object and bundles a list, got {values!r}")
     for what, cls, keys in (("option", Options, values), ("limit", ServingLimits, limits)):
-        known = [field.name for field in fields(cls)]
+        names = [field.name for field in fields(cls)]
         for name in keys:
-            if name not in known:
-                raise InvalidInput(f"no {what} {name!r}; there are {', '.join(known)}")
+            if name not in names:
+                raise InvalidInput(f"no {what} {name!r}; there are {', '.join(names)}")
     try:
         bounds = ServingLimits(**{name: _whole(name, value) for name, value in limits.items()})
         return Options(**{**values, "bundles": tuple(values["bundles"]), "limits": bounds})
@@ -59,7 +57,7 @@ def _whole(name: str, value: Any) -> int:
 
 
 def parse(argv: Sequence[str]) -> Options:
-    """Options of a command line of one JSON object. Raises InvalidInput."""
+    """Return the options of a command line of one JSON object. InvalidInput."""
     try:
         (text,) = argv
         values = json.loads(text)
@@ -71,7 +69,4 @@ def parse(argv: Sequence[str]) -> Options:
 
 
 if __name__ == "__main__":
-    try:
-        main(parse(sys.argv[1:]))
-    except TriplaneError as error:
-        sys.exit(f"serving: {error}")
+    exit_on_error("serving", lambda: main(parse(sys.argv[1:])))

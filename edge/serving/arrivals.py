@@ -1,12 +1,12 @@
-"""How many bytes of unfinished requests each connection has brought.
+"""Count the bytes of unfinished requests that each connection has received.
 
-gRPC tells the size of a message only when all of it is in memory. The kernel tells sooner: Linux
-counts the received bytes of every TCP connection (`tcp_info`, since Linux 4.1). What a connection
-received beyond its finished requests is what it may hold in memory now. Where the kernel does not
-tell, each waiting call counts as a whole message of the largest size.
+gRPC reports the size of a message only when all of it is in memory. The kernel knows earlier: Linux
+counts the received bytes of every TCP connection (`tcp_info`, since Linux 4.1). The bytes that a
+connection received beyond its finished requests may be in memory now. If the kernel does not report
+them, each waiting call counts as a message of the largest size.
 
-What a connection brought before it was looked at the first time counts only when it has finished no
-request yet; else it may belong to finished ones, and what follows is counted.
+The bytes that a connection received before it was first checked count only if it has not finished a
+request yet; otherwise they may belong to finished requests, and only later bytes are counted.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from typing import Final
 from urllib.parse import unquote
 
 BYTES_RECEIVED: Final = 128  # offset of tcpi_bytes_received in struct tcp_info
-CALL_OVERHEAD_BYTES: Final = 512  # at most, headers of one finished call; frames add 1/64
+CALL_OVERHEAD_BYTES: Final = 512  # limit for headers of one finished call; frames add 1/64
 DESCRIPTORS: Final = Path("/proc/self/fd")
 
 Address = tuple[str, int]
@@ -29,15 +29,15 @@ Address = tuple[str, int]
 
 @dataclass(slots=True)
 class Track:
-    """One connection: bytes counted by the kernel, bytes of unfinished requests, recent pace."""
+    """A connection. received: bytes counted by the kernel. arriving: of unfinished requests."""
 
     received: int | None
     arriving: int = 0
-    pace: float = 0.0  # bytes per look, averaged over the last few
+    pace: float = 0.0  # bytes between two checks, averaged over the last few
 
 
 class Arrivals:
-    """Follows connections with calls whose requests are still arriving; looked at by one thread."""
+    """Follows connections with calls whose requests are arriving. One thread calls `look`."""
 
     def __init__(self, message_bytes: int) -> None:
         self._message_bytes = message_bytes
@@ -47,15 +47,15 @@ class Arrivals:
         self.tracks: dict[str, Track] = {}
 
     def finished_one(self, connection: str) -> None:
-        """Note that a connection has finished a request; from any thread."""
+        """Note, from any thread, that a connection has finished a request."""
         if connection not in self._used:
             self._used.add(connection)
 
     def look(self, waiting: Mapping[str, int], finished: Mapping[str, int]) -> None:
-        """Bring `tracks` up to date with the connections in `waiting`, and forget all others.
+        """Update `tracks` for the connections in `waiting`, and remove all others.
 
-        waiting: calls that wait for their request, by connection; finished: bytes of requests that
-        were finished on a connection since the last look.
+        waiting: number of calls that wait for their request, by connection. finished: bytes of
+        requests that were finished on a connection since the last time.
         """
         received = self._received(waiting)
         self._kernel_tells = self._kernel_tells or bool(received)
@@ -71,7 +71,7 @@ class Arrivals:
             if now is None:
                 track.arriving = calls * self._message_bytes
             elif track.received is None:
-                track.arriving = 0  # the first that the kernel tells of it
+                track.arriving = 0  # the first count for this connection
             else:
                 more = now - track.received
                 track.arriving = max(0, track.arriving + more - finished.get(connection, 0))
@@ -92,7 +92,7 @@ class Arrivals:
         return {name: count for name, count in counts.items() if count}
 
     def _count(self, address: Address) -> int | None:
-        """Bytes received from `address`; None when no known descriptor leads there."""
+        """Return the bytes received from `address`; None if no known descriptor belongs to it."""
         if (descriptor := self._descriptors.get(address)) is None:
             return None
         with _looking_at(descriptor) as one:
@@ -101,13 +101,13 @@ class Arrivals:
             try:
                 info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, BYTES_RECEIVED + 8)
                 return int(struct.unpack_from("=Q", info, BYTES_RECEIVED)[0])
-            except (OSError, struct.error):  # closed in this instant, or a kernel before 4.1
+            except (OSError, struct.error):  # it was just closed, or the kernel is older than 4.1
                 return None
 
 
 @functools.lru_cache(8192)
 def _address(connection: str) -> Address | None:
-    """`ipv4:127.0.0.1:5000` or `ipv6:%5B::1%5D:5000`, as gRPC writes a peer."""
+    """Parse a peer as gRPC writes it: `ipv4:127.0.0.1:5000` or `ipv6:%5B::1%5D:5000`."""
     kind, _, rest = unquote(connection).partition(":")
     host, _, port = rest.rpartition(":")
     if kind not in {"ipv4", "ipv6"} or not port.isdecimal():
@@ -116,7 +116,7 @@ def _address(connection: str) -> Address | None:
 
 
 def _plain(host: str, port: int) -> Address:
-    """An address in the one form that is compared: without a zone, IPv4 where it is mapped."""
+    """Normalize an address for comparison: without a zone, and as IPv4 if it is mapped."""
     if ":" not in host:
         return host, port
     ip = ipaddress.ip_address(host.partition("%")[0])
@@ -125,9 +125,9 @@ def _plain(host: str, port: int) -> Address:
 
 
 def _descriptors() -> dict[Address, int]:
-    """Open TCP connections of this process by the address of the peer."""
+    """Return the descriptors of this process's TCP connections by the address of the peer."""
     descriptors = {}
-    with contextlib.suppress(OSError):  # no such folder, or not for us
+    with contextlib.suppress(OSError):  # the folder does not exist or is not readable
         for link in DESCRIPTORS.iterdir():
             with _looking_at(int(link.name)) as one:
                 if one is not None and (address := _peer(one)) is not None:
@@ -137,10 +137,10 @@ def _descriptors() -> dict[Address, int]:
 
 @contextlib.contextmanager
 def _looking_at(descriptor: int) -> Iterator[socket.socket | None]:
-    """gRPC's own descriptor as a socket; None when it is none.
+    """Yield gRPC's own descriptor as a socket; None if it is not one.
 
-    It is neither closed nor duplicated: a duplicate would keep a connection alive that gRPC closes
-    in this instant.
+    It is neither closed nor duplicated: a duplicate would keep a connection open that gRPC is just
+    closing.
     """
     try:
         one = socket.socket(fileno=descriptor)

@@ -1,13 +1,13 @@
-"""Merging concurrent requests into one run, without a thread or a timer of its own.
+"""Merge concurrent requests into one run, without a thread or a timer.
 
-A call that finds a run free (of `runs` at a time) runs at once, alone: merging costs an idle server
-nothing. Calls that arrive meanwhile queue; when a run ends, the oldest of them takes all that fit
-beside it and runs those. So a request waits for at most one run that is not its own, plus the runs
-of a queue that is longer than one batch. Only right after a shared run does the next one pause for
-its callers to come back, at most `pause_s`: else one caller in step with seven runs 1, 7, 1, 7.
+While fewer than `runs` runs are in progress, a call runs at once and alone, so merging costs an
+idle server nothing. Other calls queue. When a run ends, the oldest queued call takes all calls that
+fit beside it and runs them. So a request waits for at most one run that is not its own, plus the
+runs of a queue that is longer than one batch. Only right after a shared run, the next one waits up
+to `pause_s` for its callers to come back; otherwise eight callers in step would run as 1, 7, 1, 7.
 
-Each call gets the rows it sent, by position. When a merged run fails, each of its calls that is
-still in time is run alone, so one caller's values cannot fail another's request.
+Each call gets its own rows, by position. If a merged run fails, each of its calls that is still in
+time is run alone, so one caller's values cannot fail another's request.
 """
 
 import threading
@@ -27,7 +27,7 @@ BACK_S: Final = 0.01  # after a shared run, how long its callers count as coming
 
 
 class _QueuedCall:
-    """One queued call. `wake` is released once: to lead, or with an outcome."""
+    """A queued call. `wake` is released once: when it is to lead, or has an outcome."""
 
     __slots__ = ("call", "error", "feeds", "infer_ns", "key", "leads", "results", "rows", "wake")
 
@@ -43,7 +43,7 @@ class _QueuedCall:
 
 
 class Merged:
-    """A `Runner` that runs waiting requests together, up to `merged_rows` rows at a time."""
+    """Runs waiting requests together, up to `merged_rows` rows at a time; see `Runner`."""
 
     def __init__(
         self,
@@ -89,17 +89,17 @@ class Merged:
         return Ran(mine.results, queue_ns, mine.infer_ns)
 
     def _wait(self, mine: _QueuedCall) -> None:
-        """Wait until `mine` has an outcome, leads, or has run out of time and left the queue."""
+        """Wait until `mine` has an outcome, must lead, or is late and was removed."""
         if mine.wake.acquire(timeout=max(0.0, mine.call.deadline_s - time.monotonic())):
             return
         with self._lock:
             if mine in self._queue:
                 self._queue.remove(mine)
                 return
-        mine.wake.acquire()  # taken into a run or made leader just now: the wait is one run long
+        mine.wake.acquire()  # it was just taken from the queue: the wait is one run at most
 
     def _lead(self, mine: _QueuedCall) -> None:
-        """Run `mine` and all that fits beside it, then hand over to the next in the queue."""
+        """Run `mine` and all calls that fit beside it, then let the next in the queue lead."""
         beside = self._take(mine)
         try:
             self._run([one for one in (mine, *beside) if _in_time(one)])
@@ -109,7 +109,7 @@ class Merged:
                 one.wake.release()
 
     def _take(self, mine: _QueuedCall) -> list[_QueuedCall]:
-        """Queued calls of the same shapes, oldest first, while their rows fit."""
+        """Take queued calls of the same shapes, oldest first, while their rows fit."""
         taken: list[_QueuedCall] = []
         rows = mine.rows
         with self._lock:
@@ -122,7 +122,7 @@ class Merged:
         return taken
 
     def _pause(self, mine: _QueuedCall) -> None:
-        """Let the callers of a run that was just shared come back, up to as many rows as then."""
+        """Wait for the callers of a run that was just shared, up to as many rows as it had."""
         if not self._shared_rows or time.monotonic() - self._shared_s > BACK_S:
             return
         expected = min(self.merged_rows, self._shared_rows + mine.rows)
@@ -145,7 +145,7 @@ class Merged:
                 self._free += 1
 
     def _run(self, batch: Sequence[_QueuedCall]) -> None:
-        """Give every call of `batch` its results or its error."""
+        """Give each call of `batch` its results or its error."""
         if len(batch) > 1 and self._run_merged(batch):
             return
         for one in batch:
@@ -156,7 +156,7 @@ class Merged:
                 one.error = error
 
     def _run_merged(self, batch: Sequence[_QueuedCall]) -> bool:
-        """Run all calls as one; False when that fails, and then each is to be run alone."""
+        """Run all calls as one; False if that fails and each must be run alone."""
         rows = sum(one.rows for one in batch)
         try:
             feeds = {

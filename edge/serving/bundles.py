@@ -1,4 +1,4 @@
-"""A bundle as a servable: verified, loaded and held to its own goldens before anyone asks it."""
+"""Bundles as servables, which are verified, loaded and checked by their own goldens first."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ from triplane.unified_ir.runtime.session import CancellationToken, Session, Sess
 
 
 class BundleServable:
-    """A `Servable` over a bundle's session; the mapped file is let go once it is loaded."""
+    """A `Servable` for a bundle's session; the file is no longer mapped after the load."""
 
     def __init__(self, bundle: Bundle, session: Session) -> None:
         description = bundle.description
@@ -33,8 +33,8 @@ def open_bundle(
 ) -> BundleServable:
     """Load the bundle at `path` for runs of `threads` threads each.
 
-    Raises Corrupt naming the damaged part, or when the goldens do not come out; InvalidInput when
-    this runtime cannot run it; NotFound.
+    Corrupt names the damaged part, or a golden with another result. InvalidInput: this runtime
+    cannot run it. NotFound.
     """
     bundle = Bundle.load(path, expected_digest=expected_digest)
     session = bundle.session(SessionOptions(threads=threads))

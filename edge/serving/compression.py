@@ -1,9 +1,9 @@
-"""Compressed requests, unpacked here and not by gRPC.
+"""Decompress requests here instead of in gRPC.
 
-gRPC unpacks a message as soon as it has arrived: a hundred requests of 64 KiB became gigabytes
-before any bound of ours was asked. Here the size is known first, memory is counted for it, and the
-work is done in the call's turn. gRPC hands over no header that names the encoding; gzip's first
-byte cannot begin a message of protobuf, and none of this protocol begins with zlib's.
+gRPC decompresses a message as soon as it has arrived: a hundred requests of 64 KiB became gigabytes
+before any of our limits applied. Here the size is found first, memory is counted for it, and the
+work is done in the call's turn. gRPC does not pass on the header with the encoding. It is known by
+the first bytes: gzip's cannot begin a protobuf message, and zlib's begin none of this protocol.
 """
 
 import zlib
@@ -14,21 +14,21 @@ from triplane.proto.errors import InvalidInput
 GZIP: Final = b"\x1f\x8b\x08"
 ZLIB: Final = 0x78
 PIECE_BYTES: Final = 64 << 10
-EITHER: Final = 32 + zlib.MAX_WBITS  # zlib's word for gzip or zlib, whichever the header says
+EITHER: Final = 32 + zlib.MAX_WBITS  # lets zlib detect gzip or zlib by the header
 
 
 def packed_size(data: bytes, limit_bytes: int) -> int | None:
-    """Bytes that `data` unpacks to, None when it is not compressed.
+    """Return the size of `data` after decompression; None if it is not compressed.
 
-    Raises InvalidInput beyond the limit. It takes no memory: what is unpacked is dropped in pieces,
-    because the size that gzip notes at its end is the sender's word.
+    InvalidInput beyond the limit. It decompresses piece by piece and drops each piece, because the
+    size in a gzip trailer cannot be trusted.
     """
     if not _is_packed(data):
         return None
     unpacking, size = zlib.decompressobj(EITHER), 0
     try:
         for start in range(0, len(data), PIECE_BYTES):
-            # In pieces on both sides: what is not consumed is copied, and would be again each time.
+            # The input is in pieces, too, because the unconsumed part is copied at each step.
             rest = data[start : start + PIECE_BYTES]
             while rest and not unpacking.eof:
                 size += len(unpacking.decompress(rest, PIECE_BYTES))
@@ -52,7 +52,7 @@ def packed_size(data: bytes, limit_bytes: int) -> int | None:
 
 
 def unpack(data: bytes, size: int) -> bytes:
-    """The message, whose `packed_size` is `size`."""
+    """Decompress a message, whose `packed_size` is `size`."""
     return zlib.decompress(data, EITHER, max(1, size))  # one buffer of the right size
 
 

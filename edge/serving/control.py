@@ -1,8 +1,8 @@
-"""The seam between a node's agent and its server: repository calls on a Unix socket.
+"""How a node's agent controls its server: repository calls on a Unix socket.
 
-The socket stands in a folder that only the node's user may enter, and carries the protocol's own
-calls under its own names: load and unload, index, statistics, readiness. Load switches a model to
-the bundle at `path` without a failed call; what fails to load changes nothing.
+The socket is in a folder that only the node's user may enter. It serves calls of the protocol under
+their own names: load and unload, index, statistics, readiness. A load switches a model to the
+bundle at `path` without a failed call; a load that fails changes nothing.
 """
 
 import contextlib
@@ -26,13 +26,13 @@ from triplane.proto.status import status_of
 THREADS: Final = 4
 MESSAGE_BYTES: Final = 1 << 20
 MAX_SOCKET_CHARS: Final = 100
-"""Linux holds 107 bytes of a socket's path."""
+"""Longest path of a socket; Linux allows 107 bytes."""
 
 Method = Callable[[Any], Message]
 
 
 class Control:
-    """Listens from construction until `close`. Raises Unavailable where the path cannot be used."""
+    """Listens from construction until `close`. Unavailable if the path cannot be used."""
 
     def __init__(
         self, socket: Path, repository: Repository, service: Service, *, model_threads: int
@@ -62,7 +62,7 @@ class Control:
             ),
         )
         if socket.is_socket():
-            socket.unlink()  # of a server that was killed; the home's lock says there is no other
+            socket.unlink()  # of a killed server; the lock of the home excludes another one
         try:
             self._server.add_insecure_port(f"unix:{socket}")
         except RuntimeError as error:

@@ -1,6 +1,6 @@
-"""Tensor datatypes of the protocol: names, numpy forms and typed contents, one row each.
+"""Tensor datatypes of the protocol: name, numpy type and field of typed contents, one row each.
 
-A model with any other type (strings, bfloat16, ...) is refused when it is loaded, by name.
+A model with any other type (strings, bfloat16, ...) is refused when it is loaded.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from triplane.proto.errors import InvalidInput
 
 @dataclass(frozen=True, slots=True)
 class Datatype:
-    """One datatype; `contents` is the typed field that may carry it, None when only raw can."""
+    """One datatype. contents: the field of typed values, None if there are only raw contents."""
 
     name: str
     dtype: np.dtype[np.generic]  # little-endian: the byte order of raw contents
@@ -48,7 +48,7 @@ TABLE: Final = dict((
 
 
 def datatype_of(dtype: str) -> Datatype:
-    """Row of a numpy dtype name. Raises InvalidInput when the protocol table has none."""
+    """Return the row of a numpy dtype name. InvalidInput if the protocol has none."""
     if (row := TABLE.get(dtype)) is None:
         raise InvalidInput(
             f"dtype {dtype!r} cannot be served; one of {', '.join(TABLE)}; cast it in the model"

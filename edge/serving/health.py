@@ -1,7 +1,7 @@
-"""`grpc.health.v1` for the whole server and for the inference service by name.
+"""`grpc.health.v1` for the whole server and, by name, for the inference service.
 
-One flag, because they are ready and go together. Watching callers are woken by a change, and
-get the status once more when the server stops.
+There is one flag, because both are ready at the same time. A change wakes the callers that watch;
+they get the status once more when the server stops.
 """
 
 import threading
@@ -18,7 +18,7 @@ Answer = health_pb2.HealthCheckResponse
 
 
 class Health:
-    """Serving or not, and who wants to know."""
+    """Whether the server is serving, and the callers that watch this."""
 
     def __init__(self, *names: str) -> None:
         self._names = frozenset({"", *names})
@@ -27,7 +27,7 @@ class Health:
         self._closed = False
 
     def set(self, *, serving: bool) -> None:
-        """Change the state and tell every watcher."""
+        """Change the state and wake every watcher."""
         with self._changed:
             self._serving = serving
             self._changed.notify_all()
@@ -39,7 +39,7 @@ class Health:
             self._changed.notify_all()
 
     def check(self, request: health_pb2.HealthCheckRequest) -> health_pb2.HealthCheckResponse:
-        """State now. Raises NotFound for a service that is not here."""
+        """Return the state. NotFound for an unknown service."""
         if request.service not in self._names:
             raise NotFound(f"no service {request.service[:64]!r}; here are {sorted(self._names)}")
         return self._answer(request.service)
@@ -47,7 +47,7 @@ class Health:
     def watch(
         self, request: health_pb2.HealthCheckRequest, context: grpc.ServicerContext
     ) -> Iterator[health_pb2.HealthCheckResponse]:
-        """State now and after every change, until the caller or the server goes."""
+        """Yield the state now and after every change, until the caller or the server ends it."""
         context.add_callback(self._wake)
         sent: health_pb2.HealthCheckResponse | None = None
         while context.is_active():

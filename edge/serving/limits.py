@@ -1,7 +1,8 @@
-"""Every bound that a request meets, in one value with units.
+"""All limits for requests, in one value with units.
 
-A request past a bound is refused by name before any work or allocation is done for it. What is not
-here is bounded by these: bytes per tensor by the message, values per tensor by its bytes.
+A request beyond a limit is refused, naming the limit, before any work or allocation is done for it.
+Other quantities follow from these: bytes per tensor from the message, values per tensor from its
+bytes.
 """
 
 from dataclasses import dataclass, fields
@@ -9,19 +10,19 @@ from typing import Final
 
 from triplane.proto.errors import InvalidInput
 
-MAX_LIMIT: Final = 2**31 - 1  # grpc counts message bytes in 31 bits, and sleeps no longer
+MAX_LIMIT: Final = 2**31 - 1  # grpc counts message bytes and milliseconds in 31 bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingLimits:
-    """Bounds of one server. Raises InvalidInput when one is below 1 or beyond `MAX_LIMIT`."""
+    """Limits of one server. InvalidInput if one is below 1 or above `MAX_LIMIT`."""
 
     # fmt: off
-    message_bytes: int = 64 << 20        # one request as it arrives and after decompression
-    structure_bytes: int = 1 << 20       # all of a request but its raw contents, typed values too
-    request_bytes: int = 512 << 20       # all requests inside, those still arriving included
+    message_bytes: int = 64 << 20        # one request, both before and after decompression
+    structure_bytes: int = 1 << 20       # a request without its raw contents, but with typed values
+    request_bytes: int = 512 << 20       # all requests inside, including those still arriving
     response_bytes: int = 256 << 20      # tensors of one response
-    unsent_bytes: int = 512 << 20        # answers of all calls that callers have not taken yet
+    unsent_bytes: int = 512 << 20        # all answers that callers have not read yet
     tensors: int = 64                    # inputs, and requested outputs, of one request
     rank: int = 8                        # dimensions of one tensor
     elements: int = 1 << 26              # values of one tensor, and the largest single dimension

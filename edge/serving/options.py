@@ -1,4 +1,4 @@
-"""The options of a serving process as one value, for the command line and a parent process."""
+"""The options of a serving process, from the command line or a parent process."""
 
 from dataclasses import dataclass, field
 from typing import Final
@@ -13,22 +13,22 @@ LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """One serving process. Port 0 means any free port; the chosen one is in the ready line.
+    """Options of one serving process. InvalidInput for an impossible value.
 
-    Raises InvalidInput for a value that no server can have.
+    Port 0 means any free port; the ready line has the chosen one.
     """
 
     bundles: tuple[str, ...]
     host: str = "127.0.0.1"
     port: int = 8001
     metrics_port: int = 8002
-    model_threads: int = 1  # threads of one run of a model; calls run side by side anyway
-    drain_s: float = 30.0  # how long calls inside may take to finish after a signal
+    model_threads: int = 1  # threads of one run of a model; calls run in parallel anyway
+    drain_s: float = 30.0  # time for calls in progress to finish after a signal
     tls_cert: str | None = None
     tls_key: str | None = None
     tls_client_ca: str | None = None
-    control_socket: str | None = None  # where a node's agent loads and unloads models
-    home: str | None = None  # of a node: serve what its pointers say is committed
+    control_socket: str | None = None  # for a node's agent, which loads and unloads models
+    home: str | None = None  # of a node, whose committed versions are served
     json: bool = False  # the ready line as one JSON object
     log_level: str = "warning"
     limits: ServingLimits = field(default_factory=ServingLimits)

@@ -1,8 +1,8 @@
-"""Which version of each model a node has committed to: one small file per model.
+"""Pointers: the committed version of each model of a node, one small file per model.
 
-`models/NAME.json` holds one JSON object. The agent replaces it whole when a version has proved
-itself, and the server loads what it names when it starts: whatever was killed, a committed version
-comes back. A version on trial is in no pointer.
+`models/NAME.json` holds one JSON object. The agent replaces it atomically when a version has passed
+its probation, and the server loads the versions in the pointers when it starts. So a committed
+version comes back after any crash. No pointer names a version on probation.
 """
 
 import hashlib
@@ -25,10 +25,10 @@ _OPTIONAL: Final = {"source": "", "size": 0}
 
 @dataclass(frozen=True, slots=True)
 class Pointer:
-    """A committed version. sha256: of the bundle's file, which is its name; digest: its root.
+    """A committed version. sha256: name and digest of the bundle's file; digest: its root digest.
 
-    source: SHA-256 of the signed bundle that it comes from, which differs from `sha256` where the
-    node adapted it. size: bytes of the bundle's file. Both are empty in files of older releases.
+    source: SHA-256 of the signed bundle that it comes from, which is not `sha256` if the node has
+    adapted it. size: bytes of the bundle's file. Both are empty in files of older releases.
     """
 
     model: str
@@ -50,27 +50,27 @@ class Pointer:
 
 
 def pointer_path(folder: Path, model: str) -> Path:
-    """The file of a model's pointer."""
+    """Return the path of a model's pointer."""
     if not _NAME.fullmatch(model):
         raise InvalidInput(f"not the name of a model: {model[:80]!r}")
     return folder / f"{model}.json"
 
 
 def write_pointer(folder: Path, pointer: Pointer, disk: Disk = OS_DISK) -> None:
-    """Commit: from the return on, this version comes back after any crash."""
+    """Commit a version durably: it comes back after any crash from now on."""
     fields_of = asdict(pointer)
     data = json.dumps({**fields_of, _CHECK: _check(fields_of)}, sort_keys=True).encode()
     write_atomic(pointer_path(folder, pointer.model), data, disk)
 
 
 def _check(fields: Mapping[str, object]) -> str:
-    """Short digest of the fields, so that a flipped bit does not name another version."""
+    """Return a short digest of the fields, so that a flipped bit cannot name another version."""
     text = json.dumps({k: v for k, v in fields.items() if k != _CHECK}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def read_pointer(path: Path) -> Pointer:
-    """The pointer in a file. Corrupt where it holds none."""
+    """Read a pointer from a file. Corrupt if it is not one."""
     try:
         data = path.read_bytes()[: MAX_POINTER_BYTES + 1]
         parsed = _OPTIONAL | json.loads(data)
@@ -78,7 +78,7 @@ def read_pointer(path: Path) -> Pointer:
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise Corrupt(
             f"{path} is not a pointer file ({error}); deploy the model to this node again"
-        ) from (error)
+        ) from error
     types = {"version": int, "attempt": int, "size": int}
     is_whole = (
         len(data) <= MAX_POINTER_BYTES
@@ -97,15 +97,14 @@ def read_pointer(path: Path) -> Pointer:
 
 
 def read_pointers(folder: Path) -> tuple[dict[str, Pointer], list[Corrupt]]:
-    """Every pointer by model, and what could not be read."""
+    """Return every pointer by model, and the errors of damaged ones."""
     pointers: dict[str, Pointer] = {}
     broken: list[Corrupt] = []
     for path in sorted(folder.glob("*.json")):
         if path.name.startswith("."):
             continue
         try:
-            pointer = read_pointer(path)
-            pointers[pointer.model] = pointer
+            pointers[path.stem] = read_pointer(path)  # a valid pointer has its model's name
         except Corrupt as error:
             broken.append(error)
     return pointers, broken

@@ -1,11 +1,11 @@
-"""The load-time probe: warm a model up, and merge its requests only when that is safe and pays.
+"""The probe at load time: warm a model up, and find out whether to merge its requests.
 
-Safe: every row of a merged run equals the same row run alone. A model that normalizes over the
-batch, or quantizes activations by the range of the whole batch, fails this and is never merged.
-Pays: the best measured size handles rows at least `MIN_GAIN` times as fast as single rows, and
-saves more per row than it costs to hand a request to another thread. Both are measured on
-generated values, within `PROBE_S`. A graph may never end for some shape; its load is
-limited in time, so that other models can be loaded.
+Merging must be safe: every row of a merged run equals the same row run alone. A model that
+normalizes over the batch, or quantizes activations by the range of the whole batch, is never
+merged. Merging must pay: the best measured size handles rows at least `MIN_GAIN` times as fast as
+single rows, and saves more per row than it costs to pass a request to another thread. Both are
+measured on generated values, within `PROBE_S`. A graph may never end for some shape, so each load
+has a time limit, and other models can still be loaded.
 """
 
 import contextlib
@@ -30,20 +30,20 @@ logger = logging.getLogger(__name__)
 WARM_S: Final = 60.0
 """Limit for one generated row; a model that takes longer is not served."""
 TRIES_S: Final = 20.0
-"""Limit for all runs of several rows; a model that takes longer is served, but never merged."""
+"""Limit for all runs of several rows; a model that takes longer is served but never merged."""
 PROBE_S: Final = 0.5
-SIZES: Final = (4, 8, 16)  # rows of a merged run that are tried
+SIZES: Final = (4, 8, 16)  # numbers of rows of a merged run to try
 REPEATS: Final = 7
 MIN_GAIN: Final = 1.3
-HANDOFF_S: Final = 100e-6  # waking a waiting thread and splitting the results
-PAUSE_SHARE: Final = 0.5  # of a single run: how long a run may pause for callers to come back
+HANDOFF_S: Final = 100e-6  # cost of waking a waiting thread and splitting the results
+PAUSE_SHARE: Final = 0.5  # of a single run: longest pause for callers to come back
 PAUSE_AT_MOST_S: Final = 2e-3
-FREE_SIZE: Final = 16  # stands for every symbol but the rows
+FREE_SIZE: Final = 16  # size for every symbol except the rows
 RELATIVE_TOLERANCE: Final = 1e-3  # a kernel for many rows may sum in another order than one for few
 
 
 def plan(servable: Servable, contract: Contract, statistics: Statistics) -> Runner:
-    """Choose the runner of one version; the `Plan` of a serving process's repository."""
+    """Choose the runner of one version; this is the `Plan` of a serving process's repository."""
     rows, single_s = merged_rows(servable, contract)
     logger.info(
         "model probed",
@@ -52,18 +52,15 @@ def plan(servable: Servable, contract: Contract, statistics: Statistics) -> Runn
     if not rows:
         return Direct(servable, statistics)
     # Half of the cores run models, the other half does the work of the network.
-    runs, pause_s = max(1, _cores() // 2), min(PAUSE_AT_MOST_S, PAUSE_SHARE * single_s)
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):  # Linux: the cores that this process may use
+        cores = len(os.sched_getaffinity(0))
+    runs, pause_s = max(1, cores // 2), min(PAUSE_AT_MOST_S, PAUSE_SHARE * single_s)
     return Merged(servable, statistics, rows, runs=runs, pause_s=pause_s)
 
 
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):  # Linux: what this process may use
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def merged_rows(servable: Servable, contract: Contract) -> tuple[int, float]:
-    """Rows to merge requests up to, 0 for never, and seconds of a single row. Warms the model."""
+    """Warm the model; return up to how many rows to merge, 0 for none, and seconds of one row."""
     try:
         _warm(servable, contract)
         if not contract.mergeable:
@@ -71,7 +68,7 @@ def merged_rows(servable: Servable, contract: Contract) -> tuple[int, float]:
         with _ending(TRIES_S) as stop:
             return _tried(servable, contract, stop)
     except (InvalidInput, Unavailable) as error:
-        # Generated values need not suit a model; real requests are judged one by one.
+        # Generated values may be invalid for a model, whose real requests are then run alone.
         logger.info("model not probed", extra={"model": servable.name, "reason": str(error)})
         return 0, 0.0
 
@@ -109,9 +106,9 @@ def _ending(seconds: float) -> Iterator[CancellationToken]:
 
 
 def best_size(seconds: Mapping[int, float]) -> int:
-    """Smallest size that is within 5 % of the best rate, 0 when none pays.
+    """Return the smallest size within 5 % of the best rate; 0 if none pays.
 
-    seconds: duration of a run by rows, the single row among them.
+    seconds: duration of a run by rows, including the single row.
     """
     single = seconds[1]
     pays = {
@@ -124,7 +121,7 @@ def best_size(seconds: Mapping[int, float]) -> int:
 
 
 def sample(contract: Contract, rows: int) -> dict[str, Array]:
-    """Generated feeds of `rows` rows that differ in scale, so that a leak between rows shows."""
+    """Generate feeds of `rows` rows with different scales, so that a leak between rows shows."""
     rng = np.random.default_rng(0)
     return {name: _values(rng, spec, contract, rows) for name, spec in contract.inputs.items()}
 
@@ -169,7 +166,7 @@ def _close(a: Array, b: Array) -> bool:
 def _measure(
     servable: Servable, feeds: Mapping[str, Array], stop: CancellationToken, until_s: float
 ) -> dict[int, float]:
-    """Shortest duration of a run by rows, sizes in turn; sizes beyond the time are left out."""
+    """Return the shortest duration of a run by rows; sizes beyond the time are left out."""
     seconds: dict[int, float] = {}
     for _ in range(REPEATS):
         for size in (1, *SIZES):

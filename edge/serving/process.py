@@ -10,6 +10,7 @@ or `signals.HURRY_S` after the second signal.
 import json
 import logging
 import os
+import resource
 from pathlib import Path
 from typing import Final
 
@@ -34,6 +35,7 @@ STOP_S: Final = 10.0
 def run(options: Options) -> None:
     """Serve the bundles until a signal. Call it from the main thread. Raises the families."""
     signals.restore_defaults()
+    _raise_descriptor_limit()
     server = start(options)
     termination = signals.Termination(limit_s=options.drain_s + STOP_S, hurry=server.cancel)
     control = None
@@ -50,6 +52,15 @@ def run(options: Options) -> None:
             control.close()
         server.stop(options.drain_s)
     logger.info("stopped")
+
+
+def _raise_descriptor_limit() -> None:
+    """Raise the limit of open descriptors as far as possible, because connections take one each."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (OSError, ValueError) as error:  # macOS reports a hard limit that cannot be set
+        logger.info("descriptor limit kept", extra={"limit": soft, "reason": str(error)})
 
 
 def start(options: Options) -> Server:

@@ -1,7 +1,7 @@
 """Reflection under the protocol's own names, from a private descriptor pool.
 
-Our schema is renamed from its package to `inference` for the pool only. The process-wide pool never
-learns that name, so a client library that declares it can live in the same process.
+Only in this pool our schema is in the package `inference`. The process-wide pool does not have that
+name, so a client library that declares it can be used in the same process.
 """
 
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ WIRE_PACKAGE: Final = "inference"
 
 
 def wire_schema() -> FileDescriptorProto:
-    """Our schema with every name moved to the protocol's package."""
+    """Return our schema with every name moved to the protocol's package."""
     schema = FileDescriptorProto()
     pb.DESCRIPTOR.CopyToProto(schema)
     _move(schema, f".{schema.package}.", f".{WIRE_PACKAGE}.")
@@ -42,7 +42,7 @@ def _move(schema: FileDescriptorProto, old: str, new: str) -> None:
 
 
 def private_pool(others: Iterable[FileDescriptor]) -> DescriptorPool:
-    """A pool of the wire schema and `others`, files without imports."""
+    """Return a pool of the wire schema and `others`, which are files without imports."""
     pool = DescriptorPool()
     pool.AddSerializedFile(wire_schema().SerializeToString())
     for file in others:

@@ -1,8 +1,8 @@
-"""One inference request, from the wire to arrays.
+"""Decode an inference request: check it and turn its contents into arrays.
 
 Counts, names, shapes and sizes are checked against the limits and the model's contract before any
-array exists. Raw contents become read-only views of the message's own bytes: nothing is copied.
-Values are not judged: NaN and infinity reach the model as they are.
+array is created. Raw contents become read-only views of the message, without a copy. Values are not
+checked: NaN and infinity reach the model as they are.
 """
 
 import math
@@ -24,7 +24,7 @@ Contents = Sequence[bytes | memoryview]
 
 @dataclass(frozen=True, slots=True)
 class Inference:
-    """A checked request: what to run, and which outputs to send in which order."""
+    """A checked request: the feeds of the model, and the outputs to send, in order."""
 
     feeds: dict[str, Array]
     wanted: tuple[Wanted, ...]
@@ -32,7 +32,7 @@ class Inference:
 
 
 def check_address(request: pb.ModelInferRequest, limits: ServingLimits) -> None:
-    """Bound the strings that are used before the model is known."""
+    """Check the length of the strings that are used before the model is known."""
     for what in ("model_name", "model_version", "id"):
         if len(text := getattr(request, what)) > limits.name_chars:
             raise InvalidInput(f"{what} has {len(text)} characters; {limits.name_chars} at most")
@@ -44,9 +44,9 @@ def decode(
     limits: ServingLimits,
     raw: Contents | None = None,
 ) -> Inference:
-    """Check `request` whole and give its arrays. Raises InvalidInput or Unimplemented.
+    """Check a complete request and return its arrays. Raises InvalidInput or Unimplemented.
 
-    raw: its raw contents, where they were kept out of `request`.
+    raw: its raw contents, if they are not in `request`.
     """
     if raw is None:
         raw = request.raw_input_contents
@@ -119,7 +119,7 @@ def _shape(
     sizes: dict[str, int],
     limits: ServingLimits,
 ) -> tuple[int, ...]:
-    """Shape of one input, held to its spec; binds the spec's symbols in `sizes`."""
+    """Return the shape of an input after checking it; add the sizes of symbols to `sizes`."""
     if len(tensor.shape) > limits.rank:
         raise InvalidInput(
             f"input {spec.name!r} has {len(tensor.shape)} dimensions; {limits.rank} at most"
@@ -163,7 +163,7 @@ def _expected(rule: int | str, size: int, sizes: dict[str, int]) -> int:
 
 
 def _raw(content: bytes | memoryview, spec: TensorContract, shape: tuple[int, ...]) -> Array:
-    """View of `content`, whose length is decided by `shape`."""
+    """Return `content` as an array, whose length must be that of `shape`."""
     dtype = spec.datatype.dtype
     if len(content) != (expected := math.prod(shape) * dtype.itemsize):
         raise InvalidInput(
@@ -180,7 +180,7 @@ def _raw(content: bytes | memoryview, spec: TensorContract, shape: tuple[int, ..
 def _typed(
     tensor: pb.ModelInferRequest.InferInputTensor, spec: TensorContract, shape: tuple[int, ...]
 ) -> Array:
-    """Array of the one typed field that fits the datatype."""
+    """Return the array in the one typed field that fits the datatype."""
     fields = tensor.contents.ListFields()
     if not fields:
         raise InvalidInput(f"input {spec.name!r} has no contents; fill raw_input_contents")
@@ -197,7 +197,7 @@ def _typed(
             "as many values as the shape says, or correct the shape"
         )
     try:
-        # a list: as an array, protobuf 7 fields would wrap numbers that do not fit
+        # As a list, because fields of protobuf 7 would wrap numbers that do not fit.
         return np.array(list(values), spec.datatype.dtype).reshape(shape)
     except OverflowError as error:
         raise InvalidInput(

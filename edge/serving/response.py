@@ -1,7 +1,7 @@
-"""Arrays to the wire: raw contents always, one per output, in the order asked for.
+"""Encode arrays in a response: always as raw contents, one per output, in the requested order.
 
-The protocol's clients decode nothing else for numeric outputs. A classified output becomes BYTES of
-shape (rows, k), each entry `score:index` or `score:index:label`, best first.
+Clients of the protocol decode no other form of numeric outputs. A classified output becomes BYTES
+of shape (rows, k), each entry `score:index` or `score:index:label`, best first.
 """
 
 import struct
@@ -24,7 +24,7 @@ def encode(
     labels: Labels,
     limits: ServingLimits,
 ) -> None:
-    """Add the wanted outputs to `response`. Raises InvalidInput when they exceed the limits."""
+    """Add the wanted outputs to `response`. InvalidInput if they exceed the limits."""
     size = sum(results[want.spec.name].nbytes for want in wanted)
     if size > limits.response_bytes:
         raise InvalidInput(
@@ -69,10 +69,10 @@ def _add_classes(
 
 
 def top_classes(rows: Array, k: int, labels: Sequence[str]) -> list[bytes]:
-    """The k best of each row as length-prefixed entries; equal scores in class order, NaN last.
+    """Return the k best of each row, with length prefixes; ties in class order, NaN last.
 
-    rows: (R, C) numbers;  gives R * k entries, row after row. One row is sorted at a time: sorting
-    takes six times the bytes of what is sorted.
+    rows: (R, C) numbers; returns R * k entries, row after row. One row is sorted at a time, because
+    sorting takes six times the bytes of its input.
     """
     entries = []
     for row in rows:

@@ -1,8 +1,8 @@
-"""Running checked requests: the calls they belong to, and the plain way to run one.
+"""Run checked requests on behalf of calls, alone or merged (see `batching.py`).
 
-A call whose deadline has passed, or whose caller has gone, is never run; a run that every one of
-its callers has given up is stopped before its next node. So no request, a loop without end
-included, holds a thread for much longer than somebody waits for it.
+A call whose deadline has passed, or whose caller has left, is not run. A run is stopped before its
+next node when all its callers have given up. So no request, not even an endless loop, holds a
+thread for much longer than somebody waits for it.
 """
 
 import contextlib
@@ -18,15 +18,15 @@ from triplane.proto.errors import Unavailable
 from triplane.proto.status import DeadlineExceeded
 from triplane.unified_ir.runtime.session import CancellationToken
 
-LOOK_PERIOD_S: Final = 0.5  # between two looks for runs without a waiting caller
+LOOK_PERIOD_S: Final = 0.5  # between two checks for runs without a waiting caller
 
 
 @dataclass(frozen=True, slots=True)
 class CallContext:
-    """The deadline, start and liveness of one call.
+    """Deadline and start of a call, and whether its caller still waits.
 
-    `deadline_s` is on `time.monotonic`; `arrived_ns` on `time.perf_counter_ns`. `runs` stops the
-    runs of the call; None where nothing does.
+    deadline_s: on `time.monotonic`. arrived_ns: on `time.perf_counter_ns`. runs: stops the runs of
+    the call, if given.
     """
 
     deadline_s: float
@@ -46,7 +46,7 @@ class CallContext:
 
 
 class Runs:
-    """The runs in progress, and the thread that stops those whose callers have all left."""
+    """The runs in progress, and a thread that stops those whose callers have all left."""
 
     def __init__(self) -> None:
         self._held: dict[CancellationToken, Sequence[CallContext]] = {}
@@ -57,7 +57,7 @@ class Runs:
 
     @contextlib.contextmanager
     def of(self, calls: Sequence[CallContext]) -> Iterator[CancellationToken]:
-        """A stop for the run in the body, set when none of the calls waits for it any more."""
+        """Yield a token for the run in the body, which is set when no call waits for it."""
         stop = CancellationToken()
         with self._lock:
             self._held[stop] = calls
@@ -68,7 +68,7 @@ class Runs:
                 del self._held[stop]
 
     def close(self) -> None:
-        """Stop the looking thread."""
+        """Stop the thread."""
         self._ended.set()
         self._look.join()
 
@@ -84,7 +84,7 @@ class Runs:
 def run_for(
     calls: Sequence[CallContext], servable: Servable, feeds: Mapping[str, Array]
 ) -> dict[str, Array]:
-    """Run on behalf of these calls. Raises DeadlineExceeded when all of them have given up."""
+    """Run on behalf of these calls. DeadlineExceeded if all of them have given up."""
     runs = calls[0].runs
     if runs is None:
         return servable.run(feeds)
@@ -99,7 +99,7 @@ def run_for(
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """All outputs of one request, how long it waited to be run, and how long the run took."""
+    """All outputs of a request, how long it waited, and how long its run took."""
 
     results: Mapping[str, Array]
     queue_ns: int
@@ -114,11 +114,11 @@ class Runner(Protocol):
         """Rows up to which requests are merged into one run; 0 when they never are."""
 
     def run(self, feeds: Mapping[str, Array], rows: int, call: CallContext) -> Ran:
-        """Outputs for these feeds alone. Raises DeadlineExceeded instead of running late."""
+        """Return the outputs for these feeds only. DeadlineExceeded if it is too late to run."""
 
 
 class Direct:
-    """Each request is one run, in the thread of its call."""
+    """Runs each request alone, in the thread of its call."""
 
     merged_rows = 0
 

@@ -1,7 +1,7 @@
-"""Answers that their callers have not taken yet: bounded in bytes, and not kept for ever.
+"""The limit for answers that callers have not read yet, in bytes and in time.
 
-grpc holds an answer in memory until its caller makes room for it, and its own count of calls in
-progress no longer counts them then: a caller that asks and never reads would fill the memory.
+grpc keeps an answer in memory until its caller reads it, and no longer counts the call as in
+progress then. Without this limit, a caller that sends requests and never reads would fill memory.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from triplane.proto.errors import Unavailable
 
 
 class Sending:
-    """Counts the bytes on their way out; a caller that never takes them is cancelled."""
+    """Counts the bytes of unread answers; a call that is not read in time is cancelled."""
 
     def __init__(
         self, receiving: Receiving, limits: ServingLimits, on_refusal: Callable[[], None]
@@ -28,9 +28,9 @@ class Sending:
         self._lock = threading.Lock()
 
     def last(self, data: bytes, context: grpc.ServicerContext) -> bytes:
-        """`data`, the only answer of a call, counted until the call is over.
+        """Return `data`, the only answer of a call; count it until the call has ended.
 
-        Raises Unavailable when too much waits already. One answer alone is always let through.
+        Unavailable if there are too many unread bytes. A single answer is always let through.
         """
         self._hold(len(data))
         if context.add_callback(lambda: self._release(len(data))):
@@ -41,7 +41,7 @@ class Sending:
 
     @contextlib.contextmanager
     def one_of_many(self, data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
-        """`data`, counted while the body yields it to the caller. Raises Unavailable."""
+        """Yield `data`, and count it during the body, which sends it. Raises Unavailable."""
         self._hold(len(data))
         try:
             with self._receiving.within(context, self._limits.call_s):

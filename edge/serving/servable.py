@@ -1,7 +1,7 @@
-"""The interface of a served model, and its fixed shape contract.
+"""The interface of a served model, and the contract for its requests.
 
-The server knows `Servable` and nothing of files; `bundles.py` adapts a bundle to it. `Contract`
-is read from a servable once, at load, and refuses there what no request could ever use.
+The server knows `Servable` and no files; `bundles.py` adapts a bundle to it. The `Contract` of a
+servable is read when it is loaded, and refuses models that no request could use.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,11 +19,11 @@ Array = NDArray[Any]
 
 
 class ServableTensor(Protocol):
-    """One input or output: numpy dtype name, and a shape of sizes and symbols."""
+    """One input or output."""
 
     @property
     def name(self) -> str:
-        """Unique among its side."""
+        """The name, unique among inputs or outputs."""
 
     @property
     def dtype(self) -> str:
@@ -31,7 +31,7 @@ class ServableTensor(Protocol):
 
     @property
     def shape(self) -> tuple[int | str, ...]:
-        """Sizes; a str is a symbol, and one symbol is one size within a run."""
+        """Sizes and symbols; a symbol stands for the same size within a run."""
 
 
 class Servable(Protocol):
@@ -39,15 +39,15 @@ class Servable(Protocol):
 
     @property
     def name(self) -> str:
-        """Name that requests ask for."""
+        """Name in requests."""
 
     @property
     def version(self) -> str:
-        """Version that requests may ask for."""
+        """Version in requests."""
 
     @property
     def inputs(self) -> Sequence[ServableTensor]:
-        """Tensors that every request brings."""
+        """Tensors that every request must have."""
 
     @property
     def outputs(self) -> Sequence[ServableTensor]:
@@ -55,15 +55,12 @@ class Servable(Protocol):
 
     @property
     def labels(self) -> Mapping[str, Sequence[str]]:
-        """Class names by output, in class order; outputs without them are absent."""
+        """Class names by output, in class order, for outputs that have them."""
 
     def run(
         self, feeds: Mapping[str, Array], *, stop: CancellationToken | None = None
     ) -> dict[str, Array]:
-        """All outputs by name.
-
-        InvalidInput: the feeds are at fault. Unavailable: `stop` was set.
-        """
+        """Return all outputs by name. InvalidInput: wrong feeds. Unavailable: `stop` was set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +73,13 @@ class TensorContract:
 
     @property
     def wire_shape(self) -> list[int]:
-        """Shape as metadata says it: -1 where the request decides."""
+        """The shape in metadata, with -1 for sizes that the request decides."""
         return [size if isinstance(size, int) else -1 for size in self.shape]
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """One output of a response; `classes` > 0 asks for that many top classes instead."""
+    """One output of a response; with `classes` > 0, as many top classes instead."""
 
     spec: TensorContract
     classes: int = 0
@@ -92,8 +89,8 @@ class Wanted:
 class Contract:
     """Inputs and outputs of one servable by name, and its row symbol.
 
-    `rows` is the symbol that is the first dimension of every input, or None: then a request has
-    one row and requests cannot be merged.
+    rows: the symbol that is the first dimension of every input. If it is None, a request has one
+    row, and requests cannot be merged.
     """
 
     inputs: dict[str, TensorContract]
@@ -103,14 +100,14 @@ class Contract:
 
     @property
     def mergeable(self) -> bool:
-        """Whether every output, too, has one row per row of input."""
+        """Whether every output also has one row per row of input."""
         return self.rows is not None and all(
             spec.shape[:1] == (self.rows,) for spec in self.outputs.values()
         )
 
 
 def contract_of(servable: Servable) -> Contract:
-    """Read and check a servable's tensors. Raises InvalidInput naming the first bad one."""
+    """Return the contract of a servable. InvalidInput names the first invalid tensor."""
     inputs, outputs = _specs(servable.inputs), _specs(servable.outputs)
     if not inputs or not outputs:
         raise InvalidInput(f"model {servable.name!r} needs at least one input and one output")

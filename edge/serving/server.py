@@ -5,6 +5,7 @@ progress may finish within the grace period; then it closes the port, threads, m
 """
 
 import logging
+import resource
 import threading
 import time
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ from grpc_reflection.v1alpha import reflection_pb2  # type: ignore[import-untype
 from grpc_reflection.v1alpha.reflection import ReflectionServicer  # type: ignore[import-untyped]
 
 from triplane.edge.serving import health
-from triplane.edge.serving.descriptors import max_connections
 from triplane.edge.serving.health import Health
 from triplane.edge.serving.lanes import Behaviour, BoundedExecutor, Routes
 from triplane.edge.serving.limits import ServingLimits
@@ -43,6 +43,8 @@ SPARE_THREADS: Final = 8  # for streams that find no seat and are refused
 QUIET_S: Final = 0.05  # without a call: callers know that calls are refused
 QUIET_AT_MOST_S: Final = 1.0  # longest delay of the end by callers that do not stop
 QUIET_STEP_S: Final = 0.005
+MAX_CONNECTIONS: Final = 4096
+RESERVED: Final = 256  # descriptors for files, listeners, pipes, the metrics page and gRPC
 MAX_METADATA_BYTES: Final = 16 << 10
 MAX_STREAMS_PER_CONNECTION: Final = 512
 HANDSHAKE_MS: Final = 5_000  # a connection without a handshake is closed after this time
@@ -54,6 +56,14 @@ REFLECTION_NAMES: Final = (
     "grpc.reflection.v1alpha.ServerReflection",
     "grpc.reflection.v1.ServerReflection",
 )
+
+
+def max_connections() -> int:
+    """Return the limit of connections: `MAX_CONNECTIONS`, or fewer if descriptors are scarce."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
+    return max(1, min(MAX_CONNECTIONS, soft - min(RESERVED, soft // 2)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

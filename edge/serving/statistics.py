@@ -1,7 +1,7 @@
 """Counters of one model version, recorded once per call and read by statistics and metrics.
 
-All durations are nanoseconds of `time.perf_counter_ns`. Recording takes one lock and no allocation
-that grows with traffic: batch sizes and status codes are few.
+Durations are in nanoseconds of `time.perf_counter_ns`. Recording takes one lock, and its memory
+does not grow with traffic, because there are few batch sizes and status codes.
 """
 
 import threading
@@ -22,7 +22,7 @@ class DurationTotal:
     ns: int = 0
 
     def add(self, ns: int) -> None:
-        """Count one more."""
+        """Add one duration."""
         self.count += 1
         self.ns += ns
 
@@ -39,14 +39,14 @@ class Histogram:
         self.counts = [0] * (len(self.bounds) + 1)
 
     def add(self, value: float) -> None:
-        """Count `value` in the first bucket whose bound it does not pass."""
+        """Count `value` in the first bucket whose bound is not below it."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallDurations:
-    """Where one answered call spent its time, in ns."""
+    """Durations of the parts of one answered call, in ns."""
 
     queue: int
     decode: int
@@ -55,7 +55,7 @@ class CallDurations:
 
     @property
     def total(self) -> int:
-        """From the call's arrival to its encoded answer."""
+        """Time from the call's arrival to its encoded answer."""
         return self.queue + self.decode + self.infer + self.encode
 
 
@@ -76,7 +76,7 @@ class Statistics:
         self.batch_rows = Histogram(ROWS_BUCKETS)
 
     def answered(self, rows: int, timing: CallDurations, *, now_ms: int) -> None:
-        """Record a call that got its answer."""
+        """Record a call that was answered."""
         with self.lock:
             self.codes["OK"] = self.codes.get("OK", 0) + 1
             self.success.add(timing.total)

@@ -1,8 +1,8 @@
-"""A look at an inference request's outermost fields before protobuf parses it.
+"""Check the outermost fields of an inference request before protobuf parses it.
 
-Parsed, an empty tensor of 2 bytes takes 90: a message within its size limit could still take 40
-times its size. Everything but the raw contents is held to a bound of its own here, at the cost of
-reading one tag and length per outermost field; the raw contents are never parsed or copied.
+An empty tensor of 2 bytes takes 90 bytes after parsing, so a message within its size limit could
+take 40 times its size. Here everything but the raw contents is checked against a limit of its own,
+by reading one tag and length per outermost field; raw contents are neither parsed nor copied.
 """
 
 from typing import Final
@@ -17,11 +17,11 @@ VARINT, FIXED64, DELIMITED, FIXED32 = 0, 1, 2, 5  # wire types; groups do not oc
 
 
 def split_raw(data: bytes, limits: ServingLimits) -> tuple[bytes, list[memoryview] | None]:
-    """`data` without its raw contents, and those as views of it.
+    """Return `data` without its raw contents, and these as views of it.
 
-    A small message is given back whole, with None. Raises InvalidInput when there are too many
-    outermost fields or too much beside raw bytes. What is no protobuf at all may pass: the parser
-    refuses it.
+    A small message is returned complete, with None. InvalidInput if there are too many outermost
+    fields or bytes besides raw contents. Bytes that are not protobuf may pass; the parser will
+    refuse them.
     """
     if len(data) <= UNCHECKED_BYTES:
         return data, None
@@ -68,7 +68,7 @@ def _end(data: bytes, wire_type: int, body: int) -> int:
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:
-    """Value at `position` and the position after it."""
+    """Return the value at `position` and the position after it."""
     value = 0
     for index, byte in enumerate(data[position : position + MAX_VARINT_BYTES]):
         value |= (byte & 0x7F) << 7 * index

@@ -8,8 +8,7 @@ from triplane.edge.home import NodeHome
 from triplane.edge.supervisor.ready import Ready, text
 from triplane.edge.supervisor.supervisor import Supervisor
 from triplane.proto import signals
-from triplane.proto.errors import TriplaneError
-from triplane.proto.logs import configure_logging, say_ready
+from triplane.proto.logs import configure_logging, exit_on_error, say_ready
 
 
 def main(home: Path, line: Callable[[NodeHome, Ready], str] = text) -> None:
@@ -21,7 +20,4 @@ def main(home: Path, line: Callable[[NodeHome, Ready], str] = text) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(Path(sys.argv[1]))
-    except TriplaneError as error:
-        sys.exit(f"supervisor: {error}")
+    exit_on_error("supervisor", lambda: main(Path(sys.argv[1])))

@@ -50,13 +50,7 @@ class Child:
     @property
     def ended(self) -> bool:
         """Whether the process has ended. It is reaped if it is our child."""
-        poll = select.poll()
-        poll.register(self.handle, select.POLLIN)
-        if not poll.poll(0):
-            return False
-        with contextlib.suppress(ChildProcessError):  # not our child: init reaps it
-            os.waitpid(self.pid, os.WNOHANG)
-        return True
+        return self.wait(0.0)
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal, unless the process has ended."""
@@ -67,8 +61,11 @@ class Child:
         """Wait for the end of the process; return whether it came in time."""
         poll = select.poll()
         poll.register(self.handle, select.POLLIN)
-        poll.poll(int(timeout_s * 1000))
-        return self.ended
+        if not poll.poll(int(timeout_s * 1000)):
+            return False
+        with contextlib.suppress(ChildProcessError):  # not our child: init reaps it
+            os.waitpid(self.pid, os.WNOHANG)
+        return True
 
     def close(self) -> None:
         """Close the handle; the process goes on running."""

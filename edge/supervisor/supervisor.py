@@ -116,15 +116,13 @@ class Supervisor:
                 return
             lived_s = now - process.started_s
             process.pause_s = FIRST_PAUSE_S if lived_s > STEADY_S else process.pause_s
-            logger.warning(
-                "ended",
-                extra={
-                    "child": process.name,
-                    "lived_s": round(lived_s, 3),
-                    "pause_s": process.pause_s,
-                    "last_line": last_line(self._home.logs / f"{process.name}.log"),
-                },
-            )
+            log = self._home.logs / f"{process.name}.log"
+            facts = {
+                "child": process.name,
+                "lived_s": round(lived_s, 3),
+                "pause_s": process.pause_s,
+            }
+            logger.warning("ended", extra={**facts, "last_line": last_line(log)})
             process.child.close()
             process.child = None
             process.wait(now)
@@ -132,10 +130,8 @@ class Supervisor:
             try:
                 self._begin(process)
             except (OSError, TriplaneError) as error:  # such as a full disk, which may pass
-                logger.error(  # noqa: TRY400 -- the reason is enough
-                    "not started",
-                    extra={"child": process.name, "pause_s": process.pause_s, "reason": str(error)},
-                )
+                facts = {"child": process.name, "pause_s": process.pause_s, "reason": str(error)}
+                logger.error("not started", extra=facts)  # noqa: TRY400 -- the reason is enough
                 process.wait(now)
 
     def _begin(self, process: ManagedProcess) -> None:
