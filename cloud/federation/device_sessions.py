@@ -43,7 +43,7 @@ MAX_SOFTWARE_CHARS: Final = 200
 MAX_EXAMPLES: Final = 1 << 32
 """Most examples that one device may offer."""
 WAITS_S: Final = 0.5
-"""Least time between two log entries of why a device waits."""
+"""Least time between two log messages of why a device waits."""
 
 SendWork = Callable[[str, pb.Work], None]
 """Sends a device its document, where it has a stream."""
@@ -155,7 +155,7 @@ class DeviceSessions:
         if run is None or run.is_over:
             await self._settle_late(name, contribution)
             return
-        check = self._flower.check_reply if run.entry.spec.flower.app else None
+        check = self._flower.check_reply if run.record.spec.flower.app else None
         make = await self._updates.judged(run, name, contribution, check)
         data = contribution.update.inline if outcome == "update" else b""
         bytes_down = self._documents.bytes_down(run).get(name, 0)
@@ -189,7 +189,7 @@ class DeviceSessions:
 
         spend: called with each event, also with one that is tried again.
         """
-        looks = run.entry.id, name
+        looks = run.record.id, name
         if looks in self._looks:
             return
         self._looks.add(looks)
@@ -218,7 +218,7 @@ class DeviceSessions:
 
     def _offer_to(self, run: LiveRun, name: str) -> pb.Offer | None:
         """The device's offer, where its stream is open and the run is of its population."""
-        device, spec = self._devices.get(name), run.entry.spec
+        device, spec = self._devices.get(name), run.record.spec
         offer = device.offer if device is not None else None
         if offer is None or spec.population != offer.population or spec.flower.app > offer.app:
             return None
@@ -256,8 +256,8 @@ class DeviceSessions:
 
     def _asked_populations(self) -> set[str]:
         """Populations of the runs that are not over."""
-        entries = [*(run.entry for run in self._runs.going()), *self._preparation.entries]
-        return {entry.spec.population for entry in entries}
+        records = [*(run.record for run in self._runs.going()), *self._preparation.records]
+        return {record.spec.population for record in records}
 
 
 def _with_bytes_down(make: MakeEvent, bytes_down: int) -> MakeEvent:

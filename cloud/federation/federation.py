@@ -102,8 +102,8 @@ class Federation:
 
     async def start(self) -> None:
         """Take up the runs that an earlier process left; one without room on the disk later."""
-        for entry in await self._recovery.start():
-            self._preparation.add(entry)
+        for record in await self._recovery.start():
+            self._preparation.add(record)
 
     async def stop(self) -> None:
         """End with the process; every run goes on after `start`."""
@@ -140,18 +140,18 @@ class Federation:
         )
 
         def work(connection: sa.Connection) -> RunRecord:
-            entry = journal.begin(connection, new)
-            if entry.id == new.id:
+            record = journal.begin(connection, new)
+            if record.id == new.id:
                 details = {"model": spec.model, "algorithm": algorithm_text(spec)}
                 self._note(connection, by, "federation.start", new.id, details)
-            return entry
+            return record
 
-        entry = await self._db.write(work)
-        if entry.id == new.id:
-            self._preparation.add(entry)
+        record = await self._db.write(work)
+        if record.id == new.id:
+            self._preparation.add(record)
             self.live.signal_change()
             self.devices.tell_whether_asked()
-        return await self.run(entry.id)
+        return await self.run(record.id)
 
     async def _checked(self, asked: pb.Spec) -> pb.Spec:
         spec = await asyncio.to_thread(self._flower.filled, asked)
@@ -161,20 +161,20 @@ class Federation:
             await asyncio.to_thread(self._may_release, version.model)
         if spec.HasField("flower"):
             going = [
-                r.entry for r in self.live.going() if r.projection.state.phase is not Phase.STOPPED
+                r.record for r in self.live.going() if r.projection.state.phase is not Phase.STOPPED
             ]
-            entries = [*going, *self._preparation.entries]
-            await self._flower.check(spec, sum(e.spec.HasField("flower") for e in entries))
+            records = [*going, *self._preparation.records]
+            await self._flower.check(spec, sum(e.spec.HasField("flower") for e in records))
         return spec
 
-    def _begin_live(self, entry: RunRecord, projection: RunProjection) -> LiveRun:
-        worker = self._flower if entry.spec.HasField("flower") else self._results
+    def _begin_live(self, record: RunRecord, projection: RunProjection) -> LiveRun:
+        worker = self._flower if record.spec.HasField("flower") else self._results
         for run_id in self.live.forget_ended():
             self._documents.forget(run_id)
-        return self.live.add(entry, projection, worker, self.devices)
+        return self.live.add(record, projection, worker, self.devices)
 
-    def _begin_prepared(self, entry: RunRecord) -> None:
-        run = self._begin_live(entry, journal.first_projection(entry))
+    def _begin_prepared(self, record: RunRecord) -> None:
+        run = self._begin_live(record, journal.first_projection(record))
         run.note(self.live.restarted)  # its leases are those of this process, too
         self.devices.introduce(run)
 
@@ -184,51 +184,53 @@ class Federation:
     async def runs(self) -> list[pb.Run]:
         """Return the newest runs without their rounds, newest first."""
         rows = await self._db.read(lambda c: journal.newest(c, MAX_LISTED))
-        return [self._message(entry, projection, rounds=False) for entry, projection in rows]
+        return [self._message(record, projection, rounds=False) for record, projection in rows]
 
     async def run(self, id: str) -> pb.Run:  # noqa: A002 - the field's name
         """Return a run by id, its unique beginning, or "last". NotFound; Conflict: ambiguous."""
         live = self.live.get(id)
         if live is not None:
-            return self._message(live.entry, live.projection)
-        entry, projection = await self._find(id)
-        return self._message(entry, projection)
+            return self._message(live.record, live.projection)
+        record, projection = await self._find(id)
+        return self._message(record, projection)
 
     async def halt(self, id: str, *, reason: str, by: str) -> pb.Run:  # noqa: A002
         """Stop a run; it can be resumed. Conflict: it is over."""
         why = printable(reason) or f"stopped by {by}"
-        entry = await self._steered(id, "federation.stop", by, reason)
-        await self._preparation.halt(entry.id, why)
-        run = self.live.get(entry.id)
+        record = await self._steered(id, "federation.stop", by, reason)
+        await self._preparation.halt(record.id, why)
+        run = self.live.get(record.id)
         if run is not None:
             await run.put(
                 lambda s, at_s: None if s.phase is Phase.STOPPED else Stopped(at_s=at_s, reason=why)
             )
-        return await self.run(entry.id)
+        return await self.run(record.id)
 
     async def resume(self, id: str, *, reason: str, by: str) -> pb.Run:  # noqa: A002
         """Let a stopped run go on. Conflict: it is over."""
         why = printable(reason) or f"resumed by {by}"
-        entry = await self._steered(id, "federation.resume", by, reason)
-        run = self.live.get(entry.id)
+        record = await self._steered(id, "federation.resume", by, reason)
+        run = self.live.get(record.id)
         if run is not None:
             await run.put(
                 lambda s, at_s: Resumed(at_s=at_s, reason=why) if s.phase is Phase.STOPPED else None
             )
         else:
-            await self._preparation.resume(entry)
-        return await self.run(entry.id)
+            await self._preparation.resume(record)
+        return await self.run(record.id)
 
     async def _steered(self, id: str, action: str, by: str, reason: str) -> RunRecord:  # noqa: A002
         """Record a person's change of a run that has not ended, and return the run."""
-        entry, projection = await self._find(id)
-        if entry.before == "failed" or (projection is not None and projection.state.phase in ENDED):
-            raise Conflict(f"run {entry.id} is over; start a new one")
-        self._recovery.check_taken_up([entry.id])
+        record, projection = await self._find(id)
+        if record.before == "failed" or (
+            projection is not None and projection.state.phase in ENDED
+        ):
+            raise Conflict(f"run {record.id} is over; start a new one")
+        self._recovery.check_taken_up([record.id])
         await self._db.write(
-            lambda c: self._note(c, by, action, entry.id, {"reason": printable(reason)})
+            lambda c: self._note(c, by, action, record.id, {"reason": printable(reason)})
         )
-        return entry
+        return record
 
     async def _find(self, id: str) -> tuple[RunRecord, RunProjection | None]:  # noqa: A002
         if not id or len(id) > MAX_RUN_CHARS:
@@ -241,15 +243,15 @@ class Federation:
         return matches[0]
 
     def _message(
-        self, entry: RunRecord, projection: RunProjection | None, *, rounds: bool = True
+        self, record: RunRecord, projection: RunProjection | None, *, rounds: bool = True
     ) -> pb.Run:
-        live = self.live.get(entry.id)
+        live = self.live.get(record.id)
         return messages.run_message(
-            entry,
+            record,
             projection,
             rounds=rounds,
             down=sum(self._documents.bytes_down(live).values()) if live else 0,
-            waits=self.live.waits(entry.id),
+            waits=self.live.waits(record.id),
             waiting=self.devices.waiting() if live and not live.is_over else {},
         )
 

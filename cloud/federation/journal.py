@@ -1,6 +1,6 @@
 """Runs in the database: their rows, their events, and how a run is read back.
 
-`record` is called inside the one writer, so what it writes is durable together or not at all.
+`append` is called inside the one writer, so what it writes is durable together or not at all.
 Reading folds the events after the newest snapshot; the same events give the same projection.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
 import sqlalchemy as sa
@@ -19,6 +19,7 @@ from triplane.cloud.federation.run_projection import RunProjection, follow
 from triplane.cloud.federation.tables import EVENTS, RUNS, SMALL, SMALL_STATES
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import Conflict, Corrupt
+from triplane.proto.messages import value_from
 from triplane.unified_ir.federated.core import run as core
 from triplane.unified_ir.federated.core.run import Event
 
@@ -51,7 +52,7 @@ class Prepared:
 
     plan_digest: the plan's root digest, which its states name. roles: of the shared tensors.
     weighting, server: of the algorithm's row. since_s: when the plan was ready. rules: version of
-    the machine's that the run's events fold by.
+    the rules by which the run's events are folded.
     """
 
     plan: str
@@ -66,7 +67,10 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """A run's row. before: its phase before it has events; ended_s: 0 until it has ended."""
+    """A run's row, by its columns. before: its phase while it has no events.
+
+    ended_s: 0 while the run goes on. asked: SHA-256 of the request's spec. slots: blob of the server's optimizer, or empty.
+    """
 
     number: int
     id: str
@@ -84,12 +88,12 @@ class RunRecord:
 
 
 def asked_digest(spec: pb.Spec) -> bytes:
-    """Tells a repeated request from another under the same key."""
+    """Return the digest that distinguishes a repeated request from another with the same key."""
     return hashlib.sha256(spec.SerializeToString(deterministic=True)).digest()
 
 
 def begin(connection: sa.Connection, new: RunRecord) -> RunRecord:
-    """Write a new run, or find the one that the key began. Conflict: it asked otherwise."""
+    """Write a new run, or return the one that the key began. Conflict: its request differs."""
     known = by_key(connection, new.key)
     if known is not None:
         if known.asked != new.asked:
@@ -98,63 +102,45 @@ def begin(connection: sa.Connection, new: RunRecord) -> RunRecord:
                 "a new random key"
             )
         return known
-    connection.execute(
-        RUNS.insert().values(
-            id=new.id,
-            key=new.key,
-            asked=new.asked,
-            spec=new.spec.SerializeToString(deterministic=True),
-            started_s=new.started_s,
-            started_by=new.started_by,
-            live=True,
-            before=new.before,
-            reason="",
-            ended_s=0.0,
-            prepared="",
-            slots=b"",
-            snapshot="",
-            snapshot_number=0,
-            result="",
-        )
-    )
-    again = by_key(connection, new.key)
-    assert again is not None
-    return again
+    columns = {field.name: getattr(new, field.name) for field in fields(RunRecord)}
+    del columns["number"]  # given by the database
+    columns |= {"spec": new.spec.SerializeToString(deterministic=True), "prepared": ""}
+    connection.execute(RUNS.insert().values(**columns, live=True, snapshot="", snapshot_number=0))
+    return run_record(connection, new.id)
 
 
 def by_key(connection: sa.Connection, key: bytes) -> RunRecord | None:
-    """The run that a key began."""
+    """Return the run that a key began."""
     row = connection.execute(sa.select(RUNS).where(RUNS.c.key == key)).first()
-    return None if row is None else _entry(row)
+    return None if row is None else _record(row)
 
 
-def entry(connection: sa.Connection, run: str) -> RunRecord:
-    """The row of a run that exists."""
+def run_record(connection: sa.Connection, run: str) -> RunRecord:
+    """Return the row of a run that exists."""
     columns = [column for column in RUNS.c if column.name != "snapshot"]  # which may be long
-    return _entry(connection.execute(sa.select(*columns).where(RUNS.c.id == run)).one())
+    return _record(connection.execute(sa.select(*columns).where(RUNS.c.id == run)).one())
 
 
 def live(connection: sa.Connection) -> list[tuple[RunRecord, RunProjection | None]]:
     """Return the runs that have not ended, oldest first."""
-    rows = connection.execute(sa.select(RUNS).where(RUNS.c.live).order_by(RUNS.c.number)).all()
-    runs = [(_entry(row), _projection(connection, row)) for row in rows]
+    runs = _runs(connection, sa.select(RUNS).where(RUNS.c.live).order_by(RUNS.c.number))
     return [(e, with_counted_leases(connection, e, b) if b else None) for e, b in runs]
 
 
 def with_counted_leases(
-    connection: sa.Connection, entry: RunRecord, projection: RunProjection
+    connection: sa.Connection, record: RunRecord, projection: RunProjection
 ) -> RunProjection:
-    """The projection, each member with the lease of its newest contribution that counted.
+    """Return the projection, each member with the lease of its newest contribution that counted.
 
-    A snapshot of a release that did not keep it has members whose contributions counted and who
-    name no lease. A device that did not hear of it would be told of a newer lease alone and give up
-    what counted. The events since the run began say which lease it was.
+    Snapshots of older releases lack these leases. A device that has not heard that its contribution
+    counted would then hear only of a newer lease, and discard what counted. The lease is taken from
+    the events since the run began.
     """
     unknown = [m for m in projection.state.members.values() if m.counted and not m.counted_lease]
     if not unknown:
         return projection
-    again = first_projection(entry)
-    for event in events(connection, entry.id)[: projection.revision]:
+    again = first_projection(record)
+    for event in events(connection, record.id)[: projection.revision]:
         again, _ = follow(again, event)
     members = {**projection.state.members}
     for member in unknown:
@@ -164,26 +150,32 @@ def with_counted_leases(
 
 
 def newest(connection: sa.Connection, most: int) -> list[tuple[RunRecord, RunProjection | None]]:
-    """The newest runs, newest first."""
-    query = sa.select(RUNS).order_by(RUNS.c.number.desc()).limit(most)
-    return [(_entry(row), _projection(connection, row)) for row in connection.execute(query).all()]
+    """Return the newest runs, newest first."""
+    return _runs(connection, sa.select(RUNS).order_by(RUNS.c.number.desc()).limit(most))
 
 
 def find(connection: sa.Connection, beginning: str) -> list[tuple[RunRecord, RunProjection | None]]:
-    """Up to two runs whose id begins so; the newest for "last"."""
+    """Return up to two runs whose id begins so; the newest run for "last"."""
     query = sa.select(RUNS).order_by(RUNS.c.number.desc())
     if beginning == "last":
         query = query.limit(1)
     else:
         query = query.where(RUNS.c.id.startswith(beginning, autoescape=True)).limit(2)
-    return [(_entry(row), _projection(connection, row)) for row in connection.execute(query).all()]
+    return _runs(connection, query)
 
 
 def last_projection(connection: sa.Connection, run: str) -> RunProjection | None:
-    """The newest projection of the run of this whole id."""
-    row = connection.execute(sa.select(RUNS).where(RUNS.c.id == run)).one_or_none()
-    projection = _projection(connection, row) if row is not None else None
-    return None if projection is None else with_counted_leases(connection, _entry(row), projection)
+    """Return the newest projection of the run with this whole id."""
+    for record, projection in _runs(connection, sa.select(RUNS).where(RUNS.c.id == run)):
+        if projection is not None:
+            return with_counted_leases(connection, record, projection)
+    return None
+
+
+def _runs(
+    connection: sa.Connection, query: sa.Select[Any]
+) -> list[tuple[RunRecord, RunProjection | None]]:
+    return [(_record(row), _projection(connection, row)) for row in connection.execute(query).all()]
 
 
 def change(connection: sa.Connection, run: str, **values: Any) -> None:
@@ -196,7 +188,7 @@ def prepare(connection: sa.Connection, run: str, prepared: Prepared) -> None:
     change(connection, run, prepared=to_json(prepared), before="", reason="")
 
 
-def record(connection: sa.Connection, run: str, events: Sequence[Event], revision: int) -> None:
+def append(connection: sa.Connection, run: str, events: Sequence[Event], revision: int) -> None:
     """Append events, the last of which is number `revision`."""
     first = revision - len(events) + 1
     rows = [
@@ -213,7 +205,7 @@ def save_small_updates(connection: sa.Connection, run: str, updates: Mapping[str
 
 
 def small_update(connection: sa.Connection, run: str, sha256: bytes) -> bytes | None:
-    """A small update."""
+    """Return a small update by its digest."""
     query = sa.select(SMALL.c.data).where(SMALL.c.run == run, SMALL.c.sha256 == sha256)
     data = connection.execute(query).scalar()
     return None if data is None else bytes(data)
@@ -233,7 +225,7 @@ def save_small_states(connection: sa.Connection, run: str, states: Mapping[str, 
 
 
 def small_states(connection: sa.Connection, run: str | None = None) -> dict[bytes, bytes]:
-    """The newest small states of one run, or of all, by SHA-256; none of a run that is over."""
+    """Return the newest small states of one run, or of all that are live, by SHA-256."""
     live_runs = sa.select(RUNS.c.id).where(RUNS.c.live)
     if run is not None:
         live_runs = live_runs.where(RUNS.c.id == run)
@@ -248,27 +240,29 @@ def snapshot(connection: sa.Connection, run: str, projection: RunProjection) -> 
 
 
 def events(connection: sa.Connection, run: str, after: int = 0) -> list[Event]:
-    """Those with higher numbers than `after`, in order. Corrupt: one is missing or unreadable."""
+    """Return the events numbered above `after`, in order. Corrupt: one is missing or unreadable."""
     query = sa.select(EVENTS).where(EVENTS.c.run == run, EVENTS.c.number > after)
     rows = connection.execute(query.order_by(EVENTS.c.number)).all()
     for number, row in enumerate(rows, after + 1):
         if row.number != number or row.kind not in KINDS:
-            raise Corrupt(f"event {number} of run {run} is missing or of no kind; restore a backup")
+            raise Corrupt(
+                f"event {number} of run {run} is missing or of an unknown kind; restore a backup"
+            )
     return [from_json(KINDS[row.kind], row.body) for row in rows]
 
 
-def first_projection(entry: RunRecord) -> RunProjection:
-    """A prepared run before its first event."""
-    assert entry.prepared is not None
+def first_projection(record: RunRecord) -> RunProjection:
+    """Return the projection of a prepared run before its first event."""
+    assert record.prepared is not None
     return RunProjection(
         state=core.RunState(
-            plan=plan_of(entry.spec),
-            run=entry.id,
-            shared=entry.prepared.state,
-            since_s=entry.prepared.since_s,
-            rules=entry.prepared.rules,
+            plan=plan_of(record.spec),
+            run=record.id,
+            shared=record.prepared.state,
+            since_s=record.prepared.since_s,
+            rules=record.prepared.rules,
         ),
-        at_s=entry.prepared.since_s,
+        at_s=record.prepared.since_s,
     )
 
 
@@ -289,7 +283,7 @@ def plan_of(spec: pb.Spec) -> core.RunPlan:
 
 
 def _ceil(value: float) -> int:
-    """Rounded up, except for what a share's last bit adds: 0.07 of 100 is 7."""
+    """Round up, but ignore the rounding error of a share: 0.07 of 100 is 7."""
     return math.ceil(value - ROUNDING)
 
 
@@ -303,36 +297,30 @@ def last_asked(connection: sa.Connection, run: str) -> core.Asked | None:
 
 
 def referenced(connection: sa.Connection) -> set[bytes]:
-    """Blobs that runs need or began from: for the collector of blobs. Updates are elsewhere."""
+    """Return the blobs that runs need or began from, without updates, which are kept elsewhere."""
     blobs: set[bytes] = set()
     for row in connection.execute(sa.select(RUNS)).all():
-        entry, projection = _entry(row), _projection(connection, row)
-        blobs.add(entry.slots)
-        if entry.prepared is not None:
-            blobs |= {bytes.fromhex(entry.prepared.plan), bytes.fromhex(entry.prepared.state)}
+        record, projection = _record(row), _projection(connection, row)
+        blobs.add(record.slots)
+        if record.prepared is not None:
+            blobs |= {bytes.fromhex(record.prepared.plan), bytes.fromhex(record.prepared.state)}
         if projection is not None:
             blobs.add(bytes.fromhex(projection.state.shared))
-        if row.live and entry.spec.HasField("flower"):
-            asked = last_asked(connection, entry.id)
+        if row.live and record.spec.HasField("flower"):
+            asked = last_asked(connection, record.id)
             blobs |= {bytes.fromhex(name) for name in asked.messages.values()} if asked else set()
     return blobs - {b""}
 
 
-def _entry(row: Any) -> RunRecord:
-    return RunRecord(
-        number=row.number,
-        id=row.id,
+def _record(row: Any) -> RunRecord:
+    return value_from(
+        RunRecord,
+        row,
         key=bytes(row.key),
         asked=bytes(row.asked),
         spec=pb.Spec.FromString(bytes(row.spec)),
-        started_s=row.started_s,
-        started_by=row.started_by,
-        before=row.before,
-        reason=row.reason,
-        ended_s=row.ended_s,
         prepared=from_json(Prepared, row.prepared) if row.prepared else None,
         slots=bytes(row.slots),
-        result=row.result,
     )
 
 
@@ -340,7 +328,7 @@ def _projection(connection: sa.Connection, row: Any) -> RunProjection | None:
     if not row.prepared:
         return None
     projection = (
-        from_json(RunProjection, row.snapshot) if row.snapshot else first_projection(_entry(row))
+        from_json(RunProjection, row.snapshot) if row.snapshot else first_projection(_record(row))
     )
     for event in events(connection, row.id, projection.revision):
         projection, _ = follow(projection, event)

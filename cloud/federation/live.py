@@ -76,17 +76,17 @@ class Worker(Protocol):
     """Does what takes time. Each method gives the event it came to, and what to write with it."""
 
     async def reduce(
-        self, entry: RunRecord, projection: RunProjection, order: Reduce
+        self, record: RunRecord, projection: RunProjection, order: Reduce
     ) -> tuple[MakeEvent, Write | None]:
         """The next shared state; None where the run's row stays as it is.
 
         projection: after the updates of the order, which may not be committed yet.
         """
 
-    async def judged(self, entry: RunRecord, projection: RunProjection, order: Judged) -> None:
+    async def judged(self, record: RunRecord, projection: RunProjection, order: Judged) -> None:
         """Handle the end of an evaluating round. Raises nothing: the run does not wait for it."""
 
-    async def finish(self, entry: RunRecord, projection: RunProjection) -> tuple[MakeEvent, Write]:
+    async def finish(self, record: RunRecord, projection: RunProjection) -> tuple[MakeEvent, Write]:
         """The model of the last shared state."""
 
     def settled(
@@ -123,21 +123,21 @@ RunBatch = Batch[RunProjection, RunChange, Effect]
 
 
 class LiveRun:
-    """A prepared run. `projection` is as of the newest commit; `entry` is the run's row."""
+    """A prepared run. `projection` is as of the newest commit; `record` is the run's row."""
 
     def __init__(
         self,
         db: Database,
-        entry: RunRecord,
+        record: RunRecord,
         projection: RunProjection,
         worker: Worker,
         audience: Audience,
         clock: Callable[[], float],
     ) -> None:
         self._db, self._worker, self._audience, self._clock = db, worker, audience, clock
-        self.entry = self._former = entry  # the row as of the newest commit, and before it
+        self.record = self._former = record  # the row as of the newest commit, and before it
         self._machine = Machine(
-            f"run {entry.id}",
+            f"run {record.id}",
             projection,
             MachineRules(
                 fold=self._fold, commit=self._commit, act=self._act, failed=self._failed,
@@ -231,7 +231,7 @@ class LiveRun:
         they are committed before it does.
         """
         state = batch.state.state
-        reduces = state.phase is Phase.REDUCING and not self.entry.spec.HasField("flower")
+        reduces = state.phase is Phase.REDUCING and not self.record.spec.HasField("flower")
         may_wait = (
             all(isinstance(change.event, CONTRIBUTIONS) for change, _ in batch.steps)
             and _same_round(self.projection.state, state)
@@ -260,8 +260,8 @@ class LiveRun:
             for event, data in _inline_updates(batch.steps)
             if _counts(after.state, event) and not _counts(before.state, event)  # else it has one
         }
-        self._former = self.entry
-        self.entry = await self._db.write(lambda c: self._write(c, before, batch, small))
+        self._former = self.record
+        self.record = await self._db.write(lambda c: self._write(c, before, batch, small))
         if self._is_kept(after):
             self._kept_at = after.revision
         self._no_commit = ""
@@ -275,9 +275,9 @@ class LiveRun:
         batch: RunBatch,
         small: dict[str, bytes],
     ) -> RunRecord:
-        after, run_id = batch.state, self.entry.id
+        after, run_id = batch.state, self.record.id
         events = [change.event for change, _ in batch.steps if change.event is not None]
-        journal.record(connection, run_id, events, after.revision)
+        journal.append(connection, run_id, events, after.revision)
         if self._keeps and not _same_round(before.state, after.state):
             journal.delete_small_updates(connection, run_id)
         if small:
@@ -291,7 +291,7 @@ class LiveRun:
         if is_over:
             journal.change(connection, run_id, live=False, ended_s=after.state.since_s)
             journal.save_small_states(connection, run_id, {})
-        return journal.entry(connection, run_id) if is_over or writes else self.entry
+        return journal.run_record(connection, run_id) if is_over or writes else self.record
 
     def _is_kept(self, projection: RunProjection) -> bool:
         """Whether this commit writes a snapshot, whose cost grows with members and rounds."""
@@ -305,14 +305,14 @@ class LiveRun:
             logger.info("run state", extra=self._facts(phase=state.phase.value, turn=state.turn[0]))
         for effect in effects:
             if isinstance(effect, Judged):
-                self._spawn(self._worker.judged(self.entry, self.projection, effect), "judged")
+                self._spawn(self._worker.judged(self.record, self.projection, effect), "judged")
             elif isinstance(effect, Reduce | Finish):
                 self._spawn(self._done(effect, batch), str(effect))
         last = before
         for _, after in batch.steps:
             last = after if _same_round(before.state, after.state) else last
         try:
-            self._worker.settled(self._former, self.entry, last, self.projection)
+            self._worker.settled(self._former, self.record, last, self.projection)
             devices = {effect.device: None for effect in effects if isinstance(effect, Tell)}
             self._tell(devices, goes_on=_same_round(before.state, state))
         finally:
@@ -342,7 +342,7 @@ class LiveRun:
             self._audience.tell(device)
 
     def _spawn(self, work: Coroutine[None, None, None], what: str) -> None:
-        task = asyncio.create_task(work, name=f"{what} of {self.entry.id}"[:80])
+        task = asyncio.create_task(work, name=f"{what} of {self.record.id}"[:80])
         self._work.add(task)
         task.add_done_callback(self._work.discard)
 
@@ -377,9 +377,9 @@ class LiveRun:
         while True:
             try:
                 if isinstance(effect, Reduce):
-                    outcome = await self._worker.reduce(self.entry, basis.state, effect)
+                    outcome = await self._worker.reduce(self.record, basis.state, effect)
                 else:
-                    outcome = await self._worker.finish(self.entry, basis.state)
+                    outcome = await self._worker.finish(self.record, basis.state)
             except NoRoom as error:
                 if (
                     self._machine.ahead.state.state.phase is not phase
@@ -404,7 +404,7 @@ class LiveRun:
         return lambda _, at_s: Stopped(at_s=at_s, reason=text)
 
     def _facts(self, **more: object) -> dict[str, object]:
-        return {"run_id": self.entry.id, "revision": self.projection.revision, **more}
+        return {"run_id": self.record.id, "revision": self.projection.revision, **more}
 
 
 def _inline_updates(

@@ -67,11 +67,11 @@ class LiveRuns:
         return [run for run in self._runs.values() if not run.is_over]
 
     def add(
-        self, entry: RunRecord, projection: RunProjection, worker: Worker, audience: Audience
+        self, record: RunRecord, projection: RunProjection, worker: Worker, audience: Audience
     ) -> LiveRun:
         """Start to take events of a prepared run."""
-        run = LiveRun(self._db, entry, projection, worker, audience, self._clock)
-        self._runs[entry.id] = run
+        run = LiveRun(self._db, record, projection, worker, audience, self._clock)
+        self._runs[record.id] = run
         run.start()
         return run
 
@@ -84,7 +84,7 @@ class LiveRuns:
 
     async def drop(self, run: LiveRun) -> None:
         """Stop a run that could not begin and remove it."""
-        del self._runs[run.entry.id]
+        del self._runs[run.record.id]
         await run.stop()
 
     async def stop(self) -> None:
@@ -130,12 +130,12 @@ class LiveRuns:
             return self._runs[run_id].projection
         return await self._db.read(lambda c: journal.last_projection(c, run_id)) if run_id else None
 
-    def shares_plan(self, entry: RunRecord) -> bool:
+    def shares_plan(self, record: RunRecord) -> bool:
         """Whether another run that has not ended has the same plan."""
-        assert entry.prepared is not None
+        assert record.prepared is not None
         return any(
-            run.entry.id != entry.id
-            and run.entry.prepared is not None
-            and run.entry.prepared.plan_digest == entry.prepared.plan_digest
+            run.record.id != record.id
+            and run.record.prepared is not None
+            and run.record.prepared.plan_digest == record.prepared.plan_digest
             for run in self.going()
         )

@@ -58,7 +58,7 @@ class TaskFiles:
 
 
 def run_message(
-    entry: RunRecord,
+    record: RunRecord,
     projection: RunProjection | None,
     *,
     rounds: bool,
@@ -72,14 +72,14 @@ def run_message(
     at the moment, or empty. waiting: by device, why it cannot work at the moment.
     """
     message = pb.Run(
-        id=entry.id,
-        spec=entry.spec,
-        phase=BEFORE.get(entry.before, pb.Run.PREPARING),
-        reason=entry.reason,
-        started_s=entry.started_s,
-        ended_s=entry.ended_s,
-        started_by=entry.started_by,
-        result=entry.result,
+        id=record.id,
+        spec=record.spec,
+        phase=BEFORE.get(record.before, pb.Run.PREPARING),
+        reason=record.reason,
+        started_s=record.started_s,
+        ended_s=record.ended_s,
+        started_by=record.started_by,
+        result=record.result,
     )
     if projection is not None:
         _add_state(message, projection, rounds=rounds, down=down)
@@ -150,15 +150,15 @@ def _at_hand(state: RunState, down: int) -> list[pb.Round]:
 
 
 def task_message(
-    entry: RunRecord, state: RunState, device: str, files: TaskFiles, now_s: float
+    record: RunRecord, state: RunState, device: str, files: TaskFiles, now_s: float
 ) -> pb.Task:
     """Return the device's task in this run. The caller has checked that it has an open lease."""
     lease, at_hand = open_lease(state, device), state.round
     assert lease is not None
     assert at_hand is not None
-    spec = entry.spec
+    spec = record.spec
     task = pb.Task(
-        run=entry.id,
+        run=record.id,
         round=at_hand.number,
         lease=bytes.fromhex(lease.id),
         plan=files.plan,

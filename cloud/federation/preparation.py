@@ -40,24 +40,24 @@ class Preparation:
     ) -> None:
         self._db, self._runs, self._results, self._clock = db, runs, results, clock
         self._opened, self._failed = opened, failed
-        self._entries: dict[str, RunRecord] = {}
+        self._records: dict[str, RunRecord] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     @property
-    def entries(self) -> list[RunRecord]:
+    def records(self) -> list[RunRecord]:
         """The runs without a plan, oldest first."""
-        return list(self._entries.values())
+        return list(self._records.values())
 
-    def add(self, entry: RunRecord) -> None:
+    def add(self, record: RunRecord) -> None:
         """Take a run without a plan; one that is not stopped is prepared."""
-        self._entries[entry.id] = entry
-        if entry.before == "preparing":
-            self._start(entry)
+        self._records[record.id] = record
+        if record.before == "preparing":
+            self._start(record)
 
-    def _start(self, entry: RunRecord) -> None:
-        task = asyncio.create_task(self._prepare(entry), name=f"prepare {entry.id}")
-        self._tasks[entry.id] = task
-        task.add_done_callback(lambda _: self._tasks.pop(entry.id, None))
+    def _start(self, record: RunRecord) -> None:
+        task = asyncio.create_task(self._prepare(record), name=f"prepare {record.id}")
+        self._tasks[record.id] = task
+        task.add_done_callback(lambda _: self._tasks.pop(record.id, None))
 
     async def stop(self) -> None:
         """End with the process; preparing begins again with the next."""
@@ -72,63 +72,63 @@ class Preparation:
         if task is not None:
             task.cancel()
             await asyncio.wait([task])
-        if run_id in self._entries:
+        if run_id in self._records:
             await self._change(run_id, before="stopped", reason=reason)
 
-    async def resume(self, entry: RunRecord) -> None:
+    async def resume(self, record: RunRecord) -> None:
         """Prepare a run that was stopped before it had a plan."""
-        if entry.before == "stopped" and entry.id not in self._tasks:
-            self._start(await self._change(entry.id, before="preparing", reason=""))
+        if record.before == "stopped" and record.id not in self._tasks:
+            self._start(await self._change(record.id, before="preparing", reason=""))
 
-    async def _prepare(self, entry: RunRecord) -> None:
+    async def _prepare(self, record: RunRecord) -> None:
         pause_s = RETRY_S
         while True:
             try:
-                await self._prepare_once(entry)
+                await self._prepare_once(record)
             except NoRoom as error:
-                self._runs.wait_for_room(entry.id, error)
+                self._runs.wait_for_room(record.id, error)
             else:
-                self._runs.stop_waiting(entry.id)
+                self._runs.stop_waiting(record.id)
                 return
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_RETRY_S)
 
-    async def _prepare_once(self, entry: RunRecord) -> None:
+    async def _prepare_once(self, record: RunRecord) -> None:
         """Make the plan and record the outcome. NoRoom: for the plan, or for the record."""
         try:
-            prepared = await self._results.prepare(entry, self._clock)
+            prepared = await self._results.prepare(record, self._clock)
         except NoRoom:
             raise
         except Unavailable as error:
-            await self._change(entry.id, before="stopped", reason=f"{error}; resume it later")
+            await self._change(record.id, before="stopped", reason=f"{error}; resume it later")
         except TriplaneError as error:
-            await self._fail(entry, str(error))
+            await self._fail(record, str(error))
         except Exception as error:
-            logger.exception("run not prepared", extra={"run_id": entry.id})
+            logger.exception("run not prepared", extra={"run_id": record.id})
             reason = f"internal error: {type(error).__name__}; see the cloud's log"
-            await self._fail(entry, reason)
+            await self._fail(record, reason)
         else:
-            await self._open(entry, prepared)
+            await self._open(record, prepared)
 
-    async def _open(self, entry: RunRecord, prepared: Prepared) -> None:
-        await self._db.write(lambda c: journal.prepare(c, entry.id, prepared))
-        self._entries.pop(entry.id, None)
-        self._opened(replace(entry, prepared=prepared, before="", reason=""))
-        logger.info("run prepared", extra={"run_id": entry.id, "plan": prepared.plan_digest})
+    async def _open(self, record: RunRecord, prepared: Prepared) -> None:
+        await self._db.write(lambda c: journal.prepare(c, record.id, prepared))
+        self._records.pop(record.id, None)
+        self._opened(replace(record, prepared=prepared, before="", reason=""))
+        logger.info("run prepared", extra={"run_id": record.id, "plan": prepared.plan_digest})
         self._runs.signal_change()
 
-    async def _fail(self, entry: RunRecord, reason: str) -> None:
+    async def _fail(self, record: RunRecord, reason: str) -> None:
         ended_s = self._clock()
-        await self._change(entry.id, before="failed", reason=reason, live=False, ended_s=ended_s)
-        self._entries.pop(entry.id, None)
+        await self._change(record.id, before="failed", reason=reason, live=False, ended_s=ended_s)
+        self._records.pop(record.id, None)
         self._failed()
-        logger.warning("run failed", extra={"run_id": entry.id, "reason": reason})
+        logger.warning("run failed", extra={"run_id": record.id, "reason": reason})
 
     async def _change(self, run_id: str, **columns: Any) -> RunRecord:
         def work(connection: sa.Connection) -> RunRecord:
             journal.change(connection, run_id, **columns)
-            return journal.entry(connection, run_id)
+            return journal.run_record(connection, run_id)
 
-        entry = self._entries[run_id] = await self._db.write(work)
+        record = self._records[run_id] = await self._db.write(work)
         self._runs.signal_change()
-        return entry
+        return record

@@ -49,13 +49,13 @@ class Recovery:
         needed = {name for state in states for name in _updates(state)}
         since_s = min([s.round.opened_s for s in states if s.round], default=math.inf)
         await asyncio.to_thread(self._updates.sweep, needed, since_s)
-        for entry, projection in stored:
+        for record, projection in stored:
             if projection is not None:
                 try:
-                    await self._take_up(entry, projection)
+                    await self._take_up(record, projection)
                 except NoRoom as error:
-                    self._take_up_late(entry, projection, error)
-        return [entry for entry, projection in stored if projection is None]
+                    self._take_up_late(record, projection, error)
+        return [record for record, projection in stored if projection is None]
 
     async def stop(self) -> None:
         """End with the process."""
@@ -74,38 +74,38 @@ class Recovery:
                 f"{self._runs.waits(late[0])}; make room on the cloud's disk"
             )
 
-    async def _take_up(self, entry: RunRecord, projection: RunProjection) -> None:
+    async def _take_up(self, record: RunRecord, projection: RunProjection) -> None:
         """Let a run go on. NoRoom: it cannot yet, and is not live."""
-        await self._results.restore(entry.id)
-        if entry.spec.HasField("flower"):
-            await self._flower.take_up(entry)
-        run = self._open_run(entry, projection)
+        await self._results.restore(record.id)
+        if record.spec.HasField("flower"):
+            await self._flower.take_up(record)
+        run = self._open_run(record, projection)
         try:
             await run.put(self._runs.restarted)  # first: open leases are of another process
         except NoRoom:
             await self._runs.drop(run)
             raise
 
-    def _take_up_late(self, entry: RunRecord, projection: RunProjection, error: NoRoom) -> None:
-        self._runs.wait_for_room(entry.id, error)
-        task = asyncio.create_task(self._retry(entry, projection), name=f"take up {entry.id}")
-        self._late[entry.id] = task
-        task.add_done_callback(lambda _: self._late.pop(entry.id, None))
+    def _take_up_late(self, record: RunRecord, projection: RunProjection, error: NoRoom) -> None:
+        self._runs.wait_for_room(record.id, error)
+        task = asyncio.create_task(self._retry(record, projection), name=f"take up {record.id}")
+        self._late[record.id] = task
+        task.add_done_callback(lambda _: self._late.pop(record.id, None))
 
-    async def _retry(self, entry: RunRecord, projection: RunProjection) -> None:
+    async def _retry(self, record: RunRecord, projection: RunProjection) -> None:
         pause_s = RETRY_S
         while True:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_RETRY_S)
             try:
-                await self._take_up(entry, projection)
+                await self._take_up(record, projection)
             except NoRoom as error:
-                self._runs.wait_for_room(entry.id, error)
+                self._runs.wait_for_room(record.id, error)
             except TriplaneError:
-                logger.exception("run not taken up", extra={"run_id": entry.id})
+                logger.exception("run not taken up", extra={"run_id": record.id})
             else:
                 break
-        self._runs.stop_waiting(entry.id)
+        self._runs.stop_waiting(record.id)
         self._runs.signal_change()
 
 

@@ -117,11 +117,11 @@ class Results:
         except OSError as error:
             raise refusal(error, f"could not make a state durable: {error}") from error
 
-    async def prepare(self, entry: RunRecord, clock: Callable[[], float]) -> Prepared:
+    async def prepare(self, record: RunRecord, clock: Callable[[], float]) -> Prepared:
         """The plan of a run and its first state, as blobs. clock: read when they are there."""
-        version = await self._registry.version(entry.spec.model)
+        version = await self._registry.version(record.spec.model)
         model = self._blobs.find(version.blob)
-        async with self._children.plan(model, entry.spec) as planned:
+        async with self._children.plan(model, record.spec) as planned:
             plan = await asyncio.to_thread(self._blobs.put_file, planned.plan)
             state = await asyncio.to_thread(self._blobs.put_file, planned.state)
             await asyncio.to_thread(self._make_durable, {state})  # it may be another run's
@@ -138,13 +138,13 @@ class Results:
         )
 
     async def reduce(
-        self, entry: RunRecord, projection: RunProjection, order: Reduce
+        self, record: RunRecord, projection: RunProjection, order: Reduce
     ) -> tuple[MakeEvent, Write | None]:
         """See `live.Worker`."""
         shared = projection.state.shared
         known: set[bytes] = set()
         small: dict[str, bytes] = {}
-        state, slots = await asyncio.to_thread(self._reduced, entry, shared, order, known, small)
+        state, slots = await asyncio.to_thread(self._reduced, record, shared, order, known, small)
         await claim(self._db, self._blobs, known)
 
         def make(now: RunState, at_s: float) -> Reduced | None:
@@ -153,15 +153,15 @@ class Results:
             return Reduced(at_s=at_s, number=order.number, shared=state)
 
         def write(connection: sa.Connection, _: RunProjection) -> None:
-            journal.save_small_states(connection, entry.id, small)
-            if slots != entry.slots.hex():
-                journal.change(connection, entry.id, slots=bytes.fromhex(slots))
+            journal.save_small_states(connection, record.id, small)
+            if slots != record.slots.hex():
+                journal.change(connection, record.id, slots=bytes.fromhex(slots))
 
         return make, write
 
     def _reduced(
         self,
-        entry: RunRecord,
+        record: RunRecord,
         shared: str,
         order: Reduce,
         known: set[bytes],
@@ -171,15 +171,15 @@ class Results:
 
         Adds to `known` what was there before, and to `small` the bytes that a row is to have.
         """
-        prepared = entry.prepared
+        prepared = record.prepared
         assert prepared is not None
         state = self._read(bytes.fromhex(shared), prepared)
-        slots: dict[str, Array] = self._read(entry.slots, prepared) if entry.slots else {}
+        slots: dict[str, Array] = self._read(record.slots, prepared) if record.slots else {}
         like = like_of(state)
 
         def opened(lease: Lease) -> dict[str, Array]:
             assert lease.update is not None
-            return self._updates.opened(entry, lease.id, lease.update, like)
+            return self._updates.opened(record, lease.id, lease.update, like)
 
         updates = [
             (lease.update.examples, partial(opened, lease))
@@ -193,8 +193,8 @@ class Results:
             slots,
             updates,
             weighting=prepared.weighting,
-            server=algorithm(entry.spec.algorithm).server,
-            hyper=hyper_of(entry.spec),
+            server=algorithm(record.spec.algorithm).server,
+            hyper=hyper_of(record.spec),
             buffers=buffers(prepared.roles),
         )
         roles = dict(prepared.roles)
@@ -253,17 +253,17 @@ class Results:
         finally:
             path.unlink(missing_ok=True)
 
-    async def judged(self, entry: RunRecord, projection: RunProjection, order: Judged) -> None:
+    async def judged(self, record: RunRecord, projection: RunProjection, order: Judged) -> None:
         """See `live.Worker`: accuracies are in the projection already."""
 
-    async def finish(self, entry: RunRecord, projection: RunProjection) -> tuple[MakeEvent, Write]:
+    async def finish(self, record: RunRecord, projection: RunProjection) -> tuple[MakeEvent, Write]:
         """See `live.Worker`."""
-        prepared, spec = entry.prepared, entry.spec
+        prepared, spec = record.prepared, record.spec
         assert prepared is not None
         version = await self._registry.version(spec.model)
         model = self._blobs.find(version.blob)
         state = self._blobs.find(bytes.fromhex(projection.state.shared))
-        last = {bytes.fromhex(projection.state.shared), entry.slots} - {b""}
+        last = {bytes.fromhex(projection.state.shared), record.slots} - {b""}
         await asyncio.to_thread(self._make_durable, last)
         async with self._children.finish(model, spec, state, prepared.plan_digest) as finished:
             blob = await asyncio.to_thread(self._blobs.put_file, finished.path)
@@ -271,12 +271,12 @@ class Results:
         push = Push(
             model=version.model,
             blob=blob,
-            key=hashlib.sha256(f"federated run {entry.id}".encode()).digest()[:KEY_BYTES],
+            key=hashlib.sha256(f"federated run {record.id}".encode()).digest()[:KEY_BYTES],
             aliases=(spec.alias,) if spec.alias else (),
             recipe=version.recipe,
             lineage=Lineage(
                 parent=str(version),
-                source=f"federated run {entry.id}",
+                source=f"federated run {record.id}",
                 note=f"{algorithm_text(spec)}, {spec.rounds} rounds, population {spec.population}",
             ),
         )
@@ -285,9 +285,9 @@ class Results:
             return Finished(at_s=at_s) if now.phase is Phase.FINISHING else None
 
         def write(connection: sa.Connection, _: RunProjection) -> None:
-            journal.save_small_states(connection, entry.id, {})
-            registered = self._registry.insert(connection, push, finished.digest, entry.started_by)
-            journal.change(connection, entry.id, result=str(registered))
+            journal.save_small_states(connection, record.id, {})
+            registered = self._registry.insert(connection, push, finished.digest, record.started_by)
+            journal.change(connection, record.id, result=str(registered))
 
         return make, write
 

@@ -110,14 +110,14 @@ class UpdateStore:
 
     async def room(self, run: LiveRun) -> UpdateSpec:
         """Return the spec of a prepared run's updates, from its first state."""
-        spec = self._rooms.get(run.entry.id)
+        spec = self._rooms.get(run.record.id)
         if spec is None:
             spec = await asyncio.to_thread(self._measure, run)
-            self._rooms[run.entry.id] = spec
+            self._rooms[run.record.id] = spec
         return spec
 
     def _measure(self, run: LiveRun) -> UpdateSpec:
-        prepared = run.entry.prepared
+        prepared = run.record.prepared
         assert prepared is not None
         state = read_state(
             self._blobs.find(bytes.fromhex(prepared.state)), plan=prepared.plan_digest
@@ -260,16 +260,16 @@ class UpdateStore:
         )
         at_hand = run.projection.state.round
         assert at_hand is not None
-        assert run.entry.prepared is not None
+        assert run.record.prepared is not None
         return read_update(
             path,
             room.like,
-            run=run.entry.id,
+            run=run.record.id,
             lease=lease,
             max_bytes=room.most_bytes,
             round=at_hand.number,
-            compression=run.entry.spec.compression,
-            buffers=buffers(run.entry.prepared.roles),
+            compression=run.record.spec.compression,
+            buffers=buffers(run.record.prepared.roles),
             data=data,
             verified=True,  # the folder's names are digests of whole files, and so is `data`'s
         )
@@ -360,7 +360,7 @@ def _sends(run: LiveRun, device: str) -> str | None:
     lease = open_lease(state, device)
     if lease is None or state.round is None:
         return None
-    return lease.id if run.entry.spec.flower.app or not state.round.evaluates else None
+    return lease.id if run.record.spec.flower.app or not state.round.evaluates else None
 
 
 def most_examples(member: RunMember, *, evaluates: bool) -> int:
@@ -424,7 +424,7 @@ def _are_shares(score: Score) -> bool:
 
 
 def _check_inline(run: LiveRun, message: pb.Update) -> None:
-    if run.entry.spec.HasField("flower"):
+    if run.record.spec.HasField("flower"):
         raise Refusal("missing", "a strategy reads files; upload the update")
     if len(message.inline) > INLINE_BYTES:
         text = f"{INLINE_BYTES} bytes at most come in a contribution, got {len(message.inline)}"

@@ -60,11 +60,11 @@ class WorkDocuments:
             state = run.projection.state
             member = state.members.get(name)
             if member is not None:
-                known = messages.settlements(run.entry.id, member)
+                known = messages.settlements(run.record.id, member)
                 answers |= {(x.run, x.lease): x for x in known}
             if self._is_told(run, name) and len(work.tasks) < MAX_TOLD:
                 files = self._files(run, name, inline=not work.tasks)
-                work.tasks.append(messages.task_message(run.entry, state, name, files, now_s))
+                work.tasks.append(messages.task_message(run.record, state, name, files, now_s))
         answers |= {key: answer for key, answer in more.items() if key not in answers}
         work.settled.extend(list(answers.values())[-MAX_SETTLED:])
         return work
@@ -74,16 +74,16 @@ class WorkDocuments:
         state = run.projection.state
         if open_lease(state, name) is None:
             return False
-        spec = run.entry.spec
+        spec = run.record.spec
         return not spec.HasField("flower") or (
-            self._flower.message(run.entry.id, state, name) is not None
+            self._flower.message(run.record.id, state, name) is not None
         )
 
     def _files(self, run: LiveRun, name: str, *, inline: bool) -> messages.TaskFiles:
         """inline: a device works on one task at a time, so one state in a document is enough."""
-        prepared, state, spec = run.entry.prepared, run.projection.state, run.entry.spec
+        prepared, state, spec = run.record.prepared, run.projection.state, run.record.spec
         assert prepared is not None
-        asked = self._flower.message(run.entry.id, state, name) if spec.flower.app else ""
+        asked = self._flower.message(run.record.id, state, name) if spec.flower.app else ""
         data = self._small_state(run) if inline and not spec.flower.app else b""
         if data:
             self.bytes_down(run).setdefault(name, len(data))
@@ -98,12 +98,12 @@ class WorkDocuments:
     def _small_state(self, run: LiveRun) -> bytes:
         """The bytes of the shared state, where they are few; read once a round."""
         shared = run.projection.state.shared
-        known = self._states.get(run.entry.id)
+        known = self._states.get(run.record.id)
         if known is None or known[0] != shared:
             sha256 = bytes.fromhex(shared)
             small = self._blob(shared).size <= INLINE_BYTES
             known = shared, self._blobs.find(sha256).read_bytes() if small else b""
-            self._states[run.entry.id] = known
+            self._states[run.record.id] = known
         return known[1]
 
     def _blob(self, name: str) -> pb.Blob:
@@ -115,10 +115,10 @@ class WorkDocuments:
     def check_readable(self, device: str, blob: bytes) -> None:
         """Raise unless an open task of the device names the blob; InvalidInput."""
         for run in self._runs():
-            state, prepared = run.projection.state, run.entry.prepared
+            state, prepared = run.projection.state, run.record.prepared
             if open_lease(state, device) is None or prepared is None:
                 continue
-            message = self._flower.message(run.entry.id, state, device)
+            message = self._flower.message(run.record.id, state, device)
             if blob.hex() in {prepared.plan, state.shared, message}:
                 down = self.bytes_down(run)
                 down[device] = down.get(device, 0) + self._blob(blob.hex()).size
@@ -129,7 +129,7 @@ class WorkDocuments:
         """Bytes that each device downloaded for the open round."""
         at_hand = run.projection.state.round
         turn = (at_hand.number, at_hand.evaluates, at_hand.attempt) if at_hand else (0, False, 0)
-        known = self._down.get(run.entry.id)
+        known = self._down.get(run.record.id)
         if known is None or known[0] != turn:
-            known = self._down[run.entry.id] = turn, {}
+            known = self._down[run.record.id] = turn, {}
         return known[1]

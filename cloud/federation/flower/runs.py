@@ -140,9 +140,9 @@ class FlowerRuns:
             fill_flower(spec, self._places.strategies)
         return filled(spec)
 
-    async def take_up(self, entry: RunRecord) -> None:
+    async def take_up(self, record: RunRecord) -> None:
         """Learn whom a run's strategy asked, before an earlier cloud ended."""
-        self._of(entry.id).asked = await self._db.read(lambda c: journal.last_asked(c, entry.id))
+        self._of(record.id).asked = await self._db.read(lambda c: journal.last_asked(c, record.id))
 
     async def stop(self) -> None:
         """End every process; `take_up` continues its run."""
@@ -161,7 +161,7 @@ class FlowerRuns:
 
     async def check_reply(self, run: LiveRun, device: str, path: Path) -> tuple[int, float]:
         """See `update_store.Check`: a ClientApp's reply, read by the strategy's process."""
-        ours, state = self._of(run.entry.id), run.projection.state
+        ours, state = self._of(run.record.id), run.projection.state
         assert state.round is not None
         turn = _turn_of(state.round)
         order = {
@@ -177,7 +177,7 @@ class FlowerRuns:
                 if at_hand is None or _turn_of(at_hand) != turn:
                     return OVER  # its event will find that the round is over
                 answer = await self._persistently(
-                    ours, lambda: self._checked(ours, run.entry, state, turn, order)
+                    ours, lambda: self._checked(ours, run.record, state, turn, order)
                 )
         except ChildDied as error:
             raise Refusal("damaged", f"reading the reply: {error}") from error
@@ -188,26 +188,26 @@ class FlowerRuns:
         )
 
     async def _checked(
-        self, run: _Run, entry: RunRecord, state: RunState, turn: Turn, order: Mapping[str, Any]
+        self, run: _Run, record: RunRecord, state: RunState, turn: Turn, order: Mapping[str, Any]
     ) -> dict[str, Any]:
         if run.process is None or run.turn != turn:
-            await self._begun_again(run, entry, state, turn)
+            await self._begun_again(run, record, state, turn)
         assert run.process is not None
         return await run.process.ask(order)
 
     # As a worker
 
     async def reduce(
-        self, entry: RunRecord, projection: RunProjection, order: Reduce
+        self, record: RunRecord, projection: RunProjection, order: Reduce
     ) -> tuple[MakeEvent, Write]:
         """See `live.Worker`."""
         replies = {lease.device: self._update(lease) for lease in order.leases}
-        run = self._of(entry.id)
+        run = self._of(record.id)
         async with run.lock:
             answer = await self._persistently(
-                run, lambda: self._reduced(run, entry, projection, replies)
+                run, lambda: self._reduced(run, record, projection, replies)
             )
-            state, memory = await asyncio.to_thread(self._kept, entry, answer)
+            state, memory = await asyncio.to_thread(self._kept, record, answer)
         await claim(self._db, self._blobs, {state, memory})
 
         def make(now: RunState, at_s: float) -> Reduced | None:
@@ -216,13 +216,13 @@ class FlowerRuns:
             return Reduced(at_s=at_s, number=order.number, shared=state.hex())
 
         def write(connection: sa.Connection, _: RunProjection) -> None:
-            journal.change(connection, entry.id, slots=memory)
+            journal.change(connection, record.id, slots=memory)
 
         return make, write
 
-    async def judged(self, entry: RunRecord, projection: RunProjection, order: Judged) -> None:
+    async def judged(self, record: RunRecord, projection: RunProjection, order: Judged) -> None:
         """See `live.Worker`: tells the strategy, unless its process restarted since it asked."""
-        run, members = self._of(entry.id), projection.state.members
+        run, members = self._of(record.id), projection.state.members
         replies: dict[str, Any] = {}
         for lease in order.leases:
             score = members[lease.device].score
@@ -237,16 +237,16 @@ class FlowerRuns:
             try:
                 answer = await run.process.ask({"do": "replies", "replies": replies})
             except Exception as error:  # noqa: BLE001 - the run goes on without it
-                logger.warning("evaluation lost", extra={"run_id": entry.id, "reason": str(error)})
+                logger.warning("evaluation lost", extra={"run_id": record.id, "reason": str(error)})
                 await self._end(run)
                 return
             run.turn = None
-        said = {"run_id": entry.id, "round": order.number, "metrics": answer["metrics"]}
+        said = {"run_id": record.id, "round": order.number, "metrics": answer["metrics"]}
         logger.info("strategy evaluated", extra=said)
 
-    async def finish(self, entry: RunRecord, projection: RunProjection) -> tuple[MakeEvent, Write]:
+    async def finish(self, record: RunRecord, projection: RunProjection) -> tuple[MakeEvent, Write]:
         """See `live.Worker`."""
-        return await self._results.finish(entry, projection)
+        return await self._results.finish(record, projection)
 
     def settled(
         self, old: RunRecord, new: RunRecord, before: RunProjection, after: RunProjection
@@ -255,42 +255,42 @@ class FlowerRuns:
         self._results.settled(old, new, before, after)
         self.look(new, after)
 
-    def look(self, entry: RunRecord, projection: RunProjection) -> None:
+    def look(self, record: RunRecord, projection: RunProjection) -> None:
         """Ask the strategy about the current round, unless that is under way; end an idle one."""
         state, at_hand = projection.state, projection.state.round
         if state.phase is Phase.STOPPED or state.phase in ENDED:
-            idle = self._runs.pop(entry.id, None)
+            idle = self._runs.pop(record.id, None)
             if idle is not None:
                 self._spawn(self._ended(idle, LAST_S if state.phase is Phase.DONE else 0.0))
             return
-        run = self._of(entry.id)
+        run = self._of(record.id)
         if state.phase is not Phase.COLLECTING or at_hand is None or run.asking is not None:
             return
         if run.asked is None or _turn_of(run.asked) != _turn_of(at_hand):
-            run.asking = self._spawn(self._ask(run, entry, projection, at_hand))
+            run.asking = self._spawn(self._ask(run, record, projection, at_hand))
 
     # Turns
 
     async def _ask(
-        self, run: _Run, entry: RunRecord, projection: RunProjection, at_hand: Round
+        self, run: _Run, record: RunRecord, projection: RunProjection, at_hand: Round
     ) -> None:
-        make = await self._turn(run, entry, projection, at_hand)
+        make = await self._turn(run, record, projection, at_hand)
         while True:
             try:
-                after = await self._put(entry.id, lambda _, at_s: make(at_s))
+                after = await self._put(record.id, lambda _, at_s: make(at_s))
             except Unavailable as error:  # the database, or the cloud is stopping and ends this
-                facts = {"run_id": entry.id, "reason": str(error)}
+                facts = {"run_id": record.id, "reason": str(error)}
                 logger.info("strategy not heard", extra=facts)
                 await asyncio.sleep(RETRY_S)
             except NotFound:  # the run is over and forgotten
                 return
             else:
                 run.asking = None
-                self.look(entry, after)  # the round may be another one by now
+                self.look(record, after)  # the round may be another one by now
                 return
 
     async def _turn(
-        self, run: _Run, entry: RunRecord, projection: RunProjection, at_hand: Round
+        self, run: _Run, record: RunRecord, projection: RunProjection, at_hand: Round
     ) -> Callable[[float], Asked | Failed | Stopped]:
         """The event that a turn of the strategy comes to."""
         turn = _turn_of(at_hand)
@@ -298,9 +298,9 @@ class FlowerRuns:
         try:
             async with run.lock:
                 answer = await self._persistently(
-                    run, lambda: self._begun(run, entry, projection.state, turn, devices)
+                    run, lambda: self._begun(run, record, projection.state, turn, devices)
                 )
-                asked = await self._asked(entry, turn, answer, devices)
+                asked = await self._asked(record, turn, answer, devices)
         except (InvalidInput, Corrupt, Conflict) as error:
             reason = f"the strategy cannot go on: {error}"
             return lambda at_s: Failed(at_s=at_s, reason=reason)
@@ -308,19 +308,19 @@ class FlowerRuns:
             why = f"{error}; resume it when that is mended"
             return lambda at_s: Stopped(at_s=at_s, reason=why)
         except Exception as error:
-            logger.exception("strategy not asked", extra={"run_id": entry.id})
+            logger.exception("strategy not asked", extra={"run_id": record.id})
             fault = f"internal error: {type(error).__name__}; see the cloud's log"
             return lambda at_s: Stopped(at_s=at_s, reason=fault)
         run.asked = asked(0.0)  # before the commit, which tells the devices
         return asked
 
     async def _asked(
-        self, entry: RunRecord, turn: Turn, answer: Mapping[str, Any], devices: Mapping[str, str]
+        self, record: RunRecord, turn: Turn, answer: Mapping[str, Any], devices: Mapping[str, str]
     ) -> Callable[[float], Asked]:
         """The event of an answer. InvalidInput: too few devices, or others than were offered."""
         number, evaluates, attempt = turn
         files = {str(k): str(v) for k, v in sorted(answer["asked"].items())}
-        quorum = journal.plan_of(entry.spec).quorum
+        quorum = journal.plan_of(record.spec).quorum
         if not files.keys() <= devices.keys():
             raise InvalidInput("the strategy asks devices that are not of its round")
         if not evaluates and len(files) < min(quorum, len(devices)):
@@ -342,31 +342,31 @@ class FlowerRuns:
         }
 
     async def _begun(
-        self, run: _Run, entry: RunRecord, state: RunState, turn: Turn, devices: Mapping[str, str]
+        self, run: _Run, record: RunRecord, state: RunState, turn: Turn, devices: Mapping[str, str]
     ) -> dict[str, Any]:
         """Give the strategy a turn; its process is begun where none is ready for it."""
         if run.process is None or run.turn is not None:
             await self._end(run)
-            run.process = await self._process(entry, state, turn)
+            run.process = await self._process(record, state, turn)
         order = {"do": "turn", "number": turn[0], "evaluates": turn[1], "nodes": dict(devices)}
         answer = await run.process.ask(order)
         run.turn = turn
         return answer
 
     async def _reduced(
-        self, run: _Run, entry: RunRecord, projection: RunProjection, replies: Mapping[str, Any]
+        self, run: _Run, record: RunRecord, projection: RunProjection, replies: Mapping[str, Any]
     ) -> dict[str, Any]:
         at_hand = projection.state.round
         assert at_hand is not None
         turn = _turn_of(at_hand)
         if run.process is None or run.turn != turn:
-            await self._begun_again(run, entry, projection.state, turn)
+            await self._begun_again(run, record, projection.state, turn)
         assert run.process is not None
         answer = await run.process.ask({"do": "replies", "replies": replies})
         run.turn = None
         return answer
 
-    async def _begun_again(self, run: _Run, entry: RunRecord, state: RunState, turn: Turn) -> None:
+    async def _begun_again(self, run: _Run, record: RunRecord, state: RunState, turn: Turn) -> None:
         """Bring a new process to a turn that another one gave.
 
         Whom it asked is settled, so all members are offered and what it asks now is not sent.
@@ -384,7 +384,7 @@ class FlowerRuns:
             )
             for name in sorted(state.members)
         }
-        await self._begun(run, entry, state, turn, members)
+        await self._begun(run, record, state, turn, members)
 
     async def _persistently(
         self, run: _Run, work: Callable[[], Awaitable[dict[str, Any]]]
@@ -405,21 +405,21 @@ class FlowerRuns:
 
     # Processes
 
-    async def _process(self, entry: RunRecord, state: RunState, turn: Turn) -> StrategyProcess:
-        prepared = entry.prepared
+    async def _process(self, record: RunRecord, state: RunState, turn: Turn) -> StrategyProcess:
+        prepared = record.prepared
         assert prepared is not None
         order = {
-            **self._facts(entry.spec),
-            "run": entry.id,
+            **self._facts(record.spec),
+            "run": record.id,
             "number": turn[0],
             "evaluates": turn[1],
             "plan": prepared.plan_digest,
             "roles": dict(prepared.roles),
             "state": str(self._blobs.find(bytes.fromhex(state.shared))),
-            "memory": str(self._blobs.find(entry.slots)) if entry.slots else "",
+            "memory": str(self._blobs.find(record.slots)) if record.slots else "",
         }
         process = await StrategyProcess.start(self._places.folder, order, self._limits)
-        facts = {"run_id": entry.id, "strategy": entry.spec.flower.strategy, "round": turn[0]}
+        facts = {"run_id": record.id, "strategy": record.spec.flower.strategy, "round": turn[0]}
         logger.info("strategy begun", extra={**facts, "pid": process.pid})
         return process
 
@@ -460,12 +460,12 @@ class FlowerRuns:
             "loss": update.loss,
         }
 
-    def _kept(self, entry: RunRecord, answer: Mapping[str, Any]) -> tuple[bytes, bytes]:
+    def _kept(self, record: RunRecord, answer: Mapping[str, Any]) -> tuple[bytes, bytes]:
         """Store a strategy's output as blobs: the next state, validated, and its memory."""
-        assert entry.prepared is not None
+        assert record.prepared is not None
         state = Path(answer["state"])
-        tensors = read_state(state, plan=entry.prepared.plan_digest)
-        if tensors.keys() != entry.prepared.roles.keys():
+        tensors = read_state(state, plan=record.prepared.plan_digest)
+        if tensors.keys() != record.prepared.roles.keys():
             raise InvalidInput("the strategy's process gave another state than the run's")
         return self._blobs.put_file(state), self._blobs.put_file(Path(answer["memory"]))
 

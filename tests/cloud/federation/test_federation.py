@@ -55,7 +55,7 @@ def test_patience_counts_from_when_the_plan_is_there(tmp_path):
             return cloud.federation.live.get(run_id)
 
     live = within(story())
-    assert live.projection.state.since_s - live.entry.started_s > 0.1
+    assert live.projection.state.since_s - live.record.started_s > 0.1
     assert live.projection.state.rules == NEWEST_RULES
 
 
@@ -456,12 +456,12 @@ def test_a_cloud_that_starts_on_a_full_disk_serves_reads_and_its_run_goes_on_lat
     tmp_path, monkeypatch, kind
 ):
     home, fills = make_home(tmp_path), list[bool]()
-    record, create = journal.record, OsDisk.create
+    append, create = journal.append, OsDisk.create
 
-    def recorded(connection, run, events, revision):
+    def appended(connection, run, events, revision):
         if fills and any(isinstance(event, Restarted) for event in events):
             raise NoRoom("the database has no room")
-        record(connection, run, events, revision)
+        append(connection, run, events, revision)
 
     def created(disk, path):
         if fills and path.name.startswith(results.UNFINISHED):
@@ -471,7 +471,7 @@ def test_a_cloud_that_starts_on_a_full_disk_serves_reads_and_its_run_goes_on_lat
     if kind == "blobs":
         monkeypatch.setattr(OsDisk, "create", created)
     else:
-        monkeypatch.setattr(journal, "record", recorded)
+        monkeypatch.setattr(journal, "append", appended)
 
     async def story():
         async with running(home) as cloud:

@@ -143,7 +143,7 @@ def test_a_run_read_back_is_the_fold_of_its_events(database, snapshots):
     def write(connection):
         journal.prepare(connection, run, PREPARED)
         for number, (event, projection) in enumerate(zip(events, projections[1:], strict=True), 1):
-            journal.record(connection, run, [event], number)
+            journal.append(connection, run, [event], number)
             if number in snapshots:
                 journal.snapshot(connection, run, projection)
 
@@ -170,7 +170,7 @@ def test_a_snapshot_of_an_earlier_release_gets_the_leases_that_counted(database,
 
     def write(connection):
         journal.prepare(connection, run, PREPARED)
-        journal.record(connection, run, events, len(events))
+        journal.append(connection, run, events, len(events))
         old = json.dumps(
             without(json.loads(to_json(projections[kept_at])), "counted_lease", "epoch")
         )
@@ -193,7 +193,7 @@ def test_a_lost_event_is_found_out(database):
     events, _ = told()
     run = begun(database).id
     database.write_now(lambda c: journal.prepare(c, run, PREPARED))
-    database.write_now(lambda c: journal.record(c, run, events, len(events)))
+    database.write_now(lambda c: journal.append(c, run, events, len(events)))
     database.write_now(lambda c: c.execute(EVENTS.delete().where(EVENTS.c.number == 2)))
     with pytest.raises(Corrupt, match="event 2"):
         database.read_now(journal.live)

@@ -64,7 +64,7 @@ class Reducer:
     leases: list = field(default_factory=list)
     moved: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def reduce(self, entry, projection, order):
+    async def reduce(self, record, projection, order):
         self.orders.append(order)
         self.begun.set()
         await self.opened.wait()
@@ -77,10 +77,10 @@ class Reducer:
 
         return make, None
 
-    async def judged(self, entry, projection, order):
+    async def judged(self, record, projection, order):
         pass
 
-    async def finish(self, entry, projection):
+    async def finish(self, record, projection):
         raise AssertionError
 
     def settled(self, old, new, before, after):
@@ -114,7 +114,7 @@ class Played:
         return asyncio.ensure_future(self.run.put(make, data))
 
     def rows(self):
-        run = self.run.entry.id
+        run = self.run.record.id
         named = [digest(b"ann 1"), digest(b"bob 1")]
         return [
             self.database.read_now(lambda c, n=n: journal.small_update(c, run, bytes.fromhex(n)))
@@ -122,7 +122,7 @@ class Played:
         ]
 
     def journaled(self):
-        return self.database.read_now(lambda c: journal.events(c, self.run.entry.id))
+        return self.database.read_now(lambda c: journal.events(c, self.run.record.id))
 
 
 def played(tmp_path, tell, *, open_=True):
@@ -305,7 +305,7 @@ def test_a_run_that_is_over_does_not_say_that_it_waits_for_room(tmp_path, monkey
     async def tell(it):
         tried, tries = asyncio.Event(), 0
 
-        async def full(entry, projection, order):
+        async def full(record, projection, order):
             nonlocal tries
             tries += 1
             tried.set()

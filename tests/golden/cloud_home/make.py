@@ -310,7 +310,7 @@ def _strategy_run(home, model):
     def write(connection):
         journal.begin(connection, entry)
         journal.prepare(connection, entry.id, prepared)
-        journal.record(connection, entry.id, events, projection.revision)
+        journal.append(connection, entry.id, events, projection.revision)
         journal.change(connection, entry.id, live=False, ended_s=8.0)
 
     asyncio.run(database.write(write))
