@@ -1,7 +1,7 @@
-"""HOME: everything a cloud keeps, where it is, and how it is made.
+"""HOME: everything that a cloud stores, where it is, and how it is created.
 
-`initialize` writes `home.json` last: a folder without it was cut off on the way and is refused by
-everything that opens a home, so a half-made cloud never runs.
+`initialize` writes `home.json` last. A folder without it was not finished, and everything that
+opens a home refuses it, so a half-made cloud never runs.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
 if TYPE_CHECKING:
     import sqlalchemy as sa
 
+    from triplane.cloud.identity.principals import Principals
     from triplane.cloud.store import Database
     from triplane.proto.identity import IdentityFolder
 
@@ -43,11 +44,42 @@ _HOST_AND_PORT: Final = re.compile(r"[A-Za-z0-9.-]*:[0-9]*")
 _ALWAYS: Final = (LOCAL, "localhost")
 
 
+class HomePart:
+    """The path of a part of a home, by its name."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, home: Home, _: type[Home]) -> Path:
+        return home.path / self._name
+
+
 @dataclass(frozen=True, slots=True)
 class Home:
     """The paths of one cloud."""
 
     path: Path
+
+    blobs = HomePart("blobs")
+    """Models and bundles by SHA-256."""
+    conversions = HomePart("conversions")
+    """Files of running conversions; worthless after a crash."""
+    federation = HomePart("federation")
+    """Updates of open rounds, and what children of runs write."""
+    strategies = HomePart("strategies")
+    """Strategies of Flower that the operator puts here, as NAME.py."""
+    keys = HomePart("keys")
+    """The signing keys that the cloud needs: snapshot, timestamp, auto."""
+    metadata = HomePart("metadata")
+    """Signed metadata."""
+    authority = HomePart("ca")
+    """The certificate authority."""
+    tls = HomePart("tls")
+    """The server's certificate `server.pem` and key `server.key`."""
+    operator = HomePart(OPERATOR)
+    """The first operator's identity folder."""
+    dashboard_token = HomePart("dashboard.token")
+    """The token that changes through the dashboard need."""
 
     @property
     def database_url(self) -> str:
@@ -67,60 +99,10 @@ class Home:
     def _recorded_database(self) -> str:
         return str(self._record().get("database", "")) if (self.path / RECORD).exists() else ""
 
-    @property
-    def blobs(self) -> Path:
-        """Models and bundles by SHA-256."""
-        return self.path / "blobs"
-
-    @property
-    def conversions(self) -> Path:
-        """Files of running conversions; worthless after a crash."""
-        return self.path / "conversions"
-
-    @property
-    def federation(self) -> Path:
-        """Updates of open rounds, and what children of runs write."""
-        return self.path / "federation"
-
-    @property
-    def strategies(self) -> Path:
-        """Strategies of Flower that the operator puts here, as NAME.py."""
-        return self.path / "strategies"
-
-    @property
-    def keys(self) -> Path:
-        """The signing keys that the cloud needs: snapshot, timestamp, auto."""
-        return self.path / "keys"
-
-    @property
-    def metadata(self) -> Path:
-        """Signed metadata."""
-        return self.path / "metadata"
-
-    @property
-    def authority(self) -> Path:
-        """The certificate authority."""
-        return self.path / "ca"
-
-    @property
-    def tls(self) -> Path:
-        """The server's certificate `server.pem` and key `server.key`."""
-        return self.path / "tls"
-
-    @property
-    def operator(self) -> Path:
-        """The first operator's identity folder."""
-        return self.path / OPERATOR
-
-    @property
-    def dashboard_token(self) -> Path:
-        """The token that changes through the dashboard need."""
-        return self.path / "dashboard.token"
-
     def hosts(self) -> tuple[str, ...]:
         """Names and addresses by which nodes reach this cloud, the first preferred.
 
-        NotFound: no cloud is here. Corrupt: its making was cut off, or the record is damaged.
+        NotFound: no cloud is here. Corrupt: its creation was interrupted, or the record is damaged.
         """
         return tuple(self._record()["hosts"])
 
@@ -149,8 +131,8 @@ class Home:
         except OSError as error:
             if self.path.is_dir() and any(self.path.iterdir()):
                 raise Corrupt(
-                    f"{self.path} is no complete cloud: home.json is missing, so its making was "
-                    "cut off; remove the folder and run triplane cloud init again"
+                    f"{self.path} is not a complete cloud: home.json is missing, so `init` was "
+                    "interrupted; remove the folder and run triplane cloud init again"
                 ) from error
             raise NotFound(f"no cloud in {self.path}; make one: triplane cloud init") from error
         except (ValueError, KeyError, TypeError) as error:
@@ -159,7 +141,7 @@ class Home:
 
 @dataclass(frozen=True, slots=True)
 class InitializedHome:
-    """A new cloud. offline: the private keys to take away from this machine."""
+    """A new cloud. offline: private keys that must be moved off this machine."""
 
     home: Home
     hosts: tuple[str, ...]
@@ -182,6 +164,8 @@ def initialize(
     are always added. signing: `keys` and `thresholds` as `trust.initialize` takes them.
     Conflict: the folder is not empty. InvalidInput: offline keys inside of it.
     """
+    from triplane.cloud import trust
+
     path, offline_keys = Path(path).absolute(), Path(offline_keys).absolute()
     _check(path, hosts, offline_keys)
     now_s = time.time() if now_s is None else now_s
@@ -189,7 +173,7 @@ def initialize(
     home = Home(path)
     OS_DISK.make_folder(path)
     path.chmod(0o700)
-    offline = _sign_first(home, offline_keys, now_s, signing)
+    signed = trust.initialize(home.metadata, home.keys, offline_keys, now_s=now_s, **signing)
     _make_identities(home, names, port, now_s)
     _write_secret(home.dashboard_token, f"{secrets.token_urlsafe(32)}\n".encode())
     OS_DISK.make_folder(home.blobs)
@@ -197,16 +181,16 @@ def initialize(
     if os.environ.get(DATABASE_VARIABLE):
         record["database"] = os.environ[DATABASE_VARIABLE]
     _write_secret(path / RECORD, json.dumps(record).encode())  # a URL may hold a password
-    return InitializedHome(home, names, offline_keys, offline)
+    return InitializedHome(home, names, offline_keys, signed.offline)
 
 
 def _check(path: Path, hosts: Sequence[str], offline_keys: Path) -> None:
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise Conflict(f"{path} is not empty; a cloud is made in a new folder, and only once")
+        raise Conflict(f"{path} is not empty; a cloud is created in a new folder, and only once")
     if offline_keys.is_relative_to(path):
         raise InvalidInput(
-            f"{offline_keys} is inside of {path}; offline keys are taken away from the cloud, "
-            "name another folder, best on a medium that you can remove"
+            f"{offline_keys} is inside {path}; offline keys must not stay with the cloud: name "
+            "another folder, best on a removable medium"
         )
     if len(hosts) > MAX_HOSTS:
         raise InvalidInput(f"a cloud has at most {MAX_HOSTS} names, got {len(hosts)}")
@@ -215,26 +199,10 @@ def _check(path: Path, hosts: Sequence[str], offline_keys: Path) -> None:
             raise InvalidInput(f"a host is a name or an address without a port, got {host[:80]!r}")
 
 
-def _sign_first(
-    home: Home, offline_keys: Path, now_s: float, signing: dict[str, Any]
-) -> tuple[Path, ...]:
-    from triplane.cloud import trust
-
-    signed = trust.initialize(home.metadata, home.keys, offline_keys, now_s=now_s, **signing)
-    return signed.offline
-
-
 def _make_identities(home: Home, hosts: Sequence[str], port: int, now_s: float) -> None:
     from triplane.cloud.identity.authority import Authority
     from triplane.cloud.identity.principals import Principals
-    from triplane.cloud.identity.rights import PrincipalRole
-    from triplane.proto.identity import (
-        IdentityFolder,
-        certificate_pem,
-        certificate_request,
-        key_pem,
-        new_key,
-    )
+    from triplane.proto.identity import certificate_pem, key_pem, new_key
 
     OS_DISK.make_folder(home.authority)
     authority = Authority.make(home.authority, "triplane cloud", now_s)
@@ -243,60 +211,52 @@ def _make_identities(home: Home, hosts: Sequence[str], port: int, now_s: float) 
     certificate = authority.issue_server(server_key.public_key(), hosts, now_s)
     _write_secret(home.tls / "server.key", key_pem(server_key))
     write_atomic(home.tls / "server.pem", certificate_pem(certificate))
-    database = open_database(home, is_new=True)
-    try:
-        operator_key = new_key()
+    with contextlib.closing(open_database(home, is_new=True)) as database:
         principals = Principals(database, authority, lambda: now_s)
-        admitted = principals.admit_now(
-            certificate_request(operator_key), OPERATOR, PrincipalRole.OPERATOR
-        )
-    finally:
-        database.close()
-    IdentityFolder(home.operator).save(
-        authority=authority.pem,
-        certificate=certificate_pem(admitted),
-        key=key_pem(operator_key),
-        cloud=f"{LOCAL}:{port}",
-    )
+        _save_operator(principals, OPERATOR, home.operator, authority.pem, f"{LOCAL}:{port}")
 
 
-def admit_operator(home: Home, name: str, folder: Path, now_s: float | None = None) -> Path:
-    """Make an operator's identity in a new folder; access to the cloud's machine is all it needs.
-
-    For a cloud that no operator can reach any more. A former holder of the name is revoked.
-        Conflict: the cloud runs, or the folder is not empty. InvalidInput: the name.
-    """
-    from triplane.cloud.identity.authority import Authority
-    from triplane.cloud.identity.principals import Principals
+def _save_operator(
+    principals: Principals, name: str, folder: Path, authority: bytes, cloud: str
+) -> None:
+    """Admit an operator and write its identity."""
     from triplane.cloud.identity.rights import PrincipalRole
     from triplane.proto.identity import (
         IdentityFolder,
         certificate_pem,
         certificate_request,
-        check_name,
         key_pem,
         new_key,
     )
+
+    key = new_key()
+    admitted = principals.admit_now(certificate_request(key), name, PrincipalRole.OPERATOR)
+    certificate = certificate_pem(admitted)
+    IdentityFolder(folder).save(
+        authority=authority, certificate=certificate, key=key_pem(key), cloud=cloud
+    )
+
+
+def admit_operator(home: Home, name: str, folder: Path, now_s: float | None = None) -> Path:
+    """Make an operator's identity in a new folder; that needs only access to the cloud's machine.
+
+    For a cloud that no operator can reach any more. A former holder of the name is revoked.
+    Conflict: the cloud runs, or the folder is not empty. InvalidInput: the name.
+    """
+    from triplane.cloud.identity.authority import Authority
+    from triplane.cloud.identity.principals import Principals
+    from triplane.proto.identity import check_name
 
     check_name(name)
     host, now_s = home.hosts()[0], time.time() if now_s is None else now_s
     if folder.exists() and any(folder.iterdir()):
         raise Conflict(f"{folder} is not empty; an identity is made in a new folder")
-    authority, key = Authority.load(home.authority), new_key()
-    database = open_database(home)
-    try:
+    authority = Authority.load(home.authority)
+    with contextlib.closing(open_database(home)) as database:
         principals = Principals(database, authority, lambda: now_s)
         with contextlib.suppress(NotFound):
             asyncio.run(principals.revoke(MACHINE, name, "replaced on the cloud's machine"))
-        certificate = principals.admit_now(certificate_request(key), name, PrincipalRole.OPERATOR)
-    finally:
-        database.close()
-    IdentityFolder(folder).save(
-        authority=authority.pem,
-        certificate=certificate_pem(certificate),
-        key=key_pem(key),
-        cloud=f"{host}:{_known_port(home)}",
-    )
+        _save_operator(principals, name, folder, authority.pem, f"{host}:{_known_port(home)}")
     return folder
 
 
@@ -320,7 +280,7 @@ def _known_port(home: Home) -> int:
 
 
 def _place_of(url: str) -> str:
-    """Where a database is, without the words that open it."""
+    """Return where a database is, without its credentials."""
     from sqlalchemy.engine import make_url
     from sqlalchemy.exc import ArgumentError
 

@@ -333,7 +333,7 @@ class Cloud:
         if who.role is PrincipalRole.NODE:
             await self.bundles.check_readable(self.fleet.node(who.name), blob)
         elif who.role is PrincipalRole.DEVICE:
-            self.federation.transfers.check_readable(who.name, blob)
+            self.federation.devices.check_readable(who.name, blob)
         elif await asyncio.to_thread(self.blobs.is_lost, blob):
             raise NotFound(
                 f"the cloud's copy of the file {blob.hex()[:16]}... is lost or damaged; push the "
@@ -343,7 +343,7 @@ class Cloud:
     async def _may_write(self, sha256: bytes, size: int) -> BlobFolder:
         who = caller()
         if who.role is PrincipalRole.DEVICE:
-            return await self.federation.transfers.folder_for(who.name, sha256, size)
+            return await self.federation.devices.folder_for(who.name, sha256, size)
         return self.blobs
 
     def _session_caller(self) -> tuple[str, SessionPeer]:

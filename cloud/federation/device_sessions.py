@@ -1,7 +1,8 @@
-"""Devices with an open stream: what they offer, the work they are sent, their contributions.
+"""Devices with an open stream: their offers, their work, their contributions and files.
 
 A device is a member of each live run of its population. It is sent one document: a task for each
-open lease, oldest run first, and the settlements of its newest contributions.
+open lease, oldest run first, and the settlements of its newest contributions. It may download the
+blobs of its open tasks, and upload the updates for its open leases.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from triplane.cloud.federation.spec import check_population
 from triplane.cloud.federation.update_store import LEASE_BYTES, UpdateStore, printable
 from triplane.cloud.federation.work_documents import WorkDocuments
 from triplane.proto import federation_pb2 as pb
+from triplane.proto.blobs import BlobFolder
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.core.run import (
     Answered,
@@ -54,7 +56,7 @@ class _Device:
     """A device with an open stream.
 
     answers: to contributions that no live run settles, by run and lease. log_waits: the timer that
-    logs why it waits. is_asked: what it was last sent of whether a run asks its population.
+    logs why it waits. is_asked: whether a run asks its population, as last sent to it.
     """
 
     offer: pb.Offer | None = None
@@ -82,14 +84,14 @@ class DeviceSessions:
         self._send = send
         self._devices: dict[str, _Device] = {}
         self._presence = Presence(self._write_presence)
-        self._looks: set[tuple[str, str]] = set()  # (run, device) that a run is about to look at
+        self._looks: set[tuple[str, str]] = set()  # (run, device) whose presence is to be checked
 
     def stop(self) -> None:
         """Stop recording changes of presence."""
         self._presence.stop()
 
     def waiting(self) -> dict[str, str]:
-        """Why devices cannot work at the moment, by device, of those that say so."""
+        """Return by device why it cannot work at the moment, as it says itself."""
         offers = {name: device.offer for name, device in self._devices.items()}
         return {name: printable(o.waits) for name, o in offers.items() if o is not None and o.waits}
 
@@ -156,7 +158,7 @@ class DeviceSessions:
             await self._settle_late(name, contribution)
             return
         check = self._flower.check_reply if run.record.spec.flower.app else None
-        make = await self._updates.judged(run, name, contribution, check)
+        make = await self._updates.judge(run, name, contribution, check)
         data = contribution.update.inline if outcome == "update" else b""
         bytes_down = self._documents.bytes_down(run).get(name, 0)
         await run.put(_with_bytes_down(make, bytes_down), data)
@@ -180,14 +182,14 @@ class DeviceSessions:
             self._note_presence(run, name, spend)
 
     def introduce(self, run: LiveRun) -> None:
-        """Let a new run know the devices that are there; no change of theirs is spent."""
+        """Tell a new run which devices are present; that spends no change of theirs."""
         for name in list(self._devices):
             self._note_presence(run, name, lambda: None)
 
     def _note_presence(self, run: LiveRun, name: str, spend: Callable[[], None]) -> None:
-        """Have a run look at the device, once for all that changes until its turn.
+        """Queue one look of a run at the device, however often it changes until then.
 
-        spend: called with each event, also with one that is tried again.
+        spend: called with each event, also with one that is retried.
         """
         looks = run.record.id, name
         if looks in self._looks:
@@ -223,6 +225,18 @@ class DeviceSessions:
         if offer is None or spec.population != offer.population or spec.flower.app > offer.app:
             return None
         return offer
+
+    # Files
+
+    def check_readable(self, device: str, blob: bytes) -> None:
+        """Raise unless an open task of the device names the blob. InvalidInput, Unavailable."""
+        self._recovery.check_taken_up()
+        self._documents.check_readable(device, blob)
+
+    async def folder_for(self, device: str, sha256: bytes, size: int) -> BlobFolder:
+        """Return the folder for a device's update; see `UpdateStore.admit`. Unavailable."""
+        self._recovery.check_taken_up()
+        return await self._updates.admit(self._runs.going(), device, sha256, size)
 
     # Documents
 
@@ -261,7 +275,7 @@ class DeviceSessions:
 
 
 def _with_bytes_down(make: MakeEvent, bytes_down: int) -> MakeEvent:
-    """The event of a contribution, with the bytes that its device downloaded for it."""
+    """Add to a contribution's event the bytes that the device downloaded for it."""
 
     def counted(state: RunState, at_s: float) -> Event | None:
         event = make(state, at_s)

@@ -1,9 +1,8 @@
 """The federated runs of one cloud: begun, shown, stopped and resumed by people.
 
 Each concern has an owner: `live_runs` the runs that take events, `preparation` those without a
-plan, `recovery` the start of the process, `device_sessions` the devices and their messages,
-`transfers` their files. Nothing that must survive the process is kept here: after a start the rows
-and journals of the database say all.
+plan, `recovery` the start of the process, `device_sessions` the devices, their messages and files.
+All that must survive the process is in the rows and journals of the database.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from triplane.cloud.federation.preparation import Preparation
 from triplane.cloud.federation.recovery import Recovery
 from triplane.cloud.federation.results import Results, algorithm_text
 from triplane.cloud.federation.run_projection import RunProjection
-from triplane.cloud.federation.transfers import DeviceTransfers
 from triplane.cloud.federation.update_store import UpdateStore, printable
 from triplane.cloud.federation.work_documents import WorkDocuments
 from triplane.cloud.identity import audit as audit_log
@@ -45,7 +43,7 @@ MAX_LISTED: Final = 200
 
 
 def _nobody(model: str) -> None:
-    raise InvalidInput(f"nothing here can release {model!r} by itself; leave release out")
+    raise InvalidInput(f"this cloud cannot release {model!r} automatically; leave release out")
 
 
 def _send_nothing(device: str, work: pb.Work) -> None:
@@ -88,8 +86,8 @@ class Federation:
         )
         self._documents = WorkDocuments(self.live.all, self._flower, blobs, clock)
         self._preparation = Preparation(
-            db, self.live, self._results, clock,
-            opened=self._begin_prepared, failed=self._tell_whether_asked,
+            db, self.live, self._results, clock, opened=self._begin_prepared,
+            failed=lambda: self.devices.tell_whether_asked(),  # noqa: PLW0108 -- made below
         )  # fmt: skip
         self._recovery = Recovery(
             db, self.live, self._results, self._flower, self.updates, self._begin_live
@@ -98,10 +96,9 @@ class Federation:
             self.live, self._preparation, self._recovery, self._documents, self.updates,
             flower=self._flower, send=send,
         )  # fmt: skip
-        self.transfers = DeviceTransfers(self.live, self._recovery, self._documents, self.updates)
 
     async def start(self) -> None:
-        """Take up the runs that an earlier process left; one without room on the disk later."""
+        """Take up the runs that an earlier process left; those without disk space later."""
         for record in await self._recovery.start():
             self._preparation.add(record)
 
@@ -160,11 +157,9 @@ class Federation:
         if spec.release:
             await asyncio.to_thread(self._may_release, version.model)
         if spec.HasField("flower"):
-            going = [
-                r.record for r in self.live.going() if r.projection.state.phase is not Phase.STOPPED
-            ]
-            records = [*going, *self._preparation.records]
-            await self._flower.check(spec, sum(e.spec.HasField("flower") for e in records))
+            runs = [r for r in self.live.going() if r.projection.state.phase is not Phase.STOPPED]
+            records = [*(run.record for run in runs), *self._preparation.records]
+            await self._flower.check(spec, sum(r.spec.HasField("flower") for r in records))
         return spec
 
     def _begin_live(self, record: RunRecord, projection: RunProjection) -> LiveRun:
@@ -178,9 +173,6 @@ class Federation:
         run.note(self.live.restarted)  # its leases are those of this process, too
         self.devices.introduce(run)
 
-    def _tell_whether_asked(self) -> None:
-        self.devices.tell_whether_asked()
-
     async def runs(self) -> list[pb.Run]:
         """Return the newest runs without their rounds, newest first."""
         rows = await self._db.read(lambda c: journal.newest(c, MAX_LISTED))
@@ -189,10 +181,7 @@ class Federation:
     async def run(self, id: str) -> pb.Run:  # noqa: A002 - the field's name
         """Return a run by id, its unique beginning, or "last". NotFound; Conflict: ambiguous."""
         live = self.live.get(id)
-        if live is not None:
-            return self._message(live.record, live.projection)
-        record, projection = await self._find(id)
-        return self._message(record, projection)
+        return self._message(*((live.record, live.projection) if live else await self._find(id)))
 
     async def halt(self, id: str, *, reason: str, by: str) -> pb.Run:  # noqa: A002
         """Stop a run; it can be resumed. Conflict: it is over."""

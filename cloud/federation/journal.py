@@ -69,7 +69,8 @@ class Prepared:
 class RunRecord:
     """A run's row, by its columns. before: its phase while it has no events.
 
-    ended_s: 0 while the run goes on. asked: SHA-256 of the request's spec. slots: blob of the server's optimizer, or empty.
+    ended_s: 0 while the run goes on. asked: SHA-256 of the request's spec. slots: blob of the
+    server's optimizer, or empty.
     """
 
     number: int

@@ -22,7 +22,7 @@ import sqlalchemy as sa
 
 from triplane.cloud.federation import journal
 from triplane.cloud.federation.journal import RunRecord
-from triplane.cloud.federation.run_projection import RunProjection, follow
+from triplane.cloud.federation.run_projection import RunProjection, follow, turn_of
 from triplane.cloud.machine import Batch, Machine, MachineRules
 from triplane.cloud.store import Database
 from triplane.proto.disk import NoRoom
@@ -427,5 +427,4 @@ def _has_counted(state: RunState, device: str) -> bool:
 
 def _same_round(one: RunState, other: RunState) -> bool:
     """Whether what came for the round of one state is needed in the other."""
-    turns = [(x.number, x.evaluates, x.attempt) if x else None for x in (one.round, other.round)]
-    return turns[0] == turns[1]
+    return turn_of(one.round) == turn_of(other.round)

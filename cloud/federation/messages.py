@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -24,30 +25,14 @@ from triplane.unified_ir.federated.core.run import (
 
 MAX_ROUNDS: Final = 1000
 """Most rounds of one run in an answer; older ones are left out."""
-# fmt: off
-PHASES: Final = {
-    Phase.GATHERING:  pb.Run.GATHERING,
-    Phase.COLLECTING: pb.Run.COLLECTING,
-    Phase.REDUCING:   pb.Run.REDUCING,
-    Phase.FINISHING:  pb.Run.FINISHING,
-    Phase.DONE:       pb.Run.DONE,
-    Phase.STOPPED:    pb.Run.STOPPED,
-    Phase.FAILED:     pb.Run.FAILED,
-}
-BEFORE: Final = {
-    "preparing":      pb.Run.PREPARING,
-    "stopped":        pb.Run.STOPPED,
-    "failed":         pb.Run.FAILED,
-}
-# fmt: on
 
 
 @dataclass(frozen=True, slots=True)
 class TaskFiles:
-    """The blobs a task names, with their sizes. message: to a device's own app.
+    """The blobs that a task names, with their sizes. message: to a device's own app.
 
-    inline: the state's bytes, where they go with the task. inline_bytes: of an update that may come
-    with its contribution.
+    inline: the state's bytes, if they are sent with the task. inline_bytes: most bytes of an update
+    that the device may send within its contribution.
     """
 
     plan: pb.Blob
@@ -66,21 +51,14 @@ def run_message(
     waits: str = "",
     waiting: Mapping[str, str] = MappingProxyType({}),
 ) -> pb.Run:
-    """A run as people see it.
+    """Return a run as people see it.
 
-    down: bytes that devices were given in the round at hand. waits: why nothing can be written down
-    at the moment, or empty. waiting: by device, why it cannot work at the moment.
+    down: bytes that devices downloaded in the current round. waits: why nothing can be written at
+    the moment, or empty. waiting: by device, why it cannot work at the moment.
     """
-    message = pb.Run(
-        id=record.id,
-        spec=record.spec,
-        phase=BEFORE.get(record.before, pb.Run.PREPARING),
-        reason=record.reason,
-        started_s=record.started_s,
-        ended_s=record.ended_s,
-        started_by=record.started_by,
-        result=record.result,
-    )
+    later = dict.fromkeys(("round", "members", "rounds", "refusals", "revision"))
+    phase = pb.Run.Phase.Value((record.before or "preparing").upper())
+    message = message_from(pb.Run, record, phase=phase, **later)
     if projection is not None:
         _add_state(message, projection, rounds=rounds, down=down)
     message.reason = waits or message.reason
@@ -91,7 +69,7 @@ def run_message(
 
 def _add_state(message: pb.Run, projection: RunProjection, *, rounds: bool, down: int) -> None:
     state = projection.state
-    message.phase = PHASES[state.phase]
+    message.phase = pb.Run.Phase.Value(state.phase.name)
     message.reason = state.reason
     message.round = state.round.number if state.round else state.turn[0]
     message.revision = projection.revision
@@ -131,9 +109,7 @@ def _at_hand(state: RunState, down: int) -> list[pb.Round]:
     at_hand = state.round
     if at_hand is None or state.phase is not Phase.COLLECTING:
         return []
-    tally = dict.fromkeys(Outcome, 0)
-    for lease in at_hand.leases:
-        tally[lease.outcome] += 1
+    tally = Counter(lease.outcome for lease in at_hand.leases)
     return [
         pb.Round(
             number=at_hand.number,
@@ -179,20 +155,13 @@ def task_message(
 
 
 def settlements(run: str, member: RunMember) -> list[pb.Settlement]:
-    """Return the settlements of the device's newest contribution and of the newest that counted.
+    """Return the settlements of the newest contribution that counted, and of the newest of all.
 
     The device may know neither: its stream may have ended before the settlement of the one that
-        counted was sent, and it may have lost a lease since.
+    counted was sent, and it may have lost a lease since.
     """
-    newest = member.settled
-    counted = member.counted_lease
-    known = [] if newest is None or newest.lease == counted else [_settlement(run, newest)]
-    if counted:  # also where it was sent again since, and came too late to count twice
-        known.insert(0, _settlement(run, Settled(lease=counted, counted=True)))
-    return known
-
-
-def _settlement(run: str, settled: Settled) -> pb.Settlement:
-    return pb.Settlement(
-        run=run, lease=bytes.fromhex(settled.lease), counted=settled.counted, reason=settled.reason
-    )
+    newest, counted = member.settled, member.counted_lease
+    settled = [Settled(lease=counted, counted=True)] if counted else []
+    if newest is not None and newest.lease != counted:  # else it was sent again, and came too late
+        settled.append(newest)
+    return [message_from(pb.Settlement, x, run=run, lease=bytes.fromhex(x.lease)) for x in settled]

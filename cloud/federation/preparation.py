@@ -1,4 +1,4 @@
-"""Runs that have no plan yet: each is prepared in a task of its own, and stops or fails by it."""
+"""Runs that have no plan yet. Each is prepared in its own task, which may stop or fail the run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 class Preparation:
     """The runs without a plan. opened: called with a run once its plan is in the database.
 
-    failed: called after a run failed, which its devices may want to know.
+    failed: called after a run failed, so that its devices learn of it.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Preparation:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def halt(self, run_id: str, reason: str) -> None:
-        """Stop a run if it has no plan yet; it may have got one in this very moment."""
+        """Stop a run unless it has a plan, which it may have got just now."""
         task = self._tasks.get(run_id)
         if task is not None:
             task.cancel()

@@ -23,7 +23,7 @@ from triplane.cloud.federation import journal
 from triplane.cloud.federation.children import Children
 from triplane.cloud.federation.journal import Prepared, RunRecord
 from triplane.cloud.federation.live import MakeEvent, Write
-from triplane.cloud.federation.run_projection import RunProjection
+from triplane.cloud.federation.run_projection import RunProjection, turn_of
 from triplane.cloud.federation.spec import hyper_of
 from triplane.cloud.federation.update_store import UpdateStore
 from triplane.cloud.registry.collecting import claim
@@ -52,7 +52,6 @@ from triplane.unified_ir.federated.core.run import (
     Phase,
     Reduce,
     Reduced,
-    Round,
     RunState,
 )
 
@@ -87,9 +86,9 @@ class Results:
         blobs.disk.sync_folder(blobs.folder)  # a state it named is believed to be there
 
     async def restore(self, run: str) -> None:
-        """Write a run's small states again that a power cut damaged or removed. NoRoom.
+        """Write again the small states of a run that a power cut damaged or removed. NoRoom.
 
-        A run whose states are not there is not live, so nobody reads them.
+        The run is not live before that, so nobody reads the states meanwhile.
         """
         states = await self._db.read(lambda c: journal.small_states(c, run))
         await asyncio.to_thread(self._restore, states)
@@ -97,7 +96,7 @@ class Results:
     def _restore(self, states: Mapping[bytes, bytes]) -> None:
         for sha256, data in states.items():
             if not self._has(sha256, data):
-                self._lay(sha256, data)
+                self._write_unsynced(sha256, data)
                 logger.info("state written again", extra={"blob": sha256.hex()})
 
     def _has(self, sha256: bytes, data: bytes) -> bool:
@@ -118,7 +117,7 @@ class Results:
             raise refusal(error, f"could not make a state durable: {error}") from error
 
     async def prepare(self, record: RunRecord, clock: Callable[[], float]) -> Prepared:
-        """The plan of a run and its first state, as blobs. clock: read when they are there."""
+        """Make the plan of a run and its first state, as blobs. clock: read at the end."""
         version = await self._registry.version(record.spec.model)
         model = self._blobs.find(version.blob)
         async with self._children.plan(model, record.spec) as planned:
@@ -144,22 +143,17 @@ class Results:
         shared = projection.state.shared
         known: set[bytes] = set()
         small: dict[str, bytes] = {}
-        state, slots = await asyncio.to_thread(self._reduced, record, shared, order, known, small)
+        state, slots = await asyncio.to_thread(self._reduce, record, shared, order, known, small)
         await claim(self._db, self._blobs, known)
-
-        def make(now: RunState, at_s: float) -> Reduced | None:
-            if now.phase is not Phase.REDUCING or now.turn[0] != order.number:
-                return None
-            return Reduced(at_s=at_s, number=order.number, shared=state)
 
         def write(connection: sa.Connection, _: RunProjection) -> None:
             journal.save_small_states(connection, record.id, small)
             if slots != record.slots.hex():
                 journal.change(connection, record.id, slots=bytes.fromhex(slots))
 
-        return make, write
+        return reduced_event(order, state), write
 
-    def _reduced(
+    def _reduce(
         self,
         record: RunRecord,
         shared: str,
@@ -167,9 +161,9 @@ class Results:
         known: set[bytes],
         small: dict[str, bytes],
     ) -> tuple[str, str]:
-        """(the next state, the optimizer's) by digest.
+        """Return the digests of the next state and of the optimizer's state.
 
-        Adds to `known` what was there before, and to `small` the bytes that a row is to have.
+        Adds to `known` the blobs that existed before, and to `small` the bytes to write as rows.
         """
         prepared = record.prepared
         assert prepared is not None
@@ -188,7 +182,7 @@ class Results:
         ]
         from triplane.unified_ir.federated.algorithms import algorithm  # the graphs come with it
 
-        after, kept = reduce(
+        after, slots = reduce(
             state,
             slots,
             updates,
@@ -198,17 +192,17 @@ class Results:
             buffers=buffers(prepared.roles),
         )
         roles = dict(prepared.roles)
-        named = self._written(after, roles, prepared.plan_digest, known, small)
-        slot_roles = dict.fromkeys(kept, BUFFER)
-        if not kept:
-            return named, ""
-        return named, self._written(kept, slot_roles, prepared.plan_digest, known, small)
+        name = self._write(after, roles, prepared.plan_digest, known, small)
+        if not slots:
+            return name, ""
+        slot_roles = dict.fromkeys(slots, BUFFER)
+        return name, self._write(slots, slot_roles, prepared.plan_digest, known, small)
 
     def _read(self, sha256: bytes, prepared: Prepared) -> dict[str, Array]:
         path = self._blobs.find(sha256)
         return read_state(path, plan=prepared.plan_digest, verified=True)
 
-    def _written(
+    def _write(
         self,
         tensors: dict[str, Array],
         roles: dict[str, str],
@@ -218,9 +212,13 @@ class Results:
     ) -> str:
         if sum(x.nbytes for x in tensors.values()) <= INLINE_BYTES:
             data = encode_state(tensors, roles, plan=plan)
-            name = self._put(data, known)
-            small[name] = data
-            return name
+            sha256 = hashlib.sha256(data).digest()
+            if self._has(sha256, data):
+                known.add(sha256)
+            else:
+                self._write_unsynced(sha256, data)
+            small[sha256.hex()] = data
+            return sha256.hex()
         path = self._blobs.partial / f"{UNFINISHED}{secrets.token_hex(8)}"
         try:
             write_state(path, tensors, roles, plan=plan)
@@ -232,17 +230,8 @@ class Results:
         finally:
             path.unlink(missing_ok=True)
 
-    def _put(self, data: bytes, known: set[bytes]) -> str:
-        """A small file without a sync, for those who read files; a row makes it durable."""
-        sha256 = hashlib.sha256(data).digest()
-        if self._has(sha256, data):
-            known.add(sha256)
-        else:
-            self._lay(sha256, data)
-        return sha256.hex()
-
-    def _lay(self, sha256: bytes, data: bytes) -> None:
-        """Write a blob whole, for as long as the system runs."""
+    def _write_unsynced(self, sha256: bytes, data: bytes) -> None:
+        """Write a small blob without a sync, for readers of files; a row makes it durable."""
         disk, path = self._blobs.disk, self._blobs.partial / f"{UNFINISHED}{secrets.token_hex(8)}"
         try:
             with disk.create(path) as file:
@@ -281,22 +270,19 @@ class Results:
             ),
         )
 
-        def make(now: RunState, at_s: float) -> Finished | None:
-            return Finished(at_s=at_s) if now.phase is Phase.FINISHING else None
-
         def write(connection: sa.Connection, _: RunProjection) -> None:
             journal.save_small_states(connection, record.id, {})
             registered = self._registry.insert(connection, push, finished.digest, record.started_by)
             journal.change(connection, record.id, result=str(registered))
 
-        return make, write
+        return _finished, write
 
     def settled(
         self, old: RunRecord, new: RunRecord, before: RunProjection, after: RunProjection
     ) -> None:
         """See `live.Worker`: removes what a closed round leaves."""
-        closed, at_hand = before.state.round, after.state.round
-        if closed is None or (at_hand is not None and _same(closed, at_hand)):
+        closed = before.state.round
+        if closed is None or turn_of(closed) == turn_of(after.state.round):
             return
         updates = self._updates.forget(closed.leases)
         stale = {before.state.shared, old.slots.hex()} - {after.state.shared, new.slots.hex(), ""}
@@ -315,8 +301,23 @@ class Results:
             logger.exception("old files stay", extra={"run_id": run})
 
 
+def _finished(now: RunState, at_s: float) -> Finished | None:
+    return Finished(at_s=at_s) if now.phase is Phase.FINISHING else None
+
+
+def reduced_event(order: Reduce, shared: str) -> MakeEvent:
+    """Return the event of a round's next state, unless the run has left that round."""
+
+    def make(now: RunState, at_s: float) -> Reduced | None:
+        if now.phase is not Phase.REDUCING or now.turn[0] != order.number:
+            return None
+        return Reduced(at_s=at_s, number=order.number, shared=shared)
+
+    return make
+
+
 def algorithm_text(spec: pb.Spec) -> str:
-    """The algorithm, and the strategy in whose hands it was."""
+    """Describe the algorithm, and the strategy that decided the rounds."""
     if not spec.HasField("flower"):
         return spec.algorithm
     flower = spec.flower
@@ -325,16 +326,8 @@ def algorithm_text(spec: pb.Spec) -> str:
     return f"{flower.strategy}{pinned} of flwr {flower.version} over {work}"
 
 
-def _same(one: Round, other: Round) -> bool:
-    return (one.number, one.evaluates, one.attempt) == (
-        other.number,
-        other.evaluates,
-        other.attempt,
-    )
-
-
 def adopt_file(blobs: BlobFolder, path: Path, sha256: bytes) -> None:
-    """A durable file in the folder of blobs' own file system becomes the blob of its digest."""
+    """Make a durable file on the same file system the blob of its digest."""
     if not blobs.has(sha256):
         blobs.disk.replace(path, blobs.path(sha256))
         blobs.disk.sync_folder(blobs.folder)

@@ -9,12 +9,23 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, overload
 
 from triplane.unified_ir.federated.core.rules import step
-from triplane.unified_ir.federated.core.run import Effects, Ended, Event, Refused, RunState
+from triplane.unified_ir.federated.core.run import (
+    Asked,
+    Effects,
+    Ended,
+    Event,
+    Refused,
+    Round,
+    RunState,
+)
 
 TENTH: Final = 10
+
+Turn = tuple[int, bool, int]
+"""(number, whether it evaluates, attempt) of a round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +61,7 @@ class RunProjection:
 
 
 def follow(projection: RunProjection, event: Event) -> tuple[RunProjection, Effects]:
-    """The projection after `event`, and what has to be done because of it."""
+    """Return the projection after `event`, and the effects to carry out."""
     state, effects = step(projection.state, event)
     after = replace(projection, state=state, revision=projection.revision + 1, at_s=event.at_s)
     if isinstance(event, Refused):
@@ -61,6 +72,15 @@ def follow(projection: RunProjection, event: Event) -> tuple[RunProjection, Effe
             spreads = {**after.spreads, str(ended.number): _spreads(state, ended)}
             after = replace(after, spreads=spreads)
     return after, effects
+
+
+@overload
+def turn_of(turn: Round | Asked) -> Turn: ...
+@overload
+def turn_of(turn: None) -> None: ...
+def turn_of(turn: Round | Asked | None) -> Turn | None:
+    """Return what identifies a round within its run."""
+    return (turn.number, turn.evaluates, turn.attempt) if turn else None
 
 
 def _spreads(state: RunState, ended: Ended) -> Spreads:

@@ -1,8 +1,8 @@
 """Updates on the cloud's disk, in a folder of their own that only devices fill.
 
 A device may put a file there while it has a lease to learn, up to what such an update can take.
-Nothing in the folder counts until its bytes were compared with the lease and the shared state; that
-is `judged`, which gives either an `Arrived` or a `Refused` with a word and a sentence.
+Nothing in the folder counts until its bytes were compared with the lease and the shared state:
+`judge` returns either an `Arrived`, or a `Refused` with its kind and the reason.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from triplane.proto import federation_pb2 as pb
 from triplane.proto.blobs import BlobFolder
 from triplane.proto.disk import AppendFile
 from triplane.proto.errors import Conflict, InvalidInput, NotFound
+from triplane.proto.messages import value_from
 from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.federated.core.files import (
     INLINE_BYTES,
@@ -103,32 +104,25 @@ class UpdateStore:
         self._row = row
         self.folder = BlobFolder(folder)
         self._blobs = blobs
-        self._rooms: dict[str, UpdateSpec] = {}
+        self._specs: dict[str, UpdateSpec] = {}
         self._begun: dict[str, set[bytes]] = {}
         self._kept: dict[str, tuple[int, dict[str, Array]]] = {}
         self._kept_bytes = 0
 
-    async def room(self, run: LiveRun) -> UpdateSpec:
+    async def update_spec(self, run: LiveRun) -> UpdateSpec:
         """Return the spec of a prepared run's updates, from its first state."""
-        spec = self._rooms.get(run.record.id)
-        if spec is None:
-            spec = await asyncio.to_thread(self._measure, run)
-            self._rooms[run.record.id] = spec
-        return spec
-
-    def _measure(self, run: LiveRun) -> UpdateSpec:
-        prepared = run.record.prepared
-        assert prepared is not None
-        state = read_state(
-            self._blobs.find(bytes.fromhex(prepared.state)), plan=prepared.plan_digest
-        )
-        like = like_of(state)
-        return UpdateSpec(like, most_bytes(like))
+        if run.record.id not in self._specs:
+            prepared = run.record.prepared
+            assert prepared is not None
+            path = self._blobs.find(bytes.fromhex(prepared.state))
+            like = like_of(await asyncio.to_thread(read_state, path, plan=prepared.plan_digest))
+            self._specs[run.record.id] = UpdateSpec(like, most_bytes(like))
+        return self._specs[run.record.id]
 
     async def admit(
         self, runs: Iterable[LiveRun], device: str, sha256: bytes, size: int
     ) -> BlobFolder:
-        """The folder, where the device may put such a file now.
+        """Return the folder, if the device may now put such a file into it.
 
         Conflict: it has no open lease to learn. InvalidInput: no update of its runs is so large, or
         it began too many files.
@@ -139,23 +133,23 @@ class UpdateStore:
                 f"{device!r} has no open lease to learn; an update is uploaded while its round "
                 "goes on"
             )
-        most = max([(await self.room(run)).most_bytes for run, _ in held])
+        most = max([(await self.update_spec(run)).most_bytes for run, _ in held])
         if size > most:
             raise InvalidInput(f"an update of {device!r} has at most {most} bytes, got {size}")
         begun = [self._begun.setdefault(lease, set()) for _, lease in held]
         if not any(sha256 in files or len(files) < UPLOADS for files in begun):
-            raise InvalidInput(f"{device!r} began {UPLOADS} files for one lease; that is enough")
+            raise InvalidInput(f"{device!r} began {UPLOADS} files for one lease (limit {UPLOADS})")
         for files in begun:
             if len(files) < UPLOADS:
                 files.add(sha256)
         return self.folder
 
-    async def judged(
+    async def judge(
         self, run: LiveRun, device: str, contribution: pb.Contribution, check: Check | None = None
     ) -> MakeEvent:
-        """The event that a contribution is. Reads the update; does nothing else.
+        """Return the event of a contribution. Reads the update; has no other effect.
 
-        check: reads the file in place of us, where it is the reply of a device's own app.
+        check: reads the file instead, if it is the reply of a device's own app.
         """
         lease = contribution.lease.hex()
         if not _is_open(run.projection.state, device, lease):
@@ -173,23 +167,16 @@ class UpdateStore:
     async def _update(self, run: LiveRun, device: str, lease: str, message: pb.Update) -> MakeEvent:
         try:
             _check_figures(run.projection.state, device, message)
-            update = Update(
-                blob=message.blob.sha256.hex(),
-                size=message.blob.size,
-                examples=message.examples,
-                loss=message.loss,
-                seconds=message.seconds,
-            )
-            room = await self.room(run)
+            blob = message.blob
+            update = value_from(Update, message, blob=blob.sha256.hex(), size=blob.size)
+            spec = await self.update_spec(run)
             if message.inline:
                 _check_inline(run, message)
-                change = self._checked(run, lease, update, room, message.inline)
+                change = self._read(run, lease, update, spec, message.inline)
             else:
-                change = await asyncio.to_thread(self._checked, run, lease, update, room)
+                change = await asyncio.to_thread(self._read, run, lease, update, spec)
             self._remember(update, change, len(message.inline))
-        except Refusal as refusal:
-            return refusal_event(device, lease, refusal.kind, str(refusal))
-        except BadUpdate as refusal:
+        except (Refusal, BadUpdate) as refusal:
             return refusal_event(device, lease, refusal.kind, str(refusal))
         return lambda _, at_s: Arrived(at_s=at_s, device=device, lease=lease, update=update)
 
@@ -199,19 +186,15 @@ class UpdateStore:
         try:
             if contribution.WhichOneof("outcome") != "update":
                 raise Refusal("kind", "the strategy asked for a reply, not a score")
-            path = self._announced_file(
-                contribution.update.blob.sha256, contribution.update.blob.size
-            )
-            most = (await self.room(run)).most_bytes
-            if contribution.update.blob.size > most:
-                raise Refusal(
-                    "oversized",
-                    f"a reply has at most {most} bytes, got {contribution.update.blob.size}",
-                )
+            blob = contribution.update.blob
+            path = self._announced_file(blob.sha256, blob.size)
+            most = (await self.update_spec(run)).most_bytes
+            if blob.size > most:
+                raise Refusal("oversized", f"a reply has at most {most} bytes, got {blob.size}")
             examples, loss = await check(run, device, path)
             update = Update(
-                blob=contribution.update.blob.sha256.hex(),
-                size=contribution.update.blob.size,
+                blob=blob.sha256.hex(),
+                size=blob.size,
                 examples=examples,
                 loss=loss,
                 seconds=min(max(0.0, contribution.update.seconds), MAX_WORK_S),
@@ -221,10 +204,10 @@ class UpdateStore:
         return lambda _, at_s: Answered(at_s=at_s, device=device, lease=lease, update=update)
 
     def _remember(self, update: Update, change: dict[str, Array], inline: int) -> None:
-        """Keep a change until its round is reduced, so that its file is checked once.
+        """Keep a change until its round is reduced, so that its file is checked only once.
 
-        What is a view of the file costs no memory; what was unpacked, or came inline, does, up to
-        `MAX_KEPT_BYTES`.
+        A view of the file costs no memory. What was unpacked, or came inline, does; it is kept up
+        to `MAX_KEPT_BYTES`.
         """
         owned = inline + sum(x.nbytes for x in change.values() if x.flags.owndata)
         if update.blob not in self._kept and self._kept_bytes + owned <= MAX_KEPT_BYTES:
@@ -232,7 +215,7 @@ class UpdateStore:
             self._kept_bytes += owned
 
     def opened(self, run: RunRecord, lease: str, update: Update, like: Like) -> dict[str, Array]:
-        """The change of a counted update: remembered, or read from its file again."""
+        """Return the change of a counted update, remembered or read from its file again."""
         remembered = self._kept.get(update.blob)
         if remembered is not None:
             return remembered[1]
@@ -250,23 +233,23 @@ class UpdateStore:
             verified=True,
         )
 
-    def _checked(
-        self, run: LiveRun, lease: str, update: Update, room: UpdateSpec, data: bytes | None = None
+    def _read(
+        self, run: LiveRun, lease: str, update: Update, spec: UpdateSpec, data: bytes | None = None
     ) -> dict[str, Array]:
-        """The change in an update that was just announced. BadUpdate, Refusal."""
+        """Return the change in an update that was just announced. BadUpdate, Refusal."""
         sha256 = bytes.fromhex(update.blob)
-        path = (
-            self._announced_file(sha256, update.size) if data is None else self.folder.path(sha256)
-        )
+        path = self.folder.path(sha256)
+        if data is None:
+            path = self._announced_file(sha256, update.size)
         at_hand = run.projection.state.round
         assert at_hand is not None
         assert run.record.prepared is not None
         return read_update(
             path,
-            room.like,
+            spec.like,
             run=run.record.id,
             lease=lease,
-            max_bytes=room.most_bytes,
+            max_bytes=spec.most_bytes,
             round=at_hand.number,
             compression=run.record.spec.compression,
             buffers=buffers(run.record.prepared.roles),
@@ -287,7 +270,7 @@ class UpdateStore:
         return path
 
     def forget(self, leases: Iterable[Lease]) -> set[bytes]:
-        """Leases are over; returns the files that came for them, for `remove`."""
+        """Forget leases that are over, and return the files that came for them, for `remove`."""
         files: set[bytes] = set()
         for lease in leases:
             files |= self._begun.pop(lease.id, set())
@@ -305,8 +288,8 @@ class UpdateStore:
     def sweep(self, needed: set[str], since_s: float) -> None:
         """Remove, at the start, files that no open round names and no device can still announce.
 
-        since_s: when the oldest open round began, infinite without one. What came later stays: its
-        device may have been cut off before it could say so.
+        since_s: when the oldest open round began, infinite without one. Later files stay: their
+        devices may have been cut off before they could announce them.
         """
         for path in [*self.folder.folder.iterdir(), *self.folder.partial.iterdir()]:
             if path.is_file() and path.name not in needed:
@@ -316,10 +299,10 @@ class UpdateStore:
         self._settle()
 
     def _settle(self) -> None:
-        """Make durable what an earlier process wrote and, killed, did not sync.
+        """Sync what an earlier process wrote but did not sync before it was killed.
 
-        An upload that has all its bytes, or even its name, is believed from now on: without this, a
-        power cut could take from the journal what it names.
+        From now on an upload that has all its bytes, or its name, is taken as durable. Without this
+        sync, a power cut could remove a file that the journal names.
         """
         for path in self.folder.partial.iterdir():
             file = AppendFile(path, self.folder.disk)
@@ -329,7 +312,7 @@ class UpdateStore:
 
 
 class Refusal(InvalidInput):
-    """A contribution that cannot count. kind: a word of `KINDS`."""
+    """A contribution that cannot count. kind: a key of `KINDS`."""
 
     def __init__(self, kind: str, message: str) -> None:
         assert kind in KINDS
@@ -338,7 +321,7 @@ class Refusal(InvalidInput):
 
 
 def refusal_event(device: str, lease: str, kind: str, reason: str) -> MakeEvent:
-    """The event of a contribution that cannot count; one for each lease."""
+    """Return the event of a contribution that cannot count; at most one for each lease."""
     text, belated = printable(reason), _belated(device, lease)
 
     def make(state: RunState, at_s: float) -> Event | None:
@@ -374,10 +357,10 @@ def _is_open(state: RunState, device: str, lease: str) -> bool:
 
 
 def _belated(device: str, lease: str) -> MakeEvent:
-    """A contribution to no open lease: its file is not even looked at.
+    """Return the event of a contribution to no open lease; its file is not read.
 
     If the lease was opened meanwhile, its id was guessed, and the contribution is refused. Nothing
-    is recorded of a device that is not a member, nor of one that was late more often than asked.
+    is journaled for a device that is not a member, or that was late more often than its limit.
     """
     update = Update(blob="", size=0, examples=0, loss=math.nan, seconds=0.0)
 
@@ -395,12 +378,7 @@ def _belated(device: str, lease: str) -> MakeEvent:
 
 def _score(device: str, lease: str, contribution: pb.Contribution) -> MakeEvent:
     message = contribution.score
-    score = Score(
-        samples=message.samples,
-        before=message.before,
-        after=message.after,
-        round=contribution.round,
-    )
+    score = value_from(Score, message, round=contribution.round)
 
     def make(state: RunState, at_s: float) -> Scored | Refused:
         member = state.members.get(device)
@@ -411,9 +389,8 @@ def _score(device: str, lease: str, contribution: pb.Contribution) -> MakeEvent:
             return Refused(at_s=at_s, device=device, lease=lease, kind="kind", reason=reason)
         if not (1 <= score.samples <= most and score.round == number and _are_shares(score)):
             reason = f"a score is of 1 to {most} samples in [0, 1] in round {number}, got {score}"
-            return Refused(
-                at_s=at_s, device=device, lease=lease, kind="figures", reason=printable(reason)
-            )
+            text = printable(reason)
+            return Refused(at_s=at_s, device=device, lease=lease, kind="figures", reason=text)
         return Scored(at_s=at_s, device=device, lease=lease, score=score)
 
     return make

@@ -12,6 +12,7 @@ from typing import Final
 from triplane.cloud.federation import messages
 from triplane.cloud.federation.flower.runs import FlowerRuns
 from triplane.cloud.federation.live import LiveRun
+from triplane.cloud.federation.run_projection import Turn, turn_of
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.blobs import BlobFolder
 from triplane.proto.errors import InvalidInput
@@ -23,8 +24,6 @@ MAX_TOLD: Final = 32
 MAX_SETTLED: Final = 64
 """Settlements in one document, at most two of a run; a device refuses more."""
 
-Turn = tuple[int, bool, int]
-"""(number, whether it evaluates, attempt) of a round."""
 Answers = Mapping[tuple[str, bytes], pb.Settlement]
 """By run and lease."""
 
@@ -40,7 +39,7 @@ class WorkDocuments:
         clock: Callable[[], float],
     ) -> None:
         self._runs, self._flower, self._blobs, self._clock = runs, flower, blobs, clock
-        self._down: dict[str, tuple[Turn, dict[str, int]]] = {}
+        self._down: dict[str, tuple[Turn | None, dict[str, int]]] = {}
         self._sizes: dict[str, int] = {}
         self._states: dict[str, tuple[str, bytes]] = {}  # by run: its shared state, and its bytes
 
@@ -127,8 +126,7 @@ class WorkDocuments:
 
     def bytes_down(self, run: LiveRun) -> dict[str, int]:
         """Bytes that each device downloaded for the open round."""
-        at_hand = run.projection.state.round
-        turn = (at_hand.number, at_hand.evaluates, at_hand.attempt) if at_hand else (0, False, 0)
+        turn = turn_of(run.projection.state.round)
         known = self._down.get(run.record.id)
         if known is None or known[0] != turn:
             known = self._down[run.record.id] = turn, {}

@@ -49,7 +49,7 @@ def test_an_existing_cloud_is_refused_and_untouched(tmp_path):
 def test_a_cloud_whose_making_was_cut_off_never_runs(tmp_path):
     home = initialize(tmp_path / "home", offline_keys=tmp_path / "away").home
     (home.path / "home.json").unlink()
-    with pytest.raises(Corrupt, match="its making was cut off"):
+    with pytest.raises(Corrupt, match="`init` was interrupted"):
         home.hosts()
     with pytest.raises(NotFound, match="triplane cloud init"):
         Home(tmp_path / "nowhere").hosts()

@@ -170,7 +170,7 @@ class Story:
         self.acknowledged[task.lease.hex()] = sha256(content).hex()
 
     async def _upload(self, federation, name, content):
-        folder = await federation.transfers.folder_for(name, sha256(content), len(content))
+        folder = await federation.devices.folder_for(name, sha256(content), len(content))
         if not folder.has(sha256(content)):
             with folder.receive(sha256(content), len(content)) as receiving:
                 for cut in (len(content) // 2, len(content)):

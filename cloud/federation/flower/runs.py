@@ -34,8 +34,8 @@ from triplane.cloud.federation.flower.spec import (
 )
 from triplane.cloud.federation.journal import RunRecord
 from triplane.cloud.federation.live import RETRY_S, LiveRun, MakeEvent, Write
-from triplane.cloud.federation.results import Results
-from triplane.cloud.federation.run_projection import RunProjection
+from triplane.cloud.federation.results import Results, reduced_event
+from triplane.cloud.federation.run_projection import RunProjection, Turn, turn_of
 from triplane.cloud.federation.spec import filled
 from triplane.cloud.federation.update_store import Refusal, UpdateStore, most_examples
 from triplane.cloud.registry.collecting import claim
@@ -62,7 +62,6 @@ from triplane.unified_ir.federated.core.run import (
     Outcome,
     Phase,
     Reduce,
-    Reduced,
     Round,
     RunState,
     Stopped,
@@ -78,8 +77,6 @@ OVER: Final = (1, math.nan)
 TRIES: Final = 3
 """Processes in a row that may die at one turn."""
 
-Turn = tuple[int, bool, int]
-"""(number, whether it evaluates, attempt) of a round."""
 Put = Callable[[str, MakeEvent], Awaitable[RunProjection]]
 """Have an event happen in a run; the projection after its commit."""
 
@@ -155,7 +152,7 @@ class FlowerRuns:
         """Return the blob of a device's message in this round, "" for its plan; None: not asked."""
         known = self._runs.get(run)
         asked = known.asked if known else None
-        if asked is None or state.round is None or _turn_of(asked) != _turn_of(state.round):
+        if asked is None or state.round is None or turn_of(asked) != turn_of(state.round):
             return None
         return asked.messages.get(device)
 
@@ -163,7 +160,7 @@ class FlowerRuns:
         """See `update_store.Check`: a ClientApp's reply, read by the strategy's process."""
         ours, state = self._of(run.record.id), run.projection.state
         assert state.round is not None
-        turn = _turn_of(state.round)
+        turn = turn_of(state.round)
         order = {
             "do": "check",
             "path": str(path),
@@ -174,7 +171,7 @@ class FlowerRuns:
         try:
             async with ours.lock:
                 at_hand = run.projection.state.round
-                if at_hand is None or _turn_of(at_hand) != turn:
+                if at_hand is None or turn_of(at_hand) != turn:
                     return OVER  # its event will find that the round is over
                 answer = await self._persistently(
                     ours, lambda: self._checked(ours, run.record, state, turn, order)
@@ -210,15 +207,10 @@ class FlowerRuns:
             state, memory = await asyncio.to_thread(self._kept, record, answer)
         await claim(self._db, self._blobs, {state, memory})
 
-        def make(now: RunState, at_s: float) -> Reduced | None:
-            if now.phase is not Phase.REDUCING or now.turn[0] != order.number:
-                return None
-            return Reduced(at_s=at_s, number=order.number, shared=state.hex())
-
         def write(connection: sa.Connection, _: RunProjection) -> None:
             journal.change(connection, record.id, slots=memory)
 
-        return make, write
+        return reduced_event(order, state.hex()), write
 
     async def judged(self, record: RunRecord, projection: RunProjection, order: Judged) -> None:
         """See `live.Worker`: tells the strategy, unless its process restarted since it asked."""
@@ -266,7 +258,7 @@ class FlowerRuns:
         run = self._of(record.id)
         if state.phase is not Phase.COLLECTING or at_hand is None or run.asking is not None:
             return
-        if run.asked is None or _turn_of(run.asked) != _turn_of(at_hand):
+        if run.asked is None or turn_of(run.asked) != turn_of(at_hand):
             run.asking = self._spawn(self._ask(run, record, projection, at_hand))
 
     # Turns
@@ -293,7 +285,7 @@ class FlowerRuns:
         self, run: _Run, record: RunRecord, projection: RunProjection, at_hand: Round
     ) -> Callable[[float], Asked | Failed | Stopped]:
         """The event that a turn of the strategy comes to."""
-        turn = _turn_of(at_hand)
+        turn = turn_of(at_hand)
         devices = {x.device: x.id for x in at_hand.leases if x.outcome is Outcome.OPEN}
         try:
             async with run.lock:
@@ -358,7 +350,7 @@ class FlowerRuns:
     ) -> dict[str, Any]:
         at_hand = projection.state.round
         assert at_hand is not None
-        turn = _turn_of(at_hand)
+        turn = turn_of(at_hand)
         if run.process is None or run.turn != turn:
             await self._begun_again(run, record, projection.state, turn)
         assert run.process is not None
@@ -372,19 +364,14 @@ class FlowerRuns:
         Whom it asked is settled, so all members are offered and what it asks now is not sent.
         """
         leases = {x.device: x.id for x in state.round.leases} if state.round else {}
-        members = {
-            name: leases.get(name)
-            or lease_id(
-                state.run,
-                turn[0],
-                evaluates=turn[1],
-                attempt=turn[2],
-                device=name,
+        number, evaluates, attempt = turn
+        for name in sorted(state.members.keys() - leases.keys()):
+            leases[name] = lease_id(
+                state.run, number, evaluates=evaluates, attempt=attempt, device=name,
                 epoch=state.epoch,
-            )
-            for name in sorted(state.members)
-        }
-        await self._begun(run, record, state, turn, members)
+            )  # fmt: skip
+        devices = {name: leases[name] for name in sorted(state.members)}
+        await self._begun(run, record, state, turn, devices)
 
     async def _persistently(
         self, run: _Run, work: Callable[[], Awaitable[dict[str, Any]]]
@@ -494,7 +481,3 @@ class FlowerRuns:
         process, run.process, run.turn = run.process, None, None
         if process is not None:
             await process.end()
-
-
-def _turn_of(turn: Round | Asked) -> Turn:
-    return turn.number, turn.evaluates, turn.attempt

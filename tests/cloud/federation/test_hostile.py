@@ -148,7 +148,7 @@ def a_score(device, task):
 def many_files(device, task):
     for n in range(UPLOADS):
         device.sent(bytes([n]) * 99, examples=1)
-    with pytest.raises(InvalidInput, match="enough"):
+    with pytest.raises(InvalidInput, match="limit"):
         device.sent(b"one more", examples=1)
     return contribution(task, declined="I tried\x1b[2J")
 
@@ -340,7 +340,7 @@ def test_leases_that_a_device_invents_fill_no_journal():
     told = pb.Contribution(run=OTHER_RUN, lease=bytes(16), declined="no")
     run: Any = SimpleNamespace(projection=SimpleNamespace(state=state))
     spool: Any = None
-    make = asyncio.run(UpdateStore.judged(spool, run, "mallory", told))
+    make = asyncio.run(UpdateStore.judge(spool, run, "mallory", told))
     assert make(state, 1.0) is not None
     for late in (BELATED, BELATED + 1000):
         often = replace(state, members={"mallory": replace(member, dropped=late)})

@@ -148,7 +148,7 @@ class Story:
         if device == "ann":
             update.inline = data
         else:
-            folder = await self.cloud.federation.transfers.folder_for(
+            folder = await self.cloud.federation.devices.folder_for(
                 device, given.sha256(data), len(data)
             )
             folder.put(data)
