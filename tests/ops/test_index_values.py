@@ -9,7 +9,7 @@ X = np.arange(10, dtype=np.float32).reshape(5, 2)
 
 
 def test_a_truth_value_is_not_an_index():
-    with pytest.raises(InvalidInput, match="an index is no truth value, got True"):
+    with pytest.raises(InvalidInput, match="an index cannot be a single boolean, got True"):
         trace(lambda x: x[True], TensorSpec((5, 2)))
 
 

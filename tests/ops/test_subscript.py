@@ -130,7 +130,7 @@ def test_what_cannot_be_an_index_is_named():
         x = build.param("x", TensorSpec((2, 3)))
         for index, words in (
             (2, "index 2 is outside axis 0"), ((0, 0, 0), "has 2 axes, the index names 3"),
-            ("a", r"got a str.*test_subscript\.py:\d+"), (True, "no truth value"),
+            ("a", r"got a str.*test_subscript\.py:\d+"), (True, "a single boolean"),
             (1.5, "got a float"), ((..., ...), "one Ellipsis"),
             (slice(0.5, None), "bound is an int"),
         ):  # fmt: skip

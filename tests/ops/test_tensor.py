@@ -125,7 +125,7 @@ def test_indices_that_numpy_would_refuse_are_refused():
         for index in (2, (0, 0, 0), (slice(None), -4)):
             with pytest.raises(InvalidInput):
                 x[index]
-        with pytest.raises(InvalidInput, match="ints, slices, None, Ellipsis or arrays of ints"):
+        with pytest.raises(InvalidInput, match="ints, slices, None, Ellipsis and arrays of ints"):
             x["a"]
 
 

@@ -1,12 +1,13 @@
-"""Connectionist temporal classification (Graves et al. 2006): labels without places.
+"""Connectionist temporal classification (Graves et al. 2006): labels without positions.
 
-A path emits a class or the blank per step; it means the labels that are left when repeats are
-joined and blanks dropped. The loss is -log of the probability of all paths that mean the labels,
-summed by the forward recursion over the labels with a blank before, between and behind them.
+A path emits a class or the blank in each step. It stands for the labels that remain when repeats
+are merged and blanks dropped. The loss is -log of the probability of all paths that stand for the
+labels, summed by the forward recursion over the labels with a blank before, between and after them.
 """
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Final
 
 import numpy as np
@@ -34,7 +35,7 @@ from triplane.unified_ir.ops.rows.movement.structure import (
 from triplane.unified_ir.ops.tensor import Tensor
 
 NEVER: Final = -1e30
-"""The logarithm of nothing; infinity would give NaN on the way back."""
+"""The logarithm of probability 0; minus infinity would give NaN in the gradient."""
 
 State = tuple[Tensor, ...]
 
@@ -49,9 +50,9 @@ def ctc(
 ) -> Tensor:
     """Loss per sample; log_p: (N, T, C) log probabilities, labels: (N, L) ints -> (N,).
 
-    label_lengths: (N,), how many of the labels count; what lies behind is not read. input_lengths:
-    (N,), how many steps count, all by default. Infinite, without gradient, where too few steps are
-    there to say the labels. A label outside 0..C-1 or the blank itself is refused when it runs.
+    label_lengths: (N,), how many of the labels are valid; the rest is not read. input_lengths:
+    (N,), how many steps are valid, by default all. The loss is infinite, without gradient, if there
+    are too few steps for the labels. A run refuses labels outside 0..C-1 and the blank as a label.
     """
     if log_p.rank != 3 or labels.rank != 2 or labels.dtype.is_float or labels.shape[1] == 0:
         raise ShapeError(
@@ -83,7 +84,7 @@ def ctc(
 
 
 def _with_blanks(labels: Tensor, count: Tensor, blank: int) -> Tensor:
-    """(N, 2 L + 1): the labels with a blank before, between and behind them."""
+    """(N, 2 L + 1): the labels with a blank before, between and after them."""
     n, length = labels.shape
     counts = arange(length) < count
     wrong = logical_and(counts, (labels < 0) | (labels == blank))
@@ -93,26 +94,24 @@ def _with_blanks(labels: Tensor, count: Tensor, blank: int) -> Tensor:
 
 
 def _skips(states: Tensor, blank: int) -> Tensor:
-    """Where a path may pass over the blank before: at a label that differs from the one before."""
+    """Where a path may skip the blank before: at a label that differs from the one before."""
     before = concat([full((states.shape[0], 2), blank, int64), states[:, :-2]], axis=1)
     return logical_and(logical_not(states == blank), logical_not(states == before))
 
 
 def _counted(input_lengths: Tensor, steps: Dim) -> Tensor:
-    """bool (T - 1, N, 1): whether the second and later steps count."""
+    """bool (T - 1, N, 1): whether the second and later steps are valid."""
     return unsqueeze(arange(steps)[1:], 1, 2) < unsqueeze(input_lengths.cast(int64), 0, 2)
 
 
 def _shifted(alpha: Tensor, by: int) -> Tensor:
-    """alpha of the states `by` before."""
+    """Return alpha of the states `by` positions before."""
     front = full((alpha.shape[0], by), NEVER, alpha.dtype)
     return concat([front, alpha[:, :-by]], axis=1)
 
 
 def _log_sum(first: Tensor, *others: Tensor) -> Tensor:
     """log(e^a + e^b + ...)."""
-    top = first
-    for x in others:
-        top = maximum(top, x)
+    top = reduce(maximum, others, first)
     terms = [exp(x - top) for x in (first, *others)]
     return top + log(sum(terms[1:], terms[0]))

@@ -1,4 +1,4 @@
-"""Losses: functions of rows, not rows."""
+"""Losses, composed of rows."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def cross_entropy(
 ) -> Tensor:
     """Per-sample cross entropy; logits: (..., C), labels: (...) ints in 0..C-1 -> (...).
 
-    Any other label than `ignore_index`, whose loss is 0, is refused when the graph runs
-    (InvalidInput), on every engine. weight: (C,), a factor for each class. With smoothing e the
-    target is 1 - e + e / C for the label and e / C for each other class (Szegedy et al. 2016).
+    The loss of `ignore_index` is 0; every engine refuses other labels (InvalidInput) when the graph
+    runs. weight: (C,), a factor for each class. With smoothing e the target is 1 - e + e / C for
+    the label and e / C for each other class (Szegedy et al. 2016).
     """
     return weighted_cross_entropy(logits, labels, weight, ignore_index, label_smoothing)[0]
 
@@ -39,9 +39,9 @@ def weighted_cross_entropy(
     logits: Tensor, labels: Tensor, weight: Tensor | None, ignore_index: int | None,
     label_smoothing: float,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """`cross_entropy`, and what each sample counts in a mean; None where all count 1."""
+    """Return `cross_entropy` and the weight of each sample in a mean, None if all are 1."""
     if not 0.0 <= label_smoothing < 1.0:
-        raise InvalidInput(f"label_smoothing is in [0, 1), got {label_smoothing}")
+        raise InvalidInput(f"label_smoothing must be in [0, 1), got {label_smoothing}")
     log_p = log_softmax(logits)
     loss, counted = likelihood(log_p, labels, weight, ignore_index, logits.rank - 1)
     if not label_smoothing:
@@ -72,7 +72,7 @@ def binary_cross_entropy(
 def huber(y: Tensor, target: Tensor, *, delta: float = 1.0) -> Tensor:
     """e^2 / 2 where |e| <= delta, else delta (|e| - delta / 2); e = y - target (Huber 1964)."""
     if delta <= 0:
-        raise InvalidInput(f"delta is positive, got {delta}")
+        raise InvalidInput(f"delta must be positive, got {delta}")
     e = y - target
     size = abs_(e)
     inside = size < delta
@@ -96,8 +96,7 @@ def kl_divergence(log_q: Tensor, p: Tensor) -> Tensor:
 
 def cosine_similarity(a: Tensor, b: Tensor, *, axis: int = -1, epsilon: float = 1e-8) -> Tensor:
     """a b / (max(|a|, epsilon) max(|b|, epsilon)) along `axis`."""
-    lengths = (sqrt(maximum((x * x).sum([axis]), epsilon * epsilon)) for x in (a, b))
-    first, second = lengths
+    first, second = (sqrt(maximum((x * x).sum([axis]), epsilon * epsilon)) for x in (a, b))
     return (a * b).sum([axis]) / (first * second)
 
 

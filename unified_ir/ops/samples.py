@@ -1,4 +1,4 @@
-"""Makers of sample operands for rows; each takes a generator, so a seed fixes every sample."""
+"""Sample operands of rows: functions of a random generator, so a seed fixes every sample."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from triplane.unified_ir.ops.row import MakeArray, Sample
 
 
 def normal(*shape: int) -> MakeArray:
-    """Standard normal float64; the suite casts to the element type under test."""
+    """Standard normal float64; the suites cast it to the element type under test."""
     return lambda rng: rng.standard_normal(shape)
 
 
@@ -22,14 +22,10 @@ def between(low: float, high: float, *shape: int) -> MakeArray:
 
 
 def apart(*shape: int) -> MakeArray:
-    """Values at least 0.1 away from each other and from 0, in random order: no ties, no kinks."""
-
-    def make(rng: np.random.Generator) -> np.ndarray[Any, Any]:
-        n = int(np.prod(shape))
-        values = (np.arange(n) - n // 2) * 0.2 + 0.1
-        return rng.permutation(values).reshape(shape)
-
-    return make
+    """Values at least 0.1 apart and away from 0, in random order: without ties or kinks."""
+    n = int(np.prod(shape))
+    values = (np.arange(n) - n // 2) * 0.2 + 0.1
+    return lambda rng: rng.permutation(values).reshape(shape)
 
 
 def ints(low: int, high: int, *shape: int, dtype: str = "int64") -> MakeArray:
@@ -38,13 +34,13 @@ def ints(low: int, high: int, *shape: int, dtype: str = "int64") -> MakeArray:
 
 
 def bools(*shape: int) -> MakeArray:
-    """Fair coin flips."""
+    """Random booleans."""
     return lambda rng: rng.random(shape) < 0.5
 
 
 @dataclass(frozen=True)
 class FixedArray:
-    """Always the same array; the suites pass integers made by it as constants of the graph."""
+    """Always the same array; the suites make it a constant of the graph if it holds integers."""
 
     value: Any
     dtype: str | None = None
@@ -56,11 +52,11 @@ class FixedArray:
 
 @dataclass(frozen=True)
 class LiteralArray(FixedArray):
-    """As `FixedArray`, and a constant of the graph whatever its element type."""
+    """Like `FixedArray`, and a constant of the graph for any element type."""
 
 
 def computed(value: Any, dtype: str | None = None) -> MakeArray:
-    """Always the same array, known only when the graph runs."""
+    """Always the same array, which is known only when the graph runs."""
     return lambda rng: np.asarray(value, dtype)
 
 

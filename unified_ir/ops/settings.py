@@ -1,12 +1,13 @@
-"""Operands that set an operator, such as axes or sizes, where they are computed while it runs.
+"""Operands that configure an operator, such as axes or sizes, and may be computed in a run.
 
-Their contents decide the output's shape. Where they are known when a graph is built, the row's rule
-gives it; where they are not, the sizes they decide are open: each is a symbol of the node's own.
+Their contents decide the output's shape. If they are known when a graph is built, the row's rule
+infers the shape. If not, the sizes they decide are open: each is a symbol of the node.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
 
 from triplane.unified_ir.ir.dims import Dim
@@ -17,9 +18,9 @@ OpenShape = Callable[[OpCall], Sequence[Dim | None]]
 
 
 def settled(rule: Infer, shape: OpenShape, *operands: int) -> dict[str, Any]:
-    """`infer` and `data_dependent_dims` of a row: `rule` where the operands' contents are known.
+    """Return `infer` and `data_dependent_dims` of a row that uses `rule` if the operands are known.
 
-    shape: otherwise the shape of every output, None for each size that the contents decide.
+    shape: the shape of every output otherwise, None for each size that the contents decide.
     """
 
     def data_dependent_dims(call: OpCall) -> int:
@@ -28,11 +29,8 @@ def settled(rule: Infer, shape: OpenShape, *operands: int) -> dict[str, Any]:
     def infer(call: OpCall) -> tuple[TensorType, ...]:
         if _known(call, operands):
             return rule(call)
-        number = 0
-        dims: list[Dim] = []
-        for d in shape(call):
-            dims.append(call.opened(number) if d is None else d)
-            number += d is None
+        numbers = count()
+        dims = [call.opened(next(numbers)) if d is None else d for d in shape(call)]
         return (call.type(0).with_shape(dims),) * call.outputs
 
     return {"infer": infer, "data_dependent_dims": data_dependent_dims}
@@ -45,7 +43,7 @@ def _known(call: OpCall, operands: Sequence[int]) -> bool:
 
 
 def length(call: OpCall, i: int) -> int:
-    """How many numbers the vector in operand `i` has."""
+    """Return the length of the vector in operand `i`."""
     t = call.type(i)
     if t.rank != 1 or not isinstance(t.shape[0], int):
         raise ShapeError(f"{call.row} takes a vector of a fixed length as operand {i}, got {t}")
@@ -53,5 +51,5 @@ def length(call: OpCall, i: int) -> int:
 
 
 def all_open(rank: Callable[[OpCall], int]) -> OpenShape:
-    """As many open sizes as `rank` says."""
+    """Return a shape in which all of `rank(call)` sizes are open."""
     return lambda call: (None,) * rank(call)

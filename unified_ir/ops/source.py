@@ -1,4 +1,4 @@
-"""Where the user's code called us: file and line, the file relative to its import root."""
+"""The place in the user's code that called this package: file (below its import root) and line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _INTERNAL: Final = tuple(
 
 
 def user_location() -> Location | None:
-    """The innermost frame outside this package's own layers; None when there is none."""
+    """Return the innermost frame outside this package's own layers, or None."""
     frame: FrameType | None = sys._getframe(2)  # noqa: SLF001 - cheapest way to the caller
     while frame is not None:
         file = _relative(frame.f_code.co_filename)
@@ -29,11 +29,12 @@ def user_location() -> Location | None:
 
 
 def unreadable_caller() -> str | None:
-    """Name of the innermost function outside this package where its source cannot be read."""
+    """Return the name of the innermost function outside this package if it has no source."""
     frame: FrameType | None = sys._getframe(2)  # noqa: SLF001 - cheapest way to the caller
     while frame is not None:
         code = frame.f_code
-        if code.co_filename.startswith("<") and not _is_ours(frame):  # dataclasses generate code
+        ours = str(frame.f_globals.get("__name__", "")).startswith("triplane.")
+        if code.co_filename.startswith("<") and not ours:  # dataclasses generate code
             readable = linecache.getlines(code.co_filename, frame.f_globals)
             return None if readable else f"{code.co_qualname!r} ({code.co_filename})"
         if _relative(code.co_filename) is not None:
@@ -42,24 +43,20 @@ def unreadable_caller() -> str | None:
     return None
 
 
-def _is_ours(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__", "")).startswith("triplane.")
-
-
 def location_of(frame: FrameType) -> Location:
-    """Where a frame stands, whosever it is."""
+    """Return the place of any frame."""
     file = frame.f_code.co_filename
     return Location(_relative(file) or file, frame.f_lineno)
 
 
 def is_internal(path: str) -> bool:
-    """Whether a resolved path lies in one of this package's own layers."""
+    """Return whether a resolved path is in one of this package's own layers."""
     return path.startswith(_INTERNAL)
 
 
 @lru_cache(maxsize=4096)
 def _relative(filename: str) -> str | None:
-    """The path below its import root, or None for this package and for frames without a file."""
+    """Return the path below its import root; None for this package and frames without file."""
     if filename.startswith("<"):
         return None
     path = Path(filename).resolve()

@@ -1,7 +1,7 @@
-"""`x[...]` as numpy has it: ints, slices, None, Ellipsis, and arrays of ints or of marks.
+"""`x[...]` as in numpy: ints, slices, None, Ellipsis, and arrays of ints or booleans (masks).
 
-Ints among index arrays count as arrays; the axes of several arrays come first unless the arrays
-stand side by side, then in their place. Marks that only a run knows leave a size open.
+Ints among index arrays count as arrays. The axes of several arrays come first, or replace the axes
+they index if these are adjacent. A mask that is only known in a run leaves a size open.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ END: Final = 2**62
 
 
 def subscript(x: Tensor, index: Any) -> Tensor:
-    """`x[index]`; whatever cannot be an index is refused by name."""
+    """Return `x[index]`; what cannot be an index is refused by name."""
     items = _expanded(x, [_item(i) for i in (index if isinstance(index, tuple) else (index,))])
     new = [i for i, item in enumerate(items) if item is None]
     if new:
@@ -44,7 +44,7 @@ def subscript(x: Tensor, index: Any) -> Tensor:
 
 
 def _refused(text: str) -> InvalidInput:
-    """An error that names the user's line."""
+    """Return an error that names the user's line."""
     place = user_location()
     return InvalidInput(text if place is None else f"{text} (at {place})")
 
@@ -55,14 +55,14 @@ def _emit(name: str, *inputs: Any, **attrs: Any) -> Tensor:
 
 
 def _item(item: Any) -> Any:
-    """Lists are arrays; constant marks are the positions of the true ones."""
+    """Turn a list into an array; refuse a single boolean."""
     if hasattr(item, "__tensor__"):
         item = item.__tensor__()
     if isinstance(item, (list, range)):
         item = np.array(item)
         item = item.astype(np.int64) if item.size == 0 else item
     if isinstance(item, (bool, np.bool_)):
-        raise _refused(f"an index is no truth value, got {item}; use ops.where")
+        raise _refused(f"an index cannot be a single boolean, got {item}; use ops.where")
     return item
 
 
@@ -74,14 +74,14 @@ def _is_array(item: Any) -> bool:
     return hasattr(item, "dtype") and not isinstance(item, np.generic)
 
 
-def _is_marks(item: Any) -> bool:
+def _is_mask(item: Any) -> bool:
     return _is_array(item) and as_dtype(item.dtype) == bool_
 
 
 def _expanded(x: Tensor, items: list[Any]) -> list[Any]:
-    """One item per axis that x has once None has added its own; marks of r axes made positions."""
+    """Return one item for each axis of x and each None; a mask of r axes becomes r arrays."""
     used = sum(
-        0 if i is None or i is Ellipsis else len(i.shape) if _is_marks(i) else 1 for i in items
+        0 if i is None or i is Ellipsis else len(i.shape) if _is_mask(i) else 1 for i in items
     )
     if used > x.rank:
         raise _refused(f"{x.type} has {x.rank} axes, the index names {used}")
@@ -91,19 +91,19 @@ def _expanded(x: Tensor, items: list[Any]) -> list[Any]:
     for item in items if any(i is Ellipsis for i in items) else [*items, Ellipsis]:
         if item is Ellipsis:
             expanded += [slice(None)] * (x.rank - used)
-        elif _is_marks(item):
+        elif _is_mask(item):
             expanded += _positions(item)
         else:
             expanded.append(item)
     return expanded
 
 
-def _positions(marks: Any) -> list[Any]:
-    """Where marks are true, by axis."""
-    if isinstance(marks, np.ndarray):
-        return list(np.nonzero(marks))
-    places = _emit("NonZero", marks)
-    return [_emit("Gather", places, i, axis=0) for i in range(marks.rank)]
+def _positions(mask: Any) -> list[Any]:
+    """Return the positions of a mask's true elements, by axis."""
+    if isinstance(mask, np.ndarray):
+        return list(np.nonzero(mask))
+    places = _emit("NonZero", mask)
+    return [_emit("Gather", places, i, axis=0) for i in range(mask.rank)]
 
 
 def _basic(x: Tensor, items: Sequence[Any]) -> Tensor:
@@ -123,7 +123,7 @@ def _basic(x: Tensor, items: Sequence[Any]) -> Tensor:
 
 
 def _vector(values: Sequence[Any]) -> Tensor:
-    """Bounds as one int64 vector; some may be scalars of the graph."""
+    """Return bounds as one int64 vector; some may be scalars of the graph."""
     target = recorder()
     if all(isinstance(v, (int, Expr)) for v in values):
         return target.dims(values)
@@ -147,18 +147,24 @@ def _bounds(x: Tensor, axis: int, item: Any) -> tuple[Any, Any, int]:
         start = (0 if step > 0 else END) if item.start is None else _bound(item.start)
         end = (END if step > 0 else -END) if item.stop is None else _bound(item.stop)
         return start, end, step
-    raise _refused(
-        f"an index is ints, slices, None, Ellipsis or arrays of ints or bools, got a "
-        f"{type(item).__name__}; use ops.gather, ops.where or ops.scatter_nd"
+    raise _not_an_index(type(item).__name__)
+
+
+def _not_an_index(kind: str) -> InvalidInput:
+    return _refused(
+        "an index is made of ints, slices, None, Ellipsis and arrays of ints or bools, got a "
+        f"{kind}; use ops.gather, ops.where or ops.scatter_nd"
     )
 
 
 def _bound(value: Any) -> Dim | Tensor:
-    if isinstance(value, Expr) or (_is_array(value) and not isinstance(value, np.ndarray)):
-        if isinstance(value, Expr) or (value.rank == 0 and value.dtype.kind in {"int", "uint"}):
-            return value
-    elif _is_int(value):
+    if isinstance(value, Expr):
+        return value
+    if _is_int(value):
         return int(value)
+    scalar = _is_array(value) and not isinstance(value, np.ndarray) and value.rank == 0
+    if scalar and value.dtype.kind in {"int", "uint"}:
+        return value  # type: ignore[no-any-return]
     raise _refused(
         f"a slice's bound is an int, a size such as x.shape[0] or an int scalar, got {value!r}; "
         "use ops.gather with ops.arange"
@@ -166,22 +172,21 @@ def _bound(value: Any) -> Dim | Tensor:
 
 
 def _index(x: Tensor, axis: int, item: Any) -> Any:
-    """An index array, its values checked where they are known."""
+    """Return an index array, its values checked if they are known."""
     if as_dtype(item.dtype).kind not in {"int", "uint"}:
-        raise _refused(
-            f"an index is ints, slices, None, Ellipsis or arrays of ints or bools, got a "
-            f"{as_dtype(item.dtype)} tensor; use ops.gather, ops.where or ops.scatter_nd"
-        )
+        raise _not_an_index(f"{as_dtype(item.dtype)} tensor")
     size = x.shape[axis]
     if isinstance(item, np.ndarray):
         item = item.astype(np.int64)
         if isinstance(size, int) and item.size and not (-size <= item.min() <= item.max() < size):
-            raise _refused(f"an index in {item.min()}..{item.max()} is outside {x.type}")
+            raise _refused(
+                f"indices {item.min()}..{item.max()} are outside axis {axis} of {x.type}"
+            )
     return item
 
 
 def _chosen(x: Tensor, axis: int, item: Any) -> Tensor:
-    """One index array: its axes take the place of the axis."""
+    """Index by one array, whose axes replace the axis."""
     index = _index(x, axis, item)
     if not isinstance(index, np.ndarray) and as_dtype(index.dtype).kind == "uint":
         index = index.cast(int64)
@@ -189,7 +194,7 @@ def _chosen(x: Tensor, axis: int, item: Any) -> Tensor:
 
 
 def _together(x: Tensor, axes: Sequence[int], items: Sequence[Any]) -> Tensor:
-    """Several index arrays, broadcast: elements at their common positions."""
+    """Index by several arrays, which broadcast to common positions."""
     target = recorder()
     wanted = [
         target.as_operand(_index(x, a, np.asarray(i) if _is_int(i) else i)).cast(int64)

@@ -1,7 +1,7 @@
-"""Summaries: extra named results of the function being recorded, looked at and not trained on.
+"""Summaries: extra named results of the function being recorded, for monitoring.
 
-A summary made inside nested cells is named after their path: `summary/blocks.0/size`, of the
-outermost cell `summary/size`. Nothing flows back through one.
+A summary inside nested cells is named after their path, such as `summary/blocks.0/size`; one of the
+outermost cell is `summary/size`. No gradient flows through a summary.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ BINS: Final = 32
 
 
 def scalar_summary(name: str, x: Tensor) -> None:
-    """Makes the scalar `x` the extra result `summary/NAME`."""
+    """Add the scalar `x` as the extra result `summary/NAME`."""
     if x.rank:
         raise InvalidInput(f"scalar_summary({name!r}) takes a scalar, got {x.type}; reduce it")
     _effect(SUMMARY, name, stop_gradient(x))
 
 
 def histogram_summary(name: str, x: Tensor) -> None:
-    """Makes how the elements of `x` are spread the extra result `histogram/NAME`.
+    """Add a histogram of the elements of `x` as the extra result `histogram/NAME`.
 
-    float32[4 + BINS]: least, largest, sum, sum of squares, then how many lie in each of BINS parts
-    of equal width from the least to the largest (exact below 2^24). NaN counts in the first part.
+    float32[4 + BINS]: smallest, largest, sum, sum of squares, then the number of elements in each
+    of BINS bins of equal width from smallest to largest (exact below 2^24). NaN is in the first
+    bin.
     """
     if not x.dtype.is_float:
         raise InvalidInput(f"histogram_summary({name!r}) takes floating point, got {x.type}")
@@ -50,9 +51,9 @@ def histogram_summary(name: str, x: Tensor) -> None:
 
 
 def image_summary(name: str, x: Tensor) -> None:
-    """Makes the picture `x` the extra result `image/NAME`, uint8 (C, H, W).
+    """Add the picture `x` as the extra result `image/NAME`, uint8 (C, H, W).
 
-    x: (H, W), (C, H, W), or (N, C, H, W), of which the first is taken; C: 1 or 3; 0..1, clipped.
+    x: (H, W), (C, H, W), or (N, C, H, W), of which the first is used; C: 1 or 3; clipped to 0..1.
     """
     picture = x[0] if x.rank == 4 else x
     if picture.rank == 2:

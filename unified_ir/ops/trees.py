@@ -9,7 +9,7 @@ from triplane.proto.errors import InvalidInput
 
 
 def leaves(tree: Any) -> list[Any]:
-    """The leaves of a tree; None is an empty tree."""
+    """Return the leaves of a tree; None is an empty tree."""
     if tree is None:
         return []
     if isinstance(tree, dict):
@@ -20,15 +20,12 @@ def leaves(tree: Any) -> list[Any]:
 
 
 def rebuild(tree: Any, values: Sequence[Any]) -> Any:
-    """A tree shaped like `tree` with its leaves replaced in order."""
+    """Return a tree shaped like `tree` with its leaves replaced in order."""
     remaining = iter(values)
     tree_of_leaves = _fill(tree, remaining)
-    if next(remaining, _END) is not _END:
+    if list(remaining):
         raise InvalidInput(f"{len(values)} values do not fit a tree of {len(leaves(tree))} leaves")
     return tree_of_leaves
-
-
-_END = object()
 
 
 def _fill(tree: Any, values: Iterator[Any]) -> Any:
@@ -44,7 +41,7 @@ def _fill(tree: Any, values: Iterator[Any]) -> Any:
 
 
 def structure(tree: Any) -> Any:
-    """The nesting as a hashable value, equal for trees with the same keys and lengths."""
+    """Return the nesting as a hashable value, equal for trees with equal keys and lengths."""
     if tree is None:
         return None
     if isinstance(tree, dict):

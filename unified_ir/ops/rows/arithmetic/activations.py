@@ -1,6 +1,7 @@
 """Activations that ONNX defines, each a body in other rows.
 
-Where one side overflows it is fed 0 before the choice, so that no infinity meets a zero cotangent.
+A branch that could overflow gets 0 where it is not chosen, so that no infinity meets a zero
+cotangent.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from triplane.unified_ir.ops.tensor import Tensor
 
 
 def _exponential(x: Tensor, alpha: float, width: float = 1.0) -> Tensor:
-    """x above 0, alpha (exp(x / width) - 1) up to it."""
+    """x above 0, alpha (exp(x / width) - 1) elsewhere."""
     below = where(x > 0.0, 0.0, x)
     return where(x > 0.0, x, alpha * (exp(below / width) - 1.0))
 
 
 def _exponential_slope(x: Tensor, scale: float, width: float = 1.0) -> Tensor:
-    """1 above 0, scale exp(x / width) up to it, with slope 0 at 0, as in PyTorch."""
+    """1 above 0, scale exp(x / width) elsewhere, with slope 0 at 0, as in PyTorch."""
     below = where(x >= 0.0, 0.0, x)
     return where(x > 0.0, 1.0, scale * exp(below / width))
 
@@ -144,7 +145,7 @@ swish = Op(
 
 
 def _shrink(x: Tensor, *, lambd: float, bias: float) -> Tensor:
-    """Towards 0 by `bias` beyond `lambd`, 0 between; integers are counted as float32."""
+    """Move values beyond `lambd` towards 0 by `bias`, others to 0; integers become float32."""
     y = x if x.dtype.is_float else x.cast(float32)
     return where(y < -lambd, y + bias, where(y > lambd, y - bias, 0.0)).cast(x.dtype)
 

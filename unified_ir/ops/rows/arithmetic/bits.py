@@ -1,4 +1,4 @@
-"""Rows over the bits of integers, and of any element type."""
+"""Rows over the bits of integers and of other element types."""
 
 from __future__ import annotations
 
@@ -33,9 +33,7 @@ bit_shift = Op(
     name="BitShift",
     kind=OpKind.ELEMENTWISE,
     infer=broadcast_same,
-    reference=lambda x, n, direction: (np.left_shift if direction == "LEFT" else np.right_shift)(
-        x, n
-    ),
+    reference=lambda x, n, direction: x << n if direction == "LEFT" else x >> n,
     samples=(
         sample(_words, fixed(7, "uint32"), direction="LEFT"),
         sample(_words, fixed(7, "uint32"), direction="RIGHT"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import reduce
 from typing import Any, Final
 
 import numpy as np
@@ -30,13 +31,13 @@ _TWO_OVER_ROOT_PI = 2 / math.sqrt(math.pi)
 
 
 def broadcast_same(call: OpCall) -> Types:
-    """Broadcast shape, element type of the first operand."""
+    """The broadcast shape with the element type of the first operand."""
     shapes = [call.type(i).shape for i in range(len(call.types))]
     return (call.type(0).with_shape(broadcast(call.row, *shapes)),)
 
 
 def broadcast_bool(call: OpCall) -> Types:
-    """Broadcast shape, bool."""
+    """The broadcast shape with element type bool."""
     return (broadcast_same(call)[0].with_dtype(bool_),)
 
 
@@ -48,11 +49,11 @@ def _needs_bool(call: OpCall) -> Types:
 
 
 BROADCASTING: Final = frozenset({broadcast_same, broadcast_bool, _needs_bool})
-"""Rules of rows whose operands broadcast against each other."""
+"""Inference rules of rows whose operands broadcast against each other."""
 
 
 def step(y: Tensor) -> Tensor:
-    """1 where y is not zero, else 0, in y's element type (the cheapest form on onnxruntime)."""
+    """1 where y is not zero, else 0, in the element type of y; the fastest form on onnxruntime."""
     return y.cast("bool").cast(y.dtype)
 
 
@@ -114,9 +115,9 @@ def _logical(name: str, f: Any, *, total: bool = True) -> Op:
 
 
 def _pow_vjp(g: Tensor, y: Tensor, x: Tensor, p: Tensor) -> Any:
-    """The exponent may have an element type of its own; its cotangent has it too.
+    """Differentiate x^p; the exponent may have its own element type, and its cotangent has it too.
 
-    p x^(p-1) is 0 for p = 0 also at x = 0, where the second factor is not finite.
+    p x^(p-1) is 0 for p = 0, also at x = 0, where the second factor is not finite.
     """
     base = where(x > 0.0, x, 1.0)
     exponent = p.cast(x.dtype)
@@ -128,7 +129,7 @@ def _pow_vjp(g: Tensor, y: Tensor, x: Tensor, p: Tensor) -> Any:
 
 
 def _div_reference(a: Any, b: Any) -> Any:
-    """ONNX integer division truncates towards zero; the least integer over -1 is itself."""
+    """Divide; integers truncate towards zero, and the smallest integer over -1 is itself."""
     if a.dtype.kind not in "iu":
         return a / b
     _refuse_zero(b)
@@ -143,35 +144,31 @@ def _mod_reference(a: Any, b: Any, fmod: int) -> Any:
     return np.fmod(a, b) if fmod else np.mod(a, b)
 
 
-def _is_inf_reference(x: Any, *, detect_negative: int, detect_positive: int) -> Any:
-    return np.isposinf(x) & bool(detect_positive) | np.isneginf(x) & bool(detect_negative)
-
-
 def _mod_vjp(g: Tensor, y: Tensor, a: Tensor, b: Tensor, *, fmod: int) -> Any:
-    """mod(a, b) = a - b n with n, an integer, constant almost everywhere."""
+    """mod(a, b) = a - b n, where the integer n is constant almost everywhere."""
     return sum_to(g, a), sum_to(-(g * round_((a - y) / b)), b)
 
 
 def _pow_reference(x: Any, p: Any) -> Any:
-    """Whole powers of integers are exact; a negative one is a fraction, cut off."""
+    """Raise to a power; those of integers are exact, and fractions truncate."""
     if x.dtype.kind in "iu" and (p.dtype.kind not in "iu" or np.any(p < 0)):
         return np.power(x.astype(np.float64), p)
     return np.power(x, p.astype(x.dtype) if x.dtype.kind in "iu" else p)
 
 
 def _refuse_zero(divisor: Any) -> None:
-    """As onnxruntime does: an integer has no infinity to answer with."""
+    """Refuse division by zero as onnxruntime does: integers have no infinity."""
     if not np.all(divisor):
-        raise ValueError("integer division by zero; put `where(b == 0, 1, b)` for the divisor b")
+        raise ValueError("integer division by zero; divide by `where(b == 0, 1, b)` instead of b")
 
 
 def _flat(g: Tensor, y: Tensor, x: Tensor) -> tuple[None]:
-    """Piecewise constant: the derivative is zero almost everywhere."""
+    """The gradient of a piecewise constant function."""
     return (None,)
 
 
 def _emit_clip(context: EmissionContext, node: Node) -> None:
-    """An absent bound is infinity: onnxruntime takes the largest finite number for it."""
+    """Emit an absent bound as infinity: onnxruntime would use the largest finite number."""
     dtype, names = node.outputs[0].type.dtype, [*context.inputs(node), "", ""][:3]
     if not dtype.is_float or not any(names[1:]):
         context.plain(node)
@@ -182,10 +179,10 @@ def _emit_clip(context: EmissionContext, node: Node) -> None:
 
 
 def _emit_div(context: EmissionContext, node: Node) -> None:
-    """Integers: a / -1 is written as -a.
+    """Emit a / -1 of integers as -a.
 
-    The least integer has no opposite; where a processor traps at that (x86-64), onnxruntime 1.31
-    dies with the whole process, so one caller's numbers would end a server.
+    The smallest integer has no opposite. On processors that trap at this division (x86-64),
+    onnxruntime 1.31 kills the process, so the numbers of one caller would end a server.
     """
     a, b = context.inputs(node)
     if not _may_trap(context, node, b):
@@ -197,7 +194,7 @@ def _emit_div(context: EmissionContext, node: Node) -> None:
 
 
 def _emit_mod(context: EmissionContext, node: Node) -> None:
-    """Integers: a mod -1 is a mod 1, which is 0 too and does not trap (see `_emit_div`)."""
+    """Emit a mod -1 of integers as a mod 1, which is also 0 and does not trap (`_emit_div`)."""
     a, b = context.inputs(node)
     if node.outputs[0].type.dtype.is_float and not node.attrs.get("fmod", 0):
         _float_mod(context, node, a, b)
@@ -210,7 +207,7 @@ def _emit_mod(context: EmissionContext, node: Node) -> None:
 
 
 def _float_mod(context: EmissionContext, node: Node, a: str, b: str) -> None:
-    """onnxruntime has the remainder with the dividend's sign; b is added where b has the other."""
+    """Add b to the remainder that onnxruntime gives where its sign is not that of b."""
     zero = context.constant(np.array(0, node.outputs[0].type.dtype.numpy))
     rest = context.emit("Mod", a, b, fmod=1)
     crossed = context.emit("Less", context.emit("Mul", rest, b), zero)
@@ -222,19 +219,19 @@ _POWERS: Final = frozenset({int32, int64, float32, float64})
 
 
 def _emit_pow(context: EmissionContext, node: Node) -> None:
-    """An exponent of a type that onnxruntime has no kernel for is counted as int64."""
+    """Cast an exponent to int64 if onnxruntime has no kernel for its type."""
     exponent = node.inputs[1]
     assert exponent is not None
     if exponent.type.dtype in _POWERS or exponent.type.dtype.is_float:
         context.plain_broadcast(node)
         return
     x, p = context.inputs(node)
-    cast = context.emit("Cast", p, to=int64.onnx)
-    context.add("Pow", [x, cast], context.output_names(node))
+    p = context.emit("Cast", p, to=int64.onnx)
+    context.add("Pow", [x, p], context.output_names(node))
 
 
 def _may_trap(context: EmissionContext, node: Node, divisor: str) -> bool:
-    """Whether a signed 32- or 64-bit divisor can be -1; narrower ones are widened by the kernel."""
+    """Return whether a 32- or 64-bit divisor can be -1; the kernel widens narrower ones."""
     dtype = node.outputs[0].type.dtype.numpy
     if dtype not in {np.dtype(np.int32), np.dtype(np.int64)}:
         return False
@@ -243,7 +240,7 @@ def _may_trap(context: EmissionContext, node: Node, divisor: str) -> bool:
 
 
 def _minus_one_apart(context: EmissionContext, node: Node, divisor: str) -> tuple[str, str]:
-    """Names of (where the divisor is -1, the divisor with 1 there)."""
+    """Return the names of (where the divisor is -1, the divisor with 1 there)."""
     dtype = node.outputs[0].type.dtype.numpy
     is_minus_one = context.emit("Equal", divisor, context.constant(np.array(-1, dtype)))
     one = context.constant(np.array(1, dtype))
@@ -254,7 +251,7 @@ _SHORT: Final = frozenset({"int8", "int16", "uint8", "uint16"})
 
 
 def _emit_extreme(context: EmissionContext, node: Node) -> None:
-    """onnxruntime compares no integers below 32 bits: as int32, which holds them."""
+    """Compare integers below 32 bits as int32: onnxruntime has no kernels for them."""
     dtype = node.outputs[0].type.dtype
     if dtype.name not in _SHORT:
         context.plain_broadcast(node)
@@ -314,7 +311,9 @@ is_nan = Op(name="IsNaN", kind=OpKind.ELEMENTWISE, batch=elementwise,
             reference=np.isnan, samples=(sample(fixed([1.0, float("nan")])),))
 is_inf = Op(name="IsInf", kind=OpKind.ELEMENTWISE, batch=elementwise,
             infer=lambda call: (call.type(0).with_dtype(bool_),),
-            reference=_is_inf_reference, samples=(
+            reference=lambda x, *, detect_negative, detect_positive: (
+                np.isposinf(x) & bool(detect_positive) | np.isneginf(x) & bool(detect_negative)
+            ), samples=(
                 sample(fixed([1.0, np.inf, -np.inf, np.nan])),
                 sample(fixed([1.0, np.inf, -np.inf]), detect_negative=0),
                 sample(fixed([1.0, np.inf, -np.inf]), detect_positive=0)))
@@ -367,12 +366,7 @@ def _extreme_vjp(g: Tensor, y: Tensor, *xs: Tensor) -> list[Tensor]:
 
 
 def _fold(f: Any) -> Any:
-    def kernel(first: Any, *rest: Any) -> Any:
-        for x in rest:
-            first = f(first, x)
-        return first
-
-    return kernel
+    return lambda *xs: reduce(f, xs)
 
 
 maximum = Op(
@@ -410,7 +404,7 @@ average = Op(
 def _clip_vjp(
     g: Tensor, y: Tensor, x: Tensor, low: Tensor | None = None, high: Tensor | None = None
 ) -> Any:
-    """The cotangent goes to x where low <= x <= high, to the bound that took its place elsewhere.
+    """Pass the cotangent to x where low <= x <= high, and elsewhere to the bound that replaced x.
 
     Where low > high, the upper bound is the result everywhere, also where x equals it.
     """
@@ -427,7 +421,7 @@ def _clip_vjp(
 
 
 def _are_ordered(low: Tensor, high: Tensor) -> bool:
-    """Whether bounds are known and low <= high."""
+    """Return whether both bounds are known and low <= high."""
     ends = [low.build.known(bound) for bound in (low, high)]
     numbers = [end for end in ends if isinstance(end, np.ndarray)]
     return len(numbers) == 2 and bool(np.all(numbers[0] <= numbers[1]))
@@ -458,7 +452,7 @@ def _same_float(call: OpCall) -> Any:
 
 
 def _hard_tanh_vjp(g: Tensor, y: Tensor, x: Tensor, *, low: float, high: float) -> Any:
-    """0 at the bounds, where that of `Clip` is 1: PyTorch's hardtanh and clamp differ there."""
+    """0 at the bounds, unlike `Clip`: PyTorch's hardtanh and clamp differ there."""
     return (where((y > as_like(low, y)) & (y < as_like(high, y)), g, 0.0),)
 
 
@@ -474,32 +468,25 @@ hard_tanh = Op(
     batch=elementwise,
     samples=(sample(apart(2, 3)), sample(apart(2, 3), low=0.0, high=0.25)),
 )
-"""x held between two numbers."""
-
-
-def _leaky_vjp(g: Tensor, y: Tensor, x: Tensor, *, alpha: float) -> Any:
-    return (g * where(x > 0.0, 1.0, as_like(alpha, g)),)
+"""x limited to the range of two numbers."""
 
 
 def as_like(value: float, x: Tensor) -> Tensor:
-    """A scalar in the element type of `x`."""
+    """Return a number as a scalar in the element type of `x`."""
     return x.build.as_operand(value, x.dtype)
 
 
-leaky_relu = Op(
-    name="LeakyRelu",
-    kind=OpKind.ELEMENTWISE,
+leaky_relu = _unary(
+    "LeakyRelu",
+    lambda x, alpha: np.where(x > 0, x, alpha * x),
+    lambda g, y, x, *, alpha: (g * where(x > 0.0, 1.0, as_like(alpha, g)),),
+    sample(apart(2, 3), alpha=0.2),
     integer_form=IntegerForm.MIX,
-    batch=elementwise,
-    infer=same,
-    reference=lambda x, alpha: np.where(x > 0, x, alpha * x),
-    vjp=_leaky_vjp,
-    samples=(sample(apart(2, 3), alpha=0.2),),
 )
 
 
 def _gelu(x: Tensor, *, approximate: str) -> Tensor:
-    """Hendrycks and Gimpel 2016; `tanh` is their approximation."""
+    """x times the normal distribution function (Hendrycks and Gimpel 2016)."""
     if approximate == "tanh":
         inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)
         return 0.5 * x * (1.0 + tanh(inner))
@@ -515,7 +502,7 @@ gelu = Op(
 
 
 def _hard_sigmoid_vjp(g: Tensor, y: Tensor, x: Tensor, *, alpha: float, beta: float) -> Any:
-    """alpha between the places where alpha x + beta is 0 and 1, else 0, as in PyTorch."""
+    """alpha where alpha x + beta is strictly between 0 and 1, else 0, as in PyTorch."""
     if alpha == 0.0:
         return (None,)
     low, high = sorted((-beta / alpha, (1.0 - beta) / alpha))
@@ -523,7 +510,7 @@ def _hard_sigmoid_vjp(g: Tensor, y: Tensor, x: Tensor, *, alpha: float, beta: fl
 
 
 def has_float_kernel(node: Node, opset: int) -> bool:
-    """onnxruntime 1.31 has no kernel of these rows for float64."""
+    """Exclude float64: onnxruntime 1.31 has no kernels of these rows for it."""
     return node.outputs[0].type.dtype != float64
 
 
@@ -539,11 +526,6 @@ hard_sigmoid = Op(
 )
 
 
-def _hard_swish_vjp(g: Tensor, y: Tensor, x: Tensor) -> Any:
-    """0 up to -3, 1 from 3 on, as in PyTorch."""
-    return (g * where(x <= -3.0, 0.0, where(x < 3.0, x * (1 / 3) + 0.5, 1.0)),)
-
-
 hard_swish = Op(
     name="HardSwish",
     kind=OpKind.ELEMENTWISE,
@@ -551,6 +533,7 @@ hard_swish = Op(
     batch=elementwise,
     body=lambda x: x * clip(x * (1 / 6) + 0.5, 0.0, 1.0),
     native=has_float_kernel,
-    vjp=_hard_swish_vjp,
+    # The slope is 0 up to -3 and 1 from 3, as in PyTorch.
+    vjp=lambda g, y, x: (g * where(x <= -3.0, 0.0, where(x < 3.0, x * (1 / 3) + 0.5, 1.0)),),
     samples=(sample(between(-2, 2, 2, 3)),),
 )
