@@ -262,7 +262,7 @@ def test_loops_that_change_their_state_are_refused():
         x = build.param("x", TensorSpec((2, 3)))
         with pytest.raises(InvalidInput, match="keep shapes and element types the same"):
             ops.fori_loop(2, lambda _, c: ops.concat([c, c]), x)
-        with pytest.raises(InvalidInput, match="keeps the carry's types"):
+        with pytest.raises(InvalidInput, match="keep the types of its carry"):
             ops.scan(lambda h, _: (h.cast("float64"), h), x[0], x)
         with pytest.raises(InvalidInput, match="both branches"):
             ops.cond(x.sum() > 0.0, lambda: x, lambda: x[0])

@@ -200,7 +200,7 @@ def test_a_domain_that_is_not_ones_own_is_refused(domain):
 
 def test_a_file_cannot_give_an_operator_a_foreign_name(traced):
     text = function_text(traced).replace("org.example.nested", "ai.onnx")
-    with pytest.raises(Corrupt, match="others' to define"):
+    with pytest.raises(Corrupt, match="is reserved"):
         check_function(parse_function(text))
 
 

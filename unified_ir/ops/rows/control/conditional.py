@@ -1,24 +1,20 @@
-"""Branches: one of two regions runs, by a predicate of the data."""
+"""Branches: a predicate decides which of two regions runs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from itertools import count
 from typing import Any
 
+import numpy as np
+
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim, symbols
-from triplane.unified_ir.ir.graph import Function
-from triplane.unified_ir.ir.types import (
-    TensorType,
-    TypeMismatch,
-    bool_,
-    is_plain,
-    joined,
-)
+from triplane.unified_ir.ir.graph import Function, Node
+from triplane.unified_ir.ir.types import TensorType, TypeMismatch, bool_, is_plain, joined
 from triplane.unified_ir.ops.batching import BatchedCall, NeedsScan
 from triplane.unified_ir.ops.build import Build, region
+from triplane.unified_ir.ops.emission import EmissionContext, first_number
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.row import DOMAIN, Op, OpCall, OpKind
 from triplane.unified_ir.ops.rows.control.control import (
@@ -27,16 +23,17 @@ from triplane.unified_ir.ops.rows.control.control import (
     VjpOf,
     all_batched,
     all_types,
-    applied,
+    by_operand,
     check_regions,
+    float_positions,
+    given_positions,
     inner_sizes,
     inside,
     numbered,
-    scattered,
+    region_results,
     seen_outside,
     share_captures,
 )
-from triplane.unified_ir.ops.rows.control.emit_control import emit_cond
 from triplane.unified_ir.ops.tensor import Tensor, TensorLike, as_tensor
 from triplane.unified_ir.ops.trees import leaves, rebuild, structure
 
@@ -45,17 +42,13 @@ def _cond_types(call: OpCall) -> Types:
     check_regions(call, 2)
     if call.type(0) != TensorType(bool_, ()):
         raise TypeMismatch(f"a condition is a bool scalar, got {call.type(0)}; reduce it with all?")
-    operands = all_types(call)[1:]
-    for r in call.regions:
-        if [p.type for p in r.params] != operands:
-            raise TypeMismatch(f"{call.row} passes {operands} to a region {r.params}")
     numbers = count()
     return tuple(_either(call, pair, numbers) for pair in _branch_types(call))
 
 
 def _branch_types(call: OpCall) -> list[tuple[TensorType, TensorType]]:
-    """What both branches give, by result."""
-    yes, no = (tuple(r.type for r in region.results) for region in call.regions)
+    """For each result, its types in both branches."""
+    yes, no = (region_results(call, i, all_types(call)[1:]) for i in range(2))
     if len(yes) != len(no):
         raise TypeMismatch(f"both branches of a condition give one type, got {yes} and {no}")
     return list(zip(yes, no, strict=True))
@@ -64,7 +57,7 @@ def _branch_types(call: OpCall) -> list[tuple[TensorType, TensorType]]:
 def _either(
     call: OpCall, pair: tuple[TensorType, TensorType], numbers: Iterator[int]
 ) -> TensorType:
-    """The type of a result; a size in which the branches differ is one of its own."""
+    """The type of a result; each size in which the branches differ is a symbol of the node."""
     inner = [inner_sizes(region) for region in call.regions]
     if not all(map(is_plain, pair)):
         seen = [seen_outside(t, names) for t, names in zip(pair, inner, strict=True)]
@@ -102,10 +95,10 @@ def _cond_vjp_with_residuals(
     outputs: int, vjp_of: VjpOf,
 ) -> tuple[tuple[Tensor, ...], Pullback]:  # fmt: skip
     ys = recorder().apply(cond_row, inputs, attrs, regions=tuple(regions), outputs=outputs)
-    wanted = [i for i, x in enumerate(inputs[1:]) if x.dtype.is_float]
+    wanted = float_positions(inputs[1:])
 
     def pullback(gs: Sequence[Tensor | None]) -> list[Tensor | None]:
-        present = [i for i, g in enumerate(gs) if g is not None]
+        present = given_positions(gs)
         if any(regions[0].results[i].type != regions[1].results[i].type for i in present):
             raise InvalidInput(
                 "a gradient needs both branches of a condition to give tensors of one size, got "
@@ -114,13 +107,13 @@ def _cond_vjp_with_residuals(
         back = tuple(vjp_of(r, wanted, present) for r in regions)
         operands = (*inputs, *(gs[i] for i in present))
         cotangents = recorder().apply(cond_row, operands, {}, regions=back, outputs=len(wanted))
-        return scattered(len(inputs), {i + 1: g for i, g in zip(wanted, cotangents, strict=True)})
+        return by_operand(inputs, cotangents)  # the predicate is no float
 
     return ys, pullback
 
 
 def _cond_batch(call: BatchedCall) -> Sequence[Tensor]:
-    """Where the slices share one condition, both branches are batched; else a scan decides."""
+    """Batches both branches where the slices share one condition; otherwise a scan is needed."""
     if call.batched[0]:
         raise NeedsScan
     flags, wanted = call.batched[1:], [False] * len(call.types)
@@ -133,10 +126,41 @@ def _cond_batch(call: BatchedCall) -> Sequence[Tensor]:
     return all_batched(outputs, wanted, call.size)
 
 
+def _emit_cond(context: EmissionContext, node: Node) -> None:
+    """An If, whose predicate is kept from being folded where another If is inside."""
+    predicate, *operands = context.inputs(node)
+    if any(n.op == node.op for region in node.regions for n in region.walk()):
+        predicate = _never_folded(context, node, predicate)
+    context.add(
+        "If",
+        [predicate],
+        context.output_names(node),
+        then_branch=context.region(node.regions[0], operands, "then"),
+        else_branch=context.region(node.regions[1], operands, "else"),
+    )
+
+
+def _never_folded(context: EmissionContext, node: Node, predicate: str) -> str:
+    """The predicate, joined with an operand in a way that does not change it.
+
+    Where onnxruntime 1.31 finds the predicates of two nested Ifs constant it puts the inner branch
+    in place of its If, then the outer one, and fails: Graph::InlineIfSubgraph takes the nodes in
+    the order in which they were made. A predicate that depends on an operand is no constant.
+    """
+    for value, name in zip(node.inputs, context.inputs(node), strict=True):
+        if value is not None and value.type.dtype.is_float and context.held(name) is None:
+            number = first_number(context, name)
+            zero = context.constant(np.zeros((), value.type.dtype.numpy))
+            positive = context.emit("Greater", number, zero)
+            never = context.emit("And", positive, context.emit("Not", positive))
+            return context.emit("Or", predicate, never)
+    return predicate
+
+
 cond_row = Op(
     name="Cond",
     kind=OpKind.CONTROL,
-    emit=emit_cond,
+    emit=_emit_cond,
     domain=DOMAIN,
     operands=("P", "*"),
     data_dependent_dims=_cond_opens,
@@ -150,23 +174,17 @@ cond_row = Op(
 def cond(predicate: TensorLike, then: Any, otherwise: Any, *operands: Any) -> Any:
     """`then(*operands)` or `otherwise(*operands)`; both give trees of the same types."""
     flat = [as_tensor(x) for x in leaves(operands)]
-    predicate = as_tensor(predicate)
-    if predicate.rank:
-        predicate = predicate.reshape(())
-    trees: list[Any] = []
-    builds = []
-    for name, f in (("then", then), ("else", otherwise)):
-        branch = partial(applied, f, operands)
-        build, value = region(name, [x.type for x in flat], branch)
-        builds.append(build)
-        trees.append(value)
-    if structure(trees[0]) != structure(trees[1]):
+    types = [x.type for x in flat]
+    predicate = as_tensor(predicate).reshape(())
+    yes, tree = region("then", types, lambda xs: then(*rebuild(operands, xs)))
+    no, other = region("else", types, lambda xs: otherwise(*rebuild(operands, xs)))
+    if structure(tree) != structure(other):
         raise InvalidInput(
-            f"both branches of a condition give one structure, got {structure(trees[0])} "
-            f"and {structure(trees[1])}"
+            f"both branches of a condition give one structure, got {structure(tree)} "
+            f"and {structure(other)}"
         )
-    results = [inside(b, leaves(tree)) for b, tree in zip(builds, trees, strict=True)]
-    return rebuild(trees[0], cond_node(predicate, flat, builds, results))
+    results = [inside(yes, leaves(tree)), inside(no, leaves(other))]
+    return rebuild(tree, cond_node(predicate, flat, [yes, no], results))
 
 
 def cond_node(
@@ -175,7 +193,7 @@ def cond_node(
     builds: Sequence[Build],
     results: Sequence[Sequence[Tensor]],
 ) -> tuple[Tensor, ...]:
-    """The Cond of two recorded branches that take `operands` first; `results` are theirs."""
+    """The Cond of two recorded branches, whose first parameters are `operands`."""
     captured = share_captures(builds)
     regions = tuple(b.finish(numbered(r)) for b, r in zip(builds, results, strict=True))
     return recorder().apply(

@@ -1,32 +1,28 @@
-"""What rows over regions share: control flow as nodes with closed regions.
+"""Code that rows over regions share: control flow as nodes with closed regions.
 
 Cond(p, *operands): one of two regions of the operands.
 Scan(*carry, *xs, *captures): region (carry, slice of each x along axis 0, captures) -> (carry, ys).
 Loop(trips?, go, *carry, *captures): region (i, go, carry, captures) -> (go, carry, stacked).
 A gradient runs the region's own gradient in a node of the same kind: Scan and Loop keep the carry
-of every trip and walk back over it. Gradients are again such nodes, so any order exists.
+of every trip and walk back over it. Gradients are such nodes again, so every order exists.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim
 from triplane.unified_ir.ir.graph import Function
-from triplane.unified_ir.ir.types import (
-    OWN,
-    TensorType,
-    TypeMismatch,
-)
+from triplane.unified_ir.ir.types import OWN, TensorType, TypeMismatch
 from triplane.unified_ir.ops.batching import BatchedCall, with_axis
 from triplane.unified_ir.ops.build import Build
-from triplane.unified_ir.ops.inline import introduced
+from triplane.unified_ir.ops.inline import inline, introduced
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.row import OpCall
+from triplane.unified_ir.ops.rows.movement.structure import zeros
 from triplane.unified_ir.ops.tensor import Tensor
-from triplane.unified_ir.ops.trees import rebuild
 
 Types = tuple[TensorType, ...]
 
@@ -38,18 +34,56 @@ VjpOf = Callable[[Function, Sequence[int], Sequence[int]], Function]
 Pullback = Callable[[Sequence[Tensor | None]], list[Tensor | None]]
 
 
-def region_types(call: OpCall, i: int, params: Sequence[TensorType]) -> Types:
-    """Result types of region `i` after checking that it takes `params`."""
+def region_results(call: OpCall, i: int, params: Sequence[TensorType]) -> Types:
+    """Result types of region `i`, as it declares them; refuses one that does not take `params`."""
     param_types = [p.type for p in call.regions[i].params]
     if param_types != list(params):
         raise TypeMismatch(f"{call.row} passes {list(params)} to a region that takes {param_types}")
-    results = tuple(r.type for r in call.regions[i].results)
+    return tuple(r.type for r in call.regions[i].results)
+
+
+def region_types(call: OpCall, i: int, params: Sequence[TensorType]) -> Types:
+    """As `region_results`; refuses results of sizes that only the region's data decide."""
+    results = region_results(call, i, params)
     known_outside(call, results, inner_sizes(call.regions[i]))
     return results
 
 
+def check_bprop(call: OpCall, results: Types) -> None:
+    """Refuse a second region that is no gradient of the first, whose results are `results`."""
+    operands = all_types(call)
+    floats = [t for t in results if t.dtype.is_float]
+    wanted = [t for t in operands if t.dtype.is_float]
+    cotangents = list(region_results(call, 1, [*operands, *results, *floats]))
+    if cotangents != wanted:
+        raise TypeMismatch(
+            f"bprop gives one cotangent per floating-point operand {wanted}, got {cotangents}"
+        )
+
+
+def pulled_by(
+    back: Function, inputs: Sequence[Tensor], ys: Sequence[Tensor], gs: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """Cotangents of `inputs` by a bprop: (inputs, results, cotangents of floats) -> cotangents."""
+    floats = [
+        zeros(y.shape, y.dtype) if g is None else g
+        for y, g in zip(ys, gs, strict=True)
+        if y.dtype.is_float
+    ]
+    return by_operand(inputs, inline(back, [*inputs, *ys, *floats]))
+
+
+def closed(build: Build, results: Sequence[Tensor], what: str) -> Function:
+    """The finished function; refuses captures, and names `what` has them."""
+    if build.captured:
+        raise InvalidInput(
+            f"{what} takes everything it uses as an argument; it captures {build.captured}"
+        )
+    return build.finish(numbered(results))
+
+
 def inner_sizes(region: Function) -> set[str]:
-    """Names of sizes that mean nothing outside a region."""
+    """Names of sizes that exist only inside a region."""
     return {name for node in region.nodes for name in introduced(node)}
 
 
@@ -58,7 +92,7 @@ def known_outside(call: OpCall, results: Sequence[TensorType], inner: set[str]) 
     if any(inner & r.symbols for r in results):
         raise TypeMismatch(
             f"a region of {call.row} gives {list(results)}, a size of which depends on data in it; "
-            "give back a tensor of a size that is known outside"
+            "return a tensor of a size that is known outside"
         )
 
 
@@ -78,9 +112,20 @@ def check_regions(call: OpCall, n: int) -> None:
         raise InvalidInput(f"{call.row} has {n} regions, got {len(call.regions)}")
 
 
-def scattered(n: int, cotangents: Mapping[int, Tensor]) -> list[Tensor | None]:
-    """Cotangents of `n` operands, None where there is none."""
-    return [cotangents.get(i) for i in range(n)]
+def float_positions(operands: Sequence[Tensor]) -> list[int]:
+    """Which operands are floating-point, and so have a cotangent."""
+    return [i for i, x in enumerate(operands) if x.dtype.is_float]
+
+
+def by_operand(operands: Sequence[Tensor], cotangents: Sequence[Tensor]) -> list[Tensor | None]:
+    """The cotangents of the floating-point operands in their places, None for the others."""
+    in_order = iter(cotangents)
+    return [next(in_order) if x.dtype.is_float else None for x in operands]
+
+
+def given_positions(gs: Sequence[Tensor | None]) -> list[int]:
+    """Which results have a cotangent."""
+    return [i for i, g in enumerate(gs) if g is not None]
 
 
 def all_batched(outputs: Sequence[Tensor], batched: Sequence[bool], size: Dim) -> list[Tensor]:
@@ -88,12 +133,29 @@ def all_batched(outputs: Sequence[Tensor], batched: Sequence[bool], size: Dim) -
     return [y if b else with_axis(y, size) for y, b in zip(outputs, batched, strict=True)]
 
 
+def carry_batched(
+    call: BatchedCall, carry: Sequence[Any], now: Sequence[bool], wanted: Sequence[bool]
+) -> list[Any]:
+    """The carry of a loop on batches, with the new axis wherever it is wanted."""
+    flags = zip(carry, now, wanted, strict=False)
+    return [with_axis(x, call.size) if w and not b and x is not None else x for x, b, w in flags]
+
+
+def batched_results(
+    call: BatchedCall, outputs: Sequence[Tensor], batched: Sequence[bool], carry: int
+) -> list[Tensor]:
+    """The outputs of a loop on batches, all of them over the batch; trips come second."""
+    stacked = zip(outputs[carry:], batched[carry:], strict=True)
+    turned = [*outputs[:carry], *(swapped(y) if b else y for y, b in stacked)]
+    return all_batched(turned, batched, call.size)
+
+
 def settled(
     call: BatchedCall, flags: Sequence[bool], lead: int, carry: int
 ) -> tuple[Build, list[Tensor], list[bool], list[bool]]:
     """The body of a loop on batches: a carry that any trip makes batched is so from the start.
 
-    `lead` counts parameters before the carry; results before it are as many less one.
+    `lead` parameters come before the carry, and one result less.
     """
     before = max(lead - 1, 0)
     now = list(flags[lead : lead + carry])
@@ -113,14 +175,9 @@ def swapped(x: Tensor) -> Tensor:
     return x.transpose(1, 0, *range(2, x.rank))
 
 
-def numbered(results: Sequence[Tensor]) -> dict[str, Tensor]:
+def numbered(results: Sequence[Any]) -> dict[str, Any]:
     """Results by the names y0, y1, ..."""
     return {f"y{i}": r for i, r in enumerate(results)}
-
-
-def applied(f: Any, operands: Any, xs: Sequence[Tensor]) -> Any:
-    """A function of operands in their structure."""
-    return f(*rebuild(operands, xs))
 
 
 def inside(build: Build, items: Sequence[Any]) -> list[Tensor]:
@@ -152,7 +209,7 @@ def with_regions(
         flags = [batched(i) for i in range(len(r.params))]
         build, results, _ = call.vectorized(r, flags, call.size, [True] * len(r.results))
         assert not build.captured
-        regions.append(build.finish(numbered(inside(build, results))))
+        regions.append(build.finish(numbered(results)))
     return recorder().apply(
         call.row, operands, call.attrs, regions=tuple(regions), outputs=len(call.types)
     )

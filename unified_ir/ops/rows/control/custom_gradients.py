@@ -5,12 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.graph import Function
-from triplane.unified_ir.ir.types import (
-    TypeMismatch,
-)
-from triplane.unified_ir.ops.batching import BatchedCall
 from triplane.unified_ir.ops.build import Build, region
 from triplane.unified_ir.ops.inline import inline
 from triplane.unified_ir.ops.recorder import recorder
@@ -21,11 +16,16 @@ from triplane.unified_ir.ops.rows.control.control import (
     Types,
     VjpOf,
     all_types,
+    by_operand,
+    check_bprop,
     check_regions,
+    closed,
+    float_positions,
+    given_positions,
     inside,
     numbered,
+    pulled_by,
     region_types,
-    scattered,
     with_regions,
 )
 from triplane.unified_ir.ops.rows.movement.structure import zeros
@@ -35,15 +35,8 @@ from triplane.unified_ir.ops.trees import leaves, rebuild
 
 def _custom_types(call: OpCall) -> Types:
     check_regions(call, 2)
-    operands = all_types(call)
-    outputs = region_types(call, 0, operands)
-    floats = [t for t in outputs if t.dtype.is_float]
-    back = region_types(call, 1, [*operands, *outputs, *floats])
-    wanted = [t for t in operands if t.dtype.is_float]
-    if list(back) != wanted:
-        raise TypeMismatch(
-            f"bprop gives one cotangent per floating-point operand {wanted}, got {list(back)}"
-        )
+    outputs = region_types(call, 0, all_types(call))
+    check_bprop(call, outputs)
     return outputs
 
 
@@ -52,23 +45,7 @@ def _custom_vjp_with_residuals(
     outputs: int, vjp_of: VjpOf,
 ) -> tuple[Sequence[Tensor], Pullback]:  # fmt: skip
     ys = inline(regions[0], list(inputs))
-    wanted = [i for i, x in enumerate(inputs) if x.dtype.is_float]
-
-    def pullback(gs: Sequence[Tensor | None]) -> list[Tensor | None]:
-        filled = [
-            zeros(y.shape, y.dtype) if g is None else g
-            for y, g in zip(ys, gs, strict=True)
-            if y.dtype.is_float
-        ]
-        cotangents = inline(regions[1], [*inputs, *ys, *filled])
-        return scattered(len(inputs), dict(zip(wanted, cotangents, strict=True)))
-
-    return ys, pullback
-
-
-def _custom_batch(call: BatchedCall) -> Sequence[Tensor]:
-    """All operands get the axis, so that each slice has a cotangent of its own."""
-    return with_regions(call, call.all(), lambda _: True)
+    return ys, lambda gs: pulled_by(regions[1], inputs, ys, gs)
 
 
 custom_row = Op(
@@ -79,7 +56,8 @@ custom_row = Op(
     infer=_custom_types,
     reference=lambda *operands, regions: tuple(regions[0](*operands)),
     vjp_with_residuals=_custom_vjp_with_residuals,
-    batch=_custom_batch,
+    # all operands get the new axis, so that each slice has a cotangent of its own
+    batch=lambda call: with_regions(call, call.all(), lambda _: True),
     inline_region=True,
 )
 
@@ -103,15 +81,8 @@ def custom_gradient(f: Any, bprop: Any, *operands: Any) -> Any:
 
     types = [*(x.type for x in flat), *(r.type for r in results), *floats]
     backward, cotangents = region("bprop", types, back)
-    if forward.captured or backward.captured:
-        raise InvalidInput(
-            "a function with its own bprop takes everything it uses as an argument; "
-            f"it captures {[*forward.captured, *backward.captured]}"
-        )
-    regions = (
-        forward.finish(numbered(results)),
-        backward.finish(numbered(inside(backward, leaves(cotangents)))),
-    )
+    what = "a function with its own bprop"
+    regions = (closed(forward, results, what), closed(backward, leaves(cotangents), what))
     outputs = recorder().apply(custom_row, flat, {}, regions=regions, outputs=len(results))
     return rebuild(tree, outputs)
 
@@ -126,10 +97,10 @@ def _checkpoint_vjp_with_residuals(
     outputs: int, vjp_of: VjpOf,
 ) -> tuple[Sequence[Tensor], Pullback]:  # fmt: skip
     ys = recorder().apply(checkpoint_row, inputs, attrs, regions=tuple(regions), outputs=outputs)
-    wanted = [i for i, x in enumerate(inputs) if x.dtype.is_float]
+    wanted = float_positions(inputs)
 
     def pullback(gs: Sequence[Tensor | None]) -> list[Tensor | None]:
-        present = [i for i, g in enumerate(gs) if g is not None]
+        present = given_positions(gs)
         back = vjp_of(regions[0], wanted, present)
         operands = [*inputs, *(gs[i] for i in present)]
         cotangents = recorder().apply(
@@ -139,16 +110,16 @@ def _checkpoint_vjp_with_residuals(
             regions=(back, _zeros_like(back)),
             outputs=len(wanted),
         )
-        return scattered(len(inputs), dict(zip(wanted, cotangents, strict=True)))
+        return by_operand(inputs, cotangents)
 
     return ys, pullback
 
 
 def _always(g: Tensor | None, operand: Tensor | None) -> Tensor:
-    """True, in a way that no optimizer sees through, and known only when the cotangent is.
+    """A true value that no optimizer can simplify, and that exists only when the cotangent does.
 
-    Else a runtime would find that the forward pass has computed it all, and keep that. The
-    cotangent may be a constant, as that of a sum is; so the number comes from the operand too.
+    Otherwise a runtime would find that the forward pass has computed the same values, and keep
+    those. The cotangent may be a constant, as that of a sum is, so the value reads an operand too.
     """
     assert g is not None
     first = _first_element(g)
@@ -189,7 +160,7 @@ checkpoint_row = Op(
     batch=lambda call: with_regions(call, call.inputs, lambda i: call.batched[i]),
     inline_region=True,
 )
-"""Its region, of which a backward pass keeps the operands alone and computes the rest again."""
+"""Its region; a backward pass keeps only the operands and computes the rest again."""
 
 
 def checkpointed(function: Function, operands: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -1,4 +1,4 @@
-"""Operators of the user's own: a body in operators under a name, kept by that name.
+"""User-defined operators: a body written in operators, which keeps its name in the graph.
 
 A model holds the body, so any program that reads the model can run it; an ONNX model has it as a
 local function. A kernel is code of this process that computes the same faster on one engine. It is
@@ -16,7 +16,6 @@ from typing import Any, Final
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.ir.dims import evaluate
 from triplane.unified_ir.ir.graph import Array, Function, Node
 from triplane.unified_ir.ir.types import TensorType, TypeMismatch
 from triplane.unified_ir.ops.build import Build, region
@@ -25,7 +24,20 @@ from triplane.unified_ir.ops.evaluate import run_function
 from triplane.unified_ir.ops.inline import inline
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Op, OpCall, OpKind, Table
-from triplane.unified_ir.ops.rows.control.control import Pullback, VjpOf
+from triplane.unified_ir.ops.rows.control.control import (
+    Pullback,
+    VjpOf,
+    all_types,
+    by_operand,
+    check_bprop,
+    closed,
+    float_positions,
+    given_positions,
+    inside,
+    numbered,
+    pulled_by,
+    region_results,
+)
 from triplane.unified_ir.ops.rows.movement.structure import zeros
 from triplane.unified_ir.ops.tensor import Tensor, as_tensor
 
@@ -33,7 +45,7 @@ NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
 DOMAIN_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_\-]*(\.[A-Za-z0-9_\-]+){0,9}")
 MAX_DOMAIN: Final = 200
 TAKEN: Final = ("ai.onnx", "com.microsoft", "com.ms", "triplane", "org.pytorch")
-"""Domains whose operators others define."""
+"""Domains that users cannot define operators in, because others do."""
 
 CLOSE: Final = {"float16": 1e-2, "bfloat16": 1e-1}
 """How far a kernel may be from the body, relative and absolute; 1e-4 elsewhere."""
@@ -43,14 +55,14 @@ Kernel = Callable[..., Any]
 
 def _check_name(name: str, domain: str) -> None:
     if not NAME.fullmatch(name):
-        raise InvalidInput(f"an operator's name is letters, digits and _, got {name[:120]!r}")
+        raise InvalidInput(f"an operator's name has letters, digits and _, got {name[:120]!r}")
     if len(domain) > MAX_DOMAIN or not DOMAIN_NAME.fullmatch(domain):
         raise InvalidInput(
-            f"an operator's domain is names joined by dots, such as 'org.example', got "
+            f"an operator's domain has names joined by dots, such as 'org.example', got "
             f"{domain[:120]!r}"
         )
     if any(domain == d or domain.startswith(f"{d}.") for d in TAKEN):
-        raise InvalidInput(f"the domain {domain!r} is others' to define; choose one of your own")
+        raise InvalidInput(f"the domain {domain!r} is reserved; choose one of your own")
 
 
 def is_own(name: str, domain: str) -> bool:
@@ -75,28 +87,16 @@ def _options(text: str) -> dict[str, Any]:
 def _types(call: OpCall) -> tuple[TensorType, ...]:
     _check_name(call.attrs["name"], call.attrs["domain"])
     _options(call.attrs["options"])
-    operands = [call.type(i) for i in range(len(call.types))]
     if len(call.regions) not in {1, 2}:
-        raise InvalidInput(f"{call.row} has a body and perhaps a bprop, got {len(call.regions)}")
-    body, *back = call.regions
-    results = tuple(r.type for r in body.results)
-    if [p.type for p in body.params] != operands or not results:
-        raise TypeMismatch(f"{call.row} passes {operands} to {[p.type for p in body.params]}")
-    if back:
-        _check_bprop(back[0], operands, results)
-    return results
-
-
-def _check_bprop(
-    back: Function, operands: Sequence[TensorType], results: Sequence[TensorType]
-) -> None:
-    taken = [*operands, *results, *(t for t in results if t.dtype.is_float)]
-    wanted = [t for t in operands if t.dtype.is_float]
-    if [p.type for p in back.params] != taken or [r.type for r in back.results] != wanted:
-        raise TypeMismatch(
-            f"bprop takes {taken} and gives {wanted}, a cotangent per floating-point operand; got "
-            f"{[p.type for p in back.params]} and {[r.type for r in back.results]}"
+        raise InvalidInput(
+            f"{call.row} has a body and at most one bprop, got {len(call.regions)} regions"
         )
+    results = region_results(call, 0, all_types(call))
+    if not results:
+        raise TypeMismatch(f"{call.row} needs a body that returns something")
+    if len(call.regions) > 1:
+        check_bprop(call, results)
+    return results
 
 
 def _kernel(
@@ -106,23 +106,43 @@ def _kernel(
     kernel = KERNELS.get((domain, name, "reference"))
     if kernel is None:
         return tuple(regions[0](*operands))
-    options_of_call = _options(options)
-    key = ("reference", domain, name, options, *((a.dtype, a.shape) for a in operands))
-    if _CHECKED.get(key) is not kernel:
-        rng = np.random.default_rng(0)
-        drawn = [_like(rng, a.dtype, a.shape) for a in operands]
-        outputs, wanted = _several(kernel(*drawn, **options_of_call)), regions[0](*drawn)
-        _compare(f"{domain}.{name}", "reference", outputs, wanted)
-        _note(key, kernel)
-    return _several(kernel(*operands, **options_of_call))
+    shapes = [(a.dtype, a.shape) for a in operands]
+
+    def run(*xs: Array) -> tuple[Any, ...]:
+        return _several(kernel(*xs, **_options(options)))
+
+    key = ("reference", f"{domain}.{name}", options, *shapes)
+    _compare_once(key, kernel, shapes, run, lambda *xs: regions[0](*xs))
+    return run(*operands)
 
 
 def _several(results: Any) -> tuple[Any, ...]:
     return tuple(results) if isinstance(results, (tuple, list)) else (results,)
 
 
+def _compare_once(
+    key: tuple[Any, ...],
+    kernel: Kernel,
+    operands: Sequence[tuple[Any, Sequence[int]]],
+    run: Callable[..., Sequence[Any]],
+    body: Callable[..., Sequence[Any]],
+) -> None:
+    """Refuses a kernel that differs from the body; one that passed is not compared again.
+
+    key: engine, operator, and all that the comparison depends on. operands: element types, shapes.
+    """
+    if _CHECKED.get(key) is kernel:
+        return
+    rng = np.random.default_rng(0)
+    drawn = [_like(rng, dtype, shape) for dtype, shape in operands]
+    _compare(key[1], key[0], run(*drawn), body(*drawn))
+    if len(_CHECKED) >= MAX_CHECKED:
+        _CHECKED.clear()
+    _CHECKED[key] = kernel
+
+
 def _like(rng: np.random.Generator, dtype: Any, shape: Sequence[int]) -> Array:
-    """Operands that any body takes: numbers of order one, positions 0 and 1."""
+    """An operand that any body accepts: numbers of order one, or positions 0 and 1."""
     if np.dtype(dtype).kind in "iub":
         return rng.integers(0, 2, shape).astype(dtype)
     return rng.standard_normal(shape).astype(dtype)
@@ -154,29 +174,17 @@ def _vjp_with_residuals(
     inputs: Sequence[Tensor], attrs: Mapping[str, Any], regions: Sequence[Function],
     outputs: int, vjp_of: VjpOf,
 ) -> tuple[Sequence[Tensor], Pullback]:  # fmt: skip
-    """With a bprop the operator stays one; without, its nodes are differentiated one by one."""
+    """With a bprop the node stays in the graph; without, the body's nodes are differentiated."""
     body, *own = regions
     if own:
-        ys: Sequence[Tensor] = recorder().apply(
-            custom_row, inputs, attrs, regions=tuple(regions), outputs=outputs
-        )
-    else:
-        ys = inline(body, list(inputs))
-    wanted = [i for i, x in enumerate(inputs) if x.dtype.is_float]
+        ys = recorder().apply(custom_row, inputs, attrs, regions=tuple(regions), outputs=outputs)
+        return ys, lambda gs: pulled_by(own[0], inputs, ys, gs)
 
     def pullback(gs: Sequence[Tensor | None]) -> list[Tensor | None]:
-        if own:
-            pairs = [(y, g) for y, g in zip(ys, gs, strict=True) if y.dtype.is_float]
-            filled = [zeros(y.shape, y.dtype) if g is None else g for y, g in pairs]
-            cotangents = inline(own[0], [*inputs, *ys, *filled])
-        else:
-            present = [i for i, g in enumerate(gs) if g is not None]
-            back = vjp_of(body, wanted, present)
-            cotangents = inline(back, [*inputs, *(g for g in gs if g is not None)])
-        by_operand = dict(zip(wanted, cotangents, strict=True))
-        return [by_operand.get(i) for i in range(len(inputs))]
+        back = vjp_of(body, float_positions(inputs), given_positions(gs))
+        return by_operand(inputs, inline(back, [*inputs, *(g for g in gs if g is not None)]))
 
-    return ys, pullback
+    return inline(body, list(inputs)), pullback
 
 
 def _emit_custom(context: EmissionContext, node: Node) -> None:
@@ -205,23 +213,16 @@ custom_row = Op(
 """regions: the body, then its own gradient if it has one; options: JSON for kernels."""
 
 KERNELS: Final[dict[tuple[str, str, str], Kernel]] = {}
-"""This process's kernels by (domain, name, engine); the newest definition of a name stands."""
+"""This process's kernels by (domain, name, engine); the newest definition of a name counts."""
 _CHECKED: Final[dict[Any, Kernel]] = {}
-
-
+"""The kernels that gave what their body gives, by the key of the comparison."""
 MAX_CHECKED: Final = 10_000
-"""Comparisons remembered; beyond, all are made again."""
-
-
-def _note(key: Any, kernel: Kernel) -> None:
-    if len(_CHECKED) >= MAX_CHECKED:
-        _CHECKED.clear()
-    _CHECKED[key] = kernel
+"""Comparisons remembered; when there are more, all are forgotten and made again."""
 
 
 @dataclass(frozen=True)
 class CustomOp:
-    """An operator that `custom` made; call it with tensors, and options by keyword."""
+    """An operator defined by `custom`; call it with tensors, and options by keyword."""
 
     name: str
     domain: str
@@ -230,20 +231,18 @@ class CustomOp:
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         """The result of the body: a tensor, or a tuple of them."""
-        kept = _json(self.name, options)
+        encoded = _json(self.name, options)
         flat = [as_tensor(x) for x in inputs]
-        body, value = region(
-            self.name, [x.type for x in flat], lambda xs: self.body(*xs, **options)
-        )
-        with body:
-            results = [body.as_operand(y) for y in _several(value)]
-        functions = [self._closed(body, results)]
+        types = [x.type for x in flat]
+        body, value = region(self.name, types, lambda xs: self.body(*xs, **options))
+        results = inside(body, _several(value))
+        functions = [closed(body, results, f"the operator {self.name}")]
         if self.bprop is not None:
             functions.append(self._back(flat, results, options))
         outputs = recorder().apply(
             custom_row,
             flat,
-            {"name": self.name, "domain": self.domain, "options": kept},
+            {"name": self.name, "domain": self.domain, "options": encoded},
             regions=tuple(functions),
             outputs=len(results),
         )
@@ -258,30 +257,18 @@ class CustomOp:
         def back(xs: list[Tensor]) -> list[Tensor]:
             ys, gs = xs[n : n + m], xs[n + m :]
             assert self.bprop is not None
-            cotangents = _several(
-                self.bprop(
-                    *xs[:n], y=ys[0] if m == 1 else tuple(ys),
-                    g=gs[0] if len(gs) == 1 else tuple(gs), **options,
-                )
-            )  # fmt: skip
+            y, g = (x[0] if len(x) == 1 else tuple(x) for x in (ys, gs))
+            cotangents = _several(self.bprop(*xs[:n], y=y, g=g, **options))
             if len(cotangents) != n:
                 raise InvalidInput(
-                    f"bprop of {self.name} gives a cotangent per input ({n}), got "
-                    f"{len(cotangents)}; give None where no gradient passes"
+                    f"bprop of {self.name} must return a cotangent per input ({n}), got "
+                    f"{len(cotangents)}; return None where no gradient passes"
                 )
             pairs = [(x, c) for x, c in zip(xs, cotangents, strict=False) if x.dtype.is_float]
             return [zeros(x.shape, x.dtype) if c is None else as_tensor(c) for x, c in pairs]
 
         types = [*(x.type for x in flat), *(y.type for y in results), *floats]
-        return self._closed(*region(f"{self.name}.bprop", types, back))
-
-    def _closed(self, build: Build, results: Sequence[Tensor]) -> Function:
-        if build.captured:
-            raise InvalidInput(
-                f"the operator {self.name} takes everything it uses as an argument; it captures "
-                f"{build.captured}"
-            )
-        return build.finish({f"y{i}": y for i, y in enumerate(results)})
+        return closed(*region(f"{self.name}.bprop", types, back), f"the operator {self.name}")
 
 
 def custom(
@@ -291,12 +278,12 @@ def custom(
     bprop: Callable[..., Any] | None = None,
     kernels: Mapping[str, Kernel] | None = None,
 ) -> Callable[[Callable[..., Any]], CustomOp]:
-    """Decorator: a function of tensors, written in operators, is an operator of that name.
+    """Decorator: makes a function of tensors, written in operators, an operator of that name.
 
-    The body may take options by keyword: numbers, texts, lists of them. `bprop(*inputs, y=, g=,
-    **options)` gives a cotangent per input. kernels: by engine; "reference" takes and gives numpy
-    arrays, "onnx" and "ascend" are other bodies in operators. Each takes the options, with the
-    body's defaults.
+    The body may take options by keyword: numbers, strings, lists of them. `bprop(*inputs, y=, g=,
+    **options)` returns a cotangent per input. kernels: by engine; "reference" takes and returns
+    numpy arrays, "onnx" and "ascend" are other bodies in operators. Each takes the options, with
+    the body's defaults.
 
     >>> import numpy as np
     >>> from triplane.unified_ir import graph, ops
@@ -308,12 +295,12 @@ def custom(
     """
     _check_name(name, domain)
 
-    def decorate(body: Callable[..., Any]) -> CustomOp:
+    def define(body: Callable[..., Any]) -> CustomOp:
         for engine, kernel in (kernels or {}).items():
             KERNELS[domain, name, engine] = kernel
         return CustomOp(name, domain, body, bprop)
 
-    return decorate
+    return define
 
 
 def _json(name: str, options: Mapping[str, Any]) -> str:
@@ -321,8 +308,8 @@ def _json(name: str, options: Mapping[str, Any]) -> str:
         return json.dumps(dict(sorted(options.items())))
     except TypeError as error:
         raise InvalidInput(
-            f"options of {name} are numbers, texts and lists of them: {error}; give tensors "
-            "without keyword"
+            f"options of {name} are numbers, strings and lists of them: {error}; pass tensors "
+            "by position"
         ) from error
 
 
@@ -341,7 +328,7 @@ def _replaced(table: Table, node: Node, engine: str) -> Node:
         kernel = KERNELS.get((domain, name, engine))
         if kernel is not None:
             body = _recorded(table, node, kernel)
-            _hold(table, body, node.regions[0], (engine, f"{domain}.{name}", kernel))
+            _check_kernel(table, body, node.regions[0], (engine, f"{domain}.{name}", kernel))
             regions = (body, *regions[1:])
     return Node(node.op, node.inputs, node.outputs, node.attrs, regions, node.meta)
 
@@ -352,10 +339,10 @@ def _recorded(table: Table, node: Node, kernel: Kernel) -> Function:
     build = Build(table, body.name)
     with build:
         results = _several(kernel(*(build.param(p.name, p.type) for p in body.params), **options))
-    return build.finish({f"y{i}": y for i, y in enumerate(results)})
+    return build.finish(numbered(results))
 
 
-def _hold(
+def _check_kernel(
     table: Table, replacement: Function, body: Function, what: tuple[str, str, Kernel]
 ) -> None:
     """Refuses a kernel that differs from the body."""
@@ -363,17 +350,12 @@ def _hold(
     types = [[str(v.type) for v in f.results] for f in (replacement, body)]
     if types[0] != types[1]:
         raise InvalidInput(f"the {engine} kernel of {name} gives {types[0]}, its body {types[1]}")
-    key = (engine, name, *(str(p.type) for p in body.params), *types[0])
-    if _CHECKED.get(key) is kernel:
-        return
     symbols = sorted(set().union(*(p.type.symbols for p in body.params)))
     sizes = {s: 3 + i for i, s in enumerate(symbols)}
-    rng = np.random.default_rng(0)
-    drawn = [
-        _like(rng, p.type.dtype.numpy, [evaluate(d, sizes) for d in p.type.shape])
-        for p in body.params
-    ]
-    _compare(
-        name, engine, run_function(table, replacement, drawn), run_function(table, body, drawn)
+    _compare_once(
+        (engine, name, *(str(p.type) for p in body.params), *types[0]),
+        kernel,
+        [(p.type.dtype.numpy, p.type.concrete(sizes)) for p in body.params],
+        lambda *xs: run_function(table, replacement, xs),
+        lambda *xs: run_function(table, body, xs),
     )
-    _note(key, kernel)

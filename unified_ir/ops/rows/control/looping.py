@@ -1,4 +1,4 @@
-"""Loops of a number of trips, or until a condition of the data ends them."""
+"""Loops that make a number of trips, or run until a condition of the data ends them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim, is_symbol, symbol, symbols
-from triplane.unified_ir.ir.graph import Function
+from triplane.unified_ir.ir.graph import Function, Node
 from triplane.unified_ir.ir.types import (
     OptionalType,
     TensorType,
@@ -21,25 +21,24 @@ from triplane.unified_ir.ir.types import (
     is_plain,
     joined,
 )
-from triplane.unified_ir.ops.batching import BatchedCall, NeedsScan, with_axis
+from triplane.unified_ir.ops.batching import BatchedCall, NeedsScan
 from triplane.unified_ir.ops.build import region
+from triplane.unified_ir.ops.emission import EmissionContext
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.row import DOMAIN, OPEN, AttrSpec, Op, OpCall, OpKind
 from triplane.unified_ir.ops.rows.control.control import (
     Pullback,
     Types,
     VjpOf,
-    all_batched,
+    batched_results,
+    carry_batched,
     check_regions,
     inner_sizes,
-    inside,
     known_outside,
     numbered,
     seen_outside,
     settled,
-    swapped,
 )
-from triplane.unified_ir.ops.rows.control.emit_control import emit_loop
 from triplane.unified_ir.ops.rows.control.scanning import (
     BackwardWalk,
     check_structure,
@@ -70,7 +69,7 @@ def _loop_types(call: OpCall) -> Types:
     pairs = zip([*carry, *after], params[:n] * 2, strict=True)
     if go != TensorType(bool_, ()) or not all(_carried(t, p, call.open) for t, p in pairs):
         raise TypeMismatch(
-            f"a loop's body gives (bool, carry like {carry}, ...), got ({go}, {after}); "
+            f"the body of a loop returns (bool, carry like {carry}, ...), got ({go}, {after}); "
             "keep shapes and element types the same from trip to trip"
         )
     known_outside(call, ys, inner)
@@ -80,7 +79,7 @@ def _loop_types(call: OpCall) -> Types:
 
 
 def _opens_optional(param: TensorType, result: TensorType) -> bool:
-    """Whether a body takes an optional and gives what it might hold, as ONNX lets it."""
+    """Whether a body takes an optional and gives the value it might hold, as ONNX allows."""
     return isinstance(param, OptionalType) and not isinstance(result, OptionalType)
 
 
@@ -102,7 +101,7 @@ def _carried(result: TensorType, param: TensorType, free: Sequence[str]) -> bool
 
 @dataclass(frozen=True)
 class LoopCarry:
-    """What a loop's body takes of the carry; `free` names the sizes that may change by trip."""
+    """The types of the carry as a loop's body takes it; sizes in `free` may change by trip."""
 
     types: tuple[TensorType, ...]
     free: tuple[str, ...] = ()
@@ -110,10 +109,10 @@ class LoopCarry:
     def joined(
         self, after: Sequence[TensorType], body: Function, fresh: Callable[[], str]
     ) -> LoopCarry:
-        """What also takes that which `body` gave, recorded on this entry.
+        """A carry that also takes the types `after`, which `body` gave when it took this one.
 
-        A size that changed gets a name from `fresh`, a sequence the type that joins both; nothing
-        has to be widened where the entry comes back equal. TypeMismatch: nothing joins them.
+        A size that changed gets a name from `fresh`, a sequence the type that joins both. Equal to
+        this carry where it is wide enough already. TypeMismatch: nothing joins two types.
         """
         inner, free, types = inner_sizes(body) | set(self.free), list(self.free), []
         for param, result in zip(self.types, after, strict=True):
@@ -158,7 +157,7 @@ def _loop_reference(
     return (*carry, *[np.stack(column) for column in zip(*rows, strict=True)])
 
 
-def _no_way_back(gs: Sequence[Tensor | None]) -> list[Tensor | None]:
+def _no_gradient(gs: Sequence[Tensor | None]) -> list[Tensor | None]:
     raise InvalidInput(
         "a gradient through a loop needs a carry of tensors that keep their sizes, since the carry "
         "of every trip is stacked; carry a padded tensor and a count instead"
@@ -173,8 +172,8 @@ def _loop_vjp_with_residuals(
     body = regions[0]
     build = recorder()
     if attrs.get(OPEN) or not all(is_plain(p.type) for p in body.params):
-        return build.apply(loop_row, inputs, attrs, regions=(body,), outputs=outputs), _no_way_back
-    trips = f"trips_{_position()}"
+        return build.apply(loop_row, inputs, attrs, regions=(body,), outputs=outputs), _no_gradient
+    trips = f"trips_{'_'.join(map(str, build.position()))}"
     ys = build.apply(
         loop_row,
         inputs,
@@ -201,13 +200,13 @@ def _loop_vjp_with_residuals(
             return tuple(after)
 
         last_state = fori_loop(count, step, tuple(walk.start()))
-        return walk.result(len(inputs), leaves(last_state), (), shift=2)
+        return walk.result(len(inputs), leaves(last_state), ())
 
     return ys[:outputs], pullback
 
 
 def _loop_batch(call: BatchedCall) -> Sequence[Tensor]:
-    """Where all slices make the same trips; a scan of loops where they do not."""
+    """Batches the body where all slices make the same trips; otherwise a scan is needed."""
     n = call.attrs["num_carry"]
     if any(call.batched[:2]):
         raise NeedsScan
@@ -215,11 +214,8 @@ def _loop_batch(call: BatchedCall) -> Sequence[Tensor]:
     if leaving[0]:
         raise NeedsScan
     count, go, *rest = call.inputs
-    first = [
-        with_axis(x, call.size) if c and not b and x is not None else x
-        for x, b, c in zip(rest, call.batched[2:], carried, strict=False)
-    ]
-    body = build.finish(numbered(inside(build, results)))
+    first = carry_batched(call, rest, call.batched[2:], carried)
+    body = build.finish(numbered(results))
     outputs = recorder().apply(
         loop_row,
         (count, go, *first, *rest[n:], *build.captured),
@@ -227,22 +223,25 @@ def _loop_batch(call: BatchedCall) -> Sequence[Tensor]:
         regions=(body,),
         outputs=len(call.types),
     )
-    stacked = zip(outputs[n:], leaving[n + 1 :], strict=False)
-    turned = [*outputs[:n], *(swapped(y) if b else y for y, b in stacked)]
-    return all_batched(turned, leaving[1 : 1 + len(outputs)], call.size)
+    return batched_results(call, outputs, leaving[1 : 1 + len(outputs)], n)
+
+
+def _emit_loop(context: EmissionContext, node: Node) -> None:
+    """A Loop whose captures are outer names."""
+    n = 2 + int(node.attrs["num_carry"])  # type: ignore[arg-type]
+    names = context.inputs(node)
+    body = context.subgraph(node.regions[0], n, names[n:])
+    context.add("Loop", names[:n], context.output_names(node), body=body)
 
 
 loop_row = Op(
     name="Loop",
     kind=OpKind.CONTROL,
-    emit=emit_loop,
+    emit=_emit_loop,
     domain=DOMAIN,
     operands=("I?", "P", "*"),
     data_dependent_dims=lambda call: 0,
-    attrs={
-        "num_carry": AttrSpec("INT", required=True),
-        "trips": AttrSpec("STRING", ""),
-    },
+    attrs={"num_carry": AttrSpec("INT", required=True), "trips": AttrSpec("STRING", "")},
     infer=_loop_types,
     reference=_loop_reference,
     vjp_with_residuals=_loop_vjp_with_residuals,
@@ -253,56 +252,48 @@ loop_row = Op(
 def while_loop(condition: Any, body: Any, init: Any) -> Any:
     """`x = init; while condition(x): x = body(x)`; the carry keeps its types."""
     carry = [as_tensor(x) for x in leaves(init)]
-    go = condition(rebuild(init, carry))
-
-    def trip(ts: Sequence[Tensor]) -> Any:
-        after = body(rebuild(init, ts[2:]))
-        check_structure("a loop", init, after)
-        return [condition(after), *leaves(after)]
-
-    return _loop(None, as_tensor(go).reshape(()), trip, init, carry)
+    go = as_tensor(condition(rebuild(init, carry))).reshape(())
+    return _loop((None, go), condition, lambda _, x: body(x), init, carry)
 
 
 def fori_loop(count: Any, body: Any, init: Any) -> Any:
     """`x = init; for i in range(count): x = body(i, x)`; count: int or int64 scalar tensor."""
     carry = [as_tensor(x) for x in leaves(init)]
-
-    def trip(ts: Sequence[Tensor]) -> Any:
-        after = body(ts[0], rebuild(init, ts[2:]))
-        check_structure("a loop", init, after)
-        return [as_tensor(np.array(True)), *leaves(after)]
-
     trips = as_tensor(count)
     if trips.dtype.kind not in {"int", "uint"}:
-        raise TypeMismatch(f"a trip count is a whole number, got {count!r}")
+        raise TypeMismatch(f"a trip count must be a whole number, got {count!r}")
     trips = trips.cast(int64).reshape(())
-    return _loop(trips, as_tensor(np.array(True)), trip, init, carry)
+    return _loop((trips, as_tensor(np.array(True))), lambda _: np.array(True), body, init, carry)
 
 
-def _loop(trips: Tensor | None, go: Tensor, trip: Any, init: Any, carry: list[Tensor]) -> Any:
-    """A tensor keeps its type; a sequence's widens until the body gives what it takes."""
+def _loop(head: Sequence[Any], condition: Any, body: Any, init: Any, carry: list[Tensor]) -> Any:
+    """The carry after a loop whose node takes `head` first: (trip count or None, condition).
+
+    A tensor keeps its type; that of a sequence widens until the body gives what it takes.
+    """
+
+    def trip(ts: Sequence[Tensor]) -> list[Any]:
+        after = body(ts[0], rebuild(init, ts[2:]))
+        check_structure("a loop", init, after)
+        return [condition(after), *leaves(after)]
+
     flags, types = [TensorType(int64, ()), TensorType(bool_, ())], [x.type for x in carry]
     while True:
         build, results = region("loop", [*flags, *types], trip)
-        body = build.finish(numbered(inside(build, results)))
-        after = [r.type for r in body.results[1:]]
+        function = build.finish(numbered(results))
+        inner = inner_sizes(function)
         wider = [
-            t if is_plain(t) else joined(t, seen_outside(a, inner_sizes(body))) or t
-            for t, a in zip(types, after, strict=False)
+            t if is_plain(t) else joined(t, seen_outside(r.type, inner)) or t
+            for t, r in zip(types, function.results[1:], strict=False)
         ]
         if wider == types:
             break
         types = wider
     outputs = recorder().apply(
         loop_row,
-        (trips, go, *carry, *build.captured),
+        (*head, *carry, *build.captured),
         {"num_carry": len(carry)},
-        regions=(body,),
+        regions=(function,),
         outputs=len(carry),
     )
     return rebuild(init, outputs)
-
-
-def _position() -> str:
-    """A suffix no other loop of the enclosing graphs has."""
-    return "_".join(str(n) for n in recorder().position())

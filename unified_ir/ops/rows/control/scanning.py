@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +11,10 @@ import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.graph import Function, Node, Value
-from triplane.unified_ir.ir.types import (
-    TypeMismatch,
-)
-from triplane.unified_ir.ops.batching import BatchedCall, with_axis
+from triplane.unified_ir.ir.types import TypeMismatch
+from triplane.unified_ir.ops.batching import BatchedCall
 from triplane.unified_ir.ops.build import Build, region
+from triplane.unified_ir.ops.emission import EmissionContext
 from triplane.unified_ir.ops.inline import inline
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Op, OpCall, OpKind
@@ -23,17 +22,16 @@ from triplane.unified_ir.ops.rows.control.control import (
     Pullback,
     Types,
     VjpOf,
-    all_batched,
     all_types,
+    batched_results,
+    carry_batched,
     check_regions,
-    inside,
+    given_positions,
     numbered,
     region_types,
-    scattered,
     settled,
     swapped,
 )
-from triplane.unified_ir.ops.rows.control.emit_control import emit_scan
 from triplane.unified_ir.ops.rows.movement.structure import zeros
 from triplane.unified_ir.ops.tensor import Tensor, as_tensor, emit
 from triplane.unified_ir.ops.trees import leaves, rebuild, structure
@@ -52,12 +50,14 @@ def _scan_types(call: OpCall) -> Types:
     check_regions(call, 1)
     carry, xs, captures = split(all_types(call), call.attrs["num_carry"], call.attrs["num_scanned"])
     if not xs or any(not x.rank or x.shape[0] != xs[0].shape[0] for x in xs):
-        raise InvalidInput(f"scan walks over tensors with one first axis in common, got {xs}")
+        raise InvalidInput(f"scan needs tensors whose first axes are equally long, got {xs}")
     slices = [x.with_shape(x.shape[1:]) for x in xs]
     results = region_types(call, 0, [*carry, *slices, *captures])
     after, ys = results[: len(carry)], results[len(carry) :]
     if list(after) != carry:
-        raise TypeMismatch(f"scan keeps the carry's types, got {carry} and {list(after)} after")
+        raise TypeMismatch(
+            f"the body of a scan must keep the types of its carry {carry}, got {list(after)}"
+        )
     return (*after, *(y.with_shape((xs[0].shape[0], *y.shape)) for y in ys))
 
 
@@ -122,8 +122,8 @@ def _scan_vjp_with_residuals(
 class _ProductsApart:
     """A step back without those sums among its states that add a product a^T b.
 
-    The factors are further results instead: one product of all steps, taken after the walk, is the
-    sum. A weight's gradient is such a sum, and would be added up as a whole in every step.
+    The factors become further results instead, and one product over all steps, computed after the
+    walk, is the sum. A weight's gradient is such a sum, which every step would add to as a whole.
 
     products: factors by number of the state. walked: for factors that are scanned, all steps of
     them. more: factors that became results, in order.
@@ -136,7 +136,7 @@ class _ProductsApart:
 
     @classmethod
     def of(cls, step: Function, first: int, last: int, scanned: Sequence[Tensor]) -> _ProductsApart:
-        """states first..last-1 are sums; the parameters behind them are slices of `scanned`."""
+        """States first..last-1 are sums; the parameters after them are slices of `scanned`."""
         producer = step.producers()
         reads = Counter(v for node in step.nodes for v in node.inputs)
         products = {}
@@ -207,22 +207,17 @@ class BackwardWalk:
         gs: Sequence[Tensor | None], num_carry: int, vjp_of: VjpOf, *, lead: int = 0,
     ) -> None:  # fmt: skip
         self.body, self.gs, self.lead, self.vjp_of = body, gs, lead, vjp_of
-        self.operands = operands
-        floats = [i for i, x in enumerate(operands) if x is not None and x.dtype.is_float]
-        self.carry = [i for i in floats if i < num_carry]
-        self.captures = [i for i in floats if i >= num_carry]
-        self.y_given = [i - num_carry for i in range(num_carry, len(gs)) if gs[i] is not None]
-        self.num_carry = num_carry
-        self.width = len(self.carry) + len(self.captures)
+        self.num_carry, self.num_xs = num_carry, sum(x is None for x in operands)
+        self.state = {i: x for i, x in enumerate(operands) if x is not None and x.dtype.is_float}
+        self.carry = [i for i in self.state if i < num_carry]
+        self.y_given = given_positions(gs[num_carry:])
+        self.width = len(self.state)
 
     def start(self) -> list[Tensor]:
         """Cotangents of the final carry, then zeros like each capture."""
-        at = [*self.carry, *self.captures]
-        cotangents = {i: self.gs[i] for i in self.carry}
         starts = []
-        for i in at:
-            x, g = self.operands[i], cotangents.get(i)
-            assert x is not None
+        for i, x in self.state.items():
+            g = self.gs[i] if i < self.num_carry else None
             starts.append(zeros(x.shape, x.dtype) if g is None else g)
         return starts
 
@@ -234,59 +229,48 @@ class BackwardWalk:
         extra: Sequence[int],
     ) -> tuple[list[Tensor], list[Tensor]]:
         """One step back: the next state, and cotangents of the `extra` parameters."""
-        wanted = [self.lead + i for i in (*self.carry, *self.captures)]
-        wanted += [self.lead + i for i in extra]
-        cotangents = [self._result_of(i) for i in self.carry]
-        cotangents += [self._result_of(self.num_carry + i) for i in self.y_given]
+        wanted = [self.lead + i for i in (*self.state, *extra)]
+        first = int(self.lead > 0)  # a loop's body gives `go` before the carry
+        cotangents = [first + i for i in self.carry]
+        cotangents += [first + self.num_carry + i for i in self.y_given]
         back = self.vjp_of(self.body, wanted, cotangents)
         n = len(self.carry)
         pulled = inline(back, [*params, *state[:n], *g_ys])
         sums = [a + b for a, b in zip(state[n:], pulled[n : self.width], strict=True)]
         return [*pulled[:n], *sums], list(pulled[self.width :])
 
-    def _result_of(self, i: int) -> int:
-        """Position of carry or y number `i` among the body's results (a loop gives `go` first)."""
-        return i + (1 if self.lead else 0)
-
     def backward(self, extra: Sequence[int]) -> Function:
         """The region of the backward scan: (state, saved carry, xs, g_ys, captures)."""
         build = Build(recorder().table, f"{self.body.name}.back")
-        num_xs = sum(x is None for x in self.operands)
+
+        def params(letter: str, values: Iterable[Value | Tensor]) -> list[Tensor]:
+            return [build.param(f"{letter}{k}", v.type) for k, v in enumerate(values)]
+
+        head, results = self.num_carry + self.num_xs, self.body.results[self.num_carry :]
         with build:
-            state = [build.param(f"s{k}", x.type) for k, x in enumerate(self._state_operands())]
-            head = self.body.params[: self.num_carry + num_xs]
-            inner = [build.param(f"p{k}", p.type) for k, p in enumerate(head)]
-            g_ys = [
-                build.param(f"g{k}", self.body.results[self.num_carry + i].type)
-                for k, i in enumerate(self.y_given)
-            ]
-            captures = [
-                build.param(f"c{k}", p.type)
-                for k, p in enumerate(self.body.params[self.num_carry + num_xs :])
-            ]
+            state = params("s", self.state.values())
+            inner = params("p", self.body.params[:head])
+            g_ys = params("g", [results[i] for i in self.y_given])
+            captures = params("c", self.body.params[head:])
             after, slices = self.pulled([*inner, *captures], state, g_ys, extra)
         return build.finish(numbered([*after, *slices]))
 
-    def _state_operands(self) -> list[Tensor]:
-        operands = [self.operands[i] for i in (*self.carry, *self.captures)]
-        return [x for x in operands if x is not None]
-
     def result(
-        self, n: int, state: Sequence[Tensor], extra: Sequence[int], *, shift: int = 0
+        self, n: int, cotangents: Sequence[Tensor], extra: Sequence[int]
     ) -> list[Tensor | None]:
-        """Cotangents by operand."""
-        at = [*self.carry, *self.captures, *extra]
-        return scattered(n, {i + shift: g for i, g in zip(at, state, strict=True)})
+        """The cotangents of the state and of the `extra` operands, by operand of `n`."""
+        places = (self.lead + i for i in (*self.state, *extra))
+        by_place = dict(zip(places, cotangents, strict=True))
+        return [by_place.get(i) for i in range(n)]
 
 
 def _scan_batch(call: BatchedCall) -> Sequence[Tensor]:
     n, m = call.attrs["num_carry"], call.attrs["num_scanned"]
     build, results, leaving, carried = settled(call, call.batched, 0, n)
     carry, xs, captures = split(call.inputs, n, m)
-    first = [x if b or not c else with_axis(x, call.size)
-             for x, b, c in zip(carry, call.batched, carried, strict=False)]  # fmt: skip
+    first = carry_batched(call, carry, call.batched, carried)
     walked = [swapped(x) if b else x for x, b in zip(xs, call.batched[n : n + m], strict=True)]
-    body = build.finish(numbered(inside(build, results)))
+    body = build.finish(numbered(results))
     outputs = recorder().apply(
         scan_row,
         (*first, *walked, *captures, *build.captured),
@@ -294,15 +278,27 @@ def _scan_batch(call: BatchedCall) -> Sequence[Tensor]:
         regions=(body,),
         outputs=len(call.types),
     )
-    turned = [*outputs[:n], *(swapped(y) if b else y
-                           for y, b in zip(outputs[n:], leaving[n:], strict=True))]  # fmt: skip
-    return all_batched(turned, leaving, call.size)
+    return batched_results(call, outputs, leaving, n)
+
+
+def _emit_scan(context: EmissionContext, node: Node) -> None:
+    """A Scan whose captures are outer names."""
+    n, m = int(node.attrs["num_carry"]), int(node.attrs["num_scanned"])  # type: ignore[arg-type]
+    names = context.inputs(node)
+    stacked = len(node.outputs) - n
+    attrs: dict[str, Any] = {"num_scan_inputs": m}
+    if node.attrs.get("reverse", 0):
+        attrs["scan_input_directions"] = [1] * m
+        if stacked:
+            attrs["scan_output_directions"] = [1] * stacked
+    body = context.subgraph(node.regions[0], n + m, names[n + m :])
+    context.add("Scan", names[: n + m], context.output_names(node), body=body, **attrs)
 
 
 scan_row = Op(
     name="Scan",
     kind=OpKind.CONTROL,
-    emit=emit_scan,
+    emit=_emit_scan,
     domain=DOMAIN,
     operands=("*",),
     attrs={
@@ -327,17 +323,16 @@ def scan(f: Any, init: Any, xs: Any, *, reverse: bool = False) -> tuple[Any, Any
     types = [x.type for x in carry] + [x.type.with_shape(x.shape[1:]) for x in scanned]
     build, value = region("scan", types, lambda ts: f(rebuild(init, ts[:n]), rebuild(xs, ts[n:])))
     if not isinstance(value, tuple) or len(value) != 2:
-        raise InvalidInput(f"a scan's body gives a pair (carry, y), got {value!r}")
+        raise InvalidInput(f"the body of a scan returns a pair (carry, y), got {value!r}")
     after, ys = value
     check_structure("a scan", init, after)
-    results = inside(build, [*leaves(after), *leaves(ys)])
-    body = build.finish(numbered(results))
+    body = build.finish(numbered([*leaves(after), *leaves(ys)]))
     outputs = recorder().apply(
         scan_row,
         (*carry, *scanned, *build.captured),
         {"num_carry": n, "num_scanned": m, "reverse": int(reverse)},
         regions=(body,),
-        outputs=len(results),
+        outputs=len(body.results),
     )
     return rebuild(init, outputs[:n]), rebuild(ys, outputs[n:])
 
@@ -346,6 +341,6 @@ def check_structure(loop: str, before: Any, after: Any) -> None:
     """Refuse a carry that has another structure after a trip than before."""
     if structure(before) != structure(after):
         raise InvalidInput(
-            f"{loop} keeps its carry's structure, got {structure(before)} and "
-            f"{structure(after)} after"
+            f"{loop} must keep the structure of its carry, got {structure(before)} before a trip "
+            f"and {structure(after)} after it"
         )

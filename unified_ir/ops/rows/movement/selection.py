@@ -32,7 +32,7 @@ def _top_k_types(call: OpCall) -> Types:
     k = call.opened() if call.known[1] is None else call.dims(1)[0]
     size = x.shape[axis]
     if isinstance(k, int) and (k < 0 or (isinstance(size, int) and k > size)):
-        raise ShapeError(f"TopK along axis {axis} of {x} needs a k from 0 to {size}, got {k}")
+        raise ShapeError(f"TopK of {k} along axis {axis} of {x}: k must be from 0 to {size}")
     y = x.with_shape(k if i == axis else d for i, d in enumerate(x.shape))
     return (y, y.with_dtype(int64))[: call.outputs]
 
