@@ -31,17 +31,17 @@ from triplane.unified_ir.ops.samples import bools, ints, normal, sample
 from triplane.unified_ir.ops.tensor import Tensor, as_tensor, dims_of
 
 NOTHING: Final = -math.inf
-"""Added to a score that shall not count."""
+"""Added to a score that must not count."""
 
 RAW, CAPPED, BIASED, WEIGHTS = 0, 1, 2, 3
-"""What the fourth output shows: `qk_matmul_output_mode`."""
+"""Values of `qk_matmul_output_mode`: which scores the fourth output shows."""
 
 
 def heads_apart(x: Tensor, heads: int) -> Tensor:
     """(N, S, heads D) -> (N, heads, S, D)."""
     n, s, width = x.shape
     if heads < 1 or width % heads != 0:
-        raise ShapeError(f"{width} numbers of {x.type} do not fall into {heads} heads")
+        raise ShapeError(f"the last axis of {x.type}, {width}, cannot be split into {heads} heads")
     return x.reshape((n, s, heads, width // heads)).transpose(0, 2, 1, 3)
 
 
@@ -67,26 +67,22 @@ class _Places:
             return own + self.offset
         return own if self.offset == 0 else own + dims_of([self.offset])
 
-    def key(self) -> Tensor:
-        """The positions of keys: (T,)."""
-        return arange(self.keys)
-
     def allowed(self, *, causal: bool, left: int, right: int) -> list[Tensor]:
-        """What must all be true; nothing where everything is seen."""
+        """Masks that must all be true; none where every key is seen."""
         masks = []
         if causal:
-            masks.append(self.key() <= self.query())
+            masks.append(arange(self.keys) <= self.query())
         if left >= 0:
-            masks.append(self.key() >= self.query() - left)
+            masks.append(arange(self.keys) >= self.query() - left)
         if right >= 0:
-            masks.append(self.key() <= self.query() + right)
+            masks.append(arange(self.keys) <= self.query() + right)
         if self.filled is not None:
-            masks.append(self.key() < self.filled)
+            masks.append(arange(self.keys) < self.filled)
         return masks
 
 
 def _bias(mask: Tensor | None, places: _Places, like: Tensor, attrs: dict[str, Any]) -> Any:
-    """What is added to the scores, in the element type of `like`; None: nothing."""
+    """The sum that masks add to the scores, in the element type of `like`; None without masks."""
     allowed = places.allowed(
         causal=bool(attrs["is_causal"]),
         left=attrs["left_window_size"],
@@ -105,7 +101,7 @@ def _additive(mask: Tensor, like: Tensor) -> Tensor:
 
 
 def _widened(bias: Tensor, keys: Dim) -> Tensor:
-    """A mask may end before the keys do; what it leaves out does not count."""
+    """The bias of a mask that may end before the keys do; keys that it leaves out do not count."""
     missing = keys - bias.shape[-1]
     if missing == 0:
         return bias
@@ -134,7 +130,7 @@ def _attention(*operands: Tensor | None, **attrs: Any) -> list[Tensor]:
     q, k, v, mask, past_k, past_v, filled = padded
     if (past_k is None) != (past_v is None) or (past_k is not None and filled is not None):
         raise InvalidInput(
-            "Attention takes past keys and values together, and not beside nonpad_kv_seqlen"
+            "Attention takes past keys and values together, and neither with nonpad_kv_seqlen"
         )
     flat = q.rank == 3
     if flat:
@@ -162,10 +158,9 @@ def _attention(*operands: Tensor | None, **attrs: Any) -> list[Tensor]:
         may_be_empty=mask is not None or filled is not None or windowed,
     )
     y = _per_group(weights, v)
-    shown = {RAW: raw, CAPPED: scores, BIASED: scores, WEIGHTS: weights}[
-        attrs["qk_matmul_output_mode"]
-    ]
-    if bias is not None and attrs["qk_matmul_output_mode"] == BIASED:
+    mode = attrs["qk_matmul_output_mode"]
+    shown = {RAW: raw, CAPPED: scores, BIASED: scores, WEIGHTS: weights}[mode]
+    if bias is not None and mode == BIASED:
         shown = scores + bias
     return [heads_together(y) if flat else y, k, v, shown]
 
@@ -179,12 +174,13 @@ def _static(width: Dim) -> int:
 def _check(q: Tensor, k: Tensor, v: Tensor, attrs: dict[str, Any]) -> None:
     shown = f"queries {q.type}, keys {k.type} and values {v.type}"
     if not q.rank == k.rank == v.rank == 4:
-        raise ShapeError(f"Attention takes tensors of four axes, or of three alike; got {shown}")
+        raise ShapeError(f"Attention takes three tensors of four axes, or of three; got {shown}")
     heads, own = q.shape[1], k.shape[1]
     fixed = isinstance(heads, int) and isinstance(own, int)
     if not fixed or heads % own != 0 or own != v.shape[1]:  # type: ignore[operator]
         raise ShapeError(
-            f"Attention needs as many heads of values as of keys, of queries a multiple: {shown}"
+            "Attention needs as many heads of values as of keys, and a multiple of them for queries; "
+            f"got {shown}"
         )
     if q.shape[3] != k.shape[3] or k.shape[2] != v.shape[2]:
         raise ShapeError(f"Attention needs queries and keys of one size, got {shown}")
@@ -204,20 +200,19 @@ def _per_group(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _runs_as_it_is(node: Node, opset: int) -> bool:
-    """Whether the opset means this and onnxruntime 1.31 computes it.
+    """Whether the opset defines the operator like this and onnxruntime 1.31 computes it.
 
-    Before 25 a query without keys and the alignment of `is_causal` meant something else. Its
-    kernel takes no windows and only masks of 2 or 4 axes, as long as the keys are.
+    Before 25 a query without keys and the alignment of `is_causal` meant something else. The kernel
+    takes no windows, and only masks of 2 or 4 axes that are as long as the keys.
     """
     if opset < 25 or {"left_window_size", "right_window_size"} & node.attrs.keys():
         return False
-    mask, keys = [*node.inputs, None][3:4] or [None], node.inputs[1]
-    if mask[0] is None or keys is None:
+    _, keys, _, mask, past, *_ = (*node.inputs, None, None)
+    if mask is None or keys is None:
         return True
-    shape = mask[0].type.shape
-    own = keys.type.shape[-2]
-    past = node.inputs[4] if len(node.inputs) > 4 else None
-    total = own if past is None else own + past.type.shape[2]
+    shape, total = mask.type.shape, keys.type.shape[-2]
+    if past is not None:
+        total = total + past.type.shape[2]
     return len(shape) in {2, 4} and shape[-1] == total
 
 
@@ -236,9 +231,7 @@ attention = Op(
             *_qkv, normal(4, 3, 6), normal(2, 2, 2, 2), normal(2, 2, 2, 3), outputs=4, is_causal=1,
             qk_matmul_output_mode=1,
         ),
-        sample(
-            *_qkv, None, None, None, ints(1, 6, 2), is_causal=1,
-        ),
+        sample(*_qkv, None, None, None, ints(1, 6, 2), is_causal=1),
         sample(*_qkv, is_causal=1, outputs=4, qk_matmul_output_mode=3),
         sample(
             *_qkv, bools(2, 1, 3, 5), left_window_size=1, right_window_size=1, outputs=4,
@@ -267,7 +260,7 @@ def _rotary(
         cos, sin = gather(cos, positions), gather(sin, positions)
     if cos.rank != 3 or cos.shape[2] != turned // 2 or turned % 2:
         raise ShapeError(
-            f"RotaryEmbedding of {turned} numbers takes {turned // 2} cosines per position, got "
+            f"RotaryEmbedding of {turned} numbers needs {turned // 2} cosines per position, got "
             f"{cos.type}"
         )
     cos, sin = unsqueeze(cos, 1), unsqueeze(sin, 1)
@@ -302,20 +295,20 @@ MODES: Final = ("linear", "circular")
 def _tensor_scatter(
     cache: Tensor, update: Tensor, start: Tensor | None = None, *, axis: int, mode: str
 ) -> Tensor:
-    """Writes rows start, start + 1, ... of each sample, from the beginning again if circular."""
+    """Writes rows start, start + 1, ... of each sample; if circular, continues at the beginning."""
     axis %= cache.rank
     if mode not in MODES or axis == 0 or update.rank != cache.rank:
         raise InvalidInput(
-            f"TensorScatter writes {' or '.join(MODES)} along an axis behind the first, got "
+            f"TensorScatter needs a mode of {' or '.join(MODES)} and an axis after the first, got "
             f"mode {mode!r}, axis {axis}, {cache.type} and {update.type}"
         )
     perm = [0, axis, *(i for i in range(1, cache.rank) if i != axis)]
-    n, count, size = update.shape[0], update.shape[axis], cache.shape[axis]
+    n, count = update.shape[0], update.shape[axis]
     rows = unsqueeze(arange(count), 0)
     if start is not None:
         rows = rows + unsqueeze(start, 1)
     if mode == "circular":
-        rows = mod(rows, dims_of([size]))
+        rows = mod(rows, dims_of([cache.shape[axis]]))
     rows = expand(rows, (n, count))
     samples = expand(unsqueeze(arange(n), 1), (n, count))
     index = stack([samples, rows], axis=2)

@@ -1,10 +1,10 @@
 """Recurrences over a sequence whose gradient is taken by gates, in one walk back.
 
 Each row is one direction of a recurrent layer after its inputs were multiplied by their weight. The
-forward walk keeps the gates; everything of the gradient that does not depend on the cotangent is
-then computed for the whole sequence at once, a step back is few small operators, and the gradient
-of the recurrent weight is one product over all steps. The cotangents are operators again, so any
-order exists.
+forward walk keeps the gates. The parts of the gradient that do not depend on the cotangent are then
+computed for the whole sequence at once, a step back is a few small operators, and the gradient of
+the recurrent weight is one product over all steps. Cotangents are operators again, so every order
+exists.
 
 gates: (T, N, k H), r: (k H, H), states: (N, H), mask: bool (T, N, 1) or absent. Where the mask is
 false a step keeps the state and gives 0; `reverse` walks from the last step to the first.
@@ -35,8 +35,8 @@ Pullback = Callable[[Sequence[Tensor | None]], list[Tensor | None]]
 class Recurrence:
     """One kind of recurrence.
 
-    `advance(gates, state, weights)` gives the next state and what the way back needs of a step;
-    `slopes(kept, before, after)` turns that and the states, of all steps, into factors;
+    `advance(gates, state, weights)` gives the next state and the values that the way back needs;
+    `slopes(kept, before, after)` turns those and the states, of all steps, into factors;
     `back(cotangents of the state, factors)` gives those of the state before, None where they come
     through the product with r alone, then that of the product, then that of the gates;
     `weight_cotangents(cotangents of all products, weights)` gives those of the weights beside r.
@@ -48,11 +48,35 @@ class Recurrence:
     advance: Callable[[Tensor, State, State], tuple[State, State]]
     slopes: Callable[[State, State, State], State]
     back: Callable[[State, State], tuple[Sequence[Tensor | None], Tensor, Tensor]]
-    weight_cotangents: Callable[[Tensor, State], list[Tensor]]
+    weight_cotangents: Callable[[Tensor, State], list[Tensor]] = lambda inner, weights: []
+
+    def types(self, call: OpCall) -> tuple[TensorType, ...]:
+        """The types of the results of all steps, and of the last states."""
+        gates, r = call.type(0), call.type(1)
+        hidden = r.shape[-1]
+        wide = self.gates * hidden
+        if gates.rank != 3 or r.rank != 2 or not r.shape[0] == gates.shape[2] == wide:
+            raise ShapeError(
+                f"{call.row} takes gates (T, N, {self.gates} H) and r ({self.gates} H, "
+                f"H), got {gates} and {r}"
+            )
+        first = 1 + self.weights
+        states = [call.type(first + k) for k in range(self.states)]
+        wrong = [s for s in states if s.shape != (gates.shape[1], hidden)]
+        mask = call.type(first + self.states) if call.has(first + self.states) else None
+        if mask and mask != TensorType(bool_, (*gates.shape[:2], 1)):
+            wrong.append(mask)
+        if wrong or (self.weights > 1 and call.type(2).shape != (hidden,)):
+            raise ShapeError(
+                f"{call.row} takes states (N, H), a mask bool (T, N, 1) and a bias (H), got "
+                f"{[str(t) for t in call.types]}"
+            )
+        y = gates.with_shape((*gates.shape[:2], hidden))
+        return (y, *states)[: call.outputs]
 
 
 def _columns(x: Tensor, *parts: int) -> tuple[Tensor, ...]:
-    """The last axis in parts, so many gates each."""
+    """The last axis in parts of so many gates each."""
     size = x.shape[-1] // sum(parts)
     sizes = dims_of([k * size for k in parts])
     return split_row.all_outputs(x, sizes, outputs=len(parts), axis=-1)
@@ -71,7 +95,7 @@ def _lstm_step(gates: Tensor, state: State, weights: State) -> tuple[State, Stat
 
 
 def _lstm_slopes(kept: State, _: State, after: State) -> State:
-    """Of i, o, f, g, c' and f itself; f c is what i g leaves of c'."""
+    """The slopes of i, o, f, g and c', and f itself; f c is computed as c' - i g."""
     (squashed, g, bent), (h, c) = kept, after
     i, o, f = _columns(squashed, 1, 1, 1)
     fresh = i * g
@@ -80,7 +104,7 @@ def _lstm_slopes(kept: State, _: State, after: State) -> State:
 
 
 def _lstm_back(gs: State, slopes: State) -> tuple[Sequence[Tensor | None], Tensor, Tensor]:
-    """The output's cotangent reaches c' through tanh; all gates but o see c' alone."""
+    """The output's cotangent reaches c' through tanh; all gates but o only affect c'."""
     g_h, g_c = gs
     by_i, by_o, by_f, by_g, through, f = slopes
     g_c = g_c + g_h * through
@@ -121,10 +145,6 @@ def _gru_weight_cotangents(inner: Tensor, weights: State) -> list[Tensor]:
     return [sum_to(inner[:, 2 * bias.shape[0] :], bias)]
 
 
-def _no_weight_cotangents(_: Tensor, __: State) -> list[Tensor]:
-    return []
-
-
 def _simple(squash: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor]) -> Recurrence:
     """h' = squash(x + R h), whose slope is a function of its result."""
 
@@ -136,12 +156,10 @@ def _simple(squash: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor
         g = gs[0] * slopes[0]
         return (None,), g, g
 
-    return Recurrence(
-        1, 1, 1, advance, lambda _, __, after: (slope(after[0]),), back, _no_weight_cotangents
-    )
+    return Recurrence(1, 1, 1, advance, lambda _, __, after: (slope(after[0]),), back)
 
 
-LSTM: Final = Recurrence(4, 1, 2, _lstm_step, _lstm_slopes, _lstm_back, _no_weight_cotangents)
+LSTM: Final = Recurrence(4, 1, 2, _lstm_step, _lstm_slopes, _lstm_back)
 GRU: Final = Recurrence(3, 2, 1, _gru_step, _gru_slopes, _gru_back, _gru_weight_cotangents)
 TANH: Final = _simple(tanh, lambda y: 1.0 - y * y)
 RELU: Final = _simple(relu, step)
@@ -159,7 +177,7 @@ class _Call:
     reverse: bool
 
     def forward(self, *, keep: bool) -> tuple[State, State]:
-        """The last state, and of all steps: results, and if asked states and what is kept."""
+        """The last state; then, stacked, the results and with `keep` the states and kept values."""
 
         def one(before: State, xs: tuple[Tensor, Tensor | None]) -> tuple[State, State]:
             gates, mask = xs
@@ -170,10 +188,9 @@ class _Call:
                 pairs = zip(after, before, strict=True)
                 after = tuple(where(mask, a, b) for a, b in pairs)
             # without a mask the results are the states of the first kind
-            return after, (y, *(after[mask is None :] if keep else ()), *(kept if keep else ()))
+            return after, (y, *after[mask is None :], *kept) if keep else (y,)
 
-        last, stacked = scan(one, self.states, (self.gates, self.mask), reverse=self.reverse)
-        return last, stacked
+        return scan(one, self.states, (self.gates, self.mask), reverse=self.reverse)
 
     def before(self, stacked: Sequence[Tensor]) -> State:
         """The state that each step started from."""
@@ -197,11 +214,9 @@ class _Call:
         )
         flat = inner.reshape((-1, inner.shape[-1]))
         h = before[0].reshape((-1, before[0].shape[-1]))
-        g_weights = [
-            gemm(flat, h, transA=1),
-            *self.recurrence.weight_cotangents(flat, self.weights),
-        ]
-        return [outer[0] if outer else inner, *g_weights, *first]
+        g_r = gemm(flat, h, transA=1)
+        g_weights = self.recurrence.weight_cotangents(flat, self.weights)
+        return [outer[0] if outer else inner, g_r, *g_weights, *first]
 
     def _step_back(
         self, gs: State, xs: tuple[State, Tensor | None, Tensor | None]
@@ -230,36 +245,6 @@ def _call(recurrence: Recurrence, inputs: Sequence[Tensor | None], reverse: int)
     return _Call(recurrence, gates, weights, states, mask, bool(reverse))  # type: ignore[arg-type]
 
 
-def _types(recurrence: Recurrence) -> Callable[[OpCall], tuple[TensorType, ...]]:
-    def infer(call: OpCall) -> tuple[TensorType, ...]:
-        gates, r = call.type(0), call.type(1)
-        hidden = r.shape[-1]
-        if (
-            gates.rank != 3
-            or r.rank != 2
-            or not r.shape[0] == gates.shape[2] == (recurrence.gates * hidden)
-        ):
-            raise ShapeError(
-                f"{call.row} takes gates (T, N, {recurrence.gates} H) and r ({recurrence.gates} H, "
-                f"H), got {gates} and {r}"
-            )
-        first = 1 + recurrence.weights
-        states = [call.type(first + k) for k in range(recurrence.states)]
-        wrong = [s for s in states if s.shape != (gates.shape[1], hidden)]
-        mask = call.type(first + recurrence.states) if call.has(first + recurrence.states) else None
-        if mask and mask != TensorType(bool_, (*gates.shape[:2], 1)):
-            wrong.append(mask)
-        if wrong or (recurrence.weights > 1 and call.type(2).shape != (hidden,)):
-            raise ShapeError(
-                f"{call.row} takes states (N, H), a mask bool (T, N, 1) and a bias (H), got "
-                f"{[str(t) for t in call.types]}"
-            )
-        y = gates.with_shape((*gates.shape[:2], hidden))
-        return (y, *states)[: call.outputs]
-
-    return infer
-
-
 def _row(name: str, recurrence: Recurrence, operands: str, *makers: MakeArray) -> Op:
     def body(*inputs: Tensor | None, reverse: int) -> list[Tensor]:
         last, (ys,) = _call(recurrence, inputs, reverse).forward(keep=False)
@@ -280,7 +265,6 @@ def _row(name: str, recurrence: Recurrence, operands: str, *makers: MakeArray) -
 
         return [y, *last][:outputs], pull
 
-    masked = (*makers, bools(4, 2, 1))
     outputs = 1 + recurrence.states
     return Op(
         name=name,
@@ -288,12 +272,12 @@ def _row(name: str, recurrence: Recurrence, operands: str, *makers: MakeArray) -
         domain=DOMAIN,
         operands=(*operands, "P?"),
         attrs={"reverse": AttrSpec("INT", 0)},
-        infer=_types(recurrence),
+        infer=recurrence.types,
         body=body,
         vjp_with_residuals=vjp_with_residuals,
         samples=(
             sample(*makers, outputs=outputs),
-            sample(*masked, outputs=outputs, reverse=1),
+            sample(*makers, bools(4, 2, 1), outputs=outputs, reverse=1),
         ),
     )
 

@@ -1,8 +1,8 @@
 """LSTM, GRU and RNN as ONNX defines them: both directions, lengths, any activations.
 
-All inputs are multiplied by their weight at once, before the walk over time. With the usual
+All inputs are multiplied by their weight at once, before the walk over time. With the default
 activations, and nothing clipped or coupled, a direction is a row of `recurrences`, whose gradient
-is taken by gates; anything else is a plain scan. On a runtime the operator runs as it is.
+is taken by gates; anything else is a plain scan. A runtime has the operator itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.graph import Node
 from triplane.unified_ir.ir.types import ShapeError, TensorType, int64
 from triplane.unified_ir.ops.emission import DYNAMIC_LSTM, EmissionContext
-from triplane.unified_ir.ops.row import IntegerForm, MakeArray, Op, OpCall, OpKind
+from triplane.unified_ir.ops.row import IntegerForm, MakeArray, Op, OpCall, OpKind, Sample
 from triplane.unified_ir.ops.rows.arithmetic.elementwise import (
     abs_,
     clip,
@@ -56,7 +56,7 @@ DIRECTIONS: Final[Mapping[str, tuple[bool, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """f(x, alpha, beta) and the defaults of what it takes; None: it has none to give."""
+    """f(x, alpha, beta), which of the two it takes, and their defaults, None without."""
 
     f: Callable[[Tensor, float, float], Tensor]
     takes: str = ""
@@ -93,52 +93,59 @@ class _Way:
 
 
 def _ways(row: str, usual: Sequence[str], attrs: Mapping[str, Any]) -> list[_Way]:
-    """Alphas and betas go, in order, to those activations that take one."""
     direction = attrs["direction"]
     if direction not in DIRECTIONS:
-        raise InvalidInput(f"{row} walks {', '.join(DIRECTIONS)}; got direction {direction!r}")
-    backwards = DIRECTIONS[direction]
-    given_names = attrs.get("activations") or tuple(usual) * len(backwards)
-    names = [n.lower() for n in given_names]
-    wanted = len(usual) * len(backwards)
-    unknown = [n for n in names if n not in ACTIVATIONS]
-    if unknown or len(names) < wanted:
         raise InvalidInput(
-            f"{row} needs {wanted} activations of {', '.join(ACTIVATIONS)}; got {given_names}"
+            f"the direction of {row} must be one of {', '.join(DIRECTIONS)}; got {direction!r}"
         )
-    alphas = list(attrs.get("activation_alpha") or ())
-    betas = list(attrs.get("activation_beta") or ())
-    squash = [_squash(row, n, alphas, betas) for n in names[:wanted]]
-    k = len(usual)
+    backwards, k = DIRECTIONS[direction], len(usual)
+    names = _activations(attrs) or list(usual) * len(backwards)
+    unknown = [n for n in names if n not in ACTIVATIONS]
+    if unknown or len(names) < k * len(backwards):
+        raise InvalidInput(
+            f"{row} needs {k * len(backwards)} activations of {', '.join(ACTIVATIONS)}; "
+            f"got {attrs.get('activations')}"
+        )
+    names = names[: k * len(backwards)]
+    numbers = _numbers(row, names, attrs)
+    squash = [_squash(n, *pair) for n, pair in zip(names, numbers, strict=True)]
     return [
-        _Way(tuple(names[i * k : (i + 1) * k]), tuple(squash[i * k : (i + 1) * k]), backward)
-        for i, backward in enumerate(backwards)
+        _Way(tuple(names[i : i + k]), tuple(squash[i : i + k]), backward)
+        for i, backward in zip(range(0, len(names), k), backwards, strict=True)
     ]
 
 
-def _squash(row: str, name: str, alphas: list[float], betas: list[float]) -> Squash:
-    alpha, beta = _numbers(row, name, alphas, betas)
+def _activations(attrs: Mapping[str, Any]) -> list[str]:
+    return [n.lower() for n in attrs.get("activations") or ()]
+
+
+def _squash(name: str, alpha: float | None, beta: float | None) -> Squash:
     return lambda x: ACTIVATIONS[name].f(x, alpha or 0.0, beta or 0.0)
 
 
 def _numbers(
-    row: str, name: str, alphas: list[float], betas: list[float]
-) -> tuple[float | None, float | None]:
-    """What an activation takes of the lists, else its usual numbers; None: it takes none."""
-    defaults = ACTIVATIONS[name]
-    alpha = alphas.pop(0) if "a" in defaults.takes and alphas else defaults.alpha
-    beta = betas.pop(0) if "b" in defaults.takes and betas else defaults.beta
-    if ("a" in defaults.takes and alpha is None) or ("b" in defaults.takes and beta is None):
-        raise InvalidInput(f"{row}: {name} has no usual alpha and beta; give both")
-    return alpha, beta
+    row: str, names: Sequence[str], attrs: Mapping[str, Any]
+) -> list[tuple[float | None, float | None]]:
+    """alpha and beta of each activation; None: it takes none.
+
+    The numbers in the attributes go, in order, to those activations that take one; others have
+    their defaults.
+    """
+    alphas, betas = (iter(attrs.get(f"activation_{a}") or ()) for a in ("alpha", "beta"))
+    pairs = []
+    for name in names:
+        activation = ACTIVATIONS[name]
+        alpha = next(alphas, activation.alpha) if "a" in activation.takes else None
+        beta = next(betas, activation.beta) if "b" in activation.takes else None
+        if (alpha, beta).count(None) > 2 - len(activation.takes):
+            raise InvalidInput(f"{row}: {name} has no default alpha and beta; give both")
+        pairs.append((alpha, beta))
+    return pairs
 
 
 def numbers_of(row: str, attrs: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
     """`activation_alpha` and `activation_beta` with a number for each activation that takes one."""
-    alphas = list(attrs.get("activation_alpha") or ())
-    betas = list(attrs.get("activation_beta") or ())
-    names = [n.lower() for n in attrs.get("activations") or ()]
-    pairs = [_numbers(row, n, alphas, betas) for n in names]
+    pairs = _numbers(row, _activations(attrs), attrs)
     return {
         "activation_alpha": tuple(a for a, _ in pairs if a is not None),
         "activation_beta": tuple(b for _, b in pairs if b is not None),
@@ -187,9 +194,8 @@ class _Direction:
     def swept(self, row: Op, *weights: Tensor) -> tuple[Tensor, ...]:
         """The same by a row whose gradient is taken by gates."""
         operands = (self.mixed, self.r, *weights, *self.states, self.mask)
-        return row.all_outputs(
-            *operands, outputs=1 + len(self.states), reverse=int(self.way.reverse)
-        )
+        outputs = 1 + len(self.states)
+        return row.all_outputs(*operands, outputs=outputs, reverse=int(self.way.reverse))
 
 
 def _simple(walk: _Direction) -> tuple[Tensor, ...]:
@@ -253,7 +259,7 @@ def _lstm(walk: _Direction) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What tells the three rows apart."""
+    """The properties in which the three rows differ."""
 
     name: str
     gates: int
@@ -261,52 +267,75 @@ class _Kind:
     usual: tuple[str, ...]
     walk: Callable[[_Direction], tuple[Tensor, ...]]
 
-
-_RNN: Final = _Kind("RNN", 1, 1, ("tanh",), _simple)
-_GRU: Final = _Kind("GRU", 3, 1, ("sigmoid", "tanh"), _gru)
-_LSTM: Final = _Kind("LSTM", 4, 2, ("sigmoid", "tanh", "tanh"), _lstm)
-
-
-def _body(kind: _Kind) -> Callable[..., list[Tensor]]:
-    """Y, then the last states; every direction by itself."""
-
-    def body(*inputs: Tensor | None, **attrs: Any) -> list[Tensor]:
+    def body(self, *inputs: Tensor | None, **attrs: Any) -> list[Tensor]:
+        """Y, then the last states; every direction by itself."""
         padded: list[Any] = [*inputs, *[None] * (8 - len(inputs))]
-        x, w, r, b, lens, *more = padded
-        return _layer(kind, (x, w, r, b), lens, more[: kind.states], more[2], attrs)
+        x, w, r, b, lens, *starts, peepholes = padded
+        batch_first = bool(attrs["layout"])
+        if batch_first:
+            x = x.transpose(1, 0, 2)
+        mask = None if lens is None else _inside(lens, x)
+        results = []
+        for d, way in enumerate(_ways(self.name, self.usual, attrs)):
+            r_d: Any = _at(r, d)
+            mixed, bias = _mixed(self, x, _at(w, d), _at(b, d), attrs)
+            states = tuple(
+                _start(s, d, x, r_d, batch_first=batch_first) for s in starts[: self.states]
+            )
+            peeps = _at(peepholes, d)
+            results.append(self.walk(_Direction(way, mixed, r_d, bias, peeps, states, mask, attrs)))
+        ys, *lasts = zip(*results, strict=True)
+        if batch_first:
+            y = stack([y.transpose(1, 0, 2) for y in ys], axis=2)
+            return [y, *(stack(s, axis=1) for s in lasts)]
+        return [stack(ys, axis=1), *(stack(s) for s in lasts)]
 
-    return body
+    def types(self, call: OpCall) -> tuple[TensorType, ...]:
+        """The types of Y and of the last states."""
+        x, w, r = (call.type(i) for i in range(3))
+        d = len(_ways(self.name, self.usual, call.attrs))
+        if x.rank != 3 or w.rank != 3 or r.rank != 3:
+            raise ShapeError(f"{call.row} takes X, W and R of three axes, got {x}, {w} and {r}")
+        h, k = r.shape[2], self.gates * r.shape[2]
+        if call.attrs["layout"]:
+            n, t = x.shape[:2]
+            y, state = (n, t, d, h), (n, d, h)
+        else:
+            t, n = x.shape[:2]
+            y, state = (t, d, n, h), (d, n, h)
+        weights = [(d, k, x.shape[2]), (d, k, h), (d, 2 * k)]
+        for i, shape in enumerate([*weights, (n,), state, state, (d, 3 * h)], 1):
+            if call.has(i) and call.type(i).shape != shape:
+                raise ShapeError(
+                    f"{call.row} of X {x} in {d} directions with {h} units takes operand {i} of "
+                    f"shape ({', '.join(map(str, shape))}), got {call.type(i)}"
+                )
+        hidden_size = call.attrs.get("hidden_size")
+        if hidden_size is not None and hidden_size != h:
+            raise ShapeError(f"{call.row} has hidden_size {hidden_size}, but R {r} has {h} units")
+        return (x.with_shape(y), *[x.with_shape(state)] * self.states)[: call.outputs]
+
+    def row(self, *samples: Sample, **columns: Any) -> Op:
+        """The row of this kind; the other columns are in `columns`."""
+        return Op(
+            name=self.name,
+            kind=OpKind.RECURRENT,
+            emit=_emit_recurrent,
+            infer=self.types,
+            body=self.body,
+            samples=samples,
+            **columns,
+        )
 
 
-def _layer(
-    kind: _Kind, operands: tuple[Tensor, Tensor, Tensor, Tensor | None], lens: Tensor | None,
-    starts: Sequence[Tensor | None], peepholes: Tensor | None, attrs: Mapping[str, Any],
-) -> list[Tensor]:  # fmt: skip
-    x, w, r, b = operands
-    batch_first = bool(attrs["layout"])
-    if batch_first:
-        x = x.transpose(1, 0, 2)
-    mask = None if lens is None else _inside(lens, x)
-    results = []
-    for d, way in enumerate(_ways(kind.name, kind.usual, attrs)):
-        r_d = _at(r, d)
-        mixed, bias = _mixed(kind, x, _at(w, d), None if b is None else _at(b, d), attrs)
-        states = tuple(_start(s, d, x, r_d, batch_first=batch_first) for s in starts)
-        peeps = None if peepholes is None else _at(peepholes, d)
-        results.append(kind.walk(_Direction(way, mixed, r_d, bias, peeps, states, mask, attrs)))
-    ys, *lasts = zip(*results, strict=True)
-    if batch_first:
-        y = stack([y.transpose(1, 0, 2) for y in ys], axis=2)
-        return [y, *(stack(list(s), axis=1) for s in lasts)]
-    return [stack(list(ys), axis=1), *(stack(list(s)) for s in lasts)]
-
-
-def _at(x: Tensor, d: int) -> Tensor:
-    """x[d]; one direction alone is only another shape of the same elements."""
+def _at(x: Any, d: int) -> Any:
+    """x[d], or None; one direction alone is only another shape of the same elements."""
+    if x is None:
+        return None
     return x.reshape(x.shape[1:]) if x.shape[0] == 1 else x[d]
 
 
-def _start(s: Tensor | None, d: int, x: Tensor, r: Tensor, *, batch_first: bool) -> Tensor:
+def _start(s: Tensor | None, d: int, x: Tensor, r: Tensor, *, batch_first: bool) -> Any:
     if s is None:
         return zeros((x.shape[1], r.shape[1]), x.dtype)
     return _at(s.transpose(1, 0, 2) if batch_first else s, d)
@@ -341,42 +370,6 @@ def _mixed(
     return flat.reshape((*x.shape[:2], w.shape[0])), inner
 
 
-def _types(kind: _Kind) -> Callable[[OpCall], tuple[TensorType, ...]]:
-    def infer(call: OpCall) -> tuple[TensorType, ...]:
-        x, w, r = (call.type(i) for i in range(3))
-        d = len(_ways(kind.name, kind.usual, call.attrs))
-        if x.rank != 3 or w.rank != 3 or r.rank != 3:
-            raise ShapeError(f"{call.row} takes X, W and R of three axes, got {x}, {w} and {r}")
-        t, n = (x.shape[1], x.shape[0]) if call.attrs["layout"] else x.shape[:2]
-        h = r.shape[2]
-        asked = call.attrs.get("hidden_size")
-        turned = (lambda *s: (s[1], s[0], *s[2:])) if call.attrs["layout"] else lambda *s: s
-        state = turned(d, n, h)
-        k = kind.gates * h
-        wanted = [
-            x.shape,
-            (d, k, x.shape[2]),
-            (d, k, h),
-            (d, 2 * k),
-            (n,),
-            state,
-            state,
-            (d, 3 * h),
-        ]
-        for i, shape in enumerate(wanted):
-            if call.has(i) and call.type(i).shape != shape:
-                raise ShapeError(
-                    f"{call.row} of X {x} in {d} directions with {h} units takes operand {i} of "
-                    f"shape ({', '.join(map(str, shape))}), got {call.type(i)}"
-                )
-        if asked is not None and asked != h:
-            raise ShapeError(f"{call.row} has hidden_size {asked}, but R {r} has {h} units")
-        y = (n, t, d, h) if call.attrs["layout"] else (t, d, n, h)
-        return (x.with_shape(y), *[x.with_shape(state)] * kind.states)[: call.outputs]
-
-    return infer
-
-
 def _operands(
     gates: int, *, directions: int = 1, states: int = 0, lens: bool = False, layout: int = 0
 ) -> tuple[MakeArray | None, ...]:
@@ -390,10 +383,11 @@ def _operands(
 
 
 def _emit_recurrent(context: EmissionContext, node: Node) -> None:
-    """Batch-first operands are turned around it: onnxruntime 1.31 refuses layout 1.
+    """Writes the operator as onnxruntime 1.31 needs it.
 
-    It gives zeros as the last state of a sequence of no steps, whose state stays as it began, and
-    has other usual numbers of activations than ONNX: all are written.
+    Batch-first operands are transposed around it, because onnxruntime refuses layout 1. It gives
+    zeros as the last state of a sequence without steps, whose state is the initial one, and has
+    other default numbers of activations than ONNX, so all are written out.
     """
     written = {**node.attrs, **numbers_of(node.op.name, node.attrs)}
     plain: dict[str, Any] = {k: v for k, v in written.items() if v != ()}
@@ -411,10 +405,8 @@ def _emit_recurrent(context: EmissionContext, node: Node) -> None:
     finals = [results[0], *_kept_states(context, names, results[1:])]
     perms = [[2, 0, 1, 3], [1, 0, 2], [1, 0, 2]]
     for name, final, perm in zip(finals, context.output_names(node), perms, strict=False):
-        if turned:
-            context.add("Transpose", [name], [final], perm=perm)
-        else:
-            context.add("Identity", [name], [final])
+        attrs = {"perm": perm} if turned else {}
+        context.add("Transpose" if turned else "Identity", [name], [final], **attrs)
 
 
 def _recurrent_kernel(
@@ -424,7 +416,7 @@ def _recurrent_kernel(
     results: list[str],
     attrs: Mapping[str, Any],
 ) -> None:
-    """The operator, or an LSTM on int8 weights where it has such and the target that operator."""
+    """The operator, or an LSTM on int8 weights where it has these and the target has that one."""
     domain, _, integer = DYNAMIC_LSTM.rpartition(".")
     if node.op.name == "LSTM" and DYNAMIC_LSTM in context.target.operators:
         w, r = (_gates_in_int8(context, name) for name in names[1:3])
@@ -436,7 +428,7 @@ def _recurrent_kernel(
 
 
 def _gates_in_int8(context: EmissionContext, name: str) -> tuple[str, str, str] | None:
-    """Integers, scales and zero points of weights that are made as `quantize.insert` does."""
+    """Integers, scales and zero points of weights that `quantize.insert` quantized."""
     turned = context.producer(name, "Transpose")
     read = turned and context.producer(turned[0][0], "DequantizeLinear")
     if not turned or not read or len(read[0]) != 3 or turned[1] != {"perm": [0, 2, 1]}:
@@ -455,7 +447,7 @@ def _gates_in_int8(context: EmissionContext, name: str) -> tuple[str, str, str] 
 def _kept_states(
     context: EmissionContext, names: Sequence[str], states: Sequence[str]
 ) -> list[str]:
-    """The last states; of a sequence of no steps the first one."""
+    """The last states; of a sequence without steps, the initial ones."""
     lens, starts = names[4], names[5:7]
     if not lens:
         return list(states)
@@ -466,69 +458,56 @@ def _kept_states(
     return [context.emit("Where", walked, s, first) if first else s for s, first in pairs]
 
 
-rnn = Op(
-    name="RNN", kind=OpKind.RECURRENT, weights=(1, 2, 3), buffers=(5,), emit=_emit_recurrent,
-    infer=_types(_RNN),
-    body=_body(_RNN),
-    samples=(
-        sample(*_operands(1)[:3], hidden_size=2, outputs=2),
-        sample(
-            *_operands(1, directions=2, states=1, lens=True), hidden_size=2, outputs=2,
-            direction="bidirectional", activations=("Relu", "Affine"), activation_alpha=(0.7,),
-            activation_beta=(0.1,),
-        ),
-        sample(
-            *_operands(1, layout=1, states=1), hidden_size=2, outputs=2, layout=1,
-            direction="reverse", activations=("Softsign",), clip=5.0,
-        ),
+rnn = _Kind("RNN", 1, 1, ("tanh",), _simple).row(
+    sample(*_operands(1)[:3], hidden_size=2, outputs=2),
+    sample(
+        *_operands(1, directions=2, states=1, lens=True), hidden_size=2, outputs=2,
+        direction="bidirectional", activations=("Relu", "Affine"), activation_alpha=(0.7,),
+        activation_beta=(0.1,),
     ),
+    sample(
+        *_operands(1, layout=1, states=1), hidden_size=2, outputs=2, layout=1,
+        direction="reverse", activations=("Softsign",), clip=5.0,
+    ),
+    weights=(1, 2, 3),
+    buffers=(5,),
 )  # fmt: skip
 """Elman 1990; X, W, R, B?, sequence_lens?, initial_h? -> Y, Y_h."""
 
-gru = Op(
-    name="GRU", kind=OpKind.RECURRENT, weights=(1, 2, 3), buffers=(5,), emit=_emit_recurrent,
-    infer=_types(_GRU),
-    body=_body(_GRU),
-    samples=(
-        sample(*_operands(3), hidden_size=2, outputs=2),
-        sample(*_operands(3)[:3], hidden_size=2, linear_before_reset=1),
-        sample(
-            *_operands(3, directions=2, states=1, lens=True), hidden_size=2, outputs=2,
-            direction="bidirectional", linear_before_reset=1,
-        ),
-        sample(
-            *_operands(3, layout=1, states=1), hidden_size=2, outputs=2, layout=1, clip=5.0,
-            direction="reverse", activations=("HardSigmoid", "ScaledTanh"),
-            activation_alpha=(0.25, 1.2), activation_beta=(0.5, 0.8), linear_before_reset=1,
-        ),
+gru = _Kind("GRU", 3, 1, ("sigmoid", "tanh"), _gru).row(
+    sample(*_operands(3), hidden_size=2, outputs=2),
+    sample(*_operands(3)[:3], hidden_size=2, linear_before_reset=1),
+    sample(
+        *_operands(3, directions=2, states=1, lens=True), hidden_size=2, outputs=2,
+        direction="bidirectional", linear_before_reset=1,
     ),
+    sample(
+        *_operands(3, layout=1, states=1), hidden_size=2, outputs=2, layout=1, clip=5.0,
+        direction="reverse", activations=("HardSigmoid", "ScaledTanh"),
+        activation_alpha=(0.25, 1.2), activation_beta=(0.5, 0.8), linear_before_reset=1,
+    ),
+    weights=(1, 2, 3),
+    buffers=(5,),
 )  # fmt: skip
 """Cho et al. 2014; gates z, r, h; X, W, R, B?, sequence_lens?, initial_h? -> Y, Y_h."""
 
-lstm = Op(
-    name="LSTM",
-    kind=OpKind.RECURRENT,
+lstm = _Kind("LSTM", 4, 2, ("sigmoid", "tanh", "tanh"), _lstm).row(
+    sample(*_operands(4)[:3], hidden_size=2, outputs=3),
+    sample(
+        *_operands(4, directions=2, states=2, lens=True), hidden_size=2, outputs=3,
+        direction="bidirectional",
+    ),
+    sample(
+        *_operands(4, states=2), normal(1, 6), hidden_size=2, outputs=3, clip=5.0,
+        direction="reverse",
+    ),
+    sample(
+        *_operands(4, layout=1, states=2), hidden_size=2, outputs=3, layout=1, input_forget=1,
+        activations=("Sigmoid", "Softsign", "LeakyRelu"),
+    ),
     weights=(1, 2, 3, 7),
     buffers=(5, 6),
     integer_form=IntegerForm.RECURRENT,
-    emit=_emit_recurrent,
-    infer=_types(_LSTM),
-    body=_body(_LSTM),
-    samples=(
-        sample(*_operands(4)[:3], hidden_size=2, outputs=3),
-        sample(
-            *_operands(4, directions=2, states=2, lens=True), hidden_size=2, outputs=3,
-            direction="bidirectional",
-        ),
-        sample(
-            *_operands(4, states=2), normal(1, 6), hidden_size=2, outputs=3, clip=5.0,
-            direction="reverse",
-        ),
-        sample(
-            *_operands(4, layout=1, states=2), hidden_size=2, outputs=3, layout=1, input_forget=1,
-            activations=("Sigmoid", "Softsign", "LeakyRelu"),
-        ),
-    ),
 )  # fmt: skip
 """Hochreiter and Schmidhuber 1997; gates i, o, f, c; X, W, R, B?, sequence_lens?, initial_h?,
 initial_c?, P? -> Y, Y_h, Y_c."""
