@@ -162,7 +162,7 @@ REFUSED = {
     "parts that do not add up": (
         lambda x: ops.split_to_sequence(x, [1, 2], axis=1),
         X,
-        r"into \[1, 2\], which is 3",
+        r"got \[1, 2\], which add up to 3",
     ),
 }
 

@@ -1,4 +1,4 @@
-"""Images out of their files' bytes: PNG and PNM, by this package's own readers."""
+"""Decodes images from the bytes of their files: PNG and PNM, by this package's own readers."""
 
 from __future__ import annotations
 

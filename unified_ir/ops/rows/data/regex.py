@@ -1,9 +1,9 @@
-"""Full matches of regular expressions in time linear in the text, as RE2 does it.
+"""Full matches of regular expressions in time linear in the text, like RE2.
 
-A pattern from a model is hostile: Python's own engine may take for ever on it. Python's parser
-reads the pattern; its parts become states, and all states that a prefix of the text can be in are
-walked at once. Refused by name: what no finite automaton does (references, looking around), and
-patterns of too many states.
+A pattern from a model may be hostile: Python's own engine can take exponential time on it. Python's
+parser reads the pattern, its parts become states, and all states that a prefix of the text can be
+in are followed at once. Constructs that no finite automaton has (back references, lookaround) and
+patterns of too many states are refused by name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_PATTERN_CHARS: Final = 1_000
 
 Accepts = Callable[[str], bool]
 Holds = Callable[[str, int], bool]
-"""Whether a condition holds between two letters of a text."""
+"""(text, position) -> whether a condition holds before that letter."""
 
 
 class Automaton:
@@ -50,14 +50,14 @@ class Automaton:
         return self.end in now
 
     def _closed(self, states: set[int], text: str, at: int) -> set[int]:
-        """With every state reached without a letter."""
-        states_reached, waiting = set(states), list(states)
+        """The states, and every state that they reach without a letter."""
+        reached, waiting = set(states), list(states)
         while waiting:
             for holds, to in self.free[waiting.pop()]:
-                if to not in states_reached and (holds is None or holds(text, at)):
-                    states_reached.add(to)
+                if to not in reached and (holds is None or holds(text, at)):
+                    reached.add(to)
                     waiting.append(to)
-        return states_reached
+        return reached
 
     def _state(self) -> int:
         if len(self.steps) >= MAX_STATES:
@@ -170,7 +170,5 @@ _PLACES: Final[Mapping[Any, Holds]] = {
 # fmt: on
 
 
-@lru_cache(maxsize=64)
-def automaton(pattern: str) -> Automaton:
-    """The automaton of a pattern, made once."""
-    return Automaton(pattern)
+automaton = lru_cache(maxsize=64)(Automaton)
+"""The automaton of a pattern; recent ones are remembered."""

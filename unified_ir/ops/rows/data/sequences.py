@@ -1,14 +1,15 @@
 """Rows over sequences and optionals: several tensors, or perhaps none, as one value.
 
-A sequence's type says what is known of its elements (`ir.types.SequenceType`); a size that each has
-for itself becomes a size of its own when one is taken out. The cotangent of a sequence is a
-sequence of cotangents; of optionals and maps there is no gradient, and they say so.
+The type of a sequence holds what is known about its elements (`ir.types.SequenceType`). A size that
+differs between elements (an own size) becomes a symbol of the node that takes an element out. The
+cotangent of a sequence is a sequence of cotangents; optionals and maps have no gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import reduce
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -32,9 +33,14 @@ from triplane.unified_ir.ir.types import (
 )
 from triplane.unified_ir.ops.build import region
 from triplane.unified_ir.ops.emission import EmissionContext
-from triplane.unified_ir.ops.inline import introduced
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.row import DOMAIN, Op, OpCall, OpKind, dtype_attr
+from triplane.unified_ir.ops.rows.control.control import (
+    all_types,
+    check_regions,
+    inner_sizes,
+    numbered,
+)
 from triplane.unified_ir.ops.rows.movement.shape_assertions import assume_shape
 from triplane.unified_ir.ops.rows.movement.structure import axes_of, stop_gradient, where, zeros
 from triplane.unified_ir.ops.tensor import Tensor, TensorLike, as_tensor, dims_of
@@ -54,19 +60,15 @@ def _shaped(call: OpCall, held: SequenceType) -> TensorType:
     """The elements' type; refused where their number of axes is not known."""
     if isinstance(held.element, DType):
         raise ShapeError(
-            f"{call.row} needs to know the axes of the elements, got {held}; say them where the "
-            "sequence enters, or insert a tensor first"
+            f"{call.row} needs to know the axes of the elements, got {held}; declare them where "
+            "the sequence is a parameter, or insert a tensor first"
         )
     return held.element
 
 
-def _own(shape: Sequence[Dim]) -> int:
-    return sum(d == OWN for d in shape)
-
-
 def _opened(call: OpCall, shape: Sequence[Dim], first: int = 0) -> list[Dim]:
-    """The shape with a size of this node for each that an element has for itself."""
-    numbers = iter(range(first, first + len(shape)))
+    """The shape with a symbol of this node for each own size of an element."""
+    numbers = count(first)
     return [call.opened(next(numbers)) if d == OWN else d for d in shape]
 
 
@@ -75,21 +77,12 @@ def _position(call: OpCall, i: int) -> None:
         raise ShapeError(f"{call.row} takes one position, got {call.type(i)}")
 
 
-def _constructed(call: OpCall) -> Types:
-    types: list[TensorType | DType] = [call.type(i) for i in range(len(call.types))]
-    return (SequenceType(reduce(joined_elements, types)),)
-
-
-def _construct_vjp(g: Tensor, y: Tensor, *xs: Tensor) -> list[Tensor]:
-    return [assume_shape(sequence_at(g, i), x.shape) for i, x in enumerate(xs)]
-
-
 sequence_construct = Op(
     name="SequenceConstruct",
     kind=OpKind.SEQUENCE,
-    infer=_constructed,
+    infer=lambda call: (SequenceType(reduce(joined_elements, call.types)),),  # type: ignore[arg-type]
     reference=lambda *xs, **_: list(xs),
-    vjp=_construct_vjp,
+    vjp=lambda g, y, *xs: [assume_shape(sequence_at(g, i), x.shape) for i, x in enumerate(xs)],
 )
 
 sequence_empty_row = Op(
@@ -104,7 +97,7 @@ def _inserted(call: OpCall) -> Types:
     held, x = _sequence(call), call.type(1)
     _position(call, 2)
     if held.element_dtype != x.dtype:
-        raise TypeMismatch(f"{call.row} puts {x} into {held}; cast it")
+        raise TypeMismatch(f"{call.row} cannot put {x} into {held}; cast it")
     return (SequenceType(x if held.empty else joined_elements(held.element, x)),)
 
 
@@ -122,7 +115,7 @@ def _insert(held: Any, x: Any, position: Any = None) -> Any:
 
 
 def _place(position: Tensor | None, held: Tensor, last: int) -> Tensor:
-    """A position counted from the front; without one, that of the length plus `last`."""
+    """A position counted from the front; without one, the length plus `last`."""
     n = sequence_length(held)
     if position is None:
         return n + last
@@ -150,18 +143,18 @@ def _taken(call: OpCall) -> Types:
 
 def _own_sizes(call: OpCall) -> int:
     held = call.type(0)
-    known = isinstance(held, SequenceType) and not isinstance(held.element, DType)
-    return _own(held.element.shape) if known else 0  # type: ignore[attr-defined]
+    element = held.element if isinstance(held, SequenceType) else None
+    return element.shape.count(OWN) if isinstance(element, TensorType) else 0
 
 
 def _at_vjp(g: Tensor, y: Tensor, held: Tensor, position: Tensor) -> Any:
-    """Zeros everywhere but there."""
+    """A sequence of zeros with g at that position."""
     at = _place(position, held, 0)
     flat = sequence_map(lambda x: zeros(x.shape, x.dtype), stop_gradient(held))
     return sequence_insert(sequence_erase(flat, at), g, at), None
 
 
-sequence_at = Op(
+sequence_at: Op = Op(
     name="SequenceAt",
     kind=OpKind.SEQUENCE,
     vjp=_at_vjp,
@@ -183,8 +176,8 @@ def _erase(held: Any, position: Any = None) -> Any:
 
 def _erase_vjp(g: Tensor, y: Tensor, held: Tensor, position: Tensor | None = None) -> Any:
     at = _place(position, held, -1)
-    gone = sequence_at(stop_gradient(held), at)
-    return sequence_insert(g, zeros(gone.shape, gone.dtype), at), None
+    erased = sequence_at(stop_gradient(held), at)
+    return sequence_insert(g, zeros(erased.shape, erased.dtype), at), None
 
 
 sequence_erase = Op(
@@ -209,24 +202,27 @@ def _split_types(call: OpCall) -> Types:
     x = call.type(0)
     (axis,) = axes_of(x.rank, [call.attrs["axis"]])
     if not call.has(1):
-        kept = (1,) if call.attrs["keepdims"] else ()
-        return (SequenceType(x.with_shape((*x.shape[:axis], *kept, *x.shape[axis + 1 :]))),)
-    if call.type(1).rank > 1:
+        part: tuple[Dim, ...] = (1,) if call.attrs["keepdims"] else ()
+    elif call.type(1).rank > 1:
         raise ShapeError(f"{call.row} takes a length or a vector of lengths, got {call.type(1)}")
-    size = _part(call, x.shape[axis])
-    return (SequenceType(x.with_shape((*x.shape[:axis], size, *x.shape[axis + 1 :]))),)
+    else:
+        part = (_part(call, x.shape[axis]),)
+    return (SequenceType(x.with_shape((*x.shape[:axis], *part, *x.shape[axis + 1 :]))),)
 
 
 def _part(call: OpCall, whole: Dim) -> Dim:
-    """The size that every part has, where they have one."""
+    """The size of every part; an own size where they differ or are not known."""
     known = call.known[1]
     if not isinstance(known, np.ndarray) or not known.size:
         return OWN
     sizes = [int(n) for n in known.reshape(-1)]
     if min(sizes) < 0 or (known.ndim == 0 and not sizes[0]):
-        raise ShapeError(f"{call.row} into parts of {sizes}; sizes are above 0")
+        raise ShapeError(f"{call.row} needs sizes above 0, got {sizes}")
     if known.ndim and isinstance(whole, int) and sum(sizes) != whole:
-        raise ShapeError(f"{call.row} of {call.type(0)} into {sizes}, which is {sum(sizes)}")
+        raise ShapeError(
+            f"{call.row} of {call.type(0)} needs sizes that add up to {whole}, got {sizes}, which "
+            f"add up to {sum(sizes)}"
+        )
     alike = len(set(sizes)) == 1 if known.ndim else isinstance(whole, int) and not whole % sizes[0]
     return sizes[0] if alike else OWN
 
@@ -270,15 +266,6 @@ def _concat_types(call: OpCall) -> Types:
     return (element.with_shape((*type_[:axis], call.opened(0), *type_[axis:])),)
 
 
-def _concat_opens(call: OpCall) -> int:
-    """The sum of what lies along the axis, and what each element has for itself elsewhere."""
-    return 1 + _own_sizes(call)
-
-
-def _concat(held: Any, *, axis: int, new_axis: int) -> Any:
-    return np.stack(held, axis) if new_axis else np.concatenate(held, axis)
-
-
 def _concat_vjp(g: Tensor, y: Tensor, held: Tensor, *, axis: int, new_axis: int) -> Any:
     """Parts as long as the elements are."""
     if new_axis:
@@ -291,9 +278,9 @@ def _concat_vjp(g: Tensor, y: Tensor, held: Tensor, *, axis: int, new_axis: int)
 concat_from_sequence_row = Op(
     name="ConcatFromSequence",
     kind=OpKind.SEQUENCE,
-    data_dependent_dims=_concat_opens,
+    data_dependent_dims=lambda call: 1 + _own_sizes(call),  # the sum along the axis, own sizes
     infer=_concat_types,
-    reference=_concat,
+    reference=lambda held, axis, new_axis: (np.stack if new_axis else np.concatenate)(held, axis),
     vjp=_concat_vjp,
 )
 
@@ -302,10 +289,10 @@ def _optional_types(call: OpCall) -> Types:
     wanted = call.attrs["type"]
     if call.has(0):
         if wanted is not None and wanted != call.type(0):
-            raise TypeMismatch(f"{call.row} of {call.type(0)} says that it is {wanted}")
+            raise TypeMismatch(f"{call.row} of {call.type(0)} cannot have the type {wanted}")
         return (OptionalType(call.type(0)),)
     if not isinstance(wanted, TensorType):
-        raise InvalidInput(f"{call.row} of nothing needs the type of what it might hold")
+        raise InvalidInput(f"an empty {call.row} needs the type of the value that it might hold")
     return (OptionalType(wanted),)
 
 
@@ -319,24 +306,24 @@ optional_row = Op(
 
 def _get(held: Any) -> Any:
     if held is None:
-        raise ValueError("an optional that holds nothing was opened")
+        raise ValueError("the optional holds nothing")
     return held
 
 
-def _got(call: OpCall) -> Types:
+def _element(call: OpCall) -> Types:
     held = call.type(0)
     return (held.element if isinstance(held, OptionalType) else held,)
 
 
 def _emit_sequence_map(context: EmissionContext, node: Node) -> None:
-    """The body declares every operand: a tensor, the same for all elements, is one too."""
+    """Writes a body that has every operand as a parameter, tensors too."""
     names = context.inputs(node)
     body = context.subgraph(node.regions[0], len(names), ())
     context.add("SequenceMap", names, context.output_names(node), body=body)
 
 
 def _emit_held_value(context: EmissionContext, node: Node) -> None:
-    """Before opset 18 only an optional is opened; anything else is what it holds."""
+    """Before opset 18 the operator takes optionals alone; any other value is the result itself."""
     if isinstance(node.inputs[0].type, OptionalType):  # type: ignore[union-attr]
         context.plain(node)
     else:
@@ -344,7 +331,7 @@ def _emit_held_value(context: EmissionContext, node: Node) -> None:
 
 
 def _emit_holds_value(context: EmissionContext, node: Node) -> None:
-    """Before opset 18 only an optional is asked."""
+    """Before opset 18 the operator takes optionals alone; otherwise the result is a constant."""
     x = node.inputs[0] if node.inputs else None
     if x is not None and isinstance(x.type, OptionalType):
         context.plain(node)
@@ -355,7 +342,7 @@ def _emit_holds_value(context: EmissionContext, node: Node) -> None:
 optional_get_element = Op(
     name="OptionalGetElement",
     kind=OpKind.SEQUENCE,
-    infer=_got,
+    infer=_element,
     reference=_get,
     lower_below={18: _emit_held_value},
 )
@@ -370,23 +357,24 @@ optional_has_element = Op(
 
 
 def _map_types(call: OpCall) -> Types:
-    if len(call.regions) != 1:
-        raise InvalidInput(f"{call.row} has 1 region, got {len(call.regions)}")
+    check_regions(call, 1)
     (body,) = call.regions
     _sequence(call)
     if len(body.params) != len(call.types):
-        raise InvalidInput(f"{call.row} passes {len(call.types)} values, its region takes others")
+        raise InvalidInput(
+            f"{call.row} passes {len(call.types)} values to a region that takes {len(body.params)}"
+        )
     for i, param in enumerate(body.params):
         type_ = call.type(i)
         wanted = _shaped(call, type_) if isinstance(type_, SequenceType) else type_
         if not _stands_for(param.type, wanted):
             raise TypeMismatch(f"{call.row} passes {wanted} to a region that takes {param.type}")
-    outside = frozenset().union(*(call.type(i).symbols for i in range(len(call.types))))
+    outside = frozenset().union(*(t.symbols for t in all_types(call)))
     return tuple(SequenceType(_seen_outside(r.type, body, outside)) for r in body.results)
 
 
 def _stands_for(param: TensorType, element: TensorType) -> bool:
-    """Whether a region's parameter is an element: what that has for itself is a symbol there."""
+    """Whether a region's parameter can be an element, whose own sizes are symbols there."""
     if not is_plain(param) or param.dtype != element.dtype or param.rank != element.rank:
         return False
     pairs = zip(param.shape, element.shape, strict=True)
@@ -394,11 +382,11 @@ def _stands_for(param: TensorType, element: TensorType) -> bool:
 
 
 def _seen_outside(type_: TensorType, body: Function, outside: frozenset[str]) -> TensorType:
-    """A result's type outside its region, where the region's own symbols mean nothing."""
+    """A result's type outside its region, where the region's own symbols do not exist."""
     if not is_plain(type_):
         raise TypeMismatch(f"a region over elements gives tensors, got {type_}")
     inner = {s for p in body.params for s in p.type.symbols} - outside
-    inner |= {name for node in body.nodes for name in introduced(node)}
+    inner |= inner_sizes(body)
     return type_.with_shape(OWN if symbols(d) & inner else d for d in type_.shape)
 
 
@@ -423,7 +411,7 @@ sequence_map_row = Op(
 )
 """Operands: a sequence, then sequences of its length (walked along) and tensors (the same for all).
 
-One region: an element of each sequence and the tensors -> what becomes an element of each output.
+One region: an element of each sequence and the tensors -> an element of each output.
 """
 
 
@@ -465,37 +453,47 @@ def stack_from_sequence(held: Tensor, *, axis: int = 0) -> Tensor:
 def sequence_map(f: Callable[..., Any], held: Tensor, *more: Tensor, alike: bool = False) -> Any:
     """`f` of each element; further sequences are walked along, tensors are the same for all.
 
-    A sequence, or a tuple of them where `f` gives a tuple. alike: elements that meet have one
-    shape, which their types need not say.
+    A sequence, or a tuple of them where `f` gives a tuple. alike: elements at one position have one
+    shape, which their types need not show.
     """
     build, value = region("map", element_types((held, *more), alike=alike), lambda xs: f(*xs))
-    with build:
-        results = [build.as_operand(x) for x in leaves(value)]
-    body = build.finish({f"y{i}": y for i, y in enumerate(results)})
+    body = build.finish(numbered(leaves(value)))
     operands = (held, *more, *build.captured)
     outputs = recorder().apply(
-        sequence_map_row, operands, {}, regions=(body,), outputs=len(results)
+        sequence_map_row, operands, {}, regions=(body,), outputs=len(body.results)
     )
     return outputs if isinstance(value, (tuple, list)) else outputs[0]
 
 
 def element_types(operands: Sequence[Tensor], *, alike: bool = False) -> list[TensorType]:
-    """Parameters of a region over elements, each size of an element's own under a symbol.
+    """Types of the parameters of a region over elements, with a symbol for each own size.
 
-    alike: own sizes of one axis, counted from the last, are one size, of the tensors' name if any.
+    alike: own sizes of one axis, counted from the last, are one size; its symbol is the size that a
+    tensor among the operands has there, if any.
     """
     place = "_".join(map(str, recorder().position()))
-    if alike:
-        return _alike(operands, place)
+    shared: dict[int, Dim] = {}
+    for x in operands:
+        if alike and is_plain(x.type):
+            shared.update({k: d for k, d in enumerate(reversed(x.shape)) if is_symbol(d)})
+
+    def size(i: int, k: int, rank: int) -> Dim:
+        if not alike:
+            return symbol(f"own_{place}_{i}_{k}")
+        last = rank - 1 - k
+        return shared.setdefault(last, symbol(f"own_{place}_{last}"))
+
     types: list[TensorType] = []
     for i, x in enumerate(operands):
         held = x.type
         if isinstance(held, SequenceType):
-            if isinstance(held.element, DType):
+            if isinstance(held.element, TensorType):
+                sizes = enumerate(held.element.shape)
+                rank = held.element.rank
+                own = (size(i, k, rank) if d == OWN else d for k, d in sizes)
+                held = held.element.with_shape(own)
+            elif not alike:
                 raise ShapeError(f"the axes of the elements of {held} are not known")
-            shape = enumerate(held.element.shape)
-            names = (symbol(f"own_{place}_{i}_{k}") if d == OWN else d for k, d in shape)
-            held = held.element.with_shape(names)
         types.append(held)
     return types
 
@@ -508,28 +506,6 @@ def added(a: Tensor, b: Tensor) -> Tensor:
     return total
 
 
-def _alike(operands: Sequence[Tensor], place: str) -> list[TensorType]:
-    names: dict[int, Dim] = {}
-    for x in operands:
-        if is_plain(x.type):
-            names.update({k: d for k, d in enumerate(reversed(x.shape)) if is_symbol(d)})
-    types: list[TensorType] = []
-    for x in operands:
-        held = x.type
-        if isinstance(held, SequenceType) and isinstance(held.element, TensorType):
-            last = held.element.rank - 1
-            shape = enumerate(held.element.shape)
-            own = (
-                names.setdefault(last - k, symbol(f"own_{place}_{last - k}")) if d == OWN else d
-                for k, d in shape
-            )
-            held = held.element.with_shape(own)
-        types.append(held)
-    return types
-
-
 def optional(x: TensorLike | TensorType) -> Tensor:
-    """An optional that holds `x`; given a type, one of that type that holds nothing."""
-    if isinstance(x, TensorType):
-        return optional_row(type=x)
-    return optional_row(as_tensor(x))
+    """An optional that holds `x`; for a type, an empty optional of that type."""
+    return optional_row(type=x) if isinstance(x, TensorType) else optional_row(as_tensor(x))

@@ -1,4 +1,4 @@
-"""Rows over strings, and over sequences of words or numbers as counts; none has a gradient."""
+"""Rows over strings, and counts of n-grams of words or numbers; none has a gradient."""
 
 from __future__ import annotations
 
@@ -23,20 +23,10 @@ def words(*texts: str) -> Any:
     return fixed(np.array(texts, np.object_))
 
 
-def _each(f: Any, *arrays: Any) -> Any:
-    """`f` of the strings of arrays that broadcast against each other."""
-    wide = np.broadcast_arrays(*arrays)
-    texts = np.empty(wide[0].shape, np.object_)
-    for at in np.ndindex(texts.shape):
-        texts[at] = f(*(x[at] for x in wide))
-    return texts
-
-
 string_concat = Op(
     name="StringConcat",
     kind=OpKind.DATA,
     infer=broadcast_same,
-    reference=lambda a, b: _each(lambda x, y: x + y, a, b),
     samples=(
         sample(words("a", "é"), words("b", "")),
         sample(fixed(np.array([["x"], ["y"]], np.object_)), words("1", "2", "3")),
@@ -49,13 +39,10 @@ def _split_types(call: OpCall) -> Types:
     return (x.with_shape((*x.shape, call.opened())), x.with_dtype(int64))[: call.outputs]
 
 
-def _parts(text: str, delimiter: str | None, most: int | None) -> list[str]:
-    """As Python splits; by runs of blanks where there is no delimiter."""
-    return text.split(delimiter or None, -1 if most is None else most) if text else []
-
-
 def _split(x: Any, *, delimiter: str | None, maxsplit: int | None) -> tuple[Any, Any]:
-    parts = {at: _parts(x[at], delimiter, maxsplit) for at in np.ndindex(x.shape)}
+    """Splits as Python does: without a delimiter at blanks; an empty string has no parts."""
+    how = (delimiter or None, -1 if maxsplit is None else maxsplit)
+    parts = {at: x[at].split(*how) if x[at] else [] for at in np.ndindex(x.shape)}
     widest = max(map(len, parts.values()), default=0)
     texts = np.full((*x.shape, widest), "", np.object_)
     counts = np.zeros(x.shape, np.int64)
@@ -76,28 +63,24 @@ string_split = Op(
         sample(words("a,b,c", "d"), outputs=2, delimiter=",", maxsplit=1),
     ),
 )
-"""Parts of each string, padded with empty ones to the most, and how many there are."""
+"""The parts of each string, padded with empty strings to the longest row, and their numbers."""
 
 
-def _pattern(call: OpCall) -> Types:
-    automaton(_given_pattern(call.attrs["pattern"]))
+def _match_types(call: OpCall) -> Types:
+    if call.attrs["pattern"] is None:
+        raise InvalidInput("RegexFullMatch needs a pattern")
+    automaton(call.attrs["pattern"])  # refuses a pattern that cannot be matched in linear time
     return (call.type(0).with_dtype(bool_),)
 
 
-def _given_pattern(pattern: str | None) -> str:
-    if pattern is None:
-        raise InvalidInput("RegexFullMatch needs a pattern")
-    return pattern
-
-
-def _full_match(x: Any, *, pattern: str | None) -> Any:
-    held = automaton(_given_pattern(pattern))
-    return np.array([held.matches(text) for text in x.reshape(-1)], np.bool_).reshape(x.shape)
+def _full_match(x: Any, *, pattern: str) -> Any:
+    matches = [automaton(pattern).matches(text) for text in x.reshape(-1)]
+    return np.array(matches, np.bool_).reshape(x.shape)
 
 
 regex_full_match = Op(
     name="RegexFullMatch", kind=OpKind.DATA,
-    infer=_pattern,
+    infer=_match_types,
     reference=_full_match,
     samples=(
         sample(words("www.google.com", "www.facebook.com", "www.bbc.co.uk"),
@@ -112,7 +95,7 @@ def _normalizer_types(call: OpCall) -> Types:
     if x.rank > 2 or not x.rank or (x.rank == 2 and x.shape[0] != 1):
         raise ShapeError(f"{call.row} takes strings (C,) or (1, C), got {x}")
     if attrs["case_change_action"] not in _CASES:
-        raise InvalidInput(f"{call.row} changes case by {', '.join(_CASES)}, not otherwise")
+        raise InvalidInput(f"case_change_action of {call.row} must be one of {', '.join(_CASES)}")
     return (x.with_shape((*x.shape[:-1], call.opened())) if attrs["stopwords"] else x,)
 
 
@@ -123,14 +106,14 @@ def _normalize(
     x: Any, *, case_change_action: str, is_case_sensitive: int, stopwords: Sequence[str] | None,
     locale: str | None,
 ) -> Any:  # fmt: skip
-    """Without stop words, in another case; one empty string where nothing is left.
+    """Removes stop words and changes case; one empty string where nothing is left.
 
     Cases are Unicode's, whatever the locale; onnxruntime needs one that its machine has.
     """
-    stop = set(stopwords or ())
-    folded = stop if is_case_sensitive else {word.lower() for word in stop}
-    kept = [t for t in x.reshape(-1) if (t if is_case_sensitive else t.lower()) not in folded]
-    cased = [_CASES[case_change_action](t) for t in kept] or [""] * bool(stop)
+    fold = str if is_case_sensitive else str.lower
+    stop = {fold(word) for word in stopwords or ()}
+    change = _CASES[case_change_action]
+    cased = [change(t) for t in x.reshape(-1) if fold(t) not in stop] or [""] * bool(stop)
     return np.array(cased, np.object_).reshape((*x.shape[:-1], len(cased)))
 
 
@@ -153,12 +136,12 @@ def _grams_types(call: OpCall) -> Types:
     x, attrs = call.type(0), call.attrs
     indexes, counts = attrs["ngram_indexes"], attrs["ngram_counts"]
     if x.rank not in (1, 2) or not indexes or not counts or min(indexes) < 0:
-        raise ShapeError(f"{call.row} takes (C,) or (B, C) and places from 0 on, got {x}")
+        raise ShapeError(f"{call.row} takes (C,) or (B, C) and indexes from 0 on, got {x}")
     pool = attrs["pool_strings"] if x.dtype == string else attrs["pool_int64s"]
     if not pool:
         raise InvalidInput(f"{call.row} of {x} needs a pool of its element type")
     if attrs["mode"] not in _WEIGHTS:
-        raise InvalidInput(f"{call.row} counts by {', '.join(_WEIGHTS)}, not {attrs['mode']!r}")
+        raise InvalidInput(f"the mode of {call.row} must be one of {', '.join(_WEIGHTS)}")
     return (TensorType(float32, (*x.shape[:-1], max(indexes) + 1)),)
 
 
@@ -172,7 +155,7 @@ _WEIGHTS: Final[Mapping[str, Any]] = {
 def _pool(
     counts: Sequence[int], pool: Sequence[Any], shortest: int, longest: int
 ) -> dict[Any, int]:
-    """Number of each n-gram that counts: part n of the pool holds those of n + 1 items."""
+    """The number of each n-gram that counts; the pool lists 1-grams, then 2-grams, and so on."""
     places: dict[Any, int] = {}
     number = 0
     for n, (start, end) in enumerate(pairwise([*counts, len(pool)]), 1):
@@ -206,7 +189,7 @@ def _grams(
 def _with_skips(
     row: Sequence[Any], shortest: int, longest: int, most: int
 ) -> Iterator[tuple[Any, ...]]:
-    """Every n-gram whose items lie 1 to most + 1 apart, equally far; single items once."""
+    """Every n-gram of items that lie equally far apart, 1 to most + 1; single items once."""
     for skip in range(most + 1):
         for n in range(shortest, longest + 1):
             if n == 1 and skip:

@@ -254,18 +254,10 @@ def _reverse_types(call: OpCall) -> Types:
     return (x,)
 
 
-def _reverse(x: Any, lengths: Any, *, time_axis: int, batch_axis: int) -> Any:
-    steps = np.arange(x.shape[time_axis])[:, None]
-    index = np.where(steps < lengths, lengths - 1 - steps, steps)
-    index = index if time_axis == 0 else index.T
-    return np.take_along_axis(x, index.reshape(index.shape + (1,) * (x.ndim - 2)), time_axis)
-
-
 reverse_sequence: Op = Op(
     name="ReverseSequence",
     kind=OpKind.MOVEMENT,
     infer=_reverse_types,
-    reference=_reverse,
     vjp=lambda g, y, x, lengths, **axes: (reverse_sequence(g, lengths, **axes), None),
     samples=(
         sample(normal(4, 3, 2), fixed([4, 1, 2])),

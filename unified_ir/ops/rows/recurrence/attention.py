@@ -6,7 +6,7 @@ Heads lie on axis 1 of (N, heads, S, D), or side by side on the last of (N, S, h
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -51,46 +51,36 @@ def heads_together(x: Tensor) -> Tensor:
     return x.transpose(0, 2, 1, 3).reshape((n, s, heads * d))
 
 
-@dataclass(frozen=True, slots=True)
-class _Places:
-    """Which keys a query may see by position: (S, T), or (N, 1, S, T) where offsets differ."""
+def _allowed(
+    scores: Tensor, offset: Tensor | Dim, filled: Tensor | None, attrs: dict[str, Any]
+) -> list[Tensor]:
+    """Masks by position that must all be true: (S, T), or (N, 1, S, T) where offsets differ."""
+    queries, keys = scores.shape[2:]
 
-    queries: Dim
-    keys: Dim
-    offset: Tensor | Dim
-    filled: Tensor | None
+    def query() -> Tensor:
+        own = unsqueeze(arange(queries), 1)
+        if isinstance(offset, Tensor):
+            return own + offset
+        return own if offset == 0 else own + dims_of([offset])
 
-    def query(self) -> Tensor:
-        """The positions of queries: (S, 1) or (N, 1, S, 1)."""
-        own = unsqueeze(arange(self.queries), 1)
-        if isinstance(self.offset, Tensor):
-            return own + self.offset
-        return own if self.offset == 0 else own + dims_of([self.offset])
-
-    def allowed(self, *, causal: bool, left: int, right: int) -> list[Tensor]:
-        """Masks that must all be true; none where every key is seen."""
-        masks = []
-        if causal:
-            masks.append(arange(self.keys) <= self.query())
-        if left >= 0:
-            masks.append(arange(self.keys) >= self.query() - left)
-        if right >= 0:
-            masks.append(arange(self.keys) <= self.query() + right)
-        if self.filled is not None:
-            masks.append(arange(self.keys) < self.filled)
-        return masks
+    left, right = attrs["left_window_size"], attrs["right_window_size"]
+    masks = []
+    if attrs["is_causal"]:
+        masks.append(arange(keys) <= query())
+    if left >= 0:
+        masks.append(arange(keys) >= query() - left)
+    if right >= 0:
+        masks.append(arange(keys) <= query() + right)
+    if filled is not None:
+        masks.append(arange(keys) < filled)
+    return masks
 
 
-def _bias(mask: Tensor | None, places: _Places, like: Tensor, attrs: dict[str, Any]) -> Any:
-    """The sum that masks add to the scores, in the element type of `like`; None without masks."""
-    allowed = places.allowed(
-        causal=bool(attrs["is_causal"]),
-        left=attrs["left_window_size"],
-        right=attrs["right_window_size"],
-    )
-    parts = [_additive(a, like) for a in allowed]
+def _bias(mask: Tensor | None, allowed: Sequence[Tensor], scores: Tensor) -> Any:
+    """The sum of the masks as numbers added to the scores; None without masks."""
+    parts = [_additive(a, scores) for a in allowed]
     if mask is not None:
-        parts.append(_widened(_additive(mask, like), places.keys))
+        parts.append(_widened(_additive(mask, scores), scores.shape[3]))
     return sum(parts[1:], parts[0]) if parts else None
 
 
@@ -148,8 +138,7 @@ def _attention(*operands: Tensor | None, **attrs: Any) -> list[Tensor]:
     raw = _per_group(q * root, swap_last(k * root))
     cap = attrs["softcap"]
     scores = tanh(raw / cap) * cap if cap else raw
-    places = _Places(q.shape[2], k.shape[2], offset, filled)
-    bias = _bias(mask, places, scores, attrs)
+    bias = _bias(mask, _allowed(scores, offset, filled, attrs), scores)
     windowed = max(attrs["left_window_size"], attrs["right_window_size"]) >= 0
     weights = _weights(
         scores,
@@ -179,8 +168,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, attrs: dict[str, Any]) -> None:
     fixed = isinstance(heads, int) and isinstance(own, int)
     if not fixed or heads % own != 0 or own != v.shape[1]:  # type: ignore[operator]
         raise ShapeError(
-            "Attention needs as many heads of values as of keys, and a multiple of them for queries; "
-            f"got {shown}"
+            "Attention needs as many heads of values as of keys, and of queries a multiple; got "
+            f"{shown}"
         )
     if q.shape[3] != k.shape[3] or k.shape[2] != v.shape[2]:
         raise ShapeError(f"Attention needs queries and keys of one size, got {shown}")
@@ -207,7 +196,8 @@ def _runs_as_it_is(node: Node, opset: int) -> bool:
     """
     if opset < 25 or {"left_window_size", "right_window_size"} & node.attrs.keys():
         return False
-    _, keys, _, mask, past, *_ = (*node.inputs, None, None)
+    inputs = [*node.inputs, None, None]
+    keys, mask, past = inputs[1], inputs[3], inputs[4]
     if mask is None or keys is None:
         return True
     shape, total = mask.type.shape, keys.type.shape[-2]

@@ -297,12 +297,10 @@ class _Kind:
         if x.rank != 3 or w.rank != 3 or r.rank != 3:
             raise ShapeError(f"{call.row} takes X, W and R of three axes, got {x}, {w} and {r}")
         h, k = r.shape[2], self.gates * r.shape[2]
-        if call.attrs["layout"]:
-            n, t = x.shape[:2]
-            y, state = (n, t, d, h), (n, d, h)
-        else:
-            t, n = x.shape[:2]
-            y, state = (t, d, n, h), (d, n, h)
+        t, n = (x.shape[1], x.shape[0]) if call.attrs["layout"] else x.shape[:2]
+        turned = (lambda *s: (s[1], s[0], *s[2:])) if call.attrs["layout"] else lambda *s: s
+        state = turned(d, n, h)
+        y = (n, t, d, h) if call.attrs["layout"] else (t, d, n, h)
         weights = [(d, k, x.shape[2]), (d, k, h), (d, 2 * k)]
         for i, shape in enumerate([*weights, (n,), state, state, (d, 3 * h)], 1):
             if call.has(i) and call.type(i).shape != shape:

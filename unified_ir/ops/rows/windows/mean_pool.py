@@ -152,13 +152,8 @@ def _counts(x: Tensor, attrs: Mapping[str, Any]) -> Any:
     return _sums(ones((1, 1, *spatial), x.dtype), attrs)
 
 
-def _average_vjp(g: Tensor, y: Tensor, x: Tensor, **attrs: Any) -> tuple[Tensor]:
-    """Spreads g / count over each window: a transposed convolution with a kernel of ones."""
-    return (_spread(g / _counts(x, attrs), x, attrs),)
-
-
-def _average_native(node: Node, opset: int) -> bool:
-    return opset >= 19 or set(node.attrs.get("dilations", (1,))) == {1}  # type: ignore[arg-type]
+def _undilated(node: Node) -> bool:
+    return set(node.attrs.get("dilations", (1,))) == {1}  # type: ignore[arg-type]
 
 
 average_pool_row = Op(
@@ -166,9 +161,9 @@ average_pool_row = Op(
     batch=merged,
     infer=_average_types,
     reference=_average_kernel,
-    vjp=_average_vjp,
+    vjp=lambda g, y, x, **attrs: (_spread(g / _counts(x, attrs), x, attrs),),
     body=lambda x, **attrs: _sums(x, attrs) / _counts(x, attrs),
-    native=_average_native,
+    native=lambda node, opset: opset >= 19 or _undilated(node),
     samples=(
         sample(normal(2, 3, 4, 6), kernel_shape=(2, 2), strides=(2, 2)),
         sample(normal(1, 2, 6, 5), kernel_shape=(3, 3), strides=(2, 2), pads=(1, 1, 1, 1)),
@@ -220,14 +215,8 @@ def _lp_kernel(x: Any, *, kernel_shape: Any, p: int, ceil_mode: int, **attrs: An
     return _root(sum(padded.views(padded.pad(np.abs(x) ** p, 0))), p)
 
 
-def _lp_vjp(g: Tensor, y: Tensor, x: Tensor, *, p: int, **attrs: Any) -> tuple[Tensor]:
-    return (_spread(norm_slope(g, y, p), x, attrs) * norm_share(x, p),)
-
-
 def _lp_native(node: Node, opset: int) -> bool:
-    return opset >= 18 or (
-        set(node.attrs.get("dilations", (1,))) == {1} and not node.attrs.get("ceil_mode")  # type: ignore[arg-type]
-    )
+    return opset >= 18 or (_undilated(node) and not node.attrs.get("ceil_mode"))
 
 
 lp_pool_row = Op(
@@ -235,7 +224,9 @@ lp_pool_row = Op(
     batch=merged,
     infer=_lp_types,
     reference=_lp_kernel,
-    vjp=_lp_vjp,
+    vjp=lambda g, y, x, p, **attrs: (
+        _spread(norm_slope(g, y, p), x, attrs) * norm_share(x, p),
+    ),
     body=lambda x, *, p, **attrs: _root(_sums(powers(x, p), attrs), p),
     native=_lp_native,
     samples=(

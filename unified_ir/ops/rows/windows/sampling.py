@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from itertools import product as combinations
+from operator import mul
 from typing import Any, Final
 
 import numpy as np
@@ -72,7 +73,7 @@ def weighted_rows(
         weights = [w for _, w in taps if w is not None]
         term = gather(rows, index, axis=0)
         if weights:
-            weight = reduce(lambda a, b: a * b, weights)
+            weight = reduce(mul, weights)
             term = term * weight.reshape((*weight.shape, 1))
         total = term if total is None else total + term
     assert total is not None
@@ -151,10 +152,6 @@ _MODES: Final[Mapping[str, Callable[[Tensor], Sequence[Tap]]]] = {
 _PADDING: Final = ("zeros", "border", "reflection")
 
 
-def _both(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    return b if a is None else a if b is None else a * b
-
-
 def _grid_types(call: OpCall) -> tuple[TensorType]:
     x, grid = call.type(0), call.type(1)
     n = x.rank - 2
@@ -193,8 +190,9 @@ def _grid_sample(
         taps: list[Tap] = []
         for position, weight in _MODES[mode](x_i):
             held, left = _pixel(position, extent, padding_mode, aligned=bool(align_corners))
-            taps.append((held, _both(weight, left)))
-        axes.append([(p, None if w is None else w.cast(x.dtype)) for p, w in taps])
+            weights = [w for w in (weight, left) if w is not None]
+            taps.append((held, reduce(mul, weights).cast(x.dtype) if weights else None))
+        axes.append(taps)
     first = arange(x.shape[0]).reshape((x.shape[0], 1)) * whole(product(list(spatial)))
     y = weighted_rows(rows_of(x), first, spatial, axes)
     return y.transpose(0, 2, 1).reshape((*x.shape[:2], *out))
