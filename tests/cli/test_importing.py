@@ -74,8 +74,8 @@ def test_statistics_that_a_pattern_fits_are_named_and_stay(model, tmp_path, caps
     code, text, error = run(capsys, *argv)
     assert code == 0, error
     assert (
-        "--trainable fits running statistics, which gradients do not reach and which stay as they "
-        "are: stem.bn.running_mean, stem.bn.running_var" in text
+        "--trainable matches running statistics, which have no gradients and do not change: "
+        "stem.bn.running_mean, stem.bn.running_var" in text
     )
     record = json.loads(run(capsys, *argv, "--json")[1])
     assert record["statistics"] == ["stem.bn.running_mean", "stem.bn.running_var"]
@@ -87,15 +87,15 @@ def test_weights_that_are_equal_are_reported_and_tied_on_request(model, tmp_path
     code, text, error = run(capsys, *argv)
     assert code == 0, error
     assert (
-        "  2 tensors are equal bit for bit: wte, head; they train apart (--tie makes one weight of "
-        "them)" in text
+        "  2 tensors are equal bit for bit: wte, head; they train separately (--tie makes them one "
+        "weight)" in text
     )
     record = json.loads(run(capsys, *argv, "--json")[1])
     assert record["equal"] == [["wte", "head"]]
     tied = json.loads(run(capsys, *argv, "--json", "--tie", "*")[1])
     assert tied["equal"] == []
     assert tied["parameters"] == record["parameters"] - 60 * 20
-    assert "they train apart" not in run(capsys, *argv, "--tie", "*")[1]
+    assert "they train separately" not in run(capsys, *argv, "--tie", "*")[1]
 
 
 def test_importing_a_model_file_says_that_it_needs_no_import(model, tmp_path, capsys):
@@ -170,7 +170,7 @@ def test_two_results_are_not_written_to_one_file(model, tmp_path, capsys):
     ("shapes", "words"),
     [
         (("image=-1,3,16,16",), "a dimension is an int in 0..2**62 or a symbol, got -1"),
-        (("image=2,3,16,16", "image=N,3,16,16"), "--shape says 'image' twice"),
+        (("image=2,3,16,16", "image=N,3,16,16"), "--shape names 'image' twice"),
         (("image=\u00b2,3,16,16",), "cannot read dimension"),
     ],
 )

@@ -136,22 +136,18 @@ def _converted(
 
     inputs = module.inputs(options["entry"])
     calibrate, evaluate = options["calibrate"], options["evaluate"]
+    same = ("entry", "quantize", "max_accuracy_drop", "max_latency_ratio", "max_size_ratio",
+            "reduce_range", "out")  # fmt: skip
     return convert(
         module,
         options["target"],
-        entry=options["entry"],
-        quantize=options["quantize"],
         calibration=None if calibrate is None else read_samples(calibrate, inputs),
         evaluation=None if evaluate is None else read_labelled(evaluate, inputs),
         name=options["model"].stem if options["name"] is None else options["name"],
         version=options["model_version"],
-        max_accuracy_drop=options["max_accuracy_drop"],
-        max_latency_ratio=options["max_latency_ratio"],
-        max_size_ratio=options["max_size_ratio"],
-        reduce_range=options["reduce_range"],
         model_digest=digest,
-        out=options["out"],
         progress=progress,
+        **{name: options[name] for name in same},
     )
 
 

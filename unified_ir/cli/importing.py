@@ -64,17 +64,7 @@ OPTIONS: Final = (
 @click.command("import", epilog=EPILOG, params=[*OPTIONS])
 @click.argument("model", type=click.Path(path_type=Path), metavar="MODEL.onnx")
 @json_option
-def command(
-    *,
-    model: Path,
-    out: Path,
-    shapes: tuple[str, ...],
-    outputs: tuple[str, ...],
-    trainable: tuple[str, ...],
-    frozen: tuple[str, ...],
-    tie: tuple[str, ...],
-    as_json: bool,
-) -> None:
+def command(*, model: Path, out: Path, as_json: bool, **options: tuple[str, ...]) -> None:
     """Import MODEL.onnx into one model file that trains, converts and deploys like any other."""
     from triplane.unified_ir.onnx import import_onnx
     from triplane.unified_ir.ops.check import save
@@ -82,17 +72,11 @@ def command(
     output = open_output(as_json)
     check_distinct_files([model], {"--out": out})
     check_suffix("--out", out, "model file")
-    module = import_onnx(
-        model,
-        shapes=_shapes(shapes),
-        outputs=list(outputs) if outputs else None,
-        trainable=trainable,
-        frozen=frozen,
-        tie=tie,
-    )
+    shapes, outputs = _shapes(options.pop("shapes")), list(options.pop("outputs")) or None
+    module = import_onnx(model, shapes=shapes, outputs=outputs, **options)
     digest = save(module, out)
     record = {"model": str(out), "digest": digest, "bytes": out.stat().st_size}
-    record |= _record(module, trainable)
+    record |= _record(module, options["trainable"])
     output.result(record, "\n".join(_lines(record)))
 
 
@@ -140,16 +124,16 @@ def _statistics(module: Module) -> list[str]:
 
 
 def _notes(record: dict[str, Any]) -> Iterator[str]:
-    """Return lines for what was changed without being asked, and for what could not be done."""
+    """Return lines about weights whose training may differ from what the user expects."""
     if record["statistics"]:
         yield (
-            "  --trainable fits running statistics, which gradients do not reach and which stay as "
-            f"they are: {_some(record['statistics'])}"
+            "  --trainable matches running statistics, which have no gradients and do not change: "
+            f"{_some(record['statistics'])}"
         )
     for group in record["equal"]:
         yield (
-            f"  {len(group)} tensors are equal bit for bit: {_some(group)}; they train apart "
-            "(--tie makes one weight of them)"
+            f"  {len(group)} tensors are equal bit for bit: {_some(group)}; they train separately "
+            "(--tie makes them one weight)"
         )
 
 
@@ -163,7 +147,7 @@ def _shapes(texts: tuple[str, ...]) -> dict[str, tuple[int | str, ...]]:
     shapes: dict[str, tuple[int | str, ...]] = {}
     for name, sizes in map(_shape, texts):
         if name in shapes:
-            raise InvalidInput(f"--shape says {name!r} twice; give each input once")
+            raise InvalidInput(f"--shape names {name!r} twice; name each input once")
         shapes[name] = sizes
     return shapes
 

@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
@@ -144,12 +144,16 @@ def run(argv: Sequence[str]) -> int:
 
     A verb ends early with `ctx.exit(code)`; its return value is otherwise None.
     """
+    as_json = "--json" in argv
     try:
         code = triplane.main(list(argv), prog_name="triplane", standalone_mode=False)
         if sys.stdout is not None:  # None where descriptor 1 was closed from the start
             sys.stdout.flush()
     except (click.Abort, KeyboardInterrupt) as error:
-        _report_interrupt(error, as_json="--json" in argv)
+        cause = error.__cause__ or error  # click raises Abort from the KeyboardInterrupt
+        notes = getattr(cause, "__notes__", ()) if as_json else ()
+        failure = _Failure("Interrupted", "; ".join(["interrupted", *notes]), INTERRUPTED)
+        _report(failure, error, as_json=as_json)
         return INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -159,7 +163,7 @@ def run(argv: Sequence[str]) -> int:
         if odd is not None and isinstance(error, UnicodeError):
             error = InvalidInput(f"an argument is not valid UTF-8: {os.fsencode(odd)!r}")
         failure = _failure(error)
-        _report(failure, error, as_json="--json" in argv)
+        _report(failure, error, as_json=as_json)
         return failure.exit_code
     return code if isinstance(code, int) else 0
 
@@ -309,10 +313,11 @@ def open_output(as_json: bool) -> CommandOutput:  # noqa: FBT001 - handed on fro
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
+    """An error as users see it; --json prints the fields under these names."""
+
     family: str
     message: str
     exit_code: int
-    expected: bool = True
 
 
 def _entry_points() -> dict[str, EntryPoint]:
@@ -375,36 +380,20 @@ def _failure(error: Exception) -> _Failure:
     if isinstance(error, TriplaneError):
         return _Failure("TriplaneError", str(error), UNEXPECTED)
     message = f"unexpected {_first_line(error)} (a bug in triplane; --debug shows where)"
-    return _Failure("Unexpected", message, UNEXPECTED, expected=False)
+    return _Failure("Unexpected", message, UNEXPECTED)
 
 
-def _report(failure: _Failure, error: Exception, *, as_json: bool) -> None:
+def _report(failure: _Failure, error: BaseException, *, as_json: bool) -> None:
     if os.environ.get(TRACEBACK_VARIABLE) == "1":
         import traceback
 
         click.echo("".join(traceback.format_exception(error)), err=True, nl=False)
     if as_json:
-        record = {
-            "family": failure.family,
-            "message": failure.message,
-            "exit_code": failure.exit_code,
-        }
-        click.echo(_json({"error": record}))
+        click.echo(_json({"error": asdict(failure)}))
     else:
         color = False if os.environ.get("NO_COLOR") else None
         line = " ".join(failure.message.split())
         click.secho(f"triplane: {line}", fg="red", err=True, color=color)
-
-
-def _report_interrupt(error: BaseException, *, as_json: bool) -> None:
-    """Report that Ctrl-C ended the verb; under --json with what was saved, as an error record."""
-    if as_json:
-        cause = error.__cause__ or error  # click raises Abort from the KeyboardInterrupt
-        message = "; ".join(["interrupted", *getattr(cause, "__notes__", ())])
-        record = {"family": "Interrupted", "message": message, "exit_code": INTERRUPTED}
-        click.echo(_json({"error": record}))
-    else:
-        click.echo("triplane: interrupted", err=True)
 
 
 def _is_text(word: str) -> bool:

@@ -10,14 +10,6 @@ from triplane.unified_ir import ops
 from triplane.unified_ir.frontend.cell import Cell, Parameter
 from triplane.unified_ir.nn.sizes import check_axis, positive
 from triplane.unified_ir.nn.state import State
-from triplane.unified_ir.ops.rows.arithmetic.activations import (
-    elu,
-    mish,
-    prelu,
-    selu,
-    softsign,
-    swish,
-)
 
 
 class _Elementwise(Cell):
@@ -85,7 +77,7 @@ class PReLU(Cell):
         if channels != 1:
             check_axis(f"PReLU({channels})", f"(N, {channels}, ...)", x, 1, channels)
         ones = (1,) * max(x.rank - 2, 0)
-        return prelu(x, self.weight.reshape((channels, *ones)))
+        return ops.prelu(x, self.weight.reshape((channels, *ones)))
 
 
 class ELU(Cell):
@@ -97,25 +89,25 @@ class ELU(Cell):
 
     def construct(self, x: ops.Tensor) -> ops.Tensor:
         """x: any shape."""
-        return elu(x, alpha=self.alpha)
+        return ops.elu(x, alpha=self.alpha)
 
 
 class SELU(_Elementwise):
     """ELU scaled so that layers keep mean 0 and variance 1 (Klambauer et al. 2017)."""
 
-    function = staticmethod(selu)
+    function = staticmethod(ops.selu)
 
 
 class SiLU(_Elementwise):
     """x sigmoid(x), also called Swish (Elfwing et al. 2017)."""
 
-    function = staticmethod(swish)
+    function = staticmethod(ops.silu)
 
 
 class Mish(_Elementwise):
     """x tanh(log(1 + exp(x))) (Misra 2019)."""
 
-    function = staticmethod(mish)
+    function = staticmethod(ops.mish)
 
 
 class HardSigmoid(Cell):
@@ -147,27 +139,25 @@ class Softplus(_Elementwise):
 class Softsign(_Elementwise):
     """x / (1 + |x|)."""
 
-    function = staticmethod(softsign)
+    function = staticmethod(ops.softsign)
 
 
-class Softmax(Cell):
-    """exp(x) over its sum along an axis, the last by default."""
-
+class _AlongAxis(Cell):
     def __init__(self, axis: int = -1) -> None:
         super().__init__()
         self.axis = axis
+
+
+class Softmax(_AlongAxis):
+    """exp(x) over its sum along an axis, the last by default."""
 
     def construct(self, x: ops.Tensor) -> ops.Tensor:
         """x: any shape with that axis."""
         return ops.softmax(x, axis=self.axis)
 
 
-class LogSoftmax(Cell):
+class LogSoftmax(_AlongAxis):
     """The logarithm of `Softmax`, exact for small probabilities too."""
-
-    def __init__(self, axis: int = -1) -> None:
-        super().__init__()
-        self.axis = axis
 
     def construct(self, x: ops.Tensor) -> ops.Tensor:
         """x: any shape with that axis."""

@@ -20,7 +20,7 @@ from triplane.unified_ir.ir.types import ShapeError, bool_
 from triplane.unified_ir.nn.dense import Dense
 from triplane.unified_ir.nn.init import GlorotUniform
 from triplane.unified_ir.nn.random import Dropout, generator
-from triplane.unified_ir.nn.sizes import check_axis, check_rank, positive
+from triplane.unified_ir.nn.sizes import check_axis, positive
 from triplane.unified_ir.nn.state import State
 from triplane.unified_ir.ops.rows.movement.shapes import split_row
 from triplane.unified_ir.ops.rows.recurrence.attention import (
@@ -95,27 +95,19 @@ class MultiheadAttention(Cell):
         excludes a key) or numbers to add. key_padding_mask: (N, S) bools, true where a key is
         padding. causal: a query sees keys up to its own position. -> (N, T, size).
         """
-        operands = self._operands(query, key, value, attn_mask, key_padding_mask)
-        if self.dropout is None or not self.training:
-            y = attention(*operands, is_causal=int(causal))
-        else:
-            y = _shared(self.dropout(self._weights(operands, causal=causal)), operands[2])
-        return self.out_proj(heads_together(y))
-
-    def _weights(self, operands: tuple[ops.Tensor | None, ...], *, causal: bool) -> ops.Tensor:
-        """Return (N, heads, T, S): the weight of each key for each query."""
-        mode = {"is_causal": int(causal), "qk_matmul_output_mode": WEIGHTS}
-        return attention.all_outputs(*operands, outputs=4, **mode)[3]
-
-    def _operands(
-        self, query: ops.Tensor, key: ops.Tensor | None, value: ops.Tensor | None,
-        attn_mask: ops.Tensor | None, key_padding_mask: ops.Tensor | None,
-    ) -> tuple[ops.Tensor, ops.Tensor, ops.Tensor, ops.Tensor | None]:  # fmt: skip
         q, k, v = self._projected(query, key, value)
         q, k, v = heads_apart(q, self.heads), *(heads_apart(x, self.kv_heads) for x in (k, v))
         if self.positions is not None:
             q, k = self.positions(q), self.positions(k)
-        return q, k, v, _mask(attn_mask, key_padding_mask, q)
+        operands = q, k, v, _mask(attn_mask, key_padding_mask, q)
+        mode = {"is_causal": int(causal)}
+        if self.dropout is None or not self.training:
+            y = attention(*operands, **mode)
+        else:  # the fourth output is (N, heads, T, S): the weight of each key for each query
+            mode["qk_matmul_output_mode"] = WEIGHTS
+            *_, weights = attention.all_outputs(*operands, outputs=4, **mode)
+            y = _shared(self.dropout(weights), v)
+        return self.out_proj(heads_together(y))
 
     def _projected(
         self, query: ops.Tensor, key: ops.Tensor | None, value: ops.Tensor | None
@@ -124,8 +116,7 @@ class MultiheadAttention(Cell):
         name = f"MultiheadAttention({self.size}, {self.heads})"
         for x in (query, key, value):
             if x is not None:
-                check_rank(name, f"(N, T, {self.size})", x, 3)
-                check_axis(name, f"(N, T, {self.size})", x, -1, self.size)
+                check_axis(name, f"(N, T, {self.size})", x, -1, self.size, [3])
         sizes = np.array([self.size, self.kv_size, self.kv_size])
         if key is None and value is None:
             mixed = ops.linear(query, self.in_proj_weight, self.in_proj_bias)
@@ -193,8 +184,7 @@ class PositionalEncoding(Cell):
         """x: (N, T, size), T <= length -> the same shape."""
         length, size = self.table.shape
         name = f"PositionalEncoding({size}, {length})"
-        check_rank(name, f"(N, T, {size})", x, 3)
-        check_axis(name, f"(N, T, {size})", x, -1, size)
+        check_axis(name, f"(N, T, {size})", x, -1, size, [3])
         y = x + ops.constant(self.table, x.dtype)[: _within(name, x.shape[1], length)]
         return y if self.dropout is None else self.dropout(y)
 
@@ -217,8 +207,7 @@ class Rotary(Cell):
         """x: (N, heads, T, head_size), T <= length -> the same shape."""
         length, half = self.cos.shape
         name = f"Rotary({2 * half}, {length})"
-        check_rank(name, f"(N, heads, T, {2 * half})", x, 4)
-        check_axis(name, f"(N, heads, T, {2 * half})", x, -1, 2 * half)
+        check_axis(name, f"(N, heads, T, {2 * half})", x, -1, 2 * half, [4])
         n, t = x.shape[0], _within(name, x.shape[2], length)
         caches = (ops.constant(c, x.dtype) for c in (self.cos, self.sin))
         return rotary_embedding(x, *caches, ops.expand(ops.unsqueeze(ops.arange(t), 0), (n, t)))

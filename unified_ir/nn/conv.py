@@ -11,7 +11,7 @@ from triplane.unified_ir import ops
 from triplane.unified_ir.frontend.cell import Cell, Parameter
 from triplane.unified_ir.nn.init import WEIGHT, Initializer, bias_of
 from triplane.unified_ir.nn.random import generator
-from triplane.unified_ir.nn.sizes import AXES, Sizes, check_axis, check_rank, positive
+from triplane.unified_ir.nn.sizes import AXES, Sizes, check_axis, options_of, positive
 from triplane.unified_ir.nn.state import State
 
 
@@ -53,15 +53,8 @@ class _Conv(Cell):
         """x: (N, inputs, *S) -> (N, outputs, *T)."""
         name = f"{type(self).__name__}({self.inputs}, {self.weight.shape[0]}, ...)"
         _check_plane(name, self.axes, self.inputs, x)
-        return ops.conv(
-            x,
-            self.weight,
-            self.bias,
-            stride=self.stride,
-            padding=self.padding,
-            dilation=self.dilation,
-            groups=self.groups,
-        )
+        options = options_of(self, "stride", "padding", "dilation", "groups")
+        return ops.conv(x, self.weight, self.bias, **options)
 
 
 class Conv1d(_Conv):
@@ -120,16 +113,8 @@ class _ConvTranspose(Cell):
     def construct(self, x: ops.Tensor) -> ops.Tensor:
         """x: (N, inputs, *S) -> (N, outputs, *T)."""
         _check_plane(type(self).__name__, self.axes, self.inputs, x)
-        return ops.conv_transpose(
-            x,
-            self.weight,
-            self.bias,
-            stride=self.stride,
-            padding=self.padding,
-            output_padding=self.output_padding,
-            dilation=self.dilation,
-            groups=self.groups,
-        )
+        options = options_of(self, "stride", "padding", "output_padding", "dilation", "groups")
+        return ops.conv_transpose(x, self.weight, self.bias, **options)
 
 
 def _check_groups(name: str, inputs: int, outputs: int, groups: int) -> None:
@@ -149,9 +134,7 @@ def _taps(name: str, axes: int, kernel: Sizes) -> tuple[int, ...]:
 
 
 def _check_plane(layer: str, axes: int, inputs: int, x: ops.Tensor) -> None:
-    takes = f"(N, {inputs}, {AXES[axes]})"
-    check_rank(layer, takes, x, axes + 2)
-    check_axis(layer, takes, x, 1, inputs)
+    check_axis(layer, f"(N, {inputs}, {AXES[axes]})", x, 1, inputs, [axes + 2])
 
 
 class ConvTranspose1d(_ConvTranspose):

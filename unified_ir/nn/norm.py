@@ -10,7 +10,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import ops
 from triplane.unified_ir.frontend.cell import Cell, Parameter
 from triplane.unified_ir.ir.dims import Dim, product
-from triplane.unified_ir.nn.sizes import check_axis, check_rank, positive
+from triplane.unified_ir.nn.sizes import check_axis, positive
 from triplane.unified_ir.nn.state import Buffer, State
 from triplane.unified_ir.ops.rows.arithmetic.norm import batch_norm_row
 from triplane.unified_ir.ops.tensor import dims_of
@@ -56,8 +56,7 @@ class _BatchNorm(_Affine):
         channels = self.weight.shape[0]
         name = f"{type(self).__name__}({channels})"
         takes = self.shapes.replace("C", str(channels))
-        check_rank(name, takes, x, *self.ranks)
-        check_axis(name, takes, x, 1, channels)
+        check_axis(name, takes, x, 1, channels, self.ranks)
         mean, var = self.running_mean, self.running_var
         if not self.training:
             return batch_norm_row(x, self.weight, self.bias, mean, var, epsilon=self.epsilon)
@@ -158,8 +157,7 @@ class _InstanceNorm(_Affine):
         """x: (N, C, ...) -> the same shape."""
         channels = self.weight.shape[0]
         name, takes = f"{type(self).__name__}({channels})", self.shape.replace("C", str(channels))
-        check_rank(name, takes, x, self.rank)
-        check_axis(name, takes, x, 1, channels)
+        check_axis(name, takes, x, 1, channels, [self.rank])
         return ops.instance_norm(x, self.weight, self.bias, epsilon=self.epsilon)
 
 

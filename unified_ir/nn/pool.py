@@ -8,7 +8,7 @@ from typing import ClassVar
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import ops
 from triplane.unified_ir.frontend.cell import Cell
-from triplane.unified_ir.nn.sizes import AXES, Sizes, check_rank
+from triplane.unified_ir.nn.sizes import AXES, Sizes, check_rank, options_of
 
 
 class _Windowed(Cell):
@@ -38,14 +38,8 @@ class _MaxPool(_Windowed):
 
     def construct(self, x: ops.Tensor) -> ops.Tensor:
         """x: (N, C, *S) -> (N, C, *T)."""
-        return ops.max_pool(
-            self.checked(x),
-            self.kernel,
-            stride=self.stride,
-            padding=self.padding,
-            dilation=self.dilation,
-            ceil_mode=self.ceil_mode,
-        )
+        options = options_of(self, "stride", "padding", "dilation", "ceil_mode")
+        return ops.max_pool(self.checked(x), self.kernel, **options)
 
 
 class MaxPool1d(_MaxPool):
@@ -82,14 +76,8 @@ class _AvgPool(_Windowed):
 
     def construct(self, x: ops.Tensor) -> ops.Tensor:
         """x: (N, C, *S) -> (N, C, *T)."""
-        return ops.avg_pool(
-            self.checked(x),
-            self.kernel,
-            stride=self.stride,
-            padding=self.padding,
-            ceil_mode=self.ceil_mode,
-            count_include_pad=self.count_include_pad,
-        )
+        options = options_of(self, "stride", "padding", "ceil_mode", "count_include_pad")
+        return ops.avg_pool(self.checked(x), self.kernel, **options)
 
 
 class AvgPool1d(_AvgPool):
@@ -160,6 +148,4 @@ class Upsample(Cell):
 
     def construct(self, x: ops.Tensor) -> ops.Tensor:
         """x: (N, C, *S) -> (N, C, *T)."""
-        return ops.resize(
-            x, self.size, scale=self.scale, mode=self.mode, align_corners=self.align_corners
-        )
+        return ops.resize(x, self.size, **options_of(self, "scale", "mode", "align_corners"))

@@ -18,7 +18,7 @@ from triplane.unified_ir.frontend.cell import Cell, Parameter
 from triplane.unified_ir.ir.types import ShapeError
 from triplane.unified_ir.nn.init import Uniform
 from triplane.unified_ir.nn.random import Dropout, generator
-from triplane.unified_ir.nn.sizes import check_axis, check_rank, positive
+from triplane.unified_ir.nn.sizes import check_axis, positive
 from triplane.unified_ir.nn.state import State
 from triplane.unified_ir.ops.row import Op
 from triplane.unified_ir.ops.rows.recurrence import recurrent
@@ -49,8 +49,7 @@ class _Step(Cell):
     def _mixed(self, x: ops.Tensor) -> ops.Tensor:
         """Return x weight_ih^T + bias: (N, gates hidden)."""
         name, takes = f"{type(self).__name__}({self.inputs}, {self.hidden})", f"(N, {self.inputs})"
-        check_rank(name, takes, x, 2)
-        check_axis(name, takes, x, -1, self.inputs)
+        check_axis(name, takes, x, -1, self.inputs, [2])
         return ops.linear(x, self.weight_ih, self.bias)
 
     def _gate(self, stacked: ops.Tensor, i: int) -> ops.Tensor:
@@ -155,8 +154,7 @@ class _Layers(Cell):
     ) -> tuple[ops.Tensor, Carry]:
         """Return all outputs (N, T, directions hidden) and the last state, in its public form."""
         name = f"{type(self).__name__}({self.inputs}, {self.hidden})"
-        check_rank(name, f"(N, T, {self.inputs})", x, 3)
-        check_axis(name, f"(N, T, {self.inputs})", x, -1, self.inputs)
+        check_axis(name, f"(N, T, {self.inputs})", x, -1, self.inputs, [3])
         starts = [self._inwards(name, s) for s in state]
         lens = None if lengths is None else ops.cast(lengths, "int32")
         y = x.transpose(1, 0, 2)

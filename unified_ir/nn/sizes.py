@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import ops
+from triplane.unified_ir.frontend.cell import Cell
 from triplane.unified_ir.ir.types import ShapeError
 from triplane.unified_ir.ops.source import user_location
 
@@ -23,18 +24,30 @@ def positive(layer: str, **sizes: int) -> tuple[int, ...]:
     return tuple(sizes.values())
 
 
-def check_axis(layer: str, takes: str, x: ops.Tensor, axis: int, size: int) -> None:
-    """Check that x has `size` elements along `axis`; `takes` is the shape named in the error."""
+def check_axis(
+    layer: str, takes: str, x: ops.Tensor, axis: int, size: int, ranks: Sequence[int] = ()
+) -> None:
+    """Check that x has `size` elements along `axis`, and one of `ranks` if there are any.
+
+    takes: the shape that the error states.
+    """
+    if ranks:
+        check_rank(layer, takes, x, *ranks)
     if not -x.rank <= axis < x.rank or x.shape[axis] != size:
-        raise ShapeError(f"{layer} takes x: {takes}, got {x.type}{_here()}")
+        raise _shape_error(layer, takes, x)
 
 
 def check_rank(layer: str, takes: str, x: ops.Tensor, *ranks: int) -> None:
     """Check that x has one of these numbers of axes."""
     if x.rank not in ranks:
-        raise ShapeError(f"{layer} takes x: {takes}, got {x.type}{_here()}")
+        raise _shape_error(layer, takes, x)
 
 
-def _here() -> str:
+def _shape_error(layer: str, takes: str, x: ops.Tensor) -> ShapeError:
     where = user_location()
-    return f" (at {where})" if where else ""
+    return ShapeError(f"{layer} takes x: {takes}, got {x.type}{f' (at {where})' if where else ''}")
+
+
+def options_of(cell: Cell, *names: str) -> dict[str, Any]:
+    """Return attributes of a cell as keyword arguments of an operator."""
+    return {name: getattr(cell, name) for name in names}

@@ -88,17 +88,22 @@ class Cosine(Schedule):
 
 
 @dataclass(frozen=True)
-class Exponential(Schedule):
-    """lr(t) = start * factor^(t / steps): multiplied by `factor` over `steps` updates, smoothly."""
-
+class _Decay(Schedule):
     start: float
     factor: float
-    steps: int = 1
+    steps: int
 
     def __post_init__(self) -> None:
-        _positive("Exponential", self.steps)
+        _positive(type(self).__name__, self.steps)
         if self.factor <= 0:
-            raise InvalidInput(f"Exponential needs a factor > 0, got {self.factor}")
+            raise InvalidInput(f"{type(self).__name__} needs a factor > 0, got {self.factor}")
+
+
+@dataclass(frozen=True)
+class Exponential(_Decay):
+    """lr(t) = start * factor^(t / steps): multiplied by `factor` over `steps` updates, smoothly."""
+
+    steps: int = 1
 
     def __call__(self, step: Tensor) -> Tensor:
         """See `Schedule`."""
@@ -106,17 +111,8 @@ class Exponential(Schedule):
 
 
 @dataclass(frozen=True)
-class StepDecay(Schedule):
+class StepDecay(_Decay):
     """lr(t) = start * factor^floor(t / steps): multiplied by `factor` every `steps` updates."""
-
-    start: float
-    factor: float
-    steps: int
-
-    def __post_init__(self) -> None:
-        _positive("StepDecay", self.steps)
-        if self.factor <= 0:
-            raise InvalidInput(f"StepDecay needs a factor > 0, got {self.factor}")
 
     def __call__(self, step: Tensor) -> Tensor:
         """See `Schedule`."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -113,27 +112,6 @@ def png(pixels: Array) -> bytes:
         for kind, body in parts
     )
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
-
-
-class EventFile:
-    """An event file that grows; an event is complete in the file when `add` returns."""
-
-    def __init__(self, path: Path, wall_time: float) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("xb")
-        self._write(first_event(wall_time))
-
-    def add(self, wall_time: float, step: int, values: Iterable[bytes]) -> None:
-        """Append one event."""
-        self._write(event(wall_time, step, values))
-
-    def close(self) -> None:
-        """Close the file; no event can be added afterwards."""
-        self._file.close()
-
-    def _write(self, data: bytes) -> None:
-        self._file.write(record(data))
-        self._file.flush()
 
 
 def _varint(x: int) -> bytes:

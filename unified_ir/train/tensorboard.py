@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.graph import Array
@@ -33,13 +34,15 @@ class TensorBoard(Callback):
         if every_steps < 1:
             raise InvalidInput(f"TensorBoard needs every_steps >= 1, got {every_steps}")
         self.folder, self.every_steps, self.clock = Path(folder), every_steps, clock
-        self._file: events.EventFile | None = None
+        self._file: BinaryIO | None = None
 
     def on_start(self, run: Run) -> None:
         """See `Callback`."""
         self.close()
         now = self.clock()
-        self._file = events.EventFile(_unused(self.folder, now), now)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._file = _unused(self.folder, now).open("xb")
+        self._write(events.first_event(now))
 
     def on_step(self, run: Run) -> None:
         """See `Callback`."""
@@ -66,8 +69,13 @@ class TensorBoard(Callback):
             self._file = None
 
     def _add(self, run: Run, values: list[bytes]) -> None:
+        self._write(events.event(self.clock(), run.step, values))
+
+    def _write(self, event: bytes) -> None:
+        """Append one event, which is complete in the file when this returns."""
         if self._file is not None:
-            self._file.add(self.clock(), run.step, values)
+            self._file.write(events.record(event))
+            self._file.flush()
 
 
 def _pictures(tensors: dict[str, Array]) -> Iterator[bytes]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from operator import is_
 from pathlib import Path
@@ -268,17 +268,10 @@ class Trainer:
     @property
     def recipe(self) -> Recipe:
         """Everything between gradients and the next weights."""
-        scale = self.loss_scale
-        return Recipe(
-            optimizer=self.optimizer,
-            clip_value=self.clip_value,
-            clip_each=self.clip_each,
-            clip_norm=self.clip_norm,
-            accumulate=self.accumulate,
-            precision=self.precision,
-            loss_scale=LossScale() if scale is None and self.precision == "float16" else scale,
-            average=self.average,
-        )
+        options = {field.name: getattr(self, field.name) for field in fields(Recipe)}
+        if self.loss_scale is None and self.precision == "float16":
+            options["loss_scale"] = LossScale()
+        return Recipe(**options)
 
     def training_program(self) -> Program:
         """Return the training step on the engine, its state donated."""
