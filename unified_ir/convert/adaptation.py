@@ -8,9 +8,10 @@ and in float32, because the steps change them; all other state of the entry (rat
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Final
 
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.federated.algorithms.objective import LOSS
+from triplane.unified_ir.federated.algorithms.plan import ADAPT, STEPS_KEY
 from triplane.unified_ir.ir import Module
 from triplane.unified_ir.onnx import OnnxTarget, emit, serialize
 from triplane.unified_ir.ops.build import Build
@@ -19,21 +20,17 @@ from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.passes.clean import clean
 from triplane.unified_ir.runtime.description import MAX_ADAPT_STEPS
 
-ENTRY: Final = "adapt"
-STEPS: Final = "adapt_steps"
-LOSS: Final = "loss"
-
 
 def adapt_steps(module: Module) -> int:
     """Return the number of steps of adaptation; 0 where the module is served as it is."""
-    text = module.meta.get(STEPS, "0")
+    text = module.meta.get(STEPS_KEY, "0")
     if not text.isdecimal() or int(text[:9]) > MAX_ADAPT_STEPS:
         raise InvalidInput(
-            f"meta {STEPS!r} is a number from 0 to {MAX_ADAPT_STEPS}, got {text[:40]!r}"
+            f"meta {STEPS_KEY!r} is a number from 0 to {MAX_ADAPT_STEPS}, got {text[:40]!r}"
         )
     steps = int(text)
-    if steps and ENTRY not in module.entries:
-        raise InvalidInput(f"the module asks for {steps} steps of adaptation and has no {ENTRY!r}")
+    if steps and ADAPT not in module.entries:
+        raise InvalidInput(f"the module asks for {steps} steps of adaptation and has no {ADAPT!r}")
     return steps
 
 
@@ -43,15 +40,15 @@ def adapt_graph(module: Module, weights: Collection[str], target: OnnxTarget) ->
     weights: names of the served graph's weights. InvalidInput where the step changes none of them,
     or changes other state, which a bundle cannot keep.
     """
-    function = module.entry(ENTRY)
-    changed = [name for name in module.assigned(ENTRY) if name in weights]
-    lost = sorted(set(module.assigned(ENTRY)) - set(changed))
+    function = module.entry(ADAPT)
+    changed = [name for name in module.assigned(ADAPT) if name in weights]
+    lost = sorted(set(module.assigned(ADAPT)) - set(changed))
     if not changed or lost:
         raise InvalidInput(
-            f"entry {ENTRY!r} changes {', '.join(lost) or 'nothing'}, which the served graph does "
+            f"entry {ADAPT!r} changes {', '.join(lost) or 'nothing'}, which the served graph does "
             "not use; a bundle keeps weights and no other state"
         )
-    with Build(TABLE, ENTRY) as build:
+    with Build(TABLE, ADAPT) as build:
         params = [
             build.constant(module.state[p.name].array)
             if p.name in module.state and p.name not in weights

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.convert.report import Report
@@ -22,13 +22,10 @@ class Budgets:
     size_ratio: float | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (
-            ("max_accuracy_drop", self.accuracy_drop),
-            ("max_latency_ratio", self.latency_ratio),
-            ("max_size_ratio", self.size_ratio),
-        ):
+        for field in fields(self):
+            value = getattr(self, field.name)
             if value is not None and not (math.isfinite(value) and value >= 0):
-                raise InvalidInput(f"{name} is a number >= 0, got {value}")
+                raise InvalidInput(f"max_{field.name} is a number >= 0, got {value}")
 
     def check(self, report: Report) -> tuple[str, ...]:
         """Return notes on budgets that could not be decided; InvalidInput where one is exceeded."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -44,7 +45,6 @@ from triplane.unified_ir.convert.residency import (
     INTEGER,
     UNKNOWN,
     Resident,
-    Shares,
     product_nodes,
     residency,
     time_shares,
@@ -148,8 +148,9 @@ def convert(
     labelled = None if evaluation is None else as_labelled(evaluation, frozen.inputs)
     scheme = None if quantize is None else int8_scheme(row, reduce_range=reduce_range)
     job = _Conversion(
-        module, entry, row, name, version, labels, model_digest, steps, frozen, samples, record,
-        labelled, scheme, progress,
+        module=module, entry=entry, target=row, frozen=frozen, scheme=scheme, name=name,
+        version=version, labels=labels, model_digest=model_digest, adapt_steps=steps,
+        samples=samples, calibration=record, labelled=labelled, progress=progress,
     )  # fmt: skip
     plain, int8 = _graphs(job)
     spec = _bundle(job, int8 or plain, is_int8=int8 is not None)
@@ -162,23 +163,18 @@ def convert(
     return _written(Path(out), replace(spec, report=report.record()), report)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Conversion:
-    """The checked arguments of a conversion. scheme: of int8, None for a bundle in float32."""
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class _Conversion(Converted):
+    """A conversion whose arguments are checked."""
 
-    module: Module
-    entry: str
-    target: Target
     name: str
     version: str
     labels: Labels | None
     model_digest: str
     adapt_steps: int
-    frozen: Frozen
     samples: Samples
     calibration: Mapping[str, Any]
     labelled: tuple[Samples, Array] | None
-    scheme: Scheme | None
     progress: Callable[[str], None]
 
 
@@ -259,10 +255,14 @@ def _described(
 def _reported(job: _Conversion, plain: _Graph, int8: _Int8 | None) -> Report:
     """Measure the graphs. Parts of the report that only inform become notes if they fail."""
     shipped, one = int8 or plain, first(job.frozen, job.samples, 1)
-    resident, failed = attempt("the list of kernels", lambda: residency(shipped.artifact))
+    resident, failed = attempt("the list of kernels", partial(residency, shipped.artifact))
     resident = resident or Resident({}, {}, {}, ())
     latency, accuracy = _measured(job, plain, int8, one)
-    shares, without_shares = _integer_shares(int8, one)
+    shares, without_shares = None, list[str]()
+    if int8 is not None:
+        job = replace(job, ranges=int8.ranges, operators=int8.artifact.operators)
+        time = partial(time_shares, int8.artifact, one)
+        shares, without_shares = attempt("the share of time on integers", time)
     return Report(
         name=job.name,
         version=job.version,
@@ -276,7 +276,7 @@ def _reported(job: _Conversion, plain: _Graph, int8: _Int8 | None) -> Report:
         machine=_machine(),
         calibration=job.calibration,
         shares=shares,
-        notes=(*notes(_converted(job, int8)), *failed, *without_shares),
+        notes=(*notes(job), *failed, *without_shares),
     )
 
 
@@ -292,26 +292,6 @@ def _measured(
     job.progress(f"measuring accuracy on {len(job.labelled[1])} samples")
     shipped = (int8 or plain).session
     return latency, measure_accuracy(job.frozen, plain.session, shipped, *job.labelled)
-
-
-def _integer_shares(
-    int8: _Int8 | None, feeds: Mapping[str, Array]
-) -> tuple[Shares | None, tuple[str, ...]]:
-    if int8 is None:
-        return None, ()
-    return attempt("the share of time on integers", lambda: time_shares(int8.artifact, feeds))
-
-
-def _converted(job: _Conversion, int8: _Int8 | None) -> Converted:
-    return Converted(
-        module=job.module,
-        entry=job.entry,
-        target=job.target,
-        frozen=job.frozen,
-        scheme=job.scheme,
-        ranges=int8.ranges if int8 else (),
-        operators=int8.artifact.operators if int8 else (),
-    )
 
 
 def _count(samples: Samples) -> int:

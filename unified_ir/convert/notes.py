@@ -52,13 +52,13 @@ def notes(converted: Converted) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def attempt(what: str, compute: Callable[[], T]) -> tuple[T | None, tuple[str, ...]]:
+def attempt(what: str, compute: Callable[[], T]) -> tuple[T | None, list[str]]:
     """Return what `compute` returns, or None with a note that says why it is missing."""
     try:
-        return compute(), ()
+        return compute(), []
     except Exception as error:
         _logger.exception("part of a report failed", extra={"part": what})
-        return None, (f"{what} could not be computed: {type(error).__name__}: {error}",)
+        return None, [f"{what} could not be computed: {type(error).__name__}: {error}"]
 
 
 def scheme_of_int8(converted: Converted) -> Iterator[str]:

@@ -29,10 +29,11 @@ class Size:
     int8: int | None = None
     int8_weights: int | None = None
 
-    @property
-    def times_smaller(self) -> float:
-        """float32 / int8 bytes."""
-        return self.float32 / self.int8 if self.int8 else 1.0
+    def __str__(self) -> str:
+        """The size of int8, compared with float32."""
+        int8 = self.int8 or self.float32
+        times = self.float32 / int8
+        return f"{times:.1f}x smaller" if times >= 1.05 else f"no smaller ({_bytes(int8)})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +100,7 @@ class Report:
         if not self.is_int8:
             time = f"{_duration(self.latency.float32.cpu)} a call here"
             return f"float32 for {self.target}: {_bytes(self.size.float32)}, {time}"
-        smaller = _size_words(self.size)
+        smaller = str(self.size)
         if self.latency.verdict == "undecided":
             why = "interleaved runs scatter too much"
             if not self.latency.on_target:
@@ -190,7 +191,18 @@ class Report:
                 "drop_points": a.drop_points,
                 "agreement": a.agreement,
             },
-            "layers": [_layer_record(layer) for layer in self.layers],
+            "layers": [
+                {
+                    "name": layer.name,
+                    "op": layer.op,
+                    "location": layer.location,
+                    "kernel": layer.kernel,
+                    "int8": layer.int8,
+                    "reason": layer.reason,
+                    "snr_db": None if layer.snr_db is None else round(layer.snr_db, 2),
+                }
+                for layer in self.layers
+            ],
             "residency": self.residency.record(),
             "calibration": dict(self.calibration),
             "machine": dict(self.machine),
@@ -267,23 +279,6 @@ def _layer_lines(layers: tuple[Layer, ...], int8: bool) -> list[str]:  # noqa: F
         line = f"  {layer.name:<{width}}  {layer.kernel:<20} {noise}  {layer.location}  {why}"
         lines.append(line.rstrip())
     return lines
-
-
-def _layer_record(layer: Layer) -> dict[str, Any]:
-    return {
-        "name": layer.name,
-        "op": layer.op,
-        "location": layer.location,
-        "kernel": layer.kernel,
-        "int8": layer.int8,
-        "reason": layer.reason,
-        "snr_db": None if layer.snr_db is None else round(layer.snr_db, 2),
-    }
-
-
-def _size_words(size: Size) -> str:
-    times = size.times_smaller
-    return f"{times:.1f}x smaller" if times >= 1.05 else f"no smaller ({_bytes(size.int8 or 0)})"
 
 
 def _bytes(n: int) -> str:

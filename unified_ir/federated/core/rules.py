@@ -81,10 +81,11 @@ the first, and doubles with each in a row."""
 UNWILLING: Final = frozenset({Outcome.DECLINED, Outcome.REFUSED})
 ANSWERED: Final = UNWILLING | {Outcome.COUNTED}
 
-Rule = Callable[[RunState, Any], tuple[RunState, Effects]]
+Step = tuple[RunState, Effects]
+Rule = Callable[[RunState, Any], Step]
 
 
-def step(state: RunState, event: Event) -> tuple[RunState, Effects]:
+def step(state: RunState, event: Event) -> Step:
     """Return the state after `event`, and the effects that follow."""
     rule = RULES.get((state.phase, type(event)))
     after, effects = rule(state, event) if rule else (state, ())
@@ -137,7 +138,7 @@ def lease_id(
 # Rules, one per phase and event; an event without one changes nothing.
 
 
-def _join(state: RunState, event: Joined) -> tuple[RunState, Effects]:
+def _join(state: RunState, event: Joined) -> Step:
     known = state.members.get(event.device)
     fresh = known or RunMember(device=event.device, connected=True, examples=event.examples)
     member = replace(
@@ -146,7 +147,7 @@ def _join(state: RunState, event: Joined) -> tuple[RunState, Effects]:
     return _away(_with(state, member), event.device, None), (Tell(event.device),)
 
 
-def _leave(state: RunState, event: Left) -> tuple[RunState, Effects]:
+def _leave(state: RunState, event: Left) -> Step:
     known = state.members.get(event.device)
     if known is None:
         return state, ()
@@ -154,7 +155,7 @@ def _leave(state: RunState, event: Left) -> tuple[RunState, Effects]:
     return _away(_with(state, gone), event.device, event.at_s), ()
 
 
-def _restart(state: RunState, event: Restarted) -> tuple[RunState, Effects]:
+def _restart(state: RunState, event: Restarted) -> Step:
     """Mark every member as disconnected and restart its patience."""
     if state.members:
         gone = {
@@ -178,7 +179,7 @@ def _due(state: RunState) -> Effects:
     return (Finish(),) if state.phase is Phase.FINISHING else ()
 
 
-def _ask(state: RunState, event: Asked) -> tuple[RunState, Effects]:
+def _ask(state: RunState, event: Asked) -> Step:
     round_ = state.round
     assert round_ is not None
     if (event.number, event.evaluates, event.attempt) != (
@@ -190,13 +191,13 @@ def _ask(state: RunState, event: Asked) -> tuple[RunState, Effects]:
     return asked, tuple(Tell(x.device) for x in leases if x.outcome is Outcome.OPEN)
 
 
-def _arrive(state: RunState, event: Arrived) -> tuple[RunState, Effects]:
+def _arrive(state: RunState, event: Arrived) -> Step:
     if state.round and state.round.evaluates:
         return _unwanted(state, event)
     return _answer(state, event)
 
 
-def _answer(state: RunState, event: Arrived | Answered) -> tuple[RunState, Effects]:
+def _answer(state: RunState, event: Arrived | Answered) -> Step:
     lease = _held(state, event)
     if lease is None:
         return _unwanted(state, event)
@@ -204,7 +205,7 @@ def _answer(state: RunState, event: Arrived | Answered) -> tuple[RunState, Effec
     return _settle(state, counted, Outcome.COUNTED)
 
 
-def _score(state: RunState, event: Scored) -> tuple[RunState, Effects]:
+def _score(state: RunState, event: Scored) -> Step:
     lease = _held(state, event)
     if lease is None or not (state.round and state.round.evaluates):
         return _unwanted(state, event)
@@ -213,16 +214,13 @@ def _score(state: RunState, event: Scored) -> tuple[RunState, Effects]:
     return _settle(scored, counted, Outcome.COUNTED)
 
 
-def _refuse(state: RunState, event: Refused) -> tuple[RunState, Effects]:
-    counts = {**state.refusals, event.kind: state.refusals.get(event.kind, 0) + 1}
-    return _end(replace(state, refusals=counts), event, Outcome.REFUSED)
-
-
-def _decline(state: RunState, event: Declined) -> tuple[RunState, Effects]:
-    return _end(state, event, Outcome.DECLINED)
-
-
-def _end(state: RunState, event: Refused | Declined, outcome: Outcome) -> tuple[RunState, Effects]:
+def _refuse(state: RunState, event: Refused | Declined) -> Step:
+    """End the lease of a contribution that cannot count, or of work that the device declined."""
+    outcome = Outcome.DECLINED
+    if isinstance(event, Refused):
+        outcome = Outcome.REFUSED
+        counts = {**state.refusals, event.kind: state.refusals.get(event.kind, 0) + 1}
+        state = replace(state, refusals=counts)
     lease = _held(state, event)
     if lease is None:
         return state, ()
@@ -230,11 +228,11 @@ def _end(state: RunState, event: Refused | Declined, outcome: Outcome) -> tuple[
     return _settle(state, ended, outcome)
 
 
-def _tick(state: RunState, event: Tick) -> tuple[RunState, Effects]:
+def _tick(state: RunState, event: Tick) -> Step:
     assert state.round is not None
     over = event.at_s >= state.round.opened_s + state.plan.deadline_s
     gone = event.at_s - state.plan.patience_s
-    tells: list[Tell] = []
+    tells: Effects = ()
     for lease in _open_leases(state) if over else _away_since(state.round, gone):
         away = lease.away_s is not None and lease.away_s <= gone
         why = "its stream was away too long" if away else "the round's deadline passed"
@@ -242,7 +240,7 @@ def _tick(state: RunState, event: Tick) -> tuple[RunState, Effects]:
         if not away and state.rules >= NEWEST_RULES:
             state = _with(state, _resting(state.members[lease.device], state.turn[0]))
         tells += more
-    return state, tuple(tells)
+    return state, tells
 
 
 def _resting(member: RunMember, number: int) -> RunMember:
@@ -259,7 +257,7 @@ def _away_since(round_: Round, latest_s: float) -> list[Lease]:
     return [x for _, device in sorted(devices, key=lambda key: key[1]) if (x := leases.of(device))]
 
 
-def _reduce(state: RunState, event: Reduced) -> tuple[RunState, Effects]:
+def _reduce(state: RunState, event: Reduced) -> Step:
     if event.number != state.turn[0]:
         return state, ()
     number, every = event.number, state.plan.evaluate_every
@@ -268,11 +266,11 @@ def _reduce(state: RunState, event: Reduced) -> tuple[RunState, Effects]:
     return _gather(replace(state, shared=event.shared, attempt=0), turn, event.at_s), ()
 
 
-def _finish(state: RunState, event: Finished) -> tuple[RunState, Effects]:
+def _finish(state: RunState, event: Finished) -> Step:
     return replace(state, phase=Phase.DONE, reason="", since_s=event.at_s), ()
 
 
-def _stop(state: RunState, event: Stopped) -> tuple[RunState, Effects]:
+def _stop(state: RunState, event: Stopped) -> Step:
     tells = tuple(Tell(lease.device) for lease in _open_leases(state))
     kept = state.round if state.phase is Phase.REDUCING else None
     after = replace(
@@ -282,7 +280,7 @@ def _stop(state: RunState, event: Stopped) -> tuple[RunState, Effects]:
     return after, tells
 
 
-def _resume(state: RunState, event: Resumed) -> tuple[RunState, Effects]:
+def _resume(state: RunState, event: Resumed) -> Step:
     """Resume; a reduction that was due when the run stopped is done now."""
     if state.round is not None:
         again = replace(state, phase=Phase.REDUCING, reason="", since_s=event.at_s)
@@ -290,7 +288,7 @@ def _resume(state: RunState, event: Resumed) -> tuple[RunState, Effects]:
     return replace(_gather(state, state.turn, event.at_s), reason=""), ()
 
 
-def _fail(state: RunState, event: Failed) -> tuple[RunState, Effects]:
+def _fail(state: RunState, event: Failed) -> Step:
     tells = tuple(Tell(lease.device) for lease in _open_leases(state))
     after = replace(state, phase=Phase.FAILED, reason=event.reason, since_s=event.at_s, round=None)
     return after, tells
@@ -299,7 +297,7 @@ def _fail(state: RunState, event: Failed) -> tuple[RunState, Effects]:
 # What follows from any event.
 
 
-def _advance(state: RunState, now_s: float, effects: Effects) -> tuple[RunState, Effects]:
+def _advance(state: RunState, now_s: float, effects: Effects) -> Step:
     """Close the round if it is complete, open the next if enough devices are there."""
     if state.phase is Phase.COLLECTING and state.round is not None:
         state, more = _close(state, state.round, now_s)
@@ -310,20 +308,24 @@ def _advance(state: RunState, now_s: float, effects: Effects) -> tuple[RunState,
     return state, effects
 
 
-def _open(state: RunState, now_s: float) -> tuple[RunState, Effects]:
+def _open(state: RunState, now_s: float) -> Step:
     number, evaluates = state.turn
     if number > state.plan.rounds:
         return replace(state, phase=Phase.FINISHING, reason="", since_s=now_s), (Finish(),)
     if now_s < state.not_before_s:
-        return _because(state, _pauses_after(state)), ()
+        why = state.history[-1].given_up if state.history else ""
+        reason = f"a round was given up ({why}); the next begins after a pause"
+        return _because(state, reason), ()
     able = _members(state).indexed("scorers" if evaluates else "learners")
     rested = able.count_until(lambda key: key[0] > number)
     waited = now_s >= state.since_s + state.plan.patience_s
     least = 1 if evaluates else state.plan.quorum
     drawn = rested if rested >= least else len(able)  # without a quorum, those who rest as well
-    usual = state.plan.asked - _given_up(state, now_s) - (len(able) - drawn)
+    given_up = _given_up(state, now_s)
+    usual = state.plan.asked - given_up - (len(able) - drawn)
     wanted = least if waited or evaluates else max(least, usual)
-    here = waited or _all_here(state, now_s)
+    # No device is away that may still return within the patience.
+    here = waited or len(_members(state).indexed("absent")) == given_up
     if drawn < wanted or not here:
         if evaluates and here:
             return _open(_gather(state, (number + 1, False), now_s), now_s)
@@ -342,23 +344,18 @@ def _open(state: RunState, now_s: float) -> tuple[RunState, Effects]:
     return state, tuple(Tell(device) for device in chosen)
 
 
-def _all_here(state: RunState, now_s: float) -> bool:
-    """Return whether no device is away that may still return within the patience."""
-    return len(_members(state).indexed("absent")) == _given_up(state, now_s)
-
-
 def _given_up(state: RunState, now_s: float) -> int:
     """Count the members that were away for longer than the patience; no round waits for them."""
     patience_s = state.plan.patience_s
     return _members(state).indexed("away").count_until(lambda key: key[0] + patience_s > now_s)
 
 
-def _close(state: RunState, round_: Round, now_s: float) -> tuple[RunState, Effects]:
+def _close(state: RunState, round_: Round, now_s: float) -> Step:
     leases = _leases(round_)
     enough = not round_.evaluates and len(leases.indexed("counted")) >= state.plan.devices
     if len(leases.indexed("open")) and not enough:
         return state, ()
-    tells: tuple[Tell, ...] = ()
+    tells: Effects = ()
     for lease in leases.listed("open"):
         slower = replace(lease, reason="enough others were faster")
         state, more = _settle(state, slower, Outcome.LATE)
@@ -402,11 +399,6 @@ def _unscored(state: RunState, refusing: list[Lease], now_s: float) -> RunState:
     )
     again = replace(_gather(state, state.turn, now_s), attempt=state.attempt + 1)
     return replace(again, phase=Phase.STOPPED, reason=reason)
-
-
-def _pauses_after(state: RunState) -> str:
-    why = state.history[-1].given_up if state.history else ""
-    return f"a round was given up ({why}); the next begins after a pause"
 
 
 def _gather(state: RunState, turn: tuple[int, bool], now_s: float) -> RunState:
@@ -474,7 +466,7 @@ def _put(state: RunState, lease: Lease) -> RunState:
     return replace(state, round=replace(state.round, leases=before.with_(lease)))
 
 
-def _settle(state: RunState, lease: Lease, outcome: Outcome) -> tuple[RunState, tuple[Tell, ...]]:
+def _settle(state: RunState, lease: Lease, outcome: Outcome) -> Step:
     """End a lease with that outcome and send its device a new document."""
     counted, answered = outcome is Outcome.COUNTED, outcome in ANSWERED
     member = state.members[lease.device]
@@ -492,7 +484,7 @@ def _settle(state: RunState, lease: Lease, outcome: Outcome) -> tuple[RunState, 
     return _with(_put(state, replace(lease, outcome=outcome)), member), (Tell(lease.device),)
 
 
-def _unwanted(state: RunState, event: Arrived | Answered | Scored) -> tuple[RunState, Effects]:
+def _unwanted(state: RunState, event: Arrived | Answered | Scored) -> Step:
     """Answer a contribution to a closed lease, or a repeated one, and change nothing else."""
     member = state.members.get(event.device)
     if member is None:
@@ -559,7 +551,7 @@ RULES: Final[Mapping[tuple[Phase, type], Rule]] = {
     (Phase.COLLECTING, Arrived):  _arrive,
     (Phase.COLLECTING, Answered): _answer,
     (Phase.COLLECTING, Scored):   _score,
-    (Phase.COLLECTING, Declined): _decline,
+    (Phase.COLLECTING, Declined): _refuse,
     (Phase.COLLECTING, Tick):     _tick,
     (Phase.REDUCING, Reduced):    _reduce,
     (Phase.FINISHING, Finished):  _finish,

@@ -132,7 +132,7 @@ class Keeper:
         odd = [k for k in sorted(self.study | known) if known.get(k) != self.study.get(k)]
         shown = "; ".join(_differs(k, known.get(k), self.study.get(k)) for k in odd[:MAX_SHOWN])
         raise Conflict(
-            f"{self.path} is of another study ({shown or 'of an earlier release'}); go on with "
+            f"{self.path} is of another study ({shown or 'of an earlier release'}); resume with "
             "its options and samples, or name another folder"
         )
 

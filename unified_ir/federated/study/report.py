@@ -78,7 +78,8 @@ def results(trials: Sequence[Trial], *, seen: bool, heading: str) -> str:
     rows = []
     for trial, s in scored:
         best = trial.best_rate(seen=seen)
-        cells = [_marked(x, top) for x, top in zip(_numbers(s), tops, strict=True)]
+        texts = [(_percent(x), _percent(top)) for x, top in zip(_numbers(s), tops, strict=True)]
+        cells = [f"<b>{text}</b>" if text == best_text else text for text, best_text in texts]
         rate = "own" if best is None else f"{best[0]:g}"
         against = _against(trial, trials[0], seen=seen)
         rows.append([_e(trial.algorithm), *cells[:2], against, rate, *cells[2:]])
@@ -89,10 +90,6 @@ def results(trials: Sequence[Trial], *, seen: bool, heading: str) -> str:
 
 def _numbers(s: Summary) -> tuple[float, float, float, float]:
     return s.before, s.after, s.before_worst_tenth, s.after_worst_tenth
-
-
-def _marked(share: float, top: float) -> str:
-    return f"<b>{_percent(share)}</b>" if _percent(share) == _percent(top) else _percent(share)
 
 
 def verdicts(trials: Sequence[Trial]) -> list[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
@@ -121,25 +123,15 @@ def _part(source: SampleSource, samples: Samples, groups: Array | None, chosen: 
 
 def _parted(source: SampleSource, samples: Samples, groups: Array | None) -> Shards:
     held_out, seed = source.held_out, source.seed
+    if groups is not None:
+        return partition.by_group(samples, groups, held_out=held_out, seed=seed, least=source.least)
     labels = list(samples)[1]
-    match source.way:
-        case "group":
-            assert groups is not None
-            return partition.by_group(
-                samples, groups, held_out=held_out, seed=seed, least=source.least
-            )
-        case "dirichlet":
-            return partition.by_dirichlet(
-                samples, source.devices, alpha=source.alpha, held_out=held_out, seed=seed,
-                labels=labels,
-            )  # fmt: skip
-        case "labels":
-            return partition.by_label_shards(
-                samples, source.devices, shards=source.label_shards, held_out=held_out, seed=seed,
-                labels=labels,
-            )  # fmt: skip
-        case "even":
-            return partition.evenly(samples, source.devices, held_out=held_out, seed=seed)
+    ways: dict[Way, Callable[..., Shards]] = {
+        "even": partition.evenly,
+        "dirichlet": partial(partition.by_dirichlet, alpha=source.alpha, labels=labels),
+        "labels": partial(partition.by_label_shards, shards=source.label_shards, labels=labels),
+    }
+    return ways[source.way](samples, source.devices, held_out=held_out, seed=seed)
 
 
 def _chosen(source: SampleSource, shards: Shards) -> tuple[Shards, Shards]:
