@@ -7,7 +7,7 @@ from tests.quantize import nets
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import TensorSpec, nn
 from triplane.unified_ir.convert import convert
-from triplane.unified_ir.convert.accuracy import measure_accuracy
+from triplane.unified_ir.convert.checks import measure_accuracy
 from triplane.unified_ir.quantize import artifact, freeze
 
 

@@ -16,7 +16,6 @@ from typing import Any, Final, Literal
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import runtime
-from triplane.unified_ir.convert.accuracy import measure_accuracy
 from triplane.unified_ir.convert.adaptation import adapt_graph, adapt_steps
 from triplane.unified_ir.convert.budgets import Budgets
 from triplane.unified_ir.convert.checks import (
@@ -24,6 +23,7 @@ from triplane.unified_ir.convert.checks import (
     check_finite,
     check_served,
     first,
+    measure_accuracy,
 )
 from triplane.unified_ir.convert.describe import (
     COPIES,

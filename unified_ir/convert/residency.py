@@ -1,4 +1,4 @@
-"""Which nodes really run on integers, as the graph shows that onnxruntime optimized.
+"""The nodes that really run on integers, read from the graph that onnxruntime optimized.
 
 Q/DQ form is a request; onnxruntime's optimizer decides. It saves the graph it will run, whose fused
 kernels keep the name of the product they absorbed. Integer kernels for every product do not imply

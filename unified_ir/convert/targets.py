@@ -108,11 +108,9 @@ def cpu_flags(source: Path = _CPUINFO) -> frozenset[str]:
         text = source.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return frozenset()
-    for line in text.splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() in {"flags", "Features"}:
-            return frozenset(value.split())
-    return frozenset()
+    rows = (line.partition(":") for line in text.splitlines())
+    flags = (value for key, _, value in rows if key.strip() in {"flags", "Features"})
+    return frozenset(next(flags, "").split())
 
 
 def instruction_note(target: Target) -> str:

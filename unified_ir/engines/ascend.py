@@ -1,9 +1,9 @@
-"""An Ascend NPU emulated on the CPU at its fast level: the numerics of the cube unit.
+"""An Ascend NPU, emulated on the CPU: the numerics of its cube unit.
 
 The cube multiplies fp16 operands and accumulates in fp32. So each float32 operand of a matrix
-product or convolution is rounded to fp16 first, products and sums stay in float32, everything else
-is float32. Overflow beyond 65504 becomes infinity, as it does there. Formats, buffer capacities and
-cycles are not modelled at this level.
+product or convolution is rounded to fp16 first, products and sums stay in float32, and everything
+else is float32. Overflow beyond 65504 becomes infinity, as on the device. Formats, buffer sizes and
+cycles are not modelled.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class AscendEngine:
 
 
 def round_cube_operands(function: Function) -> Function:
-    """The function with every float32 cube operand rounded through fp16, regions included."""
+    """Return the function with float32 cube operands rounded through fp16, also in regions."""
     return _Rounding().rewrite(function)
 
 
 class _Rounding(Rewriter):
     def visit(self, node: Node) -> None:
-        """A node with its cube operands rounded; where a rule is lacking, its body's nodes."""
+        """Add a node with rounded cube operands, or the nodes of a body that hides products."""
         row = self.row(node)
         self.note(node)
         hides_products = not row.is_product and row.vjp is None and not node.regions

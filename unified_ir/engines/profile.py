@@ -35,6 +35,8 @@ KERNEL: Final = "_kernel_time"
 """Ending of the names of the profile's events that are runs of kernels."""
 _NAME: Final = re.compile(r"at/\d+")
 Event = Mapping[str, Any]
+_Group = defaultdict[tuple[str, str, str, str], list[list[float]]]
+"""Times of kernels by (identity, operator, line, scope)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,14 +143,12 @@ def _runner(
 
 
 def _median_ms(run: Callable[[], object], calls: int) -> float:
-    for _ in range(WARMUPS):
-        run()
     times = []
-    for _ in range(calls):
+    for _ in range(WARMUPS + calls):
         start = perf_counter()
         run()
         times.append(perf_counter() - start)
-    return median(times) * 1e3
+    return median(times[WARMUPS:]) * 1e3
 
 
 def _kernels(events: Sequence[Event]) -> dict[tuple[str, str], list[float]]:
@@ -191,9 +191,7 @@ def _profile(
     calls: int,
 ) -> Profile:
     whole = sum(map(_usual, kernels.values())) or 1.0
-    groups: dict[str, dict[tuple[str, str, str, str], list[list[float]]]] = {
-        k: defaultdict(list) for k in ("nodes", "ops", "lines")
-    }
+    nodes, ops, lines = _Group(list), _Group(list), _Group(list)
     for (name, kernel), ts in kernels.items():
         match = _NAME.search(name)
         node = places.get(match.group()) if match else None
@@ -203,16 +201,16 @@ def _profile(
         else:
             key, op, scope = str(id(node)), str(node.op), node.meta.scope
             line = str(node.meta.location or "")
-        groups["nodes"][key, op, line, scope].append(ts)
-        groups["ops"]["", kernel or (op if node else FUSED), "", ""].append(ts)
-        groups["lines"][line, "", line, ""].append(ts)
+        nodes[key, op, line, scope].append(ts)
+        ops["", kernel or (op if node else FUSED), "", ""].append(ts)
+        lines[line, "", line, ""].append(ts)
 
-    def table(kind: str) -> tuple[Spent, ...]:
+    def table(group: _Group) -> tuple[Spent, ...]:
         rows = []
-        for (_, op, line, scope), parts in groups[kind].items():
+        for (_, op, line, scope), parts in group.items():
             share = sum(map(_usual, parts)) / whole
             runs = sum(map(len, parts)) / calls
             rows.append(Spent(op or line or "no line", op, line, scope, share, share * total, runs))
         return tuple(sorted(rows, key=lambda r: (-r.share, r.what, r.line)))
 
-    return Profile(total, calls, table("nodes"), table("ops"), table("lines"))
+    return Profile(total, calls, table(nodes), table(ops), table(lines))

@@ -26,9 +26,9 @@ from triplane.unified_ir.quantize.scheme import Range
 BATCH: Final = 32
 """Default number of samples per run."""
 OUTLIERS: Final = 0.01
-"""Largest share of the samples that may be left out of a range."""
+"""Largest share of samples that are left out of a range."""
 MUCH_WIDER: Final = 3.0
-"""A sample is left out where it is more than this many times as wide as all but the widest few."""
+"""A sample may be left out if it is wider than this multiple of all but the widest few."""
 
 Samples = Mapping[str, Array]
 """Arrays by input name; every first axis counts the same samples."""

@@ -1,4 +1,4 @@
-"""How real numbers become small integers: x ~ s (q - z), scale s > 0, zero point z.
+"""Rounding real numbers to small integers: x ~ s (q - z), scale s > 0, zero point z.
 
 Every range includes 0, so that 0 is exact: padding and the floor of a ReLU cost no error. For x
 between s (q_min - z) and s (q_max - z) rounding gives |x - s (q - z)| <= s / 2; outside, q

@@ -1,4 +1,4 @@
-"""Which products run on integers, and which tensors therefore need a scale.
+"""The products that run on integers, and the tensors that therefore need a scale.
 
 A *site* is a tensor that is rounded to integers once, where it is computed, for all its readers. A
 node that only moves or compares elements shares the site of its operand. A ReLU or Clip at 0 is
