@@ -1,7 +1,7 @@
 """`python -m triplane.cloud OPTIONS`: the cloud process; OPTIONS is one JSON object.
 
-Its keys are the fields of `server.Options`; what is left out has its default. One line on standard
-output, JSON, says that calls are taken and on which ports. People use `triplane cloud up`.
+Its keys are the fields of `server.CloudOptions`, which have defaults. One line of JSON on standard
+output reports that the cloud is ready, and its ports. People use `triplane cloud up` instead.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ ARENA_MAX: Final = -8
 
 
 def one_arena() -> None:
-    """Let all threads share one heap, where the C library is glibc.
+    """Let all threads share one heap, if the C library is glibc.
 
-    Each thread that takes chunks of a large upload would otherwise leave them behind in a heap of
-    its own: half a gigabyte after 1 GB, measured.
+    Otherwise each thread that receives chunks of a large upload keeps freed memory in its own heap:
+    half a gigabyte after an upload of 1 GB, measured.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(ARENA_MAX, 1)
 
 
 def all_descriptors() -> int:
-    """Take as many descriptors as the system lets this process have; returns how many.
+    """Raise the limit of open descriptors to what the system allows; return it.
 
-    A node's stream is one, and the customary soft limit of 1,024 is for programs that use select.
+    Each node's stream needs one, and the usual soft limit of 1,024 is for programs that use select.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard not in {resource.RLIM_INFINITY, soft}:
@@ -55,17 +55,17 @@ def all_descriptors() -> int:
 
 
 def tls_1_3_only() -> None:
-    """Let no connection of this process use TLS 1.2; to be called before grpc is imported.
+    """Prevent connections of this process from using TLS 1.2; call it before importing grpc.
 
     grpc has no setting for the least version, and reads this variable when it is imported. The
-    cloud's certificates are ECDSA: where the only cipher of TLS 1.2 on offer needs an RSA
-    certificate, no handshake of 1.2 ends well. The ciphers of 1.3 are not affected.
+    cloud's certificates are ECDSA: if the only cipher offered for TLS 1.2 needs an RSA certificate,
+    every handshake of 1.2 fails. The ciphers of 1.3 are not affected.
     """
     os.environ.setdefault("GRPC_SSL_CIPHER_SUITES", "ECDHE-RSA-AES256-GCM-SHA384")
 
 
 def main(options: CloudOptions) -> None:
-    """Configure logging to standard error and serve until a signal. Raises the families."""
+    """Log to standard error and serve until a signal. Raises the error families."""
     signals.restore_defaults()
     one_arena()
     descriptors = all_descriptors()
@@ -77,20 +77,20 @@ def main(options: CloudOptions) -> None:
 
 
 def options_from(values: Mapping[str, Any]) -> CloudOptions:
-    """Options from plain values. InvalidInput names a key that is none."""
+    """Return options from plain values. InvalidInput names an unknown key."""
     from triplane.cloud.server import CloudOptions
 
     known = [field.name for field in fields(CloudOptions)]
     for name in values:
         if name not in known:
-            raise InvalidInput(f"no option {name!r}; there are {', '.join(known)}")
+            raise InvalidInput(f"no option {name!r}; the options are {', '.join(known)}")
     if not isinstance(values.get("home"), str | Path):
-        raise InvalidInput('the options of a cloud need its home: {"home": "DIR"}')
+        raise InvalidInput('the options must contain the home of the cloud: {"home": "DIR"}')
     return CloudOptions(**{**values, "home": Path(values["home"]).absolute()})
 
 
 def parse(argv: Sequence[str]) -> CloudOptions:
-    """Options of a command line of one JSON object. Raises InvalidInput."""
+    """Parse a command line of one JSON object. Raises InvalidInput."""
     try:
         (text,) = argv
         values = json.loads(text)

@@ -1,8 +1,8 @@
-"""A run's result goes live by itself: one rollout under the automatic role for each run that asks.
+"""Automatic release of a run's result: one rollout under the automatic role for each such run.
 
-What a rollout may reach, and which accuracy it must show on episodes, is in the policy that people
-signed; nothing here widens it. The rollout's key is made of the run's id, so a cloud that was
-killed in between begins it once, and a rollout that was aborted is not begun again.
+The policy that people signed decides which nodes a rollout may reach and which accuracy it must
+show on episodes; nothing here extends it. The rollout's key is derived from the run's id, so a
+cloud that was killed meanwhile begins it only once, and an aborted rollout does not begin again.
 """
 
 from __future__ import annotations
@@ -23,39 +23,39 @@ from triplane.proto.targets import AUTO
 logger = logging.getLogger(__name__)
 
 RETRY_S: Final = 5.0
-"""Pause between two tries while another rollout of the model is running."""
+"""Pause between two attempts while another rollout of the model is running."""
 KEY_BYTES: Final = 16
 
 
 class Releasing:
-    """Watches runs that end, and begins their rollouts. `run` ends by cancellation only."""
+    """Watches for runs that end, and begins their rollouts. `run` ends only when cancelled."""
 
     def __init__(self, federation: Federation, fleet: LiveFleet) -> None:
         self._federation, self._fleet = federation, fleet
         self._ended: set[str] = set()
 
     async def run(self) -> None:
-        """Look after the end of each run, and again while something waits."""
+        """Check after the end of each run, and again while a release waits."""
         while True:
             ended = self._federation.ended
-            waiting = await self._look()
+            waiting = await self._release_ended()
             try:
                 async with asyncio.timeout(RETRY_S if waiting else None):
                     await ended.wait()
             except TimeoutError:
                 continue
 
-    async def _look(self) -> bool:
-        """Whether a release has to wait for another rollout."""
+    async def _release_ended(self) -> bool:
+        """Release ended runs; return whether one has to wait for another rollout."""
         waiting = False
         for run in await self._federation.runs():
             asked = run.phase == Run.DONE and run.spec.release == AUTO and run.result
             if asked and run.id not in self._ended:
-                waiting |= not await self._released(run)
+                waiting |= not await self._release(run)
         return waiting
 
-    async def _released(self, run: Run) -> bool:
-        """Whether this run needs no more tries."""
+    async def _release(self, run: Run) -> bool:
+        """Begin the run's rollout; return whether no further attempt is needed."""
         request = DeployRequest(
             reference=run.result, selector="all", role=AUTO, key=release_key(run.id)
         )
@@ -77,7 +77,7 @@ class Releasing:
 
 
 def check_release(repository: MetadataRepository, model: str) -> None:
-    """InvalidInput where the signed policy does not allow automatic releases of the model."""
+    """Raise InvalidInput if the signed policy does not allow automatic releases of the model."""
     rules = repository.policy().models
     if model not in rules:
         listed = ", ".join(sorted(rules)) or "none"
@@ -88,5 +88,5 @@ def check_release(repository: MetadataRepository, model: str) -> None:
 
 
 def release_key(run: str) -> bytes:
-    """Return the key of the one rollout that a run begins."""
+    """Return the key of the rollout that releases a run's result."""
     return hashlib.sha256(f"release {run}".encode()).digest()[:KEY_BYTES]

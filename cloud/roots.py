@@ -1,7 +1,7 @@
-"""Blobs that some part of the cloud references, and that therefore stay when others are collected.
+"""Blobs that some part of the cloud references, and which are therefore not collected.
 
-* versions, their samples, and bundles: the registry's tables. A rollout, a node and signed metadata
-  name bundles by model, version and target, so they stay with those rows;
+* versions, their samples, and bundles: the registry's tables. Rollouts, nodes and signed metadata
+  name bundles by model, version and target, so these rows keep them;
 * golden sets of the release policy: the targets metadata that is published, superseded but still
   readable by a node in a refresh, or waiting for signatures;
 * plans and states of federated runs: the federation's tables. Their updates have another folder.
@@ -21,7 +21,7 @@ from triplane.cloud.registry.collecting import OnRemoved, Roots, Stored
 from triplane.cloud.trust.repository import MetadataRepository
 
 MOST_NAMED: Final = 100
-"""Digests in one entry of the audit log; the count is of all."""
+"""Largest number of digests in one entry of the audit log; the count is of all blobs."""
 SYSTEM: Final = "cloud"
 
 

@@ -10,9 +10,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from triplane.cloud.cli.connection import Calls
-from triplane.cloud.cli.live import bar, live_view, styled_table
 from triplane.cloud.cli.text import age, duration, enum_text, shown, table
-from triplane.cloud.cli.watching import Watchable
+from triplane.cloud.cli.watching import Watchable, bar, live_view, styled_table
 from triplane.proto.fleet_pb2 import GetRolloutRequest, Rollout, RolloutNode
 
 NODE_HEADINGS: Final = ("NODE", "WAVE", "STATE", "REASON")
@@ -172,7 +171,7 @@ def watchable(cloud: Calls, rollout_id: str) -> Watchable[Rollout]:
 
 
 def draw_in(rollout: Rollout, lines: int, seconds: float) -> RenderableType:
-    """See `live.Draw`."""
+    """See `watching.Draw`."""
     return drawn(rollout, room=max(3, lines - LINES_AROUND), seconds=seconds)
 
 

@@ -10,9 +10,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from triplane.cloud.cli.connection import Calls
-from triplane.cloud.cli.live import bar, live_view, styled_table
 from triplane.cloud.cli.text import age, duration, enum_text, shown, size, table
-from triplane.cloud.cli.watching import Watchable
+from triplane.cloud.cli.watching import Watchable, bar, live_view, styled_table
 from triplane.proto.federation_pb2 import GetRunRequest, Member, Round, Run, Spread
 
 ROUND_HEADINGS: Final = (
@@ -266,7 +265,7 @@ def watchable(cloud: Calls, run_id: str) -> Watchable[Run]:
 
 
 def draw_in(run: Run, lines: int, _seconds: float) -> RenderableType:
-    """See `live.Draw`."""
+    """See `watching.Draw`."""
     return drawn(run, room=max(3, lines - LINES_AROUND), now_s=time.time())
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any, Final
 
-from triplane.cloud.dashboard.runs import run_row
+from triplane.cloud.dashboard.runs import run_row, same_fields
 from triplane.cloud.dashboard.source import NodeIncident
 from triplane.proto import fleet_pb2, registry_pb2
 from triplane.proto.federation_pb2 import Run
@@ -75,10 +75,8 @@ def node_row(node: Node) -> Row:
     """Return the row of a node. `last_seen_s` of a connected one is None, or it changed always."""
     report = node.report
     return {
-        "name": node.name,
+        **same_fields(node, "name", "connected", "cordoned"),
         "labels": dict(sorted(node.labels.items())),
-        "connected": node.connected,
-        "cordoned": node.cordoned,
         "last_seen_s": None if node.connected else round(node.last_seen_s),
         "serving_up": report.serving_up,
         "address": _cut(report.serving_address),
@@ -89,9 +87,8 @@ def node_row(node: Node) -> Row:
 
 def _model_row(model: ModelReport) -> Row:
     return {
-        "model": model.model,
+        **same_fields(model, "model", "version"),
         "serves": model.committed_version,
-        "version": model.version,
         "state": _name(fleet_pb2.NodeState, model.state),
         "reason": _cut(model.reason),
     }
@@ -104,16 +101,11 @@ def rollout_row(rollout: Rollout) -> Row:
     for node in rollout.nodes:
         by_wave[node.wave].append(node)
     return {
-        "id": rollout.id,
-        "model": rollout.model,
-        "version": rollout.version,
-        "selector": rollout.selector,
+        **same_fields(rollout, "id", "model", "version", "selector", "wave", "created_by"),
         "state": _name(Rollout.State, rollout.state),
         "reason": _cut(rollout.reason),
-        "wave": rollout.wave,
         "waves": [_wave(size, by_wave[i]) for i, size in enumerate(sizes)],
         "created_s": round(rollout.created_s),
-        "created_by": rollout.created_by,
         "ended_s": round(rollout.ended_s),
     }
 
@@ -140,10 +132,9 @@ def wave_text(wave: Wave) -> str:
 def _rollout_node(node: RolloutNode) -> Row:
     share = node.downloaded_bytes / node.total_bytes if node.total_bytes else 0.0
     return {
-        "name": node.name,
+        **same_fields(node, "name", "connected"),
         "state": _name(fleet_pb2.NodeState, node.state),
         "reason": _cut(node.reason),
-        "connected": node.connected,
         "share": round(min(share, 1.0), 2),
     }
 
@@ -152,11 +143,10 @@ def _keyed_version(version: Version) -> tuple[str, Row]:
     reference = f"{version.model}@{version.version}"
     return reference, {
         "reference": reference,
+        **same_fields(version, "size", "created_by"),
         "aliases": list(version.aliases),
         "digest": version.model_digest.hex(),
-        "size": version.size,
         "created_s": round(version.created_s),
-        "created_by": version.created_by,
         "bundles": [_bundle_row(bundle) for bundle in version.bundles],
     }
 

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Any, Final
 
+from google.protobuf.message import Message
+
 from triplane.proto.federation_pb2 import Member, Round, Run, Spec, Spread
 
 Row = dict[str, Any]
@@ -14,7 +16,6 @@ MOST_ROUNDS: Final = 60
 """Number of newest rounds of a run that the page shows."""
 MOST_DEVICES: Final = 200
 MOST_REASONS: Final = 10
-ROUND_COUNTS: Final = ("number", "asked", "counted", "refused", "late", "lost")
 MOST_TEXT_CHARS: Final = 500
 
 
@@ -24,18 +25,14 @@ def run_row(run: Run) -> Row:
     judged = [r for r in run.rounds if r.evaluates and r.HasField("before")]
     members = sorted(run.members, key=lambda member: member.device)
     return {
-        "id": run.id,
-        "model": run.spec.model,
-        "population": run.spec.population,
+        **same_fields(run, "id", "round", "started_by", "result"),
+        **same_fields(run.spec, "model", "population"),
         "algorithm": _algorithm(run.spec),
         "phase": Run.Phase.Name(run.phase).lower(),
         "reason": run.reason[:MOST_TEXT_CHARS],
-        "round": run.round,
         "of": run.spec.rounds,
         "started_s": round(run.started_s),
         "ended_s": round(run.ended_s),
-        "started_by": run.started_by,
-        "result": run.result,
         "rounds": [_round_row(r) for r in learning[-MOST_ROUNDS:]],
         "spread": _spread_row(judged[-1]) if judged else None,
         "devices": [_device_row(member) for member in members[:MOST_DEVICES]],
@@ -51,6 +48,11 @@ def run_row(run: Run) -> Row:
     }
 
 
+def same_fields(message: Message, *names: str) -> Row:
+    """Return fields that have the same name in the row as in the message."""
+    return {name: getattr(message, name) for name in names}
+
+
 def _algorithm(spec: Spec) -> str:
     """Return "maml", or "FedAdam over fedavg" where a strategy of Flower decides."""
     if not spec.HasField("flower"):
@@ -60,7 +62,7 @@ def _algorithm(spec: Spec) -> str:
 
 def _round_row(round_: Round) -> Row:
     return {
-        **{name: getattr(round_, name) for name in ROUND_COUNTS},
+        **same_fields(round_, "number", "asked", "counted", "refused", "late", "lost"),
         "loss": round(round_.loss, 4),
         "seconds": round(round_.closed_s - round_.opened_s, 3) if round_.closed_s else None,
         "given_up": round_.given_up[:MOST_TEXT_CHARS],
@@ -70,10 +72,8 @@ def _round_row(round_: Round) -> Row:
 def _device_row(member: Member) -> Row:
     scored = member.HasField("score")
     return {
+        **same_fields(member, "connected", "counted", "dropped"),
         "name": member.device,
-        "connected": member.connected,
-        "counted": member.counted,
-        "dropped": member.dropped,
         "reason": member.reason[:MOST_TEXT_CHARS],
         "waits": member.waits[:MOST_TEXT_CHARS],
         "before": round(member.score.before, 4) if scored else None,

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -107,32 +105,22 @@ def _serve_first(stage: DemoStage, fleet: DemoFleet, shards: dict[str, Shard]) -
     )  # fmt: skip
 
 
-@dataclass(slots=True)
-class DeviceProcess:
-    """A device process; `start` restarts it after a kill."""
+class DeviceProcess(contextlib.ExitStack):
+    """A device process, which ends when it is closed; `start` restarts it after a kill."""
 
-    name: str
-    home: Path
-    log: Path
-    child: Any = None
-    stack: Any = None
+    def __init__(self, name: str, home: Path, log: Path) -> None:
+        super().__init__()
+        self.name, self._home, self._log = name, home, log
 
     def start(self) -> None:
         """Start the process; return when it is ready."""
-        self.stack = contextlib.ExitStack()
-        self.child, _ = self.stack.enter_context(
-            processes.started("device", "run", "--home", self.home, log=self.log)
-        )
+        command = ("device", "run", "--home", self._home)
+        self._child, _ = self.enter_context(processes.started(*command, log=self._log))
 
     def kill(self) -> None:
         """Kill the process with SIGKILL."""
-        self.child.send_signal(signal.SIGKILL)
-        self.stop()
-
-    def stop(self) -> None:
-        """Stop the process, if it runs."""
-        if self.stack is not None:
-            self.stack.close()
+        self._child.kill()
+        self.close()
 
 
 @contextlib.contextmanager
@@ -148,7 +136,7 @@ def _devices(
             fleet.enrol("device", name, home, "--population", POPULATION, "--data", samples)
             device = DeviceProcess(name, home, stage.file(f"{name}.log"))
             device.start()
-            running.callback(device.stop)
+            running.callback(device.close)
             devices.append(device)
         yield devices
 

@@ -131,7 +131,7 @@ def _family(error: DBAPIError) -> Exception:
     if error.connection_invalidated:
         return Unavailable(
             f"the connection to the database broke: {cause}; whether the last write was committed "
-            "is unknown, so repeat it with the same key"
+            "is not known, so repeat it with the same key"
         )
     if _is_full(cause):
         return NoRoom(f"the database has no room: {cause}; free some space. Nothing was changed")

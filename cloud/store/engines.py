@@ -47,9 +47,7 @@ READER_PRAGMAS: Final = (
 )
 ADVISORY_LOCK: Final = 0x7472_6970_6C61_6E65
 """Number of the owner's lock within one PostgreSQL database ("triplane" in ASCII)."""
-OWNED: Final = (
-    "another process uses {where}; stop it first, because only one cloud process may own its state"
-)
+OWNED: Final = "another process runs on {where}; stop it first, because only one cloud process may own its state"
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,22 +23,14 @@ Claimed = Callable[[set[bytes]], Awaitable[None]]
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
-async def _unrecorded(role: str, submitted: Submitted) -> None:
-    """Do nothing, for servers without an audit log."""
-
-
-async def _unclaimed(names: set[bytes]) -> None:
-    """Do nothing, for servers that store no files."""
-
-
 class MetadataServicer(Servicer):
     """Serves a repository on a grpc.aio server; its disk work runs in threads."""
 
     def __init__(
         self,
         repository: MetadataRepository,
-        recorded: Recorded = _unrecorded,
-        claimed: Claimed = _unclaimed,
+        recorded: Recorded,
+        claimed: Claimed,
     ) -> None:
         self._repository, self._recorded, self._claimed = repository, recorded, claimed
 

@@ -21,11 +21,15 @@ from triplane.proto.status import remote_errors
 PATH = "release/digits@1+ort-x64.bundle"
 
 
+async def uploaded(names):
+    """Every file that a submission names was uploaded."""
+
+
 class Thief(MetadataServicer):
     """A servicer that answers from `forged` first."""
 
     def __init__(self, stage, recorded):
-        super().__init__(stage.repository, recorded)
+        super().__init__(stage.repository, recorded, uploaded)
         self._forged, self._silent = stage.forged, stage.silent
 
     async def Get(self, request, context):

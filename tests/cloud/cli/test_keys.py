@@ -112,7 +112,7 @@ def test_after_a_theft_the_old_list_is_dropped_and_the_registry_says_so(people, 
     assert "not signed, so no node takes it" in said(capsys, "registry", "show", "lenet@1")
     answer("sign", "lenet@1", "--keys", keys)
     assert answer("registry", "show", "lenet@1")["bundles"][0]["signed_path"] == PATH
-    assert "it is carried on" in said(
+    assert "it cannot be dropped" in said(
         capsys, "cloud", "keys", "rotate", "targets", "--keys", keys, "--stolen", code=2
     )
 

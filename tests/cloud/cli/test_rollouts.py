@@ -4,8 +4,8 @@ import pytest
 from rich.console import Console
 
 from triplane.cloud.cli import rollouts
-from triplane.cloud.cli.live import live_view
 from triplane.cloud.cli.rollouts import draw_in, drawn
+from triplane.cloud.cli.watching import live_view
 from triplane.proto.fleet_pb2 import (
     COMMITTED,
     DOWNLOADING,

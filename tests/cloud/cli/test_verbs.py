@@ -93,14 +93,18 @@ def test_a_wrong_call_is_named_before_anything_is_sent(argv, words, capsys):
 
 ROOT = Path(__file__).resolve().parents[3]
 TREE = {"edge": edge} | {module.command.name: module.command for module in MODULES}
+SENTENCE = re.compile(r"or example[^:]*: (triplane .*)$")
 EXAMPLE = re.compile(rf"^\s+(triplane (?:{'|'.join(TREE)}) .*)$", re.MULTILINE)
 
 
 def examples():
     """Every command line of the page for operators and of the verbs' own help."""
     texts = [(ROOT / "docs/deploying.md").read_text()]
-    texts += [command.epilog or "" for root in TREE.values() for _, command in commands(root)]
+    every = [command for root in TREE.values() for _, command in commands(root)]
+    texts += [command.epilog or "" for command in every]
     lines = [line for text in texts for line in EXAMPLE.findall(text.replace("\\\n", " "))]
+    for paragraph in "\n\n".join(command.help or "" for command in every).split("\n\n"):
+        lines += SENTENCE.findall(" ".join(paragraph.split()))
     return sorted({re.split(r"\s{3,}|  +[a-z]| \| | \(| && ", line)[0] for line in lines})
 
 

@@ -137,7 +137,7 @@ def test_a_read_cannot_write(database):
 
 @pytest.mark.slow
 def test_a_second_owner_is_refused(database, database_url):
-    with pytest.raises(Conflict, match="another process uses"):
+    with pytest.raises(Conflict, match="another process runs on"):
         Database.open(database_url)
     database.write_now(add(1))
     assert database.read_now(count) == 1
