@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from triplane.cloud.cli.connection import Answer, Calls, calls_cloud
-from triplane.cloud.cli.options import MAX_NUMBER
+from triplane.cloud.cli.options import MAX_NUMBER, example
 
 EPILOG = """\b
 Examples:
@@ -24,17 +24,14 @@ def command() -> None:
     """Read and verify the log of who changed what."""
 
 
-@command.command("ls")
+@command.command("ls", epilog=example("audit ls --from 100"))
 @click.option(
     "--from", "first", type=click.IntRange(1, MAX_NUMBER), default=1, show_default=True,
     metavar="N", help="Number of the first entry to print.",
 )  # fmt: skip
 @calls_cloud
 def ls(cloud: Calls, *, first: int) -> Answer:
-    """List entries: when, who, what, to whom.
-
-    For example, everything since entry 100: triplane audit ls --from 100
-    """
+    """List entries: when, who, what, to whom."""
     from triplane.cloud.cli.auditing import entry_record, entry_table, read
 
     entries = list(read(cloud, first))

@@ -16,7 +16,7 @@ from triplane.cloud.cli.connection import (
     home_option,
 )
 from triplane.cloud.cli.keys import command as keys_command
-from triplane.cloud.cli.options import DURATION, LABEL, SHARE, keys_option
+from triplane.cloud.cli.options import DURATION, LABEL, SHARE, example, keys_option
 from triplane.proto.logs import quiet_grpc
 from triplane.unified_ir.cli.shell import SECRET, json_option, open_output
 
@@ -147,13 +147,12 @@ def up(**options: Any) -> None:
     run(**options)
 
 
-@command.command("status")
+@command.command("status", epilog=example("cloud status --json"))
 @calls_cloud
 def status(cloud: Calls) -> Answer:
     """Show your role, what the cloud holds, and what is due.
 
-    Warnings name signatures that expire soon and nodes that need attention. In a script:
-    triplane cloud status --json
+    Warnings name signatures that expire soon and nodes that need attention.
     """
     from triplane.cloud.cli.status import status_of
 
@@ -201,7 +200,10 @@ def _token_text(response: CreateTokenResponse, role: str) -> str:
     return f"{response.token}\n\n{heading}\n  {use}"
 
 
-@command.command("enrol")
+@command.command(
+    "enrol",
+    epilog=example("cloud enrol @token.txt --cloud fleet.example.org:8444 --identity ~/alex"),
+)
 @click.argument("token_text", metavar="TOKEN|@FILE|-", type=SECRET, envvar="TRIPLANE_TOKEN")
 @click.option(
     "--cloud", "address", required=True, metavar="HOST:PORT",
@@ -216,8 +218,7 @@ def enrol(*, token_text: str, address: str, folder: Path, as_json: bool) -> None
     """Exchange a person's token for an identity folder.
 
     Run it on the machine from which that person calls the cloud. TOKEN is the token itself, @FILE
-    reads it from a file, and - reads it from standard input. For example:
-    triplane cloud enrol @token.txt --cloud fleet.example.org:8444 --identity ~/alex
+    reads it from a file, and - reads it from standard input.
 
     Nodes enrol with triplane edge enrol, devices with triplane device enrol.
     """
@@ -239,7 +240,7 @@ def enrol(*, token_text: str, address: str, folder: Path, as_json: bool) -> None
     open_output(as_json).result(record, text)
 
 
-@command.command("renew")
+@command.command("renew", epilog=example("cloud renew --identity ~/alex"))
 @client_options
 def renew(*, identity: Path | None, as_json: bool) -> None:
     """Get a new certificate before the old one expires.
@@ -257,7 +258,7 @@ def renew(*, identity: Path | None, as_json: bool) -> None:
     open_output(as_json).result({"name": renewed.name, "expires_s": renewed.expires_s}, text)
 
 
-@command.command("operator")
+@command.command("operator", epilog=example("cloud operator alex --identity ~/alex"))
 @click.argument("name")
 @home_option
 @click.option(
@@ -270,7 +271,7 @@ def operator(*, name: str, home: Path, folder: Path, as_json: bool) -> None:
 
     Use it while the cloud is stopped, when no operator can reach it any more because their
     identities are lost or have expired. An earlier identity of NAME becomes invalid, and the audit
-    log records the change. For example: triplane cloud operator alex --identity ~/alex
+    log records the change.
     """
     from triplane.cloud.home import Home, admit_operator
 
@@ -287,7 +288,7 @@ def policy() -> None:
     """
 
 
-@policy.command("show")
+@policy.command("show", epilog=example("cloud policy show"))
 @calls_cloud
 def policy_show(cloud: Calls) -> Answer:
     """Show the models that may be released automatically.
@@ -326,21 +327,20 @@ def policy_set(cloud: Calls, **options: Any) -> Answer:
     return allow(cloud, **options)
 
 
-@policy.command("remove")
+@policy.command(
+    "remove", epilog=example("cloud policy remove digits --keys /media/usb/triplane-keys")
+)
 @click.argument("model")
 @keys_option()
 @calls_cloud
 def policy_remove(cloud: Calls, *, model: str, keys: Path) -> Answer:
-    """Let only people release MODEL.
-
-    For example: triplane cloud policy remove digits --keys /media/usb/triplane-keys
-    """
+    """Let only people release MODEL."""
     from triplane.cloud.cli.policies import forbid
 
     return forbid(cloud, model=model, keys=keys)
 
 
-@command.command("revoke")
+@command.command("revoke", epilog=example("cloud revoke camera-7 --reason stolen"))
 @click.argument("name")
 @click.option("--reason", default="", metavar="TEXT", help="Recorded in the audit log.")
 @calls_cloud
@@ -348,8 +348,7 @@ def revoke(cloud: Calls, *, name: str, reason: str) -> Answer:
     """Revoke the certificates of NAME at once.
 
     Once this call returns, its certificates are rejected and its streams are closed. A node keeps
-    serving what it has and gets nothing new. A new token lets the name in again. For example:
-    triplane cloud revoke camera-7 --reason stolen
+    serving what it has and gets nothing new. A new token lets the name in again.
     """
     from triplane.proto.identity_pb2 import RevokeRequest
 
@@ -357,7 +356,7 @@ def revoke(cloud: Calls, *, name: str, reason: str) -> Answer:
     return principal, f"{principal.name}: revoked"
 
 
-@command.command("who")
+@command.command("who", epilog=example("cloud who"))
 @calls_cloud
 def who(cloud: Calls) -> Answer:
     """List all users and machines, with role and certificate."""

@@ -17,7 +17,7 @@ from triplane.cloud.cli.connection import (
     print_answer,
     repeated,
 )
-from triplane.cloud.cli.options import DURATION, MAX_COUNT, MAX_NUMBER
+from triplane.cloud.cli.options import DURATION, MAX_COUNT, MAX_NUMBER, example
 from triplane.unified_ir.cli.algorithms import NAMES, AlgorithmCommand
 from triplane.unified_ir.cli.simulate import simulate
 from triplane.unified_ir.federated.core import defaults
@@ -230,7 +230,7 @@ def _start(cloud: Calls, *, spec: Spec, detach: bool) -> Answer:
     return run, f"{headline(run)}\nWatch it: triplane federate watch {run.id}"
 
 
-@command.command("ls")
+@command.command("ls", epilog=example("federate ls"))
 @calls_cloud
 def ls(cloud: Calls) -> Answer:
     """List runs, newest first."""
@@ -242,14 +242,11 @@ def ls(cloud: Calls) -> Answer:
     return {"runs": runs}, run_table(runs) if runs else none
 
 
-@command.command("show")
+@command.command("show", epilog=example("federate show last"))
 @RUN
 @calls_cloud
 def show(cloud: Calls, *, run_id: str) -> Answer:
-    """Show the rounds, devices and refused updates of a run.
-
-    For example: triplane federate show last
-    """
+    """Show the rounds, devices and refused updates of a run."""
     from triplane.cloud.cli.runs import run_text
     from triplane.proto.federation_pb2 import GetRunRequest
 
@@ -257,14 +254,13 @@ def show(cloud: Calls, *, run_id: str) -> Answer:
     return run, run_text(run)
 
 
-@command.command("watch")
+@command.command("watch", epilog=example("federate watch last"))
 @RUN
 @calls_cloud
 def watch(cloud: Calls, *, run_id: str) -> Answer:
     """Follow a run, round by round, until it ends.
 
-    The exit code is 0 if it is done, 4 if it was stopped or failed. For example:
-    triplane federate watch last
+    The exit code is 0 if it is done, 4 if it was stopped or failed.
     """
     from triplane.cloud.cli.runs import watchable
     from triplane.cloud.cli.watching import watch_to_end
@@ -274,15 +270,14 @@ def watch(cloud: Calls, *, run_id: str) -> Answer:
     return watch_to_end(watchable(cloud, run.id), run, as_json=cloud.output.as_json)
 
 
-@command.command("stop")
+@command.command("stop", epilog=example('federate stop last --reason "wrong population"'))
 @RUN
 @REASON
 @calls_cloud
 def stop(cloud: Calls, *, run_id: str, reason: str) -> Answer:
     """Stop a run; `resume` continues it from there.
 
-    Work in progress ends, and the state of the last finished round is kept. For example:
-    triplane federate stop last --reason "wrong population"
+    Work in progress ends, and the state of the last finished round is kept.
     """
     from triplane.cloud.cli.runs import headline
     from triplane.proto.federation_pb2 import ChangeRunRequest
@@ -291,15 +286,12 @@ def stop(cloud: Calls, *, run_id: str, reason: str) -> Answer:
     return run, headline(run)
 
 
-@command.command("resume")
+@command.command("resume", epilog=example("federate resume last"))
 @RUN
 @REASON
 @calls_cloud
 def resume(cloud: Calls, *, run_id: str, reason: str) -> Answer:
-    """Continue a stopped run where it stopped.
-
-    For example: triplane federate resume last
-    """
+    """Continue a stopped run where it stopped."""
     from triplane.cloud.cli.runs import headline
     from triplane.proto.federation_pb2 import ChangeRunRequest
 

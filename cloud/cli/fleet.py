@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from triplane.cloud.cli.connection import Answer, Calls, calls_cloud, client_options, print_answer
+from triplane.cloud.cli.options import example
 from triplane.proto.errors import InvalidInput
 
 LABEL_EPILOG = """\b
@@ -21,17 +22,14 @@ def command() -> None:
     """List, label and cordon nodes."""
 
 
-@command.command("ls")
+@command.command("ls", epilog=example("fleet ls --to site=factory"))
 @click.option(
     "--to", "selector", default="", metavar="SELECTOR",
     help="Only nodes with these labels, such as site=factory,camera!=old.  [default: all]",
 )  # fmt: skip
 @calls_cloud
 def ls(cloud: Calls, *, selector: str) -> Answer:
-    """List nodes: labels, connection, what each serves.
-
-    For example: triplane fleet ls --to site=factory
-    """
+    """List nodes: labels, connection, what each serves."""
     from triplane.cloud.cli.nodes import all_nodes, node_table
 
     nodes = all_nodes(cloud, selector)
@@ -41,14 +39,11 @@ def ls(cloud: Calls, *, selector: str) -> Answer:
     return {"nodes": nodes}, node_table(nodes) if nodes else none
 
 
-@command.command("show")
+@command.command("show", epilog=example("fleet show camera-7"))
 @click.argument("node")
 @calls_cloud
 def show(cloud: Calls, *, node: str) -> Answer:
-    """Show everything about NODE, with its incidents.
-
-    For example: triplane fleet show camera-7
-    """
+    """Show everything about NODE, with its incidents."""
     from triplane.cloud.cli.nodes import node_text
     from triplane.proto.fleet_pb2 import GetNodeRequest
 
@@ -82,25 +77,19 @@ def _set_labels(cloud: Calls, *, node: str, wanted: dict[str, str], removed: lis
     return message, f"{message.name}: {labels_text(dict(message.labels)) or 'no labels'}"
 
 
-@command.command("cordon")
+@command.command("cordon", epilog=example("fleet cordon camera-7"))
 @click.argument("node")
 @calls_cloud
 def cordon(cloud: Calls, *, node: str) -> Answer:
-    """Give NODE nothing new; it keeps what it serves.
-
-    For example: triplane fleet cordon camera-7
-    """
+    """Give NODE nothing new; it keeps what it serves."""
     return _set_cordoned(cloud, node, "cordoned, keeps what it serves", cordoned=True)
 
 
-@command.command("uncordon")
+@command.command("uncordon", epilog=example("fleet uncordon camera-7"))
 @click.argument("node")
 @calls_cloud
 def uncordon(cloud: Calls, *, node: str) -> Answer:
-    """Let NODE take new versions again.
-
-    For example: triplane fleet uncordon camera-7
-    """
+    """Let NODE take new versions again."""
     return _set_cordoned(cloud, node, "takes new versions", cordoned=False)
 
 

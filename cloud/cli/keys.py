@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from triplane.cloud.cli.connection import Answer, Calls, calls_cloud, client_options, print_answer
-from triplane.cloud.cli.options import keys_option
+from triplane.cloud.cli.options import example, keys_option
 from triplane.unified_ir.cli.shell import json_option, open_output
 
 OFFLINE_ROLES = ("root", "targets", "release")
@@ -50,7 +50,7 @@ def command() -> None:
     """Show, renew and replace the keys that sign metadata."""
 
 
-@command.command("show")
+@command.command("show", epilog=example("cloud keys show --keys /media/usb/triplane-keys"))
 @keys_option(
     "The offline folder: verify from its root.json, and mark the keys in it.", required=False
 )
@@ -58,8 +58,7 @@ def command() -> None:
 def show(cloud: Calls, *, keys: Path | None) -> Answer:
     """Show roles, keys, thresholds and when each expires.
 
-    The threshold is the number of keys that must sign. For example:
-    triplane cloud keys show --keys /media/usb/triplane-keys
+    The threshold is the number of keys that must sign.
     """
     from triplane.cloud.cli.keeping import shown
 
@@ -115,7 +114,7 @@ def rotate(cloud: Calls, **options: Any) -> Answer:
     return rotated(cloud, **options)
 
 
-@command.command("make")
+@command.command("make", epilog=example("cloud keys make alex --keys ~/keys"))
 @click.argument("name", metavar="NAME")
 @click.option(
     "--keys", required=True, type=click.Path(file_okay=False, path_type=Path), metavar="DIR",
@@ -126,8 +125,7 @@ def make(*, name: str, keys: Path, as_json: bool) -> None:
     """Create a signing key.
 
     NAME.pem, the private key, stays in DIR; NAME.pub goes to the person who rotates. The key signs
-    nothing until a role names it (triplane cloud keys rotate ROLE --public NAME.pub). For example:
-    triplane cloud keys make alex --keys ~/keys
+    nothing until a role names it (triplane cloud keys rotate ROLE --public NAME.pub).
     """
     from triplane.cloud.cli.keeping import generate_key
 

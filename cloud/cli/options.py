@@ -108,3 +108,8 @@ def keys_option(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return the option `--keys DIR`, an existing folder of signing keys."""
     return click.option("--keys", required=required, type=FOLDER, metavar="DIR", help=text)
+
+
+def example(command: str) -> str:
+    """Return an epilog with an example, which click prints without wrapping it."""
+    return f"\b\nExample:\n  triplane {command}"

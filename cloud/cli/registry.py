@@ -15,7 +15,7 @@ from triplane.cloud.cli.connection import (
     home_option,
     print_answer,
 )
-from triplane.cloud.cli.options import DURATION, MAX_COUNT
+from triplane.cloud.cli.options import DURATION, MAX_COUNT, example
 from triplane.unified_ir.cli.shell import json_option, open_output
 
 PUSH_EPILOG = """\b
@@ -84,27 +84,23 @@ def push(cloud: Calls, **options: Any) -> Answer:
     return push_file(cloud, **options)
 
 
-@command.command("ls")
+@command.command("ls", epilog=example("registry ls digits"))
 @click.argument("model", required=False)
 @calls_cloud
 def ls(cloud: Calls, *, model: str | None) -> Answer:
-    """List models, or the versions of MODEL, newest first.
-
-    For example: triplane registry ls digits
-    """
+    """List models, or the versions of MODEL, newest first."""
     from triplane.cloud.cli import models
 
     return models.list_models(cloud) if model is None else models.list_versions(cloud, model)
 
 
-@command.command("show")
+@command.command("show", epilog=example("registry show digits@stable"))
 @REFERENCE
 @calls_cloud
 def show(cloud: Calls, *, reference: str) -> Answer:
     """Show the digests, origin and bundles of a version.
 
-    Also the recipe of its bundles, and which of them are signed. For example:
-    triplane registry show digits@stable
+    Also the recipe of its bundles, and which of them are signed.
     """
     from triplane.cloud.cli.models import version_text
     from triplane.proto.registry_pb2 import GetVersionRequest
@@ -113,7 +109,7 @@ def show(cloud: Calls, *, reference: str) -> Answer:
     return version, version_text(version)
 
 
-@command.command("pull")
+@command.command("pull", epilog=example("registry pull digits@stable"))
 @REFERENCE
 @click.option(
     "--out", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
@@ -123,15 +119,14 @@ def show(cloud: Calls, *, reference: str) -> Answer:
 def pull(cloud: Calls, *, reference: str, out: Path | None) -> Answer:
     """Download the model file of a version.
 
-    An interrupted download continues where it stopped. For example:
-    triplane registry pull digits@stable
+    An interrupted download continues where it stopped.
     """
     from triplane.cloud.cli.pulling import pull_file
 
     return pull_file(cloud, reference=reference, out=out)
 
 
-@command.command("alias")
+@command.command("alias", epilog=example("registry alias digits stable 3"))
 @click.argument("model")
 @click.argument("alias")
 @click.argument("version", type=click.IntRange(1, MAX_COUNT), required=False)
@@ -140,8 +135,7 @@ def pull(cloud: Calls, *, reference: str, out: Path | None) -> Answer:
 def alias(*, version: int | None, remove: bool, **options: Any) -> None:
     """Set or remove an alias of a version.
 
-    A rollout resolves its alias once, when it begins; moving an alias deploys nothing. For example:
-    triplane registry alias digits stable 3
+    A rollout resolves its alias once, when it begins; moving an alias deploys nothing.
     """
     if remove == (version is not None):
         raise click.UsageError("give either a VERSION or --remove")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from triplane.cloud.cli.connection import Answer, Calls, calls_cloud
+from triplane.cloud.cli.options import example
 
 ID = click.argument("rollout_id", metavar="ROLLOUT", default="last")
 REASON = click.option(
@@ -20,17 +21,14 @@ def command() -> None:
     """
 
 
-@command.command("ls")
+@command.command("ls", epilog=example("rollout ls --limit 5"))
 @click.option(
     "--limit", type=click.IntRange(1, 500), default=50, show_default=True, metavar="N",
     help="Largest number of rollouts to list.",
 )  # fmt: skip
 @calls_cloud
 def ls(cloud: Calls, *, limit: int) -> Answer:
-    """List rollouts, newest first.
-
-    For example: triplane rollout ls --limit 5
-    """
+    """List rollouts, newest first."""
     from triplane.cloud.cli.rollouts import rollout_table
     from triplane.proto.fleet_pb2 import ListRolloutsRequest
 
@@ -39,7 +37,7 @@ def ls(cloud: Calls, *, limit: int) -> Answer:
     return {"rollouts": rollouts}, rollout_table(rollouts) if rollouts else none
 
 
-@command.command("show")
+@command.command("show", epilog=example("rollout show last --watch"))
 @ID
 @click.option("--watch", is_flag=True, help="Keep printing changes until the rollout stops.")
 @calls_cloud
@@ -47,7 +45,6 @@ def show(cloud: Calls, *, rollout_id: str, watch: bool) -> Answer:
     """Show the waves of a rollout, its nodes and reasons.
 
     With --watch the exit code is that of `triplane deploy`: 0 done, 4 paused, failed or aborted.
-    For example: triplane rollout show last --watch
     """
     from triplane.cloud.cli.rollouts import rollout_text, watchable
     from triplane.cloud.cli.watching import watch_to_end
@@ -59,14 +56,14 @@ def show(cloud: Calls, *, rollout_id: str, watch: bool) -> Answer:
     return rollout, rollout_text(rollout)
 
 
-@command.command("pause")
+@command.command("pause", epilog=example('rollout pause --reason "night shift"'))
 @ID
 @REASON
 @calls_cloud
 def pause(cloud: Calls, *, rollout_id: str, reason: str) -> Answer:
     """Start no further node until `resume`.
 
-    Nodes finish what they have begun. For example: triplane rollout pause --reason "night shift"
+    Nodes finish what they have begun.
     """
     from triplane.cloud.cli.rollouts import headline
     from triplane.proto.fleet_pb2 import ChangeRolloutRequest
@@ -75,15 +72,12 @@ def pause(cloud: Calls, *, rollout_id: str, reason: str) -> Answer:
     return rollout, headline(rollout)
 
 
-@command.command("resume")
+@command.command("resume", epilog=example("rollout resume last"))
 @ID
 @REASON
 @calls_cloud
 def resume(cloud: Calls, *, rollout_id: str, reason: str) -> Answer:
-    """Continue a paused rollout; failed nodes try once more.
-
-    For example: triplane rollout resume last
-    """
+    """Continue a paused rollout; failed nodes try once more."""
     from triplane.cloud.cli.rollouts import headline
     from triplane.proto.fleet_pb2 import ChangeRolloutRequest
 
@@ -91,7 +85,7 @@ def resume(cloud: Calls, *, rollout_id: str, reason: str) -> Answer:
     return rollout, headline(rollout)
 
 
-@command.command("abort")
+@command.command("abort", epilog=example("rollout abort last --revert"))
 @ID
 @REASON
 @click.option(
@@ -102,8 +96,7 @@ def resume(cloud: Calls, *, rollout_id: str, reason: str) -> Answer:
 def abort(cloud: Calls, *, rollout_id: str, reason: str, revert: bool) -> Answer:
     """End a rollout for good.
 
-    Nodes that have the new version keep it, unless you give --revert. For example:
-    triplane rollout abort last --revert
+    Nodes that have the new version keep it, unless you give --revert.
     """
     from triplane.cloud.cli.rollouts import headline
     from triplane.proto.fleet_pb2 import AbortRequest

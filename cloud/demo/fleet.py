@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -105,8 +103,3 @@ def until(what: str, holds: Callable[[], bool]) -> None:
 def agent_process(home: Path) -> int:
     """Return the process id of a node's agent, from the supervisor's record."""
     return int(json.loads((home / "run" / "agent.json").read_text())["pid"])
-
-
-def kill_agent(home: Path) -> None:
-    """Kill a node's agent with SIGKILL."""
-    os.kill(agent_process(home), signal.SIGKILL)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -18,7 +20,6 @@ from triplane.cloud.demo.fleet import (
     DemoFleet,
     agent_process,
     fleet_at,
-    kill_agent,
     until,
 )
 from triplane.cloud.demo.stage import DemoStage, first
@@ -165,7 +166,7 @@ class _AgentKiller(threading.Thread):
         if report.get("version") != 3:
             return False
         if report["state"] != "committed":
-            kill_agent(self._fleet.homes[self._node])
+            os.kill(agent_process(self._fleet.homes[self._node]), signal.SIGKILL)
             self.killed_at = report["state"]
         return True
 

@@ -33,21 +33,15 @@ A killed process's connection to PostgreSQL stays open until the server notices,
 SQLite's file stays until a child that it was just starting has begun its own program.
 """
 LOCK_STEP_S: Final = 0.02
+COMMON_PRAGMAS: Final = (f"PRAGMA busy_timeout={BUSY_TIMEOUT_MS}", "PRAGMA trusted_schema=OFF")
 WRITER_PRAGMAS: Final = (
-    f"PRAGMA busy_timeout={BUSY_TIMEOUT_MS}",
     "PRAGMA journal_mode=WAL",
     "PRAGMA synchronous=FULL",
     "PRAGMA foreign_keys=ON",
-    "PRAGMA trusted_schema=OFF",
-)
-READER_PRAGMAS: Final = (
-    f"PRAGMA busy_timeout={BUSY_TIMEOUT_MS}",
-    "PRAGMA query_only=ON",
-    "PRAGMA trusted_schema=OFF",
 )
 ADVISORY_LOCK: Final = 0x7472_6970_6C61_6E65
 """Number of the owner's lock within one PostgreSQL database ("triplane" in ASCII)."""
-OWNED: Final = "another process runs on {where}; stop it first, because only one cloud process may own its state"
+OWNED: Final = "another process runs on {where}; stop it first: only one may own a cloud's state"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +82,7 @@ def _sqlite(url: URL) -> Engines:
     lock = _lock_file(path.with_name(f"{path.name}.lock"))
     path.touch(mode=FILE_MODE)  # SQLite gives its other files the same
     writer = _engine(url, size=1, pragmas=WRITER_PRAGMAS, begin="BEGIN IMMEDIATE")
-    reader = _engine(url, size=READERS, pragmas=READER_PRAGMAS, begin="BEGIN")
+    reader = _engine(url, size=READERS, pragmas=["PRAGMA query_only=ON"], begin="BEGIN")
     return Engines(writer, reader, lock)
 
 
@@ -118,7 +112,7 @@ def _engine(url: URL, *, size: int, pragmas: Sequence[str], begin: str) -> Engin
         max_overflow=0,
         connect_args={"check_same_thread": False, "isolation_level": None},
     )
-    event.listen(engine, "connect", lambda raw, _: _run(raw, *pragmas))
+    event.listen(engine, "connect", lambda raw, _: _run(raw, *COMMON_PRAGMAS, *pragmas))
     event.listen(engine, "begin", lambda connection: connection.exec_driver_sql(begin))
     return engine
 

@@ -44,6 +44,7 @@ def test_every_verb_speaks_json_and_explains_every_option(command):
     options = [p for p in params_of(command) if isinstance(p, click.Option)]
     assert "--json" in {name for option in options for name in option.opts}
     assert command.help
+    assert "triplane " in (command.epilog or "")
     for option in options:
         assert option.help or isinstance(option.type, click.Choice | click.IntRange), option.name
 
@@ -93,18 +94,14 @@ def test_a_wrong_call_is_named_before_anything_is_sent(argv, words, capsys):
 
 ROOT = Path(__file__).resolve().parents[3]
 TREE = {"edge": edge} | {module.command.name: module.command for module in MODULES}
-SENTENCE = re.compile(r"or example[^:]*: (triplane .*)$")
 EXAMPLE = re.compile(rf"^\s+(triplane (?:{'|'.join(TREE)}) .*)$", re.MULTILINE)
 
 
 def examples():
     """Every command line of the page for operators and of the verbs' own help."""
     texts = [(ROOT / "docs/deploying.md").read_text()]
-    every = [command for root in TREE.values() for _, command in commands(root)]
-    texts += [command.epilog or "" for command in every]
+    texts += [command.epilog or "" for root in TREE.values() for _, command in commands(root)]
     lines = [line for text in texts for line in EXAMPLE.findall(text.replace("\\\n", " "))]
-    for paragraph in "\n\n".join(command.help or "" for command in every).split("\n\n"):
-        lines += SENTENCE.findall(" ".join(paragraph.split()))
     return sorted({re.split(r"\s{3,}|  +[a-z]| \| | \(| && ", line)[0] for line in lines})
 
 
