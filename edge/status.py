@@ -93,6 +93,11 @@ def look(home: NodeHome) -> NodeStatus:
     finally:
         seam.close()
     committed, broken = read_pointers(home.models)
+    damaged = ""  # the reason why `edge up` would refuse this home
+    try:
+        _ = home.settings
+    except Corrupt as error:
+        damaged = str(error)
     return NodeStatus(
         name=home.identity.name,
         cloud=home.identity.cloud,
@@ -103,18 +108,9 @@ def look(home: NodeHome) -> NodeStatus:
         desired={a.model: a.version for a in read_desired(home.desired).assignments},
         last={line.model: line for line in readable(home.journal)},
         refusal=_refusal(home),
-        damaged=_damage(home),
+        damaged=damaged,
         unreadable=tuple(map(str, broken)),
     )
-
-
-def _damage(home: NodeHome) -> str:
-    """Return why `edge up` would refuse this home; `look` has already read its certificate."""
-    try:
-        _ = home.settings
-    except Corrupt as error:
-        return str(error)
-    return ""
 
 
 def _refusal(home: NodeHome) -> str:

@@ -480,6 +480,4 @@ def _field_of(message: Message) -> str:
     try:
         return names[message.DESCRIPTOR]
     except KeyError as error:
-        raise InvalidInput(
-            f"{message.DESCRIPTOR.full_name} is not a message of a session"
-        ) from error
+        raise InvalidInput(f"{message.DESCRIPTOR.full_name} is not a session message") from error

@@ -53,9 +53,7 @@ class Pace:
 
     def __post_init__(self) -> None:
         if self.min_bytes_per_s < 1 or not 0 < self.patience_s < math.inf:
-            raise InvalidInput(
-                f"a pace is at least 1 byte/s, with a finite positive patience, got {self}"
-            )
+            raise InvalidInput(f"a pace has at least 1 byte/s and a finite patience, got {self}")
 
     def deadline_s(self, n_bytes: int) -> float:
         """Return how many seconds these bytes may take in total, including retries."""
@@ -314,9 +312,7 @@ class TransferServicer(Base):
         if first is None:
             raise InvalidInput("an upload begins with a chunk that names the blob")
         folder = await self._may_write(first.sha256, first.size)
-        if folder.has(first.sha256) and not await asyncio.to_thread(
-            folder.drop_damaged, first.sha256
-        ):
+        if not await asyncio.to_thread(folder.is_lost, first.sha256):
             return folder.stored(first.sha256, first.size)
         with folder.receive(first.sha256, first.size) as receiving:
             if first.offset != receiving.stored:

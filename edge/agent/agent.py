@@ -25,11 +25,11 @@ from triplane.edge.agent.seam import Seam
 from triplane.edge.agent.trust import Trust
 from triplane.edge.home import NodeHome, NodeSettings
 from triplane.proto import fleet_pb2 as pb
-from triplane.proto import signals
 from triplane.proto.blobs import BlobFolder
 from triplane.proto.channels import connect, connect_aio
 from triplane.proto.errors import TriplaneError, Unavailable
 from triplane.proto.identity import needs_renewal, renew
+from triplane.proto.signals import Termination
 from triplane.proto.stream import SessionClient
 from triplane.proto.transfer import Pace, download
 
@@ -79,9 +79,7 @@ class Agent:
         """Work until SIGTERM or SIGINT."""
         self._loop = loop = asyncio.get_running_loop()
         stopped = asyncio.Event()
-        termination = signals.Termination(
-            lambda: loop.call_soon_threadsafe(stopped.set), limit_s=STOP_S
-        )
+        termination = Termination(lambda: loop.call_soon_threadsafe(stopped.set), limit_s=STOP_S)
         reconciling = asyncio.create_task(asyncio.to_thread(self._reconciler.run))
         session = self._session = SessionClient(
             lambda: connect_aio(self._home.identity), self._on_message, software="triplane"

@@ -261,9 +261,7 @@ class Attempt:
     def _fetch(self, target: SignedTarget, progress: Callable[[int, int], None]) -> Path:
         """Fetch the signed file. A peer that sends it too slowly becomes an incident."""
         if quarantine(self._context, target.sha256.hex()):
-            self._context.incident(
-                AttemptRefused("damaged", f"{target.path} was damaged on the disk")
-            )
+            self._context.incident(AttemptRefused("damaged", f"{target.path} was damaged on disk"))
         try:
             return self._context.fetch(target.sha256, target.length, self._context.blobs, progress)
         except TooSlow as error:
@@ -324,9 +322,7 @@ class Attempt:
                 continue
             calls = succeeded + failed
             if calls >= MIN_CALLS and failed > MAX_FAILED_SHARE * calls:
-                raise AttemptRefused(
-                    "probation", f"{failed} of {calls} calls failed after the switch"
-                )
+                raise AttemptRefused("probation", f"{failed} of {calls} calls failed on probation")
             return
 
     def _go_back(self, reason: str) -> None:

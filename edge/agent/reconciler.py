@@ -289,11 +289,10 @@ class Reconciler:
     def _note(
         self, assignment: pb.Assignment, pointer: Pointer, state: str, reason: str = ""
     ) -> None:
-        wanted = AttemptProgress(
-            assignment.model, pointer.version, assignment.attempt, state, reason
-        )
-        if self.progress.get(assignment.model) != wanted:
-            self._note_progress(wanted)
+        version, attempt = pointer.version, assignment.attempt
+        progress = AttemptProgress(assignment.model, version, attempt, state, reason)
+        if self.progress.get(assignment.model) != progress:
+            self._note_progress(progress)
 
     def _attempt(self, assignment: pb.Assignment) -> None:
         document = self.desired

@@ -45,9 +45,7 @@ def packed_size(data: bytes, limit_bytes: int) -> int | None:
     if not unpacking.eof:
         raise InvalidInput("the compressed message is cut off; send all of it")
     if size > limit_bytes:
-        raise InvalidInput(
-            f"the message has {size} bytes after decompression; {limit_bytes} at most"
-        )
+        raise InvalidInput(f"the message has {size} bytes after decompression, limit {limit_bytes}")
     return size
 
 

@@ -43,6 +43,4 @@ class ServingLimits:
     def __post_init__(self) -> None:
         for field in fields(self):
             if not 1 <= (value := getattr(self, field.name)) <= MAX_LIMIT:
-                raise InvalidInput(
-                    f"limit {field.name} is {value}; 1 at least, {MAX_LIMIT} at most"
-                )
+                raise InvalidInput(f"limit {field.name} is {value}; it must be 1 to {MAX_LIMIT}")

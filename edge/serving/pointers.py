@@ -90,9 +90,7 @@ def read_pointer(path: Path) -> Pointer:
         )
     )
     if not is_whole:
-        raise Corrupt(
-            f"{path} is not a pointer file, or is damaged; deploy the model to this node again"
-        )
+        raise Corrupt(f"{path} is not a pointer file or damaged; deploy the model here again")
     return pointer
 
 

@@ -39,7 +39,7 @@ HANDOFF_S: Final = 100e-6  # cost of waking a waiting thread and splitting the r
 PAUSE_SHARE: Final = 0.5  # of a single run: longest pause for callers to come back
 PAUSE_AT_MOST_S: Final = 2e-3
 FREE_SIZE: Final = 16  # size for every symbol except the rows
-RELATIVE_TOLERANCE: Final = 1e-3  # a kernel for many rows may sum in another order than one for few
+TOLERANCE: Final = 1e-3  # a kernel for many rows may sum in another order than one for few
 
 
 def plan(servable: Servable, contract: Contract, statistics: Statistics) -> Runner:
@@ -158,9 +158,7 @@ def _close(a: Array, b: Array) -> bool:
     if a.dtype.kind != "f":
         return np.array_equal(a, b)
     size = float(np.max(np.abs(b), initial=0.0, where=np.isfinite(b)))
-    return np.allclose(
-        a, b, rtol=RELATIVE_TOLERANCE, atol=RELATIVE_TOLERANCE * size, equal_nan=True
-    )
+    return np.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE * size, equal_nan=True)
 
 
 def _measure(

@@ -68,19 +68,16 @@ def decode(
         else:
             feeds[spec.name] = _raw(raw[index], spec, shape)
     if missing := contract.inputs.keys() - feeds.keys():
-        raise InvalidInput(
-            f"inputs {sorted(missing)} are missing; send all of {[*contract.inputs]}"
-        )
+        raise InvalidInput(f"inputs {sorted(missing)} are missing; send {[*contract.inputs]}")
     return Inference(feeds, wanted, sizes[contract.rows] if contract.rows is not None else 1)
 
 
 def _check_counts(request: pb.ModelInferRequest, raw: int, limits: ServingLimits) -> None:
     _check_parameters(request.parameters, limits)
-    inputs, outputs = len(request.inputs), len(request.outputs)
-    if inputs > limits.tensors:
-        raise InvalidInput(f"the request has {inputs} inputs; {limits.tensors} at most")
-    if outputs > limits.tensors:
-        raise InvalidInput(f"the request has {outputs} requested outputs; {limits.tensors} at most")
+    inputs = len(request.inputs)
+    for what, count in (("inputs", inputs), ("requested outputs", len(request.outputs))):
+        if count > limits.tensors:
+            raise InvalidInput(f"the request has {count} {what}; {limits.tensors} at most")
     if raw and raw != inputs:
         raise InvalidInput(
             f"the request has {raw} raw_input_contents and {inputs} inputs; send one for each input"

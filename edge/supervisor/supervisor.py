@@ -48,11 +48,12 @@ LIMIT_S: Final = DRAIN_S + 5 * STOP_S
 
 @dataclass(slots=True)
 class ManagedProcess:
-    """One child process, the pause before its next start, and the time of that start."""
+    """One child process. pause_s: before its next start, at due_s. stop_s: time for it to end."""
 
     name: str
     command: Callable[[], list[str]]
     max_pause_s: float
+    stop_s: float
     says: Path | None = None
     child: Child | None = None
     started_s: float = 0.0
@@ -90,8 +91,10 @@ class Supervisor:
         self._has_ports = 0 not in (settings.port, settings.metrics_port)
         self._says = home.run / "serving.ready"
         self._processes = [
-            ManagedProcess("serving", self._serving_command, MAX_SERVING_PAUSE_S, self._says),
-            ManagedProcess("agent", self._agent_command, MAX_PAUSE_S),
+            ManagedProcess(
+                "serving", self._serving_command, MAX_SERVING_PAUSE_S, DRAIN_S + STOP_S, self._says
+            ),
+            ManagedProcess("agent", self._agent_command, MAX_PAUSE_S, STOP_S),
         ]
 
     def run(self) -> None:
@@ -160,15 +163,13 @@ class Supervisor:
 
     def _stop(self) -> None:
         """Stop the agent first, because it must not switch models while serving drains."""
-        for process, grace_s in zip(
-            reversed(self._processes), (STOP_S, DRAIN_S + STOP_S), strict=True
-        ):
+        for process in reversed(self._processes):
             # A process that a killed supervisor left may not have been taken over yet.
             child = process.child or adopt(process.name, self._home.run)
             if child is None:
                 continue
             child.signal(signal.SIGTERM)
-            if not self._ends(child, grace_s):
+            if not self._ends(child, process.stop_s):
                 child.signal(signal.SIGTERM)
                 if process.name == "agent" or not child.wait(HURRY_S):
                     child.signal(signal.SIGKILL)

@@ -148,5 +148,5 @@ def test_caller_that_sends_too_little_of_an_upload_is_given_up_and_what_came_is_
 
 @pytest.mark.parametrize("bad", [{"min_bytes_per_s": 0}, {"patience_s": 0.0}])
 def test_a_pace_that_waits_for_ever_is_refused(bad):
-    with pytest.raises(InvalidInput, match="a pace is at least 1 byte/s, with a finite"):
+    with pytest.raises(InvalidInput, match="a pace has at least 1 byte/s and a finite"):
         Pace(**bad)
