@@ -74,10 +74,11 @@ def decode(
 
 def _check_counts(request: pb.ModelInferRequest, raw: int, limits: ServingLimits) -> None:
     _check_parameters(request.parameters, limits)
-    inputs = len(request.inputs)
-    for what, count in (("inputs", inputs), ("requested outputs", len(request.outputs))):
-        if count > limits.tensors:
-            raise InvalidInput(f"the request has {count} {what}; {limits.tensors} at most")
+    inputs, outputs = len(request.inputs), len(request.outputs)
+    if inputs > limits.tensors:
+        raise InvalidInput(f"the request has {inputs} inputs; {limits.tensors} at most")
+    if outputs > limits.tensors:
+        raise InvalidInput(f"the request has {outputs} requested outputs; {limits.tensors} at most")
     if raw and raw != inputs:
         raise InvalidInput(
             f"the request has {raw} raw_input_contents and {inputs} inputs; send one for each input"
