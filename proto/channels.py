@@ -6,6 +6,7 @@ kept alive. Message limits are the same on both sides.
 
 import threading
 from collections.abc import Callable
+from functools import partialmethod
 from typing import Any, Final, Self
 
 import grpc
@@ -108,29 +109,12 @@ class Guarded(grpc.Channel):
                 raise Unavailable("the connection to the cloud was closed")
             return getattr(self._channel, kind)(*args, **options)
 
-    def unary_unary(self, *args: Any, **options: Any) -> Any:
-        """See `grpc.Channel`."""
-        return self._call("unary_unary", *args, **options)
-
-    def unary_stream(self, *args: Any, **options: Any) -> Any:
-        """See `grpc.Channel`."""
-        return self._call("unary_stream", *args, **options)
-
-    def stream_unary(self, *args: Any, **options: Any) -> Any:
-        """See `grpc.Channel`."""
-        return self._call("stream_unary", *args, **options)
-
-    def stream_stream(self, *args: Any, **options: Any) -> Any:
-        """See `grpc.Channel`."""
-        return self._call("stream_stream", *args, **options)
-
-    def subscribe(self, *args: Any, **options: Any) -> None:
-        """See `grpc.Channel`."""
-        self._call("subscribe", *args, **options)
-
-    def unsubscribe(self, *args: Any, **options: Any) -> None:
-        """See `grpc.Channel`."""
-        self._call("unsubscribe", *args, **options)
+    unary_unary: Any = partialmethod(_call, "unary_unary")
+    unary_stream: Any = partialmethod(_call, "unary_stream")
+    stream_unary: Any = partialmethod(_call, "stream_unary")
+    stream_stream: Any = partialmethod(_call, "stream_stream")
+    subscribe: Any = partialmethod(_call, "subscribe")
+    unsubscribe: Any = partialmethod(_call, "unsubscribe")
 
     def close(self) -> None:
         """Close the channel; calls in progress end. It may be repeated."""

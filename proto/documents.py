@@ -62,8 +62,7 @@ def check_label(key: str, value: str) -> None:
     """Raise InvalidInput for a label that no selector can name."""
     if not _LABEL_KEY.fullmatch(key):
         raise InvalidInput(
-            f"a label's key is 1 to 63 characters of a-z, 0-9, '.', '_', '-', '/', got "
-            f"{key[:100]!r}"
+            f"a label's key is 1 to 63 of a-z, 0-9, '.', '_', '-', '/', got {key[:100]!r}"
         )
     if not _LABEL_VALUE.fullmatch(value):
         raise InvalidInput(

@@ -105,7 +105,8 @@ class SandboxedChild:
         environment: all variables; by default this process's, with numeric libraries on one thread.
         log_fields: fields of the event that is logged if it dies.
         """
-        with _stderr(folder) as stderr:
+        nowhere = contextlib.nullcontext(subprocess.DEVNULL)
+        with (folder / "stderr").open("wb") if folder else nowhere as stderr:
             process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=subprocess.PIPE,
@@ -220,12 +221,6 @@ def ended_by(status: int | None) -> str:
     if status is None or status >= 0:
         return f"ended with status {status}"
     return f"was ended by signal {-status} ({signal.Signals(-status).name})"
-
-
-def _stderr(folder: Path | None) -> contextlib.AbstractContextManager[Any]:
-    if folder is None:
-        return contextlib.nullcontext(subprocess.DEVNULL)
-    return (folder / "stderr").open("wb")
 
 
 def _tail(path: Path) -> str:

@@ -248,9 +248,11 @@ class SessionClient:
                 least_s, greeted = await self._one_stream()
                 wait_s = FIRST_WAIT_S if greeted else wait_s
             except (grpc.aio.AioRpcError, Unavailable, InvalidInput) as error:
-                if self.connected.is_set() and not _is_refusal(error):
+                is_refusal = isinstance(error, grpc.aio.AioRpcError) and error.code() in REFUSALS
+                if self.connected.is_set() and not is_refusal:
                     wait_s = FIRST_WAIT_S
-                logger.info("session lost", extra={"reason": _reason(error)})
+                reason = str(getattr(error, "details", lambda: "")() or error)[:200]
+                logger.info("session lost", extra={"reason": reason})
             finally:
                 self.connected.clear()
                 self._link = None
@@ -465,14 +467,6 @@ async def _end_of(call: Any) -> Exception:
     """Return an error that says why the stream ended."""
     code, text = await call.code(), await call.details()
     return Unavailable(f"the cloud ended the session: {text or code.name}")
-
-
-def _is_refusal(error: Exception) -> bool:
-    return isinstance(error, grpc.aio.AioRpcError) and error.code() in REFUSALS
-
-
-def _reason(error: Exception) -> str:
-    return str(getattr(error, "details", lambda: "")() or error)[:200]
 
 
 def _field_of(message: Message) -> str:

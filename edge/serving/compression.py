@@ -23,7 +23,8 @@ def packed_size(data: bytes, limit_bytes: int) -> int | None:
     InvalidInput beyond the limit. It decompresses piece by piece and drops each piece, because the
     size in a gzip trailer cannot be trusted.
     """
-    if not _is_packed(data):
+    is_zlib = len(data) > 1 and data[0] == ZLIB and int.from_bytes(data[:2]) % 31 == 0
+    if not is_zlib and data[:3] != GZIP:
         return None
     unpacking, size = zlib.decompressobj(EITHER), 0
     try:
@@ -52,8 +53,3 @@ def packed_size(data: bytes, limit_bytes: int) -> int | None:
 def unpack(data: bytes, size: int) -> bytes:
     """Decompress a message, whose `packed_size` is `size`."""
     return zlib.decompress(data, EITHER, max(1, size))  # one buffer of the right size
-
-
-def _is_packed(data: bytes) -> bool:
-    gzip = data[:3] == GZIP
-    return gzip or (len(data) > 1 and data[0] == ZLIB and int.from_bytes(data[:2]) % 31 == 0)

@@ -109,9 +109,8 @@ class Ran:
 class Runner(Protocol):
     """Runs checked feeds of `rows` rows for a call; called from many threads."""
 
-    @property
-    def merged_rows(self) -> int:
-        """Rows up to which requests are merged into one run; 0 when they never are."""
+    merged_rows: int
+    """Rows up to which requests are merged into one run; 0 when they never are."""
 
     def run(self, feeds: Mapping[str, Array], rows: int, call: CallContext) -> Ran:
         """Return the outputs for these feeds only. DeadlineExceeded if it is too late to run."""

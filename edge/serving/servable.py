@@ -35,27 +35,17 @@ class ServableTensor(Protocol):
 
 
 class Servable(Protocol):
-    """A loaded model. `run` is called from many threads at once."""
+    """A loaded model. `run` is called from many threads at once.
 
-    @property
-    def name(self) -> str:
-        """Name in requests."""
+    name, version: as in requests. inputs: every request has them; outputs: it may ask for them.
+    labels: class names by output, in class order, for outputs that have them.
+    """
 
-    @property
-    def version(self) -> str:
-        """Version in requests."""
-
-    @property
-    def inputs(self) -> Sequence[ServableTensor]:
-        """Tensors that every request must have."""
-
-    @property
-    def outputs(self) -> Sequence[ServableTensor]:
-        """Tensors that a request may ask for."""
-
-    @property
-    def labels(self) -> Mapping[str, Sequence[str]]:
-        """Class names by output, in class order, for outputs that have them."""
+    name: str
+    version: str
+    inputs: Sequence[ServableTensor]
+    outputs: Sequence[ServableTensor]
+    labels: Mapping[str, Sequence[str]]
 
     def run(
         self, feeds: Mapping[str, Array], *, stop: CancellationToken | None = None

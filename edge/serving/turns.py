@@ -53,7 +53,13 @@ class Turns:
         try:
             yield
         finally:
-            self._give_back()
+            with self._lock:
+                if self._queue:
+                    waiting = self._queue.pop()
+                    waiting.has_turn = True
+                    waiting.wake.release()
+                else:
+                    self._free += 1
 
     def _take(self, caller: Caller, deadline_s: float) -> None:
         with self._lock:
@@ -87,12 +93,3 @@ class Turns:
             f"retry in {RETRY_MS} ms",
             RETRY_MS,
         )
-
-    def _give_back(self) -> None:
-        with self._lock:
-            if self._queue:
-                waiting = self._queue.pop()
-                waiting.has_turn = True
-                waiting.wake.release()
-            else:
-                self._free += 1

@@ -172,7 +172,7 @@ def test_a_frozen_link_makes_the_node_stale_after_a_day(link):
     found = refusal(node)
     assert found.kind == "freeze"
     assert "timestamp 2 expired" in found.text
-    with pytest.raises(AttemptRefused, match=r"expired 1 s ago; it keeps serving"):
+    with pytest.raises(AttemptRefused, match=r"expired 1 s ago; the node goes on serving"):
         node.target(PATH)
 
 

@@ -1,5 +1,6 @@
 """Hostile and mistaken requests: each is refused by name before any array is made."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from onnx import TensorProto, helper
 
 from triplane.edge.serving.limits import ServingLimits
 from triplane.edge.serving.request import check_address, decode
-from triplane.edge.serving.servable import contract_of
+from triplane.edge.serving.servable import ServableTensor, contract_of
 from triplane.proto import open_inference_pb2 as pb
 from triplane.proto.errors import InvalidInput
 from triplane.proto.status import Unimplemented
@@ -38,8 +39,10 @@ def contract():
     session = Session(model.SerializeToString())
 
     class Plain:
-        name, version, labels = "plain", "1", {}
-        inputs, outputs = session.inputs, session.outputs
+        name, version = "plain", "1"
+        labels: Mapping[str, Sequence[str]] = {}
+        inputs: Sequence[ServableTensor] = session.inputs
+        outputs: Sequence[ServableTensor] = session.outputs
 
         def run(self, feeds, *, stop=None):
             return session.run(feeds, stop=stop)

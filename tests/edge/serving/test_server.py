@@ -341,7 +341,7 @@ def test_a_taken_port_is_unavailable_and_leaves_nothing_running(serve, kit):
 
 
 def test_a_limit_below_one_is_refused():
-    with pytest.raises(InvalidInput, match="limit rank is 0; 1 at least"):
+    with pytest.raises(InvalidInput, match="limit rank is 0; it must be 1 to"):
         ServingLimits(rank=0)
 
 
