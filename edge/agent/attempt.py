@@ -140,6 +140,8 @@ class Attempt:
     ) -> None:
         self._context, self._assignment, self._committed = context, assignment, committed
         self._on_progress, self._superseded = on_progress, superseded
+        names = ("model", "version", "attempt", "rollout")
+        self._names: dict[str, Any] = {name: getattr(assignment, name) for name in names}
         self._progress = AttemptProgress(
             assignment.model, assignment.version, assignment.attempt, "ASSIGNED"
         )
@@ -188,13 +190,10 @@ class Attempt:
             self._enter("ADAPTED", str(compared))
             digest = compared.digest
         pointer = Pointer(
-            model=self._assignment.model,
-            version=self._assignment.version,
+            **self._names,
             sha256=sha256.hex(),
             digest=digest,
             target_path=target.path,
-            rollout=self._assignment.rollout,
-            attempt=self._assignment.attempt,
             source=target.sha256.hex(),
             size=path.stat().st_size,
         )
@@ -358,18 +357,9 @@ class Attempt:
 
     def _enter(self, state: str, reason: str = "") -> None:
         """Journal the transition, then report it."""
-        assignment, reason = self._assignment, clipped(reason, MAX_REASON_CHARS)
-        self._context.journal.add(
-            Line(
-                time_s=self._context.clock(),
-                model=assignment.model,
-                version=assignment.version,
-                attempt=assignment.attempt,
-                rollout=assignment.rollout,
-                state=state,
-                reason=reason,
-            )
-        )
+        reason = clipped(reason, MAX_REASON_CHARS)
+        time_s = self._context.clock()
+        self._context.journal.add(Line(time_s, **self._names, state=state, reason=reason))
         self._show(state=state, reason=reason)
 
     def _show(self, **changed: Any) -> None:

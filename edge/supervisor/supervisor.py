@@ -138,12 +138,9 @@ class Supervisor:
                 process.wait(now)
 
     def _begin(self, process: ManagedProcess) -> None:
-        process.child = adopt(process.name, self._home.run) or start(
-            process.name,
-            process.command(),
-            run=self._home.run,
-            logs=self._home.logs,
-            says=process.says,
+        name, run, logs = process.name, self._home.run, self._home.logs
+        process.child = adopt(name, run) or start(
+            name, process.command(), run=run, logs=logs, says=process.says
         )
         process.started_s = time.monotonic()
 
