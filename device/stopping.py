@@ -18,10 +18,10 @@ class TaskExpired(Withdrawn):
 
 
 class StopToken:
-    """Ends work by `now`, or at the time `until_s` of the clock. Any thread may use it."""
+    """Ends work by `now`, or at `until_s` on `time.monotonic`. Any thread may use it."""
 
-    def __init__(self, until_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self.until_s, self._clock = until_s, clock
+    def __init__(self, until_s: float) -> None:
+        self.until_s = until_s
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
         self._stopped = self._expired = False
@@ -47,7 +47,7 @@ class StopToken:
         """Raise Withdrawn or TaskExpired if the work must end."""
         if self._stopped:
             raise Withdrawn
-        if self._expired or self._clock() >= self.until_s:
+        if self._expired or time.monotonic() >= self.until_s:
             raise TaskExpired
 
     def _end(self, *, expired: bool) -> None:

@@ -14,7 +14,7 @@ import hmac
 import os
 import re
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -249,11 +249,11 @@ def _pinned(der: bytes, pin: bytes, address: str) -> x509.Certificate:
     return certificate_of(der, "the authority")
 
 
-def distinct_digest(digest: bytes, other: bytes, least: int = 16) -> str:
+def distinct_digest(digest: bytes, other: bytes) -> str:
     """Return a digest in hexadecimal, long enough to distinguish it from the other."""
     mine, theirs = digest.hex(), other.hex()
     differs = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), 0)
-    end = max(least, differs + 4)
+    end = max(16, differs + 4)
     return mine if end >= len(mine) else f"{mine[:end]}..."
 
 
@@ -291,14 +291,3 @@ def _unbase32(text: str) -> bytes:
         return base64.b32decode(text.upper() + "=" * (-len(text) % 8))
     except ValueError:
         return b""
-
-
-def server_names(certificate: x509.Certificate) -> Sequence[str]:
-    """Return the hosts and addresses of a server's certificate."""
-    try:
-        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except x509.ExtensionNotFound:
-        return ()
-    hosts = names.get_values_for_type(x509.DNSName)
-    addresses = names.get_values_for_type(x509.IPAddress)
-    return (*hosts, *map(str, addresses))

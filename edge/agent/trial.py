@@ -7,7 +7,8 @@ accuracy on labelled samples. If it crashes, hangs or exceeds its limits, the bu
 
 import contextlib
 import resource
-import time
+import statistics
+import timeit
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -99,12 +100,8 @@ def _peak_bytes() -> int:
 
 def _latency(bundle: Any, session: Any) -> float:
     """Return the median duration of a run of the goldens, which have a few rows each."""
-    times = []
-    for _ in range(RUNS):
-        start = time.perf_counter()
-        bundle.check_goldens(session)
-        times.append(time.perf_counter() - start)
-    return sorted(times)[len(times) // 2]
+    run = timeit.repeat(lambda: bundle.check_goldens(session), repeat=RUNS, number=1)
+    return statistics.median_high(run)
 
 
 def golden_accuracy(bundle: Any, session: Any, path: Path) -> float:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from socketserver import ThreadingMixIn
 from typing import Any, Final
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
@@ -108,11 +109,9 @@ class ServingCollector(Collector):
 
 
 def _cumulated(histogram: Histogram) -> tuple[list[tuple[str, float]], float]:
-    total, buckets = 0, []
-    for bound, count in zip([*histogram.bounds, float("inf")], histogram.counts, strict=True):
-        total += count
-        buckets.append(("+Inf" if bound == float("inf") else str(bound), float(total)))
-    return buckets, histogram.total
+    bounds = (*map(str, histogram.bounds), "+Inf")
+    counts = map(float, accumulate(histogram.counts))
+    return list(zip(bounds, counts, strict=True)), histogram.total
 
 
 class _Caller(WSGIRequestHandler):

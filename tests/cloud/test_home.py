@@ -7,7 +7,7 @@ import pytest
 from triplane.cloud.home import Home, initialize, open_database
 from triplane.cloud.store import Database
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
-from triplane.proto.identity import IdentityFolder, server_names
+from triplane.proto.identity import IdentityFolder
 
 
 def test_a_new_cloud_has_all_it_needs_and_its_offline_keys_lie_elsewhere(tmp_path):
@@ -24,7 +24,9 @@ def test_a_new_cloud_has_all_it_needs_and_its_offline_keys_lie_elsewhere(tmp_pat
     from cryptography import x509
 
     server = x509.load_pem_x509_certificate((home.tls / "server.pem").read_bytes())
-    assert set(server_names(server)) == set(home.hosts())
+    names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    addresses = map(str, names.get_values_for_type(x509.IPAddress))
+    assert {*names.get_values_for_type(x509.DNSName), *addresses} == set(home.hosts())
 
 
 def test_secrets_are_readable_by_their_owner_only(tmp_path):
