@@ -105,7 +105,7 @@ def test_a_linear_regressor_of_one_target_reads_its_transform_as_onnxruntime_doe
 @pytest.mark.parametrize(("targets", "intercepts"), [(1, [1.0, 2.0, 3.0]), (3, [1.0])])
 def test_intercepts_that_are_not_one_for_each_target_are_refused(targets, intercepts):
     given = {"coefficients": draw(targets, 3), "intercepts": intercepts, "targets": targets}
-    with pytest.raises(InvalidInput, match=f"{len(intercepts)} intercepts for {targets} targets"):
+    with pytest.raises(InvalidInput, match=f"{len(intercepts)} biases for {targets} targets"):
         agrees("LinearRegressor", NUMBERS, **given)
 
 
@@ -248,14 +248,14 @@ def spoiled(**changes):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"nodes_truenodeids": (0, 0)}, "no trees"),
-        ({"nodes_truenodeids": (1, 0)}, "no trees"),
+        ({"nodes_truenodeids": (0, 0)}, "not trees"),
+        ({"nodes_truenodeids": (1, 0)}, "not trees"),
         ({"nodes_falsenodeids": (0, 77)}, "a node that its tree does not have"),
         ({"nodes_nodeids": (1, 0)}, "named twice"),
-        ({"nodes_featureids": (0, 3)}, "asks feature 3"),
+        ({"nodes_featureids": (0, 3)}, "reads feature 3"),
         ({"nodes_modes": (0, "BRANCH_NEAR")}, "BRANCH_NEAR"),
-        ({"target_ids": (0, 5)}, "a target there is not"),
-        ({"target_nodeids": (0, 99)}, "a leaf"),
+        ({"target_ids": (0, 5)}, "an unknown leaf or target"),
+        ({"target_nodeids": (0, 99)}, "unknown leaf"),
     ],
 )
 def test_nodes_that_are_no_trees_are_refused(changes, words):

@@ -1,4 +1,4 @@
-"""If, Loop and Scan of ONNX as nodes with closed regions: what a body reads outside is captured."""
+"""If, Loop and Scan of ONNX as nodes with closed regions, which capture outer values they read."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from triplane.unified_ir.ir.dims import is_symbol
 from triplane.unified_ir.ir.types import OptionalType, TensorType, bool_, int64, is_plain
 from triplane.unified_ir.onnx.scope import Scope
 from triplane.unified_ir.onnx.structure import Site, Structure
+from triplane.unified_ir.ops.arrays import moveaxis
 from triplane.unified_ir.ops.build import Build
-from triplane.unified_ir.ops.row import OPEN
+from triplane.unified_ir.ops.row import OPEN, Op
 from triplane.unified_ir.ops.rows.control.conditional import cond_node
 from triplane.unified_ir.ops.rows.control.looping import LoopCarry, loop_row
 from triplane.unified_ir.ops.rows.control.scanning import scan_row
@@ -25,11 +26,36 @@ from triplane.unified_ir.ops.rows.movement.shape_assertions import assume_shape
 from triplane.unified_ir.ops.tensor import Tensor, as_tensor, dims_of, emit
 
 MAX_WIDENINGS: Final = 8
-"""How often a loop's body is recorded anew because its carry turned out to be of a wider type."""
+"""How often a loop's body is recorded again because its carry has a wider type."""
+
+
+def _recorded(
+    site: Site, name: str, types: Sequence[TensorType], body: GraphProto, label: str = "body"
+) -> tuple[Build, list[Tensor]]:
+    """Record an inner graph on parameters of these types; return it unfinished, and its outputs."""
+    build = Build(site.build.table, name)
+    with build:
+        params = [build.param(f"x{i}", t) for i, t in enumerate(types)]
+        return build, site.importer.inner(body, params, site.frame, build, label)
+
+
+def _applied(
+    site: Site,
+    row: Op,
+    operands: Sequence[Tensor | None],
+    inner: tuple[Build, Sequence[Tensor]],
+    **attrs: Any,
+) -> Sequence[Tensor]:
+    """Apply a row to a region and its operands, captured values included."""
+    build, results = inner
+    outputs = len(results) - (row is loop_row)  # whether to go on is no output of a loop
+    region = build.finish({f"y{i}": r for i, r in enumerate(results)})
+    operands = (*operands, *build.captured)
+    return site.build.apply(row, operands, attrs, regions=(region,), outputs=outputs)
 
 
 def _if(site: Site) -> Sequence[Tensor]:
-    """One branch alone where the condition is known at import."""
+    """Import an If; if the condition is known, only the branch it selects."""
     predicate = site.present(0)
     branches = [site.graph("then_branch"), site.graph("else_branch")]
     if any(b.input for b in branches):
@@ -38,12 +64,8 @@ def _if(site: Site) -> Sequence[Tensor]:
     if known is not None and known.size == 1 and isinstance(known.flat[0], (bool, np.bool_)):
         chosen = branches[0 if known.flat[0] else 1]
         return site.importer.inner(chosen, [], site.frame, site.build)
-    builds, results = [], []
-    for name, branch in zip(("then", "else"), branches, strict=True):
-        build = Build(site.build.table, name)
-        with build:
-            results.append(site.importer.inner(branch, [], site.frame, build, name))
-        builds.append(build)
+    sides = [_recorded(site, n, [], b, n) for n, b in zip(("then", "else"), branches, strict=True)]
+    builds, results = [build for build, _ in sides], [outputs for _, outputs in sides]
     if len(results[0]) != len(results[1]):
         raise InvalidInput(f"its branches give {len(results[0])} and {len(results[1])} values")
     for i, pair in enumerate(zip(*results, strict=True)):
@@ -52,10 +74,10 @@ def _if(site: Site) -> Sequence[Tensor]:
 
 
 def _of_one_rank(pair: tuple[Tensor, Tensor], builds: Sequence[Build]) -> list[Tensor]:
-    """What two branches give; a single number is a vector of one where the other branch has that.
+    """Return the values of two branches, a single number as a vector if the other one is a vector.
 
-    ONNX lets a value's rank depend on the branch taken; a single number means the same either way
-    to the operators that broadcast it.
+    ONNX lets a value's rank depend on the branch taken; for operators that broadcast it, a single
+    number means the same either way.
     """
     single = all(is_plain(x.type) and x.type.size == 1 for x in pair)
     if not single or {pair[0].rank, pair[1].rank} != {0, 1}:
@@ -71,14 +93,10 @@ def _scalar(x: Tensor) -> Tensor:
     return x.reshape(()) if x.rank else x
 
 
-def _numbered(results: Sequence[Tensor]) -> dict[str, Tensor]:
-    return {f"y{i}": r for i, r in enumerate(results)}
-
-
 def _check_body(body: GraphProto, inputs: int, carried: int, extra: int) -> None:
     if len(body.input) != inputs or len(body.output) < carried + extra:
         raise InvalidInput(
-            f"its body takes {len(body.input)} and gives {len(body.output)} values; "
+            f"its body takes {len(body.input)} and returns {len(body.output)} values; "
             f"{inputs} are passed to it and {carried} are carried"
         )
 
@@ -96,11 +114,7 @@ def _loop(site: Site) -> Sequence[Tensor]:
     attrs: dict[str, Any] = {"num_carry": n, OPEN: entry.free or None}
     if len(results) > n + 1:
         attrs["trips"] = str(site.importer.symbols.fresh(f"trips_{site.node.name}"))
-    region = build.finish(_numbered(results))
-    operands = (trips, go, *carry, *build.captured)
-    outputs = site.build.apply(
-        loop_row, operands, attrs, regions=(region,), outputs=len(results) - 1
-    )
+    outputs = _applied(site, loop_row, (trips, go, *carry), (build, results), **attrs)
     return [
         emit("OptionalGetElement", x)
         if isinstance(x.type, OptionalType) and not info.type.HasField("optional_type")
@@ -110,21 +124,19 @@ def _loop(site: Site) -> Sequence[Tensor]:
 
 
 def _trip(site: Site, body: GraphProto, entry: LoopCarry) -> tuple[Build, list[Tensor], LoopCarry]:
-    """A loop's body, recorded until what it takes is also what it gives."""
+    """Record a loop's body until the types of its carry are those of its results."""
     importer = site.importer
     for _ in range(MAX_WIDENINGS):
         before = importer.weights.mark()
-        build = Build(site.build.table, "loop")
         types = [TensorType(int64, ()), TensorType(bool_, ()), *entry.types]
+        build, results = _recorded(site, "loop", types, body)
         with build:
-            params = [build.param(f"x{i}", t) for i, t in enumerate(types)]
-            results = importer.inner(body, params, site.frame, build, "body")
             results[0] = _scalar(results[0])
             kept = [*entry.types, *[None] * (len(results) - len(entry.types) - 1)]
             results[1:] = map(_as_declared, results[1:], body.output[1:], kept)
             results[1 : len(entry.types) + 1] = map(_as_carried, results[1:], entry.types)
         after = [r.type for r in results[1 : len(entry.types) + 1]]
-        function = build.finish(_numbered(results))
+        function = build.finish({f"y{i}": r for i, r in enumerate(results)})
         wider = entry.joined(after, function, lambda: str(importer.symbols.fresh("carried")))
         if wider == entry:
             return build, results, entry
@@ -134,16 +146,16 @@ def _trip(site: Site, body: GraphProto, entry: LoopCarry) -> tuple[Build, list[T
 
 
 def _as_carried(tensor: Tensor, wanted: TensorType) -> Tensor:
-    """What is carried on as an optional where the loop began with one."""
+    """Return the value as an optional if the loop began with one."""
     if isinstance(wanted, OptionalType) and not isinstance(tensor.type, OptionalType):
         return emit("Optional", tensor)
     return tensor
 
 
 def _as_declared(tensor: Tensor, info: ValueInfoProto, param: TensorType | None) -> Tensor:
-    """What a trip gives, its open sizes being the numbers that the body declares.
+    """Return a result of a trip, its unknown sizes being those that the body declares.
 
-    Of what is carried on, only where that number was the size before: a carry may grow.
+    For a carried value, only if that was also the size before: a carry may grow.
     """
     declared = info.type.tensor_type.shape.dim
     if not is_plain(tensor.type) or len(declared) != tensor.rank:
@@ -189,31 +201,26 @@ def _scan(site: Site) -> Sequence[Tensor]:
     if old:
         return _batched(site, body, operands, n, _Ways(attrs.get("directions", forward), back))
     axes = attrs.get("scan_input_axes", forward)
-    xs = [_to_front(x, int(axis)) for x, axis in zip(operands[n:], axes, strict=True)]
+    xs = [_moved(x, int(axis), 0) for x, axis in zip(operands[n:], axes, strict=True)]
     ways = _Ways(
         attrs.get("scan_input_directions", forward), attrs.get("scan_output_directions", back)
     )
     outputs = _scanned(site, body, operands[:n], xs, ways)
     out = attrs.get("scan_output_axes", back)
-    ys = [_from_front(y, int(axis)) for y, axis in zip(outputs[n:], out, strict=True)]
+    ys = [_moved(y, 0, int(axis)) for y, axis in zip(outputs[n:], out, strict=True)]
     return [*outputs[:n], *ys]
 
 
 def _scanned(
     site: Site, body: GraphProto, carry: Sequence[Tensor], xs: Sequence[Tensor], ways: _Ways
 ) -> list[Tensor]:
-    """The scan of `body` along the first axes."""
+    """Scan `body` along the first axes."""
     if not ways.reverse:
         xs = [_flipped(x) if way else x for x, way in zip(xs, ways.inputs, strict=True)]
-    build = Build(site.build.table, "scan")
     types = [*(x.type for x in carry), *(x.type.with_shape(x.shape[1:]) for x in xs)]
-    with build:
-        params = [build.param(f"x{i}", t) for i, t in enumerate(types)]
-        results = site.importer.inner(body, params, site.frame, build, "body")
+    inner = _recorded(site, "scan", types, body)
     attrs = {"num_carry": len(carry), "num_scanned": len(xs), "reverse": int(ways.reverse)}
-    region = build.finish(_numbered(results))
-    operands = (*carry, *xs, *build.captured)
-    outputs = site.build.apply(scan_row, operands, attrs, regions=(region,), outputs=len(results))
+    outputs = _applied(site, scan_row, (*carry, *xs), inner, **attrs)
     if ways.reverse:
         return list(outputs)
     n = len(carry)
@@ -235,33 +242,19 @@ def _batched(
         inside = replace(site, frame=replace(site.frame, scope=scope))
         results = _scanned(inside, body, params[:n], params[n:], ways)
     attrs = {"num_carry": 0, "num_scanned": len(operands), "reverse": 0}
-    outputs = site.build.apply(
-        scan_row,
-        (*operands, *build.captured),
-        attrs,
-        regions=(build.finish(_numbered(results)),),
-        outputs=len(results),
-    )
-    return list(outputs)
+    return list(_applied(site, scan_row, operands, (build, results), **attrs))
 
 
 def _flipped(x: Tensor) -> Tensor:
-    """`x` backwards along its first axis, whatever its size."""
+    """Reverse `x` along its first axis, whatever its size."""
     size = x.shape[0]
     last = dims_of([size - 1]).reshape(())
     return emit("Gather", x, last - arange(size), axis=0)
 
 
-def _to_front(x: Tensor, axis: int) -> Tensor:
-    axis %= max(x.rank, 1)
-    return x if not axis else x.transpose(axis, *(i for i in range(x.rank) if i != axis))
-
-
-def _from_front(y: Tensor, axis: int) -> Tensor:
-    axis %= max(y.rank, 1)
-    order = list(range(1, y.rank))
-    order.insert(axis, 0)
-    return y if not axis else y.transpose(*order)
+def _moved(x: Tensor, source: int, target: int) -> Tensor:
+    """Move an axis to or from the front."""
+    return moveaxis(x, source, target) if (source + target) % max(x.rank, 1) else x
 
 
 def _map(site: Site) -> Sequence[Tensor]:
@@ -270,27 +263,11 @@ def _map(site: Site) -> Sequence[Tensor]:
     _check_body(body, len(operands), 0, 1)
     before = site.importer.weights.mark()
     try:
-        build, results = _mapped(site, body, element_types(operands))
+        inner = _recorded(site, "map", element_types(operands), body)
     except InvalidInput:  # elements that a body combines have equal sizes, whatever the types say
         site.importer.weights.back_to(before)
-        build, results = _mapped(site, body, element_types(operands, alike=True))
-    return site.build.apply(
-        sequence_map_row,
-        (*operands, *build.captured),
-        {},
-        regions=(build.finish(_numbered(results)),),
-        outputs=len(results),
-    )
-
-
-def _mapped(
-    site: Site, body: GraphProto, types: Sequence[TensorType]
-) -> tuple[Build, list[Tensor]]:
-    """The body of a map on elements of these types."""
-    build = Build(site.build.table, "map")
-    with build:
-        params = [build.param(f"x{i}", t) for i, t in enumerate(types)]
-        return build, site.importer.inner(body, params, site.frame, build, "body")
+        inner = _recorded(site, "map", element_types(operands, alike=True), body)
+    return _applied(site, sequence_map_row, operands, inner)
 
 
 BRANCHES: Final[Mapping[str, Structure]] = {

@@ -1,16 +1,16 @@
 """A function as a plain ONNX model that stock onnxruntime runs.
 
-Invariants: the same function gives the same bytes; only operators of ai.onnx and those that the
-target names appear; parameters and results keep their names, except that the new value of a
-parameter `w` is the output `w:next`.
-Rows that the target's opset lacks are replaced by their bodies; symbolic sizes are read off the
-first value that has them.
+Invariants: the same function gives the same bytes; the model uses only operators of ai.onnx and
+those that the target names; parameters and results keep their names, except that the new value of a
+parameter `w` is the output `w:next`. Rows that the target's opset lacks are replaced by their
+bodies; symbolic sizes are read from the first value that has them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Final
@@ -40,19 +40,19 @@ from triplane.unified_ir.ops.emission import EmissionContext
 from triplane.unified_ir.ops.infer import onnx_attrs, type_proto
 from triplane.unified_ir.ops.inline import renewed
 from triplane.unified_ir.ops.row import Known
-from triplane.unified_ir.ops.table import TABLE
+from triplane.unified_ir.ops.table import TABLE, row_of
 from triplane.unified_ir.passes.clean import clean
 from triplane.unified_ir.passes.fuse import fuse
 from triplane.unified_ir.runtime.signature import next_name
 
 PRODUCER: Final = "triplane"
 WEIGHTS_FILE: Final = "weights.safetensors"
-"""Where external initializers say their bytes are, relative to the model."""
+"""Location of the bytes of external initializers, relative to the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class External:
-    """Where an initializer's bytes lie in the weights file."""
+    """The position of an initializer's bytes in the weights file."""
 
     offset: int
     length: int
@@ -72,10 +72,10 @@ def emit(
     target: OnnxTarget = DEFAULT,
     initializers: Mapping[str, EmittedInitializer] | None = None,
 ) -> ModelProto:
-    """The function as a model; parameters named in `initializers` become part of it.
+    """Return the function as a model; parameters named in `initializers` become part of it.
 
-    One that no emitted node reads is left out: onnxruntime drops such tensors while it loads, and
-    then refuses the array that was given for it.
+    An initializer that no emitted node reads is left out: onnxruntime drops such tensors while it
+    loads, and then refuses an array for it.
     """
     return emit_typed(function, target=target, initializers=initializers)[0]
 
@@ -86,59 +86,38 @@ def emit_typed(
     target: OnnxTarget = DEFAULT,
     initializers: Mapping[str, EmittedInitializer] | None = None,
 ) -> tuple[ModelProto, dict[str, TensorType]]:
-    """As `emit`; with the type of each ONNX value that stands for a value of the function."""
+    """As `emit`, with the type of each ONNX value that represents a value of the function."""
     if not function.results:
         raise InvalidInput(f"{function.name!r} has no results; an ONNX graph needs one, return it")
     emitter = _Emitter(target, fuse(clean(function)), initializers or {})
-    graph = emitter.graph()
-    types = {name: value.type for value, name in emitter.names.items()}
-    model = helper.make_model(
-        graph,
-        producer_name=PRODUCER,
-        ir_version=target.ir_version,
-        functions=emitter.functions,
-        opset_imports=_opsets(emitter, graph),
-    )
-    return model, types
+    model = emitter.model(producer_name=PRODUCER)
+    return model, {name: value.type for value, name in emitter.names.items()}
 
 
-def _opsets(emitter: _Emitter, graph: GraphProto) -> list[OperatorSetIdProto]:
-    """The versions of the domains of a model's operators."""
-    domains = {f.domain for f in emitter.functions} | _domains(graph.node) - {""}
-    ours = helper.make_opsetid("", emitter.target.opset)
-    return [ours, *map(_own_opset, sorted(domains))]
-
-
-def _own_opset(domain: str) -> OperatorSetIdProto:
-    """Operators of the user's own, and those of a runtime, have one version."""
-    return helper.make_opsetid(domain, 1)
+def _opsets(opset: int, domains: Iterable[str]) -> list[OperatorSetIdProto]:
+    """Return the versions of domains; operators of users and of runtimes have only one version."""
+    others = sorted({*domains} - {""})
+    return [helper.make_opsetid("", opset), *(helper.make_opsetid(d, 1) for d in others)]
 
 
 def emit_located(
     function: Function, *, target: OnnxTarget = DEFAULT
 ) -> tuple[ModelProto, dict[str, Node]]:
-    """The same model but for the names of its nodes, those in subgraphs included; whose they are.
+    """As `emit`, but with a unique name for every node, and the IR node for each of these names.
 
-    A node is known by the IR node it was made for; one from a row's body by the node of that row.
+    Nodes in subgraphs have names too. A node from a row's body belongs to the node of that row.
     """
     emitter = _Located(target, fuse(clean(function)), {})
-    graph = emitter.graph()
-    model = helper.make_model(
-        graph,
-        ir_version=target.ir_version,
-        functions=emitter.functions,
-        opset_imports=_opsets(emitter, graph),
-    )
-    return model, emitter.places
+    return emitter.model(), emitter.places
 
 
 def serialize(model: ModelProto) -> bytes:
-    """The model's bytes, the same on every run."""
+    """Return the model's bytes, the same on every run."""
     return model.SerializeToString(deterministic=True)
 
 
 class _Emitter(EmissionContext):
-    """Names, nodes and known sizes of one ONNX graph; a region's emitter also sees its parent's."""
+    """Emits one ONNX graph: its names, nodes and known sizes; a region also sees its parent's."""
 
     def __init__(
         self,
@@ -168,8 +147,20 @@ class _Emitter(EmissionContext):
         """What the graph may use."""
         return self._target
 
+    def model(self, **header: Any) -> ModelProto:
+        """Emit the whole model."""
+        graph = self.graph()
+        domains = {f.domain for f in self.functions} | _domains(graph.node)
+        return helper.make_model(
+            graph,
+            ir_version=self._target.ir_version,
+            functions=self.functions,
+            opset_imports=_opsets(self.target.opset, domains),
+            **header,
+        )
+
     def graph(self) -> GraphProto:
-        """The whole top-level graph."""
+        """Emit the whole top-level graph."""
         for param in self.function.params:
             self.names[param] = param.name
             self.note_sizes(param, param.name)
@@ -186,7 +177,7 @@ class _Emitter(EmissionContext):
         )
 
     def outputs(self) -> list[ValueInfoProto]:
-        """Result declarations; a result that is a parameter or repeats goes through Identity."""
+        """Declare the results; one that is a parameter or repeats goes through Identity."""
         infos = []
         for final, value in zip(_output_names(self.function), self.function.results, strict=True):
             self.nodes.append(helper.make_node("Identity", [self.names[value]], [final]))
@@ -195,7 +186,7 @@ class _Emitter(EmissionContext):
         return infos
 
     def _drop_identities(self, finals: Sequence[str]) -> None:
-        """Renames a producer's output to the final name where nothing else needs the old one."""
+        """Rename a producer's output to the final name if nothing else needs the old one."""
         first = len(self.nodes) - len(finals)
         tail = self.nodes[first:]
         produced = {out: node for node in self.nodes[:first] for out in node.output}
@@ -209,13 +200,14 @@ class _Emitter(EmissionContext):
                 renamed[source] = node.output[0]
             else:
                 kept.append(node)
-        for node in self.nodes[:first] + kept:
-            _rename(node.input, renamed)
-            _rename(node.output, renamed)
         self.nodes = self.nodes[:first] + kept
+        for node in self.nodes:
+            for names in (node.input, node.output):
+                if not renamed.keys().isdisjoint(names):
+                    names[:] = [renamed.get(name, name) for name in names]
 
     def _drop_unread(self, finals: Sequence[str]) -> set[str]:
-        """Drops what rules left unread, such as the sizes behind a Reshape to -1; what is read."""
+        """Drop nodes that nothing reads, such as sizes for a Reshape to -1; return names read."""
         read = set(finals)
         kept = []
         for node in reversed(self.nodes):
@@ -227,16 +219,16 @@ class _Emitter(EmissionContext):
         return read
 
     def body(self, function: Function) -> None:
-        """Emits the nodes of a function whose parameters are already named."""
+        """Emit the nodes of a function whose parameters are already named."""
         for node in function.nodes:
             self.node(node)
-            note_contents(TABLE[node.op.domain, node.op.name], node, self.contents)
+            note_contents(row_of(node), node, self.contents)
             for value in node.outputs:
                 self.note_sizes(value, self.names[value])
 
     def node(self, node: Node) -> None:
-        """One IR node: structural rule, opset rule, expansion, or an ONNX node as it is."""
-        row = TABLE[node.op.domain, node.op.name]
+        """Emit one IR node: by its row's rule, an opset rule, its body, or unchanged."""
+        row = row_of(node)
         native = row.native is None or row.native(node, self.target.opset)
         if row.emit is not None and native:
             row.emit(self, node)
@@ -250,16 +242,17 @@ class _Emitter(EmissionContext):
             return
         meaning = expansion(TABLE, node, self.contents)
         if meaning is None:
+            why = " for float64" if defs.has(node.op.name, self.target.opset, "") else ""
             raise InvalidInput(
-                f"{row} does not exist in opset {self.target.opset}{self._why_not(node)} and has "
-                f"no other form (at {node.meta.location}); choose a target with a newer opset"
+                f"{row} does not exist in opset {self.target.opset}{why} and has no other form (at "
+                f"{node.meta.location}); choose a target with a newer opset"
             )
         self.inline(node, clean(renewed(meaning, f"inner_{self.counter[0]}")))
 
     def available(self, node: Node) -> bool:
-        """Whether the target's opset has the operator (in any version lowered by rule).
+        """Return whether the target's opset has the operator, in any version lowered by a rule.
 
-        Rows take float64 wherever they take float32; not every operator of ONNX does.
+        Rows accept float64 wherever they accept float32; not every operator of ONNX does.
         """
         if not defs.has(node.op.name, self.target.opset, ""):
             return False
@@ -272,30 +265,27 @@ class _Emitter(EmissionContext):
             for i, v in enumerate(node.inputs)
         )
 
-    def _why_not(self, node: Node) -> str:
-        return " for float64" if defs.has(node.op.name, self.target.opset, "") else ""
-
     def plain(self, node: Node, **changes: Any) -> None:
-        """The ONNX operator of the same name."""
+        """Emit the ONNX operator of the same name."""
         self._copy(node, self.inputs(node), {**node.attrs, **changes})
 
     def plain_broadcast(self, node: Node) -> None:
-        """As `plain`, with operands of one element at the rank that a runtime is fast with."""
+        """As `plain`, with operands of one element at a rank that runtimes are fast with."""
         self._copy(node, self.beside_ones(node, self.inputs(node)), node.attrs)
 
     def _copy(self, node: Node, inputs: Sequence[str], changed: Mapping[str, Any]) -> None:
         attrs = onnx_attrs({k: v for k, v in changed.items() if v is not None})
-        schema = TABLE[node.op.domain, node.op.name].schema
+        schema = row_of(node).schema
         fewest = schema.min_output if schema else 1
         unread = [self.fresh() for _ in range(fewest - len(node.outputs))]
         outputs = [*self.output_names(node), *unread]
         self.add(node.op.name, inputs, outputs, **attrs)
 
     def beside_ones(self, node: Node, names: list[str]) -> list[str]:
-        """The operands, those of one element with a rank beyond the other's trailing axes of 1.
+        """Return the operands, those of one element with a rank beyond the trailing axes of 1.
 
-        onnxruntime 1.31 goes through (O, C, 1, 1) element by element beside a scalar, which takes
-        sixty times as long as beside (1, 1, 1).
+        onnxruntime 1.31 combines (O, C, 1, 1) with a scalar element by element, which takes sixty
+        times as long as with (1, 1, 1).
         """
         shape = node.outputs[0].type.shape
         ones = next((i for i, d in enumerate(reversed(shape)) if d != 1), 0)
@@ -305,7 +295,7 @@ class _Emitter(EmissionContext):
         ]
 
     def _ranked(self, name: str, rank: int) -> str:
-        """One element as a tensor of this rank."""
+        """Return one element as a tensor of this rank."""
         if (name, rank) not in self.ranked:
             held = self.constants.get(name)
             shape = (1,) * rank
@@ -317,10 +307,10 @@ class _Emitter(EmissionContext):
         return self.ranked[name, rank]
 
     def inline(self, node: Node, meaning: Function) -> None:
-        """Another function's nodes in place of the node."""
+        """Emit another function's nodes in place of the node."""
         present = [v for v in node.inputs if v is not None]
         for param, value in zip(meaning.params, present, strict=True):
-            self.names[param] = self.name_of(value)
+            self.names[param] = self.names[value]
             if value in self.contents:
                 self.contents[param] = self.contents[value]
         self.body(meaning)
@@ -328,16 +318,13 @@ class _Emitter(EmissionContext):
             self.names[value] = self.names[result]
 
     def region(self, function: Function, names: Sequence[str], label: str) -> GraphProto:
-        """A region as a subgraph whose captures are the given outer names; no inputs declared."""
-        inner = self.child(function)
-        for param, name in zip(function.params, names, strict=True):
-            inner.names[param] = name
-            inner.note_sizes(param, name)
-        inner.body(inner.function)
-        return helper.make_graph(inner.nodes, label, [], inner.result_infos(), inner.tensors)
+        """Emit a region as a subgraph without inputs, whose parameters have these outer names."""
+        return self.subgraph(function, 0, names, label)
 
-    def subgraph(self, region: Function, own: int, captures: Sequence[str]) -> GraphProto:
-        """A region whose first `own` parameters are its inputs and whose rest are outer names."""
+    def subgraph(
+        self, region: Function, own: int, captures: Sequence[str], label: str = ""
+    ) -> GraphProto:
+        """Emit a region; its first `own` parameters are inputs, the rest have outer names."""
         inner = self.child(region)
         inputs = []
         for i, param in enumerate(region.params):
@@ -348,15 +335,15 @@ class _Emitter(EmissionContext):
                 inputs.append(_info(name, param.type))
         inner.body(inner.function)
         infos = inner.result_infos()
-        return helper.make_graph(inner.nodes, region.name, inputs, infos, inner.tensors)
+        return helper.make_graph(inner.nodes, label or region.name, inputs, infos, inner.tensors)
 
     def held(self, name: str) -> Array | None:
-        """The array of that name, where it is one of the model's."""
+        """Return the array of that name; None if it is not one of the model's constants."""
         tensor = next((t for t in self.tensors if t.name == name), None)
         return None if tensor is None else numpy_helper.to_array(tensor)
 
     def producer(self, name: str, op: str) -> tuple[list[str], dict[str, Any]] | None:
-        """Inputs and attributes of the node `op` that gives a value; None where another does."""
+        """Return inputs and attributes of a value's producer; None if that is not an `op`."""
         for node in self.nodes:
             if node.op_type == op and name in node.output:
                 attrs = {a.name: helper.get_attribute_value(a) for a in node.attribute}
@@ -364,23 +351,22 @@ class _Emitter(EmissionContext):
         return None
 
     def local_function(self, name: str, domain: str, body: Function) -> str:
-        """The name of a local function with this body; a second body of a name gets `_2`."""
+        """Return the name of a local function with this body; a second body of a name gets `_2`."""
         inner = _Emitter(self.target, clean(body), {})
         inner.functions = self.functions
         graph = inner.graph()
-        constants = [
-            helper.make_node("Constant", [], [t.name], value=_nameless(t)) for t in inner.tensors
-        ]
+        constants = []
+        for tensor in inner.tensors:
+            nameless = deepcopy(tensor)
+            nameless.ClearField("name")
+            constants.append(helper.make_node("Constant", [], [tensor.name], value=nameless))
         function = helper.make_function(
             domain,
             name,
             [i.name for i in graph.input],
             [o.name for o in graph.output],
             [*constants, *graph.node],
-            [
-                helper.make_opsetid("", self.target.opset),
-                *map(_own_opset, sorted(_domains(graph.node) - {""})),
-            ],
+            _opsets(self.target.opset, _domains(graph.node)),
         )
         known = [f for f in self.functions if f.domain == domain]
         for number in count(1):
@@ -394,41 +380,41 @@ class _Emitter(EmissionContext):
         raise AssertionError  # pragma: no cover
 
     def child(self, function: Function) -> _Emitter:
-        """An emitter for a subgraph, which sees this graph's names and sizes."""
+        """Return an emitter for a subgraph, which sees this graph's names and sizes."""
         return _Emitter(self.target, clean(function), {}, self)
 
     def result_infos(self) -> list[ValueInfoProto]:
-        """Results of a subgraph, each under a name that this subgraph produces once."""
+        """Declare the results of a subgraph, each under a name that this subgraph produces once."""
         produced = {name for node in self.nodes for name in node.output}
         infos: list[ValueInfoProto] = []
         for value in self.function.results:
-            name = self.name_of(value)
+            name = self.names[value]
             if name not in produced or any(info.name == name for info in infos):
                 name = self.emit("Identity", name)
             infos.append(_info(name, value.type))
         return infos
 
     def add(self, op: str, inputs: Sequence[str], outputs: Sequence[str], **attrs: Any) -> None:
-        """Appends an ONNX node."""
+        """Append an ONNX node."""
         node = helper.make_node(op, list(inputs), list(outputs), **attrs)
         node.name = f"n{len(self.nodes)}" if self.parent is None else ""
         self.nodes.append(node)
 
     def emit(self, op: str, *inputs: str, **attrs: Any) -> str:
-        """Appends a node with one new output; its name."""
+        """Append a node with one new output; return the output's name."""
         name = self.fresh()
         self.add(op, inputs, [name], **attrs)
         return name
 
     def constant(self, array: Array) -> str:
-        """An initializer of this graph."""
+        """Add an initializer to this graph; return its name."""
         name = self.fresh("c")
         self.constants[name] = numpy_helper.from_array(np.asarray(array, order="C"), name)
         self.tensors.append(self.constants[name])
         return name
 
     def fresh(self, stem: str = "v") -> str:
-        """A name no other value of the model has."""
+        """Return a name that no other value of the model has."""
         name = ""
         while not name or name in self.taken:
             self.counter[0] += 1
@@ -436,32 +422,28 @@ class _Emitter(EmissionContext):
         return name
 
     def inputs(self, node: Node) -> list[str]:
-        """Names of the operands, empty where absent."""
-        return ["" if v is None else self.name_of(v) for v in node.inputs]
+        """Return the names of the operands, empty for absent ones."""
+        return ["" if v is None else self.names[v] for v in node.inputs]
 
     def output_names(self, node: Node) -> list[str]:
-        """New names for the outputs."""
+        """Return new names for the outputs."""
         for value in node.outputs:
             self.names[value] = self.fresh()
         return [self.names[v] for v in node.outputs]
 
-    def name_of(self, value: Value) -> str:
-        """The ONNX name that stands for a value."""
-        return self.names[value]
-
     def note_sizes(self, value: Value, name: str) -> None:
-        """Remembers where the size of each bare symbol can be read."""
+        """Remember where the size of each bare symbol can be read."""
         for axis, dim in enumerate(value.type.shape):
             if is_symbol(dim) and self.size_source(str(dim)) is None:
                 self.size_sources[str(dim)] = (name, axis)
 
     def size_source(self, symbol: str) -> tuple[str, int] | None:
-        """(value name, axis) whose size is the symbol."""
+        """Return (value name, axis) whose size is the symbol."""
         source = self.size_sources.get(symbol)
         return self.parent.size_source(symbol) if source is None and self.parent else source
 
     def size(self, symbol: str) -> str:
-        """The name of an int64[1] holding the symbol's size."""
+        """Return the name of an int64[1] that holds the symbol's size."""
         if symbol in self.size_names:
             return self.size_names[symbol]
         source = self.size_source(symbol)
@@ -474,12 +456,12 @@ class _Emitter(EmissionContext):
         return self.size_names[symbol]
 
     def dims(self, dims: Sequence[Dim]) -> str:
-        """An int64 vector of sizes."""
+        """Emit an int64 vector of sizes; return its name."""
         return emit_dims(self, dims)
 
 
 class _Located(_Emitter):
-    """Names every node and remembers what it was made for."""
+    """Names every node and remembers which IR node it belongs to."""
 
     def __init__(
         self,
@@ -523,7 +505,7 @@ def _output_names(function: Function) -> list[str]:
 
 
 def _users_names(function: Function) -> frozenset[str]:
-    """Names of inputs and outputs, each of which stands for one value."""
+    """Return the names of inputs and outputs; refuse one that would name two values."""
     names = [*function.param_names, *_output_names(function)]
     twice = sorted(n for n, times in Counter(names).items() if times > 1)
     if twice:
@@ -535,7 +517,7 @@ def _users_names(function: Function) -> frozenset[str]:
 
 
 def _domains(nodes: Iterable[NodeProto]) -> set[str]:
-    """Domains of nodes and of those in their subgraphs."""
+    """Return the domains of nodes and of those in their subgraphs."""
     domains = set()
     for node in nodes:
         domains.add(node.domain)
@@ -544,21 +526,8 @@ def _domains(nodes: Iterable[NodeProto]) -> set[str]:
     return domains
 
 
-def _nameless(tensor: TensorProto) -> TensorProto:
-    copy = TensorProto()
-    copy.CopyFrom(tensor)
-    copy.ClearField("name")
-    return copy
-
-
-def _rename(names: Any, renamed: Mapping[str, str]) -> None:
-    for i, name in enumerate(names):
-        if name in renamed:
-            names[i] = renamed[name]
-
-
 def _region_names(node: NodeProto) -> list[str]:
-    """Names read inside a node's subgraphs."""
+    """Return the names read inside a node's subgraphs."""
     names = []
     for attribute in node.attribute:
         for inner in attribute.g.node:
@@ -567,9 +536,7 @@ def _region_names(node: NodeProto) -> list[str]:
 
 
 def _info(name: str, t: TensorType) -> ValueInfoProto:
-    info = ValueInfoProto(name=name)
-    info.type.CopyFrom(type_proto(t))
-    return info
+    return ValueInfoProto(name=name, type=type_proto(t))
 
 
 def _held_tensor(param: Value, held: EmittedInitializer) -> TensorProto:

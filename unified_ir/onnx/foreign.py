@@ -1,7 +1,7 @@
-"""Operators of other ONNX domains, said in the rows there are: labels, thresholds, optimizers.
+"""Operators of other ONNX domains, expressed in existing rows: labels, thresholds, optimizers.
 
-Each rule gives the values of one node; its comment is the definition it follows. What has no rule
-here and no body in ONNX's own words is refused by name.
+Each rule returns the values of one node; its docstring is the definition that it follows. An
+operator without a rule here and without a body in ONNX is refused by name.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from triplane.unified_ir.onnx.trees import tree_ensemble
 from triplane.unified_ir.ops.tensor import Tensor, as_tensor, emit
 
 MAX_KEYS: Final = 65_536
-"""Keys of an encoder; each element is compared with every one."""
+"""The most keys of an encoder; each element is compared with every key."""
 
 ML: Final = "ai.onnx.ml"
 TRAINING: Final = "ai.onnx.preview.training"
@@ -70,10 +70,10 @@ def _label_encoder(app: Application) -> Sequence[Tensor]:
 
 
 def _zip_map(_: Application) -> Sequence[Tensor]:
-    """Refused: a list of maps is no tensor."""
+    """Refuse a list of maps, which is not a tensor."""
     raise InvalidInput(
-        "it gives a list of maps, which is no tensor; export with the option zipmap=False, or name "
-        "the value that it reads as an output (outputs=, --output)"
+        "it returns a list of maps, not a tensor; export with the option zipmap=False, or name the "
+        "value that it reads as an output (outputs=, --output)"
     )
 
 
@@ -98,66 +98,66 @@ def _default(app: Application, values: Any) -> Any:
     return np.array(app.attr(f"default_{kind}", unused), values.dtype)
 
 
-def _groups(app: Application, kinds: int) -> list[tuple[Tensor, ...]]:
-    """Operands after rate and step: all weights, then all gradients, then each kind of state."""
-    rest = [app.operand(i) for i in range(2, len(app.inputs))]
-    if not rest or len(rest) % kinds:
-        raise InvalidInput(f"{app.op} takes {kinds} operands per tensor after two, got {len(rest)}")
-    n = len(rest) // kinds
-    return [tuple(rest[k * n + i] for k in range(kinds)) for i in range(n)]
+def _optimizer(kinds: int, update: Callable[..., tuple[Tensor, ...]]) -> Foreign:
+    """Return the rule of an optimizer from the update of one weight.
+
+    The operands after rate and step are all weights, then all gradients, then each kind of state.
+    """
+
+    def rule(app: Application) -> Sequence[Tensor]:
+        rate, step, *rest = (app.operand(i) for i in range(len(app.inputs)))
+        if not rest or len(rest) % kinds:
+            count = len(rest)
+            raise InvalidInput(f"{app.op} takes {kinds} operands per tensor after two, got {count}")
+        n, rows = len(rest) // kinds, []
+        for x, g, *state in zip(*(rest[k * n : (k + 1) * n] for k in range(kinds)), strict=True):
+            g = _scalar(app.attr("norm_coefficient", 0.0), x) * x + g
+            rows.append(update(app, rate, step, x, g, *state))
+        return [x for column in zip(*rows, strict=True) for x in column]
+
+    return rule
 
 
-def _columns(rows: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    return [x for column in zip(*rows, strict=True) for x in column]
+def _after_first(step: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """Return x after the first step, else y."""
+    return emit("Where", emit("Greater", step, as_tensor(np.array(0, np.int64))), x, y)
 
 
-def _regularized(app: Application, x: Tensor, g: Tensor) -> Tensor:
-    return _scalar(app.attr("norm_coefficient", 0.0), x) * x + g
-
-
-def _momentum(app: Application) -> Sequence[Tensor]:
+def _momentum(
+    app: Application, rate: Tensor, step: Tensor, x: Tensor, g: Tensor, v: Tensor
+) -> tuple[Tensor, ...]:
     """v' = alpha v + b g, b = beta after the first step, else 1; x' = x - r v' (or Nesterov's)."""
-    rate, step = app.operand(0), app.operand(1)
-    alpha, rows = app.attr("alpha"), []
-    for x, g, v in _groups(app, 3):
-        g = _regularized(app, x, g)
-        later = emit("Greater", step, as_tensor(np.array(0, np.int64)))
-        beta = emit("Where", later, _scalar(app.attr("beta"), x), _scalar(1.0, x))
-        velocity = v * _scalar(alpha, x) + beta * g
-        nesterov = app.attr("mode") == "nesterov"
-        move = g + _scalar(alpha, x) * velocity if nesterov else velocity
-        rows.append((x - rate * move, velocity))
-    return _columns(rows)
+    alpha = app.attr("alpha")
+    beta = _after_first(step, _scalar(app.attr("beta"), x), _scalar(1.0, x))
+    velocity = v * _scalar(alpha, x) + beta * g
+    nesterov = app.attr("mode") == "nesterov"
+    move = g + _scalar(alpha, x) * velocity if nesterov else velocity
+    return x - rate * move, velocity
 
 
-def _adagrad(app: Application) -> Sequence[Tensor]:
+def _adagrad(
+    app: Application, rate: Tensor, step: Tensor, x: Tensor, g: Tensor, h: Tensor
+) -> tuple[Tensor, ...]:
     """h' = h + g^2; x' = x - r / (1 + t decay) g / (sqrt(h') + eps)."""
-    rate, step, rows = app.operand(0), app.operand(1), []
-    for x, g, h in _groups(app, 3):
-        g = _regularized(app, x, g)
-        slowed = rate / (step.cast(x.dtype) * _scalar(app.attr("decay_factor", 0.0), x) + 1.0)
-        squares = h + g * g
-        wide = emit("Sqrt", squares) + _scalar(app.attr("epsilon", 0.0), x)
-        rows.append((x - slowed * g / wide, squares))
-    return _columns(rows)
+    slowed = rate / (step.cast(x.dtype) * _scalar(app.attr("decay_factor", 0.0), x) + 1.0)
+    squares = h + g * g
+    wide = emit("Sqrt", squares) + _scalar(app.attr("epsilon", 0.0), x)
+    return x - slowed * g / wide, squares
 
 
-def _adam(app: Application) -> Sequence[Tensor]:
+def _adam(
+    app: Application, rate: Tensor, step: Tensor, x: Tensor, g: Tensor, *state: Tensor
+) -> tuple[Tensor, ...]:
     """Kingma and Ba 2015, its rate corrected from the second step on, with decay after it."""
-    rate, step, rows = app.operand(0), app.operand(1), []
+    v, h = state
     alpha, beta = app.attr("alpha", 0.9), app.attr("beta", 0.999)
-    for x, g, v, h in _groups(app, 4):
-        g = _regularized(app, x, g)
-        mean = v * _scalar(alpha, x) + g * _scalar(1.0 - alpha, x)
-        squares = h * _scalar(beta, x) + g * g * _scalar(1.0 - beta, x)
-        t = step.cast(x.dtype)
-        corrected = rate * emit("Sqrt", _left(beta, t, x)) / _left(alpha, t, x)
-        later = emit("Greater", step, as_tensor(np.array(0, np.int64)))
-        used = emit("Where", later, corrected, rate)
-        moved = x - used * mean / (emit("Sqrt", squares) + _scalar(app.attr("epsilon", 0.0), x))
-        kept = _scalar(1.0 - app.attr("norm_coefficient_post", 0.0), x)
-        rows.append((moved * kept, mean, squares))
-    return _columns(rows)
+    mean = v * _scalar(alpha, x) + g * _scalar(1.0 - alpha, x)
+    squares = h * _scalar(beta, x) + g * g * _scalar(1.0 - beta, x)
+    t = step.cast(x.dtype)
+    corrected = rate * emit("Sqrt", _left(beta, t, x)) / _left(alpha, t, x)
+    used = _after_first(step, corrected, rate)
+    moved = x - used * mean / (emit("Sqrt", squares) + _scalar(app.attr("epsilon", 0.0), x))
+    return moved * _scalar(1.0 - app.attr("norm_coefficient_post", 0.0), x), mean, squares
 
 
 def _left(base: float, t: Tensor, x: Tensor) -> Tensor:
@@ -178,8 +178,8 @@ FOREIGN: Final[Mapping[tuple[str, str], Foreign]] = {
     (ML, "TreeEnsembleClassifier"): tree_classifier,
     (ML, "TreeEnsembleRegressor"): tree_regressor,
     (ML, "ZipMap"): _zip_map,
-    (TRAINING, "Adagrad"): _adagrad,
-    (TRAINING, "Adam"): _adam,
-    (TRAINING, "Momentum"): _momentum,
+    (TRAINING, "Adagrad"): _optimizer(3, _adagrad),
+    (TRAINING, "Adam"): _optimizer(4, _adam),
+    (TRAINING, "Momentum"): _optimizer(3, _momentum),
 }
-"""By domain and operator."""
+"""Rules by domain and operator."""

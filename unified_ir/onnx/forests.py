@@ -1,12 +1,12 @@
 """TreeEnsembleClassifier and TreeEnsembleRegressor of ai.onnx.ml: all trees walked at once.
 
-One array has where each row stands in each tree; a step gathers what the nodes there ask, and moves
-on. There are as many steps as the deepest tree has levels. Leaves lead to themselves.
+One array holds the current node of each row in each tree; a step gathers the splits of these nodes
+and moves on. There are as many steps as the deepest tree has levels. Leaves lead to themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,36 +16,27 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.types import float32, float64
 from triplane.unified_ir.onnx.application import Application
 from triplane.unified_ir.onnx.scores import (
+    COMPARE,
     chosen,
-    complemented,
     labelled,
     labels,
     matrix,
-    opposed,
-    transform_of,
+    regressed,
     transformed,
+    two_scores,
 )
 from triplane.unified_ir.ops.tensor import Tensor, as_tensor, dims_of, emit
 
 MAX_DEPTH: Final = 512
-"""Levels of a tree: each is a few nodes of the graph."""
+"""The most levels of a tree: each is a few nodes of the graph."""
 MAX_TABLE: Final = 1 << 24
-"""Numbers in the table of weights: nodes times classes."""
+"""The most numbers in the table of weights: nodes times classes."""
 LEAF: Final = "LEAF"
-_ASK: Final[Mapping[str, Callable[[Tensor, Tensor], Tensor]]] = {
-    "BRANCH_LEQ": lambda x, v: emit("LessOrEqual", x, v),
-    "BRANCH_LT": lambda x, v: emit("Less", x, v),
-    "BRANCH_GTE": lambda x, v: emit("GreaterOrEqual", x, v),
-    "BRANCH_GT": lambda x, v: emit("Greater", x, v),
-    "BRANCH_EQ": lambda x, v: emit("Equal", x, v),
-    "BRANCH_NEQ": lambda x, v: emit("Not", emit("Equal", x, v)),
-}
-_TWO: Final = 2
 
 
 @dataclass(frozen=True)
 class _Trees:
-    """Nodes of all trees, by their places."""
+    """Columns of the nodes of all trees."""
 
     features: Any
     values: Any
@@ -59,7 +50,7 @@ class _Trees:
 
 
 def _column(app: Application, name: str, count: int, default: Any = None) -> Any:
-    """An attribute with one entry per node; its form of doubles where that is given."""
+    """Return an attribute with one entry per node, in doubles if the model has that form."""
     tensor = app.attr(f"{name}_as_tensor")
     tensor = app.attr(name, default) if tensor is None else tensor
     column = np.asarray(() if tensor is None else tensor).reshape(-1)
@@ -75,22 +66,15 @@ def _trees(app: Application) -> _Trees:
     keys = list(zip(of, ids, strict=True))
     places = {key: i for i, key in enumerate(keys)}
     modes = _column(app, "nodes_modes", n)
-    unknown = sorted(set(modes.tolist()) - {LEAF, *_ASK})
+    unknown = sorted(set(modes.tolist()) - {LEAF, *COMPARE})
     if not n or len(places) < n or unknown:
         raise InvalidInput(f"it has {n} nodes, {n - len(places)} named twice, modes {unknown[:3]}")
     inner = modes != LEAF
-    ways = [
-        np.array(
-            [
-                places.get((tree, int(to)), -1) if branches else i
-                for i, (tree, to, branches) in enumerate(
-                    zip(of, _column(app, f"nodes_{side}nodeids", n).tolist(), inner, strict=True)
-                )
-            ],
-            np.int64,
-        )
-        for side in ("true", "false")
-    ]
+    ways = []
+    for side in ("true", "false"):
+        to = zip(of, _column(app, f"nodes_{side}nodeids", n).tolist(), strict=True)
+        children = np.array([places.get((tree, int(node)), -1) for tree, node in to], np.int64)
+        ways.append(np.where(inner, children, np.arange(n)))
     if min(int(w.min()) for w in ways) < 0:
         raise InvalidInput("a split leads to a node that its tree does not have")
     roots, depth = _levels(np.array(of), ways, inner)
@@ -109,13 +93,13 @@ def _trees(app: Application) -> _Trees:
 
 
 def _levels(of: Any, ways: Sequence[Any], inner: Any) -> tuple[Any, int]:
-    """The root of each tree, and how many splits are on the longest way; each node has one way."""
+    """Return the root of each tree, and the number of splits on the longest path to a leaf."""
     reached = np.zeros(len(of), np.int64)
     for way in ways:
         np.add.at(reached, way[inner], 1)
     roots = np.flatnonzero(reached == 0)
     if reached.max() > 1 or len(roots) != len(set(of.tolist())):
-        raise InvalidInput("its nodes are no trees: one is reached by two ways, or by none")
+        raise InvalidInput("its nodes are not trees: one has two parents, or none")
     at, depth, met = roots, 0, len(roots)
     while (splits := at[inner[at]]).size:
         at, depth = np.concatenate([way[splits] for way in ways]), depth + 1
@@ -123,15 +107,15 @@ def _levels(of: Any, ways: Sequence[Any], inner: Any) -> tuple[Any, int]:
         if depth > MAX_DEPTH:
             raise InvalidInput(f"a tree has more than {MAX_DEPTH} levels")
     if met < len(of):
-        raise InvalidInput("its nodes are no trees: some lead to one another and no root to them")
+        raise InvalidInput("its nodes are not trees: some form a cycle that no root leads to")
     return roots, depth
 
 
 def _leaves(x: Tensor, trees: _Trees) -> Tensor:
-    """(N, trees) places of the leaves that the rows end in."""
+    """Return the (N, trees) indices of the leaves that the rows end in."""
     width = x.shape[1]
     if not isinstance(width, int) or not 0 <= trees.features.min() <= trees.features.max() < width:
-        raise InvalidInput(f"a split asks feature {trees.features.max()} of {x.type}")
+        raise InvalidInput(f"a split reads feature {trees.features.max()} of {x.type}")
     values = as_tensor(trees.values.astype(x.dtype.numpy))
     tables = [as_tensor(t) for t in (trees.features, trees.yes, trees.no)]
     spread = dims_of([x.shape[0], len(trees.roots)])
@@ -149,24 +133,24 @@ def _leaves(x: Tensor, trees: _Trees) -> Tensor:
 
 
 def _asked(x: Tensor, v: Tensor, at: Tensor, trees: _Trees, kinds: Sequence[str]) -> Tensor:
-    """Whether each split that is stood at holds."""
-    goes = _ASK[kinds[0]](x, v)
+    """Return whether each current split holds."""
+    goes = COMPARE[kinds[0]](x, v)
     for kind in kinds[1:]:
         here = emit("Gather", as_tensor(trees.modes == kind), at, axis=0)
-        asks, others = emit("And", here, _ASK[kind](x, v)), emit("And", emit("Not", here), goes)
+        asks, others = emit("And", here, COMPARE[kind](x, v)), emit("And", emit("Not", here), goes)
         goes = emit("Or", asks, others)
     return goes
 
 
 def _table(app: Application, stem: str, trees: _Trees, n: int) -> tuple[Any, Any]:
-    """(nodes, n) weights, and whether a leaf has one."""
+    """Return (nodes, n) weights, and whether a leaf has one."""
     count = len(app.attr(f"{stem}_ids", ()))
     weights = _column(app, f"{stem}_weights", count)
     tree, node = (_column(app, f"{stem}_{k}ids", count).tolist() for k in ("tree", "node"))
     ids = _column(app, f"{stem}_ids", count).astype(np.int64)
     places = [trees.places.get(key, -1) for key in zip(tree, node, strict=True)]
     if not count or min(places) < 0 or not 0 <= ids.min() <= ids.max() < n:
-        raise InvalidInput(f"a weight names a leaf or a target there is not; there are {n} targets")
+        raise InvalidInput(f"a weight has an unknown leaf or target; there are {n} targets")
     if len(trees.features) * n > MAX_TABLE:
         raise InvalidInput(f"{len(trees.features)} nodes by {n} targets are more than {MAX_TABLE}")
     table = np.zeros((len(trees.features), n), weights.dtype)
@@ -182,13 +166,13 @@ def _base(app: Application) -> Any:
 
 
 def _working(app: Application) -> Tensor:
-    """The input in the type that thresholds are compared in."""
+    """Return the input in the type in which thresholds are compared."""
     x = matrix(app)
     return x if x.dtype in {float32, float64} else x.cast(float32)
 
 
 def _summed(x: Tensor, trees: _Trees, table: Any) -> Tensor:
-    """(N, n) sums of the leaves' weights over the trees."""
+    """Return the (N, n) sums of the leaves' weights over the trees."""
     dtype = np.float64 if x.dtype == float64 else np.float32
     rows = emit("Gather", as_tensor(table.astype(dtype)), _leaves(x, trees), axis=0)
     return emit("ReduceSum", rows, np.array([1]), keepdims=0)
@@ -198,7 +182,7 @@ def tree_regressor(app: Application) -> Sequence[Tensor]:
     """x: (N, features) -> (N, targets): sums, means, least or largest weights of the leaves."""
     x, trees, n = _working(app), _trees(app), int(app.attr("n_targets", 1))
     table, held = _table(app, "target", trees, n)
-    how, base = str(app.attr("aggregate_function", "SUM")), _base(app)
+    how = str(app.attr("aggregate_function", "SUM"))
     if how in {"SUM", "AVERAGE"}:
         summed = _summed(x, trees, table)
         summed = summed if how == "SUM" else summed / float(len(trees.roots))
@@ -209,13 +193,7 @@ def tree_regressor(app: Application) -> Sequence[Tensor]:
         summed = emit(f"Reduce{how.capitalize()}", rows, np.array([1]), keepdims=0)
     else:
         raise InvalidInput(f"it aggregates trees by {how!r}; known are SUM, AVERAGE, MIN and MAX")
-    if len(base):
-        if len(base) != n:
-            raise InvalidInput(f"it has {len(base)} base values for {n} targets")
-        summed = summed + as_tensor(base.astype(summed.dtype.numpy))
-    if n == 1 and transform_of(app) not in {"NONE", "PROBIT"}:
-        return (summed.cast(float32),)
-    return (transformed(app, summed.cast(float32)),)
+    return regressed(app, summed, _base(app), n)
 
 
 def tree_classifier(app: Application) -> Sequence[Tensor]:
@@ -223,9 +201,9 @@ def tree_classifier(app: Application) -> Sequence[Tensor]:
     x, trees, names = _working(app), _trees(app), labels(app)
     table, held = _table(app, "class", trees, len(names))
     scored, base = np.flatnonzero(held.any(0)), _base(app)
-    if len(names) == _TWO:
+    if len(names) == 2:
         return _binary(app, x, trees, table, names)
-    if len(base) not in {0, len(names)} or len(names) < _TWO or len(scored) < len(names):
+    if len(base) not in {0, len(names)} or len(names) < 2 or len(scored) < len(names):
         raise InvalidInput(
             f"{len(scored)} of {len(names)} classes have weights, {len(base)} base values are given"
         )
@@ -236,13 +214,12 @@ def tree_classifier(app: Application) -> Sequence[Tensor]:
 
 
 def _binary(app: Application, x: Tensor, trees: _Trees, table: Any, names: Any) -> Sequence[Tensor]:
-    """One score for two classes: over a half where no weight is negative, else over zero.
+    """Return label and scores of two classes; the threshold is 0, or 0.5 if no weight is negative.
 
-    Scores of the first class are read as scores of the second, and the first has what is missing;
-    scores of the second class leave 0 to the first. That is onnxruntime's reading.
+    As in onnxruntime, scores of the first class are those of the second, and the first gets the
+    complement; scores of the second class leave 0 to the first.
     """
     ids, base = set(app.attr("class_ids")), _base(app)
-    how = transform_of(app)
     if len(ids) != 1 or len(base) > (0 if 1 in ids else 1):
         raise InvalidInput(
             f"of two classes, {len(ids)} have weights, with {len(base)} base values; runtimes "
@@ -255,8 +232,4 @@ def _binary(app: Application, x: Tensor, trees: _Trees, table: Any, names: Any) 
     label = chosen(score > (0.5 if positive else 0.0), names)
     if 1 in ids:
         return label, transformed(app, emit("Concat", score * 0.0, score, axis=1))
-    if how == "PROBIT":
-        raise InvalidInput("one score for two classes has no PROBIT; export one for each class")
-    if how == "LOGISTIC":
-        return label, emit("Sigmoid", opposed(score))
-    return label, complemented(score) if positive else opposed(score)
+    return label, two_scores(app, score, complement=positive)

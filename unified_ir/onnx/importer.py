@@ -1,8 +1,8 @@
 """An ONNX model as a module: weights become state, old definitions the newest, sizes stay symbols.
 
-Every node is recorded through its operator's row, so types are inferred here and not believed.
-Local functions, and operators that have no row but a body in ONNX's own words, are inlined. What
-cannot be imported is refused with the node, the operator and the opset.
+Every node is recorded through its operator's row, so types are inferred and those in the file are
+not trusted. Local functions, and operators without a row but with a body in ONNX, are inlined. A
+node that cannot be imported is refused, naming the node, the operator and the opset.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -30,11 +31,16 @@ from triplane.unified_ir.ir.graph import NO_META, Array, Meta
 from triplane.unified_ir.ir.types import ShapeError, is_plain
 from triplane.unified_ir.onnx.agreeing import agreeing
 from triplane.unified_ir.onnx.application import Application
-from triplane.unified_ir.onnx.bodies import function_of, has_body
 from triplane.unified_ir.onnx.branches import BRANCHES
 from triplane.unified_ir.onnx.emit import PRODUCER
-from triplane.unified_ir.onnx.expanded import FunctionKey, check_expanded, key_of
 from triplane.unified_ir.onnx.foreign import FOREIGN
+from triplane.unified_ir.onnx.functions import (
+    body_of,
+    check_expanded,
+    domain_of,
+    has_body,
+    local_functions,
+)
 from triplane.unified_ir.onnx.known_values import KnownValues
 from triplane.unified_ir.onnx.lift import lift
 from triplane.unified_ir.onnx.merged import separated
@@ -53,10 +59,10 @@ from triplane.unified_ir.ops.tensor import Tensor
 ENTRY: Final = "predict"
 OLDEST_OPSET: Final = 7
 MAX_NODES: Final = limits.MAX_NODES
-"""Nodes of a model after its functions are inlined."""
+"""The most nodes of a model after its functions are inlined."""
 MAX_SUGGESTED: Final = 4
 MAX_COMPARED: Final = 20_000
-"""Names that a wrong one is compared with, letter by letter."""
+"""The most names that an unknown name is compared with, letter by letter."""
 
 _STRUCTURES: Final = {**STRUCTURES, **BRANCHES}
 
@@ -70,21 +76,21 @@ def import_onnx(
     frozen: Sequence[str] = (),
     tie: Sequence[str] = (),
 ) -> Module:
-    """A module with the entry `predict` from an ONNX model, opsets 7 to 26, any IR version.
+    """Return a module with the entry `predict` from an ONNX model, opsets 7 to 26, any IR version.
 
-    source: a path, bytes, or a ModelProto. shapes: sizes of inputs by name, where the file leaves
-    them open or says too much: `{"image": ("N", 3, "H", "W")}`; sizes named alike are equal.
-    outputs: values to give instead of the model's outputs, by the names that its nodes give them;
-    what they do not need is left out. So a network loses its head: see `nn.Imported`.
-    Weights keep their names. What is read as a weight has the role parameter, other arrays of
-    floats are buffers, as running statistics are; see `uses`. trainable, frozen: patterns of names
-    ("rope.*", "*.inv_freq") whose tensors are parameters, or are not, whatever their use;
-    trainable wins where both fit. Running statistics stay buffers: gradients do not reach them.
-    tie: patterns of names; parameters that fit and are equal bit for bit, or transposed, become
-    one, under the name read first. Exporters write a weight that two layers share twice.
+    source: a path, bytes, or a ModelProto. shapes: sizes of inputs by name, to name or relax the
+    sizes in the file: `{"image": ("N", 3, "H", "W")}`; equal names mean equal sizes.
+    outputs: values to return instead of the model's outputs, by their names in the graph; nodes
+    that they do not need are left out. This removes the head of a network: see `nn.Imported`.
+    Weights keep their names. Arrays read as weights are parameters, other arrays of floats, such as
+    running statistics, are buffers; see `uses`. trainable, frozen: patterns of names ("rope.*",
+    "*.inv_freq") whose tensors are parameters, or are not, whatever their use; trainable wins if
+    both match. Running statistics stay buffers: gradients do not reach them.
+    tie: patterns of names; matching parameters that are equal bit for bit, or transposed, become
+    one, under the name read first, because exporters write a shared weight twice.
 
-    NotFound: no such file or external data. Corrupt: the bytes are no sound model. InvalidInput:
-    the model is sound and cannot be imported; the message names node, operator, opset and way out.
+    Raise NotFound for a missing file, Corrupt for bytes that are not a valid model, InvalidInput
+    for a valid model that cannot be imported; the message names node, operator, opset and way out.
     """
     model, folder = read_model(source)
     named_shapes = shapes or {}
@@ -94,7 +100,9 @@ def import_onnx(
         raise InvalidInput(f"shapes= names the input {unknown[0]!r}; the model has {have}")
     build = Build(TABLE, ENTRY)
     choice = TrainableChoice(trainable, frozen)
-    weights = Weights(build, folder, _names(model.graph), choice, tie)
+    initializers = {t.name for t in model.graph.initializer}
+    inputs = {i.name for i in model.graph.input} - initializers  # names that no weight may take
+    weights = Weights(build, folder, inputs, choice, tie)
     importer = Importer(model, build, weights)
     with build:
         function = importer.top(named_shapes, outputs)
@@ -102,11 +110,6 @@ def import_onnx(
     weights.check_tied()
     state = weights.state
     return Module({ENTRY: function}, {ENTRY: ENTRY}, state, _meta(model, function, state))
-
-
-def _names(graph: GraphProto) -> set[str]:
-    """Names of inputs and outputs, which no inner weight may take."""
-    return {i.name for i in graph.input if i.name not in {t.name for t in graph.initializer}}
 
 
 def _meta(model: ModelProto, function: Function, state: Mapping[str, Any]) -> dict[str, str]:
@@ -121,16 +124,20 @@ def _meta(model: ModelProto, function: Function, state: Mapping[str, Any]) -> di
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What holds while the nodes of one graph or function body are imported."""
+    """The context in which the nodes of one graph or function body are imported."""
 
     scope: Scope
     opsets: Mapping[str, int]
     attrs: Mapping[str, AttributeProto]
     place: str = ""
 
+    def place_of(self, node: NodeProto) -> str:
+        """Return the names of the enclosing calls and of the node itself."""
+        return ".".join(name for name in (self.place, node.name) if name)
+
 
 class Importer:
-    """One model on its way into one build."""
+    """Imports one model into one build."""
 
     def __init__(self, model: ModelProto, build: Build, weights: Weights) -> None:
         self.model = model
@@ -138,12 +145,12 @@ class Importer:
         self.weights = weights
         self.contents = KnownValues()
         self.symbols = Symbols(model.graph.input)
-        self.functions = _functions(model)
+        self.functions = local_functions(model.functions)
         self.bodies = Functions(self.functions)
         self.nodes = 0
 
     def top(self, shapes: Shapes, wanted: Sequence[str] | None) -> Function:
-        """The whole graph as a function of its inputs and weights."""
+        """Return the whole graph as a function of its inputs and weights."""
         graph = self.model.graph
         opsets = _opsets(self.model.opset_import)
         nodes, initializers = separated(graph, self.weights.folder)
@@ -173,16 +180,11 @@ class Importer:
             _check_outputs(graph, results)
         return self.build.finish(dict(zip(outputs, results, strict=True)))
 
-    def graph(self, graph: GraphProto, frame: Frame) -> list[Tensor]:
-        """The outputs of a graph whose inputs and initializers are already declared."""
-        outputs = [info.name for info in graph.output]
-        return self.run(graph.node, outputs, frame)
-
     def run(self, nodes: Iterable[NodeProto], outputs: Sequence[str], frame: Frame) -> list[Tensor]:
-        """Imports what the outputs need of some nodes, in order; the outputs."""
+        """Import the nodes that the outputs need, in order; return the outputs."""
         for node in needed_in_order(list(nodes), outputs):
             self.node(node, frame)
-        return [self.defined(frame.scope, name, "output") for name in outputs]
+        return [frame.scope.read(name, "output") for name in outputs]
 
     def inner(
         self,
@@ -192,24 +194,18 @@ class Importer:
         build: Build,
         label: str = "",
     ) -> list[Tensor]:
-        """The outputs of a graph inside a node, recorded into `build`, on the given inputs."""
+        """Record a graph inside a node into `build`; return its outputs on the given inputs."""
         prefix = ".".join(p for p in (frame.scope.prefix, label) if p)
         scope = Scope(build, self.weights, frame.scope.uses, frame.scope, prefix)
         for info, x in zip(graph.input, params, strict=True):
             scope.define(info.name, x)
         _check_dense(graph)
         scope.declare(graph.initializer)
-        return self.graph(graph, replace(frame, scope=scope))
-
-    def defined(self, scope: Scope, name: str, what: str) -> Tensor:
-        """Return the tensor that a name stands for; refuse a name that nothing defines."""
-        x = scope.find(name)
-        if x is None:
-            raise InvalidInput(f"{what} {name[:80]!r} is given by no node, input or initializer")
-        return x
+        outputs = [info.name for info in graph.output]
+        return self.run(graph.node, outputs, replace(frame, scope=scope))
 
     def node(self, node: NodeProto, frame: Frame) -> None:
-        """Imports one node."""
+        """Import one node."""
         self.nodes += 1
         if self.nodes > MAX_NODES:
             raise InvalidInput(f"the model has more than {MAX_NODES} nodes, functions inlined")
@@ -219,7 +215,7 @@ class Importer:
         except TriplaneError as error:
             raise _explained(label, error) from error
         except RecursionError as error:
-            raise InvalidInput(f"{label}: it nests too deep to be read") from error
+            raise InvalidInput(f"{label}: it nests too deep") from error
         except (ValueError, TypeError, IndexError, KeyError, AttributeError, ArithmeticError) as e:
             raise InvalidInput(
                 f"{label}: its operands or attributes do not fit it ({type(e).__name__}: {e})"
@@ -227,19 +223,18 @@ class Importer:
 
     def _node(self, node: NodeProto, frame: Frame) -> None:
         inputs = [
-            self.defined(frame.scope, name, f"operand {i}") if name else None
+            frame.scope.read(name, f"operand {i}") if name else None
             for i, name in enumerate(node.input)
         ]
-        place = f"{frame.place}.{node.name}" if frame.place and node.name else node.name
-        meta = Meta(None, place[:200] or frame.place) if place or frame.place else NO_META
+        place = frame.place_of(node)
+        meta = Meta(None, place[:200]) if place else NO_META
         outputs = len(node.output)
         while outputs > 1 and not node.output[outputs - 1]:
             outputs -= 1
-        build = frame.scope.build
-        with build.at(meta):
+        with frame.scope.build.at(meta):
             tensors = self.apply(node, inputs, outputs, frame)
         if len(tensors) < outputs:
-            raise InvalidInput(f"{outputs} outputs are asked for, {len(tensors)} are known")
+            raise InvalidInput(f"the node has {outputs} outputs, the operator {len(tensors)}")
         for name, x in zip(node.output, tensors, strict=False):
             if name:
                 frame.scope.define(name, x)
@@ -247,9 +242,9 @@ class Importer:
     def apply(
         self, node: NodeProto, inputs: list[Tensor | None], outputs: int, frame: Frame
     ) -> Sequence[Tensor]:
-        """The values of a node: a local function's, a structure's, a row's or a body's."""
-        domain = _domain(node.domain)
-        local = self.functions.get(key_of(domain, node.op_type, node.overload))
+        """Return the values of a node: of a local function, a structure, a row or a body."""
+        domain = domain_of(node.domain)
+        local = self.bodies.of(node)
         if local is not None:
             kept = self.own(local, node, inputs, frame)
             return self.call(local, node, inputs, frame) if kept is None else kept
@@ -267,12 +262,10 @@ class Importer:
         attrs = self.attrs(node, frame)
         app = Application(node.op_type, schema.since_version, tuple(inputs), attrs, outputs)
         lifted = lift(app, frame.opsets[domain])
-        if isinstance(lifted, tuple):
-            return lifted
-        return self.applied(lifted, frame.scope.build)
+        return lifted if isinstance(lifted, tuple) else self.applied(lifted, frame.scope.build)
 
     def applied(self, app: Application, build: Build) -> Sequence[Tensor]:
-        """The outputs of an application in the newest definition."""
+        """Return the outputs of an application in the newest definition."""
         row = TABLE.get(("", app.op))
         if row is None:
             raise InvalidInput(f"there is no row for {app.op} in the operator table")
@@ -283,23 +276,19 @@ class Importer:
         return (self.contents.note(app, first), *rest)
 
     def recorded(self, app: Application, row: Op, build: Build) -> Sequence[Tensor]:
-        """The outputs as the row gives them, sizes claimed to be those they meet."""
+        """Return the outputs of the row; if sizes do not fit, claim that they are equal."""
         try:
             return build.apply(row, app.inputs, app.attrs, outputs=app.outputs)
         except ShapeError:
             with build:
-                fitting = agreeing(app, row, self.named_sizes(), self.contents.of)
+                named = frozenset().union(*(p.type.symbols for p in self.weights.build.params))
+                fitting = agreeing(app, row, named, self.contents.of)
                 if fitting is None:
                     raise
                 return build.apply(row, fitting.inputs, fitting.attrs, outputs=app.outputs)
 
-    def named_sizes(self) -> frozenset[str]:
-        """Sizes that a caller decides: those of the model's inputs."""
-        params = self.weights.build.params
-        return frozenset().union(*(p.type.symbols for p in params))
-
     def attrs(self, node: NodeProto, frame: Frame) -> dict[str, Any]:
-        """Attributes as Python values; references are those of the function called."""
+        """Return attributes as Python values; references are those of the function called."""
         attrs: dict[str, Any] = {}
         for attribute in self.resolved(node, frame):
             if attribute.name in attrs:
@@ -308,20 +297,19 @@ class Importer:
         return attrs
 
     def resolved(self, node: NodeProto, frame: Frame) -> list[AttributeProto]:
-        """A node's attributes, those of the function called in place of references to them."""
+        """Return a node's attributes, with references replaced by attributes of the call."""
         attributes = []
         for attribute in node.attribute:
             if not attribute.ref_attr_name:
                 attributes.append(attribute)
             elif attribute.ref_attr_name in frame.attrs:
-                copy = AttributeProto()
-                copy.CopyFrom(frame.attrs[attribute.ref_attr_name])
+                copy = deepcopy(frame.attrs[attribute.ref_attr_name])
                 copy.name = attribute.name
                 attributes.append(copy)
         return attributes
 
     def value(self, attribute: AttributeProto) -> Any:
-        """An attribute's value: numbers, text, arrays."""
+        """Return an attribute's value: numbers, text, arrays."""
         if attribute.type == AttributeProto.TENSOR:
             return array_of(attribute.t, self.weights.folder)
         if attribute.type == AttributeProto.TYPE_PROTO:
@@ -344,7 +332,7 @@ class Importer:
         frame: Frame,
         extra: Sequence[AttributeProto] = (),
     ) -> list[Tensor]:
-        """A function's outputs, its nodes inlined."""
+        """Inline a function; return its outputs."""
         if len(inputs) > len(function.input):
             raise InvalidInput(f"{function.name!r} takes {len(function.input)} operands")
         attributes = {a.name: a for a in (*extra, *function.attribute_proto)}
@@ -359,8 +347,7 @@ class Importer:
             else:
                 scope.define(name, x)
         opsets = {**frame.opsets, **_opsets(function.opset_import)}
-        place = f"{frame.place}.{node.name}" if frame.place and node.name else node.name
-        inner = Frame(scope, opsets, attributes, place or frame.place)
+        inner = Frame(scope, opsets, attributes, frame.place_of(node))
         nodes = [_without_absent(n, absent) for n in function.node]
         outputs = [n if o else "" for n, o in zip(function.output, node.output, strict=False)]
         wanted = [n for n in outputs if n]
@@ -374,7 +361,7 @@ class Importer:
         inputs: Sequence[Tensor | None],
         frame: Frame,
     ) -> Sequence[Tensor] | None:
-        """A function that `ops.custom` named, as an operator of that name; None: inline it."""
+        """Import a function that `ops.custom` named as its operator; None if it must be inlined."""
         ours = self.model.producer_name == PRODUCER and not node.attribute
         if not ours or not is_own(function.name, function.domain) or any(x is None for x in inputs):
             return None
@@ -399,22 +386,20 @@ class Importer:
         inputs: Sequence[Tensor | None],
         frame: Frame,
     ) -> list[Tensor]:
-        """An operator without a row, by the body that ONNX itself gives."""
-        opset = frame.opsets.get("", MEANING_OPSET)
-        plain = NodeProto()
-        plain.CopyFrom(node)
+        """Import an operator without a row by the body that ONNX defines for it."""
+        if not has_body(schema):
+            domain = f"{schema.domain}." if schema.domain else ""
+            raise InvalidInput(f"there is no row for {domain}{schema.name} in the operator table")
+        plain = deepcopy(node)
         del plain.attribute[:]
         plain.attribute.extend(self.resolved(node, frame))
         types = [None if x is None else x.type for x in inputs]
-        function = function_of(schema, plain, types, opset)
-        if function is None:
-            domain = f"{schema.domain}." if schema.domain else ""
-            raise InvalidInput(f"there is no row for {domain}{schema.name} in the operator table")
+        function = body_of(schema, plain, types, frame.opsets.get("", MEANING_OPSET))
         defaults = [a.default_value for a in schema.attributes.values() if a.default_value.name]
         return self.call(function, node, inputs, frame, defaults)
 
     def constant(self, name: str, array: Array, scope: Scope) -> Tensor:
-        """A constant, or the weight that it is by where it is read."""
+        """Return a constant, or a weight if its readers use it as one."""
         floats = array.dtype.kind not in "iubO" and array.ndim and array.size > 1
         if floats and (scope.uses.weighs(name, array) or scope.is_wanted(name)):
             return scope.held(name, array)
@@ -427,7 +412,7 @@ def _check_dense(graph: GraphProto) -> None:
 
 
 def _check_wanted(graph: GraphProto, outputs: Sequence[str]) -> None:
-    """InvalidInput for a name that the model does not hold, with names like it."""
+    """Refuse a name that the model does not have, and suggest similar ones."""
     held = [i.name for i in graph.input] + [t.name for t in graph.initializer]
     names = dict.fromkeys([*(name for node in graph.node for name in node.output), *held])
     for output in outputs:
@@ -443,46 +428,29 @@ def _check_wanted(graph: GraphProto, outputs: Sequence[str]) -> None:
 
 
 def _check_outputs(graph: GraphProto, results: Sequence[Tensor]) -> None:
-    """A declared element type must be the one inferred; declared sizes are often out of date."""
+    """Compare declared element types with the inferred ones; declared sizes are often outdated."""
+    names = {number: name for name, number in TensorProto.DataType.items()}
     for info, x in zip(graph.output, results, strict=True):
         declared = info.type.tensor_type.elem_type if is_plain(x.type) else 0
         if declared and declared != x.dtype.onnx:
             raise InvalidInput(
                 f"output {info.name[:80]!r} is declared with elements of type {declared} "
-                f"({_type_name(declared)}), the graph gives {x.type}; correct the declaration"
+                f"({names.get(declared, 'unknown')}), the graph gives {x.type}; correct the "
+                "declaration"
             )
-
-
-def _type_name(number: int) -> str:
-    known = number in TensorProto.DataType.values()
-    return TensorProto.DataType.Name(number) if known else "unknown"
-
-
-def _domain(domain: str) -> str:
-    return "" if domain == "ai.onnx" else domain
 
 
 def _opsets(imports: Iterable[Any]) -> dict[str, int]:
     versions: dict[str, int] = {}
     for entry in imports:
-        domain = _domain(entry.domain)
+        domain = domain_of(entry.domain)
         if versions.setdefault(domain, int(entry.version)) != entry.version:
             raise InvalidInput(f"two versions of the domain {domain!r} are imported")
     return versions
 
 
-def _functions(model: ModelProto) -> dict[FunctionKey, FunctionProto]:
-    functions: dict[FunctionKey, FunctionProto] = {}
-    for function in model.functions:
-        key = key_of(function.domain, function.name, function.overload)
-        if key in functions:
-            raise InvalidInput(f"the function {function.name[:80]!r} is defined twice")
-        functions[key] = function
-    return functions
-
-
 def _schema(node: NodeProto, domain: str, opsets: Mapping[str, int]) -> defs.OpSchema:
-    """The definition a node means; refused where its domain, opset or name is unknown."""
+    """Return the definition of a node's operator; refuse an unknown domain, opset or name."""
     if domain not in opsets:
         raise InvalidInput(
             f"the model imports no opset of the domain {domain!r}; add it to opset_import"
@@ -499,27 +467,24 @@ def _schema(node: NodeProto, domain: str, opsets: Mapping[str, int]) -> defs.OpS
     except defs.SchemaError:
         known = "of ai.onnx" if domain == "" else f"of the domain {domain!r}"
         raise InvalidInput(
-            f"no operator {known} has this name in opset {opset}; if it is a custom one, give "
-            "the model a local function of its name"
+            f"no operator {known} has this name in opset {opset}; if it is a custom operator, add "
+            "a local function with its name to the model"
         ) from None
 
 
 def _unchanged(op: str, opset: int) -> bool:
-    """Whether an operator of an older opset means what it does in the oldest that is read."""
+    """Return whether an operator of an older opset is defined as in the oldest supported one."""
     return bool(defs.has(op, OLDEST_OPSET)) and (
         defs.get_schema(op, OLDEST_OPSET).since_version <= opset < OLDEST_OPSET
     )
 
 
 def _without_absent(node: NodeProto, absent: set[str]) -> NodeProto:
-    """The node, operands that the caller left out being absent."""
+    """Return the node without the operands that the caller left out."""
     if not absent.intersection(node.input):
         return node
-    copy = NodeProto()
-    copy.CopyFrom(node)
-    for i, name in enumerate(copy.input):
-        if name in absent:
-            copy.input[i] = ""
+    copy = deepcopy(node)
+    copy.input[:] = ["" if name in absent else name for name in node.input]
     return copy
 
 
@@ -532,14 +497,14 @@ def _named(name: str, what: str) -> None:
 
 def _label(node: NodeProto, frame: Frame) -> str:
     name = f"node {node.name[:80]!r}" if node.name else f"node giving {list(node.output)[:1]}"
-    domain = f"{node.domain}." if _domain(node.domain) else ""
-    opset = frame.opsets.get(_domain(node.domain), "unknown")
+    domain = f"{node.domain}." if domain_of(node.domain) else ""
+    opset = frame.opsets.get(domain_of(node.domain), "unknown")
     inside = f", in {frame.place[:80]}" if frame.place else ""
     return f"{name} ({domain}{node.op_type[:80]}, opset {opset}{inside})"
 
 
 def _explained(label: str, error: TriplaneError) -> TriplaneError:
-    """The error with the innermost node in front."""
+    """Put the innermost node in front of an error."""
     if getattr(error, "of_node", False):
         return error
     kind = type(error) if isinstance(error, (Corrupt, NotFound)) else InvalidInput

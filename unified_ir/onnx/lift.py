@@ -1,8 +1,8 @@
-"""Older definitions of operators, lifted to the one the IR means.
+"""Older definitions of operators, lifted to the definition that the IR uses.
 
-`LIFTS` is literal: (operator, version of the older definition) -> what the application is in the
-next one. A definition without a rule is lifted as it is: its attributes, defaults and operands
-have the same meaning, which a test holds against ONNX's own schemas.
+`LIFTS` is literal: (operator, version of the older definition) -> the application in the next one.
+A definition without a rule is lifted unchanged: its attributes, defaults and operands have the same
+meaning, which a test checks against ONNX's own schemas.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Lift = Callable[[Application], Lifted]
 
 
 def lift(app: Application, opset: int) -> Lifted:
-    """The application in the definition that the IR means, or the values it gives."""
+    """Return the application in the definition that the IR uses, or the values it computes."""
     while (newer := _next_version(app.op, app.since)) is not None:
         rule = LIFTS.get((app.op, app.since))
         if rule is None:
@@ -37,13 +37,11 @@ def lift(app: Application, opset: int) -> Lifted:
         lifted = rule(app)
         if isinstance(lifted, tuple):
             return lifted
-        app = replace(lifted, since=newer if lifted.op == app.op else _version(lifted.op))
+        app = replace(lifted, since=newer if lifted.op == app.op else VERSIONS[lifted.op][-1])
     loose = LOOSE.get(app.op)
     read = app if loose is None else loose(app)
-    if isinstance(read, tuple):
-        return read
-    app = read
-    return as_meant(app, opset) if app.since > MEANING_OPSET else app
+    is_newer = isinstance(read, Application) and read.since > MEANING_OPSET
+    return as_meant(app, opset) if is_newer else read
 
 
 def _versions() -> Mapping[str, tuple[int, ...]]:
@@ -65,26 +63,23 @@ def _next_version(op: str, since: int) -> int | None:
     return MEANING_OPSET if op in REPLACED and since < MEANING_OPSET else None
 
 
-def _version(op: str) -> int:
-    return VERSIONS[op][-1]
-
-
-def _moved(*names: str, dtype: Any = np.int64) -> Lift:
-    """Attributes that become the operands after the first, absent where they were not given."""
+def _moved(name: str, dtype: Any = np.int64) -> Lift:
+    """Return the rule for an attribute that becomes a vector operand, absent if it was not set."""
 
     def rule(app: Application) -> Application:
-        moved = [_as_operand(app.attrs[n], dtype) if n in app.attrs else None for n in names]
-        return replace(app.without(*names), inputs=(*app.inputs, *moved))
+        value = app.attr(name)
+        moved = None if value is None else _array(np.atleast_1d(value), dtype)
+        return replace(app.without(name), inputs=(*app.inputs, moved))
 
     return rule
 
 
-def _as_operand(value: Any, dtype: Any) -> Tensor:
+def _array(value: Any, dtype: Any) -> Tensor:
     return as_tensor(np.array(value, dtype))
 
 
 def _flattened(app: Application) -> Lifted:
-    """Before opset 13 all axes from `axis` on are one: softmax of a matrix."""
+    """Softmax of a matrix: before opset 13, all axes from `axis` on are one."""
     x = app.operand(0)
     axis = app.attr("axis", 1) % x.rank if x.rank else 0
     if x.rank and axis == x.rank - 1:
@@ -100,7 +95,7 @@ def _batch_norm_7(app: Application) -> Application:
 
 
 def _batch_norm_9(app: Application) -> Application:
-    """Further outputs meant training; the running statistics came first, saved ones after."""
+    """Further outputs meant training: first the running statistics, then the saved ones."""
     if app.outputs > 3:
         raise InvalidInput(
             "saved_mean and saved_var are outputs of old training graphs; export for inference"
@@ -111,15 +106,8 @@ def _batch_norm_9(app: Application) -> Application:
 def _clip_6(app: Application) -> Application:
     x = app.operand(0)
     bounds = [app.attr("min", -_FLOAT_MAX), app.attr("max", _FLOAT_MAX)]
-    bound_operands = [
-        None if abs(b) >= _FLOAT_MAX else as_tensor(np.array(b, x.dtype.numpy)) for b in bounds
-    ]
+    bound_operands = [None if abs(b) >= _FLOAT_MAX else _array(b, x.dtype.numpy) for b in bounds]
     return replace(app.without("min", "max"), inputs=(x, *bound_operands))
-
-
-def _dropout_10(app: Application) -> Application:
-    """The older forms drop nothing: what runs is inference."""
-    return app.without("ratio", "seed")
 
 
 def _grid_sample_16(app: Application) -> Application:
@@ -129,7 +117,7 @@ def _grid_sample_16(app: Application) -> Application:
 
 
 def _group_norm_18(app: Application) -> Application:
-    """Scale and bias by group, repeated for each channel of the group."""
+    """Repeat scale and bias of each group for every channel of the group."""
     x, groups = app.operand(0), app.attr("num_groups")
     channels = x.shape[1]
     repeated = [
@@ -143,8 +131,8 @@ def _group_norm_18(app: Application) -> Application:
 
 def _pad_2(app: Application) -> Application:
     x = app.operand(0)
-    value = as_tensor(np.array(app.attr("value", 0.0), x.dtype.numpy))
-    pads = as_tensor(np.array(app.attr("pads", app.attr("paddings")), np.int64))
+    value = _array(app.attr("value", 0.0), x.dtype.numpy)
+    pads = _array(app.attr("pads", app.attr("paddings")), np.int64)
     return replace(app.without("pads", "value", "paddings"), inputs=(x, pads, value))
 
 
@@ -161,30 +149,15 @@ def _upsampled(app: Application) -> Application:
     )
 
 
-def _resize_10(app: Application) -> Application:
-    return replace(_upsampled(app), op="Resize", since=11)
-
-
-def _upsample_7(app: Application) -> Application:
-    scales = as_tensor(np.array(app.attr("scales"), np.float32))
-    return replace(app.without("scales"), inputs=(app.operand(0), scales))
-
-
 def _resize_11(app: Application) -> Application:
-    """Empty scales or region of interest stand for absent ones."""
-    operands = [None if x is not None and x.shape == (0,) else x for x in app.padded(4)]
+    """Empty scales or regions of interest stand for absent ones."""
+    operands = (None if x is not None and x.shape == (0,) else x for x in app.padded(4))
     return replace(app, inputs=tuple(operands))
 
 
-def _roi_align_10(app: Application) -> Application:
-    return app.without(coordinate_transformation_mode="output_half_pixel")
-
-
 def _split_13(app: Application) -> Application:
-    """Without sizes the parts are equal, as many as there are outputs."""
-    if len(app.inputs) > 1 and app.inputs[1] is not None:
-        return app
-    return app.without(num_outputs=app.outputs)
+    """Without sizes, there are as many equal parts as outputs."""
+    return app.without(num_outputs=app.outputs) if app.padded(2)[1] is None else app
 
 
 def _slice_1(app: Application) -> Application:
@@ -194,32 +167,22 @@ def _slice_1(app: Application) -> Application:
     return replace(app.without("starts", "ends", "axes"), inputs=operands)
 
 
-def _topk_1(app: Application) -> Application:
-    k = as_tensor(np.array([app.attr("k")], np.int64))
-    return replace(app.without("k"), inputs=(app.operand(0), k))
-
-
 def _dft_17(app: Application) -> Application:
-    length = app.inputs[1] if len(app.inputs) > 1 else None
-    axis = as_tensor(np.array(app.attr("axis", 1), np.int64))
-    return replace(app.without("axis"), inputs=(app.operand(0), length, axis))
+    inputs = (*app.padded(2), _array(app.attr("axis", 1), np.int64))
+    return replace(app.without("axis"), inputs=inputs)
 
 
 def _scalars(app: Application) -> Application:
-    """Vectors of one as single numbers."""
-    single = [
-        x.reshape(()) if x is not None and x.rank == 1 and x.shape[0] == 1 else x
-        for x in app.inputs
-    ]
+    """Read vectors of one element as single numbers."""
+    single = (x.reshape(()) if x is not None and x.shape == (1,) else x for x in app.inputs)
     return replace(app, inputs=tuple(single))
 
 
 def _squeezed(app: Application) -> Lifted:
-    """Without axes every size of 1 goes; a symbol is taken for another size, and the run checks."""
+    """Without axes, drop every size of 1; the run checks that symbolic sizes are not 1."""
     x = app.operand(0)
-    named = len(app.inputs) > 1 and app.inputs[1] is not None
     loose = [d for d in x.shape if isinstance(d, Expr)]
-    if named or not loose:
+    if app.padded(2)[1] is not None or not loose:
         return app
     kept = [d for d in x.shape if d != 1]
     ones = emit("Equal", dims_of(loose), as_tensor(np.ones(1, np.int64))).cast("int64")
@@ -228,10 +191,10 @@ def _squeezed(app: Application) -> Lifted:
 
 
 LOOSE: Final[Mapping[str, Lift]] = {"Range": _scalars, "Squeeze": _squeezed}
-"""What ONNX's definitions leave to the run or forbid, and its own bodies and runtimes do."""
+"""Forms that ONNX's definitions leave open or forbid, but that its bodies and runtimes use."""
 
 REPLACED: Final[Mapping[str, str]] = {"Upsample": "Resize", "Scatter": "ScatterElements"}
-"""Operators that ONNX dropped, and what says the same now."""
+"""Operators that ONNX removed, and their replacements."""
 
 _REDUCTIONS: Final = (
     "ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean",
@@ -243,29 +206,23 @@ LIFTS: Final[Mapping[tuple[str, int], Lift]] = {
     ("BatchNormalization", 9): _batch_norm_9,
     ("Clip", 6): _clip_6,
     ("DFT", 17): _dft_17,
-    ("Dropout", 7): _dropout_10,
-    ("Dropout", 10): _dropout_10,
+    **{("Dropout", v): lambda app: app.without("ratio", "seed") for v in (7, 10)},  # inference
     ("GridSample", 16): _grid_sample_16,
     ("GroupNormalization", 18): _group_norm_18,
-    ("Hardmax", 1): _flattened,
-    ("Hardmax", 11): _flattened,
-    ("LogSoftmax", 1): _flattened,
-    ("LogSoftmax", 11): _flattened,
+    **{(name, v): _flattened for name in ("Hardmax", "LogSoftmax", "Softmax") for v in (1, 11)},
     ("Pad", 2): _pad_2,
     **{(name, 13): _moved("axes") for name in _REDUCTIONS},
     ("ReduceSum", 11): _moved("axes"),
-    ("Resize", 10): _resize_10,
+    ("Resize", 10): lambda app: replace(_upsampled(app), since=11),
     ("Resize", 11): _resize_11,
-    ("RoiAlign", 10): _roi_align_10,
+    ("RoiAlign", 10): lambda app: app.without(coordinate_transformation_mode="output_half_pixel"),
     ("Scatter", 9): lambda app: replace(app, op="ScatterElements"),
     ("Slice", 1): _slice_1,
-    ("Softmax", 1): _flattened,
-    ("Softmax", 11): _flattened,
     ("Split", 11): _moved("split"),
     ("Split", 13): _split_13,
     ("Squeeze", 11): _moved("axes"),
-    ("TopK", 1): _topk_1,
+    ("TopK", 1): _moved("k"),
     ("Unsqueeze", 11): _moved("axes"),
-    ("Upsample", 7): _upsample_7,
+    ("Upsample", 7): _moved("scales", np.float32),
     ("Upsample", 9): _upsampled,
 }

@@ -13,67 +13,51 @@ from triplane.unified_ir.ir.types import float32
 from triplane.unified_ir.onnx.application import Application
 from triplane.unified_ir.onnx.scores import (
     chosen,
-    complemented,
     floats,
     labelled,
     labels,
     matrix,
+    number,
     opposed,
+    regressed,
     transform_of,
     transformed,
+    two_scores,
 )
 from triplane.unified_ir.ops.rows.control.scanning import scan
 from triplane.unified_ir.ops.tensor import Tensor, as_tensor, emit
 
 MAX_CLASSES: Final = 64
-"""Classes of a support vector machine: each pair of them has a score."""
+"""The most classes of a support vector machine: each pair of them has a score."""
 _COUPLINGS: Final = 100
-"""Steps at most that couple the probabilities of pairs."""
+"""The most steps that couple the probabilities of pairs."""
 _COUPLED: Final = 0.005
 """An error below this over the number of classes ends the coupling."""
 
 
 def scaler(app: Application) -> Sequence[Tensor]:
     """(x - offset) * scale, by feature or for all."""
-    x = app.operand(0)
-    x = x if x.dtype == float32 else x.cast(float32)
+    x = app.operand(0).cast(float32)
     offset, scale = floats(app, "offset"), floats(app, "scale")
     if not len(offset) == len(scale) or len(scale) not in {1, x.shape[-1]}:
         raise InvalidInput(f"{len(offset)} offsets and {len(scale)} scales for {x.type}")
     return ((x - as_tensor(offset)) * as_tensor(scale),)
 
 
-def _by_largest(x: Tensor, axes: Any) -> Tensor:
-    return emit("ReduceMax", x, axes, keepdims=1)
-
-
-def _by_sum(x: Tensor, axes: Any) -> Tensor:
-    return emit("ReduceL1", x, axes, keepdims=1)
-
-
-def _by_length(x: Tensor, axes: Any) -> Tensor:
-    return emit("ReduceL2", x, axes, keepdims=1)
-
-
-_NORMS: Final[Mapping[str, Callable[[Tensor, Any], Tensor]]] = {
-    "MAX": _by_largest, "L1": _by_sum, "L2": _by_length,
-}  # fmt: skip
+_NORMS: Final = {"MAX": "ReduceMax", "L1": "ReduceL1", "L2": "ReduceL2"}
 
 
 def normalizer(app: Application) -> Sequence[Tensor]:
-    """Each row over its largest number, sum of sizes or length; a row whose norm is 0 stays."""
-    x = app.operand(0)
-    x = x if x.dtype == float32 else x.cast(float32)
-    name = str(app.attr("norm", "MAX"))
+    """Divide each row by its largest number, L1 or L2 norm; a row whose norm is 0 stays."""
+    x, name = app.operand(0).cast(float32), str(app.attr("norm", "MAX"))
     if name not in _NORMS:
         raise InvalidInput(f"the norm {name!r} is not known; known are {', '.join(_NORMS)}")
-    size = _NORMS[name](x, np.array([-1]))
-    zero, one = as_tensor(np.array(0, np.float32)), as_tensor(np.array(1, np.float32))
-    return (x / emit("Where", emit("Equal", size, zero), one, size),)
+    size = emit(_NORMS[name], x, np.array([-1]), keepdims=1)
+    return (x / emit("Where", emit("Equal", size, number(0)), number(1), size),)
 
 
 def _weighed(app: Application, x: Tensor, rows: int) -> Tensor:
-    """(N, rows) products with the node's coefficients."""
+    """Return the (N, rows) products with the node's coefficients."""
     weights = floats(app, "coefficients")
     if rows < 1 or len(weights) % rows or x.shape[1] != len(weights) // rows:
         raise InvalidInput(f"{len(weights)} coefficients do not fit {rows} rows of {x.type}")
@@ -82,57 +66,38 @@ def _weighed(app: Application, x: Tensor, rows: int) -> Tensor:
 
 def linear_regressor(app: Application) -> Sequence[Tensor]:
     """x @ coefficients.T + intercepts."""
-    targets, bias = int(app.attr("targets", 1)), floats(app, "intercepts")
+    targets = int(app.attr("targets", 1))
     weighed = _weighed(app, matrix(app), targets)
-    if len(bias) not in {0, targets}:
-        raise InvalidInput(f"it has {len(bias)} intercepts for {targets} targets")
-    weighed = weighed + as_tensor(bias) if len(bias) else weighed
-    if targets == 1 and transform_of(app) not in {"NONE", "PROBIT"}:
-        return (weighed,)  # as onnxruntime does
-    return (transformed(app, weighed),)
+    return regressed(app, weighed, floats(app, "intercepts"), targets)
 
 
 def linear_classifier(app: Application) -> Sequence[Tensor]:
-    """Labels, and scores x @ coefficients.T + intercepts; one score alone is of the second."""
+    """Labels, and scores x @ coefficients.T + intercepts; a single score is that of the second."""
     names, bias = labels(app), floats(app, "intercepts")
     if len(bias) != len(names) and not (len(bias) == 1 and len(names) == 2):
         raise InvalidInput(f"it has {len(bias)} intercepts for {len(names)} labels")
     scores = _weighed(app, matrix(app), len(bias)) + as_tensor(bias)
     if len(bias) > 1:
         return labelled(scores, names), transformed(app, scores)
-    label = chosen(scores > 0, names)
-    if transform_of(app) == "PROBIT":
-        raise InvalidInput("one score for two labels has no PROBIT; export a score for each label")
-    if transform_of(app) == "LOGISTIC":
-        return label, emit("Sigmoid", opposed(scores))
-    return label, complemented(scores)
-
-
-def _linear(x: Tensor, s: Tensor, _: Any) -> Tensor:
-    return x @ s
-
-
-def _poly(x: Tensor, s: Tensor, params: Any) -> Tensor:
-    return emit("Pow", x @ s * params[0] + params[1], _f(params[2]))
-
-
-def _sigmoid(x: Tensor, s: Tensor, params: Any) -> Tensor:
-    return emit("Tanh", x @ s * params[0] + params[1])
+    return chosen(scores > 0, names), two_scores(app, scores)
 
 
 def _rbf(x: Tensor, s: Tensor, params: Any) -> Tensor:
-    """By differences: the products of far vectors would cancel."""
+    """Computed from differences, because products of distant vectors would cancel."""
     apart = emit("Unsqueeze", x, np.array([2])) - emit("Unsqueeze", s, np.array([0]))
     return emit("Exp", emit("ReduceSumSquare", apart, np.array([1]), keepdims=0) * -params[0])
 
 
 _KERNELS: Final[Mapping[str, Callable[[Tensor, Tensor, Any], Tensor]]] = {
-    "LINEAR": _linear, "POLY": _poly, "RBF": _rbf, "SIGMOID": _sigmoid,
-}  # fmt: skip
+    "LINEAR": lambda x, s, _: x @ s,
+    "POLY": lambda x, s, p: emit("Pow", x @ s * p[0] + p[1], number(p[2])),
+    "RBF": _rbf,
+    "SIGMOID": lambda x, s, p: emit("Tanh", x @ s * p[0] + p[1]),
+}
 
 
 def _kernels(app: Application, x: Tensor, count: int) -> Tensor:
-    """(N, count) kernels of the rows with the support vectors."""
+    """Return the (N, count) kernels of the rows with the support vectors."""
     vectors, kind = floats(app, "support_vectors"), str(app.attr("kernel_type", "LINEAR"))
     params = [float(p) for p in floats(app, "kernel_params")] or [0.0, 0.0, 0.0]
     if kind not in _KERNELS or len(params) != 3:
@@ -180,8 +145,8 @@ def svm_classifier(app: Application) -> Sequence[Tensor]:
         if len(slopes) != len(first) or len(shifts) != len(first):
             raise InvalidInput(f"{len(slopes)} slopes of probabilities for {len(first)} pairs")
         sure = emit("Sigmoid", -(scores * as_tensor(slopes) + as_tensor(shifts)))
-        ends = [as_tensor(np.array(e, np.float32)) for e in (1e-7, 1 - 1e-7)]
-        return label, transformed(app, _coupled(emit("Clip", sure, *ends), k))
+        clipped = emit("Clip", sure, number(1e-7), number(1 - 1e-7))
+        return label, transformed(app, _coupled(clipped, k))
     if k > 2:
         return label, transformed(app, scores)
     if transform_of(app) != "NONE":
@@ -198,14 +163,14 @@ def _linear_svm(app: Application, x: Tensor, names: Any) -> Sequence[Tensor]:
 
 
 def _pairs(k: int) -> tuple[Any, Any]:
-    """(pairs, k) ones at the first and at the second class of each pair."""
+    """Return two (pairs, k) matrices with ones at the first and at the second class of a pair."""
     pairs = list(combinations(range(k), 2))
     one = np.eye(k, dtype=np.float32)
     return one[[i for i, _ in pairs]], one[[j for _, j in pairs]]
 
 
 def _of_pairs(app: Application, x: Tensor, counts: Sequence[int]) -> Tensor:
-    """(N, pairs) scores: vectors of i weigh by row j - 1 of the coefficients, those of j by i."""
+    """Return (N, pairs) scores: coefficients j - 1 weigh vectors of i, coefficients i those of j."""
     k, total, rho = len(counts), sum(counts), floats(app, "rho")
     weights = floats(app, "coefficients")
     if len(weights) != (k - 1) * total or len(rho) != k * (k - 1) // 2 or min(counts) < 0:
@@ -220,10 +185,10 @@ def _of_pairs(app: Application, x: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def _coupled(sure: Tensor, k: int) -> Tensor:
-    """(N, pairs) probabilities that the first of a pair wins -> (N, k), by Wu, Lin and Weng (2004).
+    """Couple (N, pairs) probabilities that the first of a pair wins into (N, k) of the classes.
 
-    Their second method as libsvm computes it: a coordinate at a time, until the error of each
-    row is small.
+    This is the second method of Wu, Lin and Weng (2004) as libsvm computes it: one coordinate at a
+    time, until the error of each row is small.
     """
     pairs = list(combinations(range(k), 2))
     loses = 1.0 - sure
@@ -244,7 +209,7 @@ def _coupled(sure: Tensor, k: int) -> Tensor:
         qp = (q @ emit("Unsqueeze", p, np.array([2]))).reshape(-1, k)
         pqp = emit("ReduceSum", p * qp, np.array([1]), keepdims=1)
         error = emit("ReduceMax", emit("Abs", qp - pqp), np.array([1]), keepdims=1)
-        go = go * emit("Not", emit("Less", error, _f(_COUPLED / k))).cast(float32)
+        go = go * emit("Not", emit("Less", error, number(_COUPLED / k))).cast(float32)
         moved = p
         for t in range(k):
             row = emit("Gather", q, as_tensor(np.array(t)), axis=1)
@@ -259,7 +224,3 @@ def _coupled(sure: Tensor, k: int) -> Tensor:
     trips = as_tensor(np.zeros(_COUPLINGS, np.float32))
     coupled: Tensor = scan(step, (start, going), trips)[0][0]
     return coupled
-
-
-def _f(x: float) -> Tensor:
-    return as_tensor(np.array(x, np.float32))

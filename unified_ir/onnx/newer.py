@@ -1,7 +1,7 @@
-"""Definitions newer than the IR's opset, where they say the same or can be said in older words.
+"""Definitions newer than the IR's opset that mean the same or can be expressed in the older one.
 
-ai.onnx 27 and 28 widened types and defined a few corners that 26 left open. An operator that is
-wholly new there has a body in ONNX's own words and needs nothing here.
+ai.onnx 27 and 28 widened types and defined a few cases that 26 left open. An operator that is
+entirely new there has a body in ONNX and needs nothing here.
 """
 
 from __future__ import annotations
@@ -20,12 +20,8 @@ from triplane.unified_ir.ops.tensor import Tensor, as_tensor, emit
 _NARROW: Final = frozenset({DTYPES["bfloat16"], DTYPES["float16"]})
 
 
-def _same(app: Application) -> Application:
-    return app
-
-
 def _through_float32(app: Application) -> Lifted:
-    """bfloat16 by way of float32, which holds each of its numbers."""
+    """Compute bfloat16 in float32, which holds each of its numbers."""
     narrow = DTYPES["bfloat16"]
     if all(x is None or x.dtype != narrow for x in app.inputs):
         return app
@@ -36,7 +32,7 @@ def _through_float32(app: Application) -> Lifted:
 
 
 def _celu(app: Application) -> Lifted:
-    """Narrow floats by way of float32, the one type that opset 12 takes."""
+    """Compute narrow floats in float32, the only type that opset 12 accepts."""
     x = app.operand(0)
     if x.dtype == float32:
         return app
@@ -44,7 +40,7 @@ def _celu(app: Application) -> Lifted:
 
 
 def _mod(app: Application) -> Lifted:
-    """Floats with fmod=0: the remainder has the sign of the divisor, zeros among them."""
+    """Floats with fmod=0: the remainder, also a zero, has the sign of the divisor."""
     a, b = app.operand(0), app.operand(1)
     if app.attr("fmod", 0) or not a.dtype.is_float:
         return app
@@ -58,18 +54,18 @@ def _mod(app: Application) -> Lifted:
 
 
 def _range(app: Application) -> Lifted:
-    """float16 and bfloat16 are counted in float32."""
+    """Count float16 and bfloat16 in float32."""
     dtype = app.operand(0).dtype
     if dtype not in _NARROW:
         return app.without("stash_type")
     if app.attr("stash_type", 1) != 1:
-        raise InvalidInput("Range counts in float32; stash_type=1 says that")
+        raise InvalidInput("Range counts in float32, which is stash_type=1")
     wide = [app.operand(i).cast(float32) for i in range(3)]
     return (emit("Range", *wide).cast(dtype),)
 
 
 def _bit_shift(app: Application) -> Lifted:
-    """Signed numbers: to the right with the sign, to the left by the bits alone."""
+    """Shift signed numbers: to the right with the sign, to the left without."""
     x, y = app.operand(0), app.operand(1)
     if x.dtype.kind != "int":
         return app
@@ -98,7 +94,7 @@ def _as_bits(x: Tensor, dtype: DType) -> Tensor:
 
 
 def _space_to_depth(app: Application) -> Lifted:
-    """CRD: the block's place varies slower than the channel it came from."""
+    """CRD: the position in the block varies slower than the original channel."""
     if app.attr("mode", "DCR") == "DCR":
         return app.without("mode")
     x, b = app.operand(0), int(app.attr("blocksize"))
@@ -107,37 +103,30 @@ def _space_to_depth(app: Application) -> Lifted:
     return (parts.reshape(n, c * (b * b), h // b, w // b),)
 
 
+_SAME: Final = (
+    "Cast", "DepthToSpace", "DequantizeLinear", "Optional", "OptionalGetElement",
+    "OptionalHasElement", "QuantizeLinear", "ReduceLogSum", "ReduceLogSumExp",
+)  # fmt: skip
+_WIDENED: Final = ("Compress", "Einsum", "OneHot", "ReverseSequence", "Unique")
 NEWER: Final[Mapping[tuple[str, int], Callable[[Application], Any]]] = {
+    **{(name, 28): lambda app: app for name in _SAME},
+    **{(name, 28): _through_float32 for name in _WIDENED},
     ("BitShift", 28): _bit_shift,
-    ("Cast", 28): _same,
     ("Celu", 28): _celu,
-    ("Compress", 28): _through_float32,
-    ("DepthToSpace", 28): _same,
-    ("DequantizeLinear", 28): _same,
-    ("Einsum", 28): _through_float32,
     ("Mod", 28): _mod,
-    ("OneHot", 28): _through_float32,
-    ("Optional", 28): _same,
-    ("OptionalGetElement", 28): _same,
-    ("OptionalHasElement", 28): _same,
-    ("QuantizeLinear", 28): _same,
     ("Range", 27): _range,
-    ("ReduceLogSum", 28): _same,
-    ("ReduceLogSumExp", 28): _same,
-    ("ReverseSequence", 28): _through_float32,
     ("SpaceToDepth", 28): _space_to_depth,
-    ("Unique", 28): _through_float32,
 }
-"""By operator and version: what an application of the newer definition is in the IR's."""
+"""By operator and version: the application of the newer definition in the IR's."""
 
 
 def as_meant(app: Application, opset: int) -> Lifted:
-    """The application in the IR's definition; refused where that does not say the same."""
+    """Return the application in the IR's definition; refuse it if that cannot express it."""
     rule = NEWER.get((app.op, app.since))
     if rule is None:
         raise InvalidInput(
-            f"{app.op} is defined anew in opset {app.since} (the model has {opset}); export the "
-            "model with an opset up to 26"
+            f"{app.op} has a new definition in opset {app.since} (the model has {opset}); export "
+            "the model with an opset up to 26"
         )
     lifted: Lifted = rule(app)
     return lifted

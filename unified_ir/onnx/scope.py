@@ -1,7 +1,7 @@
 """Names of one ONNX graph while it is imported, and the weights of the whole model.
 
-A name stands for a value computed so far, or for an initializer nobody has read yet. An inner
-graph sees its parent's names; the build it records into makes captures of what it reads there.
+A name refers to a value computed so far, or to an initializer that has not been read yet. An inner
+graph sees its parent's names; the build that it records into captures the values it reads there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir import limits
 from triplane.unified_ir.ir.graph import Array, Role, StateTensor
 from triplane.unified_ir.ir.types import type_of
-from triplane.unified_ir.onnx.source import array_of
+from triplane.unified_ir.onnx.source import array_of, unused
 from triplane.unified_ir.onnx.twins import Twins, equal_weights
 from triplane.unified_ir.onnx.uses import Uses
 from triplane.unified_ir.ops.build import Build
@@ -25,18 +25,17 @@ from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.ops.tensor import Tensor
 
 MAX_WEIGHT_BYTES: Final = 2**34
-"""All weights of a model together."""
+"""The most bytes of all weights of a model together."""
 MAX_SHOWN: Final = 8
-"""Names in a message."""
+"""The most names in a message."""
 
 
 class TrainableChoice:
-    """Which tensors the caller wants trained, and which not, whatever their use; by name.
+    """The caller's choice of tensors to train or to freeze, by name, whatever their use.
 
-    A pattern is a name with `*` for any part. What fits one of `trainable` is trained even where it
-    fits one of `frozen`: so "*" frozen and "head.*" trainable says what it seems to say. Running
-    statistics stay buffers: batch normalization moves them, and as parameters they would be learnt
-    as weights are.
+    A pattern is a name with `*` for any part. A tensor that matches both `trainable` and `frozen`
+    is trained, so that "*" frozen and "head.*" trainable trains the head alone. Running statistics
+    stay buffers: batch normalization updates them, and as parameters they would be trained.
     """
 
     def __init__(self, trainable: Sequence[str] = (), frozen: Sequence[str] = ()) -> None:
@@ -46,9 +45,9 @@ class TrainableChoice:
         self.statistics: set[str] = set()
 
     def role(self, name: str, array: Array, judged: Role, *, is_statistic: bool = False) -> Role:
-        """The role of a tensor that its use judged; only floats of some axes are chosen.
+        """Return the role of a tensor, given the role for its use; scalars and non-floats keep it.
 
-        name: the one that it would have in the state, which patterns fit or not.
+        name: its name in the state, which the patterns are matched with.
         """
         if array.dtype.kind == "O" or not type_of(array).dtype.is_float or not array.ndim:
             return judged
@@ -62,11 +61,11 @@ class TrainableChoice:
         return judged
 
     def is_trainable(self, name: str) -> bool:
-        """Whether the caller wants it trained."""
+        """Return whether the caller wants a tensor trained."""
         return self._fits(self.trainable, name)
 
     def check(self) -> None:
-        """InvalidInput where a pattern fits no tensor, or one to train fits statistics alone."""
+        """Refuse a pattern that matches no tensor, or one to train that matches only statistics."""
         for option, patterns in (("trainable", self.trainable), ("frozen", self.frozen)):
             for pattern in patterns:
                 fitting = [name for name in self.names if fnmatchcase(name, pattern)]
@@ -88,13 +87,13 @@ class TrainableChoice:
 
 
 def _shown(names: Sequence[str]) -> str:
-    """The first names, and that there are more."""
+    """Return the first names, and "..." if there are more."""
     shown = ", ".join(names[:MAX_SHOWN]) or "none"
     return f"{shown}, ..." if len(names) > MAX_SHOWN else shown
 
 
 class Weights:
-    """State tensors made so far, by name, and the parameters that stand for them."""
+    """State tensors created so far, by name, and their parameters in the graph."""
 
     def __init__(
         self,
@@ -111,20 +110,20 @@ class Weights:
         self.taken = set(taken)
         self.bytes = 0
         self.tie = tuple(tie)
-        """Patterns of names; equal parameters that fit are one."""
+        """Patterns of names; equal parameters that match become one."""
         self._twins = Twins()
         self._tensors: dict[str, Tensor] = {}
         self.scopes = 0
-        """Scopes made so far; each is known by how many there were with it."""
+        """Number of scopes created so far, which numbers each of them."""
         self._scope_of: dict[str, int] = {}
         self._tied: dict[str, str] = {}
-        """The weight that stands for each that was left out."""
+        """The weight that replaces each omitted one."""
 
     def tied(self, name: str, array: Array, scope: int) -> tuple[Tensor, bool] | None:
-        """An equal parameter that this one is tied to, and whether as its transpose.
+        """Return an equal parameter to tie this one to, and whether it is the transpose.
 
-        name: the one that it would have in the state, as `free` gives it. scope: it stands for a
-        weight of this scope now, too, and is kept as long.
+        name: the name that it would have in the state, from `free`. scope: the equal parameter is
+        now also a weight of this scope, and kept as long as it.
         """
         if not any(fnmatchcase(name, pattern) for pattern in self.tie):
             return None
@@ -137,7 +136,7 @@ class Weights:
         return self._tensors[first], is_transposed
 
     def check_tied(self) -> None:
-        """InvalidInput where a pattern of `tie` ties nothing."""
+        """Refuse a pattern of `tie` that ties nothing."""
         names = {*self._tied, *self._tied.values()}
         for pattern in self.tie:
             if not any(fnmatchcase(name, pattern) for name in names):
@@ -148,7 +147,7 @@ class Weights:
                 )
 
     def add(self, name: str, array: Array, role: Role, scope: int) -> Tensor:
-        """A weight of a scope, under a name that `free` gave."""
+        """Add a weight of a scope, under a name from `free`."""
         self.bytes += array.nbytes
         if self.bytes > MAX_WEIGHT_BYTES:
             raise InvalidInput(f"the weights are more than {MAX_WEIGHT_BYTES} bytes")
@@ -159,31 +158,26 @@ class Weights:
         return self._tensors[name]
 
     def mark(self) -> int:
-        """Where one is, for `back_to`."""
+        """Return the current position, for `back_to`."""
         return self.scopes
 
     def back_to(self, mark: int) -> None:
-        """Forget weights of scopes made since, with a recording that is thrown away.
+        """Forget weights of scopes created since, whose recording is discarded.
 
-        What such a recording was the first to read of an outer scope stays: it is known there.
+        Weights of an outer scope that the recording was the first to read stay.
         """
-        forgotten = [name for name, scope in self._scope_of.items() if scope > mark]
-        for name in forgotten:
+        for name in [name for name, scope in self._scope_of.items() if scope > mark]:
             self.bytes -= self.state.pop(name).array.nbytes
             self.taken.remove(name)
             self.build.params.remove(self._tensors.pop(name).value)
             del self._scope_of[name]
 
     def free(self, name: str, prefix: str = "") -> str:
-        """The name that a weight has in the state; one already taken gets a prefix or a number."""
+        """Return the name of a weight in the state; a taken one gets a prefix or a number."""
         stem = name if name not in self.taken else f"{prefix or 'inner'}.{name}"
         if len(stem.encode()) > limits.MAX_NAME_BYTES - 8:
-            raise InvalidInput(f"the name {stem[:40]!r}... is longer than names may be")
-        free, k = stem, 1
-        while free in self.taken:
-            k += 1
-            free = f"{stem}.{k}"
-        return free
+            raise InvalidInput(f"the name {stem[:40]!r}... is too long")
+        return unused(stem, self.taken)
 
 
 class Scope:
@@ -208,7 +202,7 @@ class Scope:
         self.number = weights.scopes
 
     def declare(self, initializers: Iterable[TensorProto]) -> None:
-        """Names that stand for initializers, read when first used."""
+        """Add names of initializers, which are read when first used."""
         for tensor in initializers:
             if tensor.name in self.waiting or not tensor.name:
                 fault = "is given twice" if tensor.name else "has no name"
@@ -216,28 +210,29 @@ class Scope:
             self.waiting[tensor.name] = tensor
 
     def define(self, name: str, x: Tensor) -> None:
-        """Lets a name stand for a value; each name is given once."""
+        """Name a value; two values may not have the same name."""
         if name in self.values or name in self.waiting:
-            raise InvalidInput(f"the name {name[:80]!r} is given to two values")
+            raise InvalidInput(f"two values have the name {name[:80]!r}")
         self.values[name] = x
 
-    def find(self, name: str) -> Tensor | None:
-        """What a name stands for."""
+    def read(self, name: str, what: str) -> Tensor:
+        """Return the value of a name; refuse a name that nothing defines."""
+        if name in self.waiting:
+            array = array_of(self.waiting.pop(name), self.weights.folder)
+            self.values[name] = self.held(name, array)
         if name in self.values:
             return self.values[name]
-        if name in self.waiting:
-            tensor = self.held(name, array_of(self.waiting.pop(name), self.weights.folder))
-            self.values[name] = tensor
-            return tensor
-        return self.parent.find(name) if self.parent is not None else None
+        if self.parent is None:
+            raise InvalidInput(f"{what} {name[:80]!r} is given by no node, input or initializer")
+        return self.parent.read(name, what)
 
     def is_wanted(self, name: str) -> bool:
-        """Whether the caller wants a Constant of this name trained."""
+        """Return whether the caller wants a Constant of this name trained."""
         choice = self.weights.choice
         return bool(choice.trainable) and choice.is_trainable(self.weights.free(name, self.prefix))
 
     def held(self, name: str, array: Array) -> Tensor:
-        """An initializer: state where it is a weight, a constant where its contents matter."""
+        """Return an initializer: state if it is a weight, a constant if its contents matter."""
         use = self.uses.role(name, array)
         if use is None:
             return self.build.constant(array)

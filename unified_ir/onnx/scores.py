@@ -1,13 +1,13 @@
-"""What classifiers and regressors of ai.onnx.ml share: inputs, transforms of scores, labels.
+"""Shared parts of the classifiers and regressors of ai.onnx.ml: inputs, transforms, labels.
 
-ONNX leaves open what a classifier of two classes with one score gives; here it is what onnxruntime
-gives, and a case that the two read differently is refused.
+ONNX does not define the outputs of a classifier of two classes with one score. They are those of
+onnxruntime here, and a case in which runtimes disagree is refused.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -18,13 +18,13 @@ from triplane.unified_ir.onnx.application import Application
 from triplane.unified_ir.ops.tensor import Tensor, as_tensor, emit
 
 _SMALL: Final = 1e-7
-"""SOFTMAX_ZERO leaves scores of at most this size as they are."""
+"""SOFTMAX_ZERO does not change scores of at most this size."""
 _WINITZKI: Final = 0.147
 """The constant of Winitzki's approximation of the inverse error function, which PROBIT uses."""
 
 
 def matrix(app: Application) -> Tensor:
-    """The operand as (N, features) of floats; a vector is one row."""
+    """Return the operand as (N, features) of floats; a vector is one row."""
     x = app.operand(0)
     if x.rank not in {1, 2}:
         raise InvalidInput(f"{app.op} takes a matrix or a vector, got {x.type}; reshape it")
@@ -32,53 +32,36 @@ def matrix(app: Application) -> Tensor:
     return x.reshape(1, x.shape[0]) if x.rank == 1 else x
 
 
-def floats(app: Application, name: str, like: Any = np.float32) -> Any:
-    """An attribute of floats as an array."""
-    return np.asarray(app.attr(name, ()), like).reshape(-1)
+def floats(app: Application, name: str) -> Any:
+    """Return an attribute of floats as a vector."""
+    return np.asarray(app.attr(name, ()), np.float32).reshape(-1)
+
+
+def number(x: float) -> Tensor:
+    """Return a float32 scalar."""
+    return as_tensor(np.array(x, np.float32))
 
 
 def labels(app: Application) -> Any:
-    """The class labels, text or whole numbers."""
+    """Return the class labels, text or whole numbers."""
     for name, dtype in (("strings", object), ("int64s", np.int64), ("ints", np.int64)):
-        labels_given = app.attr(f"classlabels_{name}")
-        if labels_given is not None and len(labels_given):
-            return np.array(list(labels_given), dtype)
+        names = app.attr(f"classlabels_{name}", ())
+        if len(names):
+            return np.array(list(names), dtype)
     raise InvalidInput(f"{app.op} has no class labels")
 
 
 def labelled(scores: Tensor, names: Any) -> Tensor:
-    """(N,) labels of the largest score of each row."""
-    return at(names, emit("ArgMax", scores, axis=1, keepdims=0))
-
-
-def at(names: Any, indices: Tensor) -> Tensor:
-    """`names[indices]`."""
-    return emit("Gather", as_tensor(names), indices, axis=0)
-
-
-def chosen(truth: Tensor, names: Any) -> Tensor:
-    """`names[1]` where a truth of shape (N, 1) holds, else `names[0]`."""
-    return at(names, truth.cast("int64").reshape(-1))
-
-
-def _none(scores: Tensor) -> Tensor:
-    return scores
-
-
-def _logistic(scores: Tensor) -> Tensor:
-    return emit("Sigmoid", scores)
-
-
-def _softmax(scores: Tensor) -> Tensor:
-    return emit("Softmax", scores, axis=1)
+    """Return the (N,) labels of the largest score of each row."""
+    return emit("Gather", as_tensor(names), emit("ArgMax", scores, axis=1, keepdims=0), axis=0)
 
 
 def _softmax_zero(scores: Tensor) -> Tensor:
-    """A softmax of the scores that are not zero; the others give what zero times e gives."""
+    """Softmax of the scores that are not zero; a zero score stays zero."""
     most = emit("ReduceMax", scores, np.array([1]), keepdims=1)
-    counted = emit("Greater", emit("Abs", scores), _number(_SMALL))
+    counted = emit("Greater", emit("Abs", scores), number(_SMALL))
     powers = emit("Exp", scores - most)
-    total = emit("ReduceSum", emit("Where", counted, powers, _number(0.0)), np.array([1]))
+    total = emit("ReduceSum", emit("Where", counted, powers, number(0.0)), np.array([1]))
     return emit("Where", counted, powers, scores * emit("Exp", -most)) / total
 
 
@@ -88,25 +71,31 @@ def _probit(scores: Tensor) -> Tensor:
     log = emit("Log", (1.0 - x) * (1.0 + x))
     v = log * 0.5 + 2.0 / (math.pi * _WINITZKI)
     size = emit("Sqrt", emit("Sqrt", v * v - log * (1.0 / _WINITZKI)) - v)
-    return emit("Where", emit("Less", x, _number(0.0)), -size, size) * math.sqrt(2.0)
-
-
-def _number(x: float) -> Tensor:
-    return as_tensor(np.array(x, np.float32))
+    return emit("Where", emit("Less", x, number(0.0)), -size, size) * math.sqrt(2.0)
 
 
 TRANSFORMS: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
-    "NONE": _none,
-    "LOGISTIC": _logistic,
-    "SOFTMAX": _softmax,
+    "NONE": lambda scores: scores,
+    "LOGISTIC": lambda scores: emit("Sigmoid", scores),
+    "SOFTMAX": lambda scores: emit("Softmax", scores, axis=1),
     "SOFTMAX_ZERO": _softmax_zero,
     "PROBIT": _probit,
 }
-"""What becomes of several scores, by the name of the transform."""
+"""Transforms of several scores by name."""
+
+COMPARE: Final[Mapping[str, Callable[[Tensor, Tensor], Tensor]]] = {
+    "BRANCH_LEQ": lambda x, v: emit("LessOrEqual", x, v),
+    "BRANCH_LT": lambda x, v: emit("Less", x, v),
+    "BRANCH_GTE": lambda x, v: emit("GreaterOrEqual", x, v),
+    "BRANCH_GT": lambda x, v: emit("Greater", x, v),
+    "BRANCH_EQ": lambda x, v: emit("Equal", x, v),
+    "BRANCH_NEQ": lambda x, v: emit("Not", emit("Equal", x, v)),
+}
+"""Splits of trees by the name of their mode, in the order of the numbers that TreeEnsemble uses."""
 
 
 def transform_of(app: Application) -> str:
-    """The transform that a node asks for."""
+    """Return the name of a node's transform."""
     name = str(app.attr("post_transform", "NONE"))
     if name not in TRANSFORMS:
         raise InvalidInput(
@@ -116,15 +105,34 @@ def transform_of(app: Application) -> str:
 
 
 def transformed(app: Application, scores: Tensor) -> Tensor:
-    """Scores of several classes or targets after the node's transform."""
+    """Return scores of several classes or targets after the node's transform."""
     return TRANSFORMS[transform_of(app)](scores)
 
 
-def complemented(scores: Tensor) -> Tensor:
-    """(N, 1) scores s as (1 - s, s)."""
-    return emit("Concat", 1.0 - scores, scores, axis=1)
+def regressed(app: Application, sums: Tensor, bias: Any, targets: int) -> Sequence[Tensor]:
+    """Return a regressor's output: (N, targets) sums plus a bias per target, transformed."""
+    if len(bias) not in {0, targets}:
+        raise InvalidInput(f"it has {len(bias)} biases for {targets} targets")
+    sums = (sums + as_tensor(bias.astype(sums.dtype.numpy)) if len(bias) else sums).cast(float32)
+    if targets == 1 and transform_of(app) not in {"NONE", "PROBIT"}:
+        return (sums,)  # as onnxruntime does
+    return (transformed(app, sums),)
+
+
+def chosen(truth: Tensor, names: Any) -> Tensor:
+    """Return `names[1]` where a truth of shape (N, 1) holds, else `names[0]`."""
+    return emit("Gather", as_tensor(names), truth.cast("int64").reshape(-1), axis=0)
+
+
+def two_scores(app: Application, score: Tensor, *, complement: bool = True) -> Tensor:
+    """Return (N, 1) scores s of the second of two classes as (1 - s, s), or as (-s, s)."""
+    if transform_of(app) == "PROBIT":
+        raise InvalidInput("one score for two labels has no PROBIT; export a score for each label")
+    if transform_of(app) == "LOGISTIC":
+        return emit("Sigmoid", opposed(score))
+    return emit("Concat", 1.0 - score, score, axis=1) if complement else opposed(score)
 
 
 def opposed(scores: Tensor) -> Tensor:
-    """(N, 1) scores s as (-s, s)."""
+    """Return (N, 1) scores s as (-s, s)."""
     return emit("Concat", -scores, scores, axis=1)

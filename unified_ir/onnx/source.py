@@ -1,14 +1,16 @@
-"""Bytes of an ONNX model from anywhere: parsed once, within limits, before any work on them.
+"""Bytes of an ONNX model from any source, parsed once, within limits, before any work on them.
 
-Weights outside the graph are read from files in the model's own folder only: no absolute path, no
+Weights outside the graph are read only from files in the model's own folder: no absolute path, no
 `..`, no link that leads out of it.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,23 +24,24 @@ from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.ir.types import BY_ONNX, MAX_RANK, DType
 
 MAX_MODEL_BYTES: Final = 2**31 - 1
-"""A protobuf message is no longer; larger models keep their weights in files beside."""
+"""The limit of a protobuf message; larger models keep their weights in separate files."""
 MAX_TENSOR_BYTES: Final = 2**34
 SHARED_BYTES: Final = 16 << 20
-"""Files of weights from this size on are read once as a whole; tensors are views of them."""
+"""A file of weights of at least this size is read once as a whole; tensors are views of it."""
 MAX_NESTING: Final = 16
-"""Graphs inside one another, as in a model file."""
+"""The deepest nesting of graphs, as in a model file."""
 
 _READ: Final[weakref.WeakValueDictionary[tuple[int, ...], Array]] = weakref.WeakValueDictionary()
-"""Files of weights that some array still lies in, by what tells one file from another."""
+"""Contents of files of weights that some array still uses, by the identity of the file."""
 
 Source = str | Path | bytes | ModelProto
 
 
 def read_model(source: Source) -> tuple[ModelProto, Path | None]:
-    """The model, and the folder that its external data lies in (None: it came as bytes).
+    """Return the model, and the folder of its external data (None if it came as bytes).
 
-    NotFound: no such file. Corrupt: the bytes are no ONNX model. InvalidInput: a Triplane file.
+    Raise NotFound for a missing file, Corrupt for bytes that are not an ONNX model, InvalidInput
+    for a Triplane file.
     """
     if isinstance(source, ModelProto):
         return _checked(source), None
@@ -50,8 +53,8 @@ def read_model(source: Source) -> tuple[ModelProto, Path | None]:
     if is_container(path):
         Container(path, kind="model")
         raise InvalidInput(
-            f"{path.name} is a model file already and needs no import; "
-            "triplane train, convert and inspect take it as it is"
+            f"{path.name} is already a Triplane model file and needs no import; "
+            "triplane train, convert and inspect accept it as it is"
         )
     if path.stat().st_size > MAX_MODEL_BYTES:
         raise InvalidInput(
@@ -67,16 +70,19 @@ def _parsed(data: bytes, name: str) -> ModelProto:
     except DecodeError as error:
         raise Corrupt(f"{name}: no ONNX model, its protobuf does not parse: {error}") from error
     if not model.HasField("graph") or not model.opset_import:
-        raise Corrupt(f"{name}: no ONNX model, it has no {_absent(model)}")
+        absent = "opset_import" if model.HasField("graph") else "graph"
+        raise Corrupt(f"{name}: no ONNX model, it has no {absent}")
     return model
 
 
-def _absent(model: ModelProto) -> str:
-    return "opset_import" if model.HasField("graph") else "graph"
+def unused(name: str, taken: Collection[str], separator: str = ".") -> str:
+    """Return the name, or the name with the first number from 2 on that is not taken."""
+    names = chain([name], (f"{name}{separator}{k}" for k in count(2)))
+    return next(n for n in names if n not in taken)
 
 
 def _checked(model: ModelProto) -> ModelProto:
-    """The model, whose names are text and whose graphs nest no deeper than files may."""
+    """Return the model after checking that names are text and graphs do not nest too deep."""
     heads = [*model.opset_import, *(o for f in model.functions for o in f.opset_import)]
     _check_text([model.producer_name, model.producer_version, *(o.domain for o in heads)])
     _check_graph(model.graph, 0)
@@ -106,14 +112,14 @@ def _check_nodes(nodes: Iterable[NodeProto], depth: int) -> None:
 
 
 def _check_text(texts: Iterable[Any]) -> None:
-    """The parser hands out as bytes what is no UTF-8."""
+    """Refuse names that are not UTF-8, which the parser returns as bytes."""
     for text in texts:
         if isinstance(text, bytes):
             raise Corrupt(f"a name in the model is no UTF-8 text: {text[:40]!r}")
 
 
 def subgraphs_of(node: NodeProto) -> Iterator[GraphProto]:
-    """Graphs in a node's attributes."""
+    """Yield the graphs in a node's attributes."""
     for attribute in node.attribute:
         if attribute.HasField("g"):
             yield attribute.g
@@ -121,7 +127,7 @@ def subgraphs_of(node: NodeProto) -> Iterator[GraphProto]:
 
 
 def dtype_of(number: int, what: str) -> DType:
-    """An element type by its ONNX number."""
+    """Return an element type by its ONNX number."""
     if number not in BY_ONNX:
         name = TensorProto.DataType.Name(number) if number in TensorProto.DataType.values() else ""
         raise InvalidInput(f"{what} has elements of type {number} {name}, which is not supported")
@@ -129,16 +135,13 @@ def dtype_of(number: int, what: str) -> DType:
 
 
 def array_of(tensor: TensorProto, folder: Path | None) -> Array:
-    """The contents of a tensor; Corrupt where its bytes do not fit its type."""
+    """Return the contents of a tensor; raise Corrupt if its bytes do not fit its type."""
     name = tensor.name[:80]
     dtype = dtype_of(tensor.data_type, f"tensor {name!r}")
     shape = tuple(tensor.dims)
     if len(shape) > MAX_RANK or any(d < 0 for d in shape):
         raise Corrupt(f"tensor {name!r} has the shape {list(shape)[:20]}")
-    count = 1
-    for d in shape:
-        count *= d
-    n = (count * dtype.bits + 7) // 8
+    n = (math.prod(shape) * dtype.bits + 7) // 8
     if n > MAX_TENSOR_BYTES:
         raise InvalidInput(f"tensor {name!r} has {n} bytes, the limit is {MAX_TENSOR_BYTES}")
     if tensor.data_location == TensorProto.EXTERNAL:
@@ -150,11 +153,9 @@ def array_of(tensor: TensorProto, folder: Path | None) -> Array:
 
 def _decoded(tensor: TensorProto) -> Array:
     try:
-        array: Any = numpy_helper.to_array(tensor)
+        return np.asarray(numpy_helper.to_array(tensor))
     except (ValueError, TypeError, KeyError, OverflowError) as error:
         raise Corrupt(f"tensor {tensor.name[:80]!r} does not fit its type: {error}") from error
-    decoded: Array = np.asarray(array)
-    return decoded
 
 
 def _external(
@@ -177,11 +178,11 @@ def _external(
 
 
 def _whole(path: Path) -> Array:
-    """The bytes of a file, read once however many tensors lie in it, while one of them is used.
+    """Return the bytes of a file, read once for all its tensors, as long as one of them is used.
 
-    They are not mapped: whoever exports a model again writes over the file, and its numbers would
-    change in a module that was imported before, or reading them would end the process. A file that
-    was replaced or changed since is read again.
+    The file is not mapped: exporting a model again overwrites it, which would change the numbers of
+    a module imported before, or kill the process that reads them. A file that was replaced or
+    changed is read again.
     """
     with path.open("rb") as file:
         status = os.fstat(file.fileno())
@@ -202,7 +203,7 @@ def _number(entries: dict[str, str], key: str, default: int) -> int:
 
 
 def _inside(location: str, name: str, folder: Path | None) -> Path:
-    """The file of external data, which lies in the model's folder, links followed."""
+    """Return the file of external data, which must be in the model's folder, links resolved."""
     if folder is None:
         raise InvalidInput(
             f"tensor {name!r} lies in the file {location[:80]!r}, and the model came without a "

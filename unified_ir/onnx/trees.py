@@ -1,43 +1,37 @@
-"""TreeEnsemble of ai.onnx.ml as a few products: which leaf a row of numbers ends in, at once.
+"""TreeEnsemble of ai.onnx.ml as a few matrix products that find the leaf of every row at once.
 
-Every split is asked of every row; a leaf is reached where all the splits on its way answered as the
-way demands. With C the answers (N, splits) and the ways as two matrices (splits, leaves) of ones,
-leaf l is reached where (C T + (1 - C) F)[l] equals the length of its way.
+Every split is evaluated on every row; a leaf is reached if all the splits on its path have the
+answers that the path requires. With the answers C (N, splits), and the paths as two matrices T and
+F (splits, leaves) of ones, leaf l is reached if (C T + (1 - C) F)[l] equals the length of its path.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.onnx.application import Application
+from triplane.unified_ir.onnx.scores import COMPARE
 from triplane.unified_ir.ops.tensor import Tensor, as_tensor, emit
 
 MAX_ENTRIES: Final = 1 << 22
-"""Splits times leaves: the size of the matrices of ways."""
+"""Splits times leaves: the size of the matrices of paths."""
 MEMBER: Final = 6
 _SUM, _MIN, _MAX = 1, 2, 3
-_ASK: Final[Mapping[int, Callable[[Tensor, Tensor], Tensor]]] = {
-    0: lambda x, v: emit("LessOrEqual", x, v),
-    1: lambda x, v: emit("Less", x, v),
-    2: lambda x, v: emit("GreaterOrEqual", x, v),
-    3: lambda x, v: emit("Greater", x, v),
-    4: lambda x, v: emit("Equal", x, v),
-    5: lambda x, v: emit("Not", emit("Equal", x, v)),
-}
+_COMPARE: Final = tuple(COMPARE.values())
 
 Way = tuple[int, list[tuple[int, bool]]]
-"""A leaf, and the answers on the way to it."""
+"""A leaf, and the answers on the path to it."""
 
 
 def tree_ensemble(app: Application) -> Sequence[Tensor]:
     """x: (N, features) -> (N, targets)."""
     x = app.operand(0)
     if x.rank != 2 or app.attr("post_transform", 0) != 0:
-        raise InvalidInput("it takes a matrix and no post_transform; apply that behind it")
+        raise InvalidInput("it takes a matrix and no post_transform; apply that after it")
     ways = [w for root in app.attr("tree_roots") for w in _ways(app, int(root))]
     answers = _answers(app, x)
     splits, leaves = answers.shape[1], len(ways)
@@ -54,7 +48,7 @@ def tree_ensemble(app: Application) -> Sequence[Tensor]:
 
 
 def _ways(app: Application, root: int) -> list[Way]:
-    """Every leaf below a split."""
+    """Return every leaf below a split, with the path to it."""
     ways: list[Way] = []
     stack: list[tuple[int, bool, list[tuple[int, bool]]]] = [(root, False, [])]
     splits = len(app.attr("nodes_featureids"))
@@ -64,7 +58,7 @@ def _ways(app: Application, root: int) -> list[Way]:
             ways.append((at, way))
             continue
         if not 0 <= at < splits or len(way) > splits or len(ways) * splits > MAX_ENTRIES:
-            raise InvalidInput(f"split {at} of a tree of {splits} splits is on a way without end")
+            raise InvalidInput(f"split {at} of a tree of {splits} splits is on an endless path")
         for side, answer in (("false", False), ("true", True)):
             ends = bool(app.attr(f"nodes_{side}leafs")[at])
             stack.append((app.attr(f"nodes_{side}nodeids")[at], ends, [*way, (at, answer)]))
@@ -72,7 +66,7 @@ def _ways(app: Application, root: int) -> list[Way]:
 
 
 def _answers(app: Application, x: Tensor) -> Tensor:
-    """(N, splits) truths."""
+    """Return the (N, splits) answers."""
     modes = np.asarray(app.attr("nodes_modes")).reshape(-1)
     values = np.asarray(app.attr("nodes_splits")).reshape(-1)
     if not len(modes) == len(values) == len(app.attr("nodes_featureids")):
@@ -97,28 +91,24 @@ def _asked(mode: int, x: Tensor, value: Any, sets: list[Any]) -> Tensor:
             raise InvalidInput("a split by membership has no values")
         hit = emit("Equal", x, as_tensor(sets.pop(0).astype(x.dtype.numpy)[None]))
         return emit("ReduceMax", hit.cast("int32"), np.array([1]), keepdims=1) > 0
-    if mode not in _ASK:
+    if not 0 <= mode < MEMBER:
         raise InvalidInput(f"a split has mode {mode}; modes are 0 to {MEMBER}")
-    return _ASK[mode](x, as_tensor(value.astype(x.dtype.numpy)))
+    return _COMPARE[mode](x, as_tensor(value.astype(x.dtype.numpy)))
 
 
 def _sets(app: Application) -> list[Any]:
-    """Values of the splits by membership, in their order; NaN ends each."""
-    members = app.attr("membership_values")
-    if members is None:
-        return []
-    values = np.asarray(members).reshape(-1)
+    """Return the values of the splits by membership, in their order; NaN ends each."""
+    values = np.asarray(app.attr("membership_values", ())).reshape(-1)
     ends = np.flatnonzero(np.isnan(values))
-    starts = [0, *(int(e) + 1 for e in ends[:-1])]
-    return [values[a:b] for a, b in zip(starts, ends, strict=False)]
+    return [part[~np.isnan(part)] for part in np.split(values, ends)][: len(ends)]
 
 
 def _gathered(app: Application, reached: Tensor, leaves: Sequence[int]) -> Tensor:
-    """What the leaves reached give to each target."""
+    """Return the weights of the leaves reached, summed for each target."""
     targets, n = app.attr("leaf_targetids"), int(app.attr("n_targets", 0))
     weights = np.asarray(app.attr("leaf_weights")).reshape(-1)
     if any(not 0 <= leaf < len(weights) or not 0 <= targets[leaf] < n for leaf in leaves):
-        raise InvalidInput(f"a leaf names a weight or a target there is not; targets are {n}")
+        raise InvalidInput(f"a leaf has an unknown weight or target; there are {n} targets")
     if n * len(leaves) > MAX_ENTRIES:
         raise InvalidInput(f"{n} targets by {len(leaves)} leaves are more than {MAX_ENTRIES}")
     table = np.zeros((len(leaves), n), weights.dtype)
@@ -126,6 +116,6 @@ def _gathered(app: Application, reached: Tensor, leaves: Sequence[int]) -> Tenso
         table[k, targets[leaf]] = weights[leaf]
     how = app.attr("aggregate_function", _SUM)
     if how in {_MIN, _MAX}:
-        raise InvalidInput("it gives sums and means of trees; MIN and MAX are not known")
+        raise InvalidInput("only sums and means over trees are supported, not MIN and MAX")
     total = reached.cast(table.dtype.name) @ as_tensor(table)
     return total if how == _SUM else total / float(len(app.attr("tree_roots")))

@@ -1,11 +1,11 @@
-"""What an initializer is for, by where it is read: parameter, buffer, or plain constant.
+"""The purpose of an initializer, judged by its readers: parameter, buffer, or plain constant.
 
-A parameter is what training changes: the weight of a product, convolution, norm, recurrent layer or
-embedding, and what is added to or multiplied with the values behind one (biases, scales, position
-tables, class tokens). Other arrays of floats are buffers: frequencies and tables of a rotary
-position, masks, the mean and deviation that an input is normalized by, initial states. Numbers that
-an operator needs when a graph is built (sizes, scales, bounds) stay constants. Where the graph does
-not tell, as for a table of sines that is added, `trainable=` and `frozen=` of `import_onnx` do.
+Training changes parameters: the weight of a product, convolution, norm, recurrent layer or
+embedding, and operands that are added to or multiplied with a layer's output (biases, scales,
+position tables, class tokens). Other arrays of floats are buffers: frequencies and tables of a
+rotary position, masks, the mean and deviation that normalize an input, initial states. Numbers that
+an operator needs when a graph is built (sizes, scales, bounds) stay constants. If the graph leaves
+it open, as for a table of sines that is added, `trainable=` and `frozen=` of `import_onnx` decide.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from onnx import FunctionProto, NodeProto
 
 from triplane.unified_ir.ir.graph import Array, Role
 from triplane.unified_ir.ir.types import type_of
-from triplane.unified_ir.onnx.expanded import FunctionKey, key_of
 from triplane.unified_ir.onnx.fold import MAX_CONTENTS
+from triplane.unified_ir.onnx.functions import FunctionKey, key_of
 from triplane.unified_ir.onnx.lift import REPLACED
 from triplane.unified_ir.onnx.source import subgraphs_of
 from triplane.unified_ir.ops.row import OpKind
 from triplane.unified_ir.ops.table import TABLE
 
 Read = tuple[NodeProto, int]
-"""A node, and which of its operands."""
+"""A node, and the index of one of its operands."""
 T = TypeVar("T")
 
 Operands = Mapping[str, tuple[int, ...]]
-"""Numbers of operands by the name of an operator of ai.onnx."""
+"""Indices of operands by the name of an operator of ai.onnx."""
 
 _ROWS: Final = {row.name: row for row in TABLE.values() if not row.domain} | {
     old: TABLE["", new] for old, new in REPLACED.items()
@@ -52,7 +52,7 @@ LAYERS: Final[Operands] = {
 ELEMENTWISE: Final = frozenset(
     name for name, row in _ROWS.items() if row.kind is OpKind.ELEMENTWISE and 0 in row.weights
 )
-"""Operators whose float operand is a weight behind a layer, see `Uses._joins`."""
+"""Operators whose float operand is a weight after a layer, see `Uses._joins`."""
 
 STATISTICS: Final[Operands] = {
     name: row.buffers for name, row in _ROWS.items() if row.kind is OpKind.NORMALIZATION
@@ -60,15 +60,15 @@ STATISTICS: Final[Operands] = {
 """Operands that are buffers: assigned in training, not reached by gradients."""
 
 _FIXED: Final[Operands] = {name: (*row.buffers, *row.settings) for name, row in _ROWS.items()}
-"""Operands that training does not change: state that a sequence begins with, settings."""
+"""Operands that training does not change: initial states of sequences, settings."""
 
 _SETTINGS: Final[Operands] = {name: row.settings for name, row in _ROWS.items()}
 
 _MOVEMENT: Final = frozenset(name for name, row in _ROWS.items() if row.kind is OpKind.MOVEMENT)
 THROUGH: Final = _MOVEMENT - {"Concat"}
-"""Operators that only arrange their first operand: what is read behind them is read of it."""
+"""Operators that only rearrange their first operand: readers of the result read that operand."""
 _PLAIN: Final = _MOVEMENT | ELEMENTWISE | {"Clip", "Gather"}
-"""Operators that an input passes on its way to the first layer."""
+"""Operators between an input and the first layer."""
 _SIZES: Final = frozenset({"Shape", "Size"})
 _COMPARED: Final = frozenset(name for name, row in _ROWS.items() if row.kind is OpKind.COMPARISON)
 """Operators through which no gradient flows."""
@@ -76,18 +76,18 @@ _RANDOM: Final = frozenset(name for name, row in _ROWS.items() if row.kind is Op
 _STANDARD: Final = frozenset({"", "ai.onnx"})
 
 MAX_READS: Final = 64
-"""Uses that decide the role of an array; what is read more often is judged by so many."""
+"""The most readers that decide the role of an array."""
 MAX_ENDS: Final = 3
-"""Kinds of operators that are told apart behind a value; what is asked for are two at most."""
+"""The most kinds of readers that are distinguished; the rules ask for at most two."""
 MAX_LEARNT: Final = 1e4
-"""Larger numbers in something that is added are a mask, which hides values."""
+"""An operand of a sum with larger numbers is a mask, which hides values."""
 
 
 class Uses:
     """Readers of each name of a graph and of the graphs inside it.
 
-    constants: names of initializers. inputs: names that a caller gives. functions: those of the
-    model, whose bodies say which of their operands are running statistics.
+    constants: names of initializers. inputs: names that a caller supplies. functions: those of the
+    model, whose bodies show which of their operands are running statistics.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Uses:
         self.fixed = set(constants)
         """Names that depend on no input."""
         self.bare = set(inputs) - self.fixed
-        """Inputs, and what only arranges or scales them: no layer has read them yet."""
+        """Inputs, and values that only rearrange or scale them, before any layer."""
         self.has_layers = False
         self._reads: dict[str, tuple[Read, ...]] = {}
         self._endings: dict[str, frozenset[str]] = {}
@@ -135,9 +135,9 @@ class Uses:
             self.bare |= {*node.output}
 
     def of(self, name: str) -> tuple[Read, ...]:
-        """(node, operand) that read a name; arrangements and constant expressions passed.
+        """Return the readers of a name, also through rearrangements and constant expressions.
 
-        Of more than `MAX_READS`, the first.
+        At most the first `MAX_READS`.
         """
         return _gathered(name, self._reads, self._look_at_reads, _joined_reads)
 
@@ -155,7 +155,7 @@ class Uses:
         return tuple(own), further
 
     def role(self, name: str, array: Array) -> Role | None:
-        """The role of an initializer; None: a constant."""
+        """Return the role of an initializer; None if it is a constant."""
         if array.dtype.kind == "O":
             return None
         if not type_of(array).dtype.is_float:
@@ -168,10 +168,9 @@ class Uses:
         return Role.PARAMETER if learnt else Role.BUFFER
 
     def is_statistic(self, name: str) -> bool:
-        """Whether batch normalization reads a name as a running mean or variance."""
+        """Return whether batch normalization reads a name as a running mean or variance."""
         if name not in self._statistics:
-            is_read = any(self._reads_statistic(node, i) for node, i in self.of(name))
-            self._statistics[name] = is_read
+            self._statistics[name] = any(self._reads_statistic(*read) for read in self.of(name))
         return self._statistics[name]
 
     def _reads_statistic(self, node: NodeProto, i: int) -> bool:
@@ -182,7 +181,7 @@ class Uses:
         return node.domain in _STANDARD and _at(STATISTICS, node, i)
 
     def weighs(self, name: str, array: Array) -> bool:
-        """Whether a Constant is read as a weight: of a layer, or as the bias behind one."""
+        """Return whether a Constant is read as a weight: of a layer, or as the bias after one."""
         held = _Held(array)
         return any(
             self._reads_statistic(node, i)
@@ -195,7 +194,7 @@ class Uses:
         return strong or (node.op_type == "Add" and self._is_behind_layer(node.input[1 - i]))
 
     def _learns(self, node: NodeProto, i: int, held: _Held) -> bool:
-        """Whether training changes what this operand of the node reads."""
+        """Return whether training changes this operand of the node."""
         if self._reads_statistic(node, i):
             return False
         if node.domain not in _STANDARD or _at(LAYERS, node, i):
@@ -213,10 +212,10 @@ class Uses:
         return node.op_type not in _COMPARED and held.array.size > 1 and held.is_moderate
 
     def _joins(self, node: NodeProto, i: int, held: _Held) -> bool:
-        """Whether an operand of a sum or an elementwise product is a weight.
+        """Return whether an operand of a sum or an elementwise product is a weight.
 
-        It is not where it hides values (a mask), normalizes an input, is a table of sines and
-        cosines, or has one element that no bias of a layer is.
+        It is not if it hides values (a mask), normalizes an input, is a table of sines and cosines,
+        or has one element and is not the bias of a layer.
         """
         other = node.input[1 - i]
         if not held.array.size or not held.is_moderate:
@@ -232,7 +231,7 @@ class Uses:
         return not is_table and not self._gives_angles(node)
 
     def _is_behind_layer(self, name: str) -> bool:
-        """Whether a value is a layer's, arrangements passed."""
+        """Return whether a value is a layer's output, possibly rearranged."""
         passed: dict[str, None] = {}
         while name not in self._behind and name not in passed:
             passed[name] = None
@@ -250,29 +249,25 @@ class Uses:
         return is_behind
 
     def _gives_angles(self, node: NodeProto) -> bool:
-        """Whether sines and cosines read what the node gives, and nothing else does."""
+        """Return whether sines and cosines, and nothing else, read the node's outputs."""
         return self._ends(node) == {"Sin", "Cos"}
 
     def _ends(self, node: NodeProto) -> frozenset[str]:
-        """Operators that read what a node gives, arrangements and constant factors passed.
+        """Return the operators that read a node's outputs, rearranged or scaled by constants.
 
-        Of more than `MAX_ENDS`, some.
+        At most `MAX_ENDS` of them.
         """
-        return _joined_ends(
-            frozenset(),
-            [_gathered(n, self._endings, self._look_at_ends, _joined_ends) for n in node.output],
-        )
+        look, known = self._look_at_ends, self._endings
+        ends = [_gathered(n, known, look, _joined_ends) for n in node.output]
+        return _joined_ends(frozenset(), ends)
 
     def _look_at_ends(self, name: str) -> tuple[frozenset[str], list[str]]:
         ends: set[str] = set()
         further: list[str] = []
         for reader, i in self.readers.get(name, ()):
-            is_scaled = (
-                reader.op_type in {"Mul", "Div"}
-                and len(reader.input) == 2
-                and reader.input[1 - i] in self.fixed
-            )
-            if reader.op_type in THROUGH or reader.op_type == "Concat" or is_scaled:
+            scales = reader.op_type in {"Mul", "Div"} and len(reader.input) == 2
+            is_scaled = scales and reader.input[1 - i] in self.fixed
+            if reader.op_type in _MOVEMENT or is_scaled:
                 further += reader.output
             else:
                 ends.add(reader.op_type)
@@ -287,11 +282,11 @@ class Functions:
         self._uses: dict[FunctionKey, Uses] = {}
 
     def of(self, node: NodeProto) -> FunctionProto | None:
-        """The function that a node calls, None where it is an operator."""
+        """Return the function that a node calls; None if it is an operator."""
         return self._functions.get(key_of(node.domain, node.op_type, node.overload))
 
     def uses(self, function: FunctionProto) -> Uses:
-        """Uses of the names in a function's body."""
+        """Return the uses of the names in a function's body."""
         key = key_of(function.domain, function.name, function.overload)
         if key not in self._uses:
             self._uses[key] = Uses(function.node, functions=self)
@@ -299,20 +294,27 @@ class Functions:
 
 
 class _Held:
-    """An array, and what is found out of it by reading the whole of it, once."""
+    """An array, and properties that need a pass over all of it, computed once."""
 
     def __init__(self, array: Array) -> None:
         self.array = array
 
     @cached_property
     def is_moderate(self) -> bool:
-        """Whether all elements are numbers that training may give."""
+        """Whether all elements are numbers that training may produce."""
         return bool(np.min(self.array) >= -MAX_LEARNT and np.max(self.array) <= MAX_LEARNT)
 
     @cached_property
     def has_angles(self) -> bool:
-        """Whether it can be a table of sines or cosines by position."""
-        return _holds_angles(self.array)
+        """Whether it can be a table of sines or cosines by position: in -1..1, from angle 0 on.
+
+        The angles of position 0 are 0, so only its row consists of zeros and ones.
+        """
+        table = self.array.reshape([d for d in self.array.shape if d > 1])
+        if table.ndim < 2 or np.min(table) < -1 or np.max(table) > 1:
+            return False
+        whole = [bool(np.isin(row, (0, 1)).all()) for row in table]
+        return whole[0] and not any(whole[1:])
 
 
 def _gathered(
@@ -321,10 +323,10 @@ def _gathered(
     look: Callable[[str], tuple[T, list[str]]],
     joined: Callable[[T, list[T]], T],
 ) -> T:
-    """What `look` finds at a name joined with what is found at the names it leads to.
+    """Join what `look` returns for a name with the same for all the names that it leads to.
 
-    Each name is looked at once, whoever asks: `known` keeps what was found. A circle, which only a
-    broken model has, ends where it closes.
+    `known` caches the result of each name. A cycle, which only a broken model has, is cut where it
+    closes.
     """
     waiting, seen = [name], {}
     while waiting:
@@ -355,15 +357,3 @@ def _joined_ends(own: frozenset[str], more: list[frozenset[str]]) -> frozenset[s
 
 def _at(table: Operands, node: NodeProto, i: int) -> bool:
     return i in table.get(node.op_type, ())
-
-
-def _holds_angles(array: Array) -> bool:
-    """Whether it can be a table of sines or cosines by position: in -1..1, from angle 0 on.
-
-    The angles of position 0 are 0, so its row holds nothing but zeros and ones; the others do not.
-    """
-    table = array.reshape([d for d in array.shape if d > 1])
-    if table.ndim < 2 or np.min(table) < -1 or np.max(table) > 1:
-        return False
-    whole = [bool(np.isin(row, (0, 1)).all()) for row in table]
-    return whole[0] and not any(whole[1:])
