@@ -182,7 +182,7 @@ HOSTILE = {
     "functions that double forty times": (bomb, "more than 250000 nodes"),
     "branches eight deep": (lambda: nested(8), None),
     "an input of no shape": (lambda: model(RELU, inputs=[info("x", None)]),
-                             r"declared without a shape; say it: shapes={'x'"),
+                             r"declared without a shape; pass shapes={'x'"),
     "a size of absurd text": (lambda: model(RELU, inputs=[info("x", ABSURD)]), None),
     "a loop without a body": (lambda: model(node("Loop", LOOPED, ["y"])),
                               "graph 'body' is absent"),

@@ -111,19 +111,18 @@ def _rows(form: Any, a: Any, b: Any) -> _Rows:
     return list(zip(fillers(form, a), fillers(form, b), dtypes, strict=True))
 
 
-def branch(test: Tensor, then: Thunk, otherwise: Thunk, state: VariableAccess) -> Any:
-    """Record both sides; return their value and leave the variables as the test decides."""
-    return _branch(test, then, otherwise, state, state.names)
-
-
-def branch_value(test: Tensor, then: Thunk, otherwise: Thunk, state: VariableAccess) -> Any:
-    """As `branch` where the function ends with the value, so no variable is read any more."""
-    return _branch(test, then, otherwise, state, ())
-
-
-def _branch(
-    test: Tensor, then: Thunk, otherwise: Thunk, state: VariableAccess, live: Sequence[str]
+def branch(
+    test: Tensor,
+    then: Thunk,
+    otherwise: Thunk,
+    state: VariableAccess,
+    *,
+    live: Sequence[str] | None = None,
 ) -> Any:
+    """Record both sides; return their value and leave the variables as the test decides.
+
+    live: the variables that are read afterwards; all of them by default.
+    """
     flag = as_condition(test)
     yes, no = _sides(then, otherwise, state)
     try:
@@ -133,7 +132,7 @@ def _branch(
             f"the branches at {state.here} give {differ.a} and {differ.b}; give one type on both "
             "(`return` in one branch only counts as None in the other)"
         ) from None
-    return _joined(flag, yes, no, value, state, live)
+    return _joined(flag, yes, no, value, state, state.names if live is None else live)
 
 
 def branch_exits(test: Tensor, then: Thunk, otherwise: Thunk, state: VariableAccess) -> LoopExit:

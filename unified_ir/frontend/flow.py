@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from triplane.proto.errors import InvalidInput
@@ -17,7 +18,6 @@ from triplane.unified_ir.frontend.branches import (
     LoopExit,
     branch,
     branch_exits,
-    branch_value,
     is_symbolic,
     returned,
     truth,
@@ -36,29 +36,29 @@ from triplane.unified_ir.ops.tensor import Tensor, as_tensor
 Thunk = Callable[[], Any]
 
 
+def _decided(
+    test: Any, then: Thunk, otherwise: Thunk, state: VariableAccess, record: Callable[..., Any]
+) -> Any:
+    """Run one side of an `if`, or record both if a tensor decides."""
+    if not is_symbolic(test):
+        return (then if truth(test) else otherwise)()
+    state.refuse_odd("a branch")
+    return record(test, then, otherwise, state)
+
+
 def if_(test: Any, then: Thunk, otherwise: Thunk, state: VariableAccess) -> None:
     """An `if` none of whose branches leaves its block."""
-    if not is_symbolic(test):
-        (then if truth(test) else otherwise)()
-        return
-    state.refuse_odd("a branch")
-    branch(test, then, otherwise, state)
+    _decided(test, then, otherwise, state, branch)
 
 
 def return_if(test: Any, then: Thunk, otherwise: Thunk, state: VariableAccess) -> Any:
     """An `if` with `return` in it, and the rest of the function; returns the function's result."""
-    if not is_symbolic(test):
-        return (then if truth(test) else otherwise)()
-    state.refuse_odd("a branch")
-    return branch_value(test, then, otherwise, state)
+    return _decided(test, then, otherwise, state, partial(branch, live=()))
 
 
 def leave_loop_if(test: Any, then: Thunk, otherwise: Thunk, state: VariableAccess) -> LoopExit:
     """An `if` that may leave a trip, and the rest of the trip; returns how the trip ended."""
-    if not is_symbolic(test):
-        return (then if truth(test) else otherwise)() or NEXT
-    state.refuse_odd("a branch")
-    return branch_exits(test, then, otherwise, state)
+    return _decided(test, then, otherwise, state, branch_exits) or NEXT
 
 
 def return_from_loop(left: LoopExit, rest: Thunk, state: VariableAccess, always: bool) -> Any:  # noqa: FBT001 - generated calls
@@ -67,7 +67,7 @@ def return_from_loop(left: LoopExit, rest: Thunk, state: VariableAccess, always:
         return rest()
     if left.returned is True or always:
         return left.value
-    return branch_value(left.returned, lambda: left.value, rest, state)
+    return branch(left.returned, lambda: left.value, rest, state, live=())
 
 
 def leave_outer_loop(left: LoopExit, rest: Thunk, state: VariableAccess, always: bool) -> LoopExit:  # noqa: FBT001 - generated calls

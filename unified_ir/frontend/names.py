@@ -46,11 +46,7 @@ def own_of(statements: Sequence[ast.stmt]) -> Iterator[ast.AST]:
 
 def assigned(statements: Sequence[ast.stmt]) -> list[str]:
     """Return the names that the statements may bind or delete, in order of appearance."""
-    names: dict[str, None] = {}
-    for node in own_of(statements):
-        for name in _bound_by(node):
-            names[name] = None
-    return list(names)
+    return list(dict.fromkeys(name for node in own_of(statements) for name in _bound_by(node)))
 
 
 def _bound_by(node: ast.AST) -> list[str]:
@@ -70,16 +66,13 @@ def _bound_by(node: ast.AST) -> list[str]:
 
 
 def declared(statements: Sequence[ast.stmt], kind: type[ast.Global | ast.Nonlocal]) -> set[str]:
-    """Names declared `global` or `nonlocal`."""
+    """Return the names declared `global` or `nonlocal`."""
     return {n for node in own_of(statements) if isinstance(node, kind) for n in node.names}
 
 
 def escapes(statements: Sequence[ast.stmt]) -> frozenset[str]:
     """Return how the statements may leave: a subset of return, break, continue."""
-    exits: set[str] = set()
-    for statement in statements:
-        exits |= _escapes_of(statement)
-    return frozenset(exits)
+    return frozenset().union(*map(_escapes_of, statements))
 
 
 def _escapes_of(node: ast.AST) -> frozenset[str]:
@@ -109,14 +102,9 @@ def _ends(node: ast.stmt) -> bool:
     if isinstance(node, ast.While):
         forever = isinstance(node.test, ast.Constant) and bool(node.test.value)
         return forever and "break" not in escapes(node.body)
-    if isinstance(node, (ast.With, ast.AsyncWith)):
-        return ends(node.body) and not _may_swallow(node)
+    if isinstance(node, (ast.With, ast.AsyncWith)):  # which may suppress an exception
+        return ends(node.body) and not any(isinstance(n, ast.Raise) for n in own_of(node.body))
     return False
-
-
-def _may_swallow(node: ast.With | ast.AsyncWith) -> bool:
-    """A `with` may suppress an exception, so only plain leaving counts as an end."""
-    return any(isinstance(n, ast.Raise) for n in own_of(node.body))
 
 
 def has_yield(node: ast.AST) -> bool:
@@ -128,12 +116,10 @@ def has_yield(node: ast.AST) -> bool:
 
 def has_control_flow(node: ast.AST) -> bool:
     """Return whether anything in a function, nested ones included, could depend on a tensor."""
-    kinds = (ast.If, ast.While, ast.For, ast.BoolOp, ast.IfExp, ast.Assert, ast.Match)
-    for n in ast.walk(node):
-        if isinstance(n, kinds) or (isinstance(n, ast.UnaryOp) and isinstance(n.op, ast.Not)):
-            return True
-        if isinstance(n, ast.Compare) and len(n.ops) > 1:
-            return True
-        if isinstance(n, ast.comprehension) and n.ifs:
-            return True
-    return False
+    kinds = (ast.If, ast.While, ast.For, ast.BoolOp, ast.IfExp, ast.Assert, ast.Match, ast.Not)
+    return any(
+        isinstance(n, kinds)
+        or (isinstance(n, ast.Compare) and len(n.ops) > 1)
+        or (isinstance(n, ast.comprehension) and bool(n.ifs))
+        for n in ast.walk(node)
+    )

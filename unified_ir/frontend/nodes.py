@@ -22,54 +22,48 @@ def at(node: Node, like: ast.AST) -> Node:
 
 
 def flow(name: str) -> ast.expr:
-    """A name of `frontend.flow`."""
+    """Return a name of `frontend.flow`."""
     return ast.Attribute(value=load(FLOW), attr=name, ctx=ast.Load())
 
 
 def invoke(name: str, *args: ast.expr) -> ast.expr:
-    """A call of a function of `frontend.flow`."""
+    """Return a call of a function of `frontend.flow`."""
     return ast.Call(func=flow(name), args=list(args), keywords=[])
 
 
 def load(name: str) -> ast.expr:
-    """A variable, read."""
+    """Return the node that reads a variable."""
     return ast.Name(id=name, ctx=ast.Load())
 
 
-def name_of(function: ast.FunctionDef) -> ast.expr:
-    """A defined function, read."""
-    return load(function.name)
-
-
 def const(value: Any) -> ast.expr:
-    """A constant."""
+    """Return a constant."""
     return ast.Constant(value=value)
 
 
 def pair(what: str, line: int) -> ast.expr:
-    """A pair of a description and its line."""
+    """Return a pair of a description and its line."""
     return ast.Tuple([const(what), const(line)], ast.Load())
 
 
 def no_args() -> ast.arguments:
-    """The empty parameter list; a new one each time, since callers add to it."""
+    """Return an empty parameter list, a new one each time, since callers add to it."""
     return ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
 
 
 def thunk(node: ast.expr) -> ast.expr:
-    """`lambda: node`."""
+    """Return `lambda: node`."""
     return ast.Lambda(args=no_args(), body=node)
 
 
 def binding_only(names: Sequence[str]) -> ast.stmt:
-    """Make names local without giving them a value."""
+    """Return a statement that makes names local without giving them a value."""
     targets: list[ast.expr] = [ast.Name(n, ast.Store()) for n in names]
-    return ast.If(
-        test=const(False), body=[ast.Assign(targets=targets, value=const(None))], orelse=[]
-    )
+    body: list[ast.stmt] = [ast.Assign(targets=targets, value=const(None))]
+    return ast.If(test=const(False), body=body, orelse=[])
 
 
 def delete_unbound(name: str) -> ast.stmt:
-    """`if NAME is UNBOUND: del NAME`."""
+    """Return `if NAME is UNBOUND: del NAME`."""
     test = ast.Compare(left=load(name), ops=[ast.Is()], comparators=[flow("UNBOUND")])
     return ast.If(test=test, body=[ast.Delete(targets=[ast.Name(name, ast.Del())])], orelse=[])

@@ -92,10 +92,7 @@ class Programs:
 
     def find(self, key: Any) -> Compiled | None:
         """Return a program for such arguments whose guard holds; None if there is none."""
-        for compiled in self._by_key.get(key, ()):
-            if compiled.guard.holds():
-                return compiled
-        return None
+        return next((c for c in self._by_key.get(key, ()) if c.guard.holds()), None)
 
     def keep(self, key: Any, compiled: Compiled) -> None:
         """Keep a program for `find`, unless recording it changed what it reads."""
@@ -112,7 +109,7 @@ class Programs:
 
 
 def programs_of(target: Traceable) -> Programs:
-    """The programs of a cell, a function, or a method of some object."""
+    """Return the programs of a cell, a function, or a method of some object."""
     if isinstance(target, StateTree):
         try:
             programs: Programs = target._programs_
@@ -125,15 +122,10 @@ def programs_of(target: Traceable) -> Programs:
         if known is None or not known.belongs_to(target):
             known = target.__dict__[_KEY] = Programs(target)
         return known
-    return _of_other(target)
-
-
-def _of_other(target: Any) -> Programs:
-    """Programs of a bound method, a new object at each access: kept by its object and function."""
     owner, function = target, None
-    if isinstance(target, MethodType):
+    if isinstance(target, MethodType):  # a new object at each access
         owner, function = target.__self__, target.__func__
-    programs = _others.setdefault(owner, {})
-    if function not in programs:
-        programs[function] = Programs(target)
-    return programs[function]
+    others = _others.setdefault(owner, {})
+    if function not in others:
+        others[function] = Programs(target)
+    return others[function]

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from triplane.unified_ir.frontend import flow
 from triplane.unified_ir.frontend.names import has_control_flow
-from triplane.unified_ir.frontend.nodes import FLOW
+from triplane.unified_ir.frontend.nodes import FLOW, no_args
 from triplane.unified_ir.frontend.source import belongs_to_user, source_of
 from triplane.unified_ir.frontend.syntax import rewrite_function
 from triplane.unified_ir.frontend.variables import explain, reasons
@@ -121,28 +121,19 @@ def _inner(code: CodeType, name: str) -> CodeType:
 
 
 def _factory(node: ast.FunctionDef | ast.Lambda, free: list[str]) -> ast.Module:
-    """`def factory(FREE...): def f(...): ...`, which gives the code its free variables."""
+    """Return `def factory(FREE...): def f(...): ...`, which gives the code its free variables."""
     _strip(node)
     inner: ast.stmt = ast.Return(node) if isinstance(node, ast.Lambda) else node
-    outer = ast.FunctionDef(
-        name="factory",
-        args=ast.arguments(
-            posonlyargs=[],
-            args=[ast.arg(arg=name) for name in free],
-            kwonlyargs=[],
-            kw_defaults=[],
-            defaults=[],
-        ),
-        body=[ast.copy_location(inner, node)],
-        decorator_list=[],
-    )
+    args, body = no_args(), [ast.copy_location(inner, node)]
+    args.args = [ast.arg(arg=name) for name in free]
+    outer = ast.FunctionDef(name="factory", args=args, body=body, decorator_list=[])
     outer.type_params = []  # type: ignore[attr-defined,unused-ignore] # a field since Python 3.12
     ast.fix_missing_locations(ast.copy_location(outer, node))
     return ast.Module(body=[outer], type_ignores=[])
 
 
 def _strip(node: ast.FunctionDef | ast.Lambda) -> None:
-    """Without decorators, defaults and annotations: the function object has its own."""
+    """Remove decorators, defaults and annotations: the function object has its own."""
     args = node.args
     args.defaults = []
     args.kw_defaults = [None] * len(args.kwonlyargs)

@@ -95,7 +95,10 @@ def run(target: Traceable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
         results = [traced.arrays[v] for v in traced.function.results]
         if setting.finite:
             _check_finite(traced, [*inputs, *state_arrays(traced)], results)
-        return _handed_out(traced, results)
+        for path, value in zip(traced.function.result_names, results, strict=True):
+            if path in traced.assigned:
+                traced.state[path].array = value
+        return _rebuilt(traced, results)
     programs = programs_of(target)
     if kwargs:
         args, kwargs = programs.ordered(args, kwargs)
@@ -129,15 +132,8 @@ def _check_finite(traced: Traced, arrays: Sequence[Array], values: Sequence[Arra
     )
 
 
-def _handed_out(traced: Traced, values: Sequence[Array]) -> Any:
-    """Return the results in the function's own tree, and write assigned buffers back."""
-    for path, value in zip(traced.function.result_names, values, strict=True):
-        if path in traced.assigned:
-            traced.state[path].array = value
-    return _rebuilt(traced, values)
-
-
 def _rebuilt(traced: Traced, values: Sequence[Array]) -> Any:
+    """Return the results in the function's own tree."""
     by_name = dict(zip(traced.function.result_names, values, strict=True))
     return rebuild(traced.results, [by_name[n] for n in leaves(traced.results)])
 

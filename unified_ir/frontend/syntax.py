@@ -40,7 +40,6 @@ from triplane.unified_ir.frontend.nodes import (
     flow,
     invoke,
     load,
-    name_of,
     no_args,
     pair,
     thunk,
@@ -105,9 +104,7 @@ class _Rewriter(ast.NodeTransformer):
         statements = self.block(body, BlockKind(kept=suspends))
         statements = [s for s in statements if not isinstance(s, (ast.Global, ast.Nonlocal))]
         hoisted = [n for n in self.scope.hoisted if self.scope.is_local(n)]
-        head: list[ast.stmt] = []
-        if hoisted:
-            head.append(at(binding_only(hoisted), node.body[0]))
+        head = [at(binding_only(hoisted), node.body[0])] if hoisted else []
         for kind, names in ((ast.Global, self.scope.globals), (ast.Nonlocal, self.scope.nonlocals)):
             if names:
                 head.insert(0, at(kind(names=sorted(names)), node.body[0]))
@@ -173,7 +170,7 @@ class _Rewriter(ast.NodeTransformer):
             return self._annotated(s)
         if isinstance(s, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             return [self.visit(s)]
-        self._keep_condition(s)
+        condition = self._keep_condition(s)
         inner = replace(level, kept=True, plain_loop=level.plain_loop or isinstance(s, LOOPS))
         for name, value in ast.iter_fields(s):
             if _is_block(value):
@@ -181,18 +178,20 @@ class _Rewriter(ast.NodeTransformer):
             elif name in {"handlers", "cases"}:
                 for part in value:
                     self._part(part, inner)
-            elif not _is_condition(s, name):
+            elif name != condition:
                 setattr(s, name, self._visited(value))
         return [s]
 
-    def _keep_condition(self, s: ast.stmt) -> None:
-        if isinstance(s, (ast.If, ast.While)):
-            s.test = self._plain(s.test, _why(s))
-        elif isinstance(s, ast.For):
+    def _keep_condition(self, s: ast.stmt) -> str:
+        """Rewrite a statement's condition so that it refuses tensors; return its field."""
+        if isinstance(s, ast.For):
             iterable = self._iterable(s.iter)
             s.iter = at(invoke("plain_iterable", iterable, const(_why(s))), s.iter)
-        elif isinstance(s, ast.Assert):
-            s.test = self._plain(s.test, "an assert")
+            return "iter"
+        if isinstance(s, (ast.If, ast.While, ast.Assert)):
+            s.test = self._plain(s.test, "an assert" if isinstance(s, ast.Assert) else _why(s))
+            return "test"
+        return ""
 
     def _part(self, part: Any, level: BlockKind) -> None:
         """An exception handler or a case of a match."""
@@ -231,7 +230,7 @@ class _Rewriter(ast.NodeTransformer):
         setter, state = self._state(names, [*s.body, *s.orelse], s)
         then = self._def("then", self.block(s.body, BlockKind()), names, s)
         other = self._def("otherwise", self.block(s.orelse, BlockKind()), names, s)
-        call = invoke("if_", self.expression(s.test), name_of(then), name_of(other), state)
+        call = invoke("if_", self.expression(s.test), load(then.name), load(other.name), state)
         return [then, other, *setter, at(ast.Expr(call), s)]
 
     def _leaving_if(self, s: ast.If, rest: Sequence[ast.stmt], level: BlockKind) -> list[ast.stmt]:
@@ -244,7 +243,7 @@ class _Rewriter(ast.NodeTransformer):
             after = self._def("rest", self.block(rest, level), names, s)
             generated.append(after)
             for branch in (body, orelse):
-                go_on = at(Rest(value=ast.Call(name_of(after), [], [])), s)
+                go_on = at(Rest(value=ast.Call(load(after.name), [], [])), s)
                 go_on.assigns = assigned(rest)
                 branch.append(go_on)
         elif rest:
@@ -253,7 +252,7 @@ class _Rewriter(ast.NodeTransformer):
         then = self._def("then", self.block(body, level), names, s)
         other = self._def("otherwise", self.block(orelse, level), names, s)
         entry = "leave_loop_if" if level.in_loop else "return_if"
-        call = invoke(entry, test, name_of(then), name_of(other), state)
+        call = invoke(entry, test, load(then.name), load(other.name), state)
         return [*generated, then, other, *setter, at(ast.Return(call), s)]
 
     def _loop(self, s: ast.While | ast.For) -> tuple[list[ast.stmt], ast.expr]:
@@ -270,10 +269,10 @@ class _Rewriter(ast.NodeTransformer):
         body = self._def("body", self.block(inside, BlockKind(in_loop=True)), names, s)
         if isinstance(s, ast.For):
             body.args.args.append(at(ast.arg(arg=item), s))
-            return [body, *setter], invoke("for_", self._iterable(s.iter), name_of(body), state)
+            return [body, *setter], invoke("for_", self._iterable(s.iter), load(body.name), state)
         value = at(ast.Return(self.expression(s.test)), s.test)
         test = self._def("test", [value], assigned(tested), s)
-        return [test, body, *setter], invoke("while_", name_of(test), name_of(body), state)
+        return [test, body, *setter], invoke("while_", load(test.name), load(body.name), state)
 
     def _returning_loop(
         self, s: ast.While | ast.For, rest: Sequence[ast.stmt], level: BlockKind
@@ -287,7 +286,7 @@ class _Rewriter(ast.NodeTransformer):
         left = self._fresh("exit")
         run = at(ast.Assign(targets=[ast.Name(left, ast.Store())], value=call), s)
         entry = "leave_outer_loop" if level.in_loop else "return_from_loop"
-        leave = ast.Return(invoke(entry, load(left), name_of(after), state, always))
+        leave = ast.Return(invoke(entry, load(left), load(after.name), state, always))
         return [*definitions, run, after, *setter, at(leave, s)]
 
     def _without_else(self, s: ast.While | ast.For) -> list[ast.stmt]:
@@ -341,7 +340,7 @@ class _Rewriter(ast.NodeTransformer):
             body += [delete_unbound(n) for n in mine]
             definition = self._def("set", body, mine, like)
             definition.args.args.append(ast.arg(arg=value))
-            setter, write = [at(definition, like)], name_of(definition)
+            setter, write = [at(definition, like)], load(definition.name)
         reads = ast.Tuple([thunk(load(n)) for n in mine], ast.Load())
         names_node = ast.Tuple([const(n) for n in mine], ast.Load())
         return setter, at(
@@ -370,14 +369,11 @@ class _Rewriter(ast.NodeTransformer):
         what = f"an assignment to `{ast.unparse(node)}`"
         if not _is_path(node.value):
             return pair(what, node.lineno)
-        owner = thunk(self._reload(node.value))
+        reloaded = ast.parse(ast.unparse(node.value), mode="eval").body
+        owner = thunk(self.expression(reloaded))
         return ast.Tuple(
             [const(what), const(node.lineno), owner, const(self._mangled(node.attr))], ast.Load()
         )
-
-    def _reload(self, node: ast.expr) -> ast.expr:
-        reparsed: ast.expr = ast.parse(ast.unparse(node), mode="eval").body
-        return self.expression(reparsed)
 
     # Expressions
 
@@ -481,13 +477,6 @@ def _why(s: ast.stmt) -> str:
     if has_yield(s):
         return f"{kind} around `yield` or `await`"
     return f"{kind} that leaves through `with`, `try`, `match` or a generator"
-
-
-def _is_condition(s: ast.stmt, field: str) -> bool:
-    """Return whether `_keep_condition` has handled a field."""
-    return (field == "test" and isinstance(s, (ast.If, ast.While, ast.Assert))) or (
-        field == "iter" and isinstance(s, ast.For)
-    )
 
 
 def _is_block(value: Any) -> bool:

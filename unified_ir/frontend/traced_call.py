@@ -6,7 +6,8 @@ operands, and buffers that it assigns are extra results, assigned outside once t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,22 +91,18 @@ def record_call(
     return TracedCall(function, [*flat, *inner.captured], value, list(buffers), trees)
 
 
-class _isolated_buffers:  # noqa: N801 - reads as the context it is
-    """Collects the buffers assigned within the block, and removes them from the binding again."""
-
-    def __enter__(self) -> dict[Parameter, Tensor]:
-        self._binding = current_or_none()
-        self._before = {} if self._binding is None else dict(self._binding.assigned)
-        self._buffers: dict[Parameter, Tensor] = {}
-        return self._buffers
-
-    def __exit__(self, *_: object) -> None:
-        if self._binding is None:
-            return
-        for parameter, tensor in self._binding.assigned.items():
-            if self._before.get(parameter) is not tensor:
-                self._buffers[parameter] = tensor
-        self._binding.assigned = self._before
+@contextmanager
+def _isolated_buffers() -> Iterator[dict[Parameter, Tensor]]:
+    """Collect the buffers assigned within the block, and remove them from the binding again."""
+    binding, buffers = current_or_none(), dict[Parameter, Tensor]()
+    before = {} if binding is None else dict(binding.assigned)
+    try:
+        yield buffers
+    finally:
+        if binding is not None:
+            new = {p: t for p, t in binding.assigned.items() if before.get(p) is not t}
+            buffers.update(new)
+            binding.assigned = before
 
 
 def with_tensors(tree: Any, *, numbers: bool = False) -> Any:

@@ -65,8 +65,8 @@ class VariableAccess:
     def refuse_odd(self, kind: str) -> None:
         """Refuse, by name, statements that cannot depend on a tensor."""
         for what, line, *owner in self._odd:
-            if owner and _is_buffer(*owner):
-                continue
+            if owner and owner[1] in getattr(owner[0](), "_parameters", ()):
+                continue  # a buffer
             raise InvalidInput(
                 f"{what} (line {line}) is in {kind} that a tensor decides ({self.here}), and "
                 "would happen once, while the graph is recorded, whatever the tensor is; move it "
@@ -89,10 +89,6 @@ class VariableAccess:
                 "happens while the graph is recorded, whatever the tensor is; assign variables "
                 "instead (a new list or number), stack values with ops.scan, or use mode('eager')"
             )
-
-
-def _is_buffer(owner: Callable[[], Any], attribute: str) -> bool:
-    return attribute in getattr(owner(), "_parameters", ())
 
 
 def _read(thunk: Callable[[], Any]) -> Any:

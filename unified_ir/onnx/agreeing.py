@@ -1,9 +1,9 @@
-"""Sizes that nothing proves equal, claimed to be equal where an operator needs them so.
+"""Claims that sizes are equal, made where an operator needs it and nothing proves it.
 
-ONNX lets any two sizes meet in an operator and compares them in the run; the IR wants to know that
-they are equal. Where an operator refuses sizes of which one is symbolic, that one is claimed to be
-the other. The claim is checked in the run: where it is wrong (also where ONNX would have repeated
-an axis of size one), the run fails and names both sizes instead of giving something else. Two
+ONNX lets any two sizes meet in an operator and compares them in the run; the IR has to know that
+they are equal. If an operator refuses sizes of which one is symbolic, that one is claimed to equal
+the other. The claim is checked in the run: if it is wrong (also where ONNX would have repeated an
+axis of size one), the run fails and names both sizes instead of returning something else. Two
 different numbers are never claimed to be equal.
 """
 
@@ -23,14 +23,14 @@ from triplane.unified_ir.ops.rows.movement.shape_assertions import assume_shape
 from triplane.unified_ir.ops.tensor import Tensor
 
 Named = frozenset[str]
-"""Sizes that a caller of the model decides: claimed last."""
+"""Sizes that a caller of the model decides: replaced by others only as a last resort."""
 Lookup = Callable[[Tensor], Array | None]
-"""What is known of a vector of sizes."""
+"""Returns the known contents of a vector of sizes."""
 Wanted = Sequence[Dim]
 
 
 class _Refused(Exception):
-    """Two numbers that differ, or nothing that could be claimed."""
+    """Two numbers differ, or there is nothing to claim."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,28 @@ class _Case:
     named: Named
     contents: Lookup
 
+    def met(self, sizes: Sequence[Dim]) -> Dim:
+        """Return the size that others are claimed to equal: a number, else the simplest named."""
+        numbers = {d for d in sizes if isinstance(d, int)}
+        if len(numbers) > 1 or not sizes:
+            raise _Refused
+        return numbers.pop() if numbers else min(sizes, key=self._rank)
+
+    def _rank(self, dim: Dim) -> tuple[bool, int, int, str]:
+        text = str(dim)
+        return not symbols(dim) <= self.named, text.count("//"), len(text), text
+
+    def across(self, shapes: Sequence[Sequence[Dim]]) -> list[Dim]:
+        """Return the shape that shapes broadcast to if sizes other than one are equal."""
+        wanted: list[Dim] = []
+        for axis in range(-max((len(s) for s in shapes), default=0), 0):
+            wide = [s[axis] for s in shapes if len(s) >= -axis and s[axis] != 1]
+            wanted.append(self.met(wide) if wide else 1)
+        return wanted
+
 
 def agreeing(app: Application, row: Op, named: Named, contents: Lookup) -> Application | None:
-    """The application with operands whose sizes are claimed to fit; None: no claim is a way out."""
+    """Return the application with operands whose sizes are claimed to fit; None if none can."""
     rule = _broadcast if row.infer in BROADCASTING else _RULES.get(app.op)
     if rule is None or not all(x is None or is_plain(x.type) for x in app.inputs):
         return None
@@ -55,37 +74,19 @@ def agreeing(app: Application, row: Op, named: Named, contents: Lookup) -> Appli
     return replace(app, inputs=tuple(operands)) if any(changed) else None
 
 
-def _met(sizes: Sequence[Dim], named: Named) -> Dim:
-    """The size that others are claimed to be: a number, else the simplest that callers decide."""
-    numbers = {d for d in sizes if isinstance(d, int)}
-    if len(numbers) > 1 or not sizes:
-        raise _Refused
-    return numbers.pop() if numbers else min(sizes, key=lambda d: _rank(d, named))
-
-
-def _rank(dim: Dim, named: Named) -> tuple[bool, int, int, str]:
-    text = str(dim)
-    return not symbols(dim) <= named, text.count("//"), len(text), text
-
-
-def _across(shapes: Sequence[Sequence[Dim]], named: Named) -> list[Dim]:
-    """The shape that shapes broadcast to when those of more than one are equal."""
-    rank = max((len(s) for s in shapes), default=0)
-    wanted: list[Dim] = []
-    for axis in range(-rank, 0):
-        wide = [s[axis] for s in shapes if len(s) >= -axis and s[axis] != 1]
-        wanted.append(_met(wide, named) if wide else 1)
-    return wanted
-
-
 def _fitted(x: Tensor, wanted: Wanted) -> Tensor:
-    """`x` with its last axes claimed to be those of `wanted`, where it does not repeat them."""
+    """Claim that the last axes of `x` are those of `wanted`, except axes of size one."""
     last = wanted[len(wanted) - x.rank :]
     return assume_shape(x, [d if d == 1 else w for d, w in zip(x.shape, last, strict=True)])
 
 
+def _claimed(x: Tensor, sizes: Mapping[int, Dim]) -> Tensor:
+    """Claim sizes of `x` by axis."""
+    return assume_shape(x, [sizes.get(i, d) for i, d in enumerate(x.shape)])
+
+
 def _broadcast(case: _Case) -> Sequence[Tensor | None]:
-    wanted = _across([x.shape for x in case.app.inputs if x is not None], case.named)
+    wanted = case.across([x.shape for x in case.app.inputs if x is not None])
     return [None if x is None else _fitted(x, wanted) for x in case.app.inputs]
 
 
@@ -93,8 +94,8 @@ def _matmul(case: _Case) -> Sequence[Tensor | None]:
     a, b = case.app.operand(0), case.app.operand(1)
     if min(a.rank, b.rank) < 2:
         raise _Refused
-    batch = _across([a.shape[:-2], b.shape[:-2]], case.named)
-    inner = _met([a.shape[-1], b.shape[-2]], case.named)
+    batch = case.across([a.shape[:-2], b.shape[:-2]])
+    inner = case.met([a.shape[-1], b.shape[-2]])
     return [
         _fitted(a, [*batch, a.shape[-2], inner]),
         _fitted(b, [*batch, inner, b.shape[-1]]),
@@ -102,46 +103,35 @@ def _matmul(case: _Case) -> Sequence[Tensor | None]:
 
 
 def _gemm(case: _Case) -> Sequence[Tensor | None]:
-    """Matrices whose inner sizes are claimed to be equal, such as a flattened open plane's."""
+    """Claim that the inner sizes of matrices are equal, e.g. of a flattened plane of any size."""
     a, b = case.app.operand(0), case.app.operand(1)
     if a.rank != 2 or b.rank != 2:
         raise _Refused
     at_a, at_b = (0 if case.app.attr("transA", 0) else 1), (1 if case.app.attr("transB", 0) else 0)
-    inner = _met([a.shape[at_a], b.shape[at_b]], case.named)
-    return [
-        assume_shape(a, [inner if i == at_a else d for i, d in enumerate(a.shape)]),
-        assume_shape(b, [inner if i == at_b else d for i, d in enumerate(b.shape)]),
-        *case.app.inputs[2:],
-    ]
+    inner = case.met([a.shape[at_a], b.shape[at_b]])
+    return [_claimed(a, {at_a: inner}), _claimed(b, {at_b: inner}), *case.app.inputs[2:]]
 
 
 def _but_axis(case: _Case) -> Sequence[Tensor | None]:
-    """Operands of one rank that agree on every axis but one."""
+    """Claim that operands of one rank agree on every axis but one."""
     present = [x for x in case.app.inputs if x is not None]
     if len({x.rank for x in present}) != 1 or not present[0].rank:
         raise _Refused
     apart = case.app.attr("axis", 0) % present[0].rank
-    columns = list(zip(*(x.shape for x in present), strict=True))
-    wanted = [
-        column[0] if i == apart else _met(column, case.named) for i, column in enumerate(columns)
-    ]
-    return [
-        None
-        if x is None
-        else assume_shape(x, [d if i == apart else wanted[i] for i, d in enumerate(x.shape)])
-        for x in case.app.inputs
-    ]
+    columns = enumerate(zip(*(x.shape for x in present), strict=True))
+    wanted = {i: case.met(column) for i, column in columns if i != apart}
+    return [None if x is None else _claimed(x, wanted) for x in case.app.inputs]
 
 
 def _expand(case: _Case) -> Sequence[Tensor | None]:
     x, shape = case.app.operand(0), case.contents(case.app.operand(1))
     if shape is None:
         raise _Refused
-    return [_fitted(x, _across([x.shape, shape.tolist()], case.named)), *case.app.inputs[1:]]
+    return [_fitted(x, case.across([x.shape, shape.tolist()])), *case.app.inputs[1:]]
 
 
 def _reshape(case: _Case) -> Sequence[Tensor | None]:
-    """As a vector of as many elements as are wanted; sizes on both sides cancel before."""
+    """Claim the size of a vector of all elements, after sizes on both sides cancel."""
     x, shape = case.app.operand(0), case.contents(case.app.operand(1))
     if shape is None or not isinstance(x.type.size, Expr):
         raise _Refused
@@ -156,7 +146,7 @@ def _reshape(case: _Case) -> Sequence[Tensor | None]:
 
 
 def _quotient(sizes: Wanted, divisors: Wanted) -> Dim:
-    """What -1 stands for in a Reshape; a size on both sides counts for neither."""
+    """Return the size that -1 stands for in a Reshape; sizes on both sides cancel."""
     left, right = list(sizes), list(divisors)
     for d in divisors:
         if d in left:
@@ -177,4 +167,4 @@ _RULES: Final[Mapping[str, Callable[..., Sequence[Any]]]] = {
     "Reshape": _reshape,
     "Where": _broadcast,
 }
-"""Claims by operator, beside those that broadcast elementwise."""
+"""Claims by operator, in addition to elementwise operators, which broadcast."""

@@ -1,4 +1,4 @@
-"""An operator applied in some version of its definition, on its way to the one the IR means."""
+"""An operator applied in some version of its definition, before it is lifted to the IR's."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ class Application:
     outputs: int = 1
 
     def attr(self, name: str, default: Any = None) -> Any:
-        """An attribute, or what stands for it."""
+        """Return an attribute, or the default."""
         return self.attrs.get(name, default)
 
     def operand(self, i: int) -> Tensor:
-        """Operand `i`, which must be there."""
+        """Return operand `i`, which must be present."""
         operand = self.inputs[i] if i < len(self.inputs) else None
         if operand is None:
             raise InvalidInput(f"{self.op} needs operand {i}")
         return operand
 
     def without(self, *names: str, **attrs: Any) -> Application:
-        """Without some attributes, with others."""
+        """Return the application without some attributes, and with others set."""
         kept = {k: v for k, v in self.attrs.items() if k not in names}
         return replace(self, attrs=kept | attrs)
 
     def padded(self, n: int) -> tuple[Tensor | None, ...]:
-        """The operands, absent ones added up to `n`."""
-        return (*self.inputs, *(None for _ in range(n - len(self.inputs))))
+        """Return the operands, with None for absent ones up to `n`."""
+        return (*self.inputs, *[None] * (n - len(self.inputs)))
 
 
 Lifted = Application | tuple[Tensor, ...]

@@ -1,7 +1,8 @@
-"""Contents of values known while a model is imported: constants, and sizes as dimensions."""
+"""Contents of values that are known while a model is imported: constants, and sizes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,15 +20,15 @@ from triplane.unified_ir.ops.tensor import Tensor
 
 
 class KnownValues:
-    """Sizes by the value that holds them, beside what the build knows of its constants."""
+    """Sizes by the value that holds them, in addition to the constants that the build knows."""
 
     def __init__(self) -> None:
         self.sizes: dict[Value, Array] = {}
         self.partly: dict[Value, Array] = {}
-        """Sizes of which some are known; the others are None."""
+        """Vectors of which only some sizes are known; the others are None."""
 
     def of(self, x: Tensor) -> Array | None:
-        """Contents as an array of ints, truths or dimensions; None where they are not known."""
+        """Return contents as an array of ints, bools or dimensions; None if they are unknown."""
         if x.value in self.sizes:
             return self.sizes[x.value]
         known = x.build.known(x)
@@ -39,17 +40,11 @@ class KnownValues:
         return None
 
     def note(self, app: Application, output: Tensor) -> Tensor:
-        """Follows vectors of sizes that are known in part, and claims what they say of a shape."""
+        """Follow vectors of partly known sizes, and claim the sizes that they give to a shape."""
         if app.op in ARRANGING and output.dtype == int64:
-            contents_of_operands = [None if x is None else self._seen(x) for x in app.inputs]
-            if all(
-                f is not None
-                for f, x in zip(contents_of_operands, app.inputs, strict=True)
-                if x is not None
-            ):
-                contents = fold(app.op, contents_of_operands, app.attrs)
-                if contents is not None and any(d is not None for d in contents.flat):
-                    self.partly[output.value] = contents
+            contents = _folded(app, self._seen)
+            if contents is not None and any(d is not None for d in contents.flat):
+                self.partly[output.value] = contents
         if app.op in {"Expand", "Reshape"} and len(app.inputs) > 1 and app.inputs[1] is not None:
             wanted = self.partly.get(app.inputs[1].value)
             if wanted is not None and wanted.shape == (output.rank,):
@@ -57,7 +52,7 @@ class KnownValues:
         return output
 
     def _seen(self, x: Tensor) -> Array | None:
-        """What is known of whole numbers, each of them or None."""
+        """Return integers of which some may be known, the others being None; None if none is."""
         known = self.of(x) if x.value not in self.partly else self.partly[x.value]
         size = x.type.size
         if known is not None or x.dtype != int64 or not isinstance(size, int):
@@ -66,7 +61,7 @@ class KnownValues:
         return np.full(static, None, dtype=object) if size <= MAX_CONTENTS else None
 
     def hold(self, build: Build, sizes: Array, dtype: DType) -> Tensor:
-        """Sizes as a tensor whose contents stay known."""
+        """Return sizes as a tensor whose contents stay known."""
         if not symbolic(sizes):
             return build.constant(sizes.astype(dtype.numpy))
         flat = [d if isinstance(d, Expr) else int(d) for d in sizes.flat]
@@ -75,22 +70,27 @@ class KnownValues:
         return x
 
     def folded(self, build: Build, row: Op, app: Application) -> Tensor | None:
-        """The output as a constant or a vector of sizes, where the operands say what it is."""
+        """Return the output as a constant or a vector of sizes, if the operands determine it."""
         present = [x for x in app.inputs if x is not None]
         if app.outputs != 1 or not present:
             return None
         known = [x.build.known(x) for x in present]
         if all(isinstance(k, np.ndarray) and k.size <= MAX_FOLDED for k in known):
             return _evaluated(build, row, app)
-        operands = [None if x is None else self.of(x) for x in app.inputs]
-        if any(f is None for f, x in zip(operands, app.inputs, strict=True) if x is not None):
-            return None
-        contents = fold(app.op, operands, app.attrs)
+        contents = _folded(app, self.of)
         return None if contents is None else self.hold(build, contents, _dtype(app, contents))
 
 
+def _folded(app: Application, look: Callable[[Tensor], Array | None]) -> Array | None:
+    """Return the contents of the output, if `look` knows those of every operand."""
+    operands = [None if x is None else look(x) for x in app.inputs]
+    if any(f is None for f, x in zip(operands, app.inputs, strict=True) if x is not None):
+        return None
+    return fold(app.op, operands, app.attrs)
+
+
 def _narrowed(op: str, output: Tensor, wanted: Array) -> list[Dim]:
-    """The output's sizes, open ones being what the shape operand has in their place."""
+    """Return the output's sizes, with unknown ones replaced by those of the shape operand."""
     least = 2 if op == "Expand" else 1  # an axis expanded to 1 keeps its size
     return [
         w if is_symbol(d) and isinstance(w, int) and w >= least else d
@@ -107,7 +107,7 @@ def _dtype(app: Application, contents: Array) -> DType:
 
 
 def _evaluated(build: Build, row: Op, app: Application) -> Tensor | None:
-    """The kernel's result on constants, where it is small and the same each time."""
+    """Return the kernel's result on constants, if it is small and deterministic."""
     schema: Any = row.schema
     if schema is None or schema.non_deterministic:
         return None
@@ -116,8 +116,7 @@ def _evaluated(build: Build, row: Op, app: Application) -> Tensor | None:
     with scratch:
         scratch.apply(row, known, app.attrs)
     node = scratch.nodes[-1]
-    type_ = node.outputs[0].type
-    size = type_.size
+    type_, size = node.outputs[0].type, node.outputs[0].type.size
     if not is_plain(type_) or not isinstance(size, int) or size > MAX_FOLDED:
         return None
     (array,) = run_node(build.table, node, known, {}, known)  # type: ignore[arg-type]

@@ -170,7 +170,7 @@ def _pairs(k: int) -> tuple[Any, Any]:
 
 
 def _of_pairs(app: Application, x: Tensor, counts: Sequence[int]) -> Tensor:
-    """Return (N, pairs) scores: coefficients j - 1 weigh vectors of i, coefficients i those of j."""
+    """Return (N, pairs) scores; row j - 1 of the coefficients is for vectors of i, row i for j."""
     k, total, rho = len(counts), sum(counts), floats(app, "rho")
     weights = floats(app, "coefficients")
     if len(weights) != (k - 1) * total or len(rho) != k * (k - 1) // 2 or min(counts) < 0:

@@ -1,38 +1,39 @@
 """Initializers that an exporter merged because they were equal before any training.
 
-PyTorch's exporter writes equal weights once: in an untrained network one vector of zeros is the
-running mean of every batch normalization of that width, and often their bias, too. The others read
-it through Identity, which keeps the name that the tensor had. Trained further, each layer needs its
-own. What is not all zeros or ones is left alone: equal numbers that training gave are one weight.
+PyTorch's exporter writes equal weights once: in an untrained network, one vector of zeros is the
+running mean of every batch normalization of that width, and often also their bias. The others read
+it through Identity, which keeps the original name of the tensor. To be trained, each layer needs
+its own. Other vectors than zeros or ones are left alone: equal trained numbers are one weight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Final
 
 from onnx import GraphProto, NodeProto, TensorProto
 
 from triplane.unified_ir.ir.types import BY_ONNX
-from triplane.unified_ir.onnx.source import array_of
+from triplane.unified_ir.onnx.source import array_of, unused
 from triplane.unified_ir.ops.rows.arithmetic.norm import is_untrained
 
 MAX_CHANNELS: Final = 2**16
-"""Longer vectors are left shared."""
+"""Longer vectors stay shared."""
 MAX_COPIED_BYTES: Final = 2**26
-"""Copies of all vectors together; what would exceed it stays shared."""
+"""The most bytes of all copies; vectors beyond it stay shared."""
 STATISTICS: Final = {3: "running_mean", 4: "running_var"}
-"""Operands of batch normalization that training moves, and the names of their copies."""
+"""Operands of batch normalization that training updates, and the names of their copies."""
 
 _STANDARD: Final = frozenset({"", "ai.onnx"})
 
 Layer = tuple[str, ...]
-"""Names of scale, bias, mean and variance: a layer that is applied twice reads the same."""
+"""Names of scale, bias, mean and variance; a layer that is applied twice reads the same ones."""
 
 
 def separated(graph: GraphProto, folder: Path | None) -> tuple[list[NodeProto], list[TensorProto]]:
-    """The nodes, and the initializers they read, with a copy for each layer where that is known.
+    """Return the nodes and their initializers, with a copy for each layer where that is known.
 
     A vector of zeros or ones gets a copy under the name of each Identity that reads it, and one for
     the statistics of each batch normalization that shares it with another layer or operand. Batch
@@ -56,16 +57,15 @@ def separated(graph: GraphProto, folder: Path | None) -> tuple[list[NodeProto], 
             if len(readers[name]) < 2 or not vectors.is_shareable(name):
                 continue
             if (name, k, layer) not in own:
-                is_free = None not in readers[name] and name not in own.values()
-                statistic = (
-                    name
-                    if is_free
-                    else _unused(f"{layer[0].removesuffix('.weight')}.{suffix}", taken)
-                )
-                if not is_free and not vectors.copy(name, statistic):
-                    continue
+                statistic = name
+                if None in readers[name] or name in own.values():
+                    statistic = unused(f"{layer[0].removesuffix('.weight')}.{suffix}", taken)
+                    taken.add(statistic)
+                    if not vectors.copy(name, statistic):
+                        continue
                 own[name, k, layer] = statistic
-            nodes[i] = _reading(nodes[i], k, own[name, k, layer])
+            nodes[i] = deepcopy(nodes[i])
+            nodes[i].input[k] = own[name, k, layer]
     return nodes, [*held, *vectors.copies.values()]
 
 
@@ -81,7 +81,7 @@ class _Vectors:
         self._known: dict[str, bool] = {}
 
     def is_shareable(self, name: str) -> bool:
-        """Whether a name is a float vector of zeros or of ones."""
+        """Return whether a name is a float vector of zeros or of ones."""
         if name not in self._known:
             tensor = self.copies.get(name) or self.held.get(name)
             self._known[name] = tensor is not None and self._is_untrained(tensor)
@@ -91,12 +91,11 @@ class _Vectors:
         if len(tensor.dims) != 1 or not 0 < tensor.dims[0] <= MAX_CHANNELS:
             return False
         dtype = BY_ONNX.get(tensor.data_type)
-        if dtype is None or not dtype.is_float:
-            return False
-        return is_untrained(array_of(tensor, self.folder))
+        is_float = dtype is not None and dtype.is_float
+        return is_float and is_untrained(array_of(tensor, self.folder))
 
     def copy(self, name: str, new: str) -> bool:
-        """Adds a copy under a new name; False where the name or the bytes are taken."""
+        """Add a copy under a new name; return False if the name is taken or the limit reached."""
         if new in self.held or new in self.copies or new in self.inputs:
             return False
         tensor = self.copies.get(name) or self.held[name]
@@ -104,15 +103,13 @@ class _Vectors:
         if self.bytes + size > MAX_COPIED_BYTES:
             return False
         self.bytes += size
-        copied = TensorProto()
-        copied.CopyFrom(tensor)
-        copied.name = new
-        self.copies[new] = copied
+        self.copies[new] = deepcopy(tensor)
+        self.copies[new].name = new
         return True
 
 
 def _is_copied(node: NodeProto, vectors: _Vectors) -> bool:
-    """Whether an Identity gives what is now an initializer of its own."""
+    """Copy the vector that an Identity reads; return whether the node is no longer needed."""
     return (
         node.op_type == "Identity"
         and node.domain in _STANDARD
@@ -124,23 +121,6 @@ def _is_copied(node: NodeProto, vectors: _Vectors) -> bool:
 
 
 def _has_statistics(node: NodeProto) -> bool:
-    """Whether a node is batch normalization by running statistics."""
+    """Return whether a node is batch normalization with running statistics."""
     is_one = node.op_type == "BatchNormalization" and node.domain in _STANDARD
     return is_one and len(node.input) == 5 and not any(node.output[1:])
-
-
-def _unused(name: str, taken: set[str]) -> str:
-    free, k = name, 1
-    while free in taken:
-        k += 1
-        free = f"{name}.{k}"
-    taken.add(free)
-    return free
-
-
-def _reading(node: NodeProto, k: int, name: str) -> NodeProto:
-    """The node, another name being its operand `k`."""
-    reader = NodeProto()
-    reader.CopyFrom(node)
-    reader.input[k] = name
-    return reader

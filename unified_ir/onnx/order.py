@@ -1,4 +1,4 @@
-"""Nodes in an order in which each reads what earlier ones gave; what nothing needs is left out."""
+"""Nodes in an order in which they can run, without those that nothing needs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from triplane.unified_ir.onnx.source import subgraphs_of
 
 
 def needed_in_order(nodes: Sequence[NodeProto], outputs: Sequence[str]) -> list[NodeProto]:
-    """The nodes that the outputs need, sorted; InvalidInput names a cycle or what is missing."""
+    """Return the nodes that the outputs need, sorted; refuse cycles and names produced twice."""
     giver: dict[str, int] = {}
     for i, node in enumerate(nodes):
         for name in node.output:
@@ -39,11 +39,8 @@ def needed_in_order(nodes: Sequence[NodeProto], outputs: Sequence[str]) -> list[
                 raise InvalidInput(f"the nodes {_cycle(nodes, stack, after)} need one another")
             else:
                 stack.append((after, iter(reads[after])))
-    at = {i: k for k, i in enumerate(sorted(order))}
-    sorted_already = all(
-        at[giver[r]] < at[i] for i in order for r in reads[i] if r in giver and giver[r] != i
-    )
-    return [nodes[i] for i in (sorted(order) if sorted_already else order)]
+    is_sorted = all(giver.get(r, i) <= i for i in order for r in reads[i])
+    return [nodes[i] for i in (sorted(order) if is_sorted else order)]
 
 
 def _cycle(nodes: Sequence[NodeProto], stack: Sequence[tuple[int, object]], first: int) -> str:
@@ -53,7 +50,7 @@ def _cycle(nodes: Sequence[NodeProto], stack: Sequence[tuple[int, object]], firs
 
 
 def _reads(node: NodeProto) -> list[str]:
-    """Names a node reads, those of its inner graphs among them; inner names do no harm."""
+    """Return the names that a node reads, also in its inner graphs."""
     names = [name for name in node.input if name]
     for graph in subgraphs_of(node):
         defined = {i.name for i in graph.input} | {t.name for t in graph.initializer}

@@ -1,7 +1,8 @@
-"""Where a node stands, and nodes whose values are known at import: constants, shapes."""
+"""A node in its context, and nodes whose values are known at import: constants, shapes."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A node with its operands, where it stands."""
+    """A node with its operands and its context."""
 
     importer: Importer
     node: NodeProto
@@ -32,25 +33,25 @@ class Site:
 
     @property
     def build(self) -> Build:
-        """The graph that the node's values go into."""
+        """The build that the node's values go into."""
         return self.frame.scope.build
 
     def present(self, i: int) -> Tensor:
-        """Operand `i`, which must be there."""
+        """Return operand `i`, which must be present."""
         operand = self.inputs[i] if i < len(self.inputs) else None
         if operand is None:
             raise InvalidInput(f"operand {i} is absent")
         return operand
 
     def graph(self, name: str) -> GraphProto:
-        """The inner graph in attribute `name`."""
+        """Return the inner graph in attribute `name`."""
         for attribute in self.importer.resolved(self.node, self.frame):
             if attribute.name == name and attribute.HasField("g"):
                 return attribute.g
         raise InvalidInput(f"the graph {name!r} is absent")
 
     def attrs(self) -> dict[str, Any]:
-        """Attributes but inner graphs."""
+        """Return all attributes except inner graphs."""
         attrs = self.importer.resolved(self.node, self.frame)
         return {a.name: self.importer.value(a) for a in attrs if not a.HasField("g")}
 
@@ -58,7 +59,7 @@ class Site:
 Structure = Callable[[Site], Sequence[Tensor]]
 
 MAX_FILLED: Final = 2**28
-"""Elements of a filled tensor that becomes a weight."""
+"""The most elements of a filled tensor that becomes a weight."""
 
 
 def _constant(site: Site) -> Sequence[Tensor]:
@@ -87,7 +88,7 @@ def _dense(importer: Importer, sparse: SparseTensorProto) -> Array:
     shape = tuple(sparse.dims)
     count = _count(shape)
     if count > MAX_FILLED:
-        raise InvalidInput(f"a sparse constant of shape {shape[:8]} is not read")
+        raise InvalidInput(f"a sparse constant of shape {shape[:8]} is too large")
     dense = np.zeros(count, values.dtype)
     where = indices if indices.ndim == 1 else np.ravel_multi_index(tuple(indices.T), shape)
     if where.size and not 0 <= int(where.min()) <= int(where.max()) < count:
@@ -97,15 +98,12 @@ def _dense(importer: Importer, sparse: SparseTensorProto) -> Array:
 
 
 def _shape(site: Site) -> Sequence[Tensor]:
-    """Sizes of the operand, which are known here as numbers or symbols."""
-    x, attrs = site.present(0), site.attrs()
+    """Return the sizes of the operand, which are known as numbers or symbols."""
+    attrs = site.attrs()
     start, end = attrs.pop("start", 0), attrs.pop("end", None)
     if attrs:
         raise InvalidInput(f"it has no attribute {next(iter(attrs))!r}")
-    rank = x.rank
-    first = min(max(start + rank if start < 0 else start, 0), rank)
-    last = rank if end is None else min(max(end + rank if end < 0 else end, 0), rank)
-    return (site.build.dims(x.shape[first : max(first, last)]),)
+    return (site.build.dims(site.present(0).shape[start:end]),)  # ONNX slices as Python does
 
 
 def _size(site: Site) -> Sequence[Tensor]:
@@ -114,33 +112,30 @@ def _size(site: Site) -> Sequence[Tensor]:
 
 
 def _filled(site: Site) -> Sequence[Tensor]:
-    """A weight where it is read as one, a constant where it is small, else a scalar repeated."""
+    """Return a weight if it is read as one, a constant if it is small, else a repeated scalar."""
     shape = site.present(0)
     value = np.asarray(site.attrs().get("value", np.zeros(1, np.float32)))
     if value.size != 1:
         raise InvalidInput(f"a fill is one number, got {value.size}")
     known = site.importer.contents.of(shape)
     name, scope = site.node.output[0], site.frame.scope
-    static = known is not None and not symbolic(known)
-    if static and known is not None and known.size and value.dtype.kind == "f":
+    if known is not None and not symbolic(known):
         dims = tuple(int(d) for d in known)
-        if 1 < _count(dims) <= MAX_FILLED:
-            filled = np.broadcast_to(value.reshape(()), dims)
+        count, filled = _count(dims), value.reshape(())
+        if dims and value.dtype.kind == "f" and 1 < count <= MAX_FILLED:
+            filled = np.broadcast_to(filled, dims)
             if scope.uses.weighs(name, filled):
                 return (scope.held(name, filled.copy()),)
-    if static and known is not None and _count(sizes := [int(d) for d in known]) <= MAX_FOLDED:
-        return (site.build.constant(np.full(sizes, value.reshape(()))),)
+        if count <= MAX_FOLDED:
+            return (site.build.constant(np.broadcast_to(filled, dims).copy()),)
     return (emit("Expand", site.build.constant(value.reshape(())), shape),)
 
 
 def _count(dims: Sequence[int]) -> int:
-    """Elements of a shape, counted without overflow."""
-    count = 1
-    for d in dims:
-        if d < 0:
-            raise InvalidInput(f"a size is negative in {tuple(dims)[:8]}")
-        count *= d
-    return count
+    """Count the elements of a shape; refuse a negative size."""
+    if any(d < 0 for d in dims):
+        raise InvalidInput(f"a size is negative in {tuple(dims)[:8]}")
+    return math.prod(dims)
 
 
 STRUCTURES: Final[Mapping[str, Structure]] = {
@@ -149,4 +144,4 @@ STRUCTURES: Final[Mapping[str, Structure]] = {
     "Shape": _shape,
     "Size": _size,
 }
-"""Operators that are known when a graph is imported, and recorded as constants or sizes."""
+"""Operators whose values are known at import, recorded as constants or sizes."""

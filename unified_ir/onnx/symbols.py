@@ -1,4 +1,4 @@
-"""Types that an ONNX graph declares, as IR types: a `dim_param` stays a symbol."""
+"""Declared types of an ONNX graph as IR types; a `dim_param` stays a symbol."""
 
 from __future__ import annotations
 
@@ -9,9 +9,18 @@ from typing import Final
 from onnx import TensorShapeProto, TypeProto, ValueInfoProto
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.ir.dims import MAX_DIM, Dim, Expr, as_dim, is_symbol, parse, symbol
+from triplane.unified_ir.ir.dims import (
+    MAX_DIM,
+    Dim,
+    Expr,
+    as_dim,
+    is_symbol,
+    parse,
+    symbol,
+    symbols,
+)
 from triplane.unified_ir.ir.types import MAX_RANK, OWN, OptionalType, SequenceType, TensorType
-from triplane.unified_ir.onnx.source import dtype_of
+from triplane.unified_ir.onnx.source import dtype_of, unused
 
 MAX_SYMBOL_CHARS: Final = 64
 Shapes = Mapping[str, Sequence["int | str | Expr"]]
@@ -31,18 +40,15 @@ class Symbols:
         self.taken: set[str] = set(self.bare)
 
     def fresh(self, stem: str) -> Expr:
-        """A symbol no other size has, named after `stem`."""
+        """Return a symbol that no other size has, named after `stem`."""
         base = re.sub(r"[^A-Za-z0-9_]+", "_", stem)[: MAX_SYMBOL_CHARS - 12].strip("_") or "size"
         base = base if base[0].isalpha() or base[0] == "_" else f"n{base}"
-        name, k = base, 1
-        while name in self.taken:
-            k += 1
-            name = f"{base}_{k}"
+        name = unused(base, self.taken, "_")
         self.taken.add(name)
         return symbol(name)
 
     def dim(self, proto: TensorShapeProto.Dimension, stem: str) -> Dim:
-        """A declared size; negative or absent ones are open and get a name of their own."""
+        """Return a declared size; a negative or absent one is unknown and gets its own name."""
         if proto.HasField("dim_value") and 0 <= proto.dim_value <= MAX_DIM:
             return int(proto.dim_value)
         if not proto.dim_param:
@@ -52,30 +58,23 @@ class Symbols:
         return self.named[proto.dim_param]
 
     def _param(self, text: str) -> Dim:
-        """A bare name as it is, an expression over bare names as such, other text renamed."""
+        """Return a bare name, or an expression over bare names, unchanged; rename other text."""
         try:
             dim = parse(text)
         except InvalidInput:
             return self.fresh(text)
-        known = isinstance(dim, int) or is_symbol(dim) or _names(dim) <= self.bare
-        return dim if known else self.fresh(text)
-
-
-def _names(dim: Expr) -> set[str]:
-    from triplane.unified_ir.ir.dims import symbols
-
-    return set(symbols(dim))
+        return dim if is_symbol(dim) or symbols(dim) <= self.bare else self.fresh(text)
 
 
 def declared_type(info: ValueInfoProto, names: Symbols, shapes: Shapes) -> TensorType:
-    """The type of a graph input; `shapes` overrides what the file says."""
+    """Return the type of a graph input; `shapes` overrides the file."""
     return tensor_type(info.type, f"input {info.name[:80]!r}", info.name, names, shapes)
 
 
 def tensor_type(
     proto: TypeProto, what: str, name: str, names: Symbols, shapes: Shapes
 ) -> TensorType:
-    """A tensor type; refused where it is no tensor or has no known number of axes."""
+    """Return a declared type; refuse maps, and tensors of unknown rank."""
     kind = proto.WhichOneof("value")
     if kind == "sequence_type":
         return _sequence(proto.sequence_type.elem_type, what)
@@ -97,7 +96,7 @@ def tensor_type(
         return TensorType(dtype, shape)
     if not tensor.HasField("shape"):
         raise InvalidInput(
-            f"{what} is declared without a shape; say it: shapes={{{name!r}: ('N', ...)}}"
+            f"{what} is declared without a shape; pass shapes={{{name!r}: ('N', ...)}}"
         )
     if len(tensor.shape.dim) > MAX_RANK:
         raise InvalidInput(f"{what} has {len(tensor.shape.dim)} axes, the limit is {MAX_RANK}")
@@ -106,9 +105,9 @@ def tensor_type(
 
 
 def _sequence(element: TypeProto, what: str) -> SequenceType:
-    """A sequence of tensors; a size that is no number is each element's own."""
+    """Return a sequence of tensors; a size that is not a number may differ between elements."""
     if element.WhichOneof("value") != "tensor_type":
-        raise InvalidInput(f"{what} is a sequence of something else than tensors")
+        raise InvalidInput(f"{what} is a sequence, but not of tensors")
     tensor = element.tensor_type
     dtype = dtype_of(tensor.elem_type, what)
     if not tensor.HasField("shape"):

@@ -1,4 +1,4 @@
-"""What an emitted graph may use."""
+"""The opset and operators that an emitted graph may use."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _IR_VERSIONS: Final = {17: 8, 18: 8, 19: 9, 20: 9, 21: 10, 22: 10, 23: 11, 24: 1
 
 @dataclass(frozen=True, slots=True)
 class OnnxTarget:
-    """An ai.onnx opset; 21 has a CPU kernel for nearly everything, later ones lose some.
+    """An ai.onnx opset; onnxruntime has CPU kernels for nearly all of 21, for less of later ones.
 
-    operators: names with their domain of operators beyond ai.onnx that the runtime has.
+    operators: names, with domain, of further operators that the runtime has.
     """
 
     opset: int = 21

@@ -1,7 +1,8 @@
-"""Weights of an imported model that are equal bit for bit, as they stand or transposed.
+"""Weights of an imported model that are equal bit for bit, possibly transposed.
 
 PyTorch lets two layers share one weight, and ONNX files often hold it twice: the table of an
-embedding, and its transpose as the weight of the output. Trained further, the two drift apart.
+embedding, and its transpose as the weight of the output. Without a tie, training changes the two
+differently.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from triplane.unified_ir.ir.graph import Array, Role, StateTensor
 from triplane.unified_ir.ir.types import type_of
 
 LEAST_ELEMENTS: Final = 1_024
-"""Weights up to this many elements may be equal by chance or by the way they began."""
+"""Weights up to this many elements may be equal by chance or by initialization."""
 MAX_ALIKE: Final = 16
-"""Weights that one is compared with, of those whose type, sizes and corners it shares."""
+"""The most weights, of equal type, sizes and corners, that a weight is compared with."""
 _ROW_BLOCK: Final = 1 << 20
-"""Elements compared at a time."""
+"""Number of elements compared at a time."""
 
 
 class Twins:
@@ -31,9 +32,9 @@ class Twins:
     def first(
         self, name: str, array: Array, held: Mapping[str, StateTensor]
     ) -> tuple[str, bool] | None:
-        """(name, whether it is the transpose) of the first equal weight that `held` still has.
+        """Return (name, whether it is the transpose) of the first equal weight still in `held`.
 
-        None where there is none, and for what is too small, constant, or no floats.
+        None if there is none, and for arrays that are too small, constant, or not of floats.
         """
         if array.size <= LEAST_ELEMENTS or not type_of(array).dtype.is_float:
             return None
@@ -42,9 +43,9 @@ class Twins:
         alike = self._alike.setdefault((array.dtype.str, array.dtype.name, sizes, *ends), [])
         alike[:] = [(n, a) for n, a in alike if n in held and held[n].array is a]
         for other, before in alike:
-            for is_transposed in (False, True)[: array.ndim if array.ndim == 2 else 1]:
+            for is_transposed in (False, True) if array.ndim == 2 else (False,):
                 turned = before.T if is_transposed else before
-                if _are_equal(array, turned) and not _is_constant(array):
+                if _are_equal(array, turned) and not (array == array[(0,) * array.ndim]).all():
                     return other, is_transposed
         if len(alike) < MAX_ALIKE:
             alike.append((name, array))
@@ -52,7 +53,7 @@ class Twins:
 
 
 def equal_weights(state: Mapping[str, StateTensor]) -> list[tuple[str, ...]]:
-    """Names of parameters that are equal bit for bit or transposed, a tuple for each weight."""
+    """Return names of parameters that are equal bit for bit or transposed, a tuple per weight."""
     twins = Twins()
     groups: dict[str, list[str]] = {}
     for name, tensor in state.items():
@@ -64,7 +65,7 @@ def equal_weights(state: Mapping[str, StateTensor]) -> list[tuple[str, ...]]:
 
 
 def _are_equal(a: Array, b: Array) -> bool:
-    """Whether shapes and bits are the same."""
+    """Return whether shapes and bits are the same."""
     if a.shape != b.shape:
         return False
     bits = np.dtype(f"u{a.dtype.itemsize}")
@@ -73,8 +74,3 @@ def _are_equal(a: Array, b: Array) -> bool:
         np.array_equal(a[i : i + step].view(bits), b[i : i + step].view(bits))
         for i in range(0, len(a), step)
     )
-
-
-def _is_constant(array: Array) -> bool:
-    """Whether all elements are the first: such weights are equal before any training."""
-    return bool((array == array[(0,) * array.ndim]).all())
