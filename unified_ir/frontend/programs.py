@@ -122,7 +122,8 @@ def programs_of(target: Traceable) -> Programs:
         if known is None or not known.belongs_to(target):
             known = target.__dict__[_KEY] = Programs(target)
         return known
-    owner, function = target, None
+    owner: Any = target
+    function: Any = None
     if isinstance(target, MethodType):  # a new object at each access
         owner, function = target.__self__, target.__func__
     others = _others.setdefault(owner, {})
