@@ -206,7 +206,7 @@ __all__ = [
     if name not in _HELPERS and not name.startswith("_") and not isinstance(value, ModuleType)
 ]
 
-# Rows admit arrays themselves; here every function composed of them does, the next one too.
+# Rows accept numpy arrays; with this every exported function does, too.
 for _name in __all__:
     if isinstance(globals()[_name], FunctionType):
         globals()[_name] = _taking_arrays(globals()[_name])

@@ -152,15 +152,12 @@ def broadcast(row: Op, *shapes: tuple[Dim, ...]) -> tuple[Dim, ...]:
 
 
 def _broadcast_dim(row: Op, shapes: tuple[tuple[Dim, ...], ...], dims: tuple[Dim, ...]) -> Dim:
-    wide = [d for d in dims if d != 1]
-    if not wide:
-        return 1
-    if any(d != wide[0] for d in wide[1:]):
-        other = next(d for d in wide if d != wide[0])
-        symbolic = isinstance(wide[0], Expr) or isinstance(other, Expr)
+    wide = [*dict.fromkeys(d for d in dims if d != 1), 1]
+    if len(wide) > 2:
+        symbolic = isinstance(wide[0], Expr) or isinstance(wide[1], Expr)
         way_out = (
             "give both the same symbol, or reshape" if symbolic else "reshape or transpose one"
         )
         shown = " and ".join(f"({', '.join(map(str, s))})" for s in shapes)
-        raise ShapeError(f"{row} cannot broadcast {shown}: {wide[0]} against {other}; {way_out}")
+        raise ShapeError(f"{row} cannot broadcast {shown}: {wide[0]} against {wide[1]}; {way_out}")
     return wide[0]

@@ -140,9 +140,8 @@ def renewed(function: Function, tag: str) -> Function:
 
 def _bind(sizes: dict[str, Dim], param: Value, arg: Tensor) -> None:
     """Match an argument's shape with a parameter's, giving symbols their dimensions."""
-    if not is_plain(param.type) and not fits(arg.type, param.type):
-        raise ShapeError(f"parameter {param.name!r} is {param.type}, got {arg.type}")
-    if arg.dtype != param.type.dtype or arg.rank != param.type.rank:
+    unfit = not is_plain(param.type) and not fits(arg.type, param.type)
+    if unfit or arg.dtype != param.type.dtype or arg.rank != param.type.rank:
         raise ShapeError(f"parameter {param.name!r} is {param.type}, got {arg.type}")
     for wanted, size in zip(param.type.shape, arg.shape, strict=True):
         if is_symbol(wanted) and (str(wanted) in sizes or wanted != size):

@@ -174,7 +174,8 @@ class OpCall:
         return tuple(d for d in dims if isinstance(d, int))
 
 
-Infer = Callable[[OpCall], tuple[TensorType, ...]]
+Types = tuple[TensorType, ...]
+Infer = Callable[[OpCall], Types]
 Kernel = Callable[..., Any]
 Vjp = Callable[..., Sequence["Tensor | None"]]
 Body = Callable[..., "Tensor | Sequence[Tensor]"]
@@ -343,8 +344,7 @@ class Op:
 
     def full_attrs(self, attrs: Mapping[str, AttrValue]) -> dict[str, Any]:
         """Return `attrs` with defaults (None where there is none), without the names of sizes."""
-        full: dict[str, Any] = {k: s.default for k, s in self.attr_specs.items()}
-        full.update(attrs)
+        full = {k: s.default for k, s in self.attr_specs.items()} | dict(attrs)
         if self.data_dependent_dims:
             del full[OPEN]
         return full

@@ -78,14 +78,13 @@ def _bind_sizes(sizes: dict[str, int], type_: TensorType, shape: tuple[int, ...]
 
 def _check_element(sizes: dict[str, int], type_: SequenceType, item: Any) -> None:
     element = type_.element
-    if item.dtype != type_.element_dtype.numpy:
-        raise InvalidInput(f"a value of type {type_} cannot hold {item.dtype}{list(item.shape)}")
-    if isinstance(element, DType):
-        return
-    if item.ndim != element.rank or not all(
-        dim == OWN or _size(sizes, dim, size) == size
-        for dim, size in zip(element.shape, item.shape, strict=True)
-    ):
+    fits = item.dtype == type_.element_dtype.numpy
+    if fits and not isinstance(element, DType):
+        fits = item.ndim == element.rank and all(
+            dim == OWN or _size(sizes, dim, size) == size
+            for dim, size in zip(element.shape, item.shape, strict=True)
+        )
+    if not fits:
         raise InvalidInput(f"a value of type {type_} cannot hold {item.dtype}{list(item.shape)}")
 
 

@@ -7,6 +7,7 @@ cotangent.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,8 @@ from triplane.unified_ir.ops.rows.movement.structure import where
 from triplane.unified_ir.ops.samples import apart, between, ints, normal, sample
 from triplane.unified_ir.ops.tensor import Tensor
 
+_row = partial(Op, kind=OpKind.ELEMENTWISE)
+
 
 def _exponential(x: Tensor, alpha: float, width: float = 1.0) -> Tensor:
     """x above 0, alpha (exp(x / width) - 1) elsewhere."""
@@ -40,9 +43,8 @@ def _exponential_slope(x: Tensor, scale: float, width: float = 1.0) -> Tensor:
     return where(x > 0.0, 1.0, scale * exp(below / width))
 
 
-elu = Op(
+elu = _row(
     name="Elu",
-    kind=OpKind.ELEMENTWISE,
     body=lambda x, *, alpha: _exponential(x, alpha),
     vjp=lambda g, y, x, *, alpha: (g * _exponential_slope(x, alpha),),
     native=has_float_kernel,
@@ -51,9 +53,8 @@ elu = Op(
 )
 """Clevert et al. 2016."""
 
-celu = Op(
+celu = _row(
     name="Celu",
-    kind=OpKind.ELEMENTWISE,
     body=lambda x, *, alpha: _exponential(x, alpha, alpha),
     vjp=lambda g, y, x, *, alpha: (g * _exponential_slope(x, 1.0, alpha),),
     batch=elementwise,
@@ -61,9 +62,8 @@ celu = Op(
 )
 """Barron 2017: elu with a continuous slope."""
 
-selu = Op(
+selu = _row(
     name="Selu",
-    kind=OpKind.ELEMENTWISE,
     body=lambda x, *, alpha, gamma: gamma * _exponential(x, alpha),
     vjp=lambda g, y, x, *, alpha, gamma: (g * gamma * _exponential_slope(x, alpha),),
     native=has_float_kernel,
@@ -80,9 +80,8 @@ def _prelu(call: OpCall) -> tuple[TensorType, ...]:
     return (x,)
 
 
-prelu = Op(
+prelu = _row(
     name="PRelu",
-    kind=OpKind.ELEMENTWISE,
     weights=(1,),
     infer=_prelu,
     body=lambda x, slope: where(x > 0, x, slope * x),
@@ -91,23 +90,20 @@ prelu = Op(
 )
 """He et al. 2015; at 0 the slope is the learned one, as in PyTorch."""
 
-thresholded_relu = Op(
+thresholded_relu = _row(
     name="ThresholdedRelu",
-    kind=OpKind.ELEMENTWISE,
     body=lambda x, *, alpha: where(x > alpha, x, 0.0),
     native=has_float_kernel,
     samples=(sample(apart(3, 4)), sample(apart(2, 3), alpha=0.2)),
 )
-softsign = Op(
+softsign = _row(
     name="Softsign",
-    kind=OpKind.ELEMENTWISE,
     body=lambda x: x / (1.0 + abs_(x)),
     native=has_float_kernel,
     samples=(sample(apart(2, 3)),),
 )
-mish = Op(
+mish = _row(
     name="Mish",
-    kind=OpKind.ELEMENTWISE,
     body=lambda x: x * tanh(softplus(x)),
     samples=(sample(normal(2, 3)),),
 )
@@ -132,9 +128,8 @@ def _swish_vjp_with_residuals(
     return [y], pull
 
 
-swish = Op(
+swish = _row(
     name="Swish",
-    kind=OpKind.ELEMENTWISE,
     reference=lambda x, *, alpha: x * np.exp(-np.logaddexp(0, -alpha * x)),
     body=lambda x, *, alpha: x * sigmoid(x if alpha == 1.0 else alpha * x),
     vjp_with_residuals=_swish_vjp_with_residuals,
@@ -150,9 +145,8 @@ def _shrink(x: Tensor, *, lambd: float, bias: float) -> Tensor:
     return where(y < -lambd, y + bias, where(y > lambd, y - bias, 0.0)).cast(x.dtype)
 
 
-shrink = Op(
+shrink = _row(
     name="Shrink",
-    kind=OpKind.ELEMENTWISE,
     body=_shrink,
     samples=(
         sample(apart(3, 4), lambd=0.4, bias=0.25),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, Final
 
 import numpy as np
@@ -52,6 +52,9 @@ BROADCASTING: Final = frozenset({broadcast_same, broadcast_bool, _needs_bool})
 """Inference rules of rows whose operands broadcast against each other."""
 
 
+_row = partial(Op, kind=OpKind.ELEMENTWISE)
+
+
 def step(y: Tensor) -> Tensor:
     """1 where y is not zero, else 0, in the element type of y; the fastest form on onnxruntime."""
     return y.cast("bool").cast(y.dtype)
@@ -62,9 +65,8 @@ def _arithmetic(name: str, f: Any, vjp: Any, *, emit: Emit = emit_broadcast, **c
         sample(normal(2, 3), between(0.5, 2, 3)),
         sample(normal(3), between(0.5, 2, 2, 1)),
     )
-    return Op(
+    return _row(
         name=name,
-        kind=OpKind.ELEMENTWISE,
         infer=broadcast_same,
         reference=f,
         vjp=vjp,
@@ -76,9 +78,8 @@ def _arithmetic(name: str, f: Any, vjp: Any, *, emit: Emit = emit_broadcast, **c
 
 
 def _unary(name: str, f: Any, vjp: Vjp | None, *samples: Any, **columns: Any) -> Op:
-    return Op(
+    return _row(
         name=name,
-        kind=OpKind.ELEMENTWISE,
         infer=same,
         reference=f,
         vjp=vjp,
@@ -103,9 +104,8 @@ def _compare(name: str, f: Any) -> Op:
 
 def _logical(name: str, f: Any, *, total: bool = True) -> Op:
     samples = (sample(bools(2, 3), bools(3)),)
-    return Op(
+    return _row(
         name=name,
-        kind=OpKind.ELEMENTWISE,
         batch=elementwise,
         infer=_needs_bool,
         reference=f,
@@ -329,9 +329,8 @@ logical_xor = _logical("Xor", np.logical_xor, total=False)
 # fmt: on
 
 
-mod = Op(
+mod = _row(
     name="Mod",
-    kind=OpKind.ELEMENTWISE,
     emit=_emit_mod,
     infer=broadcast_same,
     reference=_mod_reference,
@@ -341,9 +340,8 @@ mod = Op(
         sample(fixed([[5.3, -5.3, 0.7]]), fixed([[2.0], [-1.5]]), fmod=1),
     ),
 )
-power = Op(
+power = _row(
     name="Pow",
-    kind=OpKind.ELEMENTWISE,
     emit=_emit_pow,
     infer=broadcast_same,
     reference=_pow_reference,
@@ -427,9 +425,8 @@ def _are_ordered(low: Tensor, high: Tensor) -> bool:
     return len(numbers) == 2 and bool(np.all(numbers[0] <= numbers[1]))
 
 
-clip = Op(
+clip = _row(
     name="Clip",
-    kind=OpKind.ELEMENTWISE,
     settings=(1, 2),
     integer_form=IntegerForm.CLAMP,
     emit=_emit_clip,
@@ -456,9 +453,8 @@ def _hard_tanh_vjp(g: Tensor, y: Tensor, x: Tensor, *, low: float, high: float) 
     return (where((y > as_like(low, y)) & (y < as_like(high, y)), g, 0.0),)
 
 
-hard_tanh = Op(
+hard_tanh = _row(
     name="HardTanh",
-    kind=OpKind.ELEMENTWISE,
     domain=DOMAIN,
     operands=("T",),
     attrs={"low": AttrSpec("FLOAT", -1.0), "high": AttrSpec("FLOAT", 1.0)},
@@ -493,9 +489,8 @@ def _gelu(x: Tensor, *, approximate: str) -> Tensor:
     return 0.5 * x * (1.0 + erf(x * math.sqrt(0.5)))
 
 
-gelu = Op(
+gelu = _row(
     name="Gelu",
-    kind=OpKind.ELEMENTWISE,
     body=_gelu,
     samples=(sample(normal(2, 3)), sample(normal(2, 3), approximate="tanh")),
 )
@@ -514,9 +509,8 @@ def has_float_kernel(node: Node, opset: int) -> bool:
     return node.outputs[0].type.dtype != float64
 
 
-hard_sigmoid = Op(
+hard_sigmoid = _row(
     name="HardSigmoid",
-    kind=OpKind.ELEMENTWISE,
     integer_form=IntegerForm.IN_PARTS,
     batch=elementwise,
     body=lambda x, *, alpha, beta: clip(alpha * x + beta, 0.0, 1.0),
@@ -526,9 +520,8 @@ hard_sigmoid = Op(
 )
 
 
-hard_swish = Op(
+hard_swish = _row(
     name="HardSwish",
-    kind=OpKind.ELEMENTWISE,
     integer_form=IntegerForm.IN_PARTS,
     batch=elementwise,
     body=lambda x: x * clip(x * (1 / 6) + 0.5, 0.0, 1.0),

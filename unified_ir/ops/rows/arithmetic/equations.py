@@ -103,10 +103,6 @@ def _einsum_types(call: OpCall) -> tuple[TensorType, ...]:
     return (call.type(0).with_shape(sizes[c] for c in equation.result),)
 
 
-def _einsum(*xs: Any, equation: str) -> Any:
-    return np.einsum(str(read(equation, tuple(x.ndim for x in xs))), *xs)
-
-
 def without_repeats(text: str, shapes: Sequence[tuple[Dim, ...]]) -> tuple[Equation, list[Any]]:
     """Drop axes of size 1 that an ellipsis broadcasts; return the equation, and them by operand."""
     equation = read(text, tuple(map(len, shapes)))
@@ -183,7 +179,7 @@ einsum_row: Op = Op(
     weights=(0, 1),
     emit=_emit_einsum,
     infer=_einsum_types,
-    reference=_einsum,
+    reference=lambda *xs, equation: np.einsum(str(read(equation, tuple(map(np.ndim, xs)))), *xs),
     vjp=_einsum_vjp,
     samples=(
         sample(normal(2, 3), normal(3, 4), equation="ij,jk->ik"),

@@ -62,28 +62,21 @@ def likelihood(
     return loss, counted
 
 
-def _reduced(
-    log_p: Tensor, labels: Tensor, weight: Tensor | None, ignore_index: int | None, reduction: str
-) -> Tensor:
-    if reduction not in REDUCTIONS:
-        raise InvalidInput(f"a reduction is {', '.join(REDUCTIONS)}; got {reduction!r}")
-    loss, counted = likelihood(log_p, labels, weight, ignore_index, 1)
-    return REDUCTIONS[reduction](loss, counted)
-
-
 def _likelihood_loss(
     log_p: Tensor, labels: Tensor, weight: Tensor | None = None, *,
     reduction: str, ignore_index: int | None = None,
 ) -> Tensor:  # fmt: skip
-    return _reduced(log_p, labels, weight, ignore_index, reduction)
+    if reduction not in REDUCTIONS:
+        raise InvalidInput(f"a reduction is one of {', '.join(REDUCTIONS)}; got {reduction!r}")
+    loss, counted = likelihood(log_p, labels, weight, ignore_index, 1)
+    return REDUCTIONS[reduction](loss, counted)
 
 
 def _cross_entropy_loss(
-    scores: Tensor, labels: Tensor, weight: Tensor | None = None, *,
-    reduction: str, ignore_index: int | None = None,
-) -> list[Tensor]:  # fmt: skip
+    scores: Tensor, labels: Tensor, weight: Tensor | None = None, **attrs: Any
+) -> list[Tensor]:
     log_p = log_softmax(scores, axis=1)
-    return [_reduced(log_p, labels, weight, ignore_index, reduction), log_p]
+    return [_likelihood_loss(log_p, labels, weight, **attrs), log_p]
 
 
 def _kernel(

@@ -7,17 +7,15 @@ from typing import Any
 import numpy as np
 
 from triplane.unified_ir.ir.graph import Node
-from triplane.unified_ir.ir.types import ShapeError, TensorType
+from triplane.unified_ir.ir.types import ShapeError
 from triplane.unified_ir.ops import batching
 from triplane.unified_ir.ops.emission import EmissionContext
 from triplane.unified_ir.ops.infer import broadcast
-from triplane.unified_ir.ops.row import IntegerForm, Op, OpCall, OpKind
+from triplane.unified_ir.ops.row import IntegerForm, Op, OpCall, OpKind, Types
 from triplane.unified_ir.ops.rows.arithmetic.elementwise import exp
 from triplane.unified_ir.ops.rows.movement.structure import axes_of, same, sum_to
 from triplane.unified_ir.ops.samples import normal, sample
 from triplane.unified_ir.ops.tensor import Tensor
-
-Types = tuple[TensorType, ...]
 
 
 def _matmul(call: OpCall) -> Types:

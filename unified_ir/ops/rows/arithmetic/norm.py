@@ -9,15 +9,13 @@ import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.graph import Array, Node
-from triplane.unified_ir.ir.types import ShapeError, TensorType, float32, float64
+from triplane.unified_ir.ir.types import ShapeError, float32, float64
 from triplane.unified_ir.ops.emission import EmissionContext
-from triplane.unified_ir.ops.row import Op, OpCall, OpKind
+from triplane.unified_ir.ops.row import Op, OpCall, OpKind, Types
 from triplane.unified_ir.ops.rows.arithmetic.elementwise import as_like, reciprocal, sqrt
 from triplane.unified_ir.ops.rows.movement.structure import broadcast_to, size_of, sum_to
 from triplane.unified_ir.ops.samples import between, normal, sample
 from triplane.unified_ir.ops.tensor import Tensor
-
-Types = tuple[TensorType, ...]
 
 
 def is_untrained(array: Array) -> bool:

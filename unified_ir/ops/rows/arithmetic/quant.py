@@ -26,13 +26,11 @@ from triplane.unified_ir.ir.types import (
     uint8,
 )
 from triplane.unified_ir.ops.emission import EmissionContext
-from triplane.unified_ir.ops.row import Infer, Op, OpCall, OpKind, dtype_attr
+from triplane.unified_ir.ops.row import Infer, Op, OpCall, OpKind, Types, dtype_attr
 from triplane.unified_ir.ops.rows.arithmetic.matrix import matmul
 from triplane.unified_ir.ops.rows.movement.structure import axes_of
 from triplane.unified_ir.ops.rows.windows.convolution import conv_row
 from triplane.unified_ir.ops.samples import fixed, ints, normal, sample
-
-Types = tuple[TensorType, ...]
 
 
 def _along(v: Any, x: Any, axis: int, block: int = 0) -> Any:

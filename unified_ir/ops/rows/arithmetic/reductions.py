@@ -17,7 +17,7 @@ from triplane.unified_ir.ir.types import TensorType, bool_, int64, uint8
 from triplane.unified_ir.ops import batching
 from triplane.unified_ir.ops.emission import EmissionContext
 from triplane.unified_ir.ops.infer import onnx_attrs
-from triplane.unified_ir.ops.row import MEANING_OPSET, Op, OpCall, OpKind
+from triplane.unified_ir.ops.row import MEANING_OPSET, Op, OpCall, OpKind, Types
 from triplane.unified_ir.ops.rows.arithmetic.elementwise import abs_, exp, log, sign, sqrt
 from triplane.unified_ir.ops.rows.arithmetic.matrix import same_along_axis
 from triplane.unified_ir.ops.rows.arithmetic.products import product_of_others
@@ -32,8 +32,6 @@ from triplane.unified_ir.ops.rows.movement.structure import (
 from triplane.unified_ir.ops.samples import apart, between, bools, fixed, ints, normal, sample
 from triplane.unified_ir.ops.settings import length, settled
 from triplane.unified_ir.ops.tensor import Tensor
-
-Types = tuple[TensorType, ...]
 
 
 def reduced_axes(rank: int, axes: Any, noop: int) -> tuple[int, ...]:

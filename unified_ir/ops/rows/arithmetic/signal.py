@@ -17,7 +17,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim, Expr, floor_div
 from triplane.unified_ir.ir.types import ShapeError, TensorType
 from triplane.unified_ir.ops.recorder import recorder
-from triplane.unified_ir.ops.row import Op, OpCall, OpKind, dtype_attr
+from triplane.unified_ir.ops.row import Op, OpCall, OpKind, Types, dtype_attr
 from triplane.unified_ir.ops.rows.arithmetic.elementwise import cos, mod, sin
 from triplane.unified_ir.ops.rows.movement.indexing import arange
 from triplane.unified_ir.ops.rows.movement.structure import (
@@ -31,7 +31,6 @@ from triplane.unified_ir.ops.rows.movement.structure import (
 from triplane.unified_ir.ops.samples import fixed, normal, sample
 from triplane.unified_ir.ops.tensor import Tensor, dims_of, emit
 
-Types = tuple[TensorType, ...]
 _AXIS: Final = -2
 """The last axis of the signal, before that of the complex parts."""
 
@@ -380,10 +379,6 @@ stft = Op(
 """signal: (B, L, 1 or 2) -> (B, frames, bins, 2), frames = (L - length) // step + 1."""
 
 
-def _mel_opens(call: OpCall) -> int:
-    return sum(_known(call, i) is None for i in (0, 1))
-
-
 def _mel_types(call: OpCall) -> Types:
     bins, length = _known(call, 0), _known(call, 1)
     if any(isinstance(n, int) and n < 1 for n in (*(bins or ()), *(length or ()))):
@@ -415,7 +410,7 @@ def _mel(bins: Any, length: Any, rate: Any, low: Any, high: Any, *, output_datat
 
 mel_weight_matrix = Op(
     name="MelWeightMatrix", kind=OpKind.SOURCE, settings=(2, 3, 4),
-    data_dependent_dims=_mel_opens,
+    data_dependent_dims=lambda call: sum(_known(call, i) is None for i in (0, 1)),
     infer=_mel_types,
     reference=_mel,
     samples=(

@@ -15,9 +15,8 @@ import numpy as np
 from triplane.unified_ir.ir.graph import Node
 from triplane.unified_ir.ir.types import ShapeError, TensorType
 from triplane.unified_ir.ops.emission import EmissionContext
-from triplane.unified_ir.ops.row import Op, OpCall, OpKind, dtype_attr
+from triplane.unified_ir.ops.row import Op, OpCall, OpKind, Types, dtype_attr
 
-Types = tuple[TensorType, ...]
 Draw = Callable[..., Any]
 _row = partial(Op, kind=OpKind.RANDOM, nondeterministic=True)
 
