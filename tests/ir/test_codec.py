@@ -286,9 +286,9 @@ def test_regions_nest_to_the_limit_and_no_deeper():
         (b"\x3a\x00" * (limits.MAX_MESSAGES + 1), "messages"),
         (b"\x08\x01" * (limits.MAX_FIELDS + 1), "fields"),
         (bytes(limits.MAX_MODULE_BYTES + 1), "at most"),
-        (b"\x3a\x80\x80\x80\x80\x08", "not the message"),
-        (b"\xff" * 100, "not the message"),
-        (b"\x0b" * 5000, "not the message"),
+        (b"\x3a\x80\x80\x80\x80\x08", "not a Module message"),
+        (b"\xff" * 100, "not a Module message"),
+        (b"\x0b" * 5000, "not a Module message"),
         (b"", "no format version"),
     ],
 )

@@ -185,7 +185,7 @@ def rewrite(path, parent: str = "cd" * 32, **changes: bytes | None) -> None:
         ({"report_json": b"{"}, "'report.json': not JSON"),
         ({"report_json": b"[" * 100_000}, "'report.json': not JSON"),
         ({"report_json": b" " * (4 << 20) + b"{}"}, "at most 4194304 are read"),
-        ({"bundle_pb": b"\xff\xff"}, "'bundle.pb': not the message"),
+        ({"bundle_pb": b"\xff\xff"}, "'bundle.pb': not a Bundle message"),
         ({"bundle_pb": b"\xf8\x07\x01"}, "'bundle.pb': has fields this version does not know"),
         ({"bundle_pb": b"\0" * (2 << 20)}, "at most 1048576 are read"),
         ({"bundle_pb": b""}, "model digest is not the manifest's parent"),

@@ -17,29 +17,14 @@ from triplane.unified_ir.ops.build import Build, region
 from triplane.unified_ir.ops.emission import EmissionContext, first_number
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.row import DOMAIN, Op, OpCall, OpKind
-from triplane.unified_ir.ops.rows.control.control import (
-    Pullback,
-    Types,
-    VjpOf,
-    all_batched,
-    all_types,
-    by_operand,
-    check_regions,
-    float_positions,
-    given_positions,
-    inner_sizes,
-    inside,
-    numbered,
-    region_results,
-    seen_outside,
-    share_captures,
-)
+from triplane.unified_ir.ops.rows.control import control
+from triplane.unified_ir.ops.rows.control.control import Pullback, Types, VjpOf
 from triplane.unified_ir.ops.tensor import Tensor, TensorLike, as_tensor
 from triplane.unified_ir.ops.trees import leaves, rebuild, structure
 
 
 def _cond_types(call: OpCall) -> Types:
-    check_regions(call, 2)
+    control.check_regions(call, 2)
     if call.type(0) != TensorType(bool_, ()):
         raise TypeMismatch(f"a condition is a bool scalar, got {call.type(0)}; reduce it with all?")
     numbers = count()
@@ -48,7 +33,7 @@ def _cond_types(call: OpCall) -> Types:
 
 def _branch_types(call: OpCall) -> list[tuple[TensorType, TensorType]]:
     """For each result, its types in both branches."""
-    yes, no = (region_results(call, i, all_types(call)[1:]) for i in range(2))
+    yes, no = (control.region_results(call, i, control.all_types(call)[1:]) for i in range(2))
     if len(yes) != len(no):
         raise TypeMismatch(f"both branches of a condition give one type, got {yes} and {no}")
     return list(zip(yes, no, strict=True))
@@ -58,9 +43,9 @@ def _either(
     call: OpCall, pair: tuple[TensorType, TensorType], numbers: Iterator[int]
 ) -> TensorType:
     """The type of a result; each size in which the branches differ is a symbol of the node."""
-    inner = [inner_sizes(region) for region in call.regions]
+    inner = [control.inner_sizes(region) for region in call.regions]
     if not all(map(is_plain, pair)):
-        seen = [seen_outside(t, names) for t, names in zip(pair, inner, strict=True)]
+        seen = [control.seen_outside(t, names) for t, names in zip(pair, inner, strict=True)]
         common = joined(*seen)
         if common is None:
             raise TypeMismatch(f"both branches of a condition give one type, got {pair}")
@@ -82,8 +67,8 @@ def _differs(yes: Dim, no: Dim, inner: Sequence[set[str]]) -> bool:
 
 
 def _cond_opens(call: OpCall) -> int:
-    check_regions(call, 2)
-    inner = [inner_sizes(region) for region in call.regions]
+    control.check_regions(call, 2)
+    inner = [control.inner_sizes(region) for region in call.regions]
     pairs = [p for p in _branch_types(call) if all(map(is_plain, p)) and p[0].rank == p[1].rank]
     return sum(
         _differs(a, b, inner) for yes, no in pairs for a, b in zip(yes.shape, no.shape, strict=True)
@@ -95,10 +80,10 @@ def _cond_vjp_with_residuals(
     outputs: int, vjp_of: VjpOf,
 ) -> tuple[tuple[Tensor, ...], Pullback]:  # fmt: skip
     ys = recorder().apply(cond_row, inputs, attrs, regions=tuple(regions), outputs=outputs)
-    wanted = float_positions(inputs[1:])
+    wanted = control.float_positions(inputs[1:])
 
     def pullback(gs: Sequence[Tensor | None]) -> list[Tensor | None]:
-        present = given_positions(gs)
+        present = control.given_positions(gs)
         if any(regions[0].results[i].type != regions[1].results[i].type for i in present):
             raise InvalidInput(
                 "a gradient needs both branches of a condition to give tensors of one size, got "
@@ -107,7 +92,7 @@ def _cond_vjp_with_residuals(
         back = tuple(vjp_of(r, wanted, present) for r in regions)
         operands = (*inputs, *(gs[i] for i in present))
         cotangents = recorder().apply(cond_row, operands, {}, regions=back, outputs=len(wanted))
-        return by_operand(inputs, cotangents)  # the predicate is no float
+        return control.by_operand(inputs, cotangents)  # the predicate is no float
 
     return ys, pullback
 
@@ -123,7 +108,7 @@ def _cond_batch(call: BatchedCall) -> Sequence[Tensor]:
     sides = [call.vectorized(r, flags, call.size, wanted) for r in call.regions]
     predicate, *operands = call.inputs
     outputs = cond_node(predicate, operands, [b for b, *_ in sides], [r for _, r, _ in sides])  # type: ignore[arg-type]
-    return all_batched(outputs, wanted, call.size)
+    return control.all_batched(outputs, wanted, call.size)
 
 
 def _emit_cond(context: EmissionContext, node: Node) -> None:
@@ -183,7 +168,7 @@ def cond(predicate: TensorLike, then: Any, otherwise: Any, *operands: Any) -> An
             f"both branches of a condition give one structure, got {structure(tree)} "
             f"and {structure(other)}"
         )
-    results = [inside(yes, leaves(tree)), inside(no, leaves(other))]
+    results = [control.inside(yes, leaves(tree)), control.inside(no, leaves(other))]
     return rebuild(tree, cond_node(predicate, flat, [yes, no], results))
 
 
@@ -194,8 +179,8 @@ def cond_node(
     results: Sequence[Sequence[Tensor]],
 ) -> tuple[Tensor, ...]:
     """The Cond of two recorded branches, whose first parameters are `operands`."""
-    captured = share_captures(builds)
-    regions = tuple(b.finish(numbered(r)) for b, r in zip(builds, results, strict=True))
+    captured = control.share_captures(builds)
+    regions = tuple(b.finish(control.numbered(r)) for b, r in zip(builds, results, strict=True))
     return recorder().apply(
         cond_row, (predicate, *operands, *captured), {}, regions=regions, outputs=len(results[0])
     )

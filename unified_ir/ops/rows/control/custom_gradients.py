@@ -10,33 +10,18 @@ from triplane.unified_ir.ops.build import Build, region
 from triplane.unified_ir.ops.inline import inline
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.row import DOMAIN, Op, OpCall, OpKind
+from triplane.unified_ir.ops.rows.control import control
 from triplane.unified_ir.ops.rows.control.conditional import cond_row
-from triplane.unified_ir.ops.rows.control.control import (
-    Pullback,
-    Types,
-    VjpOf,
-    all_types,
-    by_operand,
-    check_bprop,
-    check_regions,
-    closed,
-    float_positions,
-    given_positions,
-    inside,
-    numbered,
-    pulled_by,
-    region_types,
-    with_regions,
-)
+from triplane.unified_ir.ops.rows.control.control import Pullback, Types, VjpOf
 from triplane.unified_ir.ops.rows.movement.structure import zeros
 from triplane.unified_ir.ops.tensor import Tensor, as_tensor, emit
 from triplane.unified_ir.ops.trees import leaves, rebuild
 
 
 def _custom_types(call: OpCall) -> Types:
-    check_regions(call, 2)
-    outputs = region_types(call, 0, all_types(call))
-    check_bprop(call, outputs)
+    control.check_regions(call, 2)
+    outputs = control.region_types(call, 0, control.all_types(call))
+    control.check_bprop(call, outputs)
     return outputs
 
 
@@ -45,7 +30,7 @@ def _custom_vjp_with_residuals(
     outputs: int, vjp_of: VjpOf,
 ) -> tuple[Sequence[Tensor], Pullback]:  # fmt: skip
     ys = inline(regions[0], list(inputs))
-    return ys, lambda gs: pulled_by(regions[1], inputs, ys, gs)
+    return ys, lambda gs: control.pulled_by(regions[1], inputs, ys, gs)
 
 
 custom_row = Op(
@@ -57,7 +42,7 @@ custom_row = Op(
     reference=lambda *operands, regions: tuple(regions[0](*operands)),
     vjp_with_residuals=_custom_vjp_with_residuals,
     # all operands get the new axis, so that each slice has a cotangent of its own
-    batch=lambda call: with_regions(call, call.all(), lambda _: True),
+    batch=lambda call: control.with_regions(call, call.all(), lambda _: True),
     inline_region=True,
 )
 
@@ -71,7 +56,7 @@ def custom_gradient(f: Any, bprop: Any, *operands: Any) -> Any:
     flat = [as_tensor(x) for x in leaves(operands)]
     n = len(flat)
     forward, tree = region("forward", [x.type for x in flat], lambda xs: f(*rebuild(operands, xs)))
-    results = inside(forward, leaves(tree))
+    results = control.inside(forward, leaves(tree))
     floats = [r.type for r in results if r.dtype.is_float]
 
     def back(xs: list[Tensor]) -> Any:
@@ -82,14 +67,17 @@ def custom_gradient(f: Any, bprop: Any, *operands: Any) -> Any:
     types = [*(x.type for x in flat), *(r.type for r in results), *floats]
     backward, cotangents = region("bprop", types, back)
     what = "a function with its own bprop"
-    regions = (closed(forward, results, what), closed(backward, leaves(cotangents), what))
+    regions = (
+        control.closed(forward, results, what),
+        control.closed(backward, leaves(cotangents), what),
+    )
     outputs = recorder().apply(custom_row, flat, {}, regions=regions, outputs=len(results))
     return rebuild(tree, outputs)
 
 
 def _checkpoint_types(call: OpCall) -> Types:
-    check_regions(call, 1)
-    return region_types(call, 0, all_types(call))
+    control.check_regions(call, 1)
+    return control.region_types(call, 0, control.all_types(call))
 
 
 def _checkpoint_vjp_with_residuals(
@@ -97,10 +85,10 @@ def _checkpoint_vjp_with_residuals(
     outputs: int, vjp_of: VjpOf,
 ) -> tuple[Sequence[Tensor], Pullback]:  # fmt: skip
     ys = recorder().apply(checkpoint_row, inputs, attrs, regions=tuple(regions), outputs=outputs)
-    wanted = float_positions(inputs)
+    wanted = control.float_positions(inputs)
 
     def pullback(gs: Sequence[Tensor | None]) -> list[Tensor | None]:
-        present = given_positions(gs)
+        present = control.given_positions(gs)
         back = vjp_of(regions[0], wanted, present)
         operands = [*inputs, *(gs[i] for i in present)]
         cotangents = recorder().apply(
@@ -110,7 +98,7 @@ def _checkpoint_vjp_with_residuals(
             regions=(back, _zeros_like(back)),
             outputs=len(wanted),
         )
-        return by_operand(inputs, cotangents)
+        return control.by_operand(inputs, cotangents)
 
     return ys, pullback
 
@@ -146,7 +134,7 @@ def _zeros_like(function: Function) -> Function:
         for p in function.params:
             build.param(p.name, p.type)
         results = [zeros(r.type.shape, r.type.dtype) for r in function.results]
-    return build.finish(numbered(results))
+    return build.finish(control.numbered(results))
 
 
 checkpoint_row = Op(
@@ -157,7 +145,7 @@ checkpoint_row = Op(
     infer=_checkpoint_types,
     reference=lambda *operands, regions: tuple(regions[0](*operands)),
     vjp_with_residuals=_checkpoint_vjp_with_residuals,
-    batch=lambda call: with_regions(call, call.inputs, lambda i: call.batched[i]),
+    batch=lambda call: control.with_regions(call, call.inputs, lambda i: call.batched[i]),
     inline_region=True,
 )
 """Its region; a backward pass keeps only the operands and computes the rest again."""

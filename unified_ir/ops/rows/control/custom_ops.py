@@ -24,20 +24,8 @@ from triplane.unified_ir.ops.evaluate import run_function
 from triplane.unified_ir.ops.inline import inline
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Op, OpCall, OpKind, Table
-from triplane.unified_ir.ops.rows.control.control import (
-    Pullback,
-    VjpOf,
-    all_types,
-    by_operand,
-    check_bprop,
-    closed,
-    float_positions,
-    given_positions,
-    inside,
-    numbered,
-    pulled_by,
-    region_results,
-)
+from triplane.unified_ir.ops.rows.control import control
+from triplane.unified_ir.ops.rows.control.control import Pullback, VjpOf
 from triplane.unified_ir.ops.rows.movement.structure import zeros
 from triplane.unified_ir.ops.tensor import Tensor, as_tensor
 
@@ -91,11 +79,11 @@ def _types(call: OpCall) -> tuple[TensorType, ...]:
         raise InvalidInput(
             f"{call.row} has a body and at most one bprop, got {len(call.regions)} regions"
         )
-    results = region_results(call, 0, all_types(call))
+    results = control.region_results(call, 0, control.all_types(call))
     if not results:
         raise TypeMismatch(f"{call.row} needs a body that returns something")
     if len(call.regions) > 1:
-        check_bprop(call, results)
+        control.check_bprop(call, results)
     return results
 
 
@@ -178,11 +166,13 @@ def _vjp_with_residuals(
     body, *own = regions
     if own:
         ys = recorder().apply(custom_row, inputs, attrs, regions=tuple(regions), outputs=outputs)
-        return ys, lambda gs: pulled_by(own[0], inputs, ys, gs)
+        return ys, lambda gs: control.pulled_by(own[0], inputs, ys, gs)
 
     def pullback(gs: Sequence[Tensor | None]) -> list[Tensor | None]:
-        back = vjp_of(body, float_positions(inputs), given_positions(gs))
-        return by_operand(inputs, inline(back, [*inputs, *(g for g in gs if g is not None)]))
+        back = vjp_of(body, control.float_positions(inputs), control.given_positions(gs))
+        return control.by_operand(
+            inputs, inline(back, [*inputs, *(g for g in gs if g is not None)])
+        )
 
     return inline(body, list(inputs)), pullback
 
@@ -235,8 +225,8 @@ class CustomOp:
         flat = [as_tensor(x) for x in inputs]
         types = [x.type for x in flat]
         body, value = region(self.name, types, lambda xs: self.body(*xs, **options))
-        results = inside(body, _several(value))
-        functions = [closed(body, results, f"the operator {self.name}")]
+        results = control.inside(body, _several(value))
+        functions = [control.closed(body, results, f"the operator {self.name}")]
         if self.bprop is not None:
             functions.append(self._back(flat, results, options))
         outputs = recorder().apply(
@@ -268,7 +258,9 @@ class CustomOp:
             return [zeros(x.shape, x.dtype) if c is None else as_tensor(c) for x, c in pairs]
 
         types = [*(x.type for x in flat), *(y.type for y in results), *floats]
-        return closed(*region(f"{self.name}.bprop", types, back), f"the operator {self.name}")
+        return control.closed(
+            *region(f"{self.name}.bprop", types, back), f"the operator {self.name}"
+        )
 
 
 def custom(
@@ -339,7 +331,7 @@ def _recorded(table: Table, node: Node, kernel: Kernel) -> Function:
     build = Build(table, body.name)
     with build:
         results = _several(kernel(*(build.param(p.name, p.type) for p in body.params), **options))
-    return build.finish(numbered(results))
+    return build.finish(control.numbered(results))
 
 
 def _check_kernel(

@@ -26,19 +26,8 @@ from triplane.unified_ir.ops.build import region
 from triplane.unified_ir.ops.emission import EmissionContext
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.row import DOMAIN, OPEN, AttrSpec, Op, OpCall, OpKind
-from triplane.unified_ir.ops.rows.control.control import (
-    Pullback,
-    Types,
-    VjpOf,
-    batched_results,
-    carry_batched,
-    check_regions,
-    inner_sizes,
-    known_outside,
-    numbered,
-    seen_outside,
-    settled,
-)
+from triplane.unified_ir.ops.rows.control import control
+from triplane.unified_ir.ops.rows.control.control import Pullback, Types, VjpOf
 from triplane.unified_ir.ops.rows.control.scanning import (
     BackwardWalk,
     check_structure,
@@ -50,7 +39,7 @@ from triplane.unified_ir.ops.trees import leaves, rebuild
 
 
 def _loop_types(call: OpCall) -> Types:
-    check_regions(call, 1)
+    control.check_regions(call, 1)
     n = call.attrs["num_carry"]
     if call.has(0) and call.type(0) != TensorType(int64, ()):
         raise TypeMismatch(f"a trip count is an int64 scalar, got {call.type(0)}")
@@ -64,7 +53,7 @@ def _loop_types(call: OpCall) -> Types:
     if passed != [*wanted, *captures] or len(params) != len(rest):
         raise TypeMismatch(f"{call.row} passes {rest} to a region that takes {params}")
     go, *results = [r.type for r in body.results]
-    inner = inner_sizes(body) | set(call.open)
+    inner = control.inner_sizes(body) | set(call.open)
     after, ys = [_seen_outside_if_held(r, inner) for r in results[:n]], results[n:]
     pairs = zip([*carry, *after], params[:n] * 2, strict=True)
     if go != TensorType(bool_, ()) or not all(_carried(t, p, call.open) for t, p in pairs):
@@ -72,7 +61,7 @@ def _loop_types(call: OpCall) -> Types:
             f"the body of a loop returns (bool, carry like {carry}, ...), got ({go}, {after}); "
             "keep shapes and element types the same from trip to trip"
         )
-    known_outside(call, ys, inner)
+    control.known_outside(call, ys, inner)
     trips = symbol(call.attrs["trips"]) if ys else 0
     carried = (a if _opens_optional(p, a) else p for p, a in zip(params[:n], after, strict=True))
     return (*carried, *(y.with_shape((trips, *y.shape)) for y in ys))
@@ -84,7 +73,7 @@ def _opens_optional(param: TensorType, result: TensorType) -> bool:
 
 
 def _seen_outside_if_held(type_: TensorType, inner: set[str]) -> TensorType:
-    return type_ if is_plain(type_) else seen_outside(type_, inner)
+    return type_ if is_plain(type_) else control.seen_outside(type_, inner)
 
 
 def _carried(result: TensorType, param: TensorType, free: Sequence[str]) -> bool:
@@ -114,7 +103,7 @@ class LoopCarry:
         A size that changed gets a name from `fresh`, a sequence the type that joins both. Equal to
         this carry where it is wide enough already. TypeMismatch: nothing joins two types.
         """
-        inner, free, types = inner_sizes(body) | set(self.free), list(self.free), []
+        inner, free, types = control.inner_sizes(body) | set(self.free), list(self.free), []
         for param, result in zip(self.types, after, strict=True):
             alike = (param.dtype, param.rank) == (result.dtype, result.rank)
             if is_plain(param) and is_plain(result) and alike:
@@ -210,12 +199,12 @@ def _loop_batch(call: BatchedCall) -> Sequence[Tensor]:
     n = call.attrs["num_carry"]
     if any(call.batched[:2]):
         raise NeedsScan
-    build, results, leaving, carried = settled(call, call.batched, 2, n)
+    build, results, leaving, carried = control.settled(call, call.batched, 2, n)
     if leaving[0]:
         raise NeedsScan
     count, go, *rest = call.inputs
-    first = carry_batched(call, rest, call.batched[2:], carried)
-    body = build.finish(numbered(results))
+    first = control.carry_batched(call, rest, call.batched[2:], carried)
+    body = build.finish(control.numbered(results))
     outputs = recorder().apply(
         loop_row,
         (count, go, *first, *rest[n:], *build.captured),
@@ -223,7 +212,7 @@ def _loop_batch(call: BatchedCall) -> Sequence[Tensor]:
         regions=(body,),
         outputs=len(call.types),
     )
-    return batched_results(call, outputs, leaving[1 : 1 + len(outputs)], n)
+    return control.batched_results(call, outputs, leaving[1 : 1 + len(outputs)], n)
 
 
 def _emit_loop(context: EmissionContext, node: Node) -> None:
@@ -280,10 +269,10 @@ def _loop(head: Sequence[Any], condition: Any, body: Any, init: Any, carry: list
     flags, types = [TensorType(int64, ()), TensorType(bool_, ())], [x.type for x in carry]
     while True:
         build, results = region("loop", [*flags, *types], trip)
-        function = build.finish(numbered(results))
-        inner = inner_sizes(function)
+        function = build.finish(control.numbered(results))
+        inner = control.inner_sizes(function)
         wider = [
-            t if is_plain(t) else joined(t, seen_outside(r.type, inner)) or t
+            t if is_plain(t) else joined(t, control.seen_outside(r.type, inner)) or t
             for t, r in zip(types, function.results[1:], strict=False)
         ]
         if wider == types:

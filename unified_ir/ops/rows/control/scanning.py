@@ -18,20 +18,8 @@ from triplane.unified_ir.ops.emission import EmissionContext
 from triplane.unified_ir.ops.inline import inline
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Op, OpCall, OpKind
-from triplane.unified_ir.ops.rows.control.control import (
-    Pullback,
-    Types,
-    VjpOf,
-    all_types,
-    batched_results,
-    carry_batched,
-    check_regions,
-    given_positions,
-    numbered,
-    region_types,
-    settled,
-    swapped,
-)
+from triplane.unified_ir.ops.rows.control import control
+from triplane.unified_ir.ops.rows.control.control import Pullback, Types, VjpOf
 from triplane.unified_ir.ops.rows.movement.structure import zeros
 from triplane.unified_ir.ops.tensor import Tensor, as_tensor, emit
 from triplane.unified_ir.ops.trees import leaves, rebuild, structure
@@ -47,12 +35,14 @@ def split(items: Sequence[Any], *counts: int) -> list[list[Any]]:
 
 
 def _scan_types(call: OpCall) -> Types:
-    check_regions(call, 1)
-    carry, xs, captures = split(all_types(call), call.attrs["num_carry"], call.attrs["num_scanned"])
+    control.check_regions(call, 1)
+    carry, xs, captures = split(
+        control.all_types(call), call.attrs["num_carry"], call.attrs["num_scanned"]
+    )
     if not xs or any(not x.rank or x.shape[0] != xs[0].shape[0] for x in xs):
         raise InvalidInput(f"scan needs tensors whose first axes are equally long, got {xs}")
     slices = [x.with_shape(x.shape[1:]) for x in xs]
-    results = region_types(call, 0, [*carry, *slices, *captures])
+    results = control.region_types(call, 0, [*carry, *slices, *captures])
     after, ys = results[: len(carry)], results[len(carry) :]
     if list(after) != carry:
         raise TypeMismatch(
@@ -82,7 +72,7 @@ def saving_carry(body: Function, num_carry: int, first: int) -> Function:
         params = [build.param(p.name, p.type) for p in body.params]
         results = inline(body, params)
         kept = [emit("Identity", p) for p in params[first : first + num_carry]]
-    return build.finish(numbered([*results, *kept]))
+    return build.finish(control.numbered([*results, *kept]))
 
 
 def _scan_vjp_with_residuals(
@@ -210,7 +200,7 @@ class BackwardWalk:
         self.num_carry, self.num_xs = num_carry, sum(x is None for x in operands)
         self.state = {i: x for i, x in enumerate(operands) if x is not None and x.dtype.is_float}
         self.carry = [i for i in self.state if i < num_carry]
-        self.y_given = given_positions(gs[num_carry:])
+        self.y_given = control.given_positions(gs[num_carry:])
         self.width = len(self.state)
 
     def start(self) -> list[Tensor]:
@@ -253,7 +243,7 @@ class BackwardWalk:
             g_ys = params("g", [results[i] for i in self.y_given])
             captures = params("c", self.body.params[head:])
             after, slices = self.pulled([*inner, *captures], state, g_ys, extra)
-        return build.finish(numbered([*after, *slices]))
+        return build.finish(control.numbered([*after, *slices]))
 
     def result(
         self, n: int, cotangents: Sequence[Tensor], extra: Sequence[int]
@@ -266,11 +256,13 @@ class BackwardWalk:
 
 def _scan_batch(call: BatchedCall) -> Sequence[Tensor]:
     n, m = call.attrs["num_carry"], call.attrs["num_scanned"]
-    build, results, leaving, carried = settled(call, call.batched, 0, n)
+    build, results, leaving, carried = control.settled(call, call.batched, 0, n)
     carry, xs, captures = split(call.inputs, n, m)
-    first = carry_batched(call, carry, call.batched, carried)
-    walked = [swapped(x) if b else x for x, b in zip(xs, call.batched[n : n + m], strict=True)]
-    body = build.finish(numbered(results))
+    first = control.carry_batched(call, carry, call.batched, carried)
+    walked = [
+        control.swapped(x) if b else x for x, b in zip(xs, call.batched[n : n + m], strict=True)
+    ]
+    body = build.finish(control.numbered(results))
     outputs = recorder().apply(
         scan_row,
         (*first, *walked, *captures, *build.captured),
@@ -278,7 +270,7 @@ def _scan_batch(call: BatchedCall) -> Sequence[Tensor]:
         regions=(body,),
         outputs=len(call.types),
     )
-    return batched_results(call, outputs, leaving, n)
+    return control.batched_results(call, outputs, leaving, n)
 
 
 def _emit_scan(context: EmissionContext, node: Node) -> None:
@@ -326,7 +318,7 @@ def scan(f: Any, init: Any, xs: Any, *, reverse: bool = False) -> tuple[Any, Any
         raise InvalidInput(f"the body of a scan returns a pair (carry, y), got {value!r}")
     after, ys = value
     check_structure("a scan", init, after)
-    body = build.finish(numbered([*leaves(after), *leaves(ys)]))
+    body = build.finish(control.numbered([*leaves(after), *leaves(ys)]))
     outputs = recorder().apply(
         scan_row,
         (*carry, *scanned, *build.captured),

@@ -35,12 +35,7 @@ from triplane.unified_ir.ops.build import region
 from triplane.unified_ir.ops.emission import EmissionContext
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.row import DOMAIN, Op, OpCall, OpKind, dtype_attr
-from triplane.unified_ir.ops.rows.control.control import (
-    all_types,
-    check_regions,
-    inner_sizes,
-    numbered,
-)
+from triplane.unified_ir.ops.rows.control import control
 from triplane.unified_ir.ops.rows.movement.shape_assertions import assume_shape
 from triplane.unified_ir.ops.rows.movement.structure import axes_of, stop_gradient, where, zeros
 from triplane.unified_ir.ops.tensor import Tensor, TensorLike, as_tensor, dims_of
@@ -357,7 +352,7 @@ optional_has_element = Op(
 
 
 def _map_types(call: OpCall) -> Types:
-    check_regions(call, 1)
+    control.check_regions(call, 1)
     (body,) = call.regions
     _sequence(call)
     if len(body.params) != len(call.types):
@@ -369,7 +364,7 @@ def _map_types(call: OpCall) -> Types:
         wanted = _shaped(call, type_) if isinstance(type_, SequenceType) else type_
         if not _stands_for(param.type, wanted):
             raise TypeMismatch(f"{call.row} passes {wanted} to a region that takes {param.type}")
-    outside = frozenset().union(*(t.symbols for t in all_types(call)))
+    outside = frozenset().union(*(t.symbols for t in control.all_types(call)))
     return tuple(SequenceType(_seen_outside(r.type, body, outside)) for r in body.results)
 
 
@@ -386,7 +381,7 @@ def _seen_outside(type_: TensorType, body: Function, outside: frozenset[str]) ->
     if not is_plain(type_):
         raise TypeMismatch(f"a region over elements gives tensors, got {type_}")
     inner = {s for p in body.params for s in p.type.symbols} - outside
-    inner |= inner_sizes(body)
+    inner |= control.inner_sizes(body)
     return type_.with_shape(OWN if symbols(d) & inner else d for d in type_.shape)
 
 
@@ -457,7 +452,7 @@ def sequence_map(f: Callable[..., Any], held: Tensor, *more: Tensor, alike: bool
     shape, which their types need not show.
     """
     build, value = region("map", element_types((held, *more), alike=alike), lambda xs: f(*xs))
-    body = build.finish(numbered(leaves(value)))
+    body = build.finish(control.numbered(leaves(value)))
     operands = (held, *more, *build.captured)
     outputs = recorder().apply(
         sequence_map_row, operands, {}, regions=(body,), outputs=len(body.results)

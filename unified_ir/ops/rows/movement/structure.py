@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -35,14 +35,7 @@ from triplane.unified_ir.ops.row import (
     OpKind,
     dtype_attr,
 )
-from triplane.unified_ir.ops.rows.movement.padding import (
-    emit_pad,
-    has_pad,
-    pad_body,
-    pad_kernel,
-    pad_vjp,
-    padded_type,
-)
+from triplane.unified_ir.ops.rows.movement import padding
 from triplane.unified_ir.ops.rows.movement.shape_assertions import assume_shape
 from triplane.unified_ir.ops.samples import bools, computed, fixed, ints, normal, sample
 from triplane.unified_ir.ops.settings import all_open, length, settled
@@ -251,17 +244,22 @@ def _emit_reshape(context: EmissionContext, node: Node) -> None:
     context.add("Reshape", inputs, context.output_names(node))
 
 
+_SAME_ELEMENTS: Final[Mapping[str, Any]] = {
+    "kind": OpKind.MOVEMENT,
+    "integer_form": IntegerForm.COPY,
+    "batch": batching.reshaped,
+    "preserves_elements": True,
+    "vjp": lambda g, y, x, *_, **__: (g.reshape(x.shape), None),
+}
+"""Columns of the rows that give the same elements another shape."""
+
 reshape_row = Op(
     name="Reshape",
-    kind=OpKind.MOVEMENT,
-    integer_form=IntegerForm.COPY,
+    **_SAME_ELEMENTS,
     total=True,
     emit=_emit_reshape,
-    batch=batching.reshaped,
-    preserves_elements=True,
     **settled(_reshape, all_open(lambda call: length(call, 1)), 1),
     reference=_reshape_reference,
-    vjp=lambda g, y, x, shape, **_: (g.reshape(x.shape), None),
     samples=(
         sample(normal(2, 6), fixed([3, -1])),
         sample(normal(2, 6), fixed([0, 3, 2])),
@@ -344,13 +342,9 @@ def _unsqueeze(call: OpCall) -> Types:
 
 unsqueeze_row = Op(
     name="Unsqueeze",
-    kind=OpKind.MOVEMENT,
-    integer_form=IntegerForm.COPY,
-    batch=batching.reshaped,
-    preserves_elements=True,
+    **_SAME_ELEMENTS,
     **settled(_unsqueeze, all_open(lambda call: call.type(0).rank + length(call, 1)), 1),
     reference=lambda x, axes: np.expand_dims(x, tuple(int(a) for a in axes)),
-    vjp=lambda g, y, x, axes: (g.reshape(x.shape), None),
     samples=(
         sample(normal(2, 3), fixed([0, -1])),
         sample(normal(2, 3), computed([0, -1]), smooth=()),
@@ -374,15 +368,11 @@ def _squeeze(call: OpCall) -> Types:
 
 squeeze_row = Op(
     name="Squeeze",
-    kind=OpKind.MOVEMENT,
-    integer_form=IntegerForm.COPY,
-    batch=batching.reshaped,
-    preserves_elements=True,
+    **_SAME_ELEMENTS,
     **settled(_squeeze, all_open(lambda call: call.type(0).rank - length(call, 1)), 1),
     reference=lambda x, axes=None: np.squeeze(
         x, None if axes is None or not len(axes) else tuple(int(a) for a in axes)
     ),
-    vjp=lambda g, y, x, axes=None: (g.reshape(x.shape), None),
     samples=(
         sample(normal(1, 3, 1), fixed([0])),
         sample(normal(1, 3)),
@@ -430,13 +420,13 @@ pad_row = Op(
     name="Pad",
     kind=OpKind.MOVEMENT,
     settings=(2,),
-    emit=emit_pad,
+    emit=padding.emit_pad,
     batch=batching.padded,
-    **settled(padded_type, all_open(lambda call: call.type(0).rank), 1, 3),
-    reference=pad_kernel,
-    vjp=pad_vjp,
-    body=pad_body,
-    native=has_pad,
+    **settled(padding.padded_type, all_open(lambda call: call.type(0).rank), 1, 3),
+    reference=padding.pad_kernel,
+    vjp=padding.pad_vjp,
+    body=padding.pad_body,
+    native=padding.has_pad,
     samples=(
         sample(normal(2, 3), fixed([1, 0, 0, 2])),
         sample(normal(2, 3), fixed([-1, 2, 1, -2])),

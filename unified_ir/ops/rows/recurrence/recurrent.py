@@ -34,12 +34,7 @@ from triplane.unified_ir.ops.rows.arithmetic.matrix import gemm
 from triplane.unified_ir.ops.rows.control.scanning import scan
 from triplane.unified_ir.ops.rows.movement.indexing import arange, gather
 from triplane.unified_ir.ops.rows.movement.structure import concat, stack, unsqueeze, where, zeros
-from triplane.unified_ir.ops.rows.recurrence.recurrences import (
-    gru_recurrence,
-    lstm_recurrence,
-    relu_recurrence,
-    tanh_recurrence,
-)
+from triplane.unified_ir.ops.rows.recurrence import recurrences
 from triplane.unified_ir.ops.samples import fixed, normal, sample
 from triplane.unified_ir.ops.tensor import Tensor
 
@@ -200,7 +195,9 @@ class _Direction:
 
 def _simple(walk: _Direction) -> tuple[Tensor, ...]:
     """h' = f(W x + R h + b)."""
-    row = {"tanh": tanh_recurrence, "relu": relu_recurrence}.get(walk.way.names[0])
+    row = {"tanh": recurrences.tanh_recurrence, "relu": recurrences.relu_recurrence}.get(
+        walk.way.names[0]
+    )
     if row is not None and not walk.attrs["clip"]:
         return walk.swept(row)
     (f,), limit = walk.way.squash, _clipped(walk.attrs["clip"])
@@ -215,7 +212,7 @@ def _gru(walk: _Direction) -> tuple[Tensor, ...]:
         bias = zeros((walk.hidden,), walk.r.dtype)
     if after and way.names == ("sigmoid", "tanh") and not attrs["clip"]:
         assert bias is not None
-        return walk.swept(gru_recurrence, bias)
+        return walk.swept(recurrences.gru_recurrence, bias)
     (f, g), limit = way.squash, _clipped(attrs["clip"])
     split = 2 * walk.hidden
 
@@ -238,7 +235,7 @@ def _lstm(walk: _Direction) -> tuple[Tensor, ...]:
     attrs, way = walk.attrs, walk.way
     usual = way.names == ("sigmoid", "tanh", "tanh") and not attrs["input_forget"]
     if usual and not attrs["clip"] and walk.peepholes is None:
-        return walk.swept(lstm_recurrence)
+        return walk.swept(recurrences.lstm_recurrence)
     (f, g, h_of), limit = way.squash, _clipped(attrs["clip"])
     peeps = walk.peepholes
 

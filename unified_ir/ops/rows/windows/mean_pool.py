@@ -40,21 +40,15 @@ def _average_types(call: OpCall) -> tuple[TensorType]:
     return (pooled_type(call.type(0), call.attrs),)
 
 
-def _check_power(call: OpCall) -> None:
+def _lp_types(call: OpCall) -> tuple[TensorType]:
+    """The types of LpPool, and of GlobalLpPool, which has no `kernel_shape`."""
+    x = call.type(0)
     if call.attrs["p"] < 1:
         raise InvalidInput(f"{call.row} needs a power p of at least 1, got {call.attrs['p']}")
-
-
-def _lp_types(call: OpCall) -> tuple[TensorType]:
-    _check_power(call)
-    return (pooled_type(call.type(0), call.attrs),)
-
-
-def _global_lp_types(call: OpCall) -> tuple[TensorType]:
-    _check_power(call)
-    x = call.type(0)
+    if "kernel_shape" in call.attrs:
+        return (pooled_type(x, call.attrs),)
     if x.rank < 3:
-        raise ShapeError(f"GlobalLpPool takes x: (N, C, ...), got {x}")
+        raise ShapeError(f"{call.row} takes x: (N, C, ...), got {x}")
     return (x.with_shape((*x.shape[:2], *(1 for _ in x.shape[2:]))),)
 
 
@@ -249,7 +243,7 @@ global_lp_pool = Op(
     name="GlobalLpPool",
     kind=OpKind.WINDOW,
     batch=merged,
-    infer=_global_lp_types,
+    infer=_lp_types,
     reference=lambda x, p: _root(
         (np.abs(x) ** p).sum(axis=tuple(range(2, x.ndim)), keepdims=True), p
     ),

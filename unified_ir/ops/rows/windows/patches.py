@@ -12,18 +12,9 @@ from triplane.unified_ir.ir.types import ShapeError, TensorType
 from triplane.unified_ir.ops.row import Op, OpCall, OpKind
 from triplane.unified_ir.ops.rows.movement.indexing import arange
 from triplane.unified_ir.ops.rows.movement.structure import broadcast_to, size_of, slice_axis
+from triplane.unified_ir.ops.rows.windows import sampling
 from triplane.unified_ir.ops.rows.windows.conv_gradients import conv_grad_input
 from triplane.unified_ir.ops.rows.windows.convolution import conv_row
-from triplane.unified_ir.ops.rows.windows.sampling import (
-    Tap,
-    bounded,
-    contents,
-    inside,
-    linear,
-    rows_of,
-    weighted_rows,
-    whole,
-)
 from triplane.unified_ir.ops.rows.windows.window import (
     Sizes,
     Window,
@@ -69,7 +60,7 @@ def _col2im_types(call: OpCall) -> tuple[TensorType]:
 
 
 def _col2im(x: Tensor, image: Tensor, block: Tensor, **attrs: Any) -> Tensor:
-    known = [contents("Col2Im", operand) for operand in (image, block)]
+    known = [sampling.contents("Col2Im", operand) for operand in (image, block)]
     sizes, channels, window, out = _col2im_operands(x.type, known[0], known[1], attrs)
     planes = x.reshape((*x.shape[:2], *out))
     weight = x.build.as_operand(_patches(channels, window.kernel, x.dtype.numpy))
@@ -77,7 +68,7 @@ def _col2im(x: Tensor, image: Tensor, block: Tensor, **attrs: Any) -> Tensor:
 
 
 def _col2im_vjp(g: Tensor, y: Tensor, x: Tensor, _: Tensor, block: Tensor, **attrs: Any) -> Any:
-    kernel: Any = contents("Col2Im", block)
+    kernel: Any = sampling.contents("Col2Im", block)
     window = Window([int(k) for k in kernel], attrs)
     return (_unfolded(g, window).reshape(x.shape), None, None)
 
@@ -99,8 +90,8 @@ def _col2im_kernel(x: Any, image: Any, block: Any, **attrs: Any) -> Any:
     for k, tap in enumerate(np.ndindex(*window.kernel)):
         view = at_tap(y, window, tap, out)
         view += columns[:, :, k]
-    inside: Any = [slice(window.pads[i], window.pads[i] + int(d)) for i, d in enumerate(image)]
-    return y[(Ellipsis, *inside)]
+    plane: Any = [slice(window.pads[i], window.pads[i] + int(d)) for i, d in enumerate(image)]
+    return y[(Ellipsis, *plane)]
 
 
 col2im = Op(
@@ -152,15 +143,18 @@ def _deform_conv(
     grouped = x.reshape((-1, channels // offset_group, *spatial))
     places = product(list(out))
     moved = offset.reshape((-1, taps, 2, places))
-    axes: list[list[Tap]] = []
+    axes: list[Sequence[sampling.Tap]] = []
     for i, size in enumerate(spatial):
         extent = size_of([size], x.dtype)
         shift = slice_axis(moved, 2, i, i + 1).reshape((-1, taps, places))
-        pairs = linear(shift + _regular(window, i, out, x))
-        axes.append([(bounded(p, extent), weight * inside(p, extent)) for p, weight in pairs])
+        pairs = sampling.linear(shift + _regular(window, i, out, x))
+        near = [(sampling.bounded(p, extent), w * sampling.inside(p, extent)) for p, w in pairs]
+        axes.append(near)
     planes = grouped.shape[0]
-    first = arange(planes).reshape((planes, 1, 1)) * whole(product(list(spatial)))
-    read = weighted_rows(rows_of(grouped), first, spatial, axes)  # (N og, K, T, C/og)
+    first = arange(planes).reshape((planes, 1, 1)) * sampling.whole(product(list(spatial)))
+    read = sampling.weighted_rows(
+        sampling.rows_of(grouped), first, spatial, axes
+    )  # (N og, K, T, C/og)
     if mask is not None:
         read = read * mask.reshape((-1, taps, places, 1))
     columns = read.transpose(0, 3, 1, 2).reshape((n, group, channels // group * taps, places))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import add
 from typing import Any, Final
 
 import numpy as np
@@ -108,18 +110,15 @@ def _roi_align(x: Tensor, rois: Tensor, batch: Tensor, **attrs: Any) -> Tensor:
     plane = dims_of([product(list(x.shape[2:]))]).reshape(())
     base = batch.cast(int64).reshape((r, 1, 1, 1, 1)) * plane
     width = dims_of([x.shape[3]]).reshape(())
-    tensor = None
-    for y, wy in ys:
-        for z, wz in xs:
-            line = y.cast(int64).reshape((r, ph, sy, 1, 1)) * width
-            index = base + line + z.cast(int64).reshape((r, 1, 1, pw, sx))
-            weight = wy.reshape((r, ph, sy, 1, 1, 1)) * wz.reshape((r, 1, 1, pw, sx, 1))
-            term = gather(rows, index, axis=0) * weight
-            if tensor is None:
-                tensor = term
-            else:
-                tensor = tensor + term if attrs["mode"] == "avg" else maximum(tensor, term)
-    assert tensor is not None
+
+    def term(y: Tensor, wy: Tensor, z: Tensor, wz: Tensor) -> Tensor:
+        line = y.cast(int64).reshape((r, ph, sy, 1, 1)) * width
+        index = base + line + z.cast(int64).reshape((r, 1, 1, pw, sx))
+        weight = wy.reshape((r, ph, sy, 1, 1, 1)) * wz.reshape((r, 1, 1, pw, sx, 1))
+        return gather(rows, index, axis=0) * weight
+
+    terms = (term(*in_y, *in_x) for in_y in ys for in_x in xs)
+    tensor: Tensor = reduce(add if attrs["mode"] == "avg" else maximum, terms)
     if attrs["mode"] == "max":
         taken = taken_y.reshape((r, 1, sy, 1, 1, 1)) & taken_x.reshape((r, 1, 1, 1, sx, 1))
         tensor = where(taken, tensor, np.array(np.finfo(x.dtype.numpy).min, x.dtype.numpy))

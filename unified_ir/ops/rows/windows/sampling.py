@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from itertools import product as combinations
-from operator import mul
+from operator import add, mul
 from typing import Any, Final
 
 import numpy as np
@@ -64,20 +64,19 @@ def weighted_rows(
 
     first: (*T) int64, the first row of the plane each place lies on; taps: (*T), positions inside.
     """
-    total = None
-    for taps in combinations(*axes):
+
+    def term(taps: Sequence[Tap]) -> Tensor:
         index = first
         for i, (position, _) in enumerate(taps):
-            step = product(list(sizes[i + 1 :]))
-            index = index + position.cast(int64) * whole(step)
+            index = index + position.cast(int64) * whole(product(list(sizes[i + 1 :])))
         weights = [w for _, w in taps if w is not None]
-        term = gather(rows, index, axis=0)
-        if weights:
-            weight = reduce(mul, weights)
-            term = term * weight.reshape((*weight.shape, 1))
-        total = term if total is None else total + term
-    assert total is not None
-    return total
+        read = gather(rows, index, axis=0)
+        if not weights:
+            return read
+        weight = reduce(mul, weights)
+        return read * weight.reshape((*weight.shape, 1))
+
+    return reduce(add, map(term, combinations(*axes)))
 
 
 def whole(n: Dim) -> Any:
