@@ -29,8 +29,8 @@ def row(begin: int, end: int, shape=None, dtype: str = "U8") -> dict:
 @pytest.mark.parametrize(
     ("data", "match"),
     [
-        (b"", "hold no header"),
-        (b"\2\0\0\0", "hold no header"),
+        (b"", "too few for a header"),
+        (b"\2\0\0\0", "too few for a header"),
         (bytes(8), "header of 0 bytes"),
         ((2**64 - 1).to_bytes(8, "little") + b"{}", "header of 18446744073709551615"),
         (part(b"{}")[:-1], "header of 2 bytes"),

@@ -23,7 +23,7 @@ AFTER: Final = "query"
 
 
 class AlgorithmCommand(click.Command):
-    """A command with an option for each hyperparameter, which gets the given ones as `hyper`.
+    """A command with an option for each hyperparameter; it gets those that were set as `hyper`.
 
     rate, count: types of options for real and for whole numbers.
     """
@@ -43,7 +43,7 @@ class AlgorithmCommand(click.Command):
         return params
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Collect the hyperparameters that were given under the name `hyper`."""
+        """Collect the hyperparameters that were set under the name `hyper`."""
         from triplane.unified_ir.federated.algorithms.table import hyperparameters
 
         rest = super().parse_args(ctx, args)
@@ -86,7 +86,7 @@ def _with_names(param: click.Parameter, names: str) -> click.Parameter:
 
 
 def _defaults(row: Hyperparameter) -> str:
-    """The usual default, and the algorithms that have another."""
+    """Return the usual default, and the algorithms that have another."""
     from triplane.unified_ir.federated.algorithms.table import ALGORITHMS
 
     others = [

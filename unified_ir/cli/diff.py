@@ -23,18 +23,20 @@ Examples:
   triplane diff a.tpm b.tpm --json
 
 \b
-Exit status: 0 where entries, graphs and state are the same, 1 where they differ, above for errors.
+Exit status: 0 if entries, graphs and state are the same, 1 if they differ, more for errors.
 Numbers of values and lines of source do not count as changes. A tensor's relative change is its
-largest absolute one divided by the largest value that it had before.
+largest absolute change divided by the largest value before.
 """
 DIFFERENT: Final = 1
 MAX_LINES: Final = 20_000
-"""Functions with more lines than this are compared line by line in order, without finding moves."""
+"""Functions with more lines than this are compared line by line, without finding moved lines."""
 MAX_SHOWN: Final = 40
 _Block = tuple[str, int, int, int, int]
-"""An operation that turns lines a1:a2 of one text into lines b1:b2 of the other, as in difflib."""
+"""(kind, a1, a2, b1, b2): turns lines a1:a2 of one text into b1:b2 of the other, as in difflib."""
 _NUMBER: Final = re.compile(r"%\d+")
+"""The number of a value."""
 _PLACE: Final = re.compile(r"(?<=[){}])  # [^\"]*$")
+"""The line of source that a node comes from."""
 
 
 @click.command("diff", epilog=EPILOG)
@@ -79,7 +81,7 @@ def _compared(a: Module, b: Module) -> dict[str, Any]:
 
 
 def _mapping(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keys added and removed, and values changed; empty where nothing differs."""
+    """Return keys added and removed, and values changed; empty if nothing differs."""
     kinds = {
         "added": [k for k in b if k not in a],
         "removed": [k for k in a if k not in b],
@@ -94,38 +96,31 @@ def _nodes(a: Function, b: Function) -> dict[str, list[str]]:
 
     from triplane.unified_ir.ir.text import function_text
 
-    ours, theirs = function_text(a).splitlines(), function_text(b).splitlines()
-    plain_a, plain_b = [_plain(s) for s in ours], [_plain(s) for s in theirs]
-    if plain_a == plain_b and [_unplaced(s) for s in ours] == [_unplaced(s) for s in theirs]:
+    texts = [function_text(function).splitlines() for function in (a, b)]
+    unplaced = [[_PLACE.sub("", line) for line in text] for text in texts]
+    plain = [[_NUMBER.sub("%_", line) for line in lines] for lines in unplaced]
+    if unplaced[0] == unplaced[1]:
         return {}
     blocks: Iterable[_Block]
-    if plain_a == plain_b or max(len(ours), len(theirs)) > MAX_LINES:
-        blocks = _by_position([_unplaced(s) for s in ours], [_unplaced(s) for s in theirs])
+    if plain[0] == plain[1] or max(map(len, texts)) > MAX_LINES:
+        blocks = _by_position(*unplaced)
     else:
-        blocks = difflib.SequenceMatcher(None, plain_a, plain_b, autojunk=False).get_opcodes()
+        blocks = difflib.SequenceMatcher(None, plain[0], plain[1], autojunk=False).get_opcodes()
     removed, added = [], []
     for kind, a1, a2, b1, b2 in blocks:
         if kind != "equal":
-            removed += [s.strip() for s in ours[a1:a2]]
-            added += [s.strip() for s in theirs[b1:b2]]
+            removed += [line.strip() for line in texts[0][a1:a2]]
+            added += [line.strip() for line in texts[1][b1:b2]]
     return {"removed": removed, "added": added}
 
 
 def _by_position(ours: Sequence[str], theirs: Sequence[str]) -> Iterator[_Block]:
-    """Return changed lines in the same place, for huge functions too."""
+    """Yield changed lines at the same position, in linear time."""
     n = min(len(ours), len(theirs))
     for i in range(n):
         if ours[i] != theirs[i]:
             yield "replace", i, i + 1, i, i + 1
     yield "replace", n, len(ours), n, len(theirs)
-
-
-def _unplaced(line: str) -> str:
-    return _PLACE.sub("", line)
-
-
-def _plain(line: str) -> str:
-    return _NUMBER.sub("%_", _unplaced(line))
 
 
 def _state(a: Module, b: Module) -> dict[str, Any]:

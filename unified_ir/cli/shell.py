@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import math
 import os
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -159,7 +160,7 @@ def run(argv: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except Exception as error:  # noqa: BLE001 - the process edge
-        odd = next((word for word in argv if not _is_text(word)), None)
+        odd = next((word for word in argv if _SURROGATE.search(word)), None)
         if odd is not None and isinstance(error, UnicodeError):
             error = InvalidInput(f"an argument is not valid UTF-8: {os.fsencode(odd)!r}")
         failure = _failure(error)
@@ -209,6 +210,8 @@ class OutputFile(click.Path):
         return path
 
 
+_SURROGATE: Final = re.compile("[\ud800-\udfff]")
+"""In an argument: a byte that is not UTF-8, which only names of files may have."""
 OUTPUT_FILE: Final = OutputFile()
 COUNT: Final = click.IntRange(1)
 NATURAL: Final = click.IntRange(0)
@@ -394,11 +397,6 @@ def _report(failure: _Failure, error: BaseException, *, as_json: bool) -> None:
         color = False if os.environ.get("NO_COLOR") else None
         line = " ".join(failure.message.split())
         click.secho(f"triplane: {line}", fg="red", err=True, color=color)
-
-
-def _is_text(word: str) -> bool:
-    """Return whether an argument is UTF-8, which only names of files need not be."""
-    return not any("\ud800" <= char <= "\udfff" for char in word)
 
 
 def _missing(module: str, extra: str) -> MissingExtra:

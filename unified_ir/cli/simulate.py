@@ -51,9 +51,9 @@ samples in two disjoint parts: for training and adapting, and for scoring (--hel
 ALGORITHM_SUMMARIES
 
 \b
-In the table, `before` is the accuracy of the shared model, and `adapted` that after --inner-steps
-steps on a device's own support, at --lr or the best --rate. For a fair comparison, use the same
-rounds, devices and steps, and several --rate for algorithms without a rate of adaptation.
+In the table, `before` is the accuracy of the shared model, and `adapted` its accuracy after
+--inner-steps steps on a device's own support, at --lr or the best --rate. Compare algorithms with
+the same rounds, devices and steps; give several --rate to those without a rate of adaptation.
 
 \b
 The same seed gives the same bits, as does a real run with the same device names and seed. With

@@ -61,8 +61,8 @@ With --warmup N the rate rises over the first N updates. An update is one batch,
 After an interruption, the same command with the same --checkpoint folder resumes the run, to the
 same bits. It refuses another network, loss, optimizer, batch size, data or seed, and names which.
 FILE.py is ordinary Python; Cell is a subclass of nn.Cell, or a function that returns one.
-MODEL.onnx or MODEL.tpm in its place trains that model's `predict` further (which returns scores,
-before any softmax), and zoo:resnet8,channels=1 a well-known network; docs/zoo.md lists them.
+MODEL.onnx or MODEL.tpm in its place trains that model's `predict` further (which must return scores
+before any softmax), and zoo:resnet8,channels=1 trains a network of the zoo, listed in docs/zoo.md.
 """
 ZOO = "zoo:"
 ENTRIES = ("predict", "evaluate", "loss", "train_step", "local_update", "adapt", "gradients")

@@ -34,10 +34,10 @@ OPTIMIZERS: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
 
 @dataclass(frozen=True)
 class ScheduleOption:
-    """A schedule: its class in `optim` and how its fields are filled.
+    """A schedule: its class in `optim` and the values of its fields.
 
-    lr, total: the fields for --lr and for the number of updates of the whole run. options: fields
-    with their defaults, None where a value is required.
+    lr, total: the fields for --lr and for the number of updates of the whole run. options: by key,
+    the field and its default, None if a value is required.
     """
 
     kind: str
@@ -69,9 +69,9 @@ METRICS: Final = ("accuracy", "top5", "precision", "recall", "f1", "perplexity")
 
 
 def optimizer(options: Mapping[str, Any], total: int) -> Optimizer:
-    """Return the optimizer that --optimizer, --lr, --schedule and the others describe.
+    """Return the optimizer that --optimizer, --lr, --schedule and the other options describe.
 
-    total: updates that the whole run does.
+    total: number of updates of the whole run.
     """
     from triplane.unified_ir import optim
 
@@ -80,17 +80,13 @@ def optimizer(options: Mapping[str, Any], total: int) -> Optimizer:
     if options["weight_decay"] is not None:
         arguments["weight_decay"] = options["weight_decay"]
     arguments["groups"] = tuple(optim.Group(p, frozen=True) for p in options["freeze"])
-    chosen: Optimizer = getattr(optim, kind)(_rate(options, total), **arguments)
-    return chosen
-
-
-def _rate(options: Mapping[str, Any], total: int) -> Any:
-    from triplane.unified_ir import optim
-
     lr: Any = options["lr"]
     if options["schedule"] is not None:
         lr = schedule(options["schedule"], lr, total)
-    return lr if options["warmup"] is None else optim.Warmup(options["warmup"], lr)
+    if options["warmup"] is not None:
+        lr = optim.Warmup(options["warmup"], lr)
+    chosen: Optimizer = getattr(optim, kind)(lr, **arguments)
+    return chosen
 
 
 def schedule(text: str, lr: float, total: int) -> Schedule:
@@ -101,7 +97,8 @@ def schedule(text: str, lr: float, total: int) -> Schedule:
     if name not in SCHEDULES:
         raise InvalidInput(f"--schedule is one of {', '.join(SCHEDULES)}, got {name!r}")
     row = SCHEDULES[name]
-    fields: dict[str, Any] = {f: usual for f, usual in row.options.values() if usual is not None}
+    defaults = dict(row.options.values())
+    fields: dict[str, Any] = {f: default for f, default in defaults.items() if default is not None}
     for item in filter(None, rest.split(",")):
         key, _, value = item.partition("=")
         if key not in row.options:

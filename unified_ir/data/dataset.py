@@ -1,7 +1,7 @@
 """Labelled images in memory, and the order in which training sees them.
 
 The order depends on (seed, epoch) and nothing else, so a run that resumes at an epoch continues as
-if it had never stopped. It comes from raw Philox words, whose stream numpy keeps for ever, not from
+if it had never stopped. It comes from raw Philox words, whose stream numpy never changes, not from
 `Generator.permutation`, whose stream it may change.
 """
 
@@ -56,9 +56,9 @@ class Dataset:
         return Dataset(self.x[indices], self.y[indices], self.labels)
 
     def split(self, fraction: float = 0.2, *, seed: int = 0) -> tuple[Dataset, Dataset]:
-        """(rest, held out): every class gives its share of ceil(fraction * N) images.
+        """Return (rest, held out); each class contributes its share of ceil(fraction * N) images.
 
-        The choice depends on the labels and `seed` alone; both parts keep the original order.
+        The choice depends only on the labels and `seed`; both parts keep the original order.
         """
         if not 0.0 < fraction < 1.0:
             raise InvalidInput(f"split needs a fraction between 0 and 1, got {fraction}")
@@ -67,13 +67,13 @@ class Dataset:
             members = np.flatnonzero(self.y == label)
             held_out[members[_order(len(members), seed, label)[:count]]] = True
         if held_out.all():
-            raise InvalidInput(f"splitting {fraction} off {len(self)} images leaves none")
+            raise InvalidInput(f"holding out {fraction} of {len(self)} images leaves none")
         return self.select(np.flatnonzero(~held_out)), self.select(np.flatnonzero(held_out))
 
     def batches(
         self, size: int, *, seed: int, epoch: int = 0, drop_last: bool = False
     ) -> Iterator[tuple[NDArray[np.float32], NDArray[np.int64]]]:
-        """(x, y) of `size` images each, every image once, in the order of (seed, epoch).
+        """Yield (x, y) of `size` images, every image once, in an order set by (seed, epoch).
 
         The last batch is smaller where `size` does not divide N, unless `drop_last`.
         """
@@ -89,9 +89,9 @@ class Dataset:
 def from_arrays(
     x: NDArray[Any], y: NDArray[Any], *, labels: tuple[str, ...] = (), top: int = TOP
 ) -> Dataset:
-    """A Dataset of arrays as they come in files.
+    """Return a Dataset of arrays as files have them.
 
-    x: (N, H, W) or (N, C, H, W); unsigned bytes are divided by `top`, floats taken as they are.
+    x: (N, H, W) or (N, C, H, W); unsigned bytes are divided by `top`, floats stay as they are.
     y: (N,) whole numbers. Without `labels`, class k is called str(k).
     """
     if x.ndim == 3:
@@ -134,7 +134,7 @@ def _check_labels(y: NDArray[Any]) -> None:
 
 
 def _fraction(y: NDArray[Any]) -> str:
-    """Say which floating-point label is not an integer, or what to do where all are."""
+    """Return which floating-point label is not an integer, or how to convert if all are."""
     if y.dtype.kind != "f" or y.ndim != 1 or not y.size:
         return ""
     wrong = ~np.isfinite(y) | (y != np.floor(y))

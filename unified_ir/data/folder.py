@@ -36,8 +36,8 @@ def read(folder: Path) -> Dataset:
         for path, image in _images(class_folder):
             if images and image.shape != images[0].shape:
                 raise InvalidInput(
-                    f"{path} is (C, H, W) = {image.shape}, the images before {images[0].shape}; "
-                    "bring them to one size and one kind"
+                    f"{path} is (C, H, W) = {image.shape}, the images before are "
+                    f"{images[0].shape}; convert them to one size and one number of channels"
                 )
             check_sizes((len(images) + 1, *image.shape), str(folder))
             images.append(image)
@@ -48,7 +48,7 @@ def read(folder: Path) -> Dataset:
 
 
 def class_folders(folder: Path) -> list[Path]:
-    """Return the sub-folders in order of name; NotFound where there are none."""
+    """Return the sub-folders in order of name; NotFound if there are none."""
     folders = sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
     if not folders:
         raise NotFound(f"{folder} has no sub-folders; each class has one, named after it")

@@ -1,7 +1,7 @@
 """IDX, the format of MNIST: two zero bytes, type, rank, big-endian sizes, then the values.
 
-Read: unsigned bytes, rank 3 (images) and rank 1 (labels), plain or gzip. The labels lie beside the
-images under the same name with `labels-idx1` for `images-idx3`.
+Supported are unsigned bytes of rank 3 (images) and rank 1 (labels), plain or gzip. The labels are
+beside the images under the same name, with `labels-idx1` for `images-idx3`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def is_images(path: Path) -> bool:
 
 
 def labels_beside(images: Path) -> Path:
-    """Return the labels file of an images file, packed or plain, whichever exists."""
+    """Return the labels file of an images file, plain or gzip, whichever exists."""
     name = images.name.replace("images", "labels").replace("idx3", "idx1").removesuffix(".gz")
     for candidate in (images.with_name(name), images.with_name(name + ".gz")):
         if candidate.exists():
@@ -56,19 +56,15 @@ def array(path: Path, *, rank: int) -> NDArray[Any]:
             )
         if kind != UNSIGNED_BYTE:
             name = OTHER_TYPES.get(kind, f"type {kind:#04x}")
-            raise InvalidInput(f"{path} holds {name}; unsigned bytes (type 0x08) are read")
+            raise InvalidInput(f"{path} holds {name}; only unsigned bytes (type 0x08) are read")
         if file_rank != rank:
             raise InvalidInput(f"{path} has rank {file_rank}; rank {rank} is expected")
         sizes = bounded.exactly(file, 4 * rank, f"{path}: sizes")
         shape = struct.unpack(f">{rank}I", sizes)
-        _check_shape(path, shape)
+        if rank == 3:
+            check_sizes((shape[0], 1, *shape[1:]), str(path))
+        elif not 0 < shape[0] <= MAX_IMAGES:
+            raise InvalidInput(f"{path} announces {shape[0]} labels; 1..{MAX_IMAGES} are read")
         values = bounded.exactly(file, math.prod(shape), f"{path}: values")
         bounded.ended(file, str(path))
     return np.frombuffer(values, dtype=np.uint8).reshape(shape)
-
-
-def _check_shape(path: Path, shape: tuple[int, ...]) -> None:
-    if len(shape) == 3:
-        check_sizes((shape[0], 1, *shape[1:]), str(path))
-    elif not 0 < shape[0] <= MAX_IMAGES:
-        raise InvalidInput(f"{path} announces {shape[0]} labels; 1..{MAX_IMAGES} are read")

@@ -16,9 +16,9 @@ WAYS: Final = "the name digits, an .npz file, IDX images, or a folder with one s
 
 
 def digits() -> Dataset:
-    """The 1,797 handwritten digits of 8 by 8 pixels that ship with the package.
+    """Return the 1,797 handwritten digits of 8 by 8 pixels that ship with the package.
 
-    x: (1797, 1, 8, 8) in 0..1. `digits().split()` is the customary 1437 to train and 360 held out.
+    x: (1797, 1, 8, 8) in 0..1. `digits().split()` gives the usual 1437 to train and 360 held out.
     Source: E. Alpaydin, C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine
     Learning Repository 1998, doi:10.24432/C50P49, CC BY 4.0; unchanged (see digits.txt).
     """
@@ -28,12 +28,13 @@ def digits() -> Dataset:
 
 
 def load(source: str | Path) -> Dataset:
-    """The dataset that `source` names; the training part where it comes in two.
+    """Return the dataset that `source` names; its training part if it has two.
 
-    Takes the name digits, an .npz file (keys x and y; uint8 pixels are divided by 255, floats taken
+    Takes the name digits, an .npz file (keys x and y; uint8 pixels are divided by 255, floats stay
     as they are), IDX images with their labels beside them, or a folder: of IDX files, or of one
-    sub-folder per class with PNG, PGM or PPM images. Limits are constants of `dataset`, `npz` and
-    `folder`. Raises NotFound, InvalidInput (a kind or size that is not read) or Corrupt.
+    sub-folder per class with PNG, PGM or PPM images. Limits are constants of `files.images`,
+    `files.npz` and `folder`. Raises NotFound, InvalidInput (a kind or size that is not supported)
+    or Corrupt.
     """
     return _parts(source)[0]
 
@@ -41,10 +42,10 @@ def load(source: str | Path) -> Dataset:
 def load_split(
     source: str | Path, *, fraction: float = 0.2, seed: int = 0
 ) -> tuple[Dataset, Dataset]:
-    """(train, held out): the source's own parts where it has two, else `fraction` split off.
+    """Return (train, held out): the two parts of the source, else `fraction` of it split off.
 
-    Two parts: MNIST's `train-*` and `t10k-*` files in one folder, the keys x_train ... y_test, or a
-    folder with `train` and `test` in it.
+    Sources with two parts: MNIST's `train-*` and `t10k-*` files in one folder, an .npz with keys
+    x_train ... y_test, or a folder that contains `train` and `test`.
     """
     parts = _parts(source)
     if len(parts) == 2:

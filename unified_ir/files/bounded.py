@@ -1,4 +1,4 @@
-"""Reading files that may be hostile: regular files only, no byte beyond a stated limit."""
+"""Reading files that may be hostile: only regular files, and no byte beyond a stated limit."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def inflated(path: Path) -> Iterator[IO[bytes]]:
 
 
 def exactly(file: IO[bytes], n_bytes: int, what: str) -> bytes:
-    """Read the next `n_bytes`; Corrupt where the file ends before."""
+    """Read the next `n_bytes`; Corrupt if the file ends before."""
     data = file.read(n_bytes)
     if len(data) != n_bytes:
         raise Corrupt(f"{what}: {n_bytes} bytes announced, {len(data)} there; is the file whole?")
@@ -56,6 +56,6 @@ def exactly(file: IO[bytes], n_bytes: int, what: str) -> bytes:
 
 
 def ended(file: IO[bytes], what: str) -> None:
-    """Raise Corrupt where bytes follow what the header announced."""
+    """Raise Corrupt if bytes follow those that the header announced."""
     if file.read(1):
         raise Corrupt(f"{what}: bytes follow the announced ones")

@@ -14,12 +14,12 @@ Buffer = bytes | bytearray | memoryview
 
 
 def sha256(*chunks: Buffer) -> bytes:
-    """Return the digest of the chunks laid end to end."""
+    """Return the digest of the concatenated chunks."""
     return sha256_of(chunks)
 
 
 def sha256_of(chunks: Iterable[Buffer]) -> bytes:
-    """Return the digest of the chunks laid end to end, reading each once."""
+    """Return the digest of the concatenated chunks, reading each once."""
     state = hashlib.sha256()
     for chunk in chunks:
         state.update(chunk)

@@ -1,7 +1,7 @@
 """The dtypes that files hold: our name, the safetensors name, and the numpy dtype of the bytes.
 
-Numpy has no bfloat16 or fp8: such tensors are handed out as unsigned integers of the same width,
-with the dtype's name beside them.
+Numpy has no bfloat16 or fp8: such tensors are returned as unsigned integers of the same width,
+together with the dtype's name.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The canonical zip frame: every byte of a file that is not data, derived from its manifest.
+"""The canonical zip frame: all bytes of a file that are not data, derived from its manifest.
 
 Stored members, data 64-byte aligned by zipalign's padding field 0xD935, the date 1980-01-01, mode
 0644, no comments, no zip64, nothing between members. Field names as in APPNOTE.TXT 4.3 of PKWARE.
@@ -23,7 +23,7 @@ _ATTRIBUTES: Final = 0o100644 << 16
 
 
 class Layout:
-    """Where everything lies, given the manifest's size and the parts; index 0 is the manifest."""
+    """Offsets of headers and data, from the manifest's size and the parts; 0 is the manifest."""
 
     def __init__(self, manifest_size: int, parts: tuple[Part, ...]) -> None:
         self.parts = (Part(MANIFEST_NAME, manifest_size, b"", 0), *parts)

@@ -1,9 +1,9 @@
 """Tensors in a safetensors part: written in one canonical way, read strictly and without a copy.
 
-Canonical: header in compact JSON padded with spaces so that the data starts 64-byte aligned in the
-part; tensors by falling element size, then by name, packed densely, so each is naturally aligned.
-Any safetensors reader opens it. The reader accepts every valid file (any order, any padding) but
-no overlap, no hole, no byte past the last tensor. Views handed out are read-only.
+Canonical: the header is compact JSON, padded with spaces so that the data starts 64-byte aligned in
+the part; tensors are ordered by decreasing element size, then by name, and packed densely, so each
+is naturally aligned. Any safetensors reader opens it. The reader here accepts every valid file (any
+order, any padding) without overlaps, holes or bytes after the last tensor. Views are read-only.
 """
 
 import json
@@ -48,7 +48,7 @@ class StoredTensor:
 
 
 def as_tensor(value: Array | StoredTensor, name: str = "tensor") -> StoredTensor:
-    """Return `value` with its dtype named; InvalidInput when a file cannot hold it."""
+    """Return `value` with the name of its dtype; InvalidInput if a file cannot hold it."""
     tensor = value if isinstance(value, StoredTensor) else StoredTensor(value.dtype.name, value)
     row = BY_NAME.get(tensor.dtype)
     if row is None or tensor.data.dtype.newbyteorder("<") != row.storage:
@@ -77,7 +77,7 @@ def _arrange(
     """Return the header, and (name, dtype, array, offset in the part) in canonical order."""
     if METADATA in tensors:
         raise InvalidInput(
-            f"no tensor is named {METADATA}: readers take it for text about the file"
+            f"a tensor cannot be named {METADATA}: readers take it for text about the file"
         )
     named = [(name, as_tensor(value, name)) for name, value in tensors.items()]
     named.sort(key=lambda item: (-BY_NAME[item[1].dtype].storage.itemsize, item[0]))
@@ -158,7 +158,7 @@ def _bytes_of(x: Array) -> Buffer:
 
 def _header_size(view: memoryview, what: str) -> int:
     if len(view) < 8:
-        raise Corrupt(f"{what}: {len(view)} bytes hold no header")
+        raise Corrupt(f"{what}: {len(view)} bytes are too few for a header")
     size = int.from_bytes(view[:8], "little")
     if not 2 <= size <= min(MAX_HEADER_BYTES, len(view) - 8):
         raise Corrupt(f"{what}: header of {size} bytes (limit {MAX_HEADER_BYTES}, and the file)")

@@ -20,14 +20,14 @@ BatchNormMode = Literal["kept", "updated"]
 
 
 class Imported(Cell):
-    """One entry of a module as a cell; its state keeps its names, roles and numbers.
+    """One entry of a module as a cell; its state keeps its names, roles and values.
 
     Weights are trained unless `freeze` excludes them. batch_norm: "kept" normalizes by the running
-    statistics that came with the model, in training too, which suits few or unusual samples;
-    "updated" trains as a network of `nn.BatchNorm2d` does: by the statistics of the batch, towards
-    which the running ones move by the momentum of the model's nodes. Exporters often fold batch
-    normalization into convolutions; then there is none to update, and "updated" is refused. Sizes
-    that the model leaves symbolic follow the inputs.
+    statistics of the model, in training too, which suits few or unusual samples; "updated" trains
+    as `nn.BatchNorm2d` does: by the statistics of the batch, towards which the running ones move by
+    the momentum of the model's nodes. Exporters often fold batch normalization into convolutions;
+    then there is none to update, and "updated" is refused. Symbolic sizes of the model follow the
+    inputs.
 
     >>> from triplane.unified_ir import import_onnx, nn
     >>> backbone = nn.Imported(import_onnx("resnet.onnx", outputs=["pooled"]))  # doctest: +SKIP
@@ -44,8 +44,8 @@ class Imported(Cell):
         assigned = module.assigned(entry)
         if assigned:
             raise InvalidInput(
-                f"entry {entry!r} assigns {assigned[0]!r}; an imported cell computes, it keeps "
-                "nothing: name an entry such as predict"
+                f"entry {entry!r} assigns {assigned[0]!r}; an imported cell cannot assign state: "
+                "name an entry such as predict"
             )
         for name in self.function.param_names:
             if name in module.state:
@@ -59,7 +59,7 @@ class Imported(Cell):
             self._check_statistics()
 
     def _check_statistics(self) -> None:
-        """Raise InvalidInput where running statistics are missing, or their owner is unknown."""
+        """Raise InvalidInput if running statistics are missing, or their layer is unknown."""
         layers: dict[str, list[tuple[Value | None, ...]]] = {}
         for node in self.function.nodes:
             names = self._statistics(node)
@@ -96,10 +96,6 @@ class Imported(Cell):
         parameter = self._parameters.get(name)
         return parameter is not None and is_untrained(parameter.array)
 
-    def _operands(self, node: Node) -> tuple[Value | None, ...]:
-        """Return what a node reads, skipping Identity."""
-        return tuple(None if v is None else self._origins.get(v, v) for v in node.inputs)
-
     def _statistics(self, node: Node) -> tuple[str, str] | None:
         """Return the names of the running mean and variance that a node normalizes by.
 
@@ -107,7 +103,8 @@ class Imported(Cell):
         """
         if node.op.name != "BatchNormalization" or len(node.outputs) > 1:
             return None
-        mean, var = (v.name if v is not None else "" for v in self._operands(node)[3:5])
+        read = node.inputs[3:5]
+        mean, var = (self._origins.get(v, v).name if v is not None else "" for v in read)
         for name in (mean, var):
             if name not in self._parameters:
                 return None

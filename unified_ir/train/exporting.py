@@ -81,22 +81,17 @@ def _state(trainer: Trainer, *, with_optimizer: bool) -> dict[str, StateTensor]:
         for name, array in trainer.state().items()
         if with_optimizer or roles[name] is not Role.OPTIMIZER
     }
-    starts = _starts(trainer)
+    own = trainer.cell.parameters()
+    starts = {  # initial values of personal tensors on a device; those that are zero need none
+        START + name: StateTensor(Role.BUFFER, p.start.copy())
+        for name, p in own.items()
+        if isinstance(p, Personal) and p.start.any()
+    }
     if clash := sorted(starts.keys() & state.keys()):
         raise InvalidInput(
             f"{clash[0]!r} is the name of a personal tensor's initial value; rename the attribute"
         )
     return state | starts
-
-
-def _starts(trainer: Trainer) -> dict[str, StateTensor]:
-    """Return the initial values of personal tensors on a device, without those that are zero."""
-    personal = {k: p for k, p in trainer.cell.parameters().items() if isinstance(p, Personal)}
-    return {
-        START + name: StateTensor(Role.BUFFER, p.start.copy())
-        for name, p in personal.items()
-        if p.start.any()
-    }
 
 
 def _labels(trainer: Trainer) -> list[str]:

@@ -24,7 +24,12 @@ def resume(trainer: Trainer, keeper: Checkpoint, source: BatchSource) -> None:
         return
     mine = identity.of_model(trainer.model, trainer.recipe) | identity.of_data(source)
     identity.check(snapshot.identity, mine)
-    _check_order(snapshot, source)
+    now = (source.size, source.samples or 0)
+    if snapshot.place.position and (snapshot.batch_size, snapshot.samples) != now:
+        raise Conflict(  # the next batches would not be those that the run had next
+            f"the checkpoint is within an epoch of {snapshot.samples} samples in batches of "
+            f"{snapshot.batch_size}, this run has {now[1]} in batches of {now[0]}"
+        )
     restore(trainer, snapshot)
 
 
@@ -67,13 +72,3 @@ def _with_optimizer(theirs: Mapping[str, Array], mine: Mapping[str, Array]) -> d
 
 def _kinds(state: Mapping[str, Array]) -> dict[str, tuple[object, tuple[int, ...]]]:
     return {k: (a.dtype, a.shape) for k, a in state.items()}
-
-
-def _check_order(snapshot: Snapshot, source: BatchSource) -> None:
-    """Within an epoch, check that the next batches are the next ones of the snapshot's run."""
-    now = (source.size, source.samples or 0)
-    if snapshot.place.position and (snapshot.batch_size, snapshot.samples) != now:
-        raise Conflict(
-            f"the checkpoint is within an epoch of {snapshot.samples} samples in batches of "
-            f"{snapshot.batch_size}, this run has {now[1]} in batches of {now[0]}"
-        )

@@ -234,11 +234,6 @@ def gradients(model: TrainingModel, optimizer: Optimizer | None = None) -> Funct
     return _differentiated(model, _trained(model, optimizer), "gradients")
 
 
-def train_step(model: TrainingModel, recipe: Recipe) -> Function:
-    """Return the function of one update; see the module."""
-    return _updated(model, recipe, "train_step")
-
-
 def local_update(
     model: TrainingModel, optimizer: Optimizer, *, name: str = "local_update"
 ) -> Function:
@@ -248,7 +243,7 @@ def local_update(
             f"{name} needs an optimizer without state; {optimizer} keeps "
             f"{', '.join(optimizer.used_slots())}; use optim.SGD(lr) without momentum"
         )
-    return _updated(model, Recipe(optimizer=optimizer), name)
+    return train_step(model, Recipe(optimizer=optimizer), name=name)
 
 
 def _objective(model: TrainingModel, name: str) -> Function:
@@ -351,8 +346,8 @@ def _is_zero(function: Function, value: Value) -> bool:
     return not np.any(np.asarray(node.attrs["value"]))
 
 
-def _updated(model: TrainingModel, recipe: Recipe, name: str) -> Function:
-    """Record the gradients and the recipe's updates in one graph."""
+def train_step(model: TrainingModel, recipe: Recipe, *, name: str = "train_step") -> Function:
+    """Return the function of one update: gradients and the recipe's updates in one graph."""
     paths = _trained(model, recipe.optimizer)
     source = _differentiated(model, paths, name, recipe)
     build = Build(TABLE, name)

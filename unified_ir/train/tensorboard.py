@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Iterator
+from itertools import chain, count
 from pathlib import Path
 from typing import BinaryIO
 
@@ -90,10 +91,7 @@ def _pictures(tensors: dict[str, Array]) -> Iterator[bytes]:
 
 
 def _unused(folder: Path, now: float) -> Path:
-    """Return the file name that TensorBoard expects: seconds, machine, and a number if taken."""
+    """Return a file name that TensorBoard expects: seconds, machine, and a number if it exists."""
     stem = f"events.out.tfevents.{int(now):010d}.{socket.gethostname()}"
-    path, number = folder / stem, 0
-    while path.exists():
-        number += 1
-        path = folder / f"{stem}.{number}"
-    return path
+    paths = chain([folder / stem], (folder / f"{stem}.{number}" for number in count(1)))
+    return next(path for path in paths if not path.exists())

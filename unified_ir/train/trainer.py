@@ -140,7 +140,10 @@ class Trainer:
         if not is_count(epochs, 0):
             raise InvalidInput(f"epochs must be a whole number >= 0, got {epochs!r}")
         source = BatchSource(data, batch_size, self.seed)
-        self._prepare(source.peek(), data)
+        batch = source.peek()
+        self.labels = self.labels or tuple(getattr(data, "labels", ()))
+        self._types = self._types_for(batch)
+        self._sizes = sizes_of(self._types, batch)
         goal = self.place.epoch + epochs
         keeper = Checkpoint(checkpoint) if isinstance(checkpoint, (str, Path)) else checkpoint
         if keeper is not None:
@@ -232,11 +235,6 @@ class Trainer:
             self._types = tuple(step.batch_type(a) for a in arrays)
             self._sizes = sizes_of(self._types, arrays)
         _ = self.model
-
-    def _prepare(self, batch: Batch, data: Any) -> None:
-        self.labels = self.labels or tuple(getattr(data, "labels", ()))
-        self._types = self._types_for(batch)
-        self._sizes = sizes_of(self._types, batch)
 
     def _types_for(self, batch: Batch) -> tuple[TensorType, ...]:
         """Return the types in use if they admit the batch, else the batch's own types."""

@@ -36,7 +36,7 @@ NETWORKS: Final[Mapping[str, Callable[..., Cell]]] = MappingProxyType(
         "text-decoder": TextDecoder,
     }
 )
-"""Names on the command line, and the functions that make the networks."""
+"""By the name on the command line: the function that makes the network."""
 
 
 def network(name: str, **options: Any) -> Cell:

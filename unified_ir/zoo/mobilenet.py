@@ -42,7 +42,7 @@ class _Normed(nn.Cell):
 
 
 class InvertedResidual(nn.Cell):
-    """Wider by `expansion`, a convolution of each channel alone, narrower again; figure 3b."""
+    """Expansion, a convolution for each channel, projection to fewer channels; figure 3b."""
 
     def __init__(self, inputs: int, outputs: int, *, stride: int, expansion: int) -> None:
         super().__init__()

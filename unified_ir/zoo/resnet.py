@@ -11,7 +11,7 @@ WEIGHT = nn.KaimingNormal()
 
 
 def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
-    """Without bias, as normalization follows; the image keeps its size at stride 1."""
+    """Return a convolution without bias, since normalization follows; stride 1 keeps the size."""
     return nn.Conv2d(
         inputs, outputs, kernel, stride=stride, padding=kernel // 2, bias=False, init=WEIGHT
     )
@@ -71,7 +71,7 @@ class Bottleneck(nn.Cell):
 class ResNet(nn.Cell):
     """A stem, stages of residual blocks, the mean over the image, and a dense layer.
 
-    blocks: how many of each stage; every stage after the first halves the image and doubles the
+    blocks: number in each stage; every stage after the first halves the image and doubles the
     width. stem: "large" for photographs (7x7, stride 2, pooling), "small" for 32x32 (3x3).
     """
 

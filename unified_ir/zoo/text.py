@@ -8,7 +8,7 @@ from triplane.unified_ir import nn, ops
 
 
 class CharLstm(nn.Cell):
-    """The next character after a text, as LEAF's Shakespeare has it (Caldas et al. 2018).
+    """Predicts the next character of a text, as LEAF's Shakespeare task (Caldas et al. 2018).
 
     Characters embedded in 8 numbers, two layers of LSTM with 256 units, a dense layer on the last
     state: 817,872 parameters. PyTorch, which has two biases for each gate, counts 2,048 more.
@@ -33,7 +33,7 @@ class CharLstm(nn.Cell):
 
 
 class _Words(nn.Cell):
-    """Words and positions as vectors, through encoder layers with normalization first."""
+    """Embedded words and positions, through encoder layers with normalization first."""
 
     def __init__(
         self, vocabulary: int, length: int, *, width: int, heads: int, layers: int, p_drop: float
@@ -59,7 +59,7 @@ class _Words(nn.Cell):
 
 
 class TextEncoder(nn.Cell):
-    """The class of a text: a Transformer's encoder, the mean word, a dense layer.
+    """The class of a text: a Transformer's encoder, the mean over words, a dense layer.
 
     Vaswani et al. 2017, section 3.1, with normalization first (Xiong et al. 2020): 104,322
     parameters for 64 words and 2 classes.
