@@ -56,8 +56,7 @@ def command(ctx: click.Context, *, a: Path, b: Path, as_json: bool) -> None:
     for path in (a, b):
         if path.suffix == SUFFIX:
             raise InvalidInput(f"{path} is an ONNX model; import it first (triplane import)")
-    before, after = load(a), load(b)
-    record = _compared(before, after)
+    record = _compared(load(a), load(b))
     record = {"a": str(a), "b": str(b), "same": not any(record.values()), **record}
     output.result(record, "\n".join(_lines(record)))
     ctx.exit(0 if record["same"] else DIFFERENT)

@@ -116,10 +116,16 @@ def _summary(
     file: Path, opened: Container | None, module: Module | None, entry: str | None, *, verify: bool
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the summary as a record and as lines; `verify` hashes every byte of the file."""
-    if opened is not None and verify:
-        opened.verify()
-    is_read = opened is not None and module is not None
-    record, lines = _head(file, opened, verified=verify or is_read)
+    if opened is None:
+        size = file.stat().st_size
+        record: dict[str, Any] = {"file": str(file), "kind": "onnx", "bytes": size}
+        text = f"{file}: an ONNX model, {size_text(size)}, as `triplane import` would write it"
+        lines = [text]
+    else:
+        if verify:
+            opened.verify()
+        record = _file_record(file, opened, verified=verify or module is not None)
+        lines = list(_file_lines(record))
     if module is not None:
         record |= _module_record(module, entry)
         lines += _module_lines(module, record)
@@ -158,18 +164,6 @@ def _module(path: Path, opened: Container | None) -> Module | None:
     if opened is None:
         return import_onnx(path)
     return load(path, opened.digest) if opened.manifest.kind == "model" else None
-
-
-def _head(
-    path: Path, opened: Container | None, *, verified: bool
-) -> tuple[dict[str, Any], list[str]]:
-    """Return a record and lines that describe the file itself."""
-    if opened is None:
-        n = path.stat().st_size
-        line = f"{path}: an ONNX model, {size_text(n)}, as `triplane import` would write it"
-        return {"file": str(path), "kind": "onnx", "bytes": n}, [line]
-    record = _file_record(path, opened, verified=verified)
-    return record, list(_file_lines(record))
 
 
 def _text(module: Module | None, opened: Container | None, entry: str | None) -> str:

@@ -51,9 +51,7 @@ class Adam(Optimizer):
 
     checks: ClassVar[Checks] = {"beta1": SHARE, "beta2": SHARE, "epsilon": POSITIVE}
 
-    def counts(self) -> bool:
-        """Return True: the bias corrections depend on the number of updates."""
-        return True
+    counts_always = True  # for the bias corrections
 
     def used_slots(self) -> tuple[str, ...]:
         """See `Optimizer`."""
@@ -124,9 +122,7 @@ class LAMB(Optimizer):
     checks: ClassVar[Checks] = {"beta1": SHARE, "beta2": SHARE, "epsilon": POSITIVE}
     decays_in_rule = True  # decay is a part of u, whose norm scales the update
 
-    def counts(self) -> bool:
-        """Return True: the bias corrections depend on the number of updates."""
-        return True
+    counts_always = True  # for the bias corrections
 
     def rule(self, step: Tensor | None) -> Rule:
         """See `Optimizer`."""

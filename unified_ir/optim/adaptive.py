@@ -165,9 +165,7 @@ class Adafactor(Optimizer):
     checks: ClassVar[Checks] = {"fade": SHARE, "floor": POSITIVE, "limit": POSITIVE}
     decays_in_rule = True  # decoupled decay comes after the size of p is measured
 
-    def counts(self) -> bool:
-        """Return True: the past fades by the number of updates."""
-        return True
+    counts_always = True  # the weight of the past depends on the number of updates
 
     def slot_types(self, param: TensorType) -> dict[str, TensorType]:
         """See `Optimizer`."""

@@ -76,6 +76,8 @@ class Optimizer:
     slots: ClassVar[tuple[str, ...]] = ()
     checks: ClassVar[Checks] = {}
     """Checks of a subclass's own options, by name."""
+    counts_always: ClassVar[bool] = False
+    """Whether updates depend on their number with a constant rate too."""
     decays_in_rule: ClassVar[bool] = False
     """Whether `rule` applies decoupled weight decay itself."""
 
@@ -112,7 +114,8 @@ class Optimizer:
 
         If so, `optimizer.step` is part of the state.
         """
-        return isinstance(self.lr, Schedule) and not isinstance(self.lr, Constant)
+        changes = isinstance(self.lr, Schedule) and not isinstance(self.lr, Constant)
+        return changes or self.counts_always
 
     def frozen(self, paths: Collection[str]) -> frozenset[str]:
         """Return those of `paths` that a group freezes."""
@@ -129,7 +132,11 @@ class Optimizer:
 
     def state_types(self, params: Mapping[str, TensorType]) -> dict[str, TensorType]:
         """Return the types of the state for parameters by path."""
-        self._check_groups(params)
+        idle = [g.pattern for g in self.groups if not any(map(g.holds, params))]
+        if idle and params:  # probably a typing error
+            raise InvalidInput(
+                f"group {idle[0]!r} matches no trained parameter; there are {', '.join(params)}"
+            )
         chosen = self._chosen(params)
         types = {STEP: TensorType(int64, ())} if any(o.counts() for o in chosen.values()) else {}
         names = dict.fromkeys(slot for o in chosen.values() for slot in o.used_slots())
@@ -226,11 +233,3 @@ class Optimizer:
         """Return the optimizer of each parameter that is not frozen."""
         frozen = self.frozen(paths)
         return {path: self.of(path) for path in paths if path not in frozen}
-
-    def _check_groups(self, paths: Collection[str]) -> None:
-        """Refuse a pattern that matches no parameter, since it is probably a typing error."""
-        idle = [g.pattern for g in self.groups if not any(map(g.holds, paths))]
-        if idle and paths:
-            raise InvalidInput(
-                f"group {idle[0]!r} matches no trained parameter; there are {', '.join(paths)}"
-            )

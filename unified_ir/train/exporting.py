@@ -29,9 +29,12 @@ def build_module(trainer: Trainer, entries: tuple[str, ...], local_lr: float | N
     unknown = [e for e in entries if e not in ENTRIES]
     if unknown or not entries:
         raise InvalidInput(f"entries are some of {', '.join(ENTRIES)}, got {unknown or 'none'}")
-    functions = {
-        name: _without_unread(_function(trainer, name, local_lr)) for name in dict.fromkeys(entries)
-    }
+    unread = (HISTOGRAM, IMAGE, step.COUNTED)  # no reader of a model file uses these results
+    functions = {}
+    for name in dict.fromkeys(entries):
+        function = _function(trainer, name, local_lr)
+        names = [n for n in function.result_names if not n.startswith(unread)]
+        functions[name] = clean(step.keeping(function, names))
     module = Module(
         functions=functions,
         entries={name: name for name in functions},
@@ -58,13 +61,6 @@ def _function(trainer: Trainer, name: str, local_lr: float | None) -> Function:
     lr = local_rate(trainer.optimizer) if local_lr is None else local_lr
     plain = SGD(lr, groups=trainer.optimizer.freezing())
     return step.local_update(model, plain, name=name)
-
-
-def _without_unread(function: Function) -> Function:
-    """Drop histograms, images and counts, which no reader of a model file uses."""
-    unread = (HISTOGRAM, IMAGE, step.COUNTED)
-    kept = [n for n in function.result_names if not n.startswith(unread)]
-    return clean(step.keeping(function, kept))
 
 
 def local_rate(optimizer: Optimizer) -> float:

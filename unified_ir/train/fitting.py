@@ -196,9 +196,7 @@ class Fit:
 
     def _go_back(self) -> None:
         """Set the place back to the start of the epoch, whose state is in the cell."""
-        place = self.trainer.place
-        for name, value in vars(self.start.copy()).items():
-            setattr(place, name, value)
+        vars(self.trainer.place).update(vars(self.start.copy()))
 
     def _explain(self) -> None:
         """Raise NonFinite, after repeating the epoch up to the first bad step."""

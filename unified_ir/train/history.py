@@ -6,7 +6,8 @@ import csv
 import io
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from copy import deepcopy
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -41,9 +42,7 @@ class Place:
 
     def copy(self) -> Place:
         """Return an independent copy."""
-        return replace(
-            self, sums=dict(self.sums), counts=dict(self.counts), counted=dict(self.counted)
-        )
+        return deepcopy(self)
 
     def advance(
         self,

@@ -61,11 +61,6 @@ class LossScale:
         return ops.where(ok, kept, scale * self.backoff), ops.where(grows, 0, good)
 
 
-def fixed_scale(scale: float) -> LossScale:
-    """Return a constant scale; updates that overflow are skipped as well."""
-    return LossScale(start=scale, growth=1.0, backoff=1.0)
-
-
 def all_finite(tensors: Mapping[str, Tensor]) -> Tensor:
     """Return a bool scalar: whether all elements are finite."""
     bad = [ops.logical_not(ops.abs_(x) <= _LARGEST).cast("float32").sum() for x in tensors.values()]

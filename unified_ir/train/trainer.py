@@ -37,7 +37,7 @@ from triplane.unified_ir.train.history import History, Place, Row
 from triplane.unified_ir.train.interrupt import deferred_interrupt
 from triplane.unified_ir.train.measuring import measured, predicted
 from triplane.unified_ir.train.metrics import Confusion, Tally
-from triplane.unified_ir.train.precision import LossScale, Precision, fixed_scale
+from triplane.unified_ir.train.precision import LossScale, Precision
 from triplane.unified_ir.train.progress import Progress, Style
 from triplane.unified_ir.train.recipe import AVERAGE, Recipe
 from triplane.unified_ir.train.snapshot import Snapshot, read
@@ -98,9 +98,9 @@ class Trainer:
         self.callbacks = tuple(callbacks)
         self.clip_value, self.clip_each, self.clip_norm = clip_value, clip_each, clip_norm
         self.accumulate, self.precision, self.average = accumulate, precision, average
-        self.loss_scale = (
-            fixed_scale(loss_scale) if isinstance(loss_scale, (int, float)) else loss_scale
-        )
+        if isinstance(loss_scale, (int, float)):  # overflows are skipped, the scale stays
+            loss_scale = LossScale(start=loss_scale, growth=1.0, backoff=1.0)
+        self.loss_scale = loss_scale
         _ = self.recipe  # refuses invalid options now rather than in `fit`
         self.step_tuning = StepTuning(tune=tune, memory_budget_bytes=memory_budget_bytes)
         self.tuning: Tuning | None = None
