@@ -173,7 +173,7 @@ def test_an_image_file_beyond_the_limit_is_not_read(pets):
 
 def test_more_pixels_than_the_limit_are_refused_while_reading(pets, monkeypatch):
     monkeypatch.setattr(images, "MAX_PIXELS", 5)
-    with pytest.raises(InvalidInput, match=r"values in all .* at most 5 are taken"):
+    with pytest.raises(InvalidInput, match=r"values in all .* at most 5 are supported"):
         data.load(pets)
 
 

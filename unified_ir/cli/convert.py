@@ -9,7 +9,7 @@ import click
 from click.core import ParameterSource
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.cli.importing import SUFFIX
+from triplane.unified_ir.cli.importing import model_or_onnx
 from triplane.unified_ir.cli.shell import (
     NOT_NEGATIVE,
     OUTPUT_FILE,
@@ -85,7 +85,7 @@ def command(**options: Any) -> None:
     unmeasured = options["quantize"] is not None and options["evaluate"] is None
     if unmeasured and stated is not ParameterSource.DEFAULT:
         raise InvalidInput("--max-accuracy-drop needs labelled data; give --evaluate too")
-    module, digest = _loaded(options["model"])
+    module, digest = model_or_onnx(options["model"])
     wants_plan = options["plan"] is not None
     if wants_plan:
         from triplane.unified_ir.convert.plan import export_plan, plan_entries
@@ -115,17 +115,6 @@ def _check_files(options: dict[str, Any]) -> None:
     )
     check_suffix("--out", options["out"], "bundle")
     check_suffix("--plan", options["plan"], "plan")
-
-
-def _loaded(model: Path) -> tuple[Module, str]:
-    """Return the module and its root digest, which an ONNX model does not have."""
-    if model.suffix == SUFFIX:
-        from triplane.unified_ir.onnx import import_onnx
-
-        return import_onnx(model), ""
-    from triplane.unified_ir.convert.conversion import open_model
-
-    return open_model(model)
 
 
 def _converted(

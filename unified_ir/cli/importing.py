@@ -80,6 +80,14 @@ def command(*, model: Path, out: Path, as_json: bool, **options: tuple[str, ...]
     output.result(record, "\n".join(_lines(record)))
 
 
+def model_or_onnx(path: Path) -> tuple[Module, str]:
+    """Return the module of a model file or an ONNX model; only the former has a root digest."""
+    from triplane.unified_ir.convert.conversion import open_model
+    from triplane.unified_ir.onnx import import_onnx
+
+    return (import_onnx(path), "") if path.suffix == SUFFIX else open_model(path)
+
+
 def _record(module: Module, trainable: tuple[str, ...]) -> dict[str, Any]:
     from triplane.unified_ir.ir import Role
     from triplane.unified_ir.onnx.twins import equal_weights
@@ -145,16 +153,12 @@ def _some(names: list[str]) -> str:
 
 def _shapes(texts: tuple[str, ...]) -> dict[str, tuple[int | str, ...]]:
     shapes: dict[str, tuple[int | str, ...]] = {}
-    for name, sizes in map(_shape, texts):
+    for text in texts:
+        name, equals, sizes = text.rpartition("=")
+        parts = [part.strip() for part in sizes.split(",")] if sizes.strip() else []
+        if not equals or not name or not all(parts):
+            raise InvalidInput(f"--shape is INPUT=SIZES such as image=N,3,224,224, got {text!r}")
         if name in shapes:
             raise InvalidInput(f"--shape names {name!r} twice; name each input once")
-        shapes[name] = sizes
+        shapes[name] = tuple(int(p) if p.isdecimal() else p for p in parts)
     return shapes
-
-
-def _shape(text: str) -> tuple[str, tuple[int | str, ...]]:
-    name, equals, sizes = text.rpartition("=")
-    parts = [part.strip() for part in sizes.split(",")] if sizes.strip() else []
-    if not equals or not name or not all(parts):
-        raise InvalidInput(f"--shape is INPUT=SIZES such as image=N,3,224,224, got {text!r}")
-    return name, tuple(int(p) if p.isdecimal() else p for p in parts)

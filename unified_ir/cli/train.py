@@ -12,7 +12,7 @@ import click
 
 from triplane.proto.errors import Conflict, InvalidInput, NotFound, TriplaneError
 from triplane.unified_ir.cli import training
-from triplane.unified_ir.cli.importing import SUFFIX
+from triplane.unified_ir.cli.importing import SUFFIX, model_or_onnx
 from triplane.unified_ir.cli.shell import (
     COUNT,
     FOLDER,
@@ -331,11 +331,9 @@ def _trainer(options: dict[str, Any], cell: Cell, samples: Dataset) -> Trainer:
 
 def _of_file(path: Path, batch_norm: BatchNormMode) -> Cell:
     """Return the entry `predict` of a model as a cell; refuse a fixed batch size."""
-    from triplane.unified_ir.convert.conversion import open_model
     from triplane.unified_ir.nn import Imported
-    from triplane.unified_ir.onnx import import_onnx
 
-    module = import_onnx(path) if path.suffix == SUFFIX else open_model(path)[0]
+    module, _ = model_or_onnx(path)
     cell = Imported(module, batch_norm=batch_norm)
     for param in module.inputs("predict"):
         shape = getattr(param.type, "shape", ())

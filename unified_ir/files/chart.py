@@ -106,7 +106,8 @@ def bar_chart(
         y = _TOP + i * (_BAR + _GAP)
         width = max(1.0, room * value / top)
         colour = COLOURS[name == highlight]
-        body.append(_text(_NAME - 10, y + 14.5, _short(name), anchor="end"))
+        shown = name if len(name) <= _MAX_NAME else name[: _MAX_NAME - 1] + "…"
+        body.append(_text(_NAME - 10, y + 14.5, shown, anchor="end"))
         body.append(
             f"<rect x='{_NAME}' y='{_f(y)}' width='{_f(width)}' height='{_BAR}' rx='2' "
             f"fill='{colour}'/>"
@@ -229,10 +230,6 @@ def _scale(ticks: Sequence[float], start: float, end: float) -> Scale:
 def _check_finite(values: Sequence[float], title: str) -> None:
     if not values or not all(math.isfinite(v) for v in values):
         raise InvalidInput(f"chart {title!r} needs finite numbers, got {list(values)[:8]}")
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= _MAX_NAME else name[: _MAX_NAME - 1] + "…"
 
 
 def _number(value: float) -> str:

@@ -10,6 +10,9 @@ MAX_IMAGES: Final = 4 * 2**20
 MAX_PIXELS: Final = 256 * 2**20  # of all images together: 1 GiB as float32
 MAX_SIDE: Final = 1024  # pixels
 MAX_CHANNELS: Final = 4
+CHANNELS_LAST: Final = (
+    "; images are (N, C, H, W), and x.transpose(0, 3, 1, 2) moves channels that come last"
+)
 
 
 def check_sizes(shape: tuple[int, ...], what: str = "the dataset") -> None:
@@ -26,13 +29,6 @@ def check_sizes(shape: tuple[int, ...], what: str = "the dataset") -> None:
     ):
         if value > limit:
             raise InvalidInput(
-                f"{what} has {value} {quantity} in {shape}; at most {limit} are taken"
-                f"{_transposed(shape) if quantity == 'channels' else ''}"
+                f"{what} has {value} {quantity} in {shape}; at most {limit} are supported"
+                f"{CHANNELS_LAST if quantity == 'channels' and w <= MAX_CHANNELS else ''}"
             )
-
-
-def _transposed(shape: tuple[int, ...]) -> str:
-    """Return a hint for images whose channels come last, (N, H, W, C)."""
-    if shape[3] > MAX_CHANNELS:
-        return ""
-    return "; images are (N, C, H, W), and x.transpose(0, 3, 1, 2) moves channels that come last"

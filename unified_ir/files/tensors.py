@@ -141,7 +141,12 @@ def unpack(data: Buffer, what: str) -> dict[str, StoredTensor]:
         at += e.size
     if base + at != len(view):
         raise Corrupt(f"{what}: tensors take {at} bytes, the data has {len(view) - base}")
-    return {e.name: _view(view, base, e) for e in entries}
+    tensors = {}
+    for e in entries:
+        start = base + e.offset
+        flat = np.frombuffer(view[start : start + e.size], BY_NAME[e.dtype].storage)
+        tensors[e.name] = StoredTensor(e.dtype, flat.reshape(e.shape))
+    return tensors
 
 
 def _header(rows: Mapping[str, object]) -> bytes:
@@ -208,9 +213,3 @@ def _entry(name: str, row: Any, what: str) -> TensorEntry:
 
 def _is_sizes(value: Any) -> bool:
     return isinstance(value, list) and all(type(v) is int and v >= 0 for v in value)
-
-
-def _view(view: memoryview, base: int, e: TensorEntry) -> StoredTensor:
-    raw = view[base + e.offset : base + e.offset + e.size]
-    flat = np.frombuffer(raw, BY_NAME[e.dtype].storage)
-    return StoredTensor(e.dtype, flat.reshape(e.shape))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -28,6 +29,12 @@ class _Affine(Cell):
         self.weight = Parameter(np.ones(shape, np.float32))
         self.bias = Parameter(np.zeros(shape, np.float32))
 
+    def _check_plane(self, x: ops.Tensor, takes: str, ranks: Sequence[int]) -> None:
+        """Check x against shapes such as "(N, C, H, W)", where C stands for the channels."""
+        channels = self.weight.shape[0]
+        name = f"{type(self).__name__}({channels})"
+        check_axis(name, takes.replace("C", str(channels)), x, 1, channels, ranks)
+
 
 class _BatchNorm(_Affine):
     """weight, bias, running_mean, running_var: (C,), as PyTorch names them.
@@ -53,10 +60,7 @@ class _BatchNorm(_Affine):
 
     def construct(self, x: ops.Tensor) -> ops.Tensor:
         """x: (N, C, ...) -> the same shape."""
-        channels = self.weight.shape[0]
-        name = f"{type(self).__name__}({channels})"
-        takes = self.shapes.replace("C", str(channels))
-        check_axis(name, takes, x, 1, channels, self.ranks)
+        self._check_plane(x, self.shapes, self.ranks)
         mean, var = self.running_mean, self.running_var
         if not self.training:
             return batch_norm_row(x, self.weight, self.bias, mean, var, epsilon=self.epsilon)
@@ -155,9 +159,7 @@ class _InstanceNorm(_Affine):
 
     def construct(self, x: ops.Tensor) -> ops.Tensor:
         """x: (N, C, ...) -> the same shape."""
-        channels = self.weight.shape[0]
-        name, takes = f"{type(self).__name__}({channels})", self.shape.replace("C", str(channels))
-        check_axis(name, takes, x, 1, channels, [self.rank])
+        self._check_plane(x, self.shape, [self.rank])
         return ops.instance_norm(x, self.weight, self.bias, epsilon=self.epsilon)
 
 

@@ -18,7 +18,6 @@ from typing import ClassVar, Final
 from triplane.unified_ir import ops
 from triplane.unified_ir.ops.tensor import Tensor
 from triplane.unified_ir.optim.optimizer import (
-    POSITIVE,
     SHARE,
     Checks,
     Decay,
@@ -26,6 +25,7 @@ from triplane.unified_ir.optim.optimizer import (
     Optimizer,
     Rule,
     Slots,
+    check_positive,
 )
 from triplane.unified_ir.optim.schedules import Schedule
 
@@ -49,7 +49,7 @@ class Adam(Optimizer):
     epsilon: float = 1e-8
     amsgrad: bool = False
 
-    checks: ClassVar[Checks] = {"beta1": SHARE, "beta2": SHARE, "epsilon": POSITIVE}
+    checks: ClassVar[Checks] = {"beta1": SHARE, "beta2": SHARE, "epsilon": check_positive}
 
     counts_always = True  # for the bias corrections
 
@@ -119,7 +119,7 @@ class LAMB(Optimizer):
 
     slots = (FIRST, SECOND)
 
-    checks: ClassVar[Checks] = {"beta1": SHARE, "beta2": SHARE, "epsilon": POSITIVE}
+    checks: ClassVar[Checks] = {"beta1": SHARE, "beta2": SHARE, "epsilon": check_positive}
     decays_in_rule = True  # decay is a part of u, whose norm scales the update
 
     counts_always = True  # for the bias corrections

@@ -16,7 +16,6 @@ from triplane.unified_ir.ir.types import TensorType
 from triplane.unified_ir.ops.tensor import Tensor
 from triplane.unified_ir.optim.optimizer import (
     NOT_NEGATIVE,
-    POSITIVE,
     SHARE,
     Checks,
     Decay,
@@ -24,6 +23,7 @@ from triplane.unified_ir.optim.optimizer import (
     Optimizer,
     Rule,
     Slots,
+    check_positive,
 )
 from triplane.unified_ir.optim.schedules import Schedule
 
@@ -53,7 +53,7 @@ class Adagrad(Optimizer):
     checks: ClassVar[Checks] = {
         "lr_decay": NOT_NEGATIVE,
         "start": NOT_NEGATIVE,
-        "epsilon": POSITIVE,
+        "epsilon": check_positive,
     }
 
     def slot_start(self, slot: str) -> float:
@@ -92,7 +92,7 @@ class RMSProp(Optimizer):
     momentum: float = 0.0
     centered: bool = False
 
-    checks: ClassVar[Checks] = {"alpha": SHARE, "momentum": SHARE, "epsilon": POSITIVE}
+    checks: ClassVar[Checks] = {"alpha": SHARE, "momentum": SHARE, "epsilon": check_positive}
 
     def used_slots(self) -> tuple[str, ...]:
         """See `Optimizer`."""
@@ -129,7 +129,7 @@ class Adadelta(Optimizer):
 
     slots = (SQUARES, MOVES)
 
-    checks: ClassVar[Checks] = {"rho": SHARE, "epsilon": POSITIVE}
+    checks: ClassVar[Checks] = {"rho": SHARE, "epsilon": check_positive}
 
     def rule(self, step: Tensor | None) -> Rule:
         """See `Optimizer`."""
@@ -162,7 +162,7 @@ class Adafactor(Optimizer):
 
     slots = (ROW, COLUMN, SQUARES)
 
-    checks: ClassVar[Checks] = {"fade": SHARE, "floor": POSITIVE, "limit": POSITIVE}
+    checks: ClassVar[Checks] = {"fade": SHARE, "floor": check_positive, "limit": check_positive}
     decays_in_rule = True  # decoupled decay comes after the size of p is measured
 
     counts_always = True  # the weight of the past depends on the number of updates

@@ -49,14 +49,14 @@ def check_range(owner: str, name: str, value: float, low: float, high: float) ->
         raise InvalidInput(f"{owner} needs {name} in [{low:g}, {high:g}), got {value}")
 
 
-def _positive(owner: str, name: str, value: float) -> None:
+def check_positive(owner: str, name: str, value: float) -> None:
+    """Refuse a value that is not positive and finite."""
     if not 0 < value < math.inf:
         raise InvalidInput(f"{owner} needs {name} > 0, got {value}")
 
 
 SHARE: Final = partial(check_range, low=0, high=1)
 NOT_NEGATIVE: Final = partial(check_range, low=0, high=math.inf)
-POSITIVE: Final = _positive
 
 
 @dataclass(frozen=True)

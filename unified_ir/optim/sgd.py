@@ -44,7 +44,10 @@ class SGD(Optimizer):
 
     def rule(self, step: Tensor | None) -> Rule:
         """See `Optimizer`."""
-        lr, share = self.rate(step), self._share(step)
+        lr, share = self.rate(step), None
+        if self.dampening:  # the first gradient enters the momentum whole
+            assert step is not None
+            share = ops.where(step > 0, 1.0 - self.dampening, 1.0)
 
         def move(p: Tensor, g: Tensor, slots: Slots) -> Moved:
             if not self.momentum:
@@ -54,10 +57,3 @@ class SGD(Optimizer):
             return p - push * lr, {MOMENTUM: v}
 
         return move
-
-    def _share(self, step: Tensor | None) -> Tensor | None:
-        """Return the part of a gradient that enters the momentum."""
-        if not self.dampening:
-            return None
-        assert step is not None
-        return ops.where(step > 0, 1.0 - self.dampening, 1.0)

@@ -116,11 +116,9 @@ def is_count(x: Any, least: int) -> bool:
 
 def with_last(batches: Iterator[Batch]) -> Iterator[tuple[Batch, bool]]:
     """Yield each batch, and whether it is the last one."""
-    held = next(batches, None)
-    while held is not None:
-        following = next(batches, None)
-        yield held, following is None
-        held = following
+    for batch, following in itertools.pairwise(itertools.chain(batches, [None])):
+        assert batch is not None
+        yield batch, following is None
 
 
 def in_order(data: Any, size: int) -> Iterator[Batch]:

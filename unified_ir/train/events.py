@@ -25,17 +25,13 @@ _MASK: Final = 0xA282EAD8
 _WORD: Final = 0xFFFFFFFF
 
 
-def _table() -> tuple[int, ...]:
-    rows = []
-    for byte in range(256):
-        value = byte
-        for _ in range(8):
-            value = value >> 1 ^ (_POLYNOMIAL if value & 1 else 0)
-        rows.append(value)
-    return tuple(rows)
+def _remainder(value: int) -> int:
+    for _ in range(8):
+        value = value >> 1 ^ (_POLYNOMIAL if value & 1 else 0)
+    return value
 
 
-_CRC: Final = _table()
+_CRC: Final = tuple(map(_remainder, range(256)))
 
 
 def crc32c(data: bytes) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Literal, get_args
 
 from triplane.proto.errors import InvalidInput
@@ -47,17 +48,15 @@ def build_module(trainer: Trainer, entries: tuple[str, ...], local_lr: float | N
 
 def _function(trainer: Trainer, name: str, local_lr: float | None) -> Function:
     model = trainer.model.of_means()
-    match name:
-        case "predict":
-            return step.predict(model.cell, list(model.inputs.values()), model.loss.output)
-        case "evaluate":
-            return step.evaluate(model)
-        case "train_step":
-            return step.train_step(model, trainer.recipe)
-        case "loss":
-            return step.loss(model)
-        case "gradients":
-            return step.gradients(model, trainer.optimizer)
+    graphs: dict[str, Callable[[], Function]] = {
+        "predict": lambda: step.predict(model.cell, [*model.inputs.values()], model.loss.output),
+        "evaluate": lambda: step.evaluate(model),
+        "train_step": lambda: step.train_step(model, trainer.recipe),
+        "loss": lambda: step.loss(model),
+        "gradients": lambda: step.gradients(model, trainer.optimizer),
+    }
+    if name in graphs:
+        return graphs[name]()
     lr = local_rate(trainer.optimizer) if local_lr is None else local_lr
     plain = SGD(lr, groups=trainer.optimizer.freezing())
     return step.local_update(model, plain, name=name)
