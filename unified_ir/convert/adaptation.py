@@ -8,10 +8,9 @@ and in float32, because the steps change them; all other state of the entry (rat
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Final
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.federated.algorithms.objective import LOSS
-from triplane.unified_ir.federated.algorithms.plan import ADAPT, STEPS_KEY
 from triplane.unified_ir.ir import Module
 from triplane.unified_ir.onnx import OnnxTarget, emit, serialize
 from triplane.unified_ir.ops.build import Build
@@ -19,6 +18,10 @@ from triplane.unified_ir.ops.inline import inline
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.passes.clean import clean
 from triplane.unified_ir.runtime.description import MAX_ADAPT_STEPS
+
+ADAPT: Final = "adapt"
+STEPS_KEY: Final = "adapt_steps"
+LOSS: Final = "loss"
 
 
 def adapt_steps(module: Module) -> int:

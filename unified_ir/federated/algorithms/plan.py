@@ -60,7 +60,7 @@ def plan_of(
     row, of = algorithm(name), _objective(module)
     extra_state = _extra_state(row, of, hyper)
     state = {**module.state, **extra_state}
-    functions = {k: closed(f, state) for k, f in functions_of(module, name, hyper).items()}
+    functions = {k: _closed(f, state) for k, f in functions_of(module, name, hyper).items()}
     read = {p.name for f in functions.values() for p in f.params} & state.keys()
     anchored = {n.removeprefix(ANCHOR) for n in read if n.startswith(ANCHOR)} & state.keys()
     used = sorted(read | anchored)
@@ -87,7 +87,7 @@ def module_of(module: Module, name: str, hyper: Hyper, state: Mapping[str, Array
     """
     row, of = algorithm(name), _objective(module)
     extra_state = _extra_state(row, of, hyper)
-    adapt = closed(row.adapt(of), {**module.state, **extra_state})
+    adapt = _closed(row.adapt(of), {**module.state, **extra_state})
     own = {k: v for k, v in module.state.items() if not k.startswith(RESERVED)}
     _check(state, own | extra_state)
     known = own | {k: v for k, v in extra_state.items() if k in adapt.param_names}
@@ -132,7 +132,7 @@ def _extra_state(row: Algorithm, of: Objective, hyper: Hyper) -> dict[str, State
     return extra
 
 
-def closed(function: Function, state: Mapping[str, StateTensor]) -> Function:
+def _closed(function: Function, state: Mapping[str, StateTensor]) -> Function:
     """Return the function with a parameter for each state tensor it assigns without reading.
 
     The graph's output `NAME:next` then has an input NAME, which tells a device that it is state.
