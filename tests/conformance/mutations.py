@@ -14,7 +14,7 @@ from tests.conformance.uses import Use
 
 from triplane.unified_ir.ops.table import TABLE
 
-READERS = ("autodiff.transforms", "engines.reference", "onnx.emit", "passes.rewrite")
+READERS = ("autodiff.transforms", "engines.reference", "onnx.emit", "ops.table", "passes.rewrite")
 """Modules that hold the table under the name TABLE."""
 
 

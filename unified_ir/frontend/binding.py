@@ -8,9 +8,9 @@ differentiated functions hand it on as a result of their own, and nothing else m
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.tensor import Tensor, as_tensor
 
+_T = TypeVar("_T")
 LEARNT: Final = frozenset([Role.PARAMETER, Role.PERSONAL])
 """Roles of the state that training changes by gradients."""
 
@@ -187,10 +188,15 @@ def current_or_none() -> Binding | None:
 
 
 @contextmanager
-def bound(binding: Binding) -> Iterator[Binding]:
-    """Within the block, parameters read as the binding's tensors."""
-    token = _current.set(binding)
+def holding(variable: ContextVar[_T], value: _T) -> Iterator[None]:
+    """Within the block, a context variable has this value."""
+    token = variable.set(value)
     try:
-        yield binding
+        yield
     finally:
-        _current.reset(token)
+        variable.reset(token)
+
+
+def bound(binding: Binding) -> AbstractContextManager[None]:
+    """Within the block, parameters read as the binding's tensors."""
+    return holding(_current, binding)

@@ -15,7 +15,7 @@ import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.frontend.binding import LEARNT, Parameter, StateTree, current
-from triplane.unified_ir.frontend.custom import construct_with_bprop, has_bprop
+from triplane.unified_ir.frontend.custom import construct_with_bprop
 from triplane.unified_ir.frontend.rewrite import rewritten
 from triplane.unified_ir.frontend.run import run
 from triplane.unified_ir.frontend.trace import entered, within
@@ -53,7 +53,7 @@ class Cell(StateTree):
         if not recording():
             return run(self, args, kwargs)
         with within(self), entered(type(self).construct, self):
-            if has_bprop(self):
+            if hasattr(type(self), "bprop"):
                 return construct_with_bprop(self, args, kwargs)
             return rewritten(type(self).construct)(self, *args, **kwargs)
 

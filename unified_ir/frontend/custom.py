@@ -52,11 +52,6 @@ def custom_vjp(bprop: Bprop) -> Callable[[Callable[..., Any]], Callable[..., Any
     return decorated
 
 
-def has_bprop(cell: StateTree) -> bool:
-    """Return whether a cell defines its own gradient."""
-    return hasattr(type(cell), "bprop")
-
-
 def construct_with_bprop(cell: StateTree, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Record a cell's `construct`, differentiated by its `bprop`.
 

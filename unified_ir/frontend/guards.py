@@ -30,7 +30,13 @@ import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.frontend.binding import Parameter, StateTree
-from triplane.unified_ir.frontend.source import belongs_to_user, is_installed, is_users_file
+from triplane.unified_ir.frontend.source import (
+    MISSING,
+    belongs_to_user,
+    contents,
+    is_installed,
+    is_users_file,
+)
 from triplane.unified_ir.ir.dims import Expr
 from triplane.unified_ir.ir.types import DType, TensorType
 
@@ -43,7 +49,6 @@ PLAIN: Final = (
 )  # fmt: skip
 """Immutable values, equal when their types and texts are."""
 
-_MISSING: Final = object()
 _IMPORT: Final = "import "
 """First part of a path for an `import` inside a function."""
 
@@ -97,11 +102,11 @@ def named_values(functions: Iterable[Any]) -> list[tuple[Any, str]]:
         while isinstance(inner, MethodType):
             inner = inner.__func__
         if isinstance(inner, FunctionType) and not belongs_to_user(inner):
-            values += named_values(_contents(c) for c in inner.__closure__ or ())
+            values += named_values(contents(c) for c in inner.__closure__ or ())
         elif isinstance(inner, FunctionType):
             free = inner.__code__.co_freevars
             cells = zip(free, inner.__closure__ or (), strict=True)
-            values += [(_contents(cell), name) for name, cell in cells]
+            values += [(contents(cell), name) for name, cell in cells]
             values += [
                 (_outer(inner, path), path[0])
                 for path in _named_paths(inner.__code__)
@@ -233,7 +238,7 @@ def _same(a: Any, b: Any) -> bool:
 
 def _is_fixed(value: Any) -> bool:
     """Return whether nothing about a value can change."""
-    if isinstance(value, PLAIN) or value is _MISSING:
+    if isinstance(value, PLAIN) or value is MISSING:
         return True
     return isinstance(value, np.ndarray) and not _writeable(value)
 
@@ -274,7 +279,7 @@ def _function(f: FunctionType, label: str, add_guard: AddGuard) -> list[tuple[An
     name = f.__qualname__.rsplit("<locals>.", 1)[-1]
     reads: list[tuple[str, Callable[[], Any]]] = []
     for variable, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):
-        reads.append((variable, partial(_contents, cell)))
+        reads.append((variable, partial(contents, cell)))
     if belongs_to_user(f):
         reads += [(k, partial(getattr, f, k)) for k in ("__code__", "__defaults__")]
         reads.append(("__kwdefaults__", lambda: tuple((f.__kwdefaults__ or {}).items())))
@@ -286,26 +291,19 @@ def _function(f: FunctionType, label: str, add_guard: AddGuard) -> list[tuple[An
     return [*reached, (getattr(f, "__wrapped__", None), label)]
 
 
-def _contents(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return _MISSING
-
-
 def _outer(f: FunctionType, path: tuple[str, ...]) -> Any:
     """Return the current value of an outer name, or of attributes of a user's module behind one."""
     free = f.__code__.co_freevars
     if path[0].startswith(_IMPORT):
         value = _imported(f, path[0])
     elif path[0] in free:
-        value = _contents((f.__closure__ or ())[free.index(path[0])])
+        value = contents((f.__closure__ or ())[free.index(path[0])])
     else:
-        value = f.__globals__.get(path[0], _MISSING)
+        value = f.__globals__.get(path[0], MISSING)
     for name in path[1:]:
         if not isinstance(value, ModuleType) or not _is_users_module(value):
             break
-        value = getattr(value, name, _MISSING)
+        value = getattr(value, name, MISSING)
     return value
 
 
@@ -314,7 +312,7 @@ def _imported(f: FunctionType, statement: str) -> Any:
     name = statement.removeprefix(_IMPORT)
     if name.startswith("."):
         name = resolve_name(name, str(f.__globals__.get("__package__") or ""))
-    return sys.modules.get(name, _MISSING)
+    return sys.modules.get(name, MISSING)
 
 
 @lru_cache(maxsize=4096)
@@ -409,7 +407,7 @@ def _slot(descriptor: Any, x: Any) -> Any:
     try:
         return descriptor.__get__(x)
     except AttributeError:
-        return _MISSING
+        return MISSING
 
 
 def _slots(cls: type) -> tuple[str, ...]:

@@ -84,12 +84,9 @@ def chain(left: Any, names: Sequence[str], *rights: Thunk) -> Any:
 
         return compare
 
-    return _chained([link(n, r) for n, r in zip(names, rights, strict=True)])
-
-
-def _chained(links: Sequence[Thunk]) -> Any:
-    verdict = links[0]()
-    for step in links[1:]:
+    links = map(link, names, rights)
+    verdict = next(links)()
+    for step in links:
         if is_symbolic(verdict):
             following = step()
             second = as_condition(following) if isinstance(following, Tensor) else truth(following)

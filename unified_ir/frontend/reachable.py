@@ -12,7 +12,7 @@ from types import FunctionType, MethodType
 from typing import Any
 
 from triplane.unified_ir.frontend.binding import Parameter, StateTree
-from triplane.unified_ir.frontend.source import belongs_to_user
+from triplane.unified_ir.frontend.source import belongs_to_user, contents
 from triplane.unified_ir.ops.trees import leaves
 
 
@@ -73,10 +73,7 @@ def _named(f: FunctionType) -> Iterator[tuple[str, Any]]:
     """Yield names and values; of this package's wrappers (transforms) only the closure."""
     code, own = f.__code__, belongs_to_user(f)
     for name, cell in zip(code.co_freevars, f.__closure__ or (), strict=True):
-        try:
-            yield name if own else "", cell.cell_contents
-        except ValueError:
-            continue
+        yield name if own else "", contents(cell)
     for name in code.co_names if own else ():
         value = f.__globals__.get(name)
         if isinstance(value, (StateTree, FunctionType)):

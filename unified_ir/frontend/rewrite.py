@@ -20,7 +20,7 @@ from typing import Any, Final
 from triplane.unified_ir.frontend import flow
 from triplane.unified_ir.frontend.names import has_control_flow
 from triplane.unified_ir.frontend.nodes import FLOW, no_args
-from triplane.unified_ir.frontend.source import belongs_to_user, source_of
+from triplane.unified_ir.frontend.source import belongs_to_user, contents, source_of
 from triplane.unified_ir.frontend.syntax import rewrite_function
 from triplane.unified_ir.frontend.variables import explain, reasons
 
@@ -86,11 +86,7 @@ def _calls_itself(function: FunctionType) -> bool:
     """Return whether the function's name refers to the function, directly or under a decorator."""
     name, code = function.__name__, function.__code__
     if name in code.co_freevars:
-        cell = (function.__closure__ or ())[code.co_freevars.index(name)]
-        try:
-            candidate = cell.cell_contents
-        except ValueError:
-            return False
+        candidate = contents((function.__closure__ or ())[code.co_freevars.index(name)])
     else:
         candidate = function.__globals__.get(name) if name in code.co_names else None
     while candidate is not None and candidate is not function:

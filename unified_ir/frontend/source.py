@@ -19,6 +19,8 @@ from triplane.unified_ir.ops.source import is_internal
 _STDLIB: Final = Path(sysconfig.get_paths()["stdlib"]).resolve()
 _NUMPY: Final = Path(np.__file__).resolve().parent
 _INSTALLED: Final = {"site-packages", "dist-packages"}
+MISSING: Final = object()
+"""Stands for a variable without a value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,14 @@ def source_of(function: FunctionType) -> FunctionSource | None:
     if len(matching) != 1:
         return None
     return FunctionSource(matching[0][0], matching[0][1], code.co_filename)
+
+
+def contents(cell: Any) -> Any:
+    """Return the value of a variable in a closure; MISSING if it has none."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return MISSING
 
 
 def belongs_to_user(function: FunctionType) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from inspect import BoundArguments
@@ -24,6 +24,7 @@ from triplane.unified_ir.frontend.binding import (
     StateTree,
     bound,
     current_or_none,
+    holding,
     replaced,
 )
 from triplane.unified_ir.frontend.reachable import state_of, state_trees_of
@@ -57,8 +58,7 @@ class Traced:
     """In eager mode, the array of every value."""
 
 
-@contextmanager
-def entered(function: Any, owner: Any = None) -> Iterator[None]:
+def entered(function: Any, owner: Any = None) -> AbstractContextManager[None]:
     """Within the block, one call of `function` (of the cell `owner`) is recorded.
 
     A function that calls itself under a condition that a tensor decides would be recorded
@@ -76,11 +76,7 @@ def entered(function: Any, owner: Any = None) -> Iterator[None]:
             "deep, and recording it would not end; write a `while` loop, make the call the whole "
             "`return` of a @graph function (it becomes a loop), or run in mode('eager')"
         )
-    token = _calls.set((*calls, (key, depth)))
-    try:
-        yield
-    finally:
-        _calls.reset(token)
+    return holding(_calls, (*calls, (key, depth)))
 
 
 def within(cell: Any) -> AbstractContextManager[None]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.frontend.binding import Parameter, current_or_none, replaced
+from triplane.unified_ir.frontend.binding import Parameter, current_or_none, holding, replaced
 from triplane.unified_ir.frontend.guards import TraceGuard, named_values
 from triplane.unified_ir.frontend.merge import UNBOUND
 from triplane.unified_ir.ops.recorder import recorder
@@ -109,14 +109,9 @@ def collecting() -> Iterator[None]:
 _reasons: ContextVar[dict[str, str]] = ContextVar("triplane_unbound")
 
 
-@contextmanager
-def reasons() -> Iterator[None]:
+def reasons() -> AbstractContextManager[None]:
     """Within the block, remember why variables of one call of rewritten code have no value."""
-    token = _reasons.set({})
-    try:
-        yield
-    finally:
-        _reasons.reset(token)
+    return holding(_reasons, {})
 
 
 def unbind(name: str, reason: str) -> Any:

@@ -238,16 +238,13 @@ class Decoder:
         """Return the type of a sequence; its elements' type or only their dtype may be known."""
         empty = message.form == pb.FORM_EMPTY
         if message.element and not message.dtype and not empty:
-            return SequenceType(self._held(message))
+            return SequenceType(self.held(message))
         if message.element or message.shape:
             raise Corrupt("a sequence has either a type of its elements or only an element type")
         return SequenceType(_dtype(message.dtype), empty=empty)
 
-    def optional_type(self, message: pb.TensorType) -> TensorType:
-        """Return the type of an optional."""
-        return OptionalType(self._held(message))
-
-    def _held(self, message: pb.TensorType) -> TensorType:
+    def held(self, message: pb.TensorType) -> TensorType:
+        """Return the type that another type holds."""
         if not message.element or message.shape or message.dtype:
             raise Corrupt("a type that holds another refers to it, and has no shape of its own")
         return _pick(self.types, message.element - 1, "type")
@@ -311,7 +308,7 @@ _FORMS: Final[Mapping[int, Callable[[Decoder, pb.TensorType], TensorType]]] = {
     pb.FORM_TENSOR: Decoder.tensor_type,
     pb.FORM_SEQUENCE: Decoder.sequence_type,
     pb.FORM_EMPTY: Decoder.sequence_type,
-    pb.FORM_OPTIONAL: Decoder.optional_type,
+    pb.FORM_OPTIONAL: lambda decoder, message: OptionalType(decoder.held(message)),
 }
 
 

@@ -106,12 +106,7 @@ class Function:
 
     def param_index(self, name: str) -> int:
         """Return the index of the parameter called `name`."""
-        if name not in self._param_places:
-            raise InvalidInput(
-                f"function {self.name!r} has no parameter {name!r}; "
-                f"it has {', '.join(self.param_names)}"
-            )
-        return self._param_places[name]
+        return self._place("parameter", name, self._param_places)
 
     def param(self, name: str) -> Value:
         """Return the parameter called `name`."""
@@ -119,12 +114,14 @@ class Function:
 
     def result(self, name: str) -> Value:
         """Return the result called `name`."""
-        if name not in self._result_places:
+        return self.results[self._place("result", name, self._result_places)]
+
+    def _place(self, kind: str, name: str, places: Mapping[str, int]) -> int:
+        if name not in places:
             raise InvalidInput(
-                f"function {self.name!r} has no result {name!r}; "
-                f"it has {', '.join(self.result_names)}"
+                f"function {self.name!r} has no {kind} {name!r}; it has {', '.join(places)}"
             )
-        return self.results[self._result_places[name]]
+        return places[name]
 
     def with_(
         self,

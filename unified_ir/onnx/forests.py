@@ -49,11 +49,15 @@ class _Trees:
     places: Mapping[tuple[int, int], int]
 
 
-def _column(app: Application, name: str, count: int, default: Any = None) -> Any:
-    """Return an attribute with one entry per node, in doubles if the model has that form."""
+def _values(app: Application, name: str, default: Any = ()) -> Any:
+    """Return an attribute as a vector, in doubles if the model has that form."""
     tensor = app.attr(f"{name}_as_tensor")
-    tensor = app.attr(name, default) if tensor is None else tensor
-    column = np.asarray(() if tensor is None else tensor).reshape(-1)
+    return np.asarray(app.attr(name, default) if tensor is None else tensor).reshape(-1)
+
+
+def _column(app: Application, name: str, count: int, default: Any = ()) -> Any:
+    """Return an attribute with one entry per node."""
+    column = _values(app, name, default)
     if len(column) != count:
         raise InvalidInput(f"{name} has {len(column)} entries for {count} nodes")
     return column
@@ -160,11 +164,6 @@ def _table(app: Application, stem: str, trees: _Trees, n: int) -> tuple[Any, Any
     return table, held
 
 
-def _base(app: Application) -> Any:
-    tensor = app.attr("base_values_as_tensor")
-    return np.asarray(app.attr("base_values", ()) if tensor is None else tensor).reshape(-1)
-
-
 def _working(app: Application) -> Tensor:
     """Return the input in the type in which thresholds are compared."""
     x = matrix(app)
@@ -193,14 +192,14 @@ def tree_regressor(app: Application) -> Sequence[Tensor]:
         summed = emit(f"Reduce{how.capitalize()}", rows, np.array([1]), keepdims=0)
     else:
         raise InvalidInput(f"it aggregates trees by {how!r}; known are SUM, AVERAGE, MIN and MAX")
-    return regressed(app, summed, _base(app), n)
+    return regressed(app, summed, _values(app, "base_values"), n)
 
 
 def tree_classifier(app: Application) -> Sequence[Tensor]:
     """x: (N, features) -> labels (N,), scores (N, classes)."""
     x, trees, names = _working(app), _trees(app), labels(app)
     table, held = _table(app, "class", trees, len(names))
-    scored, base = np.flatnonzero(held.any(0)), _base(app)
+    scored, base = np.flatnonzero(held.any(0)), _values(app, "base_values")
     if len(names) == 2:
         return _binary(app, x, trees, table, names)
     if len(base) not in {0, len(names)} or len(names) < 2 or len(scored) < len(names):
@@ -219,7 +218,7 @@ def _binary(app: Application, x: Tensor, trees: _Trees, table: Any, names: Any) 
     As in onnxruntime, scores of the first class are those of the second, and the first gets the
     complement; scores of the second class leave 0 to the first.
     """
-    ids, base = set(app.attr("class_ids")), _base(app)
+    ids, base = set(app.attr("class_ids")), _values(app, "base_values")
     if len(ids) != 1 or len(base) > (0 if 1 in ids else 1):
         raise InvalidInput(
             f"of two classes, {len(ids)} have weights, with {len(base)} base values; runtimes "
