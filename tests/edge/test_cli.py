@@ -63,7 +63,7 @@ def test_every_field_of_the_options_can_be_given_on_the_command_line():
         (("--limit", "speed=3"), "no limit 'speed'; there are message_bytes, "),
         (("--limit", "rows"), "limit rows is ''; give a whole number, as rows=4096"),
         (("--limit", "rows=many"), "limit rows is 'many'; give a whole number"),
-        (("--limit", "rows=0"), "limit rows is 0; 1 at least"),
+        (("--limit", "rows=0"), "limit rows is 0; it must be 1 to"),
         (("--model-threads", "0"), "model_threads is 0; 1 to 1024"),
         (("--drain-seconds", "-1"), "drain_s is -1.0; 0 to "),
     ],
