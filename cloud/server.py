@@ -1,8 +1,8 @@
 """The cloud process: every part of it over one database, on three ports, until it is stopped.
 
-Start takes up what a killed process left: registry, rollouts, enrolments that were not told to the
-fleet. Stop tells every node, drains calls, then closes what they used; a process that is killed
-instead loses nothing that it answered.
+Start continues what a killed process left: registry, rollouts, and enrolments that the fleet does
+not know yet. Stop says goodbye to every node, drains calls, then closes what they used. A process
+that is killed instead loses nothing that it acknowledged.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from triplane.cloud.fleet.fleet import LiveFleet
 from triplane.cloud.fleet.node_peer import NodePeer
 from triplane.cloud.fleet.registry_bundles import RegistryBundles
 from triplane.cloud.fleet.servicer import FleetServicer
-from triplane.cloud.home import LOCAL, Home, open_database
+from triplane.cloud.home import LOCAL, PORTS, Home, open_database
 from triplane.cloud.identity import audit
 from triplane.cloud.identity.auth_interceptor import AuthInterceptor, caller
 from triplane.cloud.identity.authority import Authority
@@ -75,7 +75,7 @@ logger = logging.getLogger(__name__)
 
 DRAIN_S: Final = 10.0
 STOP_S: Final = 30.0
-"""To end children, sessions and database after the calls inside had their time to drain."""
+"""Time to end children, sessions and database after calls were drained."""
 GOODBYE_S: Final = 2.0
 ENROL_OPTIONS: Final = (
     ("grpc.so_reuseport", 0),
@@ -121,6 +121,11 @@ class Cloud:
         self._stack = AsyncExitStack()
         self._tasks = BackgroundTasks()
         self.port = self.enrol_port = self.dashboard_port = 0
+
+    @property
+    def ports(self) -> dict[str, int]:
+        """The three ports, by the names of their options."""
+        return {name: getattr(self, name) for name in PORTS}
 
     @property
     def address(self) -> str:
@@ -212,13 +217,13 @@ class Cloud:
 
         def publish() -> None:
             self.fleet.nudge()
-            self.upkeep.published()
+            self.upkeep.note_publication()
 
         def published(_: str) -> None:
             loop.call_soon_threadsafe(publish)
 
         self.repository.on_published(published)
-        self.fleet.on_report(self.upkeep.reported)
+        self.fleet.on_report(self.upkeep.note_report)
         self.auth.on_revoked(self._revoked)
 
     def _revoked(self, name: str) -> None:
@@ -239,7 +244,7 @@ class Cloud:
             await self.fleet.add_node(name, labels or await self._invited_with(name))
 
     async def _invited_with(self, name: str) -> Labels:
-        """Labels of the token that let the name in, while the token is remembered."""
+        """Return the labels of the token by which the name enrolled, while the token is stored."""
         query = sa.select(TOKENS.c.labels).where(
             TOKENS.c.name == name, TOKENS.c.certificate.is_not(None)
         )
@@ -253,7 +258,8 @@ class Cloud:
         server = grpc.aio.server(interceptors=[self.auth], options=server_options())
         wire = FleetServicer(self.fleet, self.sessions, _name, self.repository.versions)
         self._wire = wire
-        metadata = trust.MetadataServicer(self.repository, self._submitted, self._claimed)
+        claimed = partial(claim, self.database, self.blobs)
+        metadata = trust.MetadataServicer(self.repository, self._submitted, claimed)
         ours = health.HealthServicer()
         fleet_grpc.add_FleetServicer_to_server(wire, server)
         session_grpc.add_SessionServicer_to_server(
@@ -370,9 +376,6 @@ class Cloud:
         if submitted.published:
             await self.upkeep.note_signed()
 
-    async def _claimed(self, names: set[bytes]) -> None:
-        await claim(self.database, self.blobs, names)
-
 
 def _name() -> str:
     return caller().name
@@ -394,7 +397,8 @@ def _host_port(host: str, port: int) -> str:
 def _taken(address: str) -> Unavailable:
     return Unavailable(
         f"cannot listen on {address}: the port is taken, or the address is not this machine's; is "
-        "another cloud running? --port, --enrol-port, --dashboard-port take others (0: a free one)"
+        "another cloud running? choose others by --port, --enrol-port, --dashboard-port (0: a free "
+        "one)"
     )
 
 
@@ -424,12 +428,7 @@ async def _serve(options: CloudOptions) -> None:
         dashboard_port=options.dashboard_port,
         drain_s=options.drain_s,
     ) as cloud:
-        await asyncio.to_thread(
-            Home(options.home).record_ports,
-            port=cloud.port,
-            enrol_port=cloud.enrol_port,
-            dashboard_port=cloud.dashboard_port,
-        )
+        await asyncio.to_thread(Home(options.home).record_ports, **cloud.ports)
         termination = signals.Termination(
             lambda: loop.call_soon_threadsafe(stopped.set),
             limit_s=options.drain_s + STOP_S,
@@ -448,9 +447,7 @@ def _announce(options: CloudOptions, cloud: Cloud) -> None:
     ready = {
         "home": str(options.home),
         "host": options.host,
-        "port": cloud.port,
-        "enrol_port": cloud.enrol_port,
-        "dashboard_port": cloud.dashboard_port,
+        **cloud.ports,
         "dashboard": cloud.dashboard,
     }
     text = (

@@ -13,6 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any, Final, Protocol
 
 from triplane.proto import session_pb2
@@ -93,7 +94,9 @@ class Sessions:
         `SessionPeer.left` is called before this returns, however the stream ended.
         """
         if self._stopping:
-            await write(_goodbye(session_pb2.Goodbye.SHUTTING_DOWN, SHUTDOWN_WAIT_S))
+            why = session_pb2.Goodbye.SHUTTING_DOWN
+            goodbye = session_pb2.Goodbye(why=why, retry_after_s=SHUTDOWN_WAIT_S)
+            await write(session_pb2.Frame(goodbye=goodbye))
             return
         first = await _first_of(frames)
         session = self._session(name, peer)
@@ -107,14 +110,9 @@ class Sessions:
                 peer.left(name)
 
     def _session(self, name: str, peer: SessionPeer) -> ServerSession:
-        session = self._sessions.get(name)
-        if session is None:
-
-            async def take(message: Message) -> None:
-                await peer.take(name, message)
-
-            session = self._sessions[name] = ServerSession(new_epoch(), take)
-        return session
+        if name not in self._sessions:
+            self._sessions[name] = ServerSession(new_epoch(), partial(peer.take, name))
+        return self._sessions[name]
 
     def send(self, name: str, message: Message) -> None:
         """Send a newer document; without an open stream it is dropped: a stream begins with one."""
@@ -161,7 +159,3 @@ async def _first_of(frames: AsyncIterator[session_pb2.Frame]) -> session_pb2.Fra
     if first is None:
         raise InvalidInput("a session begins with a hello")
     return first
-
-
-def _goodbye(why: session_pb2.Goodbye.Why.ValueType, retry_after_s: float) -> session_pb2.Frame:
-    return session_pb2.Frame(goodbye=session_pb2.Goodbye(why=why, retry_after_s=retry_after_s))

@@ -88,7 +88,7 @@ class MetadataUpkeep:
         """Begin to sign metadata again before it expires."""
         self._tasks.spawn(self._keep_fresh(), "metadata freshness")
 
-    def published(self) -> None:
+    def note_publication(self) -> None:
         """Handle a new version of a role."""
         self._published.set()
         self._tasks.spawn(self.note_signed(), "signatures")
@@ -102,7 +102,7 @@ class MetadataUpkeep:
             except TriplaneError:
                 logger.exception("signatures were not noted; the next publication notes them")
 
-    def reported(self, name: str, report: Report) -> None:
+    def note_report(self, name: str, report: Report) -> None:
         """Raise versions that a node has seen higher: it rejects metadata of a cloud behind it."""
         seen, now_s = dict(report.metadata_versions), self._clock()
         if now_s - self._overtook_s < OVERTAKE_EVERY_S:

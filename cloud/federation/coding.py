@@ -1,12 +1,12 @@
 """Frozen dataclasses as JSON objects by field, and back, strictly.
 
-What was written is read to an equal value; a field that is missing, unknown or of another type is
-Corrupt, but for one with a default, which an earlier release may not have written. NaN is `null`:
-JSON has no number for it. The names of fields and the values of enums are stored names: they never
-change (`tests/golden/cloud_home` holds them).
+Reading what was written gives an equal value. A field that is missing, unknown or of another type
+is Corrupt, except that one with a default may be missing, since an earlier release may not have
+written it. NaN is `null`: JSON has no number for it. The names of fields and the values of enums
+are stored names and never change (`tests/golden/cloud_home` holds them).
 
-Written here because no library is as strict: msgspec takes unknown fields of dataclasses and no
-sequences of other classes, cattrs converts scalars ("3" to 3) unless every type has a hook.
+No library is as strict: msgspec ignores unknown fields of dataclasses and reads no sequences of
+other classes, cattrs converts scalars ("3" to 3) unless every type has a hook.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ MAX_SHOWN_CHARS: Final = 80
 
 
 def to_json(value: Any) -> str:
-    """The value's fields in their order, without spaces."""
+    """Write the value's fields in their order, without spaces."""
     return json.dumps(_plain(value), separators=(",", ":"), allow_nan=False)
 
 
 def from_json(kind: type[T], text: str) -> T:
-    """The value that `to_json` wrote. Corrupt where it is anything else."""
+    """Return the value that `to_json` wrote. Corrupt: it is anything else."""
     try:
         stored = json.loads(text)
     except ValueError as error:
@@ -60,16 +60,20 @@ def _plain(value: Any) -> Any:
 
 @cache
 def _reader(kind: Any) -> Read:
-    """A function that makes a value of `kind` of what JSON gave."""
+    """Return a function that makes a value of `kind` from parsed JSON."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
-        return _optional(*arguments)
-    if origin is tuple:
-        return _sequence(arguments)
-    if origin is Sequence:
-        return _sequence((arguments[0], ...))
+        assert arguments[1:] == (type(None),), "a union is of a type and None"
+        read = _reader(arguments[0])
+        return lambda stored: None if stored is None else read(stored)
+    if origin is tuple and arguments[1:] != (...,):
+        return _fixed([_reader(item) for item in arguments])
+    if origin in (tuple, Sequence):
+        read = _reader(arguments[0])
+        return lambda stored: tuple(read(item) for item in _checked(list, stored))
     if origin is not None and issubclass(origin, Mapping):
-        return _mapping(arguments[1])
+        read = _reader(arguments[1])
+        return lambda stored: {key: read(item) for key, item in _checked(dict, stored).items()}
     if dataclasses.is_dataclass(kind):
         return _fields(kind)
     if issubclass(kind, Enum):
@@ -77,29 +81,13 @@ def _reader(kind: Any) -> Read:
     return lambda stored: _scalar(kind, stored)
 
 
-def _optional(first: Any, second: Any) -> Read:
-    assert second is type(None), "a union is of a type and None"
-    read = _reader(first)
-    return lambda stored: None if stored is None else read(stored)
-
-
-def _sequence(items: tuple[Any, ...]) -> Read:
-    if items[1:] == (...,):
-        read = _reader(items[0])
-        return lambda stored: tuple(read(item) for item in _checked(list, stored))
-    reads = [_reader(item) for item in items]
-
+def _fixed(reads: list[Read]) -> Read:
     def fixed(stored: Any) -> tuple[Any, ...]:
         if len(_checked(list, stored)) != len(reads):
             raise _corrupt(f"{len(reads)} entries", stored)
         return tuple(read(item) for read, item in zip(reads, stored, strict=True))
 
     return fixed
-
-
-def _mapping(item: Any) -> Read:
-    read = _reader(item)
-    return lambda stored: {key: read(value) for key, value in _checked(dict, stored).items()}
 
 
 def _fields(kind: Any) -> Read:

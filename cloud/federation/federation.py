@@ -19,7 +19,7 @@ import sqlalchemy as sa
 from triplane.cloud.federation import journal, messages
 from triplane.cloud.federation.children import Children
 from triplane.cloud.federation.device_sessions import MAX_RUN_CHARS, DeviceSessions, SendWork
-from triplane.cloud.federation.flower.runs import FlowerRuns, Places
+from triplane.cloud.federation.flower.runs import FlowerRuns
 from triplane.cloud.federation.journal import RunRecord
 from triplane.cloud.federation.live import LiveRun
 from triplane.cloud.federation.live_runs import LiveRuns
@@ -80,10 +80,10 @@ class Federation:
         self.updates = UpdateStore(folder / "updates", blobs, self.live.small_update)
         children = children or Children(folder / "children")
         self._results = Results(db, blobs, self.updates, children, registry, self.live.shares_plan)
-        places = Places(folder / "flower", strategies or folder / "strategies")
         self._flower = FlowerRuns(
-            db, blobs, self.updates, self._results, places=places, put=self.live.put
-        )
+            db, blobs, self.updates, self._results, folder=folder / "flower",
+            strategies=strategies or folder / "strategies", put=self.live.put,
+        )  # fmt: skip
         self._documents = WorkDocuments(self.live.all, self._flower, blobs, clock)
         self._preparation = Preparation(
             db, self.live, self._results, clock, opened=self._begin_prepared,
@@ -151,7 +151,7 @@ class Federation:
         return await self.run(record.id)
 
     async def _checked(self, asked: pb.Spec) -> pb.Spec:
-        spec = await asyncio.to_thread(self._flower.filled, asked)
+        spec = await asyncio.to_thread(self._flower.with_defaults, asked)
         version = await self._registry.version(spec.model)
         spec.model = str(version)
         if spec.release:

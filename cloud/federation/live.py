@@ -1,8 +1,8 @@
 """A live run: events come in, are committed, and only then have effects.
 
-A run is one task with one queue, so events have an order, and a batch of them is one commit. The
-caller of `put` waits for that commit. Effects that take time (reducing, finishing) run beside the
-queue and come back as events; those that are lost with the process are repeated by `Restarted`.
+A run is one `Machine`, so events have an order, and a batch of them is one commit, for which the
+callers of `put` wait. Effects that take time (reducing, finishing) run beside the queue and come
+back as events; those that are lost with the process are repeated by `Restarted`.
 
 Contributions are folded at once and committed together with the event that closes their round, or
 after `HOLD_S`. A round is reduced meanwhile, so the usual round is one commit (decision 0039). A
@@ -57,9 +57,9 @@ MAX_BATCH: Final = 256
 SNAPSHOT_EVENTS: Final = 256
 """Least number of events between two snapshots; a restart folds those after the newest."""
 RETRY_S: Final = 1.0
-"""Pause between tries to commit events without a waiting caller."""
+"""Pause after a commit that the database refused."""
 MAX_RETRY_S: Final = 30.0
-"""Between tries of work that finds no room; they begin at `RETRY_S` and double."""
+"""Longest pause between tries of work that finds no disk space; the first is `RETRY_S`."""
 HOLD_S: Final = 0.05
 """Longest time that a contribution waits for others that share its commit."""
 CONTRIBUTIONS: Final = (Arrived, Answered, Scored, Refused, Declined)
@@ -73,12 +73,12 @@ Write = Callable[[sa.Connection, RunProjection], None]
 
 
 class Worker(Protocol):
-    """Does what takes time. Each method gives the event it came to, and what to write with it."""
+    """Does the long work of a run. Methods return an event, and what its transaction writes."""
 
     async def reduce(
         self, record: RunRecord, projection: RunProjection, order: Reduce
     ) -> tuple[MakeEvent, Write | None]:
-        """The next shared state; None where the run's row stays as it is.
+        """Make the next shared state. The second result is None if the run's row does not change.
 
         projection: after the updates of the order, which may not be committed yet.
         """
@@ -87,7 +87,7 @@ class Worker(Protocol):
         """Handle the end of an evaluating round. Raises nothing: the run does not wait for it."""
 
     async def finish(self, record: RunRecord, projection: RunProjection) -> tuple[MakeEvent, Write]:
-        """The model of the last shared state."""
+        """Register the model of the last shared state."""
 
     def settled(
         self, old: RunRecord, new: RunRecord, before: RunProjection, after: RunProjection
@@ -99,10 +99,10 @@ class Audience(Protocol):
     """Observers of commits."""
 
     def tell(self, device: str) -> None:
-        """A device's work changed."""
+        """Send a device its work, which changed."""
 
     def moved_now(self, *, over: bool) -> None:
-        """Something changed that people see. over: the run ended by it."""
+        """Handle a change that people see. over: the run ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ RunBatch = Batch[RunProjection, RunChange, Effect]
 
 
 class LiveRun:
-    """A prepared run. `projection` is as of the newest commit; `record` is the run's row."""
+    """A prepared run. `projection` and `record`, its row, are as of the newest commit."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class LiveRun:
 
     @property
     def waits(self) -> str:
-        """Why it can write nothing down or store no file at the moment, or empty."""
+        """Why the run cannot commit, or store a file, at the moment; empty if it can."""
         return self._no_commit or self._no_result
 
     @property
@@ -192,7 +192,7 @@ class LiveRun:
         self._machine.note(RunChange(make, write))
 
     def held_update(self, sha256: bytes) -> bytes | None:
-        """An inline update that is not committed yet; for any thread."""
+        """Return an inline update that is not committed yet; for any thread."""
         name = sha256.hex()
         arrived = _inline_updates(list(self._machine.ahead.steps))
         return next((data for event, data in arrived if event.update.blob == name), None)
@@ -225,10 +225,10 @@ class LiveRun:
         return max(0.0, due - self._clock()), RunChange(make)
 
     def _hold(self, batch: RunBatch) -> bool:
-        """Whether nothing but the acknowledgement of contributions waits for the commit.
+        """Whether only acknowledgements of contributions wait for the commit.
 
-        A round that is complete is reduced meanwhile. A strategy outside hears of updates once, so
-        they are committed before it does.
+        A complete round is reduced meanwhile (decision 0039). A strategy of Flower remembers what
+        it was told, so it is told of updates only after their commit.
         """
         state = batch.state.state
         reduces = state.phase is Phase.REDUCING and not self.record.spec.HasField("flower")
@@ -319,9 +319,10 @@ class LiveRun:
             self._audience.moved_now(over=self.is_over)
 
     def _tell(self, devices: Mapping[str, None], *, goes_on: bool) -> None:
-        """Send devices what changed for them; that an update counted comes with the next task.
+        """Send devices what changed for them.
 
-        While the round goes on nothing depends on it, so it may come up to `COUNTED_S` later.
+        That an update counted is sent with the next task, or up to `COUNTED_S` later: while the
+        round goes on, nothing depends on it.
         """
         state = self.projection.state
         later = {d for d in devices if goes_on and _has_counted(state, d)}
@@ -347,7 +348,7 @@ class LiveRun:
         task.add_done_callback(self._work.discard)
 
     async def _done(self, effect: Reduce | Finish, basis: RunBatch) -> None:
-        """Do what an effect asks for. basis: what it follows from; nothing comes of a lost one."""
+        """Carry out an effect of the batch `basis`; the result of a lost batch is dropped."""
 
         def note(make: MakeEvent, write: Write | None = None) -> None:
             self.note(lambda now, at_s: None if basis.is_lost else make(now, at_s), write)
@@ -381,9 +382,7 @@ class LiveRun:
                 else:
                     outcome = await self._worker.finish(self.record, basis.state)
             except NoRoom as error:
-                if (
-                    self._machine.ahead.state.state.phase is not phase
-                ):  # a person stopped it meanwhile
+                if self._machine.ahead.state.state.phase is not phase:  # a person stopped the run
                     raise
                 self._no_result = self._waiting(error)
             else:
@@ -398,7 +397,7 @@ class LiveRun:
         return f"waits, and goes on by itself: {error}"
 
     def _halting(self, reason: str) -> MakeEvent:
-        """Stops the run until a person has mended what is wrong."""
+        """Return an event that stops the run until a person resumes it."""
         text = f"{reason}; resume it when that is mended"
         logger.warning("run stopped", extra=self._facts(reason=text))
         return lambda _, at_s: Stopped(at_s=at_s, reason=text)

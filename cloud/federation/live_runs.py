@@ -32,26 +32,18 @@ class LiveRuns:
         self._db, self._clock, self._epoch = db, clock, epoch
         self._runs: dict[str, LiveRun] = {}
         self._no_room: dict[str, str] = {}  # by run that is not live yet: why it waits
-        self._changed, self._ended = asyncio.Event(), asyncio.Event()
-
-    @property
-    def changed(self) -> asyncio.Event:
-        """Set at the next change that people see; take it before looking."""
-        return self._changed
-
-    @property
-    def ended(self) -> asyncio.Event:
-        """Set at the next end of a run; take it before looking."""
-        return self._ended
+        # Each is set once, at the next change that people see and the next end of a run, and then
+        # replaced: take it before looking.
+        self.changed, self.ended = asyncio.Event(), asyncio.Event()
 
     def signal_change(self) -> None:
         """Wake everybody who waits for `changed`."""
-        event, self._changed = self._changed, asyncio.Event()
+        event, self.changed = self.changed, asyncio.Event()
         event.set()
 
     def signal_end(self) -> None:
         """Wake everybody who waits for `ended`."""
-        event, self._ended = self._ended, asyncio.Event()
+        event, self.ended = self.ended, asyncio.Event()
         event.set()
 
     def get(self, run_id: str) -> LiveRun | None:
@@ -112,7 +104,7 @@ class LiveRuns:
         self._no_room.pop(run_id, None)
 
     def waits(self, run_id: str) -> str:
-        """Why the run cannot write at the moment; empty where it can."""
+        """Return why the run cannot write at the moment; empty if it can."""
         run = self._runs.get(run_id)
         return run.waits if run else self._no_room.get(run_id, "")
 

@@ -1,8 +1,8 @@
-"""How often one device may change what the journals of runs say of its presence.
+"""Limits how often the presence of one device changes the journals of runs.
 
-Each change of a device's offer or stream is an event in every run of its population, kept for good.
-A device has `BURST` changes at once and one more every `EVERY_S`; what changes faster is written
-down later, as it stands then.
+Each change of a device's offer or stream is an event in every run of its population, stored for
+ever. A device has `BURST` changes at once and one more every `EVERY_S`. Faster changes are delayed,
+and only the latest of them is written.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from typing import Final
 
 BURST: Final = 64
-"""Changes of one device that are written down as they come; a device that is killed makes two."""
+"""Changes of one device that are written at once; a device that is killed makes two."""
 EVERY_S: Final = 10.0
-"""After which a device has one more."""
+"""Time after which a device has one more change."""
 MAX_KNOWN: Final = 4096
-"""Devices whose pace is remembered before those that are at rest are forgotten."""
+"""Devices whose pace is remembered; beyond that, those without recent changes are forgotten."""
 
 
 @dataclass(slots=True)
 class _Pace:
-    """spent: changes that are not made good yet, as of at_s. later: the change that waits."""
+    """A device's pace. spent: recent changes, as of at_s. later: the timer of a delayed change."""
 
     spent: float = 0.0
     at_s: float = 0.0
@@ -36,9 +36,9 @@ class _Pace:
 class Presence:
     """Calls `write` with a device's name, at once or as soon as its pace allows.
 
-    write: has each run look how the device stands, and is given a function to call with each event
-    that came of it. One change is spent by the first such call, whatever number of runs write the
-    change down and however often they try.
+    write: lets each run check the device's presence. Its second argument is to be called for each
+    event that follows. The first such call spends one change, however many runs write the change
+    and however often they retry.
     """
 
     def __init__(self, write: Callable[[str, Callable[[], None]], None]) -> None:
@@ -46,7 +46,7 @@ class Presence:
         self._paces: dict[str, _Pace] = {}
 
     def changed(self, name: str) -> None:
-        """Something about the device changed."""
+        """Handle a change of the device's offer or stream."""
         pace = self._pace(name)
         if pace.later is None:
             self._try(name, pace)

@@ -1,4 +1,4 @@
-"""Taking up the runs that an earlier process left, those without room on the disk later."""
+"""Takes up the runs that an earlier process left; those without disk space are retried."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from triplane.unified_ir.federated.core.run import RunState
 logger = logging.getLogger(__name__)
 
 OpenRun = Callable[[RunRecord, RunProjection], LiveRun]
-"""Starts to take events of a prepared run."""
+"""Makes a prepared run live."""
 
 
 class Recovery:
-    """Brings every run that has not ended back to life."""
+    """Makes every run that has not ended live again."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Recovery:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def check_taken_up(self, run_ids: Iterable[str] | None = None) -> None:
-        """Unavailable: one of the runs, by default of all, has not gone on since the start."""
+        """Raise Unavailable if one of the runs, by default of all, is not live again yet."""
         asked = self._late if run_ids is None else run_ids
         late = [run_id for run_id in asked if run_id in self._late]
         if late:
@@ -75,7 +75,7 @@ class Recovery:
             )
 
     async def _take_up(self, record: RunRecord, projection: RunProjection) -> None:
-        """Let a run go on. NoRoom: it cannot yet, and is not live."""
+        """Make a run live. NoRoom: the disk has no room for it yet."""
         await self._results.restore(record.id)
         if record.spec.HasField("flower"):
             await self._flower.take_up(record)
@@ -110,6 +110,6 @@ class Recovery:
 
 
 def _updates(state: RunState) -> list[str]:
-    """Blobs of the updates that the open round holds."""
+    """Return the blobs of the updates that the open round holds."""
     leases = state.round.leases if state.round else ()
     return [lease.update.blob for lease in leases if lease.update]

@@ -1,7 +1,7 @@
-"""The projection of a run's events: the machine's state, and what people see beside it. Pure.
+"""The projection of a run's events: the state of its rules, and what people see of it. Pure.
 
-`follow` is the only way from one `RunProjection` to the next, in the live run and when it is read
-back.
+`follow` is the only way from one `RunProjection` to the next, both in a live run and when its
+events are read back.
 """
 
 from __future__ import annotations

@@ -31,10 +31,10 @@ RELEASES: Final = ("", "auto")
 FLOWER: Final = "flower"
 
 
-def filled(asked: pb.Spec) -> pb.Spec:
-    """The spec with every default in its place. InvalidInput names the first thing that is wrong.
+def with_defaults(asked: pb.Spec) -> pb.Spec:
+    """Return the spec with every default filled in. InvalidInput names the first invalid field.
 
-    Imports the algorithms, so call it in a thread. The model's alias is left to the registry.
+    Imports the algorithms, so call it in a thread. The model's alias is resolved by the registry.
     """
     spec = pb.Spec()
     spec.CopyFrom(asked)
@@ -70,8 +70,8 @@ def _refuse_unbuilt(spec: pb.Spec) -> None:
     if spec.privacy:
         names = ", ".join(name[:40] for name in spec.privacy)
         raise InvalidInput(
-            f"this version offers no privacy mechanism, the run demands: {names}; masking and "
-            "noise are not built, start it without them or not at all"
+            f"this version has no privacy mechanisms, but the run requires: {names}; masking and "
+            "noise are not implemented, start the run without them or not at all"
         )
     if spec.release not in RELEASES:
         raise InvalidInput(f"release is '' or 'auto', got {spec.release[:40]!r}")

@@ -1,4 +1,4 @@
-"""Documents with the work of each device, and the blobs that it may read for it.
+"""Documents with the work of each device, and the blobs that it may read for that work.
 
 A device gets one document: a task for each open lease, oldest run first, and the settlements of its
 contributions. It reads the plan and the state of its open tasks, and nothing else.
@@ -51,7 +51,7 @@ class WorkDocuments:
     def work_of(self, name: str, more: Answers) -> pb.Work:
         """Return all open tasks of a device and the settlements of its contributions.
 
-        more: answers to contributions that no run at hand settles.
+        more: answers to contributions that none of these runs settles.
         """
         work, now_s = pb.Work(), self._clock()
         answers: dict[tuple[str, bytes], pb.Settlement] = {}
@@ -69,7 +69,7 @@ class WorkDocuments:
         return work
 
     def _is_told(self, run: LiveRun, name: str) -> bool:
-        """Whether the device has work in the run; a strategy's round begins when it has asked."""
+        """Whether the device has work in the run; with a strategy, once that asked the device."""
         state = run.projection.state
         if open_lease(state, name) is None:
             return False
@@ -79,7 +79,7 @@ class WorkDocuments:
         )
 
     def _files(self, run: LiveRun, name: str, *, inline: bool) -> messages.TaskFiles:
-        """inline: a device works on one task at a time, so one state in a document is enough."""
+        """Return the files of a task. inline: send a small state with it, in one task at most."""
         prepared, state, spec = run.record.prepared, run.projection.state, run.record.spec
         assert prepared is not None
         asked = self._flower.message(run.record.id, state, name) if spec.flower.app else ""
@@ -95,7 +95,7 @@ class WorkDocuments:
         )
 
     def _small_state(self, run: LiveRun) -> bytes:
-        """The bytes of the shared state, where they are few; read once a round."""
+        """Return the shared state if it is small, else nothing; read once a round."""
         shared = run.projection.state.shared
         known = self._states.get(run.record.id)
         if known is None or known[0] != shared:

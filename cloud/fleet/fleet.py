@@ -120,7 +120,8 @@ class LiveFleet:
         self._machine = Machine("fleet", FleetState(), self._rules)
         self._reports_waiting = 0
         self._nudged = asyncio.Event()
-        self._moved = asyncio.Event()
+        self.moved = asyncio.Event()
+        """Set at the next change of anything, and then replaced; take it before looking."""
         self._on_desired: list[Callable[[FleetNode], None]] = []
         self._on_report: list[Callable[[str, pb.Report], None]] = []
         self._rollouts_task: asyncio.Task[None] | None = None
@@ -153,11 +154,6 @@ class LiveFleet:
     def nudge(self) -> None:
         """Look at bundles and signatures now: one of them may have changed."""
         self._nudged.set()
-
-    @property
-    def moved(self) -> asyncio.Event:
-        """Set at the next change of anything; take it before looking."""
-        return self._moved
 
     # Asking
 
@@ -392,7 +388,7 @@ class LiveFleet:
         return state.without_ended(after)
 
     def _act(self, before: FleetState, batch: FleetBatch) -> None:
-        moved, self._moved = self._moved, asyncio.Event()
+        moved, self.moved = self.moved, asyncio.Event()
         moved.set()
         for name, node in batch.state.nodes.items():
             known = before.nodes.get(name)

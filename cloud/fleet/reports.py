@@ -1,7 +1,7 @@
 """Limits on everything that a node's report contains, checked before it is stored.
 
-A node speaks for itself only: its name comes from its certificate, and no field of a report names
-another. What is out of range is refused with the field; nothing of such a report is kept.
+A node reports only about itself: its name comes from its certificate, and no field of a report
+names another node. A report with a field out of range is refused as a whole.
 """
 
 from __future__ import annotations
@@ -51,8 +51,7 @@ def check_report(report: Report) -> None:
     if len(set(names)) != len(names):
         raise InvalidInput("a report names each model once")
     _words("metadata_versions", report.metadata_versions, MAX_ROLES)
-    if len(report.metadata_sha256) not in {0, 32}:
-        raise InvalidInput(f"a digest has 32 bytes, got {len(report.metadata_sha256)}")
+    _digest(report.metadata_sha256)
     for version in report.metadata_versions.values():
         _bound("metadata_versions", version, MAX_METADATA_VERSION)
     for incident in report.incidents:
@@ -77,10 +76,8 @@ def _check_model(model: ModelReport) -> None:
         raise InvalidInput(f"a model's name matches {NAME}, got {model.model[:100]!r}")
     if model.state not in NodeState.values():
         raise InvalidInput(f"no node state {model.state} is known here; update the cloud first")
-    if len(model.committed_digest) not in {0, 32}:
-        raise InvalidInput(f"a digest has 32 bytes, got {len(model.committed_digest)}")
-    if len(model.committed_sha256) not in {0, 32}:
-        raise InvalidInput(f"a digest has 32 bytes, got {len(model.committed_sha256)}")
+    _digest(model.committed_digest)
+    _digest(model.committed_sha256)
     _bound("committed_version", model.committed_version, MAX_VERSION)
     _bound("version", model.version, MAX_VERSION)
     _bound("attempt", model.attempt, MAX_NUMBER)
@@ -93,6 +90,11 @@ def _check_incident(incident: Incident) -> None:
     _seconds("incident.time_s", incident.time_s, least=0.0)
     _text("incident.kind", incident.kind, MAX_WORD_CHARS)
     _text("incident.text", incident.text, MAX_TEXT_CHARS)
+
+
+def _digest(value: bytes) -> None:
+    if len(value) not in {0, 32}:
+        raise InvalidInput(f"a digest has 32 bytes, got {len(value)}")
 
 
 def _bound(what: str, value: int, most: int) -> None:
@@ -110,8 +112,8 @@ def _seconds(what: str, value: float, *, least: float) -> None:
 def _text(what: str, value: str, most: int) -> None:
     if len(value) > most:
         raise InvalidInput(f"{what} has at most {most} characters in a report, got {len(value)}")
-    if "\0" in value:  # PostgreSQL holds no such text, and one report must not spoil a transaction
-        raise InvalidInput(f"{what} has a NUL character, which no text in a report has")
+    if "\0" in value:  # PostgreSQL refuses such text, and one report must not fail a transaction
+        raise InvalidInput(f"{what} must not contain a NUL character")
 
 
 def _words(what: str, values: Iterable[str], most: int) -> None:

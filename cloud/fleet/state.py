@@ -191,7 +191,7 @@ def after_reports(
         for rollout_id, record in fleet.rollouts.items():
             if name in record.rollout.members:
                 reported = models.get(record.rollout.plan.model, ModelReport())
-                events.setdefault(rollout_id, []).append(_reported(name, capability, reported))
+                events.setdefault(rollout_id, []).append(_report_event(name, capability, reported))
     fleet = replace(fleet, nodes=nodes)
     for rollout_id, said in events.items():
         fleet = _after_events(fleet, rollout_id, said, now_s)
@@ -270,7 +270,7 @@ def capability_of(report: Report) -> Capability:
     return value_from(Capability, capability, instructions=instructions, targets=targets)
 
 
-def _reported(name: str, capability: Capability, model: ModelReport) -> Reported:
+def _report_event(name: str, capability: Capability, model: ModelReport) -> Reported:
     return value_from(
         Reported, model, name=name, capability=capability, stage=NodeStage(model.state),
         committed_sha256=model.committed_sha256.hex(),

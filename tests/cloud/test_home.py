@@ -73,7 +73,7 @@ def test_a_home_of_a_newer_release_is_refused_by_number(tmp_path):
 @pytest.mark.parametrize(
     ("hosts", "away", "message"),
     [
-        ([], "home/keys", "offline keys are taken away"),
+        ([], "home/keys", "offline keys must not stay"),
         (["a b"], "away", "a host is a name or an address"),
         ([""], "away", "a host is a name or an address"),
         (["x"] * 33, "away", "at most 32 names"),

@@ -8,7 +8,7 @@ from tests.cloud.federation import given
 from tests.device.devices import client_of, cloud_of, taking_part
 from tests.support.deadlines import within
 
-from triplane.cloud.federation.spec import filled, hyper_of
+from triplane.cloud.federation.spec import hyper_of, with_defaults
 from triplane.proto import federation_pb2 as pb
 from triplane.unified_ir.convert.conversion import read_model
 from triplane.unified_ir.federated.algorithms import algorithm, module_of, plan_of
@@ -38,7 +38,7 @@ async def over_the_wire(folder, request):
 
 def in_one_process(folder, request):
     """The same rounds by the functions of core alone; remainders stay with their devices."""
-    spec = filled(request.spec)
+    spec = with_defaults(request.spec)
     row, hyper = algorithm(spec.algorithm), hyper_of(spec)
     (folder / "source.tpm").write_bytes(given.model_bytes(folder))
     module, _ = read_model(folder / "source.tpm")

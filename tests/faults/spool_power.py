@@ -19,7 +19,7 @@ from tests.faults.lab import OVER
 from triplane.cloud.federation import journal
 from triplane.cloud.federation.federation import Federation
 from triplane.cloud.federation.journal import Prepared, RunRecord
-from triplane.cloud.federation.spec import filled
+from triplane.cloud.federation.spec import with_defaults
 from triplane.cloud.federation.tables import SMALL
 from triplane.cloud.registry.conversions import Conversions
 from triplane.cloud.registry.registry import Registry
@@ -248,7 +248,7 @@ class Given:
             plan=sha256(self.plan).hex(), plan_digest=PLAN_DIGEST, state=sha256(self.state).hex(),
             roles=ROLES, weighting=row.weighting, server=row.server.name, since_s=1.0,
         )  # fmt: skip
-        asked = filled(spec(model="tiny@1", algorithm=row.name, rounds=ROUNDS + 2))
+        asked = with_defaults(spec(model="tiny@1", algorithm=row.name, rounds=ROUNDS + 2))
         return RunRecord(
             number=0, id=RUN, key=bytes(16), asked=bytes(32), spec=asked, started_s=1.0,
             started_by="operator", prepared=prepared,

@@ -1,9 +1,9 @@
 """Drives `Strategy.start` through the rounds of a run, in the strategy's own process.
 
-The strategy asks for nodes and sends messages as ever; between them its turns are those of the
-run: a turn waits until the cloud opened the round, says whom the strategy asks, and waits for the
-replies that counted. After each aggregation the new state and what the strategy remembers are
-written down, so another process can go on from there; its rounds keep their numbers.
+The strategy asks for nodes and sends messages as usual. Its turns are those of the run: a turn
+waits until the cloud has opened the round, tells it which devices the strategy asks, and waits for
+the replies that counted. After each aggregation the new state and the strategy's memory are written
+to files, so another process can go on from there; rounds keep their numbers.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import importlib.util
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -78,7 +79,7 @@ class Drive:
         self._grid = adapter.TurnGrid(self._look, self._turn, run=int(order["run"], 16) >> 1)
 
     def run(self) -> None:
-        """All rounds from the order's on."""
+        """Run all rounds, beginning with the order's."""
         strategy, rounds = self._strategy, int(self._order["rounds"])
         ours = {name: getattr(self, f"_{name}") for name in _HOOKED}
         self._theirs = {name: getattr(strategy, name) for name in _HOOKED}
@@ -86,14 +87,11 @@ class Drive:
             setattr(strategy, name, hook)
         arrays = adapter.record_of(self._shared())
         if self._order["evaluates"]:
-            self._evaluate_first(arrays)
+            # The current turn evaluates what an earlier process aggregated.
+            messages = self._configure_evaluate(0, arrays, adapter.no_settings(), self._grid)
+            self._aggregate_evaluate(0, self._grid.send_and_receive(messages))
         if self._offset < rounds:
             strategy.start(self._grid, arrays, num_rounds=rounds - self._offset)
-
-    def _evaluate_first(self, arrays: Any) -> None:
-        """The current turn evaluates what an earlier process aggregated."""
-        messages = self._configure_evaluate(0, arrays, adapter.no_settings(), self._grid)
-        self._aggregate_evaluate(0, self._grid.send_and_receive(messages))
 
     # What `Strategy.start` calls instead of the strategy's own
 
@@ -138,22 +136,20 @@ class Drive:
         return metrics
 
     def _without_hooks(self) -> Any:
-        class Held:
-            """The strategy's attributes but for the hooks."""
-
-        held = Held()
-        vars(held).update({k: v for k, v in vars(self._strategy).items() if k not in _HOOKED})
-        return held
+        attributes = vars(self._strategy).items()
+        return SimpleNamespace(**{k: v for k, v in attributes if k not in _HOOKED})
 
     def _taken(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        """Aggregated arrays as shared tensors. InvalidInput: they are none."""
+        """Return aggregated arrays as shared tensors. InvalidInput: they do not fit."""
         if odd := sorted(arrays.keys() ^ self._like.keys()):
-            raise InvalidInput(f"a strategy gives the arrays it was given, it differs in {odd[:4]}")
+            raise InvalidInput(
+                f"a strategy returns the arrays that it got; it differs in {odd[:4]}"
+            )
         replies = {}
         for name, (dtype, shape) in self._like.items():
             if arrays[name].shape != shape:
                 raise InvalidInput(
-                    f"{name!r} is {shape}, the strategy made it {arrays[name].shape}"
+                    f"{name!r} has shape {shape}, the strategy made it {arrays[name].shape}"
                 )
             replies[name] = arrays[name].astype(dtype)
             if not np.isfinite(replies[name]).all():
@@ -308,7 +304,7 @@ def make_strategy(order: Mapping[str, Any]) -> Any:
 
 
 def _of_devices(order: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments that must say what devices do, where the run does not give them."""
+    """Return the arguments that must equal the hyperparameters of the devices."""
     options_by_class = {
         "FedProx": {"proximal_mu": "proximal"},
         "QFedAvg": {"client_learning_rate": "lr"},

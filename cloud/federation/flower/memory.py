@@ -30,7 +30,7 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 
 
 def remember(strategy: Any, path: Path) -> None:
-    """Write down what a strategy holds."""
+    """Write the attributes of a strategy to a file."""
     arrays: Arrays = {}
     facts = _facts(strategy, arrays, 0)
     parts = [
@@ -41,7 +41,7 @@ def remember(strategy: Any, path: Path) -> None:
 
 
 def recall(strategy: Any, path: Path) -> None:
-    """Give a new strategy what an earlier one held. Corrupt: the file is damaged."""
+    """Restore the attributes of an earlier strategy. Corrupt: the file is damaged."""
     from triplane.cloud.federation.flower.adapter import record_of
 
     file = Container(path, kind=KIND)
@@ -64,7 +64,7 @@ def _facts(strategy: Any, arrays: Arrays, depth: int) -> dict[str, Any]:
 
 
 def _plain(value: Any, arrays: Arrays, depth: int) -> Any:
-    """The value in JSON, its arrays put aside; `_SKIP` where any of it is something else."""
+    """Return the value as JSON, its arrays put into `arrays`; `_SKIP` if a part is neither."""
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf":
         name = str(len(arrays))
         arrays[name] = np.array(value)

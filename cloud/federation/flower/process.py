@@ -2,9 +2,9 @@
 
 The process is a child of `proto/sandbox.py` with an empty folder of its own and an environment that
 holds nothing of the cloud's. Its standard input and output are its only connection: no database, no
-key, no other descriptor. Whatever happens to it, the caller gets an answer or an error: what the
-strategy refused with or raised, or `ChildDied` where the process died or was too slow, after which
-another one may go on from the last state.
+key, no other descriptor. The caller always gets an answer or an error: what the strategy refused
+with or raised, or `ChildDied` if the process died or was too slow, after which another one may go
+on from the last state.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from triplane.proto.sandbox import (
     SandboxedChild,
     import_environment,
     job_folder,
-    remove_job_folders,
 )
 
 COMMAND: Final = (sys.executable, "-m", "triplane.cloud.federation.flower.child")
@@ -92,13 +91,8 @@ class StrategyProcess:
         self._on_end.close()
 
 
-def forget_left(folder: Path) -> None:
-    """Remove what the processes of an earlier cloud left."""
-    remove_job_folders(folder, PREFIX)
-
-
 def _environment(job: Path) -> dict[str, str]:
-    """Imports as here, one thread, Flower's telemetry and update check off; nothing else."""
+    """Return the environment: imports as here, one thread, Flower's telemetry and updates off."""
     return {
         **{name: os.environ[name] for name in INHERITED if name in os.environ},
         **import_environment(),

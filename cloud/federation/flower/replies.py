@@ -1,8 +1,8 @@
 """Contributions of devices as Flower's replies to a strategy; runs in the strategy's process.
 
-A device without a `ClientApp` contributed an update or a score as in any run. The bytes of a
-`ClientApp`'s reply come from a stranger: they are checked when they arrive, so that what does not
-fit is refused with a word and the strategy never sees it.
+A device without a `ClientApp` contributes an update or a score as in any run. The bytes of a
+`ClientApp`'s reply are not trusted: they are checked when they arrive, and a reply that does not
+fit is refused with its kind and the reason before the strategy sees it.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def contributed(
 def checked(
     order: Mapping[str, Any], like: Like, clipping: adapter.Clipping | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(what an app's reply says of itself, or the word and sentence it is refused by; metrics).
+    """Return an app's examples and loss, or why its reply is refused; and its metrics.
 
-    clipping: what the strategy's guarantee of privacy needs of the reply.
+    clipping: the clipping that the strategy's privacy guarantee requires of the reply.
     """
     try:
         arrays, metrics = adapter.replied(Path(order["path"]).read_bytes())
@@ -75,7 +75,7 @@ def _judged(
     examples = metrics.get(EXAMPLES)
     if not isinstance(examples, int) or not 1 <= examples <= order["examples"]:
         wanted = f"1 to {order['examples']} {EXAMPLES}"
-        return _refused("figures", f"a reply is of {wanted}, got {examples!r:.80}")
+        return _refused("figures", f"a reply has {wanted}, got {examples!r:.80}")
     if not order["evaluates"] and (why := _unfit(arrays, like)):
         return why
     losses = (metrics.get(name) for name in LOSSES)
@@ -86,10 +86,10 @@ def _judged(
 def _unclipped(
     clipping: adapter.Clipping, arrays: Mapping[str, Array], metrics: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """Why differential privacy does not hold with this reply.
+    """Return why differential privacy does not hold with this reply, or None if it does.
 
-    The noise is for changes of at most the clipping norm. A mod on the device clips them; here it
-    is looked at whether it did, up to what rounding adds when the change is added to the arrays.
+    The noise is calibrated to changes of at most the clipping norm. A mod on the device clips them;
+    this checks that it did, up to the rounding error of adding the change to the arrays.
     """
     mod = "adaptiveclipping_mod" if clipping.adaptive else "fixedclipping_mod"
     mend = f"give the device's app Flower's mod: ClientApp(mods=[{mod}])"
@@ -114,13 +114,13 @@ def _unclipped(
 
 
 def common(all_metrics: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Names of finite numbers that every reply tells: one odd reply must not spoil the rest."""
+    """Return the finite metrics that every reply has: one odd reply must not spoil the rest."""
     named = [set(numbers(metrics)) for metrics in all_metrics]
     return sorted(set.intersection(*named)) if named else []
 
 
 def numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """The finite numbers among metrics, for people."""
+    """Return the finite numbers among metrics, for people."""
     return {
         str(name): float(value)
         for name, value in (metrics or {}).items()
@@ -129,7 +129,7 @@ def numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
 
 
 def _unfit(arrays: Mapping[str, Array] | None, like: Like) -> dict[str, Any] | None:
-    """Why these are not the arrays that were sent, changed."""
+    """Return why these arrays do not match those that were sent, or None."""
     if arrays is None or arrays.keys() != like.keys():
         return _refused("names", "a reply to train holds the arrays that were sent")
     for name, (_, shape) in like.items():

@@ -1,10 +1,10 @@
-"""Runs whose rounds a Flower strategy decides: which process has which run, and what it is asked.
+"""Runs whose rounds a Flower strategy decides: their processes, and the questions to them.
 
-The machine of runs stays as it is (`core.rules`): it opens a round with the devices that are there,
-the strategy narrows it to those that it asks (`Asked`), devices work as in any run, and in place of
-our own mean and optimizer the strategy aggregates what counted. The new state and what the strategy
-remembers are blobs that one commit names, so a killed process is started again from the last
-of them, and so is one of a cloud that was killed.
+The rules of runs stay as they are (`core.rules`): they open a round with the devices that are
+present, the strategy narrows it to those that it asks (`Asked`), devices work as in any run, and
+the strategy aggregates what counted in place of our own mean and optimizer. The new state and the
+strategy's memory are blobs that one commit names, so a process that was killed, with or without its
+cloud, is started again from the newest of them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,7 @@ from typing import Any, Final
 import sqlalchemy as sa
 
 from triplane.cloud.federation import journal
-from triplane.cloud.federation.flower.process import (
-    StrategyLimits,
-    StrategyProcess,
-    forget_left,
-)
+from triplane.cloud.federation.flower.process import PREFIX, StrategyLimits, StrategyProcess
 from triplane.cloud.federation.flower.spec import (
     fill_flower,
     options_of,
@@ -36,7 +32,7 @@ from triplane.cloud.federation.journal import RunRecord
 from triplane.cloud.federation.live import RETRY_S, LiveRun, MakeEvent, Write
 from triplane.cloud.federation.results import Results, reduced_event
 from triplane.cloud.federation.run_projection import RunProjection, Turn, turn_of
-from triplane.cloud.federation.spec import filled
+from triplane.cloud.federation.spec import with_defaults
 from triplane.cloud.federation.update_store import Refusal, UpdateStore, most_examples
 from triplane.cloud.registry.collecting import claim
 from triplane.cloud.store import Database
@@ -50,7 +46,7 @@ from triplane.proto.errors import (
     TriplaneError,
     Unavailable,
 )
-from triplane.proto.sandbox import ChildDied
+from triplane.proto.sandbox import ChildDied, remove_job_folders
 from triplane.unified_ir.federated.core.files import read_state
 from triplane.unified_ir.federated.core.rules import lease_id
 from triplane.unified_ir.federated.core.run import (
@@ -78,15 +74,7 @@ TRIES: Final = 3
 """Processes in a row that may die at one turn."""
 
 Put = Callable[[str, MakeEvent], Awaitable[RunProjection]]
-"""Have an event happen in a run; the projection after its commit."""
-
-
-@dataclass(frozen=True, slots=True)
-class Places:
-    """folder: for the processes' files. strategies: where the operator's own lie."""
-
-    folder: Path
-    strategies: Path
+"""Apply an event to a run; return the projection after its commit."""
 
 
 @dataclass(slots=True)
@@ -102,7 +90,11 @@ class _Run:
 
 
 class FlowerRuns:
-    """See `live.Worker`; for runs whose spec has `flower`. put: has an event happen in a run."""
+    """The `live.Worker` of runs whose spec has `flower`.
+
+    folder: for the processes' files. strategies: folder of the operator's own strategies. put:
+    applies an event to a run.
+    """
 
     def __init__(
         self,
@@ -111,31 +103,32 @@ class FlowerRuns:
         updates: UpdateStore,
         results: Results,
         *,
-        places: Places,
+        folder: Path,
+        strategies: Path,
         put: Put,
         limits: StrategyLimits = LIMITS,
     ) -> None:
         self._db, self._updates, self._results = db, updates, results
-        self._blobs, self._places = blobs, places
+        self._blobs, self._folder, self._strategies = blobs, folder, strategies
         self._put, self._limits = put, limits
         self._runs: dict[str, _Run] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        forget_left(places.folder)
+        remove_job_folders(folder, PREFIX)
 
     async def check(self, spec: pb.Spec, live: int) -> None:
         """Raise unless the spec's strategy can be made here. live: runs that have one already."""
         if live >= self._limits.runs:
             raise Conflict(f"{live} runs with a strategy go on here; wait for one, or stop it")
-        process = await StrategyProcess.start(self._places.folder, self._facts(spec), self._limits)
+        process = await StrategyProcess.start(self._folder, self._facts(spec), self._limits)
         await process.end()
 
-    def filled(self, asked: pb.Spec) -> pb.Spec:
-        """See `spec.filled`; with the strategy, where it names one. Call it in a thread."""
+    def with_defaults(self, asked: pb.Spec) -> pb.Spec:
+        """See `spec.with_defaults`; also fills in the strategy. Call it in a thread."""
         spec = pb.Spec()
         spec.CopyFrom(asked)
         if spec.HasField("flower"):
-            fill_flower(spec, self._places.strategies)
-        return filled(spec)
+            fill_flower(spec, self._strategies)
+        return with_defaults(spec)
 
     async def take_up(self, record: RunRecord) -> None:
         """Learn whom a run's strategy asked, before an earlier cloud ended."""
@@ -336,7 +329,7 @@ class FlowerRuns:
     async def _begun(
         self, run: _Run, record: RunRecord, state: RunState, turn: Turn, devices: Mapping[str, str]
     ) -> dict[str, Any]:
-        """Give the strategy a turn; its process is begun where none is ready for it."""
+        """Give the strategy a turn; start a process if none is ready for it."""
         if run.process is None or run.turn is not None:
             await self._end(run)
             run.process = await self._process(record, state, turn)
@@ -359,9 +352,10 @@ class FlowerRuns:
         return answer
 
     async def _begun_again(self, run: _Run, record: RunRecord, state: RunState, turn: Turn) -> None:
-        """Bring a new process to a turn that another one gave.
+        """Bring a new process to a turn that another one began.
 
-        Whom it asked is settled, so all members are offered and what it asks now is not sent.
+        The other one has asked devices already, so all members are offered to the new process, and
+        the messages that it gives are not sent.
         """
         leases = {x.device: x.id for x in state.round.leases} if state.round else {}
         number, evaluates, attempt = turn
@@ -376,7 +370,7 @@ class FlowerRuns:
     async def _persistently(
         self, run: _Run, work: Callable[[], Awaitable[dict[str, Any]]]
     ) -> dict[str, Any]:
-        """`work`, with another process where one died. Any other error ends the process too."""
+        """Do `work`, again with another process if one died. Other errors end the process, too."""
         for tries in range(TRIES, 0, -1):
             try:
                 return await work()
@@ -405,7 +399,7 @@ class FlowerRuns:
             "state": str(self._blobs.find(bytes.fromhex(state.shared))),
             "memory": str(self._blobs.find(record.slots)) if record.slots else "",
         }
-        process = await StrategyProcess.start(self._places.folder, order, self._limits)
+        process = await StrategyProcess.start(self._folder, order, self._limits)
         facts = {"run_id": record.id, "strategy": record.spec.flower.strategy, "round": turn[0]}
         logger.info("strategy begun", extra={**facts, "pid": process.pid})
         return process
@@ -416,7 +410,7 @@ class FlowerRuns:
         row = None if flower.sha256 else shipped_row(flower.strategy)
         file, attribute = "", ""
         if row is None:
-            path, attribute = strategy_file(flower.strategy, self._places.strategies)
+            path, attribute = strategy_file(flower.strategy, self._strategies)
             file = str(path)
         return {
             "run": "",
@@ -453,7 +447,7 @@ class FlowerRuns:
         state = Path(answer["state"])
         tensors = read_state(state, plan=record.prepared.plan_digest)
         if tensors.keys() != record.prepared.roles.keys():
-            raise InvalidInput("the strategy's process gave another state than the run's")
+            raise InvalidInput("the strategy's process returned other tensors than the run's state")
         return self._blobs.put_file(state), self._blobs.put_file(Path(answer["memory"]))
 
     def _of(self, run: str) -> _Run:

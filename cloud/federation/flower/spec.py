@@ -41,9 +41,9 @@ _BY_RUN: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shipped:
-    """A strategy of flwr. wraps: takes another, which is FedAvg. app: devices need a `ClientApp`.
+    """A strategy of flwr. wraps: it wraps another, FedAvg. app: devices need a `ClientApp`.
 
-    algorithm: what devices do where the run does not say. why_not: why it cannot run here.
+    algorithm: the default for the devices. why_not: why it cannot run here, or empty.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Shipped:
     why_not: str = ""
 
 
-_XGBOOST: Final = "its arrays are trees of xgboost, which are no next version of the model"
+_XGBOOST: Final = "its arrays are trees of xgboost, not a next version of the model"
 # fmt: off
 SHIPPED: Final[Mapping[str, Shipped]] = {
     row.name.lower(): row
@@ -158,7 +158,7 @@ def names() -> list[str]:
 
 
 def options_of(flower: pb.Flower) -> dict[str, Any]:
-    """The strategy's arguments. InvalidInput: one that is given twice, or is no plain value."""
+    """Return the strategy's arguments. InvalidInput: one is given twice, or not a plain value."""
     if len(flower.options) > MAX_OPTIONS:
         raise InvalidInput(f"a strategy takes at most {MAX_OPTIONS} options")
     options: dict[str, Any] = {}

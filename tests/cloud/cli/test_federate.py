@@ -10,7 +10,7 @@ from tests.cloud.federation.given import devices_of, living, make_home, register
 
 from triplane.cloud.cli.federate import command
 from triplane.cloud.cli.runs import ROUND_HEADINGS, aftermath, changes, round_row, run_text
-from triplane.cloud.federation.spec import filled, hyper_of
+from triplane.cloud.federation.spec import hyper_of, with_defaults
 from triplane.cloud.server import running
 from triplane.proto import federation_pb2 as pb
 from triplane.unified_ir.cli.simulate import simulate
@@ -168,7 +168,7 @@ def test_a_zero_that_would_mean_the_default_is_refused_by_its_option(zero):
 
 def test_a_run_and_a_study_have_one_set_of_defaults():
     for name, row in ALGORITHMS.items():
-        spec = filled(pb.Spec(model="tiny", algorithm=name))
+        spec = with_defaults(pb.Spec(model="tiny", algorithm=name))
         study = Study(algorithm=name, rounds=defaults.ROUNDS)
         assert hyper_of(spec) == algorithm_defaults(name)
         assert spec.rounds == study.rounds == option_of(simulate, "rounds").default
@@ -179,7 +179,7 @@ def test_a_run_and_a_study_have_one_set_of_defaults():
             assert getattr(spec.hyperparameters, number.name) == number.default
             for verb in (simulate, command.commands["run"]):
                 assert f"{number.default:g}" in option_of(verb, number.name).help
-    packed = filled(pb.Spec(model="tiny", compression="top-k"))
+    packed = with_defaults(pb.Spec(model="tiny", compression="top-k"))
     assert packed.keep == option_of(simulate, "keep").default
 
 

@@ -16,7 +16,7 @@ from tests.cloud.federation.given import (
     work_of,
 )
 
-from triplane.cloud.federation.spec import filled, hyper_of
+from triplane.cloud.federation.spec import hyper_of, with_defaults
 from triplane.cloud.server import running
 from triplane.proto import federation_pb2 as pb
 from triplane.unified_ir.convert.conversion import read_model
@@ -48,7 +48,7 @@ async def over_the_wire(folder, request):
 
 def in_one_process(folder, request, run, devices):
     """The module after the same rounds, without a cloud, a stream or a journal."""
-    spec = filled(request.spec)
+    spec = with_defaults(request.spec)
     row, hyper = algorithm(spec.algorithm), hyper_of(spec)
     source = folder / "source.tpm"
     source.write_bytes(model_bytes(folder))

@@ -20,7 +20,7 @@ from tests.cloud.federation.given import (
 from tests.support.deadlines import within
 
 from triplane.cloud.federation import journal, results
-from triplane.cloud.federation.spec import filled
+from triplane.cloud.federation.spec import with_defaults
 from triplane.cloud.server import running
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.blobs import BlobFolder
@@ -96,16 +96,16 @@ def test_a_spec_out_of_range_is_refused_by_name(fields, words):
     asked = spec(**fields)
     asked.sampling.CopyFrom(sampling)
     with pytest.raises(InvalidInput, match=words):
-        filled(asked)
+        with_defaults(asked)
 
 
 def test_every_zero_becomes_a_default_that_can_be_asked_for_again():
-    made = filled(pb.Spec(model="tiny"))
-    assert filled(made) == made
+    made = with_defaults(pb.Spec(model="tiny"))
+    assert with_defaults(made) == made
     assert (made.algorithm, made.population, made.rounds) == ("fedavg", "default", 50)
     assert made.cohort.devices == 2
-    assert filled(pb.Spec(model="tiny", algorithm="maml")).sampling.steps == 5
-    assert filled(pb.Spec(model="tiny", algorithm="fedadam")).hyperparameters.server_lr < 1
+    assert with_defaults(pb.Spec(model="tiny", algorithm="maml")).sampling.steps == 5
+    assert with_defaults(pb.Spec(model="tiny", algorithm="fedadam")).hyperparameters.server_lr < 1
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from tests.cloud.federation.journals import PREPARED, entry
 
 from triplane.cloud.federation import journal, live
 from triplane.cloud.federation.live import LiveRun
-from triplane.cloud.federation.spec import filled
+from triplane.cloud.federation.spec import with_defaults
 from triplane.cloud.store import Database
 from triplane.proto.disk import NoRoom
 from triplane.proto.errors import Corrupt, Unavailable
@@ -132,7 +132,7 @@ def played(tmp_path, tell, *, open_=True):
         async with asyncio.timeout(DEADLINE_S):
             opened = Counted.open(f"sqlite:///{tmp_path / 'cloud.db'}")
             with contextlib.closing(opened) as database:
-                asked = filled(spec(model="tiny@1", rounds=3))
+                asked = with_defaults(spec(model="tiny@1", rounds=3))
                 prepared = replace(PREPARED, rules=NEWEST_RULES)
                 made = entry(spec=asked, prepared=prepared)
                 database.write_now(lambda c: journal.begin(c, made))

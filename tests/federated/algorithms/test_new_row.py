@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from tests.federated.study.given import module, shards, study
 
 from triplane.cloud.cli import federate
-from triplane.cloud.federation.spec import filled, hyper_of
+from triplane.cloud.federation.spec import hyper_of, with_defaults
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import InvalidInput
 from triplane.proto.hyperparameters import set_values, values_of
@@ -84,16 +84,16 @@ def test_its_numbers_are_validated():
 
 
 def test_its_numbers_are_on_the_wire_and_in_its_runs_only():
-    spec = filled(pb.Spec(model="tiny", algorithm="fedavgm"))
+    spec = with_defaults(pb.Spec(model="tiny", algorithm="fedavgm"))
     assert dict(spec.hyperparameters.other) == {"momentum": 0.9}
-    assert not filled(pb.Spec(model="tiny")).hyperparameters.other
+    assert not with_defaults(pb.Spec(model="tiny")).hyperparameters.other
     asked = pb.Spec(model="tiny", algorithm="fedavgm")
     set_values(asked.hyperparameters, {"momentum": 0.25, "lr": 0.5})
     assert values_of(asked.hyperparameters) == {"momentum": 0.25, "lr": 0.5}
-    assert hyper_of(filled(asked)) == Hyper(momentum=0.25, lr=0.5)
+    assert hyper_of(with_defaults(asked)) == Hyper(momentum=0.25, lr=0.5)
     set_values(asked.hyperparameters, {"momentum": 2.0})
     with pytest.raises(InvalidInput, match="momentum is at least 0"):
-        filled(asked)
+        with_defaults(asked)
 
 
 def test_a_number_of_the_cloud_reaches_the_cloud_s_step():

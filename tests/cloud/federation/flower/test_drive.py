@@ -321,7 +321,7 @@ class Gives(flower.FedAvg):  # type: ignore[misc]
         (
             lambda: Gives({"w": np.ones((3, 2)), "b": np.ones(2)}),
             InvalidInput,
-            "'w' is .2, 3., the strat",
+            "'w' has shape .2, 3., the strat",
         ),
         (
             lambda: Gives({"w": np.full((2, 3), np.nan), "b": np.ones(2)}),

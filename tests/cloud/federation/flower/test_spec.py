@@ -9,7 +9,7 @@ import pytest
 
 from triplane.cloud.federation.flower import spec as flower_spec
 from triplane.cloud.federation.flower.spec import SHIPPED, fill_flower, options_of, shipped_row
-from triplane.cloud.federation.spec import filled
+from triplane.cloud.federation.spec import with_defaults
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import Conflict, InvalidInput, NotFound
 
@@ -38,7 +38,7 @@ def test_flowers_own_are_named_in_any_case_and_say_what_devices_do(tmp_path):
     fill_flower(made, tmp_path)
     assert (made.flower.strategy, made.flower.version) == ("FedProx", "1.41.0")
     assert (made.algorithm, made.hyperparameters.proximal) == ("fedprox", 0.5)
-    assert filled(made).flower == made.flower
+    assert with_defaults(made).flower == made.flower
     kept = spec("FEDAVG", algorithm="maml")
     fill_flower(kept, tmp_path)
     assert (kept.flower.strategy, kept.algorithm) == ("FedAvg", "maml")
@@ -104,4 +104,4 @@ def test_a_cloud_without_flower_says_what_to_install(monkeypatch):
 
 def test_an_algorithm_is_not_flower():
     with pytest.raises(InvalidInput, match="--strategy fedavg"):
-        filled(pb.Spec(model="tiny", algorithm="flower"))
+        with_defaults(pb.Spec(model="tiny", algorithm="flower"))
