@@ -508,7 +508,7 @@ CASES = [
          "blob 0000000000000000... has 1000 bytes; 1000 more after 1000 were sent",
          endless_upload, ""),
     Case("endless data", "renewals of a certificate, one after the other", TOKENS,
-         "'liar' was given 9 certificates within 3600 s, which is enough", renewing, ""),
+         "'liar' got 9 certificates within 3600 s (limit 8)", renewing, ""),
     Case("flipped byte", "an upload with one other byte", BLOBS,
          "the bytes received have the digest ...; they were dropped, send it again from the "
          "start", flipped_upload, ""),
@@ -535,7 +535,7 @@ CASES = [
     Case("replayed token", "eight machines with one token at once", TOKENS, USED,
          replayed_at_once, ""),
     Case("replayed token", "a recorded enrolment of a name that was revoked", TOKENS,
-         "the token is unknown, expired or used, or its secret is wrong; ask for a new one",
+         "the token is unknown, expired or used, or its secret is wrong; request a new one",
          replayed_request, ""),
     Case("revoked certificate", "a new call", RIGHTS,
          "UNAUTHENTICATED: the certificate of 'thief' is revoked, replaced or not of this cloud; "
