@@ -160,12 +160,12 @@ def test_positions_are_no_more_than_there_are_rows():
             engine(name).compile(fewer)(x, i)[0], np.take_along_axis(x[:2], i, 1)
         )
     for lead, rows in ((3, 4), ("N", "M")):
-        with pytest.raises(ShapeError, match="reads no more than x has"):
+        with pytest.raises(ShapeError, match="within x on all other axes"):
             recorded(body, TensorSpec((lead, 4)), TensorSpec((rows, 1), "int64"))
 
 
 def test_updates_of_another_shape_than_their_positions_are_refused():
     x, index = TensorSpec((5, 2)), TensorSpec((3, 1), "int64")
     for row, updates in (("ScatterND", (3,)), ("ScatterND", (2, 2)), ("ScatterElements", (3, 2))):
-        with pytest.raises(ShapeError, match="takes updates"):
+        with pytest.raises(ShapeError, match="needs updates"):
             recorded(TABLE["", row], x, index, TensorSpec(updates))

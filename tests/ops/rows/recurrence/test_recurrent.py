@@ -66,10 +66,10 @@ def test_clipping_is_what_the_runtime_does(name, clip):
 @pytest.mark.parametrize(
     ("attrs", "said"),
     [
-        ({"direction": "backwards"}, "forward, reverse, bidirectional; got direction 'backwards'"),
+        ({"direction": "backwards"}, "forward, reverse, bidirectional; got 'backwards'"),
         ({"activations": ("Sigmoid", "Cube", "Tanh")}, "needs 3 activations of sigmoid, .*Cube"),
         ({"activations": ("Sigmoid", "Tanh")}, "needs 3 activations"),
-        ({"activations": ("Sigmoid", "Affine", "Tanh")}, "affine has no usual alpha and beta"),
+        ({"activations": ("Sigmoid", "Affine", "Tanh")}, "affine has no default alpha and beta"),
         ({"hidden_size": 3}, "hidden_size 3, but R"),
         ({"direction": "bidirectional"}, r"in 2 directions with 2 units takes operand 1"),
     ],

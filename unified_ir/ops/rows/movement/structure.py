@@ -78,7 +78,7 @@ def axes_of(rank: int, axes: Sequence[int] | None) -> tuple[int, ...]:
         raise ShapeError(f"axis {bad[0]} is outside a tensor of {rank} axes")
     normalized = sorted({int(a) % rank for a in axes})
     if len(normalized) != len(axes):
-        raise ShapeError(f"axes {tuple(map(int, axes))} of {rank} repeat one; name each once")
+        raise ShapeError(f"axes {tuple(map(int, axes))} of {rank} name one twice; name each once")
     return tuple(normalized)
 
 
