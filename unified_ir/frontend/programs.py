@@ -108,7 +108,7 @@ class Programs:
                     del self._by_key[first]
 
 
-def programs_of(target: Traceable) -> Programs:
+def programs_of(target: Any) -> Programs:
     """Return the programs of a cell, a function, or a method of some object."""
     if isinstance(target, StateTree):
         try:
@@ -122,10 +122,8 @@ def programs_of(target: Traceable) -> Programs:
         if known is None or not known.belongs_to(target):
             known = target.__dict__[_KEY] = Programs(target)
         return known
-    owner: Any = target
-    function: Any = None
-    if isinstance(target, MethodType):  # a new object at each access
-        owner, function = target.__self__, target.__func__
+    is_method = isinstance(target, MethodType)  # a new object at each access
+    owner, function = (target.__self__, target.__func__) if is_method else (target, None)
     others = _others.setdefault(owner, {})
     if function not in others:
         others[function] = Programs(target)

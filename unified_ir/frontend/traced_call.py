@@ -100,8 +100,7 @@ def _isolated_buffers() -> Iterator[dict[Parameter, Tensor]]:
         yield buffers
     finally:
         if binding is not None:
-            new = {p: t for p, t in binding.assigned.items() if before.get(p) is not t}
-            buffers.update(new)
+            buffers.update({p: t for p, t in binding.assigned.items() if before.get(p) is not t})
             binding.assigned = before
 
 

@@ -197,10 +197,6 @@ class Decoder:
             raise Corrupt(f"symbolic size {-1 - least} of {len(self.dims)}; {MISREAD}")
         return tuple(map(self.dim, values))
 
-    def tensor(self, message: pb.Tensor) -> Array:
-        """Return a constant that is stored in the message."""
-        return from_raw(message.data, _pick(self.types, message.type, "type"))
-
     def tensor_ref(self, message: pb.TensorRef) -> Array:
         """Return a constant that is stored in the weights."""
         name = self.string(message.name)
@@ -294,7 +290,7 @@ _READ: Final[Mapping[str, Callable[[Decoder, pb.Attribute], AttrValue]]] = {
     "ints":       lambda _, a: tuple(a.ints.values),
     "floats":     lambda _, a: tuple(a.floats.values),
     "strings":    lambda d, a: tuple(d.string(i) for i in a.strings.values),
-    "tensor":     lambda d, a: d.tensor(a.tensor),
+    "tensor":     lambda d, a: from_raw(a.tensor.data, _pick(d.types, a.tensor.type, "type")),
     "tensor_ref": lambda d, a: d.tensor_ref(a.tensor_ref),
     "dims":       lambda d, a: d.sizes(a.dims.values),
     "dtype":      lambda _, a: _dtype(a.dtype),

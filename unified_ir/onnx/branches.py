@@ -127,7 +127,7 @@ def _trip(site: Site, body: GraphProto, entry: LoopCarry) -> tuple[Build, list[T
     """Record a loop's body until the types of its carry are those of its results."""
     importer = site.importer
     for _ in range(MAX_WIDENINGS):
-        before = importer.weights.mark()
+        before = importer.weights.scopes
         types = [TensorType(int64, ()), TensorType(bool_, ()), *entry.types]
         build, results = _recorded(site, "loop", types, body)
         with build:
@@ -261,7 +261,7 @@ def _map(site: Site) -> Sequence[Tensor]:
     body = site.graph("body")
     operands = [site.present(i) for i in range(len(site.inputs))]
     _check_body(body, len(operands), 0, 1)
-    before = site.importer.weights.mark()
+    before = site.importer.weights.scopes
     try:
         inner = _recorded(site, "map", element_types(operands), body)
     except InvalidInput:  # elements that a body combines have equal sizes, whatever the types say

@@ -156,8 +156,7 @@ def _reshape(x: Array, shape: Array, *, allowzero: int = 0) -> Array:
 
 def _gather(x: Array, indices: Array, *, axis: int = 0) -> Array:
     taken = np.array(_ints(indices), np.int64).reshape(indices.shape)
-    picked: Array = np.asarray(np.take(x, taken, axis), dtype=object)
-    return picked
+    return np.asarray(np.take(x, taken, axis), dtype=object)
 
 
 ARRANGING: Final[Mapping[str, Callable[..., Any]]] = {

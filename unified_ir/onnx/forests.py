@@ -170,11 +170,10 @@ def _working(app: Application) -> Tensor:
     return x if x.dtype in {float32, float64} else x.cast(float32)
 
 
-def _summed(x: Tensor, trees: _Trees, table: Any) -> Tensor:
-    """Return the (N, n) sums of the leaves' weights over the trees."""
-    dtype = np.float64 if x.dtype == float64 else np.float32
-    rows = emit("Gather", as_tensor(table.astype(dtype)), _leaves(x, trees), axis=0)
-    return emit("ReduceSum", rows, np.array([1]), keepdims=0)
+def _summed(x: Tensor, trees: _Trees, table: Any, how: str = "Sum") -> Tensor:
+    """Return the (N, n) sums, or another reduction, of the leaves' weights over the trees."""
+    rows = emit("Gather", as_tensor(table.astype(x.dtype.numpy)), _leaves(x, trees), axis=0)
+    return emit(f"Reduce{how}", rows, np.array([1]), keepdims=0)
 
 
 def tree_regressor(app: Application) -> Sequence[Tensor]:
@@ -188,8 +187,7 @@ def tree_regressor(app: Application) -> Sequence[Tensor]:
     elif how in {"MIN", "MAX"}:
         if not held[trees.modes == LEAF].all():
             raise InvalidInput(f"{how} over trees needs leaves that have a weight for each target")
-        rows = emit("Gather", as_tensor(table.astype(x.dtype.numpy)), _leaves(x, trees), axis=0)
-        summed = emit(f"Reduce{how.capitalize()}", rows, np.array([1]), keepdims=0)
+        summed = _summed(x, trees, table, how.capitalize())
     else:
         raise InvalidInput(f"it aggregates trees by {how!r}; known are SUM, AVERAGE, MIN and MAX")
     return regressed(app, summed, _values(app, "base_values"), n)

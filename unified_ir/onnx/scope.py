@@ -157,12 +157,8 @@ class Weights:
         self._tensors[name] = self.build.param(name, type_of(array))
         return self._tensors[name]
 
-    def mark(self) -> int:
-        """Return the current position, for `back_to`."""
-        return self.scopes
-
     def back_to(self, mark: int) -> None:
-        """Forget weights of scopes created since, whose recording is discarded.
+        """Forget weights of scopes created since `scopes` was `mark`; their recording is discarded.
 
         Weights of an outer scope that the recording was the first to read stay.
         """

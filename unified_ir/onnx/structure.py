@@ -73,13 +73,12 @@ def _constant(site: Site) -> Sequence[Tensor]:
 def _value(importer: Importer, attribute: AttributeProto) -> Array:
     if attribute.type == AttributeProto.SPARSE_TENSOR:
         return _dense(importer, attribute.sparse_tensor)
-    value = importer.value(attribute)
     dtype = {"value_float": np.float32, "value_floats": np.float32, "value_int": np.int64,
              "value_ints": np.int64, "value_string": object, "value_strings": object,
              "value": None}  # fmt: skip
     if attribute.name not in dtype:
         raise InvalidInput(f"a constant's {attribute.name!r} is not supported")
-    return np.asarray(value, dtype[attribute.name])
+    return np.asarray(importer.value(attribute), dtype[attribute.name])
 
 
 def _dense(importer: Importer, sparse: SparseTensorProto) -> Array:
