@@ -31,7 +31,7 @@ def surface():
     """One line per package: its name, then what it exports, in order of the alphabet."""
     for package in packages():
         module = importlib.import_module(package)
-        names = getattr(module, "__all__", None) or reexported(Path(module.__file__))
+        names = getattr(module, "__all__", None) or reexported(Path(str(module.__file__)))
         if names:
             yield " ".join([f"{package}:", *sorted(names)])
 
