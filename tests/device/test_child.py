@@ -1,6 +1,7 @@
 """A child that forks, hangs, dies or cannot start does not keep the device's process."""
 
 import contextlib
+import io
 import math
 import os
 import signal
@@ -22,7 +23,7 @@ from triplane.device.home import DeviceHome, DeviceSettings
 from triplane.device.stopping import StopToken, TaskExpired, Withdrawn
 from triplane.device.tasks import Blob, Task
 from triplane.proto import federation_pb2 as pb
-from triplane.proto.errors import TriplaneError
+from triplane.proto.errors import Corrupt, TriplaneError
 from triplane.unified_ir.federated.core.learn import Work
 
 WAIT_S = 60
@@ -312,3 +313,10 @@ def test_a_client_that_never_works_closes_its_runner(tmp_path, monkeypatch, fail
     else:
         client.run(ready)
     assert closed
+
+
+def test_a_message_beyond_the_limit_is_refused_before_it_is_read():
+    frame = io.BytesIO(child_executor.LENGTH.pack(11) + b"0123456789x")
+    with pytest.raises(Corrupt, match="a message of 11 bytes"):
+        child_executor.read_frame(frame, 10)
+    assert frame.tell() == child_executor.LENGTH.size

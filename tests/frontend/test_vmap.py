@@ -253,3 +253,9 @@ def test_a_padded_sample_keeps_its_place_under_every_axis_of_samples():
     padded = vmap(lambda v: ops.pad(v, [1, 2]), 1, 1)
     found = everywhere(padded, X.T.copy())
     np.testing.assert_array_equal(found, np.pad(X, ((0, 0), (1, 2))).T)
+
+
+def test_axes_of_a_dict_need_its_keys():
+    f = vmap(lambda tree: tree["a"] + 1.0, in_axes=({"b": 0},))
+    with pytest.raises(InvalidInput, match="in the structure of what they belong to"):
+        f({"a": X})

@@ -281,3 +281,14 @@ def test_trees_run_on_the_reference_engine_too():
     (found,) = engine("reference").compile(function)(X)
     (wanted,) = ort.InferenceSession(made.SerializeToString()).run(None, {"x": X})
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+def test_one_score_of_exactly_zero_gives_the_first_word():
+    agrees(
+        "LinearClassifier",
+        WORDS,
+        np.zeros((2, 3), np.float32),
+        coefficients=draw(3),
+        intercepts=[0.0],
+        classlabels_strings=["no", "yes"],
+    )

@@ -7,9 +7,11 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 from onnx import TensorProto, defs, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import import_onnx
+from triplane.unified_ir.engines import engine
 from triplane.unified_ir.onnx import EmittedInitializer, emit, serialize
 from triplane.unified_ir.onnx.lift import LIFTS, REPLACED, VERSIONS
 from triplane.unified_ir.onnx.newer import NEWER
@@ -144,3 +146,18 @@ def test_a_definition_that_says_otherwise_is_refused_by_name():
     model = model_of(6, "Add", [CUBE, CUBE], {}, 1)
     with pytest.raises(InvalidInput, match=r"opsets 7 to 26 are imported, this one has 6"):
         import_onnx(model)
+
+
+def test_space_to_depth_orders_blocks_after_channels():
+    node = helper.make_node("SpaceToDepth", ["x"], ["y"], blocksize=2, mode="CRD")
+    x, y = (
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
+        for name, shape in (("x", [2, 3, 4, 6]), ("y", [2, 12, 2, 3]))
+    )
+    graph = helper.make_graph([node], "crd", [x], [y])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 28)])
+    image = RNG.standard_normal((2, 3, 4, 6)).astype(np.float32)
+    (wanted,) = ReferenceEvaluator(model).run(None, {"x": image})
+    function = import_onnx(model).entry("predict")
+    (result,) = engine("reference").compile(function)(image)
+    np.testing.assert_array_equal(result, wanted)

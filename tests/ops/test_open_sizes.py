@@ -183,3 +183,25 @@ def test_a_stride_beyond_the_window_over_an_open_size_is_refused_with_its_way_ou
     )
     with pytest.raises(InvalidInput, match="fix the size"):
         value_and_grad(function)
+
+
+def test_resize_takes_a_size_or_a_scale():
+    with Build(TABLE, "f") as build:
+        x = build.param("x", TensorSpec((1, 1, 4, 4)))
+        for wrong in ({}, {"size": (8, 8), "scale": 2.0}):
+            with pytest.raises(InvalidInput, match="either size or scale"):
+                ops.resize(x, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("options", "last"),
+    [({}, 2), ({"onesided": 1}, 2), ({"inverse": 1}, 2), ({"onesided": 1, "inverse": 1}, 1)],
+)
+def test_a_transform_along_a_computed_axis_knows_whether_it_is_complex(options, last):
+    with Build(TABLE, "f") as build:
+        real = options == {"onesided": 1}
+        x = build.param("x", TensorSpec((3, 8, 1 if real else 2)))
+        axis = build.param("axis", TensorSpec((), "int64"))
+        attrs = {"inverse": 0, "onesided": 0, **options}
+        (y,) = build.apply(TABLE["", "DFT"], [x, None, axis], attrs)
+        assert y.shape[-1] == last

@@ -322,3 +322,9 @@ def test_schedules_have_the_values_of_their_formulas():
 def test_senseless_numbers_are_refused(make, said):
     with pytest.raises(InvalidInput, match=said):
         make()
+
+
+def test_epsilon_of_adagrad_is_added_to_the_root():
+    p, g = {"w": np.zeros(1, np.float32)}, {"w": np.full((1, 1), 0.5, np.float32)}
+    (after,) = run(optim.Adagrad(1.0, epsilon=0.5), p, g, "reference", steps=1)
+    np.testing.assert_allclose(after["w"], [-0.5 / (0.5 + 0.5)], rtol=1e-6)  # g / (sqrt(g^2) + e)

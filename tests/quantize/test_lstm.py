@@ -23,6 +23,7 @@ from triplane.unified_ir.quantize import (
     scheme,
     site_ranges,
 )
+from triplane.unified_ir.quantize.scheme import quantize_gates
 
 STEPS, ROWS, INPUTS, HIDDEN = 6, 3, 24, 64
 FULL = OnnxTarget(operators=frozenset({DYNAMIC_LSTM}))
@@ -286,3 +287,12 @@ def test_noise_of_a_layer_is_that_of_the_kernel_which_runs():
         for target in (FULL, OnnxTarget())
     ]
     assert 35 < levels[0] < levels[1] - 1
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-4, 1e4])
+def test_one_scale_is_chosen_by_proportion_whatever_the_size_of_the_weights(size):
+    row = np.full((1, 32, 4), size, np.float32)
+    alike, loud = row, row.copy()
+    loud[0, 0] *= 100.0
+    scales = [quantize_gates(w, scheme("u8s8"))[1] for w in (alike, loud)]
+    assert [len(np.unique(s)) for s in scales] == [1, 2]

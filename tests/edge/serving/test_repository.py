@@ -175,3 +175,17 @@ def test_memory_does_not_grow_with_switches(kit):
     for version in range(2, 8):
         repository.switch(kit.linear(weights=weights, version=str(version)))
     assert process.memory_info().rss - before < 2 * weights.nbytes
+
+
+def test_an_unloaded_version_lets_its_session_go(kit):
+    import weakref
+
+    repository = Repository()
+    servable = kit.linear()
+    gone = weakref.ref(servable.session)
+    repository.add(servable)
+    version = repository.find("linear")
+    repository.unload("linear")
+    del servable
+    assert gone() is None
+    assert not version.enter()

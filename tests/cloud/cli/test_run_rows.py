@@ -1,0 +1,10 @@
+"""Rows of a run's tables, as people read them."""
+
+from triplane.cloud.cli.runs import member_row
+from triplane.proto.federation_pb2 import Member, Score
+
+
+def test_scores_of_a_device_are_shown_once_it_was_scored():
+    score = Score(samples=10, before=0.5, after=0.75)
+    rows = [member_row(Member(device="d", connected=True, score=s)) for s in (score, None)]
+    assert [row[4:6] for row in rows] == [("50.0%", "75.0%"), ("", "")]
