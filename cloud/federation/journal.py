@@ -17,6 +17,7 @@ import sqlalchemy as sa
 from triplane.cloud.federation.coding import from_json, to_json
 from triplane.cloud.federation.run_projection import RunProjection, follow
 from triplane.cloud.federation.tables import EVENTS, RUNS, SMALL, SMALL_STATES
+from triplane.cloud.store.upsert import upsert
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import Conflict, Corrupt
 from triplane.proto.messages import value_from
@@ -200,9 +201,12 @@ def append(connection: sa.Connection, run: str, events: Sequence[Event], revisio
 
 
 def save_small_updates(connection: sa.Connection, run: str, updates: Mapping[str, bytes]) -> None:
-    """Write small updates, by SHA-256 in hexadecimal, in the commit of what names them."""
+    """Write small updates, by SHA-256 in hexadecimal, in the commit of what names them.
+
+    Devices with equal data may send equal updates, in one commit or in several.
+    """
     rows = [{"run": run, "sha256": bytes.fromhex(k), "data": v} for k, v in updates.items()]
-    connection.execute(SMALL.insert(), rows)
+    upsert(connection, SMALL, rows)
 
 
 def small_update(connection: sa.Connection, run: str, sha256: bytes) -> bytes | None:

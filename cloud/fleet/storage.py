@@ -12,7 +12,6 @@ from dataclasses import asdict, replace
 from typing import Any, Final
 
 import sqlalchemy as sa
-from sqlalchemy.dialects import postgresql, sqlite
 
 from triplane.cloud.fleet.capability import BundleNeeds, Capability
 from triplane.cloud.fleet.state import FleetNode, FleetState, NodeAssignment, RolloutRecord
@@ -26,6 +25,7 @@ from triplane.cloud.fleet.values import (
     RolloutPlan,
     RolloutState,
 )
+from triplane.cloud.store.upsert import upsert
 from triplane.proto.errors import Corrupt
 from triplane.proto.fleet_pb2 import DeployRequest, Report
 from triplane.proto.messages import value_from
@@ -38,32 +38,22 @@ _DIGESTS: Final = ("sha256", "good_sha256", "back_sha256")
 def save(connection: sa.Connection, before: FleetState, after: FleetState) -> None:
     """Write what differs."""
     nodes = [node for name, node in after.nodes.items() if before.nodes.get(name) is not node]
-    _put(connection, NODES, [_node_row(node) for node in nodes])
+    upsert(connection, NODES, [_node_row(node) for node in nodes])
     held = [
         (node.name, model, assignment)
         for node in nodes
         for model, assignment in node.held.items()
         if node.name not in before.nodes or before.nodes[node.name].held.get(model) != assignment
     ]
-    _put(connection, HELD, [_held_row(*x, HELD) for x in held])
-    _put(connection, HELD_DIGESTS, [_held_row(*x, HELD_DIGESTS) for x in held])
+    upsert(connection, HELD, [_held_row(*x, HELD) for x in held])
+    upsert(connection, HELD_DIGESTS, [_held_row(*x, HELD_DIGESTS) for x in held])
     for rollout_id, record in after.rollouts.items():
         known = before.rollouts.get(rollout_id)
         if known is not record:
-            _put(connection, ROLLOUTS, [_rollout_row(record)], key="id")
+            upsert(connection, ROLLOUTS, [_rollout_row(record)], key="id")
             members = known.rollout.members if known else {}
             changed = [m for n, m in record.rollout.members.items() if members.get(n) is not m]
-            _put(connection, MEMBERS, [_member_row(rollout_id, m) for m in changed])
-
-
-def _put(connection: sa.Connection, table: sa.Table, rows: list[Row], key: str = "") -> None:
-    """Insert rows, or update those that exist. key: a unique column in place of the primary key."""
-    if not rows:
-        return
-    keys = [key] if key else [column.name for column in table.primary_key]
-    insert = (postgresql if connection.dialect.name == "postgresql" else sqlite).insert(table)
-    values = {name: insert.excluded[name] for name in rows[0] if name not in keys}
-    connection.execute(insert.on_conflict_do_update(index_elements=keys, set_=values), rows)
+            upsert(connection, MEMBERS, [_member_row(rollout_id, m) for m in changed])
 
 
 def load(connection: sa.Connection) -> FleetState:

@@ -188,7 +188,8 @@ def test_a_stride_beyond_the_window_over_an_open_size_is_refused_with_its_way_ou
 def test_resize_takes_a_size_or_a_scale():
     with Build(TABLE, "f") as build:
         x = build.param("x", TensorSpec((1, 1, 4, 4)))
-        for wrong in ({}, {"size": (8, 8), "scale": 2.0}):
+        both: dict[str, Any] = {"size": (8, 8), "scale": 2.0}
+        for wrong in ({}, both):
             with pytest.raises(InvalidInput, match="either size or scale"):
                 ops.resize(x, **wrong)
 
