@@ -10,6 +10,7 @@ from triplane.cloud.home import initialize
 from triplane.cloud.identity.authority import Authority
 from triplane.edge.cli import edge
 from triplane.edge.home import NodeHome, NodeSettings
+from triplane.edge.status import NodeStatus
 from triplane.proto.errors import Corrupt
 from triplane.proto.identity import certificate_pem, certificate_request, key_pem, new_key
 from triplane.unified_ir.cli.shell import EXIT_CODES
@@ -80,3 +81,15 @@ def test_a_damaged_pointer_is_named_but_the_node_mends_it_itself(node):
     found = status(node)
     assert found.exit_code == 0
     assert f"unreadable: {node.models / 'eyes.json'} is not a pointer" in found.stdout
+
+
+@pytest.mark.parametrize(
+    ("serving", "words"),
+    [(None, "not known"), ({}, "nothing"), ({"digits": "3"}, "3")],
+)
+def test_what_is_served_is_told_from_what_is_not_known(serving, words):
+    status = NodeStatus(
+        name="n", cloud="c", expires_s=0.0, processes={}, serving=serving, committed={},
+        desired={"digits": 3}, last={},
+    )  # fmt: skip
+    assert f"digits: serves {words}, committed nothing, assigned 3" in status.text()

@@ -200,6 +200,8 @@ def test_what_people_do_is_in_the_audit_log_of_the_same_transaction(opened):
             await fleet.pause(found, reason="noise", by="petra")
             await fleet.resume(found, by="petra")
             await fleet.abort(found, reason="", revert=False, by="olga")
+            for cordoned in (True, False):
+                await fleet.cordon("a", cordoned=cordoned, by="olga")
             return await fleet._database.read(lambda c: audit.page(c, 0)), found
 
     entries, found = within(story())
@@ -208,6 +210,8 @@ def test_what_people_do_is_in_the_audit_log_of_the_same_transaction(opened):
         ("petra", "rollout.pause", found),
         ("petra", "rollout.resume", found),
         ("olga", "rollout.abort", found),
+        ("olga", "node.cordon", "a"),
+        ("olga", "node.uncordon", "a"),
     ]
 
 

@@ -216,3 +216,9 @@ def test_pixels_mean_the_numbers_they_mean_in_training(tmp_path):
     trained_on = from_arrays(x.reshape(3, 1, 1, 2), y).x.reshape(3, 2)
     assert fed["x"].dtype == np.float32
     assert sorted(map(tuple, fed["x"])) == sorted(map(tuple, trained_on))
+
+
+def test_an_episode_shrinks_in_proportion(tmp_path):
+    noted = Recording(plan(tmp_path, episodes=True))
+    learn(noted, replace(WORK, steps=1, support=2, query=6), shard(n=4))
+    assert [len(noted.fed[0][1][p]) for p in ("support.x", "query.x")] == [1, 3]
