@@ -159,13 +159,19 @@ def run(copy: Path, tests: list[str]) -> int:
                 os.killpg(process.pid, 9)
 
 
+def commit() -> str:
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    return subprocess.check_output(command, cwd=ROOT, text=True).strip()
+
+
 def page(rows, began_s) -> str:
     reasons = json.loads(REASONS.read_text())
     red, kinds = sum(row["red"] for row in rows), Counter(row["kind"] for row in rows)
     text = f"""# Rules broken at random
 
-`make deep SUITE=mutation`, {time.strftime("%Y-%m-%d")}, seed {SEED}, {platform.machine()}, \
-Python {platform.python_version()}; the last part took {(time.time() - began_s) / 60:.0f} minutes.
+`make deep SUITE=mutation` at `{commit()}`, {time.strftime("%Y-%m-%d")}, seed {SEED}, \
+{platform.machine()}, Python {platform.python_version()}; the last part took \
+{(time.time() - began_s) / 60:.0f} minutes.
 
 {len(rows)} rules of the product were broken, one at a time, drawn uniformly from its comparisons, \
 conditions, numbers, operators, raised errors and calls whose result is not used. The tests that \

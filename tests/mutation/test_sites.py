@@ -53,6 +53,10 @@ def test_every_number_is_raised_by_one_but_none_in_an_annotation():
     ]
 
 
+def test_inputs_for_the_tests_of_an_operator_are_no_rules():
+    assert mutants_of("m.py", b"row = Op(samples=(sample(normal(2, 3), axis=1),))") == []
+
+
 def test_each_broken_module_of_the_product_can_still_be_parsed():
     paths = subprocess.check_output(
         ["git", "ls-files", "edge/serving/*.py", "cloud/fleet/*.py"], cwd=ROOT, text=True

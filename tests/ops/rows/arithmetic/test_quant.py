@@ -98,3 +98,13 @@ def test_codes_newer_than_the_opset_are_refused_by_name():
 def test_scales_that_do_not_fit_are_refused(scale, zero, attrs, match):
     with pytest.raises(InvalidInput, match=match):
         there_and_back(scale, zero, **attrs)
+
+
+def test_each_row_of_an_integer_product_may_have_a_zero_point_of_its_own():
+    rng = np.random.default_rng(0)
+    a = rng.integers(0, 255, (3, 4), dtype=np.uint8)
+    b = rng.integers(0, 255, (4, 5), dtype=np.uint8)
+    zeros = np.array([1, 100, 250], np.uint8)
+    product = TABLE["", "MatMulInteger"].reference(a, b, zeros)
+    shifted = a.astype(np.int64) - zeros[:, None]
+    np.testing.assert_array_equal(product, shifted @ b.astype(np.int64))
