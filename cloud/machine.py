@@ -4,7 +4,7 @@ Events wait in a queue and are folded into the state in their order. What was fo
 one transaction. Only after the commit does the new state become current, are its effects carried
 out, and are the callers answered; so nothing is acknowledged, and nothing has an effect, that a
 crash could undo. A commit that fails changes nothing. An event that fails costs no other event its
-commit: events that were folded together are then taken one by one.
+commit: events that were folded together are then taken in halves, down to the one that fails.
 
 A commit may be held back for a moment, so that events that come close together share it.
 """
@@ -12,6 +12,7 @@ A commit may be held back for a moment, so that events that come close together 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -86,11 +87,16 @@ class Machine(Generic[State, Event, Effect]):
     def __init__(self, name: str, state: State, rules: MachineRules[State, Event, Effect]) -> None:
         self._name, self._rules, self.state = name, rules, state
         self.ahead: Batch[State, Event, Effect] = Batch(state)
-        self._queue: asyncio.Queue[QueuedEvent[State, Event]] = asyncio.Queue()
+        # (waits for others, number, event): urgent events first, else in the order of the calls
+        self._queue: asyncio.PriorityQueue[tuple[bool, int, QueuedEvent[State, Event]]]
+        self._queue = asyncio.PriorityQueue()
+        self._numbers = itertools.count()
         self._task: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
-        """Begin to take events."""
+    def start(self, *stored: State) -> None:
+        """Begin to take events, from the stored state if one is given."""
+        for state in stored:
+            self.state, self.ahead = state, Batch(state)
         self._task = asyncio.create_task(self._run(), name=self._name)
 
     async def stop(self) -> None:
@@ -100,13 +106,14 @@ class Machine(Generic[State, Event, Effect]):
             await asyncio.gather(self._task, return_exceptions=True)
         _answer(self.ahead.queued + self._drained(), Unavailable(STOPPING))
 
-    async def put(self, event: Event) -> State:
+    async def put(self, event: Event, *, urgent: bool = False) -> State:
         """Apply an event and return the state after its commit. Unavailable: it may be lost.
 
-        An event is applied even if its caller leaves.
+        An event is applied even if its caller leaves. urgent: before events in the queue that are
+        not.
         """
         done: asyncio.Future[State] = asyncio.get_running_loop().create_future()
-        self._queue.put_nowait(QueuedEvent(event, done))
+        self._enqueue(QueuedEvent(event, done), urgent=urgent)
         if self._task is not None and self._task.done():
             is_over = self._rules.is_over(self.state)
             _answer(self._drained(), self.state if is_over else Unavailable(STOPPING))
@@ -114,7 +121,10 @@ class Machine(Generic[State, Event, Effect]):
 
     def note(self, event: Event) -> None:
         """Queue an event without a waiting caller; it is retried while the database refuses."""
-        self._queue.put_nowait(QueuedEvent(event))
+        self._enqueue(QueuedEvent(event))
+
+    def _enqueue(self, queued: QueuedEvent[State, Event], *, urgent: bool = False) -> None:
+        self._queue.put_nowait((not urgent, next(self._numbers), queued))
 
     async def _run(self) -> None:
         while not self._rules.is_over(self.state):
@@ -133,7 +143,7 @@ class Machine(Generic[State, Event, Effect]):
         tick_s = asyncio.get_running_loop().time() + tick_in_s
         try:
             async with asyncio.timeout_at(min(tick_s, self.ahead.until_s)):
-                first = await self._queue.get()
+                *_, first = await self._queue.get()
         except TimeoutError:
             return [QueuedEvent(tick)] if tick is not None and tick_s <= self.ahead.until_s else []
         return [first, *self._drained(self._rules.max_batch - 1)]
@@ -150,7 +160,7 @@ class Machine(Generic[State, Event, Effect]):
             _answer(queued, error)
             for one in queued:
                 if one.done is None:
-                    self._queue.put_nowait(one)
+                    self._enqueue(one)
             await asyncio.sleep(self._rules.retry_s)
         except Exception as error:  # noqa: BLE001 -- its caller gets it
             self._fall_back()
@@ -158,9 +168,9 @@ class Machine(Generic[State, Event, Effect]):
                 _answer(queued, error)
                 self._rules.failed(queued[0].event, error)
                 return
-            for one in queued:
-                self.ahead.until_s = -math.inf  # commits it at once, so that each stands alone
-                await self._take([one])
+            for half in (queued[: len(queued) // 2], queued[len(queued) // 2 :]):
+                self.ahead.until_s = -math.inf  # commits it at once, so that each half stands alone
+                await self._take(half)
 
     def _fold(self, taken: list[QueuedEvent[State, Event]]) -> None:
         ahead = self.ahead
@@ -199,7 +209,8 @@ class Machine(Generic[State, Event, Effect]):
 
     def _drained(self, most: int | None = None) -> list[QueuedEvent[State, Event]]:
         size = self._queue.qsize()
-        return [self._queue.get_nowait() for _ in range(size if most is None else min(most, size))]
+        count = size if most is None else min(most, size)
+        return [self._queue.get_nowait()[2] for _ in range(count)]
 
 
 def _answer(queued: list[QueuedEvent[State, Event]], outcome: State | Exception) -> None:

@@ -143,8 +143,15 @@ class DeviceHome(MachineHome[DeviceSettings]):
     def session(self) -> SessionNote | None:
         """The note that `note_session` wrote last; None if none can be read."""
         try:
-            return SessionNote(**json.loads(self.session_file.read_bytes()[:MAX_NOTE_BYTES]))
-        except (OSError, ValueError, TypeError):
+            parsed = json.loads(self.session_file.read_bytes()[:MAX_NOTE_BYTES])
+            asked = parsed.get("population_asked")
+            return SessionNote(
+                state=str(parsed["state"]),
+                population=str(parsed["population"]),
+                since_s=float(parsed["since_s"]),
+                population_asked=None if asked is None else bool(asked),
+            )
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return None
 
     def note_session(self, session: SessionNote) -> None:

@@ -141,7 +141,7 @@ def _from_npz(path: Path, held_out: float) -> Shard:
             arrays = {name: npz.array(name) for name in npz.names}
     except NotFound as error:
         raise NotFound(f"no samples at {path}; give an npz file with arrays x and y") from error
-    except Corrupt as error:
+    except (Corrupt, MemoryError) as error:
         raise InvalidInput(f"{path} is not an npz file of plain arrays: {error}") from error
     train = {name: x for name, x in arrays.items() if not name.startswith(HELD_OUT_PREFIX)}
     if len(train) == len(arrays):

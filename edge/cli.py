@@ -52,7 +52,7 @@ def address_options(function: F) -> F:
         type=PORT,
         default=8001,
         show_default=True,
-        help="gRPC port; 0: any free one, which a node keeps from its first start on.",
+        help="gRPC port; 0: any free one, which `edge up` keeps for later starts.",
     )
     metrics = click.option(
         "--metrics-port",

@@ -174,7 +174,7 @@ class AppendFile:
 
 def lock_file(path: Path) -> BinaryIO:
     """Lock a file until it is closed or this process ends. BlockingIOError if it is locked."""
-    file = path.open("ab")
+    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BaseException:

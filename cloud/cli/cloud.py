@@ -14,6 +14,7 @@ from triplane.cloud.cli.connection import (
     calls_cloud,
     client_options,
     home_option,
+    print_answer,
 )
 from triplane.cloud.cli.keys import command as keys_command
 from triplane.cloud.cli.options import DURATION, LABEL, SHARE, example, keys_option
@@ -21,7 +22,7 @@ from triplane.proto.logs import quiet_grpc
 from triplane.unified_ir.cli.shell import SECRET, json_option, open_output
 
 if TYPE_CHECKING:
-    from triplane.proto.identity_pb2 import CreateTokenResponse, Principal
+    from triplane.proto.identity_pb2 import CreateTokenRequest, CreateTokenResponse, Principal
 
 ROLES: Final = ("viewer", "operator", "signer", "node", "device")
 PORT: Final = click.IntRange(0, 65535)
@@ -173,16 +174,20 @@ def status(cloud: Calls) -> Answer:
     "--valid", "valid_s", type=DURATION, default="1h", show_default=True, metavar="TIME",
     help="Time until the token expires, at most 30d.",
 )  # fmt: skip
-@calls_cloud
+@client_options
 def token(
-    cloud: Calls, *, role: str, name: str, labels: tuple[tuple[str, str], ...], valid_s: float
-) -> Answer:
+    *, role: str, name: str, labels: tuple[tuple[str, str], ...], valid_s: float, **options: Any
+) -> None:
     """Create a one-time token for a machine or a person."""
     from triplane.proto.identity_pb2 import CreateTokenRequest, Role
 
     request = CreateTokenRequest(
         role=Role.Value(role.upper()), name=name, valid_s=valid_s, labels=dict(labels)
     )
+    print_answer(_create_token, request=request, role=role, **options)
+
+
+def _create_token(cloud: Calls, *, request: CreateTokenRequest, role: str) -> Answer:
     response = cloud.identity.CreateToken(request)
     return response, _token_text(response, role)
 

@@ -175,10 +175,10 @@ class LiveRun:
 
     async def stop(self) -> None:
         """End with the process; waiting callers get Unavailable."""
+        await self._machine.stop()  # first, so that no work begins meanwhile
         for task in self._work:
             task.cancel()
         await asyncio.gather(*self._work, return_exceptions=True)
-        await self._machine.stop()
 
     async def put(self, make: MakeEvent, data: bytes = b"") -> RunProjection:
         """Apply an event and return the projection after its commit. Unavailable: it may be lost.

@@ -15,7 +15,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any, Final, Never, Protocol
@@ -113,11 +113,11 @@ class LiveFleet:
     ) -> None:
         self._database, self._bundles, self._audit = database, bundles, audit
         self._clock = clock
-        self._rules = MachineRules(
+        rules = MachineRules(
             fold=self._fold, commit=self._commit, act=self._act, refused=self._refused,
-            failed=lambda _, error: self._refused(error), max_batch=MAX_BATCH,
+            failed=self._failed, max_batch=MAX_BATCH,
         )  # fmt: skip
-        self._machine = Machine("fleet", FleetState(), self._rules)
+        self._machine = Machine("fleet", FleetState(), rules)
         self._reports_waiting = 0
         self._nudged = asyncio.Event()
         self.moved = asyncio.Event()
@@ -130,17 +130,16 @@ class LiveFleet:
 
     async def start(self) -> None:
         """Load the stored fleet and continue its rollouts."""
-        stored = await self._database.read(storage.load)
-        self._machine = Machine("fleet", stored, self._rules)
-        self._machine.start()
+        self._machine.start(await self._database.read(storage.load))
         self._rollouts_task = asyncio.create_task(self._go_on(), name="fleet rollouts")
 
     async def stop(self) -> None:
-        """Finish the changes that have begun."""
+        """Finish the changes that have begun; reports that wait are refused."""
         if self._rollouts_task is not None:
             self._rollouts_task.cancel()
             await asyncio.gather(self._rollouts_task, return_exceptions=True)
-            await asyncio.gather(self._machine.put(FleetChange()), return_exceptions=True)
+            last = self._machine.put(FleetChange(), urgent=True)
+            await asyncio.gather(last, return_exceptions=True)
         await self._machine.stop()
 
     def on_desired(self, callback: Callable[[FleetNode], None]) -> None:
@@ -148,7 +147,7 @@ class LiveFleet:
         self._on_desired.append(callback)
 
     def on_report(self, callback: Callable[[str, pb.Report], None]) -> None:
-        """Call with each node's report, after the commit."""
+        """Call with each node's report, without its incidents, after the commit."""
         self._on_report.append(callback)
 
     def nudge(self) -> None:
@@ -244,17 +243,23 @@ class LiveFleet:
         check_report(report)
         if self._reports_waiting >= MAX_WAITING:
             raise Unavailable(f"{MAX_WAITING} reports wait to be written; report again later")
-        self._reports_waiting += 1
         incidents = [(name, incident) for incident in report.incidents]
         kept = pb.Report()
         kept.CopyFrom(report)
         kept.ClearField("incidents")
+        change = FleetChange(report=(name, kept), incidents=incidents)
+        writing = asyncio.ensure_future(self._machine.put(change))
+        self._reports_waiting += 1  # until it is written: it is in the queue if its sender leaves
+        writing.add_done_callback(self._report_left_queue)
         try:
-            await self._machine.put(FleetChange(report=(name, kept), incidents=incidents))
+            await asyncio.shield(writing)
         except Exception as error:
             raise Unavailable("the report could not be written; report again") from error
-        finally:
-            self._reports_waiting -= 1
+
+    def _report_left_queue(self, writing: asyncio.Future[FleetState]) -> None:
+        self._reports_waiting -= 1
+        if not writing.cancelled():
+            writing.exception()  # its sender, which gets it, may have left
 
     # Rollouts
 
@@ -355,7 +360,7 @@ class LiveFleet:
     async def _change(
         self, make: Callable[[FleetState], FleetState], audited: AuditedChange | None = None
     ) -> None:
-        await self._machine.put(FleetChange(make, audited))
+        await self._machine.put(FleetChange(make, audited), urgent=True)
 
     def _fold(
         self, fleet: FleetState, changes: list[FleetChange]
@@ -393,22 +398,24 @@ class LiveFleet:
         for name, node in batch.state.nodes.items():
             known = before.nodes.get(name)
             if known is not node and (known is None or known.desired_number != node.desired_number):
-                for callback in self._on_desired:
-                    callback(node)
+                _call_all(self._on_desired, node)
         for rollout_id, record in batch.state.rollouts.items():
             old = before.rollouts.get(rollout_id)
             if old is None or old.rollout.state is not record.rollout.state:
                 facts = {"rollout_id": rollout_id, "state": record.rollout.state.name}
                 logger.info("rollout state", extra=facts | {"reason": record.rollout.reason})
         for report in (change.report for change, _ in batch.steps if change.report is not None):
-            for on_report in self._on_report:
-                on_report(*report)
+            _call_all(self._on_report, *report)
 
     def _refused(self, error: Exception) -> None:
         """Log it once for all reports; their senders report again."""
         if self._reports_waiting:
             extra = {"reports": self._reports_waiting}
             logger.error("reports not kept", exc_info=error, extra=extra)
+
+    def _failed(self, change: FleetChange, error: Exception) -> None:
+        if change.report is not None:
+            self._refused(error)
 
     # Going on
 
@@ -442,3 +449,12 @@ class LiveFleet:
             event = BundleFailed(target, str(error))
         if event is not None:
             await self._change(self._applying(rollout_id, event))
+
+
+def _call_all(callbacks: Iterable[Callable[..., None]], *values: object) -> None:
+    """Call everyone; the change is committed, so no error of one keeps it from the others."""
+    for callback in callbacks:
+        try:
+            callback(*values)
+        except Exception:
+            logger.exception("a listener failed")

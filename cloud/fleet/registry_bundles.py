@@ -70,7 +70,9 @@ class RegistryBundles:
         return Limit(rule.share, frozenset(released))
 
     async def _signed(self, bundle: BundleRecord, role: str) -> SignedTarget | None:
-        signed = self._repository.find_signed(bundle.model, bundle.version, bundle.target)
+        signed = await asyncio.to_thread(
+            self._repository.find_signed, bundle.model, bundle.version, bundle.target
+        )
         if signed is not None and signed.name.role in {role, RELEASE}:
             return signed
         if role != AUTO:

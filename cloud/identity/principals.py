@@ -331,8 +331,8 @@ def _check_renewals(connection: sa.Connection, name: str, now: float) -> None:
     )
     if (count or 0) > MAX_RENEWALS:
         raise Unavailable(
-            f"{name!r} got {count} certificates within {OLD_CERTIFICATE_S:.0f} s (limit "
-            f"{MAX_RENEWALS}); use the newest, which is valid for weeks"
+            f"{name!r} got {count} certificates within {OLD_CERTIFICATE_S:.0f} s, its first and "
+            f"{MAX_RENEWALS} renewals; use the newest, which is valid for weeks"
         )
 
 

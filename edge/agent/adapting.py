@@ -103,7 +103,8 @@ def read_samples(path: Path) -> dict[str, Any]:
         with opened_npz(path, file_bytes=MAX_SAMPLES_BYTES) as npz:
             x, y = npz.array("x"), npz.array("y")
     except TriplaneError as error:
-        raise InvalidInput(f"{rule}: {error}") from error
+        reason = str(error).replace(str(path), path.name)  # the cloud is sent no path of the node
+        raise InvalidInput(f"{rule}: {reason}") from error
     if y.ndim != 1 or y.dtype.kind not in "iu" or len(x) != len(y):
         raise InvalidInput(f"{rule}, got {x.dtype}{x.shape} and {y.dtype}{y.shape}")
     if not LEAST_SAMPLES <= len(y) <= MAX_SAMPLES:

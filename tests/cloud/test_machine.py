@@ -281,3 +281,47 @@ def test_a_machine_that_is_over_answers_with_its_last_state(account):
 
     assert within(story()) == [5, 5, 5]
     assert account.lines() == [[5]]
+
+
+def test_one_event_that_fails_costs_few_commits(account):
+    async def story():
+        machine = account.machine(max_batch=64)
+        puts = [machine.put(1) for _ in range(40)]
+        puts.insert(17, machine.put(TOO_MUCH))
+        answers = await asyncio.gather(*puts, return_exceptions=True)
+        await machine.stop()
+        return [a for a in answers if isinstance(a, Exception)]
+
+    (error,) = within(story())
+    assert isinstance(error, Conflict)
+    assert account.stored() == 40
+    assert len(account.lines()) <= 2 * math.ceil(math.log2(41))
+
+
+def test_urgent_events_go_before_those_that_wait(account):
+    async def story():
+        account.opened = asyncio.Event()
+        machine = account.machine(max_batch=2)
+        puts = [asyncio.ensure_future(machine.put(n)) for n in (1, 2, 3, 4)]
+        await turns()
+        puts.append(asyncio.ensure_future(machine.put(5, urgent=True)))
+        account.opened.set()
+        await asyncio.gather(*puts)
+        await machine.stop()
+
+    within(story())
+    assert account.lines() == [[1, 2], [5, 3], [4]]
+
+
+def test_a_machine_goes_on_from_a_stored_state_with_events_that_came_before(account):
+    async def story():
+        rules = MachineRules(fold=account.fold, commit=account.commit, act=account.act, max_batch=8)
+        machine = Machine("account", 0, rules)
+        early = asyncio.ensure_future(machine.put(1))
+        await turns()
+        machine.start(40)
+        state = await early
+        await machine.stop()
+        return state
+
+    assert within(story()) == 41

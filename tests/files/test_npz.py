@@ -1,11 +1,13 @@
 """Arrays of an npz file and its limits; tests/data/test_npz.py has the hostile files."""
 
+import tracemalloc
+import zipfile
 from typing import Any
 
 import numpy as np
 import pytest
 
-from triplane.proto.errors import InvalidInput, NotFound
+from triplane.proto.errors import Corrupt, InvalidInput, NotFound
 from triplane.unified_ir.files.npz import opened_npz
 
 
@@ -40,3 +42,28 @@ def test_bytes_of_the_file_are_limited(tmp_path):
         opened_npz(tmp_path / "a.npz", file_bytes=100),
     ):
         pass
+
+
+@pytest.mark.parametrize("shape", [(0, 10**19), (0, 10**18, 10**18), (1,) * 70])
+def test_a_shape_that_no_array_can_have_is_damage(tmp_path, shape):
+    header = f"{{'descr': '|u1', 'fortran_order': False, 'shape': {shape}, }}\n".encode()
+    npy = b"\x93NUMPY\1\0" + len(header).to_bytes(2, "little") + header + b"\0" * (0 not in shape)
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
+        archive.writestr("x.npy", npy)
+    with opened_npz(tmp_path / "a.npz") as npz, pytest.raises(Corrupt, match=r"a\.npz: x: "):
+        npz.array("x")
+
+
+@pytest.mark.parametrize("kind", ["compressed", "stored"])
+def test_reading_takes_hardly_more_memory_than_the_array(tmp_path, kind):
+    save = np.savez_compressed if kind == "compressed" else np.savez
+    save(tmp_path / "a.npz", x=np.zeros(32 << 20, np.uint8))
+    tracemalloc.start()
+    try:
+        with opened_npz(tmp_path / "a.npz") as npz:
+            x = npz.array("x")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert x.nbytes < peak < x.nbytes + (8 << 20)
+    assert x.flags.writeable

@@ -161,3 +161,21 @@ def test_space_to_depth_orders_blocks_after_channels():
     function = import_onnx(model).entry("predict")
     (result,) = engine("reference").compile(function)(image)
     np.testing.assert_array_equal(result, wanted)
+
+
+@pytest.mark.parametrize("opset", [26, 27, 28])
+def test_a_range_of_vectors_of_one_is_read_as_of_numbers(opset):
+    ends = [helper.make_tensor_value_info(n, TensorProto.INT64, [1]) for n in ("a", "b", "c")]
+    node = helper.make_node("Range", ["a", "b", "c"], ["y"])
+    y = helper.make_tensor_value_info("y", TensorProto.INT64, ["N"])
+    graph = helper.make_graph([node], "range", ends, [y])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)])
+    function = import_onnx(model).entry("predict")
+    (result,) = engine("reference").compile(function)(ints(2), ints(12), ints(4))
+    assert result.tolist() == [2, 6, 10]
+
+
+def test_an_operand_that_the_old_definition_lacks_is_refused():
+    model = model_of(9, "TopK", [CUBE, ints(2)], {"axis": 2, "k": 2}, 2)
+    with pytest.raises(InvalidInput, match="TopK-1 takes one operand and the attribute k"):
+        import_onnx(model)

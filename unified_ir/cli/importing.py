@@ -127,8 +127,8 @@ def _lines(record: dict[str, Any]) -> list[str]:
 def _statistics(module: Module) -> list[str]:
     """Return the names of the running statistics that batch normalization reads."""
     norms = (n for n in module.entry("predict").walk() if n.op.name == "BatchNormalization")
-    names = [v.name for node in norms for v in node.inputs[3:5] if v is not None]
-    return [name for name in module.state if name in {*names}]
+    names = {v.name for node in norms for v in node.inputs[3:5] if v is not None}
+    return [name for name in module.state if name in names]
 
 
 def _notes(record: dict[str, Any]) -> Iterator[str]:

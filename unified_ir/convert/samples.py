@@ -21,6 +21,7 @@ from triplane.unified_ir.ir.dims import is_symbol
 from triplane.unified_ir.ir.graph import Array, Value
 from triplane.unified_ir.quantize import Samples
 
+MAX_SAMPLES_BYTES: Final = 2**30
 GENERATED: Final = 4
 
 Given = Array | Mapping[str, Array] | Dataset
@@ -98,7 +99,7 @@ def read_samples(source: str | Path, inputs: Sequence[Value]) -> dict[str, Array
     path = Path(source)
     if path.suffix != ".npz" or not path.exists():
         return as_samples(load(source), inputs, str(source))
-    with opened_npz(path) as npz:
+    with opened_npz(path, total_bytes=MAX_SAMPLES_BYTES) as npz:
         keys = {p.name: p.name for p in inputs}
         if len(inputs) == 1 and inputs[0].name not in npz.names and "x" in npz.names:
             keys[inputs[0].name] = "x"
@@ -114,7 +115,7 @@ def read_labelled(source: str | Path, inputs: Sequence[Value]) -> tuple[dict[str
     path = Path(source)
     if path.suffix != ".npz" or not path.exists():
         return as_labelled(load(source), inputs)
-    with opened_npz(path) as npz:
+    with opened_npz(path, total_bytes=MAX_SAMPLES_BYTES) as npz:
         if "y" not in npz.names:
             raise NotFound(
                 f"{path} has no array 'y'; an evaluation set needs {_names(inputs)} and y"

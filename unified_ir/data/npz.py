@@ -41,6 +41,7 @@ def read(path: Path, *, top: int = TOP) -> tuple[Dataset, ...]:
 def columns(path: Path, keys: Sequence[str]) -> dict[str, NDArray[Any]]:
     """Read the arrays of these keys as they are stored; NotFound names the keys that exist."""
     with opened_npz(path) as npz:
+        npz.check(keys)
         return {key: npz.array(key, _check_shape) for key in keys}
 
 

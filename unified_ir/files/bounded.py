@@ -12,6 +12,7 @@ from typing import IO, Final
 from triplane.proto.errors import Corrupt, InvalidInput, NotFound, Unavailable
 
 MAX_FILE_BYTES: Final = 2**30
+PIECE_BYTES: Final = 2**20
 
 
 @contextmanager
@@ -53,6 +54,17 @@ def exactly(file: IO[bytes], n_bytes: int, what: str) -> bytes:
     if len(data) != n_bytes:
         raise Corrupt(f"{what}: {n_bytes} bytes announced, {len(data)} there; is the file whole?")
     return data
+
+
+def fill(file: IO[bytes], buffer: memoryview, what: str) -> None:
+    """Read the next bytes into a buffer, a piece at a time; Corrupt if the file ends before."""
+    at = 0
+    while at < len(buffer):
+        piece = file.read(min(PIECE_BYTES, len(buffer) - at))
+        if not piece:
+            raise Corrupt(f"{what}: {len(buffer)} bytes announced, {at} there; is the file whole?")
+        buffer[at : at + len(piece)] = piece
+        at += len(piece)
 
 
 def ended(file: IO[bytes], what: str) -> None:

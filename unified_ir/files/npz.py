@@ -12,7 +12,7 @@ import re
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,15 +35,16 @@ DAMAGE: Final = (
     NotImplementedError,
     RuntimeError,
     OSError,
-    ValueError,
+    ValueError,  # also of sizes that no array can have
+    OverflowError,
     struct.error,
 )
 END: Final = struct.Struct("<4sHHHHIIH")  # the zip format's end record, without a comment
 LOCATOR_BYTES: Final = 20
 PREAMBLE: Final = struct.Struct("<6sBBH")
 HEADER: Final = re.compile(
-    r"\{'descr': '(?P<descr>[<>|=][a-zA-Z]\d{0,2})', 'fortran_order': (?P<fortran>True|False), "
-    r"'shape': \((?P<shape>(?:\d{1,20}, ?)*(?:\d{1,20})?)\), \} *\n"
+    r"\{ *'descr': *'(?P<descr>[<>|=][a-zA-Z]\d{0,2})', *'fortran_order': *"
+    r"(?P<fortran>True|False), *'shape': *\((?P<shape>(?:\d{1,20}, *)*(?:\d{1,20})?)\),? *\} *\n?"
 )
 
 
@@ -56,16 +57,21 @@ class NpzReader:
     names: tuple[str, ...]
     left_bytes: int
 
+    def check(self, keys: Iterable[str]) -> None:
+        """Raise NotFound for the first of these names that is absent."""
+        for name in keys:
+            if name not in self.names:
+                present = ", ".join(self.names[:8]) or "nothing"
+                raise NotFound(f"{self.path} has no array {name!r}; it holds {present}")
+
     def array(
         self, name: str, check_shape: Callable[[str, tuple[int, ...]], None] | None = None
     ) -> NDArray[Any]:
-        """Return one array as it is stored, read-only; NotFound names the arrays that exist.
+        """Return one array as it is stored; NotFound names the arrays that exist.
 
         check_shape: called with a description of the array and its shape before values are read.
         """
-        if name not in self.names:
-            present = ", ".join(self.names[:8]) or "nothing"
-            raise NotFound(f"{self.path} has no array {name!r}; it holds {present}")
+        self.check([name])
         what = f"{self.path}: {name}"
         try:
             with self.archive.open(f"{name}.npy") as member:
@@ -78,14 +84,17 @@ class NpzReader:
                         f"{what} announces {n_bytes} bytes as {dtype}{shape}; at most "
                         f"{self.left_bytes} bytes are read"
                     )
-                flat = np.frombuffer(bounded.exactly(member, n_bytes, what), dtype)
+                data = np.empty(n_bytes, np.uint8)
+                bounded.fill(member, data.data, what)
                 bounded.ended(member, what)
+            flat = data.view(dtype)
+            array = flat.reshape(shape[::-1]).T if fortran else flat.reshape(shape)
         except TriplaneError:
             raise
         except DAMAGE as error:
             raise Corrupt(f"{what}: {error}") from error
         self.left_bytes -= n_bytes
-        return flat.reshape(shape[::-1]).T if fortran else flat.reshape(shape)
+        return array
 
 
 @contextmanager
@@ -120,7 +129,8 @@ def _check_end(path: Path, file: IO[bytes]) -> None:
     tail = file.read(tail_bytes)
     if len(tail) < END.size or not tail[-END.size :].startswith(b"PK\5\6"):
         raise Corrupt(
-            f"{path} is not a complete npz file: no end record in its last {END.size} bytes"
+            f"{path} is not a complete npz file: no end record in its last {END.size} bytes "
+            "(a zip comment is not read: write it with numpy.savez)"
         )
     *_, directory_bytes, _, comment_bytes = END.unpack(tail[-END.size :])
     if comment_bytes or tail.startswith(b"PK\6\7"):
@@ -135,8 +145,10 @@ def _check_end(path: Path, file: IO[bytes]) -> None:
 def _header(member: IO[bytes], what: str) -> tuple[np.dtype[Any], tuple[int, ...], bool]:
     """Return element type, shape and whether columns come first (Fortran's order)."""
     magic, major, _, header_bytes = PREAMBLE.unpack(bounded.exactly(member, PREAMBLE.size, what))
-    if magic != b"\x93NUMPY" or major != 1:
-        raise Corrupt(f"{what} is not an array in npy format 1")
+    if magic != b"\x93NUMPY":
+        raise Corrupt(f"{what} is not an array in npy format")
+    if major != 1:
+        raise InvalidInput(f"{what} is npy format {major}; write it with numpy.savez")
     header = bounded.exactly(member, header_bytes, f"{what}: header").decode("latin-1")
     match = HEADER.fullmatch(header)
     if match is None or match["descr"][1] not in "biuf":

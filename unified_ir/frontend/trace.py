@@ -232,7 +232,8 @@ def _finish(
     function = drop_dead(build.finish({**named, **assigned, **build.effects}))
     read = function.reads()
     function = function.with_(params=(p for p in build.params if p.name not in state or p in read))
-    used = {k: p for k, p in state.items() if k in {*function.param_names, *function.result_names}}
+    present = {*function.param_names, *function.result_names}
+    used = {k: p for k, p in state.items() if k in present}
     return Traced(function, rebuild(returned, names), used, frozenset(assigned), build.arrays)
 
 

@@ -118,9 +118,9 @@ def _optimizer(kinds: int, update: Callable[..., tuple[Tensor, ...]]) -> Foreign
     return rule
 
 
-def _after_first(step: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """Return x after the first step, else y."""
-    return emit("Where", emit("Greater", step, as_tensor(np.array(0, np.int64))), x, y)
+def _is_later(step: Tensor) -> Tensor:
+    """Return whether a step is not the first."""
+    return emit("Greater", step, as_tensor(np.array(0, np.int64)))
 
 
 def _momentum(
@@ -128,7 +128,8 @@ def _momentum(
 ) -> tuple[Tensor, ...]:
     """v' = alpha v + b g, b = beta after the first step, else 1; x' = x - r v' (or Nesterov's)."""
     alpha = app.attr("alpha")
-    beta = _after_first(step, _scalar(app.attr("beta"), x), _scalar(1.0, x))
+    later = _is_later(step)
+    beta = emit("Where", later, _scalar(app.attr("beta"), x), _scalar(1.0, x))
     velocity = v * _scalar(alpha, x) + beta * g
     nesterov = app.attr("mode") == "nesterov"
     move = g + _scalar(alpha, x) * velocity if nesterov else velocity
@@ -155,7 +156,7 @@ def _adam(
     squares = h * _scalar(beta, x) + g * g * _scalar(1.0 - beta, x)
     t = step.cast(x.dtype)
     corrected = rate * emit("Sqrt", _left(beta, t, x)) / _left(alpha, t, x)
-    used = _after_first(step, corrected, rate)
+    used = emit("Where", _is_later(step), corrected, rate)
     moved = x - used * mean / (emit("Sqrt", squares) + _scalar(app.attr("epsilon", 0.0), x))
     return moved * _scalar(1.0 - app.attr("norm_coefficient_post", 0.0), x), mean, squares
 

@@ -40,8 +40,9 @@ def lift(app: Application, opset: int) -> Lifted:
         app = replace(lifted, since=newer if lifted.op == app.op else VERSIONS[lifted.op][-1])
     loose = LOOSE.get(app.op)
     read = app if loose is None else loose(app)
-    is_newer = isinstance(read, Application) and read.since > MEANING_OPSET
-    return as_meant(app, opset) if is_newer else read
+    if isinstance(read, Application) and read.since > MEANING_OPSET:
+        return as_meant(read, opset)
+    return read
 
 
 def _versions() -> Mapping[str, tuple[int, ...]]:
@@ -63,11 +64,16 @@ def _next_version(op: str, since: int) -> int | None:
     return MEANING_OPSET if op in REPLACED and since < MEANING_OPSET else None
 
 
-def _moved(name: str, dtype: Any = np.int64) -> Lift:
-    """Return the rule for an attribute that becomes a vector operand, absent if it was not set."""
+def _moved(name: str, dtype: Any = np.int64, *, is_required: bool = False) -> Lift:
+    """Return the rule for an attribute that becomes a vector operand, absent if it was not set.
+
+    is_required: it must be set, and the old definition has one operand.
+    """
 
     def rule(app: Application) -> Application:
         value = app.attr(name)
+        if is_required and (value is None or len(app.inputs) != 1):
+            raise InvalidInput(f"{app.op}-{app.since} takes one operand and the attribute {name}")
         moved = None if value is None else _array(np.atleast_1d(value), dtype)
         return replace(app.without(name), inputs=(*app.inputs, moved))
 
@@ -221,8 +227,8 @@ LIFTS: Final[Mapping[tuple[str, int], Lift]] = {
     ("Split", 11): _moved("split"),
     ("Split", 13): _split_13,
     ("Squeeze", 11): _moved("axes"),
-    ("TopK", 1): _moved("k"),
+    ("TopK", 1): _moved("k", is_required=True),
     ("Unsqueeze", 11): _moved("axes"),
-    ("Upsample", 7): _moved("scales", np.float32),
+    ("Upsample", 7): _moved("scales", np.float32, is_required=True),
     ("Upsample", 9): _upsampled,
 }

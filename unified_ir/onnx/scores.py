@@ -53,7 +53,8 @@ def labels(app: Application) -> Any:
 
 def labelled(scores: Tensor, names: Any) -> Tensor:
     """Return the (N,) labels of the largest score of each row."""
-    return emit("Gather", as_tensor(names), emit("ArgMax", scores, axis=1, keepdims=0), axis=0)
+    best = emit("ArgMax", scores, axis=1, keepdims=0)
+    return emit("Gather", as_tensor(names), best, axis=0)
 
 
 def _softmax_zero(scores: Tensor) -> Tensor:
@@ -121,7 +122,8 @@ def regressed(app: Application, sums: Tensor, bias: Any, targets: int) -> Sequen
 
 def chosen(truth: Tensor, names: Any) -> Tensor:
     """Return `names[1]` where a truth of shape (N, 1) holds, else `names[0]`."""
-    return emit("Gather", as_tensor(names), truth.cast("int64").reshape(-1), axis=0)
+    index = truth.cast("int64").reshape(-1)
+    return emit("Gather", as_tensor(names), index, axis=0)
 
 
 def two_scores(app: Application, score: Tensor, *, complement: bool = True) -> Tensor:

@@ -419,3 +419,36 @@ def test_text_that_an_older_release_kept_is_readable(opened, monkeypatch):
             return rollout_message(await again.rollout(found), lambda _: True)
 
     assert within(story()).reason == "?"
+
+
+@pytest.mark.parametrize("leave", [False, True])
+def test_reports_that_wait_are_limited_also_if_their_senders_leave(opened, monkeypatch, leave):
+    monkeypatch.setattr("triplane.cloud.fleet.fleet.MAX_WAITING", 5)
+
+    async def story():
+        async with opened() as fleet:
+            await enrolled(fleet, "a")
+            free = asyncio.Event()
+            write = fleet._database.write
+
+            async def stalled(work):
+                await free.wait()
+                return await write(work)
+
+            monkeypatch.setattr(fleet._database, "write", stalled)
+            senders = []
+            for _ in range(5):
+                senders.append(asyncio.ensure_future(fleet.report("a", pb.Report())))
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
+                if leave:
+                    senders[-1].cancel()
+            await asyncio.sleep(0)
+            with pytest.raises(Unavailable, match="5 reports wait"):
+                await fleet.report("a", pb.Report())
+            free.set()
+            await asyncio.gather(*senders, return_exceptions=True)
+            await fleet.cordon("a", cordoned=True, by="olga")
+            await fleet.report("a", pb.Report())
+
+    within(story())
