@@ -104,7 +104,7 @@ def test_importing_a_model_file_says_that_it_needs_no_import(model, tmp_path, ca
     code, _, error = run(capsys, "import", made, "--out", tmp_path / "again.tpm")
     assert code == 2
     assert "net.tpm is already a Triplane model file and needs no import" in error
-    assert "triplane train, convert and inspect take it as it is" in error
+    assert "triplane train, convert and inspect accept it as it is" in error
     assert not (tmp_path / "again.tpm").exists()
 
 

@@ -19,7 +19,6 @@ MOST = 2
 # fmt: off
 ALLOWED = {
     "unified_ir/convert/residency.py": "kernels that onnxruntime makes, by its names",
-    "unified_ir/nn/__init__.py": "names of cells",
     "unified_ir/onnx/agreeing.py": "where nodes of a file may have sizes that differ",
     "unified_ir/onnx/branches.py": "ONNX's own loops, whose nodes differ from ours",
     "unified_ir/onnx/fold.py": "arithmetic on sizes, as nodes of a file compute them",
