@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from triplane.cloud import __main__ as cloud
-from triplane.cloud.federation import results
-from triplane.cloud.federation import update_store as spool
+from triplane.cloud.federation import results, update_store
 from triplane.cloud.store import writing
 from triplane.proto import disk
-from triplane.unified_ir.files import container
+from triplane.unified_ir.files import digests
 
 SPENT: defaultdict[str, float] = defaultdict(float)
 CALLS: defaultdict[str, int] = defaultdict(int)
@@ -54,9 +53,9 @@ def put_clocks() -> None:
         (disk.OsDisk, "sync", "fsync"),
         (disk.OsDisk, "sync_folder", "fsync"),
         (results, "digest_of", "hash"),
-        (container, "_hash", "hash"),
+        (digests, "sha256_of", "hash"),
         (results, "reduce", "reduce"),
-        (spool, "read_update", "check"),
+        (update_store, "read_update", "check"),
         (writing.Writer, "_do", "commit"),
     ):
         setattr(owner, name, timed(part, getattr(owner, name)))

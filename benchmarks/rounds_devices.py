@@ -134,7 +134,7 @@ def prepare(gate: Gate) -> None:
         setattr(working, name, method)
     module: Any = task_runner
     module.learn, module.check_labels = unlearned, lambda _plan, _shard: None
-    module.DOERS = {**task_runner.DOERS, "evaluate": unscored}
+    setattr(TaskRunner, "score", unscored)  # noqa: B010 -- mypy refuses the assignment
     for owner, name, part in PARTS:
         setattr(owner, name, timed(part, getattr(owner, name)))
 
