@@ -102,6 +102,14 @@ class SessionOptions:
 
 DEFAULT_OPTIONS: Final = SessionOptions()
 
+_EXACT_INT8: Final = "session.x64quantprecision"
+"""With this option onnxruntime takes exact kernels for constant S8 weights on x64 processors
+without int8 dot products, where sums of two U8 x S8 products saturate 16 bits otherwise.
+"""
+
+_SHARED_WEIGHT: Final = "AddInitializedOrtValue Attempt to replace"
+"""How onnxruntime 1.31 fails under `_EXACT_INT8` where two products share a weight or its zeros."""
+
 
 class RunFailed(InvalidInput):
     """A node refused values that no signature could exclude before."""
@@ -309,9 +317,7 @@ def _ort_options(
     settings.enable_cpu_mem_arena = options.arena
     settings.enable_mem_pattern = options.one_block
     settings.add_session_config_entry("session.load_model_format", "ONNX")
-    # On x64 processors without int8 dot products, sums of two U8 x S8 products saturate 16 bits;
-    # this makes onnxruntime take exact kernels there for constant S8 weights. No effect elsewhere.
-    settings.add_session_config_entry("session.x64quantprecision", "1")
+    settings.add_session_config_entry(_EXACT_INT8, "1")
     settings.graph_optimization_level = _LEVELS[options.optimization]
     settings.add_session_config_entry("session.intra_op.allow_spinning", str(int(options.spin)))
     if isinstance(model, bytes):
@@ -327,6 +333,18 @@ def _ort_options(
     return settings
 
 
+def _open(
+    model: bytes | Path, settings: ort.SessionOptions, options: SessionOptions
+) -> ort.InferenceSession:
+    return ort.InferenceSession(
+        model if isinstance(model, bytes) else str(model),
+        settings,
+        providers=list(options.providers),
+        disabled_optimizers=list(options.disabled_optimizers) or None,
+        enable_fallback=0,  # it prints to standard output and tries the same provider again
+    )
+
+
 def _load(
     model: bytes | Path, settings: ort.SessionOptions, options: SessionOptions
 ) -> ort.InferenceSession:
@@ -336,14 +354,11 @@ def _load(
     if isinstance(model, Path) and not model.is_file():
         raise NotFound(f"no model file at {model}")
     try:
-        return ort.InferenceSession(
-            model if isinstance(model, bytes) else str(model),
-            settings,
-            providers=list(options.providers),
-            disabled_optimizers=list(options.disabled_optimizers) or None,
-            enable_fallback=0,  # it prints to standard output and tries the same provider again
-        )
+        return _open(model, settings, options)
     except _FAILURES as error:
+        if _SHARED_WEIGHT in str(error):
+            settings.add_session_config_entry(_EXACT_INT8, "0")
+            return _load(model, settings, options)
         family = Corrupt if isinstance(error, _C.InvalidProtobuf) else InvalidInput
         raise family(f"onnxruntime {version()} refused the model: {error}") from error
 
