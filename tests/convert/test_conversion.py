@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 from tests.quantize import nets
+from tests.support.processors import x64
 
 from triplane.proto.errors import InvalidInput, NotFound
 from triplane.unified_ir import TensorSpec, nn, ops
@@ -17,8 +18,6 @@ from triplane.unified_ir.ir import Module, Role, StateTensor
 from triplane.unified_ir.runtime import Bundle
 
 pytestmark = pytest.mark.slow  # each test trains, converts or times
-
-x64 = pytest.mark.skipif(platform.machine() != "x86_64", reason="kernels of x64")
 
 
 @pytest.fixture(scope="module")
@@ -347,6 +346,7 @@ def test_open_sizes_need_samples(tmp_path):
 SCRIPT = """
 import sys
 from tests.quantize import nets
+from tests.support.processors import x64
 from triplane.unified_ir.convert import convert
 made = convert(nets.lenet(), quantize="int8", calibration=nets.images(), name="net",
                out=sys.argv[1])

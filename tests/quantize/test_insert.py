@@ -1,6 +1,5 @@
 """Functions in integers, as onnxruntime runs them."""
 
-import platform
 import tempfile
 import warnings
 from pathlib import Path
@@ -10,6 +9,7 @@ import numpy as np
 import onnx
 import pytest
 from tests.quantize import nets
+from tests.support.processors import x64
 
 from triplane.unified_ir import nn, ops
 from triplane.unified_ir.convert.fold import fold
@@ -35,8 +35,6 @@ from triplane.unified_ir.quantize import (
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import onnxruntime.quantization as oracle
-
-x64 = pytest.mark.skipif(platform.machine() != "x86_64", reason="kernels of x64")
 
 
 def quantized(module, x, name="u8s8"):

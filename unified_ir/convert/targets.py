@@ -66,6 +66,7 @@ _ROWS: Final = (
         traps=(
             "S8 activations have no fast convolution here: 11 of 20 in a ResNet-18 stay in float",
             "without VNNI sums of two U8 x S8 saturate 16 bits; reduce_range (7-bit weights) helps",
+            "without VNNI nodes run 8-bit weights in slower exact kernels or in float",
             "fp16 is computed in float32 and bf16 does not run",
         ),
         operators=(DYNAMIC_LSTM,),
@@ -122,4 +123,4 @@ def instruction_note(target: Target) -> str:
         return f"int8 products run on {', '.join(flags)}"
     note = f"none of {', '.join(target.dot_products)} here: int8 gains little"
     saturates = scheme(target.scheme).reduced
-    return f"{note}, and U8 x S8 may saturate: try --reduce-range" if saturates else note
+    return f"{note}, and less with 8-bit weights: try --reduce-range" if saturates else note

@@ -13,6 +13,7 @@ graph its Python wrappers cost as much as the run itself.
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -102,13 +103,33 @@ class SessionOptions:
 
 DEFAULT_OPTIONS: Final = SessionOptions()
 
-_EXACT_INT8: Final = "session.x64quantprecision"
-"""With this option onnxruntime takes exact kernels for constant S8 weights on x64 processors
-without int8 dot products, where sums of two U8 x S8 products saturate 16 bits otherwise.
-"""
+# x64 processors without int8 dot products (VNNI) add two U8 x S8 products in 16 bits. The sum
+# saturates at 32767 where 2 * 255 * 127 = 64770 can occur. There, a graph is loaded under the first
+# of these settings that works (decision 0055).
+_EXACT_KERNELS: Final = "session.x64quantprecision"
+"""Rewrite constant S8 weights beyond 7 bits to U8, whose kernels are exact."""
+_FLOAT_PRODUCTS: Final = "session.disable_quant_qdq"
+"""Compute products between quantized tensors in float."""
 
 _SHARED_WEIGHT: Final = "AddInitializedOrtValue Attempt to replace"
-"""How onnxruntime 1.31 fails under `_EXACT_INT8` where two products share a weight or its zeros."""
+"""How onnxruntime 1.31 fails where it would rewrite a weight or zero point of two products."""
+
+_PRODUCT: Final = (
+    b'\x08\x08:\\\n\x18\n\x01x\n\x01w\x12\x01y"\rMatMulInteger\x12\x01gZ\x13\n\x01x\x12\x0e\n\x0c\x08\x02'
+    b"\x12\x08\n\x02\x08\x01\n\x02\x08\x02Z\x13\n\x01w\x12\x0e\n\x0c\x08\x03\x12\x08\n\x02\x08\x02\n\x02\x08\x01b"
+    b"\x13\n\x01y\x12\x0e\n\x0c\x08\x06\x12\x08\n\x02\x08\x01\n\x02\x08\x01B\x04\n\x00\x10\r"
+)
+"""An ONNX model: y = MatMulInteger(x: uint8[1, 2], w: int8[2, 1])."""
+
+
+@cache
+def saturates() -> bool:
+    """Return whether this processor's sums of U8 x S8 products saturate, by computing one."""
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    x, w = np.full((1, 2), 255, np.uint8), np.full((2, 1), 127, np.int8)
+    (y,) = ort.InferenceSession(_PRODUCT, options).run(None, {"x": x, "w": w})
+    return int(y[0, 0]) != 2 * 255 * 127
 
 
 class RunFailed(InvalidInput):
@@ -155,7 +176,7 @@ class Session:
         InvalidInput: the graph does not run here. Corrupt: it is not a graph.
         """
         initializers = {name: _ortvalue(name, value) for name, value in (weights or {}).items()}
-        self._ort = _load(model, _ort_options(model, initializers, options), options)
+        self._ort = _load(model, initializers, options)
         self._c = self._ort._sess  # noqa: SLF001 - see the module's docstring
         self.inputs = tuple(_info(arg, options) for arg in self._ort.get_inputs())
         self.outputs = tuple(_info(arg, options) for arg in self._ort.get_outputs())
@@ -317,7 +338,6 @@ def _ort_options(
     settings.enable_cpu_mem_arena = options.arena
     settings.enable_mem_pattern = options.one_block
     settings.add_session_config_entry("session.load_model_format", "ONNX")
-    settings.add_session_config_entry(_EXACT_INT8, "1")
     settings.graph_optimization_level = _LEVELS[options.optimization]
     settings.add_session_config_entry("session.intra_op.allow_spinning", str(int(options.spin)))
     if isinstance(model, bytes):
@@ -333,6 +353,39 @@ def _ort_options(
     return settings
 
 
+def _load(
+    model: bytes | Path, weights: Mapping[str, Any], options: SessionOptions
+) -> ort.InferenceSession:
+    absent = sorted(set(options.providers) - set(available_providers()))
+    if absent:
+        raise Unavailable(f"this onnxruntime has {available_providers()}, not {absent}")
+    if isinstance(model, Path) and not model.is_file():
+        raise NotFound(f"no model file at {model}")
+    try:
+        return _load_exact(model, weights, options)
+    except _FAILURES as error:
+        family = Corrupt if isinstance(error, _C.InvalidProtobuf) else InvalidInput
+        raise family(f"onnxruntime {version()} refused the model: {error}") from error
+
+
+def _load_exact(
+    model: bytes | Path, weights: Mapping[str, Any], options: SessionOptions
+) -> ort.InferenceSession:
+    """Load a graph such that no sum of int8 products saturates, where weights are constant."""
+    if not saturates():
+        return _open(model, _ort_options(model, weights, options), options)
+    settings = _ort_options(model, weights, options)
+    settings.add_session_config_entry(_EXACT_KERNELS, "1")
+    try:
+        return _open(model, settings, options)
+    except _FAILURES as error:
+        if _SHARED_WEIGHT not in str(error):
+            raise
+    settings = _ort_options(model, weights, options)
+    settings.add_session_config_entry(_FLOAT_PRODUCTS, "1")
+    return _open(model, settings, options)
+
+
 def _open(
     model: bytes | Path, settings: ort.SessionOptions, options: SessionOptions
 ) -> ort.InferenceSession:
@@ -343,24 +396,6 @@ def _open(
         disabled_optimizers=list(options.disabled_optimizers) or None,
         enable_fallback=0,  # it prints to standard output and tries the same provider again
     )
-
-
-def _load(
-    model: bytes | Path, settings: ort.SessionOptions, options: SessionOptions
-) -> ort.InferenceSession:
-    absent = sorted(set(options.providers) - set(available_providers()))
-    if absent:
-        raise Unavailable(f"this onnxruntime has {available_providers()}, not {absent}")
-    if isinstance(model, Path) and not model.is_file():
-        raise NotFound(f"no model file at {model}")
-    try:
-        return _open(model, settings, options)
-    except _FAILURES as error:
-        if _SHARED_WEIGHT in str(error):
-            settings.add_session_config_entry(_EXACT_INT8, "0")
-            return _load(model, settings, options)
-        family = Corrupt if isinstance(error, _C.InvalidProtobuf) else InvalidInput
-        raise family(f"onnxruntime {version()} refused the model: {error}") from error
 
 
 _ONNX_TYPES: Final = {"bfloat16": 16, "float8_e4m3fn": 17, "float8_e5m2": 19}
