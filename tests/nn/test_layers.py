@@ -110,6 +110,13 @@ def test_initializers_have_the_spread_they_state(init, std):
     assert abs(made.mean() - getattr(init, "value", 0.0)) <= 0.02 * std
 
 
+@pytest.mark.parametrize("init", [nn.GlorotUniform(), nn.GlorotNormal()])
+def test_fans_of_a_convolution_count_the_positions_of_its_kernel(init):
+    weight = init((60, 20, 3, 5), np.random.Generator(np.random.Philox(key=2)))
+    std = (2 / ((20 + 60) * 3 * 5)) ** 0.5
+    assert abs(weight.std() - std) <= 0.02 * std
+
+
 def test_dropout_drops_its_share_and_moves_its_key_on():
     nn.seed(0)
     cell, x = nn.Dropout(0.25), np.ones((100, 100), np.float32)

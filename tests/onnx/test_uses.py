@@ -56,6 +56,17 @@ def test_tables_of_sines_are_buffers_and_embeddings_train():
     assert set(made.values()) == {"parameter"}
 
 
+def test_a_table_with_a_second_row_of_zeros_and_ones_is_no_table_of_sines():
+    w = Writer()
+    table = np.full((10, 8), 0.5, np.float32)
+    table[:2] = np.eye(2, 8)
+    w.constant("scales", table)
+    x = w.add("Gather", w.weight("wte", 30, 8), "words")
+    y = w.add("Mul", x, w.add("Gather", "scales", "ids"))
+    made = roles(w, [("words", INT, ["N", "T"]), ("ids", INT, ["N", "T"])], y)
+    assert made["scales"] == "parameter"
+
+
 def test_what_normalizes_an_input_is_a_buffer():
     w = Writer()
     mean = w.weight("mean", 1, 3, 1, 1)

@@ -7,6 +7,7 @@ import pytest
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir import TensorSpec
+from triplane.unified_ir.ir.types import ShapeError
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.table import TABLE
 
@@ -69,3 +70,11 @@ def test_it_is_refused_by_name(what):
         ]
         with pytest.raises(InvalidInput):
             build.apply(row, given, attrs)
+
+
+@pytest.mark.parametrize(("x", "w"), [((4, 5), (4, 5)), ((1, 4, 5), KERNEL), (IMAGE, (4, 4, 3))])
+def test_an_image_and_a_kernel_of_other_ranks_are_refused_with_both_shapes(x, w):
+    build = Build(TABLE)
+    operands = [build.param("x", TensorSpec(x)), build.param("w", TensorSpec(w))]
+    with build, pytest.raises(ShapeError, match=r"Conv takes x: \(N, C, \.\.\.\) and w: \(O, "):
+        build.apply(TABLE["", "Conv"], operands, {})
