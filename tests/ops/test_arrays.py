@@ -189,3 +189,9 @@ def test_an_open_axis_is_not_unstacked():
 
 def test_no_public_name_hides_a_module_of_the_table():
     assert all(isinstance(module, ModuleType) for module in table._modules())
+
+
+def test_unfold_adds_no_padding_unless_asked():
+    x = np.arange(9, dtype=np.float32).reshape(1, 1, 3, 3)
+    corners = [[0, 1, 3, 4], [1, 2, 4, 5], [3, 4, 6, 7], [4, 5, 7, 8]]  # by position in the window
+    assert graph(lambda x: ops.unfold(x, 2))(x)[0].tolist() == corners

@@ -57,6 +57,12 @@ def test_equality_looks_at_attributes_operand_order_and_number_of_outputs():
     assert len(names(share(function(pools, x=TensorSpec((1, 1, 4)))))) == 2
 
 
+def test_each_random_node_draws_its_own_numbers():
+    noise = TABLE["", "RandomNormal"]
+    f = function(lambda x: {"a": x + noise(shape=(3,)), "b": x + noise(shape=(3,))}, x=VECTOR)
+    assert names(share(f)).count("RandomNormal") == 2
+
+
 def test_large_constants_are_equal_by_content():
     table = np.arange(100, dtype=np.float32)
 

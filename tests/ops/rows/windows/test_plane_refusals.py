@@ -78,3 +78,11 @@ def test_an_image_and_a_kernel_of_other_ranks_are_refused_with_both_shapes(x, w)
     operands = [build.param("x", TensorSpec(x)), build.param("w", TensorSpec(w))]
     with build, pytest.raises(ShapeError, match=r"Conv takes x: \(N, C, \.\.\.\) and w: \(O, "):
         build.apply(TABLE["", "Conv"], operands, {})
+
+
+@pytest.mark.parametrize("attrs", [{"auto_pad": "SAME_UPPER"}, {"kernel_shape": (3, 3)}])
+def test_a_kernel_of_open_size_takes_explicit_pads(attrs):
+    build = Build(TABLE)
+    operands = [build.param("x", TensorSpec(IMAGE)), build.param("w", TensorSpec((4, 4, "K", 3)))]
+    with build, pytest.raises(ShapeError, match="a kernel of open size needs explicit pads"):
+        build.apply(TABLE["", "Conv"], operands, attrs)
