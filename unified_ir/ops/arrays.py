@@ -149,6 +149,7 @@ def argsort(x: Tensor, axis: int = -1, *, descending: bool = False) -> Tensor:
 
 
 def _ordered(x: Tensor, axis: int, *, descending: bool) -> tuple[Tensor, ...]:
+    # Stable in both directions: TopK puts the lower index first among equal elements.
     count = dims_of([x.shape[axes_of(x.rank, [axis])[0]]])
     return top_k_row.all_outputs(x, count, outputs=2, axis=axis, largest=int(descending))
 
@@ -157,6 +158,7 @@ def flip(x: Tensor, *axes: int) -> Tensor:
     """Elements in reverse order along the given axes, all by default."""
     wanted = axes_of(x.rank, list(axes) or None)
     far = [2**62] * len(wanted)
+    # Slicing with step -1 stops before its end, so the first element needs an end before it.
     ends = [-(2**62)] * len(wanted)
     return slice_row(x, *(np.array(v) for v in (far, ends, wanted, [-1] * len(wanted))))
 

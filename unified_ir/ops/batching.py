@@ -92,6 +92,8 @@ def new_axes(x: Tensor, at: int, count: int) -> Tensor:
 def elementwise(call: BatchedCall) -> Sequence[Tensor]:
     """Rows that compute each element on its own: slices get the same number of axes."""
     rank = max(call.rank(i) for i, x in enumerate(call.inputs) if x is not None)
+    # numpy aligns shapes from the right. A batched operand of lower rank gets its missing axes
+    # after the batch axis, so that the batch axes of all operands meet.
     aligned = [
         x if x is None or not call.batched[i] else new_axes(x, 1, rank - call.rank(i))
         for i, x in enumerate(call.inputs)
@@ -152,6 +154,7 @@ def axes_shifted(call: BatchedCall) -> Sequence[Tensor]:
     if not axes and call.row.full_attrs(call.attrs).get("noop_with_empty_axes"):
         return call.apply(call.inputs)
     wanted = _shifted(call, axes or range(call.rank(0)))
+    # An empty list of axes means "all" unless noop_with_empty_axes is set.
     return (
         call.apply([x, wanted]) if len(wanted) else call.apply([x, wanted], noop_with_empty_axes=1)
     )
@@ -170,6 +173,7 @@ def padded(call: BatchedCall) -> Sequence[Tensor]:
     x = call.only_first()
     pads, value, axes_operand = (*call.inputs[1:], None, None)[:3]
     axes = range(call.rank(0)) if axes_operand is None else known_ints(axes_operand)
+    # Without axes there is nothing to pad, and the operator reads an empty list as "all".
     return call.apply([x, pads, value, _shifted(call, axes)]) if len(axes) else [x]
 
 
@@ -184,11 +188,13 @@ def gathered(call: BatchedCall) -> Sequence[Tensor]:
     assert x is not None
     assert index is not None
     axis = call.row.full_attrs(call.attrs)["axis"] % call.rank(0)
+    # Each slice would need its own indices; GatherND with batch_dims is another row.
     if all(call.batched):
         raise NeedsScan
     if call.batched[0]:
         return call.apply([x, index], axis=axis + 1)
     (picked,) = call.apply([x, index], axis=axis)
+    # The axes of the index, batch first, stand where `axis` was; only the batch moves to the front.
     rest = [a for a in range(picked.rank) if a != axis]
     return [picked if axis == 0 else picked.transpose(axis, *rest)]
 
@@ -213,6 +219,7 @@ def merged_all(call: BatchedCall) -> Sequence[Tensor]:
 def multiplied(call: BatchedCall) -> Sequence[Tensor]:
     """MatMul: vectors become matrices with one row or column, batch axes get the same rank."""
     a, b = (_matrix(call, i) for i in range(2))
+    # MatMul broadcasts leading axes from the right, as `elementwise` does.
     rank = max(x.rank - call.batched[i] for i, x in enumerate((a, b)))
     lifted = [
         new_axes(x, 1, rank + 1 - x.rank) if call.batched[i] else x for i, x in enumerate((a, b))

@@ -64,12 +64,15 @@ def ctc(
     emitted = gather_elements(
         log_p, expand(unsqueeze(states, 1), (n, steps, states.shape[1])), axis=2
     ).transpose(1, 0, 2)
+    # A path begins with the first blank or the first label.
     start = where(arange(states.shape[1]) < 2, emitted[0], NEVER)
     counted = None if input_lengths is None else _counted(input_lengths, steps)
     skips = _skips(states, blank)
 
     def step(before: State, xs: tuple[Tensor, Tensor | None]) -> tuple[State, State]:
         (alpha,), (now, counts) = before, xs
+        # alpha_t(s) = (alpha_{t-1}(s) + alpha_{t-1}(s - 1) + [skip at s] alpha_{t-1}(s - 2))
+        # p_t(s), in logarithms.
         two_back = where(skips, _shifted(alpha, 2), NEVER)
         after = _log_sum(alpha, _shifted(alpha, 1), two_back) + now
         return (after if counts is None else where(counts, after, alpha),), ()
@@ -77,9 +80,11 @@ def ctc(
     alpha = start
     if steps != 1:
         (alpha,), _ = scan(step, (start,), (emitted[1:], counted))
+    # State 2 L is the blank after the last of L labels, state 2 L - 1 the label itself.
     last = gather_elements(alpha, count * 2, axis=1)
     behind = gather_elements(alpha, maximum(count * 2 - 1, 0), axis=1)
     total = _log_sum(last, where(count > 0, behind, NEVER)).reshape((n,))
+    # NEVER plus any sum of log probabilities stays far below half of it.
     return where(total > 0.5 * NEVER, -total, full((n,), np.inf, log_p.dtype))
 
 
@@ -88,6 +93,7 @@ def _with_blanks(labels: Tensor, count: Tensor, blank: int) -> Tensor:
     n, length = labels.shape
     counts = arange(length) < count
     wrong = logical_and(counts, (labels < 0) | (labels == blank))
+    # The index NO_LABEL makes the run fail with a message instead of training on a wrong label.
     used = where(wrong, NO_LABEL, where(counts, labels, blank))
     pairs = stack([full((n, length), blank, int64), used], axis=2)
     return concat([pairs.reshape((n, length * 2)), full((n, 1), blank, int64)], axis=1)
@@ -112,6 +118,7 @@ def _shifted(alpha: Tensor, by: int) -> Tensor:
 
 def _log_sum(first: Tensor, *others: Tensor) -> Tensor:
     """log(e^a + e^b + ...)."""
+    # At least NEVER, hence finite: the differences below are never infinity minus infinity.
     top = reduce(maximum, others, first)
     terms = [exp(x - top) for x in (first, *others)]
     return top + log(sum(terms[1:], terms[0]))

@@ -50,6 +50,7 @@ def likelihood(
         raise ShapeError(f"weights of classes are ({log_p.shape[axis]},), got {weight.type}")
     labels = labels.cast(int64)
     counts = None if ignore_index is None else labels != ignore_index
+    # Ignored labels may lie outside the classes; 0 is valid, and the loss is set to 0 below.
     index = labels if counts is None else where(counts, labels, 0)
     index = where(index < 0, NO_LABEL, index)  # else -1 would be the last class
     loss = -squeeze(gather_elements(log_p, unsqueeze(index, axis), axis=axis), axis)

@@ -36,6 +36,7 @@ def _standardized(x: Tensor, groups: Dim, epsilon: float) -> Tensor:
     if x.rank < 3:
         raise ShapeError(f"a normalization of planes takes x: (N, C, ...), got {x.type}")
     size = product(list(x.shape[1:])) // groups
+    # Groups are consecutive channels, so a group and its planes are one contiguous row.
     flat = x.reshape((x.shape[0], groups, size))
     return layer_norm_row(flat, ones((size,), x.dtype), epsilon=epsilon).reshape(x.shape)
 
