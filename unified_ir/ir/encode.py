@@ -83,10 +83,9 @@ class Encoder:
     def node(self, node: Node, out: pb.Node, numbers: Mapping[Value, int], function: str) -> None:
         """Fill `out` with a node."""
         out.op = self.op(node.op)
+        # 0 stands for an absent optional operand, so value i is written as i + 1.
         out.inputs.extend(
-            # 0 stands for an absent optional operand, so value i is written as i + 1.
-            0 if v is None else 1 + _number(numbers, v, function)
-            for v in node.inputs
+            0 if v is None else 1 + _number(numbers, v, function) for v in node.inputs
         )
         out.outputs.extend(self.type(v.type) for v in node.outputs)
         # Sorted, so that equal nodes give equal bytes however their attributes were passed.

@@ -84,6 +84,7 @@ def linear_classifier(app: Application) -> Sequence[Tensor]:
 
 def _rbf(x: Tensor, s: Tensor, params: Any) -> Tensor:
     """Computed from differences, because products of distant vectors would cancel."""
+    # |x - s|^2 = |x|^2 - 2 x s + |s|^2 loses all digits if x and s are long and close.
     apart = emit("Unsqueeze", x, np.array([2])) - emit("Unsqueeze", s, np.array([0]))
     return emit("Exp", emit("ReduceSumSquare", apart, np.array([1]), keepdims=0) * -params[0])
 
@@ -137,6 +138,7 @@ def svm_classifier(app: Application) -> Sequence[Tensor]:
         raise InvalidInput(f"{len(counts)} counts of support vectors for {k} labels")
     scores = _of_pairs(app, x, counts)
     first, second = _pairs(k)
+    # One vote per pair: for the first class if the score is positive, else for the second.
     won = (scores > 0).cast(float32)
     votes = won @ as_tensor(first) + (1.0 - won) @ as_tensor(second)
     label = labelled(votes, names)
@@ -144,7 +146,10 @@ def svm_classifier(app: Application) -> Sequence[Tensor]:
     if len(slopes):
         if len(slopes) != len(first) or len(shifts) != len(first):
             raise InvalidInput(f"{len(slopes)} slopes of probabilities for {len(first)} pairs")
+        # Platt (1999): the probability that the first class of a pair wins is 1 / (1 + exp(A s +
+        # B)).
         sure = emit("Sigmoid", -(scores * as_tensor(slopes) + as_tensor(shifts)))
+        # libsvm's min_prob.
         clipped = emit("Clip", sure, number(1e-7), number(1 - 1e-7))
         return label, transformed(app, _coupled(clipped, k))
     if k > 2:
@@ -178,6 +183,7 @@ def _of_pairs(app: Application, x: Tensor, counts: Sequence[int]) -> Tensor:
     rows = weights.reshape(k - 1, total)
     starts = np.cumsum([0, *counts])
     columns = np.zeros((total, len(rho)), np.float32)
+    # libsvm's layout: a support vector of class i has k - 1 coefficients, one for each other class.
     for p, (i, j) in enumerate(combinations(range(k), 2)):
         of_i, of_j = slice(starts[i], starts[i + 1]), slice(starts[j], starts[j + 1])
         columns[of_i, p], columns[of_j, p] = rows[j - 1, of_i], rows[i, of_j]
@@ -200,6 +206,7 @@ def _coupled(sure: Tensor, k: int) -> Tensor:
     mine = sure @ as_tensor(beats) + loses @ as_tensor(beaten)
     diagonal = emit("ReduceSumSquare", other.reshape(-1, k, k), np.array([2]), keepdims=1)
     eye = as_tensor(np.eye(k, dtype=np.float32))
+    # Q_ii = sum_j r_ji^2 and Q_ij = -r_ij r_ji; the probabilities minimize p^T Q p with sum p = 1.
     q = eye * diagonal - (other * mine).reshape(-1, k, k)
     start = sure @ as_tensor(np.zeros((len(pairs), k), np.float32)) + 1.0 / k
     going = emit("ReduceMax", start, np.array([1]), keepdims=1) * 0.0 + 1.0
@@ -209,6 +216,7 @@ def _coupled(sure: Tensor, k: int) -> Tensor:
         qp = (q @ emit("Unsqueeze", p, np.array([2]))).reshape(-1, k)
         pqp = emit("ReduceSum", p * qp, np.array([1]), keepdims=1)
         error = emit("ReduceMax", emit("Abs", qp - pqp), np.array([1]), keepdims=1)
+        # Rows that have converged keep their value; the scan makes the same trips for all rows.
         go = go * emit("Not", emit("Less", error, number(_COUPLED / k))).cast(float32)
         moved = p
         for t in range(k):
@@ -216,6 +224,8 @@ def _coupled(sure: Tensor, k: int) -> Tensor:
             own = emit("Gather", row, as_tensor(np.array([t])), axis=1)
             here = emit("Gather", qp, as_tensor(np.array([t])), axis=1)
             diff = (pqp - here) / own
+            # The coordinate t moves by diff and all are divided by 1 + diff, so the sum stays 1.
+            # p^T Q p and Q p follow without another product.
             moved = (moved + diff * as_tensor(np.eye(k, dtype=np.float32)[t])) / (diff + 1.0)
             pqp = (pqp + diff * (diff * own + here * 2.0)) / (diff + 1.0) / (diff + 1.0)
             qp = (qp + diff * row) / (diff + 1.0)

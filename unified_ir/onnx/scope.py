@@ -132,6 +132,7 @@ class Weights:
             return None
         first, is_transposed = twin
         self._tied[name] = first
+        # The outermost of the two scopes, which is the one that is discarded last.
         self._scope_of[first] = min(self._scope_of[first], scope)
         return self._tensors[first], is_transposed
 
@@ -213,6 +214,7 @@ class Scope:
 
     def read(self, name: str, what: str) -> Tensor:
         """Return the value of a name; refuse a name that nothing defines."""
+        # Read when first used, so initializers that no output needs are never loaded.
         if name in self.waiting:
             array = array_of(self.waiting.pop(name), self.weights.folder)
             self.values[name] = self.held(name, array)

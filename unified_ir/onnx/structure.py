@@ -85,10 +85,12 @@ def _dense(importer: Importer, sparse: SparseTensorProto) -> Array:
     values = array_of(sparse.values, importer.weights.folder)
     indices = array_of(sparse.indices, importer.weights.folder)
     shape = tuple(sparse.dims)
+    # Checked before the allocation: a few bytes may declare a huge dense shape.
     count = _count(shape)
     if count > MAX_FILLED:
         raise InvalidInput(f"a sparse constant of shape {shape[:8]} is too large")
     dense = np.zeros(count, values.dtype)
+    # ONNX allows linear positions (NNZ,) and coordinates (NNZ, rank).
     where = indices if indices.ndim == 1 else np.ravel_multi_index(tuple(indices.T), shape)
     if where.size and not 0 <= int(where.min()) <= int(where.max()) < count:
         raise InvalidInput("a sparse constant has indices outside its shape")
@@ -122,6 +124,7 @@ def _filled(site: Site) -> Sequence[Tensor]:
         dims = tuple(int(d) for d in known)
         count, filled = _count(dims), value.reshape(())
         if dims and value.dtype.kind == "f" and 1 < count <= MAX_FILLED:
+            # A broadcast takes no memory; it is copied only if it becomes a weight.
             filled = np.broadcast_to(filled, dims)
             if scope.uses.weighs(name, filled):
                 return (scope.held(name, filled.copy()),)

@@ -57,6 +57,8 @@ def _ways(app: Application, root: int) -> list[Way]:
         if leaf:
             ways.append((at, way))
             continue
+        # Untrusted links: a path longer than the number of splits repeats one, so it would never
+        # end.
         if not 0 <= at < splits or len(way) > splits or len(ways) * splits > MAX_ENTRIES:
             raise InvalidInput(f"split {at} of a tree of {splits} splits is on an endless path")
         for side, answer in (("false", False), ("true", True)):
@@ -89,6 +91,7 @@ def _asked(mode: int, x: Tensor, value: Any, sets: list[Any]) -> Tensor:
     if mode == MEMBER:
         if not sets:
             raise InvalidInput("a split by membership has no values")
+        # Sets are stored in the order of the splits that use them.
         hit = emit("Equal", x, as_tensor(sets.pop(0).astype(x.dtype.numpy)[None]))
         return emit("ReduceMax", hit.cast("int32"), np.array([1]), keepdims=1) > 0
     if not 0 <= mode < MEMBER:

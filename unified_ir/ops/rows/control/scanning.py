@@ -71,8 +71,6 @@ def saving_carry(body: Function, num_carry: int, first: int) -> Function:
     with build:
         params = [build.param(p.name, p.type) for p in body.params]
         results = inline(body, params)
-        # Through Identity: a result of a subgraph must be the output of one of its nodes, not a
-        # parameter.
         kept = [emit("Identity", p) for p in params[first : first + num_carry]]
     return build.finish(control.numbered([*results, *kept]))
 
