@@ -52,7 +52,7 @@ def value_and_grad(
 def grad(
     function: Function, wrt: Sequence[str] | None = None, *, of: str | None = None
 ) -> Function:
-    """As `value_and_grad`, with the gradients as the only results."""
+    """Like `value_and_grad`, with the gradients as the only results."""
     both, n = value_and_grad(function, wrt, of=of), len(function.results)
     # Without the other results, forward nodes that only they need are dropped.
     return clean(both.with_(results=both.results[n:], result_names=both.result_names[n:]))

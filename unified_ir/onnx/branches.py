@@ -239,7 +239,7 @@ def _scanned(
 def _batched(
     site: Site, body: GraphProto, operands: Sequence[Tensor], n: int, ways: _Ways
 ) -> list[Tensor]:
-    """Scan-8: axis 0 is the batch, axis 1 the sequence; a scan over the batch of scans."""
+    """Import Scan-8, in which axis 0 is the batch: a scan over the batch of scans over axis 1."""
     build = Build(site.build.table, "batch")
     with build:
         params = [

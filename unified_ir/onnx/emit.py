@@ -86,7 +86,7 @@ def emit_typed(
     target: OnnxTarget = DEFAULT,
     initializers: Mapping[str, EmittedInitializer] | None = None,
 ) -> tuple[ModelProto, dict[str, TensorType]]:
-    """As `emit`, with the type of each ONNX value that represents a value of the function."""
+    """Like `emit`, with the type of each ONNX value that represents a value of the function."""
     if not function.results:
         raise InvalidInput(f"{function.name!r} has no results; an ONNX graph needs one, return it")
     emitter = _Emitter(target, fuse(clean(function)), initializers or {})
@@ -103,7 +103,7 @@ def _opsets(opset: int, domains: Iterable[str]) -> list[OperatorSetIdProto]:
 def emit_located(
     function: Function, *, target: OnnxTarget = DEFAULT
 ) -> tuple[ModelProto, dict[str, Node]]:
-    """As `emit`, but with a unique name for every node, and the IR node for each of these names.
+    """Like `emit`, but with a unique name for every node, and the IR node for each of these names.
 
     Nodes in subgraphs have names too. A node from a row's body belongs to the node of that row.
     """
@@ -277,7 +277,7 @@ class _Emitter(EmissionContext):
         self._copy(node, self.inputs(node), {**node.attrs, **changes})
 
     def plain_broadcast(self, node: Node) -> None:
-        """As `plain`, with operands of one element at a rank that runtimes are fast with."""
+        """Like `plain`, with operands of one element at a rank that runtimes are fast with."""
         self._copy(node, self.beside_ones(node, self.inputs(node)), node.attrs)
 
     def _copy(self, node: Node, inputs: Sequence[str], changed: Mapping[str, Any]) -> None:

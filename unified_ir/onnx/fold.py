@@ -84,7 +84,7 @@ def _at_least(a: Dim, b: Dim) -> bool:
 
 
 def _quotient(a: Dim, b: Dim) -> Dim:
-    """ONNX divides towards zero, which is the floor where nothing is negative.
+    """Divide as ONNX does, towards zero, which is the floor if nothing is negative.
 
     Exporters write the windows of a strided convolution as (H - 1) / stride + 1, so the sizes of
     inputs in a numerator are assumed to be at least 1: an empty plane has no windows. A

@@ -40,20 +40,20 @@ def _scalar(x: float, like: Tensor) -> Tensor:
 
 
 def _binarizer(app: Application) -> Sequence[Tensor]:
-    """1 where x > threshold, else 0."""
+    """Return 1 where x > threshold, else 0."""
     x = app.operand(0)
     return (emit("Greater", x, _scalar(app.attr("threshold", 0.0), x)).cast(x.dtype),)
 
 
 def _features(app: Application) -> Sequence[Tensor]:
-    """x[..., indices], with an axis in front of a vector."""
+    """Return x[..., indices], with an axis in front of a vector."""
     x, indices = app.operand(0), app.operand(1).reshape(-1)
     taken = emit("Gather", x, indices, axis=x.rank - 1)
     return (taken.reshape(1, *taken.shape) if x.rank == 1 else taken,)
 
 
 def _label_encoder(app: Application) -> Sequence[Tensor]:
-    """values[k] where x equals keys[k] (NaN equals NaN), else the default."""
+    """Return values[k] where x equals keys[k] (NaN equals NaN), else the default."""
     x = app.operand(0)
     keys, values = _column(app, "keys"), _column(app, "values")
     if len(keys) != len(values) or not 0 < len(keys) <= MAX_KEYS:
@@ -154,7 +154,7 @@ def _adagrad(
 def _adam(
     app: Application, rate: Tensor, step: Tensor, x: Tensor, g: Tensor, *state: Tensor
 ) -> tuple[Tensor, ...]:
-    """Kingma and Ba 2015, its rate corrected from the second step on, with decay after it."""
+    """Update as Kingma and Ba 2015, the rate corrected from the second step on, then decay."""
     v, h = state
     alpha, beta = app.attr("alpha", 0.9), app.attr("beta", 0.999)
     mean = v * _scalar(alpha, x) + g * _scalar(1.0 - alpha, x)

@@ -86,7 +86,7 @@ def _array(value: Any, dtype: Any) -> Tensor:
 
 
 def _flattened(app: Application) -> Lifted:
-    """Softmax of a matrix: before opset 13, all axes from `axis` on are one."""
+    """Apply softmax to a matrix: before opset 13, all axes from `axis` on are one."""
     x = app.operand(0)
     # Before opset 13 the operand is coerced to 2D at `axis`, and the softmax runs over all of the
     # second axis.
@@ -104,7 +104,7 @@ def _batch_norm_7(app: Application) -> Application:
 
 
 def _batch_norm_9(app: Application) -> Application:
-    """Further outputs meant training: first the running statistics, then the saved ones."""
+    """Recognize training by further outputs: first the running statistics, then the saved ones."""
     if app.outputs > 3:
         raise InvalidInput(
             "saved_mean and saved_var are outputs of old training graphs; export for inference"
@@ -148,7 +148,7 @@ def _pad_2(app: Application) -> Application:
 
 
 def _upsampled(app: Application) -> Application:
-    """Upsample and Resize-10: output[i] = input[floor(i / scale)], and linear between."""
+    """Lift Upsample and Resize-10: output[i] = input[floor(i / scale)], or linear in between."""
     return replace(
         app.without(
             mode=app.attr("mode", "nearest"),
@@ -161,13 +161,13 @@ def _upsampled(app: Application) -> Application:
 
 
 def _resize_11(app: Application) -> Application:
-    """Empty scales or regions of interest stand for absent ones."""
+    """Drop empty scales and regions of interest, which stand for absent ones."""
     operands = (None if x is not None and x.shape == (0,) else x for x in app.padded(4))
     return replace(app, inputs=tuple(operands))
 
 
 def _split_13(app: Application) -> Application:
-    """Without sizes, there are as many equal parts as outputs."""
+    """Set the number of parts: without sizes, there are as many equal parts as outputs."""
     return app.without(num_outputs=app.outputs) if app.padded(2)[1] is None else app
 
 

@@ -36,7 +36,7 @@ _COUPLED: Final = 0.005
 
 
 def scaler(app: Application) -> Sequence[Tensor]:
-    """(x - offset) * scale, by feature or for all."""
+    """Return (x - offset) * scale, by feature or for all."""
     x = app.operand(0).cast(float32)
     offset, scale = floats(app, "offset"), floats(app, "scale")
     if not len(offset) == len(scale) or len(scale) not in {1, x.shape[-1]}:
@@ -65,14 +65,14 @@ def _weighed(app: Application, x: Tensor, rows: int) -> Tensor:
 
 
 def linear_regressor(app: Application) -> Sequence[Tensor]:
-    """x @ coefficients.T + intercepts."""
+    """Return x @ coefficients.T + intercepts."""
     targets = int(app.attr("targets", 1))
     weighed = _weighed(app, matrix(app), targets)
     return regressed(app, weighed, floats(app, "intercepts"), targets)
 
 
 def linear_classifier(app: Application) -> Sequence[Tensor]:
-    """Labels, and scores x @ coefficients.T + intercepts; a single score is that of the second."""
+    """Return labels, and scores x @ coefficients.T + intercepts; a single score is the second's."""
     names, bias = labels(app), floats(app, "intercepts")
     if len(bias) != len(names) and not (len(bias) == 1 and len(names) == 2):
         raise InvalidInput(f"it has {len(bias)} intercepts for {len(names)} labels")
@@ -83,7 +83,7 @@ def linear_classifier(app: Application) -> Sequence[Tensor]:
 
 
 def _rbf(x: Tensor, s: Tensor, params: Any) -> Tensor:
-    """Computed from differences, because products of distant vectors would cancel."""
+    """Return exp(-gamma |x - s|^2), from differences because products would cancel."""
     # |x - s|^2 = |x|^2 - 2 x s + |s|^2 loses all digits if x and s are long and close.
     apart = emit("Unsqueeze", x, np.array([2])) - emit("Unsqueeze", s, np.array([0]))
     return emit("Exp", emit("ReduceSumSquare", apart, np.array([1]), keepdims=0) * -params[0])
@@ -110,7 +110,7 @@ def _kernels(app: Application, x: Tensor, count: int) -> Tensor:
 
 
 def svm_regressor(app: Application) -> Sequence[Tensor]:
-    """kernels @ coefficients + rho; its sign for one class."""
+    """Return kernels @ coefficients + rho; its sign for one class."""
     x, rho = matrix(app).cast(float32), floats(app, "rho")
     count = int(app.attr("n_supports", 0))
     if transform_of(app) != "NONE" or not len(rho):
@@ -129,7 +129,7 @@ def svm_regressor(app: Application) -> Sequence[Tensor]:
 
 
 def svm_classifier(app: Application) -> Sequence[Tensor]:
-    """Labels by votes of pairs of classes; scores of pairs, or probabilities of classes."""
+    """Return labels by votes of pairs of classes, and scores of pairs or class probabilities."""
     names, counts = labels(app), [int(n) for n in app.attr("vectors_per_class", ())]
     k, x = len(names), matrix(app).cast(float32)
     if not sum(counts):
@@ -160,7 +160,7 @@ def svm_classifier(app: Application) -> Sequence[Tensor]:
 
 
 def _linear_svm(app: Application, x: Tensor, names: Any) -> Sequence[Tensor]:
-    """A score for each class, all with the same bias."""
+    """Return labels, and a score for each class, all with the same bias."""
     if len(names) <= 2:
         raise InvalidInput("without support vectors it takes three classes or more")
     scores = _weighed(app, x, len(names)) + float(floats(app, "rho")[0])

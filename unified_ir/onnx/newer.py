@@ -40,7 +40,7 @@ def _celu(app: Application) -> Lifted:
 
 
 def _mod(app: Application) -> Lifted:
-    """Floats with fmod=0: the remainder, also a zero, has the sign of the divisor."""
+    """Give a float remainder (fmod=0), also a zero, the sign of the divisor."""
     a, b = app.operand(0), app.operand(1)
     if app.attr("fmod", 0) or not a.dtype.is_float:
         return app
@@ -99,7 +99,7 @@ def _as_bits(x: Tensor, dtype: DType) -> Tensor:
 
 
 def _space_to_depth(app: Application) -> Lifted:
-    """CRD: the position in the block varies slower than the original channel."""
+    """Lift mode CRD, in which the channel varies slower than the position in the block."""
     if app.attr("mode", "DCR") == "DCR":
         return app.without("mode")
     x, b = app.operand(0), int(app.attr("blocksize"))

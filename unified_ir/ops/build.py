@@ -288,7 +288,7 @@ def _host_array(x: Any, dtype: DType | None) -> Array:
 
 
 def _narrowed(row: Op, i: int, inputs: Sequence[Any]) -> Any:
-    """Operand `i`; a float64 array as float32 where all tensors of its type group are that."""
+    """Return operand `i`; a float64 array becomes float32 if all tensors of its group are that."""
     x = inputs[i]
     if not isinstance(x, (np.ndarray, np.generic)) or x.dtype != np.float64:
         return x

@@ -48,7 +48,7 @@ def ctc(
     input_lengths: Tensor | None = None,
     blank: int = 0,
 ) -> Tensor:
-    """Loss per sample; log_p: (N, T, C) log probabilities, labels: (N, L) ints -> (N,).
+    """Return the loss per sample; log_p: (N, T, C) log probabilities, labels: (N, L) ints -> (N,).
 
     label_lengths: (N,), how many of the labels are valid; the rest is not read. input_lengths:
     (N,), how many steps are valid, by default all. The loss is infinite, without gradient, if there
@@ -89,7 +89,7 @@ def ctc(
 
 
 def _with_blanks(labels: Tensor, count: Tensor, blank: int) -> Tensor:
-    """(N, 2 L + 1): the labels with a blank before, between and after them."""
+    """Return (N, 2 L + 1) labels with a blank before, between and after them."""
     n, length = labels.shape
     counts = arange(length) < count
     wrong = logical_and(counts, (labels < 0) | (labels == blank))
@@ -100,13 +100,13 @@ def _with_blanks(labels: Tensor, count: Tensor, blank: int) -> Tensor:
 
 
 def _skips(states: Tensor, blank: int) -> Tensor:
-    """Where a path may skip the blank before: at a label that differs from the one before."""
+    """Return where a path may skip the blank: before a label that differs from the previous one."""
     before = concat([full((states.shape[0], 2), blank, int64), states[:, :-2]], axis=1)
     return logical_and(logical_not(states == blank), logical_not(states == before))
 
 
 def _counted(input_lengths: Tensor, steps: Dim) -> Tensor:
-    """bool (T - 1, N, 1): whether the second and later steps are valid."""
+    """Return bool (T - 1, N, 1): whether the second and later steps are valid."""
     return unsqueeze(arange(steps)[1:], 1, 2) < unsqueeze(input_lengths.cast(int64), 0, 2)
 
 

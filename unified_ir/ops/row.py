@@ -383,12 +383,12 @@ class Op:
 
 @cache
 def _text_of(dtype: DType) -> str:
-    """An element type as ONNX's schemas write it."""
+    """Return an element type as ONNX's schemas write it."""
     return f"tensor({TensorProto.DataType.Name(dtype.onnx).lower()})"
 
 
 def _texts_of(type_: TensorType) -> list[str]:
-    """A type as ONNX's schemas write it, and as they would with float32 for float64.
+    """Return a type as ONNX's schemas write it, and with float32 in place of float64.
 
     `reference` computes float64 wherever there is a float32.
     """
@@ -455,7 +455,7 @@ def _same_attr(a: AttrValue, b: AttrValue | None) -> bool:
 
 
 def _spec(attribute: Any) -> AttrSpec:
-    """An attribute of an ONNX schema."""
+    """Return the specification of an attribute of an ONNX schema."""
     kind = str(attribute.type.name)
     proto = attribute.default_value
     default = _KINDS[kind](helper.get_attribute_value(proto)) if proto.name else None

@@ -290,31 +290,31 @@ class Tensor:
         return reduce("ReduceSum", self, axis, keepdims=keepdims)
 
     def mean(self, axis: Axes = None, *, keepdims: bool = False) -> Tensor:
-        """Mean over `axis`: one, several, all by default; of whole numbers float32."""
+        """Return the mean over `axis`: one, several, all by default; float32 for whole numbers."""
         return reduce("ReduceMean", _fractions(self), axis, keepdims=keepdims)
 
     def max(self, axis: Axes = None, *, keepdims: bool = False) -> Tensor:
-        """Maximum over `axis`: one, several, all by default."""
+        """Return the maximum over `axis`: one, several, all by default."""
         return reduce("ReduceMax", self, axis, keepdims=keepdims)
 
     def min(self, axis: Axes = None, *, keepdims: bool = False) -> Tensor:
-        """Minimum over `axis`: one, several, all by default."""
+        """Return the minimum over `axis`: one, several, all by default."""
         return reduce("ReduceMin", self, axis, keepdims=keepdims)
 
     def prod(self, axis: Axes = None, *, keepdims: bool = False) -> Tensor:
-        """Product over `axis`: one, several, all by default."""
+        """Return the product over `axis`: one, several, all by default."""
         return reduce("ReduceProd", self, axis, keepdims=keepdims)
 
     def any(self, axis: Axes = None, *, keepdims: bool = False) -> Tensor:
-        """Whether any element is not zero, over `axis`."""
+        """Return whether any element is not zero, over `axis`."""
         return reduce("ReduceMax", self.cast(bool_), axis, keepdims=keepdims)
 
     def all(self, axis: Axes = None, *, keepdims: bool = False) -> Tensor:
-        """Whether every element is not zero, over `axis`."""
+        """Return whether every element is not zero, over `axis`."""
         return reduce("ReduceMin", self.cast(bool_), axis, keepdims=keepdims)
 
     def var(self, axis: Axes = None, *, correction: int = 0, keepdims: bool = False) -> Tensor:
-        """Mean squared distance from the mean; `correction` is subtracted from the count.
+        """Return the mean squared distance from the mean; the count is reduced by `correction`.
 
         It is 0 by default, as in numpy; PyTorch's default is 1.
         """
@@ -330,7 +330,7 @@ class Tensor:
         return (away * away).sum(axis, keepdims=keepdims) / divisor.cast(x.dtype)
 
     def std(self, axis: Axes = None, *, correction: int = 0, keepdims: bool = False) -> Tensor:
-        """Square root of `var`; for equal elements it is 0 with slope 0, as in PyTorch.
+        """Return the square root of `var`; for equal elements it is 0 with slope 0, as in PyTorch.
 
         It is computed at a scale at which no square overflows or underflows.
         """
@@ -352,15 +352,15 @@ class Tensor:
         return y * scale.reshape(y.shape) * whole.reshape(y.shape)
 
     def argmax(self, axis: int | None = None, *, keepdims: bool = False) -> Tensor:
-        """Position of the first maximum along `axis`, int64; by default of all, in order."""
+        """Return the int64 position of the first maximum along `axis`, by default in flat order."""
         return _position("ArgMax", self, axis, keepdims=keepdims)
 
     def argmin(self, axis: int | None = None, *, keepdims: bool = False) -> Tensor:
-        """Position of the first minimum along `axis`, int64; by default of all, in order."""
+        """Return the int64 position of the first minimum along `axis`, by default in flat order."""
         return _position("ArgMin", self, axis, keepdims=keepdims)
 
     def cumsum(self, axis: int) -> Tensor:
-        """Running sum along `axis`."""
+        """Return running sums along `axis`."""
         return emit("CumSum", self, axis)
 
 

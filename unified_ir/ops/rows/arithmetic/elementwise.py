@@ -31,13 +31,13 @@ _TWO_OVER_ROOT_PI = 2 / math.sqrt(math.pi)
 
 
 def broadcast_same(call: OpCall) -> Types:
-    """The broadcast shape with the element type of the first operand."""
+    """Infer the broadcast shape, with the element type of the first operand."""
     shapes = [call.type(i).shape for i in range(len(call.types))]
     return (call.type(0).with_shape(broadcast(call.row, *shapes)),)
 
 
 def broadcast_bool(call: OpCall) -> Types:
-    """The broadcast shape with element type bool."""
+    """Infer the broadcast shape, with element type bool."""
     return (broadcast_same(call)[0].with_dtype(bool_),)
 
 
@@ -56,7 +56,7 @@ _row = partial(Op, kind=OpKind.ELEMENTWISE)
 
 
 def step(y: Tensor) -> Tensor:
-    """1 where y is not zero, else 0, in the element type of y; the fastest form on onnxruntime."""
+    """Return 1 where y is not zero, else 0, typed like y; the fastest form on onnxruntime."""
     # A comparison and a selection would be two passes and an extra constant.
     return y.cast("bool").cast(y.dtype)
 
@@ -171,7 +171,7 @@ def _refuse_zero(divisor: Any) -> None:
 
 
 def _flat(g: Tensor, y: Tensor, x: Tensor) -> tuple[None]:
-    """The gradient of a piecewise constant function."""
+    """Return the gradient of a piecewise constant function: none."""
     return (None,)
 
 
@@ -370,7 +370,7 @@ power = _row(
 
 
 def _extreme_vjp(g: Tensor, y: Tensor, *xs: Tensor) -> list[Tensor]:
-    """Ties share the cotangent equally, as PyTorch's maximum does."""
+    """Share the cotangent equally among ties, as PyTorch's maximum does."""
     hits = [(x == y).cast(g.dtype) for x in xs]
     share = g / sum(hits[1:], hits[0])
     return [sum_to(share * hit, x) for hit, x in zip(hits, xs, strict=True)]

@@ -180,7 +180,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def same_along_axis(call: OpCall) -> Types:
-    """One output, typed like the operand, which must have the attribute `axis`."""
+    """Infer one output, typed like the operand, which must have the axis `axis`."""
     axes_of(call.type(0).rank, [call.attrs["axis"]])
     return same(call)
 

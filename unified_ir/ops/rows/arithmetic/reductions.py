@@ -323,10 +323,10 @@ hardmax = Op(
 
 
 def argmax(x: Tensor, axis: int = -1) -> Tensor:
-    """Position of the first maximum along `axis`, int64."""
+    """Return the position of the first maximum along `axis`, int64."""
     return argmax_row(x, axis=axis, keepdims=0)
 
 
 def argmin(x: Tensor, axis: int = -1) -> Tensor:
-    """Position of the first minimum along `axis`, int64."""
+    """Return the position of the first minimum along `axis`, int64."""
     return argmin_row(x, axis=axis, keepdims=0)

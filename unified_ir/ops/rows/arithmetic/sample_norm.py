@@ -159,7 +159,7 @@ def _lrn(x: Tensor, *, alpha: float, beta: float, bias: float, size: int) -> Ten
 
 
 def _lrn_native(node: Node, opset: int) -> bool:
-    """onnxruntime's kernel takes images only, and windows centred on the channel."""
+    """Exclude what onnxruntime's kernel lacks: it takes only images and centred windows."""
     return int(node.attrs["size"]) % 2 == 1 and node.outputs[0].type.rank == 4  # type: ignore[arg-type]
 
 

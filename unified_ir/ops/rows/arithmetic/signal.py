@@ -393,7 +393,7 @@ def _mel_types(call: OpCall) -> Types:
 
 
 def _mel(bins: Any, length: Any, rate: Any, low: Any, high: Any, *, output_datatype: int) -> Any:
-    """Triangles on the mel scale 2595 log10(1 + f / 700), with corners at whole frequencies."""
+    """Return triangles on the mel scale 2595 log10(1 + f / 700), corners at whole bins."""
     count = int(bins) + 2
     edges = 2595 * np.log10(1 + np.array([low, high], np.float64).reshape(-1) / 700)
     # As ONNX's definition: bins + 2 corners, but the last one stays below the upper edge.

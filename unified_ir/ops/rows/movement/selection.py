@@ -202,7 +202,7 @@ unique_row: Op = Op(
 
 
 def top_k(x: Tensor, k: int, axis: int = -1, *, largest: bool = True) -> tuple[Tensor, Tensor]:
-    """Values and int64 positions of the k largest (or least) along `axis`, in order."""
+    """Return values and int64 positions of the k largest (or least) along `axis`, in order."""
     values, index = top_k_row.all_outputs(
         x, np.array([k]), outputs=2, axis=axis, largest=int(largest)
     )
@@ -210,20 +210,20 @@ def top_k(x: Tensor, k: int, axis: int = -1, *, largest: bool = True) -> tuple[T
 
 
 def nonzero(x: Tensor) -> Tensor:
-    """Positions of the elements that are not zero: (rank, how many), int64."""
+    """Return positions of the elements that are not zero: (rank, how many), int64."""
     return non_zero(x)
 
 
 def unique(x: Tensor) -> Tensor:
-    """The distinct elements in rising order, a vector."""
+    """Return the distinct elements in rising order, a vector."""
     return unique_row(x)
 
 
 def compress(x: Tensor, marks: Tensor, axis: int | None = None) -> Tensor:
-    """The elements along `axis` (of all, in row-major order) where `marks`, a vector, is true."""
+    """Return the elements along `axis` (by default of all, in order) where a vector is true."""
     return compress_row(x, marks, axis=axis)
 
 
 def masked_select(x: Tensor, mask: Tensor) -> Tensor:
-    """The elements of x where `mask`, of the same shape, is true: a vector."""
+    """Return the elements of x where `mask`, of the same shape, is true: a vector."""
     return compress_row(x, mask.reshape((-1,)))

@@ -468,12 +468,12 @@ where = Op(
 
 
 def cast(x: TensorLike, dtype: DType | str) -> Tensor:
-    """The same numbers in another element type."""
+    """Return the same numbers in another element type."""
     return as_tensor(x).cast(as_dtype(dtype))
 
 
 def reshape(x: TensorLike, shape: Sequence[Dim | int]) -> Tensor:
-    """The same elements in another shape; one size may be -1, and 0 is an empty axis."""
+    """Return the same elements in another shape; one size may be -1, and 0 is an empty axis."""
     return as_tensor(x).reshape(tuple(shape))
 
 
@@ -485,7 +485,7 @@ def flatten(x: Tensor, start: int = 1) -> Tensor:
 
 
 def expand(x: TensorLike, shape: Sequence[Dim | int]) -> Tensor:
-    """`x` broadcast to `shape`."""
+    """Broadcast `x` to `shape`."""
     return expand_row(x, dims_of(list(shape)))
 
 
@@ -516,12 +516,12 @@ def pad(x: TensorLike, pads: Sequence[int], value: float = 0.0) -> Tensor:
 
 
 def shape(x: Tensor) -> Tensor:
-    """Sizes of `x` as an int64 vector; symbolic sizes stay symbolic."""
+    """Return the sizes of `x` as an int64 vector; symbolic sizes stay symbolic."""
     return dims_of(x.shape)
 
 
 def constant(value: Any, dtype: DType | str | None = None) -> Tensor:
-    """A constant of the graph; arrays keep their element type, Python floats are float32."""
+    """Return a constant of the graph; arrays keep their element type, Python floats are float32."""
     if dtype is None and not isinstance(value, (np.ndarray, np.generic)):
         array = np.asarray(value)
         value = array.astype(np.float32) if array.dtype == np.float64 else array
@@ -529,15 +529,15 @@ def constant(value: Any, dtype: DType | str | None = None) -> Tensor:
 
 
 def zeros(shape: Sequence[Dim | int], dtype: DType | str = DTYPES["float32"]) -> Tensor:
-    """A tensor of zeros; sizes may be symbolic."""
+    """Return a tensor of zeros; sizes may be symbolic."""
     return full(shape, 0, dtype)
 
 
 def ones(shape: Sequence[Dim | int], dtype: DType | str = DTYPES["float32"]) -> Tensor:
-    """A tensor of ones; sizes may be symbolic."""
+    """Return a tensor of ones; sizes may be symbolic."""
     return full(shape, 1, dtype)
 
 
 def full(shape: Sequence[Dim | int], value: float, dtype: DType | str) -> Tensor:
-    """A tensor of one repeated value; sizes may be symbolic."""
+    """Return a tensor of one repeated value; sizes may be symbolic."""
     return broadcast_to(constant(np.asarray(value, as_dtype(dtype).numpy)), tuple(shape))
