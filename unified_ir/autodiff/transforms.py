@@ -37,7 +37,7 @@ def value_and_grad(
     target = function.result_names[0] if of is None else of
     if function.result(target).type.shape != ():
         raise ShapeError(
-            f"a gradient is of a scalar, but {target!r} is {function.result(target).type}; "
+            f"a gradient needs a scalar, but {target!r} is {function.result(target).type}; "
             "reduce it, or use vjp with a cotangent"
         )
     one = np.ones((), function.result(target).type.dtype.numpy)

@@ -101,7 +101,7 @@ class Decoder:
         _at_most(limits.MAX_PROPERTIES, message.meta, "properties")
         meta = {_name(p.key): _string(p.value) for p in message.meta}
         if [p.key for p in message.meta] != sorted(meta):
-            raise Corrupt("properties are sorted by key, each key once")
+            raise Corrupt("properties must be sorted by key, with each key once")
         return ModuleContents(functions, entries, state, meta)
 
     def function(self, message: pb.Function, label: str, depth: int = 0) -> Function:
@@ -215,7 +215,7 @@ class Decoder:
         # The name is a digest of the contents. Without this check a changed weight could pass as
         # the constant that a reviewed graph names.
         if constant_name(array) != name:
-            raise Corrupt(f"{name!r} is not the constant of that digest")
+            raise Corrupt(f"{name!r} does not hold the constant of that digest")
         return array
 
     def _weight(self, name: str, type_: TensorType) -> Array:
@@ -270,7 +270,7 @@ class Decoder:
         # Places are printed in error messages; control characters could forge a line of a log or
         # move the cursor of a terminal.
         if not (scope + file).isprintable():
-            raise Corrupt(f"a place is printable, got {file[:80]!r} {scope[:80]!r}")
+            raise Corrupt(f"a place must be printable text, got {file[:80]!r} {scope[:80]!r}")
         if not message.line and not file:
             return Meta(None, scope)
         path = PurePosixPath(file)

@@ -46,7 +46,7 @@ def check_counts(data: bytes) -> None:
     Malformed bytes pass: the parser, which runs next, refuses them.
     """
     if len(data) > MAX_MODULE_BYTES:
-        raise Corrupt(f"{len(data)} bytes, at most {MAX_MODULE_BYTES} are read")
+        raise Corrupt(f"the module has {len(data)} bytes, at most {MAX_MODULE_BYTES} are read")
     # protobuf builds an object per message while it parses, so 16 MiB of empty messages would take
     # a gigabyte before anything could be counted. This walk reads only tags and lengths, and has
     # its own stack instead of recursion.
@@ -80,7 +80,7 @@ def check_counts(data: bytes) -> None:
         else:
             return
         if fields > MAX_FIELDS or messages > MAX_MESSAGES:
-            raise Corrupt(f"more than {MAX_FIELDS} fields or {MAX_MESSAGES} messages")
+            raise Corrupt(f"it has more than {MAX_FIELDS} fields or {MAX_MESSAGES} messages")
 
 
 @cache

@@ -317,5 +317,5 @@ def type_of(array: np.ndarray[Any, Any]) -> TensorType:
     dtype = as_dtype(array.dtype)
     # numpy's object arrays hold anything, including what a file cannot store.
     if dtype == string and not all(isinstance(x, str) for x in array.reshape(-1)):
-        raise InvalidInput("an array of Python objects is a tensor only where each is a str")
+        raise InvalidInput("an array of Python objects is a tensor only if each object is a str")
     return TensorType(dtype, array.shape)

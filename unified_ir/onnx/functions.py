@@ -60,7 +60,7 @@ def check_expanded(
         if key in calls:
             raise InvalidInput(f"the function {key[1][:80]!r} calls itself")
         if len(calls) >= MAX_CALLS:
-            raise InvalidInput(f"functions call one another more than {MAX_CALLS} deep")
+            raise InvalidInput(f"function calls nest more than {MAX_CALLS} deep")
         if key not in sizes:
             sizes[key] = size(functions[key].node, (*calls, key))
         return sizes[key]

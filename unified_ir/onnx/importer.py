@@ -218,7 +218,7 @@ class Importer:
         except TriplaneError as error:
             raise _explained(label, error) from error
         except RecursionError as error:
-            raise InvalidInput(f"{label}: it nests too deep") from error
+            raise InvalidInput(f"{label}: it is nested too deeply") from error
         except (ValueError, TypeError, IndexError, KeyError, AttributeError, ArithmeticError) as e:
             raise InvalidInput(
                 f"{label}: its operands or attributes do not fit it ({type(e).__name__}: {e})"
@@ -238,7 +238,7 @@ class Importer:
         with frame.scope.build.at(meta):
             tensors = self.apply(node, inputs, outputs, frame)
         if len(tensors) < outputs:
-            raise InvalidInput(f"the node has {outputs} outputs, the operator {len(tensors)}")
+            raise InvalidInput(f"the node names {outputs} outputs, the operator has {len(tensors)}")
         for name, x in zip(node.output, tensors, strict=False):
             if name:
                 frame.scope.define(name, x)
@@ -435,7 +435,7 @@ def _check_wanted(graph: GraphProto, outputs: Sequence[str]) -> None:
         likely += difflib.get_close_matches(output, [*names][:MAX_COMPARED], n=MAX_SUGGESTED)
         near = ", ".join(repr(n[:80]) for n in [*dict.fromkeys(likely)][:MAX_SUGGESTED])
         raise InvalidInput(
-            f"output {output[:80]!r} is given by no node, input or initializer"
+            f"output {output[:80]!r} is not produced by any node, input or initializer"
             + (f"; there are {near}" if near else "")
         )
 
@@ -472,7 +472,7 @@ def _schema(node: NodeProto, domain: str, opsets: Mapping[str, int]) -> defs.OpS
     read = OLDEST_OPSET <= opset <= defs.onnx_opset_version()
     if domain == "" and not (read or _unchanged(node.op_type, opset)):
         raise InvalidInput(
-            f"models of opsets {OLDEST_OPSET} to {MEANING_OPSET} are imported, this one has "
+            f"models of opsets {OLDEST_OPSET} to {MEANING_OPSET} can be imported, this one has "
             f"{opset}; convert it with onnx.version_converter"
         )
     try:

@@ -99,7 +99,7 @@ def _flattened(app: Application) -> Lifted:
 
 def _batch_norm_7(app: Application) -> Application:
     if not app.attr("spatial", 1):
-        raise InvalidInput("spatial=0, statistics per position, is not known; export with opset 9")
+        raise InvalidInput("spatial=0, statistics per position, is unsupported; use opset 9")
     return app.without("spatial")
 
 

@@ -40,7 +40,7 @@ def scaler(app: Application) -> Sequence[Tensor]:
     x = app.operand(0).cast(float32)
     offset, scale = floats(app, "offset"), floats(app, "scale")
     if not len(offset) == len(scale) or len(scale) not in {1, x.shape[-1]}:
-        raise InvalidInput(f"{len(offset)} offsets and {len(scale)} scales for {x.type}")
+        raise InvalidInput(f"{len(offset)} offsets and {len(scale)} scales do not fit {x.type}")
     return ((x - as_tensor(offset)) * as_tensor(scale),)
 
 
@@ -102,7 +102,7 @@ def _kernels(app: Application, x: Tensor, count: int) -> Tensor:
     vectors, kind = floats(app, "support_vectors"), str(app.attr("kernel_type", "LINEAR"))
     params = [float(p) for p in floats(app, "kernel_params")] or [0.0, 0.0, 0.0]
     if kind not in _KERNELS or len(params) != 3:
-        raise InvalidInput(f"kernel {kind!r} with {len(params)} parameters is not known")
+        raise InvalidInput(f"kernel {kind!r} with {len(params)} parameters is not supported")
     if len(vectors) % count or x.shape[1] != len(vectors) // count:
         raise InvalidInput(f"{count} support vectors of {len(vectors)} numbers do not fit {x.type}")
     columns = as_tensor(np.ascontiguousarray(vectors.reshape(count, -1).T))
@@ -114,7 +114,7 @@ def svm_regressor(app: Application) -> Sequence[Tensor]:
     x, rho = matrix(app).cast(float32), floats(app, "rho")
     count = int(app.attr("n_supports", 0))
     if transform_of(app) != "NONE" or not len(rho):
-        raise InvalidInput("a support vector regressor has a rho and no post_transform")
+        raise InvalidInput("a support vector regressor needs a rho and takes no post_transform")
     if count:
         weights = floats(app, "coefficients")
         if len(weights) != count:
@@ -155,14 +155,14 @@ def svm_classifier(app: Application) -> Sequence[Tensor]:
     if k > 2:
         return label, transformed(app, scores)
     if transform_of(app) != "NONE":
-        raise InvalidInput("two classes without probabilities have no post_transform here")
+        raise InvalidInput("a post_transform of two classes needs probabilities (prob_a, prob_b)")
     return label, opposed(scores)
 
 
 def _linear_svm(app: Application, x: Tensor, names: Any) -> Sequence[Tensor]:
     """Return labels, and a score for each class, all with the same bias."""
     if len(names) <= 2:
-        raise InvalidInput("without support vectors it takes three classes or more")
+        raise InvalidInput("without support vectors it needs at least three classes")
     scores = _weighed(app, x, len(names)) + float(floats(app, "rho")[0])
     return labelled(scores, names), transformed(app, scores)
 

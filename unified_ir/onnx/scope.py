@@ -71,12 +71,12 @@ class TrainableChoice:
                 fitting = [name for name in self.names if fnmatchcase(name, pattern)]
                 if not fitting:
                     raise InvalidInput(
-                        f"{option}: no tensor of the model fits {pattern!r}; there are "
+                        f"{option}: no tensor of the model matches {pattern!r}; there are "
                         f"{_shown(self.names)}"
                     )
                 if option == "trainable" and self.statistics.issuperset(fitting):
                     raise InvalidInput(
-                        f"trainable: {pattern!r} fits running statistics alone: {_shown(fitting)}; "
+                        f"trainable: {pattern!r} fits only running statistics: {_shown(fitting)}; "
                         "no gradient reaches them, leave the pattern out (batch normalization "
                         'moves them in training with nn.Imported(module, batch_norm="updated"))'
                     )
@@ -144,7 +144,7 @@ class Weights:
                 equal = [f"{first} = {name}" for name, first in self._tied.items()]
                 equal += [" = ".join(group) for group in equal_weights(self.state)]
                 raise InvalidInput(
-                    f"tie: {pattern!r} fits no two equal weights; equal are {_shown(equal)}"
+                    f"tie: {pattern!r} matches no two equal weights; equal are {_shown(equal)}"
                 )
 
     def add(self, name: str, array: Array, role: Role, scope: int) -> Tensor:
@@ -221,7 +221,7 @@ class Scope:
         if name in self.values:
             return self.values[name]
         if self.parent is None:
-            raise InvalidInput(f"{what} {name[:80]!r} is given by no node, input or initializer")
+            raise InvalidInput(f"no node, input or initializer produces {what} {name[:80]!r}")
         return self.parent.read(name, what)
 
     def is_wanted(self, name: str) -> bool:

@@ -68,10 +68,10 @@ def _parsed(data: bytes, name: str) -> ModelProto:
     try:
         model = ModelProto.FromString(data)
     except DecodeError as error:
-        raise Corrupt(f"{name}: no ONNX model, its protobuf does not parse: {error}") from error
+        raise Corrupt(f"{name}: not an ONNX model, its protobuf does not parse: {error}") from error
     if not model.HasField("graph") or not model.opset_import:
         absent = "opset_import" if model.HasField("graph") else "graph"
-        raise Corrupt(f"{name}: no ONNX model, it has no {absent}")
+        raise Corrupt(f"{name}: not an ONNX model, it has no {absent}")
     return model
 
 
@@ -115,7 +115,7 @@ def _check_text(texts: Iterable[Any]) -> None:
     """Refuse names that are not UTF-8, which the parser returns as bytes."""
     for text in texts:
         if isinstance(text, bytes):
-            raise Corrupt(f"a name in the model is no UTF-8 text: {text[:40]!r}")
+            raise Corrupt(f"a name in the model is not UTF-8 text: {text[:40]!r}")
 
 
 def subgraphs_of(node: NodeProto) -> Iterator[GraphProto]:
@@ -140,7 +140,7 @@ def array_of(tensor: TensorProto, folder: Path | None) -> Array:
     dtype = dtype_of(tensor.data_type, f"tensor {name!r}")
     shape = tuple(tensor.dims)
     if len(shape) > MAX_RANK or any(d < 0 for d in shape):
-        raise Corrupt(f"tensor {name!r} has the shape {list(shape)[:20]}")
+        raise Corrupt(f"tensor {name!r} has the invalid shape {list(shape)[:20]}")
     # Python integers do not overflow, so a shape such as (2^62, 2^62) is refused by its true size.
     n = (math.prod(shape) * dtype.bits + 7) // 8
     if n > MAX_TENSOR_BYTES:
@@ -216,7 +216,7 @@ def _inside(location: str, name: str, folder: Path | None) -> Path:
         )
     parts = Path(location).parts
     if not location or "\0" in location or Path(location).is_absolute() or ".." in parts:
-        raise Corrupt(f"tensor {name!r} lies at {location[:80]!r}; data lies beside the model")
+        raise Corrupt(f"tensor {name!r} lies at {location[:80]!r}; it must lie beside the model")
     # A link inside the folder may still lead out of it, so the resolved path is checked.
     path = Path(os.path.realpath(folder / location))
     if not path.is_relative_to(os.path.realpath(folder)):

@@ -48,7 +48,7 @@ class Site:
         for attribute in self.importer.resolved(self.node, self.frame):
             if attribute.name == name and attribute.HasField("g"):
                 return attribute.g
-        raise InvalidInput(f"the graph {name!r} is absent")
+        raise InvalidInput(f"the inner graph {name!r} is missing")
 
     def attrs(self) -> dict[str, Any]:
         """Return all attributes except inner graphs."""
@@ -65,7 +65,7 @@ MAX_FILLED: Final = 2**28
 def _constant(site: Site) -> Sequence[Tensor]:
     attributes = site.importer.resolved(site.node, site.frame)
     if len(attributes) != 1:
-        raise InvalidInput(f"a constant has one value, this has {len(attributes)}")
+        raise InvalidInput(f"a constant must have one value, this one has {len(attributes)}")
     array = _value(site.importer, attributes[0])
     return (site.importer.constant(site.node.output[0], array, site.frame.scope),)
 
@@ -117,7 +117,7 @@ def _filled(site: Site) -> Sequence[Tensor]:
     shape = site.present(0)
     value = np.asarray(site.attrs().get("value", np.zeros(1, np.float32)))
     if value.size != 1:
-        raise InvalidInput(f"a fill is one number, got {value.size}")
+        raise InvalidInput(f"the fill value must be one number, got {value.size}")
     known = site.importer.contents.of(shape)
     name, scope = site.node.output[0], site.frame.scope
     if known is not None and not symbolic(known):

@@ -31,7 +31,7 @@ def tree_ensemble(app: Application) -> Sequence[Tensor]:
     """x: (N, features) -> (N, targets)."""
     x = app.operand(0)
     if x.rank != 2 or app.attr("post_transform", 0) != 0:
-        raise InvalidInput("it takes a matrix and no post_transform; apply that after it")
+        raise InvalidInput("it takes a matrix and no post_transform; transform its output instead")
     ways = [w for root in app.attr("tree_roots") for w in _ways(app, int(root))]
     answers = _answers(app, x)
     splits, leaves = answers.shape[1], len(ways)

@@ -196,7 +196,7 @@ def repeat(x: Tensor, times: int, axis: int) -> Tensor:
 def _repeats(repeats: int | Sequence[int]) -> list[int]:
     counts = list(whole_numbers(repeats, "a number of repeats"))
     if builtins.any(isinstance(n, int) and n < 0 for n in counts):
-        raise InvalidInput(f"repeats are 0 or more, got {repeats}")
+        raise InvalidInput(f"repeats must be at least 0, got {repeats}")
     return counts
 
 

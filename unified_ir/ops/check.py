@@ -113,7 +113,7 @@ class _Checker:
         # Two nodes that introduce one symbol would make two unrelated sizes look equal, and
         # inference would accept operands that do not fit.
         if len(set(names)) < len(names) or not symbols.isdisjoint(names):
-            raise Corrupt(f"the size {next(iter(names))!r} that it introduces is taken")
+            raise Corrupt(f"the size {next(iter(names))!r} that it introduces exists already")
         for k, region in enumerate(node.regions):
             _labelled(f"region {k}", self, region)
         operand_types = tuple(None if v is None else v.type for v in node.inputs)
@@ -122,7 +122,7 @@ class _Checker:
         claimed = tuple(v.type for v in node.outputs)
         if inferred != claimed:
             raise Corrupt(
-                f"claims {_shown(claimed)}, but gives {_shown(inferred)} "
+                f"claims the types {_shown(claimed)}, but gives {_shown(inferred)} "
                 f"for operands {_shown(operand_types)}"
             )
         note_contents(row, node, known)

@@ -446,7 +446,7 @@ def _normal_attr(where: str, kind: str, value: Any) -> AttrValue:
     try:
         return _KINDS[kind](value)
     except (TypeError, ValueError, AttributeError):
-        raise InvalidInput(f"{where} is {kind}, got {value!r}") from None
+        raise InvalidInput(f"{where} must be of kind {kind}, got {value!r}") from None
 
 
 def _same_attr(a: AttrValue, b: AttrValue | None) -> bool:

@@ -68,7 +68,7 @@ def freeze(module: Module, entry: str) -> Frozen:
         results=compress(function.results, kept), result_names=compress(function.result_names, kept)
     )
     if not function.results:
-        raise InvalidInput(f"entry {entry!r} returns nothing but state; there is nothing to serve")
+        raise InvalidInput(f"entry {entry!r} returns only state; there is nothing to serve")
     held = {p.name: module.state[p.name] for p in function.params if p.name in module.state}
     frozen = pruned(Frozen(function, {name: held[name].array for name in held}))
     for name in frozen.weights:

@@ -79,7 +79,7 @@ class Range:
 
     def __post_init__(self) -> None:
         if not (np.isfinite(self.low) and np.isfinite(self.high) and self.low <= self.high):
-            raise InvalidInput(f"a range has finite ends in order, got {self.low} to {self.high}")
+            raise InvalidInput(f"a range needs finite ends in order, got {self.low} to {self.high}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,7 +125,7 @@ def quantize_weight(
     fits. Raises InvalidInput on NaN or infinity.
     """
     if not (np.isfinite(w).all() and (bias is None or np.isfinite(bias).all())):
-        raise InvalidInput("weights and biases are finite numbers; one holds NaN or infinity")
+        raise InvalidInput("weights and biases must be finite; one holds NaN or infinity")
     limit = row.weight_limit
     others = tuple(i for i in range(w.ndim) if i != axis)
     scale = np.abs(w).max(axis=others, initial=0.0).astype(np.float64) / limit

@@ -68,7 +68,7 @@ def _likelihood_loss(
     reduction: str, ignore_index: int | None = None,
 ) -> Tensor:  # fmt: skip
     if reduction not in REDUCTIONS:
-        raise InvalidInput(f"a reduction is one of {', '.join(REDUCTIONS)}; got {reduction!r}")
+        raise InvalidInput(f"reduction must be one of {', '.join(REDUCTIONS)}; got {reduction!r}")
     loss, counted = likelihood(log_p, labels, weight, ignore_index, 1)
     return REDUCTIONS[reduction](loss, counted)
 

@@ -111,7 +111,7 @@ rms_norm_row = Op(
 def _lp_normalization(x: Tensor, *, axis: int, p: int) -> Tensor:
     """x / ||x||_p along `axis`; a vector of zeros is divided by 1."""
     if p not in (1, 2):
-        raise InvalidInput(f"LpNormalization has p 1 or 2, got {p}")
+        raise InvalidInput(f"LpNormalization needs p = 1 or 2, got {p}")
     total = (abs_(x) if p == 1 else x * x).sum([axis], keepdims=True)
     safe = where(total == 0.0, 1.0, total)
     return x / (safe if p == 1 else sqrt(safe))

@@ -46,7 +46,7 @@ def _window_types(call: OpCall) -> Types:
     known = _known(call, 0)
     size = call.opened() if known is None else known[0]
     if isinstance(size, int) and size < 1:
-        raise ShapeError(f"{call.row} has a length above 0, got {size}")
+        raise ShapeError(f"{call.row} needs a length above 0, got {size}")
     return (TensorType(dtype_attr(call.attrs["output_datatype"]), (size,)),)
 
 

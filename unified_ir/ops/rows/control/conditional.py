@@ -35,7 +35,7 @@ def _branch_types(call: OpCall) -> list[tuple[TensorType, TensorType]]:
     """Return, for each result, its types in both branches."""
     yes, no = (control.region_results(call, i, control.all_types(call)[1:]) for i in range(2))
     if len(yes) != len(no):
-        raise TypeMismatch(f"both branches of a condition give one type, got {yes} and {no}")
+        raise TypeMismatch(f"both branches of a condition return one type, got {yes} and {no}")
     return list(zip(yes, no, strict=True))
 
 
@@ -48,12 +48,12 @@ def _either(
         seen = [control.seen_outside(t, names) for t, names in zip(pair, inner, strict=True)]
         common = joined(*seen)
         if common is None:
-            raise TypeMismatch(f"both branches of a condition give one type, got {pair}")
+            raise TypeMismatch(f"both branches of a condition return one type, got {pair}")
         return common
     yes, no = pair
     if yes.dtype != no.dtype or yes.rank != no.rank:
         raise TypeMismatch(
-            f"both branches of a condition give one type, got {yes} and {no}; sizes may differ, "
+            f"both branches of a condition return one type, got {yes} and {no}; sizes may differ, "
             "element types and the number of axes may not"
         )
     return yes.with_shape(
@@ -172,7 +172,7 @@ def cond(predicate: TensorLike, then: Any, otherwise: Any, *operands: Any) -> An
     no, other = region("else", types, lambda xs: otherwise(*rebuild(operands, xs)))
     if structure(tree) != structure(other):
         raise InvalidInput(
-            f"both branches of a condition give one structure, got {structure(tree)} "
+            f"both branches of a condition must return one structure, got {structure(tree)} "
             f"and {structure(other)}"
         )
     results = [control.inside(yes, leaves(tree)), control.inside(no, leaves(other))]

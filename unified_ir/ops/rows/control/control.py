@@ -57,7 +57,7 @@ def check_bprop(call: OpCall, results: Types) -> None:
     cotangents = list(region_results(call, 1, [*operands, *results, *floats]))
     if cotangents != wanted:
         raise TypeMismatch(
-            f"bprop gives one cotangent per floating-point operand {wanted}, got {cotangents}"
+            f"bprop must return one cotangent per floating-point operand {wanted}, got {cotangents}"
         )
 
 
@@ -78,7 +78,7 @@ def closed(build: Build, results: Sequence[Tensor], what: str) -> Function:
     """Return the finished function; refuse captures in the name of `what`, which has them."""
     if build.captured:
         raise InvalidInput(
-            f"{what} takes everything it uses as an argument; it captures {build.captured}"
+            f"{what} must take everything it uses as an argument; it captures {build.captured}"
         )
     return build.finish(numbered(results))
 

@@ -46,7 +46,7 @@ def _check_name(name: str, domain: str) -> None:
         raise InvalidInput(f"an operator's name has letters, digits and _, got {name[:120]!r}")
     if len(domain) > MAX_DOMAIN or not DOMAIN_NAME.fullmatch(domain):
         raise InvalidInput(
-            f"an operator's domain has names joined by dots, such as 'org.example', got "
+            f"an operator's domain consists of names joined by dots, such as 'org.example', got "
             f"{domain[:120]!r}"
         )
     if any(domain == d or domain.startswith(f"{d}.") for d in TAKEN):
@@ -66,9 +66,9 @@ def _options(text: str) -> dict[str, Any]:
     try:
         options = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"options of an operator are a JSON object: {error}") from None
+        raise InvalidInput(f"options of an operator must be a JSON object: {error}") from None
     if not isinstance(options, dict):
-        raise InvalidInput(f"options of an operator are a JSON object, got {text[:120]!r}")
+        raise InvalidInput(f"options of an operator must be a JSON object, got {text[:120]!r}")
     return options
 
 

@@ -42,9 +42,9 @@ def _loop_types(call: OpCall) -> Types:
     control.check_regions(call, 1)
     n = call.attrs["num_carry"]
     if call.has(0) and call.type(0) != TensorType(int64, ()):
-        raise TypeMismatch(f"a trip count is an int64 scalar, got {call.type(0)}")
+        raise TypeMismatch(f"a trip count must be an int64 scalar, got {call.type(0)}")
     if call.type(1) != TensorType(bool_, ()):
-        raise TypeMismatch(f"a loop condition is a bool scalar, got {call.type(1)}")
+        raise TypeMismatch(f"a loop condition must be a bool scalar, got {call.type(1)}")
     rest = [call.type(i) for i in range(2, len(call.types))]
     carry, captures = rest[:n], rest[n:]
     (body,) = call.regions
@@ -58,7 +58,7 @@ def _loop_types(call: OpCall) -> Types:
     pairs = zip([*carry, *after], params[:n] * 2, strict=True)
     if go != TensorType(bool_, ()) or not all(_carried(t, p, call.open) for t, p in pairs):
         raise TypeMismatch(
-            f"the body of a loop returns (bool, carry like {carry}, ...), got ({go}, {after}); "
+            f"the body of a loop must return (bool, carry like {carry}, ...), got ({go}, {after}); "
             "keep shapes and element types the same from trip to trip"
         )
     control.known_outside(call, ys, inner)

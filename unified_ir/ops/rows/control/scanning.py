@@ -322,7 +322,7 @@ def scan(f: Any, init: Any, xs: Any, *, reverse: bool = False) -> tuple[Any, Any
     types = [x.type for x in carry] + [x.type.with_shape(x.shape[1:]) for x in scanned]
     build, value = region("scan", types, lambda ts: f(rebuild(init, ts[:n]), rebuild(xs, ts[n:])))
     if not isinstance(value, tuple) or len(value) != 2:
-        raise InvalidInput(f"the body of a scan returns a pair (carry, y), got {value!r}")
+        raise InvalidInput(f"the body of a scan must return a pair (carry, y), got {value!r}")
     after, ys = value
     check_structure("a scan", init, after)
     body = build.finish(control.numbered([*leaves(after), *leaves(ys)]))

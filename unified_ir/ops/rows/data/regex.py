@@ -142,7 +142,7 @@ class Automaton:
 
     def _refused(self, what: str) -> InvalidInput:
         return InvalidInput(
-            f"the pattern {self.pattern[:80]!r} has {what}, which is not matched in linear time"
+            f"the pattern {self.pattern[:80]!r} has {what}, which cannot be matched in linear time"
         )
 
 

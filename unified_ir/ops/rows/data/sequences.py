@@ -104,7 +104,7 @@ def _one(position: Any) -> int:
 def _insert(held: Any, x: Any, position: Any = None) -> Any:
     at = len(held) if position is None else _one(position)
     if not -len(held) <= at <= len(held):
-        raise IndexError(f"position {at} of a sequence of {len(held)}")
+        raise IndexError(f"position {at} is outside a sequence of length {len(held)}")
     at += len(held) if at < 0 else 0
     return [*held[:at], x, *held[at:]]
 
@@ -232,7 +232,7 @@ def _split(x: Any, split: Any = None, *, axis: int, keepdims: int) -> Any:
         parts = np.split(x, size, axis) if size else []
         return parts if keepdims else [np.squeeze(part, axis) for part in parts]
     if split.size and int(split.min()) < (split.ndim == 0):
-        raise ValueError(f"parts of {split.tolist()} items; lengths are above 0")
+        raise ValueError(f"lengths of parts must be above 0, got {split.tolist()}")
     ends = np.arange(split, size, split) if split.ndim == 0 else np.cumsum(split)[:-1]
     if split.ndim and int(split.sum()) != size:
         raise ValueError(f"parts of {split.tolist()} do not add up to {size}")
@@ -383,7 +383,7 @@ def _stands_for(param: TensorType, element: TensorType) -> bool:
 def _seen_outside(type_: TensorType, body: Function, outside: frozenset[str]) -> TensorType:
     """Return a result's type outside its region, where the region's own symbols do not exist."""
     if not is_plain(type_):
-        raise TypeMismatch(f"a region over elements gives tensors, got {type_}")
+        raise TypeMismatch(f"a region over elements must return tensors, got {type_}")
     inner = {s for p in body.params for s in p.type.symbols} - outside
     inner |= control.inner_sizes(body)
     return type_.with_shape(OWN if symbols(d) & inner else d for d in type_.shape)

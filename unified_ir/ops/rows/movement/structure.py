@@ -212,7 +212,7 @@ def _reshape(call: OpCall) -> Types:
     if -1 in wanted:
         if rest == 0:
             raise ShapeError(
-                f"Reshape of {x} to ({shown}): beside an empty axis -1 may be any size; write it"
+                f"Reshape of {x} to ({shown}): next to an empty axis -1 may be any size; write it"
             )
         wanted[wanted.index(-1)] = floor_div(x.size, rest)
     compared_later = isinstance(x.size, Expr) and isinstance(rest, int) and rest > 0
@@ -366,7 +366,7 @@ def _squeeze(call: OpCall) -> Types:
         raise ShapeError(f"Squeeze of {x} needs axes: a symbolic size may turn out to be 1")
     wide = [i for i in axes if x.shape[i] != 1]
     if wide:
-        raise ShapeError(f"Squeeze of axis {wide[0]} of {x}, whose size is not 1")
+        raise ShapeError(f"Squeeze needs axes of size 1, got axis {wide[0]} of {x}")
     return (x.with_shape(d for i, d in enumerate(x.shape) if i not in axes),)
 
 

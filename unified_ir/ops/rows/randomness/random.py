@@ -30,7 +30,7 @@ ROUNDS: Final = 20
 
 def _threefry_types(call: OpCall) -> tuple[TensorType, ...]:
     if call.type(0) != TensorType(uint32, (2,)):
-        raise InvalidInput(f"a random key is uint32[2], got {call.type(0)}")
+        raise InvalidInput(f"a random key must be uint32[2], got {call.type(0)}")
     if call.type(1).shape != call.type(2).shape:
         raise InvalidInput(f"counter words differ in shape: {call.type(1)} and {call.type(2)}")
     return (call.type(1), call.type(2))[: call.outputs]
@@ -103,7 +103,7 @@ def next_key(key: Tensor) -> Tensor:
 def dropout(x: Tensor, key: Tensor, p_drop: float) -> Tensor:
     """Zero each element with probability `p_drop`, and scale the others by 1 / (1 - p_drop)."""
     if not 0 <= p_drop < 1:
-        raise InvalidInput(f"p_drop is in [0, 1), got {p_drop}")
+        raise InvalidInput(f"p_drop must be in [0, 1), got {p_drop}")
     if p_drop == 0:
         return x
     keep = random_uniform(key, x.shape) >= p_drop

@@ -180,7 +180,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, attrs: dict[str, Any]) -> None:
         raise ShapeError(f"Attention needs queries and keys of one size, got {shown}")
     mode = attrs["qk_matmul_output_mode"]
     if mode not in {RAW, CAPPED, BIASED, WEIGHTS}:
-        raise InvalidInput(f"qk_matmul_output_mode is 0 to 3, got {mode}")
+        raise InvalidInput(f"qk_matmul_output_mode must be 0 to 3, got {mode}")
 
 
 def _per_group(a: Tensor, b: Tensor) -> Tensor:

@@ -301,7 +301,7 @@ def conv(
     if isinstance(padding, str):
         mode = {"same": "SAME_UPPER", "valid": "VALID"}.get(padding)
         if mode is None:
-            raise InvalidInput(f"padding is an int, ints, 'same' or 'valid', got {padding!r}")
+            raise InvalidInput(f"padding must be an int, ints, 'same' or 'valid', got {padding!r}")
         kernel = static(weight.shape[2:], "a kernel's size")
         if is_static(x.shape[2:]) or set(attrs["strides"]) == {1}:
             window = Window.over(x.shape[2:], kernel, {**attrs, "auto_pad": mode})

@@ -128,7 +128,7 @@ def _deform_types(call: OpCall) -> tuple[TensorType]:
     if x.shape[1] != w.shape[1] * attrs["group"] or offset.shape != wanted:
         raise ShapeError(f"DeformConv of {x} by {w} takes offsets {wanted}, got {offset}")
     if call.has(4) and call.type(4).shape != (x.shape[0], groups * taps, *out):
-        raise ShapeError(f"DeformConv takes one mask value per offset, got {call.type(4)}")
+        raise ShapeError(f"DeformConv needs one mask value per offset, got {call.type(4)}")
     return (x.with_shape((x.shape[0], w.shape[0], *out)),)
 
 
