@@ -208,8 +208,7 @@ class Uses:
             # Rows of cosines that are only multiplied: a rotary position, not an embedding.
             return not (held.has_angles and self._ends(node) == {"Mul"})
         if node.op_type == "Concat":
-            # A class token or position table joins as a tensor of several axes; vectors are mostly
-            # sizes.
+            # A class token or a table of positions has several axes; vectors are not learnt.
             return bool(held.array.ndim > 1)
         if node.op_type in ELEMENTWISE:
             return self._joins(node, i, held)

@@ -267,8 +267,7 @@ class Build:
 
 
 def _located(error: InvalidInput, location: Location | None, scope: str) -> InvalidInput:
-    # Bodies apply further rows, and each would add its own place; the innermost one is the user's
-    # line.
+    # Bodies apply further rows; without the mark, each level would add the place once more.
     if location is None or getattr(error, "located", False):
         return error
     located = type(error)(f"{error} (at {location}{f', in {scope}' if scope else ''})")

@@ -98,9 +98,9 @@ def _as_momentum_of_matrix(
 
 
 def _alike(product: Node, base: Value, node: Node) -> bool:
+    """Return whether nothing broadcasts, except possibly factors."""
     # Gemm broadcasts C but not the product, and Sub and Add broadcast both; equal types exclude
     # both.
-    """Return whether nothing broadcasts, except possibly factors."""
     return product.outputs[0].type == base.type == node.outputs[0].type
 
 

@@ -78,11 +78,11 @@ class _Planes:
 
     @property
     def pitch(self) -> int:
+        """Output rows from one image to the next, such that neither reads the other's rows."""
         # Image i begins at row i p s of the stacked plane (p: pitch, s: stride), and row r of its
         # result reads rows (i p + r) s - before up to (i p + r) s - before + span - 1. The last
         # window ends before the next image if p s >= (positions - 1) s + span - before, and the
         # first window of the next image begins after this one if p s >= size + before.
-        """Output rows from one image to the next, such that neither reads the other's rows."""
         reach = (self.positions - 1) * self.stride + self.window.span(0) - self.before
         return -(-max(self.size + self.before, reach) // self.stride)
 

@@ -213,7 +213,7 @@ def _part(call: OpCall, whole: Dim) -> Dim:
     if not isinstance(known, np.ndarray) or not known.size:
         return OWN
     sizes = [int(n) for n in known.reshape(-1)]
-    # A vector may contain 0, a length of all parts may not: ONNX's definition divides by it.
+    # A vector may contain 0; a length for all parts may not, as empty parts add up to nothing.
     if min(sizes) < 0 or (known.ndim == 0 and not sizes[0]):
         raise ShapeError(f"{call.row} needs sizes above 0, got {sizes}")
     if known.ndim and isinstance(whole, int) and sum(sizes) != whole:

@@ -206,7 +206,7 @@ def _depth_to_space(x: Tensor, *, blocksize: int, mode: str) -> Tensor:
     """x: (N, C b b, H, W) -> (N, C, H b, W b)."""
     n, c, h, w = _image(x, "DepthToSpace")
     b, inner = blocksize, floor_div(c, blocksize * blocksize)
-    # DCR: the channel is (b, b, C), depth first; CRD: (C, b, b), column and row within the block.
+    # DCR reads the channels as (b, b, C), CRD as (C, b, b).
     if mode == "DCR":
         blocks = x.reshape((n, b, b, inner, h, w)).transpose(0, 3, 4, 1, 5, 2)
     else:

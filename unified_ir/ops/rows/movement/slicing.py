@@ -46,7 +46,7 @@ def _clip_bounds(size: Dim, start: Dim, end: Dim, step: int) -> tuple[Dim, Dim]:
     return _symbolic_bound(size, start, step), _symbolic_bound(size, end, step)
 
 
-# Exporters write INT32_MAX or INT64_MAX for "to the end".
+# Exporters write INT64_MAX for "to the end"; no axis is as long as 2^31.
 _FAR = 2**31
 
 
