@@ -1,7 +1,7 @@
 """Batching of functions: each node by its row's rule, its body, or a scan over the new axis.
 
 A scan is correct for every row and every region: it applies the node to one slice after the other.
-Branches and loops that take another course in each slice are scanned by design: computing both
+Branches and loops that take a different course in each slice are scanned by design: computing both
 branches and selecting would let the branch not taken fail, or spoil a gradient by 0 * inf.
 """
 

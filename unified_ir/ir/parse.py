@@ -1,4 +1,4 @@
-"""The text form read back: `parse_function(function_text(f))` has the same text and bytes.
+"""Read the text form back: `parse_function(function_text(f))` has the same text and bytes.
 
 A constant shown only by its digest is looked up among the arrays passed in. Text is untrusted:
 size, nodes and nesting are limited as in `module.pb`, and every error names the line. As with a

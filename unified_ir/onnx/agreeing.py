@@ -1,8 +1,8 @@
 """Claims that sizes are equal, made where an operator needs it and nothing proves it.
 
-ONNX lets any two sizes meet in an operator and compares them in the run; the IR has to know that
+ONNX lets any two sizes meet in an operator and compares them at run time; the IR has to know that
 they are equal. If an operator refuses sizes of which one is symbolic, that one is claimed to equal
-the other. The claim is checked in the run: if it is wrong (also where ONNX would have repeated an
+the other. The claim is checked at run time: if it is wrong (also if ONNX would have repeated an
 axis of size one), the run fails and names both sizes instead of returning something else. Two
 different numbers are never claimed to be equal.
 """

@@ -46,7 +46,7 @@ def run_function(
     sizes = dict(outer or {})
     observer = _observer.get()
     arrays: dict[Value, Array] = {}
-    # Symbols of the parameters are defined anew by each call and shadow those of enclosing scopes.
+    # Symbols of the parameters are defined again by each call and shadow those of enclosing scopes.
     for param in function.params:
         for d in param.type.shape:
             if is_symbol(d):

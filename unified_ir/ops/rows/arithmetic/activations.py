@@ -1,7 +1,7 @@
 """Activations that ONNX defines, each a body in other rows.
 
-A branch that could overflow gets 0 where it is not chosen, so that no infinity meets a zero
-cotangent.
+A branch that could overflow gets 0 where it is not chosen, so that no infinity is multiplied by a
+zero cotangent.
 """
 
 from __future__ import annotations

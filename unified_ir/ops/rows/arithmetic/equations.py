@@ -1,8 +1,9 @@
 """Einstein summation, and determinants.
 
-An equation names the axes of each operand. Axes with one name run together, and those missing from
-the result are summed. The gradient by an operand is again an equation: the operand's term and the
-result change places. Cofactors are determinants, so a determinant has a gradient where it is 0.
+An equation names the axes of each operand. Axes with the same name share an index, and those
+missing from the result are summed. The gradient for an operand is again an equation: the operand's
+term and the result change places. Cofactors are determinants, so a determinant has a gradient where
+it is 0.
 """
 
 from __future__ import annotations

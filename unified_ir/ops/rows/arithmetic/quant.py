@@ -1,7 +1,7 @@
 """Rows that quantize: x ~ (q - zero_point) * scale.
 
-There is one scale in all, one per slice of an axis, or one per block along it. Rounding is half to
-even; values out of range saturate.
+There is one scale for the whole tensor, one per slice of an axis, or one per block along it.
+Rounding is half to even; values out of range saturate.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _dequantize(
 
 
 def _check_scale(call: OpCall) -> None:
-    """Require one scale in all, one per slice of `axis`, or one per block; zero points alike."""
+    """Require one scale for all, one per slice of `axis`, or one per block; zero points alike."""
     x, scale, block = call.type(0), call.type(1), call.attrs["block_size"]
     zero_fits = not call.has(2) or call.type(2).shape == scale.shape
     # A scale of shape () goes with a zero point of shape (1,) and the other way round.

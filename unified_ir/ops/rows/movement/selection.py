@@ -1,7 +1,7 @@
 """Rows that choose elements by value: largest, distinct, non-zero, marked.
 
-Except for TopK of a known k only the data decide how many there are; such a size is a symbol of the
-node's own.
+Except for TopK with a known k, only the data decide how many elements there are; such a size is a
+symbol that the node introduces.
 """
 
 from __future__ import annotations

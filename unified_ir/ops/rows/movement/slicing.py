@@ -1,4 +1,4 @@
-"""Slices: their bounds, sizes that only a run decides, and the gradient that writes back."""
+"""Slices: their bounds, sizes known only at run time, and the gradient that writes back."""
 
 from __future__ import annotations
 
