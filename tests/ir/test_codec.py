@@ -255,7 +255,7 @@ def test_a_constant_under_another_name_is_refused():
     ((name, tensor),) = tensors.items()
     i = list(bent.strings).index(name)
     bent.strings[i] = "constant.0000000000000000"
-    with pytest.raises(Corrupt, match="not the constant of that digest"):
+    with pytest.raises(Corrupt, match="not hold the constant of that digest"):
         decode(bent.SerializeToString(), {bent.strings[i]: tensor})
 
 
