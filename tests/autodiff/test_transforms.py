@@ -115,7 +115,7 @@ def test_gradients_keep_symbolic_sizes_and_element_types():
 
 def test_a_vector_is_refused_with_the_way_out():
     f = function(vectors("x"), lambda x: x * x)
-    with pytest.raises(InvalidInput, match=r"a gradient is of a scalar.*use vjp with a cotangent"):
+    with pytest.raises(InvalidInput, match=r"a gradient needs a scalar.*use vjp with a cotangent"):
         grad(f)
 
 

@@ -264,7 +264,7 @@ def test_what_trains_is_shown_and_chosen(model, tmp_path, capsys):
     assert "stem.conv.weight" in found["buffer"]
     code, _, error = run(capsys, *argv, "--frozen", "rope.*")
     assert code == 2
-    assert "no tensor of the model fits 'rope.*'; there are stem.conv.weight" in error
+    assert "no tensor of the model matches 'rope.*'; there are stem.conv.weight" in error
 
 
 def flattening():

@@ -274,7 +274,7 @@ def test_own_gradients_take_everything_as_argument():
     build = Build(TABLE, "f")
     with build:
         x = build.param("x", TensorSpec((3,)))
-        with pytest.raises(InvalidInput, match="takes everything it uses as an argument"):
+        with pytest.raises(InvalidInput, match="must take everything it uses as an argument"):
             ops.custom_gradient(lambda y: y * x, lambda y, z, g: g, x * 2.0)
 
 

@@ -110,7 +110,7 @@ def test_a_captured_tensor_is_refused():
 
         return inner(x)
 
-    with pytest.raises(InvalidInput, match="takes everything it uses as an argument"):
+    with pytest.raises(InvalidInput, match="must take everything it uses as an argument"):
         f(X)
 
 

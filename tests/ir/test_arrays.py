@@ -94,7 +94,7 @@ def test_strings_are_no_tensor_of_a_file():
 
 
 def test_an_array_of_objects_is_a_tensor_only_of_strings():
-    with pytest.raises(InvalidInput, match="only where each is a str"):
+    with pytest.raises(InvalidInput, match="only if each object is a str"):
         type_of(np.array(["a", None], object))
 
 

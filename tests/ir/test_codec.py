@@ -179,24 +179,24 @@ F = ("functions", 0, "function")
 BENT = {
     "a newer format": (_set(("format_version",), 4), InvalidInput, "format version 4"),
     "no format": (_set(("format_version",), 0), Corrupt, "no format version"),
-    "operator index": (_set((*F, "nodes", 1, "op"), 99), Corrupt, "operator 99 of"),
+    "operator index": (_set((*F, "nodes", 1, "op"), 99), Corrupt, "operator 99 does not exist"),
     "operand ahead": (_set((*F, "nodes", 1, "inputs", 0), 99), Corrupt, "value 98, which"),
-    "type index": (_set((*F, "nodes", 0, "outputs", 0), 99), Corrupt, "type 99 of"),
-    "result index": (_set((*F, "results", 0), 2**32 - 1), Corrupt, "value 4294967295 of"),
-    "parameter index": (_set((*F, "param_types", 0), 77), Corrupt, "type 77 of"),
-    "string index": (_set((*F, "name"), 999), Corrupt, "string 999 of"),
-    "place index": (_set((*F, "nodes", 0, "place"), 99), Corrupt, "place 98 of"),
+    "type index": (_set((*F, "nodes", 0, "outputs", 0), 99), Corrupt, "type 99 does not exist"),
+    "result index": (_set((*F, "results", 0), 2**32 - 1), Corrupt, "4294967295 does not exist"),
+    "parameter index": (_set((*F, "param_types", 0), 77), Corrupt, "type 77 does not exist"),
+    "string index": (_set((*F, "name"), 999), Corrupt, "string 999 does not exist"),
+    "place index": (_set((*F, "nodes", 0, "place"), 99), Corrupt, "place 98 does not exist"),
     "lost name": (lambda m: m.functions[0].function.param_names.pop(), Corrupt, "parameter names"),
     "same name": (_set((*F, "param_names", 0), 2), Corrupt, "needs a unique name"),
     "same function": (_set(("functions", 1, "name"), 0), Corrupt, "two functions"),
-    "entry index": (lambda m: m.entries.add(name=0, function=9), Corrupt, "function 9 of"),
+    "entry index": (lambda m: m.entries.add(name=0, function=9), Corrupt, "function 9 does not"),
     "entries": (lambda m: [m.entries.add() for _ in "ab"], Corrupt, "state tensors are named"),
     "dtype": (lambda m: m.types.add(dtype=99), Corrupt, "unknown element type 99"),
     "a newer form": (lambda m: m.types.add(form=1, dtype=1), Corrupt, "version 1 has no"),
     "a newer dtype": (lambda m: m.types.add(dtype=8), Corrupt, "version 1 has no"),
     "form": (_newer(form=9), Corrupt, "unknown form of type: 9"),
     "a sequence of nothing": (_newer(form=1), Corrupt, "unknown element type 0"),
-    "a sequence of itself": (_newer(form=1, element=99), Corrupt, "type 98 of"),
+    "a sequence of itself": (_newer(form=1, element=99), Corrupt, "type 98 does not exist"),
     "a sequence with sizes": (_newer(form=1, dtype=1, shape=[2]), Corrupt, "only an element type"),
     "a sequence of sequences": (
         lambda m: (_newer(form=1, dtype=1)(m), _newer(form=1, element=len(m.types))(m)),
@@ -209,7 +209,7 @@ BENT = {
     "no dtype": (lambda m: m.types.add(), Corrupt, "unknown element type 0"),
     "rank": (lambda m: m.types.add(dtype=1, shape=[1] * 17), Corrupt, "17 axes"),
     "size": (lambda m: m.types.add(dtype=1, shape=[2**63 - 1]), Corrupt, "at most"),
-    "size index": (lambda m: m.types.add(dtype=1, shape=[-9]), Corrupt, "symbolic size 8 of"),
+    "size index": (lambda m: m.types.add(dtype=1, shape=[-9]), Corrupt, "symbolic size 8 does"),
     "size text": (lambda m: m.dims.append("N//0"), Corrupt, "divided by zero"),
     "size form": (lambda m: m.dims.append("N*2"), Corrupt, "normal form"),
     "no size": (lambda m: m.dims.append("3"), Corrupt, "normal form"),
@@ -246,7 +246,7 @@ def test_a_bent_message_is_refused_by_name(name):
 def test_the_error_names_function_node_and_operator():
     bent, tensors = message()
     bent.functions[1].function.nodes[2].outputs[0] = 99
-    with pytest.raises(Corrupt, match=r"module.pb: function 'step': node 2 \(\S+\): type 99 of"):
+    with pytest.raises(Corrupt, match=r"module.pb: function 'step': node 2 \(\S+\): type 99 does"):
         decode(bent.SerializeToString(), tensors)
 
 
@@ -255,7 +255,7 @@ def test_a_constant_under_another_name_is_refused():
     ((name, tensor),) = tensors.items()
     i = list(bent.strings).index(name)
     bent.strings[i] = "constant.0000000000000000"
-    with pytest.raises(Corrupt, match="not the constant of that digest"):
+    with pytest.raises(Corrupt, match="not hold the constant of that digest"):
         decode(bent.SerializeToString(), {bent.strings[i]: tensor})
 
 

@@ -63,7 +63,7 @@ def test_wrong_use_is_refused_by_name():
         cell.freeze("layer9.*")
     with pytest.raises(InvalidInput, match="takes image; got 2"):
         cell(*data(2))
-    with pytest.raises(InvalidInput, match="output 'nowhere' is given by no node"):
+    with pytest.raises(InvalidInput, match="output 'nowhere' is not produced by any node"):
         import_onnx(resnet(), outputs=["nowhere"])
     with pytest.raises(InvalidInput, match=r"output 'logit' .*; there are 'logits'"):
         import_onnx(resnet(), outputs=["logit"])

@@ -220,12 +220,12 @@ def test_weights_in_a_file_beside_the_model_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("location", "entries", "error", "words"),
     [
-        ("/etc/passwd", {}, Corrupt, "data lies beside the model"),
-        ("../w.bin", {}, Corrupt, "data lies beside the model"),
-        ("a/../../w.bin", {}, Corrupt, "data lies beside the model"),
+        ("/etc/passwd", {}, Corrupt, "it must lie beside the model"),
+        ("../w.bin", {}, Corrupt, "it must lie beside the model"),
+        ("a/../../w.bin", {}, Corrupt, "it must lie beside the model"),
         ("link.bin", {}, Corrupt, "a link out of the folder"),
         ("absent.bin", {}, NotFound, "which is not in"),
-        ("", {}, Corrupt, "data lies beside the model"),
+        ("", {}, Corrupt, "it must lie beside the model"),
         ("w.bin", {"offset": 8}, Corrupt, "beyond the end of w.bin"),
         ("w.bin", {"length": 8}, Corrupt, "8 external bytes, it takes 32"),
         ("w.bin", {"offset": "-4"}, Corrupt, "a number was expected"),

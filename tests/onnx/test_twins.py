@@ -104,7 +104,7 @@ def test_equal_weights_named_alike_in_branches_are_tied(scales, tie, names):
 
 
 def test_a_refused_pattern_names_both_of_the_weights_that_are_named_alike():
-    with pytest.raises(InvalidInput, match=r"'z\*' fits no two equal weights; .* w = else\.w"):
+    with pytest.raises(InvalidInput, match=r"'z\*' matches no two equal weights; .* w = else\.w"):
         import_onnx(named_alike_in_branches(1, 1), tie=["z*"])
 
 
@@ -116,7 +116,7 @@ def test_a_pattern_chooses_among_weights_named_alike_by_the_names_they_get():
 
 @pytest.mark.parametrize("tie", [["h.*"], ["nothing"], ["wte", "h.*"], ["*", "nothing"]])
 def test_a_pattern_that_ties_nothing_is_refused(tie):
-    words = "tie: .* fits no two equal weights; equal are wte = head"
+    words = "tie: .* matches no two equal weights; equal are wte = head"
     with pytest.raises(InvalidInput, match=words):
         import_onnx(language_model(), tie=tie)
 

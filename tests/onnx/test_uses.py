@@ -223,7 +223,7 @@ def test_the_caller_says_what_trains():
     both = {"inv_freq": "parameter", "q.weight": "buffer"}
     assert made(trainable=["*freq"], frozen=["q.*"]) == both
     assert made(trainable=["*freq"], frozen=["*"]) == both
-    with pytest.raises(InvalidInput, match=r"trainable: .* fits 'rope.*'; there are inv_freq"):
+    with pytest.raises(InvalidInput, match=r"trainable: .* matches 'rope.*'; there are inv_freq"):
         made(trainable=["rope.*"])
 
 
@@ -235,7 +235,7 @@ def test_no_pattern_makes_parameters_of_running_statistics():
 
 
 def test_a_pattern_that_fits_running_statistics_alone_is_refused_by_name():
-    words = r"trainable: 'stem\.\*running\*' fits running statistics alone: stem.bn.running_mean, "
+    words = r"trainable: 'stem\.\*running\*' fits only running statistics: stem.bn.running_mean, "
     with pytest.raises(InvalidInput, match=words):
         import_onnx(resnet(), trainable=["*.weight", "stem.*running*"])
 

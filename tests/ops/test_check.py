@@ -43,7 +43,7 @@ WRONG = {
     "kind of tuple": (lambda: one("Transpose", perm=(1.0, 0.0)), "'perm' is INTS, not tuple"),
     "absent attribute": (lambda: one("MaxPool", inputs=(TensorSpec((1, 1, 4, 4)),)),
                          "'kernel_shape' is absent"),
-    "shape": (lambda: one("Relu", output=TensorSpec(("N", 5))), r"claims float32\[N,5\]"),
+    "shape": (lambda: one("Relu", output=TensorSpec(("N", 5))), r"claims the types float32\[N,5\]"),
     "symbol": (lambda: one("Relu", output=TensorSpec(("M", 4))), r"gives float32\[N,4\]"),
     "dtype": (lambda: one("Relu", output=X.with_dtype(TensorSpec((), "float64").dtype)), "claims"),
     "mixed dtypes": (lambda: one("Add", inputs=(X, TensorSpec(("N", 4), "int64"))),
@@ -56,7 +56,7 @@ WRONG = {
     "types of a region": (lambda: one("CustomGradient", domain="triplane",
                                       regions=(identity(X.with_shape((3,))),) * 2), "to a region"),
     "size of another": (lambda: one("Loop", domain="triplane", inputs=LOOP, num_carry=1, trips="N",
-                                    regions=(identity(*LOOP[::-1]),)), "is taken"),
+                                    regions=(identity(*LOOP[::-1]),)), "exists already"),
     "crash of a rule": (lambda: one("Concat", axis=0, inputs=()), "operands, not 0"),
 }
 # fmt: on

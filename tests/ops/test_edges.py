@@ -145,7 +145,7 @@ def test_an_overwritten_update_has_gradient_zero(name):
 )
 def test_the_row_of_reshape_refuses_what_onnx_finds_undetermined(shape, sizes):
     row = TABLE["", "Reshape"]
-    with pytest.raises(ShapeError, match="beside an empty axis -1 may be any size"):
+    with pytest.raises(ShapeError, match="next to an empty axis -1 may be any size"):
         trace(lambda x: row(x, np.array(sizes)), TensorSpec(shape))
 
 

@@ -209,7 +209,7 @@ def test_attributes_are_checked_by_name_and_kind():
     with build:
         with pytest.raises(InvalidInput, match="Softmax has no attribute 'axes'; it has axis"):
             ops.softmax(x, axes=1)
-        with pytest.raises(InvalidInput, match=r"Softmax.axis is INT, got 'last'"):
+        with pytest.raises(InvalidInput, match=r"Softmax.axis must be of kind INT, got 'last'"):
             ops.softmax(x, axis="last")
         with pytest.raises(InvalidInput, match="needs the attribute 'to'"):
             TABLE["", "Cast"](x)

@@ -44,7 +44,7 @@ def test_what_an_entry_assigns_to_state_is_left_out():
     module = Module({"predict": function}, {"predict": "predict"}, state, {})
     assert freeze(module, "predict").function.result_names == ("y",)
     only = trace(lambda x: {"count": x.sum()}, SPEC, name="predict")
-    with pytest.raises(InvalidInput, match="nothing but state"):
+    with pytest.raises(InvalidInput, match="only state"):
         freeze(Module({"predict": only}, {"predict": "predict"}, state, {}), "predict")
 
 

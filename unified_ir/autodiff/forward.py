@@ -26,6 +26,8 @@ def pushforward(
 
     `wanted`: indices of floating-point parameters; results of other types have no tangent.
     """
+    # The pullback is recorded into a function of its own, at u = 0. It is linear in u, so the point
+    # does not matter, and zeros are cheapest.
     outer = recorder()
     outputs, pull = record_vjp(function, args, wanted)
     floats = [i for i, y in enumerate(outputs) if y.dtype.is_float]
@@ -39,12 +41,16 @@ def pushforward(
     with inner:
         us = {}
         for i, zero in zip(floats, at_zero, strict=True):
+            # A build that computes as it records (eager mode) needs the values of parameters as
+            # well.
             array = None if outer.arrays is None else outer.arrays[zero.value]
             us[i] = inner.param(f"u{i}", zero.type, array)
         pulled = pull([us.get(i) for i in range(len(outputs))])
         reached = {f"d{k}": d for k, d in enumerate(pulled) if d is not None}
     transposed = inner.finish(reached)
     numbers = [k for k, d in enumerate(pulled) if d is not None]
+    # Values of the primal computation that the pullback reads are captured as further parameters;
+    # only the first ones, u, are differentiated.
     _, push_back = record_vjp(transposed, [*at_zero, *inner.captured], range(len(floats)))
 
     def push(tangents: Sequence[Tensor]) -> list[Tensor | None]:

@@ -34,6 +34,8 @@ def record_vjp(
     `wanted`; None for a parameter that no result depends on.
     """
     replay = Replay(function, args)
+    # Only nodes that a wanted parameter reaches get a pullback, so rows without a gradient rule are
+    # allowed anywhere else.
     active = {function.params[i] for i in wanted if function.params[i].type.carries_gradient}
     steps: list[_Step] = []
     for node in function.nodes:
@@ -68,10 +70,14 @@ def _pull_node(
     cotangents: dict[Value, Tensor],
     active: set[Value],
 ) -> None:
+    # Each value has one producer and all its readers come later, so its cotangent is complete here.
+    # It is removed because nothing reads it again, which bounds memory in eager mode.
     gs = [cotangents.pop(v, None) for v in node.outputs]
     if all(g is None for g in gs):
         return
+    # `draw` and error messages tell backward nodes from forward ones by this scope.
     with build.at(Meta(node.meta.location, f"grad.{node.meta.scope}".rstrip("."))):
+        # A rule may leave out trailing operands, to which no gradient flows.
         for value, g in zip(node.inputs, pullback(gs), strict=False):
             if value is not None and value in active:
                 _accumulate(cotangents, value, g)
@@ -82,8 +88,12 @@ def _record_node(replay: Replay, node: Node) -> tuple[Sequence[Tensor], Pullback
     inputs, attrs = replay.inputs(node), replay.attrs(node)
     regions, n = replay.regions(node), len(node.outputs)
     with replay.build.at(node.meta):
+        # Such a row records its own forward nodes, because its gradient needs values that the plain
+        # node does not return, such as those inside a loop.
         if row.vjp_with_residuals is not None and not _passes_held(node):
             return row.vjp_with_residuals(inputs, attrs, regions, n, vjp_of=_vjp_of)
+        # A rule of the row itself takes precedence over its body: it is there because it is cheaper
+        # or numerically better.
         if row.vjp is None and row.body is not None:
             return _record_body(row, attrs, inputs, n)
         outputs = replay.build.apply(row, inputs, attrs, regions=regions, outputs=n)
@@ -124,6 +134,8 @@ def _record_body(
 ) -> tuple[Sequence[Tensor], Pullback]:
     types = tuple(None if x is None else x.type for x in inputs)
     known = [None if x is None else recorder().known(x) for x in inputs]
+    # Bodies may depend on the contents of operands, such as axes; those are part of the cache's
+    # key.
     body = body_function(recorder().table, row, types, attrs, n, known)
     present = [i for i, x in enumerate(inputs) if x is not None]
     args = [x for x in inputs if x is not None]

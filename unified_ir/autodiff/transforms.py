@@ -37,7 +37,7 @@ def value_and_grad(
     target = function.result_names[0] if of is None else of
     if function.result(target).type.shape != ():
         raise ShapeError(
-            f"a gradient is of a scalar, but {target!r} is {function.result(target).type}; "
+            f"a gradient needs a scalar, but {target!r} is {function.result(target).type}; "
             "reduce it, or use vjp with a cotangent"
         )
     one = np.ones((), function.result(target).type.dtype.numpy)
@@ -52,8 +52,9 @@ def value_and_grad(
 def grad(
     function: Function, wrt: Sequence[str] | None = None, *, of: str | None = None
 ) -> Function:
-    """As `value_and_grad`, with the gradients as the only results."""
+    """Like `value_and_grad`, with the gradients as the only results."""
     both, n = value_and_grad(function, wrt, of=of), len(function.results)
+    # Without the other results, forward nodes that only they need are dropped.
     return clean(both.with_(results=both.results[n:], result_names=both.result_names[n:]))
 
 

@@ -1,7 +1,7 @@
 """Batching of functions: each node by its row's rule, its body, or a scan over the new axis.
 
 A scan is correct for every row and every region: it applies the node to one slice after the other.
-Branches and loops that take another course in each slice are scanned by design: computing both
+Branches and loops that take a different course in each slice are scanned by design: computing both
 branches and selecting would let the branch not taken fail, or spoil a gradient by 0 * inf.
 """
 
@@ -40,6 +40,8 @@ def vectorize(
     try:
         return _by_node(function, args, batched, size)
     except Ragged:
+        # A data-dependent size inside the function is fine in a scan, as each slice has its own; in
+        # a result, slices would have different shapes and could not be stacked.
         opened = {name for node in function.nodes for name in introduced(node)}
         if any(opened & r.type.symbols for r in function.results):
             raise
@@ -66,6 +68,8 @@ class _BatchedReplay(Replay):
         self.batched = dict(zip(function.params, batched, strict=True))
         slices = [_Slice(x) if b else x for x, b in zip(args, batched, strict=True)]
         super().__init__(function, slices)  # type: ignore[arg-type]
+        # `Replay` has matched the types of slices with those of parameters, which gives the sizes
+        # of symbols; the values that nodes read are the whole batches.
         self.values.update(zip(function.params, args, strict=True))
 
     def run(self, node: Node) -> tuple[Tensor, ...]:
@@ -93,6 +97,8 @@ class _BatchedReplay(Replay):
             rule = row.batch or _DEFAULTS.get(row.infer)
             if rule is not None:
                 return rule(call)
+            # A row with a gradient rule of its own is scanned instead: through its body, a later
+            # gradient would follow the rules of other rows.
             if row.body is not None and row.vjp is None:
                 return self._through_body(call)
         except NeedsScan:
@@ -108,6 +114,8 @@ class _BatchedReplay(Replay):
         body = body_function(self.build.table, call.row, types, call.attrs, len(call.types), known)
         present = [(x, b) for x, b in zip(call.inputs, call.batched, strict=True) if x is not None]
         outputs, flags = _by_node(body, [x for x, _ in present], [b for _, b in present], self.size)
+        # All results are batched from here on, so those that did not depend on the batch are
+        # repeated.
         return [y if b else with_axis(y, self.size) for y, b in zip(outputs, flags, strict=True)]
 
     def _scanned(self, call: BatchedCall, node: Node) -> list[Tensor]:
@@ -145,6 +153,7 @@ def _by_scan(f: Any, args: Sequence[Tensor], batched: Flags) -> list[Tensor]:
     """Apply `f` to one slice after the other."""
 
     def step(_: Any, slices: Any) -> tuple[Any, list[Tensor]]:
+        # `scan` cuts the batched operands; the others are the same in each step.
         rest = iter(slices)
         operands = [next(rest) if b else x for x, b in zip(args, batched, strict=True)]
         return (), list(f(operands))

@@ -54,6 +54,7 @@ def zero_gradient(function: Function, name: str, of: str | None = None) -> ZeroG
     known = {v: n for n in function.nodes if not n.inputs for v in n.outputs}
     stops = []
     for node in function.nodes:
+        # A node on no path from the parameter to the result explains nothing.
         if needed.isdisjoint(node.outputs) or depends.isdisjoint(node.inputs):
             continue
         depends.update(node.outputs)

@@ -20,6 +20,7 @@ from triplane.unified_ir.files.tensors import StoredTensor
 from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.ir.types import DType, TensorType, is_plain, string, type_of
 
+# Files have names for two of the 8-bit float formats; other narrow elements are stored as bytes.
 _STORED_NAME: Final = {
     "float8e4m3fn": "float8_e4m3fn",
     "float8e5m2": "float8_e5m2",
@@ -35,6 +36,7 @@ _STORED_NAME: Final = {
 _LENGTH: Final = np.dtype("<u4")
 """The length before the bytes of each string."""
 CONSTANT_PREFIX: Final = "constant."
+# 64 bits of SHA-256. The encoder refuses two constants that differ and share a name.
 _NAME_DIGITS: Final = 16
 
 
@@ -89,6 +91,7 @@ def from_raw(data: bytes, type_: TensorType) -> Array:
 
 def constant_name(array: Array) -> str:
     """Return the name of a large constant in the weights: a digest of its type and bytes."""
+    # The type is part of the name, since arrays with equal bytes may differ in dtype or shape.
     state = hashlib.sha256(str(type_of(array)).encode() + b"\0")
     if array.dtype.kind == "O":
         state.update(raw(array))
@@ -112,6 +115,7 @@ def _packed_size(shape: tuple[int, ...], bits: int) -> int:
 def _packed(array: Array, bits: int) -> Array:
     """Pack each element's lowest bits, the first element of a byte lowest."""
     flat = np.asarray(array, order="C").reshape(-1)
+    # In memory int4 -1 is the byte 0xff (sign-extended); only its lowest bits are stored.
     held = flat.view(np.uint8) if flat.dtype.kind == "V" else flat.astype(np.int8).view(np.uint8)
     each = 8 // bits
     narrow = np.zeros(-(-len(held) // each) * each, np.uint8)
@@ -127,6 +131,8 @@ def _viewed(data: np.ndarray[Any, Any], type_: TensorType, shape: tuple[int, ...
         array = _unpacked(data, type_, shape)
     elif type_.dtype.name == "bool":
         bits = data.view(np.uint8)
+        # numpy assumes that a bool is 0 or 1; other bytes would give results that depend on the
+        # kernel.
         if bits.size and int(bits.max()) > 1:
             raise Corrupt("a bool is the byte 0 or 1")
         array = bits.view(np.bool_).reshape(shape)
@@ -140,6 +146,7 @@ def _unpacked(data: Array, type_: TensorType, shape: tuple[int, ...]) -> Array:
     bits = type_.dtype.bits
     each = [data >> (bits * k) & (2**bits - 1) for k in range(8 // bits)]
     narrow = np.stack(each, axis=-1).reshape(-1)
+    # Padding must be zero, so that one array has only one encoding and its digest is well defined.
     n = math.prod(shape)
     if narrow[n:].any():
         raise Corrupt(f"the padding after {bits}-bit elements is not zero")
@@ -147,6 +154,7 @@ def _unpacked(data: Array, type_: TensorType, shape: tuple[int, ...]) -> Array:
         return narrow[:n].astype(np.uint8).view(type_.dtype.numpy).reshape(shape)
     signed = narrow[:n].view(np.int8)
     if type_.dtype.kind == "int":
+        # Sign extension: (v ^ 2^(b-1)) - 2^(b-1) maps 0..2^b-1 to -2^(b-1)..2^(b-1)-1.
         top = 2 ** (bits - 1)
         signed = (signed ^ top) - top
     return signed.astype(type_.dtype.numpy).reshape(shape)
@@ -155,6 +163,7 @@ def _unpacked(data: Array, type_: TensorType, shape: tuple[int, ...]) -> Array:
 def _strings(data: bytes, type_: TensorType, shape: tuple[int, ...]) -> Array:
     """Read as many strings as the shape requires; refuse bytes after them."""
     n, at = math.prod(shape), 0
+    # Checked before the allocation: a few bytes may declare a shape of 2^60 strings.
     if n * _LENGTH.itemsize > len(data):
         raise Corrupt(f"{type_} takes more than {len(data)} bytes")
     array = np.empty(n, np.object_)

@@ -92,7 +92,7 @@ def _filled(encoder: Encoder, contents: ModuleContents) -> Encoder:
     except InvalidInput:
         raise
     except (ValueError, TypeError, OverflowError) as error:
-        raise InvalidInput(f"the module holds values that files cannot: {error}") from error
+        raise InvalidInput(f"the module holds values that a file cannot hold: {error}") from error
     return encoder
 
 

@@ -76,6 +76,8 @@ class Decoder:
         for table in (message.ops, message.types, message.entries, message.state):
             _at_most(limits.MAX_TYPES, table, "types, operators, entries or state tensors")
         self.strings = [_string(s) for s in message.strings]
+        # In the order in which tables refer to each other: types need sizes, and operators need
+        # strings.
         self.dims = _dims(message.dims, negative=message.format_version >= NEGATIVE_VERSION)
         self.ops = [self._op(op) for op in message.ops]
         self.types: list[TensorType] = []
@@ -99,7 +101,7 @@ class Decoder:
         _at_most(limits.MAX_PROPERTIES, message.meta, "properties")
         meta = {_name(p.key): _string(p.value) for p in message.meta}
         if [p.key for p in message.meta] != sorted(meta):
-            raise Corrupt("properties are sorted by key, each key once")
+            raise Corrupt("properties must be sorted by key, with each key once")
         return ModuleContents(functions, entries, state, meta)
 
     def function(self, message: pb.Function, label: str, depth: int = 0) -> Function:
@@ -107,10 +109,14 @@ class Decoder:
         try:
             if depth > limits.MAX_REGION_DEPTH:
                 raise Corrupt(f"regions nest deeper than {limits.MAX_REGION_DEPTH}")
+            # Counted over the whole module: many functions and regions, each small, must not add up
+            # either.
             self.nodes += len(message.nodes)
             if self.nodes > limits.MAX_NODES:
                 raise Corrupt(f"the module has more than {limits.MAX_NODES} nodes")
             params = self._params(message)
+            # Only earlier values are in the list, so a function that decodes is closed and in
+            # order.
             values = list(params)
             nodes = self._nodes(message, values, depth)
             names = self._names(message.result_names)
@@ -150,6 +156,7 @@ class Decoder:
         types, n = self.types, len(values)
         inputs = []
         for i in message.inputs:
+            # Operand i is value i - 1, and n values precede the node.
             if i > n:
                 raise Corrupt(f"operand is value {i - 1}, which is not computed before it")
             inputs.append(values[i - 1] if i else None)
@@ -166,6 +173,7 @@ class Decoder:
         before = ""
         for item in message.attributes:
             name = self.name(item.name)
+            # Strictly ascending names: no duplicates, and only one encoding of the same attributes.
             if name <= before:
                 raise Corrupt(f"attribute {name!r} is out of order or occurs twice")
             before = name
@@ -204,8 +212,10 @@ class Decoder:
         if not name.startswith(CONSTANT_PREFIX):
             raise Corrupt(f"a constant is named {CONSTANT_PREFIX}..., not {name[:80]!r}")
         array = self._weight(name, type_)
+        # The name is a digest of the contents. Without this check a changed weight could pass as
+        # the constant that a reviewed graph names.
         if constant_name(array) != name:
-            raise Corrupt(f"{name!r} is not the constant of that digest")
+            raise Corrupt(f"{name!r} does not hold the constant of that digest")
         return array
 
     def _weight(self, name: str, type_: TensorType) -> Array:
@@ -257,11 +267,14 @@ class Decoder:
 
     def _place(self, message: pb.Place) -> Meta:
         scope, file = self.string(message.scope), self.string(message.file)
+        # Places are printed in error messages; control characters could forge a line of a log or
+        # move the cursor of a terminal.
         if not (scope + file).isprintable():
-            raise Corrupt(f"a place is printable, got {file[:80]!r} {scope[:80]!r}")
+            raise Corrupt(f"a place must be printable text, got {file[:80]!r} {scope[:80]!r}")
         if not message.line and not file:
             return Meta(None, scope)
         path = PurePosixPath(file)
+        # An absolute path would also reveal the machine on which the model was traced.
         if path.is_absolute() or ".." in path.parts or PureWindowsPath(file).drive:
             raise Corrupt(f"a source file is relative to its import root, got {file[:80]!r}")
         return Meta(Location(file, message.line), scope)
@@ -275,6 +288,8 @@ class Decoder:
             raise Corrupt(f"state {name!r} has the unknown role {message.role}")
         role = _ROLES[message.role]
         try:
+            # Contents of personal tensors are in no file. Zeros stand in for them until
+            # `Module.initial` gives the start value.
             if role is Role.PERSONAL:
                 return name, StateTensor(role, _zeros(type_))
             return name, StateTensor(role, self._weight(name, type_))
@@ -322,6 +337,7 @@ def _dims(texts: Sequence[str], *, negative: bool) -> list[Dim]:
         total += len(text)
         if total > limits.MAX_DIMS_CHARS:
             raise Corrupt(f"symbolic sizes take more than {limits.MAX_DIMS_CHARS} characters")
+        # Only attributes may use a negative number; `tensor_type` refuses it in a shape.
         if negative and _NEGATIVE.fullmatch(text) and int(text) >= -(2**63):
             dims.append(int(text))
             continue
@@ -329,6 +345,7 @@ def _dims(texts: Sequence[str], *, negative: bool) -> list[Dim]:
             dim = parse(text)
         except InvalidInput as error:
             raise Corrupt(f"a symbolic size: {error}") from error
+        # Equal sizes are compared by normal form, so another spelling of the same size is refused.
         if isinstance(dim, int) or str(dim) != text:
             raise Corrupt(f"the size {text[:80]!r} is not in normal form, which is {dim}")
         dims.append(dim)
@@ -338,20 +355,23 @@ def _dims(texts: Sequence[str], *, negative: bool) -> list[Dim]:
 def _zeros(type_: TensorType) -> Array:
     """Return zeros that take no memory, however large the type."""
     shape = static_shape(type_)
+    # `size or 1`: an empty axis must not hide axes so long that numpy overflows on their product.
     if type_.dtype.bits * math.prod(size or 1 for size in shape) > 8 * limits.MAX_TENSOR_BYTES:
         raise Corrupt(f"a tensor has at most {limits.MAX_TENSOR_BYTES} bytes, not {type_}")
     return np.broadcast_to(np.zeros((), type_.dtype.numpy), shape)
 
 
 def _pick(table: Sequence[_T], i: int, what: str) -> _T:
+    # Indices are unsigned on the wire or computed to be >= 0; a negative one would read from the
+    # end.
     if i >= len(table):
-        raise Corrupt(f"{what} {i} of {len(table)}")
+        raise Corrupt(f"{what} {i} does not exist, the module has {len(table)}")
     return table[i]
 
 
 def _at_most(limit: int, items: Sequence[Any], what: str) -> None:
     if len(items) > limit:
-        raise Corrupt(f"{len(items)} {what}, at most {limit}")
+        raise Corrupt(f"{len(items)} {what}, at most {limit} are read")
 
 
 def _name(text: str) -> str:

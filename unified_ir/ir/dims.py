@@ -26,6 +26,8 @@ MAX_TERMS: Final = 64
 MAX_DEGREE: Final = 32
 MAX_DIM: Final = 2**62
 _MAX_COEFFICIENT: Final = 2**63
+# Each nested floor division writes at most two pairs: around an operand, and around the quotient
+# where it is a factor. The text of every valid dimension therefore reads back.
 _MAX_PARENTHESES: Final = 2 * MAX_NESTING + 2
 
 Monomial = tuple[tuple["str | FloorDiv", int], ...]
@@ -44,6 +46,7 @@ class FloorDiv:
 
     __repr__ = __str__
 
+    # Cached, because monomials are sorted by the text of their atoms in every product.
     @cached_property
     def _text(self) -> str:
         return f"{_wrapped(self.numerator)}//{_wrapped(self.denominator)}"
@@ -110,6 +113,7 @@ def as_dim(x: int | str | Expr) -> Dim:
         x = parse(x)
     if isinstance(x, Expr):
         return x
+    # A bool is an int in Python, so True would pass as the size 1.
     if isinstance(x, bool) or int(x) != x or not 0 <= x <= MAX_DIM:
         raise InvalidInput(f"a dimension is an int in 0..2**62 or a symbol, got {x!r}")
     return int(x)
@@ -158,6 +162,7 @@ def evaluate(dim: Dim, sizes: Mapping[str, int]) -> int:
 
 def substitute(dim: Dim, replacement: Mapping[str, Dim]) -> Dim:
     """Replace symbols in `dim` by other dimensions."""
+    # Most sizes of a graph mention none of the replaced symbols, so they are not expanded again.
     if isinstance(dim, int) or not symbols(dim) & replacement.keys():
         return dim
     total: Dim = 0
@@ -180,6 +185,8 @@ def floor_div(a: Dim, b: Dim) -> Dim:
     if quotient is not None:
         return quotient
     if isinstance(b, int):
+        # A polynomial divisor that does not divide exactly stays a quotient: without the signs and
+        # bounds of the symbols nothing can be split off.
         return _floor_div_by_int(a, b)
     return _irreducible(a, b)
 
@@ -198,6 +205,7 @@ def ceil_div(a: Dim, b: int) -> Dim:
 
 
 def _wrapped(dim: Dim) -> str:
+    # A negative number needs parentheses: the grammar has a sign only at the beginning of a sum.
     plain = dim >= 0 if isinstance(dim, int) else is_symbol(dim)
     return str(dim) if plain else f"({dim})"
 
@@ -254,6 +262,8 @@ def _from_terms(terms: Mapping[Monomial, int]) -> Dim:
         return 0
     if kept.keys() == {()}:
         return kept[()]
+    # Bounds for text from outside: "(a+b+c+d)*(a+b+c+d)*..." within the limit of characters would
+    # otherwise expand into thousands of terms.
     if (
         len(kept) > MAX_TERMS
         or any(abs(c) >= _MAX_COEFFICIENT for c in kept.values())
@@ -305,6 +315,8 @@ def _divide_monomial(a: Monomial, b: Monomial) -> Monomial | None:
 def _exact_quotient(a: Dim, b: Dim) -> Dim | None:
     """Return the polynomial q with a == q*b, or None (long division by the leading term)."""
     rest, quotient = a, _from_terms({})
+    # a = q b implies lead(a) = lead(q) lead(b). Each step cancels the leading term of the rest,
+    # which the order of monomials makes strictly smaller.
     lead, lead_coefficient = min(_terms(b).items(), key=lambda item: _order(item[0]))
     for _ in range(MAX_TERMS):
         if rest == 0:
@@ -326,11 +338,15 @@ def _floor_div_by_int(a: Dim, b: int) -> Dim:
     """
     if b <= 0:
         raise InvalidInput(f"dimension divided by {b}; the divisor must be positive")
+    # Python's // and % round toward minus infinity, so the remainders are in 0..b-1 for negative
+    # coefficients too.
     whole = _from_terms({m: c // b for m, c in _terms(a).items()})
     rest = {m: c % b for m, c in _terms(a).items() if c % b}
     constant = rest.pop((), 0)
     if not rest:
         return whole
+    # With X an integer, (g X + k) // (g b') = (X + k // g) // b'. This is why the constant, which
+    # was left out of the gcd, may be rounded down.
     g = math.gcd(b, *rest.values())
     reduced = {m: c // g for m, c in rest.items()}
     reduced[()] = constant // g
@@ -340,6 +356,8 @@ def _floor_div_by_int(a: Dim, b: int) -> Dim:
 def _merged(a: Dim, b: int) -> Dim:
     terms = _terms(a)
     c = terms.pop((), 0)
+    # An int denominator is positive, which `_floor_div_by_int` requires of it. Only then does (x //
+    # d + c) // b = (x + c d) // (b d) hold.
     for monomial, coefficient in terms.items():
         atom, power = monomial[0]
         single = len(terms) == coefficient == len(monomial) == power == 1
@@ -351,6 +369,8 @@ def _merged(a: Dim, b: int) -> Dim:
 def _signed_term(monomial: Monomial, c: int) -> str:
     factors = [atom for atom, power in monomial for _ in range(power)]
     texts = [str(a) for a in factors]
+    # "2*N//3" would read back as (2*N)//3, so a quotient is in parentheses wherever it has a
+    # coefficient or another factor. Powers are repeated factors.
     if len(factors) > 1 or abs(c) != 1:
         texts = [f"({a})" if isinstance(a, FloorDiv) else a for a in factors]
     if abs(c) != 1 or not factors:
@@ -368,6 +388,8 @@ def parse(text: str) -> Dim:
             f"a dimension has at most {MAX_EXPRESSION_CHARS} characters, got {len(text)}"
         )
     stripped = text.strip()
+    # Whatever the tokens do not cover is an error. Without re.ASCII, \d and \w would also accept
+    # the digits and letters of other scripts.
     unread = _TOKEN.sub("", stripped)
     if unread:
         raise InvalidInput(f"cannot read dimension {text!r} at {unread!r}")
@@ -380,6 +402,7 @@ def parse(text: str) -> Dim:
 
 
 def _parse_sum(tokens: list[str], depth: int) -> tuple[Dim, list[str]]:
+    # Stops "((((..." before Python's recursion limit does.
     if depth > _MAX_PARENTHESES:
         raise InvalidInput(f"a dimension nests at most {_MAX_PARENTHESES} parentheses")
     sign = 1
@@ -395,6 +418,7 @@ def _parse_sum(tokens: list[str], depth: int) -> tuple[Dim, list[str]]:
 
 
 def _parse_product(tokens: list[str], depth: int) -> tuple[Dim, list[str]]:
+    # * and // have equal precedence and associate to the left, as in Python.
     total, tokens = _parse_atom(tokens, depth)
     while tokens and tokens[0] in ("*", "//"):
         factor, rest = _parse_atom(tokens[1:], depth)

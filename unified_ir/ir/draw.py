@@ -52,6 +52,7 @@ class _Box:
     def width(self) -> float:
         if self.kind == "lane":
             return 2
+        # 0.85: the second line of a box is set in 9 px instead of 11.
         return max(len(self.label) * _LETTER, len(self.detail) * _LETTER * 0.85) + 18
 
 
@@ -97,6 +98,7 @@ def _sink(boxes: Sequence[_Box]) -> None:
     users: dict[_Box, list[_Box]] = {b: [] for b in boxes}
     for box in reversed(boxes):
         if box.of_state and users[box]:
+            # Sources are visited after their users, so the layers of users are final.
             box.layer = min(u.layer for u in users[box]) - 1
             if all(u.kind == "update" for u in users[box]):
                 box.kind = "update"
@@ -162,6 +164,8 @@ def _lane(layers: list[list[_Box]], source: _Box, layer: int) -> _Box:
     """Return the box just above `layer` that represents `source`: itself, or its last lane."""
     at = source
     while at.layer < layer - 1:
+        # All lines from one source share a lane in each layer, which saves most of the crossings of
+        # a value with many uses.
         lane = next((b for b in at.below if b.kind == "lane"), None)
         if lane is None:
             lane = _Box("lane", layer=at.layer + 1, above=[at])
@@ -183,6 +187,8 @@ def _order(layers: list[list[_Box]]) -> None:
     for sweep in range(_SWEEPS):
         down = sweep % 2 == 0
         for boxes in layers if down else layers[::-1]:
+            # Boxes without neighbours keep their place, and the sort is stable, so equal functions
+            # give equal drawings.
             boxes.sort(key=lambda b, down=down: _median(b.above if down else b.below, b.x))  # type: ignore[misc]
             _number(boxes)
 
@@ -195,6 +201,7 @@ def _number(boxes: Sequence[_Box]) -> None:
 def _median(tied: Sequence[_Box], default: float) -> float:
     if not tied:
         return default
+    # The mean of the two middle ones, which are the same one if the number is odd.
     xs = sorted(b.x for b in tied)
     return (xs[(len(xs) - 1) // 2] + xs[len(xs) // 2]) / 2
 
@@ -219,6 +226,8 @@ def _spread(boxes: Sequence[_Box], wanted: Sequence[float]) -> None:
         (a.width + b.width) / 2 + (_LANE if "lane" in {a.kind, b.kind} else _GAP)
         for a, b in pairwise(boxes)
     ]
+    # Each pass keeps x[i+1] - x[i] >= room[i], one by moving boxes to the right only, the other to
+    # the left only; so does their mean, which favours neither side.
     right, left = list(wanted), list(wanted)
     for i in range(1, len(right)):
         right[i] = max(right[i], right[i - 1] + room[i - 1])

@@ -63,6 +63,7 @@ class Encoder:
         for name, tensor in contents.state.items():
             role = pb.Role.Value(f"ROLE_{tensor.role.name}")
             self.message.state.add(name=self.string(name), type=self.type(tensor.type), role=role)
+        # Entries and state keep the order of the module; properties have none of their own.
         for key, text in sorted(contents.meta.items()):
             self.message.meta.add(key=key, value=text)
 
@@ -82,10 +83,12 @@ class Encoder:
     def node(self, node: Node, out: pb.Node, numbers: Mapping[Value, int], function: str) -> None:
         """Fill `out` with a node."""
         out.op = self.op(node.op)
+        # 0 stands for an absent optional operand, so value i is written as i + 1.
         out.inputs.extend(
             0 if v is None else 1 + _number(numbers, v, function) for v in node.inputs
         )
         out.outputs.extend(self.type(v.type) for v in node.outputs)
+        # Sorted, so that equal nodes give equal bytes however their attributes were passed.
         for name in sorted(node.attrs):
             self.attribute(node, name, out.attributes.add(name=self.string(name)))
         for region in node.regions:
@@ -107,11 +110,13 @@ class Encoder:
     def tensor(self, array: Array, out: pb.Attribute) -> None:
         """Write a tensor: inline if it is small, else into the weights."""
         type_ = self.type(type_of(array))
+        # Strings stay inline at any size: the weights are a safetensors file, which has no strings.
         if array.nbytes <= self._max_inline_bytes or array.dtype.kind == "O":
             out.tensor.type = type_
             out.tensor.data = raw(array)
             return
         name = constant_name(array)
+        # The name has 64 bits of the digest, so the bytes are compared too.
         held = self.constants.setdefault(name, array)
         if held is not array and raw(held) != raw(array):
             raise InvalidInput(f"two constants share the digest of {name!r}; change one of them")
@@ -142,6 +147,7 @@ class Encoder:
             return dim
         if isinstance(dim, int):
             self._needs(NEGATIVE_VERSION)
+        # Sizes share one signed field: n >= 0 is the number n, and -1 - i is entry i of the table.
         return -1 - _index(self._dims, dim, lambda d: self.message.dims.append(str(d)))
 
     def op(self, op: OpId) -> int:
@@ -156,6 +162,8 @@ class Encoder:
     def type(self, type_: TensorType) -> int:
         """Return the index of a type."""
 
+        # A type that holds another adds that one to the table first, so the decoder needs one pass
+        # and no type can contain itself.
         def add(type_: TensorType) -> None:
             message = pb.TensorType(**self._form(type_))
             if message.form or message.dtype in NEWER:
@@ -213,7 +221,9 @@ def _kind(value: AttrValue) -> str | None:
     if isinstance(value, np.ndarray):
         return "tensor"
     if isinstance(value, tuple):
+        # all() of nothing is true, so an empty tuple is written as ints; ints come before sizes.
         return next((k for t, k in _TUPLES if all(isinstance(v, t) for v in value)), None)
+    # By exact type: a bool is an instance of int but is not an attribute.
     return _SCALARS.get(type(value))
 
 

@@ -59,6 +59,8 @@ class Meta:
 NO_META: Final = Meta()
 
 
+# Identity, not fields, makes a value: two operands of equal type are different values, and hashing
+# by identity keeps lookups fast.
 @dataclass(frozen=True, slots=True, eq=False)
 class Value:
     """One SSA value, equal only to itself; only the names of parameters mean anything."""
@@ -94,6 +96,7 @@ class Function:
     _result_places: Mapping[str, int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        # Indexed once here, because passes and engines look parameters up by name for every call.
         names = tuple(p.name for p in self.params)
         object.__setattr__(self, "param_names", names)
         object.__setattr__(self, "_param_places", _places(self.name, "parameter", names))

@@ -34,6 +34,8 @@ MAX_DIMS_CHARS: Final = 32 << 10
 MAX_PROPERTIES: Final = 1_024
 MAX_TENSOR_BYTES: Final = 2**32 - 1
 
+# A region adds two levels, its function and the node that holds it; the rest is the path from the
+# module to the first node, and what is below the last one.
 _MAX_DEPTH: Final = 2 * MAX_REGION_DEPTH + 6
 _Fields = dict[int, "Descriptor | None"]
 
@@ -44,7 +46,10 @@ def check_counts(data: bytes) -> None:
     Malformed bytes pass: the parser, which runs next, refuses them.
     """
     if len(data) > MAX_MODULE_BYTES:
-        raise Corrupt(f"{len(data)} bytes, at most {MAX_MODULE_BYTES} are read")
+        raise Corrupt(f"the module has {len(data)} bytes, at most {MAX_MODULE_BYTES} are read")
+    # protobuf builds an object per message while it parses, so 16 MiB of empty messages would take
+    # a gigabyte before anything could be counted. This walk reads only tags and lengths, and has
+    # its own stack instead of recursion.
     fields = messages = at = 0
     end, kinds = len(data), _kinds(pb.Module.DESCRIPTOR)
     stack: list[tuple[int, _Fields]] = []
@@ -61,6 +66,7 @@ def check_counts(data: bytes) -> None:
         elif wire == 2:
             size, at = _varint(data, at)
             inner = kinds.get(tag >> 3)
+            # A string, bytes or packed numbers. A length beyond its message is left to the parser.
             if inner is None or at + size > end:
                 at += size
                 continue
@@ -74,7 +80,7 @@ def check_counts(data: bytes) -> None:
         else:
             return
         if fields > MAX_FIELDS or messages > MAX_MESSAGES:
-            raise Corrupt(f"more than {MAX_FIELDS} fields or {MAX_MESSAGES} messages")
+            raise Corrupt(f"it has more than {MAX_FIELDS} fields or {MAX_MESSAGES} messages")
 
 
 @cache

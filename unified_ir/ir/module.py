@@ -62,6 +62,7 @@ class Module(ModuleContents):
         if tensor.role is not Role.PERSONAL:
             return tensor.array
         start = self.state.get(START + name)
+        # A buffer of that name with another role or type belongs to the user's model.
         fits = start is not None and start.role is Role.BUFFER and start.type == tensor.type
         return start.array if start is not None and fits else np.zeros_like(tensor.array)
 
@@ -102,6 +103,8 @@ def read(path: str | Path, expected_digest: str | None = None) -> Module:
     except Corrupt as error:
         raise Corrupt(f"{file.path.name}: {error}") from error
     roles = {t.name: t.role for t in file.manifest.tensors}
+    # The manifest repeats the roles for readers that do not decode the module; the two copies must
+    # agree, or such a reader could take a parameter for something else.
     known = {n: str(module.state[n].role) if n in module.state else "" for n in roles}
     if roles != known:
         raise Corrupt(f"{file.path.name}: roles in the manifest are not those of {codec.PART}")
@@ -125,6 +128,7 @@ def _module(contents: ModuleContents) -> Module:
         module = Module(contents.functions, contents.entries, contents.state, contents.meta)
     except InvalidInput as error:
         raise Corrupt(f"{codec.PART}: {error}") from error
+    # The decoder gave personal tensors zeros; `initial` is known only now that the module is whole.
     state = {n: StateTensor(t.role, module.initial(n)) for n, t in module.state.items()}
     return replace(module, state=state)
 

@@ -1,4 +1,4 @@
-"""The text form read back: `parse_function(function_text(f))` has the same text and bytes.
+"""Read the text form back: `parse_function(function_text(f))` has the same text and bytes.
 
 A constant shown only by its digest is looked up among the arrays passed in. Text is untrusted:
 size, nodes and nesting are limited as in `module.pb`, and every error names the line. As with a
@@ -43,6 +43,7 @@ from triplane.unified_ir.ir.types import (
 MAX_TEXT_CHARS: Final = 16 << 20
 
 _T = TypeVar("_T")
+# The alternatives are disjoint, so a match takes time linear in untrusted text.
 _STRING: Final = r'"(?:[^"\\]|\\.)*"'
 _WORD: Final = r"[A-Za-z_][A-Za-z0-9_./*-]*"
 _NAME: Final = re.compile(rf"{_STRING}|{_WORD}")
@@ -64,6 +65,7 @@ def parse_function(text: str, constants: Iterable[Array] = ()) -> Function:
     """
     if len(text) > MAX_TEXT_CHARS:
         raise InvalidInput(f"a text has at most {MAX_TEXT_CHARS} characters, got {len(text)}")
+    # The key has the form in which `text` shows a constant that is too long to print.
     known = {f"{type_of(a)} {digest_of(a)}": a for a in constants}
     reader = _Reader(text.replace("\r\n", "\n").rstrip("\n").split("\n"), known)
     try:
@@ -199,6 +201,8 @@ class _Reader:
             outputs = line.list(" = ", _output)
             nodes.append(self.node(line, tuple(v for _, v in outputs), values, depth))
             for written, value in outputs:
+                # Numbers are redundant; checking them catches a line that was deleted or moved by
+                # hand.
                 if written != str(count):
                     raise InvalidInput(f"value %{written} is number {count}")
                 values[written] = value
@@ -216,6 +220,7 @@ class _Reader:
         inputs = line.list(")", lambda at: None if at.skip("none") else _value(at, values))
         attrs: dict[str, AttrValue] = {}
         opened = line.skip(" {")
+        # " {" opens attributes or, at the end of the line or before a place, the regions.
         if opened and line.rest and not line.rest.startswith("  # "):
             attrs = dict(line.list("}", self.attribute))
             opened = line.skip(" {")
@@ -248,6 +253,7 @@ class _Reader:
         """Read an attribute's value."""
         if line.skip("("):
             return _tuple(line)
+        # A quoted text comes first: it may contain what the patterns below look for.
         if line.text.startswith('"', line.at):
             return _name(line)
         if _WRAPPED.match(line.text, line.at):
@@ -275,6 +281,8 @@ class _Reader:
         n = dims.product(list(shape))
         if len(items) != n or len(items) > MAX_SHOWN_ELEMENTS:
             raise InvalidInput(f"{type_} has {n} elements, the text has {len(items)}")
+        # Sized by the items, of which there are at most MAX_SHOWN_ELEMENTS, not by the declared
+        # shape.
         array = np.empty(len(items), type_.dtype.numpy)
         array[:] = [_element(i, type_.dtype) for i in items]
         array = array.reshape(shape)
@@ -313,6 +321,7 @@ def _tuple(line: _Line) -> AttrValue:
         items.append(_item(line))
     if items and all(i.startswith('"') for i in items):
         return tuple(_unquoted(i) for i in items)
+    # Floats are written with a point, an exponent or as a word, which tells them from sizes.
     if items and all(_FLOAT.fullmatch(i) and not _INT.fullmatch(i) for i in items):
         return tuple(float(i) for i in items)
     return tuple(_bounded(i, 2**64) if _INT.fullmatch(i) else dims.parse(i) for i in items)
@@ -322,6 +331,8 @@ def _item(line: _Line) -> str:
     """Return the text up to the comma or parenthesis that ends an item of a tuple."""
     if line.text.startswith('"', line.at):
         return line.match(_NAME, "a text")[0]
+    # A size such as (N+1)//2 has parentheses of its own, so only a comma or parenthesis outside
+    # them ends the item.
     start, open_ = line.at, 0
     for at in range(start, len(line.text)):
         c = line.text[at]
@@ -341,6 +352,8 @@ def _number(text: str) -> int | float:
 
 
 def _bounded(text: str, limit: int) -> int:
+    # 21 characters hold any 64-bit number with its sign. int() takes quadratic time in the digits
+    # and raises ValueError above 4300 of them.
     if not _INT.fullmatch(text) or len(text) > 21 or not -limit < int(text) < limit:
         raise InvalidInput(f"expected a whole number below {limit}, got {text[:40]!r}")
     return int(text)
@@ -391,6 +404,7 @@ def _tensor_type(line: _Line) -> TensorType:
     return TensorType(dtype, tuple(_size(s) for s in sizes))
 
 
+# A text has thousands of types but only a few different sizes.
 @lru_cache(maxsize=4096)
 def _size(text: str) -> dims.Dim:
     return dims.as_dim(dims.parse(text))

@@ -118,6 +118,7 @@ def _attr(value: AttrValue) -> str:
 
 def _item(value: str | float | Dim) -> str:
     """Return one item of a tuple, so that floats, texts and sizes are distinguishable."""
+    # The order matters: a bool is also an int, and reads back as 0 or 1.
     if isinstance(value, str):
         return _quoted(value)
     if isinstance(value, bool):
@@ -135,6 +136,8 @@ def _array(array: Array) -> str:
 
 def _is_shown(array: Array) -> bool:
     """Return whether the elements' text reproduces every bit; the text of a NaN has no payload."""
+    # Integers, bools and strings print exactly. The shortest text of a float reproduces its bits,
+    # except the sign and payload of a NaN.
     if not type_of(array).dtype.is_float:
         return True
     read = np.empty(array.size, array.dtype)
@@ -160,6 +163,7 @@ def _place(meta: Meta) -> str:
     if meta == NO_META:
         return ""
     text = " ".join(str(part) for part in (meta.location, meta.scope) if part)
+    # A scope such as "a.py:3" or a file name with spaces would be split differently when read back.
     if place_of(text) != meta:
         file = f"{_quoted(meta.location.file)}:{meta.location.line} " if meta.location else ""
         text = file + _quoted(meta.scope)

@@ -88,6 +88,7 @@ _ROWS: Final = (
 )
 # fmt: on
 DTYPES: Final[Mapping[str, DType]] = {row.name: row for row in _ROWS}
+# Numbers of TensorProto.DataType. Its complex types (14 and 15) have no row.
 BY_ONNX: Final[Mapping[int, DType]] = {row.onnx: row for row in _ROWS}
 _BY_NUMPY: Final[Mapping[np.dtype[Any], DType]] = {np.dtype(row.host): row for row in _ROWS}
 assert len(DTYPES) == len(BY_ONNX) == len(_BY_NUMPY) == len(_ROWS)
@@ -113,10 +114,13 @@ def as_dtype(x: DType | DTypeLike | str) -> DType:
     """Read an element type from a DType, its name, or anything that numpy accepts as a dtype."""
     if isinstance(x, DType):
         return x
+    # Names come first: some of ours, such as float8e4m3fn and string, are none of numpy's.
     if isinstance(x, str) and x in DTYPES:
         return DTYPES[x]
     try:
         dtype = np.dtype(x)
+        # numpy gives arrays of str a dtype per length, such as <U5; elements of ours are Python
+        # objects.
         return string if dtype.kind == "U" else _BY_NUMPY[dtype]
     except (TypeError, KeyError):
         out = "; a complex tensor is a real one with a last axis of 2" * ("complex" in repr(x))
@@ -197,6 +201,7 @@ class SequenceType(TensorType):
         if not isinstance(element, DType):
             if not is_plain(element):
                 raise InvalidInput(f"a sequence holds tensors, not {element}")
+            # Also for expressions such as 2*_: each element has its own size, so no two need agree.
             shape = (OWN if "_" in symbols(d) else d for d in element.shape)
             element = element.dtype if empty else element.with_shape(shape)
         _fill(self, dtype=_SEQUENCE, shape=(), element=element, empty=empty)
@@ -226,6 +231,7 @@ class SequenceType(TensorType):
         """See `TensorType`."""
         if isinstance(self.element, DType):
             return self
+        # `_` stands for a size per element, so no size of the graph may replace it.
         kept = {name: size for name, size in sizes.items() if name != "_"}
         return SequenceType(self.element.with_sizes(kept))
 
@@ -263,6 +269,7 @@ class OptionalType(TensorType):
 
 def _fill(type_: TensorType, **fields: object) -> None:
     for name, value in fields.items():
+        # Frozen dataclasses refuse plain assignment, also in an `__init__` of their own.
         object.__setattr__(type_, name, value)
 
 
@@ -308,6 +315,7 @@ def fits(actual: TensorType, wanted: TensorType) -> bool:
 def type_of(array: np.ndarray[Any, Any]) -> TensorType:
     """Return the type of a host array."""
     dtype = as_dtype(array.dtype)
+    # numpy's object arrays hold anything, including what a file cannot store.
     if dtype == string and not all(isinstance(x, str) for x in array.reshape(-1)):
-        raise InvalidInput("an array of Python objects is a tensor only where each is a str")
+        raise InvalidInput("an array of Python objects is a tensor only if each object is a str")
     return TensorType(dtype, array.shape)

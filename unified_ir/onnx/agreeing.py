@@ -1,8 +1,8 @@
 """Claims that sizes are equal, made where an operator needs it and nothing proves it.
 
-ONNX lets any two sizes meet in an operator and compares them in the run; the IR has to know that
+ONNX lets any two sizes meet in an operator and compares them at run time; the IR has to know that
 they are equal. If an operator refuses sizes of which one is symbolic, that one is claimed to equal
-the other. The claim is checked in the run: if it is wrong (also where ONNX would have repeated an
+the other. The claim is checked at run time: if it is wrong (also if ONNX would have repeated an
 axis of size one), the run fails and names both sizes instead of returning something else. Two
 different numbers are never claimed to be equal.
 """
@@ -55,6 +55,7 @@ class _Case:
     def across(self, shapes: Sequence[Sequence[Dim]]) -> list[Dim]:
         """Return the shape that shapes broadcast to if sizes other than one are equal."""
         wanted: list[Dim] = []
+        # Shapes align from the right, so axes are counted from the end.
         for axis in range(-max((len(s) for s in shapes), default=0), 0):
             wide = [s[axis] for s in shapes if len(s) >= -axis and s[axis] != 1]
             wanted.append(self.met(wide) if wide else 1)
@@ -141,6 +142,7 @@ def _reshape(case: _Case) -> Sequence[Tensor | None]:
     sizes = [x.shape[i] if d == 0 and keeps else d for i, d in enumerate(shape.tolist())]
     rest = [d for d in sizes if d != -1]
     wanted = [_quotient(x.shape, rest) if d == -1 else d for d in sizes]
+    # Only the numbers of elements must agree, so the claim is made on the flat vector.
     vector = assume_shape(x.reshape(x.type.size), [product(wanted)])
     return [vector, vector.build.dims(wanted)]
 

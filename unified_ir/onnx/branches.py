@@ -60,6 +60,8 @@ def _if(site: Site) -> Sequence[Tensor]:
     branches = [site.graph("then_branch"), site.graph("else_branch")]
     if any(b.input for b in branches):
         raise InvalidInput("its branches take inputs; a branch has none")
+    # Exporters write an If on constants around code of another rank, which could not be imported at
+    # all.
     known = site.importer.contents.of(predicate)
     if known is not None and known.size == 1 and isinstance(known.flat[0], (bool, np.bool_)):
         chosen = branches[0 if known.flat[0] else 1]
@@ -126,6 +128,8 @@ def _loop(site: Site) -> Sequence[Tensor]:
 def _trip(site: Site, body: GraphProto, entry: LoopCarry) -> tuple[Build, list[Tensor], LoopCarry]:
     """Record a loop's body until the types of its carry are those of its results."""
     importer = site.importer
+    # Types only widen from one recording to the next; the bound is for a body whose types never
+    # settle.
     for _ in range(MAX_WIDENINGS):
         before = importer.weights.scopes
         types = [TensorType(int64, ()), TensorType(bool_, ()), *entry.types]
@@ -140,6 +144,8 @@ def _trip(site: Site, body: GraphProto, entry: LoopCarry) -> tuple[Build, list[T
         wider = entry.joined(after, function, lambda: str(importer.symbols.fresh("carried")))
         if wider == entry:
             return build, results, entry
+        # Weights that the discarded recording was the first to read would otherwise remain in the
+        # state.
         importer.weights.back_to(before)
         entry = wider
     raise InvalidInput(f"its carry changes its type from trip to trip: {list(entry.types)}")
@@ -215,6 +221,8 @@ def _scanned(
     site: Site, body: GraphProto, carry: Sequence[Tensor], xs: Sequence[Tensor], ways: _Ways
 ) -> list[Tensor]:
     """Scan `body` along the first axes."""
+    # The IR's Scan has one direction for all; where directions are mixed, the backward ones are
+    # reversed before and after it.
     if not ways.reverse:
         xs = [_flipped(x) if way else x for x, way in zip(xs, ways.inputs, strict=True)]
     types = [*(x.type for x in carry), *(x.type.with_shape(x.shape[1:]) for x in xs)]
@@ -231,7 +239,7 @@ def _scanned(
 def _batched(
     site: Site, body: GraphProto, operands: Sequence[Tensor], n: int, ways: _Ways
 ) -> list[Tensor]:
-    """Scan-8: axis 0 is the batch, axis 1 the sequence; a scan over the batch of scans."""
+    """Import Scan-8, in which axis 0 is the batch: a scan over the batch of scans over axis 1."""
     build = Build(site.build.table, "batch")
     with build:
         params = [

@@ -86,7 +86,7 @@ def emit_typed(
     target: OnnxTarget = DEFAULT,
     initializers: Mapping[str, EmittedInitializer] | None = None,
 ) -> tuple[ModelProto, dict[str, TensorType]]:
-    """As `emit`, with the type of each ONNX value that represents a value of the function."""
+    """Like `emit`, with the type of each ONNX value that represents a value of the function."""
     if not function.results:
         raise InvalidInput(f"{function.name!r} has no results; an ONNX graph needs one, return it")
     emitter = _Emitter(target, fuse(clean(function)), initializers or {})
@@ -103,7 +103,7 @@ def _opsets(opset: int, domains: Iterable[str]) -> list[OperatorSetIdProto]:
 def emit_located(
     function: Function, *, target: OnnxTarget = DEFAULT
 ) -> tuple[ModelProto, dict[str, Node]]:
-    """As `emit`, but with a unique name for every node, and the IR node for each of these names.
+    """Like `emit`, but with a unique name for every node, and the IR node for each of these names.
 
     Nodes in subgraphs have names too. A node from a row's body belongs to the node of that row.
     """
@@ -138,6 +138,8 @@ class _Emitter(EmissionContext):
         self.size_sources: dict[str, tuple[str, int]] = {}
         self.size_names: dict[str, str] = {}
         self.ranked: dict[tuple[str, int], str] = {}
+        # Shared by the emitters of all regions: names are unique in the whole model, since ONNX's
+        # subgraphs see the names of the graphs around them.
         self.functions: list[FunctionProto] = parent.functions if parent else []
         self.counter: list[int] = parent.counter if parent else [0]
         self.taken: frozenset[str] = parent.taken if parent else _users_names(function)
@@ -180,6 +182,8 @@ class _Emitter(EmissionContext):
         """Declare the results; one that is a parameter or repeats goes through Identity."""
         infos = []
         for final, value in zip(_output_names(self.function), self.function.results, strict=True):
+            # Each result first goes through an Identity to its final name; most of these are
+            # removed below.
             self.nodes.append(helper.make_node("Identity", [self.names[value]], [final]))
             infos.append(_info(final, value.type))
         self._drop_identities([info.name for info in infos])
@@ -196,6 +200,7 @@ class _Emitter(EmissionContext):
         renamed: dict[str, str] = {}
         for node in tail:
             source = node.input[0]
+            # Not if a subgraph reads the old name, and not if two results are one value.
             if source in produced and times[source] == 1 and source not in used_inside:
                 renamed[source] = node.output[0]
             else:
@@ -247,6 +252,8 @@ class _Emitter(EmissionContext):
                 f"{row} does not exist in opset {self.target.opset}{why} and has no other form (at "
                 f"{node.meta.location}); choose a target with a newer opset"
             )
+        # The counter differs at each node, so sizes that the body introduces get new names each
+        # time.
         self.inline(node, clean(renewed(meaning, f"inner_{self.counter[0]}")))
 
     def available(self, node: Node) -> bool:
@@ -270,13 +277,15 @@ class _Emitter(EmissionContext):
         self._copy(node, self.inputs(node), {**node.attrs, **changes})
 
     def plain_broadcast(self, node: Node) -> None:
-        """As `plain`, with operands of one element at a rank that runtimes are fast with."""
+        """Like `plain`, with operands of one element at a rank that runtimes are fast with."""
         self._copy(node, self.beside_ones(node, self.inputs(node)), node.attrs)
 
     def _copy(self, node: Node, inputs: Sequence[str], changed: Mapping[str, Any]) -> None:
+        # None among the changes removes an attribute.
         attrs = onnx_attrs({k: v for k, v in changed.items() if v is not None})
         schema = row_of(node).schema
         fewest = schema.min_output if schema else 1
+        # A schema may require outputs that nothing reads.
         unread = [self.fresh() for _ in range(fewest - len(node.outputs))]
         outputs = [*self.output_names(node), *unread]
         self.add(node.op.name, inputs, outputs, **attrs)
@@ -353,10 +362,13 @@ class _Emitter(EmissionContext):
     def local_function(self, name: str, domain: str, body: Function) -> str:
         """Return the name of a local function with this body; a second body of a name gets `_2`."""
         inner = _Emitter(self.target, clean(body), {})
+        # The function is closed, so it is emitted by itself; equal bodies give equal names, and the
+        # comparison below finds them.
         inner.functions = self.functions
         graph = inner.graph()
         constants = []
         for tensor in inner.tensors:
+            # ONNX's functions have no initializers, so constants become nodes.
             nameless = deepcopy(tensor)
             nameless.ClearField("name")
             constants.append(helper.make_node("Constant", [], [tensor.name], value=nameless))
@@ -389,6 +401,8 @@ class _Emitter(EmissionContext):
         infos: list[ValueInfoProto] = []
         for value in self.function.results:
             name = self.names[value]
+            # An output of a subgraph must be produced in it: not a name from outside, and not the
+            # same one twice.
             if name not in produced or any(info.name == name for info in infos):
                 name = self.emit("Identity", name)
             infos.append(_info(name, value.type))
@@ -416,6 +430,7 @@ class _Emitter(EmissionContext):
     def fresh(self, stem: str = "v") -> str:
         """Return a name that no other value of the model has."""
         name = ""
+        # Names of users may have the form v/1 too.
         while not name or name in self.taken:
             self.counter[0] += 1
             name = f"{stem}/{self.counter[0]}"
@@ -434,6 +449,7 @@ class _Emitter(EmissionContext):
     def note_sizes(self, value: Value, name: str) -> None:
         """Remember where the size of each bare symbol can be read."""
         for axis, dim in enumerate(value.type.shape):
+            # The first value in scope that has the size is read.
             if is_symbol(dim) and self.size_source(str(dim)) is None:
                 self.size_sources[str(dim)] = (name, axis)
 
@@ -477,6 +493,7 @@ class _Located(_Emitter):
 
     def node(self, node: Node) -> None:
         """See `_Emitter.node`."""
+        # A node from a body belongs to the node of the row that was inlined.
         if not self._inside:
             self._for = node
         super().node(node)
@@ -547,6 +564,7 @@ def _held_tensor(param: Value, held: EmittedInitializer) -> TensorProto:
     )
     tensor.data_location = TensorProto.EXTERNAL
     for key, value in (
+        # ONNX's external_data holds strings only.
         ("location", WEIGHTS_FILE),
         ("offset", str(held.external.offset)),
         ("length", str(held.external.length)),

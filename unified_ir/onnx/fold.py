@@ -56,6 +56,8 @@ def fold(op: str, operands: Sequence[Array | None], attrs: Mapping[str, Any]) ->
 
 def _never_negative(dim: Dim) -> bool:
     """Return whether every term is certainly >= 0, as symbols are, which stand for sizes."""
+    # A sufficient condition, not a necessary one: N*N - N is never negative either, but has a
+    # negative term.
     if isinstance(dim, int):
         return dim >= 0
     if any(c < 0 for _, c in dim.terms):
@@ -82,13 +84,15 @@ def _at_least(a: Dim, b: Dim) -> bool:
 
 
 def _quotient(a: Dim, b: Dim) -> Dim:
-    """ONNX divides towards zero, which is the floor where nothing is negative.
+    """Divide as ONNX does, towards zero, which is the floor if nothing is negative.
 
     Exporters write the windows of a strided convolution as (H - 1) / stride + 1, so the sizes of
     inputs in a numerator are assumed to be at least 1: an empty plane has no windows. A
     data-dependent size is often 0, so this is not assumed of it.
     """
     if isinstance(b, int) and b > 0 and not is_open(a):
+        # n = m + 1 with m >= 0: if the numerator is never negative in m, then division towards zero
+        # is the floor for all n >= 1.
         nonempty = substitute(a, {name: symbol(name) + 1 for name in symbols(a)})
         if _never_negative(nonempty):
             return floor_div(a, b)
@@ -108,6 +112,7 @@ def _smaller(a: Dim, b: Dim) -> Dim:
 
 
 def _elementwise(f: Callable[..., Any]) -> Callable[..., Array]:
+    # Object arrays, because numpy has no element type for symbolic sizes.
     applied = np.frompyfunc(f, f.__code__.co_argcount, 1)
 
     return lambda *operands, **_: np.asarray(applied(*operands), dtype=object)
@@ -137,6 +142,7 @@ def _slice(
     along = range(len(first)) if axes is None else _ints(axes)
     strides = [1] * len(first) if steps is None else _ints(steps)
     for a, b, axis, step in zip(first, last, along, strides, strict=True):
+        # As in Slice's kernel: an end before the first element is None for Python.
         index[axis] = slice(a, None if step < 0 and b < -x.shape[axis] else b, step)
     part: Array = x[tuple(index)]
     return part
@@ -144,6 +150,7 @@ def _slice(
 
 def _cast(x: Array, *, to: int, **_: Any) -> Array:
     """Cast between integer types; sizes fit all of them in a valid model."""
+    # int32, int64, uint32 and uint64; in floats or narrow types a size may lose digits.
     if to not in {6, 7, 12, 13}:
         raise _Open
     return x

@@ -40,30 +40,33 @@ def _scalar(x: float, like: Tensor) -> Tensor:
 
 
 def _binarizer(app: Application) -> Sequence[Tensor]:
-    """1 where x > threshold, else 0."""
+    """Return 1 where x > threshold, else 0."""
     x = app.operand(0)
     return (emit("Greater", x, _scalar(app.attr("threshold", 0.0), x)).cast(x.dtype),)
 
 
 def _features(app: Application) -> Sequence[Tensor]:
-    """x[..., indices], with an axis in front of a vector."""
+    """Return x[..., indices], with an axis in front of a vector."""
     x, indices = app.operand(0), app.operand(1).reshape(-1)
     taken = emit("Gather", x, indices, axis=x.rank - 1)
     return (taken.reshape(1, *taken.shape) if x.rank == 1 else taken,)
 
 
 def _label_encoder(app: Application) -> Sequence[Tensor]:
-    """values[k] where x equals keys[k] (NaN equals NaN), else the default."""
+    """Return values[k] where x equals keys[k] (NaN equals NaN), else the default."""
     x = app.operand(0)
     keys, values = _column(app, "keys"), _column(app, "values")
     if len(keys) != len(values) or not 0 < len(keys) <= MAX_KEYS:
         raise InvalidInput(f"it has {len(keys)} keys and {len(values)} values")
+    # (..., 1) against (keys,): every element is compared with every key.
     wide = emit("Unsqueeze", x, np.array([-1]))
     hit = emit("Equal", wide, as_tensor(keys))
     if keys.dtype.kind == "f" and np.isnan(keys).any():
         hit = emit("Or", hit, emit("And", emit("IsNaN", wide), as_tensor(np.isnan(keys))))
+    # ArgMax takes the first of equal keys, and 0 if none matches; `position` tells these two apart.
     chosen = emit("ArgMax", hit.cast(float32), axis=-1, keepdims=0)
     position = emit("ReduceMax", hit.cast(int64), np.array([-1]), keepdims=0) > 0
+    # The default is the row behind the last key.
     table = np.append(values, _default(app, values))
     at = emit("Where", position, chosen, as_tensor(np.array(len(keys), np.int64)))
     return (emit("Gather", as_tensor(table), at, axis=0),)
@@ -111,6 +114,7 @@ def _optimizer(kinds: int, update: Callable[..., tuple[Tensor, ...]]) -> Foreign
             raise InvalidInput(f"{app.op} takes {kinds} operands per tensor after two, got {count}")
         n, rows = len(rest) // kinds, []
         for x, g, *state in zip(*(rest[k * n : (k + 1) * n] for k in range(kinds)), strict=True):
+            # The gradient of norm_coefficient / 2 |x|^2.
             g = _scalar(app.attr("norm_coefficient", 0.0), x) * x + g
             rows.append(update(app, rate, step, x, g, *state))
         return [x for column in zip(*rows, strict=True) for x in column]
@@ -129,6 +133,7 @@ def _momentum(
     """v' = alpha v + b g, b = beta after the first step, else 1; x' = x - r v' (or Nesterov's)."""
     alpha = app.attr("alpha")
     later = _is_later(step)
+    # ONNX's Momentum: in the first step (T = 0) the gradient enters with factor 1.
     beta = emit("Where", later, _scalar(app.attr("beta"), x), _scalar(1.0, x))
     velocity = v * _scalar(alpha, x) + beta * g
     nesterov = app.attr("mode") == "nesterov"
@@ -149,12 +154,13 @@ def _adagrad(
 def _adam(
     app: Application, rate: Tensor, step: Tensor, x: Tensor, g: Tensor, *state: Tensor
 ) -> tuple[Tensor, ...]:
-    """Kingma and Ba 2015, its rate corrected from the second step on, with decay after it."""
+    """Update as Kingma and Ba 2015, the rate corrected from the second step on, then decay."""
     v, h = state
     alpha, beta = app.attr("alpha", 0.9), app.attr("beta", 0.999)
     mean = v * _scalar(alpha, x) + g * _scalar(1.0 - alpha, x)
     squares = h * _scalar(beta, x) + g * g * _scalar(1.0 - beta, x)
     t = step.cast(x.dtype)
+    # r sqrt(1 - beta^t) / (1 - alpha^t); at t = 0 this would divide by zero.
     corrected = rate * emit("Sqrt", _left(beta, t, x)) / _left(alpha, t, x)
     used = emit("Where", _is_later(step), corrected, rate)
     moved = x - used * mean / (emit("Sqrt", squares) + _scalar(app.attr("epsilon", 0.0), x))

@@ -78,6 +78,7 @@ def _trees(app: Application) -> _Trees:
     for side in ("true", "false"):
         to = zip(of, _column(app, f"nodes_{side}nodeids", n).tolist(), strict=True)
         children = np.array([places.get((tree, int(node)), -1) for tree, node in to], np.int64)
+        # A leaf leads to itself, so rows that end early wait there for the deepest tree.
         ways.append(np.where(inner, children, np.arange(n)))
     if min(int(w.min()) for w in ways) < 0:
         raise InvalidInput("a split leads to a node that its tree does not have")
@@ -104,6 +105,8 @@ def _levels(of: Any, ways: Sequence[Any], inner: Any) -> tuple[Any, int]:
     roots = np.flatnonzero(reached == 0)
     if reached.max() > 1 or len(roots) != len(set(of.tolist())):
         raise InvalidInput("its nodes are not trees: one has two parents, or none")
+    # Level by level from the roots. Untrusted children may form a cycle: one that hangs on a root
+    # has a node with two parents, and one apart from all roots is never met.
     at, depth, met = roots, 0, len(roots)
     while (splits := at[inner[at]]).size:
         at, depth = np.concatenate([way[splits] for way in ways]), depth + 1
@@ -129,6 +132,8 @@ def _leaves(x: Tensor, trees: _Trees) -> Tensor:
         feature, yes, no = (emit("Gather", t, at, axis=0) for t in tables)
         number = emit("GatherElements", x, feature, axis=1)
         goes = _asked(number, emit("Gather", values, at, axis=0), at, trees, kinds)
+        # A comparison with NaN is false, so a missing value goes to the false side unless the node
+        # tracks it.
         if trees.tracks.any():
             tracked = emit("Gather", as_tensor(trees.tracks), at, axis=0)
             goes = emit("Or", goes, emit("And", emit("IsNaN", number), tracked))
@@ -138,6 +143,8 @@ def _leaves(x: Tensor, trees: _Trees) -> Tensor:
 
 def _asked(x: Tensor, v: Tensor, at: Tensor, trees: _Trees, kinds: Sequence[str]) -> Tensor:
     """Return whether each current split holds."""
+    # Most forests have one kind of comparison; each further kind overrides the answer at its own
+    # nodes.
     goes = COMPARE[kinds[0]](x, v)
     for kind in kinds[1:]:
         here = emit("Gather", as_tensor(trees.modes == kind), at, axis=0)
@@ -158,6 +165,7 @@ def _table(app: Application, stem: str, trees: _Trees, n: int) -> tuple[Any, Any
     if len(trees.features) * n > MAX_TABLE:
         raise InvalidInput(f"{len(trees.features)} nodes by {n} targets are more than {MAX_TABLE}")
     table = np.zeros((len(trees.features), n), weights.dtype)
+    # A leaf may list the same target more than once; its weights add up.
     np.add.at(table, (places, ids), weights)
     held = np.zeros(table.shape, bool)
     held[places, ids] = True

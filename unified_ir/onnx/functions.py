@@ -45,6 +45,8 @@ def check_expanded(
     """Refuse more than `most` nodes after inlining, recursive functions, and calls too deep."""
     sizes: dict[FunctionKey, int] = {}
 
+    # Counted once per function and added per call, not expanded: functions that call others twice,
+    # 64 levels deep, would be 2^64 nodes.
     def size(nodes: Iterable[NodeProto], calls: tuple[FunctionKey, ...]) -> int:
         total = 0
         for node in nodes:
@@ -58,7 +60,7 @@ def check_expanded(
         if key in calls:
             raise InvalidInput(f"the function {key[1][:80]!r} calls itself")
         if len(calls) >= MAX_CALLS:
-            raise InvalidInput(f"functions call one another more than {MAX_CALLS} deep")
+            raise InvalidInput(f"function calls nest more than {MAX_CALLS} deep")
         if key not in sizes:
             sizes[key] = size(functions[key].node, (*calls, key))
         return sizes[key]
@@ -81,6 +83,7 @@ def body_of(
         function = schema.get_function_with_opset_version(version)
     else:
         version = _newest(schema.context_dependent_function_opset_versions, opset)
+        # Such bodies depend on the types of operands, for instance on the rank.
         operand_types = [b"" if t is None else type_proto(t).SerializeToString() for t in types]
         function = schema.get_context_dependent_function_with_opset_version(
             version, node.SerializeToString(), operand_types

@@ -165,6 +165,7 @@ class Importer:
             scope.define(info.name, self.build.param(info.name, type_))
         _check_dense(graph)
         scope.declare(initializers)
+        # Before any node is recorded: inlining is the work that the limit is about.
         check_expanded(graph, self.functions, MAX_NODES)
         outputs = [info.name for info in graph.output] if wanted is None else list(wanted)
         if not outputs:
@@ -206,6 +207,8 @@ class Importer:
 
     def node(self, node: NodeProto, frame: Frame) -> None:
         """Import one node."""
+        # Counted again while importing: the body of a loop is recorded once for each widening of
+        # its carry.
         self.nodes += 1
         if self.nodes > MAX_NODES:
             raise InvalidInput(f"the model has more than {MAX_NODES} nodes, functions inlined")
@@ -215,7 +218,7 @@ class Importer:
         except TriplaneError as error:
             raise _explained(label, error) from error
         except RecursionError as error:
-            raise InvalidInput(f"{label}: it nests too deep") from error
+            raise InvalidInput(f"{label}: it is nested too deeply") from error
         except (ValueError, TypeError, IndexError, KeyError, AttributeError, ArithmeticError) as e:
             raise InvalidInput(
                 f"{label}: its operands or attributes do not fit it ({type(e).__name__}: {e})"
@@ -229,12 +232,13 @@ class Importer:
         place = frame.place_of(node)
         meta = Meta(None, place[:200]) if place else NO_META
         outputs = len(node.output)
+        # Trailing outputs without a name are not asked for; operators may have a cheaper form then.
         while outputs > 1 and not node.output[outputs - 1]:
             outputs -= 1
         with frame.scope.build.at(meta):
             tensors = self.apply(node, inputs, outputs, frame)
         if len(tensors) < outputs:
-            raise InvalidInput(f"the node has {outputs} outputs, the operator {len(tensors)}")
+            raise InvalidInput(f"the node names {outputs} outputs, the operator has {len(tensors)}")
         for name, x in zip(node.output, tensors, strict=False):
             if name:
                 frame.scope.define(name, x)
@@ -281,6 +285,7 @@ class Importer:
             return build.apply(row, app.inputs, app.attrs, outputs=app.outputs)
         except ShapeError:
             with build:
+                # Sizes of the model's inputs, of which the caller decides.
                 named = frozenset().union(*(p.type.symbols for p in self.weights.build.params))
                 fitting = agreeing(app, row, named, self.contents.of)
                 if fitting is None:
@@ -302,6 +307,7 @@ class Importer:
         for attribute in node.attribute:
             if not attribute.ref_attr_name:
                 attributes.append(attribute)
+            # ONNX: a reference to an attribute that the call does not set leaves the attribute out.
             elif attribute.ref_attr_name in frame.attrs:
                 copy = deepcopy(frame.attrs[attribute.ref_attr_name])
                 copy.name = attribute.name
@@ -335,6 +341,7 @@ class Importer:
         """Inline a function; return its outputs."""
         if len(inputs) > len(function.input):
             raise InvalidInput(f"{function.name!r} takes {len(function.input)} operands")
+        # Later ones win: defaults of the schema, then of the function, then what the call sets.
         attributes = {a.name: a for a in (*extra, *function.attribute_proto)}
         attributes |= {a.name: a for a in self.resolved(node, frame)}
         is_local = self.bodies.of(node) is function
@@ -352,6 +359,7 @@ class Importer:
         outputs = [n if o else "" for n, o in zip(function.output, node.output, strict=False)]
         wanted = [n for n in outputs if n]
         results = dict(zip(wanted, self.run(nodes, wanted, inner), strict=True))
+        # An output that nobody reads still takes a place in the list; its value does not matter.
         return [results[n] if n else next(iter(results.values())) for n in outputs]
 
     def own(
@@ -362,6 +370,8 @@ class Importer:
         frame: Frame,
     ) -> Sequence[Tensor] | None:
         """Import a function that `ops.custom` named as its operator; None if it must be inlined."""
+        # Only a function that our emitter wrote is known to be an operator of `ops.custom`.
+        # Attributes would be parameters of the body, which a region does not have.
         ours = self.model.producer_name == PRODUCER and not node.attribute
         if not ours or not is_own(function.name, function.domain) or any(x is None for x in inputs):
             return None
@@ -371,6 +381,7 @@ class Importer:
             params = [build.param(f"x{i}", x.type) for i, x in enumerate(present)]
             scope = Scope(build, self.weights, frame.scope.uses)
             results = self.call(function, node, params, replace(frame, scope=scope))
+        # A weight or outer value inside: the operator would not be closed.
         if build.captured:
             return None
         region = build.finish({f"y{i}": y for i, y in enumerate(results)})
@@ -400,6 +411,7 @@ class Importer:
 
     def constant(self, name: str, array: Array, scope: Scope) -> Tensor:
         """Return a constant, or a weight if its readers use it as one."""
+        # Not kind "f": numpy has bfloat16 and the 8-bit floats under kind "V".
         floats = array.dtype.kind not in "iubO" and array.ndim and array.size > 1
         if floats and (scope.uses.weighs(name, array) or scope.is_wanted(name)):
             return scope.held(name, array)
@@ -419,10 +431,11 @@ def _check_wanted(graph: GraphProto, outputs: Sequence[str]) -> None:
         if output in names:
             continue
         likely = [n for n in names if n.startswith(output) or n.endswith(output)]
+        # The comparison takes quadratic time in the length of a name.
         likely += difflib.get_close_matches(output, [*names][:MAX_COMPARED], n=MAX_SUGGESTED)
         near = ", ".join(repr(n[:80]) for n in [*dict.fromkeys(likely)][:MAX_SUGGESTED])
         raise InvalidInput(
-            f"output {output[:80]!r} is given by no node, input or initializer"
+            f"output {output[:80]!r} is not produced by any node, input or initializer"
             + (f"; there are {near}" if near else "")
         )
 
@@ -459,7 +472,7 @@ def _schema(node: NodeProto, domain: str, opsets: Mapping[str, int]) -> defs.OpS
     read = OLDEST_OPSET <= opset <= defs.onnx_opset_version()
     if domain == "" and not (read or _unchanged(node.op_type, opset)):
         raise InvalidInput(
-            f"models of opsets {OLDEST_OPSET} to {MEANING_OPSET} are imported, this one has "
+            f"models of opsets {OLDEST_OPSET} to {MEANING_OPSET} can be imported, this one has "
             f"{opset}; convert it with onnx.version_converter"
         )
     try:

@@ -37,6 +37,7 @@ def lift(app: Application, opset: int) -> Lifted:
         lifted = rule(app)
         if isinstance(lifted, tuple):
             return lifted
+        # A rule may rename the operator; the replacement is then in its newest definition.
         app = replace(lifted, since=newer if lifted.op == app.op else VERSIONS[lifted.op][-1])
     loose = LOOSE.get(app.op)
     read = app if loose is None else loose(app)
@@ -85,8 +86,10 @@ def _array(value: Any, dtype: Any) -> Tensor:
 
 
 def _flattened(app: Application) -> Lifted:
-    """Softmax of a matrix: before opset 13, all axes from `axis` on are one."""
+    """Apply softmax to a matrix: before opset 13, all axes from `axis` on are one."""
     x = app.operand(0)
+    # Before opset 13 the operand is coerced to 2D at `axis`, and the softmax runs over all of the
+    # second axis.
     axis = app.attr("axis", 1) % x.rank if x.rank else 0
     if x.rank and axis == x.rank - 1:
         return app.without(axis=-1)
@@ -96,12 +99,12 @@ def _flattened(app: Application) -> Lifted:
 
 def _batch_norm_7(app: Application) -> Application:
     if not app.attr("spatial", 1):
-        raise InvalidInput("spatial=0, statistics per position, is not known; export with opset 9")
+        raise InvalidInput("spatial=0, statistics per position, is unsupported; use opset 9")
     return app.without("spatial")
 
 
 def _batch_norm_9(app: Application) -> Application:
-    """Further outputs meant training: first the running statistics, then the saved ones."""
+    """Recognize training by further outputs: first the running statistics, then the saved ones."""
     if app.outputs > 3:
         raise InvalidInput(
             "saved_mean and saved_var are outputs of old training graphs; export for inference"
@@ -111,6 +114,8 @@ def _batch_norm_9(app: Application) -> Application:
 
 def _clip_6(app: Application) -> Application:
     x = app.operand(0)
+    # The old defaults are the largest finite numbers, which stand for "no bound": infinity must
+    # pass.
     bounds = [app.attr("min", -_FLOAT_MAX), app.attr("max", _FLOAT_MAX)]
     bound_operands = [None if abs(b) >= _FLOAT_MAX else _array(b, x.dtype.numpy) for b in bounds]
     return replace(app.without("min", "max"), inputs=(x, *bound_operands))
@@ -143,7 +148,7 @@ def _pad_2(app: Application) -> Application:
 
 
 def _upsampled(app: Application) -> Application:
-    """Upsample and Resize-10: output[i] = input[floor(i / scale)], and linear between."""
+    """Lift Upsample and Resize-10: output[i] = input[floor(i / scale)], or linear in between."""
     return replace(
         app.without(
             mode=app.attr("mode", "nearest"),
@@ -156,13 +161,13 @@ def _upsampled(app: Application) -> Application:
 
 
 def _resize_11(app: Application) -> Application:
-    """Empty scales or regions of interest stand for absent ones."""
+    """Drop empty scales and regions of interest, which stand for absent ones."""
     operands = (None if x is not None and x.shape == (0,) else x for x in app.padded(4))
     return replace(app, inputs=tuple(operands))
 
 
 def _split_13(app: Application) -> Application:
-    """Without sizes, there are as many equal parts as outputs."""
+    """Set the number of parts: without sizes, there are as many equal parts as outputs."""
     return app.without(num_outputs=app.outputs) if app.padded(2)[1] is None else app
 
 
@@ -191,6 +196,8 @@ def _squeezed(app: Application) -> Lifted:
     if app.padded(2)[1] is not None or not loose:
         return app
     kept = [d for d in x.shape if d != 1]
+    # If a symbolic size turns out to be 1, ONNX would drop its axis and change the rank. Index 1 of
+    # a vector with one element makes the run fail instead.
     ones = emit("Equal", dims_of(loose), as_tensor(np.ones(1, np.int64))).cast("int64")
     inside = emit("Gather", as_tensor(np.zeros(1, np.int64)), emit("ReduceMax", ones, keepdims=1))
     return (assume_shape(emit("Reshape", x, dims_of(kept) + inside, allowzero=1), kept),)

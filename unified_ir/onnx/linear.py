@@ -36,11 +36,11 @@ _COUPLED: Final = 0.005
 
 
 def scaler(app: Application) -> Sequence[Tensor]:
-    """(x - offset) * scale, by feature or for all."""
+    """Return (x - offset) * scale, by feature or for all."""
     x = app.operand(0).cast(float32)
     offset, scale = floats(app, "offset"), floats(app, "scale")
     if not len(offset) == len(scale) or len(scale) not in {1, x.shape[-1]}:
-        raise InvalidInput(f"{len(offset)} offsets and {len(scale)} scales for {x.type}")
+        raise InvalidInput(f"{len(offset)} offsets and {len(scale)} scales do not fit {x.type}")
     return ((x - as_tensor(offset)) * as_tensor(scale),)
 
 
@@ -65,14 +65,14 @@ def _weighed(app: Application, x: Tensor, rows: int) -> Tensor:
 
 
 def linear_regressor(app: Application) -> Sequence[Tensor]:
-    """x @ coefficients.T + intercepts."""
+    """Return x @ coefficients.T + intercepts."""
     targets = int(app.attr("targets", 1))
     weighed = _weighed(app, matrix(app), targets)
     return regressed(app, weighed, floats(app, "intercepts"), targets)
 
 
 def linear_classifier(app: Application) -> Sequence[Tensor]:
-    """Labels, and scores x @ coefficients.T + intercepts; a single score is that of the second."""
+    """Return labels, and scores x @ coefficients.T + intercepts; a single score is the second's."""
     names, bias = labels(app), floats(app, "intercepts")
     if len(bias) != len(names) and not (len(bias) == 1 and len(names) == 2):
         raise InvalidInput(f"it has {len(bias)} intercepts for {len(names)} labels")
@@ -83,7 +83,8 @@ def linear_classifier(app: Application) -> Sequence[Tensor]:
 
 
 def _rbf(x: Tensor, s: Tensor, params: Any) -> Tensor:
-    """Computed from differences, because products of distant vectors would cancel."""
+    """Return exp(-gamma |x - s|^2), from differences because products would cancel."""
+    # |x - s|^2 = |x|^2 - 2 x s + |s|^2 loses all digits if x and s are long and close.
     apart = emit("Unsqueeze", x, np.array([2])) - emit("Unsqueeze", s, np.array([0]))
     return emit("Exp", emit("ReduceSumSquare", apart, np.array([1]), keepdims=0) * -params[0])
 
@@ -101,7 +102,7 @@ def _kernels(app: Application, x: Tensor, count: int) -> Tensor:
     vectors, kind = floats(app, "support_vectors"), str(app.attr("kernel_type", "LINEAR"))
     params = [float(p) for p in floats(app, "kernel_params")] or [0.0, 0.0, 0.0]
     if kind not in _KERNELS or len(params) != 3:
-        raise InvalidInput(f"kernel {kind!r} with {len(params)} parameters is not known")
+        raise InvalidInput(f"kernel {kind!r} with {len(params)} parameters is not supported")
     if len(vectors) % count or x.shape[1] != len(vectors) // count:
         raise InvalidInput(f"{count} support vectors of {len(vectors)} numbers do not fit {x.type}")
     columns = as_tensor(np.ascontiguousarray(vectors.reshape(count, -1).T))
@@ -109,11 +110,11 @@ def _kernels(app: Application, x: Tensor, count: int) -> Tensor:
 
 
 def svm_regressor(app: Application) -> Sequence[Tensor]:
-    """kernels @ coefficients + rho; its sign for one class."""
+    """Return kernels @ coefficients + rho; its sign for one class."""
     x, rho = matrix(app).cast(float32), floats(app, "rho")
     count = int(app.attr("n_supports", 0))
     if transform_of(app) != "NONE" or not len(rho):
-        raise InvalidInput("a support vector regressor has a rho and no post_transform")
+        raise InvalidInput("a support vector regressor needs a rho and takes no post_transform")
     if count:
         weights = floats(app, "coefficients")
         if len(weights) != count:
@@ -128,7 +129,7 @@ def svm_regressor(app: Application) -> Sequence[Tensor]:
 
 
 def svm_classifier(app: Application) -> Sequence[Tensor]:
-    """Labels by votes of pairs of classes; scores of pairs, or probabilities of classes."""
+    """Return labels by votes of pairs of classes, and scores of pairs or class probabilities."""
     names, counts = labels(app), [int(n) for n in app.attr("vectors_per_class", ())]
     k, x = len(names), matrix(app).cast(float32)
     if not sum(counts):
@@ -137,6 +138,7 @@ def svm_classifier(app: Application) -> Sequence[Tensor]:
         raise InvalidInput(f"{len(counts)} counts of support vectors for {k} labels")
     scores = _of_pairs(app, x, counts)
     first, second = _pairs(k)
+    # One vote per pair: for the first class if the score is positive, else for the second.
     won = (scores > 0).cast(float32)
     votes = won @ as_tensor(first) + (1.0 - won) @ as_tensor(second)
     label = labelled(votes, names)
@@ -144,20 +146,23 @@ def svm_classifier(app: Application) -> Sequence[Tensor]:
     if len(slopes):
         if len(slopes) != len(first) or len(shifts) != len(first):
             raise InvalidInput(f"{len(slopes)} slopes of probabilities for {len(first)} pairs")
+        # Platt (1999): the probability that the first class of a pair wins is 1 / (1 + exp(A s +
+        # B)).
         sure = emit("Sigmoid", -(scores * as_tensor(slopes) + as_tensor(shifts)))
+        # libsvm's min_prob.
         clipped = emit("Clip", sure, number(1e-7), number(1 - 1e-7))
         return label, transformed(app, _coupled(clipped, k))
     if k > 2:
         return label, transformed(app, scores)
     if transform_of(app) != "NONE":
-        raise InvalidInput("two classes without probabilities have no post_transform here")
+        raise InvalidInput("a post_transform of two classes needs probabilities (prob_a, prob_b)")
     return label, opposed(scores)
 
 
 def _linear_svm(app: Application, x: Tensor, names: Any) -> Sequence[Tensor]:
-    """A score for each class, all with the same bias."""
+    """Return labels, and a score for each class, all with the same bias."""
     if len(names) <= 2:
-        raise InvalidInput("without support vectors it takes three classes or more")
+        raise InvalidInput("without support vectors it needs at least three classes")
     scores = _weighed(app, x, len(names)) + float(floats(app, "rho")[0])
     return labelled(scores, names), transformed(app, scores)
 
@@ -178,6 +183,7 @@ def _of_pairs(app: Application, x: Tensor, counts: Sequence[int]) -> Tensor:
     rows = weights.reshape(k - 1, total)
     starts = np.cumsum([0, *counts])
     columns = np.zeros((total, len(rho)), np.float32)
+    # libsvm's layout: a support vector of class i has k - 1 coefficients, one for each other class.
     for p, (i, j) in enumerate(combinations(range(k), 2)):
         of_i, of_j = slice(starts[i], starts[i + 1]), slice(starts[j], starts[j + 1])
         columns[of_i, p], columns[of_j, p] = rows[j - 1, of_i], rows[i, of_j]
@@ -200,6 +206,7 @@ def _coupled(sure: Tensor, k: int) -> Tensor:
     mine = sure @ as_tensor(beats) + loses @ as_tensor(beaten)
     diagonal = emit("ReduceSumSquare", other.reshape(-1, k, k), np.array([2]), keepdims=1)
     eye = as_tensor(np.eye(k, dtype=np.float32))
+    # Q_ii = sum_j r_ji^2 and Q_ij = -r_ij r_ji; the probabilities minimize p^T Q p with sum p = 1.
     q = eye * diagonal - (other * mine).reshape(-1, k, k)
     start = sure @ as_tensor(np.zeros((len(pairs), k), np.float32)) + 1.0 / k
     going = emit("ReduceMax", start, np.array([1]), keepdims=1) * 0.0 + 1.0
@@ -209,6 +216,7 @@ def _coupled(sure: Tensor, k: int) -> Tensor:
         qp = (q @ emit("Unsqueeze", p, np.array([2]))).reshape(-1, k)
         pqp = emit("ReduceSum", p * qp, np.array([1]), keepdims=1)
         error = emit("ReduceMax", emit("Abs", qp - pqp), np.array([1]), keepdims=1)
+        # Rows that have converged keep their value; the scan makes the same trips for all rows.
         go = go * emit("Not", emit("Less", error, number(_COUPLED / k))).cast(float32)
         moved = p
         for t in range(k):
@@ -216,6 +224,8 @@ def _coupled(sure: Tensor, k: int) -> Tensor:
             own = emit("Gather", row, as_tensor(np.array([t])), axis=1)
             here = emit("Gather", qp, as_tensor(np.array([t])), axis=1)
             diff = (pqp - here) / own
+            # The coordinate t moves by diff and all are divided by 1 + diff, so the sum stays 1.
+            # p^T Q p and Q p follow without another product.
             moved = (moved + diff * as_tensor(np.eye(k, dtype=np.float32)[t])) / (diff + 1.0)
             pqp = (pqp + diff * (diff * own + here * 2.0)) / (diff + 1.0) / (diff + 1.0)
             qp = (qp + diff * row) / (diff + 1.0)

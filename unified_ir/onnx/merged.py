@@ -45,6 +45,8 @@ def separated(graph: GraphProto, folder: Path | None) -> tuple[list[NodeProto], 
     taken = {n for node in graph.node for n in node.output} | {t.name for t in held}
     taken |= {i.name for i in graph.input}
     layers = {i: tuple(n.input[1:5]) for i, n in enumerate(nodes) if _has_statistics(n)}
+    # Who reads a name: None for a reader that is no running statistic, else (operand, layer). A
+    # layer that is applied twice counts once.
     readers: dict[str, set[object]] = {}
     for i, node in enumerate(nodes):
         for k, name in enumerate(node.input):
@@ -58,6 +60,7 @@ def separated(graph: GraphProto, folder: Path | None) -> tuple[list[NodeProto], 
                 continue
             if (name, k, layer) not in own:
                 statistic = name
+                # One statistic may keep the original tensor, if nothing but statistics reads it.
                 if None in readers[name] or name in own.values():
                     statistic = unused(f"{layer[0].removesuffix('.weight')}.{suffix}", taken)
                     taken.add(statistic)
@@ -99,6 +102,7 @@ class _Vectors:
         if new in self.held or new in self.copies or new in self.inputs:
             return False
         tensor = self.copies.get(name) or self.held[name]
+        # An upper bound: elements have at most 8 bytes.
         size = tensor.dims[0] * 8
         if self.bytes + size > MAX_COPIED_BYTES:
             return False

@@ -40,7 +40,7 @@ def _celu(app: Application) -> Lifted:
 
 
 def _mod(app: Application) -> Lifted:
-    """Floats with fmod=0: the remainder, also a zero, has the sign of the divisor."""
+    """Give a float remainder (fmod=0), also a zero, the sign of the divisor."""
     a, b = app.operand(0), app.operand(1)
     if app.attr("fmod", 0) or not a.dtype.is_float:
         return app
@@ -50,6 +50,8 @@ def _mod(app: Application) -> Lifted:
         "And", emit("Less", rest * emit("Sign", b), zero), emit("Not", emit("IsNaN", rest))
     )
     signed = emit("Where", moved, rest + b, rest)
+    # Opset 28: a zero remainder takes the sign of the divisor, so that -0.0 results for a negative
+    # one.
     return (emit("Where", emit("Equal", rest, zero), zero * emit("Sign", b), signed),)
 
 
@@ -72,6 +74,8 @@ def _bit_shift(app: Application) -> Lifted:
     bits, bare = x.dtype.bits, DTYPES[f"u{x.dtype.name}"]
     minus = as_tensor(np.array(-1, x.dtype.numpy))
     zero = as_tensor(np.zeros((), x.dtype.numpy))
+    # Shifts by a negative number, or by the width or more, are undefined in C; opset 28 defines
+    # them.
     inside = emit(
         "And",
         emit("GreaterOrEqual", y, zero),
@@ -83,6 +87,7 @@ def _bit_shift(app: Application) -> Lifted:
         moved = _as_bits(emit("BitShift", _as_bits(x, bare), by, direction="LEFT"), x.dtype)
         return (emit("Where", inside, moved, zero),)
     low = emit("Less", x, zero)
+    # An arithmetic shift by logical ones: x >> n = ~(~x >> n) for negative x, with ~x = -1 - x.
     positive = emit("Where", low, minus - x, x)  # ~x of a negative x
     moved = emit("BitShift", positive.cast(bare), by, direction="RIGHT").cast(x.dtype)
     full = emit("Where", low, minus, zero)
@@ -94,7 +99,7 @@ def _as_bits(x: Tensor, dtype: DType) -> Tensor:
 
 
 def _space_to_depth(app: Application) -> Lifted:
-    """CRD: the position in the block varies slower than the original channel."""
+    """Lift mode CRD, in which the channel varies slower than the position in the block."""
     if app.attr("mode", "DCR") == "DCR":
         return app.without("mode")
     x, b = app.operand(0), int(app.attr("blocksize"))

@@ -16,8 +16,9 @@ def needed_in_order(nodes: Sequence[NodeProto], outputs: Sequence[str]) -> list[
     for i, node in enumerate(nodes):
         for name in node.output:
             if name and giver.setdefault(name, i) != i:
-                raise InvalidInput(f"two nodes give the name {name[:80]!r}")
+                raise InvalidInput(f"two nodes produce the name {name[:80]!r}")
     reads = [_reads(node) for node in nodes]
+    # Depth first with a stack of its own: a chain of 100,000 nodes would exceed Python's recursion.
     state = [0] * len(nodes)  # 0: unseen, 1: being visited, 2: in order
     order: list[int] = []
     for output in outputs:
@@ -36,9 +37,10 @@ def needed_in_order(nodes: Sequence[NodeProto], outputs: Sequence[str]) -> list[
                 order.append(i)
                 stack.pop()
             elif state[after] == 1:
-                raise InvalidInput(f"the nodes {_cycle(nodes, stack, after)} need one another")
+                raise InvalidInput(f"the nodes {_cycle(nodes, stack, after)} depend on one another")
             else:
                 stack.append((after, iter(reads[after])))
+    # The file's order is kept if it is valid, so importing does not shuffle a graph.
     is_sorted = all(giver.get(r, i) <= i for i in order for r in reads[i])
     return [nodes[i] for i in (sorted(order) if is_sorted else order)]
 

@@ -71,12 +71,12 @@ class TrainableChoice:
                 fitting = [name for name in self.names if fnmatchcase(name, pattern)]
                 if not fitting:
                     raise InvalidInput(
-                        f"{option}: no tensor of the model fits {pattern!r}; there are "
+                        f"{option}: no tensor of the model matches {pattern!r}; there are "
                         f"{_shown(self.names)}"
                     )
                 if option == "trainable" and self.statistics.issuperset(fitting):
                     raise InvalidInput(
-                        f"trainable: {pattern!r} fits running statistics alone: {_shown(fitting)}; "
+                        f"trainable: {pattern!r} fits only running statistics: {_shown(fitting)}; "
                         "no gradient reaches them, leave the pattern out (batch normalization "
                         'moves them in training with nn.Imported(module, batch_norm="updated"))'
                     )
@@ -132,6 +132,7 @@ class Weights:
             return None
         first, is_transposed = twin
         self._tied[name] = first
+        # The outermost of the two scopes, which is the one that is discarded last.
         self._scope_of[first] = min(self._scope_of[first], scope)
         return self._tensors[first], is_transposed
 
@@ -143,7 +144,7 @@ class Weights:
                 equal = [f"{first} = {name}" for name, first in self._tied.items()]
                 equal += [" = ".join(group) for group in equal_weights(self.state)]
                 raise InvalidInput(
-                    f"tie: {pattern!r} fits no two equal weights; equal are {_shown(equal)}"
+                    f"tie: {pattern!r} matches no two equal weights; equal are {_shown(equal)}"
                 )
 
     def add(self, name: str, array: Array, role: Role, scope: int) -> Tensor:
@@ -213,13 +214,14 @@ class Scope:
 
     def read(self, name: str, what: str) -> Tensor:
         """Return the value of a name; refuse a name that nothing defines."""
+        # Read when first used, so initializers that no output needs are never loaded.
         if name in self.waiting:
             array = array_of(self.waiting.pop(name), self.weights.folder)
             self.values[name] = self.held(name, array)
         if name in self.values:
             return self.values[name]
         if self.parent is None:
-            raise InvalidInput(f"{what} {name[:80]!r} is given by no node, input or initializer")
+            raise InvalidInput(f"no node, input or initializer produces {what} {name[:80]!r}")
         return self.parent.read(name, what)
 
     def is_wanted(self, name: str) -> bool:

@@ -58,7 +58,7 @@ def labelled(scores: Tensor, names: Any) -> Tensor:
 
 
 def _softmax_zero(scores: Tensor) -> Tensor:
-    """Softmax of the scores that are not zero; a zero score stays zero."""
+    """Apply softmax to the scores that are not zero; a zero score stays zero."""
     most = emit("ReduceMax", scores, np.array([1]), keepdims=1)
     counted = emit("Greater", emit("Abs", scores), number(_SMALL))
     powers = emit("Exp", scores - most)
@@ -67,7 +67,9 @@ def _softmax_zero(scores: Tensor) -> Tensor:
 
 
 def _probit(scores: Tensor) -> Tensor:
-    """sqrt(2) erfinv(2 s - 1), the inverse by Winitzki's formula (2008)."""
+    """Return sqrt(2) erfinv(2 s - 1), the inverse by Winitzki's formula (2008)."""
+    # With x = 2 s - 1 and L = log(1 - x^2): erfinv(x)^2 = sqrt((2 / (pi a) + L / 2)^2 - L / a) - (2
+    # / (pi a) + L / 2).
     x = scores * 2.0 - 1.0
     log = emit("Log", (1.0 - x) * (1.0 + x))
     v = log * 0.5 + 2.0 / (math.pi * _WINITZKI)

@@ -68,10 +68,10 @@ def _parsed(data: bytes, name: str) -> ModelProto:
     try:
         model = ModelProto.FromString(data)
     except DecodeError as error:
-        raise Corrupt(f"{name}: no ONNX model, its protobuf does not parse: {error}") from error
+        raise Corrupt(f"{name}: not an ONNX model, its protobuf does not parse: {error}") from error
     if not model.HasField("graph") or not model.opset_import:
         absent = "opset_import" if model.HasField("graph") else "graph"
-        raise Corrupt(f"{name}: no ONNX model, it has no {absent}")
+        raise Corrupt(f"{name}: not an ONNX model, it has no {absent}")
     return model
 
 
@@ -115,7 +115,7 @@ def _check_text(texts: Iterable[Any]) -> None:
     """Refuse names that are not UTF-8, which the parser returns as bytes."""
     for text in texts:
         if isinstance(text, bytes):
-            raise Corrupt(f"a name in the model is no UTF-8 text: {text[:40]!r}")
+            raise Corrupt(f"a name in the model is not UTF-8 text: {text[:40]!r}")
 
 
 def subgraphs_of(node: NodeProto) -> Iterator[GraphProto]:
@@ -140,7 +140,8 @@ def array_of(tensor: TensorProto, folder: Path | None) -> Array:
     dtype = dtype_of(tensor.data_type, f"tensor {name!r}")
     shape = tuple(tensor.dims)
     if len(shape) > MAX_RANK or any(d < 0 for d in shape):
-        raise Corrupt(f"tensor {name!r} has the shape {list(shape)[:20]}")
+        raise Corrupt(f"tensor {name!r} has the invalid shape {list(shape)[:20]}")
+    # Python integers do not overflow, so a shape such as (2^62, 2^62) is refused by its true size.
     n = (math.prod(shape) * dtype.bits + 7) // 8
     if n > MAX_TENSOR_BYTES:
         raise InvalidInput(f"tensor {name!r} has {n} bytes, the limit is {MAX_TENSOR_BYTES}")
@@ -169,6 +170,8 @@ def _external(
     if offset + n > path.stat().st_size:
         raise Corrupt(f"tensor {tensor.name[:80]!r} reaches beyond the end of {path.name}")
     if path.stat().st_size >= SHARED_BYTES and dtype.bits >= 8 and dtype.kind != "bool":
+        # A view needs no copy; data at an odd offset is copied, because some kernels need
+        # alignment.
         held = _whole(path)[offset : offset + n].view(dtype.numpy).reshape(shape)
         return held if held.flags.aligned else held.copy()
     with path.open("rb") as file:
@@ -186,6 +189,7 @@ def _whole(path: Path) -> Array:
     """
     with path.open("rb") as file:
         status = os.fstat(file.fileno())
+        # Not the path: a file of that name may have been written again.
         key = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
         held = _READ.get(key)
         if held is None:
@@ -197,6 +201,7 @@ def _whole(path: Path) -> Array:
 
 def _number(entries: dict[str, str], key: str, default: int) -> int:
     text = entries.get(key, str(default))
+    # isdigit alone accepts other scripts; 18 digits fit 64 bits, so that sums of two do too.
     if not text.isascii() or not text.isdigit() or len(text) > 18:
         raise Corrupt(f"external data has the {key} {text[:40]!r}; a number was expected")
     return int(text)
@@ -211,7 +216,8 @@ def _inside(location: str, name: str, folder: Path | None) -> Path:
         )
     parts = Path(location).parts
     if not location or "\0" in location or Path(location).is_absolute() or ".." in parts:
-        raise Corrupt(f"tensor {name!r} lies at {location[:80]!r}; data lies beside the model")
+        raise Corrupt(f"tensor {name!r} lies at {location[:80]!r}; it must lie beside the model")
+    # A link inside the folder may still lead out of it, so the resolved path is checked.
     path = Path(os.path.realpath(folder / location))
     if not path.is_relative_to(os.path.realpath(folder)):
         raise Corrupt(f"tensor {name!r} lies at {location[:80]!r}, a link out of the folder")

@@ -48,7 +48,7 @@ class Site:
         for attribute in self.importer.resolved(self.node, self.frame):
             if attribute.name == name and attribute.HasField("g"):
                 return attribute.g
-        raise InvalidInput(f"the graph {name!r} is absent")
+        raise InvalidInput(f"the inner graph {name!r} is missing")
 
     def attrs(self) -> dict[str, Any]:
         """Return all attributes except inner graphs."""
@@ -65,7 +65,7 @@ MAX_FILLED: Final = 2**28
 def _constant(site: Site) -> Sequence[Tensor]:
     attributes = site.importer.resolved(site.node, site.frame)
     if len(attributes) != 1:
-        raise InvalidInput(f"a constant has one value, this has {len(attributes)}")
+        raise InvalidInput(f"a constant must have one value, this one has {len(attributes)}")
     array = _value(site.importer, attributes[0])
     return (site.importer.constant(site.node.output[0], array, site.frame.scope),)
 
@@ -85,10 +85,12 @@ def _dense(importer: Importer, sparse: SparseTensorProto) -> Array:
     values = array_of(sparse.values, importer.weights.folder)
     indices = array_of(sparse.indices, importer.weights.folder)
     shape = tuple(sparse.dims)
+    # Checked before the allocation: a few bytes may declare a huge dense shape.
     count = _count(shape)
     if count > MAX_FILLED:
         raise InvalidInput(f"a sparse constant of shape {shape[:8]} is too large")
     dense = np.zeros(count, values.dtype)
+    # ONNX allows linear positions (NNZ,) and coordinates (NNZ, rank).
     where = indices if indices.ndim == 1 else np.ravel_multi_index(tuple(indices.T), shape)
     if where.size and not 0 <= int(where.min()) <= int(where.max()) < count:
         raise InvalidInput("a sparse constant has indices outside its shape")
@@ -115,13 +117,14 @@ def _filled(site: Site) -> Sequence[Tensor]:
     shape = site.present(0)
     value = np.asarray(site.attrs().get("value", np.zeros(1, np.float32)))
     if value.size != 1:
-        raise InvalidInput(f"a fill is one number, got {value.size}")
+        raise InvalidInput(f"the fill value must be one number, got {value.size}")
     known = site.importer.contents.of(shape)
     name, scope = site.node.output[0], site.frame.scope
     if known is not None and not symbolic(known):
         dims = tuple(int(d) for d in known)
         count, filled = _count(dims), value.reshape(())
         if dims and value.dtype.kind == "f" and 1 < count <= MAX_FILLED:
+            # A broadcast takes no memory; it is copied only if it becomes a weight.
             filled = np.broadcast_to(filled, dims)
             if scope.uses.weighs(name, filled):
                 return (scope.held(name, filled.copy()),)

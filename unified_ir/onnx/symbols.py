@@ -41,6 +41,7 @@ class Symbols:
 
     def fresh(self, stem: str) -> Expr:
         """Return a symbol that no other size has, named after `stem`."""
+        # 12 characters are left for the number that makes a name unique.
         base = re.sub(r"[^A-Za-z0-9_]+", "_", stem)[: MAX_SYMBOL_CHARS - 12].strip("_") or "size"
         base = base if base[0].isalpha() or base[0] == "_" else f"n{base}"
         name = unused(base, self.taken, "_")
@@ -63,6 +64,7 @@ class Symbols:
             dim = parse(text)
         except InvalidInput:
             return self.fresh(text)
+        # An expression over names that no input has bare could never be evaluated.
         return dim if is_symbol(dim) or symbols(dim) <= self.bare else self.fresh(text)
 
 

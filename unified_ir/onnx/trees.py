@@ -31,7 +31,7 @@ def tree_ensemble(app: Application) -> Sequence[Tensor]:
     """x: (N, features) -> (N, targets)."""
     x = app.operand(0)
     if x.rank != 2 or app.attr("post_transform", 0) != 0:
-        raise InvalidInput("it takes a matrix and no post_transform; apply that after it")
+        raise InvalidInput("it takes a matrix and no post_transform; transform its output instead")
     ways = [w for root in app.attr("tree_roots") for w in _ways(app, int(root))]
     answers = _answers(app, x)
     splits, leaves = answers.shape[1], len(ways)
@@ -57,6 +57,8 @@ def _ways(app: Application, root: int) -> list[Way]:
         if leaf:
             ways.append((at, way))
             continue
+        # Untrusted links: a path longer than the number of splits repeats one, so it would never
+        # end.
         if not 0 <= at < splits or len(way) > splits or len(ways) * splits > MAX_ENTRIES:
             raise InvalidInput(f"split {at} of a tree of {splits} splits is on an endless path")
         for side, answer in (("false", False), ("true", True)):
@@ -89,6 +91,7 @@ def _asked(mode: int, x: Tensor, value: Any, sets: list[Any]) -> Tensor:
     if mode == MEMBER:
         if not sets:
             raise InvalidInput("a split by membership has no values")
+        # Sets are stored in the order of the splits that use them.
         hit = emit("Equal", x, as_tensor(sets.pop(0).astype(x.dtype.numpy)[None]))
         return emit("ReduceMax", hit.cast("int32"), np.array([1]), keepdims=1) > 0
     if not 0 <= mode < MEMBER:

@@ -38,6 +38,8 @@ class Twins:
         """
         if array.size <= LEAST_ELEMENTS or not type_of(array).dtype.is_float:
             return None
+        # A cheap key: a transposition keeps the first and the last element, and a hash of all bytes
+        # would read every weight.
         ends = (array[(0,) * array.ndim].tobytes(), array[(-1,) * array.ndim].tobytes())
         sizes = tuple(sorted(array.shape)) if array.ndim == 2 else array.shape
         alike = self._alike.setdefault((array.dtype.str, array.dtype.name, sizes, *ends), [])
@@ -45,6 +47,7 @@ class Twins:
         for other, before in alike:
             for is_transposed in (False, True) if array.ndim == 2 else (False,):
                 turned = before.T if is_transposed else before
+                # Constant arrays are equal by initialization, not because the network shares them.
                 if _are_equal(array, turned) and not (array == array[(0,) * array.ndim]).all():
                     return other, is_transposed
         if len(alike) < MAX_ALIKE:
@@ -68,6 +71,7 @@ def _are_equal(a: Array, b: Array) -> bool:
     """Return whether shapes and bits are the same."""
     if a.shape != b.shape:
         return False
+    # Compared as bits: -0.0 differs from 0.0, and a NaN is equal to itself.
     bits = np.dtype(f"u{a.dtype.itemsize}")
     step = max(1, _ROW_BLOCK * len(a) // a.size)
     return all(

@@ -130,6 +130,7 @@ class Uses:
         if next(subgraphs_of(node), None) is not None or node.op_type in _RANDOM:
             return
         if all(name in self.fixed for name in names):
+            # What depends on constants alone is constant too, for example a transposed weight.
             self.fixed |= {*node.output}
         elif node.op_type in _PLAIN and all(n in self.fixed or n in self.bare for n in names):
             self.bare |= {*node.output}
@@ -204,8 +205,10 @@ class Uses:
         if _at(PRODUCTS, node, i):
             return not self._gives_angles(node)
         if node.op_type == "Gather" and i == 0:
+            # Rows of cosines that are only multiplied: a rotary position, not an embedding.
             return not (held.has_angles and self._ends(node) == {"Mul"})
         if node.op_type == "Concat":
+            # A class token or a table of positions has several axes; vectors are not learnt.
             return bool(held.array.ndim > 1)
         if node.op_type in ELEMENTWISE:
             return self._joins(node, i, held)
@@ -225,6 +228,7 @@ class Uses:
         if not self.has_layers:
             return True
         axes = sum(d > 1 for d in held.array.shape)
+        # (x - mean) / deviation of an input, by channel at most.
         if other in self.bare and axes <= 1:
             return False
         is_table = axes > 1 and node.op_type in {"Mul", "Div"} and held.has_angles
@@ -245,6 +249,7 @@ class Uses:
             else:
                 break
         is_behind = self._behind.get(name, False)
+        # All names on the way get the answer, so a chain of n nodes is walked once, not n times.
         self._behind |= dict.fromkeys(passed, is_behind)
         return is_behind
 
@@ -329,6 +334,8 @@ def _gathered(
     closes.
     """
     waiting, seen = [name], {}
+    # A stack instead of recursion, for graphs of any depth: a name stays on it until the names that
+    # it leads to are known.
     while waiting:
         top = waiting[-1]
         if top in known:

@@ -63,42 +63,42 @@ def sum(x: Tensor, axis: Axes = None, *, keepdims: bool = False) -> Tensor:
 
 
 def mean(x: Tensor, axis: Axes = None, *, keepdims: bool = False) -> Tensor:
-    """Mean over `axis`: one, several, all by default."""
+    """Return the mean over `axis`: one, several, all by default."""
     return x.mean(axis, keepdims=keepdims)
 
 
 def amax(x: Tensor, axis: Axes = None, *, keepdims: bool = False) -> Tensor:
-    """Maximum over `axis`; ties share the gradient equally."""
+    """Return the maximum over `axis`; ties share the gradient equally."""
     return x.max(axis, keepdims=keepdims)
 
 
 def amin(x: Tensor, axis: Axes = None, *, keepdims: bool = False) -> Tensor:
-    """Minimum over `axis`; ties share the gradient equally."""
+    """Return the minimum over `axis`; ties share the gradient equally."""
     return x.min(axis, keepdims=keepdims)
 
 
 def prod(x: Tensor, axis: Axes = None, *, keepdims: bool = False) -> Tensor:
-    """Product over `axis`; its gradient is exact at zeros."""
+    """Return the product over `axis`; its gradient is exact at zeros."""
     return x.prod(axis, keepdims=keepdims)
 
 
 def any(x: Tensor, axis: Axes = None, *, keepdims: bool = False) -> Tensor:
-    """Whether any element is not zero, over `axis`."""
+    """Return whether any element is not zero, over `axis`."""
     return x.any(axis, keepdims=keepdims)
 
 
 def all(x: Tensor, axis: Axes = None, *, keepdims: bool = False) -> Tensor:
-    """Whether every element is not zero, over `axis`."""
+    """Return whether every element is not zero, over `axis`."""
     return x.all(axis, keepdims=keepdims)
 
 
 def var(x: Tensor, axis: Axes = None, *, correction: int = 0, keepdims: bool = False) -> Tensor:
-    """Mean square distance from the mean; PyTorch's default is `correction=1`."""
+    """Return the mean square distance from the mean; PyTorch's default is `correction=1`."""
     return x.var(axis, correction=correction, keepdims=keepdims)
 
 
 def std(x: Tensor, axis: Axes = None, *, correction: int = 0, keepdims: bool = False) -> Tensor:
-    """The square root of `var`."""
+    """Return the square root of `var`."""
     return x.std(axis, correction=correction, keepdims=keepdims)
 
 
@@ -129,12 +129,12 @@ def logsumexp(x: Tensor, axis: Axes = None, *, keepdims: bool = False) -> Tensor
 
 
 def cumsum(x: Tensor, axis: int, *, exclusive: bool = False, reverse: bool = False) -> Tensor:
-    """Running sum along `axis`; exclusive: without the element itself; reverse: from the end."""
+    """Return running sums along `axis`; exclusive: without the element; reverse: from the end."""
     return cumsum_row(x, axis, exclusive=int(exclusive), reverse=int(reverse))
 
 
 def cumprod(x: Tensor, axis: int, *, exclusive: bool = False, reverse: bool = False) -> Tensor:
-    """Running product along `axis`; its gradient is exact at zeros."""
+    """Return running products along `axis`; its gradient is exact at zeros."""
     return cumprod_row(x, axis, exclusive=int(exclusive), reverse=int(reverse))
 
 
@@ -144,19 +144,21 @@ def sort(x: Tensor, axis: int = -1, *, descending: bool = False) -> Tensor:
 
 
 def argsort(x: Tensor, axis: int = -1, *, descending: bool = False) -> Tensor:
-    """Positions that sort the elements along `axis`, int64; equal ones keep their order."""
+    """Return positions that sort the elements along `axis`, int64; equal ones keep their order."""
     return _ordered(x, axis, descending=descending)[1]
 
 
 def _ordered(x: Tensor, axis: int, *, descending: bool) -> tuple[Tensor, ...]:
+    # Stable in both directions: TopK puts the lower index first among equal elements.
     count = dims_of([x.shape[axes_of(x.rank, [axis])[0]]])
     return top_k_row.all_outputs(x, count, outputs=2, axis=axis, largest=int(descending))
 
 
 def flip(x: Tensor, *axes: int) -> Tensor:
-    """Elements in reverse order along the given axes, all by default."""
+    """Reverse the order of elements along the given axes, all by default."""
     wanted = axes_of(x.rank, list(axes) or None)
     far = [2**62] * len(wanted)
+    # Slicing with step -1 stops before its end, so the first element needs an end before it.
     ends = [-(2**62)] * len(wanted)
     return slice_row(x, *(np.array(v) for v in (far, ends, wanted, [-1] * len(wanted))))
 
@@ -194,7 +196,7 @@ def repeat(x: Tensor, times: int, axis: int) -> Tensor:
 def _repeats(repeats: int | Sequence[int]) -> list[int]:
     counts = list(whole_numbers(repeats, "a number of repeats"))
     if builtins.any(isinstance(n, int) and n < 0 for n in counts):
-        raise InvalidInput(f"repeats are 0 or more, got {repeats}")
+        raise InvalidInput(f"repeats must be at least 0, got {repeats}")
     return counts
 
 
@@ -215,43 +217,43 @@ def unstack(x: Tensor, axis: int = 0) -> tuple[Tensor, ...]:
 
 
 def triu(x: Tensor, k: int = 0) -> Tensor:
-    """x: (..., M, N), 0 below the k-th diagonal."""
+    """Set elements of x: (..., M, N) below the k-th diagonal to 0."""
     return trilu_row(x, np.array(k), upper=1)
 
 
 def tril(x: Tensor, k: int = 0) -> Tensor:
-    """x: (..., M, N), 0 above the k-th diagonal."""
+    """Set elements of x: (..., M, N) above the k-th diagonal to 0."""
     return trilu_row(x, np.array(k), upper=0)
 
 
 def eye(n: Dim, m: Dim | None = None, dtype: DType | str = "float32") -> Tensor:
-    """(n, m): 1 on the diagonal, 0 elsewhere; square by default."""
+    """Return an (n, m) matrix: 1 on the diagonal, 0 elsewhere; square by default."""
     rows, columns = arange(n), arange(n if m is None else m)
     return (unsqueeze(rows, 1) == columns).cast(as_dtype(dtype))
 
 
 def diagonal(x: Tensor) -> Tensor:
-    """x: (..., M, M) -> (..., M)."""
+    """Return the diagonal; x: (..., M, M) -> (..., M)."""
     return einsum("...ii->...i", x)
 
 
 def trace(x: Tensor) -> Tensor:
-    """x: (..., M, M) -> (...): the sum of the diagonal."""
+    """Return the sum of the diagonal; x: (..., M, M) -> (...)."""
     return einsum("...ii->...", x)
 
 
 def diag(x: Tensor) -> Tensor:
-    """x: (..., M) -> (..., M, M): a diagonal matrix."""
+    """Return diagonal matrices; x: (..., M) -> (..., M, M)."""
     return unsqueeze(x, -1) * eye(x.shape[-1], dtype=x.dtype)
 
 
 def outer(a: Tensor, b: Tensor) -> Tensor:
-    """a: (M,), b: (N,) -> (M, N): every product."""
+    """Return every product of two elements; a: (M,), b: (N,) -> (M, N)."""
     return unsqueeze(a, 1) * b
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
-    """a, b: (N,) -> (): the sum of products."""
+    """Return the sum of products; a, b: (N,) -> ()."""
     return (a * b).sum()
 
 
@@ -274,22 +276,22 @@ def linspace(start: float, stop: float, n: int, dtype: DType | str = float32) ->
 
 
 def zeros_like(x: Tensor) -> Tensor:
-    """Zeros in the shape and element type of `x`."""
+    """Return zeros in the shape and element type of `x`."""
     return full(x.shape, 0, x.dtype)
 
 
 def ones_like(x: Tensor) -> Tensor:
-    """Ones in the shape and element type of `x`."""
+    """Return ones in the shape and element type of `x`."""
     return full(x.shape, 1, x.dtype)
 
 
 def full_like(x: Tensor, value: float) -> Tensor:
-    """One repeated value in the shape and element type of `x`."""
+    """Return one repeated value in the shape and element type of `x`."""
     return full(x.shape, value, x.dtype)
 
 
 def masked_fill(x: Tensor, mask: TensorLike, value: TensorLike) -> Tensor:
-    """`value` where `mask` is true, `x` elsewhere."""
+    """Return `value` where `mask` is true, and `x` elsewhere."""
     return where(mask, value, x)
 
 
@@ -304,22 +306,22 @@ def rsqrt(x: Tensor) -> Tensor:
 
 
 def log2(x: Tensor) -> Tensor:
-    """Logarithm to the base 2."""
+    """Return the logarithm to the base 2."""
     return log(x) * float(1 / np.log(2))
 
 
 def log10(x: Tensor) -> Tensor:
-    """Logarithm to the base 10."""
+    """Return the logarithm to the base 10."""
     return log(x) * float(1 / np.log(10))
 
 
 def exp2(x: Tensor) -> Tensor:
-    """2 to the power x."""
+    """Return 2 to the power x."""
     return exp(x * float(np.log(2)))
 
 
 def is_finite(x: Tensor) -> Tensor:
-    """True where x is neither infinite nor NaN."""
+    """Return where x is neither infinite nor NaN."""
     return logical_not(is_inf(x) | is_nan(x))
 
 

@@ -90,8 +90,10 @@ def new_axes(x: Tensor, at: int, count: int) -> Tensor:
 
 
 def elementwise(call: BatchedCall) -> Sequence[Tensor]:
-    """Rows that compute each element on its own: slices get the same number of axes."""
+    """Batch rows that compute each element on its own: all slices get the same number of axes."""
     rank = max(call.rank(i) for i, x in enumerate(call.inputs) if x is not None)
+    # numpy aligns shapes from the right. A batched operand of lower rank gets its missing axes
+    # after the batch axis, so that the batch axes of all operands meet.
     aligned = [
         x if x is None or not call.batched[i] else new_axes(x, 1, rank - call.rank(i))
         for i, x in enumerate(call.inputs)
@@ -106,26 +108,26 @@ def first_elementwise(call: BatchedCall) -> Sequence[Tensor]:
 
 
 def reshaped(call: BatchedCall) -> Sequence[Tensor]:
-    """The same elements in another shape."""
+    """Batch rows that only change the shape."""
     x = call.only_first()
     return [emit("Reshape", x, dims_of([x.shape[0], *call.types[0].shape]), allowzero=1)]
 
 
 def expanded(call: BatchedCall) -> Sequence[Tensor]:
-    """Broadcasting to a shape."""
+    """Batch the broadcasting to a shape."""
     x, shape = call.only_first(), call.types[0].shape
     lifted = new_axes(x, 1, len(shape) - call.rank(0))
     return [emit("Expand", lifted, dims_of([x.shape[0], *shape]))]
 
 
 def transposed(call: BatchedCall) -> Sequence[Tensor]:
-    """Axes in another order."""
+    """Batch a permutation of axes."""
     perm = call.attrs.get("perm") or tuple(reversed(range(call.rank(0))))
     return call.apply(call.inputs, perm=(0, *(p + 1 for p in perm)))
 
 
 def axis_shifted(call: BatchedCall) -> Sequence[Tensor]:
-    """Rows that work along the attribute `axis` of all operands."""
+    """Batch rows that work along the attribute `axis` of all operands."""
     axis = call.row.full_attrs(call.attrs)["axis"]
     return call.apply(call.all(), axis=axis % max(call.rank(0), 1) + 1)
 
@@ -138,27 +140,28 @@ def first_along_axis(call: BatchedCall) -> Sequence[Tensor]:
 
 
 def first_along_operand(call: BatchedCall) -> Sequence[Tensor]:
-    """Rows that work along the axis that is operand 1."""
+    """Batch rows that work along the axis that is operand 1."""
     x = call.only_first()
     (axis,) = known_ints(call.inputs[1])
     return call.apply([x, np.array(axis % call.rank(0) + 1)])
 
 
 def axes_shifted(call: BatchedCall) -> Sequence[Tensor]:
-    """Reductions, whose axes are operand 1; by default they are all axes of a slice."""
+    """Batch reductions, whose axes are operand 1; by default they are all axes of a slice."""
     x = call.only_first()
     axes_operand = call.inputs[1] if len(call.inputs) > 1 else None
     axes = [] if axes_operand is None else known_ints(axes_operand)
     if not axes and call.row.full_attrs(call.attrs).get("noop_with_empty_axes"):
         return call.apply(call.inputs)
     wanted = _shifted(call, axes or range(call.rank(0)))
+    # An empty list of axes means "all" unless noop_with_empty_axes is set.
     return (
         call.apply([x, wanted]) if len(wanted) else call.apply([x, wanted], noop_with_empty_axes=1)
     )
 
 
 def sliced(call: BatchedCall) -> Sequence[Tensor]:
-    """Slice(x, starts, ends, axes, steps)."""
+    """Batch Slice(x, starts, ends, axes, steps)."""
     x = call.only_first()
     _, starts, ends, *rest = call.inputs
     axes = known_ints(rest[0]) if rest and rest[0] is not None else range(length(starts))
@@ -166,10 +169,11 @@ def sliced(call: BatchedCall) -> Sequence[Tensor]:
 
 
 def padded(call: BatchedCall) -> Sequence[Tensor]:
-    """Pad(x, pads, value, axes)."""
+    """Batch Pad(x, pads, value, axes)."""
     x = call.only_first()
     pads, value, axes_operand = (*call.inputs[1:], None, None)[:3]
     axes = range(call.rank(0)) if axes_operand is None else known_ints(axes_operand)
+    # Without axes there is nothing to pad, and the operator reads an empty list as "all".
     return call.apply([x, pads, value, _shifted(call, axes)]) if len(axes) else [x]
 
 
@@ -179,22 +183,24 @@ def _shifted(call: BatchedCall, axes: Sequence[int]) -> Array:
 
 
 def gathered(call: BatchedCall) -> Sequence[Tensor]:
-    """Gather(x, index), if one of the two is batched."""
+    """Batch Gather(x, index), if one of the two is batched."""
     x, index = call.inputs
     assert x is not None
     assert index is not None
     axis = call.row.full_attrs(call.attrs)["axis"] % call.rank(0)
+    # Each slice would need its own indices; GatherND with batch_dims is another row.
     if all(call.batched):
         raise NeedsScan
     if call.batched[0]:
         return call.apply([x, index], axis=axis + 1)
     (picked,) = call.apply([x, index], axis=axis)
+    # The axes of the index, batch first, stand where `axis` was; only the batch moves to the front.
     rest = [a for a in range(picked.rank) if a != axis]
     return [picked if axis == 0 else picked.transpose(axis, *rest)]
 
 
 def merged(call: BatchedCall) -> Sequence[Tensor]:
-    """Rows whose first operand lists independent samples: its two axes of samples become one."""
+    """Batch rows whose first operand lists independent samples: two axes of samples become one."""
     x = call.only_first()
     if len(call.types) > 1:
         raise NeedsScan
@@ -211,8 +217,9 @@ def merged_all(call: BatchedCall) -> Sequence[Tensor]:
 
 
 def multiplied(call: BatchedCall) -> Sequence[Tensor]:
-    """MatMul: vectors become matrices with one row or column, batch axes get the same rank."""
+    """Batch MatMul: vectors become matrices of one row or column, batch axes get one rank."""
     a, b = (_matrix(call, i) for i in range(2))
+    # MatMul broadcasts leading axes from the right, as `elementwise` does.
     rank = max(x.rank - call.batched[i] for i, x in enumerate((a, b)))
     lifted = [
         new_axes(x, 1, rank + 1 - x.rank) if call.batched[i] else x for i, x in enumerate((a, b))

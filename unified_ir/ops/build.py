@@ -65,6 +65,8 @@ class Build:
         self._constants: dict[Any, Tensor] = {}
 
     def __enter__(self) -> Self:
+        # A context variable with an immutable tuple: threads and tasks that record at the same time
+        # do not see each other's builds.
         stack.set((*stack.get(), self))
         return self
 
@@ -84,6 +86,7 @@ class Build:
         """Return `array` as a constant; small equal ones are stored once."""
         host = _host_array(array, dtype)
         small = host.nbytes <= MAX_SHARED_CONSTANT_BYTES
+        # By bytes: 0.0 and -0.0 are equal as numbers but not the same constant.
         key = (host.dtype, host.shape, host.tobytes() if small else b"")
         if small and key in self._constants:
             return self._constants[key]
@@ -114,6 +117,7 @@ class Build:
     def as_operand(self, x: Any, dtype: DType | None = None) -> Tensor:
         """Return `x` as a tensor of this build: itself, a captured operand, or a constant."""
         if not isinstance(x, Tensor):
+            # Anything may stand for a tensor through this method, such as a parameter of a Cell.
             if hasattr(x, "__tensor__"):
                 return self.as_operand(x.__tensor__())
             if isinstance(x, Expr):
@@ -124,6 +128,8 @@ class Build:
         if x.value in self.captures:
             return self.captures[x.value]
         known = x.build.known(x)
+        # Constants and sizes of an enclosing graph are repeated here instead of captured, so that
+        # inference in the region knows their contents (a Reshape needs its sizes).
         if isinstance(known, np.ndarray):
             return self.constant(known)
         if isinstance(known, tuple):
@@ -210,6 +216,7 @@ class Build:
         So does a float64 array (numpy's default) next to tensors that are all float32.
         """
         fewest, most = row.arity
+        # One call has one form, whether or not it names trailing operands that are absent.
         while inputs and inputs[-1] is None and len(inputs) > fewest:
             inputs = inputs[:-1]
         if not fewest <= len(inputs) <= most:
@@ -217,6 +224,7 @@ class Build:
         groups: dict[str, DType] = {}
         inputs = [_narrowed(row, i, inputs) for i in range(len(inputs))]
         for i, x in enumerate(inputs):
+            # Tensors and arrays decide the element type of their group; Python numbers adapt to it.
             if isinstance(x, (Tensor, np.ndarray, np.generic)):
                 groups.setdefault(row.letter(i), as_dtype(x.dtype))
         return [
@@ -240,6 +248,8 @@ class Build:
 
     def finish(self, results: Mapping[str, Tensor | Any]) -> Function:
         """Return the immutable function with these named results."""
+        # Results may be captures or constants, which are added to this build as parameters or
+        # nodes.
         with self:
             values = [self.as_operand(r).value for r in results.values()]
         return Function(
@@ -257,6 +267,7 @@ class Build:
 
 
 def _located(error: InvalidInput, location: Location | None, scope: str) -> InvalidInput:
+    # Bodies apply further rows; without the mark, each level would add the place once more.
     if location is None or getattr(error, "located", False):
         return error
     located = type(error)(f"{error} (at {location}{f', in {scope}' if scope else ''})")
@@ -266,6 +277,7 @@ def _located(error: InvalidInput, location: Location | None, scope: str) -> Inva
 
 def _host_array(x: Any, dtype: DType | None) -> Array:
     try:
+        # numpy would take float64, and so would every operator that meets the constant.
         if dtype is None and type(x) is float:
             dtype = as_dtype("float32")
         array = np.asarray(x, dtype=dtype.numpy if dtype else None)
@@ -275,7 +287,7 @@ def _host_array(x: Any, dtype: DType | None) -> Array:
 
 
 def _narrowed(row: Op, i: int, inputs: Sequence[Any]) -> Any:
-    """Operand `i`; a float64 array as float32 where all tensors of its type group are that."""
+    """Return operand `i`; a float64 array becomes float32 if all tensors of its group are that."""
     x = inputs[i]
     if not isinstance(x, (np.ndarray, np.generic)) or x.dtype != np.float64:
         return x
@@ -312,6 +324,7 @@ def infer_types(
     outputs: int,
 ) -> tuple[TensorType, ...]:
     """Infer the types of a node's outputs: by its row's rule, its body, or ONNX."""
+    # A rule is preferred to the body because it costs less and gives a clearer message.
     if row.infer is not None or row.body is None:
         return infer(row, types, known, attrs, regions, outputs)
     check_groups(row, types)
@@ -337,6 +350,7 @@ def body_function(
         for k in known
     )
     frozen = tuple((name, _by_content(attrs[name])) for name in sorted(attrs))
+    # Tables are not hashable. Their id is safe as a key because the entry keeps the table alive.
     return _body_function(_Keyed(id(table), table), row, types, frozen, outputs, contents)
 
 
@@ -354,6 +368,7 @@ def _by_content(value: AttrValue | Known) -> _Keyed:
     return _Keyed(value, value)
 
 
+# Inference, gradient, batching and emission of one call all need the same body.
 @lru_cache(maxsize=2048)
 def _body_function(
     table: _Keyed,
@@ -373,6 +388,8 @@ def _body_function(
         returned = row.body(*operands, **row.full_attrs({k: v.value for k, v in attrs}))
         results: Sequence[Tensor] = (returned,) if isinstance(returned, Tensor) else returned
         named = {f"y{i}": r for i, r in zip(range(outputs), results, strict=False)}
+    # A size that only the data of an inner node decide must not leave the body: callers of the
+    # cached function would share its name.
     opened = {n for node in build.nodes for n in node.attrs.get(OPEN, ())}  # type: ignore[union-attr]
     if any(opened & r.type.symbols for r in named.values()):
         raise InvalidInput(
@@ -402,6 +419,7 @@ def note_contents(row: Op, node: Node, contents: dict[Value, Known]) -> None:
     """Record the contents that a node makes known: constants, sizes, and rearranged sizes."""
     value = node.attrs.get("value")
     if row.name == "Constant" and isinstance(value, np.ndarray):
+        # Only scalars and short vectors can be axes, sizes or bounds.
         if value.ndim <= 1 and value.size <= MAX_SIZES:
             contents[node.outputs[0]] = value
     elif (row.domain, row.name) == (DOMAIN, "Dims"):

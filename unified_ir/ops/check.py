@@ -110,8 +110,10 @@ class _Checker:
         _check_operands(row, node)
         _check_attrs(row, node)
         names = introduced(node)
+        # Two nodes that introduce one symbol would make two unrelated sizes look equal, and
+        # inference would accept operands that do not fit.
         if len(set(names)) < len(names) or not symbols.isdisjoint(names):
-            raise Corrupt(f"the size {next(iter(names))!r} that it introduces is taken")
+            raise Corrupt(f"the size {next(iter(names))!r} that it introduces exists already")
         for k, region in enumerate(node.regions):
             _labelled(f"region {k}", self, region)
         operand_types = tuple(None if v is None else v.type for v in node.inputs)
@@ -120,7 +122,7 @@ class _Checker:
         claimed = tuple(v.type for v in node.outputs)
         if inferred != claimed:
             raise Corrupt(
-                f"claims {_shown(claimed)}, but gives {_shown(inferred)} "
+                f"claims the types {_shown(claimed)}, but gives {_shown(inferred)} "
                 f"for operands {_shown(operand_types)}"
             )
         note_contents(row, node, known)
@@ -131,8 +133,11 @@ class _Checker:
         """Infer output types; equal calls are inferred once."""
         attrs = tuple((k, _hashable(v)) for k, v in node.attrs.items())
         key = (row.id, types, tuple(map(_hashable, known)), attrs, len(node.outputs))
+        # The key does not cover regions, so nodes with regions are inferred each time.
         inferred = None if node.regions else self.seen.get(key)
         if inferred is None:
+            # Products of polynomials take quadratic time in their terms. Counted before inferring,
+            # so that a file cannot keep the checker busy.
             self.work += sum(_weight(t) for t in types if t is not None)
             if self.work > MAX_WORK:
                 raise Corrupt("the module has more symbolic sizes than can be checked")
@@ -203,6 +208,7 @@ _HOLDS: Final[Mapping[str, Any]] = {
 
 @cache
 def _takes_regions(row: Op) -> bool:
+    # Only kernels of control-flow rows have this parameter (`evaluate` passes regions by it).
     kernel = row.reference
     return kernel is not None and "regions" in inspect.signature(kernel).parameters
 
@@ -223,6 +229,7 @@ def _inferred(
 def _hashable(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         small = value.nbytes <= MAX_SIZES * 8
+        # Arrays of a module live as long as its checker, so an id is not reused while it is a key.
         return (str(value.dtype), value.shape, value.tobytes() if small else id(value))
     return value
 

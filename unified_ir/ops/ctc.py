@@ -48,7 +48,7 @@ def ctc(
     input_lengths: Tensor | None = None,
     blank: int = 0,
 ) -> Tensor:
-    """Loss per sample; log_p: (N, T, C) log probabilities, labels: (N, L) ints -> (N,).
+    """Return the loss per sample; log_p: (N, T, C) log probabilities, labels: (N, L) ints -> (N,).
 
     label_lengths: (N,), how many of the labels are valid; the rest is not read. input_lengths:
     (N,), how many steps are valid, by default all. The loss is infinite, without gradient, if there
@@ -64,12 +64,15 @@ def ctc(
     emitted = gather_elements(
         log_p, expand(unsqueeze(states, 1), (n, steps, states.shape[1])), axis=2
     ).transpose(1, 0, 2)
+    # A path begins with the first blank or the first label.
     start = where(arange(states.shape[1]) < 2, emitted[0], NEVER)
     counted = None if input_lengths is None else _counted(input_lengths, steps)
     skips = _skips(states, blank)
 
     def step(before: State, xs: tuple[Tensor, Tensor | None]) -> tuple[State, State]:
         (alpha,), (now, counts) = before, xs
+        # alpha_t(s) = (alpha_{t-1}(s) + alpha_{t-1}(s - 1) + [skip at s] alpha_{t-1}(s - 2))
+        # p_t(s), in logarithms.
         two_back = where(skips, _shifted(alpha, 2), NEVER)
         after = _log_sum(alpha, _shifted(alpha, 1), two_back) + now
         return (after if counts is None else where(counts, after, alpha),), ()
@@ -77,30 +80,33 @@ def ctc(
     alpha = start
     if steps != 1:
         (alpha,), _ = scan(step, (start,), (emitted[1:], counted))
+    # State 2 L is the blank after the last of L labels, state 2 L - 1 the label itself.
     last = gather_elements(alpha, count * 2, axis=1)
     behind = gather_elements(alpha, maximum(count * 2 - 1, 0), axis=1)
     total = _log_sum(last, where(count > 0, behind, NEVER)).reshape((n,))
+    # NEVER plus any sum of log probabilities stays far below half of it.
     return where(total > 0.5 * NEVER, -total, full((n,), np.inf, log_p.dtype))
 
 
 def _with_blanks(labels: Tensor, count: Tensor, blank: int) -> Tensor:
-    """(N, 2 L + 1): the labels with a blank before, between and after them."""
+    """Return (N, 2 L + 1) labels with a blank before, between and after them."""
     n, length = labels.shape
     counts = arange(length) < count
     wrong = logical_and(counts, (labels < 0) | (labels == blank))
+    # The index NO_LABEL makes the run fail with a message instead of training on a wrong label.
     used = where(wrong, NO_LABEL, where(counts, labels, blank))
     pairs = stack([full((n, length), blank, int64), used], axis=2)
     return concat([pairs.reshape((n, length * 2)), full((n, 1), blank, int64)], axis=1)
 
 
 def _skips(states: Tensor, blank: int) -> Tensor:
-    """Where a path may skip the blank before: at a label that differs from the one before."""
+    """Return where a path may skip the blank: before a label that differs from the previous one."""
     before = concat([full((states.shape[0], 2), blank, int64), states[:, :-2]], axis=1)
     return logical_and(logical_not(states == blank), logical_not(states == before))
 
 
 def _counted(input_lengths: Tensor, steps: Dim) -> Tensor:
-    """bool (T - 1, N, 1): whether the second and later steps are valid."""
+    """Return bool (T - 1, N, 1): whether the second and later steps are valid."""
     return unsqueeze(arange(steps)[1:], 1, 2) < unsqueeze(input_lengths.cast(int64), 0, 2)
 
 
@@ -112,6 +118,7 @@ def _shifted(alpha: Tensor, by: int) -> Tensor:
 
 def _log_sum(first: Tensor, *others: Tensor) -> Tensor:
     """log(e^a + e^b + ...)."""
+    # At least NEVER, hence finite: the differences below are never infinity minus infinity.
     top = reduce(maximum, others, first)
     terms = [exp(x - top) for x in (first, *others)]
     return top + log(sum(terms[1:], terms[0]))

@@ -97,6 +97,7 @@ def emit_broadcast(context: EmissionContext, node: Node) -> None:
 
 def first_number(context: EmissionContext, name: str) -> str:
     """Emit the first element of a float tensor as a scalar, 0 for an empty one."""
+    # Slicing before summing gives 0 instead of an error if the tensor is empty.
     flat = context.emit("Reshape", name, context.constant(np.array([-1])))
     ends = [context.constant(np.array([n])) for n in (0, 1)]
     first = context.emit("Slice", flat, *ends)

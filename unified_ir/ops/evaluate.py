@@ -46,6 +46,7 @@ def run_function(
     sizes = dict(outer or {})
     observer = _observer.get()
     arrays: dict[Value, Array] = {}
+    # Symbols of the parameters are defined again by each call and shadow those of enclosing scopes.
     for param in function.params:
         for d in param.type.shape:
             if is_symbol(d):
@@ -57,6 +58,7 @@ def run_function(
     contents: dict[Value, Known] = {}
     for node in function.nodes:
         operands = [None if v is None else arrays[v] for v in node.inputs]
+        # A region runs several times, and a size that data decide may differ each time.
         for name in introduced(node):
             sizes.pop(name, None)
         known = [None if v is None else contents.get(v) for v in node.inputs]
@@ -111,6 +113,7 @@ def run_node(
         with np.errstate(all="ignore"):  # NaN and infinity are values, as on every engine
             return _run_node(table, node, operands, sizes, known)
     except NodeFailed as failed:
+        # The message already names the node inside the region.
         if node.regions:
             raise
         raise NodeFailed(failure(node, failed.why, operands), failed.why) from failed
@@ -158,6 +161,7 @@ def _run_node(
     elif row.body is not None:
         types = tuple(None if v is None else v.type for v in node.inputs)
         body = body_function(table, row, types, node.attrs, len(node.outputs), known)
+        # Nodes of a body do not exist in the observed graph.
         with observing(None):
             present = [a for a in operands if a is not None]
             results = tuple(run_function(table, body, present, sizes))
@@ -193,6 +197,7 @@ def _callable(table: Table, region: Function, sizes: Sizes) -> Callable[..., lis
 
 def _onnx_kernel(node: Node, operands: Sequence[Array | None]) -> tuple[Array, ...]:
     """Run ONNX's reference implementation of one node."""
+    # Imported late: it loads several hundred kernels.
     from onnx.reference.ops import load_op
 
     names = ["" if a is None else f"i{k}" for k, a in enumerate(operands)]

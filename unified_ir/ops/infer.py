@@ -59,6 +59,7 @@ def check_groups(row: Op, types: Sequence[TensorType | None]) -> None:
 def in_type_group(row: Op, i: int) -> bool:
     """Return whether operand `i` shares the element type of those with its type letter."""
     letter = row.letter(i)
+    # A schema gives either a type variable such as T or one concrete type such as tensor(int64).
     if not letter or "tensor(" in letter:
         return False
     formals = row.schema.inputs if row.schema else ()
@@ -77,6 +78,8 @@ def _infer_by_onnx(
     node = helper.make_node(row.name, names, [f"o{k}" for k in range(outputs)], **onnx_attrs(attrs))
     protos = {n: type_proto(t) for n, t in zip(names, types, strict=True) if t is not None}
     data = {
+        # Sizes with symbols are no arrays; rows whose output shape depends on them have a rule of
+        # their own.
         n: numpy_helper.from_array(np.asarray(k, order="C"), n)
         for n, k in zip(names, known, strict=True)
         if isinstance(k, np.ndarray)
@@ -136,6 +139,8 @@ def _from_proto(row: Op, proto: TypeProto, types: Sequence[TensorType | None]) -
         if d.HasField("dim_value"):
             dims.append(d.dim_value)
         elif d.dim_param:
+            # ONNX copies the text of a dim_param but cannot compute with it. Where it would have
+            # to, it drops the size, which is refused below rather than guessed.
             dims.append(parse(d.dim_param))
         else:
             raise ShapeError(
@@ -152,6 +157,7 @@ def broadcast(row: Op, *shapes: tuple[Dim, ...]) -> tuple[Dim, ...]:
 
 
 def _broadcast_dim(row: Op, shapes: tuple[tuple[Dim, ...], ...], dims: tuple[Dim, ...]) -> Dim:
+    # The distinct sizes other than 1, then 1, so that wide[0] is the result also if all are 1.
     wide = [*dict.fromkeys(d for d in dims if d != 1), 1]
     if len(wide) > 2:
         symbolic = isinstance(wide[0], Expr) or isinstance(wide[1], Expr)

@@ -58,6 +58,7 @@ class Replay:
         self.values.update(zip(node.outputs, outputs, strict=True))
 
     def _record(self, node: Node) -> tuple[Tensor, ...]:
+        # Through the build, which shares equal small constants and knows their contents.
         if node.op.name == "Constant":
             return (self.build.as_operand(node.attrs["value"]),)
         attrs = self.attrs(node)
@@ -144,6 +145,8 @@ def _bind(sizes: dict[str, Dim], param: Value, arg: Tensor) -> None:
     if unfit or arg.dtype != param.type.dtype or arg.rank != param.type.rank:
         raise ShapeError(f"parameter {param.name!r} is {param.type}, got {arg.type}")
     for wanted, size in zip(param.type.shape, arg.shape, strict=True):
+        # A symbol that stays itself is not recorded: with an empty mapping nothing needs
+        # substitution.
         if is_symbol(wanted) and (str(wanted) in sizes or wanted != size):
             known = sizes.setdefault(str(wanted), size)
             if known != size:

@@ -46,6 +46,7 @@ def weighted_cross_entropy(
     loss, counted = likelihood(log_p, labels, weight, ignore_index, logits.rank - 1)
     if not label_smoothing:
         return loss, counted
+    # With smoothing e the loss is (1 - e) (-w[y] log p[y]) + e / C sum_c (-w[c] log p[c]).
     others = -(log_p if weight is None else log_p * weight).mean([-1])
     if ignore_index is not None:
         others = where(labels.cast(int64) != ignore_index, others, 0.0)
@@ -65,6 +66,7 @@ def binary_cross_entropy(
     positive_weight multiplies the term of the positive class.
     """
     if positive_weight is None:
+        # -t log s(z) - (1 - t) log(1 - s(z)) = softplus(z) - t z, since log s(z) = z - softplus(z).
         return softplus(logits) - logits * targets
     return softplus(logits) * (1.0 - targets) + softplus(-logits) * targets * positive_weight
 
@@ -90,6 +92,7 @@ def smooth_l1(y: Tensor, target: Tensor, *, beta: float = 1.0) -> Tensor:
 
 def kl_divergence(log_q: Tensor, p: Tensor) -> Tensor:
     """Elementwise p (log p - log q), 0 where p is 0; log_q: logarithms, p: probabilities."""
+    # 0 log 0 = 0 in the limit, but 0 times minus infinity is NaN, also in the gradient.
     inside = p > 0.0
     return where(inside, p * (log(where(inside, p, 1.0)) - log_q), 0.0)
 

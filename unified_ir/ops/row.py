@@ -302,6 +302,8 @@ class Op:
         optional = sum(o.endswith("?") for o in self.operands)
         variadic = any(o.endswith("*") for o in self.operands)
         n = len(self.operands)
+        # 2^31 - 1 is also what ONNX's schemas have for "any number"; the exact bound does not
+        # matter.
         return n - optional - variadic, 2**31 if variadic else n
 
     def cost_of(self, node: Node, size: Size) -> Cost:
@@ -345,6 +347,7 @@ class Op:
     def full_attrs(self, attrs: Mapping[str, AttrValue]) -> dict[str, Any]:
         """Return `attrs` with defaults (None where there is none), without the names of sizes."""
         full = {k: s.default for k, s in self.attr_specs.items()} | dict(attrs)
+        # Kernels and bodies do not take the names of sizes; these are a matter of types.
         if self.data_dependent_dims:
             del full[OPEN]
         return full
@@ -360,6 +363,8 @@ class Op:
             if attrs[name] is None:
                 continue
             value = _normal_attr(f"{self}.{name}", spec.kind, attrs[name])
+            # Defaults are left out, so that one call has one form, in files as in comparisons of
+            # nodes.
             if not _same_attr(value, spec.default):
                 normal[name] = value
         for name, spec in self.attr_specs.items():
@@ -378,12 +383,12 @@ class Op:
 
 @cache
 def _text_of(dtype: DType) -> str:
-    """An element type as ONNX's schemas write it."""
+    """Return an element type as ONNX's schemas write it."""
     return f"tensor({TensorProto.DataType.Name(dtype.onnx).lower()})"
 
 
 def _texts_of(type_: TensorType) -> list[str]:
-    """A type as ONNX's schemas write it, and as they would with float32 for float64.
+    """Return a type as ONNX's schemas write it, and with float32 in place of float64.
 
     `reference` computes float64 wherever there is a float32.
     """
@@ -411,6 +416,7 @@ _KINDS: Final[Mapping[str, Callable[[Any], AttrValue]]] = {
 
 
 def _int(v: Any) -> int:
+    # 2.0 is a whole number here, 2.5 is not; TypeError becomes the message of `_normal_attr`.
     if isinstance(v, (bool, np.bool_)) or not isinstance(v, float) or v == int(v):
         return int(v)
     raise TypeError
@@ -427,6 +433,8 @@ def _text(v: Any) -> str:
 
 
 def _frozen(v: Any) -> Array:
+    # ascontiguousarray turns a scalar into a vector, hence the reshape. A view is copied: whoever
+    # owns its memory could still change the attribute.
     array = np.ascontiguousarray(v).reshape(np.shape(v))
     if array.base is not None or array.flags.writeable:
         array = array.copy()
@@ -438,15 +446,16 @@ def _normal_attr(where: str, kind: str, value: Any) -> AttrValue:
     try:
         return _KINDS[kind](value)
     except (TypeError, ValueError, AttributeError):
-        raise InvalidInput(f"{where} is {kind}, got {value!r}") from None
+        raise InvalidInput(f"{where} must be of kind {kind}, got {value!r}") from None
 
 
 def _same_attr(a: AttrValue, b: AttrValue | None) -> bool:
+    # By type as well: 1 == True == 1.0 in Python, but they are different attributes.
     return not isinstance(a, np.ndarray) and type(a) is type(b) and a == b
 
 
 def _spec(attribute: Any) -> AttrSpec:
-    """An attribute of an ONNX schema."""
+    """Return the specification of an attribute of an ONNX schema."""
     kind = str(attribute.type.name)
     proto = attribute.default_value
     default = _KINDS[kind](helper.get_attribute_value(proto)) if proto.name else None

@@ -12,29 +12,29 @@ from triplane.unified_ir.ops.row import MakeArray, Sample
 
 
 def normal(*shape: int) -> MakeArray:
-    """Standard normal float64; the suites cast it to the element type under test."""
+    """Draw standard normal float64; the suites cast it to the element type under test."""
     return lambda rng: rng.standard_normal(shape)
 
 
 def between(low: float, high: float, *shape: int) -> MakeArray:
-    """Uniform in [low, high)."""
+    """Draw uniformly in [low, high)."""
     return lambda rng: rng.uniform(low, high, shape)
 
 
 def apart(*shape: int) -> MakeArray:
-    """Values at least 0.1 apart and away from 0, in random order: without ties or kinks."""
+    """Draw values at least 0.1 apart and away from 0, in random order: without ties or kinks."""
     n = int(np.prod(shape))
     values = (np.arange(n) - n // 2) * 0.2 + 0.1
     return lambda rng: rng.permutation(values).reshape(shape)
 
 
 def ints(low: int, high: int, *shape: int, dtype: str = "int64") -> MakeArray:
-    """Uniform integers in low..high-1."""
+    """Draw uniform integers in low..high-1."""
     return lambda rng: rng.integers(low, high, shape).astype(dtype)
 
 
 def bools(*shape: int) -> MakeArray:
-    """Random booleans."""
+    """Draw random booleans."""
     return lambda rng: rng.random(shape) < 0.5
 
 
@@ -46,7 +46,7 @@ class FixedArray:
     dtype: str | None = None
 
     def __call__(self, rng: np.random.Generator) -> np.ndarray[Any, Any]:
-        """The array."""
+        """Return the array."""
         return np.asarray(self.value, self.dtype)
 
 
@@ -56,7 +56,7 @@ class LiteralArray(FixedArray):
 
 
 def computed(value: Any, dtype: str | None = None) -> MakeArray:
-    """Always the same array, which is known only when the graph runs."""
+    """Return always the same array, which is known only when the graph runs."""
     return lambda rng: np.asarray(value, dtype)
 
 
@@ -70,5 +70,5 @@ def sample(
     smooth: tuple[int, ...] | None = None,
     **attrs: AttrValue,
 ) -> Sample:
-    """A `Sample`, with attributes as keywords."""
+    """Return a `Sample`, with attributes as keywords."""
     return Sample(inputs=inputs, attrs=attrs, outputs=outputs, smooth=smooth)

@@ -37,6 +37,7 @@ def settled(rule: Infer, shape: OpenShape, *operands: int) -> dict[str, Any]:
 
 
 def _known(call: OpCall, operands: Sequence[int]) -> bool:
+    # An empty vector has known contents.
     return all(
         not call.has(i) or call.known[i] is not None or call.type(i).shape == (0,) for i in operands
     )

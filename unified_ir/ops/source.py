@@ -62,6 +62,7 @@ def _relative(filename: str) -> str | None:
     path = Path(filename).resolve()
     if is_internal(str(path)):
         return None
+    # Import roots may be nested; the longest one that matches gives the path as it is imported.
     roots = sorted((Path(p).resolve() for p in sys.path if p), key=lambda p: -len(p.parts))
     for root in roots:
         if path.is_relative_to(root) and root != path:

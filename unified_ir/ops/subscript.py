@@ -36,6 +36,7 @@ def subscript(x: Tensor, index: Any) -> Tensor:
         return _basic(x, items)
     if len(items) > x.rank:
         raise _refused(f"{x.type} has {x.rank} axes, the index names {len(items)}")
+    # Ints next to arrays are arrays for numpy, so they are not cut off as slices first.
     at = [i for i, item in enumerate(items) if _is_array(item) or _is_int(item)]
     x = _basic(x, [slice(None) if i in at else item for i, item in enumerate(items)])
     if len(at) == 1:
@@ -102,6 +103,7 @@ def _positions(mask: Any) -> list[Any]:
     """Return the positions of a mask's true elements, by axis."""
     if isinstance(mask, np.ndarray):
         return list(np.nonzero(mask))
+    # NonZero gives (axes, count): one row of positions per axis.
     places = _emit("NonZero", mask)
     return [_emit("Gather", places, i, axis=0) for i in range(mask.rank)]
 
@@ -139,11 +141,14 @@ def _bounds(x: Tensor, axis: int, item: Any) -> tuple[Any, Any, int]:
         size = x.shape[axis]
         if isinstance(size, int) and not -size <= item < size:
             raise _refused(f"index {item} is outside axis {axis} of {x.type}")
+        # x[-1] is the slice -1: up to the end, since -1 + 1 = 0 would be an empty slice.
         return int(item), int(item) + 1 if item != -1 else END, 1
     if isinstance(item, slice):
         if item.step is not None and not _is_int(item.step):
             raise _refused(f"a slice's step is an int, got {item.step!r}")
         step = 1 if item.step is None else int(item.step)
+        # A negative step runs from the last element to the first, both included by bounds beyond
+        # them.
         start = (0 if step > 0 else END) if item.start is None else _bound(item.start)
         end = (END if step > 0 else -END) if item.stop is None else _bound(item.stop)
         return start, end, step
@@ -200,11 +205,14 @@ def _together(x: Tensor, axes: Sequence[int], items: Sequence[Any]) -> Tensor:
         target.as_operand(_index(x, a, np.asarray(i) if _is_int(i) else i)).cast(int64)
         for a, i in zip(axes, items, strict=True)
     ]
+    # Adding zeros broadcasts the indices against each other without naming their sizes, which may
+    # be symbolic.
     common = wanted[0]
     for w in wanted[1:]:
         common = common + w * 0
     spread = [_emit("Unsqueeze", w + common * 0, np.array([-1])) for w in wanted]
     rest = [i for i in range(x.rank) if i not in axes]
+    # GatherND reads positions along the last axis, over the first axes of its operand.
     picked = _emit("GatherND", x.transpose(*axes, *rest), _emit("Concat", *spread, axis=-1))
     side_by_side = list(axes) == list(range(axes[0], axes[0] + len(axes)))
     n, first = common.rank, axes[0]

@@ -43,6 +43,7 @@ def histogram_summary(name: str, x: Tensor) -> None:
     flat = stop_gradient(x).cast(float32).reshape(-1)
     low, high = -(-flat).max(), flat.max()
     share = (flat - low) / where(high > low, high - low, 1.0)
+    # The largest element would fall into bin BINS, and NaN into no bin; casting NaN is undefined.
     place = clip(floor(where(is_nan(share), 0.0, share) * float(BINS)), 0.0, BINS - 1.0)
     empty = zeros((BINS,), float32)
     counts = scatter_elements(empty, place.cast("int64"), flat * 0.0 + 1.0, axis=0, reduction="add")

@@ -24,6 +24,7 @@ def _collect(modules: Sequence[ModuleType]) -> dict[tuple[str, str], Op]:
     for module in modules:
         for value in vars(module).values():
             if isinstance(value, Op):
+                # Other modules may import a row, so one object can appear more than once.
                 known = table.setdefault((value.domain, value.name), value)
                 assert known is value, f"two rows for {value}"
     return table

@@ -198,6 +198,8 @@ class Tensor:
         if tuple(sizes) == self.shape:
             return self
         settled = _settled([d if isinstance(d, Expr) else int(d) for d in sizes], self.type)
+        # Reshape reads 0 as "the size that was there" unless allowzero is set, which ONNX forbids
+        # together with -1.
         literal = -1 not in settled and _may_move_a_zero(settled, self.shape)
         return emit("Reshape", self, dims_of(settled), allowzero=int(literal))
 
@@ -288,31 +290,31 @@ class Tensor:
         return reduce("ReduceSum", self, axis, keepdims=keepdims)
 
     def mean(self, axis: Axes = None, *, keepdims: bool = False) -> Tensor:
-        """Mean over `axis`: one, several, all by default; of whole numbers float32."""
+        """Return the mean over `axis`: one, several, all by default; float32 for whole numbers."""
         return reduce("ReduceMean", _fractions(self), axis, keepdims=keepdims)
 
     def max(self, axis: Axes = None, *, keepdims: bool = False) -> Tensor:
-        """Maximum over `axis`: one, several, all by default."""
+        """Return the maximum over `axis`: one, several, all by default."""
         return reduce("ReduceMax", self, axis, keepdims=keepdims)
 
     def min(self, axis: Axes = None, *, keepdims: bool = False) -> Tensor:
-        """Minimum over `axis`: one, several, all by default."""
+        """Return the minimum over `axis`: one, several, all by default."""
         return reduce("ReduceMin", self, axis, keepdims=keepdims)
 
     def prod(self, axis: Axes = None, *, keepdims: bool = False) -> Tensor:
-        """Product over `axis`: one, several, all by default."""
+        """Return the product over `axis`: one, several, all by default."""
         return reduce("ReduceProd", self, axis, keepdims=keepdims)
 
     def any(self, axis: Axes = None, *, keepdims: bool = False) -> Tensor:
-        """Whether any element is not zero, over `axis`."""
+        """Return whether any element is not zero, over `axis`."""
         return reduce("ReduceMax", self.cast(bool_), axis, keepdims=keepdims)
 
     def all(self, axis: Axes = None, *, keepdims: bool = False) -> Tensor:
-        """Whether every element is not zero, over `axis`."""
+        """Return whether every element is not zero, over `axis`."""
         return reduce("ReduceMin", self.cast(bool_), axis, keepdims=keepdims)
 
     def var(self, axis: Axes = None, *, correction: int = 0, keepdims: bool = False) -> Tensor:
-        """Mean squared distance from the mean; `correction` is subtracted from the count.
+        """Return the mean squared distance from the mean; the count is reduced by `correction`.
 
         It is 0 by default, as in numpy; PyTorch's default is 1.
         """
@@ -323,11 +325,12 @@ class Tensor:
         some = [axis] if isinstance(axis, (int, np.integer)) else axis
         axes = range(self.rank) if some is None else some
         count = product([self.shape[a] for a in axes])
+        # Added to a tensor because a size may be symbolic.
         divisor = as_tensor(np.array(0)) + count - correction
         return (away * away).sum(axis, keepdims=keepdims) / divisor.cast(x.dtype)
 
     def std(self, axis: Axes = None, *, correction: int = 0, keepdims: bool = False) -> Tensor:
-        """Square root of `var`; for equal elements it is 0 with slope 0, as in PyTorch.
+        """Return the square root of `var`; for equal elements it is 0 with slope 0, as in PyTorch.
 
         It is computed at a scale at which no square overflows or underflows.
         """
@@ -349,15 +352,15 @@ class Tensor:
         return y * scale.reshape(y.shape) * whole.reshape(y.shape)
 
     def argmax(self, axis: int | None = None, *, keepdims: bool = False) -> Tensor:
-        """Position of the first maximum along `axis`, int64; by default of all, in order."""
+        """Return the int64 position of the first maximum along `axis`, by default in flat order."""
         return _position("ArgMax", self, axis, keepdims=keepdims)
 
     def argmin(self, axis: int | None = None, *, keepdims: bool = False) -> Tensor:
-        """Position of the first minimum along `axis`, int64; by default of all, in order."""
+        """Return the int64 position of the first minimum along `axis`, by default in flat order."""
         return _position("ArgMin", self, axis, keepdims=keepdims)
 
     def cumsum(self, axis: int) -> Tensor:
-        """Running sum along `axis`."""
+        """Return running sums along `axis`."""
         return emit("CumSum", self, axis)
 
 
@@ -374,6 +377,7 @@ def _power(a: Any, b: Any) -> Tensor:
     """
     if isinstance(b, int) and b < 0 and _is_whole(a):
         raise InvalidInput(f"a whole number to the power {b} is a fraction; cast it to float first")
+    # ONNX's Pow returns the type of the base, so an integer base would truncate the result.
     if _is_whole(a) and not _is_whole(b):
         a = as_tensor(a).cast(as_dtype(b.dtype) if hasattr(b, "dtype") else "float32")
     return emit("Pow", a, b)
@@ -381,6 +385,8 @@ def _power(a: Any, b: Any) -> Tensor:
 
 def root(x: Tensor) -> Tensor:
     """Return the square root, with slope 0 at 0."""
+    # Two selections: the slope of sqrt at 0 is infinite, and infinity times the 0 of the outer
+    # selection would be NaN.
     level = x == 0.0
     return emit("Where", level, 0.0, emit("Sqrt", emit("Where", level, 1.0, x)))
 
@@ -388,6 +394,7 @@ def root(x: Tensor) -> Tensor:
 def _range_of_squares(dtype: DType) -> tuple[float, float, float]:
     """Return the largest number, and bounds within which sums of squares stay in range."""
     limits = ml_dtypes.finfo(dtype.numpy)  # type: ignore[no-untyped-call]
+    # Sums of up to room^2 squares stay finite: 2^40 elements, in float16 only 16.
     highest, lowest = float(limits.max), float(limits.tiny)
     room = 2.0 ** (20 if highest > _LARGEST_HALF else 2)
     return highest, highest**0.5 / room, lowest**0.5 * room
@@ -415,6 +422,7 @@ def _floor_divide(a: Any, b: Any) -> Tensor:
     if quotient.dtype.is_float:
         return emit("Floor", quotient)
     a, b = (as_tensor(x, None if hasattr(x, "dtype") else quotient.dtype) for x in (a, b))
+    # Div rounds toward zero, so the quotient is one too large where it is inexact and negative.
     inexact = a != quotient * b
     below = (a < 0) != (b < 0)
     rounded: Tensor = quotient - (inexact & below).cast(quotient.dtype)
@@ -449,6 +457,7 @@ def emit(name: str, *inputs: Any, **attrs: Any) -> Tensor:
 def reduce(name: str, x: Tensor, axis: Axes, *, keepdims: bool) -> Tensor:
     """Add a reduction whose axes are an operand (every reduction since opset 18)."""
     operand = axes_operand(axis)
+    # No axes: nothing is reduced. ONNX would read an empty list as all axes.
     if operand is not None and not operand.size:
         return x
     return emit(name, x, operand, keepdims=int(keepdims))
@@ -481,6 +490,8 @@ def _settled(sizes: list[Dim], type_: TensorType) -> list[Dim]:
     if sizes.count(-1) != 1 or not _may_move_a_zero(sizes, type_.shape):
         return sizes
     rest = [d for d in sizes if d not in {0, -1}]
+    # Without the empty axes both products are positive, and their quotient is the size -1 stands
+    # for.
     whole, part = product([d for d in type_.shape if d != 0]), product(rest)
     one = floor_div(whole, part)
     if product([one, part]) != whole:
@@ -532,6 +543,7 @@ def taking_arrays(builder: Callable[P, R]) -> Callable[P, R]:
 
     A float64 array (numpy's default) becomes float32 if all floating-point tensors are float32.
     """
+    # Modules of builders postpone evaluation of annotations, so these are strings.
     declared = inspect.signature(builder).parameters
     operands = {name for name, p in declared.items() if p.annotation in _OPERAND}
     if not operands:

@@ -33,6 +33,7 @@ def _fill(tree: Any, values: Iterator[Any]) -> Any:
         return None
     if isinstance(tree, dict):
         return {key: _fill(tree[key], values) for key in sorted(tree)}
+    # A named tuple takes its fields one by one, any other tuple takes one iterable.
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(_fill(item, values) for item in tree))
     if isinstance(tree, (tuple, list)):

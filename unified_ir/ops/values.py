@@ -69,6 +69,7 @@ def _bind_sizes(sizes: dict[str, int], type_: TensorType, shape: tuple[int, ...]
                 raise InvalidInput(
                     f"symbol {dim} is {sizes[str(dim)]} and {size} in one call; it has one size"
                 )
+        # Expressions are checked once all their symbols have sizes; an earlier one cannot be.
         elif symbols(dim) <= sizes.keys() and evaluate(dim, sizes) != size:
             raise InvalidInput(
                 f"the size {dim} is {evaluate(dim, sizes)} in this call, but the value has {size}: "

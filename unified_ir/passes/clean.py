@@ -24,6 +24,8 @@ def drop_dead(function: Function) -> Function:
     A node also stays if its output is the only place to read a size that another node needs.
     """
     needed: set[Value] = set(function.results)
+    # A data-dependent size, such as the number of rows of NonZero, is defined only by the value
+    # that first has it; types of later nodes mention it without reading that value.
     opens = any(introduced(node) for node in function.nodes)
     sizes: set[str] = set().union(*(r.type.symbols for r in function.results)) if opens else set()
     kept: list[Node] = []
@@ -53,6 +55,8 @@ def share(function: Function) -> Function:
         kept = first = node if inputs == node.inputs else replace(node, inputs=inputs)
         row = TABLE.get((node.op.domain, node.op.name))
         if not node.regions and not (row is not None and row.nondeterministic):
+            # The number of outputs belongs to the key, because an operator may compute less if its
+            # optional outputs are not asked for. Nodes with regions are left alone.
             first = seen.setdefault((node.op, inputs, len(node.outputs), attrs_key(node)), kept)
         if first is kept:
             nodes.append(kept)
@@ -63,6 +67,7 @@ def share(function: Function) -> Function:
 
 def attrs_key(node: Node) -> Any:
     """Return a node's attributes as a hashable value, arrays by content."""
+    # By bytes, not by ==: -0.0 and 0.0 are different constants, and a NaN is equal to itself.
     return tuple(
         (k, (v.dtype.str, v.shape, v.tobytes()) if isinstance(v, np.ndarray) else v)
         for k, v in node.attrs.items()

@@ -62,12 +62,13 @@ def freeze(module: Module, entry: str) -> Frozen:
     key, which means that it was traced for training.
     """
     function = module.entry(entry)
+    # An entry that assigns state (running statistics, a step counter) is served without doing so.
     kept = [name not in module.state for name in function.result_names]
     function = function.with_(
         results=compress(function.results, kept), result_names=compress(function.result_names, kept)
     )
     if not function.results:
-        raise InvalidInput(f"entry {entry!r} returns nothing but state; there is nothing to serve")
+        raise InvalidInput(f"entry {entry!r} returns only state; there is nothing to serve")
     held = {p.name: module.state[p.name] for p in function.params if p.name in module.state}
     frozen = pruned(Frozen(function, {name: held[name].array for name in held}))
     for name in frozen.weights:
@@ -152,6 +153,7 @@ class Rewrite:
         An array that this rewrite has added before is the same weight, so an array that several
         nodes read is stored once.
         """
+        # A digest as key: weights may take gigabytes, and their bytes would be held twice as a key.
         key = (array.dtype.str, array.shape, sha256(np.ascontiguousarray(array).data).digest())
         if key not in self._added:
             names = chain([name], (f"{name}.{n}" for n in count(1)))
@@ -163,6 +165,8 @@ class Rewrite:
 
     def hold(self, name: str, array: Array) -> Tensor:
         """Return a weight, or a constant if the array is small or not of floats."""
+        # Integers are shapes, axes and indices as a rule. Other passes and runtimes read them when
+        # they load the graph, for which they must be constants.
         if array.dtype.kind != "f" or array.nbytes <= MAX_CONSTANT_BYTES:
             return self._build.constant(array)
         return self.weight(name, array)
@@ -178,6 +182,8 @@ def expanded(frozen: Frozen, also: Collection[str] = ()) -> Frozen:
 
     also: names of further operators to replace by their bodies.
     """
+    # A body may contain rows with bodies, so this repeats until none is left. It ends because
+    # definitions of operators do not refer to each other in a cycle.
     while any(_opened(node, also) for node in frozen.function.nodes):
         contents = all_contents(TABLE, frozen.function)
         with Rewrite(frozen) as rewrite:

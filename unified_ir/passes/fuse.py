@@ -33,9 +33,11 @@ def fuse_updates(function: Function) -> Function:
 
 
 def _plain_gemm(view: View, value: Value | None) -> Node | None:
-    """Return the Gemm without C that produces `value`, if read once and float32, as `alpha` is."""
+    """Return the Gemm without C that produces the float32 `value`, if nothing else reads it."""
     product = view.node(value, "Gemm")
     plain = product is not None and len(product.inputs) == 2
+    # ONNX declares alpha and beta as float (32 bits), so a float64 rate would lose digits in them.
+    # A product with other readers is computed anyway, and fusing it would do the work twice.
     return product if plain and value is not None and value.type.dtype == float32 else None
 
 
@@ -49,6 +51,7 @@ def _as_update(view: View, node: Node) -> list[Node] | None:
     for gradient, rate in (scaled.inputs, scaled.inputs[::-1]):
         product, lr = _plain_gemm(view, gradient), view.scalar(rate)
         if product is not None and lr is not None and _alike(product, weight, node):
+            # w - lr (a b) = -lr (a b) + 1 w
             return [_onto(product, weight, node, alpha=-lr, beta=1.0)]
     return None
 
@@ -71,6 +74,7 @@ def _as_momentum(view: View, node: Node) -> list[Node] | None:
                     return _as_momentum_of_matrix(product, reshaped, velocity, node, m)
                 continue
             if _alike(product, velocity, node):
+                # m v + a b = 1 (a b) + m v
                 return [_onto(product, velocity, node, alpha=1.0, beta=m)]
     return None
 
@@ -82,6 +86,8 @@ def _as_momentum_of_matrix(
     matrix = product.outputs[0].type
     sizes = Value(TensorSpec((2,), int64))
     flat, moved = Value(matrix), Value(matrix)
+    # The Gemm works on matrices, so the velocity is flattened for it and the result gets its shape
+    # back. Reshape copies nothing; both sizes are static.
     at = replace(product, outputs=(moved,), meta=node.meta)
     return [
         node_of("Constant", (), sizes, node, value=np.array(matrix.concrete({}))),
@@ -93,6 +99,8 @@ def _as_momentum_of_matrix(
 
 def _alike(product: Node, base: Value, node: Node) -> bool:
     """Return whether nothing broadcasts, except possibly factors."""
+    # Gemm broadcasts C but not the product, and Sub and Add broadcast both; equal types exclude
+    # both.
     return product.outputs[0].type == base.type == node.outputs[0].type
 
 
@@ -118,6 +126,7 @@ def _weight_left(view: View, node: Node) -> list[Node] | None:
         return None
     x, w = node.inputs[0], node.inputs[1]
     bias = node.inputs[2] if len(node.inputs) > 2 else None
+    # Only parameters, which are read in place; the result of a node is no weight.
     if x is None or w is None or w in view.producer:
         return None
     if not all(isinstance(d, int) and d >= LARGE_SIDE for d in w.type.shape):
@@ -126,6 +135,7 @@ def _weight_left(view: View, node: Node) -> list[Node] | None:
     if not node.attrs.get("transB"):
         w = _transposed(nodes, w, node)
     (y,) = node.outputs
+    # op(w) is (N, K) and x is (M, K), so the product is y transposed: (N, M).
     product = Value(y.type.with_shape(y.type.shape[::-1]))
     nodes.append(node_of("MatMul", (w, _transposed(nodes, x, node)), product, node))
     if bias is None:

@@ -66,6 +66,8 @@ def alive(rows: Sequence[MemoryRow[V]], results: Sequence[V], size: Callable[[V]
     uses: dict[V, list[int]] = defaultdict(list)
     born: dict[V, int] = {}
     for i, row in enumerate(rows):
+        # Parameters and constants have no root in `born`, so their reads are recorded but never
+        # counted.
         taken = [roots.get(v, v) for v in row.inputs]
         for root in taken:
             uses[root].append(i)
@@ -76,6 +78,8 @@ def alive(rows: Sequence[MemoryRow[V]], results: Sequence[V], size: Callable[[V]
                 born[value] = i
     for value in results:
         uses[roots.get(value, value)].append(len(rows))
+    # +size at the node that allocates a value and -size after its last use; the running sum gives
+    # the live bytes in time linear in nodes and values. Results end at len(rows) + 1.
     change = [0] * (len(rows) + 2)
     for value, i in born.items():
         held = size(value)
@@ -98,6 +102,7 @@ def type_bytes(t: TensorType, sizes: Mapping[str, int]) -> int:
             f"the memory it takes; sizes are given for {', '.join(sizes) or 'none'}"
         )
     elements = math.prod(evaluate(dim, sizes) for dim in t.shape)
+    # Rounded up to bytes: elements of 2 and 4 bits are packed.
     return -(-elements * t.dtype.bits // 8)
 
 
@@ -119,6 +124,7 @@ def least_bytes(function: Function, sizes: Mapping[str, int]) -> int:
     alive_bytes = live(function.nodes, function.results, sizes)
 
     def held(values: Sequence[Value | None]) -> int:
+        # A node that reads a tensor and a view of it holds that memory once.
         distinct = {alive_bytes.roots.get(v, v) for v in values if v is not None}
         return sum(type_bytes(v.type, sizes) for v in distinct if v in alive_bytes.born)
 

@@ -79,12 +79,17 @@ class _Planes:
     @property
     def pitch(self) -> int:
         """Output rows from one image to the next, such that neither reads the other's rows."""
+        # Image i begins at row i p s of the stacked plane (p: pitch, s: stride), and row r of its
+        # result reads rows (i p + r) s - before up to (i p + r) s - before + span - 1. The last
+        # window ends before the next image if p s >= (positions - 1) s + span - before, and the
+        # first window of the next image begins after this one if p s >= size + before.
         reach = (self.positions - 1) * self.stride + self.window.span(0) - self.before
         return -(-max(self.size + self.before, reach) // self.stride)
 
     @property
     def beyond(self) -> int:
         """Pads below that give every image `pitch` output rows; negative: rows left over."""
+        # N p outputs need N p s + before + beyond - span = (N p - 1) s.
         return self.window.span(0) - self.stride - self.before
 
     @property
@@ -134,6 +139,7 @@ def _conv(node: Node) -> list[Node] | None:
     attrs = {**planes.window.attrs(), "pads": pads}
 
     def body(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+        # The other pads stay those of the window: along the width nothing is stacked.
         y = conv_row(_below(x, planes.pitch * planes.stride), w, b, **attrs)
         return _apart(y, x, planes.pitch, planes.positions)
 
@@ -151,6 +157,8 @@ def _conv_transpose(node: Node) -> list[Node] | None:
         return _in_place(
             node, lambda g, *w: _sum_of_rows(g, mirrored, node.outputs[0], *w, flip=True)
         )
+    # The transpose has (N p - 1) s + span - before - pads_end + output_padding rows. They are N p s
+    # if pads_end - output_padding is `beyond`, and neither may be negative.
     attrs = {
         **window.attrs(),
         "pads": (*window.pads[:2], max(planes.beyond, 0), window.pads[3]),
@@ -170,6 +178,8 @@ def _mirrored(window: Window, node: Node) -> Window | None:
     assert g is not None
     if set(window.strides) != {1}:
         return None
+    # x[i] = sum_k w[k] g[i + pad - k d]: the same sum as a convolution with the kernel reversed and
+    # span - 1 - pad rows of zeros before.
     before = [window.span(i) - 1 - window.pads[i] for i in range(2)]
     rows, taken = (static(v.type.shape[2:], "a plane") for v in (x, g))
     after = [rows[i] + window.pads[i] - taken[i] for i in range(2)]
@@ -204,6 +214,7 @@ def _sum_of_rows(
         total = rows if total is None else total + rows
     assert total is not None
     total = total if b is None else total + b
+    # (H W N, C) -> (H W, N C) -> (N C, H W) -> (N, C, H, W): one transposition of a matrix.
     flat = total.reshape((out[0] * out[1], -1)).transpose(1, 0)
     return flat.reshape((-1, channels, *out))
 
@@ -216,6 +227,8 @@ _RULES: Final[dict[str, Callable[[Node], list[Node] | None]]] = {
 
 def _below(x: Tensor, pitch: int) -> Tensor:
     """Stack images: (N, C, H, W) -> (1, C, N pitch, W), zeros below each image."""
+    # `pitch` counts the rows of this operand: input rows for a convolution, which is why the caller
+    # multiplies by the stride, and rows of the cotangent for its transpose.
     gap = pitch - static(x.shape[2:3], "a size")[0]
     wide = pad_row(x, np.array([0, 0, 0, 0, 0, 0, gap, 0])) if gap else x
     rows = x.shape[0] * pitch

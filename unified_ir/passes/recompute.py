@@ -77,6 +77,8 @@ def recompute(
         )
     before = live(function.nodes, function.results, sizes)
     nodes, now, again = list(function.nodes), before, []
+    # Greedy: each step takes the first candidate that lowers the peak. The best plan is a search
+    # over exponentially many; the gap to the bound is reported instead.
     while now.peak_bytes > budget_bytes:
         for chain, use in _candidates(nodes, now, sizes):
             tried = _inserted(nodes, chain, use)
@@ -107,6 +109,8 @@ def _candidates(
     rows = []
     for value, born in now.born.items():
         uses = now.uses.get(value, ())
+        # The first use after the peak. A value that the peak's node reads must be alive there, and
+        # a result until the end, so neither can be dropped.
         place = bisect.bisect_right(uses, peak)
         across = born < peak and place < len(uses) and uses[-1] < len(nodes)
         if not across or (place and uses[place - 1] == peak):
@@ -121,6 +125,7 @@ def _candidates(
 
 
 def _work(node: Node, sizes: Mapping[str, int]) -> int:
+    # At least 1, so that nodes without arithmetic, such as views, do not divide by zero.
     return 1 + row_of(node).cost_of(node, lambda value: type_bytes(value.type, sizes)).flops
 
 
@@ -139,6 +144,8 @@ def _chain(nodes: Sequence[Node], now: Live[Value], value: Value, use: int) -> l
             if taken is None:
                 continue
             root = now.roots.get(taken, taken)
+            # An operand is computed again if it is a view, which costs nothing, or if its memory is
+            # free by then.
             if root is not taken or (root in now.born and max(now.uses[root]) < use):
                 wanted.append(taken)
     return [nodes[i] for i in sorted(places)]
@@ -161,6 +168,9 @@ def _inserted(nodes: Sequence[Node], chain: Sequence[Node], use: int) -> list[No
         return list(nodes)
     for node in chain:
         operands = [renamed.get(v, v) for v in node.inputs]
+        # Nodes that read another node of the chain wait for it anyway; only the beginnings of the
+        # chain need a barrier. `after` is computed just before the use, so a barrier on it cannot
+        # run earlier.
         first = operands[0] if operands and inside.isdisjoint(node.inputs) else None
         if first is not None:
             held = operands[0] = Value(first.type)

@@ -23,6 +23,8 @@ from numpy.typing import NDArray
 LEAST_NODES: Final = 4
 """Smaller blocks are not worth a name."""
 
+# Runs of labels count as equal if length and hash are, so the modulus must make collisions unlikely
+# among millions of runs; 2^61 - 1 is a Mersenne prime.
 _PRIME: Final = (1 << 61) - 1
 _BASE: Final = 0x1F3D5B79F1E3D5B7 % _PRIME
 _NEVER: Final = np.iinfo(np.int64).max
@@ -104,6 +106,8 @@ def repeats(listing: Listing, least_nodes: int = LEAST_NODES) -> tuple[Block, ..
     sums = _sums(taken)
     blocks = []
     for length, starts in _by_gain(_symbols(listing), least_nodes):
+        # sums[b] - sums[a] is the number of taken nodes in [a, b), so this keeps the starts whose
+        # nodes are all free.
         free = starts[sums[starts + length] == sums[starts]]
         for block in _alike(listing, length, free.tolist()):
             blocks.append(block)
@@ -120,6 +124,7 @@ def _by_gain(symbols: dict[int, _Symbol], least_nodes: int) -> Iterator[tuple[in
         if symbol.length < least_nodes:
             continue
         starts = np.unique(np.concatenate(symbol.starts))
+        # As `Block.saved_nodes`, before occurrences overlap or turn out to be wired differently.
         gain = (len(starts) - 1) * symbol.length - len(starts)
         if gain > 0:
             rows.append((-gain, int(starts[0]), symbol.length, starts))
@@ -151,6 +156,8 @@ def _wiring(listing: Listing, start: int, length: int) -> tuple[tuple[int, ...],
     for taken in listing.inputs[start : start + length]:
         for value in taken:
             at = place.get(value, -1) - base
+            # Order matters: `place` has no -1, so an absent operand would pass for a value from
+            # outside.
             if value < 0:
                 wires.append(-1)
             elif at >= 0:
@@ -202,6 +209,8 @@ def _symbols(listing: Listing) -> dict[int, _Symbol]:
         for a, b in pairs.T.tolist():
             left, right = by_number[a], by_number[b]
             length = left.length + right.length
+            # H(ab) = H(a) B^len(b) + H(b): equal runs get equal hashes however they were joined, so
+            # the same labels parsed in two ways become one symbol.
             content = (left.hash * pow(_BASE, right.length, _PRIME) + right.hash) % _PRIME
             token = known.setdefault((content, length), len(by_number))
             by_number.setdefault(token, _Symbol(content, length, []))
@@ -209,6 +218,8 @@ def _symbols(listing: Listing) -> dict[int, _Symbol]:
         tokens[joined] = np.array(names, dtype=np.int64)[inverse.reshape(-1)]
         order = np.argsort(tokens[joined], kind="stable")
         cuts = np.flatnonzero(np.diff(tokens[joined][order])) + 1
+        # Occurrences are recorded in the round that joins them; later rounds swallow them into
+        # longer symbols, but both remain candidates.
         for part in np.split(joined[order], cuts):
             by_number[int(tokens[part[0]])].starts.append(starts[part])
         tokens, starts = np.delete(tokens, joined + 1), np.delete(starts, joined + 1)
@@ -231,6 +242,7 @@ def _joined(tokens: Indices) -> Indices:
 
     The choice depends only on the neighbourhood, so equal runs are parsed alike except at the ends.
     """
+    # One number per pair of neighbours: a (max + 1) + b is unique for 0 <= b <= max.
     codes = tokens[:-1] * (int(tokens.max()) + 1) + tokens[1:]
     _, first, inverse, counts = np.unique(
         codes, return_index=True, return_inverse=True, return_counts=True
@@ -238,6 +250,9 @@ def _joined(tokens: Indices) -> Indices:
     order = np.lexsort((first, -counts))
     rank = np.empty_like(order)
     rank[order] = np.arange(len(order))
+    # A pair wins if its rank is strictly below those of the pairs that overlap it, so no token
+    # joins twice. Doubling leaves room for the parity, which breaks the tie within runs of one
+    # pair.
     ranks = np.where(counts[inverse] > 1, 2 * rank[inverse], _NEVER)
     ranks = ranks + np.where(ranks < _NEVER, _parity(codes), 0)
     before = np.concatenate([[_NEVER], ranks[:-1]])

@@ -43,6 +43,8 @@ class Rewriter:
 
     def region(self, function: Function) -> Function:
         """Rewrite a region in the same way."""
+        # A new rewriter of the same class: regions are closed, so no replacement crosses their
+        # border.
         return type(self)().rewrite(function)
 
     def inputs(self, node: Node) -> list[Value | None]:
@@ -66,6 +68,8 @@ class Rewriter:
 
     def spread(self, node: Node, body: Function) -> None:
         """Visit a body's nodes in place of the node."""
+        # Bodies are recorded once and cached, so sizes that nodes in them introduce get new names
+        # for each use.
         body = renewed(body, f"inner_{len(self.nodes)}")
         present = [v for v in self.inputs(node) if v is not None]
         inner = dict(zip(body.params, present, strict=True))
@@ -75,6 +79,7 @@ class Rewriter:
             inner.update(zip(part.outputs, outputs, strict=True))
             self.visit(replace(part, inputs=operands, outputs=outputs, meta=node.meta))
         for out, result in zip(node.outputs, body.results, strict=False):
+            # `visit` may have replaced the value that stands for the result.
             self.env[out] = self.env.get(inner[result], inner[result])
 
     def cast(self, value: Value, dtype: DType, origin: Node) -> Value:
@@ -105,6 +110,8 @@ class View:
 
     def node(self, value: Value | None, op: str) -> Node | None:
         """Return the node `op` that produces `value`, if `value` is read only once."""
+        # A node with other readers has to stay, so replacing it together with its user saves
+        # nothing.
         producer = None if value is None or self.count[value] != 1 else self.producer.get(value)
         return producer if producer is not None and producer.op.name == op else None
 
@@ -122,6 +129,7 @@ Rule = Callable[[View, Node], list[Node] | None]
 
 def rewritten(function: Function, rule: Rule) -> Function:
     """Apply a rule to every node of the function, and drop the nodes that this leaves dead."""
+    # Rules see the old function only, so the order of nodes does not change what they find.
     view = View(function.producers(), function.reads())
     parts = [rule(view, node) for node in function.nodes]
     if all(part is None for part in parts):

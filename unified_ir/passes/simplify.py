@@ -21,6 +21,7 @@ def swish_of_product(function: Function) -> Function:
 def _as_swish(view: View, node: Node) -> list[Node] | None:
     for x, s in (node.inputs, node.inputs[::-1]) if node.op.name == "Mul" else ():
         gate = view.node(s, "Sigmoid")
+        # Read once only: another reader of the sigmoid would keep it, and nothing would be saved.
         if gate is not None and x is not None and gate.inputs[0] is x:
             return [node_of("Swish", (x,), node.outputs[0], node)]
     return None
@@ -37,6 +38,8 @@ def pool_before_relu(function: Function) -> Function:
 
 def _as_relu_of_pool(view: View, node: Node) -> list[Node] | None:
     relu = view.node(node.inputs[0], "Relu") if node.op.name == "MaxPool" else None
+    # Not with the second output: on windows without a positive value, the indices of a maximum over
+    # zeros and over the original values differ.
     if relu is None or len(node.outputs) != 1:
         return None
     raw = Value(node.outputs[0].type)

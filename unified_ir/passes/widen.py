@@ -29,6 +29,8 @@ class _Widening(Rewriter):
         """Put a node that reads and returns float16 between casts to and from float32."""
         halves = [v for v in node.outputs if v.type.dtype == float16]
         reads = any(v is not None and v.type.dtype == float16 for v in node.inputs)
+        # Casts are what rounds, so they stay. A node that only creates or only consumes float16 has
+        # nothing to compute in it.
         if node.regions or node.op.name == "Cast" or not (halves and reads):
             self.keep(node)
             return

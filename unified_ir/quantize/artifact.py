@@ -44,7 +44,7 @@ class Artifact:
         return tuple(sorted(f"{domain}.{name}" for domain, name in called))
 
     def session(self, options: SessionOptions = DEFAULT_OPTIONS) -> Session:
-        """The graph on onnxruntime."""
+        """Return the graph on onnxruntime."""
         return Session(self.model, weights=self.weights, options=options)
 
 

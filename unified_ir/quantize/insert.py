@@ -49,6 +49,8 @@ def site_ranges(sites: Sites, seen: Mapping[Value, Range]) -> dict[Value, Range]
     """Return the observed ranges, limited by the clamps that were dropped."""
     ranges = dict(seen)
     for value, top in sites.clamps.items():
+        # The clamp is done by saturation: 0 becomes the smallest integer of the range, `top` the
+        # largest.
         ranges[value] = Range(0.0, min(max(seen[value].high, 0.0), top))
     return ranges
 

@@ -71,6 +71,7 @@ def observe(frozen: Frozen, values: Sequence[Value], samples: Samples) -> dict[V
     session = watched.session(WATCHING)
     names = [f"{end}/{i}" for end in ("low", "high") for i in range(len(values))]
     rows = []
+    # One sample at a time, so that each has extremes of its own and outliers can be told apart.
     for batch in batches(frozen, samples, 1):
         extremes = session.run(batch)
         rows.append(np.array([extremes[name] for name in names], np.float64))
@@ -95,6 +96,8 @@ def typical_range(lows: Array, highs: Array) -> Range:
     lows, highs: (N,).
     """
     widths = np.maximum(highs, 0.0) - np.minimum(lows, 0.0)
+    # The widest of those that remain if the widest hundredth is left out; with fewer than 100
+    # samples the widest of all, so none is left out.
     usual = np.sort(widths)[-1 - int(len(widths) * OUTLIERS)]
     wide = (widths > MUCH_WIDER * usual) & (usual > 0.0)
     left_out = tuple(map(int, np.flatnonzero(wide)))

@@ -79,7 +79,7 @@ class Range:
 
     def __post_init__(self) -> None:
         if not (np.isfinite(self.low) and np.isfinite(self.high) and self.low <= self.high):
-            raise InvalidInput(f"a range has finite ends in order, got {self.low} to {self.high}")
+            raise InvalidInput(f"a range needs finite ends in order, got {self.low} to {self.high}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,6 +98,7 @@ def activation_quantizer(seen: Range, row: Scheme) -> Quantizer:
     q_min, q_max = row.grid
     low, high = min(seen.low, 0.0), max(seen.high, 0.0)
     scale = (high - low) / (q_max - q_min)
+    # Below the smallest normal float32 the division by the scale would overflow or lose all digits.
     if scale < np.finfo(np.float32).tiny:
         scale = 1.0
     zero = np.clip(np.rint(q_min - low / scale), q_min, q_max)
@@ -124,11 +125,13 @@ def quantize_weight(
     fits. Raises InvalidInput on NaN or infinity.
     """
     if not (np.isfinite(w).all() and (bias is None or np.isfinite(bias).all())):
-        raise InvalidInput("weights and biases are finite numbers; one holds NaN or infinity")
+        raise InvalidInput("weights and biases must be finite; one holds NaN or infinity")
     limit = row.weight_limit
     others = tuple(i for i in range(w.ndim) if i != axis)
     scale = np.abs(w).max(axis=others, initial=0.0).astype(np.float64) / limit
     if bias is not None:
+        # The 256 leave room for rounding the scale and its product with s_x to float32: twice 2^-24
+        # of 2^31.
         scale = np.maximum(scale, np.abs(bias) / (np.float64(x_scale) * (INT32_MAX - 256)))
     scale32 = scale.astype(np.float32)
     scale32[scale32 < np.finfo(np.float32).tiny] = 1.0
@@ -148,6 +151,8 @@ def quantize_gates(w: Array, row: Scheme) -> tuple[Array, Array]:
     """
     directions, rows, size = w.shape
     largest = np.abs(w).max(axis=2).astype(np.float64)
+    # The error of rounding to a step s has the mean square s^2 / 12. With one scale for the
+    # direction every row gets the largest step; with one per row the mean over the rows counts.
     growth = (127 / row.weight_limit) ** 2 * np.square(largest.max(axis=1))
     together = bool((growth <= ONE_SCALE * np.square(largest).mean(axis=1)).all())
     parts = w.reshape((directions, -1) if together else (-1, size))

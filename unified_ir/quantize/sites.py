@@ -104,6 +104,8 @@ class _Finder:
         self.known = frozen.known()
         self.uses = frozen.function.reads()
         self.producer = frozen.function.producers()
+        # Products first: whether a tensor is wanted in integers depends on its readers, so the
+        # second pass needs all of them.
         for node in frozen.function.nodes:
             form = row_of(node).integer_form
             if form is IntegerForm.PRODUCT:
@@ -129,6 +131,7 @@ class _Finder:
     def find_wanted(self, nodes: tuple[Node, ...]) -> set[Value]:
         """Return the values that an integer product reads, also through nodes on integers."""
         wanted: set[Value] = set()
+        # Backward, so that a chain of nodes between two products is followed to its beginning.
         for node in reversed(nodes):
             if node in self.sites.products:
                 wanted.update(self.operands(node))
@@ -143,6 +146,8 @@ class _Finder:
         if node in self.sites.products:
             for x in self.operands(node):
                 self.sites.root.setdefault(x, x)
+            # The integer kernel of Conv writes integers only; those of MatMul and Gemm may write
+            # floats.
             if node.op.name == "Conv" or y in self.wanted:
                 self.sites.root[y] = y
         elif (
@@ -203,6 +208,7 @@ class _Finder:
     def alone(self, x: Value) -> bool:
         """Return whether each value from the site to `x` has one reader, and a node computes it."""
         root = self.sites.root[x]
+        # Another reader of a value on the way would see values below 0 disappear.
         while self.uses[x] == 1 and x in self.producer:
             if x is root:
                 return True

@@ -207,7 +207,7 @@ def test_a_file_cannot_give_an_operator_a_foreign_name(traced):
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        (lambda x: x * OUTSIDE[0], "takes everything it uses as an argument"),
+        (lambda x: x * OUTSIDE[0], "must take everything it uses as an argument"),
         (lambda x: swoosh(x, slope=[1, {2}]), "options of Swoosh are numbers"),
     ],
 )

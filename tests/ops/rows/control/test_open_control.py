@@ -177,7 +177,7 @@ def test_what_nothing_joins_is_refused():
     with pytest.raises(InvalidInput, match="keep shapes"):
         recorded(lambda x, n: ops.fori_loop(n, lambda _, c: ops.concat([c, c]), x), X, COUNT)
     ints = SequenceType(TensorSpec((2,), "int64"))
-    with pytest.raises(InvalidInput, match="give one type"):
+    with pytest.raises(InvalidInput, match="return one type"):
         recorded(
             lambda p, s: ops.cond(p, lambda s: s, lambda _: ops.empty_sequence(), s), FLAG, ints
         )

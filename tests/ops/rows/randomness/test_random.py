@@ -114,7 +114,7 @@ def test_dropout_of_nothing_is_the_operand_and_of_everything_is_refused():
         x = build.param("x", TensorSpec((3,)))
         key = build.param("key", TensorSpec((2,), "uint32"))
         assert ops.dropout(x, key, 0.0) is x
-        with pytest.raises(InvalidInput, match="p_drop is in"):
+        with pytest.raises(InvalidInput, match="p_drop must be in"):
             ops.dropout(x, key, 1.0)
-        with pytest.raises(InvalidInput, match="a random key is uint32"):
+        with pytest.raises(InvalidInput, match="a random key must be uint32"):
             ops.random_bits(x, (3,))

@@ -48,7 +48,7 @@ def test_a_query_that_may_see_no_key_gives_zero_and_no_nan_comes_back(kind, opse
     [
         ((3, 2, 2), {}, "of queries a multiple"),
         ((2, 2, 1), {}, "as many heads of values as of keys"),
-        ((2, 2, 2), {"qk_matmul_output_mode": 4}, "is 0 to 3, got 4"),
+        ((2, 2, 2), {"qk_matmul_output_mode": 4}, "must be 0 to 3, got 4"),
     ],
 )
 def test_heads_that_do_not_fit_are_refused(heads, attrs, said):

@@ -1,7 +1,7 @@
 """Activations that ONNX defines, each a body in other rows.
 
-A branch that could overflow gets 0 where it is not chosen, so that no infinity meets a zero
-cotangent.
+A branch that could overflow gets 0 where it is not chosen, so that no infinity is multiplied by a
+zero cotangent.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ def _exponential(x: Tensor, alpha: float, width: float = 1.0) -> Tensor:
 
 def _exponential_slope(x: Tensor, scale: float, width: float = 1.0) -> Tensor:
     """1 above 0, scale exp(x / width) elsewhere, with slope 0 at 0, as in PyTorch."""
+    # exp of a large positive x would overflow in the branch that is not chosen.
     below = where(x >= 0.0, 0.0, x)
     return where(x > 0.0, 1.0, scale * exp(below / width))
 
@@ -115,6 +116,7 @@ def _swish_vjp_with_residuals(
 ) -> Any:
     """y = x s with s = sigmoid(alpha x); dy/dx = s (1 + alpha (x - y)), in four passes."""
     (x,), alpha = inputs, attrs.get("alpha", 1.0)
+    # y' = s + alpha x s (1 - s) = s (1 + alpha (x - y)), since x s = y.
     s = sigmoid(x if alpha == 1.0 else alpha * x)
     y = x * s
 
@@ -141,6 +143,8 @@ swish = _row(
 
 def _shrink(x: Tensor, *, lambd: float, bias: float) -> Tensor:
     """Move values beyond `lambd` towards 0 by `bias`, others to 0; integers become float32."""
+    # ONNX allows integers, whose bias may be a fraction; the cast back truncates as its reference
+    # does.
     y = x if x.dtype.is_float else x.cast(float32)
     return where(y < -lambd, y + bias, where(y > lambd, y - bias, 0.0)).cast(x.dtype)
 

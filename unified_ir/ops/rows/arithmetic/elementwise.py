@@ -31,13 +31,13 @@ _TWO_OVER_ROOT_PI = 2 / math.sqrt(math.pi)
 
 
 def broadcast_same(call: OpCall) -> Types:
-    """The broadcast shape with the element type of the first operand."""
+    """Infer the broadcast shape, with the element type of the first operand."""
     shapes = [call.type(i).shape for i in range(len(call.types))]
     return (call.type(0).with_shape(broadcast(call.row, *shapes)),)
 
 
 def broadcast_bool(call: OpCall) -> Types:
-    """The broadcast shape with element type bool."""
+    """Infer the broadcast shape, with element type bool."""
     return (broadcast_same(call)[0].with_dtype(bool_),)
 
 
@@ -56,7 +56,8 @@ _row = partial(Op, kind=OpKind.ELEMENTWISE)
 
 
 def step(y: Tensor) -> Tensor:
-    """1 where y is not zero, else 0, in the element type of y; the fastest form on onnxruntime."""
+    """Return 1 where y is not zero, else 0, typed like y; the fastest form on onnxruntime."""
+    # A comparison and a selection would be two passes and an extra constant.
     return y.cast("bool").cast(y.dtype)
 
 
@@ -121,9 +122,12 @@ def _pow_vjp(g: Tensor, y: Tensor, x: Tensor, p: Tensor) -> Any:
     """
     base = where(x > 0.0, x, 1.0)
     exponent = p.cast(x.dtype)
+    # The exponent 1 instead of -1 where p = 0: the factor p is 0 there, and 0 times infinity is
+    # NaN.
     lower = where(exponent == 0.0, 1.0, exponent - 1.0)
     d_p = None
     if p.dtype.is_float:
+        # d(x^p)/dp = x^p log x for x > 0; elsewhere the power is defined only for isolated p.
         d_p = sum_to(g * where(x > 0.0, y * log(base), 0.0), p).cast(p.dtype)
     return sum_to(g * exponent * power(x, lower), x), d_p
 
@@ -133,8 +137,10 @@ def _div_reference(a: Any, b: Any) -> Any:
     if a.dtype.kind not in "iu":
         return a / b
     _refuse_zero(b)
+    # The smallest integer over -1 overflows and wraps to itself.
     with np.errstate(over="ignore"):
         down = a // b
+        # // rounds down: one too low where the quotient is negative and not exact.
         return down + ((down < 0) & (down * b != a))
 
 
@@ -151,6 +157,8 @@ def _mod_vjp(g: Tensor, y: Tensor, a: Tensor, b: Tensor, *, fmod: int) -> Any:
 
 def _pow_reference(x: Any, p: Any) -> Any:
     """Raise to a power; those of integers are exact, and fractions truncate."""
+    # numpy refuses negative powers of integers; in float64, the fraction is cut off when the result
+    # is cast back.
     if x.dtype.kind in "iu" and (p.dtype.kind not in "iu" or np.any(p < 0)):
         return np.power(x.astype(np.float64), p)
     return np.power(x, p.astype(x.dtype) if x.dtype.kind in "iu" else p)
@@ -163,7 +171,7 @@ def _refuse_zero(divisor: Any) -> None:
 
 
 def _flat(g: Tensor, y: Tensor, x: Tensor) -> tuple[None]:
-    """The gradient of a piecewise constant function."""
+    """Return the gradient of a piecewise constant function: none."""
     return (None,)
 
 
@@ -208,6 +216,8 @@ def _emit_mod(context: EmissionContext, node: Node) -> None:
 
 def _float_mod(context: EmissionContext, node: Node, a: str, b: str) -> None:
     """Add b to the remainder that onnxruntime gives where its sign is not that of b."""
+    # fmod=1 gives the sign of the dividend, ONNX's fmod=0 that of the divisor; onnxruntime has only
+    # the former for floats.
     zero = context.constant(np.array(0, node.outputs[0].type.dtype.numpy))
     rest = context.emit("Mod", a, b, fmod=1)
     crossed = context.emit("Less", context.emit("Mul", rest, b), zero)
@@ -278,9 +288,11 @@ sqrt = _unary("Sqrt", np.sqrt, lambda g, y, x: (g * 0.5 / y,), sample(between(0.
 reciprocal = _unary("Reciprocal", np.reciprocal, lambda g, y, x: (-(g * y * y),),
                     sample(between(0.5, 3, 2, 3)))
 tanh = _unary("Tanh", np.tanh, lambda g, y, x: (g * (1.0 - y * y),))
+# 1 / (1 + e^-x) = exp(-log(1 + e^-x)): logaddexp overflows for no x.
 sigmoid = _unary("Sigmoid", lambda x: np.exp(-np.logaddexp(0, -x)),
                  lambda g, y, x: (g * y * (1.0 - y),), integer_form=IntegerForm.MIX)
 softplus = _unary("Softplus", lambda x: np.logaddexp(x, 0), lambda g, y, x: (g * sigmoid(x),))
+# The mask comes from the result, so the operand need not be kept for the backward pass.
 relu = _unary("Relu", lambda x: np.maximum(x, 0), lambda g, y, x: (g * step(y),),
               sample(apart(2, 3)), integer_form=IntegerForm.CLAMP)
 sin = _unary("Sin", np.sin, lambda g, y, x: (g * cos(x),))
@@ -298,6 +310,7 @@ acosh = _unary("Acosh", np.arccosh, lambda g, y, x: (g / sqrt(x * x - 1.0),),
                sample(between(1.5, 3, 2, 3)))
 atanh = _unary("Atanh", np.arctanh, lambda g, y, x: (g / (1.0 - x * x),),
                sample(between(-0.9, 0.9, 2, 3)))
+# numpy has no erf.
 erf = _unary("Erf", lambda x: np.vectorize(math.erf, otypes=[x.dtype])(x),
              lambda g, y, x: (g * _TWO_OVER_ROOT_PI * exp(-(x * x)),))
 sign: Op = _unary("Sign", np.sign, _flat, sample(apart(2, 3)))
@@ -357,7 +370,7 @@ power = _row(
 
 
 def _extreme_vjp(g: Tensor, y: Tensor, *xs: Tensor) -> list[Tensor]:
-    """Ties share the cotangent equally, as PyTorch's maximum does."""
+    """Share the cotangent equally among ties, as PyTorch's maximum does."""
     hits = [(x == y).cast(g.dtype) for x in xs]
     share = g / sum(hits[1:], hits[0])
     return [sum_to(share * hit, x) for hit, x in zip(hits, xs, strict=True)]

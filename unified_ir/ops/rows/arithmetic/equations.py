@@ -1,8 +1,9 @@
 """Einstein summation, and determinants.
 
-An equation names the axes of each operand. Axes with one name run together, and those missing from
-the result are summed. The gradient by an operand is again an equation: the operand's term and the
-result change places. Cofactors are determinants, so a determinant has a gradient where it is 0.
+An equation names the axes of each operand. Axes with the same name share an index, and those
+missing from the result are summed. The gradient for an operand is again an equation: the operand's
+term and the result change places. Cofactors are determinants, so a determinant has a gradient where
+it is 0.
 """
 
 from __future__ import annotations
@@ -64,6 +65,8 @@ def read(text: str, ranks: tuple[int, ...]) -> Equation:
         raise InvalidInput(f"Einsum {text!r} needs more than {len(ascii_letters)} axes")
     broadcast = "".join(free[: max(dots)])
     operands = tuple(
+        # An ellipsis with fewer axes stands for the last of the broadcast axes, as shapes align
+        # from the right.
         term.replace(ELLIPSIS, broadcast[len(broadcast) - n :])
         for term, n in zip(terms, dots, strict=True)
     )
@@ -132,10 +135,13 @@ def _slope(g: Tensor, xs: Sequence[Tensor], k: int, equation: Equation) -> Tenso
     terms = [equation.result, *(equation.operands[i] for i in others)]
     size = dict(zip(term, x.shape, strict=True))
     names = "".join(size)
+    # An axis that no other operand and not the result has was summed, so the slope is the same
+    # along it: it is broadcast instead of contracted.
     kept = "".join(c for c in names if c in "".join(terms))
     part = einsum_row(g, *(xs[i] for i in others), equation=f"{','.join(terms)}->{kept}")
     wide = part.reshape([size[c] if c in kept else 1 for c in names])
     whole = broadcast_to(wide, list(size.values()))
+    # A term such as "ii" reads a diagonal; elsewhere the slope is 0.
     return whole if names == term else _on_diagonal(whole, names, term, x.shape)
 
 
@@ -162,6 +168,7 @@ def _emit_einsum(context: EmissionContext, node: Node) -> None:
     text = str(node.attrs["equation"])
     equation, dropped = without_repeats(text, shapes)
     terms = zip(text.replace(" ", "").split("->")[0].split(","), shapes, strict=True)
+    # More than one length of ellipsis: its axes have to broadcast, which onnxruntime does not do.
     hidden = {len(shape) - len(term) for term, shape in terms if "." in term}
     if not any(dropped) and len(hidden) < 2:
         context.plain(node)
@@ -215,6 +222,8 @@ def _cofactors(x: Tensor) -> Tensor:
         raise InvalidInput(f"a determinant is differentiable up to {MAX_MINORS} rows, got {x.type}")
     if n == 1:
         return x * 0.0 + 1.0
+    # Row i lists the other indices, so places[i, j] are the flat positions of the minor without row
+    # i and column j.
     rest = np.array([[j for j in range(n) if j != i] for i in range(n)])
     flat = x.reshape((*x.shape[:-2], n * n))
     places = rest[:, None, :, None] * n + rest[None, :, None, :]
@@ -229,6 +238,8 @@ det = Op(
     batch=batching.first_elementwise,
     infer=_det_types,
     reference=lambda x: np.linalg.det(x) if math.prod(x.shape) else np.ones(x.shape[:-2]),
+    # Jacobi's formula: d det(X)/dX is the matrix of cofactors. It needs no inverse, so it holds for
+    # singular X too.
     vjp=lambda g, y, x: (g.reshape((*g.shape, 1, 1)) * _cofactors(x),),
     samples=(sample(normal(2, 3, 3)), sample(normal(2, 2, 2)), sample(normal(3, 1, 1))),
 )

@@ -50,6 +50,7 @@ def likelihood(
         raise ShapeError(f"weights of classes are ({log_p.shape[axis]},), got {weight.type}")
     labels = labels.cast(int64)
     counts = None if ignore_index is None else labels != ignore_index
+    # Ignored labels may lie outside the classes; 0 is valid, and the loss is set to 0 below.
     index = labels if counts is None else where(counts, labels, 0)
     index = where(index < 0, NO_LABEL, index)  # else -1 would be the last class
     loss = -squeeze(gather_elements(log_p, unsqueeze(index, axis), axis=axis), axis)
@@ -67,7 +68,7 @@ def _likelihood_loss(
     reduction: str, ignore_index: int | None = None,
 ) -> Tensor:  # fmt: skip
     if reduction not in REDUCTIONS:
-        raise InvalidInput(f"a reduction is one of {', '.join(REDUCTIONS)}; got {reduction!r}")
+        raise InvalidInput(f"reduction must be one of {', '.join(REDUCTIONS)}; got {reduction!r}")
     loss, counted = likelihood(log_p, labels, weight, ignore_index, 1)
     return REDUCTIONS[reduction](loss, counted)
 

@@ -41,9 +41,13 @@ def _matmul_vjp(g: Tensor, y: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Ten
     """dA = G B^T, dB = A^T G; the gradient of a weight matrix is one product over all batches."""
     left = a if a.rank > 1 else a.reshape((1, *a.shape))
     right = b if b.rank > 1 else b.reshape((*b.shape, 1))
+    # A vector has no row (or column) in the result; with the missing axis of size 1 both rules are
+    # those of matrices.
     batch = g.shape[: g.rank - (a.rank > 1) - (b.rank > 1)]
     wide = g.reshape((*batch, left.shape[-2], right.shape[-1]))
     d_left = sum_to(wide @ swap_last(right), left)
+    # All batches as rows of one tall matrix: sum_n A_n^T G_n = A^T G, without a stack of (K, N)
+    # products.
     if right.rank == 2 and left.rank > 2:
         flat = left.reshape((-1, left.shape[-1]))
         d_right = swap_last(flat) @ wide.reshape((-1, right.shape[-1]))
@@ -115,6 +119,8 @@ def _gemm_vjp(
     alpha: float, beta: float, transA: int, transB: int,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Differentiate Y = alpha op(A) op(B) + beta C; each gradient is again one Gemm."""
+    # With G the cotangent of Y: d op(A) = alpha G op(B)^T and d op(B) = alpha op(A)^T G. If an
+    # operand is transposed, so is its gradient, which exchanges the two factors.
     if transA:
         d_a = gemm(b, g, alpha=alpha, transA=transB, transB=1)
     else:
@@ -142,6 +148,7 @@ def _gemm_batch(call: batching.BatchedCall) -> list[Tensor]:
         return [y]
     added = c[0]
     if call.batched[2]:
+        # C aligns with (m, n) from the right; the batch axis has to stay in front of both.
         added = added.reshape((added.shape[0], *(1,) * (3 - added.rank), *added.shape[1:]))
     return [y + (added if attrs["beta"] == 1.0 else added * attrs["beta"])]
 
@@ -173,12 +180,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def same_along_axis(call: OpCall) -> Types:
-    """One output, typed like the operand, which must have the attribute `axis`."""
+    """Infer one output, typed like the operand, which must have the axis `axis`."""
     axes_of(call.type(0).rank, [call.attrs["axis"]])
     return same(call)
 
 
 def _softmax_reference(x: Any, *, axis: int) -> Any:
+    # Without `initial`, the maximum of an empty axis is an error.
     e = np.exp(x - x.max(axis, keepdims=True, initial=-np.inf))
     return e / e.sum(axis, keepdims=True)
 
@@ -189,6 +197,7 @@ softmax = Op(
     batch=batching.axis_shifted,
     infer=same_along_axis,
     reference=_softmax_reference,
+    # dx = y (g - sum(g y)): the Jacobian diag(y) - y y^T applied to g.
     vjp=lambda g, y, x, *, axis: (y * (g - (g * y).sum([axis], keepdims=True)),),
     samples=(sample(normal(2, 5)), sample(normal(2, 3, 4), axis=1)),
 )
@@ -205,6 +214,7 @@ log_softmax = Op(
     batch=batching.axis_shifted,
     infer=same_along_axis,
     reference=_log_softmax_reference,
+    # dx = g - softmax(x) sum(g), with softmax(x) = exp(y).
     vjp=lambda g, y, x, *, axis: (g - exp(y) * g.sum([axis], keepdims=True),),
     samples=(sample(normal(2, 5)), sample(normal(2, 3, 4), axis=1)),
 )

@@ -71,6 +71,8 @@ def _batch_norm_vjp(  # noqa: PLR0917 - the operator's own operands
     rstd = reciprocal(sqrt(batch_var + as_like(epsilon, x)))
     dx: Tensor | None = None
     d_scale = d_bias = None
+    # With z = (x - mean) rstd: d_scale = sum(g z), and dx = scale rstd (g - mean(g) - z mean(g z)).
+    # As a g + b x + c it takes fewer passes over the planes.
     if gs[0] is not None:
         s1 = gs[0].sum(axes)
         d_scale = rstd * ((gs[0] * x).sum(axes) - batch_mean * s1)
@@ -80,6 +82,8 @@ def _batch_norm_vjp(  # noqa: PLR0917 - the operator's own operands
         c = -(a * s1) / count - b * batch_mean
         dx = _affine(gs[0], a, c) + _affine(x, b, None)
     dx = _add_statistics(dx, gs, x, batch_mean, count, 1.0 - momentum)
+    # new = momentum old + (1 - momentum) batch, so the old statistics get momentum times the
+    # cotangent.
     kept = [None if k is None else k * momentum for k in (*gs[1:], None, None)][:2]
     return dx, d_scale, d_bias, *kept
 
@@ -87,6 +91,7 @@ def _batch_norm_vjp(  # noqa: PLR0917 - the operator's own operands
 def _batch_statistics(
     x: Tensor, ys: Any, axes: list[int], momentum: float
 ) -> tuple[Tensor, Tensor]:
+    # With momentum 0 the outputs are the batch's statistics themselves.
     if len(ys) == 3 and momentum == 0.0:
         return ys[1], ys[2]
     mean = x.mean(axes, keepdims=True)
@@ -114,6 +119,8 @@ def _inference_vjp(
     rstd = reciprocal(sqrt(var + as_like(epsilon, x)))
     s1 = g.sum(axes)
     dot = (g * (x - _channels(mean, x.rank))).sum(axes)
+    # y = (x - mean) rstd scale + bias, rstd = (var + eps)^(-1/2): dy/dmean = -rstd scale and
+    # dy/dvar = -(x - mean) scale rstd^3 / 2.
     d_mean = -(s1 * scale * rstd)
     d_var = -0.5 * dot * scale * rstd * rstd * rstd
     return _affine(g, scale * rstd, None), dot * rstd, s1, d_mean, d_var
@@ -227,14 +234,17 @@ def _layer_norm_vjp_with_residuals(
         g, g_mean, g_rstd = (*gs, None, None)[:3]
         terms, d_scale, d_bias = [], None, None
         if g is not None:
+            # h = g scale: dx = rstd (h - mean(h) - y_hat mean(h y_hat)).
             inner = widened(g * scale)
             along = (inner * y_hat).mean(axes, keepdims=True)
             terms.append(rstd * (inner - inner.mean(axes, keepdims=True) - y_hat * along))
             d_scale = sum_to(g * y_hat.cast(g.dtype), scale)
             d_bias = None if bias is None else sum_to(g, bias)
         if g_mean is not None:
+            # dmean/dx_i = 1 / M
             terms.append(broadcast_to(g_mean / count, x.shape))
         if g_rstd is not None:
+            # drstd/dx_i = -rstd^2 y_hat_i / M
             terms.append(-(y_hat * (g_rstd * rstd * rstd / count)))
         dx = sum(terms[1:], terms[0]).cast(x.dtype) if terms else None
         return [dx, d_scale, d_bias][: len(inputs)]

@@ -65,6 +65,8 @@ cumsum_row: Op = Op(
     batch=batching.first_along_operand,
     infer=_running_type,
     reference=_running_kernel(np.cumsum, 0),
+    # y_i = sum over j <= i of x_j, so dx_j = sum over i >= j of g_i: the running sum from the other
+    # end.
     vjp=lambda g, y, x, axis, *, exclusive, reverse: (
         cumsum_row(g, axis, exclusive=exclusive, reverse=1 - reverse),
         None,
@@ -93,6 +95,7 @@ def running_product(x: Tensor, axis: int, *, exclusive: bool, reverse: bool) -> 
         return _masked_product(x, axis, _ADMITS[exclusive, reverse])
     if exclusive:
         x = _shifted(x, axis, size, 1, reverse=reverse)
+    # Hillis and Steele (1986): after k rounds each element holds the product of the last 2^k.
     step = 1
     while step < size:
         x = mul(x, _shifted(x, axis, size, step, reverse=reverse))
@@ -108,6 +111,7 @@ def product_of_others(x: Tensor, axes: Sequence[int]) -> Tensor:
     flat = moved.reshape((*(x.shape[i] for i in rest), -1)) if len(axes) != 1 else moved
     last = len(rest)
     if isinstance(flat.shape[last], int):
+        # Product of all before times product of all after; a division by x would fail at 0.
         before = running_product(flat, last, exclusive=True, reverse=False)
         product = before * running_product(flat, last, exclusive=True, reverse=True)
     else:

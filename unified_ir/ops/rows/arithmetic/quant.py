@@ -1,7 +1,7 @@
 """Rows that quantize: x ~ (q - zero_point) * scale.
 
-There is one scale in all, one per slice of an axis, or one per block along it. Rounding is half to
-even; values out of range saturate.
+There is one scale for the whole tensor, one per slice of an axis, or one per block along it.
+Rounding is half to even; values out of range saturate.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ def _along(v: Any, x: Any, axis: int, block: int = 0) -> Any:
         return v.reshape(())
     if block:
         at = axis % x.ndim
+        # The last block may be shorter than the others.
         return np.take(np.repeat(v, block, at), np.arange(x.shape[at]), at)
     return v.reshape([-1 if i == axis % x.ndim else 1 for i in range(x.ndim)])
 
@@ -63,6 +64,7 @@ def _quantize(
         x = x.astype(dtype_attr(precision).numpy)
     step = _along(scale, x, axis, block_size)
     ratio = x / (step.astype(x.dtype) if step.dtype != x.dtype else step)
+    # A zero point only gives floating-point codes their type; the cast rounds.
     if to.is_float:
         return saturated(ratio, to) if saturate else ratio.astype(to.numpy)
     shift = 0 if zero is None else _along(zero, x, axis, block_size).astype(np.float64)
@@ -86,9 +88,10 @@ def _dequantize(
 
 
 def _check_scale(call: OpCall) -> None:
-    """Require one scale in all, one per slice of `axis`, or one per block; zero points alike."""
+    """Require one scale for all, one per slice of `axis`, or one per block; zero points alike."""
     x, scale, block = call.type(0), call.type(1), call.attrs["block_size"]
     zero_fits = not call.has(2) or call.type(2).shape == scale.shape
+    # A scale of shape () goes with a zero point of shape (1,) and the other way round.
     if call.has(2) and not block and scale.size == call.type(2).size == 1:
         zero_fits = True
     one = not scale.rank or (scale.shape == (1,) and not block)
@@ -185,6 +188,7 @@ def _dynamic_types(call: OpCall) -> Types:
 def _dynamic(x: Any) -> tuple[Any, Any, Any]:
     """Quantize by one scale that covers the range of x and 0."""
     low, high = min(x.min(initial=0), 0), max(x.max(initial=0), 0)
+    # Any positive scale maps zeros to zeros; 0 would divide by zero.
     scale = np.float32((high - low) / np.float32(255)) or np.float32(1)
     zero = saturated(np.rint(-low / scale), uint8)
     codes = saturated(np.rint(x / scale) + zero.astype(np.float32), uint8)
@@ -232,6 +236,7 @@ def _types_like(row: Op, w: int, to: DType | None) -> Infer:
     element type of its zero point, operand 7.
     """
 
+    # The row for floats knows the shapes; only the element type of the result differs.
     def infer(call: OpCall) -> Types:
         types = (call.type(0).with_dtype(float32), call.type(w).with_dtype(float32))
         assert row.infer is not None
@@ -327,6 +332,7 @@ def _qlinear_conv(  # noqa: PLR0917 - the operands of the row
     y_zero: Any, bias: Any = None, **attrs: Any,
 ) -> Any:  # fmt: skip
     assert conv_row.reference is not None
+    # The bias has the scale x_scale * w_scale, that of the accumulator.
     wide = None if bias is None else bias.astype(np.float64)
     y = conv_row.reference(_shifted(x, x_zero, 0), _shifted(w, w_zero, 0), wide, **attrs)
     per_filter = _shaped(w_scale, y.ndim, 1 - y.ndim)

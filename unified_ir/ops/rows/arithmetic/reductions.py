@@ -171,6 +171,7 @@ def _extreme_vjp(
     *, keepdims: int, noop_with_empty_axes: int,
 ) -> Any:  # fmt: skip
     reduced = _axes(x, axes, noop_with_empty_axes)
+    # Ties share the cotangent: it is divided by the number of elements equal to the extreme.
     hit = (x == _kept(y, x, reduced)).cast(g.dtype)
     count = reduce_sum_row(hit, axes, keepdims=1, noop_with_empty_axes=noop_with_empty_axes)
     return (_kept(g, x, reduced) * hit / count, None)
@@ -178,6 +179,8 @@ def _extreme_vjp(
 
 def _ends(dtype: np.dtype[Any]) -> tuple[Any, Any]:
     """Return the lowest and the highest value of an element type."""
+    # ONNX: a reduction over no elements gives the identity of the operation, minus infinity or the
+    # lowest integer for a maximum.
     if dtype.kind in "iu":
         return np.iinfo(dtype).min, np.iinfo(dtype).max
     return (False, True) if dtype.kind == "b" else (-np.inf, np.inf)
@@ -247,6 +250,7 @@ def _unit(x: Tensor, norm: Tensor) -> Tensor:
 
 def _log_sum_exp(x: Tensor, axes: Tensor | None = None, **attrs: int) -> Tensor:
     """log(sum(exp(x - m))) + m for the maximum m, where m is finite."""
+    # The maximum cancels in the value, so its gradient is 0 and need not be computed.
     top = stop_gradient(reduce_max_row(x, axes, **{**attrs, "keepdims": 1}))
     top = where((top == float("inf")) | (top == -float("inf")), 0.0, top)
     total = log(reduce_sum_row(exp(x - top), axes, **attrs))
@@ -265,6 +269,7 @@ reduce_sum_square_row = _composed(
 reduce_log_sum_row = _composed(
     "ReduceLogSum",
     _of_sum(lambda x, total: log(total(x))),
+    # y = log(sum x), dy/dx = 1 / sum x = exp(-y).
     lambda g, y, x: g * exp(-y),
     positive=True,
 )
@@ -318,10 +323,10 @@ hardmax = Op(
 
 
 def argmax(x: Tensor, axis: int = -1) -> Tensor:
-    """Position of the first maximum along `axis`, int64."""
+    """Return the position of the first maximum along `axis`, int64."""
     return argmax_row(x, axis=axis, keepdims=0)
 
 
 def argmin(x: Tensor, axis: int = -1) -> Tensor:
-    """Position of the first minimum along `axis`, int64."""
+    """Return the position of the first minimum along `axis`, int64."""
     return argmin_row(x, axis=axis, keepdims=0)

@@ -36,6 +36,7 @@ def _standardized(x: Tensor, groups: Dim, epsilon: float) -> Tensor:
     if x.rank < 3:
         raise ShapeError(f"a normalization of planes takes x: (N, C, ...), got {x.type}")
     size = product(list(x.shape[1:])) // groups
+    # Groups are consecutive channels, so a group and its planes are one contiguous row.
     flat = x.reshape((x.shape[0], groups, size))
     return layer_norm_row(flat, ones((size,), x.dtype), epsilon=epsilon).reshape(x.shape)
 
@@ -110,7 +111,7 @@ rms_norm_row = Op(
 def _lp_normalization(x: Tensor, *, axis: int, p: int) -> Tensor:
     """x / ||x||_p along `axis`; a vector of zeros is divided by 1."""
     if p not in (1, 2):
-        raise InvalidInput(f"LpNormalization has p 1 or 2, got {p}")
+        raise InvalidInput(f"LpNormalization needs p = 1 or 2, got {p}")
     total = (abs_(x) if p == 1 else x * x).sum([axis], keepdims=True)
     safe = where(total == 0.0, 1.0, total)
     return x / (safe if p == 1 else sqrt(safe))
@@ -158,7 +159,7 @@ def _lrn(x: Tensor, *, alpha: float, beta: float, bias: float, size: int) -> Ten
 
 
 def _lrn_native(node: Node, opset: int) -> bool:
-    """onnxruntime's kernel takes images only, and windows centred on the channel."""
+    """Exclude what onnxruntime's kernel lacks: it takes only images and centred windows."""
     return int(node.attrs["size"]) % 2 == 1 and node.outputs[0].type.rank == 4  # type: ignore[arg-type]
 
 

@@ -46,7 +46,7 @@ def _window_types(call: OpCall) -> Types:
     known = _known(call, 0)
     size = call.opened() if known is None else known[0]
     if isinstance(size, int) and size < 1:
-        raise ShapeError(f"{call.row} has a length above 0, got {size}")
+        raise ShapeError(f"{call.row} needs a length above 0, got {size}")
     return (TensorType(dtype_attr(call.attrs["output_datatype"]), (size,)),)
 
 
@@ -196,6 +196,7 @@ def _dft(
         real = (parts[0] * weights) @ c - (parts[1] * weights) @ s
         return _stacked([real * _inverse_of(n, x)], at)
     sign = -1.0 if inverse else 1.0
+    # (a + i b)(c -+ i s): the exponent is negative forward, positive backward.
     real, imaginary = parts[0] @ c, parts[0] @ s * -sign
     if len(parts) == 2:
         real, imaginary = real + parts[1] @ s * sign, imaginary + parts[1] @ c
@@ -238,6 +239,8 @@ def _mirror_weights(used: Dim, n: Dim, x: Tensor) -> Tensor:
     k = arange(used)
     mirrored = dims_of([n]).reshape(()) - k
     once = emit("Or", k < 1, mirrored <= k)
+    # A real signal has y_{N-k} = conj(y_k), so each frequency counts twice, except 0 and, for even
+    # N, N/2.
     return where(once, np.array(1, x.dtype.numpy), np.array(2, x.dtype.numpy))
 
 
@@ -259,6 +262,7 @@ def _dft_vjp(
         slope = dft(g, None, along) * (1.0 / count)
     else:
         slope = dft(_whole(g, at, n), None, along, inverse=1) * count
+    # A real signal has no imaginary part, and so no cotangent for one.
     if x.shape[-1] == 1 and slope.shape[-1] == 2:
         slope = slice_axis(slope, x.rank - 1, 0, 1)
     return _fitted(slope, at, x.shape[at]), None, None
@@ -389,9 +393,10 @@ def _mel_types(call: OpCall) -> Types:
 
 
 def _mel(bins: Any, length: Any, rate: Any, low: Any, high: Any, *, output_datatype: int) -> Any:
-    """Triangles on the mel scale 2595 log10(1 + f / 700), with corners at whole frequencies."""
+    """Return triangles on the mel scale 2595 log10(1 + f / 700), corners at whole bins."""
     count = int(bins) + 2
     edges = 2595 * np.log10(1 + np.array([low, high], np.float64).reshape(-1) / 700)
+    # As ONNX's definition: bins + 2 corners, but the last one stays below the upper edge.
     steps = np.arange(count) * ((edges[1] - edges[0]) / count) + edges[0]
     hertz = 700 * (10 ** (steps / 2595) - 1)
     corner = ((int(length) + 1) * hertz // float(rate)).astype(np.int64)

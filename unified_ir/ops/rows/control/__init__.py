@@ -1,1 +1,1 @@
-"""Rows over regions: branches, loops, gradients and operators of one's own."""
+"""Rows over regions: branches, loops, custom gradients and user-defined operators."""

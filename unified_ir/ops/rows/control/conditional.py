@@ -32,28 +32,28 @@ def _cond_types(call: OpCall) -> Types:
 
 
 def _branch_types(call: OpCall) -> list[tuple[TensorType, TensorType]]:
-    """For each result, its types in both branches."""
+    """Return, for each result, its types in both branches."""
     yes, no = (control.region_results(call, i, control.all_types(call)[1:]) for i in range(2))
     if len(yes) != len(no):
-        raise TypeMismatch(f"both branches of a condition give one type, got {yes} and {no}")
+        raise TypeMismatch(f"both branches of a condition return one type, got {yes} and {no}")
     return list(zip(yes, no, strict=True))
 
 
 def _either(
     call: OpCall, pair: tuple[TensorType, TensorType], numbers: Iterator[int]
 ) -> TensorType:
-    """The type of a result; each size in which the branches differ is a symbol of the node."""
+    """Return a result's type; each size in which the branches differ is a symbol of the node."""
     inner = [control.inner_sizes(region) for region in call.regions]
     if not all(map(is_plain, pair)):
         seen = [control.seen_outside(t, names) for t, names in zip(pair, inner, strict=True)]
         common = joined(*seen)
         if common is None:
-            raise TypeMismatch(f"both branches of a condition give one type, got {pair}")
+            raise TypeMismatch(f"both branches of a condition return one type, got {pair}")
         return common
     yes, no = pair
     if yes.dtype != no.dtype or yes.rank != no.rank:
         raise TypeMismatch(
-            f"both branches of a condition give one type, got {yes} and {no}; sizes may differ, "
+            f"both branches of a condition return one type, got {yes} and {no}; sizes may differ, "
             "element types and the number of axes may not"
         )
     return yes.with_shape(
@@ -63,6 +63,8 @@ def _either(
 
 
 def _differs(yes: Dim, no: Dim, inner: Sequence[set[str]]) -> bool:
+    # Equal names are not equal sizes if a branch introduced them: the two branches use one
+    # namespace each.
     return yes != no or bool(symbols(yes) & inner[0] or symbols(no) & inner[1])
 
 
@@ -84,6 +86,8 @@ def _cond_vjp_with_residuals(
 
     def pullback(gs: Sequence[Tensor | None]) -> list[Tensor | None]:
         present = control.given_positions(gs)
+        # A cotangent has the size of its result, so the regions of the backward node would need
+        # different operands.
         if any(regions[0].results[i].type != regions[1].results[i].type for i in present):
             raise InvalidInput(
                 "a gradient needs both branches of a condition to give tensors of one size, got "
@@ -98,9 +102,10 @@ def _cond_vjp_with_residuals(
 
 
 def _cond_batch(call: BatchedCall) -> Sequence[Tensor]:
-    """Batches both branches where the slices share one condition; otherwise a scan is needed."""
+    """Batch both branches if all slices share one condition; otherwise request a scan."""
     if call.batched[0]:
         raise NeedsScan
+    # First find which results either branch batches, then record both so that they agree on them.
     flags, wanted = call.batched[1:], [False] * len(call.types)
     for r in call.regions:
         flags_of_results = call.vectorized(r, flags, call.size, wanted)[2]
@@ -112,7 +117,7 @@ def _cond_batch(call: BatchedCall) -> Sequence[Tensor]:
 
 
 def _emit_cond(context: EmissionContext, node: Node) -> None:
-    """An If, whose predicate is kept from being folded where another If is inside."""
+    """Emit an If, whose predicate is kept from being folded if it contains another If."""
     predicate, *operands = context.inputs(node)
     if any(n.op == node.op for region in node.regions for n in region.walk()):
         predicate = _never_folded(context, node, predicate)
@@ -126,17 +131,19 @@ def _emit_cond(context: EmissionContext, node: Node) -> None:
 
 
 def _never_folded(context: EmissionContext, node: Node, predicate: str) -> str:
-    """The predicate, joined with an operand in a way that does not change it.
+    """Return the predicate, joined with an operand in a way that does not change its value.
 
-    Where onnxruntime 1.31 finds the predicates of two nested Ifs constant it puts the inner branch
-    in place of its If, then the outer one, and fails: Graph::InlineIfSubgraph takes the nodes in
-    the order in which they were made. A predicate that depends on an operand is no constant.
+    If onnxruntime 1.31 finds the predicates of two nested Ifs constant, it inlines the inner branch
+    first and then fails on the outer one: Graph::InlineIfSubgraph takes the nodes in the order in
+    which they were created. A predicate that depends on an operand is not constant.
     """
     for value, name in zip(node.inputs, context.inputs(node), strict=True):
         if value is not None and value.type.dtype.is_float and context.held(name) is None:
             number = first_number(context, name)
             zero = context.constant(np.zeros((), value.type.dtype.numpy))
             positive = context.emit("Greater", number, zero)
+            # positive and not positive is always false, also for NaN, which no optimizer of
+            # onnxruntime finds.
             never = context.emit("And", positive, context.emit("Not", positive))
             return context.emit("Or", predicate, never)
     return predicate
@@ -157,7 +164,7 @@ cond_row = Op(
 
 
 def cond(predicate: TensorLike, then: Any, otherwise: Any, *operands: Any) -> Any:
-    """`then(*operands)` or `otherwise(*operands)`; both give trees of the same types."""
+    """Return `then(*operands)` or `otherwise(*operands)`; both return trees of the same types."""
     flat = [as_tensor(x) for x in leaves(operands)]
     types = [x.type for x in flat]
     predicate = as_tensor(predicate).reshape(())
@@ -165,7 +172,7 @@ def cond(predicate: TensorLike, then: Any, otherwise: Any, *operands: Any) -> An
     no, other = region("else", types, lambda xs: otherwise(*rebuild(operands, xs)))
     if structure(tree) != structure(other):
         raise InvalidInput(
-            f"both branches of a condition give one structure, got {structure(tree)} "
+            f"both branches of a condition must return one structure, got {structure(tree)} "
             f"and {structure(other)}"
         )
     results = [control.inside(yes, leaves(tree)), control.inside(no, leaves(other))]
@@ -178,7 +185,7 @@ def cond_node(
     builds: Sequence[Build],
     results: Sequence[Sequence[Tensor]],
 ) -> tuple[Tensor, ...]:
-    """The Cond of two recorded branches, whose first parameters are `operands`."""
+    """Add the Cond of two recorded branches, whose first parameters are `operands`."""
     captured = control.share_captures(builds)
     regions = tuple(b.finish(control.numbered(r)) for b, r in zip(builds, results, strict=True))
     return recorder().apply(

@@ -35,7 +35,7 @@ Pullback = Callable[[Sequence[Tensor | None]], list[Tensor | None]]
 
 
 def region_results(call: OpCall, i: int, params: Sequence[TensorType]) -> Types:
-    """Result types of region `i`, as it declares them; refuses one that does not take `params`."""
+    """Return the result types that region `i` declares; refuse a region that takes other types."""
     param_types = [p.type for p in call.regions[i].params]
     if param_types != list(params):
         raise TypeMismatch(f"{call.row} passes {list(params)} to a region that takes {param_types}")
@@ -43,28 +43,29 @@ def region_results(call: OpCall, i: int, params: Sequence[TensorType]) -> Types:
 
 
 def region_types(call: OpCall, i: int, params: Sequence[TensorType]) -> Types:
-    """As `region_results`; refuses results of sizes that only the region's data decide."""
+    """Like `region_results`, but refuse results of sizes that only the region's data decide."""
     results = region_results(call, i, params)
     known_outside(call, results, inner_sizes(call.regions[i]))
     return results
 
 
 def check_bprop(call: OpCall, results: Types) -> None:
-    """Refuse a second region that is no gradient of the first, whose results are `results`."""
+    """Refuse a second region that is not a gradient of the first, whose results are `results`."""
     operands = all_types(call)
     floats = [t for t in results if t.dtype.is_float]
     wanted = [t for t in operands if t.dtype.is_float]
     cotangents = list(region_results(call, 1, [*operands, *results, *floats]))
     if cotangents != wanted:
         raise TypeMismatch(
-            f"bprop gives one cotangent per floating-point operand {wanted}, got {cotangents}"
+            f"bprop must return one cotangent per floating-point operand {wanted}, got {cotangents}"
         )
 
 
 def pulled_by(
     back: Function, inputs: Sequence[Tensor], ys: Sequence[Tensor], gs: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """Cotangents of `inputs` by a bprop: (inputs, results, cotangents of floats) -> cotangents."""
+    """Return cotangents of `inputs` by a bprop: (inputs, results, cotangents) -> them."""
+    # A bprop has one signature whichever results are used, so missing cotangents are zeros.
     floats = [
         zeros(y.shape, y.dtype) if g is None else g
         for y, g in zip(ys, gs, strict=True)
@@ -74,16 +75,16 @@ def pulled_by(
 
 
 def closed(build: Build, results: Sequence[Tensor], what: str) -> Function:
-    """The finished function; refuses captures, and names `what` has them."""
+    """Return the finished function; refuse captures in the name of `what`, which has them."""
     if build.captured:
         raise InvalidInput(
-            f"{what} takes everything it uses as an argument; it captures {build.captured}"
+            f"{what} must take everything it uses as an argument; it captures {build.captured}"
         )
     return build.finish(numbered(results))
 
 
 def inner_sizes(region: Function) -> set[str]:
-    """Names of sizes that exist only inside a region."""
+    """Return the names of sizes that exist only inside a region."""
     return {name for node in region.nodes for name in introduced(node)}
 
 
@@ -97,46 +98,46 @@ def known_outside(call: OpCall, results: Sequence[TensorType], inner: set[str]) 
 
 
 def seen_outside(type_: TensorType, inner: set[str]) -> TensorType:
-    """A sequence or optional without a region's sizes: each element has its own."""
+    """Return a sequence's or optional's type without a region's sizes: each element has its own."""
     return type_.with_sizes(dict.fromkeys(inner, OWN))
 
 
 def all_types(call: OpCall) -> list[TensorType]:
-    """Types of all operands, each of which must be present."""
+    """Return the types of all operands, each of which must be present."""
     return [call.type(i) for i in range(len(call.types))]
 
 
 def check_regions(call: OpCall, n: int) -> None:
-    """Refuse another number of regions than `n`."""
+    """Refuse a number of regions other than `n`."""
     if len(call.regions) != n:
         raise InvalidInput(f"{call.row} has {n} regions, got {len(call.regions)}")
 
 
 def float_positions(operands: Sequence[Tensor]) -> list[int]:
-    """Which operands are floating-point, and so have a cotangent."""
+    """Return the positions of floating-point operands, which are those with a cotangent."""
     return [i for i, x in enumerate(operands) if x.dtype.is_float]
 
 
 def by_operand(operands: Sequence[Tensor], cotangents: Sequence[Tensor]) -> list[Tensor | None]:
-    """The cotangents of the floating-point operands in their places, None for the others."""
+    """Return the floating-point operands' cotangents in their places, None for the others."""
     in_order = iter(cotangents)
     return [next(in_order) if x.dtype.is_float else None for x in operands]
 
 
 def given_positions(gs: Sequence[Tensor | None]) -> list[int]:
-    """Which results have a cotangent."""
+    """Return the positions of the results that have a cotangent."""
     return [i for i, g in enumerate(gs) if g is not None]
 
 
 def all_batched(outputs: Sequence[Tensor], batched: Sequence[bool], size: Dim) -> list[Tensor]:
-    """The outputs, each of them over the batch."""
+    """Return the outputs, each of them over the batch."""
     return [y if b else with_axis(y, size) for y, b in zip(outputs, batched, strict=True)]
 
 
 def carry_batched(
     call: BatchedCall, carry: Sequence[Any], now: Sequence[bool], wanted: Sequence[bool]
 ) -> list[Any]:
-    """The carry of a loop on batches, with the new axis wherever it is wanted."""
+    """Return the carry of a loop on batches, with the new axis wherever it is wanted."""
     flags = zip(carry, now, wanted, strict=False)
     return [with_axis(x, call.size) if w and not b and x is not None else x for x, b, w in flags]
 
@@ -144,7 +145,7 @@ def carry_batched(
 def batched_results(
     call: BatchedCall, outputs: Sequence[Tensor], batched: Sequence[bool], carry: int
 ) -> list[Tensor]:
-    """The outputs of a loop on batches, all of them over the batch; trips come second."""
+    """Return the outputs of a loop on batches, all of them over the batch; trips come second."""
     stacked = zip(outputs[carry:], batched[carry:], strict=True)
     turned = [*outputs[:carry], *(swapped(y) if b else y for y, b in stacked)]
     return all_batched(turned, batched, call.size)
@@ -153,13 +154,15 @@ def batched_results(
 def settled(
     call: BatchedCall, flags: Sequence[bool], lead: int, carry: int
 ) -> tuple[Build, list[Tensor], list[bool], list[bool]]:
-    """The body of a loop on batches: a carry that any trip makes batched is so from the start.
+    """Return the body of a loop on batches: a carry that some trip batches is so from the start.
 
     `lead` parameters come before the carry, and one result less.
     """
     before = max(lead - 1, 0)
     now = list(flags[lead : lead + carry])
     body = call.regions[0]
+    # A fixed point: one batched carry may make another one batched in the next trip. The flags only
+    # ever change to True, so this ends after at most `carry` rounds.
     while True:
         entering = [*flags[:lead], *now, *flags[lead + carry :]]
         wanted = [False] * len(body.results)
@@ -171,28 +174,30 @@ def settled(
 
 
 def swapped(x: Tensor) -> Tensor:
-    """The first two axes exchanged: steps and slices of a batch."""
+    """Exchange the first two axes: steps and slices of a batch."""
     return x.transpose(1, 0, *range(2, x.rank))
 
 
 def numbered(results: Sequence[Any]) -> dict[str, Any]:
-    """Results by the names y0, y1, ..."""
+    """Return results by the names y0, y1, ..."""
     return {f"y{i}": r for i, r in enumerate(results)}
 
 
 def inside(build: Build, items: Sequence[Any]) -> list[Tensor]:
-    """Items as tensors of a build."""
+    """Return items as tensors of a build."""
     with build:
         return [build.as_operand(x) for x in items]
 
 
 def share_captures(builds: Sequence[Build]) -> list[Tensor]:
-    """Gives every build the captures of all, in one order; their outer tensors."""
+    """Give every build the captures of all, in one order, and return the outer tensors."""
     outer: dict[Any, Tensor] = {}
     for build in builds:
         for x in build.captured:
             outer.setdefault(x.value, x)
     for build in builds:
+        # Both regions of a node take the same operands, so each gets the other's captures as
+        # parameters that it may not read.
         plain = [p for p in build.params if all(p is not c.value for c in build.captures.values())]
         with build:
             inner = [build.as_operand(x).value for x in outer.values()]
@@ -203,7 +208,7 @@ def share_captures(builds: Sequence[Build]) -> list[Tensor]:
 def with_regions(
     call: BatchedCall, operands: Sequence[Any], batched: Callable[[int], bool]
 ) -> Sequence[Tensor]:
-    """The row with its regions on batches; all their results are batched."""
+    """Apply the row with its regions on batches; all their results are batched."""
     regions = []
     for r in call.regions:
         flags = [batched(i) for i in range(len(r.params))]

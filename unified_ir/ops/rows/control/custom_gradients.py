@@ -29,6 +29,8 @@ def _custom_vjp_with_residuals(
     inputs: Sequence[Tensor], attrs: Mapping[str, Any], regions: Sequence[Function],
     outputs: int, vjp_of: VjpOf,
 ) -> tuple[Sequence[Tensor], Pullback]:  # fmt: skip
+    # The forward nodes are inlined: only the pullback differs from what the rules of these nodes
+    # give.
     ys = inline(regions[0], list(inputs))
     return ys, lambda gs: control.pulled_by(regions[1], inputs, ys, gs)
 
@@ -48,10 +50,10 @@ custom_row = Op(
 
 
 def custom_gradient(f: Any, bprop: Any, *operands: Any) -> Any:
-    """`f(*operands)`, differentiated by `bprop(*operands, y, g)` instead of by the rules.
+    """Return `f(*operands)`, differentiated by `bprop(*operands, y, g)` instead of by the rules.
 
     y: the result (a tree), g: cotangents of its floating-point leaves in order (one tensor if
-    there is one); `bprop` gives one cotangent per floating-point operand.
+    there is one); `bprop` returns one cotangent per floating-point operand.
     """
     flat = [as_tensor(x) for x in leaves(operands)]
     n = len(flat)
@@ -91,6 +93,9 @@ def _checkpoint_vjp_with_residuals(
         present = control.given_positions(gs)
         back = vjp_of(regions[0], wanted, present)
         operands = [*inputs, *(gs[i] for i in present)]
+        # The backward region is a branch of an If that is always taken. Outside a branch, a runtime
+        # would merge its forward nodes with those of the forward pass and keep their values in
+        # memory.
         cotangents = recorder().apply(
             cond_row,
             (_always(operands[len(inputs)], _varying(inputs)), *operands),
@@ -104,7 +109,7 @@ def _checkpoint_vjp_with_residuals(
 
 
 def _always(g: Tensor | None, operand: Tensor | None) -> Tensor:
-    """A true value that no optimizer can simplify, and that exists only when the cotangent does.
+    """Return true in a form that no optimizer can simplify and that depends on the cotangent.
 
     Otherwise a runtime would find that the forward pass has computed the same values, and keep
     those. The cotangent may be a constant, as that of a sum is, so the value reads an operand too.
@@ -117,18 +122,18 @@ def _always(g: Tensor | None, operand: Tensor | None) -> Tensor:
 
 
 def _first_element(x: Tensor) -> Tensor:
-    """A scalar; 0 where there are no elements."""
+    """Return a scalar; 0 if there are no elements."""
     return x.reshape(-1)[:1].sum()
 
 
 def _varying(operands: Sequence[Tensor]) -> Tensor | None:
-    """The first operand of floats that is not a constant of the graph."""
+    """Return the first operand of floats that is not a constant of the graph."""
     floats = (x for x in operands if x.dtype.is_float and x.build.known(x) is None)
     return next(floats, None)
 
 
 def _zeros_like(function: Function) -> Function:
-    """A function of the same operands that gives zeros of the same types."""
+    """Return a function of the same operands that returns zeros of the same types."""
     build = Build(recorder().table, f"{function.name}.never")
     with build:
         for p in function.params:
@@ -152,7 +157,7 @@ checkpoint_row = Op(
 
 
 def checkpointed(function: Function, operands: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The results of `function` on `operands`, computed again where their gradient needs more."""
+    """Return the results of `function`, computed again where their gradient needs more."""
     return recorder().apply(
         checkpoint_row, operands, {}, regions=(function,), outputs=len(function.results)
     )

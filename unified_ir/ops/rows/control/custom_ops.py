@@ -46,7 +46,7 @@ def _check_name(name: str, domain: str) -> None:
         raise InvalidInput(f"an operator's name has letters, digits and _, got {name[:120]!r}")
     if len(domain) > MAX_DOMAIN or not DOMAIN_NAME.fullmatch(domain):
         raise InvalidInput(
-            f"an operator's domain has names joined by dots, such as 'org.example', got "
+            f"an operator's domain consists of names joined by dots, such as 'org.example', got "
             f"{domain[:120]!r}"
         )
     if any(domain == d or domain.startswith(f"{d}.") for d in TAKEN):
@@ -54,7 +54,7 @@ def _check_name(name: str, domain: str) -> None:
 
 
 def is_own(name: str, domain: str) -> bool:
-    """Whether an operator of this name may be defined outside this package."""
+    """Return whether an operator of this name may be defined outside this package."""
     try:
         _check_name(name, domain)
     except InvalidInput:
@@ -66,9 +66,9 @@ def _options(text: str) -> dict[str, Any]:
     try:
         options = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"options of an operator are a JSON object: {error}") from None
+        raise InvalidInput(f"options of an operator must be a JSON object: {error}") from None
     if not isinstance(options, dict):
-        raise InvalidInput(f"options of an operator are a JSON object, got {text[:120]!r}")
+        raise InvalidInput(f"options of an operator must be a JSON object, got {text[:120]!r}")
     return options
 
 
@@ -90,7 +90,7 @@ def _types(call: OpCall) -> tuple[TensorType, ...]:
 def _kernel(
     *operands: Array, regions: Sequence[Kernel], name: str, domain: str, options: str
 ) -> tuple[Any, ...]:
-    """The registered numpy kernel, else the body."""
+    """Run the registered numpy kernel, or else the body."""
     kernel = KERNELS.get((domain, name, "reference"))
     if kernel is None:
         return tuple(regions[0](*operands))
@@ -99,6 +99,7 @@ def _kernel(
     def run(*xs: Array) -> tuple[Any, ...]:
         return _several(kernel(*xs, **_options(options)))
 
+    # Options and shapes are part of the key: a kernel may be right for some of them only.
     key = ("reference", f"{domain}.{name}", options, *shapes)
     _compare_once(key, kernel, shapes, run, lambda *xs: regions[0](*xs))
     return run(*operands)
@@ -115,12 +116,13 @@ def _compare_once(
     run: Callable[..., Sequence[Any]],
     body: Callable[..., Sequence[Any]],
 ) -> None:
-    """Refuses a kernel that differs from the body; one that passed is not compared again.
+    """Refuse a kernel that differs from the body; one that passed is not compared again.
 
     key: engine, operator, and all that the comparison depends on. operands: element types, shapes.
     """
     if _CHECKED.get(key) is kernel:
         return
+    # A fixed seed, so that a kernel is accepted or refused in every process alike.
     rng = np.random.default_rng(0)
     drawn = [_like(rng, dtype, shape) for dtype, shape in operands]
     _compare(key[1], key[0], run(*drawn), body(*drawn))
@@ -130,7 +132,7 @@ def _compare_once(
 
 
 def _like(rng: np.random.Generator, dtype: Any, shape: Sequence[int]) -> Array:
-    """An operand that any body accepts: numbers of order one, or positions 0 and 1."""
+    """Return an operand that any body accepts: numbers of order one, or positions 0 and 1."""
     if np.dtype(dtype).kind in "iub":
         return rng.integers(0, 2, shape).astype(dtype)
     return rng.standard_normal(shape).astype(dtype)
@@ -162,7 +164,7 @@ def _vjp_with_residuals(
     inputs: Sequence[Tensor], attrs: Mapping[str, Any], regions: Sequence[Function],
     outputs: int, vjp_of: VjpOf,
 ) -> tuple[Sequence[Tensor], Pullback]:  # fmt: skip
-    """With a bprop the node stays in the graph; without, the body's nodes are differentiated."""
+    """Keep the node if it has a bprop; otherwise inline and differentiate the body's nodes."""
     body, *own = regions
     if own:
         ys = recorder().apply(custom_row, inputs, attrs, regions=tuple(regions), outputs=outputs)
@@ -178,7 +180,7 @@ def _vjp_with_residuals(
 
 
 def _emit_custom(context: EmissionContext, node: Node) -> None:
-    """A call of a local function that holds the body."""
+    """Emit a call of a local function that holds the body."""
     name, domain = str(node.attrs["name"]), str(node.attrs["domain"])
     called = context.local_function(name, domain, node.regions[0])
     context.add(called, context.inputs(node), context.output_names(node), domain=domain)
@@ -220,7 +222,7 @@ class CustomOp:
     bprop: Callable[..., Any] | None = None
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
-        """The result of the body: a tensor, or a tuple of them."""
+        """Return the result of the body: a tensor, or a tuple of them."""
         encoded = _json(self.name, options)
         flat = [as_tensor(x) for x in inputs]
         types = [x.type for x in flat]
@@ -254,6 +256,8 @@ class CustomOp:
                     f"bprop of {self.name} must return a cotangent per input ({n}), got "
                     f"{len(cotangents)}; return None where no gradient passes"
                 )
+            # Only floating-point operands have a cotangent; what bprop returns for the others is
+            # dropped.
             pairs = [(x, c) for x, c in zip(xs, cotangents, strict=False) if x.dtype.is_float]
             return [zeros(x.shape, x.dtype) if c is None else as_tensor(c) for x, c in pairs]
 
@@ -270,7 +274,7 @@ def custom(
     bprop: Callable[..., Any] | None = None,
     kernels: Mapping[str, Kernel] | None = None,
 ) -> Callable[[Callable[..., Any]], CustomOp]:
-    """Decorator: makes a function of tensors, written in operators, an operator of that name.
+    """Make a function of tensors, written in operators, an operator of that name (a decorator).
 
     The body may take options by keyword: numbers, strings, lists of them. `bprop(*inputs, y=, g=,
     **options)` returns a cotangent per input. kernels: by engine; "reference" takes and returns
@@ -297,6 +301,7 @@ def custom(
 
 def _json(name: str, options: Mapping[str, Any]) -> str:
     try:
+        # Sorted, so that equal options give equal attributes and the same file.
         return json.dumps(dict(sorted(options.items())))
     except TypeError as error:
         raise InvalidInput(
@@ -306,7 +311,7 @@ def _json(name: str, options: Mapping[str, Any]) -> str:
 
 
 def with_kernels(table: Table, function: Function, engine: str) -> Function:
-    """The function with this process's kernels for `engine` as the bodies of its operators."""
+    """Return the function with this process's kernels for `engine` as bodies of its operators."""
     if not any(e == engine for _, _, e in KERNELS):
         return function
     nodes = tuple(_replaced(table, node, engine) for node in function.nodes)
@@ -337,12 +342,13 @@ def _recorded(table: Table, node: Node, kernel: Kernel) -> Function:
 def _check_kernel(
     table: Table, replacement: Function, body: Function, what: tuple[str, str, Kernel]
 ) -> None:
-    """Refuses a kernel that differs from the body."""
+    """Refuse a kernel that differs from the body."""
     engine, name, kernel = what
     types = [[str(v.type) for v in f.results] for f in (replacement, body)]
     if types[0] != types[1]:
         raise InvalidInput(f"the {engine} kernel of {name} gives {types[0]}, its body {types[1]}")
     symbols = sorted(set().union(*(p.type.symbols for p in body.params)))
+    # Different small sizes, so that a kernel which exchanges two axes is noticed.
     sizes = {s: 3 + i for i, s in enumerate(symbols)}
     _compare_once(
         (engine, name, *(str(p.type) for p in body.params), *types[0]),

@@ -42,9 +42,9 @@ def _loop_types(call: OpCall) -> Types:
     control.check_regions(call, 1)
     n = call.attrs["num_carry"]
     if call.has(0) and call.type(0) != TensorType(int64, ()):
-        raise TypeMismatch(f"a trip count is an int64 scalar, got {call.type(0)}")
+        raise TypeMismatch(f"a trip count must be an int64 scalar, got {call.type(0)}")
     if call.type(1) != TensorType(bool_, ()):
-        raise TypeMismatch(f"a loop condition is a bool scalar, got {call.type(1)}")
+        raise TypeMismatch(f"a loop condition must be a bool scalar, got {call.type(1)}")
     rest = [call.type(i) for i in range(2, len(call.types))]
     carry, captures = rest[:n], rest[n:]
     (body,) = call.regions
@@ -58,17 +58,21 @@ def _loop_types(call: OpCall) -> Types:
     pairs = zip([*carry, *after], params[:n] * 2, strict=True)
     if go != TensorType(bool_, ()) or not all(_carried(t, p, call.open) for t, p in pairs):
         raise TypeMismatch(
-            f"the body of a loop returns (bool, carry like {carry}, ...), got ({go}, {after}); "
+            f"the body of a loop must return (bool, carry like {carry}, ...), got ({go}, {after}); "
             "keep shapes and element types the same from trip to trip"
         )
     control.known_outside(call, ys, inner)
+    # A loop that stacks nothing needs no symbol for its number of trips.
     trips = symbol(call.attrs["trips"]) if ys else 0
     carried = (a if _opens_optional(p, a) else p for p, a in zip(params[:n], after, strict=True))
     return (*carried, *(y.with_shape((trips, *y.shape)) for y in ys))
 
 
 def _opens_optional(param: TensorType, result: TensorType) -> bool:
-    """Whether a body takes an optional and gives the value it might hold, as ONNX allows."""
+    """Return whether a body takes an optional and returns the value that it might hold.
+
+    ONNX allows this.
+    """
     return isinstance(param, OptionalType) and not isinstance(result, OptionalType)
 
 
@@ -77,7 +81,7 @@ def _seen_outside_if_held(type_: TensorType, inner: set[str]) -> TensorType:
 
 
 def _carried(result: TensorType, param: TensorType, free: Sequence[str]) -> bool:
-    """Whether a value may enter the next trip: a size in `free` may be another in each."""
+    """Return whether a value may enter the next trip; a size in `free` may differ in each."""
     if isinstance(param, OptionalType) and _opens_optional(param, result):
         return fits(result, param.element)
     if not is_plain(param) or not is_plain(result):
@@ -98,10 +102,10 @@ class LoopCarry:
     def joined(
         self, after: Sequence[TensorType], body: Function, fresh: Callable[[], str]
     ) -> LoopCarry:
-        """A carry that also takes the types `after`, which `body` gave when it took this one.
+        """Return a carry that also takes the types `after`, which `body` returned for this one.
 
         A size that changed gets a name from `fresh`, a sequence the type that joins both. Equal to
-        this carry where it is wide enough already. TypeMismatch: nothing joins two types.
+        this carry if it is wide enough already. Raise TypeMismatch if nothing joins two types.
         """
         inner, free, types = control.inner_sizes(body) | set(self.free), list(self.free), []
         for param, result in zip(self.types, after, strict=True):
@@ -126,6 +130,8 @@ class LoopCarry:
         self, p: Dim, d: Dim, inner: set[str], free: list[str], fresh: Callable[[], str]
     ) -> Dim:
         stays = p == d and not symbols(d) & inner
+        # Widening is one-way, from a known size to a free symbol, so repeating it reaches a fixed
+        # point.
         if stays or (is_symbol(p) and str(p) in self.free):
             return p
         free.append(fresh())
@@ -160,6 +166,7 @@ def _loop_vjp_with_residuals(
     n = attrs["num_carry"]
     body = regions[0]
     build = recorder()
+    # The backward walk stacks the carry of every trip, which takes tensors of one size.
     if attrs.get(OPEN) or not all(is_plain(p.type) for p in body.params):
         return build.apply(loop_row, inputs, attrs, regions=(body,), outputs=outputs), _no_gradient
     trips = f"trips_{'_'.join(map(str, build.position()))}"
@@ -167,6 +174,8 @@ def _loop_vjp_with_residuals(
         loop_row,
         inputs,
         {**attrs, "trips": trips},
+        # Each trip also stacks the carry that it started from: its gradient needs that point, and
+        # stored values cost less than running all earlier trips again.
         regions=(saving_carry(body, n, 2),),
         outputs=outputs + n,
     )
@@ -181,6 +190,7 @@ def _loop_vjp_with_residuals(
         g_ys = [gs[n + i] for i in walk.y_given]
 
         def step(i: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            # The walk goes back, from the last trip to the first.
             j = count - 1 - i
             here = [emit("Gather", s, j, axis=0) for s in saved]
             g_here = [emit("Gather", g, j, axis=0) for g in g_ys]
@@ -195,11 +205,12 @@ def _loop_vjp_with_residuals(
 
 
 def _loop_batch(call: BatchedCall) -> Sequence[Tensor]:
-    """Batches the body where all slices make the same trips; otherwise a scan is needed."""
+    """Batch the body if all slices make the same trips; otherwise request a scan."""
     n = call.attrs["num_carry"]
     if any(call.batched[:2]):
         raise NeedsScan
     build, results, leaving, carried = control.settled(call, call.batched, 2, n)
+    # The condition depends on the slice, so slices would stop at different trips.
     if leaving[0]:
         raise NeedsScan
     count, go, *rest = call.inputs
@@ -216,7 +227,7 @@ def _loop_batch(call: BatchedCall) -> Sequence[Tensor]:
 
 
 def _emit_loop(context: EmissionContext, node: Node) -> None:
-    """A Loop whose captures are outer names."""
+    """Emit a Loop whose captures are outer names."""
     n = 2 + int(node.attrs["num_carry"])  # type: ignore[arg-type]
     names = context.inputs(node)
     body = context.subgraph(node.regions[0], n, names[n:])
@@ -239,14 +250,17 @@ loop_row = Op(
 
 
 def while_loop(condition: Any, body: Any, init: Any) -> Any:
-    """`x = init; while condition(x): x = body(x)`; the carry keeps its types."""
+    """Return x after `x = init; while condition(x): x = body(x)`; the carry keeps its types."""
     carry = [as_tensor(x) for x in leaves(init)]
     go = as_tensor(condition(rebuild(init, carry))).reshape(())
     return _loop((None, go), condition, lambda _, x: body(x), init, carry)
 
 
 def fori_loop(count: Any, body: Any, init: Any) -> Any:
-    """`x = init; for i in range(count): x = body(i, x)`; count: int or int64 scalar tensor."""
+    """Return x after `x = init; for i in range(count): x = body(i, x)`.
+
+    count: an int or an int64 scalar tensor.
+    """
     carry = [as_tensor(x) for x in leaves(init)]
     trips = as_tensor(count)
     if trips.dtype.kind not in {"int", "uint"}:
@@ -256,9 +270,9 @@ def fori_loop(count: Any, body: Any, init: Any) -> Any:
 
 
 def _loop(head: Sequence[Any], condition: Any, body: Any, init: Any, carry: list[Tensor]) -> Any:
-    """The carry after a loop whose node takes `head` first: (trip count or None, condition).
+    """Return the carry after a loop whose node takes `head` first: (trip count or None, condition).
 
-    A tensor keeps its type; that of a sequence widens until the body gives what it takes.
+    A tensor keeps its type; that of a sequence widens until the body returns what it takes.
     """
 
     def trip(ts: Sequence[Tensor]) -> list[Any]:

@@ -26,7 +26,7 @@ from triplane.unified_ir.ops.trees import leaves, rebuild, structure
 
 
 def split(items: Sequence[Any], *counts: int) -> list[list[Any]]:
-    """Consecutive groups of the given sizes, then the rest."""
+    """Split into consecutive groups of the given sizes, then the rest."""
     groups, start = [], 0
     for n in counts:
         groups.append(list(items[start : start + n]))
@@ -66,7 +66,7 @@ def _scan_reference(
 
 
 def saving_carry(body: Function, num_carry: int, first: int) -> Function:
-    """`body` that also gives the carry it started from, as extra last results."""
+    """Return `body` with the carry it started from as additional last results."""
     build = Build(recorder().table, body.name)
     with build:
         params = [build.param(p.name, p.type) for p in body.params]
@@ -98,6 +98,7 @@ def _scan_vjp_with_residuals(
         walked = recorder().apply(
             scan_row,
             (*start, *scanned, *captures),
+            # Back to front: the step that ran last is pulled back first.
             {"num_carry": len(start), "num_scanned": len(scanned), "reverse": 1 - reverse},
             regions=(apart.step,),
             outputs=len(apart.step.results),
@@ -132,9 +133,12 @@ class _ProductsApart:
         products = {}
         for k in range(first, last):
             add = producer.get(step.results[k])
+            # The gradient of a capture is a sum over steps, state + contribution. If the
+            # contribution is a product of two matrices, it is left for one product over all steps.
             if add is None or add.op.name != "Add" or add.inputs[0] is not step.params[k]:
                 continue
             factors = _factors(producer, add.inputs[1])
+            # The running sum must not be read otherwise, since the walk no longer computes it.
             if factors is not None and reads[step.params[k]] == 1:
                 products[k] = factors
         walked = dict(zip(step.params[last:], scanned, strict=False))
@@ -148,13 +152,14 @@ class _ProductsApart:
         return cls(left, products, walked, more)
 
     def joined(self, results: Sequence[Tensor], width: int) -> list[Tensor]:
-        """The results of a whole walk, with the sums in their places among `width` states."""
+        """Return the results of a walk, with the sums in their places among `width` states."""
         count = len(results) - len(self.more)
         tensors = {**self.walked, **dict(zip(self.more, results[count:], strict=True))}
         rest = iter(results[:count])
         states = []
         for k in range(width):
             if k in self.products:
+                # sum_t A_t^T B_t = A^T B with the steps stacked: (T, M, K) -> (T M, K).
                 flat = (tensors[v].reshape((-1, tensors[v].shape[2])) for v in self.products[k])
                 states.append(emit("Gemm", *flat, transA=1))
             else:
@@ -163,7 +168,7 @@ class _ProductsApart:
 
 
 def _factors(producer: Mapping[Value, Node], x: Value | None) -> tuple[Value, Value] | None:
-    """(a, b) where x is a^T b of two matrices."""
+    """Return (a, b) if x is a^T b of two matrices."""
     node = None if x is None else producer.get(x)
     if node is None or len(node.inputs) != 2:
         return None
@@ -179,7 +184,7 @@ def _factors(producer: Mapping[Value, Node], x: Value | None) -> tuple[Value, Va
 
 
 def _needed(nodes: Sequence[Node], results: Sequence[Value]) -> tuple[Node, ...]:
-    """The nodes that the results depend on."""
+    """Return the nodes that the results depend on."""
     wanted: set[Value | None] = set(results)
     kept = []
     for node in reversed(nodes):
@@ -190,7 +195,7 @@ def _needed(nodes: Sequence[Node], results: Sequence[Value]) -> tuple[Node, ...]
 
 
 class BackwardWalk:
-    """The state of a backward walk: cotangents of the carry, sums of cotangents of captures."""
+    """The state of a backward walk: cotangents of the carry and sums of those of captures."""
 
     def __init__(
         self, body: Function, operands: Sequence[Tensor | None],
@@ -204,7 +209,7 @@ class BackwardWalk:
         self.width = len(self.state)
 
     def start(self) -> list[Tensor]:
-        """Cotangents of the final carry, then zeros like each capture."""
+        """Return the cotangents of the final carry, then zeros like each capture."""
         starts = []
         for i, x in self.state.items():
             g = self.gs[i] if i < self.num_carry else None
@@ -218,7 +223,7 @@ class BackwardWalk:
         g_ys: Sequence[Tensor],
         extra: Sequence[int],
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """One step back: the next state, and cotangents of the `extra` parameters."""
+        """Make one step back; return the next state and cotangents of the `extra` parameters."""
         wanted = [self.lead + i for i in (*self.state, *extra)]
         first = int(self.lead > 0)  # a loop's body gives `go` before the carry
         cotangents = [first + i for i in self.carry]
@@ -226,11 +231,13 @@ class BackwardWalk:
         back = self.vjp_of(self.body, wanted, cotangents)
         n = len(self.carry)
         pulled = inline(back, [*params, *state[:n], *g_ys])
+        # A capture enters every step, so its cotangent is the sum over the steps. A carry's is
+        # replaced.
         sums = [a + b for a, b in zip(state[n:], pulled[n : self.width], strict=True)]
         return [*pulled[:n], *sums], list(pulled[self.width :])
 
     def backward(self, extra: Sequence[int]) -> Function:
-        """The region of the backward scan: (state, saved carry, xs, g_ys, captures)."""
+        """Return the region of the backward scan: (state, saved carry, xs, g_ys, captures)."""
         build = Build(recorder().table, f"{self.body.name}.back")
 
         def params(letter: str, values: Iterable[Value | Tensor]) -> list[Tensor]:
@@ -248,7 +255,7 @@ class BackwardWalk:
     def result(
         self, n: int, cotangents: Sequence[Tensor], extra: Sequence[int]
     ) -> list[Tensor | None]:
-        """The cotangents of the state and of the `extra` operands, by operand of `n`."""
+        """Return the cotangents of the state and of `extra` operands, by operand of `n`."""
         places = (self.lead + i for i in (*self.state, *extra))
         by_place = dict(zip(places, cotangents, strict=True))
         return [by_place.get(i) for i in range(n)]
@@ -274,7 +281,7 @@ def _scan_batch(call: BatchedCall) -> Sequence[Tensor]:
 
 
 def _emit_scan(context: EmissionContext, node: Node) -> None:
-    """A Scan whose captures are outer names."""
+    """Emit a Scan whose captures are outer names."""
     n, m = int(node.attrs["num_carry"]), int(node.attrs["num_scanned"])  # type: ignore[arg-type]
     names = context.inputs(node)
     stacked = len(node.outputs) - n
@@ -306,7 +313,7 @@ scan_row = Op(
 
 
 def scan(f: Any, init: Any, xs: Any, *, reverse: bool = False) -> tuple[Any, Any]:
-    """(carry, ys) after `carry, y = f(carry, x)` for each slice x of `xs` along axis 0.
+    """Return (carry, ys) after `carry, y = f(carry, x)` for each slice x of `xs` along axis 0.
 
     An axis of length 0 runs on `reference`; onnxruntime's Scan refuses it (InvalidInput).
     """
@@ -315,7 +322,7 @@ def scan(f: Any, init: Any, xs: Any, *, reverse: bool = False) -> tuple[Any, Any
     types = [x.type for x in carry] + [x.type.with_shape(x.shape[1:]) for x in scanned]
     build, value = region("scan", types, lambda ts: f(rebuild(init, ts[:n]), rebuild(xs, ts[n:])))
     if not isinstance(value, tuple) or len(value) != 2:
-        raise InvalidInput(f"the body of a scan returns a pair (carry, y), got {value!r}")
+        raise InvalidInput(f"the body of a scan must return a pair (carry, y), got {value!r}")
     after, ys = value
     check_structure("a scan", init, after)
     body = build.finish(control.numbered([*leaves(after), *leaves(ys)]))

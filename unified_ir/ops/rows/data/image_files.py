@@ -1,4 +1,4 @@
-"""Decodes images from the bytes of their files: PNG and PNM, by this package's own readers."""
+"""Decode images from the bytes of their files: PNG and PNM, by this package's own readers."""
 
 from __future__ import annotations
 

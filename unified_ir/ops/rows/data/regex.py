@@ -40,7 +40,8 @@ class Automaton:
             raise InvalidInput(f"the pattern {pattern[:80]!r} cannot be read: {error}") from error
 
     def matches(self, text: str) -> bool:
-        """Whether the whole text is in the language."""
+        """Return whether the whole text is in the language of the pattern."""
+        # Thompson's simulation (1968): O(letters x states), whatever the pattern.
         now = self._closed({0}, text, 0)
         for i, letter in enumerate(text):
             reached = {to for s in now for accepts, to in self.steps[s] if accepts(letter)}
@@ -50,10 +51,12 @@ class Automaton:
         return self.end in now
 
     def _closed(self, states: set[int], text: str, at: int) -> set[int]:
-        """The states, and every state that they reach without a letter."""
+        """Return the states and all states that they reach without reading a letter."""
         reached, waiting = set(states), list(states)
         while waiting:
             for holds, to in self.free[waiting.pop()]:
+                # Conditions such as $ hold or not at this place, so they are tested here, not when
+                # compiling.
                 if to not in reached and (holds is None or holds(text, at)):
                     reached.add(to)
                     waiting.append(to)
@@ -74,7 +77,7 @@ class Automaton:
         return start
 
     def _item(self, kind: Any, argument: Any, start: int) -> int:
-        """Appends one part of a pattern behind `start`; the state where it ends."""
+        """Append one part of a pattern behind `start`; return the state where it ends."""
         if kind in {codes.SUBPATTERN, codes.ATOMIC_GROUP}:
             group = argument[-1] if kind is codes.SUBPATTERN else argument
             if kind is codes.SUBPATTERN and (argument[1] or argument[2]):
@@ -85,6 +88,7 @@ class Automaton:
             for branch in argument[1]:
                 self.free[self._items(branch, start)].append((None, end))
             return end
+        # Greedy or not makes no difference: only whether the whole text matches is asked.
         if kind in {codes.MAX_REPEAT, codes.MIN_REPEAT}:
             least, most, items = argument
             return self._repeated(items, least, most, start)
@@ -96,6 +100,7 @@ class Automaton:
         return end
 
     def _repeated(self, items: Any, least: int, most: int, start: int) -> int:
+        # Repetitions are written out: x{2,4} becomes xxx?x?.
         for _ in range(least):
             start = self._items(items, start)
         if most is codes.MAXREPEAT:
@@ -111,7 +116,7 @@ class Automaton:
         return end
 
     def _letters(self, kind: Any, argument: Any) -> Accepts:
-        """Which letters a part takes."""
+        """Return which letters a part takes."""
         if kind is codes.LITERAL:
             return lambda c: ord(c) == argument
         if kind is codes.NOT_LITERAL:
@@ -137,7 +142,7 @@ class Automaton:
 
     def _refused(self, what: str) -> InvalidInput:
         return InvalidInput(
-            f"the pattern {self.pattern[:80]!r} has {what}, which is not matched in linear time"
+            f"the pattern {self.pattern[:80]!r} has {what}, which cannot be matched in linear time"
         )
 
 

@@ -52,7 +52,7 @@ def _sequence(call: OpCall, i: int = 0) -> SequenceType:
 
 
 def _shaped(call: OpCall, held: SequenceType) -> TensorType:
-    """The elements' type; refused where their number of axes is not known."""
+    """Return the elements' type; refuse elements whose number of axes is not known."""
     if isinstance(held.element, DType):
         raise ShapeError(
             f"{call.row} needs to know the axes of the elements, got {held}; declare them where "
@@ -62,7 +62,7 @@ def _shaped(call: OpCall, held: SequenceType) -> TensorType:
 
 
 def _opened(call: OpCall, shape: Sequence[Dim], first: int = 0) -> list[Dim]:
-    """The shape with a symbol of this node for each own size of an element."""
+    """Return the shape with a symbol of this node for each own size of an element."""
     numbers = count(first)
     return [call.opened(next(numbers)) if d == OWN else d for d in shape]
 
@@ -97,20 +97,20 @@ def _inserted(call: OpCall) -> Types:
 
 
 def _one(position: Any) -> int:
-    """A position given as a scalar or as a vector of one."""
+    """Read a position given as a scalar or as a vector of one."""
     return int(position.reshape(()))
 
 
 def _insert(held: Any, x: Any, position: Any = None) -> Any:
     at = len(held) if position is None else _one(position)
     if not -len(held) <= at <= len(held):
-        raise IndexError(f"position {at} of a sequence of {len(held)}")
+        raise IndexError(f"position {at} is outside a sequence of length {len(held)}")
     at += len(held) if at < 0 else 0
     return [*held[:at], x, *held[at:]]
 
 
 def _place(position: Tensor | None, held: Tensor, last: int) -> Tensor:
-    """A position counted from the front; without one, the length plus `last`."""
+    """Return a position counted from the front; without one, the length plus `last`."""
     n = sequence_length(held)
     if position is None:
         return n + last
@@ -143,8 +143,9 @@ def _own_sizes(call: OpCall) -> int:
 
 
 def _at_vjp(g: Tensor, y: Tensor, held: Tensor, position: Tensor) -> Any:
-    """A sequence of zeros with g at that position."""
+    """Return a sequence of zeros with g at that position."""
     at = _place(position, held, 0)
+    # Zeros need the shapes of the other elements, which only the sequence itself has.
     flat = sequence_map(lambda x: zeros(x.shape, x.dtype), stop_gradient(held))
     return sequence_insert(sequence_erase(flat, at), g, at), None
 
@@ -165,6 +166,7 @@ def _erased(call: OpCall) -> Types:
 
 
 def _erase(held: Any, position: Any = None) -> Any:
+    # Indexing a range gives a position from the front, or IndexError, as a list would.
     at = range(len(held))[-1 if position is None else _one(position)]
     return [*held[:at], *held[at + 1 :]]
 
@@ -206,11 +208,12 @@ def _split_types(call: OpCall) -> Types:
 
 
 def _part(call: OpCall, whole: Dim) -> Dim:
-    """The size of every part; an own size where they differ or are not known."""
+    """Return the size of every part; an own size if they differ or are not known."""
     known = call.known[1]
     if not isinstance(known, np.ndarray) or not known.size:
         return OWN
     sizes = [int(n) for n in known.reshape(-1)]
+    # A vector may contain 0; a length for all parts may not, as empty parts add up to nothing.
     if min(sizes) < 0 or (known.ndim == 0 and not sizes[0]):
         raise ShapeError(f"{call.row} needs sizes above 0, got {sizes}")
     if known.ndim and isinstance(whole, int) and sum(sizes) != whole:
@@ -218,6 +221,7 @@ def _part(call: OpCall, whole: Dim) -> Dim:
             f"{call.row} of {call.type(0)} needs sizes that add up to {whole}, got {sizes}, which "
             f"add up to {sum(sizes)}"
         )
+    # With one length for all, the last part is shorter unless the length divides the axis.
     alike = len(set(sizes)) == 1 if known.ndim else isinstance(whole, int) and not whole % sizes[0]
     return sizes[0] if alike else OWN
 
@@ -228,7 +232,7 @@ def _split(x: Any, split: Any = None, *, axis: int, keepdims: int) -> Any:
         parts = np.split(x, size, axis) if size else []
         return parts if keepdims else [np.squeeze(part, axis) for part in parts]
     if split.size and int(split.min()) < (split.ndim == 0):
-        raise ValueError(f"parts of {split.tolist()} items; lengths are above 0")
+        raise ValueError(f"lengths of parts must be above 0, got {split.tolist()}")
     ends = np.arange(split, size, split) if split.ndim == 0 else np.cumsum(split)[:-1]
     if split.ndim and int(split.sum()) != size:
         raise ValueError(f"parts of {split.tolist()} do not add up to {size}")
@@ -262,7 +266,7 @@ def _concat_types(call: OpCall) -> Types:
 
 
 def _concat_vjp(g: Tensor, y: Tensor, held: Tensor, *, axis: int, new_axis: int) -> Any:
-    """Parts as long as the elements are."""
+    """Split into parts as long as the elements are."""
     if new_axis:
         return (split_to_sequence_row(g, axis=axis, keepdims=0),)
     at = axis % g.rank
@@ -311,14 +315,14 @@ def _element(call: OpCall) -> Types:
 
 
 def _emit_sequence_map(context: EmissionContext, node: Node) -> None:
-    """Writes a body that has every operand as a parameter, tensors too."""
+    """Emit a body that has every operand as a parameter, tensors too."""
     names = context.inputs(node)
     body = context.subgraph(node.regions[0], len(names), ())
     context.add("SequenceMap", names, context.output_names(node), body=body)
 
 
 def _emit_held_value(context: EmissionContext, node: Node) -> None:
-    """Before opset 18 the operator takes optionals alone; any other value is the result itself."""
+    """Emit Identity for values other than optionals, which the operator takes since opset 18."""
     if isinstance(node.inputs[0].type, OptionalType):  # type: ignore[union-attr]
         context.plain(node)
     else:
@@ -326,7 +330,7 @@ def _emit_held_value(context: EmissionContext, node: Node) -> None:
 
 
 def _emit_holds_value(context: EmissionContext, node: Node) -> None:
-    """Before opset 18 the operator takes optionals alone; otherwise the result is a constant."""
+    """Emit a constant for values other than optionals, which the operator takes since opset 18."""
     x = node.inputs[0] if node.inputs else None
     if x is not None and isinstance(x.type, OptionalType):
         context.plain(node)
@@ -369,7 +373,7 @@ def _map_types(call: OpCall) -> Types:
 
 
 def _stands_for(param: TensorType, element: TensorType) -> bool:
-    """Whether a region's parameter can be an element, whose own sizes are symbols there."""
+    """Return whether a region's parameter can be an element, whose own sizes are symbols there."""
     if not is_plain(param) or param.dtype != element.dtype or param.rank != element.rank:
         return False
     pairs = zip(param.shape, element.shape, strict=True)
@@ -377,9 +381,9 @@ def _stands_for(param: TensorType, element: TensorType) -> bool:
 
 
 def _seen_outside(type_: TensorType, body: Function, outside: frozenset[str]) -> TensorType:
-    """A result's type outside its region, where the region's own symbols do not exist."""
+    """Return a result's type outside its region, where the region's own symbols do not exist."""
     if not is_plain(type_):
-        raise TypeMismatch(f"a region over elements gives tensors, got {type_}")
+        raise TypeMismatch(f"a region over elements must return tensors, got {type_}")
     inner = {s for p in body.params for s in p.type.symbols} - outside
     inner |= control.inner_sizes(body)
     return type_.with_shape(OWN if symbols(d) & inner else d for d in type_.shape)
@@ -411,12 +415,12 @@ One region: an element of each sequence and the tensors -> an element of each ou
 
 
 def sequence(*xs: TensorLike) -> Tensor:
-    """The tensors as one sequence; they share an element type, not a shape."""
+    """Return the tensors as one sequence; they share an element type, not a shape."""
     return sequence_construct(*xs)
 
 
 def empty_sequence(dtype: Any = "float32") -> Tensor:
-    """A sequence that holds nothing yet."""
+    """Return a sequence that holds nothing yet."""
     return sequence_empty_row(dtype=as_dtype(dtype).onnx)
 
 
@@ -427,7 +431,7 @@ def split_to_sequence(
     axis: int = 0,
     keepdims: bool = True,
 ) -> Tensor:
-    """Parts of `x` along `axis`: of length `split`, of those lengths, or of one each.
+    """Return parts of `x` along `axis`: of length `split`, of those lengths, or of one each.
 
     keepdims: parts of one keep the axis.
     """
@@ -436,20 +440,20 @@ def split_to_sequence(
 
 
 def concat_from_sequence(held: Tensor, *, axis: int = 0) -> Tensor:
-    """The elements joined along `axis`."""
+    """Join the elements along `axis`."""
     return concat_from_sequence_row(held, axis=axis)
 
 
 def stack_from_sequence(held: Tensor, *, axis: int = 0) -> Tensor:
-    """The elements, of one shape, along a new axis."""
+    """Stack the elements, which have one shape, along a new axis."""
     return concat_from_sequence_row(held, axis=axis, new_axis=1)
 
 
 def sequence_map(f: Callable[..., Any], held: Tensor, *more: Tensor, alike: bool = False) -> Any:
-    """`f` of each element; further sequences are walked along, tensors are the same for all.
+    """Apply `f` to each element; further sequences are walked along, tensors are the same for all.
 
-    A sequence, or a tuple of them where `f` gives a tuple. alike: elements at one position have one
-    shape, which their types need not show.
+    Return a sequence, or a tuple of them if `f` returns a tuple. alike: elements at one position
+    have one shape, which their types need not show.
     """
     build, value = region("map", element_types((held, *more), alike=alike), lambda xs: f(*xs))
     body = build.finish(control.numbered(leaves(value)))
@@ -461,7 +465,7 @@ def sequence_map(f: Callable[..., Any], held: Tensor, *more: Tensor, alike: bool
 
 
 def element_types(operands: Sequence[Tensor], *, alike: bool = False) -> list[TensorType]:
-    """Types of the parameters of a region over elements, with a symbol for each own size.
+    """Return types of the parameters of a region over elements, with a symbol for each own size.
 
     alike: own sizes of one axis, counted from the last, are one size; its symbol is the size that a
     tensor among the operands has there, if any.
@@ -494,7 +498,7 @@ def element_types(operands: Sequence[Tensor], *, alike: bool = False) -> list[Te
 
 
 def added(a: Tensor, b: Tensor) -> Tensor:
-    """The sum of two cotangents of one value, of sequences element by element."""
+    """Add two cotangents of one value, of sequences element by element."""
     if is_plain(a.type):
         return a + b
     total: Tensor = sequence_map(lambda x, y: x + y, a, b, alike=True)
@@ -502,5 +506,5 @@ def added(a: Tensor, b: Tensor) -> Tensor:
 
 
 def optional(x: TensorLike | TensorType) -> Tensor:
-    """An optional that holds `x`; for a type, an empty optional of that type."""
+    """Return an optional that holds `x`; for a type, an empty optional of that type."""
     return optional_row(type=x) if isinstance(x, TensorType) else optional_row(as_tensor(x))

@@ -19,7 +19,7 @@ Types = tuple[TensorType, ...]
 
 
 def words(*texts: str) -> Any:
-    """A maker of a vector of strings."""
+    """Make a vector of strings."""
     return fixed(np.array(texts, np.object_))
 
 
@@ -40,7 +40,7 @@ def _split_types(call: OpCall) -> Types:
 
 
 def _split(x: Any, *, delimiter: str | None, maxsplit: int | None) -> tuple[Any, Any]:
-    """Splits as Python does: without a delimiter at blanks; an empty string has no parts."""
+    """Split as Python does: without a delimiter at blanks; an empty string has no parts."""
     how = (delimiter or None, -1 if maxsplit is None else maxsplit)
     parts = {at: x[at].split(*how) if x[at] else [] for at in np.ndindex(x.shape)}
     widest = max(map(len, parts.values()), default=0)
@@ -106,13 +106,14 @@ def _normalize(
     x: Any, *, case_change_action: str, is_case_sensitive: int, stopwords: Sequence[str] | None,
     locale: str | None,
 ) -> Any:  # fmt: skip
-    """Removes stop words and changes case; one empty string where nothing is left.
+    """Remove stop words and change case; return one empty string if nothing is left.
 
     Cases are Unicode's, whatever the locale; onnxruntime needs one that its machine has.
     """
     fold = str if is_case_sensitive else str.lower
     stop = {fold(word) for word in stopwords or ()}
     change = _CASES[case_change_action]
+    # ONNX: if every string is a stop word, the output is one empty string.
     cased = [change(t) for t in x.reshape(-1) if fold(t) not in stop] or [""] * bool(stop)
     return np.array(cased, np.object_).reshape((*x.shape[:-1], len(cased)))
 
@@ -155,9 +156,11 @@ _WEIGHTS: Final[Mapping[str, Any]] = {
 def _pool(
     counts: Sequence[int], pool: Sequence[Any], shortest: int, longest: int
 ) -> dict[Any, int]:
-    """The number of each n-gram that counts; the pool lists 1-grams, then 2-grams, and so on."""
+    """Number the n-grams of the pool, which lists 1-grams, then 2-grams, and so on."""
     places: dict[Any, int] = {}
     number = 0
+    # counts[n - 1] is where the n-grams begin in the pool; `number` counts all of them, because
+    # ngram_indexes does so too.
     for n, (start, end) in enumerate(pairwise([*counts, len(pool)]), 1):
         for at in range(start, end, n):
             if shortest <= n <= longest:
@@ -189,7 +192,7 @@ def _grams(
 def _with_skips(
     row: Sequence[Any], shortest: int, longest: int, most: int
 ) -> Iterator[tuple[Any, ...]]:
-    """Every n-gram of items that lie equally far apart, 1 to most + 1; single items once."""
+    """Yield every n-gram of items that lie equally far apart, 1 to most + 1; single items once."""
     for skip in range(most + 1):
         for n in range(shortest, longest + 1):
             if n == 1 and skip:

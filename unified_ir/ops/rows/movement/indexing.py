@@ -55,10 +55,11 @@ def _gather(call: OpCall) -> Types:
 
 
 def _gather_vjp(g: Tensor, y: Tensor, x: Tensor, index: Tensor, *, axis: int) -> Any:
-    """Adds each slice of `g` at its row of zeros like `x`."""
+    """Add each slice of `g` to its row of zeros like `x`."""
     axis %= x.rank
     front = list(range(axis, axis + index.rank))
     rest = [i for i in range(g.rank) if i not in front]
+    # ScatterND writes along the first axes, so the gathered axis goes first and back again.
     moved = g.transpose(*front, *rest) if axis else g
     order = [axis, *[i for i in range(x.rank) if i != axis]]
     base = zeros([x.shape[i] for i in order], x.dtype)
@@ -91,28 +92,33 @@ def _scatter_vjp(
     g: Tensor, y: Tensor, x: Tensor, updates: Tensor, *,
     reduction: str, take: Take, put: Put, stays: Callable[[], Tensor],
 ) -> tuple[Tensor, None, Tensor]:  # fmt: skip
-    """Cotangents of x and of the updates. Extremes that tie share equally, as in PyTorch.
+    """Return cotangents of x and of the updates. Extremes that tie share equally, as in PyTorch.
 
     stays: which updates were not overwritten, in a shape that broadcasts to theirs.
     """
     if reduction == "add":
         return g, None, take(g)
     if reduction == "none":
+        # With duplicate positions one update survives; the cotangent belongs to that one alone.
         return put(g, updates * 0.0, "none"), None, where(stays(), take(g), 0.0)
     if reduction == "mul":
         ones = broadcast_to(x.build.as_operand(1, x.dtype), x.shape)
+        # y = x prod(u), so dy/dx = prod(u) and dy/du_k = x times the product of the other updates.
         d_x, d_y = g * put(ones, updates, "mul"), take(g * x)
         return d_x, None, d_y * _other_updates(ones, updates, take, put)
     hit = (x == y).cast(g.dtype)
     hits = (updates == take(y)).cast(g.dtype)
+    # The number of ties at a position: x itself, if it is the extreme, and all updates equal to it.
     share = g / put(hit, hits, "add")
     return share * hit, None, take(share) * hits
 
 
 def _other_updates(ones: Tensor, updates: Tensor, take: Take, put: Put) -> Tensor:
-    """The product of all other updates of a position: a quotient unless one of them is 0."""
+    """Return the product of all other updates of a position: a quotient unless one of them is 0."""
     zero = updates == 0.0
     nonzero = where(zero, 1.0, updates)
+    # Zeros per position. With one zero, only the update that is zero has a product other than 0;
+    # with two or more, none has.
     count = take(put(ones * 0.0, zero.cast(updates.dtype), "add"))
     quotient = take(put(ones, updates, "mul")) / nonzero
     alone = where((count == 1.0) & zero, take(put(ones, nonzero, "mul")), 0.0)
@@ -130,6 +136,8 @@ def _scatter_nd_vjp(
 
     def stays() -> Tensor:
         count, depth = index.shape[:-1], int(index.shape[-1])  # type: ignore[arg-type]
+        # Writing the number of each update and reading it back shows which one the engine wrote
+        # last.
         number = _numbers(count)
         written = scatter_nd(zeros(x.shape[:depth], int64), index, number)
         last = gather_nd(written, index) == number
@@ -139,12 +147,12 @@ def _scatter_nd_vjp(
 
 
 def _numbers(shape: tuple[Dim, ...]) -> Tensor:
-    """0, 1, ... in a shape: scattering them shows which update of a position was the last."""
+    """Number the elements of a shape: scattering them shows which update of a position was last."""
     return arange(product(shape)).reshape(shape)
 
 
 def _written(call: OpCall, wanted: tuple[Dim, ...]) -> Types:
-    """The type of x; refuses updates of another shape than the positions ask for."""
+    """Return the type of x; refuse updates of another shape than the positions need."""
     updates = call.type(2)
     pairs = zip(updates.shape, wanted, strict=False)
     if updates.rank != len(wanted) or any(
@@ -172,7 +180,7 @@ def _scatter_elements(call: OpCall) -> Types:
 
 
 def _reduces(node: Node, opset: int) -> bool:
-    """Whether the opset has the reduction; maxima and minima came with opset 18."""
+    """Return whether the opset has the reduction; maxima and minima came with opset 18."""
     return opset >= 18 or node.attrs.get("reduction") not in {"max", "min"}
 
 
@@ -180,7 +188,7 @@ _NARROW: Final = frozenset({float16, DTYPES["bfloat16"]})
 
 
 def _emit_scatter(context: EmissionContext, node: Node) -> None:
-    """Accumulates 16-bit types in float32: onnxruntime 1.31 has no kernels for them."""
+    """Accumulate 16-bit types in float32: onnxruntime 1.31 has no kernels for them."""
     dtype = node.outputs[0].type.dtype
     if dtype not in _NARROW or node.attrs.get("reduction", "none") == "none":
         context.plain(node)
@@ -192,7 +200,7 @@ def _emit_scatter(context: EmissionContext, node: Node) -> None:
 
 
 def _scatter_nd_batch(call: batching.BatchedCall) -> tuple[Tensor, ...]:
-    """The number of the slice becomes the first part of each position."""
+    """Make the number of the slice the first part of each position."""
     x, index, updates = call.all()
     return call.apply([x, _with_batch(index, 1), updates])
 
@@ -235,7 +243,7 @@ def _gather_nd_vjp(g: Tensor, y: Tensor, x: Tensor, index: Tensor, *, batch_dims
 
 
 def _with_batch(index: Tensor, batch_dims: int) -> Tensor:
-    """Positions with those of the batch axes, which they leave out, in front."""
+    """Return positions with those of the batch axes, which they leave out, in front."""
     index = index.cast(int64)
     lead = index.shape[:-1]
     own = [batching.new_axes(arange(lead[k]), 1, len(lead) - k - 1) for k in range(batch_dims)]
@@ -271,14 +279,14 @@ def _gather_elements(call: OpCall) -> Types:
 
 
 def _exceeds(n: Dim, d: Dim) -> bool:
-    """Whether an index of n rows may read more than d; two different symbols may be any sizes."""
+    """Return whether an index of n rows may read more than d; symbols may have any size."""
     if isinstance(n, int) and isinstance(d, int):
         return n > d
     return isinstance(n, Expr) and isinstance(d, Expr) and n != d
 
 
 def _gather_elements_kernel(x: Any, index: Any, *, axis: int) -> Any:
-    """The index may be shorter than x on the other axes."""
+    """Read elements; the index may be shorter than x on the other axes."""
     at = axis % x.ndim
     read = tuple(slice(None if i == at else n) for i, n in enumerate(index.shape))
     return np.take_along_axis(x[read], index, at)
@@ -378,7 +386,7 @@ range_row = Op(
 
 
 def _range_length(call: OpCall) -> Dim | None:
-    """How many steps there are; None where only the data decide."""
+    """Return how many steps there are, or None if only the data decide."""
     if any(k is None for k in call.known):
         return None
     start, limit, delta = (

@@ -26,13 +26,14 @@ Amounts = list[tuple[Dim, Dim]]
 
 
 def emit_pad(context: EmissionContext, node: Node) -> None:
-    """Writes amounts for all axes: onnxruntime ignores `axes` where it moves a transpose."""
+    """Emit amounts for all axes: onnxruntime ignores `axes` when it moves a transpose."""
     names = context.inputs(node)
     axes = context.held(names[3]) if len(names) > 3 and names[3] else None
     if axes is None or node.inputs[0] is None:
         context.plain(node)
         return
     rank, count = node.inputs[0].type.rank, len(axes)
+    # The result lists all "before" amounts, then all "after" amounts, as `amounts` reads them.
     places = np.full(2 * rank, 2 * count)  # of the 0 behind the amounts
     for k, axis in enumerate(int(a) % rank for a in axes):
         places[[axis, axis + rank]] = k, k + count
@@ -49,7 +50,7 @@ def emit_pad(context: EmissionContext, node: Node) -> None:
 
 
 def amounts(rank: int, pads: Sequence[Any], axes: Sequence[Any] | None) -> Amounts:
-    """The amounts of a Pad by axis, from its operands."""
+    """Return the amounts of a Pad by axis, from its operands."""
     named = list(range(rank)) if axes is None else [int(a) for a in axes]
     if any(not -rank <= a < rank for a in named) or len({a % rank for a in named}) < len(named):
         raise ShapeError(f"Pad names the axes {named} of a tensor of {rank}; name each once")
@@ -65,10 +66,11 @@ def amounts(rank: int, pads: Sequence[Any], axes: Sequence[Any] | None) -> Amoun
 
 
 def padded_type(call: OpCall) -> tuple[TensorType, ...]:
-    """The type where amounts and axes are known."""
+    """Infer the type if amounts and axes are known."""
     x, mode = call.type(0), call.attrs["mode"]
     by_axis = amounts(x.rank, call.dims(1), call.ints(3) if call.has(3) else None)
     for size, pads in zip(x.shape, by_axis, strict=True):
+        # reflect leaves out the edge itself, so it has one element less to repeat than wrap has.
         room = {"reflect": -1, "wrap": 0, "edge": None}.get(mode)
         most = max((p for p in pads if isinstance(p, int)), default=0)
         if isinstance(size, int) and (
@@ -84,7 +86,7 @@ def padded_type(call: OpCall) -> tuple[TensorType, ...]:
 
 
 def pad_kernel(x: Any, pads: Any, value: Any = None, axes: Any = None, *, mode: str) -> Any:
-    """Pads as numpy does, then removes the elements that negative amounts ask to remove."""
+    """Pad as numpy does, then remove the elements that negative amounts ask to remove."""
     by_axis: Any = amounts(x.ndim, pads, axes)
     how = {} if mode != "constant" or value is None else {"constant_values": np.reshape(value, ())}
     y: Any = np.pad(x, [(max(b, 0), max(a, 0)) for b, a in by_axis], mode, **how)  # type: ignore[call-overload]
@@ -93,7 +95,7 @@ def pad_kernel(x: Any, pads: Any, value: Any = None, axes: Any = None, *, mode: 
 
 
 def has_pad(node: Node, opset: int) -> bool:
-    """Axes came as an operand with opset 18, wrapping with 19."""
+    """Return whether the opset has the node: axes as an operand since 18, wrapping since 19."""
     named = len(node.inputs) > 3 and node.inputs[3] is not None
     return opset >= 19 or (node.attrs.get("mode") != "wrap" and (opset >= 18 or not named))
 
@@ -101,7 +103,7 @@ def has_pad(node: Node, opset: int) -> bool:
 def pad_body(
     x: Tensor, pads: Tensor, value: Tensor | None = None, axes: Tensor | None = None, *, mode: str
 ) -> Tensor:
-    """Axis by axis: joins constants to the ends, or gathers repeated elements."""
+    """Work axis by axis: join constants to the ends, or gather repeated elements."""
     for axis, (before, after) in enumerate(_known(x, pads, axes)):
         if (before, after) == (0, 0):
             continue
@@ -116,19 +118,21 @@ def pad_vjp(
     g: Tensor, y: Tensor, x: Tensor, pads: Tensor, value: Tensor | None = None,
     axes: Tensor | None = None, *, mode: str,
 ) -> Any:  # fmt: skip
-    """The part of g over x; in modes that repeat elements, the sum of g over their copies."""
+    """Return the part of g over x; in modes that repeat elements, sum g over their copies."""
     by_axis = _known(x, pads, axes)
     if mode != "constant":
         for axis, amount in enumerate(by_axis):
             if amount != (0, 0):
                 g = _added(g, _places(x.shape[axis], *amount, mode), axis, x.shape[axis])
         return g, None, None, None
+    # Pad with the opposite amounts undoes both additions and removals.
     if any(isinstance(p, int) and p < 0 for pair in by_axis for p in pair):
         back = emit("Pad", g, dims_of([-b for b, _ in by_axis] + [-a for _, a in by_axis]))
     else:
         starts = [b for b, _ in by_axis]
         ends = [b + d for b, d in zip(starts, x.shape, strict=True)]
         back = emit("Slice", g, dims_of(starts), dims_of(ends), np.arange(x.rank))
+    # Every added element is the same value, so its cotangent is the sum over all of them.
     rest = None if value is None else (g.sum() - back.sum()).reshape(value.shape)
     return back, None, rest, None
 
@@ -155,7 +159,7 @@ def _filled(x: Tensor, axis: int, before: Dim, after: Dim, value: Tensor | None)
 
 
 def _places(size: Dim, before: Dim, after: Dim, mode: str) -> Any:
-    """The position in the axis of the element at each place of the padded axis."""
+    """Return, for each place of the padded axis, the position of its element in the axis."""
     if isinstance(size, int) and isinstance(before, int) and isinstance(after, int):
         return pad_kernel(np.arange(size), [before, after], mode=mode)
     count = dims_of([size + before + after]).reshape(())
@@ -165,11 +169,12 @@ def _places(size: Dim, before: Dim, after: Dim, mode: str) -> Any:
         return emit("Min", emit("Max", place, 0), last)
     if mode == "wrap":
         return emit("Mod", place, last + 1)
+    # A triangle wave of period 2 (n - 1): 0, 1, ..., n - 1, n - 2, ..., 1, 0, ...
     return last - emit("Abs", emit("Mod", place, last * 2) - last)
 
 
 def _added(g: Tensor, places: Any, axis: int, size: Dim) -> Tensor:
-    """The transpose of gathering `places` along `axis`."""
+    """Apply the transpose of gathering `places` along `axis`."""
     order = [axis, *(i for i in range(g.rank) if i != axis)]
     moved = g.transpose(*order)
     zero = g.build.as_operand(0, g.dtype)

@@ -48,9 +48,10 @@ class _Axis:
 
 
 def _scaled(size: Dim, scale: float) -> Dim:
-    """floor(size * scale), in float32 as onnxruntime multiplies."""
+    """Return floor(size * scale), in float32 as onnxruntime multiplies."""
     if isinstance(size, int):
         return int(np.floor(np.float32(size) * np.float32(scale)))
+    # A float is a binary fraction; sizes stay polynomials only if the scale is a ratio of integers.
     ratio = Fraction(scale)
     if ratio.denominator > MAX_SCALE_DENOMINATOR:
         raise ShapeError(
@@ -67,7 +68,7 @@ def _resized(
     sizes: Known | None,
     attrs: Mapping[str, Any],
 ) -> list[_Axis]:
-    """The axes that Resize changes, each with its sizes and scale."""
+    """Return the axes that Resize changes, each with its sizes and scale."""
     axes = [range(len(shape))[a] for a in attrs["axes"] or ()] or list(range(len(shape)))
     axes_of(len(shape), axes)
     wanted = sizes if sizes is not None and len(sizes) else scales
@@ -92,6 +93,7 @@ def _resized(
         ends = [float(r) for r in roi]  # type: ignore[arg-type]
         crops = zip(ends[: len(axes)], ends[len(axes) :], strict=True)
         resized = [replace(a, crop=c) for a, c in zip(resized, crops, strict=True)]
+    # Axes that keep size, scale and region would get an identity matrix.
     return [a for a in resized if (a.size, 1.0, (0.0, 1.0)) != (a.out, a.scale, a.crop)]
 
 
@@ -107,7 +109,7 @@ def _stretched(axis: int, size: Dim, out: Any) -> _Axis:
 def _same_aspect(
     axes: Sequence[int], shape: Sequence[Dim], sizes: Known, policy: str
 ) -> list[_Axis]:
-    """One scale for all axes: the least that the sizes ask for, or the largest."""
+    """Use one scale for all axes: the least that the sizes ask for, or the largest."""
     have: list[Any] = [shape[a] for a in axes]
     if any(isinstance(d, Expr) for d in (*have, *sizes)):
         raise ShapeError(
@@ -117,12 +119,15 @@ def _same_aspect(
     ratios = [int(d) / size for d, size in zip(sizes, have, strict=True)]
     scale = min(ratios) if policy == "not_larger" else max(ratios)
     resized = zip(axes, have, strict=True)
+    # ONNX: round_int(scale * size), half rounded up.
     return [_Axis(a, size, int(np.floor(scale * size + 0.5)), scale) for a, size in resized]
 
 
 def _host(_: DType) -> Any:
     return SimpleNamespace(
         arange=lambda n: np.arange(n, dtype=np.float64), number=float, column=lambda v: v[:, None],
+        # Coordinates in float32, as onnxruntime computes them: the rounding decides ties of
+        # "nearest".
         single=lambda v: v.astype(np.float32).astype(np.float64), floor=np.floor, ceil=np.ceil,
         where=np.where, maximum=np.maximum, minimum=np.minimum,
     )  # fmt: skip
@@ -140,7 +145,7 @@ def _graph(dtype: DType) -> Any:
 
 
 def _symmetric(xp: Any, o: Any, n: Any, m: Any, s: Any, _: Any) -> Any:
-    """Half pixels around the middle; m, the whole output size, may be less than s n."""
+    """Place half pixels around the middle; m, the whole output size, may be less than s n."""
     return 0.5 * n * (1.0 - m / (s * n)) + (o + 0.5) / s - 0.5
 
 
@@ -173,18 +178,19 @@ _REACH: Final[Mapping[str, int]] = {"linear": 1, "cubic": 2}
 
 
 def _kernel(xp: Any, t: Any, attrs: Mapping[str, Any]) -> Any:
-    """The weight of a sample at distance t; cubic: Keys 1981 with coefficient a."""
+    """Return the weight of a sample at distance t; cubic: Keys 1981 with coefficient a."""
     t = xp.maximum(t, 0.0 - t)
     if attrs["mode"] == "linear":
         return xp.maximum(1.0 - t, 0.0)
     a = attrs["cubic_coeff_a"]
+    # (a + 2) t^3 - (a + 3) t^2 + 1 up to 1, and a t^3 - 5 a t^2 + 8 a t - 4 a between 1 and 2.
     near = ((a + 2.0) * t - (a + 3.0)) * t * t + 1.0
     far = ((t - 5.0) * t + 8.0) * t * a - 4.0 * a
     return xp.where(t <= 1.0, near, xp.where(t < 2.0, far, t * 0.0))
 
 
 def _taps(xp: Any, x: Any, n: Any, a: _Axis, attrs: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-    """(input position, weight) pairs whose sum is the value at coordinate x."""
+    """Return (input position, weight) pairs whose sum is the value at coordinate x."""
     mode = attrs["mode"]
     if mode == "nearest":
         return [(_NEAREST[attrs["nearest_mode"]](xp, xp.single(x)), x * 0.0 + 1.0)]
@@ -196,12 +202,14 @@ def _taps(xp: Any, x: Any, n: Any, a: _Axis, attrs: Mapping[str, Any]) -> list[t
                 f"{a.out}; give scales or static sizes"
             )
         shrink = min(a.scale, 1.0)
+    # Shrinking with antialias stretches the kernel by 1 / scale, so more input positions count.
     start = int(np.floor(-_REACH[mode] / shrink)) + 1
     base = xp.floor(x)
     taps = [(base + k, _kernel(xp, (base + (k - x)) * shrink, attrs)) for k in
             map(float, range(start, 2 - start))]  # fmt: skip
     if attrs["exclude_outside"]:
         taps = [(i, xp.where(i < 0.0, w * 0.0, xp.where(i > n - 1.0, w * 0.0, w))) for i, w in taps]
+    # Weights that were cut off or stretched no longer add up to 1.
     if attrs["exclude_outside"] or shrink < 1.0:
         total = sum((w for _, w in taps[1:]), taps[0][1])
         taps = [(i, w / total) for i, w in taps]
@@ -209,7 +217,7 @@ def _taps(xp: Any, x: Any, n: Any, a: _Axis, attrs: Mapping[str, Any]) -> list[t
 
 
 def _weights(xp: Any, a: _Axis, attrs: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The matrix (out, size) of one axis, and 1 where the coordinate is inside, else 0."""
+    """Return the (out, size) matrix of one axis, and 1 if the coordinate is inside, else 0."""
     n, m = xp.number(a.size), xp.number(a.out)
     mode = attrs["coordinate_transformation_mode"]
     scale = m / n if a.scale is None else a.scale
@@ -217,6 +225,8 @@ def _weights(xp: Any, a: _Axis, attrs: Mapping[str, Any]) -> tuple[Any, Any]:
     columns = xp.arange(a.size)
     matrix = None
     for position, weight in _taps(xp, x, n, a, attrs):
+        # Positions beyond an edge read the element at the edge, as ONNX defines without
+        # exclude_outside.
         held = xp.minimum(xp.maximum(position, 0.0), n - 1.0)
         term = xp.where(xp.column(held) == columns, xp.column(weight), 0.0)
         matrix = term if matrix is None else matrix + term
@@ -227,7 +237,7 @@ def _weights(xp: Any, a: _Axis, attrs: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def _tensors(a: _Axis, attrs: Mapping[str, Any], dtype: DType) -> tuple[Tensor, Tensor | None]:
-    """The matrix and mask of `_weights`: constants where they are small, else computed."""
+    """Return the matrix and mask of `_weights`: constants if they are small, else computed."""
     entries = a.size * a.out
     if isinstance(entries, Expr) or entries > MAX_CONSTANT_WEIGHTS:
         return _weights(_graph(dtype), a, attrs)
@@ -240,8 +250,9 @@ def _tensors(a: _Axis, attrs: Mapping[str, Any], dtype: DType) -> tuple[Tensor, 
 
 
 def along(x: Tensor, matrix: Tensor, axis: int) -> Tensor:
-    """x: (..., n, ...), matrix: (m, n) -> (..., m, ...): the product along one axis."""
+    """Multiply along one axis; x: (..., n, ...), matrix: (m, n) -> (..., m, ...)."""
     out = (*x.shape[:axis], matrix.shape[0], *x.shape[axis + 1 :])
+    # The last axis needs no transposition: one product of all rows with the matrix.
     if axis == x.rank - 1:
         return (x.reshape((-1, x.shape[axis])) @ swap_last(matrix)).reshape(out)
     rest = product(list(x.shape[axis + 1 :]))
@@ -252,7 +263,7 @@ def along(x: Tensor, matrix: Tensor, axis: int) -> Tensor:
 def _operands(
     x: Tensor, operands: Sequence[Tensor | None], attrs: Mapping[str, Any], y: Tensor | None = None
 ) -> list[_Axis]:
-    """The resized axes; sizes computed in the run are those of the output `y`."""
+    """Return the resized axes; sizes computed in the run are those of the output `y`."""
     known = [None if o is None else recorder().known(o) for o in operands]
     roi, scales, sizes = [*known, None, None, None][:3]
     for operand, contents in zip(operands, known, strict=True):
@@ -284,6 +295,7 @@ def _resize_body(x: Tensor, *operands: Tensor | None, **attrs: Any) -> Tensor:
 def _resize_vjp(g: Tensor, y: Tensor, x: Tensor, *operands: Tensor | None, **attrs: Any) -> Any:
     for a in reversed(_operands(x, operands, attrs, y)):
         matrix, _ = _tensors(a, attrs, g.dtype)
+        # y = M x along the axis, so dx = M^T g.
         g = along(g, swap_last(matrix), a.axis)
     return (g, *(None for _ in operands))
 
@@ -315,7 +327,7 @@ def _resize_types(call: OpCall) -> tuple[TensorType]:
 
 
 def _resize_open(call: OpCall) -> tuple[Dim | None, ...]:
-    """Every size that scales or sizes computed in the run may change."""
+    """Leave every size open that scales or sizes computed in the run may change."""
     _check_names(call)
     x = call.type(0)
     changed = {range(x.rank)[a] for a in call.attrs["axes"] or range(x.rank)}
@@ -341,7 +353,7 @@ def _resize_kernel(
 
 
 def _resize_native(node: Node, opset: int) -> bool:
-    """Whether onnxruntime's kernel of the opset supports the node: see the checks of `Upsample`."""
+    """Return whether onnxruntime's kernel supports the node: see the checks of its `Upsample`."""
     attrs = resize_row.full_attrs(node.attrs)
     newer = (
         attrs["antialias"]
@@ -355,6 +367,7 @@ def _resize_native(node: Node, opset: int) -> bool:
         return True
     x = node.inputs[0]
     assert x is not None
+    # The interpolating kernels take images (N, C, H, W) or volumes, and resize only their planes.
     planes = {"linear": {4: 2, 5: 3}, "cubic": {4: 2}}[attrs["mode"]].get(x.type.rank)
     if planes is None:
         return False

@@ -1,7 +1,7 @@
 """Rows that choose elements by value: largest, distinct, non-zero, marked.
 
-Except for TopK of a known k only the data decide how many there are; such a size is a symbol of the
-node's own.
+Except for TopK with a known k, only the data decide how many elements there are; such a size is a
+symbol that the node introduces.
 """
 
 from __future__ import annotations
@@ -38,9 +38,12 @@ def _top_k_types(call: OpCall) -> Types:
 
 
 def _top_k(x: Any, k: Any, *, axis: int, largest: int, sorted: int) -> Any:
-    """Equal elements are ordered by rising position, as ONNX asks."""
+    """Order equal elements by rising position, as ONNX asks."""
     order = np.argsort(x, axis=axis, kind="stable")
     if largest:
+        # A stable sort from small to large, read backwards, would reverse ties. Sorting the
+        # reversed axis first makes the positions of ties fall, so that reading backwards makes them
+        # rise.
         flipped = np.argsort(np.flip(x, axis), axis=axis, kind="stable")
         order = x.shape[axis] - 1 - np.flip(flipped, axis)
     index = np.take(order, np.arange(int(np.ravel(k)[0])), axis)
@@ -97,7 +100,7 @@ non_zero = Op(
 
 
 def _selected(call: OpCall) -> tuple[TensorType, Dim]:
-    """The type of some elements along the attribute `axis` (of all without it), and of how many."""
+    """Return the type of some elements along the attribute `axis` (or of all), and of how many."""
     x, axis = call.type(0), call.attrs["axis"]
     if axis is None:
         return x.with_shape((call.opened(),)), x.size
@@ -118,13 +121,14 @@ def _compress_types(call: OpCall) -> Types:
 
 
 def _compress_vjp(g: Tensor, y: Tensor, x: Tensor, marks: Tensor, *, axis: int | None) -> Any:
-    """Each marked element reads its place in g, the others read a zero after the end of g."""
+    """Let each marked element read its place in g, and the others a zero after the end of g."""
     flat = x if axis is not None else x.reshape((-1,))
     at = 0 if axis is None else axis % x.rank
     size, count = flat.shape[at], marks.shape[0]
     marked = marks.cast(int64)
     if count != size:
         marked = pad_row(marked, dims_of([0, size - count]))
+    # The k-th marked element is element k - 1 of g; -1 is the zero that is appended below.
     place = where(marked == 1, cumsum_row(marked, 0) - 1, -1)
     behind = [0] * g.rank + [int(i == at) for i in range(g.rank)]
     return gather(pad_row(g, dims_of(behind)), place, axis=at).reshape(x.shape), None
@@ -153,10 +157,12 @@ def _unique_types(call: OpCall) -> Types:
 
 
 def _unique(x: Any, *, axis: int | None, sorted: int) -> Any:
-    """In order of value, or of first occurrence."""
+    """Return distinct elements in order of value, or of first occurrence."""
     y, index, inverse, counts = np.unique(x, True, True, True, axis=axis)
     inverse = inverse.reshape(-1)
     if not sorted:
+        # numpy sorts by value; `index` has the first occurrences, and `back` maps old ranks to new
+        # ones.
         order = np.argsort(index)
         back = np.argsort(order)
         y = np.take(y, order, 0 if axis is None else axis)
@@ -165,7 +171,7 @@ def _unique(x: Any, *, axis: int | None, sorted: int) -> Any:
 
 
 def _unique_vjp(g: Any, y: Any, x: Tensor, *, axis: int | None, sorted: int) -> Any:
-    """Equal elements share the cotangent of the distinct one equally."""
+    """Share the cotangent of a distinct element equally among its occurrences."""
     first = g[0] if isinstance(g, tuple) else g
     if first is None:
         return (None,)
@@ -196,7 +202,7 @@ unique_row: Op = Op(
 
 
 def top_k(x: Tensor, k: int, axis: int = -1, *, largest: bool = True) -> tuple[Tensor, Tensor]:
-    """Values and int64 positions of the k largest (or least) along `axis`, in order."""
+    """Return values and int64 positions of the k largest (or least) along `axis`, in order."""
     values, index = top_k_row.all_outputs(
         x, np.array([k]), outputs=2, axis=axis, largest=int(largest)
     )
@@ -204,20 +210,20 @@ def top_k(x: Tensor, k: int, axis: int = -1, *, largest: bool = True) -> tuple[T
 
 
 def nonzero(x: Tensor) -> Tensor:
-    """Positions of the elements that are not zero: (rank, how many), int64."""
+    """Return positions of the elements that are not zero: (rank, how many), int64."""
     return non_zero(x)
 
 
 def unique(x: Tensor) -> Tensor:
-    """The distinct elements in rising order, a vector."""
+    """Return the distinct elements in rising order, a vector."""
     return unique_row(x)
 
 
 def compress(x: Tensor, marks: Tensor, axis: int | None = None) -> Tensor:
-    """The elements along `axis` (of all, in row-major order) where `marks`, a vector, is true."""
+    """Return the elements along `axis` (by default of all, in order) where a vector is true."""
     return compress_row(x, marks, axis=axis)
 
 
 def masked_select(x: Tensor, mask: Tensor) -> Tensor:
-    """The elements of x where `mask`, of the same shape, is true: a vector."""
+    """Return the elements of x where `mask`, of the same shape, is true: a vector."""
     return compress_row(x, mask.reshape((-1,)))

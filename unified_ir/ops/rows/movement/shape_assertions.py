@@ -35,12 +35,13 @@ def _checked(x: Any, *, dims: tuple[int, ...]) -> Any:
 
 
 def _emit_sized(context: EmissionContext, node: Node) -> None:
-    """A Reshape per asserted axis, which fails where the number of elements is another."""
+    """Emit a Reshape per asserted axis, which fails if the number of elements differs."""
     (name,) = context.inputs(node)
     (x,), (y,) = node.inputs, node.outputs
     assert x is not None
     shape = list(x.type.shape)
     for axis, size in enumerate(y.type.shape):
+        # One axis at a time: a single Reshape to all sizes would accept (2, 6) asserted as (3, 4).
         if shape[axis] != size:
             shape[axis] = size
             name = context.emit("Reshape", name, context.dims(shape), allowzero=1)
@@ -62,6 +63,6 @@ sized = Op(
 
 
 def assume_shape(x: Tensor, shape: Sequence[Dim | str]) -> Tensor:
-    """`x`, known to have these sizes; a run in which it has others fails and shows both."""
+    """Return `x`, known to have these sizes; a run in which it has others fails and shows both."""
     dims = tuple(as_dim(d) for d in shape)
     return x if dims == x.shape else sized(x, dims=dims)

@@ -40,7 +40,7 @@ Types = tuple[TensorType, ...]
 
 
 def _part(rank: int, start: int, end: int | None) -> slice:
-    """The axes that a Shape lists: start and end are clamped, as numpy reads them."""
+    """Return the axes that a Shape lists: start and end are clamped, as numpy reads them."""
     return slice(*slice(start, end).indices(rank))
 
 
@@ -109,6 +109,7 @@ def _tile_vjp(g: Tensor, y: Tensor, x: Tensor, repeats: Tensor) -> Any:
     times = g.build.known(repeats)
     if times is None:
         raise InvalidInput("the gradient of Tile needs repeats that are known when it is built")
+    # (r d) -> (r, d) per axis: copies come before elements, so the axes 0, 2, 4, ... are summed.
     split = [s for pair in zip(times, x.shape, strict=True) for s in pair]
     return g.reshape(split).sum(range(0, 2 * x.rank, 2)), None
 
@@ -130,9 +131,9 @@ tile_row = Op(
 
 
 def split_sizes(size: Dim, parts: int) -> list[Dim]:
-    """Sizes of `parts` pieces, equal but for a shorter last one.
+    """Return the sizes of `parts` pieces, equal except for a shorter last one.
 
-    An open size is assumed to be long enough for all of them; a run where it is not is refused.
+    An open size is assumed to be long enough for all of them; a run in which it is not is refused.
     """
     each = ceil_div(size, parts)
     if isinstance(size, int) and isinstance(each, int):
@@ -173,7 +174,7 @@ def _split_vjp(g: Any, y: Any, x: Tensor, sizes: Tensor | None = None, **attrs: 
 
 
 def _emit_split(context: EmissionContext, node: Node) -> None:
-    """Writes out the sizes of the parts: before opset 18 no attribute says how many there are."""
+    """Emit the sizes of the parts: before opset 18 no attribute says how many there are."""
     names = context.inputs(node)
     if len(names) == 1:
         x, axis = node.inputs[0], int(node.attrs.get("axis", 0))  # type: ignore[arg-type]
@@ -205,6 +206,7 @@ def _depth_to_space(x: Tensor, *, blocksize: int, mode: str) -> Tensor:
     """x: (N, C b b, H, W) -> (N, C, H b, W b)."""
     n, c, h, w = _image(x, "DepthToSpace")
     b, inner = blocksize, floor_div(c, blocksize * blocksize)
+    # DCR reads the channels as (b, b, C), CRD as (C, b, b).
     if mode == "DCR":
         blocks = x.reshape((n, b, b, inner, h, w)).transpose(0, 3, 4, 1, 5, 2)
     else:
@@ -258,6 +260,7 @@ reverse_sequence: Op = Op(
     name="ReverseSequence",
     kind=OpKind.MOVEMENT,
     infer=_reverse_types,
+    # The reversal is its own inverse and its own transpose.
     vjp=lambda g, y, x, lengths, **axes: (reverse_sequence(g, lengths, **axes), None),
     samples=(
         sample(normal(4, 3, 2), fixed([4, 1, 2])),
@@ -276,7 +279,7 @@ def _trilu_types(call: OpCall) -> Types:
 
 
 def _trilu_body(x: Tensor, k: Tensor | None = None, *, upper: int) -> Tensor:
-    """x where the column minus the row is at least k (upper) or at most k, else 0."""
+    """Return x where column minus row is at least k (upper) or at most k, else 0."""
     rows, columns = arange(x.shape[-2]), arange(x.shape[-1])
     ahead = columns - unsqueeze(rows, 1)
     limit: Any = 0 if k is None else k.reshape(())
@@ -333,6 +336,7 @@ def _one_hot_types(call: OpCall) -> Types:
 def _one_hot(index: Any, depth: Any, values: Any, *, axis: int) -> Any:
     n = int(np.ravel(depth)[0])
     axis %= index.ndim + 1
+    # ONNX: indices in -depth..-1 count from the end; others outside the range match no position.
     wanted = np.where(index < 0, index + n, index)
     along = [-1 if i == axis else 1 for i in range(index.ndim + 1)]
     hit = np.expand_dims(wanted, axis) == np.arange(n).reshape(along)
@@ -342,14 +346,14 @@ def _one_hot(index: Any, depth: Any, values: Any, *, axis: int) -> Any:
 def _one_hot_vjp(
     g: Tensor, y: Tensor, index: Tensor, depth: Tensor, values: Tensor, **axis: int
 ) -> Any:
-    """The cotangent of each of the two values is the sum over the places that it fills."""
+    """Sum, for each of the two values, the cotangents of the places that it fills."""
     hit = one_hot_row(index, depth, np.array([0, 1], g.dtype.numpy), **axis)
     on = (g * hit).sum()
     return None, None, concat([(g.sum() - on).reshape((1,)), on.reshape((1,))])
 
 
 def _emit_one_hot(context: EmissionContext, node: Node) -> None:
-    """Casts positions and values to types that onnxruntime has kernels for."""
+    """Cast positions and values to types that onnxruntime has kernels for."""
     *positions, values = context.inputs(node)
     for i in range(2):
         if node.inputs[i].type.dtype != int64:  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Slices: their bounds, sizes that only a run decides, and the gradient that writes back."""
+"""Slices: their bounds, sizes known only at run time, and the gradient that writes back."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from triplane.unified_ir.ops.tensor import Tensor, dims_of
 
 
 def _bounds(call: OpCall) -> list[tuple[int, Dim, Dim, int]]:
-    """(axis, start, end, step) of a Slice, clipped where sizes are static."""
+    """Return (axis, start, end, step) of a Slice, clipped if sizes are static."""
     x = call.type(0)
     starts, ends = call.dims(1), call.dims(2)
     axes = call.ints(3) if call.has(3) else tuple(range(len(starts)))
@@ -39,16 +39,19 @@ def _bounds(call: OpCall) -> list[tuple[int, Dim, Dim, int]]:
 
 def _clip_bounds(size: Dim, start: Dim, end: Dim, step: int) -> tuple[Dim, Dim]:
     if isinstance(size, int) and isinstance(start, int) and isinstance(end, int):
+        # Going backwards, ONNX clips an end below -size to "before the first element", which Python
+        # writes as None; as a number it would count from the end.
         first, last, _ = slice(start, None if end < -size and step < 0 else end, step).indices(size)
         return first, last
     return _symbolic_bound(size, start, step), _symbolic_bound(size, end, step)
 
 
+# Exporters write INT64_MAX for "to the end"; no axis is as long as 2^31.
 _FAR = 2**31
 
 
 def _symbolic_bound(size: Dim, bound: Dim, step: int) -> Dim:
-    """A bound on an axis of symbolic size: far beyond means the end, negative counts from it."""
+    """Return a bound on an axis of symbolic size: far beyond is the end; negative, from it."""
     if not isinstance(bound, int) or 0 <= bound < _FAR:
         return bound
     if bound >= _FAR:
@@ -60,6 +63,7 @@ def _slice(call: OpCall) -> Types:
     x = call.type(0)
     shape = list(x.shape)
     for axis, start, end, step in _bounds(call):
+        # A start from the front and an end from the back: the number depends on whether they cross.
         if step < 0 and isinstance(start, int) and not isinstance(end, int):
             raise ShapeError(
                 f"the number of elements in a Slice from {start} down to {end} of {x} is not "
@@ -71,7 +75,7 @@ def _slice(call: OpCall) -> Types:
 
 
 def _sliced_open(call: OpCall) -> list[Dim | None]:
-    """Computed bounds leave their axes open, computed axes all of them."""
+    """Leave axes with computed bounds open, or all axes if they are computed themselves."""
     x = call.type(0)
     if not call.has(3):
         return [None if i < length(call, 1) else d for i, d in enumerate(x.shape)]
@@ -92,7 +96,7 @@ def _slice_reference(x: Any, starts: Any, ends: Any, axes: Any = None, steps: An
 
 
 def _slice_vjp(g: Tensor, y: Tensor, x: Tensor, *bounds: Tensor) -> Any:
-    """Pads the cotangent back; strides and reversals gather places, computed bounds scatter."""
+    """Pad the cotangent back; strides and reversals gather places, computed bounds scatter."""
     known = [recorder().known(b) for b in bounds]
     none = tuple(None for _ in bounds)
     if any(k is None for k in known):
@@ -111,7 +115,8 @@ def _slice_vjp(g: Tensor, y: Tensor, x: Tensor, *bounds: Tensor) -> Any:
 
 
 def _scattered(g: Tensor, x: Tensor, bounds: Sequence[Tensor]) -> Tensor:
-    """Writes the cotangent to the places that the same Slice reads, wherever these are."""
+    """Write the cotangent to the places that the same Slice reads, wherever these are."""
+    # Slicing the numbers of all elements gives the places; no bound has to be known.
     places = range_row(0, dims_of([x.type.size]).reshape(()), 1).reshape(x.shape)
     read = assume_shape(slice_row(places, *bounds), g.shape).reshape((-1,))
     base = zeros([x.type.size], g.dtype)
@@ -119,24 +124,25 @@ def _scattered(g: Tensor, x: Tensor, bounds: Sequence[Tensor]) -> Tensor:
 
 
 def _padded(g: Tensor, around: Mapping[int, tuple[Dim, Dim]]) -> Tensor:
-    """`g` with so many zeros before and after each of the given axes."""
+    """Return `g` with that many zeros before and after each of the given axes."""
     pairs = [around.get(axis, (0, 0)) for axis in range(g.rank)]
     return pad_row(g, dims_of([b for b, _ in pairs] + [a for _, a in pairs]))
 
 
 def _spread(g: Tensor, axis: int, size: Dim, start: Dim, end: Dim, step: int) -> Tensor:
-    """Places slices of `g` along `axis` at start, start+step, ... of an axis of zeros."""
+    """Place slices of `g` along `axis` at start, start+step, ... of an axis of zeros."""
     if step == 1:
         return _padded(g, {axis: (start, size - end)})
     assert isinstance(size, int)
     positions = np.arange(size)[slice(start, None if step < 0 and end < 0 else end, step)]  # type: ignore[operator]
+    # Positions that the slice did not read gather the zero that is appended behind g.
     take = np.full(size, len(positions))
     take[positions] = np.arange(len(positions))
     return gather(_padded(g, {axis: (0, 1)}), take, axis=axis)
 
 
 def _emit_slice(context: EmissionContext, node: Node) -> None:
-    """Refuses a number of rows that the axis does not imply: Slice itself would give fewer."""
+    """Refuse a number of rows that the axis does not imply: Slice itself would return fewer."""
     x, y = node.inputs[0], node.outputs[0].type
     assert x is not None
     opened: Any = node.attrs.get(OPEN, ())

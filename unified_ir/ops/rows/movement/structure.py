@@ -45,14 +45,14 @@ Types = tuple[TensorType, ...]
 
 
 def same(call: OpCall) -> Types:
-    """One output, typed like the first operand."""
+    """Infer one output, typed like the first operand."""
     return (call.type(0),)
 
 
 def sum_to(g: Tensor, like: Tensor) -> Tensor:
-    """The transpose of broadcasting `like` to the shape of `g`: sums the repeated axes.
+    """Apply the transpose of broadcasting `like` to the shape of `g`: sum the repeated axes.
 
-    An axis of a size that only the data decide was repeated where `like` has one element;
+    An axis of a size that only the data decide was repeated if `like` has one element there;
     otherwise it is as long as that of `like`, which is checked when the graph runs.
     """
     if g.shape == like.shape:
@@ -70,7 +70,7 @@ def sum_to(g: Tensor, like: Tensor) -> Tensor:
 
 
 def axes_of(rank: int, axes: Sequence[int] | None) -> tuple[int, ...]:
-    """Axes as sorted non-negative ints; all of them for None."""
+    """Return axes as sorted non-negative ints; all of them for None."""
     if axes is None:
         return tuple(range(rank))
     bad = [a for a in axes if not -rank <= a < rank]
@@ -98,7 +98,7 @@ constant_row = Op(
 
 
 def _emit_dims(context: EmissionContext, node: Node) -> None:
-    """Writes sizes as integer arithmetic on shapes."""
+    """Emit sizes as integer arithmetic on shapes."""
     context.names[node.outputs[0]] = context.dims(node.attrs["dims"])  # type: ignore[arg-type]
 
 
@@ -141,7 +141,7 @@ stop_gradient = Op(
 
 
 def _emit_barrier(context: EmissionContext, node: Node) -> None:
-    """Reshapes x to its own shape, computed with a zero that depends on `after`.
+    """Reshape x to its own shape, computed with a zero that depends on `after`.
 
     The memory stays where it is. No runtime simplifies it: 0 times a number is not 0 for NaN, so
     the product has to be computed; the cast to an integer then makes it 0 for NaN too.
@@ -195,7 +195,7 @@ cast_row = Op(
 
 
 def _reshape(call: OpCall) -> Types:
-    """Element counts that cannot be compared here, such as 6 and N, are compared in the run."""
+    """Infer the type; counts that cannot be compared here, such as 6 and N, are compared later."""
     x, wanted = call.type(0), list(call.dims(1))
     if not call.attrs["allowzero"]:
         if any(d == 0 for d in wanted[x.rank :]):
@@ -203,6 +203,7 @@ def _reshape(call: OpCall) -> Types:
                 f"Reshape of {x} to {wanted}: a 0 keeps the size of an axis, but {x} has only "
                 f"{x.rank} axes"
             )
+        # Without allowzero a 0 copies the size of the same axis.
         wanted = [x.shape[i] if d == 0 else d for i, d in enumerate(wanted)]
     if wanted.count(-1) > 1:
         raise ShapeError(f"Reshape takes at most one -1, got {wanted}")
@@ -211,7 +212,7 @@ def _reshape(call: OpCall) -> Types:
     if -1 in wanted:
         if rest == 0:
             raise ShapeError(
-                f"Reshape of {x} to ({shown}): beside an empty axis -1 may be any size; write it"
+                f"Reshape of {x} to ({shown}): next to an empty axis -1 may be any size; write it"
             )
         wanted[wanted.index(-1)] = floor_div(x.size, rest)
     compared_later = isinstance(x.size, Expr) and isinstance(rest, int) and rest > 0
@@ -234,9 +235,10 @@ def _reshape_reference(x: Any, shape: Any, *, allowzero: int) -> Any:
 
 
 def _emit_reshape(context: EmissionContext, node: Node) -> None:
-    """Writes a single symbolic size as -1, which needs no Shape arithmetic at run time."""
+    """Emit a single symbolic size as -1, which needs no Shape arithmetic at run time."""
     shape = node.outputs[0].type.shape
     wanted = [-1 if isinstance(d, Expr) else d for d in shape]
+    # Next to a size 0, -1 has no unique value.
     if wanted.count(-1) > 1 or 0 in shape:
         context.plain(node)
         return
@@ -283,6 +285,7 @@ transpose = Op(
     batch=batching.transposed,
     infer=_transpose,
     reference=lambda x, perm: x.transpose(perm),
+    # argsort of a permutation is its inverse.
     vjp=lambda g, y, x, perm: (g.transpose(*np.argsort(perm) if perm else ()),),
     samples=(sample(normal(2, 3, 4), perm=(1, 2, 0)), sample(normal(2, 3))),
 )
@@ -294,7 +297,7 @@ def _expanded(call: OpCall) -> Types:
 
 
 def _emit_expand(context: EmissionContext, node: Node) -> None:
-    """Writes an empty result as a constant: onnxruntime 1.31 drops an Expand of 1 to 0."""
+    """Emit an empty result as a constant: onnxruntime 1.31 drops an Expand of 1 to 0."""
     type_ = node.outputs[0].type
     if 0 in type_.shape and not type_.symbols:
         empty = np.zeros(type_.concrete({}), type_.dtype.numpy)
@@ -315,7 +318,7 @@ expand_row = Op(
 
 
 def known_ints(x: Tensor) -> list[int]:
-    """The contents of a constant int vector."""
+    """Return the contents of a constant int vector."""
     contents = recorder().known(x)
     if contents is None:
         raise InvalidInput(f"the contents of {x!r} must be known when the graph is built")
@@ -323,12 +326,12 @@ def known_ints(x: Tensor) -> list[int]:
 
 
 def broadcast_to(x: Tensor, shape: Sequence[Dim]) -> Tensor:
-    """`x` repeated to `shape`; `x` itself where nothing is repeated."""
+    """Return `x` repeated to `shape`; `x` itself if nothing is repeated."""
     return x if tuple(shape) == x.shape else expand_row(x, dims_of(shape))
 
 
 def size_of(dims: Sequence[Dim], dtype: DType) -> Tensor | float:
-    """The product of sizes as a number: a Python float where static, else a scalar tensor."""
+    """Return the product of sizes: a Python float if static, else a scalar tensor."""
     n = product(list(dims))
     return float(n) if isinstance(n, int) else dims_of([n]).reshape(()).cast(dtype)
 
@@ -354,6 +357,7 @@ unsqueeze_row = Op(
 
 def _squeeze(call: OpCall) -> Types:
     x = call.type(0)
+    # ONNX: without axes all axes of size 1 are removed, which a symbolic size cannot decide.
     if call.has(1) and call.dims(1):
         axes = axes_of(x.rank, call.ints(1))
     elif all(isinstance(d, int) for d in x.shape):
@@ -362,7 +366,7 @@ def _squeeze(call: OpCall) -> Types:
         raise ShapeError(f"Squeeze of {x} needs axes: a symbolic size may turn out to be 1")
     wide = [i for i in axes if x.shape[i] != 1]
     if wide:
-        raise ShapeError(f"Squeeze of axis {wide[0]} of {x}, whose size is not 1")
+        raise ShapeError(f"Squeeze needs axes of size 1, got axis {wide[0]} of {x}")
     return (x.with_shape(d for i, d in enumerate(x.shape) if i not in axes),)
 
 
@@ -464,12 +468,12 @@ where = Op(
 
 
 def cast(x: TensorLike, dtype: DType | str) -> Tensor:
-    """The same numbers in another element type."""
+    """Return the same numbers in another element type."""
     return as_tensor(x).cast(as_dtype(dtype))
 
 
 def reshape(x: TensorLike, shape: Sequence[Dim | int]) -> Tensor:
-    """The same elements in another shape; one size may be -1, and 0 is an empty axis."""
+    """Return the same elements in another shape; one size may be -1, and 0 is an empty axis."""
     return as_tensor(x).reshape(tuple(shape))
 
 
@@ -481,43 +485,43 @@ def flatten(x: Tensor, start: int = 1) -> Tensor:
 
 
 def expand(x: TensorLike, shape: Sequence[Dim | int]) -> Tensor:
-    """`x` broadcast to `shape`."""
+    """Broadcast `x` to `shape`."""
     return expand_row(x, dims_of(list(shape)))
 
 
 def squeeze(x: Tensor, *axes: int) -> Tensor:
-    """Drops the given axes, which have size 1; all of size 1 by default."""
+    """Remove the given axes, which have size 1; by default all axes of size 1."""
     return squeeze_row(x, np.array(axes, np.int64) if axes else None)
 
 
 def unsqueeze(x: Tensor, *axes: int) -> Tensor:
-    """Inserts axes of size 1 at the given positions of the result."""
+    """Insert axes of size 1 at the given positions of the result."""
     return unsqueeze_row(x, np.array(axes, np.int64))
 
 
 def concat(xs: Sequence[TensorLike], axis: int = 0) -> Tensor:
-    """Joins tensors along an existing axis."""
+    """Join tensors along an existing axis."""
     return concat_row(*xs, axis=axis)
 
 
 def stack(xs: Sequence[Tensor], axis: int = 0) -> Tensor:
-    """Joins tensors along a new axis."""
+    """Join tensors along a new axis."""
     parts = [unsqueeze(x, axis) for x in xs]
     return parts[0] if len(parts) == 1 else concat(parts, axis)
 
 
 def pad(x: TensorLike, pads: Sequence[int], value: float = 0.0) -> Tensor:
-    """Pads with a constant; `pads`: amounts before each axis, then amounts after each."""
+    """Pad with a constant; `pads`: amounts before each axis, then amounts after each."""
     return pad_row(x, dims_of(list(pads)), value or None)
 
 
 def shape(x: Tensor) -> Tensor:
-    """Sizes of `x` as an int64 vector; symbolic sizes stay symbolic."""
+    """Return the sizes of `x` as an int64 vector; symbolic sizes stay symbolic."""
     return dims_of(x.shape)
 
 
 def constant(value: Any, dtype: DType | str | None = None) -> Tensor:
-    """A constant of the graph; arrays keep their element type, Python floats are float32."""
+    """Return a constant of the graph; arrays keep their element type, Python floats are float32."""
     if dtype is None and not isinstance(value, (np.ndarray, np.generic)):
         array = np.asarray(value)
         value = array.astype(np.float32) if array.dtype == np.float64 else array
@@ -525,15 +529,15 @@ def constant(value: Any, dtype: DType | str | None = None) -> Tensor:
 
 
 def zeros(shape: Sequence[Dim | int], dtype: DType | str = DTYPES["float32"]) -> Tensor:
-    """A tensor of zeros; sizes may be symbolic."""
+    """Return a tensor of zeros; sizes may be symbolic."""
     return full(shape, 0, dtype)
 
 
 def ones(shape: Sequence[Dim | int], dtype: DType | str = DTYPES["float32"]) -> Tensor:
-    """A tensor of ones; sizes may be symbolic."""
+    """Return a tensor of ones; sizes may be symbolic."""
     return full(shape, 1, dtype)
 
 
 def full(shape: Sequence[Dim | int], value: float, dtype: DType | str) -> Tensor:
-    """A tensor of one repeated value; sizes may be symbolic."""
+    """Return a tensor of one repeated value; sizes may be symbolic."""
     return broadcast_to(constant(np.asarray(value, as_dtype(dtype).numpy)), tuple(shape))

@@ -23,6 +23,7 @@ _row = partial(Op, kind=OpKind.RANDOM, nondeterministic=True)
 
 def _generator(seed: float | None) -> np.random.Generator:
     """Return a generator that is equal for equal seeds, and different each time without one."""
+    # ONNX's seed is a float, numpy's an integer; the bits keep different seeds different.
     return np.random.default_rng(None if seed is None else int(np.float32(seed).view(np.uint32)))
 
 
@@ -88,10 +89,12 @@ def _multinomial_types(call: OpCall) -> Types:
 
 def _multinomial(x: Any, *, dtype: int, sample_size: int, seed: float | None) -> Any:
     """Draw the class into whose share of [0, 1) a uniform number falls."""
+    # exp of the differences to the maximum: logits of any size neither overflow nor all vanish.
     weights = np.exp(x.astype(np.float64) - x.max(1, keepdims=True))
     ends = np.cumsum(weights, 1)
     drawn = _generator(seed).random((len(x), sample_size)) * ends[:, -1:]
     classes = (drawn[:, :, None] >= ends[:, None, :]).sum(2)
+    # A product may round up to the last end, which would be one class too many.
     return np.minimum(classes, x.shape[1] - 1).astype(dtype_attr(dtype).numpy)
 
 

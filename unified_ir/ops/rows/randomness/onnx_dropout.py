@@ -42,6 +42,7 @@ def _dropout_vjp_with_residuals(
     inputs: Sequence[Any], attrs: Mapping[str, Any], regions: Any, outputs: int, *, vjp_of: Any
 ) -> Any:
     """Drop the gradient where the value was dropped, by the mask of the same draw."""
+    # The mask is an output of the same node; drawing again would give another one.
     ys = dropout_row.all_outputs(*inputs, outputs=2, **attrs)
     x, ratio, training = (*inputs, None, None)[:3]
 

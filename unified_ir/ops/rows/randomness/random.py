@@ -23,13 +23,14 @@ from triplane.unified_ir.ops.samples import fixed, ints, sample
 from triplane.unified_ir.ops.tensor import Tensor
 
 ROTATIONS: Final = ((13, 15, 26, 6), (17, 29, 16, 24))
+# The constant of Threefry's key schedule (Skein's C240, cut to 32 bits), against all-zero keys.
 PARITY: Final = 0x1BD11BDA
 ROUNDS: Final = 20
 
 
 def _threefry_types(call: OpCall) -> tuple[TensorType, ...]:
     if call.type(0) != TensorType(uint32, (2,)):
-        raise InvalidInput(f"a random key is uint32[2], got {call.type(0)}")
+        raise InvalidInput(f"a random key must be uint32[2], got {call.type(0)}")
     if call.type(1).shape != call.type(2).shape:
         raise InvalidInput(f"counter words differ in shape: {call.type(1)} and {call.type(2)}")
     return (call.type(1), call.type(2))[: call.outputs]
@@ -48,12 +49,14 @@ def _rounds(key: Sequence[Any], x0: Any, x1: Any, rotate: Callable[[Any, int], A
         for n in ROTATIONS[group % 2]:
             x0 = x0 + x1
             x1 = rotate(x1, n) ^ x0
+        # A subkey is added every four rounds, rotating through the key words and their parity.
         x0 = x0 + schedule[(group + 1) % 3]
         x1 = x1 + (schedule[(group + 2) % 3] + np.uint32(group + 1))
     return [x0, x1]
 
 
 def _threefry_kernel(key: Any, x0: Any, x1: Any) -> Any:
+    # Arrays of one element instead of scalars: numpy warns when a scalar overflows.
     words = [np.full(1, word, np.uint32) for word in key]
     return tuple(_rounds(words, x0, x1, lambda x, n: x << np.uint32(n) | x >> np.uint32(32 - n)))
 
@@ -86,6 +89,7 @@ def random_bits(key: Tensor, shape: Sequence[Dim]) -> Tensor:
 
 def random_uniform(key: Tensor, shape: Sequence[Dim]) -> Tensor:
     """key: uint32[2] -> float32 of `shape`, uniform on multiples of 2^-24 in [0, 1)."""
+    # The upper 24 bits: float32 has 24 bits of precision, so every multiple of 2^-24 is exact.
     bits = bit_shift(random_bits(key, shape), np.uint32(8), direction="RIGHT")
     return bits.cast(float32) * 2.0**-24
 
@@ -99,7 +103,7 @@ def next_key(key: Tensor) -> Tensor:
 def dropout(x: Tensor, key: Tensor, p_drop: float) -> Tensor:
     """Zero each element with probability `p_drop`, and scale the others by 1 / (1 - p_drop)."""
     if not 0 <= p_drop < 1:
-        raise InvalidInput(f"p_drop is in [0, 1), got {p_drop}")
+        raise InvalidInput(f"p_drop must be in [0, 1), got {p_drop}")
     if p_drop == 0:
         return x
     keep = random_uniform(key, x.shape) >= p_drop

@@ -54,9 +54,10 @@ def heads_together(x: Tensor) -> Tensor:
 def _allowed(
     scores: Tensor, offset: Tensor | Dim, filled: Tensor | None, attrs: dict[str, Any]
 ) -> list[Tensor]:
-    """Masks by position that must all be true: (S, T), or (N, 1, S, T) where offsets differ."""
+    """Return masks by position that must all hold: (S, T), or (N, 1, S, T) if offsets differ."""
     queries, keys = scores.shape[2:]
 
+    # With a cache the S queries are the last of the T positions, so query i is at offset + i.
     def query() -> Tensor:
         own = unsqueeze(arange(queries), 1)
         if isinstance(offset, Tensor):
@@ -77,7 +78,7 @@ def _allowed(
 
 
 def _bias(mask: Tensor | None, allowed: Sequence[Tensor], scores: Tensor) -> Any:
-    """The sum of the masks as numbers added to the scores; None without masks."""
+    """Return the sum of the masks as numbers added to the scores; None without masks."""
     parts = [_additive(a, scores) for a in allowed]
     if mask is not None:
         parts.append(_widened(_additive(mask, scores), scores.shape[3]))
@@ -91,7 +92,7 @@ def _additive(mask: Tensor, like: Tensor) -> Tensor:
 
 
 def _widened(bias: Tensor, keys: Dim) -> Tensor:
-    """The bias of a mask that may end before the keys do; keys that it leaves out do not count."""
+    """Return the bias of a mask that may end before the keys do; keys beyond its end are masked."""
     missing = keys - bias.shape[-1]
     if missing == 0:
         return bias
@@ -104,11 +105,13 @@ def _widened(bias: Tensor, keys: Dim) -> Tensor:
 def _weights(
     scores: Tensor, bias: Tensor | None, precision: int | None, *, may_be_empty: bool
 ) -> Tensor:
-    """Softmax over keys; 0 in a row whose keys are all excluded, and no NaN on the way back."""
+    """Return softmax over keys; 0 in rows whose keys are all excluded, without NaN in gradients."""
     wide = scores.dtype if precision is None else dtype_attr(precision)
     if bias is None or not may_be_empty:
         biased = scores if bias is None else scores + bias
         return softmax(biased.cast(wide), axis=-1).cast(scores.dtype)
+    # softmax of a row of -inf is NaN. Such rows get finite scores first and are set to 0
+    # afterwards, so neither direction computes with NaN.
     empty = bias.max([-1], keepdims=True) == NOTHING
     biased = scores + where(empty, as_tensor(0.0, bias.dtype), bias)
     weights = softmax(biased.cast(wide), axis=-1).cast(scores.dtype)
@@ -134,6 +137,8 @@ def _attention(*operands: Tensor | None, **attrs: Any) -> list[Tensor]:
     if filled is not None:
         filled = filled.cast(int64).reshape((-1, 1, 1, 1))
         offset = filled - dims_of([q.shape[2]])
+    # ONNX scales both factors by the square root of the scale, which keeps products of half
+    # precision in range.
     root = math.sqrt(attrs["scale"] or 1.0 / math.sqrt(_static(q.shape[3])))
     raw = _per_group(q * root, swap_last(k * root))
     cap = attrs["softcap"]
@@ -175,11 +180,11 @@ def _check(q: Tensor, k: Tensor, v: Tensor, attrs: dict[str, Any]) -> None:
         raise ShapeError(f"Attention needs queries and keys of one size, got {shown}")
     mode = attrs["qk_matmul_output_mode"]
     if mode not in {RAW, CAPPED, BIASED, WEIGHTS}:
-        raise InvalidInput(f"qk_matmul_output_mode is 0 to 3, got {mode}")
+        raise InvalidInput(f"qk_matmul_output_mode must be 0 to 3, got {mode}")
 
 
 def _per_group(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b, where each head of b serves a group of a's: (N, G, S, I) @ (N, H, I, T)."""
+    """Return a @ b; each head of b serves a group of a's: (N, G, S, I) @ (N, H, I, T)."""
     n, heads, s, inner = a.shape
     own = b.shape[1]
     if heads == own:
@@ -189,7 +194,7 @@ def _per_group(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _runs_as_it_is(node: Node, opset: int) -> bool:
-    """Whether the opset defines the operator like this and onnxruntime 1.31 computes it.
+    """Return whether the opset defines the operator like this and onnxruntime 1.31 computes it.
 
     Before 25 a query without keys and the alignment of `is_causal` meant something else. The kernel
     takes no windows, and only masks of 2 or 4 axes that are as long as the keys.
@@ -260,6 +265,7 @@ def _rotary(
         a, b = pairs[..., 0], pairs[..., 1]
         y = stack([a * cos - b * sin, a * sin + b * cos], axis=4).reshape(first.shape)
     else:
+        # Not interleaved: the first half of the turned numbers pairs with the second half.
         a, b = first[..., : turned // 2], first[..., turned // 2 :]
         y = concat([a * cos - b * sin, a * sin + b * cos], axis=3)
     return y if turned == x.shape[3] else concat([y, x[..., turned:]], axis=3)
@@ -285,7 +291,7 @@ MODES: Final = ("linear", "circular")
 def _tensor_scatter(
     cache: Tensor, update: Tensor, start: Tensor | None = None, *, axis: int, mode: str
 ) -> Tensor:
-    """Writes rows start, start + 1, ... of each sample; if circular, continues at the beginning."""
+    """Write rows start, start + 1, ... of each sample; if circular, wrap around at the end."""
     axis %= cache.rank
     if mode not in MODES or axis == 0 or update.rank != cache.rank:
         raise InvalidInput(

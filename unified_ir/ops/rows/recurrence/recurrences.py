@@ -51,7 +51,7 @@ class Recurrence:
     weight_cotangents: Callable[[Tensor, State], list[Tensor]] = lambda inner, weights: []
 
     def types(self, call: OpCall) -> tuple[TensorType, ...]:
-        """The types of the results of all steps, and of the last states."""
+        """Infer the types of the results of all steps, and of the last states."""
         gates, r = call.type(0), call.type(1)
         hidden = r.shape[-1]
         wide = self.gates * hidden
@@ -76,7 +76,7 @@ class Recurrence:
 
 
 def _columns(x: Tensor, *parts: int) -> tuple[Tensor, ...]:
-    """The last axis in parts of so many gates each."""
+    """Split the last axis into parts of that many gates each."""
     size = x.shape[-1] // sum(parts)
     sizes = dims_of([k * size for k in parts])
     return split_row.all_outputs(x, sizes, outputs=len(parts), axis=-1)
@@ -86,6 +86,8 @@ def _lstm_step(gates: Tensor, state: State, weights: State) -> tuple[State, Stat
     """c' = f c + i g, h' = o tanh(c'); gates i, o, f, g."""
     h, c = state
     stacked = gemm(h, weights[0], gates, transB=1)
+    # i, o and f share one sigmoid over three quarters of the row instead of three over a quarter
+    # each.
     first, last = _columns(stacked, 3, 1)
     squashed, g = sigmoid(first), tanh(last)
     i, o, f = _columns(squashed, 1, 1, 1)
@@ -95,16 +97,18 @@ def _lstm_step(gates: Tensor, state: State, weights: State) -> tuple[State, Stat
 
 
 def _lstm_slopes(kept: State, _: State, after: State) -> State:
-    """The slopes of i, o, f, g and c', and f itself; f c is computed as c' - i g."""
+    """Return the slopes of i, o, f, g and c', and f itself; f c is computed as c' - i g."""
     (squashed, g, bent), (h, c) = kept, after
     i, o, f = _columns(squashed, 1, 1, 1)
     fresh = i * g
     old = c - fresh
+    # With c' = f c + i g and h = o tanh(c'), times the slope of each squashing function: g i (1 -
+    # i), tanh(c') o (1 - o), c f (1 - f), i (1 - g^2), and dh/dc' = o (1 - tanh(c')^2).
     return (fresh - fresh * i, h - h * o, old - old * f, i - fresh * g, o - h * bent, f)
 
 
 def _lstm_back(gs: State, slopes: State) -> tuple[Sequence[Tensor | None], Tensor, Tensor]:
-    """The output's cotangent reaches c' through tanh; all gates but o only affect c'."""
+    """Pull back: the output's cotangent reaches c' through tanh; all gates but o only affect c'."""
     g_h, g_c = gs
     by_i, by_o, by_f, by_g, through, f = slopes
     g_c = g_c + g_h * through
@@ -127,6 +131,7 @@ def _gru_step(gates: Tensor, state: State, weights: State) -> tuple[State, State
 def _gru_slopes(kept: State, before: State, _: State) -> State:
     squashed, q, n = kept
     z, reset = _columns(squashed, 1, 1)
+    # dh'/dn = 1 - z, dh'/dz = h - n, and n passes through tanh: 1 - n^2.
     by_n = (1.0 - z) * (1.0 - n * n)
     return ((before[0] - n) * (z - z * z), by_n, q * (reset - reset * reset), reset, z)
 
@@ -136,6 +141,8 @@ def _gru_back(gs: State, slopes: State) -> tuple[Sequence[Tensor | None], Tensor
     by_z, by_n, by_r, reset, z = slopes
     g_z, g_n = g * by_z, g * by_n
     g_r = g_n * by_r
+    # The gates n and R_n h + b differ by the factor r, so the product and the input get two
+    # cotangents.
     inner = concat([g_z, g_r, g_n * reset], axis=1)
     return (g * z,), inner, concat([g_z, g_r, g_n], axis=1)
 
@@ -177,7 +184,7 @@ class _Call:
     reverse: bool
 
     def forward(self, *, keep: bool) -> tuple[State, State]:
-        """The last state; then, stacked, the results and with `keep` the states and kept values."""
+        """Return the last state; then, stacked, results and with `keep` states and kept values."""
 
         def one(before: State, xs: tuple[Tensor, Tensor | None]) -> tuple[State, State]:
             gates, mask = xs
@@ -193,14 +200,14 @@ class _Call:
         return scan(one, self.states, (self.gates, self.mask), reverse=self.reverse)
 
     def before(self, stacked: Sequence[Tensor]) -> State:
-        """The state that each step started from."""
+        """Return the state that each step started from."""
         pairs = zip(self.states, stacked, strict=True)
         if self.reverse:
             return tuple(concat([xs[1:], unsqueeze(start, 0)]) for start, xs in pairs)
         return tuple(concat([unsqueeze(start, 0), xs[:-1]]) for start, xs in pairs)
 
     def pulled(self, gs: Sequence[Tensor | None], after: State, kept: State) -> list[Tensor]:
-        """Cotangents of gates, weights and states; gs: those of the results and last states."""
+        """Return cotangents of gates, weights and states; gs: those of results and last states."""
         before = self.before(after)
         starts = tuple(
             zeros(x.shape, x.dtype) if g is None else g
@@ -214,6 +221,7 @@ class _Call:
         )
         flat = inner.reshape((-1, inner.shape[-1]))
         h = before[0].reshape((-1, before[0].shape[-1]))
+        # sum_t inner_t^T h_{t-1} as one product over all steps and samples.
         g_r = gemm(flat, h, transA=1)
         g_weights = self.recurrence.weight_cotangents(flat, self.weights)
         return [outer[0] if outer else inner, g_r, *g_weights, *first]
@@ -225,6 +233,7 @@ class _Call:
         if mask is None:
             entering, passing = gs, None
         else:
+            # A masked step copied its state, so the cotangent passes by it unchanged.
             entering = tuple(where(mask, g, 0.0) for g in gs)
             passing = tuple(where(mask, 0.0, g) for g in gs)
         if g_y is not None:

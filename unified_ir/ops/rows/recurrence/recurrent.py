@@ -121,7 +121,7 @@ def _squash(name: str, alpha: float | None, beta: float | None) -> Squash:
 def _numbers(
     row: str, names: Sequence[str], attrs: Mapping[str, Any]
 ) -> list[tuple[float | None, float | None]]:
-    """alpha and beta of each activation; None: it takes none.
+    """Return alpha and beta of each activation, None if it takes none.
 
     The numbers in the attributes go, in order, to those activations that take one; others have
     their defaults.
@@ -139,7 +139,7 @@ def _numbers(
 
 
 def numbers_of(row: str, attrs: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
-    """`activation_alpha` and `activation_beta` with a number for each activation that takes one."""
+    """Return `activation_alpha` and `activation_beta` with a number per activation."""
     pairs = _numbers(row, _activations(attrs), attrs)
     return {
         "activation_alpha": tuple(a for a, _ in pairs if a is not None),
@@ -169,11 +169,11 @@ class _Direction:
         return self.r.shape[1]
 
     def part(self, x: Tensor, first: int, last: int) -> Tensor:
-        """Gates first..last-1 of the last axis."""
+        """Return gates first..last-1 of the last axis."""
         return x[..., first * self.hidden : last * self.hidden]
 
     def scanned(self, one: Callable[[Tensor, State], State]) -> tuple[Tensor, ...]:
-        """All h and the last states of a plain scan; masked steps keep the state and give 0."""
+        """Return all h and the last states of a plain scan; masked steps keep the state, give 0."""
 
         def step(before: State, xs: tuple[Tensor, Tensor | None]) -> tuple[State, Tensor]:
             mixed, mask = xs
@@ -187,7 +187,7 @@ class _Direction:
         return (ys, *last)
 
     def swept(self, row: Op, *weights: Tensor) -> tuple[Tensor, ...]:
-        """The same by a row whose gradient is taken by gates."""
+        """Do the same by a row whose gradient is taken by gates."""
         operands = (self.mixed, self.r, *weights, *self.states, self.mask)
         outputs = 1 + len(self.states)
         return row.all_outputs(*operands, outputs=outputs, reverse=int(self.way.reverse))
@@ -218,11 +218,14 @@ def _gru(walk: _Direction) -> tuple[Tensor, ...]:
 
     def one(x: Tensor, state: State) -> State:
         (h,) = state
+        # z and r need only the first 2 H rows of the recurrent weight.
         gates = f(limit(gemm(h, walk.r[:split], walk.part(x, 0, 2), transB=1)))
         z, reset = walk.part(gates, 0, 1), walk.part(gates, 1, 2)
         if after:
             inner = reset * gemm(h, walk.r[split:], bias, transB=1)
         else:
+            # Before the product (ONNX's default): n = g(x_n + R_n (r h) + b), as in Cho et al.
+            # 2014. After it: n = g(x_n + r (R_n h + b)), as in cuDNN and PyTorch.
             inner = gemm(reset * h, walk.r[split:], bias, transB=1)
         n = g(limit(walk.part(x, 2, 3) + inner))
         return (n + z * (h - n),)
@@ -247,6 +250,7 @@ def _lstm(walk: _Direction) -> tuple[Tensor, ...]:
         h, c = state
         stacked = gemm(h, walk.r, x, transB=1)
         i = seen(0, stacked, c)
+        # Coupled gates (input_forget): f = 1 - i.
         forget = 1.0 - i if attrs["input_forget"] else seen(2, stacked, c)
         c = forget * c + i * g(limit(walk.part(stacked, 3, 4)))
         return (seen(1, stacked, c) * h_of(c), c)
@@ -265,7 +269,7 @@ class _Kind:
     walk: Callable[[_Direction], tuple[Tensor, ...]]
 
     def body(self, *inputs: Tensor | None, **attrs: Any) -> list[Tensor]:
-        """Y, then the last states; every direction by itself."""
+        """Return Y, then the last states; every direction by itself."""
         padded: list[Any] = [*inputs, *[None] * (8 - len(inputs))]
         x, w, r, b, lens, *starts, peepholes = padded
         batch_first = bool(attrs["layout"])
@@ -288,7 +292,7 @@ class _Kind:
         return [stack(ys, axis=1), *(stack(s) for s in lasts)]
 
     def types(self, call: OpCall) -> tuple[TensorType, ...]:
-        """The types of Y and of the last states."""
+        """Infer the types of Y and of the last states."""
         x, w, r = (call.type(i) for i in range(3))
         d = len(_ways(self.name, self.usual, call.attrs))
         if x.rank != 3 or w.rank != 3 or r.rank != 3:
@@ -311,7 +315,7 @@ class _Kind:
         return (x.with_shape(y), *[x.with_shape(state)] * self.states)[: call.outputs]
 
     def row(self, *samples: Sample, **columns: Any) -> Op:
-        """The row of this kind; the other columns are in `columns`."""
+        """Build the row of this kind; the other columns are in `columns`."""
         return Op(
             name=self.name,
             kind=OpKind.RECURRENT,
@@ -324,7 +328,7 @@ class _Kind:
 
 
 def _at(x: Any, d: int) -> Any:
-    """x[d], or None; one direction alone is only another shape of the same elements."""
+    """Return x[d], or None; a single direction is only reshaped, which copies nothing."""
     if x is None:
         return None
     return x.reshape(x.shape[1:]) if x.shape[0] == 1 else x[d]
@@ -337,14 +341,15 @@ def _start(s: Tensor | None, d: int, x: Tensor, r: Tensor, *, batch_first: bool)
 
 
 def _inside(lens: Tensor, x: Tensor) -> Tensor:
-    """bool (T, N, 1): whether step t is within the length of sequence n.
+    """Return bool (T, N, 1): whether step t is within the length of sequence n.
 
-    Read from a table of all lengths, so that a length below 0 or above T is refused when the graph
-    runs, as the operator itself refuses it.
+    It is read from a table of all lengths, so that a length below 0 or above T is refused when the
+    graph runs, as the operator itself refuses it.
     """
     steps = x.shape[0]
     table = unsqueeze(arange(steps), 0) < unsqueeze(arange(steps + 1), 1)
     lens = lens.cast(int64)
+    # A negative length would count from the end of the table.
     rows = gather(table, where(lens < 0, NO_LABEL, lens))
     return unsqueeze(rows.transpose(1, 0), 2)
 
@@ -352,12 +357,13 @@ def _inside(lens: Tensor, x: Tensor) -> Tensor:
 def _mixed(
     kind: _Kind, x: Tensor, w: Tensor, b: Tensor | None, attrs: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
-    """W x + bias for all steps at once, and the bias that must stay with the product R h."""
+    """Return W x + bias for all steps at once, and the bias that must stay with the product R h."""
     bias = inner = None
     if b is not None:
         size = w.shape[0]
         own, recurrent = b[:size], b[size:]
         bias = own + recurrent
+        # The reset gate multiplies R_n h + b_n, so that part of the bias cannot join the input's.
         if attrs.get("linear_before_reset"):
             split = 2 * (size // kind.gates)
             bias, inner = concat([bias[:split], own[split:]]), recurrent[split:]
@@ -368,7 +374,7 @@ def _mixed(
 def _operands(
     gates: int, *, directions: int = 1, states: int = 0, lens: bool = False, layout: int = 0
 ) -> tuple[MakeArray | None, ...]:
-    """X of 4 steps of 3 sequences of 2 numbers, for 2 units; lengths 2, 4, 0."""
+    """Make X of 4 steps of 3 sequences of 2 numbers, for 2 units; lengths 2, 4, 0."""
     d, h = directions, 2
     x = (3, 4, 2) if layout else (4, 3, 2)
     state = (3, d, h) if layout else (d, 3, h)
@@ -378,7 +384,7 @@ def _operands(
 
 
 def _emit_recurrent(context: EmissionContext, node: Node) -> None:
-    """Writes the operator as onnxruntime 1.31 needs it.
+    """Emit the operator as onnxruntime 1.31 needs it.
 
     Batch-first operands are transposed around it, because onnxruntime refuses layout 1. It gives
     zeros as the last state of a sequence without steps, whose state is the initial one, and has
@@ -411,7 +417,7 @@ def _recurrent_kernel(
     results: list[str],
     attrs: Mapping[str, Any],
 ) -> None:
-    """The operator, or an LSTM on int8 weights where it has these and the target has that one."""
+    """Emit the operator, or an LSTM on int8 weights if it has them and the target supports it."""
     domain, _, integer = DYNAMIC_LSTM.rpartition(".")
     if node.op.name == "LSTM" and DYNAMIC_LSTM in context.target.operators:
         w, r = (_gates_in_int8(context, name) for name in names[1:3])
@@ -423,9 +429,10 @@ def _recurrent_kernel(
 
 
 def _gates_in_int8(context: EmissionContext, name: str) -> tuple[str, str, str] | None:
-    """Integers, scales and zero points of weights that `quantize.insert` quantized."""
+    """Return integers, scales and zero points of weights that `quantize.insert` quantized."""
     turned = context.producer(name, "Transpose")
     read = turned and context.producer(turned[0][0], "DequantizeLinear")
+    # Exactly the nodes that `quantize.insert` writes; anything else stays in float.
     if not turned or not read or len(read[0]) != 3 or turned[1] != {"perm": [0, 2, 1]}:
         return None
     weights, *parts = read[0]
@@ -442,7 +449,7 @@ def _gates_in_int8(context: EmissionContext, name: str) -> tuple[str, str, str] 
 def _kept_states(
     context: EmissionContext, names: Sequence[str], states: Sequence[str]
 ) -> list[str]:
-    """The last states; of a sequence without steps, the initial ones."""
+    """Return the last states; of a sequence without steps, the initial ones."""
     lens, starts = names[4], names[5:7]
     if not lens:
         return list(states)

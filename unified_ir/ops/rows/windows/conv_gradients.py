@@ -31,18 +31,21 @@ Types = tuple[TensorType, ...]
 def conv_grad_input(
     g: Tensor, w: Tensor, spatial: Sequence[Dim], window: Window, group: int
 ) -> Tensor:
-    """The adjoint of Conv in x: a ConvTranspose whose output has the given spatial size.
+    """Apply the adjoint of Conv in x: a ConvTranspose whose output has the given spatial size.
 
-    Where a size is open and the stride leaves its remainder open too, the output is computed at its
+    If a size is open and the stride leaves its remainder open too, the output is computed at its
     largest possible size, and cut.
     """
     n = len(window.kernel)
     ends, extra, cut = [0] * n, [0] * n, []
     for i, size in enumerate(spatial):
+        # How far the last window reaches beyond the plane: that is cut by pads. If it ends before
+        # (a remainder of the stride that no window read), output_padding adds the missing zeros.
         beyond = window.reach(i, g.shape[2 + i]) - window.pads[i] - size
         if isinstance(beyond, int):
             ends[i], extra[i] = max(beyond, 0), max(-beyond, 0)
         else:
+            # The remainder of the stride s is unknown but below s, so s - 1 more positions suffice.
             extra[i] = window.strides[i] - 1
             cut.append(i)
     attrs = {**window.attrs(), "pads": (*window.pads[:n], *ends), "output_padding": tuple(extra)}
@@ -53,7 +56,7 @@ def conv_grad_input(
 
 
 def crop(x: Tensor, wanted: Sequence[Dim]) -> Tensor:
-    """`x` cut to these sizes; an output padding of a stride or more gives positions beyond them."""
+    """Cut `x` to these sizes; an output padding of a stride or more adds positions beyond them."""
     for axis, (have, want) in enumerate(zip(x.shape, wanted, strict=True)):
         if have != want:
             x = slice_axis(x, axis, 0, want)
@@ -90,6 +93,7 @@ def _conv_grad_weight_kernel(
     spatial = "xyz"[: len(kernel_shape)]
     for tap in np.ndindex(*kernel_shape):
         view = at_tap(grouped, window, tap, g.shape[2:])
+        # dw[o, c, k] = sum over n and positions p of g[n, o, p] x[n, c, s p + d k - pad].
         w[(Ellipsis, *tap)] = np.einsum(f"ngc{spatial},ngo{spatial}->goc", view, cotangents)
     return w.reshape(g.shape[1], -1, *kernel_shape)
 
@@ -99,6 +103,8 @@ def _conv_grad_weight_vjp(
     *, kernel_shape: Any, group: int, form: str, **attrs: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     window = Window(kernel_shape, attrs)
+    # y is bilinear in x and g, so each cotangent is again a convolution of the other operand with
+    # u.
     d_x = conv_grad_input(g, u, x.shape[2:], window, group)
     return d_x, emit("Conv", x, u, group=group, **window.attrs())
 
@@ -124,7 +130,7 @@ def _interleaved_serves(x: TensorType, g: TensorType, window: Window, group: int
 
 
 def _by_columns(x: Tensor, g: Tensor, window: Window, group: int) -> Tensor:
-    """Slices of the padded input as rows of one matrix product, or of one per group."""
+    """Multiply slices of the padded input, as rows of one matrix, by g; one matrix per group."""
     k = len(window.kernel)
     planes = _swapped(_padded(x, window))
     out = static(g.shape[2:], "an output plane")
@@ -155,7 +161,7 @@ def _product_of_columns(taps: Sequence[Tensor], g: Tensor, window: Window) -> Te
 
 
 def _by_taps(x: Tensor, g: Tensor, window: Window, group: int) -> Tensor:
-    """One sum of products per kernel position; for one input and output channel a group."""
+    """Sum products per kernel position; for one input and output channel per group."""
     wide, out = _padded(x, window), static(g.shape[2:], "an output plane")
     axes = [0, *range(2, x.rank)]
     taps = [
@@ -166,7 +172,7 @@ def _by_taps(x: Tensor, g: Tensor, window: Window, group: int) -> Tensor:
 
 
 def _by_rows(x: Tensor, g: Tensor, window: Window, group: int) -> Tensor:
-    """As `_by_taps` with images and channels innermost, so that slices are a few long copies."""
+    """Do as `_by_taps` with images and channels innermost, so that slices are few long copies."""
     n, out = len(window.kernel), static(g.shape[2:], "an output plane")
     wide, g_rows = inner_planes(x), inner_planes(g)
     if any(window.pads):
@@ -179,14 +185,14 @@ def _by_rows(x: Tensor, g: Tensor, window: Window, group: int) -> Tensor:
 
 
 def inner_planes(x: Tensor) -> Tensor:
-    """(N, C, *S) -> (*S, N C), by one transposition of a matrix."""
+    """Move (N, C, *S) -> (*S, N C), by one transposition of a matrix."""
     spatial = static(x.shape[2:], "a plane")
     rows = x.reshape((-1, int(np.prod(spatial))))
     return rows.transpose(1, 0).reshape((*spatial, -1))
 
 
 def sliced(x: Tensor, taken: Sequence[slice], first: int = 0) -> Tensor:
-    """`x` with consecutive axes sliced, from axis `first` on."""
+    """Slice consecutive axes of `x`, from axis `first` on."""
     bounds = [(s.start, s.stop, axis, s.step) for axis, s in enumerate(taken, first)]
     if all((start, stop, step) == (0, x.shape[axis], 1) for start, stop, axis, step in bounds):
         return x
@@ -194,12 +200,15 @@ def sliced(x: Tensor, taken: Sequence[slice], first: int = 0) -> Tensor:
 
 
 def _interleaved(x: Tensor, g: Tensor, window: Window, group: int) -> Tensor:
-    """One Conv whose image is x as (1, N, ..., W*C) and whose kernel is g: runs of k*C floats."""
+    """Compute one Conv of x as (1, N, ..., W*C) by the kernel g: it reads runs of k*C floats."""
     n, c, *spatial = x.shape
     k = len(spatial)
     image = x.transpose(0, *range(2, 2 + k), 1).reshape((1, n, *spatial[:-1], spatial[-1] * c))
+    # A step of one along the width is a step of C in the interleaved last axis.
     wide = [1] * (k - 1) + [c]
     attrs = {
+        # The roles change: kernel positions are now output positions, so strides and dilations
+        # swap.
         "strides": window.dilations,
         "dilations": [s * f for s, f in zip(window.strides, wide, strict=True)],
         "pads": [p * f for p, f in zip(window.pads, wide * 2, strict=True)],
@@ -218,17 +227,17 @@ def _padded(x: Tensor, window: Window) -> Tensor:
 
 
 def _plane(x: Tensor, taken: Sequence[slice]) -> Tensor:
-    """`x` with its last axes sliced."""
+    """Slice the last axes of `x`."""
     return sliced(x, taken, x.rank - len(taken))
 
 
 def _swapped(x: Tensor) -> Tensor:
-    """(N, C, *S) -> (C, N, *S)."""
+    """Exchange batch and channels: (N, C, *S) -> (C, N, *S)."""
     return x.transpose(1, 0, *range(2, x.rank))
 
 
 def _transposed(x: Tensor, g: Tensor, window: Window, group: int) -> Tensor:
-    """Conv with batch and channel exchanged; strides and dilations exchange roles too."""
+    """Compute a Conv with batch and channel exchanged; strides and dilations exchange roles too."""
     n, channels, *spatial = x.shape
     per_group = floor_div(channels, group)
     k = len(spatial)
@@ -253,7 +262,7 @@ WEIGHT_FORMS: Final[Mapping[str, WeightForm]] = {
 
 
 def weight_forms(x: TensorType, g: TensorType, attrs: Mapping[str, Any]) -> tuple[str, ...]:
-    """The forms that serve a ConvGradWeight of these operands, the default first."""
+    """Return the forms that serve a ConvGradWeight of these operands, the default first."""
     window, group = Window(attrs["kernel_shape"], attrs), attrs.get("group") or 1
     serving = [name for name, form in WEIGHT_FORMS.items() if form.serves(x, g, window, group)]
     first = _fastest(x, g, window, group, serving)
@@ -267,7 +276,7 @@ LARGE_PLANE: Final = 256
 def _fastest(
     x: TensorType, g: TensorType, window: Window, group: int, serving: Sequence[str]
 ) -> str:
-    """The fastest on onnxruntime's CPU kernels; a tuner that measures sets `form` instead."""
+    """Return the fastest on onnxruntime's CPU kernels; a tuner that measures sets `form`."""
     dense = set(window.strides) == {1}
     order: tuple[str, ...] = ("interleaved", "transposed")
     if x.shape[1] == 1 or set(window.kernel) == {1}:

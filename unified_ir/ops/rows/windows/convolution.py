@@ -45,7 +45,7 @@ Types = tuple[TensorType, ...]
 
 
 def _kernel_of(attrs: Mapping[str, Any], w: TensorType) -> tuple[int, ...]:
-    """The kernel's size, checked against the attribute `kernel_shape`."""
+    """Return the kernel's size, checked against the attribute `kernel_shape`."""
     kernel = static(w.shape[2:], "a kernel's size")
     if attrs.get("kernel_shape") not in (None, kernel):
         raise ShapeError(f"kernel_shape={attrs['kernel_shape']} contradicts the weight {w}")
@@ -72,7 +72,11 @@ def _conv(call: OpCall) -> Types:
 
 
 def _positions_of_open_kernel(x: TensorType, w: TensorType, attrs: Mapping[str, Any]) -> list[Dim]:
-    """A kernel has an open size where a weight's gradient takes a cotangent as its kernel."""
+    """Return the positions of a kernel of open size.
+
+    A weight's gradient takes a cotangent as its kernel, which may have such a size.
+    """
+    # A window of 1 over size - (k - 1) d has as many positions as a window of k over size.
     unit = Window((1,) * (w.rank - 2), attrs)
     if (attrs.get("auto_pad") or "NOTSET") != "NOTSET" or attrs.get("kernel_shape"):
         raise ShapeError(f"a kernel of open size needs explicit pads, got {w} and {attrs}")
@@ -96,14 +100,14 @@ def _conv_vjp(
 
 
 def _grad_bias(g: Tensor) -> Tensor:
-    """Two sums, which onnxruntime computes faster than one over such axes."""
+    """Sum twice, which onnxruntime computes faster than one sum over such axes."""
     return g.sum([*range(2, g.rank)]).sum([0])
 
 
 def _conv_vjp_padded(
     g: Tensor, x: Tensor, w: Tensor, b: Tensor | None, amounts: Sequence[Dim], attrs: Any
 ) -> tuple[Tensor | None, ...]:
-    """Padding that depends on open sizes is written out before, and cut off the gradient."""
+    """Write padding that depends on open sizes out before, and cut it off the gradient."""
     n = x.rank - 2
     before, after = amounts[:n], amounts[n:]
     wide = pad_row(x, dims_of([0, 0, *before, 0, 0, *after]))
@@ -113,14 +117,14 @@ def _conv_vjp_padded(
 
 
 def without_padding(x: Tensor, before: Sequence[Dim], spatial: Sequence[Dim]) -> Tensor:
-    """(N, C, *S padded) -> (N, C, *S): the part of each axis that begins after its padding."""
+    """Cut the padding off the spatial axes: (N, C, *S padded) -> (N, C, *S)."""
     for i, size in enumerate(spatial):
         x = slice_axis(x, 2 + i, before[i], before[i] + size)
     return x
 
 
 def _conv_kernel(x: Any, w: Any, b: Any = None, **attrs: Any) -> Any:
-    """One einsum per kernel tap over strided views of the padded input."""
+    """Compute one einsum per kernel tap over strided views of the padded input."""
     kernel, group = w.shape[2:], attrs["group"]
     window = Window.over(x.shape[2:], kernel, attrs)
     out = window.out_ints(x.shape[2:])
@@ -164,7 +168,7 @@ conv_row = Op(
 def transposed_window(
     attrs: Mapping[str, Any], kernel: Sequence[int], spatial: Sequence[Dim]
 ) -> tuple[Window, tuple[int, ...]]:
-    """The window whose Conv this transposes, with explicit pads, and the output padding.
+    """Return the window whose Conv this transposes, with explicit pads, and the output padding.
 
     `output_shape` and SAME_* fix the output's size, and the pads follow from it; sizes that no pad
     can reach are reached by output padding.
@@ -182,6 +186,7 @@ def transposed_window(
     totals = []
     for i, size in enumerate(spatial):
         out = wanted[i] if wanted else size * plain.strides[i]
+        # ONNX: total_padding = stride (size - 1) + output_padding + span - output_shape.
         total = plain.reach(i, size) + extra[i] - out
         if isinstance(total, Expr):
             raise ShapeError(f"ConvTranspose with output_shape needs static sizes, got {size}")
@@ -212,7 +217,7 @@ def _conv_transpose(call: OpCall) -> Types:
 
 
 def _conv_transpose_kernel(x: Any, w: Any, b: Any = None, **attrs: Any) -> Any:
-    """Adds each input position, times the kernel, onto the padded output; then crops the pads."""
+    """Add each input position, times the kernel, onto the padded output; then crop the pads."""
     window, extra = transposed_window(attrs, w.shape[2:], x.shape[2:])
     group, n = attrs["group"], len(window.kernel)
     full = [
@@ -234,13 +239,14 @@ def _conv_transpose_vjp(
 ) -> tuple[Tensor | None, ...]:
     window, _ = transposed_window(attrs, _kernel_of(attrs, w.type), x.shape[2:])
     group = attrs["group"]
+    # The adjoint of the adjoint: a plain Conv of the cotangent.
     d_x = crop(conv_row(g, w, group=group, **window.attrs()), x.shape)
     d_w = conv_grad_weight(g, x, kernel_shape=window.kernel, group=group, **window.attrs())
     return (d_x, d_w) if b is None else (d_x, d_w, _grad_bias(g))
 
 
 def _emit_conv_transpose(context: EmissionContext, node: Node) -> None:
-    """With explicit pads, because runtimes place those of SAME and output_shape differently."""
+    """Emit explicit pads, because runtimes place those of SAME and output_shape differently."""
     x, w = node.inputs[0], node.inputs[1]
     assert x is not None
     assert w is not None
@@ -295,7 +301,7 @@ def conv(
     if isinstance(padding, str):
         mode = {"same": "SAME_UPPER", "valid": "VALID"}.get(padding)
         if mode is None:
-            raise InvalidInput(f"padding is an int, ints, 'same' or 'valid', got {padding!r}")
+            raise InvalidInput(f"padding must be an int, ints, 'same' or 'valid', got {padding!r}")
         kernel = static(weight.shape[2:], "a kernel's size")
         if is_static(x.shape[2:]) or set(attrs["strides"]) == {1}:
             window = Window.over(x.shape[2:], kernel, {**attrs, "auto_pad": mode})

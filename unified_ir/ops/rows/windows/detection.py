@@ -31,8 +31,9 @@ def _non_max_types(call: OpCall) -> tuple[TensorType, ...]:
 
 
 def _corners(boxes: Any, center: int) -> Any:
-    """Boxes as (low y, low x, high y, high x), whichever diagonal their corners span."""
+    """Return boxes as (low y, low x, high y, high x), whichever diagonal their corners span."""
     if center:
+        # (x, y, width, height) -> (y, x) and (height, width) / 2.
         middle, half = boxes[:, 1::-1], boxes[:, :1:-1] / 2
         return np.concatenate([middle - half, middle + half], axis=1)
     ends = boxes[:, :2], boxes[:, 2:]
@@ -40,7 +41,7 @@ def _corners(boxes: Any, center: int) -> Any:
 
 
 def _overlap(box: Any, others: Any) -> Any:
-    """Intersection over union of one box with each of the others."""
+    """Return the intersection over union of one box with each of the others."""
     low, high = np.maximum(box[:2], others[:, :2]), np.minimum(box[2:], others[:, 2:])
     shared = np.prod(np.maximum(high - low, 0), axis=1)
     area = np.prod(others[:, 2:] - others[:, :2], axis=1)
@@ -49,8 +50,9 @@ def _overlap(box: Any, others: Any) -> Any:
 
 
 def _best_apart(boxes: Any, scores: Any, most: int, iou: float, least: float | None) -> list[int]:
-    """Boxes by falling score, none of which overlaps a better one by more than `iou`."""
+    """Return boxes by falling score, none of which overlaps a better one by more than `iou`."""
     kept: list[int] = []
+    # A stable sort: among equal scores the lower index is taken first.
     for i in np.argsort(-scores, kind="stable"):
         if len(kept) == most or (least is not None and not scores[i] > least):
             break
@@ -63,6 +65,7 @@ def _non_max(
     boxes: Any, scores: Any, most: Any = None, iou: Any = None, least: Any = None,
     *, center_point_box: int,
 ) -> Any:  # fmt: skip
+    # ONNX: without max_output_boxes_per_class (0) no box is selected.
     limit = int(np.ravel(most)[0]) if most is not None else 0
     floor = None if least is None else float(np.ravel(least)[0])
     bound = 0.0 if iou is None else float(np.ravel(iou)[0])

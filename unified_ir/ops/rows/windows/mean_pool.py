@@ -41,7 +41,7 @@ def _average_types(call: OpCall) -> tuple[TensorType]:
 
 
 def _lp_types(call: OpCall) -> tuple[TensorType]:
-    """The types of LpPool, and of GlobalLpPool, which has no `kernel_shape`."""
+    """Infer the types of LpPool, and of GlobalLpPool, which has no `kernel_shape`."""
     x = call.type(0)
     if call.attrs["p"] < 1:
         raise InvalidInput(f"{call.row} needs a power p of at least 1, got {call.attrs['p']}")
@@ -53,7 +53,7 @@ def _lp_types(call: OpCall) -> tuple[TensorType]:
 
 
 def _rooms(x: Tensor, attrs: Mapping[str, Any]) -> tuple[Sequence[Dim], Sequence[Dim], Window]:
-    """Padding before and after each axis up to where the last window ends, and the bare window."""
+    """Return padding before and after, up to where the last window ends, and the bare window."""
     kernel, spatial = attrs["kernel_shape"], x.shape[2:]
     bare = Window.without_pads(kernel, attrs)
     n = len(kernel)
@@ -77,8 +77,9 @@ def _rooms(x: Tensor, attrs: Mapping[str, Any]) -> tuple[Sequence[Dim], Sequence
 
 
 def _sums(x: Tensor, attrs: Mapping[str, Any], value: float = 0.0) -> Tensor:
-    """x: (N, C, *S) -> (N, C, *T): the sum of each window, padding counted as `value`."""
+    """Sum each window, padding counted as `value`; x: (N, C, *S) -> (N, C, *T)."""
     before, after, bare = _rooms(x, attrs)
+    # Channels become samples of one channel, since a dense kernel of ones would add them up.
     flat = x.reshape((-1, 1, *x.shape[2:]))
     pads = [*before, *after]
     kernel = ones((1, 1, *bare.kernel), x.dtype)
@@ -91,7 +92,7 @@ def _sums(x: Tensor, attrs: Mapping[str, Any], value: float = 0.0) -> Tensor:
 
 
 def _spread(g: Tensor, x: Tensor, attrs: Mapping[str, Any]) -> Tensor:
-    """The transpose of `_sums`: each element of g added to every position of its window."""
+    """Apply the transpose of `_sums`: add each element of g to every position of its window."""
     kernel, spatial = attrs["kernel_shape"], list(x.shape[2:])
     n = len(kernel)
     flat = g.reshape((-1, 1, *g.shape[2:]))
@@ -107,10 +108,11 @@ def _spread(g: Tensor, x: Tensor, attrs: Mapping[str, Any]) -> Tensor:
 
 
 def _host_counts(padded: Padded, spatial: Sequence[int], include: int) -> Any:
-    """How many elements count in each window: those inside, or declared padding too."""
+    """Count the elements of each window: those inside, or declared padding too."""
     inside = padded.pad(np.ones(tuple(spatial)), 0)
     if include:
         declared = zip(padded.window.pads[padded.n :], padded.after, strict=True)
+        # Positions that only ceil_mode adds never count, even with count_include_pad.
         stop = [size - max(0, room - own) for size, (own, room) in
                 zip(inside.shape, declared, strict=True)]  # fmt: skip
         inside[tuple(slice(0, end) for end in stop)] = 1
@@ -120,14 +122,14 @@ def _host_counts(padded: Padded, spatial: Sequence[int], include: int) -> Any:
 def _average_kernel(
     x: Any, *, kernel_shape: Any, ceil_mode: int, count_include_pad: int, **attrs: Any
 ) -> Any:
-    """Sum over each window divided by how many of its elements count."""
+    """Divide the sum over each window by how many of its elements count."""
     padded = Padded(x, kernel_shape, ceil_mode, attrs)
     counts = _host_counts(padded, x.shape[2:], count_include_pad)
     return sum(padded.views(padded.pad(x, 0))) / counts.astype(x.dtype)
 
 
 def _counts(x: Tensor, attrs: Mapping[str, Any]) -> Any:
-    """How many elements count in each window: a number, an array, or a tensor for open sizes."""
+    """Count elements of each window: a number, an array, or a tensor for open sizes."""
     kernel, spatial, include = attrs["kernel_shape"], x.shape[2:], attrs["count_include_pad"]
     ceil_mode, pads = attrs["ceil_mode"], any(attrs.get("pads") or ())
     if is_static(spatial):
@@ -187,7 +189,7 @@ def _root(total: Any, p: int) -> Any:
 
 
 def norm_slope(g: Tensor, y: Tensor, p: int) -> Tensor:
-    """g y^(1 - p), and 0 where the norm y is 0 and has no derivative."""
+    """Return g y^(1 - p), and 0 where the norm y is 0 and has no derivative."""
     if p == 1:
         return g
     zero = y == 0.0
@@ -195,7 +197,7 @@ def norm_slope(g: Tensor, y: Tensor, p: int) -> Tensor:
 
 
 def norm_share(x: Tensor, p: int) -> Tensor:
-    """sign(x) |x|^(p - 1): how each element moves the sum of p-th powers, divided by p."""
+    """Return sign(x) |x|^(p - 1): how each element moves the sum of p-th powers, divided by p."""
     return x if p == 2 else sign(x) if p == 1 else sign(x) * power(abs_(x), float(p - 1))
 
 
@@ -218,6 +220,7 @@ lp_pool_row = Op(
     batch=merged,
     infer=_lp_types,
     reference=_lp_kernel,
+    # y = (sum |x|^p)^(1/p): dy/dx_i = y^(1 - p) sign(x_i) |x_i|^(p - 1).
     vjp=lambda g, y, x, p, **attrs: (
         _spread(norm_slope(g, y, p), x, attrs) * norm_share(x, p),
     ),
@@ -303,7 +306,7 @@ def adaptive_avg_pool(x: Tensor, size: int | Sequence[int | None]) -> Tensor:
 
 
 def _shares(size: int, out: int) -> Any:
-    """(out, size): the share that each position has in each mean."""
+    """Return (out, size): the share that each position has in each mean."""
     starts = np.arange(out) * size // out
     ends = -(-(np.arange(1, out + 1) * size) // out)
     position = np.arange(size)

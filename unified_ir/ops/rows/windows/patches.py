@@ -29,7 +29,7 @@ from triplane.unified_ir.ops.tensor import Tensor, dims_of
 
 
 def _patches(channels: int, kernel: Sequence[int], dtype: Any) -> Any:
-    """The weight of a grouped convolution that lists each channel's window as channels."""
+    """Return the weight of a grouped convolution that lists each channel's window as channels."""
     taps = int(np.prod(kernel))
     one = np.eye(taps, dtype=dtype).reshape(taps, 1, *kernel)
     return np.tile(one, (channels, 1, *[1] * len(kernel)))
@@ -38,7 +38,7 @@ def _patches(channels: int, kernel: Sequence[int], dtype: Any) -> Any:
 def _col2im_operands(
     x: TensorType, image: Any, block: Any, attrs: Mapping[str, Any]
 ) -> tuple[list[Dim], int, Window, list[Dim]]:
-    """Image sizes, channels, window and its positions; refuses columns that do not fit them."""
+    """Return image sizes, channels, window and positions; refuse columns that do not fit them."""
     kernel = [int(k) for k in block]
     sizes = [d if isinstance(d, Expr) else int(d) for d in image]
     window = Window(kernel, attrs)
@@ -64,6 +64,7 @@ def _col2im(x: Tensor, image: Tensor, block: Tensor, **attrs: Any) -> Tensor:
     sizes, channels, window, out = _col2im_operands(x.type, known[0], known[1], attrs)
     planes = x.reshape((*x.shape[:2], *out))
     weight = x.build.as_operand(_patches(channels, window.kernel, x.dtype.numpy))
+    # Col2Im adds each column back to where im2col read it: the adjoint of that convolution.
     return conv_grad_input(planes, weight, sizes, window, channels)
 
 
@@ -80,7 +81,7 @@ def _unfolded(x: Tensor, window: Window) -> Tensor:
 
 
 def _col2im_kernel(x: Any, image: Any, block: Any, **attrs: Any) -> Any:
-    """Adds each tap's columns where its window position lies; then crops the pads."""
+    """Add each tap's columns where its window position lies; then crop the pads."""
     window = Window([int(k) for k in block], attrs)
     out = window.out_ints([int(d) for d in image])
     n, taps = len(window.kernel), int(np.prod(window.kernel))
@@ -127,7 +128,7 @@ def _deform_types(call: OpCall) -> tuple[TensorType]:
     if x.shape[1] != w.shape[1] * attrs["group"] or offset.shape != wanted:
         raise ShapeError(f"DeformConv of {x} by {w} takes offsets {wanted}, got {offset}")
     if call.has(4) and call.type(4).shape != (x.shape[0], groups * taps, *out):
-        raise ShapeError(f"DeformConv takes one mask value per offset, got {call.type(4)}")
+        raise ShapeError(f"DeformConv needs one mask value per offset, got {call.type(4)}")
     return (x.with_shape((x.shape[0], w.shape[0], *out)),)
 
 
@@ -135,13 +136,15 @@ def _deform_conv(
     x: Tensor, w: Tensor, offset: Tensor, b: Tensor | None = None, mask: Tensor | None = None,
     *, group: int, offset_group: int, **attrs: Any,
 ) -> Tensor:  # fmt: skip
-    """Convolution whose taps are moved by `offset` (Dai 2017) and scaled by `mask` (Zhu 2019)."""
+    """Convolve with taps moved by `offset` (Dai 2017) and scaled by `mask` (Zhu 2019)."""
     window = Window(static(w.shape[2:], "a kernel's size"), attrs)
     n, c, *spatial = x.shape
     out, taps = offset.shape[2:], int(np.prod(window.kernel))
     channels = static([c], "channels")[0]
     grouped = x.reshape((-1, channels // offset_group, *spatial))
     places = product(list(out))
+    # ONNX lists offsets as (group, tap, (y, x)); each group of channels is treated as a sample of
+    # its own.
     moved = offset.reshape((-1, taps, 2, places))
     axes: list[Sequence[sampling.Tap]] = []
     for i, size in enumerate(spatial):
@@ -164,7 +167,7 @@ def _deform_conv(
 
 
 def _regular(window: Window, i: int, out: Sequence[Dim], like: Tensor) -> Tensor:
-    """Where each tap lies along axis `i` without its offset: (K, T)."""
+    """Return where each tap lies along axis `i` without its offset: (K, T)."""
     tap = np.indices(window.kernel)[i].reshape(-1, 1) * window.dilations[i] - window.pads[i]
     start = arange(out[i]).cast(like.dtype) * float(window.strides[i])
     wide = start.reshape([out[k] if k == i else 1 for k in range(len(out))])

@@ -63,7 +63,7 @@ def _pool(call: OpCall) -> Types:
 def _max_pool_kernel(
     x: Any, *, kernel_shape: Any, ceil_mode: int, storage_order: int = 0, **attrs: Any
 ) -> Any:
-    """Maximum and its first flat position over (N, C, *S), window by window."""
+    """Return the maximum and its first flat position over (N, C, *S), window by window."""
     padded = Padded(x, kernel_shape, ceil_mode, attrs)
     low = -np.inf if x.dtype.kind == "f" else np.iinfo(x.dtype).min
     values = padded.pad(x, low)
@@ -71,13 +71,15 @@ def _max_pool_kernel(
     best = np.full((*x.shape[:2], *padded.out), low, x.dtype)
     where = np.full(best.shape, -1)
     for value, here in zip(padded.views(values), padded.views(positions), strict=True):
+        # A position of padding (-1) never wins, and the first element of a window does even if it
+        # equals `low`, as a plane of -inf does.
         better = (value > best) | ((where < 0) & (here >= 0))
         best, where = np.where(better, value, best), np.where(better, here, where)
     return best, where
 
 
 def _flat_positions(shape: Sequence[int], storage_order: int) -> Any:
-    """Where each element lies, the spatial axes in reverse order for storage order 1."""
+    """Return where each element lies; storage order 1 counts spatial axes in reverse order."""
     size = int(np.prod(shape[2:]))
     plane = np.arange(size).reshape(shape[2:])
     if storage_order:
@@ -137,7 +139,7 @@ max_pool_row = Op(
 
 
 def _plain_tiles(x: TensorType, attrs: Mapping[str, Any]) -> bool:
-    """Whether windows tile a static plane without overlap, so that keys find the first maximum.
+    """Return whether windows tile a static plane without overlap, so keys find the first maximum.
 
     Not in float64: onnxruntime 1.31 has no kernels of Resize and AveragePool for it.
     """
@@ -149,7 +151,7 @@ def _plain_tiles(x: TensorType, attrs: Mapping[str, Any]) -> bool:
 
 
 def _upsample(m: Tensor, kernel: Sequence[int]) -> Tensor:
-    """m: (N, C, *t) -> (N, C, *(t * k)), each element repeated."""
+    """Repeat each element; m: (N, C, *t) -> (N, C, *(t * k))."""
     scales = np.array([1, 1, *kernel], np.float32)
     return resize_row(
         m, None, scales, coordinate_transformation_mode="asymmetric", nearest_mode="floor"
@@ -164,7 +166,7 @@ def _cropped(x: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def _keys(tiles: Sequence[Dim], kernel: Sequence[int], x: Tensor) -> Tensor:
-    """Keys falling from the first to the last position of each window, over the whole plane.
+    """Return keys falling from the first to the last position of each window, over the plane.
 
     A small constant repeated by the graph: runtimes fold it when they load the model.
     """
@@ -177,7 +179,8 @@ def _keys(tiles: Sequence[Dim], kernel: Sequence[int], x: Tensor) -> Tensor:
 
 
 def _winner(x: Tensor, y: Tensor, kernel: Sequence[int]) -> Tensor:
-    """1 at the first maximum of each window, else 0; x cropped to whole windows."""
+    """Return 1 at the first maximum of each window, else 0; x is cropped to whole windows."""
+    # Among the positions equal to the maximum, the one with the largest key is the first.
     keyed = (x == _upsample(y, kernel)).cast(x.dtype) * _keys(y.shape[2:], kernel, x)
     best = max_pool_row(keyed, kernel_shape=kernel, strides=kernel)
     return (keyed == _upsample(best, kernel)).cast(x.dtype)
@@ -199,6 +202,7 @@ def _select_by_keys(t: Tensor, x: Tensor, y: Tensor, attrs: Mapping[str, Any]) -
     kernel = attrs["kernel_shape"]
     sizes = _covered(y, kernel)
     chosen = _cropped(t, sizes) * _winner(_cropped(x, sizes), y, kernel)
+    # One element of each window is not 0, so the mean times the window's size is that element.
     mean = average_pool_row(chosen, kernel_shape=kernel, strides=kernel)
     return mean * float(np.prod(kernel))
 
@@ -240,7 +244,7 @@ WINNER_FORMS: Final[Mapping[str, WinnerForm]] = {
 
 
 def winner_forms(x: TensorType, attrs: Mapping[str, Any]) -> tuple[str, ...]:
-    """The forms that serve a pool of x with these attributes, the default first."""
+    """Return the forms that serve a pool of x with these attributes, the default first."""
     return tuple(name for name, form in WINNER_FORMS.items() if form.serves(x, attrs))
 
 
@@ -258,7 +262,7 @@ def _winner_row(
     adjoint: Callable[..., Tensor],
     *samples: Sample,
 ) -> Op:
-    """A row (t, x, y) -> u over the winners of x and its pool y.
+    """Build a row (t, x, y) -> u over the winners of x and its pool y.
 
     types: (type of x, type of y) -> (type of t, type of u); adjoint: the row (u, x, y) -> t.
     """
@@ -289,7 +293,7 @@ def _winner_row(
 
 
 def _use(t: MakeArray, x: MakeArray, window: Mapping[str, Any], **attrs: Any) -> Sample:
-    """A sample whose x is one array for every seed, so that its pool y belongs to it."""
+    """Make a sample whose x is one array for every seed, so that its pool y belongs to it."""
     fixed = x(np.random.default_rng(7))
     pooled = _max_pool_kernel(fixed, ceil_mode=0, **window)[0]
     return sample(t, computed(fixed), computed(pooled), smooth=(0,), **window, **attrs)
@@ -327,7 +331,7 @@ max_select: Op = _winner_row(
 
 
 def _counted_sizes(shape: Sequence[Dim], attrs: Mapping[str, Any]) -> list[Dim]:
-    """The sizes (N, C, *S) that the indices of an unpool count in."""
+    """Return the sizes (N, C, *S) that the indices of an unpool count in."""
     window = Window(attrs["kernel_shape"], attrs)
     n = len(window.kernel)
     if len(shape) != n + 2:
@@ -374,7 +378,7 @@ _INDEX: Final = computed([[[[0, 3], [10, 9]]], [[[16, 19], [24, 31]]]])
 
 
 def _emit_max_unpool(context: EmissionContext, node: Node) -> None:
-    """A larger output is padded afterwards: onnxruntime counts indices in `output_shape`."""
+    """Pad a larger output afterwards: onnxruntime counts indices in `output_shape`."""
     names = context.inputs(node)
     if len(names) < 3:
         context.plain(node)
@@ -403,6 +407,7 @@ max_unpool_row = Op(
 
 def _global_max_vjp(g: Tensor, y: Tensor, x: Tensor) -> tuple[Tensor]:
     size = product(list(x.shape[2:]))
+    # argmax takes the first maximum, so ties are resolved as in MaxPool.
     first = argmax_row(x.reshape((*x.shape[:2], size)), axis=2)
     hit = (first == arange(size)).cast(g.dtype)
     return ((hit * g.reshape((*g.shape[:2], 1))).reshape(x.shape),)

@@ -48,14 +48,14 @@ def _align_types(call: OpCall) -> tuple[TensorType]:
 
 
 def _column(rois: Tensor, k: int) -> Tensor:
-    """Column `k` of (R, ...) as (R, 1, 1)."""
+    """Return column `k` of (R, ...) as (R, 1, 1)."""
     return slice_axis(rois, 1, k, k + 1).reshape((rois.shape[0], 1, 1))
 
 
 def _samples(
     rois: Tensor, axis: int, attrs: Any, size: Any, count: Tensor | None
 ) -> tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor]:
-    """Along one axis: (position, weight) of both neighbours, how many samples each box takes.
+    """Return along one axis (position, weight) of both neighbours, and the samples per box.
 
     Positions are (R, P, S) for P bins of S samples; samples beyond a box's own number, and those
     beyond the image, have weight 0. Last, (R, 1, S): which are within the box's own number.
@@ -66,6 +66,7 @@ def _samples(
     scale = float(attrs["spatial_scale"])
     start = _column(rois, first) * scale - half
     extent = _column(rois, last) * scale - half - start
+    # ONNX enlarges boxes below one pixel only without half pixels.
     if not half:
         extent = maximum(extent, 1.0)
     width = extent / float(bins)
@@ -79,6 +80,7 @@ def _samples(
         number = number.reshape((1, 1, number.shape[0]))
     bin_number = np.arange(bins, dtype=rois.dtype.numpy).reshape(1, -1, 1)
     at = start + width * bin_number + (number + 0.5) * width / own
+    # Up to one pixel outside, a sample reads the edge; further out it counts as 0.
     seen = ((at >= -1.0) & (at <= size) & (number < own)).cast(rois.dtype)
     held = minimum(maximum(at, 0.0), size - 1.0)
     low = minimum(floor(held), size - 1.0)
@@ -88,7 +90,7 @@ def _samples(
 
 
 def _most(rois: Tensor, axis: int, attrs: Any) -> Tensor | None:
-    """The largest number of samples any box takes along an axis; None where it is fixed."""
+    """Return the largest number of samples any box takes along an axis; None if it is fixed."""
     if attrs["sampling_ratio"] > 0:
         return None
     name, first, last = _AXES[axis]
@@ -99,7 +101,7 @@ def _most(rois: Tensor, axis: int, attrs: Any) -> Tensor | None:
 
 
 def _roi_align(x: Tensor, rois: Tensor, batch: Tensor, **attrs: Any) -> Tensor:
-    """Mean (or maximum) of bilinear samples in each bin of each box (He 2017)."""
+    """Take the mean (or maximum) of bilinear samples in each bin of each box (He 2017)."""
     r, c = rois.shape[0], x.shape[1]
     ph, pw = int(attrs["output_height"]), int(attrs["output_width"])
     h, w = (size_of([d], x.dtype) for d in x.shape[2:])
@@ -118,6 +120,7 @@ def _roi_align(x: Tensor, rois: Tensor, batch: Tensor, **attrs: Any) -> Tensor:
         return gather(rows, index, axis=0) * weight
 
     terms = (term(*in_y, *in_x) for in_y in ys for in_x in xs)
+    # ONNX's mode max takes the maximum of the weighted neighbours, not of the interpolated samples.
     tensor: Tensor = reduce(add if attrs["mode"] == "avg" else maximum, terms)
     if attrs["mode"] == "max":
         taken = taken_y.reshape((r, 1, sy, 1, 1, 1)) & taken_x.reshape((r, 1, 1, 1, sx, 1))
@@ -164,7 +167,8 @@ def _max_roi_types(call: OpCall) -> tuple[TensorType]:
 
 
 def _bin_mask(rois: Tensor, axis: int, bins: int, scale: float, size: Any, n: Any) -> Tensor:
-    """(R, bins, n): which positions each bin of each box covers."""
+    """Return (R, bins, n): which positions each bin of each box covers."""
+    # Corners are rounded to whole positions and inclusive, hence + 1.
     first = round_(_column(rois, 2 - axis) * scale)
     extent = maximum(round_(_column(rois, 4 - axis) * scale) - first + 1.0, 1.0)
     width = extent / float(bins)
@@ -176,7 +180,7 @@ def _bin_mask(rois: Tensor, axis: int, bins: int, scale: float, size: Any, n: An
 
 
 def _max_roi_pool(x: Tensor, rois: Tensor, *, pooled_shape: Any, spatial_scale: float) -> Tensor:
-    """The maximum of each bin; ties share the gradient, an empty bin is 0 (Girshick 2015)."""
+    """Take the maximum of each bin; ties share the gradient, empty bins are 0 (Girshick 2015)."""
     r, c, (h, w) = rois.shape[0], x.shape[1], x.shape[2:]
     image = round_(slice_axis(rois, 1, 0, 1).reshape((r,))).cast(int64)
     planes = gather(x, image, axis=0)
@@ -184,6 +188,7 @@ def _max_roi_pool(x: Tensor, rois: Tensor, *, pooled_shape: Any, spatial_scale: 
     xs = _bin_mask(rois, 1, pooled_shape[1], spatial_scale, size_of([w], x.dtype), w)
     low = np.array(np.finfo(x.dtype.numpy).min, x.dtype.numpy)
     ph, pw = pooled_shape
+    # The maximum over a rectangle, first over rows and then over columns, needs no gather.
     in_row = ys.reshape((r, 1, ph, h, 1))
     rows = where(in_row, planes.reshape((r, c, 1, h, w)), low).max([3])
     in_column = xs.reshape((r, 1, 1, pw, w))

@@ -46,13 +46,13 @@ Tap = tuple[Tensor, Tensor | None]
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """x: (N, C, *S) -> (N P, C): the channels of each place as one row."""
+    """Return the channels of each place as one row: (N, C, *S) -> (N P, C)."""
     flat = x.reshape((x.shape[0], x.shape[1], product(list(x.shape[2:]))))
     return flat.transpose(0, 2, 1).reshape((-1, x.shape[1]))
 
 
 def inside(position: Tensor, size: Any) -> Tensor:
-    """1 where a position is on the axis, else 0."""
+    """Return 1 where a position is on the axis, else 0."""
     held: Tensor = (position >= 0.0) & (position <= size - 1.0)
     return held.cast(position.dtype)
 
@@ -60,7 +60,7 @@ def inside(position: Tensor, size: Any) -> Tensor:
 def weighted_rows(
     rows: Tensor, first: Tensor, sizes: Sequence[Dim], axes: Sequence[Sequence[Tap]]
 ) -> Tensor:
-    """Sums of rows over every combination of taps: (*T, C).
+    """Return weighted sums of rows over every combination of taps: (*T, C).
 
     first: (*T) int64, the first row of the plane each place lies on; taps: (*T), positions inside.
     """
@@ -68,6 +68,7 @@ def weighted_rows(
     def term(taps: Sequence[Tap]) -> Tensor:
         index = first
         for i, (position, _) in enumerate(taps):
+            # Row-major: the position along an axis counts for all places of the axes after it.
             index = index + position.cast(int64) * whole(product(list(sizes[i + 1 :])))
         weights = [w for _, w in taps if w is not None]
         read = gather(rows, index, axis=0)
@@ -80,15 +81,16 @@ def weighted_rows(
 
 
 def whole(n: Dim) -> Any:
-    """A size as a number or as a scalar of the graph."""
+    """Return a size as a number or as a scalar of the graph."""
     return n if isinstance(n, int) else dims_of([n]).reshape(())
 
 
 def _reflected(x: Tensor, size: Any, *, aligned: bool) -> Tensor:
-    """x mirrored at the borders: at corner centres if `aligned`, else at the outer edges."""
+    """Mirror x at the borders: at corner centres if `aligned`, else at the outer edges."""
     low, span = (0.0, _at_least_1(size - 1.0)) if aligned else (-0.5, size)
     shifted = x - low
     turned = shifted - floor(shifted / (2.0 * span)) * (2.0 * span)
+    # A triangle wave of period 2 span between the two borders.
     reflected = span - abs_(turned - span) + low
     return minimum(reflected, size - 1.0) if aligned else reflected
 
@@ -98,12 +100,12 @@ def _at_least_1(x: Any) -> Any:
 
 
 def bounded(x: Tensor, size: Any) -> Tensor:
-    """Positions, those beyond the axis moved to its ends."""
+    """Return positions, those beyond the axis moved to its ends."""
     return minimum(maximum(x, 0.0), size - 1.0)
 
 
 def _place(x: Tensor, size: Any, padding: str, *, aligned: bool) -> Tensor:
-    """A coordinate with those beyond the border moved as the padding mode says."""
+    """Return a coordinate; the padding mode says where those beyond the border move."""
     low, high = (0.0, size - 1.0) if aligned else (-0.5, size - 0.5)
     outside = (x < low) | (x > high)
     if padding == "border":
@@ -114,7 +116,7 @@ def _place(x: Tensor, size: Any, padding: str, *, aligned: bool) -> Tensor:
 
 
 def _pixel(position: Tensor, size: Any, padding: str, *, aligned: bool) -> Tap:
-    """A whole position moved onto the axis, and the weight that the padding mode leaves it."""
+    """Move a whole position onto the axis; return it with the weight the padding mode leaves it."""
     if padding == "zeros":
         return bounded(position, size), inside(position, size)
     if padding == "reflection":
@@ -123,14 +125,14 @@ def _pixel(position: Tensor, size: Any, padding: str, *, aligned: bool) -> Tap:
 
 
 def linear(x: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """The two points around a position, with their weights."""
+    """Return the two points around a position, with their weights."""
     low = floor(x)
     part = x - low
     return [(low, 1.0 - part), (low + 1.0, part)]
 
 
 def _cubic(x: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """The four points around a position, with weights by Keys 1981 with a = -0.75."""
+    """Return the four points around a position, weighted by Keys 1981 with a = -0.75."""
     a = -0.75
     low = floor(x)
     part = x - low
@@ -178,7 +180,9 @@ def _grid_sample(
     axes = []
     for i, size in enumerate(spatial):
         extent = size_of([size], grid.dtype)
+        # Grids list x before y, the spatial axes of a tensor y before x.
         g = slice_axis(places, 2, n - 1 - i, n - i).reshape(places.shape[:2])
+        # -1 and 1 are the centres of the corner pixels; otherwise they are the outer edges.
         if align_corners:
             x_i = (g + 1.0) * 0.5 * (extent - 1.0)
         else:
@@ -202,7 +206,7 @@ def _sampled(reach: float = 1.3, **attrs: Any) -> Any:
 
 
 def _emit_grid_sample_names(context: EmissionContext, node: Node) -> None:
-    """Before opset 20 the modes of GridSample are named for planes."""
+    """Emit the names that modes of GridSample have for planes before opset 20."""
     names = {"linear": "bilinear", "cubic": "bicubic"}
     mode = str(node.attrs.get("mode", "linear"))
     context.plain(node, mode=names.get(mode, mode))
@@ -234,7 +238,7 @@ grid_sample_row = Op(
 
 
 def contents(row: str, x: Tensor) -> Known:
-    """The contents of an operand of sizes, which a body must know."""
+    """Return the contents of an operand of sizes, which a body must know."""
     known = recorder().known(x)
     if known is None:
         raise InvalidInput(
@@ -256,7 +260,7 @@ def _affine_types(call: OpCall) -> tuple[TensorType]:
 
 
 def _affine_grid(theta: Tensor, size: Tensor, *, align_corners: int) -> Tensor:
-    """theta: (N, n, n + 1) applied to coordinates in [-1, 1] -> (N, *S, n), x before y before z."""
+    """Apply theta: (N, n, n + 1) to coordinates in [-1, 1] -> (N, *S, n), x before y before z."""
     known = contents("AffineGrid", size)
     spatial: list[Any] = [d if isinstance(d, Expr) else int(d) for d in known[2:]]
     axes = len(spatial)
@@ -270,7 +274,7 @@ def _affine_grid(theta: Tensor, size: Tensor, *, align_corners: int) -> Tensor:
 
 
 def _centres(size: Dim, like: Tensor, *, aligned: bool) -> Tensor:
-    """Coordinates of pixel centres in [-1, 1]; 0 for a single one of aligned corners."""
+    """Return coordinates of pixel centres in [-1, 1]; 0 for a single one of aligned corners."""
     extent = size_of([size], like.dtype)
     o = arange(size).cast(like.dtype)
     if not aligned:
@@ -312,7 +316,7 @@ affine_grid_row = Op(
 
 
 def _center_crop_pad(x: Tensor, shape: Tensor, *, axes: Sequence[int] | None) -> Tensor:
-    """Keeps the middle where the wanted size is smaller, pads with zeros around where larger."""
+    """Keep the middle if the wanted size is smaller; pad with zeros around if it is larger."""
     known = contents("CenterCropPad", shape)
     wanted_axes = range(x.rank) if axes is None else [range(x.rank)[a] for a in axes]
     for axis, want in zip(wanted_axes, known, strict=True):
@@ -336,7 +340,7 @@ def _cropped_or_padded(x: Tensor, axis: int, have: int, wanted: int) -> Tensor:
 
 
 def _centred_at_run(x: Tensor, axis: int, wanted: Dim) -> Tensor:
-    """Whether to crop or to pad is open: positions from the middle, those outside read as zero."""
+    """Crop or pad when the graph runs: read positions from the middle, those outside as zero."""
     have = dims_of([x.shape[axis]])
     offset = div(have - dims_of([wanted]), 2)  # towards zero, which serves both
     position = arange(wanted) + offset

@@ -45,14 +45,14 @@ class Window:
 
     @classmethod
     def without_pads(cls, kernel: Sequence[int], attrs: Mapping[str, Any]) -> Window:
-        """The window whose pads, if it has any, are written out before it."""
+        """Return the window without pads, which the caller writes out before it."""
         return cls(kernel, {**attrs, "pads": None})
 
     @classmethod
     def over(
         cls, spatial: Sequence[Dim], kernel: Sequence[int], attrs: Mapping[str, Any]
     ) -> Window:
-        """The window over axes of these sizes, with `auto_pad` turned into explicit pads.
+        """Return the window over axes of these sizes, with `auto_pad` as explicit pads.
 
         SAME padding needs static sizes or a stride of 1.
         """
@@ -68,22 +68,23 @@ class Window:
         return window
 
     def span(self, i: int) -> int:
-        """Extent of the dilated kernel along axis `i`."""
+        """Return the extent of the dilated kernel along axis `i`."""
         return int((self.kernel[i] - 1) * self.dilations[i] + 1)
 
     def same_total(self, i: int, size: Dim) -> int:
-        """How much padding SAME means along axis `i`, before and after together."""
+        """Return how much padding SAME means along axis `i`, before and after together."""
         if self.strides[i] == 1:
             return self.span(i) - 1
         if isinstance(size, Expr):
             raise ShapeError(
                 f"SAME padding with a stride over the symbolic size {size} is not static"
             )
+        # ONNX: out = ceil(size / stride), and just enough padding that the last window fits.
         out = -(-size // self.strides[i])
         return max(0, int((out - 1) * self.strides[i] + self.span(i) - size))
 
     def out_size(self, i: int, size: Dim, *, ceil_mode: bool = False) -> Dim:
-        """Number of window positions along axis `i` of the given size.
+        """Return the number of window positions along axis `i` of the given size.
 
         With `ceil_mode` the last window may reach beyond the padded input, but starts within the
         input or the pads before it.
@@ -102,26 +103,26 @@ class Window:
         return ceil_div(free, self.strides[i]) + 1
 
     def out_ints(self, sizes: Sequence[int], *, ceil_mode: bool = False) -> list[int]:
-        """Window positions along each axis of static sizes."""
+        """Return the window positions along each axis of static sizes."""
         out = [self.out_size(i, s, ceil_mode=ceil_mode) for i, s in enumerate(sizes)]
         return list(static(out, "sizes"))
 
     def reach(self, i: int, positions: Dim) -> Dim:
-        """How far the last of so many windows reads from the start of the padded axis `i`."""
+        """Return how far the last of `positions` windows reads along the padded axis `i`."""
         return (positions - 1) * int(self.strides[i]) + self.span(i)
 
     def padded(self, x: Any) -> Any:
-        """A host array (N, C, *S) with its spatial axes padded by zeros."""
+        """Return a host array (N, C, *S) with its spatial axes padded by zeros."""
         n = len(self.kernel)
         return np.pad(x, [(0, 0), (0, 0), *zip(self.pads[:n], self.pads[n:], strict=True)])
 
     def attrs(self) -> dict[str, Any]:
-        """As node attributes."""
+        """Return strides, dilations and pads as node attributes."""
         return {"strides": self.strides, "dilations": self.dilations, "pads": self.pads}
 
 
 def shared_out(totals: Sequence[Any], mode: str) -> tuple[Any, ...]:
-    """Total paddings as amounts before and after; SAME_UPPER puts an odd one after."""
+    """Share total paddings out before and after; SAME_UPPER puts an odd element after."""
     small = [floor_div(t, 2) for t in totals]
     large = [t - s for t, s in zip(totals, small, strict=True)]
     return tuple(small + large if mode == "SAME_UPPER" else large + small)
@@ -130,7 +131,7 @@ def shared_out(totals: Sequence[Any], mode: str) -> tuple[Any, ...]:
 def open_same_pads(
     attrs: Mapping[str, Any], kernel: Sequence[int], spatial: Sequence[Dim]
 ) -> tuple[Dim, ...] | None:
-    """Symbolic amounts that SAME padding means, before and after; None where they are static.
+    """Return the symbolic amounts of SAME padding, before and after; None if they are static.
 
     With a stride beyond the window the amount has no normal form and is refused.
     """
@@ -145,6 +146,8 @@ def open_same_pads(
     for i, size in enumerate(spatial):
         if isinstance(size, int) or strides[i] == 1:
             totals.append(window.same_total(i, size))
+        # max(0, ...) of a symbolic amount is no polynomial; it is not needed if windows overlap or
+        # touch.
         elif window.span(i) < strides[i]:
             raise ShapeError(
                 f"the gradient of SAME padding of the symbolic size {size} needs a stride within "
@@ -162,7 +165,7 @@ def out_sizes(
     *,
     ceil_mode: bool = False,
 ) -> list[Dim]:
-    """Window positions along each axis, symbolic sizes included."""
+    """Return the window positions along each axis, symbolic sizes included."""
     if (attrs.get("auto_pad") or "NOTSET") in SAME:
         window = Window.without_pads(kernel, attrs)
         return [ceil_div(d, s) for d, s in zip(spatial, window.strides, strict=True)]
@@ -171,7 +174,7 @@ def out_sizes(
 
 
 def pooled_type(x: TensorType, attrs: Mapping[str, Any]) -> TensorType:
-    """The type of a pool of x: (N, C, *S); windows of padding alone are refused."""
+    """Return the type of a pool of x: (N, C, *S); refuse windows of padding alone."""
     kernel = attrs["kernel_shape"]
     if x.rank != len(kernel) + 2:
         raise ShapeError(f"a pool over {len(kernel)} axes takes x: (N, C, ...), got {x}")
@@ -185,7 +188,7 @@ def pooled_type(x: TensorType, attrs: Mapping[str, Any]) -> TensorType:
 
 
 def refuse_padding_alone(x: TensorType, attrs: Mapping[str, Any]) -> None:
-    """Refuses windows that may see nothing but padding: taps further apart than an axis is long."""
+    """Refuse windows that may see only padding: taps further apart than an axis is long."""
     kernel, spatial = attrs["kernel_shape"], x.shape[2:]
     if not is_static(spatial):
         return
@@ -199,10 +202,10 @@ def refuse_padding_alone(x: TensorType, attrs: Mapping[str, Any]) -> None:
 
 
 def emit_pool(context: EmissionContext, node: Node) -> None:
-    """Windows that `ceil_mode` adds over a static plane are written as padding at the end.
+    """Emit windows that `ceil_mode` adds over a static plane as padding at the end.
 
     A window that would start beyond the data is no window, but below opset 22 onnxruntime counts
-    it while it infers shapes, though not while it runs. The pads of SAME are written out where a
+    it while it infers shapes, though not while it runs. The pads of SAME are written out if a
     stride goes beyond the window: onnxruntime computes negative pads there.
     """
     x, y = node.inputs[0], node.outputs[0]
@@ -233,7 +236,7 @@ def emit_pool(context: EmissionContext, node: Node) -> None:
 
 
 def sizes_of(value: Sizes, rank: int, what: str) -> tuple[int, ...]:
-    """One size per spatial axis of a tensor (N, C, *S); InvalidInput names `what` is none."""
+    """Return one size per spatial axis of (N, C, *S); InvalidInput names `what` is not one."""
     sizes = whole_numbers(value, what)
     return sizes if isinstance(value, Iterable) else sizes * (rank - 2)
 
@@ -241,7 +244,7 @@ def sizes_of(value: Sizes, rank: int, what: str) -> tuple[int, ...]:
 def window_attrs(
     rank: int, stride: Sizes, padding: Sizes, dilation: Sizes
 ) -> dict[str, tuple[int, ...]]:
-    """Attributes of a window over a tensor (N, C, *S) with `rank` axes, padded alike on both ends.
+    """Return attributes of a window over (N, C, *S) of `rank` axes, padded alike on both ends.
 
     InvalidInput names the argument that is no whole number.
     """
@@ -256,38 +259,38 @@ _NEUTRAL: Final = {"strides": 1, "dilations": 1, "pads": 0, "output_padding": 0}
 
 
 def without_neutral(attrs: Mapping[str, Any]) -> dict[str, Any]:
-    """The attributes of a window whose absence would not mean the same."""
+    """Return the attributes of a window whose absence would not mean the same."""
     return {k: v for k, v in attrs.items() if any(i != _NEUTRAL[k] for i in v)}
 
 
 def pool_attrs(
     x: Tensor, kernel: Sizes, stride: Sizes | None, padding: Sizes, dilation: Sizes = 1
 ) -> dict[str, Any]:
-    """Attributes of a pool; the stride defaults to the window."""
+    """Return attributes of a pool; the stride defaults to the window."""
     window = sizes_of(kernel, x.rank, "a window")
     attrs = window_attrs(x.rank, window if stride is None else stride, padding, dilation)
     return {**without_neutral(attrs), "kernel_shape": window, "strides": attrs["strides"]}
 
 
 def static(dims: Sequence[Dim], what: str) -> tuple[int, ...]:
-    """Dimensions that must be known when the graph is built."""
+    """Return dimensions that must be known when the graph is built."""
     if any(isinstance(d, Expr) for d in dims):
         raise ShapeError(f"{what} must be static, got ({', '.join(map(str, dims))})")
     return tuple(int(d) for d in dims)  # type: ignore[arg-type]
 
 
 def is_static(dims: Sequence[Dim]) -> bool:
-    """Whether every size is a number."""
+    """Return whether every size is a number."""
     return all(isinstance(d, int) for d in dims)
 
 
 def at_tap(x: Any, window: Window, tap: Sequence[int], out: Sequence[int]) -> Any:
-    """The view of the padded input (..., *S) that kernel position `tap` multiplies."""
+    """Return the view of the padded input (..., *S) that kernel position `tap` multiplies."""
     return x[(Ellipsis, *tap_slices(window, tap, out))]
 
 
 def tap_slices(window: Window, tap: Sequence[int], out: Sequence[int]) -> list[slice]:
-    """Where kernel position `tap` reads the padded input, for each output position."""
+    """Return where kernel position `tap` reads the padded input, for each output position."""
     starts = [t * d for t, d in zip(tap, window.dilations, strict=True)]
     return [
         slice(start, start + (o - 1) * s + 1, s)
@@ -310,9 +313,9 @@ class Padded:
         self.spread = list(zip(before, self.after, strict=True))
 
     def pad(self, x: Any, value: Any) -> Any:
-        """The spatial axes of `x` padded as far as any window reaches."""
+        """Return `x` with spatial axes padded as far as any window reaches."""
         return np.pad(x, [(0, 0)] * (x.ndim - self.n) + self.spread, constant_values=value)
 
     def views(self, x: Any) -> Iterable[Any]:
-        """What each kernel position in turn sees at all window positions of the padded array."""
+        """Yield what each kernel position sees at all window positions of the padded array."""
         return (at_tap(x, self.window, tap, self.out) for tap in np.ndindex(*self.window.kernel))
