@@ -288,7 +288,8 @@ def test_regions_nest_to_the_limit_and_no_deeper():
         (bytes(limits.MAX_MODULE_BYTES + 1), "at most"),
         (b"\x3a\x80\x80\x80\x80\x08", "not a Module message"),
         (b"\xff" * 100, "not a Module message"),
-        (b"\x0b" * 5000, "not a Module message"),
+        (b"\x0b" * 5000, "contains a group"),
+        (b"\xab\x06\xac\x06" + b"\x3a\x00" * (limits.MAX_MESSAGES + 1), "contains a group"),
         (b"", "no format version"),
     ],
 )

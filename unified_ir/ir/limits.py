@@ -77,6 +77,9 @@ def check_counts(data: bytes) -> None:
                 raise Corrupt(f"regions nest deeper than {MAX_REGION_DEPTH}")
         elif wire in {1, 5}:
             at += 8 if wire == 1 else 4
+        elif wire == 3:
+            # The parser would read on behind a group, and this walk could not count there.
+            raise Corrupt("it is not a Module message: it contains a group")
         else:
             return
         if fields > MAX_FIELDS or messages > MAX_MESSAGES:
