@@ -27,6 +27,13 @@ def test_a_pattern_that_ruins_backtracking_takes_linear_time():
     assert not held.matches("a" * 5_000)  # backtracking would outlive the test's limit, and us
 
 
+@pytest.mark.parametrize(
+    "pattern", ["(?:){4000000000}a", "((){4000000000}){4000000000}a", "(?:){0,4000000000}a"]
+)
+def test_a_part_that_reads_nothing_is_repeated_in_no_time(pattern):
+    assert Automaton(pattern).matches("a")
+
+
 REFUSED = {
     r"(a)\1": "groupref",
     "(?=a)a": "assert",

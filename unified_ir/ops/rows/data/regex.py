@@ -100,9 +100,13 @@ class Automaton:
         return end
 
     def _repeated(self, items: Any, least: int, most: int, start: int) -> int:
-        # Repetitions are written out: x{2,4} becomes xxx?x?.
+        # Repetitions are written out: x{2,4} becomes xxx?x?. A part without states, such as (?:),
+        # is the same however often it is repeated; only states are limited, so it must end here.
         for _ in range(least):
+            states = len(self.steps)
             start = self._items(items, start)
+            if len(self.steps) == states:
+                return start
         if most is codes.MAXREPEAT:
             loop = self._state()
             self.free[start].append((None, loop))
@@ -110,8 +114,11 @@ class Automaton:
             return loop
         end = self._state()
         for _ in range(most - least):
+            states = len(self.steps)
             self.free[start].append((None, end))
             start = self._items(items, start)
+            if len(self.steps) == states:
+                break
         self.free[start].append((None, end))
         return end
 
