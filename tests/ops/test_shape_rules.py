@@ -4,6 +4,7 @@ import pytest
 from triplane.unified_ir import TensorSpec, ops, trace
 from triplane.unified_ir.engines import engine
 from triplane.unified_ir.ir.types import ShapeError
+from triplane.unified_ir.ops.rows.movement.slicing import slice_row
 from triplane.unified_ir.ops.rows.windows.convolution import conv_transpose_row
 
 X = np.arange(6, dtype=np.float32).reshape(1, 2, 1, 3)
@@ -31,6 +32,13 @@ def test_tensors_of_different_rank_do_not_concatenate():
 def test_a_range_below_zero_is_empty():
     function = trace(lambda x: ops.arange(-3).cast("float32") + x, TensorSpec((1,)))
     assert function.results[0].type.shape == (0,)
+
+
+@pytest.mark.parametrize("end", [2**31 - 1, 2**63 - 1])
+def test_a_slice_to_the_largest_number_goes_to_the_end_of_an_open_axis(end):
+    ends = np.array([end])
+    function = trace(lambda x: slice_row(x, np.array([1]), ends), TensorSpec(("N",)))
+    assert str(function.results[0].type) == "float32[N-1]"
 
 
 def test_a_negative_pad_takes_away():

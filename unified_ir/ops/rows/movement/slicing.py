@@ -46,8 +46,8 @@ def _clip_bounds(size: Dim, start: Dim, end: Dim, step: int) -> tuple[Dim, Dim]:
     return _symbolic_bound(size, start, step), _symbolic_bound(size, end, step)
 
 
-# Exporters write INT64_MAX for "to the end"; no axis is as long as 2^31.
-_FAR = 2**31
+# Exporters write INT64_MAX or INT32_MAX for "to the end"; no axis is that long.
+_FAR = 2**31 - 1
 
 
 def _symbolic_bound(size: Dim, bound: Dim, step: int) -> Dim:
