@@ -1,5 +1,8 @@
 """Sizes that exporters compute in the graph, and sizes that only a run can compare."""
 
+import math
+from fractions import Fraction
+
 import numpy as np
 import pytest
 from tests.support.onnx_models import agree, text_model
@@ -184,6 +187,12 @@ def test_windows_of_an_open_plane_have_the_size_that_the_exporter_computes():
     function = agree(model, x=x).entry("predict")
     assert str(function.result("y").type) == "int64[(H+2)//3]"
     assert str(function.result("z").type) == "float32[N,1,(H+2)//3]"
+
+
+@pytest.mark.parametrize("a", [2**53 + 1, 2**62 - 1, -(2**62) + 1, 7, -7])
+@pytest.mark.parametrize("b", [1, 2, -2, 3])
+def test_sizes_divide_exactly_and_towards_zero(a, b):
+    assert _quotient(a, b) == math.trunc(Fraction(a, b))
 
 
 def test_half_of_a_count_that_data_decide_is_not_folded_to_the_floor():

@@ -97,7 +97,8 @@ def _quotient(a: Dim, b: Dim) -> Dim:
         if _never_negative(nonempty):
             return floor_div(a, b)
     if isinstance(a, int) and isinstance(b, int):
-        return int(a / b)
+        quotient = abs(a) // abs(b)  # a float would be inexact above 2^53
+        return quotient if (a < 0) == (b < 0) else -quotient
     if _never_negative(a) and _never_negative(b):
         return floor_div(a, b)
     raise _Open
