@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from triplane.unified_ir import nn, ops
 from triplane.unified_ir.frontend import trace
 from triplane.unified_ir.ir import TensorSpec
+from triplane.unified_ir.passes import repeats as module
 from triplane.unified_ir.passes.occurrences import repeated
 from triplane.unified_ir.passes.repeats import Listing, repeats
 
@@ -39,6 +40,13 @@ def chain(labels):
     """Each node takes what the one before it gives."""
     n = len(labels)
     return Listing(labels, [[i] for i in range(n)], [[i + 1] for i in range(n)], frozenset([n]))
+
+
+def test_runs_with_equal_hashes_and_other_labels_are_no_block(monkeypatch):
+    monkeypatch.setattr(module, "_PRIME", 1)  # every hash is 0
+    labels = [1, 2, 3, 4, 5] * 3 + [6, 7, 8, 9, 10] * 3
+    for block in repeats(chain(labels)):
+        assert len({tuple(labels[s : s + block.length]) for s in block.starts}) == 1
 
 
 def test_layers_are_one_block():

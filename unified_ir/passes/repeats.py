@@ -133,11 +133,14 @@ def _by_gain(symbols: dict[int, _Symbol], least_nodes: int) -> Iterator[tuple[in
 
 
 def _alike(listing: Listing, length: int, starts: list[int]) -> Iterator[Block]:
-    """Yield the runs of equal labels grouped by equal wiring, as blocks."""
-    classes: dict[tuple[int, ...], list[tuple[int, tuple[int, ...]]]] = defaultdict(list)
+    """Yield the runs of equal labels and wiring as blocks.
+
+    Labels are compared, too: a model can be made such that hashes of unequal runs are equal.
+    """
+    classes: dict[Hashable, list[tuple[int, tuple[int, ...]]]] = defaultdict(list)
     for start in starts:
         wiring, arguments = _wiring(listing, start, length)
-        classes[wiring].append((start, arguments))
+        classes[(*listing.labels[start : start + length], wiring)].append((start, arguments))
     for members in classes.values():
         own = tuple(start for start, _ in members)
         block = Block(length, own, tuple(a for _, a in members), _outputs(listing, length, own))
