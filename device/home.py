@@ -58,6 +58,8 @@ class DeviceSettings:
         wanted = {f.name: type(f.default) for f in fields(DeviceSettings)}
         for name, kind in wanted.items():
             value = getattr(self, name)
+            # Not isinstance: true is an int in Python. A whole number may stand for a float in
+            # JSON.
             if type(value) is not kind and not (kind is float and type(value) is int):
                 raise InvalidInput(f"{name} is {kind.__name__}, got {value!r}")
         if not POPULATION.fullmatch(self.population):
@@ -76,6 +78,7 @@ class DeviceSettings:
         self, *, data: Path | None, population: str | None, held_out: float | None
     ) -> "DeviceSettings":
         """Return these settings with the arguments that are not None in place of their own."""
+        # Absolute, because the service may start in another folder than the command that enrolled.
         path = None if data is None else str(Path(data).absolute())
         changes: dict[str, Any] = {"data": path, "population": population, "held_out": held_out}
         return replace(self, **{k: v for k, v in changes.items() if v is not None})
@@ -180,6 +183,8 @@ class DeviceHome(MachineHome[DeviceSettings]):
         """Whether a process uses this home."""
         try:
             with (self.path / "lock").open("rb") as file:
+                # A shared lock, so that two `status` commands at once do not take each other for a
+                # device.
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except FileNotFoundError:
             return False
@@ -197,6 +202,7 @@ class DeviceHome(MachineHome[DeviceSettings]):
                 f"another process works in {self.path}; one home is one device"
             ) from error
         with file:
+            # Only wait here: the child takes this lock itself when it starts.
             self.lock_for_tasks().close()
             self.recover()
             yield

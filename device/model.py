@@ -144,6 +144,7 @@ class DeviceModel:
             after=after,
             accuracy=max(before, after),
         )
+        # The plan now holds the adapted state; put the shared one back before it is stored.
         if best.chosen == SHARED:
             restart()
         if not self._old_is_better(best, plan, watched, shard, other):
@@ -164,6 +165,7 @@ class DeviceModel:
             return False
         if old.plan != new.plan:
             return other is not None and self._scored_by(other, old, shard) > new.accuracy
+        # One plan in memory is enough: the states take turns in it.
         challenger = plan.state()
         plan.load_state(self._path)
         if score(watched, shard) > new.accuracy:

@@ -59,6 +59,8 @@ def split(arrays: Mapping[str, Array], held_out: float) -> Shard:
     if held_out:
         block = min(max(2, round(1 / min(held_out, 1 - held_out))), MAX_BLOCK)
         words = Draws(0, 0, "", "held out").words(-(-n // block))
+        # One fixed draw for each block: appended samples never move an old one to the other part,
+        # which would let held-out samples leak into learning.
         at = np.arange(len(words)) * block + (words % np.uint64(block)).astype(np.intp)
         out[at[at < n]] = True
     if held_out > 0.5:
@@ -174,8 +176,8 @@ def _check_numbers(name: str, x: Array) -> None:
         bad = ~np.isfinite(x[at : at + rows]).reshape(len(x[at : at + rows]), -1).all(axis=1)
         if bad.any():
             raise InvalidInput(
-                f"samples are finite, {name!r} of one holds {_defect(x[at + int(bad.argmax())])}; "
-                "fill in what is missing, or leave such samples out"
+                f"samples are finite, {name!r} of one has {_defect(x[at + int(bad.argmax())])}; "
+                "fill in missing values, or leave such samples out"
             )
 
 

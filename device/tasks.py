@@ -115,7 +115,7 @@ def work_set_of(message: pb.Work, device: str, *, max_blob_bytes: int, now_s: fl
 def _task(message: pb.Task, device: str, max_blob_bytes: int, now_s: float) -> Task:
     kind = message.WhichOneof("work") or "nothing"
     if kind not in KINDS:
-        raise InvalidInput(f"this device can {' and '.join(KINDS)}, the task is {kind!r}")
+        raise InvalidInput(f"this device supports tasks of {', '.join(KINDS)}, got {kind!r}")
     _in_range("deadline_s", message.deadline_s, MAX_SECONDS)
     _in_range("round", message.round, MAX_ROUND)
     task = Task(
@@ -126,6 +126,7 @@ def _task(message: pb.Task, device: str, max_blob_bytes: int, now_s: float) -> T
         work=_work(message, device),
         until_s=now_s + message.deadline_s,
         inline_state=_inline_state(message),
+        # The cloud may ask for more than this device puts into one message of the session.
         inline_bytes=min(message.inline_bytes, INLINE_BYTES),
         document=message,
     )
@@ -182,6 +183,7 @@ def _inline_state(message: pb.Task) -> bytes:
         return b""
     if len(data) > INLINE_BYTES:
         raise InvalidInput(f"a state in a task has at most {INLINE_BYTES} bytes, got {len(data)}")
+    # Verified here, because a download would have been verified against the same digest.
     if len(data) != message.state.size or hashlib.sha256(data).digest() != message.state.sha256:
         raise InvalidInput("the state in the task is not the one that it names")
     return data
