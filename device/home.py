@@ -64,7 +64,7 @@ class DeviceSettings:
                 raise InvalidInput(f"{name} is {kind.__name__}, got {value!r}")
         if not POPULATION.fullmatch(self.population):
             raise InvalidInput(
-                f"a population is named as in {POPULATION.pattern}, got {self.population[:80]!r}"
+                f"a population's name matches {POPULATION.pattern}, got {self.population[:80]!r}"
             )
         if not (math.isfinite(self.max_cpu_s) and min(self.max_cpu_s, self.max_memory_bytes) >= 0):
             raise InvalidInput(

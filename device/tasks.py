@@ -136,7 +136,7 @@ def _task(message: pb.Task, device: str, max_blob_bytes: int, now_s: float) -> T
 def _learns(task: Task, message: pb.Task, _max_blob_bytes: int) -> Task:
     learn = message.learn
     if not 1 <= task.work.steps <= MAX_STEPS:
-        raise InvalidInput(f"learning takes 1 to {MAX_STEPS} steps, the task {task.work.steps}")
+        raise InvalidInput(f"learning takes 1 to {MAX_STEPS} steps, got {task.work.steps}")
     keep = learn.keep or 1.0
     Compressor(learn.compression, keep=keep)
     return replace(task, compression=learn.compression, keep=keep)
@@ -171,9 +171,7 @@ def _blob(what: str, blob: pb.Blob, max_bytes: int) -> Blob:
     if len(blob.sha256) != 32:
         raise InvalidInput(f"a {what} is named by 32 bytes of SHA-256, got {len(blob.sha256)}")
     if not 1 <= blob.size <= max_bytes:
-        raise InvalidInput(
-            f"a {what} has 1 to {max_bytes} bytes on this device, the task's {blob.size}"
-        )
+        raise InvalidInput(f"a {what} has 1 to {max_bytes} bytes on this device, got {blob.size}")
     return Blob(blob.sha256, blob.size)
 
 

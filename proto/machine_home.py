@@ -57,6 +57,7 @@ class MachineHome(Generic[S]):
     def settings(self) -> S:
         """The settings, or the defaults without a file. Corrupt names what is wrong with it."""
         try:
+            # One byte beyond the limit is enough: a longer document is cut and fails to parse.
             data = self.settings_file.read_bytes()[: MAX_SETTINGS_BYTES + 1]
         except FileNotFoundError:
             return self._kind()

@@ -43,6 +43,7 @@ def judge(policy: Policy, name: TargetName, *, node: str, committed_version: int
             f"{name}: node {node!r} is outside the {rule.share:.2%} of nodes that the release "
             f"policy lets take unreleased versions of {name.model!r}; release the version by hand",
         )
+    # Otherwise a stolen cloud could bring back an old version with a known weakness.
     if name.version <= committed_version:
         raise AttemptRefused(
             "floor",
