@@ -24,7 +24,7 @@ from triplane.unified_ir.federated.core.run import (
 )
 
 MAX_ROUNDS: Final = 1000
-"""Most rounds of one run in an answer; older ones are left out."""
+"""Largest number of rounds of one run in an answer; older ones are left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +141,7 @@ def task_message(
         state=files.state,
         sampling=spec.sampling,
         seed=spec.seed,
+        # Seconds left, not a time: the device's clock may be wrong.
         deadline_s=max(0.0, at_hand.opened_s + state.plan.deadline_s - now_s),
         inline_state=files.inline,
         inline_bytes=files.inline_bytes,
