@@ -73,6 +73,7 @@ class KeyFolder:
 
     def of(self, keyids: list[str], role: str) -> list[CryptoSigner]:
         """Return the keys here that may sign for a role of these key ids. NotFound: none."""
+        # By key id and not by file name: files may be renamed, and a key may serve several roles.
         here = self.signers()
         keys = [here[keyid] for keyid in keyids if keyid in here]
         if not keys:
