@@ -123,7 +123,7 @@ def answered(
     raised an error or replied with one.
     """
     context = Context(
-        # Flower's ids are signed 64-bit integers in places, so the top bit is dropped.
+        # 63 bits: parts of Flower convert ids to signed 64-bit integers.
         run_id=int(run, 16) >> 1,
         node_id=_number(device),
         node_config={"device": device},
@@ -188,7 +188,7 @@ def _number(device: str) -> int:
 
 def _message(data: bytes, context: Context) -> Message:
     """Parse a message, and enter the context in Flower's process-wide variables."""
-    # flwr reads these while it parses a message, and fails without them outside a SuperNode.
+    # flwr reads these when a message is made, such as the reply; only its SuperNode sets them.
     identity = TaskIdentity
     identity.run_id, identity.node_id, identity.task_id = context.run_id, context.node_id, 1
     try:

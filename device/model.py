@@ -72,6 +72,7 @@ class DeviceModel:
         The contents say which is newer, because a power cut may bring back a removed file.
         """
         durable = _read(self._path)
+        # A measured model is only written durably, so the file without a sync cannot be newer.
         newest = _read(self._newest) if durable is not None and not durable.samples else None
         if durable is not None and newest is not None and _follows(newest, durable):
             return self._newest, newest
@@ -163,6 +164,7 @@ class DeviceModel:
         old = self.choice()
         if old is None or not old.samples:
             return False
+        # The state of another plan does not fit this one, so its own plan has to be opened.
         if old.plan != new.plan:
             return other is not None and self._scored_by(other, old, shard) > new.accuracy
         # One plan in memory is enough: the states take turns in it.

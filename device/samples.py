@@ -54,6 +54,7 @@ def split(arrays: Mapping[str, Array], held_out: float) -> Shard:
     """Hold out one sample of each block of round(1 / held_out); above a half, all but one."""
     if not 0 <= held_out < 1:
         raise InvalidInput(f"the share to hold out is in [0, 1), got {held_out}")
+    # `Shard` raises InvalidInput unless all arrays have the same number of rows.
     n = len(Shard(arrays, {}).train[next(iter(arrays))])
     out = np.zeros(n, bool)
     if held_out:
@@ -96,6 +97,7 @@ def _concatenated(batches: Iterable[Mapping[str, Array]]) -> dict[str, Array]:
     for number, batch in enumerate(_batches(batches), 1):
         arrays = _named(batch)
         size += sum(x.nbytes for x in arrays.values())
+        # Checked for each batch: an endless iterator must fail before it has filled the memory.
         _check_size(size)
         if number > MAX_BATCHES:
             raise InvalidInput(f"an iterator gives at most {MAX_BATCHES} batches; let it end")
@@ -109,6 +111,7 @@ def _concatenated(batches: Iterable[Mapping[str, Array]]) -> dict[str, Array]:
 
 def _batches(source: Any) -> Iterable[Any]:
     """Return an iterable of batches; any other object as one batch, which is then refused."""
+    # A single array is iterable, too, but its rows are not batches.
     return source if isinstance(source, Iterable) and not hasattr(source, "dtype") else (source,)
 
 

@@ -51,6 +51,7 @@ def look(path: Path) -> DeviceStatus:
     home = DeviceHome(path)
     home.require_enrolled()
     enrolled, running = home.enrolled, home.is_held
+    # The note outlives the process that wrote it, so it counts only while one is running.
     session = home.session if running else None
     return DeviceStatus(
         name=enrolled.name,

@@ -99,6 +99,7 @@ def work_set_of(message: pb.Work, device: str, *, max_blob_bytes: int, now_s: fl
         )
     tasks, refused = [], []
     for task in message.tasks:
+        # Outside the `try`: without a valid lease, no contribution could decline the task by name.
         _check_lease(task.run, task.lease)
         try:
             tasks.append(_task(task, device, max_blob_bytes, now_s))
@@ -113,6 +114,7 @@ def work_set_of(message: pb.Work, device: str, *, max_blob_bytes: int, now_s: fl
 
 
 def _task(message: pb.Task, device: str, max_blob_bytes: int, now_s: float) -> Task:
+    # A kind that a later protocol adds parses as an unset field here, and is declined.
     kind = message.WhichOneof("work") or "nothing"
     if kind not in KINDS:
         raise InvalidInput(f"this device supports tasks of {', '.join(KINDS)}, got {kind!r}")
@@ -138,6 +140,7 @@ def _learns(task: Task, message: pb.Task, _max_blob_bytes: int) -> Task:
     if not 1 <= task.work.steps <= MAX_STEPS:
         raise InvalidInput(f"learning takes 1 to {MAX_STEPS} steps, got {task.work.steps}")
     keep = learn.keep or 1.0
+    # Constructed only to validate its arguments.
     Compressor(learn.compression, keep=keep)
     return replace(task, compression=learn.compression, keep=keep)
 
