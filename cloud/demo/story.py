@@ -166,6 +166,7 @@ def _inspect(stage: DemoStage) -> None:
     stage.say(f"   root digest {facts['digest']}")
     damaged = stage.file("damaged.tpm")
     data = bytearray(model.read_bytes())
+    # One bit, the smallest damage that there can be.
     data[len(data) // 2] ^= 0x01
     damaged.write_bytes(bytes(data))
     stage.say(f"   one bit flipped in byte {len(data) // 2} of a copy:")
