@@ -45,6 +45,7 @@ class KeyFolder:
         self.path.chmod(0o700)
         signer = CryptoSigner.generate_ed25519()
         write_atomic(file, signer.private_bytes, self._disk)
+        # The folder is 0700, so nobody else could open the file before this.
         file.chmod(0o600)
         return signer
 

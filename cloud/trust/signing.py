@@ -117,6 +117,7 @@ def sign_release(
             done = Submitted(True, pending.signatures, pending.threshold, signer.version)
             return SigningResult(done, (_as_target(str(wanted), base[str(wanted)]),))
         waiting = signer.waiting(base)
+        # What this key has signed before was checked then and need not be repeated.
         if waiting is not None and not signer.has_signed(waiting):
             repeat |= {p: TargetName.parse(p) for p in waiting.signed.targets if p not in base}
         # A hostile cloud could keep this machine converting for ever.
@@ -250,6 +251,7 @@ def _waiting_root(cloud: Metadatas, wanted: Root) -> Metadata[Root] | None:
     if pending.published:
         return None
     root = parse(Root, pending.metadata, "the pending root")
+    # Expiry differs by the time between two signers; everything else must be equal.
     ends = {"expires": None}
     is_same = root.signed.to_dict() | ends == wanted.to_dict() | ends
     return root if is_same and root.signed.expires <= wanted.expires else None
