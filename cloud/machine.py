@@ -32,7 +32,7 @@ STOPPING: Final = "the cloud is stopping; send it again when the cloud is back"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QueuedEvent(Generic[State, Event]):
-    """An event that waits for its commit. done: of the caller; without one it is retried."""
+    """An event that waits for its commit. done: its caller's future; without one it is retried."""
 
     event: Event
     done: asyncio.Future[State] | None = None

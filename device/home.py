@@ -41,9 +41,9 @@ class DeviceSettings:
 
     population: the device takes part in runs of this population. data: an npz file, for the
     command. held_out: share of the samples that are never used for learning. max_disk_bytes: limit
-    for all plans and states; max_blob_bytes: for each. max_memory_bytes, max_cpu_s: limits of one
-    task beyond what the process takes without it, 0 for none; they apply if tasks run in a child
-    process. The time of all threads counts together.
+    for all plans and states; max_blob_bytes: limit for each of them. max_memory_bytes, max_cpu_s:
+    limits of one task beyond what the process takes without it, 0 for none; they apply if tasks run
+    in a child process. max_cpu_s limits the sum over all threads.
     """
 
     population: str = "default"

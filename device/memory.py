@@ -91,7 +91,7 @@ def parse_facts(kind: type[F], properties: Iterable[tuple[str, str]]) -> F:
 class PendingUpdate:
     """An update that waits for its settlement.
 
-    path: of its file, which does not exist if the update is held in memory; see `Memory.hold`.
+    path: its file, which does not exist if the update is held in memory; see `Memory.hold`.
     """
 
     path: Path

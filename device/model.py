@@ -43,7 +43,7 @@ class ModelChoice:
 
     chosen: shared or personal. plan: SHA-256 of its plan's file, hexadecimal. samples: number of
     held-out samples it was measured on, 0 if it was not. before: accuracy of the newest shared
-    state; after: accuracy of that state after adaptation; accuracy: of the model.
+    state; after: accuracy of that state after adaptation; accuracy: that of the chosen model.
     """
 
     run: str

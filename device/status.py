@@ -14,7 +14,8 @@ from triplane.device.model import DeviceModel, ModelChoice
 class DeviceStatus:
     """The status of a device. renew_at_s: seconds since 1970.
 
-    population: of the running process, else of the settings. session: None if no process runs.
+    population: that of the running process, or else of the settings. session: None if no process
+    is running.
     """
 
     name: str

@@ -40,8 +40,9 @@ class Blob:
 class Task:
     """One piece of work.
 
-    kind: a field of the task's `work`. lease: in hexadecimal. until_s: the deadline, on the clock
-    of `work_set_of`'s `now_s`. steps: of adaptation. message: for this device's own app.
+    kind: a field of the task's `work`. lease: its id in hexadecimal. until_s: the deadline, on the
+    clock of `work_set_of`'s `now_s`. steps: number of steps of adaptation. message: the message for
+    this device's own app.
     inline_state: the verified bytes of the state, if they came with the task. inline_bytes: largest
     update that is sent within its contribution. document: the message that it was parsed from.
     """

@@ -15,7 +15,7 @@ class NodeSettings:
     """The settings in `node.json`, for the operator of the machine. InvalidInput names a bad one.
 
     targets: targets of the converter that this node takes, best first; empty for those of its
-    processor. max_disk_bytes: for bundles. probation_s: used if an assignment does not set it.
+    processor. max_disk_bytes: limit for bundles. probation_s: used if an assignment sets none.
     min_bytes_per_s, patience_s: a download that is slower than that rate for that time is ended;
     set them for a link that is slower than `proto.transfer.Pace` expects.
     """

@@ -20,7 +20,7 @@ MAX_SETTINGS_BYTES: Final = 64 << 10
 class MachineHome(Generic[S]):
     """A home at `path`, with settings of the class `kind`, which checks its values.
 
-    role: of its token. verb: of its command. settings_name: of its file of settings.
+    role: the role in its token. verb: its command. settings_name: the name of its settings file.
     """
 
     role: ClassVar[str]

@@ -59,7 +59,7 @@ class ChildDied(Unavailable):
 class ChildLimits:
     """Limits that a child applies to itself.
 
-    seconds: from order to answer. cpu_s: processor time, None for no limit. may_grow: the child
+    seconds: time to answer an order. cpu_s: processor time, None for no limit. may_grow: the child
     may raise its memory limit with `allow_memory`, within the limit that the system set.
     """
 

@@ -348,7 +348,7 @@ class SessionClient:
 class ServerSession:
     """The cloud's side for one caller. It outlives streams, of which one is open at a time.
 
-    epoch: of this cloud process. on_message: must return only when the message is durable.
+    epoch: names this cloud process. on_message: must return only when the message is durable.
     """
 
     def __init__(

@@ -120,9 +120,9 @@ def read_target(path: str, length: Any, hashes: Mapping[str, Any], custom: Any) 
 class Rule:
     """The rights of the role `auto` on one model.
 
-    share: of the nodes, 0 to 1, which take versions that people have not released. golden: path of
-    the target with the labelled samples; metric: what is computed on them; floor: the lowest value
-    with which a version may be committed.
+    share: share of the nodes, 0 to 1, that accept versions that people have not released. golden:
+    path of the target with the labelled samples; metric: the measure computed on them; floor: the
+    lowest value with which a version may be committed.
     """
 
     share: float

@@ -55,8 +55,8 @@ SendWork = Callable[[str, pb.Work], None]
 class _Device:
     """A device with an open stream.
 
-    answers: to contributions that no live run settles, by run and lease. log_waits: the timer that
-    logs why it waits. is_asked: whether a run asks its population, as last sent to it.
+    answers: settlements of contributions that no live run settles, by run and lease. log_waits:
+    the timer that logs why it waits. is_asked: whether a run asks its population, as last sent.
     """
 
     offer: pb.Offer | None = None

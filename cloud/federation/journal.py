@@ -51,9 +51,9 @@ _KIND_OF: Final = {event: kind for kind, event in KINDS.items()}
 class Prepared:
     """The output of the planning child. Blobs are SHA-256 in hexadecimal.
 
-    plan_digest: the plan's root digest, which its states name. roles: of the shared tensors.
-    weighting, server: of the algorithm's row. since_s: when the plan was ready. rules: version of
-    the rules by which the run's events are folded.
+    plan_digest: the plan's root digest, which its states name. roles: the roles of the shared
+    tensors. weighting, server: from the algorithm's row. since_s: when the plan was ready. rules:
+    version of the rules by which the run's events are folded.
     """
 
     plan: str

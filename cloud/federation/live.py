@@ -109,8 +109,8 @@ class Audience(Protocol):
 class RunChange:
     """An event, and what its transaction writes beside it.
 
-    make: makes the event when its turn comes. data: of an update that came inline. event: once it
-    is made.
+    make: makes the event when its turn comes. data: the bytes of an inline update. event: the event
+    once it is made.
     """
 
     make: MakeEvent
@@ -184,7 +184,8 @@ class LiveRun:
     async def put(self, make: MakeEvent, data: bytes = b"") -> RunProjection:
         """Apply an event and return the projection after its commit. Unavailable: it may be lost.
 
-        data: of the update that it names, where it is in no file; kept in the same commit.
+        data: the bytes of the update that the event names, if they are not in a file; stored in the
+        same commit.
         """
         return await self._machine.put(RunChange(make, data=data))
 

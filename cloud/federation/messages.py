@@ -29,10 +29,10 @@ MAX_ROUNDS: Final = 1000
 
 @dataclass(frozen=True, slots=True)
 class TaskFiles:
-    """The blobs that a task names, with their sizes. message: to a device's own app.
+    """The blobs that a task names, with their sizes. message: the message to a device's own app.
 
-    inline: the state's bytes, if they are sent with the task. inline_bytes: most bytes of an update
-    that the device may send within its contribution.
+    inline: the state's bytes, if they are sent with the task. inline_bytes: largest update, in
+    bytes, that the device may send within its contribution.
     """
 
     plan: pb.Blob
@@ -54,7 +54,7 @@ def run_message(
     """Return a run as people see it.
 
     down: bytes that devices downloaded in the current round. waits: why nothing can be written at
-    the moment, or empty. waiting: by device, why it cannot work at the moment.
+    the moment, or empty. waiting: the reason why a device cannot work at the moment, by device.
     """
     later = dict.fromkeys(("round", "members", "rounds", "refusals", "revision"))
     phase = pb.Run.Phase.Value((record.before or "preparing").upper())

@@ -18,7 +18,7 @@ class BundleNeeds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capability:
-    """Capabilities of one node, as it reports them. targets: of the converter, best first."""
+    """Capabilities of one node, as it reports them. targets: converter targets, best first."""
 
     runtime: str = ""
     runtime_version: str = ""

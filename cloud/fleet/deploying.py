@@ -22,7 +22,7 @@ MAX_ASSIGNMENTS: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class ResolvedDeploy:
-    """A deploy request, resolved. limit: of the automatic role, None for none."""
+    """A resolved deploy request. limit: limit of the automatic role, or None."""
 
     id: str
     request: DeployRequest

@@ -64,7 +64,7 @@ class Invitation:
 
 @dataclass(frozen=True, slots=True)
 class EnrolmentResult:
-    """The result of an enrolment. labels: of the token; empty for a repeated request."""
+    """The result of an enrolment. labels: those of the token; empty for a repeated request."""
 
     certificate: bytes
     name: str

@@ -34,7 +34,7 @@ Get = Callable[[str], bytes]
 
 @dataclass(frozen=True)
 class Chain:
-    """Verified metadata. targets: by role."""
+    """Verified metadata. targets: the targets metadata by role."""
 
     root: Metadata[Root]
     timestamp: Metadata[Timestamp]

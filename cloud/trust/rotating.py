@@ -42,7 +42,7 @@ class Lists(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Rotated:
-    """The outcome. named: the submission that names the keys; again: that of the role's list."""
+    """The outcome. named: submission that names the keys; again: submission of the role's list."""
 
     named: SigningResult
     again: SigningResult | None = None

@@ -26,9 +26,9 @@ GROWTH: Final = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """Accuracy on the node's held-out samples. current: of the version that serves, or None.
+    """Accuracies on the node's held-out samples. current: that of the serving version, or None.
 
-    digest: of the bundle that was written: the adapted one, or the start point if that is better.
+    digest: names the bundle that was written: the adapted one, or the start point if it is better.
     """
 
     support: int
@@ -125,7 +125,7 @@ def keep_samples(
 ) -> tuple[int, Path]:
     """Store `source` as the node's samples for a model; return their number and the new file.
 
-    bundle: what serves now, whose input the samples must fit. InvalidInput: they are not samples or
+    bundle: the serving bundle, whose input the samples must fit. InvalidInput: not samples, or they
     do not fit, or the model's name is invalid.
     """
     if not source.is_file():

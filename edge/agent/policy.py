@@ -24,7 +24,7 @@ class Admission:
 def judge(policy: Policy, name: TargetName, *, node: str, committed_version: int) -> Rule | None:
     """Return the rule that an automatic release must meet; None for a release by people.
 
-    committed_version: of the model on this node, 0 for none. AttemptRefused of kind "policy",
+    committed_version: the model's version on this node, 0 if none. AttemptRefused of kind "policy",
     "share" or "floor".
     """
     if name.role != AUTO:

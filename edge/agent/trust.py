@@ -202,8 +202,8 @@ class Trust:
         """Return the signed target, if it may be tried on this node; see `policy.judge`.
 
         node: its name, which must never change, because shares are drawn by names and the cloud
-        assigns them. committed_version: of the model on this node, 0 for none. The admission may
-        have a rule, whose metric must then be measured on the golden set before a commit.
+        assigns them. committed_version: the model's version on this node, 0 for none. The admission
+        may have a rule, whose metric must then be measured on the golden set before a commit.
         """
         try:
             name = TargetName.parse(path)

@@ -33,7 +33,7 @@ IDENTIFYING: Final = ("model", "version", "target", "content_digest", "model_dig
 def run_trial(path: Path, *, size: int, golden: Path | None = None) -> dict[str, Any]:
     """Return the child's answer. AttemptRefused of kind "golden", "memory" or "load".
 
-    size: of the bundle, in bytes. golden: labelled samples to score it on.
+    size: size of the bundle in bytes. golden: labelled samples to score it on.
     """
     order = {"do": "trial", "path": str(path), "golden": str(golden) if golden else None}
     return _answer("trial", order, size, file_bytes=0)
@@ -44,7 +44,7 @@ def run_adaptation(
 ) -> Compared:
     """Write the adapted bundle to `out`, and compare it with the one that serves.
 
-    seed: of the split of the samples. current: the bundle that serves now. AttemptRefused as in
+    seed: determines the split of the samples. current: the serving bundle. AttemptRefused as in
     `run_trial`, or of kind "adaptation" if the samples or the bundle do not allow it.
     """
     order = {

@@ -32,7 +32,10 @@ INHERITED: Final = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TZ")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyLimits:
-    """Limits of a strategy's process, and of their number. answer_s: from order to answer."""
+    """Limits of a strategy's process, and `runs`, the number of such processes.
+
+    answer_s: longest time from an order to its answer.
+    """
 
     memory_bytes: int = 4 << 30
     file_bytes: int = 4 << 30

@@ -84,7 +84,7 @@ SHIPPED: Final[Mapping[str, Shipped]] = {
 def fill_flower(spec: pb.Spec, folder: Path) -> None:
     """Check a spec's strategy and fill in what follows. InvalidInput, NotFound, Conflict.
 
-    folder: of the operator's strategies.
+    folder: the folder of the operator's strategies.
     """
     flower = spec.flower
     flower.version = installed_version()
