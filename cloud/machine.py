@@ -141,7 +141,7 @@ class Machine(Generic[State, Event, Effect]):
         _answer(self._drained(), self.state)
 
     async def _next(self) -> list[QueuedEvent[State, Event]]:
-        """Wait for events or the next tick; none where the batch ahead is due before both."""
+        """Wait for events or the next tick; return none if the batch ahead is due before both."""
         tick_in_s, tick = self._rules.tick(self.ahead.state)
         tick_s = asyncio.get_running_loop().time() + tick_in_s
         try:

@@ -1,4 +1,4 @@
-"""What a device remembers of its runs, each in one durable file.
+"""The memory of a device about its runs, each part in one durable file.
 
 `personal/RUN.state`: personal tensors, and the remainder of compression, as of the newest update
 that counted. `personal/PLAN.spent`: steps and seconds that a plan with limits has used, so that a

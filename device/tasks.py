@@ -92,7 +92,7 @@ class WorkSet:
 
 
 def work_set_of(message: pb.Work, device: str, *, max_blob_bytes: int, now_s: float) -> WorkSet:
-    """Parse the document. InvalidInput where it is invalid as a whole."""
+    """Parse the document. InvalidInput: it is invalid as a whole."""
     if len(message.tasks) > MAX_TASKS or len(message.settled) > MAX_TASKS:
         raise InvalidInput(
             f"a work document has at most {MAX_TASKS} tasks and settlements, got "

@@ -26,7 +26,7 @@ class _Hardware(Protocol):
 
 
 class HardwareNeeds(_Hardware, Protocol):
-    """The needs of a bundle; empty or 0 where it has none."""
+    """The needs of a bundle; empty or 0 if it has none."""
 
     @property
     def min_version(self) -> str:

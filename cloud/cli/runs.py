@@ -136,12 +136,12 @@ def cut(text: str) -> str:
 
 
 def dropped(before: Run | None, after: Run) -> list[str]:
-    """Return why devices' newest contributions did not count, where it is new since `before`."""
+    """Return new reasons, since `before`, why devices' newest contributions did not count."""
     return _new(before, after, lambda member: member.reason)
 
 
 def waiting(before: Run | None, after: Run) -> list[str]:
-    """Return why devices cannot work at the moment, where it is new since `before`."""
+    """Return new reasons, since `before`, why devices cannot work at the moment."""
     return _new(before, after, lambda member: f"waits: {member.waits}" if member.waits else "")
 
 

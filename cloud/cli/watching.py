@@ -45,7 +45,7 @@ _TRANSIENT: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watchable(Generic[T]):
-    """How something is watched. name: such as "rollout r-1". watch, stop: commands for it.
+    """Describes how to watch something. name: such as "rollout r-1". watch, stop: its commands.
 
     stopped: states in which nothing changes by itself. changes: lines about what is new in the
     second value. live: shows values on a terminal.

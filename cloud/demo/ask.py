@@ -14,7 +14,7 @@ from triplane.unified_ir.ir.graph import Array
 
 @dataclass(frozen=True, slots=True)
 class CallStatistics:
-    """What a client measured: accuracy, median and 99th percentile of a call in ms."""
+    """Measurements of a client: accuracy, median and 99th percentile of a call in ms."""
 
     calls: int
     accuracy: float

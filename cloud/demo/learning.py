@@ -1,4 +1,4 @@
-"""The last part of the demo: six devices train a model together; it is released and adapted."""
+"""The last part of the demo: six devices train a model, which is released and adapted."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ TUNING_BATCH: Final = 32
 MORE_EPOCHS: Final = 2
 """Additional epochs for the version of step 8."""
 MOST_ASKED: Final = 1000
-"""Limit for the calls of step 4, where there is more held-out data."""
+"""Largest number of calls of step 4, even if there is more held-out data."""
 MOST_ON_DEVICE: Final = 5000
 """Limit for the samples of each kind that step 5 gives the device."""
 

@@ -1,4 +1,4 @@
-"""Runs as messages: for people, and tasks and settlements for devices."""
+"""Conversion of runs to messages: runs for people, tasks and settlements for devices."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ MAX_SETTLED: Final = 64
 """Largest number of settlements in one document, two for each run; a device refuses more."""
 
 Answers = Mapping[tuple[str, bytes], pb.Settlement]
-"""By run and lease."""
+"""Settlements by run and lease."""
 
 
 class WorkDocuments:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BundleNeeds:
-    """Requirements of one bundle; empty or 0 where it has none."""
+    """Requirements of one bundle; empty or 0 if it has none."""
 
     runtime: str = ""
     min_version: str = ""

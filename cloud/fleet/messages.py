@@ -1,4 +1,4 @@
-"""The fleet's values as messages of fleet.proto, and requests as values."""
+"""Conversion of the fleet's values to messages of fleet.proto, and of requests to values."""
 
 from __future__ import annotations
 

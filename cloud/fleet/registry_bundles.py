@@ -19,7 +19,7 @@ from triplane.proto.targets import AUTO, RELEASE, SignedTarget, TargetName
 
 
 class RegistryBundles:
-    """See `fleet.Bundles`. A signed target counts only where it is the registry's own bundle."""
+    """See `fleet.Bundles`. A signed target counts only if it is the registry's own bundle."""
 
     def __init__(self, registry: Registry, repository: MetadataRepository) -> None:
         self._registry, self._repository = registry, repository

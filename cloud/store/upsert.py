@@ -1,4 +1,4 @@
-"""Rows that are inserted, or updated where they exist, in one statement."""
+"""Insert rows, or update those that exist, in one statement."""
 
 from collections.abc import Sequence
 from typing import Any

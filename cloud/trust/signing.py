@@ -62,7 +62,7 @@ class Metadatas(Protocol):
 
 
 class ReleaseSource(Metadatas, Protocol):
-    """What signing a release needs of the cloud."""
+    """The calls of the cloud that signing a release needs."""
 
     def version(self, reference: str, /) -> Version:
         """Return a registered version."""
