@@ -48,6 +48,7 @@ def all_descriptors() -> int:
     Each node's stream needs one, and the usual soft limit of 1,024 is for programs that use select.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # macOS reports an unlimited hard limit, which cannot be set.
     if hard not in {resource.RLIM_INFINITY, soft}:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         return hard
@@ -70,6 +71,7 @@ def main(options: CloudOptions) -> None:
     one_arena()
     descriptors = all_descriptors()
     configure_logging(options.log_level)
+    # Imported after `restore_defaults`: a signal during the imports ends the process at once.
     from triplane.cloud import server
 
     logger.info("descriptors", extra={"most": descriptors})

@@ -83,11 +83,12 @@ class Home:
 
     @property
     def database_url(self) -> str:
-        """The database this cloud was made with; TRIPLANE_DATABASE may change how it is reached.
+        """The database of this cloud. TRIPLANE_DATABASE may give it other credentials.
 
         Conflict: the variable names another database than the one that holds this cloud.
         """
         variable, recorded = os.environ.get(DATABASE_VARIABLE, ""), self._recorded_database()
+        # Compare places and not URLs: the variable may add a password or use another driver.
         if variable and recorded and _place_of(variable) != _place_of(recorded):
             raise Conflict(
                 f"{self.path} belongs to the database {_place_of(recorded)}, but "
@@ -107,12 +108,12 @@ class Home:
         return tuple(self._record()["hosts"])
 
     def ports(self) -> dict[str, int]:
-        """The ports it listened on last: port, enrol_port, dashboard_port; usual ones at first."""
+        """Return port, enrol_port and dashboard_port of the last start; the defaults at first."""
         ports = self._record().get("ports", {})
         return {name: int(ports.get(name, usual)) for name, usual in PORTS.items()}
 
     def record_ports(self, **ports: int) -> None:
-        """Keep the ports for the next start, so that nodes find the cloud again."""
+        """Store the ports for the next start, so that nodes find the cloud again."""
         record = self._record()
         if record.get("ports") != ports:
             _write_secret(self.path / RECORD, json.dumps({**record, "ports": ports}).encode())
@@ -172,11 +173,13 @@ def initialize(
     names = tuple(dict.fromkeys((*hosts, *_ALWAYS)))
     home = Home(path)
     OS_DISK.make_folder(path)
+    # Before anything secret is written into it.
     path.chmod(0o700)
     signed = trust.initialize(home.metadata, home.keys, offline_keys, now_s=now_s, **signing)
     _make_identities(home, names, port, now_s)
     _write_secret(home.dashboard_token, f"{secrets.token_urlsafe(32)}\n".encode())
     OS_DISK.make_folder(home.blobs)
+    # Last, see the top of the module.
     record = {"format": FORMAT, "hosts": list(names), "created_s": now_s}
     if os.environ.get(DATABASE_VARIABLE):
         record["database"] = os.environ[DATABASE_VARIABLE]
@@ -240,7 +243,7 @@ def _save_operator(
 def admit_operator(home: Home, name: str, folder: Path, now_s: float | None = None) -> Path:
     """Make an operator's identity in a new folder; that needs only access to the cloud's machine.
 
-    For a cloud that no operator can reach any more. A former holder of the name is revoked.
+    Use it for a cloud that no operator can reach any more. A former holder of the name is revoked.
     Conflict: the cloud runs, or the folder is not empty. InvalidInput: the name.
     """
     from triplane.cloud.identity.authority import Authority
@@ -254,6 +257,7 @@ def admit_operator(home: Home, name: str, folder: Path, now_s: float | None = No
     authority = Authority.load(home.authority)
     with contextlib.closing(open_database(home)) as database:
         principals = Principals(database, authority, lambda: now_s)
+        # An earlier identity of this name may be stolen or lost; only the new one stays valid.
         with contextlib.suppress(NotFound):
             asyncio.run(principals.revoke(MACHINE, name, "replaced on the cloud's machine"))
         _save_operator(principals, name, folder, authority.pem, f"{host}:{_known_port(home)}")
@@ -272,7 +276,7 @@ def one_renews(identity: IdentityFolder) -> Iterator[None]:
 
 
 def _known_port(home: Home) -> int:
-    """As the first operator's identity names it."""
+    """Return the port that the first operator's identity names."""
     try:
         return int((home.operator / "cloud").read_text().rpartition(":")[2])
     except (OSError, ValueError):
@@ -287,16 +291,17 @@ def _place_of(url: str) -> str:
     try:
         parts = make_url(url)
     except ArgumentError as error:
-        raise InvalidInput(f"{DATABASE_VARIABLE} is no URL of a database: {error}") from error
+        raise InvalidInput(f"{DATABASE_VARIABLE} is not the URL of a database: {error}") from error
     backend, database = parts.get_backend_name(), parts.database or ""
     if backend == "sqlite":
         return f"{backend} {Path(database).resolve() if database else ''}"
+    # libpq lets a parameter in the query override the path of the URL.
     name = _last(parts.query.get("dbname")) or database
     return f"{backend} {_hosts_of(parts)} {name}"
 
 
 def _hosts_of(parts: sa.URL) -> str:
-    """The database's hosts, each with its port; the URL's query overrides its authority."""
+    """Return the database's hosts and ports; the URL's query overrides its authority."""
     hosts = _several(parts.query.get("host")) or [parts.host or ""]
     ports = _several(parts.query.get("port")) or [str(parts.port or "")]
     if len(ports) != len(hosts):
@@ -309,7 +314,7 @@ def _hosts_of(parts: sa.URL) -> str:
 
 
 def _folded(host: str) -> str:
-    """A host in one spelling; the folder of a socket has only one."""
+    """Return a host in lower case; the folder of a socket is returned as it is."""
     return host if host.startswith("/") else host.lower()
 
 
@@ -323,9 +328,9 @@ def _last(value: str | tuple[str, ...] | None) -> str:
 
 
 def open_database(home: Home, *, is_new: bool = False) -> Database:
-    """The database with the tables of every part.
+    """Open the database with the tables of every part.
 
-    Conflict: another cloud process runs. Corrupt: it holds nothing, and the cloud is not new.
+    Conflict: another cloud process runs. Corrupt: it is empty although the cloud is not new.
     """
     import triplane.cloud.federation.tables
     import triplane.cloud.fleet.tables
@@ -339,6 +344,7 @@ def open_database(home: Home, *, is_new: bool = False) -> Database:
         f"{home.path} was made with: restore it from a backup, or set {DATABASE_VARIABLE} to the "
         "right one"
     )
+    # Checked before opening, because SQLite would create the missing file.
     if not is_new and url.endswith(f"{file}") and not (file.is_file() and file.stat().st_size):
         raise gone
     database = Opened.open(url)
@@ -349,7 +355,7 @@ def open_database(home: Home, *, is_new: bool = False) -> Database:
 
 
 def _holds_a_cloud(connection: sa.Connection) -> bool:
-    """Whether any principal exists: the first operator does from the making of a cloud on."""
+    """Return whether any principal exists: every cloud is created with its first operator."""
     from triplane.cloud.identity.tables import PRINCIPALS
 
     return connection.execute(PRINCIPALS.select().limit(1)).first() is not None

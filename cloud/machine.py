@@ -32,7 +32,7 @@ STOPPING: Final = "the cloud is stopping; send it again when the cloud is back"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QueuedEvent(Generic[State, Event]):
-    """An event that waits for its commit. done: of the caller; without one it is retried."""
+    """An event that waits for its commit. done: its caller's future; without one it is retried."""
 
     event: Event
     done: asyncio.Future[State] | None = None
@@ -56,15 +56,15 @@ class Batch(Generic[State, Event, Effect]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineRules(Generic[State, Event, Effect]):
-    """What a machine does with its events.
+    """The functions and limits that define a machine.
 
     fold: gives, for each event that does something, the event (None if it changes nothing), the
     state after it, and its effects. commit: writes a batch in one transaction and returns the state
-    to go on from. act: carries out the effects of a committed batch, given the state before it.
+    to continue from. act: carries out the effects of a committed batch, given the state before it.
     failed: called with an event that raised although it was alone. refused: called when a commit
     raised Unavailable. hold: whether a commit may wait for more events. tick: in how many seconds
     time alone changes the state, and the event for it. is_over: whether the state takes no events.
-    max_batch: most events in one commit. hold_s: the longest time that a commit is held back.
+    max_batch: largest number of events in a commit. hold_s: longest time that a commit may wait.
     retry_s: pause after a commit that raised Unavailable.
     """
 
@@ -114,6 +114,7 @@ class Machine(Generic[State, Event, Effect]):
         """
         done: asyncio.Future[State] = asyncio.get_running_loop().create_future()
         self._enqueue(QueuedEvent(event, done), urgent=urgent)
+        # The task has ended and nobody would take the event from the queue.
         if self._task is not None and self._task.done():
             is_over = self._rules.is_over(self.state)
             _answer(self._drained(), self.state if is_over else Unavailable(STOPPING))
@@ -132,13 +133,15 @@ class Machine(Generic[State, Event, Effect]):
             queued = self.ahead.queued + taken
             try:
                 await self._take(taken)
+            # Cancelled by `stop`: what was taken from the queue is no longer in it, so answer it
+            # here.
             except BaseException:
                 _answer(queued, Unavailable(STOPPING))
                 raise
         _answer(self._drained(), self.state)
 
     async def _next(self) -> list[QueuedEvent[State, Event]]:
-        """Wait for events or the next tick; none where the batch ahead is due before both."""
+        """Wait for events or the next tick; return none if the batch ahead is due before both."""
         tick_in_s, tick = self._rules.tick(self.ahead.state)
         tick_s = asyncio.get_running_loop().time() + tick_in_s
         try:
@@ -159,6 +162,7 @@ class Machine(Generic[State, Event, Effect]):
             self._rules.refused(error)
             _answer(queued, error)
             for one in queued:
+                # No caller would repeat these events, so they stay queued until a commit succeeds.
                 if one.done is None:
                     self._enqueue(one)
             await asyncio.sleep(self._rules.retry_s)
@@ -168,6 +172,8 @@ class Machine(Generic[State, Event, Effect]):
                 _answer(queued, error)
                 self._rules.failed(queued[0].event, error)
                 return
+            # Bisect: an event that raises must not fail the others, and nothing tells which one it
+            # is.
             for half in (queued[: len(queued) // 2], queued[len(queued) // 2 :]):
                 self.ahead.until_s = -math.inf  # commits it at once, so that each half stands alone
                 await self._take(half)
@@ -176,6 +182,7 @@ class Machine(Generic[State, Event, Effect]):
         ahead = self.ahead
         ahead.queued += taken
         if taken:
+            # From the first event of the batch on; later events do not prolong the wait.
             hold_until_s = asyncio.get_running_loop().time() + self._rules.hold_s
             ahead.until_s = min(ahead.until_s, hold_until_s)
         for event, after, effects in self._rules.fold(ahead.state, [x.event for x in taken]):
@@ -203,7 +210,8 @@ class Machine(Generic[State, Event, Effect]):
         _answer(batch.queued, self.state)
 
     def _fall_back(self) -> None:
-        """Go on from the newest commit."""
+        """Return to the state of the newest commit."""
+        # Work that was started from this batch, such as reducing a round, must drop its result.
         self.ahead.is_lost = True
         self.ahead = Batch(self.state)
 

@@ -37,6 +37,7 @@ class Releasing:
     async def run(self) -> None:
         """Check after the end of each run, and again while a release waits."""
         while True:
+            # Taken before reading, so that a run that ends meanwhile is not missed.
             ended = self._federation.ended
             waiting = await self._release_ended()
             try:
@@ -64,9 +65,11 @@ class Releasing:
             logger.info(
                 "result released", extra={"run_id": run.id, "rollout_id": record.rollout.id}
             )
+        # Another rollout of the model is running; try again when it may have ended.
         except Conflict as error:
             logger.info("release waits", extra={"run_id": run.id, "reason": str(error)})
             return False
+        # A repetition would fail in the same way, so the run counts as handled.
         except (NotFound, InvalidInput) as error:
             logger.warning("not released", extra={"run_id": run.id, "reason": str(error)})
         except TriplaneError:

@@ -31,6 +31,7 @@ def roots_of(repository: MetadataRepository) -> tuple[Roots, ...]:
     def golden(_: Connection) -> set[bytes]:
         return repository.golden_sets()
 
+    # A root that is missing here loses its blobs: add one for each new part that stores blobs.
     return queries.referenced, journal.referenced, golden
 
 

@@ -77,6 +77,7 @@ DRAIN_S: Final = 10.0
 STOP_S: Final = 30.0
 """Time to end children, sessions and database after calls were drained."""
 GOODBYE_S: Final = 2.0
+# Anyone may call the enrolment port, so its limits are far below those of the main port.
 ENROL_OPTIONS: Final = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", 64 << 10),
@@ -134,12 +135,12 @@ class Cloud:
 
     @property
     def enrol_address(self) -> str:
-        """Where tokens become certificates."""
+        """HOST:PORT of the enrolment port, where tokens are exchanged for certificates."""
         return _host_port(self._local, self.enrol_port)
 
     @property
     def dashboard(self) -> str:
-        """The page."""
+        """The URL of the dashboard."""
         return f"http://{LOCAL}:{self.dashboard_port}"
 
     @property
@@ -147,9 +148,10 @@ class Cloud:
         return LOCAL if self._host in _EVERYWHERE else self._host
 
     async def start(self) -> None:
-        """Serve on all ports. Unavailable: a port is taken."""
+        """Serve on all ports. Unavailable: a port is in use."""
         try:
             await self._start()
+        # Also when cancelled: release the ports and the database that were opened so far.
         except BaseException:
             await self._stack.aclose()
             raise
@@ -162,7 +164,9 @@ class Cloud:
         home, push = self._home, self._stack.push_async_callback
         hosts = home.hosts()
         authority = Authority.load(home.authority)
+        # In a thread: opening may wait seconds for the lock of a process that was just killed.
         self.database = await asyncio.to_thread(open_database, home)
+        # The stack runs in reverse order: the database closes last, after everything that uses it.
         push(asyncio.to_thread, self.database.close)
         self.principals = Principals(self.database, authority, self._clock)
         self.auth = AuthInterceptor(self.principals)
@@ -180,6 +184,7 @@ class Cloud:
         push(self.fleet.stop)
         push(self._tasks.stop)
         await self.fleet.start()
+        # Before any port opens: nodes that connect must be known to the fleet.
         await self._reconcile()
         self.upkeep = MetadataUpkeep(
             self.repository, self.registry, self.database, self._tasks, self._clock
@@ -187,8 +192,10 @@ class Cloud:
         await self.upkeep.note_signed()
         self.sessions = Sessions(clock=self._clock)
         self.node_peer = NodePeer(self.fleet, self.sessions)
+        # Before the ports open: a device that reconnects must find its leases and settlements.
         await self._start_federation()
         self._connect_parts()
+        # After the parts are connected, so that no caller meets a half-started cloud.
         await self._serve_main(authority)
         await self._serve_enrolment(authority, hosts)
         await self._serve_dashboard()
@@ -220,6 +227,7 @@ class Cloud:
             self.upkeep.note_publication()
 
         def published(_: str) -> None:
+            # The repository calls from a worker thread, and the event loop owns fleet and upkeep.
             loop.call_soon_threadsafe(publish)
 
         self.repository.on_published(published)
@@ -228,6 +236,7 @@ class Cloud:
 
     def _revoked(self, name: str) -> None:
         self.sessions.revoke(name)
+        # In the background; if the process dies first, `_reconcile` does it at the next start.
         self._tasks.spawn(self.fleet.remove_node(name, "revoked"), "revocation")
 
     async def _reconcile(self) -> None:
@@ -293,6 +302,7 @@ class Cloud:
             self._asked["main"],
         )
         await server.start()
+        # In reverse: report NOT_SERVING, say goodbye to sessions, then drain the other calls.
         self._stack.push_async_callback(server.stop, self._drain_s)
         self._stack.push_async_callback(self.sessions.stop, GOODBYE_S)
         self._stack.push_async_callback(ours.enter_graceful_shutdown)
@@ -315,6 +325,7 @@ class Cloud:
             token=token,
         )
         try:
+            # Only on the loopback interface: the page has no login, and changes need a token.
             listener = socket.create_server((LOCAL, self._asked["dashboard"]))
         except OSError as error:
             raise _taken(f"{LOCAL}:{self._asked['dashboard']}") from error
@@ -332,7 +343,7 @@ class Cloud:
 
         self._stack.push_async_callback(stop)
 
-    # Rights and duties
+    # Rights to files, sessions, and the audit of submissions
 
     async def _may_read(self, blob: bytes) -> None:
         who = caller()
@@ -340,6 +351,7 @@ class Cloud:
             await self.bundles.check_readable(self.fleet.node(who.name), blob)
         elif who.role is PrincipalRole.DEVICE:
             self.federation.devices.check_readable(who.name, blob)
+        # People may read every blob. A lost one is reported with the way to restore it.
         elif await asyncio.to_thread(self.blobs.is_lost, blob):
             raise NotFound(
                 f"the cloud's copy of the file {blob.hex()[:16]}... is lost or damaged; push the "
@@ -390,21 +402,21 @@ def _bound(bind: Callable[[str], int], host: str, port: int) -> int:
 
 
 def _host_port(host: str, port: int) -> str:
-    """HOST:PORT, with an IPv6 address in brackets."""
+    """Return HOST:PORT, with an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
 def _taken(address: str) -> Unavailable:
     return Unavailable(
-        f"cannot listen on {address}: the port is taken, or the address is not this machine's; is "
-        "another cloud running? choose others by --port, --enrol-port, --dashboard-port (0: a free "
-        "one)"
+        f"cannot listen on {address}: the port is in use, or the address is not this machine's. Is "
+        "another cloud running? Choose others with --port, --enrol-port, --dashboard-port (0: any "
+        "free one)"
     )
 
 
 @contextlib.asynccontextmanager
 async def running(home: Home, **options: Any) -> AsyncIterator[Cloud]:
-    """A cloud that is stopped at the end of the block."""
+    """Yield a running cloud, which is stopped at the end of the block."""
     cloud = Cloud(home, **options)
     await cloud.start()
     try:
@@ -414,7 +426,7 @@ async def running(home: Home, **options: Any) -> AsyncIterator[Cloud]:
 
 
 def run(options: CloudOptions) -> None:
-    """Serve until SIGTERM or SIGINT; a second one ends the process at once."""
+    """Serve until SIGTERM or SIGINT; a second signal ends the process at once."""
     asyncio.run(_serve(options))
 
 
@@ -429,6 +441,7 @@ async def _serve(options: CloudOptions) -> None:
         drain_s=options.drain_s,
     ) as cloud:
         await asyncio.to_thread(Home(options.home).record_ports, **cloud.ports)
+        # hurry_s=0: a second signal ends the process at once, which loses nothing acknowledged.
         termination = signals.Termination(
             lambda: loop.call_soon_threadsafe(stopped.set),
             limit_s=options.drain_s + STOP_S,

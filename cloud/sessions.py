@@ -25,7 +25,7 @@ from triplane.proto.stream import HELLO_S, Message, ServerSession, new_epoch
 logger = logging.getLogger(__name__)
 
 SHUTDOWN_WAIT_S: Final = 1.0
-"""Time that callers of a stopping cloud wait at least before they reconnect."""
+"""Shortest time that callers of a stopping cloud wait before they reconnect."""
 
 
 class SessionPeer(Protocol):
@@ -57,7 +57,7 @@ class Sessions:
         self._stopping = False
 
     def is_connected(self, name: str) -> bool:
-        """Whether a stream of this name is open."""
+        """Return whether a stream of this name is open."""
         session = self._sessions.get(name)
         return session is not None and session.connected
 
@@ -100,22 +100,28 @@ class Sessions:
             return
         first = await _first_of(frames)
         session = self._session(name, peer)
+        # Queued before the stream counts as connected: the greeting is the newest document, and
+        # later changes replace it in the queue.
         session.send(peer.greeting(name))
         self._enter(name)
         try:
             await session.serve(first, frames, write)
         finally:
             self._leave(name)
+            # A newer stream of the same name may have replaced this one; then the peer has not
+            # left.
             if not session.connected:
                 peer.left(name)
 
     def _session(self, name: str, peer: SessionPeer) -> ServerSession:
         if name not in self._sessions:
+            # Kept after the stream ends, so that numbers and unacknowledged messages survive a
+            # reconnect.
             self._sessions[name] = ServerSession(new_epoch(), partial(peer.take, name))
         return self._sessions[name]
 
     def send(self, name: str, message: Message) -> None:
-        """Send a newer document; without an open stream it is dropped: a stream begins with one."""
+        """Send a newer document; without a stream it is dropped, since a stream begins with one."""
         session = self._sessions.get(name)
         if session is not None and session.connected:
             session.send(message)
@@ -150,6 +156,7 @@ class SessionServicer(Wire):
 
 async def _first_of(frames: AsyncIterator[session_pb2.Frame]) -> session_pb2.Frame:
     try:
+        # An authenticated caller that sends nothing would otherwise occupy a stream for ever.
         async with asyncio.timeout(HELLO_S):
             first = await anext(frames, None)
     except TimeoutError as error:

@@ -1,4 +1,4 @@
-"""What a cloud does by itself: sign metadata again, remove old blobs, renew its own certificate."""
+"""Periodic work of the cloud: sign metadata again, remove old blobs, renew its certificate."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from triplane.proto.identity import (
 logger = logging.getLogger(__name__)
 
 FRESH_AT_LEAST_S: Final = 60.0
-"""Least time between two checks of the metadata that no publication causes."""
+"""Shortest time between two checks of the metadata, unless a publication causes one."""
 FRESH_AT_MOST_S: Final = 3600.0
-"""Most time between two checks of the metadata."""
+"""Longest time between two checks of the metadata."""
 WARN_EVERY_S: Final = 86_400.0
 OVERTAKE_EVERY_S: Final = 60.0
-"""Least time between two raises of the metadata's versions for nodes that have seen higher ones."""
+"""Shortest time between two increases of metadata versions for nodes that have seen higher ones."""
 OPERATOR_LOOK_S: Final = 6 * 3600.0
 COLLECT_FIRST_S: Final = 3600.0
 COLLECT_EVERY_S: Final = 86_400.0
@@ -55,9 +55,10 @@ class BackgroundTasks:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """Run it until it ends or `stop` is called."""
+        """Run the coroutine as a task until it ends or `stop` is called."""
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
+        # Referenced until it ends: asyncio itself holds tasks only weakly.
         task.add_done_callback(self._tasks.discard)
 
     async def stop(self) -> None:
@@ -68,7 +69,7 @@ class BackgroundTasks:
 
 
 class MetadataUpkeep:
-    """Keeps signed metadata fresh, ahead of what nodes have seen, and known to the registry."""
+    """Keeps signed metadata fresh, and the registry informed about signatures."""
 
     def __init__(
         self,
@@ -94,17 +95,20 @@ class MetadataUpkeep:
         self._tasks.spawn(self.note_signed(), "signatures")
 
     async def note_signed(self) -> None:
-        """Record in the registry which bundles are signed; one look at a time, the newest last."""
+        """Record in the registry which bundles are signed."""
+        # One at a time, and each reads the newest signatures: an older result never overwrites a
+        # newer one.
         async with self._noting:
             try:
                 signed = await asyncio.to_thread(self._repository.signed_bundles)
                 await self._registry.note_signed(signed)
             except TriplaneError:
-                logger.exception("signatures were not noted; the next publication notes them")
+                logger.exception("signatures were not recorded; the next publication repeats it")
 
     def note_report(self, name: str, report: Report) -> None:
-        """Raise versions that a node has seen higher: it rejects metadata of a cloud behind it."""
+        """Raise metadata versions if a node has seen higher ones, since it rejects lower ones."""
         seen, now_s = dict(report.metadata_versions), self._clock()
+        # A node that lies about versions could otherwise make the cloud sign all the time.
         if now_s - self._overtook_s < OVERTAKE_EVERY_S:
             return
         if self._repository.is_behind(seen, report.metadata_sha256):
@@ -140,10 +144,11 @@ class MetadataUpkeep:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(wait_s, FRESH_AT_LEAST_S)):
                     await self._published.wait()
+            # A publication may have changed which metadata expires first.
             self._published.clear()
 
     def _warn(self) -> None:
-        """Log what people must sign again, once a day."""
+        """Log, once a day, which metadata people must sign again."""
         now_s = self._clock()
         if now_s - self._warned_s < WARN_EVERY_S:
             return
@@ -166,7 +171,7 @@ class BlobCollection:
         self._repository, self._clock = repository, clock
 
     async def collect(self, older_than_s: float) -> tuple[Stored, ...]:
-        """Remove unreferenced blobs that nobody touched for so long."""
+        """Remove unreferenced blobs that were not written or claimed for that time."""
         return await collect(
             self._database,
             self._blobs,
@@ -177,7 +182,7 @@ class BlobCollection:
         )
 
     async def run(self) -> None:
-        """Remove broken uploads and samples of old policies once a day, a week after their use."""
+        """Once a day, remove interrupted uploads and samples of old policies after a week."""
         wait_s = COLLECT_FIRST_S
         while True:
             await asyncio.sleep(wait_s)
@@ -199,20 +204,23 @@ class OperatorIdentity:
 
     def record_address(self, address: str) -> None:
         """Write the address that this process listens on into the identity."""
+        # The port may have changed since the last start.
         path, line = self._path / "cloud", f"{address}\n".encode()
         if path.is_file() and path.read_bytes() != line:
             write_atomic(path, line)
 
     async def run(self) -> None:
-        """Renew the certificate in time, so that no operator is locked out of the own cloud."""
+        """Renew the certificate in time, so that the operator is never locked out."""
         folder = IdentityFolder(self._path)
         while True:
             try:
                 if needs_renewal(folder, self._clock()):
+                    # `triplane cloud` on this machine renews the same identity, and key and
+                    # certificate are two files.
                     with one_renews(folder):
                         await self._renew(folder)
                     logger.info("operator's certificate renewed", extra={"principal": folder.name})
-            except (TriplaneError, OSError) as error:  # moved away, or revoked
+            except (TriplaneError, OSError) as error:  # the identity was moved away, or revoked
                 logger.info("no operator's identity is kept here", extra={"reason": str(error)})
             await asyncio.sleep(OPERATOR_LOOK_S)
 

@@ -41,7 +41,9 @@ def main(
     line: formats the facts of the ready line.
     """
     signals.restore_defaults()
+    # Before the imports below, which allocate most of what the process holds.
     hold_little_memory()
+    # Imported after `restore_defaults`, so that a signal during slow imports ends the process.
     from triplane.device.client import FederatedClient, Graphs
 
     configure_logging(log_level)
@@ -67,6 +69,8 @@ def main(
         termination.close()
         raise
     finally:
+        # `run` has returned; from now on a thread that hangs cannot keep the process longer than
+        # STOP_S.
         termination.request()
 
 
@@ -93,7 +97,10 @@ def hold_little_memory() -> None:
     """Use one heap for all threads, and return large arrays to the system when they are freed."""
     with contextlib.suppress(OSError, AttributeError):  # the C library is not glibc
         library = ctypes.CDLL(None)
+        # By default glibc makes up to eight heaps per core, each of which keeps its own free
+        # memory.
         library.mallopt(ARENA_MAX, 1)
+        # Setting the threshold also stops glibc from raising it after the first large free.
         library.mallopt(MMAP_THRESHOLD, LARGE_BYTES)
 
 

@@ -54,6 +54,7 @@ class Requests:
         while (data := read_frame(sys.stdin.buffer, MAX_REQUEST_BYTES)) is not None:
             request = json.loads(data)
             if request["kind"] == "stop":
+                # A stop refers to the newest request, because the parent sends them one at a time.
                 (self._stop.expire if request["expired"] else self._stop.now)()
             else:
                 self._stop = StopToken(request.get("until_s", math.inf))
@@ -73,16 +74,20 @@ def main(argv: list[str]) -> None:
     hold_little_memory()
     configure_logging(arguments["log_level"])
     requests = Requests()
+    # Started before the samples are loaded, so that the child ends with its parent during that,
+    # too.
     threading.Thread(target=requests.read, daemon=True).start()
     settings = DeviceSettings(**arguments["settings"])
     try:
         home = DeviceHome(arguments["home"])
+        # Waits until the child of a killed device is gone: two writers would damage the home.
         lock = home.lock_for_tasks()
         home.recover()
         shard = shard_of(arguments["data"], held_out=settings.held_out)
         app = load_app(arguments["app"]) if arguments["app"] else None
         runner = InProcessExecutor(home, shard, settings, app)
         give_back_code()
+        # Last, so that the limit does not count samples and libraries.
         _limit_memory(settings.max_memory_bytes)
     except (TriplaneError, OSError) as error:
         write_frame(replies, encoded_error(error))
@@ -107,6 +112,7 @@ def _answer(
         _limit_processor(settings.max_cpu_s)
         (task,) = work_set.tasks
         wanted = [Blob(bytes.fromhex(sha256), size) for sha256, size in request["wanted"]]
+        # Parent and child share the machine's monotonic clock, so the deadline is passed as a time.
         task = replace(task, until_s=stop.until_s)
         return encoded(runner.do(task, stop, wanted).SerializeToString())
     except (TriplaneError, Withdrawn) as error:
@@ -126,6 +132,7 @@ def _limit_processor(max_s: float) -> None:
     """Limit the further processor time of this process; 0 for no limit."""
     if max_s:
         soft = int(time.process_time() + max_s) + 1
+        # The hard limit stays open, because the next task raises the soft one again.
         set_limit(resource.RLIMIT_CPU, soft, resource.RLIM_INFINITY)
 
 

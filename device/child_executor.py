@@ -94,11 +94,15 @@ class ChildExecutor:
                 {
                     "kind": "do",
                     "device": task.work.device,
+                    # The document itself, which the child checks again with the code that checked
+                    # it here.
                     "work": pb.Work(tasks=[task.document]),
                     "until_s": stop.until_s,
                     "wanted": [[blob.sha256.hex(), blob.size] for blob in wanted],
                 }
             )
+            # After the request was sent, so that the child reads the stop as one of this task. If
+            # the task was withdrawn before, this calls `_stop` at once.
             stop.call(lambda: self._stop(stop, task.until_s, ended))
             reply = self._reply()
             ended.set()
@@ -224,6 +228,8 @@ class _Child:
         self._process, self.requests, self._replies = process, process.stdin, process.stdout
         self._reaping = threading.Lock()
         try:
+            # A pidfd becomes readable at the process's own end, even if a grandchild holds the
+            # pipes open.
             self._gone = os.pidfd_open(process.pid)
         except BaseException:
             self.kill()
@@ -253,6 +259,8 @@ class _Child:
             elif timeout_ms == 0:
                 break
             else:
+                # Once more without waiting: the last reply may have been written just before the
+                # end.
                 timeout_ms = 0  # it has ended, so the pipe gets no more bytes
         return bytes(data)
 
@@ -269,6 +277,7 @@ class _Child:
         _close(self._replies)
         self.ends_within(GRACE_S)
         self.kill()
+        # Wait without reaping: until the lock is held, `kill` may still use the pid.
         self.ends_within(math.inf)
         with self._reaping:
             code = self._process.wait()
@@ -326,6 +335,7 @@ def _result(reply: dict[str, Any]) -> bytes:
     name, text = str(reply["error"]), str(reply["text"])
     if name in ENDS:
         raise ENDS[name]
+    # The child runs a plan and an app of others: its text may name only one of our families.
     kind = getattr(errors, name, TriplaneError)
     raise kind(text) if issubclass(kind, TriplaneError) else TriplaneError(text)
 

@@ -47,9 +47,9 @@ REMEMBERED: Final = 256
 """Number of leases that are remembered as done, because an older document may still name them."""
 
 TELLING_S: Final = 0.5
-"""A task ends so long before its deadline, or less, so that the cloud gets the reason in time."""
+"""Time before its deadline at which a task ends, so that the cloud gets the reason in time."""
 TELLING_SHARE: Final = 0.1
-"""Largest share of a task's time for that."""
+"""Largest share of a task's time that is reserved in this way."""
 TOO_LONG: Final = "the task was not done by its deadline; fewer steps, or a longer deadline?"
 
 _UNKNOWN_WORK: Final = WorkSet()
@@ -148,6 +148,8 @@ class FederatedClient:
         """Do the same as `run` in the caller's event loop, until `stop` or cancellation."""
         self._home.require_enrolled()
         self._home.make()
+        # The lock is taken before the runner starts: a second process fails here, before it touches
+        # anything in the home.
         with self._home.held(), contextlib.closing(self._runner()) as runner:
             working = _Working(self._home, self.settings, runner, self._offer())
             with self._lock:
@@ -206,6 +208,7 @@ class FederatedClient:
     def model(self) -> "Plan":
         """The newest plan with the better of shared and personal state. NotFound before it came."""
         with self._lock:
+            # The task thread may replace the model between the choice and the load.
             for tries in range(MODEL_TRIES, 0, -1):
                 choice = self.choice()
                 if choice is None:
@@ -280,6 +283,8 @@ class _Working:
             for work in (self._stopped.wait(), self._session.run(), self._work(), self._renew())
         ]
         try:
+            # `stop` completes the first task; any other one completes only by an error, raised
+            # below.
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
@@ -298,6 +303,7 @@ class _Working:
     def stop(self) -> None:
         """End the run; from any thread."""
         with contextlib.suppress(RuntimeError):  # the loop has ended
+            # An asyncio event is not safe to set from another thread.
             self._loop.call_soon_threadsafe(self._stopped.set)
 
     async def _on_message(self, message: Any) -> None:
@@ -320,6 +326,7 @@ class _Working:
             self._note("idle", is_asked=work_set.population_asked)
             facts = {"population": self._settings.population}
             logger.info(NO_WORK[work_set.population_asked], extra=facts)
+        # The document is complete: what it does not name is withdrawn.
         self._work_set = work_set
         if self._doing and self._doing[0] not in work_set.leases:
             self._doing[1].now()
@@ -338,6 +345,7 @@ class _Working:
         """
         wait_s = FIRST_WAIT_S
         while True:
+            # Clear before reading: a document that arrives afterwards ends the wait below at once.
             self._changed.clear()
             work_set = self._work_set
             try:
@@ -364,6 +372,7 @@ class _Working:
         if cut == self._offered.waits:
             return
         offer = pb.Offer()
+        # A new message: the old one may be queued or on its way.
         offer.CopyFrom(self._offered)
         offer.waits = cut
         self._offered = offer
@@ -398,8 +407,10 @@ class _Working:
 
     async def _do(self, task: Task, work_set: WorkSet) -> pb.Contribution:
         left_s = task.until_s - time.monotonic()
+        # Leave time to decline: a lease that expires silently tells the operator nothing.
         left_s -= min(TELLING_S, TELLING_SHARE * left_s)
         stop = StopToken(time.monotonic() + left_s)
+        # The token's own time is checked between steps; this also ends a graph that is running.
         deadline = self._loop.call_later(left_s, stop.expire)
         self._doing = (task.lease, stop)
         wanted = [
@@ -423,6 +434,8 @@ class _Working:
             self._doing = None
 
     async def _contribute(self, contribution: pb.Contribution) -> None:
+        # Remember the lease only once the cloud has it. A repeated contribution is harmless,
+        # because the cloud takes one per lease.
         await self._session.send(contribution)
         self._remember(contribution.lease.hex())
         kind = contribution.WhichOneof("outcome")
@@ -439,6 +452,8 @@ class _Working:
         async with self._runner_free:
             doing = asyncio.ensure_future(asyncio.to_thread(work))
             try:
+                # A thread cannot be cancelled. The lock must outlive the cancellation, or a second
+                # task would use the runner beside it.
                 return await asyncio.shield(doing)
             except asyncio.CancelledError:
                 if self._doing:

@@ -14,6 +14,7 @@ def enrol(home: DeviceHome, settings: DeviceSettings, token: str, address: str) 
     """
     from triplane.proto.identity import enrol as enrol_at
 
+    # A running device would go on with the identity that it has loaded.
     if home.is_held:
         raise Conflict(f"a process works in {home.path}; stop it before it gets a new identity")
     home.make()

@@ -59,7 +59,7 @@ FAILED: Final = 100
 
 
 def client_app(shard: Callable[[Context], Shard]) -> ClientApp:
-    """A `ClientApp` that learns on `shard(context)`.
+    """Return a `ClientApp` that learns on `shard(context)`.
 
     Messages: arrays (the shared state by name), config (the work), and the plan until the node has
     it. A training reply is the change, `num-examples` and `loss`; an evaluation reply
@@ -123,6 +123,7 @@ def answered(
     raised an error or replied with one.
     """
     context = Context(
+        # 63 bits: parts of Flower convert ids to signed 64-bit integers.
         run_id=int(run, 16) >> 1,
         node_id=_number(device),
         node_config={"device": device},
@@ -131,6 +132,7 @@ def answered(
     )
     asked = _message(message, context)
     for key, record in asked.content.array_records.items():
+        # Empty records stand for the shared state, which the device has already as a verified blob.
         if not record:
             asked.content[key] = ArrayRecord({n: Array(np.array(x)) for n, x in arrays.items()})
     try:
@@ -186,12 +188,13 @@ def _number(device: str) -> int:
 
 def _message(data: bytes, context: Context) -> Message:
     """Parse a message, and enter the context in Flower's process-wide variables."""
+    # flwr reads these when a message is made, such as the reply; only its SuperNode sets them.
     identity = TaskIdentity
     identity.run_id, identity.node_id, identity.task_id = context.run_id, context.node_id, 1
     try:
         return message_from_proto(WireMessage.FromString(data))
     except Exception as error:  # protobuf and flwr raise various errors
-        raise InvalidInput(f"these bytes are no Flower message: {error}") from error
+        raise InvalidInput(f"these bytes are not a Flower message: {error}") from error
 
 
 def _begin(message: Message, context: Context) -> tuple[Plan, Work]:
@@ -210,6 +213,7 @@ def _begin(message: Message, context: Context) -> tuple[Plan, Work]:
 
 def _plan(message: Message, context: Context, digest: str) -> Plan:
     if PLAN in message.content.array_records:
+        # Kept in the node's state, so that the strategy sends the plan once for each node.
         context.state[STORED_PLAN] = message.content[PLAN]
     if STORED_PLAN not in context.state.array_records:
         raise InvalidInput("this node does not have the plan yet; the strategy sends it again")

@@ -41,9 +41,9 @@ class DeviceSettings:
 
     population: the device takes part in runs of this population. data: an npz file, for the
     command. held_out: share of the samples that are never used for learning. max_disk_bytes: limit
-    for all plans and states; max_blob_bytes: for each. max_memory_bytes, max_cpu_s: limits of one
-    task beyond what the process takes without it, 0 for none; they apply if tasks run in a child
-    process. The time of all threads counts together.
+    for all plans and states; max_blob_bytes: limit for each of them. max_memory_bytes, max_cpu_s:
+    limits of one task beyond what the process takes without it, 0 for none; they apply if tasks run
+    in a child process. max_cpu_s limits the sum over all threads.
     """
 
     population: str = "default"
@@ -58,11 +58,13 @@ class DeviceSettings:
         wanted = {f.name: type(f.default) for f in fields(DeviceSettings)}
         for name, kind in wanted.items():
             value = getattr(self, name)
+            # Not isinstance: true is an int in Python. A whole number may stand for a float in
+            # JSON.
             if type(value) is not kind and not (kind is float and type(value) is int):
                 raise InvalidInput(f"{name} is {kind.__name__}, got {value!r}")
         if not POPULATION.fullmatch(self.population):
             raise InvalidInput(
-                f"a population is named as in {POPULATION.pattern}, got {self.population[:80]!r}"
+                f"a population's name matches {POPULATION.pattern}, got {self.population[:80]!r}"
             )
         if not (math.isfinite(self.max_cpu_s) and min(self.max_cpu_s, self.max_memory_bytes) >= 0):
             raise InvalidInput(
@@ -76,6 +78,7 @@ class DeviceSettings:
         self, *, data: Path | None, population: str | None, held_out: float | None
     ) -> "DeviceSettings":
         """Return these settings with the arguments that are not None in place of their own."""
+        # Absolute, because the service may start in another folder than the command that enrolled.
         path = None if data is None else str(Path(data).absolute())
         changes: dict[str, Any] = {"data": path, "population": population, "held_out": held_out}
         return replace(self, **{k: v for k, v in changes.items() if v is not None})
@@ -180,6 +183,8 @@ class DeviceHome(MachineHome[DeviceSettings]):
         """Whether a process uses this home."""
         try:
             with (self.path / "lock").open("rb") as file:
+                # A shared lock, so that two `status` commands at once do not take each other for a
+                # device.
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except FileNotFoundError:
             return False
@@ -197,6 +202,7 @@ class DeviceHome(MachineHome[DeviceSettings]):
                 f"another process works in {self.path}; one home is one device"
             ) from error
         with file:
+            # Only wait here: the child takes this lock itself when it starts.
             self.lock_for_tasks().close()
             self.recover()
             yield

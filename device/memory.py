@@ -1,4 +1,4 @@
-"""What a device remembers of its runs, each in one durable file.
+"""The memory of a device about its runs, each part in one durable file.
 
 `personal/RUN.state`: personal tensors, and the remainder of compression, as of the newest update
 that counted. `personal/PLAN.spent`: steps and seconds that a plan with limits has used, so that a
@@ -91,7 +91,7 @@ def parse_facts(kind: type[F], properties: Iterable[tuple[str, str]]) -> F:
 class PendingUpdate:
     """An update that waits for its settlement.
 
-    path: of its file, which does not exist if the update is held in memory; see `Memory.hold`.
+    path: its file, which does not exist if the update is held in memory; see `Memory.hold`.
     """
 
     path: Path
@@ -114,6 +114,7 @@ class Memory:
             return self._read(path) or NOTHING
         newest = max(self._personal.glob("*.state"), key=_written_s, default=None)
         state = self._read(newest) if newest else None
+        # The remainder belongs to the updates of its own run, so only the tensors carry over.
         return PersonalState(state.tensors, {}) if state else NOTHING
 
     def keep(
@@ -130,6 +131,7 @@ class Memory:
             first = container.part(UPDATE, update)
         else:
             first = container.file_part(UPDATE, update)
+        # One file, so that update and implied state cannot get out of step in a crash.
         container.write(path, KIND, [first, *_parts(implied)], properties=properties)
         self._take(path, update)
         self._verified[path] = PendingUpdate(path, facts)
@@ -156,6 +158,7 @@ class Memory:
         """Return the path for an update, and forget what an earlier one left in memory."""
         path = self._pending / f"{facts.run}.update"
         waiting = self._at(path)
+        # The older update may have counted, and then its personal state must still take effect.
         if waiting is not None and waiting.facts.lease != facts.lease:
             raise Conflict(unsettled(waiting.facts))
         self._held.pop(path, None)
@@ -200,6 +203,8 @@ class Memory:
             self._forget_oldest("*.state")
         self._verified.pop(pending.path, None)
         self._small.pop(pending.path, None)
+        # Removed last: after a crash before this line the same settlement is applied again, with
+        # the same result.
         if held is None:
             drop(pending.path)
         drop(pending.path.with_suffix(".out"))

@@ -43,7 +43,7 @@ class ModelChoice:
 
     chosen: shared or personal. plan: SHA-256 of its plan's file, hexadecimal. samples: number of
     held-out samples it was measured on, 0 if it was not. before: accuracy of the newest shared
-    state; after: accuracy of that state after adaptation; accuracy: of the model.
+    state; after: accuracy of that state after adaptation; accuracy: that of the chosen model.
     """
 
     run: str
@@ -72,6 +72,7 @@ class DeviceModel:
         The contents say which is newer, because a power cut may bring back a removed file.
         """
         durable = _read(self._path)
+        # A measured model is only written durably, so the file without a sync cannot be newer.
         newest = _read(self._newest) if durable is not None and not durable.samples else None
         if durable is not None and newest is not None and _follows(newest, durable):
             return self._newest, newest
@@ -144,6 +145,7 @@ class DeviceModel:
             after=after,
             accuracy=max(before, after),
         )
+        # The plan now holds the adapted state; put the shared one back before it is stored.
         if best.chosen == SHARED:
             restart()
         if not self._old_is_better(best, plan, watched, shard, other):
@@ -162,8 +164,10 @@ class DeviceModel:
         old = self.choice()
         if old is None or not old.samples:
             return False
+        # The state of another plan does not fit this one, so its own plan has to be opened.
         if old.plan != new.plan:
             return other is not None and self._scored_by(other, old, shard) > new.accuracy
+        # One plan in memory is enough: the states take turns in it.
         challenger = plan.state()
         plan.load_state(self._path)
         if score(watched, shard) > new.accuracy:

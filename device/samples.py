@@ -54,11 +54,14 @@ def split(arrays: Mapping[str, Array], held_out: float) -> Shard:
     """Hold out one sample of each block of round(1 / held_out); above a half, all but one."""
     if not 0 <= held_out < 1:
         raise InvalidInput(f"the share to hold out is in [0, 1), got {held_out}")
+    # `Shard` raises InvalidInput unless all arrays have the same number of rows.
     n = len(Shard(arrays, {}).train[next(iter(arrays))])
     out = np.zeros(n, bool)
     if held_out:
         block = min(max(2, round(1 / min(held_out, 1 - held_out))), MAX_BLOCK)
         words = Draws(0, 0, "", "held out").words(-(-n // block))
+        # One fixed draw for each block: appended samples never move an old one to the other part,
+        # which would let held-out samples leak into learning.
         at = np.arange(len(words)) * block + (words % np.uint64(block)).astype(np.intp)
         out[at[at < n]] = True
     if held_out > 0.5:
@@ -94,6 +97,7 @@ def _concatenated(batches: Iterable[Mapping[str, Array]]) -> dict[str, Array]:
     for number, batch in enumerate(_batches(batches), 1):
         arrays = _named(batch)
         size += sum(x.nbytes for x in arrays.values())
+        # Checked for each batch: an endless iterator must fail before it has filled the memory.
         _check_size(size)
         if number > MAX_BATCHES:
             raise InvalidInput(f"an iterator gives at most {MAX_BATCHES} batches; let it end")
@@ -107,6 +111,7 @@ def _concatenated(batches: Iterable[Mapping[str, Array]]) -> dict[str, Array]:
 
 def _batches(source: Any) -> Iterable[Any]:
     """Return an iterable of batches; any other object as one batch, which is then refused."""
+    # A single array is iterable, too, but its rows are not batches.
     return source if isinstance(source, Iterable) and not hasattr(source, "dtype") else (source,)
 
 
@@ -174,8 +179,8 @@ def _check_numbers(name: str, x: Array) -> None:
         bad = ~np.isfinite(x[at : at + rows]).reshape(len(x[at : at + rows]), -1).all(axis=1)
         if bad.any():
             raise InvalidInput(
-                f"samples are finite, {name!r} of one holds {_defect(x[at + int(bad.argmax())])}; "
-                "fill in what is missing, or leave such samples out"
+                f"samples are finite, {name!r} of one has {_defect(x[at + int(bad.argmax())])}; "
+                "fill in missing values, or leave such samples out"
             )
 
 

@@ -14,7 +14,8 @@ from triplane.device.model import DeviceModel, ModelChoice
 class DeviceStatus:
     """The status of a device. renew_at_s: seconds since 1970.
 
-    population: of the running process, else of the settings. session: None if no process runs.
+    population: that of the running process, or else of the settings. session: None if no process
+    is running.
     """
 
     name: str
@@ -51,6 +52,7 @@ def look(path: Path) -> DeviceStatus:
     home = DeviceHome(path)
     home.require_enrolled()
     enrolled, running = home.enrolled, home.is_held
+    # The note outlives the process that wrote it, so it counts only while one is running.
     session = home.session if running else None
     return DeviceStatus(
         name=enrolled.name,

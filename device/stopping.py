@@ -40,11 +40,14 @@ class StopToken:
             ended = self._stopped or self._expired
             if not ended:
                 self._callbacks.append(callback)
+        # Outside the lock, because a callback may use the token.
         if ended:
             callback()
 
     def check(self) -> None:
         """Raise Withdrawn or TaskExpired if the work must end."""
+        # Withdrawal wins over expiry: an expired task is declined to the cloud, a withdrawn one is
+        # not.
         if self._stopped:
             raise Withdrawn
         if self._expired or time.monotonic() >= self.until_s:

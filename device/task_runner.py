@@ -126,6 +126,7 @@ class TaskRunner:
         for pending in self.memory.pending():
             run, lease = pending.facts.run, pending.facts.lease
             settlement = settlements.get((run, lease))
+            # Neither settled nor over: the round is still open.
             if settlement is None and lease in work_set.leases:
                 continue
             counted = settlement is not None and settlement.counted
@@ -136,6 +137,8 @@ class TaskRunner:
 
     def _do(self, task: Task, stop: StopToken, wanted: frozenset[bytes]) -> pb.Contribution:
         for pending in self.memory.pending():
+            # The update of this lease was stored before a crash or a lost link: send the same
+            # bytes.
             if pending.facts.lease == task.lease:
                 return self._offered(pending, task, stop)
             if pending.facts.run == task.work.run and task.kind in WRITERS:
@@ -154,6 +157,8 @@ class TaskRunner:
             return (self.learn if task.kind == "learn" else self.score)(plan, task, stop)
         finally:
             if plan.limits.max_steps or plan.limits.time_s:
+                # Also after an error: a task that always fails must not get unlimited steps out of
+                # a plan that limits them.
                 self.memory.note_spent(plan.digest, plan.steps, plan.spent_s)
 
     def learn(self, plan: Plan, task: Task, stop: StopToken) -> pb.Contribution:
@@ -246,6 +251,8 @@ class TaskRunner:
         stop.check()
         if data is None:
             path = self.memory.bytes_of(pending)
+            # Returns only when the cloud has stored all bytes, so the contribution never names a
+            # missing blob.
             sha256, size = upload(self._channel(), path), path.stat().st_size
         else:
             sha256, size = hashlib.sha256(data).digest(), len(data)
@@ -268,6 +275,7 @@ class TaskRunner:
         path = download(
             self._channel(), blob.sha256, blob.size, into, lambda _done, _size: stop.check()
         )
+        # Its digest was just verified by the download, so `read_state` need not hash it again.
         self._fetched = {blob.sha256} if into is self._states else self._fetched
         return path
 
@@ -291,6 +299,7 @@ class TaskRunner:
 
     def _plan_of(self, task: Task, path: Path) -> Plan:
         if self._plan is None or self._plan_blob != task.plan.sha256:
+            # Free the old plan before loading the new one: the device may lack memory for both.
             self._plan, self._fresh = None, {}
             plan = Plan.load(path, options=OPTIONS)
             check_labels(plan, self._shard)
@@ -318,9 +327,12 @@ class TaskRunner:
     def _assign(self, plan: Plan, task: Task) -> None:
         """Set the start of a round: the shared state, our personal tensors, the plan's rest."""
         state = self._state_of(plan, task)
+        # A state that also set personal tensors would let the cloud overwrite what never leaves.
         if odd := sorted(state.keys() ^ set(shared(plan.roles))):
             raise InvalidInput(f"the state of a task is all shared state; it differs in {odd[:4]}")
         ours = _fitting(self.memory.personal(task.work.run).tensors, plan.view("personal"))
+        # Later entries win: optimizer and the like restart from the plan, then shared, then
+        # personal.
         plan.assign({**self._fresh, **state, **ours})
 
     def _adopt_unmeasured(self, plan: Plan, task: Task) -> None:
@@ -355,6 +367,7 @@ class InProcessExecutor(TaskRunner):
         """Close the channel, which ends a call that waits for the cloud."""
         with self._lock:
             old, self._open_channel = self._open_channel, None
+        # Outside the lock: closing waits for calls in progress, which may be opening a channel.
         if old is not None:
             old.close()
 

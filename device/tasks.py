@@ -40,8 +40,9 @@ class Blob:
 class Task:
     """One piece of work.
 
-    kind: a field of the task's `work`. lease: in hexadecimal. until_s: the deadline, on the clock
-    of `work_set_of`'s `now_s`. steps: of adaptation. message: for this device's own app.
+    kind: a field of the task's `work`. lease: its id in hexadecimal. until_s: the deadline, on the
+    clock of `work_set_of`'s `now_s`. steps: number of steps of adaptation. message: the message for
+    this device's own app.
     inline_state: the verified bytes of the state, if they came with the task. inline_bytes: largest
     update that is sent within its contribution. document: the message that it was parsed from.
     """
@@ -91,7 +92,7 @@ class WorkSet:
 
 
 def work_set_of(message: pb.Work, device: str, *, max_blob_bytes: int, now_s: float) -> WorkSet:
-    """Parse the document. InvalidInput where it is invalid as a whole."""
+    """Parse the document. InvalidInput: it is invalid as a whole."""
     if len(message.tasks) > MAX_TASKS or len(message.settled) > MAX_TASKS:
         raise InvalidInput(
             f"a work document has at most {MAX_TASKS} tasks and settlements, got "
@@ -99,6 +100,7 @@ def work_set_of(message: pb.Work, device: str, *, max_blob_bytes: int, now_s: fl
         )
     tasks, refused = [], []
     for task in message.tasks:
+        # Outside the `try`: without a valid lease, no contribution could decline the task by name.
         _check_lease(task.run, task.lease)
         try:
             tasks.append(_task(task, device, max_blob_bytes, now_s))
@@ -113,9 +115,10 @@ def work_set_of(message: pb.Work, device: str, *, max_blob_bytes: int, now_s: fl
 
 
 def _task(message: pb.Task, device: str, max_blob_bytes: int, now_s: float) -> Task:
+    # A kind that a later protocol adds parses as an unset field here, and is declined.
     kind = message.WhichOneof("work") or "nothing"
     if kind not in KINDS:
-        raise InvalidInput(f"this device can {' and '.join(KINDS)}, the task is {kind!r}")
+        raise InvalidInput(f"this device supports tasks of {', '.join(KINDS)}, got {kind!r}")
     _in_range("deadline_s", message.deadline_s, MAX_SECONDS)
     _in_range("round", message.round, MAX_ROUND)
     task = Task(
@@ -126,6 +129,7 @@ def _task(message: pb.Task, device: str, max_blob_bytes: int, now_s: float) -> T
         work=_work(message, device),
         until_s=now_s + message.deadline_s,
         inline_state=_inline_state(message),
+        # The cloud may ask for more than this device puts into one message of the session.
         inline_bytes=min(message.inline_bytes, INLINE_BYTES),
         document=message,
     )
@@ -135,8 +139,9 @@ def _task(message: pb.Task, device: str, max_blob_bytes: int, now_s: float) -> T
 def _learns(task: Task, message: pb.Task, _max_blob_bytes: int) -> Task:
     learn = message.learn
     if not 1 <= task.work.steps <= MAX_STEPS:
-        raise InvalidInput(f"learning takes 1 to {MAX_STEPS} steps, the task {task.work.steps}")
+        raise InvalidInput(f"learning takes 1 to {MAX_STEPS} steps, got {task.work.steps}")
     keep = learn.keep or 1.0
+    # Constructed only to validate its arguments.
     Compressor(learn.compression, keep=keep)
     return replace(task, compression=learn.compression, keep=keep)
 
@@ -170,9 +175,7 @@ def _blob(what: str, blob: pb.Blob, max_bytes: int) -> Blob:
     if len(blob.sha256) != 32:
         raise InvalidInput(f"a {what} is named by 32 bytes of SHA-256, got {len(blob.sha256)}")
     if not 1 <= blob.size <= max_bytes:
-        raise InvalidInput(
-            f"a {what} has 1 to {max_bytes} bytes on this device, the task's {blob.size}"
-        )
+        raise InvalidInput(f"a {what} has 1 to {max_bytes} bytes on this device, got {blob.size}")
     return Blob(blob.sha256, blob.size)
 
 
@@ -182,6 +185,7 @@ def _inline_state(message: pb.Task) -> bytes:
         return b""
     if len(data) > INLINE_BYTES:
         raise InvalidInput(f"a state in a task has at most {INLINE_BYTES} bytes, got {len(data)}")
+    # Verified here, because a download would have been verified against the same digest.
     if len(data) != message.state.size or hashlib.sha256(data).digest() != message.state.sha256:
         raise InvalidInput("the state in the task is not the one that it names")
     return data

@@ -38,6 +38,7 @@ def enrol(node: NodeHome, token: str, address: str, root: Path | None = None) ->
     cloud's metadata does not follow from `root`. Unavailable: the main port does not answer.
     """
     quiet_grpc()
+    # Before the token is used up: two clouds must not share a home, whose root of trust is fixed.
     _require_one_cloud(node, Token.parse(token))
     node.make()
     identity = _identity(node, token, address)
@@ -71,6 +72,8 @@ def _identity(node: NodeHome, token: str, address: str) -> IdentityFolder:
     except Conflict as error:
         if not node.is_enrolled:
             raise
+        # The token was used by an interrupted attempt of this node, which has stored its
+        # certificate.
         identity = node.identity.load()
         if (node.trust / BOOTSTRAP).exists():
             ends = f"{datetime.fromtimestamp(identity.expires_s, UTC):%Y-%m-%d}"
@@ -92,6 +95,8 @@ def _store_root(node: NodeHome, fetch: Fetch, root: Path | None) -> None:
             bootstrap(trial, lambda _: data)
         except AttemptRefused as refusal:
             raise Corrupt(f"{root} is not a root file: {refusal.text}") from refusal
+        # Try the chain in a temporary folder, so that a wrong root leaves no trace in the node's
+        # home.
         freshness = Trust(trial, fetch).refresh()
     if freshness.error is not None:
         raise freshness.error

@@ -15,9 +15,9 @@ class NodeSettings:
     """The settings in `node.json`, for the operator of the machine. InvalidInput names a bad one.
 
     targets: targets of the converter that this node takes, best first; empty for those of its
-    processor. max_disk_bytes: for bundles. probation_s: used if an assignment does not set it.
-    min_bytes_per_s, patience_s: a download that is slower than this for so long is given up; set
-    them for a link that is slower than `proto.transfer.Pace` expects.
+    processor. max_disk_bytes: limit for bundles. probation_s: used if an assignment sets none.
+    min_bytes_per_s, patience_s: a download that is slower than that rate for that time is ended;
+    set them for a link that is slower than `proto.transfer.Pace` expects.
     """
 
     host: str = "127.0.0.1"
@@ -41,6 +41,8 @@ class NodeSettings:
             elif name.endswith("port"):
                 fits, kind = type(value) is int and 0 <= value <= MAX_PORT, f"0 to {MAX_PORT}"
             else:
+                # JSON has one kind of number, so 5 is accepted where 5.0 is meant; true is never a
+                # number.
                 as_float = type(value) is int and isinstance(0.0, wanted)
                 fits = as_float or (isinstance(value, wanted) and not isinstance(value, bool))
                 kind = getattr(wanted, "__name__", str(wanted))

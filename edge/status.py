@@ -121,6 +121,7 @@ def _refusal(home: NodeHome) -> str:
         try:
             MetadataStub(channel).Get(GetRequest(name="timestamp.json"), timeout=ASK_S)
         except grpc.RpcError as error:
+            # Any other error says nothing about this node: the cloud may only be unreachable.
             if error.code() in {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}:
                 return str(error_from(error))
     return ""

@@ -42,6 +42,7 @@ class BlobFolder:
         self.disk = disk
         self.max_bytes = max_bytes
         self._busy: set[bytes] = set()
+        # Marks (time, size, inode) of the blobs that this process has read and found undamaged.
         self._whole: dict[bytes, tuple[int, int, int]] = {}
         self._lock = threading.Lock()
         disk.make_folder(self.partial)
@@ -81,6 +82,8 @@ class BlobFolder:
                 if digest == sha256:
                     self._whole[sha256] = mark
                     return False
+                # Compare once more before the removal: another thread may have replaced the damaged
+                # file by a whole one while this thread hashed it. Then the loop reads the new file.
                 if _mark(path.stat()) == mark:
                     self.disk.remove(path)
                     break
@@ -112,6 +115,7 @@ class BlobFolder:
         path = self.path(sha256)
         if not 0 <= size <= self.max_bytes:
             raise InvalidInput(f"a blob has at most {self.max_bytes} bytes here, got {size}")
+        # One writer for each blob: two uploads of the same bytes would append to one partial file.
         with self._lock:
             if sha256 in self._busy:
                 raise Conflict(f"blob {sha256.hex()[:16]}... is being received already; wait")
@@ -161,8 +165,12 @@ class IncomingBlob:
         self._file: AppendFile | None = None
         self._is_named = False
         self.stored = partial.stat().st_size if partial.is_file() else 0
-        self._unsynced = self.stored  # whoever wrote them may have been killed before a sync
+        self._unsynced = self.stored  # their writer may have been killed before a sync
+        # Hash while receiving if this attempt started at 0; a resumed blob is hashed from its file
+        # at the end, because the state of a hash is not stored.
         self._hash = None if self.stored else hashlib.sha256()
+        # The declared size differs from the one of the earlier attempt, so those bytes are not a
+        # prefix.
         if self.stored > size:
             self.restart()
         self._require_space()
@@ -213,6 +221,7 @@ class IncomingBlob:
             raise InvalidInput(f"{self.stored} of {self.size} bytes are here; send the rest")
         self._open()
         self.sync()
+        # Sync before the name: after a power cut, a named blob must not have lost bytes.
         self._check(self._hash.digest() if self._hash else digest_of(self._partial))
         self.close()
         return self._name()
@@ -258,6 +267,8 @@ class IncomingBlob:
     def _require_space(self) -> None:
         space = os.statvfs(self._to.folder)
         free = space.f_bavail * space.f_frsize
+        # The reserve leaves room for the database and journals, which must be able to record the
+        # failure.
         reserve = min(RESERVE_BYTES, max(LEAST_RESERVE_BYTES, RESERVE_FACTOR * self.size))
         if free < self.size - self.stored + reserve:
             raise NoRoom(

@@ -34,9 +34,11 @@ CHANNEL_OPTIONS: Final[Options] = (
     ("grpc.max_metadata_size", METADATA_BYTES),
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+    # gRPC's default backoff grows to two minutes, so a fleet would come back late after a restart.
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 5_000),
     ("grpc.min_reconnect_backoff_ms", HANDSHAKE_MS),  # by its use, the time limit of a connection
+    # Channels with equal arguments otherwise share a connection, which closing one would not end.
     ("grpc.use_local_subchannel_pool", 1),
 )
 
@@ -44,6 +46,8 @@ CHANNEL_OPTIONS: Final[Options] = (
 def server_options() -> Options:
     """Return the options of a grpc.aio server."""
     return (
+        # With SO_REUSEPORT a second process could bind the same port and take half of the
+        # connections.
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", MESSAGE_BYTES),
         ("grpc.max_send_message_length", MESSAGE_BYTES),
@@ -52,6 +56,8 @@ def server_options() -> Options:
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        # Accept the pings that our own clients send. By default a server answers pings on an idle
+        # connection with GOAWAY (ENHANCE_YOUR_CALM).
         ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
         ("grpc.http2.max_ping_strikes", 0),
         *UNSEEN_CALLS,
@@ -104,6 +110,8 @@ class Guarded(grpc.Channel):
         self._closed = False
 
     def _call(self, kind: str, *args: Any, **options: Any) -> Any:
+        # The lock covers only the creation of a stub or call object, not the call itself, so
+        # `close` never waits for the network.
         with self._lock:
             if self._closed:
                 raise Unavailable("the connection to the cloud was closed")

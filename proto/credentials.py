@@ -76,6 +76,7 @@ class IdentityFolder:
         """
         OS_DISK.make_folder(self.path)
         write_atomic(self.path / "ca.pem", authority)
+        # The mode is set on the temporary file, before it has contents or its final name.
         with atomic_file(self.path / "key.pem") as file:
             os.fchmod(file.fileno(), 0o600)
             file.write(key)

@@ -72,6 +72,7 @@ class OsDisk:
 
     def sync(self, file: BinaryIO) -> None:
         """See `Disk`."""
+        # fsync sees only what has left Python's buffer.
         file.flush()
         os.fsync(file.fileno())
 
@@ -87,6 +88,7 @@ class OsDisk:
         """See `Disk`."""
         if not path.is_dir():
             self.make_folder(path.parent)
+            # Another process may create the folder at the same time.
             with contextlib.suppress(FileExistsError):
                 path.mkdir()
             self.sync_folder(path.parent)
@@ -110,6 +112,7 @@ def atomic_file(path: Path, disk: Disk = OS_DISK) -> Iterator[BinaryIO]:
     Unavailable: the disk refused. If only the last sync failed, the new file may be in place.
     InvalidInput: `path` is a folder, a device or a pipe, which a rename would replace for good.
     """
+    # `--out /dev/null` or a named pipe would be replaced by a regular file of the same name.
     if not path.name or "\0" in path.name or (path.exists() and not path.is_file()):
         raise InvalidInput(f"{path} cannot become a file; give the name of a new or a regular file")
     temp = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
@@ -117,11 +120,13 @@ def atomic_file(path: Path, disk: Disk = OS_DISK) -> Iterator[BinaryIO]:
         with disk.create(temp) as file:
             yield file
             disk.sync(file)
+        # The order is what makes this atomic: the bytes are durable before the name refers to them.
         disk.replace(temp, path)
         disk.sync_folder(path.parent)
     except OSError as error:
         raise refusal(error, f"could not write {path}: {error}; the old file is kept") from error
     finally:
+        # After the rename there is no temporary file, and the removal fails as intended.
         with contextlib.suppress(OSError):
             disk.remove(temp)
 
@@ -142,6 +147,7 @@ class AppendFile:
         self._path, self._disk = path, disk
         with self._refusals():
             self._file = disk.append(path)
+            # A rename is durable only after its folder is synced.
             disk.sync_folder(path.parent)
 
     @property
@@ -176,6 +182,8 @@ def lock_file(path: Path) -> BinaryIO:
     """Lock a file until it is closed or this process ends. BlockingIOError if it is locked."""
     file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b")
     try:
+        # flock belongs to the open file, so the kernel releases it when the process is killed; a
+        # file with a process id could name a process that took over the number.
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BaseException:
         file.close()

@@ -77,6 +77,7 @@ def check_desired(desired: Desired) -> None:
     _bound("number of assignments", len(desired.assignments), MAX_MODELS)
     for assignment in desired.assignments:
         _check_assignment(assignment)
+    # A node makes one attempt per model at a time, so two assignments would undo each other.
     names = [assignment.model for assignment in desired.assignments]
     if len(set(names)) != len(names):
         raise InvalidInput("a document assigns each model once")
@@ -84,13 +85,15 @@ def check_desired(desired: Desired) -> None:
 
 def _check_assignment(assignment: Assignment) -> None:
     if not _NAME.fullmatch(assignment.model):
-        raise InvalidInput(f"a model's name matches {NAME}, assigned is {assignment.model[:100]!r}")
+        raise InvalidInput(f"a model's name matches {NAME}, got {assignment.model[:100]!r}")
     _bound("version", assignment.version, MAX_VERSION)
     _bound("attempt", assignment.attempt, MAX_NUMBER)
     _bound("length of target_path", len(assignment.target_path), MAX_PATH_CHARS)
     _bound("length of rollout", len(assignment.rollout), MAX_ID_CHARS)
+    # An empty digest is valid: clouds of earlier releases do not send it.
     if len(assignment.sha256) not in {0, 32}:
         raise InvalidInput(f"sha256 has 32 bytes in an assignment, got {len(assignment.sha256)}")
+    # NaN compares false with everything, so without isfinite it would pass a range check.
     if not (math.isfinite(assignment.probation_s) and 0 <= assignment.probation_s <= MAX_SECONDS):
         raise InvalidInput(
             f"probation_s is 0 to {MAX_SECONDS:.0f} in an assignment, got {assignment.probation_s}"

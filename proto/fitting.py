@@ -26,7 +26,7 @@ class _Hardware(Protocol):
 
 
 class HardwareNeeds(_Hardware, Protocol):
-    """The needs of a bundle; empty or 0 where it has none."""
+    """The needs of a bundle; empty or 0 if it has none."""
 
     @property
     def min_version(self) -> str:
@@ -67,5 +67,6 @@ def fits(needs: HardwareNeeds, node: Offers) -> str | None:
 
 def version_key(text: str) -> tuple[int, ...]:
     """Return the leading numbers of a version, for comparing: "1.23.2+cpu" is (1, 23, 2)."""
+    # The other machine chose the text: bound the digits, since parsing a huge integer is quadratic.
     match = re.match(r"[0-9]{1,9}(?:\.[0-9]{1,9}){0,7}", text)
     return tuple(int(part) for part in match.group().split(".")) if match else ()

@@ -79,6 +79,8 @@ class Token:
     @property
     def id(self) -> bytes:
         """The name by which the cloud knows the token."""
+        # Id and key are derived with different prefixes: the id is sent in clear and reveals
+        # nothing about the key, and the cloud's database never holds the secret itself.
         return hashlib.sha256(b"triplane token id" + self.secret).digest()[:TOKEN_ID_BYTES]
 
     @property
@@ -153,6 +155,8 @@ def enrol(
     parsed = Token.parse(token)
     key = _pending_key(Path(folder), parsed)
     request = _pending_request(Path(folder), parsed, key)
+    # Without TLS, because this machine does not know the authority yet. The pinned fingerprint
+    # authenticates the answer, and the MAC authenticates the request.
     with grpc.insecure_channel(address) as channel, _answers_for(address), remote_errors():
         stub = EnrolmentStub(channel)
         authority_der = stub.GetAuthority(pb.GetAuthorityRequest(), timeout=timeout_s).authority
@@ -200,6 +204,7 @@ def renew(folder: IdentityFolder, *, timeout_s: float = ENROL_S) -> IdentityFold
         )
     authority = x509.load_pem_x509_certificate(folder.authority_pem)
     name = common_name(certificate_of(answer.certificate, "the cloud's answer"))
+    # A renewal that changes the name would turn this machine into another one.
     if name != folder.name:
         raise Corrupt(f"the cloud renewed {folder.name!r} as {name!r}; names never change")
     return _accept(folder, answer.certificate, authority, key, answer.address or folder.cloud)
@@ -224,6 +229,7 @@ def _accept(
         certificate.verify_directly_issued_by(authority)
     except (ValueError, TypeError, InvalidSignature) as error:
         raise Corrupt("the certificate is not signed by the pinned authority") from error
+    # Without this check, a certificate that works would be replaced by one that never can.
     if certificate.public_key() != key.public_key():
         raise Corrupt("the certificate is for a key other than ours")
     folder.save(
@@ -232,6 +238,7 @@ def _accept(
         key=key_pem(key),
         cloud=address,
     )
+    # Only now: a crash before `save` must find key and request of this attempt again.
     for pending in folder.path.glob(".enrol-*"):
         pending.unlink(missing_ok=True)
     return folder

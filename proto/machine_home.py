@@ -20,7 +20,7 @@ MAX_SETTINGS_BYTES: Final = 64 << 10
 class MachineHome(Generic[S]):
     """A home at `path`, with settings of the class `kind`, which checks its values.
 
-    role: of its token. verb: of its command. settings_name: of its file of settings.
+    role: the role in its token. verb: its command. settings_name: the name of its settings file.
     """
 
     role: ClassVar[str]
@@ -57,6 +57,7 @@ class MachineHome(Generic[S]):
     def settings(self) -> S:
         """The settings, or the defaults without a file. Corrupt names what is wrong with it."""
         try:
+            # One byte beyond the limit is enough: a longer document is cut and fails to parse.
             data = self.settings_file.read_bytes()[: MAX_SETTINGS_BYTES + 1]
         except FileNotFoundError:
             return self._kind()

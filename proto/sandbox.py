@@ -59,7 +59,7 @@ class ChildDied(Unavailable):
 class ChildLimits:
     """Limits that a child applies to itself.
 
-    seconds: from order to answer. cpu_s: processor time, None for no limit. may_grow: the child
+    seconds: time to answer an order. cpu_s: processor time, None for no limit. may_grow: the child
     may raise its memory limit with `allow_memory`, within the limit that the system set.
     """
 
@@ -112,6 +112,7 @@ class SandboxedChild:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
+                # A group of its own, so that `end` also kills processes that the child has started.
                 start_new_session=True,
                 cwd=folder,
                 env={**os.environ, **import_environment()} if environment is None else environment,
@@ -134,7 +135,7 @@ class SandboxedChild:
         except TimeoutError:
             await self.end()
             raise ChildDied(
-                f"{self._name} was ended: it took longer than {timeout_s:g} s"
+                f"{self._name} was killed: it took longer than {timeout_s:g} s"
             ) from None
         if not line.endswith(b"\n"):
             raise self._death()
@@ -158,7 +159,7 @@ class SandboxedChild:
         status = self._process.returncode
         tail = _tail(self._folder / "stderr") if self._folder else ""
         logger.error("child died", extra={**self._log_fields, "status": status, "stderr": tail})
-        last = tail.strip().splitlines()[-1:] or ["it said nothing"]
+        last = tail.strip().splitlines()[-1:] or ["it printed nothing"]
         return ChildDied(f"{self._name} {ended_by(status)}: {last[0][:MAX_REASON_CHARS]}", status)
 
     async def end(self) -> None:
@@ -168,6 +169,7 @@ class SandboxedChild:
                 os.killpg(self._process.pid, signal.SIGKILL)
         if self._process.stdin is not None:
             self._process.stdin.close()
+        # Shielded: a cancelled caller still reaps the child, which otherwise stays a zombie.
         await asyncio.shield(self._process.wait())
 
 
@@ -234,6 +236,7 @@ def _answer(line: bytes, name: str) -> dict[str, Any]:
         answer = json.loads(line)
         if "refused" not in answer:
             return dict(answer["done"])
+        # The child may run hostile input, so its answer may only select one of the families.
         family = getattr(errors, str(answer["refused"]), None)
         text = str(answer["text"])[:MAX_REASON_CHARS]
     if not (isinstance(family, type) and issubclass(family, TriplaneError)):
@@ -256,7 +259,7 @@ def serve_order(work: Mapping[str, Work]) -> None:
         pipe.answer(work[order["do"]](order))
     except MemoryError:
         most = order["limits"]["memory_bytes"] >> 20
-        pipe.refuse(Unavailable(f"it needs more than the {most} MiB it may take"))
+        pipe.refuse(Unavailable(f"it needs more than its memory limit of {most} MiB"))
     except TriplaneError as error:
         pipe.refuse(error)
 
@@ -299,6 +302,7 @@ class OrderPipe:
 
     def _read(self) -> dict[str, Any]:
         line = sys.stdin.buffer.readline(MAX_LINE_BYTES)
+        # End of input: the parent is gone, and nobody would read an answer.
         if not line:
             os.killpg(0, signal.SIGKILL)
         order: dict[str, Any] = json.loads(line)
@@ -308,6 +312,8 @@ class OrderPipe:
 def end_with_parent() -> None:
     """Wait until the parent has closed standard input, then kill this process group."""
     poll = select.poll()
+    # No events are asked for: poll reports a hang-up anyway, and this thread must not react to
+    # orders, which the main thread reads.
     poll.register(0, 0)
     poll.poll()
     os.killpg(0, signal.SIGKILL)
@@ -334,6 +340,7 @@ def set_limit(kind: int, soft: int, hard: int | None = None) -> None:
     """Set a resource limit of this process, but never above the limit that the system set."""
     most = resource.getrlimit(kind)[1]
     limits = soft, soft if hard is None else hard
+    # Raising a hard limit needs a privilege; asking for more than the system allows would fail.
     soft, hard = (min(limit, most, key=_size) for limit in limits)
     resource.setrlimit(kind, (soft, hard))
 

@@ -83,6 +83,7 @@ class Termination:
 
     def request(self) -> None:
         """Begin to stop without a signal, so that the time limit applies."""
+        # Take the same path as a signal: the watching thread sets the alarm and enforces the limit.
         if not (self.requested.is_set() or self._is_closed):
             self.requested.set()
             self._wakeup.write()
@@ -95,6 +96,7 @@ class Termination:
         if self.requested.is_set():
             return
         self._is_closed = True
+        # `_is_closed` is set first, so that the thread, which this wakes, ends without an alarm.
         self._wakeup.uninstall()
         self._thread.join()
         self._wakeup.close()
@@ -107,6 +109,7 @@ class Termination:
         if not self.requested.is_set():
             self.requested.set()
             _call(self._stop)
+        # This thread now ends the process unless the main thread ends it earlier.
         self._wakeup.enforce(self._limit_s, lambda: _call(self._hurry), self._hurry_s)
 
 
@@ -136,6 +139,7 @@ class Interrupts:
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
         """Delay the exception of a signal that arrives within the block to the end of the block."""
+        # CPython delivers KeyboardInterrupt to the main thread only; others have nothing to defer.
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -192,7 +196,9 @@ class _Wakeup:
 
     def install(self, handler: Callable[[int, FrameType | None], None]) -> None:
         """Install the handler after the pipe, so that no signal is missed."""
+        # A full pipe holds more than the two signals that matter, so a lost byte changes nothing.
         signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        # The alarm must kill the process without the interpreter, whatever the parent had set.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         for number in SIGNALS:
             signal.signal(number, handler)
@@ -257,4 +263,5 @@ def _exit_regardless(why: str, seconds: float) -> NoReturn:
     log.daemon = True
     log.start()
     log.join(LOG_S)
+    # Not sys.exit: it would run clean-up and wait for the very threads that do not end.
     os._exit(1)

@@ -182,6 +182,7 @@ async def status_of_aio(context: "grpc.aio.ServicerContext[Any, Any]") -> AsyncI
 
 def error_from(error: grpc.RpcError) -> TriplaneError:
     """Return the error that the server raised, from its trailer and its status."""
+    # A bare RpcError has none of these methods; only errors of calls do.
     code: grpc.StatusCode = getattr(error, "code", lambda: grpc.StatusCode.UNKNOWN)()
     text: str | None = getattr(error, "details", lambda: None)()
     reason = _reason(getattr(error, "trailing_metadata", lambda: None)())
@@ -215,6 +216,7 @@ def _reason(metadata: Any) -> pb.Reason:
 
 def _family(reason: pb.Reason, code: grpc.StatusCode) -> type[TriplaneError]:
     for row in TABLE:
+        # A trailer cannot turn a status into another family: both must agree.
         if row.family.__name__ == reason.family and code in {row.code, *row.also}:
             return row.family
     return family_of(code)
@@ -225,5 +227,6 @@ def _is_fact(text: str) -> bool:
 
 
 def _cut(text: str) -> str:
+    # Cut characters before bytes, so that a huge text is not encoded, then drop a cut character.
     data = text[:MAX_DETAIL_CHARS].encode(errors="replace")
     return data[:MAX_DETAIL_BYTES].decode(errors="ignore")

@@ -87,8 +87,9 @@ class StreamState:
         if field_name not in BODIES:
             raise InvalidInput(f"{field_name!r} is not a message; there are {', '.join(BODIES)}")
         if len(self.unacknowledged) >= MAX_UNACKNOWLEDGED:
-            raise Conflict(f"{MAX_UNACKNOWLEDGED} messages wait to be acknowledged already")
+            raise Conflict(f"{MAX_UNACKNOWLEDGED} messages are not acknowledged yet; send later")
         frame = pb.Frame(number=self.next_number)
+        # Copied, because the sender may change its message while the frame waits to be resent.
         getattr(frame, field_name).CopyFrom(message)
         self.next_number += 1
         self.unacknowledged.append(frame)
@@ -123,6 +124,7 @@ class StreamState:
     def stamped(self, frame: pb.Frame) -> pb.Frame:
         """Return a copy of the frame that acknowledges what was received so far."""
         out = pb.Frame()
+        # A copy, because the queued frame may be resent later with a higher acknowledgement.
         out.CopyFrom(frame)
         out.acknowledged = self.received
         return out
@@ -157,15 +159,19 @@ class Link:
     async def write_all(self, write: Callable[[pb.Frame], Awaitable[None]]) -> None:
         """Write queued frames and heartbeats until `end`."""
         while not self._over.is_set():
+            # Clear before reading the queue: a message that is added later sets the event again.
             self._wake.clear()
             due = [f for f in self.state.unacknowledged if f.number > self._sent]
             for frame in due:
                 if self._over.is_set():
                     return
+                # Noted before the await: what arrives during the write must not count as
+                # acknowledged by it.
                 self._sent, self._acknowledged = frame.number, self.state.received
                 await write(self.state.stamped(frame))
             if due:
                 continue
+            # An acknowledgement that is owed waits a moment for a message that can carry it.
             owes = self._acknowledged != self.state.received
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LINGER_S if owes else self._heartbeat_s):
@@ -188,11 +194,13 @@ class Link:
                 ) from error
             if frame is None:
                 return None
+            # Acknowledgements come with every frame, also one whose message was handled already.
             if self.state.acknowledge(frame.acknowledged):
                 self.freed.set()
             body = frame.WhichOneof("body")
             if body == "goodbye":
                 return frame.goodbye
+            # Handle, then acknowledge: a crash in between repeats the message instead of losing it.
             if body in BODIES and frame.number and self.state.is_new(frame):
                 await self._on_message(getattr(frame, body))
                 self.state.handled(frame)
@@ -230,6 +238,7 @@ class SessionClient:
 
     async def send(self, message: Message) -> None:
         """Send a message, as often as it takes; return when the cloud has acknowledged it."""
+        # No await until the future is in `_waiting`, so an acknowledgement cannot come before it.
         frame = self._half.add(_field_of(message), message)
         done = self._waiting[frame.number] = asyncio.get_running_loop().create_future()
         if self._link:
@@ -237,6 +246,7 @@ class SessionClient:
         try:
             await done
         finally:
+            # The frame stays queued if the caller was cancelled: it may be on the wire already.
             self._waiting.pop(frame.number, None)
 
     async def run(self) -> None:
@@ -256,6 +266,7 @@ class SessionClient:
             finally:
                 self.connected.clear()
                 self._link = None
+            # Full jitter spreads a fleet that lost its cloud at one instant.
             await asyncio.sleep(least_s + self._rng() * wait_s)
             wait_s = min(2 * wait_s, MAX_WAIT_S)
 
@@ -265,6 +276,7 @@ class SessionClient:
         Backoff is reset after a welcome, unless another process has our identity: the two would
         replace each other's stream as fast as they can.
         """
+        # A new channel for each attempt, which also picks up a renewed certificate.
         channel = self._connect()
         try:
             call = SessionStub(channel).Open()
@@ -284,8 +296,11 @@ class SessionClient:
                 raise InvalidInput("the cloud did not begin with a welcome")
             heartbeat_s = _heartbeat_s(first.welcome)
             self._half.meet(first.welcome.epoch)
+            # The welcome says what the cloud handled in an earlier stream, so only the rest is
+            # resent.
             self._acknowledged(first.acknowledged)
             if self._greeting:
+                # Replace an older greeting that was not acknowledged; it may be out of date.
                 self._half.replace(_field_of(message := self._greeting()), message)
             return await self._pump(call, heartbeat_s)
         except TimeoutError as error:
@@ -333,7 +348,7 @@ class SessionClient:
 class ServerSession:
     """The cloud's side for one caller. It outlives streams, of which one is open at a time.
 
-    epoch: of this cloud process. on_message: must return only when the message is durable.
+    epoch: names this cloud process. on_message: must return only when the message is durable.
     """
 
     def __init__(
@@ -378,7 +393,10 @@ class ServerSession:
         does not read.
         """
         hello = check_hello(first)
+        # The newest stream wins: an older one is usually a broken connection that the cloud has not
+        # noticed yet.
         self.close(pb.Goodbye.REPLACED)
+        # Numbers are comparable only if both processes are the ones that counted them.
         if hello.epoch != self._half.peer_epoch or hello.peer_epoch != self._epoch:
             self._restart(hello)
         else:
@@ -388,6 +406,7 @@ class ServerSession:
         try:
             await self._exchange(link, self._goodbye, frames, write)
         finally:
+            # A newer stream may have replaced this one while it ended.
             if self._link is link:
                 self._link = None
 
@@ -413,6 +432,7 @@ class ServerSession:
                 await writing
                 if goodbye.done():
                     await write(pb.Frame(goodbye=goodbye.result()))
+            # Raises what ended the reading, such as an invalid frame or a silent caller.
             if reading.done() and not reading.cancelled():
                 reading.result()
         except TimeoutError as error:
@@ -431,6 +451,8 @@ class ServerSession:
         for name, frame in latest.items():
             fresh.add(str(name), getattr(frame, str(name)))
         fresh.meet(hello.epoch)
+        # The same caller, which does not know this cloud process: it resends what it has queued,
+        # and what was handled here must not be handled again.
         if hello.epoch == self._half.peer_epoch:
             fresh.received = self._half.received
         self._half = fresh

@@ -96,6 +96,7 @@ def read_target(path: str, length: Any, hashes: Mapping[str, Any], custom: Any) 
 
     The custom fields repeat the path: a bundle listed under another model's name is refused.
     """
+    # Not isinstance: `true` in JSON is a bool, which Python counts as an int.
     if type(length) is not int or not 0 < length <= MAX_TARGET_BYTES:
         raise Corrupt(f"{path}: a length is 1 to {MAX_TARGET_BYTES} bytes, got {_shown(length)}")
     digest = hashes.get("sha256")
@@ -108,6 +109,7 @@ def read_target(path: str, length: Any, hashes: Mapping[str, Any], custom: Any) 
     if not isinstance(custom, dict) or set(custom) != _CUSTOM:
         raise Corrupt(f"{path}: custom fields are {sorted(_CUSTOM)}, got {_shown(custom)}")
     digests = custom["model_digest"], custom["content_digest"]
+    # Types are compared, too, because 1 == True and 1 == 1.0.
     contradicts = any(type(custom[k]) is not type(v) or custom[k] != v for k, v in expected.items())
     if contradicts or not all(map(_is_hex, digests)):
         raise Corrupt(f"{path}: custom fields contradict the path: {_shown(custom)}")
@@ -118,9 +120,9 @@ def read_target(path: str, length: Any, hashes: Mapping[str, Any], custom: Any) 
 class Rule:
     """The rights of the role `auto` on one model.
 
-    share: of the nodes, 0 to 1, which take versions that people have not released. golden: path of
-    the target with the labelled samples; metric: what is computed on them; floor: the lowest value
-    with which a version may be committed.
+    share: share of the nodes, 0 to 1, that accept versions that people have not released. golden:
+    path of the target with the labelled samples; metric: the measure computed on them; floor: the
+    lowest value with which a version may be committed.
     """
 
     share: float
@@ -149,13 +151,14 @@ class Policy:
         if len(text.encode(errors="replace")) > MAX_POLICY_BYTES:
             raise InvalidInput(f"a policy is at most {MAX_POLICY_BYTES} bytes of JSON")
         try:
+            # JSON parsers differ in which of two equal keys they take, so equal keys are refused.
             document = json.loads(text, object_pairs_hook=_once)
         except (ValueError, RecursionError) as error:
             raise InvalidInput(f"a policy is a JSON object: {error}") from error
         if not isinstance(document, dict) or set(document) != {"format", "models"}:
             raise InvalidInput('a policy is {"format": 1, "models": {NAME: RULE, ...}}')
         if type(document["format"]) is not int or document["format"] != 1:
-            raise InvalidInput(f"policy format 1 is known here, not {_shown(document['format'])}")
+            raise InvalidInput(f"a policy has format 1, got {_shown(document['format'])}")
         models = document["models"]
         if not isinstance(models, dict) or len(models) > MAX_POLICY_MODELS:
             raise InvalidInput(f"a policy has at most {MAX_POLICY_MODELS} models, by name")
@@ -168,7 +171,9 @@ def in_share(node: str, model: str, share: float) -> bool:
     A model's share has the same nodes for every version, so no series of automatic releases can
     reach the others.
     """
+    # Names hold no NUL, so different pairs never give the same text.
     digest = hashlib.sha256(f"{node}\0{model}".encode()).digest()
+    # Node and cloud compute this separately; 53 bits keep the division exact on both.
     fraction = (int.from_bytes(digest[:8], "big") >> (64 - SHARE_BITS)) / (1 << SHARE_BITS)
     return fraction < share
 

@@ -111,15 +111,16 @@ class _Watch:
 
     def _judge(self, came: int, left_s: float) -> TooSlow | None:
         patience_s, least = self._pace.patience_s, self._pace.min_bytes_per_s
+        # Less than one look was left when this one began, so the deadline has passed by now.
         if left_s <= patience_s:
             return TooSlow(
                 f"the transfer did not end within its deadline, which {least} bytes/s would have "
-                "met; the other side holds it up"
+                "met; the other side delays it"
             )
         if came < least * patience_s:
             return TooSlow(
                 f"the other side sent {came} bytes in {patience_s:g} s; at least {least} bytes/s "
-                "are due"
+                "are required"
             )
         return None
 
@@ -139,6 +140,8 @@ def upload(channel: grpc.Channel, path: Path, progress: Report = lambda *_: None
         try:
             if not guess:
                 have = stub.Stat(pb.StatRequest(sha256=sha256, size=size))
+                # Progress renews the tries, so a large file gets through over a link that often
+                # breaks.
                 if have.stored > most:
                     most = have.stored
                     tries.renew()
@@ -146,6 +149,8 @@ def upload(channel: grpc.Channel, path: Path, progress: Report = lambda *_: None
                 have = stub.Upload(_upload_chunks(path, sha256, size, have.stored, progress))
         except grpc.RpcError as error:
             refusal = error_from(error)
+            # Conflict answers a wrong guess, because the peer has a part of the file; Stat tells
+            # how much.
             if not (guess and isinstance(refusal, Conflict)):
                 attempt(refusal)
             guess = False
@@ -189,6 +194,7 @@ def download(
     """
     if into.has(sha256):
         return into.find(sha256)
+    # One deadline for all attempts: a peer cannot prolong a transfer by breaking it off.
     stub, until_s = TransferStub(channel), time.monotonic() + pace.deadline_s(size)
     with into.receive(sha256, size) as receiving:
         for attempt in _Tries():
@@ -207,6 +213,7 @@ def _pull(
     if receiving.stored == receiving.size:
         return
     call = stub.Download(pb.DownloadRequest(sha256=receiving.sha256, offset=receiving.stored))
+    # A thread for each download, because a synchronous gRPC iterator cannot wait with a timeout.
     watch = _Watch(call, pace, until_s)
     try:
         for chunk in call:
@@ -218,6 +225,7 @@ def _pull(
             watch.moved(len(chunk.data))
             progress(receiving.stored, receiving.size)
     except grpc.RpcError as error:
+        # The watch cancelled the call; report its reason instead of CANCELLED.
         if watch.verdict:
             raise watch.verdict from error
         raise
@@ -227,15 +235,17 @@ def _pull(
 
 
 def _check_chunk(chunk: pb.DownloadChunk, receiving: IncomingBlob) -> None:
+    # The size is signed (TUF), so a peer that states another one is faulty or malicious: endless
+    # data attack.
     if chunk.size != receiving.size:
         raise WrongLength(
-            f"the other side says the blob has {chunk.size} bytes, signed are {receiving.size}"
+            f"the other side says the blob has {chunk.size} bytes, but {receiving.size} are signed"
         )
     if not 0 < len(chunk.data) <= CHUNK_BYTES:
         raise Corrupt(f"a chunk has 1 to {CHUNK_BYTES} bytes, got {len(chunk.data)}")
     if receiving.stored + len(chunk.data) > receiving.size:
         raise WrongLength(
-            f"signed are {receiving.size} bytes; the other side sends {len(chunk.data)} more after "
+            f"{receiving.size} bytes are signed; the other side sends {len(chunk.data)} more after "
             f"{receiving.stored}"
         )
 
@@ -296,6 +306,7 @@ class TransferServicer(Base):
         """See transfer.proto."""
         async with status_of_aio(context):
             folder = await self._may_write(request.sha256, request.size)
+            # A damaged blob must not answer "complete": the caller would never send it again.
             await asyncio.to_thread(folder.drop_damaged, request.sha256)
             return folder.stored(request.sha256, request.size)
         raise AssertionError
@@ -311,10 +322,13 @@ class TransferServicer(Base):
         first = await anext(chunks, None)
         if first is None:
             raise InvalidInput("an upload begins with a chunk that names the blob")
+        # Permission is checked for the first chunk only: it fixes digest and size for the whole
+        # call.
         folder = await self._may_write(first.sha256, first.size)
         if not await asyncio.to_thread(folder.is_lost, first.sha256):
             return folder.stored(first.sha256, first.size)
         with folder.receive(first.sha256, first.size) as receiving:
+            # A gap or an overlap would damage the file, which would be noticed only at its end.
             if first.offset != receiving.stored:
                 raise Conflict(
                     f"{receiving.stored} bytes are here, the upload begins at {first.offset}; ask "
@@ -331,6 +345,7 @@ class TransferServicer(Base):
             async for chunk in chunks:
                 await self._write(receiving, chunk)
             if receiving.stored < receiving.size:
+                # Sync before the reply, because the caller counts these bytes as stored.
                 await asyncio.to_thread(receiving.sync)
                 return pb.Progress(stored=receiving.stored)
             await asyncio.to_thread(receiving.finish)
@@ -351,6 +366,7 @@ class TransferServicer(Base):
             size = path.stat().st_size
             if request.offset > size:
                 raise InvalidInput(f"the blob has {size} bytes; {request.offset} is beyond its end")
+            # From the first piece on the file is open, so its removal does not cut a download off.
             pieces, sent = chunks_of(path, request.offset), request.offset
             while sent < size and (data := await asyncio.to_thread(next, pieces, None)):
                 sent += len(data)
@@ -366,6 +382,7 @@ async def _paced(chunks: Any, pace: Pace) -> AsyncGenerator[pb.UploadChunk]:
     waiting, behind_s, came, size = aiter(chunks), 0.0, 0, CHUNK_BYTES
     while True:
         began_s = time.monotonic()
+        # The last chunk is shorter, so it gets less time.
         next_bytes = min(CHUNK_BYTES, max(0, size - came))
         try:
             async with asyncio.timeout(pace.deadline_s(next_bytes) - behind_s):
@@ -373,8 +390,8 @@ async def _paced(chunks: Any, pace: Pace) -> AsyncGenerator[pb.UploadChunk]:
         except TimeoutError as error:
             raise TooSlow(
                 f"the upload brought {came} bytes and then too little for {pace.patience_s:g} s; "
-                f"at least {pace.min_bytes_per_s} bytes/s are due; send it again: it goes on "
-                "where it stopped"
+                f"at least {pace.min_bytes_per_s} bytes/s are required; send it again, and it "
+                "continues where it stopped"
             ) from error
         if chunk is None:
             return

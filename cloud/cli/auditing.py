@@ -81,6 +81,7 @@ def _checked(
     entries: Iterator[AuditEntry], kept: tuple[int, bytes] | None
 ) -> Iterator[AuditRecord]:
     for e in entries:
+        # `verify` would only find that the digest is missing; here the message can name the entry.
         if kept and e.number == kept[0] and e.digest != kept[1]:
             raise Corrupt(
                 f"audit entry {e.number} is not the one whose head you kept: the log was rewritten"

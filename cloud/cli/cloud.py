@@ -112,6 +112,8 @@ def init(*, as_json: bool, **options: Any) -> None:
     Makes the certificate authority, the server certificate, an operator's identity, the signing
     keys and the database. A folder that already contains a cloud is refused.
     """
+    # Imports are inside the functions, here and in all verbs: `triplane --help` must not load grpc
+    # or SQLAlchemy.
     from triplane.cloud.cli.start import initialize
 
     open_output(as_json).result(*initialize(**options))
@@ -142,6 +144,7 @@ def init(*, as_json: bool, **options: Any) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print the ready line as one JSON object.")
 def up(**options: Any) -> None:
     """Run the cloud until SIGTERM or Ctrl-C."""
+    # Before grpc is imported, because it reads its environment variable only then.
     quiet_grpc()
     from triplane.cloud.cli.start import run
 
@@ -353,7 +356,7 @@ def revoke(cloud: Calls, *, name: str, reason: str) -> Answer:
     """Revoke the certificates of NAME at once.
 
     Once this call returns, its certificates are rejected and its streams are closed. A node keeps
-    serving what it has and gets nothing new. A new token lets the name in again.
+    serving its versions and gets no new ones. A new token admits the name again.
     """
     from triplane.proto.identity_pb2 import RevokeRequest
 

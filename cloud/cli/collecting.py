@@ -47,6 +47,7 @@ def collected(path: Path, older_than_s: float) -> tuple[dict[str, Any], str]:
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[Database, BlobFolder, tuple[Roots, ...]]]:
     home = Home(path)
+    # Raises if there is no complete cloud, before anything is opened or created.
     home.hosts()
     try:
         database = open_database(home)

@@ -1,4 +1,4 @@
-"""What every verb that calls the cloud shares: its identity, one connection, its printed answer.
+"""Shared by all verbs that call the cloud: the identity, one connection, the printed answer.
 
 Every call is made inside `calls`: an error that the cloud reports is raised as its family with the
 cloud's own message, and a cloud that cannot be reached raises Unavailable with its address and how
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 Answer: TypeAlias = "tuple[Mapping[str, Any] | Message, str] | int"
-"""What a verb answers; see `print_answer`."""
+"""The answer of a verb; see `print_answer`."""
 
 IDENTITY_VARIABLE: Final = "TRIPLANE_IDENTITY"
 HOME_VARIABLE: Final = "TRIPLANE_CLOUD_HOME"
@@ -39,9 +39,9 @@ DEFAULT_HOME: Final = "~/.triplane/cloud"
 OPERATOR_FOLDER: Final = "operator"
 KEY_BYTES: Final = 16
 TEXT: Final = CommandOutput(as_json=False)
-"""Output of callers that are no commands."""
+"""Output of callers that are not commands."""
 RENEWAL_S: Final = 5.0
-"""The longest that a verb waits for a new certificate; the next verb tries again."""
+"""Longest time that a verb waits for a new certificate; the next verb tries again."""
 TRANSPORT_WORDS: Final = (
     "failed to connect",
     "connection lost",
@@ -55,7 +55,7 @@ TRANSPORT_WORDS: Final = (
     "recvmsg",
     "handshake",
 )
-"""Words of grpc about a broken link, which tell it from a cloud that answers UNAVAILABLE."""
+"""Words in grpc's messages about a broken connection; a cloud that answers UNAVAILABLE has none."""
 WAITS_S: Final = (0.5, 1.5)
 """Pauses between the attempts of a write that is repeated under its key."""
 
@@ -66,12 +66,13 @@ def home_option(function: F) -> F:
         "--home", type=click.Path(file_okay=False, path_type=Path), envvar=HOME_VARIABLE,
         default=DEFAULT_HOME, show_default=True, metavar="DIR",
         help=f"The cloud's folder (also {HOME_VARIABLE}).",
+        # click does not expand `~` in defaults and environment variables.
         callback=lambda _ctx, _param, path: path.expanduser(),
     )(function)  # fmt: skip
 
 
 def client_options(function: F) -> F:
-    """Add `--identity DIR` and `--json`, which every verb that calls the cloud has."""
+    """Add `--identity DIR` and `--json`, the options of every verb that calls the cloud."""
     identity = click.option(
         "--identity", type=click.Path(file_okay=False, path_type=Path), envvar=IDENTITY_VARIABLE,
         metavar="DIR", help=f"The identity folder of the caller (also {IDENTITY_VARIABLE}).  "
@@ -157,9 +158,12 @@ def _renewed(folder: IdentityFolder) -> IdentityFolder:
     from triplane.cloud.home import one_renews
     from triplane.proto.identity import needs_renewal, renew
 
+    # An expired certificate cannot renew itself: the TLS handshake would fail.
     now_s = time.time()
     if now_s >= folder.expires_s or not needs_renewal(folder, now_s):
         return folder
+    # Best effort: the present certificate is still valid, and the verb must not fail because of
+    # this.
     with contextlib.suppress(TriplaneError, OSError), one_renews(folder):
         return renew(folder, timeout_s=RENEWAL_S)
     return folder
@@ -167,7 +171,7 @@ def _renewed(folder: IdentityFolder) -> IdentityFolder:
 
 @contextlib.contextmanager
 def errors_at(address: str, *, expires_s: float = math.inf) -> Iterator[None]:
-    """Raise what the cloud raised; if it did not answer, Unavailable with what to do about it.
+    """Raise the error that the cloud raised; if it did not answer, Unavailable with advice.
 
     expires_s: when the caller's own certificate expires, a common reason for no answer.
     """
@@ -202,6 +206,7 @@ def _details(error: grpc.RpcError) -> str:
 
 
 def _away_text(address: str, details: str, expires_s: float) -> str:
+    # Checked first: a rejected handshake only looks like a lost connection.
     if expires_s < time.time():
         return (
             f"the cloud at {address} rejects your certificate, which has expired; ask an operator "

@@ -91,7 +91,9 @@ def command(
         for unit, amount in waves
     ]
     request = DeployRequest(reference=reference, waves=sizes, key=new_key(), **options)
+    # One key for all attempts, so a repeated call never begins a second rollout.
     rollout = repeated(lambda: cloud.fleet.Deploy(request))
     if not detach:
+        # The exit code: this function prints by itself.
         return watch_to_end(watchable(cloud, rollout.id), rollout, as_json=cloud.output.as_json)
     return rollout, f"{headline(rollout)}\nWatch it: triplane rollout show {rollout.id} --watch"

@@ -87,6 +87,7 @@ def _pairs(
         try:
             json.loads(value)
         except ValueError:
+            # Words without quotes are the usual case in a shell: --option name=value.
             value = json.dumps(value)
         pairs.append((name, value))
     return pairs
@@ -204,6 +205,7 @@ def _spec(
     from triplane.proto.federation_pb2 import Cohort, Flower, Option, Sampling, Spec
     from triplane.proto.hyperparameters import set_values
 
+    # Checked here, because without a strategy the request has no field that could carry them.
     if (strategy_options or app) and not strategy:
         raise click.UsageError("--option and --app belong to a strategy; name one with --strategy")
     arguments = [Option(name=name, json=value) for name, value in strategy_options]
@@ -224,6 +226,7 @@ def _start(cloud: Calls, *, spec: Spec, detach: bool) -> Answer:
     from triplane.proto.federation_pb2 import StartRequest
 
     request = StartRequest(spec=spec, key=new_key())
+    # One key for all attempts, so a repeated call never starts a second run.
     run = repeated(lambda: cloud.federation.Start(request))
     if not detach:
         return watch_to_end(watchable(cloud, run.id), run, as_json=cloud.output.as_json)

@@ -62,6 +62,7 @@ def label(*, changes: tuple[str, ...], **options: Any) -> None:
     """
     wanted = dict(change.split("=", 1) for change in changes if "=" in change)
     removed = [change[:-1] for change in changes if "=" not in change and change.endswith("-")]
+    # Fewer entries than arguments: a key was given twice, or an argument has neither form.
     if len(wanted) + len(removed) != len(changes) or "" in wanted or "" in removed:
         raise InvalidInput(
             f"label changes are KEY=VALUE or KEY-, each key once; got {' '.join(changes)}"

@@ -28,6 +28,7 @@ RENEWED: Final = ("targets", "release", "root")
 
 def expiries_of(remote: Remote) -> dict[str, float]:
     """Return when each role's published metadata expires, as the cloud reports it."""
+    # Starts from the cloud's own root: good enough to display dates, never to sign.
     chain = read(remote.get, newest_root(remote.get, remote.get(TRUSTED_ROOT)))
     return {role: chain.roles[role].signed.expires.timestamp() for role in ROLES}
 
@@ -80,6 +81,7 @@ def renewed(
     past: sign repeatedly until the version is higher, unless others must sign too. NotFound: the
     folder has no such key.
     """
+    # Raises NotFound first: without the root beside the keys nothing may be signed.
     trusted_root(keys)
     results: dict[str, Submitted] = {}
     with remote_at(cloud) as remote:
@@ -89,6 +91,7 @@ def renewed(
             except NotFound as error:
                 if roles:
                     raise
+                # By default, renew the roles whose keys are here; other people have the other keys.
                 cloud.output.note(f"{role}: not renewed: {error}")
         expiries = expiries_of(remote)
     if not results:
@@ -115,6 +118,7 @@ def _renew_past(remote: Remote, role: str, keys: Path, past: int) -> Submitted:
             f"{role} is at version {submitted.version}, and {past} is more than {MAX_OVERTAKEN} "
             "versions ahead, the most that are signed at once; give --past a lower number"
         )
+    # Version numbers grow by one per signature, as the cloud refuses to skip any.
     while submitted.published and submitted.version <= past:
         submitted = _renew(remote, role, keys)
     return submitted
@@ -144,12 +148,15 @@ def rotated(
     decider = "root" if role in TOP else "targets"
     with remote_at(cloud) as remote:
         before = set(_keyids(remote, role))
+        # Fails if the deciding key is not here, before a new key is made for nothing.
         KeyFolder(keys).of(_keyids(remote, decider), decider)
         files = list(publics) or [_new_key(keys, role)]
         new = [read_public(file) for file in files]
         lists = Lists.DROPPED if stolen else Lists.CARRIED
         rotation = rotate(remote, role, new, keys, threshold=threshold, lists=lists)
     submitted = rotation.named.submitted
+    # Reported and not removed: copies elsewhere matter just as much, and only people can destroy
+    # them.
     unused = KeyFolder(keys).files_of(before - {key.keyid for key in new})
     record = {
         "role": role,

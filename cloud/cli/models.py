@@ -28,6 +28,7 @@ def list_versions(cloud: Calls, model: str) -> Answer:
     """List every version of one model, newest first."""
     versions: list[Version] = []
     before = 0
+    # Page by page until version 1, the oldest, was listed.
     while before != 1:
         page = cloud.registry.ListVersions(ListVersionsRequest(model=model, before=before))
         versions += page.versions

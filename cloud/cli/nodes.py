@@ -40,6 +40,7 @@ def state(node: Node) -> str:
     states = [
         f"{m.model}@{m.version} {enum_text(m, 'state')}"
         for m in node.report.models
+        # Equal numbers mean that the newest attempt was committed, which `serves` shows already.
         if m.version != m.committed_version
     ]
     if node.cordoned:

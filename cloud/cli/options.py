@@ -36,6 +36,7 @@ _COUNT: Final = re.compile(r"[1-9][0-9]*")
 
 def share(value: Any) -> float:
     """Parse a percentage such as "95%" to a share between 0 and 1."""
+    # A value that this function returned before, see the top of the module.
     if isinstance(value, float):
         return value
     match = _PERCENT.fullmatch(str(value))
@@ -71,6 +72,7 @@ def _wave_size(text: str) -> tuple[str, float]:
     if not _COUNT.fullmatch(text):
         rule = "give shares or counts, such as 5%,25%,100% or 1,10,100%"
         raise click.BadParameter(f"{text!r} is not a wave size; {rule}")
+    # Compare lengths first: parsing thousands of digits is slow, and Python limits it.
     if len(text) > len(str(MAX_COUNT)):
         raise click.BadParameter(f"a wave has at most {MAX_COUNT} nodes, not {text[:20]}...")
     return "nodes", int(text)

@@ -44,8 +44,10 @@ def allow(
 ) -> tuple[dict[str, Any], str]:
     """Upload the samples; sign a policy under which the auto role may release `model`."""
     digest = hashlib.sha256(golden.read_bytes()).hexdigest()
+    # The digest in the name: new samples get a new target, and never replace published ones.
     path = f"golden/{model[:MODEL_CHARS]}-{digest[:DIGEST_CHARS]}"
     with reported(cloud.output, f"uploading {golden.name}") as progress:
+        # Upload first, because the cloud refuses a policy whose samples it lacks.
         upload(cloud.channel, golden, progress)
     with remote_at(cloud) as remote:
         rule = Rule(share=share, golden=path, metric=METRICS[0], floor=floor)
@@ -67,6 +69,7 @@ def forbid(cloud: Calls, *, model: str, keys: Path) -> tuple[dict[str, Any], str
 
 
 def _stored_policy(remote: Remote) -> Policy:
+    # The pending version, if there is one: a rule that waits for signatures must not be dropped.
     return read_policy(parse(Targets, remote.pending("targets").metadata, "targets").signed)
 
 

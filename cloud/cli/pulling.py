@@ -24,6 +24,7 @@ def pull_file(cloud: Calls, *, reference: str, out: Path | None) -> tuple[dict[s
     path = out or Path(f"{version.model}-{version.version}.tpm")
     if path.exists():
         raise Conflict(f"{path} exists already; name another file with --out")
+    # Beside the target, on the same file system, so that the finished file can be renamed to it.
     parts = BlobFolder(path.parent / f".{path.name}.parts")
     with reported(cloud.output, f"downloading {path.name}") as progress:
         blob = download(cloud.channel, version.blob, version.size, parts, progress)

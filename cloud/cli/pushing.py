@@ -58,10 +58,11 @@ def push_file(
         raise InvalidInput(
             f"--quantize {quantize} learns its ranges from samples; give --calibrate SAMPLES.npz"
         )
-    # Everything but the digests is checked before a byte is sent.
+    # Check everything but the digests before a byte is sent: an upload may take an hour.
     push = Push(
         model=name or _own_name(file),
         blob=NO_DIGEST,
+        # One key for the whole push, so a repeated call never registers a second version.
         key=new_key(),
         aliases=aliases,
         recipe=ConversionRecipe(
@@ -140,6 +141,7 @@ def _sent(cloud: Calls, file: Path | None) -> bytes:
             with reported(cloud.output, f"uploading {file.name}") as progress:
                 return upload(cloud.channel, file, progress)
         except Conflict as error:
+            # The cloud may still hold the upload of a killed sender, until its keepalive notices.
             if time.monotonic() >= until_s:
                 raise
             cloud.output.note(f"{error}; the cloud may not know yet that its sender is gone")
@@ -177,6 +179,7 @@ def _poll(cloud: Calls, request: GetBundleRequest) -> Bundle | None:
     try:
         return cloud.registry.GetBundle(request, timeout=BUNDLE_CALL_S)
     except grpc.RpcError as error:
+        # A conversion outlasts a call; the loop in `wait_for_bundle` asks again.
         if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
             raise
         return None

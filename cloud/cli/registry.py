@@ -137,6 +137,7 @@ def alias(*, version: int | None, remove: bool, **options: Any) -> None:
 
     A rollout resolves its alias once, when it begins; moving an alias deploys nothing.
     """
+    # Both or neither: refuse instead of guessing what was meant.
     if remove == (version is not None):
         raise click.UsageError("give either a VERSION or --remove")
     print_answer(_set_alias, version=version or 0, **options)

@@ -1,4 +1,4 @@
-"""What signing needs of the cloud, over the wire: metadata, versions, bundles, files."""
+"""The cloud as a source for signing, over gRPC: metadata, versions, bundles, files."""
 
 from __future__ import annotations
 
@@ -63,6 +63,7 @@ class Remote:
 def _length(cloud: Calls, sha256: bytes) -> int:
     """Return the size that the first chunk announces; the digest of the file is verified later."""
     call = TransferStub(cloud.channel).Download(DownloadRequest(sha256=sha256))
+    # The service has no call for a size; a download announces it in its first chunk.
     first = next(iter(call), None)
     call.cancel()
     if first is None:

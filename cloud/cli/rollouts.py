@@ -81,6 +81,7 @@ def headline(rollout: Rollout) -> str:
 
 def sorted_nodes(rollout: Rollout) -> list[RolloutNode]:
     """Return the nodes by urgency, then wave, then name."""
+    # A state that a newer cloud adds has no rank and comes last.
     rank = {state: i for i, state in enumerate(ORDER)}
     return sorted(
         rollout.nodes,

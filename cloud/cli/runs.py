@@ -136,12 +136,12 @@ def cut(text: str) -> str:
 
 
 def dropped(before: Run | None, after: Run) -> list[str]:
-    """Return why devices' newest contributions did not count, where it is new since `before`."""
+    """Return new reasons, since `before`, why devices' newest contributions did not count."""
     return _new(before, after, lambda member: member.reason)
 
 
 def waiting(before: Run | None, after: Run) -> list[str]:
-    """Return why devices cannot work at the moment, where it is new since `before`."""
+    """Return new reasons, since `before`, why devices cannot work at the moment."""
     return _new(before, after, lambda member: f"waits: {member.waits}" if member.waits else "")
 
 
@@ -197,6 +197,7 @@ def run_table(runs: Sequence[Run]) -> str:
 
 def changes(before: Run | None, after: Run) -> list[str]:
     """Return lines about what is new in `after`, for output that cannot be redrawn."""
+    # A repeated round has the same number, so the time of its opening is part of the identity.
     known = {(r.number, r.evaluates, r.opened_s) for r in _closed(before)} if before else set()
     lines = [
         shown("  round " + "  ".join(filter(None, _round_facts(round_))))
@@ -276,6 +277,7 @@ def drawn(run: Run, *, room: int, now_s: float) -> RenderableType:
     lines = [title, Text("  rounds   ") + bar(done, run.spec.rounds)]
     if run.rounds and not run.rounds[-1].closed_s:
         newest = run.rounds[-1]
+        # Not below 0: the clock of this machine may differ from the cloud's.
         left_s = max(0.0, newest.opened_s + run.spec.cohort.deadline_s - now_s)
         devices = Text("  devices  ") + bar(newest.counted, newest.asked)
         lines.append(devices.append(f", {left_s:.0f} s to the deadline", "dim"))

@@ -52,7 +52,9 @@ Let a node in:    triplane cloud token --role node --name NAME""",
 
 def run(*, as_json: bool, **options: Any) -> None:
     """Print the ready line and serve until a signal."""
+    # Before `main`, which imports grpc.
     tls_1_3_only()
     ports = Home(options["home"]).ports()
+    # The ports of the last start: nodes have stored the address.
     options |= {name: port for name, port in ports.items() if options[name] is None}
     main(options_from({**options, "json": as_json}))

@@ -48,6 +48,7 @@ def record(message: Message) -> dict[str, Any]:
 
 def _field(message: Message, field: Any) -> Any:
     value = getattr(message, field.name)
+    # A map field is a repeated field of generated messages, which would read as a list of pairs.
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
         return dict(value)
     if field.is_repeated:
@@ -59,6 +60,7 @@ def _scalar(value: Any, field: Any) -> Any:
     if field.message_type is not None:
         return record(value)
     if field.enum_type is not None:
+        # An unknown number comes from a newer cloud; show it instead of failing.
         known = field.enum_type.values_by_number.get(value)
         return known.name.lower() if known else str(value)
     return value.hex() if isinstance(value, bytes) else value
@@ -78,6 +80,7 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Align columns to their widest cells; the last one is not padded."""
     cells = [list(headings), *([shown(cell) or NOTHING for cell in row] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(headings))]
+    # Trailing spaces would wrap long lines on a narrow terminal.
     widths[-1] = 0
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -107,7 +110,7 @@ def until(time_s: float, now_s: float | None = None) -> str:
 
 
 def expiry_text(time_s: float) -> str:
-    """As "expires in 30 days" or "expired"."""
+    """Format an expiry time as "expires in 30 days" or "expired"."""
     left = until(time_s)
     return left if left == "expired" else f"expires {left}"
 

@@ -1,4 +1,4 @@
-"""What this package adds to the `triplane` command; see `shell.Tier`."""
+"""The verbs of this package and their part of the guide of `triplane`; see `shell.Tier`."""
 
 from typing import Final
 

@@ -45,7 +45,7 @@ _TRANSIENT: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watchable(Generic[T]):
-    """How something is watched. name: such as "rollout r-1". watch, stop: commands for it.
+    """Describes how to watch something. name: such as "rollout r-1". watch, stop: its commands.
 
     stopped: states in which nothing changes by itself. changes: lines about what is new in the
     second value. live: shows values on a terminal.
@@ -73,6 +73,7 @@ def watch_to_end(watched: Watchable[T], newest: T, *, as_json: bool) -> int:
                 if watched.state_of(last) in watched.stopped:
                     break
     except KeyboardInterrupt:
+        # Raised again below, so that the exit code is that of an interrupted program.
         click.echo(f"\n{leaving(watched)}", err=True)
         raise
     if not as_json:
@@ -101,6 +102,7 @@ def updates(watched: Watchable[T]) -> Iterator[T]:
                 heard_s = time.monotonic()
                 yield message
         except grpc.RpcError as error:
+            # Such as a rollout that does not exist: reconnecting would not help.
             if error.code() not in _TRANSIENT:
                 raise
             why = error.details() or error.code().name
@@ -124,6 +126,7 @@ def _display(watched: Watchable[T], *, as_json: bool) -> Iterator[Callable[[T], 
         nonlocal before
         for line in [json.dumps(record(value))] if as_json else watched.changes(before, value):
             click.echo(line)
+        # Output to a pipe is buffered, and a script wants to see each change at once.
         sys.stdout.flush()
         before = value
 

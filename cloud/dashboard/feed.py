@@ -56,6 +56,7 @@ class Feed:
             raise Unavailable(f"too many pages are open: {MOST_PAGES}, the limit; close one")
         self._pages += 1
         try:
+            # The first page starts the polling and the last one ends it.
             if self._looking is None:
                 self._looking = asyncio.create_task(self._look_on(), name="dashboard feed")
             async with contextlib.aclosing(self._states_changed()) as stream:
@@ -81,6 +82,7 @@ class Feed:
         sent: State | None = None
         number = 0
         while await self._is_open_after(number):
+            # Read without an await in between, so number and state belong together.
             number = self._number
             now = self._state
             if now is not None:
@@ -116,4 +118,5 @@ class Feed:
             looking.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await looking
+            # Cleared, so that the next page does not begin with an old state.
             self._state = None

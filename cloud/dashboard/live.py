@@ -52,6 +52,8 @@ class CloudSource:
         """See `Source`."""
         records = await self._fleet.rollouts(MOST_ROWS["rollouts"])
         for i, record in enumerate(records):
+            # Heads come without nodes. Nodes of old rollouts are left out, since a fleet may have
+            # thousands.
             if i < WHOLE_ROLLOUTS or not record.is_ended:
                 records[i] = await self._fleet.rollout(record.rollout.id)
         return [self._wire.rollout(record) for record in records]
@@ -83,6 +85,7 @@ class CloudSource:
             for node in self._fleet.nodes()
             for text in warnings(node, versions)
         )
+        # Limited: after a restore from a backup every node has a warning.
         return [*due(self._repository.expiries(), time.time()), *islice(sentences, MOST_WARNINGS)]
 
     async def pause(self, rollout_id: str, reason: str) -> Rollout:

@@ -27,4 +27,6 @@ class Page(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Install no signal handlers."""
+        # uvicorn would replace the handlers of `signals.Termination`, and the cloud would not
+        # drain.
         yield

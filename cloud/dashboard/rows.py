@@ -168,6 +168,7 @@ def _keyed_incident(entry: NodeIncident) -> tuple[str, Row]:
         "kind": _cut(incident.kind),
         "text": _cut(incident.text),
     }
+    # Incidents have no id on the wire, so the key is the whole content.
     return f"{entry.node} {row['time_s']} {row['kind']} {row['text']}", row
 
 

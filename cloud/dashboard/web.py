@@ -94,6 +94,8 @@ def application(source: Source, *, token: str) -> Starlette:
         ],
         middleware=[
             Middleware(_Headers, {**HEADERS, "Content-Security-Policy": policy}),
+            # Against DNS rebinding: a foreign page whose name resolves to 127.0.0.1 sends its own
+            # host name.
             Middleware(TrustedHostMiddleware, allowed_hosts=list(HOSTS), www_redirect=False),
         ],
         exception_handlers={TriplaneError: _refusal},
@@ -107,6 +109,7 @@ def content_policy(page: str) -> str:
     """Return a policy that allows the page's own script and style, this server and nothing else."""
     sources: dict[str, list[str]] = {"script": [], "style": []}
     for kind, text in _INLINE.findall(page):
+        # Hashes instead of 'unsafe-inline': a script that was injected into the page does not run.
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         sources[kind].append(f"'sha256-{digest}'")
     return (
@@ -170,6 +173,7 @@ class _Board:
 
     def _may_change(self, request: Request) -> bool:
         authorization = request.headers.get("authorization", "").encode()
+        # Constant time, so that the token cannot be guessed byte by byte.
         return hmac.compare_digest(authorization, self._expected)
 
 
@@ -178,6 +182,7 @@ async def _body(request: Request) -> Mapping[str, Any]:
     data = b""
     async for chunk in request.stream():
         data += chunk
+        # While reading: the header Content-Length may be missing or wrong.
         if len(data) > MOST_BODY_BYTES:
             raise InvalidInput(f"the body is longer than {MOST_BODY_BYTES} bytes")
     try:
@@ -187,6 +192,7 @@ async def _body(request: Request) -> Mapping[str, Any]:
     if not isinstance(body, dict):
         raise InvalidInput('the body must be a JSON object such as {"reason": "noise"}')
     try:
+        # JSON may escape half a surrogate pair, which no database or message could store.
         json.dumps(body, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise InvalidInput("a text in the body is not valid UTF-8: a lone surrogate") from error

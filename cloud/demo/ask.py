@@ -14,7 +14,7 @@ from triplane.unified_ir.ir.graph import Array
 
 @dataclass(frozen=True, slots=True)
 class CallStatistics:
-    """What a client measured: accuracy, median and 99th percentile of a call in ms."""
+    """Measurements of a client: accuracy, median and 99th percentile of a call in ms."""
 
     calls: int
     accuracy: float
@@ -33,6 +33,7 @@ def ask(address: str, model: str, x: Array, y: Array) -> CallStatistics:
         for sample, label in zip(x, y, strict=True):
             tensor = client_module.InferInput(name, [1, *sample.shape], "FP32")
             tensor.set_data_from_numpy(sample[None])
+            # The tensor is made outside the measured time, which is that of the call alone.
             start = time.perf_counter()
             answer = client.infer(model, [tensor]).as_numpy(result)
             times_ms.append((time.perf_counter() - start) * 1e3)

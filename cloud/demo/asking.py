@@ -58,6 +58,7 @@ def save_episodes(path: Path, shards: Mapping[str, Shard]) -> Path:
         for what, rows in (("support", order[:size]), ("query", order[size : 2 * size])):
             for key in ("x", "y"):
                 arrays.setdefault(f"{what}.{key}", []).append(shard.train[key][rows])
+    # Episodes are stacked in one array, so all have the size of the smallest one.
     least = min(len(part) for part in arrays["query.y"])
     stacked = {name: np.stack([part[:least] for part in parts]) for name, parts in arrays.items()}
     np.savez(path, allow_pickle=False, **stacked)

@@ -37,6 +37,7 @@ def main(plan_file: str, samples_file: str, steps: str, batch: str) -> None:
                 "first_loss": losses[0],
                 "last_loss": losses[-1],
                 "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+                # Proof that the process needed none of the packages that a device lacks.
                 "foreign": [name for name in FOREIGN if name in sys.modules],
             }
         )

@@ -77,6 +77,7 @@ def fleet_at(folder: Path) -> Iterator[DemoFleet]:
         fleet = DemoFleet(home, keys, ready["port"], ready["enrol_port"], ready["dashboard"])
         for name in NODES:
             home = fleet.homes[name] = folder / name
+            # Fixed ports, so that the kept fleet can be started again at the same addresses.
             ports = ("--port", str(free_port()), "--metrics-port", str(free_port()))
             fleet.enrol("node", name, home, *ports)
             log = folder / f"{name}.log"

@@ -1,4 +1,4 @@
-"""The last part of the demo: six devices train a model together; it is released and adapted."""
+"""The last part of the demo: six devices train a model, which is released and adapted."""
 
 from __future__ import annotations
 
@@ -136,6 +136,7 @@ def _devices(
             fleet.enrol("device", name, home, "--population", POPULATION, "--data", samples)
             device = DeviceProcess(name, home, stage.file(f"{name}.log"))
             device.start()
+            # Registered once: `close` ends whichever process of the device is running then.
             running.callback(device.close)
             devices.append(device)
         yield devices
@@ -168,6 +169,8 @@ class _DeviceKiller(threading.Thread):
 
     def run(self) -> None:
         """Watch the run until then."""
+        # The run may end before the last round that this waits for; the demo goes on without a
+        # kill.
         with contextlib.suppress(processes.ProcessFailed, OSError):
             self.killed = self._round(KILL_AT)
             for device in self._victims:

@@ -121,6 +121,8 @@ def _end(process: subprocess.Popen[str]) -> None:
     if process.poll() is None:
         _signal_group(process, signal.SIGTERM)
         if not _has_ended(process, STOP_GRACE_S):
+            # A second SIGTERM makes the supervisor kill its own children, which SIGKILL would leave
+            # behind.
             _signal_group(process, signal.SIGTERM)
             if not _has_ended(process, HURRIED_GRACE_S, patient=False):
                 _signal_group(process, signal.SIGKILL)

@@ -166,6 +166,7 @@ class _AgentKiller(threading.Thread):
         if report.get("version") != 3:
             return False
         if report["state"] != "committed":
+            # Only while it works on the version; a kill after the commit would show nothing.
             os.kill(agent_process(self._fleet.homes[self._node]), signal.SIGKILL)
             self.killed_at = report["state"]
         return True
@@ -182,7 +183,7 @@ def _push(fleet: DemoFleet, file: Path) -> None:
 
 
 def roll_out(fleet: DemoFleet, reference: str, *more: str, probation: str = PROBATION) -> None:
-    """Deploy to both nodes and follow the rollout here; InvalidInput where it did not succeed."""
+    """Deploy to both nodes and follow the rollout here. InvalidInput: it did not succeed."""
     code = fleet.followed("deploy", reference, "--to", "site=demo", *more, "--probation", probation)
     if code != 0:
         raise InvalidInput(f"the rollout of {reference} ended with exit code {code}")

@@ -1,4 +1,4 @@
-"""The folder and data of the demo, and what it has measured so far."""
+"""The folder and data of the demo, and its measurements so far."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from triplane.unified_ir.data.dataset import Dataset
 
 @dataclass(slots=True)
 class DemoSummary:
-    """What each step measured, in the order of the demo."""
+    """Measurements of each step, in the order of the demo."""
 
     rows: list[tuple[str, str, str]] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class DemoSummary:
 
 @dataclass(frozen=True, slots=True)
 class DemoStage:
-    """The folder, output and data of the demo; rounds: of each federated algorithm."""
+    """The folder, output and data of the demo. rounds: number for each federated algorithm."""
 
     folder: Path
     output: CommandOutput

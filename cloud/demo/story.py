@@ -35,7 +35,7 @@ TUNING_BATCH: Final = 32
 MORE_EPOCHS: Final = 2
 """Additional epochs for the version of step 8."""
 MOST_ASKED: Final = 1000
-"""Limit for the calls of step 4, where there is more held-out data."""
+"""Largest number of calls of step 4, even if there is more held-out data."""
 MOST_ON_DEVICE: Final = 5000
 """Limit for the samples of each kind that step 5 gives the device."""
 
@@ -166,6 +166,7 @@ def _inspect(stage: DemoStage) -> None:
     stage.say(f"   root digest {facts['digest']}")
     damaged = stage.file("damaged.tpm")
     data = bytearray(model.read_bytes())
+    # One bit, the smallest damage that there can be.
     data[len(data) // 2] ^= 0x01
     damaged.write_bytes(bytes(data))
     stage.say(f"   one bit flipped in byte {len(data) // 2} of a copy:")

@@ -1,6 +1,6 @@
-"""The children that open model files for a run: a plan of a model, a model of a state.
+"""Child processes that open model files for a run: they make its plan, and its finished model.
 
-They run as conversions do (`registry/conversions.py`), with a folder and limits of their own.
+They run like conversions (`registry/conversions.py`), each with its own folder and limits.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ class FinishedModel:
 
 
 class Children:
-    """Runs them, one at a time. folder: for their files; what an earlier cloud left is removed."""
+    """Runs the children, one at a time.
+
+    folder: for their files. Files that an earlier process of the cloud left there are removed.
+    """
 
     def __init__(
         self, folder: Path, limits: ConversionLimits = LIMITS, command: tuple[str, ...] = COMMAND
@@ -54,10 +57,13 @@ class Children:
     @contextlib.asynccontextmanager
     async def plan(self, model: Path, spec: pb.Spec) -> AsyncIterator[Planned]:
         """Make the plan of a run; its files exist until the block ends."""
+        # One child at a time: each may take the whole memory limit of a conversion.
         async with self._one, self._jobs.folder() as job:
             plan, state = job / "run.plan", job / "first.state"
             order = _order("plan", model, spec) | {"plan": str(plan), "state": str(state)}
             done = await self._jobs.run(job, order, self._seconds)
+            # The child has opened a file from outside, so its answer is checked like other
+            # input.
             with expected(CHILD):
                 planned = Planned(
                     plan=plan,
@@ -84,6 +90,7 @@ class Children:
             done = await self._jobs.run(job, order, self._seconds)
             with expected(CHILD):
                 finished = FinishedModel(path=out, digest=bytes.fromhex(done["model_digest"]))
+            # Inside the block: the caller copies the file before the folder is removed.
             yield finished
 
 

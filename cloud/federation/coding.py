@@ -38,7 +38,7 @@ def from_json(kind: type[T], text: str) -> T:
     try:
         stored = json.loads(text)
     except ValueError as error:
-        raise Corrupt(f"a stored {kind.__name__} is no JSON: {error}; restore a backup") from error
+        raise Corrupt(f"a stored {kind.__name__} is not JSON: {error}; restore a backup") from error
     wanted: Any = kind
     value: T = _reader(wanted)(stored)
     return value
@@ -96,6 +96,8 @@ def _fields(kind: Any) -> Read:
     needed = {f.name for f in dataclasses.fields(kind) if _is_needed(f)}
 
     def make(stored: Any) -> Any:
+        # An unknown field is refused, too: a newer release may have written it, and dropping it
+        # would change what the event means.
         if not needed <= _checked(dict, stored).keys() <= reads.keys():
             raise _corrupt(f"the fields {sorted(reads)} of {kind.__name__}", sorted(stored))
         return kind(**{name: reads[name](value) for name, value in stored.items()})
@@ -119,9 +121,11 @@ def _scalar(kind: type, stored: Any) -> Any:
     if kind is float:
         if stored is None:
             return math.nan
+        # A float without a fraction may be stored as 3 by another writer; a bool is never a number.
         if type(stored) not in (int, float) or math.isinf(stored):
             raise _corrupt("a finite number", stored)
         return float(stored)
+    # Not isinstance: true would pass as an int.
     if type(stored) is not kind:
         raise _corrupt(kind.__name__, stored)
     return stored

@@ -43,20 +43,20 @@ logger = logging.getLogger(__name__)
 MAX_RUN_CHARS: Final = 64
 MAX_SOFTWARE_CHARS: Final = 200
 MAX_EXAMPLES: Final = 1 << 32
-"""Most examples that one device may offer."""
+"""Largest number of examples that one device may offer."""
 WAITS_S: Final = 0.5
-"""Least time between two log messages of why a device waits."""
+"""Shortest time between two log messages about why a device waits."""
 
 SendWork = Callable[[str, pb.Work], None]
-"""Sends a device its document, where it has a stream."""
+"""Sends a device its document if it has a stream."""
 
 
 @dataclass(slots=True)
 class _Device:
     """A device with an open stream.
 
-    answers: to contributions that no live run settles, by run and lease. log_waits: the timer that
-    logs why it waits. is_asked: whether a run asks its population, as last sent to it.
+    answers: settlements of contributions that no live run settles, by run and lease. log_waits:
+    the timer that logs why it waits. is_asked: whether a run asks its population, as last sent.
     """
 
     offer: pb.Offer | None = None
@@ -91,7 +91,7 @@ class DeviceSessions:
         self._presence.stop()
 
     def waiting(self) -> dict[str, str]:
-        """Return by device why it cannot work at the moment, as it says itself."""
+        """Return, by device, the reason that it gave for not being able to work now."""
         offers = {name: device.offer for name, device in self._devices.items()}
         return {name: printable(o.waits) for name, o in offers.items() if o is not None and o.waits}
 
@@ -137,6 +137,8 @@ class DeviceSessions:
             self.tell(name)
         if offer.waits != (before.waits if before else "") and device.log_waits is None:
             loop = asyncio.get_running_loop()
+            # Delayed, and one timer per device: a device may change its reason as often as it
+            # likes.
             device.log_waits = loop.call_later(WAITS_S, self._log_waits, name, device)
 
     def _log_waits(self, name: str, device: _Device) -> None:
@@ -158,9 +160,13 @@ class DeviceSessions:
             await self._settle_late(name, contribution)
             return
         check = self._flower.check_reply if run.record.spec.flower.app else None
+        # Judge before the queue, since reading an update takes time. Whether it counts is decided
+        # when its event's turn comes, because the round may have closed meanwhile.
         make = await self._updates.judge(run, name, contribution, check)
         data = contribution.update.inline if outcome == "update" else b""
         bytes_down = self._documents.bytes_down(run).get(name, 0)
+        # Returns after the commit. The session acknowledges the contribution only then, so a crash
+        # before it makes the device send the same bytes again.
         await run.put(_with_bytes_down(make, bytes_down), data)
 
     async def _settle_late(self, name: str, contribution: pb.Contribution) -> None:
@@ -168,6 +174,7 @@ class DeviceSessions:
         run_id, lease = contribution.run, contribution.lease
         projection = await self._runs.last_projection(run_id)
         member = projection.state.members.get(name) if projection else None
+        # Answer even for an unknown run: a device keeps its update until it is settled.
         answer = pb.Settlement(run=run_id, lease=lease, reason="its run is over")
         known = messages.settlements(run_id, member) if member else []
         answers = {(run_id, lease): answer, **{(x.run, x.lease): x for x in known}}
@@ -219,7 +226,10 @@ class DeviceSessions:
         return Joined(at_s=at_s, device=name, examples=examples, held_out=held_out)
 
     def _offer_to(self, run: LiveRun, name: str) -> pb.Offer | None:
-        """The device's offer, where its stream is open and the run is of its population."""
+        """Return the device's offer if its stream is open and it belongs to the run's population.
+
+        None also if the run needs a `ClientApp` and the device has none.
+        """
         device, spec = self._devices.get(name), run.record.spec
         offer = device.offer if device is not None else None
         if offer is None or spec.population != offer.population or spec.flower.app > offer.app:
@@ -241,7 +251,7 @@ class DeviceSessions:
     # Documents
 
     def tell(self, device: str) -> None:
-        """Send the device its work, where it has a stream; see `live.Audience`."""
+        """Send the device its work if it has a stream; see `live.Audience`."""
         if device in self._devices:
             self._send(device, self.work_of(device))
 
@@ -253,7 +263,7 @@ class DeviceSessions:
             self.tell_whether_asked()
 
     def work_of(self, name: str) -> pb.Work:
-        """All open tasks of the device, and the settlements of its contributions."""
+        """Return all open tasks of the device, and the settlements of its contributions."""
         device = self._devices.get(name)
         work = self._documents.work_of(name, device.answers if device else {})
         if device is not None and device.offer is not None:
@@ -262,14 +272,14 @@ class DeviceSessions:
         return work
 
     def tell_whether_asked(self) -> None:
-        """Tell the devices for which it changed whether a run asks their population."""
+        """Send a document to each device whose `population_asked` has changed."""
         asked = self._asked_populations()
         for name, device in list(self._devices.items()):
             if device.offer and device.is_asked is not (device.offer.population in asked):
                 self.tell(name)
 
     def _asked_populations(self) -> set[str]:
-        """Populations of the runs that are not over."""
+        """Return the populations of the runs that are not over."""
         records = [*(run.record for run in self._runs.going()), *self._preparation.records]
         return {record.spec.population for record in records}
 

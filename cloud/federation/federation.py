@@ -1,4 +1,4 @@
-"""The federated runs of one cloud: begun, shown, stopped and resumed by people.
+"""The federated runs of one cloud: people start, list, stop and resume them here.
 
 Each concern has an owner: `live_runs` the runs that take events, `preparation` those without a
 plan, `recovery` the start of the process, `device_sessions` the devices, their messages and files.
@@ -53,8 +53,8 @@ def _send_nothing(device: str, work: pb.Work) -> None:
 class Federation:
     """The runs of one cloud. All methods belong to one event loop.
 
-    folder: for updates and the children's files. strategies: where the operator's own strategies of
-    Flower lie; by default in that folder. send: sends a device its document, where it has a stream.
+    folder: for updates and the children's files. strategies: folder with the operator's own Flower
+    strategies, by default inside `folder`. send: sends a device its document if it has a stream.
     may_release: raises InvalidInput for a model whose versions are not released automatically.
     clock: seconds since 1970. epoch: names this process in the leases it gives; random by default.
     """
@@ -98,7 +98,7 @@ class Federation:
         )  # fmt: skip
 
     async def start(self) -> None:
-        """Take up the runs that an earlier process left; those without disk space later."""
+        """Resume the runs of an earlier process; those that lack disk space are retried later."""
         for record in await self._recovery.start():
             self._preparation.add(record)
 
@@ -112,18 +112,23 @@ class Federation:
 
     @property
     def moved(self) -> asyncio.Event:
-        """Set at the next change of anything; take it before looking."""
+        """Event that is set at the next change. Take it before reading, so none is missed."""
         return self.live.changed
 
     @property
     def ended(self) -> asyncio.Event:
-        """Set when a run is over; take it before looking."""
+        """Event that is set when a run ends. Take it before reading, so none is missed."""
         return self.live.ended
 
     async def begin(self, request: pb.StartRequest, *, by: str) -> pb.Run:
-        """Start a run; the same key gives the same one. InvalidInput, NotFound: bad request."""
+        """Start a run; a repeated request with the same key returns the same run.
+
+        InvalidInput, NotFound: the request is wrong.
+        """
         if len(request.key) != KEY_BYTES:
             raise InvalidInput(f"a key is {KEY_BYTES} random bytes, got {len(request.key)}")
+        # A repeated request is not checked again: its model or strategy may have changed since.
+        # `journal.begin` compares the request with the stored one.
         known = await self._db.read(lambda c: journal.by_key(c, request.key))
         spec = request.spec if known else await self._checked(request.spec)
         new = RunRecord(
@@ -144,6 +149,7 @@ class Federation:
             return record
 
         record = await self._db.write(work)
+        # Another id means that this key began a run before, which is under way already.
         if record.id == new.id:
             self._preparation.add(record)
             self.live.signal_change()
@@ -187,6 +193,7 @@ class Federation:
         """Stop a run; it can be resumed. Conflict: it is over."""
         why = printable(reason) or f"stopped by {by}"
         record = await self._steered(id, "federation.stop", by, reason)
+        # First end the preparation: the run may get its plan just now, and then it is live below.
         await self._preparation.halt(record.id, why)
         run = self.live.get(record.id)
         if run is not None:

@@ -51,9 +51,9 @@ _KIND_OF: Final = {event: kind for kind, event in KINDS.items()}
 class Prepared:
     """The output of the planning child. Blobs are SHA-256 in hexadecimal.
 
-    plan_digest: the plan's root digest, which its states name. roles: of the shared tensors.
-    weighting, server: of the algorithm's row. since_s: when the plan was ready. rules: version of
-    the rules by which the run's events are folded.
+    plan_digest: the plan's root digest, which its states name. roles: the roles of the shared
+    tensors. weighting, server: from the algorithm's row. since_s: when the plan was ready. rules:
+    version of the rules by which the run's events are folded.
     """
 
     plan: str
@@ -141,6 +141,7 @@ def with_counted_leases(
     unknown = [m for m in projection.state.members.values() if m.counted and not m.counted_lease]
     if not unknown:
         return projection
+    # Folding from the start is slow, so it is done only for snapshots of older releases.
     again = first_projection(record)
     for event in events(connection, record.id)[: projection.revision]:
         again, _ = follow(again, event)
@@ -162,6 +163,8 @@ def find(connection: sa.Connection, beginning: str) -> list[tuple[RunRecord, Run
     if beginning == "last":
         query = query.limit(1)
     else:
+        # Two are enough to know that the beginning is ambiguous. autoescape: "%" and "_" are
+        # literal.
         query = query.where(RUNS.c.id.startswith(beginning, autoescape=True)).limit(2)
     return _runs(connection, query)
 
@@ -223,6 +226,7 @@ def delete_small_updates(connection: sa.Connection, run: str) -> None:
 
 def save_small_states(connection: sa.Connection, run: str, states: Mapping[str, bytes]) -> None:
     """Write a run's newest small states in place of those before; see `tables.SMALL_STATES`."""
+    # Older states are not needed any more, except the first one, whose file was synced.
     connection.execute(SMALL_STATES.delete().where(SMALL_STATES.c.run == run))
     rows = [{"run": run, "sha256": bytes.fromhex(k), "data": v} for k, v in states.items()]
     if rows:
@@ -249,6 +253,8 @@ def events(connection: sa.Connection, run: str, after: int = 0) -> list[Event]:
     query = sa.select(EVENTS).where(EVENTS.c.run == run, EVENTS.c.number > after)
     rows = connection.execute(query.order_by(EVENTS.c.number)).all()
     for number, row in enumerate(rows, after + 1):
+        # Numbers have no gaps, so a missing row is noticed; folding past a gap would give another
+        # state.
         if row.number != number or row.kind not in KINDS:
             raise Corrupt(
                 f"event {number} of run {run} is missing or of an unknown kind; restore a backup"
@@ -311,6 +317,7 @@ def referenced(connection: sa.Connection) -> set[bytes]:
             blobs |= {bytes.fromhex(record.prepared.plan), bytes.fromhex(record.prepared.state)}
         if projection is not None:
             blobs.add(bytes.fromhex(projection.state.shared))
+        # Messages of the open round are read by devices; those of ended runs are not needed.
         if row.live and record.spec.HasField("flower"):
             asked = last_asked(connection, record.id)
             blobs |= {bytes.fromhex(name) for name in asked.messages.values()} if asked else set()

@@ -102,15 +102,15 @@ class Audience(Protocol):
         """Send a device its work, which changed."""
 
     def moved_now(self, *, over: bool) -> None:
-        """Handle a change that people see. over: the run ended."""
+        """Handle a change that is visible to people. over: the run ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunChange:
     """An event, and what its transaction writes beside it.
 
-    make: makes the event when its turn comes. data: of an update that came inline. event: once it
-    is made.
+    make: makes the event when its turn comes. data: the bytes of an inline update. event: the event
+    once it is made.
     """
 
     make: MakeEvent
@@ -161,7 +161,7 @@ class LiveRun:
 
     @property
     def waits(self) -> str:
-        """Why the run cannot commit, or store a file, at the moment; empty if it can."""
+        """The reason why the run cannot commit or store a file at the moment, or empty."""
         return self._no_commit or self._no_result
 
     @property
@@ -176,6 +176,7 @@ class LiveRun:
     async def stop(self) -> None:
         """End with the process; waiting callers get Unavailable."""
         await self._machine.stop()  # first, so that no work begins meanwhile
+        # Lost effects are repeated after the next start, by `Restarted`.
         for task in self._work:
             task.cancel()
         await asyncio.gather(*self._work, return_exceptions=True)
@@ -183,7 +184,8 @@ class LiveRun:
     async def put(self, make: MakeEvent, data: bytes = b"") -> RunProjection:
         """Apply an event and return the projection after its commit. Unavailable: it may be lost.
 
-        data: of the update that it names, where it is in no file; kept in the same commit.
+        data: the bytes of the update that the event names, if they are not in a file; stored in the
+        same commit.
         """
         return await self._machine.put(RunChange(make, data=data))
 
@@ -201,6 +203,8 @@ class LiveRun:
         self, projection: RunProjection, changes: list[RunChange]
     ) -> Iterator[tuple[RunChange | None, RunProjection, Effects]]:
         for change in changes:
+            # Times of events never decrease, even if the clock is set back: a replay must see the
+            # same order.
             event = change.make(projection.state, max(self._last_s, self._clock()))
             if event is None:
                 continue
@@ -225,10 +229,10 @@ class LiveRun:
         return max(0.0, due - self._clock()), RunChange(make)
 
     def _hold(self, batch: RunBatch) -> bool:
-        """Whether only acknowledgements of contributions wait for the commit.
+        """Return whether the batch may wait, because only contributors wait for its commit.
 
-        A complete round is reduced meanwhile (decision 0039). A strategy of Flower remembers what
-        it was told, so it is told of updates only after their commit.
+        A complete round is reduced meanwhile (decision 0039). A Flower strategy remembers what it
+        has received, so it gets updates only after their commit.
         """
         state = batch.state.state
         reduces = state.phase is Phase.REDUCING and not self.record.spec.HasField("flower")
@@ -250,7 +254,7 @@ class LiveRun:
     def _failed(self, change: RunChange, error: Exception) -> None:
         logger.error("an event was not taken", extra=self._facts(), exc_info=error)
         if change.write is not None:
-            self.note(self._halting(f"what it came to could not be kept: {error}"))
+            self.note(self._halting(f"its result could not be stored: {error}"))
 
     async def _commit(self, before: RunProjection, batch: RunBatch) -> RunProjection:
         """Write the batch. An inline update has a row while the round that counts it is open."""
@@ -260,6 +264,7 @@ class LiveRun:
             for event, data in _inline_updates(batch.steps)
             if _counts(after.state, event) and not _counts(before.state, event)  # else it has one
         }
+        # Kept for `settled`, which compares the files that the old and the new row name.
         self._former = self.record
         self.record = await self._db.write(lambda c: self._write(c, before, batch, small))
         if self._is_kept(after):
@@ -294,7 +299,7 @@ class LiveRun:
         return journal.run_record(connection, run_id) if is_over or writes else self.record
 
     def _is_kept(self, projection: RunProjection) -> bool:
-        """Whether this commit writes a snapshot, whose cost grows with members and rounds."""
+        """Return whether this commit writes a snapshot; its cost grows with members and rounds."""
         parts = len(projection.state.members) + len(projection.state.history)
         since = projection.revision - self._kept_at
         return projection.state.phase in ENDED or since >= max(SNAPSHOT_EVENTS, parts)
@@ -319,10 +324,10 @@ class LiveRun:
             self._audience.moved_now(over=self.is_over)
 
     def _tell(self, devices: Mapping[str, None], *, goes_on: bool) -> None:
-        """Send devices what changed for them.
+        """Send devices their changed documents.
 
-        That an update counted is sent with the next task, or up to `COUNTED_S` later: while the
-        round goes on, nothing depends on it.
+        A settlement of an update that counted is sent with the next task, or up to `COUNTED_S`
+        later: while the round goes on, nothing depends on it.
         """
         state = self.projection.state
         later = {d for d in devices if goes_on and _has_counted(state, d)}
@@ -359,6 +364,8 @@ class LiveRun:
             finally:
                 self._no_result = ""
         except (InvalidInput, Corrupt) as error:
+            # The same inputs would give the same error, so the run fails for good; other errors
+            # only stop it, and a person may resume it.
             reason = f"the result cannot be used: {error}"
             logger.warning("run failed", extra=self._facts(reason=reason))
             note(lambda _, at_s: Failed(at_s=at_s, reason=reason))
@@ -398,7 +405,7 @@ class LiveRun:
 
     def _halting(self, reason: str) -> MakeEvent:
         """Return an event that stops the run until a person resumes it."""
-        text = f"{reason}; resume it when that is mended"
+        text = f"{reason}; resume the run when that is fixed"
         logger.warning("run stopped", extra=self._facts(reason=text))
         return lambda _, at_s: Stopped(at_s=at_s, reason=text)
 
@@ -413,17 +420,17 @@ def _inline_updates(
 
 
 def _counts(state: RunState, event: Arrived) -> bool:
-    """Whether the update is one that the current round counts."""
+    """Return whether the current round counts this update."""
     held = lease_of(state, event.device)
     return held is not None and held.id == event.lease and held.update == event.update
 
 
 def _has_counted(state: RunState, device: str) -> bool:
-    """Whether the device has done its work in the current round."""
+    """Return whether the device's work in the current round has counted."""
     held = lease_of(state, device)
     return held is not None and held.outcome is Outcome.COUNTED
 
 
 def _same_round(one: RunState, other: RunState) -> bool:
-    """Whether what came for the round of one state is needed in the other."""
+    """Return whether two states are in the same round, so that its contributions are needed."""
     return turn_of(one.round) == turn_of(other.round)

@@ -37,12 +37,12 @@ class LiveRuns:
         self.changed, self.ended = asyncio.Event(), asyncio.Event()
 
     def signal_change(self) -> None:
-        """Wake everybody who waits for `changed`."""
+        """Wake all tasks that wait for `changed`."""
         event, self.changed = self.changed, asyncio.Event()
         event.set()
 
     def signal_end(self) -> None:
-        """Wake everybody who waits for `ended`."""
+        """Wake all tasks that wait for `ended`."""
         event, self.ended = self.ended, asyncio.Event()
         event.set()
 
@@ -111,19 +111,21 @@ class LiveRuns:
     def small_update(self, run_id: str, sha256: bytes) -> bytes | None:
         """Return an inline update, committed or not; for any thread."""
         run = self._runs.get(run_id)
+        # Look in memory first: an update that moves to the database between the two looks is found
+        # by the second one.
         data = run.held_update(sha256) if run is not None else None
         if data is not None:
             return data
         return self._db.read_now(lambda c: journal.small_update(c, run_id, sha256))
 
     async def last_projection(self, run_id: str) -> RunProjection | None:
-        """Return the newest projection of a run, live or not; None where there is no such run."""
+        """Return the newest projection of a run, live or not; None if there is no such run."""
         if run_id in self._runs:
             return self._runs[run_id].projection
         return await self._db.read(lambda c: journal.last_projection(c, run_id)) if run_id else None
 
     def shares_plan(self, record: RunRecord) -> bool:
-        """Whether another run that has not ended has the same plan."""
+        """Return whether another run that has not ended has the same plan."""
         assert record.prepared is not None
         return any(
             run.record.id != record.id

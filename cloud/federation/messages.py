@@ -1,4 +1,4 @@
-"""Runs as messages: for people, and tasks and settlements for devices."""
+"""Conversion of runs to messages: runs for people, tasks and settlements for devices."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from triplane.unified_ir.federated.core.run import (
 )
 
 MAX_ROUNDS: Final = 1000
-"""Most rounds of one run in an answer; older ones are left out."""
+"""Largest number of rounds of one run in an answer; older ones are left out."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskFiles:
-    """The blobs that a task names, with their sizes. message: to a device's own app.
+    """The blobs that a task names, with their sizes. message: the message to a device's own app.
 
-    inline: the state's bytes, if they are sent with the task. inline_bytes: most bytes of an update
-    that the device may send within its contribution.
+    inline: the state's bytes, if they are sent with the task. inline_bytes: largest update, in
+    bytes, that the device may send within its contribution.
     """
 
     plan: pb.Blob
@@ -54,7 +54,7 @@ def run_message(
     """Return a run as people see it.
 
     down: bytes that devices downloaded in the current round. waits: why nothing can be written at
-    the moment, or empty. waiting: by device, why it cannot work at the moment.
+    the moment, or empty. waiting: the reason why a device cannot work at the moment, by device.
     """
     later = dict.fromkeys(("round", "members", "rounds", "refusals", "revision"))
     phase = pb.Run.Phase.Value((record.before or "preparing").upper())
@@ -141,6 +141,7 @@ def task_message(
         state=files.state,
         sampling=spec.sampling,
         seed=spec.seed,
+        # Seconds left, not a time: the device's clock may be wrong.
         deadline_s=max(0.0, at_hand.opened_s + state.plan.deadline_s - now_s),
         inline_state=files.inline,
         inline_bytes=files.inline_bytes,

@@ -71,12 +71,15 @@ class Preparation:
         task = self._tasks.get(run_id)
         if task is not None:
             task.cancel()
+            # Wait for its end: if it has just written the plan, the run is live and not stopped
+            # here.
             await asyncio.wait([task])
         if run_id in self._records:
             await self._change(run_id, before="stopped", reason=reason)
 
     async def resume(self, record: RunRecord) -> None:
         """Prepare a run that was stopped before it had a plan."""
+        # A second `resume` must not start a second preparation.
         if record.before == "stopped" and record.id not in self._tasks:
             self._start(await self._change(record.id, before="preparing", reason=""))
 
@@ -97,6 +100,8 @@ class Preparation:
         """Make the plan and record the outcome. NoRoom: for the plan, or for the record."""
         try:
             prepared = await self._results.prepare(record, self._clock)
+        # A full disk is temporary and retried without a person; other Unavailable errors stop the
+        # run.
         except NoRoom:
             raise
         except Unavailable as error:

@@ -48,6 +48,7 @@ class Presence:
     def changed(self, name: str) -> None:
         """Handle a change of the device's offer or stream."""
         pace = self._pace(name)
+        # A timer is set already; it will write whatever the presence is by then.
         if pace.later is None:
             self._try(name, pace)
 
@@ -66,6 +67,7 @@ class Presence:
         return self._paces[name]
 
     def _try(self, name: str, pace: _Pace) -> None:
+        # A token bucket: `spent` drains by one every `EVERY_S`.
         if pace.spent > BURST - 1:
             wait_s = (pace.spent - (BURST - 1)) * EVERY_S
             pace.later = asyncio.get_running_loop().call_later(wait_s, self._again, name, pace)

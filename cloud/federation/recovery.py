@@ -1,4 +1,4 @@
-"""Takes up the runs that an earlier process left; those without disk space are retried."""
+"""Resume the runs of an earlier process; those that lack disk space are retried."""
 
 from __future__ import annotations
 
@@ -43,11 +43,12 @@ class Recovery:
         self._late: dict[str, asyncio.Task[None]] = {}  # by run that waits for room on the disk
 
     async def start(self) -> list[RunRecord]:
-        """Take up prepared runs and return those that have no plan yet."""
+        """Make prepared runs live and return those that have no plan yet."""
         stored = await self._db.read(journal.live)
         states = [projection.state for _, projection in stored if projection is not None]
         needed = {name for state in states for name in _updates(state)}
         since_s = min([s.round.opened_s for s in states if s.round], default=math.inf)
+        # Before any run is live: no device can upload a file that this would remove.
         await asyncio.to_thread(self._updates.sweep, needed, since_s)
         for record, projection in stored:
             if projection is not None:
@@ -70,12 +71,14 @@ class Recovery:
         late = [run_id for run_id in asked if run_id in self._late]
         if late:
             raise Unavailable(
-                f"the cloud has not taken up run {late[0]} since its start: it "
+                f"the cloud has not resumed run {late[0]} since its start: it "
                 f"{self._runs.waits(late[0])}; make room on the cloud's disk"
             )
 
     async def _take_up(self, record: RunRecord, projection: RunProjection) -> None:
         """Make a run live. NoRoom: the disk has no room for it yet."""
+        # Before the run is live: a power cut may have damaged small states, which devices would
+        # fetch.
         await self._results.restore(record.id)
         if record.spec.HasField("flower"):
             await self._flower.take_up(record)

@@ -58,12 +58,12 @@ from triplane.unified_ir.federated.core.run import (
 logger = logging.getLogger(__name__)
 
 UNFINISHED: Final = "state-"
-"""Begins the names of files that are not blobs yet."""
+"""Prefix of the names of files that are not blobs yet."""
 BUFFER: Final = "buffer"
 """The role of the optimizer's tensors in their file."""
 
 SharesPlan = Callable[[RunRecord], bool]
-"""Whether another run that has not ended has the same plan."""
+"""Returns whether another run that has not ended has the same plan."""
 
 
 class Results:
@@ -83,7 +83,7 @@ class Results:
         for pattern in (f"{UNFINISHED}*", f".{UNFINISHED}*"):  # of a process that was killed
             for left in blobs.partial.glob(pattern):
                 blobs.disk.remove(left)
-        blobs.disk.sync_folder(blobs.folder)  # a state it named is believed to be there
+        blobs.disk.sync_folder(blobs.folder)  # later writes rely on the states that it named
 
     async def restore(self, run: str) -> None:
         """Write again the small states of a run that a power cut damaged or removed. NoRoom.
@@ -100,7 +100,7 @@ class Results:
                 logger.info("state written again", extra={"blob": sha256.hex()})
 
     def _has(self, sha256: bytes, data: bytes) -> bool:
-        """Whether the blob has these bytes: after a power cut only its name may exist."""
+        """Return whether the blob has these bytes: after a power cut only its name may exist."""
         try:
             return self._blobs.path(sha256).read_bytes() == data
         except FileNotFoundError:
@@ -124,6 +124,7 @@ class Results:
             plan = await asyncio.to_thread(self._blobs.put_file, planned.plan)
             state = await asyncio.to_thread(self._blobs.put_file, planned.state)
             await asyncio.to_thread(self._make_durable, {state})  # it may be another run's
+        # Garbage collection removes blobs that no row names, and the rows are written later.
         await claim(self._db, self._blobs, {plan, state})
         return Prepared(
             plan=plan.hex(),
@@ -213,6 +214,7 @@ class Results:
         if sum(x.nbytes for x in tensors.values()) <= INLINE_BYTES:
             data = encode_state(tensors, roles, plan=plan)
             sha256 = hashlib.sha256(data).digest()
+            # Compare the bytes, not only the name: the file was written without a sync.
             if self._has(sha256, data):
                 known.add(sha256)
             else:
@@ -253,6 +255,7 @@ class Results:
         model = self._blobs.find(version.blob)
         state = self._blobs.find(bytes.fromhex(projection.state.shared))
         last = {bytes.fromhex(projection.state.shared), record.slots} - {b""}
+        # `write` below deletes the rows that could restore these files.
         await asyncio.to_thread(self._make_durable, last)
         async with self._children.finish(model, spec, state, prepared.plan_digest) as finished:
             blob = await asyncio.to_thread(self._blobs.put_file, finished.path)
@@ -260,6 +263,8 @@ class Results:
         push = Push(
             model=version.model,
             blob=blob,
+            # A key derived from the run makes the push idempotent: if a crash repeats `finish`, no
+            # second version is registered.
             key=hashlib.sha256(f"federated run {record.id}".encode()).digest()[:KEY_BYTES],
             aliases=(spec.alias,) if spec.alias else (),
             recipe=version.recipe,
@@ -290,6 +295,7 @@ class Results:
             stale = set()  # another run may be at the same bytes
         else:
             stale.discard(new.prepared.state)
+        # After the commit, so that an error only leaves files behind.
         asyncio.get_running_loop().run_in_executor(None, self._drop, new.id, updates, stale)
 
     def _drop(self, run: str, updates: set[bytes], stale: set[str]) -> None:

@@ -49,7 +49,7 @@ class Spreads:
 class RunProjection:
     """A run as of its newest event.
 
-    revision, at_s: number and time of that event. spreads: by the number of the evaluating round,
+    revision, at_s: number and time of that event. spreads: keyed by number of the evaluating round,
     as text. refused: newest reason by kind.
     """
 

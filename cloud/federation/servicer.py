@@ -43,6 +43,8 @@ class FederationServicer(Wire):
             run_id = (await self._federation.run(request.id)).id
             sent: pb.Run | None = None
             while True:
+                # Taken before reading: a change between the read and the wait then ends the wait at
+                # once.
                 moved = self._federation.moved
                 now = await self._federation.run(run_id)
                 if now != sent:
@@ -50,6 +52,7 @@ class FederationServicer(Wire):
                     sent = now
                 if now.phase in OVER:
                     return
+                # A slow watcher gets fewer messages instead of a growing queue of old states.
                 await asyncio.sleep(WATCH_PERIOD_S)
                 await moved.wait()
 

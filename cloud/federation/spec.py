@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 MAX_ROUNDS: Final = 1_000_000
 MAX_DEVICES: Final = 10_000
-"""Most devices that one round asks."""
+"""Largest number of devices that one round asks."""
 MAX_SAMPLES: Final = 1_000_000
-"""Most samples of one step."""
+"""Largest number of samples of one step."""
 MAX_SECONDS: Final = 30 * 86_400.0
 MAX_SEED: Final = (1 << 63) - 1
 RELEASES: Final = ("", "auto")
@@ -37,6 +37,7 @@ def with_defaults(asked: pb.Spec) -> pb.Spec:
     Imports the algorithms, so call it in a thread. The model's alias is resolved by the registry.
     """
     spec = pb.Spec()
+    # A copy: the digest of the request as it was asked decides whether a repetition is the same.
     spec.CopyFrom(asked)
     _refuse_unbuilt(spec)
     Reference.parse(spec.model)
@@ -55,7 +56,7 @@ def with_defaults(asked: pb.Spec) -> pb.Spec:
 
 
 def check_population(name: str) -> None:
-    """InvalidInput unless it may name a population."""
+    """Raise InvalidInput unless the name can be the name of a population."""
     check_name("population", name)
 
 
@@ -77,7 +78,7 @@ def _refuse_unbuilt(spec: pb.Spec) -> None:
         raise InvalidInput(f"release is '' or 'auto', got {spec.release[:40]!r}")
     if spec.algorithm == FLOWER:
         raise InvalidInput(
-            "an algorithm is what devices do; name a strategy of Flower beside it, as in "
+            "the algorithm is the work of devices; name a strategy of Flower separately, as in "
             "--strategy fedavg"
         )
 
@@ -115,7 +116,7 @@ def _fill_cohort(cohort: pb.Cohort) -> None:
 def _fill_compression(spec: pb.Spec) -> None:
     row_of(spec.compression)
     if spec.keep and spec.compression != "top-k":
-        raise InvalidInput(f"keep is top-k's, compression is {spec.compression!r}")
+        raise InvalidInput(f"keep needs the compression top-k, got {spec.compression!r}")
     if spec.compression == "top-k":
         spec.keep = _share("keep", spec.keep or defaults.KEEP, most=1.0)
 

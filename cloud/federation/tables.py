@@ -44,8 +44,8 @@ SMALL: Final = sa.Table(
 SMALL_STATES: Final = sa.Table(
     "federation_small_states",
     METADATA,
-    # The newest state of a run and of its optimizer, where they are small: the file of the same
-    # digest is not synced, and is written again from here where a power cut tore it.
+    # The newest states of a run and of its optimizer, if they are small. The file of the same
+    # digest is not synced, and is written again from here if a power cut damaged it.
     sa.Column("run", sa.ForeignKey("federation_runs.id"), primary_key=True),
     sa.Column("sha256", sa.LargeBinary(32), primary_key=True),
     sa.Column("data", sa.LargeBinary, nullable=False),

@@ -56,9 +56,9 @@ MAX_WORK_S: Final = 30 * 86_400.0
 CLOCK_S: Final = 60.0
 """Largest backwards step of the clock, in seconds, since a round began."""
 MAX_KEPT_BYTES: Final = 64 << 20
-"""Most bytes of unpacked changes that are cached between their arrival and their round's end."""
+"""Limit for unpacked changes that are cached between their arrival and their round's end."""
 BELATED: Final = 64
-"""Contributions of a device to no open lease that are journaled, beside `PER_ROUND` a round."""
+"""Limit for journaled contributions of a device without an open lease, plus `PER_ROUND` a round."""
 PER_ROUND: Final = 4
 UPLOADS: Final = 4
 """Different files that a device may begin for one lease."""
@@ -66,8 +66,8 @@ UPLOADS: Final = 4
 # fmt: off
 KINDS: Final[Mapping[str, str]] = {
     **BAD_UPDATES,
-    "missing":  "the file it names was not uploaded",
-    "figures":  "examples, loss or accuracy out of their range",
+    "missing":  "the file that it names was not uploaded",
+    "figures":  "examples, loss or accuracy out of range",
     "clipping": "it changes more than the strategy's clipping norm",
     "kind":     "an update where a score was asked for, or the other way round",
 }
@@ -76,7 +76,7 @@ KINDS: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class UpdateSpec:
-    """Tensors that an update of one run has, and the most bytes that it takes."""
+    """The tensors of an update of one run, and the largest size of its file in bytes."""
 
     like: Like
     most_bytes: int
@@ -95,9 +95,10 @@ def _no_row(_run: str, _sha256: bytes) -> bytes | None:
 
 
 class UpdateStore:
-    """The folder, and who may write what into it. blobs: where states are.
+    """The folder of updates, and the rules for writing into it. blobs: holds the states.
 
-    row: a small update of a run that came within its contribution, from the database; for threads.
+    row: returns a small update that came within its contribution, from the database; any thread
+    may call it.
     """
 
     def __init__(self, folder: Path, blobs: BlobFolder, row: Row = _no_row) -> None:
@@ -122,10 +123,10 @@ class UpdateStore:
     async def admit(
         self, runs: Iterable[LiveRun], device: str, sha256: bytes, size: int
     ) -> BlobFolder:
-        """Return the folder, if the device may now put such a file into it.
+        """Return the folder if the device may now upload such a file.
 
-        Conflict: it has no open lease to learn. InvalidInput: no update of its runs is so large, or
-        it began too many files.
+        Conflict: it has no open lease to learn. InvalidInput: the file is larger than any update of
+        its runs, or the device began too many files.
         """
         held = [(r, x) for r in runs if (x := _sends(r, device)) is not None]
         if not held:
@@ -136,6 +137,7 @@ class UpdateStore:
         most = max([(await self.update_spec(run)).most_bytes for run, _ in held])
         if size > most:
             raise InvalidInput(f"an update of {device!r} has at most {most} bytes, got {size}")
+        # A file counts for every open lease, since the upload does not say for which one it is.
         begun = [self._begun.setdefault(lease, set()) for _, lease in held]
         if not any(sha256 in files or len(files) < UPLOADS for files in begun):
             raise InvalidInput(f"{device!r} began {UPLOADS} files for one lease (limit {UPLOADS})")
@@ -152,6 +154,8 @@ class UpdateStore:
         check: reads the file instead, if it is the reply of a device's own app.
         """
         lease = contribution.lease.hex()
+        # Checked without reading the file: a device could otherwise keep the cloud busy with old
+        # leases.
         if not _is_open(run.projection.state, device, lease):
             return _belated(device, lease)
         outcome = contribution.WhichOneof("outcome")
@@ -172,6 +176,7 @@ class UpdateStore:
             spec = await self.update_spec(run)
             if message.inline:
                 _check_inline(run, message)
+                # In the event loop: a thread would cost more than parsing at most 64 KiB.
                 change = self._read(run, lease, update, spec, message.inline)
             else:
                 change = await asyncio.to_thread(self._read, run, lease, update, spec)
@@ -258,11 +263,11 @@ class UpdateStore:
         )
 
     def _announced_file(self, sha256: bytes, size: int) -> Path:
-        """The file of a contribution that was just announced. Refusal."""
+        """Return the file of a contribution that was just announced. Raises Refusal."""
         try:
             path = self.folder.find(sha256)
         except (NotFound, InvalidInput) as error:
-            raise Refusal("missing", f"no such update here: {error}") from error
+            raise Refusal("missing", f"the update was not uploaded: {error}") from error
         if path.stat().st_size != size:
             raise Refusal(
                 "missing", f"the update has {path.stat().st_size} bytes, announced {size}"
@@ -294,15 +299,16 @@ class UpdateStore:
         for path in [*self.folder.folder.iterdir(), *self.folder.partial.iterdir()]:
             if path.is_file() and path.name not in needed:
                 with contextlib.suppress(FileNotFoundError):
+                    # By time, because the lease of an upload is not stored with the file.
                     if path.stat().st_mtime < since_s - CLOCK_S:
                         self.folder.disk.remove(path)
         self._settle()
 
     def _settle(self) -> None:
-        """Sync what an earlier process wrote but did not sync before it was killed.
+        """Sync files that an earlier process wrote but did not sync before it was killed.
 
-        From now on an upload that has all its bytes, or its name, is taken as durable. Without this
-        sync, a power cut could remove a file that the journal names.
+        From now on an upload with all its bytes, or with its final name, counts as durable. Without
+        this sync, a power cut could remove a file that the journal names.
         """
         for path in self.folder.partial.iterdir():
             file = AppendFile(path, self.folder.disk)
@@ -338,7 +344,10 @@ def printable(text: str) -> str:
 
 
 def _sends(run: LiveRun, device: str) -> str | None:
-    """The open lease that a device may upload a file for; an app replies to evaluation too."""
+    """Return the open lease for which a device may upload a file, or None.
+
+    A device with an app also uploads its reply to an evaluation.
+    """
     state = run.projection.state
     lease = open_lease(state, device)
     if lease is None or state.round is None:
@@ -365,6 +374,8 @@ def _belated(device: str, lease: str) -> MakeEvent:
     update = Update(blob="", size=0, examples=0, loss=math.nan, seconds=0.0)
 
     def make(state: RunState, at_s: float) -> Arrived | Refused | None:
+        # Journaled events stay for ever, so a device must not be able to write them without a
+        # limit.
         member, rounds = state.members.get(device), state.round.number if state.round else 0
         if member is None or member.dropped >= BELATED + PER_ROUND * rounds:
             return None
@@ -402,9 +413,9 @@ def _are_shares(score: Score) -> bool:
 
 def _check_inline(run: LiveRun, message: pb.Update) -> None:
     if run.record.spec.HasField("flower"):
-        raise Refusal("missing", "a strategy reads files; upload the update")
+        raise Refusal("missing", "a run with a Flower strategy needs updates as files; upload it")
     if len(message.inline) > INLINE_BYTES:
-        text = f"{INLINE_BYTES} bytes at most come in a contribution, got {len(message.inline)}"
+        text = f"an inline update has at most {INLINE_BYTES} bytes, got {len(message.inline)}"
         raise Refusal("oversized", text)
     if (
         len(message.inline) != message.blob.size
@@ -419,7 +430,7 @@ def _check_figures(state: RunState, device: str, message: pb.Update) -> None:
     most = state.members[device].examples
     if not 1 <= message.examples <= most:
         raise Refusal(
-            "figures", f"the device offered {most} examples, its update is of {message.examples}"
+            "figures", f"the device offered {most} examples, its update has {message.examples}"
         )
     if not math.isfinite(message.loss) or not 0 <= message.seconds <= MAX_WORK_S:
         raise Refusal(

@@ -20,12 +20,12 @@ from triplane.unified_ir.federated.core.files import INLINE_BYTES
 from triplane.unified_ir.federated.core.rules import open_lease
 
 MAX_TOLD: Final = 32
-"""Tasks in one document: a device refuses more than 64."""
+"""Largest number of tasks in one document; a device refuses more than 64."""
 MAX_SETTLED: Final = 64
-"""Settlements in one document, at most two of a run; a device refuses more."""
+"""Largest number of settlements in one document, two for each run; a device refuses more."""
 
 Answers = Mapping[tuple[str, bytes], pb.Settlement]
-"""By run and lease."""
+"""Settlements by run and lease."""
 
 
 class WorkDocuments:
@@ -62,14 +62,19 @@ class WorkDocuments:
                 known = messages.settlements(run.record.id, member)
                 answers |= {(x.run, x.lease): x for x in known}
             if self._is_told(run, name) and len(work.tasks) < MAX_TOLD:
+                # One inline state at most: with more, the document could exceed the message limit.
                 files = self._files(run, name, inline=not work.tasks)
                 work.tasks.append(messages.task_message(run.record, state, name, files, now_s))
         answers |= {key: answer for key, answer in more.items() if key not in answers}
+        # The newest ones, as runs are in order of age.
         work.settled.extend(list(answers.values())[-MAX_SETTLED:])
         return work
 
     def _is_told(self, run: LiveRun, name: str) -> bool:
-        """Whether the device has work in the run; with a strategy, once that asked the device."""
+        """Return whether the device has work in the run.
+
+        In a run with a Flower strategy it has, once the strategy has asked the device.
+        """
         state = run.projection.state
         if open_lease(state, name) is None:
             return False
@@ -95,7 +100,7 @@ class WorkDocuments:
         )
 
     def _small_state(self, run: LiveRun) -> bytes:
-        """Return the shared state if it is small, else nothing; read once a round."""
+        """Return the shared state if it is small, else empty bytes. It is read once a round."""
         shared = run.projection.state.shared
         known = self._states.get(run.record.id)
         if known is None or known[0] != shared:
@@ -115,6 +120,7 @@ class WorkDocuments:
         """Raise unless an open task of the device names the blob; InvalidInput."""
         for run in self._runs():
             state, prepared = run.projection.state, run.record.prepared
+            # A device without an open lease reads nothing: states of runs are for their members.
             if open_lease(state, device) is None or prepared is None:
                 continue
             message = self._flower.message(run.record.id, state, device)
@@ -125,7 +131,7 @@ class WorkDocuments:
         raise InvalidInput("a device reads the plans and states of its open tasks only")
 
     def bytes_down(self, run: LiveRun) -> dict[str, int]:
-        """Bytes that each device downloaded for the open round."""
+        """Return the bytes that each device downloaded for the open round."""
         turn = turn_of(run.projection.state.round)
         known = self._down.get(run.record.id)
         if known is None or known[0] != turn:

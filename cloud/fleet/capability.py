@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BundleNeeds:
-    """Requirements of one bundle; empty or 0 where it has none."""
+    """Requirements of one bundle; empty or 0 if it has none."""
 
     runtime: str = ""
     min_version: str = ""
@@ -18,7 +18,7 @@ class BundleNeeds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capability:
-    """Capabilities of one node, as it reports them. targets: of the converter, best first."""
+    """Capabilities of one node, as it reports them. targets: converter targets, best first."""
 
     runtime: str = ""
     runtime_version: str = ""

@@ -23,6 +23,8 @@ def choose_target(r: Rollout, name: str) -> Rollout:
     refusals = []
     for target in m.capability.targets:
         supply = r.supplies.get(target)
+        # Nobody has asked for this bundle yet. An empty supply makes the fleet look for it, and the
+        # choice is made again when it is known.
         if supply is None:
             supplies = {**r.supplies, target: BundleSupply()}
             return with_member(replace(r, supplies=supplies), replace(m, target=target))

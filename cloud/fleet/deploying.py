@@ -22,7 +22,7 @@ MAX_ASSIGNMENTS: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class ResolvedDeploy:
-    """A deploy request, resolved. limit: of the automatic role, None for none."""
+    """A resolved deploy request. limit: limit of the automatic role, or None."""
 
     id: str
     request: DeployRequest
@@ -54,6 +54,8 @@ def begin_rollout(fleet: FleetState, asked: ResolvedDeploy) -> FleetState:
         for i, name in enumerate(counted)
         if (wave := wave_of(i, plan.waves)) is not None
     ]
+    # Nodes that the policy excludes are listed in the last wave, so that people see why they are
+    # left out.
     last = len(plan.waves) - 1
     members += [
         _member(fleet.nodes[name], asked.model, last, left_out=reason)
@@ -71,6 +73,7 @@ def begin_rollout(fleet: FleetState, asked: ResolvedDeploy) -> FleetState:
 def _check_free(fleet: FleetState, model: str) -> None:
     for record in fleet.rollouts.values():
         other = record.rollout
+        # Two rollouts of one model would overwrite each other's assignments.
         if other.plan.model == model and not record.is_ended:
             text = (
                 f"rollout {other.id} of {model}@{other.plan.version} is "
@@ -84,8 +87,8 @@ def _meant(fleet: FleetState, text: str) -> list[str]:
     meant = sorted(n.name for n in fleet.nodes.values() if not state.excuse_reason(n, selector))
     if not meant:
         raise NotFound(
-            f"no node is selected by {text!r} ({len(fleet.nodes)} are known, cordoned "
-            "ones do not count); triplane fleet ls shows labels"
+            f"no node is selected by {text!r} ({len(fleet.nodes)} are known; cordoned "
+            "ones are never selected); triplane fleet ls shows labels"
         )
     return meant
 

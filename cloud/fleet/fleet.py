@@ -50,17 +50,17 @@ logger = logging.getLogger(__name__)
 PERIOD_S: Final = 1.0
 """Time between two looks at deadlines, bundles and signatures."""
 MAX_BATCH: Final = 256
-"""Most changes and reports in one transaction."""
+"""Largest number of changes and reports in one transaction."""
 MAX_WAITING: Final = 10_000
-"""Most reports that wait to be written; the others are refused, and their nodes send them again."""
+"""Largest number of reports that wait to be written. Others are refused and sent again later."""
 ID_BYTES: Final = 4
 
 
 class Bundles(Protocol):
-    """Where versions and bundles come from."""
+    """The source of versions and bundles."""
 
     async def resolve(self, reference: str) -> tuple[str, int]:
-        """Model and version that a reference means now; NotFound, InvalidInput."""
+        """Return the model and version that a reference means now. NotFound, InvalidInput."""
         ...
 
     async def look(
@@ -70,7 +70,7 @@ class Bundles(Protocol):
         ...
 
     async def limit(self, model: str, version: int, role: str) -> Limit | None:
-        """Which nodes a release of this role may go to; None for all."""
+        """Return the limit on nodes for a release by this role; None for all nodes."""
         ...
 
 
@@ -121,7 +121,7 @@ class LiveFleet:
         self._reports_waiting = 0
         self._nudged = asyncio.Event()
         self.moved = asyncio.Event()
-        """Set at the next change of anything, and then replaced; take it before looking."""
+        """Event that is set at the next change, then replaced. Take it before reading."""
         self._on_desired: list[Callable[[FleetNode], None]] = []
         self._on_report: list[Callable[[str, pb.Report], None]] = []
         self._rollouts_task: asyncio.Task[None] | None = None
@@ -138,6 +138,8 @@ class LiveFleet:
         if self._rollouts_task is not None:
             self._rollouts_task.cancel()
             await asyncio.gather(self._rollouts_task, return_exceptions=True)
+            # An empty change at the end of the queue: when it is done, all changes before it are
+            # committed.
             last = self._machine.put(FleetChange(), urgent=True)
             await asyncio.gather(last, return_exceptions=True)
         await self._machine.stop()
@@ -161,11 +163,11 @@ class LiveFleet:
         return self._machine.state
 
     def nodes(self) -> list[FleetNode]:
-        """Every node that is one, in name order."""
+        """Return all nodes that have not left the fleet, by name."""
         return sorted((n for n in self._fleet.nodes.values() if not n.gone), key=lambda n: n.name)
 
     def node(self, name: str) -> FleetNode:
-        """One node; NotFound."""
+        """Return one node. NotFound."""
         node = self._fleet.nodes.get(name)
         if node is None or node.gone:
             raise NotFound(f"no node {name[:100]!r}; triplane fleet ls names them")
@@ -186,7 +188,7 @@ class LiveFleet:
         return self._fleet.rollouts.get(rollout_id) or await self._ended(rollout_id)
 
     async def incidents(self, most: int) -> list[tuple[str, pb.Incident]]:
-        """The newest incidents with their nodes, newest first."""
+        """Return the newest incidents with their nodes, newest first."""
         return await self._database.read(lambda connection: newest_incidents(connection, most))
 
     # Nodes
@@ -203,7 +205,7 @@ class LiveFleet:
             before = fleet.nodes.get(name, FleetNode(name=name, gone="new"))
             if not before.gone:
                 return fleet
-            # A token without labels says nothing about them: the machine is still where it was.
+            # A token without labels does not clear them: the machine has not moved.
             kept = dict(labels) or before.labels
             return state.with_node(fleet, replace(before, gone="", labels=kept))
 
@@ -246,12 +248,15 @@ class LiveFleet:
         incidents = [(name, incident) for incident in report.incidents]
         kept = pb.Report()
         kept.CopyFrom(report)
+        # Incidents have a table of their own; the stored report would repeat them at every write.
         kept.ClearField("incidents")
         change = FleetChange(report=(name, kept), incidents=incidents)
         writing = asyncio.ensure_future(self._machine.put(change))
         self._reports_waiting += 1  # until it is written: it is in the queue if its sender leaves
         writing.add_done_callback(self._report_left_queue)
         try:
+            # The report is committed even if its sender leaves: it may share a transaction with
+            # others.
             await asyncio.shield(writing)
         except Exception as error:
             raise Unavailable("the report could not be written; report again") from error
@@ -264,7 +269,7 @@ class LiveFleet:
     # Rollouts
 
     async def deploy(self, request: pb.DeployRequest, *, by: str) -> RolloutRecord:
-        """Begin a rollout; the same key gives the same one.
+        """Begin a rollout; a repeated request with the same key returns the same rollout.
 
         Conflict: another rollout of the model is running. NotFound: no such version, or no node.
         """
@@ -280,6 +285,7 @@ class LiveFleet:
         asked_for.selector = asked_for.selector or "all"
 
         def make(fleet: FleetState) -> FleetState:
+            # Checked again in the queue: a repeated request may have been computed meanwhile.
             if any(p.request.key == request.key for p in fleet.rollouts.values()):
                 return fleet
             asked = ResolvedDeploy(rollout_id, asked_for, model, version, limit, by, self._clock())
@@ -390,6 +396,7 @@ class LiveFleet:
                     self._audit(connection, time_s=self._clock(), **asdict(change.audited))
 
         await self._database.write(work)
+        # Only after the commit, which has written their last state.
         return state.without_ended(after)
 
     def _act(self, before: FleetState, batch: FleetBatch) -> None:
@@ -421,6 +428,7 @@ class LiveFleet:
 
     async def _go_on(self) -> None:
         while True:
+            # Clear before looking, so that a nudge during the look starts the next one at once.
             self._nudged.clear()
             try:
                 await self._look()
@@ -452,7 +460,7 @@ class LiveFleet:
 
 
 def _call_all(callbacks: Iterable[Callable[..., None]], *values: object) -> None:
-    """Call everyone; the change is committed, so no error of one keeps it from the others."""
+    """Call all callbacks: the change is committed, so an error of one must not stop the others."""
     for callback in callbacks:
         try:
             callback(*values)

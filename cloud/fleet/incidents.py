@@ -33,6 +33,7 @@ def _keep(connection: sa.Connection, node: str, incidents: list[Incident]) -> No
             INCIDENTS.insert(),
             [{"node": node, "time_s": t, "kind": kind, "text": text} for t, kind, text in new],
         )
+    # A node that reports without end fills only its own share of the table.
     spare = len(rows) + len(new) - KEPT_PER_NODE
     if spare > 0:
         old = [row.number for row in rows[:spare]]
@@ -40,6 +41,6 @@ def _keep(connection: sa.Connection, node: str, incidents: list[Incident]) -> No
 
 
 def newest_incidents(connection: sa.Connection, most: int) -> list[tuple[str, Incident]]:
-    """The newest of all nodes, newest first."""
+    """Return the newest incidents of all nodes, newest first."""
     rows = connection.execute(sa.select(INCIDENTS).order_by(INCIDENTS.c.number.desc()).limit(most))
     return [(row.node, Incident(time_s=row.time_s, kind=row.kind, text=row.text)) for row in rows]

@@ -1,4 +1,4 @@
-"""The fleet's values as messages of fleet.proto, and requests as values."""
+"""Conversion of the fleet's values to messages of fleet.proto, and of requests to values."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ MAX_SECONDS: Final = 30 * 86400.0
 MAX_KEY_BYTES: Final = 64
 MAX_REASON_CHARS: Final = 1000
 REASONS_BYTES: Final = 2 << 20
-"""Most bytes of all reasons in one message, half of its limit; many nodes share them."""
+"""Largest total size of the reasons in one message, half of its limit, shared by all nodes."""
 
 
 def desired_message(node: FleetNode) -> pb.Desired:
-    """Return the document of what the node is to serve, models in name order."""
+    """Return the document with the versions that the node must serve, by model name."""
     assignments = [
         message_from(
             pb.Assignment,
@@ -39,6 +39,7 @@ def desired_message(node: FleetNode) -> pb.Desired:
             sha256=bytes.fromhex(held.sha256),
         )
         for model, held in sorted(node.held.items())
+        # Version 0: nothing is assigned any more, so the document leaves the model out.
         if held.version
     ]
     return pb.Desired(number=node.desired_number, assignments=assignments)
@@ -49,7 +50,7 @@ def node_message(
 ) -> pb.Node:
     """Return the node with its desired document and its newest report.
 
-    metadata_versions: the cloud's own, by role; a node that has seen newer ones is warned of.
+    metadata_versions: the cloud's own, by role; the message warns if a node has seen newer ones.
     """
     return message_from(
         pb.Node,
@@ -110,7 +111,7 @@ def plan_from(request: pb.DeployRequest, model: str, version: int, nodes: int) -
 
 
 def check_request(request: pb.DeployRequest) -> None:
-    """InvalidInput where a field is invalid by itself."""
+    """Raise InvalidInput if a field is invalid by itself."""
     if not 1 <= len(request.key) <= MAX_KEY_BYTES:
         raise InvalidInput(f"a key has 1 to {MAX_KEY_BYTES} bytes, got {len(request.key)}")
     if request.role not in ROLES:
@@ -131,7 +132,7 @@ def truncated(text: str, most_bytes: int) -> str:
 
 
 def checked_reason(reason: str) -> str:
-    """Return a person's reason, cut to its limit. InvalidInput: it has characters no text has."""
+    """Return a person's reason, cut to its limit. InvalidInput: it has invalid characters."""
     reason = reason[:MAX_REASON_CHARS]
     check_text("a reason", reason, MAX_REASON_CHARS)
     return reason

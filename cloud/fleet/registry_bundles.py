@@ -19,7 +19,7 @@ from triplane.proto.targets import AUTO, RELEASE, SignedTarget, TargetName
 
 
 class RegistryBundles:
-    """See `fleet.Bundles`. A signed target counts only where it is the registry's own bundle."""
+    """See `fleet.Bundles`. A signed target counts only if it is the registry's own bundle."""
 
     def __init__(self, registry: Registry, repository: MetadataRepository) -> None:
         self._registry, self._repository = registry, repository
@@ -46,6 +46,7 @@ class RegistryBundles:
         needs = value_from(BundleNeeds, bundle.needs)
         if signed is None:
             return BundleReady(target, needs)
+        # The node would refuse other bytes than the signed ones, so do not even assign them.
         if (signed.sha256, signed.length) != (bundle.blob, bundle.size):
             return BundleFailed(
                 target,
@@ -90,8 +91,9 @@ class RegistryBundles:
         )
 
     async def check_readable(self, node: FleetNode, blob: bytes) -> None:
-        """NotFound unless the node holds or is assigned the bundle, or the blob has its samples."""
+        """Raise NotFound unless the blob is a bundle of the node, or samples that judge one."""
         held = node.held.values()
+        # Also versions that it may return to: it fetches them again if its own file is damaged.
         paths = {p for h in held for p in (h.path, h.good_path, h.back_path) if p}
         names = [TargetName.parse(path) for path in sorted(paths)]
         models = {name.model for name in names if name.role == AUTO}
@@ -107,12 +109,12 @@ class RegistryBundles:
             if bundle.blob == blob:
                 raise Unavailable(_not_here(bundle))
         raise NotFound(
-            f"no blob {blob.hex()[:16]}... is assigned to node {node.name}; nodes read only the "
-            "bundles that they are to serve"
+            f"no blob {blob.hex()[:16]}... is assigned to node {node.name}; nodes read only "
+            "bundles that are assigned to them"
         )
 
     def _goldens(self, models: set[str]) -> set[bytes]:
-        """Digests of the samples by which the published policy judges these models."""
+        """Return the digests of the samples by which the published policy judges these models."""
         rules = self._repository.policy().models
         paths = {rules[model].golden for model in models if model in rules}
         stamp = self._signed_part("timestamp.json")

@@ -35,7 +35,7 @@ _NAME: Final = re.compile(NAME)
 
 
 def check_report(report: Report) -> None:
-    """InvalidInput names the first field that is out of range."""
+    """Raise InvalidInput that names the first field that is out of range."""
     size = report.ByteSize()
     _bound("size of the report in bytes", size, MAX_REPORT_BYTES)
     _bound("number", report.number, MAX_NUMBER)
@@ -75,7 +75,7 @@ def _check_model(model: ModelReport) -> None:
     if not _NAME.fullmatch(model.model):
         raise InvalidInput(f"a model's name matches {NAME}, got {model.model[:100]!r}")
     if model.state not in NodeState.values():
-        raise InvalidInput(f"no node state {model.state} is known here; update the cloud first")
+        raise InvalidInput(f"node state {model.state} is unknown to this cloud; update it first")
     _digest(model.committed_digest)
     _digest(model.committed_sha256)
     _bound("committed_version", model.committed_version, MAX_VERSION)

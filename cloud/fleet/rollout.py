@@ -86,7 +86,7 @@ def step_all(rollout: Rollout, events: Iterable[Event], now_s: float) -> Result:
     return rollout, effects + more
 
 
-# Rules: each takes in one event
+# Rules: each applies one event.
 
 
 def _bundle_ready(r: Rollout, e: BundleReady, now_s: float) -> Result:
@@ -96,6 +96,7 @@ def _bundle_ready(r: Rollout, e: BundleReady, now_s: float) -> Result:
         e.path or (before.path if before else ""),
         sha256=e.sha256 or (before.sha256 if before else ""),
     )
+    # Polling finds the same bundle again and again; only a change is an event.
     if before is None or before == supply:
         return r, ()
     return choose_targets(replace(r, supplies={**r.supplies, e.target: supply})), ()
@@ -103,6 +104,7 @@ def _bundle_ready(r: Rollout, e: BundleReady, now_s: float) -> Result:
 
 def _bundle_failed(r: Rollout, e: BundleFailed, now_s: float) -> Result:
     before = r.supplies.get(e.target)
+    # The bundle existed before; its loss now does not undo the choice of it.
     if before is None or before.needs is not None:
         return r, ()
     supplies = {**r.supplies, e.target: BundleSupply(refusal=e.reason)}
@@ -129,12 +131,14 @@ def _progress(m: RolloutMember, e: Reported, version: int, sha256: str) -> Rollo
 
     sha256: of the bundle that the node was assigned; the number alone does not identify content.
     """
+    # Later reports, such as one that was delayed, do not undo a commit.
     if m.stage in DONE:
         return m
     mine = (e.version, e.attempt) == (version, m.attempt)
     is_it = not (sha256 and e.committed_sha256) or sha256 == e.committed_sha256
     if mine and e.stage is NodeStage.COMMITTED and e.committed_version == version and is_it:
         return replace(m, stage=NodeStage.COMMITTED, reason="")
+    # Reports about an earlier attempt do not count. A lost node can still commit, see above.
     if not mine or m.stage in LOST or e.stage in {NodeStage.WAITING, NodeStage.COMMITTED}:
         return m
     return replace(
@@ -152,6 +156,7 @@ def _excused(r: Rollout, e: Excused, now_s: float) -> Result:
     back = {
         name: replace(m, deadline_s=now_s + r.plan.node_deadline_s)
         for name, m in changed.items()
+        # A node that counts again gets a full deadline: its old one may have passed meanwhile.
         if not m.excused and m.wave <= r.wave and m.stage not in SETTLED
     }
     return replace(r, members={**r.members, **changed, **back}), ()
@@ -188,6 +193,7 @@ def _resume(r: Rollout, e: Resume, now_s: float) -> Result:
         state=RolloutState.PREPARING if r.wave < 0 else RolloutState.RUNNING,
         reason="",
         resumed=e.note,
+        # Resuming after a closed wave permits the next one; otherwise it only retries this one.
         allowed=max(r.allowed, r.wave + 1) if closed else r.allowed,
         members={**r.members, **again},
         supplies={**r.supplies, **dict.fromkeys(refused, BundleSupply())},
@@ -197,6 +203,7 @@ def _resume(r: Rollout, e: Resume, now_s: float) -> Result:
 
 def _abort(r: Rollout, e: Abort, now_s: float) -> Result:
     back = {
+        # A new attempt number, since a node does not repeat an attempt that has ended.
         name: replace(
             m, stage=NodeStage.RETURNED, reason="the rollout was aborted", attempt=m.attempt + 1
         )

@@ -1,4 +1,4 @@
-"""Which nodes the release policy lets take what the automatic key signed (record 0012).
+"""Which nodes the release policy allows to take automatically signed versions (decision 0012).
 
 The node decides by its own copy of the policy. The cloud only foresees the decision, so that a
 rollout does not wait for nodes that will refuse.
@@ -13,9 +13,9 @@ from triplane.proto.targets import in_share
 
 
 def ineligible_reason(node: str, model: str, targets: Iterable[str], limit: Limit | None) -> str:
-    """Why the node would refuse the model's version; empty where it would not.
+    """Return why the node would refuse the model's version; empty if it would not.
 
-    targets: that the node takes, best first.
+    targets: targets that the node takes, best first.
     """
     if limit is None or next(iter(targets), "") in limit.released:
         return ""

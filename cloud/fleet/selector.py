@@ -28,7 +28,7 @@ class Term:
     wanted: bool
 
     def holds(self, labels: Mapping[str, str]) -> bool:
-        """Whether a node with these labels is meant."""
+        """Return whether the condition holds for these labels."""
         return (labels.get(self.key) == self.value) is self.wanted
 
 
@@ -45,12 +45,13 @@ class Selector:
             raise InvalidInput(f"a selector has at most {MAX_SELECTOR_CHARS} characters")
         if text.strip() == ALL:
             return cls()
+        # An empty shell variable must not select the whole fleet.
         if not text.strip():
             raise InvalidInput('an empty selector is refused; write "all" for every node')
         return cls(tuple(_term(term.strip()) for term in text.split(",")))
 
     def matches(self, labels: Mapping[str, str]) -> bool:
-        """Whether all terms hold for these labels."""
+        """Return whether all terms hold for these labels."""
         return all(term.holds(labels) for term in self.terms)
 
 

@@ -19,13 +19,13 @@ from triplane.proto.status import status_of_aio
 MAX_NODES: Final = 1000
 DEFAULT_NODES: Final = 100
 PAGE_BYTES: Final = 2 << 20
-"""Most bytes of the nodes in one answer, half of a message's limit; `next` continues."""
+"""Largest size of the nodes in one answer, half of a message's limit; `next` continues."""
 MAX_ROLLOUTS: Final = 500
 DEFAULT_ROLLOUTS: Final = 50
 WATCH_PERIOD_S: Final = 0.2
-"""Least time between two messages to a watcher; states in between are skipped."""
+"""Shortest time between two messages to a watcher; states in between are skipped."""
 WATCH_IDLE_S: Final = 5.0
-"""Most time between two looks at a watched rollout: connections change without an event."""
+"""Longest time between two looks at a watched rollout: connections change without an event."""
 
 
 class FleetServicer(Wire):
@@ -42,7 +42,7 @@ class FleetServicer(Wire):
         self._metadata_versions = metadata_versions
 
     def node(self, node: FleetNode) -> pb.Node:
-        """The message of a node, with what its stream tells."""
+        """Return the message of a node, including whether its stream is open."""
         message = node_message(
             node,
             connected=self._sessions.is_connected(node.name),
@@ -52,7 +52,7 @@ class FleetServicer(Wire):
         return message
 
     def rollout(self, record: RolloutRecord) -> pb.Rollout:
-        """The message of a rollout, with what the streams tell."""
+        """Return the message of a rollout, including which streams are open."""
         return rollout_message(record, self._sessions.is_connected)
 
     async def ListNodes(self, request: pb.ListNodesRequest, context: Any) -> pb.ListNodesResponse:
@@ -68,7 +68,7 @@ class FleetServicer(Wire):
             return self._page(matching, size)
 
     def _page(self, nodes: Iterator[FleetNode], size: int) -> pb.ListNodesResponse:
-        """As many as were asked for and as fit; at least one, which its own limits make fit."""
+        """Return as many nodes as asked for and as fit into a message, but at least one."""
         page, page_bytes = pb.ListNodesResponse(), 0
         for node in nodes:
             message = self.node(node)
@@ -113,6 +113,8 @@ class FleetServicer(Wire):
             records = await self._fleet.rollouts(size)
             rollouts = [self.rollout(record) for record in records]
             for rollout in rollouts:
+                # Reasons are as long as people and nodes write them; 500 of them could exceed a
+                # message.
                 rollout.reason = truncated(rollout.reason, REASONS_BYTES // len(rollouts))
             return pb.ListRolloutsResponse(rollouts=rollouts)
 
@@ -129,6 +131,8 @@ class FleetServicer(Wire):
             rollout_id = (await self._fleet.rollout(request.id)).rollout.id
             sent: pb.Rollout | None = None
             while True:
+                # Taken before reading, so that a change between the read and the wait is not
+                # missed.
                 moved = self._fleet.moved
                 record = await self._fleet.rollout(rollout_id)
                 now = self.rollout(record)

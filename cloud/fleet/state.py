@@ -68,7 +68,7 @@ class FleetNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutRecord:
-    """A rollout with what was asked, when and by whom."""
+    """A rollout with its request, and when and by whom it was created."""
 
     rollout: Rollout
     request: DeployRequest
@@ -113,6 +113,8 @@ def with_rollout(fleet: FleetState, record: RolloutRecord, effects: Iterable[Eff
 def _ordered(node: FleetNode, record: RolloutRecord, effect: Assign | Restore) -> FleetNode:
     plan = record.rollout.plan
     held = node.held.get(plan.model, NodeAssignment())
+    # The first assignment of this rollout: remember where an abort returns to. Later assignments of
+    # the same rollout must not overwrite it.
     if held.rollout != record.rollout.id:
         held = replace(
             held, back_version=held.good_version, back_path=held.good_path,
@@ -140,6 +142,7 @@ def _after_events(
 ) -> FleetState:
     record = fleet.rollouts[rollout_id]
     rollout, effects = step_all(record.rollout, events, now_s)
+    # The same object, so that `storage.save` sees that there is nothing to write.
     if rollout is record.rollout and not effects:
         return fleet
     return with_rollout(fleet, replace(record, rollout=rollout), effects)
@@ -166,7 +169,7 @@ def after_nodes_changed(fleet: FleetState, now_s: float) -> FleetState:
 
 
 def excuse_reason(node: FleetNode | None, selector: Selector) -> str:
-    """Return why a rollout does not count this node; empty where it does."""
+    """Return why a rollout does not count this node; empty if it does."""
     if node is None or node.gone:
         return node.gone if node else "it is not a node"
     if node.cordoned:
@@ -201,13 +204,14 @@ def after_reports(
 def _good(held: NodeAssignment, model: ModelReport | None) -> NodeAssignment:
     if model is None or not held.version or model.committed_version != held.version:
         return held
+    # The same number with other content, which a cloud restored from a backup may have reused.
     if not _same(held.sha256, model.committed_sha256.hex()):
         return held
     return replace(held, good_version=held.version, good_path=held.path, good_sha256=held.sha256)
 
 
 def _same(ours: str, theirs: str) -> bool:
-    """Whether two digests agree; an empty one, of an older release, agrees with every other."""
+    """Return whether two digests agree; an empty one (older releases) agrees with every other."""
     return not (ours and theirs) or ours == theirs
 
 

@@ -36,7 +36,9 @@ _DIGESTS: Final = ("sha256", "good_sha256", "back_sha256")
 
 
 def save(connection: sa.Connection, before: FleetState, after: FleetState) -> None:
-    """Write what differs."""
+    """Write the rows that differ between two states."""
+    # By identity: values are immutable, so an unchanged node is the same object. Comparing all
+    # fields of a large fleet would cost more than writing.
     nodes = [node for name, node in after.nodes.items() if before.nodes.get(name) is not node]
     upsert(connection, NODES, [_node_row(node) for node in nodes])
     held = [
@@ -81,19 +83,19 @@ def load(connection: sa.Connection) -> FleetState:
 
 
 def load_rollouts(connection: sa.Connection, which: sa.ColumnElement[bool]) -> list[RolloutRecord]:
-    """Rollouts with their members, oldest first."""
+    """Return rollouts with their members, oldest first."""
     rows = connection.execute(sa.select(ROLLOUTS).where(which).order_by(ROLLOUTS.c.number))
     return [_rollout_record(row, _members(connection, row.id)) for row in rows]
 
 
 def load_heads(connection: sa.Connection, most: int) -> list[RolloutRecord]:
-    """The newest rollouts without their members, newest first."""
+    """Return the newest rollouts without their members, newest first."""
     rows = connection.execute(sa.select(ROLLOUTS).order_by(ROLLOUTS.c.number.desc()).limit(most))
     return [_rollout_record(row, ()) for row in rows]
 
 
 def find_ids(connection: sa.Connection, beginning: str) -> list[str]:
-    """Up to two ids that begin so; the newest id for "last"."""
+    """Return up to two ids with this beginning; the newest id for "last"."""
     query = sa.select(ROLLOUTS.c.id).order_by(ROLLOUTS.c.number.desc())
     if beginning == "last":
         return list(connection.scalars(query.limit(1)))
@@ -157,7 +159,7 @@ def _rollout_record(row: Any, members: Iterable[RolloutMember]) -> RolloutRecord
 
 
 def _text(kept: str) -> str:
-    """Text of older releases may hold half a surrogate pair, which no message carries."""
+    """Replace half surrogate pairs, which rows of older releases may hold and no message can."""
     return kept.encode("utf-8", "replace").decode()
 
 

@@ -12,7 +12,7 @@ NODES: Final = sa.Table(
     sa.Column("name", sa.String(63), primary_key=True),
     sa.Column("labels", sa.Text, nullable=False),  # JSON object
     sa.Column("cordoned", sa.Boolean, nullable=False),
-    sa.Column("gone", sa.String(256), nullable=False),  # why it is no node any more, or empty
+    sa.Column("gone", sa.String(256), nullable=False),  # why it left the fleet, or empty
     sa.Column("last_seen_s", sa.Double, nullable=False),
     sa.Column("desired_number", BIG, nullable=False),
     sa.Column("report", sa.LargeBinary),  # fleet.Report without its incidents
@@ -23,7 +23,7 @@ HELD: Final = sa.Table(
     METADATA,
     sa.Column("node", sa.ForeignKey("fleet_nodes.name"), primary_key=True),
     sa.Column("model", sa.String(63), primary_key=True),
-    sa.Column("version", sa.Integer, nullable=False),  # 0: nothing is wanted any more
+    sa.Column("version", sa.Integer, nullable=False),  # 0: nothing is assigned any more
     sa.Column("path", sa.String(256), nullable=False),
     sa.Column("rollout", sa.String(16), nullable=False),
     sa.Column("attempt", BIG, nullable=False),

@@ -90,7 +90,7 @@ class RolloutMember:
 class Limit:
     """The limits that the release policy sets for the automatic role and one version.
 
-    share: of the nodes. released: targets whose bundle people signed, where no share counts.
+    share: share of the nodes. released: targets whose bundle people signed; no share limits them.
     """
 
     share: float

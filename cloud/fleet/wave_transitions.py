@@ -51,7 +51,7 @@ def _prepare(r: Rollout, now_s: float) -> Result:
     counted = [m for m in r.members.values() if not m.excused]
     hopeful = [m for m in counted if m.stage is not NodeStage.FAILED]
     if not hopeful:
-        why = counted[0].reason if counted else "every node of it is excused"
+        why = counted[0].reason if counted else "all of its nodes are excused"
         what = f"{r.plan.model}@{r.plan.version}"
         reason = f"no node can take {what}: {why}"
         return replace(r, state=RolloutState.FAILED, reason=reason, ended_s=now_s), ()
@@ -86,11 +86,13 @@ def _open(r: Rollout, wave: int, now_s: float) -> Rollout:
 
 
 def _run(r: Rollout, now_s: float) -> Result:
+    # Assign first. `settle` then calls this again, and the tallies count what was assigned.
     assigned, effects = _assign(r, now_s)
     if assigned is not r:
         return assigned, effects
     waves = tallies(r)
     for wave, tally in enumerate(waves, 1):
+        # Every open wave is checked, since a node of an earlier one may fail later.
         if exceeds(tally.lost, r.plan.failure_share, tally.counted):
             what = f"{tally.lost} of {tally.counted} nodes of wave {wave} failed"
             return _paused(r, f"{what}, more than {r.plan.failure_share:.4g} of them"), ()
@@ -124,7 +126,7 @@ def _assignable(r: Rollout, m: RolloutMember) -> bool:
 
 
 def _run_open(r: Rollout, tally: WaveTally) -> Rollout:
-    """The open wave has not reached its share: wait, or pause where it no longer can."""
+    """Wait for the open wave to reach its share, or pause if it no longer can."""
     need = least(r.plan.success_share, tally.counted)
     said = f"wave {r.wave + 1}: {tally.done} of {tally.counted} nodes committed, {need} needed"
     if tally.done + tally.going < need:
@@ -139,6 +141,7 @@ def _run_closed(r: Rollout, waves: Iterable[WaveTally], now_s: float) -> Rollout
         if r.wave + 1 > r.allowed:
             return _paused(r, f"wave {r.wave + 1} is done; resume opens wave {r.wave + 2}")
         return _open(r, r.wave + 1, now_s)
+    # The last wave has reached its share, but the rollout ends only when no node is under way.
     if going:
         return _waiting(r, f"all waves reached their share; {going} nodes are still under way")
     return replace(r, state=RolloutState.DONE, reason="", ended_s=now_s)
@@ -153,7 +156,7 @@ def _paused(r: Rollout, reason: str) -> Rollout:
 
 
 def is_closed(r: Rollout, tally: WaveTally) -> bool:
-    """Whether a wave with this tally reached its share of committed nodes."""
+    """Return whether a wave with this tally reached its share of committed nodes."""
     return tally.done >= least(r.plan.success_share, tally.counted)
 
 
@@ -175,5 +178,5 @@ def tallies(r: Rollout) -> list[WaveTally]:
 
 
 def under_way(r: Rollout, m: RolloutMember) -> bool:
-    """Whether the node's wave opened and it may still commit."""
+    """Return whether the node's wave has opened and the node may still commit."""
     return m.wave <= r.wave and not m.excused and m.stage not in SETTLED

@@ -1,4 +1,4 @@
-"""How many nodes have the new version after each wave.
+"""Compute how many nodes have the new version after each wave.
 
 Sizes are cumulative. A percentage of n nodes is rounded up, so that it is at least one node; a
 count is cut to n. If the last size is below n, the rollout is for so many nodes only.
@@ -49,17 +49,17 @@ def cumulative(sizes: Sequence[Size], nodes: int) -> tuple[int, ...]:
 
 
 def wave_of(index: int, sizes: Sequence[int]) -> int | None:
-    """The wave that first takes the node at `index` in the order of names; None beyond them."""
+    """Return the first wave that includes the node at `index` in name order, or None."""
     return next((wave for wave, size in enumerate(sizes) if index < size), None)
 
 
 def least(share: float, nodes: int) -> int:
-    """The least number of nodes that is at least `share` of them."""
+    """Return the smallest number of nodes that is at least `share` of them."""
     return max(0, math.ceil(share * nodes - _SLACK))
 
 
 def exceeds(count: int, share: float, nodes: int) -> bool:
-    """Whether `count` is more than `share` of `nodes`."""
+    """Return whether `count` is more than `share` of `nodes`."""
     return count > share * nodes + _SLACK
 
 

@@ -1,1 +1,1 @@
-"""Who may call the cloud and what was done: authority, tokens, principals, rights, audit log."""
+"""Identities of the cloud's callers: authority, tokens, principals, rights, audit log."""

@@ -35,12 +35,15 @@ class AdmissionCache:
     def get(self, key: Key, now_s: float) -> Principal | None:
         """Return an answer that is still valid, or None."""
         answer = self._answers.get(key)
+        # The lower bound drops the answer if the clock was set back, which would prolong its life.
         if answer is None or not answer[1] - KEEP_S <= now_s < answer[1]:
             return None
         return answer[0]
 
     def keep(self, key: Key, who: Principal, *, expires_s: float, now_s: float, at: int) -> None:
         """Store an answer queried at change `at`. expires_s: when the certificate expires."""
+        # Otherwise a principal changed while the database was read, and the answer may be out of
+        # date.
         if at == self._changes:
             if len(self._answers) >= MOST:
                 self._answers.clear()

@@ -54,6 +54,7 @@ def record(
     details: Mapping[str, Any] | None = None,
 ) -> None:
     """Add an entry in the caller's transaction, so that both are committed or neither."""
+    # The writer is single (see cloud/store), so no other transaction can add the same number.
     last = connection.execute(
         sa.select(AUDIT.c.number, AUDIT.c.digest).order_by(AUDIT.c.number.desc()).limit(1)
     ).first()

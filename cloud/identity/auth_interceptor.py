@@ -80,10 +80,13 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
 
     def revoked(self, name: str) -> None:
         """End the name's open streams."""
+        # Before anything else: calls that are being admitted now notice it and look again.
         self._revocations += 1
         for callback in self._callbacks:
             callback(name)
         held = self._streams.get(name, {})
+        # Marked now, so that a stream that ends by itself during the farewell is also reported as
+        # revoked.
         self._ended.update(held)
         for task, method in list(held.items()):
             if method in FAREWELL:
@@ -101,6 +104,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         """See `grpc.aio.ServerInterceptor`."""
+        # None means that no service has the method; grpc answers UNIMPLEMENTED.
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
@@ -128,6 +132,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             try:
                 answer = await inner(request, context)
             except asyncio.CancelledError:
+                # Cancelled by grpc.aio because the caller has left, not by a revocation.
                 if task not in self._ended:
                     raise
             finally:
@@ -168,6 +173,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             return
         now_s = asyncio.get_running_loop().time()
         opened, since_s = self._opened.get(name, (0.0, now_s))
+        # A token bucket that drains by one every OPEN_EVERY_S.
         opened = max(0.0, opened - (now_s - since_s) / OPEN_EVERY_S)
         if opened > OPEN_BURST - 1:
             raise CallRefused(
@@ -195,12 +201,14 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         except CallRefused as refusal:
             logger.warning("call refused", extra={"method": method, "reason": str(refusal)})
             await _end(context, refusal)
+        # The database does not answer. Nobody is admitted without it, but a retry may succeed.
         except Unavailable as error:
             await _end(context, CallRefused(_S.UNAVAILABLE, str(error)))
         _CALLER.set(who)
         return who
 
     async def _who(self, context: Any) -> Principal:
+        # TLS has verified the chain to our authority and its lifetime; the database knows the rest.
         pem = context.auth_context().get("x509_pem_cert", [b""])[0]
         try:
             serial, name, key = _read(pem)

@@ -62,6 +62,7 @@ class Authority:
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - SKEW)
             .not_valid_after(now + timedelta(days=AUTHORITY_DAYS))
+            # path_length=0: the authority issues leaf certificates only, never another authority.
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
             .add_extension(_usage(signs_certificates=True), critical=True)
             .add_extension(
@@ -69,6 +70,8 @@ class Authority:
             )
             .sign(key, hashes.SHA256())
         )
+        # The key first: `make` refuses a folder with a key, so a crash in between never replaces
+        # one.
         with atomic_file(folder / "ca.key") as file:
             os.fchmod(file.fileno(), 0o600)
             file.write(key_pem(key))
@@ -111,6 +114,7 @@ class Authority:
         hosts: Sequence[str],
     ) -> x509.Certificate:
         now = datetime.fromtimestamp(now_s, UTC)
+        # A client certificate must never pass for the cloud: its holder could impersonate it.
         usage = ExtendedKeyUsageOID.SERVER_AUTH if hosts else ExtendedKeyUsageOID.CLIENT_AUTH
         builder = (
             x509.CertificateBuilder()
@@ -119,6 +123,7 @@ class Authority:
             .public_key(key)
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - SKEW)
+            # A leaf must not outlive its issuer (X.509 path validation would fail).
             .not_valid_after(min(now + timedelta(days=days), self.certificate.not_valid_after_utc))
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_usage(signs_certificates=False), critical=True)
@@ -146,6 +151,7 @@ def _requested_key(der: bytes) -> ec.EllipticCurvePublicKey:
         raise InvalidInput(f"not a certificate request: {error}") from error
     if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
         raise InvalidInput("a certificate request must be for an ECDSA key on the curve P-256")
+    # Proof of possession: without it, anybody could get a certificate for another one's key.
     if not signed:
         raise InvalidInput("the certificate request is not signed by its own key")
     return key

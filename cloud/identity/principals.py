@@ -64,7 +64,7 @@ class Invitation:
 
 @dataclass(frozen=True, slots=True)
 class EnrolmentResult:
-    """The result of an enrolment. labels: of the token; empty for a repeated request."""
+    """The result of an enrolment. labels: those of the token; empty for a repeated request."""
 
     certificate: bytes
     name: str
@@ -103,6 +103,7 @@ class Principals:
         now = self._clock()
 
         def work(connection: sa.Connection) -> None:
+            # Expired tokens are removed here, where new ones are made, so the table stays bounded.
             connection.execute(sa.delete(TOKENS).where(TOKENS.c.expires_s < now))
             count = connection.scalar(sa.select(sa.func.count()).select_from(TOKENS)) or 0
             if count >= MAX_OPEN_TOKENS:
@@ -138,16 +139,20 @@ class Principals:
 
         def work(connection: sa.Connection) -> EnrolmentResult:
             row = connection.execute(sa.select(TOKENS).where(TOKENS.c.id == token_id)).first()
+            # The MAC is computed even for an unknown token, so that time does not tell them apart.
             key = bytes(row.key) if row else bytes(32)
             genuine = hmac.compare_digest(mac(key, request), given_mac)
             if row is None or not genuine or row.expires_s < now:
                 raise InvalidInput(REFUSED)
             role = PrincipalRole(row.role)
             _check_kind(kind, role)
+            # A used token answers only its own request again, for a machine that crashed before it
+            # stored the certificate.
             if row.request is not None:
                 if row.request != request:
                     raise Conflict(USED)
                 return EnrolmentResult(row.certificate, row.name, role, {})
+            # Two tokens for one name may have been made before either was used.
             known = _principal(connection, row.name)
             if known and not known.revoked:
                 raise Conflict(f"{row.name!r} was enrolled by another token meanwhile")
@@ -179,6 +184,7 @@ class Principals:
                 sa.update(CERTIFICATES)
                 .where(
                     CERTIFICATES.c.name == name,
+                    # Only shorten: an older certificate that expires sooner keeps its time.
                     CERTIFICATES.c.expires_s > now + OLD_CERTIFICATE_S,
                 )
                 .values(expires_s=now + OLD_CERTIFICATE_S)
@@ -248,6 +254,7 @@ class Principals:
         key: SHA-256 of its public key. A thief of the authority's key can copy a serial number and
         a name, but not the key that they were issued for.
         """
+        # Read before the database, see `AdmissionCache.keep`.
         now, at = self._clock(), self._known.changes
         remembered = self._known.get((serial, name, key), now)
         if remembered is not None:
@@ -260,6 +267,7 @@ class Principals:
             if row is None or row.revoked or row.name != name or row.expires_s < now:
                 return None
             issued_for = connection.scalar(sa.select(KEYS.c.sha256).where(KEYS.c.serial == serial))
+            # Rows of older releases have no digest of the key.
             if key and issued_for is not None and bytes(issued_for) != key:
                 return None
             known = _principal(connection, name)
@@ -275,6 +283,7 @@ class Principals:
     async def _changed(self, work: Callable[[sa.Connection], T]) -> T:
         """Write, and drop the cached answers after the commit, even if the caller is gone."""
         writing = asyncio.create_task(self._database.write(work))
+        # Also after an error: a commit whose answer was lost may have taken effect.
         writing.add_done_callback(lambda _: self._known.forget())
         return await asyncio.shield(writing)
 
@@ -366,6 +375,7 @@ def _store(connection: sa.Connection, certificate: x509.Certificate, name: str, 
     )
 
 
+# The newest certificate of each name, as SQLite and PostgreSQL both express it.
 _NEWEST: Final = (
     sa.select(CERTIFICATES.c.name, sa.func.max(CERTIFICATES.c.issued_s).label("issued_s"))
     .group_by(CERTIFICATES.c.name)

@@ -46,12 +46,15 @@ class EnrolmentServicer(enrolment_grpc.EnrolmentServicer):
     async def Enrol(self, request: enrolment.EnrolRequest, context: Any) -> enrolment.Certificate:
         """See enrolment.proto."""
         async with status_of_aio(context):
+            # Counted before any work: the port has no TLS and anyone may call it.
             self._count_attempt()
             if len(request.request) > MAX_REQUEST_BYTES:
                 raise InvalidInput(f"a certificate request has at most {MAX_REQUEST_BYTES} bytes")
             enrolled = await self._principals.enrol(
                 request.token_id, request.request, request.mac, request.kind
             )
+            # Not in the transaction of the enrolment; a repeated request calls it again after a
+            # crash.
             await self._joined(enrolled.name, enrolled.role, enrolled.labels)
             return enrolment.Certificate(certificate=enrolled.certificate, address=self._address)
 
@@ -119,6 +122,7 @@ class IdentityServicer(identity_grpc.IdentityServicer):
         """See identity.proto."""
         async with status_of_aio(context):
             revoked = await self._principals.revoke(caller().name, request.name, request.reason)
+            # After the commit: a stream that is opened from now on is refused by the database.
             self._interceptor.revoked(revoked.name)
             return encode(revoked)
 
@@ -128,6 +132,7 @@ class IdentityServicer(identity_grpc.IdentityServicer):
         """See identity.proto."""
         async with status_of_aio(context):
             following = max(1, request.from_number)
+            # Page by page, so that a long log neither fills memory nor holds a transaction open.
             while page := await self._database.read(partial(audit.page, from_number=following)):
                 for entry in page:
                     yield message_from(pb.AuditEntry, entry)

@@ -41,6 +41,7 @@ TOKENS: Final = sa.Table(
     sa.Column("role", sa.String(16), nullable=False),
     sa.Column("labels", sa.Text, nullable=False),
     sa.Column("expires_s", sa.Double, nullable=False),
+    # Empty until the token is used: a repeated request gets the same certificate.
     sa.Column("request", sa.LargeBinary),
     sa.Column("certificate", sa.LargeBinary),
 )

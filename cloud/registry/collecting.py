@@ -55,7 +55,7 @@ async def unwanted(
     older_than_s: float,
     clock: Callable[[], float] = time.time,
 ) -> tuple[Stored, ...]:
-    """Return the blobs that `collect` would remove now, in the order of their names."""
+    """Return the blobs that `collect` would remove now, by name."""
     old = _old_files(blobs, roots, older_than_s, clock())
     return await db.read(lambda connection: _unnamed(connection, roots, old))
 
@@ -74,6 +74,8 @@ async def collect(
     roots: those of every part that stores blobs. A part that is left out loses its blobs.
     """
     until_s = clock() - older_than_s
+    # List the folder outside the transaction, which blocks all writers; the few candidates are
+    # checked again inside it.
     old = _old_files(blobs, roots, older_than_s, clock())
 
     def work(connection: Connection) -> tuple[Stored, ...]:
@@ -83,6 +85,8 @@ async def collect(
             if all(again.last_s < until_s for again in _files(blobs, blob.sha256))
         )
         for blob in removed:
+            # Within the writer: nothing can begin to name the blob between the check and the
+            # removal.
             blobs.remove(blob.sha256)
         if removed:
             on_removed(connection, removed)
@@ -100,6 +104,7 @@ async def claim(db: Database, blobs: BlobFolder, names: Iterable[bytes]) -> None
 
     def work(_: Connection) -> None:
         for name in wanted:
+            # The time of the file protects it, so a claim needs no table and no clean-up.
             os.utime(blobs.find(name))
 
     if wanted:
@@ -120,6 +125,7 @@ def _old_files(
     return [
         Stored(files[0].sha256, sum(f.size for f in files), max(f.last_s for f in files))
         for files in each
+        # An upload may be adding to the partial file although the complete one is old.
         if files and all(file.last_s < now_s - older_than_s for file in files)
     ]
 

@@ -1,4 +1,4 @@
-"""Child processes that open model files: to check one when pushed, to convert one to a bundle.
+"""Child processes that open model files: they check pushed models and convert them to bundles.
 
 The children are those of `proto/sandbox.py`, each with an empty folder that is removed with it. The
 cloud gets an answer or an error: the child's refusal, or `Unavailable` if it died or was too slow,
@@ -28,9 +28,9 @@ _PREFIX: Final = "job-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionLimits:
-    """Limits of one child, and how many children run at a time.
+    """Limits of one child, and of the number of children that run at a time.
 
-    A check may take `check_s`, and a second more for every `check_bytes_per_s` of its file.
+    A check may take `check_s`, plus one second for every `check_bytes_per_s` of its file.
     """
 
     memory_bytes: int = 4 << 30
@@ -69,7 +69,10 @@ class Made:
 
 
 class Conversions:
-    """Runs the children. folder: for their files; what an earlier cloud left there is removed."""
+    """Runs the children.
+
+    folder: for their files. Files that an earlier process of the cloud left there are removed.
+    """
 
     def __init__(
         self,
@@ -82,7 +85,7 @@ class Conversions:
         self._conversions = asyncio.Semaphore(limits.conversions)
 
     async def check(self, files: Files) -> bytes:
-        """Check a model file and return its root digest; raises what is wrong with it."""
+        """Check a model file and return its root digest. Raises the error that the child found."""
         seconds = self._limits.check_s + files.model.stat().st_size / self._limits.check_bytes_per_s
         async with self._checks, self._jobs.folder() as job:
             done = await self._jobs.run(job, _order("check", files, job), seconds)
@@ -93,9 +96,9 @@ class Conversions:
     async def convert(
         self, files: Files, *, version: int, target: str, model_digest: bytes, report: bytes = b""
     ) -> AsyncIterator[Made]:
-        """Convert a version and give the bundle, whose file exists until the block ends.
+        """Convert a version and yield the bundle, whose file exists until the block ends.
 
-        report: the one of an earlier conversion; with it, the same bytes come out.
+        report: of an earlier conversion; with it, the bundle has the same bytes as that one.
         """
         async with self._conversions, self._jobs.folder() as job:
             out, new_report = job / "made.bundle", job / "report.json"
@@ -113,13 +116,14 @@ class Conversions:
             done = await self._jobs.run(job, order, self._limits.convert_s)
             with expected(CHILD):
                 bundle = _made(done, out, new_report)
+            # Inside the block, because the folder with the file is removed afterwards.
             yield bundle
 
 
 class Jobs:
     """Children that run one command, each for one order and with an empty folder of its own.
 
-    folder: for those folders; what an earlier cloud left there is removed.
+    folder: for those folders. Folders that an earlier process of the cloud left are removed.
     """
 
     def __init__(self, folder: Path, limits: ConversionLimits, command: tuple[str, ...]) -> None:
@@ -162,12 +166,14 @@ def _order(do: str, files: Files, job: Path) -> dict[str, Any]:
 def _named(link: Path, file: Path | None) -> str | None:
     if file is None:
         return None
+    # A link instead of a copy: the child only reads, and messages show this name, not a digest.
     link.symlink_to(file.absolute())
     return str(link)
 
 
 def _made(done: Mapping[str, Any], path: Path, report: Path) -> Made:
     needs = done["needs"]
+    # Checked before reading: a hostile model could make its child write a huge file.
     if report.stat().st_size > MAX_REPORT_BYTES:
         raise ValueError(f"a report of {report.stat().st_size} bytes")
     return Made(

@@ -14,7 +14,7 @@ from triplane.proto.errors import Corrupt
 from triplane.proto.sandbox import serve_order
 
 DEFAULT_DROP_POINTS: Final = 1.0
-"""The value that 0 in a recipe stands for: the converter's own default."""
+"""The converter's own default, for which 0 in a recipe stands."""
 
 
 def check(order: dict[str, Any]) -> dict[str, Any]:
@@ -36,6 +36,7 @@ def convert(order: dict[str, Any]) -> dict[str, Any]:
     from triplane.unified_ir.runtime.bundle import Bundle, encoded_report, write_with_report
 
     module, digest = read_model(Path(order["model"]))
+    # The file is read again, maybe years after its check, so make sure that it is the same one.
     if digest != order["model_digest"]:
         raise Corrupt(
             f"the stored model file is {digest}, the version's is {order['model_digest']}"

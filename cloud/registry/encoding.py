@@ -13,7 +13,7 @@ from triplane.proto.messages import message_from, value_from
 
 
 def push(message: pb.PushRequest) -> Push:
-    """Decode a push; InvalidInput where it breaks a rule of `registry.proto`."""
+    """Decode a push. InvalidInput: it breaks a rule of `registry.proto`."""
     return value_from(
         Push,
         message,

@@ -48,6 +48,7 @@ def check_name(what: str, name: str) -> None:
 def check_alias(name: str) -> None:
     """Raise InvalidInput if an alias would hide a version number or the newest version."""
     check_name("alias", name)
+    # `digits@3` must always mean version 3.
     if name == LATEST or name.isdecimal():
         raise InvalidInput(
             f"an alias is neither {LATEST!r}, which is always the newest version, nor a number, "

@@ -31,6 +31,7 @@ def pushed(connection: Connection, push: Push) -> Version | None:
     row = connection.execute(select(VERSIONS).where(VERSIONS.c.push_key == push.key)).first()
     if row is None:
         return None
+    # A repeated request is answered with its version; a different one must not pass as repeated.
     if bytes(row.push_digest) != push.digest:
         raise Conflict(
             f"key {push.key.hex()} registered {row.model}@{row.version} with other content; "
@@ -47,6 +48,7 @@ def insert(
         number(connection, Reference.parse(push.lineage.parent))
     here = MODELS.c.name == push.model
     latest = connection.scalar(select(MODELS.c.latest).where(here))
+    # Safe without a sequence: only the one writer runs this, so no two pushes read the same number.
     version = (latest or 0) + 1
     if latest is None:
         connection.execute(MODELS.insert().values(name=push.model, latest=version))
@@ -191,6 +193,7 @@ def finish(
     connection.execute(
         BUNDLES.update()
         .where(_here(*bundle_.key))
+        # The condition makes the outcome final: a late or repeated one changes no row.
         .where(BUNDLES.c.state == State.CONVERTING.name)
         .values(
             state=bundle_.state.name,
@@ -278,6 +281,7 @@ def _versions(connection: Connection, rows: Iterable[Row[Any]]) -> list[Version]
     model, numbers = listed[0].model, [row.version for row in listed]
     b = BUNDLES.c
     bundles: dict[int, list[BundleRecord]] = {}
+    # One query for a page of versions instead of one for each.
     here = (b.model == model) & b.version.between(min(numbers), max(numbers))
     for row in connection.execute(select(BUNDLES).where(here).order_by(b.target)):
         bundles.setdefault(row.version, []).append(_bundle(row))

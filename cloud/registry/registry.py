@@ -92,10 +92,13 @@ class Registry:
         known = await self._db.read(lambda connection: queries.pushed(connection, push))
         if known is not None:
             return known
+        # A damaged copy is dropped, so that `claim` reports it as missing and the client uploads
+        # again.
         for blob in (push.blob, *push.recipe.blobs):
             await asyncio.to_thread(self.blobs.drop_damaged, blob)
         await claim(self._db, self.blobs, {push.blob, *push.recipe.blobs})
         files = self._files(push.model, push.blob, push.recipe)
+        # Outside the transaction: a check takes up to minutes and would block all writers.
         digest = await self._conversions.check(files)
         version = await self._db.write(lambda connection: self.insert(connection, push, digest, by))
         logger.info(
@@ -108,6 +111,7 @@ class Registry:
 
         digest: its root digest. The same key gives the same version, as for `push`.
         """
+        # Again inside the writer: a repeated request may have been registered during the check.
         known = queries.pushed(connection, push)
         if known is not None:
             return known
@@ -184,6 +188,8 @@ class Registry:
             return asked
         task = self._running.get((model, version, target))
         if task is not None:
+            # `wait` does not cancel the task if this caller gives up: others may wait for the
+            # bundle.
             await asyncio.wait([task])
         if self._stopping:
             raise Unavailable(STOPPING)
@@ -304,6 +310,7 @@ class Registry:
         is_remade = False
         if stored is not None:
             begun, may_retry = queries.attempts(connection, stored)
+            # Decided in the writer, so that two callers cannot start the same conversion.
             is_remade = stored.state is State.READY and not self.blobs.has(stored.blob)
             is_retried = stored.state is State.FAILED and may_retry and begun < MAX_ATTEMPTS
             if not is_remade and not is_retried:
@@ -320,6 +327,8 @@ class Registry:
 
         def work(connection: Connection) -> bool:
             begun, _ = queries.attempts(connection, left)
+            # Attempts are counted before they begin, so a model that kills the whole cloud is
+            # noticed, too.
             if begun >= MAX_ATTEMPTS:
                 reason = f"its conversion was begun {begun} times, and the cloud ended each time"
                 queries.finish(connection, _failed(left, reason))
@@ -373,6 +382,7 @@ class Registry:
     async def _make(self, asked: BundleRecord) -> tuple[BundleRecord, bytes]:
         """Convert; return the finished bundle and its report."""
         version = await self._stored(asked)
+        # Read the inputs once more: converting damaged samples would give a wrong bundle.
         if lost := await self._lost_input(asked, reread=True):
             raise _InputLost(_lost_text(lost, version))
         files = self._files(version.model, version.blob, version.recipe)
@@ -386,6 +396,8 @@ class Registry:
             model_digest=version.model_digest,
             report=kept,
         ) as converted:
+            # A signed bundle that was lost must come back with the same bytes, or its signature is
+            # invalid.
             if asked.blob and await asyncio.to_thread(digest_of, converted.path) != asked.blob:
                 raise Conflict(_differs_text(asked))
             blob = await asyncio.to_thread(self.blobs.put_file, converted.path)
@@ -449,7 +461,7 @@ def _path_for(bundle: BundleRecord, signed: Mapping[Key, SignedTarget]) -> str:
 
 
 def _check_target(name: str) -> None:
-    """NotFound. Imports the converter, which takes a second, so that a cloud starts without it."""
+    """Raise NotFound for an unknown target. The slow import of the converter is done only here."""
     from triplane.unified_ir.convert.targets import target_row
 
     target_row(name)

@@ -65,6 +65,8 @@ class RegistryServicer(Wire):
         async with status_of_aio(context):
             version = await self._registry.version(request.reference)
             key = version.model, version.version, request.target
+            # Before the caller's deadline, so that it gets the state and can ask again instead of
+            # an error.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_patience_s(context.time_remaining())):
                     return encoding.bundle(await self._registry.wait_bundle(*key))

@@ -104,7 +104,8 @@ class Push:
 
     @property
     def digest(self) -> bytes:
-        """SHA-256 of the request, which tells a repeated one from another under the same key."""
+        """The SHA-256 of the request, which distinguishes a repetition from another request."""
+        # The order of aliases has no meaning, so it must not make a repetition look different.
         fields = {**asdict(self), "aliases": sorted(set(self.aliases))}
         return hashlib.sha256(
             json.dumps(fields, sort_keys=True, default=bytes.hex).encode()

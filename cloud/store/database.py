@@ -63,6 +63,8 @@ class Database:
         If the call is cancelled before its turn, the work does not run; later, it does.
         """
         with _families():
+            # Cancelling the caller cancels the future only while it is queued; a running work
+            # commits.
             return await asyncio.wrap_future(self._submit(work))
 
     async def read(self, work: Callable[[Connection], T]) -> T:
@@ -110,6 +112,8 @@ def _prepare(connection: Connection) -> None:
                 f"the database has schema {version}, this release reads up to {SCHEMA_VERSION}; "
                 "use the newer release, or a backup made by this one"
             )
+    # Only missing tables are created. New columns therefore get a table of their own, as databases
+    # of earlier releases are never altered.
     METADATA.create_all(connection)
     if connection.scalar(select(SCHEMA.c.version)) is None:
         connection.execute(SCHEMA.insert().values(id=1, version=SCHEMA_VERSION))
@@ -128,6 +132,8 @@ def _families() -> Iterator[None]:
 def _family(error: DBAPIError) -> Exception:
     """Map an operational error to a family; integrity and SQL errors are bugs and stay."""
     cause = error.orig
+    # Checked first: the outcome of the last commit is unknown, so the text must not claim that
+    # nothing was changed.
     if error.connection_invalidated:
         return Unavailable(
             f"the connection to the database broke: {cause}; whether the last write was committed "
@@ -139,6 +145,7 @@ def _family(error: DBAPIError) -> Exception:
         return Unavailable(f"the database refused the operation: {cause}; nothing was changed")
     if isinstance(error, DataError):
         return InvalidInput(f"the database cannot hold a value: {cause}")
+    # Its subclasses were handled above; SQLite raises the class itself for a malformed file.
     if type(error) is DatabaseError:
         return Corrupt(f"the database is damaged: {cause}; restore a backup")
     return error
@@ -147,5 +154,6 @@ def _family(error: DBAPIError) -> Exception:
 def _is_full(cause: BaseException | None) -> bool:
     """Return whether the driver reports that the disk or the database's quota is full."""
     if isinstance(cause, sqlite3.Error):
+        # The low byte is the primary code; the rest of an extended code says where it happened.
         return getattr(cause, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL
     return getattr(cause, "sqlstate", None) == DISK_FULL

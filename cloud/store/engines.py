@@ -35,6 +35,8 @@ SQLite's file stays until a child that it was just starting has begun its own pr
 LOCK_STEP_S: Final = 0.02
 COMMON_PRAGMAS: Final = (f"PRAGMA busy_timeout={BUSY_TIMEOUT_MS}", "PRAGMA trusted_schema=OFF")
 WRITER_PRAGMAS: Final = (
+    # WAL: readers see one state while the writer commits. FULL: a commit is synced before it
+    # returns.
     "PRAGMA journal_mode=WAL",
     "PRAGMA synchronous=FULL",
     "PRAGMA foreign_keys=ON",
@@ -79,8 +81,11 @@ def _sqlite(url: URL) -> Engines:
     path = Path(url.database).absolute()
     if not path.parent.is_dir():
         raise InvalidInput(f"{path.parent} is not a folder; make it first (triplane cloud init)")
+    # A lock file of our own: SQLite's locks are dropped when any descriptor of its file is closed.
     lock = _lock_file(path.with_name(f"{path.name}.lock"))
     path.touch(mode=FILE_MODE)  # SQLite gives its other files the same
+    # IMMEDIATE takes the write lock at once; a read that turns into a write could fail with
+    # SQLITE_BUSY.
     writer = _engine(url, size=1, pragmas=WRITER_PRAGMAS, begin="BEGIN IMMEDIATE")
     reader = _engine(url, size=READERS, pragmas=["PRAGMA query_only=ON"], begin="BEGIN")
     return Engines(writer, reader, lock)
@@ -110,6 +115,8 @@ def _engine(url: URL, *, size: int, pragmas: Sequence[str], begin: str) -> Engin
         poolclass=QueuePool,
         pool_size=size,
         max_overflow=0,
+        # isolation_level None: the driver begins no transactions by itself, the listener below
+        # does.
         connect_args={"check_same_thread": False, "isolation_level": None},
     )
     event.listen(engine, "connect", lambda raw, _: _run(raw, *COMMON_PRAGMAS, *pragmas))
@@ -133,6 +140,7 @@ def _postgresql(url: URL) -> Engines:
         connect_args={"connect_timeout": CONNECT_TIMEOUT_S},
     )
     writer = connect(pool_size=1)
+    # REPEATABLE READ: all statements of a read see the state of its first one.
     reader = connect(pool_size=READERS, isolation_level="REPEATABLE READ")
     event.listen(writer, "connect", lambda raw, _: _postgresql_owns(raw, url))
     event.listen(reader, "connect", lambda raw, _: _postgresql_reads(raw))
@@ -148,6 +156,7 @@ def _postgresql_owns(raw: Any, url: URL) -> None:
     except psycopg.errors.LockNotAvailable as error:
         raw.close()
         raise Conflict(OWNED.format(where=f"database {url.database!r}")) from error
+    # The timeout was only for the lock above, not for the statements of works.
     _run(raw, "SET lock_timeout = 0")
     raw.commit()
 

@@ -45,6 +45,8 @@ class Writer:
     def submit(self, work: Callable[[Connection], Any]) -> Future[Any]:
         """Queue `work`; the future completes after its commit. Unavailable once closed."""
         asked = _Asked(work)
+        # Together with `close`: no work may be queued after the end marker, where nobody would run
+        # it.
         with self._closing:
             if self._closed:
                 raise Unavailable(CLOSED)
@@ -72,9 +74,11 @@ class Writer:
     def _run(self) -> None:
         while True:
             shared, is_last = self._next()
+            # From here on the futures can no longer be cancelled: the work runs and commits.
             live = [asked for asked in shared if asked.answer.set_running_or_notify_cancel()]
             if live:
                 self._do(live)
+            # The loop waits next; it must not keep results and closures alive meanwhile.
             del shared, live
             if is_last:
                 return
@@ -127,8 +131,10 @@ class Writer:
 def _nested(connection: Connection, asked: _Asked) -> Callable[[], None]:
     """Run the work in a savepoint; return a function that completes its future."""
     try:
+        # A savepoint: an error of this work undoes only its own statements.
         with connection.begin_nested():
             result = asked.work(connection)
+    # The transaction itself may be broken, so all works of it are run again, each alone.
     except DBAPIError:
         raise
     except BaseException as error:  # noqa: BLE001 -- the asker gets it

@@ -34,7 +34,7 @@ Get = Callable[[str], bytes]
 
 @dataclass(frozen=True)
 class Chain:
-    """Verified metadata. targets: by role."""
+    """Verified metadata. targets: the targets metadata by role."""
 
     root: Metadata[Root]
     timestamp: Metadata[Timestamp]
@@ -74,6 +74,7 @@ class Chain:
     def bundles(self) -> Mapping[tuple[str, int, str], SignedTarget]:
         """Signed bundles by (model, version, target): by people, or else by the auto key."""
         bundles: dict[tuple[str, int, str], SignedTarget] = {}
+        # Reversed, so that `release` overwrites `auto`: what people signed has precedence.
         for row in reversed(DELEGATED):
             if self.is_signed(row.name):
                 for path, entry in self.targets[row.name].signed.targets.items():
@@ -99,6 +100,7 @@ def newest_root(get: Get, trusted: bytes) -> Metadata[Root]:
         following = parse(Root, data, name)
         if following.signed.version != root.signed.version + 1:
             raise Corrupt(f"{name} says version {following.signed.version}")
+        # TUF 5.3: a new root is signed by the keys of the root before and by its own keys.
         verify(root.signed, "root", following, name)
         verify(following.signed, "root", following, name)
         root = following
@@ -113,6 +115,7 @@ def read(get: Get, root: Metadata[Root]) -> Chain:
     """
     timestamp = parse(Timestamp, get("timestamp.json"), "timestamp.json")
     verify(root.signed, "timestamp", timestamp, "timestamp.json")
+    # The pin is checked before the signature, so that only one particular file is parsed.
     snapshot = _pinned(get, Snapshot, "snapshot", timestamp.signed.snapshot_meta)
     verify(root.signed, "snapshot", snapshot, "the snapshot")
     targets: dict[str, Metadata[Targets]] = {}
@@ -138,6 +141,7 @@ def pin(version: int, data: bytes) -> MetaFile:
 
 
 def _pinned(get: Get, kind: type[T], role: str, meta: MetaFile) -> Metadata[T]:
+    # Consistent snapshots: the version is part of the name, so a file is never replaced in place.
     name = f"{min(meta.version, MAX_VERSION)}.{role}.json"
     data = get(name)
     try:

@@ -2,7 +2,7 @@
 
 The repository calls `check` on parsed metadata; it raises InvalidInput with the rule and the value
 that breaks it. Signatures are counted separately (`valid_signatures`), because too few of them are
-no error: the rest may follow.
+not an error: the others may follow.
 """
 
 from collections.abc import Callable
@@ -76,7 +76,8 @@ def valid_signatures(
 def _check_version(row: MetadataRole, version: int, chain: Chain) -> None:
     published = chain.roles[row.name].signed.version
     if version != published + 1:
-        # Somebody else published this version since its signer looked: sign again.
+        # A number up to the published one means that somebody else published meanwhile (Conflict);
+        # any other number is wrong by itself.
         family = Conflict if 0 < version <= published else InvalidInput
         raise family(
             f"{row.name} {published} is published, so the next is {published + 1}, got {version}; "
@@ -114,6 +115,7 @@ def _check_top(row: MetadataRole, targets: Targets) -> None:
         )
     assert targets.delegations is not None
     for name, role in roles.items():
+        # A terminating delegation ends the search, so no later role can supply the same path.
         if not role.terminating:
             raise InvalidInput(f"targets: the delegation of {name} must be terminating")
         _check_keys(name, targets.delegations.keys, role.keyids, role.threshold)
@@ -162,6 +164,7 @@ def _target(row: MetadataRole, path: str, entry: TargetFile) -> SignedTarget:
 
 def _check_keys(role: str, keys: Any, keyids: list[str], threshold: int) -> None:
     """Check that a role has enough different keys to meet its threshold."""
+    # By value: one key under several key ids would count several times towards the threshold.
     values = {str(keys[keyid].keyval) for keyid in keyids if keyid in keys}
     if len(values) != len(keyids) or not 1 <= threshold <= len(values) <= MAX_KEYS:
         raise InvalidInput(

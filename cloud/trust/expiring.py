@@ -16,10 +16,10 @@ def due(ends: Mapping[str, float], now_s: float) -> list[str]:
         if ROLES[role].keys == "offline" and end_s - now_s < WARN_S:
             date = f"{moment(end_s):%Y-%m-%d}"
             when = (
-                f"ends on {date}" if end_s > now_s else f"ended on {date}: nodes take nothing new"
+                f"expire on {date}" if end_s > now_s else f"expired on {date}: nodes refuse updates"
             )
             sentences.append(
-                f"what people signed for {role} {when}; with the offline folder: "
+                f"the signatures of people for {role} {when}; with the offline folder: "
                 f"triplane cloud keys renew --role {role} --keys DIR"
             )
         elif ROLES[role].keys == "online" and end_s < now_s:

@@ -70,6 +70,7 @@ def initialize(
     }
     files = _documents(signers, needed, now_s)
     disk.make_folder(metadata_folder)
+    # In order: the timestamp, which makes the others visible, comes last.
     for name, data in files.items():
         write_atomic(metadata_folder / name, data, disk)
     root = files["1.root.json"]

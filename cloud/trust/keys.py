@@ -45,6 +45,7 @@ class KeyFolder:
         self.path.chmod(0o700)
         signer = CryptoSigner.generate_ed25519()
         write_atomic(file, signer.private_bytes, self._disk)
+        # The folder is 0700, so nobody else could open the file before this.
         file.chmod(0o600)
         return signer
 
@@ -73,6 +74,7 @@ class KeyFolder:
 
     def of(self, keyids: list[str], role: str) -> list[CryptoSigner]:
         """Return the keys here that may sign for a role of these key ids. NotFound: none."""
+        # By key id and not by file name: files may be renamed, and a key may serve several roles.
         here = self.signers()
         keys = [here[keyid] for keyid in keyids if keyid in here]
         if not keys:

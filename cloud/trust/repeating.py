@@ -47,6 +47,7 @@ def checked_target(
         )
     progress(f"repeating the conversion of {name}")
     here = asyncio.run(_repeated(name, files, bytes.fromhex(model.digest), work, limits))
+    # Part by part and not by the digest of the file, so that the message can name what differs.
     different = differences(Container(bundle, kind="bundle").manifest, here)
     if different:
         raise Conflict(f"{name} is not signed: {_verdict(different)}")
@@ -112,5 +113,5 @@ def _read(path: Path, name: TargetName) -> Bundle:
     bundle = Bundle.load(path)
     said = (bundle.name, bundle.version, bundle.target)
     if said != (name.model, str(name.version), name.target):
-        raise Corrupt(f"the bundle says {said[0]}@{said[1]}+{said[2]}, wanted is {name}")
+        raise Corrupt(f"the bundle says {said[0]}@{said[1]}+{said[2]}, expected {name}")
     return bundle

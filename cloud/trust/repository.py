@@ -110,6 +110,7 @@ class MetadataRepository:
         self._on_published: list[Callable[[str], None]] = []
         root, self._chain = self._open()
         self._timestamp = self._file("timestamp.json")
+        # A crash came after the new root was written and before its timestamp: publish it now.
         if root.signed.version != self._chain.root.signed.version:
             self._publish({"root": root}, clock())
 
@@ -127,6 +128,7 @@ class MetadataRepository:
             return self._timestamp
         if name == TRUSTED_ROOT:
             name = f"{newest}.root.json"
+        # It may be on the disk already, but readers must not see it before the timestamp.
         if name.endswith(".root.json") and int(name.split(".")[0]) > newest:
             raise NotFound(f"{name} is not published; the newest root is {newest}")
         return self._file(name)
@@ -192,10 +194,12 @@ class MetadataRepository:
         except Corrupt as error:
             raise InvalidInput(str(error)) from error
         with self._lock:
+            # A repeated submission, whose first answer may have been lost.
             if metadata.signed_bytes == self._chain.roles[role].signed_bytes:
                 submitted = self._published(row)
             else:
                 submitted = self._submit(row, metadata)
+        # Outside the lock: callbacks may call this repository.
         if submitted.published:
             self._tell(role)
         return submitted
@@ -307,11 +311,13 @@ class MetadataRepository:
             )
         merged = self._merged(row, metadata, have)
         keyids, have, need = valid_signatures(row, merged, self._chain)
+        # Keep valid signatures only: anybody can add others, without a limit.
         kept = Metadata(merged.signed, {k: merged.signatures[k] for k in sorted(keyids)})
         version = kept.signed.version
         if have < need:
             write_atomic(self._pending_file(row), kept.to_bytes(), self._disk)
             return Submitted(False, have, need, version)
+        # Publish, then remove: after a crash in between, `_waiting` ignores what was overtaken.
         self._publish({row.name: kept}, now_s)
         with contextlib.suppress(FileNotFoundError):
             self._disk.remove(self._pending_file(row))
@@ -354,6 +360,7 @@ class MetadataRepository:
             before = read_target(target.path, entry.length, entry.hashes, entry.custom)
         if before == target:
             return False
+        # A version never changes; signing other content would let the cloud's key rewrite it.
         if before is not None and before.custom != target.custom:
             raise Conflict(f"{target.path} is signed with other content; push a new version")
         now_s = self._clock()
@@ -377,6 +384,7 @@ class MetadataRepository:
     def _due(self) -> dict[str, float]:
         """Return when each online role must be signed again: at once if its keys were replaced."""
         ends = self.expiries()
+        # The key of `auto` was replaced; nodes refuse its list until the new key has signed it.
         if not self._chain.is_signed(AUTO):
             ends[AUTO] = 0.0
         return {
@@ -411,8 +419,11 @@ class MetadataRepository:
             files[f"{after.snapshot.signed.version}.snapshot.json"] = after.snapshot.to_bytes()
         after = replace(after, timestamp=self._stamp(after, now_s, least))
         timestamp = after.timestamp.to_bytes()
+        # The order is the protocol: numbered files, which nobody reads yet, then the root, and the
+        # timestamp as the commit point.
         for name, data in (files | root_file | {"timestamp.json": timestamp}).items():
             write_atomic(self._folder / name, data, self._disk)
+        # Memory last: every file that readers can ask for from now on is on the disk.
         self._chain, self._timestamp = after, timestamp
         self._prune(after)
 

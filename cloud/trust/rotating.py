@@ -1,4 +1,4 @@
-"""Replacing the keys of a role: where they are named, and who signs the lists again.
+"""Replace the keys of a role: where they are named, and who signs the lists again.
 
 The root names the keys of root, targets, snapshot and timestamp; the targets role names those of
 release and auto. Signatures of the old keys are invalid as soon as the new keys are named, so the
@@ -42,7 +42,7 @@ class Lists(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Rotated:
-    """The outcome. named: the submission that names the keys; again: that of the role's list."""
+    """The outcome. named: submission that names the keys; again: submission of the role's list."""
 
     named: SigningResult
     again: SigningResult | None = None
@@ -78,7 +78,9 @@ def rotate(
     need = min(before.threshold, len(keys)) if threshold is None else threshold
     if not 1 <= need <= len(keys):
         raise InvalidInput(f"a threshold is 1 to the number of keys, {len(keys)}, got {need}")
+    # Before the keys change: afterwards the old signatures no longer verify.
     carried = _listed(cloud, chain, role) if lists is Lists.CARRIED else {}
+    # An interrupted call has named these keys already; only the list is left to sign.
     if (before.threshold, {*before.keyids}) == (need, {key.keyid for key in keys}):
         named = SigningResult(Submitted(True, need, need, chain.root.signed.version))
     elif role in TOP:

@@ -44,6 +44,8 @@ class MetadataServicer(Servicer):
         """See metadata.proto."""
         async with status_of_aio(context):
             if request.role == TARGETS:
+                # Claim first: garbage collection must not remove samples between the check and the
+                # publication.
                 await self._claimed(await asyncio.to_thread(self._new_samples, request.metadata))
             submitted = await asyncio.to_thread(
                 self._repository.submit, request.role, request.metadata

@@ -62,7 +62,7 @@ class Metadatas(Protocol):
 
 
 class ReleaseSource(Metadatas, Protocol):
-    """What signing a release needs of the cloud."""
+    """The calls of the cloud that signing a release needs."""
 
     def version(self, reference: str, /) -> Version:
         """Return a registered version."""
@@ -111,13 +111,16 @@ def sign_release(
         signer = Signer(cloud, keys_folder, RELEASE)
         base, repeat = signer.published(), {str(wanted): wanted}
         blob = cloud.bundle(f"{version.model}@{version.version}", target).blob
+        # Signed already: a repetition after a lost answer succeeds without a new version.
         if str(wanted) in base and base[str(wanted)].hashes == {"sha256": blob.hex()}:
             pending = cloud.pending(RELEASE)
             done = Submitted(True, pending.signatures, pending.threshold, signer.version)
             return SigningResult(done, (_as_target(str(wanted), base[str(wanted)]),))
         waiting = signer.waiting(base)
+        # What this key has signed before was checked then and need not be repeated.
         if waiting is not None and not signer.has_signed(waiting):
             repeat |= {p: TargetName.parse(p) for p in waiting.signed.targets if p not in base}
+        # A hostile cloud could keep this machine converting for ever.
         if len(repeat) > MAX_REPEATED:
             raise InvalidInput(
                 f"{len(repeat)} bundles wait; at most {MAX_REPEATED} are signed at once"
@@ -134,6 +137,7 @@ def sign_release(
             if not tries_left:
                 raise
             progress("somebody else signed at the same time; signing on top of that")
+            # Random, so that two signers who collided do not collide again.
             time.sleep(random.uniform(0, RETRY_S))
             continue
         if metadata is not None:
@@ -158,6 +162,7 @@ def _sign_with(
     if waiting is not None and not others.keys() <= known and not signer.has_signed(waiting):
         return None
     for path, entry in entries.items():
+        # The bundle was replaced after others had signed: one of the two is wrong, so sign neither.
         if path in others and others[path] != entry:
             raise Corrupt(f"{path} waits in the cloud with other digests than its bundle has now")
     progress(f"signing {', '.join(entries)}")
@@ -177,6 +182,7 @@ def sign_policy(
     goldens: files by target path (`golden/NAME`), for sets that the published metadata does not
     list yet; they must have been uploaded to the cloud, where nodes fetch them.
     """
+    # Through its text, so that exactly what nodes will parse is checked and signed.
     policy = Policy.parse(policy.text())
     signer = Signer(cloud, keys_folder, "targets")
     files = {path: TargetFile.from_file(path, str(f)) for path, f in (goldens or {}).items()}
@@ -245,6 +251,7 @@ def _waiting_root(cloud: Metadatas, wanted: Root) -> Metadata[Root] | None:
     if pending.published:
         return None
     root = parse(Root, pending.metadata, "the pending root")
+    # Expiry differs by the time between two signers; everything else must be equal.
     ends = {"expires": None}
     is_same = root.signed.to_dict() | ends == wanted.to_dict() | ends
     return root if is_same and root.signed.expires <= wanted.expires else None
@@ -294,6 +301,7 @@ class Signer:
     def __init__(self, cloud: Metadatas, keys_folder: Path, role: str) -> None:
         self._cloud, self._role = cloud, role
         self.chain: Chain = read(cloud.get, newest_root(cloud.get, trusted_root(keys_folder)))
+        # Without this, an intruder could present a targets role that names keys of his own.
         if role != "targets" and not self.chain.is_signed("targets"):
             raise Corrupt("the published targets are not signed by keys of the newest root")
         delegator = self.chain.delegator(role)
@@ -318,6 +326,7 @@ class Signer:
             return None
         waiting = parse(Targets, pending.metadata, f"the pending {self._role}")
         result = self.chain.verification(self._role, waiting)
+        # A pending version that drops a published target would withdraw it with this signature.
         keeps = all(waiting.signed.targets.get(path) == entry for path, entry in base.items())
         is_next = waiting.signed.version == self.version + 1
         is_plain = self._role == "targets" or waiting.signed.delegations is None
@@ -362,6 +371,7 @@ class Signer:
         return (
             signed.targets == wanted.targets
             and signed.delegations == wanted.delegations
+            # Fields that this program does not know could mean something to another.
             and not signed.unrecognized_fields
             and signed.expires <= latest
         )

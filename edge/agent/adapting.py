@@ -26,9 +26,9 @@ GROWTH: Final = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """Accuracy on the node's held-out samples. current: of the version that serves, or None.
+    """Accuracies on the node's held-out samples. current: that of the serving version, or None.
 
-    digest: of the bundle that was written: the adapted one, or the start point if that is better.
+    digest: names the bundle that was written: the adapted one, or the start point if it is better.
     """
 
     support: int
@@ -45,12 +45,12 @@ class Compared:
 
     def __str__(self) -> str:
         now = self.current
-        serving = "nothing serves yet" if now is None else f"what serves has {now:.3f}"
-        new = "the start as it is" if self.start > self.adapted else "the adapted one"
+        serving = "nothing serves yet" if now is None else f"the serving version has {now:.3f}"
+        new = "the start point as it is" if self.start > self.adapted else "the adapted version"
         return (
-            f"adapted to {self.support} own samples it has accuracy {self.adapted:.3f} "
-            f"({self.start:.3f} before) on {self.held_out} others; {serving}; kept is "
-            f"{new if self.is_better else 'what serves'}"
+            f"adapted to {self.support} samples of this node, it has accuracy {self.adapted:.3f} "
+            f"({self.start:.3f} before) on {self.held_out} others; {serving}; this node keeps "
+            f"{new if self.is_better else 'the version that serves'}"
         )
 
 
@@ -80,6 +80,8 @@ def adapt(order: Mapping[str, Any]) -> dict[str, Any]:
     out = Path(order["out"])
     digest = write_adapted(bundle, adapted_weights(bundle, support), out)
     start, adapted = accuracy(bundle, held_out), accuracy(Bundle.load(out), held_out)
+    # The learning made it worse: write the start point in the adapted form, so that the agent
+    # handles one kind of file.
     if start > adapted:
         digest = write_adapted(bundle, {n: t.data for n, t in bundle.weights.items()}, out)
     current = order["current"]
@@ -94,7 +96,7 @@ def adapt(order: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_samples(path: Path) -> dict[str, Any]:
-    """`x` and `y` of an .npz. InvalidInput says what it should hold, and where it does not."""
+    """Return `x` and `y` of an .npz. InvalidInput names the rule that the file breaks."""
     from triplane.unified_ir.files.npz import opened_npz
     from triplane.unified_ir.files.samples import MAX_CLASSES, check_classes, check_finite
 
@@ -123,7 +125,7 @@ def keep_samples(
 ) -> tuple[int, Path]:
     """Store `source` as the node's samples for a model; return their number and the new file.
 
-    bundle: what serves now, whose input the samples must fit. InvalidInput: they are not samples or
+    bundle: the serving bundle, whose input the samples must fit. InvalidInput: not samples, or they
     do not fit, or the model's name is invalid.
     """
     if not source.is_file():
@@ -134,6 +136,7 @@ def keep_samples(
         _check_fit(samples, bundle, model, source.name)
     path = pointer_path(folder, model).with_suffix(".npz")
     OS_DISK.make_folder(folder)
+    # The name of the file stays inside the folder: `pointer_path` has checked the model's name.
     write_atomic(path, source.read_bytes())
     return count, path
 
@@ -184,11 +187,13 @@ def split(samples: Mapping[str, Any], seed: str) -> tuple[dict[str, Any], dict[s
     """
     from triplane.unified_ir.federated.core.parts import places
 
+    # By content and not by position, so that a duplicate of a held-out sample is never learned
+    # from.
     chosen = places(samples["x"], seed) < SUPPORT_SHARE
     if chosen.all() or not chosen.any():
         raise InvalidInput(
             f"all {len(chosen)} samples fall into one half, by their bytes, as equal ones always "
-            "do; give more that differ: one half is to adapt, the other to compare"
+            "do; add different samples: one half is to adapt, the other to compare"
         )
     return (
         {name: array[chosen] for name, array in samples.items()},

@@ -80,6 +80,8 @@ class Agent:
         self._loop = loop = asyncio.get_running_loop()
         stopped = asyncio.Event()
         termination = Termination(lambda: loop.call_soon_threadsafe(stopped.set), limit_s=STOP_S)
+        # A thread of its own, because it calls synchronous gRPC, hashes files and waits for
+        # children; heartbeats of the session must go on meanwhile.
         reconciling = asyncio.create_task(asyncio.to_thread(self._reconciler.run))
         session = self._session = SessionClient(
             lambda: connect_aio(self._home.identity), self._on_message, software="triplane"
@@ -100,12 +102,14 @@ class Agent:
             termination.request()
             for task in tasks:
                 task.cancel()
+            # A thread cannot be cancelled: ask it to end, then wait for it together with the tasks.
             self._reconciler.stop()
             await asyncio.gather(reconciling, *tasks, return_exceptions=True)
 
     async def _on_message(self, message: object) -> None:
         if isinstance(message, pb.Desired):
             assert self._session is not None
+            # Returns when the document is on the disk; only then does the session acknowledge it.
             await asyncio.to_thread(self._reconciler.take, message, self._session.peer_epoch)
 
     def _note_change(self) -> None:
@@ -119,9 +123,11 @@ class Agent:
 
     async def _report(self, session: SessionClient) -> None:
         while True:
+            # Before the report is made: a later change sets the event again and is reported next.
             self._changed.clear()
             message = await asyncio.to_thread(self._current_report)
             await session.send(message)
+            # Only what this report contained: others may have been added while it was sent.
             self._reconciler.drop_reported(message.incidents)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(REPORT_S):
@@ -166,6 +172,7 @@ class Agent:
 
     def _open_channel(self) -> grpc.Channel:
         """Return the channel of the present certificate, which a renewal or enrolment replaces."""
+        # Read for each use, because `triplane edge enrol` in another process may have replaced it.
         certificate = self._home.identity.certificate_pem
         with self._channel_lock:
             old = self._channel
@@ -174,6 +181,8 @@ class Agent:
             self._certificate = certificate
             self._channel = channel = connect(self._home.identity)
         if old is not None:
+            # Outside the lock: a call on the old channel ends with an error and is repeated on the
+            # new one.
             old.close()
         return channel
 

@@ -155,6 +155,7 @@ class Attempt:
             self._enter("FAILED", str(refusal))
         except (Corrupt, InvalidInput, NotFound) as error:
             self._enter("FAILED", str(error))
+        # Temporary: no journal entry, so the attempt is not over and begins again after a pause.
         except (Unavailable, Conflict) as error:
             self._show(reason=clipped(f"waits: {error}", MAX_REASON_CHARS))
             raise
@@ -162,19 +163,22 @@ class Attempt:
             raise
         except Exception as error:  # an unexpected error ends this attempt, but no other
             logger.exception("attempt failed by a fault", extra={"model": self._assignment.model})
-            self._enter("FAILED", f"a fault of the agent: {type(error).__name__}: {error}")
+            self._enter("FAILED", f"internal error of the agent: {type(error).__name__}: {error}")
         return None
 
     def _run(self) -> Pointer | None:
         self._enter("ASSIGNED")
         admission = self._admit()
         target = admission.target
+        # Before the download: a full disk would also stop the journal and the pointers.
         self._require_space(target.length)
         self._enter("DOWNLOADING")
         path = self._fetch(target, self._moved)
         self._enter("VERIFIED")
         golden = admission.golden and self._fetch(admission.golden, self._stop_if_superseded)
         self._enter("STAGED")
+        # In a child with limits: the bundle is signed, but a signer can make mistakes, and the role
+        # `auto` signs on the cloud.
         answer = self._context.trial(path, size=target.length, golden=golden)
         judge_trial(answer, target)
         if admission.rule is not None:
@@ -219,6 +223,7 @@ class Attempt:
                 start, size=target.length, samples=samples, seed=f"{context.node}\0{model}",
                 out=adapted, current=now,
             )  # fmt: skip
+            # Stored under its own digest, like a download, so that a damaged file is noticed later.
             sha256 = context.blobs.put_file(adapted)
         finally:
             adapted.unlink(missing_ok=True)
@@ -230,24 +235,26 @@ class Attempt:
             self._context.incident(refusal)
         if not freshness.is_fresh:
             why = freshness.error or "; ".join(map(str, freshness.refusals)) or "it has expired"
-            raise Unavailable(f"signed metadata is stale, nothing new is taken: {why}")
+            raise Unavailable(f"signed metadata is stale, so no new version is accepted: {why}")
         version = self._committed.version if self._committed else 0
         admission = self._context.trust.admit(
             self._assignment.target_path, node=self._context.node, committed_version=version
         )
         name = admission.target.name
+        # The assignment is not signed; without this check a cloud could serve another genuine model
+        # under this name.
         if (name.model, name.version) != (self._assignment.model, self._assignment.version):
             raise AttemptRefused(
                 "wrong-target",
-                f"assigned is {self._assignment.model}@{self._assignment.version}, but the target "
+                f"{self._assignment.model}@{self._assignment.version} is assigned, but the target "
                 f"is {admission.target.path}",
             )
         wanted = self._assignment.sha256
         if wanted and wanted != admission.target.sha256:
             raise Unavailable(
                 f"{admission.target.path} is signed with SHA-256 {admission.target.sha256.hex()}, "
-                f"assigned is {wanted.hex()}: the cloud's registry and its signed metadata "
-                "contradict each other; if it stays so, push and sign the version again"
+                f"but {wanted.hex()} is assigned: the cloud's registry and its signed metadata "
+                "contradict each other; if this persists, push and sign the version again"
             )
         if name.target not in self._context.targets:
             raise AttemptRefused(
@@ -259,6 +266,7 @@ class Attempt:
 
     def _fetch(self, target: SignedTarget, progress: Callable[[int, int], None]) -> Path:
         """Fetch the signed file. A peer that sends it too slowly becomes an incident."""
+        # A file that has the name already counts as received, so a damaged one must go first.
         if quarantine(self._context, target.sha256.hex()):
             self._context.incident(AttemptRefused("damaged", f"{target.path} was damaged on disk"))
         try:
@@ -285,6 +293,8 @@ class Attempt:
         except TriplaneError as error:
             self._go_back(f"serving refused it: {error}")
             return None
+        # The commit point: after a crash before this line the old version serves again, afterwards
+        # the new one. The journal follows, because a missing COMMITTED only repeats the report.
         write_pointer(self._context.home.models, pointer, self._context.disk)
         self._enter("COMMITTED")
         return pointer
@@ -305,6 +315,8 @@ class Attempt:
         while True:
             try:
                 serving = self._context.seam.versions().get(pointer.model)
+                # A serving process that was restarted loads committed versions only, so the version
+                # on probation is gone: it may have caused the crash.
                 if serving != str(pointer.version):
                     raise AttemptRefused(
                         "probation",
@@ -315,11 +327,12 @@ class Attempt:
             except Unavailable as error:
                 if time.monotonic() > gone_s:
                     raise AttemptRefused(
-                        "probation", f"serving was away for {ABSENT_S:.0f} s: {error}"
+                        "probation", f"serving was unreachable for {ABSENT_S:.0f} s: {error}"
                     ) from error
                 self._context.pause(POLL_S)
                 continue
             calls = succeeded + failed
+            # With few calls, one invalid request of a client would roll a good version back.
             if calls >= MIN_CALLS and failed > MAX_FAILED_SHARE * calls:
                 raise AttemptRefused("probation", f"{failed} of {calls} calls failed on probation")
             return
@@ -338,6 +351,7 @@ class Attempt:
     def _require_space(self, size: int) -> None:
         space = os.statvfs(self._context.home.bundles)
         free = space.f_bavail * space.f_frsize
+        # More than the file: adaptation, journal and pointers write to the same disk.
         needed = SPACE_FACTOR * size
         if free < needed:
             raise InvalidInput(
@@ -393,6 +407,7 @@ def quarantine(context: AttemptContext, sha256: str) -> bool:
 
 def _put_aside(context: AttemptContext, path: Path) -> None:
     context.disk.make_folder(context.home.damaged)
+    # One damaged file is kept for inspection; more could fill the disk.
     for old in context.home.damaged.iterdir():
         if old.is_dir() and not old.is_symlink():
             shutil.rmtree(old)

@@ -21,7 +21,7 @@ MEMORY: Final = r"^MemTotal:\s+(\d+) kB$"
 
 
 def capability(folder: Path, targets: tuple[str, ...] = ()) -> pb.Capability:
-    """Return the capability. folder: on the disk for bundles. targets: instead of the machine's."""
+    """Return the capability. folder: on the disk for bundles. targets: overrides the machine's."""
     version = metadata.version("onnxruntime")
     space = os.statvfs(folder)
     return pb.Capability(

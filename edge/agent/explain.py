@@ -80,10 +80,12 @@ def _expired(f: Failure) -> TriplaneError:
 def _version(f: Failure) -> TriplaneError:
     version = parsed(f.role, f.data).signed.version
     says = f"{f.name} says version {version}"
+    # TUF requires roots to be followed one by one, so only the next version number is valid.
     if f.role == "root":
         verified = f.client.root_version
         kind = "rollback" if version <= verified else "fast-forward"
         return AttemptRefused(kind, f"{says}, the next root is {verified + 1}")
+    # No other role pins the timestamp's version, so it can only be a rollback.
     pinned = version if f.role == "timestamp" else f.client.pinned_version(f.role)
     if version != pinned:
         return AttemptRefused("mix-and-match", f"{says}, verified metadata names version {pinned}")

@@ -56,6 +56,8 @@ class Journal:
             for line, raw in _lines(data):
                 self._note(line)
                 valid += raw
+            # A crash may leave an incomplete last line. Appending after it would make the new line
+            # unreadable.
             if len(valid) != len(data) or len(data) > MAX_JOURNAL_BYTES:
                 logger.warning(
                     "journal cut", extra={"bytes": len(data), "readable_bytes": len(valid)}
@@ -79,6 +81,7 @@ class Journal:
 
     def _note(self, line: Line) -> None:
         """Store the last line of each model, the newest at the end."""
+        # A dict keeps insertion order: removing first moves the model to the end.
         self.last.pop(line.model, None)
         self.last[line.model] = line
 

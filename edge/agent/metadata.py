@@ -81,6 +81,8 @@ class Fetcher(FetcherInterface):
         try:
             data = self._get(name)
         except NotFound as error:
+            # The client looks for root N+1 until it gets a 404, which ends the search (TUF
+            # specification, 5.3).
             raise errors.DownloadHTTPError(str(error), _NOT_FOUND) from error
         self.last = (name, data)
         return iter([data])
@@ -112,6 +114,8 @@ class Client(Updater):
 
     def judge_by(self, time: datetime) -> None:
         """Judge expiry at this time instead of the clock's."""
+        # python-tuf takes the time once, when it is constructed; a node's clock may have been set
+        # back.
         self._trusted_set.reference_time = time
 
     def lists(self, role: str, path: str) -> bool:
@@ -139,6 +143,8 @@ class Client(Updater):
         trusted = self._trusted_set
         delegator = trusted.root if role in trusted.root.roles else trusted.targets
         result = delegator.get_verification_result(role, payload, signatures)
+        # A new root needs signatures of the old root's keys and of its own (TUF specification,
+        # 5.3.4).
         if result and role == "root":
             return metadata.signed.get_verification_result(role, payload, signatures)  # type: ignore[no-any-return]
         return result
@@ -161,6 +167,8 @@ class Client(Updater):
 
     def _download_metadata(self, rolename: str, length: int, version: int | None = None) -> bytes:
         data = super()._download_metadata(rolename, length, version)
+        # Checked before the client stores the file: once it has stored a huge number, every honest
+        # version would count as a rollback.
         if rolename in {"timestamp", "snapshot"} and rolename in self._trusted_set:
             known = versions_in(self._trusted_set[rolename])
             _check_jumps(rolename, known, versions_in(parsed(rolename, data).signed))
@@ -177,10 +185,12 @@ def parsed(role: str, data: bytes) -> Metadata[Any]:
     kind = _TYPES.get(role, Targets)
     try:
         metadata = Metadata[Any].from_bytes(data)
+        # Serializing may fail for values that parse, so it is tried here, where errors are
+        # translated.
         _ = metadata.signed_bytes
     except (DeserializationError, SerializationError) as error:
         cause = error.__cause__ or error
-        text = f"{role}: {len(data)} bytes that are no metadata ({type(cause).__name__}: {cause})"
+        text = f"{role}: {len(data)} bytes are not metadata ({type(cause).__name__}: {cause})"
         raise AttemptRefused("malformed", text[:400]) from error
     if type(metadata.signed) is not kind:
         raise AttemptRefused("malformed", f"{role}: metadata of type {metadata.signed.type!r}")
@@ -202,5 +212,5 @@ def _check_jumps(role: str, known: dict[str, int], versions: dict[str, int]) -> 
             raise AttemptRefused(
                 "fast-forward",
                 f"{role}: {name} jumps from version {before} to {version}; at most "
-                f"{MAX_VERSION_JUMP} are believed, so that a stolen key cannot use the numbers up",
+                f"{MAX_VERSION_JUMP} are allowed, so that a stolen key cannot use the numbers up",
             )

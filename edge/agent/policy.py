@@ -24,7 +24,7 @@ class Admission:
 def judge(policy: Policy, name: TargetName, *, node: str, committed_version: int) -> Rule | None:
     """Return the rule that an automatic release must meet; None for a release by people.
 
-    committed_version: of the model on this node, 0 for none. AttemptRefused of kind "policy",
+    committed_version: the model's version on this node, 0 if none. AttemptRefused of kind "policy",
     "share" or "floor".
     """
     if name.role != AUTO:
@@ -43,6 +43,7 @@ def judge(policy: Policy, name: TargetName, *, node: str, committed_version: int
             f"{name}: node {node!r} is outside the {rule.share:.2%} of nodes that the release "
             f"policy lets take unreleased versions of {name.model!r}; release the version by hand",
         )
+    # Otherwise a stolen cloud could bring back an old version with a known weakness.
     if name.version <= committed_version:
         raise AttemptRefused(
             "floor",

@@ -116,6 +116,7 @@ class Reconciler:
             self._epoch = epoch
             if desired == self.desired:
                 return
+            # Durable first, because the session acknowledges the document when this returns.
             write_atomic(self._context.home.desired, desired.SerializeToString(), self._disk)
             self.desired = desired
         self._wake.set()
@@ -141,12 +142,14 @@ class Reconciler:
         """Forget these incidents: the cloud has them."""
         with self._lock:
             for incident in reported:
+                # The oldest are dropped from a full queue, so a reported one may be gone.
                 if incident in self.incidents:
                     self.incidents.remove(incident)
 
     def run(self) -> None:
         """Reconcile until stopped."""
         while not self._stop.is_set():
+            # Clear before the step: a document that arrives during it starts the next turn at once.
             self._wake.clear()
             try:
                 later = self.step()
@@ -165,6 +168,7 @@ class Reconciler:
         Unavailable: serving does not answer, or all that is left to do waits for something.
         """
         began_s = time.monotonic()
+        # First: serving may have restarted, or a killed agent may have left a probation behind.
         self._settle()
         for model in sorted(self.lost):
             if self._may_try(model) and self._repair(model):
@@ -207,6 +211,7 @@ class Reconciler:
             return
         if model not in self.lost:
             self.incident(AttemptRefused("damaged", f"{model}: {reason}"))
+        # A new dict for each change: the report is made in another thread without the lock.
         self.lost = {**self.lost, model: reason}
         self._changed()
 
@@ -265,6 +270,7 @@ class Reconciler:
                 self._note(assignment, pointer, "DOWNLOADING", self.lost[assignment.model])
                 return False
         last = self._context.journal.last.get(assignment.model)
+        # A COMMITTED line is of the version before, or its pointer was lost: try in both cases.
         if last is None or not last.ended or last.state == "COMMITTED":
             return True
         # Attempts are counted by rollout: numbers of one cloud mean nothing to another.
@@ -300,6 +306,7 @@ class Reconciler:
         def superseded() -> bool:
             if self._stop.is_set():
                 return True
+            # A newer document that repeats the assignment does not interrupt it.
             return self.desired is not document and assignment not in self.desired.assignments
 
         attempt = Attempt(

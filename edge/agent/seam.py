@@ -25,6 +25,8 @@ class Seam:
         self._channel = grpc.insecure_channel(
             f"unix:{socket}",
             options=(
+                # A restarted server has a new socket at the same path; short backoffs find it
+                # within a second.
                 ("grpc.use_local_subchannel_pool", 1),
                 ("grpc.initial_reconnect_backoff_ms", 50),
                 ("grpc.min_reconnect_backoff_ms", 50),

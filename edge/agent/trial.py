@@ -53,6 +53,7 @@ def measure(path: Path, *, golden: str | None = None) -> dict[str, Any]:
     before = _peak_bytes()
     bundle = Bundle.load(path)
     _check_hardware(bundle, path.parent)
+    # The bundle's own estimate is known only now that it was parsed within the base limit.
     allow_memory(2 * bundle.description.constraints.memory_bytes)
     session = bundle.session(SessionOptions(threads=1))
     error = bundle.check_goldens(session)
@@ -105,7 +106,7 @@ def _latency(bundle: Any, session: Any) -> float:
 
 
 def golden_accuracy(bundle: Any, session: Any, path: Path) -> float:
-    """Share of right answers on the labelled samples in an .npz.
+    """Return the share of right answers on the labelled samples in an .npz.
 
     `x`, `y`: samples and labels. Of a start point: episodes `support.x`, `support.y`, `query.x`,
     `query.y`, each (E, N, ...); it adapts to each support set and is scored on its query set.
@@ -144,8 +145,8 @@ def _check_lengths(arrays: Any) -> None:
         whole = y.ndim == depth and y.dtype.kind in "iu" and x.shape[:depth] == y.shape
         if not whole or not 1 <= y.size <= MAX_SAMPLES:
             raise Corrupt(
-                f"the golden set has {name} {y.dtype}{y.shape} for samples {x.shape}; from 1 to "
-                f"{MAX_SAMPLES} whole numbers, one each, are taken"
+                f"the golden set has {name} {y.dtype}{y.shape} for samples {x.shape}; needed are 1 "
+                f"to {MAX_SAMPLES} whole numbers, one for each sample"
             )
     if len({len(y) for y in arrays.values()}) != 1:
         raise Corrupt("the golden set has support and query sets of different numbers of episodes")

@@ -154,6 +154,8 @@ class Trust:
             return Freshness(False, self.verified_s, (*odd, refusal))
         except Unavailable as error:
             return self._as_known(odd, error)
+        # Only a complete refresh replaces the client: targets are read from one publication, never
+        # from a mixture of two.
         self._client, self.verified_s = client, self.now_s
         return Freshness(True, self.verified_s, odd)
 
@@ -169,6 +171,8 @@ class Trust:
         except (errors.RepositoryError, errors.DownloadError) as error:
             raise explain(error, client, self._fetcher) from error
         role = path.partition("/")[0] if path.startswith(DELEGATED) else "targets"
+        # python-tuf searches delegations in order; require the role in the path, so that a name of
+        # one role signed by another is never accepted.
         if entry is None or not client.lists(role, path):
             raise AttemptRefused(
                 "unknown-target", f"{path[:200]} is not listed by {client.seen(role)}"
@@ -188,6 +192,7 @@ class Trust:
         custom = entry.custom if isinstance(entry.custom, dict) else {}
         try:
             text = str(custom.get("text")).encode()
+            # The text comes with the metadata; it must match the target like a fetched file.
             entry.verify_length_and_hashes(text)
             return Policy.parse(text.decode())
         except (errors.LengthOrHashMismatchError, UnicodeError, InvalidInput) as error:
@@ -197,8 +202,8 @@ class Trust:
         """Return the signed target, if it may be tried on this node; see `policy.judge`.
 
         node: its name, which must never change, because shares are drawn by names and the cloud
-        assigns them. committed_version: of the model on this node, 0 for none. The admission may
-        have a rule, whose metric must then be measured on the golden set before a commit.
+        assigns them. committed_version: the model's version on this node, 0 for none. The admission
+        may have a rule, whose metric must then be measured on the golden set before a commit.
         """
         try:
             name = TargetName.parse(path)
@@ -231,7 +236,7 @@ class Trust:
             raise AttemptRefused(
                 "share",
                 f"this node was {first[:100]!r} and is called {node!r} now; shares are drawn by "
-                f"name, so under a new name it takes nothing; remove {file} if you renamed it",
+                f"name, so a renamed node accepts no version; remove {file} if you renamed it",
             )
 
     def _refresh_once(self) -> Client:
@@ -253,6 +258,8 @@ class Trust:
             raise NotFound(f"{path} is missing; enrol this node again to get it") from error
         except (errors.RepositoryError, ValueError) as error:
             raise Corrupt(f"{path} is damaged ({error}); enrol this node again") from error
+        # Judge expiry by a time that never goes back: an attacker who controls the clock could
+        # otherwise make old metadata valid again (freeze attack).
         client.judge_by(datetime.fromtimestamp(min(self.now_s, MAX_TIME_S), UTC))
         return client
 
@@ -264,7 +271,7 @@ class Trust:
             raise AttemptRefused(
                 "freeze",
                 f"the node's metadata expired {_ago(self.now_s - ends)} ago; the node goes on "
-                "serving, but takes nothing new until the cloud provides fresh metadata",
+                "serving, but accepts no new version until the cloud provides fresh metadata",
             )
         return self._client
 
@@ -284,6 +291,7 @@ class Trust:
             self._latest_s, self._has_latest = self._read_latest(), True
         clock = self._clock()
         behind_s = self._latest_s - clock
+        # Stored even if nothing was fetched, so that a clock that is set back later is noticed.
         if behind_s <= 0:
             self._latest_s = min(clock, MAX_TIME_S)
             write_atomic(self._folder / LATEST_TIME, f"{clock:.3f}\n".encode(), self._disk)
@@ -309,7 +317,7 @@ class Trust:
         if not 0 <= latest_s <= MAX_TIME_S:
             raise AttemptRefused(
                 "clock",
-                f"{path} holds no time, so what has expired cannot be judged; set the clock right, "
+                f"{path} does not hold a time, so expiry cannot be judged; set the clock right, "
                 "then remove the file",
             )
         return latest_s

@@ -33,7 +33,7 @@ IDENTIFYING: Final = ("model", "version", "target", "content_digest", "model_dig
 def run_trial(path: Path, *, size: int, golden: Path | None = None) -> dict[str, Any]:
     """Return the child's answer. AttemptRefused of kind "golden", "memory" or "load".
 
-    size: of the bundle, in bytes. golden: labelled samples to score it on.
+    size: size of the bundle in bytes. golden: labelled samples to score it on.
     """
     order = {"do": "trial", "path": str(path), "golden": str(golden) if golden else None}
     return _answer("trial", order, size, file_bytes=0)
@@ -44,7 +44,7 @@ def run_adaptation(
 ) -> Compared:
     """Write the adapted bundle to `out`, and compare it with the one that serves.
 
-    seed: of the split of the samples. current: the bundle that serves now. AttemptRefused as in
+    seed: determines the split of the samples. current: the serving bundle. AttemptRefused as in
     `run_trial`, or of kind "adaptation" if the samples or the bundle do not allow it.
     """
     order = {
@@ -77,8 +77,8 @@ def _answer(module: str, order: Mapping[str, Any], size: int, *, file_bytes: int
             raise AttemptRefused("load", f"the trial did not end within {WALL_S:.0f} s") from died
         raise AttemptRefused(
             "load",
-            f"the trial {ended_by(died.status)} under limits of {limits.memory_bytes} bytes, twice "
-            f"what the bundle says besides, and {CPU_S} s of processor time",
+            f"the trial {ended_by(died.status)}; its limits are {limits.memory_bytes} bytes plus "
+            f"twice the bundle's own estimate, and {CPU_S} s of processor time",
         ) from died
     except Unavailable as error:  # an invalid answer, which another attempt would give again
         raise AttemptRefused("load", str(error)) from error
@@ -89,6 +89,8 @@ def _answer(module: str, order: Mapping[str, Any], size: int, *, file_bytes: int
 
 def judge_trial(answer: Mapping[str, Any], target: SignedTarget) -> None:
     """Raise AttemptRefused if the bundle is not the signed one, or exceeds its own limits."""
+    # The file has the signed digest, but its description names another model: a mistake of the
+    # signer.
     signed = {name: str(target.custom[name]) for name in IDENTIFYING}
     answered = {name: str(answer[name]) for name in IDENTIFYING}
     if signed != answered:
@@ -109,7 +111,7 @@ def judge_trial(answer: Mapping[str, Any], target: SignedTarget) -> None:
     if limit_bytes and answer["grown_bytes"] > limit_bytes + allowance:
         raise AttemptRefused(
             "memory",
-            f"loading and running took {answer['grown_bytes']} bytes here; the bundle says "
+            f"loading and running took {answer['grown_bytes']} bytes here; the bundle states "
             f"{limit_bytes}, and {allowance} more are allowed for the runtime and its copies while "
             "it loads",
         )

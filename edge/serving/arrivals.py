@@ -29,7 +29,7 @@ Address = tuple[str, int]
 
 @dataclass(slots=True)
 class Track:
-    """A connection. received: bytes counted by the kernel. arriving: of unfinished requests."""
+    """A connection. received: bytes, by the kernel; arriving: bytes of unfinished requests."""
 
     received: int | None
     arriving: int = 0

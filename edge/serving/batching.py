@@ -104,6 +104,8 @@ class Merged:
         try:
             self._run([one for one in (mine, *beside) if _in_time(one)])
         finally:
+            # Hand over before waking the others: the next run starts while they encode their
+            # answers.
             self._hand_over(sum(one.rows for one in (mine, *beside)) if beside else 0)
             for one in beside:
                 one.wake.release()

@@ -36,13 +36,13 @@ def packed_size(data: bytes, limit_bytes: int) -> int | None:
                 rest = unpacking.unconsumed_tail
                 if size > limit_bytes:
                     raise InvalidInput(
-                        f"the message has more than {limit_bytes} bytes after decompression, which "
-                        "is the most; send less in one call"
+                        f"the message has more than {limit_bytes} bytes after decompression, its "
+                        "limit; send less in one call"
                     )
         while not unpacking.eof and (piece := unpacking.decompress(b"", PIECE_BYTES)):
             size += len(piece)
     except zlib.error as error:
-        raise InvalidInput("the message is neither gzip nor zlib nor the protocol's") from error
+        raise InvalidInput("the message begins as gzip or zlib, but is damaged") from error
     if not unpacking.eof:
         raise InvalidInput("the compressed message is cut off; send all of it")
     if size > limit_bytes:

@@ -1,4 +1,4 @@
-"""How a node's agent controls its server: repository calls on a Unix socket.
+"""Control of the server by the node's agent: repository calls on a Unix socket.
 
 The socket is in a folder that only the node's user may enter. It serves calls of the protocol under
 their own names: load and unload, index, statistics, readiness. A load switches a model to the

@@ -42,7 +42,7 @@ class Options:
         ports: dict[str, object] = {"port": self.port, "metrics_port": self.metrics_port}
         for what, port in ports.items():
             if not isinstance(port, int) or not 0 <= port <= 65535:
-                raise InvalidInput(f"{what} is {port!r}; 0 to 65535, 0 for any free one")
+                raise InvalidInput(f"{what} is {port!r}; give 0 to 65535, 0 for any free one")
         if self.log_level not in LOG_LEVELS:
             raise InvalidInput(f"log_level is {self.log_level!r}; one of {', '.join(LOG_LEVELS)}")
         if not 0 <= self.drain_s <= MAX_DRAIN_S:

@@ -350,7 +350,7 @@ def _wake(context: grpc.ServicerContext) -> None:
 def one(message: Received) -> bytes:
     """Return the message of a call that must send one. Raises InvalidInput, or the error in it."""
     if message is None:
-        raise InvalidInput("the call brought no message; send exactly one")
+        raise InvalidInput("the call sent no message; send exactly one")
     if isinstance(message, TriplaneError):
         raise message
     return message

@@ -33,6 +33,8 @@ class Sending:
         Unavailable if there are too many unread bytes. A single answer is always let through.
         """
         self._hold(len(data))
+        # add_callback returns False if the call has ended already; then nobody would release the
+        # bytes.
         if context.add_callback(lambda: self._release(len(data))):
             self._receiving.until_over(context, self._limits.call_s)
         else:
@@ -57,7 +59,7 @@ class Sending:
                 return
         self._on_refusal()
         raise Unavailable(
-            f"{waiting} bytes of answers wait to be taken, {self._limits.unsent_bytes} at most; "
+            f"{waiting} bytes of answers are not read yet, {self._limits.unsent_bytes} at most; "
             "read the answers, then call again"
         )
 

@@ -257,7 +257,7 @@ class Server:
         except RuntimeError as error:
             files = ", or the TLS files hold no certificate with its key" if tls else ""
             raise Unavailable(
-                f"the address {address} is taken or not ours{files}; "
+                f"the address {address} is in use or not of this machine{files}; "
                 "choose another port, or 0 for any"
             ) from error
 

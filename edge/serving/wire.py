@@ -163,6 +163,7 @@ class Wire:
         """Hold memory and a turn; yield the unpacked message and its latest end."""
         until_s = time.monotonic() + min(context.time_remaining(), self.limits.call_s)
         with contextlib.ExitStack() as held:
+            # Memory before the turn: a request that waits for its turn occupies memory, too.
             held.enter_context(self.memory.holding(len(data)))
             held.enter_context(self.turns.turn(caller, until_s))
             with self._counted():
@@ -197,6 +198,8 @@ class Wire:
                         raise
                 failure = pb.ModelStreamInferResponse(error_message=answer_to(error).text)
                 failure.infer_response.id = request.id[: self.limits.name_chars]
+                # As Triton does: an error of one request is a message of the stream, unless the
+                # caller asked for statuses (triton_grpc_error), which end it.
                 yield failure.SerializeToString()
             else:
                 if request.parameters["triton_enable_empty_final_response"].bool_param:
@@ -269,5 +272,5 @@ def _parsed(message_class: type[M], data: bytes) -> M:
         message.ParseFromString(data)
     except DecodeError as error:
         name = message_class.DESCRIPTOR.name
-        raise InvalidInput(f"the message is no {name}; follow the protocol's schema") from error
+        raise InvalidInput(f"the message is not a {name}; follow the protocol's schema") from error
     return message

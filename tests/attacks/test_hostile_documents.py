@@ -49,7 +49,7 @@ def said(node):
 
 
 HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
-    "a model's name that leads out": ({"model": "../../x"}, "assigned is '../../x'"),
+    "a model's name that leads out": ({"model": "../../x"}, "got '../../x'"),
     "a model's name without end": ({"model": "a" * 70_000}, "a model's name matches"),
     "an attempt that uses the numbers up": (
         {"attempt": MAX_NUMBER + 1},

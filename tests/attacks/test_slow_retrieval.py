@@ -74,8 +74,11 @@ def sent(tmp_path):
 @pytest.mark.parametrize(
     ("steps", "message"),
     [
-        ([], "the other side sent 0 bytes in 0.5 s; at least 16384 bytes/s are due"),
-        ([(4096, 0.0)], "the other side sent \\d+ bytes in 0.5 s; at least 16384 bytes/s are due"),
+        ([], "the other side sent 0 bytes in 0.5 s; at least 16384 bytes/s are required"),
+        (
+            [(4096, 0.0)],
+            "the other side sent \\d+ bytes in 0.5 s; at least 16384 bytes/s are required",
+        ),
         ([(1, 0.01)] * SIZE, r"the other side sent \d+ bytes in 0.5 s; at least 16384"),
     ],
     ids=["silent", "silent after the first chunk", "a byte at a time"],
@@ -137,7 +140,7 @@ def test_caller_that_sends_too_little_of_an_upload_is_given_up_and_what_came_is_
     over, pace = threading.Event(), Pace(min_bytes_per_s=SIZE, patience_s=0.3)
     pieces = trickle(path.read_bytes(), sha256, step, 0.02 if step == 1 else ENDLESS_S, over)
     with serving(TransferServicer(into, pace=pace)) as channel:
-        told = r"\d+ bytes .* at least 65536 bytes/s are due"
+        told = r"\d+ bytes .* at least 65536 bytes/s are required"
         with pytest.raises(Unavailable, match=told), remote_errors():
             TransferStub(channel).Upload(pieces, timeout=ENDLESS_S / 2)
         over.set()

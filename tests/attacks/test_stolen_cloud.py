@@ -123,7 +123,7 @@ TRUST, POLICIES = "edge/agent/trust.py", "edge/agent/policy.py"
 TRIAL, ATTEMPT = "edge/agent/trial.py", "edge/agent/attempt.py"
 TRANSFER, SESSION = "proto/transfer.py", "unified_ir/runtime/session.py"
 BLOBS = "proto/blobs.py"
-CRAWL = "the other side sent ... bytes in ... s; at least 16384 bytes/s are due"
+CRAWL = "the other side sent ... bytes in ... s; at least 16384 bytes/s are required"
 ABSENT = f"release/{MODEL}@99+{TARGET}.bundle"
 ODD = f"release/../../{MODEL}@2+{TARGET}.bundle"
 # fmt: off
@@ -147,14 +147,14 @@ CASES = [
          "(version ...)", mixed, "mix-and-match"),
     Case("fast-forward", "a version number so high that none can follow", TRUST,
          "timestamp: timestamp jumps from version ... to 2000000000; at most 1000000 are "
-         "believed, so that a stolen key cannot use the numbers up", fast_forward, "fast-forward"),
+         "allowed, so that a stolen key cannot use the numbers up", fast_forward, "fast-forward"),
     Case("endless data", "a metadata file of 5 MiB", TRUST,
          "timestamp.json is larger than any message may be", endless_metadata, "endless-data"),
     Case("endless data", "a bundle that never ends", TRANSFER,
-         f"{RELEASED}: signed are ... bytes; the other side sends ... more after ...",
+         f"{RELEASED}: ... bytes are signed; the other side sends ... more after ...",
          sent(endless), "length"),
     Case("endless data", "a bundle announced as a terabyte", TRANSFER,
-         f"{RELEASED}: the other side says the blob has {1 << 40} bytes, signed are ...",
+         f"{RELEASED}: the other side says the blob has {1 << 40} bytes, but ... are signed",
          sent(longer), "length"),
     Case("slow retrieval", "single bytes", TRANSFER, CRAWL, sent(trickling), "slow-retrieval"),
     Case("slow retrieval", "100 bytes, then nothing", TRANSFER, CRAWL,
@@ -192,7 +192,7 @@ CASES = [
          f"{ABSENT} is not listed by the role release (version ...)",
          told(ABSENT, MODEL, 99), "unknown-target"),
     Case("path traversal", "a model's name in the cloud's document", "proto/documents.py",
-         "document ... is ignored: a model's name matches ..., assigned is '../../x'",
+         "document ... is ignored: a model's name matches ..., got '../../x'",
          told(RELEASED, "../../x", 2), "document"),
     Case("path traversal", "the path of a target", "proto/targets.py",
          "a bundle's target path is ROLE/MODEL@VERSION+TARGET.bundle with role release or auto, "
@@ -214,7 +214,7 @@ CASES = [
     Case("custom-op library", "a graph with an operator of a foreign domain", SESSION,
          "onnxruntime ... refused the model: ...evil.ops...", custom_op, "load"),
     Case("another model", "a bundle of one model under the name of another", ATTEMPT,
-         f"assigned is {MODEL}@1, but the target is release/letters@1+{TARGET}.bundle",
+         f"{MODEL}@1 is assigned, but the target is release/letters@1+{TARGET}.bundle",
          released_as(1, model="letters"), "wrong-target"),
 ]
 # fmt: on

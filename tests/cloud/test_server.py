@@ -263,7 +263,10 @@ def test_a_node_speaks_for_the_name_in_its_certificate_only(home, tmp_path):
         (pb.Report(models=[pb.ModelReport(model="m", version=2**31)]), "version is at most"),
         (pb.Report(models=[pb.ModelReport(model=f"m{i}") for i in range(65)]), "models is at most"),
         (pb.Report(models=[pb.ModelReport(model="m")] * 2), "names each model once"),
-        (pb.Report(models=[pb.ModelReport(model="m", state=cast("Any", 77))]), "no node state 77"),
+        (
+            pb.Report(models=[pb.ModelReport(model="m", state=cast("Any", 77))]),
+            "node state 77 is unknown",
+        ),
         (pb.Report(incidents=[pb.Incident(text="x" * 2001)]), "at most 2000 characters"),
         (pb.Report(serving_address="x" * 1_100_000), "size of the report in bytes is at most"),
         (pb.Report(capability=pb.Capability(targets=["t"] * 17)), "capability.targets is at most"),

@@ -142,7 +142,7 @@ def test_status_of_a_device_of_an_older_cloud_says_what_is_known(tmp_path, known
         (("run", "--data", "{data}"), NotFound, "triplane device enrol TOKEN --cloud HOST:PORT"),
         (("run", "--data", "{bad}"), InvalidInput, "x is not a plain array of numbers"),
         (("enrol", "token", "--cloud", "127.0.0.1:1"), InvalidInput, "a token is SECRET.PIN"),
-        (("enrol", "t", "--cloud", "c", "--population", ""), InvalidInput, "a population is named"),
+        (("enrol", "t", "--cloud", "c", "--population", ""), InvalidInput, "a population's name"),
         (("enrol", "t", "--cloud", "c", "--population", "My Phones"), InvalidInput, "[a-z0-9]"),
     ],
 )

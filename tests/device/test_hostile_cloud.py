@@ -84,8 +84,8 @@ def blob(sha256=bytes(32), size=9):
 
 # What a task says, and the reason a device gives.
 SAID = {
-    "too many steps": ({"sampling": sampling(steps=2**31)}, "1 to 1000000 steps, the task 2147"),
-    "no step": ({"sampling": sampling(steps=0)}, "learning takes 1 to 1000000 steps, the task 0"),
+    "too many steps": ({"sampling": sampling(steps=2**31)}, "1 to 1000000 steps, got 2147"),
+    "no step": ({"sampling": sampling(steps=0)}, "learning takes 1 to 1000000 steps, got 0"),
     "absurd batch": ({"sampling": sampling(batch_size=2**31)}, "batch_size is 0 to 16777216"),
     "absurd support": ({"sampling": sampling(support=2**31)}, "support is 0 to 16777216"),
     "endless deadline": ({"deadline_s": float("inf")}, "deadline_s is 0 to"),
@@ -93,7 +93,7 @@ SAID = {
     "absurd round": ({"round": 2**32 - 1}, "round is 0 to"),
     "huge plan": (
         {"plan": blob(size=2**40)},
-        "1 to 1073741824 bytes on this device, the task's 1099",
+        "1 to 1073741824 bytes on this device, got 1099",
     ),
     "empty state": ({"state": blob(size=0)}, "a state has 1 to"),
     "nameless plan": ({"plan": blob(b"x")}, "32 bytes of SHA-256, got 1"),

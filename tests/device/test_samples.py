@@ -98,14 +98,14 @@ REFUSED: Any = (
     ({"x": [[1], [1, 2]], "y": [1, 2]},                       "samples of one shape"),
     ({"x": X, "y": np.array(list("abcd"))},                   "numbers, 'y' is <U1"),
     ({"x": X, "y": np.array([None] * 4)},                     "numbers, 'y' is object"),
-    ({"x": X, "y": np.array([0, np.nan, 1, 2])},              "'y' of one holds NaN"),
-    ({"x": X + np.float32(np.inf), "y": Y},                   "'x' of one holds an infinity"),
+    ({"x": X, "y": np.array([0, np.nan, 1, 2])},              "'y' of one has NaN"),
+    ({"x": X + np.float32(np.inf), "y": Y},                   "'x' of one has an infinity"),
     ([{"x": X, "y": Y}, {"x": X[:, :1], "y": Y}],             r"float32\[1\] in batch 2"),
     ([{"x": X, "y": Y}, {"x": X.astype(float), "y": Y}],      r"float64\[2\] in batch 2"),
     ([{"x": x, "y": y} for x, y in zip(X, Y, strict=True)],   "one sample is a batch of 1"),
     ([{"x": X, "y": Y[:3]}, {"x": X[:3], "y": Y}],            "batch 1 has"),
     (Shard({"x": X, "y": Y}, {"x": X}),                       "names of the others"),
-    (Shard({"x": X, "y": Y * np.nan}, {}),                    "holds NaN"),
+    (Shard({"x": X, "y": Y * np.nan}, {}),                    "has NaN"),
 )
 # fmt: on
 

@@ -59,7 +59,7 @@ def test_a_child_has_the_limits_of_its_order_and_answers():
 def test_what_a_child_refuses_is_raised_here():
     with pytest.raises(Conflict, match="another one works here"):
         ask("busy")
-    with pytest.raises(Unavailable, match="more than the 1024 MiB it may take"):
+    with pytest.raises(Unavailable, match="more than its memory limit of 1024 MiB"):
         ask("much")
 
 

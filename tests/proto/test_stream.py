@@ -328,7 +328,7 @@ def test_messages_that_nobody_acknowledges_are_bounded():
     half = StreamState(new_epoch())
     for number in range(MAX_UNACKNOWLEDGED):
         half.add("report", fleet.Report(number=number))
-    with pytest.raises(Conflict, match="wait to be acknowledged"):
+    with pytest.raises(Conflict, match="not acknowledged yet"):
         half.add("report", fleet.Report())
 
 

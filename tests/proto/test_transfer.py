@@ -195,7 +195,7 @@ def test_another_size_than_the_signed_one_is_corrupt_and_leaves_no_blob(tmp_path
     _, channel = cloud
     sha256 = upload(channel, file_of(tmp_path, 2_000_000))
     node = BlobFolder(tmp_path / "node")
-    with pytest.raises(Corrupt, match="signed are 1000000"):
+    with pytest.raises(Corrupt, match="1000000 are signed"):
         download(channel, sha256, 1_000_000, node)
     assert not node.has(sha256)
 

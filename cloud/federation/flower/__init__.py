@@ -1,6 +1,7 @@
-"""Strategies of Flower in runs: `runs` in the cloud's process, the rest in a strategy's own.
+"""Flower strategies in runs. Each strategy has a process of its own.
 
-`adapter` is the one module of the cloud that imports flwr. It is loaded on the first use of
+`runs`, `process` and `spec` belong to the cloud's process, the other modules to a strategy's.
+`adapter` is the only module of the cloud that imports flwr. It is loaded on the first use of
 `Triplane` or `Sampling`; there is no `__all__`, since both need the extra `[flower]`.
 """
 

@@ -1,13 +1,13 @@
 """Flower's strategies on our grid, and our algorithms as a Flower strategy (extra `[flower]`).
 
-The one module of the cloud that imports flwr, and only a strategy's own process imports this one
-(`child.py`). `StreamGrid` is what a Flower `Strategy` calls; what carries its messages is given
-to it, so the same grid runs over the session stream, in one process, or under a test; `TurnGrid`
-hands over whole turns. `Triplane` is a Flower strategy whose devices run a plan: it works on our
-grid and under Flower's own SuperLink alike.
+This is the only module of the cloud that imports flwr, and only the process of a strategy imports
+it (`child.py`). A Flower `Strategy` calls a `StreamGrid`, which sends bytes through a given
+function, so the same grid works over the session stream, in one process, or in a test. `TurnGrid`
+passes on all messages of a turn at once. `Triplane` is a Flower strategy whose devices run a plan;
+it works on our grid and under Flower's own SuperLink.
 
-Flower keeps the run, the node and the task in process-wide variables, and its wire form is in a
-private module; both are used here and held by the contract tests, for flwr 1.41.
+Flower keeps the run, the node and the task in process-wide variables, and its serialization is in a
+private module. This module uses both; contract tests check them for flwr 1.41.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ Named = Mapping[str, np.ndarray[Any, Any]]
 NORM_BIT: Final = KEY_NORM_BIT
 """Metric of a reply that adaptive clipping needs: whether the change was below the norm."""
 Exchange = Callable[[Mapping[int, bytes], float | None], Mapping[int, bytes]]
-"""(message by node, seconds to wait or None) -> reply by node; who does not answer is left out."""
+"""(message by node, seconds to wait or None) -> reply by node, without nodes that do not answer."""
 
 
 class StreamGrid(Grid):
-    """A grid over any way to carry bytes. nodes: ids of those that are there, asked each time.
+    """A grid over any transport of bytes. nodes: returns the ids of the nodes that are present.
 
-    Replies come in order of node ids, so a strategy that sums them as they come gives the same
+    Replies are in order of node ids, so a strategy that sums them in this order gives the same
     bits every time.
     """
 
@@ -93,7 +93,7 @@ class StreamGrid(Grid):
         return sorted(self._nodes())
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Send and wait; `pull_messages` then gives the replies."""
+        """Send the messages and wait for replies, which `pull_messages` then returns."""
         sent = list(messages)
         for reply in self.send_and_receive(sent):
             self._replies[reply.metadata.reply_to_message_id] = reply
@@ -106,9 +106,10 @@ class StreamGrid(Grid):
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
-        """See `Grid`. InvalidInput where two messages are for one node."""
+        """See `Grid`. InvalidInput if two messages are for one node."""
         wanted: dict[int, bytes] = {}
         for message in messages:
+            # Flower's own grids set this private field, too; replies refer to it.
             message.metadata.__dict__["_message_id"] = uuid.uuid4().hex
             node = message.metadata.dst_node_id
             if node in wanted:
@@ -119,11 +120,11 @@ class StreamGrid(Grid):
 
 
 Turn = Callable[[Sequence[Message]], Sequence[Message]]
-"""Messages of one turn, each for another node -> the replies there are."""
+"""(messages of one turn, each for a different node) -> the replies that arrived."""
 
 
 class TurnGrid(StreamGrid):
-    """A grid that hands the messages of a turn over as they are. turn: see `Turn`."""
+    """A grid that passes on the messages of a turn without serializing them. turn: see `Turn`."""
 
     def __init__(self, nodes: Callable[[], Sequence[int]], turn: Turn, *, run: int) -> None:
         super().__init__(nodes, lambda _wanted, _timeout: {}, run=run)
@@ -132,7 +133,7 @@ class TurnGrid(StreamGrid):
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
-        """See `Grid`; replies come in order of node ids."""
+        """See `Grid`; replies are in order of node ids."""
         del timeout  # the round's deadline is the run's
         replies = self._turn(list(messages))
         return sorted(replies, key=lambda reply: int(reply.metadata.src_node_id))
@@ -145,17 +146,17 @@ def shipped(name: str) -> Callable[..., Strategy]:
 
 
 def is_strategy(value: Any) -> bool:
-    """Whether it is one of Flower's kind."""
+    """Return whether the value is a Flower strategy."""
     return isinstance(value, Strategy)
 
 
 def instruction(node: int, kind: str) -> Message:
-    """An empty message, to make a reply for."""
+    """Return an empty message, for which a reply can be made."""
     return Message(RecordDict({}), node, kind)
 
 
 def reply_to(message: Message, arrays: Named | None, metrics: Mapping[str, Any]) -> Message:
-    """Return the reply of a device without a `ClientApp`. arrays: absent after evaluation."""
+    """Return the reply of a device without a `ClientApp`. arrays: None after an evaluation."""
     records: dict[str, Any] = {METRICS: MetricRecord(dict(metrics))}
     if arrays is not None:
         records[ARRAYS] = record_of(arrays)
@@ -163,14 +164,14 @@ def reply_to(message: Message, arrays: Named | None, metrics: Mapping[str, Any])
 
 
 def arrays_in(message: Message) -> dict[str, ArrayRecord]:
-    """Records of arrays in a message, by their keys."""
+    """Return the array records of a message by their keys."""
     return dict(message.content.array_records)
 
 
 def sendable(message: Message, lease: str, shared: Named) -> bytes:
-    """A message's bytes for a device that has the shared state already.
+    """Return the bytes of a message for a device that has the shared state already.
 
-    An empty record stands for arrays that are that state. The message's id is the lease.
+    An empty record replaces arrays that are equal to that state. The message's id is the lease.
     """
     records = dict(message.content.items())
     for key, record in arrays_in(message).items():
@@ -186,16 +187,17 @@ def sendable(message: Message, lease: str, shared: Named) -> bytes:
 
 
 def same_arrays(some: Named, others: Named) -> bool:
-    """Whether names and values are equal."""
+    """Return whether names and values are equal."""
     return some.keys() == others.keys() and all(
         np.array_equal(array, others[name]) for name, array in some.items()
     )
 
 
 def replied(data: bytes) -> tuple[dict[str, np.ndarray[Any, Any]] | None, dict[str, Any]]:
-    """(arrays, metrics) of a device's reply: its one record of each, arrays None where it has none.
+    """Return arrays and metrics of a device's reply; arrays is None if it has no such record.
 
-    InvalidInput: these are no bytes of a reply, it says that the app failed, or has more records.
+    InvalidInput: the bytes are not a reply, the app failed, or there is more than one record of
+    each.
     """
     message = message_of(data)
     if message.has_error():
@@ -208,27 +210,27 @@ def replied(data: bytes) -> tuple[dict[str, np.ndarray[Any, Any]] | None, dict[s
         )
     try:
         arrays_of_records = [named_arrays(record) for record in arrays.values()]
-    except Exception as error:  # whatever numpy stumbles over
+    except Exception as error:  # numpy raises various errors for invalid bytes
         raise InvalidInput(f"the reply's arrays cannot be read: {error}") from error
     (metrics_record,) = metrics.values()
     return (arrays_of_records[0] if arrays_of_records else None), dict(metrics_record)
 
 
 def no_settings() -> ConfigRecord:
-    """The arguments with which `Strategy.start` begins a turn."""
+    """Return the configuration with which `Strategy.start` begins a turn."""
     return ConfigRecord()
 
 
 def settings_in(message: Message) -> dict[str, Any]:
-    """Everything that the message's records of configuration say, together."""
+    """Return the entries of all configuration records of a message, merged."""
     return {k: v for record in message.content.config_records.values() for k, v in record.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Clipping:
-    """Clipping that a strategy asks of devices: their change of `arrays` to the L2 norm `norm`.
+    """The clipping that a strategy requires: changes of `arrays` have at most the L2 norm `norm`.
 
-    adaptive: by the mod that also tells whether there was anything to clip.
+    adaptive: the device's mod also reports whether the change was below the norm.
     """
 
     norm: float
@@ -237,7 +239,7 @@ class Clipping:
 
 
 def clipping_of(message: Message, strategy: Strategy) -> Clipping | None:
-    """None where the message asks for no clipping."""
+    """Return the clipping that a message asks for, or None."""
     norm = settings_in(message).get(KEY_CLIPPING_NORM)
     if norm is None:
         return None
@@ -249,18 +251,18 @@ def clipping_of(message: Message, strategy: Strategy) -> Clipping | None:
 
 
 def message_of(data: bytes) -> Message:
-    """A Flower message of its bytes. InvalidInput where they are none."""
+    """Parse a Flower message. InvalidInput if the bytes are not one."""
     if len(data) > MAX_MESSAGE_BYTES:
         raise InvalidInput(f"a Flower message has at most {MAX_MESSAGE_BYTES} bytes")
     try:
         return message_from_proto(WireMessage.FromString(data))
-    except Exception as error:  # whatever protobuf or flwr stumbles over
-        raise InvalidInput(f"these bytes are no Flower message: {error}") from error
+    except Exception as error:  # protobuf and flwr raise various errors
+        raise InvalidInput(f"these bytes are not a Flower message: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Samples of a step; see federation.proto."""
+    """Sizes of a step's samples; see federation.proto."""
 
     steps: int = defaults.STEPS
     batch_size: int = defaults.BATCH_SIZE
@@ -271,8 +273,9 @@ class Sampling:
 class Triplane(FedAvg):
     """One of our algorithms as a Flower strategy; the devices run `triplane.device.flower`.
 
-    plan: bytes of a plan file made by `algorithms.plan_of`. Arrays are the shared state by name,
-    replies its change. A node gets the plan with each message until it has answered once.
+    plan: bytes of a plan file made by `algorithms.plan_of`. Messages carry the shared state by
+    name, and replies carry its change. A node gets the plan with each message until it has
+    answered once.
     """
 
     def __init__(
@@ -286,7 +289,7 @@ class Triplane(FedAvg):
         seed: int = 0,
         **flower: Any,
     ) -> None:
-        # Here, because a strategy's own process needs none of the graphs that come with it.
+        # Imported here: a process that runs another strategy does not need the algorithms' graphs.
         from triplane.unified_ir.federated.algorithms import Hyper, algorithm
 
         super().__init__(**flower)
@@ -314,7 +317,8 @@ class Triplane(FedAvg):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """The next shared state: the mean of changes in order of node ids, then our optimizer."""
+        """Return the next shared state: our optimizer applied to the mean of the changes."""
+        # Sums of floats depend on their order; by node id, the result does not depend on arrival.
         replies = sorted(replies, key=lambda reply: reply.metadata.src_node_id)
         valid, failed = self._check_and_log_replies(replies, is_train=True)
         self._remember(valid, failed)
@@ -340,7 +344,7 @@ class Triplane(FedAvg):
         return super().aggregate_evaluate(server_round, list(replies))
 
     def _asked(self, messages: Iterable[Message]) -> list[Message]:
-        """The messages with our work in them, and the plan for those that have not got it."""
+        """Return the messages with the work added, and with the plan for nodes that lack it."""
         asked = []
         for message in messages:
             content = message.content
@@ -359,6 +363,7 @@ class Triplane(FedAvg):
 
     def _remember(self, valid: Sequence[Message], failed: Sequence[Message]) -> None:
         self._know |= {message.metadata.src_node_id for message in valid}
+        # A node that failed may have lost its state, and the plan with it.
         self._know -= {message.metadata.src_node_id for message in failed}
 
 
@@ -368,12 +373,12 @@ def _roles_of(plan: bytes) -> dict[str, str]:
 
 
 def named_arrays(record: ArrayRecord) -> dict[str, np.ndarray[Any, Any]]:
-    """The arrays of a record by name."""
+    """Return the arrays of a record by name."""
     return {name: array.numpy() for name, array in record.items()}
 
 
 def record_of(arrays: Mapping[str, np.ndarray[Any, Any]]) -> ArrayRecord:
-    """Named arrays as a record."""
+    """Return named arrays as a record."""
     return ArrayRecord({name: Array(array) for name, array in arrays.items()})
 
 

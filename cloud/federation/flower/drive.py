@@ -1,9 +1,9 @@
-"""Drives `Strategy.start` through the rounds of a run, in the strategy's own process.
+"""Drive `Strategy.start` through the rounds of a run, in the strategy's own process.
 
-The strategy asks for nodes and sends messages as usual. Its turns are those of the run: a turn
-waits until the cloud has opened the round, tells it which devices the strategy asks, and waits for
-the replies that counted. After each aggregation the new state and the strategy's memory are written
-to files, so another process can go on from there; rounds keep their numbers.
+The strategy asks for nodes and sends messages as usual. Its turns are the turns of the run: in each
+turn it waits until the cloud has opened the round, tells the cloud which devices it asks, and waits
+for the replies that counted. After each aggregation the new state and the strategy's memory are
+written to files, so that another process can continue from there; rounds keep their numbers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from triplane.unified_ir.federated.core.files import (
 TRAIN: Final = "train"
 EVALUATE: Final = "evaluate"
 LOOKS: Final = 2
-"""Times a strategy looks for nodes in a turn; one that looks again waits for more to come."""
+"""How often a strategy may ask for nodes in a turn; one that asks again is waiting for more."""
 KNOWN: Final = frozenset({"server-round"})
 """Configuration keys that a message may carry for a device that follows its plan."""
 
@@ -48,18 +48,18 @@ class Pipe(Protocol):
     """See `proto.sandbox.OrderPipe`."""
 
     def next(self) -> dict[str, Any]:
-        """The next order."""
+        """Return the next order."""
 
     def answer(self, answer: Mapping[str, Any]) -> None:
-        """Answer it."""
+        """Answer the current order."""
 
 
 class _Skipped(Exception):
-    """The run went on without this evaluation: no device could take part."""
+    """The run continued without this evaluation, because no device could take part."""
 
 
 class Drive:
-    """One strategy through its rounds. order: the first line; see `runs.py`."""
+    """Runs one strategy through its rounds. order: the first order; see `runs.py`."""
 
     def __init__(self, strategy: Any, order: Mapping[str, Any], pipe: Pipe) -> None:
         self._strategy, self._order, self._pipe = strategy, order, pipe
@@ -68,6 +68,8 @@ class Drive:
         self._like = like_of(self._state)
         if order["memory"]:
             recall(self._strategy, Path(order["memory"]))
+        # `Strategy.start` counts rounds from 1; this process may begin in the middle of a run. An
+        # evaluating turn belongs to a round that has been aggregated already.
         self._offset = int(order["number"]) - (not order["evaluates"])
         self._at = (0, False)
         self._nodes: dict[int, str] | None = None
@@ -75,7 +77,7 @@ class Drive:
         self._looks, self._skips = 0, False
         self._kept: dict[str, Any] | None = None
         self._scores: dict[str, dict[str, Any]] = {}  # of apps, as their replies came
-        self._clipped: dict[str, adapter.Clipping] = {}  # by device: what its reply keeps to
+        self._clipped: dict[str, adapter.Clipping] = {}  # by device: required of its reply
         self._grid = adapter.TurnGrid(self._look, self._turn, run=int(order["run"], 16) >> 1)
 
     def run(self) -> None:
@@ -83,6 +85,7 @@ class Drive:
         strategy, rounds = self._strategy, int(self._order["rounds"])
         ours = {name: getattr(self, f"_{name}") for name in _HOOKED}
         self._theirs = {name: getattr(strategy, name) for name in _HOOKED}
+        # Set on the instance, so that the class stays as it is, also for a strategy that wraps it.
         for name, hook in ours.items():
             setattr(strategy, name, hook)
         arrays = adapter.record_of(self._shared())
@@ -93,7 +96,7 @@ class Drive:
         if self._offset < rounds:
             strategy.start(self._grid, arrays, num_rounds=rounds - self._offset)
 
-    # What `Strategy.start` calls instead of the strategy's own
+    # Hooks: `Strategy.start` calls these methods instead of the strategy's own ones.
 
     def _configure_train(self, number: int, *rest: Any) -> list[Any]:
         return self._configured(TRAIN, number + self._offset, rest)
@@ -101,6 +104,8 @@ class Drive:
     def _configure_evaluate(self, number: int, *rest: Any) -> list[Any]:
         number += self._offset
         every, rounds = self._order["evaluate_every"], self._order["rounds"]
+        # The run evaluates only in these rounds, whereas `Strategy.start` evaluates after every
+        # one.
         due = number == rounds or (every > 0 and number % every == 0)
         if not due:
             self._at, self._skips = (number, True), True
@@ -114,14 +119,16 @@ class Drive:
     def _configured(self, kind: str, number: int, rest: Sequence[Any]) -> list[Any]:
         self._at, self._nodes, self._looks, self._skips = (number, kind == EVALUATE), None, 0, False
         self._scores = {}
-        random.seed(f"{self._order['seed']}/{number}/{kind}")  # whom Flower's strategies draw
+        # Flower's strategies sample nodes with `random`: a turn that another process repeats must
+        # draw the same ones.
+        random.seed(f"{self._order['seed']}/{number}/{kind}")
         return list(self._theirs[f"configure_{kind}"](number, *rest))
 
     def _aggregate_train(self, number: int, replies: Iterable[Any]) -> Any:
         arrays, metrics = self._theirs["aggregate_train"](number + self._offset, list(replies))
         if arrays is not None:
             self._state |= self._taken(adapter.named_arrays(arrays))
-            arrays = adapter.record_of(self._shared())  # in the types that devices have
+            arrays = adapter.record_of(self._shared())  # with the dtypes of the model
         state, memory = self._folder / "next.state", self._folder / "next.memory"
         write_state(state, self._state, self._order["roles"], plan=self._order["plan"])
         remember(self._without_hooks(), memory)
@@ -143,7 +150,7 @@ class Drive:
         """Return aggregated arrays as shared tensors. InvalidInput: they do not fit."""
         if odd := sorted(arrays.keys() ^ self._like.keys()):
             raise InvalidInput(
-                f"a strategy returns the arrays that it got; it differs in {odd[:4]}"
+                f"a strategy returns arrays of the names that it received; it differs in {odd[:4]}"
             )
         replies = {}
         for name, (dtype, shape) in self._like.items():
@@ -153,7 +160,7 @@ class Drive:
                 )
             replies[name] = arrays[name].astype(dtype)
             if not np.isfinite(replies[name]).all():
-                raise InvalidInput(f"the strategy made {name!r} hold numbers that are not finite")
+                raise InvalidInput(f"the strategy's {name!r} has values that are not finite")
         return replies
 
     def _shared(self) -> dict[str, Array]:
@@ -162,13 +169,13 @@ class Drive:
     # The grid
 
     def _look(self) -> list[int]:
-        """Ids of the devices of the current round, once it is open."""
+        """Return the ids of the devices of the current round, once it is open."""
         self._looks += 1
         nodes = self._opened()
         if self._looks > LOOKS:
             raise Unavailable(
                 f"the strategy waits for more than the {len(nodes)} devices of round {self._at[0]};"
-                " its least numbers of nodes must not be above what --devices and --quorum ask"
+                " its minimum numbers of nodes must not exceed those of --devices and --quorum"
             )
         return list(nodes)
 
@@ -177,6 +184,7 @@ class Drive:
             order = self._next("turn")
             turn = order["number"], order["evaluates"]
             if turn != self._at:
+                # The order belongs to a later turn; `_next` returns it there.
                 self._kept = order
                 if self._at[1] and turn > self._at:
                     raise _Skipped
@@ -187,6 +195,7 @@ class Drive:
 
     def _next(self, do: str) -> dict[str, Any]:
         order, self._kept = self._kept or self._pipe.next(), None
+        # Replies are checked while the strategy waits for all of them.
         while order["do"] == "check":
             clipping = self._clipped.get(order["device"])
             answer, self._scores[order["device"]] = checked(order, self._like, clipping)
@@ -228,7 +237,7 @@ class Drive:
         return replies
 
     def _file_of(self, message: Any) -> str:
-        """Where the message's bytes are, for a device with a ClientApp."""
+        """Write a message for a device with a ClientApp and return its path; "" for a plan."""
         if not self._order["app"]:
             return ""
         lease = self._leases[self._opened()[message.metadata.dst_node_id]]
@@ -237,7 +246,7 @@ class Drive:
         return str(path)
 
     def _checked(self, messages: Sequence[Any], nodes: Mapping[int, str]) -> dict[int, Any]:
-        """Messages by node. InvalidInput: one that the devices cannot follow."""
+        """Return the messages by node. InvalidInput: a message that devices cannot follow."""
         wanted, sent = EVALUATE if self._at[1] else TRAIN, {}
         shared = self._shared()
         seen: set[int] = set()
@@ -247,6 +256,7 @@ class Drive:
                 raise InvalidInput(f"a strategy asks each node of its round once, not {node}")
             if kind != wanted:
                 raise InvalidInput(f"this turn is for {wanted!r}, the strategy asks for {kind!r}")
+            # Strategies usually send one content to all nodes; it is compared only once.
             if not self._order["app"] and id(message.content) not in seen:
                 self._check_followed(message, shared)
                 seen.add(id(message.content))
@@ -254,20 +264,20 @@ class Drive:
         return sent
 
     def _check_followed(self, message: Any, shared: Mapping[str, Array]) -> None:
-        """A device without a ClientApp knows its plan, the shared state, and nothing else."""
+        """Raise InvalidInput if a message needs more than a device's plan and the shared state."""
         said = adapter.settings_in(message)
         allowed = set(KNOWN)
         if said.get("proximal-mu") == self._order["proximal"]:
             allowed.add("proximal-mu")
         if odd := sorted(said.keys() - allowed):
             raise InvalidInput(
-                f"the strategy tells devices {odd[0]!r}, which a plan does not follow; it needs "
-                "devices that answer with a ClientApp (--app)"
+                f"the strategy sends devices the setting {odd[0]!r}, which a plan does not follow; "
+                "it needs devices that answer with a ClientApp (--app)"
             )
         for record in adapter.arrays_in(message).values():
             if not adapter.same_arrays(adapter.named_arrays(record), shared):
                 raise InvalidInput(
-                    "the strategy sends other arrays than its newest, which a plan does not follow;"
+                    "the strategy sends other arrays than its newest, where a plan always starts;"
                     " it needs devices that answer with a ClientApp (--app)"
                 )
 
@@ -276,12 +286,12 @@ _HOOKED: Final = ("configure_train", "aggregate_train", "configure_evaluate", "a
 
 
 def node_of(device: str) -> int:
-    """A device's number in Flower: 63 bits of its name's digest, never 0 or 1."""
+    """Return a device's node id in Flower: 63 bits of its name's digest, never 0 or 1."""
     return (int.from_bytes(hashlib.sha256(device.encode()).digest()[:8]) >> 1) | 2
 
 
 def make_strategy(order: Mapping[str, Any]) -> Any:
-    """The strategy that an order names. InvalidInput, Conflict; or what an operator's raises."""
+    """Make the strategy that an order names. InvalidInput, Conflict, or an operator's own error."""
     if order["file"]:
         return _of_file(Path(order["file"]), order["attribute"], order)
     make = adapter.shipped(order["strategy"])
@@ -289,6 +299,7 @@ def make_strategy(order: Mapping[str, Any]) -> Any:
     counts = {
         "min_train_nodes": least,
         "min_available_nodes": least,
+        # The quorum applies to learning only; one score is better than none.
         "min_evaluate_nodes": 1,
     }
     options = {**_of_devices(order), **order["options"]}
@@ -299,7 +310,7 @@ def make_strategy(order: Mapping[str, Any]) -> Any:
         return make(adapter.shipped("FedAvg")(**counts), **options)
     except TypeError as error:
         raise InvalidInput(
-            f"{order['strategy']} is not made with the options {sorted(options)}: {error}"
+            f"{order['strategy']} does not accept the options {sorted(options)}: {error}"
         ) from error
 
 
@@ -314,7 +325,7 @@ def _of_devices(order: Mapping[str, Any]) -> dict[str, Any]:
 
 def _of_file(path: Path, attribute: str, order: Mapping[str, Any]) -> Any:
     if digest_of(path).hex() != order["sha256"]:
-        raise Conflict(f"{path.name} is not what it was when the run began; put that file back")
+        raise Conflict(f"{path.name} has changed since the run began; restore that file")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -324,5 +335,5 @@ def _of_file(path: Path, attribute: str, order: Mapping[str, Any]) -> Any:
     if callable(strategy) and not adapter.is_strategy(strategy):
         strategy = strategy(**order["options"])
     if not adapter.is_strategy(strategy):
-        raise InvalidInput(f"{path.name} needs {attribute!r}: a Strategy, or what makes one")
+        raise InvalidInput(f"{path.name} needs {attribute!r}, a Strategy or a factory of one")
     return strategy

@@ -1,9 +1,10 @@
 """A strategy's memory between rounds as one file: the plain data among its attributes.
 
-Numbers, text, arrays, Flower's array records, and lists, tuples and dictionaries of them, of the
-strategy and of one that it wraps (`strategy.strategy`). That is all that the strategies of Flower
-keep (moments, a clipping norm, the newest arrays); what else an operator's strategy holds begins
-anew with a new process. No pickle: the file is a container of tensors beside their structure.
+The file holds numbers, text, arrays, Flower's array records, and lists, tuples and dictionaries of
+these, of the strategy and of one that it wraps (`strategy.strategy`). Flower's own strategies keep
+nothing else (moments, a clipping norm, the newest arrays). Other attributes of an operator's
+strategy are lost when a new process starts. The file is a container of tensors and their structure,
+and not a pickle, so reading it never runs code.
 """
 
 from __future__ import annotations
@@ -46,16 +47,18 @@ def recall(strategy: Any, path: Path) -> None:
 
     file = Container(path, kind=KIND)
     file.verify()
+    # Copied, because the strategy may change its arrays, and the file is mapped read-only.
     arrays = {name: tensor.data.copy() for name, tensor in file.tensors(TENSORS).items()}
     try:
         _give(strategy, json.loads(bytes(file.part(STRUCTURE))), arrays, record_of)
     except (ValueError, KeyError, TypeError) as error:
-        raise Corrupt(f"what the strategy remembered cannot be read: {error!r:.200}") from error
+        raise Corrupt(f"the strategy's memory cannot be read: {error!r:.200}") from error
 
 
 def _facts(strategy: Any, arrays: Arrays, depth: int) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     for name, value in vars(strategy).items():
+        # Flower's privacy strategies wrap another one under this name.
         if name == WRAPPED and hasattr(value, "aggregate_train") and depth < MAX_DEPTH:
             facts[name] = {"wrapped": _facts(value, arrays, depth + 1)}
         elif (plain := _plain(value, arrays, depth)) is not _SKIP:
@@ -64,7 +67,7 @@ def _facts(strategy: Any, arrays: Arrays, depth: int) -> dict[str, Any]:
 
 
 def _plain(value: Any, arrays: Arrays, depth: int) -> Any:
-    """Return the value as JSON, its arrays put into `arrays`; `_SKIP` if a part is neither."""
+    """Return the value as JSON and add its arrays to `arrays`; `_SKIP` if a part is neither."""
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf":
         name = str(len(arrays))
         arrays[name] = np.array(value)
@@ -88,6 +91,7 @@ def _items(kind: str, items: list[tuple[Any, Any]], arrays: Arrays, depth: int) 
     if not all(isinstance(key, str | int) for key, _ in items):
         return _SKIP
     pairs = [[key, _plain(value, arrays, depth + 1)] for key, value in items]
+    # All or nothing: half a list could be worse for the strategy than an initial one.
     return _SKIP if any(value is _SKIP for _, value in pairs) else {kind: pairs}
 
 

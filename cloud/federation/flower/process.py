@@ -1,10 +1,10 @@
-"""The cloud's side of a strategy's process: started, asked one thing at a time, ended.
+"""The cloud's side of a strategy's process: start it, give it one order at a time, end it.
 
-The process is a child of `proto/sandbox.py` with an empty folder of its own and an environment that
-holds nothing of the cloud's. Its standard input and output are its only connection: no database, no
-key, no other descriptor. The caller always gets an answer or an error: what the strategy refused
-with or raised, or `ChildDied` if the process died or was too slow, after which another one may go
-on from the last state.
+The process is a child of `proto/sandbox.py` with an empty folder of its own and an environment
+without the cloud's variables. Standard input and output are its only connection: it has no
+database, no key and no other descriptor. The caller always gets an answer or an error: the error
+that the strategy raised, or `ChildDied` if the process died or was too slow, after which another
+process may continue from the last state.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ INHERITED: Final = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TZ")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyLimits:
-    """Limits of a strategy's process, and of their number. answer_s: from order to answer."""
+    """Limits of a strategy's process, and `runs`, the number of such processes.
+
+    answer_s: longest time from an order to its answer.
+    """
 
     memory_bytes: int = 4 << 30
     file_bytes: int = 4 << 30
@@ -41,7 +44,7 @@ class StrategyLimits:
 
 
 class StrategyProcess:
-    """One process; `start` makes it, `end` must be called."""
+    """One process. `start` creates it; `end` must be called."""
 
     def __init__(
         self, child: SandboxedChild, folder: Path, answer_s: float, on_end: contextlib.ExitStack
@@ -71,13 +74,14 @@ class StrategyProcess:
         )
         try:
             await process.ask({**order, "folder": str(job), "limits": asdict(bounds)})
+        # Also when cancelled: nobody else knows this process yet.
         except BaseException:
             await process.end()
             raise
         return process
 
     async def ask(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """Return its answer to an order. ChildDied; or the error that the strategy refused with."""
+        """Return the answer to an order. Raises ChildDied, or the error of the strategy."""
         return await self._child.ask(order, timeout_s=self._answer_s)
 
     @property
@@ -96,6 +100,7 @@ def _environment(job: Path) -> dict[str, str]:
     return {
         **{name: os.environ[name] for name in INHERITED if name in os.environ},
         **import_environment(),
+        # Libraries write caches and settings; in the job's folder they are removed with it.
         "HOME": str(job),
         "TMPDIR": str(job),
         "FLWR_HOME": str(job),

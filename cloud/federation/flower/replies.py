@@ -1,4 +1,4 @@
-"""Contributions of devices as Flower's replies to a strategy; runs in the strategy's process.
+"""Convert contributions of devices to Flower's replies. Runs in the strategy's process.
 
 A device without a `ClientApp` contributes an update or a score as in any run. The bytes of a
 `ClientApp`'s reply are not trusted: they are checked when they arrive, and a reply that does not
@@ -20,7 +20,7 @@ from triplane.unified_ir.federated.core.files import Like, most_bytes, read_upda
 from triplane.unified_ir.federated.core.learn import buffers
 
 LOSSES: Final = ("loss", "train_loss", "train-loss")
-"""Metrics of a ClientApp that may say how well it learned."""
+"""Names under which a ClientApp may report its loss."""
 EXAMPLES: Final = "num-examples"
 CLIPPING_TOLERANCE: Final = 1e-3
 """Share by which a float32 norm of many numbers may differ from ours in float64."""
@@ -45,6 +45,7 @@ def contributed(
         Path(facts["path"]), like, run=order["run"], lease=facts["lease"],
         max_bytes=most_bytes(like), buffers=buffers(order["roles"]),
     )  # fmt: skip
+    # Flower's strategies expect new weights, whereas devices without an app send their change.
     arrays = {name: state[name] + change[name] for name in like}
     return arrays, {EXAMPLES: facts["examples"], "loss": facts["loss"], "train_loss": facts["loss"]}
 
@@ -92,11 +93,12 @@ def _unclipped(
     this checks that it did, up to the rounding error of adding the change to the arrays.
     """
     mod = "adaptiveclipping_mod" if clipping.adaptive else "fixedclipping_mod"
-    mend = f"give the device's app Flower's mod: ClientApp(mods=[{mod}])"
+    mend = f"add Flower's mod to the device's app: ClientApp(mods=[{mod}])"
     if clipping.adaptive and adapter.NORM_BIT not in metrics:
         return _refused("clipping", f"the reply has no metric {adapter.NORM_BIT!r}; {mend}")
     if arrays.keys() != clipping.arrays.keys():
-        return _refused("names", "a reply that is clipped holds the arrays that were sent")
+        return _refused("names", "a clipped reply must have the arrays that were sent")
+    # In float64: a sum of many float32 squares would itself lose more than the tolerance.
     changed = rounding = 0.0
     for name, sent in clipping.arrays.items():
         before, after = sent.astype(np.float64), arrays[name].astype(np.float64)
@@ -109,12 +111,15 @@ def _unclipped(
     return _refused(
         "clipping",
         f"the reply changes the arrays by {norm:.4g} (L2 norm), the strategy clips at "
-        f"{clipping.norm:.4g}: without clipping its guarantee of privacy is void; {mend}",
+        f"{clipping.norm:.4g}: without clipping its privacy guarantee does not hold; {mend}",
     )
 
 
 def common(all_metrics: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the finite metrics that every reply has: one odd reply must not spoil the rest."""
+    """Return the names of the finite metrics that every reply has.
+
+    Flower's aggregation fails if replies differ in their metrics, so others are left out.
+    """
     named = [set(numbers(metrics)) for metrics in all_metrics]
     return sorted(set.intersection(*named)) if named else []
 
@@ -131,14 +136,14 @@ def numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
 def _unfit(arrays: Mapping[str, Array] | None, like: Like) -> dict[str, Any] | None:
     """Return why these arrays do not match those that were sent, or None."""
     if arrays is None or arrays.keys() != like.keys():
-        return _refused("names", "a reply to train holds the arrays that were sent")
+        return _refused("names", "a reply to train must have the arrays that were sent")
     for name, (_, shape) in like.items():
         array = arrays[name]
         if (array.shape, array.dtype.kind) != (shape, "f"):
             actual = f"{array.dtype}{array.shape}"
-            return _refused("shape", f"{name!r} is float{shape} here, replied is {actual}")
+            return _refused("shape", f"{name!r} is float{shape}, but {actual} in the reply")
         if not np.isfinite(array).all():
-            return _refused("nonfinite", f"{name!r} holds numbers that are not finite")
+            return _refused("nonfinite", f"{name!r} has NaN or infinity")
     return None
 
 

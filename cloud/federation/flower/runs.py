@@ -1,4 +1,4 @@
-"""Runs whose rounds a Flower strategy decides: their processes, and the questions to them.
+"""Runs whose rounds are decided by a Flower strategy: their processes and the orders to them.
 
 The rules of runs stay as they are (`core.rules`): they open a round with the devices that are
 present, the strategy narrows it to those that it asks (`Asked`), devices work as in any run, and
@@ -67,11 +67,11 @@ logger = logging.getLogger(__name__)
 
 LIMITS: Final = StrategyLimits()
 LAST_S: Final = 10.0
-"""For a strategy to take in the last evaluation when its run is done."""
+"""Time for a strategy to receive the last evaluation when its run is done."""
 OVER: Final = (1, math.nan)
 """Result of checking a reply whose round is over."""
 TRIES: Final = 3
-"""Processes in a row that may die at one turn."""
+"""Number of processes in a row that may die in one turn."""
 
 Put = Callable[[str, MakeEvent], Awaitable[RunProjection]]
 """Apply an event to a run; return the projection after its commit."""
@@ -79,7 +79,7 @@ Put = Callable[[str, MakeEvent], Awaitable[RunProjection]]
 
 @dataclass(slots=True)
 class _Run:
-    """A run's process. turn: that it was given and whose replies it waits for."""
+    """A run's process. turn: the turn whose replies it waits for. asked: the newest `Asked`."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     process: StrategyProcess | None = None
@@ -118,7 +118,7 @@ class FlowerRuns:
     async def check(self, spec: pb.Spec, live: int) -> None:
         """Raise unless the spec's strategy can be made here. live: runs that have one already."""
         if live >= self._limits.runs:
-            raise Conflict(f"{live} runs with a strategy go on here; wait for one, or stop it")
+            raise Conflict(f"{live} runs with a strategy are in progress; wait for one, or stop it")
         process = await StrategyProcess.start(self._folder, self._facts(spec), self._limits)
         await process.end()
 
@@ -131,7 +131,7 @@ class FlowerRuns:
         return with_defaults(spec)
 
     async def take_up(self, record: RunRecord) -> None:
-        """Learn whom a run's strategy asked, before an earlier cloud ended."""
+        """Load which devices a run's strategy had asked in an earlier process of the cloud."""
         self._of(record.id).asked = await self._db.read(lambda c: journal.last_asked(c, record.id))
 
     async def stop(self) -> None:
@@ -163,6 +163,8 @@ class FlowerRuns:
         }
         try:
             async with ours.lock:
+                # Again after waiting for the lock: the round may have closed, and its reply is not
+                # needed.
                 at_hand = run.projection.state.round
                 if at_hand is None or turn_of(at_hand) != turn:
                     return OVER  # its event will find that the round is over
@@ -197,6 +199,7 @@ class FlowerRuns:
             answer = await self._persistently(
                 run, lambda: self._reduced(run, record, projection, replies)
             )
+            # Within the lock: the files are in the folder of the process, which `_end` removes.
             state, memory = await asyncio.to_thread(self._kept, record, answer)
         await claim(self._db, self._blobs, {state, memory})
 
@@ -212,7 +215,7 @@ class FlowerRuns:
         for lease in order.leases:
             score = members[lease.device].score
             if lease.update is not None:
-                replies[lease.device] = {}  # it has read the reply when it came; the file is gone
+                replies[lease.device] = {}  # it read the reply on arrival; the file may be removed
             elif score is not None and score.round == order.number:
                 facts = {"samples": score.samples, "before": score.before, "after": score.after}
                 replies[lease.device] = facts
@@ -236,7 +239,7 @@ class FlowerRuns:
     def settled(
         self, old: RunRecord, new: RunRecord, before: RunProjection, after: RunProjection
     ) -> None:
-        """See `live.Worker`: begins the turn of a round that was opened."""
+        """See `live.Worker`: starts the turn of a round that was opened."""
         self._results.settled(old, new, before, after)
         self.look(new, after)
 
@@ -265,7 +268,7 @@ class FlowerRuns:
                 after = await self._put(record.id, lambda _, at_s: make(at_s))
             except Unavailable as error:  # the database, or the cloud is stopping and ends this
                 facts = {"run_id": record.id, "reason": str(error)}
-                logger.info("strategy not heard", extra=facts)
+                logger.info("strategy's answer not committed", extra=facts)
                 await asyncio.sleep(RETRY_S)
             except NotFound:  # the run is over and forgotten
                 return
@@ -277,7 +280,7 @@ class FlowerRuns:
     async def _turn(
         self, run: _Run, record: RunRecord, projection: RunProjection, at_hand: Round
     ) -> Callable[[float], Asked | Failed | Stopped]:
-        """The event that a turn of the strategy comes to."""
+        """Return the event in which a turn of the strategy results."""
         turn = turn_of(at_hand)
         devices = {x.device: x.id for x in at_hand.leases if x.outcome is Outcome.OPEN}
         try:
@@ -290,7 +293,7 @@ class FlowerRuns:
             reason = f"the strategy cannot go on: {error}"
             return lambda at_s: Failed(at_s=at_s, reason=reason)
         except TriplaneError as error:
-            why = f"{error}; resume it when that is mended"
+            why = f"{error}; resume the run when that is fixed"
             return lambda at_s: Stopped(at_s=at_s, reason=why)
         except Exception as error:
             logger.exception("strategy not asked", extra={"run_id": record.id})
@@ -302,16 +305,16 @@ class FlowerRuns:
     async def _asked(
         self, record: RunRecord, turn: Turn, answer: Mapping[str, Any], devices: Mapping[str, str]
     ) -> Callable[[float], Asked]:
-        """The event of an answer. InvalidInput: too few devices, or others than were offered."""
+        """Return the event of an answer. InvalidInput: too few devices, or unknown ones."""
         number, evaluates, attempt = turn
         files = {str(k): str(v) for k, v in sorted(answer["asked"].items())}
         quorum = journal.plan_of(record.spec).quorum
         if not files.keys() <= devices.keys():
-            raise InvalidInput("the strategy asks devices that are not of its round")
+            raise InvalidInput("the strategy asks devices that are not in its round")
         if not evaluates and len(files) < min(quorum, len(devices)):
             raise InvalidInput(
                 f"the strategy asks {len(files)} of {len(devices)} devices, a round needs "
-                f"{quorum} updates; begin it with a smaller --quorum"
+                f"{quorum} updates; start the run with a smaller --quorum"
             )
         messages = await asyncio.to_thread(self._sent, files)
         await claim(self._db, self._blobs, {bytes.fromhex(x) for x in messages.values() if x})
@@ -320,7 +323,7 @@ class FlowerRuns:
         )
 
     def _sent(self, files: Mapping[str, str]) -> dict[str, str]:
-        """Blobs of messages by device; "" where the plan says all."""
+        """Return the blobs of messages by device; "" for a device that follows its plan."""
         return {
             device: self._blobs.put_file(Path(path)).hex() if path else ""
             for device, path in files.items()
@@ -370,7 +373,7 @@ class FlowerRuns:
     async def _persistently(
         self, run: _Run, work: Callable[[], Awaitable[dict[str, Any]]]
     ) -> dict[str, Any]:
-        """Do `work`, again with another process if one died. Other errors end the process, too."""
+        """Do `work`; repeat it with a new process if one died. Other errors end the process."""
         for tries in range(TRIES, 0, -1):
             try:
                 return await work()
@@ -472,6 +475,7 @@ class FlowerRuns:
             await self._end(run)
 
     async def _end(self, run: _Run) -> None:
+        # Taken out before the await, so that two callers do not end the same process.
         process, run.process, run.turn = run.process, None, None
         if process is not None:
             await process.end()

@@ -1,4 +1,4 @@
-"""Validation of a run with a Flower strategy, without flwr: the cloud's process never imports it.
+"""Validation of runs with a Flower strategy, without flwr: the cloud's process never imports it.
 
 A strategy is one that Flower ships, by Flower's name, or one that the operator put into the cloud's
 folder of strategies: code never travels. Its file is pinned by SHA-256 when the run begins.
@@ -36,7 +36,7 @@ _BY_RUN: Final = (
     "strategy", "min_train_nodes", "min_evaluate_nodes", "min_available_nodes", "weighted_by_key",
     "arrayrecord_key", "configrecord_key",
 )  # fmt: skip
-"""Arguments of Flower's strategies that --devices and --quorum set, or the wire."""
+"""Arguments of Flower's strategies that --devices, --quorum or the protocol determine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,17 +84,17 @@ SHIPPED: Final[Mapping[str, Shipped]] = {
 def fill_flower(spec: pb.Spec, folder: Path) -> None:
     """Check a spec's strategy and fill in what follows. InvalidInput, NotFound, Conflict.
 
-    folder: of the operator's strategies.
+    folder: the folder of the operator's strategies.
     """
     flower = spec.flower
     flower.version = installed_version()
     if spec.hyperparameters.server_lr:
         raise InvalidInput(
-            f"server_lr is of our own optimizers, {flower.strategy[:MAX_NAME_CHARS]!r} has one of "
+            f"server_lr applies to our own optimizers, {flower.strategy[:MAX_NAME_CHARS]!r} has "
             "its own; give it as an option of the strategy (--option eta=0.01)"
         )
     if flower.app and spec.compression:
-        raise InvalidInput("a ClientApp's reply is not compressed; leave compression or the app")
+        raise InvalidInput("a ClientApp's reply is not compressed; drop --compression or --app")
     row = shipped_row(flower.strategy)
     if row is None:
         file, attribute = strategy_file(flower.strategy, folder)
@@ -128,7 +128,8 @@ def shipped_row(name: str) -> Shipped | None:
 
 
 def strategy_file(name: str, folder: Path) -> tuple[Path, str]:
-    """(the file, its attribute) of an operator's strategy. InvalidInput, NotFound, Conflict."""
+    """Return file and attribute of an operator's strategy. InvalidInput, NotFound, Conflict."""
+    # Identifiers only, so that no name leads out of the folder.
     match = _FILE.fullmatch(name[:MAX_NAME_CHARS])
     if match is None:
         raise InvalidInput(
@@ -148,12 +149,12 @@ def strategy_file(name: str, folder: Path) -> tuple[Path, str]:
 
 
 def digest_of(path: Path) -> bytes:
-    """SHA-256 of a strategy's file."""
+    """Return the SHA-256 of a strategy's file."""
     return hashlib.sha256(path.read_bytes()).digest()
 
 
 def names() -> list[str]:
-    """Strategies of Flower that can run here."""
+    """Return the names of Flower's strategies that can run here."""
     return [row.name for row in SHIPPED.values() if not row.why_not]
 
 
@@ -171,6 +172,7 @@ def options_of(flower: pb.Flower) -> dict[str, Any]:
 
 def _plain(option: pb.Option) -> Any:
     try:
+        # A tuple stands for "not a plain value", because None is a valid one.
         value = json.loads(option.json) if len(option.json) <= MAX_OPTION_CHARS else ()
     except ValueError:
         value = ()
@@ -189,7 +191,7 @@ def _check_shipped(row: Shipped, flower: pb.Flower) -> None:
         raise InvalidInput(f"{row.name} cannot run here: {row.why_not}")
     if row.app and not flower.app:
         raise InvalidInput(
-            f"{row.name} has devices clip what they send, which their plans do not; it needs "
+            f"{row.name} requires devices to clip their changes, which plans do not do; it needs "
             "devices that answer with a ClientApp (--app) and its mod"
         )
     if taken := sorted(options_of(flower).keys() & set(_BY_RUN)):
@@ -197,10 +199,11 @@ def _check_shipped(row: Shipped, flower: pb.Flower) -> None:
 
 
 def _check_owner(path: Path, facts: os.stat_result) -> None:
-    """Refuse a file that others than the cloud's owner can change."""
+    """Refuse a file that users other than the cloud's own can change."""
     if not stat.S_ISREG(facts.st_mode) or facts.st_size > MAX_STRATEGY_BYTES:
-        raise InvalidInput(f"{path} is a plain file of at most {MAX_STRATEGY_BYTES} bytes")
+        raise InvalidInput(f"{path} must be a plain file of at most {MAX_STRATEGY_BYTES} bytes")
+    # As sshd does: a user who can write this file can run code as the cloud's user.
     if facts.st_uid not in {os.geteuid(), 0} or facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise Conflict(
-            f"others than the cloud's user may write {path}; chown it, and: chmod go-w {path}"
+            f"users other than the cloud's may write {path}; chown it, and: chmod go-w {path}"
         )

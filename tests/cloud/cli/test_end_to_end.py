@@ -202,4 +202,4 @@ def test_a_taken_port_is_said_in_our_words_only(tmp_path):
         )  # fmt: skip
     assert done.returncode == 4
     (line,) = done.stderr.splitlines()
-    assert line.startswith(f"triplane: cannot listen on 127.0.0.1:{port}: the port is taken")
+    assert line.startswith(f"triplane: cannot listen on 127.0.0.1:{port}: the port is in use")

@@ -55,7 +55,7 @@ def test_what_people_signed_is_renewed_after_a_warning(people, place, capsys):
     day = f"{moment(shown(place)['release']['expires_s']):%Y-%m-%d}"
     status = said(capsys, "cloud", "status")
     for role in ("targets", "release"):
-        assert f"what people signed for {role} ends on {day}" in status
+        assert f"the signatures of people for {role} expire on {day}" in status
         assert f"triplane cloud keys renew --role {role}" in status
     assert "for root" not in status
     done = answer("cloud", "keys", "renew", "--keys", place / "keys")

@@ -116,7 +116,7 @@ def test_a_change_in_the_cloud_shows_without_a_reload(page, fleet):
 
 def test_what_is_due_stands_above_everything_and_goes_when_it_is_done(page, fleet):
     assert text(page, "#due") == ""
-    fleet.held_due = ["what people signed for root ends on 2031-01-30; <b>renew</b>"]
+    fleet.held_due = ["the signatures of people for root expire on 2031-01-30; <b>renew</b>"]
     until(page, "return document.querySelectorAll('#due li').length === 1")
     assert text(page, "#due") == fleet.held_due[0]
     fleet.held_due = []

@@ -492,10 +492,10 @@ def test_a_cloud_that_starts_on_a_full_disk_serves_reads_and_its_run_goes_on_lat
             listed = (await cloud.federation.runs())[0]
             version = await cloud.registry.version("tiny@1")
             with pytest.raises(
-                Unavailable, match=r"has not taken up run .* make room on the cloud's disk"
+                Unavailable, match=r"has not resumed run .* make room on the cloud's disk"
             ):
                 await cloud.federation.halt(run_id, reason="", by="operator")
-            with pytest.raises(Unavailable, match="has not taken up run"):
+            with pytest.raises(Unavailable, match="has not resumed run"):
                 cloud.federation.devices.greeting(
                     "ann"
                 )  # nor is a device told that its leases are over

@@ -237,7 +237,7 @@ def gone(pid):
         (DIE, "signal 9"),
         ("import sys; sys.exit('out of luck')", "status 1: out of luck"),
         ("print('x' * (1 << 20))", "more than 65536 bytes"),
-        ("", "status 0: it said nothing"),
+        ("", "status 0: it printed nothing"),
         ("print('no document')", "no valid answer"),
         ('print("[1]")', "no valid answer"),
         ("print('{}')", "no valid answer"),

@@ -12,13 +12,13 @@ def test_nothing_is_due_thirty_days_before_the_end():
 
 def test_an_offline_role_is_named_with_its_day_and_the_way_out():
     (told,) = due(FINE | {"root": WARN_S - 1}, 0.0)
-    assert "what people signed for root ends on 1970-01-30" in told
+    assert "the signatures of people for root expire on 1970-01-30" in told
     assert "triplane cloud keys renew --role root --keys DIR" in told
 
 
 def test_an_ended_role_says_what_nodes_do():
     (told,) = due(FINE | {"release": 0.5}, 0.9)
-    assert "ended on 1970-01-01: nodes take nothing new" in told
+    assert "expired on 1970-01-01: nodes refuse updates" in told
 
 
 def test_an_online_role_is_the_clouds_to_sign_and_named_only_when_it_did_not():

@@ -233,7 +233,7 @@ def test_other_measured_figures_are_no_difference(made, tmp_path):
 
 def test_a_bundle_of_another_name_or_model_is_refused(cloud, made, tmp_path):
     cloud.push(made[0], made[2])
-    with pytest.raises(Corrupt, match=r"the bundle says digits@2\+ort-x64, wanted is release/dig"):
+    with pytest.raises(Corrupt, match=r"the bundle says digits@2\+ort-x64, expected release/dig"):
         sign_release(cloud, "digits@1", "ort-x64", cloud.stage.offline)
     module, _, _ = nets.digits()
     module.meta["note"] = "another file"

@@ -99,7 +99,7 @@ def test_start_point_that_is_worse_than_what_serves_is_told_apart(start, renamed
     better = replace(found, current=found.adapted + 0.01)
     assert found.adapted > found.start
     assert not better.is_better
-    assert f"what serves has {better.current:.3f}" in str(better)
+    assert f"the serving version has {better.current:.3f}" in str(better)
 
 
 @pytest.mark.slow
@@ -240,7 +240,7 @@ def test_a_start_that_adaptation_makes_worse_serves_as_it_is(start, tmp_path):
     np.savez(tmp_path / "s.npz", x=digits.x, y=np.where(misled, 0, digits.y))
     found = adapted(start, tmp_path / "s.npz", tmp_path / "mine.bundle")
     assert found.start > found.adapted
-    assert str(found).endswith("nothing serves yet; kept is the start as it is")
+    assert str(found).endswith("nothing serves yet; this node keeps the start point as it is")
     kept = Bundle.load(tmp_path / "mine.bundle", expected_digest=found.digest)
     kept.check_goldens()
     first = Bundle.load(start)
@@ -251,14 +251,14 @@ def test_a_start_that_adaptation_makes_worse_serves_as_it_is(start, tmp_path):
     assert replace(found, current=found.start).is_better
     worse = replace(found, current=found.start + 0.01)
     assert not worse.is_better
-    assert str(worse).endswith("kept is what serves")
+    assert str(worse).endswith("this node keeps the version that serves")
 
 
 def test_comparison_reads_as_a_sentence():
     found = Compared(support=5, held_out=5, start=0.4, adapted=0.8, current=None, digest="")
     assert str(found) == (
-        "adapted to 5 own samples it has accuracy 0.800 (0.400 before) on 5 others; "
-        "nothing serves yet; kept is the adapted one"
+        "adapted to 5 samples of this node, it has accuracy 0.800 (0.400 before) on 5 others; "
+        "nothing serves yet; this node keeps the adapted version"
     )
 
 

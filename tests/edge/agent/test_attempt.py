@@ -76,7 +76,7 @@ def test_a_version_that_gets_through_goes_through_every_state(node):
         ({"version": 7}, "version 7 for 2"),
         ({"content_digest": "0" * 64}, "content_digest"),
         ({"latency_limit_s": 0.001, "latency_s": 0.5}, "500.00 ms here, the bundle allows 1.00"),
-        ({"memory_limit_bytes": 1, "grown_bytes": 1 << 40}, "the bundle says 1"),
+        ({"memory_limit_bytes": 1, "grown_bytes": 1 << 40}, "the bundle states 1"),
     ],
 )
 def test_a_trial_that_finds_something_else_fails_the_attempt(node, changes, reason):
@@ -267,7 +267,10 @@ def test_what_serves_stays_where_it_is_better_on_the_nodes_own_samples(node):
     made, told, incidents = attempt(node, trial=start_point, adaptation=comparing(0.8, 0.9, {}))
     assert made.run() is None
     assert told[-1].state == "KEPT"
-    assert "accuracy 0.800 (0.100 before) on 5 others; what serves has 0.900" in told[-1].reason
+    assert (
+        "accuracy 0.800 (0.100 before) on 5 others; the serving version has 0.900"
+        in told[-1].reason
+    )
     assert incidents == []
     still_serves_one(node)
     assert node.reconciler._context.journal.last[MODEL].ended

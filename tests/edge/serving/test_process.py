@@ -225,7 +225,7 @@ def test_a_taken_port_is_told_in_one_line_of_ours(bundle):
         )  # fmt: skip
     assert done.returncode == EXIT_CODES[Unavailable]
     assert done.stderr.startswith("triplane: "), done.stderr
-    assert f"127.0.0.1:{port} is taken" in done.stderr
+    assert f"127.0.0.1:{port} is in use" in done.stderr
     assert "add_port" not in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
@@ -406,7 +406,7 @@ def test_the_verb_imports_click_only_until_it_runs():
         (['{"bundles": ["a"], "model_threads": 1000000000}'], "1 to 1024"),
         (['{"bundles": ["a"], "model_threads": 1.5}'], "1 to 1024"),
         (['{"bundles": []}'], "at least one bundle"),
-        (['{"bundles": ["a"], "port": 70000}'], "port is 70000; 0 to 65535"),
+        (['{"bundles": ["a"], "port": 70000}'], "port is 70000; give 0 to 65535"),
         (['{"bundles": ["a"], "metrics_port": "x"}'], "metrics_port is 'x'"),
         (['{"bundles": ["a"], "log_level": "loud"}'], "one of debug"),
         (['{"bundles": ["a"], "drain_s": -1}'], "drain_s is -1"),

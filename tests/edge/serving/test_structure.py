@@ -86,7 +86,7 @@ def test_a_message_beyond_its_bound_is_refused():
 
 
 def test_no_protobuf_is_refused_as_such():
-    with pytest.raises(InvalidInput, match="no ModelInferRequest"):
+    with pytest.raises(InvalidInput, match="not a ModelInferRequest"):
         parse_infer(b"\xff" * 20, LIMITS)
 
 

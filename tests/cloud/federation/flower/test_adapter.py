@@ -190,7 +190,7 @@ def test_messages_pushed_are_pulled_by_their_ids():
 
 
 def test_bytes_that_are_no_message_are_refused():
-    with pytest.raises(InvalidInput, match="no Flower message"):
+    with pytest.raises(InvalidInput, match="not a Flower message"):
         answer(ClientApp(), b"\xff" * 40, context(11))
 
 

@@ -228,7 +228,7 @@ def test_every_strategy_goes_through_a_run_or_says_what_it_needs(row, tmp_path):
     wanted = OPTIONS if row.name.endswith("FixedClipping") else {"noise_multiplier": 0.1}
     order = order_of(tmp_path, row.name, options=wanted if row.wraps else {})
     if row.app:
-        with pytest.raises(InvalidInput, match="devices 'clipping_norm', which a plan does not"):
+        with pytest.raises(InvalidInput, match="setting 'clipping_norm', which a plan does not"):
             drive(order, Turns(tmp_path))
         return
     pipe = drive(order, Turns(tmp_path))

@@ -106,7 +106,7 @@ def test_it_has_nothing_of_the_clouds_but_its_pipe(tmp_path, monkeypatch):
         ("strategy = 3", InvalidInput, "mine.py needs 'strategy'"),
         ("def strategy():\n    return {}['eta']", InvalidInput, r"KeyError \(mine.py:2\): 'eta'"),
         ("import os\nos._exit(3)", ChildDied, "ended with status 3"),
-        ("x = bytearray(8 << 30)", Unavailable, "more memory than it may take"),
+        ("x = bytearray(8 << 30)", Unavailable, "more memory than its limit"),
     ],
 )
 def test_what_goes_wrong_in_it_is_told(tmp_path, text, family, why):
@@ -125,13 +125,13 @@ def test_one_that_never_answers_is_ended(tmp_path):
 def test_a_file_that_changed_is_not_run(tmp_path):
     order = of_file(tmp_path, "strategy = 3")
     (tmp_path / "mine.py").write_text("strategy = 4")
-    with pytest.raises(Conflict, match="is not what it was when the run began"):
+    with pytest.raises(Conflict, match="has changed since the run began"):
         begin(tmp_path, order)
 
 
 @pytest.mark.slow
 def test_options_that_a_strategy_has_not_are_refused(tmp_path):
-    with pytest.raises(InvalidInput, match=r"FedAdam is not made with the options .*'rate'"):
+    with pytest.raises(InvalidInput, match=r"FedAdam does not accept the options .*'rate'"):
         begin(tmp_path, order_of("FedAdam", options={"rate": 1}))
 
 

@@ -60,7 +60,7 @@ def test_an_operators_file_is_pinned_by_its_bytes(tmp_path):
         (spec("fedavg", given={"min_train_nodes": 3}), InvalidInput, "--devices and --quorum"),
         (spec("../mine"), InvalidInput, "NAME:ATTRIBUTE of NAME.py"),
         (spec("yours"), NotFound, "Flower ships Bulyan, .*; .* has mine, open"),
-        (spec("open"), Conflict, "others than the cloud's user may write"),
+        (spec("open"), Conflict, "users other than the cloud's may write"),
         (spec("fedavg", app=True, compression="int8"), InvalidInput, "is not compressed"),
         (spec("fedadam", hyperparameters=pb.Hyperparameters(server_lr=1)), InvalidInput, "eta"),
         (spec("fedadam", given={"eta": [1]}), InvalidInput, r"option eta is .* got '\[1\]'"),
