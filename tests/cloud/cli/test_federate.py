@@ -166,6 +166,25 @@ def test_a_zero_that_would_mean_the_default_is_refused_by_its_option(zero):
     assert f"Invalid value for '{zero}'" in found.output
 
 
+@pytest.mark.parametrize(
+    ("verb", "decay"),
+    [
+        (command.commands["run"], "0<x<1"),  # 0 in this field of the wire stands for the default
+        (simulate, "0<=x<1"),
+    ],
+    ids=["run", "simulate"],
+)
+def test_the_range_of_a_hyperparameter_is_that_of_its_row(verb, decay):
+    text = " ".join(CliRunner().invoke(verb, ["--help"]).output.split())
+    assert f"first moment on the cloud. [default: 0.9] [{decay}]" in text
+    assert "Steps of an adaptation. [default: 3] [1<=x<=10]" in text
+    assert "root of the second moment. [default: 0.001] [x>0]" in text
+    for option, value in (("--beta2", "1"), ("--inner-steps", "11"), ("--floor", "0")):
+        done = CliRunner().invoke(verb, ["tiny.tpm", option, value])
+        assert done.exit_code == 2
+        assert f"'{option}': {float(value):g}" in done.output.replace(".0 ", " ")
+
+
 def test_a_run_and_a_study_have_one_set_of_defaults():
     for name, row in ALGORITHMS.items():
         spec = with_defaults(pb.Spec(model="tiny", algorithm=name))
