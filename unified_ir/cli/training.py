@@ -6,7 +6,7 @@ A value with options is written NAME:KEY=VALUE,KEY=VALUE. Imports nothing heavy 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -65,7 +65,15 @@ SCHEDULES: Final[Mapping[str, ScheduleOption]] = {
 
 _COUNTS: Final = {"steps", "growth"}
 
-METRICS: Final = ("accuracy", "top5", "precision", "recall", "f1", "perplexity")
+METRICS: Final[Mapping[str, Callable[[Any], Any]]] = {
+    "accuracy": lambda ir: ir.nn.accuracy,
+    "top5": lambda ir: ir.train.TopK(5),
+    "precision": lambda ir: ir.train.Precision(),
+    "recall": lambda ir: ir.train.Recall(),
+    "f1": lambda ir: ir.train.F1(),
+    "perplexity": lambda ir: ir.train.Perplexity(),
+}
+"""Name of --metric -> the metric, from the package `unified_ir`, which is imported only then."""
 
 
 def optimizer(options: Mapping[str, Any], total: int) -> Optimizer:
@@ -159,17 +167,9 @@ def metrics(names: tuple[str, ...]) -> dict[str, Any] | None:
     """Return the metrics of --metric by name; None stands for those of the loss."""
     if not names:
         return None
-    from triplane.unified_ir import nn, train
+    from triplane import unified_ir
 
-    known = {
-        "accuracy": nn.accuracy,
-        "top5": train.TopK(5),
-        "precision": train.Precision(),
-        "recall": train.Recall(),
-        "f1": train.F1(),
-        "perplexity": train.Perplexity(),
-    }
-    return {name: known[name] for name in dict.fromkeys(names)}
+    return {name: METRICS[name](unified_ir) for name in dict.fromkeys(names)}
 
 
 def weights(text: str | None) -> list[float] | None:
