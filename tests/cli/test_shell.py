@@ -69,7 +69,9 @@ def test_version_is_the_installed_one():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("argv", [["--help"], ["train", "--help"], ["edge", "--help"]])
+@pytest.mark.parametrize(
+    "argv", [["--help"], ["train", "--help"], ["convert", "--help"], ["edge", "--help"]], ids=str
+)
 def test_help_imports_click_and_nothing_heavy(argv):
     program = f"""
 import sys

@@ -12,6 +12,7 @@ from tests.cloud.cli.verbs import MODULES, commands
 
 from triplane.edge.cli import edge
 from triplane.unified_ir.cli import shell
+from triplane.unified_ir.convert.targets import TARGETS
 
 LIGHT = (
     "import sys, {module}; print(sorted({{m.partition('.')[0] for m in sys.modules}} & {heavy}))"
@@ -121,3 +122,10 @@ def test_every_written_example_names_verbs_and_options_that_there_are(line):
 
 def test_no_example_pipes_a_server_which_would_hold_the_pipe_open():
     assert [line for line in written() if re.match(r"triplane (edge|cloud) up\b.* \| ", line)] == []
+
+
+@pytest.mark.parametrize("argv", [["registry", "push"], ["sign"]], ids=" ".join)
+def test_the_help_lists_every_target(argv, capsys):
+    assert shell.run([*argv, "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert all(f"{row.name} ({row.summary})" in text for row in TARGETS.values())
