@@ -216,7 +216,7 @@ def test_a_schedule_is_read_as_it_is_written(text: str, rates: dict[int, float])
 
 
 def test_a_metric_is_offered_by_its_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(training.METRICS, "top2", lambda ir: ir.train.TopK(2))
+    monkeypatch.setitem(training.METRICS, "top2", lambda _, train: train.TopK(2))
     assert training.metrics(("top2", "accuracy", "top2")) == {
         "top2": TopK(2), "accuracy": nn.accuracy,
     }  # fmt: skip

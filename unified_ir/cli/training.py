@@ -65,15 +65,15 @@ SCHEDULES: Final[Mapping[str, ScheduleOption]] = {
 
 _COUNTS: Final = {"steps", "growth"}
 
-METRICS: Final[Mapping[str, Callable[[Any], Any]]] = {
-    "accuracy": lambda ir: ir.nn.accuracy,
-    "top5": lambda ir: ir.train.TopK(5),
-    "precision": lambda ir: ir.train.Precision(),
-    "recall": lambda ir: ir.train.Recall(),
-    "f1": lambda ir: ir.train.F1(),
-    "perplexity": lambda ir: ir.train.Perplexity(),
+METRICS: Final[Mapping[str, Callable[[Any, Any], Any]]] = {
+    "accuracy": lambda nn, _: nn.accuracy,
+    "top5": lambda _, train: train.TopK(5),
+    "precision": lambda _, train: train.Precision(),
+    "recall": lambda _, train: train.Recall(),
+    "f1": lambda _, train: train.F1(),
+    "perplexity": lambda _, train: train.Perplexity(),
 }
-"""Name of --metric -> the metric, from the package `unified_ir`, which is imported only then."""
+"""Name of --metric -> the metric, of the packages `nn` and `train`, imported when one is named."""
 
 
 def optimizer(options: Mapping[str, Any], total: int) -> Optimizer:
@@ -167,9 +167,9 @@ def metrics(names: tuple[str, ...]) -> dict[str, Any] | None:
     """Return the metrics of --metric by name; None stands for those of the loss."""
     if not names:
         return None
-    from triplane import unified_ir
+    from triplane.unified_ir import nn, train
 
-    return {name: METRICS[name](unified_ir) for name in dict.fromkeys(names)}
+    return {name: METRICS[name](nn, train) for name in dict.fromkeys(names)}
 
 
 def weights(text: str | None) -> list[float] | None:
