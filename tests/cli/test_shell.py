@@ -269,7 +269,7 @@ def test_verbs_without_a_rank_are_listed_after_the_others(monkeypatch):
     more = {name: EntryPoint(name, "json:dumps", shell.VERB_GROUP) for name in ("zip", "also")}
     every = {**more, **shell._entry_points()}
     monkeypatch.setattr(shell, "_entry_points", lambda: every)
-    listed = shell.triplane.list_commands(None)
+    listed = shell.triplane.list_commands(click.Context(shell.triplane))
     assert listed[len(ranked) :] == sorted(every.keys() - ranked)
 
 
