@@ -92,7 +92,7 @@ UP_EXAMPLE = """
 \b
 Examples:
   triplane edge up
-  triplane edge up --json | head -1        the addresses for calls, for scripts
+  triplane edge up --json > ready.json &        for scripts: one line, once calls are answered
 \b
 The cloud decides what the node serves (triplane deploy). To see it here: triplane edge status
 """

@@ -44,7 +44,7 @@ every node must be enrolled again, so keep two copies.
 UP_EPILOG = """\b
 Examples:
   triplane cloud up
-  triplane cloud up --json | head -1          print the chosen ports, for scripts
+  triplane cloud up --json > ready.json &       for scripts: one line, with the chosen ports
 
 \b
 The cloud listens on three ports: the main one (mutual TLS), one where machines exchange a token for

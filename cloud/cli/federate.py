@@ -60,7 +60,6 @@ _SAMPLING: Final = ("steps", "batch_size", "support", "query")
 
 
 COUNT: Final = click.IntRange(1, MAX_COUNT)
-RATE: Final = click.FloatRange(min=0, min_open=True)
 SHARE: Final = click.FloatRange(0, 1, min_open=True)
 
 
@@ -104,9 +103,7 @@ def command() -> None:
 command.add_command(simulate)
 
 
-@command.command(
-    "run", epilog=EPILOG, cls=AlgorithmCommand, rate=RATE, count=COUNT,
-)  # fmt: skip
+@command.command("run", epilog=EPILOG, cls=AlgorithmCommand, zero_is_unset=True)
 @click.argument("model", metavar="MODEL[@VERSION|@ALIAS]")
 @click.option(
     "--population", default="", metavar="NAME",

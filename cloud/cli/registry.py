@@ -17,6 +17,7 @@ from triplane.cloud.cli.connection import (
 )
 from triplane.cloud.cli.options import DURATION, MAX_COUNT, example
 from triplane.unified_ir.cli.shell import json_option, open_output
+from triplane.unified_ir.cli.targets import ROWS, TargetOption
 
 PUSH_EPILOG = """\b
 Examples:
@@ -73,8 +74,8 @@ def command() -> None:
 )
 @click.option("--note", default="", metavar="TEXT", help="Comment on this version.")
 @click.option(
-    "--target", "targets", multiple=True, metavar="NAME",
-    help="Make the bundle for this kind of machine now (ort-x64, ort-arm64), and wait; repeatable.",
+    "--target", "targets", cls=TargetOption, multiple=True, metavar="NAME",
+    help=f"Make the bundle for this kind of machine now, and wait; repeatable. One of {ROWS}.",
 )  # fmt: skip
 @calls_cloud
 def push(cloud: Calls, **options: Any) -> Answer:

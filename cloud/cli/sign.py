@@ -9,6 +9,7 @@ import click
 
 from triplane.cloud.cli.connection import Answer, Calls, calls_cloud
 from triplane.cloud.cli.options import DIGEST, keys_option
+from triplane.unified_ir.cli.targets import ROWS, TargetOption
 
 EPILOG = """\b
 Example, on a machine other than the cloud's, with the offline folder plugged in:
@@ -32,8 +33,8 @@ there are enough.
 @click.command("sign", epilog=EPILOG)
 @click.argument("reference", metavar="MODEL[@VERSION|@ALIAS]")
 @click.option(
-    "--target", default="ort-x64", show_default=True, metavar="NAME",
-    help="Target of the bundle, the kind of machine: ort-x64 or ort-arm64.",
+    "--target", cls=TargetOption, default="ort-x64", show_default=True, metavar="NAME",
+    help=f"Target of the bundle, the kind of machine: {ROWS}.",
 )  # fmt: skip
 @keys_option()
 @click.option(

@@ -149,7 +149,7 @@ class Jobs:
 
 
 def _order(do: str, files: Files, job: Path) -> dict[str, Any]:
-    """Return the order; its files are links under names that messages may show."""
+    """Return the order; its files are links in the child's folder, whose names messages show."""
     recipe = files.recipe
     return {
         "do": do,
@@ -168,7 +168,7 @@ def _named(link: Path, file: Path | None) -> str | None:
         return None
     # A link instead of a copy: the child only reads, and messages show this name, not a digest.
     link.symlink_to(file.absolute())
-    return str(link)
+    return link.name
 
 
 def _made(done: Mapping[str, Any], path: Path, report: Path) -> Made:

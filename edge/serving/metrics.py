@@ -50,17 +50,18 @@ CALLS: Final = "triplane_inference_calls"
 LANE_CALLS: Final = "triplane_lane_calls"
 # fmt: off
 HISTOGRAMS: Final = (
-    MetricRow("triplane_inference_seconds", "Call, arrival to encoded answer.",
+    MetricRow("triplane_inference_seconds", "From the arrival of the whole request to the answer.",
               lambda v: v.statistics.call_seconds),
-    MetricRow("triplane_inference_queue_seconds", "Wait for thread and batch.",
+    MetricRow("triplane_inference_queue_seconds", "Wait for a turn and for a run.",
               lambda v: v.statistics.queue_seconds),
     MetricRow("triplane_inference_batch_rows", "Rows in one run of the model.",
               lambda v: v.statistics.batch_rows),
 )
 GAUGES: Final = (
-    MetricRow("triplane_inference_in_flight", "Calls inside this version.", lambda v: v.calls),
-    MetricRow("triplane_model_load_seconds", "Check, probe and warm-up.", lambda v: v.load_s),
-    MetricRow("triplane_model_merged_rows", "Rows that requests are merged up to, 0 for never.",
+    MetricRow("triplane_inference_in_flight", "Calls in this version now.", lambda v: v.calls),
+    MetricRow("triplane_model_load_seconds", "Duration of loading: check, probe, warm-up.",
+              lambda v: v.load_s),
+    MetricRow("triplane_model_merged_rows", "Rows up to which requests are merged, 0 for never.",
               lambda v: v.runner.merged_rows),
 )
 # fmt: on

@@ -11,6 +11,7 @@ import pytest
 from tests.quantize import nets
 
 from triplane.unified_ir.cli.shell import run
+from triplane.unified_ir.convert.targets import TARGETS
 from triplane.unified_ir.runtime import Bundle, Plan
 
 
@@ -109,6 +110,12 @@ def test_help_teaches_with_examples(capsys):
     text = capsys.readouterr().out
     assert "--quantize int8 --calibrate samples.npz" in text
     assert "first line says so" in text
+
+
+def test_the_help_lists_every_target(capsys):
+    assert run(["convert", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert all(f"{row.name} ({row.summary})" in text for row in TARGETS.values())
 
 
 def test_the_module_imports_only_click():

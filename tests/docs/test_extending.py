@@ -57,7 +57,10 @@ def lines_of(text, where, name):
 
 
 def add(path, where, name, code):
+    """Who has followed the page in this repository has the code already."""
     text = path.read_text() if path.exists() else ""
+    if code.strip() in text:
+        return
     lines = text.splitlines(keepends=True)
     begin, end = lines_of(text, where, name) if where else (len(lines), len(lines))
     path.write_text("".join([*lines[:begin], code, *lines[end:]]))

@@ -2,13 +2,23 @@
 
 import tracemalloc
 import zipfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from triplane.device import samples as device_samples
+from triplane.edge.agent import adapting, trial
 from triplane.proto.errors import Corrupt, InvalidInput, NotFound
-from triplane.unified_ir.files.npz import opened_npz
+from triplane.unified_ir.convert import samples as convert_samples
+from triplane.unified_ir.files import bounded
+from triplane.unified_ir.files.npz import (
+    MAX_DIRECTORY_BYTES,
+    MAX_ITEM_BYTES,
+    MAX_TOTAL_BYTES,
+    opened_npz,
+)
 
 
 def test_arrays_come_as_they_were_stored(tmp_path):
@@ -67,3 +77,22 @@ def test_reading_takes_hardly_more_memory_than_the_array(tmp_path, kind):
         tracemalloc.stop()
     assert x.nbytes < peak < x.nbytes + (8 << 20)
     assert x.flags.writeable
+
+
+def test_the_page_states_the_limits():
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    assert f"elements of more than {MAX_ITEM_BYTES} bytes" in page
+    assert f"takes more than {MAX_DIRECTORY_BYTES >> 10} KiB" in page
+    sizes = {
+        "federate simulate --data`": (bounded.MAX_FILE_BYTES, MAX_TOTAL_BYTES),
+        "`registry push`": (bounded.MAX_FILE_BYTES, convert_samples.MAX_SAMPLES_BYTES),
+        "samples of a device": (device_samples.MAX_SHARD_BYTES, device_samples.MAX_SHARD_BYTES),
+        "golden samples of a policy": (trial.MAX_NPZ_BYTES, MAX_TOTAL_BYTES),
+    }
+    assert trial.MAX_NPZ_BYTES == adapting.MAX_SAMPLES_BYTES
+    for row, (file_bytes, total_bytes) in sizes.items():
+        assert f"{row} | {readable(file_bytes)} | {readable(total_bytes)} |" in page
+
+
+def readable(n_bytes):
+    return f"{n_bytes >> 30} GiB" if n_bytes >= 1 << 30 else f"{n_bytes >> 20} MiB"

@@ -10,6 +10,8 @@ from triplane.unified_ir.ir import Module, StateTensor, TensorSpec
 from triplane.unified_ir.quantize import artifact, freeze
 
 IMAGE = TensorSpec(("N", 1, 8, 8))
+BIT_DB = 6.0
+"""Signal to noise that one bit of a weight is worth."""
 
 
 def module_of(cell, *specs, result="logits", meta=None):

@@ -2,6 +2,7 @@
 
 import tempfile
 import warnings
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ from triplane.unified_ir import nn, ops
 from triplane.unified_ir.convert.fold import fold
 from triplane.unified_ir.convert.residency import product_nodes, residency
 from triplane.unified_ir.ir import TensorSpec
+from triplane.unified_ir.ir.types import int8, uint8
 from triplane.unified_ir.onnx import OnnxTarget
 from triplane.unified_ir.ops.evaluate import run_function
 from triplane.unified_ir.ops.rows.movement.shapes import flatten_row
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.quantize import (
     IN_PARTS,
+    SCHEMES,
     Range,
     artifact,
     expanded,
@@ -35,6 +38,10 @@ from triplane.unified_ir.quantize import (
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import onnxruntime.quantization as oracle
+
+
+name_of = attrgetter("name")
+every_scheme = pytest.mark.parametrize("row", SCHEMES.values(), ids=name_of)
 
 
 def quantized(module, x, name="u8s8"):
@@ -71,31 +78,32 @@ def test_the_skip_connection_and_the_average_run_in_int8_too():
 
 
 @pytest.mark.parametrize("make", [nets.lenet, nets.residual])
-@pytest.mark.parametrize(("name", "least"), [("u8s8", 28), ("s8s8", 28), ("u8s7", 22)])
-def test_rounding_leaves_the_answer(make, name, least):
+@every_scheme
+def test_rounding_leaves_the_answer(make, row):
     x = nets.images()
-    plain, made = quantized(make(), x, name)
+    plain, made = quantized(make(), x, row.name)
     y, q = (artifact(f).session().run({"x": x})["logits"] for f in (plain, made))
-    assert decibel(y, q) > least
+    assert decibel(y, q) > 28 - nets.BIT_DB * (8 - row.weight_bits)
 
 
-@pytest.mark.parametrize(("name", "activation"), [("u8s8", np.uint8), ("s8s8", np.int8)])
-def test_activations_and_weights_are_stored_as_the_scheme_says(name, activation):
-    _, made = quantized(nets.lenet(), nets.images(), name)
+@every_scheme
+def test_activations_and_weights_are_stored_as_the_scheme_says(row):
+    _, made = quantized(nets.lenet(), nets.images(), row.name)
     zeros = {
         node.inputs[2].type.dtype.numpy
         for node in made.function.nodes
         if node.op.name == "QuantizeLinear"
     }
-    assert zeros == {np.dtype(activation)}
-    assert {a.dtype.name for a in made.weights.values()} == {"int8", "int32"}
+    assert zeros == {np.dtype(row.activation.numpy)}
+    kinds_of_weights = {a.dtype for a in made.weights.values()}
+    assert kinds_of_weights == {np.dtype(row.weight.numpy), np.dtype(np.int32)}
     assert made.weights["fc1.weight.int8"].shape == (32, 64)
 
 
-@pytest.mark.parametrize("name", ["u8s8", "s8s8"])
-def test_the_fused_kernels_mean_what_the_reference_says(name):
+@every_scheme
+def test_the_fused_kernels_mean_what_the_reference_says(row):
     x = nets.images(8)
-    _, made = quantized(nets.lenet(), x, name)
+    _, made = quantized(nets.lenet(), x, row.name)
     args = [made.weights.get(p.name, x) for p in made.function.params]
     (expected,) = run_function(TABLE, made.function, args)
     assert decibel(expected, artifact(made).session().run({"x": x})["logits"]) > 45
@@ -155,19 +163,21 @@ def scales_of(model):
     return activations, weights
 
 
-@pytest.mark.parametrize("name", ["u8s8", "s8s8"])
-def test_scales_and_weights_are_those_onnxruntime_quantizes_to(name, tmp_path):
+@pytest.mark.parametrize(
+    "row", [row for row in SCHEMES.values() if row.weight_bits in {7, 8}], ids=name_of
+)
+def test_scales_and_weights_are_those_onnxruntime_quantizes_to(row, tmp_path):
     x = nets.images()
     module = nets.module_of(nets.shaken(Plain()), nets.IMAGE)
-    plain, made = quantized(module, x, name)
+    plain, made = quantized(module, x, row.name)
     source, target = tmp_path / "float.onnx", tmp_path / "int8.onnx"
     source.write_bytes(inline_weights(artifact(plain)))
-    types = {"u8s8": oracle.QuantType.QUInt8, "s8s8": oracle.QuantType.QInt8}
+    types = {uint8: oracle.QuantType.QUInt8, int8: oracle.QuantType.QInt8}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         oracle.quantize_static(
-            source, target, Feeds(x), per_channel=True, activation_type=types[name],
-            weight_type=oracle.QuantType.QInt8,
+            source, target, Feeds(x), per_channel=True, activation_type=types[row.activation],
+            weight_type=types[row.weight], reduce_range=row.weight_bits == 7,
         )  # fmt: skip
     ours, our_weights = scales_of(onnx.load_from_string(inline_weights(artifact(made))))
     theirs, their_weights = scales_of(onnx.load(target))

@@ -14,6 +14,7 @@ from triplane.unified_ir.ir import TensorSpec
 from triplane.unified_ir.onnx import DYNAMIC_LSTM, OnnxTarget
 from triplane.unified_ir.ops.rows.recurrence.recurrent import lstm
 from triplane.unified_ir.quantize import (
+    SCHEMES,
     artifact,
     find_sites,
     freeze,
@@ -146,9 +147,9 @@ def test_the_state_after_a_sequence_of_no_steps_is_the_first_one_in_int8_too():
     compared(Layer(), lens=np.array([STEPS, 0, 2], np.int32), **states(1))
 
 
-@pytest.mark.parametrize("name", ["u8s8", "s8s8", "u8s7"])
-def test_every_scheme_keeps_the_answer(name):
-    compared(Layer(), name, 28.0)
+@pytest.mark.parametrize("row", SCHEMES.values(), ids=lambda row: row.name)
+def test_every_scheme_keeps_the_answer(row):
+    compared(Layer(), row.name, 34.0 - nets.BIT_DB * (8 - row.weight_bits))
 
 
 @pytest.mark.parametrize("direction", ["forward", "bidirectional"])

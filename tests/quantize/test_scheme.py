@@ -9,10 +9,13 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from triplane.proto.errors import InvalidInput, NotFound
+from triplane.unified_ir.ir.types import int8
 from triplane.unified_ir.quantize.scheme import (
     INT32_MAX,
+    NARROW,
     SCHEMES,
     Range,
+    Scheme,
     activation_quantizer,
     quantize_weight,
     scheme,
@@ -59,9 +62,8 @@ def test_values_outside_saturate(range_, row):
     assert rounded(-far, quantizer, row) == pytest.approx(low)
 
 
-@given(ends, st.sampled_from(["u8s8", "s8s8"]))
-def test_scale_and_zero_point_are_those_of_onnxruntime(range_, name):
-    row = scheme(name)
+@given(ends, rows)
+def test_scale_and_zero_point_are_those_of_onnxruntime(range_, row):
     low, high = (np.array(end, np.float32) for end in range_)
     q_min, q_max = (np.array(q, row.activation.numpy) for q in row.grid)
     zero, scale = compute_scale_zp(low, high, q_min, q_max)
@@ -124,6 +126,12 @@ def test_weights_that_are_no_numbers_are_refused(bad):
         Range(0.0, bad)
 
 
+def test_the_limit_of_a_weight_says_its_bits():
+    bits = {name: scheme(name).weight_bits for name in ("u8s8", "u8s7", "s8s8")}
+    assert bits == {"u8s8": 8, "u8s7": 7, "s8s8": 8}
+    assert Scheme("s8s7", int8, int8, NARROW).weight_bits == 7
+
+
 def test_an_unknown_scheme_names_those_that_exist():
-    with pytest.raises(NotFound, match="u8s8, u8s7, s8s8"):
+    with pytest.raises(NotFound, match=", ".join(SCHEMES)):
         scheme("int4")

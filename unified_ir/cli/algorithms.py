@@ -7,6 +7,7 @@ asked for, and not when the command is defined.
 from __future__ import annotations
 
 import copy
+import math
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -25,14 +26,12 @@ AFTER: Final = "query"
 class AlgorithmCommand(click.Command):
     """A command with an option for each hyperparameter; it gets those that were set as `hyper`.
 
-    rate, count: types of options for real and for whole numbers.
+    zero_is_unset: refuse 0 in a field of the wire that would make it the default.
     """
 
-    def __init__(
-        self, *args: Any, rate: click.ParamType[float], count: click.ParamType[int], **attrs: Any
-    ) -> None:
+    def __init__(self, *args: Any, zero_is_unset: bool = False, **attrs: Any) -> None:
         super().__init__(*args, **attrs)
-        self._rate, self._count = rate, count
+        self._zero_is_unset = zero_is_unset
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """Return all parameters, made once for each context."""
@@ -60,13 +59,25 @@ class AlgorithmCommand(click.Command):
         return params
 
     def _option(self, row: Hyperparameter) -> click.Option:
-        is_whole = isinstance(row.default, int)
+        rule, is_whole = row.rule, isinstance(row.default, int)
+        low_open = rule.low_open or (rule.low == 0 and self._unset_by_zero(row.name))
+        bounds: Any = click.IntRange if is_whole else click.FloatRange
         return click.Option(
             [f"--{row.name.replace('_', '-')}", row.name],
-            type=self._count if is_whole else self._rate,
+            type=bounds(
+                rule.low,
+                None if math.isinf(rule.high) else rule.high,
+                min_open=low_open,
+                max_open=rule.high_open,
+            ),
             metavar="N" if is_whole else "NUMBER",
             help=f"{row.help}  [default: {_defaults(row)}]",
         )
+
+    def _unset_by_zero(self, name: str) -> bool:
+        from triplane.proto.hyperparameters import FIELDS
+
+        return self._zero_is_unset and name in FIELDS
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """See `click.Command`."""

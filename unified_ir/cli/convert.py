@@ -19,6 +19,7 @@ from triplane.unified_ir.cli.shell import (
     open_output,
     option,
 )
+from triplane.unified_ir.cli.targets import ROWS, TargetOption
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,7 +37,6 @@ Examples:
   triplane convert resnet.onnx --out resnet.bundle           imported on the way
 
 \b
-Targets: ort-x64 (onnxruntime on Intel and AMD), ort-arm64 (on 64-bit ARM).
 int8 stores weights in a quarter of the bytes and is faster on networks of some size; on small
 ones it is slower, and the report's first line says so. It needs --calibrate: some hundred typical
 inputs (an .npz with one array per input, or x; no labels needed), from which it learns ranges.
@@ -48,7 +48,8 @@ name digits, MNIST IDX files or a folder of images.
 
 # fmt: off
 OPTIONS: Final = (
-    option("--target NAME", "Kind of machine; see below.", default="ort-x64"),
+    TargetOption(["--target"], metavar="NAME", help=f"Kind of machine: {ROWS}.",
+                 default="ort-x64", show_default=True),
     option("--entry NAME", "Function to convert.", default="predict"),
     option("--quantize", "Quantize float32 to integers.", click.Choice(["int8"])),
     option("--calibrate DATA", "Typical inputs: an .npz, or a data set's name."),

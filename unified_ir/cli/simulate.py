@@ -115,7 +115,7 @@ OPTIONS: Final = (
 
 @click.command(
     "simulate", short_help="Compare algorithms on simulated devices.", epilog=EPILOG,
-    cls=AlgorithmCommand, rate=NOT_NEGATIVE, count=COUNT, params=[*OPTIONS],
+    cls=AlgorithmCommand, params=[*OPTIONS],
 )  # fmt: skip
 @click.argument("model", type=click.Path(path_type=Path), metavar="MODEL.tpm")
 @json_option

@@ -109,7 +109,7 @@ OPTIONS: Final = (
            "Recompute some tensors so that those alive at once fit in MB million bytes.", POSITIVE),
     option("--class-weights W,W,..", "Weight of each class in the loss, in order."),
     option("--metric", "Metric to measure; may be repeated.  [default: accuracy]",
-           click.Choice(training.METRICS), name="metrics", multiple=True),
+           click.Choice(list(training.METRICS)), name="metrics", multiple=True),
     option("--early-stop N[:MEASURE]",
            "Stop after N epochs without improvement of validation.loss, or of MEASURE."),
     option("--tensorboard DIR", "Write event files for TensorBoard.", FOLDER),

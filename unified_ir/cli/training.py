@@ -6,7 +6,7 @@ A value with options is written NAME:KEY=VALUE,KEY=VALUE. Imports nothing heavy 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -65,7 +65,15 @@ SCHEDULES: Final[Mapping[str, ScheduleOption]] = {
 
 _COUNTS: Final = {"steps", "growth"}
 
-METRICS: Final = ("accuracy", "top5", "precision", "recall", "f1", "perplexity")
+METRICS: Final[Mapping[str, Callable[[Any, Any], Any]]] = {
+    "accuracy": lambda nn, _: nn.accuracy,
+    "top5": lambda _, train: train.TopK(5),
+    "precision": lambda _, train: train.Precision(),
+    "recall": lambda _, train: train.Recall(),
+    "f1": lambda _, train: train.F1(),
+    "perplexity": lambda _, train: train.Perplexity(),
+}
+"""Name of --metric -> the metric, of the packages `nn` and `train`, imported when one is named."""
 
 
 def optimizer(options: Mapping[str, Any], total: int) -> Optimizer:
@@ -161,15 +169,7 @@ def metrics(names: tuple[str, ...]) -> dict[str, Any] | None:
         return None
     from triplane.unified_ir import nn, train
 
-    known = {
-        "accuracy": nn.accuracy,
-        "top5": train.TopK(5),
-        "precision": train.Precision(),
-        "recall": train.Recall(),
-        "f1": train.F1(),
-        "perplexity": train.Perplexity(),
-    }
-    return {name: known[name] for name in dict.fromkeys(names)}
+    return {name: METRICS[name](nn, train) for name in dict.fromkeys(names)}
 
 
 def weights(text: str | None) -> list[float] | None:

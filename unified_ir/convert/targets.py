@@ -1,6 +1,7 @@
 """The targets of conversion: what each kind of machine needs of a graph, one row per target.
 
-Figures and traps were measured on onnxruntime 1.31; `docs/converting.md` describes how.
+Figures and traps were measured on onnxruntime 1.31; `docs/converting.md` describes how. The help of
+commands lists the rows, so nothing heavy is imported at the top.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from triplane.proto.errors import NotFound
 from triplane.proto.machines import targets_here
-from triplane.unified_ir.onnx import DYNAMIC_LSTM, OnnxTarget
-from triplane.unified_ir.quantize import Scheme, scheme
+
+if TYPE_CHECKING:
+    from triplane.unified_ir.onnx import OnnxTarget
+    from triplane.unified_ir.quantize import Scheme
 
 _CPUINFO: Final = Path("/proc/cpuinfo")
 
@@ -24,13 +27,14 @@ _CPUINFO: Final = Path("/proc/cpuinfo")
 class Target:
     """One target.
 
-    name: as in `proto.machines`. min_version: of the runtime. scheme: of int8. dot_products:
-    processor flags, each of which stands for sums of int8 products in 32 bits. operators: operators
-    beyond ai.onnx that the runtime's packages for these machines have since `min_version`; graphs
-    in int8 may use them.
+    name: as in `proto.machines`. summary: the machines in a few words, for help. min_version: of
+    the runtime. scheme: of int8. dot_products: processor flags, each of which stands for sums of
+    int8 products in 32 bits. operators: operators beyond ai.onnx that the runtime's packages for
+    these machines have since `min_version`; graphs in int8 may use them.
     """
 
     name: str
+    summary: str
     runtime: str
     min_version: str
     opset: int
@@ -42,12 +46,17 @@ class Target:
     @property
     def onnx(self) -> OnnxTarget:
         """The operators that an emitted float graph may use."""
-        return OnnxTarget(self.opset)
+        return self._emitting()
 
     @property
     def onnx_int8(self) -> OnnxTarget:
         """The operators that an emitted int8 graph may use."""
-        return OnnxTarget(self.opset, frozenset(self.operators))
+        return self._emitting(*self.operators)
+
+    def _emitting(self, *operators: str) -> OnnxTarget:
+        from triplane.unified_ir.onnx import OnnxTarget
+
+        return OnnxTarget(self.opset, frozenset(operators))
 
     @property
     def is_here(self) -> bool:
@@ -58,6 +67,7 @@ class Target:
 _ROWS: Final = (
     Target(
         name="ort-x64",
+        summary="Intel and AMD processors",
         runtime="onnxruntime",
         min_version="1.23.2",
         opset=21,
@@ -69,10 +79,11 @@ _ROWS: Final = (
             "without VNNI nodes run 8-bit weights in slower exact kernels or in float",
             "fp16 is computed in float32 and bf16 does not run",
         ),
-        operators=(DYNAMIC_LSTM,),
+        operators=("com.microsoft.DynamicQuantizeLSTM",),
     ),
     Target(
         name="ort-arm64",
+        summary="64-bit ARM processors",
         runtime="onnxruntime",
         min_version="1.23.2",
         opset=21,
@@ -82,7 +93,7 @@ _ROWS: Final = (
             "U8 activations cost an extra correction per product; S8 x S8 is the native form",
             "measured only on an arm64 machine; elsewhere the report leaves latency undecided",
         ),
-        operators=(DYNAMIC_LSTM,),
+        operators=("com.microsoft.DynamicQuantizeLSTM",),
     ),
 )
 TARGETS: Final[Mapping[str, Target]] = {row.name: row for row in _ROWS}
@@ -98,6 +109,8 @@ def target_row(name: str) -> Target:
 
 def int8_scheme(target: Target, *, reduce_range: bool = False) -> Scheme:
     """Return the int8 scheme of a target; `reduce_range` takes its 7-bit form if it has one."""
+    from triplane.unified_ir.quantize import scheme
+
     row = scheme(target.scheme)
     return scheme(row.reduced) if reduce_range and row.reduced else row
 
@@ -122,5 +135,5 @@ def instruction_note(target: Target) -> str:
     if flags:
         return f"int8 products run on {', '.join(flags)}"
     note = f"none of {', '.join(target.dot_products)} here: int8 gains little"
-    saturates = scheme(target.scheme).reduced
+    saturates = int8_scheme(target).reduced
     return f"{note}, and less with 8-bit weights: try --reduce-range" if saturates else note

@@ -265,6 +265,8 @@ class Op:
     """Writes a node as ONNX where copying it is not enough (`ops/emission.py`)."""
     lower_below: Mapping[int, Emit] = field(default_factory=dict)
     """Opset -> the rule that writes the node for targets below it."""
+    # The rule of a second compiler (`xla`) will be a column here, beside `emit`, when an engine
+    # needs it; decision 0047.
     samples: tuple[Sample, ...] = ()
     export: str = ""
     """Name in `triplane.unified_ir.ops`, for a row that is not imported there."""

@@ -35,7 +35,6 @@ class Scheme:
     activation: DType
     weight: DType
     weight_limit: int = 127
-    weight_bits: int = 8
     reduced: str = ""
 
     @property
@@ -44,11 +43,16 @@ class Scheme:
         limits = np.iinfo(self.activation.numpy)
         return int(limits.min), int(limits.max)
 
+    @property
+    def weight_bits(self) -> int:
+        """Bits of a weight: the fewest that hold 2 weight_limit values."""
+        return (2 * self.weight_limit - 1).bit_length()
+
 
 # fmt: off
 _ROWS: Final = (
     Scheme("u8s8",  uint8, int8,  reduced="u8s7"),
-    Scheme("u8s7",  uint8, int8,  NARROW, weight_bits=7),
+    Scheme("u8s7",  uint8, int8,  NARROW),
     Scheme("s8s8",  int8,  int8),
 )
 # fmt: on

@@ -13,6 +13,7 @@ from triplane.cloud.cli.runs import ROUND_HEADINGS, aftermath, changes, round_ro
 from triplane.cloud.federation.spec import hyper_of, with_defaults
 from triplane.cloud.server import running
 from triplane.proto import federation_pb2 as pb
+from triplane.proto.hyperparameters import values_of
 from triplane.unified_ir.cli.simulate import simulate
 from triplane.unified_ir.federated.algorithms import ALGORITHMS
 from triplane.unified_ir.federated.algorithms import defaults as algorithm_defaults
@@ -166,6 +167,25 @@ def test_a_zero_that_would_mean_the_default_is_refused_by_its_option(zero):
     assert f"Invalid value for '{zero}'" in found.output
 
 
+@pytest.mark.parametrize(
+    ("verb", "decay"),
+    [
+        (command.commands["run"], "0<x<1"),  # 0 in this field of the wire stands for the default
+        (simulate, "0<=x<1"),
+    ],
+    ids=["run", "simulate"],
+)
+def test_the_range_of_a_hyperparameter_is_that_of_its_row(verb, decay):
+    text = " ".join(CliRunner().invoke(verb, ["--help"]).output.split())
+    assert f"first moment on the cloud. [default: 0.9] [{decay}]" in text
+    assert "Steps of an adaptation. [default: 3] [1<=x<=10]" in text
+    assert "root of the second moment. [default: 0.001] [x>0]" in text
+    for option, value in (("--beta2", "1"), ("--inner-steps", "11"), ("--floor", "0")):
+        done = CliRunner().invoke(verb, ["tiny.tpm", option, value])
+        assert done.exit_code == 2
+        assert f"'{option}': {float(value):g}" in done.output.replace(".0 ", " ")
+
+
 def test_a_run_and_a_study_have_one_set_of_defaults():
     for name, row in ALGORITHMS.items():
         spec = with_defaults(pb.Spec(model="tiny", algorithm=name))
@@ -175,8 +195,9 @@ def test_a_run_and_a_study_have_one_set_of_defaults():
         for field in ("steps", "batch_size", "support", "query"):
             told = getattr(spec.sampling, field)
             assert told == getattr(study, field) == option_of(simulate, field).default, field
+        numbers = values_of(spec.hyperparameters)
         for number in row.hyper:
-            assert getattr(spec.hyperparameters, number.name) == number.default
+            assert numbers.get(number.name, 0) == number.default
             for verb in (simulate, command.commands["run"]):
                 assert f"{number.default:g}" in option_of(verb, number.name).help
     packed = with_defaults(pb.Spec(model="tiny", compression="top-k"))

@@ -12,6 +12,7 @@ from tests.cloud.cli.verbs import MODULES, commands
 
 from triplane.edge.cli import edge
 from triplane.unified_ir.cli import shell
+from triplane.unified_ir.convert.targets import TARGETS
 
 LIGHT = (
     "import sys, {module}; print(sorted({{m.partition('.')[0] for m in sys.modules}} & {heavy}))"
@@ -97,12 +98,16 @@ TREE = {"edge": edge} | {module.command.name: module.command for module in MODUL
 EXAMPLE = re.compile(rf"^\s+(triplane (?:{'|'.join(TREE)}) .*)$", re.MULTILINE)
 
 
-def examples():
+def written():
     """Every command line of the page for operators and of the verbs' own help."""
     texts = [(ROOT / "docs/deploying.md").read_text()]
     texts += [command.epilog or "" for root in TREE.values() for _, command in commands(root)]
-    lines = [line for text in texts for line in EXAMPLE.findall(text.replace("\\\n", " "))]
-    return sorted({re.split(r"\s{3,}|  +[a-z]| \| | \(| && ", line)[0] for line in lines})
+    return [line for text in texts for line in EXAMPLE.findall(text.replace("\\\n", " "))]
+
+
+def examples():
+    """The commands, without what the line says about them."""
+    return sorted({re.split(r"\s{3,}|  +[a-z]| \| | \(| && ", line)[0] for line in written()})
 
 
 @pytest.mark.parametrize("line", examples())
@@ -113,3 +118,14 @@ def test_every_written_example_names_verbs_and_options_that_there_are(line):
     assert command is not None
     known = {name for p in params_of(command) for name in (*p.opts, *p.secondary_opts)}
     assert {word for word in words if word.startswith("--")} <= known | {"--help"}
+
+
+def test_no_example_pipes_a_server_which_would_hold_the_pipe_open():
+    assert [line for line in written() if re.match(r"triplane (edge|cloud) up\b.* \| ", line)] == []
+
+
+@pytest.mark.parametrize("argv", [["registry", "push"], ["sign"]], ids=" ".join)
+def test_the_help_lists_every_target(argv, capsys):
+    assert shell.run([*argv, "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert all(f"{row.name} ({row.summary})" in text for row in TARGETS.values())

@@ -7,7 +7,6 @@ defaults, the report and the state of a plan follow from there.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -33,18 +32,30 @@ RATE: Final = "rate."
 
 @dataclass(frozen=True, slots=True)
 class HyperRule:
-    """Which values are valid, as a predicate and in words."""
+    """Which values are valid: those from `low` to `high`; an open end is not valid itself.
 
-    fits: Callable[[float], bool]
+    text: the same in words, for errors. whole: only whole numbers are valid.
+    """
+
     text: str
+    low: float = 0
+    high: float = math.inf
+    low_open: bool = False
+    high_open: bool = False
+    whole: bool = False
+
+    def fits(self, value: float) -> bool:
+        """Return whether a finite value is valid."""
+        above = value > self.low if self.low_open else value >= self.low
+        below = value < self.high if self.high_open else value <= self.high
+        return above and below and (not self.whole or value == int(value))
 
 
-NOT_NEGATIVE: Final = HyperRule(lambda v: v >= 0, "finite and not negative")
-POSITIVE: Final = HyperRule(lambda v: v > 0, "finite and above 0")
-DECAY: Final = HyperRule(lambda v: 0 <= v < 1, "at least 0 and below 1")
+NOT_NEGATIVE: Final = HyperRule("finite and not negative")
+POSITIVE: Final = HyperRule("finite and above 0", low_open=True)
+DECAY: Final = HyperRule("at least 0 and below 1", high=1, high_open=True)
 INNER_STEPS: Final = HyperRule(
-    lambda v: 1 <= v <= MAX_INNER_STEPS and v == int(v),
-    f"a whole number from 1 to {MAX_INNER_STEPS}",
+    f"a whole number from 1 to {MAX_INNER_STEPS}", 1, MAX_INNER_STEPS, whole=True
 )
 
 

@@ -140,7 +140,7 @@ def _own_rates(of: Objective, hyper: Hyper) -> dict[str, StateTensor]:
 # fmt: off
 _SHARED: Final = (
     Hyperparameter("lr", 0.05, NOT_NEGATIVE, "Rate of a device's steps, and of adaptation."),
-    Hyperparameter("inner_steps", 3, INNER_STEPS, "Steps of an adaptation, at most 10."),
+    Hyperparameter("inner_steps", 3, INNER_STEPS, "Steps of an adaptation."),
 )
 _SERVER_LR: Final = Hyperparameter("server_lr", 1.0, POSITIVE, "Rate of the cloud's optimizer.")
 _META_LR: Final = Hyperparameter("meta_lr", 0.05, NOT_NEGATIVE, "Rate of a device's meta-steps.")
