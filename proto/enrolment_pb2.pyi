@@ -4,8 +4,8 @@ isort:skip_file
 How a machine gets its certificate, and a new one before the old one ends.
 
 Enrolment is answered without TLS, because a machine that has no certificate has no trusted root
-either. Nothing secret travels: the token's secret only keys a MAC over the request, and the
-machine accepts no authority but the one its token pins.
+either. No secret is sent: the token's secret is only the key of a MAC over the request, and the
+machine accepts only the authority that its token pins.
 """
 
 from google.protobuf import descriptor as _descriptor
@@ -71,8 +71,8 @@ class EnrolRequest(_message.Message):
     mac: _builtins.bytes
     """HMAC-SHA-256 over `request`, key SHA-256("triplane token key" || secret)."""
     kind: _builtins.str
-    """What the machine is going to be: "node", "device" or "person". A token for something else is
-    refused and stays unused. Empty from older machines, which are not asked.
+    """The expected kind: "node", "device" or "person". A token for another kind is refused and stays
+    unused. Empty from older machines, which are not checked.
     """
     def __init__(
         self,
@@ -118,7 +118,7 @@ class Certificate(_message.Message):
     certificate: _builtins.bytes
     """DER; signed by the authority."""
     address: _builtins.str
-    """The main port, as HOST:PORT; empty where the asker keeps what it used."""
+    """The main port, as HOST:PORT; empty if the caller keeps the address that it used."""
     def __init__(
         self,
         *,

@@ -4,8 +4,8 @@ isort:skip_file
 How a machine gets its certificate, and a new one before the old one ends.
 
 Enrolment is answered without TLS, because a machine that has no certificate has no trusted root
-either. Nothing secret travels: the token's secret only keys a MAC over the request, and the
-machine accepts no authority but the one its token pins.
+either. No secret is sent: the token's secret is only the key of a MAC over the request, and the
+machine accepts only the authority that its token pins.
 """
 
 from collections import abc as _abc

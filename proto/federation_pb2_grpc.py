@@ -97,7 +97,7 @@ class FederationServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Stop(self, request, context):
-        """Open leases end; what was reduced stays. A stopped run can be resumed.
+        """Open leases end; the state of the last reduced round stays. A stopped run can be resumed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

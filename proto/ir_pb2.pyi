@@ -156,7 +156,7 @@ class Module(_message.Message):
     def strings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def dims(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Sizes that are no numbers, in their one normal form: "N", "(H+2)//2". Since version 3 also
+        """Sizes that are not numbers, in their normal form: "N", "(H+2)//2". Since version 3 also
         numbers below zero, "-1": attributes refer to them, types never.
         """
 
@@ -434,7 +434,7 @@ class Attribute(_message.Message):
     def tensor_ref(self) -> Global___TensorRef: ...
     @_builtins.property
     def dims(self) -> Global___Ints:
-        """As in a type's shape; at least one is no number. Before version 3 writers put a number n < 0
+        """As in a type's shape; at least one is not a number. Before version 3 writers put a number n < 0
         here as it is, so it reads as the size dims[-1 - n].
         """
 
@@ -578,7 +578,7 @@ Global___TensorRef: _TypeAlias = TensorRef  # noqa: Y015
 
 @_typing.final
 class Entry(_message.Message):
-    """What a caller asks for, such as "predict", and the function that answers."""
+    """A public name, such as "predict", and the function that implements it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -55,8 +55,8 @@ class MetadataServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Get(self, request, context):
-        """One metadata file, such as "timestamp.json" or "3.release.json". NOT_FOUND ends a client's walk
-        along root versions.
+        """One metadata file, such as "timestamp.json" or "3.release.json". NOT_FOUND ends a client's
+        search for newer roots.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -71,7 +71,7 @@ class MetadataServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetPending(self, request, context):
-        """What waits for signatures: the newest unpublished version, or the published one.
+        """The version that waits for signatures, or else the published one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -229,7 +229,7 @@ class Bundle(_message.Message):
     target: _builtins.str
     state: Global___Bundle.State.ValueType
     reason: _builtins.str
-    """Why it failed, with the way out."""
+    """Why it failed, and what to do about it."""
     blob: _builtins.bytes
     size: _builtins.int
     root_digest: _builtins.bytes
@@ -263,7 +263,7 @@ Global___Bundle: _TypeAlias = Bundle  # noqa: Y015
 
 @_typing.final
 class Needs(_message.Message):
-    """What a node must offer to run a bundle; from the bundle's own constraints."""
+    """The requirements of a bundle on a node, from the bundle's own constraints."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -102,7 +102,7 @@ class RegistryServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetBundle(self, request, context):
-        """Converts when there is no bundle yet; waits for it as long as the deadline allows.
+        """Converts if there is no bundle yet, and waits for it as long as the deadline allows.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -39,7 +39,7 @@ class RegistryStub:
     """Newest first."""
     SetAlias: _grpc.UnaryUnaryMultiCallable[_registry_pb2.SetAliasRequest, _registry_pb2.Model]
     GetBundle: _grpc.UnaryUnaryMultiCallable[_registry_pb2.GetBundleRequest, _registry_pb2.Bundle]
-    """Converts when there is no bundle yet; waits for it as long as the deadline allows."""
+    """Converts if there is no bundle yet, and waits for it as long as the deadline allows."""
 
 @_typing.type_check_only
 class RegistryAsyncStub(RegistryStub):
@@ -52,7 +52,7 @@ class RegistryAsyncStub(RegistryStub):
     """Newest first."""
     SetAlias: _aio.UnaryUnaryMultiCallable[_registry_pb2.SetAliasRequest, _registry_pb2.Model]  # type: ignore[assignment]
     GetBundle: _aio.UnaryUnaryMultiCallable[_registry_pb2.GetBundleRequest, _registry_pb2.Bundle]  # type: ignore[assignment]
-    """Converts when there is no bundle yet; waits for it as long as the deadline allows."""
+    """Converts if there is no bundle yet, and waits for it as long as the deadline allows."""
 
 class RegistryServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -98,6 +98,6 @@ class RegistryServicer(metaclass=_abc_1.ABCMeta):
         request: _registry_pb2.GetBundleRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_registry_pb2.Bundle, _abc.Awaitable[_registry_pb2.Bundle]]:
-        """Converts when there is no bundle yet; waits for it as long as the deadline allows."""
+        """Converts if there is no bundle yet, and waits for it as long as the deadline allows."""
 
 def add_RegistryServicer_to_server(servicer: RegistryServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -3,8 +3,8 @@
 isort:skip_file
 The one long-lived stream of a node or device, opened by it. Messages in both directions are
 numbered from 1 within an epoch (one run of a process); each frame acknowledges what its sender
-has received and, where the message says so, made durable. After a break the stream is opened
-again and what was not acknowledged is sent again; the receiver drops what it has.
+has received and, if the message requires it, made durable. After a break the stream is opened
+again and unacknowledged messages are sent again; the receiver drops those that it has handled.
 """
 
 from google.protobuf import descriptor as _descriptor
@@ -93,7 +93,7 @@ class Hello(_message.Message):
     epoch: _builtins.bytes
     """Of the caller, 16 random bytes made at its start."""
     peer_epoch: _builtins.bytes
-    """The cloud's epoch that `acknowledged` counts in; empty before the first welcome."""
+    """The epoch of the cloud to which `acknowledged` refers; empty before the first welcome."""
     software: _builtins.str
     def __init__(
         self,

@@ -55,15 +55,15 @@ class TransferServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Stat(self, request, context):
-        """How much of an upload is stored and synced: where to go on.
+        """How much of an upload is stored and synced, which is where to continue.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Upload(self, request_iterator, context):
-        """The first chunk names the blob and the offset, which is the `stored` that Stat gave. The answer
-        leaves after what it acknowledges is synced; `complete` only after the digest was verified.
+        """The first chunk names the blob and the offset, which is the `stored` of Stat. The answer is sent
+        after the bytes that it acknowledges were synced; `complete` is set after the digest was verified.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

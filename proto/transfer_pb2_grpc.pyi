@@ -34,10 +34,10 @@ class TransferStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> TransferAsyncStub: ...
     Stat: _grpc.UnaryUnaryMultiCallable[_transfer_pb2.StatRequest, _transfer_pb2.Progress]
-    """How much of an upload is stored and synced: where to go on."""
+    """How much of an upload is stored and synced, which is where to continue."""
     Upload: _grpc.StreamUnaryMultiCallable[_transfer_pb2.UploadChunk, _transfer_pb2.Progress]
-    """The first chunk names the blob and the offset, which is the `stored` that Stat gave. The answer
-    leaves after what it acknowledges is synced; `complete` only after the digest was verified.
+    """The first chunk names the blob and the offset, which is the `stored` of Stat. The answer is sent
+    after the bytes that it acknowledges were synced; `complete` is set after the digest was verified.
     """
     Download: _grpc.UnaryStreamMultiCallable[_transfer_pb2.DownloadRequest, _transfer_pb2.DownloadChunk]
     """From `offset` to the end. The receiver verifies the digest of the whole."""
@@ -46,10 +46,10 @@ class TransferStub:
 class TransferAsyncStub(TransferStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Stat: _aio.UnaryUnaryMultiCallable[_transfer_pb2.StatRequest, _transfer_pb2.Progress]  # type: ignore[assignment]
-    """How much of an upload is stored and synced: where to go on."""
+    """How much of an upload is stored and synced, which is where to continue."""
     Upload: _aio.StreamUnaryMultiCallable[_transfer_pb2.UploadChunk, _transfer_pb2.Progress]  # type: ignore[assignment]
-    """The first chunk names the blob and the offset, which is the `stored` that Stat gave. The answer
-    leaves after what it acknowledges is synced; `complete` only after the digest was verified.
+    """The first chunk names the blob and the offset, which is the `stored` of Stat. The answer is sent
+    after the bytes that it acknowledges were synced; `complete` is set after the digest was verified.
     """
     Download: _aio.UnaryStreamMultiCallable[_transfer_pb2.DownloadRequest, _transfer_pb2.DownloadChunk]  # type: ignore[assignment]
     """From `offset` to the end. The receiver verifies the digest of the whole."""
@@ -61,7 +61,7 @@ class TransferServicer(metaclass=_abc_1.ABCMeta):
         request: _transfer_pb2.StatRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_transfer_pb2.Progress, _abc.Awaitable[_transfer_pb2.Progress]]:
-        """How much of an upload is stored and synced: where to go on."""
+        """How much of an upload is stored and synced, which is where to continue."""
 
     @_abc_1.abstractmethod
     def Upload(
@@ -69,8 +69,8 @@ class TransferServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_transfer_pb2.UploadChunk],
         context: _ServicerContext,
     ) -> _typing.Union[_transfer_pb2.Progress, _abc.Awaitable[_transfer_pb2.Progress]]:
-        """The first chunk names the blob and the offset, which is the `stored` that Stat gave. The answer
-        leaves after what it acknowledges is synced; `complete` only after the digest was verified.
+        """The first chunk names the blob and the offset, which is the `stored` of Stat. The answer is sent
+        after the bytes that it acknowledges were synced; `complete` is set after the digest was verified.
         """
 
     @_abc_1.abstractmethod
