@@ -403,7 +403,7 @@ def made(**fields):
         (lambda: trainer().fit([], 1), "there is no data"),
         (lambda: trainer().fit([X], 1), "a batch is a tuple of arrays"),
         (lambda: trainer().fit((X, X, Y), 1), "3 arrays passes 2 inputs to Noisy.construct"),
-        (lambda: trainer().fit((X, Y.astype(np.float32)), 1), "whole-number labels"),
+        (lambda: trainer().fit((X, Y.astype(np.float32)), 1), "integer labels"),
         (lambda: trainer().fit((X, Y - 1), 1), r"labels are 0..2, got -1..1"),
         (lambda: trainer().evaluate((X, Y * 2)), r"labels are 0..2, got 0..4"),
         (
