@@ -132,7 +132,7 @@ def test_a_folder_of_another_run_is_refused_by_name(
         (("--clip", "1"), "another optimizer"),
         (("--batch-size", "8"), "another batch size: 32 there, 8 here"),
         (("--class-weights", ",".join("1234567890")), "another loss"),
-        (("--no-resume",), "holds checkpoints of a run"),
+        (("--no-resume",), "already holds checkpoints"),
     ):
         assert train(tmp_path, *run_folder, "--epochs", "2", *flags) == 3
         assert said in capsys.readouterr().err
@@ -187,7 +187,7 @@ def test_a_run_begun_at_another_default_rate_is_refused_with_the_rate_to_give(
         (("--early-stop", "soon"), "--early-stop is a number of epochs"),
         (("--class-weights", "1,-1"), "--class-weights are finite and >= 0, got 1,-1"),
         (("--freeze", "tail.*"), "group 'tail.*' matches no trained parameter"),
-        (("--loss-scale", "8"), "is for precision='float16'"),
+        (("--loss-scale", "8"), "needs precision='float16'"),
     ],
 )
 def test_a_senseless_flag_is_named_with_the_way_out(

@@ -19,6 +19,7 @@ class Interrupt:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Handle the signal."""
         if self._pressed:
+            # Raises KeyboardInterrupt here and now.
             signal.default_int_handler(number, frame)
         self._pressed = True
         self._on_event("ending after this step; Ctrl-C again ends at once")
