@@ -138,7 +138,7 @@ def test_adaptation_graph_travels_along(tmp_path):
 def test_steps_of_adaptation_without_a_graph_are_refused(tmp_path):
     described = replace(bundle_spec().description, adapt_steps=3)
     make_bundle(tmp_path / "b", description=described)
-    with pytest.raises(Corrupt, match=r"3 steps of adaptation, and there is no part 'adapt\.onnx'"):
+    with pytest.raises(Corrupt, match=r"3 steps of adaptation, but there is no part 'adapt\.onnx'"):
         Bundle.load(tmp_path / "b")
 
 

@@ -224,8 +224,8 @@ def test_entry_without_a_loss_cannot_adapt(tmp_path):
             ["b.onnx"],
             "entry NAME is the part",
         ),
-        (pb.Plan(entries=[pb.Entry(name="a", part="a.onnx")]), [], "implies parts"),
-        (pb.Plan(), ["a.onnx"], "implies parts"),
+        (pb.Plan(entries=[pb.Entry(name="a", part="a.onnx")]), [], "requires the parts"),
+        (pb.Plan(), ["a.onnx"], "requires the parts"),
         (pb.Plan(limits=pb.Limits(time_s=-1)), [], "a finite number >= 0"),
     ],
 )

@@ -1,10 +1,10 @@
 """Compare the time of graphs on the same input, so that noise cannot decide the verdict.
 
-Runs alternate float, int8, control in one process; the control is a second session of the float
-graph. Times are processor times of one thread, which other processes disturb least; wall-clock
-times are recorded beside them. Ratios are taken within a round, since a slow phase of the machine
-hits all its runs. A verdict needs quartiles of int8 / float that contain neither 1 nor any of
-control / float.
+Runs alternate between float, int8 and control in one process; the control is a second session of
+the float graph. Times are processor times of one thread, which other processes disturb least;
+wall-clock times are recorded beside them. Ratios are taken within a round, since a slow phase of
+the machine affects all runs of the round. There is a verdict only if the interval between the
+quartiles of int8 / float contains neither 1 nor any part of that of control / float.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RUN_S: Final = 0.003
 WARM_UPS: Final = 5
 MAX_CALLS: Final = 1000
 CLOCK_S: Final = 1e-7
-"""Least processor time of a run; a coarse clock may not have advanced."""
+"""Smallest processor time that is recorded for a run; a coarse clock may not have advanced."""
 BUDGET_S: Final = 20.0
 """Approximate limit for a measurement; slow networks get fewer rounds."""
 MIN_ROUNDS: Final = 7
@@ -74,6 +74,7 @@ class Latency:
     def verdict(self) -> str:
         """Whether int8 is "faster" or "slower" than float, or the difference is "undecided"."""
         r, c = self.ratio, self.control_ratio
+        # The intervals [r.q1, r.q3] and [min(1, c.q1), max(1, c.q3)] overlap.
         if r is None or not self.on_target or (r.q1 <= max(1.0, c.q3) and min(1.0, c.q1) <= r.q3):
             return "undecided"
         return "faster" if r.median < 1 else "slower"

@@ -1,7 +1,7 @@
 """The report of a conversion: sizes, times, accuracy and layers, under a verdict in words.
 
-A report is a value: `text` for people, `record` for programs, `svg` for a page. Measured figures
-are only here, so the rest of a bundle is the same from run to run.
+A report is a value: `text` for people, `record` for programs, `svg` for a page. Only the report has
+measured figures, so the rest of a bundle is the same from run to run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from triplane.unified_ir.convert.residency import Resident, Shares
 from triplane.unified_ir.files.chart import bar_chart, stack
 
 TINY_S: Final = 200e-6
-"""A float inference shorter than this is mostly overhead, and int8 adds to it."""
+"""A float inference that takes less time than this is mostly overhead, and int8 adds to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,7 @@ class Report:
     machine: Mapping[str, str]
     calibration: Mapping[str, Any] = field(default_factory=dict)
     shares: Shares | None = None
-    """Of the time of an int8 call."""
+    """The shares of the time of an int8 call."""
     notes: tuple[str, ...] = ()
     digest: str = ""
     content_digest: str = ""
@@ -104,7 +104,7 @@ class Report:
         if self.latency.verdict == "undecided":
             why = "interleaved runs scatter too much"
             if not self.latency.on_target:
-                why = f"this machine is no {self.target}; measure there"
+                why = f"this machine is not {self.target}; measure there"
             return f"int8 is {smaller}; its speed is UNDECIDED here ({why})"
         assert self.latency.ratio is not None
         ratio = self.latency.ratio.median
@@ -166,7 +166,7 @@ class Report:
         ]
 
     def record(self) -> dict[str, Any]:
-        """Return the report as JSON, without digests and path: a file cannot hold its own."""
+        """Return the report as JSON, without path and digest: a file cannot hold its own digest."""
         s, a = self.size, self.accuracy
         return {
             "verdict": self.verdict,
