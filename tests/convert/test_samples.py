@@ -121,8 +121,8 @@ HOSTILE = {
         InvalidInput,
         "at most",
     ),
-    "fewer bytes than announced": ({"x.npy": npy(X)[:-1]}, Corrupt, "48 bytes announced, 47 there"),
-    "more bytes than announced": ({"x.npy": npy(X) + b"!"}, Corrupt, "bytes follow"),
+    "fewer bytes than announced": ({"x.npy": npy(X)[:-1]}, Corrupt, "48 bytes announced, 47 pre"),
+    "more bytes than announced": ({"x.npy": npy(X) + b"!"}, Corrupt, "more bytes than"),
     "no array": ({"x.npy": b"hello"}, Corrupt, "announced"),
     "text": ({"x.npy": npy(np.array(["a"]))}, InvalidInput, "not a plain array"),
     "an overlong header": (
