@@ -33,7 +33,7 @@ RATE: Final = "rate."
 
 @dataclass(frozen=True, slots=True)
 class HyperRule:
-    """Which values are valid, as a predicate and in words."""
+    """The valid values of a hyperparameter, as a predicate and in words."""
 
     fits: Callable[[float], bool]
     text: str
@@ -50,7 +50,7 @@ INNER_STEPS: Final = HyperRule(
 
 @dataclass(frozen=True, slots=True)
 class Hyperparameter:
-    """One number of an algorithm. help: of its option.
+    """One number of an algorithm. help: the help text of its option.
 
     name: in Python and on the wire; with dashes, the option; with the prefix `hyper.`, the plan's
     state that a step may read. default: an int where the value is an integer.
