@@ -1,4 +1,4 @@
-"""Options that the verbs of nodes and devices share."""
+"""Options that the verbs of nodes and devices have in common."""
 
 from collections.abc import Callable
 from pathlib import Path

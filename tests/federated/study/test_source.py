@@ -96,7 +96,7 @@ def test_the_digits_need_no_file():
             InvalidInput,
             "columns .*'writer'.* of an npz",
         ),
-        ({"x": "pixels"}, NotFound, "no array 'pixels'; .*; the options x, y, group and split name"),
+        ({"x": "pixels"}, NotFound, "no array 'pixels'; .*; the options x, y, group and split"),
         ({"y": "one"}, InvalidInput, "all 240 samples of .* have the label 2"),
         ({"y": "signed"}, InvalidInput, r"classes must be .*, got -1\.\.1"),
         (
