@@ -260,7 +260,7 @@ def test_a_rate_that_is_no_number_is_refused_before_the_run(
 ) -> None:
     assert train(tmp_path, "--local-lr", "nan") == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "--local-lr is a finite number > 0, got nan" in line
+    assert "--local-lr must be a finite number > 0, got nan" in line
 
 
 @pytest.mark.slow

@@ -95,6 +95,7 @@ def command(**options: Any) -> None:
         plan_entries(module)  # refuse before the bundle is written: all is written, or nothing
     record: dict[str, Any] = {}
     texts = []
+    # With --plan alone nothing is converted, measured or reported.
     if not wants_plan or options["out"] is not None or options["quantize"] is not None:
         report = _converted(module, digest, options, output.note)
         record = _record(report)

@@ -85,6 +85,7 @@ def model_or_onnx(path: Path) -> tuple[Module, str]:
     from triplane.unified_ir.convert.conversion import open_model
     from triplane.unified_ir.onnx import import_onnx
 
+    # "": an imported module was never in a file, so it has no digest that could be a parent.
     return (import_onnx(path), "") if path.suffix == SUFFIX else open_model(path)
 
 

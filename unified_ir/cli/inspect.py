@@ -124,6 +124,7 @@ def _summary(
     else:
         if verify:
             opened.verify()
+        # Loading a module has hashed every part already.
         record = _file_record(file, opened, verified=verify or module is not None)
         lines = list(_file_lines(record))
     if module is not None:
@@ -153,6 +154,7 @@ def _opened(path: Path) -> Container:
         try:
             return Container(path, kind=kind)
         except InvalidInput as error:
+            # A newer format is not another kind; say so.
             if "format version" in str(error):
                 raise
     return Container(path, kind=KINDS[-1])

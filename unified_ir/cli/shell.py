@@ -148,6 +148,7 @@ def run(argv: Sequence[str]) -> int:
     """
     as_json = "--json" in argv
     try:
+        # Otherwise click itself would print errors and exit, with codes of its own.
         code = triplane.main(list(argv), prog_name="triplane", standalone_mode=False)
         if sys.stdout is not None:  # None where descriptor 1 was closed from the start
             sys.stdout.flush()
@@ -211,6 +212,7 @@ class OutputFile(click.Path):
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
         if not path.parent.is_dir():
             self.fail(f"the folder {str(path.parent)!r} does not exist; create it", param, ctx)
+        # The folder counts, not the file: files are written beside it and renamed.
         if not os.access(path.parent, os.W_OK | os.X_OK):
             self.fail(f"the folder {str(path.parent)!r} is not writable", param, ctx)
         return path
@@ -402,6 +404,7 @@ def _report(failure: _Failure, error: BaseException, *, as_json: bool) -> None:
     if as_json:
         click.echo(_json({"error": asdict(failure)}))
     else:
+        # The convention of no-color.org; None lets click find out whether stderr is a terminal.
         color = False if os.environ.get("NO_COLOR") else None
         # One line, whatever the message holds, so that logs and scripts can rely on it.
         line = " ".join(failure.message.split())

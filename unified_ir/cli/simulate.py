@@ -221,7 +221,9 @@ def _study(name: str, options: dict[str, Any]) -> Study:
     compression = options["compression"] or ""
     return Study(
         algorithm=name,
+        # Algorithms have different defaults; options that were given hold for all of them.
         hyper=defaults_of(name).but(**options["hyper"]),
+        # Meta-SGD learns its rates, and would refuse others.
         rates=() if row.learns_rates else options["rates"],
         compression=compression,
         keep=options["keep"] if compression == "top-k" else 1.0,

@@ -59,6 +59,7 @@ class Budgets:
         r, limit, note = report.latency.ratio, self.latency_ratio, ""
         if limit is None or r is None:
             return ()
+        # A ratio measured on another kind of machine must not decide.
         if not report.latency.on_target:
             note = f"could not be checked, because this machine is not {report.target}"
         # Only if three quarters of the rounds exceed the limit: noise must not fail a conversion.

@@ -195,6 +195,7 @@ def _graphs(job: _Conversion) -> tuple[_Graph, _Int8 | None]:
 
 
 def _quantized(job: _Conversion, scheme: Scheme) -> _Int8:
+    # Operators such as HardSwish have no integer kernel, but their parts have.
     source = expanded(job.frozen, IN_PARTS)
     sites = find_sites(source, job.target.operators)
     if not sites.integer:
@@ -260,6 +261,8 @@ def _described(
 def _reported(job: _Conversion, plain: _Graph, int8: _Int8 | None) -> Report:
     """Measure the graphs. Parts of the report that only inform become notes if they fail."""
     shipped, one = int8 or plain, first(job.frozen, job.samples, 1)
+    # Saves the optimized graph and reads it back, which can fail for reasons that do not concern
+    # the bundle.
     resident, failed = attempt("the list of kernels", partial(residency, shipped.artifact))
     resident = resident or Resident({}, {}, {}, ())
     latency, accuracy = _measured(job, plain, int8, one)
@@ -321,6 +324,7 @@ def open_model(path: Path) -> tuple[Module, str]:
 
 
 def _name(module: Module | str | Path, out: str | Path | None) -> str:
+    # A module in memory has no file name.
     named = out if isinstance(module, Module) else module
     return "model" if named is None else Path(named).stem
 
@@ -413,6 +417,8 @@ def _machine() -> dict[str, str]:
 
 
 def _written(out: Path, spec: runtime.BundleSpec, report: Report) -> Report:
+    # `check_served` runs the goldens before the file gets its name, so a bundle that a node would
+    # refuse never appears under `out`.
     root = runtime.write_bundle(out, spec, check=check_served)
     bundle = runtime.Bundle.load(out, expected_digest=root)
     return replace(report, digest=root, content_digest=bundle.content_digest, path=out)

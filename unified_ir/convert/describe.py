@@ -63,6 +63,7 @@ def constraints(target: Target, memory_bytes: int) -> Constraints:
 def tolerance(goldens: Mapping[str, Array], relative: float) -> Tolerance:
     """Return the tolerance of golden outputs; its absolute part follows the largest of them."""
     largest = max(float(np.abs(y.astype(np.float64)).max()) for y in goldens.values() if y.size)
+    # The floor is for outputs that are all zero, which would otherwise allow no error at all.
     return Tolerance(absolute=relative * max(largest, 1e-3), relative=relative)
 
 

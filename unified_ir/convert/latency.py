@@ -107,6 +107,7 @@ def measure_latency(
     """Time the sessions on the same feeds, interleaved."""
     sessions = [float32, control] if int8 is None else [float32, int8, control]
     calls = [_calls(s, feeds) for s in sessions]
+    # The time of one round, which decides how many fit into the budget.
     once_s = sum(n * s for n, s in calls)
     rounds = max(MIN_ROUNDS, min(ROUNDS, round(BUDGET_S / max(once_s, 1e-9))))
     timed = np.array(
@@ -125,6 +126,8 @@ def measure_latency(
         float32=timings[0],
         control=timings[-1],
         int8=None if int8 is None else timings[1],
+        # Quartiles of the ratios, not ratios of quartiles: both runs of a round share the machine's
+        # phase.
         ratio=None if int8 is None else quartiles(timed[:, 1, 1] / timed[:, 0, 1]),
         control_ratio=quartiles(timed[:, -1, 1] / timed[:, 0, 1]),
         on_target=on_target,
@@ -141,6 +144,7 @@ def _calls(session: Session, feeds: Mapping[str, Array]) -> tuple[int, float]:
     """Return (number of calls that take about RUN_S, seconds per call), after warming up."""
     for _ in range(WARM_UPS):
         session.run(feeds)
+    # By the wall clock, because processor time may be coarse (see CLOCK_S).
     wall, _ = _timed(session, feeds, 3)
     return max(1, min(MAX_CALLS, round(RUN_S / max(wall, 1e-9)))), wall
 

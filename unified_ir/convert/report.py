@@ -114,6 +114,7 @@ class Report:
 
     def _slower_why(self) -> str:
         in_float = sum(not layer.int8 for layer in self.layers)
+        # The most likely cause first: fixed costs of a call outweigh what integers save.
         if self.latency.float32.cpu.median < TINY_S:
             return "the network is too small for int8 to pay"
         if in_float:
@@ -232,6 +233,8 @@ class Report:
             shares = {"float32": 100 * a.before} | ({"int8": 100 * a.after} if self.is_int8 else {})
             title = f"Accuracy on {a.samples:,} samples"
             charts.append(bar_chart(shares, title, "%", highlight="int8"))
+        # A cell that is applied several times gives several layers of one name; bars need distinct
+        # names.
         counts = Counter(layer.name for layer in self.layers)
         levels = {
             layer.name if counts[layer.name] == 1 else f"{layer.name} {i}": max(0.0, layer.snr_db)

@@ -31,6 +31,7 @@ PRODUCTS: Final = frozenset(
     if row.integer_form in {IntegerForm.PRODUCT, IntegerForm.RECURRENT}
 )
 """Operators that multiply by weights and have an integer form."""
+# An LSTM in int8 is emitted under this name, see `targets`.
 _EMITTED: Final = frozenset({*PRODUCTS, "DynamicQuantizeLSTM"})
 INTEGER: Final = frozenset(
     {
@@ -129,6 +130,7 @@ def residency(artifact: Artifact) -> Resident:
 
 def _original(name: str) -> str:
     match = _NAME.search(name)
+    # The suffix marks float convolutions that onnxruntime converted to its blocked layout.
     return match.group() if match else name.removesuffix("_nchwc")
 
 

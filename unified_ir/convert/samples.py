@@ -89,6 +89,7 @@ def digest(samples: Samples) -> str:
     for name in sorted(samples):
         x = samples[name]
         state.update(f"{name} {x.dtype.str} {x.shape}\n".encode())
+        # Without a copy of the samples, which may take a gigabyte.
         state.update(np.ascontiguousarray(x).data)
     return state.hexdigest()
 
@@ -104,6 +105,7 @@ def read_samples(source: str | Path, inputs: Sequence[Value]) -> dict[str, Array
     with opened_npz(path, total_bytes=MAX_SAMPLES_BYTES) as npz:
         keys = {p.name: p.name for p in inputs}
         if len(inputs) == 1 and inputs[0].name not in npz.names and "x" in npz.names:
+            # So that a file made for training also serves as calibration set.
             keys[inputs[0].name] = "x"
         missing = [name for name, key in keys.items() if key not in npz.names]
         if missing:

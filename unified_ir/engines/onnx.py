@@ -45,6 +45,8 @@ class OnnxProgram:
             )
         # onnxruntime has few float16 kernels for the CPU.
         self._ran = widen_half(function) if options.providers == _CPU_ONLY else function
+        # A training step keeps its state in buffers of its own; a block for the whole run would be
+        # added to that memory (see `SessionOptions`).
         options = replace(options, one_block=options.one_block and not donate)
         self._session = Session(serialize(emit(self._ran, target=target)), options=options)
         names = function.result_names

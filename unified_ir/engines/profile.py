@@ -172,6 +172,7 @@ def _self_times(kernels: Sequence[Event]) -> list[tuple[str, str, float]]:
             own[open_[-1]] -= event["dur"]
         open_.append(i)
     return [
+        # Times are rounded to microseconds, so a difference may fall below 0.
         (e["name"].removesuffix(KERNEL), e.get("args", {}).get("op_name", ""), max(t, 0.0))
         for e, t in zip(kernels, own, strict=True)
     ]

@@ -86,6 +86,7 @@ def tuned(
         if len(forms) > 1 and not node.attrs.get("form"):
             key = _key(node, sizes)
             asked.add(key)
+            # Not measured yet, or by a version that had other forms.
             if known.get(key) not in forms:
                 known[key] = measured[key] = _fastest(node, forms, sizes, options)
             if known[key] != forms[0]:
