@@ -318,8 +318,8 @@ def _facts(options: dict[str, Any], groups: Groups) -> dict[str, str]:
     }
     meta = any(row.episodes for row in rows)
     # fmt: off
-    # Options without an effect on these algorithms and this partition, which would mislead the
-    # reader.
+    # False for an option without an effect on these algorithms and this partition: on the page it
+    # would mislead the reader.
     matters = {
         "x": options["data"].endswith(".npz"), "y": options["data"].endswith(".npz"),
         "least": options["group"], "way": not options["group"],

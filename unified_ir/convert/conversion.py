@@ -372,7 +372,8 @@ def _size(plain: _Graph, int8: _Int8 | None) -> Size:
 def _layers(job: _Conversion, int8: _Int8 | None, resident: Resident) -> tuple[Layer, ...]:
     """Return one row per product, in the function's order."""
     nodes = product_nodes((int8.source if int8 else job.frozen).function)
-    # If the optimizer removed or duplicated a product, kernels cannot be matched to nodes by order.
+    # If the emitted graph has another number of products, kernels cannot be matched to nodes by
+    # their order.
     alike = len(nodes) == len(resident.products)
     kernels = resident.products if alike else (UNKNOWN,) * len(nodes)
     return tuple(

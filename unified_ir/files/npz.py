@@ -114,8 +114,8 @@ def opened_npz(
     Corrupt.
     """
     with bounded.opened(path, limit_bytes=file_bytes) as file:
-        # `zipfile` builds an object of about a kilobyte for each entry of the directory; millions
-        # of empty members would take gigabytes before any limit of ours applies.
+        # `zipfile` builds an object for each entry of the directory, so millions of empty members
+        # would fill the memory before any limit of ours applies.
         _check_end(path, file)
         try:
             archive = zipfile.ZipFile(file)

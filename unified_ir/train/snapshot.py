@@ -81,7 +81,7 @@ def _opened(path: Path) -> tuple[Container, dict[str, Any]]:
 def read(path: Path) -> Snapshot:
     """Read a snapshot; Corrupt names the damaged part, NotFound means that there is no file."""
     file, progress = _opened(path)
-    # Copies, because the tensors are views of a mapped file that the next checkpoint may delete.
+    # Copies, so that the file need not stay mapped.
     state = {name: tensor.data.copy() for name, tensor in file.tensors(STATE).items()}
     try:
         roles = {t.name: Role(t.role) for t in file.manifest.tensors_of(STATE)}

@@ -242,8 +242,7 @@ def _checked_names(file: Container, compressor: Compressor, like: Like) -> dict[
             "personal", f"an update holds shared tensors only; {private[0][:80]!r} has another role"
         )
     parts = {name: compressor.names(name) for name in like}
-    # Before unpacking: top-k states the shape of its tensor, and a hostile one could ask for
-    # terabytes.
+    # Every array is limited by the tensor for which it stands, before its bytes are read.
     largest = {part: most_part_bytes(*like[name]) for name in like for part in parts[name]}
     if odd := sorted({t.name for t in listed} ^ largest.keys()):
         raise BadUpdate(
@@ -265,7 +264,8 @@ def _opened(
 ) -> Array:
     row = compressor.row_for(name)
     try:
-        # Type and shape are computed from the parts without unpacking them.
+        # Type and shape are computed from the parts without unpacking them: the shape that a
+        # hostile top-k update states could take terabytes.
         sent = (row.dtype(*parts), row.shape(*parts))
         x = row.unpack(*parts) if sent == expected else None
     except InvalidInput as error:

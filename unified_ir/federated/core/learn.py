@@ -233,7 +233,7 @@ def learn(
             raise InvalidInput(
                 f"after {work.steps} steps {name!r} is not finite; a smaller rate is needed"
             )
-    # fsum: the loss must not depend on the order of rounding of a library.
+    # fsum rounds once, so that the sum is the same on every machine.
     return Learned(change, shard.examples, math.fsum(losses) / len(losses))
 
 

@@ -137,8 +137,8 @@ def _sgd(x: Array, d: Array, _slots: Slots, hyper: ServerHyper) -> tuple[Array, 
 def _adam(x: Array, d: Array, slots: Slots, hyper: ServerHyper) -> tuple[Array, Slots]:
     """x' = x + lr m / (sqrt(v) + floor), no bias correction (Reddi et al. 2021, algorithm 2)."""
     m, v = slots
-    # d is the mean change of the devices: the negative of the paper's pseudo-gradient, hence x +
-    # ...
+    # d is the mean change of the devices, the paper's Delta: -d takes the place of a gradient,
+    # hence x + ...
     m = hyper["beta1"] * m.astype(np.float64) + (1 - hyper["beta1"]) * d
     v = hyper["beta2"] * v.astype(np.float64) + (1 - hyper["beta2"]) * d * d
     return x + hyper["server_lr"] * m / (np.sqrt(v) + hyper["floor"]), (m, v)

@@ -270,7 +270,7 @@ def _away_since(round_: Round, latest_s: float) -> list[Lease]:
 
 
 def _reduce(state: RunState, event: Reduced) -> Step:
-    # A repeated event, of a reduction that was requested again after a restart.
+    # The end of a reduction that was requested again after a restart.
     if event.number != state.turn[0]:
         return state, ()
     number, every = event.number, state.plan.evaluate_every

@@ -151,7 +151,7 @@ def _place(file: Container, progress: Mapping[str, Any]) -> StudyProgress:
     arrays: dict[str, dict[str, Array]] = {kind: {} for kind in ROLES}
     for name, tensor in file.tensors(STATE).items():
         kind, _, rest = name.partition("/")
-        # Copies: the next save replaces the mapped file.
+        # Copies, so that the file need not stay mapped.
         arrays[kind][rest] = tensor.data.copy()
     return StudyProgress(
         shared=arrays["shared"],
