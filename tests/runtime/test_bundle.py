@@ -34,7 +34,7 @@ def test_bundle_predicts_and_passes_its_goldens(tmp_path):
     np.testing.assert_allclose(bundle.predict(x=X)["y"], Y)
     np.testing.assert_allclose(bundle.predict(X)["y"], Y)
     for more, given in (((X,), {}), ((), {"x": X})):
-        with pytest.raises(InvalidInput, match=r"predict takes \['x'\]; give them by name"):
+        with pytest.raises(InvalidInput, match=r"predict takes \['x'\]; pass them by name"):
             bundle.predict(X, *more, **given)
     assert bundle.check_goldens() <= 1e-5
     with pytest.raises(InvalidInput, match="x: float32"):

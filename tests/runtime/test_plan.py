@@ -85,7 +85,7 @@ def test_calls_that_do_not_fit_name_what_does(tmp_path):
         plan.run("evaluate", samples(4), z=np.zeros(1))
     with pytest.raises(InvalidInput, match="is state, not batch"):
         plan.run("predict", w=np.zeros((2, 1), np.float32), x=np.zeros((1, 2), np.float32))
-    with pytest.raises(InvalidInput, match="give them by name"):
+    with pytest.raises(InvalidInput, match="pass them by name"):
         plan.predict(np.zeros((1, 2)), np.zeros((1, 2)))
     with pytest.raises(InvalidInput, match=r"predict takes exactly \['x'\], got \[\]"):
         plan.predict()

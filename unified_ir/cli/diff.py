@@ -1,4 +1,4 @@
-"""`triplane diff`: what changed between two model files, in the graph and in the numbers."""
+"""`triplane diff`: show what changed between two model files, in graphs and numbers."""
 
 from __future__ import annotations
 

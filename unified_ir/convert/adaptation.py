@@ -41,7 +41,7 @@ def adapt_steps(module: Module) -> int:
 def adapt_graph(module: Module, weights: Collection[str], target: OnnxTarget) -> bytes:
     """Return the ONNX of one step: from weights and a batch to `loss` and `NAME:next` of weights.
 
-    weights: names of the served graph's weights. InvalidInput where the step changes none of them,
+    weights: names of the served graph's weights. InvalidInput: the step changes none of them,
     or changes other state, which a bundle cannot keep.
     """
     function = module.entry(ADAPT)

@@ -45,7 +45,7 @@ def check_against_reference(module: Module, entry: str, session: Session, sample
 
 
 def check_finite(results: Mapping[str, Array]) -> None:
-    """InvalidInput where a result holds NaN or infinity."""
+    """Raise InvalidInput if a result holds NaN or infinity."""
     for name, y in results.items():
         if y.dtype.kind == "f" and not np.isfinite(y).all():
             raise InvalidInput(

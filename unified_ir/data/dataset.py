@@ -79,7 +79,7 @@ class Dataset:
         If `size` does not divide N, the last batch is smaller, or left out with `drop_last`.
         """
         if size < 1:
-            raise InvalidInput(f"a batch holds at least 1 image, got size={size}")
+            raise InvalidInput(f"a batch must hold at least 1 image, got size={size}")
         order = _order(len(self), seed, epoch)
         end = len(self) - len(self) % size if drop_last else len(self)
         for start in range(0, end, size):

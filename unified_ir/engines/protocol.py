@@ -16,7 +16,7 @@ class EngineLoop(Protocol):
     """Repeated calls whose state stays in the engine's own buffers."""
 
     def step(self, **batch: Array) -> dict[str, Array]:
-        """Run once and return the results that are not state; an error leaves the state as is."""
+        """Run once and return the results that are not state; an error changes no state."""
         ...
 
     def state(self) -> dict[str, Array]:
@@ -61,7 +61,7 @@ class Engine(Protocol):
 
 
 def check_donated(function: Function, donate: Collection[str]) -> None:
-    """InvalidInput unless donated names are parameters that results replace by the same type."""
+    """Raise InvalidInput unless donated names are parameters that keep their type."""
     for name in donate:
         old = function.param(name).type
         new = function.result(name).type if name in function.result_names else old
@@ -72,7 +72,7 @@ def check_donated(function: Function, donate: Collection[str]) -> None:
 
 
 def check_state(donate: Collection[str], state: Collection[str]) -> None:
-    """InvalidInput unless a loop's state has exactly the donated names."""
+    """Raise InvalidInput unless a loop's state has exactly the donated names."""
     if differing := sorted(set(donate) ^ set(state)):
         raise InvalidInput(f"a loop needs exactly the donated state; differing: {differing}")
 

@@ -53,7 +53,7 @@ def as_tensor(value: Array | StoredTensor, name: str = "tensor") -> StoredTensor
     tensor = value if isinstance(value, StoredTensor) else StoredTensor(value.dtype.name, value)
     row = BY_NAME.get(tensor.dtype)
     if row is None or tensor.data.dtype.newbyteorder("<") != row.storage:
-        raise InvalidInput(f"{name}: a file holds {', '.join(BY_NAME)}, not {value.dtype}")
+        raise InvalidInput(f"{name}: a file can hold {', '.join(BY_NAME)}, not {value.dtype}")
     return tensor
 
 

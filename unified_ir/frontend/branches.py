@@ -63,7 +63,7 @@ BREAK: Final = LoopExit(broken=True)
 
 
 def returned(value: Any) -> LoopExit:
-    """`return value` inside a loop."""
+    """Return the outcome of a trip that ends with `return value`."""
     return LoopExit(broken=True, returned=True, value=value)
 
 

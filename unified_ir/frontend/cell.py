@@ -176,7 +176,7 @@ class CellList(Cell):
         super().__init__()
         for i, cell in enumerate(cells):
             if not isinstance(cell, Cell):
-                raise InvalidInput(f"a list of cells holds cells only, got {cell!r} at {i}")
+                raise InvalidInput(f"a list of cells may only hold cells, got {cell!r} at {i}")
             self._cells[str(i)] = cell
 
     def __getitem__(self, i: int) -> Cell:

@@ -89,7 +89,7 @@ def construct_with_bprop(cell: StateTree, args: Sequence[Any], kwargs: dict[str,
 def _standing_for(
     parameters: Sequence[Parameter], tensors: Sequence[Tensor], name: str
 ) -> AbstractContextManager[None]:
-    """Within the block, the parameters read as these tensors, and may not be assigned."""
+    """Make the parameters read as these tensors within the block, and refuse to assign them."""
     binding, new = current(), dict(zip(parameters, tensors, strict=True))
     return replaced(
         binding,

@@ -83,7 +83,7 @@ def leave_outer_loop(left: LoopExit, rest: Thunk, state: VariableAccess, always:
 
 
 def while_(test: Thunk, body: Callable[[], LoopExit | None], state: VariableAccess) -> LoopExit:
-    """`while test(): body()`; becomes a loop of the graph once a tensor decides the test."""
+    """Run `while test(): body()`; it becomes a loop of the graph once a tensor decides the test."""
     left = NEXT
     while not is_symbolic(left.broken):
         if left.broken:
@@ -98,7 +98,7 @@ def while_(test: Thunk, body: Callable[[], LoopExit | None], state: VariableAcce
 
 
 def for_(iterable: Any, body: Callable[[Any], LoopExit | None], state: VariableAccess) -> LoopExit:
-    """`for item in iterable: body(item)`; a loop of the graph over tensors, else unrolled."""
+    """Run `for item in iterable: body(item)`; over tensors a loop of the graph, else unrolled."""
     if isinstance(iterable, Tensor):
         iterable = _LoopSlices([iterable], lambda _, x: x)
     if isinstance(iterable, (_Range, _LoopSlices)) and not iterable.is_eager():

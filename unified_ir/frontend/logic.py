@@ -29,12 +29,12 @@ _COMPARE: Final[Mapping[str, Callable[[Any, Any], Any]]] = {
 
 
 def and_(*parts: Thunk) -> Any:
-    """`a and b and ...`; a bool scalar with a tensor. Operands are computed as in Python."""
+    """Evaluate `a and b and ...` as Python does; with a tensor the result is a bool scalar."""
     return _shortcut(parts, VariableAccess(depth=2), stops_at=False)
 
 
 def or_(*parts: Thunk) -> Any:
-    """`a or b or ...`; see `and_`."""
+    """Evaluate `a or b or ...`; see `and_`."""
     return _shortcut(parts, VariableAccess(depth=2), stops_at=True)
 
 
@@ -70,12 +70,12 @@ def _tensor_shortcut(
 
 
 def not_(x: Any) -> Any:
-    """`not x`."""
+    """Evaluate `not x`."""
     return elementwise.logical_not(as_condition(x)) if is_symbolic(x) else not truth(x)
 
 
 def chain(left: Any, names: Sequence[str], *rights: Thunk) -> Any:
-    """`a < b <= c`: each operand is computed once, in order.
+    """Evaluate `a < b <= c`; each operand is computed once, in order.
 
     As in Python, a comparison that is false ends the chain; where a tensor decides, the operands
     after it are computed in any case, since the graph needs them.
@@ -106,7 +106,7 @@ def chain(left: Any, names: Sequence[str], *rights: Thunk) -> Any:
 
 
 def if_expression(test: Any, then: Thunk, otherwise: Thunk) -> Any:
-    """`then if test else otherwise`."""
+    """Evaluate `then if test else otherwise`."""
     if not is_symbolic(test):
         return then() if truth(test) else otherwise()
     return branch(test, then, otherwise, VariableAccess(depth=2))

@@ -199,7 +199,7 @@ def while_tensor(
 def count_tensor(
     count: Tensor, item: Callable[[Tensor], Any], body: Trip, state: VariableAccess
 ) -> LoopExit:
-    """`for k in range(count): body(item(k))`."""
+    """Record `for k in range(count): body(item(k))`."""
 
     def trip(k: Tensor) -> LoopExit | None:
         return body(item(k))
@@ -307,12 +307,12 @@ def _without_carry(carry: _Carry, types: Sequence[TensorType]) -> LoopExit:
             raise InvalidInput(f"{name!r} cannot be carried: {reason_of(name)}")
     raise InvalidInput(
         f"no trip of the loop at {carry.state.here} changes a variable, so it would run "
-        "for ever or not at all; assign what its condition reads"
+        "forever or not at all; assign what its condition reads"
     )
 
 
 def _go(left: LoopExit, test: Callable[[], Any], state: VariableAccess) -> Tensor:
-    """`not broken and test()`; after a break the test is computed only where it cannot fail."""
+    """Return `not broken and test()`; after a break the test is computed only if it cannot fail."""
     if left.broken is False:
         value = test()
         return as_condition(value) if isinstance(value, Tensor) else as_tensor(bool(value))

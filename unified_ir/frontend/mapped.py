@@ -1,4 +1,4 @@
-"""`vmap`: a function of one sample becomes a function of a batch."""
+"""`vmap`: turn a function of one sample into a function of a batch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Axes = Any
 
 
 def vmap(f: Any, in_axes: Axes = 0, out_axes: Axes = 0) -> Any:
-    """`f` of one sample as a function of many: a batch of arguments gives a batch of results.
+    """Return `f`, a function of one sample, as a function of a batch of samples.
 
     `in_axes`: the axis of the batch in every argument, or a tuple with one entry per argument: an
     int, None for an argument that all samples share, or a tree of these like the argument.

@@ -110,7 +110,7 @@ def _is(node: Function, code: CodeType) -> bool:
 def _innermost(
     candidates: list[tuple[Function, str | None]], code: CodeType
 ) -> list[tuple[Function, str | None]]:
-    """Of lambdas on one line, return the smallest one that encloses all positions of the code."""
+    """Return the smallest of the lambdas on one line that encloses all positions of the code."""
     places: list[Any] = [p for p in code.co_positions() if None not in p and p[2:] != (0, 0)]
     around = []
     for candidate in candidates:

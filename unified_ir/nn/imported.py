@@ -102,7 +102,7 @@ class Imported(Cell):
     def _statistics(self, node: Node) -> tuple[str, str] | None:
         """Return the names of the running mean and variance that a node normalizes by.
 
-        InvalidInput where they are also weights, which training changes by gradients.
+        InvalidInput: they are also weights, which training changes by gradients.
         """
         if node.op.name != "BatchNormalization" or len(node.outputs) > 1:
             return None

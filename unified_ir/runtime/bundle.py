@@ -64,7 +64,7 @@ def write_bundle(
 ) -> str:
     """Write the bundle whole or not at all and return its root digest.
 
-    Same spec, same bytes. InvalidInput where the spec breaks a rule of the format. check: see
+    Equal specs give equal bytes. InvalidInput: the spec breaks a rule of the format. check: see
     `files.container.write`.
     """
     if not spec.golden_inputs.keys() <= {info.name for info in spec.description.inputs}:
@@ -201,7 +201,7 @@ class Bundle:
         """Run the graph once on inputs by name, or on its only one, with a cached session."""
         if x and (len(x) > 1 or inputs or len(self.inputs) > 1):
             names = [info.name for info in self.inputs]
-            raise InvalidInput(f"predict takes {names}; give them by name, not {len(x)} unnamed")
+            raise InvalidInput(f"predict takes {names}; pass them by name, got {len(x)} unnamed")
         return self._session.run({self.inputs[0].name: x[0]} if x else inputs)
 
     def check_goldens(self, session: Session | None = None) -> float:

@@ -117,7 +117,7 @@ class Plan:
         options: SessionOptions = DEFAULT_OPTIONS,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Verify every byte of `file`; InvalidInput where it demands an unknown feature."""
+        """Verify every byte of `file`; InvalidInput if it demands an unknown feature."""
         file.verify()
         self._file, self._options, self._clock = file, options, clock
         self.digest = file.digest
@@ -211,10 +211,10 @@ class Plan:
         return self.run("evaluate", batch, **inputs)
 
     def adapt(self, batches: Sequence[Mapping[str, Array]], *, steps: int = 0) -> list[float]:
-        """Step through `batches`, again from the first when they run out; return each loss.
+        """Step through `batches`, starting again when they run out; return the loss of each step.
 
-        Runs `adapt`, or `local_update` in a plan without it. steps: by default what the plan says,
-        or else one pass.
+        Runs `adapt`, or `local_update` in a plan without it. steps: by default those that the plan
+        states, or else one pass.
         """
         entry = "adapt" if "adapt" in self.entries else "local_update"
         if not batches or isinstance(batches, Mapping):
@@ -314,7 +314,7 @@ class Plan:
             return {}
         names = [tensor.name for tensor in self.inputs(entry)]
         if len(x) != 1 or len(names) != 1:
-            raise InvalidInput(f"{entry} takes {names}; give them by name, not {len(x)} unnamed")
+            raise InvalidInput(f"{entry} takes {names}; pass them by name, got {len(x)} unnamed")
         return {names[0]: x[0]}
 
     def _loss(self, entry: str, batch: Mapping[str, Array]) -> Array:

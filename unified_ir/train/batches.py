@@ -48,7 +48,7 @@ class BatchSource:
 
     def __init__(self, data: Any, size: int, seed: int) -> None:
         if not is_count(size, 1):
-            raise InvalidInput(f"a batch holds at least 1 sample, got batch_size={size!r}")
+            raise InvalidInput(f"a batch must hold at least 1 sample, got batch_size={size!r}")
         if not 0 <= seed < 2**64:
             raise InvalidInput(f"a seed must be in 0..2^64-1, got {seed}")
         self.data, self.size, self.seed = _accepted(data), size, seed

@@ -49,7 +49,7 @@ SKIPPED: Final = SUMMARY + "skipped"
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What happens between gradients and weights; an option at its default is not in the graph.
+    """The operations between gradients and weights; an unset option adds nothing to the graph.
 
     clip_value, clip_each, clip_norm: limits of each element, of each tensor's norm, of the norm of
     all together. accumulate: batches per update. average: the weight of the past in the moving

@@ -185,7 +185,7 @@ def taken_counts(results: dict[str, Array]) -> dict[str, float]:
 
 @contextmanager
 def training(cell: Cell, *, on: bool) -> Iterator[None]:
-    """Within the block, the cell and those below it are in training or evaluation mode."""
+    """Put the cell and those below it into training or evaluation mode within the block."""
     before = [(c, c.__dict__["training"]) for _, c in cell.cells()]
     if on:
         cell.train()

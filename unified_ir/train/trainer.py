@@ -369,7 +369,7 @@ class Trainer:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Within the block, the cell holds the moving averages of its weights (`average=`).
+        """Put the moving averages of the weights (`average=`) into the cell within the block.
 
         Use it to evaluate, predict and export; before the first update the averages are the
         weights.

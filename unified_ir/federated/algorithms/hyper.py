@@ -62,7 +62,7 @@ class Hyperparameter:
     help: str
 
     def check(self, value: float) -> None:
-        """InvalidInput unless the value is valid and does not become 0 or infinite in float32."""
+        """Raise InvalidInput if the value is invalid, or becomes 0 or infinite in float32."""
         if not (math.isfinite(value) and self.rule.fits(value)):
             raise InvalidInput(f"hyperparameter {self.name} is {self.rule.text}, got {value}")
         if value and not LEAST <= abs(value) <= MOST:

@@ -100,7 +100,7 @@ def encode_state(tensors: Mapping[str, Array], roles: Mapping[str, str], *, plan
 
 def _state_part(tensors: Mapping[str, Array], roles: Mapping[str, str]) -> PartData:
     if odd := sorted(n for n in tensors if roles.get(n) not in SHARED_ROLES):
-        raise InvalidInput(f"a shared state holds parameters and buffers, not {odd[:4]}")
+        raise InvalidInput(f"a shared state may hold only parameters and buffers, got {odd[:4]}")
     return container.tensor_part(STATE, tensors, {name: roles[name] for name in tensors})
 
 
@@ -119,7 +119,7 @@ def read_state(
         raise Conflict(f"the state is of plan {file.manifest.parent[:16]}, not {plan[:16]}")
     _only_part(file, STATE)
     if odd := [t.name for t in file.manifest.tensors if t.role not in SHARED_ROLES]:
-        raise Corrupt(f"a shared state holds parameters and buffers, this one {odd[:4]}")
+        raise Corrupt(f"a shared state may hold only parameters and buffers, got {odd[:4]}")
     if verified:
         file.trust()
     tensors = {name: tensor.data for name, tensor in file.tensors(STATE).items()}

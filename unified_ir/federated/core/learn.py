@@ -275,7 +275,7 @@ def score(plan: Learner, shard: Shard) -> float:
         rows = np.arange(at, min(at + EVALUATE_ROWS, n))
         results = plan.run(EVALUATE, _fed(plan, EVALUATE, shard.held_out, {"": rows}))
         if ACCURACY not in results:
-            raise InvalidInput(f"`evaluate` gives {ACCURACY!r}, this plan's {sorted(results)}")
+            raise InvalidInput(f"`evaluate` must return {ACCURACY!r}, got {sorted(results)}")
         # Weighted, since the last batch may be smaller.
         correct.append(float(results[ACCURACY]) * len(rows))
     return math.fsum(correct) / n
@@ -344,7 +344,7 @@ def _episodes(draws: Draws, work: Work, shard: Shard) -> Iterator[dict[str, Arra
     n, support, query = shard.examples, work.support, work.query
     if support < 1 or query < 1 or n < 2:
         raise InvalidInput(
-            f"an episode takes support and query, at least 1 sample each; got {support} and "
+            f"an episode needs at least 1 sample each for support and query; got {support} and "
             f"{query} of {n} samples"
         )
     if support + query > n:
@@ -380,7 +380,7 @@ def _column(
 
 def _loss(results: Mapping[str, Array], step: int) -> float:
     if LOSS not in results or results[LOSS].size != 1:
-        raise InvalidInput(f"`{LEARN}` gives one number {LOSS!r}, this plan's {sorted(results)}")
+        raise InvalidInput(f"`{LEARN}` must return one number {LOSS!r}, got {sorted(results)}")
     loss = float(results[LOSS].reshape(()))
     if not math.isfinite(loss):
         raise InvalidInput(f"the loss is {loss} at step {step + 1}; a smaller rate is needed")

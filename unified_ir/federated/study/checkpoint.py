@@ -33,7 +33,7 @@ STUDY: Final = "study"
 ALWAYS_KEPT: Final = frozenset(
     {"lr", "meta_lr", "inner_steps", "proximal", "server_lr", "beta1", "beta2", "floor"}
 )
-"""Hyperparameters that are stored for every algorithm, as earlier releases did."""
+"""Hyperparameters that are stored for every algorithm, because earlier releases stored them."""
 OPEN: Final = ("rounds", "rates")
 """Options that may differ when a study is resumed."""
 ROLES: Final = {

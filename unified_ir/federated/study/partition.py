@@ -198,7 +198,7 @@ def _labels(samples: Samples, name: str) -> Array:
 
 
 def check_whole(numbers: Array, n: int, what: str) -> None:
-    """InvalidInput unless `numbers` has a whole number for each of n samples."""
+    """Raise InvalidInput unless `numbers` has a whole number for each of n samples."""
     if numbers.shape != (n,) or numbers.dtype.kind not in "iu":
         seen = f"{numbers.dtype}{list(numbers.shape)}"
         raise InvalidInput(f"{what} {n} whole numbers, one for each sample; got {seen}")

@@ -29,7 +29,7 @@ class SampleSource:
 
     data: the name digits, an npz file, IDX files or a folder of images. x, y, group, split: keys of
     an npz; group assigns each sample to a device; samples where split is not 0 belong to unseen
-    devices. devices: their number, for every way but "group". unseen: share of devices that are
+    devices. devices: their number, unless the way is "group". unseen: share of devices that are
     only scored, without split. least: smaller groups are left out.
     """
 
