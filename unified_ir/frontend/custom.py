@@ -142,8 +142,7 @@ def _cotangents(x: Any, g: Any, name: str) -> list[Tensor]:
     parts = leaves(g)
     if len(parts) != len(wanted):
         raise InvalidInput(
-            f"bprop of {name} returned {len(parts)} cotangents for an input of {len(wanted)} "
-            "tensors"
+            f"bprop of {name} returned {len(parts)} cotangents for {len(wanted)} input tensors"
         )
     pairs = zip(wanted, parts, strict=True)
     return [as_tensor(c, t.dtype) for t, c in pairs if t.dtype.is_float]

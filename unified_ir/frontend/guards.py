@@ -78,9 +78,8 @@ class TraceGuard:
             todo.extend(_follow(value, label, self._guards.append))
             if len(self._guards) > MAX_GUARDS:
                 raise InvalidInput(
-                    f"a trace compares what it reads at every call, and {_name(value)} ({label}) "
-                    f"leads to more than {MAX_GUARDS:,} lists, dicts and objects; pass what it "
-                    "needs as an argument"
+                    f"a trace must guard all that it reads, but {_name(value)} ({label}) leads to "
+                    f"more than {MAX_GUARDS:,} lists, dicts and objects; pass what it needs instead"
                 )
         self._seen.clear()
 
