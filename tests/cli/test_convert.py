@@ -109,7 +109,7 @@ def test_help_teaches_with_examples(capsys):
     assert run(["convert", "--help"]) == 0
     text = capsys.readouterr().out
     assert "--quantize int8 --calibrate samples.npz" in text
-    assert "first line says so" in text
+    assert "first line of the report says so" in text
 
 
 def test_the_help_lists_every_target(capsys):

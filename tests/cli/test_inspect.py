@@ -276,7 +276,7 @@ def test_profile_says_where_a_steps_time_goes(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
-        (("--profile", "--sizes", "N=0"), "sizes are written N=32,T=10"),
+        (("--profile", "--sizes", "N=0"), "sizes must have the form N=32,T=10"),
         (("--profile", "--sizes", "Q=2"), "but not ['Q']"),
         (("--profile", "--entry", "nothing"), "no entry 'nothing'"),
     ],

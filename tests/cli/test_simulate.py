@@ -90,7 +90,7 @@ def test_what_happens_is_told_on_the_way(model, tmp_path):
     assert "at rate 0.3" in told[-1]
     again = run(model, *options).stderr.splitlines()
     assert [line.split("  ")[0] for line in again[1:]] == [
-        "fedavg scored after round 2", f"fedavg had finished; read from {tmp_path}",
+        "fedavg scored after round 2", f"fedavg was already finished; read from {tmp_path}",
     ]  # fmt: skip
 
 

@@ -133,7 +133,7 @@ def test_a_folder_of_another_run_is_refused_by_name(
         (("--clip", "1"), "another optimizer"),
         (("--batch-size", "8"), "another batch size: 32 there, 8 here"),
         (("--class-weights", ",".join("1234567890")), "another loss"),
-        (("--no-resume",), "holds checkpoints of a run"),
+        (("--no-resume",), "already holds checkpoints"),
     ):
         assert train(tmp_path, *run_folder, "--epochs", "2", *flags) == 3
         assert said in capsys.readouterr().err
@@ -177,18 +177,18 @@ def test_a_run_begun_at_another_default_rate_is_refused_with_the_rate_to_give(
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--schedule", "linear"), "--schedule is one of cosine, polynomial, one-cycle"),
+        (("--schedule", "linear"), "--schedule must be one of cosine, polynomial, one-cycle"),
         (("--schedule", "step"), "step needs every, such as step:every=10"),
         (("--schedule", "cosine:high=1"), "cosine has low, got 'high'; write cosine:low=.."),
         (("--schedule", "step:every=x"), "--schedule step every takes a number, got 'x'"),
-        (("--schedule", "step:every=1.5"), "counts updates in whole numbers, got 1.5"),
+        (("--schedule", "step:every=1.5"), "must be a whole number of updates, got 1.5"),
         (("--schedule", "multi-step:at=5/3"), "increasing bounds >= 1, got [5, 3]"),
         (("--clip", "most:1"), "norm:LIMIT, each:LIMIT, value:LIMIT; got 'most:1'"),
         (("--clip", "0"), "clipped to a limit > 0, got 0.0"),
-        (("--early-stop", "soon"), "--early-stop is a number of epochs"),
-        (("--class-weights", "1,-1"), "--class-weights are finite and >= 0, got 1,-1"),
+        (("--early-stop", "soon"), "--early-stop takes a number of epochs"),
+        (("--class-weights", "1,-1"), "--class-weights must be finite and >= 0, got 1,-1"),
         (("--freeze", "tail.*"), "group 'tail.*' matches no trained parameter"),
-        (("--loss-scale", "8"), "is for precision='float16'"),
+        (("--loss-scale", "8"), "needs precision='float16'"),
     ],
 )
 def test_a_senseless_flag_is_named_with_the_way_out(
@@ -269,7 +269,7 @@ def test_a_rate_that_is_no_number_is_refused_before_the_run(
 ) -> None:
     assert train(tmp_path, "--local-lr", "nan") == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "--local-lr is a finite number > 0, got nan" in line
+    assert "--local-lr must be a finite number > 0, got nan" in line
 
 
 @pytest.mark.slow

@@ -116,8 +116,8 @@ def test_meta_gives_labels_and_preprocessing(tmp_path):
 @pytest.mark.parametrize(
     ("meta", "message"),
     [
-        ({"labels": '["a"]'}, "10 classes and 1 labels"),
-        ({"labels": "{"}, "'labels' is JSON"),
+        ({"labels": '["a"]'}, "10 classes but 1 labels"),
+        ({"labels": "{"}, "'labels' must be JSON"),
         ({"preprocessing": "[1]"}, "JSON list of objects"),
     ],
 )
@@ -191,10 +191,10 @@ def test_without_a_budget_a_slower_result_is_converted(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"quantize": "int4"}, "'int8' or None"),
+        ({"quantize": "int4"}, "'int8', or None"),
         ({"quantize": "int8"}, "give calibration"),
-        ({"max_size_ratio": 0.5}, "ask for quantize"),
-        ({"max_accuracy_drop": float("nan")}, "max_accuracy_drop is a number >= 0"),
+        ({"max_size_ratio": 0.5}, "they need quantize"),
+        ({"max_accuracy_drop": float("nan")}, "max_accuracy_drop must be a number >= 0"),
         ({"entry": "train"}, "no entry 'train'"),
     ],
 )

@@ -50,7 +50,7 @@ VERDICTS = {
         "latency": ratio(latency(1e-2, 5e-3, 1e-2), 0.5)
     },
     f"{UNDECIDED} (interleaved runs scatter too much)": {"latency": latency(1e-2, 1e-2, 1e-2)},
-    f"{UNDECIDED} (this machine is no ort-x64; measure there)": {
+    f"{UNDECIDED} (this machine is not ort-x64; measure there)": {
         "latency": latency(1e-2, 1e-3, 1e-2, on_target=False)
     },
 }

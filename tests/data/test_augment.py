@@ -53,7 +53,7 @@ def cut(x, _):
     ("call", "words"),
     [
         (lambda: augmented(DIGITS, copies=0), "at least 1 copy, got 0"),
-        (lambda: augmented(DIGITS, cut), r"cut takes float32\[40, 1, 8, 8\] .* got float32"),
+        (lambda: augmented(DIGITS, cut), r"must return float32\[40, 1, 8, 8\] .* got float32"),
         (lambda: shifted(-1), "got -1"),
         (lambda: noisy(-0.1), "got -0.1"),
     ],

@@ -124,7 +124,7 @@ def test_strided_and_big_endian_arrays_are_stored_little_endian_and_dense():
     ],
 )
 def test_dtypes_a_file_cannot_hold_are_refused_by_name(value):
-    with pytest.raises(InvalidInput, match=r"x: a file holds bool, int8"):
+    with pytest.raises(InvalidInput, match=r"x: a file can hold bool, int8"):
         packed({"x": value})
 
 

@@ -95,7 +95,7 @@ def test_a_wrong_number_of_cotangents_is_refused_by_name():
     def product(a, b):
         return a * b
 
-    with pytest.raises(InvalidInput, match=r"bprop of product gives one cotangent per input \(2\)"):
+    with pytest.raises(InvalidInput, match=r"must return one cotangent per input \(2\)"):
         product(X, X)
 
 

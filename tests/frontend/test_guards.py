@@ -320,7 +320,7 @@ def test_more_than_can_be_watched_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(guards, "MAX_GUARDS", 50)
     net = Net()
     net.factors = [[k] for k in range(100)]
-    with pytest.raises(InvalidInput, match=r"more than 50 lists, dicts and objects; pass what"):
+    with pytest.raises(InvalidInput, match=r"more than 50 lists, dicts and objects; pass what it"):
         net(X)
 
 

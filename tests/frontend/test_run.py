@@ -341,7 +341,7 @@ def test_vjp_gives_results_and_cotangents_of_every_argument():
     np.testing.assert_array_equal(value[0], X * X * 2)
     np.testing.assert_array_equal(gx, X * 2 * X + X)
     np.testing.assert_array_equal(gy, X * X + X)
-    with pytest.raises(InvalidInput, match="the cotangent is shaped like the result"):
+    with pytest.raises(InvalidInput, match="the cotangent must match the result"):
         vjp(lambda x: x)(X, X[:2])
 
 

@@ -36,9 +36,9 @@ def test_what_is_frozen_stays_and_what_is_not_learns():
 
 
 def test_a_pattern_that_fits_nothing_is_told_what_there_is():
-    with pytest.raises(InvalidInput, match=r"fits 'cone.*'; there are conv.weight, conv.bias"):
+    with pytest.raises(InvalidInput, match=r"matches 'cone.*'; there are conv.weight, conv.bias"):
         Net().freeze("cone.*")
-    with pytest.raises(InvalidInput, match=r"fits 'norm.running_mean'"):
+    with pytest.raises(InvalidInput, match=r"matches 'norm.running_mean'"):
         Net().freeze("norm.running_mean")
 
 

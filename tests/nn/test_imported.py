@@ -59,7 +59,7 @@ def test_inputs_and_outputs_have_the_declared_types():
 
 def test_wrong_use_is_refused_by_name():
     cell = nn.Imported(import_onnx(resnet()))
-    with pytest.raises(InvalidInput, match=r"of Imported fits 'layer9\.\*'; there are stem"):
+    with pytest.raises(InvalidInput, match=r"of Imported matches 'layer9\.\*'; there are stem"):
         cell.freeze("layer9.*")
     with pytest.raises(InvalidInput, match="takes image; got 2"):
         cell(*data(2))
@@ -233,5 +233,5 @@ def test_a_network_without_batch_normalization_has_no_statistics_to_update():
     module = import_onnx(exported(nn.Sequential(nn.Flatten(), nn.Dense(3 * 16 * 16, 3))))
     with pytest.raises(InvalidInput, match="export it unfolded"):
         nn.Imported(module, batch_norm="updated")
-    with pytest.raises(InvalidInput, match="batch_norm is"):
+    with pytest.raises(InvalidInput, match="batch_norm must be"):
         nn.Imported(module, batch_norm="sometimes")  # type: ignore[arg-type]

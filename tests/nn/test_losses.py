@@ -56,7 +56,7 @@ def test_accuracy_counts_hits():
     [
         (nn.MSE(), (4, 1), (4,), "one shape, got float32"),
         (nn.BinaryCrossEntropy(), (4, 1), (4,), "one shape"),
-        (nn.SoftmaxCrossEntropy(), (4, 3), (4,), "whole-number labels"),
+        (nn.SoftmaxCrossEntropy(), (4, 3), (4,), "integer labels"),
     ],
 )
 def test_targets_that_would_be_averaged_wrongly_are_refused(loss, y, target, said):

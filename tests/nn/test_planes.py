@@ -106,7 +106,7 @@ def test_a_mean_far_from_zero_leaves_a_normalization_exact(cell):
 
 WRONG = {
     "GroupNorm needs groups": lambda: nn.GroupNorm(3, 4),
-    "takes a kernel of 3 sizes": lambda: nn.ConvTranspose3d(1, 1, (2, 2)),
+    "takes a kernel with 3 sizes": lambda: nn.ConvTranspose3d(1, 1, (2, 2)),
     "size or scale": nn.Upsample,
     "at least one size": nn.RMSNorm,
     "MaxPool3d takes": lambda: trace(nn.MaxPool3d(2), TensorSpec((1, 1, 4, 4))),

@@ -282,9 +282,9 @@ def test_schedules_have_the_values_of_their_formulas():
         (lambda: optim.AdamW(0.1, epsilon=0.0), "AdamW needs epsilon > 0"),
         (
             lambda: optim.SGD(0.1, decay="both"),  # type: ignore[arg-type]
-            "coupled or decoupled, got 'both'",
+            "'coupled' or 'decoupled', got 'both'",
         ),
-        (lambda: optim.SGD(0.1, dampening=0.1), "dampening with plain momentum"),
+        (lambda: optim.SGD(0.1, dampening=0.1), "dampening only with a momentum"),
         (lambda: optim.RMSProp(alpha=1.0), r"alpha in \[0, 1\), got 1.0"),
         (lambda: optim.RMSProp(epsilon=0.0), "epsilon > 0, got 0.0"),
         (lambda: optim.Adagrad(start=-1.0), "Adagrad needs start in"),
@@ -297,7 +297,7 @@ def test_schedules_have_the_values_of_their_formulas():
         (lambda: optim.Group("a", groups=()), "cannot hold groups"),
         (
             lambda: optim.SGD(0.1, groups=(optim.Group("a", beta1=0.1),)),
-            "group 'a' sets 'beta1', and SGD has dampening, decay, lr, momentum",
+            "which is no option of SGD; it has dampening, decay, lr, momentum",
         ),
         (lambda: optim.SGD(0.1, groups=(optim.Group("a", lr=-1),)), ">= 0, got -1"),
         (lambda: optim.Piecewise((3,), (0.1,)), "got 1 rates and 1 bounds"),

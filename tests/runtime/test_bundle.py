@@ -34,7 +34,7 @@ def test_bundle_predicts_and_passes_its_goldens(tmp_path):
     np.testing.assert_allclose(bundle.predict(x=X)["y"], Y)
     np.testing.assert_allclose(bundle.predict(X)["y"], Y)
     for more, given in (((X,), {}), ((), {"x": X})):
-        with pytest.raises(InvalidInput, match=r"predict takes \['x'\]; give them by name"):
+        with pytest.raises(InvalidInput, match=r"predict takes \['x'\]; pass them by name"):
             bundle.predict(X, *more, **given)
     assert bundle.check_goldens() <= 1e-5
     with pytest.raises(InvalidInput, match="x: float32"):
@@ -138,7 +138,7 @@ def test_adaptation_graph_travels_along(tmp_path):
 def test_steps_of_adaptation_without_a_graph_are_refused(tmp_path):
     described = replace(bundle_spec().description, adapt_steps=3)
     make_bundle(tmp_path / "b", description=described)
-    with pytest.raises(Corrupt, match=r"3 steps of adaptation, and there is no part 'adapt\.onnx'"):
+    with pytest.raises(Corrupt, match=r"3 steps of adaptation, but there is no part 'adapt\.onnx'"):
         Bundle.load(tmp_path / "b")
 
 

@@ -85,7 +85,7 @@ def test_calls_that_do_not_fit_name_what_does(tmp_path):
         plan.run("evaluate", samples(4), z=np.zeros(1))
     with pytest.raises(InvalidInput, match="is state, not batch"):
         plan.run("predict", w=np.zeros((2, 1), np.float32), x=np.zeros((1, 2), np.float32))
-    with pytest.raises(InvalidInput, match="give them by name"):
+    with pytest.raises(InvalidInput, match="pass them by name"):
         plan.predict(np.zeros((1, 2)), np.zeros((1, 2)))
     with pytest.raises(InvalidInput, match=r"predict takes exactly \['x'\], got \[\]"):
         plan.predict()
@@ -224,8 +224,8 @@ def test_entry_without_a_loss_cannot_adapt(tmp_path):
             ["b.onnx"],
             "entry NAME is the part",
         ),
-        (pb.Plan(entries=[pb.Entry(name="a", part="a.onnx")]), [], "implies parts"),
-        (pb.Plan(), ["a.onnx"], "implies parts"),
+        (pb.Plan(entries=[pb.Entry(name="a", part="a.onnx")]), [], "requires the parts"),
+        (pb.Plan(), ["a.onnx"], "requires the parts"),
         (pb.Plan(limits=pb.Limits(time_s=-1)), [], "a finite number >= 0"),
     ],
 )

@@ -77,7 +77,7 @@ def test_wide_floats_become_single():
 
 @pytest.mark.parametrize("seed", [-1, 2**64])
 def test_seeds_are_64_bits(seed):
-    with pytest.raises(InvalidInput, match="a seed is in"):
+    with pytest.raises(InvalidInput, match="a seed must be in"):
         BatchSource(arrays(3), 1, seed)
 
 

@@ -156,7 +156,7 @@ def test_a_folder_of_damaged_checkpoints_only_is_refused(tmp_path):
         damage(path)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with pytest.raises(Corrupt, match=r"all 2 checkpoints in .* are damaged; move them away"):
+        with pytest.raises(Corrupt, match=r"all 2 checkpoints in .* are damaged; move them to"):
             trainer().fit(data(), 3, checkpoint=tmp_path, **QUIET)
 
 
@@ -233,7 +233,7 @@ def test_a_run_goes_on_only_with_what_it_began_with(tmp_path):
         trainer(optimizer=optim.SGD(0.1)).fit(data(), 1, **small)
     with pytest.raises(Conflict, match=r"another network: Noisy \w+ there, Dense \w+ here"):
         trainer(cell=lambda: nn.Dense(4, 3)).fit(data(), 1, **small)
-    with pytest.raises(Conflict, match="holds checkpoints of a run; resume it"):
+    with pytest.raises(Conflict, match="already holds checkpoints; resume that run"):
         trainer().fit(data(), 1, resume=False, **small)
     x, y = data()
     made = trainer()

@@ -159,7 +159,7 @@ def test_a_model_of_numbers_calls_its_output_y():
 
 
 def test_unknown_entries_are_refused(done):
-    with pytest.raises(InvalidInput, match=r"entries are some of predict.*\['forecast'\]"):
+    with pytest.raises(InvalidInput, match=r"entries must be among predict.*\['forecast'\]"):
         done.export(("predict", "forecast"))
     with pytest.raises(InvalidInput, match="got none"):
         done.export(())

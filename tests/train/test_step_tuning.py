@@ -37,7 +37,7 @@ def trainer(**options):
 
 @pytest.mark.parametrize("tune", ["x", "no", 1, None])
 def test_tune_is_yes_or_no(tune):
-    with pytest.raises(InvalidInput, match="tune is True or False, got"):
+    with pytest.raises(InvalidInput, match="tune must be True or False, got"):
         trainer(tune=tune)
 
 
@@ -75,7 +75,7 @@ def test_tuning_measures_and_keeps_the_losses(cache):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"memory_budget_bytes": 0}, "at least 1, got 0"),
+        ({"memory_budget_bytes": 0}, "must be >= 1, got 0"),
         ({"memory_budget_bytes": 1000}, r"needs [0-9,]+ bytes .* the budget is 1,000"),
         ({"tune": True, "engine": "reference"}, "need onnxruntime; the engine is 'reference'"),
     ],

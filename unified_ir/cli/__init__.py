@@ -1,10 +1,10 @@
-"""The `triplane` command; `shell` holds the verbs' common ground, each other module is one verb."""
+"""The `triplane` command: `shell` has what all verbs share; most other modules are one verb."""
 
 import sys
 
 
 def main() -> None:
-    """Console entry point: runs one verb and exits with the code of `shell.EXIT_CODES`."""
+    """Console entry point: run one verb and exit with its code, see `shell.EXIT_CODES`."""
     from triplane.unified_ir.cli.shell import run
 
     sys.exit(run(sys.argv[1:]))

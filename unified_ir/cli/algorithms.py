@@ -1,7 +1,7 @@
-"""Options that the table of federated algorithms decides: their names and hyperparameters.
+"""Options that come from the table of federated algorithms: names and hyperparameters.
 
-The table comes with the operators of their graphs, so it is imported when a command's options are
-asked for, and not when the command is defined.
+Importing the table also imports the operators of the graphs, so it is imported only when the
+options of a command are needed, and not when the command is defined.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from triplane.unified_ir.federated.algorithms.hyper import Hyperparameter
 
 NAMES: Final = "ALGORITHM_NAMES"
-"""Stands for the names of all algorithms in the help of an option."""
+"""Placeholder in the help of an option for the names of all algorithms."""
 SUMMARIES: Final = "ALGORITHM_SUMMARIES"
-"""Stands for a line for each algorithm in an epilog."""
+"""Placeholder in an epilog for one line per algorithm."""
 AFTER: Final = "query"
 """The option that hyperparameters follow in the help."""
 
 
 class AlgorithmCommand(click.Command):
-    """A command with an option for each hyperparameter; it gets those that were set as `hyper`.
+    """A command with an option per hyperparameter; those that were set are passed to it as `hyper`.
 
     zero_is_unset: refuse 0 in a field of the wire that would make it the default.
     """
@@ -35,6 +35,7 @@ class AlgorithmCommand(click.Command):
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """Return all parameters, made once for each context."""
+        # click calls this several times for one command line and compares parameters by identity.
         key = f"{__name__}.params"
         if key not in ctx.meta:
             ctx.meta[key] = self._params(super().get_params(ctx))
@@ -46,6 +47,7 @@ class AlgorithmCommand(click.Command):
         from triplane.unified_ir.federated.algorithms.table import hyperparameters
 
         rest = super().parse_args(ctx, args)
+        # Unset ones are left out, since their default depends on the algorithm.
         values = {name: ctx.params.pop(name, None) for name in hyperparameters()}
         ctx.params["hyper"] = {name: v for name, v in values.items() if v is not None}
         return rest
@@ -91,6 +93,7 @@ class AlgorithmCommand(click.Command):
 def _with_names(param: click.Parameter, names: str) -> click.Parameter:
     if not isinstance(param, click.Option) or NAMES not in (param.help or ""):
         return param
+    # A copy: the option itself is shared by all calls of the command.
     named = copy.copy(param)
     named.help = (param.help or "").replace(NAMES, names)
     return named

@@ -34,15 +34,15 @@ Examples:
   triplane convert digits.tpm --quantize int8 --calibrate samples.npz \\
       --evaluate held_out.npz --out digits.bundle --report report.svg
   triplane convert digits.tpm --plan digits.plan
-  triplane convert resnet.onnx --out resnet.bundle           imported on the way
+  triplane convert resnet.onnx --out resnet.bundle           an ONNX model is imported first
 
 \b
-int8 stores weights in a quarter of the bytes and is faster on networks of some size; on small
-ones it is slower, and the report's first line says so. It needs --calibrate: some hundred typical
+int8 stores weights in a quarter of the bytes and is faster for larger networks; small ones become
+slower, and the first line of the report says so. It needs --calibrate: a few hundred typical
 inputs (an .npz with one array per input, or x; no labels needed), from which it learns ranges.
-A slower or less exact result is refused only against a budget that you state; the one with a
-default is --max-accuracy-drop, and it needs --evaluate (an .npz with x and y). DATA is also the
-name digits, MNIST IDX files or a folder of images.
+A slower or less accurate result is refused only if it exceeds a --max option; only
+--max-accuracy-drop has a default, and it needs --evaluate (an .npz with x and y). DATA can also
+be the name digits, MNIST IDX files or a folder of images.
 """
 
 
@@ -82,6 +82,8 @@ def command(**options: Any) -> None:
     """
     output = open_output(options["as_json"])
     _check_files(options)
+    # The default must not force everybody to give --evaluate; a limit that was typed must be
+    # checked.
     stated = click.get_current_context().get_parameter_source("max_accuracy_drop")
     unmeasured = options["quantize"] is not None and options["evaluate"] is None
     if unmeasured and stated is not ParameterSource.DEFAULT:
@@ -94,6 +96,7 @@ def command(**options: Any) -> None:
         plan_entries(module)  # refuse before the bundle is written: all is written, or nothing
     record: dict[str, Any] = {}
     texts = []
+    # With --plan alone nothing is converted, measured or reported.
     if not wants_plan or options["out"] is not None or options["quantize"] is not None:
         report = _converted(module, digest, options, output.note)
         record = _record(report)

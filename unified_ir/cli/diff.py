@@ -1,4 +1,4 @@
-"""`triplane diff`: what changed between two model files, in the graph and in the numbers."""
+"""`triplane diff`: show what changed between two model files, in graphs and numbers."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Examples:
 
 \b
 Exit status: 0 if entries, graphs and state are the same, 1 if they differ, more for errors.
-Numbers of values and lines of source do not count as changes. A tensor's relative change is its
-largest absolute change divided by the largest value before.
+The numbering of values and the lines of source do not count as changes. The relative change of a
+tensor is its largest absolute change divided by its largest value before.
 """
 DIFFERENT: Final = 1
 MAX_LINES: Final = 20_000
@@ -34,9 +34,9 @@ MAX_SHOWN: Final = 40
 _Block = tuple[str, int, int, int, int]
 """(kind, a1, a2, b1, b2): turns lines a1:a2 of one text into b1:b2 of the other, as in difflib."""
 _NUMBER: Final = re.compile(r"%\d+")
-"""The number of a value."""
+"""The number of a value in the text form, such as %12."""
 _PLACE: Final = re.compile(r"(?<=[){}])  # [^\"]*$")
-"""The line of source that a node comes from."""
+"""The source location at the end of a node's line: a comment after `)`, `{` or `}`."""
 
 
 @click.command("diff", epilog=EPILOG)
@@ -101,9 +101,13 @@ def _nodes(a: Function, b: Function) -> dict[str, list[str]]:
     if unplaced[0] == unplaced[1]:
         return {}
     blocks: Iterable[_Block]
+    # SequenceMatcher takes quadratic time; and if the texts differ only in numbers of values, it
+    # would find no difference.
     if plain[0] == plain[1] or max(map(len, texts)) > MAX_LINES:
         blocks = _by_position(*unplaced)
     else:
+        # Without value numbers: one inserted node renumbers all that follow it. `autojunk` would
+        # ignore lines that occur often.
         blocks = difflib.SequenceMatcher(None, plain[0], plain[1], autojunk=False).get_opcodes()
     removed, added = [], []
     for kind, a1, a2, b1, b2 in blocks:
@@ -132,6 +136,7 @@ def _state(a: Module, b: Module) -> dict[str, Any]:
         for name, tensor in a.state.items()
         if name in b.state
         and tensor.type == b.state[name].type
+        # Bytes, so that NaN equals itself and 0.0 differs from -0.0.
         and tensor.array.tobytes() != b.state[name].array.tobytes()
     }
     return changes | ({"moved": moved} if moved else {})
@@ -155,6 +160,7 @@ def _change(a: Array, b: Array) -> dict[str, Any]:
 
 def _finite(x: float) -> float | str:
     """Replace infinity and NaN, which JSON does not have."""
+    # inf - inf and NaN - NaN are NaN.
     return x if x - x == 0 else str(x)
 
 

@@ -1,4 +1,4 @@
-"""`triplane import`: an ONNX model becomes a model file, weights and all."""
+"""`triplane import`: convert an ONNX model with its weights to a model file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 SUFFIX: Final = ".onnx"
 SHOWN: Final = 3
-"""How many names a line shows."""
+"""Number of names that a line shows."""
 
 EPILOG = """\b
 Examples:
@@ -51,7 +51,7 @@ OPTIONS: Final = (
            "repeated.", name="shapes", multiple=True),
     option("--output NAME", "A value to use as output instead of the model's outputs; may be "
            "repeated.", name="outputs", multiple=True),
-    option("--trainable PATTERN", "Weights to train whatever their use, by name with * for any "
+    option("--trainable PATTERN", "Weights to train however they are used, by name with * for any "
            "part; may be repeated. Running statistics are not trained.", multiple=True),
     option("--frozen PATTERN",
            "Weights not to train; --trainable takes precedence; may be repeated.", multiple=True),
@@ -85,6 +85,7 @@ def model_or_onnx(path: Path) -> tuple[Module, str]:
     from triplane.unified_ir.convert.conversion import open_model
     from triplane.unified_ir.onnx import import_onnx
 
+    # "": an imported module was never in a file, so it has no digest that could be a parent.
     return (import_onnx(path), "") if path.suffix == SUFFIX else open_model(path)
 
 
@@ -154,6 +155,7 @@ def _some(names: list[str]) -> str:
 def _shapes(texts: tuple[str, ...]) -> dict[str, tuple[int | str, ...]]:
     shapes: dict[str, tuple[int | str, ...]] = {}
     for text in texts:
+        # The last "=", because names of inputs may contain one.
         name, equals, sizes = text.rpartition("=")
         parts = [part.strip() for part in sizes.split(",")] if sizes.strip() else []
         if not equals or not name or not all(parts):

@@ -1,4 +1,4 @@
-"""`triplane inspect`: the contents of a file, down to the line of Python that made a node."""
+"""`triplane inspect`: the contents of a file, down to the Python line from which a node comes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from triplane.unified_ir.ir import Function, Module
 
 SHOWN_OPERATORS: Final = 5
-"""How many operators of a block the text output shows."""
+"""Number of operators of a block that the text output shows."""
 
 EPILOG = """\b
 Examples:
@@ -108,7 +108,7 @@ def command(
 
 def _needed(module: Module | None, option: str) -> Module:
     if module is None:
-        raise InvalidInput(f"{option} reads the graphs of a model file; give the .tpm")
+        raise InvalidInput(f"{option} needs the graphs of a model file; give the .tpm file")
     return module
 
 
@@ -124,6 +124,7 @@ def _summary(
     else:
         if verify:
             opened.verify()
+        # Loading a module has hashed every part already.
         record = _file_record(file, opened, verified=verify or module is not None)
         lines = list(_file_lines(record))
     if module is not None:
@@ -147,10 +148,13 @@ def _opened(path: Path) -> Container:
     from triplane.unified_ir.files.container import Container
     from triplane.unified_ir.files.manifest import KINDS
 
+    # `Container` insists on a kind, and the kind is known only from the file, so each is tried; the
+    # last one reports its error.
     for kind in KINDS[:-1]:
         try:
             return Container(path, kind=kind)
         except InvalidInput as error:
+            # A newer format is not another kind; say so.
             if "format version" in str(error):
                 raise
     return Container(path, kind=KINDS[-1])
@@ -252,6 +256,7 @@ def _module_record(module: Module, entry: str | None) -> dict[str, Any]:
                 "role": str(t.role),
                 "type": str(t.type),
                 "elements": t.array.size,
+                # Rounded up: types such as int4 pack several elements into a byte.
                 "bytes": -(-t.array.size * t.type.dtype.bits // 8),
             }
             for name, t in module.state.items()

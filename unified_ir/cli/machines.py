@@ -1,4 +1,4 @@
-"""Options that the verbs of nodes and devices share."""
+"""Options that the verbs of nodes and devices have in common."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +21,7 @@ def home_option(machine: str, variable: str, default: str) -> Callable[[F], F]:
         show_default=True,
         metavar="DIR",
         help=f"The {machine}'s folder (also {variable}).",
+        # The default contains "~", and a value from the environment has not been through a shell.
         callback=lambda _ctx, _param, path: path.expanduser(),
     )
 

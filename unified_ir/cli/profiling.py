@@ -1,4 +1,4 @@
-"""`triplane inspect --profile`: where the time of one entry goes."""
+"""`triplane inspect --profile`: measure where one entry spends its time."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ if TYPE_CHECKING:
     from triplane.unified_ir.ir import Module
 
 DEFAULT_SIZE: Final = 32
-"""Used for a symbolic size that is not given."""
+"""Value of a symbolic size that --sizes does not give."""
 SHOWN: Final = 12
-"""Rows of each table for people; --json has all rows."""
+"""Number of rows of each table in the text output; --json has all rows."""
 
 
 def sizes_of(_: click.Context, param: click.Parameter, value: str | None) -> dict[str, int]:
-    """Parse `N=32,T=10` into a dict."""
+    """Parse the value of --sizes, such as N=32,T=10; a callback of click."""
     sizes: dict[str, int] = {}
     for part in value.split(",") if value else ():
         name, sign, size = part.partition("=")
         if not sign or not name.strip() or not size.strip().isdecimal() or int(size) < 1:
             raise click.BadParameter(
-                f"sizes are written N=32,T=10 with whole numbers from 1 on, got {part!r}",
+                f"sizes must have the form N=32,T=10 with whole numbers >= 1, got {part!r}",
                 param=param,
             )
         sizes[name.strip()] = int(size)
@@ -32,7 +32,11 @@ def sizes_of(_: click.Context, param: click.Parameter, value: str | None) -> dic
 
 
 def entry_profile(module: Module, entry: str | None, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """Profile one entry on random inputs and the file's own state; return a record."""
+    """Profile one entry on random inputs and the state of the file; return a JSON record.
+
+    Without `entry`, it is `train_step` if the module has it, else the first entry. InvalidInput:
+    `sizes` names a symbol that the inputs do not have.
+    """
     from triplane.proto.errors import InvalidInput
     from triplane.unified_ir.engines.profile import profiled, sample_inputs
 
@@ -41,10 +45,13 @@ def entry_profile(module: Module, entry: str | None, sizes: Mapping[str, int]) -
     types = {p.name: p.type for p in module.inputs(name)}
     known = {s for t in types.values() for s in t.symbols}
     if odd := sorted(sizes.keys() - known):
-        raise InvalidInput(f"{name} has the sizes {sorted(known)}, but not {odd}")
+        raise InvalidInput(f"the inputs of {name} have the sizes {sorted(known)}, but not {odd}")
     args = sample_inputs(types, sizes, default=DEFAULT_SIZE)
     read = [p.name for p in function.params if p.name in module.state]
+    # `initial`, because a file has no values for personal state.
     args |= {k: module.initial(k) for k in read}
+    # An entry that changes its state is timed as in training, with the state in the session's
+    # buffers.
     state = read if module.assigned(name) else []
     profile = profiled(function, args, state=state)
     used = {s: sizes.get(s, DEFAULT_SIZE) for s in sorted(known)}
@@ -58,11 +65,11 @@ def entry_profile(module: Module, entry: str | None, sizes: Mapping[str, int]) -
 
 
 def profile_lines(record: Mapping[str, Any]) -> Iterator[str]:
-    """Format the record for people."""
+    """Format the record of `entry_profile` as text."""
     sizes = ", ".join(f"{k}={v}" for k, v in record["sizes"].items())
     at = f" at {sizes}" if sizes else ""
     yield f"{record['entry']}{at}: {record['total_ms']:.3f} ms a call, median of {record['calls']}"
-    yield "shares by onnxruntime's profile of the same graph; whole numbers fed are 0"
+    yield "shares are from onnxruntime's profile of the same graph; integer inputs are 0"
     for kind in ("nodes", "ops", "lines"):
         rows = record[kind]
         yield ""

@@ -1,8 +1,9 @@
-"""The command's shell: finds verbs, loads one when it is asked for, turns errors into one line.
+"""The command's shell: find verbs, load the one that is called, and turn errors into one line.
 
-A verb is an entry point of the group `triplane.verbs`; its module imports only click (and this
-module) at the top, so help stays fast. A verb that does not import is listed with the reason and
-never takes the others down. Errors meet one boundary, `run`: nothing below it prints or exits.
+A verb is an entry point of the group `triplane.verbs`. Its module imports only click and this
+module at the top, so help stays fast. A verb that cannot be imported is listed with the reason and
+does not affect the others. Errors are handled in one place, `run`: nothing below it prints errors
+or exits.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ TRACEBACK_VARIABLE: Final = "TRIPLANE_TRACEBACK"
 INTERRUPTED: Final = 130  # 128 + SIGINT, as shells count
 BROKEN_PIPE: Final = 141  # 128 + SIGPIPE: the reader has left, as in `triplane inspect | head`
 UNEXPECTED: Final = (
-    70  # a fault of ours (EX_SOFTWARE of sysexits.h); 1 is left to `diff`: they differ
+    70  # a bug in triplane (EX_SOFTWARE of sysexits.h); 1 is what `diff` returns for a difference
 )
 
 # fmt: off
@@ -86,7 +87,7 @@ class Verbs(click.Group):
     """The group whose commands are entry points, imported only when named or listed."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return verbs by rank, the order of a model's life; those without a rank come last."""
+        """Return the verbs by rank, the order of a model's life; verbs without a rank come last."""
         ranks = {name: rank for tier in _tiers() for name, rank in tier.verbs.items()}
         return sorted(_entry_points(), key=lambda name: (ranks.get(name, math.inf), name))
 
@@ -147,6 +148,7 @@ def run(argv: Sequence[str]) -> int:
     """
     as_json = "--json" in argv
     try:
+        # Otherwise click itself would print errors and exit, with codes of its own.
         code = triplane.main(list(argv), prog_name="triplane", standalone_mode=False)
         if sys.stdout is not None:  # None where descriptor 1 was closed from the start
             sys.stdout.flush()
@@ -157,9 +159,12 @@ def run(argv: Sequence[str]) -> int:
         _report(failure, error, as_json=as_json)
         return INTERRUPTED
     except BrokenPipeError:
+        # Python flushes stdout at exit and would fail again; from here on it writes into nothing.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except Exception as error:  # noqa: BLE001 - the process edge
+        # Python decodes arguments that are not UTF-8 with lone surrogates, which fail only where
+        # they are encoded, far from the command line.
         odd = next((word for word in argv if _SURROGATE.search(word)), None)
         if odd is not None and isinstance(error, UnicodeError):
             error = InvalidInput(f"an argument is not valid UTF-8: {os.fsencode(odd)!r}")
@@ -174,6 +179,8 @@ def require(module: str, *, extra: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
+        # The module is installed, but something that it imports is missing: not a matter of our
+        # extra.
         if error.name != module.partition(".")[0]:
             raise
         raise _missing(error.name, extra) from error
@@ -195,7 +202,7 @@ class CommandOutput:
 
 
 class OutputFile(click.Path):
-    """A file to write; refused before any work is done if its folder does not allow it."""
+    """A file to write; it is refused before any work is done if its folder is not writable."""
 
     def __init__(self) -> None:
         super().__init__(dir_okay=False, path_type=Path)
@@ -205,13 +212,14 @@ class OutputFile(click.Path):
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
         if not path.parent.is_dir():
             self.fail(f"the folder {str(path.parent)!r} does not exist; create it", param, ctx)
+        # The folder counts, not the file: files are written beside it and renamed.
         if not os.access(path.parent, os.W_OK | os.X_OK):
             self.fail(f"the folder {str(path.parent)!r} is not writable", param, ctx)
         return path
 
 
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
-"""In an argument: a byte that is not UTF-8, which only names of files may have."""
+"""Matches a byte of an argument that is not UTF-8; only names of files may contain one."""
 OUTPUT_FILE: Final = OutputFile()
 COUNT: Final = click.IntRange(1)
 NATURAL: Final = click.IntRange(0)
@@ -224,8 +232,8 @@ MAX_SECRET_CHARS: Final = 4096
 class Secret(_Text):
     """A secret: the text itself, @FILE to read it from a file, or "-" for standard input.
 
-    @FILE and "-" exist because every user of the machine can see command lines, and shells store
-    them.
+    @FILE and "-" exist because command lines are visible to every user of the machine, and shells
+    store them in their history.
     """
 
     name = "secret"
@@ -235,6 +243,7 @@ class Secret(_Text):
         text = str(value)
         try:
             if text == "-":
+                # Bounded: standard input may have no end.
                 text = sys.stdin.read(MAX_SECRET_CHARS)
             elif text.startswith("@"):
                 with Path(text[1:]).open(encoding="utf-8") as file:
@@ -251,6 +260,7 @@ def check_distinct_files(
     reads: Iterable[str | Path | None], writes: Mapping[str, Path | None]
 ) -> None:
     """Raise InvalidInput if an output file is also an input, or two options name one file."""
+    # Resolved, so that a link or another spelling of the same file is noticed too.
     read = {Path(p).resolve() for p in reads if p is not None and Path(p).is_file()}
     taken: dict[Path, str] = {}
     for option, path in writes.items():
@@ -316,7 +326,7 @@ def open_output(as_json: bool) -> CommandOutput:  # noqa: FBT001 - handed on fro
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """An error as users see it; --json prints the fields under these names."""
+    """An error as the user sees it; --json prints these fields under their names."""
 
     family: str
     message: str
@@ -394,7 +404,9 @@ def _report(failure: _Failure, error: BaseException, *, as_json: bool) -> None:
     if as_json:
         click.echo(_json({"error": asdict(failure)}))
     else:
+        # The convention of no-color.org; None lets click find out whether stderr is a terminal.
         color = False if os.environ.get("NO_COLOR") else None
+        # One line, whatever the message holds, so that logs and scripts can rely on it.
         line = " ".join(failure.message.split())
         click.secho(f"triplane: {line}", fg="red", err=True, color=color)
 
@@ -412,4 +424,5 @@ def _first_line(error: Exception) -> str:
 def _json(record: Mapping[str, Any]) -> str:
     import json
 
+    # numpy's scalars are the only values in records that JSON does not know.
     return json.dumps(record, indent=2, default=lambda scalar: scalar.item())

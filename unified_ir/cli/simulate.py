@@ -1,4 +1,4 @@
-"""`triplane federate simulate`: compare algorithms on simulated devices, in one process."""
+"""`triplane federate simulate`: compare federated algorithms on simulated devices."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ Examples:
       --rate 0.01 --rate 0.1 --folder study --out study.html
 
 \b
-MODEL.tpm has the entry `loss` (`triplane train` exports it); all start from its weights.
-DATA is the name digits, an .npz, MNIST IDX files or a folder of images by class. Each device gets
-samples in two disjoint parts: for training and adapting, and for scoring (--held-out).
+MODEL.tpm needs the entry `loss` (`triplane train` exports it); all algorithms start from its
+weights. DATA is the name digits, an .npz, MNIST IDX files or a folder of images by class. Each
+device gets samples in two disjoint parts: to train and adapt on, and for scoring (--held-out).
 
 \b
 ALGORITHM_SUMMARIES
@@ -56,8 +56,8 @@ In the table, `before` is the accuracy of the shared model, and `adapted` its ac
 the same rounds, devices and steps; give several --rate to those without a rate of adaptation.
 
 \b
-The same seed gives the same bits, as does a real run with the same device names and seed. With
---folder, a killed study resumes where it was. If an algorithm diverges, the others continue, and
+The same seed gives the same bits, and so does a real run with the same device names and seed. With
+--folder, a killed study continues where it was. If an algorithm diverges, the others continue, and
 the exit code is 2.
 """
 ALL = "all"
@@ -88,7 +88,7 @@ OPTIONS: Final = (
            click.FloatRange(0, 1, max_open=True), default=0.0),
     option("--algorithm NAME", "Algorithm, listed below, or all; may be repeated.",
            name="algorithms", multiple=True, default=("fedavg", "maml")),
-    option("--rounds N", "Rounds in all.", COUNT, default=defaults.ROUNDS),
+    option("--rounds N", "Total number of rounds.", COUNT, default=defaults.ROUNDS),
     option("--devices N", "Devices per round, drawn at random for each round.  [default: all]",
            NATURAL, default=0, show_default=False),
     option("--steps N", "Steps of a device per round.", COUNT, default=defaults.STEPS),
@@ -96,8 +96,8 @@ OPTIONS: Final = (
            COUNT, default=defaults.BATCH_SIZE),
     option("--support N", "Samples to adapt with; 0: all of a device, in scoring only.",
            NATURAL, default=defaults.SUPPORT),
-    option("--query N", "Samples of a step beside its support, for algorithms that learn from "
-           "episodes.", COUNT, default=defaults.QUERY),
+    option("--query N", "Samples of a step in addition to its support, for algorithms that learn "
+           "from episodes.", COUNT, default=defaults.QUERY),
     option("--rate RATE", "Rate of adaptation to try at the end; the best one is used; may be "
            "repeated.", NOT_NEGATIVE, name="rates", multiple=True),
     option("--evaluate-every N", "Rounds between scorings.  [default: once, at the end]",
@@ -171,12 +171,14 @@ def _population(groups: Groups) -> str:
 def _trials(
     studies: list[Study], module: Module, groups: Groups, folder: Path | None, note: Note
 ) -> tuple[list[Trial], dict[str, str]]:
-    """Return finished trials, and why others stopped; raise the last error if all stopped."""
+    """Return the finished trials and why others stopped; raise the last error if all stopped."""
     trials, stopped = [], {}
     for study in studies:
         try:
             trials.append(_trial(study, module, groups, folder, note))
         except InvalidInput as error:
+            # With several algorithms one that diverges is a result of the comparison; alone it is
+            # an error.
             if len(studies) == 1:
                 raise
             stopped[study.algorithm] = str(error)
@@ -219,7 +221,9 @@ def _study(name: str, options: dict[str, Any]) -> Study:
     compression = options["compression"] or ""
     return Study(
         algorithm=name,
+        # Algorithms have different defaults; options that were given hold for all of them.
         hyper=defaults_of(name).but(**options["hyper"]),
+        # Meta-SGD learns its rates, and would refuse others.
         rates=() if row.learns_rates else options["rates"],
         compression=compression,
         keep=options["keep"] if compression == "top-k" else 1.0,
@@ -251,7 +255,7 @@ def _trial(study: Study, module: Module, groups: Groups, folder: Path | None, no
         on_round=on_round, on_scores=on_scores,
     )  # fmt: skip
     if not reported:
-        note(f"{name} had finished; read from {folder}")
+        note(f"{name} was already finished; read from {folder}")
     return trial
 
 
@@ -314,6 +318,8 @@ def _facts(options: dict[str, Any], groups: Groups) -> dict[str, str]:
     }
     meta = any(row.episodes for row in rows)
     # fmt: off
+    # False for an option without an effect on these algorithms and this partition: on the page it
+    # would mislead the reader.
     matters = {
         "x": options["data"].endswith(".npz"), "y": options["data"].endswith(".npz"),
         "least": options["group"], "way": not options["group"],

@@ -81,7 +81,7 @@ OPTIONS: Final = (
     option("--validation DATA", "Held-out data of the same kind; by default a fifth of --data."),
     option("--epochs N", "Passes over the training data.", COUNT, default=5),
     option("--batch-size N", "Samples per step.", COUNT, default=32),
-    option("--optimizer", "The update rule, part of the graph; PyTorch's numbers otherwise.",
+    option("--optimizer", "The optimizer; its other settings have PyTorch's defaults.",
            click.Choice(list(training.OPTIMIZERS)), default="adam"),
     option("--lr RATE", "Learning rate; the highest one with --schedule.  "
            f"[default: {RATE:g}; {FINE_TUNING_RATE:g} for a model file]", POSITIVE),
@@ -171,7 +171,7 @@ def _check(options: dict[str, Any]) -> None:
     check_suffix("--out", options["out"], "model file")
     rate = options["local_lr"]
     if rate is not None and not math.isfinite(rate):
-        raise InvalidInput(f"--local-lr is a finite number > 0, got {rate}")
+        raise InvalidInput(f"--local-lr must be a finite number > 0, got {rate}")
 
 
 @contextmanager
@@ -284,7 +284,7 @@ def _trained(options: dict[str, Any], *, quiet: bool) -> tuple[Trainer, dict[str
     """Return a trained trainer, its measures on held-out data, and the module to export."""
     from triplane.unified_ir import data, nn
 
-    nn.seed(options["seed"])
+    nn.seed(options["seed"])  # before the cell exists, whose weights are drawn from it
     cell = load_cell(options["cell"], batch_norm=options["batch_norm"])
     if options["validation"] is None:
         samples, held_out = data.load_split(options["data"], seed=options["seed"])
@@ -298,7 +298,7 @@ def _trained(options: dict[str, Any], *, quiet: bool) -> tuple[Trainer, dict[str
         validation=held_out,
         checkpoint=options["checkpoint"],
         resume=options["resume"],
-        progress="lines" if quiet else "auto",
+        progress="lines" if quiet else "auto",  # --json is for programs
     )
     entries = options["entries"] or DEFAULT_ENTRIES
     with trainer.averaged() if options["ema"] is not None else nullcontext():
@@ -406,11 +406,11 @@ def _load_module(path: Path) -> ModuleType:
 
     if not path.is_file():
         raise NotFound(f"no file {path}; give the path of the Python file that defines the cell")
-    sys.path.insert(0, str(path.resolve().parent))
+    sys.path.insert(0, str(path.resolve().parent))  # the file may import modules beside it
     spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
     if spec is None or spec.loader is None:
         raise InvalidInput(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
+    sys.modules[path.stem] = module  # where dataclasses and pickle look for the classes of the file
     spec.loader.exec_module(module)
     return module

@@ -1,6 +1,7 @@
-"""The flags of `triplane train`: optimizers, schedules, clipping, metrics by name.
+"""The options of `triplane train`: optimizers, schedules, clipping, metrics by name.
 
-A value with options is written NAME:KEY=VALUE,KEY=VALUE. Imports nothing heavy until it is called.
+A value with options is written NAME:KEY=VALUE,KEY=VALUE. The module imports nothing heavy until a
+function is called.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ OPTIMIZERS: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
 class ScheduleOption:
     """A schedule: its class in `optim` and the values of its fields.
 
-    lr, total: the fields for --lr and for the number of updates of the whole run. options: by key,
-    the field and its default, None if a value is required.
+    lr, total: the fields that take --lr and the number of updates of the whole run. options: the
+    field for each key and its default; None if a value is required.
     """
 
     kind: str
@@ -92,6 +93,7 @@ def optimizer(options: Mapping[str, Any], total: int) -> Optimizer:
     if options["schedule"] is not None:
         lr = schedule(options["schedule"], lr, total)
     if options["warmup"] is not None:
+        # Around the schedule, which therefore counts the updates of the warm-up too.
         lr = optim.Warmup(options["warmup"], lr)
     chosen: Optimizer = getattr(optim, kind)(lr, **arguments)
     return chosen
@@ -103,7 +105,7 @@ def schedule(text: str, lr: float, total: int) -> Schedule:
 
     name, _, rest = text.partition(":")
     if name not in SCHEDULES:
-        raise InvalidInput(f"--schedule is one of {', '.join(SCHEDULES)}, got {name!r}")
+        raise InvalidInput(f"--schedule must be one of {', '.join(SCHEDULES)}, got {name!r}")
     row = SCHEDULES[name]
     defaults = dict(row.options.values())
     fields: dict[str, Any] = {f: default for f, default in defaults.items() if default is not None}
@@ -131,7 +133,7 @@ def schedule(text: str, lr: float, total: int) -> Schedule:
 
 def _whole(what: str, x: float) -> int:
     if x != int(x):
-        raise InvalidInput(f"{what} counts updates in whole numbers, got {x:g}")
+        raise InvalidInput(f"{what} must be a whole number of updates, got {x:g}")
     return int(x)
 
 
@@ -143,7 +145,7 @@ def clipping(text: str | None) -> dict[str, Any]:
     names = {"": "clip_norm", "norm": "clip_norm", "each": "clip_each", "value": "clip_value"}
     if kind not in names:
         raise InvalidInput(
-            f"--clip is a limit, or norm:LIMIT, each:LIMIT, value:LIMIT; got {text!r}"
+            f"--clip takes a limit, or norm:LIMIT, each:LIMIT, value:LIMIT; got {text!r}"
         )
     return {names[kind]: _number("--clip", number)}
 
@@ -157,7 +159,7 @@ def early_stop(text: str | None) -> list[Any]:
     patience, _, measure = text.partition(":")
     if not patience.isdecimal():
         raise InvalidInput(
-            f"--early-stop is a number of epochs, then :MEASURE if it is not validation.loss; "
+            f"--early-stop takes a number of epochs, then :MEASURE if it is not validation.loss; "
             f"got {text!r}"
         )
     return [EarlyStop(measure or "validation.loss", patience=int(patience))]
@@ -169,6 +171,7 @@ def metrics(names: tuple[str, ...]) -> dict[str, Any] | None:
         return None
     from triplane.unified_ir import nn, train
 
+    # Each once, in the order of the command line.
     return {name: METRICS[name](nn, train) for name in dict.fromkeys(names)}
 
 
@@ -178,7 +181,7 @@ def weights(text: str | None) -> list[float] | None:
         return None
     numbers = [_number("--class-weights", part) for part in text.split(",")]
     if not all(0 <= w < math.inf for w in numbers):
-        raise InvalidInput(f"--class-weights are finite and >= 0, got {text}")
+        raise InvalidInput(f"--class-weights must be finite and >= 0, got {text}")
     return numbers
 
 

@@ -1,8 +1,9 @@
 """The graph with which a node adapts a start point: `adapt.onnx` of a bundle.
 
-A module that was trained to be adapted has an entry `adapt`, and `meta["adapt_steps"]` is the
-number of its runs. The served graph then keeps its weights under the state's own names, unfolded
-and in float32, because the steps change them; all other state of the entry (rates) is constant.
+A module that was trained to be adapted has an entry `adapt`, and `meta["adapt_steps"]` says how
+often a node runs it. The served graph then keeps its weights under the names of the state, not
+folded and in float32, because the steps change them. All other state of the entry, such as learned
+rates, becomes constant.
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ LOSS: Final = "loss"
 
 
 def adapt_steps(module: Module) -> int:
-    """Return the number of steps of adaptation; 0 where the module is served as it is."""
+    """Return the number of steps of adaptation; 0 if the module is served as it is."""
     text = module.meta.get(STEPS_KEY, "0")
     if not text.isdecimal() or int(text[:9]) > MAX_ADAPT_STEPS:
         raise InvalidInput(
-            f"meta {STEPS_KEY!r} is a number from 0 to {MAX_ADAPT_STEPS}, got {text[:40]!r}"
+            f"meta {STEPS_KEY!r} must be a number from 0 to {MAX_ADAPT_STEPS}, got {text[:40]!r}"
         )
     steps = int(text)
     if steps and ADAPT not in module.entries:
-        raise InvalidInput(f"the module asks for {steps} steps of adaptation and has no {ADAPT!r}")
+        raise InvalidInput(f"the module asks for {steps} steps of adaptation but has no {ADAPT!r}")
     return steps
 
 
 def adapt_graph(module: Module, weights: Collection[str], target: OnnxTarget) -> bytes:
     """Return the ONNX of one step: from weights and a batch to `loss` and `NAME:next` of weights.
 
-    weights: names of the served graph's weights. InvalidInput where the step changes none of them,
+    weights: names of the served graph's weights. InvalidInput: the step changes none of them,
     or changes other state, which a bundle cannot keep.
     """
     function = module.entry(ADAPT)

@@ -1,4 +1,4 @@
-"""Limits for the cost of a conversion; a conversion fails only where a stated one is exceeded."""
+"""Limits for the cost of a conversion, which fails only if one that was given is exceeded."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ class Budgets:
         for field in fields(self):
             value = getattr(self, field.name)
             if value is not None and not (math.isfinite(value) and value >= 0):
-                raise InvalidInput(f"max_{field.name} is a number >= 0, got {value}")
+                raise InvalidInput(f"max_{field.name} must be a number >= 0, got {value}")
 
     def check(self, report: Report) -> tuple[str, ...]:
-        """Return notes on budgets that could not be decided; InvalidInput where one is exceeded."""
+        """Return notes on budgets that could not be decided; InvalidInput if one is exceeded."""
         self._check_accuracy(report)
         self._check_size(report)
         return self._check_latency(report)
 
     def _check_accuracy(self, report: Report) -> None:
         a = report.accuracy
+        # The margin is for the rounding of 100 (before - after).
         if a is not None and a.drop_points > self.accuracy_drop + 1e-9:
             raise InvalidInput(
                 f"max_accuracy_drop is {self.accuracy_drop} points, but accuracy went from "
@@ -58,8 +59,10 @@ class Budgets:
         r, limit, note = report.latency.ratio, self.latency_ratio, ""
         if limit is None or r is None:
             return ()
+        # A ratio measured on another kind of machine must not decide.
         if not report.latency.on_target:
-            note = f"could not be checked: this machine is no {report.target}"
+            note = f"could not be checked, because this machine is not {report.target}"
+        # Only if three quarters of the rounds exceed the limit: noise must not fail a conversion.
         elif r.q1 > limit:
             raise InvalidInput(
                 f"max_latency_ratio is {limit}, but int8 takes {r.median:.2f} times as long as "

@@ -24,6 +24,7 @@ MAX_ERROR: Final = 1e-3
 def first(frozen: Frozen, samples: Samples, count: int) -> dict[str, Array]:
     """Return the first `count` samples, or one static batch."""
     sizes = (p.type.shape[0] for p in frozen.inputs)
+    # A graph with a fixed batch size takes exactly that many.
     count = next((d for d in sizes if isinstance(d, int)), count)
     return {name: x[:count] for name, x in samples.items()}
 
@@ -31,8 +32,8 @@ def first(frozen: Frozen, samples: Samples, count: int) -> dict[str, Array]:
 def check_against_reference(module: Module, entry: str, session: Session, samples: Samples) -> None:
     """Compare the float graph on onnxruntime with the module, interpreted node by node.
 
-    InvalidInput where the module's results on these samples are not finite; Conflict where the two
-    differ, which is a fault of the conversion.
+    InvalidInput: the module's results on these samples are not finite. Conflict: the two differ,
+    which is a fault of the conversion.
     """
     function = module.entry(entry)
     arrays = {**{name: t.array for name, t in module.state.items()}, **samples}
@@ -44,7 +45,7 @@ def check_against_reference(module: Module, entry: str, session: Session, sample
 
 
 def check_finite(results: Mapping[str, Array]) -> None:
-    """InvalidInput where a result holds NaN or infinity."""
+    """Raise InvalidInput if a result holds NaN or infinity."""
     for name, y in results.items():
         if y.dtype.kind == "f" and not np.isfinite(y).all():
             raise InvalidInput(
@@ -62,6 +63,8 @@ def _compare(name: str, y: Array, expected: Array) -> None:
     if not y.size:
         return
     error = np.abs(y.astype(np.float64) - expected).max()
+    # Relative to the largest output: small ones are often differences of large numbers, whose
+    # rounding error they inherit.
     scale = max(1.0, float(np.abs(expected.astype(np.float64)).max()))
     if error > MAX_ERROR * scale:
         raise Conflict(

@@ -1,8 +1,8 @@
 """From a module to a bundle: fold, quantize, check, measure, compare with budgets, then write.
 
-Invariants: nothing is written unless every check passed and every stated budget holds; on one kind
+Invariants: nothing is written unless every check passed and every given budget holds; on one kind
 of machine, everything written except `report.json` depends only on the module, the calibration
-samples and the arguments. A conversion fails only on a budget, never merely for being slow.
+samples and the arguments. A slow or inaccurate result fails a conversion only through a budget.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ from triplane.unified_ir.quantize import (
 )
 
 GOLDENS: Final = 4
-"""Samples kept in a bundle. It is one where a node rounds all rows of a call by one range, since a
-node with several threads splits the rows, and each thread then has a range of its own."""
+"""Number of golden samples in a bundle. It is 1 if an operator rounds all rows of a call by one
+range: a node with several threads splits the rows, and each thread then uses a range of its own."""
 REFERENCE_SAMPLES: Final = 2
 """Samples on which the graph is compared with the reference, which is slow."""
 NOISE_SAMPLES: Final = 64
@@ -123,14 +123,14 @@ def convert(
 ) -> Report:
     """Convert one entry of a module, or of a model file, for a target; write `out` when given.
 
-    calibration: what int8 learns its ranges from, an array (N, ...) or arrays by input name.
-    evaluation: (samples, classes), for accuracy before and after. labels: class names of the first
-    output, or by output. max_accuracy_drop: percentage points, needs an evaluation set.
+    calibration: the samples from which int8 learns its ranges, an array (N, ...) or arrays by input
+    name. evaluation: (samples, classes), for the accuracy before and after. labels: class names of
+    the first output, or by output. max_accuracy_drop: percentage points, needs an evaluation set.
     max_latency_ratio, max_size_ratio: int8 / float32. reduce_range: 7-bit weights, for processors
     without VNNI. model_digest: root digest of the model file, the bundle's parent; it is computed
-    where `module` is a path. name: by default the stem of the model file, or of `out`. progress:
+    if `module` is a path. name: by default the stem of the model file, or of `out`. progress:
     called with a description of each stage before it begins.
-    Raises InvalidInput, and writes nothing, when a budget is exceeded or samples do not fit.
+    Raises InvalidInput, and writes nothing, if a budget is exceeded or samples do not fit.
     """
     row = target_row(target)
     name = _name(module, out) if name is None else name
@@ -139,6 +139,7 @@ def convert(
         module, model_digest = read_model(module)
     budgets = Budgets(max_accuracy_drop, max_latency_ratio, max_size_ratio)
     steps = _checked_steps(module, entry, quantize, calibration, budgets)
+    # A node changes the weights of a start point, so they must not be folded into others.
     frozen = freeze(module, entry) if steps else fold(freeze(module, entry))
     if calibration is None:
         samples, record = generated(frozen.inputs), {}
@@ -153,6 +154,8 @@ def convert(
         samples=samples, calibration=record, labelled=labelled, progress=progress,
     )  # fmt: skip
     plain, int8 = _graphs(job)
+    # Before the measurements, which take the most time: a result that is not finite is refused
+    # first.
     spec = _bundle(job, int8 or plain, is_int8=int8 is not None)
     report = _reported(job, plain, int8)
     report = replace(report, notes=(*report.notes, *budgets.check(report)))
@@ -192,12 +195,13 @@ def _graphs(job: _Conversion) -> tuple[_Graph, _Int8 | None]:
 
 
 def _quantized(job: _Conversion, scheme: Scheme) -> _Int8:
+    # Operators such as HardSwish have no integer kernel, but their parts have.
     source = expanded(job.frozen, IN_PARTS)
     sites = find_sites(source, job.target.operators)
     if not sites.integer:
         raise InvalidInput(
-            "int8 needs a Conv, Gemm, MatMul or LSTM that can run on integers; here "
-            f"{_reasons(sites)}: convert without quantize"
+            "int8 needs a Conv, Gemm, MatMul or LSTM that can run on integers, but "
+            f"{_reasons(sites)}; convert without quantize"
         )
     seen = observe(source, sites.roots, job.samples)
     ranges = site_ranges(sites, seen)
@@ -205,6 +209,7 @@ def _quantized(job: _Conversion, scheme: Scheme) -> _Int8:
     packed = artifact(insert(source, sites, ranges, scheme), target)
     products = [node for node in product_nodes(source.function) if node in sites.integer]
     outputs = [node.outputs[0] for node in products]
+    # All samples determine the ranges; a few are enough to measure the noise.
     few = first(source, job.samples, NOISE_SAMPLES)
     levels = noise(source, sites, ranges, scheme, outputs, few, target=target)
     snr_db = dict(zip(products, levels, strict=True))
@@ -214,7 +219,7 @@ def _quantized(job: _Conversion, scheme: Scheme) -> _Int8:
 def _reasons(sites: Sites) -> str:
     """Return why no product can be quantized."""
     reasons = [f"{node.op.name}: {reason}" for node, reason in sites.refused.items()]
-    return "; ".join(dict.fromkeys(reasons)) or "is none outside loops and branches"
+    return "; ".join(dict.fromkeys(reasons)) or "there is none outside loops and branches"
 
 
 def _bundle(job: _Conversion, shipped: _Graph, *, is_int8: bool) -> runtime.BundleSpec:
@@ -223,6 +228,7 @@ def _bundle(job: _Conversion, shipped: _Graph, *, is_int8: bool) -> runtime.Bund
     inputs = first(job.frozen, job.samples, 1 if form.operators else GOLDENS)
     outputs = shipped.session.run(inputs)
     check_finite(outputs)
+    # Computed, not measured, because the signer converts again and must get the same bytes.
     memory_bytes = COPIES * form.size_bytes + running_bytes(job.frozen.function, inputs)
     accepted = tolerance(outputs, INT8_TOLERANCE if is_int8 else FLOAT_TOLERANCE)
     return runtime.BundleSpec(
@@ -255,6 +261,8 @@ def _described(
 def _reported(job: _Conversion, plain: _Graph, int8: _Int8 | None) -> Report:
     """Measure the graphs. Parts of the report that only inform become notes if they fail."""
     shipped, one = int8 or plain, first(job.frozen, job.samples, 1)
+    # Saves the optimized graph and reads it back, which can fail for reasons that do not concern
+    # the bundle.
     resident, failed = attempt("the list of kernels", partial(residency, shipped.artifact))
     resident = resident or Resident({}, {}, {}, ())
     latency, accuracy = _measured(job, plain, int8, one)
@@ -284,6 +292,8 @@ def _measured(
     job: _Conversion, plain: _Graph, int8: _Int8 | None, feeds: Mapping[str, Array]
 ) -> tuple[Latency, Accuracy | None]:
     job.progress("timing float32" + (" and int8 in turn" if int8 else ""))
+    # The control is a second session of the float graph: the spread of control / float32 is what
+    # the machine's noise alone makes of a ratio of 1.
     control, quantized = plain.artifact.session(), int8.session if int8 else None
     here = job.target.is_here
     latency = measure_latency(plain.session, control, quantized, feeds, on_target=here)
@@ -304,7 +314,7 @@ def read_model(path: str | Path) -> tuple[Module, str]:
 
 
 def open_model(path: Path) -> tuple[Module, str]:
-    """Like `read_model`; InvalidInput where the file is no container of Triplane's."""
+    """Read a model like `read_model`; InvalidInput if the file is not a container of Triplane."""
     if path.is_file() and not is_container(path):
         raise InvalidInput(
             f"{path.name} is not a model file, or its beginning is damaged; `triplane train` and "
@@ -314,6 +324,7 @@ def open_model(path: Path) -> tuple[Module, str]:
 
 
 def _name(module: Module | str | Path, out: str | Path | None) -> str:
+    # A module in memory has no file name.
     named = out if isinstance(module, Module) else module
     return "model" if named is None else Path(named).stem
 
@@ -321,7 +332,7 @@ def _name(module: Module | str | Path, out: str | Path | None) -> str:
 def _checked_steps(
     module: Module, entry: str, quantize: str | None, calibration: Any, budgets: Budgets
 ) -> int:
-    """Return the module's steps of adaptation; InvalidInput where arguments do not fit."""
+    """Return the module's steps of adaptation; InvalidInput if arguments do not fit."""
     if not module.inputs(entry):
         raise InvalidInput(f"{entry!r} takes no input; a bundle computes outputs from inputs")
     _check_arguments(quantize, calibration, budgets)
@@ -336,15 +347,15 @@ def _checked_steps(
 
 def _check_arguments(quantize: str | None, calibration: Any, budgets: Budgets) -> None:
     if quantize not in {None, "int8"}:
-        raise InvalidInput(f"quantize is 'int8' or None for float32, got {quantize!r}")
+        raise InvalidInput(f"quantize must be 'int8', or None for float32; got {quantize!r}")
     if quantize == "int8" and calibration is None:
         raise InvalidInput(
             "int8 learns the range of each tensor from samples; give calibration (--calibrate): "
-            "some hundred typical inputs"
+            "a few hundred typical inputs"
         )
     if quantize is None and (budgets.latency_ratio, budgets.size_ratio) != (None, None):
         raise InvalidInput(
-            "max_latency_ratio and max_size_ratio compare int8 with float32; ask for quantize "
+            "max_latency_ratio and max_size_ratio compare int8 with float32; they need quantize "
             "(--quantize int8)"
         )
 
@@ -361,6 +372,8 @@ def _size(plain: _Graph, int8: _Int8 | None) -> Size:
 def _layers(job: _Conversion, int8: _Int8 | None, resident: Resident) -> tuple[Layer, ...]:
     """Return one row per product, in the function's order."""
     nodes = product_nodes((int8.source if int8 else job.frozen).function)
+    # If the emitted graph has another number of products, kernels cannot be matched to nodes by
+    # their order.
     alike = len(nodes) == len(resident.products)
     kernels = resident.products if alike else (UNKNOWN,) * len(nodes)
     return tuple(
@@ -405,6 +418,8 @@ def _machine() -> dict[str, str]:
 
 
 def _written(out: Path, spec: runtime.BundleSpec, report: Report) -> Report:
+    # `check_served` runs the goldens before the file gets its name, so a bundle that a node would
+    # refuse never appears under `out`.
     root = runtime.write_bundle(out, spec, check=check_served)
     bundle = runtime.Bundle.load(out, expected_digest=root)
     return replace(report, digest=root, content_digest=bundle.content_digest, path=out)

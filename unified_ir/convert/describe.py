@@ -23,28 +23,29 @@ from triplane.unified_ir.runtime import Constraints, Preprocessing, TensorInfo, 
 
 FLOAT_TOLERANCE: Final = 1e-4
 INT8_TOLERANCE: Final = 0.02
-"""Allowed error of golden outputs, relative to the largest: kernels of other machines round
+"""Allowed errors of golden outputs, relative to the largest one: kernels of other machines round
 differently, and a rounding step of int8 is large."""
 COPIES: Final = 2
-"""How often onnxruntime may hold the weights at once: as loaded and as prepacked."""
+"""Copies of the weights that onnxruntime may hold at once: as loaded and as prepacked."""
 
 MAX_NAME_CHARS: Final = 256
-"""Limit for a bundle's name, and for its version; a server loads no longer ones."""
+"""Limit for the length of a bundle's name and version; a server refuses longer ones."""
 
 Labels = Sequence[str] | Mapping[str, Sequence[str]]
 
 
 def check_names(name: str, version: str) -> None:
-    """InvalidInput where no server would load a bundle with this name or version."""
+    """Raise InvalidInput if no server would load a bundle with this name or version."""
     for what, text in (("name", name), ("version", version)):
         if not 1 <= len(text) <= MAX_NAME_CHARS or not text.isprintable():
             raise InvalidInput(
                 f"a bundle's {what} has 1 to {MAX_NAME_CHARS} printable characters, "
                 f"got {len(text)}: {text[:40]!r}"
             )
+    # A name such as "../x" must never become part of a path.
     if name.startswith(".") or set(name) & set("/\\"):
         raise InvalidInput(
-            f"a bundle's name is not a path: it has no / or \\ and does not begin with a dot, "
+            f"a bundle's name is not a path: it must not contain / or \\ or begin with a dot, "
             f"got {name[:40]!r}"
         )
 
@@ -62,6 +63,7 @@ def constraints(target: Target, memory_bytes: int) -> Constraints:
 def tolerance(goldens: Mapping[str, Array], relative: float) -> Tolerance:
     """Return the tolerance of golden outputs; its absolute part follows the largest of them."""
     largest = max(float(np.abs(y.astype(np.float64)).max()) for y in goldens.values() if y.size)
+    # The floor is for outputs that are all zero, which would otherwise allow no error at all.
     return Tolerance(absolute=relative * max(largest, 1e-3), relative=relative)
 
 
@@ -96,14 +98,14 @@ def class_names(
             raise InvalidInput(f"labels name the output {output!r}; there are {sorted(sizes)}")
         if isinstance(sizes[output], int) and len(names) != sizes[output]:
             raise InvalidInput(
-                f"output {output!r} has {sizes[output]} classes and {len(names)} labels; "
-                "give one name each"
+                f"output {output!r} has {sizes[output]} classes but {len(names)} labels; "
+                "give one name per class"
             )
     return {output: tuple(map(str, names)) for output, names in labels.items()}
 
 
 def preprocessing(module: Module) -> tuple[Preprocessing, ...]:
-    """Return the steps in the module's meta; InvalidInput where they have another form."""
+    """Return the steps in the module's meta; InvalidInput if they have another form."""
     steps = _json(module, "preprocessing") or []
     try:
         return tuple(
@@ -112,6 +114,7 @@ def preprocessing(module: Module) -> tuple[Preprocessing, ...]:
                 name=str(step["name"]),
                 params=tuple(
                     (str(key), tuple(float(v) for v in values))
+                    # Sorted, so that equal models give equal bytes.
                     for key, values in sorted(step.get("params", {}).items())
                 ),
             )
@@ -119,7 +122,7 @@ def preprocessing(module: Module) -> tuple[Preprocessing, ...]:
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InvalidInput(
-            "the module's meta 'preprocessing' is a JSON list of objects with input, name and "
+            "the module's meta 'preprocessing' must be a JSON list of objects with input, name and "
             f"params, got {str(steps)[:80]!r}"
         ) from error
 
@@ -129,4 +132,4 @@ def _json(module: Module, key: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise InvalidInput(f"the module's meta {key!r} is JSON, got {text[:80]!r}") from error
+        raise InvalidInput(f"the module's meta {key!r} must be JSON, got {text[:80]!r}") from error

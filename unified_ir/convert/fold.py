@@ -31,7 +31,7 @@ def fold(frozen: Frozen) -> Frozen:
 
 
 def fold_constants(frozen: Frozen) -> Frozen:
-    """Turn nodes that depend on nothing but weights and constants into such themselves."""
+    """Replace nodes that depend only on weights and constants by new weights."""
     known = frozen.known()
     contents: dict[Value, Known] = {}
     stems = {p: p.name for p in frozen.function.params}
@@ -42,9 +42,10 @@ def fold_constants(frozen: Frozen) -> Frozen:
         if results is not None:
             folded[node] = results
             known.update(zip(node.outputs, results, strict=True))
-            # A transposed `head.weight` keeps its name.
+            # A transposed `head.weight` keeps its name, with a suffix.
             stem = next((stems[v] for v in node.inputs if v in stems), "constant")
             stems.update(dict.fromkeys(node.outputs, stem))
+    # Of a chain of folded nodes only the last result is stored.
     read = {v for n in frozen.function.nodes if n not in folded for v in n.inputs}
     read.update(frozen.function.results)
     with Rewrite(frozen) as rewrite:
@@ -132,12 +133,14 @@ def _fold_into(
     bias: Array | None = np.zeros(w.shape[axis])
     if len(node.inputs) > 2:
         bias = known.get(node.inputs[2])  # type: ignore[arg-type]
+    # Another reader of the product needs it without the normalization.
     if bias is None or bias.size != w.shape[axis] or counted[node.outputs[0]] != 1:
         return None
     gamma, beta, mean, var = (np.asarray(v, np.float64) for v in vectors)
     epsilon = norm.attrs.get("epsilon", 1e-5)
     a = gamma / np.sqrt(var + epsilon)  # type: ignore[operator]
     along = a.reshape([-1 if i == axis else 1 for i in range(w.ndim)])
+    # In float64 even for float32 weights, since `bias - mean` may cancel.
     shift = a * (bias.reshape(-1) - mean) + beta
     return _Folded(norm, (w * along).astype(w.dtype), shift.astype(w.dtype))
 

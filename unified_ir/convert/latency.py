@@ -1,10 +1,10 @@
 """Compare the time of graphs on the same input, so that noise cannot decide the verdict.
 
-Runs alternate float, int8, control in one process; the control is a second session of the float
-graph. Times are processor times of one thread, which other processes disturb least; wall-clock
-times are recorded beside them. Ratios are taken within a round, since a slow phase of the machine
-hits all its runs. A verdict needs quartiles of int8 / float that contain neither 1 nor any of
-control / float.
+Runs alternate between float, int8 and control in one process; the control is a second session of
+the float graph. Times are processor times of one thread, which other processes disturb least;
+wall-clock times are recorded beside them. Ratios are taken within a round, since a slow phase of
+the machine affects all runs of the round. There is a verdict only if the interval between the
+quartiles of int8 / float contains neither 1 nor any part of that of control / float.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RUN_S: Final = 0.003
 WARM_UPS: Final = 5
 MAX_CALLS: Final = 1000
 CLOCK_S: Final = 1e-7
-"""Least processor time of a run; a coarse clock may not have advanced."""
+"""Smallest processor time that is recorded for a run; a coarse clock may not have advanced."""
 BUDGET_S: Final = 20.0
 """Approximate limit for a measurement; slow networks get fewer rounds."""
 MIN_ROUNDS: Final = 7
@@ -74,6 +74,7 @@ class Latency:
     def verdict(self) -> str:
         """Whether int8 is "faster" or "slower" than float, or the difference is "undecided"."""
         r, c = self.ratio, self.control_ratio
+        # The intervals [r.q1, r.q3] and [min(1, c.q1), max(1, c.q3)] overlap.
         if r is None or not self.on_target or (r.q1 <= max(1.0, c.q3) and min(1.0, c.q1) <= r.q3):
             return "undecided"
         return "faster" if r.median < 1 else "slower"
@@ -106,6 +107,7 @@ def measure_latency(
     """Time the sessions on the same feeds, interleaved."""
     sessions = [float32, control] if int8 is None else [float32, int8, control]
     calls = [_calls(s, feeds) for s in sessions]
+    # The time of one round, which decides how many fit into the budget.
     once_s = sum(n * s for n, s in calls)
     rounds = max(MIN_ROUNDS, min(ROUNDS, round(BUDGET_S / max(once_s, 1e-9))))
     timed = np.array(
@@ -124,6 +126,8 @@ def measure_latency(
         float32=timings[0],
         control=timings[-1],
         int8=None if int8 is None else timings[1],
+        # Quartiles of the ratios, not ratios of quartiles: both runs of a round share the machine's
+        # phase.
         ratio=None if int8 is None else quartiles(timed[:, 1, 1] / timed[:, 0, 1]),
         control_ratio=quartiles(timed[:, -1, 1] / timed[:, 0, 1]),
         on_target=on_target,
@@ -140,6 +144,7 @@ def _calls(session: Session, feeds: Mapping[str, Array]) -> tuple[int, float]:
     """Return (number of calls that take about RUN_S, seconds per call), after warming up."""
     for _ in range(WARM_UPS):
         session.run(feeds)
+    # By the wall clock, because processor time may be coarse (see CLOCK_S).
     wall, _ = _timed(session, feeds, 3)
     return max(1, min(MAX_CALLS, round(RUN_S / max(wall, 1e-9)))), wall
 

@@ -25,9 +25,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Converted:
-    """The subject of the notes. scheme: of int8, None in float32. ranges: of its tensors.
+    """The conversion that the notes are about.
 
-    operators: the operators of the int8 graph that ai.onnx does not define.
+    scheme: that of int8, None in float32. ranges: those of the int8 tensors. operators: the
+    operators of the int8 graph that ai.onnx does not define.
     """
 
     module: Module
@@ -56,6 +57,7 @@ def attempt(what: str, compute: Callable[[], T]) -> tuple[T | None, list[str]]:
     """Return what `compute` returns, or None with a note that says why it is missing."""
     try:
         return compute(), []
+    # Broad on purpose: a report informs, and no fault in it may stop a conversion that succeeded.
     except Exception as error:
         _logger.exception("part of a report failed", extra={"part": what})
         return None, [f"{what} could not be computed: {type(error).__name__}: {error}"]
@@ -103,7 +105,7 @@ def operators_of_the_runtime(converted: Converted) -> Iterator[str]:
 
 
 def samples_left_out(converted: Converted) -> Iterator[str]:
-    """Samples that the ranges of tensors leave out because they are too wide."""
+    """Samples that are too wide, and are left out of the ranges of tensors."""
     wide = [range_ for range_ in converted.ranges if range_.left_out]
     if wide:
         samples = sorted({i for range_ in wide for i in range_.left_out})
@@ -117,7 +119,7 @@ def samples_left_out(converted: Converted) -> Iterator[str]:
 def other_machine(converted: Converted) -> Iterator[str]:
     """Measurements that were made on a machine of another kind than the target."""
     if not converted.target.is_here:
-        yield "kernels and times above are this machine's, not the target's"
+        yield "kernels and times above are those of this machine, not of the target"
 
 
 def forgotten_state(converted: Converted) -> Iterator[str]:

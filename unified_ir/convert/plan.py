@@ -1,7 +1,7 @@
 """From a module to a plan: each entry as a graph whose weights stay inputs, so that it can learn.
 
-A plan has the name, type and role of personal state, never its values; a device starts it where the
-model file says, at `start.NAME` or at zero.
+A plan has the name, type and role of personal state, never its trained values. A device starts it
+at the value `start.NAME` of the model file, or at zero.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ def export_plan(
     target = OnnxTarget(opset)
     spec = PlanSpec(
         entries={name: serialize(emit(f, target=target)) for name, f in functions.items()},
+        # `initial`, not the current array: personal state that was trained must not leave the
+        # device.
         state={name: module.initial(name) for name in sorted(used)},
         roles={name: str(module.state[name].role) for name in sorted(used)},
         steps=steps or {},
@@ -55,7 +57,7 @@ def export_plan(
 
 
 def plan_entries(module: Module, entries: Sequence[str] | None = None) -> tuple[str, ...]:
-    """Return the entries that a plan would have; InvalidInput where none of them learns."""
+    """Return the entries that a plan would have; InvalidInput if none of them learns."""
     if entries is not None:
         unknown = [name for name in entries if name not in PLAN_ENTRIES]
         if unknown or not entries:
@@ -64,8 +66,8 @@ def plan_entries(module: Module, entries: Sequence[str] | None = None) -> tuple[
     present = tuple(name for name in PLAN_ENTRIES if name in module.entries)
     if not set(present) & set(LEARNING):
         raise InvalidInput(
-            f"a device learns with one of {', '.join(LEARNING)}; the module has "
-            f"{', '.join(module.entries)}: export it with one"
+            f"a device learns with one of {', '.join(LEARNING)}, but the module has "
+            f"{', '.join(module.entries)}; export it with one of them"
         )
     return present
 

@@ -1,7 +1,7 @@
 """The report of a conversion: sizes, times, accuracy and layers, under a verdict in words.
 
-A report is a value: `text` for people, `record` for programs, `svg` for a page. Measured figures
-are only here, so the rest of a bundle is the same from run to run.
+A report is a value: `text` for people, `record` for programs, `svg` for a page. Only the report has
+measured figures, so the rest of a bundle is the same from run to run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from triplane.unified_ir.convert.residency import Resident, Shares
 from triplane.unified_ir.files.chart import bar_chart, stack
 
 TINY_S: Final = 200e-6
-"""A float inference shorter than this is mostly overhead, and int8 adds to it."""
+"""A float inference that takes less time than this is mostly overhead, and int8 adds to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,7 @@ class Report:
     machine: Mapping[str, str]
     calibration: Mapping[str, Any] = field(default_factory=dict)
     shares: Shares | None = None
-    """Of the time of an int8 call."""
+    """The shares of the time of an int8 call."""
     notes: tuple[str, ...] = ()
     digest: str = ""
     content_digest: str = ""
@@ -104,7 +104,7 @@ class Report:
         if self.latency.verdict == "undecided":
             why = "interleaved runs scatter too much"
             if not self.latency.on_target:
-                why = f"this machine is no {self.target}; measure there"
+                why = f"this machine is not {self.target}; measure there"
             return f"int8 is {smaller}; its speed is UNDECIDED here ({why})"
         assert self.latency.ratio is not None
         ratio = self.latency.ratio.median
@@ -114,6 +114,7 @@ class Report:
 
     def _slower_why(self) -> str:
         in_float = sum(not layer.int8 for layer in self.layers)
+        # The most likely cause first: fixed costs of a call outweigh what integers save.
         if self.latency.float32.cpu.median < TINY_S:
             return "the network is too small for int8 to pay"
         if in_float:
@@ -166,7 +167,7 @@ class Report:
         ]
 
     def record(self) -> dict[str, Any]:
-        """Return the report as JSON, without digests and path: a file cannot hold its own."""
+        """Return the report as JSON, without path and digest: a file cannot hold its own digest."""
         s, a = self.size, self.accuracy
         return {
             "verdict": self.verdict,
@@ -232,6 +233,8 @@ class Report:
             shares = {"float32": 100 * a.before} | ({"int8": 100 * a.after} if self.is_int8 else {})
             title = f"Accuracy on {a.samples:,} samples"
             charts.append(bar_chart(shares, title, "%", highlight="int8"))
+        # A cell that is applied several times gives several layers of one name; bars need distinct
+        # names.
         counts = Counter(layer.name for layer in self.layers)
         levels = {
             layer.name if counts[layer.name] == 1 else f"{layer.name} {i}": max(0.0, layer.snr_db)

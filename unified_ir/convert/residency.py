@@ -1,9 +1,9 @@
-"""The nodes that really run on integers, read from the graph that onnxruntime optimized.
+"""Find the nodes that really run on integers, in the graph that onnxruntime optimized.
 
-Q/DQ form is a request; onnxruntime's optimizer decides. It saves the graph it will run, whose fused
-kernels keep the name of the product they absorbed. Integer kernels for every product do not imply
-speed: operators between the products may run in float, and each change to float and back converts
-the whole tensor. So the shares of a call's time are measured too.
+Q/DQ form is only a request; onnxruntime's optimizer decides. It can save the graph that it will
+run, in which a fused kernel keeps the name of the product that it absorbed. Integer kernels for
+every product do not imply speed: operators between the products may run in float, and each change
+to float and back converts the whole tensor. So the shares of a call's time are measured too.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ PRODUCTS: Final = frozenset(
     if row.integer_form in {IntegerForm.PRODUCT, IntegerForm.RECURRENT}
 )
 """Operators that multiply by weights and have an integer form."""
+# An LSTM in int8 is emitted under this name, see `targets`.
 _EMITTED: Final = frozenset({*PRODUCTS, "DynamicQuantizeLSTM"})
 INTEGER: Final = frozenset(
     {
@@ -115,6 +116,7 @@ def residency(artifact: Artifact) -> Resident:
         path = Path(folder) / "optimized.onnx"
         artifact.session(SessionOptions(optimized_model_path=path))
         optimized = onnx.load(path, load_external_data=False).graph
+    # Matched by name, because fusion changes the operator, the inputs and the order of nodes.
     kernels = {_original(node.name): node.op_type for node in optimized.node}
     counts = Counter(node.op_type for node in optimized.node)
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
@@ -128,6 +130,7 @@ def residency(artifact: Artifact) -> Resident:
 
 def _original(name: str) -> str:
     match = _NAME.search(name)
+    # The suffix marks float convolutions that onnxruntime converted to its blocked layout.
     return match.group() if match else name.removesuffix("_nchwc")
 
 

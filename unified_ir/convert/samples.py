@@ -28,9 +28,10 @@ Given = Array | Mapping[str, Array] | Dataset
 
 
 def as_samples(samples: Given, inputs: Sequence[Value], what: str) -> dict[str, Array]:
-    """Arrays by input name; InvalidInput names the input and what was seen.
+    """Return arrays by input name; InvalidInput names the input and the values seen.
 
-    Every first axis counts the same samples; float64 becomes float32; values are finite.
+    The first axis of every array must count the same samples, and values must be finite. float64
+    becomes float32.
     """
     if isinstance(samples, Dataset):
         samples = samples.x
@@ -49,19 +50,20 @@ def as_samples(samples: Given, inputs: Sequence[Value], what: str) -> dict[str, 
 def as_labelled(
     labelled: tuple[Given, Array] | Dataset, inputs: Sequence[Value]
 ) -> tuple[dict[str, Array], Array]:
-    """(samples, classes) of an evaluation set; y: (N,) whole numbers."""
+    """Return (samples, classes) of an evaluation set; classes: (N,) int64."""
     x, y = (labelled.x, labelled.y) if isinstance(labelled, Dataset) else labelled
     samples, y = as_samples(x, inputs, "the evaluation set"), np.asarray(y)
     count = len(next(iter(samples.values())))
     if y.shape != (count,) or y.dtype.kind not in "iu":
         raise InvalidInput(
-            f"labels are ({count},) whole numbers, one per sample, got {y.dtype}{y.shape}"
+            f"labels must be ({count},) whole numbers, one per sample, got {y.dtype}{y.shape}"
         )
     return samples, y.astype(np.int64)
 
 
 def generated(inputs: Sequence[Value]) -> dict[str, Array]:
-    """A few samples for goldens where none were given: uniform in 0..1, whole numbers 0."""
+    """Return a few samples for goldens if none were given: uniform in 0..1; integers are 0."""
+    # A fixed seed: goldens must be the same when the signer converts again.
     rng = np.random.default_rng(0)
     samples = {}
     for p in inputs:
@@ -82,17 +84,18 @@ def _batch_symbol(p: Value) -> list[str]:
 
 
 def digest(samples: Samples) -> str:
-    """SHA-256 over names, types, shapes and bytes: which calibration a conversion saw."""
+    """Return the SHA-256 over names, types, shapes and bytes, which identifies a calibration."""
     state = hashlib.sha256()
     for name in sorted(samples):
         x = samples[name]
         state.update(f"{name} {x.dtype.str} {x.shape}\n".encode())
+        # Without a copy of the samples, which may take a gigabyte.
         state.update(np.ascontiguousarray(x).data)
     return state.hexdigest()
 
 
 def read_samples(source: str | Path, inputs: Sequence[Value]) -> dict[str, Array]:
-    """Samples from an .npz file, or from whatever else `data.load` takes (`digits`, folders).
+    """Read samples from an .npz file, or anything else that `data.load` takes (`digits`, folders).
 
     The file has one array per input under its name; a single input may also be called x.
     """
@@ -102,6 +105,7 @@ def read_samples(source: str | Path, inputs: Sequence[Value]) -> dict[str, Array
     with opened_npz(path, total_bytes=MAX_SAMPLES_BYTES) as npz:
         keys = {p.name: p.name for p in inputs}
         if len(inputs) == 1 and inputs[0].name not in npz.names and "x" in npz.names:
+            # So that a file made for training also serves as calibration set.
             keys[inputs[0].name] = "x"
         missing = [name for name, key in keys.items() if key not in npz.names]
         if missing:
@@ -111,7 +115,7 @@ def read_samples(source: str | Path, inputs: Sequence[Value]) -> dict[str, Array
 
 
 def read_labelled(source: str | Path, inputs: Sequence[Value]) -> tuple[dict[str, Array], Array]:
-    """(samples, classes): as `read_samples`, with classes from the array y."""
+    """Read (samples, classes) like `read_samples`, with the classes from the array y."""
     path = Path(source)
     if path.suffix != ".npz" or not path.exists():
         return as_labelled(load(source), inputs)
@@ -136,6 +140,7 @@ def _checked(x: Array, p: Value, sizes: dict[str, int], what: str) -> Array:
     fits = x.dtype == p.type.dtype.numpy and x.ndim == p.type.rank and x.ndim > 0
     for axis, dim in enumerate(p.type.shape if fits else ()):
         expected = sizes.setdefault(str(dim), x.shape[axis]) if is_symbol(dim) else dim
+        # A fixed batch size: the samples are cut into batches, which must come out even.
         multiple = axis == 0 and isinstance(dim, int) and x.shape[0] % dim == 0
         fits = fits and (expected == x.shape[axis] or multiple or not isinstance(expected, int))
     if not fits or not x.size:

@@ -97,6 +97,7 @@ _ROWS: Final = (
     ),
 )
 TARGETS: Final[Mapping[str, Target]] = {row.name: row for row in _ROWS}
+# No name twice: a dict would keep only the last row.
 assert len(TARGETS) == len(_ROWS)
 
 
@@ -123,14 +124,15 @@ def cpu_flags(source: Path = _CPUINFO) -> frozenset[str]:
     except OSError:
         return frozenset()
     rows = (line.partition(":") for line in text.splitlines())
+    # "flags" on x86, "Features" on arm64
     flags = (value for key, _, value in rows if key.strip() in {"flags", "Features"})
     return frozenset(next(flags, "").split())
 
 
 def instruction_note(target: Target) -> str:
-    """Return what this machine's instruction sets mean for int8."""
+    """Return a note on this machine's instruction sets for int8."""
     if not target.is_here:
-        return f"this machine is {platform.machine()}, no {target.name}"
+        return f"this machine is {platform.machine()}, not {target.name}"
     flags = [flag for flag in target.dot_products if flag in cpu_flags()]
     if flags:
         return f"int8 products run on {', '.join(flags)}"

@@ -1,4 +1,4 @@
-"""Labelled images for training: one type, the digits that ship with the package, bounded readers.
+"""Labelled images for training: the type `Dataset`, the included digits, readers with limits.
 
 Every reader treats its file as hostile: sizes are checked against limits before any allocation.
 """

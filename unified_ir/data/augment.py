@@ -1,7 +1,7 @@
 """Modified copies of images, so that a network becomes robust against small changes.
 
 A change takes images (N, C, H, W) and a generator, and returns images: `flipped`, `shifted`,
-`noisy`, or a function of yours. The same seed gives the same copies.
+`noisy`, or your own function. The same seed gives the same copies.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def augmented(dataset: Dataset, *changes: Change, copies: int = 1, seed: int = 0
             changed = np.asarray(change(x, rng))
             if changed.shape != x.shape or changed.dtype != np.float32:
                 raise InvalidInput(
-                    f"{_name(change)} takes float32{list(x.shape)} and gives the same, got "
+                    f"{_name(change)} must return float32{list(x.shape)} like its argument, got "
                     f"{changed.dtype}{list(changed.shape)}"
                 )
             x = changed
@@ -70,6 +70,7 @@ def _shifted(x: Images, rng: np.random.Generator, *, most: int, fill: float) -> 
     down, right = rng.integers(0, 2 * most + 1, (2, n))
     rows = down[:, None] + np.arange(height)
     columns = right[:, None] + np.arange(width)
+    # Indices broadcast to (N, H, W); the slice of channels comes last then: (N, H, W, C).
     shifted: Images = framed[np.arange(n)[:, None, None], :, rows[:, :, None], columns[:, None, :]]
     return np.ascontiguousarray(shifted.transpose(0, 3, 1, 2))
 

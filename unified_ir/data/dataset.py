@@ -1,7 +1,7 @@
 """Labelled images in memory, and the order in which training sees them.
 
-The order depends on (seed, epoch) and nothing else, so a run that resumes at an epoch continues as
-if it had never stopped. It comes from raw Philox words, whose stream numpy never changes, not from
+The order depends only on (seed, epoch), so a run that resumes at an epoch continues as if it had
+never stopped. It is computed from raw Philox words, whose stream numpy never changes, and not by
 `Generator.permutation`, whose stream it may change.
 """
 
@@ -27,8 +27,8 @@ _WORD: Final = 2**64
 class Dataset:
     """Images and their classes.
 
-    x: (N, C, H, W) float32, in 0..1 where the source has whole numbers; y: (N,) int64, an index
-    into `labels`. Both are read-only views. Raises InvalidInput on anything else.
+    x: (N, C, H, W) float32, in 0..1 if the source has whole numbers; y: (N,) int64, indices into
+    `labels`. Both are read-only views. Anything else raises InvalidInput.
     """
 
     x: NDArray[np.float32]
@@ -38,6 +38,7 @@ class Dataset:
     def __post_init__(self) -> None:
         _check(self.x, self.y, self.labels)
         for name in ("x", "y"):
+            # A view, so that the caller's own array stays writeable.
             view = getattr(self, name).view()
             view.flags.writeable = False
             object.__setattr__(self, name, view)
@@ -75,10 +76,10 @@ class Dataset:
     ) -> Iterator[tuple[NDArray[np.float32], NDArray[np.int64]]]:
         """Yield (x, y) of `size` images, every image once, in an order set by (seed, epoch).
 
-        The last batch is smaller where `size` does not divide N, unless `drop_last`.
+        If `size` does not divide N, the last batch is smaller, or left out with `drop_last`.
         """
         if size < 1:
-            raise InvalidInput(f"a batch holds at least 1 image, got size={size}")
+            raise InvalidInput(f"a batch must hold at least 1 image, got size={size}")
         order = _order(len(self), seed, epoch)
         end = len(self) - len(self) % size if drop_last else len(self)
         for start in range(0, end, size):
@@ -102,18 +103,18 @@ def from_arrays(
         with np.errstate(over="ignore"):  # becomes infinite, which Dataset refuses
             scaled = x.astype(np.float32, order="C")
     else:
-        raise InvalidInput(f"pixels are uint8 or floating point, got {x.dtype}")
+        raise InvalidInput(f"pixels must be uint8 or floating point, got {x.dtype}")
     if y.dtype.kind not in "ui":
-        raise InvalidInput(f"labels are whole numbers, got {y.dtype}{_fraction(y)}")
+        raise InvalidInput(f"labels must be whole numbers, got {y.dtype}{_fraction(y)}")
     _check_labels(y)
     return Dataset(scaled, y.astype(np.int64), labels or tuple(map(str, range(int(y.max()) + 1))))
 
 
 def _check(x: NDArray[Any], y: NDArray[Any], labels: tuple[str, ...]) -> None:
     if x.ndim != 4 or x.dtype != np.float32:
-        raise InvalidInput(f"x is (N, C, H, W) float32, got {x.shape} {x.dtype}")
+        raise InvalidInput(f"x must be (N, C, H, W) float32, got {x.shape} {x.dtype}")
     if y.ndim != 1 or y.dtype != np.int64 or len(y) != len(x):
-        raise InvalidInput(f"y is ({len(x)},) int64, one per image, got {y.shape} {y.dtype}")
+        raise InvalidInput(f"y must be ({len(x)},) int64, one per image, got {y.shape} {y.dtype}")
     check_sizes(x.shape)
     _check_labels(y)
     if int(y.max()) >= len(labels):
@@ -123,12 +124,12 @@ def _check(x: NDArray[Any], y: NDArray[Any], labels: tuple[str, ...]) -> None:
 
 def _check_labels(y: NDArray[Any]) -> None:
     if y.size == 0:
-        raise InvalidInput("a dataset has at least one image, got none")
+        raise InvalidInput("a dataset must have at least one image, got none")
     low, high = int(y.min()), int(y.max())
     if low < 0 or high >= MAX_CLASSES:
         at = int(np.argmax((y < 0) | (y >= MAX_CLASSES)))
         raise InvalidInput(
-            f"classes are 0..{MAX_CLASSES - 1}, got {low}..{high}; "
+            f"classes must be in 0..{MAX_CLASSES - 1}, got {low}..{high}; "
             f"the first out of range is {int(y[at])}, sample {at}"
         )
 
@@ -147,10 +148,12 @@ def _fraction(y: NDArray[Any]) -> str:
 def _shares(y: NDArray[np.int64], fraction: float) -> dict[int, int]:
     """Return how many images of each class to hold out, by largest remainders."""
     classes, counts = np.unique(y, return_counts=True)
+    # 0.07 * 100 is 7.000000000000001, whose ceiling would be 8.
     wanted = math.ceil(round(fraction * len(y), 9))
     exact = counts * (wanted / len(y))
     shares = np.floor(exact).astype(int)
     missing = wanted - int(shares.sum())
+    # The largest remainders first; equal ones in the order of the classes.
     shares[np.argsort(shares - exact, kind="stable")[:missing]] += 1
     return {int(k): int(v) for k, v in zip(classes, shares, strict=True)}
 
@@ -158,6 +161,6 @@ def _shares(y: NDArray[np.int64], fraction: float) -> dict[int, int]:
 def _order(n: int, seed: int, stream: int) -> NDArray[np.intp]:
     """Return a permutation of 0..n-1 that depends on (seed, stream) alone."""
     if not (0 <= seed < _WORD and 0 <= stream < _WORD):
-        raise InvalidInput(f"seed and epoch are in 0..2^64-1, got {seed} and {stream}")
+        raise InvalidInput(f"seed and epoch must be in 0..2^64-1, got {seed} and {stream}")
     key = np.array([seed, stream], dtype=np.uint64)
     return np.argsort(np.random.Philox(key=key).random_raw(n), kind="stable")

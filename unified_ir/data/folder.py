@@ -29,6 +29,7 @@ DECODERS: Final[dict[str, Callable[[bytes, str], NDArray[np.uint8]]]] = {
 
 def read(folder: Path) -> Dataset:
     """Read every image below the class folders; the folders' names become the labels."""
+    # Sorted by name: `iterdir` has the order of the file system, which differs between machines.
     classes = class_folders(folder)
     images: list[NDArray[np.uint8]] = []
     y: list[int] = []
@@ -39,6 +40,7 @@ def read(folder: Path) -> Dataset:
                     f"{path} is (C, H, W) = {image.shape}, the images before are "
                     f"{images[0].shape}; convert them to one size and one number of channels"
                 )
+            # After every image, so that a folder of too many stops before it fills the memory.
             check_sizes((len(images) + 1, *image.shape), str(folder))
             images.append(image)
             y.append(label)
@@ -65,7 +67,7 @@ def _images(folder: Path) -> Iterator[tuple[Path, NDArray[np.uint8]]]:
         if decode is None:
             raise InvalidInput(
                 f"unsupported image format: {path} is not {' or '.join(DECODERS)}; convert it or "
-                "move it away"
+                "remove it from the folder"
             )
         with bounded.opened(path, limit_bytes=MAX_IMAGE_FILE_BYTES) as file:
             yield path, decode(file.read(), str(path))

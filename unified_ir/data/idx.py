@@ -65,6 +65,8 @@ def array(path: Path, *, rank: int) -> NDArray[Any]:
             check_sizes((shape[0], 1, *shape[1:]), str(path))
         elif not 0 < shape[0] <= MAX_IMAGES:
             raise InvalidInput(f"{path} announces {shape[0]} labels; 1..{MAX_IMAGES} are read")
+        # Bounded by the checks of the shape above, so that a gzip bomb is not inflated beyond its
+        # header.
         values = bounded.exactly(file, math.prod(shape), f"{path}: values")
         bounded.ended(file, str(path))
     return np.frombuffer(values, dtype=np.uint8).reshape(shape)

@@ -50,4 +50,5 @@ def _check_shape(what: str, shape: tuple[int, ...]) -> None:
         return
     if len(shape) not in {3, 4}:
         raise InvalidInput(f"{what} is (N,), (N, H, W) or (N, C, H, W), got {shape}")
+    # Called before any value is inflated.
     check_sizes((shape[0], 1, *shape[1:]) if len(shape) == 3 else shape, what)

@@ -1,8 +1,8 @@
 """An Ascend NPU, emulated on the CPU: the numerics of its cube unit.
 
-The cube multiplies fp16 operands and accumulates in fp32. So each float32 operand of a matrix
-product or convolution is rounded to fp16 first, products and sums stay in float32, and everything
-else is float32. Overflow beyond 65504 becomes infinity, as on the device. Formats, buffer sizes and
+The cube multiplies fp16 operands and accumulates in fp32. Therefore each float32 operand of a
+matrix product or convolution is rounded to fp16 first; products, sums and everything else stay in
+float32. A value beyond 65504 becomes infinity, as on the device. Data formats, buffer sizes and
 cycles are not modelled.
 """
 
@@ -40,6 +40,8 @@ class _Rounding(Rewriter):
         """Add a node with rounded cube operands, or the nodes of a body that hides products."""
         row = self.row(node)
         self.note(node)
+        # A composed operator (LSTM, attention) is replaced by its body, so that the products inside
+        # are rounded too.
         hides_products = not row.is_product and row.vjp is None and not node.regions
         body = self.body(node) if hides_products else None
         if body is not None:

@@ -1,9 +1,9 @@
 """Explain a failed run by the user's node, its line and its operands.
 
-onnxruntime names a node of its own optimized graph, fused and renamed. So the same emission, for
-the same target, runs once more without optimization and with a name for every node; the first node
-that fails there has a known place. Its operands come from a graph that ends before it. This happens
-after a failure only.
+onnxruntime names a node of its own optimized graph, in which nodes are fused and renamed. So the
+graph is emitted again for the same target and run without optimization, with a name for every node
+from which its source line is known. The operands of the node that fails come from a graph that ends
+before it. All this happens only after a failure.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PLAIN: Final = SessionOptions(optimization="none")
 _NAMED: Final = re.compile(r"Name:'(at/\d+)'")
 _STATUS: Final = re.compile(r".*Status Message: ", re.DOTALL)
 _CHECKED: Final = re.compile(r"^/\S+:\d+ .* was false\. ", re.DOTALL)
-"""The place in onnxruntime's own source, which precedes its message."""
+"""The location in onnxruntime's own source, which precedes the message."""
 
 
 def explained(
@@ -44,6 +44,7 @@ def explained(
     names = _NAMED.findall(again)
     if not names or names[-1] not in places:
         return failed
+    # The last name: errors of nodes in a region name the nodes around it first.
     node, why = places[names[-1]], _CHECKED.sub("", _STATUS.sub("", again))
     return RunFailed(failure(node, why, _operands(model, names[-1], feeds)))
 

@@ -1,4 +1,4 @@
-"""Locate the origin of a number that is not finite, by running node by node on the reference."""
+"""Find the first value that is not finite, by running node by node on the reference engine."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ def first_nonfinite(function: Function, args: Mapping[str, Any]) -> str:
             return f"{name!r} holds {describe(args[name])} before the step"
 
     def look(node: Node, operands: Sequence[Any], results: Sequence[Any]) -> None:
+        # A constant may be infinite on purpose, such as the -inf of a mask.
         if node.op.name != "Constant" and not all(finite(a) for a in results):
             raise _NotFinite(_node_text(node, operands, results))
 

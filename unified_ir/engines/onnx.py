@@ -36,13 +36,17 @@ class OnnxProgram:
         self.function = function
         self._donate = tuple(donate)
         self._target = target
+        # In ONNX a graph's input and output cannot share a name, so a next state has a suffix.
         replaced = set(function.param_names).intersection(function.result_names)
         if donate and (odd := sorted(replaced.difference(donate))):
             raise InvalidInput(
                 f"results {odd} replace parameters that are not donated; donate them or rename "
                 "the results"
             )
+        # onnxruntime has few float16 kernels for the CPU.
         self._ran = widen_half(function) if options.providers == _CPU_ONLY else function
+        # A training step keeps its state in buffers of its own; a block for the whole run would be
+        # added to that memory (see `SessionOptions`).
         options = replace(options, one_block=options.one_block and not donate)
         self._session = Session(serialize(emit(self._ran, target=target)), options=options)
         names = function.result_names

@@ -1,9 +1,9 @@
-"""The time of one call by node of the user's graph, by operator and by line.
+"""The time of one call, by node of the user's graph, by operator and by source line.
 
-Total time comes from a session that is not profiled, since profiling itself takes time; shares come
-from onnxruntime's profile of a second session of the same graph. The time of a subgraph counts for
-the nodes inside. A node that onnxruntime fused of several keeps the name of one of them, or counts
-as `fused`.
+The total comes from a session that is not profiled, since profiling itself takes time; the shares
+come from onnxruntime's profile of a second session of the same graph. The time of a subgraph is
+attributed to the nodes inside. A node that onnxruntime fused from several keeps the name of one of
+them, or is counted as `fused`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from triplane.unified_ir.runtime.session import Session, SessionOptions
 WARMUPS: Final = 3
 FUSED: Final = "fused"
 KERNEL: Final = "_kernel_time"
-"""Ending of the names of the profile's events that are runs of kernels."""
+"""Suffix of the names of profile events that are runs of kernels."""
 _NAME: Final = re.compile(r"at/\d+")
 Event = Mapping[str, Any]
 _Group = defaultdict[tuple[str, str, str, str], list[list[float]]]
@@ -60,7 +60,7 @@ class Profile:
     """
 
     total_ms: float
-    """Median of a call, not profiled."""
+    """Median time of a call without profiling."""
     calls: int
     nodes: tuple[Spent, ...]
     ops: tuple[Spent, ...]
@@ -78,7 +78,7 @@ def profiled(
 ) -> Profile:
     """Profile `calls` calls on `args`; the tensors that `state` names stay in session buffers."""
     if calls < 1:
-        raise InvalidInput(f"a profile takes one call at least, got {calls}")
+        raise InvalidInput(f"a profile needs at least one call, got {calls}")
     chosen = options or SessionOptions()
     model, places = emit_located(widen_half(function), target=target)
     graph = serialize(model)
@@ -116,6 +116,7 @@ def kernel_events(session: Session) -> list[Event]:
     """End a session's profile and return its runs of kernels, each before those inside it."""
     events = json.loads(session.profile().read_text())
     kernels = [e for e in events if e.get("cat") == "Node" and e["name"].endswith(KERNEL)]
+    # An event that contains others starts no later and lasts longer, so it comes before them.
     return sorted(kernels, key=lambda e: (e["ts"], -e["dur"]))
 
 
@@ -164,12 +165,14 @@ def _self_times(kernels: Sequence[Event]) -> list[tuple[str, str, float]]:
     own = [float(e["dur"]) for e in kernels]
     open_: list[int] = []
     for i, event in enumerate(kernels):
+        # `open_` is the stack of events that contain the current one.
         while open_ and _end(kernels[open_[-1]]) <= event["ts"]:
             open_.pop()
         if open_ and _end(event) <= _end(kernels[open_[-1]]):
             own[open_[-1]] -= event["dur"]
         open_.append(i)
     return [
+        # Times are rounded to microseconds, so a difference may fall below 0.
         (e["name"].removesuffix(KERNEL), e.get("args", {}).get("op_name", ""), max(t, 0.0))
         for e, t in zip(kernels, own, strict=True)
     ]
@@ -181,6 +184,8 @@ def _end(event: Event) -> float:
 
 def _usual(times: Sequence[float]) -> float:
     """Return the time of all runs of one kernel; an interrupted one counts like the others."""
+    # The median rather than the sum: when the system runs another process in between, one run takes
+    # many times as long.
     return median(times) * len(times)
 
 

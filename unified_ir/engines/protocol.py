@@ -16,7 +16,7 @@ class EngineLoop(Protocol):
     """Repeated calls whose state stays in the engine's own buffers."""
 
     def step(self, **batch: Array) -> dict[str, Array]:
-        """Run once and return the results that are not state; an error leaves the state as is."""
+        """Run once and return the results that are not state; an error changes no state."""
         ...
 
     def state(self) -> dict[str, Array]:
@@ -61,20 +61,20 @@ class Engine(Protocol):
 
 
 def check_donated(function: Function, donate: Collection[str]) -> None:
-    """InvalidInput unless donated names are parameters that results replace by the same type."""
+    """Raise InvalidInput unless donated names are parameters that keep their type."""
     for name in donate:
         old = function.param(name).type
         new = function.result(name).type if name in function.result_names else old
         if old != new:
             raise InvalidInput(
-                f"donated {name!r} is {old} going in and {new} coming out; state keeps its type"
+                f"donated {name!r} is {old} as parameter and {new} as result; state keeps its type"
             )
 
 
 def check_state(donate: Collection[str], state: Collection[str]) -> None:
-    """InvalidInput unless a loop's state has exactly the donated names."""
+    """Raise InvalidInput unless a loop's state has exactly the donated names."""
     if differing := sorted(set(donate) ^ set(state)):
-        raise InvalidInput(f"a loop starts from exactly the donated state; see {differing}")
+        raise InvalidInput(f"a loop needs exactly the donated state; differing: {differing}")
 
 
 def by_position(function: Function, args: Sequence[Array]) -> dict[str, Array]:
@@ -103,7 +103,7 @@ class HostLoop:
         feeds: dict[str, Any] = {**self._state, **batch}
         if feeds.keys() != set(function.param_names):
             wrong = sorted(feeds.keys() ^ set(function.param_names))
-            raise InvalidInput(f"step takes {', '.join(function.param_names)}; see {wrong}")
+            raise InvalidInput(f"step takes {', '.join(function.param_names)}; wrong: {wrong}")
         results = self._program(*(feeds[n] for n in function.param_names))
         named = dict(zip(function.result_names, results, strict=True))
         self._state.update({k: named.pop(k) for k in self._state if k in named})
@@ -120,11 +120,11 @@ class HostLoop:
     def load(self, state: Mapping[str, Array]) -> None:
         """See `EngineLoop.load`."""
         if unknown := sorted(state.keys() - self._state.keys()):
-            raise InvalidInput(f"state is {sorted(self._state)}; {unknown} is not")
+            raise InvalidInput(f"the state has {sorted(self._state)}, but not {unknown}")
         self._state.update(self._copied(state))
 
     def _copied(self, state: Mapping[str, Array]) -> dict[str, Array]:
-        """Return copies of state tensors; InvalidInput where one has not its parameter's type."""
+        """Return copies of state tensors; InvalidInput if one is not of its parameter's type."""
         arrays = {name: np.asarray(x) for name, x in state.items()}
         for name, x in arrays.items():
             wanted = self._program.function.param(name).type

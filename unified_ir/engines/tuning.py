@@ -1,9 +1,10 @@
 """Choose the fastest form of an operator on this machine, by measuring once and remembering.
 
-A row that can be computed in several ways names them (`_TUNABLE`); a node's attribute `form`
-chooses one, and otherwise the row's rule of thumb does. Measurements are kept in one small file of
-the user's cache, by processor, onnxruntime and number of threads. The choice changes rounding, so
-do not tune a training run that has to repeat bit for bit on another machine.
+`_TUNABLE` lists the forms of operators that can be computed in several ways. The attribute `form`
+of a node chooses one; without it, the operator's rule of thumb does. Measurements are kept in a
+small file in the user's cache, by processor, version of onnxruntime and number of threads. The
+choice changes rounding, so do not tune a training run that has to repeat bit for bit on another
+machine.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from triplane.unified_ir.runtime.session import Session, SessionOptions, version
 ROUNDS: Final = 7
 """Timed runs of each form; the fastest counts."""
 LEAST_GAIN: Final = 0.95
-"""Another form than the rule of thumb's must take at most this share of its time."""
+"""A form replaces that of the rule of thumb only if it takes at most this share of its time."""
 MAX_FILE_BYTES: Final = 4 << 20
 MAX_MEASURED_BYTES: Final = 1 << 30
 """A node with larger operands keeps the rule of thumb; measuring would double their memory."""
@@ -85,6 +86,7 @@ def tuned(
         if len(forms) > 1 and not node.attrs.get("form"):
             key = _key(node, sizes)
             asked.add(key)
+            # Not measured yet, or by a version that had other forms.
             if known.get(key) not in forms:
                 known[key] = measured[key] = _fastest(node, forms, sizes, options)
             if known[key] != forms[0]:
@@ -143,6 +145,8 @@ def _fastest(
     best = dict.fromkeys(forms, float("inf"))
     for _ in range(ROUNDS):
         for form, session in sessions.items():
+            # Processor time, which other processes disturb less; the forms take turns and the best
+            # run counts, so that a change of the clock frequency meets all of them.
             start = time.process_time()
             session.run(arrays)
             best[form] = min(best[form], time.process_time() - start)
@@ -161,6 +165,7 @@ def _remember(path: Path, machine: str, measured: Mapping[str, str]) -> None:
     """Add measurements to the file, whose present contents other processes may have written."""
     if not measured:
         return
+    # Read again just before writing; a measurement that is lost to a race is repeated later.
     known = _read(path)
     known[machine] = {**known.get(machine, {}), **measured}
     with suppress(OSError):  # without a cache, the next run measures again
@@ -171,6 +176,7 @@ def _remember(path: Path, machine: str, measured: Mapping[str, str]) -> None:
 def _read(path: Path) -> dict[str, dict[str, str]]:
     try:
         with path.open("rb") as file:
+            # A damaged or foreign file counts as empty: it is only a cache.
             record: Any = json.loads(file.read(MAX_FILE_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}

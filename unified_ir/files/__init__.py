@@ -1,1 +1,1 @@
-"""The format of files: container, manifest, digests, tensors. Numpy and protobuf only."""
+"""The file format: container, manifest, digests, tensors. It needs only numpy and protobuf."""

@@ -1,4 +1,4 @@
-"""Reading files that may be hostile: only regular files, and no byte beyond a stated limit."""
+"""Read files that may be hostile: only regular files, and no byte beyond a stated limit."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ PIECE_BYTES: Final = 2**20
 def opened(path: Path, *, limit_bytes: int = MAX_FILE_BYTES) -> Iterator[IO[bytes]]:
     """Open a file; refuse one that is missing, not regular, or longer than the limit."""
     try:
+        # Opening a named pipe would block until somebody writes to it; a device may have no end.
         regular, size = path.is_file(), path.stat().st_size
     except OSError as error:
         raise NotFound(f"{path}: {error.strerror}") from error
@@ -36,7 +37,10 @@ def opened(path: Path, *, limit_bytes: int = MAX_FILE_BYTES) -> Iterator[IO[byte
 
 @contextmanager
 def inflated(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file, through gzip if its name ends in .gz; limit what you read from it."""
+    """Open a file, through gzip if its name ends in .gz.
+
+    The limit applies to the compressed file; the caller limits what it reads from the stream.
+    """
     with opened(path) as file:
         if path.suffix != ".gz":
             yield file
@@ -52,7 +56,7 @@ def exactly(file: IO[bytes], n_bytes: int, what: str) -> bytes:
     """Read the next `n_bytes`; Corrupt if the file ends before."""
     data = file.read(n_bytes)
     if len(data) != n_bytes:
-        raise Corrupt(f"{what}: {n_bytes} bytes announced, {len(data)} there; is the file whole?")
+        raise Corrupt(f"{what}: {n_bytes} bytes announced, {len(data)} present; is it complete?")
     return data
 
 
@@ -60,14 +64,16 @@ def fill(file: IO[bytes], buffer: memoryview, what: str) -> None:
     """Read the next bytes into a buffer, a piece at a time; Corrupt if the file ends before."""
     at = 0
     while at < len(buffer):
+        # In pieces: `read(n)` of a decompressing file may first collect all n bytes in a second
+        # buffer.
         piece = file.read(min(PIECE_BYTES, len(buffer) - at))
         if not piece:
-            raise Corrupt(f"{what}: {len(buffer)} bytes announced, {at} there; is the file whole?")
+            raise Corrupt(f"{what}: {len(buffer)} bytes announced, {at} present; is it complete?")
         buffer[at : at + len(piece)] = piece
         at += len(piece)
 
 
 def ended(file: IO[bytes], what: str) -> None:
-    """Raise Corrupt if bytes follow those that the header announced."""
+    """Raise Corrupt if there are more bytes than the header announced."""
     if file.read(1):
-        raise Corrupt(f"{what}: bytes follow the announced ones")
+        raise Corrupt(f"{what}: there are more bytes than announced")

@@ -26,7 +26,7 @@ DASHES: Final = ("", "9 4", "3 3", "12 3 3 3")
 """Line styles in turn, so that a line never hides another that coincides with it."""
 HALO: Final = "stroke='#ffffff' stroke-width='4' paint-order='stroke'"
 MAX_DOTS: Final = 400
-"""Limit of pairs drawn in one column; of more, every n-th is drawn by order of first value."""
+"""Limit for the pairs drawn in one column; of more, every n-th is drawn, sorted by first value."""
 FONT: Final = "font-family='system-ui, Helvetica, Arial, sans-serif'"
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 52, 56
 _BAR, _GAP, _NAME = 20, 12, 190
@@ -70,7 +70,7 @@ class Column:
 def dot_chart(columns: Sequence[Column], title: str, y_label: str, *, decimals: int = 0) -> str:
     """Draw a line for each pair, from its share before to that after, in percent; bars are means.
 
-    decimals: of the percentages of the means.
+    decimals: number of decimals of the means.
     """
     values = [value for c in columns for pair in c.pairs for value in pair]
     _check_finite(values, title)
@@ -98,7 +98,7 @@ def bar_chart(
     """
     _check_finite(list(bars.values()), title)
     if min(bars.values()) < 0:
-        raise InvalidInput(f"bars of {title!r} are >= 0, got {min(bars.values())}")
+        raise InvalidInput(f"bars of {title!r} must be >= 0, got {min(bars.values())}")
     top = max(bars.values()) or 1.0
     room = WIDTH - _NAME - 24 - 90
     body = [_text(24, 28, title, size=16, weight="600")]
@@ -130,6 +130,7 @@ def stack(charts: Sequence[str], title: str, subtitle: Sequence[str] = ()) -> st
         y += 20
     for chart in charts:
         body.append(chart.replace("<svg ", f"<svg y='{_f(y)}' ", 1))
+        # Charts come from `_page`, whose first height is that of the whole chart.
         y += float(chart.split("height='", 1)[1].split("'", 1)[0])
     return _page(WIDTH, y + 8, title, body)
 
@@ -207,6 +208,7 @@ def _label_heights(ends: Mapping[str, float], least: float = 16.0) -> dict[str, 
     for name in reversed(list(heights)):
         heights[name] = min(heights[name], limit)
         limit = heights[name] - least
+    # One pass downwards separates labels, one upwards keeps the lowest inside the chart.
     return heights
 
 
@@ -216,6 +218,7 @@ def _ticks(values: Sequence[float], about: int = 5) -> list[float]:
     spread = high - low or abs(high) or 1.0
     raw = spread / about
     power = 10.0 ** math.floor(math.log10(raw))
+    # The margins of 1e-9 absorb rounding, which would otherwise skip a step or add an empty tick.
     step = next(power * m for m in (1, 2, 5, 10) if power * m >= raw * (1 - 1e-9))
     first = math.floor(low / step + 1e-9)
     last = max(first + 1, math.ceil(high / step - 1e-9))
@@ -240,4 +243,5 @@ def _number(value: float) -> str:
 
 
 def _f(x: float) -> str:
+    # A fixed precision, so that the same data gives the same bytes on every machine.
     return f"{x:.2f}".rstrip("0").rstrip(".")

@@ -1,13 +1,13 @@
 """The zip container: stored, aligned members in one canonical layout, so every byte is checked.
 
-Layout: `manifest.pb`, then the parts in the manifest's order, then the central directory. Members
-are stored, start 64-byte aligned (zipalign's extra field 0xD935 pads), and have the date
-1980-01-01. A loader derives every header and directory byte from the manifest and compares them; a
-CRC-32 in its own header guards the manifest, a SHA-256 each part. Anything else is refused,
-including compressed members and other zip files; any unzip program opens the result.
+Layout: `manifest.pb`, then the parts in the order of the manifest, then the central directory.
+Members are stored uncompressed, start 64-byte aligned (padded by zipalign's extra field 0xD935),
+and have the date 1980-01-01. A loader derives every byte of headers and directory from the manifest
+and compares them. The CRC-32 in its zip header protects the manifest, a SHA-256 in the manifest
+each part. Any unzip program opens such a file, but the loader refuses any other zip file.
 
-The file is mapped, and a part is hashed when it is first read. Replace a file only by rename (as
-`write` does): changing it in place changes what readers have mapped.
+The file is mapped into memory, and a part is hashed when it is first read. Replace a file only by
+rename, as `write` does: a change in place would change what readers have mapped.
 """
 
 import mmap
@@ -45,13 +45,13 @@ _HOW_MADE: Final = {
     ("bundle", "model"): "; give the .tpm that it was made from",
     ("plan", "model"): "; give the .tpm that it was made from",
 }
-"""Hints for a file of another kind than expected, by actual and expected kind."""
+"""Hints for a file of the wrong kind, by actual and expected kind."""
 _READ_CHUNK: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class PartData:
-    """A part to write: its bytes in chunks, `size` of them in all, and the tensors it holds."""
+    """A part to write: its bytes in chunks, `size` bytes in total, and the tensors it holds."""
 
     name: str
     size: int
@@ -97,12 +97,12 @@ def write(
 ) -> str:
     """Write the file completely or not at all, and return its root digest.
 
-    Parts are streamed and hashed on the way; the manifest, whose size does not depend on digests,
-    is written last, into space reserved for it.
+    Parts are streamed, and hashed while they are written. The manifest comes last, into space that
+    was reserved for it, since its size does not depend on the digests.
 
-    check: reads the complete file before it gets its name, as its readers will; a file that it
-    refuses is removed, and an older file of that name stays. Hashing takes 0.5 to 1 s per GB and no
-    memory, since the file is mapped.
+    check: reads the complete file as its readers will, before the file gets its name. A file that
+    it refuses is removed, and an older file of that name stays. Hashing takes 0.5 to 1 s per GB and
+    no memory, since the file is mapped.
     """
     path = Path(path)
     with atomic_file(path, disk) as file:
@@ -162,6 +162,8 @@ def write_into(
         properties=tuple(sorted((properties or {}).items())),
         parent=parent,
     )
+    # The draft has digests of zeros. SHA-256 and CRC-32 have fixed sizes on the wire, so the final
+    # manifest is exactly as long.
     room = len(manifests.encode(draft))
     layout = Layout(room, draft.parts)
     if layout.size > MAX_FILE_BYTES:
@@ -206,6 +208,7 @@ class Container:
         try:
             stored = _stored_manifest(self._map)
             self.digest = digests.sha256(stored).hex()
+            # Before the manifest is parsed: bytes with another digest do not reach the parser.
             if expected_digest is not None and not digests.same(self.digest, expected_digest):
                 raise Corrupt(f"manifest: root digest is {self.digest}, not {expected_digest}")
             self.manifest = manifests.decode(stored)
@@ -254,7 +257,7 @@ class Container:
                 self.tensors(row.name)
 
     def trust(self) -> None:
-        """Accept the parts unchecked: all the file's bytes were compared with a digest before."""
+        """Accept the parts without hashing: the whole file was compared with a digest before."""
         self._read |= {row.name: self._bytes(row) for row in self.manifest.parts}
 
     def release(self) -> None:
@@ -272,6 +275,8 @@ class Container:
         view = memoryview(self._map)
         for at in range(begin, end, _HASH_CHUNK):
             yield view[at : min(at + _HASH_CHUNK, end)]
+            # Otherwise hashing a bundle of gigabytes would count as memory of the process and push
+            # other pages out; what is used later is read from the file again.
             if row.size > _RELEASED_BYTES and isinstance(self._map, mmap.mmap):
                 page = at - at % mmap.PAGESIZE
                 size = min(at + _HASH_CHUNK, end) - page
@@ -300,6 +305,7 @@ def _stream(file: BinaryIO, offset: int, data: PartData) -> tuple[bytes, int]:
         for chunk in data.chunks:
             crc = zlib.crc32(chunk, crc)
             size += memoryview(chunk).nbytes
+            # Stop at the announced size: more would overwrite the part after it.
             if size > data.size:
                 break
             file.write(chunk)
@@ -313,6 +319,8 @@ def _stream(file: BinaryIO, offset: int, data: PartData) -> tuple[bytes, int]:
 
 def _mapped(path: Path) -> mmap.mmap:
     try:
+        # O_NONBLOCK: opening a named pipe must not wait for a writer. `fstat` on the open file, not
+        # `stat` on the path, which could name another file by then.
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError as error:
         raise NotFound(f"no file at {path}") from error
@@ -336,10 +344,13 @@ def _mapped(path: Path) -> mmap.mmap:
 
 def _stored_manifest(data: mmap.mmap | bytes) -> bytes:
     """Return the manifest's bytes, its header and CRC-32 checked; nothing else is read."""
+    # The manifest is the first member, and its data starts at an offset that depends only on its
+    # name.
     start = Layout(0, ()).data[0]
     if len(data) < start or data[:4] != b"PK\3\4":
         raise Corrupt("manifest: its header is damaged, or this is not a file of Triplane")
     size = LOCAL.unpack_from(data)[7]
+    # Checked before the slice: the size comes from an unchecked header.
     if size > min(MAX_MANIFEST_BYTES, len(data) - start):
         name = _first_member(data)
         if name != MANIFEST_NAME:
@@ -382,6 +393,8 @@ def _check_frames(
         raise Corrupt(f"container directory: {layout.size} bytes implied, the file has {len(data)}")
     where = [f"header of part {row.name!r}" for row in layout.parts] + ["container directory"]
     for name, (offset, frame) in zip(where, layout.frames(zlib.crc32(stored)), strict=True):
+        # Comparison instead of parsing: of a hostile file, no header field but the size of the
+        # manifest is ever interpreted.
         if data[offset : offset + len(frame)] != frame:
             raise Corrupt(f"{name}: is damaged")
     return {row.name: at for row, at in zip(layout.parts, layout.data, strict=True)}

@@ -1,4 +1,4 @@
-"""SHA-256 as the project uses it: bytes inside files, hexadecimal text everywhere else."""
+"""SHA-256 digests: bytes inside files, hexadecimal text everywhere else."""
 
 import hashlib
 import hmac
@@ -27,13 +27,14 @@ def sha256_of(chunks: Iterable[Buffer]) -> bytes:
 
 
 def same(a: bytes | str, b: bytes | str) -> bool:
-    """Compare two digests, both bytes or both text, in time that does not depend on them."""
+    """Compare two digests, both bytes or both text, in constant time."""
     a, b = (x.encode() if isinstance(x, str) else x for x in (a, b))
     return hmac.compare_digest(a, b)
 
 
 def from_hex(text: str) -> bytes:
-    """Return the 32 bytes that 64 lower-case hexadecimal digits stand for."""
+    """Return the 32 bytes of a digest written as 64 lower-case hexadecimal digits."""
+    # Stricter than `bytes.fromhex`, which also accepts capitals and spaces: one digest, one text.
     if len(text) != 2 * SIZE or not set(text) <= set("0123456789abcdef"):
         raise InvalidInput(f"a digest is 64 lower-case hexadecimal digits, got {text[:80]!r}")
     return bytes.fromhex(text)

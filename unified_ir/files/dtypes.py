@@ -1,7 +1,7 @@
-"""The dtypes that files hold: our name, the safetensors name, and the numpy dtype of the bytes.
+"""The dtypes that files can hold: our name, the safetensors name, the numpy dtype of the bytes.
 
-Numpy has no bfloat16 or fp8: such tensors are returned as unsigned integers of the same width,
-together with the dtype's name.
+Numpy has no bfloat16 or fp8. Such tensors are returned as unsigned integers of the same width,
+together with the name of the dtype.
 """
 
 from dataclasses import dataclass

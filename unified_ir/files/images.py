@@ -1,4 +1,4 @@
-"""Limits of the size of images, checked before anything of that size is allocated."""
+"""Limits for the size of images, checked before anything of that size is allocated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def check_sizes(shape: tuple[int, ...], what: str = "the dataset") -> None:
     """Refuse (N, C, H, W) beyond the limits, before anything of that size is allocated."""
     n, c, h, w = shape
     if min(shape) < 1:
-        raise InvalidInput(f"{what} has at least one image of one pixel, got {shape}")
+        raise InvalidInput(f"{what} must have at least one image of one pixel, got {shape}")
     for quantity, value, limit in (
         ("images", n, MAX_IMAGES),
         ("channels", c, MAX_CHANNELS),

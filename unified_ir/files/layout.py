@@ -1,7 +1,8 @@
 """The canonical zip frame: all bytes of a file that are not data, derived from its manifest.
 
-Stored members, data 64-byte aligned by zipalign's padding field 0xD935, the date 1980-01-01, mode
-0644, no comments, no zip64, nothing between members. Field names as in APPNOTE.TXT 4.3 of PKWARE.
+Members are stored uncompressed; their data is 64-byte aligned by zipalign's padding field 0xD935,
+their date is 1980-01-01, their mode 0644. There are no comments, no zip64 records, and nothing
+between members. Field names are those of PKWARE's APPNOTE.TXT, section 4.3.
 """
 
 import struct
@@ -16,6 +17,7 @@ _CENTRAL: Final = struct.Struct("<4sHHHHHHLLLHHHHHLL")
 _END: Final = struct.Struct("<4sHHHHLLH")
 _EXTRA: Final = struct.Struct("<HHH")
 _ALIGN_ID: Final = 0xD935
+# "version needed to extract" 2.0; made by Unix (3), whose attributes carry the file mode
 _VERSION: Final = 20
 _MADE_BY: Final = 3 << 8 | _VERSION
 _DATE: Final = 1 << 5 | 1
@@ -33,6 +35,7 @@ class Layout:
         for row in self.parts:
             self.headers.append(at)
             bare = at + LOCAL.size + len(row.name) + _EXTRA.size
+            # -n mod A is the distance to the next multiple of A.
             self.data.append(bare + -bare % ALIGNMENT)
             at = self.data[-1] + row.size
         self.directory = at
@@ -62,6 +65,7 @@ def local_header(row: Part, crc: int, room: int) -> bytes:
     head = LOCAL.pack(
         b"PK\3\4", _VERSION, 0, 0, 0, _DATE, crc, row.size, row.size, len(name), extra
     )
+    # Extra field: id, size of what follows these four bytes, the alignment, zeros.
     pad = _EXTRA.pack(_ALIGN_ID, extra - 4, ALIGNMENT) + bytes(extra - _EXTRA.size)
     return head + name + pad
 

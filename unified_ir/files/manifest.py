@@ -1,8 +1,8 @@
 """The manifest of a file: every part and tensor with its size and digest.
 
-Decoding limits work before doing it: the size of the manifest, then the number of entries, then
-each name, rank and range. An accepted manifest is consistent: names are unique, and tensors lie
-inside their parts.
+Decoding checks limits before it does any work: first the size of the manifest, then the number of
+entries, then each name, rank and range. An accepted manifest is consistent: names are unique, and
+tensors lie inside their parts and do not overlap.
 """
 
 import re
@@ -74,7 +74,7 @@ class Manifest:
     parent: str = ""
 
     def part(self, name: str) -> Part:
-        """Return the part of that name; Corrupt if the file lacks it."""
+        """Return the part with that name; Corrupt if the file does not have it."""
         for part in self.parts:
             if part.name == name:
                 return part
@@ -123,12 +123,14 @@ def decode(data: bytes) -> Manifest:
 
 
 def parse(message: _M, data: bytes, what: str) -> _M:
-    """Fill `message` from `data`, refusing fields this version does not know."""
+    """Fill `message` from `data`; Corrupt if it has fields that this version does not know."""
     try:
         message.ParseFromString(data)
     except (DecodeError, RecursionError) as error:
         raise Corrupt(f"{what}: not a {type(message).__name__} message: {error}") from error
     size = message.ByteSize()
+    # Protobuf keeps unknown fields silently. A signed file must not contain anything that this
+    # reader does not look at; a newer format has a new version number.
     message.DiscardUnknownFields()
     if message.ByteSize() != size:
         raise Corrupt(f"{what}: has fields this version does not know")
@@ -163,6 +165,8 @@ def count_fields(data: bytes, limit: int = _MAX_ENTRIES) -> int:
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
     value = shift = 0
+    # A varint has at most ten bytes; without the bound a run of 0x80 bytes would build a huge
+    # integer, in quadratic time.
     while at < len(data) and shift < 70:
         byte = data[at]
         value |= (byte & 0x7F) << shift
@@ -174,6 +178,8 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 def _from_message(message: pb.Manifest) -> Manifest:
     for part in message.parts:
+        # CRC-32 is a fixed-size field that is always written, 0 included, because the size of the
+        # manifest must not depend on its value.
         if not part.HasField("crc32"):
             raise Corrupt(f"manifest: part {part.name!r} has no crc32")
     for t in message.tensors:
@@ -225,6 +231,8 @@ def _check_tensors(manifest: Manifest) -> None:
         if tensor.part not in sizes or (tensor.part, tensor.name) in seen:
             raise Corrupt(f"manifest: tensor {tensor.name[:80]!r} has no part or occurs twice")
         _check_tensor(tensor)
+        # Tensors are listed in the order of their offsets, so the end of the last one is enough to
+        # compare.
         if tensor.offset < ends[tensor.part] or tensor.offset + tensor.size > sizes[tensor.part]:
             raise Corrupt(f"manifest: tensor {tensor.name!r} overlaps another or leaves its part")
         ends[tensor.part] = tensor.offset + tensor.size
@@ -257,12 +265,14 @@ def check_tensor_name(name: str, where: str) -> None:
 def check_shape(shape: tuple[int, ...], where: str) -> None:
     """Refuse ranks and sizes that no file can hold, even if a size of 0 makes their product 0."""
     fits = len(shape) <= MAX_RANK and all(0 <= dim <= MAX_FILE_BYTES for dim in shape)
+    # A shape such as (0, 2^60) takes no bytes, but numpy and other readers may multiply its sizes.
     if not fits or prod(dim or 1 for dim in shape) > MAX_FILE_BYTES:
         raise Corrupt(f"{where}: rank {len(shape)}, shape {shape[:MAX_RANK]} out of range")
 
 
 def _check_properties(properties: tuple[tuple[str, str], ...]) -> None:
     keys = [key for key, _ in properties]
+    # Sorted, so that equal contents have equal bytes and digests.
     if len(keys) > MAX_PROPERTIES or keys != sorted(set(keys)):
         raise Corrupt(f"manifest: {len(keys)} properties, not sorted, unique, <= {MAX_PROPERTIES}")
     for key, value in properties:

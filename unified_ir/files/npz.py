@@ -1,8 +1,8 @@
 """Arrays of a `numpy.savez` archive, read without numpy's own loader.
 
-That loader evaluates a header, inflates whatever the archive holds and, if asked to, unpickles.
-Here a pattern matches the header, sizes are checked against limits before a byte is inflated, and
-an array of objects is refused like any other array that holds no numbers.
+Numpy's loader parses the header as a Python literal, inflates whatever the archive holds and, if
+asked to, unpickles. Here the header must match a pattern, sizes are checked against limits before a
+byte is inflated, and an array of objects is refused like any other array that holds no numbers.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ DAMAGE: Final = (
 END: Final = struct.Struct("<4sHHHHIIH")  # the zip format's end record, without a comment
 LOCATOR_BYTES: Final = 20
 PREAMBLE: Final = struct.Struct("<6sBBH")
+# At most 20 digits per size: enough for 64 bits, and conversion takes O(n^2) in the digits.
 HEADER: Final = re.compile(
     r"\{ *'descr': *'(?P<descr>[<>|=][a-zA-Z]\d{0,2})', *'fortran_order': *"
     r"(?P<fortran>True|False), *'shape': *\((?P<shape>(?:\d{1,20}, *)*(?:\d{1,20})?)\),? *\} *\n?"
@@ -79,6 +80,7 @@ class NpzReader:
                 if check_shape is not None:
                     check_shape(what, shape)
                 n_bytes = math.prod(shape) * dtype.itemsize
+                # A zip bomb: a few kilobytes can announce, and inflate to, terabytes.
                 if n_bytes > self.left_bytes:
                     raise InvalidInput(
                         f"{what} announces {n_bytes} bytes as {dtype}{shape}; at most "
@@ -86,8 +88,10 @@ class NpzReader:
                     )
                 data = np.empty(n_bytes, np.uint8)
                 bounded.fill(member, data.data, what)
+                # Reading to the end also makes `zipfile` compare the member's CRC-32.
                 bounded.ended(member, what)
             flat = data.view(dtype)
+            # Column order is row order of the transposed array.
             array = flat.reshape(shape[::-1]).T if fortran else flat.reshape(shape)
         except TriplaneError:
             raise
@@ -110,6 +114,8 @@ def opened_npz(
     Corrupt.
     """
     with bounded.opened(path, limit_bytes=file_bytes) as file:
+        # `zipfile` builds an object for each entry of the directory, so millions of empty members
+        # would fill the memory before any limit of ours applies.
         _check_end(path, file)
         try:
             archive = zipfile.ZipFile(file)

@@ -29,7 +29,7 @@ CRITICAL: Final = {b"IHDR", b"PLTE", b"IDAT", b"IEND"}  # PLTE only suggests, wh
 def decode(data: bytes, what: str) -> NDArray[np.uint8]:
     """Return the image as (C, H, W); `what` names it in errors.
 
-    Corrupt where the bytes are damaged, InvalidInput for a kind of PNG that is not supported.
+    Corrupt: the bytes are damaged. InvalidInput: a kind of PNG that is not supported.
     """
     chunks = _chunks(data, what)
     first, header = next(chunks, (b"", b""))
@@ -57,6 +57,8 @@ def _chunks(data: bytes, what: str) -> Iterator[tuple[bytes, bytes]]:
             raise Corrupt(f"{what}: the checksum of chunk {kind!r} is wrong")
         if kind == b"IEND":
             return
+        # Section 5.4: an upper-case first letter (bit 5 is 0) marks a chunk that must be
+        # understood.
         if not kind[0] & 0x20 and kind not in CRITICAL:
             raise InvalidInput(f"{what}: critical chunk {kind!r} is not known")
         yield kind, data[at + CHUNK.size : end]
@@ -79,7 +81,9 @@ def _header(header: bytes, what: str) -> tuple[int, int, int]:
 def _inflate(packed: bytes, n_bytes: int, what: str) -> bytes:
     stream = zlib.decompressobj()
     try:
+        # Inflated at most to the announced size, whatever the stream holds: a PNG bomb stops here.
         rows = stream.decompress(packed, n_bytes)
+        # One more byte: an honest stream is at its end now.
         rest = stream.decompress(stream.unconsumed_tail, 1)
     except zlib.error as error:
         raise Corrupt(f"{what}: the pixel stream is damaged: {error}") from error
@@ -101,10 +105,14 @@ def _unfilter(rows: NDArray[np.uint8], step: int, what: str) -> NDArray[np.uint8
             image[y] = coded
         elif kind == 1:
             pixels = coded.reshape(-1, step)
+            # Filter 1 (Sub) predicts from the left neighbour: a running sum modulo 256.
             image[y] = np.add.accumulate(pixels, axis=0, dtype=np.uint8).ravel()
         elif kind == 2:
+            # Filter 2 (Up)
             image[y] = coded + above
         elif kind in PREDICTORS:
+            # Average and Paeth depend on the pixel just decoded, so they are a loop; over Python
+            # integers, because indexing single elements of numpy arrays is slower.
             image[y] = _predicted(coded.tolist(), above.tolist(), step, kind)
         else:
             raise Corrupt(f"{what}: row {y} names filter {kind}; there are 0..4")
@@ -129,6 +137,7 @@ PREDICTORS: Final = {3: _average, 4: _paeth}
 
 def _predicted(coded: list[int], above: list[int], step: int, kind: int) -> list[int]:
     predict = PREDICTORS[kind]
+    # Left of the first pixel everything is 0 (section 9.2).
     out = [0] * step + coded
     corner = [0] * step + above
     for i, value in enumerate(coded):

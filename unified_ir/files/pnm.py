@@ -1,4 +1,4 @@
-"""PGM and PPM in their binary forms (P5, P6), at most 8 bits per channel. Source: netpbm(5)."""
+"""Read PGM and PPM in binary form (P5, P6), at most 8 bits per channel. Source: netpbm(5)."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ HEADER: Final = re.compile(rb"(P[1-7])" + 3 * (GAP + rb"(\d{1,9})") + rb"\s")
 
 def decode(data: bytes, what: str) -> NDArray[np.uint8]:
     """Return the image as (C, H, W), scaled so that the file's maximum becomes 255."""
+    # Bounded, because comments may be of any length.
     match = HEADER.match(data[:MAX_HEADER_BYTES])
     if match is None:
         raise Corrupt(f"{what} is not a PGM or PPM: it starts with {data[:16]!r}")
@@ -31,9 +32,10 @@ def decode(data: bytes, what: str) -> NDArray[np.uint8]:
     check_sizes((1, channels, height, width), what)
     body = data[match.end() :]
     if len(body) != height * width * channels:
-        raise Corrupt(f"{what}: {height} x {width} x {channels} bytes announced, {len(body)} there")
+        raise Corrupt(f"{what}: {height} x {width} x {channels} bytes announced, got {len(body)}")
     pixels = np.frombuffer(body, np.uint8).reshape(height, width, channels)
     if int(pixels.max()) > top:
         raise Corrupt(f"{what}: a pixel of {int(pixels.max())} is above the file's maximum {top}")
+    # round(255 p / top) in integers; uint16 holds 255 * 255 + 127
     scaled = (pixels.astype(np.uint16) * 255 + top // 2) // top
     return np.ascontiguousarray(scaled.astype(np.uint8).transpose(2, 0, 1))

@@ -12,14 +12,14 @@ MAX_CLASSES: Final = 10_000
 
 
 def check_finite(x: npt.NDArray[Any], name: str, *, what: str) -> None:
-    """Refuse NaN and infinity with position and value. what: the elements, in the user's words."""
+    """Refuse NaN and infinity, naming position and value. what: the user's word for elements."""
     if x.dtype.kind not in "fc":
         return
     finite = np.isfinite(x)
     if not finite.all():
         at = tuple(map(int, np.unravel_index(int(finite.argmin()), x.shape)))
         raise InvalidInput(
-            f"{what} are finite numbers; {name} holds NaN or infinity, first in sample {at[0]}: "
+            f"{what} must be finite; {name} holds NaN or infinity, first in sample {at[0]}: "
             f"{name}[{', '.join(map(str, at))}] is {x[at]}"
         )
 
@@ -33,13 +33,14 @@ def check_classes(
     first: int = 0,
     ignored: int | None = None,
 ) -> None:
-    """Refuse labels that are not in 0..classes-1, except `ignored`, with position and value.
+    """Refuse labels that are not in 0..classes-1, except `ignored`, naming position and value.
 
     giver: what determines the classes, as in "Net gives 10 logits". where: names the sample by its
     number, as in "row {} of the batch"; first: the number of labels[0].
     """
     if not labels.size:
         return
+    # The fast path of every training step: two passes without temporary arrays.
     low, high = np.minimum.reduce(labels, axis=None), np.maximum.reduce(labels, axis=None)
     if low >= 0 and high < classes:
         return

@@ -1,9 +1,10 @@
 """Tensors in a safetensors part: written in one canonical way, read strictly and without a copy.
 
-Canonical: the header is compact JSON, padded with spaces so that the data starts 64-byte aligned in
-the part; tensors are ordered by decreasing element size, then by name, and packed densely, so each
-is naturally aligned. Any safetensors reader opens it. The reader here accepts every valid file (any
-order, any padding) without overlaps, holes or bytes after the last tensor. Views are read-only.
+Canonical form: the header is compact JSON, padded with spaces so that the data starts 64-byte
+aligned in the part. Tensors are ordered by decreasing element size, then by name, and packed
+densely, so each is naturally aligned. Any safetensors reader opens it. The reader here accepts
+every valid file, in any order and with any padding of the header, but without overlaps, holes or
+bytes after the last tensor. Views are read-only.
 """
 
 import json
@@ -52,7 +53,7 @@ def as_tensor(value: Array | StoredTensor, name: str = "tensor") -> StoredTensor
     tensor = value if isinstance(value, StoredTensor) else StoredTensor(value.dtype.name, value)
     row = BY_NAME.get(tensor.dtype)
     if row is None or tensor.data.dtype.newbyteorder("<") != row.storage:
-        raise InvalidInput(f"{name}: a file holds {', '.join(BY_NAME)}, not {value.dtype}")
+        raise InvalidInput(f"{name}: a file can hold {', '.join(BY_NAME)}, not {value.dtype}")
     return tensor
 
 
@@ -77,7 +78,7 @@ def _arrange(
     """Return the header, and (name, dtype, array, offset in the part) in canonical order."""
     if METADATA in tensors:
         raise InvalidInput(
-            f"a tensor cannot be named {METADATA}: readers take it for text about the file"
+            f"a tensor cannot be named {METADATA}, which safetensors reserves for metadata"
         )
     named = [(name, as_tensor(value, name)) for name, value in tensors.items()]
     named.sort(key=lambda item: (-BY_NAME[item[1].dtype].storage.itemsize, item[0]))
@@ -134,6 +135,7 @@ def unpack(data: Buffer, what: str) -> dict[str, StoredTensor]:
     )
     at = 0
     for e in entries:
+        # Dense and in order: no overlap, and no hole in which bytes could hide.
         if e.offset != at:
             raise Corrupt(
                 f"{what}: tensor {e.name!r} starts at {e.offset}, the one before ends {at}"
@@ -171,9 +173,11 @@ def _header_size(view: memoryview, what: str) -> int:
 
 
 def _parse_header(text: bytes, what: str) -> dict[str, Any]:
+    # The format requires it; json.loads would also accept white space before.
     if not text.startswith(b"{"):
         raise Corrupt(f"{what}: the header is not a JSON object")
     try:
+        # A key that occurs twice would be read differently by other parsers.
         rows = json.loads(text.decode(), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise Corrupt(f"{what}: the header is not JSON of tensors: {error}") from error
@@ -212,4 +216,5 @@ def _entry(name: str, row: Any, what: str) -> TensorEntry:
 
 
 def _is_sizes(value: Any) -> bool:
+    # Not `isinstance`, which would accept JSON's true and false.
     return isinstance(value, list) and all(type(v) is int and v >= 0 for v in value)

@@ -1,8 +1,9 @@
 """Named state: `Parameter`, the tree that owns it, and `Binding`, its tensors during a trace.
 
-A parameter read in a trace is a tensor; a buffer assigned there is a new value that becomes an
-extra result. The assignment is kept with the graph it was made in: branches, loops and
-differentiated functions hand it on as a result of their own, and nothing else may swallow it.
+A parameter that is read in a trace is a tensor; a buffer that is assigned there has a new value,
+which becomes an extra result. An assignment belongs to the graph in which it was made. Branches,
+loops and differentiated functions pass it outwards as a result of their own; in any other nested
+graph it would be lost, so it is refused there.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Parameter:
         trainable: bool | None = None,
         dtype: DType | str | None = None,
     ) -> None:
+        # A copy: later writes to the caller's array must not change the model.
         value = np.array(array)
         wanted = as_dtype("float32" if value.dtype == np.float64 else value.dtype)
         self.array: Array = value.astype((wanted if dtype is None else as_dtype(dtype)).numpy)
@@ -66,13 +68,14 @@ class StateTree:
 
     __slots__ = ("__dict__", "__weakref__", "_programs_")
     _programs_: Any
-    """Programs compiled from it, kept by `frontend.run`: no attribute, and not copied with it."""
+    """Cache of compiled programs; a slot, so it is no attribute and is not copied or pickled."""
 
     _parameters: dict[str, Parameter]
     _cells: dict[str, StateTree]
     training: bool
 
     def __init__(self) -> None:
+        # Written past `Cell.__setattr__`, which needs these entries to exist.
         self.__dict__["_parameters"] = {}
         self.__dict__["_cells"] = {}
         self.__dict__["training"] = True
@@ -111,13 +114,13 @@ class Binding:
 
     def __init__(self, home: Build) -> None:
         self.home = home
-        """The graph that collects assignments now."""
+        """The graph in which assignments are collected at present."""
         self.tensors: dict[Parameter, Tensor] = {}
         self.assigned: dict[Parameter, Tensor] = {}
         self.paths: dict[Any, str] = {}
         """The path of each cell, which is the scope of its nodes."""
         self.frozen = ""
-        """Why nothing may be assigned now; empty when assignment is allowed."""
+        """Why buffers cannot be assigned at present; empty when they can."""
 
     def read(self, parameter: Parameter) -> Tensor:
         """Return the parameter's value: the last one assigned, else its value at the start."""
@@ -157,7 +160,7 @@ class Binding:
 
 @contextmanager
 def replaced(target: Any, **values: Any) -> Iterator[None]:
-    """Within the block, attributes of `target` have other values."""
+    """Set attributes of `target` to other values within the block."""
     before = {name: getattr(target, name) for name in values}
     for name, value in values.items():
         setattr(target, name, value)
@@ -189,7 +192,7 @@ def current_or_none() -> Binding | None:
 
 @contextmanager
 def holding(variable: ContextVar[_T], value: _T) -> Iterator[None]:
-    """Within the block, a context variable has this value."""
+    """Set a context variable to a value within the block."""
     token = variable.set(value)
     try:
         yield
@@ -198,5 +201,5 @@ def holding(variable: ContextVar[_T], value: _T) -> Iterator[None]:
 
 
 def bound(binding: Binding) -> AbstractContextManager[None]:
-    """Within the block, parameters read as the binding's tensors."""
+    """Make parameters read as the binding's tensors within the block."""
     return holding(_current, binding)

@@ -2,8 +2,8 @@
 
 The outputs of the node are the value of the sides, every variable that may differ after them, and
 every buffer that either side assigned. A variable without a common form on both sides has no value
-afterwards, and reading it raises an error that says why. A condition on a Python value is decided
-at once; a condition on a tensor is decided when the graph runs.
+afterwards, and reading it raises an error with the reason. A condition on a Python value is decided
+while recording; a condition on a tensor is decided when the graph runs.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ Thunk = Callable[[], Any]
 
 @dataclass(frozen=True, slots=True)
 class LoopExit:
-    """How one trip of a loop ended; `broken`: the loop ends, `returned`: so does the function.
+    """The outcome of one trip of a loop.
 
-    Each flag is a bool, or a bool tensor where a tensor decided.
+    `broken`: the loop ends. `returned`: the function ends too, with `value`. Each flag is a bool,
+    or a bool tensor where a tensor decided.
     """
 
     broken: bool | Tensor = False
@@ -62,7 +63,7 @@ BREAK: Final = LoopExit(broken=True)
 
 
 def returned(value: Any) -> LoopExit:
-    """`return value` inside a loop."""
+    """Return the outcome of a trip that ends with `return value`."""
     return LoopExit(broken=True, returned=True, value=value)
 
 
@@ -129,14 +130,14 @@ def branch(
         value = merge(yes.value, no.value)
     except NoCommonForm as differ:
         raise InvalidInput(
-            f"the branches at {state.here} give {differ.a} and {differ.b}; give one type on both "
-            "(`return` in one branch only counts as None in the other)"
+            f"the branches at {state.here} give {differ.a} and {differ.b}; give the same type in "
+            "both (a branch without `return` gives None)"
         ) from None
     return _joined(flag, yes, no, value, state, state.names if live is None else live)
 
 
 def branch_exits(test: Tensor, then: Thunk, otherwise: Thunk, state: VariableAccess) -> LoopExit:
-    """As `branch`, for sides that give what happened to a loop."""
+    """Record both sides like `branch`, where each gives a `LoopExit`."""
     flag = as_condition(test)
     yes, no = _sides(then, otherwise, state)
     first, second = yes.value or NEXT, no.value or NEXT
@@ -147,7 +148,7 @@ def branch_exits(test: Tensor, then: Thunk, otherwise: Thunk, state: VariableAcc
         form = merge(yes.value, no.value)
     except NoCommonForm as differ:
         raise InvalidInput(
-            f"the branches at {state.here} return {differ.a} and {differ.b}; return one type "
+            f"the branches at {state.here} return {differ.a} and {differ.b}; return the same type "
             "everywhere"
         ) from None
     return LoopExit(*_joined(flag, yes, no, form, state, state.names))
@@ -170,6 +171,7 @@ def _sides(then: Thunk, otherwise: Thunk, state: VariableAccess) -> tuple[_Side,
         for name, f in (("then", then), ("else", otherwise)):
             state.restore(before)
 
+            # The default argument binds `f` now; a closure would see its last value.
             def record(_: Any, f: Thunk = f) -> Any:
                 with collecting():
                     return f()
@@ -183,6 +185,8 @@ def _sides(then: Thunk, otherwise: Thunk, state: VariableAccess) -> tuple[_Side,
 def _joined(
     flag: Tensor, yes: _Side, no: _Side, value: Any, state: VariableAccess, live: Sequence[str]
 ) -> Any:
+    # `rows` collects the outputs in the order value, variables, buffers, and `filled` below takes
+    # them from the front in that same order.
     rows = _rows(value, yes.value, no.value)
     variables = {
         n: _variable(n, yes.after.variables[n], no.after.variables[n], rows, state) for n in live
@@ -233,6 +237,7 @@ def _buffers(
     for parameter in {**yes, **no}:
         start = current().tensors[parameter]
         a, b = yes.get(parameter, start), no.get(parameter, start)
+        # Cannot fail: `Binding.assign` made sure that both have the buffer's type.
         forms[parameter] = merge(a, b)
         rows += _rows(forms[parameter], a, b)
     return forms

@@ -26,7 +26,7 @@ from triplane.unified_ir.ops.tensor import Tensor
 __all__ = ["Cell", "CellList", "Parameter"]
 
 SHOWN: Final = 8
-"""How many paths a message lists."""
+"""Number of paths that a message lists."""
 
 
 class Cell(StateTree):
@@ -71,6 +71,7 @@ class Cell(StateTree):
                 f"construct assigned a tensor to {name!r}, which is not a buffer of "
                 f"{type(self).__name__}; create it in __init__ as nn.Buffer, or return the tensor"
             )
+        # An attribute may change its kind, for example from a cell to a plain value.
         self._forget(name)
         if isinstance(value, Parameter):
             self._parameters[name] = value
@@ -87,6 +88,8 @@ class Cell(StateTree):
         self.__dict__.pop(name, None)
 
     def __getattr__(self, name: str) -> Any:
+        # `copy` and `pickle` look up attributes before the state exists; without this check the
+        # lookup of `_cells` below would recurse without end.
         if name.startswith("__") or "_parameters" not in self.__dict__:
             raise AttributeError(name)
         if name in self._cells:
@@ -114,6 +117,7 @@ class Cell(StateTree):
             raise InvalidInput(
                 f"the state does not fit {type(self).__name__}; {'; '.join(parts)}{partly}"
             )
+        # Every array is checked before the first is stored, so a failed load changes nothing.
         fitting = {k: _fitting(own[k], k, v) for k, v in state.items()}
         for name, array in fitting.items():
             own[name].array = array
@@ -140,7 +144,7 @@ class Cell(StateTree):
             fitting = [p for name, p in learnt.items() if fnmatchcase(name, pattern)]
             if not fitting and learnt:
                 raise InvalidInput(
-                    f"no parameter of {type(self).__name__} fits {pattern!r}; there are "
+                    f"no parameter of {type(self).__name__} matches {pattern!r}; there are "
                     f"{', '.join(list(learnt)[:SHOWN])}"
                 )
             for parameter in fitting:
@@ -172,7 +176,7 @@ class CellList(Cell):
         super().__init__()
         for i, cell in enumerate(cells):
             if not isinstance(cell, Cell):
-                raise InvalidInput(f"a list of cells holds cells only, got {cell!r} at {i}")
+                raise InvalidInput(f"a list of cells may only hold cells, got {cell!r} at {i}")
             self._cells[str(i)] = cell
 
     def __getitem__(self, i: int) -> Cell:

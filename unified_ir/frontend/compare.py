@@ -1,9 +1,9 @@
 """Compare two ways of running a function: find the first node whose results differ.
 
-Every output of every top-level node becomes an extra result, so both sides run the same graph; as
-with any probe, an engine that fuses nodes may then compute differently. "eager" records the
-function on the same arrays and is also compared with the graph's values, which reveals a condition
-that was decided differently.
+Every output of every top-level node becomes an extra result, so both sides run the same graph. As
+with any probe, this can change what an engine computes, because a node whose output is observed
+cannot be fused away. The side "eager" records the function on the same arrays; its results are also
+compared with those of the traced graph, which reveals a condition that was decided differently.
 """
 
 from __future__ import annotations
@@ -86,13 +86,15 @@ def compare(
     lambda: reference against onnx: 3 values agree
     """
     if left == right:
-        raise InvalidInput(f"compare takes two different sides, got {left!r} twice")
+        raise InvalidInput(f"compare takes two different sides, got {left!r} for both")
     eager = EAGER in {left, right}
     traced, arrays = recorded_call(f, args, kwargs, eager=eager)
     probes = _probes(traced.function)
     first, second = (_values(side, traced, arrays, probes) for side in (left, right))
     pairs = zip(probes, first, second, strict=True)
     difference = _first(((*probe[:2], a, b) for probe, a, b in pairs), (rtol, atol))
+    # So far both sides ran the graph that the eager call took. The traced graph holds both sides of
+    # every condition and may take the other one.
     if difference is None and eager:
         graph = recorded_call(f, args, kwargs)
         difference = _first(_graph_results(graph, traced, (left, right)), (rtol, atol))
@@ -150,6 +152,7 @@ def _difference(
         return None
     with np.errstate(invalid="ignore"):
         gap = np.where(agree, 0.0, np.abs(x - y))
+    # A NaN against a number is the largest difference; argmax must not be left to compare NaNs.
     gap = np.where(np.isnan(gap), np.inf, gap)
     at = tuple(int(i) for i in np.unravel_index(int(gap.argmax()), gap.shape))
     return float(gap[at]), at

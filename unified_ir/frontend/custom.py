@@ -1,4 +1,4 @@
-"""Handwritten gradients, for functions (`custom_vjp`) and for cells (`Cell.bprop`).
+"""User-defined gradients, for functions (`custom_vjp`) and for cells (`Cell.bprop`).
 
 `bprop` receives the inputs, then the result `y` and the cotangent `g` of its floating-point leaves
 (one tensor where there is one leaf). It returns one cotangent per input: a tree like the input, or
@@ -63,8 +63,8 @@ def construct_with_bprop(cell: StateTree, args: Sequence[Any], kwargs: dict[str,
     trained = [path for path, p in state.items() if p.trainable]
     if trained:
         raise InvalidInput(
-            f"{name} defines bprop and owns the trained parameters {trained}, whose gradient bprop "
-            "does not give; write a custom_vjp function that takes them as arguments"
+            f"{name} defines bprop and owns the trained parameters {trained}, for which bprop "
+            "returns no gradient; write a custom_vjp function that takes them as arguments"
         )
     bound = inspect.signature(cell.construct).bind(*args, **kwargs)
     construct = rewritten(type(cell).construct)
@@ -80,6 +80,8 @@ def construct_with_bprop(cell: StateTree, args: Sequence[Any], kwargs: dict[str,
             cotangents = bprop(cell, *inputs, y=y, g=g)
         return (None, *_per_input(cotangents, len(inputs), name))
 
+    # State is passed as an operand: both methods are recorded as closed functions, which cannot
+    # read tensors of the trace around them.
     values = [current().read(p) for p in used]
     return _recorded(forward, back, (values, *bound.args), name)
 
@@ -87,11 +89,12 @@ def construct_with_bprop(cell: StateTree, args: Sequence[Any], kwargs: dict[str,
 def _standing_for(
     parameters: Sequence[Parameter], tensors: Sequence[Tensor], name: str
 ) -> AbstractContextManager[None]:
-    """Within the block, the parameters read as these tensors, and may not be assigned."""
+    """Make the parameters read as these tensors within the block, and refuse to assign them."""
     binding, new = current(), dict(zip(parameters, tensors, strict=True))
     return replaced(
         binding,
         tensors=binding.tensors | new,
+        # `read` prefers an assigned value, which would hide the operand.
         assigned={k: v for k, v in binding.assigned.items() if k not in new},
         frozen=f"in {name}, whose bprop could not see that; assign it in the enclosing cell",
     )
@@ -125,8 +128,8 @@ def _per_input(cotangents: Any, count: int, name: str) -> tuple[Any, ...]:
     items = cotangents if isinstance(cotangents, tuple) else (cotangents,)
     if len(items) != count:
         raise InvalidInput(
-            f"bprop of {name} gives one cotangent per input ({count}), got {len(items)}; give None "
-            "where no gradient passes"
+            f"bprop of {name} must return one cotangent per input ({count}), got {len(items)}; "
+            "return None where no gradient passes"
         )
     return items
 
@@ -139,7 +142,7 @@ def _cotangents(x: Any, g: Any, name: str) -> list[Tensor]:
     parts = leaves(g)
     if len(parts) != len(wanted):
         raise InvalidInput(
-            f"bprop of {name} gives {len(parts)} cotangents for an input of {len(wanted)} tensors"
+            f"bprop of {name} returned {len(parts)} cotangents for {len(wanted)} input tensors"
         )
     pairs = zip(wanted, parts, strict=True)
     return [as_tensor(c, t.dtype) for t, c in pairs if t.dtype.is_float]

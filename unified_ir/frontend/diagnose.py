@@ -11,10 +11,11 @@ from triplane.unified_ir.frontend.trace import Traceable
 
 
 def first_nonfinite(f: Traceable, *args: Any, **kwargs: Any) -> str:
-    """Describe the first argument or node of a call of `f` that is NaN or infinite; "" if none is.
+    """Describe the first argument or node of a call of `f` that is NaN or infinite, or return "".
 
     The text names operator, file and line, cell, and the node's inputs and outputs. Nodes inside
-    branches and loops are checked too. Runs on the reference; no state is written back.
+    branches and loops are checked too. The call runs on the reference engine and writes no state
+    back.
 
     >>> import numpy as np
     >>> from triplane.unified_ir import ops

@@ -1,7 +1,7 @@
 """Functions that rewritten code calls; each chooses, while tracing, between Python and the graph.
 
-On a tensor without a value (a graph is being recorded) control flow becomes nodes; on anything else
-it runs as in Python. `syntax` writes the names of this module into rewritten functions.
+Where a tensor without a value decides (a graph is being recorded), control flow becomes nodes;
+otherwise it runs as in Python. `syntax` writes the names of this module into rewritten functions.
 """
 
 from __future__ import annotations
@@ -47,31 +47,33 @@ def _decided(
 
 
 def if_(test: Any, then: Thunk, otherwise: Thunk, state: VariableAccess) -> None:
-    """An `if` none of whose branches leaves its block."""
+    """Run an `if` in which no branch returns, breaks or continues."""
     _decided(test, then, otherwise, state, branch)
 
 
 def return_if(test: Any, then: Thunk, otherwise: Thunk, state: VariableAccess) -> Any:
-    """An `if` with `return` in it, and the rest of the function; returns the function's result."""
+    """Run an `if` with a `return` and the rest of the function; return the function's result."""
+    # No variable is live: the statements after the `if` were moved into its branches.
     return _decided(test, then, otherwise, state, partial(branch, live=()))
 
 
 def leave_loop_if(test: Any, then: Thunk, otherwise: Thunk, state: VariableAccess) -> LoopExit:
-    """An `if` that may leave a trip, and the rest of the trip; returns how the trip ended."""
+    """Run an `if` that may leave a trip, and the rest of the trip; return how the trip ended."""
     return _decided(test, then, otherwise, state, branch_exits) or NEXT
 
 
 def return_from_loop(left: LoopExit, rest: Thunk, state: VariableAccess, always: bool) -> Any:  # noqa: FBT001 - generated calls
-    """After a loop that may return: its value, or the result of the rest of the function."""
+    """Return the value with which a loop returned, or the result of the rest of the function."""
     if left.returned is False:
         return rest()
+    # `always`: the loop is a `while True` without `break`, so the statements after it cannot run.
     if left.returned is True or always:
         return left.value
     return branch(left.returned, lambda: left.value, rest, state, live=())
 
 
 def leave_outer_loop(left: LoopExit, rest: Thunk, state: VariableAccess, always: bool) -> LoopExit:  # noqa: FBT001 - generated calls
-    """After an inner loop that may return: how the outer trip ended."""
+    """Return how the outer trip ends after an inner loop that may have returned."""
     if left.returned is False:
         return rest() or NEXT
     out = returned(left.value)
@@ -81,7 +83,7 @@ def leave_outer_loop(left: LoopExit, rest: Thunk, state: VariableAccess, always:
 
 
 def while_(test: Thunk, body: Callable[[], LoopExit | None], state: VariableAccess) -> LoopExit:
-    """`while test(): body()`; becomes a loop of the graph once a tensor decides the test."""
+    """Run `while test(): body()`; it becomes a loop of the graph once a tensor decides the test."""
     left = NEXT
     while not is_symbolic(left.broken):
         if left.broken:
@@ -96,7 +98,7 @@ def while_(test: Thunk, body: Callable[[], LoopExit | None], state: VariableAcce
 
 
 def for_(iterable: Any, body: Callable[[Any], LoopExit | None], state: VariableAccess) -> LoopExit:
-    """`for item in iterable: body(item)`; a loop of the graph over tensors, else unrolled."""
+    """Run `for item in iterable: body(item)`; over tensors a loop of the graph, else unrolled."""
     if isinstance(iterable, Tensor):
         iterable = _LoopSlices([iterable], lambda _, x: x)
     if isinstance(iterable, (_Range, _LoopSlices)) and not iterable.is_eager():
@@ -115,7 +117,7 @@ def for_(iterable: Any, body: Callable[[Any], LoopExit | None], state: VariableA
 def _unless_left(
     left: LoopExit, body: Callable[[Any], LoopExit | None], item: Any, state: VariableAccess
 ) -> LoopExit:
-    """One more trip of an unrolled loop that a tensor may have ended already."""
+    """Record one more trip of an unrolled loop that a tensor may have ended already."""
     state.refuse_odd("a loop that a tensor may leave")
     gone = LoopExit(broken=True, returned=left.returned, value=left.value)
     assert isinstance(left.broken, Tensor)
@@ -141,6 +143,7 @@ class _Range:
         start, stop = (as_tensor(x).cast(int64).reshape(()) for x in (self.start, self.stop))
         width = abs(self.step)
         span = stop - start if self.step > 0 else start - stop
+        # count = max(ceil(span / width), 0), in integers
         count = maximum(span if width == 1 else div(span + (width - 1), width), as_tensor(0, int64))
         return count_tensor(count, lambda k: start + k * self.step, body, state)
 
@@ -171,7 +174,7 @@ class _LoopSlices:
 
 
 def over(iterator: Any) -> Any:
-    """`range`, `enumerate` or `zip` of a `for`, where they also accept tensors."""
+    """Replace `range`, `enumerate` or `zip` of a `for` by a version that also accepts tensors."""
     return {range: _range, enumerate: _enumerate, zip: _zip}.get(iterator, iterator)
 
 
@@ -195,7 +198,7 @@ def _zip(*iterables: Any, strict: bool = False) -> Any:
     if tensors and len(tensors) == len(iterables):
         sizes = {x.shape[0] for x in tensors}
         if len(sizes) > 1:
-            raise InvalidInput(f"zip walks over tensors of one length, got {list(sizes)}")
+            raise InvalidInput(f"zip needs tensors of the same length, got {list(sizes)}")
         return _LoopSlices(tensors, lambda _, *xs: xs)
     return zip(*iterables, strict=strict)
 

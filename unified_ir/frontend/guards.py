@@ -1,11 +1,11 @@
-"""Guards of a trace: everything it read besides its arguments, and whether any of it has changed.
+"""Guards of a trace: everything it reads besides its arguments, and whether any of it has changed.
 
 A trace bakes in the values that Python holds at that moment: attributes of cells and of other
 objects, items of lists and dicts, closures, globals, defaults, class attributes, methods. A
 `TraceGuard` records them all before the trace by following references; a program is reused only
-while none of them has changed. Values are compared by identity, plain values also by value,
-writeable arrays by their bytes. A read-only array cannot change and is not compared, so freeze a
-large table: `table.flags.writeable = False`.
+while none of them has changed. Values are compared by identity, plain values also by value, and
+writeable arrays by a checksum of their bytes. A read-only array cannot change and is not compared,
+so make a large table read-only: `table.flags.writeable = False`.
 
 Objects of the standard library, of this package's own layers and of installed packages are not
 followed but compared by identity, except cells and dataclasses.
@@ -41,20 +41,20 @@ from triplane.unified_ir.ir.dims import Expr
 from triplane.unified_ir.ir.types import DType, TensorType
 
 MAX_GUARDS: Final = 100_000
-"""How many containers one callable may reach; each is compared at every call."""
+"""Number of containers that one callable may reach; each is compared at every call."""
 
 PLAIN: Final = (
     bool, int, float, complex, str, bytes, Enum, DType, Expr, TensorType, type(None), np.generic,
     np.dtype,
 )  # fmt: skip
-"""Immutable values, equal when their types and texts are."""
+"""Immutable types; two values are equal if their types and their `repr` are."""
 
 _IMPORT: Final = "import "
-"""First part of a path for an `import` inside a function."""
+"""Prefix of the first part of a path that stands for an `import` inside a function."""
 
 
 class Guard(Protocol):
-    """One value or container that can change."""
+    """Remembers one value or container, and finds out whether it has changed."""
 
     def changed(self) -> str | None:
         """Return what has changed, by name; None while nothing has."""
@@ -72,12 +72,14 @@ class TraceGuard:
             value, label = todo.pop()
             if _is_fixed(value) or id(value) in self._seen:
                 continue
+            # Holds the value, not only its id: an object made on the way (a bound method) could
+            # die, and another one would get its id.
             self._seen[id(value)] = value
             todo.extend(_follow(value, label, self._guards.append))
             if len(self._guards) > MAX_GUARDS:
                 raise InvalidInput(
-                    f"a trace holds what it reads, and {_name(value)} ({label}) leads to more than "
-                    f"{MAX_GUARDS:,} lists, dicts and objects; pass what is needed as an argument"
+                    f"a trace must guard all that it reads, but {_name(value)} ({label}) leads to "
+                    f"more than {MAX_GUARDS:,} lists, dicts and objects; pass what it needs instead"
                 )
         self._seen.clear()
 
@@ -126,6 +128,8 @@ class _Attributes:
 
     def changed(self) -> str | None:
         now = self.space
+        # The common case, at every call: identity of all values, compared in C. `map` stops at the
+        # shorter side, but then the keys differ too.
         if all(map(is_, now.values(), self.values)) and list(now) == self.keys:
             return None
         odd = self._odd_keys()
@@ -233,6 +237,7 @@ def _same(a: Any, b: Any) -> bool:
         return False
     if isinstance(a, tuple):
         return len(a) == len(b) and all(map(_same, a, b))
+    # By text, because NaN must equal itself and 0.0 must differ from -0.0.
     return isinstance(a, PLAIN) and repr(a) == repr(b)
 
 
@@ -245,6 +250,7 @@ def _is_fixed(value: Any) -> bool:
 
 def _writeable(array: Any) -> bool:
     """Return whether the array's memory can be written through it or through a base of it."""
+    # A read-only view still changes when somebody writes to the array that it was made from.
     while isinstance(array, np.ndarray):
         if array.flags.writeable:
             return True
@@ -256,6 +262,7 @@ def _contents_of(array: Any) -> Any:
     """Return the array's type, shape and checksum."""
     if array.dtype.hasobject:
         return array.dtype, array.shape, repr(array.tolist())
+    # A checksum rather than a copy, which would double the memory of every array in reach.
     data = np.ascontiguousarray(array).view(np.uint8).data if array.size else b""
     return array.dtype, array.shape, zlib.crc32(data)
 
@@ -281,8 +288,11 @@ def _function(f: FunctionType, label: str, add_guard: AddGuard) -> list[tuple[An
     for variable, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):
         reads.append((variable, partial(contents, cell)))
     if belongs_to_user(f):
+        # Code and defaults can be replaced in place, for example when a notebook reloads a module.
         reads += [(k, partial(getattr, f, k)) for k in ("__code__", "__defaults__")]
         reads.append(("__kwdefaults__", lambda: tuple((f.__kwdefaults__ or {}).items())))
+        # `config.rate`, in a module `config` of the user, is guarded as the value of that
+        # attribute.
         for path in _named_paths(f.__code__):
             reads.append((path[0], partial(_outer, f, path)))
     guard = _Read(reads, name)
@@ -323,6 +333,9 @@ def _named_paths(code: CodeType) -> tuple[tuple[str, ...], ...]:
     levels: list[Any] = [0, 0]
     for step in dis.get_instructions(code):
         if step.opname == "IMPORT_NAME":
+            # The compiler loads two constants before IMPORT_NAME: the level of a relative import,
+            # then the tuple of names. Which attributes of the module are read later is not tracked,
+            # so every name of the code counts as one of them.
             module = f"{_IMPORT}{'.' * int(levels[0] or 0)}{step.argval}"
             paths |= {(module, name): None for name in code.co_names if name != step.argval}
         levels = [levels[1], step.argval]
@@ -361,6 +374,7 @@ def _class(cls: type, _: str, add_guard: AddGuard) -> list[tuple[Any, str]]:
             continue
         add_guard(_Attributes(vars(part), part.__qualname__))
         reached += [(v, f"{part.__qualname__}.{k}") for k, v in vars(part).items()]
+    # Not followed: `__init__` ran before the trace, and the others are Python's own descriptors.
     return [x for x in reached if not x[1].endswith((".__init__", ".__dict__", ".__weakref__"))]
 
 
@@ -417,6 +431,7 @@ def _slots(cls: type) -> tuple[str, ...]:
 
 
 _RULES: Final[tuple[tuple[Any, Rule], ...]] = (
+    # In order of precedence: `_follow` uses the first row that matches.
     (StateTree, _cell),
     (Parameter, _parameter),
     (np.ndarray, _array),

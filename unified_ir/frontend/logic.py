@@ -29,12 +29,12 @@ _COMPARE: Final[Mapping[str, Callable[[Any, Any], Any]]] = {
 
 
 def and_(*parts: Thunk) -> Any:
-    """`a and b and ...`; with a tensor, a bool scalar that is computed as far as in Python."""
+    """Evaluate `a and b and ...` as Python does; with a tensor the result is a bool scalar."""
     return _shortcut(parts, VariableAccess(depth=2), stops_at=False)
 
 
 def or_(*parts: Thunk) -> Any:
-    """`a or b or ...`, likewise."""
+    """Evaluate `a or b or ...`; see `and_`."""
     return _shortcut(parts, VariableAccess(depth=2), stops_at=True)
 
 
@@ -59,6 +59,8 @@ def _tensor_shortcut(
     flag = as_condition(first)
     with state.refusing_changes("`and` or `or`", *parts):
         scratch, _ = region("probe", [], lambda _: rest())
+    # Operators that cannot fail may run even where Python would have skipped them: a logical
+    # operator is cheaper than a Cond node.
     if is_harmless(scratch):
         row = elementwise.logical_or if stops_at else elementwise.logical_and
         return row(flag, rest())
@@ -68,12 +70,17 @@ def _tensor_shortcut(
 
 
 def not_(x: Any) -> Any:
-    """`not x`."""
+    """Evaluate `not x`."""
     return elementwise.logical_not(as_condition(x)) if is_symbolic(x) else not truth(x)
 
 
 def chain(left: Any, names: Sequence[str], *rights: Thunk) -> Any:
-    """`a < b <= c`: each operand computed once, in order, as far as in Python."""
+    """Evaluate `a < b <= c`; each operand is computed once, in order.
+
+    As in Python, a comparison that is false ends the chain; where a tensor decides, the operands
+    after it are computed in any case, since the graph needs them.
+    """
+    # The last operand computed, which the next comparison reads again.
     value: list[Any] = [left]
 
     def link(name: str, right: Thunk) -> Thunk:
@@ -99,7 +106,7 @@ def chain(left: Any, names: Sequence[str], *rights: Thunk) -> Any:
 
 
 def if_expression(test: Any, then: Thunk, otherwise: Thunk) -> Any:
-    """`then if test else otherwise`."""
+    """Evaluate `then if test else otherwise`."""
     if not is_symbolic(test):
         return then() if truth(test) else otherwise()
     return branch(test, then, otherwise, VariableAccess(depth=2))

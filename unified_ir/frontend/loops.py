@@ -1,10 +1,10 @@
 """Loops over tensors: one trip is recorded as the region of a `Loop` or `Scan` node.
 
-The variables and buffers that a trip changes are carried from trip to trip, and, where the loop may
-be left early, also a flag and the value to return. A variable without a common form from trip to
-trip is not carried: it has no value at the start of a trip and after the loop, and reading it
-raises an error that says why. To find the carry, trips are recorded into graphs that are thrown
-away until its form stays the same.
+The variables and buffers that a trip changes are carried from trip to trip. Where the loop may be
+left early, a flag and the value to return are carried too. A variable without a common form from
+trip to trip is not carried: it has no value at the start of a trip and after the loop, and reading
+it raises an error with the reason. To find the form of the carry, trips are recorded into graphs
+that are discarded, until the form no longer changes.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from triplane.unified_ir.ops.tensor import Tensor, as_tensor, dims_of, emit
 
 Trip = Callable[..., LoopExit | None]
 MAX_ATTEMPTS: Final = 64
-"""How often one loop is recorded before the form of its carry must have settled."""
+"""Number of times that one loop is recorded while looking for the form of its carry."""
 
 
 class _CarryChanged(Exception):
@@ -96,6 +96,7 @@ class _Carry:
 
     def _learn_exit(self, left: LoopExit) -> bool:
         breaks, returns = left.broken is not False, left.returned is not False
+        # True > False: a flag that the carry did not have before.
         changed = breaks > self.breaks or returns > self.returns
         self.breaks |= breaks
         if not returns:
@@ -136,11 +137,14 @@ class _Carry:
         return carried + (flags + slots(self.value) if self.returns else [])
 
     def _ordered(self) -> list[Parameter]:
+        # In the order of the binding: a set has no order of its own, and the graph must be
+        # reproducible.
         return [p for p in current().tensors if p in self.buffers] if self.buffers else []
 
     def initial(self) -> list[Tensor]:
         """Return the carry before the first trip."""
         if self.start.returned is False:
+            # A placeholder: the value is read only where `returned` is true.
             value = [zeros(s.type.shape, s.type.dtype) for s in slots(self.value)]
         else:
             value = fillers(self.value, self.start.value)
@@ -171,6 +175,7 @@ class _Carry:
         """Return the carry after a trip; raise `_CarryChanged` if it does not fit the form."""
         if self.learn(left):
             raise _CarryChanged
+        # A trip that did not return passes on the placeholder with which it was entered.
         value = entered.value if left.returned is False else left.value
         return self._tensors(self.state.snapshot(), left, fillers(self.value, value))
 
@@ -194,7 +199,7 @@ def while_tensor(
 def count_tensor(
     count: Tensor, item: Callable[[Tensor], Any], body: Trip, state: VariableAccess
 ) -> LoopExit:
-    """`for k in range(count): body(item(k))`."""
+    """Record `for k in range(count): body(item(k))`."""
 
     def trip(k: Tensor) -> LoopExit | None:
         return body(item(k))
@@ -214,6 +219,8 @@ def walk_tensor(
         return body(item(*(emit("Gather", x, k, axis=0) for x in xs)))
 
     def record(carry: _Carry) -> list[Tensor]:
+        # A Scan always runs to the end of its inputs, so a loop that may be left early is a Loop
+        # that gathers one slice per trip.
         if carry.breaks:
             return _counted(carry, dims_of([xs[0].shape[0]]).reshape(()), at)
 
@@ -241,6 +248,7 @@ def _counted(
     carry: _Carry, count: Tensor, body: Callable[[Tensor], LoopExit | None]
 ) -> list[Tensor]:
     """Record a loop over 0, 1, ... below `count`, or until it is left."""
+    # Without an early exit the number of trips is known when the loop starts.
     if not carry.breaks:
         carried: list[Tensor] = fori_loop(
             count, lambda k, ts: _tripped(carry, ts, lambda: body(k)), carry.initial()
@@ -274,6 +282,8 @@ def _settled(
             return probe(params) or NEXT
 
     with state.refusing_changes("a loop", probe):
+        # The first trip runs into a scratch graph: until it has run, nothing is known about what it
+        # assigns or returns. Side effects are refused here, before any trip is recorded for good.
         carry.learn(region("probe", types, probed)[1])
         state.restore(carry.before)
     for _ in range(MAX_ATTEMPTS):
@@ -285,7 +295,7 @@ def _settled(
         except _CarryChanged:
             continue
         return carry.load(outputs)
-    raise InvalidInput(f"the variables of the loop at {state.here} change form with every trip")
+    raise InvalidInput(f"the variables of the loop at {state.here} change type with every trip")
 
 
 def _without_carry(carry: _Carry, types: Sequence[TensorType]) -> LoopExit:
@@ -297,15 +307,17 @@ def _without_carry(carry: _Carry, types: Sequence[TensorType]) -> LoopExit:
             raise InvalidInput(f"{name!r} cannot be carried: {reason_of(name)}")
     raise InvalidInput(
         f"no trip of the loop at {carry.state.here} changes a variable, so it would run "
-        "for ever or not at all; assign what its condition reads"
+        "forever or not at all; assign what its condition reads"
     )
 
 
 def _go(left: LoopExit, test: Callable[[], Any], state: VariableAccess) -> Tensor:
-    """`not broken and test()`; after a break the test is computed only where it cannot fail."""
+    """Return `not broken and test()`; after a break the test is computed only if it cannot fail."""
     if left.broken is False:
         value = test()
         return as_condition(value) if isinstance(value, Tensor) else as_tensor(bool(value))
+    # A Loop node computes its condition after every trip, also after a `break`, where Python would
+    # not evaluate the test.
     on = logical_not(as_condition(as_tensor(left.broken)))
     scratch, value = region("probe", [], lambda _: test())
     if not is_symbolic(value):

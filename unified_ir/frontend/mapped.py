@@ -1,4 +1,4 @@
-"""`vmap`: a function of one sample becomes a function of a batch."""
+"""`vmap`: turn a function of one sample into a function of a batch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Axes = Any
 
 
 def vmap(f: Any, in_axes: Axes = 0, out_axes: Axes = 0) -> Any:
-    """`f` of one sample as a function of many: a batch of arguments gives a batch of results.
+    """Return `f`, a function of one sample, as a function of a batch of samples.
 
     `in_axes`: the axis of the batch in every argument, or a tuple with one entry per argument: an
     int, None for an argument that all samples share, or a tree of these like the argument.
@@ -49,6 +49,7 @@ def vmap(f: Any, in_axes: Axes = 0, out_axes: Axes = 0) -> Any:
         trees = [with_tensors(a) for a in args]
         axes = _axes_of_arguments(in_axes, trees, name)
         size = _size(trees, axes, name)
+        # `vectorize` expects the axis of the batch first.
         fronted = [
             rebuild(t, list(map(_to_front, leaves(t), ax)))
             for t, ax in zip(trees, axes, strict=True)
@@ -60,6 +61,7 @@ def vmap(f: Any, in_axes: Axes = 0, out_axes: Axes = 0) -> Any:
         }
         recorded = record_call(f, fronted, kwargs, types=types)
         batched = [a is not None for pairs in tensors for _, a in pairs]
+        # Operands beyond the arguments are tensors that `f` captured; all samples share them.
         batched += [False] * (len(recorded.operands) - len(batched))
         results, flags = vectorize(recorded.function, recorded.operands, batched, size)
         _check_buffers(recorded, flags, name)
@@ -120,7 +122,7 @@ def _size(trees: Sequence[Any], axes: Sequence[Sequence[int | None]], name: str)
             sizes.append((x.shape[a], f"axis {a} of argument {i}, {x.type}"))
     if not sizes:
         raise InvalidInput(
-            f"vmap({name}) maps over no tensor; give arrays, and an axis for one at least"
+            f"vmap({name}) has no tensor to map over; pass at least one array with an axis"
             f"{at_users_line()}"
         )
     odd = next((s for s in sizes if s[0] != sizes[0][0]), None)

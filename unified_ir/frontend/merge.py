@@ -1,8 +1,8 @@
 """The common form of two values when a tensor decides between them.
 
-Tensors of one type become a result; Python numbers are promoted to the other side's dtype; equal
-values and identical objects stay as they are. Anything else has no common form, and the error says
-why.
+Two tensors of one type become one result. A Python number is promoted to the dtype of the other
+side. Equal values and identical objects stay as they are. Any other two values have no common form,
+and the error names both.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ def _merged_slots(first: Slot, second: Slot, a: Any, b: Any) -> Slot:
 
 
 def _promotes(number: DType, wanted: DType) -> bool:
-    """Return whether a Python number of one kind may stand for a tensor of the other dtype."""
+    """Return whether a Python number of one dtype may become a tensor of the other dtype."""
+    # As in numpy (NEP 50), a Python number takes the dtype of the tensor beside it where the kinds
+    # allow it: an int any numeric dtype, a float only floating point, a bool only bool.
     if number.kind == "int":
         return wanted.kind in {"int", "uint", "float"}
     return number.kind == wanted.kind
@@ -88,6 +90,7 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, Slot) and isinstance(b, Slot):
         return a == b
     if isinstance(a, (bool, int, float, str, bytes, Enum, Expr)) and type(a) is type(b):
+        # By text, because NaN must equal itself and 0.0 must differ from -0.0.
         return repr(a) == repr(b)
     return False
 
@@ -150,6 +153,7 @@ def _like(tree: Any, items: Iterable[Any]) -> Any:
     """Return a dict, tuple or list like `tree` with other items."""
     if isinstance(tree, dict):
         return dict(zip(tree, items, strict=True))
+    # A named tuple takes its items as separate arguments.
     return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
 
 

@@ -32,6 +32,7 @@ def own(node: ast.AST, *, names: bool = True) -> Iterator[ast.AST]:
         return
     inside = names and not isinstance(node, COMPREHENSIONS)
     for child in ast.iter_child_nodes(node):
+        # PEP 572: `:=` inside a comprehension binds in the enclosing function.
         if isinstance(node, ast.NamedExpr) and child is node.target:
             yield child
         else:
@@ -39,7 +40,7 @@ def own(node: ast.AST, *, names: bool = True) -> Iterator[ast.AST]:
 
 
 def own_of(statements: Sequence[ast.stmt]) -> Iterator[ast.AST]:
-    """As `own`, over several statements."""
+    """Yield the nodes of `own` for several statements."""
     for statement in statements:
         yield from own(statement)
 
@@ -85,12 +86,14 @@ def _escapes_of(node: ast.AST) -> frozenset[str]:
     if isinstance(node, (*FUNCTIONS, ast.ClassDef, ast.expr)):
         return frozenset()
     if isinstance(node, LOOPS):
+        # `break` and `continue` in the body belong to this loop, those in its `else` to an outer
+        # one.
         return (escapes(node.body) & {"return"}) | escapes(node.orelse)
     return frozenset().union(*(_escapes_of(child) for child in ast.iter_child_nodes(node)))
 
 
 def ends(statements: Sequence[ast.stmt]) -> bool:
-    """Return whether control certainly never reaches the statement after these."""
+    """Return whether the statement after these is certainly unreachable."""
     return any(_ends(s) for s in statements)
 
 

@@ -12,9 +12,10 @@ FLOW: Final = "_triplane_flow"
 
 
 def at(node: Node, like: ast.AST) -> Node:
-    """Return `node` at the start of `like`; parts without a position of their own follow.
+    """Return `node` with the position of the start of `like`, for itself and its parts.
 
-    It ends there too: Python attributes a call of an attribute over several lines to its last line.
+    The end is set to the start too: Python attributes a call of an attribute that spans several
+    lines to its last line, which is not where the statement is.
     """
     ast.copy_location(node, like)
     node.end_lineno, node.end_col_offset = node.lineno, node.col_offset  # type: ignore[attr-defined]

@@ -1,9 +1,9 @@
-"""Programs compiled from a callable, and when one may be used again.
+"""The cache of programs compiled from a callable.
 
-They belong to the cell or function itself and live as long as it does. A program is looked up by
-the signature of the arguments and used while its guard holds. A trace that changes what it reads
-(it counts something, it fills a list) is not kept: such code is traced at every call, and behaves
-as in Python.
+Programs are stored on the cell or function itself and live as long as it does. A program is looked
+up by the signature of the arguments and used while its guard holds. If a trace changes something
+that it reads (it counts calls, or fills a list), its program is not cached: such code is traced at
+every call and behaves as in Python.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from triplane.unified_ir.frontend.guards import TraceGuard
 from triplane.unified_ir.frontend.trace import Traceable, Traced, name_of
 
 CACHE_SIZE: Final = 64
-"""Programs kept per cell or function; the least recently used one is dropped first."""
+"""Number of programs cached per cell or function; beyond it the oldest ones are dropped."""
 
 _KEY: Final = "_triplane_programs"
 _lock: Final = Lock()
@@ -39,17 +39,19 @@ class Compiled:
     program: Program
     guard: TraceGuard
     state: tuple[Parameter, ...]
-    """State whose arrays follow the arguments."""
+    """State whose arrays are passed after the arguments."""
     assigned: tuple[tuple[int, Parameter], ...]
-    """Results that are new values of buffers, by index."""
+    """The results that are new values of buffers: (index of the result, buffer)."""
     single: bool
-    """The function returns the first result itself."""
+    """Whether the function returns the first result itself rather than a tree."""
 
 
 class ObjectIdentity:
-    """Equal to another only while both stand for the same living object."""
+    """A key for an object, by identity: equal to another only while the same object is alive."""
 
     def __init__(self, value: Any) -> None:
+        # An id alone is not a key: Python reuses it once the object is gone. The weak reference
+        # tells the two objects apart and does not keep the first one alive.
         self._hash = id(value)
         try:
             self._get: Any = weakref.ref(value)
@@ -67,7 +69,7 @@ class ObjectIdentity:
 
 
 class Programs:
-    """The programs of one callable."""
+    """The cached programs of one callable."""
 
     def __init__(self, target: Traceable) -> None:
         self._of = ObjectIdentity(target)
@@ -77,7 +79,10 @@ class Programs:
         self._by_key: dict[Any, tuple[Compiled, ...]] = {}
 
     def belongs_to(self, owner: Any) -> bool:
-        """Return whether they belong to this very object; function attributes get copied."""
+        """Return whether these programs belong to this object.
+
+        `functools.wraps` copies the attributes of a function, and so this cache, to its wrapper.
+        """
         return self._of == ObjectIdentity(owner)
 
     def ordered(
@@ -92,6 +97,8 @@ class Programs:
 
     def find(self, key: Any) -> Compiled | None:
         """Return a program for such arguments whose guard holds; None if there is none."""
+        # One signature can have several programs, one per set of values that the trace read:
+        # `train()` and `eval()` alternate between two.
         return next((c for c in self._by_key.get(key, ()) if c.guard.holds()), None)
 
     def keep(self, key: Any, compiled: Compiled) -> None:
@@ -99,6 +106,7 @@ class Programs:
         if not compiled.guard.holds():
             return
         with _lock:
+            # Popped and inserted again, so the dict is ordered by the last compilation of each key.
             older = self._by_key.pop(key, ())
             self._by_key[key] = (compiled, *older)[:CACHE_SIZE]
             while sum(map(len, self._by_key.values())) > CACHE_SIZE:

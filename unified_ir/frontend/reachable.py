@@ -1,7 +1,7 @@
-"""The cells that a callable reaches: its trace may read their state by name.
+"""Find the cells that a callable reaches; its trace may read their state by name.
 
-A function reaches the cells among its arguments, in its closure, in the globals it names, and those
-of the user's functions among these.
+A function reaches the cells among its arguments, in its closure and in the globals that it names,
+and the cells that the user's functions among these reach.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ def state_of(target: Any, arguments: Mapping[str, Any]) -> dict[str, Parameter]:
             if parameter in seen:
                 continue
             seen.add(parameter)
+            # Different cells can be reached under the same name, from different functions; a number
+            # keeps their paths apart.
             name = f"{label}.{path}" if label else path
             state[name if name not in state else f"{name}_{len(state)}"] = parameter
     return state
 
 
 def state_trees_of(target: Any, arguments: Mapping[str, Any]) -> list[tuple[str, StateTree]]:
-    """Return the cells that a callable reaches, with the names it knows them by."""
+    """Return the cells that a callable reaches, with the names by which it refers to them."""
     if isinstance(target, StateTree):
         return [("", target)]
     owners: list[tuple[str, StateTree]] = []

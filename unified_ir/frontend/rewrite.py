@@ -1,9 +1,10 @@
 """Python `if`, `while` and `for` over tensors become graph control flow.
 
-`rewritten(f)` is `f` with its conditions decided while it is traced: on a tensor of a graph being
-recorded they become `Cond`, `Loop` and `Scan` nodes, on anything else (and in eager mode, where a
-tensor has a value) plain Python. Files and line numbers stay the user's. A function without control
-flow or source, or of the standard library, numpy or this package, is returned unchanged.
+`rewritten(f)` is a version of `f` whose conditions are examined while it is traced. Where a tensor
+of a graph being recorded decides, control flow becomes `Cond`, `Loop` and `Scan` nodes; otherwise,
+and in eager mode, where a tensor has a value, it runs as plain Python. Tracebacks keep the user's
+file and line numbers. A function without control flow or source, or of the standard library, numpy
+or this package, is returned unchanged.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ _FUTURE: Final = functools.reduce(
     0,
 )
 _INNER: Final = "_triplane_function"
-"""Name of the function while it is compiled, so that its own name keeps its outer meaning."""
+"""Name of the function while it is compiled; its own name keeps referring to the outer variable."""
+# By code object: every closure made by one `def` shares it, so each is rewritten only once. None:
+# there is nothing to rewrite.
 _codes: dict[tuple[CodeType, bool], CodeType | None] = {}
 _lock: Final = Lock()
 
@@ -55,6 +58,7 @@ def rewritten(function: Callable[..., Any]) -> Callable[..., Any]:
 def _with_code(function: FunctionType, code: CodeType) -> Callable[..., Any]:
     """Return the same function, closure and defaults included, with other code."""
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    # `flow` is a free variable, not a global: the user's module must not be changed.
     cells[FLOW] = CellType(flow)
     compiled = FunctionType(
         code,
@@ -103,7 +107,10 @@ def _code(function: FunctionType, *, tail: bool) -> CodeType | None:
         return None
     free = function.__code__.co_freevars
     rewrite_function(node, source.class_name, has_class="__class__" in free, tail=tail)
+    # Only a function nested in another one can have free variables, so it is compiled inside a
+    # factory that has them as parameters; the factory itself is never called.
     tree = _factory(node, [*free, FLOW])
+    # Compile under the `__future__` imports of the user's file, not under those of this one.
     flags = function.__code__.co_flags & _FUTURE
     module = compile(tree, source.filename, "exec", flags=flags, dont_inherit=True)
     own = function.__code__

@@ -53,10 +53,11 @@ def set_mode(
     """Choose how calls with arrays run from now on: "graph" on an engine, or "eager" on numpy.
 
     In eager mode every value carries its array while it is recorded, so a debugger shows numbers
-    and Python control flow simply runs. `floats`: the dtype that float64 arrays, numpy's default,
-    become at the call: float32, or "float64" to compute in double precision (gradient checks).
-    `finite`: a call that returns NaN or infinity raises, naming the first node that computes it,
-    and writes no buffer back.
+    and Python control flow simply runs. `floats`: the dtype to which a call converts arrays of
+    float64, numpy's default: "float32", or "float64" to compute in double precision (for gradient
+    checks).
+    `finite`: a call that returns NaN or infinity raises an error that names the first node that
+    computes it, and writes no buffer back.
     """
     if mode not in {"graph", "eager"} or floats not in {"float32", "float64"}:
         raise InvalidInput(
@@ -76,7 +77,7 @@ def current_floats() -> Floats:
 def mode(
     mode: Mode, engine: str = "onnx", *, floats: Floats = "float32", finite: bool = False
 ) -> Iterator[None]:
-    """As `set_mode`, for the block."""
+    """Choose how calls with arrays run within the block; see `set_mode`."""
     before = _setting.get()
     set_mode(mode, engine, floats=floats, finite=finite)
     try:
@@ -106,15 +107,19 @@ def run(target: Traceable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
     objects: list[Any] = []
     parts = [_key_of(x, setting.floats, arrays, objects) for x in args]
     parts += [(k, _key_of(v, setting.floats, arrays, objects)) for k, v in kwargs.items()]
+    # `floats` is not part of the key: it shows in the dtypes of the arrays.
     key = (setting.engine, len(args), *parts)
     compiled = programs.find(key)
     if compiled is None:
+        # The guard is made before the trace, so that `keep` notices a trace that changes what it
+        # reads.
         guard = TraceGuard([target, *objects])
         compiled = _compiled(target, args, kwargs, setting, guard)
         programs.keep(key, compiled)
     values = compiled.program(*arrays, *[p.array for p in compiled.state])
     if setting.finite:
         _check_finite(compiled.traced, [*arrays, *state_arrays(compiled.traced)], values)
+    # Only now, after every check: a call that fails leaves the buffers as they were.
     for i, parameter in compiled.assigned:
         parameter.array = values[i]
     return values[0] if compiled.single else _rebuilt(compiled.traced, values)
@@ -127,8 +132,8 @@ def _check_finite(traced: Traced, arrays: Sequence[Array], values: Sequence[Arra
         traced.function, dict(zip(traced.function.param_names, arrays, strict=True))
     )
     raise InvalidInput(
-        f"{traced.function.name} gives numbers that are not finite: "
-        f"{cause or 'on this engine only; compare(f, *args) finds the node'}"
+        f"{traced.function.name} returned NaN or infinity: "
+        f"{cause or 'only this engine does; compare(f, *args) finds the node'}"
     )
 
 

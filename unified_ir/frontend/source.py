@@ -20,7 +20,7 @@ _STDLIB: Final = Path(sysconfig.get_paths()["stdlib"]).resolve()
 _NUMPY: Final = Path(np.__file__).resolve().parent
 _INSTALLED: Final = {"site-packages", "dist-packages"}
 MISSING: Final = object()
-"""Stands for a variable without a value."""
+"""Marks a variable without a value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,7 @@ class FunctionSource:
 def source_of(function: FunctionType) -> FunctionSource | None:
     """Return the syntax of a Python function or lambda; None when its file cannot be read."""
     code = function.__code__
+    # The file may have changed since it was cached, for example in a notebook or an editor session.
     linecache.checkcache(code.co_filename)
     text = "".join(linecache.getlines(code.co_filename, function.__globals__))
     if not text:
@@ -45,6 +46,8 @@ def source_of(function: FunctionType) -> FunctionSource | None:
         return None
     matching = [p for p in places if _is(p[0], code)]
     if len(matching) > 1:
+        # Several lambdas on one line differ only in their columns. Two functions that begin on one
+        # line cannot be told apart, and then nothing is rewritten.
         matching = _innermost([p for p in matching if isinstance(p[0], ast.Lambda)], code)
     if len(matching) != 1:
         return None
@@ -107,7 +110,7 @@ def _is(node: Function, code: CodeType) -> bool:
 def _innermost(
     candidates: list[tuple[Function, str | None]], code: CodeType
 ) -> list[tuple[Function, str | None]]:
-    """Of lambdas on one line, return the smallest one that encloses all positions of the code."""
+    """Return the smallest of the lambdas on one line that encloses all positions of the code."""
     places: list[Any] = [p for p in code.co_positions() if None not in p and p[2:] != (0, 0)]
     around = []
     for candidate in candidates:

@@ -103,6 +103,8 @@ class _Rewriter(ast.NodeTransformer):
         body = tail_loop(node) if tail and not suspends else node.body
         statements = self.block(body, BlockKind(kept=suspends))
         statements = [s for s in statements if not isinstance(s, (ast.Global, ast.Nonlocal))]
+        # The nested functions declare these names `nonlocal`, which Python accepts only if the
+        # enclosing function binds them itself: `binding_only` does so without giving them a value.
         hoisted = [n for n in self.scope.hoisted if self.scope.is_local(n)]
         head = [at(binding_only(hoisted), node.body[0])] if hoisted else []
         for kind, names in ((ast.Global, self.scope.globals), (ast.Nonlocal, self.scope.nonlocals)):
@@ -144,6 +146,8 @@ class _Rewriter(ast.NodeTransformer):
             if isinstance(s, LOOPS) and s.orelse and not isinstance(s, ast.AsyncFor):
                 todo[:0] = self._without_else(s)
                 continue
+            # An `if` or loop that may leave the block swallows the statements after it, so the
+            # block ends with it; `todo` holds what is left.
             leaving = escapes([s])
             if has_yield(s) or isinstance(s, ast.AsyncFor):
                 rewritten += self._kept(s, level)
@@ -161,7 +165,7 @@ class _Rewriter(ast.NodeTransformer):
         return rewritten or [ast.Pass()]
 
     def _kept(self, s: ast.stmt, level: BlockKind) -> list[ast.stmt]:
-        """A statement that stays as it is; conditions in it must not be tensors."""
+        """Keep a statement as it is, but rewrite its parts; conditions in it refuse tensors."""
         if isinstance(s, Rest):
             return [s]
         if isinstance(s, (ast.Return, ast.Break, ast.Continue)):
@@ -194,7 +198,7 @@ class _Rewriter(ast.NodeTransformer):
         return ""
 
     def _part(self, part: Any, level: BlockKind) -> None:
-        """An exception handler or a case of a match."""
+        """Rewrite an exception handler or a case of a match."""
         if isinstance(part, ast.ExceptHandler) and part.type is not None:
             part.type = self.visit(part.type)
         if isinstance(part, ast.match_case) and part.guard is not None:
@@ -234,7 +238,10 @@ class _Rewriter(ast.NodeTransformer):
         return [then, other, *setter, at(ast.Expr(call), s)]
 
     def _leaving_if(self, s: ast.If, rest: Sequence[ast.stmt], level: BlockKind) -> list[ast.stmt]:
-        """An `if` that may leave its block; the rest of the block moves into it."""
+        """Rewrite an `if` that may leave its block; the rest of the block moves into it."""
+        # if c: return a       def then(): return a
+        # b = f()         ->   def otherwise(): nonlocal b; b = f(); return b
+        # return b             return flow.return_if(c, then, otherwise, ...)
         body, orelse = list(s.body), list(s.orelse)
         names = assigned([*body, *orelse, *rest])
         setter, state = self._state(names, [*body, *orelse], s)
@@ -262,6 +269,8 @@ class _Rewriter(ast.NodeTransformer):
         inside: list[ast.stmt] = list(s.body)
         item = self._fresh("item")
         if isinstance(s, ast.For):
+            # The target may be a tuple or an attribute, which a parameter cannot be: the trip
+            # receives one item and unpacks it.
             inside.insert(0, at(ast.Assign(targets=[s.target], value=load(item)), s.target))
         tested: list[ast.stmt] = [at(ast.Expr(s.test), s)] if isinstance(s, ast.While) else []
         names = assigned([*inside, *tested])
@@ -277,8 +286,10 @@ class _Rewriter(ast.NodeTransformer):
     def _returning_loop(
         self, s: ast.While | ast.For, rest: Sequence[ast.stmt], level: BlockKind
     ) -> list[ast.stmt]:
-        """A loop that may return; the statements after it become a function."""
+        """Rewrite a loop that may return; the statements after it become a function."""
         names = assigned([s, *rest])
+        # `while True` without `break` ends only by `return`. Without this flag the value would be
+        # merged with the None that the end of the function returns, and be refused.
         always = const(isinstance(s, ast.While) and ends([s]))
         setter, state = self._state(names, [], s)
         definitions, call = self._loop(s)
@@ -290,7 +301,7 @@ class _Rewriter(ast.NodeTransformer):
         return [*definitions, run, after, *setter, at(leave, s)]
 
     def _without_else(self, s: ast.While | ast.For) -> list[ast.stmt]:
-        """`else` of a loop: runs unless the loop was broken."""
+        """Replace the `else` of a loop by an `if` after it on a flag that `break` sets."""
         orelse, s.orelse = s.orelse, []
         if "break" not in escapes(s.body):
             return [s, *orelse]
@@ -337,6 +348,7 @@ class _Rewriter(ast.NodeTransformer):
             value = self._fresh("values")
             targets = ast.Tuple([ast.Name(n, ast.Store()) for n in mine], ast.Store())
             body: list[ast.stmt] = [ast.Assign(targets=[targets], value=load(value))]
+            # A variable without a value must raise NameError when it is read, as in Python.
             body += [delete_unbound(n) for n in mine]
             definition = self._def("set", body, mine, like)
             definition.args.args.append(ast.arg(arg=value))
@@ -369,6 +381,8 @@ class _Rewriter(ast.NodeTransformer):
         what = f"an assignment to `{ast.unparse(node)}`"
         if not _is_path(node.value):
             return pair(what, node.lineno)
+        # A copy: the rewriter changes nodes in place, and the original is still part of its
+        # statement.
         reloaded = ast.parse(ast.unparse(node.value), mode="eval").body
         owner = thunk(self.expression(reloaded))
         return ast.Tuple(
@@ -385,7 +399,7 @@ class _Rewriter(ast.NodeTransformer):
         return at(invoke("plain", self.expression(test), const(why)), test)
 
     def _iterable(self, node: ast.expr) -> ast.expr:
-        """The iterable of a `for`, where `range`, `enumerate` and `zip` accept tensors."""
+        """Rewrite the iterable of a `for`, so that `range`, `enumerate`, `zip` accept tensors."""
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
             return self.expression(node)
         name = node.func
@@ -410,6 +424,7 @@ class _Rewriter(ast.NodeTransformer):
             node.test = self._plain(node.test, "a conditional expression around `:=`")
             node.body, node.orelse = self.expression(node.body), self.expression(node.orelse)
             return node
+        # Each side is evaluated at most once, and only if the condition selects it: hence thunks.
         then, other = self.expression(node.body), self.expression(node.orelse)
         call = invoke("if_expression", self.expression(node.test), thunk(then), thunk(other))
         return at(call, node)
@@ -429,6 +444,8 @@ class _Rewriter(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
+        # `super()` without arguments finds the class and the receiver in the frame of the method,
+        # but the call may now stand in a nested function, so both are passed.
         bare_super = isinstance(node.func, ast.Name) and node.func.id == "super" and not node.args
         if bare_super and self.receiver is not None:
             node.args = [at(load("__class__"), node), at(load(self.receiver), node)]
@@ -443,7 +460,7 @@ class _Rewriter(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def _mangled(self, name: str) -> str:
-        """Private names of a class, which are mangled only inside its body."""
+        """Mangle a private name, as Python does only in a class body."""
         private = name.startswith("__") and not name.endswith("__")
         if not private or self.class_name is None:
             return name
@@ -490,5 +507,6 @@ def _is_path(node: ast.expr) -> bool:
 
 
 def _binds(node: ast.expr) -> bool:
+    # In a thunk, `:=` would bind a variable of the lambda, and `yield` would make it a generator.
     return any(isinstance(n, (ast.NamedExpr, ast.Yield, ast.YieldFrom, ast.Await))
                for n in ast.walk(node))  # fmt: skip

@@ -1,4 +1,4 @@
-"""A function that returns a call of itself is a loop."""
+"""Turn tail calls into a loop: `return f(a, b)` inside `f` jumps back to its start."""
 
 from __future__ import annotations
 
@@ -22,6 +22,10 @@ def tail_loop(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.stmt]:
     body = jumps.block(node.body)
     if not jumps.has_jump:
         return node.body
+    # if b == 0:                  while True:
+    #     return a                    if b == 0:
+    # return gcd(b, a % b)   ->           return a
+    #                                 a, b = b, a % b; continue
     end = [] if ends(body) else [at(ast.Return(value=None), node)]
     loop = ast.While(test=const(True), body=[*body, *end], orelse=[])
     return [at(loop, node.body[0])]
@@ -36,6 +40,8 @@ class _Jumps:
     def block(self, statements: Sequence[ast.stmt]) -> list[ast.stmt]:
         replaced: list[ast.stmt] = []
         for s in statements:
+            # Not within other statements: `continue` in a loop would continue that loop, and
+            # leaving a `with` or `try` must first run its exit.
             if isinstance(s, ast.If):
                 s.body, s.orelse = self.block(s.body), self.block(s.orelse)
             replaced += self._jump(s) if isinstance(s, ast.Return) else [s]
@@ -46,6 +52,7 @@ class _Jumps:
         if arguments is None:
             return [s]
         self.has_jump = True
+        # One assignment of a tuple, because the new values are computed from the old ones.
         targets = ast.Tuple([ast.Name(p, ast.Store()) for p in arguments], ast.Store())
         values = ast.Tuple(list(arguments.values()), ast.Load())
         again = ast.Assign(targets=[targets], value=values)

@@ -1,8 +1,8 @@
-"""Tracing: a cell or Python function becomes an IR function.
+"""Tracing: record a call of a cell or Python function as an IR function.
 
-The function's parameters are the inputs, then the state it used, by path; its results are the
-returned values, then assigned buffers under their own paths, then summaries. Python values among
-the arguments are constants of the trace.
+The parameters of the IR function are the inputs, then the state that the call used, named by path.
+Its results are the returned values, then the assigned buffers under their own paths, then the
+summaries. Python values among the arguments are constants of the trace.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from triplane.unified_ir.passes.clean import drop_dead
 
 Traceable = StateTree | Callable[..., Any]
 MAX_LEVELS: Final = 16
-"""How many nested graphs one function may open by calling itself."""
+"""Maximum number of nested graphs that one function may open by calling itself."""
 _calls: ContextVar[tuple[tuple[Any, int], ...]] = ContextVar("triplane_calls", default=())
 
 
@@ -59,7 +59,7 @@ class Traced:
 
 
 def entered(function: Any, owner: Any = None) -> AbstractContextManager[None]:
-    """Within the block, one call of `function` (of the cell `owner`) is recorded.
+    """Mark the block as the recording of one call of `function` (of the cell `owner`).
 
     A function that calls itself under a condition that a tensor decides would be recorded
     endlessly, since both sides of such a condition are recorded. Each level adds a graph, so the
@@ -68,19 +68,21 @@ def entered(function: Any, owner: Any = None) -> AbstractContextManager[None]:
     key = (function, id(owner))
     depth = len(stack.get())
     calls = _calls.get()
+    # The set of distinct depths: a recursion over Python values (a tree, a list) stays within one
+    # graph and adds only one level, however deep it is.
     levels = {d for k, d in calls if k == key} | {depth}
     if len(levels) > MAX_LEVELS:
         name = getattr(function, "__qualname__", str(function))
         raise InvalidInput(
-            f"{name} calls itself where a tensor decides whether it does, {MAX_LEVELS} levels "
-            "deep, and recording it would not end; write a `while` loop, make the call the whole "
+            f"{name} calls itself where a tensor decides whether it does, and recording it would "
+            f"never end (limit {MAX_LEVELS} levels); write a `while` loop, make the call the whole "
             "`return` of a @graph function (it becomes a loop), or run in mode('eager')"
         )
     return holding(_calls, (*calls, (key, depth)))
 
 
 def within(cell: Any) -> AbstractContextManager[None]:
-    """Within the block, recorded nodes have the cell's path as their scope."""
+    """Give the nodes recorded within the block the cell's path as their scope."""
     binding, build = current_or_none(), recorder()
     path = None if binding is None else binding.paths.get(cell)
     return replaced(build, scope=path) if path is not None else nullcontext()
@@ -122,7 +124,7 @@ def _put(arguments: BoundArguments, label: str, key: str | None, tree: Any) -> N
 def traced(
     target: Traceable, args: Sequence[Any], kwargs: Mapping[str, Any], *, name: str | None = None
 ) -> Traced:
-    """As `trace`, with the trees and parameters of the traced function."""
+    """Trace like `trace`, and return also the trees and parameters of the function."""
     return record(target, bind(target, args, kwargs)[0], name=name)
 
 
@@ -134,7 +136,7 @@ def record(
     run: RunNode | None = None,
     arrays: Sequence[Array] = (),
 ) -> Traced:
-    """Record one call; with `run` in eager mode, on `arrays` in the order of `arguments`."""
+    """Record one call. With `run` (eager mode), also compute it on `arrays`, in argument order."""
     build = Build(TABLE, name or name_of(target), run=run)
     binding = Binding(build)
     state = state_of(target, arguments.arguments)
@@ -183,6 +185,7 @@ def _labelled(arguments: BoundArguments) -> list[tuple[str, str | None, Any]]:
     parts: list[tuple[str, str | None, Any]] = []
     for name, tree in list(arguments.arguments.items()):
         if arguments.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            # `_put` writes into this dict, so it must not be the caller's own.
             arguments.arguments[name] = dict(tree)
             parts += [(k, name, v) for k, v in tree.items()]
         else:
@@ -224,6 +227,8 @@ def _finish(
 ) -> Traced:
     names = _result_names(returned, len(results), {p.name for p in build.params})
     named: dict[str, Tensor] = dict(zip(names, results, strict=True))
+    # In the order of the state, not of the assignments, so that the signature of the function does
+    # not depend on the order of statements in `construct`.
     assigned = {path: binding.assigned[p] for path, p in state.items() if p in binding.assigned}
     for other, what in ((state, "a state tensor"), (build.effects, "a summary")):
         clash = sorted(named.keys() & other.keys())
@@ -231,6 +236,8 @@ def _finish(
             raise InvalidInput(f"{clash[0]!r} is both a result and {what}; rename the result")
     function = drop_dead(build.finish({**named, **assigned, **build.effects}))
     read = function.reads()
+    # Inputs stay even if nothing reads them, because the caller passes them; state that the call
+    # did not use is not part of the signature.
     function = function.with_(params=(p for p in build.params if p.name not in state or p in read))
     present = {*function.param_names, *function.result_names}
     used = {k: p for k, p in state.items() if k in present}
@@ -238,9 +245,10 @@ def _finish(
 
 
 def _result_names(returned: Any, count: int, taken: set[str]) -> list[str]:
-    """A dict names its results; a single tensor is `y`, a tuple `y0`, `y1`, ..."""
+    """Return the names: keys of a dict, `y` for a single tensor, `y0`, `y1`, ... for a tuple."""
     if isinstance(returned, dict) and all(isinstance(k, str) for k in returned):
         names = []
+        # Sorted, because `leaves` visits the values of a dict in the order of its sorted keys.
         for key in sorted(returned):
             inner = leaves(returned[key])
             names += [key] if len(inner) == 1 else [f"{key}.{i}" for i in range(len(inner))]

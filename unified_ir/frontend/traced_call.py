@@ -1,7 +1,8 @@
 """A call recorded as a function of its own, from which transforms derive other functions.
 
-Tensors among the arguments become parameters, other tensors that the call reads are further
-operands, and buffers that it assigns are extra results, assigned outside once the results exist.
+Tensors among the arguments become parameters, and other tensors that the call reads become further
+operands. Buffers that the call assigns become extra results; the enclosing trace assigns them when
+it has replayed the function.
 """
 
 from __future__ import annotations
@@ -70,6 +71,8 @@ def record_call(
     trees = [with_tensors(a, numbers=i in numbers) for i, a in enumerate(args)]
     own = [[x for x in leaves(a) if isinstance(x, Tensor)] for a in trees]
     flat = [x for tensors in own for x in tensors]
+    # Overridden types (one slice of a batch, say) do not match the arrays at hand, so nothing can
+    # be computed while recording, even in eager mode.
     run = outer.run if types is None else None
     inner = Build(outer.table, name_of_callable(f), run=run, sizes=outer.sizes)
     inner.scope = outer.scope
@@ -84,10 +87,13 @@ def record_call(
             rebuild(t, [next(rest) if isinstance(x, Tensor) else x for x in leaves(t)])
             for t in trees
         ]
+        # Tensors in `kwargs` are not replaced: they are captured from the outer graph like a
+        # closure's.
         value = rewritten(f)(*inputs, **kwargs)
         results = [as_tensor(y) for y in leaves(value)]
     named = {f"y{i}": y for i, y in enumerate([*results, *buffers.values()])}
     function = inner.finish(named)
+    # Captured tensors come last; `TracedCall.positions` counts on the arguments coming first.
     return TracedCall(function, [*flat, *inner.captured], value, list(buffers), trees)
 
 
@@ -100,6 +106,8 @@ def _isolated_buffers() -> Iterator[dict[Parameter, Tensor]]:
         yield buffers
     finally:
         if binding is not None:
+            # Compared by identity: a buffer that the block did not assign still has the tensor it
+            # had.
             buffers.update({p: t for p, t in binding.assigned.items() if before.get(p) is not t})
             binding.assigned = before
 

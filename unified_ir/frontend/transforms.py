@@ -70,6 +70,8 @@ def value_and_grad(f: Any, argnums: int | Sequence[int] = 0, *, has_aux: bool = 
         linear = _linearized(f, args, kwargs, numbers)
         scalar = _scalar(linear.value, name, has_aux=has_aux)
         one = recorder().as_operand(np.ones((), scalar.dtype.numpy))
+        # The other results of `has_aux` have no cotangent, so the backward pass does not visit
+        # them.
         grads = linear.gradients([one, *(None for _ in leaves(linear.value)[1:])])
         return linear.value, grads[0] if isinstance(argnums, int) else tuple(grads)
 
@@ -80,12 +82,12 @@ def _scalar(value: Any, name: str, *, has_aux: bool) -> Tensor:
     """Return the one result that is differentiated."""
     if has_aux and not (isinstance(value, tuple) and len(value) == 2):
         raise InvalidInput(
-            f"with has_aux, {name} gives a pair (scalar, other results), got a "
+            f"with has_aux, {name} must return a pair (scalar, other results), got a "
             f"{type(value).__name__}{at_users_line()}"
         )
     results = leaves(value[0] if has_aux else value)
     if len(results) != 1 or results[0].shape != ():
-        more = "" if has_aux or len(results) < 2 else ", or say has_aux=True for (scalar, others)"
+        more = "" if has_aux or len(results) < 2 else ", or pass has_aux=True for (scalar, others)"
         raise ShapeError(
             f"a gradient is of a scalar, but {name} gives {[y.type for y in results]}; reduce it"
             f"{more}{at_users_line()}"
@@ -95,7 +97,7 @@ def _scalar(value: Any, name: str, *, has_aux: bool) -> Tensor:
 
 
 def grad(f: Any, argnums: int | Sequence[int] = 0, *, has_aux: bool = False) -> Any:
-    """As `value_and_grad`, the gradient alone; with `has_aux`, (gradient, other results)."""
+    """Return a function that returns the gradient; with `has_aux`, (gradient, other results)."""
     if isinstance(f, Function):
         return autodiff.grad(f)
     both = value_and_grad(f, argnums, has_aux=has_aux)
@@ -109,7 +111,10 @@ def grad(f: Any, argnums: int | Sequence[int] = 0, *, has_aux: bool = False) -> 
 
 
 def vjp(f: Any) -> Any:
-    """Return `f` with one more argument, the cotangent of its result: (f(*args), cotangents)."""
+    """Return a function like `f` with one more argument, the cotangent of its result.
+
+    It returns (f(*args), tuple of the cotangents of the arguments).
+    """
     if isinstance(f, Function):
         return autodiff.vjp(f)
 
@@ -122,11 +127,12 @@ def vjp(f: Any) -> Any:
 
 
 def jvp(f: Any) -> Any:
-    """Return `f` with one more argument, the tangents of its inputs: (f(*args), its tangent).
+    """Return a function like `f` with one more argument, the tangents of its inputs.
 
-    The tangents are a tuple with a tree like each argument (for one argument, that tree alone);
-    None for a constant argument. The result's tangent is a tree like the result, zeros where it
-    does not depend on the moving arguments or is no floating-point tensor.
+    It returns (f(*args), tangent of the result). The tangents are a tuple with one tree per
+    argument, or None for an argument that is held constant; for a single argument the tree itself
+    is passed. The result's tangent is a tree like the result, with zeros where it does not depend
+    on the arguments that vary or is not a floating-point tensor.
 
     >>> import numpy as np
     >>> jvp(lambda x: x * x)(np.float32(3.0), np.float32(0.5))
@@ -141,10 +147,11 @@ def jvp(f: Any) -> Any:
         tangents = (last,) if len(inputs) == 1 else last
         if not isinstance(tangents, tuple) or len(tangents) != len(inputs):
             raise InvalidInput(
-                f"the last argument holds a tangent for each of the {len(inputs)} others of {name},"
-                f" in a tuple{at_users_line()}"
+                f"the last argument must be a tuple with one tangent for each of the "
+                f"{len(inputs)} other arguments of {name}{at_users_line()}"
             )
         moved = [k for k, t in enumerate(tangents) if t is not None]
+        # Only arguments that vary are operands; a Python number among the others stays a constant.
         recorded = record_call(f, inputs, kwargs, numbers=moved)
         at = [i for k in moved for i in recorded.positions(k)]
         _check_float([recorded.operands[i] for i in at], name)
@@ -163,8 +170,8 @@ def jvp(f: Any) -> Any:
 def hessian_vector_product(f: Any, argnums: int | Sequence[int] = 0) -> Any:
     """Return a function of the arguments of `f` and a tree v like `argnums`, which returns H v.
 
-    The Hessian is symmetric, so H v is the gradient's pullback of v: one more backward pass, and
-    the Hessian is never formed.
+    The Hessian H is symmetric, so H v = H^T v is the pullback of v through the gradient. It costs
+    one more backward pass, and H is never formed.
 
     >>> import numpy as np
     >>> hessian_vector_product(lambda x: (x**3.0).sum())(np.float32([1, 2]), np.float32([1, 10]))
@@ -220,6 +227,7 @@ def _linearized(
     outputs, pull = record_vjp(recorded.function, recorded.operands, at)
 
     def of_results(gs: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        # Buffers are results too, but no gradient flows through an assignment.
         return pull([*gs, *(None for _ in recorded.assigned)])
 
     trees = [args[k] for k in numbers]
@@ -231,7 +239,7 @@ def _cotangent(f: Any, cotangents: Any, value: Any) -> list[Tensor]:
     gs, types = [as_tensor(g) for g in leaves(cotangents)], [y.type for y in leaves(value)]
     if [g.type for g in gs] != types:
         raise ShapeError(
-            f"the cotangent is shaped like the result of {name_of_callable(f)}, {types}; got "
+            f"the cotangent must match the result of {name_of_callable(f)}, {types}; got "
             f"{[g.type for g in gs]}{at_users_line()}"
         )
     return gs
@@ -250,7 +258,7 @@ def _alike(
     types = [w.type for w in wanted]
     if len(flat) != len(wanted) or [m.type for m in tensors] != types:
         raise ShapeError(
-            f"{what} is shaped like its argument, {types}; got {[m.type for m in tensors]}"
+            f"{what} must match its argument, {types}; got {[m.type for m in tensors]}"
             f"{at_users_line()}"
         )
     return tensors

@@ -19,7 +19,7 @@ from triplane.unified_ir.ops.source import location_of
 from triplane.unified_ir.ops.tensor import Tensor
 
 Odd = tuple[Any, ...]
-"""Something a tensor cannot decide: (what, line), or (what, line, owner, attribute name)."""
+"""A statement that a tensor cannot decide: (what, line) or (what, line, owner, attribute)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,8 @@ class VariableAccess:
     def refuse_odd(self, kind: str) -> None:
         """Refuse, by name, statements that cannot depend on a tensor."""
         for what, line, *owner in self._odd:
+            # Whether `x.y = ...` assigns a buffer is known only when it runs, so the rewritten code
+            # passes a thunk that gives the owner `x`.
             if owner and owner[1] in getattr(owner[0](), "_parameters", ()):
                 continue  # a buffer
             raise InvalidInput(
@@ -100,7 +102,7 @@ def _read(thunk: Callable[[], Any]) -> Any:
 
 @contextmanager
 def collecting() -> Iterator[None]:
-    """Within the block, the binding keeps buffers that are assigned in the current graph."""
+    """Let the binding collect, within the block, buffers assigned in the current graph."""
     binding = current_or_none()
     with nullcontext() if binding is None else replaced(binding, home=recorder()):
         yield
@@ -110,7 +112,7 @@ _reasons: ContextVar[dict[str, str]] = ContextVar("triplane_unbound")
 
 
 def reasons() -> AbstractContextManager[None]:
-    """Within the block, remember why variables of one call of rewritten code have no value."""
+    """Record, within the block, why variables of one call of rewritten code have no value."""
     return holding(_reasons, {})
 
 
@@ -131,6 +133,7 @@ def explain(error: NameError) -> None:
     reason = reason_of(quoted_name.group(1)) if quoted_name else None
     if quoted_name is None or reason is None:
         return
+    # The innermost frame is the line that read the variable.
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

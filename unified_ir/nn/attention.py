@@ -1,7 +1,7 @@
 """Attention over sequences x: (N, T, size), and positions for it; PyTorch's names and masks.
 
-In a mask of bools, true excludes a key, as in PyTorch's layers (ops and ONNX have the opposite
-meaning). A query that may attend to no key gets 0, where PyTorch gives NaN.
+In a boolean mask, true excludes a key, as in PyTorch's layers; in `ops` and ONNX it includes the
+key. A query for which every key is excluded gets 0, where PyTorch gives NaN.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ Positions = Callable[[ops.Tensor], ops.Tensor]
 class MultiheadAttention(Cell):
     """Attention of several heads (Vaswani et al. 2017).
 
-    in_proj_weight: (size + 2 kv_size, size), rows of queries, keys, values, with in_proj_bias;
-    out_proj: a `Dense`. kv_size = size kv_heads / heads: with fewer heads of keys and values than
-    of queries, a group of queries shares one (Ainslie et al. 2023). In training, `p_drop` of the
-    weights is dropped. positions: transforms queries and keys, such as `Rotary`.
+    in_proj_weight: (size + 2 kv_size, size), the rows of queries, keys and values, with
+    in_proj_bias; out_proj: a `Dense`. kv_size = size kv_heads / heads: with fewer heads of keys and
+    values than of queries, several heads of queries share one (grouped-query attention, Ainslie et
+    al. 2023). In training, each attention weight is dropped with probability `p_drop`. positions:
+    transforms queries and keys, such as `Rotary`.
     """
 
     in_proj_weight: State
@@ -75,6 +76,7 @@ class MultiheadAttention(Cell):
         self.in_proj_bias = Parameter(np.zeros(rows, np.float32)) if bias else None
         self.out_proj = Dense(size, size, bias=bias, rng=source)
         if bias:
+            # As in PyTorch, which starts this bias at 0 unlike that of other linear layers.
             self.out_proj.bias.array[:] = 0.0
         self.dropout = Dropout(p_drop, rng=rng) if p_drop else None
         self.positions = positions
@@ -91,11 +93,12 @@ class MultiheadAttention(Cell):
     ) -> ops.Tensor:
         """query: (N, T, size); key: (N, S, size), by default query; value: by default key.
 
-        attn_mask: (T, S), (N heads, T, S) or broadcast to (N, heads, T, S), of bools (true
-        excludes a key) or numbers to add. key_padding_mask: (N, S) bools, true where a key is
-        padding. causal: a query sees keys up to its own position. -> (N, T, size).
+        attn_mask: (T, S), (N heads, T, S) or broadcastable to (N, heads, T, S); bool (true excludes
+        a key) or numbers that are added to the scores. key_padding_mask: (N, S) bool, true where a
+        key is padding. causal: a query sees keys up to its own position. -> (N, T, size).
         """
         q, k, v = self._projected(query, key, value)
+        # (N, T, heads D) -> (N, heads, T, D)
         q, k, v = heads_apart(q, self.heads), *(heads_apart(x, self.kv_heads) for x in (k, v))
         if self.positions is not None:
             q, k = self.positions(q), self.positions(k)
@@ -104,6 +107,8 @@ class MultiheadAttention(Cell):
         if self.dropout is None or not self.training:
             y = attention(*operands, **mode)
         else:  # the fourth output is (N, heads, T, S): the weight of each key for each query
+            # ONNX's Attention has no dropout, so the weights are taken out and applied to the
+            # values here.
             mode["qk_matmul_output_mode"] = WEIGHTS
             *_, weights = attention.all_outputs(*operands, outputs=4, **mode)
             y = _shared(self.dropout(weights), v)
@@ -119,6 +124,7 @@ class MultiheadAttention(Cell):
                 check_axis(name, f"(N, T, {self.size})", x, -1, self.size, [3])
         sizes = np.array([self.size, self.kv_size, self.kv_size])
         if key is None and value is None:
+            # Self-attention: one product of (size + 2 kv_size) rows instead of three.
             mixed = ops.linear(query, self.in_proj_weight, self.in_proj_bias)
             return list(split_row.all_outputs(mixed, sizes, outputs=3, axis=-1))
         key = query if key is None else key
@@ -154,12 +160,14 @@ def _mask(
         return counts
     attn_mask = as_tensor(attn_mask)
     if attn_mask.rank == 3:
+        # PyTorch's (N heads, T, S); heads vary faster than samples
         attn_mask = attn_mask.reshape((*q.shape[:2], *attn_mask.shape[1:]))
     if attn_mask.dtype == bool_:
         allowed = ops.logical_not(attn_mask)
         return allowed if counts is None else ops.logical_and(allowed, counts)
     if counts is None:
         return attn_mask
+    # softmax(-inf) = 0, so an excluded key gets no weight whatever number the mask adds.
     return ops.where(counts, attn_mask, ops.constant(-np.inf, attn_mask.dtype))
 
 
@@ -177,6 +185,8 @@ class PositionalEncoding(Cell):
         positive("PositionalEncoding", size=size, length=length)
         angles = _angles(size, length, 10_000.0)
         table = np.stack([np.sin(angles), np.cos(angles)], axis=2).reshape(length, -1)
+        # A plain array, not a buffer: it is computed from the sizes, so it becomes a constant of
+        # the graph and takes no part in the state. The slice drops the last cosine of an odd size.
         self.table = table[:, :size].astype(np.float32)
         self.dropout = Dropout(p_drop, rng=rng) if p_drop else None
 
@@ -208,6 +218,8 @@ class Rotary(Cell):
         length, half = self.cos.shape
         name = f"Rotary({2 * half}, {length})"
         check_axis(name, f"(N, heads, T, {2 * half})", x, -1, 2 * half, [4])
+        # Pairs (j, j + D/2), the layout of Llama, are those of ONNX's RotaryEmbedding with
+        # interleaved=0.
         n, t = x.shape[0], _within(name, x.shape[2], length)
         caches = (ops.constant(c, x.dtype) for c in (self.cos, self.sin))
         return rotary_embedding(x, *caches, ops.expand(ops.unsqueeze(ops.arange(t), 0), (n, t)))
@@ -215,12 +227,14 @@ class Rotary(Cell):
 
 def _angles(size: int, length: int, base: float) -> Array:
     """Return (length, half the size, rounded up): t / base^(2j / size), in float64."""
+    # In float64, because the error of an angle grows with the position t; the tables are rounded
+    # once.
     rates = np.exp(-math.log(base) * np.arange(0, size, 2) / size)
     return np.asarray(np.arange(length)[:, None] * rates)
 
 
 def _within(name: str, t: Dim, length: int) -> Dim:
-    """Return a sequence's length, refused where it is known to exceed the table."""
+    """Return the length of a sequence; raise ShapeError if it is known to exceed the table."""
     if isinstance(t, int) and t > length:
         raise ShapeError(f"{name} has {length} positions, got a sequence of {t}; make it longer")
     return t

@@ -108,6 +108,8 @@ class _ConvTranspose(Cell):
         self.stride, self.padding, self.dilation = stride, padding, dilation
         self.output_padding, self.inputs, self.groups = output_padding, inputs, groups
         self.weight = Parameter(init(shape, generator(rng)))
+        # `bias_of` reads the fan from axis 1 of the weight, here outputs / groups. That is not the
+        # true fan_in of a transposed convolution, but it is what PyTorch does.
         self.bias = Parameter(bias_of(shape)((outputs,), generator(rng))) if bias else None
 
     def construct(self, x: ops.Tensor) -> ops.Tensor:
@@ -129,7 +131,7 @@ def _check_groups(name: str, inputs: int, outputs: int, groups: int) -> None:
 def _taps(name: str, axes: int, kernel: Sizes) -> tuple[int, ...]:
     taps = (kernel,) * axes if isinstance(kernel, int) else tuple(kernel)
     if len(taps) != axes:
-        raise InvalidInput(f"{name} takes a kernel of {axes} sizes, got {kernel}")
+        raise InvalidInput(f"{name} takes a kernel with {axes} sizes, got {kernel}")
     return positive(name, **{f"kernel[{i}]": k for i, k in enumerate(taps)})
 
 

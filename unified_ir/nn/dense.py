@@ -1,4 +1,4 @@
-"""Fully connected and table layers, and cells in a row."""
+"""Fully connected layers, embeddings, and cells in sequence."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Dense(Cell):
 
 
 class Embedding(Cell):
-    """Rows of a table; weight: (count, size), standard normal unless `init` says otherwise.
+    """Rows of a table; weight: (count, size), standard normal unless `init` is given.
 
     padding: the id that pads shorter sequences; its row is zero and stays zero.
     """
@@ -65,7 +65,7 @@ class Embedding(Cell):
         super().__init__()
         shape = positive("Embedding", count=count, size=size)
         if padding is not None and not 0 <= padding < count:
-            raise InvalidInput(f"padding is one of the ids 0..{count - 1}, got {padding}")
+            raise InvalidInput(f"padding must be one of the ids 0..{count - 1}, got {padding}")
         self.padding = padding
         table = np.array(init(shape, generator(rng)))
         if padding is not None:
@@ -77,11 +77,12 @@ class Embedding(Cell):
         rows = ops.embedding(self.weight, ids)
         if self.padding is None:
             return rows
+        # `where` stops the gradient of that row too, so that no optimizer moves it away from zero.
         return ops.where(ops.unsqueeze(ids == self.padding, -1), 0.0, rows)
 
 
 class Sequential(CellList):
-    """Cells one after another; each takes the output of the one before.
+    """Cells in sequence; each takes the output of the one before.
 
     >>> from triplane.unified_ir import nn
     >>> net = nn.Sequential(nn.Dense(4, 8), nn.ReLU(), nn.Dense(8, 3))

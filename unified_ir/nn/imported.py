@@ -39,7 +39,7 @@ class Imported(Cell):
     ) -> None:
         super().__init__()
         if batch_norm not in get_args(BatchNormMode):
-            raise InvalidInput(f'batch_norm is "kept" or "updated", got {batch_norm!r}')
+            raise InvalidInput(f'batch_norm must be "kept" or "updated", got {batch_norm!r}')
         self.function = module.entry(entry)
         assigned = module.assigned(entry)
         if assigned:
@@ -50,10 +50,13 @@ class Imported(Cell):
         for name in self.function.param_names:
             if name in module.state:
                 tensor = module.state[name]
+                # Stored directly: names such as `layer1.0.weight` contain dots and are no Python
+                # attributes.
                 self._parameters[name] = Parameter(
                     tensor.array, role=tensor.role, dtype=tensor.type.dtype
                 )
         self.batch_norm = batch_norm
+        # Exporters that merge equal tensors read one initializer through several Identity nodes.
         self._origins = _origins(self.function)
         if batch_norm == "updated":
             self._check_statistics()
@@ -99,7 +102,7 @@ class Imported(Cell):
     def _statistics(self, node: Node) -> tuple[str, str] | None:
         """Return the names of the running mean and variance that a node normalizes by.
 
-        InvalidInput where they are also weights, which training changes by gradients.
+        InvalidInput: they are also weights, which training changes by gradients.
         """
         if node.op.name != "BatchNormalization" or len(node.outputs) > 1:
             return None
@@ -144,6 +147,9 @@ class Imported(Cell):
             if names is None:
                 replay.run(node)
                 continue
+            # ONNX's momentum weighs the past, r <- m r + (1 - m) s, that of `batch_norm_step` (and
+            # PyTorch) the new statistic. A layer that is applied twice goes on from the statistics
+            # of its first application.
             x, scale, bias, mean, var = (t for t in replay.inputs(node) if t is not None)
             y, moved[names[0]], moved[names[1]] = batch_norm_step(
                 x, scale, bias, moved.get(names[0], mean), moved.get(names[1], var),

@@ -1,8 +1,8 @@
 """Initial values of parameters, drawn from an explicit generator.
 
-Numbers come from the generator's raw 64-bit words, whose streams numpy keeps for ever, not from
-methods such as `Generator.normal`, whose streams it may change: the same seed gives the same
-weights with every numpy.
+Numbers are computed from the generator's raw 64-bit words, whose streams numpy guarantees to keep,
+and not by methods such as `Generator.normal`, whose streams it may change. So the same seed gives
+the same weights with every version of numpy.
 
 Fans of a weight of shape (O, I, *K): fan_in = I prod(K), fan_out = O prod(K).
 """
@@ -22,7 +22,7 @@ from triplane.unified_ir.ir.graph import Array
 
 
 class Initializer(Protocol):
-    """Makes the initial array of a parameter, float32."""
+    """Creates the initial float32 array of a parameter."""
 
     def __call__(self, shape: Sequence[int], rng: np.random.Generator) -> Array:
         """Return an array of `shape` that depends on `rng` alone."""
@@ -34,11 +34,13 @@ def unit_uniform(shape: Sequence[int], rng: np.random.Generator) -> Array:
     if isinstance(rng.bit_generator, np.random.MT19937):
         raise InvalidInput("initializers need 64-bit raw words; use Philox or PCG64, not MT19937")
     words = np.asarray(rng.bit_generator.random_raw(math.prod(shape)), np.uint64)
+    # The top 24 bits, which a float32 holds exactly: no rounding, and never 1.
     return ((words >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)).reshape(shape)
 
 
 def unit_normal(shape: Sequence[int], rng: np.random.Generator) -> Array:
     """Return standard normal numbers (Box and Muller 1958), from float64 rounded once."""
+    # In (0, 1], so that the logarithm is finite.
     u = 1.0 - unit_uniform(shape, rng).astype(np.float64)
     angle = 2.0 * np.pi * unit_uniform(shape, rng).astype(np.float64)
     return (np.sqrt(-2.0 * np.log(u)) * np.cos(angle)).astype(np.float32)
@@ -48,7 +50,7 @@ def fans(shape: Sequence[int]) -> tuple[int, int]:
     """Return (fan_in, fan_out) of a weight; a vector or scalar has none."""
     if len(shape) < 2:
         raise InvalidInput(
-            f"fans are of a weight (O, I, ...), got shape {tuple(shape)}; use Uniform or "
+            f"only a weight (O, I, ...) has fans, got shape {tuple(shape)}; use Uniform or "
             "ConstantInitializer"
         )
     field = math.prod(shape[2:])
@@ -166,6 +168,8 @@ class Orthogonal:
         """See `Initializer`."""
         rows, columns = shape[0], fans(shape)[0]
         tall = unit_normal((max(rows, columns), min(rows, columns)), rng).astype(np.float64)
+        # QR of a normal matrix is uniform over orthogonal matrices once the diagonal of R is
+        # positive (Mezzadri 2007).
         q, r = np.linalg.qr(tall)
         q *= np.sign(np.diag(r))  # the signs of QR depend on the library
         return (self.gain * (q if rows >= columns else q.T)).astype(np.float32).reshape(shape)
@@ -183,6 +187,7 @@ class Eye:
 
 
 STANDARD_NORMAL: Final = Normal()
+# gain sqrt(3 / fan_in) = 1 / sqrt(fan_in); PyTorch writes it as kaiming_uniform_ with a = sqrt(5).
 WEIGHT: Final = KaimingUniform(gain=math.sqrt(1 / 3))
 """The default of layers and of PyTorch: uniform within 1 / sqrt(fan_in)."""
 

@@ -24,7 +24,8 @@ from triplane.unified_ir.ops.tensor import admitted
 Metric = Callable[[ops.Tensor, ops.Tensor], ops.Tensor]
 """(output, target) -> a scalar, the mean over the batch.
 
-One that divides by another number than that of samples has a method `counted`, as `Loss`.
+A metric that divides by something else than the number of samples has a method `counted`, like
+`Loss`.
 """
 
 
@@ -290,6 +291,7 @@ class CTC(Loss):
     def construct(self, log_p: ops.Tensor, labels: ops.Tensor) -> ops.Tensor:
         """See the class."""
         _whole_labels("CTC", labels)
+        # Padding is -1, so the labels of a sequence are those that are not negative.
         lengths = (labels.cast("int64") >= 0).cast("int64").sum([1])
         each = ops.ctc(log_p, labels, lengths, blank=self.blank)
         return (each / ops.maximum(lengths, 1).cast(each.dtype)).mean()
@@ -300,6 +302,8 @@ def _mean(each: ops.Tensor, counted: ops.Tensor | None) -> ops.Tensor:
     if counted is None:
         return each.mean()
     total = counted.sum()
+    # The divisor is replaced, not the quotient: 0 / 0 would be NaN in the gradient as well, even if
+    # `where` selected the other value afterwards.
     return each.sum() / ops.where(total == 0.0, 1.0, total)
 
 
@@ -310,8 +314,8 @@ def _weight_like(weight: ArrayLike | None, like: ops.Tensor) -> ops.Tensor | Non
 def _whole_labels(name: str, labels: ops.Tensor) -> None:
     if labels.dtype.is_float:
         raise ShapeError(
-            f"{name} takes whole-number labels, got {labels.type}; "
-            "for numbers use MSE, for yes-no targets BinaryCrossEntropy"
+            f"{name} takes integer labels, got {labels.type}; "
+            "use MSE for real numbers, BinaryCrossEntropy for targets in [0, 1]"
         )
 
 

@@ -53,7 +53,7 @@ class _BatchNorm(_Affine):
     def __init__(self, channels: int, *, momentum: float = 0.1, epsilon: float = 1e-5) -> None:
         super().__init__(*positive(type(self).__name__, channels=channels), epsilon=epsilon)
         if not 0.0 <= momentum <= 1.0:
-            raise InvalidInput(f"momentum is in [0, 1], got {momentum}")
+            raise InvalidInput(f"momentum must be in [0, 1], got {momentum}")
         self.momentum = momentum
         self.running_mean = Buffer(np.zeros(channels, np.float32))
         self.running_var = Buffer(np.ones(channels, np.float32))
@@ -81,6 +81,9 @@ def batch_norm_step(
     epsilon: float,
 ) -> tuple[ops.Tensor, ops.Tensor, ops.Tensor]:
     """Return x: (N, C, ...) normalized by its own statistics, and the next running statistics."""
+    # ONNX's running statistics are m r + (1 - m) s with the biased variance. With m = 0 the node
+    # gives the statistics s of the batch, and the running ones are computed here with the unbiased
+    # variance, as PyTorch does.
     y, batch_mean, batch_var = batch_norm_row.all_outputs(
         x, weight, bias, mean, var,
         outputs=3, training_mode=1, momentum=0.0, epsilon=epsilon,
@@ -95,6 +98,7 @@ def _unbiased(count: Dim, momentum: float) -> ops.Tensor | float:
     """Return momentum M / (M - 1), or momentum for M = 1, where no variance is estimated."""
     if isinstance(count, int):
         return momentum * count / max(count - 1, 1)
+    # A symbolic batch: M is known only when the graph runs.
     m = dims_of([count]).reshape(()).cast("float32")
     return m * momentum / ops.maximum(m - 1.0, 1.0)
 

@@ -1,7 +1,7 @@
-"""The randomness of layers: one seeded generator for initial values, keys for the graph.
+"""The randomness of layers: one seeded generator for initial values, and keys for the graph.
 
-A program starts as if it had called `seed(0)`, so running it twice gives the same weights; building
-two models in one program gives two different ones. Layers also accept a generator.
+A program starts as if it had called `seed(0)`, so running it twice gives the same weights. Two
+models built in one program differ. Every layer also accepts a generator of its own.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ _MAX_SEED: Final = 2**64
 
 
 def _fresh(number: int) -> np.random.Generator:
+    # An explicit key rather than a seed, which numpy would first pass through its SeedSequence.
     return np.random.Generator(np.random.Philox(key=np.array([number, 0], np.uint64)))
 
 
+# A list of one generator, so that `seed` can replace it for every thread.
 _shared: Final[list[np.random.Generator]] = [_fresh(0)]
 
 
 def seed(number: int) -> None:
     """Seed the initial values of all layers built from now on, in every thread."""
     if not 0 <= number < _MAX_SEED:
-        raise InvalidInput(f"a seed is in 0..2^64-1, got {number}")
+        raise InvalidInput(f"a seed must be in 0..2^64-1, got {number}")
     _shared[0] = _fresh(number)
 
 
@@ -55,7 +57,7 @@ class Dropout(Cell):
     def __init__(self, p_drop: float = 0.5, *, rng: np.random.Generator | None = None) -> None:
         super().__init__()
         if not 0.0 <= p_drop < 1.0:
-            raise InvalidInput(f"p_drop is in [0, 1), got {p_drop}")
+            raise InvalidInput(f"p_drop must be in [0, 1), got {p_drop}")
         self.p_drop = p_drop
         self.key = new_key(rng)
 

@@ -1,7 +1,7 @@
 """Recurrent layers: one step as a cell, whole sequences as ONNX's LSTM, GRU and RNN.
 
-Sequences are x: (N, T, inputs). Gates lie one after another in the rows of a weight, in PyTorch's
-order; one bias stands for the sum of PyTorch's two.
+Sequences are x: (N, T, inputs). The gates are stacked in the rows of a weight, in PyTorch's order.
+One bias takes the place of PyTorch's two, which are only ever added.
 """
 
 from __future__ import annotations
@@ -101,6 +101,7 @@ class GRUCell(_Step):
         r, z = self._gate(gates, 0), self._gate(gates, 1)
         inner = ops.gemm(h, w[2 * self.hidden :], self.bias_n, transB=1)
         n = ops.tanh(self._gate(mixed, 2) + r * inner)
+        # (1 - z) n + z h with one product less
         return n + z * (h - n)
 
 
@@ -114,7 +115,7 @@ class _Layers(Cell):
     row: ClassVar[Op]
     gates: ClassVar[int] = 1
     order: ClassVar[tuple[int, ...]] = (0,)
-    """Positions of the gates of ONNX's order in PyTorch's order."""
+    """For each gate in ONNX's order, its position in PyTorch's order."""
     options: ClassVar[dict[str, int]] = {}
 
     def __init__(
@@ -163,6 +164,7 @@ class _Layers(Cell):
             if k and self.dropout is not None:
                 y = self.dropout(y)
             ys, *last = self._layer(k, y, starts, lens)
+            # (T, directions, N, hidden) -> (T, N, directions hidden)
             y = ys.transpose(0, 2, 1, 3) if len(self.endings) > 1 else ys
             y = y.reshape((*x.shape[1::-1], len(self.endings) * self.hidden))
             lasts.append(last)
@@ -196,6 +198,8 @@ class _Layers(Cell):
         """Return the rows of PyTorch's gates in ONNX's order."""
         if len(self.order) == 1:
             return stacked
+        # The gradient of a permutation is its inverse. A rule of its own, because the gradient of
+        # Gather in general is a scatter.
         back = tuple(int(k) for k in np.argsort(self.order))
         return ops.custom_gradient(
             lambda x: _blocks(x, self.order), lambda _, __, g: _blocks(g, back), stacked
@@ -213,6 +217,7 @@ class _Layers(Cell):
         if state.rank != len(wanted) + 2 or state.shape[: len(wanted)] != wanted:
             shown = f"({count}, N, {self.hidden})" if count > 1 else f"(N, {self.hidden})"
             raise ShapeError(f"{name} takes a state {shown}, got {state.type}")
+        # ONNX's states always have the leading axis; see `_outwards` for the way back.
         return state if count > 1 else ops.unsqueeze(state, 0)
 
     def _outwards(self, state: ops.Tensor) -> ops.Tensor:
@@ -247,7 +252,7 @@ class LSTM(_Layers):
     """A long short-term memory over sequences (Hochreiter and Schmidhuber 1997).
 
     Returns (all outputs, (last h, last c)): (N, T, directions hidden), and states that are
-    (N, hidden) of one layer in one direction, else (layers directions, N, hidden) as PyTorch's.
+    (N, hidden) for one layer in one direction, else (layers directions, N, hidden) as in PyTorch.
     `lengths` gives the end of each sequence: outputs after it are 0, the last state is the state
     there, and a backward direction begins there. In training, `p_drop` of the elements between
     layers is dropped.
@@ -255,6 +260,7 @@ class LSTM(_Layers):
 
     row = recurrent.lstm
     gates = 4
+    # PyTorch: i, f, g, o; ONNX: i, o, f, c (its name for g)
     order = (0, 3, 1, 2)
 
     def construct(
@@ -273,6 +279,7 @@ class GRU(_OneState):
 
     row = recurrent.gru
     gates = 3
+    # PyTorch: r, z, n; ONNX: z, r, h
     order = (1, 0, 2)
     options: ClassVar[dict[str, int]] = {"linear_before_reset": 1}
 

@@ -19,6 +19,7 @@ AXES: Final = {1: "L", 2: "H, W", 3: "D, H, W"}
 def positive(layer: str, **sizes: int) -> tuple[int, ...]:
     """Return the sizes in order, each an integer of at least 1."""
     for name, size in sizes.items():
+        # Not `isinstance`, which would accept True.
         if type(size) is not int or size < 1:
             raise InvalidInput(f"{layer} needs {name} to be a whole number >= 1, got {size!r}")
     return tuple(sizes.values())

@@ -17,7 +17,7 @@ State = Any
 class Personal(Parameter):
     """A parameter that is trained and never leaves the device: no message has a field for it.
 
-    start: its initial value, from which every device begins, however long it is trained here.
+    start: its initial value, with which every device begins, even if it was trained here since.
     """
 
     def __init__(self, array: Any) -> None:

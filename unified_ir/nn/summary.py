@@ -16,8 +16,8 @@ from triplane.unified_ir.passes.clean import drop_dead
 def summary(cell: Cell, *specs: Any) -> str:
     """Return a table: path, class, last output, elements of parameters and of buffers; then sums.
 
-    Buffers are state that training does not learn: running statistics and random keys. specs:
-    as `trace` takes them for the cell. A part that computes nothing on these has no output.
+    Buffers are state that is not learned, such as running statistics and random keys. specs: the
+    arguments that `trace` takes for the cell. A part that computes nothing on them has no output.
     """
     outputs = _outputs(trace(cell, *specs))
     rows: list[tuple[str, ...]] = [("path", "cell", "gives", "parameters", "buffers")]
@@ -40,6 +40,7 @@ def _held(part: StateTree) -> tuple[int, int]:
 def _outputs(function: Function) -> dict[str, str]:
     """Return the type of the last value that each part computed for the results."""
     results = dict(zip(function.result_names, function.results, strict=True))
+    # A result with the name of a parameter is the next value of a buffer.
     own = {name: r for name, r in results.items() if name not in function.param_names}
     texts = {"": ", ".join(str(r.type) for r in own.values())}
     computed = function.with_(results=own.values(), result_names=own)

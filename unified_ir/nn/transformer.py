@@ -1,6 +1,6 @@
 """Transformer layers (Vaswani et al. 2017) over x: (N, T, size), with PyTorch's names and order.
 
-Masks are as in `nn.attention`: in a mask of bools, true excludes a key.
+Masks are those of `nn.attention`: in a boolean mask, true excludes a key.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class _Layer(Cell):
     ) -> None:
         super().__init__()
         self.norm_first, self.activation = norm_first, activation
+        # Attributes have PyTorch's names, so that the keys of its state dicts match.
         self.self_attn = MultiheadAttention(size, heads, p_drop=p_drop, rng=rng)
         self.linear1 = Dense(size, feedforward, rng=rng)
         self.linear2 = Dense(feedforward, size, rng=rng)
@@ -149,7 +150,7 @@ class TransformerEncoder(_Stack):
         *,
         causal: bool = False,
     ) -> ops.Tensor:
-        """As `TransformerEncoderLayer`."""
+        """See `TransformerEncoderLayer`."""
         for layer in self.layers:
             x = layer(x, attn_mask, key_padding_mask, causal=causal)
         return self._normalized(x)
@@ -169,7 +170,7 @@ class TransformerDecoder(_Stack):
         *,
         causal: bool = False,
     ) -> ops.Tensor:
-        """As `TransformerDecoderLayer`."""
+        """See `TransformerDecoderLayer`."""
         masks = (attn_mask, key_padding_mask, memory_mask, memory_key_padding_mask)
         for layer in self.layers:
             x = layer(x, memory, *masks, causal=causal)

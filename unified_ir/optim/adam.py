@@ -1,4 +1,4 @@
-"""Updates by running means of gradients: Adam, AdamW, LAMB by tensor, Lion by element.
+"""Updates by running means of gradients: Adam, AdamW, LAMB (scaled by tensor), Lion (by sign).
 
 Adam folds the bias corrections into two scalars: slots hold M = m / (1 - beta1) and
 V = v / (1 - beta2) of Kingma and Ba 2015, so that an update is M <- beta1 M + g,
@@ -98,6 +98,8 @@ def one_minus_power(base: float, t: Tensor) -> Tensor:
     """
     if base == 0.0:
         return t * 0.0 + 1.0
+    # ONNX has no Expm1, and 1 - base^t cancels: for base 0.999 and t = 1 it loses three of the
+    # seven digits of float32.
     u = ops.tanh(t * (-0.5 * math.log(base)))
     return u * 2.0 / (u + 1.0)
 
@@ -106,9 +108,9 @@ def one_minus_power(base: float, t: Tensor) -> Tensor:
 class LAMB(Optimizer):
     """p <- p - lr |p| / |u| u with u = m / (sqrt(v) + epsilon) + weight_decay p (You et al. 2020).
 
-    m and v are Adam's corrected means; the norms are of the whole tensor, and where either is 0 the
-    ratio is 1. Slots: m / (1 - beta1) and v / (1 - beta2) without the corrections. Decay that is
-    decoupled, the default, enters u as in the paper.
+    m and v are Adam's corrected means. The norms are those of the whole tensor; if either is 0, the
+    ratio is 1. Slots: m / (1 - beta1) and v / (1 - beta2) without the corrections. Decoupled decay,
+    the default, enters u as in the paper.
     """
 
     lr: float | Schedule = 1e-3
@@ -135,6 +137,8 @@ class LAMB(Optimizer):
         def move(p: Tensor, g: Tensor, slots: Slots) -> Moved:
             m = slots[FIRST] * self.beta1 + g
             v = slots[SECOND] * self.beta2 + g * g
+            # Corrected here and not by scalars as in Adam: the norm of u must be that of the
+            # paper's u.
             u = m * first / (ops.sqrt(v * second) + self.epsilon)
             if inside:
                 u = u + p * inside
@@ -147,6 +151,7 @@ def _trust(p: Tensor, u: Tensor) -> Tensor:
     """Return |p| / |u|, or 1 where either is 0."""
     top, bottom = ops.sqrt((p * p).sum()), ops.sqrt((u * u).sum())
     both = ops.logical_and(top > 0.0, bottom > 0.0)
+    # `where` evaluates both operands, so the divisor is made safe first.
     return ops.where(both, top / ops.where(both, bottom, 1.0), 1.0)
 
 

@@ -1,7 +1,7 @@
-"""Rates by element from the history of squares: Adagrad, RMSProp, Adadelta and Adafactor.
+"""Rates by element from the history of squared gradients: Adagrad, RMSProp, Adadelta, Adafactor.
 
-All have PyTorch's form. Adafactor keeps the squares as the product of a row and a column (Shazeer
-and Stern 2018).
+All follow PyTorch's variants. Adafactor stores the squares as the product of a row and a column
+(Shazeer and Stern 2018).
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class Adagrad(Optimizer):
 class RMSProp(Optimizer):
     """s <- alpha s + (1 - alpha) g^2, u = g / (sqrt(s) + epsilon), p <- p - lr u (Hinton 2012).
 
-    centered: the variance s - m^2 stands for s, with m the mean of g in the same way (Graves 2013).
-    momentum: v <- momentum v + u moves the parameter.
+    centered: use the variance s - m^2 in place of s, with m the running mean of g (Graves 2013).
+    momentum: v <- momentum v + u takes the place of u in the update of p.
     """
 
     lr: float | Schedule = 1e-2
@@ -146,7 +146,7 @@ class Adadelta(Optimizer):
 
 @dataclass(frozen=True)
 class Adafactor(Optimizer):
-    """PyTorch's form; the last two axes of a tensor with two or more are factored.
+    """Adafactor in PyTorch's variant; the last two axes of a tensor that has them are factored.
 
     With t = 1, 2, ..., w = t^-fade: row <- (1 - w) row + w mean(g^2) along the last axis, column
     the same along the last but one, v = row column / mean(row); of a vector, v itself is kept.
@@ -181,12 +181,14 @@ class Adafactor(Optimizer):
         """See `Optimizer`."""
         assert step is not None
         t, lr = step.cast("float32") + 1.0, self.rate(step)
+        # t^-fade
         weight = ops.exp(ops.log(t) * -self.fade)
         rho = ops.minimum(1.0 / ops.sqrt(t), lr)
         inside = self.decoupled_in_rule()
 
         def move(p: Tensor, g: Tensor, slots: Slots) -> Moved:
             v, kept = _variance(g, slots, weight)
+            # PyTorch's default eps1: the machine epsilon, squared because v is a square.
             u = g / ops.sqrt(ops.maximum(v, _LEAST * _LEAST))
             size = ops.maximum(_rms(p), self.floor) * rho
             start = p - p * (lr * inside) if inside else p
@@ -203,6 +205,8 @@ def _variance(g: Tensor, slots: Slots, weight: Tensor) -> Moved:
         return v, {SQUARES: v}
     row = slots[ROW] + (squares.mean([-1], keepdims=True) - slots[ROW]) * weight
     column = slots[COLUMN] + (squares.mean([-2], keepdims=True) - slots[COLUMN]) * weight
+    # The best rank-1 estimate of v from its row and column sums is row column^T / sum(row); with
+    # means the divisor is mean(row).
     common = ops.maximum(row.mean([-2], keepdims=True), _LEAST)
     return row * column / common, {ROW: row, COLUMN: column}
 

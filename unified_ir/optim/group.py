@@ -38,6 +38,7 @@ class Group:
             raise InvalidInput(f"group {pattern!r} cannot hold groups; list them in one tuple")
         object.__setattr__(self, "pattern", pattern)
         object.__setattr__(self, "frozen", frozen)
+        # Sorted, so that groups with equal options are equal and have equal hashes.
         object.__setattr__(self, "options", tuple(sorted(options.items())))
 
     def holds(self, path: str) -> bool:

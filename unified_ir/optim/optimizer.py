@@ -1,8 +1,8 @@
 """The interface of optimizers: an initial state, and one update written in operators.
 
-Its state is tensors with names of their own beside the parameters: `optimizer.SLOT.PATH` for each
-slot and parameter PATH, and, where updates depend on their number, `optimizer.step`, an int64
-scalar that counts them. The description itself holds no arrays: one optimizer trains any model.
+The state consists of tensors with their own names beside the parameters: `optimizer.SLOT.PATH` for
+each slot of the parameter PATH, and `optimizer.step`, an int64 scalar that counts updates, where an
+update depends on that number. The optimizer object holds no arrays and can train any model.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Checks = Mapping[str, Callable[[str, str, float], None]]
 """By option: a function of (optimizer's name, option, value) that refuses invalid values."""
 
 Decay = Literal["coupled", "decoupled"]
-"""Where weight decay enters: in the gradient, or in the parameter beside the update."""
+"""Where weight decay enters: in the gradient ("coupled"), or directly in the parameter."""
 
 
 def slot_name(slot: str, path: str) -> str:
@@ -77,7 +77,7 @@ class Optimizer:
     checks: ClassVar[Checks] = {}
     """Checks of a subclass's own options, by name."""
     counts_always: ClassVar[bool] = False
-    """Whether updates depend on their number with a constant rate too."""
+    """Whether an update depends on the number of updates even if the rate is constant."""
     decays_in_rule: ClassVar[bool] = False
     """Whether `rule` applies decoupled weight decay itself."""
 
@@ -86,11 +86,11 @@ class Optimizer:
         lr: Any = self.lr
         is_number = isinstance(lr, Real) and not isinstance(lr, bool)
         if not isinstance(lr, Schedule) and not (is_number and 0 <= lr < math.inf):
-            raise InvalidInput(f"a learning rate is a schedule or finite and >= 0, got {lr!r}")
+            raise InvalidInput(f"a learning rate must be a schedule or finite and >= 0, got {lr!r}")
         if not 0 <= self.weight_decay < math.inf:
             raise InvalidInput(f"{name} needs weight_decay >= 0, got {self.weight_decay}")
         if self.decay not in ("coupled", "decoupled"):
-            raise InvalidInput(f"{name} needs decay coupled or decoupled, got {self.decay!r}")
+            raise InvalidInput(f"{name} needs decay 'coupled' or 'decoupled', got {self.decay!r}")
         for option, check in self.checks.items():
             check(name, option, getattr(self, option))
         object.__setattr__(self, "groups", tuple(self.groups))
@@ -174,6 +174,8 @@ class Optimizer:
         rules: dict[Group | None, Rule] = {}
         for path, one in self._chosen(params).items():
             group = self._group(path)
+            # One rule per group, so that the scalars of schedules and bias corrections are recorded
+            # once and not for every parameter.
             if group not in rules:
                 rules[group] = one.rule_with_decay(step)
             own = one.slot_types(params[path].type)
@@ -196,6 +198,7 @@ class Optimizer:
             return rule
         if self.decay == "coupled":
             return lambda p, g, slots: rule(p, g + p * decay, slots)
+        # Loshchilov and Hutter 2019: the decay scales with the rate, as in PyTorch's AdamW.
         shrink = 1.0 - self.rate(step) * decay
         return lambda p, g, slots: rule(p * shrink, g, slots)
 
@@ -224,8 +227,8 @@ class Optimizer:
         odd = [k for k, _ in group.options if k not in known]
         if odd:
             raise InvalidInput(
-                f"group {group.pattern!r} sets {odd[0]!r}, and {type(self).__name__} has "
-                f"{', '.join(sorted(known))}"
+                f"group {group.pattern!r} sets {odd[0]!r}, which is no option of "
+                f"{type(self).__name__}; it has {', '.join(sorted(known))}"
             )
         return replace(self, groups=(), **dict(group.options))
 

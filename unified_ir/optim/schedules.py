@@ -1,6 +1,6 @@
-"""Learning rates as functions of the number of updates done, computed inside the graph.
+"""Learning rates as functions of the number of completed updates, computed inside the graph.
 
-t is that number, 0 at the first update; each formula is in float32.
+In the formulas t is that number, 0 at the first update; they are evaluated in float32.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.ops.tensor import Tensor
 
 _FAR: Final = 2**62
-"""More updates than any run does."""
+"""More updates than any training makes."""
 
 
 class Schedule:
@@ -64,6 +64,7 @@ class Constant(Schedule):
 
     def __call__(self, step: Tensor) -> Tensor:
         """See `Schedule`."""
+        # A tensor of the graph, as for every schedule; `Optimizer.rate` uses the number itself.
         return _time(step) * 0.0 + self.value
 
 
@@ -216,6 +217,7 @@ class CosineRestarts(Schedule):
     def __call__(self, step: Tensor) -> Tensor:
         """See `Schedule`."""
         if self.growth == 1:
+            # In int64: a float32 cannot hold every whole number above 2^24.
             since = step - ops.div(step, self.steps) * self.steps
             share = since.cast("float32") * (1.0 / self.steps)
         else:
@@ -262,6 +264,7 @@ class OneCycle(Schedule):
 
     def __call__(self, step: Tensor) -> Tensor:
         """See `Schedule`."""
+        # The turning point is a fraction of an update, as in PyTorch's OneCycleLR.
         low, top, end = self.high / self.first, self.rise * self.steps - 1, self.steps - 1
         t = ops.minimum(_time(step), float(end))
         up = self._between(low, self.high, t * (1.0 / top))
@@ -294,6 +297,8 @@ class Chained(Schedule):
         """See `Schedule`."""
         lr = _value(self.schedules[0], step)
         for begin, following in zip(self.bounds, self.schedules[1:], strict=True):
+            # `where` evaluates both schedules at every step, so the later one must not see negative
+            # numbers.
             since = ops.maximum(step - begin, 0)
             lr = ops.where(step >= begin, _value(following, since), lr)
         return lr

@@ -17,8 +17,8 @@ MOMENTUM = "momentum"
 class SGD(Optimizer):
     """v <- momentum v + (1 - dampening) g, p <- p - lr v; with `nesterov`, p - lr (g + momentum v).
 
-    Sutskever et al. 2013 in PyTorch's form: lr outside v, and the first v is g, undampened.
-    Without momentum no slot is kept.
+    Sutskever et al. 2013 in PyTorch's variant: lr is outside v, and the first v is g without
+    dampening. Without momentum there is no slot.
     """
 
     momentum: float = 0.0
@@ -32,7 +32,7 @@ class SGD(Optimizer):
         if self.nesterov and not self.momentum:
             raise InvalidInput("SGD with nesterov needs a momentum above 0")
         if self.dampening and (self.nesterov or not self.momentum):
-            raise InvalidInput("SGD takes dampening with plain momentum only")
+            raise InvalidInput("SGD takes dampening only with a momentum and without nesterov")
 
     def counts(self) -> bool:
         """See `Optimizer`."""

@@ -33,9 +33,11 @@ def adapted_weights(
     changed = {name for name in weights if next_name(name) in outputs}
     if not changed:
         raise Corrupt(f"bundle {bundle.name} {bundle.version}: its adaptation changes no weight")
+    # Weights that the graph of adaptation does not read are served unchanged.
     loop = session.loop({name: weights[name] for name in weights.keys() & inputs})
     for _ in range(bundle.description.adapt_steps):
         loop.step(**batch)
+    # Copies, so that the result does not depend on the buffers of the loop.
     adapted = {**weights, **{name: array.copy() for name, array in loop.state().items()}}
     bad = sorted(name for name in changed if not np.isfinite(adapted[name]).all())
     if bad:
@@ -64,6 +66,7 @@ def write_adapted(bundle: Bundle, weights: Mapping[str, Array], path: Path) -> s
         model=bundle.model,
         weights=weights,
         golden_inputs=bundle.golden_inputs,
+        # The goldens of the model itself no longer hold: the weights have changed.
         golden_outputs=Session(bundle.model, weights=weights).run(bundle.golden_inputs),
         report={"adapted_from": bundle.digest},
         adapt=bundle.adapt,

@@ -1,9 +1,9 @@
-"""A bundle: one graph ready to serve on one target, with the evidence that it still computes.
+"""A bundle: one graph ready to serve on one target, with samples that prove that it works.
 
 Parts: `bundle.pb`, `model.onnx`, `weights.safetensors`, `goldens.safetensors` (`input.NAME`,
 `output.NAME`), `report.json`, optionally `adapt.onnx`. The graph declares its weights as external
 data in `weights.safetensors`, so an unzipped bundle loads in any onnxruntime; here the mapped
-arrays are handed over without unpacking anything. Loading verifies every byte first.
+arrays are passed to it without unpacking anything. Loading verifies every byte first.
 """
 
 import hashlib
@@ -41,9 +41,9 @@ MAX_REPORT_BYTES: Final = 4 << 20
 class BundleSpec:
     """The contents of a bundle.
 
-    model: ONNX whose weights are external data at `weight_offsets(weights)`. goldens: inputs and
-    the outputs they must give, by tensor name; at least one of each. report: anything JSON;
-    measured figures belong here, outside the content digest.
+    model: ONNX whose weights are external data at `weight_offsets(weights)`. golden_inputs,
+    golden_outputs: inputs and the outputs that they must give, by tensor name; at least one of
+    each. report: any JSON; measured figures belong here, outside the content digest.
     """
 
     description: Description
@@ -64,7 +64,7 @@ def write_bundle(
 ) -> str:
     """Write the bundle whole or not at all and return its root digest.
 
-    Same spec, same bytes. InvalidInput where the spec breaks a rule of the format. check: see
+    Equal specs give equal bytes. InvalidInput: the spec breaks a rule of the format. check: see
     `files.container.write`.
     """
     if not spec.golden_inputs.keys() <= {info.name for info in spec.description.inputs}:
@@ -86,6 +86,7 @@ def write_bundle(
 
 def encoded_report(report: Mapping[str, Any]) -> bytes:
     """Return the bytes of the part `report.json`; encoding a decoded report gives them again."""
+    # NaN is not JSON: another parser would refuse the report.
     return json.dumps(report, sort_keys=True, indent=1, allow_nan=False).encode()
 
 
@@ -129,6 +130,7 @@ class Bundle:
         """Verify every byte of `file`; Corrupt names the damaged part."""
         file.verify()
         names = [part.name for part in file.manifest.parts]
+        # The exact list, so that no part that nobody looks at can travel in a signed file.
         if names not in ([*REQUIRED], [*REQUIRED, ADAPT]):
             raise Corrupt(f"{file.path.name}: a bundle has parts {REQUIRED} in order, not {names}")
         self._file = file
@@ -140,7 +142,7 @@ class Bundle:
         if self.description.adapt_steps and names[-1] != ADAPT:
             raise Corrupt(
                 f"{self._what(DESCRIPTION)}: asks for {self.description.adapt_steps} steps of "
-                f"adaptation, and there is no part {ADAPT!r}"
+                f"adaptation, but there is no part {ADAPT!r}"
             )
         self.name, self.version = self.description.name, self.description.version
         self.target = self.description.target
@@ -166,7 +168,7 @@ class Bundle:
 
     @property
     def adapt(self) -> bytes | None:
-        """The ONNX graph that adapts the weights, where the bundle has one."""
+        """The ONNX graph that adapts the weights; None if the bundle has none."""
         has_one = self._file.manifest.parts[-1].name == ADAPT
         return bytes(self._file.part(ADAPT)) if has_one else None
 
@@ -190,6 +192,7 @@ class Bundle:
         described, actual = (
             [(y.name, y.dtype) for y in outputs] for outputs in (self.outputs, session.outputs)
         )
+        # Shapes of outputs are not compared: they depend on the runtime's own shape inference.
         if session.inputs != self.inputs or described != actual:
             raise Corrupt(f"{self._what(MODEL)}: its inputs or outputs are not as described")
         return session
@@ -198,7 +201,7 @@ class Bundle:
         """Run the graph once on inputs by name, or on its only one, with a cached session."""
         if x and (len(x) > 1 or inputs or len(self.inputs) > 1):
             names = [info.name for info in self.inputs]
-            raise InvalidInput(f"predict takes {names}; give them by name, not {len(x)} unnamed")
+            raise InvalidInput(f"predict takes {names}; pass them by name, got {len(x)} unnamed")
         return self._session.run({self.inputs[0].name: x[0]} if x else inputs)
 
     def check_goldens(self, session: Session | None = None) -> float:
@@ -209,6 +212,8 @@ class Bundle:
         session = session or self._session
         try:
             computed = session.run(self.golden_inputs, tuple(outputs))
+        # The goldens come from the file itself, so inputs that do not fit are its fault, not the
+        # caller's.
         except InvalidInput as error:
             raise Corrupt(f"{self._what(GOLDENS)}: {error}") from error
         return max(self._error(name, computed[name], golden) for name, golden in outputs.items())
@@ -228,6 +233,7 @@ class Bundle:
         with np.errstate(invalid="ignore"):  # inf - inf
             errors = np.where(y == golden, 0.0, np.abs(y.astype(np.float64) - wide))
         allowed = t.absolute + t.relative * np.abs(wide)
+        # The test is "all within", not "any beyond", because NaN compares as false.
         if not ((errors <= allowed) & np.isfinite(errors)).all():
             error = errors.max()
             raise Corrupt(f"{where} is off by {error}, allowed {t.absolute} + {t.relative}|g|")
@@ -255,4 +261,6 @@ def _json(data: memoryview, what: str) -> Any:
 
 
 def _numbers(version_text: str) -> tuple[int, ...]:
+    # At most nine digits of each part: the text comes from a file, and the conversion of n digits
+    # takes O(n^2).
     return tuple(int(part[:9]) for part in version_text.split(".") if part.isdecimal())

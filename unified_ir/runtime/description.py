@@ -1,6 +1,6 @@
 """The description of a bundle's graph, as values; `files.proto` defines its form in `bundle.pb`.
 
-Decoding refuses more than `MAX_DESCRIPTION_BYTES`, unknown fields, and numbers out of range.
+Decoding refuses more than `MAX_DESCRIPTION_BYTES` bytes, unknown fields, and numbers out of range.
 """
 
 import math
@@ -17,7 +17,7 @@ from triplane.unified_ir.runtime.signature import TensorInfo
 
 MAX_DESCRIPTION_BYTES: Final = 1 << 20
 MAX_ADAPT_STEPS: Final = 100
-"""Limit for a bundle: a node adapts before it serves, and callers wait meanwhile."""
+"""Limit for the steps of a bundle: a node adapts before it serves, and callers have to wait."""
 
 Labels = Mapping[str, tuple[str, ...]]
 
@@ -84,6 +84,7 @@ def encode(d: Description) -> bytes:
         tolerance=message_from(pb.Tolerance, d.tolerance),
         model_digest=bytes.fromhex(d.model_digest),
     )
+    # Deterministic, because the bytes are part of the digest that gets signed.
     return message.SerializeToString(deterministic=True)
 
 
@@ -108,7 +109,7 @@ def decode(data: Buffer, what: str) -> Description:
 
 
 def bounded(data: Buffer, what: str) -> bytes:
-    """Return `data` as bytes when a description may be that long."""
+    """Return `data` as bytes; Corrupt if it is longer than a description may be."""
     if len(data) > MAX_DESCRIPTION_BYTES:
         raise Corrupt(f"{what}: {len(data)} bytes, at most {MAX_DESCRIPTION_BYTES} are read")
     return bytes(data)

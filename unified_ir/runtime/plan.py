@@ -1,10 +1,10 @@
-"""A plan: the graphs and the state a device gets, run step by step within limits.
+"""A plan: the graphs and the state that a device gets, run step by step within limits.
 
 Parts: `plan.pb`, `ENTRY.onnx` for each entry, `state.safetensors` with a role for every tensor.
-One rule binds graphs to state: a graph input named like a state tensor is that tensor, and the
-output `next_name(tensor)` is its new value; every other input is batch, every other output result.
-Loading refuses, by name, what a plan demands and this version does not offer: every demand for
-privacy, and compressions outside `COMPRESSIONS`.
+One rule connects graphs and state: a graph input with the name of a state tensor is that tensor,
+and the output `next_name(tensor)` is its new value; every other input belongs to the batch, and
+every other output is a result. Loading refuses, by name, everything that a plan demands and this
+version does not offer: any demand for privacy, and compressions outside `COMPRESSIONS`.
 """
 
 import time
@@ -43,15 +43,16 @@ LOSS: Final = "loss"
 """The result that `adapt` collects."""
 
 COMPRESSIONS: Final = ("int8", "top-k")
-"""Compressions of updates, as `federated/core/compress.py`, above this package, names them."""
+"""Names of compressions of updates; `federated/core/compress.py`, above this package, has them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """Limits for a device's work on a plan, 0 for no limit.
 
-    max_steps: steps that change state, over the plan's life, saved with its state. time_s: seconds
-    inside steps, likewise. memory_bytes: limit for two copies of the state, checked on loading.
+    max_steps: steps that change state, over the plan's life; the count is saved with its state.
+    time_s: seconds spent inside steps, counted and saved like them. memory_bytes: limit for two
+    copies of the state, checked on loading.
     """
 
     max_steps: int = 0
@@ -116,7 +117,7 @@ class Plan:
         options: SessionOptions = DEFAULT_OPTIONS,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Verify every byte of `file`; InvalidInput where it demands an unknown feature."""
+        """Verify every byte of `file`; InvalidInput if it demands an unknown feature."""
         file.verify()
         self._file, self._options, self._clock = file, options, clock
         self.digest = file.digest
@@ -131,10 +132,14 @@ class Plan:
         self.roles = {t.name: t.role for t in file.manifest.tensors_of(STATE)}
         self._state = {name: tensor.data for name, tensor in file.tensors(STATE).items()}
         _check_state(file, self.limits, self._state)
+        # The pages of the state stay mapped, but need not stay in memory.
         file.release()
         self.steps, self.spent_s = 0, 0.0
         self._sessions: dict[str, Session] = {}
+        # Entries that change state; `_session` finds them when it opens their graph.
         self._looping: set[str] = set()
+        # The loop whose buffers hold the newest state; `_state` may be older for the names that it
+        # has.
         self._newest: Loop | None = None
         self._newest_entry = ""
         self._stop: CancellationToken | None = None
@@ -175,7 +180,7 @@ class Plan:
         session = self._session(entry)
         fed = {**(batch or {}), **more}
         if state := sorted(fed.keys() & self.roles.keys()):
-            raise InvalidInput(f"{state} is state, not batch; assign() replaces state")
+            raise InvalidInput(f"{state} is state, not batch; use assign() to replace state")
         if fed.keys() != (batch_names := {t.name for t in session.inputs} - self.roles.keys()):
             raise InvalidInput(f"{entry} takes exactly {sorted(batch_names)}, got {sorted(fed)}")
         if entry not in self._looping:
@@ -206,10 +211,10 @@ class Plan:
         return self.run("evaluate", batch, **inputs)
 
     def adapt(self, batches: Sequence[Mapping[str, Array]], *, steps: int = 0) -> list[float]:
-        """Step through `batches`, again from the first when they run out; return each loss.
+        """Step through `batches`, starting again when they run out; return the loss of each step.
 
-        Runs `adapt`, or `local_update` in a plan without it. steps: by default what the plan says,
-        or else one pass.
+        Runs `adapt`, or `local_update` in a plan without it. steps: by default those that the plan
+        states, or else one pass.
         """
         entry = "adapt" if "adapt" in self.entries else "local_update"
         if not batches or isinstance(batches, Mapping):
@@ -239,6 +244,7 @@ class Plan:
             if old is None or (old.dtype, old.shape) != (value.dtype, value.shape):
                 seen = "no such tensor" if old is None else f"{old.dtype}{old.shape}"
                 raise InvalidInput(f"state {name!r}: {seen} here, got {value.dtype}{value.shape}")
+        # Every value was checked above, so from here on nothing can fail halfway.
         looped = self._newest.view().keys() & values.keys() if self._newest else set()
         if self._newest:
             self._newest.load({name: values[name] for name in looped})
@@ -261,6 +267,7 @@ class Plan:
         values = {name: tensor.data for name, tensor in file.tensors(STATE).items()}
         if values.keys() != self.roles.keys():
             raise Corrupt(f"{file.path.name}: holds {sorted(values)}, not {sorted(self.roles)}")
+        # Parsed before `assign`, so that a damaged file changes nothing.
         counters = _counters(dict(file.manifest.properties), file.path.name)
         self.assign(values)
         self.steps, self.spent_s = counters
@@ -270,6 +277,8 @@ class Plan:
             raise NotFound(f"the plan has entries {self.entries}, not {entry!r}")
         if entry not in self._sessions:
             model = bytes(self._file.part(f"{entry}.onnx"))
+            # A block for the whole run would hold its memory beside the state of training; see
+            # SessionOptions.
             options = replace(self._options, one_block=False)
             session = self._sessions[entry] = Session(model, options=options)
             results = {tensor.name for tensor in session.outputs}
@@ -305,7 +314,7 @@ class Plan:
             return {}
         names = [tensor.name for tensor in self.inputs(entry)]
         if len(x) != 1 or len(names) != 1:
-            raise InvalidInput(f"{entry} takes {names}; give them by name, not {len(x)} unnamed")
+            raise InvalidInput(f"{entry} takes {names}; pass them by name, got {len(x)} unnamed")
         return {names[0]: x[0]}
 
     def _loss(self, entry: str, batch: Mapping[str, Array]) -> Array:
@@ -332,7 +341,7 @@ def _check_parts(file: Container, message: pb.Plan, what: str) -> None:
         raise Corrupt(f"{what}: an entry NAME is the part NAME.onnx, got {entries}")
     names, expected = [part.name for part in file.manifest.parts], [DESCRIPTION, *entries, STATE]
     if names != expected:
-        raise Corrupt(f"{what}: implies parts {expected}, there are {names}")
+        raise Corrupt(f"{what}: requires the parts {expected}, got {names}")
     if not all(tensor.role for tensor in file.manifest.tensors_of(STATE)):
         raise Corrupt(f"{what}: a state tensor has no role")
 
@@ -341,6 +350,7 @@ def _check_state(file: Container, limits: Limits, state: Mapping[str, Array]) ->
     for tensor in file.manifest.tensors_of(STATE):
         if tensor.dtype in INSIDE_ONLY:
             raise InvalidInput(f"state {tensor.name!r} is {tensor.dtype}, which numpy cannot hold")
+    # A loop has two sets of buffers, which it reads and writes in turn.
     need = 2 * sum(value.nbytes for value in state.values())
     if 0 < limits.memory_bytes < need:
         raise InvalidInput(

@@ -1,7 +1,7 @@
 """Names, types and shapes of a graph's inputs and outputs, and the check of what a caller feeds.
 
-The check is the boundary: past it, a call can fail only by the values inside the tensors. It costs
-well under a microsecond per tensor, so serving and training run it on every call.
+The check is the boundary: after it, a call can fail only because of the values inside the tensors.
+It costs well under a microsecond per tensor, so serving and training run it on every call.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,7 +23,7 @@ name"), so the new value carries this suffix; no parameter path contains a colon
 """
 
 LISTED: Final = 12
-"""Names that a message lists; further ones are only counted."""
+"""Number of names that a message lists; the others are only counted."""
 UNNAMED: Final = "?"
 """A dimension whose size the graph does not state; two of them may differ."""
 
@@ -61,10 +61,10 @@ INSIDE_ONLY: Final = frozenset({
     "bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0",
     "float4_e2m1", "int4", "uint4", "int2", "uint2",
 })  # fmt: skip
-"""Dtypes that numpy lacks: they live inside a graph and do not enter or leave it here."""
+"""Dtypes that numpy lacks: tensors inside a graph may have them, its inputs and outputs may not."""
 
 _NO_ARRAY: Final = np.dtype([("no array has this dtype", "V1")])
-"""Represents the dtypes above in a check; not None, which numpy takes for float64."""
+"""Stands for the dtypes above in a check. None would not do: numpy takes it for float64."""
 
 
 FORMS: Final = {"optional(seq(": "optional sequence", "optional(": "optional", "seq(": "sequence"}
@@ -119,6 +119,7 @@ class Signature:
         for name, dtype, rank, fixed, symbols in self._rows:
             x = feeds[name]
             if type(x) is not np.ndarray:
+                # A new dict: the caller's own must not change.
                 feeds = {**feeds, name: (x := np.asarray(x))}
             shape = x.shape
             if x.dtype != dtype or len(shape) != rank:
@@ -127,6 +128,7 @@ class Signature:
                 if shape[axis] != size:
                     raise self._refused(name, x)
             for axis, symbol in symbols:
+                # The first input with a symbol fixes its size for all others.
                 if sizes.setdefault(symbol, shape[axis]) != shape[axis]:
                     raise self._refused(name, x, f"; {symbol} is {sizes[symbol]} in another input")
         for info in self._others:

@@ -1,4 +1,4 @@
-"""Turn what a user passes as data into batches in a reproducible order.
+"""Turn the data that a user passes into batches in a reproducible order.
 
 Data is a `data.Dataset` (anything with `batches(size, seed=, epoch=)`), a tuple of arrays whose
 last is the target, or an iterable of batches that is iterated again in each epoch (a batch without
@@ -48,9 +48,9 @@ class BatchSource:
 
     def __init__(self, data: Any, size: int, seed: int) -> None:
         if not is_count(size, 1):
-            raise InvalidInput(f"a batch holds at least 1 sample, got batch_size={size!r}")
+            raise InvalidInput(f"a batch must hold at least 1 sample, got batch_size={size!r}")
         if not 0 <= seed < 2**64:
-            raise InvalidInput(f"a seed is in 0..2^64-1, got {seed}")
+            raise InvalidInput(f"a seed must be in 0..2^64-1, got {seed}")
         self.data, self.size, self.seed = _accepted(data), size, seed
         self.samples: int | None = None
         if _is_arrays(self.data):
@@ -65,8 +65,9 @@ class BatchSource:
         """Return a batch without consuming it."""
         first = next(self._all(0), None)
         if first is None:
-            raise InvalidInput(f"there is no data; give {FORMS}")
+            raise InvalidInput(f"the data is empty; pass {FORMS}")
         if isinstance(self.data, Iterator):
+            # An iterator cannot be read twice, so the batch is put back in front of the others.
             self.data = itertools.chain([first], self.data)
         return first
 
@@ -92,6 +93,9 @@ class BatchSource:
     def _slices(self, number: int) -> Iterator[Batch]:
         assert self.samples is not None
         key = np.array([self.seed, number], np.uint64)
+        # A permutation from raw words: numpy may change the stream of `Generator.permutation`, but
+        # a checkpoint must find the same order with a later version. Equal words keep the order of
+        # the rows.
         words = np.random.Philox(key=key).random_raw(self.samples)
         order = np.argsort(words, kind="stable")
         for start in range(0, self.samples, self.size):
@@ -116,6 +120,7 @@ def is_count(x: Any, least: int) -> bool:
 
 def with_last(batches: Iterator[Batch]) -> Iterator[tuple[Batch, bool]]:
     """Yield each batch, and whether it is the last one."""
+    # Reads one batch ahead.
     for batch, following in itertools.pairwise(itertools.chain(batches, [None])):
         assert batch is not None
         yield batch, following is None
@@ -167,7 +172,7 @@ def _accepted(data: Any) -> Any:
         return as_batch(data)
     if isinstance(data, (BatchedData, Iterable)) and not isinstance(data, (str, bytes, Mapping)):
         return data
-    raise InvalidInput(f"data is {FORMS}, got {type(data).__name__}")
+    raise InvalidInput(f"data must be {FORMS}, got {type(data).__name__}")
 
 
 def _is_arrays(data: Any) -> bool:

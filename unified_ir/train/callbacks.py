@@ -12,7 +12,7 @@ from triplane.unified_ir.train.history import Row
 from triplane.unified_ir.train.run import Run
 
 SHARES: Final = ("accuracy", "f1", "precision", "recall", "top5")
-"""Measures that are better when larger."""
+"""Measures for which a larger value is better."""
 
 
 class Callback:
@@ -70,11 +70,14 @@ class EarlyStop(Callback):
 
     def on_start(self, run: Run) -> None:
         """See `Callback`."""
+        # A run that had already stopped early must not train another epoch when it is resumed.
         if len(run.history):
             self.on_epoch(run)
 
     def on_epoch(self, run: Run) -> None:
         """See `Callback`."""
+        # Recomputed from the whole history at each epoch, so that no state has to be saved in
+        # checkpoints.
         best, since = math.inf, 0
         for value in run.history[self.measure]:
             better = self.sign * value < best - self.min_change

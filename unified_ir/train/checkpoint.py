@@ -1,7 +1,7 @@
 """Checkpoints: the newest complete snapshots of a run, in a folder of their own.
 
-A process killed at any instant leaves only complete files. A damaged file is skipped with a warning
-and the one before it is used; the steps since then are trained again, to the same bits.
+A process that is killed at any moment leaves only complete files. A damaged file is skipped with a
+warning and the one before it is used; the steps since then are trained again, to the same bits.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Checkpoint(Callback):
                 )
         if damaged:
             raise Corrupt(
-                f"all {len(damaged)} checkpoints in {self.folder} are damaged; move them away "
-                "to start again"
+                f"all {len(damaged)} checkpoints in {self.folder} are damaged; move them to "
+                "another folder to start again"
             )
         return None
 
@@ -75,6 +75,7 @@ class Checkpoint(Callback):
         """Write one more checkpoint, then delete the oldest beyond `keep`."""
         path = self.folder / f"step-{snapshot.place.step:012d}.tpc"
         snapshot.write(path)
+        # Only after the new file is complete, so that at every moment a complete one exists.
         for old in self.files()[: -self.keep]:
             old.unlink(missing_ok=True)
         return path
@@ -82,6 +83,7 @@ class Checkpoint(Callback):
     def on_start(self, run: Run) -> None:
         """See `Callback`."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        # Only one run may use the folder, so these belong to a process that was killed.
         for left in self.folder.glob(LEFTOVER):
             with contextlib.suppress(OSError):
                 left.unlink()
@@ -103,6 +105,7 @@ class Checkpoint(Callback):
 
     def _save(self, run: Run) -> None:
         here = (run.step, run.epoch)
+        # The end of a step, of an epoch and of the run may coincide; one file is enough.
         if here != self._saved:
             self.save(run.snapshot())
             self._saved = here

@@ -53,6 +53,7 @@ def record(data: bytes) -> bytes:
 
 
 def _checksum(data: bytes) -> bytes:
+    # TensorFlow's "masked" CRC (core/lib/hash/crc32c.h).
     value = crc32c(data)
     return struct.pack("<I", ((value >> 15 | value << 17) + _MASK) & _WORD)
 
@@ -78,6 +79,8 @@ def histogram(
     tag: str, *, low: float, high: float, total: float, squares: float, counts: Sequence[float]
 ) -> bytes:
     """Encode a histogram with bins of equal width from `low` to `high`."""
+    # HistogramProto: min = 1, max = 2, num = 3, sum = 4, sum_squares = 5, bucket_limit = 6 (the
+    # right end of each bin), bucket = 7.
     limits = np.linspace(low, high, len(counts) + 1, dtype=np.float64)[1:]
     held = b"".join(
         (
@@ -100,6 +103,7 @@ def png(pixels: Array) -> bytes:
     """Encode pixels, uint8 (C, H, W) with 1 or 3 channels, as a PNG of unfiltered rows."""
     channels, height, width = pixels.shape
     rows = np.ascontiguousarray(pixels.transpose(1, 2, 0)).reshape(height, -1)
+    # Each row of a PNG begins with the number of its filter; 0 means none.
     raw = b"".join(b"\0" + row.tobytes() for row in rows)
     header = struct.pack(">IIBBBBB", width, height, 8, 2 if channels == 3 else 0, 0, 0, 0)
     parts = ((b"IHDR", header), (b"IDAT", zlib.compress(raw)), (b"IEND", b""))
@@ -120,6 +124,7 @@ def _varint(x: int) -> bytes:
 
 
 def _key(field: int, kind: int) -> bytes:
+    # Wire types: 0 varint, 1 eight bytes, 2 length-delimited, 5 four bytes.
     return _varint(field << 3 | kind)
 
 

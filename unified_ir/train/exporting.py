@@ -29,12 +29,13 @@ def build_module(trainer: Trainer, entries: tuple[str, ...], local_lr: float | N
     """See `Trainer.export`."""
     unknown = [e for e in entries if e not in ENTRIES]
     if unknown or not entries:
-        raise InvalidInput(f"entries are some of {', '.join(ENTRIES)}, got {unknown or 'none'}")
+        raise InvalidInput(f"entries must be among {', '.join(ENTRIES)}, got {unknown or 'none'}")
     unread = (HISTOGRAM, IMAGE, step.COUNTED)  # no reader of a model file uses these results
     functions = {}
     for name in dict.fromkeys(entries):
         function = _function(trainer, name, local_lr)
         names = [n for n in function.result_names if not n.startswith(unread)]
+        # Results that are left out may be the only use of a part of the graph.
         functions[name] = clean(step.keeping(function, names))
     module = Module(
         functions=functions,
@@ -58,6 +59,7 @@ def _function(trainer: Trainer, name: str, local_lr: float | None) -> Function:
     if name in graphs:
         return graphs[name]()
     lr = local_rate(trainer.optimizer) if local_lr is None else local_lr
+    # A device keeps no optimizer state, but frozen layers stay frozen there too.
     plain = SGD(lr, groups=trainer.optimizer.freezing())
     return step.local_update(model, plain, name=name)
 
@@ -94,6 +96,7 @@ def _labels(trainer: Trainer) -> list[str]:
     names, classes = list(trainer.labels), trainer.model.classes
     if not names or classes is None:
         return names
+    # A class without a name gets its number.
     return names[:classes] + [str(k) for k in range(len(names), classes)]
 
 
@@ -101,6 +104,8 @@ def _meta(trainer: Trainer) -> dict[str, str]:
     """Return metadata as text by key; lists and mappings as JSON."""
     model, cell = trainer.model, type(trainer.cell)
     inputs = {name: str(type_) for name, type_ in model.inputs.items()}
+    # A parameter may be frozen in the cell or by a group of the optimizer; readers of the file see
+    # both as frozen.
     trained = set(model.trainable()) - trainer.optimizer.frozen(model.trainable())
     frozen = [k for k, r in trainer.roles().items() if r in LEARNABLE and k not in trained]
     return {

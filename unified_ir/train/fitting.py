@@ -53,6 +53,8 @@ class Fit:
     ) -> None:
         self.trainer, self.source, self.validation = trainer, source, validation
         self.interrupt = interrupt
+        # False while a step is running: then the state on the engine may already be that after the
+        # step, and `place` that before it.
         self._whole = True
         self.callbacks, self.goal = callbacks, goal
         self._compile(trainer.training_program())
@@ -71,11 +73,14 @@ class Fit:
         trainer = self.trainer
         self.program, self.model = program, trainer.model
         self.names, self.tallies = self.model.batch_names(), self.model.tallies
+        # Types of batches that were checked already: the check is repeated for new shapes only.
         self._kinds: set[Any] = set()
         self.accumulates = trainer.accumulate > 1
         state = trainer.state()
+        # The state at the start of the epoch, from which `_replayed` repeats steps.
         self.anchor = {k: state[k] for k in trainer.state_names(program.function)}
         self.loop: EngineLoop = program.loop(self.anchor)
+        # Computed when a snapshot first needs it: it traces the model and hashes the data.
         self._identity: dict[str, str] | None = None
 
     def _snapshot(self) -> Snapshot:
@@ -106,9 +111,13 @@ class Fit:
                 if self._epoch():
                     self._finish_epoch()
         except NonFinite:
+            # The state on the engine is ruined. The cell still holds that of the start of the
+            # epoch, so the position goes back there too.
             self._go_back()
             raise
         except BaseException as error:
+            # After any other error the state on the engine is good: a step that fails leaves it as
+            # it was.
             self.trainer.write_back(self.loop.state())
             if isinstance(error, KeyboardInterrupt):
                 self._save(error)
@@ -134,11 +143,13 @@ class Fit:
         """Train the rest of an epoch; return False if the run was stopped within it."""
         place = self.trainer.place
         program = self.trainer.training_program()
+        # A callback changed the cell, for example froze a layer, so the step was traced again.
         if program is not self.program:
             self._compile(program)
         for batch, is_last in self._batches(place.epoch, place.position):
             self._check(batch)
             self._whole = False
+            # The last batch of an epoch updates in any case, so that no gradient is dropped.
             if is_last:
                 self.loop.load({LEFT: np.ones((), np.int64)})
             results = self.loop.step(**dict(zip(self.names, batch, strict=True)))
@@ -159,6 +170,8 @@ class Fit:
             raise InvalidInput(f"epoch {place.epoch + 1} has no batches; {_ONCE}")
         if names := place.uncounted():
             where = f"epoch {place.epoch + 1}"
+            # No sample counted, so all gradients were 0, but momentum and weight decay moved the
+            # weights.
             self.loop.load(self.anchor)
             self._go_back()
             raise InvalidInput(NOTHING_COUNTED.format(names=names, where=where))
@@ -185,6 +198,7 @@ class Fit:
         trainer, place = self.trainer, self.trainer.place
         row: Row = {"epoch": place.epoch + 1, "step": place.step, **place.measures(self.tallies)}
         state = self.loop.state()
+        # Before the validation, which reads the cell's parameters.
         trainer.write_back(state)
         if self.validation is not None:
             measured = trainer.evaluate(self.validation)
@@ -195,7 +209,7 @@ class Fit:
         self._call("on_epoch")
 
     def _go_back(self) -> None:
-        """Set the place back to the start of the epoch, whose state is in the cell."""
+        """Set the position back to the start of the epoch, whose state the cell holds."""
         vars(self.trainer.place).update(vars(self.start.copy()))
 
     def _explain(self) -> None:
@@ -215,17 +229,17 @@ class Fit:
         cause = first_nonfinite(self.program.function, values)
         number = self.trainer.place.step + 1
         raise NonFinite(
-            f"the gradients of step {number} are not finite at any loss scale (it is down to "
-            f"{self.info.results[LOSS_SCALE]:g}), so updates have been skipped for long; {cause}; "
+            f"the gradients of step {number} are not finite at any loss scale (it has fallen to "
+            f"{self.info.results[LOSS_SCALE]:g}), so no update was made for a long time; {cause}; "
             "use precision='float32', or keep that operator's values in range",
             step=number,
             cause=cause,
         )
 
     def _cause(self) -> tuple[str, str]:
-        """Return what was first not finite, and the same as part of a sentence."""
+        """Return the first value that was not finite, described alone and within a sentence."""
         if not self.source.repeats():
-            return "", "the data cannot be iterated again to find where that began"
+            return "", "the data cannot be iterated again to find where it began"
         first = self.start.step + 1
         for number, values in enumerate(self._replayed(), first):
             if values is not None:
@@ -237,6 +251,7 @@ class Fit:
 
     def _replayed(self) -> Iterator[dict[str, Array] | None]:
         """Repeat this epoch's steps: yield None while all is finite, then that step's arguments."""
+        # Random keys are part of the state, so dropout draws the same masks as in the first pass.
         loop = self.program.loop(self.anchor)
         before = loop.state()
         for batch, is_last in self._batches(self.trainer.place.epoch, self.start.position):
@@ -251,4 +266,4 @@ class Fit:
             before = after
 
 
-_ONCE: Final = "give data that can be iterated once per epoch, not an iterator that ends"
+_ONCE: Final = "pass data that can be iterated in every epoch, not an iterator that ends"

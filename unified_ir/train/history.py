@@ -27,9 +27,9 @@ NOTHING_COUNTED: Final = (
 class Place:
     """The position of a run: the next batch is `position` of epoch `epoch`, both from 0.
 
-    step: batches trained on. rows: samples seen in this epoch; sums: each result summed over them;
-    counts: each tally's counts, summed, float64. counted: the divisor of a mean so far, if that is
-    not the number of samples.
+    step: batches trained on so far. rows: samples seen in this epoch; sums: each result summed over
+    them; counts: the summed counts of each tally, float64. counted: the divisor of a mean so far,
+    if it is not the number of samples.
     """
 
     epoch: int = 0
@@ -56,6 +56,8 @@ class Place:
         self.step += 1
         self.rows += rows
         for name, value in results.items():
+            # Back from the mean to the sum, so that batches of different sizes can be added. With a
+            # divisor of 0 the value is the sum itself, see `Loss.counted`.
             self.sums[name] = self.sums.get(name, 0.0) + value * (counted.get(name, rows) or 1.0)
         for name, own in counted.items():
             self.counted[name] = self.counted.get(name, 0.0) + own

@@ -1,7 +1,8 @@
 """The identity of a run, so that a checkpoint is never silently continued with something else.
 
-Network, loss and optimizer are identified by their graphs, without source locations; data by
-number, types and bytes. Each part is a line of text that ends in the digest it is compared by.
+Network, loss and optimizer are identified by their graphs without source locations, data by its
+size, types and bytes. Each part is a line of text that ends with a digest; two parts are equal if
+their lines are.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ _ADDRESS: Final = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 class OtherRun(Conflict):
-    """The checkpoint's run has another `part`, described by `there`; this one's is `here`."""
+    """A part of the checkpoint's run, described by `there`, differs from this run's, `here`."""
 
     def __init__(self, part: str, there: str, here: str) -> None:
         super().__init__(
             f"the checkpoint belongs to a run with another {part}: {_shown(there, here)}; continue "
-            "with what that run started with, or name another folder for a new run"
+            f"with the {part} of that run, or name another folder for a new run"
         )
         self.part, self.there, self.here = part, there, here
 
@@ -64,6 +65,7 @@ def of_model(model: TrainingModel, recipe: Recipe) -> dict[str, str]:
     return {
         "network": f"{type(model.cell).__qualname__} {_network(model)}",
         "loss": f"{type(model.loss).__qualname__} {_loss(model)}",
+        # The address of a function in a repr differs in every process.
         "optimizer": f"{_ADDRESS.sub('', repr(recipe))} {_updates(model, recipe)}",
     }
 
@@ -139,6 +141,7 @@ def _network(model: TrainingModel) -> str:
     """Identify a cell by its graphs in both modes and by which state is trained."""
     inputs = list(model.inputs.values())
     with training(model.cell, on=True):
+        # Both modes, because dropout and batch normalization show only in one of them.
         learning = traced(model.cell, tuple(inputs), {}, name="network").function
     state = [f"{k} {p.type} {p.trainable}" for k, p in model.cell.parameters().items()]
     graphs = (learning, predict(model.cell, inputs, model.loss.output))
@@ -187,6 +190,8 @@ def _rows(arrays: Sequence[Array]) -> tuple[str, str]:
     if sum(a.nbytes for a in arrays) <= WHOLE_BYTES:
         return _digest(map(_bytes, arrays)), "all of them"
     n = len(arrays[0])
+    # Hashing hundreds of gigabytes would take longer than an epoch; evenly spread rows notice other
+    # data, though not the change of a single row.
     chosen = np.unique(np.linspace(0, n - 1, SAMPLED_ROWS).astype(np.int64))
     return _digest(_bytes(a[chosen]) for a in arrays), f"{len(chosen)} of them"
 
@@ -198,6 +203,7 @@ def _bytes(array: Array) -> bytes:
 def _digest(parts: Any) -> str:
     digest = hashlib.sha256()
     for part in parts:
+        # With its length, so that bytes cannot move from one part to the next unnoticed.
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     return digest.hexdigest()[:DIGITS]

@@ -19,6 +19,7 @@ class Interrupt:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Handle the signal."""
         if self._pressed:
+            # Raises KeyboardInterrupt here and now.
             signal.default_int_handler(number, frame)
         self._pressed = True
         self._on_event("ending after this step; Ctrl-C again ends at once")
@@ -31,9 +32,9 @@ class Interrupt:
 
 @contextmanager
 def deferred_interrupt(on_event: Callable[[str], None]) -> Iterator[Interrupt]:
-    """Within the block, the first Ctrl-C only sets the interrupt and calls `on_event` with a line.
+    """Let the first Ctrl-C within the block only set the interrupt and call `on_event` with a line.
 
-    Does nothing in a thread other than the main one, or if the program has its own handler.
+    This does nothing in a thread other than the main one, or if the program has its own handler.
     """
     interrupt = Interrupt(on_event)
     main = threading.current_thread() is threading.main_thread()

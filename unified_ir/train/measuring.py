@@ -27,6 +27,7 @@ def measured(
     for batch in batches:
         model, program = graph_of(batch)
         model.check_types(batch)
+        # A graph refuses a wrong label only when it runs, without naming the sample.
         model.check_labels(batch[-1], "sample {} of the data", first=place.rows)
         values_by_name = {**state, **dict(zip(model.batch_names(), batch, strict=True))}
         values = program(*(values_by_name[n] for n in program.function.param_names))

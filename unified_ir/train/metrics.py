@@ -1,8 +1,9 @@
 """Metrics beside the loss: means, and tallies for metrics that are not means of batches.
 
-A mean is a function (output, target) -> scalar. Over an epoch it is weighted by rows, which is
-exact for a mean over samples, or by its method `counted` for each batch. A `Tally` counts inside
-the graph; its counts are summed over all batches, and only the sum is made into a number.
+A mean is a function (output, target) -> scalar. Over an epoch, the values of the batches are
+weighted by their rows, which is exact for a mean over samples, or by the method `counted`. A
+`Tally` counts inside the graph; its counts are summed over all batches, and the number is computed
+from the sum.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ class TopK:
         classes = _classes(logits)
         index = ops.unsqueeze(labels.cast("int64"), -1)
         own = ops.gather_elements(logits, index, axis=-1)
+        # The rank of the label's logit is the number of logits ahead of it: no sort, and ties have
+        # a defined order.
         before = np.arange(classes) < index
         ahead = ops.logical_or(logits > own, ops.logical_and(logits == own, before))
         rank = ahead.cast("float32").sum([-1])
@@ -82,6 +85,7 @@ class Perplexity(Tally):
 
     def finish(self, total: Array) -> float:
         """See `Tally`."""
+        # math.exp raises OverflowError above that limit.
         mean = float(total[0] / total[1])
         return math.exp(mean) if mean < math.log(np.finfo(np.float64).max) else math.inf
 
@@ -101,6 +105,7 @@ class Confusion(Tally):
         else:
             classes = _classes(output)
             predicted, true = ops.argmax(output), target
+        # matrix = onehot(true)^T onehot(predicted); a label out of range is a row of zeros
         rows = ops.one_hot(true.cast("int64").reshape(-1), classes)
         return rows.transpose() @ ops.one_hot(predicted.cast("int64").reshape(-1), classes)
 
@@ -121,7 +126,7 @@ class _ByClass(Confusion):
 
     def __post_init__(self) -> None:
         if self.average not in ("macro", "micro", "positive"):
-            raise InvalidInput(f"average is macro, micro or positive, got {self.average!r}")
+            raise InvalidInput(f"average must be macro, micro or positive, got {self.average!r}")
 
     def finish(self, total: Array) -> float:
         """See `Tally`."""

@@ -45,7 +45,7 @@ class LossScale:
 
     def __post_init__(self) -> None:
         if not 0 < self.start < math.inf:
-            raise InvalidInput(f"a loss scale starts above 0, got {self.start}")
+            raise InvalidInput(f"a loss scale must start above 0, got {self.start}")
         if not (1 <= self.growth < math.inf and 0 < self.backoff <= 1 and self.interval >= 1):
             raise InvalidInput(
                 "a loss scale needs growth >= 1, 0 < backoff <= 1 and interval >= 1, got "
@@ -57,12 +57,14 @@ class LossScale:
         good = ops.where(ok, good + 1, 0)
         grows = good >= self.interval
         grown = ops.where(grows, scale * self.growth, scale)
+        # A model whose gradients never overflow would otherwise double the scale up to infinity.
         kept = ops.where(grown <= _LARGEST, grown, scale)
         return ops.where(ok, kept, scale * self.backoff), ops.where(grows, 0, good)
 
 
 def all_finite(tensors: Mapping[str, Tensor]) -> Tensor:
     """Return a bool scalar: whether all elements are finite."""
+    # NaN compares as false, so one comparison finds NaN and both infinities.
     bad = [ops.logical_not(ops.abs_(x) <= _LARGEST).cast("float32").sum() for x in tensors.values()]
     return sum(bad[1:], bad[0]) == 0.0
 

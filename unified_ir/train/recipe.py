@@ -1,8 +1,8 @@
 """Everything between a batch's gradients and the next weights, as one value.
 
 In order: division by the loss scale, accumulation over batches, clipping, the optimizer, the moving
-average of the weights. All of its state is tensors called `optimizer.*` beside the optimizer's own:
-`average.PATH` and `sum.PATH` by parameter, and the scalars `scale`, `good`, `rows`, `left`.
+average of the weights. Its state is stored as further tensors `optimizer.*` beside the optimizer's
+own: `average.PATH` and `sum.PATH` by parameter, and the scalars `scale`, `good`, `rows`, `left`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SKIPPED: Final = SUMMARY + "skipped"
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What happens between gradients and weights; an option at its default is not in the graph.
+    """The operations between gradients and weights; an unset option adds nothing to the graph.
 
     clip_value, clip_each, clip_norm: limits of each element, of each tensor's norm, of the norm of
     all together. accumulate: batches per update. average: the weight of the past in the moving
@@ -71,11 +71,11 @@ class Recipe:
             if limit is not None:
                 check_limit(what, limit)
         if not is_count(self.accumulate, 1):
-            raise InvalidInput(f"accumulate is a number of batches >= 1, got {self.accumulate!r}")
+            raise InvalidInput(f"accumulate must be a whole number >= 1, got {self.accumulate!r}")
         if self.precision not in PRECISIONS:
-            raise InvalidInput(f"precision is {' or '.join(PRECISIONS)}, got {self.precision!r}")
+            raise InvalidInput(f"no precision {self.precision!r}; use {' or '.join(PRECISIONS)}")
         if self.loss_scale is not None and self.precision == "float32":
-            raise InvalidInput("a loss scale is for precision='float16'; leave it out")
+            raise InvalidInput("a loss scale needs precision='float16'; leave it out")
         if self.average is not None:
             check_range("a moving average", "a decay", self.average, 0, 1)
 
@@ -124,12 +124,16 @@ class Recipe:
             results = self._when(fine, params, grads, state)
             return results | self._rescaled(None, fine, state), fine
         own = rows if counted is None else counted
+        # The mean over all accumulated samples: mean = sum_b n_b g_b / sum_b n_b. A batch with n_b
+        # = 0 has the gradient of a sum, see `Loss.counted`, which is added as it is.
         share = own if counted is None else ops.where(own == 0.0, 1.0, own)
         sums = {k: state[slot_name(SUM, k)] + g * share for k, g in grads.items()}
         total, left = state[ROWS] + own, state[LEFT] - 1
         due = left <= 0
         divisor = total if counted is None else ops.where(total == 0.0, 1.0, total)
         mean = {k: s / divisor for k, s in sums.items()}
+        # One batch with an infinite gradient makes the whole sum infinite, and the update is
+        # skipped.
         ok = all_finite(mean) if self.loss_scale is not None else None
         results = self._when(due if ok is None else ops.logical_and(due, ok), params, mean, state)
         results |= {slot_name(SUM, k): ops.where(due, 0.0, s) for k, s in sums.items()}
@@ -157,8 +161,10 @@ class Recipe:
             return list(results.values())
 
         def stay() -> list[Tensor]:
+            # `cond` records `update` first, so `names` is filled by now.
             return [params[n] if n in params else state[n] for n in names]
 
+        # A branch, not a `where`: while gradients accumulate, the optimizer is not computed at all.
         return dict(zip(names, ops.cond(go, update, stay), strict=True))
 
     def _update(
@@ -166,6 +172,8 @@ class Recipe:
     ) -> dict[str, Tensor]:
         moved, kept = self.optimizer.update(params, self._clipped(grads), state)
         if self.average is not None:
+            # The first update sets the average to the weights, instead of correcting a start at 0
+            # later.
             share = ops.where(state[STEP] > 0, 1.0 - self.average, 1.0)
             for k, p in moved.items():
                 mean = state[slot_name(AVERAGE, k)]

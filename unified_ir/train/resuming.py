@@ -1,4 +1,4 @@
-"""Resuming from a snapshot: only that of the same run, and completely or not at all."""
+"""Resume from a snapshot: only from one of the same run, and completely or not at all."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ if TYPE_CHECKING:
 
 
 def resume(trainer: Trainer, keeper: Checkpoint, source: BatchSource) -> None:
-    """Load the newest snapshot of a folder, if there is one; Conflict if it is of another run."""
+    """Load the newest snapshot of a folder, if any; Conflict if it belongs to another run."""
     snapshot = keeper.newest()
     if snapshot is None:
         return
     mine = identity.of_model(trainer.model, trainer.recipe) | identity.of_data(source)
+    # Before anything is loaded: this names the part that differs, where the checks of shapes below
+    # would only name a tensor.
     identity.check(snapshot.identity, mine)
     now = (source.size, source.samples or 0)
     if snapshot.place.position and (snapshot.batch_size, snapshot.samples) != now:
@@ -37,7 +39,7 @@ def refuse_others(keeper: Checkpoint) -> None:
     """Refuse to start a new run in a folder with checkpoints of another."""
     if keeper.files():
         raise Conflict(
-            f"{keeper.folder} holds checkpoints of a run; resume it, or name another folder"
+            f"{keeper.folder} already holds checkpoints; resume that run, or name another folder"
         )
 
 

@@ -1,4 +1,4 @@
-"""The view that callbacks have of a running training."""
+"""The view of a running training that callbacks receive."""
 
 from __future__ import annotations
 

@@ -29,9 +29,9 @@ FORMAT: Final = 1
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """A run's state and position.
+    """The state and position of a run.
 
-    samples: rows per epoch of its data, 0 where unknown; the order of batches depends on it, on
+    samples: rows of its data per epoch, 0 if unknown; the order of batches depends on it, on
     `seed` and on `batch_size`.
     """
 
@@ -49,6 +49,8 @@ class Snapshot:
         """Write the file atomically."""
         place = asdict(replace(self.place, counts={}))
         place["counts"] = {k: a.tolist() for k, a in self.place.counts.items()}
+        # Older versions do not know the field; a run that does not need it writes the same bytes as
+        # they.
         if not self.place.counted:
             del place["counted"]
         progress = {
@@ -64,6 +66,8 @@ class Snapshot:
             container.part(PROGRESS, json.dumps(progress, sort_keys=True).encode()),
             container.tensor_part(STATE, self.state, {k: str(r) for k, r in self.roles.items()}),
         ]
+        # The temporary file is read back before it takes its name: a checkpoint that cannot be
+        # loaded must not replace one that can.
         container.write(path, "checkpoint", parts, check=_opened)
 
 
@@ -77,6 +81,7 @@ def _opened(path: Path) -> tuple[Container, dict[str, Any]]:
 def read(path: Path) -> Snapshot:
     """Read a snapshot; Corrupt names the damaged part, NotFound means that there is no file."""
     file, progress = _opened(path)
+    # Copies, so that the file need not stay mapped.
     state = {name: tensor.data.copy() for name, tensor in file.tensors(STATE).items()}
     try:
         roles = {t.name: Role(t.role) for t in file.manifest.tensors_of(STATE)}
@@ -97,10 +102,12 @@ def read(path: Path) -> Snapshot:
 def _progress(file: Container) -> dict[str, Any]:
     where = f"{file.path.name}: part {PROGRESS!r}"
     data = file.part(PROGRESS)
+    # Parsed JSON takes many times the memory of its text.
     if len(data) > MAX_PROGRESS_BYTES:
         raise Corrupt(f"{where}: {len(data)} bytes, at most {MAX_PROGRESS_BYTES} are read")
     try:
         record = json.loads(bytes(data))
+    # RecursionError: a file of nothing but opening brackets.
     except (ValueError, RecursionError) as error:
         raise Corrupt(f"{where} is not JSON: {error}") from error
     if not isinstance(record, dict) or record.get("format") != FORMAT:

@@ -1,8 +1,9 @@
 """The functions of a model in training, each one closed graph.
 
-`train_step` is forward pass, loss, backward pass, clipping, optimizer and schedule in one: it takes
-a batch and the state and returns the loss, metrics, summaries, and every state tensor's new value
-under its own name. The batch axis is the symbol N everywhere, so one graph accepts any batch size.
+`train_step` is forward pass, loss, backward pass, clipping, optimizer and schedule in one graph. It
+takes a batch and the state, and returns the loss, metrics, summaries, and the new value of every
+state tensor under the tensor's own name. The batch axis is the symbol N everywhere, so one graph
+accepts any batch size.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ BATCH: Final = "N"
 LOSS: Final = "loss"
 """Name of the result that training minimizes."""
 COUNTED: Final = "counted/"
-"""Prefix of a loss or metric: the result that holds the divisor of its mean, if not the rows."""
+"""Prefix of the result that holds the divisor of a mean that does not divide by the rows."""
 _SCALED: Final = "loss.scaled"
 
 
@@ -184,7 +185,7 @@ def taken_counts(results: dict[str, Array]) -> dict[str, float]:
 
 @contextmanager
 def training(cell: Cell, *, on: bool) -> Iterator[None]:
-    """Within the block, the cell and those below it are in training or evaluation mode."""
+    """Put the cell and those below it into training or evaluation mode within the block."""
     before = [(c, c.__dict__["training"]) for _, c in cell.cells()]
     if on:
         cell.train()
@@ -264,6 +265,7 @@ def _objective(model: TrainingModel, name: str) -> Function:
         return measured | _counts(model, output, arrays[-1])
 
     specs = {**model.inputs, model.target[0]: model.target[1]}
+    # As a method of the cell, so that state has the cell's own paths (`conv.weight`).
     function = traced(MethodType(measures, model.cell), (), specs, name=name).function
     first = [LOSS, *model.metrics]
     return keeping(function, first + [n for n in function.result_names if n not in first])
@@ -303,6 +305,8 @@ def _differentiated(
     unused = [k for k in wanted if k not in forward.param_names]
     if not unused:
         function = _gradients(forward, wanted, recipe)
+        # A parameter without influence on the loss is almost always a mistake in `construct`;
+        # PyTorch and others would train on silently.
         unused = [k for k in wanted if _is_zero(function, function.result(GRAD + k))]
     if unused:
         raise InvalidInput(
@@ -339,6 +343,7 @@ def _is_zero(function: Function, value: Value) -> bool:
     """Return whether a gradient is the constant zero that means `no dependence`."""
     producer = function.producers()
     node = producer.get(value)
+    # Zeros of a symbolic shape are a constant that is expanded.
     while node is not None and node.op.name in ("Expand", "Identity", "Reshape", "Cast"):
         node = producer.get(node.inputs[0]) if node.inputs[0] is not None else None
     if node is None or node.op.name != "Constant":
@@ -355,8 +360,11 @@ def train_step(model: TrainingModel, recipe: Recipe, *, name: str = "train_step"
         params = {p.name: build.param(p.name, p.type) for p in source.params}
         results = dict(zip(source.result_names, inline(source, list(params.values())), strict=True))
         grads = {k: results.pop(GRAD + k) for k in paths}
+        # Parameters that no graph reads have no slots; `source.params` holds only those that it
+        # reads.
         types = recipe.state_types({k: params[k].type for k in model.trainable() if k in params})
         state = {k: params[k] if k in params else build.param(k, t) for k, t in types.items()}
+        # The number of samples, read from the shape when the graph runs.
         rows = build.dims([params[model.target[0]].shape[0]]).reshape(()).cast("float32")
         moved, fine = recipe.advance(
             {k: params[k] for k in paths}, grads, state, rows, counted=results.get(COUNTED + LOSS)
@@ -370,6 +378,8 @@ def _guarded(
     model: TrainingModel, results: Mapping[str, Tensor], params: Mapping[str, Tensor], fine: Tensor
 ) -> dict[str, Tensor]:
     """Return assigned buffers, unchanged where the gradients are not finite."""
+    # Running statistics of a batch that overflowed would stay infinite for ever. Random keys are
+    # not restored: they only need to advance.
     buffers = [k for k, p in model.cell.parameters().items() if p.role is Role.BUFFER]
     kept = [k for k in buffers if k in results and k in params]
     return {k: ops.where(fine, results[k], params[k]) for k in kept}

@@ -35,9 +35,9 @@ class StepTuning:
 
     def __post_init__(self) -> None:
         if not isinstance(self.tune, bool):
-            raise InvalidInput(f"tune is True or False, got {self.tune!r}")
+            raise InvalidInput(f"tune must be True or False, got {self.tune!r}")
         if self.memory_budget_bytes is not None and self.memory_budget_bytes < 1:
-            raise InvalidInput(f"memory_budget_bytes is at least 1, got {self.memory_budget_bytes}")
+            raise InvalidInput(f"memory_budget_bytes must be >= 1, got {self.memory_budget_bytes}")
 
     def tuned_step(
         self, function: Function, sizes: Mapping[str, int], engine: Engine

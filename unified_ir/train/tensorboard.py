@@ -42,6 +42,7 @@ class TensorBoard(Callback):
         self.close()
         now = self.clock()
         self.folder.mkdir(parents=True, exist_ok=True)
+        # "x": never write into a file of another run that started in the same second.
         self._file = _unused(self.folder, now).open("xb")
         self._write(events.first_event(now))
 

@@ -1,8 +1,9 @@
 """`Trainer`: a cell, a loss and an optimizer become one graph per step, run on an engine.
 
 The cell owns parameters, buffers and keys; the trainer owns the optimizer's state and the place in
-the run. During `fit` all of it lives in the engine's buffers; it is written back after each epoch,
-and when `fit` ends in any way but a loss that is not finite.
+the run. During `fit` all of it lives in the engine's buffers. It is written back after each epoch
+and at the end of `fit`, even after an error; only after a loss that is not finite, the state of the
+start of the epoch is kept.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ EVALUATION_BATCH: Final = 256
 """Samples per batch of evaluation and prediction."""
 _CONFUSION: Final = {"confusion": Confusion()}
 _LAST_KEY: Final = 2**64 - 1
-"""Keys of random state count down from here; the order of epoch e uses stream e."""
+"""Philox streams: random keys count down from here, the order of epoch e uses stream e."""
 
 
 class Trainer:
@@ -103,6 +104,7 @@ class Trainer:
         self.loss_scale = loss_scale
         _ = self.recipe  # refuses invalid options now rather than in `fit`
         self.step_tuning = StepTuning(tune=tune, memory_budget_bytes=memory_budget_bytes)
+        # Set by `training_program`.
         self.tuning: Tuning | None = None
         self.memory_plan: RecomputationPlan | None = None
         self._sizes: dict[str, int] = {}
@@ -174,6 +176,7 @@ class Trainer:
 
     def predict(self, *inputs: Any, batch_size: int = EVALUATION_BATCH) -> Any:
         """Return the output in evaluation mode: one array, or a dict by name of several."""
+        # A placeholder for the target, which `as_batch` requires.
         arrays = as_batch((*inputs, np.zeros(len(inputs[0]))) if inputs else ())[:-1]
         return predicted(self._prediction(arrays), self._own(), arrays, batch_size)
 
@@ -212,7 +215,7 @@ class Trainer:
 
     @property
     def model(self) -> step.TrainingModel:
-        """Cell, loss and types of a batch, which are known from the first data on."""
+        """The cell, the loss and the types of a batch, which are known once data was seen."""
         if self._types is None:
             raise InvalidInput(
                 "sizes are unknown, because the trainer has not seen data yet; call fit or "
@@ -246,6 +249,8 @@ class Trainer:
         """Drop all graphs if the cell, loss or metrics changed in anything that tracing read."""
         metrics = () if self.metrics is None else tuple(self.metrics.items())
         guarded = (self.cell, self.loss, *(x for pair in metrics for x in pair))
+        # By identity: equal objects are not enough, since the guard follows the references of
+        # these.
         same = len(guarded) == len(self._guarded) and all(map(is_, guarded, self._guarded))
         if not (same and self._guard.holds()):
             self._models.clear()
@@ -274,6 +279,8 @@ class Trainer:
     def training_program(self) -> Program:
         """Return the training step on the engine, its state donated."""
         self._forget_stale()
+        # The recipe is part of the key because its options are public attributes that a user may
+        # change between two calls of `fit`.
         key = ("train", self._types, self._signature(), self.recipe)
         if key not in self._programs:
             engine = self._engine()
@@ -331,6 +338,8 @@ class Trainer:
         parameters = self.cell.parameters()
         state = self.recipe.init({k: p.array for k, p in parameters.items() if p.trainable})
         for name, array in self._optimizer_state.items():
+            # Another optimizer may use the name of a slot for tensors of another shape (Adafactor's
+            # rows).
             if name in state and array.shape == state[name].shape:
                 state[name] = array
         self._optimizer_state = state
@@ -360,7 +369,7 @@ class Trainer:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Within the block, the cell holds the moving averages of its weights (`average=`).
+        """Put the moving averages of the weights (`average=`) into the cell within the block.
 
         Use it to evaluate, predict and export; before the first update the averages are the
         weights.
@@ -369,6 +378,7 @@ class Trainer:
             raise InvalidInput(
                 "the Trainer keeps no moving average of the weights; construct it with average="
             )
+        # Before the first update the slots hold zeros, not an average.
         if not self.optimizer_state()[STEP]:
             yield
             return

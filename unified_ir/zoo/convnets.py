@@ -12,6 +12,7 @@ class LeNet(nn.Cell):
         super().__init__()
         self.conv1 = nn.Conv2d(channels, 6, 5, padding=2)
         self.conv2 = nn.Conv2d(6, 16, 5)
+        # 28 -> pool 14 -> conv 10 -> pool 5
         self.fc1, self.fc2 = nn.Dense(16 * 5 * 5, 120), nn.Dense(120, 84)
         self.head = nn.Dense(84, classes)
 
@@ -29,6 +30,7 @@ class LeafCnn(nn.Cell):
         super().__init__()
         self.conv1 = nn.Conv2d(channels, 32, 5, padding=2)
         self.conv2 = nn.Conv2d(32, 64, 5, padding=2)
+        # 28 -> pool 14 -> pool 7; both convolutions keep the size
         self.fc, self.head = nn.Dense(64 * 7 * 7, 2048), nn.Dense(2048, classes)
 
     def construct(self, x: ops.Tensor) -> ops.Tensor:

@@ -18,6 +18,7 @@ LEAST_KEPT: Final = 0.9
 def _channels(wanted: float) -> int:
     """Return the nearest multiple of 8 that is at least nine tenths of `wanted`."""
     rounded = max(DIVISOR, int(wanted + DIVISOR / 2) // DIVISOR * DIVISOR)
+    # As in the reference implementation of MobileNet (make_divisible).
     return rounded if rounded >= LEAST_KEPT * wanted else rounded + DIVISOR
 
 
@@ -53,6 +54,7 @@ class InvertedResidual(nn.Cell):
             _Normed(wide, wide, 3, stride=stride, groups=wide),
             _Normed(wide, outputs, 1, linear=True),
         )
+        # A shortcut only where the shape is kept.
         self.adds = stride == 1 and inputs == outputs
 
     def construct(self, x: ops.Tensor) -> ops.Tensor:
@@ -78,6 +80,7 @@ class MobileNetV2(nn.Cell):
                     )
                 )  # fmt: skip
                 inputs = _channels(outputs * width)
+        # Section 4.1: below width 1 the last layer is not made thinner.
         last = _channels(1280 * max(1.0, width))
         self.features = nn.Sequential(*layers, _Normed(inputs, last, 1))
         self.drop, self.head = nn.Dropout(p_drop), nn.Dense(last, classes)

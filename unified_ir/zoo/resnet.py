@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import nn, ops
 
+# He et al. 2015, as the paper prescribes
 WEIGHT = nn.KaimingNormal()
 
 
@@ -94,6 +95,7 @@ class ResNet(nn.Cell):
         cells, inputs = [], width
         for stage, count in enumerate(blocks):
             for i in range(count):
+                # Only the first block of a stage halves the image, and not in the first stage.
                 stride = 2 if stage and not i else 1
                 cells.append(block(inputs, width << stage, stride=stride))
                 inputs = block.expansion * (width << stage)

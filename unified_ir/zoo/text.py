@@ -39,8 +39,10 @@ class _Words(nn.Cell):
         self, vocabulary: int, length: int, *, width: int, heads: int, layers: int, p_drop: float
     ) -> None:
         super().__init__()
+        # Times `scale` below, elements have variance 1, of the order of the positional encoding's.
         self.embedding = nn.Embedding(vocabulary, width, init=nn.Normal(width**-0.5))
         self.places = nn.PositionalEncoding(width, length, p_drop=p_drop)
+        # Vaswani et al., section 3.4: embeddings are multiplied by sqrt(width).
         self.scale = width**0.5
         self.layers = nn.TransformerEncoder(
             [

@@ -277,7 +277,7 @@ def test_names_of_a_run_are_not_a_models(tmp_path):
         def construct(self, x):
             return self.rate(x)
 
-    with pytest.raises(InvalidInput, match=r"something 'rate.bias'.*rename"):
+    with pytest.raises(InvalidInput, match=r"state named 'rate.bias'.*rename"):
         plan_of(exported(Odd(), (4,)), "fedavg", HYPER, tmp_path / "a.plan")
 
 

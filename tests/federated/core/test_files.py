@@ -73,11 +73,11 @@ def test_a_state_of_another_plan_is_a_conflict(tmp_path):
 @pytest.mark.parametrize("role", ["personal", "key", "optimizer", ""])
 def test_no_state_file_has_a_place_for_what_is_not_shared(tmp_path, role):
     roles = {**ROLES, "w": role}
-    with pytest.raises(InvalidInput, match=r"parameters and buffers, not \['w'\]"):
+    with pytest.raises(InvalidInput, match=r"parameters and buffers, got \['w'\]"):
         write_state(tmp_path / "s", STATED, roles, plan=PLAN)
     part = container.tensor_part(STATE, STATED, roles)
     container.write(tmp_path / "s", "state", [part], parent=PLAN)
-    with pytest.raises(Corrupt, match=r"parameters and buffers, this one \['w'\]"):
+    with pytest.raises(Corrupt, match=r"parameters and buffers, got \['w'\]"):
         read_state(tmp_path / "s", plan=PLAN)
 
 

@@ -175,8 +175,8 @@ def test_absurd_numbers_of_steps_are_refused_before_any_work(tmp_path, steps):
 @pytest.mark.parametrize(
     ("train", "held_out", "says"),
     [
-        ({"x": np.zeros((2, 1)), "y": np.zeros(3)}, {}, "agree in their first axis"),
-        ({"x": np.zeros(())}, {}, "agree in their first axis"),
+        ({"x": np.zeros((2, 1)), "y": np.zeros(3)}, {}, "the same number of samples"),
+        ({"x": np.zeros(())}, {}, "the same number of samples"),
         ({}, {}, "at least one sample"),
         ({"x": np.zeros((0, 1))}, {}, "at least one sample"),
     ],

@@ -263,7 +263,7 @@ def test_a_whole_file_that_is_no_place_is_refused(tmp_path, tensors, progress):
         container.tensor_part("state.safetensors", tensors, dict.fromkeys(tensors, "buffer")),
     ]
     container.write(path, "checkpoint", parts)
-    with pytest.raises(Corrupt, match="no study's place"):
+    with pytest.raises(Corrupt, match="not hold the progress of a study"):
         run(folder=tmp_path)
 
 
@@ -296,7 +296,7 @@ def test_a_damaged_place_is_refused(tmp_path):
     ("options", "said"),
     [
         ({"rounds": 0}, "at least 1 round"),
-        ({"devices": -1}, "not negative"),
+        ({"devices": -1}, "counts >= 0"),
         ({"rates": (float("nan"),)}, "finite"),
         ({"compression": "zip"}, "compression is one of"),
         ({"algorithm": "fedsgd"}, "algorithms are fedavg"),
@@ -311,7 +311,7 @@ def test_odd_options_are_refused(options, said):
 def test_devices_are_there_and_in_one_group():
     with pytest.raises(InvalidInput, match="asks 9 devices; there are 4"):
         run(study(devices=9))
-    with pytest.raises(InvalidInput, match="takes part or is unseen"):
+    with pytest.raises(InvalidInput, match="either take part or be unseen"):
         run(unseen=shards(1))
 
 

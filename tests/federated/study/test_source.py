@@ -81,8 +81,8 @@ def test_the_digits_need_no_file():
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
-        ({"way": "group"}, InvalidInput, "names the column of groups"),
-        ({"group": "writer"}, InvalidInput, "names the column of groups"),
+        ({"way": "group"}, InvalidInput, "needs the column of groups"),
+        ({"group": "writer"}, InvalidInput, "needs the column of groups"),
         ({"way": "group", "group": "author"}, NotFound, "no array 'author'"),
         (
             {"way": "group", "group": "share"},
@@ -96,9 +96,9 @@ def test_the_digits_need_no_file():
             InvalidInput,
             "columns .*'writer'.* of an npz",
         ),
-        ({"x": "pixels"}, NotFound, "no array 'pixels'; .*; x, y, group and split say which"),
+        ({"x": "pixels"}, NotFound, "no array 'pixels'; .*; the options x, y, group and split"),
         ({"y": "one"}, InvalidInput, "all 240 samples of .* have the label 2"),
-        ({"y": "signed"}, InvalidInput, r"classes are .*, got -1\.\.1"),
+        ({"y": "signed"}, InvalidInput, r"classes must be .*, got -1\.\.1"),
         (
             {"data": "digits"},
             InvalidInput,

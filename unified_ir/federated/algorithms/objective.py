@@ -75,15 +75,15 @@ class Objective:
 
 
 def objective_of(module: Module) -> Objective:
-    """Return a module's objective; InvalidInput where an entry or trained parameter is missing."""
+    """Return a module's objective; InvalidInput if an entry or trained parameter is missing."""
     if missing := [name for name in NEEDED if name not in module.entries]:
         raise InvalidInput(
-            f"devices learn from the entries {', '.join(NEEDED)}; the module has "
-            f"{', '.join(module.entries)}: export it with {', '.join(missing)}"
+            f"devices need the entries {', '.join(NEEDED)}, but the module has "
+            f"{', '.join(module.entries)}; export it with {', '.join(missing)}"
         )
     loss = module.entry(LOSS)
     if loss.result_names[:1] != (LOSS,) or loss.results[0].type.shape != ():
-        raise InvalidInput(f"the first result of entry 'loss' is the scalar 'loss', got {loss}")
+        raise InvalidInput(f"the first result of entry 'loss' must be a scalar 'loss', got {loss}")
     frozen = _frozen(module)
     trained = tuple(
         p.name
@@ -99,9 +99,9 @@ def objective_of(module: Module) -> Objective:
 
 
 def renamed(values: Sequence[Value], part: str) -> dict[str, Value]:
-    """Return the batch inputs of one part of an episode.
+    """Return the batch inputs of one part of an episode, for example `support.x`.
 
-    `support.x`, for example, with symbolic sizes of its own.
+    They have symbolic sizes of their own, since support and query differ in their number of rows.
     """
 
     def own(dim: Dim) -> Dim:
@@ -122,5 +122,5 @@ def _frozen(module: Module) -> frozenset[str]:
     except ValueError as error:
         raise InvalidInput(f"the module's list of frozen parameters is not JSON: {error}") from None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise InvalidInput(f"the module's frozen parameters are a list of names, got {names!r:.80}")
+        raise InvalidInput(f"the frozen parameters must be a list of names, got {names!r:.80}")
     return frozenset(names)

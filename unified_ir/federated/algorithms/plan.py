@@ -53,15 +53,17 @@ def plan_of(
 ) -> PlanMade:
     """Write the plan of a run of algorithm `name`, whole or not at all.
 
-    digest: the model's root digest. Personal state gets the value of `Module.initial`, the one that
-    the model was built with, never what was learned. InvalidInput: this algorithm cannot learn the
-    module; the message says why.
+    digest: the model's root digest. Personal state gets the value of `Module.initial`, with which
+    the model was built, never a learned one. InvalidInput: this algorithm cannot learn the module;
+    the message says why.
     """
     row, of = algorithm(name), _objective(module)
     extra_state = _extra_state(row, of, hyper)
     state = {**module.state, **extra_state}
     functions = {k: _closed(f, state) for k, f in functions_of(module, name, hyper).items()}
     read = {p.name for f in functions.values() for p in f.params} & state.keys()
+    # A device sets an anchor from the tensor itself, so the plan must hold that too, even if no
+    # graph reads it.
     anchored = {n.removeprefix(ANCHOR) for n in read if n.startswith(ANCHOR)} & state.keys()
     used = sorted(read | anchored)
     roles = {n: str(state[n].role) for n in used}
@@ -83,7 +85,7 @@ def module_of(module: Module, name: str, hyper: Hyper, state: Mapping[str, Array
 
     `adapt` takes one step on a batch, at the rates that are state of the module; the meta key
     `adapt_steps` has the number of steps. State of the algorithm that `adapt` does not read is left
-    out. InvalidInput: the state is not of such a run.
+    out. InvalidInput: the state does not belong to such a run.
     """
     row, of = algorithm(name), _objective(module)
     extra_state = _extra_state(row, of, hyper)
@@ -96,6 +98,7 @@ def module_of(module: Module, name: str, hyper: Hyper, state: Mapping[str, Array
     }
     entries = {e: f for e, f in module.entries.items() if e != ADAPT}
     functions = {f: module.functions[f] for f in dict.fromkeys(entries.values())}
+    # An entry may share its function with others, so a function of that name may have to stay.
     candidates = (ADAPT, *(f"{ADAPT}{i}" for i in range(len(functions))))
     function = next(n for n in candidates if n not in functions)
     return Module(
@@ -111,8 +114,8 @@ def _objective(module: Module) -> Objective:
     read = {p.name for e in NEEDED for p in module.entry(e).params}
     if clash := sorted(n for n in read if n.startswith(RESERVED)):
         raise InvalidInput(
-            f"the model calls something {clash[0]!r}; names of a run's own state begin with "
-            f"{', '.join(RESERVED)}: rename the attribute"
+            f"the model has state named {clash[0]!r}; names that begin with {', '.join(RESERVED)} "
+            "are reserved for the state of a run, so rename the attribute"
         )
     return of
 
@@ -122,7 +125,7 @@ def _extra_state(row: Algorithm, of: Objective, hyper: Hyper) -> dict[str, State
     extra = row.state(of, hyper)
     if clash := sorted(n for n in extra.keys() & of.state.keys() if not n.startswith(RESERVED)):
         raise InvalidInput(
-            f"the model calls something {clash[0]!r}, which is state of the algorithm {row.name}: "
+            f"the model has state named {clash[0]!r}, and so has the algorithm {row.name}; "
             "rename the attribute, or choose another algorithm"
         )
     for name, fresh in extra.items():

@@ -1,16 +1,16 @@
 """The graphs that devices run, derived from a module's loss.
 
-With state w, loss L, rate a (`hyper.lr`) and the gradient D of what follows with respect to w:
+With state w, loss L, rate a (`hyper.lr`), and D the gradient with respect to w:
 
     inner step       w' = w - a D L(support, w)
     batch gradient   g = D L(batch, w)
     FedProx          g = D L(batch, w) + mu (w - anchor)
     meta-gradient    g = D L(query, w_K(w)),  w_K after K inner steps, through all of them
     first order      g = D L(query, v) at v = w_K
-    Meta-SGD         as meta-gradient with a rate of its own per weight, differentiated too
+    Meta-SGD         the meta-gradient with one rate per weight, also with respect to the rates
 
-Every gradient function takes the state and the batch it reads and returns the measures of the loss,
-newly assigned state, and `grad.PATH` of each trained parameter.
+Every gradient function takes the state and the batch that it reads. It returns the loss, its
+metrics, newly assigned state, and `grad.PATH` of each trained parameter.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ def proximal_gradient(of: Objective, _: int) -> Function:
         state, batch = _params(build, of.reads), _params(build, of.batch)
         results, grads = of.differentiate(batch, state)
         weight = build.param(PROXIMAL, scalar_of(of))
+        # A personal tensor has no shared starting point from which it could be kept close.
         for path in shared_trained(of):
             anchor = build.param(ANCHOR + path, state[path].type)
             grads[path] += (state[path] - anchor) * weight
@@ -63,13 +64,13 @@ def meta_gradient(of: Objective, steps: int) -> Function:
 
 
 def first_order_gradient(of: Objective, steps: int) -> Function:
-    """Like `meta_gradient`, with inner gradients as constants: Finn et al. 2017, section 5.2."""
+    """Return the meta-gradient with inner gradients as constants: Finn et al. 2017, section 5.2."""
     episode = _episode(of, steps, "first_order_gradient", exact=False)
     return value_and_grad(episode, of.trained, of=LOSS)
 
 
 def learned_rate_gradient(of: Objective, steps: int) -> Function:
-    """Like `meta_gradient`, for the rates `rate.PATH` as well: Li et al. 2017 (Meta-SGD), eq. 3."""
+    """Return the meta-gradient, of the rates `rate.PATH` too: Li et al. 2017 (Meta-SGD), eq. 3."""
     episode = _episode(of, steps, "learned_rate_gradient", own_rates=True)
     wanted = [*of.trained, *(RATE + path for path in of.trained)]
     return value_and_grad(episode, wanted, of=LOSS)
@@ -115,9 +116,9 @@ def scalar_of(of: Objective) -> TensorType:
 def _episode(
     of: Objective, steps: int, name: str, *, exact: bool = True, own_rates: bool = False
 ) -> Function:
-    """Return the measures on a query, as a function of it, of a support set and of state.
+    """Return the loss and metrics on a query after inner steps on a support set.
 
-    They are taken after inner steps on the support.
+    The function takes the query, the support set and the state.
     """
     _refuse_statistics(of)
     with Build(TABLE, name) as build:
@@ -128,7 +129,10 @@ def _episode(
         for _ in range(steps):
             results, grads = of.differentiate(support, state)
             if not exact:
+                # w_K = w - a sum_k g_k with constant g_k, so dw_K / dw is the identity and no
+                # second derivative is computed.
                 grads = {path: stop_gradient(g) for path, g in grads.items()}
+            # Random keys advance, so each inner step draws another dropout mask.
             keys = {name: results[name] for name in of.assigned}
             moved = {path: state[path] - grads[path] * rates(path) for path in of.trained}
             state = {**state, **keys, **moved}
@@ -139,9 +143,9 @@ def _episode(
 def _refuse_statistics(of: Objective) -> None:
     if odd := [name for name in of.assigned if of.state[name].role is not Role.KEY]:
         raise InvalidInput(
-            f"the loss assigns {', '.join(map(repr, odd))}, such as statistics of a batch; a "
-            "meta-step has no single batch they could belong to: use another normalization, or an "
-            "algorithm that learns from batches"
+            f"the loss assigns {', '.join(map(repr, odd))}, such as statistics of a batch, but a "
+            "meta-step has no single batch to which they could belong; use another normalization, "
+            "or an algorithm that learns from batches"
         )
 
 

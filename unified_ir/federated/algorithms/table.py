@@ -1,7 +1,7 @@
 """The algorithms, one row each. They differ in the graph of a step and in the cloud's optimizer.
 
-A row is the whole algorithm: the commands, the wire, the cloud and the report take its name, its
-hyperparameters and its server's optimizer from here.
+A row is the whole algorithm: commands, wire format, cloud and report take its name, its
+hyperparameters and the server's optimizer from here.
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ ExtraState = Callable[[Objective, "Hyper"], Mapping[str, StateTensor]]
 class Hyper(Mapping[str, float]):
     """Values of the hyperparameters of all algorithms, by name; `hyper.lr` is `hyper["lr"]`.
 
-    Unset values have their defaults. InvalidInput: a value is out of its range, or no algorithm
-    declares the name.
+    Values that are not given have their defaults. InvalidInput: a value is out of its range, or no
+    algorithm declares the name.
     """
 
     __slots__ = ("_values",)
 
     def __init__(self, **values: float) -> None:
+        # Those of all algorithms, not of one: a message on the wire has one field for each.
         declared = hyperparameters()
         if unknown := sorted(values.keys() - declared.keys()):
             raise InvalidInput(
@@ -110,7 +111,7 @@ class Algorithm:
 
     @property
     def learns_rates(self) -> bool:
-        """Whether adaptation has rates of its own instead of `hyper.lr`."""
+        """Whether adaptation uses learned rates instead of `hyper.lr`."""
         return self.adapt is steps.learned_rate_adapt
 
     def step(self, of: Objective, hyper: Hyper) -> Function:
@@ -126,6 +127,7 @@ class Algorithm:
 
 
 def _anchors(of: Objective, _hyper: Hyper) -> dict[str, StateTensor]:
+    # Overwritten on the device at the start of every round (`core.learn`).
     return {
         ANCHOR + p: StateTensor(Role.BUFFER, of.state[p].array.copy()) for p in shared_trained(of)
     }

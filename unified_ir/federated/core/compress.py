@@ -1,10 +1,10 @@
 """Compression of updates with error feedback.
 
 A row maps one tensor to named arrays and back. `Compressor` returns what was lost as a remainder,
-which is added to the device's next update (Seide et al. 2014; Karimireddy et al. 2019), so the sum
-of sent updates and the remainder is the sum of the changes. Arrays are named `NAME` or `NAME:PART`;
-no tensor of a model has a colon in its name. Buffers are sent uncompressed (`plain`): a running
-variance that is rounded may fall below zero.
+which is added to the device's next update (Seide et al. 2014; Karimireddy et al. 2019), so the sent
+updates and the last remainder add up to the sum of the changes. Arrays are named `NAME` or
+`NAME:PART`; no tensor of a model has a colon in its name. Buffers are sent uncompressed (`plain`),
+because a running variance that is rounded may fall below zero.
 
 Unpacking takes untrusted arrays: callers limit their sizes, everything else is checked here.
 """
@@ -25,7 +25,7 @@ LEVELS: Final = 127
 """Levels of int8 in each direction."""
 MAX_INDEX: Final = 2**32 - 1
 CHUNK: Final = 1 << 16
-"""Entries quantized at a time; another number would give other draws."""
+"""Entries quantized at a time. It must not change: another number would give other draws."""
 
 Arrays = Mapping[str, Array]
 
@@ -55,7 +55,7 @@ class Compressor:
     def __init__(self, name: str, *, keep: float = 1.0, plain: Collection[str] = ()) -> None:
         self.row, self.plain = row_of(name), frozenset(plain)
         if not 0 < keep <= 1:
-            raise InvalidInput(f"the share of entries to keep is in (0, 1], got {keep}")
+            raise InvalidInput(f"the share of entries to keep must be in (0, 1], got {keep}")
         self.keep = keep
 
     def pack(
@@ -68,6 +68,7 @@ class Compressor:
         """
         arrays: dict[str, Array] = {}
         lost: dict[str, Array] = {}
+        # Sorted, because the tensors share one stream of draws.
         for name in sorted(change):
             x = np.ascontiguousarray(change[name]).reshape(change[name].shape)
             if name in remainder:
@@ -115,8 +116,10 @@ def row_of(name: str) -> CompressionRow:
 
 
 def _quantize(x: Array, _keep: float, rng: Draws) -> tuple[Array, ...]:
+    # max|x| without the copy that np.abs would make.
     largest = max(float(np.max(x, initial=0.0)), -float(np.min(x, initial=0.0)))
     scale = np.asarray(largest / LEVELS, x.dtype)
+    # Also where max|x| / 127 is too small for the type and becomes 0.
     if not scale > 0:
         return np.zeros(x.shape, np.int8), np.zeros((), x.dtype)
     q = np.empty(x.shape, np.int8)
@@ -158,6 +161,7 @@ def _lose_picked(x: Array, index: Array, _value: Array, _shape: Array) -> None:
 def _largest(size: Array, k: int) -> Array:
     if k >= len(size):
         return np.arange(len(size))
+    # O(n), where sorting would be O(n log n): only the k-th largest value has to be found.
     edge = np.partition(size, len(size) - k)[len(size) - k]
     above, equal = np.flatnonzero(size > edge), np.flatnonzero(size == edge)
     return np.sort(np.concatenate([above, equal[: k - len(above)]]))
@@ -167,8 +171,9 @@ def _scatter(index: Array, value: Array, shape: Array) -> Array:
     sizes = _picked_shape(index, value, shape)
     n = math.prod(sizes)
     at = index.astype(np.int64)
+    # Strictly rising, so no entry is set twice, and the last one bounds all others.
     if len(at) and (at[-1] >= n or (np.diff(at) <= 0).any()):
-        raise InvalidInput(f"top-k indices rise strictly and stay below {n}")
+        raise InvalidInput(f"top-k indices must rise strictly and stay below {n}")
     flat = np.zeros(n, value.dtype)
     flat[at] = value
     return flat.reshape(sizes)

@@ -1,8 +1,8 @@
 """Random choices of a run, the same on every machine and with every version of each library.
 
 A stream is SHAKE-128 (FIPS 202) over the purpose of the choice and the number of the call, read as
-64-bit little-endian words. numpy's generators do not fit: their distributions may change between
-versions, and importing them costs a device 5 MB; this is as fast as their raw words.
+64-bit little-endian words. numpy's generators are not used, because their distributions may change
+between versions and importing them costs a device 5 MB; SHAKE is as fast as their raw words.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class Draws:
 
     def permutation(self, n: int) -> npt.NDArray[np.intp]:
         """Return the numbers 0 to n - 1 in a random order."""
+        # Sorting by random words; with 64 bits, ties and their bias are negligible.
         return np.argsort(self.words(n), kind="stable")
 
     def uniform(self, n: int) -> npt.NDArray[np.float64]:

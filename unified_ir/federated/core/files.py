@@ -1,11 +1,12 @@
 """The two files of a run that hold tensors: a shared state, and a device's update.
 
-A state belongs to one plan (its root digest is the parent). An update has the run, round and lease
-it belongs to, and its compression. It can hold parameters and buffers only, so no personal tensor
-leaves a device in it. Both are containers (`files/container.py`): hashed, with limits.
+A state belongs to one plan (its root digest is the parent). An update states the run, round and
+lease to which it belongs, and its compression. It can hold only parameters and buffers, so no
+personal tensor leaves a device in it. Both are containers (`files/container.py`): hashed, with
+limits.
 
 `read_update` takes untrusted bytes. It limits the file, compares names, types and shapes with the
-shared state, and only then reads numbers. Each refusal is a `BadUpdate` with a word.
+shared state, and only then reads numbers. Each refusal is a `BadUpdate` with a word of `KINDS`.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ KINDS: Final[Mapping[str, str]] = {
 
 
 class BadUpdate(InvalidInput):
-    """An update that cannot count. kind: a word of `KINDS`, by which refusals are counted."""
+    """An update that cannot count. kind: the word of `KINDS` under which it is counted."""
 
     def __init__(self, kind: str, message: str) -> None:
         assert kind in KINDS
@@ -99,7 +100,7 @@ def encode_state(tensors: Mapping[str, Array], roles: Mapping[str, str], *, plan
 
 def _state_part(tensors: Mapping[str, Array], roles: Mapping[str, str]) -> PartData:
     if odd := sorted(n for n in tensors if roles.get(n) not in SHARED_ROLES):
-        raise InvalidInput(f"a shared state holds parameters and buffers, not {odd[:4]}")
+        raise InvalidInput(f"a shared state may hold only parameters and buffers, got {odd[:4]}")
     return container.tensor_part(STATE, tensors, {name: roles[name] for name in tensors})
 
 
@@ -108,16 +109,17 @@ def read_state(
 ) -> dict[str, Array]:
     """Return the tensors of a state as read-only views of the file.
 
-    data: the file's bytes, if they are in memory; `path` is only a name then. verified: all bytes
+    data: the file's bytes, if they are in memory; `path` is then only a name. verified: all bytes
     were compared with a digest, so the part is not hashed again.
-    Conflict: of another plan. Corrupt: damaged. InvalidInput: no state, or not finite.
+    Conflict: it belongs to another plan. Corrupt: it is damaged. InvalidInput: it is no state, or
+    not finite.
     """
     file = Container(path, kind="state", data=data)
     if file.manifest.parent != plan:
         raise Conflict(f"the state is of plan {file.manifest.parent[:16]}, not {plan[:16]}")
     _only_part(file, STATE)
     if odd := [t.name for t in file.manifest.tensors if t.role not in SHARED_ROLES]:
-        raise Corrupt(f"a shared state holds parameters and buffers, this one {odd[:4]}")
+        raise Corrupt(f"a shared state may hold only parameters and buffers, got {odd[:4]}")
     if verified:
         file.trust()
     tensors = {name: tensor.data for name, tensor in file.tensors(STATE).items()}
@@ -158,6 +160,7 @@ def _update(
     device: str = "",
     buffers: Collection[str] = (),
 ) -> tuple[list[PartData], dict[str, str], dict[str, Array]]:
+    # Seeded, so that a device that repeats its work after a crash sends the same bytes.
     draws = Draws(seed, round, device or lease, "compression")
     compressor = Compressor(compression, keep=keep, plain=buffers)
     arrays, lost = compressor.pack(change, remainder or {}, draws)
@@ -186,6 +189,7 @@ def read_update(
     data, verified: see `read_state`.
     """
     size = path.stat().st_size if data is None else len(data)
+    # First of all: the limit bounds the work of every check that follows.
     if size > max_bytes:
         raise BadUpdate("oversized", f"an update has at most {max_bytes} bytes here, got {size}")
     try:
@@ -196,6 +200,7 @@ def read_update(
     properties = dict(file.manifest.properties)
     _check_properties(properties, {"run": run, "lease": lease, "round": round})
     compressor = _compressor(properties["compression"], compression, buffers)
+    # From the manifest alone; no array of the update has been touched so far.
     parts = _checked_names(file, compressor, like)
     try:
         if verified:
@@ -237,6 +242,7 @@ def _checked_names(file: Container, compressor: Compressor, like: Like) -> dict[
             "personal", f"an update holds shared tensors only; {private[0][:80]!r} has another role"
         )
     parts = {name: compressor.names(name) for name in like}
+    # Every array is limited by the tensor for which it stands, before its bytes are read.
     largest = {part: most_part_bytes(*like[name]) for name in like for part in parts[name]}
     if odd := sorted({t.name for t in listed} ^ largest.keys()):
         raise BadUpdate(
@@ -258,6 +264,8 @@ def _opened(
 ) -> Array:
     row = compressor.row_for(name)
     try:
+        # Type and shape are computed from the parts without unpacking them: the shape that a
+        # hostile top-k update states could take terabytes.
         sent = (row.dtype(*parts), row.shape(*parts))
         x = row.unpack(*parts) if sent == expected else None
     except InvalidInput as error:
@@ -272,7 +280,7 @@ def _opened(
 def _only_part(file: Container, name: str) -> None:
     parts = [part.name for part in file.manifest.parts]
     if parts != [name]:
-        raise Corrupt(f"{file.path.name}: implies part {name!r}, there are {parts[:4]}")
+        raise Corrupt(f"{file.path.name}: requires the part {name!r}, got {parts[:4]}")
 
 
 def _is_finite(x: Array) -> bool:

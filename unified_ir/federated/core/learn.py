@@ -2,7 +2,7 @@
 
 Algorithms differ only in the plan's graphs (decision 0015). The samples of a step depend on seed,
 round and device name, so the same arguments give the same bits over gRPC and in one process. A step
-takes a batch, or an episode where the entry's inputs are named `support.*` and `query.*`.
+takes a batch, or an episode if the inputs of the entry are named `support.*` and `query.*`.
 """
 
 from __future__ import annotations
@@ -108,10 +108,10 @@ class Shard:
             sizes = {name: np.shape(array)[:1] for name, array in arrays.items()}
             if len(set(sizes.values())) > 1 or () in sizes.values():
                 raise InvalidInput(
-                    f"arrays of {part} agree in their first axis, which counts samples; got {sizes}"
+                    f"arrays of {part} must have the same number of samples, got {sizes}"
                 )
         if not self.examples:
-            raise InvalidInput("a shard has at least one sample to train on")
+            raise InvalidInput("a shard must have at least one sample to train on")
 
     @property
     def examples(self) -> int:
@@ -182,11 +182,11 @@ def buffers(roles: Mapping[str, str]) -> frozenset[str]:
 
 
 def check_labels(plan: EntrySignatures, shard: Shard) -> None:
-    """InvalidInput where a label is not one of the plan's classes.
+    """Raise InvalidInput if a label is not one of the plan's classes.
 
     A graph would fail at a label beyond the last class, and take -1 for the last class. Labels are
     the integer inputs of `evaluate` that `predict` does not have; the number of classes is the last
-    size of the output of `predict`, where that has one axis more than the labels.
+    size of the output of `predict`, if that has one axis more than the labels.
     """
     if not {EVALUATE, PREDICT} <= set(plan.entries):
         return
@@ -205,7 +205,7 @@ def _check_classes(name: str, classes: int, shard: Shard) -> None:
         if y is not None and y.size and (y.min() < 0 or y.max() >= classes):
             raise InvalidInput(
                 f"the model tells {classes} classes apart, 0 to {classes - 1}; labels {name!r} of "
-                f"the samples to {part} are {y.min()} to {y.max()}: leave the others out, or "
+                f"the samples to {part} are {y.min()} to {y.max()}. Leave the others out, or "
                 "number the classes as the model does"
             )
 
@@ -220,10 +220,11 @@ def learn(
 
     The plan keeps its new state, personal tensors included. start: opens the shared state that the
     plan began with, if the caller has it in a file; otherwise a copy is held while learning.
-    InvalidInput where the entry does not fit the samples, or numbers are no longer finite.
+    InvalidInput: the entry does not fit the samples, or numbers are no longer finite.
     """
     _check_steps(work.steps, least=1)
     _begin(plan, work)
+    # A device has little memory: with the state in a file, no second copy is held while learning.
     before = {} if start else plan.state(*SHARED_ROLES)
     losses = [_loss(plan.run(LEARN, batch), k) for k, batch in enumerate(_steps(plan, work, shard))]
     change = _change(plan, start() if start else before)
@@ -232,6 +233,7 @@ def learn(
             raise InvalidInput(
                 f"after {work.steps} steps {name!r} is not finite; a smaller rate is needed"
             )
+    # fsum rounds once, so that the sum is the same on every machine.
     return Learned(change, shard.examples, math.fsum(losses) / len(losses))
 
 
@@ -273,7 +275,8 @@ def score(plan: Learner, shard: Shard) -> float:
         rows = np.arange(at, min(at + EVALUATE_ROWS, n))
         results = plan.run(EVALUATE, _fed(plan, EVALUATE, shard.held_out, {"": rows}))
         if ACCURACY not in results:
-            raise InvalidInput(f"`evaluate` gives {ACCURACY!r}, this plan's {sorted(results)}")
+            raise InvalidInput(f"`evaluate` must return {ACCURACY!r}, got {sorted(results)}")
+        # Weighted, since the last batch may be smaller.
         correct.append(float(results[ACCURACY]) * len(rows))
     return math.fsum(correct) / n
 
@@ -288,6 +291,8 @@ def _begin(plan: Learner, work: Work) -> None:
             "not have; make the plan again"
         )
     anchors = {anchor: state[n] for anchor, n in anchored.items()}
+    # Keys of dropout come from the round too, so that a device that repeats its work gets the same
+    # bits.
     keys = {
         name: work.draws(f"key {name}").key(x.dtype, x.shape)
         for name, x in state.items()
@@ -303,6 +308,7 @@ def _change(plan: Learner, before: Mapping[str, Array]) -> dict[str, Array]:
     with np.errstate(over="ignore", invalid="ignore"):
         pairs = ((n, after[n], before[n]) for n in names)
         return {
+            # A state that is mapped from a file is read-only.
             n: np.subtract(new, old, out=old if old.flags.writeable else None)
             for n, new, old in pairs
         }
@@ -326,6 +332,8 @@ def _batches(draws: Draws, work: Work, shard: Shard) -> Iterator[dict[str, Array
     rows = np.empty(0, np.intp)
     while True:
         if len(rows) < size:
+            # The end of a pass is joined with the next one, so all batches are equally large and
+            # the graph sees one shape.
             rows = np.concatenate([rows, draws.permutation(n)])
         yield {"": rows[:size]}
         rows = rows[size:]
@@ -336,10 +344,11 @@ def _episodes(draws: Draws, work: Work, shard: Shard) -> Iterator[dict[str, Arra
     n, support, query = shard.examples, work.support, work.query
     if support < 1 or query < 1 or n < 2:
         raise InvalidInput(
-            f"an episode takes support and query, at least 1 sample each; got {support} and "
+            f"an episode needs at least 1 sample each for support and query; got {support} and "
             f"{query} of {n} samples"
         )
     if support + query > n:
+        # In proportion, with at least one sample on each side.
         support = min(max(1, n * support // (support + query)), n - 1)
         query = n - support
     while True:
@@ -371,7 +380,7 @@ def _column(
 
 def _loss(results: Mapping[str, Array], step: int) -> float:
     if LOSS not in results or results[LOSS].size != 1:
-        raise InvalidInput(f"`{LEARN}` gives one number {LOSS!r}, this plan's {sorted(results)}")
+        raise InvalidInput(f"`{LEARN}` must return one number {LOSS!r}, got {sorted(results)}")
     loss = float(results[LOSS].reshape(()))
     if not math.isfinite(loss):
         raise InvalidInput(f"the loss is {loss} at step {step + 1}; a smaller rate is needed")

@@ -1,9 +1,9 @@
-"""Assign a sample to a part by its own bytes, independently of other samples.
+"""Assign a sample to the training or the held-out part by its own bytes only.
 
     u(sample) = SHA-256(seed, bytes of the sample) in [0, 1),  held out where u < share
 
-So a sample keeps its part when others are added, equal samples are in one part, and no scored
-sample was learned from, not even on another device with the same seed.
+So a sample keeps its part when others are added, equal samples are in the same part, and no sample
+that is scored was learned from, not even on another device with the same seed.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ def places(x: Array, seed: str) -> Array:
     rows = np.ascontiguousarray(x)
     words = [hashlib.sha256(key + row.tobytes()).digest()[:8] for row in rows]
     numbers = np.frombuffer(b"".join(words), "<u8")
+    # The top 53 bits, which a float64 holds exactly.
     return (numbers >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def held_out(x: Array, share: float, seed: str) -> Array | None:
-    """Return which rows of `x` are never learned from, (N,) bool: about that share.
+    """Return which rows of `x` are held out, (N,) bool: about that share.
 
-    Each part gets at least one distinct row. None where all rows are equal, since they cannot form
-    two parts.
+    Each part gets at least one distinct row. Returns None if all rows are equal, since they cannot
+    form two parts.
     """
     u = places(x, seed)
     if not len(u) or u.min() == u.max():

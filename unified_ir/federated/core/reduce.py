@@ -3,8 +3,9 @@
     d = sum_k w_k change_k / sum_k w_k,  in float64 and in the given order
     state' = step(state, d) for parameters, state + d for buffers (statistics of batches)
 
-The order changes rounding, so callers pass updates in the order of device names. Updates are opened
-one at a time and added chunk by chunk: memory is the state, its sums in float64 and one update.
+The order of a sum changes its rounding, so callers pass updates in the order of device names.
+Updates are opened one at a time and added in chunks: the memory in use is the state, its sums in
+float64 and one update.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.core.draws import Array
 
 CHUNK: Final = 1 << 16
-"""Entries added at a time: half a megabyte in float64, which stays in the processor's cache."""
+"""Entries added at a time: half a megabyte in float64, which fits into the processor's cache."""
 MAX_EXAMPLES: Final = 1 << 40
 """Largest number of examples of an update; sums of them stay exact in float64."""
 WEIGHTINGS: Final = ("examples", "equal")
@@ -53,9 +54,9 @@ def reduce(
 ) -> tuple[dict[str, Array], dict[str, Array]]:
     """Return (the next shared state, the optimizer's next slots).
 
-    slots: empty before the first round. buffers: tensors to which the mean is added as it is, with
-    any optimizer and rate. Tensors that are not floating point stay as they are. InvalidInput
-    without updates, or where one does not fit the state.
+    slots: empty before the first round. buffers: tensors to which the mean is added as it is,
+    whatever the optimizer and its rate. Tensors that are not floating point do not change.
+    InvalidInput: there are no updates, or one does not fit the state.
     """
     sums = _mean(state, updates, weighting)
     after = dict(state)
@@ -91,7 +92,7 @@ def _stepped(row: ServerOptimizer, arrays: Sequence[Array], hyper: ServerHyper) 
 def _mean(state: State, updates: Sequence[Update], weighting: str) -> dict[str, Array]:
     total = sum(_weight(examples, weighting) for examples, _ in updates)
     if not total:
-        raise InvalidInput("a round is reduced from at least one update")
+        raise InvalidInput("a round needs at least one update to be reduced")
     sums = {
         name: np.zeros(x.shape, np.float64)
         for name, x in state.items()
@@ -108,7 +109,7 @@ def _weight(examples: int, weighting: str) -> int:
     if weighting not in WEIGHTINGS:
         raise InvalidInput(f"updates are weighted by {' or '.join(WEIGHTINGS)}, got {weighting!r}")
     if not 1 <= examples <= MAX_EXAMPLES:
-        raise InvalidInput(f"an update stands for 1 to {MAX_EXAMPLES} examples, got {examples}")
+        raise InvalidInput(f"an update must count 1 to {MAX_EXAMPLES} examples, got {examples}")
     return examples if weighting == "examples" else 1
 
 
@@ -123,6 +124,7 @@ def _add(sums: dict[str, Array], change: State, weight: int) -> None:
         total, source = x.reshape(-1), change[name].reshape(-1)
         for at in range(0, total.size, CHUNK):
             part = source[at : at + CHUNK]
+            # Into one reused buffer: an expression would allocate a float64 copy of every tensor.
             scaled = np.multiply(part, float(weight), out=buffer[: part.size], dtype=np.float64)
             total[at : at + CHUNK] += scaled
 
@@ -135,13 +137,15 @@ def _sgd(x: Array, d: Array, _slots: Slots, hyper: ServerHyper) -> tuple[Array, 
 def _adam(x: Array, d: Array, slots: Slots, hyper: ServerHyper) -> tuple[Array, Slots]:
     """x' = x + lr m / (sqrt(v) + floor), no bias correction (Reddi et al. 2021, algorithm 2)."""
     m, v = slots
+    # d is the mean change of the devices, the paper's Delta: -d takes the place of a gradient,
+    # hence x + ...
     m = hyper["beta1"] * m.astype(np.float64) + (1 - hyper["beta1"]) * d
     v = hyper["beta2"] * v.astype(np.float64) + (1 - hyper["beta2"]) * d * d
     return x + hyper["server_lr"] * m / (np.sqrt(v) + hyper["floor"]), (m, v)
 
 
 def _plain(x: Array, d: Array, _slots: Slots, _hyper: ServerHyper) -> tuple[Array, Slots]:
-    """x' = x + d, for values that no gradient changes, so that no rate applies to them."""
+    """x' = x + d, for values that are not changed by gradients, so no rate applies to them."""
     return x + d, ()
 
 

@@ -3,16 +3,16 @@
     gathering -> collecting -> reducing -> gathering ... -> finishing -> done
     stopped and failed are reached from any phase; stopped returns to the phase before.
 
-Ids are derived and events carry the time, so the same events give the same state, byte for byte. An
-update counts once: for the device that holds the lease, while its round collects. A killed device
-keeps its lease for `patience_s` and may resume it. A connected device that misses a deadline is not
-drawn for some rounds if others make the quorum. `due_s` returns when the next `Tick` matters. The
-effect of a rule on journaled events never changes: where a rule was changed, `RunState.rules` is
-the version that a run uses.
+Ids are derived from the state, and events carry the time, so the same events give the same state,
+byte for byte. An update counts once: for the device that holds the lease, while its round collects.
+A device that disconnects keeps its lease for `patience_s` and may resume it. A connected device
+that misses a deadline is not drawn for some rounds if the others make the quorum. `due_s` returns
+when the next `Tick` matters. The effect of a rule on journaled events never changes:
+`RunState.rules` is the version of the rules that a run uses.
 
-The cost of one device's event grows with the logarithm of the number of devices: a rule that
-concerns all members or leases uses their indexes. Only the beginning and end of a round, and a
-restart, iterate over all. An event that changes nothing returns the same `RunState` object.
+The cost of one device's event is logarithmic in the number of devices: a rule that concerns all
+members or leases uses their indexes. Only the beginning and end of a round, and a restart, iterate
+over all of them. An event that changes nothing returns the same `RunState` object.
 """
 
 from __future__ import annotations
@@ -63,20 +63,20 @@ from triplane.unified_ir.federated.core.run import (
 
 LEASE_CHARS: Final = 32
 MAX_GIVEN_UP: Final = 10
-"""Rounds in a row without a quorum after which the run stops, so that a person can intervene."""
+"""Number of rounds in a row without a quorum after which the run stops for a person to look."""
 FIRST_PAUSE_S: Final = 0.5
-"""Pause after an abandoned round; it doubles with each one in a row."""
+"""Pause after an abandoned round; it doubles with each further one in a row."""
 MAX_PAUSE_S: Final = 30.0
 MAX_WHY: Final = 8
-"""Distinct reasons kept for one device; further ones are counted together."""
+"""Number of distinct reasons kept for one device; further ones are counted together."""
 MAX_WHY_CHARS: Final = 200
 OTHER: Final = "other reasons"
 MAX_NAMED: Final = 5
-"""Absent devices that a run's reason names, at most."""
+"""Number of absent devices that the reason of a waiting run names."""
 
 MAX_REST: Final = 32
-"""Largest number of rounds for which a device that misses deadlines is not drawn. It is one after
-the first, and doubles with each in a row."""
+"""Largest number of rounds for which a device that misses deadlines is not drawn. The number is 1
+after the first missed deadline and doubles with each further one in a row."""
 
 UNWILLING: Final = frozenset({Outcome.DECLINED, Outcome.REFUSED})
 ANSWERED: Final = UNWILLING | {Outcome.COUNTED}
@@ -90,6 +90,8 @@ def step(state: RunState, event: Event) -> Step:
     rule = RULES.get((state.phase, type(event)))
     after, effects = rule(state, event) if rule else (state, ())
     if isinstance(event, Tick):
+        # Also without a rule for ticks in this phase: `due_s` must not ask for the same moment
+        # again.
         after = replace(after, looked_s=event.at_s)
     return _advance(after, event.at_s, effects)
 
@@ -106,6 +108,8 @@ def due_s(state: RunState) -> float | None:
         waits = [state.round.opened_s + state.plan.deadline_s]
     else:
         return None
+    # Sorted by the time of leaving, so the first device whose patience has not ended is the next
+    # whose patience ends.
     first = away.first(lambda since: since[0] + patience_s > state.looked_s)
     waits += [] if first is None else [first[0] + patience_s]
     return min((at_s for at_s in waits if at_s > state.looked_s), default=None)
@@ -127,15 +131,17 @@ def lease_id(
 ) -> str:
     """Return the id of a lease: the same round, attempt, device and epoch give the same id.
 
-    A cloud that was restored from a backup repeats rounds, from other states. The epoch of its
-    process in the id keeps a device from mistaking such a lease for one that it has answered.
+    A cloud that was restored from a backup repeats rounds from other states. Because the id depends
+    on the epoch of the process, a device does not mistake such a lease for one that it has already
+    answered.
     """
     text = f"{run}\n{number}\n{int(evaluates)}\n{attempt}\n{device}"
+    # Left out when empty, so that runs from before epochs keep their ids.
     text += f"\n{epoch}" if epoch else ""
     return hashlib.sha256(text.encode()).hexdigest()[:LEASE_CHARS]
 
 
-# Rules, one per phase and event; an event without one changes nothing.
+# Rules, one per phase and event; an event without a rule changes nothing.
 
 
 def _join(state: RunState, event: Joined) -> Step:
@@ -165,6 +171,8 @@ def _restart(state: RunState, event: Restarted) -> Step:
         state = replace(state, members=gone)
     if event.epoch != state.epoch:
         state = replace(state, epoch=event.epoch)
+    # The process is new, so no stream is open; patience starts now, since nobody knows when they
+    # left.
     for lease in _open_leases(state):
         state = _put(state, replace(lease, away_s=event.at_s))
     if state.phase is Phase.GATHERING:
@@ -183,6 +191,7 @@ def _ask(state: RunState, event: Asked) -> Step:
     round_ = state.round
     assert round_ is not None
     if (event.number, event.evaluates, event.attempt) != (
+        # A strategy may answer late, for a round that has been abandoned since.
         round_.number, round_.evaluates, round_.attempt,
     ):  # fmt: skip
         return state, ()
@@ -215,7 +224,7 @@ def _score(state: RunState, event: Scored) -> Step:
 
 
 def _refuse(state: RunState, event: Refused | Declined) -> Step:
-    """End the lease of a contribution that cannot count, or of work that the device declined."""
+    """End the lease of a contribution that cannot count or of work that the device declined."""
     outcome = Outcome.DECLINED
     if isinstance(event, Refused):
         outcome = Outcome.REFUSED
@@ -232,11 +241,14 @@ def _tick(state: RunState, event: Tick) -> Step:
     assert state.round is not None
     over = event.at_s >= state.round.opened_s + state.plan.deadline_s
     gone = event.at_s - state.plan.patience_s
+    # At the deadline all open leases end, before it only those of devices that were away too long.
     tells: Effects = ()
     for lease in _open_leases(state) if over else _away_since(state.round, gone):
         away = lease.away_s is not None and lease.away_s <= gone
         why = "its stream was away too long" if away else "the round's deadline passed"
         state, more = _settle(state, replace(lease, reason=why), Outcome.LOST)
+        # A device that was away is not drawn anyway until it returns; only one that was connected
+        # and silent rests.
         if not away and state.rules >= NEWEST_RULES:
             state = _with(state, _resting(state.members[lease.device], state.turn[0]))
         tells += more
@@ -258,6 +270,7 @@ def _away_since(round_: Round, latest_s: float) -> list[Lease]:
 
 
 def _reduce(state: RunState, event: Reduced) -> Step:
+    # The end of a reduction that was requested again after a restart.
     if event.number != state.turn[0]:
         return state, ()
     number, every = event.number, state.plan.evaluate_every
@@ -272,6 +285,8 @@ def _finish(state: RunState, event: Finished) -> Step:
 
 def _stop(state: RunState, event: Stopped) -> Step:
     tells = tuple(Tell(lease.device) for lease in _open_leases(state))
+    # The updates of a complete round are on disk, so their reduction is kept for `_resume`; a round
+    # that was still collecting is repeated under another attempt.
     kept = state.round if state.phase is Phase.REDUCING else None
     after = replace(
         state, phase=Phase.STOPPED, reason=event.reason, since_s=event.at_s, round=kept,
@@ -317,11 +332,14 @@ def _open(state: RunState, now_s: float) -> Step:
         reason = f"a round was given up ({why}); the next begins after a pause"
         return _because(state, reason), ()
     able = _members(state).indexed("scorers" if evaluates else "learners")
+    # Keys are (rests_until, name): those that rest longer than this round come last.
     rested = able.count_until(lambda key: key[0] > number)
     waited = now_s >= state.since_s + state.plan.patience_s
     least = 1 if evaluates else state.plan.quorum
     drawn = rested if rested >= least else len(able)  # without a quorum, those who rest as well
     given_up = _given_up(state, now_s)
+    # Devices whose patience is over, and those that rest, are not waited for: the round opens with
+    # fewer.
     usual = state.plan.asked - given_up - (len(able) - drawn)
     wanted = least if waited or evaluates else max(least, usual)
     # No device is away that may still return within the patience.
@@ -352,6 +370,8 @@ def _given_up(state: RunState, now_s: float) -> int:
 
 def _close(state: RunState, round_: Round, now_s: float) -> Step:
     leases = _leases(round_)
+    # More devices were asked than are needed, as insurance against slow ones (`asked` >=
+    # `devices`).
     enough = not round_.evaluates and len(leases.indexed("counted")) >= state.plan.devices
     if len(leases.indexed("open")) and not enough:
         return state, ()
@@ -370,6 +390,7 @@ def _close(state: RunState, round_: Round, now_s: float) -> Step:
     if round_.evaluates:
         refusing = [x for x in round_.leases if x.outcome in UNWILLING]
         needs_scores = state.plan.needs_scores and state.rules >= RULES_WITH_PAUSES
+        # Devices that were merely away do not stop a run; devices that refuse will refuse again.
         if refusing and needs_scores and not counted:
             state = _unscored(state, refusing, now_s)
         else:
@@ -414,6 +435,7 @@ def _chosen(state: RunState, able: Iterable[tuple[int, str]]) -> list[str]:
 
     def rank(key: tuple[int, str]) -> tuple[int, bytes]:
         text = f"{state.plan.seed}\n{number}\n{state.attempt}\n{key[1]}"
+        # A hash as random rank: it depends on no generator, and on no other device.
         return max(0, key[0] - number), hashlib.sha256(text.encode()).digest()
 
     return sorted(name for _, name in sorted(able, key=rank)[: state.plan.asked])
@@ -447,7 +469,7 @@ def _with(state: RunState, member: RunMember) -> RunState:
 
 
 def _away(state: RunState, device: str, since_s: float | None) -> RunState:
-    """Record since when a device is away; it keeps its lease for the patience."""
+    """Record since when a device has been away; it keeps its lease for `patience_s`."""
     lease = open_lease(state, device)
     return state if lease is None else _put(state, replace(lease, away_s=since_s))
 
@@ -476,6 +498,8 @@ def _settle(state: RunState, lease: Lease, outcome: Outcome) -> Step:
         dropped=member.dropped + (not counted),
         declined=member.declined + (outcome is Outcome.DECLINED),
         why=member.why if counted else _tallied(member.why, lease.reason),
+        # Kept with the member, not the round, so that a device that reconnects later still gets its
+        # answer.
         settled=Settled(lease=lease.id, counted=counted, reason=lease.reason),
         missed=0 if answered else member.missed,
         rests_until=0 if answered else member.rests_until,
@@ -502,6 +526,7 @@ def _unwanted(state: RunState, event: Arrived | Answered | Scored) -> Step:
 
 def _tallied(why: Mapping[str, int], reason: str) -> Mapping[str, int]:
     cut = reason[:MAX_WHY_CHARS]
+    # Reasons come from devices: without these limits one of them could fill the state of the run.
     key = cut if cut in why or len(why) < MAX_WHY else OTHER
     return {**why, key: why.get(key, 0) + 1}
 

@@ -1,6 +1,6 @@
 """The values of a federated run: its state, its events and its effects.
 
-`rules` has the state machine. A *lease* is one device's work in one round.
+The module `rules` has the state machine. A *lease* is one device's work in one round.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Outcome(StrEnum):
 
 ENDED: Final = frozenset({Phase.DONE, Phase.FAILED})
 RULES_OF_OLD: Final = 1
-"""Rules that restarted an abandoned round at once, and skipped an evaluation that every device
+"""Rules that restarted an abandoned round immediately and skipped an evaluation that every device
 declined."""
 RULES_WITH_PAUSES: Final = 2
-"""Rules that asked silent devices again in each round."""
+"""Rules that asked silent devices again in every round."""
 NEWEST_RULES: Final = 3
-"""Rules of new runs. A run's events are folded by the rules with which it began."""
+"""Rules of new runs. The events of a run are always replayed by the rules with which it began."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +55,8 @@ class RunPlan:
     devices: updates that complete a round. asked: leases given for it, at least `devices`.
     quorum: least number of updates at the deadline; with fewer the round is abandoned.
     evaluate_every: 0 to evaluate after the last round only. needs_scores: whether an evaluation
-    that every device declines stops the run; with an external strategy and apps of the devices'
-    owners, many devices cannot evaluate.
+    that every device declines stops the run; it is off with an external strategy, because the apps
+    of the devices' owners often cannot evaluate.
     """
 
     rounds: int
@@ -77,7 +77,7 @@ class RunPlan:
             )
         if not (self.deadline_s > 0 and 0 <= self.patience_s < math.inf):
             raise InvalidInput(
-                f"a deadline is positive and patience is not negative, got {self.deadline_s} s "
+                f"a deadline must be positive and patience not negative, got {self.deadline_s} s "
                 f"and {self.patience_s} s"
             )
 
@@ -105,10 +105,11 @@ class Settled:
 class RunMember:
     """A device that joined the run; it stays a member while it is disconnected, since `away_s`.
 
-    dropped: contributions that did not count, `declined` of them by the device itself. why: counts
-    by reason, for the first few reasons. missed: deadlines in a row that passed without an answer;
-    rests_until: number of the round from which on it is drawn like others again. settled: the
-    answer to the newest contribution; counted_lease: the newest lease that counted, or empty.
+    dropped: contributions that did not count; `declined` of these were declined by the device
+    itself. why: counts by reason, for the first few reasons. missed: deadlines in a row that passed
+    without an answer; rests_until: number of the first round for which it is drawn like the others
+    again. settled: the answer to the newest contribution; counted_lease: the newest lease that
+    counted, or empty.
     """
 
     device: str
@@ -134,8 +135,9 @@ def _draws(member: RunMember) -> tuple[int, str] | None:
 class Members(Records[RunMember]):
     """Members by name, in the order in which they joined.
 
-    Indexes: absent has the names of those without an open stream; away (since when, name) of them;
-    learners and scorers (`rests_until`, name) of those with one that can learn, or score.
+    Indexes: absent has the names of members without an open stream, away their (since when, name);
+    learners and scorers have (`rests_until`, name) of the connected members that can learn or
+    score.
     """
 
     __slots__ = ()
@@ -205,7 +207,7 @@ class Leases(Sequence[Lease]):
 
     @classmethod
     def from_leases(cls, leases: Iterable[Lease]) -> Leases:
-        """Make the sequence of leases in their order."""
+        """Create the sequence from leases in their order."""
         return cls(_LeasesByDevice.from_mapping({x.device: x for x in leases}))
 
     def of(self, device: str) -> Lease | None:
@@ -313,7 +315,7 @@ class RunState:
             object.__setattr__(self, "members", Members.from_mapping(self.members))
 
 
-# Events. at_s: seconds since 1970, never earlier than the event before.
+# Events. at_s: seconds since 1970, never less than that of the event before.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -356,9 +358,9 @@ class Arrived(_OfLease):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """An external strategy chose the devices of the round; the other leases are void.
+    """An external strategy chose the devices of the round; the other leases end.
 
-    messages: by device, blob of its request, empty where the run's plan states the work.
+    messages: blob of the request by device, empty if the run's plan states the work.
     """
 
     at_s: float
@@ -370,7 +372,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered(_OfLease):
-    """Like `Arrived`, as an answer to an external strategy; it counts in either kind of round."""
+    """An update for an external strategy, like `Arrived`; it counts in either kind of round."""
 
     update: Update
     bytes_down: int = 0
@@ -403,9 +405,9 @@ class Declined(_OfLease):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restarted:
-    """The cloud's process is new: no stream is open.
+    """The cloud was started again, so no stream is open.
 
-    epoch: identifies this process; its leases differ from those of other processes.
+    epoch: identifies the process; its leases differ from those of other processes.
     """
 
     at_s: float

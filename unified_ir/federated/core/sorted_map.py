@@ -42,6 +42,7 @@ class _Leaf:
 
     def set(self, key: Any, value: Any) -> tuple[_Node, ...]:
         at = bisect_left(self.keys, key)
+        # As an integer, `known` skips the old value: at + 1 where the key exists.
         known = at < len(self.keys) and self.keys[at] == key
         values = (*self.values[:at], value, *self.values[at + known :])
         keys = self.keys if known else (*self.keys[:at], key, *self.keys[at:])
@@ -58,6 +59,7 @@ class _Leaf:
         return (_Leaf(keys, values),) if keys else ()
 
     def count_until(self, holds: Callable[[Any], bool]) -> int:
+        # `holds` is false for the first keys and true for the others, so it is itself a sorted key.
         return bisect_left(self.keys, True, key=holds)
 
     def leaves(self) -> Iterator[_Leaf]:
@@ -99,6 +101,7 @@ class _Inner:
         if len(children) > WIDTH:
             half = len(children) // 2
             return _Inner.of(children[:half]), _Inner.of(children[half:])
+        # O(WIDTH) from the old node, where `of` would visit every child.
         firsts = (*self.firsts[:at], *[node.first for node in nodes], *self.firsts[at + 1 :])
         size = self.size - self.children[at].size + sum([node.size for node in nodes])
         return (_Inner(children, firsts, size),)
@@ -170,6 +173,8 @@ class SortedMap(Generic[K, V]):
         node, later = self._root, None
         while isinstance(node, _Inner):
             at = bisect_left(node.firsts, True, key=holds)
+            # The answer lies in the child before the first key that holds, or is that key itself if
+            # the whole child fails.
             later = node.firsts[at] if at < len(node.firsts) else later
             node = node.children[max(0, at - 1)]
         at = bisect_left(node.keys, True, key=holds)
@@ -184,6 +189,7 @@ def _rooted(nodes: tuple[_Node, ...]) -> _Node:
 
 def _parts(entries: list[Any]) -> Iterator[list[Any]]:
     """Split into the entries of nodes, each with room to grow."""
+    # Full nodes would all be split by the first insertions.
     size = 3 * WIDTH // 4
     return (entries[at : at + size] for at in range(0, len(entries), size))
 
@@ -254,7 +260,11 @@ class Records(Mapping[str, V]):
     def with_(self, name: str, record: V) -> Self:
         """Return the records with this one in place of that of its name, or at the end."""
         slot = self._by_name.get(name)
+        # The position is stored with the record: names are sorted in the map, and iteration needs
+        # the order in which they were added. Records are never removed, so the length is the next
+        # position.
         at, old = (len(self._by_name), None) if slot is None else slot
+        # The same object, so that callers can tell by `is` that nothing changed.
         if old == record:
             return self
         indexed = self._indexed

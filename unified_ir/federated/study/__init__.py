@@ -1,4 +1,4 @@
-"""Studies: algorithms compared on a partitioned dataset, devices simulated in one process."""
+"""Studies: compare algorithms on a partitioned dataset, with devices simulated in one process."""
 
 from triplane.proto.lazy import public_names as _public_names
 from triplane.unified_ir.federated.study.partition import by_dirichlet as by_dirichlet

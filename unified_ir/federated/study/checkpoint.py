@@ -1,8 +1,7 @@
-"""The progress of a study, saved whole after each round, so kill -9 loses at most one round.
+"""The progress of a study, saved completely after each round, so kill -9 loses at most one round.
 
-The file is a container of kind "checkpoint"; tensors are named by what they belong to:
-`shared/NAME`, `slot/NAME`, `personal/DEVICE/NAME`, `remainder/DEVICE/NAME`, a device's name quoted
-as in a URL.
+The file is a container of kind "checkpoint". Its tensors are named `shared/NAME`, `slot/NAME`,
+`personal/DEVICE/NAME` and `remainder/DEVICE/NAME`, with the device's name quoted as in a URL.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ STUDY: Final = "study"
 ALWAYS_KEPT: Final = frozenset(
     {"lr", "meta_lr", "inner_steps", "proximal", "server_lr", "beta1", "beta2", "floor"}
 )
-"""Hyperparameters that are stored for every algorithm, as earlier releases did."""
+"""Hyperparameters that are stored for every algorithm, because earlier releases stored them."""
 OPEN: Final = ("rounds", "rates")
 """Options that may differ when a study is resumed."""
 ROLES: Final = {
@@ -61,10 +60,10 @@ class StudyProgress:
 
 
 def identity(plan: str, study: Any, seen: Shards, unseen: Shards) -> dict[str, str]:
-    """Return everything that determines a study's progress, by a name for people.
+    """Return everything that determines a study's progress, by descriptive names.
 
-    It is the model, the options and the samples. The number of rounds and the rates that are tried
-    at the end change nothing that was saved.
+    These are the model, the options and the samples. The number of rounds and the rates that are
+    tried at the end are left out, since they change nothing that was saved.
     """
     options = {k: v for k, v in asdict(study).items() if k not in OPEN}
     declared = {row.name for row in algorithm(study.algorithm).hyper} | ALWAYS_KEPT
@@ -92,7 +91,7 @@ class Keeper:
     """Stores the newest progress of one study in a folder. study: its `identity`."""
 
     def __init__(self, folder: Path, study: Mapping[str, str]) -> None:
-        """Make the folder now, so that an error precedes any work."""
+        """Create the folder now, so that an error comes before any work."""
         self.path, self.study = Path(folder) / NAME, dict(study)
         self.path.parent.mkdir(parents=True, exist_ok=True)
 
@@ -112,7 +111,7 @@ class Keeper:
         container.write(self.path, "checkpoint", parts, check=container.verified("checkpoint"))
 
     def newest(self) -> StudyProgress | None:
-        """Return the stored progress, or None. Conflict: of another study. Corrupt: damaged."""
+        """Return the stored progress or None; Conflict if it is of another study, or Corrupt."""
         if not self.path.exists():
             return None
         file = Container(self.path, kind="checkpoint")
@@ -122,7 +121,7 @@ class Keeper:
             self._check(progress.get(STUDY))
             return _place(file, progress)
         except (KeyError, TypeError, ValueError) as error:
-            raise Corrupt(f"{self.path} is no study's place: {error}") from error
+            raise Corrupt(f"{self.path} does not hold the progress of a study: {error}") from error
 
     def _check(self, there: Any) -> None:
         """Raise Conflict with the differences if the progress is of another study."""
@@ -152,6 +151,7 @@ def _place(file: Container, progress: Mapping[str, Any]) -> StudyProgress:
     arrays: dict[str, dict[str, Array]] = {kind: {} for kind in ROLES}
     for name, tensor in file.tensors(STATE).items():
         kind, _, rest = name.partition("/")
+        # Copies, so that the file need not stay mapped.
         arrays[kind][rest] = tensor.data.copy()
     return StudyProgress(
         shared=arrays["shared"],
@@ -168,6 +168,7 @@ def _named(place: StudyProgress) -> dict[str, Array]:
     tensors |= {f"slot/{k}": x for k, x in place.slots.items()}
     for kind, owned in (("personal", place.personal), ("remainder", place.remainders)):
         for who, own in owned.items():
+            # Quoted, because a device's name may contain the separator "/".
             tensors |= {f"{kind}/{quote(who, safe='')}/{k}": x for k, x in own.items()}
     return tensors
 

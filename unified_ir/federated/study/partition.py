@@ -1,9 +1,9 @@
-"""A dataset as the shards of many devices; each choice depends only on the seed and names.
+"""Partition a dataset over devices; each choice depends only on the seed and on names.
 
-Every way gives each device a name and its samples in two disjoint parts, to learn from and to score
-on. Names sort in the order of devices. The part of a sample, and its device by group or by
-Dirichlet shares, depend on its own bytes (`core/parts.py`): they stay when others are added.
-`evenly` and `by_label_shards` count samples, so all samples may move there.
+Every partition gives each device a name and its samples in two disjoint parts, to learn from and to
+score on. Names sort in the order of devices. The part of a sample, and its device by group or by
+Dirichlet shares, depend on the sample's own bytes (`core/parts.py`): they do not change when other
+samples are added. `evenly` and `by_label_shards` count samples, so there all samples may move.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def by_dirichlet(
     y = _labels(samples, labels)
     _check_devices(devices, len(y))
     if not 0 < alpha < math.inf:
-        raise InvalidInput(f"Dirichlet's alpha is finite and above 0, got {alpha}")
+        raise InvalidInput(f"Dirichlet's alpha must be finite and above 0, got {alpha}")
     u = places(_content(samples), f"{seed} dirichlet")
     if (distinct := len(np.unique(u))) < LEAST_SAMPLES * devices:
         raise InvalidInput(
@@ -80,6 +80,7 @@ def by_dirichlet(
         rows = np.flatnonzero(y == label)
         shares = _gamma(draws, alpha, devices)
         edges = np.cumsum(shares / shares.sum())[:-1]
+        # By the sample's own u, not by counting: adding samples moves no other sample.
         device_of = np.searchsorted(edges, u[rows], side="right")
         for device, part in enumerate(parts):
             part.append(rows[device_of == device])
@@ -102,6 +103,7 @@ def by_label_shards(
             f"{len(y)} samples give each of {devices} devices 1 to {most} pieces, got {shards}"
         )
     draws = Draws(seed, 0, "partition", "label shards")
+    # The order within a class is random; without this it would be that of the file.
     shuffled = draws.permutation(len(y))
     pieces = np.array_split(shuffled[np.argsort(y[shuffled], kind="stable")], devices * shards)
     dealt = draws.permutation(len(pieces)).reshape(devices, shards)
@@ -111,9 +113,10 @@ def by_label_shards(
 
 def _shards(samples: Samples, parts: Mapping[int, Array], held_out: float, seed: int) -> Shards:
     if not 0 < held_out < 1:
-        raise InvalidInput(f"the held-out share is between 0 and 1, got {held_out}")
+        raise InvalidInput(f"the held-out share must be between 0 and 1, got {held_out}")
     if len(parts) > MAX_DEVICES:
         raise InvalidInput(f"a study has at most {MAX_DEVICES} devices, got {len(parts)}")
+    # With leading zeros, so that names sort like numbers.
     width = len(str(max(parts)))
     named = {f"device-{k:0{width}}": rows for k, rows in parts.items()}
     return {name: _split(samples, rows, held_out, seed, name) for name, rows in named.items()}
@@ -146,6 +149,8 @@ def _filled(parts: list[list[Array]], u: Array) -> list[Array]:
     for i in range(len(rows)):
         while kinds[i] < LEAST_SAMPLES:
             largest = max(range(len(rows)), key=lambda k: (kinds[k], len(rows[k])))
+            # All copies of one sample: equal samples must be on one device, or it could score what
+            # another learned from.
             moving = u[rows[largest]] == u[rows[largest]].min()
             rows[i] = np.concatenate([rows[i], rows[largest][moving]])
             rows[largest] = rows[largest][~moving]
@@ -164,6 +169,7 @@ def _gamma(draws: Draws, alpha: float, n: int) -> Array:
     drawn: list[float] = []
     while len(drawn) < n:
         u, v, w = draws.uniform(3)
+        # A normal number (Box and Muller), then the test of Marsaglia and Tsang.
         z = math.sqrt(-2 * math.log(1 - u)) * math.cos(2 * math.pi * v)
         t = (1 + z / math.sqrt(9 * d)) ** 3
         if t > 0 and math.log(1 - w) < z * z / 2 + d - d * t + d * math.log(t):
@@ -171,27 +177,28 @@ def _gamma(draws: Draws, alpha: float, n: int) -> Array:
     values = np.asarray(drawn)
     if alpha < 1:
         values *= (1 - draws.uniform(n)) ** (1 / alpha)
+    # U^(1/alpha) underflows for a small alpha, and shares of 0 / 0 would be NaN.
     return np.asarray(np.maximum(values, np.finfo(np.float64).tiny))
 
 
 def _count(samples: Samples) -> int:
     sizes = {name: np.shape(x)[0] if np.ndim(x) else 0 for name, x in samples.items()}
     if len(set(sizes.values())) != 1 or not min(sizes.values()):
-        raise InvalidInput(f"samples are arrays of one first axis, at least 1; got {sizes}")
+        raise InvalidInput(f"all arrays must have the same number of samples, >= 1; got {sizes}")
     return int(next(iter(sizes.values())))
 
 
 def _labels(samples: Samples, name: str) -> Array:
     n = _count(samples)
     if name not in samples:
-        raise InvalidInput(f"labels are the array {name!r}; the samples are {sorted(samples)}")
+        raise InvalidInput(f"there is no array {name!r} of labels; there are {sorted(samples)}")
     y = np.asarray(samples[name])
     check_whole(y, n, "labels are")
     return y
 
 
 def check_whole(numbers: Array, n: int, what: str) -> None:
-    """InvalidInput unless `numbers` has a whole number for each of n samples."""
+    """Raise InvalidInput unless `numbers` has a whole number for each of n samples."""
     if numbers.shape != (n,) or numbers.dtype.kind not in "iu":
         seen = f"{numbers.dtype}{list(numbers.shape)}"
         raise InvalidInput(f"{what} {n} whole numbers, one for each sample; got {seen}")

@@ -1,4 +1,4 @@
-"""A study as one HTML page: tables, dots of devices, lines over rounds. It needs no other file."""
+"""A study as one self-contained HTML page: tables, dots of devices, lines over rounds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GROUPS: Final = (
 )
 LEAST_COMPARED: Final = 2
 MAX_POINTS: Final = 60
-"""Limit for the points of a line of losses, since each loss is of few samples."""
+"""Limit for the points of a line of losses; with more rounds, means of several are drawn."""
 OF_DEVICES: Final = "accuracy on a device's own held-out samples, %"
 OVER_ROUNDS: Final = "mean over devices, %, at the run's own rate"
 IN_ONE_PICTURE: Final = 6
@@ -47,7 +47,7 @@ LOSS_NOTE: Final = "of a batch; for maml, fomaml, meta-sgd of the query after th
 def page(trials: Sequence[Trial], title: str, facts: Mapping[str, str] | None = None) -> str:
     """Return the page. facts: what a reader has to know of the study, by name."""
     if not trials:
-        raise InvalidInput("a report is of at least one run")
+        raise InvalidInput("a report needs at least one run")
     body = [
         f"<h1>{_e(title)}</h1>",
         *(f"<p class='said'>{_e(line)}</p>" for line in verdicts(trials)),
@@ -105,6 +105,7 @@ def verdicts(trials: Sequence[Trial]) -> list[str]:
         behind: list[str] = []
         for name in sorted(scored.keys() - {best}, key=lambda name: -means[name]):
             gap = difference(scored[best], scored[name])
+            # Paired by device, which removes the large differences between devices from the error.
             others = behind if gap is not None and gap.shown else near
             others.append(f"{name} {_percent(means[name])}")
         parts = [f"{best} {_percent(means[best])}"]
@@ -193,7 +194,7 @@ def picture(
 ) -> str:
     """Return dots before and after adaptation, a column per group and algorithm, as SVG.
 
-    decimals: of the means written beside their bars. groups: seen devices, unseen ones, or both.
+    decimals: number of decimals of the means. groups: seen devices, unseen ones, or both.
     """
     ordered = sorted(_scored(trials), key=lambda pair: not pair[1])
     columns = [

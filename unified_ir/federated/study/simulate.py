@@ -38,7 +38,7 @@ from triplane.unified_ir.runtime import Plan
 PLAN: Final = "study.plan"
 PERSONAL: Final = "personal"
 NOW_S: Final = 0.0
-"""The clock of a simulation stands still, since nothing in it waits."""
+"""The constant clock of a simulation, in which nothing waits."""
 
 Arrays = Mapping[str, Array]
 OnRound = Callable[[RoundRow], None]
@@ -48,11 +48,11 @@ OnScores = Callable[[int, float | None, tuple[DeviceScore, ...]], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """One simulated run. devices: per round, 0 for all. run: as in a real run's leases.
+    """One simulated run. devices: number per round, 0 for all. run: its name in lease ids.
 
     steps, batch_size, support, query: a device's sampling, support 0 for all its samples.
-    evaluate_every: rounds between scorings, 0 to score at the end only. rates: of adaptation, tried
-    at the end in addition to the run's own; the best of all counts.
+    evaluate_every: rounds between scorings, 0 to score at the end only. rates: rates of adaptation
+    that are tried at the end in addition to the run's own; the best of all counts.
     """
 
     algorithm: str
@@ -75,8 +75,8 @@ class Study:
         Compressor(self.compression, keep=self.keep)
         if self.rounds < 1 or self.devices < 0 or self.evaluate_every < 0:
             raise InvalidInput(
-                f"a study has at least 1 round and counts that are not negative, got {self.rounds} "
-                f"rounds, {self.devices} devices, scored every {self.evaluate_every}"
+                f"a study needs at least 1 round and counts >= 0, got {self.rounds} "
+                f"rounds, {self.devices} devices, evaluate_every {self.evaluate_every}"
             )
         if self.rates and row.learns_rates:
             raise InvalidInput(f"{row.name} learns its rates of adaptation; give no others")
@@ -101,11 +101,12 @@ def simulate(
     """
     others = dict(unseen or {})
     if both := sorted(shards.keys() & others.keys()):
-        raise InvalidInput(f"a device takes part or is unseen, not both: {both[:4]}")
+        raise InvalidInput(f"a device must either take part or be unseen, not both: {both[:4]}")
     if not shards or study.devices > len(shards):
         raise InvalidInput(f"a round asks {study.devices or 1} devices; there are {len(shards)}")
     with TemporaryDirectory() as temporary:
         path = Path(temporary) / PLAN
+        # Through a file, so that a study runs exactly the plan that a device would receive.
         digest = plan_of(module, study.algorithm, study.hyper, path).digest
         plan = Plan.load(path, expected_digest=digest)
     keeper = None if folder is None else Keeper(folder, identity(digest, study, shards, others))
@@ -163,6 +164,7 @@ class _Simulation:
     def _begin(self) -> machine.RunState:
         study = self.study
         count = study.devices or len(self.seen)
+        # Every device reports at once, so deadline and patience never matter.
         plan = machine.RunPlan(
             rounds=study.rounds, devices=count, asked=count, quorum=count, deadline_s=1.0,
             patience_s=0.0, evaluate_every=study.evaluate_every, seed=study.seed,
@@ -212,6 +214,7 @@ class _Simulation:
         except InvalidInput as error:
             raise InvalidInput(f"{name} in round {number}: {error}") from error
         rng = Draws(self.study.seed, number, lease.id, "compression")
+        # Packed and unpacked again, because the cloud sees only what compression leaves.
         sent, lost = self.compressor.pack(done.change, place.remainders.get(name, {}), rng)
         personal = {**place.personal, name: self.plan.state(PERSONAL)} if self.fresh else {}
         remainders = {**place.remainders, name: lost} if lost else place.remainders
@@ -223,6 +226,7 @@ class _Simulation:
         return self.compressor.unpack(sent), update
 
     def _reduce(self, learned: Sequence[tuple[Arrays, machine.Update]]) -> None:
+        # The default argument binds each change; a closure would see the last one.
         opened = [(update.examples, lambda c=change: c) for change, update in learned]
         shared, slots = reduce(
             self.place.shared, self.place.slots, opened,
@@ -254,6 +258,7 @@ class _Simulation:
     def _sweep(self) -> dict[float, tuple[DeviceScore, ...]]:
         """Return the scores at the end by rate, the run's own included; empty without rates."""
         study = self.study
+        # The rate is state of the plan, so other rates need no other graphs.
         own = {name: x for name, x in self.plan.state().items() if name == LR}
         last = tuple(s for s in self.place.scores if s.round == study.rounds)
         sweep = {}

@@ -29,7 +29,7 @@ class SampleSource:
 
     data: the name digits, an npz file, IDX files or a folder of images. x, y, group, split: keys of
     an npz; group assigns each sample to a device; samples where split is not 0 belong to unseen
-    devices. devices: their number, for every way but "group". unseen: share of devices that are
+    devices. devices: their number, unless the way is "group". unseen: share of devices that are
     only scored, without split. least: smaller groups are left out.
     """
 
@@ -65,10 +65,10 @@ def devices_of(source: SampleSource, module: Module) -> tuple[Shards, Shards]:
 def _read(source: SampleSource) -> tuple[Dataset, dict[str, Array]]:
     keys = [key for key in (source.group, source.split) if key]
     if (source.way == "group") != bool(source.group):
-        raise InvalidInput("a partition by group, and no other, names the column of groups")
+        raise InvalidInput("a partition by group, and only that, needs the column of groups")
     if source.split and not source.group:
         raise InvalidInput(
-            f"the column {source.split!r} marks unseen groups, and no column of groups is named; "
+            f"the column {source.split!r} marks unseen groups, but no column of groups is named; "
             "name one, or give the share of unseen devices"
         )
     if Path(source.data).suffix != NPZ:
@@ -78,7 +78,7 @@ def _read(source: SampleSource) -> tuple[Dataset, dict[str, Array]]:
     try:
         columns = npz.columns(Path(source.data), [source.x, source.y, *keys])
     except NotFound as error:
-        raise NotFound(f"{error}; x, y, group and split say which array is which") from error
+        raise NotFound(f"{error}; the options x, y, group and split name the arrays") from error
     dataset = from_arrays(columns[source.x], columns[source.y])
     for key in keys:
         partition.check_whole(columns[key], len(dataset), f"column {key!r} must have")
@@ -97,12 +97,12 @@ def _check_samples(source: SampleSource, x: Array, module: Module) -> None:
 
 
 def _check_labels(source: SampleSource, y: Array, module: Module) -> None:
-    """Refuse what a classifier cannot learn, before a graph fails on it."""
+    """Refuse labels that a classifier cannot learn, before a graph fails on them."""
     least, most = int(y.min()), int(y.max())
     if least == most:
         raise InvalidInput(
-            f"all {len(y)} samples of {source.data} have the label {most}; a study compares "
-            "classifiers of at least two: is another array meant?"
+            f"all {len(y)} samples of {source.data} have the label {most}, but a study compares "
+            "classifiers of at least two classes; did you mean another array?"
         )
     shape = module.entry("predict").results[0].type.shape
     classes = shape[-1] if len(shape) == 2 else None
@@ -136,9 +136,10 @@ def _parted(source: SampleSource, samples: Samples, groups: Array | None) -> Sha
 
 def _chosen(source: SampleSource, shards: Shards) -> tuple[Shards, Shards]:
     if not 0 <= source.unseen < 1:
-        raise InvalidInput(f"the share of unseen devices is in [0, 1), got {source.unseen}")
+        raise InvalidInput(f"the share of unseen devices must be in [0, 1), got {source.unseen}")
     names = sorted(shards)
     order = Draws(source.seed, 0, "partition", "unseen").permutation(len(names))
+    # At least one device takes part.
     count = min(round(len(names) * source.unseen), len(names) - 1)
     apart = {names[k] for k in order[:count]}
     return (
@@ -151,5 +152,5 @@ def batch_names(module: Module) -> tuple[str, str]:
     """Return the model's names of samples and labels; InvalidInput if it has other inputs."""
     names = [value.name for value in objective_of(module).batch]
     if len(names) != 2:
-        raise InvalidInput(f"data here is samples and labels; the model's loss takes {names}")
+        raise InvalidInput(f"a study needs a loss of samples and labels; this one takes {names}")
     return names[0], names[1]

@@ -29,8 +29,8 @@ class RoundRow:
 class DeviceScore:
     """Accuracy of a device on its held-out samples after a round.
 
-    seen: whether it took part in learning. after: with adaptation on its own support, which is not
-    scored.
+    seen: whether it took part in learning. before, after: without and with adaptation on its own
+    support samples, which are not among the scored ones.
     """
 
     device: str
@@ -84,6 +84,7 @@ def difference(ours: Iterable[DeviceScore], theirs: Iterable[DeviceScore]) -> Di
     if len(gains) < LEAST_PAIRS:
         return None
     mean = _mean(gains)
+    # Standard error of a mean: sqrt(s^2 / n) with the unbiased s^2 = sum (d - mean)^2 / (n - 1).
     variance = math.fsum((d - mean) ** 2 for d in gains) / (len(gains) - 1)
     return Difference(mean, 2 * math.sqrt(variance / len(gains)))
 
@@ -107,7 +108,7 @@ class Trial:
         return self.rounds[-1].number if self.rounds else 0
 
     def summary(self, *, seen: bool, round_: int | None = None) -> Summary | None:
-        """Summarize the devices that took part, or the others; by default after the last round."""
+        """Summarize the devices that took part or the others, by default after the last round."""
         number = self.last_round if round_ is None else round_
         return summary(s for s in self.scores if s.seen is seen and s.round == number)
 
