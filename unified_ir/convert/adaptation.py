@@ -28,7 +28,7 @@ LOSS: Final = "loss"
 def adapt_steps(module: Module) -> int:
     """Return the number of steps of adaptation; 0 if the module is served as it is."""
     text = module.meta.get(STEPS_KEY, "0")
-    if not text.isdecimal() or int(text[:9]) > MAX_ADAPT_STEPS:
+    if not text.isdecimal() or len(text) > 9 or int(text) > MAX_ADAPT_STEPS:
         raise InvalidInput(
             f"meta {STEPS_KEY!r} must be a number from 0 to {MAX_ADAPT_STEPS}, got {text[:40]!r}"
         )

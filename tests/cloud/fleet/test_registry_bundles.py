@@ -1,10 +1,11 @@
 """What the metadata lets the automatic role do, as rollouts hear it."""
 
 import asyncio
+import hashlib
 from typing import Any, cast
 
 import pytest
-from tests.attacks.trust_stage import bundle_entry, stage
+from tests.attacks.trust_stage import GOLDEN, bundle_entry, stage
 from tests.cloud.registry.makers import maker
 from tests.cloud.registry.models import asked, registry_of
 
@@ -12,7 +13,7 @@ from triplane.cloud.fleet.registry_bundles import RegistryBundles
 from triplane.cloud.fleet.state import FleetNode, NodeAssignment
 from triplane.cloud.fleet.values import Limit
 from triplane.cloud.store import Database
-from triplane.proto.errors import Unavailable
+from triplane.proto.errors import NotFound, Unavailable
 from triplane.proto.targets import Rule
 
 
@@ -55,3 +56,26 @@ def test_a_node_waits_for_a_bundle_that_the_cloud_lost_and_makes_again(tmp_path)
         asyncio.run(main())
     finally:
         database.close()
+
+
+def test_a_node_of_an_automatic_model_reads_the_samples_that_judge_it_and_no_others(tmp_path):
+    made = stage(tmp_path)
+    made.allow(digits=Rule(0.25, "golden/digits", "accuracy", 0.9))
+    bundles = RegistryBundles(cast("Any", NoBundles()), made.repository)
+    samples = hashlib.sha256(GOLDEN).digest()
+
+    def node(model, role):
+        path = f"{role}/{model}@2+ort-x64.bundle"
+        return FleetNode(name="n1", held={model: NodeAssignment(version=2, path=path)})
+
+    asyncio.run(bundles.check_readable(node("digits", "auto"), samples))
+    for other in (node("digits", "release"), node("letters", "auto")):
+        with pytest.raises(NotFound, match="nodes read only bundles that are assigned to them"):
+            asyncio.run(bundles.check_readable(other, samples))
+
+
+class NoBundles:
+    """A registry that has none yet."""
+
+    async def bundle(self, model, version, target):
+        raise NotFound(f"no bundle of {model}@{version}")
