@@ -176,7 +176,7 @@ class Cloud:
         push(self.registry.stop)
         await self.registry.start()
         self.bundles = RegistryBundles(self.registry, self.repository)
-        self.fleet = LiveFleet(self.database, self.bundles, audit.record, clock=self._clock)
+        self.fleet = LiveFleet(self.database, self.bundles, clock=self._clock)
         push(self.fleet.stop)
         push(self._tasks.stop)
         await self.fleet.start()

@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import sqlalchemy as sa
 
@@ -29,7 +29,7 @@ from triplane.cloud.federation.results import Results, algorithm_text
 from triplane.cloud.federation.run_projection import RunProjection
 from triplane.cloud.federation.update_store import UpdateStore, printable
 from triplane.cloud.federation.work_documents import WorkDocuments
-from triplane.cloud.identity import audit as audit_log
+from triplane.cloud.identity import audit
 from triplane.cloud.registry.registry import Registry
 from triplane.cloud.registry.values import KEY_BYTES
 from triplane.cloud.store import Database
@@ -69,13 +69,12 @@ class Federation:
         children: Children | None = None,
         strategies: Path | None = None,
         send: SendWork = _send_nothing,
-        audit: audit_log.RecordAudit = audit_log.record,
         may_release: Callable[[str], None] = _nobody,
         clock: Callable[[], float] = time.time,
         epoch: str = "",
     ) -> None:
         self._db, self._registry, self._may_release = db, registry, may_release
-        self._audit, self._clock = audit, clock
+        self._clock = clock
         self.live = LiveRuns(db, clock, epoch or secrets.token_hex(8))
         self.updates = UpdateStore(folder / "updates", blobs, self.live.small_update)
         children = children or Children(folder / "children")
@@ -140,7 +139,7 @@ class Federation:
             record = journal.begin(connection, new)
             if record.id == new.id:
                 details = {"model": spec.model, "algorithm": algorithm_text(spec)}
-                self._note(connection, by, "federation.start", new.id, details)
+                audit.record(connection, self._clock(), by, "federation.start", new.id, details)
             return record
 
         record = await self._db.write(work)
@@ -217,7 +216,9 @@ class Federation:
             raise Conflict(f"run {record.id} is over; start a new one")
         self._recovery.check_taken_up([record.id])
         await self._db.write(
-            lambda c: self._note(c, by, action, record.id, {"reason": printable(reason)})
+            lambda c: audit.record(
+                c, self._clock(), by, action, record.id, {"reason": printable(reason)}
+            )
         )
         return record
 
@@ -242,16 +243,4 @@ class Federation:
             down=sum(self._documents.bytes_down(live).values()) if live else 0,
             waits=self.live.waits(record.id),
             waiting=self.devices.waiting() if live and not live.is_over else {},
-        )
-
-    def _note(
-        self, connection: sa.Connection, by: str, action: str, subject: str, details: dict[str, Any]
-    ) -> None:
-        self._audit(
-            connection,
-            time_s=self._clock(),
-            actor=by,
-            action=action,
-            subject=subject,
-            details=details,
         )

@@ -10,7 +10,7 @@ import json
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import sqlalchemy as sa
 from cryptography import x509
@@ -121,7 +121,7 @@ class Principals:
                 )
             )
             details = {"role": role.value, "valid_s": valid_s}
-            _log(connection, now, actor, "token.create", name, details)
+            audit.record(connection, now, actor, "token.create", name, details)
 
         await self._database.write(work)
         return Invitation(str(token), name, now + valid_s)
@@ -160,7 +160,7 @@ class Principals:
                 .values(request=request, certificate=der)
             )
             details = {"role": row.role, "serial": serial_of(certificate)}
-            _log(connection, now, row.name, "identity.enrol", row.name, details)
+            audit.record(connection, now, row.name, "identity.enrol", row.name, details)
             return EnrolmentResult(der, row.name, role, json.loads(row.labels))
 
         return await self._changed(work)
@@ -184,7 +184,9 @@ class Principals:
                 .values(expires_s=now + OLD_CERTIFICATE_S)
             )
             _store(connection, certificate, name, now)
-            _log(connection, now, name, "identity.renew", name, {"serial": serial_of(certificate)})
+            audit.record(
+                connection, now, name, "identity.renew", name, {"serial": serial_of(certificate)}
+            )
             return certificate.public_bytes(serialization.Encoding.DER)
 
         return await self._changed(work)
@@ -197,7 +199,7 @@ class Principals:
         def work(connection: sa.Connection) -> None:
             _admit(connection, certificate, name, role, now)
             details = {"role": role.value, "serial": serial_of(certificate)}
-            _log(connection, now, "cloud", "identity.enrol", name, details)
+            audit.record(connection, now, "cloud", "identity.enrol", name, details)
 
         try:
             self._database.write_now(work)
@@ -219,7 +221,7 @@ class Principals:
                 sa.update(CERTIFICATES).where(CERTIFICATES.c.name == name).values(revoked=True)
             )
             connection.execute(sa.delete(TOKENS).where(TOKENS.c.name == name))
-            _log(connection, now, actor, "identity.revoke", name, {"reason": reason[:500]})
+            audit.record(connection, now, actor, "identity.revoke", name, {"reason": reason[:500]})
             revoked = _principal(connection, name)
             assert revoked is not None
             return revoked
@@ -277,17 +279,6 @@ class Principals:
         writing = asyncio.create_task(self._database.write(work))
         writing.add_done_callback(lambda _: self._known.forget())
         return await asyncio.shield(writing)
-
-
-def _log(
-    connection: sa.Connection,
-    now: float,
-    actor: str,
-    action: str,
-    name: str,
-    details: Mapping[str, Any],
-) -> None:
-    audit.record(connection, time_s=now, actor=actor, action=action, subject=name, details=details)
 
 
 def serial_of(certificate: x509.Certificate) -> str:

@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from sqlalchemy import Connection
 
-from triplane.cloud.identity import audit as audit_log
+from triplane.cloud.identity import audit
 from triplane.cloud.registry import queries
 from triplane.cloud.registry.collecting import claim
 from triplane.cloud.registry.conversions import Conversions, Files
@@ -59,12 +59,11 @@ class Registry:
         blobs: BlobFolder,
         conversions: Conversions,
         *,
-        audit: audit_log.RecordAudit = audit_log.record,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.blobs = blobs
         self._db, self._conversions = db, conversions
-        self._audit, self._clock = audit, clock
+        self._clock = clock
         self._running: dict[Key, asyncio.Task[None]] = {}
         self._listeners: list[Callable[[BundleRecord], None]] = []
         self._stopping = False
@@ -118,7 +117,7 @@ class Registry:
         # The upload replaced damaged copies of these files, so what failed on them may succeed now.
         queries.allow_again(connection, {push.blob, *push.recipe.blobs})
         details = {"model_digest": digest.hex(), "aliases": sorted(set(push.aliases))}
-        self._note(connection, by, "registry.push", str(version), details)
+        audit.record(connection, self._clock(), by, "registry.push", str(version), details)
         return version
 
     async def version(self, reference: str) -> Version:
@@ -158,7 +157,7 @@ class Registry:
         def work(connection: Connection) -> Model:
             queries.point(connection, parsed.model, alias, version)
             details = {"alias": alias, "version": version}
-            self._note(connection, by, "registry.alias", parsed.model, details)
+            audit.record(connection, self._clock(), by, "registry.alias", parsed.model, details)
             return queries.model(connection, parsed.model)
 
         return await self._db.write(work)
@@ -204,7 +203,9 @@ class Registry:
 
         def work(connection: Connection) -> BundleRecord:
             signed = queries.sign(connection, model, version, target, path)
-            self._note(connection, by, "registry.signed", str(signed), {"path": path})
+            audit.record(
+                connection, self._clock(), by, "registry.signed", str(signed), {"path": path}
+            )
             return signed
 
         signed = await self._db.write(work)
@@ -226,7 +227,9 @@ class Registry:
             ]
             for bundle in changed:
                 details = {"path": bundle.signed_path}
-                self._note(connection, SYSTEM, "registry.signed", str(bundle), details)
+                audit.record(
+                    connection, self._clock(), SYSTEM, "registry.signed", str(bundle), details
+                )
             return changed
 
         changed = await self._db.write(work)
@@ -361,7 +364,7 @@ class Registry:
             if ended.state is State.READY:
                 queries.keep_report(connection, ended, report)
             details = {"state": ended.state.name, "reason": ended.reason}
-            self._note(connection, SYSTEM, "registry.bundle", str(ended), details)
+            audit.record(connection, self._clock(), SYSTEM, "registry.bundle", str(ended), details)
             return ended
 
         outcome = await self._db.write(work)
@@ -400,18 +403,6 @@ class Registry:
             needs=converted.needs,
         )
         return ready, converted.report
-
-    def _note(
-        self, connection: Connection, by: str, action: str, subject: str, details: dict[str, Any]
-    ) -> None:
-        self._audit(
-            connection,
-            time_s=self._clock(),
-            actor=by,
-            action=action,
-            subject=subject,
-            details=details,
-        )
 
     def _tell(self, bundle: BundleRecord) -> None:
         for callback in self._listeners:
