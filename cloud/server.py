@@ -49,12 +49,8 @@ from triplane.cloud.registry import Conversions, Registry, RegistryServicer
 from triplane.cloud.registry.collecting import claim
 from triplane.cloud.releasing import Releasing, check_release
 from triplane.cloud.sessions import SessionPeer, Sessions, SessionServicer
-from triplane.cloud.upkeep import (
-    BackgroundTasks,
-    BlobCollection,
-    MetadataUpkeep,
-    OperatorIdentity,
-)
+from triplane.cloud.tasks import BackgroundTasks
+from triplane.cloud.upkeep import BlobCollection, MetadataUpkeep, OperatorIdentity
 from triplane.proto import enrolment_pb2_grpc as enrolment_grpc
 from triplane.proto import federation_pb2_grpc as federation_grpc
 from triplane.proto import fleet_pb2_grpc as fleet_grpc

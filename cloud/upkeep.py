@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from typing import Final
 
 from triplane.cloud.home import Home, one_renews
 from triplane.cloud.identity import audit
@@ -16,6 +16,7 @@ from triplane.cloud.registry import Registry
 from triplane.cloud.registry.collecting import Stored, collect
 from triplane.cloud.roots import recorded, roots_of
 from triplane.cloud.store import Database
+from triplane.cloud.tasks import BackgroundTasks
 from triplane.cloud.trust import MetadataRepository
 from triplane.cloud.trust.expiring import due
 from triplane.proto.blobs import BlobFolder
@@ -46,25 +47,6 @@ COLLECT_FIRST_S: Final = 3600.0
 COLLECT_EVERY_S: Final = 86_400.0
 COLLECT_AGE_S: Final = 7 * 86_400.0
 """Age at which unreferenced blobs are removed: an interrupted upload may be resumed until then."""
-
-
-class BackgroundTasks:
-    """Tasks that end with the process."""
-
-    def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """Run it until it ends or `stop` is called."""
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def stop(self) -> None:
-        """Cancel every task and wait for its end."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
 class MetadataUpkeep:

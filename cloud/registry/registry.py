@@ -29,6 +29,7 @@ from triplane.cloud.registry.values import (
     Version,
 )
 from triplane.cloud.store import Database
+from triplane.cloud.tasks import BackgroundTasks
 from triplane.proto.blobs import BlobFolder, digest_of
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, TriplaneError, Unavailable
 from triplane.proto.targets import SignedTarget
@@ -64,7 +65,7 @@ class Registry:
         self.blobs = blobs
         self._db, self._conversions = db, conversions
         self._clock = clock
-        self._running: dict[Key, asyncio.Task[None]] = {}
+        self._tasks = BackgroundTasks()  # conversions under way, by key of their bundle
         self._listeners: list[Callable[[BundleRecord], None]] = []
         self._stopping = False
 
@@ -77,10 +78,7 @@ class Registry:
     async def stop(self) -> None:
         """End the children; after `start`, their conversions begin again."""
         self._stopping = True
-        running = list(self._running.values())
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await self._tasks.stop()
 
     async def push(self, push: Push, *, by: str) -> Version:
         """Register an uploaded model file as the next version; the same key gives the same one.
@@ -172,7 +170,7 @@ class Registry:
         stored = await self._db.read(lambda connection: queries.bundle(connection, *key))
         if stored is None:
             await asyncio.to_thread(_check_target, target)
-        if stored is not None and (key in self._running or not await self._may_begin(stored)):
+        if stored is not None and (key in self._tasks.running or not await self._may_begin(stored)):
             return stored
         return await self._begin(key)
 
@@ -181,7 +179,7 @@ class Registry:
         asked = await self.bundle(model, version, target)
         if asked.state is not State.CONVERTING:
             return asked
-        task = self._running.get((model, version, target))
+        task = self._tasks.running.get((model, version, target))
         if task is not None:
             await asyncio.wait([task])
         if self._stopping:
@@ -262,7 +260,7 @@ class Registry:
 
     async def _is_outdated(self, bundle: BundleRecord) -> bool:
         """Return whether its state is out of date: its file is lost, or lost inputs are back."""
-        if bundle.key in self._running:
+        if bundle.key in self._tasks.running:
             return False
         if bundle.state is State.READY:
             return await asyncio.to_thread(self.blobs.is_lost, bundle.blob)
@@ -334,11 +332,9 @@ class Registry:
             self._convert(left)
 
     def _convert(self, asked: BundleRecord) -> None:
-        if asked.key in self._running or self._stopping:
+        if asked.key in self._tasks.running or self._stopping:
             return
-        task = asyncio.create_task(self._converted(asked), name=f"convert {asked}")
-        self._running[asked.key] = task
-        task.add_done_callback(lambda _: self._running.pop(asked.key, None))
+        self._tasks.spawn(self._converted(asked), f"convert {asked}", key=asked.key)
 
     async def _converted(self, asked: BundleRecord) -> None:
         started_s = time.monotonic()

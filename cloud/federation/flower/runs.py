@@ -36,6 +36,7 @@ from triplane.cloud.federation.spec import with_defaults
 from triplane.cloud.federation.update_store import Refusal, UpdateStore, most_examples
 from triplane.cloud.registry.collecting import claim
 from triplane.cloud.store import Database
+from triplane.cloud.tasks import BackgroundTasks
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.blobs import BlobFolder
 from triplane.proto.errors import (
@@ -112,7 +113,7 @@ class FlowerRuns:
         self._blobs, self._folder, self._strategies = blobs, folder, strategies
         self._put, self._limits = put, limits
         self._runs: dict[str, _Run] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
         remove_job_folders(folder, PREFIX)
 
     async def check(self, spec: pb.Spec, live: int) -> None:
@@ -136,9 +137,7 @@ class FlowerRuns:
 
     async def stop(self) -> None:
         """End every process; `take_up` continues its run."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.stop()
         await asyncio.gather(*(self._end(run) for run in self._runs.values()))
 
     def message(self, run: str, state: RunState, device: str) -> str | None:
@@ -246,13 +245,15 @@ class FlowerRuns:
         if state.phase is Phase.STOPPED or state.phase in ENDED:
             idle = self._runs.pop(record.id, None)
             if idle is not None:
-                self._spawn(self._ended(idle, LAST_S if state.phase is Phase.DONE else 0.0))
+                wait_s = LAST_S if state.phase is Phase.DONE else 0.0
+                self._tasks.spawn(self._ended(idle, wait_s), f"end strategy of {record.id}")
             return
         run = self._of(record.id)
         if state.phase is not Phase.COLLECTING or at_hand is None or run.asking is not None:
             return
         if run.asked is None or turn_of(run.asked) != turn_of(at_hand):
-            run.asking = self._spawn(self._ask(run, record, projection, at_hand))
+            work = self._ask(run, record, projection, at_hand)
+            run.asking = self._tasks.spawn(work, f"ask strategy of {record.id}")
 
     # Turns
 
@@ -452,12 +453,6 @@ class FlowerRuns:
 
     def _of(self, run: str) -> _Run:
         return self._runs.setdefault(run, _Run())
-
-    def _spawn(self, work: Any) -> asyncio.Task[None]:
-        task: asyncio.Task[None] = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
     async def _ended(self, run: _Run, wait_s: float) -> None:
         """End a process that is no longer needed, after at most `wait_s`."""
