@@ -1,4 +1,4 @@
-"""Rewriting a function: node by node (`Rewriter`), or where a rule finds a pattern (`rewritten`).
+"""Rewriting a function: node by node (`Rewriter`), or where a rule finds a pattern (`apply_rule`).
 
 Both return a new function with the old signature. Values that stay keep their identity, so a value
 of the old function can be looked up in the new one.
@@ -120,7 +120,7 @@ Rule = Callable[[View, Node], list[Node] | None]
 """(the function, one of its nodes) -> nodes that replace it; None if the rule does not apply."""
 
 
-def rewritten(function: Function, rule: Rule) -> Function:
+def apply_rule(function: Function, rule: Rule) -> Function:
     """Apply a rule to every node of the function, and drop the nodes that this leaves dead."""
     view = View(function.producers(), function.reads())
     parts = [rule(view, node) for node in function.nodes]
