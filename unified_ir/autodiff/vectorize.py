@@ -3,6 +3,8 @@
 A scan is correct for every row and every region: it applies the node to one slice after the other.
 Branches and loops that take another course in each slice are scanned by design: computing both
 branches and selecting would let the branch not taken fail, or spoil a gradient by 0 * inf.
+
+Types change with the new axis, so nodes are recorded again (`Replay`, decision 0055).
 """
 
 from __future__ import annotations

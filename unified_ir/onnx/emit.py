@@ -4,6 +4,8 @@ Invariants: the same function gives the same bytes; the model uses only operator
 those that the target names; parameters and results keep their names, except that the new value of a
 parameter `w` is the output `w:next`. Rows that the target's opset lacks are replaced by their
 bodies; symbolic sizes are read from the first value that has them.
+
+Emission writes ONNX and makes no function, so it is not a `Rewriter` (decision 0055).
 """
 
 from __future__ import annotations
