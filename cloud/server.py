@@ -229,7 +229,7 @@ class Cloud:
     async def _reconcile(self) -> None:
         """Add and remove nodes that were enrolled or revoked without the fleet's knowledge."""
         known = {node.name for node in self.fleet.nodes()}
-        for who in await self.principals.listed():
+        for who in await self.principals.all():
             if who.revoked and who.name in known:
                 await self.fleet.remove_node(who.name, "revoked")
             elif not who.revoked and who.name not in known:

@@ -185,7 +185,7 @@ class Federation:
     async def halt(self, id: str, *, reason: str, by: str) -> pb.Run:  # noqa: A002
         """Stop a run; it can be resumed. Conflict: it is over."""
         why = printable(reason) or f"stopped by {by}"
-        record = await self._steered(id, "federation.stop", by, reason)
+        record = await self._record_change(id, "federation.stop", by, reason)
         await self._preparation.halt(record.id, why)
         run = self.live.get(record.id)
         if run is not None:
@@ -197,7 +197,7 @@ class Federation:
     async def resume(self, id: str, *, reason: str, by: str) -> pb.Run:  # noqa: A002
         """Let a stopped run go on. Conflict: it is over."""
         why = printable(reason) or f"resumed by {by}"
-        record = await self._steered(id, "federation.resume", by, reason)
+        record = await self._record_change(id, "federation.resume", by, reason)
         run = self.live.get(record.id)
         if run is not None:
             await run.put(
@@ -207,7 +207,7 @@ class Federation:
             await self._preparation.resume(record)
         return await self.run(record.id)
 
-    async def _steered(self, id: str, action: str, by: str, reason: str) -> RunRecord:  # noqa: A002
+    async def _record_change(self, id: str, action: str, by: str, reason: str) -> RunRecord:  # noqa: A002
         """Record a person's change of a run that has not ended, and return the run."""
         record, projection = await self._find(id)
         if record.before == "failed" or (

@@ -163,7 +163,7 @@ class Principals:
             audit.record(connection, now, row.name, "identity.enrol", row.name, details)
             return EnrolmentResult(der, row.name, role, json.loads(row.labels))
 
-        return await self._changed(work)
+        return await self._write(work)
 
     async def renew(self, name: str, request: bytes) -> bytes:
         """Issue a new certificate (DER) for a name; the old one stays valid for another hour."""
@@ -189,7 +189,7 @@ class Principals:
             )
             return certificate.public_bytes(serialization.Encoding.DER)
 
-        return await self._changed(work)
+        return await self._write(work)
 
     def admit_now(self, request: bytes, name: str, role: PrincipalRole) -> x509.Certificate:
         """Enrol a name without a token: the first operator, created with the cloud itself."""
@@ -226,16 +226,9 @@ class Principals:
             assert revoked is not None
             return revoked
 
-        return await self._changed(work)
+        return await self._write(work)
 
-    async def named(self, name: str) -> Principal:
-        """Return one principal. NotFound."""
-        principal = await self._database.read(lambda connection: _principal(connection, name))
-        if principal is None:
-            raise NotFound(f"no principal {name[:80]!r}")
-        return principal
-
-    async def listed(self) -> list[Principal]:
+    async def all(self) -> list[Principal]:
         """Return all principals, by name."""
 
         def work(connection: sa.Connection) -> list[Principal]:
@@ -274,7 +267,7 @@ class Principals:
         self._known.keep((serial, name, key), who, expires_s=expires_s, now_s=now, at=at)
         return who
 
-    async def _changed(self, work: Callable[[sa.Connection], T]) -> T:
+    async def _write(self, work: Callable[[sa.Connection], T]) -> T:
         """Write, and drop the cached answers after the commit, even if the caller is gone."""
         writing = asyncio.create_task(self._database.write(work))
         writing.add_done_callback(lambda _: self._known.forget())

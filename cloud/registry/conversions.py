@@ -112,7 +112,7 @@ class Conversions:
             }
             done = await self._jobs.run(job, order, self._limits.convert_s)
             with expected(CHILD):
-                bundle = _made(done, out, new_report)
+                bundle = _result_of(done, out, new_report)
             yield bundle
 
 
@@ -166,7 +166,7 @@ def _named(link: Path, file: Path | None) -> str | None:
     return str(link)
 
 
-def _made(done: Mapping[str, Any], path: Path, report: Path) -> Made:
+def _result_of(done: Mapping[str, Any], path: Path, report: Path) -> Made:
     needs = done["needs"]
     if report.stat().st_size > MAX_REPORT_BYTES:
         raise ValueError(f"a report of {report.stat().st_size} bytes")

@@ -73,7 +73,7 @@ class Registry:
         """Continue the conversions that an earlier process left unfinished."""
         unfinished = await self._db.read(lambda c: queries.in_state(c, State.CONVERTING))
         for bundle in unfinished:
-            await self._again(bundle)
+            await self._begin_again(bundle)
 
     async def stop(self) -> None:
         """End the children; after `start`, their conversions begin again."""
@@ -86,7 +86,7 @@ class Registry:
         NotFound: a blob was not uploaded, or no such parent. Conflict: the key made another version
         before. Corrupt, InvalidInput: the file is damaged, or it or its samples break a rule.
         """
-        known = await self._db.read(lambda connection: queries.pushed(connection, push))
+        known = await self._db.read(lambda connection: queries.version_of_push(connection, push))
         if known is not None:
             return known
         for blob in (push.blob, *push.recipe.blobs):
@@ -105,7 +105,7 @@ class Registry:
 
         digest: its root digest. The same key gives the same version, as for `push`.
         """
-        known = queries.pushed(connection, push)
+        known = queries.version_of_push(connection, push)
         if known is not None:
             return known
         # Looked up again inside the one writer, where blobs are collected too.
@@ -271,7 +271,7 @@ class Registry:
 
     async def _lost_input(self, bundle: BundleRecord, *, reread: bool = False) -> str:
         """Return the first lost or damaged input of this bundle's conversion; empty if none."""
-        version = await self._stored(bundle)
+        version = await self._version_of(bundle)
         named = {
             "model file": version.blob,
             "calibration samples": version.recipe.calibration,
@@ -285,7 +285,7 @@ class Registry:
                 return what
         return ""
 
-    async def _stored(self, bundle: BundleRecord) -> Version:
+    async def _version_of(self, bundle: BundleRecord) -> Version:
         reference = Reference(bundle.model, bundle.version)
         return await self._db.read(lambda connection: queries.get(connection, reference))
 
@@ -316,14 +316,14 @@ class Registry:
         assert begun_now is not None
         return begun_now
 
-    async def _again(self, left: BundleRecord) -> None:
+    async def _begin_again(self, left: BundleRecord) -> None:
         """Convert what a stopped cloud had begun, unless it seems to stop the cloud every time."""
 
         def work(connection: Connection) -> bool:
             begun, _ = queries.attempts(connection, left)
             if begun >= MAX_ATTEMPTS:
                 reason = f"its conversion was begun {begun} times, and the cloud ended each time"
-                queries.finish(connection, _failed(left, reason))
+                queries.finish(connection, _failed_record(left, reason))
                 return False
             queries.start(connection, *left.key)
             return True
@@ -334,26 +334,30 @@ class Registry:
     def _convert(self, asked: BundleRecord) -> None:
         if asked.key in self._tasks.running or self._stopping:
             return
-        self._tasks.spawn(self._converted(asked), f"convert {asked}", key=asked.key)
+        self._tasks.spawn(self._run_conversion(asked), f"convert {asked}", key=asked.key)
 
-    async def _converted(self, asked: BundleRecord) -> None:
+    async def _run_conversion(self, asked: BundleRecord) -> None:
         started_s = time.monotonic()
         may_retry = is_input_lost = False
         report = b""
         try:
             outcome, report = await self._make(asked)
         except _InputLost as error:
-            outcome, is_input_lost = _failed(asked, str(error)), True
+            outcome, is_input_lost = _failed_record(asked, str(error)), True
         except TriplaneError as error:
-            outcome, may_retry = _failed(asked, str(error)), isinstance(error, Unavailable)
+            outcome, may_retry = _failed_record(asked, str(error)), isinstance(error, Unavailable)
         except Exception as error:
             logger.exception("conversion failed", extra={"bundle": str(asked)})
-            outcome = _failed(asked, f"internal error: {type(error).__name__}; see the cloud's log")
+            outcome = _failed_record(
+                asked, f"internal error: {type(error).__name__}; see the cloud's log"
+            )
 
         def work(connection: Connection) -> BundleRecord:
             # Looked up inside the one writer, where blobs are collected too.
             is_lost = outcome.state is State.READY and not self.blobs.has(outcome.blob)
-            ended = _failed(asked, "its file was collected meanwhile") if is_lost else outcome
+            ended = (
+                _failed_record(asked, "its file was collected meanwhile") if is_lost else outcome
+            )
             queries.finish(
                 connection, ended, may_retry=may_retry or is_lost, is_input_lost=is_input_lost
             )
@@ -371,7 +375,7 @@ class Registry:
 
     async def _make(self, asked: BundleRecord) -> tuple[BundleRecord, bytes]:
         """Convert; return the finished bundle and its report."""
-        version = await self._stored(asked)
+        version = await self._version_of(asked)
         if lost := await self._lost_input(asked, reread=True):
             raise _InputLost(_lost_text(lost, version))
         files = self._files(version.model, version.blob, version.recipe)
@@ -442,5 +446,5 @@ def _check_target(name: str) -> None:
     target_row(name)
 
 
-def _failed(asked: BundleRecord, reason: str) -> BundleRecord:
+def _failed_record(asked: BundleRecord, reason: str) -> BundleRecord:
     return replace(asked, state=State.FAILED, reason=reason)

@@ -105,7 +105,7 @@ class Wire:
             with status_of(context):
                 request = parse(message_class, one(received))
             answers = (answer.SerializeToString() for answer in method(request, context))
-            return _seated(seats, context, caller, answers)
+            return _while_seated(seats, context, caller, answers)
 
         return behaviour
 
@@ -130,7 +130,7 @@ class Wire:
         def behaviour(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
             caller = self._caller(context)
             answers = method(parsed(messages, context, caller), context)
-            return _seated(
+            return _while_seated(
                 self.seats, context, caller, (answer.SerializeToString() for answer in answers)
             )
 
@@ -178,7 +178,7 @@ class Wire:
     def _stream(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """Answer one request at a time, in order. After an error the stream goes on."""
         caller = self._caller(context)
-        return _seated(self.seats, context, caller, self._answers(messages, context, caller))
+        return _while_seated(self.seats, context, caller, self._answers(messages, context, caller))
 
     def _answers(
         self, messages: Iterator[bytes], context: grpc.ServicerContext, caller: Caller
@@ -236,7 +236,7 @@ class Wire:
         return CallContext(until_s, arrived_ns, context.is_active, self.runs)
 
 
-def _seated(
+def _while_seated(
     seats: Seats, context: grpc.ServicerContext, caller: Caller, answers: Iterator[bytes]
 ) -> Iterator[bytes]:
     with contextlib.ExitStack() as stack:

@@ -18,7 +18,7 @@ from triplane.unified_ir.ir.graph import Function, Node
 from triplane.unified_ir.ir.types import is_plain
 from triplane.unified_ir.ops.batching import BatchedCall, NeedsScan, Ragged, elementwise, with_axis
 from triplane.unified_ir.ops.build import Build, body_function, region
-from triplane.unified_ir.ops.inline import Replay, inline, introduced
+from triplane.unified_ir.ops.inline import Replay, inline, introduced_sizes
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.row import OPEN
 from triplane.unified_ir.ops.rows.arithmetic.elementwise import broadcast_bool, broadcast_same
@@ -42,7 +42,7 @@ def vectorize(
     try:
         return _by_node(function, args, batched, size)
     except Ragged:
-        opened = {name for node in function.nodes for name in introduced(node)}
+        opened = {name for node in function.nodes for name in introduced_sizes(node)}
         if any(opened & r.type.symbols for r in function.results):
             raise
         results = _by_scan(partial(inline, function), args, batched)
@@ -113,7 +113,7 @@ class _BatchedReplay(Replay):
         return [y if b else with_axis(y, self.size) for y, b in zip(outputs, flags, strict=True)]
 
     def _scanned(self, call: BatchedCall, node: Node) -> list[Tensor]:
-        if introduced(node) or not all(map(is_plain, call.types)):
+        if introduced_sizes(node) or not all(map(is_plain, call.types)):
             raise _ragged(node)
 
         def once(inputs: Sequence[Tensor]) -> Sequence[Tensor]:

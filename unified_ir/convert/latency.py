@@ -110,7 +110,7 @@ def measure_latency(
     rounds = max(MIN_ROUNDS, min(ROUNDS, round(BUDGET_S / max(once_s, 1e-9))))
     timed = np.array(
         [
-            [_timed(s, feeds, n) for s, (n, _) in zip(sessions, calls, strict=True)]
+            [_seconds_per_call(s, feeds, n) for s, (n, _) in zip(sessions, calls, strict=True)]
             for _ in range(rounds)
         ]
     )
@@ -140,11 +140,13 @@ def _calls(session: Session, feeds: Mapping[str, Array]) -> tuple[int, float]:
     """Return (number of calls that take about RUN_S, seconds per call), after warming up."""
     for _ in range(WARM_UPS):
         session.run(feeds)
-    wall, _ = _timed(session, feeds, 3)
+    wall, _ = _seconds_per_call(session, feeds, 3)
     return max(1, min(MAX_CALLS, round(RUN_S / max(wall, 1e-9)))), wall
 
 
-def _timed(session: Session, feeds: Mapping[str, Array], calls: int) -> tuple[float, float]:
+def _seconds_per_call(
+    session: Session, feeds: Mapping[str, Array], calls: int
+) -> tuple[float, float]:
     """Return (wall, processor) seconds per call."""
     cpu, wall = time.process_time(), time.perf_counter()
     for _ in range(calls):

@@ -40,7 +40,7 @@ from triplane.unified_ir.onnx.target import DEFAULT, OnnxTarget
 from triplane.unified_ir.ops.build import expansion, note_contents
 from triplane.unified_ir.ops.emission import EmissionContext
 from triplane.unified_ir.ops.infer import onnx_attrs, type_proto
-from triplane.unified_ir.ops.inline import renewed
+from triplane.unified_ir.ops.inline import with_new_sizes
 from triplane.unified_ir.ops.row import Known
 from triplane.unified_ir.ops.table import TABLE, row_of
 from triplane.unified_ir.passes.clean import clean
@@ -249,7 +249,7 @@ class _Emitter(EmissionContext):
                 f"{row} does not exist in opset {self.target.opset}{why} and has no other form (at "
                 f"{node.meta.location}); choose a target with a newer opset"
             )
-        self.inline(node, clean(renewed(meaning, f"inner_{self.counter[0]}")))
+        self.inline(node, clean(with_new_sizes(meaning, f"inner_{self.counter[0]}")))
 
     def available(self, node: Node) -> bool:
         """Return whether the target's opset has the operator, in any version lowered by a rule.

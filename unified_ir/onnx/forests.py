@@ -128,7 +128,7 @@ def _leaves(x: Tensor, trees: _Trees) -> Tensor:
     for _ in range(trees.depth):
         feature, yes, no = (emit("Gather", t, at, axis=0) for t in tables)
         number = emit("GatherElements", x, feature, axis=1)
-        goes = _asked(number, emit("Gather", values, at, axis=0), at, trees, kinds)
+        goes = _split_holds(number, emit("Gather", values, at, axis=0), at, trees, kinds)
         if trees.tracks.any():
             tracked = emit("Gather", as_tensor(trees.tracks), at, axis=0)
             goes = emit("Or", goes, emit("And", emit("IsNaN", number), tracked))
@@ -136,7 +136,7 @@ def _leaves(x: Tensor, trees: _Trees) -> Tensor:
     return at
 
 
-def _asked(x: Tensor, v: Tensor, at: Tensor, trees: _Trees, kinds: Sequence[str]) -> Tensor:
+def _split_holds(x: Tensor, v: Tensor, at: Tensor, trees: _Trees, kinds: Sequence[str]) -> Tensor:
     """Return whether each current split holds."""
     goes = COMPARE[kinds[0]](x, v)
     for kind in kinds[1:]:

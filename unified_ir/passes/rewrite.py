@@ -14,7 +14,7 @@ import numpy as np
 from triplane.unified_ir.ir.graph import AttrValue, Function, Node, Value
 from triplane.unified_ir.ir.types import DType
 from triplane.unified_ir.ops.build import expansion, note_contents
-from triplane.unified_ir.ops.inline import renewed
+from triplane.unified_ir.ops.inline import with_new_sizes
 from triplane.unified_ir.ops.row import Known
 from triplane.unified_ir.ops.table import TABLE, row_of
 from triplane.unified_ir.passes.clean import drop_dead
@@ -66,7 +66,7 @@ class Rewriter:
 
     def spread(self, node: Node, body: Function) -> None:
         """Visit a body's nodes in place of the node."""
-        body = renewed(body, f"inner_{len(self.nodes)}")
+        body = with_new_sizes(body, f"inner_{len(self.nodes)}")
         present = [v for v in self.inputs(node) if v is not None]
         inner = dict(zip(body.params, present, strict=True))
         for part in body.nodes:

@@ -138,7 +138,7 @@ class TurnGrid(StreamGrid):
         return sorted(replies, key=lambda reply: int(reply.metadata.src_node_id))
 
 
-def shipped(name: str) -> Callable[..., Strategy]:
+def constructor_of(name: str) -> Callable[..., Strategy]:
     """Return the constructor of the strategy that Flower ships under that name."""
     make: Callable[..., Strategy] = getattr(strategy, name)
     return make
@@ -192,7 +192,7 @@ def same_arrays(some: Named, others: Named) -> bool:
     )
 
 
-def replied(data: bytes) -> tuple[dict[str, np.ndarray[Any, Any]] | None, dict[str, Any]]:
+def reply_contents(data: bytes) -> tuple[dict[str, np.ndarray[Any, Any]] | None, dict[str, Any]]:
     """(arrays, metrics) of a device's reply: its one record of each, arrays None where it has none.
 
     InvalidInput: these are no bytes of a reply, it says that the app failed, or has more records.
@@ -303,13 +303,13 @@ class Triplane(FedAvg):
     ) -> Iterable[Message]:
         """See `Strategy`."""
         self._state = named_arrays(arrays)
-        return self._asked(super().configure_train(server_round, arrays, config, grid))
+        return self._with_work(super().configure_train(server_round, arrays, config, grid))
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """See `Strategy`."""
-        return self._asked(super().configure_evaluate(server_round, arrays, config, grid))
+        return self._with_work(super().configure_evaluate(server_round, arrays, config, grid))
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -339,7 +339,7 @@ class Triplane(FedAvg):
         """See `Strategy`."""
         return super().aggregate_evaluate(server_round, list(replies))
 
-    def _asked(self, messages: Iterable[Message]) -> list[Message]:
+    def _with_work(self, messages: Iterable[Message]) -> list[Message]:
         """The messages with our work in them, and the plan for those that have not got it."""
         asked = []
         for message in messages:

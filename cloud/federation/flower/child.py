@@ -50,13 +50,13 @@ def main() -> None:
         raise InvalidInput("the strategy is through with its rounds")
     except Exception as error:  # noqa: BLE001 -- an operator's code may raise anything
         traceback.print_exc()
-        pipe.refuse(error if isinstance(error, TriplaneError) else _raised(error))
+        pipe.refuse(error if isinstance(error, TriplaneError) else _error_of(error))
     # Not through the interpreter's end, which would wait for threads that a strategy may have left.
     sys.stderr.flush()
     os._exit(0)
 
 
-def _raised(error: BaseException) -> TriplaneError:
+def _error_of(error: BaseException) -> TriplaneError:
     """Describe what the strategy raised, and where in its own file."""
     if isinstance(error, MemoryError):
         return Unavailable("the strategy needs more memory than it may take")

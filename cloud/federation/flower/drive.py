@@ -284,7 +284,7 @@ def make_strategy(order: Mapping[str, Any]) -> Any:
     """The strategy that an order names. InvalidInput, Conflict; or what an operator's raises."""
     if order["file"]:
         return _of_file(Path(order["file"]), order["attribute"], order)
-    make = adapter.shipped(order["strategy"])
+    make = adapter.constructor_of(order["strategy"])
     least = order["quorum"]
     counts = {
         "min_train_nodes": least,
@@ -296,7 +296,7 @@ def make_strategy(order: Mapping[str, Any]) -> Any:
         if not order["wraps"]:
             return make(**counts, **options)
         options.setdefault("num_sampled_clients", order["devices"])
-        return make(adapter.shipped("FedAvg")(**counts), **options)
+        return make(adapter.constructor_of("FedAvg")(**counts), **options)
     except TypeError as error:
         raise InvalidInput(
             f"{order['strategy']} is not made with the options {sorted(options)}: {error}"

@@ -196,7 +196,7 @@ class FlowerRuns:
             answer = await self._persistently(
                 run, lambda: self._reduced(run, record, projection, replies)
             )
-            state, memory = await asyncio.to_thread(self._kept, record, answer)
+            state, memory = await asyncio.to_thread(self._store_output, record, answer)
         await claim(self._db, self._blobs, {state, memory})
 
         def write(connection: sa.Connection, _: RunProjection) -> None:
@@ -246,7 +246,7 @@ class FlowerRuns:
             idle = self._runs.pop(record.id, None)
             if idle is not None:
                 wait_s = LAST_S if state.phase is Phase.DONE else 0.0
-                self._tasks.spawn(self._ended(idle, wait_s), f"end strategy of {record.id}")
+                self._tasks.spawn(self._end_later(idle, wait_s), f"end strategy of {record.id}")
             return
         run = self._of(record.id)
         if state.phase is not Phase.COLLECTING or at_hand is None or run.asking is not None:
@@ -286,7 +286,7 @@ class FlowerRuns:
                 answer = await self._persistently(
                     run, lambda: self._begun(run, record, projection.state, turn, devices)
                 )
-                asked = await self._asked(record, turn, answer, devices)
+                asked = await self._asked_event(record, turn, answer, devices)
         except (InvalidInput, Corrupt, Conflict) as error:
             reason = f"the strategy cannot go on: {error}"
             return lambda at_s: Failed(at_s=at_s, reason=reason)
@@ -300,7 +300,7 @@ class FlowerRuns:
         run.asked = asked(0.0)  # before the commit, which tells the devices
         return asked
 
-    async def _asked(
+    async def _asked_event(
         self, record: RunRecord, turn: Turn, answer: Mapping[str, Any], devices: Mapping[str, str]
     ) -> Callable[[float], Asked]:
         """The event of an answer. InvalidInput: too few devices, or others than were offered."""
@@ -314,13 +314,13 @@ class FlowerRuns:
                 f"the strategy asks {len(files)} of {len(devices)} devices, a round needs "
                 f"{quorum} updates; begin it with a smaller --quorum"
             )
-        messages = await asyncio.to_thread(self._sent, files)
+        messages = await asyncio.to_thread(self._message_blobs, files)
         await claim(self._db, self._blobs, {bytes.fromhex(x) for x in messages.values() if x})
         return lambda at_s: Asked(
             at_s=at_s, number=number, evaluates=evaluates, attempt=attempt, messages=messages
         )
 
-    def _sent(self, files: Mapping[str, str]) -> dict[str, str]:
+    def _message_blobs(self, files: Mapping[str, str]) -> dict[str, str]:
         """Blobs of messages by device; "" where the plan says all."""
         return {
             device: self._blobs.put_file(Path(path)).hex() if path else ""
@@ -442,7 +442,7 @@ class FlowerRuns:
             "loss": update.loss,
         }
 
-    def _kept(self, record: RunRecord, answer: Mapping[str, Any]) -> tuple[bytes, bytes]:
+    def _store_output(self, record: RunRecord, answer: Mapping[str, Any]) -> tuple[bytes, bytes]:
         """Store a strategy's output as blobs: the next state, validated, and its memory."""
         assert record.prepared is not None
         state = Path(answer["state"])
@@ -454,7 +454,7 @@ class FlowerRuns:
     def _of(self, run: str) -> _Run:
         return self._runs.setdefault(run, _Run())
 
-    async def _ended(self, run: _Run, wait_s: float) -> None:
+    async def _end_later(self, run: _Run, wait_s: float) -> None:
         """End a process that is no longer needed, after at most `wait_s`."""
         run.over = True
         try:

@@ -175,7 +175,7 @@ def _restart(state: RunState, event: Restarted) -> Step:
 def _due(state: RunState) -> Effects:
     """Return the effects that may have been lost with the old process."""
     if state.phase is Phase.REDUCING and state.round is not None:
-        return (Reduce(state.round.number, _counted(state.round)),)
+        return (Reduce(state.round.number, _counted_leases(state.round)),)
     return (Finish(),) if state.phase is Phase.FINISHING else ()
 
 
@@ -361,7 +361,7 @@ def _close(state: RunState, round_: Round, now_s: float) -> Step:
         state, more = _settle(state, slower, Outcome.LATE)
         tells += more
     assert state.round is not None
-    round_, counted = state.round, _counted(round_)
+    round_, counted = state.round, _counted_leases(round_)
     short = not round_.evaluates and len(counted) < state.plan.quorum
     why = f"{len(counted)} updates of {state.plan.quorum} needed" if short else ""
     state = replace(state, history=(*state.history, _ended(round_, now_s, why)))
@@ -475,7 +475,7 @@ def _settle(state: RunState, lease: Lease, outcome: Outcome) -> Step:
         counted=member.counted + counted,
         dropped=member.dropped + (not counted),
         declined=member.declined + (outcome is Outcome.DECLINED),
-        why=member.why if counted else _tallied(member.why, lease.reason),
+        why=member.why if counted else _reason_counts(member.why, lease.reason),
         settled=Settled(lease=lease.id, counted=counted, reason=lease.reason),
         missed=0 if answered else member.missed,
         rests_until=0 if answered else member.rests_until,
@@ -495,12 +495,12 @@ def _unwanted(state: RunState, event: Arrived | Answered | Scored) -> Step:
             member,
             settled=Settled(lease=event.lease, counted=False, reason=reason),
             dropped=member.dropped + 1,
-            why=_tallied(member.why, reason),
+            why=_reason_counts(member.why, reason),
         )
     return _with(state, member), (Tell(event.device),)
 
 
-def _tallied(why: Mapping[str, int], reason: str) -> Mapping[str, int]:
+def _reason_counts(why: Mapping[str, int], reason: str) -> Mapping[str, int]:
     cut = reason[:MAX_WHY_CHARS]
     key = cut if cut in why or len(why) < MAX_WHY else OTHER
     return {**why, key: why.get(key, 0) + 1}
@@ -510,7 +510,7 @@ def _open_leases(state: RunState) -> tuple[Lease, ...]:
     return _leases(state.round).listed("open") if state.round else ()
 
 
-def _counted(round_: Round) -> tuple[Lease, ...]:
+def _counted_leases(round_: Round) -> tuple[Lease, ...]:
     return _leases(round_).listed("counted")
 
 
