@@ -252,32 +252,9 @@ class Cloud:
 
     async def _serve_main(self, authority: Authority) -> None:
         server = grpc.aio.server(interceptors=[self.auth], options=server_options())
-        wire = FleetServicer(self.fleet, self.sessions, _name, self.repository.versions)
-        self._wire = wire
-        claimed = partial(claim, self.database, self.blobs)
-        metadata = trust.MetadataServicer(self.repository, self._submitted, claimed)
         ours = health.HealthServicer()
-        fleet_grpc.add_FleetServicer_to_server(wire, server)
-        session_grpc.add_SessionServicer_to_server(
-            SessionServicer(self.sessions, self._session_caller), server
-        )
-        federation_grpc.add_FederationServicer_to_server(
-            FederationServicer(self.federation, _name), server
-        )
-        registry_grpc.add_RegistryServicer_to_server(RegistryServicer(self.registry, _name), server)
-        metadata_grpc.add_MetadataServicer_to_server(metadata, server)
-        transfer_grpc.add_TransferServicer_to_server(
-            TransferServicer(self.blobs, self._may_read, self._may_write), server
-        )
-        identity = IdentityServicer(
-            self.principals,
-            self.database,
-            self.auth,
-            lambda: _host_port(self._home.hosts()[0], self.enrol_port),
-        )
-        identity_grpc.add_IdentityServicer_to_server(identity, server)
-        enrolment_grpc.add_RenewalServicer_to_server(RenewalServicer(self.principals), server)
         health_pb2_grpc.add_HealthServicer_to_server(ours, server)
+        self._add_services(server)
         server.add_generic_rpc_handlers(reflection_handlers())
         tls = self._home.tls
         credentials = server_credentials(
@@ -293,6 +270,28 @@ class Cloud:
         self._stack.push_async_callback(self.sessions.stop, GOODBYE_S)
         self._stack.push_async_callback(ours.enter_graceful_shutdown)
         await ours.set("", health_pb2.HealthCheckResponse.SERVING)
+
+    def _add_services(self, server: grpc.aio.Server) -> None:
+        self._wire = FleetServicer(self.fleet, self.sessions, _name, self.repository.versions)
+        claimed = partial(claim, self.database, self.blobs)
+        sessions = SessionServicer(self.sessions, self._session_caller)
+        metadata = trust.MetadataServicer(self.repository, self._submitted, claimed)
+        transfer = TransferServicer(self.blobs, self._may_read, self._may_write)
+        identity = IdentityServicer(
+            self.principals,
+            self.database,
+            self.auth,
+            lambda: _host_port(self._home.hosts()[0], self.enrol_port),
+        )
+        federation = FederationServicer(self.federation, _name)
+        fleet_grpc.add_FleetServicer_to_server(self._wire, server)
+        session_grpc.add_SessionServicer_to_server(sessions, server)
+        federation_grpc.add_FederationServicer_to_server(federation, server)
+        registry_grpc.add_RegistryServicer_to_server(RegistryServicer(self.registry, _name), server)
+        metadata_grpc.add_MetadataServicer_to_server(metadata, server)
+        transfer_grpc.add_TransferServicer_to_server(transfer, server)
+        identity_grpc.add_IdentityServicer_to_server(identity, server)
+        enrolment_grpc.add_RenewalServicer_to_server(RenewalServicer(self.principals), server)
 
     async def _serve_enrolment(self, authority: Authority, hosts: tuple[str, ...]) -> None:
         server = grpc.aio.server(options=ENROL_OPTIONS)
