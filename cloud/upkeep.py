@@ -14,7 +14,7 @@ from triplane.cloud.identity import audit
 from triplane.cloud.identity.principals import Principals
 from triplane.cloud.registry import Registry
 from triplane.cloud.registry.collecting import Stored, collect
-from triplane.cloud.roots import recorded, roots_of
+from triplane.cloud.roots import audit_removals, roots_of
 from triplane.cloud.store import Database
 from triplane.cloud.tasks import BackgroundTasks
 from triplane.cloud.trust import MetadataRepository
@@ -155,7 +155,7 @@ class BlobCollection:
             roots_of(self._repository),
             older_than_s=older_than_s,
             clock=self._clock,
-            on_removed=recorded(self._clock()),
+            on_removed=audit_removals(self._clock()),
         )
 
     async def run(self) -> None:

@@ -268,10 +268,10 @@ def watchable(cloud: Calls, run_id: str) -> Watchable[Run]:
 
 def draw_in(run: Run, lines: int, _seconds: float) -> RenderableType:
     """See `watching.Draw`."""
-    return drawn(run, room=max(3, lines - LINES_AROUND), now_s=time.time())
+    return draw(run, room=max(3, lines - LINES_AROUND), now_s=time.time())
 
 
-def drawn(run: Run, *, room: int, now_s: float) -> RenderableType:
+def draw(run: Run, *, room: int, now_s: float) -> RenderableType:
     """Draw the headline, bars of the run and its current round, and at most `room` rounds."""
     title = Text(headline(run), STYLES.get(phase_of(run), "bold"))
     done = sum(1 for r in run.rounds if r.closed_s and not r.evaluates and not r.given_up)
