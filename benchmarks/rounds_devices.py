@@ -44,7 +44,7 @@ PARTS: Final = (
     (TaskRunner, "_assign", "fetch"),
     (TaskRunner, "_adopt_unmeasured", "model"),
     (TaskRunner, "_written", "encode"),
-    (TaskRunner, "_offered", "upload"),
+    (TaskRunner, "_contribution_of", "upload"),
     (TaskRunner, "settle", "settle"),
 )
 """Methods whose time is added up, with the name of the part."""

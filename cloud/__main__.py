@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import logging
 import os
 import resource
@@ -19,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from triplane.proto import signals
-from triplane.proto.errors import InvalidInput, TriplaneError
-from triplane.proto.logs import configure_logging
+from triplane.proto.errors import InvalidInput
+from triplane.proto.logs import configure_logging, exit_on_error, read_options
 
 if TYPE_CHECKING:
     from triplane.cloud.server import CloudOptions
@@ -93,19 +92,9 @@ def options_from(values: Mapping[str, Any]) -> CloudOptions:
 
 def parse(argv: Sequence[str]) -> CloudOptions:
     """Parse a command line of one JSON object. Raises InvalidInput."""
-    try:
-        (text,) = argv
-        values = json.loads(text)
-    except ValueError:
-        values = None
-    if not isinstance(values, dict):
-        raise InvalidInput('give one JSON object such as {"home": "DIR"}')
-    return options_from(values)
+    return options_from(read_options(argv, '{"home": "DIR"}'))
 
 
 if __name__ == "__main__":
     tls_1_3_only()
-    try:
-        main(parse(sys.argv[1:]))
-    except TriplaneError as error:
-        sys.exit(f"cloud: {error}")
+    exit_on_error("cloud", lambda: main(parse(sys.argv[1:])))

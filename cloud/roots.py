@@ -35,7 +35,7 @@ def roots_of(repository: MetadataRepository) -> tuple[Roots, ...]:
     return queries.referenced, journal.referenced, golden
 
 
-def recorded(now_s: float, actor: str = SYSTEM) -> OnRemoved:
+def audit_removals(now_s: float, actor: str = SYSTEM) -> OnRemoved:
     """Return a function that writes removed blobs into the audit log."""
 
     def record(connection: Connection, removed: Sequence[Stored]) -> None:

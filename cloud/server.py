@@ -49,12 +49,8 @@ from triplane.cloud.registry import Conversions, Registry, RegistryServicer
 from triplane.cloud.registry.collecting import claim
 from triplane.cloud.releasing import Releasing, check_release
 from triplane.cloud.sessions import SessionPeer, Sessions, SessionServicer
-from triplane.cloud.upkeep import (
-    BackgroundTasks,
-    BlobCollection,
-    MetadataUpkeep,
-    OperatorIdentity,
-)
+from triplane.cloud.tasks import BackgroundTasks
+from triplane.cloud.upkeep import BlobCollection, MetadataUpkeep, OperatorIdentity
 from triplane.proto import enrolment_pb2_grpc as enrolment_grpc
 from triplane.proto import federation_pb2_grpc as federation_grpc
 from triplane.proto import fleet_pb2_grpc as fleet_grpc
@@ -180,7 +176,7 @@ class Cloud:
         push(self.registry.stop)
         await self.registry.start()
         self.bundles = RegistryBundles(self.registry, self.repository)
-        self.fleet = LiveFleet(self.database, self.bundles, audit.record, clock=self._clock)
+        self.fleet = LiveFleet(self.database, self.bundles, clock=self._clock)
         push(self.fleet.stop)
         push(self._tasks.stop)
         await self.fleet.start()
@@ -242,7 +238,7 @@ class Cloud:
     async def _reconcile(self) -> None:
         """Add and remove nodes that were enrolled or revoked without the fleet's knowledge."""
         known = {node.name for node in self.fleet.nodes()}
-        for who in await self.principals.listed():
+        for who in await self.principals.all():
             if who.revoked and who.name in known:
                 await self.fleet.remove_node(who.name, "revoked")
             elif not who.revoked and who.name not in known:
@@ -265,32 +261,9 @@ class Cloud:
 
     async def _serve_main(self, authority: Authority) -> None:
         server = grpc.aio.server(interceptors=[self.auth], options=server_options())
-        wire = FleetServicer(self.fleet, self.sessions, _name, self.repository.versions)
-        self._wire = wire
-        claimed = partial(claim, self.database, self.blobs)
-        metadata = trust.MetadataServicer(self.repository, self._submitted, claimed)
         ours = health.HealthServicer()
-        fleet_grpc.add_FleetServicer_to_server(wire, server)
-        session_grpc.add_SessionServicer_to_server(
-            SessionServicer(self.sessions, self._session_caller), server
-        )
-        federation_grpc.add_FederationServicer_to_server(
-            FederationServicer(self.federation, _name), server
-        )
-        registry_grpc.add_RegistryServicer_to_server(RegistryServicer(self.registry, _name), server)
-        metadata_grpc.add_MetadataServicer_to_server(metadata, server)
-        transfer_grpc.add_TransferServicer_to_server(
-            TransferServicer(self.blobs, self._may_read, self._may_write), server
-        )
-        identity = IdentityServicer(
-            self.principals,
-            self.database,
-            self.auth,
-            lambda: _host_port(self._home.hosts()[0], self.enrol_port),
-        )
-        identity_grpc.add_IdentityServicer_to_server(identity, server)
-        enrolment_grpc.add_RenewalServicer_to_server(RenewalServicer(self.principals), server)
         health_pb2_grpc.add_HealthServicer_to_server(ours, server)
+        self._add_services(server)
         server.add_generic_rpc_handlers(reflection_handlers())
         tls = self._home.tls
         credentials = server_credentials(
@@ -307,6 +280,28 @@ class Cloud:
         self._stack.push_async_callback(self.sessions.stop, GOODBYE_S)
         self._stack.push_async_callback(ours.enter_graceful_shutdown)
         await ours.set("", health_pb2.HealthCheckResponse.SERVING)
+
+    def _add_services(self, server: grpc.aio.Server) -> None:
+        self._wire = FleetServicer(self.fleet, self.sessions, _name, self.repository.versions)
+        claimed = partial(claim, self.database, self.blobs)
+        sessions = SessionServicer(self.sessions, self._session_caller)
+        metadata = trust.MetadataServicer(self.repository, self._submitted, claimed)
+        transfer = TransferServicer(self.blobs, self._may_read, self._may_write)
+        identity = IdentityServicer(
+            self.principals,
+            self.database,
+            self.auth,
+            lambda: _host_port(self._home.hosts()[0], self.enrol_port),
+        )
+        federation = FederationServicer(self.federation, _name)
+        fleet_grpc.add_FleetServicer_to_server(self._wire, server)
+        session_grpc.add_SessionServicer_to_server(sessions, server)
+        federation_grpc.add_FederationServicer_to_server(federation, server)
+        registry_grpc.add_RegistryServicer_to_server(RegistryServicer(self.registry, _name), server)
+        metadata_grpc.add_MetadataServicer_to_server(metadata, server)
+        transfer_grpc.add_TransferServicer_to_server(transfer, server)
+        identity_grpc.add_IdentityServicer_to_server(identity, server)
+        enrolment_grpc.add_RenewalServicer_to_server(RenewalServicer(self.principals), server)
 
     async def _serve_enrolment(self, authority: Authority, hosts: tuple[str, ...]) -> None:
         server = grpc.aio.server(options=ENROL_OPTIONS)

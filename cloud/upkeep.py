@@ -6,16 +6,17 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from typing import Final
 
 from triplane.cloud.home import Home, one_renews
 from triplane.cloud.identity import audit
 from triplane.cloud.identity.principals import Principals
 from triplane.cloud.registry import Registry
 from triplane.cloud.registry.collecting import Stored, collect
-from triplane.cloud.roots import recorded, roots_of
+from triplane.cloud.roots import audit_removals, roots_of
 from triplane.cloud.store import Database
+from triplane.cloud.tasks import BackgroundTasks
 from triplane.cloud.trust import MetadataRepository
 from triplane.cloud.trust.expiring import due
 from triplane.proto.blobs import BlobFolder
@@ -46,26 +47,6 @@ COLLECT_FIRST_S: Final = 3600.0
 COLLECT_EVERY_S: Final = 86_400.0
 COLLECT_AGE_S: Final = 7 * 86_400.0
 """Age at which unreferenced blobs are removed: an interrupted upload may be resumed until then."""
-
-
-class BackgroundTasks:
-    """Tasks that end with the process."""
-
-    def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """Run the coroutine as a task until it ends or `stop` is called."""
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        # Referenced until it ends: asyncio itself holds tasks only weakly.
-        task.add_done_callback(self._tasks.discard)
-
-    async def stop(self) -> None:
-        """Cancel every task and wait for its end."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
 class MetadataUpkeep:
@@ -178,7 +159,7 @@ class BlobCollection:
             roots_of(self._repository),
             older_than_s=older_than_s,
             clock=self._clock,
-            on_removed=recorded(self._clock()),
+            on_removed=audit_removals(self._clock()),
         )
 
     async def run(self) -> None:

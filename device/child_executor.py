@@ -134,7 +134,7 @@ class ChildExecutor:
             raise Withdrawn
         raise Unavailable(f"{context}{why}")
 
-    def renewed(self) -> None:
+    def use_new_certificate(self) -> None:
         """End the child, so that the next one uses the new certificate."""
         with self._using:
             self._end()

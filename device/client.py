@@ -214,13 +214,13 @@ class FederatedClient:
                 if choice is None:
                     raise NotFound("no model yet: it comes with the first task of a run")
                 try:
-                    return self._loaded(choice)
+                    return self._load(choice)
                 except (Conflict, NotFound):
                     if tries == 1:
                         raise
             raise AssertionError("the tries end with an error")
 
-    def _loaded(self, choice: "ModelChoice") -> "Plan":
+    def _load(self, choice: "ModelChoice") -> "Plan":
         """Load a model. Conflict or NotFound if a newer one has replaced it."""
         from triplane.device.model import DeviceModel
         from triplane.unified_ir.runtime.plan import Plan
@@ -474,7 +474,7 @@ class _Working:
                 try:
                     await asyncio.to_thread(self._home.renew)
                     async with self._runner_free:
-                        self._runner.renewed()
+                        self._runner.use_new_certificate()
                     logger.info("certificate renewed")
                 except TriplaneError as error:
                     logger.warning("certificate not renewed", extra={"reason": str(error)})

@@ -108,7 +108,7 @@ class AppReply:
     loss: float
 
 
-def answered(
+def app_reply(
     app: ClientApp,
     message: bytes,
     arrays: Mapping[str, np.ndarray[Any, Any]],

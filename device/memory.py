@@ -209,7 +209,7 @@ class Memory:
             drop(pending.path)
         drop(pending.path.with_suffix(".out"))
 
-    def spent(self, plan: str) -> tuple[int, float]:
+    def effort_spent(self, plan: str) -> tuple[int, float]:
         """Return the steps and seconds spent on a plan; 0 if the record is damaged."""
         try:
             steps, seconds = (self._personal / f"{plan}.spent").read_text().split()

@@ -140,7 +140,7 @@ class TaskRunner:
             # The update of this lease was stored before a crash or a lost link: send the same
             # bytes.
             if pending.facts.lease == task.lease:
-                return self._offered(pending, task, stop)
+                return self._contribution_of(pending, task, stop)
             if pending.facts.run == task.work.run and task.kind in WRITERS:
                 raise Conflict(unsettled(pending.facts))
         if task.message is not None and self._app is None:
@@ -150,7 +150,9 @@ class TaskRunner:
         if not task.inline_state or task.message is not None:
             self._fetch(task.state, self._states, wanted, stop)
         if task.message is not None:
-            return self._answered(task, path, task.message, wanted | {task.message.sha256}, stop)
+            return self._answer_by_app(
+                task, path, task.message, wanted | {task.message.sha256}, stop
+            )
         plan = self._plan_of(task, path)
         self._assign(plan, task)
         try:
@@ -174,7 +176,7 @@ class TaskRunner:
             StoppablePlan(plan, stop), task.work, self._shard, lambda: self._state_of(plan, task)
         )
         facts = _update_facts(task, learned.examples, learned.loss, began_s)
-        return self._offered(self._written(plan, task, facts, learned.change), task, stop)
+        return self._contribution_of(self._written(plan, task, facts, learned.change), task, stop)
 
     def score(self, plan: Plan, task: Task, stop: StopToken) -> pb.Contribution:
         """Score the shared state before and after adaptation; keep the better for `predict`."""
@@ -193,11 +195,11 @@ class TaskRunner:
         )
         return task.contribution(score=score)
 
-    def _answered(
+    def _answer_by_app(
         self, task: Task, plan: Path, message: Blob, wanted: frozenset[bytes], stop: StopToken
     ) -> pb.Contribution:
         """Let the owner's app answer; its reply is stored with its state before it is sent."""
-        from triplane.device.flower import answered
+        from triplane.device.flower import app_reply
 
         run, name = task.work.run, f"flower.{task.work.run}"
         state = read_state(
@@ -207,7 +209,7 @@ class TaskRunner:
         kept = self.memory.personal(run).tensors.get(name)
         data = self._fetch(message, self._blobs, wanted, stop).read_bytes()
         began_s = time.monotonic()
-        reply = answered(
+        reply = app_reply(
             self._app, data, arrays, b"" if kept is None else kept.tobytes(), run=run,
             device=task.work.device,
         )  # fmt: skip
@@ -216,7 +218,7 @@ class TaskRunner:
         path = self._home.pending / f"{run}.new"
         write_atomic(path, reply.reply)
         implied = PersonalState({name: np.frombuffer(reply.kept, np.uint8)}, {})
-        return self._offered(self.memory.keep(facts, path, implied), task, stop)
+        return self._contribution_of(self.memory.keep(facts, path, implied), task, stop)
 
     def _written(
         self, plan: Plan, task: Task, facts: UpdateFacts, change: Mapping[str, Array]
@@ -244,7 +246,9 @@ class TaskRunner:
             return self.memory.hold(facts, update)
         return self.memory.keep(facts, update, PersonalState(plan.view("personal"), remainder))
 
-    def _offered(self, pending: PendingUpdate, task: Task, stop: StopToken) -> pb.Contribution:
+    def _contribution_of(
+        self, pending: PendingUpdate, task: Task, stop: StopToken
+    ) -> pb.Contribution:
         """Return the contribution of an update: with its bytes, or after uploading them."""
         facts = pending.facts
         data = self.memory.inline_of(pending, task.inline_bytes) if task.inline_bytes else None
@@ -307,7 +311,7 @@ class TaskRunner:
             kept = (n for n in plan.roles if n not in of_run and not n.startswith(ANCHOR))
             initial = plan.view()
             self._fresh = {name: initial[name].copy() for name in kept}
-            plan.steps, plan.spent_s = self.memory.spent(plan.digest)
+            plan.steps, plan.spent_s = self.memory.effort_spent(plan.digest)
             self._plan, self._plan_blob = plan, task.plan.sha256
         return self._plan
 
@@ -359,7 +363,7 @@ class InProcessExecutor(TaskRunner):
         self._open_channel: grpc.Channel | None = None
         self._lock = threading.Lock()
 
-    def renewed(self) -> None:
+    def use_new_certificate(self) -> None:
         """Use the new certificate from now on."""
         self.interrupt()
 

@@ -1,4 +1,4 @@
-"""Output of a process: its log and last error on standard error, its ready line on standard output.
+"""Options and output of a process: log and errors on standard error, ready line on standard output.
 
 Only `__main__` modules call `configure_logging`; libraries log to their own loggers. This module
 does not import grpc: `quiet_grpc` works only before that import.
@@ -8,10 +8,10 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
-from triplane.proto.errors import TriplaneError
+from triplane.proto.errors import InvalidInput, TriplaneError
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +70,18 @@ def _discard_output() -> None:
     os.dup2(null, STANDARD_OUTPUT)
     if null != STANDARD_OUTPUT:
         os.close(null)
+
+
+def read_options(argv: Sequence[str], example: str) -> dict[str, Any]:
+    """Return the one argument of a process, a JSON object. InvalidInput shows the example."""
+    try:
+        (text,) = argv
+        values = json.loads(text)
+    except ValueError:
+        values = None
+    if not isinstance(values, dict):
+        raise InvalidInput(f"give one JSON object such as {example}")
+    return values
 
 
 def exit_on_error(process: str, main: Callable[[], object]) -> None:

@@ -49,9 +49,9 @@ def verify(cloud: Calls, *, head: str | None) -> Answer:
 
     Prints the head to keep. The exit code is 5 if the chain is broken.
     """
-    from triplane.cloud.cli.auditing import parse_head, verified
+    from triplane.cloud.cli.auditing import parse_head, verify_log
 
-    number, digest = verified(cloud, parse_head(head) if head else None)
+    number, digest = verify_log(cloud, parse_head(head) if head else None)
     text = f"{number} entries, unbroken\nhead to keep: {number}:{digest.hex()}"
     # `verified` raises unless the kept head was found, so it was found if one was given.
     record = {"entries": number, "head": f"{number}:{digest.hex()}", "kept_head_found": bool(head)}

@@ -72,7 +72,7 @@ def parse_head(text: str) -> tuple[int, bytes]:
     return int(match[1]), bytes.fromhex(match[2])
 
 
-def verified(cloud: Calls, kept: tuple[int, bytes] | None) -> tuple[int, bytes]:
+def verify_log(cloud: Calls, kept: tuple[int, bytes] | None) -> tuple[int, bytes]:
     """Return number and digest of the newest entry. Corrupt: the log was changed."""
     return verify(_checked(read(cloud), kept), head=kept[1] if kept else None)
 

@@ -303,9 +303,9 @@ def policy_show(cloud: Calls) -> Answer:
 
     Each is listed with its share of nodes and the accuracy that it must reach.
     """
-    from triplane.cloud.cli.policies import shown
+    from triplane.cloud.cli.policies import describe_policy
 
-    return shown(cloud)
+    return describe_policy(cloud)
 
 
 @policy.command("set", epilog=POLICY_EPILOG)

@@ -13,7 +13,7 @@ from typing import Any
 from triplane.cloud.cli.text import age, size, table
 from triplane.cloud.home import Home, open_database
 from triplane.cloud.registry.collecting import Roots, Stored, collect, unwanted
-from triplane.cloud.roots import recorded, roots_of
+from triplane.cloud.roots import audit_removals, roots_of
 from triplane.cloud.store import Database
 from triplane.cloud.trust import MetadataRepository
 from triplane.proto.blobs import BlobFolder
@@ -22,9 +22,9 @@ from triplane.proto.errors import Conflict
 ACTOR = "operator at the machine"
 
 
-def listed(path: Path, older_than_s: float) -> tuple[dict[str, Any], str]:
+def list_unwanted(path: Path, older_than_s: float) -> tuple[dict[str, Any], str]:
     """List the blobs that would be removed."""
-    with _opened(path) as home:
+    with _open_home(path) as home:
         blobs = asyncio.run(unwanted(*home, older_than_s=older_than_s))
     if not blobs:
         return _record(blobs, removed=False), "nothing to remove"
@@ -36,16 +36,16 @@ def listed(path: Path, older_than_s: float) -> tuple[dict[str, Any], str]:
     )
 
 
-def collected(path: Path, older_than_s: float) -> tuple[dict[str, Any], str]:
+def remove_unwanted(path: Path, older_than_s: float) -> tuple[dict[str, Any], str]:
     """Remove these blobs and record it in the audit log."""
-    on_removed = recorded(time.time(), ACTOR)
-    with _opened(path) as home:
+    on_removed = audit_removals(time.time(), ACTOR)
+    with _open_home(path) as home:
         removed = asyncio.run(collect(*home, older_than_s=older_than_s, on_removed=on_removed))
     return _record(removed, removed=True), f"{_sum(removed)} removed"
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[tuple[Database, BlobFolder, tuple[Roots, ...]]]:
+def _open_home(path: Path) -> Iterator[tuple[Database, BlobFolder, tuple[Roots, ...]]]:
     home = Home(path)
     # Raises if there is no complete cloud, before anything is opened or created.
     home.hosts()

@@ -33,7 +33,7 @@ def expiries_of(remote: Remote) -> dict[str, float]:
     return {role: chain.roles[role].signed.expires.timestamp() for role in ROLES}
 
 
-def shown(cloud: Calls, folder: Path | None) -> tuple[dict[str, Any], str]:
+def describe_roles(cloud: Calls, folder: Path | None) -> tuple[dict[str, Any], str]:
     """Describe every role, verified from the folder's root if there is one, else the cloud's."""
     with remote_at(cloud) as remote:
         first = trusted_root(folder) if folder else remote.get(TRUSTED_ROOT)
@@ -73,7 +73,7 @@ def _row(role: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def renewed(
+def renew_roles(
     cloud: Calls, *, keys: Path, roles: Sequence[str], past: int
 ) -> tuple[dict[str, Any], str]:
     """Sign `roles` again; if empty, those that are due and whose keys are in the folder `keys`.
@@ -134,7 +134,7 @@ def _signatures_text(submitted: Submitted) -> str:
     return f"{count}; the other key holders run the same command"
 
 
-def rotated(
+def rotate_role(
     cloud: Calls,
     *,
     role: str,

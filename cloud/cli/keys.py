@@ -60,9 +60,9 @@ def show(cloud: Calls, *, keys: Path | None) -> Answer:
 
     The threshold is the number of keys that must sign.
     """
-    from triplane.cloud.cli.keeping import shown
+    from triplane.cloud.cli.keeping import describe_roles
 
-    return shown(cloud, keys)
+    return describe_roles(cloud, keys)
 
 
 @command.command("renew", epilog=RENEW_EPILOG)
@@ -80,11 +80,11 @@ def show(cloud: Calls, *, keys: Path | None) -> Answer:
 @client_options
 def renew(*, roles: tuple[str, ...], past: int | None, **options: Any) -> None:
     """Sign the offline roles again before they expire."""
-    from triplane.cloud.cli.keeping import renewed
+    from triplane.cloud.cli.keeping import renew_roles
 
     if past is not None and len(roles) != 1:
         raise click.UsageError("--past is a version of one role; name it with --role")
-    print_answer(renewed, roles=roles, past=past or 0, **options)
+    print_answer(renew_roles, roles=roles, past=past or 0, **options)
 
 
 @command.command("rotate", epilog=ROTATE_EPILOG)
@@ -109,9 +109,9 @@ def rotate(cloud: Calls, **options: Any) -> Answer:
 
     ROLE is root, targets, release, auto, snapshot or timestamp.
     """
-    from triplane.cloud.cli.keeping import rotated
+    from triplane.cloud.cli.keeping import rotate_role
 
-    return rotated(cloud, **options)
+    return rotate_role(cloud, **options)
 
 
 @command.command("make", epilog=example("cloud keys make alex --keys ~/keys"))

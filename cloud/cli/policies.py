@@ -24,7 +24,7 @@ MODEL_CHARS = 40
 DIGEST_CHARS = 16
 
 
-def shown(cloud: Calls) -> tuple[dict[str, Any], str]:
+def describe_policy(cloud: Calls) -> tuple[dict[str, Any], str]:
     """Show the policy as the cloud reports it; nodes and signers verify its signature."""
     with remote_at(cloud) as remote:
         policy = _stored_policy(remote)

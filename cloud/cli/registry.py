@@ -165,7 +165,7 @@ def _set_alias(cloud: Calls, **fields: Any) -> Answer:
 @json_option
 def collect(*, home: Path, older_than_s: float, is_meant: bool, as_json: bool) -> None:
     """Remove unused files from a stopped cloud."""
-    from triplane.cloud.cli.collecting import collected, listed
+    from triplane.cloud.cli.collecting import list_unwanted, remove_unwanted
 
-    answer = (collected if is_meant else listed)(home, older_than_s)
+    answer = (remove_unwanted if is_meant else list_unwanted)(home, older_than_s)
     open_output(as_json).result(*answer)

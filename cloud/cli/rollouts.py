@@ -173,10 +173,10 @@ def watchable(cloud: Calls, rollout_id: str) -> Watchable[Rollout]:
 
 def draw_in(rollout: Rollout, lines: int, seconds: float) -> RenderableType:
     """See `watching.Draw`."""
-    return drawn(rollout, room=max(3, lines - LINES_AROUND), seconds=seconds)
+    return draw(rollout, room=max(3, lines - LINES_AROUND), seconds=seconds)
 
 
-def drawn(rollout: Rollout, *, room: int, seconds: float) -> RenderableType:
+def draw(rollout: Rollout, *, room: int, seconds: float) -> RenderableType:
     """Draw the headline, one bar for each wave, and at most `room` nodes."""
     state = state_of(rollout)
     title = Text(f"{headline(rollout)}, {duration(seconds)}", STYLES.get(state, "bold"))

@@ -135,7 +135,7 @@ def cut(text: str) -> str:
     return text if len(text) <= MOST_REASON_CHARS else text[: MOST_REASON_CHARS - 3] + "..."
 
 
-def dropped(before: Run | None, after: Run) -> list[str]:
+def drop_reasons(before: Run | None, after: Run) -> list[str]:
     """Return new reasons, since `before`, why devices' newest contributions did not count."""
     return _new(before, after, lambda member: member.reason)
 
@@ -198,21 +198,23 @@ def run_table(runs: Sequence[Run]) -> str:
 def changes(before: Run | None, after: Run) -> list[str]:
     """Return lines about what is new in `after`, for output that cannot be redrawn."""
     # A repeated round has the same number, so the time of its opening is part of the identity.
-    known = {(r.number, r.evaluates, r.opened_s) for r in _closed(before)} if before else set()
+    known = (
+        {(r.number, r.evaluates, r.opened_s) for r in _closed_rounds(before)} if before else set()
+    )
     lines = [
         shown("  round " + "  ".join(filter(None, _round_facts(round_))))
-        for round_ in _closed(after)
+        for round_ in _closed_rounds(after)
         if (round_.number, round_.evaluates, round_.opened_s) not in known
     ]
     if lines:
-        lines += dropped(before, after)
+        lines += drop_reasons(before, after)
     lines += waiting(before, after)
     if before is None or _progress(before) != _progress(after):
         lines.append(headline(after))
     return lines
 
 
-def _closed(run: Run) -> list[Round]:
+def _closed_rounds(run: Run) -> list[Round]:
     return [round_ for round_ in run.rounds if round_.closed_s]
 
 
@@ -267,10 +269,10 @@ def watchable(cloud: Calls, run_id: str) -> Watchable[Run]:
 
 def draw_in(run: Run, lines: int, _seconds: float) -> RenderableType:
     """See `watching.Draw`."""
-    return drawn(run, room=max(3, lines - LINES_AROUND), now_s=time.time())
+    return draw(run, room=max(3, lines - LINES_AROUND), now_s=time.time())
 
 
-def drawn(run: Run, *, room: int, now_s: float) -> RenderableType:
+def draw(run: Run, *, room: int, now_s: float) -> RenderableType:
     """Draw the headline, bars of the run and its current round, and at most `room` rounds."""
     title = Text(headline(run), STYLES.get(phase_of(run), "bold"))
     done = sum(1 for r in run.rounds if r.closed_s and not r.evaluates and not r.given_up)
@@ -286,5 +288,5 @@ def drawn(run: Run, *, room: int, now_s: float) -> RenderableType:
         ([shown(cell) for cell in round_row(r)], "red" if r.given_up else "")
         for r in closed[-room:]
     )
-    reasons = (Text(line, "red") for line in (*dropped(None, run), *refusals(run)))
+    reasons = (Text(line, "red") for line in (*drop_reasons(None, run), *refusals(run)))
     return Group(*lines, Text(), styled_table(ROUND_HEADINGS, rows), *reasons)

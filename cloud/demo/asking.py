@@ -31,10 +31,12 @@ def shards_of(data: Dataset, seed: int = 0) -> dict[str, Shard]:
     """Return each device's part of the data; y says whether a digit is one of its classes."""
     samples: dict[str, Array] = {"x": np.asarray(data.x), "y": np.asarray(data.y)}
     shards = evenly(samples, DEVICES, held_out=0.4, seed=seed)
-    return {name: _asked(shard, name, len(data.labels), seed) for name, shard in shards.items()}
+    return {
+        name: _with_question(shard, name, len(data.labels), seed) for name, shard in shards.items()
+    }
 
 
-def _asked(shard: Shard, device: str, classes: int, seed: int) -> Shard:
+def _with_question(shard: Shard, device: str, classes: int, seed: int) -> Shard:
     own = Draws(seed, 0, device, "question").permutation(classes)[: max(1, classes // 2)]
     parts = (
         {"x": part["x"], "y": np.isin(part["y"], own).astype(np.int64)}

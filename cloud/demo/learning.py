@@ -62,7 +62,7 @@ def learn(stage: DemoStage, fleet: DemoFleet) -> bool:
             runs["maml"] = _run(stage, fleet, "maml", "--release", "auto")
             killer.join()
             until("both nodes done with it", lambda: _both_done(fleet, runs["maml"]))
-            kept = _kept(fleet)
+            kept = _reasons_to_keep(fleet)
     stage.say(f"   {killer.message}")
     _compare(stage, fleet, runs, shards, killer)
     _gone_live(stage, clients, runs["maml"], kept)
@@ -238,7 +238,7 @@ def _both_done(fleet: DemoFleet, run: dict[str, Any]) -> bool:
     return all(m.get("version") == version and m.get("state") in DONE for m in models)
 
 
-def _kept(fleet: DemoFleet) -> dict[str, str]:
+def _reasons_to_keep(fleet: DemoFleet) -> dict[str, str]:
     """Return the reasons of nodes that keep the older version, by name."""
     return {
         name: str(m["reason"])

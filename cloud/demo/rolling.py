@@ -54,7 +54,7 @@ def deploy(stage: DemoStage, fleet: DemoFleet) -> None:
     fleet.ask("sign", f"{MODEL}@1", "--target", TARGET, "--keys", fleet.offline_keys)
     roll_out(fleet, f"{MODEL}@1", "--waves", "1,100%")
     rollout = fleet.ask("rollout", "show")
-    answers = [_asked(stage, fleet, name) for name in NODES]
+    answers = [_ask_node(stage, fleet, name) for name in NODES]
     for name, answer in zip(NODES, answers, strict=True):
         stage.say(f"   {name}: {answer.calls} digits asked, accuracy {answer.accuracy:.3f}")
     seconds = rollout["ended_s"] - rollout["created_s"]
@@ -87,7 +87,7 @@ def refuse(stage: DemoStage, fleet: DemoFleet) -> None:
         raise InvalidInput(f"the bad version was not refused: {rollout['state']}, exit code {code}")
     failed = [node for node in rollout["nodes"] if node["state"] in {"failed", "returned"}]
     held = {name: serving(node) for name, node in fleet.nodes().items()}
-    answers = [_asked(stage, fleet, name) for name in NODES]
+    answers = [_ask_node(stage, fleet, name) for name in NODES]
     fleet.ask("rollout", "abort", "last", "--reason", "answers wrongly")
     stage.say(f"   both nodes still serve {MODEL}@1, accuracy {answers[0].accuracy:.3f}")
     stage.summary.add(
@@ -101,7 +101,7 @@ def heal(stage: DemoStage, fleet: DemoFleet, epochs: int) -> None:
     """Roll out a better version while the agent of one node is killed in the middle of it."""
     victim = NODES[-1]
     stage.say(f"\n8  A kill: {victim}'s agent is killed (kill -9) during the next rollout")
-    _push(fleet, _trained(stage, "train", epochs, "better.tpm"))
+    _push(fleet, _train(stage, "train", epochs, "better.tpm"))
     fleet.ask("sign", f"{MODEL}@3", "--target", TARGET, "--keys", fleet.offline_keys)
     before = agent_process(fleet.homes[victim])
     killer = _AgentKiller(fleet, victim)
@@ -111,7 +111,7 @@ def heal(stage: DemoStage, fleet: DemoFleet, epochs: int) -> None:
     if killer.killed_at is None:
         raise InvalidInput(f"{victim} committed version 3 before its agent could be killed")
     after = agent_process(fleet.homes[victim])
-    answer = _asked(stage, fleet, victim)
+    answer = _ask_node(stage, fleet, victim)
     stage.say(
         f"   killed at {killer.killed_at}; a new agent (process {after}, was {before}) continued; "
         f"{victim} serves {serving(fleet.nodes()[victim])}"
@@ -189,7 +189,7 @@ def roll_out(fleet: DemoFleet, reference: str, *more: str, probation: str = PROB
         raise InvalidInput(f"the rollout of {reference} ended with exit code {code}")
 
 
-def _asked(stage: DemoStage, fleet: DemoFleet, name: str) -> CallStatistics:
+def _ask_node(stage: DemoStage, fleet: DemoFleet, name: str) -> CallStatistics:
     samples = first(stage.held_out, ASKED)
     return ask(fleet.serving_address(name), MODEL, samples.x, samples.y)
 
@@ -203,10 +203,10 @@ def _golden(stage: DemoStage) -> Path:
 def _wrong_model(stage: DemoStage) -> Path:
     labels = np.random.default_rng(0).permutation(stage.train.y)
     np.savez(stage.file("shuffled.npz"), x=stage.train.x, y=labels)
-    return _trained(stage, "shuffled", 1, "shuffled.tpm")
+    return _train(stage, "shuffled", 1, "shuffled.tpm")
 
 
-def _trained(stage: DemoStage, data: str, epochs: int, out: str) -> Path:
+def _train(stage: DemoStage, data: str, epochs: int, out: str) -> Path:
     processes.output(
         "train", f"{CELL}:Digits", "--data", stage.file(f"{data}.npz"),
         "--validation", stage.file("held_out.npz"), "--epochs", str(epochs),

@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import sqlalchemy as sa
 
@@ -29,7 +29,7 @@ from triplane.cloud.federation.results import Results, algorithm_text
 from triplane.cloud.federation.run_projection import RunProjection
 from triplane.cloud.federation.update_store import UpdateStore, printable
 from triplane.cloud.federation.work_documents import WorkDocuments
-from triplane.cloud.identity import audit as audit_log
+from triplane.cloud.identity import audit
 from triplane.cloud.registry.registry import Registry
 from triplane.cloud.registry.values import KEY_BYTES
 from triplane.cloud.store import Database
@@ -69,13 +69,12 @@ class Federation:
         children: Children | None = None,
         strategies: Path | None = None,
         send: SendWork = _send_nothing,
-        audit: audit_log.RecordAudit = audit_log.record,
         may_release: Callable[[str], None] = _nobody,
         clock: Callable[[], float] = time.time,
         epoch: str = "",
     ) -> None:
         self._db, self._registry, self._may_release = db, registry, may_release
-        self._audit, self._clock = audit, clock
+        self._clock = clock
         self.live = LiveRuns(db, clock, epoch or secrets.token_hex(8))
         self.updates = UpdateStore(folder / "updates", blobs, self.live.small_update)
         children = children or Children(folder / "children")
@@ -145,7 +144,7 @@ class Federation:
             record = journal.begin(connection, new)
             if record.id == new.id:
                 details = {"model": spec.model, "algorithm": algorithm_text(spec)}
-                self._note(connection, by, "federation.start", new.id, details)
+                audit.record(connection, self._clock(), by, "federation.start", new.id, details)
             return record
 
         record = await self._db.write(work)
@@ -192,7 +191,7 @@ class Federation:
     async def halt(self, id: str, *, reason: str, by: str) -> pb.Run:  # noqa: A002
         """Stop a run; it can be resumed. Conflict: it is over."""
         why = printable(reason) or f"stopped by {by}"
-        record = await self._steered(id, "federation.stop", by, reason)
+        record = await self._record_change(id, "federation.stop", by, reason)
         # First end the preparation: the run may get its plan just now, and then it is live below.
         await self._preparation.halt(record.id, why)
         run = self.live.get(record.id)
@@ -205,7 +204,7 @@ class Federation:
     async def resume(self, id: str, *, reason: str, by: str) -> pb.Run:  # noqa: A002
         """Let a stopped run go on. Conflict: it is over."""
         why = printable(reason) or f"resumed by {by}"
-        record = await self._steered(id, "federation.resume", by, reason)
+        record = await self._record_change(id, "federation.resume", by, reason)
         run = self.live.get(record.id)
         if run is not None:
             await run.put(
@@ -215,7 +214,7 @@ class Federation:
             await self._preparation.resume(record)
         return await self.run(record.id)
 
-    async def _steered(self, id: str, action: str, by: str, reason: str) -> RunRecord:  # noqa: A002
+    async def _record_change(self, id: str, action: str, by: str, reason: str) -> RunRecord:  # noqa: A002
         """Record a person's change of a run that has not ended, and return the run."""
         record, projection = await self._find(id)
         if record.before == "failed" or (
@@ -224,7 +223,9 @@ class Federation:
             raise Conflict(f"run {record.id} is over; start a new one")
         self._recovery.check_taken_up([record.id])
         await self._db.write(
-            lambda c: self._note(c, by, action, record.id, {"reason": printable(reason)})
+            lambda c: audit.record(
+                c, self._clock(), by, action, record.id, {"reason": printable(reason)}
+            )
         )
         return record
 
@@ -249,16 +250,4 @@ class Federation:
             down=sum(self._documents.bytes_down(live).values()) if live else 0,
             waits=self.live.waits(record.id),
             waiting=self.devices.waiting() if live and not live.is_over else {},
-        )
-
-    def _note(
-        self, connection: sa.Connection, by: str, action: str, subject: str, details: dict[str, Any]
-    ) -> None:
-        self._audit(
-            connection,
-            time_s=self._clock(),
-            actor=by,
-            action=action,
-            subject=subject,
-            details=details,
         )

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
@@ -25,6 +25,7 @@ from triplane.cloud.federation.journal import RunRecord
 from triplane.cloud.federation.run_projection import RunProjection, follow, turn_of
 from triplane.cloud.machine import Batch, Machine, MachineRules
 from triplane.cloud.store import Database
+from triplane.cloud.tasks import BackgroundTasks
 from triplane.proto.disk import NoRoom
 from triplane.proto.errors import Corrupt, InvalidInput, TriplaneError, Unavailable
 from triplane.unified_ir.federated.core.rules import due_s, lease_of
@@ -149,7 +150,7 @@ class LiveRun:
         self._last_s = projection.at_s
         self._ticked_s: float | None = None
         self._kept_at = 0  # so that a run that was read back is soon kept again
-        self._work: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
         self._counted: set[str] = set()  # devices that are not told yet that their update counted
         self._keeps = True  # small updates may be in the database
         self._no_commit = self._no_result = ""  # why it waits, while it does
@@ -177,9 +178,7 @@ class LiveRun:
         """End with the process; waiting callers get Unavailable."""
         await self._machine.stop()  # first, so that no work begins meanwhile
         # Lost effects are repeated after the next start, by `Restarted`.
-        for task in self._work:
-            task.cancel()
-        await asyncio.gather(*self._work, return_exceptions=True)
+        await self._tasks.stop()
 
     async def put(self, make: MakeEvent, data: bytes = b"") -> RunProjection:
         """Apply an event and return the projection after its commit. Unavailable: it may be lost.
@@ -245,7 +244,7 @@ class LiveRun:
             orders = [effect for effect in batch.effects if isinstance(effect, Reduce)]
             batch.effects = [effect for effect in batch.effects if not isinstance(effect, Reduce)]
             for order in orders:
-                self._spawn(self._done(order, batch), str(order))
+                self._tasks.spawn(self._done(order, batch), f"reduce {self.record.id}")
         return may_wait
 
     def _refused(self, error: Unavailable) -> None:
@@ -310,9 +309,11 @@ class LiveRun:
             logger.info("run state", extra=self._facts(phase=state.phase.value, turn=state.turn[0]))
         for effect in effects:
             if isinstance(effect, Judged):
-                self._spawn(self._worker.judged(self.record, self.projection, effect), "judged")
+                work = self._worker.judged(self.record, self.projection, effect)
+                self._tasks.spawn(work, f"judge {self.record.id}")
             elif isinstance(effect, Reduce | Finish):
-                self._spawn(self._done(effect, batch), str(effect))
+                name = f"{type(effect).__name__.lower()} {self.record.id}"
+                self._tasks.spawn(self._done(effect, batch), name)
         last = before
         for _, after in batch.steps:
             last = after if _same_round(before.state, after.state) else last
@@ -346,11 +347,6 @@ class LiveRun:
         counted, self._counted = self._counted, set()
         for device in sorted(counted):
             self._audience.tell(device)
-
-    def _spawn(self, work: Coroutine[None, None, None], what: str) -> None:
-        task = asyncio.create_task(work, name=f"{what} of {self.record.id}"[:80])
-        self._work.add(task)
-        task.add_done_callback(self._work.discard)
 
     async def _done(self, effect: Reduce | Finish, basis: RunBatch) -> None:
         """Carry out an effect of the batch `basis`; the result of a lost batch is dropped."""

@@ -16,6 +16,7 @@ from triplane.cloud.federation.live import MAX_RETRY_S, RETRY_S
 from triplane.cloud.federation.live_runs import LiveRuns
 from triplane.cloud.federation.results import Results
 from triplane.cloud.store import Database
+from triplane.cloud.tasks import BackgroundTasks
 from triplane.proto.disk import NoRoom
 from triplane.proto.errors import TriplaneError, Unavailable
 
@@ -41,7 +42,7 @@ class Preparation:
         self._db, self._runs, self._results, self._clock = db, runs, results, clock
         self._opened, self._failed = opened, failed
         self._records: dict[str, RunRecord] = {}
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._tasks = BackgroundTasks()  # by id of the run that is prepared
 
     @property
     def records(self) -> list[RunRecord]:
@@ -55,20 +56,15 @@ class Preparation:
             self._start(record)
 
     def _start(self, record: RunRecord) -> None:
-        task = asyncio.create_task(self._prepare(record), name=f"prepare {record.id}")
-        self._tasks[record.id] = task
-        task.add_done_callback(lambda _: self._tasks.pop(record.id, None))
+        self._tasks.spawn(self._prepare(record), f"prepare {record.id}", key=record.id)
 
     async def stop(self) -> None:
         """End with the process; preparing begins again with the next."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.stop()
 
     async def halt(self, run_id: str, reason: str) -> None:
         """Stop a run unless it has a plan, which it may have got just now."""
-        task = self._tasks.get(run_id)
+        task = self._tasks.running.get(run_id)
         if task is not None:
             task.cancel()
             # Wait for its end: if it has just written the plan, the run is live and not stopped
@@ -80,7 +76,7 @@ class Preparation:
     async def resume(self, record: RunRecord) -> None:
         """Prepare a run that was stopped before it had a plan."""
         # A second `resume` must not start a second preparation.
-        if record.before == "stopped" and record.id not in self._tasks:
+        if record.before == "stopped" and record.id not in self._tasks.running:
             self._start(await self._change(record.id, before="preparing", reason=""))
 
     async def _prepare(self, record: RunRecord) -> None:

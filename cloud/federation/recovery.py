@@ -16,6 +16,7 @@ from triplane.cloud.federation.results import Results
 from triplane.cloud.federation.run_projection import RunProjection
 from triplane.cloud.federation.update_store import UpdateStore
 from triplane.cloud.store import Database
+from triplane.cloud.tasks import BackgroundTasks
 from triplane.proto.disk import NoRoom
 from triplane.proto.errors import TriplaneError, Unavailable
 from triplane.unified_ir.federated.core.run import RunState
@@ -40,7 +41,7 @@ class Recovery:
     ) -> None:
         self._db, self._runs, self._results, self._flower = db, runs, results, flower
         self._updates, self._open_run = updates, open_run
-        self._late: dict[str, asyncio.Task[None]] = {}  # by run that waits for room on the disk
+        self._late = BackgroundTasks()  # by id of the run that waits for room on the disk
 
     async def start(self) -> list[RunRecord]:
         """Make prepared runs live and return those that have no plan yet."""
@@ -60,19 +61,17 @@ class Recovery:
 
     async def stop(self) -> None:
         """End with the process."""
-        tasks = list(self._late.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._late.stop()
 
     def check_taken_up(self, run_ids: Iterable[str] | None = None) -> None:
         """Raise Unavailable if one of the runs, by default of all, is not live again yet."""
-        asked = self._late if run_ids is None else run_ids
-        late = [run_id for run_id in asked if run_id in self._late]
-        if late:
+        late = self._late.running
+        asked = late if run_ids is None else run_ids
+        waiting = [run_id for run_id in asked if run_id in late]
+        if waiting:
             raise Unavailable(
-                f"the cloud has not resumed run {late[0]} since its start: it "
-                f"{self._runs.waits(late[0])}; make room on the cloud's disk"
+                f"the cloud has not resumed run {waiting[0]} since its start: it "
+                f"{self._runs.waits(waiting[0])}; make room on the cloud's disk"
             )
 
     async def _take_up(self, record: RunRecord, projection: RunProjection) -> None:
@@ -91,9 +90,7 @@ class Recovery:
 
     def _take_up_late(self, record: RunRecord, projection: RunProjection, error: NoRoom) -> None:
         self._runs.wait_for_room(record.id, error)
-        task = asyncio.create_task(self._retry(record, projection), name=f"take up {record.id}")
-        self._late[record.id] = task
-        task.add_done_callback(lambda _: self._late.pop(record.id, None))
+        self._late.spawn(self._retry(record, projection), f"take up {record.id}", key=record.id)
 
     async def _retry(self, record: RunRecord, projection: RunProjection) -> None:
         pause_s = RETRY_S

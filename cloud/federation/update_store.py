@@ -157,10 +157,10 @@ class UpdateStore:
         # Checked without reading the file: a device could otherwise keep the cloud busy with old
         # leases.
         if not _is_open(run.projection.state, device, lease):
-            return _belated(device, lease)
+            return _late_event(device, lease)
         outcome = contribution.WhichOneof("outcome")
         if check is not None and outcome != "declined":
-            return await self._answered(run, device, lease, contribution, check)
+            return await self._answer_event(run, device, lease, contribution, check)
         if outcome == "update":
             return await self._update(run, device, lease, contribution.update)
         if outcome == "score":
@@ -185,7 +185,7 @@ class UpdateStore:
             return refusal_event(device, lease, refusal.kind, str(refusal))
         return lambda _, at_s: Arrived(at_s=at_s, device=device, lease=lease, update=update)
 
-    async def _answered(
+    async def _answer_event(
         self, run: LiveRun, device: str, lease: str, contribution: pb.Contribution, check: Check
     ) -> MakeEvent:
         try:
@@ -328,7 +328,7 @@ class Refusal(InvalidInput):
 
 def refusal_event(device: str, lease: str, kind: str, reason: str) -> MakeEvent:
     """Return the event of a contribution that cannot count; at most one for each lease."""
-    text, belated = printable(reason), _belated(device, lease)
+    text, belated = printable(reason), _late_event(device, lease)
 
     def make(state: RunState, at_s: float) -> Event | None:
         if not _is_open(state, device, lease):
@@ -365,7 +365,7 @@ def _is_open(state: RunState, device: str, lease: str) -> bool:
     return open_one is not None and open_one.id == lease
 
 
-def _belated(device: str, lease: str) -> MakeEvent:
+def _late_event(device: str, lease: str) -> MakeEvent:
     """Return the event of a contribution to no open lease; its file is not read.
 
     If the lease was opened meanwhile, its id was guessed, and the contribution is refused. Nothing

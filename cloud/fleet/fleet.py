@@ -38,7 +38,7 @@ from triplane.cloud.fleet.values import (
     Pause,
     Resume,
 )
-from triplane.cloud.identity.audit import RecordAudit
+from triplane.cloud.identity import audit
 from triplane.cloud.machine import Batch, Machine, MachineRules
 from triplane.cloud.store import Database
 from triplane.proto import fleet_pb2 as pb
@@ -107,12 +107,10 @@ class LiveFleet:
         self,
         database: Database,
         bundles: Bundles,
-        audit: RecordAudit,
         *,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._database, self._bundles, self._audit = database, bundles, audit
-        self._clock = clock
+        self._database, self._bundles, self._clock = database, bundles, clock
         rules = MachineRules(
             fold=self._fold, commit=self._commit, act=self._act, refused=self._refused,
             failed=self._failed, max_batch=MAX_BATCH,
@@ -393,7 +391,7 @@ class LiveFleet:
             record_incidents(connection, said)
             for change, _ in batch.steps:
                 if change.audited is not None:
-                    self._audit(connection, time_s=self._clock(), **asdict(change.audited))
+                    audit.record(connection, time_s=self._clock(), **asdict(change.audited))
 
         await self._database.write(work)
         # Only after the commit, which has written their last state.

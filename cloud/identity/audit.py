@@ -8,7 +8,7 @@ one can prove later that nothing up to it has changed.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any, Final
 
@@ -46,7 +46,6 @@ def digest_of(entry: AuditRecord) -> bytes:
 
 def record(
     connection: sa.Connection,
-    *,
     time_s: float,
     actor: str,
     action: str,
@@ -63,10 +62,6 @@ def record(
     bare = AuditRecord(number, time_s, actor, action, subject[:256], text, previous, b"")
     entry = replace(bare, digest=digest_of(bare))
     connection.execute(AUDIT.insert().values(**asdict(entry)))
-
-
-RecordAudit = Callable[..., None]
-"""A function such as `record`, which adds an entry in the caller's transaction."""
 
 
 def page(connection: sa.Connection, from_number: int) -> list[AuditRecord]:

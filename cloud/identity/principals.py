@@ -10,7 +10,7 @@ import json
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import sqlalchemy as sa
 from cryptography import x509
@@ -122,7 +122,7 @@ class Principals:
                 )
             )
             details = {"role": role.value, "valid_s": valid_s}
-            _log(connection, now, actor, "token.create", name, details)
+            audit.record(connection, now, actor, "token.create", name, details)
 
         await self._database.write(work)
         return Invitation(str(token), name, now + valid_s)
@@ -165,10 +165,10 @@ class Principals:
                 .values(request=request, certificate=der)
             )
             details = {"role": row.role, "serial": serial_of(certificate)}
-            _log(connection, now, row.name, "identity.enrol", row.name, details)
+            audit.record(connection, now, row.name, "identity.enrol", row.name, details)
             return EnrolmentResult(der, row.name, role, json.loads(row.labels))
 
-        return await self._changed(work)
+        return await self._write(work)
 
     async def renew(self, name: str, request: bytes) -> bytes:
         """Issue a new certificate (DER) for a name; the old one stays valid for another hour."""
@@ -190,10 +190,12 @@ class Principals:
                 .values(expires_s=now + OLD_CERTIFICATE_S)
             )
             _store(connection, certificate, name, now)
-            _log(connection, now, name, "identity.renew", name, {"serial": serial_of(certificate)})
+            audit.record(
+                connection, now, name, "identity.renew", name, {"serial": serial_of(certificate)}
+            )
             return certificate.public_bytes(serialization.Encoding.DER)
 
-        return await self._changed(work)
+        return await self._write(work)
 
     def admit_now(self, request: bytes, name: str, role: PrincipalRole) -> x509.Certificate:
         """Enrol a name without a token: the first operator, created with the cloud itself."""
@@ -203,7 +205,7 @@ class Principals:
         def work(connection: sa.Connection) -> None:
             _admit(connection, certificate, name, role, now)
             details = {"role": role.value, "serial": serial_of(certificate)}
-            _log(connection, now, "cloud", "identity.enrol", name, details)
+            audit.record(connection, now, "cloud", "identity.enrol", name, details)
 
         try:
             self._database.write_now(work)
@@ -225,21 +227,14 @@ class Principals:
                 sa.update(CERTIFICATES).where(CERTIFICATES.c.name == name).values(revoked=True)
             )
             connection.execute(sa.delete(TOKENS).where(TOKENS.c.name == name))
-            _log(connection, now, actor, "identity.revoke", name, {"reason": reason[:500]})
+            audit.record(connection, now, actor, "identity.revoke", name, {"reason": reason[:500]})
             revoked = _principal(connection, name)
             assert revoked is not None
             return revoked
 
-        return await self._changed(work)
+        return await self._write(work)
 
-    async def named(self, name: str) -> Principal:
-        """Return one principal. NotFound."""
-        principal = await self._database.read(lambda connection: _principal(connection, name))
-        if principal is None:
-            raise NotFound(f"no principal {name[:80]!r}")
-        return principal
-
-    async def listed(self) -> list[Principal]:
+    async def all(self) -> list[Principal]:
         """Return all principals, by name."""
 
         def work(connection: sa.Connection) -> list[Principal]:
@@ -280,23 +275,12 @@ class Principals:
         self._known.keep((serial, name, key), who, expires_s=expires_s, now_s=now, at=at)
         return who
 
-    async def _changed(self, work: Callable[[sa.Connection], T]) -> T:
+    async def _write(self, work: Callable[[sa.Connection], T]) -> T:
         """Write, and drop the cached answers after the commit, even if the caller is gone."""
         writing = asyncio.create_task(self._database.write(work))
         # Also after an error: a commit whose answer was lost may have taken effect.
         writing.add_done_callback(lambda _: self._known.forget())
         return await asyncio.shield(writing)
-
-
-def _log(
-    connection: sa.Connection,
-    now: float,
-    actor: str,
-    action: str,
-    name: str,
-    details: Mapping[str, Any],
-) -> None:
-    audit.record(connection, time_s=now, actor=actor, action=action, subject=name, details=details)
 
 
 def serial_of(certificate: x509.Certificate) -> str:

@@ -115,7 +115,7 @@ class IdentityServicer(identity_grpc.IdentityServicer):
     ) -> pb.ListPrincipalsResponse:
         """See identity.proto."""
         async with status_of_aio(context):
-            principals = await self._principals.listed()
+            principals = await self._principals.all()
             return pb.ListPrincipalsResponse(principals=map(encode, principals))
 
     async def Revoke(self, request: pb.RevokeRequest, context: Any) -> pb.Principal:

@@ -115,7 +115,7 @@ class Conversions:
             }
             done = await self._jobs.run(job, order, self._limits.convert_s)
             with expected(CHILD):
-                bundle = _made(done, out, new_report)
+                bundle = _result_of(done, out, new_report)
             # Inside the block, because the folder with the file is removed afterwards.
             yield bundle
 
@@ -171,7 +171,7 @@ def _named(link: Path, file: Path | None) -> str | None:
     return link.name
 
 
-def _made(done: Mapping[str, Any], path: Path, report: Path) -> Made:
+def _result_of(done: Mapping[str, Any], path: Path, report: Path) -> Made:
     needs = done["needs"]
     # Checked before reading: a hostile model could make its child write a huge file.
     if report.stat().st_size > MAX_REPORT_BYTES:

@@ -26,7 +26,7 @@ MADE: Final = ("blob", "size", "root_digest", "content_digest")
 """Columns of a bundle that conversion fills."""
 
 
-def pushed(connection: Connection, push: Push) -> Version | None:
+def version_of_push(connection: Connection, push: Push) -> Version | None:
     """Return the version that this push made before. Conflict: its key made another one."""
     row = connection.execute(select(VERSIONS).where(VERSIONS.c.push_key == push.key)).first()
     if row is None:

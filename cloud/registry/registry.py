@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from sqlalchemy import Connection
 
-from triplane.cloud.identity import audit as audit_log
+from triplane.cloud.identity import audit
 from triplane.cloud.registry import queries
 from triplane.cloud.registry.collecting import claim
 from triplane.cloud.registry.conversions import Conversions, Files
@@ -29,6 +29,7 @@ from triplane.cloud.registry.values import (
     Version,
 )
 from triplane.cloud.store import Database
+from triplane.cloud.tasks import BackgroundTasks
 from triplane.proto.blobs import BlobFolder, digest_of
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, TriplaneError, Unavailable
 from triplane.proto.targets import SignedTarget
@@ -59,13 +60,12 @@ class Registry:
         blobs: BlobFolder,
         conversions: Conversions,
         *,
-        audit: audit_log.RecordAudit = audit_log.record,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.blobs = blobs
         self._db, self._conversions = db, conversions
-        self._audit, self._clock = audit, clock
-        self._running: dict[Key, asyncio.Task[None]] = {}
+        self._clock = clock
+        self._tasks = BackgroundTasks()  # conversions under way, by key of their bundle
         self._listeners: list[Callable[[BundleRecord], None]] = []
         self._stopping = False
 
@@ -73,15 +73,12 @@ class Registry:
         """Continue the conversions that an earlier process left unfinished."""
         unfinished = await self._db.read(lambda c: queries.in_state(c, State.CONVERTING))
         for bundle in unfinished:
-            await self._again(bundle)
+            await self._begin_again(bundle)
 
     async def stop(self) -> None:
         """End the children; after `start`, their conversions begin again."""
         self._stopping = True
-        running = list(self._running.values())
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await self._tasks.stop()
 
     async def push(self, push: Push, *, by: str) -> Version:
         """Register an uploaded model file as the next version; the same key gives the same one.
@@ -89,7 +86,7 @@ class Registry:
         NotFound: a blob was not uploaded, or no such parent. Conflict: the key made another version
         before. Corrupt, InvalidInput: the file is damaged, or it or its samples break a rule.
         """
-        known = await self._db.read(lambda connection: queries.pushed(connection, push))
+        known = await self._db.read(lambda connection: queries.version_of_push(connection, push))
         if known is not None:
             return known
         # A damaged copy is dropped, so that `claim` reports it as missing and the client uploads
@@ -112,7 +109,7 @@ class Registry:
         digest: its root digest. The same key gives the same version, as for `push`.
         """
         # Again inside the writer: a repeated request may have been registered during the check.
-        known = queries.pushed(connection, push)
+        known = queries.version_of_push(connection, push)
         if known is not None:
             return known
         # Looked up again inside the one writer, where blobs are collected too.
@@ -122,7 +119,7 @@ class Registry:
         # The upload replaced damaged copies of these files, so what failed on them may succeed now.
         queries.allow_again(connection, {push.blob, *push.recipe.blobs})
         details = {"model_digest": digest.hex(), "aliases": sorted(set(push.aliases))}
-        self._note(connection, by, "registry.push", str(version), details)
+        audit.record(connection, self._clock(), by, "registry.push", str(version), details)
         return version
 
     async def version(self, reference: str) -> Version:
@@ -162,7 +159,7 @@ class Registry:
         def work(connection: Connection) -> Model:
             queries.point(connection, parsed.model, alias, version)
             details = {"alias": alias, "version": version}
-            self._note(connection, by, "registry.alias", parsed.model, details)
+            audit.record(connection, self._clock(), by, "registry.alias", parsed.model, details)
             return queries.model(connection, parsed.model)
 
         return await self._db.write(work)
@@ -177,7 +174,7 @@ class Registry:
         stored = await self._db.read(lambda connection: queries.bundle(connection, *key))
         if stored is None:
             await asyncio.to_thread(_check_target, target)
-        if stored is not None and (key in self._running or not await self._may_begin(stored)):
+        if stored is not None and (key in self._tasks.running or not await self._may_begin(stored)):
             return stored
         return await self._begin(key)
 
@@ -186,7 +183,7 @@ class Registry:
         asked = await self.bundle(model, version, target)
         if asked.state is not State.CONVERTING:
             return asked
-        task = self._running.get((model, version, target))
+        task = self._tasks.running.get((model, version, target))
         if task is not None:
             # `wait` does not cancel the task if this caller gives up: others may wait for the
             # bundle.
@@ -210,7 +207,9 @@ class Registry:
 
         def work(connection: Connection) -> BundleRecord:
             signed = queries.sign(connection, model, version, target, path)
-            self._note(connection, by, "registry.signed", str(signed), {"path": path})
+            audit.record(
+                connection, self._clock(), by, "registry.signed", str(signed), {"path": path}
+            )
             return signed
 
         signed = await self._db.write(work)
@@ -232,7 +231,9 @@ class Registry:
             ]
             for bundle in changed:
                 details = {"path": bundle.signed_path}
-                self._note(connection, SYSTEM, "registry.signed", str(bundle), details)
+                audit.record(
+                    connection, self._clock(), SYSTEM, "registry.signed", str(bundle), details
+                )
             return changed
 
         changed = await self._db.write(work)
@@ -265,7 +266,7 @@ class Registry:
 
     async def _is_outdated(self, bundle: BundleRecord) -> bool:
         """Return whether its state is out of date: its file is lost, or lost inputs are back."""
-        if bundle.key in self._running:
+        if bundle.key in self._tasks.running:
             return False
         if bundle.state is State.READY:
             return await asyncio.to_thread(self.blobs.is_lost, bundle.blob)
@@ -276,7 +277,7 @@ class Registry:
 
     async def _lost_input(self, bundle: BundleRecord, *, reread: bool = False) -> str:
         """Return the first lost or damaged input of this bundle's conversion; empty if none."""
-        version = await self._stored(bundle)
+        version = await self._version_of(bundle)
         named = {
             "model file": version.blob,
             "calibration samples": version.recipe.calibration,
@@ -290,7 +291,7 @@ class Registry:
                 return what
         return ""
 
-    async def _stored(self, bundle: BundleRecord) -> Version:
+    async def _version_of(self, bundle: BundleRecord) -> Version:
         reference = Reference(bundle.model, bundle.version)
         return await self._db.read(lambda connection: queries.get(connection, reference))
 
@@ -322,7 +323,7 @@ class Registry:
         assert begun_now is not None
         return begun_now
 
-    async def _again(self, left: BundleRecord) -> None:
+    async def _begin_again(self, left: BundleRecord) -> None:
         """Convert what a stopped cloud had begun, unless it seems to stop the cloud every time."""
 
         def work(connection: Connection) -> bool:
@@ -331,7 +332,7 @@ class Registry:
             # noticed, too.
             if begun >= MAX_ATTEMPTS:
                 reason = f"its conversion was begun {begun} times, and the cloud ended each time"
-                queries.finish(connection, _failed(left, reason))
+                queries.finish(connection, _failed_record(left, reason))
                 return False
             queries.start(connection, *left.key)
             return True
@@ -340,37 +341,39 @@ class Registry:
             self._convert(left)
 
     def _convert(self, asked: BundleRecord) -> None:
-        if asked.key in self._running or self._stopping:
+        if asked.key in self._tasks.running or self._stopping:
             return
-        task = asyncio.create_task(self._converted(asked), name=f"convert {asked}")
-        self._running[asked.key] = task
-        task.add_done_callback(lambda _: self._running.pop(asked.key, None))
+        self._tasks.spawn(self._run_conversion(asked), f"convert {asked}", key=asked.key)
 
-    async def _converted(self, asked: BundleRecord) -> None:
+    async def _run_conversion(self, asked: BundleRecord) -> None:
         started_s = time.monotonic()
         may_retry = is_input_lost = False
         report = b""
         try:
             outcome, report = await self._make(asked)
         except _InputLost as error:
-            outcome, is_input_lost = _failed(asked, str(error)), True
+            outcome, is_input_lost = _failed_record(asked, str(error)), True
         except TriplaneError as error:
-            outcome, may_retry = _failed(asked, str(error)), isinstance(error, Unavailable)
+            outcome, may_retry = _failed_record(asked, str(error)), isinstance(error, Unavailable)
         except Exception as error:
             logger.exception("conversion failed", extra={"bundle": str(asked)})
-            outcome = _failed(asked, f"internal error: {type(error).__name__}; see the cloud's log")
+            outcome = _failed_record(
+                asked, f"internal error: {type(error).__name__}; see the cloud's log"
+            )
 
         def work(connection: Connection) -> BundleRecord:
             # Looked up inside the one writer, where blobs are collected too.
             is_lost = outcome.state is State.READY and not self.blobs.has(outcome.blob)
-            ended = _failed(asked, "its file was collected meanwhile") if is_lost else outcome
+            ended = (
+                _failed_record(asked, "its file was collected meanwhile") if is_lost else outcome
+            )
             queries.finish(
                 connection, ended, may_retry=may_retry or is_lost, is_input_lost=is_input_lost
             )
             if ended.state is State.READY:
                 queries.keep_report(connection, ended, report)
             details = {"state": ended.state.name, "reason": ended.reason}
-            self._note(connection, SYSTEM, "registry.bundle", str(ended), details)
+            audit.record(connection, self._clock(), SYSTEM, "registry.bundle", str(ended), details)
             return ended
 
         outcome = await self._db.write(work)
@@ -381,7 +384,7 @@ class Registry:
 
     async def _make(self, asked: BundleRecord) -> tuple[BundleRecord, bytes]:
         """Convert; return the finished bundle and its report."""
-        version = await self._stored(asked)
+        version = await self._version_of(asked)
         # Read the inputs once more: converting damaged samples would give a wrong bundle.
         if lost := await self._lost_input(asked, reread=True):
             raise _InputLost(_lost_text(lost, version))
@@ -412,18 +415,6 @@ class Registry:
             needs=converted.needs,
         )
         return ready, converted.report
-
-    def _note(
-        self, connection: Connection, by: str, action: str, subject: str, details: dict[str, Any]
-    ) -> None:
-        self._audit(
-            connection,
-            time_s=self._clock(),
-            actor=by,
-            action=action,
-            subject=subject,
-            details=details,
-        )
 
     def _tell(self, bundle: BundleRecord) -> None:
         for callback in self._listeners:
@@ -467,5 +458,5 @@ def _check_target(name: str) -> None:
     target_row(name)
 
 
-def _failed(asked: BundleRecord, reason: str) -> BundleRecord:
+def _failed_record(asked: BundleRecord, reason: str) -> BundleRecord:
     return replace(asked, state=State.FAILED, reason=reason)

@@ -101,11 +101,7 @@ def sign_release(
     """
     version = cloud.version(reference)
     wanted = TargetName(RELEASE, version.model, version.version, target)
-    if model_digest and version.model_digest != model_digest:
-        raise Corrupt(
-            f"{version.model}@{version.version} is model file {version.model_digest.hex()[:12]} in "
-            f"the cloud, not {model_digest.hex()[:12]} as you expect"
-        )
+    _check_model(version, model_digest)
     checked: dict[str, SignedTarget] = {}
     for tries_left in reversed(range(MAX_TRIES)):
         signer = Signer(cloud, keys_folder, RELEASE)
@@ -120,11 +116,7 @@ def sign_release(
         # What this key has signed before was checked then and need not be repeated.
         if waiting is not None and not signer.has_signed(waiting):
             repeat |= {p: TargetName.parse(p) for p in waiting.signed.targets if p not in base}
-        # A hostile cloud could keep this machine converting for ever.
-        if len(repeat) > MAX_REPEATED:
-            raise InvalidInput(
-                f"{len(repeat)} bundles wait; at most {MAX_REPEATED} are signed at once"
-            )
+        _check_count(repeat)
         missing = [name for path, name in repeat.items() if path not in checked]
         if missing:  # repeating takes minutes: look again at what others signed meanwhile
             checked |= {str(name): repeat_one(cloud, name, progress) for name in missing}
@@ -145,6 +137,21 @@ def sign_release(
     raise Conflict(
         f"{wanted} is not signed: others signed {MAX_TRIES} times meanwhile; run the command again"
     )
+
+
+def _check_model(version: Version, expected_digest: bytes) -> None:
+    """Raise Corrupt unless the cloud's version is the model file that the signer knows, if any."""
+    if expected_digest and version.model_digest != expected_digest:
+        raise Corrupt(
+            f"{version.model}@{version.version} is model file {version.model_digest.hex()[:12]} in "
+            f"the cloud, not {expected_digest.hex()[:12]} as you expect"
+        )
+
+
+def _check_count(repeat: Mapping[str, TargetName]) -> None:
+    # A hostile cloud could keep this machine converting for ever.
+    if len(repeat) > MAX_REPEATED:
+        raise InvalidInput(f"{len(repeat)} bundles wait; at most {MAX_REPEATED} are signed at once")
 
 
 def _sign_with(

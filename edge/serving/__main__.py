@@ -4,7 +4,6 @@ Its keys are the fields of `Options`, with defaults for those that are missing; 
 object of fields of `ServingLimits`. People use `triplane edge serve`, which also calls `main`.
 """
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -13,7 +12,7 @@ from typing import Any
 from triplane.edge.serving.limits import ServingLimits
 from triplane.edge.serving.options import Options
 from triplane.proto.errors import InvalidInput
-from triplane.proto.logs import configure_logging, exit_on_error, quiet_grpc
+from triplane.proto.logs import configure_logging, exit_on_error, quiet_grpc, read_options
 
 
 def main(options: Options) -> None:
@@ -58,14 +57,7 @@ def _whole(name: str, value: Any) -> int:
 
 def parse(argv: Sequence[str]) -> Options:
     """Return the options of a command line of one JSON object. InvalidInput."""
-    try:
-        (text,) = argv
-        values = json.loads(text)
-    except ValueError:
-        values = None
-    if not isinstance(values, dict):
-        raise InvalidInput('give one JSON object such as {"bundles": ["digits.bundle"]}')
-    return options_from(values)
+    return options_from(read_options(argv, '{"bundles": ["digits.bundle"]}'))
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ class Arrivals:
         waiting: number of calls that wait for their request, by connection. finished: bytes of
         requests that were finished on a connection since the last time.
         """
-        received = self._received(waiting)
+        received = self._bytes_received(waiting)
         self._kernel_tells = self._kernel_tells or bool(received)
         tracks = {}
         for connection, calls in waiting.items():
@@ -80,7 +80,7 @@ class Arrivals:
             tracks[connection] = track
         self.tracks = tracks
 
-    def _received(self, connections: Iterable[str]) -> dict[str, int]:
+    def _bytes_received(self, connections: Iterable[str]) -> dict[str, int]:
         addresses = {name: address for name in connections if (address := _address(name))}
         counts = {name: self._count(address) for name, address in addresses.items()}
         if None in counts.values():

@@ -2,7 +2,7 @@
 
 A scrape and the protocol's own statistics call read the same counters. Labels are the names of
 loaded models only; a call for an unknown name is counted under an empty name, so callers cannot
-add labels. The label `lane` is the kind of calls that share a pool of threads (see `lanes.py`).
+add labels. The label `lane` is the kind of calls that share a pool of threads (see `executors.py`).
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from prometheus_client.exposition import make_wsgi_app
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from triplane.edge.serving.lanes import BoundedExecutor
+from triplane.edge.serving.executors import BoundedExecutor
 from triplane.edge.serving.repository import LoadedVersion, Repository
 from triplane.edge.serving.statistics import Histogram, Statistics
 from triplane.proto.errors import Unavailable
@@ -71,11 +71,11 @@ class ServingCollector(Collector):
     """Collects the table over every ready version, and the calls in each lane."""
 
     def __init__(
-        self, repository: Repository, unattributed: Statistics, lanes: Iterable[BoundedExecutor]
+        self, repository: Repository, unattributed: Statistics, executors: Iterable[BoundedExecutor]
     ) -> None:
         self._repository = repository
         self._unattributed = unattributed
-        self._lanes = tuple(lanes)
+        self._executors = tuple(executors)
 
     def collect(self) -> Iterator[Metric]:
         """See `prometheus_client.registry.Collector`."""
@@ -94,8 +94,8 @@ class ServingCollector(Collector):
                 measured.add_metric([version.name, version.version], gauge.read(version))
             yield measured
         held = GaugeMetricFamily(LANE_CALLS, "Calls waiting or running.", labels=["lane"])
-        for lane in self._lanes:
-            held.add_metric([lane.name], lane.held)
+        for executor in self._executors:
+            held.add_metric([executor.name], executor.held)
         yield held
 
     def _calls(self, versions: Iterable[LoadedVersion]) -> Metric:

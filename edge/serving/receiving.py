@@ -1,7 +1,7 @@
 """Limited waits for callers: a stalled caller cannot hold a thread or an answer for ever.
 
 A call waits for its request in a thread that does nothing else, and takes a turn to compute only
-afterwards. Each lane limits the number of calls that wait; beyond it, the oldest call of the caller
+afterwards. Each executor limits how many calls wait; beyond that, the oldest call of the caller
 that has most is ended with an error. The bytes of unfinished requests are limited together with the
 requests inside (`memory.py`). A stream may pause between its messages as long as there is room for
 others; it is cancelled when the server stops.
@@ -23,7 +23,7 @@ import grpc
 
 from triplane.edge.serving.arrivals import CALL_OVERHEAD_BYTES, Arrivals
 from triplane.edge.serving.callers import Caller, overloaded
-from triplane.edge.serving.lanes import BoundedExecutor
+from triplane.edge.serving.executors import BoundedExecutor
 from triplane.edge.serving.memory import RETRY_MS, SMALL_BYTES, RequestMemory
 from triplane.proto.errors import InvalidInput, TriplaneError
 from triplane.proto.status import DeadlineExceeded
@@ -57,7 +57,7 @@ class _Wait:
     since_s: float
     deadline_s: float
     caller: Caller
-    lane: BoundedExecutor | None
+    executor: BoundedExecutor | None
     refusal: TriplaneError | None = None
 
 
@@ -84,14 +84,14 @@ class Receiving:
         messages: Iterator[bytes],
         context: grpc.ServicerContext,
         caller: Caller,
-        lane: BoundedExecutor,
+        executor: BoundedExecutor,
     ) -> Received:
         """Return the message of a single-message call; None if the caller sends none.
 
         For a request that was given up, return the error with which the call must end.
         """
         return self._next(
-            messages, self._begin(context, Kind.REQUEST, self._receive_s, caller, lane)
+            messages, self._begin(context, Kind.REQUEST, self._receive_s, caller, executor)
         )
 
     def following(
@@ -151,10 +151,10 @@ class Receiving:
         kind: Kind,
         timeout_s: float,
         caller: Caller = NO_CALLER,
-        lane: BoundedExecutor | None = None,
+        executor: BoundedExecutor | None = None,
     ) -> _Wait:
         now = time.monotonic()
-        wait = _Wait(context, kind, now, now + timeout_s, caller, lane)
+        wait = _Wait(context, kind, now, now + timeout_s, caller, executor)
         with self._lock:
             self._waiting[id(context)] = wait
         return wait
@@ -208,31 +208,31 @@ class Receiving:
             self._bound_arriving(now)
 
     def _end_crowds(self, now: float) -> None:
-        """Reduce the calls of each lane that wait for their request to the lane's limit.
+        """Reduce the calls of each executor that wait for their request to the executor's limit.
 
         The oldest calls of the caller that has most are ended first. A request that is on its way
         has waited for a few milliseconds, a stalled one for longer.
         """
-        lanes: dict[BoundedExecutor, list[_Wait]] = {}
+        executors: dict[BoundedExecutor, list[_Wait]] = {}
         for wait in self._waiting.values():
-            if wait.lane is not None:
-                lanes.setdefault(wait.lane, []).append(wait)
-        for lane, waits in lanes.items():
-            if len(waits) > lane.receiving:
-                self._end_crowd(lane, waits, now)
+            if wait.executor is not None:
+                executors.setdefault(wait.executor, []).append(wait)
+        for executor, waits in executors.items():
+            if len(waits) > executor.receiving:
+                self._end_crowd(executor, waits, now)
 
-    def _end_crowd(self, lane: BoundedExecutor, waits: list[_Wait], now: float) -> None:
+    def _end_crowd(self, executor: BoundedExecutor, waits: list[_Wait], now: float) -> None:
         callers: dict[str, deque[_Wait]] = {}
         for wait in waits:
             callers.setdefault(wait.caller.address, deque()).append(wait)
-        for _ in range(len(waits) - lane.receiving):
+        for _ in range(len(waits) - executor.receiving):
             most = max(callers.values(), key=len)
             if now - most[0].since_s < YOUNG_S:
                 return
             text = (
                 f"too many calls whose requests have not arrived: {len(most)} from your address, "
-                f"{lane.receiving} at most in all; send a request at once when its call is opened, "
-                f"retry in {RETRY_MS} ms"
+                f"{executor.receiving} at most in all; send a request at once when its call is "
+                f"opened, retry in {RETRY_MS} ms"
             )
             self._refuse(most.popleft(), overloaded(text, RETRY_MS))
 

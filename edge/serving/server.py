@@ -18,8 +18,8 @@ from grpc_reflection.v1alpha import reflection_pb2  # type: ignore[import-untype
 from grpc_reflection.v1alpha.reflection import ReflectionServicer  # type: ignore[import-untyped]
 
 from triplane.edge.serving import health
+from triplane.edge.serving.executors import Behaviour, BoundedExecutor, Routes
 from triplane.edge.serving.health import Health
-from triplane.edge.serving.lanes import Behaviour, BoundedExecutor, Routes
 from triplane.edge.serving.limits import ServingLimits
 from triplane.edge.serving.memory import RequestMemory
 from triplane.edge.serving.metrics import MetricsServer, ServingCollector
@@ -56,6 +56,38 @@ REFLECTION_NAMES: Final = (
     "grpc.reflection.v1alpha.ServerReflection",
     "grpc.reflection.v1.ServerReflection",
 )
+
+
+def _executors(limits: ServingLimits) -> tuple[BoundedExecutor, ...]:
+    inside = limits.threads + limits.queued_calls
+    threads = {  # of each executor, and how many of them may wait for a request
+        "infer": (inside + 2 * limits.receiving, limits.receiving),
+        "stream": (limits.streams + SPARE_THREADS, SPARE_THREADS),
+        "control": (2 * limits.control_calls, limits.control_calls),
+        "health": (2 * HEALTH_RECEIVING, HEALTH_RECEIVING),
+        "watch": (WATCHERS + SPARE_THREADS, SPARE_THREADS),
+    }
+    return tuple(
+        BoundedExecutor(name, threads=most, receiving=receiving)
+        for name, (most, receiving) in threads.items()
+    )
+
+
+def _grpc_options(limits: ServingLimits) -> tuple[tuple[str, int], ...]:
+    return (
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", limits.message_bytes),
+        ("grpc.per_message_decompression", 0),  # see compression.py
+        ("grpc.max_send_message_length", -1),  # bounded by ServingLimits.response_bytes
+        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.max_concurrent_streams", MAX_STREAMS_PER_CONNECTION),
+        *UNSEEN_CALLS,
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
+        ("grpc.keepalive_time_ms", ALIVE_EVERY_MS),
+        ("grpc.http2.ping_timeout_ms", ALIVE_WITHIN_MS),
+        ("grpc.max_connection_idle_ms", IDLE_MS),
+        ("grpc.max_allowed_incoming_connections", max_connections()),
+    )
 
 
 def max_connections() -> int:
@@ -119,25 +151,14 @@ class Server:
         self._receiving = Receiving(self._memory, limits.message_bytes, limits.receive_s)
         self._runs = Runs()
         self._turns = Turns(limits.threads, limits.queued_calls, self._refused)
-        inside = limits.threads + limits.queued_calls
-        threads = {  # of each lane, and how many of them may wait for a request
-            "infer": (inside + 2 * limits.receiving, limits.receiving),
-            "stream": (limits.streams + SPARE_THREADS, SPARE_THREADS),
-            "control": (2 * limits.control_calls, limits.control_calls),
-            "health": (2 * HEALTH_RECEIVING, HEALTH_RECEIVING),
-            "watch": (WATCHERS + SPARE_THREADS, SPARE_THREADS),
-        }
-        self._lanes = tuple(
-            BoundedExecutor(name, threads=most, receiving=receiving)
-            for name, (most, receiving) in threads.items()
-        )
+        self._executors = _executors(limits)
         self._by_certificate = tls is not None and tls.client_ca is not None
         self._metrics: MetricsServer | None = None
         self._hurried = threading.Event()
         self._grpc = self._build()
         try:
             if metrics_port is not None:
-                collector = ServingCollector(repository, self.service.unattributed, self._lanes)
+                collector = ServingCollector(repository, self.service.unattributed, self._executors)
                 self._metrics = MetricsServer(collector, host, metrics_port)
             # Last, because a bound port is freed only by a server that was started.
             self.port = self._bind(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", tls)
@@ -159,8 +180,8 @@ class Server:
         self._receiving.end_rests()
         self._wait_until_quiet(until_s)
         self._grpc.stop(max(0.0, until_s - time.monotonic())).wait()
-        for lane in self._lanes:
-            lane.shutdown()
+        for executor in self._executors:
+            executor.shutdown()
         self._receiving.close()
         self._runs.close()
         if self._metrics:
@@ -182,7 +203,7 @@ class Server:
         quiet_until_s = min(until_s, time.monotonic() + QUIET_AT_MOST_S)
         while not self._hurried.wait(QUIET_STEP_S):
             now = time.monotonic()
-            if any(lane.held for lane in self._lanes[:2]):
+            if any(executor.held for executor in self._executors[:2]):
                 quiet_until_s = min(until_s, now + QUIET_AT_MOST_S)
             elif now - self._routes.last_call_s > QUIET_S:
                 return
@@ -190,34 +211,20 @@ class Server:
                 return
 
     def _build(self) -> grpc.Server:
-        limits = self._limits
-        infer, streams, control, health_lane, watch_lane = self._lanes
-        wire = Wire(
-            service=self.service,
-            receiving=self._receiving,
-            runs=self._runs,
-            sending=Sending(self._receiving, limits, self._refused),
-            turns=self._turns,
-            seats=Seats(
-                "streams", limits.streams, end=self._receiving.end_rest, on_refusal=self._refused
-            ),
-            memory=self._memory,
-            limits=limits,
-            by_certificate=self._by_certificate,
-        )
-        self._routes = routes = Routes(control, (control, health_lane), self._refused)
+        infer, streams, control, health_checks, watches = self._executors
+        wire = self._wire()
+        self._routes = routes = Routes(control, (control, health_checks), self._refused)
         routes.add(
             WIRE_NAME,
-            wire.methods(infer=infer, streams=streams, control=control, health=health_lane),
+            wire.methods(infer=infer, streams=streams, control=control, health=health_checks),
         )
-        check = wire.unary(health_lane, health_pb2.HealthCheckRequest, self._health.check)
+        request = health_pb2.HealthCheckRequest
+        check = wire.unary(health_checks, request, self._health.check)
         watchers = Seats("watchers of health", WATCHERS, end=_cancelled, on_refusal=self._refused)
-        watch = wire.server_stream(
-            watch_lane, watchers, health_pb2.HealthCheckRequest, self._health.watch
-        )
+        watch = wire.server_stream(watches, watchers, request, self._health.watch)
         routes.add(
             health.NAME,
-            {"Check": (health_lane, check, False), "Watch": (watch_lane, watch, True)},
+            {"Check": (health_checks, check, False), "Watch": (watches, watch, True)},
         )
         reflect = self._reflection(wire)
         for name in REFLECTION_NAMES:
@@ -225,22 +232,26 @@ class Server:
         return grpc.server(
             control,
             handlers=[routes],
-            options=(
-                ("grpc.so_reuseport", 0),
-                ("grpc.max_receive_message_length", limits.message_bytes),
-                ("grpc.per_message_decompression", 0),  # see compression.py
-                ("grpc.max_send_message_length", -1),  # bounded by ServingLimits.response_bytes
-                ("grpc.max_metadata_size", MAX_METADATA_BYTES),
-                ("grpc.max_concurrent_streams", MAX_STREAMS_PER_CONNECTION),
-                *UNSEEN_CALLS,
-                ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
-                ("grpc.keepalive_time_ms", ALIVE_EVERY_MS),
-                ("grpc.http2.ping_timeout_ms", ALIVE_WITHIN_MS),
-                ("grpc.max_connection_idle_ms", IDLE_MS),
-                ("grpc.max_allowed_incoming_connections", max_connections()),
-            ),
-            # Beyond all lanes, grpc itself refuses calls (RESOURCE_EXHAUSTED) without a thread.
-            maximum_concurrent_rpcs=sum(lane.capacity for lane in self._lanes),
+            options=_grpc_options(self._limits),
+            # Beyond all executors, grpc itself refuses calls (RESOURCE_EXHAUSTED) without a thread.
+            maximum_concurrent_rpcs=sum(executor.capacity for executor in self._executors),
+        )
+
+    def _wire(self) -> Wire:
+        limits = self._limits
+        seats = Seats(
+            "streams", limits.streams, end=self._receiving.end_rest, on_refusal=self._refused
+        )
+        return Wire(
+            service=self.service,
+            receiving=self._receiving,
+            runs=self._runs,
+            sending=Sending(self._receiving, limits, self._refused),
+            turns=self._turns,
+            seats=seats,
+            memory=self._memory,
+            limits=limits,
+            by_certificate=self._by_certificate,
         )
 
     def _reflection(self, wire: Wire) -> Behaviour:

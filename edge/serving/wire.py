@@ -17,7 +17,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from triplane.edge.serving.callers import Caller, caller_of
 from triplane.edge.serving.compression import packed_size, unpack
-from triplane.edge.serving.lanes import Behaviour, BoundedExecutor
+from triplane.edge.serving.executors import Behaviour, BoundedExecutor
 from triplane.edge.serving.limits import ServingLimits
 from triplane.edge.serving.memory import RequestMemory
 from triplane.edge.serving.receiving import REST, Receiving, one
@@ -62,26 +62,29 @@ class Wire:
         control: BoundedExecutor,
         health: BoundedExecutor,
     ) -> dict[str, tuple[BoundedExecutor, Behaviour, bool]]:
-        """Return each method of the protocol that is served: its lane, behaviour and form."""
+        """Return each method of the protocol that is served: its executor, behaviour and form."""
         methods: dict[str, tuple[BoundedExecutor, Behaviour, bool]] = {}
         for method in METHODS:
-            lane = health if method.name in {"ServerLive", "ServerReady"} else control
+            executor = health if method.name in {"ServerLive", "ServerReady"} else control
             if method.name not in {"ModelInfer", "ModelStreamInfer"}:
                 message_class = GetMessageClass(method.input_type)
-                behaviour = self.unary(lane, message_class, getattr(self.service, method.name))
-                methods[method.name] = lane, behaviour, False
+                behaviour = self.unary(executor, message_class, getattr(self.service, method.name))
+                methods[method.name] = executor, behaviour, False
         methods["ModelInfer"] = infer, self._infer(infer), False
         methods["ModelStreamInfer"] = streams, self._stream, True
         return methods
 
     def unary(
-        self, lane: BoundedExecutor, message_class: type[Message], method: Callable[[Any], Message]
+        self,
+        executor: BoundedExecutor,
+        message_class: type[Message],
+        method: Callable[[Any], Message],
     ) -> Behaviour:
         """Return a behaviour that parses one message, calls `method` and serializes its answer."""
 
         def behaviour(messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes | None:
             caller = self._caller(context)
-            received = self.receiving.only(messages, context, caller, lane)
+            received = self.receiving.only(messages, context, caller, executor)
             with status_of(context):
                 return method(parse(message_class, one(received))).SerializeToString()
 
@@ -89,7 +92,7 @@ class Wire:
 
     def server_stream(
         self,
-        lane: BoundedExecutor,
+        executor: BoundedExecutor,
         seats: Seats,
         message_class: type[M],
         method: Callable[[M, grpc.ServicerContext], Iterator[Message]],
@@ -98,11 +101,11 @@ class Wire:
 
         def behaviour(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
             caller = self._caller(context)
-            received = self.receiving.only(messages, context, caller, lane)
+            received = self.receiving.only(messages, context, caller, executor)
             with status_of(context):
                 request = parse(message_class, one(received))
             answers = (answer.SerializeToString() for answer in method(request, context))
-            return _seated(seats, context, caller, answers)
+            return _while_seated(seats, context, caller, answers)
 
         return behaviour
 
@@ -127,7 +130,7 @@ class Wire:
         def behaviour(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
             caller = self._caller(context)
             answers = method(parsed(messages, context, caller), context)
-            return _seated(
+            return _while_seated(
                 self.seats, context, caller, (answer.SerializeToString() for answer in answers)
             )
 
@@ -136,10 +139,10 @@ class Wire:
     def _caller(self, context: grpc.ServicerContext) -> Caller:
         return caller_of(context, by_certificate=self.by_certificate)
 
-    def _infer(self, lane: BoundedExecutor) -> Behaviour:
+    def _infer(self, executor: BoundedExecutor) -> Behaviour:
         def behaviour(messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes | None:
             caller = self._caller(context)
-            received = self.receiving.only(messages, context, caller, lane)
+            received = self.receiving.only(messages, context, caller, executor)
             arrived_ns = time.perf_counter_ns()
             with status_of(context):
                 answer = self._answer(one(received), context, caller, arrived_ns)
@@ -176,7 +179,7 @@ class Wire:
     def _stream(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """Answer one request at a time, in order. After an error the stream goes on."""
         caller = self._caller(context)
-        return _seated(self.seats, context, caller, self._answers(messages, context, caller))
+        return _while_seated(self.seats, context, caller, self._answers(messages, context, caller))
 
     def _answers(
         self, messages: Iterator[bytes], context: grpc.ServicerContext, caller: Caller
@@ -236,7 +239,7 @@ class Wire:
         return CallContext(until_s, arrived_ns, context.is_active, self.runs)
 
 
-def _seated(
+def _while_seated(
     seats: Seats, context: grpc.ServicerContext, caller: Caller, answers: Iterator[bytes]
 ) -> Iterator[bytes]:
     with contextlib.ExitStack() as stack:

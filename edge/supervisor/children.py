@@ -89,7 +89,7 @@ def start(
         process = subprocess.Popen(
             gate, stdin=subprocess.PIPE, stdout=out, stderr=errors, start_new_session=True
         )
-    record = ProcessRecord(process.pid, _started(process.pid) or 0)
+    record = ProcessRecord(process.pid, _start_ticks(process.pid) or 0)
     write_atomic(run / f"{name}.json", json.dumps(asdict(record)).encode())
     if process.stdin is not None:
         with contextlib.suppress(BrokenPipeError), process.stdin:  # killed before it began
@@ -112,21 +112,21 @@ def last_line(log: Path) -> str:
 
 def adopt(name: str, run: Path) -> Child | None:
     """Take over the recorded process, if it still runs."""
-    record = recorded(name, run)
-    if record is None or _started(record.pid) != record.started:
+    record = read_record(name, run)
+    if record is None or _start_ticks(record.pid) != record.started:
         return None
     try:
         child = Child(name, record)
     except ProcessLookupError:
         return None
-    if _started(record.pid) != record.started:  # another process got the pid in between
+    if _start_ticks(record.pid) != record.started:  # another process got the pid in between
         child.close()
         return None
     logger.info("adopted", extra={"child": name, "pid": record.pid})
     return child
 
 
-def recorded(name: str, run: Path) -> ProcessRecord | None:
+def read_record(name: str, run: Path) -> ProcessRecord | None:
     """Return the record of a child; None if none can be read."""
     try:
         parsed = json.loads((run / f"{name}.json").read_bytes()[:MAX_RECORD_BYTES])
@@ -137,11 +137,11 @@ def recorded(name: str, run: Path) -> ProcessRecord | None:
 
 def is_alive(name: str, run: Path) -> bool:
     """Return whether the recorded process runs."""
-    record = recorded(name, run)
-    return record is not None and _started(record.pid) == record.started
+    record = read_record(name, run)
+    return record is not None and _start_ticks(record.pid) == record.started
 
 
-def _started(pid: int) -> int | None:
+def _start_ticks(pid: int) -> int | None:
     """Return the start time in ticks; None if there is no such process, or it is a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()

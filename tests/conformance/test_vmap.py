@@ -9,7 +9,7 @@ from tests.conformance.uses import first_shallow, recorded, uses_of, weighted_su
 from triplane.unified_ir.autodiff import value_and_grad
 from triplane.unified_ir.engines.reference import ReferenceEngine
 from triplane.unified_ir.ops.batching import Ragged
-from triplane.unified_ir.ops.inline import introduced
+from triplane.unified_ir.ops.inline import introduced_sizes
 
 COARSE = {"rtol": 1e-4, "atol": 1e-4}
 SCANNED_IS_ENOUGH = 0.25
@@ -22,7 +22,7 @@ def plain(use):
 
 def opens(function):
     """Whether some size depends on data."""
-    return any(introduced(node) for node in function.nodes)
+    return any(introduced_sizes(node) for node in function.nodes)
 
 
 USES = [use for use in uses_of() if plain(use)]

@@ -18,7 +18,7 @@ import tritonclient.grpc as triton
 from tests.quantize import nets
 
 from triplane.edge.serving.pointers import read_pointers
-from triplane.edge.supervisor.children import adopt, recorded
+from triplane.edge.supervisor.children import adopt, read_record
 
 COMMAND = (sys.executable, "-c", "from triplane.unified_ir.cli import main; main()")
 RATE_HZ = 50.0
@@ -120,7 +120,7 @@ class Node:
         )
 
     def pid(self, child):
-        record = recorded(child, self.home / "run")
+        record = read_record(child, self.home / "run")
         return record.pid if record else None
 
     def kill(self, child):

@@ -25,7 +25,6 @@ ALLOWED = {
     "unified_ir/onnx/lift.py": "older definitions of ONNX",
     "unified_ir/onnx/newer.py": "newer definitions of ONNX",
     "unified_ir/onnx/structure.py": "nodes of a file that become no node",
-    "unified_ir/train/step.py": "how a gradient of zeros is recorded",
 }
 # fmt: on
 

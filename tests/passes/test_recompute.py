@@ -7,7 +7,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import nn, ops, optim, train
 from triplane.unified_ir.autodiff import value_and_grad
 from triplane.unified_ir.engines import engine
-from triplane.unified_ir.engines.footprint import foretold, measured, within
+from triplane.unified_ir.engines.footprint import measured, predicted_footprint, within
 from triplane.unified_ir.ir import TensorSpec
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.table import TABLE
@@ -65,7 +65,7 @@ def results(function, given):
 @pytest.mark.parametrize("share", [0.8, 0.6, 0.5])
 def test_a_plan_keeps_the_budget_in_onnxruntimes_own_profile_and_the_bits(step, share):
     function, given, wanted = step
-    budget = int(foretold(function, SIZES).peak_bytes * share)
+    budget = int(predicted_footprint(function, SIZES).peak_bytes * share)
     made, plan = within(function, budget, SIZES)
     assert plan.fits, str(plan)
     assert plan.least_bytes <= plan.peak_bytes <= budget
@@ -78,7 +78,7 @@ def test_a_plan_keeps_the_budget_in_onnxruntimes_own_profile_and_the_bits(step, 
 def test_what_is_foretold_is_what_is_measured(step):
     function, given, _ = step
     peak = measured(function, given).peak_bytes
-    assert abs(foretold(function, SIZES).peak_bytes - peak) <= CLOSE * peak
+    assert abs(predicted_footprint(function, SIZES).peak_bytes - peak) <= CLOSE * peak
 
 
 def test_a_budget_that_nothing_can_keep_is_refused_with_the_least(step):

@@ -3,6 +3,8 @@
 A scan is correct for every row and every region: it applies the node to one slice after the other.
 Branches and loops that take a different course in each slice are scanned by design: computing both
 branches and selecting would let the branch not taken fail, or spoil a gradient by 0 * inf.
+
+Types change with the new axis, so nodes are recorded again (`Replay`, decision 0056).
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from triplane.unified_ir.ir.graph import Function, Node
 from triplane.unified_ir.ir.types import is_plain
 from triplane.unified_ir.ops.batching import BatchedCall, NeedsScan, Ragged, elementwise, with_axis
 from triplane.unified_ir.ops.build import Build, body_function, region
-from triplane.unified_ir.ops.inline import Replay, inline, introduced
+from triplane.unified_ir.ops.inline import Replay, inline, introduced_sizes
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.row import OPEN
 from triplane.unified_ir.ops.rows.arithmetic.elementwise import broadcast_bool, broadcast_same
@@ -42,7 +44,7 @@ def vectorize(
     except Ragged:
         # A data-dependent size inside the function is fine in a scan, as each slice has its own; in
         # a result, slices would have different shapes and could not be stacked.
-        opened = {name for node in function.nodes for name in introduced(node)}
+        opened = {name for node in function.nodes for name in introduced_sizes(node)}
         if any(opened & r.type.symbols for r in function.results):
             raise
         results = _by_scan(partial(inline, function), args, batched)
@@ -119,7 +121,7 @@ class _BatchedReplay(Replay):
         return [y if b else with_axis(y, self.size) for y, b in zip(outputs, flags, strict=True)]
 
     def _scanned(self, call: BatchedCall, node: Node) -> list[Tensor]:
-        if introduced(node) or not all(map(is_plain, call.types)):
+        if introduced_sizes(node) or not all(map(is_plain, call.types)):
             raise _ragged(node)
 
         def once(inputs: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -49,7 +49,7 @@ def zero_gradient(function: Function, name: str, of: str | None = None) -> ZeroG
     """
     target = function.result_names[0] if of is None else of
     result, param = function.result(target), function.param(name)
-    needed = _behind(function, result)
+    needed = function.needed_for([result])
     depends, live = {param}, {param} if param.type.dtype.is_float else set()
     known = {v: n for n in function.nodes if not n.inputs for v in n.outputs}
     stops = []
@@ -62,7 +62,7 @@ def zero_gradient(function: Function, name: str, of: str | None = None) -> ZeroG
         if not alive:
             continue
         passed = [v for v in node.outputs if v.type.dtype.is_float and v in needed]
-        if passed and _passes(node, alive, known):
+        if passed and _passes(function, node, alive, known):
             live.update(passed)
         else:
             stops.append(node)
@@ -71,16 +71,9 @@ def zero_gradient(function: Function, name: str, of: str | None = None) -> ZeroG
     return ZeroGradient(name, target, result in depends, tuple(stops))
 
 
-def _behind(function: Function, result: Value) -> set[Value | None]:
-    """Return the values that the result is computed from."""
-    needed: set[Value | None] = {result}
-    for node in reversed(function.nodes):
-        if not needed.isdisjoint(node.outputs):
-            needed.update(node.inputs)
-    return needed
-
-
-def _passes(node: Node, alive: Sequence[int], known: Mapping[Value, Node]) -> bool:
+def _passes(
+    function: Function, node: Node, alive: Sequence[int], known: Mapping[Value, Node]
+) -> bool:
     """Return whether the node's rule gives a cotangent for one of these operands.
 
     `known`: nodes without operands (constants, sizes) by their outputs; rules read such contents.
@@ -93,7 +86,9 @@ def _passes(node: Node, alive: Sequence[int], known: Mapping[Value, Node]) -> bo
     names = tuple(f"y{i}" for i in range(len(node.outputs)))
     constants = dict.fromkeys(known[v] for v in operands if v in known)
     nodes = (*constants, replace(node, inputs=inputs))
-    single = Function("one", tuple(params.values()), node.outputs, names, nodes)
+    single = function.with_(
+        params=params.values(), results=node.outputs, result_names=names, nodes=nodes
+    )
     wanted = sorted({list(params).index(v) for i in alive if (v := node.inputs[i]) is not None})
     build = Build(TABLE, "passes")
     with build:

@@ -141,17 +141,13 @@ def convert(
     steps = _checked_steps(module, entry, quantize, calibration, budgets)
     # A node changes the weights of a start point, so they must not be folded into others.
     frozen = freeze(module, entry) if steps else fold(freeze(module, entry))
-    if calibration is None:
-        samples, record = generated(frozen.inputs), {}
-    else:
-        samples = as_samples(calibration, frozen.inputs, "the calibration set")
-        record = {"samples": _count(samples), "sha256": digest(samples)}
-    labelled = None if evaluation is None else as_labelled(evaluation, frozen.inputs)
-    scheme = None if quantize is None else int8_scheme(row, reduce_range=reduce_range)
+    samples, record = _samples(calibration, frozen)
     job = _Conversion(
-        module=module, entry=entry, target=row, frozen=frozen, scheme=scheme, name=name,
-        version=version, labels=labels, model_digest=model_digest, adapt_steps=steps,
-        samples=samples, calibration=record, labelled=labelled, progress=progress,
+        module=module, entry=entry, target=row, frozen=frozen, name=name, version=version,
+        labels=labels, model_digest=model_digest, adapt_steps=steps,
+        samples=samples, calibration=record, progress=progress,
+        scheme=None if quantize is None else int8_scheme(row, reduce_range=reduce_range),
+        labelled=None if evaluation is None else as_labelled(evaluation, frozen.inputs),
     )  # fmt: skip
     plain, int8 = _graphs(job)
     # Before the measurements, which take the most time: a result that is not finite is refused
@@ -159,11 +155,7 @@ def convert(
     spec = _bundle(job, int8 or plain, is_int8=int8 is not None)
     report = _reported(job, plain, int8)
     report = replace(report, notes=(*report.notes, *budgets.check(report)))
-    if out is None:
-        return report
-    if job.adapt_steps:
-        spec = replace(spec, adapt=adapt_graph(module, spec.weights, row.onnx))
-    return _written(Path(out), replace(spec, report=report.record()), report)
+    return report if out is None else _written(job, Path(out), spec, report)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -304,6 +296,14 @@ def _measured(
     return latency, measure_accuracy(job.frozen, plain.session, shipped, *job.labelled)
 
 
+def _samples(calibration: Given | None, frozen: Frozen) -> tuple[Samples, dict[str, Any]]:
+    """Return the calibration samples and what the report says of them; made up where none are."""
+    if calibration is None:
+        return generated(frozen.inputs), {}
+    samples = as_samples(calibration, frozen.inputs, "the calibration set")
+    return samples, {"samples": _count(samples), "sha256": digest(samples)}
+
+
 def _count(samples: Samples) -> int:
     return len(next(iter(samples.values())))
 
@@ -417,7 +417,11 @@ def _machine() -> dict[str, str]:
     }
 
 
-def _written(out: Path, spec: runtime.BundleSpec, report: Report) -> Report:
+def _written(job: _Conversion, out: Path, spec: runtime.BundleSpec, report: Report) -> Report:
+    """Write the bundle and return the report with its digests."""
+    if job.adapt_steps:
+        spec = replace(spec, adapt=adapt_graph(job.module, spec.weights, job.target.onnx))
+    spec = replace(spec, report=report.record())
     # `check_served` runs the goldens before the file gets its name, so a bundle that a node would
     # refuse never appears under `out`.
     root = runtime.write_bundle(out, spec, check=check_served)

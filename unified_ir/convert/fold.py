@@ -17,7 +17,7 @@ from triplane.unified_ir.ops.build import note_contents
 from triplane.unified_ir.ops.evaluate import run_node
 from triplane.unified_ir.ops.row import Known
 from triplane.unified_ir.ops.table import TABLE, row_of
-from triplane.unified_ir.passes.frozen import Frozen, Rewrite
+from triplane.unified_ir.passes.frozen import Frozen, FrozenBuilder
 
 MAX_GROWTH_BYTES: Final = 64 << 10
 """A folded result may be larger than its operands by this; a broadcast stays in the graph."""
@@ -48,15 +48,15 @@ def fold_constants(frozen: Frozen) -> Frozen:
     # Of a chain of folded nodes only the last result is stored.
     read = {v for n in frozen.function.nodes if n not in folded for v in n.inputs}
     read.update(frozen.function.results)
-    with Rewrite(frozen) as rewrite:
+    with FrozenBuilder(frozen) as builder:
         for node in frozen.function.nodes:
             if node not in folded:
-                rewrite.keep(node)
+                builder.keep(node)
                 continue
             for value, array in zip(node.outputs, folded[node], strict=True):
                 if value in read:
-                    rewrite.put(value, rewrite.hold(f"{stems[value]}.folded", array))
-        return rewrite.finish()
+                    builder.put(value, builder.hold(f"{stems[value]}.folded", array))
+        return builder.finish()
 
 
 def _evaluated(
@@ -90,23 +90,23 @@ def fold_batch_norm(frozen: Frozen) -> Frozen:
     """
     folded = _foldable(frozen)
     norms = {f.norm for f in folded.values()}
-    with Rewrite(frozen) as rewrite:
+    with FrozenBuilder(frozen) as builder:
         for node in frozen.function.nodes:
             if node in folded:
-                _put_product(rewrite, node, folded[node])
+                _put_product(builder, node, folded[node])
             elif node not in norms:
-                rewrite.keep(node)
-        return rewrite.finish()
+                builder.keep(node)
+        return builder.finish()
 
 
-def _put_product(rewrite: Rewrite, node: Node, f: _Folded) -> None:
+def _put_product(builder: FrozenBuilder, node: Node, f: _Folded) -> None:
     x, w = node.inputs[:2]
     assert x is not None
     assert w is not None
     stem = w.name or "folded"
-    operands = [rewrite[x], rewrite.hold(f"{stem}.normed", f.weight)]
-    rewrite.replace(node, [*operands, rewrite.hold(f"{stem}.shift", f.bias)])
-    rewrite.put(f.norm.outputs[0], rewrite[node.outputs[0]])
+    operands = [builder[x], builder.hold(f"{stem}.normed", f.weight)]
+    builder.replace(node, [*operands, builder.hold(f"{stem}.shift", f.bias)])
+    builder.put(f.norm.outputs[0], builder[node.outputs[0]])
 
 
 def _foldable(frozen: Frozen) -> dict[Node, _Folded]:

@@ -112,7 +112,7 @@ def measure_latency(
     rounds = max(MIN_ROUNDS, min(ROUNDS, round(BUDGET_S / max(once_s, 1e-9))))
     timed = np.array(
         [
-            [_timed(s, feeds, n) for s, (n, _) in zip(sessions, calls, strict=True)]
+            [_seconds_per_call(s, feeds, n) for s, (n, _) in zip(sessions, calls, strict=True)]
             for _ in range(rounds)
         ]
     )
@@ -145,11 +145,13 @@ def _calls(session: Session, feeds: Mapping[str, Array]) -> tuple[int, float]:
     for _ in range(WARM_UPS):
         session.run(feeds)
     # By the wall clock, because processor time may be coarse (see CLOCK_S).
-    wall, _ = _timed(session, feeds, 3)
+    wall, _ = _seconds_per_call(session, feeds, 3)
     return max(1, min(MAX_CALLS, round(RUN_S / max(wall, 1e-9)))), wall
 
 
-def _timed(session: Session, feeds: Mapping[str, Array], calls: int) -> tuple[float, float]:
+def _seconds_per_call(
+    session: Session, feeds: Mapping[str, Array], calls: int
+) -> tuple[float, float]:
     """Return (wall, processor) seconds per call."""
     cpu, wall = time.process_time(), time.perf_counter()
     for _ in range(calls):

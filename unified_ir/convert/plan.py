@@ -14,7 +14,7 @@ from typing import Final
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.convert.checks import check_runnable
 from triplane.unified_ir.ir import Module
-from triplane.unified_ir.ir.graph import Function, Value
+from triplane.unified_ir.ir.module import with_assigned_state
 from triplane.unified_ir.onnx import OnnxTarget, emit, serialize
 from triplane.unified_ir.runtime import Limits, PlanSpec, write_plan
 
@@ -39,7 +39,7 @@ def export_plan(
     steps: default number of steps by entry.
     """
     chosen = plan_entries(module, entries)
-    functions = {name: with_state(module, name) for name in chosen}
+    functions = {name: with_assigned_state(module.entry(name), module.state) for name in chosen}
     used = {p.name for f in functions.values() for p in f.params} & module.state.keys()
     target = OnnxTarget(opset)
     spec = PlanSpec(
@@ -70,14 +70,3 @@ def plan_entries(module: Module, entries: Sequence[str] | None = None) -> tuple[
             f"{', '.join(module.entries)}; export it with one of them"
         )
     return present
-
-
-def with_state(module: Module, entry: str) -> Function:
-    """Return the entry with a parameter for each state tensor it assigns without reading.
-
-    The graph's output `NAME:next` then has an input NAME, which tells a device that it is state.
-    """
-    function = module.entry(entry)
-    missing = [n for n in module.assigned(entry) if n not in function.param_names]
-    params = (*function.params, *(Value(module.state[n].type, n) for n in missing))
-    return function.with_(params=params)

@@ -50,6 +50,16 @@ class Accuracy:
         """Percentage points lost; negative where accuracy rose."""
         return 100.0 * (self.before - self.after)
 
+    def record(self) -> dict[str, Any]:
+        """Return the fields as JSON."""
+        return {
+            "samples": self.samples,
+            "before": self.before,
+            "after": self.after,
+            "drop_points": self.drop_points,
+            "agreement": self.agreement,
+        }
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
@@ -65,6 +75,18 @@ class Layer:
     int8: bool
     reason: str = ""
     snr_db: float | None = None
+
+    def record(self) -> dict[str, Any]:
+        """Return the fields as JSON."""
+        return {
+            "name": self.name,
+            "op": self.op,
+            "location": self.location,
+            "kernel": self.kernel,
+            "int8": self.int8,
+            "reason": self.reason,
+            "snr_db": None if self.snr_db is None else round(self.snr_db, 2),
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +190,6 @@ class Report:
 
     def record(self) -> dict[str, Any]:
         """Return the report as JSON, without path and digest: a file cannot hold its own digest."""
-        s, a = self.size, self.accuracy
         return {
             "verdict": self.verdict,
             "name": self.name,
@@ -176,34 +197,15 @@ class Report:
             "target": self.target,
             "precision": self.precision,
             "size_bytes": {
-                "float32": s.float32,
-                "float32_weights": s.float32_weights,
-                "int8": s.int8,
-                "int8_weights": s.int8_weights,
+                "float32": self.size.float32,
+                "float32_weights": self.size.float32_weights,
+                "int8": self.size.int8,
+                "int8_weights": self.size.int8_weights,
             },
             "latency": self.latency.record(),
             "time_shares": self.shares.record() if self.shares else None,
-            "accuracy": None
-            if a is None
-            else {
-                "samples": a.samples,
-                "before": a.before,
-                "after": a.after,
-                "drop_points": a.drop_points,
-                "agreement": a.agreement,
-            },
-            "layers": [
-                {
-                    "name": layer.name,
-                    "op": layer.op,
-                    "location": layer.location,
-                    "kernel": layer.kernel,
-                    "int8": layer.int8,
-                    "reason": layer.reason,
-                    "snr_db": None if layer.snr_db is None else round(layer.snr_db, 2),
-                }
-                for layer in self.layers
-            ],
+            "accuracy": self.accuracy.record() if self.accuracy else None,
+            "layers": [layer.record() for layer in self.layers],
             "residency": self.residency.record(),
             "calibration": dict(self.calibration),
             "machine": dict(self.machine),

@@ -33,7 +33,7 @@ TRIALS: Final = 8
 """Number of recomputation plans whose memory on onnxruntime is compared."""
 
 
-def foretold(
+def predicted_footprint(
     function: Function,
     sizes: Mapping[str, int],
     *,
@@ -94,10 +94,10 @@ def within(
     """
 
     def figures(tried: Function, plan: RecomputationPlan) -> RecomputationPlan:
-        peak = foretold(tried, sizes, target=target, options=options).peak_bytes
+        peak = predicted_footprint(tried, sizes, target=target, options=options).peak_bytes
         return replace(plan, budget_bytes=budget_bytes, before_bytes=before, peak_bytes=peak)
 
-    before = foretold(function, sizes, target=target, options=options).peak_bytes
+    before = predicted_footprint(function, sizes, target=target, options=options).peak_bytes
     recomputed, plan = recompute(function, budget_bytes, sizes)
     best = figures(recomputed, plan)
     asked = budget_bytes

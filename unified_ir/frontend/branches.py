@@ -18,7 +18,7 @@ from triplane.unified_ir.frontend.merge import (
     UNBOUND,
     NoCommonForm,
     describe,
-    filled,
+    fill_form,
     fillers,
     merge,
     slots,
@@ -161,7 +161,7 @@ def _with_value(build: Build, mine: LoopExit, *, like: LoopExit) -> LoopExit:
     form = varying(like.value)
     with build:
         padding = [zeros(s.type.shape, s.type.dtype) for s in slots(form)]
-    return replace(mine, value=filled(form, padding))
+    return replace(mine, value=fill_form(form, padding))
 
 
 def _sides(then: Thunk, otherwise: Thunk, state: VariableAccess) -> tuple[_Side, _Side]:
@@ -199,10 +199,10 @@ def _joined(
             [no.build.as_operand(b, dtype) for _, b, dtype in rows],
         )
         outputs = list(cond_node(flag, [], (yes.build, no.build), results))
-    merged = filled(value, outputs)
+    merged = fill_form(value, outputs)
     after = state.snapshot().variables
-    after |= {n: filled(form, outputs) for n, form in variables.items()}
-    state.restore(VariableSnapshot(after, {p: filled(f, outputs) for p, f in buffers.items()}))
+    after |= {n: fill_form(form, outputs) for n, form in variables.items()}
+    state.restore(VariableSnapshot(after, {p: fill_form(f, outputs) for p, f in buffers.items()}))
     return merged
 
 

@@ -45,7 +45,7 @@ def custom_vjp(bprop: Bprop) -> Callable[[Callable[..., Any]], Callable[..., Any
         def call(*args: Any, **kwargs: Any) -> Any:
             bound = inspect.signature(function).bind(*args, **kwargs)
             name = str(getattr(function, "__name__", type(function).__name__))
-            return _recorded(rewritten(function), rewritten(bprop), bound.args, name)
+            return _record_custom(rewritten(function), rewritten(bprop), bound.args, name)
 
         return graph(call)
 
@@ -83,7 +83,7 @@ def construct_with_bprop(cell: StateTree, args: Sequence[Any], kwargs: dict[str,
     # State is passed as an operand: both methods are recorded as closed functions, which cannot
     # read tensors of the trace around them.
     values = [current().read(p) for p in used]
-    return _recorded(forward, back, (values, *bound.args), name)
+    return _record_custom(forward, back, (values, *bound.args), name)
 
 
 def _standing_for(
@@ -100,7 +100,7 @@ def _standing_for(
     )
 
 
-def _recorded(f: Callable[..., Any], bprop: Bprop, args: Sequence[Any], name: str) -> Any:
+def _record_custom(f: Callable[..., Any], bprop: Bprop, args: Sequence[Any], name: str) -> Any:
     """Record `f(*args)` as one node; tensors are operands, other leaves are constants."""
     flat = leaves(tuple(args))
     at = [i for i, x in enumerate(flat) if isinstance(x, Tensor) or hasattr(x, "dtype")]

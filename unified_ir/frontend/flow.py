@@ -36,7 +36,7 @@ from triplane.unified_ir.ops.tensor import Tensor, as_tensor
 Thunk = Callable[[], Any]
 
 
-def _decided(
+def _run_if(
     test: Any, then: Thunk, otherwise: Thunk, state: VariableAccess, record: Callable[..., Any]
 ) -> Any:
     """Run one side of an `if`, or record both if a tensor decides."""
@@ -48,18 +48,18 @@ def _decided(
 
 def if_(test: Any, then: Thunk, otherwise: Thunk, state: VariableAccess) -> None:
     """Run an `if` in which no branch returns, breaks or continues."""
-    _decided(test, then, otherwise, state, branch)
+    _run_if(test, then, otherwise, state, branch)
 
 
 def return_if(test: Any, then: Thunk, otherwise: Thunk, state: VariableAccess) -> Any:
     """Run an `if` with a `return` and the rest of the function; return the function's result."""
     # No variable is live: the statements after the `if` were moved into its branches.
-    return _decided(test, then, otherwise, state, partial(branch, live=()))
+    return _run_if(test, then, otherwise, state, partial(branch, live=()))
 
 
 def leave_loop_if(test: Any, then: Thunk, otherwise: Thunk, state: VariableAccess) -> LoopExit:
     """Run an `if` that may leave a trip, and the rest of the trip; return how the trip ended."""
-    return _decided(test, then, otherwise, state, branch_exits) or NEXT
+    return _run_if(test, then, otherwise, state, branch_exits) or NEXT
 
 
 def return_from_loop(left: LoopExit, rest: Thunk, state: VariableAccess, always: bool) -> Any:  # noqa: FBT001 - generated calls

@@ -29,7 +29,7 @@ from triplane.unified_ir.frontend.merge import (
     NoCommonForm,
     Slot,
     describe,
-    filled,
+    fill_form,
     fillers,
     merge,
     same,
@@ -161,7 +161,7 @@ class _Carry:
     def load(self, tensors: Sequence[Tensor]) -> LoopExit:
         """Restore the variables and buffers from the carried tensors."""
         rest = list(tensors)
-        after = {n: filled(form, rest) for n, form in self.variables.items()}
+        after = {n: fill_form(form, rest) for n, form in self.variables.items()}
         buffers = dict(self.before.buffers)
         buffers.update({p: rest.pop(0) for p in self._ordered()})
         self.entered = buffers
@@ -169,7 +169,7 @@ class _Carry:
         broken: Any = rest.pop(0) if self.breaks else False
         if not self.returns:
             return LoopExit(broken)
-        return LoopExit(broken, rest.pop(0), filled(self.value, rest))
+        return LoopExit(broken, rest.pop(0), fill_form(self.value, rest))
 
     def unload(self, entered: LoopExit, left: LoopExit) -> list[Tensor]:
         """Return the carry after a trip; raise `_CarryChanged` if it does not fit the form."""
@@ -188,12 +188,12 @@ def while_tensor(
     def record(carry: _Carry) -> list[Tensor]:
         carried: list[Tensor] = while_loop(
             lambda ts: _go(carry.load(ts), test, state),
-            lambda ts: _tripped(carry, ts, body),
+            lambda ts: _after_trip(carry, ts, body),
             carry.initial(),
         )
         return carried
 
-    return _settled(state, start, (), lambda _: body(), record)
+    return _repeat_until_stable(state, start, (), lambda _: body(), record)
 
 
 def count_tensor(
@@ -205,8 +205,12 @@ def count_tensor(
         return body(item(k))
 
     types = [TensorType(int64, ())]
-    return _settled(
-        state, NEXT, types, lambda ts: trip(*ts), lambda carry: _counted(carry, count, trip)
+    return _repeat_until_stable(
+        state,
+        NEXT,
+        types,
+        lambda ts: trip(*ts),
+        lambda carry: _record_counted_loop(carry, count, trip),
     )
 
 
@@ -222,19 +226,19 @@ def walk_tensor(
         # A Scan always runs to the end of its inputs, so a loop that may be left early is a Loop
         # that gathers one slice per trip.
         if carry.breaks:
-            return _counted(carry, dims_of([xs[0].shape[0]]).reshape(()), at)
+            return _record_counted_loop(carry, dims_of([xs[0].shape[0]]).reshape(()), at)
 
         def trip(tensors: list[Tensor], slices: list[Tensor]) -> tuple[list[Tensor], list[Any]]:
-            return _tripped(carry, tensors, lambda: body(item(*slices))), []
+            return _after_trip(carry, tensors, lambda: body(item(*slices))), []
 
         carried: list[Tensor] = scan(trip, carry.initial(), list(xs))[0]
         return carried
 
     types = [x.type.with_shape(x.shape[1:]) for x in xs]
-    return _settled(state, NEXT, types, lambda params: body(item(*params)), record)
+    return _repeat_until_stable(state, NEXT, types, lambda params: body(item(*params)), record)
 
 
-def _tripped(
+def _after_trip(
     carry: _Carry, tensors: Sequence[Tensor], body: Callable[[], LoopExit | None]
 ) -> list[Tensor]:
     """Return the carry after one trip from `tensors`."""
@@ -244,14 +248,14 @@ def _tripped(
     return carry.unload(entered, left)
 
 
-def _counted(
+def _record_counted_loop(
     carry: _Carry, count: Tensor, body: Callable[[Tensor], LoopExit | None]
 ) -> list[Tensor]:
     """Record a loop over 0, 1, ... below `count`, or until it is left."""
     # Without an early exit the number of trips is known when the loop starts.
     if not carry.breaks:
         carried: list[Tensor] = fori_loop(
-            count, lambda k, ts: _tripped(carry, ts, lambda: body(k)), carry.initial()
+            count, lambda k, ts: _after_trip(carry, ts, lambda: body(k)), carry.initial()
         )
         return carried
 
@@ -260,13 +264,13 @@ def _counted(
         return logical_and(logical_not(as_condition(as_tensor(left))), ts[0] < count)
 
     def trip(ts: list[Tensor]) -> list[Tensor]:
-        return [ts[0] + 1, *_tripped(carry, ts[1:], lambda: body(ts[0]))]
+        return [ts[0] + 1, *_after_trip(carry, ts[1:], lambda: body(ts[0]))]
 
     start = [as_tensor(0, int64), *carry.initial()]
     return list(while_loop(goes_on, trip, start))[1:]
 
 
-def _settled(
+def _repeat_until_stable(
     state: VariableAccess,
     start: LoopExit,
     types: Sequence[TensorType],

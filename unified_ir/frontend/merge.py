@@ -133,12 +133,12 @@ def fillers(form: Any, value: Any) -> list[Any]:
     return [f for part, v in pairs for f in fillers(part, v)]
 
 
-def filled(form: Any, tensors: list[Tensor]) -> Any:
+def fill_form(form: Any, tensors: list[Tensor]) -> Any:
     """Return the form with its slots replaced by tensors taken from the front of the list."""
     if isinstance(form, Slot):
         return tensors.pop(0)
     if isinstance(form, (dict, tuple, list)):
-        return _like(form, [filled(v, tensors) for v in _parts(form)])
+        return _like(form, [fill_form(v, tensors) for v in _parts(form)])
     return form
 
 

@@ -37,7 +37,7 @@ def encode(contents: ModuleContents) -> tuple[bytes, dict[str, StoredTensor]]:
     Personal state has a name, a type and a role in the bytes, and no contents anywhere. Raise
     InvalidInput if the module breaks a rule of the format.
     """
-    encoder = _filled(Encoder(), contents)
+    encoder = _encode_into(Encoder(), contents)
     tensors = {
         name: stored(tensor.array)
         for name, tensor in contents.state.items()
@@ -75,7 +75,7 @@ def encode_function(function: Function) -> bytes:
     """Return a function with all its constants as bytes."""
     contents = ModuleContents({function.name: function})
     encoder = Encoder(max_inline_bytes=limits.MAX_MODULE_BYTES)
-    return _verified(_filled(encoder, contents), contents, {})
+    return _verified(_encode_into(encoder, contents), contents, {})
 
 
 def decode_function(data: bytes) -> Function:
@@ -86,7 +86,7 @@ def decode_function(data: bytes) -> Function:
     return next(iter(functions.values()))
 
 
-def _filled(encoder: Encoder, contents: ModuleContents) -> Encoder:
+def _encode_into(encoder: Encoder, contents: ModuleContents) -> Encoder:
     try:
         encoder.module(contents)
     except InvalidInput:

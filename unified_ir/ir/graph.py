@@ -147,6 +147,14 @@ class Function:
         """Return the node that produces each value."""
         return {v: node for node in self.nodes for v in node.outputs}
 
+    def needed_for(self, results: Iterable[Value]) -> set[Value | None]:
+        """Return the values that `results` are computed from, `results` among them."""
+        needed: set[Value | None] = {*results}
+        for node in reversed(self.nodes):
+            if not needed.isdisjoint(node.outputs):
+                needed.update(node.inputs)
+        return needed
+
     def reads(self) -> Counter[Value]:
         """Count how often each value is read, by nodes and as a result."""
         counted = Counter(v for node in self.nodes for v in node.inputs if v is not None)

@@ -111,6 +111,17 @@ def read(path: str | Path, expected_digest: str | None = None) -> Module:
     return module
 
 
+def with_assigned_state(function: Function, state: Mapping[str, StateTensor]) -> Function:
+    """Return the function with a parameter for each state tensor it assigns without reading.
+
+    The output `NAME:next` of its graph then has an input NAME, which tells a device that it is
+    state.
+    """
+    missing = [n for n in function.result_names if n in state and n not in function.param_names]
+    params = (*function.params, *(Value(state[n].type, n) for n in missing))
+    return function.with_(params=params)
+
+
 def may_be_misread(path: Path, module: Module) -> bool:
     """Return whether the file has a format before version 3 and symbolic sizes in attributes.
 

@@ -4,6 +4,8 @@ Invariants: the same function gives the same bytes; the model uses only operator
 those that the target names; parameters and results keep their names, except that the new value of a
 parameter `w` is the output `w:next`. Rows that the target's opset lacks are replaced by their
 bodies; symbolic sizes are read from the first value that has them.
+
+Emission writes ONNX and makes no function, so it is not a `Rewriter` (decision 0056).
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from triplane.unified_ir.onnx.target import DEFAULT, OnnxTarget
 from triplane.unified_ir.ops.build import expansion, note_contents
 from triplane.unified_ir.ops.emission import EmissionContext
 from triplane.unified_ir.ops.infer import onnx_attrs, type_proto
-from triplane.unified_ir.ops.inline import renewed
+from triplane.unified_ir.ops.inline import with_new_sizes
 from triplane.unified_ir.ops.row import Known
 from triplane.unified_ir.ops.table import TABLE, row_of
 from triplane.unified_ir.passes.clean import clean
@@ -254,7 +256,7 @@ class _Emitter(EmissionContext):
             )
         # The counter differs at each node, so sizes that the body introduces get new names each
         # time.
-        self.inline(node, clean(renewed(meaning, f"inner_{self.counter[0]}")))
+        self.inline(node, clean(with_new_sizes(meaning, f"inner_{self.counter[0]}")))
 
     def available(self, node: Node) -> bool:
         """Return whether the target's opset has the operator, in any version lowered by a rule.

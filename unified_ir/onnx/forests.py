@@ -131,7 +131,7 @@ def _leaves(x: Tensor, trees: _Trees) -> Tensor:
     for _ in range(trees.depth):
         feature, yes, no = (emit("Gather", t, at, axis=0) for t in tables)
         number = emit("GatherElements", x, feature, axis=1)
-        goes = _asked(number, emit("Gather", values, at, axis=0), at, trees, kinds)
+        goes = _split_holds(number, emit("Gather", values, at, axis=0), at, trees, kinds)
         # A comparison with NaN is false, so a missing value goes to the false side unless the node
         # tracks it.
         if trees.tracks.any():
@@ -141,7 +141,7 @@ def _leaves(x: Tensor, trees: _Trees) -> Tensor:
     return at
 
 
-def _asked(x: Tensor, v: Tensor, at: Tensor, trees: _Trees, kinds: Sequence[str]) -> Tensor:
+def _split_holds(x: Tensor, v: Tensor, at: Tensor, trees: _Trees, kinds: Sequence[str]) -> Tensor:
     """Return whether each current split holds."""
     # Most forests have one kind of comparison; each further kind overrides the answer at its own
     # nodes.

@@ -56,7 +56,7 @@ def normalizer(app: Application) -> Sequence[Tensor]:
     return (x / emit("Where", emit("Equal", size, number(0)), number(1), size),)
 
 
-def _weighed(app: Application, x: Tensor, rows: int) -> Tensor:
+def _linear_products(app: Application, x: Tensor, rows: int) -> Tensor:
     """Return the (N, rows) products with the node's coefficients."""
     weights = floats(app, "coefficients")
     if rows < 1 or len(weights) % rows or x.shape[1] != len(weights) // rows:
@@ -67,7 +67,7 @@ def _weighed(app: Application, x: Tensor, rows: int) -> Tensor:
 def linear_regressor(app: Application) -> Sequence[Tensor]:
     """Return x @ coefficients.T + intercepts."""
     targets = int(app.attr("targets", 1))
-    weighed = _weighed(app, matrix(app), targets)
+    weighed = _linear_products(app, matrix(app), targets)
     return regressed(app, weighed, floats(app, "intercepts"), targets)
 
 
@@ -76,7 +76,7 @@ def linear_classifier(app: Application) -> Sequence[Tensor]:
     names, bias = labels(app), floats(app, "intercepts")
     if len(bias) != len(names) and not (len(bias) == 1 and len(names) == 2):
         raise InvalidInput(f"it has {len(bias)} intercepts for {len(names)} labels")
-    scores = _weighed(app, matrix(app), len(bias)) + as_tensor(bias)
+    scores = _linear_products(app, matrix(app), len(bias)) + as_tensor(bias)
     if len(bias) > 1:
         return labelled(scores, names), transformed(app, scores)
     return chosen(scores > 0, names), two_scores(app, scores)
@@ -121,7 +121,7 @@ def svm_regressor(app: Application) -> Sequence[Tensor]:
             raise InvalidInput(f"{count} support vectors have {len(weights)} coefficients")
         score = _kernels(app, x, count) @ as_tensor(weights[:, None])
     else:
-        score = _weighed(app, x, 1)
+        score = _linear_products(app, x, 1)
     score = score + float(rho[0])
     if app.attr("one_class", 0):
         score = (score > 0).cast(float32) * 2.0 - 1.0
@@ -163,7 +163,7 @@ def _linear_svm(app: Application, x: Tensor, names: Any) -> Sequence[Tensor]:
     """Return labels, and a score for each class, all with the same bias."""
     if len(names) <= 2:
         raise InvalidInput("without support vectors it needs at least three classes")
-    scores = _weighed(app, x, len(names)) + float(floats(app, "rho")[0])
+    scores = _linear_products(app, x, len(names)) + float(floats(app, "rho")[0])
     return labelled(scores, names), transformed(app, scores)
 
 

@@ -78,7 +78,7 @@ def _answers(app: Application, x: Tensor) -> Tensor:
     columns = []
     for k, mode in enumerate(modes.tolist()):
         column = emit("Gather", taken, np.array([k]), axis=1)
-        columns.append(_asked(int(mode), column, values[k : k + 1], sets))
+        columns.append(_test_holds(int(mode), column, values[k : k + 1], sets))
     answers = emit("Concat", *columns, axis=1)
     tracks = app.attr("nodes_missing_value_tracks_true")
     if tracks is not None and any(tracks):
@@ -87,7 +87,7 @@ def _answers(app: Application, x: Tensor) -> Tensor:
     return answers
 
 
-def _asked(mode: int, x: Tensor, value: Any, sets: list[Any]) -> Tensor:
+def _test_holds(mode: int, x: Tensor, value: Any, sets: list[Any]) -> Tensor:
     if mode == MEMBER:
         if not sets:
             raise InvalidInput("a split by membership has no values")

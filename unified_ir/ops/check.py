@@ -25,7 +25,7 @@ from triplane.unified_ir.ir.graph import Function, Node, Value
 from triplane.unified_ir.ir.module import Module
 from triplane.unified_ir.ir.types import TensorType
 from triplane.unified_ir.ops.build import MAX_SIZES, infer_types, note_contents
-from triplane.unified_ir.ops.inline import introduced
+from triplane.unified_ir.ops.inline import introduced_sizes
 from triplane.unified_ir.ops.row import Known, Op
 from triplane.unified_ir.ops.table import TABLE
 
@@ -109,7 +109,7 @@ class _Checker:
         row = _row(node)
         _check_operands(row, node)
         _check_attrs(row, node)
-        names = introduced(node)
+        names = introduced_sizes(node)
         # Two nodes that introduce one symbol would make two unrelated sizes look equal, and
         # inference would accept operands that do not fit.
         if len(set(names)) < len(names) or not symbols.isdisjoint(names):

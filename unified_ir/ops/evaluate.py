@@ -20,7 +20,7 @@ from triplane.unified_ir.ir.graph import Array, Function, Node, Value
 from triplane.unified_ir.ir.types import TensorType, is_plain
 from triplane.unified_ir.ops.build import body_function, note_contents
 from triplane.unified_ir.ops.infer import onnx_attrs
-from triplane.unified_ir.ops.inline import introduced
+from triplane.unified_ir.ops.inline import introduced_sizes
 from triplane.unified_ir.ops.row import MEANING_OPSET, Known, Table
 from triplane.unified_ir.ops.values import HostValue, Sizes, as_host_value, bind
 
@@ -59,7 +59,7 @@ def run_function(
     for node in function.nodes:
         operands = [None if v is None else arrays[v] for v in node.inputs]
         # A region runs several times, and a size that data decide may differ each time.
-        for name in introduced(node):
+        for name in introduced_sizes(node):
             sizes.pop(name, None)
         known = [None if v is None else contents.get(v) for v in node.inputs]
         results = run_node(table, node, operands, sizes, known)

@@ -123,16 +123,16 @@ class Replay:
         return [self.build.as_operand(self.values[r]) for r in self.function.results]
 
 
-def introduced(node: Node) -> tuple[str, ...]:
+def introduced_sizes(node: Node) -> tuple[str, ...]:
     """Return names of the sizes a node introduces: a loop's trips, sizes that its data decide."""
     trips = node.attrs.get("trips")
     opened: Any = node.attrs.get(OPEN, ())
     return (*opened, trips) if isinstance(trips, str) and trips else opened
 
 
-def renewed(function: Function, tag: str) -> Function:
+def with_new_sizes(function: Function, tag: str) -> Function:
     """Rename each size that nodes introduce after `tag`, so the function can be used twice."""
-    names = [name for node in function.nodes for name in introduced(node)]
+    names = [name for node in function.nodes for name in introduced_sizes(node)]
     if not names:
         return function
     sizes: dict[str, Dim] = {name: symbol(f"{tag}_{k}") for k, name in enumerate(names)}
@@ -170,7 +170,7 @@ def with_sizes(function: Function, sizes: Mapping[str, Dim]) -> Function:
         attrs = dict(node.attrs)
         if isinstance(attrs.get("dims"), tuple):
             attrs["dims"] = tuple(substitute(d, sizes) for d in attrs["dims"])  # type: ignore[union-attr,arg-type]
-        if introduced(node):
+        if introduced_sizes(node):
             attrs.update(_renamed_sizes(node, sizes))
         regions = tuple(with_sizes(r, sizes) for r in node.regions)
         outputs = tuple(renew(v) for v in node.outputs)

@@ -9,7 +9,7 @@ import numpy as np
 
 from triplane.unified_ir.ir.dims import symbols
 from triplane.unified_ir.ir.graph import Function, Node, Value
-from triplane.unified_ir.ops.inline import introduced
+from triplane.unified_ir.ops.inline import introduced_sizes
 from triplane.unified_ir.ops.table import TABLE
 
 
@@ -26,11 +26,11 @@ def drop_dead(function: Function) -> Function:
     needed: set[Value] = set(function.results)
     # A data-dependent size, such as the number of rows of NonZero, is defined only by the value
     # that first has it; types of later nodes mention it without reading that value.
-    opens = any(introduced(node) for node in function.nodes)
+    opens = any(introduced_sizes(node) for node in function.nodes)
     sizes: set[str] = set().union(*(r.type.symbols for r in function.results)) if opens else set()
     kept: list[Node] = []
     for node in reversed(function.nodes):
-        if any(v in needed for v in node.outputs) or (opens and sizes & {*introduced(node)}):
+        if any(v in needed for v in node.outputs) or (opens and sizes & {*introduced_sizes(node)}):
             kept.append(node)
             needed.update(v for v in node.inputs if v is not None)
             if opens:

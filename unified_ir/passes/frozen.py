@@ -1,4 +1,4 @@
-"""A function with fixed weights, and the rewriter for passes over one.
+"""A function with fixed weights, and the builder of another one for passes over it.
 
 A converter's passes need weights as arrays. The weights stay parameters of the function, so that a
 graph emitted from it keeps them under their own names, outside the graph. Invariant: every name in
@@ -19,12 +19,13 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir import Module, Role
 from triplane.unified_ir.ir.graph import Array, Function, Node, Value
 from triplane.unified_ir.ir.types import type_of
-from triplane.unified_ir.ops.build import Build, all_contents, expansion
-from triplane.unified_ir.ops.inline import Replay, inline
+from triplane.unified_ir.ops.build import Build
+from triplane.unified_ir.ops.inline import Replay
 from triplane.unified_ir.ops.row import DOMAIN
 from triplane.unified_ir.ops.table import TABLE, row_of
 from triplane.unified_ir.ops.tensor import Tensor
 from triplane.unified_ir.passes.clean import clean
+from triplane.unified_ir.passes.rewrite import Rewriter
 
 MAX_CONSTANT_BYTES: Final = 64
 """Arrays up to this size, and all that are not floats, are constants; others are weights."""
@@ -94,13 +95,13 @@ def pruned(frozen: Frozen) -> Frozen:
     return Frozen(function.with_(params=params), weights)
 
 
-class Rewrite:
+class FrozenBuilder:
     """Builds a new function from a frozen one: replays its nodes, or replaces them by others.
 
-    with Rewrite(frozen) as rewrite:
+    with FrozenBuilder(frozen) as builder:
         for node in frozen.function.nodes:
-            rewrite.keep(node)
-    frozen = rewrite.finish()
+            builder.keep(node)
+    frozen = builder.finish()
     """
 
     def __init__(self, frozen: Frozen) -> None:
@@ -139,18 +140,10 @@ class Rewrite:
         """Replace the old value by `tensor` from here on."""
         self._replay.values[value] = tensor
 
-    def expand(self, node: Node, meaning: Function) -> None:
-        """Replace the node by another function's nodes."""
-        operands = [self[v] for v in node.inputs if v is not None]
-        with self._build.at(node.meta):
-            results = inline(meaning, operands)
-        for value, tensor in zip(node.outputs, results, strict=False):
-            self.put(value, tensor)
-
     def weight(self, name: str, array: Array) -> Tensor:
         """Return a new weight called `name`, or `name.1`, `name.2`, ... if that is taken.
 
-        An array that this rewrite has added before is the same weight, so an array that several
+        An array that this builder has added before is the same weight, so an array that several
         nodes read is stored once.
         """
         # A digest as key: weights may take gigabytes, and their bytes would be held twice as a key.
@@ -182,19 +175,26 @@ def expanded(frozen: Frozen, also: Collection[str] = ()) -> Frozen:
 
     also: names of further operators to replace by their bodies.
     """
-    # A body may contain rows with bodies, so this repeats until none is left. It ends because
-    # definitions of operators do not refer to each other in a cycle.
-    while any(_opened(node, also) for node in frozen.function.nodes):
-        contents = all_contents(TABLE, frozen.function)
-        with Rewrite(frozen) as rewrite:
-            for node in frozen.function.nodes:
-                meaning = expansion(TABLE, node, contents) if _opened(node, also) else None
-                if meaning is None:
-                    rewrite.keep(node)
-                else:
-                    rewrite.expand(node, meaning)
-            frozen = rewrite.finish()
-    return frozen
+    return pruned(Frozen(_Expansion(also).rewrite(frozen.function), frozen.weights))
+
+
+class _Expansion(Rewriter):
+    def __init__(self, also: Collection[str]) -> None:
+        super().__init__()
+        self._also = also
+
+    def region(self, function: Function) -> Function:
+        """Keep a region: passes over weights do not look inside."""
+        return function
+
+    def visit(self, node: Node) -> None:
+        """Add the nodes of a body in place of the node, or keep it."""
+        self.note(node)
+        body = self.body(node) if _opened(node, self._also) else None
+        if body is None:
+            self.keep(node)
+        else:
+            self.spread(node, body)
 
 
 def _opened(node: Node, also: Collection[str]) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 from triplane.unified_ir.ir.graph import Function, Node, Value
 from triplane.unified_ir.ir.types import TensorSpec, float32, int64
 from triplane.unified_ir.passes.planes import merge_planes
-from triplane.unified_ir.passes.rewrite import View, node_of, rewritten
+from triplane.unified_ir.passes.rewrite import View, apply_rule, node_of
 
 LARGE_SIDE: Final = 512
 """A weight matrix with at least this many rows and columns becomes the left operand."""
@@ -27,7 +27,7 @@ def fuse(function: Function) -> Function:
 
 def fuse_updates(function: Function) -> Function:
     """Fuse Sub(w, Mul(Gemm(a, b), lr)) and Add(Mul(v, m), Gemm(a, b)), lr and m being constants."""
-    return rewritten(
+    return apply_rule(
         function, lambda view, node: _as_update(view, node) or _as_momentum(view, node)
     )
 
@@ -118,7 +118,7 @@ def large_weights_left(function: Function) -> Function:
     A matrix product packs its right operand. With a small batch, packing the weights costs as much
     as the product itself; as the left operand they are read in place.
     """
-    return rewritten(function, _weight_left)
+    return apply_rule(function, _weight_left)
 
 
 def _weight_left(view: View, node: Node) -> list[Node] | None:

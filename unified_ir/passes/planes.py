@@ -30,7 +30,7 @@ from triplane.unified_ir.ops.rows.windows.window import Window, is_static, stati
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.ops.tensor import Tensor
 from triplane.unified_ir.passes.clean import clean
-from triplane.unified_ir.passes.rewrite import View, rewritten
+from triplane.unified_ir.passes.rewrite import View, apply_rule
 
 CONV_POSITIONS: Final = 8
 TRANSPOSE_POSITIONS: Final = 16
@@ -52,7 +52,7 @@ def merge_planes(function: Function) -> Function:
         fits = merged is not None and len(node.inputs) > 1 and node.inputs[1] in weights
         return merged(node) if fits and merged is not None else None
 
-    return rewritten(function, rule)
+    return apply_rule(function, rule)
 
 
 @dataclass(frozen=True, slots=True)

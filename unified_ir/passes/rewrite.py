@@ -1,4 +1,4 @@
-"""Rewriting a function: node by node (`Rewriter`), or where a rule finds a pattern (`rewritten`).
+"""Rewriting a function: node by node (`Rewriter`), or where a rule finds a pattern (`apply_rule`).
 
 Both return a new function with the old signature. Values that stay keep their identity, so a value
 of the old function can be looked up in the new one.
@@ -14,7 +14,7 @@ import numpy as np
 from triplane.unified_ir.ir.graph import AttrValue, Function, Node, Value
 from triplane.unified_ir.ir.types import DType
 from triplane.unified_ir.ops.build import expansion, note_contents
-from triplane.unified_ir.ops.inline import renewed
+from triplane.unified_ir.ops.inline import with_new_sizes
 from triplane.unified_ir.ops.row import Known
 from triplane.unified_ir.ops.table import TABLE, row_of
 from triplane.unified_ir.passes.clean import drop_dead
@@ -70,7 +70,7 @@ class Rewriter:
         """Visit a body's nodes in place of the node."""
         # Bodies are recorded once and cached, so sizes that nodes in them introduce get new names
         # for each use.
-        body = renewed(body, f"inner_{len(self.nodes)}")
+        body = with_new_sizes(body, f"inner_{len(self.nodes)}")
         present = [v for v in self.inputs(node) if v is not None]
         inner = dict(zip(body.params, present, strict=True))
         for part in body.nodes:
@@ -127,7 +127,7 @@ Rule = Callable[[View, Node], list[Node] | None]
 """(the function, one of its nodes) -> nodes that replace it; None if the rule does not apply."""
 
 
-def rewritten(function: Function, rule: Rule) -> Function:
+def apply_rule(function: Function, rule: Rule) -> Function:
     """Apply a rule to every node of the function, and drop the nodes that this leaves dead."""
     # Rules see the old function only, so the order of nodes does not change what they find.
     view = View(function.producers(), function.reads())

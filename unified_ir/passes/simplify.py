@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from triplane.unified_ir.ir.graph import Function, Node, Value
-from triplane.unified_ir.passes.rewrite import View, node_of, rewritten
+from triplane.unified_ir.passes.rewrite import View, apply_rule, node_of
 
 
 def cheaper_gradients(function: Function) -> Function:
@@ -15,7 +15,7 @@ def cheaper_gradients(function: Function) -> Function:
 
 def swish_of_product(function: Function) -> Function:
     """Rewrite Mul(x, Sigmoid(x)), the exported form of SiLU, as Swish(x) with its cheaper rule."""
-    return rewritten(function, _as_swish)
+    return apply_rule(function, _as_swish)
 
 
 def _as_swish(view: View, node: Node) -> list[Node] | None:
@@ -33,7 +33,7 @@ def pool_before_relu(function: Function) -> Function:
     The gradients are equal too: if a window's maximum is positive, both pick its first position;
     otherwise both are zero.
     """
-    return rewritten(function, _as_relu_of_pool)
+    return apply_rule(function, _as_relu_of_pool)
 
 
 def _as_relu_of_pool(view: View, node: Node) -> list[Node] | None:

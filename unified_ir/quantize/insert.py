@@ -17,7 +17,7 @@ from triplane.unified_ir.ops.row import IntegerForm
 from triplane.unified_ir.ops.rows.arithmetic.quant import dequantize_linear, quantize_linear
 from triplane.unified_ir.ops.table import row_of
 from triplane.unified_ir.ops.tensor import Tensor
-from triplane.unified_ir.passes.frozen import Frozen, Rewrite
+from triplane.unified_ir.passes.frozen import Frozen, FrozenBuilder
 from triplane.unified_ir.quantize.scheme import (
     Quantizer,
     Range,
@@ -65,18 +65,18 @@ class _Inserter:
         self.known = frozen.known()
         self.quantizers = {v: activation_quantizer(r, row) for v, r in ranges.items()}
         self.integers: dict[Value, Tensor] = {}
-        self.rewrite = Rewrite(frozen)
+        self.builder = FrozenBuilder(frozen)
 
     def run(self, watch: Sequence[Value]) -> Frozen:
-        with self.rewrite:
+        with self.builder:
             for param in self.frozen.inputs:
                 self.round(param)
             for node in self.frozen.function.nodes:
                 self.node(node)
                 for value in node.outputs:
                     self.round(value)
-            return self.rewrite.finish(
-                {f"watched/{i}": self.rewrite[v] for i, v in enumerate(watch)}
+            return self.builder.finish(
+                {f"watched/{i}": self.builder[v] for i, v in enumerate(watch)}
             )
 
     def node(self, node: Node) -> None:
@@ -84,7 +84,7 @@ class _Inserter:
         product = self.sites.products.get(node)
         if node in self.sites.dropped:
             (y, *_), x = node.outputs, first_input(node)
-            self.rewrite.put(y, self.rewrite[x])
+            self.builder.put(y, self.builder[x])
             self.integers[y] = self.integers[x]
         elif node in self.sites.scaled:
             self.scale(node.outputs[0], *self.sites.scaled[node])
@@ -94,9 +94,9 @@ class _Inserter:
             self.recurrent(node, self.sites.gates[node])
         elif row_of(node).integer_form is IntegerForm.MIX and node.outputs[0] in self.sites.root:
             rank = node.outputs[0].type.rank
-            self.rewrite.replace(node, [self.operand(v, rank) for v in node.inputs])
+            self.builder.replace(node, [self.operand(v, rank) for v in node.inputs])
         else:
-            self.rewrite.keep(node)
+            self.builder.keep(node)
 
     def scale(self, y: Value, x: Value, factor: float) -> None:
         """Compute y = factor x as the integers of x, read with another scale."""
@@ -111,14 +111,14 @@ class _Inserter:
         if root is None or value in self.integers:
             return
         quantizer = self.quantizers[root]
-        self.integers[value] = quantize_linear(self.rewrite[value], quantizer.scale, quantizer.zero)
+        self.integers[value] = quantize_linear(self.builder[value], quantizer.scale, quantizer.zero)
         self.read(value, root)
 
     def read(self, value: Value, root: Value) -> None:
         """Let later nodes read the integers of a value."""
         quantizer = self.quantizers[root]
         dequantized = dequantize_linear(self.integers[value], quantizer.scale, quantizer.zero)
-        self.rewrite.put(value, dequantized)
+        self.builder.put(value, dequantized)
 
     def operand(self, value: Value | None, rank: int) -> Tensor | None:
         """Return an operand of a node such as a sum; a constant is rounded for this reader only.
@@ -127,10 +127,10 @@ class _Inserter:
         the layout, by a node between the scalar and its reader, which then stays in float.
         """
         if value is None or value not in self.known:
-            return None if value is None else self.rewrite[value]
-        array, x = self.known[value], self.rewrite[value]
+            return None if value is None else self.builder[value]
+        array, x = self.known[value], self.builder[value]
         if array.ndim == 0:
-            x = self.rewrite.hold(value.name or "constant", array.reshape((1,) * rank))
+            x = self.builder.hold(value.name or "constant", array.reshape((1,) * rank))
         seen = Range(float(array.min()), float(array.max()))
         quantizer = activation_quantizer(seen, self.row)
         q = quantize_linear(x, quantizer.scale, quantizer.zero)
@@ -145,11 +145,11 @@ class _Inserter:
         weight = quantize_weight(
             product.weight, product.axis, self.row, x_scale=x_scale, bias=product.bias
         )
-        operands = [self.rewrite[x], self.stored(w, weight.q, weight.scale, product.axis)]
+        operands = [self.builder[x], self.stored(w, weight.q, weight.scale, product.axis)]
         if weight.bias is not None:
             assert rest[0] is not None
             operands.append(self.stored(rest[0], weight.bias, weight.bias_scale, 0))
-        self.rewrite.replace(node, operands)
+        self.builder.replace(node, operands)
 
     def recurrent(self, node: Node, gates: Gates) -> None:
         """Put an LSTM with its weights in integers; bias, lengths and states stay as they are."""
@@ -158,8 +158,8 @@ class _Inserter:
         assert w is not None
         assert r is not None
         weights = [self.stored_gates(w, gates[0]), self.stored_gates(r, gates[1])]
-        others = [None if v is None else self.rewrite[v] for v in rest]
-        self.rewrite.replace(node, [self.rewrite[x], *weights, *others])
+        others = [None if v is None else self.builder[v] for v in rest]
+        self.builder.replace(node, [self.builder[x], *weights, *others])
 
     def stored_gates(self, value: Value, array: Array) -> Tensor:
         """Store (D, 4 H, K) as int8 (D, K, 4 H), the order of the integer kernel; read it as float.
@@ -168,7 +168,7 @@ class _Inserter:
         """
         q, scale = quantize_gates(array, self.row)
         transposed = np.ascontiguousarray(q.transpose(0, 2, 1))
-        weight = self.rewrite.weight(f"{value.name or 'constant'}.{q.dtype}", transposed)
+        weight = self.builder.weight(f"{value.name or 'constant'}.{q.dtype}", transposed)
         blocks = scale[:, np.newaxis]
         zero = np.zeros(blocks.shape, q.dtype)
         gates = dequantize_linear(weight, blocks, zero, axis=1, block_size=array.shape[2])
@@ -181,4 +181,4 @@ class _Inserter:
         """
         name = f"{value.name or 'constant'}.{q.dtype}"
         zero = np.zeros(scale.shape, q.dtype)
-        return dequantize_linear(self.rewrite.weight(name, q), scale, zero, axis=axis)
+        return dequantize_linear(self.builder.weight(name, q), scale, zero, axis=axis)

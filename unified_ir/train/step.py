@@ -30,7 +30,7 @@ from triplane.unified_ir.nn.losses import Loss, Metric
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.inline import inline
 from triplane.unified_ir.ops.summaries import PREFIXES
-from triplane.unified_ir.ops.table import TABLE
+from triplane.unified_ir.ops.table import TABLE, row_of
 from triplane.unified_ir.ops.tensor import Tensor
 from triplane.unified_ir.optim import Optimizer
 from triplane.unified_ir.passes.clean import clean
@@ -344,7 +344,9 @@ def _is_zero(function: Function, value: Value) -> bool:
     producer = function.producers()
     node = producer.get(value)
     # Zeros of a symbolic shape are a constant that is expanded.
-    while node is not None and node.op.name in ("Expand", "Identity", "Reshape", "Cast"):
+    while node is not None and (
+        row_of(node).preserves_elements or node.op.name in ("Expand", "Cast")
+    ):
         node = producer.get(node.inputs[0]) if node.inputs[0] is not None else None
     if node is None or node.op.name != "Constant":
         return False

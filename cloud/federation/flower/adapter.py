@@ -139,7 +139,7 @@ class TurnGrid(StreamGrid):
         return sorted(replies, key=lambda reply: int(reply.metadata.src_node_id))
 
 
-def shipped(name: str) -> Callable[..., Strategy]:
+def constructor_of(name: str) -> Callable[..., Strategy]:
     """Return the constructor of the strategy that Flower ships under that name."""
     make: Callable[..., Strategy] = getattr(strategy, name)
     return make
@@ -193,7 +193,7 @@ def same_arrays(some: Named, others: Named) -> bool:
     )
 
 
-def replied(data: bytes) -> tuple[dict[str, np.ndarray[Any, Any]] | None, dict[str, Any]]:
+def reply_contents(data: bytes) -> tuple[dict[str, np.ndarray[Any, Any]] | None, dict[str, Any]]:
     """Return arrays and metrics of a device's reply; arrays is None if it has no such record.
 
     InvalidInput: the bytes are not a reply, the app failed, or there is more than one record of
@@ -306,13 +306,13 @@ class Triplane(FedAvg):
     ) -> Iterable[Message]:
         """See `Strategy`."""
         self._state = named_arrays(arrays)
-        return self._asked(super().configure_train(server_round, arrays, config, grid))
+        return self._with_work(super().configure_train(server_round, arrays, config, grid))
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """See `Strategy`."""
-        return self._asked(super().configure_evaluate(server_round, arrays, config, grid))
+        return self._with_work(super().configure_evaluate(server_round, arrays, config, grid))
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -343,7 +343,7 @@ class Triplane(FedAvg):
         """See `Strategy`."""
         return super().aggregate_evaluate(server_round, list(replies))
 
-    def _asked(self, messages: Iterable[Message]) -> list[Message]:
+    def _with_work(self, messages: Iterable[Message]) -> list[Message]:
         """Return the messages with the work added, and with the plan for nodes that lack it."""
         asked = []
         for message in messages:

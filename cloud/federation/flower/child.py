@@ -50,13 +50,13 @@ def main() -> None:
         raise InvalidInput("the strategy has finished all of its rounds")
     except Exception as error:  # noqa: BLE001 -- an operator's code may raise anything
         traceback.print_exc()
-        pipe.refuse(error if isinstance(error, TriplaneError) else _raised(error))
+        pipe.refuse(error if isinstance(error, TriplaneError) else _error_of(error))
     # A normal exit would wait for threads that the strategy may have started.
     sys.stderr.flush()
     os._exit(0)
 
 
-def _raised(error: BaseException) -> TriplaneError:
+def _error_of(error: BaseException) -> TriplaneError:
     """Describe the error that the strategy raised, and where."""
     if isinstance(error, MemoryError):
         return Unavailable("the strategy needs more memory than its limit")

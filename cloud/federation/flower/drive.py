@@ -294,7 +294,7 @@ def make_strategy(order: Mapping[str, Any]) -> Any:
     """Make the strategy that an order names. InvalidInput, Conflict, or an operator's own error."""
     if order["file"]:
         return _of_file(Path(order["file"]), order["attribute"], order)
-    make = adapter.shipped(order["strategy"])
+    make = adapter.constructor_of(order["strategy"])
     least = order["quorum"]
     counts = {
         "min_train_nodes": least,
@@ -307,7 +307,7 @@ def make_strategy(order: Mapping[str, Any]) -> Any:
         if not order["wraps"]:
             return make(**counts, **options)
         options.setdefault("num_sampled_clients", order["devices"])
-        return make(adapter.shipped("FedAvg")(**counts), **options)
+        return make(adapter.constructor_of("FedAvg")(**counts), **options)
     except TypeError as error:
         raise InvalidInput(
             f"{order['strategy']} does not accept the options {sorted(options)}: {error}"

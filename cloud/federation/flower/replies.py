@@ -40,7 +40,7 @@ def contributed(
         accuracies = {"accuracy": facts["before"], "adapted": facts["after"]}
         return None, {EXAMPLES: facts["samples"], **accuracies}
     if order["app"]:
-        return adapter.replied(Path(facts["path"]).read_bytes())
+        return adapter.reply_contents(Path(facts["path"]).read_bytes())
     change = read_update(
         Path(facts["path"]), like, run=order["run"], lease=facts["lease"],
         max_bytes=most_bytes(like), buffers=buffers(order["roles"]),
@@ -58,7 +58,7 @@ def checked(
     clipping: the clipping that the strategy's privacy guarantee requires of the reply.
     """
     try:
-        arrays, metrics = adapter.replied(Path(order["path"]).read_bytes())
+        arrays, metrics = adapter.reply_contents(Path(order["path"]).read_bytes())
     except InvalidInput as error:
         return _refused("damaged", str(error)), {}
     answer = _judged(order, like, arrays, metrics)

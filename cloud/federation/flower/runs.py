@@ -36,6 +36,7 @@ from triplane.cloud.federation.spec import with_defaults
 from triplane.cloud.federation.update_store import Refusal, UpdateStore, most_examples
 from triplane.cloud.registry.collecting import claim
 from triplane.cloud.store import Database
+from triplane.cloud.tasks import BackgroundTasks
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.blobs import BlobFolder
 from triplane.proto.errors import (
@@ -112,7 +113,7 @@ class FlowerRuns:
         self._blobs, self._folder, self._strategies = blobs, folder, strategies
         self._put, self._limits = put, limits
         self._runs: dict[str, _Run] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
         remove_job_folders(folder, PREFIX)
 
     async def check(self, spec: pb.Spec, live: int) -> None:
@@ -136,9 +137,7 @@ class FlowerRuns:
 
     async def stop(self) -> None:
         """End every process; `take_up` continues its run."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.stop()
         await asyncio.gather(*(self._end(run) for run in self._runs.values()))
 
     def message(self, run: str, state: RunState, device: str) -> str | None:
@@ -200,7 +199,7 @@ class FlowerRuns:
                 run, lambda: self._reduced(run, record, projection, replies)
             )
             # Within the lock: the files are in the folder of the process, which `_end` removes.
-            state, memory = await asyncio.to_thread(self._kept, record, answer)
+            state, memory = await asyncio.to_thread(self._store_output, record, answer)
         await claim(self._db, self._blobs, {state, memory})
 
         def write(connection: sa.Connection, _: RunProjection) -> None:
@@ -249,13 +248,15 @@ class FlowerRuns:
         if state.phase is Phase.STOPPED or state.phase in ENDED:
             idle = self._runs.pop(record.id, None)
             if idle is not None:
-                self._spawn(self._ended(idle, LAST_S if state.phase is Phase.DONE else 0.0))
+                wait_s = LAST_S if state.phase is Phase.DONE else 0.0
+                self._tasks.spawn(self._end_later(idle, wait_s), f"end strategy of {record.id}")
             return
         run = self._of(record.id)
         if state.phase is not Phase.COLLECTING or at_hand is None or run.asking is not None:
             return
         if run.asked is None or turn_of(run.asked) != turn_of(at_hand):
-            run.asking = self._spawn(self._ask(run, record, projection, at_hand))
+            work = self._ask(run, record, projection, at_hand)
+            run.asking = self._tasks.spawn(work, f"ask strategy of {record.id}")
 
     # Turns
 
@@ -288,7 +289,7 @@ class FlowerRuns:
                 answer = await self._persistently(
                     run, lambda: self._begun(run, record, projection.state, turn, devices)
                 )
-                asked = await self._asked(record, turn, answer, devices)
+                asked = await self._asked_event(record, turn, answer, devices)
         except (InvalidInput, Corrupt, Conflict) as error:
             reason = f"the strategy cannot go on: {error}"
             return lambda at_s: Failed(at_s=at_s, reason=reason)
@@ -302,7 +303,7 @@ class FlowerRuns:
         run.asked = asked(0.0)  # before the commit, which tells the devices
         return asked
 
-    async def _asked(
+    async def _asked_event(
         self, record: RunRecord, turn: Turn, answer: Mapping[str, Any], devices: Mapping[str, str]
     ) -> Callable[[float], Asked]:
         """Return the event of an answer. InvalidInput: too few devices, or unknown ones."""
@@ -316,13 +317,13 @@ class FlowerRuns:
                 f"the strategy asks {len(files)} of {len(devices)} devices, a round needs "
                 f"{quorum} updates; start the run with a smaller --quorum"
             )
-        messages = await asyncio.to_thread(self._sent, files)
+        messages = await asyncio.to_thread(self._message_blobs, files)
         await claim(self._db, self._blobs, {bytes.fromhex(x) for x in messages.values() if x})
         return lambda at_s: Asked(
             at_s=at_s, number=number, evaluates=evaluates, attempt=attempt, messages=messages
         )
 
-    def _sent(self, files: Mapping[str, str]) -> dict[str, str]:
+    def _message_blobs(self, files: Mapping[str, str]) -> dict[str, str]:
         """Return the blobs of messages by device; "" for a device that follows its plan."""
         return {
             device: self._blobs.put_file(Path(path)).hex() if path else ""
@@ -444,7 +445,7 @@ class FlowerRuns:
             "loss": update.loss,
         }
 
-    def _kept(self, record: RunRecord, answer: Mapping[str, Any]) -> tuple[bytes, bytes]:
+    def _store_output(self, record: RunRecord, answer: Mapping[str, Any]) -> tuple[bytes, bytes]:
         """Store a strategy's output as blobs: the next state, validated, and its memory."""
         assert record.prepared is not None
         state = Path(answer["state"])
@@ -456,13 +457,7 @@ class FlowerRuns:
     def _of(self, run: str) -> _Run:
         return self._runs.setdefault(run, _Run())
 
-    def _spawn(self, work: Any) -> asyncio.Task[None]:
-        task: asyncio.Task[None] = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    async def _ended(self, run: _Run, wait_s: float) -> None:
+    async def _end_later(self, run: _Run, wait_s: float) -> None:
         """End a process that is no longer needed, after at most `wait_s`."""
         run.over = True
         try:

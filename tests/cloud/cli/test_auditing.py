@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import grpc
 import pytest
 
-from triplane.cloud.cli.auditing import entry_record, entry_table, parse_head, read, verified
+from triplane.cloud.cli.auditing import entry_record, entry_table, parse_head, read, verify_log
 from triplane.cloud.cli.connection import Calls
 from triplane.cloud.identity.audit import START, AuditRecord, digest_of
 from triplane.proto.errors import Corrupt, InvalidInput
@@ -53,13 +53,13 @@ def log(entries):
 def test_a_whole_log_gives_its_head():
     entries = chain(5)
     with log(entries) as cloud:
-        assert verified(cloud, None) == (5, entries[-1].digest)
-        assert verified(cloud, (3, entries[2].digest)) == (5, entries[-1].digest)
+        assert verify_log(cloud, None) == (5, entries[-1].digest)
+        assert verify_log(cloud, (3, entries[2].digest)) == (5, entries[-1].digest)
 
 
 def test_an_empty_log_is_whole():
     with log([]) as cloud:
-        assert verified(cloud, None) == (0, START)
+        assert verify_log(cloud, None) == (0, START)
 
 
 def changed(entries):
@@ -83,21 +83,21 @@ def test_a_log_that_was_touched_is_corrupt(tamper):
     entries = chain(6)
     tamper(entries)
     with log(entries) as cloud, pytest.raises(Corrupt, match="does not follow"):
-        verified(cloud, None)
+        verify_log(cloud, None)
 
 
 def test_a_log_written_anew_is_whole_but_lost_the_kept_head():
     kept = (3, chain(6)[2].digest)
     with log(chain(6, actor="nobody")) as cloud:
-        verified(cloud, None)
+        verify_log(cloud, None)
         with pytest.raises(Corrupt, match="rewritten"):
-            verified(cloud, kept)
+            verify_log(cloud, kept)
 
 
 def test_a_log_cut_off_behind_lost_the_kept_head():
     kept = (6, chain(6)[5].digest)
     with log(chain(4)) as cloud, pytest.raises(Corrupt, match="kept head"):
-        verified(cloud, kept)
+        verify_log(cloud, kept)
 
 
 def test_entries_are_listed_from_a_number_on():

@@ -4,7 +4,7 @@ import pytest
 from rich.console import Console
 
 from triplane.cloud.cli import rollouts
-from triplane.cloud.cli.rollouts import draw_in, drawn
+from triplane.cloud.cli.rollouts import draw, draw_in
 from triplane.cloud.cli.watching import live_view
 from triplane.proto.fleet_pb2 import (
     COMMITTED,
@@ -105,7 +105,7 @@ def printed(renderable, width=100):
 
 def test_the_live_table_is_cut_to_the_window_with_the_urgent_rows():
     many = rollout(*[COMMITTED] * 50, FAILED)
-    text = printed(drawn(many, room=5, seconds=12))
+    text = printed(draw(many, room=5, seconds=12))
     assert "n50" in text
     assert "and 46 more" in text
     assert "12 s" in text
@@ -115,7 +115,7 @@ def test_the_live_table_is_cut_to_the_window_with_the_urgent_rows():
 def test_the_live_table_shows_markup_as_text():
     made = rollout(FAILED, reason="[red]not red[/red]")
     made.nodes[0].reason = "[bold]x[/bold] \x1b]0;title\x07"
-    text = printed(drawn(made, room=5, seconds=0), width=200)
+    text = printed(draw(made, room=5, seconds=0), width=200)
     assert "[red]not red[/red]" in text
     assert "[bold]x[/bold] ?]0;title?" in text
 

@@ -7,7 +7,6 @@ import pytest
 from tests.cloud.fleet.given import Shelf
 
 from triplane.cloud.fleet.fleet import LiveFleet
-from triplane.cloud.identity import audit
 from triplane.cloud.store import Database
 
 
@@ -26,7 +25,7 @@ def opened(tmp_path, shelf):
     @asynccontextmanager
     async def opened(**options):
         database = Database.open(f"sqlite:///{tmp_path}/cloud.db")
-        fleet = LiveFleet(database, shelf, audit.record, **options)
+        fleet = LiveFleet(database, shelf, **options)
         try:
             await fleet.start()
             yield fleet

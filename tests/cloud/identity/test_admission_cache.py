@@ -86,6 +86,6 @@ def test_a_revocation_whose_caller_left_counts_all_the_same(principals):
         await asyncio.gather(revoking, return_exceptions=True)
         async with asyncio.timeout(5):
             while await principals.holder(serial, "ann"):
-                await asyncio.wait({asyncio.create_task(principals.listed())})
+                await asyncio.wait({asyncio.create_task(principals.all())})
 
     asyncio.run(story())

@@ -7,6 +7,7 @@ import pytest
 from sqlalchemy import select
 from tests.cloud.registry.models import QUICK, WAIT_S, asked, child, model_bytes, registry_of
 
+from triplane.cloud.identity import audit
 from triplane.cloud.identity.tables import AUDIT
 from triplane.cloud.registry import (
     BundleRecord,
@@ -172,13 +173,13 @@ def test_what_was_not_uploaded_or_has_no_parent_is_not_registered(database, tmp_
     assert count == 2, "a refused push was audited as done"
 
 
-def test_a_push_whose_audit_fails_did_not_happen(database, tmp_path):
-    def refuse(connection, **fields):
+def test_a_push_whose_audit_fails_did_not_happen(database, tmp_path, monkeypatch):
+    def refuse(connection, *fields):
         raise Conflict("the log is closed")
 
     async def main():
         async with quick(database, tmp_path) as registry:
-            registry._audit = refuse
+            monkeypatch.setattr(audit, "record", refuse)
             with pytest.raises(Conflict, match="the log is closed"):
                 await registry.push(asked(registry.blobs.put(b"m")), by="op")
             assert await registry.models() == []

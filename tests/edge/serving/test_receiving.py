@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from triplane.edge.serving.callers import Caller
-from triplane.edge.serving.lanes import BoundedExecutor
+from triplane.edge.serving.executors import BoundedExecutor
 from triplane.edge.serving.memory import RequestMemory
 from triplane.edge.serving.receiving import REST, Receiving, one
 from triplane.proto.errors import InvalidInput
@@ -20,7 +20,7 @@ def receiving():
 
 
 @pytest.fixture
-def lane():
+def executor():
     with BoundedExecutor("infer", threads=2, receiving=1) as made:
         yield made
 
@@ -30,11 +30,11 @@ def test_a_stream_may_not_rest_once_the_server_goes(receiving):
     assert receiving.following(iter([b"more"]), CONTEXT, CALLER, REST) is None
 
 
-def test_a_call_that_is_inside_may_still_finish_sending(receiving, lane):
+def test_a_call_that_is_inside_may_still_finish_sending(receiving, executor):
     receiving.end_rests()
-    assert receiving.only(iter([b"last"]), CONTEXT, CALLER, lane) == b"last"
+    assert receiving.only(iter([b"last"]), CONTEXT, CALLER, executor) == b"last"
 
 
-def test_a_call_must_bring_a_message(receiving, lane):
+def test_a_call_must_bring_a_message(receiving, executor):
     with pytest.raises(InvalidInput, match="exactly one"):
-        one(receiving.only(iter(()), CONTEXT, CALLER, lane))
+        one(receiving.only(iter(()), CONTEXT, CALLER, executor))

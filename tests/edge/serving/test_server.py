@@ -532,7 +532,7 @@ def test_a_stream_whose_caller_is_gone_without_a_word_is_ended(serve, kit, monke
             client.async_stream_infer("linear", [kit.tensor("x", X)])
             assert answers.get(timeout=30).as_numpy("y").shape == (1, 3)
             relay.forget()
-            streams, deadline = server._lanes[1], time.monotonic() + 20
+            streams, deadline = server._executors[1], time.monotonic() + 20
             while streams.held and time.monotonic() < deadline:
                 time.sleep(0)
             assert not streams.held, "the only stream is held by nobody"

@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from triplane.edge.supervisor.children import adopt, is_alive, recorded, start
+from triplane.edge.supervisor.children import adopt, is_alive, read_record, start
 
 SLEEPER = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
 
@@ -41,7 +41,7 @@ def test_a_child_that_was_killed_has_ended_and_is_not_adopted(tmp_path, child):
 
 
 def test_another_process_with_the_recorded_number_is_not_adopted(tmp_path, child):
-    record = recorded("serving", tmp_path)
+    record = read_record("serving", tmp_path)
     assert record is not None
     text = json.dumps({"pid": record.pid, "started": record.started - 1})
     (tmp_path / "serving.json").write_text(text)
@@ -51,7 +51,7 @@ def test_another_process_with_the_recorded_number_is_not_adopted(tmp_path, child
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"pid": "x", "started": 1}', "\x00" * 9000])
 def test_a_record_that_cannot_be_read_is_none(tmp_path, text):
     (tmp_path / "serving.json").write_text(text)
-    assert recorded("serving", tmp_path) is None
+    assert read_record("serving", tmp_path) is None
     assert adopt("serving", tmp_path) is None
 
 

@@ -21,7 +21,7 @@ from triplane.cloud.identity.authority import Authority
 from triplane.edge.agent.trust import bootstrap
 from triplane.edge.home import NodeHome, NodeSettings
 from triplane.edge.serving.wire import WIRE_NAME
-from triplane.edge.supervisor.children import is_alive, recorded
+from triplane.edge.supervisor.children import is_alive, read_record
 from triplane.proto.errors import Corrupt
 from triplane.proto.identity import certificate_pem, certificate_request, key_pem, new_key
 from triplane.unified_ir.cli.shell import EXIT_CODES
@@ -147,13 +147,13 @@ def test_the_ready_line_names_the_port_that_was_taken_and_it_is_kept(node):
 def test_a_killed_up_is_followed_by_one_that_says_the_same(node):
     with up(node, "--json") as first:
         said = line_of(first.stdout)
-        serving = recorded("serving", node.run)
+        serving = read_record("serving", node.run)
         first.kill()
         first.wait(WAIT_S)
         assert is_alive("serving", node.run)
         with up(node, "--json") as second:
             assert line_of(second.stdout) == said
-            assert recorded("serving", node.run) == serving
+            assert read_record("serving", node.run) == serving
     assert not is_alive("serving", node.run)
 
 
@@ -231,7 +231,7 @@ def test_a_ready_line_that_nobody_can_read_does_not_end_the_node(node, options):
 def test_a_fault_of_the_supervisor_leaves_no_child_behind(node):
     with up(node, command=[sys.executable, "-c", FAULTY, str(node.path)]) as process:
         assert process.wait(WAIT_S) == 1
-    assert recorded("serving", node.run)
+    assert read_record("serving", node.run)
     assert not is_alive("serving", node.run)
     assert not is_alive("agent", node.run)
 
@@ -241,7 +241,7 @@ def test_a_damaged_certificate_is_said_before_anything_starts(node):
     certificate.write_bytes(certificate.read_bytes()[:200])
     with up(node, "--json") as process:
         assert process.wait(WAIT_S) == EXIT_CODES[Corrupt]
-    assert recorded("serving", node.run) is None
+    assert read_record("serving", node.run) is None
 
 
 def test_a_child_that_cannot_be_started_now_is_started_later(node):

@@ -107,7 +107,7 @@ def test_ended_runs_rollouts_versions_and_the_audit_log_are_read(home):
         again = Push(model="digits", blob=stable.blob, key=bytes([2]) * 16, aliases=("stable",))
         assert await cloud.registry.push(again, by="operator") == stable
         incidents = await cloud.fleet.incidents(10)
-        return runs, rollouts, stable, incidents, await cloud.principals.listed()
+        return runs, rollouts, stable, incidents, await cloud.principals.all()
 
     runs, rollouts, stable, incidents, principals = opened(home, story)
     assert sorted(run_pb.Run.Phase.Name(run.phase) for run in runs.values()) == [

@@ -15,8 +15,9 @@ from triplane.unified_ir.federated.algorithms.hyper import ANCHOR, HYPER, RATE
 from triplane.unified_ir.federated.algorithms.objective import NEEDED, Objective, objective_of
 from triplane.unified_ir.federated.algorithms.table import Algorithm, Hyper, algorithm
 from triplane.unified_ir.federated.core.learn import shared
-from triplane.unified_ir.ir import Function, Module, Role, StateTensor, Value
+from triplane.unified_ir.ir import Function, Module, Role, StateTensor
 from triplane.unified_ir.ir.graph import Array
+from triplane.unified_ir.ir.module import with_assigned_state
 from triplane.unified_ir.onnx import emit, serialize
 from triplane.unified_ir.runtime import PlanSpec, write_plan
 
@@ -60,7 +61,8 @@ def plan_of(
     row, of = algorithm(name), _objective(module)
     extra_state = _extra_state(row, of, hyper)
     state = {**module.state, **extra_state}
-    functions = {k: _closed(f, state) for k, f in functions_of(module, name, hyper).items()}
+    by_entry = functions_of(module, name, hyper)
+    functions = {k: with_assigned_state(f, state) for k, f in by_entry.items()}
     read = {p.name for f in functions.values() for p in f.params} & state.keys()
     # A device sets an anchor from the tensor itself, so the plan must hold that too, even if no
     # graph reads it.
@@ -89,7 +91,7 @@ def module_of(module: Module, name: str, hyper: Hyper, state: Mapping[str, Array
     """
     row, of = algorithm(name), _objective(module)
     extra_state = _extra_state(row, of, hyper)
-    adapt = _closed(row.adapt(of), {**module.state, **extra_state})
+    adapt = with_assigned_state(row.adapt(of), {**module.state, **extra_state})
     own = {k: v for k, v in module.state.items() if not k.startswith(RESERVED)}
     _check(state, own | extra_state)
     known = own | {k: v for k, v in extra_state.items() if k in adapt.param_names}
@@ -133,16 +135,6 @@ def _extra_state(row: Algorithm, of: Objective, hyper: Hyper) -> dict[str, State
         if name.startswith(RATE) and earlier is not None and earlier.type == fresh.type:
             extra[name] = earlier
     return extra
-
-
-def _closed(function: Function, state: Mapping[str, StateTensor]) -> Function:
-    """Return the function with a parameter for each state tensor it assigns without reading.
-
-    The graph's output `NAME:next` then has an input NAME, which tells a device that it is state.
-    """
-    missing = [n for n in function.result_names if n in state and n not in function.param_names]
-    params = (*function.params, *(Value(state[n].type, n) for n in missing))
-    return function.with_(params=params)
 
 
 def _check(state: Mapping[str, Array], known: Mapping[str, StateTensor]) -> None:

@@ -260,7 +260,7 @@ def adapt(plan: Learner, work: Work, shard: Shard, *, steps: int) -> None:
     _begin(plan, work)
     order = work.draws("support").permutation(shard.examples)
     rows = order[: work.support or shard.examples]
-    batch = _fed(plan, ADAPT, shard.train, {"": rows, SUPPORT: rows}) if steps else {}
+    batch = _batch_of(plan, ADAPT, shard.train, {"": rows, SUPPORT: rows}) if steps else {}
     for _ in range(steps):
         plan.run(ADAPT, batch)
 
@@ -273,7 +273,7 @@ def score(plan: Learner, shard: Shard) -> float:
     correct = []
     for at in range(0, n, EVALUATE_ROWS):
         rows = np.arange(at, min(at + EVALUATE_ROWS, n))
-        results = plan.run(EVALUATE, _fed(plan, EVALUATE, shard.held_out, {"": rows}))
+        results = plan.run(EVALUATE, _batch_of(plan, EVALUATE, shard.held_out, {"": rows}))
         if ACCURACY not in results:
             raise InvalidInput(f"`evaluate` must return {ACCURACY!r}, got {sorted(results)}")
         # Weighted, since the last batch may be smaller.
@@ -320,7 +320,7 @@ def _steps(plan: Learner, work: Work, shard: Shard) -> Iterator[dict[str, Array]
     episodes = any(name.startswith((SUPPORT, QUERY)) for name in names)
     chosen = _episodes(draws, work, shard) if episodes else _batches(draws, work, shard)
     for _, rows in zip(range(work.steps), chosen, strict=False):
-        yield _fed(plan, LEARN, shard.train, rows)
+        yield _batch_of(plan, LEARN, shard.train, rows)
 
 
 def _batches(draws: Draws, work: Work, shard: Shard) -> Iterator[dict[str, Array]]:
@@ -356,7 +356,7 @@ def _episodes(draws: Draws, work: Work, shard: Shard) -> Iterator[dict[str, Arra
         yield {SUPPORT: order[:support], QUERY: order[support : support + query]}
 
 
-def _fed(
+def _batch_of(
     plan: Learner, entry: str, samples: Mapping[str, Array], rows: Mapping[str, Array]
 ) -> dict[str, Array]:
     """Return the batch of `entry`, from the rows chosen for the prefix of each input's name."""

@@ -66,12 +66,14 @@ def reduce(
         row = PLAIN if name in buffers else server
         names = [f"{s}.{name}" for s in row.slots]
         old = [slots[s] if s in slots else np.zeros(x.shape, x.dtype) for s in names]
-        after[name], *new = _stepped(row, [x, d, *old], hyper)
+        after[name], *new = _optimizer_step(row, [x, d, *old], hyper)
         next_slots |= dict(zip(names, new, strict=True))
     return after, next_slots
 
 
-def _stepped(row: ServerOptimizer, arrays: Sequence[Array], hyper: ServerHyper) -> list[Array]:
+def _optimizer_step(
+    row: ServerOptimizer, arrays: Sequence[Array], hyper: ServerHyper
+) -> list[Array]:
     """Return x' and the next slots of x, d and the slots.
 
     The step is computed in float64 and in chunks, since it maps each entry by itself.

@@ -183,7 +183,7 @@ def _restart(state: RunState, event: Restarted) -> Step:
 def _due(state: RunState) -> Effects:
     """Return the effects that may have been lost with the old process."""
     if state.phase is Phase.REDUCING and state.round is not None:
-        return (Reduce(state.round.number, _counted(state.round)),)
+        return (Reduce(state.round.number, _counted_leases(state.round)),)
     return (Finish(),) if state.phase is Phase.FINISHING else ()
 
 
@@ -381,7 +381,7 @@ def _close(state: RunState, round_: Round, now_s: float) -> Step:
         state, more = _settle(state, slower, Outcome.LATE)
         tells += more
     assert state.round is not None
-    round_, counted = state.round, _counted(round_)
+    round_, counted = state.round, _counted_leases(round_)
     short = not round_.evaluates and len(counted) < state.plan.quorum
     why = f"{len(counted)} updates of {state.plan.quorum} needed" if short else ""
     state = replace(state, history=(*state.history, _ended(round_, now_s, why)))
@@ -497,7 +497,7 @@ def _settle(state: RunState, lease: Lease, outcome: Outcome) -> Step:
         counted=member.counted + counted,
         dropped=member.dropped + (not counted),
         declined=member.declined + (outcome is Outcome.DECLINED),
-        why=member.why if counted else _tallied(member.why, lease.reason),
+        why=member.why if counted else _reason_counts(member.why, lease.reason),
         # Kept with the member, not the round, so that a device that reconnects later still gets its
         # answer.
         settled=Settled(lease=lease.id, counted=counted, reason=lease.reason),
@@ -519,12 +519,12 @@ def _unwanted(state: RunState, event: Arrived | Answered | Scored) -> Step:
             member,
             settled=Settled(lease=event.lease, counted=False, reason=reason),
             dropped=member.dropped + 1,
-            why=_tallied(member.why, reason),
+            why=_reason_counts(member.why, reason),
         )
     return _with(state, member), (Tell(event.device),)
 
 
-def _tallied(why: Mapping[str, int], reason: str) -> Mapping[str, int]:
+def _reason_counts(why: Mapping[str, int], reason: str) -> Mapping[str, int]:
     cut = reason[:MAX_WHY_CHARS]
     # Reasons come from devices: without these limits one of them could fill the state of the run.
     key = cut if cut in why or len(why) < MAX_WHY else OTHER
@@ -535,7 +535,7 @@ def _open_leases(state: RunState) -> tuple[Lease, ...]:
     return _leases(state.round).listed("open") if state.round else ()
 
 
-def _counted(round_: Round) -> tuple[Lease, ...]:
+def _counted_leases(round_: Round) -> tuple[Lease, ...]:
     return _leases(round_).listed("counted")
 
 

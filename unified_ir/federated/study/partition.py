@@ -84,7 +84,7 @@ def by_dirichlet(
         device_of = np.searchsorted(edges, u[rows], side="right")
         for device, part in enumerate(parts):
             part.append(rows[device_of == device])
-    return _shards(samples, dict(enumerate(_filled(parts, u))), held_out, seed)
+    return _shards(samples, dict(enumerate(_with_enough_samples(parts, u))), held_out, seed)
 
 
 def by_label_shards(
@@ -142,7 +142,7 @@ def _content(samples: Samples) -> Array:
     return np.asarray(next(iter(samples.values())))
 
 
-def _filled(parts: list[list[Array]], u: Array) -> list[Array]:
+def _with_enough_samples(parts: list[list[Array]], u: Array) -> list[Array]:
     """Return the parts, each with enough distinct samples; equal ones move together."""
     rows = [np.concatenate(part) for part in parts]
     kinds = [len(np.unique(u[part])) for part in rows]

@@ -57,7 +57,7 @@ def devices_of(source: SampleSource, module: Module) -> tuple[Shards, Shards]:
     samples: Samples = {names[0]: dataset.x, names[1]: dataset.y}
     groups = columns.get(source.group)
     if not source.split:
-        return _chosen(source, _parted(source, samples, groups))
+        return _chosen(source, _partitioned(source, samples, groups))
     unseen = columns[source.split] != 0
     return _part(source, samples, groups, ~unseen), _part(source, samples, groups, unseen)
 
@@ -118,10 +118,10 @@ def _part(source: SampleSource, samples: Samples, groups: Array | None, chosen: 
     if not len(rows):
         raise InvalidInput(f"column {source.split!r} leaves no sample on one side")
     some = {name: np.asarray(x)[rows] for name, x in samples.items()}
-    return _parted(source, some, None if groups is None else groups[rows])
+    return _partitioned(source, some, None if groups is None else groups[rows])
 
 
-def _parted(source: SampleSource, samples: Samples, groups: Array | None) -> Shards:
+def _partitioned(source: SampleSource, samples: Samples, groups: Array | None) -> Shards:
     held_out, seed = source.held_out, source.seed
     if groups is not None:
         return partition.by_group(samples, groups, held_out=held_out, seed=seed, least=source.least)

@@ -21,7 +21,7 @@ from flwr.serverapp import strategy as flower
 from triplane.cloud.federation.flower.adapter import message_of, record_of
 from triplane.cloud.federation.flower.drive import Drive, make_strategy
 from triplane.cloud.federation.flower.spec import SHIPPED
-from triplane.device.flower import answered
+from triplane.device.flower import app_reply
 from triplane.proto.errors import InvalidInput, Unavailable
 from triplane.unified_ir.federated.core.files import read_state, write_state, write_update
 
@@ -120,7 +120,7 @@ class AppTurns(Turns):
                 path = self.folder / f"{number}-{device}.reply"
                 arrays = {n: x for n, x in self.state.items() if x.dtype.kind == "f"}
                 said = Path(message).read_bytes()
-                found = answered(self.app, said, arrays, b"", run=RUN, device=device)
+                found = app_reply(self.app, said, arrays, b"", run=RUN, device=device)
                 path.write_bytes(found.reply)
                 facts = {"path": str(path), "device": device, "evaluates": False, "examples": 10}
                 yield {"do": "check", **facts}
@@ -162,7 +162,7 @@ class OneReply(AppTurns):
         said = Path(self.said[-1]["asked"]["ann"]).read_bytes()
         arrays = {n: x for n, x in self.state.items() if x.dtype.kind == "f"}
         path = self.folder / "ann.reply"
-        path.write_bytes(answered(self.app, said, arrays, b"", run=RUN, device="ann").reply)
+        path.write_bytes(app_reply(self.app, said, arrays, b"", run=RUN, device="ann").reply)
         yield {
             "do": "check", "path": str(path), "device": "ann", "evaluates": False, "examples": 10,
         }  # fmt: skip

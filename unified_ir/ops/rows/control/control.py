@@ -18,7 +18,7 @@ from triplane.unified_ir.ir.graph import Function
 from triplane.unified_ir.ir.types import OWN, TensorType, TypeMismatch
 from triplane.unified_ir.ops.batching import BatchedCall, with_axis
 from triplane.unified_ir.ops.build import Build
-from triplane.unified_ir.ops.inline import inline, introduced
+from triplane.unified_ir.ops.inline import inline, introduced_sizes
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.row import OpCall
 from triplane.unified_ir.ops.rows.movement.structure import zeros
@@ -85,7 +85,7 @@ def closed(build: Build, results: Sequence[Tensor], what: str) -> Function:
 
 def inner_sizes(region: Function) -> set[str]:
     """Return the names of sizes that exist only inside a region."""
-    return {name for node in region.nodes for name in introduced(node)}
+    return {name for node in region.nodes for name in introduced_sizes(node)}
 
 
 def known_outside(call: OpCall, results: Sequence[TensorType], inner: set[str]) -> None:

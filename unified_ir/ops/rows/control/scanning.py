@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -129,7 +128,7 @@ class _ProductsApart:
     def of(cls, step: Function, first: int, last: int, scanned: Sequence[Tensor]) -> _ProductsApart:
         """States first..last-1 are sums; the parameters after them are slices of `scanned`."""
         producer = step.producers()
-        reads = Counter(v for node in step.nodes for v in node.inputs)
+        reads = step.reads()
         products = {}
         for k in range(first, last):
             add = producer.get(step.results[k])
@@ -147,7 +146,8 @@ class _ProductsApart:
         results = [*(r for k, r in enumerate(step.results) if k not in products), *more]
         params = tuple(p for k, p in enumerate(step.params) if k not in products)
         names = tuple(f"y{i}" for i in range(len(results)))
-        nodes = _needed(step.nodes, results)
+        needed = step.needed_for(results)
+        nodes = (node for node in step.nodes if not needed.isdisjoint(node.outputs))
         left = step.with_(params=params, results=results, result_names=names, nodes=nodes)
         return cls(left, products, walked, more)
 
@@ -181,17 +181,6 @@ def _factors(producer: Mapping[Value, Node], x: Value | None) -> tuple[Value, Va
     if a is None or b is None or a.type.rank != 2 or b.type.rank != 2:
         return None
     return a, b
-
-
-def _needed(nodes: Sequence[Node], results: Sequence[Value]) -> tuple[Node, ...]:
-    """Return the nodes that the results depend on."""
-    wanted: set[Value | None] = set(results)
-    kept = []
-    for node in reversed(nodes):
-        if not wanted.isdisjoint(node.outputs):
-            kept.append(node)
-            wanted.update(node.inputs)
-    return tuple(kept[::-1])
 
 
 class BackwardWalk:

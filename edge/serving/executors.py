@@ -1,9 +1,9 @@
-"""Lanes: one thread pool for each kind of calls, with a limit of calls that wait.
+"""Executors: one thread pool for each kind of calls, with a limit of calls that wait.
 
 With separate pools, one kind of calls cannot starve another: no number of inference or metadata
-calls delays a health check. A thread of a lane waits for the call's request, and for inference then
-for its turn to compute (`turns.py`); a thread that waits only costs memory. A call beyond its
-lane's backlog is refused with UNAVAILABLE before its bytes are read.
+calls delays a health check. A thread waits for the call's request, and for inference then for its
+turn to compute (`turns.py`); a thread that waits only costs memory. A call beyond the backlog of
+its executor is refused with UNAVAILABLE before its bytes are read.
 
 Handlers are synchronous on purpose: on grpc.aio a small call took twice the processor time
 (docs/decisions/0038).
@@ -29,7 +29,7 @@ else:  # generic for type checkers only
 Behaviour = Callable[[Iterator[bytes], grpc.ServicerContext], Any]
 
 
-BACKLOG: Final = 1024  # calls that wait for a thread of their lane, for milliseconds
+BACKLOG: Final = 1024  # calls that wait for a thread, for milliseconds
 
 
 class BoundedExecutor(ThreadPoolExecutor):
@@ -71,7 +71,7 @@ class BoundedExecutor(ThreadPoolExecutor):
 
 
 class Routes(grpc.GenericRpcHandler):
-    """Finds handler and lane of a method; it is called on grpc's serving thread.
+    """Finds handler and executor of a method; it is called on grpc's serving thread.
 
     All handlers take an iterator of messages, also for methods with a single message. Only then a
     behaviour starts before the message has arrived, and can give up on it. The wire is the same.
@@ -102,11 +102,11 @@ class Routes(grpc.GenericRpcHandler):
     def add(
         self, service: str, methods: Mapping[str, tuple[BoundedExecutor, Behaviour, bool]]
     ) -> None:
-        """Add a service: for each method its lane, behaviour, and whether it answers a stream."""
+        """Add a service: executor and behaviour of each method, and whether it answers a stream."""
         self._services += (f"/{service}/",)
-        for method, (lane, behaviour, streams) in methods.items():
-            handler = _handler(behaviour, lane, streams=streams)
-            self._handlers[f"/{service}/{method}"] = lane, handler
+        for method, (executor, behaviour, streams) in methods.items():
+            handler = _handler(behaviour, executor, streams=streams)
+            self._handlers[f"/{service}/{method}"] = executor, handler
 
     def refuse_new(self) -> None:
         """Answer UNAVAILABLE to all but control and health calls from now on."""
@@ -118,26 +118,26 @@ class Routes(grpc.GenericRpcHandler):
         method = handler_call_details.method
         if (route := self._handlers.get(method)) is None:
             return self._unknown if method.startswith(self._services) else None
-        lane, handler = route
-        leaving = self._leaving and lane not in self._open_to_the_end
-        if leaving or lane.full:
+        executor, handler = route
+        leaving = self._leaving and executor not in self._open_to_the_end
+        if leaving or executor.full:
             self._on_refusal()
             return self._gone if leaving else self._busy
         return handler
 
 
-def _handler(behaviour: Behaviour, lane: BoundedExecutor, *, streams: bool) -> Handler:
+def _handler(behaviour: Behaviour, executor: BoundedExecutor, *, streams: bool) -> Handler:
     make = (
         grpc.stream_stream_rpc_method_handler if streams else grpc.stream_unary_rpc_method_handler
     )
     # A copy with an attribute, which grpc reads to choose the pool for the call.
     routed: Any = functools.partial(behaviour)
-    routed.experimental_thread_pool = lane
+    routed.experimental_thread_pool = executor
     return make(routed, None, None)
 
 
-def _answering(lane: BoundedExecutor, code: grpc.StatusCode, text: str) -> Handler:
+def _answering(executor: BoundedExecutor, code: grpc.StatusCode, text: str) -> Handler:
     def answer(_: Iterator[bytes], context: grpc.ServicerContext) -> Any:
         context.abort(code, text)
 
-    return _handler(answer, lane, streams=False)
+    return _handler(answer, executor, streams=False)

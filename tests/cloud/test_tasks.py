@@ -1,0 +1,38 @@
+"""Background tasks end with their owner and can be found by their key."""
+
+import asyncio
+
+from triplane.cloud.tasks import BackgroundTasks
+
+
+def test_a_task_is_found_by_its_key_until_it_ends():
+    async def main():
+        tasks = BackgroundTasks()
+        task = tasks.spawn(asyncio.sleep(0), "wait", key=("digits", 3))
+        assert tasks.running == {("digits", 3): task}
+        await task
+        assert tasks.running == {}
+
+    asyncio.run(main())
+
+
+def test_stop_cancels_every_task_and_waits_for_its_end():
+    ended = []
+
+    async def work(name):
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            ended.append(name)
+
+    async def main():
+        tasks = BackgroundTasks()
+        for name in "ab":
+            tasks.spawn(work(name), name)
+        await asyncio.sleep(0)
+        await tasks.stop()
+        assert ended == ["a", "b"]
+        assert tasks.running == {}
+
+    asyncio.run(main())
