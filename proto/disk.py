@@ -124,7 +124,7 @@ def atomic_file(path: Path, disk: Disk = OS_DISK) -> Iterator[BinaryIO]:
         disk.replace(temp, path)
         disk.sync_folder(path.parent)
     except OSError as error:
-        raise refusal(error, f"could not write {path}: {error}; the old file is kept") from error
+        raise refusal(error, f"could not write {path}: {error}") from error
     finally:
         # After the rename there is no temporary file, and the removal fails as intended.
         with contextlib.suppress(OSError):

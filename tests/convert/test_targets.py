@@ -1,16 +1,14 @@
 """The table of targets."""
 
-import os
 import platform
-from pathlib import Path
 
 import pytest
+from tests.support.pages import check_table
 
 from triplane.proto import machines
 from triplane.unified_ir.convert.targets import TARGETS, cpu_flags, instruction_note, int8_scheme
 from triplane.unified_ir.onnx import DYNAMIC_LSTM, OnnxTarget
 
-PAGE = Path(__file__).parents[2] / "docs" / "converting.md"
 CPUINFO = {
     "x64": ("processor\t: 0\nflags\t\t: fpu avx2 avx512_vnni\n", {"fpu", "avx2", "avx512_vnni"}),
     "arm64": ("Features\t: fp asimd asimddp\n", {"fp", "asimd", "asimddp"}),
@@ -52,27 +50,18 @@ def test_machines_name_targets_that_exist():
 
 
 def test_the_documentation_lists_every_target():
-    """TRIPLANE_ACCEPT=1 writes the table."""
-    begin, end = "<!-- targets -->\n", "<!-- end of targets -->\n"
-    head, _, rest = PAGE.read_text().partition(begin)
-    _, _, tail = rest.partition(end)
-    table = ["| target | runs on | opset | int8 | traps |", "|---|---|---|---|---|"]
-    lines = [*table, *(listed(target) for target in TARGETS.values())]
-    page = head + begin + "\n".join(lines) + "\n" + end + tail
-    if os.environ.get("TRIPLANE_ACCEPT") == "1":
-        PAGE.write_text(page)
-    assert PAGE.read_text() == page, "run this test with TRIPLANE_ACCEPT=1"
+    heads = ("target", "runs on", "opset", "int8", "traps")
+    check_table("converting.md", "targets", heads, map(listed, TARGETS.values()))
 
 
 def listed(target):
     """The target's line in the table of docs/converting.md."""
     row = int8_scheme(target)
     kinds = [t.numpy.kind.replace("i", "s").upper() for t in (row.activation, row.weight)]
-    cells = (
+    return (
         f"`{target.name}`",
         f"{target.runtime} {target.min_version} or newer, {target.summary}",
         str(target.opset),
         f"{kinds[0]}8 activations, {kinds[1]}{row.weight_bits} weights",
         "; ".join(target.traps),
     )
-    return f"| {' | '.join(cells)} |"

@@ -100,3 +100,12 @@ def test_following_a_page_gives_what_it_promises(page, tmp_path):
         check=False, env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_each_line_of_the_checks_is_a_command(page):
+    _, _, checks = page.read_text().partition("## Checks\n")
+    lines = [line for line in checks.splitlines() if line.startswith("    ")]
+    assert lines, "the page ends with the commands that check it"
+    for line in lines:
+        assert re.match(r"    (make|TRIPLANE_ACCEPT=1|\.venv(-peers)?/bin/\S+) ", line), line

@@ -27,10 +27,11 @@ _CPUINFO: Final = Path("/proc/cpuinfo")
 class Target:
     """One target.
 
-    name: as in `proto.machines`. summary: the machines in a few words, for help. min_version: of
-    the runtime. scheme: of int8. dot_products: processor flags, each of which stands for sums of
-    int8 products in 32 bits. operators: operators beyond ai.onnx that the runtime's packages for
-    these machines have since `min_version`; graphs in int8 may use them.
+    name: also in `proto.machines` if a kind of machine reports it. summary: the machines in a few
+    words, for help. min_version: of the runtime. scheme: of int8. dot_products: processor flags,
+    each of which stands for sums of int8 products in 32 bits. operators: operators beyond ai.onnx
+    that the runtime's packages for these machines have since `min_version`; graphs in int8 may use
+    them.
     """
 
     name: str

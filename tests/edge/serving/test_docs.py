@@ -1,18 +1,17 @@
 """docs/serving.md says what is there, all of it, with the right numbers."""
 
-import os
 import re
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from tests.support.pages import check_table
 
 from triplane.edge.serving.limits import ServingLimits
 from triplane.edge.serving.metrics import CALLS, GAUGES, HISTOGRAMS, LANE_CALLS
 from triplane.edge.serving.wire import METHODS
 
-PATH = Path(__file__).parents[3] / "docs" / "serving.md"
-PAGE = PATH.read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "serving.md").read_text()
 
 
 def number(text):
@@ -45,14 +44,6 @@ def test_the_page_names_the_metrics_with_labels_of_their_own(name):
 
 
 def test_the_page_lists_every_metric_of_a_version():
-    """TRIPLANE_ACCEPT=1 writes the table."""
-    begin, end = "<!-- metrics -->\n", "<!-- end of metrics -->\n"
-    head, _, rest = PAGE.partition(begin)
-    _, _, tail = rest.partition(end)
-    lines = [f"| `{row.name}` | histogram | {row.help} |" for row in HISTOGRAMS]
-    lines += [f"| `{row.name}` | gauge | {row.help} |" for row in GAUGES]
-    table = "\n".join(["| name | kind | meaning |", "|---|---|---|", *lines])
-    page = head + begin + table + "\n" + end + tail
-    if os.environ.get("TRIPLANE_ACCEPT") == "1":
-        PATH.write_text(page)
-    assert PATH.read_text() == page, "run this test with TRIPLANE_ACCEPT=1"
+    kinds = {"histogram": HISTOGRAMS, "gauge": GAUGES}
+    rows = [(f"`{row.name}`", kind, row.help) for kind, rows in kinds.items() for row in rows]
+    check_table("serving.md", "metrics", ("name", "kind", "meaning"), rows)

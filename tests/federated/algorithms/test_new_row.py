@@ -77,7 +77,7 @@ def test_its_name_and_numbers_are_in_the_help_with_their_defaults(command):
 
 def test_its_numbers_are_validated():
     assert Hyper().momentum == 0.9
-    with pytest.raises(InvalidInput, match="momentum is at least 0 and below 1, got 1"):
+    with pytest.raises(InvalidInput, match="momentum must be at least 0 and below 1, got 1"):
         Hyper(momentum=1.0)
     with pytest.raises(InvalidInput, match="no algorithm has a hyperparameter 'momentun'"):
         Hyper(momentun=0.5)
@@ -92,7 +92,7 @@ def test_its_numbers_are_on_the_wire_and_in_its_runs_only():
     assert values_of(asked.hyperparameters) == {"momentum": 0.25, "lr": 0.5}
     assert hyper_of(with_defaults(asked)) == Hyper(momentum=0.25, lr=0.5)
     set_values(asked.hyperparameters, {"momentum": 2.0})
-    with pytest.raises(InvalidInput, match="momentum is at least 0"):
+    with pytest.raises(InvalidInput, match="momentum must be at least 0"):
         with_defaults(asked)
 
 

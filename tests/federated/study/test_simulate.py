@@ -299,7 +299,7 @@ def test_a_damaged_place_is_refused(tmp_path):
         ({"devices": -1}, "counts >= 0"),
         ({"rates": (float("nan"),)}, "finite"),
         ({"compression": "zip"}, "compression is one of"),
-        ({"algorithm": "fedsgd"}, "algorithms are fedavg"),
+        ({"algorithm": "fedsgd"}, "no algorithm 'fedsgd'; choose from fedavg"),
         ({"algorithm": "meta-sgd", "rates": (0.1,)}, "learns its rates"),
     ],
 )

@@ -61,7 +61,7 @@ INNER_STEPS: Final = HyperRule(
 
 @dataclass(frozen=True, slots=True)
 class Hyperparameter:
-    """One number of an algorithm. help: the help text of its option.
+    """One number of an algorithm. rule: its valid values. help: the help text of its option.
 
     name: in Python and on the wire; with dashes, the option; with the prefix `hyper.`, the plan's
     state that a step may read. default: an int where the value is an integer.
@@ -75,9 +75,9 @@ class Hyperparameter:
     def check(self, value: float) -> None:
         """Raise InvalidInput if the value is invalid, or becomes 0 or infinite in float32."""
         if not (math.isfinite(value) and self.rule.fits(value)):
-            raise InvalidInput(f"hyperparameter {self.name} is {self.rule.text}, got {value}")
+            raise InvalidInput(f"hyperparameter {self.name} must be {self.rule.text}, got {value}")
         if value and not LEAST <= abs(value) <= MOST:
             raise InvalidInput(
-                f"hyperparameter {self.name} is a float32 on devices, 0 or from {LEAST:.3g} to "
+                f"hyperparameter {self.name} is a float32 on devices: 0, or from {LEAST:.3g} to "
                 f"{MOST:.3g}, got {value}"
             )

@@ -226,7 +226,7 @@ def hyperparameters() -> dict[str, Hyperparameter]:
 def algorithm(name: str) -> Algorithm:
     """Return the row of that name; InvalidInput lists the existing ones."""
     if name not in ALGORITHMS:
-        raise InvalidInput(f"algorithms are {', '.join(ALGORITHMS)}; got {name[:80]!r}")
+        raise InvalidInput(f"no algorithm {name[:80]!r}; choose from {', '.join(ALGORITHMS)}")
     return ALGORITHMS[name]
 
 

@@ -1,4 +1,4 @@
-"""Activations that ONNX defines, each a body in other rows.
+"""Activations, most of them defined by ONNX, each a body in other rows.
 
 A branch that could overflow gets 0 where it is not chosen, so that no infinity is multiplied by a
 zero cotangent.
