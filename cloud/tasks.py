@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any
 
 
@@ -21,8 +22,13 @@ class BackgroundTasks:
         key = task if key is None else key
         # Referenced until it ends: asyncio itself holds tasks only weakly.
         self.running[key] = task
-        task.add_done_callback(lambda _: self.running.pop(key, None))
+        task.add_done_callback(partial(self._forget, key))
         return task
+
+    def _forget(self, key: Any, task: asyncio.Task[None]) -> None:
+        # Another task may have begun under the key since.
+        if self.running.get(key) is task:
+            del self.running[key]
 
     async def stop(self) -> None:
         """Cancel every task and wait for its end."""

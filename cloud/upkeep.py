@@ -84,7 +84,7 @@ class MetadataUpkeep:
                 signed = await asyncio.to_thread(self._repository.signed_bundles)
                 await self._registry.note_signed(signed)
             except TriplaneError:
-                logger.exception("signatures were not recorded; the next publication repeats it")
+                logger.exception("signatures were not recorded; the next publication tries again")
 
     def note_report(self, name: str, report: Report) -> None:
         """Raise metadata versions if a node has seen higher ones, since it rejects lower ones."""

@@ -4,7 +4,7 @@ The one module of the device that imports flwr. `client_app` runs the plan that 
 `triplane.cloud.federation.flower.Triplane` sends, with the mathematics of `federated.core`, so
 Flower's SuperNodes can take part in our algorithms. `answer` passes a Flower message to a
 `ClientApp` and returns the reply's bytes, so our devices can take part in any Flower strategy;
-`answered` does this for a task of the cloud. The app is code that the device's owner has chosen.
+`app_reply` does this for a task of the cloud. The app is code that the device's owner has chosen.
 """
 
 from __future__ import annotations

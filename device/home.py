@@ -72,7 +72,7 @@ class DeviceSettings:
                 f"{self.max_memory_bytes} and {self.max_cpu_s}"
             )
         if not (math.isfinite(self.held_out) and 0 <= self.held_out < 1):
-            raise InvalidInput(f"held_out is a share in [0, 1), got {self.held_out}")
+            raise InvalidInput(f"held_out must be a share in [0, 1), got {self.held_out}")
 
     def but(
         self, *, data: Path | None, population: str | None, held_out: float | None

@@ -179,7 +179,8 @@ def _check_numbers(name: str, x: Array) -> None:
         bad = ~np.isfinite(x[at : at + rows]).reshape(len(x[at : at + rows]), -1).all(axis=1)
         if bad.any():
             raise InvalidInput(
-                f"samples are finite, {name!r} of one has {_defect(x[at + int(bad.argmax())])}; "
+                f"samples must be finite; {name!r} of one has "
+                f"{_defect(x[at + int(bad.argmax())])}; "
                 "fill in missing values, or leave such samples out"
             )
 

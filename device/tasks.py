@@ -139,7 +139,7 @@ def _task(message: pb.Task, device: str, max_blob_bytes: int, now_s: float) -> T
 def _learns(task: Task, message: pb.Task, _max_blob_bytes: int) -> Task:
     learn = message.learn
     if not 1 <= task.work.steps <= MAX_STEPS:
-        raise InvalidInput(f"learning takes 1 to {MAX_STEPS} steps, got {task.work.steps}")
+        raise InvalidInput(f"learning must take 1 to {MAX_STEPS} steps, got {task.work.steps}")
     keep = learn.keep or 1.0
     # Constructed only to validate its arguments.
     Compressor(learn.compression, keep=keep)

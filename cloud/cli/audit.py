@@ -53,6 +53,6 @@ def verify(cloud: Calls, *, head: str | None) -> Answer:
 
     number, digest = verify_log(cloud, parse_head(head) if head else None)
     text = f"{number} entries, unbroken\nhead to keep: {number}:{digest.hex()}"
-    # `verified` raises unless the kept head was found, so it was found if one was given.
+    # `verify_log` raises unless the kept head was found, so it was found if one was given.
     record = {"entries": number, "head": f"{number}:{digest.hex()}", "kept_head_found": bool(head)}
     return record, text

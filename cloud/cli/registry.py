@@ -17,7 +17,7 @@ from triplane.cloud.cli.connection import (
 )
 from triplane.cloud.cli.options import DURATION, MAX_COUNT, example
 from triplane.unified_ir.cli.shell import json_option, open_output
-from triplane.unified_ir.cli.targets import ROWS, TargetOption
+from triplane.unified_ir.convert.targets import TARGET_LIST
 
 PUSH_EPILOG = """\b
 Examples:
@@ -74,8 +74,8 @@ def command() -> None:
 )
 @click.option("--note", default="", metavar="TEXT", help="Comment on this version.")
 @click.option(
-    "--target", "targets", cls=TargetOption, multiple=True, metavar="NAME",
-    help=f"Make the bundle for this kind of machine now, and wait; repeatable. One of {ROWS}.",
+    "--target", "targets", multiple=True, metavar="NAME",
+    help=f"Make a bundle for this kind of machine now, and wait; repeatable. One of {TARGET_LIST}.",
 )  # fmt: skip
 @calls_cloud
 def push(cloud: Calls, **options: Any) -> Answer:

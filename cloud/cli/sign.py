@@ -9,7 +9,7 @@ import click
 
 from triplane.cloud.cli.connection import Answer, Calls, calls_cloud
 from triplane.cloud.cli.options import DIGEST, keys_option
-from triplane.unified_ir.cli.targets import ROWS, TargetOption
+from triplane.unified_ir.convert.targets import TARGET_LIST
 
 EPILOG = """\b
 Example, on a machine other than the cloud's, with the offline folder plugged in:
@@ -33,8 +33,8 @@ there are enough.
 @click.command("sign", epilog=EPILOG)
 @click.argument("reference", metavar="MODEL[@VERSION|@ALIAS]")
 @click.option(
-    "--target", cls=TargetOption, default="ort-x64", show_default=True, metavar="NAME",
-    help=f"Target of the bundle, the kind of machine: {ROWS}.",
+    "--target", default="ort-x64", show_default=True, metavar="NAME",
+    help=f"Target of the bundle, the kind of machine: {TARGET_LIST}.",
 )  # fmt: skip
 @keys_option()
 @click.option(

@@ -75,9 +75,11 @@ class Preparation:
 
     async def resume(self, record: RunRecord) -> None:
         """Prepare a run that was stopped before it had a plan."""
-        # A second `resume` must not start a second preparation.
-        if record.before == "stopped" and record.id not in self._tasks.running:
-            self._start(await self._change(record.id, before="preparing", reason=""))
+        if record.before == "stopped":
+            record = await self._change(record.id, before="preparing", reason="")
+            # Asked after the change: a second `resume` may have begun the preparation meanwhile.
+            if record.id not in self._tasks.running:
+                self._start(record)
 
     async def _prepare(self, record: RunRecord) -> None:
         pause_s = RETRY_S

@@ -413,7 +413,7 @@ def _are_shares(score: Score) -> bool:
 
 def _check_inline(run: LiveRun, message: pb.Update) -> None:
     if run.record.spec.HasField("flower"):
-        raise Refusal("missing", "a run with a Flower strategy needs updates as files; upload it")
+        raise Refusal("missing", "a run with a Flower strategy takes uploads; upload the update")
     if len(message.inline) > INLINE_BYTES:
         text = f"an inline update has at most {INLINE_BYTES} bytes, got {len(message.inline)}"
         raise Refusal("oversized", text)

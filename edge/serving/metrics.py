@@ -2,7 +2,7 @@
 
 A scrape and the protocol's own statistics call read the same counters. Labels are the names of
 loaded models only; a call for an unknown name is counted under an empty name, so callers cannot
-add labels. The label `lane` is the kind of calls that share a pool of threads (see `executors.py`).
+add labels. The label `lane` is the kind of calls that share a pool of threads (an executor).
 """
 
 import contextlib

@@ -59,8 +59,8 @@ class Sending:
                 return
         self._on_refusal()
         raise Unavailable(
-            f"{waiting} bytes of answers are not read yet, {self._limits.unsent_bytes} at most; "
-            "read the answers, then call again"
+            f"{waiting} bytes of answers are unread, at most {self._limits.unsent_bytes} may be; "
+            "read them, then call again"
         )
 
     def _release(self, n_bytes: int) -> None:

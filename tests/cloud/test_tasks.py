@@ -36,3 +36,19 @@ def test_stop_cancels_every_task_and_waits_for_its_end():
         assert tasks.running == {}
 
     asyncio.run(main())
+
+
+def test_a_key_used_again_before_the_end_is_noticed_keeps_the_newer_task():
+    async def main():
+        tasks = BackgroundTasks()
+        first = tasks.spawn(asyncio.sleep(0), "first", key="k")
+        while not first.done():
+            await asyncio.sleep(0)
+        newer = tasks.spawn(asyncio.Event().wait(), "newer", key="k")
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert tasks.running == {"k": newer}
+        await tasks.stop()
+        assert newer.cancelled()
+
+    asyncio.run(main())

@@ -89,7 +89,7 @@ def test_int8_of_a_start_point_is_refused(module, samples):
 
 @pytest.mark.parametrize("text", ["-1", "x", "101", "1" * 50, "0" * 9 + "101"])
 def test_absurd_number_of_steps_is_refused(module, text):
-    with pytest.raises(InvalidInput, match="a number from 0 to 100"):
+    with pytest.raises(InvalidInput, match="must be 0 to 100, at most 9 digits"):
         convert.convert(replace(module, meta={**module.meta, "adapt_steps": text}))
 
 

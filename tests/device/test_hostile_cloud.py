@@ -85,7 +85,7 @@ def blob(sha256=bytes(32), size=9):
 # What a task says, and the reason a device gives.
 SAID = {
     "too many steps": ({"sampling": sampling(steps=2**31)}, "1 to 1000000 steps, got 2147"),
-    "no step": ({"sampling": sampling(steps=0)}, "learning takes 1 to 1000000 steps, got 0"),
+    "no step": ({"sampling": sampling(steps=0)}, "learning must take 1 to 1000000 steps, got 0"),
     "absurd batch": ({"sampling": sampling(batch_size=2**31)}, "batch_size is 0 to 16777216"),
     "absurd support": ({"sampling": sampling(support=2**31)}, "support is 0 to 16777216"),
     "endless deadline": ({"deadline_s": float("inf")}, "deadline_s is 0 to"),

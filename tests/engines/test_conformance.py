@@ -203,7 +203,7 @@ class TestLoop:
 
     def test_state_keeps_its_type(self, made):
         f = function({"w": TensorSpec((3,))}, lambda w: {"w": w.sum()})
-        with pytest.raises(InvalidInput, match="state keeps its type"):
+        with pytest.raises(InvalidInput, match="must keep its type"):
             made.compile(f, donate=("w",))
 
     def test_state_that_nothing_replaces_stays(self, made):

@@ -1,13 +1,18 @@
 """Functions rewritten node by node, or where a rule finds a pattern."""
 
 import numpy as np
+import pytest
 
 from triplane.unified_ir import TensorSpec, ops
-from triplane.unified_ir.frontend import trace
+from triplane.unified_ir.frontend import custom_vjp, trace
+from triplane.unified_ir.ir import Module
 from triplane.unified_ir.ir.types import float16
+from triplane.unified_ir.ops.check import check_function
 from triplane.unified_ir.ops.evaluate import run_function
 from triplane.unified_ir.ops.table import TABLE
+from triplane.unified_ir.passes.clean import share
 from triplane.unified_ir.passes.rewrite import Rewriter, apply_rule, node_of
+from triplane.unified_ir.quantize import artifact, freeze
 
 X = TensorSpec((2, 3))
 
@@ -50,6 +55,46 @@ def test_a_body_in_place_of_its_node_computes_the_same():
     args = [np.random.default_rng(k).standard_normal((2, 3)).astype(np.float32) for k in (0, 1)]
     (wanted,), (found,) = (run_function(TABLE, g, args) for g in (f, spread))
     np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
+
+
+@custom_vjp(lambda x, _y, _g: x * 0.0)
+def positives(x):
+    """How many elements are positive; the size of `compress` is known only at run time."""
+    return ops.full(ops.compress(x, x > 0.0).shape, 1.0, "float32").sum()
+
+
+@custom_vjp(lambda x, _y, _g: x * 0.0)
+def balance(x):
+    # The first node is opened in turn, and a later one introduces a size as well.
+    return positives(x) - ops.full(ops.compress(x, x < 0.0).shape, 1.0, "float32").sum()
+
+
+def balance_in_a_branch(x):
+    return ops.cond(x.sum() > 0.0, lambda x: balance(x) + balance(-2.0 * x), lambda x: x.sum(), x)
+
+
+class Opening(Rewriter):
+    def visit(self, node):
+        self.note(node)
+        body = self.body(node) if node.op.domain else None
+        self.keep(node) if body is None else self.spread(node, body)
+
+
+@pytest.mark.parametrize(("of", "wanted"), [(balance, 4.0), (balance_in_a_branch, 0.0)])
+def test_sizes_that_nested_bodies_introduce_keep_names_of_their_own(of, wanted):
+    x = np.array([1, 2, 3, 4, 5, -1], np.float32)
+    opened = trace(of, TensorSpec((6,)))
+    for _ in range(3):  # names that an earlier rewriter gave are not given again
+        opened = share(Opening().rewrite(opened))
+        check_function(opened)
+        assert run_function(TABLE, opened, [x])[0] == wanted
+
+
+def test_a_frozen_function_keeps_apart_the_sizes_of_nested_bodies():
+    function = trace(lambda x: {"y": balance(x)}, TensorSpec((6,)), name="predict")
+    frozen = freeze(Module({"predict": function}, {"predict": "predict"}, {}, {}), "predict")
+    x = np.array([1, 2, 3, 4, 5, -1], np.float32)
+    assert artifact(frozen).session().run({"x": x})["y"] == 4.0
 
 
 class Halving(Rewriter):

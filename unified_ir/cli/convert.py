@@ -19,7 +19,7 @@ from triplane.unified_ir.cli.shell import (
     open_output,
     option,
 )
-from triplane.unified_ir.cli.targets import ROWS, TargetOption
+from triplane.unified_ir.convert.targets import TARGET_LIST
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,8 +48,7 @@ be the name digits, MNIST IDX files or a folder of images.
 
 # fmt: off
 OPTIONS: Final = (
-    TargetOption(["--target"], metavar="NAME", help=f"Kind of machine: {ROWS}.",
-                 default="ort-x64", show_default=True),
+    option("--target NAME", f"Kind of machine: {TARGET_LIST}.", default="ort-x64"),
     option("--entry NAME", "Function to convert.", default="predict"),
     option("--quantize", "Quantize float32 to integers.", click.Choice(["int8"])),
     option("--calibrate DATA", "Typical inputs: an .npz, or a data set's name."),

@@ -30,7 +30,7 @@ def adapt_steps(module: Module) -> int:
     text = module.meta.get(STEPS_KEY, "0")
     if not text.isdecimal() or len(text) > 9 or int(text) > MAX_ADAPT_STEPS:
         raise InvalidInput(
-            f"meta {STEPS_KEY!r} must be a number from 0 to {MAX_ADAPT_STEPS}, got {text[:40]!r}"
+            f"{STEPS_KEY!r} must be 0 to {MAX_ADAPT_STEPS}, at most 9 digits, got {text[:40]!r}"
         )
     steps = int(text)
     if steps and ADAPT not in module.entries:

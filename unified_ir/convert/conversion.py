@@ -73,6 +73,7 @@ from triplane.unified_ir.quantize import (
     observe,
     site_ranges,
 )
+from triplane.unified_ir.runtime.session import saturates
 
 GOLDENS: Final = 4
 """Number of golden samples in a bundle. It is 1 if an operator rounds all rows of a call by one
@@ -404,6 +405,8 @@ def _reason(node: Node, int8: _Int8 | None, target: Target) -> str:
         return int8.sites.refused[node] if int8 else ""
     if not target.is_here:
         return f"this machine's onnxruntime has no integer kernel for it; {target.name} may"
+    if saturates():  # then products are computed in float where exact kernels do not load
+        return "sums of 8-bit products saturate on this processor; try --reduce-range"
     return "onnxruntime found no integer kernel for it"
 
 

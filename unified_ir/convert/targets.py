@@ -100,6 +100,8 @@ _ROWS: Final = (
 TARGETS: Final[Mapping[str, Target]] = {row.name: row for row in _ROWS}
 # No name twice: a dict would keep only the last row.
 assert len(TARGETS) == len(_ROWS)
+TARGET_LIST: Final = ", ".join(f"{row.name} ({row.summary})" for row in _ROWS)
+"""Each target with the machines that it is for, for the help of commands."""
 
 
 def target_row(name: str) -> Target:

@@ -67,7 +67,7 @@ def check_donated(function: Function, donate: Collection[str]) -> None:
         new = function.result(name).type if name in function.result_names else old
         if old != new:
             raise InvalidInput(
-                f"donated {name!r} is {old} as parameter and {new} as result; state keeps its type"
+                f"donated {name!r} must keep its type: {old} as parameter, {new} as result"
             )
 
 

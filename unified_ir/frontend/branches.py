@@ -185,8 +185,8 @@ def _sides(then: Thunk, otherwise: Thunk, state: VariableAccess) -> tuple[_Side,
 def _joined(
     flag: Tensor, yes: _Side, no: _Side, value: Any, state: VariableAccess, live: Sequence[str]
 ) -> Any:
-    # `rows` collects the outputs in the order value, variables, buffers, and `filled` below takes
-    # them from the front in that same order.
+    # `rows` collects the outputs in the order value, variables, buffers, and `fill_form` below
+    # takes them from the front in that same order.
     rows = _rows(value, yes.value, no.value)
     variables = {
         n: _variable(n, yes.after.variables[n], no.after.variables[n], rows, state) for n in live

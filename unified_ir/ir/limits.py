@@ -48,8 +48,8 @@ def check_counts(data: bytes) -> None:
     if len(data) > MAX_MODULE_BYTES:
         raise Corrupt(f"the module has {len(data)} bytes, at most {MAX_MODULE_BYTES} are read")
     # protobuf builds an object per message while it parses, so 16 MiB of empty messages would take
-    # a gigabyte before anything could be counted. This walk reads only tags and lengths, and has
-    # its own stack instead of recursion.
+    # hundreds of megabytes before anything could be counted. This walk reads only tags and lengths,
+    # and has its own stack instead of recursion.
     fields = messages = at = 0
     end, kinds = len(data), _kinds(pb.Module.DESCRIPTOR)
     stack: list[tuple[int, _Fields]] = []
@@ -78,7 +78,7 @@ def check_counts(data: bytes) -> None:
         elif wire in {1, 5}:
             at += 8 if wire == 1 else 4
         elif wire == 3:
-            # The parser would read on behind a group, and this walk could not count there.
+            # The parser would read on past a group, and this walk could not count there.
             raise Corrupt("it is not a Module message: it contains a group")
         else:
             return

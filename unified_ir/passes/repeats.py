@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 LEAST_NODES: Final = 4
 """Smaller blocks are not worth a name."""
 
-# Runs of labels count as equal if length and hash are, so the modulus must make collisions unlikely
-# among millions of runs; 2^61 - 1 is a Mersenne prime.
+# Runs of labels are candidates if length and hash are equal, so the modulus should make collisions
+# rare among millions of runs; 2^61 - 1 is a Mersenne prime.
 _PRIME: Final = (1 << 61) - 1
 _BASE: Final = 0x1F3D5B79F1E3D5B7 % _PRIME
 _NEVER: Final = np.iinfo(np.int64).max

@@ -6,15 +6,16 @@ of the old function can be looked up in the new one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import count, filterfalse
 
 import numpy as np
 
 from triplane.unified_ir.ir.graph import AttrValue, Function, Node, Value
 from triplane.unified_ir.ir.types import DType
 from triplane.unified_ir.ops.build import expansion, note_contents
-from triplane.unified_ir.ops.inline import with_new_sizes
+from triplane.unified_ir.ops.inline import introduced_sizes, with_new_sizes
 from triplane.unified_ir.ops.row import Known
 from triplane.unified_ir.ops.table import TABLE, row_of
 from triplane.unified_ir.passes.clean import drop_dead
@@ -29,13 +30,18 @@ class Rewriter:
         """Replacements for values of nodes that were replaced."""
         self.contents: dict[Value, Known] = {}
         self._casts: dict[tuple[Value, DType], Value] = {}
+        self._tags: Iterator[str] = iter(())
 
     def visit(self, node: Node) -> None:
         """Add the nodes that replace `node`; here the node itself."""
         self.keep(node)
 
-    def rewrite(self, function: Function) -> Function:
-        """Return the function made of the nodes that `visit` adds."""
+    def rewrite(self, function: Function, tags: Iterator[str] | None = None) -> Function:
+        """Return the function made of the nodes that `visit` adds.
+
+        tags: unused beginnings for names of sizes; by default, those that the function leaves.
+        """
+        self._tags = tags or _unused_tags(function)
         for node in function.nodes:
             self.visit(node)
         results = (self.env.get(r, r) for r in function.results)
@@ -44,8 +50,8 @@ class Rewriter:
     def region(self, function: Function) -> Function:
         """Rewrite a region in the same way."""
         # A new rewriter of the same class: regions are closed, so no replacement crosses their
-        # border.
-        return type(self)().rewrite(function)
+        # border. Names of sizes do, so the tags are shared.
+        return type(self)().rewrite(function, self._tags)
 
     def inputs(self, node: Node) -> list[Value | None]:
         """Return a node's operands in the new function."""
@@ -69,8 +75,8 @@ class Rewriter:
     def spread(self, node: Node, body: Function) -> None:
         """Visit a body's nodes in place of the node."""
         # Bodies are recorded once and cached, so sizes that nodes in them introduce get new names
-        # for each use.
-        body = with_new_sizes(body, f"inner_{len(self.nodes)}")
+        # for each use: two data-dependent sizes of one name would count as equal.
+        body = with_new_sizes(body, next(self._tags))
         present = [v for v in self.inputs(node) if v is not None]
         inner = dict(zip(body.params, present, strict=True))
         for part in body.nodes:
@@ -92,6 +98,13 @@ class Rewriter:
     def convert(self, value: Value, output: Value, origin: Node) -> None:
         """Add the Cast from `value` to `output`."""
         self.nodes.append(node_of("Cast", (value,), output, origin, to=output.type.dtype.onnx))
+
+
+def _unused_tags(function: Function) -> Iterator[str]:
+    introduced = (name for node in function.walk() for name in introduced_sizes(node))
+    taken = {name.rpartition("_")[0] for name in introduced}
+    # Not `inner_`, which emission uses for the bodies that it opens later.
+    return filterfalse(taken.__contains__, map("body_{}".format, count()))
 
 
 def node_of(

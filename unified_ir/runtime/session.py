@@ -111,9 +111,6 @@ _EXACT_KERNELS: Final = "session.x64quantprecision"
 _FLOAT_PRODUCTS: Final = "session.disable_quant_qdq"
 """Compute products between quantized tensors in float."""
 
-_SHARED_WEIGHT: Final = "AddInitializedOrtValue Attempt to replace"
-"""How onnxruntime 1.31 fails where it would rewrite a weight or zero point of two products."""
-
 _PRODUCT: Final = (
     b'\x08\x08:\\\n\x18\n\x01x\n\x01w\x12\x01y"\rMatMulInteger\x12\x01gZ\x13\n\x01x\x12\x0e\n\x0c\x08\x02'
     b"\x12\x08\n\x02\x08\x01\n\x02\x08\x02Z\x13\n\x01w\x12\x0e\n\x0c\x08\x03\x12\x08\n\x02\x08\x02\n\x02\x08\x01b"
@@ -373,22 +370,21 @@ def _load_exact(
 ) -> ort.InferenceSession:
     """Load a graph such that no sum of int8 products saturates, where weights are constant."""
     if not saturates():
-        return _open(model, _ort_options(model, weights, options), options)
-    settings = _ort_options(model, weights, options)
-    settings.add_session_config_entry(_EXACT_KERNELS, "1")
+        return _open(model, weights, options)
+    # No release loads a graph of which it would rewrite one weight or zero point for two products,
+    # and each says so in other words. Errors of the graph itself come again the second time.
     try:
-        return _open(model, settings, options)
-    except _FAILURES as error:
-        if _SHARED_WEIGHT not in str(error):
-            raise
-    settings = _ort_options(model, weights, options)
-    settings.add_session_config_entry(_FLOAT_PRODUCTS, "1")
-    return _open(model, settings, options)
+        return _open(model, weights, options, _EXACT_KERNELS)
+    except _FAILURES:
+        return _open(model, weights, options, _FLOAT_PRODUCTS)
 
 
 def _open(
-    model: bytes | Path, settings: ort.SessionOptions, options: SessionOptions
+    model: bytes | Path, weights: Mapping[str, Any], options: SessionOptions, *switches: str
 ) -> ort.InferenceSession:
+    settings = _ort_options(model, weights, options)
+    for switch in switches:
+        settings.add_session_config_entry(switch, "1")
     return ort.InferenceSession(
         model if isinstance(model, bytes) else str(model),
         settings,

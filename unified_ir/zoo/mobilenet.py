@@ -80,7 +80,7 @@ class MobileNetV2(nn.Cell):
                     )
                 )  # fmt: skip
                 inputs = _channels(outputs * width)
-        # Section 4.1: below width 1 the last layer is not made thinner.
+        # Section 4: below width 1 the last layer is not made thinner.
         last = _channels(1280 * max(1.0, width))
         self.features = nn.Sequential(*layers, _Normed(inputs, last, 1))
         self.drop, self.head = nn.Dropout(p_drop), nn.Dense(last, classes)

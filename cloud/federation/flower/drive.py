@@ -277,7 +277,7 @@ class Drive:
         for record in adapter.arrays_in(message).values():
             if not adapter.same_arrays(adapter.named_arrays(record), shared):
                 raise InvalidInput(
-                    "the strategy sends other arrays than its newest, where a plan always starts;"
+                    "the strategy sends other arrays than its newest, but a plan starts from those;"
                     " it needs devices that answer with a ClientApp (--app)"
                 )
 

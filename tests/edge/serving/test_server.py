@@ -181,7 +181,7 @@ def test_answers_that_nobody_takes_are_bounded_in_bytes(serve, channel, connect,
     server = serve(kit.linear(weights=WIDE), limits=ServingLimits(unsent_bytes=2_000_000))
     client = connect(server)
     call, refusal = unread_and_refusal(channel(server, **SMALL_WINDOW), client, kit)
-    assert "1200032 bytes of answers are not read yet, 2000000 at most" in refusal
+    assert "1200032 bytes of answers are unread, at most 2000000 may be" in refusal
     call.cancel()
     while refusal_of(client, kit):
         pass
