@@ -31,7 +31,7 @@ test: venv ## the suite, at most 8 minutes on 2 cores
 long: venv ## the whole demo, and 120 kills of every kind of process; CI runs it after `make test`
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -m 'long and not deep' $(ARGS)
 
-quick: venv ## lint, types, imports and a sample of the fast tests, under a minute
+quick: venv ## lint, types, imports and a sample of the fast tests, about a minute
 	@$(MAKE) --no-print-directory lint imports types
 	@TRIPLANE_SAMPLED=1 $(BIN)/python -m pytest -q -n 2 -m 'not deep and not long and not slow' $(ARGS)
 

@@ -38,13 +38,21 @@ def test_stop_cancels_every_task_and_waits_for_its_end():
     asyncio.run(main())
 
 
+async def nothing() -> None:
+    pass
+
+
+async def forever() -> None:
+    await asyncio.Event().wait()
+
+
 def test_a_key_used_again_before_the_end_is_noticed_keeps_the_newer_task():
     async def main():
         tasks = BackgroundTasks()
-        first = tasks.spawn(asyncio.sleep(0), "first", key="k")
-        while not first.done():
-            await asyncio.sleep(0)
-        newer = tasks.spawn(asyncio.Event().wait(), "newer", key="k")
+        first = tasks.spawn(nothing(), "first", key="k")
+        await asyncio.sleep(0)
+        assert first.done()  # its callback is due in the next turn of the loop
+        newer = tasks.spawn(forever(), "newer", key="k")
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert tasks.running == {"k": newer}
