@@ -87,6 +87,9 @@ CASES: dict[str, Any] = {  # name: (body, types, arguments, what comes out, its 
             [[A * 2, B * 2]], r"seq\(float32\[_,2\]\)"),
     "map to several": (lambda s: ops.sequence_map(maximum_of, s), {"s": OWN}, ([A, B],),
                        [[A.max(), B.max()], [A * 2, B * 2]], r"seq"),
+    "map that reads a size": (
+        lambda s: ops.sequence_map(lambda x: x + ops.full(x.shape, 1.0, "float32"), s), {"s": OWN},
+        ([A, B],), [[A + 1.0, B + 1.0]], r"seq\(float32\[_,2\]\)"),
     "map of two": (lambda s, t: ops.sequence_map(lambda x, y: x + y, s, t),
                    {"s": SequenceType(X), "t": SequenceType(X)},
                    ([A, -A], [A, A]), [[A + A, A - A]], r"seq\(float32\[N,2\]\)"),
