@@ -74,8 +74,8 @@ class NpzReader:
                 # A zip bomb: a few kilobytes can announce, and inflate to, terabytes.
                 if n_bytes > self.left_bytes:
                     raise InvalidInput(
-                        f"{what} announces {n_bytes} bytes as {header.dtype}{header.shape}; at most "
-                        f"{self.left_bytes} bytes are read"
+                        f"{what} announces {n_bytes} bytes as {header.dtype}{header.shape}; "
+                        f"at most {self.left_bytes} bytes are read"
                     )
                 data = np.empty(n_bytes, np.uint8)
                 bounded.fill(member, data.data, what)
