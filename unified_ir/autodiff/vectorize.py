@@ -16,7 +16,13 @@ from typing import Any, Final
 from triplane.unified_ir.ir.dims import Dim
 from triplane.unified_ir.ir.graph import Function, Node
 from triplane.unified_ir.ir.types import is_plain
-from triplane.unified_ir.ops.batching import BatchedCall, NeedsScan, RaggedResult, elementwise, with_axis
+from triplane.unified_ir.ops.batching import (
+    BatchedCall,
+    NeedsScan,
+    RaggedResult,
+    elementwise,
+    with_axis,
+)
 from triplane.unified_ir.ops.build import Build, body_function, region
 from triplane.unified_ir.ops.inline import Replay, inline, introduced_sizes
 from triplane.unified_ir.ops.recorder import recorder

@@ -21,10 +21,11 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.data import columns, functions, grouping, ordering
 from triplane.unified_ir.data.columns import Array, Column, Columns, Schema
 from triplane.unified_ir.data.grouping import as_arrays
+from triplane.unified_ir.data.loader import Loading
 from triplane.unified_ir.data.opened import Opened, Origin
-from triplane.unified_ir.data.step import Memo, RowStep, Step
+from triplane.unified_ir.data.step import Memo, Step, keeps
 from triplane.unified_ir.data.table import ArrayTable, Feed, Source, Table
-from triplane.unified_ir.data.views import BatchFeed, Batches, View, whole_column
+from triplane.unified_ir.data.views import Batches, View, blocks_of, whole_column
 from triplane.unified_ir.files.samples import MAX_CLASSES, check_finite
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class Dataset:
 
     inputs, targets: the columns that a model takes and is compared with, in the order in which its
     `construct` and the loss take them. labels: the names of the classes of the target, if known.
+    notes: what a reader assumed about the samples. loading: how batches are read ahead.
     """
 
     origin: Origin
@@ -48,6 +50,8 @@ class Dataset:
     inputs: tuple[str, ...] = ()
     targets: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    loading: Loading = field(default_factory=Loading)
     _memo: Memo = field(default_factory=Memo)
 
     # What it is
@@ -103,7 +107,9 @@ class Dataset:
         lines += [f"  then {step_text(step)}" for step in self.steps]
         if self.labels:
             shown = ", ".join(self.labels[:SHOWN_COLUMNS])
-            lines.append(f"  {len(self.labels)} classes: {shown}{', ...' if len(self.labels) > SHOWN_COLUMNS else ''}")
+            lines.append(
+                f"  {len(self.labels)} classes: {shown}{', ...' if len(self.labels) > SHOWN_COLUMNS else ''}"
+            )
         return "\n".join(lines)
 
     # Roles
@@ -128,9 +134,9 @@ class Dataset:
 
     # Steps
 
-    def then(self, step: Step) -> Dataset:
-        """Return the dataset with one more step."""
-        return replace(self, steps=(*self.steps, step))
+    def then(self, *steps: Step) -> Dataset:
+        """Return the dataset with more steps, such as those of `transforms`."""
+        return replace(self, steps=(*self.steps, *steps))
 
     def map(self, function: Callable[..., Any], *, random: bool = False) -> Dataset:
         """Pass each sample, or after `batch` each batch, through a Python function: dict to dict.
@@ -215,7 +221,9 @@ class Dataset:
         column = None
         if len(self.targets) == 1:
             kind = self.schema[self.targets[0]]
-            column = self.targets[0] if not kind.shape and kind.dtype[:3] in {"int", "uin"} else None
+            column = (
+                self.targets[0] if not kind.shape and kind.dtype[:3] in {"int", "uin"} else None
+            )
         held_out = self.then(ordering.Split(fraction, True, seed, column))
         rest = self.then(ordering.Split(fraction, False, seed, column))
         _ = len(rest)  # refuses now what cannot be split
@@ -227,6 +235,10 @@ class Dataset:
         return self.targets[0]
 
     # Reading
+
+    def load_with(self, workers: int, *, prefetch: int = 2, processes: bool = False) -> Dataset:
+        """Read batches ahead in training, in `workers` threads or child processes; see `Loading`."""
+        return replace(self, loading=Loading(workers, prefetch, processes))
 
     def opened(self, seed: int = 0) -> Opened:
         """Return the pipeline of a run with this seed, ready to read."""
@@ -240,7 +252,7 @@ class Dataset:
         """Return the samples of epoch 0, each a dict; of a batched dataset its batches."""
         view = self.view()
         if isinstance(view, Table | Feed):
-            for block in _blocks(view):
+            for block in blocks_of(view):
                 for k in range(columns.count(block)):
                     yield columns.sample(block, k)
         else:
@@ -303,6 +315,28 @@ class Dataset:
 
         column: Column = self._memo.get(("column", self.steps, name), read)
         return column
+
+    def target_in_memory(self) -> Array | None:
+        """Return the single target of all samples if it is a column of a source in memory.
+
+        In the source's own order, so that a message can name the sample.
+        """
+        table = self.origin.table
+        if len(self.targets) != 1 or not isinstance(table, ArrayTable):
+            return None
+        name = self.targets[0]
+        kept = all(isinstance(s, functions.Cache) or keeps(s, name) for s in self.steps)
+        column = table.columns.get(name)
+        return column if kept and isinstance(column, np.ndarray) else None
+
+    def arrays_in_memory(self) -> tuple[Array, ...] | None:
+        """Return inputs and targets of all samples if they are in memory and always the same."""
+        fixed = not any(s.is_random or isinstance(s, functions.Map) for s in self.steps)
+        if not (fixed and isinstance(self.origin.table, ArrayTable) and not self.is_batched):
+            return None
+        columns = [self.column(name) for name in (*self.inputs, *self.targets)]
+        arrays = tuple(c for c in columns if isinstance(c, np.ndarray))
+        return arrays if len(arrays) == len(columns) else None
 
     @property
     def x(self) -> Any:
@@ -409,11 +443,3 @@ def _as_column(column: Any) -> Column:
     if array.dtype.kind == "U":  # numpy's texts of one width; a column holds Python's
         array = array.astype(object)
     return array
-
-
-def _blocks(view: Table | Feed) -> Iterator[Columns]:
-    from triplane.unified_ir.data.views import blocks_of
-
-    return blocks_of(view)
-
-

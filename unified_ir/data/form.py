@@ -22,7 +22,9 @@ from triplane.unified_ir.data import functions, grouping, ordering
 from triplane.unified_ir.data.dataset import Dataset, of_source
 from triplane.unified_ir.data.functions import PythonFunction
 from triplane.unified_ir.data.opened import Origin
-from triplane.unified_ir.data.sources import SOURCES
+from triplane.unified_ir.data.sources.digits import DigitsSource
+from triplane.unified_ir.data.sources.npy import NpySource
+from triplane.unified_ir.data.sources.npz import NpzSource
 from triplane.unified_ir.data.step import Step
 from triplane.unified_ir.data.transforms import TRANSFORMS
 from triplane.unified_ir.data.zipping import ZipSource
@@ -51,6 +53,11 @@ STRUCTURE: Final[Mapping[str, type[Step]]] = {
     "filter": functions.Filter,
     "where": functions.Where,
     "cache": functions.Cache,
+}
+SOURCES: Final[Mapping[str, type[Any]]] = {
+    "digits": DigitsSource,
+    "npz": NpzSource,
+    "npy": NpySource,
 }
 STEPS: Final[Mapping[str, type[Step]]] = {**STRUCTURE, **TRANSFORMS}
 _STEP_NAMES: Final = {kind: name for name, kind in STEPS.items()}
@@ -88,7 +95,9 @@ def step_text(step: Step) -> str:
     return f"{_STEP_NAMES[type(step)]}({', '.join(shown)})"
 
 
-def from_json(text: str, *, functions: Functions | None = None, folder: Path | None = None) -> Dataset:
+def from_json(
+    text: str, *, functions: Functions | None = None, folder: Path | None = None
+) -> Dataset:
     """Return the pipeline that `Dataset.json` wrote.
 
     functions: the Python functions of its steps by name, as MODULE:NAME. folder: where relative
@@ -127,7 +136,9 @@ def _dataset(record: Any, known: Functions, folder: Path | None, depth: int) -> 
 
 def _of_source(record: Any, known: Functions, folder: Path | None, depth: int) -> Dataset:
     if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
-        raise InvalidInput(f"the source of a pipeline is an object with a kind, got {_short(record)}")
+        raise InvalidInput(
+            f"the source of a pipeline is an object with a kind, got {_short(record)}"
+        )
     kind = record["kind"]
     if kind == ZIP:
         parts = record.get("parts")
@@ -151,7 +162,9 @@ def _step(record: Any, known: Functions, number: int) -> Step:
             f"step {number} of the pipeline is {_short(name)}; there are {', '.join(STEPS)}"
         )
     values = {k: v for k, v in record.items() if k != "step"}
-    step: Step = _constructed(STEPS[record["step"]], values, f"step {number}, {record['step']}", known)
+    step: Step = _constructed(
+        STEPS[record["step"]], values, f"step {number}, {record['step']}", known
+    )
     return step
 
 
@@ -192,9 +205,9 @@ def _typed(value: Any, hint: Any, what: str, known: Functions) -> Any:
     elif hint is type(None):
         if value is None:
             return None
-    elif hint is float and isinstance(value, int | float) and not isinstance(value, bool):
-        return value
-    elif isinstance(hint, type) and type(value) is hint:
+    elif (hint is float and isinstance(value, int | float) and not isinstance(value, bool)) or (
+        isinstance(hint, type) and type(value) is hint
+    ):
         return value
     shown = getattr(hint, "__name__", None) if origin is None else str(hint)
     raise InvalidInput(f"{what} is of type {shown}, got {_short(value)}")

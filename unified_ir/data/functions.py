@@ -115,7 +115,9 @@ class Filter(Step):
 
     def _mask(self, block: Columns) -> NDArray[np.bool_]:
         n = columns.count(block)
-        return np.array([bool(self.function.call(columns.sample(block, k))) for k in range(n)], bool)
+        return np.array(
+            [bool(self.function.call(columns.sample(block, k))) for k in range(n)], bool
+        )
 
 
 @dataclass(frozen=True)

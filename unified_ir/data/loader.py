@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.data.columns import Columns
-from triplane.unified_ir.data.views import BatchFeed, Batches
+from triplane.unified_ir.data.views import Batches, BatchFeed
 
 MAX_WORKERS: Final = 256
 MAX_PREFETCH: Final = 1024

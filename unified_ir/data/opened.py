@@ -12,7 +12,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.data.columns import Columns
 from triplane.unified_ir.data.step import Memo, Step, StepContext
 from triplane.unified_ir.data.table import Feed, Source, Table
-from triplane.unified_ir.data.views import BatchFeed, Batches, View
+from triplane.unified_ir.data.views import Batches, BatchFeed, View
 
 KEPT_VIEWS: Final = 64
 """Views that are kept: those of all steps for the epochs in use."""

@@ -356,7 +356,11 @@ class Balanced(Step):
         """See `Step`."""
         source = table_of(upstream(context.epoch), "balanced", IN_ORDER)
         classes = whole_column(source, self.column)
-        if not isinstance(classes, np.ndarray) or classes.ndim != 1 or classes.dtype.kind not in "iubO":
+        if (
+            not isinstance(classes, np.ndarray)
+            or classes.ndim != 1
+            or classes.dtype.kind not in "iubO"
+        ):
             raise InvalidInput(
                 f"balanced needs one class per sample; column {self.column!r} is "
                 f"{source.schema[self.column]}"
@@ -447,4 +451,3 @@ def check_count(what: str, value: int, least: int, most: int | None = None) -> N
         raise InvalidInput(f"{what} must be a whole number >= {least}, got {value!r}")
     if most is not None and value > most:
         raise InvalidInput(f"{what} must be at most {most}, got {value}")
-

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.data import columns
 from triplane.unified_ir.data.columns import Columns, Rows
-from triplane.unified_ir.data.views import BatchFeed, Batches, Feed, Table, View
+from triplane.unified_ir.data.views import Batches, BatchFeed, Feed, Table, View
 
 if TYPE_CHECKING:
     from triplane.unified_ir.data.dataset import Dataset

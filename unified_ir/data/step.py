@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
-from threading import Lock
+from threading import RLock
 from typing import Any
 
 from triplane.unified_ir.data.columns import Columns, Rows, Schema
@@ -14,10 +14,10 @@ from triplane.unified_ir.data.views import Upstream, View, mapped
 
 @dataclass(eq=False)
 class Memo:
-    """Values that a pipeline computes once and keeps for all epochs."""
+    """Values that a pipeline computes once and keeps for all epochs; one may need another."""
 
     values: MutableMapping[Any, Any] = field(default_factory=dict)
-    lock: Lock = field(default_factory=Lock)
+    lock: Any = field(default_factory=RLock)
 
     def get(self, key: Any, compute: Callable[[], Any]) -> Any:
         """Return the value of `key`, computed by the first caller while others wait."""
@@ -90,10 +90,10 @@ class RowStep(Step):
         def function(block: Columns, rows: Rows) -> Columns:
             return self.apply(block, context.draws(rows))
 
-        return mapped(source, function, self.schema, self._keeps)
+        return mapped(source, function, self.schema, lambda name: keeps(self, name))
 
-    def _keeps(self, name: str) -> bool:
-        """Return whether the step certainly leaves a column as it is."""
-        column = getattr(self, "column", None)
-        named = {column} if isinstance(column, str) else None
-        return named is not None and name not in named
+
+def keeps(step: Step, name: str) -> bool:
+    """Return whether a step certainly leaves the values and the order of a column as they are."""
+    column = getattr(step, "column", None)
+    return isinstance(step, RowStep) and isinstance(column, str) and column != name

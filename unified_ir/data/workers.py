@@ -66,7 +66,7 @@ class ChildPool:
 
 class _Child:
     def __init__(self, order: Mapping[str, Any]) -> None:
-        self._process = subprocess.Popen(  # noqa: S603 - our own module
+        self._process = subprocess.Popen(
             [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         self._send(order)
