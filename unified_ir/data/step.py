@@ -61,6 +61,10 @@ class Step:
         """Whether the step draws random numbers."""
         return False
 
+    def names_after(self, column: str) -> tuple[str, ...]:
+        """Return the name of a column after the step; () if the step drops it."""
+        return (column,)
+
     def view(self, upstream: Upstream, context: StepContext) -> View:
         """Return what the step makes of its input in the epoch of `context`."""
         raise NotImplementedError
