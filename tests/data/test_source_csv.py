@@ -5,11 +5,13 @@ import gzip
 import io
 import re
 import tracemalloc
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.tables import everything, opened
 
 from triplane.proto.errors import Corrupt, InvalidInput, NotFound, TriplaneError
 from triplane.unified_ir.data.sources import csv_files
@@ -29,8 +31,7 @@ def write(tmp_path):
 
 
 def column(path, name, **options):
-    table = CsvSource(path, **options).open()
-    return table.take(np.arange(len(table)))[name]
+    return everything(CsvSource(path, **options))[name]
 
 
 TABLE = 'age,height,name,member\n31,1.5,Ada,true\n-7,2e3,"Lovelace, A.",FALSE\n'
@@ -39,7 +40,7 @@ TABLE = 'age,height,name,member\n31,1.5,Ada,true\n-7,2e3,"Lovelace, A.",FALSE\n'
 @pytest.mark.parametrize("name", ["a.csv", "a.csv.gz"])
 @pytest.mark.parametrize("mark", ["", "\ufeff"])
 def test_types_follow_from_the_cells(write, name, mark):
-    table = CsvSource(write(mark + TABLE, name)).open()
+    table = opened(CsvSource(write(mark + TABLE, name)))
     assert {k: str(f) for k, f in table.schema.items()} == {
         "age": "int64", "height": "float64", "name": "text", "member": "bool"
     }  # fmt: skip
@@ -132,7 +133,7 @@ def test_what_the_csv_module_writes_is_read(tmp_path_factory, rows, delimiter):
     csv.writer(text, delimiter=delimiter, quoting=csv.QUOTE_ALL).writerows([names, *rows])
     path = tmp_path_factory.getbasetemp() / "property.csv"
     path.write_bytes(text.getvalue().encode())
-    table = CsvSource(str(path), delimiter=delimiter, missing=0).open()
+    table = opened(CsvSource(str(path), delimiter=delimiter, missing=0))
     for name, cells in zip(names, zip(*rows, strict=True), strict=True):
         values = table.columns[name]
         if values.dtype == object:
@@ -146,7 +147,7 @@ def test_what_the_csv_module_writes_is_read(tmp_path_factory, rows, delimiter):
 
 def test_columns_and_names_are_chosen(write):
     assert list(CsvSource(write(TABLE), columns=("name", "age")).open().schema) == ["name", "age"]
-    table = CsvSource(write("1;2\n3;4\n"), delimiter=";", header=False).open()
+    table = opened(CsvSource(write("1;2\n3;4\n"), delimiter=";", header=False))
     assert {k: v.tolist() for k, v in table.columns.items()} == {"f0": [1, 3], "f1": [2, 4]}
     with pytest.raises(NotFound, match="no column 'size'; it holds age, height"):
         CsvSource(write(TABLE), columns=("size",)).open()
@@ -186,10 +187,11 @@ def test_long_cells_take_no_quadratic_time(write, cell):
 
 
 def test_options_are_checked(write):
-    for options in [
+    wrong: list[dict[str, Any]] = [
         {"delimiter": ""}, {"delimiter": ";;"}, {"delimiter": '"'}, {"delimiter": "\n"},
         {"types": (("age", "float16"),)}, {"missing": float("nan")},
-    ]:  # fmt: skip
+    ]  # fmt: skip
+    for options in wrong:
         with pytest.raises(InvalidInput):
             CsvSource("a.csv", **options)
 
@@ -210,11 +212,11 @@ def test_a_gzip_bomb_is_stopped_by_the_limit(write, monkeypatch):
 def test_a_file_beyond_memory_is_a_feed(write, monkeypatch):
     rows = [(k, k / 8, f"n{k}") for k in range(10_000)]
     path = write("a,b,c\n" + "".join(f"{a},{b},{c}\n" for a, b, c in rows))
-    table = CsvSource(path).open()
+    table = opened(CsvSource(path))
     assert isinstance(table, ArrayTable)
     monkeypatch.setattr(csv_files, "MAX_MEMORY_BYTES", 10_000)
     types = (("a", "int64"), ("b", "float64"), ("c", "text"))
-    for feed in (CsvSource(path).open(), CsvSource(path, types=types).open()):
+    for feed in (opened(CsvSource(path)), opened(CsvSource(path, types=types))):
         assert isinstance(feed, CsvFeed)
         assert feed.schema == table.schema
         for start in (0, 1, 4096, 5000, 9_999, 10_000):
@@ -227,7 +229,7 @@ def test_a_file_beyond_memory_is_a_feed(write, monkeypatch):
 def test_a_feed_takes_little_memory(write, monkeypatch):
     monkeypatch.setattr(csv_files, "MAX_MEMORY_BYTES", 1000)
     path = write("a,b\n" + "12345,some text of a row\n" * 100_000)
-    feed = CsvSource(path).open()
+    feed = opened(CsvSource(path))
     tracemalloc.start()
     try:
         assert sum(len(block["a"]) for block in feed.blocks(0)) == 100_000
@@ -238,7 +240,7 @@ def test_a_feed_takes_little_memory(write, monkeypatch):
 
 def test_a_feed_names_the_place_of_a_changed_cell(write, monkeypatch):
     monkeypatch.setattr(csv_files, "MAX_MEMORY_BYTES", 1)
-    feed = CsvSource(write("a\n1\n2\n")).open()
+    feed = opened(CsvSource(write("a\n1\n2\n")))
     write("a\n1\nx\n")
     with pytest.raises(InvalidInput, match=r"a\.csv:3: column 'a': 'x' is not of type int64"):
         list(feed.blocks(0))
@@ -253,7 +255,7 @@ def test_damaged_files_give_rows_or_a_named_error(tmp_path_factory, data):
     path = tmp_path_factory.getbasetemp() / "damaged.csv"
     path.write_bytes(bytes(content))
     try:
-        table = CsvSource(str(path)).open()
+        table = opened(CsvSource(str(path)))
         assert set(map(len, table.columns.values())) == {len(table)}
     except TriplaneError as error:
         assert re.search(r"damaged\.csv", str(error))
