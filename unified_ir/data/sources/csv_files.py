@@ -9,14 +9,11 @@ from __future__ import annotations
 import csv
 import io
 import itertools
-import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
-
-import numpy as np
 
 from triplane.proto.errors import Corrupt, InvalidInput
 from triplane.unified_ir.data.columns import MAX_COLUMNS, TEXT, Columns, Field
@@ -26,7 +23,7 @@ from triplane.unified_ir.data.sources.cells import (
     converted,
     type_with_missing,
 )
-from triplane.unified_ir.data.sources.memory import selection
+from triplane.unified_ir.data.sources.memory import check_missing, selection, table_of_feed
 from triplane.unified_ir.data.table import MAX_MEMORY_BYTES, ArrayTable
 from triplane.unified_ir.files import bounded
 
@@ -66,8 +63,7 @@ class CsvSource:
         for column, name in self.types:
             if name not in CELL_TYPES:
                 raise InvalidInput(f"{column!r} has the type {name!r}; {', '.join(CELL_TYPES)} are")
-        if self.missing is not None and not math.isfinite(self.missing):
-            raise InvalidInput(f"missing is a finite number, got {self.missing}")
+        check_missing(self.missing)
 
     def open(self) -> ArrayTable | CsvFeed:
         """Read the columns, or their types alone. NotFound, InvalidInput or Corrupt."""
@@ -79,7 +75,7 @@ class CsvSource:
             return CsvFeed(reader, tuple(stated[name] for name in reader.names), self.missing)
         survey = _survey(reader, stated, self.missing)
         feed = CsvFeed(reader, survey.types, self.missing)
-        return feed if survey.n_bytes > MAX_MEMORY_BYTES else _table(feed, survey.rows)
+        return feed if survey.n_bytes > MAX_MEMORY_BYTES else table_of_feed(path, feed, survey.rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,21 +241,3 @@ def _survey(reader: _CsvReader, stated: dict[str, str], missing: float | None) -
     n_bytes = 8 * rows * len(types)
     n_bytes += sum(n for n, name in zip(text_bytes, types, strict=True) if name == TEXT)
     return _Survey(types, rows, n_bytes)
-
-
-def _table(feed: CsvFeed, rows: int) -> ArrayTable:
-    columns = {
-        name: np.empty(rows, object if field.dtype == TEXT else field.dtype)
-        for name, field in feed.schema.items()
-    }
-    at = 0
-    for block in feed.blocks(0):
-        size = len(next(iter(block.values())))
-        if at + size > rows:
-            break
-        for name, column in block.items():
-            columns[name][at : at + size] = column
-        at += size
-    if at != rows:
-        raise Corrupt(f"{feed.reader.path} changed while it was read; it had {rows} rows")
-    return ArrayTable(columns)
