@@ -98,8 +98,8 @@ def test_images_of_several_sizes_are_named_or_resized(pets):
 @pytest.mark.parametrize("options", [{}, {"progressive": True}, {"quality": 30}])
 def test_jpeg_is_what_pillow_decodes(image, options):
     data = bytes_of(image, **options)
-    expected = Image.open(io.BytesIO(data))
-    expected = np.asarray(expected.convert("L" if expected.mode == "L" else "RGB"))
+    by_pillow = Image.open(io.BytesIO(data))
+    expected = np.asarray(by_pillow.convert("L" if by_pillow.mode == "L" else "RGB"))
     decoded = decoding.decoded_by_pillow(data, "a")
     assert (decoded == np.atleast_3d(expected).transpose(2, 0, 1)).all()
 

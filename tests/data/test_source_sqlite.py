@@ -4,6 +4,7 @@ import math
 import sqlite3
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -113,7 +114,7 @@ def test_a_query_can_only_read(database, query):
     before = Path(database).read_bytes()
     with pytest.raises(InvalidInput, match=r"a\.db"):
         SqliteSource(database, query).open()
-    assert Path(database).read_bytes() == before  # noqa: PTH123, SIM115
+    assert Path(database).read_bytes() == before
 
 
 def test_a_query_without_end_is_stopped(database, monkeypatch):
@@ -136,7 +137,7 @@ def test_rows_beyond_memory_are_a_feed(tmp_path, monkeypatch):
     assert isinstance(feed, SqliteFeed)
     assert feed.schema == table.schema
     for start in (0, 1, 4096, 5000, 9_999, 10_000):
-        blocks = list(feed.blocks(start))
+        blocks: list[Any] = list(feed.blocks(start))
         for k, name in enumerate("abcd"):
             values = [v for block in blocks for v in block[name].tolist()]
             assert values == [row[k] for row in rows[start:]]

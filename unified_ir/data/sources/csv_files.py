@@ -7,13 +7,12 @@ its first rows: int64, float64, bool (true and false), else text.
 from __future__ import annotations
 
 import csv
-import io
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Final
+from typing import Final
 
 from triplane.proto.errors import Corrupt, InvalidInput
 from triplane.unified_ir.data.columns import MAX_COLUMNS, TEXT, Columns, Field
@@ -23,14 +22,14 @@ from triplane.unified_ir.data.sources.cells import (
     converted,
     type_with_missing,
 )
+from triplane.unified_ir.data.sources.lines import LimitedLines
 from triplane.unified_ir.data.sources.memory import check_missing, selection, table_of_feed
 from triplane.unified_ir.data.table import MAX_MEMORY_BYTES, ArrayTable
 from triplane.unified_ir.files import bounded
 
 MAX_CSV_BYTES: Final = 64 << 30
-"""Limit for the file, and for the characters that a compressed one inflates to."""
-MAX_RECORD_CHARS: Final = 1 << 20
-"""Limit for the characters of one row; the csv module's own limit for a cell is 131072."""
+"""Limit for the file, and for the characters that a compressed one inflates to. The limit for a row
+is `lines.MAX_LINE_CHARS`, that for a cell the csv module's own, 131072 characters."""
 BLOCK_ROWS: Final = 4096
 BLOCK_CHARS: Final = 16 << 20
 
@@ -171,48 +170,14 @@ class _CsvReader:
         return cells
 
 
-class _Lines:
-    """The lines of a file, with limits for each record and for all."""
-
-    def __init__(self, path: Path, file: IO[bytes]) -> None:
-        self._path, self._number = path, 0
-        self._text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
-        self._left = MAX_CSV_BYTES
-        self.record_left = MAX_RECORD_CHARS
-
-    def __iter__(self) -> _Lines:
-        return self
-
-    def __next__(self) -> str:
-        try:
-            line = self._text.readline(self.record_left + 1)
-        except UnicodeDecodeError as error:
-            raise Corrupt(
-                f"{self._path} is not UTF-8 text behind line {self._number}: {error}; convert it"
-            ) from error
-        if not line:
-            raise StopIteration
-        self._number += 1
-        self.record_left -= len(line)
-        self._left -= len(line)
-        for left, limit in (self.record_left, MAX_RECORD_CHARS), (self._left, MAX_CSV_BYTES):
-            if left < 0:
-                raise InvalidInput(
-                    f"{self._path}:{self._number}: a row has at most {MAX_RECORD_CHARS} "
-                    f"characters, a file {MAX_CSV_BYTES}; here are more than {limit}. Is a quote "
-                    "left open?"
-                )
-        return line
-
-
 def _records(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
     """Yield (line number, cells) of each row."""
     with bounded.inflated(path, limit_bytes=MAX_CSV_BYTES) as file:
-        lines = _Lines(path, file)
+        lines = LimitedLines(path, file, MAX_CSV_BYTES, newline="")
         reader = csv.reader(lines, delimiter=delimiter, strict=True)
         while True:
             line = reader.line_num + 1
-            lines.record_left = MAX_RECORD_CHARS
+            lines.start_record()
             try:
                 cells = next(reader)
             except StopIteration:
