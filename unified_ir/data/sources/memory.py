@@ -41,13 +41,13 @@ def native(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def array_table(
-    what: object, columns: Mapping[str, Array], *, labels: tuple[str, ...] = ()
+    what: object, columns: Mapping[str, Array], *, pixels: Mapping[str, int] | None = None
 ) -> ArrayTable:
     """Return a table; InvalidInput names the file and the columns that do not fit together."""
     try:
         # Fields first: they refuse a single number, which has no length.
         schema_of(columns)
-        return ArrayTable(columns, labels)
+        return ArrayTable(columns, pixels=pixels or {})
     except InvalidInput as error:
         shown = ", ".join(f"{name} {column.shape}" for name, column in list(columns.items())[:8])
         raise InvalidInput(f"{what}: {error}; name the columns to read, of {shown}") from error
