@@ -16,7 +16,6 @@ from tests.support.tables import everything, opened
 from triplane.proto.errors import Corrupt, InvalidInput, NotFound, TriplaneError
 from triplane.unified_ir.data.sources import csv_files
 from triplane.unified_ir.data.sources.csv_files import CsvFeed, CsvSource
-from triplane.unified_ir.data.table import ArrayTable
 
 
 @pytest.fixture
@@ -213,7 +212,7 @@ def test_a_file_beyond_memory_is_a_feed(write, monkeypatch):
     rows = [(k, k / 8, f"n{k}") for k in range(10_000)]
     path = write("a,b,c\n" + "".join(f"{a},{b},{c}\n" for a, b, c in rows))
     table = opened(CsvSource(path))
-    assert isinstance(table, ArrayTable)
+    assert hasattr(table, "take")
     monkeypatch.setattr(csv_files, "MAX_MEMORY_BYTES", 10_000)
     types = (("a", "int64"), ("b", "float64"), ("c", "text"))
     for feed in (opened(CsvSource(path)), opened(CsvSource(path, types=types))):

@@ -3,6 +3,7 @@
 import gzip
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,6 @@ from tests.support.tables import everything, opened
 from triplane.proto.errors import Corrupt, InvalidInput, NotFound, TriplaneError
 from triplane.unified_ir.data.sources import lines, text
 from triplane.unified_ir.data.sources.text import TextFeed, TextSource
-from triplane.unified_ir.data.table import ArrayTable
 
 POEM = "Über allen Gipfeln\nist Ruh',\r\n\n  In allen 🌲🌲\tWipfeln"
 UNITS = {
@@ -36,7 +36,7 @@ def test_units_become_samples(tmp_path, unit, mark, name):
     data = (mark + POEM).encode()
     (tmp_path / name).write_bytes(gzip.compress(data) if name == "a.gz" else data)
     table = opened(TextSource(str(tmp_path / name), unit))
-    assert isinstance(table, ArrayTable)
+    assert hasattr(table, "take")
     column = "token" if unit == "characters" else "text"
     assert {k: str(f) for k, f in table.schema.items()} == {
         column: "int32" if unit == "characters" else "text"
@@ -85,7 +85,7 @@ def test_texts_beyond_memory_are_a_feed(tmp_path, monkeypatch, unit):
     feed = opened(TextSource(str(path), unit))
     assert isinstance(feed, TextFeed)
     for start in (0, 1, 4096, 29_999, len(expected) - 1, len(expected)):
-        blocks = [column for block in feed.blocks(start) for column in block.values()]
+        blocks: list[Any] = [column for block in feed.blocks(start) for column in block.values()]
         assert sum(map(len, blocks)) == len(expected) - start
         if blocks:
             assert (np.concatenate(blocks) == expected[start:]).all()

@@ -20,6 +20,7 @@ from triplane.unified_ir.data.columns import (
     BYTES,
     MAX_RANK,
     TEXT,
+    Array,
     Column,
     Columns,
     Field,
@@ -111,7 +112,7 @@ class ArrowFeed:
     def _block(self, batch: Any, at: int) -> Columns:
         block = {}
         for name, field in self.schema.items():
-            column = _Conversion(self.source, name, at).column(batch.column(name))
+            column = _ArrowConversion(self.source, name, at).column(batch.column(name))
             block[name] = column
             seen = (column.values if isinstance(column, Ragged) else column).dtype
             if seen != (field.dtype if field.is_number else object):
@@ -293,7 +294,7 @@ def _scalar(kind: Any) -> str:
 
 
 @dataclass(frozen=True)
-class _Conversion:
+class _ArrowConversion:
     """Turn an array of pyarrow's, validated, into a column; at: the number of its first row."""
 
     source: ArrowSource
@@ -303,31 +304,32 @@ class _Conversion:
     def column(self, array: Any) -> Column:
         """Return (N, ...), `Ragged`, or objects."""
         types = _pyarrow().types
-        if isinstance(array, _pyarrow().ExtensionArray):
-            shape = tuple(array.type.shape)
-            return self._fixed(array.storage).reshape(len(array), *shape)
-        if types.is_dictionary(array.type):
-            self._check_nulls(array)
-            values = self.column(array.dictionary)
-            return values[array.indices.to_numpy(zero_copy_only=False)]
-        if types.is_fixed_size_list(array.type):
-            return self._fixed(array)
         if types.is_list(array.type) or types.is_large_list(array.type):
             self._check_nulls(array)
             offsets = array.offsets.to_numpy().astype(np.int64)
             # flatten() leaves out what other slices of the buffer use.
-            values = self.column(array.flatten())
-            return Ragged(values, offsets - offsets[0])
+            return Ragged(self._array(array.flatten()), offsets - offsets[0])
+        return self._array(array)
+
+    def _array(self, array: Any) -> Array:
+        types = _pyarrow().types
+        if isinstance(array, _pyarrow().ExtensionArray):
+            return self._fixed(array.storage).reshape(len(array), *array.type.shape)
+        if types.is_fixed_size_list(array.type):
+            return self._fixed(array)
+        if types.is_dictionary(array.type):
+            self._check_nulls(array)
+            return self._array(array.dictionary)[array.indices.to_numpy(zero_copy_only=False)]
         if _scalar(array.type) in {TEXT, BYTES}:
             self._check_nulls(array)
             column = np.empty(len(array), object)
             column[:] = array.to_pylist()
             return column
-        return self._filled(array).to_numpy(zero_copy_only=False)
+        return np.asarray(self._filled(array).to_numpy(zero_copy_only=False))
 
-    def _fixed(self, array: Any) -> Any:
+    def _fixed(self, array: Any) -> Array:
         self._check_nulls(array)
-        values = self.column(array.flatten())
+        values = self._array(array.flatten())
         return values.reshape(len(array), array.type.list_size, *values.shape[1:])
 
     def _filled(self, array: Any) -> Any:

@@ -52,7 +52,7 @@ _CONVERT: Final[dict[str, Callable[[str], Any]]] = {
 
 
 @dataclass(slots=True)
-class Inference:
+class TypeInference:
     """The types that fit all cells of a column up to now, and whether any cell holds a value."""
 
     types: tuple[str, ...] = (INT64, FLOAT64, BOOL)

@@ -18,7 +18,7 @@ from triplane.proto.errors import Corrupt, InvalidInput
 from triplane.unified_ir.data.columns import MAX_COLUMNS, TEXT, Columns, Field
 from triplane.unified_ir.data.sources.cells import (
     CELL_TYPES,
-    Inference,
+    TypeInference,
     converted,
     type_with_missing,
 )
@@ -190,7 +190,7 @@ def _records(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
 
 
 def _survey(reader: _CsvReader, stated: dict[str, str], missing: float | None) -> _Survey:
-    inferences = [Inference() for _ in reader.names]
+    inferences = [TypeInference() for _ in reader.names]
     rows = n_bytes = 0
     text_bytes = [0] * len(reader.names)
     for lines, columns in reader.blocks():

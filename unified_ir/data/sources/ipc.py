@@ -45,7 +45,7 @@ def stream_sizes(reader: Any, what: str) -> list[tuple[int, int]]:
 
 def _announced(metadata: memoryview, body: Any) -> tuple[int, int, int]:
     """Return (kind, rows, decoded bytes) of a message."""
-    message = _Table(metadata, struct.unpack_from("<I", metadata)[0])
+    message = _FlatbufferTable(metadata, struct.unpack_from("<I", metadata)[0])
     kind = message.scalar(1, "<B")
     if kind not in {_DICTIONARY_BATCH, _RECORD_BATCH}:
         return kind, 0, 0
@@ -71,7 +71,7 @@ def _decoded_bytes(buffer: memoryview) -> int:
     return len(buffer) - 8 if announced == -1 else int(announced)
 
 
-class _Table:
+class _FlatbufferTable:
     """A table of a flatbuffer. Offsets beyond its bytes raise struct.error or ValueError."""
 
     def __init__(self, data: memoryview, at: int) -> None:
@@ -90,9 +90,9 @@ class _Table:
         position = self.position(k)
         return 0 if position is None else self._read(kind, position)
 
-    def table(self, k: int) -> _Table:
+    def table(self, k: int) -> _FlatbufferTable:
         """Return the table in field k."""
-        return _Table(self._data, self._pointer(k))
+        return _FlatbufferTable(self._data, self._pointer(k))
 
     def structs(self, k: int, kind: struct.Struct) -> list[tuple[Any, ...]]:
         """Return the elements of the vector in field k, none if it is absent."""

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
 
-import numpy as np
-
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.data.columns import (
     BYTES,
@@ -76,13 +74,15 @@ class IterableSource:
             ) from error
 
     def _column(self, name: str, column: Column) -> Column:
-        if name in self.ragged and isinstance(column, np.ndarray) and column.ndim > 1:
-            return Ragged.of(list(column))
-        if isinstance(column, Ragged) and name not in self.ragged:
+        if isinstance(column, Ragged):
+            if name in self.ragged:
+                return column
             raise InvalidInput(
                 f"samples of column {name!r} differ in their first axis; pad them, or state "
                 f"ragged=({name!r},)"
             )
+        if name in self.ragged and column.ndim > 1:
+            return Ragged.of(list(column))
         kinds = {type(one) for one in column} if field_of(column).dtype in {TEXT, BYTES} else set()
         if len(kinds) > 1:
             shown = ", ".join(sorted(kind.__name__ for kind in kinds))
