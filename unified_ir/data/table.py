@@ -69,6 +69,7 @@ class ArrayTable:
     pixels: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        columns.schema_of(self.columns)  # refuses a single number, which has no length
         columns.count(self.columns)
 
     @property
@@ -82,3 +83,7 @@ class ArrayTable:
     def take(self, rows: Rows) -> Columns:
         """See `Table`."""
         return columns.take(self.columns, rows)
+
+    def column(self, name: str) -> Column:
+        """Return one column of all rows."""
+        return self.columns[name]
