@@ -9,7 +9,7 @@ after `Scale`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -24,6 +24,9 @@ from triplane.unified_ir.files.pixels import TOP
 
 MAX_SHIFT: Final = 4096
 """Pixels by which an image is moved or padded."""
+MAX_CHANGE: Final = 1e30
+"""Noise and brightness that float32 holds with a factor of 255 and a rare draw."""
+_CACHED: Final = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -174,7 +177,7 @@ class Noise(Augmentation):
 
     def check(self) -> None:
         """See `ColumnStep`."""
-        checks.number(self, "scale", self.scale, low=0)
+        checks.number(self, "scale", self.scale, low=0, high=MAX_CHANGE)
         _check_range(self, self.low, self.high)
 
     def after(self, field: Field) -> Field:
@@ -184,6 +187,16 @@ class Noise(Augmentation):
     def compute(self, column: Column, draws: RowDraws) -> Column:
         """See `ColumnStep`."""
         x = values_of(column)
+        y = np.empty_like(x)
+        # In parts, so that temporaries stay small: for 128 images 3x32x32 of bytes, three times as
+        # fast as the whole block at once.
+        rows = max(1, _CACHED // max(1, math.prod(x.shape[1:])))
+        for k in range(0, len(x), rows):
+            part = replace(draws, rows=draws.rows[k : k + rows])
+            y[k : k + rows] = self._noisy(x[k : k + rows], part)
+        return y
+
+    def _noisy(self, x: Array, draws: RowDraws) -> Array:
         y = _normal(draws, math.prod(x.shape[1:])).reshape(x.shape)
         y *= np.float32(self.scale * _unit(x))
         y += x
@@ -206,7 +219,7 @@ class Jitter(Augmentation):
 
     def check(self) -> None:
         """See `ColumnStep`."""
-        checks.number(self, "brightness", self.brightness, low=0)
+        checks.number(self, "brightness", self.brightness, low=0, high=MAX_CHANGE)
         checks.number(self, "contrast", self.contrast, low=0, high=1)
         _check_range(self, self.low, self.high)
 
@@ -262,7 +275,7 @@ def _normal(draws: RowDraws, count: int) -> NDArray[np.float32]:
 
 def _means(x: Array) -> NDArray[np.float64]:
     """Return the mean of each sample, (N,)."""
-    flat = np.ascontiguousarray(x).reshape(len(x), -1)
+    flat = np.ascontiguousarray(x).reshape(len(x), math.prod(x.shape[1:]))
     # Bytes are summed as integers: floating-point sums through a buffer depend on the block.
     total = flat.sum(axis=1, dtype=np.uint64 if x.dtype == np.uint8 else None)
     means: NDArray[np.float64] = total.astype(np.float64) / max(1, flat.shape[1])
