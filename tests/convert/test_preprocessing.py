@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from triplane.unified_ir.convert import convert
 from triplane.unified_ir.convert.preprocessing import META_KEY, ONNX_FORMS, with_preprocessing
 from triplane.unified_ir.data.columns import Field, schema_of
 from triplane.unified_ir.data.randomness import RowDraws
+from triplane.unified_ir.data.step import Step
 from triplane.unified_ir.data.transforms import (
     TRANSFORMS,
     Augmentation,
@@ -51,7 +53,7 @@ from triplane.unified_ir.runtime import Bundle
 
 RNG = np.random.default_rng(7)
 N = 9
-RAW = {
+RAW: dict[str, Any] = {
     "image": RNG.integers(0, 256, (N, 3, 12, 10)).astype(np.uint8),
     "float": RNG.random((N, 2, 7, 6), dtype=np.float32),
     "class": RNG.integers(0, 5, N),
@@ -243,6 +245,25 @@ def test_several_inputs_take_columns_of_one_pipeline():
     np.testing.assert_array_equal(y, np.concatenate([block["vector"], block["pair"]], 1))
 
 
+def test_a_column_that_two_inputs_take_is_computed_once():
+    function = trace(lambda a, b: a - b, TensorSpec(("N", 4)), TensorSpec(("N", 4)))
+    module = Module({"predict": function}, {"predict": "predict"})
+    steps = [Normalize("vector", 1.0, 2.0), Rename("vector", "v")]
+    full = with_preprocessing(module, "predict", steps, schema_of(RAW), {"a": "v", "b": "v"})
+    assert [p.name for p in full.inputs("predict")] == ["vector"]
+    assert [n.op.name for n in full.entry("predict").nodes].count("Div") == 1
+    assert not served(full, {"vector": RAW["vector"]}).any()
+
+
+def test_a_step_of_another_kind_is_refused_at_once():
+    class Windows(Step):
+        pass
+
+    schema = {"x": Field("float32")}
+    with pytest.raises(InvalidInput, match="Windows has no form in a served graph"):
+        with_preprocessing(model_of("float32", ()), "predict", [Windows()], schema, {"x": "x"})
+
+
 def test_each_row_stands_for_a_kind_of_step():
     missing = {name for name, kind in TRANSFORMS.items() if not issubclass(kind, tuple(ONNX_FORMS))}
     assert missing == {"Pad", "Tokenize"}
@@ -343,6 +364,7 @@ def test_a_bundle_takes_raw_samples(tmp_path, digits, quantize):
         path = tmp_path / f"{name}.bundle"
         report = convert(one, quantize=quantize, calibration=x[:100], evaluation=(x, labels),
                          max_accuracy_drop=2, out=path)  # fmt: skip
+        assert report.accuracy is not None
         assert report.accuracy.before > 0.9
         bundle = Bundle.load(path)
         (info,) = bundle.inputs
@@ -350,7 +372,7 @@ def test_a_bundle_takes_raw_samples(tmp_path, digits, quantize):
         outputs.append(bundle.predict(**{info.name: x})["logits"])
         products = [(layer.op, layer.int8) for layer in report.layers]
         assert products == [("Conv", quantize is not None), ("Gemm", quantize is not None)]
-    np.testing.assert_array_equal(*outputs)
+    np.testing.assert_array_equal(outputs[0], outputs[1])
 
 
 @pytest.mark.slow

@@ -167,7 +167,8 @@ def test_pad_cuts_where_it_is_asked_to():
     y = applied(Pad("x", 2, lengths="n", cut=True), {"x": SERIES})
     assert y["x"].tolist() == [[0, 1], [0, 0], [0, 1], [0, 0]]
     assert y["n"].tolist() == [2, 0, 2, 1]
-    refused(Pad("x", 4), SERIES, "row 12 of column 'x' has length 5", np.arange(10, 14))
+    for length in (3, 4):
+        refused(Pad("x", length), SERIES, "row 12 of column 'x' has length 5", np.arange(10, 14))
 
 
 def test_pad_of_samples_of_one_length():
@@ -251,6 +252,8 @@ def test_one_hot_names_the_row_of_another_class(wrong):
     x = np.array([[0, 1], [3, wrong]])
     refused(OneHot("x", 4), x, rf"0\.\.3, got {wrong} in row 8", np.array([7, 8]))
     refused(OneHot("x", 4), SERIES, "got 4 in row 2")
+    # The first value of a sample belongs to that sample, and not to the empty one before it.
+    refused(OneHot("x", 4), Ragged.of([SERIES[1], SERIES[2][4:], SERIES[0]]), "got 4 in row 1")
 
 
 def test_lookup_finds_texts_and_integers():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ BLOCK: columns.Columns = {
     "text": np.array(["a b", "", "bb", "ab a b"] * 3 + ["b"], object),
     "label": np.array(["dog", "cat", "cow"] * 4 + ["cat"], object),
 }  # fmt: skip
-EXAMPLES = {
+EXAMPLES: dict[str, list[dict[str, Any]]] = {
     "Select": [{"columns": ["class", "series", "label"]}],
     "Drop": [{"columns": ["image", "series"]}],
     "Rename": [{"column": "series", "into": "s"}],
@@ -37,7 +38,8 @@ EXAMPLES = {
     "Concatenate": [{"columns": ["vector", "age"], "into": "v"}],
     "Scale": [{"column": "image"}, {"column": "image", "top": 16}],
     "Normalize": [{"column": "image", "mean": [1, 2.5, 3], "std": 9},
-                  {"column": "series", "mean": 0.5, "std": 0.25}],
+                  {"column": "series", "mean": 0.5, "std": 0.25},
+                  {"column": "float", "mean": 0.5, "std": 0.25}],
     "Cast": [{"column": "vector", "dtype": "int8"}, {"column": "series", "dtype": "float16"}],
     "Clip": [{"column": "series", "low": 1, "high": 3}, {"column": "vector", "high": 0.5}],
     "Reshape": [{"column": "image", "shape": [-1, 4]}],
@@ -207,3 +209,4 @@ def test_columns_of_another_kind_are_refused_or_computed(name, fields):
 def test_random_steps_are_those_after_the_line():
     names = [name for name, step in TRANSFORMS.items() if issubclass(step, Augmentation)]
     assert names == ["Flip", "Shift", "RandomCrop", "Erase", "Noise", "Jitter"]
+    assert all(step_of(name, EXAMPLES[name][0]).is_random for name in names)

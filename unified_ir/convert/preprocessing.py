@@ -21,7 +21,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import ops
 from triplane.unified_ir.data import transforms
 from triplane.unified_ir.data.columns import Field
-from triplane.unified_ir.data.step import RowStep
+from triplane.unified_ir.data.step import RowStep, Step
 from triplane.unified_ir.data.transforms.single import ColumnStep
 from triplane.unified_ir.ir import Meta, Module
 from triplane.unified_ir.ir.dims import Dim, is_symbol
@@ -33,7 +33,6 @@ from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.rows.movement.resizing import resize_row
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.ops.tensor import Tensor, dims_of
-from triplane.unified_ir.passes.clean import drop_dead
 
 MAX_SERVED_VALUES: Final = 1 << 16
 """Entries of a vocabulary in a graph, which compares each value with all of them."""
@@ -52,7 +51,7 @@ Rule = Callable[[Any, Lazies], Lazies]
 def with_preprocessing(
     module: Module,
     entry: str,
-    steps: Sequence[RowStep],
+    steps: Sequence[Step],
     schema: Mapping[str, Field],
     inputs: Mapping[str, str],
 ) -> Module:
@@ -78,15 +77,14 @@ def with_preprocessing(
         state = {p.name: build.param(p.name, p.type) for p in function.params if p not in wanted}
         args = [(tensors | state)[p.name] for p in function.params]
         results = inline(function, args)
-    # Steps may record columns that no input needs, such as those beside a selected one.
-    served = drop_dead(build.finish(dict(zip(function.result_names, results, strict=True))))
+    served = build.finish(dict(zip(function.result_names, results, strict=True)))
     return _replaced(module, entry, served, steps)
 
 
 def _checked(
     entry: str,
     wanted: Sequence[Value],
-    steps: Sequence[RowStep],
+    steps: Sequence[Step],
     schema: Mapping[str, Field],
     inputs: Mapping[str, str],
 ) -> Mapping[str, Field]:
@@ -98,7 +96,10 @@ def _checked(
             f"columns for {', '.join(inputs) or 'none'}"
         )
     for step in steps:
-        schema = step.schema(schema)
+        if isinstance(step, RowStep):
+            schema = step.schema(schema)
+        elif _rule(step) is _refused:
+            raise _without_form(step)
     for name, column in inputs.items():
         if column not in schema:
             raise InvalidInput(
@@ -149,7 +150,7 @@ def _check_fits(p: Value, x: Tensor, column: str, schema: Mapping[str, Field]) -
         )
 
 
-def _replaced(module: Module, entry: str, served: Function, steps: Sequence[RowStep]) -> Module:
+def _replaced(module: Module, entry: str, served: Function, steps: Sequence[Step]) -> Module:
     """Return the module with `served` as the function of that entry alone."""
     name = module.entries[entry]
     if list(module.entries.values()).count(name) > 1:
@@ -171,14 +172,14 @@ def _replaced(module: Module, entry: str, served: Function, steps: Sequence[RowS
     )
 
 
-def _rule(step: RowStep) -> Rule:
+def _rule(step: Step) -> Rule:
     for kind, rule in ONNX_FORMS.items():
         if isinstance(step, kind):
             return rule
     return _refused
 
 
-def _recorded(step: RowStep, function: Callable[[], Tensor]) -> Lazy:
+def _recorded(step: Step, function: Callable[[], Tensor]) -> Lazy:
     """Return a column whose nodes carry the step's name."""
 
     def record() -> Tensor:
@@ -188,19 +189,23 @@ def _recorded(step: RowStep, function: Callable[[], Tensor]) -> Lazy:
     return cache(record)
 
 
-def _refused(step: RowStep, columns: Lazies) -> Lazies:
+def _refused(step: Step, columns: Lazies) -> Lazies:
     """Refuse the columns that a step without a form writes, as soon as an input needs one."""
 
     def refuse() -> Tensor:
-        raise InvalidInput(
-            f"{type(step).__name__} has no form in a served graph (these have: "
-            f"{', '.join(kind.__name__ for kind in ONNX_FORMS)}); let the caller compute it, and "
-            "give the steps after it with their schema"
-        )
+        raise _without_form(step)
 
     written = getattr(step, "column", None), getattr(step, "lengths", None)
     names = {name for name in written if isinstance(name, str)} or columns.keys()
     return {**columns, **dict.fromkeys(names, refuse)}
+
+
+def _without_form(step: Step) -> InvalidInput:
+    return InvalidInput(
+        f"{type(step).__name__} has no form in a served graph (these have: "
+        f"{', '.join(kind.__name__ for kind in ONNX_FORMS)}); let the caller compute it, and give "
+        "the steps after it with their schema"
+    )
 
 
 def _column(form: Callable[[Any, Tensor], Tensor]) -> Rule:
@@ -324,7 +329,11 @@ def _in_range(x: Tensor, holds: Tensor, size: int) -> Tensor:
     return ops.gather(np.arange(size), ops.where(holds, x, np.int64(size)), axis=0)
 
 
-ONNX_FORMS: Final[Mapping[type[RowStep], Rule]] = MappingProxyType({
+def _unchanged(_: Step, columns: Lazies) -> Lazies:
+    return columns
+
+
+ONNX_FORMS: Final[Mapping[type[Step], Rule]] = MappingProxyType({
     transforms.Select: _select,
     transforms.Drop: _drop,
     transforms.Rename: _rename,
@@ -343,6 +352,6 @@ ONNX_FORMS: Final[Mapping[type[RowStep], Rule]] = MappingProxyType({
     transforms.OneHot: _column(_one_hot),
     transforms.Lookup: _column(_lookup),
     transforms.RandomCrop: _column(_random_crop),
-    transforms.Augmentation: lambda _, columns: columns,
+    transforms.Augmentation: _unchanged,
 })  # fmt: skip
 """The form of each kind of step in a graph; the first kind that a step belongs to decides."""

@@ -47,6 +47,11 @@ class ColumnStep(RowStep):
 class Augmentation(ColumnStep):
     """A step that changes samples at random, in each epoch in another way, for training only."""
 
+    @property
+    def is_random(self) -> bool:
+        """Whether the step draws random numbers."""
+        return True
+
 
 def values_of(column: Column) -> Array:
     """Return the values of all samples, whether they differ in size or not."""
