@@ -253,6 +253,8 @@ def test_a_column_that_two_inputs_take_is_computed_once():
     assert [p.name for p in full.inputs("predict")] == ["vector"]
     assert [n.op.name for n in full.entry("predict").nodes].count("Div") == 1
     assert not served(full, {"vector": RAW["vector"]}).any()
+    full = with_preprocessing(module, "predict", [], schema_of(RAW), {"a": "vector", "b": "vector"})
+    assert [p.name for p in full.inputs("predict")] == ["vector"]
 
 
 def test_a_step_of_another_kind_is_refused_at_once():

@@ -6,7 +6,15 @@ import pytest
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.data.columns import schema_of
 from triplane.unified_ir.data.randomness import RowDraws
-from triplane.unified_ir.data.transforms import Erase, Flip, Jitter, Noise, RandomCrop, Shift
+from triplane.unified_ir.data.transforms import (
+    Erase,
+    Flip,
+    Jitter,
+    Noise,
+    RandomCrop,
+    Rotate,
+    Shift,
+)
 
 RNG = np.random.default_rng(3)
 N = 400
@@ -97,6 +105,37 @@ def test_a_window_must_fit():
             applied(step, IMAGES)
 
 
+def test_rotate_turns_around_the_centre_by_every_angle_alike():
+    # Linear interpolation keeps linear functions, so the rows and columns themselves turn exactly.
+    height, width = 11, 13
+    rows, columns = np.mgrid[-5:6, -6:7].astype(np.float32)
+    x = np.broadcast_to(np.stack([rows, columns]), (N, 2, height, width)).copy()
+    y = applied(Rotate("x", 30, fill=99), x)
+    inner = np.hypot(rows, columns) < 4
+    places = np.stack([rows[inner], columns[inner]])
+    angles = []
+    for image in y:
+        turn = np.linalg.lstsq(places.T, image[:, inner].T, rcond=None)[0].T
+        angles.append(np.degrees(np.arctan2(turn[1, 0], turn[0, 0])))
+        (a, b), (c, d) = turn
+        np.testing.assert_allclose((a, b), (d, -c), atol=1e-5)
+        np.testing.assert_allclose(np.linalg.det(turn), 1, atol=1e-5)
+        np.testing.assert_allclose(turn @ places, image[:, inner], atol=1e-4)
+    counts, _ = np.histogram(angles, np.linspace(-30, 30, 7))
+    assert counts.sum() == N
+    assert all(is_close_to(count, N, 1 / 6) for count in counts)
+    assert (y[np.argmax(angles), :, 0, 0] > 50).all()
+
+
+def test_rotate_fills_what_is_outside():
+    y = applied(Rotate("x", 180), np.full((N, 1, 3, 30), 200, np.uint8))
+    assert (y[:, 0, 1, 14:16] == 200).all()
+    assert 0.5 < (y == 0).mean() < 0.9
+    assert (applied(Rotate("x", 0), IMAGES) == IMAGES).all()
+    bytes_, floats = applied(Rotate("x", 90), IMAGES), applied(Rotate("x", 90), FLOATS)
+    assert np.abs(bytes_ - 255.0 * floats).max() <= 0.51
+
+
 def test_erase_fills_a_rectangle_inside_the_image():
     y = applied(Erase("x", (3, 7), fill=0), IMAGES)
     sizes = set()
@@ -185,7 +224,7 @@ def test_noise_and_jitter_refuse_other_types(step):
 
 
 @pytest.mark.parametrize(
-    "step", [Flip("x"), Shift("x", 2), RandomCrop("x", (4, 4)), Erase("x", (4, 4)),
+    "step", [Flip("x"), Shift("x", 2), Rotate("x", 5), RandomCrop("x", (4, 4)), Erase("x", (4, 4)),
              Noise("x", 0.1), Jitter("x", 0.1)],
 )  # fmt: skip
 def test_another_epoch_changes_samples_in_another_way(step):

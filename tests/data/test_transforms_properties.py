@@ -55,6 +55,7 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
                  {"column": "text", "vocabulary": ["a", "b"], "unit": "words", "unknown": 2}],
     "Flip": [{"column": "image", "axis": -2}, {"column": "wave", "probability": 0.9}],
     "Shift": [{"column": "float", "most": 2, "fill": 0.5}, {"column": "wave", "most": 3}],
+    "Rotate": [{"column": "image", "degrees": 20}, {"column": "float", "degrees": 180, "fill": 1}],
     "RandomCrop": [{"column": "image", "size": [9, 7], "padding": 1}],
     "Erase": [{"column": "float", "size": [4, 4], "fill": 1}],
     "Noise": [{"column": "image", "scale": 0.2}, {"column": "wave", "scale": 1, "low": None}],
@@ -208,5 +209,5 @@ def test_columns_of_another_kind_are_refused_or_computed(name, fields):
 
 def test_random_steps_are_those_after_the_line():
     names = [name for name, step in TRANSFORMS.items() if issubclass(step, Augmentation)]
-    assert names == ["Flip", "Shift", "RandomCrop", "Erase", "Noise", "Jitter"]
+    assert names == ["Flip", "Shift", "Rotate", "RandomCrop", "Erase", "Noise", "Jitter"]
     assert all(step_of(name, EXAMPLES[name][0]).is_random for name in names)

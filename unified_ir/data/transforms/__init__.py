@@ -10,6 +10,7 @@ from triplane.unified_ir.data.transforms.augmentation import Flip as Flip
 from triplane.unified_ir.data.transforms.augmentation import Jitter as Jitter
 from triplane.unified_ir.data.transforms.augmentation import Noise as Noise
 from triplane.unified_ir.data.transforms.augmentation import RandomCrop as RandomCrop
+from triplane.unified_ir.data.transforms.augmentation import Rotate as Rotate
 from triplane.unified_ir.data.transforms.augmentation import Shift as Shift
 from triplane.unified_ir.data.transforms.encoding import Lookup as Lookup
 from triplane.unified_ir.data.transforms.encoding import OneHot as OneHot
@@ -35,7 +36,7 @@ _STEPS: tuple[type[RowStep], ...] = (
     Scale, Normalize, Cast, Clip,
     Reshape, Transpose, Pad, CenterCrop, Resize,
     OneHot, Lookup, Tokenize,
-    Flip, Shift, RandomCrop, Erase, Noise, Jitter,
+    Flip, Shift, Rotate, RandomCrop, Erase, Noise, Jitter,
 )  # fmt: skip
 
 TRANSFORMS: Final[Mapping[str, type[RowStep]]] = MappingProxyType(
