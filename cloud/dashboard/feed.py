@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator
 from typing import Any, Final
 
 from triplane.cloud.dashboard.rows import State, change, state_from
-from triplane.cloud.dashboard.source import Source
+from triplane.cloud.dashboard.source import DashboardSource
 from triplane.proto.errors import Unavailable
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ QUIET_S: Final = 15.0
 MOST_PAGES: Final = 64
 
 
-async def look(source: Source) -> State:
+async def look(source: DashboardSource) -> State:
     """Return the present state of the page."""
     return state_from(
         await source.nodes(),
@@ -37,10 +37,10 @@ async def look(source: Source) -> State:
     )
 
 
-class Feed:
+class DashboardFeed:
     """Shares one stream of states among the open pages."""
 
-    def __init__(self, source: Source, *, period_s: float = PERIOD_S) -> None:
+    def __init__(self, source: DashboardSource, *, period_s: float = PERIOD_S) -> None:
         self._source = source
         self._period_s = period_s
         self._state: State | None = None

@@ -31,7 +31,7 @@ MOST_WARNINGS: Final = 5
 
 
 class CloudSource:
-    """See `Source`. wire: converts nodes and rollouts to messages, with live data of streams."""
+    """See `DashboardSource`. wire: converts nodes and rollouts to messages, with live data of streams."""
 
     def __init__(
         self,
@@ -45,11 +45,11 @@ class CloudSource:
         self._federation, self._repository = federation, repository
 
     async def nodes(self) -> Sequence[Node]:
-        """See `Source`."""
+        """See `DashboardSource`."""
         return [self._wire.node(node) for node in self._fleet.nodes()]
 
     async def rollouts(self) -> Sequence[Rollout]:
-        """See `Source`."""
+        """See `DashboardSource`."""
         records = await self._fleet.rollouts(MOST_ROWS["rollouts"])
         for i, record in enumerate(records):
             # Heads come without nodes. Nodes of old rollouts are left out, since a fleet may have
@@ -59,12 +59,12 @@ class CloudSource:
         return [self._wire.rollout(record) for record in records]
 
     async def runs(self) -> Sequence[Run]:
-        """See `Source`."""
+        """See `DashboardSource`."""
         newest = (await self._federation.runs())[: MOST_ROWS["runs"]]
         return [await self._federation.run(run.id) for run in newest]
 
     async def versions(self) -> Sequence[Version]:
-        """See `Source`; the newest few of each model."""
+        """See `DashboardSource`; the newest few of each model."""
         versions = [
             version
             for model in (await self._registry.models())[:MOST_MODELS]
@@ -74,11 +74,11 @@ class CloudSource:
         return [encoding.version(version) for version in newest]
 
     async def incidents(self) -> Sequence[NodeIncident]:
-        """See `Source`."""
+        """See `DashboardSource`."""
         return [NodeIncident(*row) for row in await self._fleet.incidents(MOST_ROWS["incidents"])]
 
     async def due(self) -> Sequence[str]:
-        """See `Source`."""
+        """See `DashboardSource`."""
         versions = self._repository.versions()
         sentences = (
             f"node {node.name}: {text}"
@@ -89,14 +89,14 @@ class CloudSource:
         return [*due(self._repository.expiries(), time.time()), *islice(sentences, MOST_WARNINGS)]
 
     async def pause(self, rollout_id: str, reason: str) -> Rollout:
-        """See `Source`."""
+        """See `DashboardSource`."""
         return self._wire.rollout(await self._fleet.pause(rollout_id, reason=reason, by=ACTOR))
 
     async def resume(self, rollout_id: str, reason: str) -> Rollout:
-        """See `Source`."""
+        """See `DashboardSource`."""
         return self._wire.rollout(await self._fleet.resume(rollout_id, reason=reason, by=ACTOR))
 
     async def abort(self, rollout_id: str, reason: str, *, revert: bool) -> Rollout:
-        """See `Source`."""
+        """See `DashboardSource`."""
         record = await self._fleet.abort(rollout_id, reason=reason, revert=revert, by=ACTOR)
         return self._wire.rollout(record)

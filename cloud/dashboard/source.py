@@ -19,7 +19,7 @@ class NodeIncident:
     incident: Incident
 
 
-class Source(Protocol):
+class DashboardSource(Protocol):
     """The cloud as the dashboard sees it. Answers are complete and come quickly."""
 
     async def nodes(self) -> Sequence[Node]:

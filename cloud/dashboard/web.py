@@ -26,9 +26,9 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from triplane.cloud.dashboard.feed import Feed, look
+from triplane.cloud.dashboard.feed import DashboardFeed, look
 from triplane.cloud.dashboard.rows import SECTIONS, rollout_row
-from triplane.cloud.dashboard.source import Source
+from triplane.cloud.dashboard.source import DashboardSource
 from triplane.proto.errors import (
     Conflict,
     Corrupt,
@@ -69,7 +69,7 @@ HEADERS: Final[Mapping[str, str]] = {
 _INLINE: Final = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 
-def application(source: Source, *, token: str) -> Starlette:
+def application(source: DashboardSource, *, token: str) -> Starlette:
     """Return the application over `source`. token: the content of HOME/dashboard.token."""
     page = files("triplane.cloud.dashboard").joinpath("page.html").read_text("utf-8")
     board = _Board(source, token)
@@ -122,10 +122,10 @@ def content_policy(page: str) -> str:
 class _Board:
     """The endpoints."""
 
-    def __init__(self, source: Source, token: str) -> None:
+    def __init__(self, source: DashboardSource, token: str) -> None:
         self._source = source
         self._expected = f"Bearer {token}".encode()
-        self.feed = Feed(source)
+        self.feed = DashboardFeed(source)
 
     async def state(self, _: Request) -> Response:
         return JSONResponse(await look(self._source))

@@ -8,7 +8,7 @@ from tests.conformance.uses import first_shallow, recorded, uses_of, weighted_su
 
 from triplane.unified_ir.autodiff import value_and_grad
 from triplane.unified_ir.engines.reference import ReferenceEngine
-from triplane.unified_ir.ops.batching import Ragged
+from triplane.unified_ir.ops.batching import RaggedResult
 from triplane.unified_ir.ops.inline import introduced_sizes
 
 COARSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -32,7 +32,7 @@ USES = [use for use in uses_of() if plain(use)]
 def test_a_batch_gives_what_a_loop_over_its_slices_gives(use):
     function, args = recorded(use, np.float32)
     if opens(function):
-        with pytest.raises(Ragged, match="size depends on values"):
+        with pytest.raises(RaggedResult, match="size depends on values"):
             batched(function, (True,) * len(args))
     else:
         batches_agree(use)

@@ -7,14 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.data import Dataset, from_arrays
-from triplane.unified_ir.files import images as limits
+from triplane.unified_ir.data import arrays
 
 
 def numbered(n, classes=3):
     """Image k is one pixel of value k, so a batch shows which images it holds."""
     x = np.arange(n, dtype=np.float32).reshape(n, 1, 1, 1)
-    return from_arrays(x, np.arange(n) % classes)
+    return arrays(x, np.arange(n) % classes)
 
 
 def ids(batches):
@@ -82,60 +81,43 @@ def test_take_gives_the_first_images_and_never_fewer():
 
 def test_data_is_read_only_and_the_callers_array_stays_writable():
     x = np.zeros((2, 1, 1, 1), np.float32)
-    data = Dataset(x, np.zeros(2, np.int64), ("zero",))
+    dataset = arrays(x, np.zeros(2, np.int64), labels=("zero",))
     with pytest.raises(ValueError, match="read-only"):
-        data.x[0] = 1
+        dataset.x[0] = 1
     x[0] = 1
 
 
-def test_bytes_are_scaled_to_the_unit_interval():
-    x = np.array([0, 51, 255], np.uint8).reshape(3, 1, 1)
-    assert from_arrays(x, np.zeros(3, int)).x.ravel().tolist() == pytest.approx([0, 0.2, 1])
+def test_arrays_are_taken_as_they_are():
+    x = np.array([[0, 51], [255, 3]], np.uint8)
+    dataset = arrays(x, np.array([0.5, 1.5]), weight=np.array([1, 2], np.int8))
+    assert dataset.x.dtype == np.uint8
+    assert dataset.x.shape == (2, 2)
+    assert dataset.y.tolist() == [0.5, 1.5]
+    assert list(dataset.schema) == ["x", "y", "weight"]
 
 
 REFUSED = {
-    "no images": (np.zeros((0, 2, 2), np.uint8), np.zeros(0, int)),
-    "flat rows": (np.zeros((3, 4), np.uint8), np.zeros(3, int)),
+    "no samples": (np.zeros((0, 2, 2), np.uint8), np.zeros(0, int)),
     "too few labels": (np.zeros((3, 2, 2), np.uint8), np.zeros(2, int)),
-    "fractional labels": (np.zeros((3, 2, 2), np.uint8), np.zeros(3)),
-    "negative label": (np.zeros((1, 2, 2), np.uint8), np.array([-1])),
-    "huge label": (np.zeros((1, 2, 2), np.uint8), np.array([2**63], np.uint64)),
-    "signed pixels": (np.zeros((1, 2, 2), np.int32), np.zeros(1, int)),
+    "one number": (np.float32(1), np.zeros(1, int)),
     "not a number": (np.full((1, 2, 2), np.nan), np.zeros(1, int)),
-    "beyond float32": (np.full((1, 2, 2), 1e300), np.zeros(1, int)),
-    "too wide": (np.zeros((1, 1, limits.MAX_SIDE + 1), np.uint8), np.zeros(1, int)),
-    "too many channels": (np.zeros((1, limits.MAX_CHANNELS + 1, 1, 1), np.uint8), np.zeros(1, int)),
+    "objects": (np.array([object()]), np.zeros(1, int)),
+    "complex": (np.zeros((1, 2), np.complex64), np.zeros(1, int)),
+    "dates": (np.zeros(1, "datetime64[s]"), np.zeros(1, int)),
 }
 
 
 @pytest.mark.parametrize(("x", "y"), REFUSED.values(), ids=REFUSED)
 def test_what_is_no_dataset_is_refused(x, y):
     with pytest.raises(InvalidInput):
-        from_arrays(x, y)
-
-
-def test_a_negative_label_is_named_by_its_sample():
-    y = np.array([0, 1, -1, 2, -3])
-    with pytest.raises(InvalidInput, match=r"got -3\.\.2; the first .* is -1, sample 2$"):
-        from_arrays(np.zeros((5, 2, 2), np.uint8), y)
-
-
-@pytest.mark.parametrize(
-    ("y", "message"),
-    [
-        ([0.0, 1.0, 2.0], r"got float64; convert them: y\.astype\(np\.int64\)$"),
-        ([0.0, 1.5, np.nan], r"got float64; the first that is not one is 1\.5, sample 1$"),
-        ([0.0, np.inf, 1.5], r"got float64; the first that is not one is inf, sample 1$"),
-    ],
-)
-def test_labels_of_floats_are_refused_with_the_sample_or_the_way_out(y, message):
-    with pytest.raises(InvalidInput, match=message):
-        from_arrays(np.zeros((3, 2, 2), np.uint8), np.array(y))
+        arrays(x, y)
 
 
 def test_every_class_has_a_name():
-    with pytest.raises(InvalidInput, match="class 2 has no name"):
-        from_arrays(np.zeros((1, 2, 2), np.uint8), np.array([2]), labels=("a", "b"))
+    with pytest.raises(InvalidInput, match="class 2 of sample 1 has no name; there are 2 labels"):
+        arrays(np.zeros((2, 2), np.uint8), np.array([0, 2]), labels=("a", "b"))
+    with pytest.raises(InvalidInput, match="labels must be whole numbers, one per sample"):
+        arrays(np.zeros((2, 2), np.uint8), np.array([0.0, 1.0]), labels=("a", "b"))
 
 
 @pytest.mark.parametrize(
@@ -150,9 +132,4 @@ def test_a_pixel_that_is_no_number_is_named_by_its_place():
     x = np.zeros((5, 1, 2, 2), np.float32)
     x[3, 0, 1, 0] = np.nan
     with pytest.raises(InvalidInput, match=r"first in sample 3: x\[3, 0, 1, 0\] is nan"):
-        from_arrays(x, np.zeros(5, int))
-
-
-def test_images_whose_channels_come_last_are_told_how_to_move_them():
-    with pytest.raises(InvalidInput, match=r"8 channels .* x\.transpose\(0, 3, 1, 2\) moves ch"):
-        from_arrays(np.zeros((5, 8, 8, 3), np.float32), np.zeros(5, int))
+        arrays(x, np.zeros(5, int))

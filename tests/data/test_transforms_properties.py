@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.data import columns
+from triplane.unified_ir.data import arrays, columns
 from triplane.unified_ir.data.columns import Ragged, schema_of
 from triplane.unified_ir.data.randomness import RowDraws
 from triplane.unified_ir.data.transforms import TRANSFORMS, Augmentation
@@ -30,36 +30,36 @@ BLOCK: columns.Columns = {
     "label": np.array(["dog", "cat", "cow"] * 4 + ["cat"], object),
 }  # fmt: skip
 EXAMPLES: dict[str, list[dict[str, Any]]] = {
-    "Select": [{"columns": ["class", "series", "label"]}],
-    "Drop": [{"columns": ["image", "series"]}],
-    "Rename": [{"column": "series", "into": "s"}],
-    "Stack": [{"columns": ["class", "age"], "into": "v"},
+    "select": [{"columns": ["class", "series", "label"]}],
+    "drop": [{"columns": ["image", "series"]}],
+    "rename": [{"column": "series", "into": "s"}],
+    "stack": [{"columns": ["class", "age"], "into": "v"},
               {"columns": ["image", "float"], "into": "float"}],
-    "Concatenate": [{"columns": ["vector", "age"], "into": "v"}],
-    "Scale": [{"column": "image"}, {"column": "image", "top": 16}],
-    "Normalize": [{"column": "image", "mean": [1, 2.5, 3], "std": 9},
+    "concatenate": [{"columns": ["vector", "age"], "into": "v"}],
+    "scale": [{"column": "image"}, {"column": "image", "top": 16}],
+    "normalize": [{"column": "image", "mean": [1, 2.5, 3], "std": 9},
                   {"column": "series", "mean": 0.5, "std": 0.25},
                   {"column": "float", "mean": 0.5, "std": 0.25}],
-    "Cast": [{"column": "vector", "dtype": "int8"}, {"column": "series", "dtype": "float16"}],
-    "Clip": [{"column": "series", "low": 1, "high": 3}, {"column": "vector", "high": 0.5}],
-    "Reshape": [{"column": "image", "shape": [-1, 4]}],
-    "Transpose": [{"column": "image", "axes": [1, 2, 0]}],
-    "Pad": [{"column": "series", "length": 6, "fill": 7, "lengths": "n"},
+    "cast": [{"column": "vector", "dtype": "int8"}, {"column": "series", "dtype": "float16"}],
+    "clip": [{"column": "series", "low": 1, "high": 3}, {"column": "vector", "high": 0.5}],
+    "reshape": [{"column": "image", "shape": [-1, 4]}],
+    "transpose": [{"column": "image", "axes": [1, 2, 0]}],
+    "pad": [{"column": "series", "length": 6, "fill": 7, "lengths": "n"},
             {"column": "series", "length": 2, "cut": True}],
-    "CenterCrop": [{"column": "image", "size": [4, 5]}],
-    "Resize": [{"column": "image", "size": [4, 13]}, {"column": "float", "size": [18, 5]}],
-    "OneHot": [{"column": "class", "classes": 5}, {"column": "series", "classes": 6}],
-    "Lookup": [{"column": "label", "values": ["cat", "cow"], "unknown": 2},
+    "center_crop": [{"column": "image", "size": [4, 5]}],
+    "resize": [{"column": "image", "size": [4, 13]}, {"column": "float", "size": [18, 5]}],
+    "one_hot": [{"column": "class", "classes": 5}, {"column": "series", "classes": 6}],
+    "lookup": [{"column": "label", "values": ["cat", "cow"], "unknown": 2},
                {"column": "series", "values": [4, 3, 2], "unknown": -1}],
-    "Tokenize": [{"column": "text", "vocabulary": ["a", "b"], "unknown": 2},
+    "tokenize": [{"column": "text", "vocabulary": ["a", "b"], "unknown": 2},
                  {"column": "text", "vocabulary": ["a", "b"], "unit": "words", "unknown": 2}],
-    "Flip": [{"column": "image", "axis": -2}, {"column": "wave", "probability": 0.9}],
-    "Shift": [{"column": "float", "most": 2, "fill": 0.5}, {"column": "wave", "most": 3}],
-    "Rotate": [{"column": "image", "degrees": 20}, {"column": "float", "degrees": 180, "fill": 1}],
-    "RandomCrop": [{"column": "image", "size": [9, 7], "padding": 1}],
-    "Erase": [{"column": "float", "size": [4, 4], "fill": 1}],
-    "Noise": [{"column": "image", "scale": 0.2}, {"column": "wave", "scale": 1, "low": None}],
-    "Jitter": [{"column": "image", "brightness": 0.2, "contrast": 0.5},
+    "flip": [{"column": "image", "axis": -2}, {"column": "wave", "probability": 0.9}],
+    "shift": [{"column": "float", "most": 2, "fill": 0.5}, {"column": "wave", "most": 3}],
+    "rotate": [{"column": "image", "degrees": 20}, {"column": "float", "degrees": 180, "fill": 1}],
+    "random_crop": [{"column": "image", "size": [9, 7], "padding": 1}],
+    "erase": [{"column": "float", "size": [4, 4], "fill": 1}],
+    "noise": [{"column": "image", "scale": 0.2}, {"column": "wave", "scale": 1, "low": None}],
+    "jitter": [{"column": "image", "brightness": 0.2, "contrast": 0.5},
                {"column": "float", "contrast": 0.5}],
 }  # fmt: skip
 CASES = [(name, fields) for name, several in EXAMPLES.items() for fields in several]
@@ -160,7 +160,14 @@ def test_fields_survive_json(name, fields):
 def test_the_docstring_says_what_is_computed(name, fields):
     first = (TRANSFORMS[name].__doc__ or "").splitlines()[0]
     assert first.endswith(".")
-    assert not first.startswith(f"{name}(")
+    assert not first.startswith(f"{TRANSFORMS[name].__name__}(")
+
+
+@cases
+def test_a_dataset_reads_each_column_like_the_whole_sample(name, fields):
+    dataset = arrays(BLOCK).then(step_of(name, fields))
+    whole = dataset.view().take(np.arange(N))
+    same({column: dataset.column(column) for column in dataset.schema}, whole)
 
 
 HOSTILE = [
@@ -183,7 +190,7 @@ def test_hostile_fields_are_refused_or_harmless(name, fields):
                 schema = step.schema(schema_of(BLOCK))
                 after = step.apply(BLOCK, draws(np.arange(N)))
             except InvalidInput as error:
-                assert str(error).startswith(f"{name}: ")
+                assert str(error).startswith(f"{TRANSFORMS[name].__name__}: ")
                 assert len(str(error)) < 700
                 refusals += 1
             else:
@@ -202,12 +209,12 @@ def test_columns_of_another_kind_are_refused_or_computed(name, fields):
             schema = step.schema(schema_of(BLOCK))
             after = step.apply(BLOCK, draws(np.arange(N)))
         except InvalidInput as error:
-            assert str(error).startswith(f"{name}: ")
+            assert str(error).startswith(f"{TRANSFORMS[name].__name__}: ")
             continue
         assert schema_of(after) == dict(schema)
 
 
 def test_random_steps_are_those_after_the_line():
     names = [name for name, step in TRANSFORMS.items() if issubclass(step, Augmentation)]
-    assert names == ["Flip", "Shift", "Rotate", "RandomCrop", "Erase", "Noise", "Jitter"]
+    assert names == ["flip", "shift", "rotate", "random_crop", "erase", "noise", "jitter"]
     assert all(step_of(name, EXAMPLES[name][0]).is_random for name in names)

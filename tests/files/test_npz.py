@@ -13,9 +13,9 @@ from triplane.edge.agent import adapting, trial
 from triplane.proto.errors import Corrupt, InvalidInput, NotFound
 from triplane.unified_ir.convert import samples as convert_samples
 from triplane.unified_ir.files import bounded
+from triplane.unified_ir.files.npy import MAX_ITEM_BYTES
 from triplane.unified_ir.files.npz import (
     MAX_DIRECTORY_BYTES,
-    MAX_ITEM_BYTES,
     MAX_TOTAL_BYTES,
     opened_npz,
 )

@@ -41,7 +41,7 @@ def test_an_epoch_may_start_at_any_batch(n, size, first):
 
 def test_arrays_and_datasets_have_one_order():
     rng = np.random.default_rng(0)
-    held = data.from_arrays(rng.random((23, 2, 2)).astype(np.float32), np.arange(23) % 3)
+    held = data.arrays(rng.random((23, 2, 2)).astype(np.float32), np.arange(23) % 3)
     for epoch in range(3):
         a = BatchSource(held, 5, 9).epoch(epoch)
         b = BatchSource((held.x, held.y), 5, 9).epoch(epoch)
@@ -59,7 +59,7 @@ def test_epochs_and_seeds_differ():
 
 def test_evaluation_keeps_the_datas_order():
     x, y = arrays(10)
-    for given_data in ((x, y), data.from_arrays(x.reshape(10, 1, 1), y)):
+    for given_data in ((x, y), data.arrays(x, y)):
         assert np.array_equal(np.concatenate([b[-1] for b in in_order(given_data, 4)]), y)
 
 

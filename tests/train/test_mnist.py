@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from triplane.unified_ir import nn, optim, train
-from triplane.unified_ir.data import from_arrays
+from triplane.unified_ir import data, nn, optim, train
+from triplane.unified_ir.data.transforms import Scale
 
 DATA = Path(os.environ.get("TRIPLANE_DATA", "")) / "mnist_by_writer.npz"
 
@@ -21,8 +21,8 @@ def test_a_lenet_reads_digits_of_writers_it_never_saw() -> None:
         x, y, writer = found["x"], found["y"], found["writer"]
     unseen = writer % 10 == 0
     few = slice(0, 6000)
-    training = from_arrays(x[~unseen][few], y[~unseen][few])
-    held_out = from_arrays(x[unseen][:2000], y[unseen][:2000])
+    training = data.arrays(x[~unseen][few][:, None], y[~unseen][few]).then(Scale("x"))
+    held_out = data.arrays(x[unseen][:2000][:, None], y[unseen][:2000]).then(Scale("x"))
     nn.seed(0)
     net = nn.Sequential(
         nn.Conv2d(1, 6, 5, padding="same"), nn.ReLU(), nn.MaxPool2d(2),

@@ -59,7 +59,7 @@ def test_the_seed_of_keys_and_order_is_the_trainers_own():
 def test_arrays_datasets_and_lists_of_batches_train_alike():
     rng = np.random.default_rng(1)
     x, y = rng.random((20, 1, 2, 2)).astype(np.float32), rng.integers(0, 3, 20)
-    dataset = datasets.from_arrays(x, y)
+    dataset = datasets.arrays(x, y)
 
     class Flat(nn.Cell):
         def __init__(self):

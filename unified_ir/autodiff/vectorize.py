@@ -16,7 +16,13 @@ from typing import Any, Final
 from triplane.unified_ir.ir.dims import Dim
 from triplane.unified_ir.ir.graph import Function, Node
 from triplane.unified_ir.ir.types import is_plain
-from triplane.unified_ir.ops.batching import BatchedCall, NeedsScan, Ragged, elementwise, with_axis
+from triplane.unified_ir.ops.batching import (
+    BatchedCall,
+    NeedsScan,
+    RaggedResult,
+    elementwise,
+    with_axis,
+)
 from triplane.unified_ir.ops.build import Build, body_function, region
 from triplane.unified_ir.ops.inline import Replay, inline, introduced_sizes
 from triplane.unified_ir.ops.recorder import recorder
@@ -41,7 +47,7 @@ def vectorize(
     """
     try:
         return _by_node(function, args, batched, size)
-    except Ragged:
+    except RaggedResult:
         # A data-dependent size inside the function is fine in a scan, as each slice has its own; in
         # a result, slices would have different shapes and could not be stacked.
         opened = {name for node in function.nodes for name in introduced_sizes(node)}
@@ -135,8 +141,8 @@ class _BatchedReplay(Replay):
         return _by_scan(once, [x for x, _ in present], [b for _, b in present])
 
 
-def _ragged(node: Node) -> Ragged:
-    return Ragged(
+def _ragged(node: Node) -> RaggedResult:
+    return RaggedResult(
         f"{node.op.name} (at {node.meta.location}) gives results whose size depends on values, so "
         "those for the slices of a batch differ in size and cannot be stacked; do not return them "
         "from the function passed to vmap"

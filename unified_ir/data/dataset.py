@@ -1,166 +1,445 @@
-"""Labelled images in memory, and the order in which training sees them.
+"""`Dataset`: a pipeline of samples as a value, from a source through steps to batches.
 
-The order depends only on (seed, epoch), so a run that resumes at an epoch continues as if it had
-never stopped. It is computed from raw Philox words, whose stream numpy never changes, and not by
-`Generator.permutation`, whose stream it may change.
+    photos = data.images("photos", size=(32, 32)).flip("x").shuffle().batch(64)
+    trainer.fit(photos, epochs=5)
+
+A dataset is immutable: each method returns another one. Nothing is read before it is needed. The
+stream depends on (seed, epoch) alone, whatever the number of workers, so a resumed run sees the
+same samples.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.files.images import check_sizes
-from triplane.unified_ir.files.pixels import TOP, as_input
+from triplane.unified_ir.data import columns, functions, grouping, ordering
+from triplane.unified_ir.data.columns import Array, Column, Columns, Schema
+from triplane.unified_ir.data.grouping import as_arrays
+from triplane.unified_ir.data.loader import Loading
+from triplane.unified_ir.data.opened import Opened, Origin
+from triplane.unified_ir.data.step import Memo, Step, keeps
+from triplane.unified_ir.data.table import ArrayTable, Feed, Source, Table
+from triplane.unified_ir.data.views import Batches, View, blocks_of, whole_column
 from triplane.unified_ir.files.samples import MAX_CLASSES, check_finite
 
-_WORD: Final = 2**64
+if TYPE_CHECKING:
+    from triplane.unified_ir.data.profile import DataProfile
+
+DEFAULT_INPUT: Final = "x"
+DEFAULT_TARGET: Final = "y"
+SHOWN_COLUMNS: Final = 8
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Dataset:
-    """Images and their classes.
+    """A source of samples and the steps that they pass through.
 
-    x: (N, C, H, W) float32, in 0..1 if the source has whole numbers; y: (N,) int64, indices into
-    `labels`. Both are read-only views. Anything else raises InvalidInput.
+    inputs, targets: the columns that a model takes and is compared with, in the order in which its
+    `construct` and the loss take them. labels: the names of the classes of the target, if known.
+    notes: what a reader assumed about the samples. loading: how batches are read ahead.
     """
 
-    x: NDArray[np.float32]
-    y: NDArray[np.int64]
-    labels: tuple[str, ...]
+    origin: Origin
+    steps: tuple[Step, ...] = ()
+    inputs: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    loading: Loading = field(default_factory=Loading)
+    _memo: Memo = field(default_factory=Memo)
 
-    def __post_init__(self) -> None:
-        _check(self.x, self.y, self.labels)
-        for name in ("x", "y"):
-            # A view, so that the caller's own array stays writeable.
-            view = getattr(self, name).view()
-            view.flags.writeable = False
-            object.__setattr__(self, name, view)
+    # What it is
+
+    @property
+    def schema(self) -> Schema:
+        """What each column holds for one sample, after all steps."""
+        schema: Schema = self._memo.get(("schema", self.steps), lambda: self.view().schema)
+        return schema
 
     def __len__(self) -> int:
-        return len(self.y)
+        """Return the number of samples of an epoch; InvalidInput if it is not known beforehand."""
+        n = self.samples
+        if n is None:
+            raise InvalidInput(
+                f"the number of samples of {self.origin.name} is not known before they are read"
+            )
+        return n
 
-    def take(self, n: int) -> Dataset:
-        """Return the first `n` images."""
-        if not 0 < n <= len(self):
-            raise InvalidInput(f"take needs 1..{len(self)} images, got {n}")
-        return Dataset(self.x[:n], self.y[:n], self.labels)
+    @property
+    def samples(self) -> int | None:
+        """Number of samples in an epoch; None if that is not known before they are read."""
+        view = self.view()
+        if isinstance(view, Table):
+            return len(view)
+        if isinstance(view, Batches):
+            n = len(view)
+            return (n - 1) * len(view.rows_of(0)) + len(view.rows_of(n - 1)) if n else 0
+        return None
 
-    def select(self, indices: NDArray[np.integer[Any]]) -> Dataset:
-        """Return the images at `indices`, in that order."""
-        return Dataset(self.x[indices], self.y[indices], self.labels)
+    @property
+    def is_batched(self) -> bool:
+        """Whether a step puts samples together in batches."""
+        return any(isinstance(s, grouping.Batched | grouping.PaddedBatch) for s in self.steps)
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether a step decides the order of samples, so that training adds no shuffling."""
+        kinds = (ordering.Shuffle, ordering.Weighted, ordering.Balanced)
+        return any(isinstance(s, kinds) for s in self.steps)
+
+    def __repr__(self) -> str:
+        from triplane.unified_ir.data.form import step_text
+
+        roles = {**dict.fromkeys(self.inputs, "input"), **dict.fromkeys(self.targets, "target")}
+        n = self.samples
+        lines = [f"{'?' if n is None else f'{n:,}'} samples of {self.origin.name}"]
+        schema = self.schema
+        for name, kind in list(schema.items())[:SHOWN_COLUMNS]:
+            lines.append(f"  {name}: {kind}  {roles.get(name, '')}".rstrip())
+        if len(schema) > SHOWN_COLUMNS:
+            lines.append(f"  and {len(schema) - SHOWN_COLUMNS} more columns")
+        lines += [f"  then {step_text(step)}" for step in self.steps]
+        if self.labels:
+            shown = ", ".join(self.labels[:SHOWN_COLUMNS])
+            lines.append(
+                f"  {len(self.labels)} classes: {shown}{', ...' if len(self.labels) > SHOWN_COLUMNS else ''}"
+            )
+        return "\n".join(lines)
+
+    # Roles
+
+    def roles(
+        self, inputs: Sequence[str] | str = DEFAULT_INPUT, targets: Sequence[str] | str = ()
+    ) -> Dataset:
+        """Return the dataset with these columns as inputs and targets of the model."""
+        inputs = (inputs,) if isinstance(inputs, str) else tuple(inputs)
+        targets = (targets,) if isinstance(targets, str) else tuple(targets)
+        missing = [name for name in (*inputs, *targets) if name not in self.schema]
+        if missing:
+            raise InvalidInput(
+                f"there is no column {missing[0]!r}; there are "
+                f"{', '.join(list(self.schema)[:SHOWN_COLUMNS])}"
+            )
+        return replace(self, inputs=inputs, targets=targets)
+
+    def named(self, labels: Sequence[str]) -> Dataset:
+        """Return the dataset with these names of the classes of its target."""
+        return replace(self, labels=tuple(labels))
+
+    # Steps
+
+    def then(self, *steps: Step) -> Dataset:
+        """Return the dataset with more steps, such as those of `transforms`."""
+        return replace(self, steps=(*self.steps, *steps))
+
+    def map(self, function: Callable[..., Any], *, random: bool = False) -> Dataset:
+        """Pass each sample, or after `batch` each batch, through a Python function: dict to dict.
+
+        random: the function also takes a generator that depends on seed, epoch and sample alone.
+        """
+        return self.then(functions.Map(functions.PythonFunction(function), random))
+
+    def filter(self, function: Callable[[dict[str, Any]], Any]) -> Dataset:
+        """Keep the samples for which the function of a sample (a dict) is true."""
+        return self.then(functions.Filter(functions.PythonFunction(function)))
+
+    def where(self, column: str, comparison: str, value: float | str) -> Dataset:
+        """Keep the samples whose number or text in `column` compares so, as in ("age", ">=", 18)."""
+        return self.then(functions.Where(column, comparison, value))
+
+    def shuffle(self, buffer: int | None = None, *, seed: int | None = None) -> Dataset:
+        """Put the samples in a random order, another one in each epoch; see `ordering.Shuffle`."""
+        return self.then(ordering.Shuffle(buffer, seed))
+
+    def batch(self, size: int, *, drop_last: bool = False) -> Dataset:
+        """Put `size` samples together; the last batch may be smaller."""
+        return self.then(grouping.Batched(size, drop_last))
+
+    def padded_batch(
+        self,
+        size: int,
+        *,
+        length: int | None = None,
+        fill: float = 0,
+        lengths: bool = False,
+        drop_last: bool = False,
+    ) -> Dataset:
+        """Put `size` samples together and pad those of different length; `grouping.PaddedBatch`."""
+        return self.then(grouping.PaddedBatch(size, length, fill, lengths, drop_last))
+
+    def window(self, size: int, *, stride: int = 1, ahead: int = 0, into: str = "next") -> Dataset:
+        """Make each sample of `size` consecutive ones; see `grouping.Windowed`."""
+        return self.then(grouping.Windowed(size, stride, ahead, into))
+
+    def repeat(self, times: int) -> Dataset:
+        """Give all samples `times` times in an epoch."""
+        return self.then(ordering.Repeat(times))
+
+    def take(self, count: int) -> Dataset:
+        """Keep the first `count` samples."""
+        n = self.samples if not self.is_batched else None
+        if n is not None and not 0 < count <= n:
+            raise InvalidInput(f"take needs 1..{n} samples, got {count}")
+        return self.then(ordering.Take(count))
+
+    def skip(self, count: int) -> Dataset:
+        """Leave out the first `count` samples."""
+        return self.then(ordering.Skip(count))
+
+    def select(self, rows: NDArray[np.integer[Any]]) -> Dataset:
+        """Keep the samples with these numbers, in that order."""
+        return self.then(ordering.Pick(tuple(map(int, rows))))
+
+    def shard(self, rank: int, of: int) -> Dataset:
+        """Keep the part of process `rank` of `of`; all parts have the same size."""
+        return self.then(ordering.Sharded(rank, of))
+
+    def weighted(self, column: str, count: int | None = None) -> Dataset:
+        """Draw samples with replacement, by the weights in `column`."""
+        return self.then(ordering.Weighted(column, count))
+
+    def balanced(self, column: str | None = None, count: int | None = None) -> Dataset:
+        """Draw samples with replacement, each class of `column` (by default the target) as often."""
+        return self.then(ordering.Balanced(column or self._target("balanced"), count))
+
+    def cache(self) -> Dataset:
+        """Keep all samples in memory from their first use on."""
+        return self.then(functions.Cache())
 
     def split(self, fraction: float = 0.2, *, seed: int = 0) -> tuple[Dataset, Dataset]:
-        """Return (rest, held out); each class contributes its share of ceil(fraction * N) images.
+        """Return (rest, held out): ceil(fraction * N) samples are held out, in the original order.
 
-        The choice depends only on the labels and `seed`; both parts keep the original order.
+        If there is one target of whole numbers, each class contributes its share. The choice
+        depends only on the targets and `seed`.
         """
-        if not 0.0 < fraction < 1.0:
-            raise InvalidInput(f"split needs a fraction between 0 and 1, got {fraction}")
-        held_out = np.zeros(len(self), dtype=bool)
-        for label, count in _shares(self.y, fraction).items():
-            members = np.flatnonzero(self.y == label)
-            held_out[members[_order(len(members), seed, label)[:count]]] = True
-        if held_out.all():
-            raise InvalidInput(f"holding out {fraction} of {len(self)} images leaves none")
-        return self.select(np.flatnonzero(~held_out)), self.select(np.flatnonzero(held_out))
+        column = None
+        if len(self.targets) == 1:
+            kind = self.schema[self.targets[0]]
+            column = (
+                self.targets[0] if not kind.shape and kind.dtype[:3] in {"int", "uin"} else None
+            )
+        held_out = self.then(ordering.Split(fraction, True, seed, column))
+        rest = self.then(ordering.Split(fraction, False, seed, column))
+        _ = len(rest)  # refuses now what cannot be split
+        return rest, held_out
+
+    def _target(self, what: str) -> str:
+        if len(self.targets) != 1:
+            raise InvalidInput(f"{what} needs the name of a column; there is no single target")
+        return self.targets[0]
+
+    # Reading
+
+    def load_with(self, workers: int, *, prefetch: int = 2, processes: bool = False) -> Dataset:
+        """Read batches ahead in training, in `workers` threads or child processes; see `Loading`."""
+        return replace(self, loading=Loading(workers, prefetch, processes))
+
+    def opened(self, seed: int = 0) -> Opened:
+        """Return the pipeline of a run with this seed, ready to read."""
+        return Opened(self.origin, self.steps, seed, self._memo)
+
+    def view(self, seed: int = 0, epoch: int = 0) -> View:
+        """Return what the pipeline gives in one epoch; see `views`."""
+        return self.opened(seed).view(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Return the samples of epoch 0, each a dict; of a batched dataset its batches."""
+        view = self.view()
+        if isinstance(view, Table | Feed):
+            for block in blocks_of(view):
+                for k in range(columns.count(block)):
+                    yield columns.sample(block, k)
+        else:
+            yield from self.opened().batches(0)
+
+    def for_training(self, size: int) -> Dataset:
+        """Return the dataset in batches: shuffled unless it is already, of `size` unless batched.
+
+        A source that is read in order keeps its order.
+        """
+        if self.is_batched:
+            return self
+        shuffled = self
+        if not self.is_ordered and isinstance(self.view(), Table):
+            shuffled = self.shuffle()
+        return shuffled.batch(size)
+
+    def in_batches(self, size: int) -> Dataset:
+        """Return the dataset in batches, in its own order."""
+        return self if self.is_batched else self.batch(size)
 
     def batches(
-        self, size: int, *, seed: int, epoch: int = 0, drop_last: bool = False
-    ) -> Iterator[tuple[NDArray[np.float32], NDArray[np.int64]]]:
-        """Yield (x, y) of `size` images, every image once, in an order set by (seed, epoch).
+        self, size: int, *, seed: int, epoch: int = 0, start: int = 0, drop_last: bool = False
+    ) -> Iterator[tuple[Array, ...]]:
+        """Yield the arrays of inputs and targets, shuffled by (seed, epoch), from batch `start` on.
 
-        If `size` does not divide N, the last batch is smaller, or left out with `drop_last`.
+        `size` samples each, every sample once; the last batch is smaller or, with drop_last, left
+        out. A dataset with `batch` of its own keeps that.
         """
         if size < 1:
-            raise InvalidInput(f"a batch must hold at least 1 image, got size={size}")
-        order = _order(len(self), seed, epoch)
-        end = len(self) - len(self) % size if drop_last else len(self)
-        for start in range(0, end, size):
-            chosen = order[start : start + size]
-            yield self.x[chosen], self.y[chosen]
+            raise InvalidInput(f"a batch must hold at least 1 sample, got size={size}")
+        prepared = self.for_training(size)
+        if drop_last and not self.is_batched:
+            prepared = replace(prepared, steps=(*prepared.steps[:-1], grouping.Batched(size, True)))
+        for batch in prepared.opened(seed).batches(epoch, start):
+            yield self.arrays_of(batch)
+
+    def arrays_of(self, batch: Columns) -> tuple[Array, ...]:
+        """Return the inputs and targets of a batch, in their order."""
+        if not self.inputs:
+            raise InvalidInput(
+                "it is not known which columns the model takes; name them: .roles(inputs, targets)"
+            )
+        return as_arrays(batch, (*self.inputs, *self.targets))
+
+    # Columns in memory
+
+    def column(self, name: str) -> Column:
+        """Return one column of all samples, in memory; read-only."""
+        view = self.view()
+        if not isinstance(view, Table):
+            raise InvalidInput(f"{self.origin.name} is read in order; its columns are not at hand")
+
+        def read() -> Column:
+            column = whole_column(view, name)
+            if isinstance(column, np.ndarray):
+                column = column.view()
+                column.flags.writeable = False
+            return column
+
+        column: Column = self._memo.get(("column", self.steps, name), read)
+        return column
+
+    def target_in_memory(self) -> Array | None:
+        """Return the single target of all samples if it is a column of a source in memory.
+
+        In the source's own order, so that a message can name the sample.
+        """
+        table = self.origin.table
+        if len(self.targets) != 1 or not isinstance(table, ArrayTable):
+            return None
+        name = self.targets[0]
+        kept = all(isinstance(s, functions.Cache) or keeps(s, name) for s in self.steps)
+        column = table.columns.get(name)
+        return column if kept and isinstance(column, np.ndarray) else None
+
+    def arrays_in_memory(self) -> tuple[Array, ...] | None:
+        """Return inputs and targets of all samples if they are in memory and always the same."""
+        fixed = not any(s.is_random or isinstance(s, functions.Map) for s in self.steps)
+        if not (fixed and isinstance(self.origin.table, ArrayTable) and not self.is_batched):
+            return None
+        columns = [self.column(name) for name in (*self.inputs, *self.targets)]
+        arrays = tuple(c for c in columns if isinstance(c, np.ndarray))
+        return arrays if len(arrays) == len(columns) else None
+
+    @property
+    def x(self) -> Any:
+        """The single input column of all samples."""
+        if len(self.inputs) != 1:
+            raise InvalidInput(f"there are {len(self.inputs)} inputs; read them by column(name)")
+        return self.column(self.inputs[0])
+
+    @property
+    def y(self) -> Any:
+        """The single target column of all samples."""
+        return self.column(self._target("y"))
+
+    # Files
+
+    def json(self) -> str:
+        """Return the pipeline as JSON text; `data.from_json` reads it back to the same stream.
+
+        InvalidInput: the source is an array in memory or a Python object.
+        """
+        from triplane.unified_ir.data.form import text_of
+
+        return text_of(self)
+
+    def profile(self, batches: int = 100, *, size: int = 32) -> DataProfile:
+        """Read up to `batches` batches in this thread and return where the time went, by step."""
+        from triplane.unified_ir.data.profile import profile
+
+        return profile(self, batches, size)
 
 
-def from_arrays(
-    x: NDArray[Any], y: NDArray[Any], *, labels: tuple[str, ...] = (), top: int = TOP
+def arrays(
+    x: Array | Mapping[str, Column],
+    y: Array | None = None,
+    *,
+    labels: Sequence[str] = (),
+    **others: Column,
 ) -> Dataset:
-    """Return a Dataset of arrays as files have them.
+    """Return a dataset of arrays in memory, one row per sample; they are not copied or converted.
 
-    x: (N, H, W) or (N, C, H, W); unsigned bytes are divided by `top`, floats stay as they are.
-    y: (N,) whole numbers. Without `labels`, class k is called str(k).
+    x: (N, ...), the input, or all columns by name (then "x" is the input and "y" the target, if
+    they are there; see `Dataset.roles`). y: (N, ...), the target. labels: names of the classes of
+    y. InvalidInput: numbers that are not finite, or columns of different length.
     """
-    if x.ndim == 3:
-        x = x[:, None]
-    if x.dtype == np.uint8:
-        scaled = as_input(x, np.dtype(np.float32), top=top)
-    elif x.dtype.kind == "f":
-        with np.errstate(over="ignore"):  # becomes infinite, which Dataset refuses
-            scaled = x.astype(np.float32, order="C")
+    if isinstance(x, Mapping):
+        by_name = {name: _as_column(column) for name, column in x.items()}
     else:
-        raise InvalidInput(f"pixels must be uint8 or floating point, got {x.dtype}")
-    if y.dtype.kind not in "ui":
-        raise InvalidInput(f"labels must be whole numbers, got {y.dtype}{_fraction(y)}")
-    _check_labels(y)
-    return Dataset(scaled, y.astype(np.int64), labels or tuple(map(str, range(int(y.max()) + 1))))
+        by_name = {DEFAULT_INPUT: _as_column(x)}
+    if y is not None:
+        by_name[DEFAULT_TARGET] = _as_column(y)
+    by_name |= {name: _as_column(column) for name, column in others.items()}
+    return of_table(ArrayTable(by_name), "arrays in memory", labels=tuple(labels))
 
 
-def _check(x: NDArray[Any], y: NDArray[Any], labels: tuple[str, ...]) -> None:
-    if x.ndim != 4 or x.dtype != np.float32:
-        raise InvalidInput(f"x must be (N, C, H, W) float32, got {x.shape} {x.dtype}")
-    if y.ndim != 1 or y.dtype != np.int64 or len(y) != len(x):
-        raise InvalidInput(f"y must be ({len(x)},) int64, one per image, got {y.shape} {y.dtype}")
-    check_sizes(x.shape)
-    _check_labels(y)
-    if int(y.max()) >= len(labels):
-        raise InvalidInput(f"class {int(y.max())} has no name; there are {len(labels)} labels")
-    check_finite(x, "x", what="pixels")
+def of_table(table: ArrayTable, name: str, *, labels: tuple[str, ...] = ()) -> Dataset:
+    """Return a dataset of columns in memory, after checking their values."""
+    if not len(table):
+        raise InvalidInput("a dataset must have at least one sample, got none")
+    for key, column in table.columns.items():
+        values = column.values if isinstance(column, columns.Ragged) else column
+        columns.field_of(column)
+        if values.dtype != object:
+            check_finite(values, key, what="values")
+    dataset = with_default_roles(Dataset(Origin(None, table, name)))
+    if labels:
+        check_labels(dataset.y, labels)
+    return dataset.named(labels)
 
 
-def _check_labels(y: NDArray[Any]) -> None:
-    if y.size == 0:
-        raise InvalidInput("a dataset must have at least one image, got none")
-    low, high = int(y.min()), int(y.max())
-    if low < 0 or high >= MAX_CLASSES:
-        at = int(np.argmax((y < 0) | (y >= MAX_CLASSES)))
+def of_source(source: Source, name: str) -> Dataset:
+    """Return the dataset of a source, with x as input and y as target if it has them."""
+    dataset = with_default_roles(Dataset(Origin(source, None, name)))
+    return dataset.named(getattr(dataset.origin.table, "labels", ()))
+
+
+def with_default_roles(dataset: Dataset) -> Dataset:
+    """Return the dataset with x as input and y as target, if it has these columns."""
+    schema = dataset.schema
+    return replace(
+        dataset,
+        inputs=(DEFAULT_INPUT,) if DEFAULT_INPUT in schema else (),
+        targets=(DEFAULT_TARGET,) if DEFAULT_TARGET in schema else (),
+    )
+
+
+def check_labels(y: Array, labels: Sequence[str]) -> None:
+    """Refuse classes without a name, naming the first sample."""
+    if y.dtype.kind not in "iu" or y.ndim != 1:
+        raise InvalidInput(f"labels must be whole numbers, one per sample, got {y.dtype}{y.shape}")
+    if len(labels) > MAX_CLASSES:
+        raise InvalidInput(f"there are {len(labels)} labels; at most {MAX_CLASSES} are supported")
+    bad = (y < 0) | (y >= len(labels))
+    if bad.any():
+        at = int(bad.argmax())
         raise InvalidInput(
-            f"classes must be in 0..{MAX_CLASSES - 1}, got {low}..{high}; "
-            f"the first out of range is {int(y[at])}, sample {at}"
+            f"class {y[at]} of sample {at} has no name; there are {len(labels)} labels"
         )
 
 
-def _fraction(y: NDArray[Any]) -> str:
-    """Return which floating-point label is not an integer, or how to convert if all are."""
-    if y.dtype.kind != "f" or y.ndim != 1 or not y.size:
-        return ""
-    wrong = ~np.isfinite(y) | (y != np.floor(y))
-    if not wrong.any():
-        return "; convert them: y.astype(np.int64)"
-    at = int(np.argmax(wrong))
-    return f"; the first that is not one is {y[at]}, sample {at}"
-
-
-def _shares(y: NDArray[np.int64], fraction: float) -> dict[int, int]:
-    """Return how many images of each class to hold out, by largest remainders."""
-    classes, counts = np.unique(y, return_counts=True)
-    # 0.07 * 100 is 7.000000000000001, whose ceiling would be 8.
-    wanted = math.ceil(round(fraction * len(y), 9))
-    exact = counts * (wanted / len(y))
-    shares = np.floor(exact).astype(int)
-    missing = wanted - int(shares.sum())
-    # The largest remainders first; equal ones in the order of the classes.
-    shares[np.argsort(shares - exact, kind="stable")[:missing]] += 1
-    return {int(k): int(v) for k, v in zip(classes, shares, strict=True)}
-
-
-def _order(n: int, seed: int, stream: int) -> NDArray[np.intp]:
-    """Return a permutation of 0..n-1 that depends on (seed, stream) alone."""
-    if not (0 <= seed < _WORD and 0 <= stream < _WORD):
-        raise InvalidInput(f"seed and epoch must be in 0..2^64-1, got {seed} and {stream}")
-    key = np.array([seed, stream], dtype=np.uint64)
-    return np.argsort(np.random.Philox(key=key).random_raw(n), kind="stable")
+def _as_column(column: Any) -> Column:
+    if isinstance(column, columns.Ragged):
+        return column
+    array = np.asarray(column)
+    if array.dtype.kind == "U":  # numpy's texts of one width; a column holds Python's
+        array = array.astype(object)
+    return array

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Protocol, runtime_checkable
 
 from triplane.unified_ir.data import columns
@@ -58,11 +58,18 @@ class Source(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class ArrayTable:
-    """Columns in memory, or mapped from a file."""
+    """Columns in memory, or mapped from a file.
+
+    labels: names of the classes in column y. pixels: by column of uint8, the byte that means 1.0.
+    Any other table or feed may have these two attributes as well.
+    """
 
     columns: Mapping[str, Column]
+    labels: tuple[str, ...] = ()
+    pixels: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        columns.schema_of(self.columns)  # refuses a single number, which has no length
         columns.count(self.columns)
 
     @property
@@ -76,3 +83,7 @@ class ArrayTable:
     def take(self, rows: Rows) -> Columns:
         """See `Table`."""
         return columns.take(self.columns, rows)
+
+    def column(self, name: str) -> Column:
+        """Return one column of all rows."""
+        return self.columns[name]

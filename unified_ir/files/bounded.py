@@ -23,6 +23,8 @@ def opened(path: Path, *, limit_bytes: int = MAX_FILE_BYTES) -> Iterator[IO[byte
         regular, size = path.is_file(), path.stat().st_size
     except OSError as error:
         raise NotFound(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise InvalidInput(f"{str(path)!r} is not a file name: {error}") from error
     if not regular:
         raise InvalidInput(f"{path} is not a regular file")
     if size > limit_bytes:
@@ -36,12 +38,12 @@ def opened(path: Path, *, limit_bytes: int = MAX_FILE_BYTES) -> Iterator[IO[byte
 
 
 @contextmanager
-def inflated(path: Path) -> Iterator[IO[bytes]]:
+def inflated(path: Path, *, limit_bytes: int = MAX_FILE_BYTES) -> Iterator[IO[bytes]]:
     """Open a file, through gzip if its name ends in .gz.
 
     The limit applies to the compressed file; the caller limits what it reads from the stream.
     """
-    with opened(path) as file:
+    with opened(path, limit_bytes=limit_bytes) as file:
         if path.suffix != ".gz":
             yield file
             return

@@ -1,14 +1,11 @@
 """Arrays of a `numpy.savez` archive, read without numpy's own loader.
 
-Numpy's loader parses the header as a Python literal, inflates whatever the archive holds and, if
-asked to, unpickles. Here the header must match a pattern, sizes are checked against limits before a
-byte is inflated, and an array of objects is refused like any other array that holds no numbers.
+Numpy's loader inflates whatever the archive holds. Here sizes are checked against limits before a
+byte is inflated; `files.npy` says how the header of an array is read.
 """
 
 from __future__ import annotations
 
-import math
-import re
 import struct
 import zipfile
 import zlib
@@ -23,10 +20,10 @@ from numpy.typing import NDArray
 
 from triplane.proto.errors import Corrupt, InvalidInput, NotFound, TriplaneError
 from triplane.unified_ir.files import bounded
+from triplane.unified_ir.files.npy import read_header
 
 MAX_TOTAL_BYTES: Final = 4 * 2**30  # of all arrays that are read from one file
 MAX_DIRECTORY_BYTES: Final = 64 * 2**10  # of the archive's list of members, about a thousand
-MAX_ITEM_BYTES: Final = 8
 # Errors of `zipfile` on a damaged archive; NotImplementedError: an unusual compression method.
 DAMAGE: Final = (
     zipfile.BadZipFile,
@@ -41,12 +38,6 @@ DAMAGE: Final = (
 )
 END: Final = struct.Struct("<4sHHHHIIH")  # the zip format's end record, without a comment
 LOCATOR_BYTES: Final = 20
-PREAMBLE: Final = struct.Struct("<6sBBH")
-# At most 20 digits per size: enough for 64 bits, and conversion takes O(n^2) in the digits.
-HEADER: Final = re.compile(
-    r"\{ *'descr': *'(?P<descr>[<>|=][a-zA-Z]\d{0,2})', *'fortran_order': *"
-    r"(?P<fortran>True|False), *'shape': *\((?P<shape>(?:\d{1,20}, *)*(?:\d{1,20})?)\),? *\} *\n?"
-)
 
 
 @dataclass(slots=True)
@@ -76,23 +67,21 @@ class NpzReader:
         what = f"{self.path}: {name}"
         try:
             with self.archive.open(f"{name}.npy") as member:
-                dtype, shape, fortran = _header(member, what)
+                header = read_header(member, what)
                 if check_shape is not None:
-                    check_shape(what, shape)
-                n_bytes = math.prod(shape) * dtype.itemsize
+                    check_shape(what, header.shape)
+                n_bytes = header.n_bytes
                 # A zip bomb: a few kilobytes can announce, and inflate to, terabytes.
                 if n_bytes > self.left_bytes:
                     raise InvalidInput(
-                        f"{what} announces {n_bytes} bytes as {dtype}{shape}; at most "
-                        f"{self.left_bytes} bytes are read"
+                        f"{what} announces {n_bytes} bytes as {header.dtype}{header.shape}; "
+                        f"at most {self.left_bytes} bytes are read"
                     )
                 data = np.empty(n_bytes, np.uint8)
                 bounded.fill(member, data.data, what)
                 # Reading to the end also makes `zipfile` compare the member's CRC-32.
                 bounded.ended(member, what)
-            flat = data.view(dtype)
-            # Column order is row order of the transposed array.
-            array = flat.reshape(shape[::-1]).T if fortran else flat.reshape(shape)
+            array = header.array(data)
         except TriplaneError:
             raise
         except DAMAGE as error:
@@ -146,25 +135,3 @@ def _check_end(path: Path, file: IO[bytes]) -> None:
             f"{path} lists its members in {directory_bytes} bytes; "
             f"at most {MAX_DIRECTORY_BYTES} are read"
         )
-
-
-def _header(member: IO[bytes], what: str) -> tuple[np.dtype[Any], tuple[int, ...], bool]:
-    """Return element type, shape and whether columns come first (Fortran's order)."""
-    magic, major, _, header_bytes = PREAMBLE.unpack(bounded.exactly(member, PREAMBLE.size, what))
-    if magic != b"\x93NUMPY":
-        raise Corrupt(f"{what} is not an array in npy format")
-    if major != 1:
-        raise InvalidInput(f"{what} is npy format {major}; write it with numpy.savez")
-    header = bounded.exactly(member, header_bytes, f"{what}: header").decode("latin-1")
-    match = HEADER.fullmatch(header)
-    if match is None or match["descr"][1] not in "biuf":
-        raise InvalidInput(f"{what} is not a plain array of numbers: {header.strip()[:120]!r}")
-    try:
-        dtype = np.dtype(match["descr"])
-    except TypeError as error:
-        raise Corrupt(f"{what} has no such type: {match['descr']!r}") from error
-    if dtype.itemsize > MAX_ITEM_BYTES:
-        raise InvalidInput(
-            f"{what} holds {dtype}; numbers of at most {MAX_ITEM_BYTES} bytes are read"
-        )
-    return dtype, tuple(map(int, re.findall(r"\d+", match["shape"]))), match["fortran"] == "True"

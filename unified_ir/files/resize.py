@@ -3,8 +3,8 @@
     y_i = sum_j w_ij x_j / sum_j w_ij,  w_ij = max(0, 1 - |j + 1/2 - c_i| / s)
     c_i = (i + 1/2) n_in / n_out,       s = max(1, n_in / n_out)
 
-per axis, over all whole j, where x_j is the nearest pixel if j is outside the image. A smaller result
-averages all pixels that it covers; a larger one interpolates between two.
+per axis, over all whole j, where x_j is the nearest pixel if j is outside the image. A smaller
+result averages all pixels that it covers; a larger one interpolates between two.
 """
 
 from __future__ import annotations

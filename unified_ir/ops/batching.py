@@ -27,7 +27,7 @@ class NeedsScan(Exception):
     """The rule does not cover this use; a scan over the new axis does."""
 
 
-class Ragged(InvalidInput):
+class RaggedResult(InvalidInput):
     """Slices of one result would differ in size; a scan of the whole function may still work."""
 
 

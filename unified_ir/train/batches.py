@@ -1,9 +1,9 @@
 """Turn the data that a user passes into batches in a reproducible order.
 
-Data is a `data.Dataset` (anything with `batches(size, seed=, epoch=)`), a tuple of arrays whose
+Data is a `data.Dataset`, an object with `batches(size, seed=, epoch=)`, a tuple of arrays whose
 last is the target, or an iterable of batches that is iterated again in each epoch (a batch without
-rows is skipped). The order of the first two depends on (seed, epoch) alone, so a run can resume in
-the middle of an epoch.
+rows is skipped). The order of all but the last depends on (seed, epoch) alone, so a run can resume
+in the middle of an epoch.
 """
 
 from __future__ import annotations
@@ -11,13 +11,18 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
 from numbers import Integral
 from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.data import Dataset
+from triplane.unified_ir.data import Dataset, Loading
+from triplane.unified_ir.data.form import step_text
+from triplane.unified_ir.data.loader import Loader
+from triplane.unified_ir.data.randomness import permutation
+from triplane.unified_ir.data.views import Batches
 from triplane.unified_ir.ir.graph import Array
 
 Batch = tuple[Array, ...]
@@ -30,7 +35,7 @@ FORMS: Final = "a Dataset, a tuple of arrays (x, y), or an iterable of batches (
 
 @runtime_checkable
 class BatchedData(Protocol):
-    """Data that orders its own batches, as `data.Dataset` does."""
+    """Data that orders its own batches."""
 
     def batches(self, size: int, *, seed: int, epoch: int) -> Iterator[Batch]:
         """Return the batches of one epoch, in the order that (seed, epoch) determines."""
@@ -43,16 +48,26 @@ class BatchSource:
     """Batches of any accepted data, epoch by epoch.
 
     count: batches in an epoch, None if that is unknown before iterating. samples: rows in an
-    epoch, None if unknown.
+    epoch, None if unknown. loading: how a `Dataset` is read ahead; close the source to end its
+    workers.
     """
 
-    def __init__(self, data: Any, size: int, seed: int) -> None:
+    def __init__(self, data: Any, size: int, seed: int, loading: Loading | None = None) -> None:
         if not is_count(size, 1):
             raise InvalidInput(f"a batch must hold at least 1 sample, got batch_size={size!r}")
         if not 0 <= seed < 2**64:
             raise InvalidInput(f"a seed must be in 0..2^64-1, got {seed}")
         self.data, self.size, self.seed = _accepted(data), size, seed
         self.samples: int | None = None
+        self.loader: Loader | None = None
+        if isinstance(self.data, Dataset):
+            self._prepare(self.data, loading)
+            return
+        if loading is not None and loading.workers:
+            raise InvalidInput(
+                f"workers read a data.Dataset ahead, got {type(data).__name__}; data.arrays(x, y) "
+                "makes one of arrays, data.generated(factory) one of a generator"
+            )
         if _is_arrays(self.data):
             self.samples = len(self.data[0])
         elif isinstance(self.data, BatchedData):
@@ -61,9 +76,17 @@ class BatchSource:
         if self.samples is None and isinstance(data, (list, tuple)):
             self.count = len(data)
 
+    def _prepare(self, data: Dataset, loading: Loading | None) -> None:
+        self.own = data
+        data = data.for_training(self.size)
+        view = data.view(self.seed)
+        self.data, self.samples = data, data.samples
+        self.count = len(view) if isinstance(view, Batches) else None
+        self.loader = Loader(data, self.seed, data.loading if loading is None else loading)
+
     def peek(self) -> Batch:
         """Return a batch without consuming it."""
-        first = next(self._all(0), None)
+        first = next(self._all(0, 0), None)
         if first is None:
             raise InvalidInput(f"the data is empty; pass {FORMS}")
         if isinstance(self.data, Iterator):
@@ -73,7 +96,9 @@ class BatchSource:
 
     def epoch(self, number: int, *, first: int = 0) -> Iterator[Batch]:
         """Return the batches of one epoch, starting at batch `first`."""
-        batches = self._all(number)
+        if self.loader is not None and (self.count is None or first <= self.count):
+            return self._all(number, first)
+        batches = self._all(number, 0)
         for _ in range(first):
             if next(batches, None) is None:
                 raise InvalidInput(
@@ -82,7 +107,14 @@ class BatchSource:
                 )
         return batches
 
-    def _all(self, number: int) -> Iterator[Batch]:
+    def close(self) -> None:
+        """End the workers that read ahead."""
+        if self.loader is not None:
+            self.loader.close()
+
+    def _all(self, number: int, first: int) -> Iterator[Batch]:
+        if self.loader is not None:
+            return self._loaded(number, first)
         if isinstance(self.data, BatchedData):
             batches = self.data.batches(self.size, seed=self.seed, epoch=number)
             return (as_batch(b) for b in batches)
@@ -90,14 +122,16 @@ class BatchSource:
             return self._slices(number)
         return (as_batch(b) for b in self.data if not _is_empty(b))
 
+    def _loaded(self, number: int, first: int) -> Iterator[Batch]:
+        assert self.loader is not None
+        # Closed with this generator, so that its threads end when the epoch does.
+        with closing(self.loader.batches(number, first)) as batches:
+            for batch in batches:
+                yield as_batch(self.data.arrays_of(batch))
+
     def _slices(self, number: int) -> Iterator[Batch]:
         assert self.samples is not None
-        key = np.array([self.seed, number], np.uint64)
-        # A permutation from raw words: numpy may change the stream of `Generator.permutation`, but
-        # a checkpoint must find the same order with a later version. Equal words keep the order of
-        # the rows.
-        words = np.random.Philox(key=key).random_raw(self.samples)
-        order = np.argsort(words, kind="stable")
+        order = permutation(self.samples, self.seed, number)
         for start in range(0, self.samples, self.size):
             chosen = order[start : start + self.size]
             yield as_batch(tuple(a[chosen] for a in self.data))
@@ -105,12 +139,45 @@ class BatchSource:
     def targets(self) -> Array | None:
         """Return all targets in the data's own order; None if only batches have them."""
         if isinstance(self.data, Dataset):  # another class may yield other labels than it stores
-            return self.data.y
+            return self.data.target_in_memory()
         return np.asarray(self.data[-1]) if _is_arrays(self.data) else None
+
+    def arrays(self) -> tuple[Array, ...] | None:
+        """Return inputs and targets of all samples if they are in memory and always the same."""
+        if isinstance(self.data, Dataset):
+            return self.own.arrays_in_memory()
+        if _is_arrays(self.data):
+            return tuple(self.data)
+        arrays = tuple(getattr(self.data, k, None) for k in ("x", "y"))
+        return arrays if all(isinstance(a, np.ndarray) for a in arrays) else None
+
+    def steps(self) -> str:
+        """Return the steps of a pipeline for the identity of the run, "" if it has none."""
+        steps = map(step_text, self.data.steps) if isinstance(self.data, Dataset) else ()
+        return "".join(f", {text}" for text in steps)
+
+    def varying(self) -> tuple[int, ...]:
+        """Return the numbers of the arrays whose second axis differs between batches."""
+        if not isinstance(self.data, Dataset):
+            return ()
+        schema = self.data.schema
+        names = (*self.data.inputs, *self.data.targets)
+        return tuple(k for k, name in enumerate(names) if schema[name].is_ragged)
+
+    def refuse_once(self) -> None:
+        """Refuse data that ends after one pass, which a resumed run could not read again."""
+        if not self.repeats():
+            name = type(self.data).__name__ if not isinstance(self.data, Dataset) else "a source"
+            raise InvalidInput(
+                f"a run with checkpoints needs data that can be read again, and {name} can be read "
+                "once only; pass arrays, a Dataset, or data.generated(factory), where factory() "
+                "returns a new iterator for each epoch"
+            )
 
     def repeats(self) -> bool:
         """Return whether an epoch can be iterated again."""
-        return not isinstance(self.data, Iterator)
+        once = isinstance(self.data, Dataset) and getattr(self.data.origin.table, "once", False)
+        return not (once or isinstance(self.data, Iterator))
 
 
 def is_count(x: Any, least: int) -> bool:
@@ -129,6 +196,9 @@ def with_last(batches: Iterator[Batch]) -> Iterator[tuple[Batch, bool]]:
 def in_order(data: Any, size: int) -> Iterator[Batch]:
     """Return batches of at most `size` in the data's own order, for evaluation."""
     accepted = _accepted(data)
+    if isinstance(accepted, Dataset):
+        own = accepted.in_batches(size)
+        return (as_batch(own.arrays_of(batch)) for batch in own.opened().batches(0))
     if isinstance(accepted, BatchedData) and hasattr(data, "x") and hasattr(data, "y"):
         accepted = (np.asarray(data.x), np.asarray(data.y))
     if not _is_arrays(accepted):
@@ -151,7 +221,7 @@ def as_batch(batch: Any) -> Batch:
     if not isinstance(batch, (tuple, list)) or len(batch) < 2:
         raise InvalidInput(f"a batch is a tuple of arrays (x, y), got {type(batch).__name__}")
     arrays = tuple(map(np.asarray, batch))
-    arrays = tuple(a.astype(np.float32) if a.dtype == np.float64 else a for a in arrays)
+    arrays = tuple(_single(a) if a.dtype == np.float64 else a for a in arrays)
     for a in arrays:
         if a.dtype.kind not in _NUMBERS:
             raise InvalidInput(
@@ -165,6 +235,17 @@ def as_batch(batch: Any) -> Batch:
             f"{[list(a.shape) for a in arrays]}"
         )
     return arrays
+
+
+def _single(array: Array) -> Array:
+    """Return float64 as float32; InvalidInput if a finite number becomes infinite."""
+    with np.errstate(over="ignore"):
+        single = array.astype(np.float32)
+    if not np.isfinite(single).all() and np.isfinite(array).all():
+        raise InvalidInput(
+            f"float64 is trained as float32, which ends at 3.4e38; there is {np.abs(array).max():g}"
+        )
+    return single
 
 
 def _accepted(data: Any) -> Any:

@@ -75,17 +75,16 @@ def of_data(source: BatchSource) -> dict[str, str]:
     facts = {"batch size": str(source.size)}
     if not source.repeats():
         return facts
-    data = source.data
-    arrays = data if isinstance(data, tuple) else (getattr(data, k, None) for k in ("x", "y"))
-    arrays = tuple(arrays)
-    if all(isinstance(a, np.ndarray) for a in arrays):
+    arrays = source.arrays()
+    if arrays is not None:
         kinds = ", ".join(str(batch_type(a)) for a in arrays)
         digest, how = _rows(arrays)
         return facts | {"data": f"{len(arrays[0])} samples of {kinds}, {how} {digest}"}
     first = source.peek()
     kinds = ", ".join(str(batch_type(a)) for a in first)
     count = "batches" if source.count is None else f"{source.count} batches"
-    return facts | {"data": f"{count} of {kinds}, the first {_digest(map(_bytes, first))}"}
+    steps = source.steps()
+    return facts | {"data": f"{count} of {kinds}{steps}, the first {_digest(map(_bytes, first))}"}
 
 
 def check(theirs: Mapping[str, str], mine: Mapping[str, str], *, but: Collection[str] = ()) -> None:

@@ -41,6 +41,8 @@ from triplane.unified_ir.train.recipe import SCALE, Recipe
 
 BATCH: Final = "N"
 """The symbol of the batch axis."""
+LENGTH: Final = "T"
+"""The symbol of the axis of sequences whose length differs between batches."""
 LOSS: Final = "loss"
 """Name of the result that training minimizes."""
 COUNTED: Final = "counted/"
@@ -128,9 +130,13 @@ def model_of(
     return model
 
 
-def batch_type(array: Array) -> TensorType:
-    """Return the type of arrays like this one with any number of rows."""
-    return TensorSpec((BATCH, *array.shape[1:]), array.dtype)
+def batch_type(array: Array, *, varies: bool = False) -> TensorType:
+    """Return the type of arrays like this one with any number of rows.
+
+    varies: of any length too, the symbol T in the second axis of every such array.
+    """
+    sizes = (LENGTH, *array.shape[2:]) if varies else array.shape[1:]
+    return TensorSpec((BATCH, *sizes), array.dtype)
 
 
 def admits(types: Sequence[TensorType], batch: Batch) -> bool:

@@ -9,7 +9,7 @@ start of the epoch is kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from operator import is_
@@ -141,14 +141,29 @@ class Trainer:
         """
         if not is_count(epochs, 0):
             raise InvalidInput(f"epochs must be a whole number >= 0, got {epochs!r}")
-        source = BatchSource(data, batch_size, self.seed)
+        with closing(BatchSource(data, batch_size, self.seed)) as source:
+            self._fit(source, epochs, validation, checkpoint, progress, resume=resume)
+        return self.history
+
+    def _fit(
+        self,
+        source: BatchSource,
+        epochs: int,
+        validation: Any,
+        checkpoint: str | Path | Checkpoint | None,
+        progress: Style | Progress,
+        *,
+        resume: bool,
+    ) -> None:
+        """Train on the batches of a source; see `fit`."""
         batch = source.peek()
-        self.labels = self.labels or tuple(getattr(data, "labels", ()))
-        self._types = self._types_for(batch)
+        self.labels = self.labels or tuple(getattr(source.data, "labels", ()))
+        self._types = self._types_for(batch, source.varying())
         self._sizes = sizes_of(self._types, batch)
         goal = self.place.epoch + epochs
         keeper = Checkpoint(checkpoint) if isinstance(checkpoint, (str, Path)) else checkpoint
         if keeper is not None:
+            source.refuse_once()
             if resume:
                 resuming.resume(self, keeper, source)
             else:
@@ -160,7 +175,6 @@ class Trainer:
                 Fit(self, source, validation, callbacks, goal, interrupt).run()
         finally:
             shown.close()
-        return self.history
 
     def evaluate(self, data: Any, *, batch_size: int = EVALUATION_BATCH) -> Row:
         """Return loss and metrics over all samples of `data`, in evaluation mode."""
@@ -239,11 +253,14 @@ class Trainer:
             self._sizes = sizes_of(self._types, arrays)
         _ = self.model
 
-    def _types_for(self, batch: Batch) -> tuple[TensorType, ...]:
-        """Return the types in use if they admit the batch, else the batch's own types."""
+    def _types_for(self, batch: Batch, varying: Collection[int] = ()) -> tuple[TensorType, ...]:
+        """Return the types in use if they admit the batch, else the batch's own types.
+
+        varying: numbers of its arrays whose second axis differs between batches.
+        """
         if self._types is not None and step.admits(self._types, batch):
             return self._types
-        return tuple(step.batch_type(a) for a in batch)
+        return tuple(step.batch_type(a, varies=k in varying) for k, a in enumerate(batch))
 
     def _forget_stale(self) -> None:
         """Drop all graphs if the cell, loss or metrics changed in anything that tracing read."""

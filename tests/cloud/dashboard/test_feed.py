@@ -7,7 +7,7 @@ from starlette.requests import Request
 from tests.support.deadlines import within
 
 from triplane.cloud.dashboard import feed as feed_module
-from triplane.cloud.dashboard.feed import Feed
+from triplane.cloud.dashboard.feed import DashboardFeed
 from triplane.cloud.dashboard.rows import SECTIONS
 from triplane.cloud.dashboard.web import _Board
 from triplane.proto.errors import Unavailable
@@ -18,7 +18,7 @@ QUICK_S = 0.01
 
 def test_a_page_hears_everything_first_and_then_only_what_changed(fleet):
     async def story():
-        feed = Feed(fleet, period_s=QUICK_S)
+        feed = DashboardFeed(fleet, period_s=QUICK_S)
         async with aclosing(feed.changes()) as page:
             first = await anext(page)
             fleet.held_nodes = [*fleet.held_nodes[1:], Node(name="new")]
@@ -35,7 +35,7 @@ def test_a_page_hears_everything_first_and_then_only_what_changed(fleet):
 
 def test_a_slow_page_skips_states_and_ends_with_the_newest(fleet):
     async def story():
-        feed = Feed(fleet, period_s=QUICK_S)
+        feed = DashboardFeed(fleet, period_s=QUICK_S)
         async with aclosing(feed.changes()) as slow, aclosing(feed.changes()) as quick:
             await anext(slow)
             await anext(quick)
@@ -58,7 +58,7 @@ def test_the_cloud_is_asked_only_while_a_page_is_open(fleet):
             return []
 
         fleet.nodes = nodes
-        feed = Feed(fleet, period_s=QUICK_S)
+        feed = DashboardFeed(fleet, period_s=QUICK_S)
         async with aclosing(feed.changes()) as page:
             await anext(page)
         seen = len(looks)
@@ -71,7 +71,7 @@ def test_the_cloud_is_asked_only_while_a_page_is_open(fleet):
 
 def test_a_look_that_fails_does_not_end_the_stream(fleet, caplog):
     async def story():
-        feed = Feed(fleet, period_s=QUICK_S)
+        feed = DashboardFeed(fleet, period_s=QUICK_S)
         whole = fleet.nodes
         async with aclosing(feed.changes()) as page:
             await anext(page)
@@ -92,7 +92,7 @@ def test_pages_beyond_the_limit_are_refused(fleet, monkeypatch):
     monkeypatch.setattr(feed_module, "MOST_PAGES", 1)
 
     async def story():
-        feed = Feed(fleet, period_s=QUICK_S)
+        feed = DashboardFeed(fleet, period_s=QUICK_S)
         async with aclosing(feed.changes()) as page:
             await anext(page)
             with pytest.raises(Unavailable, match="pages are open: 1, the limit"):
@@ -103,7 +103,7 @@ def test_pages_beyond_the_limit_are_refused(fleet, monkeypatch):
 
 def test_closing_ends_every_page(fleet):
     async def story():
-        feed = Feed(fleet, period_s=QUICK_S)
+        feed = DashboardFeed(fleet, period_s=QUICK_S)
         async with aclosing(feed.changes()) as page:
             await anext(page)
             waiting = asyncio.create_task(anext(page, None))

@@ -22,7 +22,7 @@ from triplane.edge.agent.trying import run_adaptation, run_trial
 from triplane.edge.cli import edge
 from triplane.proto.errors import Corrupt, InvalidInput
 from triplane.unified_ir import convert, data, nn, ops, optim, train
-from triplane.unified_ir.data.dataset import from_arrays
+from triplane.unified_ir.files.pixels import as_input
 from triplane.unified_ir.runtime import Bundle
 
 
@@ -84,7 +84,7 @@ def test_pixels_as_bytes_mean_what_they_meant_in_training(start, renamed, tmp_pa
     with np.load(renamed) as file:
         pixels, y = np.round(file["x"] * 255).astype(np.uint8), file["y"]
     np.savez(tmp_path / "bytes.npz", x=pixels, y=y)
-    np.savez(tmp_path / "floats.npz", x=from_arrays(pixels, y).x, y=y)
+    np.savez(tmp_path / "floats.npz", x=as_input(pixels, "float32"), y=y)
     made = [
         adapted(start, tmp_path / f"{name}.npz", tmp_path / name) for name in ("bytes", "floats")
     ]

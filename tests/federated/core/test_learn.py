@@ -7,7 +7,8 @@ import pytest
 from tests.federated.core.plans import WORK, Recording, plan, shard
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.data.dataset import from_arrays
+from triplane.unified_ir import data as datasets
+from triplane.unified_ir.data.transforms import Scale
 from triplane.unified_ir.federated.core.draws import Draws
 from triplane.unified_ir.federated.core.learn import (
     EVALUATE_ROWS,
@@ -213,7 +214,7 @@ def test_pixels_mean_the_numbers_they_mean_in_training(tmp_path):
     noted = Recording(plan(tmp_path))
     learn(noted, replace(WORK, steps=1, batch_size=3), Shard(samples, {}))
     (_, fed), *_ = noted.fed
-    trained_on = from_arrays(x.reshape(3, 1, 1, 2), y).x.reshape(3, 2)
+    trained_on = datasets.arrays(x, y).then(Scale("x")).x
     assert fed["x"].dtype == np.float32
     assert sorted(map(tuple, fed["x"])) == sorted(map(tuple, trained_on))
 

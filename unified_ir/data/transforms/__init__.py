@@ -31,15 +31,32 @@ from triplane.unified_ir.data.transforms.values import Clip as Clip
 from triplane.unified_ir.data.transforms.values import Normalize as Normalize
 from triplane.unified_ir.data.transforms.values import Scale as Scale
 
-_STEPS: tuple[type[RowStep], ...] = (
-    Select, Drop, Rename, Stack, Concatenate,
-    Scale, Normalize, Cast, Clip,
-    Reshape, Transpose, Pad, CenterCrop, Resize,
-    OneHot, Lookup, Tokenize,
-    Flip, Shift, Rotate, RandomCrop, Erase, Noise, Jitter,
-)  # fmt: skip
-
 TRANSFORMS: Final[Mapping[str, type[RowStep]]] = MappingProxyType(
-    {step.__name__: step for step in _STEPS}
+    {
+        "select": Select,
+        "drop": Drop,
+        "rename": Rename,
+        "stack": Stack,
+        "concatenate": Concatenate,
+        "scale": Scale,
+        "normalize": Normalize,
+        "cast": Cast,
+        "clip": Clip,
+        "reshape": Reshape,
+        "transpose": Transpose,
+        "pad": Pad,
+        "center_crop": CenterCrop,
+        "resize": Resize,
+        "one_hot": OneHot,
+        "lookup": Lookup,
+        "tokenize": Tokenize,
+        "flip": Flip,
+        "shift": Shift,
+        "rotate": Rotate,
+        "random_crop": RandomCrop,
+        "erase": Erase,
+        "noise": Noise,
+        "jitter": Jitter,
+    }
 )
 """Each step by its name in JSON, which is for ever."""

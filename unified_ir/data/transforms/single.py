@@ -49,7 +49,7 @@ class Augmentation(ColumnStep):
 
     @property
     def is_random(self) -> bool:
-        """Whether the step draws random numbers."""
+        """See `Step`."""
         return True
 
 

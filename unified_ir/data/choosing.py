@@ -1,0 +1,285 @@
+"""Which columns a model takes, and the steps that turn them into numbers of the usual types.
+
+A choice is written [NAME=]PATTERN[,PATTERN...][:SHAPE], such as "x", "ch*", "image=photo" or
+"ch*:2x64": the columns that match, in their own order, joined to one array if there are several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Final
+
+import numpy as np
+
+from triplane.proto.errors import InvalidInput, NotFound
+from triplane.unified_ir.data.columns import Field, Schema
+from triplane.unified_ir.data.dataset import DEFAULT_INPUT, DEFAULT_TARGET, Dataset
+from triplane.unified_ir.data.functions import Cache
+from triplane.unified_ir.data.grouping import Windowed
+from triplane.unified_ir.data.step import Step
+from triplane.unified_ir.data.table import ArrayTable, Feed
+from triplane.unified_ir.data.transforms import (
+    Cast,
+    Concatenate,
+    Lookup,
+    Rename,
+    Reshape,
+    Scale,
+    Select,
+    Stack,
+)
+from triplane.unified_ir.files.pixels import TOP
+from triplane.unified_ir.files.samples import MAX_CLASSES
+
+TOKENS: Final = "token"
+"""The column of a text's characters; see `sources.text`."""
+NEXT: Final = "next"
+WINDOW: Final = 64
+"""Characters of a sample of text, if nothing else is asked for."""
+SHOWN: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnChoice:
+    """Columns that become one input or target.
+
+    name: its name, "" for that of a single column. optional: there may be no such column.
+    """
+
+    patterns: tuple[str, ...]
+    name: str = ""
+    shape: tuple[int, ...] = ()
+    optional: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> ColumnChoice:
+        """Parse [NAME=]PATTERN[,PATTERN...][:SHAPE]."""
+        name, equals, rest = text.rpartition("=")
+        rest, _, sizes = rest.partition(":")
+        patterns = tuple(p.strip() for p in rest.split(","))
+        shape = sizes.split("x") if sizes else []
+        if not all(patterns) or (equals and not name) or not all(s.isdecimal() for s in shape):
+            raise InvalidInput(
+                "columns are chosen as [NAME=]PATTERN[,PATTERN...][:SHAPE], such as x, ch*, "
+                f"image=photo or ch*:2x64; got {text!r}"
+            )
+        return cls(patterns, name, tuple(map(int, shape)))
+
+    def matching(self, schema: Schema) -> list[str]:
+        """Return the matching columns; NotFound names the columns that exist."""
+        names = []
+        for pattern in self.patterns:
+            matching = [n for n in schema if n == pattern] or [
+                n for n in schema if fnmatchcase(n, pattern)
+            ]
+            if not matching and not self.optional:
+                shown = ", ".join(list(schema)[:SHOWN]) + (", ..." if len(schema) > SHOWN else "")
+                raise NotFound(f"no column is called {pattern!r}; there are {shown}")
+            names += [n for n in matching if n not in names]
+        return names
+
+
+def wanted(x: Sequence[str], y: Sequence[str], keep: Sequence[str]) -> list[ColumnChoice]:
+    """Return all choices of columns; by default of x and, where it exists, y."""
+    own = [ColumnChoice.parse(c) for c in (*(x or (DEFAULT_INPUT,)), *y, *keep)]
+    return own if y else [*own, ColumnChoice((DEFAULT_TARGET,), optional=True)]
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """Steps that make inputs and targets of a source's columns; the same for all its parts.
+
+    notes: what was assumed, for the user.
+    """
+
+    steps: tuple[Step, ...]
+    inputs: tuple[str, ...]
+    targets: tuple[str, ...]
+    labels: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    def of(self, dataset: Dataset) -> Dataset:
+        """Return the dataset with the steps, roles and labels."""
+        prepared = dataset
+        for step in self.steps:
+            prepared = prepared.then(step)
+        if isinstance(dataset.origin.table, ArrayTable):
+            # Computed once, since the source is in memory anyway.
+            prepared = prepared.then(Cache())
+        prepared = prepared.roles(self.inputs, self.targets)
+        return replace(prepared, labels=self.labels, notes=self.notes)
+
+
+def preparation(
+    dataset: Dataset,
+    x: Sequence[str] = (),
+    y: Sequence[str] = (),
+    *,
+    keep: Sequence[str] = (),
+    pixels: bool | None = None,
+    window: int | None = None,
+) -> Preparation:
+    """Return the steps for a source: choices of columns, pixels in 0..1, classes as integers.
+
+    x, y: choices of the inputs and targets; by default the columns x and y. keep: more columns to
+    keep. pixels: whether inputs of bytes are pixels; None: those with two axes or more are. window:
+    length of a sample of text. NotFound: a column does not exist; InvalidInput: it does not fit.
+    """
+    building = _Building(dataset)
+    if not x and TOKENS in dataset.schema:
+        building.text(window or WINDOW)
+    else:
+        if window is not None:
+            building.add(Windowed(window))
+        building.columns(
+            _parsed(x, DEFAULT_INPUT, dataset), _parsed(y, DEFAULT_TARGET, dataset), keep
+        )
+        for name in building.inputs:
+            building.pixels(name, pixels)
+        for name in building.targets:
+            building.classes(name)
+    return Preparation(
+        tuple(building.steps),
+        tuple(building.inputs),
+        tuple(building.targets),
+        building.labels,
+        tuple(building.notes),
+    )
+
+
+def _parsed(choices: Sequence[str], default: str, dataset: Dataset) -> list[ColumnChoice]:
+    if choices:
+        return [ColumnChoice.parse(choice) for choice in choices]
+    if default in dataset.schema:
+        return [ColumnChoice((default,))]
+    if default == DEFAULT_TARGET:
+        return []
+    shown = ", ".join(list(dataset.schema)[:SHOWN])
+    raise NotFound(
+        f"{dataset.origin.name} has no column {default!r}; name the columns of the model's input "
+        f"(--x on the command line), of {shown}"
+    )
+
+
+class _Building:
+    """The steps so far, and the dataset with them."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
+        self.steps: list[Step] = []
+        self.inputs: list[str] = []
+        self.targets: list[str] = []
+        self.labels: tuple[str, ...] = dataset.labels
+        self.notes: list[str] = []
+        self.tops = dict(getattr(dataset.origin.table, "pixels", {}))
+
+    def add(self, step: Step) -> None:
+        """Append a step."""
+        self.steps.append(step)
+        self.dataset = self.dataset.then(step)
+
+    def text(self, window: int) -> None:
+        """Make windows of characters, and the same one character later, as numbers."""
+        if isinstance(self.dataset.view(), Feed):
+            raise InvalidInput(
+                f"the vocabulary of {self.dataset.origin.name} is not known before it is read"
+            )
+        values = np.unique(np.asarray(self.dataset.column(TOKENS))).tolist()
+        self.add(Lookup(TOKENS, tuple(values)))
+        self.add(Windowed(window, stride=window, ahead=1, into=NEXT))
+        self.inputs, self.targets = [TOKENS], [NEXT]
+        self.labels = tuple(map(chr, values))
+
+    def columns(
+        self, x: Sequence[ColumnChoice], y: Sequence[ColumnChoice], keep: Sequence[str]
+    ) -> None:
+        """Choose, join and name the columns of all inputs and targets, and drop the others."""
+        schema = self.dataset.schema
+        chosen = [(choice, choice.matching(schema)) for choice in (*x, *y)]
+        kept = [ColumnChoice((name,)).matching(schema)[0] for name in keep]
+        every = list(dict.fromkeys([*(n for _, names in chosen for n in names), *kept]))
+        if every != list(schema):
+            self.add(Select(tuple(every)))
+        names = [
+            self._joined(choice, names, default, many)
+            for (choice, names), (default, many) in zip(
+                chosen,
+                [(DEFAULT_INPUT, len(x) > 1)] * len(x) + [(DEFAULT_TARGET, len(y) > 1)] * len(y),
+                strict=True,
+            )
+        ]
+        self.inputs, self.targets = names[: len(x)], names[len(x) :]
+
+    def _joined(self, choice: ColumnChoice, names: list[str], default: str, many: bool) -> str:
+        """Join the columns of one choice; return the name of the result."""
+        name = choice.name or (names[0] if len(names) == 1 else default)
+        if len(names) > 1:
+            if many and not choice.name:
+                raise InvalidInput(
+                    f"give {', '.join(choice.patterns)} a name, as in NAME={choice.patterns[0]}, "
+                    "since there are several inputs or targets"
+                )
+            self._join(names, name)
+        elif name != names[0]:
+            self.add(Rename(names[0], name))
+            self.tops = {name if k == names[0] else k: v for k, v in self.tops.items()}
+        if choice.shape:
+            self.add(Reshape(name, choice.shape))
+        return name
+
+    def _join(self, names: list[str], name: str) -> None:
+        kinds = {self.dataset.schema[n].dtype for n in names}
+        if len(kinds) > 1:
+            for one in names:
+                if self.dataset.schema[one].dtype != "float32":
+                    self.add(Cast(one, "float32"))
+        scalars = all(not self.dataset.schema[n].shape for n in names)
+        self.add(Stack(tuple(names), name) if scalars else Concatenate(tuple(names), name))
+
+    def pixels(self, name: str, asked: bool | None) -> None:
+        """Scale bytes that are pixels to 0..1; images without channels get one."""
+        field = self.dataset.schema[name]
+        top = self.tops.get(name)
+        if (
+            field.dtype != "uint8"
+            or asked is False
+            or (top is None and len(field.shape) < 2 and not asked)
+        ):
+            return
+        if len(field.shape) == 2:
+            self.add(Reshape(name, (1, *_sizes(field))))
+        self.add(Scale(name, TOP if top is None else top))
+        if top is None and asked is None:
+            self.notes.append(
+                f"{name} holds bytes in two axes or more, which are read as pixels and divided by "
+                f"{TOP}"
+                + (", with an axis for one channel" if len(field.shape) == 2 else "")
+                + "; pixels=False (--no-pixels) leaves them as they are"
+            )
+
+    def classes(self, name: str) -> None:
+        """Number the classes of texts, and convert integers to int64."""
+        field = self.dataset.schema[name]
+        if field.dtype == "text":
+            if isinstance(self.dataset.view(), Feed):
+                raise InvalidInput(
+                    f"the classes in {name} of {self.dataset.origin.name} are not known before it "
+                    "is read; write it as records first: `triplane data convert`"
+                )
+            values = tuple(sorted(set(self.dataset.column(name))))  # type: ignore[arg-type]
+            if len(values) > MAX_CLASSES:
+                raise InvalidInput(
+                    f"{name} has {len(values)} different texts; classes are at most {MAX_CLASSES}"
+                )
+            self.add(Lookup(name, values))
+            self.labels = values if len(self.targets) == 1 else ()
+        elif np.dtype(field.dtype).kind in "iu" and field.dtype != "int64":
+            self.add(Cast(name, "int64"))
+
+
+def _sizes(field: Field) -> tuple[int, ...]:
+    if field.is_ragged:
+        raise InvalidInput("images of one dataset have one size; resize them")
+    return tuple(n for n in field.shape if n is not None)

@@ -1,0 +1,270 @@
+"""Steps that put samples together: batches, padded batches, windows over a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.data import columns
+from triplane.unified_ir.data.columns import Columns, Field, Ragged, Rows, Schema
+from triplane.unified_ir.data.ordering import check_count
+from triplane.unified_ir.data.step import Step, StepContext
+from triplane.unified_ir.data.table import Feed, Table
+from triplane.unified_ir.data.views import Upstream, View, mapped, rows_view
+
+MAX_BATCH: Final = 1 << 24
+MAX_WINDOW: Final = 1 << 24
+LENGTHS: Final = ".length"
+"""What follows a column's name in that of the lengths of its padded samples."""
+
+
+@dataclass(frozen=True)
+class Batched(Step):
+    """Put `size` samples together; the last batch is smaller, or left out with drop_last."""
+
+    size: int
+    drop_last: bool = False
+
+    def __post_init__(self) -> None:
+        check_count("batch: size", self.size, 1, MAX_BATCH)
+
+    def view(self, upstream: Upstream, context: StepContext) -> View:
+        """See `Step`."""
+        source = rows_view(upstream(context.epoch), "a second batch")
+        if isinstance(source, Table):
+            return _TableBatches(source, self.size, self.drop_last)
+        return _FeedBatches(source, self.size, self.drop_last)
+
+
+@dataclass(frozen=True)
+class PaddedBatch(Step):
+    """Put `size` samples together and pad those of different length to the longest of the batch.
+
+    length: pad to this size instead; longer samples are refused. fill: the padding. lengths: add
+    the true lengths of column c as column "c.length", (N,) int64.
+    """
+
+    size: int
+    length: int | None = None
+    fill: float = 0
+    lengths: bool = False
+    drop_last: bool = False
+
+    def __post_init__(self) -> None:
+        check_count("padded_batch: size", self.size, 1, MAX_BATCH)
+        if self.length is not None:
+            check_count("padded_batch: length", self.length, 1, MAX_WINDOW)
+
+    def view(self, upstream: Upstream, context: StepContext) -> View:
+        """See `Step`."""
+        batches = Batched(self.size, self.drop_last).view(upstream, context)
+        return mapped(batches, lambda batch, _: self._padded(batch), self._schema)
+
+    def _padded(self, batch: Columns) -> Columns:
+        padded: Columns = {}
+        for name, column in batch.items():
+            if not isinstance(column, Ragged):
+                padded[name] = column
+                continue
+            padded[name] = column.padded(length=self.length, fill=self.fill)
+            if self.lengths:
+                padded[name + LENGTHS] = column.lengths
+        return padded
+
+    def _schema(self, schema: Schema) -> Schema:
+        result: dict[str, Field] = {}
+        for name, field in schema.items():
+            # Without `length` the size still differs between batches, so it stays open.
+            result[name] = (
+                replace(field, shape=(self.length, *field.shape[1:])) if field.is_ragged else field
+            )
+            if field.is_ragged and self.lengths:
+                result[name + LENGTHS] = Field("int64")
+        return result
+
+
+@dataclass(frozen=True)
+class Windowed(Step):
+    """Make each sample of `size` consecutive samples, `stride` apart: (N, ...) -> (M, size, ...).
+
+    ahead: also give the same window `ahead` samples later, as the column `into`, for models that
+    predict what comes next; the source then has one column. Windows that do not fit are left out.
+    """
+
+    size: int
+    stride: int = 1
+    ahead: int = 0
+    into: str = "next"
+
+    def __post_init__(self) -> None:
+        check_count("window: size", self.size, 1, MAX_WINDOW)
+        check_count("window: stride", self.stride, 1)
+        check_count("window: ahead", self.ahead, 0, MAX_WINDOW)
+
+    def view(self, upstream: Upstream, context: StepContext) -> View:
+        """See `Step`."""
+        source = rows_view(upstream(context.epoch), "window")
+        self.schema(source.schema)
+        return (_WindowTable if isinstance(source, Table) else _WindowFeed)(source, self)
+
+    @property
+    def span(self) -> int:
+        """Number of consecutive samples that one window reads."""
+        return self.size + self.ahead
+
+    def schema(self, schema: Schema) -> Schema:
+        """Return the schema after the step."""
+        for name, field in schema.items():
+            if field.is_ragged or not field.is_number:
+                raise InvalidInput(
+                    f"window joins numbers of one shape; column {name!r} is {field}; pad it or "
+                    "look it up in a vocabulary first"
+                )
+        if self.ahead and len(schema) != 1:
+            raise InvalidInput(
+                f"window with ahead= takes one column, there are {', '.join(schema)}; select one"
+            )
+        result = {k: replace(f, shape=(self.size, *f.shape)) for k, f in schema.items()}
+        if self.ahead:
+            result[self.into] = next(iter(result.values()))
+        return result
+
+    def split(self, block: Columns, n: int) -> Columns:
+        """Return `n` windows of a block that holds their samples one behind the other."""
+        result: Columns = {}
+        for name, column in block.items():
+            assert isinstance(column, np.ndarray)
+            both = column.reshape(n, self.span, *column.shape[1:])
+            result[name] = both[:, : self.size]
+            if self.ahead:
+                result[self.into] = both[:, self.ahead :]
+        return result
+
+
+@dataclass(frozen=True, eq=False)
+class _TableBatches:
+    table: Table
+    size: int
+    drop_last: bool
+
+    @property
+    def schema(self) -> Schema:
+        """See `Batches`."""
+        return self.table.schema
+
+    def __len__(self) -> int:
+        n = len(self.table)
+        return n // self.size if self.drop_last else -(-n // self.size)
+
+    def batch(self, k: int) -> Columns:
+        """See `Batches`."""
+        return self.table.take(self.rows_of(k))
+
+    def rows_of(self, k: int) -> Rows:
+        """See `Batches`."""
+        return np.arange(k * self.size, min((k + 1) * self.size, len(self.table)))
+
+
+@dataclass(frozen=True, eq=False)
+class _FeedBatches:
+    feed: Feed
+    size: int
+    drop_last: bool
+
+    @property
+    def schema(self) -> Schema:
+        """See `BatchFeed`."""
+        return self.feed.schema
+
+    def batches(self, start: int) -> Iterator[tuple[Rows, Columns]]:
+        """See `BatchFeed`."""
+        at = start * self.size
+        for block in _exactly(self.feed.blocks(at), self.size):
+            n = columns.count(block)
+            if n == self.size or not self.drop_last:
+                yield np.arange(at, at + n), block
+            at += n
+
+
+def _exactly(blocks: Iterator[Columns], size: int) -> Iterator[Columns]:
+    """Return the same rows in blocks of `size`; the last may be smaller."""
+    held: list[Columns] = []
+    rows = 0
+    for block in blocks:
+        held.append(block)
+        rows += columns.count(block)
+        if rows < size:
+            continue
+        whole = columns.joined(held)
+        end = rows - rows % size
+        for at in range(0, end, size):
+            yield columns.part(whole, at, at + size)
+        held = [columns.part(whole, end, rows)] if rows > end else []
+        rows -= end
+    if rows:
+        yield columns.joined(held)
+
+
+@dataclass(frozen=True, eq=False)
+class _WindowTable:
+    table: Table
+    window: Windowed
+
+    @property
+    def schema(self) -> Schema:
+        """See `Table`."""
+        return self.window.schema(self.table.schema)
+
+    def __len__(self) -> int:
+        return max(0, (len(self.table) - self.window.span) // self.window.stride + 1)
+
+    def take(self, rows: Rows) -> Columns:
+        """See `Table`."""
+        span = np.arange(self.window.span)
+        numbers = (rows[:, None] * self.window.stride + span).ravel()
+        return self.window.split(self.table.take(numbers), len(rows))
+
+
+@dataclass(frozen=True, eq=False)
+class _WindowFeed:
+    feed: Feed
+    window: Windowed
+
+    @property
+    def schema(self) -> Schema:
+        """See `Feed`."""
+        return self.window.schema(self.feed.schema)
+
+    def blocks(self, start: int) -> Iterator[Columns]:
+        """See `Feed`."""
+        window = self.window
+        held: Columns = {}
+        skip = 0  # samples between two windows that do not overlap
+        for block in self.feed.blocks(start * window.stride):
+            whole = columns.joined([held, block]) if held else block
+            n = columns.count(whole)
+            if skip >= n:
+                held, skip = {}, skip - n
+                continue
+            count = max(0, (n - skip - window.span) // window.stride + 1)
+            if count:
+                numbers = skip + np.arange(count)[:, None] * window.stride + np.arange(window.span)
+                yield window.split(columns.take(whole, numbers.ravel()), count)
+            used = skip + count * window.stride
+            held = columns.part(whole, used, n) if used < n else {}
+            skip = max(0, used - n)
+
+
+def as_arrays(batch: Columns, names: tuple[str, ...]) -> tuple[Any, ...]:
+    """Return columns of a batch as arrays; InvalidInput names one that is not an array."""
+    for name in names:
+        if isinstance(batch[name], Ragged):
+            raise InvalidInput(
+                f"samples of column {name!r} differ in length; put them together with "
+                "padded_batch(size) in place of batch"
+            )
+    return tuple(batch[name] for name in names)

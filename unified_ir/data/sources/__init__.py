@@ -1,0 +1,1 @@
+"""Sources of a pipeline: each describes a file, a folder or a query, and opens it within limits."""

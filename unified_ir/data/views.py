@@ -1,0 +1,273 @@
+"""What a pipeline gives in one epoch: rows or batches, by number or in order.
+
+There are four kinds. `Table` and `Feed` (module `table`) give rows; `Batches` and `BatchFeed` give
+batches. Tables and batches are read by number, so that workers may read them in any order; feeds
+are read from a given row or batch on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.data import columns
+from triplane.unified_ir.data.columns import Column, Columns, Rows, Schema
+from triplane.unified_ir.data.table import BLOCK, Feed, Table
+
+
+@runtime_checkable
+class Batches(Protocol):
+    """Batches that are read by number; the first axis of each column counts samples."""
+
+    @property
+    def schema(self) -> Schema:
+        """What each column holds for one sample."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def batch(self, k: int) -> Columns:
+        """Return batch `k`. Called from several threads at once."""
+        ...
+
+    def rows_of(self, k: int) -> Rows:
+        """Return the numbers of its samples among the rows that were batched, (n,) int64."""
+        ...
+
+
+@runtime_checkable
+class BatchFeed(Protocol):
+    """Batches that can only be read one after the other."""
+
+    @property
+    def schema(self) -> Schema:
+        """What each column holds for one sample."""
+        ...
+
+    def batches(self, start: int) -> Iterator[tuple[Rows, Columns]]:
+        """Return all batches from number `start` on, each with the numbers of its samples."""
+        ...
+
+
+View = Table | Feed | Batches | BatchFeed
+Upstream = Callable[[int], View]
+"""The input of a step in an epoch, by the number of the epoch."""
+
+
+@dataclass(frozen=True, eq=False)
+class Reordered:
+    """Rows of a table in another order, some perhaps several times or not at all."""
+
+    table: Table
+    order: Rows
+
+    @property
+    def schema(self) -> Schema:
+        """See `Table`."""
+        return self.table.schema
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def take(self, rows: Rows) -> Columns:
+        """See `Table`."""
+        return self.table.take(self.order[rows])
+
+    def column(self, name: str) -> Column:
+        """Return a column of all rows."""
+        return columns.take({name: whole_column(self.table, name)}, self.order)[name]
+
+
+@dataclass(frozen=True, eq=False)
+class Strided:
+    """Every `stride`-th row of a table from row `start` on, `size` rows in all."""
+
+    table: Table
+    start: int
+    stride: int
+    size: int
+
+    @property
+    def schema(self) -> Schema:
+        """See `Table`."""
+        return self.table.schema
+
+    def __len__(self) -> int:
+        return self.size
+
+    def take(self, rows: Rows) -> Columns:
+        """See `Table`."""
+        return self.table.take(self.start + self.stride * rows)
+
+    def column(self, name: str) -> Column:
+        """Return a column of all rows."""
+        order = self.start + self.stride * np.arange(self.size)
+        return columns.take({name: whole_column(self.table, name)}, order)[name]
+
+
+RowFunction = Callable[[Columns, Rows], Columns]
+"""From a block and the numbers of its rows to the block after a step."""
+
+
+@dataclass(frozen=True, eq=False)
+class MappedTable:
+    """A table whose blocks go through a function. kept: columns that it leaves as they are."""
+
+    table: Table
+    function: RowFunction
+    schema_of: Callable[[Schema], Schema] | None
+    kept: Callable[[str], bool] = lambda _: False
+
+    @cached_property
+    def schema(self) -> Schema:
+        """See `Table`; of a function of the user's, what it gives for the first row."""
+        if self.schema_of is not None:
+            return self.schema_of(self.table.schema)
+        if not len(self):
+            return {}
+        return columns.schema_of(self.take(np.zeros(1, np.int64)))
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def take(self, rows: Rows) -> Columns:
+        """See `Table`."""
+        return self.function(self.table.take(rows), rows)
+
+    def column(self, name: str) -> Column:
+        """Return a column of all rows."""
+        if self.kept(name):
+            return whole_column(self.table, name)
+        return columns.joined([{name: block[name]} for block in blocks_of(self)])[name]
+
+
+@dataclass(frozen=True, eq=False)
+class MappedFeed:
+    """A feed whose blocks go through a function."""
+
+    feed: Feed
+    function: RowFunction
+    schema_of: Callable[[Schema], Schema] | None
+
+    @cached_property
+    def schema(self) -> Schema:
+        """See `Feed`."""
+        if self.schema_of is not None:
+            return self.schema_of(self.feed.schema)
+        first = next(self.blocks(0), None)
+        return {} if first is None else columns.schema_of(first)
+
+    def blocks(self, start: int) -> Iterator[Columns]:
+        """See `Feed`."""
+        for block in self.feed.blocks(start):
+            n = columns.count(block)
+            yield self.function(block, np.arange(start, start + n))
+            start += n
+
+
+@dataclass(frozen=True, eq=False)
+class MappedBatches:
+    """Batches that go through a function."""
+
+    source: Batches
+    function: RowFunction
+    schema_of: Callable[[Schema], Schema] | None
+
+    @cached_property
+    def schema(self) -> Schema:
+        """See `Batches`."""
+        if self.schema_of is not None:
+            return self.schema_of(self.source.schema)
+        return columns.schema_of(self.batch(0)) if len(self) else {}
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def batch(self, k: int) -> Columns:
+        """See `Batches`."""
+        return self.function(self.source.batch(k), self.rows_of(k))
+
+    def rows_of(self, k: int) -> Rows:
+        """See `Batches`."""
+        return self.source.rows_of(k)
+
+
+@dataclass(frozen=True, eq=False)
+class MappedBatchFeed:
+    """A feed of batches that go through a function."""
+
+    source: BatchFeed
+    function: RowFunction
+    schema_of: Callable[[Schema], Schema] | None
+
+    @cached_property
+    def schema(self) -> Schema:
+        """See `BatchFeed`."""
+        if self.schema_of is not None:
+            return self.schema_of(self.source.schema)
+        first = next(self.batches(0), None)
+        return {} if first is None else columns.schema_of(first[1])
+
+    def batches(self, start: int) -> Iterator[tuple[Rows, Columns]]:
+        """See `BatchFeed`."""
+        for rows, batch in self.source.batches(start):
+            yield rows, self.function(batch, rows)
+
+
+def mapped(
+    view: View,
+    function: RowFunction,
+    schema_of: Callable[[Schema], Schema] | None,
+    kept: Callable[[str], bool] = lambda _: False,
+) -> View:
+    """Return the view with every block, or every batch, passed through a function."""
+    if isinstance(view, Table):
+        return MappedTable(view, function, schema_of, kept)
+    if isinstance(view, Feed):
+        return MappedFeed(view, function, schema_of)
+    if isinstance(view, Batches):
+        return MappedBatches(view, function, schema_of)
+    return MappedBatchFeed(view, function, schema_of)
+
+
+def blocks_of(view: Table | Feed, start: int = 0, size: int = BLOCK) -> Iterator[Columns]:
+    """Return all rows from `start` on, in blocks."""
+    if isinstance(view, Feed):
+        yield from view.blocks(start)
+        return
+    for at in range(start, len(view), size):
+        yield view.take(np.arange(at, min(at + size, len(view))))
+
+
+def whole_column(table: Table, name: str) -> Column:
+    """Return one column of all rows, read without the others where the table can do that."""
+    if name not in table.schema:
+        raise InvalidInput(f"there is no column {name!r}; there are {', '.join(table.schema)}")
+    read = getattr(table, "column", None)
+    if read is not None:
+        column: Column = read(name)
+        return column
+    if not len(table):
+        return table.take(np.zeros(0, np.int64))[name]
+    return columns.joined([{name: block[name]} for block in blocks_of(table)])[name]
+
+
+def table_of(view: View, step: str, hint: str) -> Table:
+    """Return the view as a table; InvalidInput names the step that needs rows by number."""
+    if isinstance(view, Table):
+        return view
+    if isinstance(view, Batches | BatchFeed):
+        raise InvalidInput(f"{step} works on samples; put it before batch")
+    raise InvalidInput(f"{step} needs samples that are read by number, this source {hint}")
+
+
+def rows_view(view: View, step: str) -> Table | Feed:
+    """Return the view if it gives rows; InvalidInput names the step that stands after batch."""
+    if isinstance(view, Table | Feed):
+        return view
+    raise InvalidInput(f"{step} works on samples; put it before batch")
