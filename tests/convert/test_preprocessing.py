@@ -14,12 +14,18 @@ from tests.quantize import nets
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import TensorSpec, ops
 from triplane.unified_ir.convert import convert
-from triplane.unified_ir.convert.preprocessing import META_KEY, ONNX_FORMS, with_preprocessing
+from triplane.unified_ir.convert.preprocessing import (
+    META_KEY,
+    ONNX_FORMS,
+    with_pipeline,
+    with_preprocessing,
+)
+from triplane.unified_ir.data import arrays
 from triplane.unified_ir.data.columns import Field, schema_of
+from triplane.unified_ir.data.form import STEPS
 from triplane.unified_ir.data.randomness import RowDraws
 from triplane.unified_ir.data.step import Step
 from triplane.unified_ir.data.transforms import (
-    TRANSFORMS,
     Augmentation,
     Cast,
     CenterCrop,
@@ -174,7 +180,7 @@ def test_a_random_window_is_served_as_the_middle():
     np.testing.assert_array_equal(y, 2.0 * padded[:, :, 2:11])
 
 
-STEPS = st.one_of(
+DRAWN = st.one_of(
     st.sampled_from([Scale, Flip]).map(lambda kind: kind("image")),
     st.builds(Normalize, st.sampled_from(["image", "class", "vector"]),
               st.floats(-3, 3, width=32), st.floats(0.125, 3, width=32)),
@@ -210,7 +216,7 @@ def valid(steps):
 
 
 @settings(max_examples=60, deadline=None)
-@given(steps=st.lists(STEPS, min_size=2, max_size=9), data=st.data())
+@given(steps=st.lists(DRAWN, min_size=2, max_size=9), data=st.data())
 def test_any_pipeline_is_served_with_the_same_bits(steps, data):
     steps, block = valid(steps)
     assume(steps)
@@ -266,9 +272,43 @@ def test_a_step_of_another_kind_is_refused_at_once():
         with_preprocessing(model_of("float32", ()), "predict", [Windows()], schema, {"x": "x"})
 
 
-def test_each_row_stands_for_a_kind_of_step():
-    missing = {name for name, kind in TRANSFORMS.items() if not issubclass(kind, tuple(ONNX_FORMS))}
-    assert missing == {"pad", "tokenize"}
+def test_a_pipeline_is_served_from_the_samples_of_its_source():
+    labels = np.array(["cat", "dog", "cow"] * 3, object)
+    dataset = (
+        arrays({"image": RAW["image"], "y": labels})
+        .then(Scale("image"), Lookup("y", ("cat", "cow", "dog")), Flip("image", probability=0))
+        .where("y", "<", 2)
+        .shuffle()
+        .then(Normalize("image", 0.5, 2.0))
+        .roles("image", "y")
+        .batch(4)
+    )
+    module = model_of("float32", (3, 12, 10))
+    full = with_pipeline(module, dataset)
+    assert [p.name for p in full.inputs("predict")] == ["image"]
+    steps = json.loads(full.meta[META_KEY])
+    assert [step["step"] for step in steps] == ["Scale", "Lookup", "Normalize"]
+    (batch,) = list(dataset.opened().batches(0))[:1]
+    kept = np.flatnonzero(labels != "dog")
+    y = served(full, {"image": RAW["image"][kept]})
+    expected = served(module, {"x": batch["image"]})
+    assert len(expected) == 4
+    assert all(any((a == b).all() for b in y) for a in expected)
+
+
+def test_what_a_pipeline_computes_in_python_is_refused():
+    dataset = arrays({"x": RAW["vector"]}).map(lambda sample: sample)
+    with pytest.raises(InvalidInput, match="Map has no form in a served graph"):
+        with_pipeline(model_of("float32", (4,)), dataset)
+    function = trace(lambda a, b: a - b, TensorSpec(("N", 4)), TensorSpec(("N", 4)))
+    module = Module({"predict": function}, {"predict": "predict"})
+    with pytest.raises(InvalidInput, match="are a, b, but those of the dataset are x; name as"):
+        with_pipeline(module, dataset)
+
+
+def test_each_kind_of_step_is_served_or_refused():
+    refused = {name for name, kind in STEPS.items() if not issubclass(kind, tuple(ONNX_FORMS))}
+    assert refused == {"pad", "tokenize", "map", "window", "padded_batch"}
 
 
 @pytest.mark.parametrize(
@@ -327,7 +367,7 @@ def test_a_value_that_a_step_refuses_makes_the_call_fail(step, wrong):
 
 
 def test_the_module_tells_its_steps():
-    steps = [Scale("image"), Normalize("image", (0.5, 0.25, 1.0), 0.5)]
+    steps = [Scale("image"), Flip("image"), Normalize("image", (0.5, 0.25, 1.0), 0.5)]
     module = dataclasses.replace(
         model_of("float32", (3, 12, 10)), meta={"labels": "[]", "preprocessing": "[]"}
     )

@@ -13,6 +13,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.data import arrays, columns
 from triplane.unified_ir.data.columns import Ragged, schema_of
 from triplane.unified_ir.data.randomness import RowDraws
+from triplane.unified_ir.data.table import Table
 from triplane.unified_ir.data.transforms import TRANSFORMS, Augmentation
 
 N = 13
@@ -166,7 +167,9 @@ def test_the_docstring_says_what_is_computed(name, fields):
 @cases
 def test_a_dataset_reads_each_column_like_the_whole_sample(name, fields):
     dataset = arrays(BLOCK).then(step_of(name, fields))
-    whole = dataset.view().take(np.arange(N))
+    view = dataset.view()
+    assert isinstance(view, Table)
+    whole = view.take(np.arange(N))
     same({column: dataset.column(column) for column in dataset.schema}, whole)
 
 

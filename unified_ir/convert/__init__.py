@@ -1,6 +1,6 @@
 """From a module to what other machines run: bundles for nodes, plans for devices, and a report.
 
-`convert` writes a bundle, `export_plan` a plan; `with_preprocessing` lets a model take raw samples;
+`convert` writes a bundle, `export_plan` a plan; `with_pipeline` lets a model take raw samples;
 `line_chart` and `bar_chart` draw what they cost.
 """
 
@@ -11,6 +11,7 @@ from triplane.proto.lazy import lazy_names
 if TYPE_CHECKING:
     from triplane.unified_ir.convert.conversion import convert as convert
     from triplane.unified_ir.convert.plan import export_plan as export_plan
+    from triplane.unified_ir.convert.preprocessing import with_pipeline as with_pipeline
     from triplane.unified_ir.convert.preprocessing import with_preprocessing as with_preprocessing
     from triplane.unified_ir.convert.report import Report as Report
     from triplane.unified_ir.convert.targets import TARGETS as TARGETS

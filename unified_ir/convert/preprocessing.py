@@ -19,7 +19,7 @@ import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import ops
-from triplane.unified_ir.data import transforms
+from triplane.unified_ir.data import Dataset, functions, grouping, ordering, transforms
 from triplane.unified_ir.data.columns import Field
 from triplane.unified_ir.data.step import RowStep, Step
 from triplane.unified_ir.data.transforms.single import ColumnStep
@@ -46,6 +46,23 @@ Lazy = Callable[[], Tensor]
 Lazies = dict[str, Lazy]
 Rule = Callable[[Any, Lazies], Lazies]
 """rule(step, columns before) -> columns after."""
+
+
+def with_pipeline(module: Module, dataset: Dataset, entry: str = "predict") -> Module:
+    """Return the module with an entry that takes samples as the dataset's source holds them.
+
+    The dataset's inputs are the inputs of the entry, in their order; its steps are computed before.
+    Raises InvalidInput like `with_preprocessing`.
+    """
+    names = [p.name for p in module.inputs(entry)]
+    if len(names) != len(dataset.inputs):
+        raise InvalidInput(
+            f"the inputs of {entry!r} are {', '.join(names)}, but those of the dataset are "
+            f"{', '.join(dataset.inputs) or 'none'}; name as many columns with .roles(inputs)"
+        )
+    inputs = dict(zip(names, dataset.inputs, strict=True))
+    schema = replace(dataset, steps=()).schema
+    return with_preprocessing(module, entry, dataset.steps, schema, inputs)
 
 
 def with_preprocessing(
@@ -161,7 +178,11 @@ def _replaced(module: Module, entry: str, served: Function, steps: Sequence[Step
             f"{clash.pop()!r} is both a column of raw samples and a result of {entry!r}; call the "
             "result by another name"
         )
-    recorded = [{"step": type(step).__name__, **dataclasses.asdict(step)} for step in steps]
+    recorded = [
+        {"step": type(step).__name__, **dataclasses.asdict(step)}
+        for step in steps
+        if isinstance(step, RowStep) and _rule(step) is not _unchanged
+    ]
     # A list of what callers must do to a sample would be about inputs that no longer exist.
     meta = {key: text for key, text in module.meta.items() if key != "preprocessing"}
     return replace(
@@ -203,8 +224,8 @@ def _refused(step: Step, columns: Lazies) -> Lazies:
 def _without_form(step: Step) -> InvalidInput:
     return InvalidInput(
         f"{type(step).__name__} has no form in a served graph (these have: "
-        f"{', '.join(kind.__name__ for kind in ONNX_FORMS)}); let the caller compute it, and give "
-        "the steps after it with their schema"
+        f"{', '.join(kind.__name__ for kind in ONNX_FORMS if issubclass(kind, RowStep))}); let the "
+        "caller compute it, and give the steps after it with their schema"
     )
 
 
@@ -333,6 +354,13 @@ def _unchanged(_: Step, columns: Lazies) -> Lazies:
     return columns
 
 
+_CHOOSING: Final[tuple[type[Step], ...]] = (
+    ordering.Shuffle, ordering.Take, ordering.Skip, ordering.Pick, ordering.Repeat,
+    ordering.Sharded, ordering.Weighted, ordering.Balanced, ordering.Split,
+    grouping.Batched, functions.Filter, functions.Where, functions.Cache,
+)  # fmt: skip
+"""Steps that choose, order or keep samples, and change none."""
+
 ONNX_FORMS: Final[Mapping[type[Step], Rule]] = MappingProxyType({
     transforms.Select: _select,
     transforms.Drop: _drop,
@@ -353,5 +381,6 @@ ONNX_FORMS: Final[Mapping[type[Step], Rule]] = MappingProxyType({
     transforms.Lookup: _column(_lookup),
     transforms.RandomCrop: _column(_random_crop),
     transforms.Augmentation: _unchanged,
+    **dict.fromkeys(_CHOOSING, _unchanged),
 })  # fmt: skip
 """The form of each kind of step in a graph; the first kind that a step belongs to decides."""
