@@ -89,7 +89,7 @@ def wanted(x: Sequence[str], y: Sequence[str], keep: Sequence[str]) -> list[Colu
 
 
 @dataclass(frozen=True)
-class Preparation:
+class ColumnPreparation:
     """Steps that make inputs and targets of a source's columns; the same for all its parts.
 
     notes: what was assumed, for the user.
@@ -121,7 +121,7 @@ def preparation(
     keep: Sequence[str] = (),
     pixels: bool | None = None,
     window: int | None = None,
-) -> Preparation:
+) -> ColumnPreparation:
     """Return the steps for a source: choices of columns, pixels in 0..1, classes as integers.
 
     x, y: choices of the inputs and targets; by default the columns x and y. keep: more columns to
@@ -141,7 +141,7 @@ def preparation(
             building.pixels(name, asked=pixels)
         for name in building.targets:
             building.classes(name)
-    return Preparation(
+    return ColumnPreparation(
         tuple(building.steps),
         tuple(building.inputs),
         tuple(building.targets),
