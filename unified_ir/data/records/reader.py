@@ -65,12 +65,12 @@ class RecordSource:
     path: str
     verify: bool = True
 
-    def open(self) -> Records:
-        """Open the set; see `Records`."""
-        return Records(Path(self.path), verify=self.verify)
+    def open(self) -> RecordTable:
+        """Open the set; see `RecordTable`."""
+        return RecordTable(Path(self.path), verify=self.verify)
 
 
-class Records:
+class RecordTable:
     """An open record set, a `Table`.
 
     path: its folder. verify: compare each block with its checksum when it is first touched, once
