@@ -369,6 +369,13 @@ def test_what_is_missing_is_named(tmp_path):
     assert not (tmp_path / "lock").exists()
 
 
+def test_a_path_that_no_system_has_is_refused(tmp_path):
+    path = tmp_path / "a\0b"
+    for call in (RecordTable, RecordWriter.open, lambda p: write_records(p, [{"x": np.arange(3)}])):
+        with pytest.raises(InvalidInput, match="not a path"):
+            call(path)
+
+
 @pytest.mark.parametrize("name", ["head", "index", "shard-00000", "lock"])
 def test_links_and_pipes_are_refused(tmp_path, name):
     path = tmp_path / "a"

@@ -239,6 +239,8 @@ def _check_sizes(block_bytes: int, shard_bytes: int) -> None:
 
 
 def _check_absent(path: Path) -> None:
+    if "\0" in str(path):
+        raise InvalidInput(f"{str(path)!a} is not a path: it holds a NUL character")
     if path.exists() or path.is_symlink():
         raise Conflict(
             f"{path} exists; remove it, choose another name, or add to it with RecordWriter.open"
