@@ -8,7 +8,7 @@ scores are numbers without a name.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -23,21 +23,13 @@ class Metric:
     lower_is_better: bool
     share: bool
 
-    def is_better(self, score: float, other: float) -> bool:
-        """Return whether `score` is strictly better."""
-        return score < other if self.lower_is_better else score > other
+    def merit(self, score: float) -> float:
+        """Return a number that is larger for a better score."""
+        return -score if self.lower_is_better else score
 
     def gain(self, score: float, other: float) -> float:
         """Return by how much `score` is better than `other`; negative if it is worse."""
-        return other - score if self.lower_is_better else score - other
-
-    def best(self, scores: Iterable[float]) -> float:
-        """Return the best of at least one score."""
-        return min(scores) if self.lower_is_better else max(scores)
-
-    def worst_first(self, scores: Iterable[float]) -> list[float]:
-        """Return the scores in order, the worst first."""
-        return sorted(scores, reverse=self.lower_is_better)
+        return self.merit(score) - self.merit(other)
 
     def admits(self, score: float) -> bool:
         """Return whether a device can have this score."""
@@ -46,6 +38,12 @@ class Metric:
     def text(self, score: float) -> str:
         """Format as "93.1" percent, or "0.3122"."""
         return f"{100 * score:.1f}" if self.share else f"{score:.4g}"
+
+    def gain_text(self, mean: float, error: float) -> str:
+        """Format a gain and its error as "+1.25 ± 0.40" points of percent, or "+0.012 ± 0.003"."""
+        if self.share:
+            return f"{100 * mean:+.2f} ± {100 * error:.2f}"
+        return f"{mean:+.3g} ± {error:.2g}"
 
     def text_with_unit(self, score: float) -> str:
         """Format as "93.1%", or "0.3122"."""

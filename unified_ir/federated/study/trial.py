@@ -127,18 +127,13 @@ class Trial:
         """Return the swept rate with the best mean adapted score, the lowest rate of equals."""
         summaries = {r: self._summary(at, seen=seen) for r, at in self.sweep.items()}
         scored = [(rate, s) for rate, s in sorted(summaries.items()) if s is not None]
-        best = self.metric.best(s.after for _, s in scored) if scored else None
-        return next(((rate, s) for rate, s in scored if s.after == best), None)
+        return max(scored, key=lambda pair: self.metric.merit(pair[1].after), default=None)
 
     def _summary(
         self, scores: Iterable[DeviceScore], *, seen: bool, round_: int | None = None
     ) -> Summary | None:
         chosen = (s for s in scores if s.seen is seen and round_ in {None, s.round})
         return summary(chosen, self.metric)
-
-    def difference(self, other: Trial, *, seen: bool) -> Difference | None:
-        """Return the mean gain over another trial of the same model, paired by device."""
-        return difference(self.final(seen=seen), other.final(seen=seen), self.metric)
 
     def final(self, *, seen: bool) -> tuple[DeviceScore, ...]:
         """Return the scores after the last round, at the best rate if several were tried."""
@@ -167,4 +162,4 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _worst(values: Sequence[float], metric: Metric) -> float:
-    return _mean(metric.worst_first(values)[: max(1, len(values) // 10)])
+    return _mean(sorted(values, key=metric.merit)[: max(1, len(values) // 10)])
