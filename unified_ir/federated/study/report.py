@@ -48,7 +48,8 @@ NOTE: Final = (
 NOTE_WORDS: Final = {
     True: {"metric": "Accuracy in percent", "worst": "lowest", "difference": "difference"},
     False: {
-        "metric": "Loss (lower is better)", "worst": "highest",
+        "metric": "Loss (lower is better)",
+        "worst": "highest",
         "difference": "gain (positive where the loss is lower)",
     },
 }
@@ -101,11 +102,16 @@ def results(trials: Sequence[Trial], *, seen: bool, heading: str) -> str:
     scored = [(t, s) for t, s in pairs if s is not None]
     if not scored:
         return ""
-    tops = [max(column, key=metric.merit) for column in zip(*(_numbers(s) for _, s in scored), strict=True)]
+    tops = [
+        max(column, key=metric.merit)
+        for column in zip(*(_numbers(s) for _, s in scored), strict=True)
+    ]
     rows = []
     for trial, s in scored:
         best = trial.best_rate(seen=seen)
-        texts = [(metric.text(x), metric.text(top)) for x, top in zip(_numbers(s), tops, strict=True)]
+        texts = [
+            (metric.text(x), metric.text(top)) for x, top in zip(_numbers(s), tops, strict=True)
+        ]
         cells = [f"<b>{text}</b>" if text == best_text else text for text, best_text in texts]
         rate = "own" if best is None else f"{best[0]:g}"
         against = _against(trial, trials[0], seen=seen)
