@@ -52,7 +52,7 @@ class RunProjection:
     """A run as of its newest event.
 
     revision, at_s: number and time of that event. spreads: keyed by number of the evaluating round,
-    as text. refused: newest reason by kind. metric: of scores, which decides which devices are worst.
+    as text. refused: newest reason by kind. metric: of scores; decides which devices are worst.
     """
 
     state: RunState

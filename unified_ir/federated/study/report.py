@@ -42,8 +42,8 @@ NOTE: Final = (
     "learning nor adaptation saw. Adapted: after the inner steps on the device's own support. "
     "Where several rates of adaptation were tried, the one with the best mean stands for the "
     "algorithm. The worst tenth is the mean of the {worst} tenth of devices. Against: the mean "
-    "{difference} after adaptation, paired by device, with two standard errors; one within them may "
-    "come from which devices there are, and one run says nothing about other seeds."
+    "{difference} after adaptation, paired by device, with two standard errors; one within them "
+    "may come from which devices there are, and one run says nothing about other seeds."
 )
 NOTE_WORDS: Final = {
     True: {"metric": "Accuracy in percent", "worst": "lowest", "difference": "difference"},
