@@ -57,7 +57,7 @@ def decoded_png(data: bytes, what: str) -> Pixels:
         try:
             return decoded_by_pillow(data, what)
         except MissingExtra as error:
-            raise MissingExtra(f"{refused} Or install Pillow: {error}") from refused
+            raise MissingExtra(f"{refused}; or read it with Pillow: {error}") from refused
 
 
 def decoded_by_pillow(data: bytes, what: str) -> Pixels:
