@@ -238,7 +238,7 @@ def test_a_mapped_file_beyond_memory_is_read_in_any_order(tmp_path, monkeypatch,
     assert isinstance(table, ArrowTable)
     assert (len(table), table.schema) == (10, expected.schema)
     for rows in ([9, 0, 4, 4, 7], [3], [], list(range(10))):
-        block = table.take(np.array(rows, np.int64))
+        block: dict[str, Any] = dict(table.take(np.array(rows, np.int64)))
         for name, column in expected.take(np.array(rows, np.int64)).items():
             if isinstance(column, Ragged):
                 assert (block[name].values == column.values).all()
