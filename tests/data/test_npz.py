@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from triplane.proto.errors import Corrupt, InvalidInput, NotFound, TriplaneError
 from triplane.unified_ir import data
-from triplane.unified_ir.data import npz
 from triplane.unified_ir.files.npz import END, LOCATOR_BYTES
 
 X = np.arange(24, dtype=np.uint8).reshape(4, 3, 2)
@@ -166,9 +165,8 @@ def test_a_cut_archive_is_refused(tmp_path_factory, cut):
 
 def test_further_columns_are_read_as_they_are_stored(tmp_path):
     path = packed(tmp_path / "a.npz", writer=npy(np.array([7, 7, 8, 9], np.int32)))
-    found = npz.columns(path, ["x", "writer"])
-    assert list(found) == ["x", "writer"]
-    assert np.array_equal(found["x"], X)
-    assert found["writer"].dtype == np.int32
-    with pytest.raises(NotFound, match=r"no array 'author'; it holds writer, x, y"):
-        npz.columns(path, ["x", "author"])
+    dataset = data.load(path, keep=["writer"])
+    assert list(dataset.schema) == ["x", "y", "writer"]
+    assert dataset.column("writer").dtype == np.int32
+    with pytest.raises(NotFound, match=r"no column is called 'author'; there are writer, x, y"):
+        data.load(path, keep=["author"])

@@ -22,9 +22,16 @@ from triplane.unified_ir.data import functions, grouping, ordering
 from triplane.unified_ir.data.dataset import Dataset, of_source
 from triplane.unified_ir.data.functions import PythonFunction
 from triplane.unified_ir.data.opened import Origin
+from triplane.unified_ir.data.records import RecordSource
+from triplane.unified_ir.data.sources.arrow import ArrowSource
+from triplane.unified_ir.data.sources.csv_files import CsvSource
 from triplane.unified_ir.data.sources.digits import DigitsSource
+from triplane.unified_ir.data.sources.folder import ImageFolderSource
+from triplane.unified_ir.data.sources.idx import IdxSource
 from triplane.unified_ir.data.sources.npy import NpySource
 from triplane.unified_ir.data.sources.npz import NpzSource
+from triplane.unified_ir.data.sources.sqlite import SqliteSource
+from triplane.unified_ir.data.sources.text import TextSource
 from triplane.unified_ir.data.step import Step
 from triplane.unified_ir.data.transforms import TRANSFORMS
 from triplane.unified_ir.data.zipping import ZipSource
@@ -58,6 +65,13 @@ SOURCES: Final[Mapping[str, type[Any]]] = {
     "digits": DigitsSource,
     "npz": NpzSource,
     "npy": NpySource,
+    "csv": CsvSource,
+    "arrow": ArrowSource,
+    "sqlite": SqliteSource,
+    "text": TextSource,
+    "idx": IdxSource,
+    "images": ImageFolderSource,
+    "records": RecordSource,
 }
 STEPS: Final[Mapping[str, type[Step]]] = {**STRUCTURE, **TRANSFORMS}
 _STEP_NAMES: Final = {kind: name for name, kind in STEPS.items()}
@@ -86,7 +100,7 @@ def record_of(dataset: Dataset) -> dict[str, Any]:
 
 
 def step_text(step: Step) -> str:
-    """Return a step as it is shown to people: its name, and the fields that differ from defaults."""
+    """Return a step as people see it: its name and the fields that differ from defaults."""
     shown = [
         f"{f.name}={_short(getattr(step, f.name))}"
         for f in fields(step)
@@ -144,8 +158,8 @@ def _of_source(record: Any, known: Functions, folder: Path | None, depth: int) -
         parts = record.get("parts")
         if not isinstance(parts, list):
             raise InvalidInput("the source zip has a list of parts, each a pipeline")
-        made_of = tuple(_dataset(part, known, folder, depth + 1) for part in parts)
-        return of_source(ZipSource(made_of), ZIP)
+        zipped = tuple(_dataset(part, known, folder, depth + 1) for part in parts)
+        return of_source(ZipSource(zipped), ZIP)
     if kind not in SOURCES:
         raise InvalidInput(f"there is no source {kind!r}; there are {', '.join((*SOURCES, ZIP))}")
     values = {k: v for k, v in record.items() if k != "kind"}
