@@ -138,9 +138,7 @@ def verify(**options: Any) -> None:
     output.result(record, f"{options['data']}: {counts}, all as their checksums say")
 
 
-@command.command(
-    "profile", short_help="Time reading, step by step.", params=[*PROFILE_OPTIONS]
-)
+@command.command("profile", short_help="Time reading, step by step.", params=[*PROFILE_OPTIONS])
 @click.argument("data", metavar="DATA")
 @json_option
 def profile(**options: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Final
 from triplane.proto.errors import InvalidInput, NotFound
 from triplane.unified_ir.data.choosing import ColumnChoice, preparation, wanted
 from triplane.unified_ir.data.columns import Field
-from triplane.unified_ir.data.dataset import Dataset, of_source
+from triplane.unified_ir.data.dataset import Dataset, of_source, with_default_roles
 from triplane.unified_ir.data.form import MAX_TEXT, from_json
 from triplane.unified_ir.data.records import RecordSource, is_records
 from triplane.unified_ir.data.sources.arrow import ArrowSource
@@ -169,8 +169,10 @@ def _npz_parts(path: Path, options: ReadingOptions) -> tuple[Dataset, ...]:
         names = npz.names
     if all(key in names for key in (*TRAINING_KEYS, *HELD_OUT_KEYS)) and "x" not in names:
         return tuple(
-            of_source(NpzSource(str(path), keys), path.name).then(
-                Rename(keys[0], "x"), Rename(keys[1], "y")
+            with_default_roles(
+                of_source(NpzSource(str(path), keys), path.name).then(
+                    Rename(keys[0], "x"), Rename(keys[1], "y")
+                )
             )
             for keys in (TRAINING_KEYS, HELD_OUT_KEYS)
         )
