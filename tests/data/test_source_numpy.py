@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.tables import opened
 
 from triplane.proto.errors import Corrupt, InvalidInput, NotFound, TriplaneError
 from triplane.unified_ir.data.sources import npy
@@ -24,7 +25,7 @@ def test_arrays_of_any_type_and_rank_are_columns(tmp_path, dtype, shape, order):
     np.save(tmp_path / "a.npy", x)
     rows = np.arange(len(x))[::-2]
     for source in (NpzSource(str(tmp_path / "a.npz")), NpySource(str(tmp_path / "a.npy"))):
-        table = source.open()
+        table = opened(source)
         block = table.take(rows)["x"]
         assert len(table) == len(x)
         assert block.dtype == x.dtype.newbyteorder("=")
@@ -36,7 +37,7 @@ def test_arrays_of_any_type_and_rank_are_columns(tmp_path, dtype, shape, order):
 
 def test_columns_are_chosen_by_name(tmp_path):
     np.savez(tmp_path / "a.npz", x=np.zeros((3, 2)), y=np.arange(3), other=np.zeros(7))
-    table = NpzSource(str(tmp_path / "a.npz"), columns=("y", "x")).open()
+    table = opened(NpzSource(str(tmp_path / "a.npz"), columns=("y", "x")))
     assert list(table.schema) == ["y", "x"]
     with pytest.raises(NotFound, match=r"no column 'z'; it holds other, x, y"):
         NpzSource(str(tmp_path / "a.npz"), columns=("z",)).open()
@@ -72,7 +73,7 @@ def test_objects_are_never_unpickled(tmp_path):
 def test_a_npy_file_is_mapped(tmp_path):
     x = np.zeros((1000, 100))
     np.save(tmp_path / "a.npy", x)
-    table = NpySource(str(tmp_path / "a.npy"), name="features").open()
+    table = opened(NpySource(str(tmp_path / "a.npy"), name="features"))
     column = table.columns["features"]
     assert not column.flags.writeable
     assert not column.flags.owndata
@@ -118,7 +119,7 @@ def test_a_damaged_file_gives_an_array_or_a_named_error(stored, data, kind):
     path.write_bytes(bytes(content))
     source = NpySource(str(path)) if kind == "npy" else NpzSource(str(path))
     try:
-        table = source.open()
+        table = opened(source)
         table.take(np.arange(len(table)))
     except TriplaneError as error:
         assert "damaged" in str(error)

@@ -93,7 +93,6 @@ def test_no_images_stay_none():
         (np.zeros((1, 1, 0, 4), np.uint8), (2, 2)),
         (np.zeros((1, 1, 4, 4), np.uint8), (0, 2)),
         (np.zeros((1, 1, 4, 4), np.uint8), (2, MAX_RESIZED_SIDE + 1)),
-        (np.zeros((1, 1, 4, 4), np.uint8), (2,)),
     ],
 )
 def test_what_cannot_be_resized_is_refused(images, size):

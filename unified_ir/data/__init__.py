@@ -5,10 +5,21 @@ file, `arrays` from memory. Every reader treats its file as hostile: sizes are c
 limits before any allocation.
 """
 
+from triplane.unified_ir.data.ahead import Loading
+from triplane.unified_ir.data.by_name import digits, load, load_split
 from triplane.unified_ir.data.columns import Ragged
-from triplane.unified_ir.data.dataset import Dataset, arrays
+from triplane.unified_ir.data.dataset import Dataset, arrays, generated, zipped
 from triplane.unified_ir.data.form import from_json
-from triplane.unified_ir.data.loader import Loading
-from triplane.unified_ir.data.loading import digits, load, load_split
 
-__all__ = ["Dataset", "Loading", "Ragged", "arrays", "digits", "from_json", "load", "load_split"]
+__all__ = [
+    "Dataset",
+    "Loading",
+    "Ragged",
+    "arrays",
+    "digits",
+    "from_json",
+    "generated",
+    "load",
+    "load_split",
+    "zipped",
+]

@@ -18,8 +18,11 @@ from triplane.unified_ir.data.columns import Field, Schema
 from triplane.unified_ir.data.dataset import DEFAULT_INPUT, DEFAULT_TARGET, Dataset
 from triplane.unified_ir.data.functions import Cache
 from triplane.unified_ir.data.grouping import Windowed
+from triplane.unified_ir.data.kinds import is_feed
+from triplane.unified_ir.data.records import RecordTable
 from triplane.unified_ir.data.step import Step
-from triplane.unified_ir.data.table import ArrayTable, Feed
+from triplane.unified_ir.data.storing import facts_of
+from triplane.unified_ir.data.table import ArrayTable
 from triplane.unified_ir.data.transforms import (
     Cast,
     Concatenate,
@@ -88,7 +91,7 @@ def wanted(x: Sequence[str], y: Sequence[str], keep: Sequence[str]) -> list[Colu
 
 
 @dataclass(frozen=True)
-class Preparation:
+class ColumnPreparation:
     """Steps that make inputs and targets of a source's columns; the same for all its parts.
 
     notes: what was assumed, for the user.
@@ -120,7 +123,7 @@ def preparation(
     keep: Sequence[str] = (),
     pixels: bool | None = None,
     window: int | None = None,
-) -> Preparation:
+) -> ColumnPreparation:
     """Return the steps for a source: choices of columns, pixels in 0..1, classes as integers.
 
     x, y: choices of the inputs and targets; by default the columns x and y. keep: more columns to
@@ -131,16 +134,14 @@ def preparation(
     if not x and TOKENS in dataset.schema:
         building.text(window or WINDOW)
     else:
+        building.columns(_inputs(x, dataset), _targets(y, dataset), keep)
         if window is not None:
             building.add(Windowed(window))
-        building.columns(
-            _parsed(x, DEFAULT_INPUT, dataset), _parsed(y, DEFAULT_TARGET, dataset), keep
-        )
         for name in building.inputs:
-            building.pixels(name, pixels)
+            building.pixels(name, asked=pixels)
         for name in building.targets:
             building.classes(name)
-    return Preparation(
+    return ColumnPreparation(
         tuple(building.steps),
         tuple(building.inputs),
         tuple(building.targets),
@@ -149,17 +150,21 @@ def preparation(
     )
 
 
-def _parsed(choices: Sequence[str], default: str, dataset: Dataset) -> list[ColumnChoice]:
+def _targets(choices: Sequence[str], dataset: Dataset) -> list[ColumnChoice]:
     if choices:
         return [ColumnChoice.parse(choice) for choice in choices]
-    if default in dataset.schema:
-        return [ColumnChoice((default,))]
-    if default == DEFAULT_TARGET:
-        return []
+    return [ColumnChoice((name,)) for name in dataset.targets]
+
+
+def _inputs(choices: Sequence[str], dataset: Dataset) -> list[ColumnChoice]:
+    if choices:
+        return [ColumnChoice.parse(choice) for choice in choices]
+    if dataset.inputs:
+        return [ColumnChoice((name,)) for name in dataset.inputs]
     shown = ", ".join(list(dataset.schema)[:SHOWN])
     raise NotFound(
-        f"{dataset.origin.name} has no column {default!r}; name the columns of the model's input "
-        f"(--x on the command line), of {shown}"
+        f"{dataset.origin.name} has no column {DEFAULT_INPUT!r}; name the columns of the model's "
+        f"input (--x on the command line), of {shown}"
     )
 
 
@@ -167,13 +172,15 @@ class _Building:
     """The steps so far, and the dataset with them."""
 
     def __init__(self, dataset: Dataset) -> None:
-        self.dataset = dataset
+        self.source = self.dataset = dataset
         self.steps: list[Step] = []
         self.inputs: list[str] = []
         self.targets: list[str] = []
-        self.labels: tuple[str, ...] = dataset.labels
+        self.labels: tuple[str, ...] = ()
         self.notes: list[str] = []
-        self.tops = dict(getattr(dataset.origin.table, "pixels", {}))
+        table = dataset.origin.table
+        facts = facts_of(table) if isinstance(table, RecordTable) else table
+        self.tops = dict(getattr(facts, "pixels", {}))
 
     def add(self, step: Step) -> None:
         """Append a step."""
@@ -182,7 +189,7 @@ class _Building:
 
     def text(self, window: int) -> None:
         """Make windows of characters, and the same one character later, as numbers."""
-        if isinstance(self.dataset.view(), Feed):
+        if is_feed(self.dataset.view()):
             raise InvalidInput(
                 f"the vocabulary of {self.dataset.origin.name} is not known before it is read"
             )
@@ -203,7 +210,7 @@ class _Building:
         if every != list(schema):
             self.add(Select(tuple(every)))
         names = [
-            self._joined(choice, names, default, many)
+            self._joined(choice, names, default, many=many)
             for (choice, names), (default, many) in zip(
                 chosen,
                 [(DEFAULT_INPUT, len(x) > 1)] * len(x) + [(DEFAULT_TARGET, len(y) > 1)] * len(y),
@@ -211,8 +218,11 @@ class _Building:
             )
         ]
         self.inputs, self.targets = names[: len(x)], names[len(x) :]
+        labelled = tuple(name for _, several in chosen[len(x) :] for name in several)
+        if labelled == self.source.targets:  # the names are those of the source's own target
+            self.labels = self.source.labels
 
-    def _joined(self, choice: ColumnChoice, names: list[str], default: str, many: bool) -> str:
+    def _joined(self, choice: ColumnChoice, names: list[str], default: str, *, many: bool) -> str:
         """Join the columns of one choice; return the name of the result."""
         name = choice.name or (names[0] if len(names) == 1 else default)
         if len(names) > 1:
@@ -238,7 +248,7 @@ class _Building:
         scalars = all(not self.dataset.schema[n].shape for n in names)
         self.add(Stack(tuple(names), name) if scalars else Concatenate(tuple(names), name))
 
-    def pixels(self, name: str, asked: bool | None) -> None:
+    def pixels(self, name: str, *, asked: bool | None) -> None:
         """Scale bytes that are pixels to 0..1; images without channels get one."""
         field = self.dataset.schema[name]
         top = self.tops.get(name)
@@ -263,7 +273,7 @@ class _Building:
         """Number the classes of texts, and convert integers to int64."""
         field = self.dataset.schema[name]
         if field.dtype == "text":
-            if isinstance(self.dataset.view(), Feed):
+            if is_feed(self.dataset.view()):
                 raise InvalidInput(
                     f"the classes in {name} of {self.dataset.origin.name} are not known before it "
                     "is read; write it as records first: `triplane data convert`"

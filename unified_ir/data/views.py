@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.data import columns
 from triplane.unified_ir.data.columns import Column, Columns, Rows, Schema
-from triplane.unified_ir.data.table import BLOCK, Feed, Table
+from triplane.unified_ir.data.kinds import is_batch_feed, is_batches, is_feed, is_table
+from triplane.unified_ir.data.table import BLOCK, MAX_MEMORY_BYTES, Feed, Table
 
 
-@runtime_checkable
 class Batches(Protocol):
     """Batches that are read by number; the first axis of each column counts samples."""
 
@@ -40,7 +40,6 @@ class Batches(Protocol):
         ...
 
 
-@runtime_checkable
 class BatchFeed(Protocol):
     """Batches that can only be read one after the other."""
 
@@ -139,11 +138,9 @@ class MappedTable:
         """See `Table`."""
         return self.function(self.table.take(rows), rows)
 
-    def column(self, name: str) -> Column:
-        """Return a column of all rows."""
-        if self.kept(name):
-            return whole_column(self.table, name)
-        return columns.joined([{name: block[name]} for block in blocks_of(self)])[name]
+    def column(self, name: str) -> Column | None:
+        """Return a column of all rows if the function leaves it as it is."""
+        return whole_column(self.table, name) if self.kept(name) else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,18 +223,18 @@ def mapped(
     kept: Callable[[str], bool] = lambda _: False,
 ) -> View:
     """Return the view with every block, or every batch, passed through a function."""
-    if isinstance(view, Table):
+    if is_table(view):
         return MappedTable(view, function, schema_of, kept)
-    if isinstance(view, Feed):
+    if is_feed(view):
         return MappedFeed(view, function, schema_of)
-    if isinstance(view, Batches):
+    if is_batches(view):
         return MappedBatches(view, function, schema_of)
     return MappedBatchFeed(view, function, schema_of)
 
 
 def blocks_of(view: Table | Feed, start: int = 0, size: int = BLOCK) -> Iterator[Columns]:
     """Return all rows from `start` on, in blocks."""
-    if isinstance(view, Feed):
+    if is_feed(view):
         yield from view.blocks(start)
         return
     for at in range(start, len(view), size):
@@ -249,25 +246,35 @@ def whole_column(table: Table, name: str) -> Column:
     if name not in table.schema:
         raise InvalidInput(f"there is no column {name!r}; there are {', '.join(table.schema)}")
     read = getattr(table, "column", None)
-    if read is not None:
-        column: Column = read(name)
+    column: Column | None = None if read is None else read(name)
+    if column is not None:
         return column
     if not len(table):
         return table.take(np.zeros(0, np.int64))[name]
-    return columns.joined([{name: block[name]} for block in blocks_of(table)])[name]
+    parts, size = [], 0
+    for block in blocks_of(table):
+        # A copy, which does not keep the other columns of its block in memory.
+        parts.append(columns.take({name: block[name]}, np.arange(columns.count(block))))
+        size += columns.n_bytes(parts[-1])
+        if size > MAX_MEMORY_BYTES:
+            raise InvalidInput(
+                f"column {name!r} takes more than {MAX_MEMORY_BYTES} bytes in memory; read it in "
+                "batches"
+            )
+    return columns.joined(parts)[name]
 
 
 def table_of(view: View, step: str, hint: str) -> Table:
     """Return the view as a table; InvalidInput names the step that needs rows by number."""
-    if isinstance(view, Table):
+    if is_table(view):
         return view
-    if isinstance(view, Batches | BatchFeed):
+    if is_batches(view) or is_batch_feed(view):
         raise InvalidInput(f"{step} works on samples; put it before batch")
     raise InvalidInput(f"{step} needs samples that are read by number, this source {hint}")
 
 
 def rows_view(view: View, step: str) -> Table | Feed:
     """Return the view if it gives rows; InvalidInput names the step that stands after batch."""
-    if isinstance(view, Table | Feed):
+    if is_table(view) or is_feed(view):
         return view
     raise InvalidInput(f"{step} works on samples; put it before batch")

@@ -25,12 +25,13 @@ def resized(images: NDArray[Any], size: tuple[int, int]) -> NDArray[Any]:
     Bytes are computed in float32, then rounded, halves to even. The result for an image does not
     depend on the others. Raises InvalidInput for another type, rank or size.
     """
-    if images.ndim != 4 or images.dtype not in (np.uint8, np.float32) or 0 in images.shape[1:]:
+    known = str(images.dtype) in {"uint8", "float32"}
+    if not known or images.ndim != 4 or 0 in images.shape[1:]:
         raise InvalidInput(
             f"resize needs images (N, C, H, W) as uint8 or float32, got {images.dtype}"
             f"{images.shape}"
         )
-    if len(size) != 2 or not all(1 <= n <= MAX_RESIZED_SIDE for n in size):
+    if not all(1 <= n <= MAX_RESIZED_SIDE for n in size):
         raise InvalidInput(f"resize needs a size (H, W) of 1..{MAX_RESIZED_SIDE} each, got {size}")
     if images.shape[2:] == tuple(size):
         return images
@@ -48,7 +49,7 @@ def _along(x: NDArray[Any], axis: int, n_out: int) -> NDArray[np.float32]:
     indices, weights = _taps(x.shape[axis], n_out)
     along = (-1, 1) if axis == 2 else (-1,)
     # A sum over taps and no matrix product, whose order of additions depends on the batch.
-    total = x.take(indices[0], axis=axis) * weights[0].reshape(along)
+    total: NDArray[np.float32] = x.take(indices[0], axis=axis) * weights[0].reshape(along)
     for index, weight in zip(indices[1:], weights[1:], strict=True):
         total += x.take(index, axis=axis) * weight.reshape(along)
     return total
