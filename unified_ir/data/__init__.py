@@ -9,6 +9,16 @@ from triplane.unified_ir.data.columns import Ragged
 from triplane.unified_ir.data.dataset import Dataset, arrays
 from triplane.unified_ir.data.form import from_json
 from triplane.unified_ir.data.loader import Loading
-from triplane.unified_ir.data.loading import digits, load, load_split
+from triplane.unified_ir.data.loading import digits, load, load_both, load_split
 
-__all__ = ["Dataset", "Loading", "Ragged", "arrays", "digits", "from_json", "load", "load_split"]
+__all__ = [
+    "Dataset",
+    "Loading",
+    "Ragged",
+    "arrays",
+    "digits",
+    "from_json",
+    "load",
+    "load_both",
+    "load_split",
+]

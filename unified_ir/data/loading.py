@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from triplane.proto.errors import InvalidInput, NotFound
-from triplane.unified_ir.data.choosing import ColumnChoice, preparation, wanted
+from triplane.unified_ir.data.choosing import ColumnChoice, Preparation, preparation, wanted
 from triplane.unified_ir.data.columns import Field
 from triplane.unified_ir.data.dataset import Dataset, of_source
 from triplane.unified_ir.data.form import from_json
@@ -52,28 +52,56 @@ def load(
     or more are, and the dataset's `notes` say so. window: characters of a sample of text. Raises
     NotFound, InvalidInput (a kind or size that is not supported) or Corrupt.
     """
-    parts = _parts(source, wanted(x, y, keep))
-    if _is_pipeline(source):
-        return parts[0]
-    return preparation(parts[0], x, y, keep=keep, pixels=pixels, window=window).of(parts[0])
+    choice = {"x": x, "y": y, "keep": keep, "pixels": pixels, "window": window}
+    first = _parts(source, _wanted(choice))[0]
+    return _prepared(source, first, choice).of(first)
 
 
 def load_split(
-    source: str | Path, *, fraction: float = 0.2, seed: int = 0, **choice: Any
+    source: str | Path, *, fraction: float = 0.2, seed: int = 0, group: str = "", **choice: Any
 ) -> tuple[Dataset, Dataset]:
     """Return (train, held out): the two parts of the source, else `fraction` of it split off.
 
     Sources with two parts: MNIST's `train-*` and `t10k-*` files in one folder, an .npz with keys
-    x_train ... y_test, or a folder that contains `train` and `test`. choice: as `load` takes it.
+    x_train ... y_test, or a folder that contains `train` and `test`. group: a column whose values,
+    such as persons, are held out whole. choice: as `load` takes it.
     """
-    parts = _parts(source, wanted(*(choice.get(key, ()) for key in ("x", "y", "keep"))))
-    if _is_pipeline(source):
-        return parts[0].split(fraction, seed=seed)
+    if group and not _is_pipeline(source):
+        choice["keep"] = (*choice.get("keep", ()), group)
+    parts = _parts(source, _wanted(choice))
     # Of the training part alone: classes that only the held-out part has must be refused.
-    prepared = preparation(parts[0], **choice)
-    if len(parts) == 2:
-        return prepared.of(parts[0]), prepared.of(parts[1])
-    return prepared.of(parts[0]).split(fraction, seed=seed)
+    prepared = _prepared(source, parts[0], choice)
+    if len(parts) == 1:
+        return prepared.of(parts[0]).split(fraction, seed=seed, group=group or None)
+    if group:
+        raise InvalidInput(f"{source} has a held-out part of its own, so no {group!r} is held out")
+    return prepared.of(parts[0]), prepared.of(parts[1])
+
+
+def load_both(source: str | Path, held_out: str | Path, **choice: Any) -> tuple[Dataset, Dataset]:
+    """Return the datasets of a source and of another that holds samples of the same kind.
+
+    choice: as `load` takes it, for both. Texts in both have the numbers that `source` gives them.
+    InvalidInput: the classes of the two differ.
+    """
+    train, other = (_parts(path, _wanted(choice))[0] for path in (source, held_out))
+    prepared = _prepared(source, train, choice)
+    return prepared.of(train), _prepared(held_out, other, choice).numbered_as(prepared).of(other)
+
+
+def _prepared(source: str | Path, dataset: Dataset, choice: Mapping[str, Any]) -> Preparation:
+    if not _is_pipeline(source):
+        return preparation(dataset, **choice)
+    if stated := [name for name, value in choice.items() if value not in (None, (), [])]:
+        raise InvalidInput(
+            f"{source} is a pipeline, whose steps and roles are in the file; leave out "
+            f"{', '.join(stated)}"
+        )
+    return Preparation((), dataset.inputs, dataset.targets, dataset.labels, dataset.notes)
+
+
+def _wanted(choice: Mapping[str, Any]) -> list[ColumnChoice]:
+    return wanted(*(choice.get(key, ()) for key in ("x", "y", "keep")))
 
 
 def _is_pipeline(source: str | Path) -> bool:
