@@ -10,6 +10,7 @@ BENCHES := run serving rounds
 SUITE_crash := tests/faults/test_crashes.py
 SUITE_rounds := tests/faults/test_rounds_long.py
 SUITE_signals := tests/faults/test_signals.py
+SUITE_records := tests/data/test_records_append.py
 SUITE_import := tests/onnx/test_exports.py
 SUITE_mutation := tests/mutation/test_search.py
 
@@ -35,7 +36,7 @@ quick: venv ## lint, types, imports and a sample of the fast tests, about a minu
 	@$(MAKE) --no-print-directory lint imports types
 	@TRIPLANE_SAMPLED=1 $(BIN)/python -m pytest -q -n 2 -m 'not deep and not long and not slow' $(ARGS)
 
-deep: venv ## the long searches, minutes each; SUITE=crash, rounds, signals, import or mutation writes docs/evidence/
+deep: venv ## the long searches, minutes each; SUITE=crash, rounds, signals, records, import or mutation writes docs/evidence/
 	@HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -o faulthandler_timeout=20000 -m 'deep or hypothesis' $(SUITE_$(SUITE)) $(ARGS)
 
 lint: venv ## ruff: rules and format

@@ -18,7 +18,7 @@ from triplane.cloud.demo.question import Question
 from triplane.cloud.demo.rolling import TARGET, roll_out
 from triplane.cloud.demo.stage import DemoStage
 from triplane.unified_ir import nn, optim, train
-from triplane.unified_ir.data.dataset import Dataset
+from triplane.unified_ir.data.dataset import Dataset, arrays
 from triplane.unified_ir.federated.core.learn import Shard
 from triplane.unified_ir.federated.study import RoundRow, Trial, picture
 from triplane.unified_ir.ops.check import load
@@ -72,7 +72,7 @@ def learn(stage: DemoStage, fleet: DemoFleet) -> bool:
 def _all(stage: DemoStage) -> Dataset:
     parts = (stage.train, stage.held_out)
     x, y = (np.concatenate([getattr(part, name) for part in parts]) for name in ("x", "y"))
-    return Dataset(x, y, stage.train.labels)
+    return arrays(x, y, labels=stage.train.labels)
 
 
 def _homes(names: list[str]) -> list[tuple[str, str]]:

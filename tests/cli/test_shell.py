@@ -256,6 +256,7 @@ def test_every_extra_that_a_tier_names_is_declared():
     declared = set(metadata("triplane").get_all("Provides-Extra") or ())
     extras = {extra for tier in registered_tiers() for extra in tier.extras.values()}
     assert {"cloud", "device", "edge"} <= extras <= declared
+    assert {"images", "arrow"} <= declared  # named by sources of datasets
 
 
 def test_tiers_rank_verbs_that_exist_and_each_rank_once():

@@ -16,7 +16,7 @@ from triplane.unified_ir.data.sources import lines, text
 from triplane.unified_ir.data.sources.text import TextFeed, TextSource
 
 POEM = "Über allen Gipfeln\nist Ruh',\r\n\n  In allen 🌲🌲\tWipfeln"
-UNITS = {
+UNITS: dict[str, list[Any]] = {
     "characters": list(map(ord, POEM)),
     "words": POEM.split(),
     "lines": POEM.replace("\r\n", "\n").split("\n"),

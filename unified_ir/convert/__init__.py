@@ -1,6 +1,7 @@
 """From a module to what other machines run: bundles for nodes, plans for devices, and a report.
 
-`convert` writes a bundle, `export_plan` a plan; `line_chart` and `bar_chart` draw what they cost.
+`convert` writes a bundle, `export_plan` a plan; `with_pipeline` lets a model take raw samples;
+`line_chart` and `bar_chart` draw what they cost.
 """
 
 from typing import TYPE_CHECKING
@@ -10,6 +11,8 @@ from triplane.proto.lazy import lazy_names
 if TYPE_CHECKING:
     from triplane.unified_ir.convert.conversion import convert as convert
     from triplane.unified_ir.convert.plan import export_plan as export_plan
+    from triplane.unified_ir.convert.preprocessing import with_pipeline as with_pipeline
+    from triplane.unified_ir.convert.preprocessing import with_preprocessing as with_preprocessing
     from triplane.unified_ir.convert.report import Report as Report
     from triplane.unified_ir.convert.targets import TARGETS as TARGETS
     from triplane.unified_ir.convert.targets import Target as Target

@@ -18,8 +18,9 @@ from triplane.unified_ir.data.columns import Field, Schema
 from triplane.unified_ir.data.dataset import DEFAULT_INPUT, DEFAULT_TARGET, Dataset
 from triplane.unified_ir.data.functions import Cache
 from triplane.unified_ir.data.grouping import Windowed
+from triplane.unified_ir.data.kinds import is_feed
 from triplane.unified_ir.data.step import Step
-from triplane.unified_ir.data.table import ArrayTable, Feed
+from triplane.unified_ir.data.table import ArrayTable
 from triplane.unified_ir.data.transforms import (
     Cast,
     Concatenate,
@@ -162,7 +163,7 @@ def preparation(
             _parsed(x, DEFAULT_INPUT, dataset), _parsed(y, DEFAULT_TARGET, dataset), keep
         )
         for name in building.inputs:
-            building.pixels(name, pixels)
+            building.pixels(name, asked=pixels)
         for name in building.targets:
             building.classes(name)
     return Preparation(
@@ -207,7 +208,7 @@ class _Building:
 
     def text(self, window: int) -> None:
         """Make windows of characters, and the same one character later, as numbers."""
-        if isinstance(self.dataset.view(), Feed):
+        if is_feed(self.dataset.view()):
             raise InvalidInput(
                 f"the vocabulary of {self.dataset.origin.name} is not known before it is read"
             )
@@ -228,7 +229,7 @@ class _Building:
         if every != list(schema):
             self.add(Select(tuple(every)))
         names = [
-            self._joined(choice, names, default, many)
+            self._joined(choice, names, default, many=many)
             for (choice, names), (default, many) in zip(
                 chosen,
                 [(DEFAULT_INPUT, len(x) > 1)] * len(x) + [(DEFAULT_TARGET, len(y) > 1)] * len(y),
@@ -237,7 +238,7 @@ class _Building:
         ]
         self.inputs, self.targets = names[: len(x)], names[len(x) :]
 
-    def _joined(self, choice: ColumnChoice, names: list[str], default: str, many: bool) -> str:
+    def _joined(self, choice: ColumnChoice, names: list[str], default: str, *, many: bool) -> str:
         """Join the columns of one choice; return the name of the result."""
         name = choice.name or (names[0] if len(names) == 1 else default)
         if len(names) > 1:
@@ -263,7 +264,7 @@ class _Building:
         scalars = all(not self.dataset.schema[n].shape for n in names)
         self.add(Stack(tuple(names), name) if scalars else Concatenate(tuple(names), name))
 
-    def pixels(self, name: str, asked: bool | None) -> None:
+    def pixels(self, name: str, *, asked: bool | None) -> None:
         """Scale bytes that are pixels to 0..1; images without channels get one."""
         field = self.dataset.schema[name]
         top = self.tops.get(name)
@@ -288,7 +289,7 @@ class _Building:
         """Number the classes of texts, and convert integers to int64."""
         field = self.dataset.schema[name]
         if field.dtype == "text":
-            if isinstance(self.dataset.view(), Feed):
+            if is_feed(self.dataset.view()):
                 raise InvalidInput(
                     f"the classes in {name} of {self.dataset.origin.name} are not known before it "
                     "is read; write it as records first: `triplane data convert`"

@@ -21,11 +21,12 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.data import columns, functions, grouping, ordering
 from triplane.unified_ir.data.columns import Array, Column, Columns, Schema
 from triplane.unified_ir.data.grouping import as_arrays
+from triplane.unified_ir.data.kinds import is_batches, is_feed, is_table
 from triplane.unified_ir.data.loader import Loading
 from triplane.unified_ir.data.opened import Opened, Origin
 from triplane.unified_ir.data.step import Memo, Step, keeps
-from triplane.unified_ir.data.table import ArrayTable, Feed, Source, Table
-from triplane.unified_ir.data.views import Batches, View, blocks_of, whole_column
+from triplane.unified_ir.data.table import ArrayTable, Source
+from triplane.unified_ir.data.views import View, blocks_of, whole_column
 from triplane.unified_ir.files.samples import MAX_CLASSES, check_finite
 
 if TYPE_CHECKING:
@@ -75,9 +76,9 @@ class Dataset:
     def samples(self) -> int | None:
         """Number of samples in an epoch; None if that is not known before they are read."""
         view = self.view()
-        if isinstance(view, Table):
+        if is_table(view):
             return len(view)
-        if isinstance(view, Batches):
+        if is_batches(view):
             n = len(view)
             return (n - 1) * len(view.rows_of(0)) + len(view.rows_of(n - 1)) if n else 0
         return None
@@ -107,9 +108,8 @@ class Dataset:
         lines += [f"  then {step_text(step)}" for step in self.steps]
         if self.labels:
             shown = ", ".join(self.labels[:SHOWN_COLUMNS])
-            lines.append(
-                f"  {len(self.labels)} classes: {shown}{', ...' if len(self.labels) > SHOWN_COLUMNS else ''}"
-            )
+            more = ", ..." if len(self.labels) > SHOWN_COLUMNS else ""
+            lines.append(f"  {len(self.labels)} classes: {shown}{more}")
         return "\n".join(lines)
 
     # Roles
@@ -135,8 +135,14 @@ class Dataset:
     # Steps
 
     def then(self, *steps: Step) -> Dataset:
-        """Return the dataset with more steps, such as those of `transforms`."""
-        return replace(self, steps=(*self.steps, *steps))
+        """Return the dataset with more steps, such as those of `transforms`.
+
+        Inputs and targets follow columns that a step renames, and end with columns that it drops.
+        """
+        roles = [self.inputs, self.targets]
+        for step in steps:
+            roles = [tuple(name for n in names for name in step.names_after(n)) for names in roles]
+        return replace(self, steps=(*self.steps, *steps), inputs=roles[0], targets=roles[1])
 
     def map(self, function: Callable[..., Any], *, random: bool = False) -> Dataset:
         """Pass each sample, or after `batch` each batch, through a Python function: dict to dict.
@@ -150,7 +156,7 @@ class Dataset:
         return self.then(functions.Filter(functions.PythonFunction(function)))
 
     def where(self, column: str, comparison: str, value: float | str) -> Dataset:
-        """Keep the samples whose number or text in `column` compares so, as in ("age", ">=", 18)."""
+        """Keep samples by the number or text in a column, as in ("age", ">=", 18)."""
         return self.then(functions.Where(column, comparison, value))
 
     def shuffle(self, buffer: int | None = None, *, seed: int | None = None) -> Dataset:
@@ -205,7 +211,7 @@ class Dataset:
         return self.then(ordering.Weighted(column, count))
 
     def balanced(self, column: str | None = None, count: int | None = None) -> Dataset:
-        """Draw samples with replacement, each class of `column` (by default the target) as often."""
+        """Draw samples with replacement, each class of a column (the target) equally often."""
         return self.then(ordering.Balanced(column or self._target("balanced"), count))
 
     def cache(self) -> Dataset:
@@ -240,7 +246,7 @@ class Dataset:
     # Reading
 
     def load_with(self, workers: int, *, prefetch: int = 2, processes: bool = False) -> Dataset:
-        """Read batches ahead in training, in `workers` threads or child processes; see `Loading`."""
+        """Read batches ahead in training, by threads or child processes; see `Loading`."""
         return replace(self, loading=Loading(workers, prefetch, processes))
 
     def opened(self, seed: int = 0) -> Opened:
@@ -254,7 +260,7 @@ class Dataset:
     def __iter__(self) -> Iterator[Any]:
         """Return the samples of epoch 0, each a dict; of a batched dataset its batches."""
         view = self.view()
-        if isinstance(view, Table | Feed):
+        if is_table(view) or is_feed(view):
             for block in blocks_of(view):
                 for k in range(columns.count(block)):
                     yield columns.sample(block, k)
@@ -269,7 +275,7 @@ class Dataset:
         if self.is_batched:
             return self
         shuffled = self
-        if not self.is_ordered and isinstance(self.view(), Table):
+        if not self.is_ordered and is_table(self.view()):
             shuffled = self.shuffle()
         return shuffled.batch(size)
 
@@ -306,7 +312,7 @@ class Dataset:
     def column(self, name: str) -> Column:
         """Return one column of all samples, in memory; read-only."""
         view = self.view()
-        if not isinstance(view, Table):
+        if not is_table(view):
             raise InvalidInput(f"{self.origin.name} is read in order; its columns are not at hand")
 
         def read() -> Column:
@@ -372,7 +378,7 @@ class Dataset:
 
 
 def arrays(
-    x: Array | Mapping[str, Column],
+    x: Column | Mapping[str, Column],
     y: Array | None = None,
     *,
     labels: Sequence[str] = (),

@@ -86,7 +86,7 @@ def record_of(dataset: Dataset) -> dict[str, Any]:
 
 
 def step_text(step: Step) -> str:
-    """Return a step as it is shown to people: its name, and the fields that differ from defaults."""
+    """Return a step as people see it: its name and the fields that differ from defaults."""
     shown = [
         f"{f.name}={_short(getattr(step, f.name))}"
         for f in fields(step)
@@ -144,8 +144,8 @@ def _of_source(record: Any, known: Functions, folder: Path | None, depth: int) -
         parts = record.get("parts")
         if not isinstance(parts, list):
             raise InvalidInput("the source zip has a list of parts, each a pipeline")
-        made_of = tuple(_dataset(part, known, folder, depth + 1) for part in parts)
-        return of_source(ZipSource(made_of), ZIP)
+        zipped = tuple(_dataset(part, known, folder, depth + 1) for part in parts)
+        return of_source(ZipSource(zipped), ZIP)
     if kind not in SOURCES:
         raise InvalidInput(f"there is no source {kind!r}; there are {', '.join((*SOURCES, ZIP))}")
     values = {k: v for k, v in record.items() if k != "kind"}

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.data import columns
 from triplane.unified_ir.data.columns import Columns, Rows, Schema
+from triplane.unified_ir.data.kinds import is_feed, is_table
 from triplane.unified_ir.data.step import Step, StepContext
 from triplane.unified_ir.data.table import MAX_MEMORY_BYTES, ArrayTable, Feed, Table
 from triplane.unified_ir.data.views import (
@@ -69,7 +70,7 @@ class Map(Step):
     def view(self, upstream: Upstream, context: StepContext) -> View:
         """See `Step`."""
         source = upstream(context.epoch)
-        if isinstance(source, Table | Feed):
+        if is_table(source) or is_feed(source):
             return mapped(source, lambda block, rows: self._rows(block, rows, context), None)
         return mapped(source, lambda batch, rows: self._batch(batch, rows, context), None)
 
@@ -222,7 +223,7 @@ def filtered(
 ) -> View:
     """Return the rows for which `mask` of their block is true."""
     source = rows_view(upstream(context.epoch), step)
-    if isinstance(source, Feed):
+    if is_feed(source):
         return _FilteredFeed(source, mask)
     key = (step, context.key)
 

@@ -11,6 +11,7 @@ import numpy as np
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.data import columns
 from triplane.unified_ir.data.columns import Columns, Field, Ragged, Rows, Schema
+from triplane.unified_ir.data.kinds import is_table
 from triplane.unified_ir.data.ordering import check_count
 from triplane.unified_ir.data.step import Step, StepContext
 from triplane.unified_ir.data.table import Feed, Table
@@ -35,7 +36,7 @@ class Batched(Step):
     def view(self, upstream: Upstream, context: StepContext) -> View:
         """See `Step`."""
         source = rows_view(upstream(context.epoch), "a second batch")
-        if isinstance(source, Table):
+        if is_table(source):
             return _TableBatches(source, self.size, self.drop_last)
         return _FeedBatches(source, self.size, self.drop_last)
 
@@ -109,7 +110,9 @@ class Windowed(Step):
         """See `Step`."""
         source = rows_view(upstream(context.epoch), "window")
         self.schema(source.schema)
-        return (_WindowTable if isinstance(source, Table) else _WindowFeed)(source, self)
+        if is_table(source):
+            return _WindowTable(source, self)
+        return _WindowFeed(source, self)
 
     @property
     def span(self) -> int:

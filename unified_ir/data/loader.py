@@ -8,18 +8,19 @@ are held (back pressure); when the caller stops, or Ctrl-C ends it, the workers 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from queue import Full, Queue
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any, Final
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.data.columns import Columns
-from triplane.unified_ir.data.views import Batches, BatchFeed
+from triplane.unified_ir.data.kinds import is_batch_feed, is_batches
 
 MAX_WORKERS: Final = 256
 MAX_PREFETCH: Final = 1024
@@ -50,7 +51,7 @@ class Loading:
             ("workers", self.workers, 0, MAX_WORKERS),
             ("prefetch", self.prefetch, 1, MAX_PREFETCH),
         ):
-            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            if type(value) is not int or not low <= value <= high:
                 raise InvalidInput(f"{what} must be a whole number in {low}..{high}, got {value!r}")
         if self.processes and not self.workers:
             raise InvalidInput("processes=True needs workers=N, the number of processes")
@@ -70,23 +71,23 @@ class Loader:
 
             self._children = ChildPool(dataset, seed, loading.workers)
 
-    def batches(self, epoch: int, start: int = 0) -> Iterator[Columns]:
+    def batches(self, epoch: int, start: int = 0) -> Generator[Columns]:
         """Return the batches of an epoch from number `start` on.
 
         The iterator must be closed, or read to its end, for its threads to end.
         """
         view = self._opened.view(epoch)
         loading = self._loading
-        if isinstance(view, Batches) and loading.workers:
+        if is_batches(view) and loading.workers:
             read, numbers = view.batch, range(start, len(view))
             if self._children is not None:
                 read = partial(self._children.batch, epoch)
             return _by_number(read, numbers, loading)
         batches = self._opened.batches(epoch, start)
-        if isinstance(view, BatchFeed) and loading.workers:
+        if is_batch_feed(view) and loading.workers:
             # What can only be read in order is read by one thread.
             return _in_order(batches, loading.workers * loading.prefetch)
-        return batches
+        return (batch for batch in batches)
 
     def close(self) -> None:
         """End the child processes, if there are any."""
@@ -96,22 +97,20 @@ class Loader:
 
 def _by_number(
     read: Callable[[int], Columns], numbers: range, loading: Loading
-) -> Iterator[Columns]:
+) -> Generator[Columns]:
     waiting: deque[Future[Columns]] = deque()
     with _pool(loading.workers) as pool:
         left = iter(numbers)
-        for _, k in zip(range(loading.workers * loading.prefetch), left, strict=False):
-            waiting.append(pool.submit(read, k))
+        ahead = islice(left, loading.workers * loading.prefetch)
+        waiting.extend(pool.submit(read, k) for k in ahead)
         while waiting:
             batch = waiting.popleft().result()
-            k = next(left, None)
-            if k is not None:
-                waiting.append(pool.submit(read, k))
+            waiting.extend(pool.submit(read, k) for k in islice(left, 1))
             yield batch
 
 
 @contextmanager
-def _pool(workers: int) -> Iterator[ThreadPoolExecutor]:
+def _pool(workers: int) -> Generator[ThreadPoolExecutor]:
     pool = ThreadPoolExecutor(workers, thread_name_prefix="triplane-data")
     try:
         yield pool
@@ -120,7 +119,7 @@ def _pool(workers: int) -> Iterator[ThreadPoolExecutor]:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _in_order(batches: Iterator[Columns], ahead: int) -> Iterator[Columns]:
+def _in_order(batches: Iterator[Columns], ahead: int) -> Generator[Columns]:
     queue: Queue[Any] = Queue(ahead)
     stopped = Event()
 

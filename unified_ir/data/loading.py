@@ -147,11 +147,11 @@ def _renamed(dataset: Dataset, keys: tuple[str, str]) -> Dataset:
     return dataset.then(Rename(keys[0], "x")).then(Rename(keys[1], "y"))
 
 
-def _npy_parts(path: Path, choices: Sequence[ColumnChoice]) -> tuple[Dataset, ...]:
+def _npy_parts(path: Path, _: Sequence[ColumnChoice]) -> tuple[Dataset, ...]:
     return (of_source(NpySource(str(path)), path.name),)
 
 
-def _pipeline_parts(path: Path, choices: Sequence[ColumnChoice]) -> tuple[Dataset, ...]:
+def _pipeline_parts(path: Path, _: Sequence[ColumnChoice]) -> tuple[Dataset, ...]:
     return (from_json(path.read_text(), folder=path.parent),)
 
 

@@ -10,9 +10,10 @@ from typing import Any, Final
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.data.columns import Columns
+from triplane.unified_ir.data.kinds import is_batch_feed, is_batches
 from triplane.unified_ir.data.step import Memo, Step, StepContext
 from triplane.unified_ir.data.table import Feed, Source, Table
-from triplane.unified_ir.data.views import Batches, BatchFeed, View
+from triplane.unified_ir.data.views import View
 
 KEPT_VIEWS: Final = 64
 """Views that are kept: those of all steps for the epochs in use."""
@@ -60,9 +61,9 @@ class Opened:
     def batches(self, epoch: int, start: int = 0) -> Iterator[Columns]:
         """Return the batches of an epoch from number `start` on, read in the calling thread."""
         view = self.view(epoch)
-        if isinstance(view, Batches):
+        if is_batches(view):
             return (view.batch(k) for k in range(start, len(view)))
-        if isinstance(view, BatchFeed):
+        if is_batch_feed(view):
             return (batch for _, batch in view.batches(start))
         raise InvalidInput("the dataset gives samples, not batches; add .batch(size)")
 

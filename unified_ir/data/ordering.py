@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.data import columns
 from triplane.unified_ir.data.columns import Columns, Rows, Schema
+from triplane.unified_ir.data.kinds import is_feed, is_table
 from triplane.unified_ir.data.randomness import permutation, words
 from triplane.unified_ir.data.step import Step, StepContext
 from triplane.unified_ir.data.table import BLOCK, Feed, Table
@@ -58,7 +59,7 @@ class Shuffle(Step):
         """See `Step`."""
         source = rows_view(upstream(context.epoch), "shuffle")
         seed = context.seed if self.seed is None else self.seed
-        if isinstance(source, Table):
+        if is_table(source):
             return Reordered(source, permutation(len(source), seed, context.epoch))
         if self.buffer is None:
             raise InvalidInput(
@@ -88,10 +89,9 @@ class _Buffered:
         draw = np.random.Philox(key=key)
         pool: list[dict[str, Any]] = []
         out: list[dict[str, Any]] = []
-        number = 0
-        for one in _shuffled(_samples(self.feed), pool, self.size, draw):
-            number += 1
-            if number > start:
+        shuffled = _shuffled(_samples(self.feed), pool, self.size, draw)
+        for number, one in enumerate(shuffled):
+            if number >= start:
                 out.append(one)
             if len(out) == BLOCK:
                 yield columns.stacked(out)
@@ -137,7 +137,7 @@ class Take(Step):
     def view(self, upstream: Upstream, context: StepContext) -> View:
         """See `Step`."""
         source = rows_view(upstream(context.epoch), "take")
-        if isinstance(source, Table):
+        if is_table(source):
             return Strided(source, 0, 1, min(self.count, len(source)))
         return _Limited(source, 0, self.count)
 
@@ -154,7 +154,7 @@ class Skip(Step):
     def view(self, upstream: Upstream, context: StepContext) -> View:
         """See `Step`."""
         source = rows_view(upstream(context.epoch), "skip")
-        if isinstance(source, Table):
+        if is_table(source):
             start = min(self.count, len(source))
             return Strided(source, start, 1, len(source) - start)
         return _Limited(source, self.count, None)
@@ -193,8 +193,8 @@ class Pick(Step):
     rows: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if not all(isinstance(k, int) and k >= 0 for k in self.rows):
-            raise InvalidInput("pick takes whole numbers >= 0, the numbers of samples")
+        if min(self.rows, default=0) < 0:
+            raise InvalidInput(f"pick takes the numbers of samples, from 0, got {min(self.rows)}")
 
     def view(self, upstream: Upstream, context: StepContext) -> View:
         """See `Step`."""
@@ -218,7 +218,7 @@ class Repeat(Step):
         """See `Step`."""
         first = context.epoch * self.times
         source = rows_view(upstream(first), "repeat")
-        if isinstance(source, Table):
+        if is_table(source):
             return _RepeatedTable(source, upstream, first, self.times)
         return _RepeatedFeed(source, upstream, first, self.times)
 
@@ -245,7 +245,7 @@ class _RepeatedTable:
         parts = []
         for number in numbers:
             table = self.upstream(self.first + int(number))
-            assert isinstance(table, Table)
+            assert is_table(table)
             parts.append(table.take(within[rounds == number]))
         if len(parts) == 1:
             return parts[0]
@@ -272,7 +272,7 @@ class _RepeatedFeed:
         left = start
         for number in range(self.times):
             feed = self.upstream(self.first + number)
-            assert isinstance(feed, Feed)
+            assert is_feed(feed)
             for block in feed.blocks(0):
                 n = columns.count(block)
                 if n > left:
@@ -362,7 +362,7 @@ class Balanced(Step):
 
 @dataclass(frozen=True)
 class Split(Step):
-    """Hold out `fraction` of the samples, chosen by `seed`; keep them, or with held_out=False the rest.
+    """Hold out `fraction` of the samples by `seed`; keep them, or with held_out=False the rest.
 
     column: a whole number for each sample; each of its values contributes its share of
     ceil(fraction * N). group: a text or whole number for each sample; groups are held out whole,
@@ -467,7 +467,7 @@ def _numbers(source: Table, name: str, step: str) -> NDArray[Any]:
 
 def check_count(what: str, value: int, least: int, most: int | None = None) -> None:
     """Refuse anything but a whole number in the range; the field may come from a JSON file."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if type(value) is not int or value < least:
         raise InvalidInput(f"{what} must be a whole number >= {least}, got {value!r}")
     if most is not None and value > most:
         raise InvalidInput(f"{what} must be at most {most}, got {value}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.data import columns
 from triplane.unified_ir.data.columns import Columns, Rows
-from triplane.unified_ir.data.views import Batches, BatchFeed, Feed, Table, View
+from triplane.unified_ir.data.kinds import is_batches, is_feed, is_table
+from triplane.unified_ir.data.views import View
 
 if TYPE_CHECKING:
     from triplane.unified_ir.data.dataset import Dataset
@@ -43,14 +44,12 @@ class DataProfile:
         """Return a table, a line for each step."""
         total = sum(s.seconds for s in self.steps) or 1.0
         width = max(len(s.step) for s in self.steps)
-        lines = [
-            f"{self.samples:,} samples in {self.batches} batches: {self.seconds:.3f} s, "
-            f"{self.samples / max(self.seconds, 1e-9):,.0f} samples/s in one thread"
-        ]
-        lines += [
-            f"  {s.step:{width}}  {100 * s.seconds / total:5.1f} %  {s.us_per_sample:9.2f} us/sample"
-            for s in self.steps
-        ]
+        rate = self.samples / max(self.seconds, 1e-9)
+        head = f"{self.samples:,} samples in {self.batches} batches: {self.seconds:.3f} s, "
+        lines = [f"{head}{rate:,.0f} samples/s in one thread"]
+        for s in self.steps:
+            share, us = 100 * s.seconds / total, s.us_per_sample
+            lines.append(f"  {s.step:{width}}  {share:5.1f} %  {us:9.2f} us/sample")
         return "\n".join(lines)
 
     def record(self) -> dict[str, Any]:
@@ -161,11 +160,8 @@ def profile(dataset: Dataset, batches: int, size: int) -> DataProfile:
 
 
 def _timed(view: View, number: int, clock: _Clock) -> View:
-    kinds: tuple[tuple[type[Any], Callable[..., Any]], ...] = (
-        (Table, _TimedTable),
-        (Feed, _TimedFeed),
-        (Batches, _TimedBatches),
-        (BatchFeed, _TimedBatchFeed),
-    )
-    timed: View = next(make for kind, make in kinds if isinstance(view, kind))(view, number, clock)
-    return timed
+    if is_table(view):
+        return _TimedTable(view, number, clock)
+    if is_feed(view):
+        return _TimedFeed(view, number, clock)
+    return (_TimedBatches if is_batches(view) else _TimedBatchFeed)(view, number, clock)

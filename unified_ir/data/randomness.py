@@ -63,7 +63,7 @@ class RowDraws:
 
     def uniform(self, count: int) -> NDArray[np.float64]:
         """Return (N, count) numbers in [0, 1)."""
-        return (self.words(count) >> np.uint64(11)) * 2.0**-53
+        return _unit(self.words(count))
 
     def normal(self, count: int) -> NDArray[np.float64]:
         """Return (N, count) numbers of the standard normal distribution (Box and Muller 1958)."""
@@ -82,6 +82,12 @@ class RowDraws:
         """Return numpy's generator for row k of the block, for functions of the user's."""
         one = RowDraws(self.seed, self.epoch, self.step, self.rows[k : k + 1])
         return np.random.Generator(np.random.Philox(key=one.words(2)[0]))
+
+
+def _unit(x: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """Return words as numbers in [0, 1), by their highest 53 bits."""
+    unit: NDArray[np.float64] = (x >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return unit
 
 
 def _mixed(x: np.uint64 | NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -61,6 +61,10 @@ class Step:
         """Whether the step draws random numbers."""
         return False
 
+    def names_after(self, column: str) -> tuple[str, ...]:
+        """Return the name of a column after the step; () if the step drops it."""
+        return (column,)
+
     def view(self, upstream: Upstream, context: StepContext) -> View:
         """Return what the step makes of its input in the epoch of `context`."""
         raise NotImplementedError
@@ -95,5 +99,6 @@ class RowStep(Step):
 
 def keeps(step: Step, name: str) -> bool:
     """Return whether a step certainly leaves the values and the order of a column as they are."""
-    column = getattr(step, "column", None)
-    return isinstance(step, RowStep) and isinstance(column, str) and column != name
+    # What a step with a column may write: that column, one under another name, its lengths.
+    written = [getattr(step, field, None) for field in ("column", "into", "lengths")]
+    return isinstance(step, RowStep) and isinstance(written[0], str) and name not in written

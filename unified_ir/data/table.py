@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Protocol, runtime_checkable
+from typing import Final, Protocol
 
 from triplane.unified_ir.data import columns
 from triplane.unified_ir.data.columns import Column, Columns, Rows, Schema
@@ -15,7 +15,6 @@ BLOCK: Final = 256
 """Samples that are read at once where the pipeline does not say."""
 
 
-@runtime_checkable
 class Table(Protocol):
     """Samples that are read by number, in any order."""
 
@@ -34,7 +33,6 @@ class Table(Protocol):
         ...
 
 
-@runtime_checkable
 class Feed(Protocol):
     """Samples that can only be read one after the other."""
 

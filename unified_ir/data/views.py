@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.data import columns
 from triplane.unified_ir.data.columns import Column, Columns, Rows, Schema
+from triplane.unified_ir.data.kinds import is_batch_feed, is_batches, is_feed, is_table
 from triplane.unified_ir.data.table import BLOCK, Feed, Table
 
 
-@runtime_checkable
 class Batches(Protocol):
     """Batches that are read by number; the first axis of each column counts samples."""
 
@@ -40,7 +40,6 @@ class Batches(Protocol):
         ...
 
 
-@runtime_checkable
 class BatchFeed(Protocol):
     """Batches that can only be read one after the other."""
 
@@ -226,18 +225,18 @@ def mapped(
     kept: Callable[[str], bool] = lambda _: False,
 ) -> View:
     """Return the view with every block, or every batch, passed through a function."""
-    if isinstance(view, Table):
+    if is_table(view):
         return MappedTable(view, function, schema_of, kept)
-    if isinstance(view, Feed):
+    if is_feed(view):
         return MappedFeed(view, function, schema_of)
-    if isinstance(view, Batches):
+    if is_batches(view):
         return MappedBatches(view, function, schema_of)
     return MappedBatchFeed(view, function, schema_of)
 
 
 def blocks_of(view: Table | Feed, start: int = 0, size: int = BLOCK) -> Iterator[Columns]:
     """Return all rows from `start` on, in blocks."""
-    if isinstance(view, Feed):
+    if is_feed(view):
         yield from view.blocks(start)
         return
     for at in range(start, len(view), size):
@@ -259,15 +258,15 @@ def whole_column(table: Table, name: str) -> Column:
 
 def table_of(view: View, step: str, hint: str) -> Table:
     """Return the view as a table; InvalidInput names the step that needs rows by number."""
-    if isinstance(view, Table):
+    if is_table(view):
         return view
-    if isinstance(view, Batches | BatchFeed):
+    if is_batches(view) or is_batch_feed(view):
         raise InvalidInput(f"{step} works on samples; put it before batch")
     raise InvalidInput(f"{step} needs samples that are read by number, this source {hint}")
 
 
 def rows_view(view: View, step: str) -> Table | Feed:
     """Return the view if it gives rows; InvalidInput names the step that stands after batch."""
-    if isinstance(view, Table | Feed):
+    if is_table(view) or is_feed(view):
         return view
     raise InvalidInput(f"{step} works on samples; put it before batch")

@@ -27,8 +27,8 @@ from triplane.unified_ir.data.columns import BYTES, TEXT, Column, Columns, Ragge
 from triplane.unified_ir.data.dataset import Dataset
 from triplane.unified_ir.data.form import from_json, text_of
 from triplane.unified_ir.data.functions import PythonFunction
+from triplane.unified_ir.data.kinds import is_batches
 from triplane.unified_ir.data.opened import Opened
-from triplane.unified_ir.data.views import Batches
 
 _SIZE: Final = struct.Struct("<Q")
 MAX_HEADER_BYTES: Final = 1 << 20
@@ -238,7 +238,7 @@ def main() -> None:
                 known = {name: _imported(name) for name in first["functions"]}
                 opened = from_json(first["pipeline"], functions=known).opened(first["seed"])
             view = opened.view(order["epoch"])
-            assert isinstance(view, Batches)
+            assert is_batches(view)
             header, parts = _encoded(view.batch(order["batch"]))
         except Exception as error:  # noqa: BLE001 - raised again in the parent
             header, parts = {"error": type(error).__name__, "message": _message(error)}, []

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.data import columns
 from triplane.unified_ir.data.columns import Columns, Field, Rows, Schema
+from triplane.unified_ir.data.kinds import is_table
 from triplane.unified_ir.data.table import BLOCK, Feed, Table
 from triplane.unified_ir.data.views import View, blocks_of, rows_view
 
@@ -38,7 +39,7 @@ def _side_by_side(source: ZipSource, seed: int, epoch: int) -> ZippedTable | Zip
                 f"zip: two datasets have a column {min(shared)!r}; rename one of them"
             )
         schema |= view.schema
-    tables = [view for view in views if isinstance(view, Table)]
+    tables = [view for view in views if is_table(view)]
     if len(tables) < len(views):
         return ZippedFeed(source, views, schema)
     sizes = [len(table) for table in tables]

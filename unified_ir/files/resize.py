@@ -25,7 +25,8 @@ def resized(images: NDArray[Any], size: tuple[int, int]) -> NDArray[Any]:
     Bytes are computed in float32, then rounded, halves to even. The result for an image does not
     depend on the others. Raises InvalidInput for another type, rank or size.
     """
-    if images.ndim != 4 or images.dtype not in (np.uint8, np.float32) or 0 in images.shape[1:]:
+    known = str(images.dtype) in {"uint8", "float32"}
+    if not known or images.ndim != 4 or 0 in images.shape[1:]:
         raise InvalidInput(
             f"resize needs images (N, C, H, W) as uint8 or float32, got {images.dtype}"
             f"{images.shape}"

@@ -13,16 +13,16 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from numbers import Integral
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Final, Protocol
 
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.data import Dataset, Loading
 from triplane.unified_ir.data.form import step_text
+from triplane.unified_ir.data.kinds import is_batches
 from triplane.unified_ir.data.loader import Loader
 from triplane.unified_ir.data.randomness import permutation
-from triplane.unified_ir.data.views import Batches
 from triplane.unified_ir.ir.graph import Array
 
 Batch = tuple[Array, ...]
@@ -81,7 +81,7 @@ class BatchSource:
         data = data.for_training(self.size)
         view = data.view(self.seed)
         self.data, self.samples = data, data.samples
-        self.count = len(view) if isinstance(view, Batches) else None
+        self.count = len(view) if is_batches(view) else None
         self.loader = Loader(data, self.seed, data.loading if loading is None else loading)
 
     def peek(self) -> Batch:
@@ -148,8 +148,9 @@ class BatchSource:
             return self.own.arrays_in_memory()
         if _is_arrays(self.data):
             return tuple(self.data)
-        arrays = tuple(getattr(self.data, k, None) for k in ("x", "y"))
-        return arrays if all(isinstance(a, np.ndarray) for a in arrays) else None
+        arrays = [getattr(self.data, k, None) for k in ("x", "y")]
+        own = tuple(a for a in arrays if isinstance(a, np.ndarray))
+        return own if len(own) == len(arrays) else None
 
     def steps(self) -> str:
         """Return the steps of a pipeline for the identity of the run, "" if it has none."""

@@ -319,7 +319,8 @@ class _ArrowConversion:
             return self._fixed(array)
         if types.is_dictionary(array.type):
             self._check_nulls(array)
-            return self._array(array.dictionary)[array.indices.to_numpy(zero_copy_only=False)]
+            values = self._array(array.dictionary)
+            return np.asarray(values[array.indices.to_numpy(zero_copy_only=False)])
         if _scalar(array.type) in {TEXT, BYTES}:
             self._check_nulls(array)
             column = np.empty(len(array), object)

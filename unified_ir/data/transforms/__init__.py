@@ -10,6 +10,7 @@ from triplane.unified_ir.data.transforms.augmentation import Flip as Flip
 from triplane.unified_ir.data.transforms.augmentation import Jitter as Jitter
 from triplane.unified_ir.data.transforms.augmentation import Noise as Noise
 from triplane.unified_ir.data.transforms.augmentation import RandomCrop as RandomCrop
+from triplane.unified_ir.data.transforms.augmentation import Rotate as Rotate
 from triplane.unified_ir.data.transforms.augmentation import Shift as Shift
 from triplane.unified_ir.data.transforms.encoding import Lookup as Lookup
 from triplane.unified_ir.data.transforms.encoding import OneHot as OneHot
@@ -51,6 +52,7 @@ TRANSFORMS: Final[Mapping[str, type[RowStep]]] = MappingProxyType(
         "tokenize": Tokenize,
         "flip": Flip,
         "shift": Shift,
+        "rotate": Rotate,
         "random_crop": RandomCrop,
         "erase": Erase,
         "noise": Noise,

@@ -100,8 +100,9 @@ class Normalize(ColumnStep):
     def _normalized(self, x: Array) -> Array:
         mean, std = self.constants(x.ndim - 1)
         y = _cast(x, np.dtype(np.float32), copy=True)
-        y -= mean
-        y /= std
+        with np.errstate(over="ignore"):
+            y -= mean
+            y /= std
         return y
 
 
