@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from triplane.proto.errors import InvalidInput, NotFound
 from triplane.unified_ir import data
+from triplane.unified_ir.data.choosing import preparation
 
 
 def people(n, persons):
@@ -47,8 +48,8 @@ def test_what_cannot_be_split_by_groups_is_refused(tmp_path):
         people(10, 1).split(group="who")
     with pytest.raises(InvalidInput, match="no column 'whom'"):
         people(10, 2).split(group="whom")
+    np.savez(tmp_path / "a.npz", x=np.zeros((4, 1), "f4"))
     with pytest.raises(NotFound, match="whom"):
-        np.savez(tmp_path / "a.npz", x=np.zeros((4, 1), "f4"))
         data.load_split(tmp_path / "a.npz", group="whom")
     both = dict.fromkeys(("x_train", "x_test"), np.zeros((4, 1), "f4")) | dict.fromkeys(
         ("y_train", "y_test"), np.arange(4)
@@ -66,9 +67,28 @@ def test_both_sources_are_prepared_by_their_own_types(tmp_path):
     assert (len(train), len(held_out)) == (4, 3)
 
 
+def test_texts_of_a_second_source_get_the_numbers_of_the_first():
+    def texts(*y, of=object):
+        return data.arrays(np.zeros((len(y), 2), "f4"), np.array(y, of))
+
+    first, second = texts("cat", "dog", "owl"), texts("owl", "dog")
+    prepared = preparation(first)
+    other = preparation(second).numbered_as(prepared).of(second)
+    assert other.y.tolist() == [2, 1]
+    assert other.labels == ("cat", "dog", "owl")
+    with pytest.raises(InvalidInput, match="'newt'"):
+        _ = preparation(texts("newt")).numbered_as(prepared).of(texts("newt")).y
+    with pytest.raises(InvalidInput, match="y holds texts in the first .* numbers in the second"):
+        preparation(texts(0, 1, of=int)).numbered_as(prepared)
+    named = data.arrays(np.zeros((2, 1), "f4"), np.arange(2), labels=("a", "b"))
+    others = preparation(named.named(("b", "a")))
+    with pytest.raises(InvalidInput, match="the classes of the two sources differ: a, b; b, a"):
+        others.numbered_as(preparation(named))
+
+
 def test_a_pipeline_takes_no_choice_of_columns(tmp_path):
     np.savez(tmp_path / "a.npz", x=np.zeros((4, 2), "f4"), y=np.arange(4))
     (tmp_path / "p.json").write_text(data.load(tmp_path / "a.npz").json())
     assert len(data.load(tmp_path / "p.json")) == 4
-    with pytest.raises(InvalidInput, match="is a pipeline.*leave out x"):
+    with pytest.raises(InvalidInput, match=r"is a pipeline.*leave out x"):
         data.load(tmp_path / "p.json", x=["x:2x1"])

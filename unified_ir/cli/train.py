@@ -370,12 +370,13 @@ def _loss_name(stated: str | None, samples: Dataset, output: CommandOutput) -> s
 
 def _updates(options: dict[str, Any], samples: Dataset) -> int | None:
     """Return the number of updates of the whole run; None if it is not known beforehand."""
-    from triplane.unified_ir.data.views import Batches
+    from triplane.unified_ir.data.kinds import is_batches
 
     view = samples.for_training(options["batch_size"]).view(options["seed"])
-    if not isinstance(view, Batches):
+    if not is_batches(view):
         return None
-    return int(-(-len(view) // options["accumulate"]) * options["epochs"])
+    updates = -(-len(view) // options["accumulate"])
+    return int(updates * options["epochs"])
 
 
 def _of_file(path: Path, batch_norm: BatchNormMode) -> Cell:

@@ -125,7 +125,7 @@ class Preparation:
             text, number = (
                 ("first", "second") if others.keys() - own.keys() else ("second", "first")
             )
-            name = sorted(own.keys() ^ others.keys())[0]
+            name = min(own.keys() ^ others.keys())
             raise InvalidInput(
                 f"{name} holds texts in the {text} of the two sources, but numbers in the {number}"
             )
