@@ -15,6 +15,10 @@ from triplane.unified_ir.cli.shell import COUNT, option
 if TYPE_CHECKING:
     from triplane.unified_ir.data import Dataset
 
+    _SizeType = click.ParamType[Any]
+else:
+    _SizeType = click.ParamType
+
 KINDS: Final = "the name digits, a file (.npz, .npy, .csv, .parquet, .db, .txt, ...), or a folder"
 CHOICES: Final = """\b
 DATA is the name digits, a file of arrays, a table, a text, MNIST IDX files, or a folder of images
@@ -28,7 +32,22 @@ with one sub-folder per class; docs/data.md lists the kinds. A CHOICE of its col
 """
 """The paragraph of help on columns, for the verbs that have `choices`."""
 PIXELS: Final = "pixels"
-_READ: Final = ("x", "y", PIXELS, "window")
+_READ: Final = ("x", "y", PIXELS, "window", "query", "size")
+
+
+class ImageSize(_SizeType):
+    """HEIGHTxWIDTH of images, as (height, width)."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the two sizes; a usage error shows the form."""
+        if isinstance(value, tuple):
+            return value
+        height, _, width = str(value).partition("x")
+        if not (height.isdecimal() and width.isdecimal() and int(height) and int(width)):
+            self.fail(f"a size of images is HEIGHTxWIDTH, such as 32x32; got {value!r}", param, ctx)
+        return int(height), int(width)
 
 
 def data_option(help_text: str, *, required: bool = False) -> click.Option:
@@ -46,12 +65,15 @@ def choices(model: str = "the model") -> tuple[click.Option, click.Option]:
     )  # fmt: skip
 
 
-def forms() -> tuple[click.Option, click.Option]:
-    """Return --pixels and --window."""
+def forms() -> tuple[click.Option, ...]:
+    """Return --pixels, --size, --window and --query."""
     return (
         option("--pixels/--no-pixels", "Read bytes as pixels and divide them by 255, or leave them "
                "as they are.  [default: inputs with two axes or more are pixels]", default=None,
                show_default=False),
+        option("--size HxW", "Resize the images of a folder.", ImageSize()),
+        option("--query SQL", "The rows of a database that are samples; ORDER BY keeps their order "
+               "the same."),
         option("--window N", "Length of a sample of text, or of consecutive rows.  [default: 64 "
                "for text]", COUNT),
     )  # fmt: skip

@@ -22,9 +22,16 @@ from triplane.unified_ir.data import functions, grouping, ordering
 from triplane.unified_ir.data.dataset import Dataset, of_source
 from triplane.unified_ir.data.functions import PythonFunction
 from triplane.unified_ir.data.opened import Origin
+from triplane.unified_ir.data.records import RecordSource
+from triplane.unified_ir.data.sources.arrow import ArrowSource
+from triplane.unified_ir.data.sources.csv_files import CsvSource
 from triplane.unified_ir.data.sources.digits import DigitsSource
+from triplane.unified_ir.data.sources.folder import ImageFolderSource
+from triplane.unified_ir.data.sources.idx import IdxSource
 from triplane.unified_ir.data.sources.npy import NpySource
 from triplane.unified_ir.data.sources.npz import NpzSource
+from triplane.unified_ir.data.sources.sqlite import SqliteSource
+from triplane.unified_ir.data.sources.text import TextSource
 from triplane.unified_ir.data.step import Step
 from triplane.unified_ir.data.transforms import TRANSFORMS
 from triplane.unified_ir.data.zipping import ZipSource
@@ -58,6 +65,13 @@ SOURCES: Final[Mapping[str, type[Any]]] = {
     "digits": DigitsSource,
     "npz": NpzSource,
     "npy": NpySource,
+    "csv": CsvSource,
+    "arrow": ArrowSource,
+    "sqlite": SqliteSource,
+    "text": TextSource,
+    "idx": IdxSource,
+    "images": ImageFolderSource,
+    "records": RecordSource,
 }
 STEPS: Final[Mapping[str, type[Step]]] = {**STRUCTURE, **TRANSFORMS}
 _STEP_NAMES: Final = {kind: name for name, kind in STEPS.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -10,19 +11,53 @@ from triplane.proto.errors import InvalidInput, NotFound
 from triplane.unified_ir.data.choosing import ColumnChoice, Preparation, preparation, wanted
 from triplane.unified_ir.data.columns import Field
 from triplane.unified_ir.data.dataset import Dataset, of_source
-from triplane.unified_ir.data.form import from_json
+from triplane.unified_ir.data.form import MAX_TEXT, from_json
+from triplane.unified_ir.data.records import RecordSource, is_records
+from triplane.unified_ir.data.sources.arrow import ArrowSource
+from triplane.unified_ir.data.sources.csv_files import CsvSource
 from triplane.unified_ir.data.sources.digits import DigitsSource
+from triplane.unified_ir.data.sources.folder import ImageFolderSource
+from triplane.unified_ir.data.sources.idx import IdxSource, is_idx_images
 from triplane.unified_ir.data.sources.npy import NpySource
 from triplane.unified_ir.data.sources.npz import NpzSource
+from triplane.unified_ir.data.sources.sqlite import SqliteSource
+from triplane.unified_ir.data.sources.text import TextSource
+from triplane.unified_ir.data.transforms import Rename
+from triplane.unified_ir.files import bounded
 from triplane.unified_ir.files.npz import opened_npz
-
-Reader = Callable[[Path, Sequence[ColumnChoice]], tuple[Dataset, ...]]
-"""From a path and the choices of columns to the datasets of its parts."""
 
 DIGITS: Final = "digits"
 PIPELINE: Final = ".json"
 TRAINING_KEYS: Final = ("x_train", "y_train")
 HELD_OUT_KEYS: Final = ("x_test", "y_test")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadingOptions:
+    """What `load` may be told about a source.
+
+    x, y: the columns of inputs and targets, by default x and y (see `choosing`). keep: more columns
+    to keep. pixels: whether bytes are pixels, which become x / 255; None: those in two axes or more
+    are. window: characters of a sample of text, or rows of a sample of a series. query: of a
+    database. size: (H, W) that images are resized to.
+    """
+
+    x: Sequence[str] = ()
+    y: Sequence[str] = ()
+    keep: Sequence[str] = ()
+    pixels: bool | None = None
+    window: int | None = None
+    query: str | None = None
+    size: tuple[int, int] | None = None
+
+    @property
+    def choices(self) -> list[ColumnChoice]:
+        """The choices of all columns that are read."""
+        return wanted(self.x, self.y, self.keep)
+
+
+Reader = Callable[[Path, ReadingOptions], tuple[Dataset, ...]]
+"""From a path to the datasets of its parts, without any step."""
 
 
 def digits() -> Dataset:
@@ -35,80 +70,79 @@ def digits() -> Dataset:
     return load(DIGITS)
 
 
-def load(
-    source: str | Path,
-    *,
-    x: Sequence[str] = (),
-    y: Sequence[str] = (),
-    keep: Sequence[str] = (),
-    pixels: bool | None = None,
-    window: int | None = None,
-) -> Dataset:
+def load(source: str | Path, **options: Any) -> Dataset:
     """Return the dataset that `source` names; its training part if it has two.
 
-    source: the name digits, or the path of a file or folder, see `KINDS`. x, y: the columns of
-    inputs and targets, by default x and y (see `choosing`); texts in y become classes. keep: more
-    columns to keep. pixels: whether bytes are pixels, which become x / 255; None: those in two axes
-    or more are, and the dataset's `notes` say so. window: characters of a sample of text. Raises
-    NotFound, InvalidInput (a kind or size that is not supported) or Corrupt.
+    source: the name digits, or the path of a file or folder, see `KINDS`. options: the fields of
+    `ReadingOptions`. Texts in a target become classes, integers in it int64. What was assumed is in
+    the dataset's `notes`. Raises NotFound, InvalidInput (a kind or size that is not supported) or
+    Corrupt.
     """
-    choice = {"x": x, "y": y, "keep": keep, "pixels": pixels, "window": window}
-    first = _parts(source, _wanted(choice))[0]
-    return _prepared(source, first, choice).of(first)
+    return _prepared(source, ReadingOptions(**options))[0]
 
 
 def load_split(
-    source: str | Path, *, fraction: float = 0.2, seed: int = 0, group: str = "", **choice: Any
+    source: str | Path, *, fraction: float = 0.2, seed: int = 0, group: str = "", **options: Any
 ) -> tuple[Dataset, Dataset]:
     """Return (train, held out): the two parts of the source, else `fraction` of it split off.
 
     Sources with two parts: MNIST's `train-*` and `t10k-*` files in one folder, an .npz with keys
     x_train ... y_test, or a folder that contains `train` and `test`. group: a column whose values,
-    such as persons, are held out whole. choice: as `load` takes it.
+    such as persons, are held out whole. options: as `load` takes them.
     """
+    reading = ReadingOptions(**options)
     if group and not _is_pipeline(source):
-        choice["keep"] = (*choice.get("keep", ()), group)
-    parts = _parts(source, _wanted(choice))
-    # Of the training part alone: classes that only the held-out part has must be refused.
-    prepared = _prepared(source, parts[0], choice)
+        reading = replace(reading, keep=(*reading.keep, group))
+    parts = _prepared(source, reading)
     if len(parts) == 1:
-        return prepared.of(parts[0]).split(fraction, seed=seed, group=group or None)
+        return parts[0].split(fraction, seed=seed, group=group or None)
     if group:
         raise InvalidInput(f"{source} has a held-out part of its own, so no {group!r} is held out")
-    return prepared.of(parts[0]), prepared.of(parts[1])
+    return parts[0], parts[1]
 
 
-def load_both(source: str | Path, held_out: str | Path, **choice: Any) -> tuple[Dataset, Dataset]:
+def load_both(source: str | Path, held_out: str | Path, **options: Any) -> tuple[Dataset, Dataset]:
     """Return the datasets of a source and of another that holds samples of the same kind.
 
-    choice: as `load` takes it, for both. Texts in both have the numbers that `source` gives them.
-    InvalidInput: the classes of the two differ.
+    options: as `load` takes them, for both. Texts in both have the numbers that `source` gives
+    them. InvalidInput: the classes of the two differ.
     """
-    train, other = (_parts(path, _wanted(choice))[0] for path in (source, held_out))
-    prepared = _prepared(source, train, choice)
-    return prepared.of(train), _prepared(held_out, other, choice).numbered_as(prepared).of(other)
+    reading = ReadingOptions(**options)
+    train, other = (_parts(path, reading)[0] for path in (source, held_out))
+    steps = _preparation(source, train, reading)
+    return steps.of(train), _preparation(held_out, other, reading).numbered_as(steps).of(other)
 
 
-def _prepared(source: str | Path, dataset: Dataset, choice: Mapping[str, Any]) -> Preparation:
-    if not _is_pipeline(source):
-        return preparation(dataset, **choice)
-    if stated := [name for name, value in choice.items() if value not in (None, (), [])]:
-        raise InvalidInput(
-            f"{source} is a pipeline, whose steps and roles are in the file; leave out "
-            f"{', '.join(stated)}"
-        )
-    return Preparation((), dataset.inputs, dataset.targets, dataset.labels, dataset.notes)
+def _prepared(source: str | Path, options: ReadingOptions) -> tuple[Dataset, ...]:
+    parts = _parts(source, options)
+    # Of the training part alone: a class that only the held-out part has must be refused.
+    steps = _preparation(source, parts[0], options)
+    return tuple(steps.of(part) for part in parts)
 
 
-def _wanted(choice: Mapping[str, Any]) -> list[ColumnChoice]:
-    return wanted(*(choice.get(key, ()) for key in ("x", "y", "keep")))
+def _preparation(source: str | Path, dataset: Dataset, options: ReadingOptions) -> Preparation:
+    if _is_pipeline(source):
+        if options != ReadingOptions():
+            raise InvalidInput(
+                f"{source} is a pipeline, which says itself which columns it reads and how; "
+                "options of the source cannot be given beside it"
+            )
+        return Preparation((), dataset.inputs, dataset.targets, dataset.labels, dataset.notes)
+    return preparation(
+        dataset,
+        options.x,
+        options.y,
+        keep=options.keep,
+        pixels=options.pixels,
+        window=options.window,
+    )
 
 
 def _is_pipeline(source: str | Path) -> bool:
     return Path(source).suffix == PIPELINE
 
 
-def _parts(source: str | Path, choices: Sequence[ColumnChoice]) -> tuple[Dataset, ...]:
+def _parts(source: str | Path, options: ReadingOptions) -> tuple[Dataset, ...]:
     """Return the datasets of a source with its own columns, without any step."""
     if source == DIGITS:
         return (of_source(DigitsSource(), DIGITS),)
@@ -116,54 +150,97 @@ def _parts(source: str | Path, choices: Sequence[ColumnChoice]) -> tuple[Dataset
     if not path.exists():
         raise NotFound(f"{path} does not exist; data is {ways()}")
     if path.is_dir():
-        return _folder_parts(path)
+        return _folder_parts(path, options)
+    name = path.name.lower().removesuffix(".gz")
     for suffix, (_, read) in KINDS.items():
-        if path.name.lower().endswith(suffix):
-            return read(path, choices)
+        if name.endswith(suffix):
+            return read(path, options)
+    if is_idx_images(path):
+        return (of_source(IdxSource(str(path)), path.name),)
     raise InvalidInput(f"{path.name} is not a supported kind of data; data is {ways()}")
 
 
-def _folder_parts(path: Path) -> tuple[Dataset, ...]:
-    raise InvalidInput(f"{path} is a folder")
+def _folder_parts(path: Path, options: ReadingOptions) -> tuple[Dataset, ...]:
+    if is_records(path):
+        return (of_source(RecordSource(str(path)), path.name),)
+    files = sorted(p for p in path.iterdir() if p.is_file() and is_idx_images(p))
+    by_role = {p.name.partition("-")[0]: p for p in files}
+    if by_role.keys() == {"train", "t10k"}:
+        pair = (by_role["train"], by_role["t10k"])
+        return tuple(of_source(IdxSource(str(p)), p.name) for p in pair)
+    if len(files) > 1:
+        raise InvalidInput(f"{path} has {len(files)} files of IDX images; name one of them")
+    if files:
+        return (of_source(IdxSource(str(files[0])), files[0].name),)
+    folders = {p.name for p in path.iterdir() if p.is_dir()}
+    if not folders and any(p.suffix == ".txt" for p in path.iterdir()):
+        return (of_source(TextSource(str(path)), path.name),)
+    if folders == {"train", "test"}:
+        return tuple(_images(path / part, options) for part in ("train", "test"))
+    return (_images(path, options),)
 
 
-def _npz_parts(path: Path, choices: Sequence[ColumnChoice]) -> tuple[Dataset, ...]:
+def _images(path: Path, options: ReadingOptions) -> Dataset:
+    return of_source(ImageFolderSource(str(path), options.size), path.name)
+
+
+def _npz_parts(path: Path, options: ReadingOptions) -> tuple[Dataset, ...]:
     with opened_npz(path) as npz:
         names = npz.names
     if all(key in names for key in (*TRAINING_KEYS, *HELD_OUT_KEYS)) and "x" not in names:
         return tuple(
-            _renamed(of_source(NpzSource(str(path), keys), path.name), keys)
+            of_source(NpzSource(str(path), keys), path.name).then(
+                Rename(keys[0], "x"), Rename(keys[1], "y")
+            )
             for keys in (TRAINING_KEYS, HELD_OUT_KEYS)
         )
     # Only these are read: an archive may hold others of any size.
-    wanted = [c.matching(dict.fromkeys(names, Field("uint8"))) for c in choices]
-    columns = tuple(dict.fromkeys(name for group in wanted for name in group))
-    return (of_source(NpzSource(str(path), columns), path.name),)
+    present = dict.fromkeys(names, Field("uint8"))
+    columns = [name for choice in options.choices for name in choice.matching(present)]
+    return (of_source(NpzSource(str(path), tuple(dict.fromkeys(columns))), path.name),)
 
 
-def _renamed(dataset: Dataset, keys: tuple[str, str]) -> Dataset:
-    from triplane.unified_ir.data.transforms import Rename
+def _sqlite_parts(path: Path, options: ReadingOptions) -> tuple[Dataset, ...]:
+    if options.query is None:
+        raise InvalidInput(
+            f"{path.name} is a database; give the query whose rows are the samples, as query= "
+            "(--query on the command line), with an ORDER BY that makes their order the same always"
+        )
+    return (of_source(SqliteSource(str(path), options.query), path.name),)
 
-    return dataset.then(Rename(keys[0], "x")).then(Rename(keys[1], "y"))
+
+def _pipeline_parts(path: Path, _: ReadingOptions) -> tuple[Dataset, ...]:
+    with bounded.opened(path, limit_bytes=MAX_TEXT) as file:
+        text = file.read()
+    return (from_json(text.decode(errors="replace"), folder=path.parent),)
 
 
-def _npy_parts(path: Path, _: Sequence[ColumnChoice]) -> tuple[Dataset, ...]:
-    return (of_source(NpySource(str(path)), path.name),)
-
-
-def _pipeline_parts(path: Path, _: Sequence[ColumnChoice]) -> tuple[Dataset, ...]:
-    return (from_json(path.read_text(), folder=path.parent),)
+def _reader(source: Callable[[str], Any]) -> Reader:
+    """Return the reader of a kind of file whose source takes its path alone."""
+    return lambda path, _: (of_source(source(str(path)), path.name),)
 
 
 KINDS: Final[Mapping[str, tuple[str, Reader]]] = {
-    ".npz": ("an .npz file of arrays", _npz_parts),
-    ".npy": ("an .npy file, mapped", _npy_parts),
-    PIPELINE: ("a pipeline as JSON (see data.md)", _pipeline_parts),
+    ".npz": ("numpy's .npz", _npz_parts),
+    ".npy": (".npy", _reader(NpySource)),
+    ".csv": (".csv", _reader(CsvSource)),
+    ".tsv": (".tsv", _reader(lambda path: CsvSource(path, delimiter="\t"))),
+    ".parquet": (".parquet", _reader(ArrowSource)),
+    ".arrow": (".arrow", _reader(ArrowSource)),
+    ".feather": (".feather", _reader(ArrowSource)),
+    ".db": (".db", _sqlite_parts),
+    ".sqlite": (".sqlite", _sqlite_parts),
+    ".sqlite3": (".sqlite3", _sqlite_parts),
+    ".txt": (".txt", _reader(TextSource)),
+    PIPELINE: ("a pipeline as .json", _pipeline_parts),
 }
-"""Suffix of a file -> what it is, and how it is read."""
+"""Suffix of a file -> its name in messages, and how it is read."""
 
 
 def ways() -> str:
     """Return the kinds of data that can be loaded by name, for messages."""
     kinds = ", ".join(text for text, _ in KINDS.values())
-    return f"the name digits, {kinds}, or a folder with one sub-folder per class"
+    return (
+        f"the name digits, a file ({kinds}, or IDX images), a record set NAME.tpr, or a folder of "
+        "images with one sub-folder per class"
+    )

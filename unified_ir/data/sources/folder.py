@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triplane.proto.errors import InvalidInput, NotFound, Unavailable
-from triplane.unified_ir.data.columns import Columns, Field, Rows
+from triplane.unified_ir.data.columns import Column, Columns, Field, Rows
 from triplane.unified_ir.data.sources.decoding import DECODERS, with_channels
 from triplane.unified_ir.files import bounded
 from triplane.unified_ir.files.images import MAX_IMAGES
@@ -88,6 +88,10 @@ class ImageFolderTable:
 
     def __len__(self) -> int:
         return len(self.paths)
+
+    def column(self, name: str) -> Column | None:
+        """Return the classes of all rows, which are known without decoding an image."""
+        return self.y if name == "y" else None
 
     def take(self, rows: Rows) -> Columns:
         """See `Table`."""

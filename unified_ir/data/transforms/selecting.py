@@ -23,6 +23,10 @@ class Select(RowStep):
     def __post_init__(self) -> None:
         checks.column_names(self, "columns", self.columns)
 
+    def names_after(self, column: str) -> tuple[str, ...]:
+        """See `Step`."""
+        return (column,) if column in self.columns else ()
+
     def schema(self, schema: Schema) -> Schema:
         """See `RowStep`."""
         return {name: checks.column_of(self, schema, name) for name in self.columns}
@@ -40,6 +44,10 @@ class Drop(RowStep):
 
     def __post_init__(self) -> None:
         checks.column_names(self, "columns", self.columns)
+
+    def names_after(self, column: str) -> tuple[str, ...]:
+        """See `Step`."""
+        return () if column in self.columns else (column,)
 
     def schema(self, schema: Schema) -> Schema:
         """See `RowStep`."""
@@ -65,6 +73,10 @@ class Rename(RowStep):
     def __post_init__(self) -> None:
         checks.column_name(self, "column", self.column)
         checks.column_name(self, "into", self.into)
+
+    def names_after(self, column: str) -> tuple[str, ...]:
+        """See `Step`."""
+        return (self._after(column),)
 
     def schema(self, schema: Schema) -> Schema:
         """See `RowStep`."""
