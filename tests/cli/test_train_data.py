@@ -13,7 +13,6 @@ import pytest
 
 from triplane.unified_ir import load
 from triplane.unified_ir.cli.shell import run
-from triplane.unified_ir.data.loading import KINDS
 
 NETS = """
 from triplane.unified_ir import nn, ops
@@ -55,8 +54,6 @@ class CharLM(Cell):
     def construct(self, token):
         return self.head(self.embed(token))
 """
-CSV = pytest.mark.skipif(".csv" not in KINDS, reason="no reader of CSV files is installed")
-TEXT = pytest.mark.skipif(".txt" not in KINDS, reason="no reader of texts is installed")
 
 
 @pytest.fixture
@@ -203,7 +200,6 @@ def write_csv(path: Path, header: list[str], rows: list[list[Any]]) -> Path:
     return path
 
 
-@CSV
 def test_sensor_data_of_a_table_is_joined_to_samples(
     nets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -222,7 +218,6 @@ def test_sensor_data_of_a_table_is_joined_to_samples(
     assert json.loads(out)["validation"]["r2"] > 0.5
 
 
-@CSV
 def test_texts_become_the_labels_of_the_model(
     nets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -236,7 +231,6 @@ def test_texts_become_the_labels_of_the_model(
     assert json.loads(load(tmp_path / "out.tpm").meta["labels"]) == [*kinds, "3"]
 
 
-@TEXT
 def test_a_text_trains_a_model_of_characters(
     nets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -269,7 +269,9 @@ def test_a_step_of_another_kind_is_refused_at_once():
 
     schema = {"x": Field("float32")}
     with pytest.raises(InvalidInput, match="Windows has no form in a served graph"):
-        with_preprocessing(model_of("float32", ()), "predict", [Windows()], schema, {"x": "x"})
+        with_preprocessing(
+            model_of("float32", ()), "predict", [Windows(), Scale("later")], schema, {"x": "x"}
+        )
 
 
 def test_a_pipeline_is_served_from_the_samples_of_its_source():

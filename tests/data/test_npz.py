@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from triplane.proto.errors import Corrupt, InvalidInput, NotFound, TriplaneError
 from triplane.unified_ir import data
-from triplane.unified_ir.data import npz
 from triplane.unified_ir.files.npz import END, LOCATOR_BYTES
 
 X = np.arange(24, dtype=np.uint8).reshape(4, 3, 2)
@@ -43,8 +42,9 @@ def test_numpys_own_archives_load(tmp_path, save, order, kind):
     x = np.asarray(X.astype(kind), order=order)
     save(tmp_path / "a.npz", x=x, y=Y, other=np.array(["ignored"]))
     dataset = data.load(tmp_path / "a.npz")
-    scale = 255 if kind == "u1" else 1
-    assert np.allclose(dataset.x[:, 0] * scale, X)
+    # Bytes in two axes are pixels of one channel; numbers stay as they are.
+    assert np.allclose(dataset.x[:, 0] * 255 if kind == "u1" else dataset.x, X)
+    assert bool(dataset.notes) == (kind == "u1")
     assert dataset.y.tolist() == Y.tolist()
     assert dataset.x.flags.c_contiguous
 
@@ -74,9 +74,9 @@ ATTACKS = {
     "format 2, whose header may be 4 GiB": (npy(X, version=(2, 0)), InvalidInput),
     "no npy": (b"hello", Corrupt),
     "sizes beyond memory": (npy(X, shape("(9999999999, 9999999999, 9999999999)")), InvalidInput),
-    "size zero": (npy(X, shape("(0, 3, 2)")), InvalidInput),
+    "size zero": (npy(X, shape("(0, 3, 2)")), Corrupt),
     "negative size": (npy(X, shape("(-4, 3, 2)")), InvalidInput),
-    "rank 30": (npy(X, shape("(" + "1, " * 30 + ")")), InvalidInput),
+    "rank 30": (npy(X[:1, :1, :1], shape("(" + "1, " * 30 + ")")), InvalidInput),
     "values cut": (npy(X)[:-1], Corrupt),
     "values added": (npy(X) + b"\0", Corrupt),
     "text": (npy(np.array(["a"])), InvalidInput),
@@ -166,9 +166,8 @@ def test_a_cut_archive_is_refused(tmp_path_factory, cut):
 
 def test_further_columns_are_read_as_they_are_stored(tmp_path):
     path = packed(tmp_path / "a.npz", writer=npy(np.array([7, 7, 8, 9], np.int32)))
-    found = npz.columns(path, ["x", "writer"])
-    assert list(found) == ["x", "writer"]
-    assert np.array_equal(found["x"], X)
-    assert found["writer"].dtype == np.int32
-    with pytest.raises(NotFound, match=r"no array 'author'; it holds writer, x, y"):
-        npz.columns(path, ["x", "author"])
+    dataset = data.load(path, keep=["writer"])
+    assert list(dataset.schema) == ["x", "y", "writer"]
+    assert dataset.column("writer").dtype == np.int32
+    with pytest.raises(NotFound, match=r"no column is called 'author'; there are writer, x, y"):
+        data.load(path, keep=["author"])

@@ -18,11 +18,13 @@ from hypothesis import strategies as st
 from triplane.proto.errors import InvalidInput, NotFound
 from triplane.unified_ir import data
 from triplane.unified_ir.data import columns
+from triplane.unified_ir.data.ahead import Loading
 from triplane.unified_ir.data.columns import Columns, Ragged, Schema
 from triplane.unified_ir.data.dataset import Dataset, of_source
-from triplane.unified_ir.data.form import STEPS, from_json
-from triplane.unified_ir.data.loader import Loader, Loading
+from triplane.unified_ir.data.form import from_json
+from triplane.unified_ir.data.loader import Loader
 from triplane.unified_ir.data.opened import Origin
+from triplane.unified_ir.data.registry import STEPS
 from triplane.unified_ir.data.table import ArrayTable
 from triplane.unified_ir.data.transforms import Cast, Flip, Noise, Rename, Scale
 from triplane.unified_ir.data.zipping import ZipSource

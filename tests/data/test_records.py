@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from triplane.proto.errors import Conflict, InvalidInput, NotFound
 from triplane.unified_ir.data import records
 from triplane.unified_ir.data.columns import Field, Ragged, schema_of
+from triplane.unified_ir.data.kinds import is_table
 from triplane.unified_ir.data.records import (
     Records,
     RecordSource,
@@ -21,7 +22,6 @@ from triplane.unified_ir.data.records import (
     write_records,
 )
 from triplane.unified_ir.data.records.format import DTYPES
-from triplane.unified_ir.data.table import Table
 
 SIZES = st.integers(0, 3)
 NUMBERS = st.builds(
@@ -210,7 +210,7 @@ def test_metadata_and_the_name_are_kept_apart_from_the_records(tmp_path):
 def test_a_source_opens_its_set(tmp_path):
     write_records(tmp_path / "a.tpr", [{"x": np.arange(3)}])
     table = RecordSource(str(tmp_path / "a.tpr")).open()
-    assert isinstance(table, Table)
+    assert is_table(table)
     assert taken(table, np.array([2]))["x"].tolist() == [2]
     assert taken(table, np.array([], np.int64))["x"].shape == (0,)
 

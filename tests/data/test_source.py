@@ -65,9 +65,9 @@ def test_a_source_with_one_part_is_split():
 def test_an_absent_or_unknown_source_names_what_is_read(tmp_path):
     with pytest.raises(NotFound, match="the name digits"):
         data.load(tmp_path / "nothing")
-    (tmp_path / "table.csv").write_text("1,2")
+    (tmp_path / "table.xls").write_text("1,2")
     with pytest.raises(InvalidInput, match="the name digits"):
-        data.load(tmp_path / "table.csv")
+        data.load(tmp_path / "table.xls")
 
 
 def test_a_file_that_may_not_be_read_is_unavailable():

@@ -5,11 +5,11 @@ file, `arrays` from memory. Every reader treats its file as hostile: sizes are c
 limits before any allocation.
 """
 
+from triplane.unified_ir.data.ahead import Loading
+from triplane.unified_ir.data.by_name import digits, load, load_both, load_split
 from triplane.unified_ir.data.columns import Ragged
-from triplane.unified_ir.data.dataset import Dataset, arrays
+from triplane.unified_ir.data.dataset import Dataset, arrays, generated, zipped
 from triplane.unified_ir.data.form import from_json
-from triplane.unified_ir.data.loader import Loading
-from triplane.unified_ir.data.loading import digits, load, load_both, load_split
 
 __all__ = [
     "Dataset",
@@ -18,7 +18,9 @@ __all__ = [
     "arrays",
     "digits",
     "from_json",
+    "generated",
     "load",
     "load_both",
     "load_split",
+    "zipped",
 ]

@@ -89,7 +89,7 @@ def wanted(x: Sequence[str], y: Sequence[str], keep: Sequence[str]) -> list[Colu
 
 
 @dataclass(frozen=True)
-class Preparation:
+class ColumnPreparation:
     """Steps that make inputs and targets of a source's columns; the same for all its parts.
 
     notes: what was assumed, for the user.
@@ -112,7 +112,7 @@ class Preparation:
         prepared = prepared.roles(self.inputs, self.targets)
         return replace(prepared, labels=self.labels, notes=self.notes)
 
-    def numbered_as(self, first: Preparation) -> Preparation:
+    def numbered_as(self, first: ColumnPreparation) -> ColumnPreparation:
         """Return the preparation with the numbers that `first` gives to texts and classes.
 
         InvalidInput: one of the two has texts where the other has numbers, or their classes have
@@ -146,7 +146,7 @@ def preparation(
     keep: Sequence[str] = (),
     pixels: bool | None = None,
     window: int | None = None,
-) -> Preparation:
+) -> ColumnPreparation:
     """Return the steps for a source: choices of columns, pixels in 0..1, classes as integers.
 
     x, y: choices of the inputs and targets; by default the columns x and y. keep: more columns to
@@ -166,7 +166,7 @@ def preparation(
             building.pixels(name, asked=pixels)
         for name in building.targets:
             building.classes(name)
-    return Preparation(
+    return ColumnPreparation(
         tuple(building.steps),
         tuple(building.inputs),
         tuple(building.targets),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -19,14 +20,16 @@ from numpy.typing import NDArray
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.data import columns, functions, grouping, ordering
+from triplane.unified_ir.data.ahead import Loading
 from triplane.unified_ir.data.columns import Array, Column, Columns, Schema
 from triplane.unified_ir.data.grouping import as_arrays
 from triplane.unified_ir.data.kinds import is_batches, is_feed, is_table
-from triplane.unified_ir.data.loader import Loading
 from triplane.unified_ir.data.opened import Opened, Origin
+from triplane.unified_ir.data.sources.iterables import IterableSource
 from triplane.unified_ir.data.step import Memo, Step, keeps
 from triplane.unified_ir.data.table import ArrayTable, Source
 from triplane.unified_ir.data.views import View, blocks_of, whole_column
+from triplane.unified_ir.data.zipping import ZipSource
 from triplane.unified_ir.files.samples import MAX_CLASSES, check_finite
 
 if TYPE_CHECKING:
@@ -95,7 +98,7 @@ class Dataset:
         return any(isinstance(s, kinds) for s in self.steps)
 
     def __repr__(self) -> str:
-        from triplane.unified_ir.data.form import step_text
+        from triplane.unified_ir.data.registry import step_text
 
         roles = {**dict.fromkeys(self.inputs, "input"), **dict.fromkeys(self.targets, "target")}
         n = self.samples
@@ -318,7 +321,8 @@ class Dataset:
         def read() -> Column:
             column = whole_column(view, name)
             if isinstance(column, np.ndarray):
-                column = column.view()
+                # A view, so that the caller's own array stays writeable.
+                column = np.ascontiguousarray(column).view()
                 column.flags.writeable = False
             return column
 
@@ -366,9 +370,18 @@ class Dataset:
 
         InvalidInput: the source is an array in memory or a Python object.
         """
-        from triplane.unified_ir.data.form import text_of
+        from triplane.unified_ir.data.registry import text_of
 
         return text_of(self)
+
+    def write(self, path: str | Path, *, progress: Callable[[int], None] | None = None) -> int:
+        """Write all samples of epoch 0 as a record set NAME.tpr; return their number.
+
+        Inputs, targets and labels are kept with it. Conflict: there is already something at `path`.
+        """
+        from triplane.unified_ir.data.storing import write
+
+        return write(self, Path(path), progress)
 
     def profile(self, batches: int = 100, *, size: int = 32) -> DataProfile:
         """Read up to `batches` batches in this thread and return where the time went, by step."""
@@ -413,6 +426,29 @@ def of_table(table: ArrayTable, name: str, *, labels: tuple[str, ...] = ()) -> D
     if labels:
         check_labels(dataset.y, labels)
     return dataset.named(labels)
+
+
+def generated(
+    samples: Any, *, names: Sequence[str] = ("x", "y"), ragged: Sequence[str] = ()
+) -> Dataset:
+    """Return a dataset of samples that Python code computes, read in order.
+
+    samples: a function that returns an iterator, such as a generator function, called in each
+    epoch; or an iterable that starts again each time. A sample is a dict by column, or a tuple of
+    the columns `names`. ragged: columns whose samples differ in their first axis. An iterator,
+    which can be read only once, is refused where a run has checkpoints.
+    """
+    name = getattr(samples, "__qualname__", None) or f"a {type(samples).__name__}"
+    source = IterableSource(samples, name, tuple(names), tuple(ragged))
+    return of_source(source, name)
+
+
+def zipped(*datasets: Dataset) -> Dataset:
+    """Return a dataset whose samples have the columns of all `datasets`, side by side."""
+    dataset = of_source(ZipSource(datasets), "zip")
+    inputs = tuple(name for part in datasets for name in part.inputs)
+    targets = tuple(name for part in datasets for name in part.targets)
+    return dataset.roles(inputs, targets)
 
 
 def of_source(source: Source, name: str) -> Dataset:

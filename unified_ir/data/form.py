@@ -18,95 +18,18 @@ from pathlib import Path
 from typing import Any, Final
 
 from triplane.proto.errors import InvalidInput, NotFound
-from triplane.unified_ir.data import functions, grouping, ordering
 from triplane.unified_ir.data.dataset import Dataset, of_source
 from triplane.unified_ir.data.functions import PythonFunction
-from triplane.unified_ir.data.opened import Origin
-from triplane.unified_ir.data.records import RecordSource
-from triplane.unified_ir.data.sources.arrow import ArrowSource
-from triplane.unified_ir.data.sources.csv_files import CsvSource
-from triplane.unified_ir.data.sources.digits import DigitsSource
-from triplane.unified_ir.data.sources.folder import ImageFolderSource
-from triplane.unified_ir.data.sources.idx import IdxSource
-from triplane.unified_ir.data.sources.npy import NpySource
-from triplane.unified_ir.data.sources.npz import NpzSource
-from triplane.unified_ir.data.sources.sqlite import SqliteSource
-from triplane.unified_ir.data.sources.text import TextSource
+from triplane.unified_ir.data.registry import FORMAT, SOURCES, STEPS, ZIP, short
 from triplane.unified_ir.data.step import Step
-from triplane.unified_ir.data.transforms import TRANSFORMS
 from triplane.unified_ir.data.zipping import ZipSource
 
-FORMAT: Final = 1
 MAX_TEXT: Final = 64 << 20
 MAX_STEPS: Final = 1000
 MAX_DEPTH: Final = 16
 """Limit for pipelines within pipelines (zip)."""
-ZIP: Final = "zip"
-
-STRUCTURE: Final[Mapping[str, type[Step]]] = {
-    "shuffle": ordering.Shuffle,
-    "take": ordering.Take,
-    "skip": ordering.Skip,
-    "pick": ordering.Pick,
-    "repeat": ordering.Repeat,
-    "shard": ordering.Sharded,
-    "weighted": ordering.Weighted,
-    "balanced": ordering.Balanced,
-    "split": ordering.Split,
-    "batch": grouping.Batched,
-    "padded_batch": grouping.PaddedBatch,
-    "window": grouping.Windowed,
-    "map": functions.Map,
-    "filter": functions.Filter,
-    "where": functions.Where,
-    "cache": functions.Cache,
-}
-SOURCES: Final[Mapping[str, type[Any]]] = {
-    "digits": DigitsSource,
-    "npz": NpzSource,
-    "npy": NpySource,
-    "csv": CsvSource,
-    "arrow": ArrowSource,
-    "sqlite": SqliteSource,
-    "text": TextSource,
-    "idx": IdxSource,
-    "images": ImageFolderSource,
-    "records": RecordSource,
-}
-STEPS: Final[Mapping[str, type[Step]]] = {**STRUCTURE, **TRANSFORMS}
-_STEP_NAMES: Final = {kind: name for name, kind in STEPS.items()}
-_SOURCE_NAMES: Final = {kind: name for name, kind in SOURCES.items()}
 
 Functions = Mapping[str, Callable[..., Any]]
-
-
-def text_of(dataset: Dataset) -> str:
-    """Return the pipeline as JSON text."""
-    return json.dumps(record_of(dataset), indent=1)
-
-
-def record_of(dataset: Dataset) -> dict[str, Any]:
-    """Return the pipeline as plain values; InvalidInput if its source has no such form."""
-    record: dict[str, Any] = {
-        "format": FORMAT,
-        "source": _source_record(dataset.origin),
-        "steps": [{"step": _STEP_NAMES[type(step)], **_values(step)} for step in dataset.steps],
-        "inputs": list(dataset.inputs),
-        "targets": list(dataset.targets),
-    }
-    if dataset.labels:
-        record["labels"] = list(dataset.labels)
-    return record
-
-
-def step_text(step: Step) -> str:
-    """Return a step as people see it: its name and the fields that differ from defaults."""
-    shown = [
-        f"{f.name}={_short(getattr(step, f.name))}"
-        for f in fields(step)
-        if f.default is MISSING or getattr(step, f.name) != f.default
-    ]
-    return f"{_STEP_NAMES[type(step)]}({', '.join(shown)})"
 
 
 def from_json(
@@ -132,7 +55,7 @@ def _dataset(record: Any, known: Functions, folder: Path | None, depth: int) -> 
     if not isinstance(record, dict) or record.get("format") != FORMAT or record.keys() - wanted:
         raise InvalidInput(
             f"a pipeline is an object of format {FORMAT} with {', '.join(sorted(wanted))}; got "
-            f"{_short(record)}"
+            f"{short(record)}"
         )
     if depth > MAX_DEPTH:
         raise InvalidInput(f"pipelines are at most {MAX_DEPTH} deep within each other")
@@ -151,7 +74,7 @@ def _dataset(record: Any, known: Functions, folder: Path | None, depth: int) -> 
 def _of_source(record: Any, known: Functions, folder: Path | None, depth: int) -> Dataset:
     if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
         raise InvalidInput(
-            f"the source of a pipeline is an object with a kind, got {_short(record)}"
+            f"the source of a pipeline is an object with a kind, got {short(record)}"
         )
     kind = record["kind"]
     if kind == ZIP:
@@ -173,7 +96,7 @@ def _step(record: Any, known: Functions, number: int) -> Step:
     if not isinstance(record, dict) or record.get("step") not in STEPS:
         name = record.get("step") if isinstance(record, dict) else record
         raise InvalidInput(
-            f"step {number} of the pipeline is {_short(name)}; there are {', '.join(STEPS)}"
+            f"step {number} of the pipeline is {short(name)}; there are {', '.join(STEPS)}"
         )
     values = {k: v for k, v in record.items() if k != "step"}
     step: Step = _constructed(
@@ -224,12 +147,12 @@ def _typed(value: Any, hint: Any, what: str, known: Functions) -> Any:
     ):
         return value
     shown = getattr(hint, "__name__", None) if origin is None else str(hint)
-    raise InvalidInput(f"{what} is of type {shown}, got {_short(value)}")
+    raise InvalidInput(f"{what} is of type {shown}, got {short(value)}")
 
 
 def _function(value: Any, what: str, known: Functions) -> PythonFunction:
     if not isinstance(value, str):
-        raise InvalidInput(f"{what} is the name of a Python function, got {_short(value)}")
+        raise InvalidInput(f"{what} is the name of a Python function, got {short(value)}")
     if value not in known:
         raise NotFound(
             f"{what} is the Python function {value!r}, which is not part of the JSON form; pass "
@@ -238,41 +161,7 @@ def _function(value: Any, what: str, known: Functions) -> PythonFunction:
     return PythonFunction(known[value])
 
 
-def _source_record(origin: Origin) -> dict[str, Any]:
-    source = origin.source
-    if isinstance(source, ZipSource):
-        return {"kind": ZIP, "parts": [record_of(part) for part in source.parts]}
-    if type(source) not in _SOURCE_NAMES:
-        raise InvalidInput(
-            f"{origin.name} cannot be written as JSON; write the samples to a file, as "
-            "data.write_records does, and read that"
-        )
-    return {"kind": _SOURCE_NAMES[type(source)], **_values(source)}
-
-
-def _values(value: Any) -> dict[str, Any]:
-    """Return the fields that differ from their defaults, as JSON has them."""
-    return {
-        f.name: _plain(getattr(value, f.name))
-        for f in fields(value)
-        if f.default is MISSING or getattr(value, f.name) != f.default
-    }
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [_plain(v) for v in value]
-    return value.name if isinstance(value, PythonFunction) else value
-
-
 def _names(value: Any, key: str) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
-        raise InvalidInput(f"{key} of a pipeline are a list of names, got {_short(value)}")
+        raise InvalidInput(f"{key} of a pipeline are a list of names, got {short(value)}")
     return tuple(value)
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, PythonFunction):
-        return value.name
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

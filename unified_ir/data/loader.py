@@ -11,50 +11,22 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from queue import Full, Queue
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any, Final
 
-from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.data.ahead import Loading
 from triplane.unified_ir.data.columns import Columns
 from triplane.unified_ir.data.kinds import is_batch_feed, is_batches
 
-MAX_WORKERS: Final = 256
-MAX_PREFETCH: Final = 1024
 if TYPE_CHECKING:
     from triplane.unified_ir.data.dataset import Dataset
     from triplane.unified_ir.data.workers import ChildPool
 
 _POLL_S: Final = 0.1
 _END: Final = object()
-
-
-@dataclass(frozen=True)
-class Loading:
-    """How batches are read ahead.
-
-    workers: threads or processes that read; 0 reads each batch when it is asked for. prefetch:
-    batches that each worker may be ahead. processes: workers are child processes, each with a
-    pipeline of its own; the pipeline must have a JSON form, and its Python functions must be
-    importable by their names.
-    """
-
-    workers: int = 0
-    prefetch: int = 2
-    processes: bool = False
-
-    def __post_init__(self) -> None:
-        for what, value, low, high in (
-            ("workers", self.workers, 0, MAX_WORKERS),
-            ("prefetch", self.prefetch, 1, MAX_PREFETCH),
-        ):
-            if type(value) is not int or not low <= value <= high:
-                raise InvalidInput(f"{what} must be a whole number in {low}..{high}, got {value!r}")
-        if self.processes and not self.workers:
-            raise InvalidInput("processes=True needs workers=N, the number of processes")
 
 
 class Loader:

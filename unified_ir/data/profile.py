@@ -140,7 +140,7 @@ class _TimedBatchFeed(_Timed):
 
 def profile(dataset: Dataset, batches: int, size: int) -> DataProfile:
     """Read up to `batches` batches in this thread and return where the time went, by step."""
-    from triplane.unified_ir.data.form import step_text
+    from triplane.unified_ir.data.registry import step_text
 
     if batches < 1:
         raise InvalidInput(f"profile reads at least 1 batch, got {batches}")

@@ -18,7 +18,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.data import columns
 from triplane.unified_ir.data.columns import Column, Columns, Rows, Schema
 from triplane.unified_ir.data.kinds import is_batch_feed, is_batches, is_feed, is_table
-from triplane.unified_ir.data.table import BLOCK, Feed, Table
+from triplane.unified_ir.data.table import BLOCK, MAX_MEMORY_BYTES, Feed, Table
 
 
 class Batches(Protocol):
@@ -138,11 +138,9 @@ class MappedTable:
         """See `Table`."""
         return self.function(self.table.take(rows), rows)
 
-    def column(self, name: str) -> Column:
-        """Return a column of all rows."""
-        if self.kept(name):
-            return whole_column(self.table, name)
-        return columns.joined([{name: block[name]} for block in blocks_of(self)])[name]
+    def column(self, name: str) -> Column | None:
+        """Return a column of all rows if the function leaves it as it is."""
+        return whole_column(self.table, name) if self.kept(name) else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,12 +246,22 @@ def whole_column(table: Table, name: str) -> Column:
     if name not in table.schema:
         raise InvalidInput(f"there is no column {name!r}; there are {', '.join(table.schema)}")
     read = getattr(table, "column", None)
-    if read is not None:
-        column: Column = read(name)
+    column: Column | None = None if read is None else read(name)
+    if column is not None:
         return column
     if not len(table):
         return table.take(np.zeros(0, np.int64))[name]
-    return columns.joined([{name: block[name]} for block in blocks_of(table)])[name]
+    parts, size = [], 0
+    for block in blocks_of(table):
+        # A copy, which does not keep the other columns of its block in memory.
+        parts.append(columns.take({name: block[name]}, np.arange(columns.count(block))))
+        size += columns.n_bytes(parts[-1])
+        if size > MAX_MEMORY_BYTES:
+            raise InvalidInput(
+                f"column {name!r} takes more than {MAX_MEMORY_BYTES} bytes in memory; read it in "
+                "batches"
+            )
+    return columns.joined(parts)[name]
 
 
 def table_of(view: View, step: str, hint: str) -> Table:

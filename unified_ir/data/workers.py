@@ -25,10 +25,11 @@ from triplane.proto import errors
 from triplane.proto.errors import InvalidInput, TriplaneError, Unavailable
 from triplane.unified_ir.data.columns import BYTES, TEXT, Column, Columns, Ragged
 from triplane.unified_ir.data.dataset import Dataset
-from triplane.unified_ir.data.form import from_json, text_of
+from triplane.unified_ir.data.form import from_json
 from triplane.unified_ir.data.functions import PythonFunction
 from triplane.unified_ir.data.kinds import is_batches
 from triplane.unified_ir.data.opened import Opened
+from triplane.unified_ir.data.registry import text_of
 
 _SIZE: Final = struct.Struct("<Q")
 MAX_HEADER_BYTES: Final = 1 << 20
@@ -45,8 +46,8 @@ class ChildPool:
             "functions": _importable(dataset),
             "path": [os.path.abspath(p) if p else os.getcwd() for p in sys.path],  # noqa: PTH100, PTH109
         }
-        self._free: SimpleQueue[_Child] = SimpleQueue()
-        self._children = [_Child(order) for _ in range(count)]
+        self._free: SimpleQueue[_WorkerProcess] = SimpleQueue()
+        self._children = [_WorkerProcess(order) for _ in range(count)]
         for child in self._children:
             self._free.put(child)
 
@@ -64,7 +65,7 @@ class ChildPool:
             child.close()
 
 
-class _Child:
+class _WorkerProcess:
     def __init__(self, order: Mapping[str, Any]) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE

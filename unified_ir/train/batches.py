@@ -19,10 +19,10 @@ import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.data import Dataset, Loading
-from triplane.unified_ir.data.form import step_text
 from triplane.unified_ir.data.kinds import is_batches
 from triplane.unified_ir.data.loader import Loader
 from triplane.unified_ir.data.randomness import permutation
+from triplane.unified_ir.data.registry import step_text
 from triplane.unified_ir.ir.graph import Array
 
 Batch = tuple[Array, ...]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from triplane.proto.errors import InvalidInput, NotFound
-from triplane.unified_ir.data.choosing import ColumnChoice, Preparation, preparation, wanted
+from triplane.unified_ir.data.choosing import ColumnChoice, ColumnPreparation, preparation, wanted
 from triplane.unified_ir.data.columns import Field
 from triplane.unified_ir.data.dataset import Dataset, of_source
 from triplane.unified_ir.data.form import MAX_TEXT, from_json
@@ -120,14 +120,16 @@ def _prepared(source: str | Path, options: ReadingOptions) -> tuple[Dataset, ...
     return tuple(steps.of(part) for part in parts)
 
 
-def _preparation(source: str | Path, dataset: Dataset, options: ReadingOptions) -> Preparation:
+def _preparation(
+    source: str | Path, dataset: Dataset, options: ReadingOptions
+) -> ColumnPreparation:
     if _is_pipeline(source):
         if options != ReadingOptions():
             raise InvalidInput(
                 f"{source} is a pipeline, which says itself which columns it reads and how; "
                 "options of the source cannot be given beside it"
             )
-        return Preparation((), dataset.inputs, dataset.targets, dataset.labels, dataset.notes)
+        return ColumnPreparation((), dataset.inputs, dataset.targets, dataset.labels, dataset.notes)
     return preparation(
         dataset,
         options.x,
