@@ -9,23 +9,27 @@ states are written to `personal/model.newest` without a sync, and to the durable
 begins and once in `SYNC_S`; after a power cut the model may be older by that time.
 """
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from triplane.device.memory import UNSYNCED, drop, parse_facts
 from triplane.proto.disk import OS_DISK, Disk
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
 from triplane.unified_ir.federated.core.learn import (
+    EVALUATE,
     Learner,
     LearnerScore,
     Shard,
     Work,
     adapt,
+    metric_of_plan,
     score,
 )
+from triplane.unified_ir.federated.core.metric import ACCURACY, Metric, metric_named
 from triplane.unified_ir.files import container
 from triplane.unified_ir.files.container import Container
 from triplane.unified_ir.runtime.plan import STATE, Plan
@@ -42,8 +46,9 @@ class ModelChoice:
     """The chosen model of a device.
 
     chosen: shared or personal. plan: SHA-256 of its plan's file, hexadecimal. samples: number of
-    held-out samples it was measured on, 0 if it was not. before: accuracy of the newest shared
-    state; after: accuracy of that state after adaptation; accuracy: that of the chosen model.
+    held-out samples it was measured on, 0 if it was not. before: score of the newest shared state;
+    after: score of that state after adaptation. metric: "accuracy", or "loss" for a model without
+    one, where lower is better. accuracy: that of the chosen model; 0 if `metric` is another one.
     """
 
     run: str
@@ -54,6 +59,17 @@ class ModelChoice:
     before: float = 0.0
     after: float = 0.0
     accuracy: float = 0.0
+    metric: str = ACCURACY.name
+
+    @property
+    def score(self) -> float:
+        """The score of the chosen model."""
+        return self.after if self.chosen == PERSONAL else self.before
+
+    def record(self) -> dict[str, Any]:
+        """Return the fields that are stored: the metric is named only if it is not accuracy."""
+        left_out = "metric" if self.metric == ACCURACY.name else "accuracy"
+        return {name: value for name, value in asdict(self).items() if name != left_out}
 
 
 class DeviceModel:
@@ -107,7 +123,7 @@ class DeviceModel:
         drop(self._newest)
 
     def _write(self, path: Path, plan: Plan, choice: ModelChoice, disk: Disk) -> None:
-        properties = {name: str(value) for name, value in asdict(choice).items()}
+        properties = {name: str(value) for name, value in choice.record().items()}
         properties |= {"steps": str(plan.steps), "spent_s": repr(plan.spent_s)}
         part = container.tensor_part(STATE, plan.view(), plan.roles)
         container.write(path, KIND, [part], properties=properties, parent=plan.digest, disk=disk)
@@ -135,15 +151,17 @@ class DeviceModel:
         before = score(watched, shard)
         adapt(watched, work, shard, steps=steps)
         after = score(watched, shard)
+        metric = metric_of_plan(plan)
         best = ModelChoice(
             run=work.run,
             round=work.round,
             plan=blob,
-            chosen=PERSONAL if after > before else SHARED,
+            chosen=PERSONAL if metric.gain(after, before) > 0 else SHARED,
             samples=n,
             before=before,
             after=after,
-            accuracy=max(before, after),
+            accuracy=max(before, after) if metric == ACCURACY else 0.0,
+            metric=metric.name,
         )
         # The plan now holds the adapted state; put the shared one back before it is stored.
         if best.chosen == SHARED:
@@ -162,27 +180,51 @@ class DeviceModel:
     ) -> bool:
         """Return whether the earlier model beats the new state on today's held-out samples."""
         old = self.choice()
-        if old is None or not old.samples:
+        if old is None or not old.samples or old.metric != new.metric:
             return False
+        metric = metric_named(new.metric)
         # The state of another plan does not fit this one, so its own plan has to be opened.
         if old.plan != new.plan:
-            return other is not None and self._scored_by(other, old, shard) > new.accuracy
+            score_there = other and self._scored_by(other, old, plan, shard)
+            return score_there is not None and metric.gain(score_there, new.score) > 0
         # One plan in memory is enough: the states take turns in it.
         challenger = plan.state()
         plan.load_state(self._path)
-        if score(watched, shard) > new.accuracy:
+        if metric.gain(_score_of(watched, shard, metric), new.score) > 0:
             return True
         plan.assign(challenger)
         return False
 
-    def _scored_by(self, other: Callable[[str], Plan], old: ModelChoice, shard: Shard) -> float:
-        """Return the accuracy of another run's model; 0 if its plan is gone or does not fit."""
+    def _scored_by(
+        self, other: Callable[[str], Plan], old: ModelChoice, plan: Plan, shard: Shard
+    ) -> float | None:
+        """Return the score of another run's model.
+
+        None: its plan is gone or does not fit, or its loss may be another function than that of
+        `plan`, so that the two numbers cannot be compared.
+        """
         try:
             earlier = other(old.plan)
+            if old.metric != ACCURACY.name and not _measure_alike(earlier, plan):
+                return None
             earlier.load_state(self._path)
             return score(earlier, shard)
         except (Corrupt, InvalidInput, NotFound, Conflict):
-            return 0.0
+            return None
+
+
+def _score_of(plan: Learner, shard: Shard, metric: Metric) -> float:
+    """Return the score of an earlier state, the worst one if its loss is not finite any more."""
+    try:
+        return score(plan, shard)
+    except InvalidInput:
+        if metric.share:
+            raise
+        return math.inf
+
+
+def _measure_alike(one: Plan, other: Plan) -> bool:
+    return one.entry_digest(EVALUATE) == other.entry_digest(EVALUATE)
 
 
 def _age_s(path: Path) -> float:
@@ -191,8 +233,11 @@ def _age_s(path: Path) -> float:
 
 
 def _read(path: Path) -> ModelChoice | None:
+    # A choice has either of these; see `ModelChoice.record`.
+    absent = {"metric": ACCURACY.name, "accuracy": "0.0"}
     try:
-        return parse_facts(ModelChoice, Container(path, kind=KIND).manifest.properties)
+        properties = dict(Container(path, kind=KIND).manifest.properties)
+        return parse_facts(ModelChoice, (absent | properties).items())
     except NotFound:
         return None
     except (Corrupt, InvalidInput):

@@ -8,6 +8,7 @@ from pathlib import Path
 from triplane.device.home import DeviceHome, SessionNote
 from triplane.device.memory import Memory, UpdateFacts
 from triplane.device.model import DeviceModel, ModelChoice
+from triplane.unified_ir.federated.core.metric import ACCURACY, metric_named
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,8 @@ class DeviceStatus:
 
     def record(self) -> Mapping[str, object]:
         """Return the status for scripts."""
-        return asdict(self)
+        model = {"model": self.model.record()} if self.model else {}
+        return asdict(self) | model
 
     def text(self) -> str:
         """Return the status for people."""
@@ -99,7 +101,10 @@ def _model(choice: ModelChoice | None) -> str:
     of = f"{choice.chosen}, of round {choice.round} of run {choice.run}"
     if not choice.samples:
         return f"{of}; not measured"
+    metric = metric_named(choice.metric)
+    chosen, before, after = map(metric.text_with_unit, (choice.score, choice.before, choice.after))
+    what = "" if metric == ACCURACY else f"{metric.name} "
     return (
-        f"{of}; {choice.accuracy:.1%} of {choice.samples} held-out samples "
-        f"(newest shared {choice.before:.1%}, adapted {choice.after:.1%})"
+        f"{of}; {what}{chosen} of {choice.samples} held-out samples "
+        f"(newest shared {before}, adapted {after})"
     )

@@ -362,6 +362,7 @@ class Run(_message.Message):
     RESULT_FIELD_NUMBER: _builtins.int
     REFUSALS_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
+    METRIC_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """16 hexadecimal digits."""
     phase: Global___Run.Phase.ValueType
@@ -376,6 +377,8 @@ class Run(_message.Message):
     """"digits@4" once it is registered."""
     revision: _builtins.int
     """Changes by one with every change of the run."""
+    metric: _builtins.str
+    """What scores and spreads are: "" accuracy, "loss" for a model without one, where lower is better."""
     @_builtins.property
     def spec(self) -> Global___Spec: ...
     @_builtins.property
@@ -402,10 +405,11 @@ class Run(_message.Message):
         result: _builtins.str = ...,
         refusals: Global___Refusals | None = ...,
         revision: _builtins.int = ...,
+        metric: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["refusals", b"refusals", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_s", b"ended_s", "id", b"id", "members", b"members", "phase", b"phase", "reason", b"reason", "refusals", b"refusals", "result", b"result", "revision", b"revision", "round", b"round", "rounds", b"rounds", "spec", b"spec", "started_by", b"started_by", "started_s", b"started_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_s", b"ended_s", "id", b"id", "members", b"members", "metric", b"metric", "phase", b"phase", "reason", b"reason", "refusals", b"refusals", "result", b"result", "revision", b"revision", "round", b"round", "rounds", b"rounds", "spec", b"spec", "started_by", b"started_by", "started_s", b"started_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -558,7 +562,7 @@ Global___Round: _TypeAlias = Round  # noqa: Y015
 
 @_typing.final
 class Spread(_message.Message):
-    """Accuracy over devices, each device once."""
+    """Scores over devices, each device once, by the metric of the run."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -568,7 +572,7 @@ class Spread(_message.Message):
     mean: _builtins.float
     worst: _builtins.float
     worst_tenth: _builtins.float
-    """Mean of the lowest tenth of devices, at least one."""
+    """Mean of the worst tenth of devices, at least one."""
     def __init__(
         self,
         *,
@@ -586,7 +590,7 @@ Global___Spread: _TypeAlias = Spread  # noqa: Y015
 
 @_typing.final
 class Score(_message.Message):
-    """Of one device on its own held-out samples, before and after adaptation to its own support."""
+    """Accuracy, or loss, of one device on its own held-out samples, before and after adaptation to its own support."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

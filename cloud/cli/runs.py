@@ -13,6 +13,7 @@ from triplane.cloud.cli.connection import Calls
 from triplane.cloud.cli.text import age, duration, enum_text, shown, size, table
 from triplane.cloud.cli.watching import Watchable, bar, live_view, styled_table
 from triplane.proto.federation_pb2 import GetRunRequest, Member, Round, Run, Spread
+from triplane.unified_ir.federated.core.metric import ACCURACY, Metric, metric_named
 
 ROUND_HEADINGS: Final = (
     "ROUND", "ASKED", "COUNTED", "OUT", "LOSS", "TIME", "UP", "DOWN", "ACCURACY",
@@ -68,7 +69,19 @@ def headline(run: Run) -> str:
     return shown(f"[{run.id}] {', '.join(parts)}")
 
 
-def round_row(round_: Round) -> tuple[str, ...]:
+def metric_of_run(run: Run) -> Metric:
+    """Return the metric of the scores of a run."""
+    return metric_named(run.metric)
+
+
+def round_headings(run: Run) -> tuple[str, ...]:
+    """Return the headings of a table of rounds, the last of which names the metric."""
+    return (
+        (*ROUND_HEADINGS[:-1], f"HELD-OUT {run.metric.upper()}") if run.metric else ROUND_HEADINGS
+    )
+
+
+def round_row(round_: Round, metric: Metric = ACCURACY) -> tuple[str, ...]:
     """Return the row of one round."""
     out = round_.refused + round_.late + round_.lost
     took = duration_text(round_.closed_s - round_.opened_s) if round_.closed_s else ""
@@ -82,7 +95,7 @@ def round_row(round_: Round) -> tuple[str, ...]:
         took,
         size(round_.bytes_up) if round_.bytes_up else "",
         size(round_.bytes_down) if round_.bytes_down else "",
-        round_.given_up or accuracy(round_),
+        round_.given_up or scores(round_, metric),
     )
 
 
@@ -98,18 +111,19 @@ def duration_text(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 120 else duration(seconds)
 
 
-def accuracy(round_: Round) -> str:
-    """Format the accuracy before and after adaptation in an evaluating round."""
+def scores(round_: Round, metric: Metric) -> str:
+    """Format the scores before and after adaptation in an evaluating round."""
     if not round_.HasField("after"):
         return ""
-    return f"{_spread(round_.before)} -> {_spread(round_.after)}"
+    return f"{_spread(round_.before, metric)} -> {_spread(round_.after, metric)}"
 
 
-def _spread(spread: Spread) -> str:
-    return f"{spread.mean:.1%} (worst tenth {spread.worst_tenth:.1%})"
+def _spread(spread: Spread, metric: Metric) -> str:
+    mean, worst = map(metric.text_with_unit, (spread.mean, spread.worst_tenth))
+    return f"{mean} (worst tenth {worst})"
 
 
-def member_row(member: Member) -> tuple[str, ...]:
+def member_row(member: Member, metric: Metric = ACCURACY) -> tuple[str, ...]:
     """Return the row of one device."""
     scored = member.HasField("score")
     declined = f", {member.declined} declined" if member.declined else ""
@@ -118,8 +132,8 @@ def member_row(member: Member) -> tuple[str, ...]:
         str(member.examples),
         str(member.counted),
         f"{member.dropped}{declined}" if member.dropped else "",
-        f"{member.score.before:.1%}" if scored else "",
-        f"{member.score.after:.1%}" if scored else "",
+        metric.text_with_unit(member.score.before) if scored else "",
+        metric.text_with_unit(member.score.after) if scored else "",
         cut(f"waits: {member.waits}" if member.waits else why_text(member)),
     )
 
@@ -166,10 +180,13 @@ def run_text(run: Run) -> str:
     if run.ended_s:
         when += f", took {duration_text(run.ended_s - run.started_s)}"
     lines = [headline(run), shown(when)]
+    metric = metric_of_run(run)
     if run.rounds:
-        lines += ["", table(ROUND_HEADINGS, [round_row(r) for r in run.rounds[-LAST_ROUNDS:]])]
+        rows = [round_row(r, metric) for r in run.rounds[-LAST_ROUNDS:]]
+        lines += ["", table(round_headings(run), rows)]
     if run.members:
-        lines += ["", table(MEMBER_HEADINGS, [member_row(m) for m in run.members[:MOST_MEMBERS]])]
+        rows = [member_row(m, metric) for m in run.members[:MOST_MEMBERS]]
+        lines += ["", table(MEMBER_HEADINGS, rows)]
     if len(run.members) > MOST_MEMBERS:
         lines.append(f"and {len(run.members) - MOST_MEMBERS} more; all of them with --json")
     if run.refusals.reasons:
@@ -202,7 +219,7 @@ def changes(before: Run | None, after: Run) -> list[str]:
         {(r.number, r.evaluates, r.opened_s) for r in _closed_rounds(before)} if before else set()
     )
     lines = [
-        shown("  round " + "  ".join(filter(None, _round_facts(round_))))
+        shown("  round " + "  ".join(filter(None, _round_facts(round_, metric_of_run(after)))))
         for round_ in _closed_rounds(after)
         if (round_.number, round_.evaluates, round_.opened_s) not in known
     ]
@@ -218,8 +235,10 @@ def _closed_rounds(run: Run) -> list[Round]:
     return [round_ for round_ in run.rounds if round_.closed_s]
 
 
-def _round_facts(round_: Round) -> list[str]:
-    number, asked, counted, out, loss, took, up, down, rest = round_row(round_)
+def _round_facts(round_: Round, metric: Metric) -> list[str]:
+    number, asked, counted, out, loss, took, up, down, rest = round_row(round_, metric)
+    if not metric.share and round_.HasField("after"):
+        rest = f"held-out {metric.name} {rest}"
     return [
         number,
         f"{counted} of {asked}",
@@ -285,8 +304,8 @@ def draw(run: Run, *, room: int, now_s: float) -> RenderableType:
         lines.append(devices.append(f", {left_s:.0f} s to the deadline", "dim"))
     closed = [r for r in run.rounds if r.closed_s]
     rows = (
-        ([shown(cell) for cell in round_row(r)], "red" if r.given_up else "")
+        ([shown(cell) for cell in round_row(r, metric_of_run(run))], "red" if r.given_up else "")
         for r in closed[-room:]
     )
     reasons = (Text(line, "red") for line in (*drop_reasons(None, run), *refusals(run)))
-    return Group(*lines, Text(), styled_table(ROUND_HEADINGS, rows), *reasons)
+    return Group(*lines, Text(), styled_table(round_headings(run), rows), *reasons)

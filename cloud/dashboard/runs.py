@@ -1,4 +1,4 @@
-"""The rows of federated runs: rounds, contributions of devices, and accuracies."""
+"""The rows of federated runs: rounds, contributions of devices, and their scores."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ MOST_TEXT_CHARS: Final = 500
 
 
 def run_row(run: Run) -> Row:
-    """Return the row of a run: newest rounds, devices, those dropped most, newest accuracies."""
+    """Return the row of a run: newest rounds, devices, those dropped most, newest scores."""
     learning = [r for r in run.rounds if not r.evaluates]
     judged = [r for r in run.rounds if r.evaluates and r.HasField("before")]
     members = sorted(run.members, key=lambda member: member.device)
     return {
-        **same_fields(run, "id", "round", "started_by", "result"),
+        **same_fields(run, "id", "round", "started_by", "result", "metric"),
         **same_fields(run.spec, "model", "population"),
         "algorithm": _algorithm(run.spec),
         "phase": Run.Phase.Name(run.phase).lower(),

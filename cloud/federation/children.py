@@ -17,6 +17,7 @@ from triplane.cloud.registry.conversions import CHILD, ConversionLimits, Jobs
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.hyperparameters import values_of
 from triplane.proto.sandbox import expected
+from triplane.unified_ir.federated.core.metric import metric_named
 
 COMMAND: Final = (sys.executable, "-m", "triplane.cloud.federation.planning")
 LIMITS: Final = ConversionLimits()
@@ -32,6 +33,7 @@ class Planned:
     roles: dict[str, str]
     weighting: str
     server: str
+    metric: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +74,7 @@ class Children:
                     roles={str(k): str(v) for k, v in done["roles"].items()},
                     weighting=str(done["weighting"]),
                     server=str(done["server"]),
+                    metric=metric_named(str(done["metric"])).name,
                 )
             yield planned
 

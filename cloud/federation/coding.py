@@ -26,6 +26,12 @@ T = TypeVar("T")
 Read = Callable[[Any], Any]
 
 MAX_SHOWN_CHARS: Final = 80
+OMIT_DEFAULT: Final = "omit_default"
+"""Metadata of a field that is only stored with another value than its default.
+
+Such a field can be added without a change of what is stored already, which an earlier release can
+read only without it.
+"""
 
 
 def to_json(value: Any) -> str:
@@ -46,7 +52,8 @@ def from_json(kind: type[T], text: str) -> T:
 
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        pairs = ((f, getattr(value, f.name)) for f in dataclasses.fields(value))
+        return {f.name: _plain(x) for f, x in pairs if not _is_left_out(f, x)}
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, float):
@@ -56,6 +63,10 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return [_plain(item) for item in value]
     return value
+
+
+def _is_left_out(field: dataclasses.Field[Any], value: Any) -> bool:
+    return OMIT_DEFAULT in field.metadata and bool(value == field.default)
 
 
 @cache

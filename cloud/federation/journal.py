@@ -9,12 +9,12 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
 
 import sqlalchemy as sa
 
-from triplane.cloud.federation.coding import from_json, to_json
+from triplane.cloud.federation.coding import OMIT_DEFAULT, from_json, to_json
 from triplane.cloud.federation.run_projection import RunProjection, follow
 from triplane.cloud.federation.tables import EVENTS, RUNS, SMALL, SMALL_STATES
 from triplane.cloud.store.upsert import upsert
@@ -22,6 +22,7 @@ from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import Conflict, Corrupt
 from triplane.proto.messages import value_from
 from triplane.unified_ir.federated.core import run as core
+from triplane.unified_ir.federated.core.metric import ACCURACY
 from triplane.unified_ir.federated.core.run import Event
 
 ROUNDING: Final = 1e-9
@@ -53,7 +54,7 @@ class Prepared:
 
     plan_digest: the plan's root digest, which its states name. roles: the roles of the shared
     tensors. weighting, server: from the algorithm's row. since_s: when the plan was ready. rules:
-    version of the rules by which the run's events are folded.
+    version of the rules by which the run's events are folded. metric: of the scores of devices.
     """
 
     plan: str
@@ -64,6 +65,7 @@ class Prepared:
     server: str
     since_s: float
     rules: int = core.RULES_OF_OLD
+    metric: str = field(default=ACCURACY.name, metadata={OMIT_DEFAULT: True})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +106,7 @@ def begin(connection: sa.Connection, new: RunRecord) -> RunRecord:
                 "a new random key"
             )
         return known
-    columns = {field.name: getattr(new, field.name) for field in fields(RunRecord)}
+    columns = {f.name: getattr(new, f.name) for f in fields(RunRecord)}
     del columns["number"]  # given by the database
     columns |= {"spec": new.spec.SerializeToString(deterministic=True), "prepared": ""}
     connection.execute(RUNS.insert().values(**columns, live=True, snapshot="", snapshot_number=0))
@@ -274,6 +276,7 @@ def first_projection(record: RunRecord) -> RunProjection:
             rules=record.prepared.rules,
         ),
         at_s=record.prepared.since_s,
+        metric=record.prepared.metric,
     )
 
 

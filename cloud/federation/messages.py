@@ -13,6 +13,7 @@ from triplane.cloud.federation.journal import RunRecord
 from triplane.cloud.federation.run_projection import RunProjection
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.messages import message_from
+from triplane.unified_ir.federated.core.metric import ACCURACY
 from triplane.unified_ir.federated.core.rules import open_lease
 from triplane.unified_ir.federated.core.run import (
     Ended,
@@ -56,7 +57,7 @@ def run_message(
     down: bytes that devices downloaded in the current round. waits: why nothing can be written at
     the moment, or empty. waiting: the reason why a device cannot work at the moment, by device.
     """
-    later = dict.fromkeys(("round", "members", "rounds", "refusals", "revision"))
+    later = dict.fromkeys(("round", "members", "rounds", "refusals", "revision", "metric"))
     phase = pb.Run.Phase.Value((record.before or "preparing").upper())
     message = message_from(pb.Run, record, phase=phase, **later)
     if projection is not None:
@@ -73,6 +74,8 @@ def _add_state(message: pb.Run, projection: RunProjection, *, rounds: bool, down
     message.reason = state.reason
     message.round = state.round.number if state.round else state.turn[0]
     message.revision = projection.revision
+    # Clients of earlier releases know accuracy without a name.
+    message.metric = "" if projection.metric == ACCURACY.name else projection.metric
     message.members.extend(_member(m) for _, m in sorted(state.members.items()))
     for kind, count in sorted(state.refusals.items()):
         newest = projection.refused.get(kind, "")

@@ -17,6 +17,7 @@ def plan(order: dict[str, Any]) -> dict[str, Any]:
     from triplane.unified_ir.convert.conversion import read_model
     from triplane.unified_ir.federated.algorithms import Hyper, algorithm, plan_of
     from triplane.unified_ir.federated.core.files import write_state
+    from triplane.unified_ir.federated.core.metric import metric_of
 
     module, digest = read_model(Path(order["model"]))
     row, hyper = algorithm(order["algorithm"]), Hyper(**order["hyper"])
@@ -28,6 +29,7 @@ def plan(order: dict[str, Any]) -> dict[str, Any]:
         "roles": roles,
         "weighting": row.weighting,
         "server": row.server.name,
+        "metric": metric_of(module.entry("evaluate").result_names).name,
     }
 
 

@@ -133,6 +133,7 @@ class Results:
             roles=planned.roles,
             weighting=planned.weighting,
             server=planned.server,
+            metric=planned.metric,
             since_s=clock(),
             rules=NEWEST_RULES,
         )

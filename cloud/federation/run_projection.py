@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, overload
 
+from triplane.cloud.federation.coding import OMIT_DEFAULT
+from triplane.unified_ir.federated.core.metric import ACCURACY, Metric, metric_named
 from triplane.unified_ir.federated.core.rules import step
 from triplane.unified_ir.federated.core.run import (
     Asked,
@@ -30,7 +32,7 @@ Turn = tuple[int, bool, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Accuracy over devices, each once. worst_tenth: mean of the lowest tenth, at least one."""
+    """Scores over devices, each once. worst_tenth: mean of the worst tenth, at least one."""
 
     mean: float
     worst: float
@@ -39,7 +41,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spreads:
-    """Accuracies of one evaluating round, before and after adaptation."""
+    """Scores of one evaluating round, before and after adaptation."""
 
     before: Spread
     after: Spread
@@ -50,7 +52,7 @@ class RunProjection:
     """A run as of its newest event.
 
     revision, at_s: number and time of that event. spreads: keyed by number of the evaluating round,
-    as text. refused: newest reason by kind.
+    as text. refused: newest reason by kind. metric: of scores; decides which devices are worst.
     """
 
     state: RunState
@@ -58,6 +60,7 @@ class RunProjection:
     at_s: float = 0.0
     spreads: Mapping[str, Spreads] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
+    metric: str = field(default=ACCURACY.name, metadata={OMIT_DEFAULT: True})
 
 
 def follow(projection: RunProjection, event: Event) -> tuple[RunProjection, Effects]:
@@ -69,7 +72,7 @@ def follow(projection: RunProjection, event: Event) -> tuple[RunProjection, Effe
     for ended in state.history[len(projection.state.history) :]:
         scored = any(m.score and m.score.round == ended.number for m in state.members.values())
         if ended.evaluates and ended.counted and scored:
-            spreads = {**after.spreads, str(ended.number): _spreads(state, ended)}
+            spreads = {**after.spreads, str(ended.number): _spreads(after, ended)}
             after = replace(after, spreads=spreads)
     return after, effects
 
@@ -83,17 +86,18 @@ def turn_of(turn: Round | Asked | None) -> Turn | None:
     return (turn.number, turn.evaluates, turn.attempt) if turn else None
 
 
-def _spreads(state: RunState, ended: Ended) -> Spreads:
-    scores = [m.score for m in state.members.values() if m.score and m.score.round == ended.number]
+def _spreads(projection: RunProjection, ended: Ended) -> Spreads:
+    members, metric = projection.state.members, metric_named(projection.metric)
+    scores = [m.score for m in members.values() if m.score and m.score.round == ended.number]
     return Spreads(
-        before=spread_of([score.before for score in scores]),
-        after=spread_of([score.after for score in scores]),
+        before=spread_of([score.before for score in scores], metric),
+        after=spread_of([score.after for score in scores], metric),
     )
 
 
-def spread_of(values: list[float]) -> Spread:
+def spread_of(values: list[float], metric: Metric = ACCURACY) -> Spread:
     """Return the spread of at least one value; their order does not matter."""
-    ordered = sorted(values)
+    ordered = sorted(values, key=metric.merit)
     lowest = ordered[: max(1, len(ordered) // TENTH)]
     return Spread(
         mean=math.fsum(ordered) / len(ordered),

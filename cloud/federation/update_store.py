@@ -35,6 +35,7 @@ from triplane.unified_ir.federated.core.files import (
 )
 from triplane.unified_ir.federated.core.files import KINDS as BAD_UPDATES
 from triplane.unified_ir.federated.core.learn import buffers
+from triplane.unified_ir.federated.core.metric import Metric, metric_named
 from triplane.unified_ir.federated.core.rules import open_lease
 from triplane.unified_ir.federated.core.run import (
     Answered,
@@ -164,7 +165,8 @@ class UpdateStore:
         if outcome == "update":
             return await self._update(run, device, lease, contribution.update)
         if outcome == "score":
-            return _score(device, lease, contribution)
+            metric = metric_named(run.projection.metric)
+            return _score(device, lease, contribution, metric)
         reason = printable(contribution.declined) or "it gave no reason"
         return lambda _, at_s: Declined(at_s=at_s, device=device, lease=lease, reason=reason)
 
@@ -387,7 +389,7 @@ def _late_event(device: str, lease: str) -> MakeEvent:
     return make
 
 
-def _score(device: str, lease: str, contribution: pb.Contribution) -> MakeEvent:
+def _score(device: str, lease: str, contribution: pb.Contribution, metric: Metric) -> MakeEvent:
     message = contribution.score
     score = value_from(Score, message, round=contribution.round)
 
@@ -398,8 +400,9 @@ def _score(device: str, lease: str, contribution: pb.Contribution) -> MakeEvent:
         if state.round is not None and not state.round.evaluates:
             reason = "the round learns; it asked for an update, not a score"
             return Refused(at_s=at_s, device=device, lease=lease, kind="kind", reason=reason)
-        if not (1 <= score.samples <= most and score.round == number and _are_shares(score)):
-            reason = f"a score is of 1 to {most} samples in [0, 1] in round {number}, got {score}"
+        if not (1 <= score.samples <= most and score.round == number and _admits(metric, score)):
+            values = "in [0, 1]" if metric.share else f"with a finite {metric.name}"
+            reason = f"a score is of 1 to {most} samples {values} in round {number}, got {score}"
             text = printable(reason)
             return Refused(at_s=at_s, device=device, lease=lease, kind="figures", reason=text)
         return Scored(at_s=at_s, device=device, lease=lease, score=score)
@@ -407,8 +410,8 @@ def _score(device: str, lease: str, contribution: pb.Contribution) -> MakeEvent:
     return make
 
 
-def _are_shares(score: Score) -> bool:
-    return all(0.0 <= share <= 1.0 for share in (score.before, score.after))
+def _admits(metric: Metric, score: Score) -> bool:
+    return all(map(metric.admits, (score.before, score.after)))
 
 
 def _check_inline(run: LiveRun, message: pb.Update) -> None:

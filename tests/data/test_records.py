@@ -15,8 +15,8 @@ from triplane.unified_ir.data import records
 from triplane.unified_ir.data.columns import Field, Ragged, schema_of
 from triplane.unified_ir.data.kinds import is_table
 from triplane.unified_ir.data.records import (
-    Records,
     RecordSource,
+    RecordTable,
     RecordWriter,
     is_records,
     write_records,
@@ -102,7 +102,7 @@ def test_any_columns_come_back_in_any_order(tmp_path_factory, case, random, comm
             if k % commits == 0:
                 writer.commit()
     expected = oracle(schema, written)
-    opened = Records(path)
+    opened = RecordTable(path)
     opened.verify()
     n = len(next(iter(expected.values())))
     assert len(opened) == n
@@ -131,7 +131,7 @@ def blocks_of(columns, n, size):
 def test_several_shards_and_blocks_are_gathered_at_once(tmp_path, images):
     path = tmp_path / "a.tpr"
     assert write_records(path, [images], block_bytes=10_000, shard_bytes=100_000) == 1000
-    opened = Records(path)
+    opened = RecordTable(path)
     facts = opened.shards
     assert len(facts) == 9
     assert sum(s.rows for s in facts) == 1000
@@ -165,13 +165,13 @@ def test_a_buffer_may_be_used_again_after_append(tmp_path):
         for k in range(5):
             buffer[:] = k
             writer.append({"x": buffer})
-    x = taken(Records(tmp_path / "a.tpr"), np.arange(15))["x"]
+    x = taken(RecordTable(tmp_path / "a.tpr"), np.arange(15))["x"]
     assert x[:, 0].tolist() == [k for k in range(5) for _ in range(3)]
 
 
 def test_result_is_memory_of_its_own(tmp_path, images):
     write_records(tmp_path / "a.tpr", [images])
-    opened = Records(tmp_path / "a.tpr")
+    opened = RecordTable(tmp_path / "a.tpr")
     taken(opened, np.arange(3))["x"][:] = 7
     assert np.array_equal(taken(opened, np.arange(3))["x"], images["x"][:3])
 
@@ -183,7 +183,7 @@ def test_rows_of_equal_length_may_come_as_an_array_where_the_schema_is_ragged(tm
         writer.append(
             {"x": Ragged(np.arange(4, dtype=np.int16).reshape(2, 2), np.array([0, 2, 2]))}
         )
-    x = taken(Records(path), np.arange(4))["x"]
+    x = taken(RecordTable(path), np.arange(4))["x"]
     assert x.lengths.tolist() == [3, 3, 2, 0]
     assert x.values[:, 0].tolist() == [0, 2, 4, 6, 8, 10, 0, 2]
 
@@ -191,7 +191,7 @@ def test_rows_of_equal_length_may_come_as_an_array_where_the_schema_is_ragged(tm
 def test_a_ragged_view_of_longer_values_is_stored_without_the_rest(tmp_path):
     part = Ragged(np.arange(10), np.array([2, 5, 9]))
     write_records(tmp_path / "a.tpr", [{"x": part}])
-    x = taken(Records(tmp_path / "a.tpr"), np.array([1, 0]))["x"]
+    x = taken(RecordTable(tmp_path / "a.tpr"), np.array([1, 0]))["x"]
     assert x.values.tolist() == [5, 6, 7, 8, 2, 3, 4]
 
 
@@ -200,7 +200,7 @@ def test_metadata_and_the_name_are_kept_apart_from_the_records(tmp_path):
         tmp_path / "a.tpr", [{"x": np.arange(3)}], metadata={"classes": json.dumps(["ä", "b"])}
     )
     (tmp_path / "a.tpr").rename(tmp_path / "b")
-    opened = Records(tmp_path / "b")
+    opened = RecordTable(tmp_path / "b")
     assert json.loads(opened.metadata["classes"]) == ["ä", "b"]
     assert taken(opened, np.arange(3))["x"].tolist() == [0, 1, 2]
     assert is_records(tmp_path / "b")
@@ -218,7 +218,7 @@ def test_a_source_opens_its_set(tmp_path):
 def test_a_set_may_have_no_rows(tmp_path):
     schema = {"x": Field("float32", (2,)), "t": Field("text"), "r": Field("int8", (None,))}
     assert write_records(tmp_path / "a.tpr", [], schema) == 0
-    opened = Records(tmp_path / "a.tpr")
+    opened = RecordTable(tmp_path / "a.tpr")
     opened.verify()
     assert len(opened) == 0
     assert opened.shards == ()
@@ -227,7 +227,7 @@ def test_a_set_may_have_no_rows(tmp_path):
 
 def test_take_from_several_threads_gives_each_its_rows(tmp_path, images):
     write_records(tmp_path / "a.tpr", [images], block_bytes=1 << 10, shard_bytes=100_000)
-    opened = Records(tmp_path / "a.tpr")
+    opened = RecordTable(tmp_path / "a.tpr")
     orders = [np.random.default_rng(k).permutation(1000) for k in range(16)]
     with ThreadPoolExecutor(4) as pool:
         for rows, batch in zip(orders, pool.map(opened.take, orders), strict=True):
@@ -237,7 +237,7 @@ def test_take_from_several_threads_gives_each_its_rows(tmp_path, images):
 def test_verify_tells_its_progress(tmp_path, images):
     write_records(tmp_path / "a.tpr", [images], block_bytes=100_000)
     calls = []
-    Records(tmp_path / "a.tpr").verify(lambda done, total: calls.append((done, total)))
+    RecordTable(tmp_path / "a.tpr").verify(lambda done, total: calls.append((done, total)))
     total = images["x"].nbytes + images["y"].nbytes
     assert calls[-1] == (total, total)
     assert sorted(calls) == calls
@@ -248,7 +248,7 @@ def test_verify_tells_its_progress(tmp_path, images):
 def test_rows_out_of_range_are_refused(tmp_path, rows):
     write_records(tmp_path / "a.tpr", [{"x": np.arange(3)}])
     with pytest.raises(InvalidInput, match=r"rows 0\.\.2"):
-        taken(Records(tmp_path / "a.tpr"), np.array(rows))
+        taken(RecordTable(tmp_path / "a.tpr"), np.array(rows))
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_a_block_that_differs_from_the_schema_is_refused_and_the_writer_goes_on(
         with pytest.raises(InvalidInput, match=message):
             writer.append(block)
         writer.append(good)
-    assert taken(Records(tmp_path / "a.tpr"), np.array([0]))["t"].tolist() == ["ok"]
+    assert taken(RecordTable(tmp_path / "a.tpr"), np.array([0]))["t"].tolist() == ["ok"]
 
 
 @pytest.mark.parametrize("offsets", [[0, 3, 2], [-1, 2, 3], [0, 2, 9]])
@@ -341,7 +341,7 @@ def test_rows_without_bytes_are_counted(tmp_path, monkeypatch):
     monkeypatch.setattr("triplane.unified_ir.data.records.encoding.MAX_BLOCK_ROWS", 10)
     monkeypatch.setattr("triplane.unified_ir.data.records.writer.MAX_BLOCK_ROWS", 10)
     write_records(tmp_path / "a", ({"x": np.zeros((4, 0))} for _ in range(6)))
-    opened = Records(tmp_path / "a")
+    opened = RecordTable(tmp_path / "a")
     opened.verify()
     assert len(opened) == 24
     assert opened.shards[0].blocks == 3
@@ -363,10 +363,17 @@ def test_a_path_that_exists_is_kept(tmp_path):
 
 def test_what_is_missing_is_named(tmp_path):
     with pytest.raises(NotFound, match="no file 'head'"):
-        Records(tmp_path / "a")
+        RecordTable(tmp_path / "a")
     with pytest.raises(NotFound, match="no file 'head'"):
         RecordWriter.open(tmp_path)
     assert not (tmp_path / "lock").exists()
+
+
+def test_a_path_that_no_system_has_is_refused(tmp_path):
+    path = tmp_path / "a\0b"
+    for call in (RecordTable, RecordWriter.open, lambda p: write_records(p, [{"x": np.arange(3)}])):
+        with pytest.raises(InvalidInput, match="not a path"):
+            call(path)
 
 
 @pytest.mark.parametrize("name", ["head", "index", "shard-00000", "lock"])
@@ -377,14 +384,14 @@ def test_links_and_pipes_are_refused(tmp_path, name):
     (path / name).symlink_to(tmp_path / "elsewhere")
     if name != "lock":
         with pytest.raises(InvalidInput, match="is a link"):
-            Records(path)
+            RecordTable(path)
     with pytest.raises(InvalidInput, match="is a link"):
         RecordWriter.open(path)
     if name != "lock":
         (path / name).unlink()
         os.mkfifo(path / name)
         with pytest.raises(InvalidInput, match="not a regular file"):
-            Records(path)
+            RecordTable(path)
 
 
 def test_the_package_names_what_it_exports():
@@ -399,6 +406,6 @@ def test_a_forged_boolean_is_one_of_the_two(tmp_path_factory, content):
     write_records(path, [{"x": np.zeros(n, bool)}], {"x": Field("bool")})
     if n:
         (path / "shard-00000").write_bytes(content)
-    x = taken(Records(path, verify=False), np.arange(n))["x"]
+    x = taken(RecordTable(path, verify=False), np.arange(n))["x"]
     assert x.tolist() == [byte != 0 for byte in content]
     assert x.view(np.uint8).max(initial=0) <= 1

@@ -21,7 +21,7 @@ from tests.faults.crash_disk import CrashDisk, PowerCut
 from triplane.proto.disk import AppendFile, NoRoom
 from triplane.proto.errors import Conflict, Corrupt
 from triplane.unified_ir.data.columns import schema_of
-from triplane.unified_ir.data.records import Records, RecordWriter, write_records
+from triplane.unified_ir.data.records import RecordTable, RecordWriter, write_records
 
 EVIDENCE = Path(__file__).parents[2] / "docs" / "evidence" / "records-killed.md"
 CHILD = Path(__file__).with_name("record_child.py")
@@ -54,21 +54,21 @@ def test_what_is_appended_follows_what_is_there(path):
         with RecordWriter.open(path, **SMALL) as writer:
             writer.append(rows_from(n, size))
         n += size
-        check_rows(Records(path), n)
-    assert len(Records(path).shards) > 3
+        check_rows(RecordTable(path), n)
+    assert len(RecordTable(path).shards) > 3
 
 
 def test_nothing_is_visible_before_the_commit(path):
     with closing(RecordWriter.open(path, **SMALL)) as writer:
         writer.append(rows_from(50, 500))
-        check_rows(Records(path), 50)
+        check_rows(RecordTable(path), 50)
         assert writer.commit() == 550
-        check_rows(Records(path), 550)
+        check_rows(RecordTable(path), 550)
         writer.append(rows_from(550, 500))
-    check_rows(Records(path), 550)
+    check_rows(RecordTable(path), 550)
     with RecordWriter.open(path, **SMALL) as writer:
         writer.append(rows_from(550, 3))
-    check_rows(Records(path), 553)
+    check_rows(RecordTable(path), 553)
 
 
 def append_and_fail(writer):
@@ -80,9 +80,9 @@ def append_and_fail(writer):
 def test_an_error_in_the_block_commits_nothing(path, tmp_path):
     with pytest.raises(KeyError):
         append_and_fail(RecordWriter.open(path))
-    check_rows(Records(path), 50)
+    check_rows(RecordTable(path), 50)
     with pytest.raises(KeyError):
-        append_and_fail(RecordWriter.create(tmp_path / "b.tpr", Records(path).schema))
+        append_and_fail(RecordWriter.create(tmp_path / "b.tpr", RecordTable(path).schema))
     assert [p.name for p in tmp_path.iterdir()] == ["a.tpr"]
 
 
@@ -92,10 +92,10 @@ def test_a_new_set_takes_its_name_with_its_first_commit(tmp_path):
         writer.append(rows_from(0, 9))
         assert not path.exists()
         writer.commit()
-        check_rows(Records(path), 9)
+        check_rows(RecordTable(path), 9)
         writer.append(rows_from(9, 90))
         writer.commit()
-    check_rows(Records(path), 99)
+    check_rows(RecordTable(path), 99)
     assert [p.name for p in tmp_path.iterdir()] == ["a.tpr"]
 
 
@@ -107,7 +107,7 @@ def test_one_writer_at_a_time(path):
     with pytest.raises(Conflict, match="it is closed"):
         writer.append(rows_from(51, 1))
     RecordWriter.open(path).close()
-    check_rows(Records(path), 51)
+    check_rows(RecordTable(path), 51)
 
 
 def test_readers_see_a_committed_prefix_while_a_writer_appends(path):
@@ -116,13 +116,13 @@ def test_readers_see_a_committed_prefix_while_a_writer_appends(path):
     def read():
         while True:
             last = is_over.is_set()
-            opened = Records(path)
+            opened = RecordTable(path)
             check_rows(opened, len(opened))
             counts.append(len(opened))
             if last:
                 return
 
-    old = Records(path)
+    old = RecordTable(path)
     reader = threading.Thread(target=read)
     reader.start()
     n = 50
@@ -155,11 +155,11 @@ def test_every_torn_append_leaves_the_committed_rows(path, tmp_path):
             shutil.copy(before / "head", torn)
             os.truncate(torn / name, size)
             (torn / ".head.0123456789abcdef.tmp").write_bytes(b"TPREC")
-            check_rows(Records(torn), 50)
+            check_rows(RecordTable(torn), 50)
             with RecordWriter.open(torn, **SMALL) as writer:
                 assert {p.name for p in torn.iterdir()} == {p.name for p in before.iterdir()}
                 writer.append(rows_from(50, 20))
-            check_rows(Records(torn), 70)
+            check_rows(RecordTable(torn), 70)
             count += 1
     assert count > 400
 
@@ -190,11 +190,11 @@ def cut_power(path, tmp_path, *, unsynced=()):
         for k in range(6):
             left = tmp_path / f"{fail_at} {k}"
             disk.outcome(left, rng)
-            n = len(Records(left))
+            n = len(RecordTable(left))
             assert committed <= n <= committed + 60
             with RecordWriter.open(left, **SMALL) as writer:
                 writer.append(rows_from(n, 7))
-            check_rows(Records(left), n + 7)
+            check_rows(RecordTable(left), n + 7)
             shutil.rmtree(left)
             cuts += 1
         shutil.rmtree(home)
@@ -235,7 +235,7 @@ def test_a_full_disk_ends_the_writer_and_keeps_the_commits(path, monkeypatch):
     writer.close()
     with RecordWriter.open(path, **SMALL) as writer:
         writer.append(rows_from(110, 5))
-    check_rows(Records(path), 115)
+    check_rows(RecordTable(path), 115)
 
 
 @pytest.mark.parametrize("name", ["index", "shard-00000"])
@@ -272,7 +272,7 @@ def kill_writers(path, kills, seed):
     rng, commits, torn = random.Random(seed), 0, 0
     for k in range(kills):
         printed = kill(path, seed + k, rng)
-        opened = Records(path)
+        opened = RecordTable(path)
         # The kill may have come between the commit and its line.
         assert len(opened) - printed[-1] in range(241)
         check_rows(opened, len(opened))
@@ -294,7 +294,7 @@ def test_two_hundred_killed_writers_lose_nothing_that_was_committed(path):
     kills = int(os.environ.get("TRIPLANE_KILLS", "200"))
     start_s = time.time()
     commits, torn = kill_writers(path, kills, seed)
-    opened = Records(path)
+    opened = RecordTable(path)
     EVIDENCE.write_text(
         "# Kills of a writer of records\n\n"
         f"`make deep SUITE=records`, {time.strftime('%Y-%m-%d', time.gmtime())}, seed {seed}, "

@@ -13,7 +13,7 @@ import pytest
 
 from triplane.proto.errors import Corrupt, InvalidInput, NotFound, TriplaneError, Unavailable
 from triplane.unified_ir.data.columns import Ragged
-from triplane.unified_ir.data.records import Records, RecordWriter, write_records
+from triplane.unified_ir.data.records import RecordTable, RecordWriter, write_records
 from triplane.unified_ir.data.records.format import MAGIC, PREAMBLE
 
 N = 60
@@ -50,7 +50,7 @@ def one(value):
 def path(tmp_path):
     path = tmp_path / "a.tpr"
     write_records(path, [samples()], block_bytes=1 << 10, shard_bytes=2500)
-    assert len(Records(path).shards) == 2
+    assert len(RecordTable(path).shards) == 2
     return path
 
 
@@ -60,7 +60,7 @@ EXPECTED = plain(samples())
 def outcome(path):
     """The rows in a random order and after `verify`; None if they are refused."""
     try:
-        opened = Records(path)
+        opened = RecordTable(path)
         rows = np.random.default_rng(1).permutation(N)
         first = opened.take(rows)
         opened.verify()
@@ -119,7 +119,7 @@ def test_a_file_cut_at_any_byte_is_refused(path):
         for size in {0, 1, len(content) - 1, *rng.sample(range(len(content)), 60)}:
             os.truncate(file, size)
             with pytest.raises((Corrupt, InvalidInput)):
-                Records(path)
+                RecordTable(path)
             file.write_bytes(content)
 
 
@@ -135,7 +135,7 @@ def test_a_missing_file_is_named(path):
     for name, error in (("shard-00001", Corrupt), ("index", Corrupt), ("head", NotFound)):
         (path / name).unlink()
         with pytest.raises(error, match=name):
-            Records(path)
+            RecordTable(path)
 
 
 def test_a_damaged_block_is_named_and_the_others_are_read(path):
@@ -143,7 +143,7 @@ def test_a_damaged_block_is_named_and_the_others_are_read(path):
     content = bytearray(shard.read_bytes())
     content[5] ^= 1
     shard.write_bytes(content)
-    opened = Records(path)
+    opened = RecordTable(path)
     start = opened.shards[0].rows
     assert plain(opened.take(np.arange(start))) == {k: v[:start] for k, v in EXPECTED.items()}
     for _ in range(2):  # it does not count as checked after the first refusal
@@ -151,7 +151,7 @@ def test_a_damaged_block_is_named_and_the_others_are_read(path):
             opened.take(np.array([start]))
     with pytest.raises(Corrupt, match="shard-00001: block"):
         opened.verify()
-    unchecked: Any = Records(path, verify=False)
+    unchecked: Any = RecordTable(path, verify=False)
     assert unchecked.take(np.array([start]))["x"][0, 5] == content[5]
 
 
@@ -161,14 +161,14 @@ def test_each_block_is_compared_once_per_open_set(path, monkeypatch):
         "triplane.unified_ir.data.records.reader.check_crc32",
         lambda *arguments: calls.append(arguments[-1]),
     )
-    opened = Records(path)
+    opened = RecordTable(path)
     calls.clear()  # those of the index
     opened.take(np.array([0, 1]))
     assert len(calls) == 1
     for _ in range(2):
         opened.take(ALL)
     assert len(calls) == len(set(calls)) == sum(s.blocks for s in opened.shards)
-    unchecked = Records(path, verify=False)
+    unchecked = RecordTable(path, verify=False)
     calls.clear()
     unchecked.take(ALL)
     assert calls == []
@@ -220,22 +220,22 @@ CHANGES = {
 def test_a_forged_head_is_refused(path, name):
     rewrite(path, CHANGES[name])
     with pytest.raises((Corrupt, InvalidInput), match=r"a\.tpr"):
-        Records(path).take(ALL)
+        RecordTable(path).take(ALL)
 
 
 def test_a_head_of_another_version_or_size_is_refused(path):
     head = (path / "head").read_bytes()
     (path / "head").write_bytes(head[:8] + struct.pack("<I", 2) + head[12:])
     with pytest.raises(InvalidInput, match="format version 2"):
-        Records(path)
+        RecordTable(path)
     (path / "head").write_bytes(head + bytes(1 << 20))
     with pytest.raises(InvalidInput, match="limit of a head"):
-        Records(path)
+        RecordTable(path)
 
 
 def forge_index(path, change):
     """Change the entries of the index, with their checksum."""
-    opened = Records(path)
+    opened = RecordTable(path)
     entries = np.fromfile(path / "index", opened._layout.entry)
     change(entries)
     entries.tofile(path / "index")
@@ -266,12 +266,12 @@ ENTRIES = {
 def test_a_forged_index_is_refused(path, name):
     forge_index(path, ENTRIES[name])
     with pytest.raises(Corrupt, match=r"a\.tpr"):
-        Records(path)
+        RecordTable(path)
 
 
 def forge_block(path, change):
     """Change the bytes of the first block, with its checksum."""
-    opened = Records(path)
+    opened = RecordTable(path)
     content = bytearray((path / "shard-00000").read_bytes())
     size = int(opened._blocks.sizes[0])
     rows = int(opened._blocks.rows[0])
@@ -293,7 +293,7 @@ def test_offsets_that_do_not_ascend_are_refused(path, table, at, offset, verify)
 
     forge_block(path, change)
     with pytest.raises(Corrupt, match="offsets of column"):
-        Records(path, verify=verify).take(np.array([0]))
+        RecordTable(path, verify=verify).take(np.array([0]))
 
 
 def test_text_that_is_not_utf8_is_refused(path):
@@ -302,7 +302,7 @@ def test_text_that_is_not_utf8_is_refused(path):
 
     forge_block(path, change)
     with pytest.raises(Corrupt, match=r"a\.tpr: a text is not valid UTF-8"):
-        Records(path).take(ALL)
+        RecordTable(path).take(ALL)
 
 
 def test_an_appender_refuses_what_a_reader_refuses(path, tmp_path):
@@ -323,9 +323,9 @@ def test_errors_of_the_system_are_named(path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", refuse)
         with pytest.raises(Unavailable, match="Input/output error"):
-            Records(path)
+            RecordTable(path)
     with monkeypatch.context() as patch:
         patch.setattr("mmap.mmap", refuse)
         with pytest.raises(Unavailable, match="could not be mapped"):
-            Records(path)
+            RecordTable(path)
     assert issubclass(Unavailable, TriplaneError)

@@ -26,6 +26,7 @@ from triplane.unified_ir.federated.core import defaults
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from triplane.unified_ir.federated.core.metric import Metric
     from triplane.unified_ir.federated.study import DeviceScore, RoundRow, Study, Trial
     from triplane.unified_ir.federated.study.partition import Shards
     from triplane.unified_ir.federated.study.source import SampleSource
@@ -53,7 +54,8 @@ ALGORITHM_SUMMARIES
 \b
 In the table, `before` is the accuracy of the shared model, and `adapted` its accuracy after
 --inner-steps steps on a device's own support, at --lr or the best --rate. Compare algorithms with
-the same rounds, devices and steps; give several --rate to those without a rate of adaptation.
+the same rounds, devices and steps; give several --rate to those without a rate of adaptation. A
+model whose `evaluate` returns no accuracy is scored by its loss, of which a lower value is better.
 
 \b
 The same seed gives the same bits, and so does a real run with the same device names and seed. With
@@ -234,9 +236,11 @@ def _study(name: str, options: dict[str, Any]) -> Study:
 
 def _trial(study: Study, module: Module, groups: Groups, folder: Path | None, note: Note) -> Trial:
     """Run one algorithm, reporting its progress."""
+    from triplane.unified_ir.federated.core.metric import metric_of
     from triplane.unified_ir.federated.study import simulate as run
 
     name, (seen, unseen) = study.algorithm, groups
+    metric = metric_of(module.entry("evaluate").result_names)
     reported: list[int] = []
 
     def on_round(row: RoundRow) -> None:
@@ -248,7 +252,8 @@ def _trial(study: Study, module: Module, groups: Groups, folder: Path | None, no
     def on_scores(number: int, rate: float | None, scores: Sequence[DeviceScore]) -> None:
         at = "" if rate is None else f"  at rate {rate:g}"
         reported.extend([number] if rate is None else [])
-        note(f"{name} scored after round {number}{at}  {_accuracies(scores)}")
+        means = _means(scores, metric) or "the loss is not finite: left out"
+        note(f"{name} scored after round {number}{at}  {means}")
 
     trial = run(
         module, seen, study, unseen=unseen, folder=folder and folder / name,
@@ -259,21 +264,26 @@ def _trial(study: Study, module: Module, groups: Groups, folder: Path | None, no
     return trial
 
 
-def _accuracies(scores: Sequence[DeviceScore]) -> str:
-    """Format mean accuracy in percent before and after adaptation, by group of devices."""
+def _means(scores: Sequence[DeviceScore], metric: Metric) -> str:
+    """Format mean scores before and after adaptation, by group of devices."""
     from triplane.unified_ir.federated.study import summary
 
     means = {group: summary(s for s in scores if s.seen is seen) for group, seen in GROUPS}
     return ", ".join(
-        f"{group} {100 * s.before:.1f} -> {100 * s.after:.1f}" for group, s in means.items() if s
+        f"{group} {metric.text(s.before)} -> {metric.text(s.after)}"
+        for group, s in means.items()
+        if s
     )
 
 
 def _record(trial: Trial) -> dict[str, Any]:
     from dataclasses import asdict
 
+    # Accuracy is the default of readers, who know records without the field.
+    metric = {} if trial.metric.share else {"metric": trial.metric.name}
     return {
         "algorithm": trial.algorithm,
+        **metric,
         "bytes_up": trial.bytes_up,
         "bytes_down": trial.bytes_down,
         "seconds": trial.seconds,
@@ -290,15 +300,18 @@ def _record(trial: Trial) -> dict[str, Any]:
 def _lines(trials: list[Trial]) -> list[str]:
     from triplane.unified_ir.federated.study import summary
 
-    lines = ["algorithm  devices           before  adapted  worst tenth     MB up"]
+    metric = trials[0].metric
+    before = "before" if metric.share else f"{metric.name} before"
+    lines = [f"algorithm  devices     {before:>12}  adapted  worst tenth     MB up"]
     for trial in trials:
         for group, seen in GROUPS:
-            scores = summary(trial.final(seen=seen))
+            scores = summary(trial.final(seen=seen), metric)
             if scores is not None:
+                worst = scores.after_worst_tenth
                 lines.append(
-                    f"{trial.algorithm:10} {scores.devices:5} {group:9} {100 * scores.before:8.1f} "
-                    f"{100 * scores.after:8.1f} {100 * scores.after_worst_tenth:12.1f} "
-                    f"{trial.bytes_up / 1e6:9.1f}"
+                    f"{trial.algorithm:10} {scores.devices:5} {group:9} "
+                    f"{metric.text(scores.before):>8} {metric.text(scores.after):>8} "
+                    f"{metric.text(worst):>12} {trial.bytes_up / 1e6:9.1f}"
                 )
     return lines
 

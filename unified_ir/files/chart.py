@@ -60,7 +60,7 @@ def line_chart(series: Mapping[str, Points], title: str, x_label: str, y_label: 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Shares in 0..1 before and after a change, of the members of one group."""
+    """Values before and after a change, of the members of one group."""
 
     name: str
     group: str
@@ -68,24 +68,45 @@ class Column:
 
 
 def dot_chart(columns: Sequence[Column], title: str, y_label: str, *, decimals: int = 0) -> str:
-    """Draw a line for each pair, from its share before to that after, in percent; bars are means.
+    """Draw a line for each pair of shares in 0..1, in percent; bars are means.
 
     decimals: number of decimals of the means.
     """
+    lowest = min(80, math.floor(10 * min(_values(columns, title))) * 10)
+    ticks = {percent / 100: str(percent) for percent in range(lowest, 101, 10)}
+    return _dots(columns, title, y_label, ticks, lambda share: f"{100 * share:.{decimals}f}")
+
+
+def value_chart(columns: Sequence[Column], title: str, y_label: str) -> str:
+    """Draw a line for each pair of finite numbers; bars are means."""
+    ticks = {tick: _number(tick) for tick in _ticks(_values(columns, title))}
+    return _dots(columns, title, y_label, ticks, _number)
+
+
+def _values(columns: Sequence[Column], title: str) -> list[float]:
     values = [value for c in columns for pair in c.pairs for value in pair]
     _check_finite(values, title)
-    lowest = min(80, math.floor(10 * min(values)) * 10)
-    at = _scale((lowest / 100, 1.0), HEIGHT - _BOTTOM, _TOP + 8)
+    return values
+
+
+def _dots(
+    columns: Sequence[Column],
+    title: str,
+    y_label: str,
+    ticks: Mapping[float, str],
+    label: Callable[[float], str],
+) -> str:
+    """Draw a line for each pair, from the value before to that after. label: of a mean."""
+    at = _scale(list(ticks), HEIGHT - _BOTTOM, _TOP + 8)
     body = [_text(24, 28, title, size=16, weight="600"), _text(24, 46, y_label, colour=SOFT)]
-    for percent in range(lowest, 101, 10):
-        y = at(percent / 100)
-        body.append(_rule(_LEFT, y, WIDTH - _RIGHT, y))
-        body.append(_text(_LEFT - 8, y + 4, str(percent), anchor="end", colour=SOFT))
+    for tick, text in ticks.items():
+        body.append(_rule(_LEFT, at(tick), WIDTH - _RIGHT, at(tick)))
+        body.append(_text(_LEFT - 8, at(tick) + 4, text, anchor="end", colour=SOFT))
     room = (WIDTH - _LEFT - _RIGHT) / len(columns)
     names = list(dict.fromkeys(column.name for column in columns))
     for i, column in enumerate(columns):
         colour = COLOURS[names.index(column.name) % len(COLOURS)]
-        body += _column(column, _LEFT + i * room, room, at, colour, decimals)
+        body += _column(column, _LEFT + i * room, room, at, colour, label)
     return _page(WIDTH, HEIGHT, title, body)
 
 
@@ -158,7 +179,7 @@ def _line(points: Points, name: str, label_y: float, number: int) -> list[str]:
 
 
 def _column(
-    column: Column, x: float, room: float, at: Scale, colour: str, decimals: int
+    column: Column, x: float, room: float, at: Scale, colour: str, text: Callable[[float], str]
 ) -> list[str]:
     left, right, middle = x + room * 0.25, x + room * 0.75, x + room / 2
     shown = sorted(column.pairs)[:: math.ceil(len(column.pairs) / MAX_DOTS)]
@@ -173,9 +194,7 @@ def _column(
     for place, k in ((left, 0), (right, 1)):
         mean = math.fsum(pair[k] for pair in column.pairs) / len(column.pairs)
         body.append(_rule(place - 9, at(mean), place + 9, at(mean), INK, 3))
-        label = _text(
-            place, at(mean) - 7, f"{100 * mean:.{decimals}f}", anchor="middle", weight="700"
-        )
+        label = _text(place, at(mean) - 7, text(mean), anchor="middle", weight="700")
         body.append(label.replace("<text ", f"<text {HALO} ", 1))
     below = HEIGHT - _BOTTOM + 18
     body.append(_text(middle, below, column.name, anchor="middle", colour=colour, weight="600"))

@@ -19,7 +19,7 @@ import numpy as np
 from triplane.proto import files_pb2 as pb
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
 from triplane.proto.messages import message_from, value_from
-from triplane.unified_ir.files import container
+from triplane.unified_ir.files import container, digests
 from triplane.unified_ir.files.container import Container
 from triplane.unified_ir.files.digests import Buffer
 from triplane.unified_ir.files.manifest import ROLES, parse
@@ -168,6 +168,12 @@ class Plan:
         if not is_open:
             del self._sessions[entry]
         return batch, results
+
+    def entry_digest(self, entry: str) -> str:
+        """Return the SHA-256 of an entry's graph: if equal, two plans run the same function."""
+        if entry not in self.entries:
+            raise NotFound(f"the plan has entries {self.entries}, not {entry!r}")
+        return digests.sha256(self._file.part(f"{entry}.onnx")).hex()
 
     def run(
         self, entry: str, batch: Mapping[str, Array] | None = None, /, **more: Array

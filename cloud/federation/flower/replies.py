@@ -18,6 +18,7 @@ from triplane.cloud.federation.flower import adapter
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.core.files import Like, most_bytes, read_update
 from triplane.unified_ir.federated.core.learn import buffers
+from triplane.unified_ir.federated.core.metric import ACCURACY
 
 LOSSES: Final = ("loss", "train_loss", "train-loss")
 """Names under which a ClientApp may report its loss."""
@@ -37,8 +38,8 @@ def contributed(
     if "metrics" in facts:
         return None, dict(facts["metrics"])
     if "samples" in facts:
-        accuracies = {"accuracy": facts["before"], "adapted": facts["after"]}
-        return None, {EXAMPLES: facts["samples"], **accuracies}
+        scores = {facts.get("metric", ACCURACY.name): facts["before"], "adapted": facts["after"]}
+        return None, {EXAMPLES: facts["samples"], **scores}
     if order["app"]:
         return adapter.reply_contents(Path(facts["path"]).read_bytes())
     change = read_update(

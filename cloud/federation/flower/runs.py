@@ -217,7 +217,7 @@ class FlowerRuns:
                 replies[lease.device] = {}  # it read the reply on arrival; the file may be removed
             elif score is not None and score.round == order.number:
                 facts = {"samples": score.samples, "before": score.before, "after": score.after}
-                replies[lease.device] = facts
+                replies[lease.device] = {**facts, "metric": projection.metric}
         async with run.lock:
             if run.process is None or run.turn is None or run.turn[:2] != (order.number, True):
                 return

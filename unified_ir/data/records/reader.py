@@ -65,12 +65,12 @@ class RecordSource:
     path: str
     verify: bool = True
 
-    def open(self) -> Records:
-        """Open the set; see `Records`."""
-        return Records(Path(self.path), verify=self.verify)
+    def open(self) -> RecordTable:
+        """Open the set; see `RecordTable`."""
+        return RecordTable(Path(self.path), verify=self.verify)
 
 
-class Records:
+class RecordTable:
     """An open record set, a `Table`.
 
     path: its folder. verify: compare each block with its checksum when it is first touched, once
@@ -109,12 +109,12 @@ class Records:
     @property
     def shards(self) -> tuple[RecordShard, ...]:
         """Facts about each shard."""
-        of, blocks = self._blocks.shards, self._blocks
+        sizes = self._blocks.shard_sizes
+        blocks = np.bincount(self._blocks.shards, minlength=len(sizes))
+        rows = self._starts[np.cumsum(blocks)] - self._starts[np.cumsum(blocks) - blocks]
         return tuple(
-            RecordShard(
-                shard_name(k), int(blocks.rows[of == k].sum()), int(size), int((of == k).sum())
-            )
-            for k, size in enumerate(blocks.shard_sizes)
+            RecordShard(shard_name(k), int(rows[k]), int(size), int(blocks[k]))
+            for k, size in enumerate(sizes)
         )
 
     def __len__(self) -> int:
@@ -228,6 +228,8 @@ def open_file(path: Path) -> int | None:
         descriptor = os.open(path, _FLAGS)
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except ValueError as error:
+        raise InvalidInput(f"{str(path)!a} is not a path: {error}") from error
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise InvalidInput(f"{path} is a link; a record set has its own files") from error

@@ -29,7 +29,7 @@ from triplane.unified_ir.data.records.format import (
     RecordLayout,
     check_metadata,
 )
-from triplane.unified_ir.data.records.reader import Records
+from triplane.unified_ir.data.records.reader import RecordTable
 
 BLOCK_BYTES: Final = 256 << 10
 """A block is checked as a whole when one of its rows is first read, 0.1 ms at 2.5 GB/s."""
@@ -105,7 +105,7 @@ class RecordWriter:
         """Return a writer that adds to a set, after cutting off what a crash left in it.
 
         NotFound: there is no set. Conflict: another writer has it. InvalidInput or Corrupt as for
-        `Records`.
+        `RecordTable`.
         """
         path = Path(path)
         _check_sizes(block_bytes, shard_bytes)
@@ -175,7 +175,7 @@ class RecordWriter:
         self._pending_bytes = sum(int(p.row_bytes.sum()) for p in self._pending)
 
     def _take_name(self) -> None:
-        Records(self._folder)  # it must open before anybody sees it
+        RecordTable(self._folder)  # it must open before anybody sees it
         _check_absent(self._path)
         self._appender.move(self._path)
         self._folder = self._path
@@ -239,6 +239,8 @@ def _check_sizes(block_bytes: int, shard_bytes: int) -> None:
 
 
 def _check_absent(path: Path) -> None:
+    if "\0" in str(path):
+        raise InvalidInput(f"{str(path)!a} is not a path: it holds a NUL character")
     if path.exists() or path.is_symlink():
         raise Conflict(
             f"{path} exists; remove it, choose another name, or add to it with RecordWriter.open"

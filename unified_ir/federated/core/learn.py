@@ -16,6 +16,7 @@ import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.core.draws import Array, Draws
+from triplane.unified_ir.federated.core.metric import Metric, metric_of
 from triplane.unified_ir.files.pixels import as_input
 
 LEARN: Final = "local_update"
@@ -23,7 +24,6 @@ ADAPT: Final = "adapt"
 EVALUATE: Final = "evaluate"
 PREDICT: Final = "predict"
 LOSS: Final = "loss"
-ACCURACY: Final = "accuracy"
 SUPPORT: Final = "support."
 QUERY: Final = "query."
 ANCHOR: Final = "anchor."
@@ -159,7 +159,7 @@ class Learned:
 
 @dataclass(frozen=True, slots=True)
 class LearnerScore:
-    """Accuracy on held-out samples before and after adaptation."""
+    """Score on held-out samples before and after adaptation, by the metric of the plan."""
 
     samples: int
     before: float
@@ -265,20 +265,32 @@ def adapt(plan: Learner, work: Work, shard: Shard, *, steps: int) -> None:
         plan.run(ADAPT, batch)
 
 
+def metric_of_plan(plan: EntrySignatures) -> Metric:
+    """Return the metric by which devices with this plan are scored."""
+    return metric_of([tensor.name for tensor in plan.signature(EVALUATE)[1]])
+
+
 def score(plan: Learner, shard: Shard) -> float:
-    """Return the accuracy of the plan's current state on the held-out samples."""
+    """Return the accuracy of the plan's current state on the held-out samples, or else its loss.
+
+    InvalidInput: a loss is not finite.
+    """
     n = shard.held_out_samples
     if not n:
         raise InvalidInput("a device without held-out samples cannot score; give it some")
-    correct = []
+    scores = []
     for at in range(0, n, EVALUATE_ROWS):
         rows = np.arange(at, min(at + EVALUATE_ROWS, n))
         results = plan.run(EVALUATE, _batch_of(plan, EVALUATE, shard.held_out, {"": rows}))
-        if ACCURACY not in results:
-            raise InvalidInput(f"`evaluate` must return {ACCURACY!r}, got {sorted(results)}")
+        metric = metric_of(results)
+        value = float(results[metric.name])
+        if not (metric.share or math.isfinite(value)):
+            raise InvalidInput(
+                f"the {metric.name} on held-out samples is {value}; a smaller rate is needed"
+            )
         # Weighted, since the last batch may be smaller.
-        correct.append(float(results[ACCURACY]) * len(rows))
-    return math.fsum(correct) / n
+        scores.append(value * len(rows))
+    return math.fsum(scores) / n
 
 
 def _begin(plan: Learner, work: Work) -> None:

@@ -9,8 +9,9 @@ from importlib.resources import files
 from typing import Final
 
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.federated.core.metric import Metric
 from triplane.unified_ir.federated.study.trial import Summary, Trial, difference, summary
-from triplane.unified_ir.files.chart import Column, dot_chart, line_chart
+from triplane.unified_ir.files.chart import Column, dot_chart, line_chart, value_chart
 
 GROUPS: Final = (
     (True, "training", "Devices that learned"),
@@ -19,8 +20,15 @@ GROUPS: Final = (
 LEAST_COMPARED: Final = 2
 MAX_POINTS: Final = 60
 """Limit for the points of a line of losses; with more rounds, means of several are drawn."""
-OF_DEVICES: Final = "accuracy on a device's own held-out samples, %"
-OVER_ROUNDS: Final = "mean over devices, %, at the run's own rate"
+OF_DEVICES: Final = {
+    True: "{metric} on a device's own held-out samples, %",
+    False: "{metric} on a device's own held-out samples; lower is better",
+}
+"""The axis of dots, by whether the metric is a share in percent."""
+OVER_ROUNDS: Final = {
+    True: "mean over devices, %, at the run's own rate",
+    False: "mean over devices, at the run's own rate; lower is better",
+}
 IN_ONE_PICTURE: Final = 6
 """Limit for the columns of dots in one picture; with more, each group of devices has its own."""
 STYLE: Final = files(__package__).joinpath("report.css").read_text("utf-8")
@@ -30,13 +38,22 @@ HEADS: Final = (
 )  # fmt: skip
 COSTS: Final = ("algorithm", "rounds", "MB up", "MB down", "seconds", "seconds a round")
 NOTE: Final = (
-    "Accuracy in percent, the mean over devices, each device once, on samples that neither "
+    "{metric}, the mean over devices, each device once, on samples that neither "
     "learning nor adaptation saw. Adapted: after the inner steps on the device's own support. "
     "Where several rates of adaptation were tried, the one with the best mean stands for the "
-    "algorithm. The worst tenth is the mean of the lowest tenth of devices. Against: the mean "
-    "difference after adaptation, paired by device, with two standard errors; one within them may "
-    "come from which devices there are, and one run says nothing about other seeds."
+    "algorithm. The worst tenth is the mean of the {worst} tenth of devices. Against: the mean "
+    "{difference} after adaptation, paired by device, with two standard errors; one within them "
+    "may come from which devices there are, and one run says nothing about other seeds."
 )
+NOTE_WORDS: Final = {
+    True: {"metric": "Accuracy in percent", "worst": "lowest", "difference": "difference"},
+    False: {
+        "metric": "Loss (lower is better)",
+        "worst": "highest",
+        "difference": "gain (positive where the loss is lower)",
+    },
+}
+"""Words of `NOTE`, by whether the metric is a share in percent."""
 COST_NOTE: Final = (
     "Bytes are those of tensors, of all devices and rounds. Seconds are of learning and reducing "
     "in this process, one device after another, without scoring."
@@ -48,11 +65,12 @@ def page(trials: Sequence[Trial], title: str, facts: Mapping[str, str] | None = 
     """Return the page. facts: what a reader has to know of the study, by name."""
     if not trials:
         raise InvalidInput("a report needs at least one run")
+    metric = _metric(trials)
     body = [
         f"<h1>{_e(title)}</h1>",
         *(f"<p class='said'>{_e(line)}</p>" for line in verdicts(trials)),
         *(results(trials, seen=seen, heading=heading) for seen, _, heading in GROUPS),
-        f"<p>{_e(NOTE)}</p>",
+        f"<p>{_e(NOTE.format(**NOTE_WORDS[metric.share]))}</p>",
         "<h2>What it cost</h2>",
         _costs(trials),
         f"<p>{_e(COST_NOTE)}</p>",
@@ -68,17 +86,32 @@ def page(trials: Sequence[Trial], title: str, facts: Mapping[str, str] | None = 
     )
 
 
+def _metric(trials: Sequence[Trial]) -> Metric:
+    """Return the metric of all trials. InvalidInput: they have several."""
+    metrics = {trial.metric for trial in trials}
+    if len(metrics) > 1:
+        names = ", ".join(f"{trial.algorithm} by {trial.metric.name}" for trial in trials)
+        raise InvalidInput(f"a report compares runs of one model, but these are scored {names}")
+    return metrics.pop()
+
+
 def results(trials: Sequence[Trial], *, seen: bool, heading: str) -> str:
-    """Return the table of accuracies of one group of devices, the best in bold; empty for none."""
-    pairs = ((t, summary(t.final(seen=seen))) for t in trials)
+    """Return the table of scores of one group of devices, the best in bold; empty for none."""
+    metric = _metric(trials)
+    pairs = ((t, summary(t.final(seen=seen), metric)) for t in trials)
     scored = [(t, s) for t, s in pairs if s is not None]
     if not scored:
         return ""
-    tops = [max(column) for column in zip(*(_numbers(s) for _, s in scored), strict=True)]
+    tops = [
+        max(column, key=metric.merit)
+        for column in zip(*(_numbers(s) for _, s in scored), strict=True)
+    ]
     rows = []
     for trial, s in scored:
         best = trial.best_rate(seen=seen)
-        texts = [(_percent(x), _percent(top)) for x, top in zip(_numbers(s), tops, strict=True)]
+        texts = [
+            (metric.text(x), metric.text(top)) for x, top in zip(_numbers(s), tops, strict=True)
+        ]
         cells = [f"<b>{text}</b>" if text == best_text else text for text, best_text in texts]
         rate = "own" if best is None else f"{best[0]:g}"
         against = _against(trial, trials[0], seen=seen)
@@ -99,27 +132,29 @@ def verdicts(trials: Sequence[Trial]) -> list[str]:
         scored = {t.algorithm: t.final(seen=seen) for t in trials if t.final(seen=seen)}
         if len(scored) < LEAST_COMPARED:
             continue
+        metric = _metric(trials)
         means = {name: s.after for name in scored if (s := summary(scored[name])) is not None}
-        best = max(means, key=lambda name: means[name])
+        best = max(means, key=lambda name: metric.merit(means[name]))
         near: list[str] = []
         behind: list[str] = []
-        for name in sorted(scored.keys() - {best}, key=lambda name: -means[name]):
-            gap = difference(scored[best], scored[name])
+        for name in sorted(scored.keys() - {best}, key=lambda name: -metric.merit(means[name])):
+            gap = difference(scored[best], scored[name], metric)
             # Paired by device, which removes the large differences between devices from the error.
             others = behind if gap is not None and gap.shown else near
-            others.append(f"{name} {_percent(means[name])}")
-        parts = [f"{best} {_percent(means[best])}"]
+            others.append(f"{name} {metric.text(means[name])}")
+        parts = [f"{best} {metric.text(means[best])}"]
         parts += [f"not significantly different: {', '.join(near)}"] if near else []
         parts += [f"behind: {', '.join(behind)}"] if behind else []
-        lines.append(f"On {group} devices, after adaptation: {'; '.join(parts)}.")
+        what = "after adaptation" if metric.share else f"{metric.name} after adaptation"
+        lines.append(f"On {group} devices, {what}: {'; '.join(parts)}.")
     return lines
 
 
 def _against(trial: Trial, other: Trial, *, seen: bool) -> str:
-    gap = difference(trial.final(seen=seen), other.final(seen=seen))
+    gap = difference(trial.final(seen=seen), other.final(seen=seen), trial.metric)
     if gap is None or trial is other:
         return ""
-    return f"{100 * gap.mean:+.2f} ± {100 * gap.twice_error:.2f}"
+    return trial.metric.gain_text(gap.mean, gap.twice_error)
 
 
 def _costs(trials: Sequence[Trial]) -> str:
@@ -147,12 +182,13 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def charts(trials: Sequence[Trial]) -> list[str]:
-    """Return dots of devices, and lines over rounds of accuracy and loss with several points."""
+    """Return dots of devices, and lines over rounds of scores and loss with several points."""
+    metric = _metric(trials)
     lines = [
         (
             {t.algorithm: _over_rounds(t, seen=seen) for t in trials},
-            f"Adapted accuracy of {group} devices",
-            OVER_ROUNDS,
+            f"Adapted {metric.name} of {group} devices",
+            OVER_ROUNDS[metric.share],
         )
         for seen, group, _ in GROUPS
     ]
@@ -194,7 +230,7 @@ def picture(
 ) -> str:
     """Return dots before and after adaptation, a column per group and algorithm, as SVG.
 
-    decimals: number of decimals of the means. groups: seen devices, unseen ones, or both.
+    decimals: number of decimals of means in percent. groups: seen devices, unseen ones, or both.
     """
     ordered = sorted(_scored(trials), key=lambda pair: not pair[1])
     columns = [
@@ -202,7 +238,11 @@ def picture(
         for t, seen, group in ordered
         if seen in groups
     ]
-    return dot_chart(columns, title, OF_DEVICES, decimals=decimals)
+    metric = _metric(trials)
+    y_label = OF_DEVICES[metric.share].format(metric=metric.name)
+    if metric.share:
+        return dot_chart(columns, title, y_label, decimals=decimals)
+    return value_chart(columns, title, y_label)
 
 
 def _scored(trials: Sequence[Trial]) -> list[tuple[Trial, bool, str]]:
@@ -211,11 +251,8 @@ def _scored(trials: Sequence[Trial]) -> list[tuple[Trial, bool, str]]:
 
 def _over_rounds(trial: Trial, *, seen: bool) -> list[tuple[float, float]]:
     summaries = {n: trial.summary(seen=seen, round_=n) for n in trial.scored_rounds()}
-    return [(float(n), 100 * s.after) for n, s in summaries.items() if s is not None]
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f}"
+    scale = 100 if trial.metric.share else 1
+    return [(float(n), scale * s.after) for n, s in summaries.items() if s is not None]
 
 
 def _e(text: str) -> str:

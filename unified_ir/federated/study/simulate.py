@@ -43,7 +43,10 @@ NOW_S: Final = 0.0
 Arrays = Mapping[str, Array]
 OnRound = Callable[[RoundRow], None]
 OnScores = Callable[[int, float | None, tuple[DeviceScore, ...]], None]
-"""(round, rate of adaptation if it is one of `Study.rates`, scores)."""
+"""(round, rate of adaptation if it is one of `Study.rates`, scores).
+
+No scores: adaptation at that rate made a loss that is not finite.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +136,7 @@ class _Simulation:
         self.on_round = on_round or (lambda _: None)
         self.on_scores = on_scores or (lambda *_: None)
         self.row: Algorithm = algorithm(study.algorithm)
+        self.metric = device.metric_of_plan(plan)
         self.seen, self.shards = seen, {**seen, **unseen}
         for name, shard in self.shards.items():
             try:
@@ -158,8 +162,8 @@ class _Simulation:
             state = self._score(state) if evaluates else self._round(state)
             if self.keeper is not None and not (state.round and state.round.evaluates):
                 self.keeper.save(self.place)
-        place = self.place
-        return Trial(self.study.algorithm, place.rounds, place.scores, self._sweep(), place.shared)
+        place, sweep, name = self.place, self._sweep(), self.study.algorithm
+        return Trial(name, place.rounds, place.scores, sweep, place.shared, self.metric)
 
     def _begin(self) -> machine.RunState:
         study = self.study
@@ -252,7 +256,10 @@ class _Simulation:
     def _scored(self, number: int, name: str) -> DeviceScore:
         self._take(name)
         work, shard = self._work(number, name), self.shards[name]
-        score = device.evaluate(self.plan, work, shard, steps=self.study.hyper.inner_steps)
+        try:
+            score = device.evaluate(self.plan, work, shard, steps=self.study.hyper.inner_steps)
+        except InvalidInput as error:
+            raise InvalidInput(f"{name} after round {number}: {error}") from error
         return value_from(DeviceScore, score, device=name, seen=name in self.seen, round=number)
 
     def _sweep(self) -> dict[float, tuple[DeviceScore, ...]]:
@@ -263,13 +270,23 @@ class _Simulation:
         last = tuple(s for s in self.place.scores if s.round == study.rounds)
         sweep = {}
         for rate in dict.fromkeys((*study.rates, study.hyper.lr)) if study.rates else ():
-            sweep[rate] = last
-            if rate != study.hyper.lr:
+            if rate == study.hyper.lr:
+                sweep[rate] = last
+            else:
                 self.plan.assign({name: np.full_like(x, rate) for name, x in own.items()})
-                sweep[rate] = tuple(map(self._adapted, last))
-                self.on_scores(study.rounds, rate, sweep[rate])
+                scores = self._adapted_all(last)
+                self.on_scores(study.rounds, rate, scores)
+                sweep |= {rate: scores} if scores else {}
         self.plan.assign(own)
         return sweep
+
+    def _adapted_all(self, scores: Sequence[DeviceScore]) -> tuple[DeviceScore, ...]:
+        """Score the devices at the plan's rate; nothing if that rate is too large for a device."""
+        try:
+            return tuple(map(self._adapted, scores))
+        except InvalidInput:
+            # A rate that diverges is a result of the comparison of rates, not an error.
+            return ()
 
     def _adapted(self, score: DeviceScore) -> DeviceScore:
         """Score the same device at the plan's rate; its score before adaptation stays."""
@@ -277,10 +294,11 @@ class _Simulation:
         self._take(name)
         state = self.plan.state()
         work = self._work(score.round, name)
-        device.adapt(self.plan, work, shard, steps=self.study.hyper.inner_steps)
-        after = device.score(self.plan, shard)
-        self.plan.assign(state)
-        return replace(score, after=after)
+        try:
+            device.adapt(self.plan, work, shard, steps=self.study.hyper.inner_steps)
+            return replace(score, after=device.score(self.plan, shard))
+        finally:
+            self.plan.assign(state)
 
     def _take(self, name: str) -> None:
         """Give the plan the shared state and the device's own."""

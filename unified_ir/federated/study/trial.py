@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from triplane.unified_ir.federated.core.draws import Array
+from triplane.unified_ir.federated.core.metric import ACCURACY, Metric
 
 LEAST_PAIRS: Final = 2
 """Least number of devices for a standard error."""
@@ -27,7 +28,7 @@ class RoundRow:
 
 @dataclass(frozen=True, slots=True)
 class DeviceScore:
-    """Accuracy of a device on its held-out samples after a round.
+    """Score of a device on its held-out samples after a round: its accuracy, or else its loss.
 
     seen: whether it took part in learning. before, after: without and with adaptation on its own
     support samples, which are not among the scored ones.
@@ -43,7 +44,7 @@ class DeviceScore:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Accuracy over devices, each device once. The worst tenth is at least one device."""
+    """Scores over devices, each device once. The worst tenth is at least one device."""
 
     devices: int
     before: float
@@ -52,19 +53,21 @@ class Summary:
     after_worst_tenth: float
 
 
-def summary(scores: Iterable[DeviceScore]) -> Summary | None:
-    """Return the summary; None without scores."""
+def summary(scores: Iterable[DeviceScore], metric: Metric = ACCURACY) -> Summary | None:
+    """Return the summary; None without scores. metric: decides which devices are the worst."""
     pairs = [(s.before, s.after) for s in scores]
     if not pairs:
         return None
     before, after = zip(*pairs, strict=True)
-    return Summary(len(pairs), _mean(before), _mean(after), _worst(before), _worst(after))
+    worst = (_worst(scores, metric) for scores in (before, after))
+    return Summary(len(pairs), _mean(before), _mean(after), *worst)
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The mean gain in adapted accuracy of one trial's devices over the same devices of another.
+    """The mean gain in adapted score of one trial's devices over the same devices of another.
 
+    A positive mean is better: a higher accuracy, or a lower loss.
     twice_error: two standard errors of the mean over devices; a mean within it is not significant.
     """
 
@@ -77,10 +80,12 @@ class Difference:
         return abs(self.mean) > self.twice_error
 
 
-def difference(ours: Iterable[DeviceScore], theirs: Iterable[DeviceScore]) -> Difference | None:
+def difference(
+    ours: Iterable[DeviceScore], theirs: Iterable[DeviceScore], metric: Metric = ACCURACY
+) -> Difference | None:
     """Return the difference, paired by device; None for fewer than two devices in common."""
     other = {s.device: s.after for s in theirs}
-    gains = [s.after - other[s.device] for s in ours if s.device in other]
+    gains = [metric.gain(s.after, other[s.device]) for s in ours if s.device in other]
     if len(gains) < LEAST_PAIRS:
         return None
     mean = _mean(gains)
@@ -93,7 +98,8 @@ def difference(ours: Iterable[DeviceScore], theirs: Iterable[DeviceScore]) -> Di
 class Trial:
     """A run of one algorithm. state: the shared state at its end.
 
-    sweep: scores at the end by rate of adaptation, if several rates were tried.
+    sweep: scores at the end by rate of adaptation, if several rates were tried. metric: that of all
+    scores.
     """
 
     algorithm: str
@@ -101,6 +107,7 @@ class Trial:
     scores: Sequence[DeviceScore]
     sweep: Mapping[float, Sequence[DeviceScore]]
     state: Mapping[str, Array]
+    metric: Metric = ACCURACY
 
     @property
     def last_round(self) -> int:
@@ -110,17 +117,23 @@ class Trial:
     def summary(self, *, seen: bool, round_: int | None = None) -> Summary | None:
         """Summarize the devices that took part or the others, by default after the last round."""
         number = self.last_round if round_ is None else round_
-        return summary(s for s in self.scores if s.seen is seen and s.round == number)
+        return self._summary(self.scores, seen=seen, round_=number)
 
     def scored_rounds(self) -> tuple[int, ...]:
         """Return the rounds after which devices were scored."""
         return tuple(sorted({s.round for s in self.scores}))
 
     def best_rate(self, *, seen: bool) -> tuple[float, Summary] | None:
-        """Return the swept rate with the highest mean adapted accuracy, the lowest of equals."""
-        summaries = {r: summary(s for s in at if s.seen is seen) for r, at in self.sweep.items()}
+        """Return the swept rate with the best mean adapted score, the lowest rate of equals."""
+        summaries = {r: self._summary(at, seen=seen) for r, at in self.sweep.items()}
         scored = [(rate, s) for rate, s in sorted(summaries.items()) if s is not None]
-        return max(scored, key=lambda pair: pair[1].after, default=None)
+        return max(scored, key=lambda pair: self.metric.merit(pair[1].after), default=None)
+
+    def _summary(
+        self, scores: Iterable[DeviceScore], *, seen: bool, round_: int | None = None
+    ) -> Summary | None:
+        chosen = (s for s in scores if s.seen is seen and round_ in {None, s.round})
+        return summary(chosen, self.metric)
 
     def final(self, *, seen: bool) -> tuple[DeviceScore, ...]:
         """Return the scores after the last round, at the best rate if several were tried."""
@@ -148,5 +161,5 @@ def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-def _worst(values: Sequence[float]) -> float:
-    return _mean(sorted(values)[: max(1, len(values) // 10)])
+def _worst(values: Sequence[float], metric: Metric) -> float:
+    return _mean(sorted(values, key=metric.merit)[: max(1, len(values) // 10)])
