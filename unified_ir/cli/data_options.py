@@ -32,7 +32,15 @@ with one sub-folder per class; docs/data.md lists the kinds. A CHOICE of its col
 """
 """The paragraph of help on columns, for the verbs that have `choices`."""
 PIXELS: Final = "pixels"
-_READ: Final = ("x", "y", PIXELS, "window", "query", "size")
+_READ: Final = {
+    "x": "x",
+    "y": "y",
+    PIXELS: PIXELS,
+    "window": "window",
+    "sql": "query",
+    "size": "size",
+}
+"""Option -> the field of `data.load`; `query` is the name of an option of studies."""
 
 
 class ImageSize(_SizeType):
@@ -66,13 +74,13 @@ def choices(model: str = "the model") -> tuple[click.Option, click.Option]:
 
 
 def forms() -> tuple[click.Option, ...]:
-    """Return --pixels, --size, --window and --query."""
+    """Return --pixels, --size, --window and --sql."""
     return (
         option("--pixels/--no-pixels", "Read bytes as pixels and divide them by 255, or leave them "
                "as they are.  [default: inputs with two axes or more are pixels]", default=None,
                show_default=False),
         option("--size HxW", "Resize the images of a folder.", ImageSize()),
-        option("--query SQL", "The rows of a database that are samples; ORDER BY keeps their order "
+        option("--sql QUERY", "The rows of a database that are samples; ORDER BY keeps their order "
                "the same."),
         option("--window N", "Length of a sample of text, or of consecutive rows.  [default: 64 "
                "for text]", COUNT),
@@ -81,7 +89,7 @@ def forms() -> tuple[click.Option, ...]:
 
 def reading(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of `data.load` that a verb's options state."""
-    return {name: options[name] for name in _READ if name in options}
+    return {name: options[key] for key, name in _READ.items() if key in options}
 
 
 def summary(dataset: Dataset) -> str:

@@ -206,7 +206,7 @@ def _sqlite_parts(path: Path, options: ReadingOptions) -> tuple[Dataset, ...]:
     if options.query is None:
         raise InvalidInput(
             f"{path.name} is a database; give the query whose rows are the samples, as query= "
-            "(--query on the command line), with an ORDER BY that makes their order the same always"
+            "(--sql on the command line), with an ORDER BY that makes their order the same always"
         )
     return (of_source(SqliteSource(str(path), options.query), path.name),)
 
