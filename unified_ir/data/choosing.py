@@ -108,11 +108,36 @@ class ColumnPreparation:
         prepared = dataset
         for step in self.steps:
             prepared = prepared.then(step)
-        if isinstance(dataset.origin.table, ArrayTable):
+        if self.steps and isinstance(dataset.origin.table, ArrayTable):
             # Computed once, since the source is in memory anyway.
             prepared = prepared.then(Cache())
         prepared = prepared.roles(self.inputs, self.targets)
         return replace(prepared, labels=self.labels, notes=self.notes)
+
+    def numbered_as(self, first: ColumnPreparation) -> ColumnPreparation:
+        """Return the preparation with the numbers that `first` gives to texts and classes.
+
+        InvalidInput: one of the two has texts where the other has numbers, or their classes have
+        other names.
+        """
+        own, others = (
+            {s.column: s for s in p.steps if isinstance(s, Lookup)} for p in (self, first)
+        )
+        if own.keys() != others.keys():
+            text, number = (
+                ("first", "second") if others.keys() - own.keys() else ("second", "first")
+            )
+            name = min(own.keys() ^ others.keys())
+            raise InvalidInput(
+                f"{name} holds texts in the {text} of the two sources, but numbers in the {number}"
+            )
+        if not own and self.labels and first.labels and self.labels != first.labels:
+            raise InvalidInput(
+                f"the classes of the two sources differ: {', '.join(first.labels[:SHOWN])}; "
+                f"{', '.join(self.labels[:SHOWN])}"
+            )
+        steps = tuple(others[s.column] if isinstance(s, Lookup) else s for s in self.steps)
+        return replace(self, steps=steps, labels=first.labels)
 
 
 def preparation(
