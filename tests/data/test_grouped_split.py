@@ -78,7 +78,7 @@ def test_texts_of_a_second_source_get_the_numbers_of_the_first():
     assert other.labels == ("cat", "dog", "owl")
     with pytest.raises(InvalidInput, match="'newt'"):
         _ = preparation(texts("newt")).numbered_as(prepared).of(texts("newt")).y
-    with pytest.raises(InvalidInput, match="y holds texts in the first .* numbers in the second"):
+    with pytest.raises(InvalidInput, match=r"y holds texts in the first .* numbers in the second"):
         preparation(texts(0, 1, of=int)).numbered_as(prepared)
     named = data.arrays(np.zeros((2, 1), "f4"), np.arange(2), labels=("a", "b"))
     others = preparation(named.named(("b", "a")))
