@@ -104,7 +104,7 @@ Examples:
   triplane edge samples question labelled.npz
   python -c 'import numpy as np; np.savez("labelled.npz", x=images, y=classes)'
   triplane edge samples gait steps.csv --x 'ch*:2x64' --y activity
-
+\b
 PATH is an .npz, another file with samples (.csv, .parquet, ...) or a folder of images by class.
 Names of classes get the numbers of the model that serves here.
 """

@@ -34,11 +34,11 @@ def run_row(run: Run) -> Row:
         "started_s": round(run.started_s),
         "ended_s": round(run.ended_s),
         "rounds": [_round_row(r) for r in learning[-MOST_ROUNDS:]],
-        "spread": _spread_row(judged[-1]) if judged else None,
-        "devices": [_device_row(member) for member in members[:MOST_DEVICES]],
+        "spread": _spread_row(judged[-1], run.metric) if judged else None,
+        "devices": [_device_row(member, run.metric) for member in members[:MOST_DEVICES]],
         "device_count": len(members),
         "connected": sum(member.connected for member in members),
-        "stragglers": [_device_row(member) for member in _stragglers(members)],
+        "stragglers": [_device_row(member, run.metric) for member in _stragglers(members)],
         "bytes_up": sum(r.bytes_up for r in run.rounds),
         "bytes_down": sum(r.bytes_down for r in run.rounds),
         "refusals": [
@@ -69,15 +69,15 @@ def _round_row(round_: Round) -> Row:
     }
 
 
-def _device_row(member: Member) -> Row:
+def _device_row(member: Member, metric: str) -> Row:
     scored = member.HasField("score")
     return {
         **same_fields(member, "connected", "counted", "dropped"),
         "name": member.device,
         "reason": member.reason[:MOST_TEXT_CHARS],
         "waits": member.waits[:MOST_TEXT_CHARS],
-        "before": round(member.score.before, 4) if scored else None,
-        "after": round(member.score.after, 4) if scored else None,
+        "before": _score(member.score.before, metric) if scored else None,
+        "after": _score(member.score.after, metric) if scored else None,
     }
 
 
@@ -86,10 +86,16 @@ def _stragglers(members: Iterable[Member]) -> list[Member]:
     return sorted(stragglers, key=lambda m: (not m.waits, -m.dropped))[:MOST_REASONS]
 
 
-def _spread_row(round_: Round) -> Row:
-    before, after = _values(round_.before), _values(round_.after)
+def _spread_row(round_: Round, metric: str) -> Row:
+    before, after = _values(round_.before, metric), _values(round_.after, metric)
     return {"round": round_.number, "before": before, "after": after}
 
 
-def _values(spread: Spread) -> Row:
-    return {name: round(getattr(spread, name), 4) for name in ("mean", "worst", "worst_tenth")}
+def _values(spread: Spread, metric: str) -> Row:
+    names = ("mean", "worst", "worst_tenth")
+    return {name: _score(getattr(spread, name), metric) for name in names}
+
+
+def _score(score: float, metric: str) -> float:
+    # A loss may be far below 0.0001; an accuracy has no name in a run.
+    return float(f"{score:.4g}") if metric else round(score, 4)

@@ -22,8 +22,8 @@ from triplane.unified_ir.convert.preprocessing import (
 )
 from triplane.unified_ir.data import arrays
 from triplane.unified_ir.data.columns import Field, schema_of
-from triplane.unified_ir.data.form import STEPS
 from triplane.unified_ir.data.randomness import RowDraws
+from triplane.unified_ir.data.registry import STEPS
 from triplane.unified_ir.data.step import Step
 from triplane.unified_ir.data.transforms import (
     Augmentation,

@@ -15,7 +15,7 @@ from tests.support.tables import everything, opened
 from triplane.proto.errors import Corrupt, InvalidInput, MissingExtra, NotFound, TriplaneError
 from triplane.unified_ir.data.columns import Ragged
 from triplane.unified_ir.data.sources import arrow
-from triplane.unified_ir.data.sources.arrow import ArrowFeed, ArrowSource
+from triplane.unified_ir.data.sources.arrow import ArrowFeed, ArrowSource, ArrowTable
 from triplane.unified_ir.data.table import ArrayTable
 
 
@@ -203,6 +203,10 @@ def test_files_beyond_memory_are_a_feed(store, monkeypatch):
     for limit in (100, 80_000):
         monkeypatch.setattr(arrow, "MAX_MEMORY_BYTES", limit)
         feed = opened(ArrowSource(path))
+        if isinstance(feed, ArrowTable):
+            assert limit == 100
+            assert feed.take(np.array([n - 1]))["a"][0] == n - 1
+            continue
         assert isinstance(feed, ArrowFeed)
         for start in (0, 1, 2, 3, 500, n - 1, n):
             blocks: list[Any] = list(feed.blocks(start))
@@ -212,6 +216,39 @@ def test_files_beyond_memory_are_a_feed(store, monkeypatch):
     monkeypatch.setattr(arrow, "MAX_PART_BYTES", 8)
     with pytest.raises(InvalidInput, match=r"a row group or record batch of .* at most 8"):
         list(feed.blocks(0))
+
+
+@pytest.mark.parametrize("kind", ["to_file", "to_stream"])
+def test_a_mapped_file_beyond_memory_is_read_in_any_order(tmp_path, monkeypatch, kind):
+    images = np.arange(60, dtype=np.uint8).reshape(10, 2, 3)
+    lists = [[k] * (k % 3) for k in range(10)]
+    path = str(tmp_path / "a.arrow")
+    WRITERS[kind](pa.table({
+        "i": pa.array([*range(9), None]),
+        "t": pa.array([f"n{k}" for k in range(10)]),
+        "c": pa.array(list("aabbaabbcc")).dictionary_encode(),
+        "l": pa.array(lists, pa.list_(pa.int16())),
+        "x": pa.FixedShapeTensorArray.from_numpy_ndarray(images),
+        "p": fixed(pa.array(np.arange(20.0)), 2),
+        "h": pa.array(np.arange(10, dtype=np.float16)),
+    }), path)  # fmt: skip
+    expected = opened(ArrowSource(path, missing=-1))
+    monkeypatch.setattr(arrow, "MAX_MEMORY_BYTES", 100)
+    table = opened(ArrowSource(path, missing=-1))
+    assert isinstance(table, ArrowTable)
+    assert (len(table), table.schema) == (10, expected.schema)
+    for rows in ([9, 0, 4, 4, 7], [3], [], list(range(10))):
+        block: dict[str, Any] = dict(table.take(np.array(rows, np.int64)))
+        for name, column in expected.take(np.array(rows, np.int64)).items():
+            if isinstance(column, Ragged):
+                assert (block[name].values == column.values).all()
+                assert (block[name].offsets == column.offsets).all()
+            else:
+                assert block[name].dtype == column.dtype
+                assert block[name].shape == column.shape
+                assert (block[name] == column).all()
+    with pytest.raises(InvalidInput, match="column 'i' is null in row 9"):
+        opened(ArrowSource(path)).take(np.array([4, 9, 0]))
 
 
 def test_a_buffer_that_announces_too_much_is_refused_before_it_is_inflated(tmp_path):

@@ -82,6 +82,7 @@ def test_a_pair_that_does_not_fit_together_is_refused(tmp_path):
         (b"\0\0\x0e\2" + b"\xff" * 8, InvalidInput, "announces"),
         (b"\0\0\x08\x09" + b"\xff" * 32 + b"\0\0\0\0", Corrupt, "sizes"),
         (b"\0\0\x08\1\0\0\0\3ab", Corrupt, "values"),
+        (b"\0\0\x08\1\x7f\0\0\0", Corrupt, "more than it holds"),
         (b"\0\0\x08\1\0\0\0\1ab", Corrupt, "more bytes"),
     ],
 )

@@ -194,3 +194,10 @@ def test_damaged_files_give_rows_or_a_named_error(tmp_path_factory, content, dat
         assert isinstance(table, ArrayTable)
     except TriplaneError as error:
         assert "damaged.db" in str(error)
+
+
+def test_a_schema_that_is_not_utf8_is_damage(tmp_path, content):
+    path = tmp_path / "a.db"
+    path.write_bytes(content.replace(b"CREATE TABLE t (a", b"CREATE \x80ABLE t (a"))
+    with pytest.raises(Corrupt, match=r"a\.db"):
+        SqliteSource(str(path), ALL).open()

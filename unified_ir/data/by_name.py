@@ -10,7 +10,7 @@ from typing import Any, Final
 from triplane.proto.errors import InvalidInput, NotFound
 from triplane.unified_ir.data.choosing import ColumnChoice, ColumnPreparation, preparation, wanted
 from triplane.unified_ir.data.columns import Field
-from triplane.unified_ir.data.dataset import Dataset, of_source
+from triplane.unified_ir.data.dataset import Dataset, of_source, with_default_roles
 from triplane.unified_ir.data.form import MAX_TEXT, from_json
 from triplane.unified_ir.data.records import RecordSource, is_records
 from triplane.unified_ir.data.sources.arrow import ArrowSource
@@ -22,6 +22,7 @@ from triplane.unified_ir.data.sources.npy import NpySource
 from triplane.unified_ir.data.sources.npz import NpzSource
 from triplane.unified_ir.data.sources.sqlite import SqliteSource
 from triplane.unified_ir.data.sources.text import TextSource
+from triplane.unified_ir.data.storing import restored
 from triplane.unified_ir.data.transforms import Rename
 from triplane.unified_ir.files import bounded
 from triplane.unified_ir.files.npz import opened_npz
@@ -58,6 +59,11 @@ class ReadingOptions:
 
 Reader = Callable[[Path, ReadingOptions], tuple[Dataset, ...]]
 """From a path to the datasets of its parts, without any step."""
+
+
+def stored(source: str | Path, **options: Any) -> Dataset:
+    """Return the dataset of a source with its columns as they are stored, without any step."""
+    return _parts(source, ReadingOptions(**options))[0]
 
 
 def digits() -> Dataset:
@@ -164,7 +170,7 @@ def _parts(source: str | Path, options: ReadingOptions) -> tuple[Dataset, ...]:
 
 def _folder_parts(path: Path, options: ReadingOptions) -> tuple[Dataset, ...]:
     if is_records(path):
-        return (of_source(RecordSource(str(path)), path.name),)
+        return (restored(of_source(RecordSource(str(path)), path.name)),)
     files = sorted(p for p in path.iterdir() if p.is_file() and is_idx_images(p))
     by_role = {p.name.partition("-")[0]: p for p in files}
     if by_role.keys() == {"train", "t10k"}:
@@ -191,8 +197,10 @@ def _npz_parts(path: Path, options: ReadingOptions) -> tuple[Dataset, ...]:
         names = npz.names
     if all(key in names for key in (*TRAINING_KEYS, *HELD_OUT_KEYS)) and "x" not in names:
         return tuple(
-            of_source(NpzSource(str(path), keys), path.name).then(
-                Rename(keys[0], "x"), Rename(keys[1], "y")
+            with_default_roles(
+                of_source(NpzSource(str(path), keys), path.name).then(
+                    Rename(keys[0], "x"), Rename(keys[1], "y")
+                )
             )
             for keys in (TRAINING_KEYS, HELD_OUT_KEYS)
         )

@@ -19,7 +19,9 @@ from triplane.unified_ir.data.dataset import DEFAULT_INPUT, DEFAULT_TARGET, Data
 from triplane.unified_ir.data.functions import Cache
 from triplane.unified_ir.data.grouping import Windowed
 from triplane.unified_ir.data.kinds import is_feed
+from triplane.unified_ir.data.records import RecordTable
 from triplane.unified_ir.data.step import Step
+from triplane.unified_ir.data.storing import facts_of
 from triplane.unified_ir.data.table import ArrayTable
 from triplane.unified_ir.data.transforms import (
     Cast,
@@ -157,11 +159,9 @@ def preparation(
     if not x and TOKENS in dataset.schema:
         building.text(window or WINDOW)
     else:
+        building.columns(_inputs(x, dataset), _targets(y, dataset), keep)
         if window is not None:
             building.add(Windowed(window))
-        building.columns(
-            _parsed(x, DEFAULT_INPUT, dataset), _parsed(y, DEFAULT_TARGET, dataset), keep
-        )
         for name in building.inputs:
             building.pixels(name, asked=pixels)
         for name in building.targets:
@@ -195,17 +195,21 @@ def class_numbers(dataset: Dataset, names: Sequence[str]) -> Array:
     return np.array([places[name] for name in own], np.int64)[y]
 
 
-def _parsed(choices: Sequence[str], default: str, dataset: Dataset) -> list[ColumnChoice]:
+def _targets(choices: Sequence[str], dataset: Dataset) -> list[ColumnChoice]:
     if choices:
         return [ColumnChoice.parse(choice) for choice in choices]
-    if default in dataset.schema:
-        return [ColumnChoice((default,))]
-    if default == DEFAULT_TARGET:
-        return []
+    return [ColumnChoice((name,)) for name in dataset.targets]
+
+
+def _inputs(choices: Sequence[str], dataset: Dataset) -> list[ColumnChoice]:
+    if choices:
+        return [ColumnChoice.parse(choice) for choice in choices]
+    if dataset.inputs:
+        return [ColumnChoice((name,)) for name in dataset.inputs]
     shown = ", ".join(list(dataset.schema)[:SHOWN])
     raise NotFound(
-        f"{dataset.origin.name} has no column {default!r}; name the columns of the model's input "
-        f"(--x on the command line), of {shown}"
+        f"{dataset.origin.name} has no column {DEFAULT_INPUT!r}; name the columns of the model's "
+        f"input (--x on the command line), of {shown}"
     )
 
 
@@ -213,13 +217,15 @@ class _Building:
     """The steps so far, and the dataset with them."""
 
     def __init__(self, dataset: Dataset) -> None:
-        self.dataset = dataset
+        self.source = self.dataset = dataset
         self.steps: list[Step] = []
         self.inputs: list[str] = []
         self.targets: list[str] = []
-        self.labels: tuple[str, ...] = dataset.labels
+        self.labels: tuple[str, ...] = ()
         self.notes: list[str] = []
-        self.tops = dict(getattr(dataset.origin.table, "pixels", {}))
+        table = dataset.origin.table
+        facts = facts_of(table) if isinstance(table, RecordTable) else table
+        self.tops = dict(getattr(facts, "pixels", {}))
 
     def add(self, step: Step) -> None:
         """Append a step."""
@@ -257,6 +263,9 @@ class _Building:
             )
         ]
         self.inputs, self.targets = names[: len(x)], names[len(x) :]
+        labelled = tuple(name for _, several in chosen[len(x) :] for name in several)
+        if labelled == self.source.targets:  # the names are those of the source's own target
+            self.labels = self.source.labels
 
     def _joined(self, choice: ColumnChoice, names: list[str], default: str, *, many: bool) -> str:
         """Join the columns of one choice; return the name of the result."""

@@ -11,7 +11,7 @@ from triplane.cloud.dashboard.rows import (
     state_from,
 )
 from triplane.cloud.dashboard.runs import run_row
-from triplane.proto.federation_pb2 import Run
+from triplane.proto.federation_pb2 import Run, Score
 from triplane.proto.fleet_pb2 import COMMITTED, FAILED, ModelReport, Node, Report, Rollout, Wave
 
 SECTION = st.dictionaries(st.sampled_from("abcdef"), st.dictionaries(st.just("n"), st.integers()))
@@ -104,3 +104,12 @@ def test_a_device_that_waits_is_named_first_among_those_that_lag():
     run.members.add(device="bob", waits="the disk is full")
     found = [(row["name"], row["waits"]) for row in run_row(run)["stragglers"]]
     assert found == [("bob", "the disk is full"), ("ann", "")]
+
+
+def test_a_small_loss_keeps_its_digits_and_an_accuracy_has_four():
+    for metric, value in (("loss", 1.235e-05), ("", 0.0)):
+        run = Run(id="0" * 16, metric=metric)
+        run.members.add(device="ann", score=Score(samples=3, before=1.2345678e-05, after=0.25))
+        row = run_row(run)
+        assert row["metric"] == metric
+        assert [(d["before"], d["after"]) for d in row["devices"]] == [(value, 0.25)]

@@ -25,9 +25,12 @@ from triplane.unified_ir.data.columns import (
     Columns,
     Field,
     Ragged,
+    Rows,
     field_of,
     joined,
     n_bytes,
+    offsets_of,
+    take,
 )
 from triplane.unified_ir.data.sources.ipc import stream_sizes
 from triplane.unified_ir.data.sources.memory import check_missing, selection
@@ -56,7 +59,8 @@ class ArrowSource:
     strings, also dictionary-encoded ones, are text; binary is bytes; lists of a fixed size and
     tensors have their shape; lists of numbers are ragged. missing: the number to take for nulls in
     columns of integers and floating point; all other nulls are refused. What takes more than
-    `MAX_MEMORY_BYTES` is a `Feed`.
+    `MAX_MEMORY_BYTES` stays in the file: IPC without compression is mapped and read in any order,
+    anything else is a `Feed`. A mapped file must not be cut or rewritten while it is in use.
     """
 
     path: str
@@ -66,12 +70,14 @@ class ArrowSource:
     def __post_init__(self) -> None:
         check_missing(self.missing)
 
-    def open(self) -> ArrayTable | ArrowFeed:
+    def open(self) -> ArrayTable | ArrowTable | ArrowFeed:
         """Read the metadata, and the columns if they fit in memory."""
         with _errors(self.path), _part_reader(self) as (schema, parts):
             fields = {name: _field(schema.field(name), self.path) for name in parts.names}
             feed = ArrowFeed(self, fields)
             announced = sum(parts.n_bytes)
+            if announced > MAX_MEMORY_BYTES and parts.mapped is not None:
+                return ArrowTable(feed, parts.mapped())
         blocks: list[Columns] = []
         total = 0
         # What runs of equal values expand to is only known once they are decoded.
@@ -106,13 +112,15 @@ class ArrowFeed:
                     batch.validate(full=True)
                     skipped = min(max(start - at, 0), batch.num_rows)
                     if skipped < batch.num_rows:
-                        yield self._block(batch.slice(skipped), at + skipped)
+                        numbers = np.arange(at + skipped, at + batch.num_rows)
+                        yield self.block(batch.slice(skipped), numbers)
                     at += batch.num_rows
 
-    def _block(self, batch: Any, at: int) -> Columns:
+    def block(self, batch: Any, numbers: Rows) -> Columns:
+        """Return a validated batch as columns; numbers: those of its rows, for errors."""
         block = {}
         for name, field in self.schema.items():
-            column = _ArrowConversion(self.source, name, at).column(batch.column(name))
+            column = _ArrowConversion(self.source, name, numbers).column(batch.column(name))
             block[name] = column
             seen = (column.values if isinstance(column, Ragged) else column).dtype
             if seen != (field.dtype if field.is_number else object):
@@ -120,11 +128,49 @@ class ArrowFeed:
         return block
 
 
+class ArrowTable:
+    """The record batches of a mapped file, read in any order."""
+
+    def __init__(self, feed: ArrowFeed, batches: list[Any]) -> None:
+        self._feed, self._batches = feed, batches
+        self._starts = offsets_of(np.array([batch.num_rows for batch in batches], np.int64))
+        self._valid: set[int] = set()
+
+    @property
+    def schema(self) -> dict[str, Field]:
+        """See `Table`."""
+        return self._feed.schema
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def take(self, rows: Rows) -> Columns:
+        """See `Table`."""
+        with _errors(self._feed.source.path):
+            which = np.searchsorted(self._starts, rows, side="right") - 1
+            blocks, places = [_empty(self.schema)], [np.empty(0, np.int64)]
+            for k in np.unique(which):
+                here = np.flatnonzero(which == k)
+                batch = self._batch(int(k)).take(_pyarrow().array(rows[here] - self._starts[k]))
+                blocks.append(self._feed.block(batch, rows[here]))
+                places.append(here)
+        return take(joined(blocks), np.argsort(np.concatenate(places)))
+
+    def _batch(self, k: int) -> Any:
+        """Return a batch, validated when it is first used: all at once would read the file."""
+        batch = self._batches[k]
+        if k not in self._valid:
+            batch.validate(full=True)
+            self._valid.add(k)
+        return batch
+
+
 @dataclass(frozen=True)
 class _Parts:
     """The row groups or record batches of an open file.
 
     n_bytes: decoded bytes of each. skip and batches are called for each part once, in order.
+    mapped: returns all record batches without reading them, None if they must be decoded.
     """
 
     names: tuple[str, ...]
@@ -132,6 +178,7 @@ class _Parts:
     n_bytes: list[int]
     skip: Callable[[int], object]
     batches: Callable[[int], Iterator[Any]]
+    mapped: Callable[[], list[Any]] | None = None
 
 
 @contextmanager
@@ -230,8 +277,15 @@ def _ipc(source: ArrowSource, mapped: Any, start: int) -> tuple[Any, _Parts]:
         for at in range(0, batch.num_rows, BATCH_ROWS):
             yield batch.slice(at, BATCH_ROWS)
 
-    rows, decoded = [r for r, _ in sizes], [n for _, n in sizes]
-    return stream.schema, _Parts(names, rows, decoded, lambda _: stream.read_next_batch(), batches)
+    parts = _Parts(
+        names,
+        [size.rows for size in sizes],
+        [size.n_bytes for size in sizes],
+        lambda _: stream.read_next_batch(),
+        batches,
+        None if any(size.is_compressed for size in sizes) else lambda: list(stream),
+    )
+    return stream.schema, parts
 
 
 def _names(schema: Any, path: str) -> list[str]:
@@ -295,11 +349,11 @@ def _scalar(kind: Any) -> str:
 
 @dataclass(frozen=True)
 class _ArrowConversion:
-    """Turn an array of pyarrow's, validated, into a column; at: the number of its first row."""
+    """Turn an array of pyarrow's, validated, into a column; numbers: those of its rows."""
 
     source: ArrowSource
     name: str
-    at: int
+    numbers: Rows
 
     def column(self, array: Any) -> Column:
         """Return (N, ...), `Ragged`, or objects."""
@@ -351,9 +405,12 @@ class _ArrowConversion:
     def _check_nulls(self, array: Any) -> None:
         if array.null_count:
             row = array.is_null().to_numpy(zero_copy_only=False).argmax()
+            place = f"row {self.numbers[row]}"
+            if len(array) != len(self.numbers):
+                place = f"a list in the rows {self.numbers.min()}..{self.numbers.max()}"
             raise InvalidInput(
-                f"{self.source.path}: column {self.name!r} is null in row {self.at + row} or in a "
-                "list from there on; write a value for it, or, for numbers, state missing="
+                f"{self.source.path}: column {self.name!r} is null in {place}; write a value for "
+                "it, or, for numbers, state missing="
             )
 
 

@@ -1,8 +1,8 @@
 """Decode an image file to bytes (C, H, W), grey or RGB; the only module that imports Pillow.
 
-8-bit PNG, PGM and PPM are decoded without it. Rules for the rest: an orientation in the Exif data
-of a JPEG is applied; palettes, YCbCr and CMYK become RGB; alpha is dropped, so hidden pixels keep
-their colour; of 16 bits per channel the high byte is kept.
+8-bit PNG, PGM and PPM within the limits of `files.images` are decoded without it. Rules for the
+rest: an orientation in the Exif data of a JPEG is applied; palettes, YCbCr and CMYK become RGB;
+alpha is dropped, so hidden pixels keep their colour; of 16 bits per channel the high byte is kept.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def decoded_png(data: bytes, what: str) -> Pixels:
         try:
             return decoded_by_pillow(data, what)
         except MissingExtra as error:
-            raise MissingExtra(f"{refused} Or install Pillow: {error}") from refused
+            raise MissingExtra(f"{refused}; or read it with Pillow: {error}") from refused
 
 
 def decoded_by_pillow(data: bytes, what: str) -> Pixels:

@@ -20,6 +20,8 @@ from triplane.unified_ir.data.table import MAX_MEMORY_BYTES, ArrayTable
 from triplane.unified_ir.files import bounded
 from triplane.unified_ir.files.pixels import TOP
 
+MAX_RATIO: Final = 1100
+"""More than gzip can compress by (1032), so a file that announces more is not complete."""
 TYPES: Final = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 
 
@@ -86,6 +88,9 @@ def read_idx(path: Path) -> Array:
             raise InvalidInput(
                 f"{path} announces {n_bytes} bytes as {dtype}{shape}; {MAX_MEMORY_BYTES} are read"
             )
+        # Nor is memory requested for values that a short file cannot hold.
+        if n_bytes > MAX_RATIO * path.stat().st_size:
+            raise Corrupt(f"{path} announces {n_bytes} bytes, more than it holds; is it complete?")
         values = np.empty(n_bytes, np.uint8)
         bounded.fill(file, values.data, f"{path}: values")
         bounded.ended(file, str(path))

@@ -8,6 +8,7 @@ Message.fbs), and the statements are summed.
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from triplane.proto.errors import Corrupt, InvalidInput
@@ -18,12 +19,21 @@ _RECORD_BATCH: Final = 3
 _BUFFER: Final = struct.Struct("<qq")
 
 
-def stream_sizes(reader: Any, what: str) -> list[tuple[int, int]]:
-    """Return (rows, decoded bytes) of each record batch, with the dictionaries before it.
+@dataclass(frozen=True, slots=True)
+class BatchSize:
+    """What a record batch takes: n_bytes once decoded, with the dictionaries before it."""
+
+    rows: int
+    n_bytes: int
+    is_compressed: bool
+
+
+def stream_sizes(reader: Any, what: str) -> list[BatchSize]:
+    """Return the size of each record batch.
 
     reader: pyarrow's reader of messages. Raises Corrupt, or InvalidInput for too many messages.
     """
-    sizes: list[tuple[int, int]] = []
+    sizes: list[BatchSize] = []
     dictionary_bytes = 0
     for n, message in enumerate(reader):
         if n >= MAX_MESSAGES:
@@ -31,24 +41,24 @@ def stream_sizes(reader: Any, what: str) -> list[tuple[int, int]]:
                 f"{what} has more than {MAX_MESSAGES} messages; write larger batches"
             )
         try:
-            kind, rows, n_bytes = _announced(memoryview(message.metadata), message.body)
+            kind, size = _announced(memoryview(message.metadata), message.body)
         except (struct.error, ValueError, IndexError) as error:
             raise Corrupt(f"{what}: message {n} is damaged: {error}") from error
-        if rows < 0 or n_bytes < 0:
-            raise Corrupt(f"{what}: message {n} announces {rows} rows and {n_bytes} bytes")
+        if size.rows < 0:
+            raise Corrupt(f"{what}: message {n} announces {size.rows} rows")
         if kind == _DICTIONARY_BATCH:
-            dictionary_bytes += n_bytes
+            dictionary_bytes += size.n_bytes
         if kind == _RECORD_BATCH:
-            sizes.append((rows, n_bytes + dictionary_bytes))
+            sizes.append(replace(size, n_bytes=size.n_bytes + dictionary_bytes))
     return sizes
 
 
-def _announced(metadata: memoryview, body: Any) -> tuple[int, int, int]:
-    """Return (kind, rows, decoded bytes) of a message."""
+def _announced(metadata: memoryview, body: Any) -> tuple[int, BatchSize]:
+    """Return (kind, size) of a message."""
     message = _FlatbufferTable(metadata, struct.unpack_from("<I", metadata)[0])
     kind = message.scalar(1, "<B")
     if kind not in {_DICTIONARY_BATCH, _RECORD_BATCH}:
-        return kind, 0, 0
+        return kind, BatchSize(0, 0, is_compressed=False)
     batch = message.table(2)
     if kind == _DICTIONARY_BATCH:
         batch = batch.table(1)
@@ -59,7 +69,7 @@ def _announced(metadata: memoryview, body: Any) -> tuple[int, int, int]:
         if not 0 <= offset <= offset + length <= len(content):
             raise ValueError(f"a buffer at {offset} of {length} bytes is outside the message")
         total += _decoded_bytes(content[offset : offset + length]) if is_compressed else length
-    return kind, batch.scalar(0, "<q"), total
+    return kind, BatchSize(batch.scalar(0, "<q"), total, is_compressed)
 
 
 def _decoded_bytes(buffer: memoryview) -> int:

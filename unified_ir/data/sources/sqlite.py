@@ -51,7 +51,7 @@ _LIMITS: Final = {
 _FAMILIES: Final[dict[int | None, type[TriplaneError]]] = {
     sqlite3.SQLITE_CORRUPT: Corrupt,
     sqlite3.SQLITE_NOTADB: Corrupt,
-    None: Corrupt,  # text that is not UTF-8
+    None: Corrupt,  # text that is not UTF-8, also that of SQLite's own message
     sqlite3.SQLITE_BUSY: Unavailable,
     sqlite3.SQLITE_LOCKED: Unavailable,
     sqlite3.SQLITE_IOERR: Unavailable,
@@ -199,7 +199,7 @@ def _blocks(
                     rows, n_bytes = [], 0
             if rows:
                 yield names, n_bytes, list(zip(*rows, strict=True))
-    except (sqlite3.Error, sqlite3.Warning) as error:
+    except (sqlite3.Error, sqlite3.Warning, UnicodeDecodeError) as error:
         raise _family(error)(
             f"{source.path}: the query {_shown(source.query)!r} failed: {_reason(error)}"
         ) from error
@@ -241,7 +241,7 @@ def _connected(path: Path) -> Iterator[sqlite3.Connection]:
             for pragma in _PRAGMAS:
                 connection.execute(f"PRAGMA {pragma}").close()
             connection.execute("BEGIN")
-        except sqlite3.Error as error:
+        except (sqlite3.Error, UnicodeDecodeError) as error:
             raise _family(error)(f"{path} could not be opened: {error}") from error
         connection.set_authorizer(_permission)
         yield connection
@@ -255,14 +255,14 @@ def _permission(action: int, *names: str | None) -> int:
     return sqlite3.SQLITE_OK
 
 
-def _family(error: sqlite3.Error | sqlite3.Warning) -> type[TriplaneError]:
+def _family(error: Exception) -> type[TriplaneError]:
     if isinstance(error, sqlite3.ProgrammingError | sqlite3.DataError | sqlite3.Warning):
         return InvalidInput
     code = getattr(error, "sqlite_errorcode", None)
     return _FAMILIES.get(code if code is None else code & 0xFF, InvalidInput)
 
 
-def _reason(error: sqlite3.Error | sqlite3.Warning) -> str:
+def _reason(error: Exception) -> str:
     if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_INTERRUPT:
         return f"it takes more than {MAX_INSTRUCTIONS} instructions; select less, or add an index"
     if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_AUTH:

@@ -1,0 +1,211 @@
+"""`triplane data`: look at samples, write them as records, check and time them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.cli.shell import (
+    COUNT,
+    NATURAL,
+    CommandOutput,
+    json_option,
+    open_output,
+    option,
+)
+
+if TYPE_CHECKING:
+    from triplane.unified_ir.data import Dataset
+    from triplane.unified_ir.data.records import RecordTable
+
+EPILOG = """\b
+Examples:
+  triplane data inspect readings.csv                  columns, types, the first samples
+  triplane data convert readings.csv readings.tpr     as records: mapped, in any order, checked
+  triplane data convert photos photos.tpr --size 64x64
+  triplane data verify readings.tpr
+  triplane data profile readings.tpr --batch-size 128
+
+\b
+DATA is the name digits, a file (.npz, .npy, .csv, .tsv, .parquet, .arrow, .feather, .txt, IDX
+images, .db or .sqlite with --query, a pipeline as .json), a record set NAME.tpr, or a folder of
+images with one sub-folder per class. A record set is a folder; it may be moved and renamed.
+"""
+SUFFIX: Final = ".tpr"
+SHOWN_SAMPLES: Final = 3
+SHOWN_WIDTH: Final = 72
+
+
+def image_size(
+    _context: click.Context, _param: click.Parameter, value: str | None
+) -> tuple[int, int] | None:
+    """Parse HxW."""
+    if value is None:
+        return None
+    height, _, width = value.partition("x")
+    if not (height.isdecimal() and width.isdecimal()):
+        raise InvalidInput(f"--size is HEIGHTxWIDTH in pixels, such as 64x64, got {value!r}")
+    return int(height), int(width)
+
+
+# fmt: off
+SOURCE_OPTIONS: Final = (
+    option("--query SQL", "For a database: the query whose rows are the samples."),
+    option("--size HxW", "For a folder of images: resize them all.", callback=image_size),
+)
+INSPECT_OPTIONS: Final = (
+    *SOURCE_OPTIONS,
+    option("--samples N", "Samples to show.", NATURAL, default=SHOWN_SAMPLES),
+)
+PROFILE_OPTIONS: Final = (
+    *SOURCE_OPTIONS,
+    option("--batch-size N", "Samples per batch.", COUNT, default=32),
+    option("--batches N", "Batches to read.", COUNT, default=100),
+)
+# fmt: on
+
+
+@click.group("data", epilog=EPILOG)
+def command() -> None:
+    """Look at samples, write them as records, check and time them."""
+
+
+@command.command(
+    "inspect", short_help="Show columns, types, first samples.", params=[*INSPECT_OPTIONS]
+)
+@click.argument("data", metavar="DATA")
+@json_option
+def inspect(**options: Any) -> None:
+    """Show the columns of DATA, their types, and the first samples."""
+    output = open_output(options["as_json"])
+    dataset = _stored(options)
+    rows = [_shown(sample) for sample in _first(dataset, options["samples"])]
+    record = {
+        "data": options["data"],
+        "samples": dataset.samples,
+        "columns": {name: str(field) for name, field in dataset.schema.items()},
+        "inputs": list(dataset.inputs),
+        "targets": list(dataset.targets),
+        "labels": list(dataset.labels),
+        "first": rows,
+        **_shards(dataset),
+    }
+    lines = [repr(dataset)]
+    for k, row in enumerate(rows):
+        lines.append(f"sample {k}")
+        lines += [f"  {name}: {text}" for name, text in row.items()]
+    output.result(record, "\n".join(lines))
+
+
+@command.command("convert", short_help="Write samples as records.", params=[*SOURCE_OPTIONS])
+@click.argument("data", metavar="DATA")
+@click.argument("out", type=click.Path(path_type=Path), metavar="OUT.tpr")
+@json_option
+def convert(**options: Any) -> None:
+    """Write the samples of DATA as the record set OUT.tpr, as they are stored.
+
+    Bytes of pixels stay bytes. What is written is read back and compared with its checksums.
+    """
+    from triplane.unified_ir.data.records import RecordTable
+
+    output = open_output(options["as_json"])
+    out: Path = options["out"]
+    if out.suffix != SUFFIX:
+        raise InvalidInput(f"a record set is called NAME{SUFFIX}, got {out.name}")
+    dataset = _stored(options)
+    n = dataset.write(out, progress=_progress(output, dataset.samples))
+    table = RecordTable(out)
+    table.verify()
+    record = {"records": str(out), "samples": n, **_shards_of(table)}
+    output.result(record, f"{out}: {n:,} samples, {record['bytes']:,} bytes, verified")
+
+
+@command.command("verify", short_help="Check the blocks of records.")
+@click.argument("data", type=click.Path(path_type=Path), metavar="NAME.tpr")
+@json_option
+def verify(**options: Any) -> None:
+    """Compare every block of a record set with its checksum."""
+    from triplane.unified_ir.data.records import RecordTable
+
+    output = open_output(options["as_json"])
+    table = RecordTable(options["data"])
+    table.verify()
+    record = {"records": str(options["data"]), "samples": len(table), **_shards_of(table)}
+    counts = f"{len(table):,} samples, {record['blocks']:,} blocks, {record['bytes']:,} bytes"
+    output.result(record, f"{options['data']}: {counts}, all as their checksums say")
+
+
+@command.command("profile", short_help="Time reading, step by step.", params=[*PROFILE_OPTIONS])
+@click.argument("data", metavar="DATA")
+@json_option
+def profile(**options: Any) -> None:
+    """Time reading DATA in shuffled batches in one thread, step by step."""
+    from triplane.unified_ir import data
+
+    output = open_output(options["as_json"])
+    source: str = options["data"]
+    dataset = data.load(source) if source.endswith(".json") else _stored(options)
+    result = dataset.profile(options["batches"], size=options["batch_size"])
+    output.result(result.record(), result.text())
+
+
+def _stored(options: dict[str, Any]) -> Dataset:
+    from triplane.unified_ir.data.by_name import stored
+
+    return stored(options["data"], query=options["query"], size=options["size"])
+
+
+def _first(dataset: Dataset, count: int) -> list[dict[str, Any]]:
+    from itertools import islice
+
+    return list(islice(iter(dataset), count))
+
+
+def _shown(sample: dict[str, Any]) -> dict[str, str]:
+    """Return the values of a sample as short texts."""
+    import numpy as np
+
+    texts = {}
+    for name, value in sample.items():
+        if isinstance(value, np.ndarray):
+            text = np.array2string(
+                value.ravel(), threshold=8, edgeitems=4, separator=", ", max_line_width=10_000
+            )
+        else:
+            text = repr(value) if isinstance(value, str | bytes) else str(value)
+        texts[name] = text if len(text) <= SHOWN_WIDTH else f"{text[: SHOWN_WIDTH - 3]}..."
+    return texts
+
+
+def _shards(dataset: Dataset) -> dict[str, Any]:
+    from triplane.unified_ir.data.records import RecordTable
+
+    table = dataset.origin.table
+    return _shards_of(table) if isinstance(table, RecordTable) else {}
+
+
+def _shards_of(table: RecordTable) -> dict[str, Any]:
+    shards = table.shards
+    return {
+        "shards": len(shards),
+        "blocks": sum(shard.blocks for shard in shards),
+        "bytes": sum(shard.bytes for shard in shards),
+    }
+
+
+def _progress(output: CommandOutput, total: int | None) -> Any:
+    """Return a function that notes the samples written, at each tenth of them."""
+    step = max(1, (total or 1_000_000) // 10)
+    noted = 0
+
+    def note(n: int) -> None:
+        nonlocal noted
+        if n // step > noted and n != total:
+            noted = n // step
+            of = "" if total is None else f" of {total:,}"
+            output.note(f"{n:,}{of} samples")
+
+    return note
