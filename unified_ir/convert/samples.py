@@ -16,6 +16,7 @@ import numpy as np
 
 from triplane.proto.errors import InvalidInput, NotFound
 from triplane.unified_ir.data import Dataset, load
+from triplane.unified_ir.data.choosing import class_numbers
 from triplane.unified_ir.files.npz import opened_npz
 from triplane.unified_ir.files.pixels import as_input
 from triplane.unified_ir.ir.dims import is_symbol
@@ -97,18 +98,7 @@ def _classes(dataset: Dataset, names: Sequence[str]) -> Array:
             "an evaluation set has one column of classes, got the targets "
             f"{', '.join(dataset.targets) or 'none'}; name it: --y, or .roles(inputs, target)"
         )
-    y = np.asarray(dataset.y)
-    own = dataset.labels
-    if not own or not names or tuple(own) == tuple(names[: len(own)]) or y.dtype.kind not in "iu":
-        return y
-    if unknown := [name for name in own if name not in names]:
-        raise InvalidInput(
-            f"the evaluation set has the class {unknown[0]!r}, but the model's classes are "
-            f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
-        )
-    # The two may number the same names differently: texts are numbered in the order of those that
-    # occur, which may be fewer here than in training.
-    return np.array([names.index(name) for name in own], np.int64)[y]
+    return class_numbers(dataset, names)
 
 
 def generated(inputs: Sequence[Value]) -> dict[str, Array]:

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 
 from triplane.proto.errors import InvalidInput, NotFound
-from triplane.unified_ir.data.columns import Field, Schema
+from triplane.unified_ir.data.columns import Array, Field, Schema
 from triplane.unified_ir.data.dataset import DEFAULT_INPUT, DEFAULT_TARGET, Dataset
 from triplane.unified_ir.data.functions import Cache
 from triplane.unified_ir.data.grouping import Windowed
@@ -173,6 +173,26 @@ def preparation(
         building.labels,
         tuple(building.notes),
     )
+
+
+def class_numbers(dataset: Dataset, names: Sequence[str]) -> Array:
+    """Return the single target; classes that have names get the places of these in `names`.
+
+    names: of a model's classes, none if it has none. The dataset may number them differently: texts
+    are numbered in the order of those that occur, which may be fewer than in training.
+    InvalidInput: the model has no class of that name.
+    """
+    y = np.asarray(dataset.y)
+    own = dataset.labels
+    if not own or not names or y.dtype.kind not in "iu" or tuple(own) == tuple(names[: len(own)]):
+        return y
+    places = {name: k for k, name in enumerate(names)}
+    if unknown := [name for name in own if name not in places]:
+        raise InvalidInput(
+            f"{dataset.origin.name} has the class {unknown[0]!r}, but the model's classes are "
+            f"{', '.join(names[:SHOWN])}{', ...' if len(names) > SHOWN else ''}"
+        )
+    return np.array([places[name] for name in own], np.int64)[y]
 
 
 def _targets(choices: Sequence[str], dataset: Dataset) -> list[ColumnChoice]:

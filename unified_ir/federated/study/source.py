@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,6 +14,7 @@ import numpy as np
 from triplane.proto.errors import InvalidInput, NotFound
 from triplane.unified_ir.data import Dataset, load
 from triplane.unified_ir.data.by_name import PIPELINE
+from triplane.unified_ir.data.choosing import class_numbers
 from triplane.unified_ir.federated.algorithms.objective import objective_of
 from triplane.unified_ir.federated.core.draws import Array, Draws
 from triplane.unified_ir.federated.core.metric import metric_of
@@ -94,16 +96,27 @@ def _samples(
             f"the inputs {', '.join(dataset.inputs)} and the targets "
             f"{', '.join(dataset.targets) or 'none'}; choose its columns by x and y"
         )
+    labels = _labels(module)
     samples = {}
     for name, own, value in zip(names, roles, objective_of(module).batch, strict=True):
         if dataset.schema[own].is_ragged or not dataset.schema[own].is_number:
             raise InvalidInput(f"column {own!r} holds {dataset.schema[own]}; a model takes arrays")
-        x = np.asarray(dataset.column(own))
+        is_target = name == names[-1]
+        x = class_numbers(dataset, labels) if is_target else np.asarray(dataset.column(own))
         # Tables hold float64; a model computes in float32.
         samples[name] = x.astype(value.type.dtype.numpy) if x.dtype == np.float64 else x
-        if name != names[-1]:
+        if not is_target:
             _check_samples(source, x, value.type)
     return samples
+
+
+def _labels(module: Module) -> tuple[str, ...]:
+    """Return the names of the model's classes; none if it has none."""
+    try:
+        labels = json.loads(module.meta.get("labels", "[]"))
+    except ValueError as error:
+        raise InvalidInput(f"the labels of the model are not JSON: {error}") from error
+    return tuple(map(str, labels)) if isinstance(labels, list) else ()
 
 
 def _check_samples(source: SampleSource, x: Array, wanted: TensorType) -> None:
