@@ -68,9 +68,9 @@ bench: venv peers ## ratios against PyTorch, Flower and others; docs/benchmarks.
 oracles: ## the environment that exports networks of other libraries, for `make deep SUITE=import`
 	@.ci/venv .venv-oracles -r benchmarks/requirements-oracles.txt
 
-peers: ## the environments of the benchmarks' other sides: PyTorch, Flower, JAX, onnxsim, MindSpore
+peers: ## the environments of the benchmarks' other sides: PyTorch, Flower, JAX, onnxsim, MindSpore, record formats
 	@.ci/venv .venv-peers -r benchmarks/requirements-peers.txt
-	@for rival in jax onnxsim mindspore; do \
+	@for rival in jax onnxsim mindspore records; do \
 	  .ci/venv .venv-peers-$$rival -r benchmarks/requirements-$$rival.txt || exit 1; done
 	@.ci/venv .venv-peers-flower -c .ci/constraints-flower.txt -r benchmarks/requirements-flower.txt
 

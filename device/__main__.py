@@ -6,7 +6,7 @@ import ctypes
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,14 +31,16 @@ def main(
     *,
     population: str | None = None,
     held_out: float | None = None,
+    x: Sequence[str] = (),
+    y: Sequence[str] = (),
     app: str | None = None,
     log_level: str = "INFO",
     line: Callable[[dict[str, object]], str] = json.dumps,
 ) -> None:
     """Take part in runs until SIGTERM or SIGINT.
 
-    data: an npz file. app: the name of the owner's `ClientApp`, as for `device.flower.load_app`.
-    line: formats the facts of the ready line.
+    data: a file or folder of samples; x, y: its columns. app: the name of the owner's `ClientApp`,
+    as for `device.flower.load_app`. line: formats the facts of the ready line.
     """
     signals.restore_defaults()
     # Before the imports below, which allocate most of what the process holds.
@@ -49,8 +51,9 @@ def main(
     configure_logging(log_level)
     give_back_code()
     client = FederatedClient(
-        home, data, population=population, held_out=held_out, app=app, graphs=Graphs.CHILD
-    )
+        home, data, population=population, held_out=held_out, x=x, y=y, app=app,
+        graphs=Graphs.CHILD,
+    )  # fmt: skip
     termination = signals.Termination(client.stop, limit_s=STOP_S)
 
     def ready() -> None:
@@ -125,6 +128,8 @@ def _command() -> None:
     parser.add_argument("--held-out", type=float)
     for option in ("--data", "--population", "--app"):
         parser.add_argument(option)
+    for option in ("--x", "--y"):
+        parser.add_argument(option, action="append", default=[])
     parser.add_argument("--log-level", default="INFO")
     try:
         main(**vars(parser.parse_args()))

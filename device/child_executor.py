@@ -45,7 +45,7 @@ GRACE_SHARE: Final = 0.5
 
 
 class ChildExecutor:
-    """Runs tasks in a child; see `TaskRunner`. data: an npz file. app: MODULE:NAME."""
+    """Runs tasks in a child; see `TaskRunner`. data: the path of its samples. app: MODULE:NAME."""
 
     def __init__(
         self, home: DeviceHome, settings: DeviceSettings, data: Path, app: str | None

@@ -34,7 +34,9 @@ Examples:
   triplane device run --app my_app:app
 \b
 samples.npz holds arrays x and y, one row for each sample. Samples in held_out.x and held_out.y are
-never used for learning; without these arrays one sample of five is held out.
+never used for learning; without these arrays one sample of five is held out. Other files and
+folders serve as well, such as a table: --data steps.csv --x 'ch*:2x64' --y activity. A single
+--x or --y is the model's x or y; several are named, as in --x left=a --x right=b.
 """
 
 
@@ -42,10 +44,14 @@ def sample_options(function: F) -> F:
     """Add the options for the samples and the population of a device."""
     data = click.option(
         "--data",
-        type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        metavar="FILE.npz",
-        help="The samples.",
+        type=click.Path(exists=True, path_type=Path),
+        metavar="PATH",
+        help="The samples: an .npz, another file (.csv, .parquet, ...), or a folder.",
     )
+    x = click.option(
+        "--x", metavar="CHOICE", multiple=True, help="Columns of an input; may be repeated."
+    )
+    y = click.option("--y", metavar="CHOICE", multiple=True, help="Columns of the target.")
     population = click.option(
         "--population", metavar="NAME", help="Take part in runs of this population."
     )
@@ -54,7 +60,7 @@ def sample_options(function: F) -> F:
         type=click.FloatRange(0, 1, max_open=True),
         help="Share of samples that are never used for learning.",
     )
-    return data(population(held_out(function)))
+    return data(x(y(population(held_out(function)))))
 
 
 @click.group()

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -79,8 +79,8 @@ class FederatedClient:
 
     home: its folder. samples: see `shard_of`. population: it takes part in runs of this population.
     app: a Flower `ClientApp` of the device's owner (extra `[flower]`), for runs whose strategy
-    needs one. graphs: where they run. With Graphs.CHILD, samples is the path of an npz file and app
-    is MODULE:NAME.
+    needs one. graphs: where they run. With Graphs.CHILD, samples is a path and app is MODULE:NAME.
+    x, y: the columns of the model's inputs and target in a file or folder.
 
         client = FederatedClient("my-device", {"x": images, "y": labels}, population="cameras")
         client.enrol(token, "cloud.example:8444")     # once
@@ -91,24 +91,31 @@ class FederatedClient:
     def __init__(
         self,
         home: Path | str = DEFAULT_HOME,
-        samples: Source | None = None,
+        samples: "Source | None" = None,
         *,
         population: str | None = None,
         held_out: float | None = None,
         app: Any = None,
         graphs: Graphs = Graphs.IN_PROCESS,
+        x: Sequence[str] = (),
+        y: Sequence[str] = (),
     ) -> None:
-        """Take options that are None from `device.json`. NotFound if no samples are named."""
+        """Take options that are None or empty from `device.json`.
+
+        NotFound if no samples are named.
+        """
         self._home = DeviceHome(home)
-        settings = self._home.settings.but(data=None, population=population, held_out=held_out)
+        settings = self._home.settings.but(
+            data=None, population=population, held_out=held_out, x=x, y=y
+        )
         if samples is None and not settings.data:
             raise NotFound(
-                "no samples: give arrays, an npz file (--data FILE.npz) or batches, or set `data` "
-                f"in {self._home.settings_file}"
+                "no samples: give arrays, a file (--data FILE), a Dataset or batches, or set "
+                f"`data` in {self._home.settings_file}"
             )
         source = settings.data if samples is None else samples
         self.settings = settings
-        shard = shard_of(source, held_out=settings.held_out)
+        shard = shard_of(source, held_out=settings.held_out, x=settings.x, y=settings.y)
         self.examples, self.held_out_samples = shard.examples, shard.held_out_samples
         in_child = graphs is Graphs.CHILD
         self._file = _file_of(source) if in_child else None
@@ -485,12 +492,12 @@ def _facts(task: Task) -> dict[str, object]:
     return {"run": task.work.run, "round": task.work.round, "kind": task.kind}
 
 
-def _file_of(source: Source) -> Path:
+def _file_of(source: "Source") -> Path:
     if isinstance(source, str | Path):
         return Path(source).expanduser().absolute()
     raise InvalidInput(
-        "a child process reads its samples from an npz file; give its path, or let graphs run in "
-        "this process (Graphs.IN_PROCESS)"
+        "a child process reads its samples from a file or folder; give its path, or let graphs run "
+        "in this process (Graphs.IN_PROCESS)"
     )
 
 

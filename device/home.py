@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -39,15 +39,18 @@ TEMPORARY: Final = ".*.tmp"
 class DeviceSettings:
     """The settings in `device.json`.
 
-    population: the device takes part in runs of this population. data: an npz file, for the
-    command. held_out: share of the samples that are never used for learning. max_disk_bytes: limit
-    for all plans and states; max_blob_bytes: limit for each of them. max_memory_bytes, max_cpu_s:
-    limits of one task beyond what the process takes without it, 0 for none; they apply if tasks run
-    in a child process. max_cpu_s limits the sum over all threads.
+    population: the device takes part in runs of this population. data: the file or folder of its
+    samples, for the command. x, y: the columns of inputs and target in it. held_out: share of the
+    samples that are never used for learning. max_disk_bytes: limit for all plans and states;
+    max_blob_bytes: limit for each of them. max_memory_bytes, max_cpu_s: limits of one task beyond
+    what the process takes without it, 0 for none; they apply if tasks run in a child process.
+    max_cpu_s limits the sum over all threads.
     """
 
     population: str = "default"
     data: str = ""
+    x: tuple[str, ...] = ()
+    y: tuple[str, ...] = ()
     held_out: float = HELD_OUT
     max_disk_bytes: int = 4 << 30
     max_blob_bytes: int = 1 << 30
@@ -55,6 +58,10 @@ class DeviceSettings:
     max_cpu_s: float = 3600.0 * (os.cpu_count() or 1)
 
     def __post_init__(self) -> None:
+        for name in ("x", "y"):
+            choices = getattr(self, name)
+            if isinstance(choices, list) and all(isinstance(choice, str) for choice in choices):
+                object.__setattr__(self, name, tuple(choices))  # JSON has lists
         wanted = {f.name: type(f.default) for f in fields(DeviceSettings)}
         for name, kind in wanted.items():
             value = getattr(self, name)
@@ -75,12 +82,19 @@ class DeviceSettings:
             raise InvalidInput(f"held_out must be a share in [0, 1), got {self.held_out}")
 
     def but(
-        self, *, data: Path | None, population: str | None, held_out: float | None
+        self,
+        *,
+        data: Path | None,
+        population: str | None,
+        held_out: float | None,
+        x: Sequence[str] = (),
+        y: Sequence[str] = (),
     ) -> "DeviceSettings":
-        """Return these settings with the arguments that are not None in place of their own."""
+        """Return these settings with the arguments that are not None or empty in their place."""
         # Absolute, because the service may start in another folder than the command that enrolled.
         path = None if data is None else str(Path(data).absolute())
         changes: dict[str, Any] = {"data": path, "population": population, "held_out": held_out}
+        changes |= {"x": tuple(x) or None, "y": tuple(y) or None}
         return replace(self, **{k: v for k, v in changes.items() if v is not None})
 
 

@@ -1,13 +1,15 @@
-"""A device's samples, from arrays, an npz file, or an iterable of batches.
+"""A device's samples, from arrays, a file or folder, a `Dataset`, or an iterable of batches.
 
 Invalid samples are refused here, naming the place, rather than by every task of a run. The held-out
 part is never used for learning. A sample stays in its part when more samples are added: one of each
 block of consecutive samples is held out, chosen by a fixed draw.
 """
 
-from collections.abc import Iterable, Mapping
+import math
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeGuard
 
 import numpy as np
 
@@ -16,6 +18,9 @@ from triplane.unified_ir.federated.core.defaults import HELD_OUT
 from triplane.unified_ir.federated.core.draws import Array, Draws
 from triplane.unified_ir.federated.core.learn import Shard
 from triplane.unified_ir.files.npz import opened_npz
+
+if TYPE_CHECKING:
+    from triplane.unified_ir.data import Dataset
 
 MAX_SHARD_BYTES: Final = 2 << 30
 """Total size of all samples, which are held in memory."""
@@ -30,24 +35,92 @@ NUMBERS: Final = "biuf"
 AT_ONCE: Final = 1 << 20
 """Bytes of an array that are checked at once, so that the check needs little memory."""
 
-Source = Shard | Mapping[str, Array] | str | Path | Iterable[Mapping[str, Array]]
+BATCH_ROWS: Final = 1024
+"""Samples that are read at once from a dataset of unknown length."""
+NPZ: Final = ".npz"
+PIPELINE: Final = ".json"
+
+Source: TypeAlias = (
+    "Shard | Mapping[str, Array] | str | Path | Dataset | Iterable[Mapping[str, Array]]"
+)
 
 
-def shard_of(source: Source, *, held_out: float = HELD_OUT) -> Shard:
+def shard_of(
+    source: Source, *, held_out: float = HELD_OUT, x: Sequence[str] = (), y: Sequence[str] = ()
+) -> Shard:
     """Return the samples of `source`; split them unless it has held-out samples itself.
 
     source: a Shard, arrays by name ("x", "y") with one row per sample, the path of an npz file of
-    such arrays (held-out ones named "held_out.x" if it has them), or an iterable of batches that
-    ends. held_out: share in [0, 1), rounded to the nearest 1/n, or 1 - 1/n above a half; with 0 the
-    device cannot evaluate. InvalidInput: samples are not finite numbers, or differ in size or
-    names.
+    such arrays (held-out ones named "held_out.x" if it has them) or of other data that
+    `triplane.unified_ir.data.load` reads, a `Dataset` with inputs and targets of these names, or an
+    iterable of batches that ends. held_out: share in [0, 1), rounded to the nearest 1/n, or 1 - 1/n
+    above a half; with 0 the device cannot evaluate. x, y: for a path, the columns of inputs and
+    target; a single one is named x or y. Classes are whole numbers. InvalidInput: samples are not finite numbers, or differ in
+    size or names.
     """
     if isinstance(source, Shard):
         return _checked(source)
     if isinstance(source, str | Path):
-        return _checked(_from_npz(Path(source).expanduser(), held_out))
+        return _checked(_from_path(Path(source).expanduser(), held_out, x, y))
+    if _is_dataset(source):
+        return _checked(split(_from_dataset(source), held_out))
     arrays = _named(source) if isinstance(source, Mapping) else _concatenated(source)
     return _checked(split(arrays, held_out))
+
+
+def _is_dataset(source: object) -> TypeGuard["Dataset"]:
+    # Not imported for this, to save a device memory: a Dataset exists only where its module does.
+    module = sys.modules.get("triplane.unified_ir.data.dataset")
+    return module is not None and isinstance(source, module.Dataset)
+
+
+def _from_path(path: Path, held_out: float, x: Sequence[str], y: Sequence[str]) -> Shard:
+    if path.suffix == NPZ and not (x or y):
+        return _from_npz(path, held_out)
+    if not path.exists():
+        raise NotFound(f"no samples at {path}; give a file with columns x and y")
+    from triplane.unified_ir.data import load
+
+    dataset = load(path, x=_under("x", x), y=_under("y", y))
+    if dataset.labels and path.suffix != PIPELINE:
+        # Each device would number the classes that occur in its own samples.
+        raise InvalidInput(
+            f"{path.name} names its classes ({', '.join(dataset.labels[:3])}, ...), but a device "
+            "does not know the numbers that the model gives to these names; give whole numbers, or "
+            "a pipeline (.json) whose step lookup states all classes in order"
+        )
+    return split(_from_dataset(dataset), held_out)
+
+
+def _under(name: str, choices: Sequence[str]) -> tuple[str, ...]:
+    """Return the choices of columns; a single one without a name gets this one."""
+    alone = len(choices) == 1 and "=" not in choices[0]
+    return (f"{name}={choices[0]}",) if alone else tuple(choices)
+
+
+def _from_dataset(dataset: "Dataset") -> dict[str, Array]:
+    """Return inputs and targets by name, within `MAX_SHARD_BYTES`; float64 becomes float32."""
+    names, schema = (*dataset.inputs, *dataset.targets), dataset.schema
+    for name in names:
+        if schema[name].is_ragged or not schema[name].is_number:
+            raise InvalidInput(
+                f"samples are arrays of one shape, {name!r} holds {schema[name]}; pad or encode it "
+                "first"
+            )
+    if dataset.samples is None or dataset.is_batched:
+        arrays = _concatenated(_batches_of(dataset, names))
+    else:
+        kinds = [schema[name] for name in names]
+        row = sum(np.dtype(k.dtype).itemsize * math.prod(map(int, k.shape)) for k in kinds)
+        _check_size(row * dataset.samples)
+        arrays = {name: np.asarray(dataset.column(name)) for name in names}
+    # Tables hold float64; a graph computes in float32.
+    return {k: a.astype(np.float32) if a.dtype == np.float64 else a for k, a in arrays.items()}
+
+
+def _batches_of(dataset: "Dataset", names: Sequence[str]) -> Iterator[dict[str, Array]]:
+    for batch in dataset.in_batches(BATCH_ROWS).opened().batches(0):
+        yield {name: np.asarray(batch[name]) for name in names}
 
 
 def split(arrays: Mapping[str, Array], held_out: float) -> Shard:
@@ -74,8 +147,8 @@ def split(arrays: Mapping[str, Array], held_out: float) -> Shard:
 def _named(batch: Any) -> dict[str, Array]:
     if not isinstance(batch, Mapping):
         raise InvalidInput(
-            'samples are arrays by name, as in {"x": images, "y": labels}, an npz file of them, or '
-            f"batches of that form; got {type(batch).__name__}"
+            'samples are arrays by name, as in {"x": images, "y": labels}, a file of them, a '
+            f"Dataset, or batches of that form; got {type(batch).__name__}"
         )
     arrays = {}
     for name, x in batch.items():

@@ -103,6 +103,10 @@ SAMPLES_EXAMPLE = """
 Examples:
   triplane edge samples question labelled.npz
   python -c 'import numpy as np; np.savez("labelled.npz", x=images, y=classes)'
+  triplane edge samples gait steps.csv --x 'ch*:2x64' --y activity
+\b
+PATH is an .npz, another file with samples (.csv, .parquet, ...) or a folder of images by class.
+Names of classes get the numbers of the model that serves here.
 """
 
 
@@ -181,10 +185,14 @@ def up(*, home: Path, as_json: bool) -> None:
 
 @edge.command(epilog=SAMPLES_EXAMPLE, short_help="Give this node labelled samples of its own.")
 @click.argument("model")
-@click.argument("file", metavar="FILE.npz", type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("file", metavar="PATH", type=click.Path(path_type=Path))
+@click.option("--x", metavar="CHOICE", multiple=True, help="Columns of the input.  [default: x]")
+@click.option("--y", metavar="CHOICE", multiple=True, help="The column of classes.  [default: y]")
 @node_home
 @json_option
-def samples(*, model: str, file: Path, home: Path, as_json: bool) -> None:
+def samples(
+    *, model: str, file: Path, x: tuple[str, ...], y: tuple[str, ...], home: Path, as_json: bool
+) -> None:
     """Give this node labelled samples for MODEL: x (N, ...) and classes y (N,).
 
     A start point is adapted to one half of the samples before it serves here. It serves only if it
@@ -195,7 +203,8 @@ def samples(*, model: str, file: Path, home: Path, as_json: bool) -> None:
     from triplane.edge.home import NodeHome
 
     node = NodeHome(home)
-    count, path = keep_samples(node.samples, model, file, bundle=_served_bundle(node, model))
+    served = _served_bundle(node, model)
+    count, path = keep_samples(node.samples, model, file, bundle=served, x=x, y=y)
     record = {"model": model, "samples": count, "file": str(path)}
     open_output(as_json).result(record, f"{count} samples for {model} in {path}")
 

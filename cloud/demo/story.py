@@ -20,7 +20,7 @@ from triplane.unified_ir import nn, optim
 from triplane.unified_ir.cli.shell import CommandOutput
 from triplane.unified_ir.cli.train import load_cell
 from triplane.unified_ir.data import load_split
-from triplane.unified_ir.data.dataset import Dataset
+from triplane.unified_ir.data.dataset import Dataset, arrays
 from triplane.unified_ir.engines import engine
 from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.train import Trainer
@@ -88,7 +88,7 @@ def _small(data: Dataset) -> Dataset:
     rows, columns = (np.linspace(0, size, 9).astype(int)[:-1] for size in (h, w))
     sums = np.add.reduceat(np.add.reduceat(data.x, rows, axis=2), columns, axis=3)
     counts = np.outer(np.diff([*rows, h]), np.diff([*columns, w]))
-    return Dataset((sums / counts).astype(np.float32), data.y, data.labels)
+    return arrays((sums / counts).astype(np.float32), data.y, labels=data.labels)
 
 
 def _save_data(stage: DemoStage) -> None:

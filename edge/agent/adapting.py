@@ -6,7 +6,9 @@ from one half. On the other half the start point, its adapted version and the ve
 now are scored; the best of them serves.
 """
 
-from collections.abc import Mapping
+import contextlib
+import io
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +22,7 @@ LEAST_SAMPLES: Final = 4
 MAX_SAMPLES: Final = 10_000
 MAX_SAMPLES_BYTES: Final = 256 << 20
 SUPPORT_SHARE: Final = 0.5
+NPZ: Final = ".npz"
 GROWTH: Final = 2
 """Largest size of the adapted bundle, in sizes of the start point."""
 
@@ -98,7 +101,6 @@ def adapt(order: Mapping[str, Any]) -> dict[str, Any]:
 def read_samples(path: Path) -> dict[str, Any]:
     """Return `x` and `y` of an .npz. InvalidInput names the rule that the file breaks."""
     from triplane.unified_ir.files.npz import opened_npz
-    from triplane.unified_ir.files.samples import MAX_CLASSES, check_classes, check_finite
 
     rule = f"{path.name} is an .npz with x (N, ...) and whole numbers y (N,)"
     try:
@@ -107,38 +109,112 @@ def read_samples(path: Path) -> dict[str, Any]:
     except TriplaneError as error:
         reason = str(error).replace(str(path), path.name)  # the cloud is sent no path of the node
         raise InvalidInput(f"{rule}: {reason}") from error
+    return _checked(x, y, path.name, rule)
+
+
+def _checked(x: Any, y: Any, name: str, rule: str) -> dict[str, Any]:
+    """Return the samples with int64 classes. InvalidInput: they break a rule."""
+    from triplane.unified_ir.files.samples import MAX_CLASSES, check_classes, check_finite
+
     if y.ndim != 1 or y.dtype.kind not in "iu" or len(x) != len(y):
         raise InvalidInput(f"{rule}, got {x.dtype}{x.shape} and {y.dtype}{y.shape}")
-    if not LEAST_SAMPLES <= len(y) <= MAX_SAMPLES:
-        raise InvalidInput(
-            f"{path.name} has {len(y)} samples; from {LEAST_SAMPLES} to {MAX_SAMPLES} are used, "
-            "one half to adapt and the other to compare"
-        )
+    _check_count(len(y), name)
     check_finite(x, "x", what="samples")
     most = f"a model gives at most {MAX_CLASSES} logits"
-    check_classes(y, MAX_CLASSES, most, _sample_of(path.name))
+    check_classes(y, MAX_CLASSES, most, _sample_of(name))
     return {"x": x, "y": y.astype("int64")}
 
 
+def _check_count(count: int, name: str) -> None:
+    if not LEAST_SAMPLES <= count <= MAX_SAMPLES:
+        raise InvalidInput(
+            f"{name} has {count} samples; from {LEAST_SAMPLES} to {MAX_SAMPLES} are used, "
+            "one half to adapt and the other to compare"
+        )
+
+
 def keep_samples(
-    folder: Path, model: str, source: Path, *, bundle: Path | None = None
+    folder: Path,
+    model: str,
+    source: Path,
+    *,
+    bundle: Path | None = None,
+    x: Sequence[str] = (),
+    y: Sequence[str] = (),
 ) -> tuple[int, Path]:
     """Store `source` as the node's samples for a model; return their number and the new file.
 
+    source: an .npz, or other data with the columns x and y, which are chosen as for `data.load`.
     bundle: the serving bundle, whose input the samples must fit. InvalidInput: not samples, or they
     do not fit, or the model's name is invalid.
     """
-    if not source.is_file():
+    if not source.exists():
         raise NotFound(f"no file {source}")
-    samples = read_samples(source)
+    is_copied = source.suffix == NPZ and not (x or y)
+    samples = read_samples(source) if is_copied else _loaded(source, bundle, x, y)
     count = len(samples["y"])
     if bundle is not None:
         _check_fit(samples, bundle, model, source.name)
-    path = pointer_path(folder, model).with_suffix(".npz")
+    path = pointer_path(folder, model).with_suffix(NPZ)
     OS_DISK.make_folder(folder)
     # The name of the file stays inside the folder: `pointer_path` has checked the model's name.
-    write_atomic(path, source.read_bytes())
+    write_atomic(path, source.read_bytes() if is_copied else _npz_bytes(samples))
     return count, path
+
+
+def _loaded(
+    source: Path, bundle: Path | None, x: Sequence[str], y: Sequence[str]
+) -> dict[str, Any]:
+    """Return x and y of a table, a folder of images or other data, within the limits of samples."""
+    import math
+
+    import numpy as np
+
+    from triplane.unified_ir.data import load
+    from triplane.unified_ir.data.choosing import class_numbers
+
+    dataset = load(source, x=x, y=y)
+    if (len(dataset.inputs), len(dataset.targets)) != (1, 1):
+        raise InvalidInput(
+            f"{source.name} must give one input and one column of classes; choose them: --x, --y"
+        )
+    field = dataset.schema[dataset.inputs[0]]
+    if field.is_ragged or not field.is_number:
+        raise InvalidInput(f"samples are arrays of one shape, those of {source.name} are {field}")
+    _check_count(len(dataset), source.name)
+    size = np.dtype(field.dtype).itemsize * math.prod(map(int, field.shape)) * len(dataset)  # type: ignore[arg-type]
+    if size > MAX_SAMPLES_BYTES:
+        raise InvalidInput(f"samples take at most {MAX_SAMPLES_BYTES} bytes, got {size}")
+    names = _class_names(bundle)
+    if dataset.labels and not names:
+        raise InvalidInput(
+            f"{source.name} names its classes, but no version serves here whose names say their "
+            "numbers; give whole numbers"
+        )
+    samples, classes = np.asarray(dataset.x), class_numbers(dataset, names)
+    if samples.dtype == np.float64:  # tables hold float64; a bundle takes float32
+        samples = samples.astype(np.float32)
+    return _checked(samples, classes, source.name, f"{source.name} has whole numbers as classes")
+
+
+def _class_names(bundle: Path | None) -> tuple[str, ...]:
+    """Return the names of the classes of the serving bundle; none if it has none."""
+    from triplane.unified_ir.runtime import Bundle
+
+    if bundle is None:
+        return ()
+    with contextlib.suppress(Corrupt):  # the agent will fetch it again
+        served = Bundle.load(bundle)
+        return tuple(served.labels.get(served.outputs[0].name, ()))
+    return ()
+
+
+def _npz_bytes(samples: Mapping[str, Any]) -> bytes:
+    import numpy as np
+
+    stream = io.BytesIO()
+    np.savez(stream, **samples)
+    return stream.getvalue()
 
 
 def _sample_of(name: str) -> str:

@@ -216,11 +216,14 @@ def test_a_schedule_is_read_as_it_is_written(text: str, rates: dict[int, float])
 
 
 def test_a_metric_is_offered_by_its_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(training.METRICS, "top2", lambda _, train: train.TopK(2))
-    assert training.metrics(("top2", "accuracy", "top2")) == {
+    monkeypatch.setitem(training.METRICS, "top2", {"classes": lambda _, train: train.TopK(2)})
+    assert training.metrics(("top2", "accuracy", "top2"), "nll") == {
         "top2": TopK(2), "accuracy": nn.accuracy,
     }  # fmt: skip
-    assert all(training.metrics((name,)) for name in training.METRICS)
+    losses = {targets: name for name, (_, targets) in training.LOSSES.items()}
+    for name, row in training.METRICS.items():
+        for targets in row:
+            assert list(training.metrics((name,), losses[targets]) or ()) == [name]
 
 
 @pytest.mark.parametrize(
@@ -340,12 +343,12 @@ def test_a_suffix_of_another_kind_of_file_is_refused_before_training(
     assert not out.exists()
 
 
-def test_samples_of_three_axes_are_told_to_be_read_as_images(
+def test_samples_of_three_axes_keep_them_and_the_error_names_the_option(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rng = np.random.default_rng(0)
     data = tmp_path / "ncl.npz"
-    np.savez(data, x=rng.random((60, 3, 20)), y=rng.integers(0, 3, 60))
+    np.savez(data, x=rng.random((60, 8, 8), "f4"), y=rng.integers(0, 3, 60))
     assert train(tmp_path, "--data", str(data)) == 2
-    told = "is (60, 3, 20), which is read as 60 images of one channel and 3 x 20 pixels"
-    assert told in capsys.readouterr().err
+    assert "another shape is chosen as in --x 'x:1x8x8'" in capsys.readouterr().err
+    assert train(tmp_path, "--data", str(data), "--x", "x:1x8x8") == 0

@@ -80,6 +80,50 @@ def test_the_shipped_digits_are_samples_by_name():
     assert len(samples.as_samples(data.digits(), spec, "it")["x"]) == 1797
 
 
+def test_columns_are_chosen_by_the_options_of_load(tmp_path):
+    file = write(tmp_path / "a.npz", left=np.ones((2, 3)), right=np.arange(2), y=np.arange(2))
+    read = samples.read_samples(file, TWO, x=("left", "right"))
+    assert read["b"].tolist() == [0, 1]
+    x, y = samples.read_labelled(file, TWO, x=("left", "right"), y=("right",))
+    assert (x["a"].shape, y.tolist()) == ((2, 3), [0, 1])
+    with pytest.raises(NotFound, match="Other names are chosen with --x NAME"):
+        samples.read_samples(file, TWO)
+    with pytest.raises(InvalidInput, match=r"the model takes a, b, but .* has the inputs left;"):
+        samples.read_samples(file, TWO, x=("left",))
+
+
+def test_a_dataset_gives_its_inputs_by_name_else_in_order():
+    a, b = np.ones((4, 3)), np.arange(4)
+    for names in (("b", "a"), ("left", "right")):
+        columns = dict(zip(names, (b, a) if names[0] == "b" else (a, b), strict=True))
+        read = samples.as_samples(data.arrays(columns).roles(names), TWO, "it")
+        assert read["b"].tolist() == [0, 1, 2, 3]
+        assert read["a"].dtype == np.float32
+    texts = data.arrays({"a": a, "b": np.array(["u"] * 4)}).roles(("a", "b"))
+    with pytest.raises(InvalidInput, match="b holds text; a graph takes arrays"):
+        samples.as_samples(texts, TWO, "it")
+    many = data.arrays(np.zeros((1, 1, 2, 2), "f4")).repeat(1 << 28)
+    with pytest.raises(InvalidInput, match="takes 4294967296 bytes in memory; at most 1073741824"):
+        samples.as_samples(many, IMAGE, "it")
+
+
+def test_classes_of_a_dataset_are_the_models_classes_of_the_same_names():
+    # Texts are numbered by those that occur: "dog" is class 0 here, but 1 of the model.
+    dataset = data.arrays(X, np.array([1, 0, 1]), labels=("dog", "owl"))
+    names = ("cat", "dog", "owl")
+    assert samples.as_labelled(dataset, IMAGE, names)[1].tolist() == [2, 1, 2]
+    assert samples.as_labelled(dataset, IMAGE)[1].tolist() == [1, 0, 1]
+    with pytest.raises(InvalidInput, match="has the class 'owl', but the model's classes are cat, dog"):
+        samples.as_labelled(dataset, IMAGE, ("cat", "dog"))
+
+
+def test_accuracy_is_measured_for_one_column_of_classes():
+    with pytest.raises(InvalidInput, match="accuracy is measured for classes alone"):
+        samples.as_labelled(data.arrays(X, np.ones(3, "f4")), IMAGE)
+    with pytest.raises(InvalidInput, match="one column of classes, got the targets none"):
+        samples.as_labelled(data.arrays(X), IMAGE)
+
+
 def npz(path, members):
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in members.items():

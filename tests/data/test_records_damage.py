@@ -6,15 +6,17 @@ import random
 import shutil
 import struct
 import zlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from triplane.proto.errors import Corrupt, InvalidInput, NotFound, TriplaneError, Unavailable
+from triplane.proto.errors import Corrupt, InvalidInput, NotFound, Unavailable
 from triplane.unified_ir.data.columns import Ragged
 from triplane.unified_ir.data.records import RecordTable, RecordWriter, write_records
 from triplane.unified_ir.data.records.format import MAGIC, PREAMBLE
+from triplane.unified_ir.data.records.reader import read_bytes
 
 N = 60
 ALL = np.arange(N)
@@ -328,4 +330,6 @@ def test_errors_of_the_system_are_named(path, monkeypatch):
         patch.setattr("mmap.mmap", refuse)
         with pytest.raises(Unavailable, match="could not be mapped"):
             RecordTable(path)
-    assert issubclass(Unavailable, TriplaneError)
+    memory = Path("/proc/self/mem")  # a file whose first page cannot be read
+    with memory.open("rb") as file, pytest.raises(Unavailable, match="could not be read"):
+        read_bytes(file, 8, memory)

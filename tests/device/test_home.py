@@ -13,16 +13,29 @@ def test_settings_come_back_and_absent_ones_are_the_defaults(tmp_path):
     home = DeviceHome(tmp_path / "home")
     assert home.settings == DeviceSettings()
     home.make()
-    chosen = DeviceSettings().but(data=tmp_path / "a.npz", population="cameras", held_out=0.5)
+    chosen = DeviceSettings().but(
+        data=tmp_path / "a.npz", population="cameras", held_out=0.5, x=["ch*"]
+    )
     home.save_settings(chosen)
     assert home.settings == chosen
     assert chosen.data == str(tmp_path / "a.npz")
+    assert chosen.x == ("ch*",)
     assert chosen.but(data=None, population=None, held_out=None) == chosen
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", "{", '{"other": 1}', '{"held_out": "x"}', '{"held_out": 1}', '{"population": ""}'],
+    [
+        "",
+        "[]",
+        "{",
+        '{"other": 1}',
+        '{"held_out": "x"}',
+        '{"held_out": 1}',
+        '{"population": ""}',
+        '{"x": [1]}',
+        '{"y": "y"}',
+    ],
 )
 def test_settings_that_are_none_are_corrupt_and_name_the_file(tmp_path, text):
     home = DeviceHome(tmp_path)

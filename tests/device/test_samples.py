@@ -1,5 +1,7 @@
 """Samples from arrays, files and batches, and the part that is never learned from."""
 
+import csv
+import json
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,8 @@ from hypothesis import strategies as st
 from triplane.device import samples
 from triplane.device.samples import shard_of, split
 from triplane.proto.errors import InvalidInput, NotFound
+from triplane.unified_ir import data
+from triplane.unified_ir.data.transforms import Reshape
 from triplane.unified_ir.federated.core.learn import Shard
 
 
@@ -55,6 +59,62 @@ def test_a_file_may_say_itself_what_is_held_out(tmp_path):
     assert (shard.examples, shard.held_out["x"].tolist()) == (3, [[1, 1]])
 
 
+def test_a_table_gives_the_arrays_of_the_model(tmp_path):
+    with (tmp_path / "steps.csv").open("w", newline="") as file:
+        rows_ = [[k, k + 0.5, k % 2, ["sit", "run"][k % 2]] for k in range(50)]
+        csv.writer(file).writerows([["ch0", "ch1", "does", "name"], *rows_])
+    shard = shard_of(tmp_path / "steps.csv", x=["ch*"], y=["does"])
+    plain = shard_of({"x": np.zeros((50, 2)), "y": np.arange(50)})
+    assert (shard.train["x"][:, 0] == rows(plain.train)).all()
+    assert shard.train["x"].dtype == np.float32
+    assert (shard.train["y"] == shard.train["x"][:, 0] % 2).all()
+    named = shard_of(tmp_path / "steps.csv", x=["a=ch0:1", "b=ch1:1"], y=["target=does"])
+    assert {name: x.shape[1:] for name, x in named.train.items()} == {
+        "a": (1,), "b": (1,), "target": (),
+    }  # fmt: skip
+
+
+def test_classes_whose_numbers_a_device_cannot_know_are_refused(tmp_path):
+    (tmp_path / "a.csv").write_text("x,y\n1,sit\n2,run\n")
+    with pytest.raises(InvalidInput, match=r"names its classes \(run, sit, ...\), but a device"):
+        shard_of(tmp_path / "a.csv")
+    pipeline = {
+        "format": 1,
+        "source": {"kind": "csv", "path": "a.csv"},
+        "steps": [{"step": "lookup", "column": "y", "values": ["walk", "sit", "run"]}],
+        "inputs": ["x"],
+        "targets": ["y"],
+    }
+    (tmp_path / "a.json").write_text(json.dumps(pipeline))
+    assert shard_of(tmp_path / "a.json", held_out=0).train["y"].tolist() == [1, 2]
+
+
+def test_columns_of_an_npz_may_be_chosen(tmp_path):
+    np.savez(tmp_path / "a.npz", images=np.zeros((9, 2, 2), np.uint8), labels=np.arange(9) % 2)
+    shard = shard_of(tmp_path / "a.npz", x=["images"], y=["labels"])
+    assert shard.train["x"].shape[1:] == (1, 2, 2)
+    with pytest.raises(NotFound, match="no column is called 'y'"):
+        shard_of(tmp_path / "a.npz", x=["images"], y=["y"])
+
+
+def test_a_dataset_is_a_source_with_its_steps(monkeypatch):
+    whole = arrays()
+    dataset = data.arrays(whole["x"], whole["y"]).then(Reshape("x", (1, 2)))
+    shard = shard_of(dataset)
+    plain = shard_of(whole)
+    assert rows(shard.train) == rows(plain.train)
+    assert shard.train["x"].shape == (40, 1, 2)
+    batches = data.generated(lambda: ({"x": np.float32(k), "y": k} for k in range(50)))
+    assert rows(shard_of(batches.roles("x", "y")).train) == rows(plain.train)
+    assert rows(shard_of(dataset.batch(7)).train) == rows(plain.train)
+    texts = data.arrays(np.array(["a", "b"]), np.arange(2))
+    with pytest.raises(InvalidInput, match="'x' holds text; pad or encode it first"):
+        shard_of(texts)
+    monkeypatch.setattr(samples, "MAX_SHARD_BYTES", 700)
+    with pytest.raises(InvalidInput, match="at most 700 bytes, got 800"):
+        shard_of(dataset)
+
+
 def test_nothing_is_held_out_where_nothing_shall_be():
     assert shard_of(arrays(), held_out=0).held_out_samples == 0
 
@@ -64,10 +124,11 @@ def test_what_is_no_set_of_samples_is_refused_with_the_rule(tmp_path, monkeypatc
         shard_of(tmp_path / "none.npz")
     (tmp_path / "bad.npz").write_bytes(b"PK\3\4 not really")
     np.savez(tmp_path / "objects.npz", x=np.array([{}], object))
-    np.save(tmp_path / "one.npy", np.zeros(3))
-    for name in ("bad.npz", "one.npy"):
-        with pytest.raises(InvalidInput, match="is not an npz file of plain arrays"):
-            shard_of(tmp_path / name)
+    with pytest.raises(InvalidInput, match="is not an npz file of plain arrays"):
+        shard_of(tmp_path / "bad.npz")
+    (tmp_path / "a.odd").write_bytes(b"?")
+    with pytest.raises(InvalidInput, match="not a supported kind of data"):
+        shard_of(tmp_path / "a.odd")
     with pytest.raises(InvalidInput, match=r"objects\.npz: x is not a plain array of numbers"):
         shard_of(tmp_path / "objects.npz")
     with pytest.raises(InvalidInput, match="gave no batch"):

@@ -9,6 +9,7 @@ import pytest
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import nn, optim, train
 from triplane.unified_ir.frontend import graph
+from triplane.unified_ir.ir.types import ShapeError
 
 from .models import QUIET, bits, data, trainer
 
@@ -78,6 +79,34 @@ def test_means_and_perplexity_are_exact_over_uneven_batches():
     ).evaluate((LOGITS, np.zeros_like(LOGITS)), batch_size=16)
     assert numbers["mae"] == pytest.approx(np.abs(wide).mean(), rel=1e-6)
     assert numbers["mse"] == pytest.approx((wide**2).mean(), rel=1e-6)
+
+
+@pytest.mark.parametrize("at", [0.0, 3000.0])
+def test_errors_of_numbers_are_exact_over_uneven_batches(at):
+    rng = np.random.default_rng(1)
+    y = (rng.standard_normal((41, 3)) + at).astype(np.float32)
+    t = (y + 0.5 * rng.standard_normal((41, 3))).astype(np.float32)
+    tallies = {"rmse": train.RMSE(), "r2": train.R2()}
+    row = of(tallies, loss=nn.MSE()).evaluate((y, t), batch_size=16)
+    wide_y, wide_t = y.astype(np.float64), t.astype(np.float64)
+    errors = (wide_y - wide_t) ** 2
+    r2 = 1 - errors.sum(0) / ((wide_t - wide_t.mean(0)) ** 2).sum(0)
+    assert row["rmse"] == pytest.approx(math.sqrt(errors.mean()), rel=1e-5)
+    assert row["r2"] == pytest.approx(r2.mean(), rel=1e-5)
+
+
+def test_r2_of_equal_targets_is_one_only_without_errors():
+    t = np.full((8, 1), 7.1, np.float32)
+    for y, expected in ((t, 1.0), (t + 1, 0.0)):
+        assert of({"r2": train.R2()}, loss=nn.MSE()).evaluate((y, t))["r2"] == expected
+
+
+def test_numbers_of_another_shape_are_not_broadcast():
+    x, t = np.zeros((4, 4), np.float32), np.zeros(4, np.float32)
+    for metric in (train.R2(), train.RMSE(), train.mean_absolute_error):
+        trainer = of({"m": metric}, loss=lambda y, t: y.mean() + t.mean())
+        with pytest.raises(ShapeError, match="must have one shape"):
+            trainer.evaluate((x, t))
 
 
 def test_ignored_labels_count_in_no_tally():

@@ -9,6 +9,7 @@ import click
 from click.core import ParameterSource
 
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.cli import data_options
 from triplane.unified_ir.cli.importing import model_or_onnx
 from triplane.unified_ir.cli.shell import (
     NOT_NEGATIVE,
@@ -27,23 +28,25 @@ if TYPE_CHECKING:
     from triplane.unified_ir.convert import Report
     from triplane.unified_ir.ir import Module
 
-EPILOG = """\b
+EPILOG = f"""\b
 Examples:
   triplane convert digits.tpm --out digits.bundle
   triplane convert digits.tpm --quantize int8 --calibrate digits --evaluate digits --out d.bundle
   triplane convert digits.tpm --quantize int8 --calibrate samples.npz \\
       --evaluate held_out.npz --out digits.bundle --report report.svg
+  triplane convert gait.tpm --quantize int8 --calibrate steps.csv --x 'ch*:2x64' --out g.bundle
   triplane convert digits.tpm --plan digits.plan
   triplane convert resnet.onnx --out resnet.bundle           an ONNX model is imported first
 
 \b
 int8 stores weights in a quarter of the bytes and is faster for larger networks; small ones become
 slower, and the first line of the report says so. It needs --calibrate: a few hundred typical
-inputs (an .npz with one array per input, or x; no labels needed), from which it learns ranges.
-A slower or less accurate result is refused only if it exceeds a --max option; only
---max-accuracy-drop has a default, and it needs --evaluate (an .npz with x and y). DATA can also
-be the name digits, MNIST IDX files or a folder of images.
-"""
+inputs (such as an .npz with one array per input, or x; no labels needed), from which it learns
+ranges. A slower or less accurate result is refused only if it exceeds a --max option; only
+--max-accuracy-drop has a default, and it needs --evaluate (such as an .npz with x and y). --x, --y
+and the form of samples hold for both.
+
+{data_options.CHOICES}"""
 
 
 # fmt: off
@@ -51,8 +54,10 @@ OPTIONS: Final = (
     option("--target NAME", f"Kind of machine: {TARGET_LIST}.", default="ort-x64"),
     option("--entry NAME", "Function to convert.", default="predict"),
     option("--quantize", "Quantize float32 to integers.", click.Choice(["int8"])),
-    option("--calibrate DATA", "Typical inputs: an .npz, or a data set's name."),
-    option("--evaluate DATA", "Labelled data to measure accuracy before and after."),
+    option("--calibrate DATA", f"Typical inputs: {data_options.KINDS}."),
+    option("--evaluate DATA", "Labelled samples to measure accuracy before and after."),
+    *data_options.choices(),
+    *data_options.forms(),
     option("--out", "The bundle to write; without it, only the report.", OUTPUT_FILE),
     option("--plan", "Also write a plan for training on devices.", OUTPUT_FILE),
     option("--name NAME", "The bundle's name.  [default: that of the model file]"),
@@ -124,17 +129,22 @@ def _converted(
     module: Module, digest: str, options: dict[str, Any], progress: Callable[[str], None]
 ) -> Report:
     from triplane.unified_ir.convert import convert
+    from triplane.unified_ir.convert.describe import labels_of
     from triplane.unified_ir.convert.samples import read_labelled, read_samples
 
     inputs = module.inputs(options["entry"])
     calibrate, evaluate = options["calibrate"], options["evaluate"]
+    choice = data_options.reading(options)
+    unlabelled = {name: value for name, value in choice.items() if name != "y"}
     same = ("entry", "quantize", "max_accuracy_drop", "max_latency_ratio", "max_size_ratio",
             "reduce_range", "out")  # fmt: skip
     return convert(
         module,
         options["target"],
-        calibration=None if calibrate is None else read_samples(calibrate, inputs),
-        evaluation=None if evaluate is None else read_labelled(evaluate, inputs),
+        calibration=None if calibrate is None else read_samples(calibrate, inputs, **unlabelled),
+        evaluation=None
+        if evaluate is None
+        else read_labelled(evaluate, inputs, labels_of(module), **choice),
         name=options["model"].stem if options["name"] is None else options["name"],
         version=options["model_version"],
         model_digest=digest,

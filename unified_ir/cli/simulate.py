@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.cli import data_options
 from triplane.unified_ir.cli.algorithms import AlgorithmCommand
 from triplane.unified_ir.cli.shell import (
     COUNT,
@@ -39,15 +40,17 @@ EPILOG = """\b
 Examples:
   triplane train examples/digits.py:Digits --data digits --epochs 1 --out digits.tpm
   triplane federate simulate digits.tpm --data digits --partition labels --unseen 0.5
+  triplane federate simulate gait.tpm --data steps.csv --x 'ch*:2x64' --y activity --group person
   triplane federate simulate net.tpm --data writers.npz --x images --y labels --group writer \\
       --split split --algorithm fedavg --algorithm maml --rounds 200 --devices 10 \\
       --rate 0.01 --rate 0.1 --folder study --out study.html
 
 \b
 MODEL.tpm needs the entry `loss` (`triplane train` exports it); all algorithms start from its
-weights. DATA is the name digits, an .npz, MNIST IDX files or a folder of images by class. Each
-device gets samples in two disjoint parts: to train and adapt on, and for scoring (--held-out).
+weights. Each device gets samples in two disjoint parts: to train and adapt on, and for scoring
+(--held-out).
 
+CHOICES
 \b
 ALGORITHM_SUMMARIES
 
@@ -61,20 +64,20 @@ model whose `evaluate` returns no accuracy is scored by its loss, of which a low
 The same seed gives the same bits, and so does a real run with the same device names and seed. With
 --folder, a killed study continues where it was. If an algorithm diverges, the others continue, and
 the exit code is 2.
-"""
+""".replace("CHOICES\n", f"{data_options.CHOICES}\n")
 ALL = "all"
 GROUPS = (("training", True), ("unseen", False))
 
 
 # fmt: off
 OPTIONS: Final = (
-    option("--data DATA", "Labelled samples; see below.", required=True),
-    option("--x KEY", "Samples in an .npz.", default="x"),
-    option("--y KEY", "Labels in an .npz.", default="y"),
-    option("--group KEY", "Integer array in an .npz that assigns each sample to a device.",
-           default="", show_default=False),
-    option("--split KEY", "With --group: integer array in an .npz, not 0 for samples of unseen "
+    data_options.data_option("Labelled samples", required=True),
+    *data_options.choices(),
+    option("--group COLUMN", "Column that assigns each sample to a device: its name, or a whole "
+           "number.", default="", show_default=False),
+    option("--split COLUMN", "With --group: column of whole numbers, not 0 for samples of unseen "
            "devices.", default="", show_default=False),
+    *data_options.forms(),
     option("--least N", "With --group: ignore devices with fewer samples.", COUNT, default=10),
     option("--partition",
            "Without --group: equal shares, shares of each class at random, or few classes each.",
@@ -203,9 +206,12 @@ def _write(options: dict[str, Any], trials: list[Trial], facts: dict[str, str]) 
 def _source(options: dict[str, Any]) -> SampleSource:
     from triplane.unified_ir.federated.study.source import SampleSource
 
-    names = ("data", "x", "y", "group", "split", "alpha", "label_shards", "held_out", "unseen",
-             "least")  # fmt: skip
+    names = ("data", "group", "split", "alpha", "label_shards", "held_out", "unseen", "least")
+    form = data_options.reading(options)
     return SampleSource(
+        x=form.pop("x"),
+        y=form.pop("y"),
+        form=form,
         way="group" if options["group"] else options["way"],
         devices=options["population"],
         seed=options["seed"],
@@ -334,7 +340,6 @@ def _facts(options: dict[str, Any], groups: Groups) -> dict[str, str]:
     # False for an option without an effect on these algorithms and this partition: on the page it
     # would mislead the reader.
     matters = {
-        "x": options["data"].endswith(".npz"), "y": options["data"].endswith(".npz"),
         "least": options["group"], "way": not options["group"],
         "population": not options["group"], "unseen": not options["split"],
         "alpha": options["way"] == "dirichlet" and not options["group"],

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from triplane.proto.errors import Conflict, InvalidInput, NotFound, TriplaneError
-from triplane.unified_ir.cli import training
+from triplane.unified_ir.cli import data_options, training
 from triplane.unified_ir.cli.importing import SUFFIX, model_or_onnx
 from triplane.unified_ir.cli.shell import (
     COUNT,
@@ -32,12 +32,13 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from triplane.unified_ir.data import Dataset
+    from triplane.unified_ir.data.columns import Field
     from triplane.unified_ir.frontend import Cell
     from triplane.unified_ir.ir import Module
     from triplane.unified_ir.nn.imported import BatchNormMode
     from triplane.unified_ir.train import Trainer
 
-EPILOG = """\b
+EPILOG = f"""\b
 Examples:
   triplane train examples/digits.py:Digits --data digits --epochs 5 --out digits.tpm
   triplane train zoo:lenet --data mnist/ --epochs 3 --out lenet.tpm
@@ -45,7 +46,11 @@ Examples:
       --schedule cosine --warmup 100 --clip 1.0 --ema 0.999 --checkpoint run1 --out n.tpm
   triplane train net.py:Net --data photos --batch-size 16 --accumulate 8 --precision float16
       --tensorboard logs --early-stop 3:validation.accuracy --metric f1 --out n.tpm
+  triplane train gait.py:Net --data steps.csv --x 'ch*:2x64' --y speed:1 --group person
+      --loss huber --metric r2 --out gait.tpm
+  triplane train charlm.py:CharLM --data book.txt --window 128 --metric perplexity --out lm.tpm
 
+{data_options.CHOICES}
 \b
 --schedule lowers --lr over the updates of the run; the defaults of each KEY are shown:
   cosine:low=0            half a cosine, down over the whole run
@@ -76,9 +81,15 @@ FINE_TUNING_RATE: Final = 0.0002
 
 # fmt: off
 OPTIONS: Final = (
-    option("--data DATA", "'digits' (ships with the package), a .npz with x and y, MNIST IDX "
-           "files, or an image folder with one sub-folder per class.", required=True),
-    option("--validation DATA", "Held-out data of the same kind; by default a fifth of --data."),
+    data_options.data_option("Labelled samples", required=True),
+    *data_options.choices("the cell"),
+    option("--group COLUMN", "Hold out whole groups: samples with one value in this column stay "
+           "together."),
+    *data_options.forms(),
+    option("--validation DATA", "Held-out samples with the same columns.  [default: a fifth of "
+           "--data]"),
+    option("--workers N", "Threads that read batches ahead.", NATURAL, default=0),
+    option("--processes", "Make the --workers child processes.", is_flag=True),
     option("--epochs N", "Passes over the training data.", COUNT, default=5),
     option("--batch-size N", "Samples per step.", COUNT, default=32),
     option("--optimizer", "The optimizer; its other settings have PyTorch's defaults.",
@@ -107,8 +118,11 @@ OPTIONS: Final = (
            "machine.", is_flag=True),
     option("--memory-budget MB",
            "Recompute some tensors so that those alive at once fit in MB million bytes.", POSITIVE),
+    option("--loss", "Compare with classes (cross-entropy of scores, nll of log-probabilities), "
+           "shares in 0..1 (bce, of scores), or numbers.  [default: cross-entropy for classes, mse "
+           "for real numbers]", click.Choice(list(training.LOSSES))),
     option("--class-weights W,W,..", "Weight of each class in the loss, in order."),
-    option("--metric", "Metric to measure; may be repeated.  [default: accuracy]",
+    option("--metric", "Metric to measure; may be repeated.  [default: accuracy; mae for numbers]",
            click.Choice(list(training.METRICS)), name="metrics", multiple=True),
     option("--early-stop N[:MEASURE]",
            "Stop after N epochs without improvement of validation.loss, or of MEASURE."),
@@ -117,7 +131,7 @@ OPTIONS: Final = (
     option("--seed N", "Seed of initial weights, split and order; the same seed gives the same "
            "bytes.", NATURAL, default=0),
     option("--out", "The model file to write (NAME.tpm).", OUTPUT_FILE, required=True),
-    option("--history", "Write loss and accuracy per epoch as JSON.", OUTPUT_FILE),
+    option("--history", "Write loss and metrics per epoch as JSON.", OUTPUT_FILE),
     option("--checkpoint", "Folder for checkpoints; a killed run resumes from the newest.", FOLDER),
     option("--resume/--no-resume",
            "Resume from --checkpoint, or refuse a folder that holds checkpoints.", default=True),
@@ -150,7 +164,7 @@ def command(**options: Any) -> None:
     _check(options)
     start = time.perf_counter()
     with _explained(options, output, is_default_rate=is_default_rate):
-        trainer, measures, module = _trained(options, quiet=as_json)
+        trainer, measures, module = _trained(options, output)
     digest = save(module, options["out"])
     if options["history"] is not None:
         from triplane.proto.disk import write_atomic
@@ -186,7 +200,6 @@ def _explained(
         output.note(_after_interrupt(options["checkpoint"], saved=saved))
         raise
     except TriplaneError as error:
-        _explain_axis(error, options["data"])
         if is_default_rate:
             _explain_rate(error, options["lr"])
         raise
@@ -241,24 +254,6 @@ def _blame_file(error: Exception, spec: str) -> None:
         raise InvalidInput(f"{file}:{lines[-1]}: {type(error).__name__}: {what}") from error
 
 
-def _explain_axis(error: TriplaneError, data: str) -> None:
-    """Raise with a hint where shapes do not match and three axes were read as images."""
-    from triplane.unified_ir.data import npz
-    from triplane.unified_ir.ir.types import ShapeError
-
-    if not isinstance(error, ShapeError) or Path(data).suffix != ".npz":
-        return
-    shape: tuple[int, ...] = ()
-    with suppress(TriplaneError):
-        shape = npz.columns(Path(data), ("x",))["x"].shape
-    if len(shape) == 3:
-        raise ShapeError(
-            f"{error}; x in {data} is {shape}, which is read as {shape[0]} images of one channel "
-            f"and {shape[1]} x {shape[2]} pixels; give other samples a fourth axis, as in "
-            "x[:, :, :, None] for (N, C, L)"
-        ) from error
-
-
 def _explain_rate(error: TriplaneError, rate: float) -> None:
     """Raise with the rate to pass where a run started with another rate than today's default."""
     from triplane.unified_ir.train.identity import OtherRun
@@ -280,46 +275,77 @@ def _after_interrupt(checkpoint: Path | None, *, saved: bool) -> str:
     return f"{start}no model file is written yet; the same command continues from {checkpoint}"
 
 
-def _trained(options: dict[str, Any], *, quiet: bool) -> tuple[Trainer, dict[str, float], Module]:
+def _trained(
+    options: dict[str, Any], output: CommandOutput
+) -> tuple[Trainer, dict[str, float], Module]:
     """Return a trained trainer, its measures on held-out data, and the module to export."""
-    from triplane.unified_ir import data, nn
+    from triplane.unified_ir import nn
 
     nn.seed(options["seed"])  # before the cell exists, whose weights are drawn from it
     cell = load_cell(options["cell"], batch_norm=options["batch_norm"])
-    if options["validation"] is None:
-        samples, held_out = data.load_split(options["data"], seed=options["seed"])
-    else:
-        samples, held_out = data.load(options["data"]), data.load(options["validation"])
-    trainer = _trainer(options, cell, samples)
-    trainer.fit(
-        samples,
-        options["epochs"],
-        batch_size=options["batch_size"],
-        validation=held_out,
-        checkpoint=options["checkpoint"],
-        resume=options["resume"],
-        progress="lines" if quiet else "auto",  # --json is for programs
-    )
+    samples, held_out = _samples(options, output)
+    trainer = _trainer(options, cell, samples, output)
+    with _explained_shapes(samples, options):
+        trainer.fit(
+            samples,
+            options["epochs"],
+            batch_size=options["batch_size"],
+            validation=held_out,
+            checkpoint=options["checkpoint"],
+            resume=options["resume"],
+            progress="lines" if output.as_json else "auto",  # --json is for programs
+        )
     entries = options["entries"] or DEFAULT_ENTRIES
     with trainer.averaged() if options["ema"] is not None else nullcontext():
         result = trainer.evaluate(held_out)
         return trainer, result, trainer.export(entries, local_lr=options["local_lr"])
 
 
-def _trainer(options: dict[str, Any], cell: Cell, samples: Dataset) -> Trainer:
-    from triplane.unified_ir import nn
+def _samples(options: dict[str, Any], output: CommandOutput) -> tuple[Dataset, Dataset]:
+    """Return the data to train on and the held-out data, and report what was read."""
+    from triplane.unified_ir import data
+
+    choice, group = data_options.reading(options), options["group"] or ""
+    if options["validation"] is None:
+        samples, held_out = data.load_split(
+            options["data"], seed=options["seed"], group=group, **choice
+        )
+    elif group:
+        raise InvalidInput("--group chooses what is held out, and so does --validation; give one")
+    else:
+        samples, held_out = data.load_both(options["data"], options["validation"], **choice)
+    for text in samples.notes:
+        output.note(text)
+    output.note(f"each sample: {data_options.summary(samples)}")
+    return samples.load_with(options["workers"], processes=options["processes"]), held_out
+
+
+@contextmanager
+def _explained_shapes(samples: Dataset, options: dict[str, Any]) -> Iterator[None]:
+    """Add to an error about shapes what the model was fed, and how to change it."""
+    from triplane.unified_ir.ir.types import ShapeError
+
+    try:
+        yield
+    except ShapeError as error:
+        hint = data_options.shape_hint(samples, options["x"], options["y"])
+        raise ShapeError(f"{error}; {hint}") from error
+
+
+def _trainer(
+    options: dict[str, Any], cell: Cell, samples: Dataset, output: CommandOutput
+) -> Trainer:
     from triplane.unified_ir.train import TensorBoard, Trainer
 
-    batches = -(-len(samples) // options["batch_size"])
-    updates = -(-batches // options["accumulate"]) * options["epochs"]
     boards = [] if options["tensorboard"] is None else [TensorBoard(options["tensorboard"])]
     budget_mb = options["memory_budget"]
     same = ("engine", "seed", "accumulate", "precision", "loss_scale", "tune")
+    loss = _loss_name(options["loss"], samples, output)
     return Trainer(
         cell,
-        loss=nn.SoftmaxCrossEntropy(weight=training.weights(options["class_weights"])),
-        optimizer=training.optimizer(options, updates),
-        metrics=training.metrics(options["metrics"]),
+        loss=training.loss(loss, options["class_weights"]),
+        optimizer=training.optimizer(options, _updates(options, samples)),
+        metrics=training.metrics(options["metrics"], loss),
         callbacks=[*training.early_stop(options["early_stop"]), *boards],
         average=options["ema"],
         memory_budget_bytes=None if budget_mb is None else round(budget_mb * 1e6),
@@ -327,6 +353,30 @@ def _trainer(options: dict[str, Any], cell: Cell, samples: Dataset) -> Trainer:
         **{name: options[name] for name in same},
         **training.clipping(options["clip"]),
     )
+
+
+def _loss_name(stated: str | None, samples: Dataset, output: CommandOutput) -> str:
+    """Return the name of the loss; a default other than cross entropy is reported."""
+    target: Field | None = None
+    if len(samples.targets) == 1:
+        target = samples.schema[samples.targets[0]]
+    name = training.loss_name(stated, target)
+    if stated is None and name == "mse":
+        output.note(
+            f"{samples.targets[0]} holds real numbers, so the loss is mse; --loss names another"
+        )
+    return name
+
+
+def _updates(options: dict[str, Any], samples: Dataset) -> int | None:
+    """Return the number of updates of the whole run; None if it is not known beforehand."""
+    from triplane.unified_ir.data.kinds import is_batches
+
+    view = samples.for_training(options["batch_size"]).view(options["seed"])
+    if not is_batches(view):
+        return None
+    updates = -(-len(view) // options["accumulate"])
+    return int(updates * options["epochs"])
 
 
 def _of_file(path: Path, batch_norm: BatchNormMode) -> Cell:

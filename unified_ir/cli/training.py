@@ -1,4 +1,4 @@
-"""The options of `triplane train`: optimizers, schedules, clipping, metrics by name.
+"""The options of `triplane train`: optimizers, schedules, clipping, losses and metrics by name.
 
 A value with options is written NAME:KEY=VALUE,KEY=VALUE. The module imports nothing heavy until a
 function is called.
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from triplane.proto.errors import InvalidInput
 
 if TYPE_CHECKING:
+    from triplane.unified_ir.data.columns import Field
     from triplane.unified_ir.optim import Optimizer, Schedule
 
 OPTIMIZERS: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
@@ -66,21 +67,42 @@ SCHEDULES: Final[Mapping[str, ScheduleOption]] = {
 
 _COUNTS: Final = {"steps", "growth"}
 
-METRICS: Final[Mapping[str, Callable[[Any, Any], Any]]] = {
-    "accuracy": lambda nn, _: nn.accuracy,
-    "top5": lambda _, train: train.TopK(5),
-    "precision": lambda _, train: train.Precision(),
-    "recall": lambda _, train: train.Recall(),
-    "f1": lambda _, train: train.F1(),
-    "perplexity": lambda _, train: train.Perplexity(),
+LOSSES: Final[Mapping[str, tuple[str, str]]] = {
+    "cross-entropy": ("SoftmaxCrossEntropy", "classes"),
+    "nll": ("NegativeLogLikelihood", "classes"),
+    "bce": ("BinaryCrossEntropy", "shares"),
+    "mse": ("MSE", "numbers"),
+    "l1": ("L1", "numbers"),
+    "huber": ("Huber", "numbers"),
+    "smooth-l1": ("SmoothL1", "numbers"),
 }
-"""Name of --metric -> the metric, of the packages `nn` and `train`, imported when one is named."""
+"""Name of --loss -> its class in `nn` and its targets: classes, shares (0..1), or numbers."""
+
+MetricMaker = Callable[[Any, Any], Any]
+"""From the packages `nn` and `train`, which are imported when a metric is named."""
 
 
-def optimizer(options: Mapping[str, Any], total: int) -> Optimizer:
+METRICS: Final[Mapping[str, Mapping[str, MetricMaker]]] = {
+    "accuracy": {"classes": lambda nn, _: nn.accuracy, "shares": lambda nn, _: nn.binary_accuracy},
+    "top5": {"classes": lambda _, train: train.TopK(5)},
+    "precision": dict.fromkeys(("classes", "shares"), lambda _, train: train.Precision()),
+    "recall": dict.fromkeys(("classes", "shares"), lambda _, train: train.Recall()),
+    "f1": dict.fromkeys(("classes", "shares"), lambda _, train: train.F1()),
+    "perplexity": {"classes": lambda _, train: train.Perplexity()},
+    "mae": {"numbers": lambda _, train: train.mean_absolute_error},
+    "mse": {"numbers": lambda _, train: train.mean_squared_error},
+    "rmse": {"numbers": lambda _, train: train.RMSE()},
+    "r2": {"numbers": lambda _, train: train.R2()},
+}
+"""Name of --metric -> the metric for each kind of target, as `LOSSES` names them."""
+DEFAULT_METRICS: Final[Mapping[str, tuple[str, ...]]] = {"numbers": ("mae",)}
+"""Metrics without --metric, where the loss has none of its own."""
+
+
+def optimizer(options: Mapping[str, Any], total: int | None) -> Optimizer:
     """Return the optimizer that --optimizer, --lr, --schedule and the other options describe.
 
-    total: number of updates of the whole run.
+    total: number of updates of the whole run; None if it is not known beforehand.
     """
     from triplane.unified_ir import optim
 
@@ -99,7 +121,7 @@ def optimizer(options: Mapping[str, Any], total: int) -> Optimizer:
     return chosen
 
 
-def schedule(text: str, lr: float, total: int) -> Schedule:
+def schedule(text: str, lr: float, total: int | None) -> Schedule:
     """Parse --schedule: NAME:KEY=VALUE,...; unset options have their defaults."""
     from triplane.unified_ir import optim
 
@@ -125,6 +147,11 @@ def schedule(text: str, lr: float, total: int) -> Schedule:
     missing = [k for k, (field, _) in row.options.items() if field not in fields]
     if missing:
         raise InvalidInput(f"--schedule {name} needs {missing[0]}, such as {name}:{missing[0]}=10")
+    if row.total is not None and total is None:
+        raise InvalidInput(
+            f"--schedule {name} spans the whole run, whose length is not known: the data is read "
+            "in order; take one that counts updates, such as step"
+        )
     whole = {k: _whole(f"--schedule {name}", v) if k in _COUNTS else v for k, v in fields.items()}
     ends = {} if row.total is None else {row.total: total}
     chosen: Schedule = getattr(optim, row.kind)(**{row.lr: lr}, **ends, **whole)
@@ -165,14 +192,57 @@ def early_stop(text: str | None) -> list[Any]:
     return [EarlyStop(measure or "validation.loss", patience=int(patience))]
 
 
-def metrics(names: tuple[str, ...]) -> dict[str, Any] | None:
+def loss(name: str, class_weights: str | None) -> Any:
+    """Return the loss of --loss, with the weights of --class-weights."""
+    from triplane.unified_ir import nn
+
+    kind, targets = LOSSES[name]
+    weight = weights(class_weights)
+    if weight is None:
+        return getattr(nn, kind)()
+    if targets != "classes":
+        raise InvalidInput(
+            f"--class-weights are for losses of classes, not --loss {name}, whose targets are "
+            f"{targets}"
+        )
+    return getattr(nn, kind)(weight=weight)
+
+
+def loss_name(stated: str | None, target: Field | None) -> str:
+    """Return --loss, or the default for such a target: classes, or real numbers.
+
+    target: None where the data has none, or several.
+    """
+    if target is None:
+        raise InvalidInput("the data has no single target to compare with; name its column: --y")
+    is_real = target.dtype.startswith("float")
+    if stated is None:
+        return "mse" if is_real else "cross-entropy"
+    if is_real and LOSSES[stated][1] == "classes":
+        raise InvalidInput(
+            f"--loss {stated} compares with classes, which are whole numbers or texts, but the "
+            f"target holds {target}; choose --loss mse, or another column: --y"
+        )
+    return stated
+
+
+def metrics(names: tuple[str, ...], loss: str) -> dict[str, Any] | None:
     """Return the metrics of --metric by name; None stands for those of the loss."""
+    targets = LOSSES[loss][1]
+    names = names or DEFAULT_METRICS.get(targets, ())
     if not names:
         return None
     from triplane.unified_ir import nn, train
 
+    for name in names:
+        if targets not in METRICS[name]:
+            fitting = ", ".join(k for k, row in METRICS.items() if targets in row)
+            raise InvalidInput(
+                f"--metric {name} does not measure {targets}, the targets of --loss {loss}; "
+                f"{fitting} do"
+            )
     # Each once, in the order of the command line.
-    return {name: METRICS[name](nn, train) for name in dict.fromkeys(names)}
+    return {name: METRICS[name][targets](nn, train) for name in dict.fromkeys(names)}
 
 
 def weights(text: str | None) -> list[float] | None:

@@ -33,6 +33,7 @@ from triplane.unified_ir.convert.describe import (
     check_names,
     class_names,
     constraints,
+    labels_of,
     preprocessing,
     running_bytes,
     tolerance,
@@ -124,8 +125,9 @@ def convert(
 ) -> Report:
     """Convert one entry of a module, or of a model file, for a target; write `out` when given.
 
-    calibration: the samples from which int8 learns its ranges, an array (N, ...) or arrays by input
-    name. evaluation: (samples, classes), for the accuracy before and after. labels: class names of
+    calibration: the samples from which int8 learns its ranges: an array (N, ...), arrays by input
+    name, or a `Dataset`, whose inputs are taken by name, else in order. evaluation: (samples,
+    classes), or a `Dataset` with them, for the accuracy before and after. labels: class names of
     the first output, or by output. max_accuracy_drop: percentage points, needs an evaluation set.
     max_latency_ratio, max_size_ratio: int8 / float32. reduce_range: 7-bit weights, for processors
     without VNNI. model_digest: root digest of the model file, the bundle's parent; it is computed
@@ -148,7 +150,8 @@ def convert(
         labels=labels, model_digest=model_digest, adapt_steps=steps,
         samples=samples, calibration=record, progress=progress,
         scheme=None if quantize is None else int8_scheme(row, reduce_range=reduce_range),
-        labelled=None if evaluation is None else as_labelled(evaluation, frozen.inputs),
+        labelled=None if evaluation is None
+        else as_labelled(evaluation, frozen.inputs, labels_of(module)),
     )  # fmt: skip
     plain, int8 = _graphs(job)
     # Before the measurements, which take the most time: a result that is not finite is refused

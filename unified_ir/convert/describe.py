@@ -84,6 +84,12 @@ def running_bytes(function: Function, feeds: Mapping[str, Array]) -> int:
     return live(function.nodes, function.results, sizes).peak_bytes
 
 
+def labels_of(module: Module) -> tuple[str, ...]:
+    """Return the names of the classes of the first result; none if the model has none."""
+    labels = _json(module, "labels")
+    return tuple(map(str, labels)) if isinstance(labels, list) else ()
+
+
 def class_names(
     module: Module, outputs: Sequence[TensorInfo], labels: Labels | None
 ) -> dict[str, tuple[str, ...]]:

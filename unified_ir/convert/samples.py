@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
 from triplane.proto.errors import InvalidInput, NotFound
 from triplane.unified_ir.data import Dataset, load
+from triplane.unified_ir.data.choosing import class_numbers
 from triplane.unified_ir.files.npz import opened_npz
 from triplane.unified_ir.files.pixels import as_input
 from triplane.unified_ir.ir.dims import is_symbol
@@ -31,10 +33,10 @@ def as_samples(samples: Given, inputs: Sequence[Value], what: str) -> dict[str, 
     """Return arrays by input name; InvalidInput names the input and the values seen.
 
     The first axis of every array must count the same samples, and values must be finite. float64
-    becomes float32.
+    becomes float32. The inputs of a `Dataset` are taken by name, else in their order.
     """
     if isinstance(samples, Dataset):
-        samples = samples.x
+        samples = _columns(samples, inputs, what)
     if not isinstance(samples, Mapping):
         if len(inputs) != 1:
             names = ", ".join(p.name for p in inputs)
@@ -48,17 +50,55 @@ def as_samples(samples: Given, inputs: Sequence[Value], what: str) -> dict[str, 
 
 
 def as_labelled(
-    labelled: tuple[Given, Array] | Dataset, inputs: Sequence[Value]
+    labelled: tuple[Given, Array] | Dataset, inputs: Sequence[Value], names: Sequence[str] = ()
 ) -> tuple[dict[str, Array], Array]:
-    """Return (samples, classes) of an evaluation set; classes: (N,) int64."""
-    x, y = (labelled.x, labelled.y) if isinstance(labelled, Dataset) else labelled
+    """Return (samples, classes) of an evaluation set; classes: (N,) int64.
+
+    names: of the model's classes; named classes of a `Dataset` get the numbers of the same names.
+    """
+    x, y = (labelled, _classes(labelled, names)) if isinstance(labelled, Dataset) else labelled
     samples, y = as_samples(x, inputs, "the evaluation set"), np.asarray(y)
     count = len(next(iter(samples.values())))
     if y.shape != (count,) or y.dtype.kind not in "iu":
         raise InvalidInput(
-            f"labels must be ({count},) whole numbers, one per sample, got {y.dtype}{y.shape}"
+            f"labels must be ({count},) whole numbers, one per sample, got {y.dtype}{y.shape}; "
+            "accuracy is measured for classes alone"
         )
     return samples, y.astype(np.int64)
+
+
+def _columns(dataset: Dataset, inputs: Sequence[Value], what: str) -> dict[str, Array]:
+    """Return the input columns of a dataset by the model's names, within `MAX_SAMPLES_BYTES`."""
+    names, schema = [p.name for p in inputs], dataset.schema
+    if len(dataset.inputs) != len(names):
+        raise InvalidInput(
+            f"the model takes {', '.join(names)}, but {what} has the inputs "
+            f"{', '.join(dataset.inputs) or 'none'}; choose its columns: one --x for each input, "
+            "or .roles(inputs)"
+        )
+    own = names if set(dataset.inputs) == set(names) else dataset.inputs
+    for name in own:
+        if schema[name].is_ragged or not schema[name].is_number:
+            raise InvalidInput(f"{what}: {name} holds {schema[name]}; a graph takes arrays")
+    # No size is None, since no column is ragged.
+    sizes = [np.dtype(schema[n].dtype).itemsize * prod(filter(None, schema[n].shape)) for n in own]
+    if (total := sum(sizes) * len(dataset)) > MAX_SAMPLES_BYTES:
+        raise InvalidInput(
+            f"{what} takes {total} bytes in memory; at most {MAX_SAMPLES_BYTES} are supported. A "
+            "few hundred typical samples are enough: .take(500)"
+        )
+    columns = [np.asarray(dataset.column(name)) for name in own]
+    return {p.name: as_input(x, p.type.dtype.numpy) for p, x in zip(inputs, columns, strict=True)}
+
+
+def _classes(dataset: Dataset, names: Sequence[str]) -> Array:
+    """Return the classes of a dataset, by the names of the model's classes where both have some."""
+    if len(dataset.targets) != 1:
+        raise InvalidInput(
+            "an evaluation set has one column of classes, got the targets "
+            f"{', '.join(dataset.targets) or 'none'}; name it: --y, or .roles(inputs, target)"
+        )
+    return class_numbers(dataset, names)
 
 
 def generated(inputs: Sequence[Value]) -> dict[str, Array]:
@@ -94,14 +134,15 @@ def digest(samples: Samples) -> str:
     return state.hexdigest()
 
 
-def read_samples(source: str | Path, inputs: Sequence[Value]) -> dict[str, Array]:
-    """Read samples from an .npz file, or anything else that `data.load` takes (`digits`, folders).
+def read_samples(source: str | Path, inputs: Sequence[Value], **options: Any) -> dict[str, Array]:
+    """Read samples from an .npz file, or anything else that `data.load` takes.
 
-    The file has one array per input under its name; a single input may also be called x.
+    Without `options`, those of `data.load`, an .npz has one array per input under its name; a
+    single input may also be called x.
     """
     path = Path(source)
-    if path.suffix != ".npz" or not path.exists():
-        return as_samples(load(source), inputs, str(source))
+    if not _is_plain_npz(path, options):
+        return as_samples(load(source, **options), inputs, str(source))
     with opened_npz(path, total_bytes=MAX_SAMPLES_BYTES) as npz:
         keys = {p.name: p.name for p in inputs}
         if len(inputs) == 1 and inputs[0].name not in npz.names and "x" in npz.names:
@@ -109,16 +150,21 @@ def read_samples(source: str | Path, inputs: Sequence[Value]) -> dict[str, Array
             keys[inputs[0].name] = "x"
         missing = [name for name, key in keys.items() if key not in npz.names]
         if missing:
-            raise NotFound(f"{path} has no array {missing[0]!r}; it needs {_names(inputs)}")
+            raise NotFound(
+                f"{path} has no array {missing[0]!r}; it needs {_names(inputs)}. Other names are "
+                "chosen with --x NAME, once for each input"
+            )
         scaled = {p.name: as_input(npz.array(keys[p.name]), p.type.dtype.numpy) for p in inputs}
     return as_samples(scaled, inputs, str(path))
 
 
-def read_labelled(source: str | Path, inputs: Sequence[Value]) -> tuple[dict[str, Array], Array]:
-    """Read (samples, classes) like `read_samples`, with the classes from the array y."""
+def read_labelled(
+    source: str | Path, inputs: Sequence[Value], names: Sequence[str] = (), **options: Any
+) -> tuple[dict[str, Array], Array]:
+    """Read (samples, classes) like `read_samples`, with the classes from y; see `as_labelled`."""
     path = Path(source)
-    if path.suffix != ".npz" or not path.exists():
-        return as_labelled(load(source), inputs)
+    if not _is_plain_npz(path, options):
+        return as_labelled(load(source, **options), inputs, names)
     with opened_npz(path, total_bytes=MAX_SAMPLES_BYTES) as npz:
         if "y" not in npz.names:
             raise NotFound(
@@ -126,6 +172,11 @@ def read_labelled(source: str | Path, inputs: Sequence[Value]) -> tuple[dict[str
             )
         labels = npz.array("y")
     return as_labelled((read_samples(path, inputs), labels), inputs)
+
+
+def _is_plain_npz(path: Path, options: Mapping[str, Any]) -> bool:
+    """Return whether the arrays are found by the model's own names."""
+    return path.suffix == ".npz" and path.exists() and not any(options.values())
 
 
 def _names(inputs: Sequence[Value]) -> str:

@@ -6,7 +6,7 @@ limits before any allocation.
 """
 
 from triplane.unified_ir.data.ahead import Loading
-from triplane.unified_ir.data.by_name import digits, load, load_split
+from triplane.unified_ir.data.by_name import digits, load, load_both, load_split
 from triplane.unified_ir.data.columns import Ragged
 from triplane.unified_ir.data.dataset import Dataset, arrays, generated, zipped
 from triplane.unified_ir.data.form import from_json
@@ -20,6 +20,7 @@ __all__ = [
     "from_json",
     "generated",
     "load",
+    "load_both",
     "load_split",
     "zipped",
 ]

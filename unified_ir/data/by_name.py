@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from triplane.proto.errors import InvalidInput, NotFound
-from triplane.unified_ir.data.choosing import ColumnChoice, preparation, wanted
+from triplane.unified_ir.data.choosing import ColumnChoice, ColumnPreparation, preparation, wanted
 from triplane.unified_ir.data.columns import Field
 from triplane.unified_ir.data.dataset import Dataset, of_source, with_default_roles
 from triplane.unified_ir.data.form import MAX_TEXT, from_json
@@ -88,38 +88,66 @@ def load(source: str | Path, **options: Any) -> Dataset:
 
 
 def load_split(
-    source: str | Path, *, fraction: float = 0.2, seed: int = 0, **options: Any
+    source: str | Path, *, fraction: float = 0.2, seed: int = 0, group: str = "", **options: Any
 ) -> tuple[Dataset, Dataset]:
     """Return (train, held out): the two parts of the source, else `fraction` of it split off.
 
     Sources with two parts: MNIST's `train-*` and `t10k-*` files in one folder, an .npz with keys
-    x_train ... y_test, or a folder that contains `train` and `test`. options: as `load` takes them.
+    x_train ... y_test, or a folder that contains `train` and `test`. group: a column whose values,
+    such as persons, are held out whole. options: as `load` takes them.
     """
-    parts = _prepared(source, ReadingOptions(**options))
-    if len(parts) == 2:
-        return parts[0], parts[1]
-    return parts[0].split(fraction, seed=seed)
+    reading = ReadingOptions(**options)
+    if group and not _is_pipeline(source):
+        reading = replace(reading, keep=(*reading.keep, group))
+    parts = _prepared(source, reading)
+    if len(parts) == 1:
+        return parts[0].split(fraction, seed=seed, group=group or None)
+    if group:
+        raise InvalidInput(f"{source} has a held-out part of its own, so no {group!r} is held out")
+    return parts[0], parts[1]
+
+
+def load_both(source: str | Path, held_out: str | Path, **options: Any) -> tuple[Dataset, Dataset]:
+    """Return the datasets of a source and of another that holds samples of the same kind.
+
+    options: as `load` takes them, for both. Texts in both have the numbers that `source` gives
+    them. InvalidInput: the classes of the two differ.
+    """
+    reading = ReadingOptions(**options)
+    train, other = (_parts(path, reading)[0] for path in (source, held_out))
+    steps = _preparation(source, train, reading)
+    return steps.of(train), _preparation(held_out, other, reading).numbered_as(steps).of(other)
 
 
 def _prepared(source: str | Path, options: ReadingOptions) -> tuple[Dataset, ...]:
     parts = _parts(source, options)
-    if Path(source).suffix == PIPELINE:
+    # Of the training part alone: a class that only the held-out part has must be refused.
+    steps = _preparation(source, parts[0], options)
+    return tuple(steps.of(part) for part in parts)
+
+
+def _preparation(
+    source: str | Path, dataset: Dataset, options: ReadingOptions
+) -> ColumnPreparation:
+    if _is_pipeline(source):
         if options != ReadingOptions():
             raise InvalidInput(
                 f"{source} is a pipeline, which says itself which columns it reads and how; "
                 "options of the source cannot be given beside it"
             )
-        return parts
-    # Of the training part alone: a class that only the held-out part has must be refused.
-    steps = preparation(
-        parts[0],
+        return ColumnPreparation((), dataset.inputs, dataset.targets, dataset.labels, dataset.notes)
+    return preparation(
+        dataset,
         options.x,
         options.y,
         keep=options.keep,
         pixels=options.pixels,
         window=options.window,
     )
-    return tuple(steps.of(part) for part in parts)
+
+
+def _is_pipeline(source: str | Path) -> bool:
+    return Path(source).suffix == PIPELINE
 
 
 def _parts(source: str | Path, options: ReadingOptions) -> tuple[Dataset, ...]:
@@ -186,7 +214,7 @@ def _sqlite_parts(path: Path, options: ReadingOptions) -> tuple[Dataset, ...]:
     if options.query is None:
         raise InvalidInput(
             f"{path.name} is a database; give the query whose rows are the samples, as query= "
-            "(--query on the command line), with an ORDER BY that makes their order the same always"
+            "(--sql on the command line), with an ORDER BY that makes their order the same always"
         )
     return (of_source(SqliteSource(str(path), options.query), path.name),)
 

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 
 from triplane.proto.errors import InvalidInput, NotFound
-from triplane.unified_ir.data.columns import Field, Schema
+from triplane.unified_ir.data.columns import Array, Field, Schema
 from triplane.unified_ir.data.dataset import DEFAULT_INPUT, DEFAULT_TARGET, Dataset
 from triplane.unified_ir.data.functions import Cache
 from triplane.unified_ir.data.grouping import Windowed
@@ -108,11 +108,36 @@ class ColumnPreparation:
         prepared = dataset
         for step in self.steps:
             prepared = prepared.then(step)
-        if isinstance(dataset.origin.table, ArrayTable):
+        if self.steps and isinstance(dataset.origin.table, ArrayTable):
             # Computed once, since the source is in memory anyway.
             prepared = prepared.then(Cache())
         prepared = prepared.roles(self.inputs, self.targets)
         return replace(prepared, labels=self.labels, notes=self.notes)
+
+    def numbered_as(self, first: ColumnPreparation) -> ColumnPreparation:
+        """Return the preparation with the numbers that `first` gives to texts and classes.
+
+        InvalidInput: one of the two has texts where the other has numbers, or their classes have
+        other names.
+        """
+        own, others = (
+            {s.column: s for s in p.steps if isinstance(s, Lookup)} for p in (self, first)
+        )
+        if own.keys() != others.keys():
+            text, number = (
+                ("first", "second") if others.keys() - own.keys() else ("second", "first")
+            )
+            name = min(own.keys() ^ others.keys())
+            raise InvalidInput(
+                f"{name} holds texts in the {text} of the two sources, but numbers in the {number}"
+            )
+        if not own and self.labels and first.labels and self.labels != first.labels:
+            raise InvalidInput(
+                f"the classes of the two sources differ: {', '.join(first.labels[:SHOWN])}; "
+                f"{', '.join(self.labels[:SHOWN])}"
+            )
+        steps = tuple(others[s.column] if isinstance(s, Lookup) else s for s in self.steps)
+        return replace(self, steps=steps, labels=first.labels)
 
 
 def preparation(
@@ -148,6 +173,26 @@ def preparation(
         building.labels,
         tuple(building.notes),
     )
+
+
+def class_numbers(dataset: Dataset, names: Sequence[str]) -> Array:
+    """Return the single target; classes that have names get the places of these in `names`.
+
+    names: of a model's classes, none if it has none. The dataset may number them differently: texts
+    are numbered in the order of those that occur, which may be fewer than in training.
+    InvalidInput: the model has no class of that name.
+    """
+    y = np.asarray(dataset.y)
+    own = dataset.labels
+    if not own or not names or y.dtype.kind not in "iu" or tuple(own) == tuple(names[: len(own)]):
+        return y
+    places = {name: k for k, name in enumerate(names)}
+    if unknown := [name for name in own if name not in places]:
+        raise InvalidInput(
+            f"{dataset.origin.name} has the class {unknown[0]!r}, but the model's classes are "
+            f"{', '.join(names[:SHOWN])}{', ...' if len(names) > SHOWN else ''}"
+        )
+    return np.array([places[name] for name in own], np.int64)[y]
 
 
 def _targets(choices: Sequence[str], dataset: Dataset) -> list[ColumnChoice]:

@@ -221,20 +221,23 @@ class Dataset:
         """Keep all samples in memory from their first use on."""
         return self.then(functions.Cache())
 
-    def split(self, fraction: float = 0.2, *, seed: int = 0) -> tuple[Dataset, Dataset]:
+    def split(
+        self, fraction: float = 0.2, *, seed: int = 0, group: str | None = None
+    ) -> tuple[Dataset, Dataset]:
         """Return (rest, held out): ceil(fraction * N) samples are held out, in the original order.
 
         If there is one target of whole numbers, each class contributes its share. The choice
-        depends only on the targets and `seed`.
+        depends only on the targets and `seed`. group: a column, whose values are held out whole,
+        such as persons.
         """
         column = None
-        if len(self.targets) == 1:
+        if len(self.targets) == 1 and group is None:
             kind = self.schema[self.targets[0]]
             column = (
                 self.targets[0] if not kind.shape and kind.dtype[:3] in {"int", "uin"} else None
             )
-        held_out = self.then(ordering.Split(fraction, True, seed, column))
-        rest = self.then(ordering.Split(fraction, False, seed, column))
+        held_out = self.then(ordering.Split(fraction, True, seed, column, group))
+        rest = self.then(ordering.Split(fraction, False, seed, column, group))
         _ = len(rest)  # refuses now what cannot be split
         return rest, held_out
 

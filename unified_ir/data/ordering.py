@@ -355,17 +355,8 @@ class Balanced(Step):
     def view(self, upstream: Upstream, context: StepContext) -> View:
         """See `Step`."""
         source = table_of(upstream(context.epoch), "balanced", IN_ORDER)
-        classes = whole_column(source, self.column)
-        if (
-            not isinstance(classes, np.ndarray)
-            or classes.ndim != 1
-            or classes.dtype.kind not in "iubO"
-        ):
-            raise InvalidInput(
-                f"balanced needs one class per sample; column {self.column!r} is "
-                f"{source.schema[self.column]}"
-            )
-        _, which, counts = np.unique(classes, return_inverse=True, return_counts=True)
+        which, n = _groups(source, self.column, "balanced")
+        counts = np.bincount(which, minlength=n)
         return _drawn(source, 1.0 / counts[which], self.count, context)
 
 
@@ -374,23 +365,28 @@ class Split(Step):
     """Hold out `fraction` of the samples by `seed`; keep them, or with held_out=False the rest.
 
     column: a whole number for each sample; each of its values contributes its share of
-    ceil(fraction * N). Both parts keep the original order.
+    ceil(fraction * N). group: a text or whole number for each sample; groups are held out whole,
+    ceil(fraction * groups) of them. Both parts keep the original order.
     """
 
     fraction: float
     held_out: bool
     seed: int = 0
     column: str | None = None
+    group: str | None = None
 
     def __post_init__(self) -> None:
         if not 0.0 < self.fraction < 1.0:
             raise InvalidInput(f"split needs a fraction between 0 and 1, got {self.fraction}")
+        if self.column is not None and self.group is not None:
+            raise InvalidInput("split takes a column of classes or one of groups, not both")
 
     def view(self, upstream: Upstream, context: StepContext) -> View:
         """See `Step`."""
         source = table_of(upstream(context.epoch), "split", IN_ORDER)
         mask: NDArray[np.bool_] = context.memory.get(
-            (context.key, self.fraction, self.seed, self.column), lambda: self._mask(source)
+            (context.key, self.fraction, self.seed, self.column, self.group),
+            lambda: self._mask(source) if self.group is None else self._groups_mask(source),
         )
         return Reordered(source, np.flatnonzero(mask == self.held_out))
 
@@ -409,6 +405,19 @@ class Split(Step):
         if held_out.all():
             raise InvalidInput(f"holding out {self.fraction} of {n} samples leaves none")
         return held_out
+
+    def _groups_mask(self, source: Table) -> NDArray[np.bool_]:
+        """Return which samples are held out, (N,) bool; each group is as a whole."""
+        assert self.group is not None
+        which, n = _groups(source, self.group, "split")
+        count = math.ceil(round(self.fraction * n, 9))
+        if count == n:
+            raise InvalidInput(
+                f"holding out {self.fraction} of the {n} groups in {self.group!r} leaves none"
+            )
+        held_out = np.zeros(n, dtype=bool)
+        held_out[permutation(n, self.seed, 0)[:count]] = True
+        return held_out[which]
 
 
 def _shares(y: NDArray[np.int64], fraction: float) -> dict[int, int]:
@@ -434,6 +443,17 @@ def _drawn(
     u = (words(n, context.seed ^ (context.number + 1), context.epoch) >> np.uint64(11)) * 2.0**-53
     order = np.searchsorted(ends, u * ends[-1], side="right")
     return Reordered(source, np.minimum(order, len(source) - 1).astype(np.int64))
+
+
+def _groups(source: Table, name: str, step: str) -> tuple[NDArray[np.intp], int]:
+    """Return the number of each sample's value among the sorted values, and how many there are."""
+    column = whole_column(source, name)
+    if not isinstance(column, np.ndarray) or column.ndim != 1 or column.dtype.kind not in "iubO":
+        raise InvalidInput(
+            f"{step} needs one class or group per sample; column {name!r} is {source.schema[name]}"
+        )
+    values, which = np.unique(column, return_inverse=True)
+    return which, len(values)
 
 
 def _numbers(source: Table, name: str, step: str) -> NDArray[Any]:

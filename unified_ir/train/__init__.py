@@ -10,6 +10,8 @@ from triplane.unified_ir.train.fitting import NonFinite as NonFinite
 from triplane.unified_ir.train.history import History as History
 from triplane.unified_ir.train.history import Place as Place
 from triplane.unified_ir.train.metrics import F1 as F1
+from triplane.unified_ir.train.metrics import R2 as R2
+from triplane.unified_ir.train.metrics import RMSE as RMSE
 from triplane.unified_ir.train.metrics import Confusion as Confusion
 from triplane.unified_ir.train.metrics import Perplexity as Perplexity
 from triplane.unified_ir.train.metrics import Precision as Precision

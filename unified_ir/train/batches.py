@@ -58,6 +58,7 @@ class BatchSource:
         if not 0 <= seed < 2**64:
             raise InvalidInput(f"a seed must be in 0..2^64-1, got {seed}")
         self.data, self.size, self.seed = _accepted(data), size, seed
+        self.n_targets = n_targets(data)
         self.samples: int | None = None
         self.loader: Loader | None = None
         if isinstance(self.data, Dataset):
@@ -181,6 +182,13 @@ class BatchSource:
         return not (once or isinstance(self.data, Iterator))
 
 
+def n_targets(data: Any) -> int:
+    """Return how many arrays of a batch are targets: the last one, unless the data says more."""
+    if isinstance(data, Dataset):
+        return len(data.targets)
+    return min(1, len(data) - 1) if _is_arrays(data) else 1
+
+
 def is_count(x: Any, least: int) -> bool:
     """Return whether `x` is an integer of at least `least`."""
     return isinstance(x, Integral) and bool(x >= least)  # type: ignore[operator]
@@ -219,8 +227,11 @@ def _is_empty(batch: Any) -> bool:
 
 def as_batch(batch: Any) -> Batch:
     """Return arrays of one length; float64 becomes float32."""
-    if not isinstance(batch, (tuple, list)) or len(batch) < 2:
-        raise InvalidInput(f"a batch is a tuple of arrays (x, y), got {type(batch).__name__}")
+    if not isinstance(batch, (tuple, list)) or not batch:
+        raise InvalidInput(
+            "a batch is a tuple of arrays (x, y), or (x,) without a target, got "
+            f"{type(batch).__name__}"
+        )
     arrays = tuple(map(np.asarray, batch))
     arrays = tuple(_single(a) if a.dtype == np.float64 else a for a in arrays)
     for a in arrays:

@@ -117,5 +117,5 @@ def _meta(trainer: Trainer) -> dict[str, str]:
         "metrics": json.dumps(list(model.of_means().metrics)),
         "optimizer": repr(trainer.optimizer),
         "output": model.loss.output,
-        "target": json.dumps({model.target[0]: str(model.target[1])}),
+        "target": json.dumps({name: str(type_) for name, type_ in model.targets.items()}),
     }

@@ -183,7 +183,8 @@ class Fit:
         if kinds not in self._kinds:
             self.model.check_types(batch)
             self._kinds.add(kinds)
-        self.model.check_labels(batch[-1])
+        if self.model.classes is not None:
+            self.model.check_labels(batch[-1])
 
     def _batches(self, epoch: int, first: int) -> Iterator[tuple[Batch, bool]]:
         """Yield batches, and whether to update after this one even if `accumulate` is not reached.

@@ -149,10 +149,10 @@ def _network(model: TrainingModel) -> str:
 
 def _loss(model: TrainingModel) -> str:
     results = predict(model.cell, list(model.inputs.values()), model.loss.output).results
-    if len(results) != 1:
+    if len(results) != 1 or len(model.targets) > 1:
         return _digest([])
     with training(model.loss, on=True):
-        types = (results[0].type, model.target[1])
+        types = (results[0].type, *model.targets.values())
         return _digest([_graph(traced(model.loss, types, {}, name="loss").function)])
 
 

@@ -60,13 +60,63 @@ class TopK:
 
 def mean_absolute_error(y: Tensor, target: Tensor) -> Tensor:
     """Return the mean of |y - target| over all elements."""
-    return ops.abs_(y - target.cast(y.dtype)).mean()
+    return ops.abs_(_difference(y, target)).mean()
 
 
 def mean_squared_error(y: Tensor, target: Tensor) -> Tensor:
     """Return the mean of (y - target)^2 over all elements."""
-    error = y - target.cast(y.dtype)
+    error = _difference(y, target)
     return (error * error).mean()
+
+
+@dataclass(frozen=True)
+class RMSE(Tally):
+    """Root of the mean of (y - target)^2 over all elements; both of one shape."""
+
+    def count(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return [sum of squares, number of elements]."""
+        error = _difference(output, target)
+        squares = error * error
+        return ops.stack([squares.sum(), (squares * 0.0 + 1.0).sum()])
+
+    def finish(self, total: Array) -> float:
+        """See `Tally`."""
+        return math.sqrt(total[0] / total[1])
+
+
+@dataclass(frozen=True)
+class R2(Tally):
+    """Coefficient of determination, 1 - sum (y - t)^2 / sum (t - mean t)^2, averaged over outputs.
+
+    An output whose targets are all equal counts 1 if every prediction is right, else 0.
+    """
+
+    def count(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return (4, ...): sums over the rows of 1, t, t^2 and (y - t)^2."""
+        # In float64: the variance is a difference of sums that may be close to each other.
+        y, t = output.cast("float64"), target.cast("float64")
+        error = _difference(y, t)
+        return ops.stack([x.sum([0]) for x in (t * 0.0 + 1.0, t, t * t, error * error)])
+
+    def finish(self, total: Array) -> float:
+        """See `Tally`."""
+        n, sums, squares, errors = total
+        spread = squares - sums**2 / n
+        varies = spread > squares * _ROUNDING
+        ratio = errors / np.where(varies, spread, 1.0)
+        return float(np.mean(np.where(varies, 1.0 - ratio, errors == 0)))
+
+
+_ROUNDING = 1e-12
+"""Share of sum t^2 below which the spread of float64 sums is rounding alone."""
+
+
+def _difference(y: Tensor, target: Tensor) -> Tensor:
+    if y.shape != target.shape:
+        raise ShapeError(
+            f"the output and the target must have one shape, got {y.type} and {target.type}"
+        )
+    return y - target.cast(y.dtype)
 
 
 @dataclass(frozen=True)

@@ -54,20 +54,21 @@ _SCALED: Final = "loss.scaled"
 class TrainingModel:
     """A cell with its loss, metrics and the types of its inputs and target.
 
-    inputs: type by the name the cell's `construct` gives it. target: its name and type.
+    inputs: type by the name the cell's `construct` gives it. targets: type by name; the loss takes
+    (output, target), or (output, tuple of targets) of several, or (output) without any.
     """
 
     cell: Cell
     loss: Loss
     metrics: Mapping[str, Metric | Tally]
     inputs: Mapping[str, TensorType]
-    target: tuple[str, TensorType]
+    targets: Mapping[str, TensorType]
     classes: int | None
     """Labels are 0..classes-1; None if the target is not a label."""
 
     def check_types(self, batch: Batch) -> None:
         """Refuse a batch of types other than those of the model."""
-        types = (*self.inputs.values(), self.target[1])
+        types = (*self.inputs.values(), *self.targets.values())
         if not admits(types, batch):
             expected = ", ".join(map("{}: {}".format, self.batch_names(), types))
             kinds = ", ".join(f"{a.dtype}{list(a.shape)}" for a in batch)
@@ -96,8 +97,15 @@ class TrainingModel:
         return replace(self, metrics=means)
 
     def batch_names(self) -> tuple[str, ...]:
-        """Return the names of a batch's arrays, the target's last."""
-        return (*self.inputs, self.target[0])
+        """Return the names of a batch's arrays, those of the targets last."""
+        return (*self.inputs, *self.targets)
+
+    def apply(self, measure: Any, output: Any, batch: Sequence[Any]) -> Any:
+        """Return the loss or a metric of an output and the batch that it belongs to."""
+        targets = tuple(batch[len(self.inputs) :])
+        if not targets:
+            return measure(output)
+        return measure(output, targets[0] if len(targets) == 1 else targets)
 
     def trainable(self) -> tuple[str, ...]:
         """Return the paths of the state that training changes by gradients."""
@@ -109,11 +117,14 @@ def model_of(
     loss: Loss,
     metrics: Mapping[str, Metric | Tally] | None,
     types: Sequence[TensorType],
+    n_targets: int = 1,
 ) -> TrainingModel:
-    """Return the model for batches of these types, the target's last."""
-    *inputs, target = types
-    names = _input_names(cell, len(inputs))
+    """Return the model for batches of these types, those of the targets last."""
+    inputs, targets = types[: len(types) - n_targets], types[len(types) - n_targets :]
+    names = _input_names(cell, len(inputs), n_targets)
     target_name = "y" if "y" not in names else "target"
+    target_names = [target_name + (str(k) if n_targets > 1 else "") for k in range(n_targets)]
+    _check_loss(loss, n_targets)
     chosen = loss.metrics() if metrics is None else metrics
     function = predict(cell, inputs, loss.output)
     if not function.results:
@@ -123,8 +134,12 @@ def model_of(
         loss=loss,
         metrics=dict(chosen),
         inputs=dict(zip(names, inputs, strict=True)),
-        target=(target_name, target),
-        classes=loss.classes(function.results[0].type) if len(function.results) == 1 else None,
+        targets=dict(zip(target_names, targets, strict=True)),
+        classes=(
+            loss.classes(function.results[0].type)
+            if len(function.results) == n_targets == 1
+            else None
+        ),
     )
     _check_names(model)
     return model
@@ -149,20 +164,36 @@ def admits(types: Sequence[TensorType], batch: Batch) -> bool:
     )
 
 
-def _input_names(cell: Cell, count: int) -> list[str]:
+def _input_names(cell: Cell, count: int, n_targets: int = 1) -> list[str]:
     """Return the names of `count` positional arguments of the cell's `construct`."""
     try:
         bound = inspect.signature(cell.construct).bind(*range(count))
     except TypeError as error:
         raise InvalidInput(
-            f"a batch of {count + 1} arrays passes {count} inputs to {type(cell).__name__}"
-            f".construct (the last array is the target): {error}"
+            f"a batch of {count + n_targets} arrays passes {count} inputs to {type(cell).__name__}"
+            f".construct (the last {_arrays(n_targets)}): {error}"
         ) from None
     names = []
     for name, value in bound.arguments.items():
         many = isinstance(value, tuple)
         names += [f"{name}{i}" for i in range(len(value))] if many else [name]
     return names
+
+
+def _check_loss(loss: Loss, n_targets: int) -> None:
+    try:
+        inspect.signature(loss.construct).bind(*range(1 + min(1, n_targets)))
+    except TypeError:
+        has = "a target" if n_targets else "no target"
+        raise InvalidInput(
+            f"the batches have {has}, and {type(loss).__name__}.construct"
+            f"{inspect.signature(loss.construct)} does not fit that; pass (x, y), or a loss of the "
+            "output alone"
+        ) from None
+
+
+def _arrays(n_targets: int) -> str:
+    return "array is the target" if n_targets == 1 else f"{n_targets} arrays are targets"
 
 
 def _check_names(model: TrainingModel) -> None:
@@ -258,31 +289,32 @@ def _objective(model: TrainingModel, name: str) -> Function:
 
     def measures(self: Cell, **batch: Tensor) -> dict[str, Any]:
         arrays = [batch[n] for n in model.batch_names()]
-        output = self(*arrays[:-1])
-        measured = {LOSS: model.loss(output, arrays[-1])}
+        output = self(*arrays[: len(model.inputs)])
+        measured = {LOSS: model.apply(model.loss, output, arrays)}
         for label, metric in model.metrics.items():
             measure = metric.count if isinstance(metric, Tally) else metric
-            measured[label] = measure(output, arrays[-1])
+            measured[label] = model.apply(measure, output, arrays)
         for label, x in measured.items():
             if x.shape != () and label not in model.tallies:
                 raise InvalidInput(
                     f"losses and metrics are scalars, {label!r} is {x.type}; take the mean"
                 )
-        return measured | _counts(model, output, arrays[-1])
+        return measured | _counts(model, output, arrays)
 
-    specs = {**model.inputs, model.target[0]: model.target[1]}
+    specs = {**model.inputs, **model.targets}
     # As a method of the cell, so that state has the cell's own paths (`conv.weight`).
     function = traced(MethodType(measures, model.cell), (), specs, name=name).function
     first = [LOSS, *model.metrics]
     return keeping(function, first + [n for n in function.result_names if n not in first])
 
 
-def _counts(model: TrainingModel, output: Any, target: Tensor) -> dict[str, Tensor]:
+def _counts(model: TrainingModel, output: Any, batch: Sequence[Tensor]) -> dict[str, Tensor]:
     """Return the divisors of those means that declare one, as float32 scalars."""
     counts = {}
     for label, mean in {LOSS: model.loss, **model.metrics}.items():
         divisor = getattr(mean, "counted", None)
-        counted = None if divisor is None else divisor(output, target)
+        is_alike = divisor is None or not model.targets
+        counted = None if is_alike else model.apply(divisor, output, batch)
         if counted is None:
             continue
         if counted.shape != ():
@@ -373,7 +405,7 @@ def train_step(model: TrainingModel, recipe: Recipe, *, name: str = "train_step"
         types = recipe.state_types({k: params[k].type for k in model.trainable() if k in params})
         state = {k: params[k] if k in params else build.param(k, t) for k, t in types.items()}
         # The number of samples, read from the shape when the graph runs.
-        rows = build.dims([params[model.target[0]].shape[0]]).reshape(()).cast("float32")
+        rows = build.dims([params[model.batch_names()[-1]].shape[0]]).reshape(()).cast("float32")
         moved, fine = recipe.advance(
             {k: params[k] for k in paths}, grads, state, rows, counted=results.get(COUNTED + LOSS)
         )

@@ -29,7 +29,14 @@ from triplane.unified_ir.ir.types import TensorType
 from triplane.unified_ir.nn.losses import Loss, Metric
 from triplane.unified_ir.optim import STEP, Optimizer, slot_name
 from triplane.unified_ir.train import identity, resuming, step
-from triplane.unified_ir.train.batches import Batch, BatchSource, as_batch, in_order, is_count
+from triplane.unified_ir.train.batches import (
+    Batch,
+    BatchSource,
+    as_batch,
+    in_order,
+    is_count,
+    n_targets,
+)
 from triplane.unified_ir.train.callbacks import Callback
 from triplane.unified_ir.train.checkpoint import Checkpoint
 from triplane.unified_ir.train.exporting import Entry, build_module
@@ -112,6 +119,7 @@ class Trainer:
         self.place = Place()
         self.history = History()
         self._types: tuple[TensorType, ...] | None = None
+        self._n_targets = 1
         self._models: dict[Any, step.TrainingModel] = {}
         self._optimizer_state: dict[str, Array] = {}
         self._programs: dict[Any, Program] = {}
@@ -132,7 +140,8 @@ class Trainer:
     ) -> History:
         """Train for `epochs` more epochs; return the history of all epochs.
 
-        data, validation: a `data.Dataset`, a tuple of arrays (x, y), or an iterable of batches.
+        data, validation: a `data.Dataset`, a tuple of arrays (x, y), or an iterable of batches. A
+        tuple (x,) has no target, and the loss is then a function of the output alone.
         checkpoint: a folder; with `resume` the run continues from its newest checkpoint, to the
         same bits as if it had never stopped; without `resume` the folder must hold none.
         Ctrl-C ends the run between two steps, after a checkpoint. Conflict: the folder holds
@@ -158,6 +167,7 @@ class Trainer:
         """Train on the batches of a source; see `fit`."""
         batch = source.peek()
         self.labels = self.labels or tuple(getattr(source.data, "labels", ()))
+        self._n_targets = min(source.n_targets, len(batch) - 1)
         self._types = self._types_for(batch, source.varying())
         self._sizes = sizes_of(self._types, batch)
         goal = self.place.epoch + epochs
@@ -178,11 +188,13 @@ class Trainer:
 
     def evaluate(self, data: Any, *, batch_size: int = EVALUATION_BATCH) -> Row:
         """Return loss and metrics over all samples of `data`, in evaluation mode."""
+        self._expect(data)
         place = measured(in_order(data, batch_size), self._own(), self._evaluation)
         return place.measures(self.model.tallies)
 
     def confusion_matrix(self, data: Any, *, batch_size: int = EVALUATION_BATCH) -> Array:
         """Return int64 (C, C) counts: rows are true classes, columns are predicted classes."""
+        self._expect(data)
         graph_of = partial(self._evaluation, metrics=_CONFUSION)
         place = measured(in_order(data, batch_size), self._own(), graph_of)
         total: Array = place.counts["confusion"]
@@ -190,8 +202,7 @@ class Trainer:
 
     def predict(self, *inputs: Any, batch_size: int = EVALUATION_BATCH) -> Any:
         """Return the output in evaluation mode: one array, or a dict by name of several."""
-        # A placeholder for the target, which `as_batch` requires.
-        arrays = as_batch((*inputs, np.zeros(len(inputs[0]))) if inputs else ())[:-1]
+        arrays = as_batch(inputs)
         return predicted(self._prediction(arrays), self._own(), arrays, batch_size)
 
     def export(
@@ -251,7 +262,13 @@ class Trainer:
             arrays = as_batch(batch)
             self._types = tuple(step.batch_type(a) for a in arrays)
             self._sizes = sizes_of(self._types, arrays)
+        self._n_targets = min(self._n_targets, len(self._types) - 1)
         _ = self.model
+
+    def _expect(self, data: Any) -> None:
+        """Take the number of targets from data that is evaluated before any training."""
+        if self._types is None:
+            self._n_targets = n_targets(data)
 
     def _types_for(self, batch: Batch, varying: Collection[int] = ()) -> tuple[TensorType, ...]:
         """Return the types in use if they admit the batch, else the batch's own types.
@@ -276,9 +293,11 @@ class Trainer:
 
     def _model_of(self, types: tuple[TensorType, ...]) -> step.TrainingModel:
         self._forget_stale()
-        key = (types, self._signature())
+        key = (types, self._n_targets, self._signature())
         if key not in self._models:
-            self._models[key] = step.model_of(self.cell, self.loss, self.metrics, types)
+            self._models[key] = step.model_of(
+                self.cell, self.loss, self.metrics, types, self._n_targets
+            )
         return self._models[key]
 
     def train_function(self) -> Function:
@@ -320,7 +339,7 @@ class Trainer:
         return model, self._compiled(key, lambda: step.evaluate(model))
 
     def _prediction(self, arrays: Batch) -> Program:
-        types = self._types[:-1] if self._types is not None else ()
+        types = () if self._types is None else self._types[: len(self._types) - self._n_targets]
         if not step.admits(types, arrays):
             types = tuple(step.batch_type(a) for a in arrays)
         return self._compiled(
@@ -431,15 +450,15 @@ class Trainer:
 
 
 class _Function(Loss):
-    """A function of (output, target) as a loss."""
+    """A function of (output, target) as a loss; of (output) alone where there is no target."""
 
     def __init__(self, function: Metric) -> None:
         super().__init__()
         self.function = function
 
-    def construct(self, output: Any, target: Any) -> Any:
+    def construct(self, output: Any, *target: Any) -> Any:
         """See the class."""
-        return self.function(output, target)
+        return self.function(output, *target)
 
 
 def _check_instance(what: str, value: object, kind: type | None) -> None:

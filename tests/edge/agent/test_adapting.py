@@ -1,5 +1,6 @@
 """A start point on a node: adapted in a child, compared on samples it never saw."""
 
+import csv
 import json
 import re
 from dataclasses import replace
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from triplane.edge.agent import adapting
 from triplane.edge.agent.adapting import (
     LEAST_SAMPLES,
     Compared,
@@ -134,6 +136,43 @@ def test_samples_that_are_no_archive_or_hide_objects_are_refused(tmp_path):
     np.savez(tmp_path / "o.npz", x=np.array([{}] * 8, object), y=np.zeros(8, np.int64))
     with pytest.raises(InvalidInput, match=r"o\.npz is an \.npz"):
         read_samples(tmp_path / "o.npz")
+
+
+def write_table(path, count=8, names=("seven", "zero")):
+    """A table of blank images and classes by name."""
+    with path.open("w", newline="") as file:
+        rows = [[*map(float, np.zeros(64)), names[k % len(names)]] for k in range(count)]
+        csv.writer(file).writerows([[*(f"p{k:02}" for k in range(64)), "shows"], *rows])
+    return path
+
+
+def test_a_table_becomes_samples_whose_classes_are_those_of_the_serving_model(start, tmp_path):
+    choice = {"x": ["p*:1x8x8"], "y": ["shows"]}
+    table = write_table(tmp_path / "t.csv", names=("7", "0"))
+    count, kept = keep_samples(tmp_path / "samples", "digits", table, bundle=start, **choice)
+    samples = read_samples(kept)
+    assert count == 8
+    assert samples["y"].tolist() == [7, 0] * 4
+    assert (samples["x"].dtype, samples["x"].shape) == (np.float32, (8, 1, 8, 8))
+    named = write_table(tmp_path / "n.csv", names=("seven", "0"))
+    with pytest.raises(InvalidInput, match="has the class 'seven', but the model's classes are 0"):
+        keep_samples(tmp_path / "samples", "digits", named, bundle=start, **choice)
+    with pytest.raises(InvalidInput, match="but no version serves here"):
+        keep_samples(tmp_path / "samples", "digits", named, **choice)
+    assert read_samples(kept)["y"].tolist() == [7, 0] * 4
+
+
+def test_tables_beyond_the_limits_are_refused_before_they_are_kept(tmp_path, monkeypatch):
+    (tmp_path / "t.csv").write_text("x,y\n" + "1.5,1\n2.5,0\n" * 2)
+    assert keep_samples(tmp_path / "samples", "m", tmp_path / "t.csv")[0] == 4
+    with pytest.raises(InvalidInput, match="one input and one column of classes"):
+        keep_samples(tmp_path / "samples", "m", tmp_path / "t.csv", x=["x", "y"])
+    monkeypatch.setattr(adapting, "MAX_SAMPLES_BYTES", 31)
+    with pytest.raises(InvalidInput, match="at most 31 bytes, got 32"):
+        keep_samples(tmp_path / "samples", "m", tmp_path / "t.csv")
+    (tmp_path / "t.csv").write_text("x,y\n1,1\n")
+    with pytest.raises(InvalidInput, match=r"t\.csv has 1 samples; from 4 to"):
+        keep_samples(tmp_path / "samples", "m", tmp_path / "t.csv")
 
 
 def write_episodes(path, count=3, **changed):

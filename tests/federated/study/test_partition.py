@@ -158,3 +158,15 @@ def test_dirichlet_always_gives_each_device_two_samples(alpha, devices, seed):
 def test_odd_partitions_are_refused(make, said):
     with pytest.raises(InvalidInput, match=said):
         make()
+
+
+def test_texts_name_the_devices_themselves():
+    names = np.array([f"person {k % 3}" for k in range(300)], object)
+    assert list(by_group(samples(), names)) == ["person 0", "person 1", "person 2"]
+    for bad in ("", "a\nb", "x" * 201):
+        names[5] = bad
+        with pytest.raises(InvalidInput, match="1 to 200 printable characters"):
+            by_group(samples(), names)
+    names[5] = 7
+    with pytest.raises(InvalidInput, match="300 texts or whole numbers"):
+        by_group(samples(), names)

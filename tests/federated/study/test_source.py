@@ -1,5 +1,7 @@
 """From a file and options to devices that take part and devices that are only scored."""
 
+import csv
+
 import numpy as np
 import pytest
 
@@ -42,7 +44,7 @@ def path(tmp_path):
 
 
 def source(path, **options):
-    return SampleSource(data=str(path), x="images", y="labels", **options)
+    return SampleSource(data=str(path), x=("images",), y=("labels",), **options)
 
 
 def test_groups_and_their_split(path, module):
@@ -83,7 +85,7 @@ def test_the_digits_need_no_file():
     [
         ({"way": "group"}, InvalidInput, "needs the column of groups"),
         ({"group": "writer"}, InvalidInput, "needs the column of groups"),
-        ({"way": "group", "group": "author"}, NotFound, "no array 'author'"),
+        ({"way": "group", "group": "author"}, NotFound, "no column is called 'author'"),
         (
             {"way": "group", "group": "share"},
             InvalidInput,
@@ -92,15 +94,20 @@ def test_the_digits_need_no_file():
         ({"unseen": 1.0}, InvalidInput, r"in \[0, 1\)"),
         ({"split": "split"}, InvalidInput, "'split' .* no column of groups is named"),
         (
-            {"data": "digits", "way": "group", "group": "writer"},
-            InvalidInput,
-            "columns .*'writer'.* of an npz",
+            {"data": "digits", "x": (), "y": (), "way": "group", "group": "writer"},
+            NotFound,
+            "no column is called 'writer'",
         ),
-        ({"x": "pixels"}, NotFound, "no array 'pixels'; .*; the options x, y, group and split"),
-        ({"y": "one"}, InvalidInput, "all 240 samples of .* have the label 2"),
-        ({"y": "signed"}, InvalidInput, r"classes must be .*, got -1\.\.1"),
         (
-            {"data": "digits"},
+            {"x": ("pixels",)},
+            NotFound,
+            "no column is called 'pixels'; .*; the options x, y, group and split",
+        ),
+        ({"x": ("images", "one")}, InvalidInput, "gives the inputs images, one and the targets"),
+        ({"y": ("one",)}, InvalidInput, "all 240 samples of .* have the label 2"),
+        ({"y": ("signed",)}, InvalidInput, r"classes must be .*, got -1\.\.1"),
+        (
+            {"data": "digits", "x": (), "y": ()},
             InvalidInput,
             r"samples as float32\[N,1,2,2\].* digits are \[1, 8, 8\] each",
         ),
@@ -109,8 +116,52 @@ def test_the_digits_need_no_file():
 def test_odd_sources_are_refused(path, module, options, error, said):
     with pytest.raises(error, match=said):
         devices_of(
-            SampleSource(**{"data": str(path), "x": "images", "y": "labels", **options}), module
+            SampleSource(**{"data": str(path), "x": ("images",), "y": ("labels",), **options}),
+            module,
         )
+
+
+def test_a_table_gives_samples_and_the_names_of_devices(tmp_path, module):
+    rng = np.random.default_rng(0)
+    people = ["ann", "bob", "eve"]
+    rows = [
+        [*rng.random(4), ["lie", "sit", "run"][k % 3], people[k // 3 % 3], int(k // 3 % 3 == 2)]
+        for k in range(90)
+    ]
+    with (tmp_path / "steps.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["p0", "p1", "p2", "p3", "does", "who", "apart"], *rows])
+    options = SampleSource(
+        data=str(tmp_path / "steps.csv"), x=("p*:1x2x2",), y=("does",), way="group", group="who",
+        split="apart",
+    )  # fmt: skip
+    seen, unseen = devices_of(options, module)
+    assert (list(seen), list(unseen)) == (["ann", "bob"], ["eve"])
+    x, y = seen["ann"].train.values()
+    assert (str(x.dtype), x.shape[1:]) == ("float32", (1, 2, 2))
+    assert set(y) == {0, 1, 2}
+
+
+def test_a_target_may_be_a_sequence(tmp_path):
+    class Characters(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(8, 4), nn.Dense(4, 8)
+
+        def construct(self, x):
+            return self.head(self.embed(x))
+
+    trainer = train.Trainer(Characters(), loss=nn.SoftmaxCrossEntropy(), optimizer=optim.SGD(0.1))
+    trainer.prepare(np.zeros((1, 5), np.int64), np.zeros((1, 5), np.int64))
+    module = trainer.export(("predict", "evaluate", "loss"))
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 8, (60, 6))
+    np.savez(tmp_path / "a.npz", x=tokens[:, :-1], y=tokens[:, 1:], z=tokens[:, 1:] + 1)
+    seen, _ = devices_of(SampleSource(data=str(tmp_path / "a.npz"), devices=3), module)
+    assert {[*shard.train.values()][-1].shape[1:] for shard in seen.values()} == {(5,)}
+    with pytest.raises(InvalidInput, match=r"8 classes apart, 0 to 7; the labels .* are 1 to 8"):
+        devices_of(SampleSource(data=str(tmp_path / "a.npz"), y=("z",), devices=3), module)
+    with pytest.raises(InvalidInput, match="60 whole numbers"):
+        devices_of(SampleSource(data=str(tmp_path / "a.npz"), way="labels", devices=3), module)
 
 
 def test_a_model_that_devices_cannot_learn_is_refused_before_data_is_read(tmp_path):

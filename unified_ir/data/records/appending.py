@@ -35,6 +35,7 @@ from triplane.unified_ir.data.records.reader import (
     check_crc32,
     checked_blocks,
     committed_file,
+    read_bytes,
     read_head,
     read_index,
 )
@@ -111,10 +112,10 @@ class RecordAppender:
             crc32 = zlib.crc32(part.data, crc32)
             shard.write(part.data)
         entry = np.zeros(1, self.layout.entry)
-        entry["shard"], entry["rows"], entry["crc32"] = self._number, rows.n, crc32
+        entry["shard"], entry["rows"], entry["crc32"] = self._number, len(rows), crc32
         entry["elements"] = elements
         self._new.append(
-            _NewBlock(self._number, self._offset, size, rows.n, crc32, entry.tobytes())
+            _NewBlock(self._number, self._offset, size, len(rows), crc32, entry.tobytes())
         )
         self._offset += size
         self._check_limits()
@@ -177,11 +178,11 @@ class RecordAppender:
                 for block in blocks:
                     file.seek(block.offset)
                     what = f"{path}: {block.size} bytes at {block.offset}, just written,"
-                    check_crc32(file.read(block.size), block.crc32, what)
+                    check_crc32(read_bytes(file, block.size, path), block.crc32, what)
         path, start = self._folder / INDEX, self._head.blocks * self.layout.entry.itemsize
         with committed_file(path, start + len(entries)) as file:
             file.seek(start)
-            if file.read() != entries:
+            if read_bytes(file, len(entries), path) != entries:
                 raise Corrupt(f"{path} does not read as it was written")
 
 

@@ -32,19 +32,21 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodedRows:
-    """Rows as bytes. fixed: (n, item bytes) of each fixed column. variable: (offsets, elements).
+    """Rows as bytes. records: (n, record bytes), the fixed columns. variable: (offsets, elements).
 
     offsets: (n + 1,) from 0, in bytes of `elements`.
     """
 
-    n: int
-    fixed: tuple[Bytes, ...]
+    records: Bytes
     variable: tuple[tuple[Rows, Bytes], ...]
+
+    def __len__(self) -> int:
+        return len(self.records)
 
     @property
     def row_bytes(self) -> Rows:
         """The bytes of each row in a block, with its offsets: (n,)."""
-        total = np.full(self.n, sum(x.shape[1] for x in self.fixed), np.int64)
+        total = np.full(len(self), self.records.shape[1], np.int64)
         for offsets, _ in self.variable:
             total += np.diff(offsets) + OFFSET_BYTES
         return total
@@ -55,15 +57,12 @@ class EncodedRows:
         for offsets, elements in self.variable:
             here = offsets[start : stop + 1]
             variable.append((here - here[0], elements[here[0] : here[-1]]))
-        return EncodedRows(stop - start, tuple(x[start:stop] for x in self.fixed), tuple(variable))
+        return EncodedRows(self.records[start:stop], tuple(variable))
 
     def copy(self) -> EncodedRows:
         """Return rows that share no memory with the caller's arrays."""
-        return EncodedRows(
-            self.n,
-            tuple(x.copy() for x in self.fixed),
-            tuple((offsets.copy(), elements.copy()) for offsets, elements in self.variable),
-        )
+        variable = ((offsets.copy(), elements.copy()) for offsets, elements in self.variable)
+        return EncodedRows(self.records.copy(), tuple(variable))
 
     def content(self, layout: RecordLayout) -> tuple[list[Bytes], list[int]]:
         """Return the bytes of one block in order, and the elements of each variable column."""
@@ -72,8 +71,8 @@ class EncodedRows:
             table = offsets // column.item_bytes
             tables.append(table.astype("<u4").view(np.uint8))
             counts.append(int(table[-1]))
-        values = [np.ascontiguousarray(x).reshape(-1) for x in self.fixed]
-        return [*values, *tables, *(elements for _, elements in self.variable)], counts
+        records = np.ascontiguousarray(self.records).reshape(-1)
+        return [records, *tables, *(elements for _, elements in self.variable)], counts
 
 
 def encoded(layout: RecordLayout, columns: Columns) -> EncodedRows:
@@ -83,11 +82,13 @@ def encoded(layout: RecordLayout, columns: Columns) -> EncodedRows:
     if columns.keys() != names:
         raise InvalidInput(f"the records have the columns {sorted(names)}, got {sorted(columns)}")
     n = of_columns.count(columns)
-    rows = EncodedRows(
-        n,
-        tuple(_fixed(column, columns[column.name]) for column in layout.fixed),
-        tuple(_variable(column, columns[column.name]) for column in layout.variable),
+    parts = [_fixed(column, columns[column.name]) for column in layout.fixed]
+    # Joining one part would copy all that is appended.
+    records = (
+        parts[0] if len(parts) == 1 else np.concatenate([np.empty((n, 0), np.uint8), *parts], 1)
     )
+    variable = (_variable(column, columns[column.name]) for column in layout.variable)
+    rows = EncodedRows(records, tuple(variable))
     largest = int(rows.row_bytes.max(initial=0))
     if largest > MAX_RECORD_BYTES:
         raise InvalidInput(
@@ -101,27 +102,26 @@ def joined(parts: Sequence[EncodedRows]) -> EncodedRows:
     """Return rows one behind the other."""
     if len(parts) == 1:
         return parts[0]
-    fixed = tuple(np.concatenate(each) for each in zip(*(p.fixed for p in parts), strict=True))
     variable = []
     for each in zip(*(p.variable for p in parts), strict=True):
         lengths = np.concatenate([np.diff(offsets) for offsets, _ in each])
         variable.append((offsets_of(lengths), np.concatenate([x for _, x in each])))
-    return EncodedRows(sum(p.n for p in parts), fixed, tuple(variable))
+    return EncodedRows(np.concatenate([p.records for p in parts]), tuple(variable))
 
 
 def cut(rows: EncodedRows, block_bytes: int) -> tuple[list[EncodedRows], EncodedRows]:
     """Return blocks, each ending with the row that makes it large enough, and the rest."""
     ends = np.cumsum(rows.row_bytes)
     blocks, start = [], 0
-    while start < rows.n:
+    while start < len(rows):
         before = int(ends[start - 1]) if start else 0
         enough = int(np.searchsorted(ends, before + block_bytes)) + 1
         stop = min(enough, start + MAX_BLOCK_ROWS)
-        if stop > rows.n:
+        if stop > len(rows):
             break
         blocks.append(rows.part(start, stop))
         start = stop
-    return blocks, rows.part(start, rows.n)
+    return blocks, rows.part(start, len(rows))
 
 
 def _fixed(column: StoredColumn, values: Column) -> Bytes:

@@ -4,7 +4,7 @@ A record set is a folder: `head` (columns, metadata, what is committed), `index`
 block) and `shard-00000`, `shard-00001`, ... (blocks, one behind the other). Numbers are
 little-endian, checksums are CRC-32 (`zlib.crc32`). Decision 0058 has the layout and its reasons.
 
-A block of n rows holds, in the order of the columns: n values of each column of fixed size; then
+A block of n rows holds n records, each of them the row's values in the columns of fixed size; then
 n + 1 offsets (uint32, in elements) of each variable column; then their elements.
 """
 
@@ -67,8 +67,7 @@ class StoredColumn:
 
     name, field: as in the schema. dtype: of an element. shape: of one row if the column is fixed,
     of one element along the first axis if it is variable; item_bytes: the bytes of that. before:
-    the bytes of a row in the fixed columns before this one, or the number of variable columns
-    before it.
+    the column's place in a record, in bytes, or the number of variable columns before it.
     """
 
     name: str
@@ -86,7 +85,7 @@ class StoredColumn:
 
 @dataclass(frozen=True, slots=True)
 class RecordLayout:
-    """Where the columns of a schema lie in a block. row_bytes: of a row's fixed columns."""
+    """Where the columns of a schema lie in a block. row_bytes: of a record."""
 
     fixed: tuple[StoredColumn, ...]
     variable: tuple[StoredColumn, ...]

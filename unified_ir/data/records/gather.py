@@ -22,53 +22,35 @@ from triplane.unified_ir.data.records.format import (
 )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # made for each batch: freezing one takes a microsecond
 class RecordGather:
-    """The places of n rows; their blocks are checked.
+    """The places of n rows, whose blocks are checked.
 
-    block, base, rows: (n,) number of the row's block, its offset in the shard, its rows. row: (n,)
-    number of the row in its block. shard: (n,), or None if there is only one.
+    block, row: (n,) each row's block, and its number in the set. at: (n,) the address of its record
+    in its shard. shard: (n,), or None if there is only one.
     """
 
     maps: Sequence[memoryview]
     blocks: BlockTable
     layout: RecordLayout
     block: Rows
-    base: Rows
-    rows: Rows
     row: Rows
+    at: Rows
     shard: Rows | None
-
-    @classmethod
-    def of(
-        cls,
-        maps: Sequence[memoryview],
-        blocks: BlockTable,
-        layout: RecordLayout,
-        block: Rows,
-        rows: Rows,
-    ) -> RecordGather:
-        """Return the places of these rows of the set, which are in these blocks."""
-        shard = None if len(maps) == 1 else blocks.shards[block]
-        return cls(
-            maps, blocks, layout, block, blocks.bases[block], blocks.rows[block],
-            rows - blocks.starts[block], shard,
-        )  # fmt: skip
 
     def column(self, column: StoredColumn) -> Column:
         """Return the values of one column. UnicodeDecodeError: a text is not UTF-8."""
         return self._variable(column) if column.is_variable else self._fixed(column)
 
     def _fixed(self, column: StoredColumn) -> Array:
-        shape = (len(self.row), *column.shape)
+        shape = (len(self.at), *column.shape)
         if not column.item_bytes:
             return np.empty(shape, column.dtype)
-        at = self.base + self.rows * column.before + self.row * column.item_bytes
-        return _numbers(self._items(at, column.item_bytes), column).reshape(shape)
+        items = self._items(self.at, column.item_bytes, column.before)
+        return _numbers(items, column).reshape(shape)
 
     def _variable(self, column: StoredColumn) -> Column:
-        start, stop = self._bounds(column)
-        first = self._first_element(column)
+        first, start, stop = self._bounds(column)
         parts = self._parts(first + start * column.item_bytes, first + stop * column.item_bytes)
         if column.field.is_ragged:
             values = _numbers(np.frombuffer(bytearray().join(parts), np.uint8), column)
@@ -80,30 +62,28 @@ class RecordGather:
             objects[:] = list(map(bytes, parts))
         return objects
 
-    def _bounds(self, column: StoredColumn) -> tuple[Rows, Rows]:
-        """Return where each row starts and stops among its block's elements."""
-        table = self.base + self.rows * self.layout.row_bytes
-        table += OFFSET_BYTES * column.before * (self.rows + 1)
-        pairs = self._items(table + OFFSET_BYTES * self.row, 2 * OFFSET_BYTES)
-        start, stop = pairs.view("<u4").reshape(-1, 2).astype(np.int64).T
-        return start, stop
-
-    def _first_element(self, column: StoredColumn) -> Rows:
-        """Return the address of the first element of each row's block."""
-        tables = OFFSET_BYTES * len(self.layout.variable) * (self.rows + 1)
-        address: Rows = self.base + self.rows * self.layout.row_bytes + tables
+    def _bounds(self, column: StoredColumn) -> tuple[Rows, Rows, Rows]:
+        """Return the address of the block's first element, and where each row starts and stops."""
+        rows = self.blocks.rows[self.block]
+        table_bytes = OFFSET_BYTES * (rows + 1)
+        tables = self.blocks.bases[self.block] + rows * self.layout.row_bytes
+        row = self.row - self.blocks.starts[self.block]
+        place = tables + column.before * table_bytes + OFFSET_BYTES * row
+        pairs = self._items(place, 2 * OFFSET_BYTES).view("<u4").reshape(-1, 2)
+        first = tables + len(self.layout.variable) * table_bytes
         for other in self.layout.variable[: column.before]:
-            address += self.blocks.elements[self.block, other.before] * other.item_bytes
-        return address
+            first += self.blocks.elements[self.block, other.before] * other.item_bytes
+        start, stop = pairs.astype(np.int64).T
+        return first, start, stop
 
-    def _items(self, at: Rows, item_bytes: int) -> NDArray[np.void]:
-        """Return the items of so many bytes at these addresses, (n,)."""
+    def _items(self, at: Rows, item_bytes: int, offset: int = 0) -> NDArray[np.void]:
+        """Return the items of so many bytes, `offset` behind these addresses: (n,)."""
         if self.shard is None:
-            return _overlapping(self.maps[0], item_bytes)[at]
+            return _overlapping(self.maps[0], item_bytes, offset)[at]
         items = np.empty(len(at), f"V{item_bytes}")
         for k in np.unique(self.shard):
             here = np.flatnonzero(self.shard == k)
-            items[here] = _overlapping(self.maps[k], item_bytes)[at[here]]
+            items[here] = _overlapping(self.maps[k], item_bytes, offset)[at[here]]
         return items
 
     def _parts(self, start: Rows, stop: Rows) -> list[memoryview]:
@@ -114,10 +94,10 @@ class RecordGather:
         return [self.maps[k][a:b] for k, (a, b) in zip(self.shard.tolist(), places, strict=True)]
 
 
-def _overlapping(content: memoryview, item_bytes: int) -> NDArray[np.void]:
+def _overlapping(content: memoryview, item_bytes: int, offset: int) -> NDArray[np.void]:
     # An index into items of type `void` copies each with one memcpy; rows of bytes take longer.
-    count = max(len(content) - item_bytes + 1, 0)
-    return np.ndarray((count,), f"V{item_bytes}", buffer=content, strides=(1,))
+    count = len(content) - offset - item_bytes + 1
+    return np.ndarray((count,), f"V{item_bytes}", content, offset, (1,))
 
 
 def _numbers(items: NDArray[Any], column: StoredColumn) -> Array:

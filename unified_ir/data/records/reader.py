@@ -92,6 +92,9 @@ class RecordTable:
         self._columns = [stored[name] for name in self._head.schema]
         self._verify = verify
         self._starts, self._bases = self._blocks.starts, self._blocks.bases
+        self._ends = self._starts[1:]
+        # The address of a row's record is this of its block, plus row * row_bytes.
+        self._records = self._bases - self._starts[:-1] * self._layout.row_bytes
         # Offsets are checked even without checksums, since slices follow them.
         self._pending = np.full(len(self._bases), verify or bool(self._layout.variable))
         self._has_pending = bool(self._pending.any())
@@ -128,10 +131,12 @@ class RecordTable:
             raise InvalidInput(
                 f"{self.path} has the rows 0..{len(self) - 1}, got {rows.min()}..{rows.max()}"
             )
-        block = self._starts.searchsorted(rows, "right") - 1
+        block = self._ends.searchsorted(rows, "right")
         if self._has_pending:
             self._check(block)
-        gather = RecordGather.of(self._maps, self._blocks, self._layout, block, rows)
+        at = self._records[block] + rows * self._layout.row_bytes
+        shard = None if len(self._maps) == 1 else self._blocks.shards[block]
+        gather = RecordGather(self._maps, self._blocks, self._layout, block, rows, at, shard)
         try:
             return {column.name: gather.column(column) for column in self._columns}
         except UnicodeDecodeError as error:
@@ -190,7 +195,7 @@ def read_head(path: Path) -> RecordHead:
     if descriptor is None:
         raise NotFound(f"{path} is not a record set: it has no file {HEAD!r}")
     with os.fdopen(descriptor, "rb") as opened:
-        data = opened.read(MAX_HEAD_BYTES + 1)
+        data = read_bytes(opened, MAX_HEAD_BYTES + 1, file)
     if len(data) > MAX_HEAD_BYTES:
         raise InvalidInput(f"{file} has more than {MAX_HEAD_BYTES} bytes, the limit of a head")
     return decode_head(data, str(file))
@@ -202,7 +207,7 @@ def read_index(path: Path, head: RecordHead, layout: RecordLayout) -> NDArray[An
     if n_bytes > MAX_INDEX_BYTES:
         raise InvalidInput(f"{file} has {n_bytes} bytes; at most {MAX_INDEX_BYTES} are read")
     with committed_file(file, n_bytes) as opened:
-        data = opened.read(n_bytes)
+        data = read_bytes(opened, n_bytes, file)
     check_crc32(data, head.index_crc32, str(file))
     return np.frombuffer(data, layout.entry, head.blocks)
 
@@ -238,6 +243,14 @@ def open_file(path: Path) -> int | None:
         os.close(descriptor)
         raise InvalidInput(f"{path} is not a regular file")
     return descriptor
+
+
+def read_bytes(file: BinaryIO, n_bytes: int, path: Path) -> bytes:
+    """Read up to so many bytes; Unavailable if the disk refuses."""
+    try:
+        return file.read(n_bytes)
+    except OSError as error:
+        raise Unavailable(f"{path} could not be read: {error.strerror}") from error
 
 
 def check_crc32(content: bytes | memoryview, stored: int, what: str) -> None:

@@ -121,7 +121,7 @@ class RecordWriter:
         rows = encoded(self._appender.layout, columns)
         with self._failing():
             self._pending_bytes += int(rows.row_bytes.sum())
-            self._pending_rows += rows.n
+            self._pending_rows += len(rows)
             if self._pending_bytes < self._block_bytes and self._pending_rows < MAX_BLOCK_ROWS:
                 self._pending.append(rows.copy())
                 return
@@ -170,8 +170,8 @@ class RecordWriter:
             self.close()
 
     def _keep(self, rows: EncodedRows | None) -> None:
-        self._pending = [rows.copy()] if rows is not None and rows.n else []
-        self._pending_rows = sum(p.n for p in self._pending)
+        self._pending = [rows.copy()] if rows else []
+        self._pending_rows = sum(len(p) for p in self._pending)
         self._pending_bytes = sum(int(p.row_bytes.sum()) for p in self._pending)
 
     def _take_name(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from triplane.unified_ir.federated.core.parts import held_out as apart
 from triplane.unified_ir.federated.core.parts import places
 
 MAX_DEVICES: Final = 100_000
+MAX_NAME_CHARS: Final = 200
 LEAST_SAMPLES: Final = 2
 """Least number of samples of a device: one to learn from, one to score on."""
 
@@ -42,10 +43,14 @@ def by_group(
 ) -> Shards:
     """Make a device of each value of `groups`, such as the writer of each sample.
 
-    Groups of fewer than `least` samples are left out.
+    Groups of fewer than `least` samples are left out. Whole numbers name devices as device-N; texts
+    are the names themselves.
     """
     n = _count(samples)
-    check_whole(groups, n, "groups are")
+    if groups.dtype.kind in "OU":
+        check_names(groups, n)
+    else:
+        check_whole(groups, n, "groups are")
     order = np.argsort(groups, kind="stable")
     values, starts = np.unique(groups[order], return_index=True)
     parts = dict(zip(values.tolist(), np.split(order, starts[1:]), strict=True))
@@ -111,14 +116,16 @@ def by_label_shards(
     return _shards(samples, parts, held_out, seed)
 
 
-def _shards(samples: Samples, parts: Mapping[int, Array], held_out: float, seed: int) -> Shards:
+def _shards(samples: Samples, parts: Mapping[Any, Array], held_out: float, seed: int) -> Shards:
     if not 0 < held_out < 1:
         raise InvalidInput(f"the held-out share must be between 0 and 1, got {held_out}")
     if len(parts) > MAX_DEVICES:
         raise InvalidInput(f"a study has at most {MAX_DEVICES} devices, got {len(parts)}")
-    # With leading zeros, so that names sort like numbers.
-    width = len(str(max(parts)))
-    named = {f"device-{k:0{width}}": rows for k, rows in parts.items()}
+    named = dict(parts)
+    if not any(isinstance(k, str) for k in parts):
+        # With leading zeros, so that names sort like numbers.
+        width = len(str(max(parts)))
+        named = {f"device-{k:0{width}}": rows for k, rows in parts.items()}
     return {name: _split(samples, rows, held_out, seed, name) for name, rows in named.items()}
 
 
@@ -202,6 +209,18 @@ def check_whole(numbers: Array, n: int, what: str) -> None:
     if numbers.shape != (n,) or numbers.dtype.kind not in "iu":
         seen = f"{numbers.dtype}{list(numbers.shape)}"
         raise InvalidInput(f"{what} {n} whole numbers, one for each sample; got {seen}")
+
+
+def check_names(groups: Array, n: int) -> None:
+    """Raise InvalidInput unless `groups` has a text for each of n samples, usable as a name."""
+    if groups.shape != (n,) or not all(isinstance(name, str) for name in groups):
+        raise InvalidInput(f"groups are {n} texts or whole numbers, one for each sample")
+    for name in np.unique(groups):
+        if not (0 < len(name) <= MAX_NAME_CHARS and name.isprintable()):
+            raise InvalidInput(
+                f"a group that names a device has 1 to {MAX_NAME_CHARS} printable characters, got "
+                f"{str(name)[:40]!r}"
+            )
 
 
 def _check_devices(devices: int, samples: int) -> None:

@@ -2,41 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from triplane.proto.errors import InvalidInput, NotFound
-from triplane.unified_ir.data import load, npz
-from triplane.unified_ir.data.dataset import Dataset, from_arrays
+from triplane.unified_ir.data import Dataset, load
+from triplane.unified_ir.data.by_name import PIPELINE
+from triplane.unified_ir.data.choosing import class_numbers
 from triplane.unified_ir.federated.algorithms.objective import objective_of
 from triplane.unified_ir.federated.core.draws import Array, Draws
 from triplane.unified_ir.federated.core.metric import metric_of
 from triplane.unified_ir.federated.study import partition
 from triplane.unified_ir.federated.study.partition import Samples, Shards
 from triplane.unified_ir.ir import Module
+from triplane.unified_ir.ir.types import TensorType
 
 Way = Literal["even", "group", "dirichlet", "labels"]
-NPZ: Final = ".npz"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleSource:
     """The source of samples and their partition over devices.
 
-    data: the name digits, an npz file, IDX files or a folder of images. x, y, group, split: keys of
-    an npz; group assigns each sample to a device; samples where split is not 0 belong to unseen
-    devices. devices: their number, unless the way is "group". unseen: share of devices that are
-    only scored, without split. least: smaller groups are left out.
+    data, x, y: as `data.load` takes them. form: its other options, such as window. group: the
+    column that assigns each sample to a device, by a text or a whole number. split: the column that
+    is not 0 for samples of unseen devices. devices: their number, unless the way is "group".
+    unseen: share of devices that are only scored, without split. least: smaller groups are left
+    out.
     """
 
     data: str
-    x: str = "x"
-    y: str = "y"
+    x: tuple[str, ...] = ()
+    y: tuple[str, ...] = ()
+    form: Mapping[str, Any] = field(default_factory=dict)
     group: str = ""
     split: str = ""
     way: Way = "even"
@@ -52,19 +56,19 @@ class SampleSource:
 def devices_of(source: SampleSource, module: Module) -> tuple[Shards, Shards]:
     """Return (devices that take part, devices that are only scored), with the model's names."""
     names = batch_names(module)
-    dataset, columns = _read(source)
-    _check_samples(source, dataset.x, module)
-    _check_labels(source, dataset.y, module)
-    samples: Samples = {names[0]: dataset.x, names[1]: dataset.y}
-    groups = columns.get(source.group)
+    dataset = _read(source)
+    samples = _samples(source, dataset, module, names)
+    _check_labels(source, samples[names[-1]], module)
+    groups = np.asarray(dataset.column(source.group)) if source.group else None
     if not source.split:
         return _chosen(source, _partitioned(source, samples, groups))
-    unseen = columns[source.split] != 0
+    split = np.asarray(dataset.column(source.split))
+    partition.check_whole(split, len(dataset), f"column {source.split!r} must have")
+    unseen = split != 0
     return _part(source, samples, groups, ~unseen), _part(source, samples, groups, unseen)
 
 
-def _read(source: SampleSource) -> tuple[Dataset, dict[str, Array]]:
-    keys = [key for key in (source.group, source.split) if key]
+def _read(source: SampleSource) -> Dataset:
     if (source.way == "group") != bool(source.group):
         raise InvalidInput("a partition by group, and only that, needs the column of groups")
     if source.split and not source.group:
@@ -72,23 +76,51 @@ def _read(source: SampleSource) -> tuple[Dataset, dict[str, Array]]:
             f"the column {source.split!r} marks unseen groups, but no column of groups is named; "
             "name one, or give the share of unseen devices"
         )
-    if Path(source.data).suffix != NPZ:
-        if keys:
-            raise InvalidInput(f"columns {keys} are those of an npz file, not of {source.data}")
-        return load(source.data), {}
+    keep = tuple(key for key in (source.group, source.split) if key)
+    if keep and Path(source.data).suffix == PIPELINE:
+        return load(source.data, x=source.x, y=source.y, **source.form)  # it keeps all its columns
     try:
-        columns = npz.columns(Path(source.data), [source.x, source.y, *keys])
+        return load(source.data, x=source.x, y=source.y, keep=keep, **source.form)
     except NotFound as error:
-        raise NotFound(f"{error}; the options x, y, group and split name the arrays") from error
-    dataset = from_arrays(columns[source.x], columns[source.y])
-    for key in keys:
-        partition.check_whole(columns[key], len(dataset), f"column {key!r} must have")
-    return dataset, {key: columns[key] for key in keys}
+        raise NotFound(f"{error}; the options x, y, group and split name the columns") from error
 
 
-def _check_samples(source: SampleSource, x: Array, module: Module) -> None:
+def _samples(
+    source: SampleSource, dataset: Dataset, module: Module, names: Sequence[str]
+) -> dict[str, Array]:
+    """Return inputs and target by the model's names; InvalidInput unless they fit its inputs."""
+    roles = (*dataset.inputs, *dataset.targets)
+    if (len(dataset.inputs), len(dataset.targets)) != (len(names) - 1, 1):
+        raise InvalidInput(
+            f"the model takes the inputs {', '.join(names[:-1])} and a target; {source.data} gives "
+            f"the inputs {', '.join(dataset.inputs)} and the targets "
+            f"{', '.join(dataset.targets) or 'none'}; choose its columns by x and y"
+        )
+    labels = _labels(module)
+    samples = {}
+    for name, own, value in zip(names, roles, objective_of(module).batch, strict=True):
+        if dataset.schema[own].is_ragged or not dataset.schema[own].is_number:
+            raise InvalidInput(f"column {own!r} holds {dataset.schema[own]}; a model takes arrays")
+        is_target = name == names[-1]
+        x = class_numbers(dataset, labels) if is_target else np.asarray(dataset.column(own))
+        # Tables hold float64; a model computes in float32.
+        samples[name] = x.astype(value.type.dtype.numpy) if x.dtype == np.float64 else x
+        if not is_target:
+            _check_samples(source, x, value.type)
+    return samples
+
+
+def _labels(module: Module) -> tuple[str, ...]:
+    """Return the names of the model's classes; none if it has none."""
+    try:
+        labels = json.loads(module.meta.get("labels", "[]"))
+    except ValueError as error:
+        raise InvalidInput(f"the labels of the model are not JSON: {error}") from error
+    return tuple(map(str, labels)) if isinstance(labels, list) else ()
+
+
+def _check_samples(source: SampleSource, x: Array, wanted: TensorType) -> None:
     """Refuse samples of another shape than the model's."""
-    wanted = objective_of(module).batch[0].type
     sizes = zip(wanted.shape[1:], x.shape[1:], strict=False)
     if len(wanted.shape) != x.ndim or any(isinstance(a, int) and a != b for a, b in sizes):
         raise InvalidInput(
@@ -102,13 +134,15 @@ def _check_labels(source: SampleSource, y: Array, module: Module) -> None:
     if not metric_of(module.entry("evaluate").result_names).share or y.dtype.kind not in "iu":
         return  # targets of another loss are any numbers
     least, most = int(y.min()), int(y.max())
+    if least < 0:
+        raise InvalidInput(f"classes must be 0 or more, got {least}..{most} in {source.data}")
     if least == most:
         raise InvalidInput(
             f"all {len(y)} samples of {source.data} have the label {most}, but a study compares "
-            "classifiers of at least two classes; did you mean another array?"
+            "classifiers of at least two classes; did you mean another column?"
         )
     shape = module.entry("predict").results[0].type.shape
-    classes = shape[-1] if len(shape) == 2 else None
+    classes = shape[-1] if len(shape) == y.ndim + 1 else None
     if isinstance(classes, int) and most >= classes:
         raise InvalidInput(
             f"the model tells {classes} classes apart, 0 to {classes - 1}; the labels of "
@@ -128,7 +162,7 @@ def _partitioned(source: SampleSource, samples: Samples, groups: Array | None) -
     held_out, seed = source.held_out, source.seed
     if groups is not None:
         return partition.by_group(samples, groups, held_out=held_out, seed=seed, least=source.least)
-    labels = list(samples)[1]
+    labels = list(samples)[-1]
     ways: dict[Way, Callable[..., Shards]] = {
         "even": partition.evenly,
         "dirichlet": partial(partition.by_dirichlet, alpha=source.alpha, labels=labels),
@@ -151,9 +185,11 @@ def _chosen(source: SampleSource, shards: Shards) -> tuple[Shards, Shards]:
     )
 
 
-def batch_names(module: Module) -> tuple[str, str]:
-    """Return the model's names of samples and labels; InvalidInput if it has other inputs."""
-    names = [value.name for value in objective_of(module).batch]
-    if len(names) != 2:
-        raise InvalidInput(f"a study needs a loss of samples and labels; this one takes {names}")
-    return names[0], names[1]
+def batch_names(module: Module) -> tuple[str, ...]:
+    """Return the model's names of inputs and target; InvalidInput if it has no target."""
+    names = tuple(value.name for value in objective_of(module).batch)
+    if len(names) < 2:
+        raise InvalidInput(
+            f"a study needs a loss of samples and a target; this one takes {list(names)}"
+        )
+    return names

@@ -1,0 +1,127 @@
+"""The options of the verbs that read samples: which data, which of its columns, in which form.
+
+They mean the same for every verb. Only `data` itself reads anything; this module imports it late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from triplane.unified_ir.cli.shell import COUNT, option
+
+if TYPE_CHECKING:
+    from triplane.unified_ir.data import Dataset
+
+    _SizeType = click.ParamType[Any]
+else:
+    _SizeType = click.ParamType
+
+KINDS: Final = "the name digits, a file (.npz, .npy, .csv, .parquet, .db, .txt, ...), or a folder"
+CHOICES: Final = """\b
+DATA is the name digits, a file of arrays, a table, a text, MNIST IDX files, or a folder of images
+with one sub-folder per class; docs/data.md lists the kinds. A CHOICE of its columns is
+[NAME=]PATTERN[,PATTERN..][:SHAPE]:
+  --x x:1x28x28     the column x, each sample as 1 x 28 x 28
+  --x 'ch*:2x64'    128 columns, joined to 2 rows of 64
+  --x image=photo   the column photo under another name
+  --x a --x b       two inputs, in the order in which the model takes them
+  --y price:1       a target of one number, as an array of length 1
+"""
+"""The paragraph of help on columns, for the verbs that have `choices`."""
+PIXELS: Final = "pixels"
+_READ: Final = {
+    "x": "x",
+    "y": "y",
+    PIXELS: PIXELS,
+    "window": "window",
+    "sql": "query",
+    "size": "size",
+}
+"""Option -> the field of `data.load`; `query` is the name of an option of studies."""
+
+
+class ImageSize(_SizeType):
+    """HEIGHTxWIDTH of images, as (height, width)."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the two sizes; a usage error shows the form."""
+        if isinstance(value, tuple):
+            return value
+        height, _, width = str(value).partition("x")
+        if not (height.isdecimal() and width.isdecimal() and int(height) and int(width)):
+            self.fail(f"a size of images is HEIGHTxWIDTH, such as 32x32; got {value!r}", param, ctx)
+        return int(height), int(width)
+
+
+def data_option(help_text: str, *, required: bool = False) -> click.Option:
+    """Return --data."""
+    return option("--data DATA", f"{help_text}: {KINDS}.", required=required)
+
+
+def choices(model: str = "the model") -> tuple[click.Option, click.Option]:
+    """Return --x and --y; model: what takes the inputs, for the help."""
+    return (
+        option("--x CHOICE", f"Columns of an input of {model}, see below; may be repeated.  "
+               "[default: x]", multiple=True, show_default=False),
+        option("--y CHOICE", "Columns of a target, see below; texts become classes.  [default: y]",
+               multiple=True, show_default=False),
+    )  # fmt: skip
+
+
+def forms() -> tuple[click.Option, ...]:
+    """Return --pixels, --size, --window and --sql."""
+    return (
+        option("--pixels/--no-pixels", "Read bytes as pixels and divide them by 255, or leave them "
+               "as they are.  [default: inputs with two axes or more are pixels]", default=None,
+               show_default=False),
+        option("--size HxW", "Resize the images of a folder.", ImageSize()),
+        option("--sql QUERY", "The rows of a database that are samples; ORDER BY keeps their order "
+               "the same."),
+        option("--window N", "Length of a sample of text, or of consecutive rows.  [default: 64 "
+               "for text]", COUNT),
+    )  # fmt: skip
+
+
+def reading(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `data.load` that a verb's options state."""
+    return {name: options[key] for key, name in _READ.items() if key in options}
+
+
+def summary(dataset: Dataset) -> str:
+    """Return the inputs and targets with their types, for a note: "x float32[2x64], y int64"."""
+    schema = dataset.schema
+    return ", ".join(f"{name} {schema[name]}" for name in (*dataset.inputs, *dataset.targets))
+
+
+def shape_hint(dataset: Dataset, x: Sequence[str], y: Sequence[str]) -> str:
+    """Return what a model was fed and the option that adds an axis, for errors about shapes.
+
+    x, y: the choices of the command line.
+    """
+    examples = [
+        text
+        for flag, names, chosen in (("--x", dataset.inputs, x), ("--y", dataset.targets, y))
+        for text in _examples(dataset, flag, names, chosen)
+    ]
+    way = f"; another shape is chosen as in {' or '.join(examples)}" if examples else ""
+    return f"the data gives, for each sample: {summary(dataset)}{way}"
+
+
+def _examples(
+    dataset: Dataset, flag: str, names: Sequence[str], chosen: Sequence[str]
+) -> list[str]:
+    """Return the choice with one more axis for each column that probably lacks one."""
+    examples = []
+    for k, name in enumerate(names):
+        field = dataset.schema[name]
+        # Classes have no axis, and three axes are images with their channels.
+        lacks = len(field.shape) in (1, 2) if flag == "--x" else field.dtype.startswith("float")
+        if lacks and not (field.is_ragged or (flag == "--y" and field.shape)):
+            columns = chosen[k].partition(":")[0] if chosen else name
+            examples.append(f"{flag} '{columns}:{'x'.join(map(str, (1, *field.shape)))}'")
+    return examples
