@@ -31,7 +31,10 @@ MOST_WARNINGS: Final = 5
 
 
 class CloudSource:
-    """See `DashboardSource`. wire: converts nodes and rollouts to messages, with live data of streams."""
+    """See `DashboardSource`.
+
+    wire: converts nodes and rollouts to messages, with live data of streams.
+    """
 
     def __init__(
         self,

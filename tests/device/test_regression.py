@@ -9,7 +9,7 @@ import pytest
 from tests.cloud.federation import given
 from tests.cloud.federation.given import ended, start_request
 from tests.device.devices import taking_part, token_for
-from tests.federated.study.test_losses import mse, regression, sine
+from tests.federated.study.sines import mse, regression, sine
 from tests.support.deadlines import within
 
 from triplane.cloud.cli.runs import changes, run_text

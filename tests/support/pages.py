@@ -1,6 +1,7 @@
 """Tables of documentation pages that follow from a table of the product."""
 
 import os
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -21,3 +22,13 @@ def check_table(page: str, name: str, heads: Sequence[str], rows: Iterable[Seque
     if os.environ.get("TRIPLANE_ACCEPT") == "1":
         path.write_text(text)
     assert path.read_text() == text, "run this test with TRIPLANE_ACCEPT=1 and review the diff"
+
+
+def script_of(page: str) -> str:
+    """Return one Python program of a page's Python and shell blocks, in their order."""
+    blocks = re.findall(r"```(python|sh)\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
+    head = "import subprocess as _subprocess\n"
+    run = "_subprocess.run({!r}, shell=True, check=True, executable='/bin/bash')\n"
+    return head + "\n".join(
+        text if kind == "python" else run.format("set -e\n" + text) for kind, text in blocks
+    )

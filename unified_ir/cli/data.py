@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.cli.data_options import ImageSize
 from triplane.unified_ir.cli.shell import (
     COUNT,
     NATURAL,
@@ -31,7 +32,7 @@ Examples:
 
 \b
 DATA is the name digits, a file (.npz, .npy, .csv, .tsv, .parquet, .arrow, .feather, .txt, IDX
-images, .db or .sqlite with --query, a pipeline as .json), a record set NAME.tpr, or a folder of
+images, .db or .sqlite with --sql, a pipeline as .json), a record set NAME.tpr, or a folder of
 images with one sub-folder per class. A record set is a folder; it may be moved and renamed.
 """
 SUFFIX: Final = ".tpr"
@@ -39,22 +40,11 @@ SHOWN_SAMPLES: Final = 3
 SHOWN_WIDTH: Final = 72
 
 
-def image_size(
-    _context: click.Context, _param: click.Parameter, value: str | None
-) -> tuple[int, int] | None:
-    """Parse HxW."""
-    if value is None:
-        return None
-    height, _, width = value.partition("x")
-    if not (height.isdecimal() and width.isdecimal()):
-        raise InvalidInput(f"--size is HEIGHTxWIDTH in pixels, such as 64x64, got {value!r}")
-    return int(height), int(width)
-
-
 # fmt: off
 SOURCE_OPTIONS: Final = (
-    option("--query SQL", "For a database: the query whose rows are the samples."),
-    option("--size HxW", "For a folder of images: resize them all.", callback=image_size),
+    option("--sql QUERY", "The rows of a database that are samples; ORDER BY keeps their order "
+           "the same."),
+    option("--size HxW", "Resize the images of a folder.", ImageSize()),
 )
 INSPECT_OPTIONS: Final = (
     *SOURCE_OPTIONS,
@@ -155,7 +145,7 @@ def profile(**options: Any) -> None:
 def _stored(options: dict[str, Any]) -> Dataset:
     from triplane.unified_ir.data.by_name import stored
 
-    return stored(options["data"], query=options["query"], size=options["size"])
+    return stored(options["data"], query=options["sql"], size=options["size"])
 
 
 def _first(dataset: Dataset, count: int) -> list[dict[str, Any]]:

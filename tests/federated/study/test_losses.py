@@ -3,7 +3,6 @@
 import json
 import re
 from dataclasses import replace
-from functools import cache
 
 import numpy as np
 import pytest
@@ -25,34 +24,10 @@ from triplane.unified_ir.federated.study import (
 )
 
 from .given import module, shards, study, there
+from .sines import mse, regression, sines
 
 LR, STEPS = 0.3, 3
 HYPER = Hyper(lr=LR, meta_lr=0.1, inner_steps=STEPS)
-
-
-def sine(number, *, train=12, held_out=20):
-    """A device's noisy sine of its own phase; features are 1, sin and cos, so a line fits it."""
-    rng = np.random.default_rng(number)
-    t = rng.uniform(-np.pi, np.pi, train + held_out)
-    phase = rng.uniform(0, 2 * np.pi)
-    y = 1 + 2 * np.sin(t + phase) + rng.normal(0, 0.1, len(t))
-    x = np.stack([np.ones_like(t), np.sin(t), np.cos(t)], 1)
-    data = {"x": x.astype(np.float32), "y": y.astype(np.float32)[:, None]}
-    return Shard(*({k: v[part] for k, v in data.items()} for part in np.s_[:train, train:]))
-
-
-@cache
-def sines(count=6, first=0):
-    return {f"device-{k}": sine(k) for k in range(first, first + count)}
-
-
-@cache
-def regression(hidden=0):
-    nn.seed(4)
-    layers = [nn.Dense(3, hidden), nn.Tanh(), nn.Dense(hidden, 1)] if hidden else [nn.Dense(3, 1)]
-    trainer = train.Trainer(nn.Sequential(*layers), loss=nn.MSE(), optimizer=optim.SGD(0.1))
-    trainer.prepare(np.zeros((1, 3), np.float32), np.zeros((1, 1), np.float32))
-    return trainer.export(("predict", "evaluate", "loss"))
 
 
 def run(algorithm, module=None, **options):
@@ -67,10 +42,6 @@ def trials():
     return [
         run("fedavg", evaluate_every=2, rates=(0.1, 0.01)), run("maml", evaluate_every=2)
     ]  # fmt: skip
-
-
-def mse(w, b, part):
-    return float(np.mean((part["x"].astype(float) @ w.T + b - part["y"]) ** 2))
 
 
 def adapted(w, b, part, rate):
