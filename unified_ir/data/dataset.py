@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from mmap import mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -454,6 +455,12 @@ def zipped(*datasets: Dataset) -> Dataset:
 def of_source(source: Source, name: str) -> Dataset:
     """Return the dataset of a source, with x as input and y as target if it has them."""
     dataset = with_default_roles(Dataset(Origin(source, None, name)))
+    table = dataset.origin.table
+    if isinstance(table, ArrayTable):
+        for key, column in table.columns.items():
+            # A mapped file is not read as a whole only to look at it.
+            if isinstance(column, np.ndarray) and not _is_mapped(column):
+                check_finite(column, f"{key} of {name}", what="values")
     return dataset.named(getattr(dataset.origin.table, "labels", ()))
 
 
@@ -479,6 +486,13 @@ def check_labels(y: Array, labels: Sequence[str]) -> None:
         raise InvalidInput(
             f"class {y[at]} of sample {at} has no name; there are {len(labels)} labels"
         )
+
+
+def _is_mapped(array: Any) -> bool:
+    """Return whether an array, or one that it is a view of, is mapped from a file."""
+    while array is not None and not isinstance(array, np.memmap | mmap):
+        array = getattr(array, "base", None)
+    return array is not None
 
 
 def _as_column(column: Any) -> Column:
