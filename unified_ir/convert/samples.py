@@ -170,7 +170,8 @@ def read_labelled(
 
 def _is_plain_npz(path: Path, options: Mapping[str, Any]) -> bool:
     """Return whether the arrays are found by the model's own names."""
-    return path.suffix == ".npz" and path.exists() and not any(options.values())
+    stated = [value for value in options.values() if value not in (None, ())]
+    return path.suffix == ".npz" and path.exists() and not stated
 
 
 def _names(inputs: Sequence[Value]) -> str:
