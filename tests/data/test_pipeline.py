@@ -24,6 +24,7 @@ from triplane.unified_ir.data.dataset import Dataset, of_source
 from triplane.unified_ir.data.form import from_json
 from triplane.unified_ir.data.loader import Loader
 from triplane.unified_ir.data.opened import Origin
+from triplane.unified_ir.data.ordering import Split
 from triplane.unified_ir.data.registry import STEPS
 from triplane.unified_ir.data.table import ArrayTable
 from triplane.unified_ir.data.transforms import Cast, Flip, Noise, Rename, Scale
@@ -458,3 +459,29 @@ def test_a_split_comes_before_random_steps_and_spares_the_held_out_part():
     noisy = np.concatenate([b["x"] for b in rest]).ravel()
     assert not set(noisy.tolist()) & set(plain[0].x.ravel().tolist())
     assert from_json(data.digits().shuffle().split()[1].json()).samples == 360
+
+
+def test_steps_after_zip_see_the_shuffling_of_its_parts():
+    x, z = (data.arrays({name: np.arange(20)}) for name in "xz")
+    small = data.zipped(x.shuffle(), z).filter(lambda s: s["x"] < 10).batch(20)
+    for seed, epoch in ((0, 0), (0, 1), (1, 0)):
+        (batch,) = small.opened(seed).batches(epoch)
+        assert sorted(batch["x"]) == list(range(10))
+    with pytest.raises(InvalidInput, match="cache keeps what the first epoch computed"):
+        data.zipped(x.shuffle(), z).cache().view()
+
+
+def test_parts_of_zip_and_steps_after_it_draw_different_numbers():
+    zeros = np.zeros(6, np.float32)
+    x, z, w = (data.arrays({name: zeros}).then(Noise(name, 1, low=-9, high=9)) for name in "xzw")
+    both = data.zipped(data.zipped(x, z), w, data.arrays({"v": zeros}))
+    (batch,) = both.then(Noise("v", 1, low=-9, high=9)).batch(6).opened(3).batches(0)
+    assert len({tuple(column) for column in batch.values()}) == 4
+
+
+def test_split_after_a_random_step_is_refused():
+    numbers = data.arrays({"x": np.arange(20)})
+    with pytest.raises(InvalidInput, match="put split before that step"):
+        numbers.shuffle().then(Split(0.2, held_out=True)).view()
+    with pytest.raises(InvalidInput, match="put split before that step"):
+        data.zipped(numbers.shuffle(), data.arrays({"z": np.arange(20)})).split()

@@ -32,6 +32,11 @@ class Origin:
     _lock: Lock = field(default_factory=Lock)
 
     @property
+    def is_random(self) -> bool:
+        """Whether the source itself differs between epochs, as datasets within it may."""
+        return bool(getattr(self.source, "is_random", False))
+
+    @property
     def table(self) -> Table | Feed:
         """The open source; opened once, then shared by all datasets that begin with it."""
         if self.opened is None:
@@ -44,13 +49,18 @@ class Origin:
 
 @dataclass(eq=False)
 class Opened:
-    """A pipeline with the seed of a run. probe: wraps each view, to measure it."""
+    """A pipeline with the seed of a run.
+
+    probe: wraps each view, to measure it. place: of this pipeline among those of a run, so that two
+    that are zipped draw different numbers.
+    """
 
     origin: Origin
     steps: tuple[Step, ...]
     seed: int
     memo: Memo
     probe: Callable[[View, int], View] | None = None
+    place: int = 0
     _views: dict[int, OrderedDict[int, View]] = field(default_factory=dict)
     _lock: Any = field(default_factory=RLock)
 
@@ -71,7 +81,7 @@ class Opened:
         """Return the view after the first `count` steps."""
         if count == 0:
             parts = getattr(self.origin.table, "of_epoch", None)
-            view: View = self.origin.table if parts is None else parts(self.seed, epoch)
+            view: View = self.origin.table if parts is None else parts(self.seed, epoch, self.place)
             return view if self.probe is None else self.probe(view, 0)
         # Locked because `repeat` asks for views of other epochs from the threads that read.
         with self._lock:
@@ -92,5 +102,6 @@ class Opened:
             number=count - 1,
             key=before,
             memory=self.memo,
-            random=any(step.is_random for step in before),
+            random=self.origin.is_random or any(step.is_random for step in before),
+            place=self.place,
         )

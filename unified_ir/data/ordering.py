@@ -383,6 +383,11 @@ class Split(Step):
 
     def view(self, upstream: Upstream, context: StepContext) -> View:
         """See `Step`."""
+        if context.random:
+            raise InvalidInput(
+                "split holds out the same samples in every epoch, and a step before it is random; "
+                "put split before that step"
+            )
         source = table_of(upstream(context.epoch), "split", IN_ORDER)
         mask: NDArray[np.bool_] = context.memory.get(
             (context.key, self.fraction, self.seed, self.column, self.group),

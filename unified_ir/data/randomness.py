@@ -84,6 +84,11 @@ class RowDraws:
         return np.random.Generator(np.random.Philox(key=one.words(2)[0]))
 
 
+def place_of_part(place: int, part: int) -> int:
+    """Return the place of a pipeline that is part number `part` of the one at `place`."""
+    return int(_mixed(np.uint64(place) ^ np.uint64(part + 1)))
+
+
 def _unit(x: NDArray[np.uint64]) -> NDArray[np.float64]:
     """Return words as numbers in [0, 1), by their highest 53 bits."""
     unit: NDArray[np.float64] = (x >> np.uint64(11)).astype(np.float64) * 2.0**-53
