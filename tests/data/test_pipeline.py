@@ -485,3 +485,36 @@ def test_split_after_a_random_step_is_refused():
         numbers.shuffle().then(Split(0.2, held_out=True)).view()
     with pytest.raises(InvalidInput, match="put split before that step"):
         data.zipped(numbers.shuffle(), data.arrays({"z": np.arange(20)})).split()
+
+
+def sequences() -> Iterator[dict[str, np.ndarray]]:
+    """Return sequences of which the first 256, a block, have the same length."""
+    return ({"x": np.full(2 if k < 256 else k % 3 + 1, k)} for k in range(512))
+
+
+@pytest.mark.parametrize("size", [1, 100, 300])
+def test_sequences_that_happen_to_have_one_length_are_padded_like_others(size: int):
+    made = data.generated(sequences, ragged=("x",))
+    for dataset in (
+        made.shuffle(1),
+        made.map(lambda s: {"x": s["x"]}),
+        data.generated(lambda: ({"k": k} for k in range(512))).map(
+            lambda s: {"x": np.full(2 if s["k"] < 256 else s["k"] % 3 + 1, s["k"])}, ragged=("x",)
+        ),
+    ):
+        batches = list(dataset.padded_batch(size, length=4, lengths=True))
+        assert all(b["x"].shape == (len(b["x.length"]), 4) for b in batches)
+        assert np.concatenate([b["x"][:, 0] for b in batches]).tolist() == list(range(512))
+
+
+def test_map_refuses_lengths_that_differ_unless_they_are_stated():
+    rows = data.arrays(np.arange(5)).map(lambda s: {"x": np.zeros(int(s["x"]))})
+    with pytest.raises(InvalidInput, match=r"state map\(..., ragged=\('x',\)\)"):
+        next(rows.batch(5).opened().batches(0))
+
+
+def test_list_reads_samples_of_unknown_number():
+    dataset = data.generated(lambda: ({"x": k} for k in range(5)))
+    assert [int(one["x"]) for one in list(dataset)] == list(range(5))
+    with pytest.raises(InvalidInput, match=r"number of samples of .* is not known"):
+        len(dataset)

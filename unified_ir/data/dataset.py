@@ -41,6 +41,13 @@ DEFAULT_TARGET: Final = "y"
 SHOWN_COLUMNS: Final = 8
 
 
+class UnknownLength(InvalidInput, TypeError):
+    """The length of samples that are read in order; `list` reads them all the same.
+
+    A TypeError, since `list` asks for the length and lets no other error pass.
+    """
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Dataset:
     """A source of samples and the steps that they pass through.
@@ -71,7 +78,7 @@ class Dataset:
         """Return the number of samples of an epoch; InvalidInput if it is not known beforehand."""
         n = self.samples
         if n is None:
-            raise InvalidInput(
+            raise UnknownLength(
                 f"the number of samples of {self.origin.name} is not known before they are read"
             )
         return n
@@ -148,12 +155,16 @@ class Dataset:
             roles = [tuple(name for n in names for name in step.names_after(n)) for names in roles]
         return replace(self, steps=(*self.steps, *steps), inputs=roles[0], targets=roles[1])
 
-    def map(self, function: Callable[..., Any], *, random: bool = False) -> Dataset:
+    def map(
+        self, function: Callable[..., Any], *, random: bool = False, ragged: Sequence[str] = ()
+    ) -> Dataset:
         """Pass each sample, or after `batch` each batch, through a Python function: dict to dict.
 
         random: the function also takes a generator that depends on seed, epoch and sample alone.
+        ragged: columns whose samples differ in their first axis after the function.
         """
-        return self.then(functions.Map(functions.PythonFunction(function), random))
+        call = functions.PythonFunction(function)
+        return self.then(functions.Map(call, random, tuple(ragged)))
 
     def filter(self, function: Callable[[dict[str, Any]], Any]) -> Dataset:
         """Keep the samples for which the function of a sample (a dict) is true."""

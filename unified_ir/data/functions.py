@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -56,11 +56,13 @@ class Map(Step):
 
     The function takes a dict of columns and returns a dict, or it takes (dict, generator) with
     random=True, where the generator depends on seed, epoch and sample alone. Columns that the
-    result lacks are dropped.
+    result lacks are dropped. ragged: columns of samples that differ in their first axis, beside
+    those that differ before.
     """
 
     function: PythonFunction
     random: bool = False
+    ragged: tuple[str, ...] = ()
 
     @property
     def is_random(self) -> bool:
@@ -71,10 +73,15 @@ class Map(Step):
         """See `Step`."""
         source = upstream(context.epoch)
         if is_table(source) or is_feed(source):
-            return mapped(source, lambda block, rows: self._rows(block, rows, context), None)
+            ragged = {*self.ragged, *columns.ragged_of(source.schema)}
+            return mapped(
+                source, lambda block, rows: self._rows(block, rows, context, ragged), None
+            )
         return mapped(source, lambda batch, rows: self._batch(batch, rows, context), None)
 
-    def _rows(self, block: Columns, rows: Rows, context: StepContext) -> Columns:
+    def _rows(
+        self, block: Columns, rows: Rows, context: StepContext, ragged: Collection[str]
+    ) -> Columns:
         if not len(rows):
             return block
         results = []
@@ -82,7 +89,13 @@ class Map(Step):
         for k in range(len(rows)):
             more = (draws.generator(k),) if self.random else ()
             results.append(self._call(columns.sample(block, k), *more))
-        return columns.stacked(results)
+        result = columns.stacked(results, ragged)
+        for name in columns.ragged_of(columns.schema_of(result)) - set(ragged):
+            raise InvalidInput(
+                f"{self.function.name} returns {name!r} with first axes that differ between "
+                f"samples; pad them, or state map(..., ragged=({name!r},))"
+            )
+        return result
 
     def _batch(self, batch: Columns, rows: Rows, context: StepContext) -> Columns:
         more = (context.draws(rows).generator(0),) if self.random else ()

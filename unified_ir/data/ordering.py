@@ -91,14 +91,15 @@ class _Buffered:
         pool: list[dict[str, Any]] = []
         out: list[dict[str, Any]] = []
         shuffled = _shuffled(_samples(self.feed), pool, self.size, draw)
+        ragged = columns.ragged_of(self.schema)
         for number, one in enumerate(shuffled):
             if number >= start:
                 out.append(one)
             if len(out) == BLOCK:
-                yield columns.stacked(out)
+                yield columns.stacked(out, ragged)
                 out = []
         if out:
-            yield columns.stacked(out)
+            yield columns.stacked(out, ragged)
 
 
 def _samples(feed: Feed) -> Iterator[dict[str, Any]]:
