@@ -518,3 +518,32 @@ def test_list_reads_samples_of_unknown_number():
     assert [int(one["x"]) for one in list(dataset)] == list(range(5))
     with pytest.raises(InvalidInput, match=r"number of samples of .* is not known"):
         len(dataset)
+
+
+def test_split_does_not_put_copies_of_a_sample_in_both_parts():
+    rest, held_out = numbers(10).repeat(3).split(0.3)
+    assert (len(rest), len(held_out)) == (7 * 3, 3)
+    assert not set(rest.x.tolist()) & set(held_out.x.tolist())
+
+
+def test_split_holds_out_the_last_of_windows_that_overlap():
+    rest, held_out = numbers(20).then(Rename("x", "z")).window(3).roles("z").split(0.25)
+    assert set(rest.x.ravel().tolist()) == set(range(15))
+    assert set(held_out.x.ravel().tolist()) == set(range(15, 20))
+    with pytest.raises(InvalidInput, match="leaves one part without a window"):
+        numbers(20).window(8).split(0.25)
+    with pytest.raises(InvalidInput, match="between 0 and 1"):
+        numbers(20).window(8).split(1.5)
+    apart, _ = numbers(20).window(2, stride=2).split(0.5, seed=3)
+    assert apart.x[:, 0].tolist() != list(range(0, 10, 2))
+
+
+def test_where_refuses_bytes():
+    rows = data.arrays({"x": np.array([b"a", b"b"], object)})
+    with pytest.raises(InvalidInput, match="where compares one number or text"):
+        rows.where("x", "==", "a").view()
+
+
+def test_window_does_not_write_what_comes_next_over_its_input():
+    with pytest.raises(InvalidInput, match="would write over the column"):
+        numbers(9).window(3, ahead=1, into="x").view()

@@ -151,7 +151,8 @@ class Where(Step):
     def view(self, upstream: Upstream, context: StepContext) -> View:
         """See `Step`."""
         field = upstream(context.epoch).schema.get(self.column)
-        if field is None or field.shape or field.is_number == isinstance(self.value, str):
+        kind = "text" if isinstance(self.value, str) else "number"
+        if field is None or field.shape or kind != ("number" if field.is_number else field.dtype):
             raise InvalidInput(
                 f"where compares one number or text per sample with {self.value!r}; column "
                 f"{self.column!r} is {field or 'absent'}"

@@ -131,6 +131,11 @@ class Windowed(Step):
             raise InvalidInput(
                 f"window with ahead= takes one column, there are {', '.join(schema)}; select one"
             )
+        if self.ahead and self.into in schema:
+            raise InvalidInput(
+                f"window with into={self.into!r} would write over the column of that name; choose "
+                "another name"
+            )
         result = {k: replace(f, shape=(self.size, *f.shape)) for k, f in schema.items()}
         if self.ahead:
             result[self.into] = next(iter(result.values()))

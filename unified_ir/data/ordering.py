@@ -377,8 +377,7 @@ class Split(Step):
     group: str | None = None
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.fraction < 1.0:
-            raise InvalidInput(f"split needs a fraction between 0 and 1, got {self.fraction}")
+        check_fraction(self.fraction)
         if self.column is not None and self.group is not None:
             raise InvalidInput("split takes a column of classes or one of groups, not both")
 
@@ -471,6 +470,12 @@ def _numbers(source: Table, name: str, step: str) -> NDArray[Any]:
             f"{step} needs one number per sample; column {name!r} is {source.schema[name]}"
         )
     return column
+
+
+def check_fraction(fraction: float) -> None:
+    """Refuse a share of samples to hold out that would leave one part empty."""
+    if not 0.0 < fraction < 1.0:
+        raise InvalidInput(f"split needs a fraction between 0 and 1, got {fraction}")
 
 
 def check_count(what: str, value: int, least: int, most: int | None = None) -> None:
