@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import threading
@@ -547,3 +548,48 @@ def test_where_refuses_bytes():
 def test_window_does_not_write_what_comes_next_over_its_input():
     with pytest.raises(InvalidInput, match="would write over the column"):
         numbers(9).window(3, ahead=1, into="x").view()
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [{"step": []}],
+        [{"step": {}}],
+        [{"step": "weighted", "column": "y", "count": 10**15}],
+        [{"step": "balanced", "column": "y", "count": 10**15}],
+        [{"step": "window", "size": 2, "stride": 10**30}],
+        [{"step": "skip", "count": 10**30}],
+        [{"step": "repeat", "times": 2**32}] * 3,
+    ],
+)
+def test_hostile_steps_are_refused(steps: list[object]):
+    text = json.dumps({"format": 1, "source": {"kind": "digits"}, "steps": steps})
+    with pytest.raises(InvalidInput, match=r"step 1|must be at most|are more than"):
+        from_json(text).view()
+
+
+def test_zip_in_json_has_no_other_fields():
+    parts = [{"format": 1, "source": {"kind": "digits"}, "steps": []}] * 2
+    text = json.dumps({"format": 1, "source": {"kind": "zip", "parts": parts, "path": "a"}})
+    with pytest.raises(InvalidInput, match="and no more"):
+        from_json(text)
+
+
+def test_no_samples_may_be_repeated():
+    assert not len(numbers(3).where("x", "<", 0).repeat(2).column("x"))
+
+
+@dataclass
+class Times:
+    """A function that compares equal to any other of its kind."""
+
+    factor: int = dataclasses.field(compare=False)
+
+    def __call__(self, sample: dict[str, int]) -> dict[str, int]:
+        return {"x": sample["x"] * self.factor}
+
+
+def test_functions_are_told_apart_by_identity():
+    once, twice = (numbers(3).map(Times(k)).cache() for k in (1, 2))
+    twice = dataclasses.replace(twice, _memo=once._memo)
+    assert (once.x.tolist(), twice.x.tolist()) == ([0, 1, 2], [0, 2, 4])

@@ -36,11 +36,21 @@ COMPARISONS: Final[Mapping[str, Callable[[Any, Any], Any]]] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PythonFunction:
-    """A Python function in a pipeline: its JSON form is its name, MODULE:NAME."""
+    """A Python function in a pipeline: its JSON form is its name, MODULE:NAME.
+
+    Equal only to the same function: an object with `__call__` may compare equal to another one that
+    computes something else, and need not be hashable.
+    """
 
     call: Callable[..., Any]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PythonFunction) and self.call is other.call
+
+    def __hash__(self) -> int:
+        return id(self.call)
 
     @property
     def name(self) -> str:

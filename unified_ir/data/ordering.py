@@ -30,6 +30,10 @@ from triplane.unified_ir.data.views import (
 IN_ORDER: Final = "is read in order; write it as records first: `triplane data convert`"
 MAX_BUFFER: Final = 1 << 24
 MAX_REPEATS: Final = 1 << 32
+MAX_COUNT: Final = 1 << 53
+"""Limit for numbers of samples, so that sums of them fit into 64 bits."""
+MAX_DRAWS: Final = 1 << 30
+"""Limit for the samples that a sampler draws in an epoch, 8 bytes each."""
 
 
 @dataclass(frozen=True)
@@ -220,6 +224,10 @@ class Repeat(Step):
         first = context.epoch * self.times
         source = rows_view(upstream(first), "repeat")
         if is_table(source):
+            if len(source) * self.times > MAX_COUNT:
+                raise InvalidInput(
+                    f"repeat: {len(source)} samples {self.times} times are more than {MAX_COUNT}"
+                )
             return _RepeatedTable(source, upstream, first, self.times)
         return _RepeatedFeed(source, upstream, first, self.times)
 
@@ -241,6 +249,8 @@ class _RepeatedTable:
 
     def take(self, rows: Rows) -> Columns:
         """See `Table`."""
+        if not len(rows):
+            return self.table.take(rows)
         rounds, within = np.divmod(rows, len(self.table))
         numbers = np.unique(rounds)
         parts = []
@@ -314,7 +324,7 @@ class Weighted(Step):
 
     def __post_init__(self) -> None:
         if self.count is not None:
-            check_count("weighted: count", self.count, 1)
+            check_count("weighted: count", self.count, 1, MAX_DRAWS)
 
     @property
     def is_random(self) -> bool:
@@ -346,7 +356,7 @@ class Balanced(Step):
 
     def __post_init__(self) -> None:
         if self.count is not None:
-            check_count("balanced: count", self.count, 1)
+            check_count("balanced: count", self.count, 1, MAX_DRAWS)
 
     @property
     def is_random(self) -> bool:
@@ -478,9 +488,9 @@ def check_fraction(fraction: float) -> None:
         raise InvalidInput(f"split needs a fraction between 0 and 1, got {fraction}")
 
 
-def check_count(what: str, value: int, least: int, most: int | None = None) -> None:
+def check_count(what: str, value: int, least: int, most: int = MAX_COUNT) -> None:
     """Refuse anything but a whole number in the range; the field may come from a JSON file."""
     if type(value) is not int or value < least:
         raise InvalidInput(f"{what} must be a whole number >= {least}, got {value!r}")
-    if most is not None and value > most:
+    if value > most:
         raise InvalidInput(f"{what} must be at most {most}, got {value}")
