@@ -593,3 +593,12 @@ def test_functions_are_told_apart_by_identity():
     once, twice = (numbers(3).map(Times(k)).cache() for k in (1, 2))
     twice = dataclasses.replace(twice, _memo=once._memo)
     assert (once.x.tolist(), twice.x.tolist()) == ([0, 1, 2], [0, 2, 4])
+
+
+def test_repeat_after_a_filter_of_random_samples_is_refused():
+    few = numbers(6).shuffle().take(3)
+    with pytest.raises(InvalidInput, match="put repeat before the filter"):
+        few.where("x", "<", 3).repeat(2).view()
+    order = stream(few.repeat(2).where("x", "<", 3).batch(9), seed=4)
+    both = [stream(few.where("x", "<", 3).batch(9), seed=4, epoch=e) for e in (0, 1)]
+    assert order == [[x for part in both for batch in part for x in batch]]

@@ -133,6 +133,11 @@ class Filter(Step):
 
     function: PythonFunction
 
+    @property
+    def is_filter(self) -> bool:
+        """See `Step`."""
+        return True
+
     def view(self, upstream: Upstream, context: StepContext) -> View:
         """See `Step`."""
         return filtered(upstream, context, self._mask, "filter")
@@ -157,6 +162,11 @@ class Where(Step):
             raise InvalidInput(
                 f"where compares by {', '.join(COMPARISONS)}, got {self.comparison!r}"
             )
+
+    @property
+    def is_filter(self) -> bool:
+        """See `Step`."""
+        return True
 
     def view(self, upstream: Upstream, context: StepContext) -> View:
         """See `Step`."""

@@ -96,12 +96,17 @@ class Opened:
 
     def _context(self, count: int, epoch: int) -> StepContext:
         before: Any = self.steps[: count - 1]
+        random = varies = False
+        for step in before:
+            varies = varies or (step.is_filter and (random or self.origin.is_random))
+            random = random or step.is_random
         return StepContext(
             seed=self.seed,
             epoch=epoch,
             number=count - 1,
             key=before,
             memory=self.memo,
-            random=self.origin.is_random or any(step.is_random for step in before),
+            random=random or self.origin.is_random,
+            varies=varies,
             place=self.place,
         )

@@ -224,6 +224,11 @@ class Repeat(Step):
         first = context.epoch * self.times
         source = rows_view(upstream(first), "repeat")
         if is_table(source):
+            if context.varies:
+                raise InvalidInput(
+                    "repeat needs as many samples in each epoch, and a filter after a random step "
+                    "may keep another number; put repeat before the filter, which gives the same"
+                )
             if len(source) * self.times > MAX_COUNT:
                 raise InvalidInput(
                     f"repeat: {len(source)} samples {self.times} times are more than {MAX_COUNT}"

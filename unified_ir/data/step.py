@@ -33,7 +33,8 @@ class StepContext:
     """Where a step stands: the run's seed, the epoch, and its place in the pipeline.
 
     key: identifies what the step and those before it compute, whatever the epoch. random: whether a
-    step before it draws random numbers, so that epochs differ. place: see `Opened`.
+    step before it draws random numbers, so that epochs differ. varies: whether they may also
+    differ in their number of samples. place: see `Opened`.
     """
 
     seed: int
@@ -42,6 +43,7 @@ class StepContext:
     key: Any
     memory: Memo
     random: bool = False
+    varies: bool = False
     place: int = 0
 
     def draws(self, rows: Rows) -> RowDraws:
@@ -60,6 +62,11 @@ class Step:
     @property
     def is_random(self) -> bool:
         """Whether the step draws random numbers."""
+        return False
+
+    @property
+    def is_filter(self) -> bool:
+        """Whether the step keeps samples by their values, in each epoch perhaps another number."""
         return False
 
     def names_after(self, column: str) -> tuple[str, ...]:
