@@ -270,6 +270,11 @@ class _WindowFeed:
 def as_arrays(batch: Columns, names: tuple[str, ...]) -> tuple[Any, ...]:
     """Return columns of a batch as arrays; InvalidInput names one that is not an array."""
     for name in names:
+        if name not in batch:
+            raise InvalidInput(
+                f"the model takes column {name!r}, but a batch has {', '.join(batch)}; a function "
+                "may have dropped it; state .roles(inputs, targets)"
+            )
         if isinstance(batch[name], Ragged):
             raise InvalidInput(
                 f"samples of column {name!r} differ in length; put them together with "
