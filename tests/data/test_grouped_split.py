@@ -94,3 +94,9 @@ def test_a_pipeline_takes_no_choice_of_columns(tmp_path):
     assert len(data.load(tmp_path / "p.json")) == 4
     with pytest.raises(InvalidInput, match="is a pipeline, which says itself"):
         data.load(tmp_path / "p.json", x=["x:2x1"])
+
+
+def test_a_target_of_true_and_false_has_two_classes(tmp_path):
+    (tmp_path / "a.csv").write_text("x,y\n1.5,true\n2.5,false\n")
+    dataset = data.load(tmp_path / "a.csv")
+    assert (dataset.y.dtype, dataset.y.tolist()) == (np.int64, [1, 0])

@@ -349,7 +349,7 @@ class _Building:
                 )
             self.add(Lookup(name, values))
             self.labels = values if len(self.targets) == 1 else ()
-        elif np.dtype(field.dtype).kind in "iu" and field.dtype != "int64":
+        elif np.dtype(field.dtype).kind in "iub" and field.dtype != "int64":
             self.add(Cast(name, "int64"))
 
 
