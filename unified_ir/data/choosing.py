@@ -269,6 +269,7 @@ class _Building:
         """Choose, join and name the columns of all inputs and targets, and drop the others."""
         schema = self.dataset.schema
         chosen = [(choice, choice.matching(schema)) for choice in (*x, *y)]
+        _check_shared(chosen)
         kept = [ColumnChoice((name,)).matching(schema)[0] for name in keep]
         every = list(dict.fromkeys([*(n for _, names in chosen for n in names), *kept]))
         if every != list(schema):
@@ -351,6 +352,20 @@ class _Building:
             self.labels = values if len(self.targets) == 1 else ()
         elif np.dtype(field.dtype).kind in "iub" and field.dtype != "int64":
             self.add(Cast(name, "int64"))
+
+
+def _check_shared(chosen: Sequence[tuple[ColumnChoice, list[str]]]) -> None:
+    """Refuse a column of two choices, unless each takes it alone, under its name, in one shape."""
+    users: dict[str, list[tuple[str, tuple[int, ...], int]]] = {}
+    for choice, names in chosen:
+        for name in names:
+            users.setdefault(name, []).append((choice.name or name, choice.shape, len(names)))
+    for name, forms in users.items():
+        if len(forms) > 1 and set(forms) != {(name, forms[0][1], 1)}:
+            raise InvalidInput(
+                f"column {name!r} is chosen twice, in different forms; a column is part of one "
+                "input or target"
+            )
 
 
 def _sizes(field: Field) -> tuple[int, ...]:
