@@ -128,6 +128,15 @@ def test_classes_of_a_dataset_are_the_models_classes_of_the_same_names():
         samples.as_labelled(dataset, IMAGE, ("cat", "dog"))
 
 
+def test_characters_are_numbered_as_the_model_numbers_them(tmp_path):
+    (tmp_path / "a.txt").write_text("bcbcbc")
+    spec = (Value(TensorSpec(("N", "T"), "int64"), "token"),)
+    read = samples.read_samples(tmp_path / "a.txt", spec, ("a", "b", "c"), window=2)
+    assert read["token"].tolist() == [[1, 2], [1, 2]]
+    with pytest.raises(InvalidInput, match="has the class 'c', but the model's classes are a, b"):
+        samples.read_samples(tmp_path / "a.txt", spec, ("a", "b"), window=2)
+
+
 def test_accuracy_is_measured_for_one_column_of_classes():
     with pytest.raises(InvalidInput, match="accuracy is measured for classes alone"):
         samples.as_labelled(data.arrays(X, np.ones(3, "f4")), IMAGE)

@@ -134,17 +134,17 @@ def _converted(
 
     inputs = module.inputs(options["entry"])
     calibrate, evaluate = options["calibrate"], options["evaluate"]
-    choice = data_options.reading(options)
+    choice, names = data_options.reading(options), labels_of(module)
     unlabelled = {name: value for name, value in choice.items() if name != "y"}
     same = ("entry", "quantize", "max_accuracy_drop", "max_latency_ratio", "max_size_ratio",
             "reduce_range", "out")  # fmt: skip
     return convert(
         module,
         options["target"],
-        calibration=None if calibrate is None else read_samples(calibrate, inputs, **unlabelled),
-        evaluation=None
-        if evaluate is None
-        else read_labelled(evaluate, inputs, labels_of(module), **choice),
+        calibration=None
+        if calibrate is None
+        else read_samples(calibrate, inputs, names, **unlabelled),
+        evaluation=None if evaluate is None else read_labelled(evaluate, inputs, names, **choice),
         name=options["model"].stem if options["name"] is None else options["name"],
         version=options["model_version"],
         model_digest=digest,

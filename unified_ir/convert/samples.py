@@ -28,14 +28,17 @@ GENERATED: Final = 4
 Given = Array | Mapping[str, Array] | Dataset
 
 
-def as_samples(samples: Given, inputs: Sequence[Value], what: str) -> dict[str, Array]:
+def as_samples(
+    samples: Given, inputs: Sequence[Value], what: str, names: Sequence[str] = ()
+) -> dict[str, Array]:
     """Return arrays by input name; InvalidInput names the input and the values seen.
 
     The first axis of every array must count the same samples, and values must be finite. float64
-    becomes float32. The inputs of a `Dataset` are taken by name, else in their order.
+    becomes float32. The inputs of a `Dataset` are taken by name, else in their order. names: of the
+    model's classes, by which characters of a text are numbered.
     """
     if isinstance(samples, Dataset):
-        samples = _columns(samples, inputs, what)
+        samples = _columns(samples, inputs, what, names)
     if not isinstance(samples, Mapping):
         if len(inputs) != 1:
             names = ", ".join(p.name for p in inputs)
@@ -56,7 +59,7 @@ def as_labelled(
     names: of the model's classes; named classes of a `Dataset` get the numbers of the same names.
     """
     x, y = (labelled, _classes(labelled, names)) if isinstance(labelled, Dataset) else labelled
-    samples, y = as_samples(x, inputs, "the evaluation set"), np.asarray(y)
+    samples, y = as_samples(x, inputs, "the evaluation set", names), np.asarray(y)
     count = len(next(iter(samples.values())))
     if y.shape != (count,) or y.dtype.kind not in "iu":
         raise InvalidInput(
@@ -66,7 +69,9 @@ def as_labelled(
     return samples, y.astype(np.int64)
 
 
-def _columns(dataset: Dataset, inputs: Sequence[Value], what: str) -> dict[str, Array]:
+def _columns(
+    dataset: Dataset, inputs: Sequence[Value], what: str, labels: Sequence[str]
+) -> dict[str, Array]:
     """Return the input columns of a dataset by the model's names, within `MAX_SAMPLES_BYTES`."""
     names = [p.name for p in inputs]
     if len(dataset.inputs) != len(names):
@@ -81,7 +86,7 @@ def _columns(dataset: Dataset, inputs: Sequence[Value], what: str) -> dict[str, 
             f"{what} takes {total} bytes in memory; at most {MAX_SAMPLES_BYTES} are supported. A "
             "few hundred typical samples are enough: .take(500)"
         )
-    columns = [np.asarray(dataset.column(name)) for name in own]
+    columns = [class_numbers(dataset, labels, name) for name in own]
     return {p.name: as_input(x, p.type.dtype.numpy) for p, x in zip(inputs, columns, strict=True)}
 
 
@@ -128,7 +133,9 @@ def digest(samples: Samples) -> str:
     return state.hexdigest()
 
 
-def read_samples(source: str | Path, inputs: Sequence[Value], **options: Any) -> dict[str, Array]:
+def read_samples(
+    source: str | Path, inputs: Sequence[Value], names: Sequence[str] = (), **options: Any
+) -> dict[str, Array]:
     """Read samples from an .npz file, or anything else that `data.load` takes.
 
     Without `options`, those of `data.load`, an .npz has one array per input under its name; a
@@ -136,7 +143,7 @@ def read_samples(source: str | Path, inputs: Sequence[Value], **options: Any) ->
     """
     path = Path(source)
     if not _is_plain_npz(path, options):
-        return as_samples(load(source, **options), inputs, str(source))
+        return as_samples(load(source, **options), inputs, str(source), names)
     with opened_npz(path, total_bytes=MAX_SAMPLES_BYTES) as npz:
         keys = {p.name: p.name for p in inputs}
         if len(inputs) == 1 and inputs[0].name not in npz.names and "x" in npz.names:

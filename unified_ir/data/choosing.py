@@ -176,15 +176,16 @@ def preparation(
     )
 
 
-def class_numbers(dataset: Dataset, names: Sequence[str]) -> Array:
+def class_numbers(dataset: Dataset, names: Sequence[str], column: str = "") -> Array:
     """Return the single target; classes that have names get the places of these in `names`.
 
     names: of a model's classes, none if it has none. The dataset may number them differently: texts
-    are numbered in the order of those that occur, which may be fewer than in training.
+    are numbered in the order of those that occur, which may be fewer than in training. column: an
+    input, in place of the target; characters of a text are numbered as the target's.
     InvalidInput: the model has no class of that name.
     """
-    y = np.asarray(dataset.y)
-    own = dataset.labels
+    y = np.asarray(dataset.column(column) if column else dataset.y)
+    own = dataset.labels if column in {"", TOKENS} else ()
     if not own or not names or y.dtype.kind not in "iu" or tuple(own) == tuple(names[: len(own)]):
         return y
     places = {name: k for k, name in enumerate(names)}
