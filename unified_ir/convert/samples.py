@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,8 +42,8 @@ def as_samples(
         samples = _columns(samples, inputs, what, names)
     if not isinstance(samples, Mapping):
         if len(inputs) != 1:
-            names = ", ".join(p.name for p in inputs)
-            raise InvalidInput(f"{what} is one array, but the inputs are {names}; give a mapping")
+            several = ", ".join(p.name for p in inputs)
+            raise InvalidInput(f"{what} is one array, but the inputs are {several}; give a mapping")
         samples = {inputs[0].name: samples}
     wanted = {p.name for p in inputs}
     if samples.keys() != wanted:
@@ -81,13 +82,30 @@ def _columns(
             "or .roles(inputs)"
         )
     own = names if set(dataset.inputs) == set(names) else dataset.inputs
-    if (total := row_bytes(dataset, own) * len(dataset)) > MAX_SAMPLES_BYTES:
+    _check_bytes(dataset, own, what)
+    columns = [class_numbers(dataset, labels, name) for name in own]
+    return {p.name: as_input(x, p.type.dtype.numpy) for p, x in zip(inputs, columns, strict=True)}
+
+
+def raw_columns(dataset: Dataset, inputs: Sequence[Value]) -> dict[str, Array]:
+    """Return the columns of a dataset's source that are inputs, as they are before any step."""
+    stored = replace(dataset, steps=())
+    names = [p.name for p in inputs]
+    if missing := [name for name in names if name not in stored.schema]:
+        raise InvalidInput(
+            f"{dataset.origin.name} has no column {missing[0]!r}, which the model takes; it has "
+            f"{', '.join(stored.schema)}"
+        )
+    _check_bytes(stored, names, dataset.origin.name)
+    return {name: np.asarray(stored.column(name)) for name in names}
+
+
+def _check_bytes(dataset: Dataset, names: Sequence[str], what: str) -> None:
+    if (total := row_bytes(dataset, names) * len(dataset)) > MAX_SAMPLES_BYTES:
         raise InvalidInput(
             f"{what} takes {total} bytes in memory; at most {MAX_SAMPLES_BYTES} are supported. A "
             "few hundred typical samples are enough: .take(500)"
         )
-    columns = [class_numbers(dataset, labels, name) for name in own]
-    return {p.name: as_input(x, p.type.dtype.numpy) for p, x in zip(inputs, columns, strict=True)}
 
 
 def _classes(dataset: Dataset, names: Sequence[str]) -> Array:
