@@ -113,7 +113,9 @@ def test_classes_of_a_dataset_are_the_models_classes_of_the_same_names():
     names = ("cat", "dog", "owl")
     assert samples.as_labelled(dataset, IMAGE, names)[1].tolist() == [2, 1, 2]
     assert samples.as_labelled(dataset, IMAGE)[1].tolist() == [1, 0, 1]
-    with pytest.raises(InvalidInput, match="has the class 'owl', but the model's classes are cat, dog"):
+    with pytest.raises(
+        InvalidInput, match="has the class 'owl', but the model's classes are cat, dog"
+    ):
         samples.as_labelled(dataset, IMAGE, ("cat", "dog"))
 
 

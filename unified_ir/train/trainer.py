@@ -52,6 +52,7 @@ from triplane.unified_ir.train.snapshot import Snapshot, read
 from triplane.unified_ir.train.step_tuning import StepTuning, sizes_of
 
 if TYPE_CHECKING:
+    from triplane.unified_ir.engines.onnx_file import OnnxFile
     from triplane.unified_ir.engines.tuning import Tuning
     from triplane.unified_ir.passes.recompute import RecomputationPlan
 
@@ -220,6 +221,14 @@ class Trainer:
         device keeps no optimizer state.
         """
         return build_module(self, tuple(entries), local_lr)
+
+    def export_onnx(
+        self, path: str | Path, entry: Entry = "predict", *, opset: int | None = None
+    ) -> OnnxFile:
+        """Write one of the functions as an ONNX file; see `export` and `engines.onnx_file`."""
+        from triplane.unified_ir.engines.onnx_file import export_onnx
+
+        return export_onnx(self.export((entry,)), path, entry=entry, opset=opset)
 
     def save(self, path: str | Path) -> None:
         """Write everything a run needs to continue; see `load`."""
