@@ -82,17 +82,14 @@ def _record(file: OnnxFile, entry: str, digest: str) -> dict[str, Any]:
 
 
 def _lines(record: dict[str, Any]) -> list[str]:
-    lines = [
-        f"{record['file']}: {record['bytes']:,} bytes, {record['entry']} in opset "
-        f"{record['opset']}, at most {record['difference']:.1g} from the model file"
-    ]
+    size, form = f"{record['bytes']:,} bytes", f"{record['entry']} in opset {record['opset']}"
+    error = f"at most {record['difference']:.1g} from the model file"
+    lines = [f"{record['file']}: {size}, {form}, {error}"]
     for side, values in (("in ", record["inputs"]), ("out", record["outputs"])):
         lines += [f"  {side}  {text}" for text in values[:SHOWN]]
         if len(values) > SHOWN:
             lines.append(f"  {side}  and {len(values) - SHOWN} more")
     if record["state"]:
-        lines.append(
-            f"  {len(record['state'])} tensors of state are inputs with defaults; feed each "
-            "NAME:next back as NAME"
-        )
+        count = len(record["state"])
+        lines.append(f"  {count} tensors of state are inputs with defaults; feed NAME:next as NAME")
     return lines

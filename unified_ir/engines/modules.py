@@ -18,9 +18,11 @@ from triplane.unified_ir.ir import Module
 from triplane.unified_ir.ir.graph import Array, Value
 from triplane.unified_ir.ir.module import run_modules_with
 from triplane.unified_ir.ir.types import float32
-from triplane.unified_ir.onnx import import_onnx as import_onnx
-from triplane.unified_ir.ops.check import load as load
+from triplane.unified_ir.onnx import import_onnx
+from triplane.unified_ir.ops.check import load
 from triplane.unified_ir.ops.values import HostValue, as_host_value, bind
+
+__all__ = ["EntryProgram", "import_onnx", "load", "predict", "program_of"]
 
 
 class EntryProgram:

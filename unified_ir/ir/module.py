@@ -71,7 +71,7 @@ class Module(ModuleContents):
         return tuple(r for r in self.entry(entry).result_names if r in self.state)
 
     def predict(self, *x: Any, entry: str = "predict", **inputs: Any) -> Array | dict[str, Array]:
-        """Return the result of an entry, or a dict of several by name, for inputs in order or by name.
+        """Return the result of an entry, or a dict of several, for inputs in order or by name.
 
         float64 becomes float32 where the entry takes float32. The first call compiles the entry for
         onnxruntime. InvalidInput: an array does not fit, or the entry would change state.

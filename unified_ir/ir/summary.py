@@ -18,7 +18,8 @@ WIDTH: Final = 120
 def summary_lines(module: ModuleContents) -> Iterator[str]:
     """Yield the lines of `Module.summary`: at most 20 of `WIDTH` characters."""
     parameters = sum(t.array.size for t in module.state.values() if t.role is Role.PARAMETER)
-    yield f"module of {_counted(len(module.entries), 'entry', 'entries')}, {parameters:,} parameters"
+    entries = _counted(len(module.entries), "entry", "entries")
+    yield f"module of {entries}, {parameters:,} parameters"
     for entry, name in list(module.entries.items())[:SHOWN]:
         yield cut(f"  {entry}{_signature(module.functions[name], module.state)}")
     if len(module.entries) > SHOWN:

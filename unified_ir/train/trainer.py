@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 
 EVALUATION_BATCH: Final = 256
 """Samples per batch of evaluation and prediction."""
+SHOWN_MEASURES: Final = 8
 _CONFUSION: Final = {"confusion": Confusion()}
 _LAST_KEY: Final = 2**64 - 1
 """Philox streams: random keys count down from here, the order of epoch e uses stream e."""
@@ -127,6 +128,19 @@ class Trainer:
         self._guarded: tuple[Any, ...] = ()
         self._guard = TraceGuard(())
         _set_keys(cell, seed)
+
+    def __repr__(self) -> str:
+        """Return what is trained how, and how far, on one screen."""
+        last = self.history.rows[-1] if self.history.rows else {}
+        shown = [f"{k} {x:.4g}" for k, x in last.items() if k not in {"epoch", "step"}]
+        measures = ", ".join(["", *shown[:SHOWN_MEASURES]])
+        engine = getattr(self.engine, "name", self.engine)
+        lines = [
+            f"Trainer at epoch {self.place.epoch}, step {self.place.step}{measures}",
+            f"  loss {type(self.loss).__name__}, optimizer {self.optimizer!r:.200}",
+            f"  engine {engine}, {self.precision}, seed {self.seed}",
+        ]
+        return "\n".join([*lines, *(f"  {line}" for line in repr(self.cell).split("\n"))])
 
     def fit(
         self,
