@@ -73,6 +73,15 @@ def test_bytes_for_a_float_input_become_shares_of_one(tmp_path):
     assert read["image"].tolist() == np.ones((1, 1, 2, 2)).tolist()
 
 
+def test_bytes_stay_bytes_for_a_float_input_only_if_their_columns_are_not_scaled(tmp_path):
+    file = write(tmp_path / "a.npz", x=np.full((1, 1, 2, 2), 255, np.uint8))
+    assert samples.read_samples(file, IMAGE, x=("x",))["image"].max() == 1
+    bytes_ = (Value(TensorSpec(("N", 1, 2, 2), "uint8"), "x"),)
+    assert samples.read_samples(file, bytes_, pixels=False)["x"].max() == 255
+    with pytest.raises(InvalidInput, match="got float32"):
+        samples.read_samples(file, bytes_, x=("x",))
+
+
 def test_the_shipped_digits_are_samples_by_name():
     spec = (Value(TensorSpec(("N", 1, 8, 8)), "x"),)
     assert len(samples.read_samples("digits", spec)["x"]) == 1797
@@ -100,7 +109,7 @@ def test_a_dataset_gives_its_inputs_by_name_else_in_order():
         assert read["b"].tolist() == [0, 1, 2, 3]
         assert read["a"].dtype == np.float32
     texts = data.arrays({"a": a, "b": np.array(["u"] * 4)}).roles(("a", "b"))
-    with pytest.raises(InvalidInput, match="b holds text; a graph takes arrays"):
+    with pytest.raises(InvalidInput, match="'b' holds text, but a model takes arrays"):
         samples.as_samples(texts, TWO, "it")
     many = data.arrays(np.zeros((1, 1, 2, 2), "f4")).repeat(1 << 28)
     with pytest.raises(InvalidInput, match="takes 4294967296 bytes in memory; at most 1073741824"):

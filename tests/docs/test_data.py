@@ -23,7 +23,7 @@ def signature(kind):
 def test_the_page_lists_all(name, table):
     rows = [
         (f"`{key}`", f"`{signature(kind)}`" if fields(kind) else "",
-         inspect.getdoc(kind).partition("\n")[0].replace("|", "\\|"))
+         (inspect.getdoc(kind) or "").partition("\n")[0].replace("|", "\\|"))
         for key, kind in table.items()
     ]  # fmt: skip
     check_table("data.md", name, ("in JSON", "fields", "what it is"), rows)

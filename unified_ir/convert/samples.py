@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from math import prod
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from triplane.proto.errors import InvalidInput, NotFound
 from triplane.unified_ir.data import Dataset, load
-from triplane.unified_ir.data.choosing import class_numbers
+from triplane.unified_ir.data.choosing import class_numbers, row_bytes
 from triplane.unified_ir.files.npz import opened_npz
 from triplane.unified_ir.files.pixels import as_input
 from triplane.unified_ir.ir.dims import is_symbol
@@ -69,7 +69,7 @@ def as_labelled(
 
 def _columns(dataset: Dataset, inputs: Sequence[Value], what: str) -> dict[str, Array]:
     """Return the input columns of a dataset by the model's names, within `MAX_SAMPLES_BYTES`."""
-    names, schema = [p.name for p in inputs], dataset.schema
+    names = [p.name for p in inputs]
     if len(dataset.inputs) != len(names):
         raise InvalidInput(
             f"the model takes {', '.join(names)}, but {what} has the inputs "
@@ -77,18 +77,30 @@ def _columns(dataset: Dataset, inputs: Sequence[Value], what: str) -> dict[str, 
             "or .roles(inputs)"
         )
     own = names if set(dataset.inputs) == set(names) else dataset.inputs
-    for name in own:
-        if schema[name].is_ragged or not schema[name].is_number:
-            raise InvalidInput(f"{what}: {name} holds {schema[name]}; a graph takes arrays")
-    # No size is None, since no column is ragged.
-    sizes = [np.dtype(schema[n].dtype).itemsize * prod(filter(None, schema[n].shape)) for n in own]
-    if (total := sum(sizes) * len(dataset)) > MAX_SAMPLES_BYTES:
+    _check_bytes(dataset, own, what)
+    columns = [np.asarray(dataset.column(name)) for name in own]
+    return {p.name: as_input(x, p.type.dtype.numpy) for p, x in zip(inputs, columns, strict=True)}
+
+
+def raw_columns(dataset: Dataset, inputs: Sequence[Value]) -> dict[str, Array]:
+    """Return the columns of a dataset's source that are inputs, as they are before any step."""
+    stored = replace(dataset, steps=())
+    names = [p.name for p in inputs]
+    if missing := [name for name in names if name not in stored.schema]:
+        raise InvalidInput(
+            f"{dataset.origin.name} has no column {missing[0]!r}, which the model takes; it has "
+            f"{', '.join(stored.schema)}"
+        )
+    _check_bytes(stored, names, dataset.origin.name)
+    return {name: np.asarray(stored.column(name)) for name in names}
+
+
+def _check_bytes(dataset: Dataset, names: Sequence[str], what: str) -> None:
+    if (total := row_bytes(dataset, names) * len(dataset)) > MAX_SAMPLES_BYTES:
         raise InvalidInput(
             f"{what} takes {total} bytes in memory; at most {MAX_SAMPLES_BYTES} are supported. A "
             "few hundred typical samples are enough: .take(500)"
         )
-    columns = [np.asarray(dataset.column(name)) for name in own]
-    return {p.name: as_input(x, p.type.dtype.numpy) for p, x in zip(inputs, columns, strict=True)}
 
 
 def _classes(dataset: Dataset, names: Sequence[str]) -> Array:
@@ -176,7 +188,8 @@ def read_labelled(
 
 def _is_plain_npz(path: Path, options: Mapping[str, Any]) -> bool:
     """Return whether the arrays are found by the model's own names."""
-    return path.suffix == ".npz" and path.exists() and not any(options.values())
+    stated = [value for value in options.values() if value not in (None, ())]
+    return path.suffix == ".npz" and path.exists() and not stated
 
 
 def _names(inputs: Sequence[Value]) -> str:
