@@ -5,7 +5,6 @@ part is never used for learning. A sample stays in its part when more samples ar
 block of consecutive samples is held out, chosen by a fixed draw.
 """
 
-import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -55,8 +54,8 @@ def shard_of(
     `triplane.unified_ir.data.load` reads, a `Dataset` with inputs and targets of these names, or an
     iterable of batches that ends. held_out: share in [0, 1), rounded to the nearest 1/n, or 1 - 1/n
     above a half; with 0 the device cannot evaluate. x, y: for a path, the columns of inputs and
-    target; a single one is named x or y. Classes are whole numbers. InvalidInput: samples are not finite numbers, or differ in
-    size or names.
+    target; a single one is named x or y. Classes are whole numbers. InvalidInput: samples are not
+    finite numbers, or differ in size or names.
     """
     if isinstance(source, Shard):
         return _checked(source)
@@ -100,19 +99,14 @@ def _under(name: str, choices: Sequence[str]) -> tuple[str, ...]:
 
 def _from_dataset(dataset: "Dataset") -> dict[str, Array]:
     """Return inputs and targets by name, within `MAX_SHARD_BYTES`; float64 becomes float32."""
-    names, schema = (*dataset.inputs, *dataset.targets), dataset.schema
-    for name in names:
-        if schema[name].is_ragged or not schema[name].is_number:
-            raise InvalidInput(
-                f"samples are arrays of one shape, {name!r} holds {schema[name]}; pad or encode it "
-                "first"
-            )
+    from triplane.unified_ir.data.choosing import row_bytes
+
+    names = (*dataset.inputs, *dataset.targets)
+    size = row_bytes(dataset, names)
     if dataset.samples is None or dataset.is_batched:
         arrays = _concatenated(_batches_of(dataset, names))
     else:
-        kinds = [schema[name] for name in names]
-        row = sum(np.dtype(k.dtype).itemsize * math.prod(map(int, k.shape)) for k in kinds)
-        _check_size(row * dataset.samples)
+        _check_size(size * dataset.samples)
         arrays = {name: np.asarray(dataset.column(name)) for name in names}
     # Tables hold float64; a graph computes in float32.
     return {k: a.astype(np.float32) if a.dtype == np.float64 else a for k, a in arrays.items()}

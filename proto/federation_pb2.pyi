@@ -378,7 +378,9 @@ class Run(_message.Message):
     revision: _builtins.int
     """Changes by one with every change of the run."""
     metric: _builtins.str
-    """What scores and spreads are: "" accuracy, "loss" for a model without one, where lower is better."""
+    """What scores and spreads are: absent for accuracy; "loss" for a model without one, where lower is
+    better.
+    """
     @_builtins.property
     def spec(self) -> Global___Spec: ...
     @_builtins.property
@@ -405,13 +407,15 @@ class Run(_message.Message):
         result: _builtins.str = ...,
         refusals: Global___Refusals | None = ...,
         revision: _builtins.int = ...,
-        metric: _builtins.str = ...,
+        metric: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["refusals", b"refusals", "spec", b"spec"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_metric", b"_metric", "metric", b"metric", "refusals", b"refusals", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_s", b"ended_s", "id", b"id", "members", b"members", "metric", b"metric", "phase", b"phase", "reason", b"reason", "refusals", b"refusals", "result", b"result", "revision", b"revision", "round", b"round", "rounds", b"rounds", "spec", b"spec", "started_by", b"started_by", "started_s", b"started_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_metric", b"_metric", "ended_s", b"ended_s", "id", b"id", "members", b"members", "metric", b"metric", "phase", b"phase", "reason", b"reason", "refusals", b"refusals", "result", b"result", "revision", b"revision", "round", b"round", "rounds", b"rounds", "spec", b"spec", "started_by", b"started_by", "started_s", b"started_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__metric: _TypeAlias = _typing.Literal["metric"]  # noqa: Y015
+    _WhichOneofArgType__metric: _TypeAlias = _typing.Literal["_metric", b"_metric"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__metric) -> _WhichOneofReturnType__metric | None: ...
 
 Global___Run: _TypeAlias = Run  # noqa: Y015
 

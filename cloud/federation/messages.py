@@ -74,8 +74,8 @@ def _add_state(message: pb.Run, projection: RunProjection, *, rounds: bool, down
     message.reason = state.reason
     message.round = state.round.number if state.round else state.turn[0]
     message.revision = projection.revision
-    # Clients of earlier releases know accuracy without a name.
-    message.metric = "" if projection.metric == ACCURACY.name else projection.metric
+    if projection.metric != ACCURACY.name:  # which earlier releases do not name
+        message.metric = projection.metric
     message.members.extend(_member(m) for _, m in sorted(state.members.items()))
     for kind, count in sorted(state.refusals.items()):
         newest = projection.refused.get(kind, "")

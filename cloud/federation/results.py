@@ -246,7 +246,7 @@ class Results:
             path.unlink(missing_ok=True)
 
     async def judged(self, record: RunRecord, projection: RunProjection, order: Judged) -> None:
-        """See `live.Worker`: accuracies are in the projection already."""
+        """See `live.Worker`: scores are in the projection already."""
 
     async def finish(self, record: RunRecord, projection: RunProjection) -> tuple[MakeEvent, Write]:
         """See `live.Worker`."""

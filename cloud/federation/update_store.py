@@ -68,7 +68,7 @@ UPLOADS: Final = 4
 KINDS: Final[Mapping[str, str]] = {
     **BAD_UPDATES,
     "missing":  "the file that it names was not uploaded",
-    "figures":  "examples, loss or accuracy out of range",
+    "figures":  "examples, loss or score out of range",
     "clipping": "it changes more than the strategy's clipping norm",
     "kind":     "an update where a score was asked for, or the other way round",
 }

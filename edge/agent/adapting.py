@@ -166,23 +166,18 @@ def _loaded(
     source: Path, bundle: Path | None, x: Sequence[str], y: Sequence[str]
 ) -> dict[str, Any]:
     """Return x and y of a table, a folder of images or other data, within the limits of samples."""
-    import math
-
     import numpy as np
 
     from triplane.unified_ir.data import load
-    from triplane.unified_ir.data.choosing import class_numbers
+    from triplane.unified_ir.data.choosing import class_numbers, row_bytes
 
     dataset = load(source, x=x, y=y)
     if (len(dataset.inputs), len(dataset.targets)) != (1, 1):
         raise InvalidInput(
             f"{source.name} must give one input and one column of classes; choose them: --x, --y"
         )
-    field = dataset.schema[dataset.inputs[0]]
-    if field.is_ragged or not field.is_number:
-        raise InvalidInput(f"samples are arrays of one shape, those of {source.name} are {field}")
     _check_count(len(dataset), source.name)
-    size = np.dtype(field.dtype).itemsize * math.prod(map(int, field.shape)) * len(dataset)  # type: ignore[arg-type]
+    size = row_bytes(dataset, dataset.inputs) * len(dataset)
     if size > MAX_SAMPLES_BYTES:
         raise InvalidInput(f"samples take at most {MAX_SAMPLES_BYTES} bytes, got {size}")
     names = _class_names(bundle)

@@ -242,3 +242,40 @@ def test_a_text_trains_a_model_of_characters(
     assert row["accuracy"] > 0.5
     labels = json.loads(load(tmp_path / "out.tpm").meta["labels"])
     assert labels[:11] == sorted(set("the cat sat on the mat. "))
+
+
+def test_the_file_of_training_serves_to_convert_and_to_simulate(
+    nets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One table, by the same options: train, calibrate, evaluate, and devices by person."""
+    kinds, people = ["cat", "dog", "owl"], ["ann", "bob", "eve"]
+    rng = np.random.default_rng(0)
+    rows = [
+        [*map(float, np.eye(3)[k % 3] + 0.1 * rng.random(3)), kinds[k % 3], people[k // 3 % 3]]
+        for k in range(180)
+    ]
+    columns = ["a", "b", "c", "kind", "person"]
+    path = write_csv(tmp_path / "s.csv", columns, rows)
+    few = write_csv(tmp_path / "few.csv", columns, [r for r in rows if r[3] != "cat"])
+    choice = ["--x", "a,b,c", "--y", "kind"]
+    assert train(f"{nets}:Line", path, *choice, "--epochs", "40", "--lr", "0.1") == 0
+    model = str(tmp_path / "out.tpm")
+    capsys.readouterr()
+    int8 = ["--quantize", "int8", "--calibrate", str(path), "--evaluate", str(few), "--json"]
+    assert run(["convert", model, *choice, *int8]) == 0
+    # Dogs are the first class of this file and the second one of the model.
+    report = json.loads(capsys.readouterr().out)
+    assert report["accuracy"]["before"] > 0.95
+    study = ["--data", str(path), "--group", "person", "--rounds", "1", "--json"]
+    flags = [*choice, *study, "--algorithm", "fedavg"]
+    assert run(["federate", "simulate", model, *flags]) == 0
+    scores = json.loads(capsys.readouterr().out)["trials"][0]["training"]
+    assert [score["device"] for score in scores] == people
+
+
+@pytest.mark.parametrize("size", ["32", "0x4", "axb", "4x4x4"])
+def test_a_size_of_images_has_one_form(
+    nets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], size: str
+) -> None:
+    assert train(f"{nets}:Line", tmp_path / "photos", "--size", size) == 2
+    assert "HEIGHTxWIDTH, such as 32x32" in capsys.readouterr().err

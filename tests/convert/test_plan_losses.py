@@ -11,7 +11,6 @@ from triplane.unified_ir.federated.study import Study, simulate
 from triplane.unified_ir.runtime import Plan
 
 LR, N, LENGTH, CHARACTERS = 0.1, 12, 5, 7
-ENTRIES = ("predict", "evaluate", "loss", "local_update", "adapt")
 
 
 class OneNumber(nn.Cell):
@@ -74,7 +73,7 @@ def trained(name):
     cell, loss, data = CASES[name]
     trainer = train.Trainer(cell(), loss=loss(), optimizer=optim.SGD(LR))
     trainer.prepare(*data.values())
-    return trainer.export(ENTRIES), data
+    return trainer.export(("predict", "evaluate", "loss", "local_update", "adapt")), data
 
 
 def loss_of(plan, data):

@@ -100,7 +100,7 @@ def test_a_dataset_gives_its_inputs_by_name_else_in_order():
         assert read["b"].tolist() == [0, 1, 2, 3]
         assert read["a"].dtype == np.float32
     texts = data.arrays({"a": a, "b": np.array(["u"] * 4)}).roles(("a", "b"))
-    with pytest.raises(InvalidInput, match="b holds text; a graph takes arrays"):
+    with pytest.raises(InvalidInput, match="'b' holds text, but a model takes arrays"):
         samples.as_samples(texts, TWO, "it")
     many = data.arrays(np.zeros((1, 1, 2, 2), "f4")).repeat(1 << 28)
     with pytest.raises(InvalidInput, match="takes 4294967296 bytes in memory; at most 1073741824"):
@@ -113,7 +113,9 @@ def test_classes_of_a_dataset_are_the_models_classes_of_the_same_names():
     names = ("cat", "dog", "owl")
     assert samples.as_labelled(dataset, IMAGE, names)[1].tolist() == [2, 1, 2]
     assert samples.as_labelled(dataset, IMAGE)[1].tolist() == [1, 0, 1]
-    with pytest.raises(InvalidInput, match="has the class 'owl', but the model's classes are cat, dog"):
+    with pytest.raises(
+        InvalidInput, match="has the class 'owl', but the model's classes are cat, dog"
+    ):
         samples.as_labelled(dataset, IMAGE, ("cat", "dog"))
 
 

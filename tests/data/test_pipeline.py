@@ -444,3 +444,17 @@ def test_a_wrong_column_or_place_is_named():
 def test_columns_of_different_length_are_refused():
     with pytest.raises(InvalidInput, match="lengths differ"):
         ArrayTable({"a": np.zeros(2), "b": np.zeros(3)})
+
+
+def test_a_split_comes_before_random_steps_and_spares_the_held_out_part():
+    images = data.arrays(np.arange(40, dtype=np.float32).reshape(40, 1, 1, 1), np.arange(40) % 4)
+    plain = images.split(0.25, seed=3)
+    rest, held_out = (
+        images.then(Noise("x", 1.0, low=-99, high=99)).shuffle().batch(8).split(0.25, seed=3)
+    )
+    assert sorted(y for b in rest for y in b["y"]) == sorted(plain[0].y)
+    shown = np.concatenate([b["x"] for b in held_out])
+    assert np.array_equal(shown, plain[1].x)
+    noisy = np.concatenate([b["x"] for b in rest]).ravel()
+    assert not set(noisy.tolist()) & set(plain[0].x.ravel().tolist())
+    assert from_json(data.digits().shuffle().split()[1].json()).samples == 360

@@ -83,3 +83,13 @@ def test_a_file_that_may_not_be_read_is_unavailable():
                 data.load(folder / "a.npz")
         finally:
             os.seteuid(caller)
+
+
+def test_a_value_that_is_no_number_is_named_by_its_place(tmp_path):
+    x = np.zeros((5, 2), np.float32)
+    x[3, 1] = np.inf
+    np.savez(tmp_path / "a.npz", x=x, y=np.arange(5))
+    with pytest.raises(InvalidInput, match=r"x of a\.npz .*first in sample 3: .*\[3, 1\] is inf"):
+        data.load(tmp_path / "a.npz")
+    np.save(tmp_path / "mapped.npy", x)  # not read as a whole; training finds it
+    assert len(data.load(tmp_path / "mapped.npy")) == 5

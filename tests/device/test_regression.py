@@ -13,7 +13,8 @@ from tests.federated.study.sines import mse, regression, sine
 from tests.support.deadlines import within
 
 from triplane.cloud.cli.runs import changes, run_text
-from triplane.cloud.federation import journal
+from triplane.cloud.federation.coding import from_json, to_json
+from triplane.cloud.federation.journal import Prepared
 from triplane.cloud.registry import Push
 from triplane.cloud.server import running
 from triplane.device import FederatedClient
@@ -27,7 +28,7 @@ from triplane.unified_ir.runtime import Plan
 WORK = Work(
     run="0123456789abcdef", round=1, device="ann", seed=7, steps=1, batch_size=8, support=0, query=1
 )
-HYPER = {"lr": 0.3, "inner_steps": 3}
+LR, INNER_STEPS = 0.3, 3
 
 
 async def run_of(cloud, folder):
@@ -43,7 +44,9 @@ async def run_of(cloud, folder):
     for client, name in zip(clients, ("ann", "bob"), strict=True):
         token = await token_for(cloud, name)
         await asyncio.to_thread(client.enrol, token, cloud.enrol_address)
-    request = start_request(model="sine", hyperparameters=pb.Hyperparameters(**HYPER))
+    request = start_request(
+        model="sine", hyperparameters=pb.Hyperparameters(lr=LR, inner_steps=INNER_STEPS)
+    )
     async with taking_part(*clients):
         begun = await cloud.federation.begin(request, by="operator")
         return await ended(cloud, begun.id), clients
@@ -82,8 +85,9 @@ def test_devices_learn_a_regression_and_use_the_model_of_the_lower_loss(tmp_path
     assert "accuracy" not in text.lower()
 
 
-def plan_at(folder, **hyper):
-    plan_of(regression(), "fedavg", Hyper(**{**HYPER, **hyper}), folder / "a.plan")
+def plan_at(folder, lr=LR):
+    hyper = Hyper(lr=lr, inner_steps=INNER_STEPS)
+    plan_of(regression(), "fedavg", hyper, folder / "a.plan")
     return Plan.load(folder / "a.plan")
 
 
@@ -166,13 +170,13 @@ def test_the_status_of_a_device_names_the_loss():
 
 
 def test_what_the_cloud_stores_of_a_classifier_has_no_new_field():
-    prepared = journal.Prepared(
+    prepared = Prepared(
         plan="aa", plan_digest="bb", state="cc", roles={}, weighting="examples", server="sgd",
         since_s=1.0,
     )  # fmt: skip
-    stored = journal.to_json(prepared)
+    stored = to_json(prepared)
     assert "metric" not in stored
     lossy = replace(prepared, metric="loss")
-    assert '"metric":"loss"' in journal.to_json(lossy)
+    assert '"metric":"loss"' in to_json(lossy)
     for value in (prepared, lossy):
-        assert journal.from_json(journal.Prepared, journal.to_json(value)) == value
+        assert from_json(Prepared, to_json(value)) == value

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.cli.data_options import ImageSize
+from triplane.unified_ir.cli import data_options
 from triplane.unified_ir.cli.shell import (
     COUNT,
     NATURAL,
@@ -41,17 +41,12 @@ SHOWN_WIDTH: Final = 72
 
 
 # fmt: off
-SOURCE_OPTIONS: Final = (
-    option("--sql QUERY", "The rows of a database that are samples; ORDER BY keeps their order "
-           "the same."),
-    option("--size HxW", "Resize the images of a folder.", ImageSize()),
-)
 INSPECT_OPTIONS: Final = (
-    *SOURCE_OPTIONS,
+    *data_options.source_forms(),
     option("--samples N", "Samples to show.", NATURAL, default=SHOWN_SAMPLES),
 )
 PROFILE_OPTIONS: Final = (
-    *SOURCE_OPTIONS,
+    *data_options.source_forms(),
     option("--batch-size N", "Samples per batch.", COUNT, default=32),
     option("--batches N", "Batches to read.", COUNT, default=100),
 )
@@ -95,7 +90,9 @@ def inspect(**options: Any) -> None:
     output.result(record, "\n".join(lines))
 
 
-@command.command("convert", short_help="Write samples as records.", params=[*SOURCE_OPTIONS])
+@command.command(
+    "convert", short_help="Write samples as records.", params=[*data_options.source_forms()]
+)
 @click.argument("data", metavar="DATA")
 @click.argument("out", type=click.Path(path_type=Path), metavar="OUT.tpr")
 @json_option

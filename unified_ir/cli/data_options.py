@@ -73,15 +73,22 @@ def choices(model: str = "the model") -> tuple[click.Option, click.Option]:
     )  # fmt: skip
 
 
+def source_forms() -> tuple[click.Option, ...]:
+    """Return --size and --sql, which a source itself takes."""
+    return (
+        option("--size HxW", "Resize the images of a folder.", ImageSize()),
+        option("--sql QUERY", "The rows of a database that are samples; ORDER BY keeps their order "
+               "the same."),
+    )  # fmt: skip
+
+
 def forms() -> tuple[click.Option, ...]:
-    """Return --pixels, --size, --window and --sql."""
+    """Return --pixels, --window and those of `source_forms`."""
     return (
         option("--pixels/--no-pixels", "Read bytes as pixels and divide them by 255, or leave them "
                "as they are.  [default: inputs with two axes or more are pixels]", default=None,
                show_default=False),
-        option("--size HxW", "Resize the images of a folder.", ImageSize()),
-        option("--sql QUERY", "The rows of a database that are samples; ORDER BY keeps their order "
-               "the same."),
+        *source_forms(),
         option("--window N", "Length of a sample of text, or of consecutive rows.  [default: 64 "
                "for text]", COUNT),
     )  # fmt: skip

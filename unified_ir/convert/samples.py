@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from math import prod
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +15,7 @@ import numpy as np
 
 from triplane.proto.errors import InvalidInput, NotFound
 from triplane.unified_ir.data import Dataset, load
-from triplane.unified_ir.data.choosing import class_numbers
+from triplane.unified_ir.data.choosing import class_numbers, row_bytes
 from triplane.unified_ir.files.npz import opened_npz
 from triplane.unified_ir.files.pixels import as_input
 from triplane.unified_ir.ir.dims import is_symbol
@@ -69,7 +68,7 @@ def as_labelled(
 
 def _columns(dataset: Dataset, inputs: Sequence[Value], what: str) -> dict[str, Array]:
     """Return the input columns of a dataset by the model's names, within `MAX_SAMPLES_BYTES`."""
-    names, schema = [p.name for p in inputs], dataset.schema
+    names = [p.name for p in inputs]
     if len(dataset.inputs) != len(names):
         raise InvalidInput(
             f"the model takes {', '.join(names)}, but {what} has the inputs "
@@ -77,12 +76,7 @@ def _columns(dataset: Dataset, inputs: Sequence[Value], what: str) -> dict[str, 
             "or .roles(inputs)"
         )
     own = names if set(dataset.inputs) == set(names) else dataset.inputs
-    for name in own:
-        if schema[name].is_ragged or not schema[name].is_number:
-            raise InvalidInput(f"{what}: {name} holds {schema[name]}; a graph takes arrays")
-    # No size is None, since no column is ragged.
-    sizes = [np.dtype(schema[n].dtype).itemsize * prod(filter(None, schema[n].shape)) for n in own]
-    if (total := sum(sizes) * len(dataset)) > MAX_SAMPLES_BYTES:
+    if (total := row_bytes(dataset, own) * len(dataset)) > MAX_SAMPLES_BYTES:
         raise InvalidInput(
             f"{what} takes {total} bytes in memory; at most {MAX_SAMPLES_BYTES} are supported. A "
             "few hundred typical samples are enough: .take(500)"

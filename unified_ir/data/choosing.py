@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from math import prod
 from typing import Final
 
 import numpy as np
@@ -192,7 +193,25 @@ def class_numbers(dataset: Dataset, names: Sequence[str]) -> Array:
             f"{dataset.origin.name} has the class {unknown[0]!r}, but the model's classes are "
             f"{', '.join(names[:SHOWN])}{', ...' if len(names) > SHOWN else ''}"
         )
-    return np.array([places[name] for name in own], np.int64)[y]
+    numbers: Array = np.array([places[name] for name in own], np.int64)[y]
+    return numbers
+
+
+def row_bytes(dataset: Dataset, names: Sequence[str]) -> int:
+    """Return the bytes of one sample's part of these columns, before anything is read.
+
+    InvalidInput: samples of a column differ in size, or are no numbers.
+    """
+    total = 0
+    for name in names:
+        field = dataset.schema[name]
+        if field.is_ragged or not field.is_number:
+            raise InvalidInput(
+                f"{name!r} holds {field}, but a model takes arrays of one shape; pad or encode it "
+                "first"
+            )
+        total += np.dtype(field.dtype).itemsize * prod(n for n in field.shape if n is not None)
+    return total
 
 
 def _targets(choices: Sequence[str], dataset: Dataset) -> list[ColumnChoice]:

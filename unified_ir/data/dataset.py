@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from mmap import mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -90,7 +91,7 @@ class Dataset:
     @property
     def is_batched(self) -> bool:
         """Whether a step puts samples together in batches."""
-        return any(isinstance(s, grouping.Batched | grouping.PaddedBatch) for s in self.steps)
+        return any(map(_batches, self.steps))
 
     @property
     def is_ordered(self) -> bool:
@@ -231,18 +232,24 @@ class Dataset:
 
         If there is one target of whole numbers, each class contributes its share. The choice
         depends only on the targets and `seed`. group: a column, whose values are held out whole,
-        such as persons.
+        such as persons. Samples are split before the first random or batching step, and random
+        steps, which are for training, do not apply to those held out.
         """
-        column = None
-        if len(self.targets) == 1 and group is None:
-            kind = self.schema[self.targets[0]]
-            column = (
-                self.targets[0] if not kind.shape and kind.dtype[:3] in {"int", "uin"} else None
-            )
-        held_out = self.then(ordering.Split(fraction, True, seed, column, group))
-        rest = self.then(ordering.Split(fraction, False, seed, column, group))
-        _ = len(rest)  # refuses now what cannot be split
-        return rest, held_out
+        at = next((k for k, s in enumerate(self.steps) if s.is_random or _batches(s)), None)
+        later = () if at is None else self.steps[at:]
+        first = self if at is None else replace(self, steps=self.steps[:at])
+        column = _class_column(first) if group is None else None
+        rest, held_out = (
+            ordering.Split(fraction, is_held_out, seed, column, group)
+            for is_held_out in (False, True)
+        )
+        kept = tuple(s for s in later if not s.is_random)
+        parts = (
+            replace(self, steps=(*first.steps, rest, *later)),
+            replace(self, steps=(*first.steps, held_out, *kept)),
+        )
+        _ = parts[0].view()  # refuses now what cannot be split
+        return parts
 
     def _target(self, what: str) -> str:
         if len(self.targets) != 1:
@@ -457,6 +464,12 @@ def zipped(*datasets: Dataset) -> Dataset:
 def of_source(source: Source, name: str) -> Dataset:
     """Return the dataset of a source, with x as input and y as target if it has them."""
     dataset = with_default_roles(Dataset(Origin(source, None, name)))
+    table = dataset.origin.table
+    if isinstance(table, ArrayTable):
+        for key, column in table.columns.items():
+            # A mapped file is not read as a whole only to look at it.
+            if isinstance(column, np.ndarray) and not _is_mapped(column):
+                check_finite(column, f"{key} of {name}", what="values")
     return dataset.named(getattr(dataset.origin.table, "labels", ()))
 
 
@@ -482,6 +495,26 @@ def check_labels(y: Array, labels: Sequence[str]) -> None:
         raise InvalidInput(
             f"class {y[at]} of sample {at} has no name; there are {len(labels)} labels"
         )
+
+
+def _class_column(dataset: Dataset) -> str | None:
+    """Return the single target if it is one whole number for each sample."""
+    if len(dataset.targets) != 1:
+        return None
+    kind = dataset.schema.get(dataset.targets[0])
+    is_class = kind is not None and not kind.shape and kind.dtype[:3] in {"int", "uin"}
+    return dataset.targets[0] if is_class else None
+
+
+def _batches(step: Step) -> bool:
+    return isinstance(step, grouping.Batched | grouping.PaddedBatch)
+
+
+def _is_mapped(array: Any) -> bool:
+    """Return whether an array, or one that it is a view of, is mapped from a file."""
+    while array is not None and not isinstance(array, np.memmap | mmap):
+        array = getattr(array, "base", None)
+    return array is not None
 
 
 def _as_column(column: Any) -> Column:

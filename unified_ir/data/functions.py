@@ -231,9 +231,8 @@ def filtered(
         masks = [mask(block) for block in blocks_of(source)]
         return np.flatnonzero(np.concatenate(masks)) if masks else np.zeros(0, np.int64)
 
-    # The masks of random epochs are not kept: each is used in one epoch.
-    order = kept() if context.random else context.memory.get(key, kept)
-    return Reordered(source, order)
+    # The rows of random epochs are not kept: each is used in one epoch.
+    return Reordered(source, kept if context.random else lambda: context.memory.get(key, kept))
 
 
 @dataclass(frozen=True, eq=False)

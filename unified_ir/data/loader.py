@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from triplane.unified_ir.data.workers import ChildPool
 
 _POLL_S: Final = 0.1
+_JOIN_S: Final = 5.0
 _END: Final = object()
 
 
@@ -126,4 +127,5 @@ def _in_order(batches: Iterator[Columns], ahead: int) -> Generator[Columns]:
             yield batch
     finally:
         stopped.set()
-        thread.join()
+        # A generator of the user's may not come back; the thread does not keep the process.
+        thread.join(_JOIN_S)

@@ -15,8 +15,8 @@ from triplane.unified_ir.data.step import Memo, Step, StepContext
 from triplane.unified_ir.data.table import Feed, Source, Table
 from triplane.unified_ir.data.views import View
 
-KEPT_VIEWS: Final = 64
-"""Views that are kept: those of all steps for the epochs in use."""
+KEPT_EPOCHS: Final = 3
+"""Epochs whose views are kept, for each step: a shuffled one holds 8 bytes for each sample."""
 
 
 @dataclass(eq=False)
@@ -51,7 +51,7 @@ class Opened:
     seed: int
     memo: Memo
     probe: Callable[[View, int], View] | None = None
-    _views: OrderedDict[tuple[int, int], View] = field(default_factory=OrderedDict)
+    _views: dict[int, OrderedDict[int, View]] = field(default_factory=dict)
     _lock: Any = field(default_factory=RLock)
 
     def view(self, epoch: int) -> View:
@@ -75,14 +75,14 @@ class Opened:
             return view if self.probe is None else self.probe(view, 0)
         # Locked because `repeat` asks for views of other epochs from the threads that read.
         with self._lock:
-            key = (count, epoch)
-            if key not in self._views:
+            views = self._views.setdefault(count, OrderedDict())
+            if epoch not in views:
                 step, context = self.steps[count - 1], self._context(count, epoch)
                 view = step.view(lambda number: self._view(count - 1, number), context)
-                self._views[key] = view if self.probe is None else self.probe(view, count)
-                while len(self._views) > KEPT_VIEWS:
-                    self._views.popitem(last=False)
-            return self._views[key]
+                views[epoch] = view if self.probe is None else self.probe(view, count)
+                if len(views) > KEPT_EPOCHS:
+                    views.popitem(last=False)
+            return views[epoch]
 
     def _context(self, count: int, epoch: int) -> StepContext:
         before: Any = self.steps[: count - 1]

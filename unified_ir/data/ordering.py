@@ -60,7 +60,8 @@ class Shuffle(Step):
         source = rows_view(upstream(context.epoch), "shuffle")
         seed = context.seed if self.seed is None else self.seed
         if is_table(source):
-            return Reordered(source, permutation(len(source), seed, context.epoch))
+            n = len(source)
+            return Reordered(source, lambda: permutation(n, seed, context.epoch), n)
         if self.buffer is None:
             raise InvalidInput(
                 "shuffle needs buffer=N for a source that is read in order: N samples are held in "
@@ -199,10 +200,9 @@ class Pick(Step):
     def view(self, upstream: Upstream, context: StepContext) -> View:
         """See `Step`."""
         source = table_of(upstream(context.epoch), "pick", IN_ORDER)
-        rows = np.array(self.rows, np.int64)
-        if len(rows) and rows.max() >= len(source):
-            raise InvalidInput(f"pick: sample {rows.max()} of {len(source)} does not exist")
-        return Reordered(source, rows)
+        if max(self.rows, default=-1) >= len(source):
+            raise InvalidInput(f"pick: sample {max(self.rows)} of {len(source)} does not exist")
+        return Reordered(source, lambda: np.array(self.rows, np.int64), len(self.rows))
 
 
 @dataclass(frozen=True)
@@ -388,7 +388,8 @@ class Split(Step):
             (context.key, self.fraction, self.seed, self.column, self.group),
             lambda: self._mask(source) if self.group is None else self._groups_mask(source),
         )
-        return Reordered(source, np.flatnonzero(mask == self.held_out))
+        rows = np.flatnonzero(mask == self.held_out)
+        return Reordered(source, lambda: rows, len(rows))
 
     def _mask(self, source: Table) -> NDArray[np.bool_]:
         """Return which samples are held out, (N,) bool."""
@@ -442,7 +443,8 @@ def _drawn(
     # The stream of the epoch's order is (seed, epoch); another seed keeps the two independent.
     u = (words(n, context.seed ^ (context.number + 1), context.epoch) >> np.uint64(11)) * 2.0**-53
     order = np.searchsorted(ends, u * ends[-1], side="right")
-    return Reordered(source, np.minimum(order, len(source) - 1).astype(np.int64))
+    rows = np.minimum(order, len(source) - 1).astype(np.int64)
+    return Reordered(source, lambda: rows, n)
 
 
 def _groups(source: Table, name: str, step: str) -> tuple[NDArray[np.intp], int]:

@@ -60,10 +60,20 @@ Upstream = Callable[[int], View]
 
 @dataclass(frozen=True, eq=False)
 class Reordered:
-    """Rows of a table in another order, some perhaps several times or not at all."""
+    """Rows of a table in another order, some perhaps several times or not at all.
+
+    compute: returns the numbers of the rows, called when they are first needed, since it may take a
+    pass over all samples. size: how many there are, if that is known without it.
+    """
 
     table: Table
-    order: Rows
+    compute: Callable[[], Rows]
+    size: int | None = None
+
+    @cached_property
+    def order(self) -> Rows:
+        """The numbers of the rows in the table, (N,) int64."""
+        return self.compute()
 
     @property
     def schema(self) -> Schema:
@@ -71,7 +81,7 @@ class Reordered:
         return self.table.schema
 
     def __len__(self) -> int:
-        return len(self.order)
+        return len(self.order) if self.size is None else self.size
 
     def take(self, rows: Rows) -> Columns:
         """See `Table`."""

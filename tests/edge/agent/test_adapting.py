@@ -4,6 +4,7 @@ import csv
 import json
 import re
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -147,7 +148,7 @@ def write_table(path, count=8, names=("seven", "zero")):
 
 
 def test_a_table_becomes_samples_whose_classes_are_those_of_the_serving_model(start, tmp_path):
-    choice = {"x": ["p*:1x8x8"], "y": ["shows"]}
+    choice: Any = {"x": ["p*:1x8x8"], "y": ["shows"]}
     table = write_table(tmp_path / "t.csv", names=("7", "0"))
     count, kept = keep_samples(tmp_path / "samples", "digits", table, bundle=start, **choice)
     samples = read_samples(kept)

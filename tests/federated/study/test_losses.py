@@ -64,7 +64,8 @@ def test_scores_are_losses_before_and_after_adaptation_as_numpy_computes_them(tr
             draws = Draws(0, s.round, s.device, "support")
             rows = draws.permutation(shard.examples)[:8]
             support = {k: x[rows] for k, x in shard.train.items()}
-            after = mse(*adapted(w, b, support, rate), shard.held_out)
+            moved_w, moved_b = adapted(w, b, support, rate)
+            after = mse(moved_w, moved_b, shard.held_out)
             assert s.before == pytest.approx(mse(w, b, shard.held_out), rel=1e-4)
             assert s.after == pytest.approx(after, rel=1e-4)
 
@@ -136,11 +137,11 @@ def test_a_classifier_is_scored_by_accuracy_and_its_record_has_no_new_field():
 
 def test_a_rate_at_which_adaptation_diverges_is_left_out_of_the_comparison():
     heard = []
-    options = {"rounds": 1, "hyper": HYPER.but(inner_steps=10), "support": 8}
+    hyper = HYPER.but(inner_steps=10)
     trial = simulate(
         regression(),
         sines(),
-        Study(algorithm="fedavg", rates=(1e8,), **options),
+        Study(algorithm="fedavg", rounds=1, hyper=hyper, support=8, rates=(1e8,)),
         on_scores=lambda _, rate, scores: heard.append((rate, len(scores))),
     )
     assert heard == [(None, 6), (1e8, 0)]
@@ -198,7 +199,7 @@ def test_a_model_of_characters_learns_targets_of_sequences(algorithm):
     exported = trainer.export(("predict", "evaluate", "loss"))
     devices = {f"device-{k}": text(k) for k in range(4)}
     hyper = Hyper(lr=1.0, meta_lr=1.0, inner_steps=3)
-    made = Study(algorithm=algorithm, rounds=15, hyper=hyper, steps=4, batch_size=8, support=8)
+    made = Study(algorithm=algorithm, rounds=8, hyper=hyper, steps=4, batch_size=8, support=8)
     trial = simulate(exported, devices, made)
     assert trial.metric == ACCURACY
     scores = there(trial.summary(seen=True))

@@ -84,7 +84,7 @@ class RunPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """Accuracy of one device on its own held-out samples, before and after adaptation."""
+    """Accuracy or loss of one device on its own held-out samples, before and after adaptation."""
 
     samples: int
     before: float

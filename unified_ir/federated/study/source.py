@@ -14,7 +14,7 @@ import numpy as np
 from triplane.proto.errors import InvalidInput, NotFound
 from triplane.unified_ir.data import Dataset, load
 from triplane.unified_ir.data.by_name import PIPELINE
-from triplane.unified_ir.data.choosing import class_numbers
+from triplane.unified_ir.data.choosing import class_numbers, row_bytes
 from triplane.unified_ir.federated.algorithms.objective import objective_of
 from triplane.unified_ir.federated.core.draws import Array, Draws
 from triplane.unified_ir.federated.core.metric import metric_of
@@ -96,11 +96,10 @@ def _samples(
             f"the inputs {', '.join(dataset.inputs)} and the targets "
             f"{', '.join(dataset.targets) or 'none'}; choose its columns by x and y"
         )
+    row_bytes(dataset, roles)  # refuses columns that are not arrays
     labels = _labels(module)
     samples = {}
     for name, own, value in zip(names, roles, objective_of(module).batch, strict=True):
-        if dataset.schema[own].is_ragged or not dataset.schema[own].is_number:
-            raise InvalidInput(f"column {own!r} holds {dataset.schema[own]}; a model takes arrays")
         is_target = name == names[-1]
         x = class_numbers(dataset, labels) if is_target else np.asarray(dataset.column(own))
         # Tables hold float64; a model computes in float32.

@@ -1,0 +1,114 @@
+"""`simulate` on files of models that are not classifiers of single samples."""
+
+import json
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from triplane.unified_ir import nn, optim, train
+from triplane.unified_ir.cli.simulate import simulate
+
+DEVICES, SAMPLES = 6, 20
+
+
+class TwoSensors(nn.Cell):
+    """A line through two sensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.slow, self.fast = nn.Dense(3, 1), nn.Dense(4, 1)
+
+    def construct(self, slow, fast):
+        return self.slow(slow) + self.fast(fast)
+
+
+class NextCharacter(nn.Cell):
+    """Logits of the next character from the present one."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(5, 5)
+
+    def construct(self, x):
+        return self.embedding(x)
+
+
+def saved(folder, cell, loss, **arrays):
+    """The model file and the npz of its data, which has a column of devices."""
+    nn.seed(2)
+    trainer = train.Trainer(cell, loss=loss, optimizer=optim.SGD(0.1))
+    trainer.prepare(*arrays.values())
+    trainer.export().save(folder / "a.tpm")
+    device = np.repeat(np.arange(DEVICES), SAMPLES)
+    np.savez(folder / "a.npz", **arrays, device=device)
+    return str(folder / "a.tpm"), "--data", str(folder / "a.npz"), "--group", "device"
+
+
+def run(*arguments):
+    options = ("--rounds", "3", "--support", "8")
+    return CliRunner().invoke(simulate, [*arguments, *options], catch_exceptions=False)
+
+
+def windows():
+    """Windows (N, 2, 64) of sensors and a number that depends on the device, too."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(DEVICES * SAMPLES, 2, 64)).astype(np.float32) / 4
+    own = np.repeat(rng.normal(size=DEVICES), SAMPLES) * 3
+    return x, (x[:, 0, 0] + own)[:, None]
+
+
+def test_a_regression_of_windows_is_compared_by_its_loss(tmp_path):
+    x, y = windows()
+    cell = nn.Sequential(nn.Flatten(), nn.Dense(128, 1))
+    arguments = saved(tmp_path, cell, nn.MSE(), x=x, y=y)
+    page = tmp_path / "study.html"
+    done = run(*arguments, "--rate", "0.3", "--rate", "1e9", "--out", str(page))
+    assert done.exit_code == 0, done.output
+    heading, row = done.stdout.splitlines()[:2]
+    assert heading.split() == [
+        "algorithm", "devices", "loss", "before", "adapted", "worst", "tenth", "MB", "up"
+    ]  # fmt: skip
+    before, adapted, worst = map(float, row.split()[3:6])
+    assert adapted < before
+    assert adapted < worst
+    assert done.stdout.splitlines()[-1].startswith("On training devices, loss after adaptation: ")
+    assert "fedavg scored after round 3  at rate 1e+09  the loss is not finite" in done.stderr
+    assert "accuracy" not in page.read_text().lower()
+    (trial,) = json.loads(run(*arguments, "--json", "--algorithm", "fedavg").stdout)["trials"]
+    assert trial["metric"] == "loss"
+    assert len(trial["training"]) == DEVICES
+
+
+def test_a_model_of_two_inputs_takes_two_columns(tmp_path):
+    rng = np.random.default_rng(1)
+    slow, fast = (rng.normal(size=(DEVICES * SAMPLES, k)).astype(np.float32) for k in (3, 4))
+    y = slow.sum(1, keepdims=True) - fast.sum(1, keepdims=True)
+    arguments = saved(tmp_path, TwoSensors(), nn.MSE(), slow=slow, fast=fast, y=y)
+    done = run(*arguments, "--x", "slow", "--x", "fast", "--json")
+    trials = json.loads(done.stdout)["trials"]
+    assert [trial["metric"] for trial in trials] == ["loss", "loss"]
+    losses = [row["loss"] for row in trials[0]["rounds"]]
+    assert losses[-1] < losses[0]
+
+
+def test_a_model_of_characters_is_compared_by_accuracy(tmp_path):
+    rng = np.random.default_rng(1)
+    x = (rng.integers(0, 5, (DEVICES * SAMPLES, 1)) + np.arange(7)) % 5
+    arguments = saved(tmp_path, NextCharacter(), nn.SoftmaxCrossEntropy(), x=x[:, :-1], y=x[:, 1:])
+    done = run(*arguments, "--lr", "1")
+    assert done.exit_code == 0, done.output
+    heading, row = done.stdout.splitlines()[:2]
+    assert heading.startswith("algorithm  devices           before  adapted")
+    before, adapted = map(float, row.split()[3:5])
+    assert 0 < before <= adapted <= 100
+
+
+@pytest.mark.parametrize("way", ["labels", "dirichlet"])
+def test_a_partition_by_class_refuses_targets_that_are_numbers(tmp_path, way):
+    x, y = windows()
+    cell = nn.Sequential(nn.Flatten(), nn.Dense(128, 1))
+    model, _, data, *_ = saved(tmp_path, cell, nn.MSE(), x=x, y=y)
+    done = CliRunner().invoke(simulate, [model, "--data", data, "--partition", way])
+    assert done.exit_code != 0
+    assert "labels are 120 whole numbers, one for each sample" in str(done.exception)
