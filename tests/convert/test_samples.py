@@ -220,3 +220,19 @@ def test_the_calibration_digest_sees_names_types_shapes_and_values():
         {"x": X.view(np.int32)},
     ]
     assert len({one, *map(samples.digest, others)}) == 5
+
+
+IDS = (Value(TensorSpec(("N", 4), "int64"), "ids"),)
+
+
+def test_characters_of_a_text_have_the_numbers_of_the_model(tmp_path):
+    path = tmp_path / "other.txt"
+    path.write_text("cbcbbbbbc")
+    names = ("a", "b", "c", "3")  # of a model of three characters with four outputs
+    read = samples.read_samples(path, IDS, names, window=4)
+    assert read["ids"].tolist() == [[2, 1, 2, 1], [1, 1, 1, 1]]
+    dataset = data.load(path, window=4)
+    assert samples.as_samples(dataset, IDS, "it", names)["ids"].tolist() == read["ids"].tolist()
+    path.write_text("abxz" * 4)
+    with pytest.raises(InvalidInput, match=r"the characters 'x', 'z', which .* knows 'abc'"):
+        samples.read_samples(path, IDS, names, window=4)

@@ -132,7 +132,7 @@ def _converted(
     from triplane.unified_ir.convert.describe import labels_of
     from triplane.unified_ir.convert.samples import read_labelled, read_samples
 
-    inputs = module.inputs(options["entry"])
+    inputs, names = module.inputs(options["entry"]), labels_of(module)
     calibrate, evaluate = options["calibrate"], options["evaluate"]
     choice = data_options.reading(options)
     unlabelled = {name: value for name, value in choice.items() if name != "y"}
@@ -141,10 +141,12 @@ def _converted(
     return convert(
         module,
         options["target"],
-        calibration=None if calibrate is None else read_samples(calibrate, inputs, **unlabelled),
+        calibration=None
+        if calibrate is None
+        else read_samples(calibrate, inputs, names, **unlabelled),
         evaluation=None
         if evaluate is None
-        else read_labelled(evaluate, inputs, labels_of(module), **choice),
+        else read_labelled(evaluate, inputs, names, **choice),
         name=options["model"].stem if options["name"] is None else options["name"],
         version=options["model_version"],
         model_digest=digest,

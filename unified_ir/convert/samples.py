@@ -15,7 +15,7 @@ import numpy as np
 
 from triplane.proto.errors import InvalidInput, NotFound
 from triplane.unified_ir.data import Dataset, load
-from triplane.unified_ir.data.choosing import class_numbers, row_bytes
+from triplane.unified_ir.data.choosing import class_numbers, numbered_by, row_bytes
 from triplane.unified_ir.files.npz import opened_npz
 from triplane.unified_ir.files.pixels import as_input
 from triplane.unified_ir.ir.dims import is_symbol
@@ -28,14 +28,17 @@ GENERATED: Final = 4
 Given = Array | Mapping[str, Array] | Dataset
 
 
-def as_samples(samples: Given, inputs: Sequence[Value], what: str) -> dict[str, Array]:
+def as_samples(
+    samples: Given, inputs: Sequence[Value], what: str, names: Sequence[str] = ()
+) -> dict[str, Array]:
     """Return arrays by input name; InvalidInput names the input and the values seen.
 
     The first axis of every array must count the same samples, and values must be finite. float64
-    becomes float32. The inputs of a `Dataset` are taken by name, else in their order.
+    becomes float32. The inputs of a `Dataset` are taken by name, else in their order. names: of the
+    model's classes, by which the characters of a text are numbered.
     """
     if isinstance(samples, Dataset):
-        samples = _columns(samples, inputs, what)
+        samples = _columns(numbered_by(samples, names), inputs, what)
     if not isinstance(samples, Mapping):
         if len(inputs) != 1:
             names = ", ".join(p.name for p in inputs)
@@ -56,7 +59,7 @@ def as_labelled(
     names: of the model's classes; named classes of a `Dataset` get the numbers of the same names.
     """
     x, y = (labelled, _classes(labelled, names)) if isinstance(labelled, Dataset) else labelled
-    samples, y = as_samples(x, inputs, "the evaluation set"), np.asarray(y)
+    samples, y = as_samples(x, inputs, "the evaluation set", names), np.asarray(y)
     count = len(next(iter(samples.values())))
     if y.shape != (count,) or y.dtype.kind not in "iu":
         raise InvalidInput(
@@ -92,7 +95,7 @@ def _classes(dataset: Dataset, names: Sequence[str]) -> Array:
             "an evaluation set has one column of classes, got the targets "
             f"{', '.join(dataset.targets) or 'none'}; name it: --y, or .roles(inputs, target)"
         )
-    return class_numbers(dataset, names)
+    return class_numbers(numbered_by(dataset, names), names)
 
 
 def generated(inputs: Sequence[Value]) -> dict[str, Array]:
@@ -128,15 +131,18 @@ def digest(samples: Samples) -> str:
     return state.hexdigest()
 
 
-def read_samples(source: str | Path, inputs: Sequence[Value], **options: Any) -> dict[str, Array]:
+def read_samples(
+    source: str | Path, inputs: Sequence[Value], names: Sequence[str] = (), **options: Any
+) -> dict[str, Array]:
     """Read samples from an .npz file, or anything else that `data.load` takes.
 
-    Without `options`, those of `data.load`, an .npz has one array per input under its name; a
-    single input may also be called x.
+    names: of the model's classes, by which the characters of a text are numbered. Without
+    `options`, those of `data.load`, an .npz has one array per input under its name; a single input
+    may also be called x.
     """
     path = Path(source)
     if not _is_plain_npz(path, options):
-        return as_samples(load(source, **options), inputs, str(source))
+        return as_samples(load(source, **options), inputs, str(source), names)
     with opened_npz(path, total_bytes=MAX_SAMPLES_BYTES) as npz:
         keys = {p.name: p.name for p in inputs}
         if len(inputs) == 1 and inputs[0].name not in npz.names and "x" in npz.names:

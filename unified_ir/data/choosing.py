@@ -176,6 +176,43 @@ def preparation(
     )
 
 
+def numbered_by(dataset: Dataset, names: Sequence[str]) -> Dataset:
+    """Return the dataset with the characters of a text as their places in `names`.
+
+    names: of a model's classes, whose first ones are its characters; none if it has none. `load`
+    numbers the characters that occur in its own text, which may be others. Any other dataset is
+    returned as it is. InvalidInput: the model does not know a character.
+    """
+    at = next((k for k, s in enumerate(dataset.steps) if _numbers_characters(s)), None)
+    known = _characters(names)
+    if at is None or not known or tuple(dataset.labels) == known[: len(dataset.labels)]:
+        return dataset
+    if unknown := [c for c in dataset.labels if c not in known]:
+        raise InvalidInput(
+            f"{dataset.origin.name} has the characters {', '.join(map(repr, unknown[:SHOWN]))}, "
+            f"which the model does not know; it knows {''.join(known)!r}"
+        )
+    steps = (*dataset.steps[:at], Lookup(TOKENS, tuple(map(ord, known))), *dataset.steps[at + 1 :])
+    return replace(dataset, steps=steps, labels=known)
+
+
+def _numbers_characters(step: Step) -> bool:
+    return isinstance(step, Lookup) and step.column == TOKENS and not step.is_text
+
+
+def _characters(names: Sequence[str]) -> tuple[str, ...]:
+    """Return the characters at the start of `names`, which `load` numbers in ascending order.
+
+    Outputs that no character uses follow: the name of the fourth is "3".
+    """
+    last = ""
+    for k, name in enumerate(names):
+        if len(name) != 1 or name <= last:
+            return tuple(names[:k])
+        last = name
+    return tuple(names)
+
+
 def class_numbers(dataset: Dataset, names: Sequence[str]) -> Array:
     """Return the single target; classes that have names get the places of these in `names`.
 
