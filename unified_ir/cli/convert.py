@@ -144,9 +144,7 @@ def _converted(
         calibration=None
         if calibrate is None
         else read_samples(calibrate, inputs, names, **unlabelled),
-        evaluation=None
-        if evaluate is None
-        else read_labelled(evaluate, inputs, names, **choice),
+        evaluation=None if evaluate is None else read_labelled(evaluate, inputs, names, **choice),
         name=options["model"].stem if options["name"] is None else options["name"],
         version=options["model_version"],
         model_digest=digest,

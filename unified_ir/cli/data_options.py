@@ -100,9 +100,10 @@ def reading(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def summary(dataset: Dataset) -> str:
-    """Return the inputs and targets with their types, for a note: "x float32[2x64], y int64"."""
+    """Return inputs and targets with their types: "x float32[2x64], y int64 of 5 classes"."""
     schema = dataset.schema
-    return ", ".join(f"{name} {schema[name]}" for name in (*dataset.inputs, *dataset.targets))
+    text = ", ".join(f"{name} {schema[name]}" for name in (*dataset.inputs, *dataset.targets))
+    return f"{text} of {len(dataset.labels)} classes" if dataset.labels else text
 
 
 def shape_hint(dataset: Dataset, x: Sequence[str], y: Sequence[str]) -> str:
