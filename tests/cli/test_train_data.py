@@ -275,7 +275,7 @@ def test_the_file_of_training_serves_to_convert_and_to_simulate(
     assert [score["device"] for score in scores] == people
 
 
-@pytest.mark.parametrize("size", ["32", "0x4", "axb", "4x4x4"])
+@pytest.mark.parametrize("size", ["32", "0x4", "axb", "1x4x4x4"])
 def test_a_size_of_images_has_one_form(
     nets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], size: str
 ) -> None:
