@@ -236,3 +236,15 @@ def test_characters_of_a_text_have_the_numbers_of_the_model(tmp_path):
     path.write_text("abxz" * 4)
     with pytest.raises(InvalidInput, match=r"the characters 'x', 'z', which .* knows 'abc'"):
         samples.read_samples(path, IDS, names, window=4)
+
+
+def test_a_model_of_raw_pixels_takes_the_bytes_of_a_folder(tmp_path):
+    (tmp_path / "photos" / "dark").mkdir(parents=True)
+    (tmp_path / "photos" / "dark" / "1.pgm").write_bytes(b"P5 2 2 255\n" + bytes([0, 51, 102, 255]))
+    raw = (Value(TensorSpec(("N", 1, 2, 2), "uint8"), "image"),)
+    source = tmp_path / "photos"
+    read = samples.read_samples(source, raw)["image"]
+    assert (read.dtype, read.ravel().tolist()) == (np.uint8, [0, 51, 102, 255])
+    assert samples.read_labelled(source, raw)[0]["image"].tolist() == read.tolist()
+    with pytest.raises(InvalidInput, match="got float32"):
+        samples.read_samples(source, raw, pixels=True)
