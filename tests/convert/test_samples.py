@@ -238,3 +238,31 @@ def test_the_calibration_digest_sees_names_types_shapes_and_values():
         {"x": X.view(np.int32)},
     ]
     assert len({one, *map(samples.digest, others)}) == 5
+
+
+IDS = (Value(TensorSpec(("N", 4), "int64"), "ids"),)
+
+
+def test_characters_of_a_text_have_the_numbers_of_the_model(tmp_path):
+    path = tmp_path / "other.txt"
+    path.write_text("cbcbbbbbc")
+    names = ("a", "b", "c", "3")  # of a model of three characters with four outputs
+    read = samples.read_samples(path, IDS, names, window=4)
+    assert read["ids"].tolist() == [[2, 1, 2, 1], [1, 1, 1, 1]]
+    dataset = data.load(path, window=4)
+    assert samples.as_samples(dataset, IDS, "it", names)["ids"].tolist() == read["ids"].tolist()
+    path.write_text("abxz" * 4)
+    with pytest.raises(InvalidInput, match=r"the characters 'x', 'z', which .* knows 'abc'"):
+        samples.read_samples(path, IDS, names, window=4)
+
+
+def test_a_model_of_raw_pixels_takes_the_bytes_of_a_folder(tmp_path):
+    (tmp_path / "photos" / "dark").mkdir(parents=True)
+    (tmp_path / "photos" / "dark" / "1.pgm").write_bytes(b"P5 2 2 255\n" + bytes([0, 51, 102, 255]))
+    raw = (Value(TensorSpec(("N", 1, 2, 2), "uint8"), "image"),)
+    source = tmp_path / "photos"
+    read = samples.read_samples(source, raw)["image"]
+    assert (read.dtype, read.ravel().tolist()) == (np.uint8, [0, 51, 102, 255])
+    assert samples.read_labelled(source, raw)[0]["image"].tolist() == read.tolist()
+    with pytest.raises(InvalidInput, match="got float32"):
+        samples.read_samples(source, raw, pixels=True)

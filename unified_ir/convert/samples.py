@@ -16,6 +16,7 @@ import numpy as np
 
 from triplane.proto.errors import InvalidInput, NotFound
 from triplane.unified_ir.data import Dataset, load
+from triplane.unified_ir.data.by_name import PIPELINE
 from triplane.unified_ir.data.choosing import class_numbers, row_bytes
 from triplane.unified_ir.files.npz import opened_npz
 from triplane.unified_ir.files.pixels import as_input
@@ -156,12 +157,13 @@ def read_samples(
 ) -> dict[str, Array]:
     """Read samples from an .npz file, or anything else that `data.load` takes.
 
-    Without `options`, those of `data.load`, an .npz has one array per input under its name; a
-    single input may also be called x.
+    names: of the model's classes, by which the characters of a text are numbered. Without
+    `options`, those of `data.load`, an .npz has one array per input under its name; a single input
+    may also be called x.
     """
     path = Path(source)
     if not _is_plain_npz(path, options):
-        return as_samples(load(source, **options), inputs, str(source), names)
+        return as_samples(_loaded(source, inputs, options), inputs, str(source), names)
     with opened_npz(path, total_bytes=MAX_SAMPLES_BYTES) as npz:
         keys = {p.name: p.name for p in inputs}
         if len(inputs) == 1 and inputs[0].name not in npz.names and "x" in npz.names:
@@ -183,7 +185,7 @@ def read_labelled(
     """Read (samples, classes) like `read_samples`, with the classes from y; see `as_labelled`."""
     path = Path(source)
     if not _is_plain_npz(path, options):
-        return as_labelled(load(source, **options), inputs, names)
+        return as_labelled(_loaded(source, inputs, options), inputs, names)
     with opened_npz(path, total_bytes=MAX_SAMPLES_BYTES) as npz:
         if "y" not in npz.names:
             raise NotFound(
@@ -191,6 +193,14 @@ def read_labelled(
             )
         labels = npz.array("y")
     return as_labelled((read_samples(path, inputs), labels), inputs)
+
+
+def _loaded(source: str | Path, inputs: Sequence[Value], options: Mapping[str, Any]) -> Dataset:
+    """Load samples; for a model that takes bytes, bytes stay as they are unless asked otherwise."""
+    takes_bytes = all(p.type.dtype.numpy == np.uint8 for p in inputs)
+    if takes_bytes and options.get("pixels") is None and Path(source).suffix != PIPELINE:
+        options = {**options, "pixels": False}
+    return load(source, **options)
 
 
 def _is_plain_npz(path: Path, options: Mapping[str, Any]) -> bool:

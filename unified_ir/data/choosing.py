@@ -15,6 +15,7 @@ from typing import Final
 import numpy as np
 
 from triplane.proto.errors import InvalidInput, NotFound
+from triplane.unified_ir.data.column_runs import names_text
 from triplane.unified_ir.data.columns import Array, Field, Schema
 from triplane.unified_ir.data.dataset import DEFAULT_INPUT, DEFAULT_TARGET, Dataset
 from triplane.unified_ir.data.functions import Cache
@@ -79,8 +80,7 @@ class ColumnChoice:
                 n for n in schema if fnmatchcase(n, pattern)
             ]
             if not matching and not self.optional:
-                shown = ", ".join(list(schema)[:SHOWN]) + (", ..." if len(schema) > SHOWN else "")
-                raise NotFound(f"no column is called {pattern!r}; there are {shown}")
+                raise NotFound(f"no column is called {pattern!r}; there are {names_text(schema)}")
             names += [n for n in matching if n not in names]
         return names
 
@@ -226,10 +226,9 @@ def _inputs(choices: Sequence[str], dataset: Dataset) -> list[ColumnChoice]:
         return [ColumnChoice.parse(choice) for choice in choices]
     if dataset.inputs:
         return [ColumnChoice((name,)) for name in dataset.inputs]
-    shown = ", ".join(list(dataset.schema)[:SHOWN])
     raise NotFound(
         f"{dataset.origin.name} has no column {DEFAULT_INPUT!r}; name the columns of the model's "
-        f"input (--x on the command line), of {shown}"
+        f"input (--x on the command line), of {names_text(dataset.schema)}"
     )
 
 
