@@ -18,6 +18,7 @@ from triplane.proto.errors import InvalidInput, Unavailable
 from triplane.unified_ir import data
 from triplane.unified_ir.data import workers as worker_processes
 from triplane.unified_ir.data.ahead import Loading
+from triplane.unified_ir.data.by_name import stored
 from triplane.unified_ir.data.form import from_json
 from triplane.unified_ir.data.loader import Loader
 from triplane.unified_ir.data.ordering import Split
@@ -206,3 +207,26 @@ def test_processes_end_although_a_function_does_not_come_back(tmp_path, monkeypa
     reader.join()
     assert time.monotonic() - start < 10
     assert "ended with code -9" in str(errors[0])
+
+
+def test_records_of_some_samples_still_hold_pixels(tmp_path):
+    stored("digits").take(100).shuffle().write(tmp_path / "a.tpr")
+    some = data.load(tmp_path / "a.tpr")
+    assert some.x.max() == 1.0
+    assert not some.notes
+
+
+def test_roles_read_back_from_json():
+    for inputs, targets in (((), ()), (("y",), ()), ((), ("x",))):
+        again = from_json(data.digits().roles(inputs, targets).json())
+        assert (again.inputs, again.targets) == (inputs, targets)
+
+
+def test_targets_of_two_files_have_one_type(tmp_path):
+    (tmp_path / "whole.csv").write_text("x,y\n1,0\n2,3\n")
+    (tmp_path / "parts.csv").write_text("x,y\n1,0.5\n2,1.5\n")
+    with pytest.raises(InvalidInput, match=r"y holds whole numbers in .*whole.csv"):
+        data.load_both(tmp_path / "whole.csv", tmp_path / "parts.csv")
+    _, held_out = data.load_both(tmp_path / "parts.csv", tmp_path / "whole.csv")
+    assert held_out.y.dtype == np.float64
+    assert held_out.y.tolist() == [0, 3]
