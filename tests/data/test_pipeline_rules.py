@@ -23,6 +23,7 @@ from triplane.unified_ir.data.form import from_json
 from triplane.unified_ir.data.loader import Loader
 from triplane.unified_ir.data.ordering import Split
 from triplane.unified_ir.data.transforms import Noise, Rename
+from triplane.unified_ir.data.views import Reordered
 
 
 def test_steps_after_zip_see_the_shuffling_of_its_parts():
@@ -230,3 +231,23 @@ def test_targets_of_two_files_have_one_type(tmp_path):
     _, held_out = data.load_both(tmp_path / "parts.csv", tmp_path / "whole.csv")
     assert held_out.y.dtype == np.float64
     assert held_out.y.tolist() == [0, 3]
+
+
+def test_two_views_do_not_wait_for_each_other():
+    table, lock, waits = numbers(3).view(), threading.Lock(), threading.Event()
+
+    def waiting():
+        waits.set()
+        with lock:
+            return np.arange(3)
+
+    first, second = Reordered(table, waiting), Reordered(table, lambda: np.arange(3))
+    other = threading.Thread(target=lambda: first.order)
+    with lock:
+        other.start()
+        waits.wait()
+        main = threading.Thread(target=lambda: second.order, daemon=True)
+        main.start()
+        main.join(5)
+        assert not main.is_alive()
+    other.join()
