@@ -18,6 +18,7 @@ from triplane.unified_ir import data
 from triplane.unified_ir.data import workers as worker_processes
 from triplane.unified_ir.data.ahead import Loading
 from triplane.unified_ir.data.by_name import stored
+from triplane.unified_ir.data.columns import Ragged
 from triplane.unified_ir.data.form import from_json
 from triplane.unified_ir.data.loader import Loader
 from triplane.unified_ir.data.ordering import Split
@@ -259,3 +260,25 @@ def test_two_views_do_not_wait_for_each_other():
         main.join(5)
         assert not main.is_alive()
     other.join()
+
+
+def test_padding_must_fit_the_type_and_lengths_a_free_name():
+    rows = Ragged.of([np.arange(2, dtype=np.uint8), np.arange(3, dtype=np.uint8)])
+    for fill in (300, -1, 0.5):
+        with pytest.raises(InvalidInput, match="PaddedBatch: fill must be a value of uint8"):
+            data.arrays(rows).padded_batch(2, fill=fill).view()
+    both = data.arrays({"x": rows, "x.length": np.arange(2)})
+    assert both.padded_batch(2).view()
+    with pytest.raises(InvalidInput, match=r"already has a column 'x\.length'"):
+        both.padded_batch(2, lengths=True).view()
+
+
+def test_select_takes_numbers_and_no_mask():
+    for rows in (np.array([True, False, True]), np.array([0.5]), np.array([[1]])):
+        with pytest.raises(InvalidInput, match="select takes the numbers of samples"):
+            numbers(3).select(rows)
+
+
+def test_columns_of_batches_are_refused_as_such():
+    with pytest.raises(InvalidInput, match=r"is read in batches, .* leave out .batch"):
+        numbers(4).batch(2).column("x")
