@@ -505,7 +505,11 @@ def generated(
 
 
 def zipped(*datasets: Dataset) -> Dataset:
-    """Return a dataset whose samples have the columns of all `datasets`, side by side."""
+    """Return a dataset whose samples have the columns of all `datasets`, side by side.
+
+    Parts of one size that are shuffled get the same order; other random steps of parts draw
+    different numbers.
+    """
     dataset = of_source(ZipSource(datasets), "zip")
     inputs = tuple(name for part in datasets for name in part.inputs)
     targets = tuple(name for part in datasets for name in part.targets)
