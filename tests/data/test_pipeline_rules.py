@@ -22,7 +22,7 @@ from triplane.unified_ir.data.columns import Ragged
 from triplane.unified_ir.data.form import from_json
 from triplane.unified_ir.data.loader import Loader
 from triplane.unified_ir.data.ordering import Split
-from triplane.unified_ir.data.transforms import Noise, Rename
+from triplane.unified_ir.data.transforms import Flip, Noise, Rename
 from triplane.unified_ir.data.views import Reordered
 
 
@@ -282,3 +282,10 @@ def test_select_takes_numbers_and_no_mask():
 def test_columns_of_batches_are_refused_as_such():
     with pytest.raises(InvalidInput, match=r"is read in batches, .* leave out .batch"):
         numbers(4).batch(2).column("x")
+
+
+def test_random_steps_refuse_batches_of_another_size():
+    images = data.arrays(np.zeros((6, 4), np.float32)).batch(3)
+    doubled = images.map(lambda b: {"x": np.repeat(b["x"], 2, axis=0)}).then(Flip("x"))
+    with pytest.raises(InvalidInput, match=r"Flip draws numbers for each of 3 samples, .* 6; put"):
+        next(doubled.opened().batches(0))

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from threading import RLock
 from typing import Any
 
-from triplane.unified_ir.data.columns import Columns, Rows, Schema
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.data.columns import Columns, Rows, Schema, count
 from triplane.unified_ir.data.randomness import WORD, RowDraws
 from triplane.unified_ir.data.views import Upstream, View, mapped
 
@@ -100,6 +101,11 @@ class RowStep(Step):
         self.schema(source.schema)  # refuses the input before anything is read
 
         def function(block: Columns, rows: Rows) -> Columns:
+            if self.is_random and count(block) != len(rows):
+                raise InvalidInput(
+                    f"{type(self).__name__} draws numbers for each of {len(rows)} samples, but a "
+                    f"function before it returned {count(block)}; put the step before batch"
+                )
             return self.apply(block, context.draws(rows))
 
         return mapped(source, function, self.schema, lambda name: keeps(self, name))
