@@ -21,7 +21,7 @@ from triplane.unified_ir.files.npz import opened_npz
 VERBS = {
     "predict": EntryPoint("predict", "triplane.unified_ir.cli.predict:command", shell.VERB_GROUP)
 }
-NAMES = tuple(["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"])
+NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 
 @pytest.fixture(autouse=True)
