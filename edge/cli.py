@@ -86,7 +86,7 @@ Then, here, once, and from now on:
 \b
 Every user of the machine can see a command line. To read the token from a file, or a pipe:
   triplane edge enrol @token.txt --cloud cloud.example:8444
-  ssh operator@cloud triplane cloud token --json | jq -r .token | triplane edge enrol - --cloud ...
+  ssh operator@cloud triplane cloud token --role node | triplane edge enrol - --cloud ...
 """
 UP_EXAMPLE = """
 \b

@@ -323,6 +323,14 @@ def test_every_character_of_a_text_is_compared(
     assert measures == pytest.approx(
         {"loss": trainer.evaluate(text)["loss"], "perplexity": np.exp(measures["loss"])}, rel=1e-4
     )
+    # A text of fewer characters numbers them otherwise; the model's numbers count.
+    (tmp_path / "u.txt").write_text("lazy fox lazy fox lazy")
+    codes = np.array([text.labels.index(c) for c in "lazy fox lazy fox lazy"])
+    rows = np.stack([codes[k : k + 11] for k in (0, 10)])
+    wanted = trainer.evaluate((rows[:, :-1], rows[:, 1:]))["loss"]
+    flags = ("--data", tmp_path / "u.txt", "--window", 10)
+    measures = record(capsys, tmp_path / "m.tpm", *flags)["measures"]
+    assert measures["loss"] == pytest.approx(wanted, rel=1e-4)
 
 
 def test_several_targets_are_compared_by_the_entry_of_the_file(

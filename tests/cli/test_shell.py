@@ -312,3 +312,13 @@ def test_a_secret_comes_from_a_file_or_a_pipe_as_well(tmp_path, monkeypatch):
     ]  # fmt: skip
     with pytest.raises(click.BadParameter, match="cannot be read"):
         shell.SECRET.convert(f"@{tmp_path / 'absent'}", None, None)
+
+
+def test_what_the_verb_token_printed_is_a_file_of_its_secret(tmp_path, monkeypatch):
+    printed = "abc.def\n\nOne use, for the device ann; expires in 60 min. On that machine, run:\n"
+    (tmp_path / "token").write_text(printed)
+    monkeypatch.setattr("sys.stdin", io.StringIO(printed))
+    assert shell.SECRET.convert(f"@{tmp_path / 'token'}", None, None) == "abc.def"
+    assert shell.SECRET.convert("-", None, None) == "abc.def"
+    (tmp_path / "token").write_text("")
+    assert shell.SECRET.convert(f"@{tmp_path / 'token'}", None, None) == ""

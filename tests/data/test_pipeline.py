@@ -411,7 +411,7 @@ def test_a_dataset_is_shown_on_one_screen():
     assert "x: float32[1, 8, 8]  input" in text
     assert "then batch(size=32)" in text
     assert len(text.splitlines()) < 12
-    wide = data.arrays({f"c{k}": np.zeros(3) for k in range(300)})
+    wide = data.arrays({f"{k} c": np.zeros(3) for k in range(300)})
     assert "and 292 more columns" in repr(wide)
 
 

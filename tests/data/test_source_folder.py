@@ -13,6 +13,8 @@ from tests.support.images import chunk, header, png_file
 from tests.support.tables import everything, opened
 
 from triplane.proto.errors import Corrupt, InvalidInput, MissingExtra, NotFound, TriplaneError
+from triplane.unified_ir import data
+from triplane.unified_ir.cli import shell
 from triplane.unified_ir.data.sources import decoding, folder
 from triplane.unified_ir.data.sources.folder import ImageFolderSource
 from triplane.unified_ir.files.resize import resized
@@ -75,7 +77,7 @@ def test_images_of_several_sizes_are_named_or_resized(pets):
     (pets / "dog" / "3.jpg").write_bytes(photo)
     with pytest.raises(InvalidInput, match=r"3\.jpg is .*\(3, 24, 40\), .*3\.pgm is \(1, 1, 2\)"):
         everything(ImageFolderSource(str(pets)))
-    with pytest.raises(InvalidInput, match=r"state size=\(H, W\) and channels="):
+    with pytest.raises(InvalidInput, match=r"size=\(H, W\) or \(C, H, W\) that all images"):
         everything(ImageFolderSource(str(pets), size=(8, 8)))
     x = everything(ImageFolderSource(str(pets), size=(8, 8), channels=3))["x"]
     assert x.shape == (4, 3, 8, 8)
@@ -83,6 +85,15 @@ def test_images_of_several_sizes_are_named_or_resized(pets):
     assert (x[3] == resized(pixels[None], (8, 8))[0]).all()
     grey = everything(ImageFolderSource(str(pets), size=(24, 40), channels=1))["x"][3, 0]
     assert (grey == np.asarray(Image.open(io.BytesIO(photo)).convert("L"))).all()
+
+
+def test_grey_and_coloured_images_are_loaded_with_a_size_of_three_numbers(pets, capsys):
+    (pets / "dog" / "3.jpg").write_bytes(bytes_of(Image.fromarray(PHOTO)))
+    assert data.load(pets, size=(3, 8, 8)).x.shape == (4, 3, 8, 8)
+    assert shell.run(["data", "inspect", str(pets), "--size", "1x8x8"]) == 0
+    assert "x: uint8[1, 8, 8]" in capsys.readouterr().out
+    with pytest.raises(InvalidInput, match=r"channels is 1 \(grey\) or 3 \(RGB\), got 2"):
+        data.load(pets, size=(2, 8, 8))
 
 
 @pytest.mark.parametrize(

@@ -85,3 +85,9 @@ def test_a_batch_without_rows_is_passed_over():
     given_data = [arrays(3), arrays(0), arrays(2), arrays(0)]
     assert [len(y) for _, y in BatchSource(given_data, 1, 0).epoch(0)] == [3, 2]
     assert [len(b[-1]) for b in in_order(given_data, 4)] == [3, 2]
+
+
+def test_a_column_of_texts_is_refused_by_name():
+    texts = data.arrays({"text": np.array(["a b", "c"], object), "y": np.arange(2)})
+    with pytest.raises(InvalidInput, match="column 'text' holds text, but a model takes numbers"):
+        BatchSource(texts.roles("text", "y"), 2, 0)

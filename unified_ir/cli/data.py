@@ -65,6 +65,8 @@ def command() -> None:
 @json_option
 def inspect(**options: Any) -> None:
     """Show the columns of DATA, their types, and the first samples."""
+    from triplane.unified_ir.data.column_runs import column_runs, run_text
+
     output = open_output(options["as_json"])
     dataset = _stored(options)
     rows = [_shown(sample) for sample in _first(dataset, options["samples"])]
@@ -81,7 +83,10 @@ def inspect(**options: Any) -> None:
     lines = [repr(dataset)]
     for k, row in enumerate(rows):
         lines.append(f"sample {k}")
-        lines += [f"  {name}: {text}" for name, text in row.items()]
+        lines += [
+            f"  {run_text(run)}: {_cut(', '.join(row[name] for name in run))}"
+            for run in column_runs(dataset.schema)
+        ]
     output.result(record, "\n".join(lines))
 
 
@@ -163,8 +168,12 @@ def _shown(sample: dict[str, Any]) -> dict[str, str]:
             )
         else:
             text = repr(value) if isinstance(value, str | bytes) else str(value)
-        texts[name] = text if len(text) <= SHOWN_WIDTH else f"{text[: SHOWN_WIDTH - 3]}..."
+        texts[name] = _cut(text)
     return texts
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= SHOWN_WIDTH else f"{text[: SHOWN_WIDTH - 3]}..."
 
 
 def _shards(dataset: Dataset) -> dict[str, Any]:

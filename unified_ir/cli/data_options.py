@@ -44,18 +44,21 @@ _READ: Final = {
 
 
 class ImageSize(_SizeType):
-    """HEIGHTxWIDTH of images, as (height, width)."""
+    """HEIGHTxWIDTH of images, or CHANNELSxHEIGHTxWIDTH, as a tuple in this order."""
 
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the two sizes; a usage error shows the form."""
+        """Return the sizes; a usage error shows the form."""
         if isinstance(value, tuple):
             return value
-        height, _, width = str(value).partition("x")
-        if not (height.isdecimal() and width.isdecimal() and int(height) and int(width)):
-            self.fail(f"a size of images is HEIGHTxWIDTH, such as 32x32; got {value!r}", param, ctx)
-        return int(height), int(width)
+        parts = str(value).split("x")
+        if len(parts) not in {2, 3} or not all(p.isdecimal() and int(p) for p in parts):
+            self.fail(
+                "a size of images is HEIGHTxWIDTH, such as 32x32, or CHANNELSxHEIGHTxWIDTH, such "
+                f"as 3x32x32; got {value!r}", param, ctx,
+            )  # fmt: skip
+        return tuple(map(int, parts))
 
 
 def data_option(help_text: str, *, required: bool = False) -> click.Option:
@@ -76,7 +79,8 @@ def choices(model: str = "the model") -> tuple[click.Option, click.Option]:
 def source_forms() -> tuple[click.Option, ...]:
     """Return --size and --sql, which a source itself takes."""
     return (
-        option("--size HxW", "Resize the images of a folder.", ImageSize()),
+        option("--size HxW", "Resize the images of a folder; 3xHxW: and make all RGB, 1xHxW: "
+               "grey.", ImageSize()),
         option("--sql QUERY", "The rows of a database that are samples; ORDER BY keeps their order "
                "the same."),
     )  # fmt: skip
@@ -100,9 +104,10 @@ def reading(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def summary(dataset: Dataset) -> str:
-    """Return the inputs and targets with their types, for a note: "x float32[2x64], y int64"."""
+    """Return inputs and targets with their types: "x float32[2x64], y int64 of 5 classes"."""
     schema = dataset.schema
-    return ", ".join(f"{name} {schema[name]}" for name in (*dataset.inputs, *dataset.targets))
+    text = ", ".join(f"{name} {schema[name]}" for name in (*dataset.inputs, *dataset.targets))
+    return f"{text} of {len(dataset.labels)} classes" if dataset.labels else text
 
 
 def shape_hint(dataset: Dataset, x: Sequence[str], y: Sequence[str]) -> str:

@@ -160,6 +160,8 @@ def feeds_of(
 
     x: the choices of the command line, for errors.
     """
+    from triplane.unified_ir.data.choosing import class_places
+
     names = [info.name for info in model.inputs]
     if len(dataset.inputs) != len(names):
         raise InvalidInput(
@@ -170,7 +172,12 @@ def feeds_of(
     columns = dict(zip(dataset.inputs, arrays, strict=False))
     feeds = {}
     for info, name in zip(model.inputs, own, strict=True):
-        feeds[info.name] = _as(columns[name], info.dtype)
+        column = columns[name]
+        # Characters have the numbers of the training, whichever occur in this text.
+        places = class_places(dataset, model.labels, name)
+        if places is not None and column.dtype.kind in "iu":
+            column = places[column]
+        feeds[info.name] = _as(column, info.dtype)
         _check(feeds[info.name], info, dataset, x)
     return feeds
 

@@ -230,10 +230,10 @@ MAX_SECRET_CHARS: Final = 4096
 
 
 class Secret(_Text):
-    """A secret: the text itself, @FILE to read it from a file, or "-" for standard input.
+    """A secret: the text itself, @FILE for the first line of a file, or "-" for standard input.
 
     @FILE and "-" exist because command lines are visible to every user of the machine, and shells
-    store them in their history.
+    store them in their history. One line, since `triplane cloud token` explains its token below it.
     """
 
     name = "secret"
@@ -250,7 +250,7 @@ class Secret(_Text):
                     text = file.read(MAX_SECRET_CHARS)
         except (OSError, UnicodeError) as error:
             self.fail(f"{text} cannot be read: {error}", param, ctx)
-        return text.strip()
+        return text.strip().partition("\n")[0].rstrip()
 
 
 SECRET: Final = Secret()

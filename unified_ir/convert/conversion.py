@@ -144,14 +144,15 @@ def convert(
     steps = _checked_steps(module, entry, quantize, calibration, budgets)
     # A node changes the weights of a start point, so they must not be folded into others.
     frozen = freeze(module, entry) if steps else fold(freeze(module, entry))
-    samples, record = _samples(calibration, frozen)
+    names = labels_of(module)
+    samples, record = _samples(calibration, frozen, names)
     job = _Conversion(
         module=module, entry=entry, target=row, frozen=frozen, name=name, version=version,
         labels=labels, model_digest=model_digest, adapt_steps=steps,
         samples=samples, calibration=record, progress=progress,
         scheme=None if quantize is None else int8_scheme(row, reduce_range=reduce_range),
         labelled=None if evaluation is None
-        else as_labelled(evaluation, frozen.inputs, labels_of(module)),
+        else as_labelled(evaluation, frozen.inputs, names),
     )  # fmt: skip
     plain, int8 = _graphs(job)
     # Before the measurements, which take the most time: a result that is not finite is refused
@@ -300,11 +301,13 @@ def _measured(
     return latency, measure_accuracy(job.frozen, plain.session, shipped, *job.labelled)
 
 
-def _samples(calibration: Given | None, frozen: Frozen) -> tuple[Samples, dict[str, Any]]:
+def _samples(
+    calibration: Given | None, frozen: Frozen, names: Sequence[str]
+) -> tuple[Samples, dict[str, Any]]:
     """Return the calibration samples and what the report says of them; made up where none are."""
     if calibration is None:
         return generated(frozen.inputs), {}
-    samples = as_samples(calibration, frozen.inputs, "the calibration set")
+    samples = as_samples(calibration, frozen.inputs, "the calibration set", names)
     return samples, {"samples": _count(samples), "sha256": digest(samples)}
 
 

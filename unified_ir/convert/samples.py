@@ -16,6 +16,7 @@ import numpy as np
 
 from triplane.proto.errors import InvalidInput, NotFound
 from triplane.unified_ir.data import Dataset, load
+from triplane.unified_ir.data.by_name import PIPELINE
 from triplane.unified_ir.data.choosing import class_numbers, row_bytes
 from triplane.unified_ir.files.npz import opened_npz
 from triplane.unified_ir.files.pixels import as_input
@@ -29,18 +30,21 @@ GENERATED: Final = 4
 Given = Array | Mapping[str, Array] | Dataset
 
 
-def as_samples(samples: Given, inputs: Sequence[Value], what: str) -> dict[str, Array]:
+def as_samples(
+    samples: Given, inputs: Sequence[Value], what: str, names: Sequence[str] = ()
+) -> dict[str, Array]:
     """Return arrays by input name; InvalidInput names the input and the values seen.
 
     The first axis of every array must count the same samples, and values must be finite. float64
-    becomes float32. The inputs of a `Dataset` are taken by name, else in their order.
+    becomes float32. The inputs of a `Dataset` are taken by name, else in their order. names: of the
+    model's classes, by which characters of a text are numbered.
     """
     if isinstance(samples, Dataset):
-        samples = _columns(samples, inputs, what)
+        samples = _columns(samples, inputs, what, names)
     if not isinstance(samples, Mapping):
         if len(inputs) != 1:
-            names = ", ".join(p.name for p in inputs)
-            raise InvalidInput(f"{what} is one array, but the inputs are {names}; give a mapping")
+            several = ", ".join(p.name for p in inputs)
+            raise InvalidInput(f"{what} is one array, but the inputs are {several}; give a mapping")
         samples = {inputs[0].name: samples}
     wanted = {p.name for p in inputs}
     if samples.keys() != wanted:
@@ -57,7 +61,7 @@ def as_labelled(
     names: of the model's classes; named classes of a `Dataset` get the numbers of the same names.
     """
     x, y = (labelled, _classes(labelled, names)) if isinstance(labelled, Dataset) else labelled
-    samples, y = as_samples(x, inputs, "the evaluation set"), np.asarray(y)
+    samples, y = as_samples(x, inputs, "the evaluation set", names), np.asarray(y)
     count = len(next(iter(samples.values())))
     if y.shape != (count,) or y.dtype.kind not in "iu":
         raise InvalidInput(
@@ -67,7 +71,9 @@ def as_labelled(
     return samples, y.astype(np.int64)
 
 
-def _columns(dataset: Dataset, inputs: Sequence[Value], what: str) -> dict[str, Array]:
+def _columns(
+    dataset: Dataset, inputs: Sequence[Value], what: str, labels: Sequence[str]
+) -> dict[str, Array]:
     """Return the input columns of a dataset by the model's names, within `MAX_SAMPLES_BYTES`."""
     names = [p.name for p in inputs]
     if len(dataset.inputs) != len(names):
@@ -78,7 +84,7 @@ def _columns(dataset: Dataset, inputs: Sequence[Value], what: str) -> dict[str, 
         )
     own = names if set(dataset.inputs) == set(names) else dataset.inputs
     _check_bytes(dataset, own, what)
-    columns = [np.asarray(dataset.column(name)) for name in own]
+    columns = [class_numbers(dataset, labels, name) for name in own]
     return {p.name: as_input(x, p.type.dtype.numpy) for p, x in zip(inputs, columns, strict=True)}
 
 
@@ -146,15 +152,18 @@ def digest(samples: Samples) -> str:
     return state.hexdigest()
 
 
-def read_samples(source: str | Path, inputs: Sequence[Value], **options: Any) -> dict[str, Array]:
+def read_samples(
+    source: str | Path, inputs: Sequence[Value], names: Sequence[str] = (), **options: Any
+) -> dict[str, Array]:
     """Read samples from an .npz file, or anything else that `data.load` takes.
 
-    Without `options`, those of `data.load`, an .npz has one array per input under its name; a
-    single input may also be called x.
+    names: of the model's classes, by which the characters of a text are numbered. Without
+    `options`, those of `data.load`, an .npz has one array per input under its name; a single input
+    may also be called x.
     """
     path = Path(source)
     if not _is_plain_npz(path, options):
-        return as_samples(load(source, **options), inputs, str(source))
+        return as_samples(_loaded(source, inputs, options), inputs, str(source), names)
     with opened_npz(path, total_bytes=MAX_SAMPLES_BYTES) as npz:
         keys = {p.name: p.name for p in inputs}
         if len(inputs) == 1 and inputs[0].name not in npz.names and "x" in npz.names:
@@ -176,7 +185,7 @@ def read_labelled(
     """Read (samples, classes) like `read_samples`, with the classes from y; see `as_labelled`."""
     path = Path(source)
     if not _is_plain_npz(path, options):
-        return as_labelled(load(source, **options), inputs, names)
+        return as_labelled(_loaded(source, inputs, options), inputs, names)
     with opened_npz(path, total_bytes=MAX_SAMPLES_BYTES) as npz:
         if "y" not in npz.names:
             raise NotFound(
@@ -184,6 +193,14 @@ def read_labelled(
             )
         labels = npz.array("y")
     return as_labelled((read_samples(path, inputs), labels), inputs)
+
+
+def _loaded(source: str | Path, inputs: Sequence[Value], options: Mapping[str, Any]) -> Dataset:
+    """Load samples; for a model that takes bytes, bytes stay as they are unless asked otherwise."""
+    takes_bytes = all(p.type.dtype.numpy == np.uint8 for p in inputs)
+    if takes_bytes and options.get("pixels") is None and Path(source).suffix != PIPELINE:
+        options = {**options, "pixels": False}
+    return load(source, **options)
 
 
 def _is_plain_npz(path: Path, options: Mapping[str, Any]) -> bool:

@@ -40,7 +40,7 @@ class ReadingOptions:
     x, y: the columns of inputs and targets, by default x and y (see `choosing`). keep: more columns
     to keep. pixels: whether bytes are pixels, which become x / 255; None: those in two axes or more
     are. window: characters of a sample of text, or rows of a sample of a series. query: of a
-    database. size: (H, W) that images are resized to.
+    database. size: (H, W) that images are resized to, or (C, H, W) with C = 1 (grey) or 3 (RGB).
     """
 
     x: Sequence[str] = ()
@@ -49,7 +49,7 @@ class ReadingOptions:
     pixels: bool | None = None
     window: int | None = None
     query: str | None = None
-    size: tuple[int, int] | None = None
+    size: tuple[int, int] | tuple[int, int, int] | None = None
 
     @property
     def choices(self) -> list[ColumnChoice]:
@@ -194,7 +194,13 @@ def _folder_parts(path: Path, options: ReadingOptions) -> tuple[Dataset, ...]:
 
 
 def _images(path: Path, options: ReadingOptions) -> Dataset:
-    return of_source(ImageFolderSource(str(path), options.size), path.name)
+    size = options.size
+    match size:
+        case None | (_, _):
+            source = ImageFolderSource(str(path), size)
+        case (channels, height, width):
+            source = ImageFolderSource(str(path), (height, width), channels)
+    return of_source(source, path.name)
 
 
 def _npz_parts(path: Path, options: ReadingOptions) -> tuple[Dataset, ...]:

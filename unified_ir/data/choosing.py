@@ -15,6 +15,7 @@ from typing import Final
 import numpy as np
 
 from triplane.proto.errors import InvalidInput, NotFound
+from triplane.unified_ir.data.column_runs import names_text
 from triplane.unified_ir.data.columns import Array, Field, Schema
 from triplane.unified_ir.data.dataset import DEFAULT_INPUT, DEFAULT_TARGET, Dataset
 from triplane.unified_ir.data.functions import Cache
@@ -79,8 +80,7 @@ class ColumnChoice:
                 n for n in schema if fnmatchcase(n, pattern)
             ]
             if not matching and not self.optional:
-                shown = ", ".join(list(schema)[:SHOWN]) + (", ..." if len(schema) > SHOWN else "")
-                raise NotFound(f"no column is called {pattern!r}; there are {shown}")
+                raise NotFound(f"no column is called {pattern!r}; there are {names_text(schema)}")
             names += [n for n in matching if n not in names]
         return names
 
@@ -176,27 +176,28 @@ def preparation(
     )
 
 
-def class_numbers(dataset: Dataset, names: Sequence[str]) -> Array:
+def class_numbers(dataset: Dataset, names: Sequence[str], column: str = "") -> Array:
     """Return the single target; classes that have names get the places of these in `names`.
 
     names: of a model's classes, none if it has none. The dataset may number them differently: texts
-    are numbered in the order of those that occur, which may be fewer than in training.
+    are numbered in the order of those that occur, which may be fewer than in training. column: an
+    input, in place of the target; characters of a text are numbered as the target's.
     InvalidInput: the model has no class of that name.
     """
-    y = np.asarray(dataset.y)
-    places = class_places(dataset, names)
+    y = np.asarray(dataset.column(column) if column else dataset.y)
+    places = class_places(dataset, names, column)
     if places is None or y.dtype.kind not in "iu":
         return y
     numbers: Array = places[y]
     return numbers
 
 
-def class_places(dataset: Dataset, names: Sequence[str]) -> Array | None:
-    """Return the number in `names` of each class of the dataset; None if they are the same.
+def class_places(dataset: Dataset, names: Sequence[str], column: str = "") -> Array | None:
+    """Return the number in `names` of each class in a column; None if they are the same.
 
     See `class_numbers`.
     """
-    own = dataset.labels
+    own = dataset.labels if column in {"", TOKENS} else ()
     if not own or not names or tuple(own) == tuple(names[: len(own)]):
         return None
     places = {name: k for k, name in enumerate(names)}
@@ -236,10 +237,9 @@ def _inputs(choices: Sequence[str], dataset: Dataset) -> list[ColumnChoice]:
         return [ColumnChoice.parse(choice) for choice in choices]
     if dataset.inputs:
         return [ColumnChoice((name,)) for name in dataset.inputs]
-    shown = ", ".join(list(dataset.schema)[:SHOWN])
     raise NotFound(
         f"{dataset.origin.name} has no column {DEFAULT_INPUT!r}; name the columns of the model's "
-        f"input (--x on the command line), of {shown}"
+        f"input (--x on the command line), of {names_text(dataset.schema)}"
     )
 
 
@@ -280,6 +280,7 @@ class _Building:
         """Choose, join and name the columns of all inputs and targets, and drop the others."""
         schema = self.dataset.schema
         chosen = [(choice, choice.matching(schema)) for choice in (*x, *y)]
+        _check_shared(chosen)
         kept = [ColumnChoice((name,)).matching(schema)[0] for name in keep]
         every = list(dict.fromkeys([*(n for _, names in chosen for n in names), *kept]))
         if every != list(schema):
@@ -360,8 +361,22 @@ class _Building:
                 )
             self.add(Lookup(name, values))
             self.labels = values if len(self.targets) == 1 else ()
-        elif np.dtype(field.dtype).kind in "iu" and field.dtype != "int64":
+        elif np.dtype(field.dtype).kind in "iub" and field.dtype != "int64":
             self.add(Cast(name, "int64"))
+
+
+def _check_shared(chosen: Sequence[tuple[ColumnChoice, list[str]]]) -> None:
+    """Refuse a column of two choices, unless each takes it alone, under its name, in one shape."""
+    users: dict[str, list[tuple[str, tuple[int, ...], int]]] = {}
+    for choice, names in chosen:
+        for name in names:
+            users.setdefault(name, []).append((choice.name or name, choice.shape, len(names)))
+    for name, forms in users.items():
+        if len(forms) > 1 and set(forms) != {(name, forms[0][1], 1)}:
+            raise InvalidInput(
+                f"column {name!r} is chosen twice, in different forms; a column is part of one "
+                "input or target"
+            )
 
 
 def _sizes(field: Field) -> tuple[int, ...]:

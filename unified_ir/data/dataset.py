@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.data import columns, functions, grouping, ordering
 from triplane.unified_ir.data.ahead import Loading
+from triplane.unified_ir.data.column_runs import column_runs, names_text, run_text
 from triplane.unified_ir.data.columns import Array, Column, Columns, Schema
 from triplane.unified_ir.data.grouping import as_arrays
 from triplane.unified_ir.data.kinds import is_batches, is_feed, is_table
@@ -105,10 +106,13 @@ class Dataset:
         n = self.samples
         lines = [f"{'?' if n is None else f'{n:,}'} samples of {self.origin.name}"]
         schema = self.schema
-        for name, kind in list(schema.items())[:SHOWN_COLUMNS]:
-            lines.append(f"  {name}: {kind}  {roles.get(name, '')}".rstrip())
-        if len(schema) > SHOWN_COLUMNS:
-            lines.append(f"  and {len(schema) - SHOWN_COLUMNS} more columns")
+        runs = column_runs({name: (kind, roles.get(name)) for name, kind in schema.items()})
+        for run in runs[:SHOWN_COLUMNS]:
+            count = f"  ({len(run)} columns)" if len(run) > 1 else ""
+            kind, role = schema[run[0]], roles.get(run[0], "")
+            lines.append(f"  {run_text(run)}: {kind}  {role}".rstrip() + count)
+        if hidden := sum(map(len, runs[SHOWN_COLUMNS:])):
+            lines.append(f"  and {hidden} more columns")
         lines += [f"  then {step_text(step)}" for step in self.steps]
         if self.labels:
             shown = ", ".join(self.labels[:SHOWN_COLUMNS])
@@ -127,8 +131,7 @@ class Dataset:
         missing = [name for name in (*inputs, *targets) if name not in self.schema]
         if missing:
             raise InvalidInput(
-                f"there is no column {missing[0]!r}; there are "
-                f"{', '.join(list(self.schema)[:SHOWN_COLUMNS])}"
+                f"there is no column {missing[0]!r}; there are {names_text(self.schema)}"
             )
         return replace(self, inputs=inputs, targets=targets)
 

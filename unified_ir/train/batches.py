@@ -78,6 +78,12 @@ class BatchSource:
             self.count = len(data)
 
     def _prepare(self, data: Dataset, loading: Loading | None) -> None:
+        for name in (*data.inputs, *data.targets):
+            if not (field := data.schema[name]).is_number:
+                raise InvalidInput(
+                    f"column {name!r} holds {field}, but a model takes numbers; encode it first, "
+                    "for instance with the step Lookup (names) or Tokenize (sentences)"
+                )
         self.own = data
         data = data.for_training(self.size)
         view = data.view(self.seed)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from triplane.proto.errors import InvalidInput, NotFound
-from triplane.unified_ir import nn, optim, train
+from triplane.unified_ir import data, nn, optim, train
 from triplane.unified_ir.federated.study.source import SampleSource, devices_of
 
 N = 240
@@ -164,6 +164,28 @@ def test_a_target_may_be_a_sequence(tmp_path):
         devices_of(SampleSource(data=str(tmp_path / "a.npz"), way="labels", devices=3), module)
 
 
+def test_characters_are_those_of_the_model(tmp_path):
+    class Characters(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(3, 4), nn.Dense(4, 3)
+
+        def construct(self, token):
+            return self.head(self.embed(token))
+
+    trainer = train.Trainer(
+        Characters(), loss=nn.SoftmaxCrossEntropy(), optimizer=optim.SGD(0.1), labels="abc"
+    )
+    trainer.prepare(np.zeros((1, 4), np.int64), np.zeros((1, 4), np.int64))
+    (tmp_path / "a.txt").write_text("bcbbccbccbcb" * 20)
+    source = SampleSource(data=str(tmp_path / "a.txt"), form={"window": 4}, devices=2)
+    seen, _ = devices_of(source, trainer.export(("predict", "evaluate", "loss")))
+    for shard in seen.values():
+        x, y = shard.train.values()
+        assert (x[:, 1:] == y[:, :-1]).all()
+        assert set(x.ravel()) == set(y.ravel()) == {1, 2}
+
+
 def test_a_model_that_devices_cannot_learn_is_refused_before_data_is_read(tmp_path):
     with pytest.raises(InvalidInput, match="export it with loss"):
         devices_of(source(tmp_path / "none.npz"), classifier(entries=("predict", "evaluate")))
@@ -172,3 +194,26 @@ def test_a_model_that_devices_cannot_learn_is_refused_before_data_is_read(tmp_pa
 def test_labels_beyond_the_models_classes_are_refused():
     with pytest.raises(InvalidInput, match=r"3 classes apart, 0 to 2; the labels .* are 0 to 9"):
         devices_of(SampleSource(data="digits"), classifier(8, 3))
+
+
+class Characters(nn.Cell):
+    """Scores of the next of four characters; ids: (N, T) -> (N, T, 4)."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(4, 4)
+
+    def construct(self, ids):
+        return self.table(ids)
+
+
+def test_characters_of_another_text_have_the_numbers_of_the_model(tmp_path):
+    book, other = tmp_path / "book.txt", tmp_path / "other.txt"
+    book.write_text("abc" * 40)
+    other.write_text("bcbbcbc" * 40)
+    trainer = train.Trainer(Characters(), loss=nn.SoftmaxCrossEntropy(), optimizer=optim.SGD(0.1))
+    trainer.fit(data.load(book, window=4), 1)
+    module = trainer.export(("predict", "evaluate", "loss"))
+    seen, _ = devices_of(SampleSource(data=str(other), form={"window": 4}, devices=2), module)
+    ids, following = seen["device-0"].train.values()
+    assert {*ids.ravel()} == {*following.ravel()} == {1, 2}  # not 0 and 1, as in `other` alone

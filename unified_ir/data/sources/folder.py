@@ -104,8 +104,9 @@ class ImageFolderTable:
         image = decoded_image(path, self.source.size, self.source.channels)
         if image.shape != self.shape:
             raise InvalidInput(
-                f"{path} is (C, H, W) = {image.shape}, {self.paths[0]} is {self.shape}; state "
-                "size=(H, W) and channels= that all images are converted to"
+                f"{path} is (C, H, W) = {image.shape}, {self.paths[0]} is {self.shape}; state the "
+                "size=(H, W) or (C, H, W) that all images are converted to (on the command line "
+                "--size 32x32, or 3x32x32 if some are grey)"
             )
         return image
 

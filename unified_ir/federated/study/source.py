@@ -101,7 +101,7 @@ def _samples(
     samples = {}
     for name, own, value in zip(names, roles, objective_of(module).batch, strict=True):
         is_target = name == names[-1]
-        x = class_numbers(dataset, labels) if is_target else np.asarray(dataset.column(own))
+        x = class_numbers(dataset, labels, "" if is_target else own)
         # Tables hold float64; a model computes in float32.
         samples[name] = x.astype(value.type.dtype.numpy) if x.dtype == np.float64 else x
         if not is_target:
