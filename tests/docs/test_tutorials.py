@@ -10,8 +10,7 @@ from tests.support.pages import script_of
 
 
 @pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.parametrize("page", ["series", "text", "photos"])
+@pytest.mark.parametrize("page", [pytest.param("series", marks=pytest.mark.long), "text", "photos"])
 def test_a_tutorial_runs_in_an_empty_folder(page, tmp_path):
     script = tmp_path / "page.py"
     script.write_text(script_of(f"tutorials/{page}.md"))
