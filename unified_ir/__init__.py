@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from triplane.unified_ir import runtime as runtime
     from triplane.unified_ir import train as train
     from triplane.unified_ir import zoo as zoo
+    from triplane.unified_ir.engines.modules import import_onnx as import_onnx
+    from triplane.unified_ir.engines.modules import load as load
+    from triplane.unified_ir.engines.onnx_file import export_onnx as export_onnx
     from triplane.unified_ir.frontend import checkpoint as checkpoint
     from triplane.unified_ir.frontend import grad as grad
     from triplane.unified_ir.frontend import graph as graph
@@ -35,8 +38,6 @@ if TYPE_CHECKING:
     from triplane.unified_ir.frontend.trace import trace as trace
     from triplane.unified_ir.ir import Module as Module
     from triplane.unified_ir.ir import TensorSpec as TensorSpec
-    from triplane.unified_ir.onnx import import_onnx as import_onnx
-    from triplane.unified_ir.ops.check import load as load
     from triplane.unified_ir.ops.check import save as save
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

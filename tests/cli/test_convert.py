@@ -4,12 +4,14 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
 from tests.quantize import nets
 
+from triplane.unified_ir import data
 from triplane.unified_ir.cli.shell import run
 from triplane.unified_ir.convert.targets import TARGETS
 from triplane.unified_ir.runtime import Bundle, Plan
@@ -49,6 +51,27 @@ def test_json_is_one_document(folder, tmp_path, capsys):
     out = tmp_path / "a.bundle"
     assert run(["convert", str(folder / "digits.tpm"), "--out", str(out), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["bundle"]["path"] == str(out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantize", [[], ["--quantize", "int8"]], ids=["float", "int8"])
+def test_raw_inputs_put_the_steps_of_the_data_in_front(folder, tmp_path, capsys, quantize):
+    model = str(folder / "digits.tpm")
+    both = ["--calibrate", "digits", "--evaluate", "digits", *quantize]
+    for name, more in (("plain", []), ("raw", ["--raw-inputs"])):
+        out = str(tmp_path / f"{name}.bundle")
+        assert run(["convert", model, *both, *more, "--out", out]) == 0, capsys.readouterr().err
+    digits = data.digits()
+    (column,) = [replace(digits, steps=()).column("x")]
+    assert column.dtype == np.uint8
+    raw = Bundle.load(tmp_path / "raw.bundle").predict(x=column)["logits"]
+    plain = Bundle.load(tmp_path / "plain.bundle").predict(x=digits.x)["logits"]
+    assert np.array_equal(raw, plain)
+
+
+def test_raw_inputs_need_data(folder, capsys):
+    assert run(["convert", str(folder / "digits.tpm"), "--raw-inputs"]) == 2
+    assert "needs --calibrate or --evaluate" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

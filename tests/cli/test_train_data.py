@@ -116,13 +116,14 @@ def test_the_result_of_numbers_names_their_metric(
     assert "accuracy" not in out
 
 
+@pytest.mark.parametrize("more", [(), ("--processes",)])
 def test_two_inputs_go_to_the_cell_in_the_order_of_the_options(
-    nets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    nets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, ...]
 ) -> None:
     rng = np.random.default_rng(0)
     a, b = rng.random((60, 3), "f4"), rng.random((60, 2), "f4")
     np.savez(tmp_path / "t.npz", a=a, b=b, y=np.arange(60) % 4)
-    flags = ("--x", "a", "--x", "b", "--workers", "2", "--json")
+    flags = ("--x", "a", "--x", "b", "--workers", "2", *more, "--json")
     assert train(f"{nets}:Two", tmp_path / "t.npz", *flags) == 0
     assert {"accuracy", "loss"} <= measures(capsys).keys()
     assert json.loads(load(tmp_path / "out.tpm").meta["inputs"]).keys() == {"a", "b"}

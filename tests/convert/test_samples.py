@@ -73,6 +73,15 @@ def test_bytes_for_a_float_input_become_shares_of_one(tmp_path):
     assert read["image"].tolist() == np.ones((1, 1, 2, 2)).tolist()
 
 
+def test_bytes_stay_bytes_for_a_float_input_only_if_their_columns_are_not_scaled(tmp_path):
+    file = write(tmp_path / "a.npz", x=np.full((1, 1, 2, 2), 255, np.uint8))
+    assert samples.read_samples(file, IMAGE, x=("x",))["image"].max() == 1
+    bytes_ = (Value(TensorSpec(("N", 1, 2, 2), "uint8"), "x"),)
+    assert samples.read_samples(file, bytes_, pixels=False)["x"].max() == 255
+    with pytest.raises(InvalidInput, match="got float32"):
+        samples.read_samples(file, bytes_, x=("x",))
+
+
 def test_the_shipped_digits_are_samples_by_name():
     spec = (Value(TensorSpec(("N", 1, 8, 8)), "x"),)
     assert len(samples.read_samples("digits", spec)["x"]) == 1797

@@ -35,6 +35,7 @@ Examples:
   triplane convert digits.tpm --quantize int8 --calibrate samples.npz \\
       --evaluate held_out.npz --out digits.bundle --report report.svg
   triplane convert gait.tpm --quantize int8 --calibrate steps.csv --x 'ch*:2x64' --out g.bundle
+  triplane convert digits.tpm --calibrate digits --raw-inputs --out d.bundle    takes raw bytes
   triplane convert digits.tpm --plan digits.plan
   triplane convert resnet.onnx --out resnet.bundle           an ONNX model is imported first
 
@@ -58,6 +59,9 @@ OPTIONS: Final = (
     option("--evaluate DATA", "Labelled samples to measure accuracy before and after."),
     *data_options.choices(),
     *data_options.forms(),
+    option("--raw-inputs", "Put the steps from the raw samples of --calibrate (or --evaluate) to "
+           "inputs in front of the model, such as pixels / 255: callers send raw samples.",
+           is_flag=True),
     option("--out", "The bundle to write; without it, only the report.", OUTPUT_FILE),
     option("--plan", "Also write a plan for training on devices.", OUTPUT_FILE),
     option("--name NAME", "The bundle's name.  [default: that of the model file]"),
@@ -132,25 +136,53 @@ def _converted(
     from triplane.unified_ir.convert.describe import labels_of
     from triplane.unified_ir.convert.samples import read_labelled, read_samples
 
-    inputs, names = module.inputs(options["entry"]), labels_of(module)
-    calibrate, evaluate = options["calibrate"], options["evaluate"]
-    choice = data_options.reading(options)
-    unlabelled = {name: value for name, value in choice.items() if name != "y"}
+    calibration, evaluation = None, None
+    if options["raw_inputs"]:
+        module, calibration, evaluation = _with_raw_inputs(module, options)
+    else:
+        inputs, names = module.inputs(options["entry"]), labels_of(module)
+        choice = data_options.reading(options)
+        if options["calibrate"] is not None:
+            unlabelled = {name: value for name, value in choice.items() if name != "y"}
+            calibration = read_samples(options["calibrate"], inputs, names, **unlabelled)
+        if options["evaluate"] is not None:
+            evaluation = read_labelled(options["evaluate"], inputs, names, **choice)
     same = ("entry", "quantize", "max_accuracy_drop", "max_latency_ratio", "max_size_ratio",
             "reduce_range", "out")  # fmt: skip
     return convert(
         module,
         options["target"],
-        calibration=None
-        if calibrate is None
-        else read_samples(calibrate, inputs, names, **unlabelled),
-        evaluation=None if evaluate is None else read_labelled(evaluate, inputs, names, **choice),
+        calibration=calibration,
+        evaluation=evaluation,
         name=options["model"].stem if options["name"] is None else options["name"],
         version=options["model_version"],
         model_digest=digest,
         progress=progress,
         **{name: options[name] for name in same},
     )
+
+
+def _with_raw_inputs(
+    module: Module, options: dict[str, Any]
+) -> tuple[Module, Any, tuple[Any, Any] | None]:
+    """Return the module that takes raw samples, and raw samples for calibration and evaluation."""
+    from triplane.unified_ir import data
+    from triplane.unified_ir.convert import with_pipeline
+    from triplane.unified_ir.convert.describe import labels_of
+    from triplane.unified_ir.convert.samples import raw_columns
+    from triplane.unified_ir.data.choosing import class_numbers
+
+    entry, choice = options["entry"], data_options.reading(options)
+    sources = [options[name] for name in ("calibrate", "evaluate")]
+    read = [None if source is None else data.load(source, **choice) for source in sources]
+    if read == [None, None]:
+        raise InvalidInput("--raw-inputs needs --calibrate or --evaluate, whose steps it takes")
+    raw = with_pipeline(module, read[0] or read[1], entry)
+    inputs = raw.inputs(entry)
+    calibration, evaluation = (None if d is None else raw_columns(d, inputs) for d in read)
+    if read[1] is None:
+        return raw, calibration, None
+    return raw, calibration, (evaluation, class_numbers(read[1], labels_of(module)))
 
 
 def _record(report: Report) -> dict[str, Any]:

@@ -277,7 +277,7 @@ def check_distinct_files(
 SUFFIXES: Final[Mapping[str, str]] = {"model file": ".tpm", "bundle": ".bundle", "plan": ".plan"}
 """The usual suffix of each kind of file that a verb writes."""
 _OTHERS: Final[Mapping[str, str]] = {
-    ".onnx": ", not an ONNX model; the model.onnx inside a bundle (any unzip takes it out) is one",
+    ".onnx": ", not an ONNX model; `triplane export` writes one",
     ".bundle": ", not a bundle; `triplane convert` makes one",
     ".plan": ", not a plan; `triplane convert --plan` makes one",
     ".tpm": ", not a model file; `triplane train` and `triplane import` write one",

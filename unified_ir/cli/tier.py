@@ -12,6 +12,16 @@ From a model in Python to an answer over the network:
   triplane edge serve digits.bundle"""
 
 TIER: Final = Tier(
-    verbs={"data": 5, "train": 10, "import": 20, "convert": 30, "inspect": 40, "diff": 50},
+    verbs={
+        "data": 5,
+        "train": 10,
+        "evaluate": 12,
+        "predict": 14,
+        "import": 20,
+        "export": 25,
+        "convert": 30,
+        "inspect": 40,
+        "diff": 50,
+    },
     guide={10: GUIDE},
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -80,13 +81,30 @@ def _columns(dataset: Dataset, inputs: Sequence[Value], what: str) -> dict[str, 
             "or .roles(inputs)"
         )
     own = names if set(dataset.inputs) == set(names) else dataset.inputs
-    if (total := row_bytes(dataset, own) * len(dataset)) > MAX_SAMPLES_BYTES:
+    _check_bytes(dataset, own, what)
+    columns = [np.asarray(dataset.column(name)) for name in own]
+    return {p.name: as_input(x, p.type.dtype.numpy) for p, x in zip(inputs, columns, strict=True)}
+
+
+def raw_columns(dataset: Dataset, inputs: Sequence[Value]) -> dict[str, Array]:
+    """Return the columns of a dataset's source that are inputs, as they are before any step."""
+    stored = replace(dataset, steps=())
+    names = [p.name for p in inputs]
+    if missing := [name for name in names if name not in stored.schema]:
+        raise InvalidInput(
+            f"{dataset.origin.name} has no column {missing[0]!r}, which the model takes; it has "
+            f"{', '.join(stored.schema)}"
+        )
+    _check_bytes(stored, names, dataset.origin.name)
+    return {name: np.asarray(stored.column(name)) for name in names}
+
+
+def _check_bytes(dataset: Dataset, names: Sequence[str], what: str) -> None:
+    if (total := row_bytes(dataset, names) * len(dataset)) > MAX_SAMPLES_BYTES:
         raise InvalidInput(
             f"{what} takes {total} bytes in memory; at most {MAX_SAMPLES_BYTES} are supported. A "
             "few hundred typical samples are enough: .take(500)"
         )
-    columns = [np.asarray(dataset.column(name)) for name in own]
-    return {p.name: as_input(x, p.type.dtype.numpy) for p, x in zip(inputs, columns, strict=True)}
 
 
 def _classes(dataset: Dataset, names: Sequence[str]) -> Array:
@@ -185,7 +203,8 @@ def _loaded(source: str | Path, inputs: Sequence[Value], options: Mapping[str, A
 
 def _is_plain_npz(path: Path, options: Mapping[str, Any]) -> bool:
     """Return whether the arrays are found by the model's own names."""
-    return path.suffix == ".npz" and path.exists() and not any(options.values())
+    stated = [value for value in options.values() if value not in (None, ())]
+    return path.suffix == ".npz" and path.exists() and not stated
 
 
 def _names(inputs: Sequence[Value]) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import signal
 import struct
 import subprocess
 import sys
@@ -68,7 +67,11 @@ class ChildPool:
 class _WorkerProcess:
     def __init__(self, order: Mapping[str, Any]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-m", __name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            # Ctrl-C must not reach it: the parent ends its children by closing their input.
+            start_new_session=True,
         )
         self._send(order)
 
@@ -224,8 +227,6 @@ def _exactly(stream: IO[bytes], size: int) -> bytearray:
 
 def main() -> None:
     """Answer the orders on standard input until it ends."""
-    # Ctrl-C reaches the whole group; the parent ends its children by closing their input.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a function of the user's prints must not land between the answers
     orders = sys.stdin.buffer

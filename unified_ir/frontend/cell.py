@@ -18,6 +18,7 @@ from triplane.unified_ir.frontend.binding import LEARNT, Parameter, StateTree, c
 from triplane.unified_ir.frontend.custom import construct_with_bprop
 from triplane.unified_ir.frontend.rewrite import rewritten
 from triplane.unified_ir.frontend.run import run
+from triplane.unified_ir.frontend.shown import shown_lines
 from triplane.unified_ir.frontend.trace import entered, within
 from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.ops.recorder import recording
@@ -165,8 +166,7 @@ class Cell(StateTree):
         return self
 
     def __repr__(self) -> str:
-        inner = ", ".join(f"{k}={v!r}" for k, v in self._cells.items())
-        return f"{type(self).__name__}({inner})"
+        return "\n".join(shown_lines(self))
 
 
 class CellList(Cell):

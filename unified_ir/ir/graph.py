@@ -57,6 +57,8 @@ class Meta:
 
 
 NO_META: Final = Meta()
+SHOWN: Final = 8
+"""Number of parameters, and of results, in the `repr` of a function."""
 
 
 # Identity, not fields, makes a value: two operands of equal type are different values, and hashing
@@ -106,6 +108,13 @@ class Function:
                 f"function {self.name!r} has {len(self.results)} results and "
                 f"{len(self.result_names)} result names; give one name each"
             )
+
+    def __repr__(self) -> str:
+        """Return the signature; `ir.text` has the whole graph."""
+        params = [f"{p.name}: {p.type}" for p in self.params]
+        results = [f"{n}: {v.type}" for n, v in zip(self.result_names, self.results, strict=True)]
+        nodes = sum(1 for _ in self.walk())
+        return f"{self.name}({_listed(params)}) -> ({_listed(results)}), {nodes} nodes"
 
     def param_index(self, name: str) -> int:
         """Return the index of the parameter called `name`."""
@@ -191,6 +200,9 @@ class StateTensor:
         """Element type and static shape."""
         return type_of(self.array)
 
+    def __repr__(self) -> str:
+        return f"StateTensor({self.type}, role={self.role})"
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModuleContents:
@@ -204,6 +216,12 @@ class ModuleContents:
     entries: Mapping[str, str] = field(default_factory=dict)
     state: Mapping[str, StateTensor] = field(default_factory=dict)
     meta: Mapping[str, str] = field(default_factory=dict)
+
+
+def _listed(texts: list[str]) -> str:
+    """Return the first texts, and how many more there are."""
+    more = len(texts) - SHOWN
+    return ", ".join(texts[:SHOWN]) + (f", and {more} more" if more > 0 else "")
 
 
 def _places(function: str, kind: str, names: tuple[str, ...]) -> dict[str, int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -21,14 +21,28 @@ from triplane.unified_ir.ir import codec
 from triplane.unified_ir.ir.dims import Expr
 from triplane.unified_ir.ir.encode import NEGATIVE_VERSION
 from triplane.unified_ir.ir.graph import Array, Function, ModuleContents, Role, StateTensor, Value
+from triplane.unified_ir.ir.summary import summary_lines
 
 KIND: Final = "model"
 WEIGHTS_PART: Final = "weights.safetensors"
 START: Final = "start."
 """Prefix of the buffer with the initial value of a personal tensor, the same on every device."""
 
+ModuleRunner = Callable[..., Array | dict[str, Array]]
+"""Computes `Module.predict`: (module, entry, unnamed inputs, inputs by name)."""
+# The IR stands below the engines and imports none. `engines.modules` puts its function here when it
+# is imported, which everything above the engines does, and `triplane.unified_ir.load` too.
+_runners: Final[list[ModuleRunner]] = []
 
-@dataclass(frozen=True, slots=True, eq=False)
+
+def run_modules_with(runner: ModuleRunner) -> None:
+    """Let `Module.predict` call `runner`."""
+    _runners[:] = [runner]
+
+
+# With a slot for weak references, because engines keep compiled programs for as long as the module
+# exists.
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Module(ModuleContents):
     """Functions, the entries that name them, and the state they share; see `ModuleContents`."""
 
@@ -55,6 +69,22 @@ class Module(ModuleContents):
     def assigned(self, entry: str) -> tuple[str, ...]:
         """Return the names of the state that one call of the entry replaces."""
         return tuple(r for r in self.entry(entry).result_names if r in self.state)
+
+    def predict(self, *x: Any, entry: str = "predict", **inputs: Any) -> Array | dict[str, Array]:
+        """Return the result of an entry, or a dict of several, for inputs in order or by name.
+
+        float64 becomes float32 where the entry takes float32. The first call compiles the entry for
+        onnxruntime. InvalidInput: an array does not fit, or the entry would change state.
+        """
+        if not _runners:
+            raise InvalidInput("no engine is loaded; import triplane.unified_ir.engines.modules")
+        return _runners[0](self, entry, x, inputs)
+
+    def summary(self) -> str:
+        """Return entries with inputs and results, state, classes and origin, on one screen."""
+        return "\n".join(summary_lines(self))
+
+    __repr__ = summary
 
     def initial(self, name: str) -> Array:
         """Return a state tensor's value on a new device; never the contents of a personal one."""

@@ -175,7 +175,7 @@ class _Emitter(EmissionContext):
             _info(p.name, p.type) for p in self.function.params if p.name not in self.initializers
         ]
         held = [p for p in self.function.params if p.name in self.initializers and p.name in read]
-        initializers = [_held_tensor(p, self.initializers[p.name]) for p in held] + self.tensors
+        initializers = [held_tensor(p, self.initializers[p.name]) for p in held] + self.tensors
         return helper.make_graph(
             self.nodes, self.function.name, inputs, outputs, initializer=initializers
         )
@@ -558,7 +558,8 @@ def _info(name: str, t: TensorType) -> ValueInfoProto:
     return ValueInfoProto(name=name, type=type_proto(t))
 
 
-def _held_tensor(param: Value, held: EmittedInitializer) -> TensorProto:
+def held_tensor(param: Value, held: EmittedInitializer) -> TensorProto:
+    """Return the initializer for a parameter that the model holds."""
     if held.external is None:
         return numpy_helper.from_array(np.asarray(held.array, order="C"), param.name)
     tensor = TensorProto(

@@ -64,6 +64,8 @@ MAX_SUGGESTED: Final = 4
 MAX_COMPARED: Final = 20_000
 """The most names that an unknown name is compared with, letter by letter."""
 
+LABELS: Final = "labels"
+"""The property with class names, which `export_onnx` writes as a JSON list."""
 _STRUCTURES: Final = {**STRUCTURES, **BRANCHES}
 
 
@@ -109,7 +111,9 @@ def import_onnx(
     choice.check()
     weights.check_tied()
     state = weights.state
-    return Module({ENTRY: function}, {ENTRY: ENTRY}, state, _meta(model, function, state))
+    # Class names belong to the model's own outputs.
+    meta = _meta(model, function, state) | (_labels(model) if outputs is None else {})
+    return Module({ENTRY: function}, {ENTRY: ENTRY}, state, meta)
 
 
 def _meta(model: ModelProto, function: Function, state: Mapping[str, Any]) -> dict[str, str]:
@@ -120,6 +124,17 @@ def _meta(model: ModelProto, function: Function, state: Mapping[str, Any]) -> di
         "onnx.opsets": json.dumps(versions),
         "onnx.producer": f"{model.producer_name} {model.producer_version}".strip()[:200],
     }
+
+
+def _labels(model: ModelProto) -> dict[str, str]:
+    """Return the class names of a model that Triplane exported; other tools have other forms."""
+    text = next((p.value for p in model.metadata_props if p.key == LABELS), "")
+    try:
+        names = json.loads(text) if model.producer_name == PRODUCER and text else []
+    except (ValueError, RecursionError):
+        names = []
+    is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    return {LABELS: text} if names and is_list else {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,9 @@ ADAPT: Final = "adapt.onnx"
 REQUIRED: Final = (DESCRIPTION, MODEL, WEIGHTS, GOLDENS, REPORT)
 
 MAX_REPORT_BYTES: Final = 4 << 20
+SHOWN: Final = 8
+"""Number of inputs, outputs and labels in the `repr` of a bundle."""
+SHOWN_CHARS: Final = 120
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +158,20 @@ class Bundle:
     def load(cls, path: Path, *, expected_digest: str | None = None) -> "Bundle":
         """Open and verify the bundle at `path`, of that root digest when one is given."""
         return cls(Container(Path(path), kind="bundle", expected_digest=expected_digest))
+
+    def __repr__(self) -> str:
+        """Return what it is and takes and gives, on one screen."""
+        lines = [
+            f"bundle {self.name!r} version {self.version!r} for {self.target}, digest {self.digest}"
+        ]
+        for side, infos in (("in ", self.inputs), ("out", self.outputs)):
+            lines += [f"  {side}  {info}"[:SHOWN_CHARS] for info in infos[:SHOWN]]
+            if len(infos) > SHOWN:
+                lines.append(f"  {side}  and {len(infos) - SHOWN} more")
+        for output, names in list(self.labels.items())[:SHOWN]:
+            text = f"  {len(names)} classes of {output}: {', '.join(names[:SHOWN])}"
+            lines.append(text[:SHOWN_CHARS] + (", ..." if len(names) > SHOWN else ""))
+        return "\n".join(lines)
 
     @property
     def weights(self) -> dict[str, StoredTensor]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Literal, get_args
 
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.engines import modules as _modules  # noqa: F401 - lets modules predict
 from triplane.unified_ir.ir import Function, Module, Role, StateTensor
 from triplane.unified_ir.ir.module import START
 from triplane.unified_ir.nn import Personal

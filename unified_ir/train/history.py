@@ -17,6 +17,8 @@ from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.train.metrics import Tally
 
 Row = dict[str, float]
+SHOWN_ROWS: Final = 10
+SHOWN_COLUMNS: Final = 8
 NOTHING_COUNTED: Final = (
     "no label of {where} counts in the mean of {names}: each is ignored or has weight 0; give data "
     "with labels that count, or another ignore_index= or weight="
@@ -105,6 +107,17 @@ class History:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def __repr__(self) -> str:
+        """Return the newest rows as a table."""
+        names = self.columns()[:SHOWN_COLUMNS]
+        rows = [[f"{row[n]:.4g}" if n in row else "" for n in names] for row in self.rows]
+        table = [names, *rows[-SHOWN_ROWS:]]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = ["  ".join(map(str.rjust, row, widths)) for row in table if names]
+        more = len(self.columns()) - len(names)
+        count = f"history of {len(self.rows)} epochs"
+        return "\n".join([f"{count}, {more} more columns" if more else count, *lines])
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)

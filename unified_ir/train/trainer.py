@@ -52,11 +52,13 @@ from triplane.unified_ir.train.snapshot import Snapshot, read
 from triplane.unified_ir.train.step_tuning import StepTuning, sizes_of
 
 if TYPE_CHECKING:
+    from triplane.unified_ir.engines.onnx_file import OnnxFile
     from triplane.unified_ir.engines.tuning import Tuning
     from triplane.unified_ir.passes.recompute import RecomputationPlan
 
 EVALUATION_BATCH: Final = 256
 """Samples per batch of evaluation and prediction."""
+SHOWN_MEASURES: Final = 8
 _CONFUSION: Final = {"confusion": Confusion()}
 _LAST_KEY: Final = 2**64 - 1
 """Philox streams: random keys count down from here, the order of epoch e uses stream e."""
@@ -126,6 +128,19 @@ class Trainer:
         self._guarded: tuple[Any, ...] = ()
         self._guard = TraceGuard(())
         _set_keys(cell, seed)
+
+    def __repr__(self) -> str:
+        """Return what is trained how, and how far, on one screen."""
+        last = self.history.rows[-1] if self.history.rows else {}
+        shown = [f"{k} {x:.4g}" for k, x in last.items() if k not in {"epoch", "step"}]
+        measures = ", ".join(["", *shown[:SHOWN_MEASURES]])
+        engine = getattr(self.engine, "name", self.engine)
+        lines = [
+            f"Trainer at epoch {self.place.epoch}, step {self.place.step}{measures}",
+            f"  loss {type(self.loss).__name__}, optimizer {self.optimizer!r:.200}",
+            f"  engine {engine}, {self.precision}, seed {self.seed}",
+        ]
+        return "\n".join([*lines, *(f"  {line}" for line in repr(self.cell).split("\n"))])
 
     def fit(
         self,
@@ -220,6 +235,14 @@ class Trainer:
         device keeps no optimizer state.
         """
         return build_module(self, tuple(entries), local_lr)
+
+    def export_onnx(
+        self, path: str | Path, entry: Entry = "predict", *, opset: int | None = None
+    ) -> OnnxFile:
+        """Write one of the functions as an ONNX file; see `export` and `engines.onnx_file`."""
+        from triplane.unified_ir.engines.onnx_file import export_onnx
+
+        return export_onnx(self.export((entry,)), path, entry=entry, opset=opset)
 
     def save(self, path: str | Path) -> None:
         """Write everything a run needs to continue; see `load`."""
