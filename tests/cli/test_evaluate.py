@@ -267,7 +267,7 @@ def test_data_that_does_not_fit_is_refused(
     flags: tuple[str, ...],
     message: str,
 ) -> None:
-    np.savez(tmp_path / "d.npz", **arrays)
+    np.savez(tmp_path / "d.npz", **arrays)  # type: ignore[arg-type]  # typeshed's allow_pickle
     code, _, error = run(capsys, folder / "digits.onnx", "--data", tmp_path / "d.npz", *flags)
     assert code == 2
     assert message in error

@@ -14,6 +14,7 @@ from triplane.proto.errors import Conflict, InvalidInput
 from triplane.unified_ir import TensorSpec, export_onnx, import_onnx, nn, ops, optim, train
 from triplane.unified_ir.engines import onnx_file
 from triplane.unified_ir.ir import Module
+from triplane.unified_ir.onnx import serialize
 
 SPECIES = ("ant", "bee", "cat")
 
@@ -143,7 +144,7 @@ def test_a_file_that_computes_something_else_is_not_kept(
 ) -> None:
     path = tmp_path / "net.onnx"
     path.write_bytes(b"older")
-    whole = onnx_file.serialize
+    whole = serialize
 
     def wrong(model: onnx.ModelProto) -> bytes:
         for tensor in model.graph.initializer:

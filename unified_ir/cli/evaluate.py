@@ -77,7 +77,7 @@ def command(**options: Any) -> None:
     """
     output = open_output(options["as_json"])
     model = models.open_file(options["model"])
-    dataset = _dataset(options)
+    dataset = _dataset(options, model)
     for text in (*dataset.notes, *_doubts(model, dataset)):
         output.note(text)
     evaluation = _Evaluation(model, dataset, options)
@@ -92,10 +92,10 @@ def command(**options: Any) -> None:
     output.result(record, "\n".join(_lines(record, per_class=options["per_class"])))
 
 
-def _dataset(options: dict[str, Any]) -> Dataset:
+def _dataset(options: dict[str, Any], model: FileModel) -> Dataset:
     from triplane.unified_ir.data.by_name import load_held_out
 
-    dataset = load_held_out(options["data"], **data_options.reading(options))
+    dataset = load_held_out(options["data"], **models.reading(options, model))
     if not dataset.targets:
         raise InvalidInput(f"{options['data']} has no target to compare with; name its column: --y")
     return dataset

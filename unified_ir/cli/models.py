@@ -138,6 +138,14 @@ def _fitting(labels: tuple[str, ...], last: tuple[Any, ...]) -> tuple[str, ...]:
     return labels if last and last[0] == len(labels) else ()
 
 
+def reading(options: Mapping[str, Any], model: FileModel) -> dict[str, Any]:
+    """Return the arguments of `data.load`; a model that takes bytes gets them as they are."""
+    choice = data_options.reading(options)
+    if choice[data_options.PIXELS] is None and all(i.dtype == "uint8" for i in model.inputs):
+        choice[data_options.PIXELS] = False
+    return choice
+
+
 def feeds_of(
     dataset: Dataset, arrays: tuple[Array, ...], model: FileModel, x: tuple[str, ...]
 ) -> dict[str, Array]:

@@ -148,7 +148,7 @@ class _Export:
     def compare(self, session: Session, inputs: Mapping[str, Array] | None) -> float:
         """Return the largest relative difference from the module; Conflict if it is too large."""
         feeds, expected = self._expected(inputs)
-        names = [f.name for f in session.outputs]
+        names = tuple(f.name for f in session.outputs)
         computed = session.run(feeds, names)
         state = {next_name(name) for name in self.assigned}
         errors = {n: _difference(n, computed[n], expected[n]) for n in names}
