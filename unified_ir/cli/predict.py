@@ -98,6 +98,7 @@ def command(**options: Any) -> None:
 def _dataset(options: dict[str, Any], model: FileModel, output: CommandOutput) -> Dataset:
     from triplane.unified_ir.data import arrays
     from triplane.unified_ir.data.by_name import load_held_out
+    from triplane.unified_ir.data.choosing import numbered_by
     from triplane.unified_ir.data.sources.decoding import DECODERS
 
     source = options["source"]
@@ -106,11 +107,11 @@ def _dataset(options: dict[str, Any], model: FileModel, output: CommandOutput) -
     dataset = load_held_out(source, **models.reading(options, model))
     for text in dataset.notes:
         output.note(text)
-    return dataset.roles(dataset.inputs)
+    return numbered_by(dataset.roles(dataset.inputs), model.labels)
 
 
 def _image(
-    path: str, size: tuple[int, int] | None, model: FileModel, output: CommandOutput
+    path: str, size: tuple[int, ...] | None, model: FileModel, output: CommandOutput
 ) -> Array:
     """Return an image (1, C, H, W) as bytes, in the channels and the size of the model's input."""
     from triplane.unified_ir.data.sources.folder import decoded_image
@@ -123,7 +124,7 @@ def _image(
     own = (height, width) if isinstance(height, int) and isinstance(width, int) else None
     known = channels if isinstance(channels, int) and channels in {1, 3} else None
     image = decoded_image(path, channels=known)
-    wanted = size or own
+    wanted = (size[-2], size[-1]) if size else own  # the channels are those of the model
     if wanted is not None and wanted != image.shape[1:]:
         old, new = (f"{h}x{w}" for h, w in (image.shape[1:], wanted))
         output.note(f"{path} is resized from {old} to {new}")
