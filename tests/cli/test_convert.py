@@ -62,7 +62,7 @@ def test_raw_inputs_put_the_steps_of_the_data_in_front(folder, tmp_path, capsys,
         out = str(tmp_path / f"{name}.bundle")
         assert run(["convert", model, *both, *more, "--out", out]) == 0, capsys.readouterr().err
     digits = data.digits()
-    (column,) = [replace(digits, steps=()).column("x")]
+    column = np.asarray(replace(digits, steps=()).column("x"))
     assert column.dtype == np.uint8
     raw = Bundle.load(tmp_path / "raw.bundle").predict(x=column)["logits"]
     plain = Bundle.load(tmp_path / "plain.bundle").predict(x=digits.x)["logits"]

@@ -116,7 +116,7 @@ def test_the_result_of_numbers_names_their_metric(
     assert "accuracy" not in out
 
 
-@pytest.mark.parametrize("more", [(), ("--processes",)])
+@pytest.mark.parametrize("more", [(), pytest.param(("--processes",), marks=pytest.mark.slow)])
 def test_two_inputs_go_to_the_cell_in_the_order_of_the_options(
     nets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, ...]
 ) -> None:

@@ -78,8 +78,9 @@ def test_bytes_stay_bytes_for_a_float_input_only_if_their_columns_are_not_scaled
     assert samples.read_samples(file, IMAGE, x=("x",))["image"].max() == 1
     bytes_ = (Value(TensorSpec(("N", 1, 2, 2), "uint8"), "x"),)
     assert samples.read_samples(file, bytes_, pixels=False)["x"].max() == 255
+    assert samples.read_samples(file, bytes_, x=("x",))["x"].max() == 255
     with pytest.raises(InvalidInput, match="got float32"):
-        samples.read_samples(file, bytes_, x=("x",))
+        samples.read_samples(file, bytes_, x=("x",), pixels=True)
 
 
 def test_the_shipped_digits_are_samples_by_name():
@@ -126,6 +127,15 @@ def test_classes_of_a_dataset_are_the_models_classes_of_the_same_names():
         InvalidInput, match="has the class 'owl', but the model's classes are cat, dog"
     ):
         samples.as_labelled(dataset, IMAGE, ("cat", "dog"))
+
+
+def test_characters_are_numbered_as_the_model_numbers_them(tmp_path):
+    (tmp_path / "a.txt").write_text("bcbcbc")
+    spec = (Value(TensorSpec(("N", "T"), "int64"), "token"),)
+    read = samples.read_samples(tmp_path / "a.txt", spec, ("a", "b", "c"), window=2)
+    assert read["token"].tolist() == [[1, 2], [1, 2]]
+    with pytest.raises(InvalidInput, match="has the class 'c', but the model's classes are a, b"):
+        samples.read_samples(tmp_path / "a.txt", spec, ("a", "b"), window=2)
 
 
 def test_accuracy_is_measured_for_one_column_of_classes():
@@ -243,7 +253,7 @@ def test_characters_of_a_text_have_the_numbers_of_the_model(tmp_path):
     dataset = data.load(path, window=4)
     assert samples.as_samples(dataset, IDS, "it", names)["ids"].tolist() == read["ids"].tolist()
     path.write_text("abxz" * 4)
-    with pytest.raises(InvalidInput, match=r"the characters 'x', 'z', which .* knows 'abc'"):
+    with pytest.raises(InvalidInput, match=r"has the class 'x', but the model's classes are a, b, c"):
         samples.read_samples(path, IDS, names, window=4)
 
 

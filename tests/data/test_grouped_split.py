@@ -94,3 +94,27 @@ def test_a_pipeline_takes_no_choice_of_columns(tmp_path):
     assert len(data.load(tmp_path / "p.json")) == 4
     with pytest.raises(InvalidInput, match="is a pipeline, which says itself"):
         data.load(tmp_path / "p.json", x=["x:2x1"])
+
+
+def test_a_target_of_true_and_false_has_two_classes(tmp_path):
+    (tmp_path / "a.csv").write_text("x,y\n1.5,true\n2.5,false\n")
+    dataset = data.load(tmp_path / "a.csv")
+    assert (dataset.y.dtype, dataset.y.tolist()) == (np.int64, [1, 0])
+
+
+@pytest.mark.parametrize(
+    ("x", "y"),
+    [
+        (["a,b"], ["a"]),
+        (["a:1"], ["a:1x1"]),
+        (["c=a"], ["a"]),
+        (["c=a"], ["c=a"]),
+        (["*"], ["a,b"]),
+    ],
+)
+def test_a_column_is_part_of_one_input_or_target(tmp_path, x, y):
+    (tmp_path / "a.csv").write_text("a,b\n1.5,2.5\n2.5,3.5\n")
+    with pytest.raises(InvalidInput, match="column 'a' is chosen twice, in different forms"):
+        data.load(tmp_path / "a.csv", x=x, y=y)
+    both = data.load(tmp_path / "a.csv", x=["a:1"], y=["a:1"])
+    assert (both.inputs, both.targets, both.x.shape) == (("a",), ("a",), (2, 1))

@@ -140,8 +140,8 @@ def _converted(
     if options["raw_inputs"]:
         module, calibration, evaluation = _with_raw_inputs(module, options)
     else:
-        inputs, names = module.inputs(options["entry"]), labels_of(module)
-        choice = data_options.reading(options)
+        inputs = module.inputs(options["entry"])
+        choice, names = data_options.reading(options), labels_of(module)
         if options["calibrate"] is not None:
             unlabelled = {name: value for name, value in choice.items() if name != "y"}
             calibration = read_samples(options["calibrate"], inputs, names, **unlabelled)
@@ -175,9 +175,10 @@ def _with_raw_inputs(
     entry, choice = options["entry"], data_options.reading(options)
     sources = [options[name] for name in ("calibrate", "evaluate")]
     read = [None if source is None else data.load(source, **choice) for source in sources]
-    if read == [None, None]:
+    prepared = [dataset for dataset in read if dataset is not None]
+    if not prepared:
         raise InvalidInput("--raw-inputs needs --calibrate or --evaluate, whose steps it takes")
-    raw = with_pipeline(module, read[0] or read[1], entry)
+    raw = with_pipeline(module, prepared[0], entry)
     inputs = raw.inputs(entry)
     calibration, evaluation = (None if d is None else raw_columns(d, inputs) for d in read)
     if read[1] is None:

@@ -94,12 +94,11 @@ def command(**options: Any) -> None:
 
 def _dataset(options: dict[str, Any], model: FileModel) -> Dataset:
     from triplane.unified_ir.data.by_name import load_held_out
-    from triplane.unified_ir.data.choosing import numbered_by
 
     dataset = load_held_out(options["data"], **models.reading(options, model))
     if not dataset.targets:
         raise InvalidInput(f"{options['data']} has no target to compare with; name its column: --y")
-    return numbered_by(dataset, model.labels)
+    return dataset
 
 
 def _doubts(model: FileModel, dataset: Dataset) -> Iterator[str]:

@@ -153,6 +153,8 @@ def feeds_of(
 
     x: the choices of the command line, for errors.
     """
+    from triplane.unified_ir.data.choosing import TOKENS, class_places
+
     names = [info.name for info in model.inputs]
     if len(dataset.inputs) != len(names):
         raise InvalidInput(
@@ -161,6 +163,8 @@ def feeds_of(
         )
     own = names if set(dataset.inputs) == set(names) else dataset.inputs
     columns = dict(zip(dataset.inputs, arrays, strict=False))
+    if TOKENS in columns and (places := class_places(dataset, model.labels)) is not None:
+        columns[TOKENS] = places[columns[TOKENS]]  # another text has other characters
     feeds = {}
     for info, name in zip(model.inputs, own, strict=True):
         feeds[info.name] = _as(columns[name], info.dtype)

@@ -98,7 +98,6 @@ def command(**options: Any) -> None:
 def _dataset(options: dict[str, Any], model: FileModel, output: CommandOutput) -> Dataset:
     from triplane.unified_ir.data import arrays
     from triplane.unified_ir.data.by_name import load_held_out
-    from triplane.unified_ir.data.choosing import numbered_by
     from triplane.unified_ir.data.sources.decoding import DECODERS
 
     source = options["source"]
@@ -107,7 +106,7 @@ def _dataset(options: dict[str, Any], model: FileModel, output: CommandOutput) -
     dataset = load_held_out(source, **models.reading(options, model))
     for text in dataset.notes:
         output.note(text)
-    return numbered_by(dataset.roles(dataset.inputs), model.labels)
+    return dataset.roles(dataset.inputs)
 
 
 def _image(

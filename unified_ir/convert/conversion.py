@@ -144,14 +144,15 @@ def convert(
     steps = _checked_steps(module, entry, quantize, calibration, budgets)
     # A node changes the weights of a start point, so they must not be folded into others.
     frozen = freeze(module, entry) if steps else fold(freeze(module, entry))
-    samples, record = _samples(calibration, frozen, labels_of(module))
+    names = labels_of(module)
+    samples, record = _samples(calibration, frozen, names)
     job = _Conversion(
         module=module, entry=entry, target=row, frozen=frozen, name=name, version=version,
         labels=labels, model_digest=model_digest, adapt_steps=steps,
         samples=samples, calibration=record, progress=progress,
         scheme=None if quantize is None else int8_scheme(row, reduce_range=reduce_range),
         labelled=None if evaluation is None
-        else as_labelled(evaluation, frozen.inputs, labels_of(module)),
+        else as_labelled(evaluation, frozen.inputs, names),
     )  # fmt: skip
     plain, int8 = _graphs(job)
     # Before the measurements, which take the most time: a result that is not finite is refused

@@ -17,7 +17,7 @@ import numpy as np
 from triplane.proto.errors import InvalidInput, NotFound
 from triplane.unified_ir.data import Dataset, load
 from triplane.unified_ir.data.by_name import PIPELINE
-from triplane.unified_ir.data.choosing import class_numbers, numbered_by, row_bytes
+from triplane.unified_ir.data.choosing import class_numbers, row_bytes
 from triplane.unified_ir.files.npz import opened_npz
 from triplane.unified_ir.files.pixels import as_input
 from triplane.unified_ir.ir.dims import is_symbol
@@ -37,14 +37,14 @@ def as_samples(
 
     The first axis of every array must count the same samples, and values must be finite. float64
     becomes float32. The inputs of a `Dataset` are taken by name, else in their order. names: of the
-    model's classes, by which the characters of a text are numbered.
+    model's classes, by which characters of a text are numbered.
     """
     if isinstance(samples, Dataset):
-        samples = _columns(numbered_by(samples, names), inputs, what)
+        samples = _columns(samples, inputs, what, names)
     if not isinstance(samples, Mapping):
         if len(inputs) != 1:
-            names = ", ".join(p.name for p in inputs)
-            raise InvalidInput(f"{what} is one array, but the inputs are {names}; give a mapping")
+            several = ", ".join(p.name for p in inputs)
+            raise InvalidInput(f"{what} is one array, but the inputs are {several}; give a mapping")
         samples = {inputs[0].name: samples}
     wanted = {p.name for p in inputs}
     if samples.keys() != wanted:
@@ -71,7 +71,9 @@ def as_labelled(
     return samples, y.astype(np.int64)
 
 
-def _columns(dataset: Dataset, inputs: Sequence[Value], what: str) -> dict[str, Array]:
+def _columns(
+    dataset: Dataset, inputs: Sequence[Value], what: str, labels: Sequence[str]
+) -> dict[str, Array]:
     """Return the input columns of a dataset by the model's names, within `MAX_SAMPLES_BYTES`."""
     names = [p.name for p in inputs]
     if len(dataset.inputs) != len(names):
@@ -82,7 +84,7 @@ def _columns(dataset: Dataset, inputs: Sequence[Value], what: str) -> dict[str, 
         )
     own = names if set(dataset.inputs) == set(names) else dataset.inputs
     _check_bytes(dataset, own, what)
-    columns = [np.asarray(dataset.column(name)) for name in own]
+    columns = [class_numbers(dataset, labels, name) for name in own]
     return {p.name: as_input(x, p.type.dtype.numpy) for p, x in zip(inputs, columns, strict=True)}
 
 
@@ -114,7 +116,7 @@ def _classes(dataset: Dataset, names: Sequence[str]) -> Array:
             "an evaluation set has one column of classes, got the targets "
             f"{', '.join(dataset.targets) or 'none'}; name it: --y, or .roles(inputs, target)"
         )
-    return class_numbers(numbered_by(dataset, names), names)
+    return class_numbers(dataset, names)
 
 
 def generated(inputs: Sequence[Value]) -> dict[str, Array]:

@@ -176,52 +176,16 @@ def preparation(
     )
 
 
-def numbered_by(dataset: Dataset, names: Sequence[str]) -> Dataset:
-    """Return the dataset with the characters of a text as their places in `names`.
-
-    names: of a model's classes, whose first ones are its characters; none if it has none. `load`
-    numbers the characters that occur in its own text, which may be others. Any other dataset is
-    returned as it is. InvalidInput: the model does not know a character.
-    """
-    at = next((k for k, s in enumerate(dataset.steps) if _numbers_characters(s)), None)
-    known = _characters(names)
-    if at is None or not known or tuple(dataset.labels) == known[: len(dataset.labels)]:
-        return dataset
-    if unknown := [c for c in dataset.labels if c not in known]:
-        raise InvalidInput(
-            f"{dataset.origin.name} has the characters {', '.join(map(repr, unknown[:SHOWN]))}, "
-            f"which the model does not know; it knows {''.join(known)!r}"
-        )
-    steps = (*dataset.steps[:at], Lookup(TOKENS, tuple(map(ord, known))), *dataset.steps[at + 1 :])
-    return replace(dataset, steps=steps, labels=known)
-
-
-def _numbers_characters(step: Step) -> bool:
-    return isinstance(step, Lookup) and step.column == TOKENS and not step.is_text
-
-
-def _characters(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the characters at the start of `names`, which `load` numbers in ascending order.
-
-    Outputs that no character uses follow: the name of the fourth is "3".
-    """
-    last = ""
-    for k, name in enumerate(names):
-        if len(name) != 1 or name <= last:
-            return tuple(names[:k])
-        last = name
-    return tuple(names)
-
-
-def class_numbers(dataset: Dataset, names: Sequence[str]) -> Array:
+def class_numbers(dataset: Dataset, names: Sequence[str], column: str = "") -> Array:
     """Return the single target; classes that have names get the places of these in `names`.
 
     names: of a model's classes, none if it has none. The dataset may number them differently: texts
-    are numbered in the order of those that occur, which may be fewer than in training.
+    are numbered in the order of those that occur, which may be fewer than in training. column: an
+    input, in place of the target; characters of a text are numbered as the target's.
     InvalidInput: the model has no class of that name.
     """
-    y = np.asarray(dataset.y)
-    places = class_places(dataset, names)
+    y = np.asarray(dataset.column(column) if column else dataset.y)
+    places = class_places(dataset, names) if column in {"", TOKENS} else None
     if places is None or y.dtype.kind not in "iu":
         return y
     numbers: Array = places[y]
@@ -316,6 +280,7 @@ class _Building:
         """Choose, join and name the columns of all inputs and targets, and drop the others."""
         schema = self.dataset.schema
         chosen = [(choice, choice.matching(schema)) for choice in (*x, *y)]
+        _check_shared(chosen)
         kept = [ColumnChoice((name,)).matching(schema)[0] for name in keep]
         every = list(dict.fromkeys([*(n for _, names in chosen for n in names), *kept]))
         if every != list(schema):
@@ -396,8 +361,22 @@ class _Building:
                 )
             self.add(Lookup(name, values))
             self.labels = values if len(self.targets) == 1 else ()
-        elif np.dtype(field.dtype).kind in "iu" and field.dtype != "int64":
+        elif np.dtype(field.dtype).kind in "iub" and field.dtype != "int64":
             self.add(Cast(name, "int64"))
+
+
+def _check_shared(chosen: Sequence[tuple[ColumnChoice, list[str]]]) -> None:
+    """Refuse a column of two choices, unless each takes it alone, under its name, in one shape."""
+    users: dict[str, list[tuple[str, tuple[int, ...], int]]] = {}
+    for choice, names in chosen:
+        for name in names:
+            users.setdefault(name, []).append((choice.name or name, choice.shape, len(names)))
+    for name, forms in users.items():
+        if len(forms) > 1 and set(forms) != {(name, forms[0][1], 1)}:
+            raise InvalidInput(
+                f"column {name!r} is chosen twice, in different forms; a column is part of one "
+                "input or target"
+            )
 
 
 def _sizes(field: Field) -> tuple[int, ...]:

@@ -452,7 +452,8 @@ def _groups(source: Table, name: str, step: str) -> tuple[NDArray[np.intp], int]
     column = whole_column(source, name)
     if not isinstance(column, np.ndarray) or column.ndim != 1 or column.dtype.kind not in "iubO":
         raise InvalidInput(
-            f"{step} needs one class or group per sample; column {name!r} is {source.schema[name]}"
+            f"{step} needs a whole number or a text for each sample; column {name!r} is "
+            f"{source.schema[name]}"
         )
     values, which = np.unique(column, return_inverse=True)
     return which, len(values)

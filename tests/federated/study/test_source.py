@@ -164,6 +164,28 @@ def test_a_target_may_be_a_sequence(tmp_path):
         devices_of(SampleSource(data=str(tmp_path / "a.npz"), way="labels", devices=3), module)
 
 
+def test_characters_are_those_of_the_model(tmp_path):
+    class Characters(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(3, 4), nn.Dense(4, 3)
+
+        def construct(self, token):
+            return self.head(self.embed(token))
+
+    trainer = train.Trainer(
+        Characters(), loss=nn.SoftmaxCrossEntropy(), optimizer=optim.SGD(0.1), labels="abc"
+    )
+    trainer.prepare(np.zeros((1, 4), np.int64), np.zeros((1, 4), np.int64))
+    (tmp_path / "a.txt").write_text("bcbbccbccbcb" * 20)
+    source = SampleSource(data=str(tmp_path / "a.txt"), form={"window": 4}, devices=2)
+    seen, _ = devices_of(source, trainer.export(("predict", "evaluate", "loss")))
+    for shard in seen.values():
+        x, y = shard.train.values()
+        assert (x[:, 1:] == y[:, :-1]).all()
+        assert set(x.ravel()) == set(y.ravel()) == {1, 2}
+
+
 def test_a_model_that_devices_cannot_learn_is_refused_before_data_is_read(tmp_path):
     with pytest.raises(InvalidInput, match="export it with loss"):
         devices_of(source(tmp_path / "none.npz"), classifier(entries=("predict", "evaluate")))

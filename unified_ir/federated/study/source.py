@@ -14,7 +14,7 @@ import numpy as np
 from triplane.proto.errors import InvalidInput, NotFound
 from triplane.unified_ir.data import Dataset, load
 from triplane.unified_ir.data.by_name import PIPELINE
-from triplane.unified_ir.data.choosing import class_numbers, numbered_by, row_bytes
+from triplane.unified_ir.data.choosing import class_numbers, row_bytes
 from triplane.unified_ir.federated.algorithms.objective import objective_of
 from triplane.unified_ir.federated.core.draws import Array, Draws
 from triplane.unified_ir.federated.core.metric import metric_of
@@ -98,11 +98,10 @@ def _samples(
         )
     row_bytes(dataset, roles)  # refuses columns that are not arrays
     labels = _labels(module)
-    dataset = numbered_by(dataset, labels)
     samples = {}
     for name, own, value in zip(names, roles, objective_of(module).batch, strict=True):
         is_target = name == names[-1]
-        x = class_numbers(dataset, labels) if is_target else np.asarray(dataset.column(own))
+        x = class_numbers(dataset, labels, "" if is_target else own)
         # Tables hold float64; a model computes in float32.
         samples[name] = x.astype(value.type.dtype.numpy) if x.dtype == np.float64 else x
         if not is_target:
