@@ -110,7 +110,7 @@ def _dataset(options: dict[str, Any], model: FileModel, output: CommandOutput) -
 
 
 def _image(
-    path: str, size: tuple[int, int] | None, model: FileModel, output: CommandOutput
+    path: str, size: tuple[int, ...] | None, model: FileModel, output: CommandOutput
 ) -> Array:
     """Return an image (1, C, H, W) as bytes, in the channels and the size of the model's input."""
     from triplane.unified_ir.data.sources.folder import decoded_image
@@ -123,7 +123,7 @@ def _image(
     own = (height, width) if isinstance(height, int) and isinstance(width, int) else None
     known = channels if isinstance(channels, int) and channels in {1, 3} else None
     image = decoded_image(path, channels=known)
-    wanted = size or own
+    wanted = (size[-2], size[-1]) if size else own  # the channels are those of the model
     if wanted is not None and wanted != image.shape[1:]:
         old, new = (f"{h}x{w}" for h, w in (image.shape[1:], wanted))
         output.note(f"{path} is resized from {old} to {new}")
