@@ -6,11 +6,15 @@ import csv
 import json
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
 from onnx import TensorProto, helper
 from PIL import Image
 
@@ -219,6 +223,20 @@ def test_a_file_that_was_damaged_on_its_way_is_not_kept(
     with pytest.raises(Corrupt, match="differs from the answers when read back"):
         answers.write_answers(tmp_path / f"y{suffix}", answers.Answers({"y": np.zeros((2, 3))}))
     assert not list(tmp_path.iterdir())
+
+
+NUMBERS = st.sampled_from(["float16", "float32", "float64", "int8", "int64", "uint64", "bool"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    y=NUMBERS.flatmap(lambda dtype: npst.arrays(dtype, npst.array_shapes(max_dims=3, max_side=4))),
+    suffix=st.sampled_from([".npz", ".csv"]),
+)
+def test_every_number_is_read_back_as_it_was(y: np.ndarray, suffix: str) -> None:
+    """`write_answers` itself raises where one differs; NaN and infinities are among them."""
+    with TemporaryDirectory() as folder:
+        answers.write_answers(Path(folder) / f"y{suffix}", answers.Answers({"y": y}))
 
 
 def test_probabilities_stay_and_scores_become_some() -> None:
