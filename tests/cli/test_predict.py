@@ -139,6 +139,18 @@ def test_an_image_gets_the_channels_and_size_of_the_model(
     assert ("is resized from 64x64 to 8x8" in error) == ("large" in kind)
 
 
+def test_a_size_may_be_stated_for_an_image(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Image.fromarray(np.zeros((20, 20, 3), np.uint8)).save(tmp_path / "a.png")
+    argv = (folder / "digits.tpm", tmp_path / "a.png", "--size")
+    assert run(capsys, *argv, "1x8x8")[0] == 0
+    for size, seen in (("9x8", "float32[1, 9, 8]"), ("3x8x8", "float32[3, 8, 8]")):
+        code, _, error = run(capsys, *argv, size)
+        assert code == 2
+        assert f"the data gives, for each sample: x {seen}" in error.replace("uint8", "float32")
+
+
 def test_an_image_is_refused_by_a_model_of_other_inputs(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
