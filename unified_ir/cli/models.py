@@ -195,7 +195,8 @@ def _as(x: Array, dtype: str) -> Array:
     if x.dtype == dtype or x.dtype.kind not in "iuf":
         return x
     cast = x.astype(dtype)
-    return cast if x.dtype.kind == "f" or (cast == x).all() else x
+    are_reals = x.dtype.kind == cast.dtype.kind == "f"
+    return cast if are_reals or (cast == x).all() else x
 
 
 def _check(x: Array, info: TensorInfo, dataset: Dataset, chosen: tuple[str, ...]) -> None:
