@@ -41,9 +41,9 @@ Examples:
   triplane predict resnet.onnx photos --size 224x224 --out classes.json
 
 \b
-MODEL is {models.KINDS}. INPUT is a file or
-folder of samples, or one image (.png, .jpg, .pgm, .ppm), which gets the channels and the size that
-the model takes.
+MODEL is {models.KINDS}.
+INPUT is DATA, see below, or one image (.png, .jpg, .pgm, .ppm), which gets the channels and the
+size that the model takes.
 
 \b
 The suffix of --out says what is written:
