@@ -9,6 +9,7 @@ import pytest
 from triplane.proto.errors import Corrupt, InvalidInput, NotFound
 from triplane.unified_ir import TensorSpec, data
 from triplane.unified_ir.convert import samples
+from triplane.unified_ir.data import transforms
 from triplane.unified_ir.ir.graph import Value
 
 IMAGE = (Value(TensorSpec(("N", 1, 2, 2)), "image"),)
@@ -253,7 +254,9 @@ def test_characters_of_a_text_have_the_numbers_of_the_model(tmp_path):
     dataset = data.load(path, window=4)
     assert samples.as_samples(dataset, IDS, "it", names)["ids"].tolist() == read["ids"].tolist()
     path.write_text("abxz" * 4)
-    with pytest.raises(InvalidInput, match=r"has the class 'x', but the model's classes are a, b, c"):
+    with pytest.raises(
+        InvalidInput, match=r"has the class 'x', but the model's classes are a, b, c"
+    ):
         samples.read_samples(path, IDS, names, window=4)
 
 
@@ -267,3 +270,15 @@ def test_a_model_of_raw_pixels_takes_the_bytes_of_a_folder(tmp_path):
     assert samples.read_labelled(source, raw)[0]["image"].tolist() == read.tolist()
     with pytest.raises(InvalidInput, match="got float32"):
         samples.read_samples(source, raw, pixels=True)
+
+
+def test_raw_columns_are_of_the_samples_that_the_steps_choose():
+    raw = (Value(TensorSpec(("N", 2), "uint8"), "x"),)
+    stored = data.arrays(np.arange(40, dtype=np.uint8).reshape(20, 2), np.arange(20) % 2)
+    prepared = stored.then(transforms.Select(("x", "y")), transforms.Scale("x"))
+    assert len(samples.raw_columns(prepared, raw)["x"]) == 20
+    held_out = prepared.split(0.2)[1]
+    chosen = samples.raw_columns(held_out.shuffle(seed=3), raw)["x"]
+    assert chosen.dtype == np.uint8
+    assert np.array_equal(chosen / np.float32(255), np.asarray(held_out.shuffle(seed=3).x))
+    assert len(chosen) == 4

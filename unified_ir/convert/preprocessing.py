@@ -354,7 +354,7 @@ def _unchanged(_: Step, columns: Lazies) -> Lazies:
     return columns
 
 
-_CHOOSING: Final[tuple[type[Step], ...]] = (
+CHOOSING: Final[tuple[type[Step], ...]] = (
     ordering.Shuffle, ordering.Take, ordering.Skip, ordering.Pick, ordering.Repeat,
     ordering.Sharded, ordering.Weighted, ordering.Balanced, ordering.Split,
     grouping.Batched, functions.Filter, functions.Where, functions.Cache,
@@ -381,6 +381,6 @@ ONNX_FORMS: Final[Mapping[type[Step], Rule]] = MappingProxyType({
     transforms.Lookup: _column(_lookup),
     transforms.RandomCrop: _column(_random_crop),
     transforms.Augmentation: _unchanged,
-    **dict.fromkeys(_CHOOSING, _unchanged),
+    **dict.fromkeys(CHOOSING, _unchanged),
 })  # fmt: skip
 """The form of each kind of step in a graph; the first kind that a step belongs to decides."""

@@ -15,9 +15,11 @@ from typing import Any, Final
 import numpy as np
 
 from triplane.proto.errors import InvalidInput, NotFound
-from triplane.unified_ir.data import Dataset, load
+from triplane.unified_ir.convert.preprocessing import CHOOSING
+from triplane.unified_ir.data import Dataset, arrays, load, zipped
 from triplane.unified_ir.data.by_name import PIPELINE
 from triplane.unified_ir.data.choosing import class_numbers, row_bytes
+from triplane.unified_ir.data.transforms import Select
 from triplane.unified_ir.files.npz import opened_npz
 from triplane.unified_ir.files.pixels import as_input
 from triplane.unified_ir.ir.dims import is_symbol
@@ -26,6 +28,8 @@ from triplane.unified_ir.quantize import Samples
 
 MAX_SAMPLES_BYTES: Final = 2**30
 GENERATED: Final = 4
+NUMBER: Final = "number of the source's sample"
+"""A column that follows the samples through the steps of a dataset."""
 
 Given = Array | Mapping[str, Array] | Dataset
 
@@ -89,7 +93,10 @@ def _columns(
 
 
 def raw_columns(dataset: Dataset, inputs: Sequence[Value]) -> dict[str, Array]:
-    """Return the columns of a dataset's source that are inputs, as they are before any step."""
+    """Return the columns of a dataset's source that are inputs, as they are before any step.
+
+    Rows are those that the steps choose, in their order.
+    """
     stored = replace(dataset, steps=())
     names = [p.name for p in inputs]
     if missing := [name for name in names if name not in stored.schema]:
@@ -98,7 +105,22 @@ def raw_columns(dataset: Dataset, inputs: Sequence[Value]) -> dict[str, Array]:
             f"{', '.join(stored.schema)}"
         )
     _check_bytes(stored, names, dataset.origin.name)
-    return {name: np.asarray(stored.column(name)) for name in names}
+    rows = _chosen_rows(dataset)
+    columns = {name: np.asarray(stored.column(name)) for name in names}
+    return columns if rows is None else {name: x[rows] for name, x in columns.items()}
+
+
+def _chosen_rows(dataset: Dataset) -> Array | None:
+    """Return the numbers of the source's samples behind the steps; None if they choose none."""
+    if not any(isinstance(step, CHOOSING) for step in dataset.steps):
+        return None
+    stored = replace(dataset, steps=(), inputs=(), targets=())
+    numbered = zipped(stored, arrays({NUMBER: np.arange(len(stored))}))
+    steps = tuple(
+        replace(step, columns=(*step.columns, NUMBER)) if isinstance(step, Select) else step
+        for step in dataset.steps
+    )
+    return np.asarray(replace(numbered, steps=steps).column(NUMBER))
 
 
 def _check_bytes(dataset: Dataset, names: Sequence[str], what: str) -> None:
