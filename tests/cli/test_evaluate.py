@@ -201,9 +201,11 @@ def test_shares_are_compared_on_the_side_of_a_half(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, t, y = regression(tmp_path, nn.BinaryCrossEntropy())
-    result = record(capsys, model, "--data", tmp_path / "d.npz", "--metric", "accuracy")
-    assert result["measures"]["accuracy"] == pytest.approx(((y > 0) == (t > 0.5)).mean())
-    assert np.sum(result["confusion"]) == 90
+    export_onnx(load(model), tmp_path / "m.onnx")
+    for path in (model, tmp_path / "m.onnx"):
+        result = record(capsys, path, "--data", tmp_path / "d.npz", "--metric", "accuracy")
+        assert result["measures"]["accuracy"] == pytest.approx(((y > 0) == (t > 0.5)).mean())
+        assert np.sum(result["confusion"]) == 90
 
 
 def test_a_target_without_an_axis_is_refused_with_the_option_that_adds_one(
@@ -246,6 +248,11 @@ def test_the_held_out_part_is_read(
             {"x": np.zeros((4, 64), np.float32), "y": np.zeros(4, np.int64)},
             (),
             "takes x: float32(N, 1, 8, 8), but the data gives, for each sample: x float32[64]",
+        ),
+        (
+            {"x": np.zeros((4, 1, 9, 9), np.float32), "y": np.zeros(4, np.int64)},
+            (),
+            "x float32[1, 9, 9], y int64; images of a folder are resized by --size 8x8",
         ),
         (
             {"x": np.zeros((4, 1, 8, 8), np.float32), "y": np.zeros(4, np.int64)},
@@ -293,3 +300,58 @@ def test_a_file_that_is_no_model_is_refused(
         (tmp_path / name).write_bytes(b"no model")
         assert run(capsys, tmp_path / name, "--data", "digits")[0] == code
         assert run(capsys, tmp_path / "absent" / name, "--data", "digits")[0] == 2
+
+
+def test_every_character_of_a_text_is_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Next(nn.Cell):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(32, 8), nn.Dense(8, 32)
+
+        def construct(self, token: Any) -> Any:
+            return self.head(self.embed(token))
+
+    (tmp_path / "t.txt").write_text("the quick brown fox jumps over the lazy dog. " * 20)
+    text = data.load(tmp_path / "t.txt", window=10)
+    trainer = train.Trainer(Next(), loss=nn.SoftmaxCrossEntropy(), optimizer=optim.Adam(0.1))
+    trainer.fit(text, 2, progress="none")
+    trainer.export(("predict", "evaluate")).save(tmp_path / "m.tpm")
+    flags = ("--data", tmp_path / "t.txt", "--window", 10, "--metric", "perplexity")
+    measures = record(capsys, tmp_path / "m.tpm", *flags, "--batch-size", 7)["measures"]
+    assert measures == pytest.approx(
+        {"loss": trainer.evaluate(text)["loss"], "perplexity": np.exp(measures["loss"])}, rel=1e-4
+    )
+    # A text of fewer characters numbers them otherwise; the model's numbers count.
+    (tmp_path / "u.txt").write_text("lazy fox lazy fox lazy")
+    codes = np.array([text.labels.index(c) for c in "lazy fox lazy fox lazy"])
+    rows = np.stack([codes[k : k + 11] for k in (0, 10)])
+    wanted = trainer.evaluate((rows[:, :-1], rows[:, 1:]))["loss"]
+    flags = ("--data", tmp_path / "u.txt", "--window", 10)
+    measures = record(capsys, tmp_path / "m.tpm", *flags)["measures"]
+    assert measures["loss"] == pytest.approx(wanted, rel=1e-4)
+
+
+def test_several_targets_are_compared_by_the_entry_of_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def both(y: Any, targets: Any) -> Any:
+        first, second = targets
+        return ((y - first) ** 2).mean() + ((y - second) ** 2).mean()
+
+    rng = np.random.default_rng(2)
+    x, a, b = (rng.standard_normal((30, n)).astype(np.float32) for n in (3, 1, 1))
+    trainer = train.Trainer(nn.Dense(3, 1), loss=both, optimizer=optim.SGD(0.1))
+    samples = data.arrays({"x": x, "a": a, "b": b}).roles("x", ("a", "b"))
+    trainer.fit(samples, 1, progress="none")
+    trainer.export(("predict", "evaluate")).save(tmp_path / "m.tpm")
+    np.savez(tmp_path / "d.npz", x=x, a=a, b=b)
+    flags = ("--data", tmp_path / "d.npz", "--y", "a", "--y", "b", "--batch-size", 7)
+    y = trainer.predict(x)
+    wanted = ((y - a) ** 2).mean() + ((y - b) ** 2).mean()
+    result = record(capsys, tmp_path / "m.tpm", *flags)
+    assert result["measures"] == {"loss": pytest.approx(wanted, rel=1e-4)}
+    code, _, error = run(capsys, tmp_path / "m.tpm", *flags[:4])
+    assert code == 2
+    assert "the data has the targets a; choose columns: one --y for each" in error

@@ -21,7 +21,7 @@ from triplane.unified_ir.files.npz import opened_npz
 VERBS = {
     "predict": EntryPoint("predict", "triplane.unified_ir.cli.predict:command", shell.VERB_GROUP)
 }
-NAMES = tuple(["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"])
+NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 
 @pytest.fixture(autouse=True)
@@ -213,7 +213,7 @@ def test_a_file_that_was_damaged_on_its_way_is_not_kept(
     def wrong(file: Any, own: answers.Answers) -> None:
         write(file, answers.Answers({"y": own.outputs["y"] + 1}))
 
-    monkeypatch.setitem(answers.WRITERS, suffix, (wrong, read_back))  # type: ignore[arg-type]
+    monkeypatch.setitem(answers.WRITERS, suffix, (wrong, read_back))
     from triplane.proto.errors import Corrupt
 
     with pytest.raises(Corrupt, match="differs from the answers when read back"):

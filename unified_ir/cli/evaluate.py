@@ -256,8 +256,7 @@ def _kind(model: FileModel, y: Array, target: Array) -> str:
     """Return the kind of target: classes, shares, numbers, or `OTHER`."""
     if y.dtype.kind != "f":
         return OTHER
-    loss = model.module.meta.get("loss") if model.module is not None else None
-    known = dict(training.LOSSES.values()).get(loss or "")
+    known = dict(training.LOSSES.values()).get(model.loss)
     if target.dtype.kind in "iub" and y.shape[:-1] == target.shape and known in {None, "classes"}:
         return "classes"
     if y.shape == target.shape:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 BUNDLE_SUFFIX: Final = ".bundle"
 KINDS: Final = "a model file (.tpm), an ONNX model (.onnx) or a bundle (.bundle)"
+LOSS: Final = "loss"
+"""The key of the loss in the metadata of a module, and in the properties of its ONNX file."""
 BATCH: Final = 256
 """Samples per batch."""
 
@@ -29,13 +31,15 @@ class FileModel:
     """A model from a file.
 
     outputs: their names, in order. labels: class names of the first output, if it has them.
-    compute: arrays by input name -> results by name. module: that of a model file.
+    compute: arrays by input name -> results by name. loss: the class of the loss that the model was
+    trained with, "" if that is not known. module: that of a model file.
     """
 
     inputs: tuple[TensorInfo, ...]
     outputs: tuple[str, ...]
     labels: tuple[str, ...]
     compute: Callable[[Mapping[str, Any]], Mapping[str, Array]]
+    loss: str = ""
     module: Module | None = None
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
@@ -74,7 +78,8 @@ def open_file(path: Path) -> FileModel:
         from triplane.unified_ir.runtime import Session
 
         session = Session(path)
-        return _of_session(session, _labels(session.metadata))
+        meta = session.metadata
+        return _of_session(session, _labels(meta), meta.get(LOSS, ""))
     if path.suffix == BUNDLE_SUFFIX:
         from triplane.unified_ir.runtime import Bundle
 
@@ -111,16 +116,18 @@ def _of_module(path: Path) -> FileModel:
         outputs=function.result_names,
         labels=_fitting(_labels(module.meta), last),
         compute=program.run,
+        loss=module.meta.get(LOSS, ""),
         module=module,
     )
 
 
-def _of_session(session: Session, labels: tuple[str, ...]) -> FileModel:
+def _of_session(session: Session, labels: tuple[str, ...], loss: str = "") -> FileModel:
     return FileModel(
         inputs=session.inputs,
         outputs=tuple(info.name for info in session.outputs),
         labels=_fitting(labels, session.outputs[0].shape[-1:]),
         compute=session.run,
+        loss=loss,
     )
 
 
@@ -153,7 +160,7 @@ def feeds_of(
 
     x: the choices of the command line, for errors.
     """
-    from triplane.unified_ir.data.choosing import TOKENS, class_places
+    from triplane.unified_ir.data.choosing import class_places
 
     names = [info.name for info in model.inputs]
     if len(dataset.inputs) != len(names):
@@ -163,11 +170,14 @@ def feeds_of(
         )
     own = names if set(dataset.inputs) == set(names) else dataset.inputs
     columns = dict(zip(dataset.inputs, arrays, strict=False))
-    if TOKENS in columns and (places := class_places(dataset, model.labels)) is not None:
-        columns[TOKENS] = places[columns[TOKENS]]  # another text has other characters
     feeds = {}
     for info, name in zip(model.inputs, own, strict=True):
-        feeds[info.name] = _as(columns[name], info.dtype)
+        column = columns[name]
+        # Characters have the numbers of the training, whichever occur in this text.
+        places = class_places(dataset, model.labels, name)
+        if places is not None and column.dtype.kind in "iu":
+            column = places[column]
+        feeds[info.name] = _as(column, info.dtype)
         _check(feeds[info.name], info, dataset, x)
     return feeds
 
@@ -191,7 +201,16 @@ def _check(x: Array, info: TensorInfo, dataset: Dataset, chosen: tuple[str, ...]
     )
     if not fits:
         hint = data_options.shape_hint(dataset, chosen, ())
-        raise InvalidInput(f"the model takes {info}, but {hint}")
+        raise InvalidInput(f"the model takes {info}, but {hint}{_size_hint(x, info)}")
+
+
+def _size_hint(x: Array, info: TensorInfo) -> str:
+    """Return the option that resizes images, where only their size differs."""
+    size = info.shape[2:]
+    is_image = x.ndim == len(info.shape) == 4 and x.shape[1] in {1, 3, info.shape[1]}
+    if not is_image or x.shape[2:] == size or not all(isinstance(n, int) for n in size):
+        return ""
+    return f"; images of a folder are resized by --size {size[0]}x{size[1]}"
 
 
 def batches(dataset: Dataset, size: int) -> Iterator[tuple[Array, ...]]:

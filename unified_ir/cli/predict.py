@@ -173,8 +173,8 @@ def _checked(results: Mapping[str, Array], rows: int) -> Mapping[str, Array]:
 
 def _class_names(model: FileModel) -> tuple[str, ...]:
     """Return the names of classes of which one is right; none where each has its own share."""
-    loss = model.module.meta.get("loss") if model.module is not None else None
-    return () if dict(training.LOSSES.values()).get(loss or "") == "shares" else model.labels
+    is_shares = dict(training.LOSSES.values()).get(model.loss) == "shares"
+    return () if is_shares else model.labels
 
 
 def _lines(answers: Answers) -> Iterator[str]:

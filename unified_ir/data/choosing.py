@@ -185,19 +185,19 @@ def class_numbers(dataset: Dataset, names: Sequence[str], column: str = "") -> A
     InvalidInput: the model has no class of that name.
     """
     y = np.asarray(dataset.column(column) if column else dataset.y)
-    places = class_places(dataset, names) if column in {"", TOKENS} else None
+    places = class_places(dataset, names, column)
     if places is None or y.dtype.kind not in "iu":
         return y
     numbers: Array = places[y]
     return numbers
 
 
-def class_places(dataset: Dataset, names: Sequence[str]) -> Array | None:
-    """Return the number in `names` of each class of the dataset; None if they are the same.
+def class_places(dataset: Dataset, names: Sequence[str], column: str = "") -> Array | None:
+    """Return the number in `names` of each class in a column; None if they are the same.
 
     See `class_numbers`.
     """
-    own = dataset.labels
+    own = dataset.labels if column in {"", TOKENS} else ()
     if not own or not names or tuple(own) == tuple(names[: len(own)]):
         return None
     places = {name: k for k, name in enumerate(names)}

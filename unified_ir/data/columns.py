@@ -6,7 +6,7 @@ their first axis. Texts and bytes are arrays of Python's `str` and `bytes` (dtyp
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -153,6 +153,11 @@ def field_of(column: Column) -> Field:
     return Field(str(column.dtype), column.shape[1:])
 
 
+def ragged_of(schema: Schema) -> set[str]:
+    """Return the columns whose samples differ in their first axis."""
+    return {name for name, field in schema.items() if field.is_ragged}
+
+
 def schema_of(columns: Mapping[str, Column]) -> dict[str, Field]:
     """Return what each column holds."""
     return {name: field_of(column) for name, column in columns.items()}
@@ -197,8 +202,11 @@ def sample(columns: Mapping[str, Column], k: int) -> dict[str, Any]:
     return {name: column[k] for name, column in columns.items()}
 
 
-def stacked(samples: Sequence[Mapping[str, Any]]) -> Columns:
-    """Return samples as columns; arrays that differ in their first axis become `Ragged`."""
+def stacked(samples: Sequence[Mapping[str, Any]], ragged: Collection[str] = ()) -> Columns:
+    """Return samples as columns; arrays that differ in their first axis become `Ragged`.
+
+    ragged: columns that become it even if these samples have one length.
+    """
     names = samples[0].keys()
     for k, one in enumerate(samples):
         if one.keys() != names:
@@ -206,7 +214,9 @@ def stacked(samples: Sequence[Mapping[str, Any]]) -> Columns:
                 f"samples have the same columns; the first has {sorted(names)}, sample {k} after "
                 f"it has {sorted(one)}"
             )
-    return {name: _column(name, [one[name] for one in samples]) for name in names}
+    return {
+        name: _column(name, [one[name] for one in samples], ragged=name in ragged) for name in names
+    }
 
 
 def n_bytes(columns: Mapping[str, Column]) -> int:
@@ -220,14 +230,15 @@ def n_bytes(columns: Mapping[str, Column]) -> int:
 
 
 def _joined(parts: Sequence[Column]) -> Column:
-    ragged = [p for p in parts if isinstance(p, Ragged)]
-    if not ragged:
+    if not any(isinstance(p, Ragged) for p in parts):
         return np.concatenate(parts)  # type: ignore[arg-type]
+    # Samples that happened to have one length may be an array.
+    ragged = [p if isinstance(p, Ragged) else Ragged.of(list(p)) for p in parts]
     lengths = np.concatenate([p.lengths for p in ragged])
     return Ragged(np.concatenate([p.values for p in ragged]), offsets_of(lengths))
 
 
-def _column(name: str, values: Sequence[Any]) -> Column:
+def _column(name: str, values: Sequence[Any], *, ragged: bool) -> Column:
     if isinstance(values[0], str | bytes):
         column = np.empty(len(values), object)
         column[:] = values
@@ -239,6 +250,6 @@ def _column(name: str, values: Sequence[Any]) -> Column:
         raise InvalidInput(
             f"samples agree in type and in all axes but the first; column {name!r} holds {shown}"
         )
-    if len({a.shape[:1] for a in arrays}) > 1:
+    if len({a.shape[:1] for a in arrays}) > 1 or (ragged and arrays[0].ndim):
         return Ragged.of(arrays)
     return np.stack(arrays)

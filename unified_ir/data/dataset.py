@@ -10,6 +10,7 @@ same samples.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from mmap import mmap
@@ -42,6 +43,13 @@ DEFAULT_TARGET: Final = "y"
 SHOWN_COLUMNS: Final = 8
 
 
+class UnknownLength(InvalidInput, TypeError):
+    """The length of samples that are read in order; `list` reads them all the same.
+
+    A TypeError, since `list` asks for the length and lets no other error pass.
+    """
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Dataset:
     """A source of samples and the steps that they pass through.
@@ -72,7 +80,7 @@ class Dataset:
         """Return the number of samples of an epoch; InvalidInput if it is not known beforehand."""
         n = self.samples
         if n is None:
-            raise InvalidInput(
+            raise UnknownLength(
                 f"the number of samples of {self.origin.name} is not known before they are read"
             )
         return n
@@ -151,12 +159,16 @@ class Dataset:
             roles = [tuple(name for n in names for name in step.names_after(n)) for names in roles]
         return replace(self, steps=(*self.steps, *steps), inputs=roles[0], targets=roles[1])
 
-    def map(self, function: Callable[..., Any], *, random: bool = False) -> Dataset:
+    def map(
+        self, function: Callable[..., Any], *, random: bool = False, ragged: Sequence[str] = ()
+    ) -> Dataset:
         """Pass each sample, or after `batch` each batch, through a Python function: dict to dict.
 
         random: the function also takes a generator that depends on seed, epoch and sample alone.
+        ragged: columns whose samples differ in their first axis after the function.
         """
-        return self.then(functions.Map(functions.PythonFunction(function), random))
+        call = functions.PythonFunction(function)
+        return self.then(functions.Map(call, random, tuple(ragged)))
 
     def filter(self, function: Callable[[dict[str, Any]], Any]) -> Dataset:
         """Keep the samples for which the function of a sample (a dict) is true."""
@@ -232,10 +244,14 @@ class Dataset:
 
         If there is one target of whole numbers, each class contributes its share. The choice
         depends only on the targets and `seed`. group: a column, whose values are held out whole,
-        such as persons. Samples are split before the first random or batching step, and random
-        steps, which are for training, do not apply to those held out.
+        such as persons. Samples are split before the first step that is random, repeats them or
+        makes batches. Random steps and repetitions, which are for training, do not apply to those
+        held out. Of windows that share samples, those of the last samples are held out, since any
+        others would share samples with the rest.
         """
-        at = next((k for k, s in enumerate(self.steps) if s.is_random or _batches(s)), None)
+        if group is None and (at := self._overlapping_windows()) is not None:
+            return self._split_at_end(at, fraction)
+        at = next((k for k, s in enumerate(self.steps) if _after_split(s)), None)
         later = () if at is None else self.steps[at:]
         first = self if at is None else replace(self, steps=self.steps[:at])
         column = _class_column(first) if group is None else None
@@ -243,12 +259,37 @@ class Dataset:
             ordering.Split(fraction, is_held_out, seed, column, group)
             for is_held_out in (False, True)
         )
-        kept = tuple(s for s in later if not s.is_random)
+        kept = tuple(filter(_is_kept, later))
         parts = (
             replace(self, steps=(*first.steps, rest, *later)),
             replace(self, steps=(*first.steps, held_out, *kept)),
         )
         _ = parts[0].view()  # refuses now what cannot be split
+        return parts
+
+    def _overlapping_windows(self) -> int | None:
+        """Return the place of the first step that makes windows which share samples."""
+        for k, step in enumerate(self.steps):
+            if _after_split(step):
+                return None
+            if isinstance(step, grouping.Windowed) and step.stride < step.size:
+                return k
+        return None
+
+    def _split_at_end(self, at: int, fraction: float) -> tuple[Dataset, Dataset]:
+        """Split the samples before step number `at` in two pieces, one behind the other."""
+        ordering.check_fraction(fraction)
+        n = len(replace(self, steps=self.steps[:at]))
+        first = n - math.ceil(round(fraction * n, 9))
+        later = self.steps[at:]
+        parts = (
+            replace(self, steps=(*self.steps[:at], ordering.Take(max(1, first)), *later)),
+            replace(self, steps=(*self.steps[:at], ordering.Skip(first), *filter(_is_kept, later))),
+        )
+        if not all(part.samples for part in parts):
+            raise InvalidInput(
+                f"holding out the last {n - first} of {n} samples leaves one part without a window"
+            )
         return parts
 
     def _target(self, what: str) -> str:
@@ -508,6 +549,16 @@ def _class_column(dataset: Dataset) -> str | None:
 
 def _batches(step: Step) -> bool:
     return isinstance(step, grouping.Batched | grouping.PaddedBatch)
+
+
+def _after_split(step: Step) -> bool:
+    """Return whether samples are split before a step: it is random, copies them or batches."""
+    return step.is_random or _batches(step) or isinstance(step, ordering.Repeat)
+
+
+def _is_kept(step: Step) -> bool:
+    """Return whether a step applies to samples that are held out."""
+    return not (step.is_random or isinstance(step, ordering.Repeat))
 
 
 def _is_mapped(array: Any) -> bool:

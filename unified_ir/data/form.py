@@ -79,8 +79,8 @@ def _of_source(record: Any, known: Functions, folder: Path | None, depth: int) -
     kind = record["kind"]
     if kind == ZIP:
         parts = record.get("parts")
-        if not isinstance(parts, list):
-            raise InvalidInput("the source zip has a list of parts, each a pipeline")
+        if not isinstance(parts, list) or len(record) != 2:
+            raise InvalidInput("the source zip has a list of parts, each a pipeline, and no more")
         zipped = tuple(_dataset(part, known, folder, depth + 1) for part in parts)
         return of_source(ZipSource(zipped), ZIP)
     if kind not in SOURCES:
@@ -93,15 +93,13 @@ def _of_source(record: Any, known: Functions, folder: Path | None, depth: int) -
 
 
 def _step(record: Any, known: Functions, number: int) -> Step:
-    if not isinstance(record, dict) or record.get("step") not in STEPS:
-        name = record.get("step") if isinstance(record, dict) else record
+    name = record.get("step") if isinstance(record, dict) else record
+    if not isinstance(record, dict) or not isinstance(name, str) or name not in STEPS:
         raise InvalidInput(
             f"step {number} of the pipeline is {short(name)}; there are {', '.join(STEPS)}"
         )
     values = {k: v for k, v in record.items() if k != "step"}
-    step: Step = _constructed(
-        STEPS[record["step"]], values, f"step {number}, {record['step']}", known
-    )
+    step: Step = _constructed(STEPS[name], values, f"step {number}, {name}", known)
     return step
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
@@ -36,11 +37,21 @@ COMPARISONS: Final[Mapping[str, Callable[[Any, Any], Any]]] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PythonFunction:
-    """A Python function in a pipeline: its JSON form is its name, MODULE:NAME."""
+    """A Python function in a pipeline: its JSON form is its name, MODULE:NAME.
+
+    Equal only to the same function: an object with `__call__` may compare equal to another one that
+    computes something else, and need not be hashable.
+    """
 
     call: Callable[..., Any]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PythonFunction) and self.call is other.call
+
+    def __hash__(self) -> int:
+        return id(self.call)
 
     @property
     def name(self) -> str:
@@ -56,11 +67,13 @@ class Map(Step):
 
     The function takes a dict of columns and returns a dict, or it takes (dict, generator) with
     random=True, where the generator depends on seed, epoch and sample alone. Columns that the
-    result lacks are dropped.
+    result lacks are dropped. ragged: columns of samples that differ in their first axis, beside
+    those that differ before.
     """
 
     function: PythonFunction
     random: bool = False
+    ragged: tuple[str, ...] = ()
 
     @property
     def is_random(self) -> bool:
@@ -71,10 +84,15 @@ class Map(Step):
         """See `Step`."""
         source = upstream(context.epoch)
         if is_table(source) or is_feed(source):
-            return mapped(source, lambda block, rows: self._rows(block, rows, context), None)
+            ragged = {*self.ragged, *columns.ragged_of(source.schema)}
+            return mapped(
+                source, lambda block, rows: self._rows(block, rows, context, ragged), None
+            )
         return mapped(source, lambda batch, rows: self._batch(batch, rows, context), None)
 
-    def _rows(self, block: Columns, rows: Rows, context: StepContext) -> Columns:
+    def _rows(
+        self, block: Columns, rows: Rows, context: StepContext, ragged: Collection[str]
+    ) -> Columns:
         if not len(rows):
             return block
         results = []
@@ -82,7 +100,13 @@ class Map(Step):
         for k in range(len(rows)):
             more = (draws.generator(k),) if self.random else ()
             results.append(self._call(columns.sample(block, k), *more))
-        return columns.stacked(results)
+        result = columns.stacked(results, ragged)
+        for name in columns.ragged_of(columns.schema_of(result)) - set(ragged):
+            raise InvalidInput(
+                f"{self.function.name} returns {name!r} with first axes that differ between "
+                f"samples; pad them, or state map(..., ragged=({name!r},))"
+            )
+        return result
 
     def _batch(self, batch: Columns, rows: Rows, context: StepContext) -> Columns:
         more = (context.draws(rows).generator(0),) if self.random else ()
@@ -110,6 +134,11 @@ class Filter(Step):
 
     function: PythonFunction
 
+    @property
+    def is_filter(self) -> bool:
+        """See `Step`."""
+        return True
+
     def view(self, upstream: Upstream, context: StepContext) -> View:
         """See `Step`."""
         return filtered(upstream, context, self._mask, "filter")
@@ -135,10 +164,16 @@ class Where(Step):
                 f"where compares by {', '.join(COMPARISONS)}, got {self.comparison!r}"
             )
 
+    @property
+    def is_filter(self) -> bool:
+        """See `Step`."""
+        return True
+
     def view(self, upstream: Upstream, context: StepContext) -> View:
         """See `Step`."""
         field = upstream(context.epoch).schema.get(self.column)
-        if field is None or field.shape or field.is_number == isinstance(self.value, str):
+        kind = "text" if isinstance(self.value, str) else "number"
+        if field is None or field.shape or kind != ("number" if field.is_number else field.dtype):
             raise InvalidInput(
                 f"where compares one number or text per sample with {self.value!r}; column "
                 f"{self.column!r} is {field or 'absent'}"
@@ -185,12 +220,13 @@ class CachedTable:
 
     def take(self, rows: Rows) -> Columns:
         """See `Table`."""
-        return self.held().take(rows)
+        return self.held.take(rows)
 
     def column(self, name: str) -> columns.Column:
         """Return a column of all rows."""
-        return self.held().columns[name]
+        return self.held.columns[name]
 
+    @cached_property
     def held(self) -> ArrayTable:
         """Return all rows in memory. InvalidInput beyond MAX_MEMORY_BYTES."""
         table: ArrayTable = self.context.memory.get(

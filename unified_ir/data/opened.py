@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from threading import Lock, RLock
 from typing import Any, Final
@@ -32,6 +32,11 @@ class Origin:
     _lock: Lock = field(default_factory=Lock)
 
     @property
+    def is_random(self) -> bool:
+        """Whether the source itself differs between epochs, as datasets within it may."""
+        return bool(getattr(self.source, "is_random", False))
+
+    @property
     def table(self) -> Table | Feed:
         """The open source; opened once, then shared by all datasets that begin with it."""
         if self.opened is None:
@@ -44,13 +49,18 @@ class Origin:
 
 @dataclass(eq=False)
 class Opened:
-    """A pipeline with the seed of a run. probe: wraps each view, to measure it."""
+    """A pipeline with the seed of a run.
+
+    probe: wraps each view, to measure it. place: of this pipeline among those of a run, so that two
+    that are zipped draw different numbers.
+    """
 
     origin: Origin
     steps: tuple[Step, ...]
     seed: int
     memo: Memo
     probe: Callable[[View, int], View] | None = None
+    place: int = 0
     _views: dict[int, OrderedDict[int, View]] = field(default_factory=dict)
     _lock: Any = field(default_factory=RLock)
 
@@ -58,7 +68,7 @@ class Opened:
         """Return what the pipeline gives in an epoch."""
         return self._view(len(self.steps), epoch)
 
-    def batches(self, epoch: int, start: int = 0) -> Iterator[Columns]:
+    def batches(self, epoch: int, start: int = 0) -> Generator[Columns]:
         """Return the batches of an epoch from number `start` on, read in the calling thread."""
         view = self.view(epoch)
         if is_batches(view):
@@ -71,7 +81,7 @@ class Opened:
         """Return the view after the first `count` steps."""
         if count == 0:
             parts = getattr(self.origin.table, "of_epoch", None)
-            view: View = self.origin.table if parts is None else parts(self.seed, epoch)
+            view: View = self.origin.table if parts is None else parts(self.seed, epoch, self.place)
             return view if self.probe is None else self.probe(view, 0)
         # Locked because `repeat` asks for views of other epochs from the threads that read.
         with self._lock:
@@ -86,11 +96,17 @@ class Opened:
 
     def _context(self, count: int, epoch: int) -> StepContext:
         before: Any = self.steps[: count - 1]
+        random = varies = False
+        for step in before:
+            varies = varies or (step.is_filter and (random or self.origin.is_random))
+            random = random or step.is_random
         return StepContext(
             seed=self.seed,
             epoch=epoch,
             number=count - 1,
             key=before,
             memory=self.memo,
-            random=any(step.is_random for step in before),
+            random=random or self.origin.is_random,
+            varies=varies,
+            place=self.place,
         )

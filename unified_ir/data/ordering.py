@@ -30,6 +30,10 @@ from triplane.unified_ir.data.views import (
 IN_ORDER: Final = "is read in order; write it as records first: `triplane data convert`"
 MAX_BUFFER: Final = 1 << 24
 MAX_REPEATS: Final = 1 << 32
+MAX_COUNT: Final = 1 << 53
+"""Limit for numbers of samples, so that sums of them fit into 64 bits."""
+MAX_DRAWS: Final = 1 << 30
+"""Limit for the samples that a sampler draws in an epoch, 8 bytes each."""
 
 
 @dataclass(frozen=True)
@@ -91,14 +95,15 @@ class _Buffered:
         pool: list[dict[str, Any]] = []
         out: list[dict[str, Any]] = []
         shuffled = _shuffled(_samples(self.feed), pool, self.size, draw)
+        ragged = columns.ragged_of(self.schema)
         for number, one in enumerate(shuffled):
             if number >= start:
                 out.append(one)
             if len(out) == BLOCK:
-                yield columns.stacked(out)
+                yield columns.stacked(out, ragged)
                 out = []
         if out:
-            yield columns.stacked(out)
+            yield columns.stacked(out, ragged)
 
 
 def _samples(feed: Feed) -> Iterator[dict[str, Any]]:
@@ -219,6 +224,15 @@ class Repeat(Step):
         first = context.epoch * self.times
         source = rows_view(upstream(first), "repeat")
         if is_table(source):
+            if context.varies:
+                raise InvalidInput(
+                    "repeat needs as many samples in each epoch, and a filter after a random step "
+                    "may keep another number; put repeat before the filter, which gives the same"
+                )
+            if len(source) * self.times > MAX_COUNT:
+                raise InvalidInput(
+                    f"repeat: {len(source)} samples {self.times} times are more than {MAX_COUNT}"
+                )
             return _RepeatedTable(source, upstream, first, self.times)
         return _RepeatedFeed(source, upstream, first, self.times)
 
@@ -240,6 +254,8 @@ class _RepeatedTable:
 
     def take(self, rows: Rows) -> Columns:
         """See `Table`."""
+        if not len(rows):
+            return self.table.take(rows)
         rounds, within = np.divmod(rows, len(self.table))
         numbers = np.unique(rounds)
         parts = []
@@ -313,7 +329,7 @@ class Weighted(Step):
 
     def __post_init__(self) -> None:
         if self.count is not None:
-            check_count("weighted: count", self.count, 1)
+            check_count("weighted: count", self.count, 1, MAX_DRAWS)
 
     @property
     def is_random(self) -> bool:
@@ -345,7 +361,7 @@ class Balanced(Step):
 
     def __post_init__(self) -> None:
         if self.count is not None:
-            check_count("balanced: count", self.count, 1)
+            check_count("balanced: count", self.count, 1, MAX_DRAWS)
 
     @property
     def is_random(self) -> bool:
@@ -376,13 +392,17 @@ class Split(Step):
     group: str | None = None
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.fraction < 1.0:
-            raise InvalidInput(f"split needs a fraction between 0 and 1, got {self.fraction}")
+        check_fraction(self.fraction)
         if self.column is not None and self.group is not None:
             raise InvalidInput("split takes a column of classes or one of groups, not both")
 
     def view(self, upstream: Upstream, context: StepContext) -> View:
         """See `Step`."""
+        if context.random:
+            raise InvalidInput(
+                "split holds out the same samples in every epoch, and a step before it is random; "
+                "put split before that step"
+            )
         source = table_of(upstream(context.epoch), "split", IN_ORDER)
         mask: NDArray[np.bool_] = context.memory.get(
             (context.key, self.fraction, self.seed, self.column, self.group),
@@ -468,9 +488,15 @@ def _numbers(source: Table, name: str, step: str) -> NDArray[Any]:
     return column
 
 
-def check_count(what: str, value: int, least: int, most: int | None = None) -> None:
+def check_fraction(fraction: float) -> None:
+    """Refuse a share of samples to hold out that would leave one part empty."""
+    if not 0.0 < fraction < 1.0:
+        raise InvalidInput(f"split needs a fraction between 0 and 1, got {fraction}")
+
+
+def check_count(what: str, value: int, least: int, most: int = MAX_COUNT) -> None:
     """Refuse anything but a whole number in the range; the field may come from a JSON file."""
     if type(value) is not int or value < least:
         raise InvalidInput(f"{what} must be a whole number >= {least}, got {value!r}")
-    if most is not None and value > most:
+    if value > most:
         raise InvalidInput(f"{what} must be at most {most}, got {value}")

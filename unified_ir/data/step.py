@@ -8,7 +8,7 @@ from threading import RLock
 from typing import Any
 
 from triplane.unified_ir.data.columns import Columns, Rows, Schema
-from triplane.unified_ir.data.randomness import RowDraws
+from triplane.unified_ir.data.randomness import WORD, RowDraws
 from triplane.unified_ir.data.views import Upstream, View, mapped
 
 
@@ -33,7 +33,8 @@ class StepContext:
     """Where a step stands: the run's seed, the epoch, and its place in the pipeline.
 
     key: identifies what the step and those before it compute, whatever the epoch. random: whether a
-    step before it draws random numbers, so that epochs differ.
+    step before it draws random numbers, so that epochs differ. varies: whether they may also
+    differ in their number of samples. place: see `Opened`.
     """
 
     seed: int
@@ -42,10 +43,12 @@ class StepContext:
     key: Any
     memory: Memo
     random: bool = False
+    varies: bool = False
+    place: int = 0
 
     def draws(self, rows: Rows) -> RowDraws:
         """Return the random numbers of these rows at this step."""
-        return RowDraws(self.seed, self.epoch, self.number, rows)
+        return RowDraws(self.seed, self.epoch, (self.place + self.number) % WORD, rows)
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,11 @@ class Step:
     @property
     def is_random(self) -> bool:
         """Whether the step draws random numbers."""
+        return False
+
+    @property
+    def is_filter(self) -> bool:
+        """Whether the step keeps samples by their values, in each epoch perhaps another number."""
         return False
 
     def names_after(self, column: str) -> tuple[str, ...]:

@@ -13,8 +13,10 @@ import os
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from queue import SimpleQueue
 from typing import IO, Any, Final
 
@@ -31,6 +33,7 @@ from triplane.unified_ir.data.opened import Opened
 from triplane.unified_ir.data.registry import text_of
 
 _SIZE: Final = struct.Struct("<Q")
+_END_S: Final = 5.0
 MAX_HEADER_BYTES: Final = 1 << 20
 MAX_PART_BYTES: Final = 8 << 30
 
@@ -40,7 +43,8 @@ class ChildPool:
 
     def __init__(self, dataset: Dataset, seed: int, count: int) -> None:
         order = {
-            "pipeline": text_of(dataset),
+            # Without roles: they may name columns that a function drops, and are the parent's.
+            "pipeline": text_of(replace(dataset, inputs=(), targets=(), labels=())),
             "seed": seed,
             "functions": _importable(dataset),
             "path": [os.path.abspath(p) if p else os.getcwd() for p in sys.path],  # noqa: PTH100, PTH109
@@ -61,7 +65,10 @@ class ChildPool:
     def close(self) -> None:
         """End all children, and wait for them."""
         for child in self._children:
-            child.close()
+            child.end_input()
+        deadline = time.monotonic() + _END_S
+        for child in self._children:
+            child.close(deadline)
 
 
 class _WorkerProcess:
@@ -98,16 +105,20 @@ class _WorkerProcess:
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
             self._process.stdin.flush()
 
-    def close(self) -> None:
-        for stream in (self._process.stdin, self._process.stdout):
-            assert stream is not None
-            with suppress(OSError):
-                stream.close()
+    def end_input(self) -> None:
+        assert self._process.stdin is not None
+        with suppress(OSError):
+            self._process.stdin.close()
+
+    def close(self, deadline: float) -> None:
         try:
-            self._process.wait(5)
+            self._process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:  # a function of the user's that does not come back
             self._process.kill()
             self._process.wait()
+        assert self._process.stdout is not None
+        # Last, since it waits for a thread that still reads the answer of a batch.
+        self._process.stdout.close()
 
 
 def functions_of(dataset: Dataset) -> Iterator[PythonFunction]:

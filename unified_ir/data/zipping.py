@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.data import columns
 from triplane.unified_ir.data.columns import Columns, Field, Rows, Schema
 from triplane.unified_ir.data.kinds import is_table
+from triplane.unified_ir.data.randomness import place_of_part
 from triplane.unified_ir.data.table import BLOCK, Feed, Table
 from triplane.unified_ir.data.views import View, blocks_of, rows_view
 
@@ -27,11 +28,19 @@ class ZipSource:
         """See `Source`."""
         if len(self.parts) < 2:
             raise InvalidInput(f"zip takes at least 2 datasets, got {len(self.parts)}")
-        return _side_by_side(self, 0, 0)
+        return _side_by_side(self, 0, 0, 0)
+
+    @property
+    def is_random(self) -> bool:
+        """Whether epochs differ, since a step of a part is random."""
+        return any(p.origin.is_random or any(s.is_random for s in p.steps) for p in self.parts)
 
 
-def _side_by_side(source: ZipSource, seed: int, epoch: int) -> ZippedTable | ZippedFeed:
-    views = tuple(rows_view(part.view(seed, epoch), "zip") for part in source.parts)
+def _side_by_side(source: ZipSource, seed: int, epoch: int, place: int) -> ZippedTable | ZippedFeed:
+    views = tuple(
+        rows_view(replace(part.opened(seed), place=place_of_part(place, k)).view(epoch), "zip")
+        for k, part in enumerate(source.parts)
+    )
     schema: dict[str, Field] = {}
     for view in views:
         if shared := schema.keys() & view.schema.keys():
@@ -56,9 +65,9 @@ class ZippedTable:
     tables: tuple[Table, ...]
     schema: Schema
 
-    def of_epoch(self, seed: int, epoch: int) -> View:
+    def of_epoch(self, seed: int, epoch: int, place: int) -> View:
         """Return the same of another epoch, since the parts may be shuffled."""
-        return _side_by_side(self.source, seed, epoch)
+        return _side_by_side(self.source, seed, epoch, place)
 
     def __len__(self) -> int:
         return len(self.tables[0])
@@ -76,9 +85,9 @@ class ZippedFeed:
     views: tuple[Table | Feed, ...]
     schema: Schema
 
-    def of_epoch(self, seed: int, epoch: int) -> View:
+    def of_epoch(self, seed: int, epoch: int, place: int) -> View:
         """Return the same of another epoch, since the parts may be shuffled."""
-        return _side_by_side(self.source, seed, epoch)
+        return _side_by_side(self.source, seed, epoch, place)
 
     def blocks(self, start: int) -> Iterator[Columns]:
         """See `Feed`. InvalidInput if one dataset ends before another."""
