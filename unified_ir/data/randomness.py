@@ -95,7 +95,7 @@ class RowDraws:
 
 def place_of_part(place: int, part: int) -> int:
     """Return the place of a pipeline that is part number `part` of the one at `place`."""
-    return int(_mixed(np.uint64(place) ^ np.uint64(part + 1)))
+    return _mixed(place ^ (part + 1))
 
 
 def _unit(x: NDArray[np.uint64]) -> NDArray[np.float64]:

@@ -98,7 +98,8 @@ def rows_in_memory(table: Table) -> tuple[Mapping[str, Column], Rows] | None:
         return None
     source, order = table.table, table.order
     while isinstance(source, Reordered):
-        source, order = source.table, source.order[order]
+        order = source.order[order]
+        source = source.table
     # A cached table holds another.
     source = getattr(source, "held", source)
     return (source.columns, order) if isinstance(source, ArrayTable) else None
