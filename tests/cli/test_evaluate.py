@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
+from onnx import TensorProto, helper
 
 from triplane.unified_ir import convert, data, export_onnx, load, nn, optim, train
 from triplane.unified_ir.cli import evaluate, shell
@@ -328,8 +330,8 @@ def test_every_character_of_a_text_is_compared(
     codes = np.array([text.labels.index(c) for c in "lazy fox lazy fox lazy"])
     rows = np.stack([codes[k : k + 11] for k in (0, 10)])
     wanted = trainer.evaluate((rows[:, :-1], rows[:, 1:]))["loss"]
-    other = ("--data", tmp_path / "u.txt", "--window", 10)
-    measures = record(capsys, tmp_path / "m.tpm", *other)["measures"]
+    shorter = ("--data", tmp_path / "u.txt", "--window", 10)
+    measures = record(capsys, tmp_path / "m.tpm", *shorter)["measures"]
     assert measures["loss"] == pytest.approx(wanted, rel=1e-4)
 
 
@@ -355,3 +357,46 @@ def test_several_targets_are_compared_by_the_entry_of_the_file(
     code, _, error = run(capsys, tmp_path / "m.tpm", *flags[:4])
     assert code == 2
     assert "the data has the targets a; choose columns: one --y for each" in error
+
+
+def odd_model(path: Path, outputs: list[Any], sizes: list[Any]) -> Path:
+    """An ONNX model that returns the best class, then its input as scores; or less of that."""
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, sizes)
+    nodes = [
+        helper.make_node("ArgMax", ["x"], ["best"], axis=1, keepdims=0),
+        helper.make_node("Softmax", ["x"], ["shares"], axis=1),
+    ]
+    graph = helper.make_graph(nodes, "odd", [x], outputs)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9)
+    onnx.save(model, path)
+    return path
+
+
+def test_scores_are_found_behind_another_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    best = helper.make_tensor_value_info("best", TensorProto.INT64, ["N"])
+    shares = helper.make_tensor_value_info("shares", TensorProto.FLOAT, ["N", 3])
+    model = odd_model(tmp_path / "m.onnx", [best, shares], ["N", 3])
+    x = np.eye(3, dtype=np.float32)[[0, 1, 2, 2]]
+    np.savez(tmp_path / "d.npz", x=x, y=np.array([0, 1, 2, 0]))
+    result = record(capsys, model, "--data", tmp_path / "d.npz")
+    assert result["measures"]["accuracy"] == 0.75
+    assert result["confusion"] == [[1, 0, 1], [0, 1, 0], [0, 0, 1]]
+
+
+def test_models_that_cannot_answer_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    best = helper.make_tensor_value_info("best", TensorProto.INT64, ["N"])
+    np.savez(tmp_path / "d.npz", x=np.eye(3, dtype=np.float32), y=np.array([0, 1, 2]))
+    cases: list[tuple[list[Any], list[Any], str]] = [
+        ([], ["N", 3], "the model has no outputs"),
+        ([best], [0, 3], "the model takes batches without samples"),
+        ([best], ["N", 3], "the output 'best' is int64[3] for a target of int64[3]"),
+    ]
+    for outputs, sizes, message in cases:
+        model = odd_model(tmp_path / "m.onnx", outputs, sizes)
+        code, _, error = run(capsys, model, "--data", tmp_path / "d.npz")
+        assert code == 2
+        assert message in error

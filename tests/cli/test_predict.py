@@ -6,11 +6,15 @@ import csv
 import json
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
 from onnx import TensorProto, helper
 from PIL import Image
 
@@ -135,6 +139,18 @@ def test_an_image_gets_the_channels_and_size_of_the_model(
     assert ("is resized from 64x64 to 8x8" in error) == ("large" in kind)
 
 
+def test_a_size_may_be_stated_for_an_image(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Image.fromarray(np.zeros((20, 20, 3), np.uint8)).save(tmp_path / "a.png")
+    argv = (folder / "digits.tpm", tmp_path / "a.png", "--size")
+    assert run(capsys, *argv, "1x8x8")[0] == 0
+    for size, seen in (("9x8", "float32[1, 9, 8]"), ("3x8x8", "float32[3, 8, 8]")):
+        code, _, error = run(capsys, *argv, size)
+        assert code == 2
+        assert f"the data gives, for each sample: x {seen}" in error.replace("uint8", "float32")
+
+
 def test_an_image_is_refused_by_a_model_of_other_inputs(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -219,6 +235,20 @@ def test_a_file_that_was_damaged_on_its_way_is_not_kept(
     with pytest.raises(Corrupt, match="differs from the answers when read back"):
         answers.write_answers(tmp_path / f"y{suffix}", answers.Answers({"y": np.zeros((2, 3))}))
     assert not list(tmp_path.iterdir())
+
+
+NUMBERS = st.sampled_from(["float16", "float32", "float64", "int8", "int64", "uint64", "bool"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    y=NUMBERS.flatmap(lambda dtype: npst.arrays(dtype, npst.array_shapes(max_dims=3, max_side=4))),
+    suffix=st.sampled_from([".npz", ".csv"]),
+)
+def test_every_number_is_read_back_as_it_was(y: np.ndarray, suffix: str) -> None:
+    """`write_answers` itself raises where one differs; NaN and infinities are among them."""
+    with TemporaryDirectory() as folder:
+        answers.write_answers(Path(folder) / f"y{suffix}", answers.Answers({"y": y}))
 
 
 def test_probabilities_stay_and_scores_become_some() -> None:

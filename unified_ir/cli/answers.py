@@ -164,7 +164,7 @@ def _csv_equals(path: Path, answers: Answers) -> bool:
 def _numbers(texts: tuple[str, ...], dtype: np.dtype[Any]) -> Array:
     if dtype.kind == "f":
         return np.array(texts, dtype)
-    return np.array([int(t) for t in texts]).astype(dtype)
+    return np.array([int(t) for t in texts], dtype)
 
 
 def _write_json(file: IO[bytes], answers: Answers) -> None:

@@ -46,9 +46,9 @@ Examples:
 \b
 MODEL is {models.KINDS}.
 A model file with an entry evaluate also gives the loss of its training. The rest is computed from
-the first output: scores of classes if the target holds whole numbers or texts, else numbers of the
-target's shape. Where the data has a held-out part of its own, that part is read. With --json the
-result has the confusion matrix, whose rows are true classes.
+the first output that fits: scores of classes if the target holds whole numbers or texts, else
+numbers of the target's shape. Where the data has a held-out part of its own, that part is read.
+With --json the result has the confusion matrix, whose rows are true classes.
 
 {data_options.CHOICES}"""
 
@@ -124,7 +124,7 @@ class _Evaluation:
         self.place: Place = Place()
         self.scores: OutputScores | None = None
         self.count: int | None = None
-        self.kind = ""
+        self.kind = self.output = ""
 
     def run(self) -> None:
         """Read all samples."""
@@ -157,7 +157,7 @@ class _Evaluation:
 
         counts = self.scores.counts(CONFUSION)
         names = self.model.labels or self.dataset.labels
-        names = (*names, *map(str, range(len(names), len(counts))))
+        names = (*names, *map(str, range(len(names), len(counts))))[: len(counts)]
         return {
             "classes": list(names),
             "confusion": counts.astype(int).tolist(),
@@ -178,6 +178,10 @@ class _Evaluation:
                 f"the model compares with {', '.join(names)}, but the data has the targets "
                 f"{', '.join(self.dataset.targets)}; choose columns: one --y for each"
             )
+        for p, y in zip((p for p in entry.inputs if p.name in names), targets, strict=True):
+            if y.ndim != p.type.rank:
+                hint = data_options.shape_hint(self.dataset, self.options["x"], self.options["y"])
+                raise InvalidInput(f"the model compares with {p.name}: {p.type}, but {hint}")
         results = entry.run({**feeds, **dict(zip(names, targets, strict=True))})
         self.place.advance(split(results)[0], len(targets[0]), {}, {})
 
@@ -193,22 +197,25 @@ class _Evaluation:
                 f"the data has the targets {', '.join(self.dataset.targets)}; the model has no "
                 "entry evaluate, so it is compared with one: --y"
             )
-        y = self.model.run(feeds)[self.model.outputs[0]]
+        outputs = self.model.run(feeds)
         if self.scores is None:
-            self._start(y, targets[0])
+            self._start(outputs, targets[0])
         if self.scores is None:
             return
+        y = outputs[self.output]
         # A graph refuses a label out of range too, but cannot name the sample.
         if self.kind == "classes":
             self._check_classes(targets[0], y.shape[-1])
         self.scores.add(y, targets[0])
 
-    def _start(self, y: Array, target: Array) -> None:
-        """Choose the metrics, from the first output and its target."""
+    def _start(self, outputs: Mapping[str, Array], target: Array) -> None:
+        """Choose the output and the metrics; classifiers often return the best class first."""
         from triplane.unified_ir.train import Confusion
         from triplane.unified_ir.train.scoring import OutputScores
 
-        self.kind = _kind(self.model, y, target)
+        kinds = {name: _kind(self.model, outputs[name], target) for name in self.model.outputs}
+        self.output = next((n for n, kind in kinds.items() if kind != OTHER), next(iter(kinds)))
+        self.kind, y = kinds[self.output], outputs[self.output]
         if self.kind == OTHER and self.entry is not None and not self.options["metrics"]:
             return  # the file itself knows how to compare such targets
         if self.kind == OTHER:
@@ -238,7 +245,7 @@ class _Evaluation:
     def _why_other(self, y: Array, target: Array) -> str:
         hint = data_options.shape_hint(self.dataset, self.options["x"], self.options["y"])
         return (
-            f"the output {self.model.outputs[0]!r} is {y.dtype}{list(y.shape)} for a target of "
+            f"the output {self.output!r} is {y.dtype}{list(y.shape)} for a target of "
             f"{target.dtype}{list(target.shape)}; whole numbers are compared with one score for "
             f"each class in the last axis, numbers with an output of their own shape; {hint}"
         )

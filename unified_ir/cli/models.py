@@ -61,7 +61,10 @@ class FileModel:
     def batch(self) -> int | None:
         """The batch size of a model that has a fixed one."""
         sizes = {info.shape[0] for info in self.inputs if info.shape}
-        return next((size for size in sizes if isinstance(size, int)), None)
+        size = next((size for size in sizes if isinstance(size, int)), None)
+        if size == 0:
+            raise InvalidInput(f"the model takes batches without samples: {self.inputs[0]}")
+        return size
 
     def _check_rows(self, results: Mapping[str, Array], size: int) -> None:
         for name, y in results.items():
@@ -122,6 +125,8 @@ def _of_module(path: Path) -> FileModel:
 
 
 def _of_session(session: Session, labels: tuple[str, ...], loss: str = "") -> FileModel:
+    if not session.outputs:
+        raise InvalidInput("the model has no outputs")
     return FileModel(
         inputs=session.inputs,
         outputs=tuple(info.name for info in session.outputs),
@@ -205,12 +210,13 @@ def _check(x: Array, info: TensorInfo, dataset: Dataset, chosen: tuple[str, ...]
 
 
 def _size_hint(x: Array, info: TensorInfo) -> str:
-    """Return the option that resizes images, where only their size differs."""
-    size = info.shape[2:]
-    is_image = x.ndim == len(info.shape) == 4 and x.shape[1] in {1, 3, info.shape[1]}
-    if not is_image or x.shape[2:] == size or not all(isinstance(n, int) for n in size):
+    """Return the option that gives images the size and channels of the input."""
+    sizes = info.shape[1:]
+    is_image = x.ndim == len(info.shape) == 4 and {x.shape[1], sizes[0]} <= {1, 3}
+    if not is_image or not all(isinstance(n, int) for n in sizes):
         return ""
-    return f"; images of a folder are resized by --size {size[0]}x{size[1]}"
+    text = "x".join(map(str, sizes if x.shape[1] != sizes[0] else sizes[1:]))
+    return f"; images of a folder are resized by --size {text}"
 
 
 def batches(dataset: Dataset, size: int) -> Iterator[tuple[Array, ...]]:
