@@ -254,9 +254,7 @@ def test_characters_of_a_text_have_the_numbers_of_the_model(tmp_path):
     dataset = data.load(path, window=4)
     assert samples.as_samples(dataset, IDS, "it", names)["ids"].tolist() == read["ids"].tolist()
     path.write_text("abxz" * 4)
-    with pytest.raises(
-        InvalidInput, match=r"has the class 'x', but .* are a, b, c"
-    ):
+    with pytest.raises(InvalidInput, match=r"has the class 'x', but .* are a, b, c"):
         samples.read_samples(path, IDS, names, window=4)
 
 

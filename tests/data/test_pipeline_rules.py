@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from tests.data.test_pipeline import numbers, stream
+from tests.support.streams import numbers, stream
 
 from triplane.proto.errors import InvalidInput, Unavailable
 from triplane.unified_ir import data
