@@ -69,3 +69,15 @@ def test_a_model_of_bytes_refuses_pixels_in_0_to_1(tmp_path, capsys):
     assert shell.run([*argv, "--pixels"]) == 2
     assert "the model takes x: uint8" in capsys.readouterr().err
     assert shell.run(argv) == 0
+
+
+def test_a_real_target_without_the_axis_of_the_output_is_refused_with_the_option(tmp_path, capsys):
+    trainer = train.Trainer(nn.Dense(1, 1), loss=nn.MSE(), optimizer=optim.SGD(0.001))
+    trainer.prepare(np.zeros((1, 1), np.float32), np.zeros((1, 1), np.float32))
+    trainer.export(("predict", "evaluate")).save(tmp_path / "line.tpm")
+    (tmp_path / "a.csv").write_text("x,speed\n1,2.5\n2,3.5\n")
+    argv = ["evaluate", str(tmp_path / "line.tpm"), "--data", str(tmp_path / "a.csv"), "--x", "x:1"]
+    assert shell.run([*argv, "--y", "speed"]) == 2
+    assert "compares with y: float32[N,1], but" in (error := capsys.readouterr().err)
+    assert "--y 'speed:1'" in error
+    assert shell.run([*argv, "--y", "speed:1"]) == 0

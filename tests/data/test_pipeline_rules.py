@@ -27,15 +27,6 @@ from triplane.unified_ir.data.transforms import Noise, Rename
 from triplane.unified_ir.data.views import Reordered
 
 
-def numbers(n: int) -> data.Dataset:
-    return data.arrays(np.arange(n))
-
-
-def stream(dataset: data.Dataset, *, seed: int = 0, epoch: int = 0) -> list[list[int]]:
-    """Return the values of x by batch."""
-    return [batch["x"].tolist() for batch in dataset.opened(seed).batches(epoch)]
-
-
 def test_steps_after_zip_see_the_shuffling_of_its_parts():
     x, z = (data.arrays({name: np.arange(20)}) for name in "xz")
     small = data.zipped(x.shuffle(), z).filter(lambda s: s["x"] < 10).batch(20)

@@ -178,6 +178,10 @@ class _Evaluation:
                 f"the model compares with {', '.join(names)}, but the data has the targets "
                 f"{', '.join(self.dataset.targets)}; choose columns: one --y for each"
             )
+        for p, y in zip((p for p in entry.inputs if p.name in names), targets, strict=True):
+            if y.ndim != p.type.rank:
+                hint = data_options.shape_hint(self.dataset, self.options["x"], self.options["y"])
+                raise InvalidInput(f"the model compares with {p.name}: {p.type}, but {hint}")
         results = entry.run({**feeds, **dict(zip(names, targets, strict=True))})
         self.place.advance(split(results)[0], len(targets[0]), {}, {})
 
