@@ -96,10 +96,16 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
     return Ratio(float(median), float(q1), float(q3))
 
 
-def take_turns(workers: Mapping[str, Worker], *, steps: int, rounds: int) -> dict[str, Any]:
+def take_turns(
+    workers: Mapping[str, Worker],
+    *,
+    steps: int,
+    rounds: int,
+    keys: Sequence[str] = ("cpu_s", "wall_s"),
+) -> dict[str, Any]:
     """CPU and wall seconds per step of each worker by round; the order rotates each round."""
     names = list(workers)
-    found: dict[str, Any] = {n: {"cpu_s": [], "wall_s": []} for n in names}
+    found: dict[str, Any] = {n: {key: [] for key in keys} for n in names}
     for i in range(rounds):
         for name in names[i % len(names) :] + names[: i % len(names)]:
             reply = workers[name].ask("run", steps=steps)

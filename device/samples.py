@@ -83,8 +83,9 @@ def _from_path(path: Path, held_out: float, x: Sequence[str], y: Sequence[str]) 
     dataset = load(path, x=_under("x", x), y=_under("y", y))
     if dataset.labels and path.suffix != PIPELINE:
         # Each device would number the classes that occur in its own samples.
+        names = ", ".join(map(repr, dataset.labels[:3]))  # repr: characters of a text are classes
         raise InvalidInput(
-            f"{path.name} names its classes ({', '.join(dataset.labels[:3])}, ...), but a device "
+            f"{path.name} names its classes ({names}, ...), but a device "
             "does not know the numbers that the model gives to these names; give whole numbers, or "
             "a pipeline (.json) whose step lookup states all classes in order"
         )

@@ -110,7 +110,7 @@ class Repository:
             if servable.version in self._ready.get(servable.name, {}):
                 raise Conflict(
                     f"model {servable.name!r} version {servable.version!r} is already loaded; "
-                    "give it another version, or switch to replace it"
+                    "convert it with another --model-version, or remove the other one"
                 )
             version = self._load(servable)
             self._publish(version, {**self._ready.get(version.name, {}), version.version: version})

@@ -255,7 +255,7 @@ def test_a_fault_of_the_users_file_names_its_line(
     [
         ("digits.py", "FILE.py:Cell"),
         ("nowhere.py:Net", "no file nowhere.py"),
-        (f"{CELL}:Letters", "cells there: Digits"),
+        (f"{CELL}:Letters", "cells and functions there: Digits"),
         (f"{CELL}:ops", "must return an nn.Cell"),
     ],
 )

@@ -282,3 +282,17 @@ def test_a_size_of_images_has_one_form(
 ) -> None:
     assert train(f"{nets}:Line", tmp_path / "photos", "--size", size) == 2
     assert "HEIGHTxWIDTH, such as 32x32" in capsys.readouterr().err
+
+
+def test_a_cell_of_ready_made_layers_names_no_line_of_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    text = "from triplane.unified_ir.nn import Dense, Flatten, Sequential\n\n\ndef net():\n"
+    (tmp_path / "net.py").write_text(text + "    return Sequential(Flatten(), Dense(64, 10))\n")
+    out = str(tmp_path / "out.tpm")
+    cell = f"{tmp_path / 'net.py'}:net"
+    assert run(["train", cell, "--data", "digits", "--epochs", "1", "--out", out]) == 0
+    assert {node.meta.location for node in load(out).entry("predict").nodes} == {None}
+    assert run(["train", f"{tmp_path / 'net.py'}:Net", "--data", "digits", "--out", out]) == 2
+    assert "defines no 'Net'; cells and functions there: net" in capsys.readouterr().err

@@ -140,7 +140,7 @@ def test_characters_are_numbered_as_the_model_numbers_them(tmp_path):
 
 
 def test_accuracy_is_measured_for_one_column_of_classes():
-    with pytest.raises(InvalidInput, match="accuracy is measured for classes alone"):
+    with pytest.raises(InvalidInput, match="for classes alone; `triplane evaluate` measures"):
         samples.as_labelled(data.arrays(X, np.ones(3, "f4")), IMAGE)
     with pytest.raises(InvalidInput, match="one column of classes, got the targets none"):
         samples.as_labelled(data.arrays(X), IMAGE)
@@ -254,9 +254,7 @@ def test_characters_of_a_text_have_the_numbers_of_the_model(tmp_path):
     dataset = data.load(path, window=4)
     assert samples.as_samples(dataset, IDS, "it", names)["ids"].tolist() == read["ids"].tolist()
     path.write_text("abxz" * 4)
-    with pytest.raises(
-        InvalidInput, match=r"has the class 'x', but the model's classes are a, b, c"
-    ):
+    with pytest.raises(InvalidInput, match=r"has the class 'x', but .* are a, b, c"):
         samples.read_samples(path, IDS, names, window=4)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.streams import numbers, stream
 
 from triplane.proto.errors import InvalidInput, NotFound
 from triplane.unified_ir import data
@@ -48,17 +49,8 @@ class Counting:
             at, size = at + size, size % 11 + 1
 
 
-def numbers(n: int) -> Dataset:
-    return data.arrays(np.arange(n))
-
-
 def feed(n: int) -> Dataset:
     return Dataset(Origin(None, Counting(n), "a feed"), inputs=("x",))
-
-
-def stream(dataset: Dataset, *, seed: int = 0, epoch: int = 0, start: int = 0) -> list[list[int]]:
-    """Return the values of x by batch."""
-    return [b["x"].tolist() for b in dataset.opened(seed).batches(epoch, start)]
 
 
 # What steps give

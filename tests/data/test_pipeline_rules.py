@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from tests.support.streams import numbers, stream
 
 from triplane.proto.errors import InvalidInput, Unavailable
 from triplane.unified_ir import data
@@ -24,15 +25,6 @@ from triplane.unified_ir.data.loader import Loader
 from triplane.unified_ir.data.ordering import Split
 from triplane.unified_ir.data.transforms import Flip, Noise, Rename
 from triplane.unified_ir.data.views import Reordered
-
-
-def numbers(n: int) -> data.Dataset:
-    return data.arrays(np.arange(n))
-
-
-def stream(dataset: data.Dataset, *, seed: int = 0, epoch: int = 0) -> list[list[int]]:
-    """Return the values of x by batch."""
-    return [batch["x"].tolist() for batch in dataset.opened(seed).batches(epoch)]
 
 
 def test_steps_after_zip_see_the_shuffling_of_its_parts():

@@ -76,8 +76,11 @@ def test_a_table_gives_the_arrays_of_the_model(tmp_path):
 
 def test_classes_whose_numbers_a_device_cannot_know_are_refused(tmp_path):
     (tmp_path / "a.csv").write_text("x,y\n1,sit\n2,run\n")
-    with pytest.raises(InvalidInput, match=r"names its classes \(run, sit, ...\), but a device"):
+    with pytest.raises(InvalidInput, match=r"names its classes \('run', 'sit', ...\), but"):
         shard_of(tmp_path / "a.csv")
+    (tmp_path / "book.txt").write_text("ab\n" * 99)
+    with pytest.raises(InvalidInput, match=r"classes \('\\n', 'a', 'b', ...\), but a device"):
+        shard_of(tmp_path / "book.txt")
     pipeline = {
         "format": 1,
         "source": {"kind": "csv", "path": "a.csv"},

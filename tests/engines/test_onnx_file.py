@@ -10,10 +10,11 @@ import onnx
 import onnxruntime as ort
 import pytest
 
-from triplane.proto.errors import Conflict, InvalidInput
+from triplane.proto.errors import Conflict, InvalidInput, Unavailable
 from triplane.unified_ir import TensorSpec, export_onnx, import_onnx, nn, ops, optim, train
 from triplane.unified_ir.engines import onnx_file
 from triplane.unified_ir.ir import Module
+from triplane.unified_ir.onnx import serialize
 
 SPECIES = ("ant", "bee", "cat")
 
@@ -143,7 +144,7 @@ def test_a_file_that_computes_something_else_is_not_kept(
 ) -> None:
     path = tmp_path / "net.onnx"
     path.write_bytes(b"older")
-    whole = onnx_file.serialize
+    whole = serialize
 
     def wrong(model: onnx.ModelProto) -> bytes:
         for tensor in model.graph.initializer:
@@ -157,6 +158,13 @@ def test_a_file_that_computes_something_else_is_not_kept(
         export_onnx(module, path)
     assert path.read_bytes() == b"older"
     assert [p.name for p in tmp_path.iterdir()] == ["net.onnx"]
+
+
+def test_a_place_that_cannot_hold_the_file_is_refused(module: Module, tmp_path: Path) -> None:
+    with pytest.raises(Unavailable, match=r"could not write .*: No such file"):
+        export_onnx(module, tmp_path / "none" / "net.onnx")
+    with pytest.raises(InvalidInput, match="cannot become a file"):
+        export_onnx(module, tmp_path)
 
 
 def test_an_unknown_entry_is_refused(module: Module, tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_the_page_states_the_limits():
     assert f"elements of more than {MAX_ITEM_BYTES} bytes" in page
     assert f"takes more than {MAX_DIRECTORY_BYTES >> 10} KiB" in page
     sizes = {
-        "federate simulate --data`": (bounded.MAX_FILE_BYTES, MAX_TOTAL_BYTES),
+        "commands with `--x` or `--y`": (bounded.MAX_FILE_BYTES, MAX_TOTAL_BYTES),
         "`registry push`": (bounded.MAX_FILE_BYTES, convert_samples.MAX_SAMPLES_BYTES),
         "samples of a device": (device_samples.MAX_SHARD_BYTES, device_samples.MAX_SHARD_BYTES),
         "golden samples of a policy": (trial.MAX_NPZ_BYTES, MAX_TOTAL_BYTES),

@@ -396,6 +396,12 @@ def _of_file(path: Path, batch_norm: BatchNormMode) -> Cell:
     return cell
 
 
+def _names_of(module: ModuleType) -> list[str]:
+    """Return the names of the classes and functions that a file defines itself."""
+    own = vars(module).items()
+    return [k for k, v in own if callable(v) and getattr(v, "__module__", "") == module.__name__]
+
+
 def load_cell(spec: str, *, batch_norm: BatchNormMode = "kept") -> Cell:
     """Return the cell that FILE.py:NAME names: a Cell subclass, or a function without arguments.
 
@@ -419,8 +425,8 @@ def load_cell(spec: str, *, batch_norm: BatchNormMode = "kept") -> Cell:
     module = _load_module(Path(file))
     attribute = getattr(module, name, None)
     if attribute is None:
-        cells = [k for k, v in vars(module).items() if isinstance(v, type) and issubclass(v, Cell)]
-        raise NotFound(f"{file} defines no {name!r}; cells there: {', '.join(cells) or 'none'}")
+        there = ", ".join(_names_of(module)) or "nothing of that file"
+        raise NotFound(f"{file} defines no {name!r}; cells and functions there: {there}")
     cell = attribute() if callable(attribute) else attribute
     if not isinstance(cell, Cell):
         raise InvalidInput(

@@ -7,7 +7,7 @@ function is called.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -230,17 +230,17 @@ def metrics(names: tuple[str, ...], loss: str) -> dict[str, Any] | None:
     """Return the metrics of --metric by name; None stands for those of the loss."""
     targets = LOSSES[loss][1]
     names = names or DEFAULT_METRICS.get(targets, ())
-    if not names:
-        return None
+    return metrics_of(names, targets, f"the targets of --loss {loss}") if names else None
+
+
+def metrics_of(names: Sequence[str], targets: str, what: str) -> dict[str, Any]:
+    """Return metrics by name for targets of one kind. what: says whose kind it is, for errors."""
     from triplane.unified_ir import nn, train
 
     for name in names:
         if targets not in METRICS[name]:
             fitting = ", ".join(k for k, row in METRICS.items() if targets in row)
-            raise InvalidInput(
-                f"--metric {name} does not measure {targets}, the targets of --loss {loss}; "
-                f"{fitting} do"
-            )
+            raise InvalidInput(f"--metric {name} does not measure {targets}, {what}; {fitting} do")
     # Each once, in the order of the command line.
     return {name: METRICS[name][targets](nn, train) for name in dict.fromkeys(names)}
 

@@ -76,7 +76,7 @@ def as_labelled(
     if y.shape != (count,) or y.dtype.kind not in "iu":
         raise InvalidInput(
             f"labels must be ({count},) whole numbers, one per sample, got {y.dtype}{y.shape}; "
-            "accuracy is measured for classes alone"
+            "accuracy is measured for classes alone; `triplane evaluate` measures bundles by others"
         )
     return samples, y.astype(np.int64)
 

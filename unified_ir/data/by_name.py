@@ -89,6 +89,11 @@ def load(source: str | Path, **options: Any) -> Dataset:
     return _prepared(source, ReadingOptions(**options))[0]
 
 
+def load_held_out(source: str | Path, **options: Any) -> Dataset:
+    """Return the dataset that `source` names; its held-out part if it has two. See `load`."""
+    return _prepared(source, ReadingOptions(**options))[-1]
+
+
 def load_split(
     source: str | Path, *, fraction: float = 0.2, seed: int = 0, group: str = "", **options: Any
 ) -> tuple[Dataset, Dataset]:

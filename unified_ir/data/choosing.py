@@ -185,17 +185,28 @@ def class_numbers(dataset: Dataset, names: Sequence[str], column: str = "") -> A
     InvalidInput: the model has no class of that name.
     """
     y = np.asarray(dataset.column(column) if column else dataset.y)
-    own = dataset.labels if column in {"", TOKENS} else ()
-    if not own or not names or y.dtype.kind not in "iu" or tuple(own) == tuple(names[: len(own)]):
+    places = class_places(dataset, names, column)
+    if places is None or y.dtype.kind not in "iu":
         return y
+    numbers: Array = places[y]
+    return numbers
+
+
+def class_places(dataset: Dataset, names: Sequence[str], column: str = "") -> Array | None:
+    """Return the number in `names` of each class in a column; None if they are the same.
+
+    See `class_numbers`.
+    """
+    own = dataset.labels if column in {"", TOKENS} else ()
+    if not own or not names or tuple(own) == tuple(names[: len(own)]):
+        return None
     places = {name: k for k, name in enumerate(names)}
     if unknown := [name for name in own if name not in places]:
         raise InvalidInput(
             f"{dataset.origin.name} has the class {unknown[0]!r}, but the model's classes are "
             f"{', '.join(names[:SHOWN])}{', ...' if len(names) > SHOWN else ''}"
         )
-    numbers: Array = np.array([places[name] for name in own], np.int64)[y]
-    return numbers
+    return np.array([places[name] for name in own], np.int64)
 
 
 def row_bytes(dataset: Dataset, names: Sequence[str]) -> int:

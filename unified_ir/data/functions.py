@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
@@ -219,12 +220,13 @@ class CachedTable:
 
     def take(self, rows: Rows) -> Columns:
         """See `Table`."""
-        return self.held().take(rows)
+        return self.held.take(rows)
 
     def column(self, name: str) -> columns.Column:
         """Return a column of all rows."""
-        return self.held().columns[name]
+        return self.held.columns[name]
 
+    @cached_property
     def held(self) -> ArrayTable:
         """Return all rows in memory. InvalidInput beyond MAX_MEMORY_BYTES."""
         table: ArrayTable = self.context.memory.get(

@@ -60,7 +60,7 @@ class Loader:
         if is_batch_feed(view) and loading.workers:
             # What can only be read in order is read by one thread.
             return _in_order(batches, loading.workers * loading.prefetch)
-        return (batch for batch in batches)
+        return batches
 
     def close(self) -> None:
         """End the child processes, if there are any."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from threading import Lock, RLock
 from typing import Any, Final
@@ -68,7 +68,7 @@ class Opened:
         """Return what the pipeline gives in an epoch."""
         return self._view(len(self.steps), epoch)
 
-    def batches(self, epoch: int, start: int = 0) -> Iterator[Columns]:
+    def batches(self, epoch: int, start: int = 0) -> Generator[Columns]:
         """Return the batches of an epoch from number `start` on, read in the calling thread."""
         view = self.view(epoch)
         if is_batches(view):

@@ -17,9 +17,12 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.data.columns import Rows
 
 WORD: Final = 2**64
-_GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
-_FIRST: Final = np.uint64(0xBF58476D1CE4E5B9)
-_SECOND: Final = np.uint64(0x94D049BB133111EB)
+_GOLDEN: Final = 0x9E3779B97F4A7C15
+_ROUNDS: Final = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+_LAST_SHIFT: Final = 31
+# The same as numpy's numbers; to make them takes as long as to use them.
+_WORD_GOLDEN, _WORD_LAST_SHIFT = np.uint64(_GOLDEN), np.uint64(_LAST_SHIFT)
+_WORD_ROUNDS: Final = tuple((np.uint64(shift), np.uint64(factor)) for shift, factor in _ROUNDS)
 
 
 def permutation(n: int, seed: int, stream: int) -> NDArray[np.int64]:
@@ -54,12 +57,18 @@ class RowDraws:
 
     def words(self, count: int) -> NDArray[np.uint64]:
         """Return (N, count) random words, the same in every version of Triplane."""
-        key = _mixed(_mixed(_mixed(np.uint64(self.seed)) ^ np.uint64(self.epoch))
-                     ^ np.uint64(self.step))  # fmt: skip
-        start = _mixed(key ^ self.rows.astype(np.uint64))
+        # Python's integers, because seed and epoch may be numpy's, which overflow.
+        seed, epoch = int(self.seed), int(self.epoch)
+        key = _mixed(_mixed(_mixed(seed) ^ epoch) ^ self.step)
+        start = self.rows.astype(np.uint64)
+        start ^= np.uint64(key)
+        start += _WORD_GOLDEN
+        _finish(start)
         counter = np.arange(1, count + 1, dtype=np.uint64)
         # SplitMix64 (Steele, Lea, Flood 2014), its state started at a hash of the row's place.
-        return _finished(start[:, None] + counter * _GOLDEN)
+        words: NDArray[np.uint64] = start[:, None] + counter * _WORD_GOLDEN
+        _finish(words)
+        return words
 
     def uniform(self, count: int) -> NDArray[np.float64]:
         """Return (N, count) numbers in [0, 1)."""
@@ -86,22 +95,28 @@ class RowDraws:
 
 def place_of_part(place: int, part: int) -> int:
     """Return the place of a pipeline that is part number `part` of the one at `place`."""
-    return int(_mixed(np.uint64(place) ^ np.uint64(part + 1)))
+    return _mixed(place ^ (part + 1))
 
 
 def _unit(x: NDArray[np.uint64]) -> NDArray[np.float64]:
     """Return words as numbers in [0, 1), by their highest 53 bits."""
-    unit: NDArray[np.float64] = (x >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    unit = (x >> np.uint64(11)).astype(np.float64)
+    unit *= 2.0**-53
     return unit
 
 
-def _mixed(x: np.uint64 | NDArray[np.uint64]) -> NDArray[np.uint64]:
-    with np.errstate(over="ignore"):
-        return _finished(np.asarray(x + _GOLDEN))
+def _mixed(x: int) -> int:
+    """Return the word that follows the state x in SplitMix64."""
+    x = (x + _GOLDEN) % WORD
+    for shift, factor in _ROUNDS:
+        x = (x ^ (x >> shift)) * factor % WORD
+    return x ^ (x >> _LAST_SHIFT)
 
 
-def _finished(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    with np.errstate(over="ignore"):
-        x = (x ^ (x >> np.uint64(30))) * _FIRST
-        x = (x ^ (x >> np.uint64(27))) * _SECOND
-        return x ^ (x >> np.uint64(31))
+def _finish(x: NDArray[np.uint64]) -> None:
+    """Do the same to an array, without the first sum, in place."""
+    shifted = np.empty_like(x)
+    for shift, factor in _WORD_ROUNDS:
+        x ^= np.right_shift(x, shift, out=shifted)
+        x *= factor
+    x ^= np.right_shift(x, _WORD_LAST_SHIFT, out=shifted)

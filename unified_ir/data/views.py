@@ -7,7 +7,7 @@ are read from a given row or batch on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from threading import RLock
 from typing import Any, Protocol
@@ -18,7 +18,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.data import columns
 from triplane.unified_ir.data.columns import Column, Columns, Rows, Schema
 from triplane.unified_ir.data.kinds import is_batch_feed, is_batches, is_feed, is_table
-from triplane.unified_ir.data.table import BLOCK, MAX_MEMORY_BYTES, Feed, Table
+from triplane.unified_ir.data.table import BLOCK, MAX_MEMORY_BYTES, ArrayTable, Feed, Table
 
 
 class Batches(Protocol):
@@ -111,6 +111,19 @@ class Reordered:
     def column(self, name: str) -> Column:
         """Return a column of all rows."""
         return columns.take({name: whole_column(self.table, name)}, self.order)[name]
+
+
+def rows_in_memory(table: Table) -> tuple[Mapping[str, Column], Rows] | None:
+    """Return columns in memory and the numbers of their rows that a reordered table gives."""
+    if not isinstance(table, Reordered):
+        return None
+    source, order = table.table, table.order
+    while isinstance(source, Reordered):
+        order = source.order[order]
+        source = source.table
+    # A cached table holds another.
+    source = getattr(source, "held", source)
+    return (source.columns, order) if isinstance(source, ArrayTable) else None
 
 
 @dataclass(frozen=True, eq=False)

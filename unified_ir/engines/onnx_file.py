@@ -92,7 +92,7 @@ def export_onnx(
         raise InvalidInput(f"{path} cannot become a file; give the name of a new or a regular file")
     target = OnnxTarget() if opset is None else OnnxTarget(opset)
     export = _Export(module, entry, target, batch)
-    with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+    with _folder_beside(path) as folder:
         draft = Path(folder) / path.name
         data = export.write(draft)
         onnx.checker.check_model(str(draft), full_check=True)
@@ -148,7 +148,7 @@ class _Export:
     def compare(self, session: Session, inputs: Mapping[str, Array] | None) -> float:
         """Return the largest relative difference from the module; Conflict if it is too large."""
         feeds, expected = self._expected(inputs)
-        names = [f.name for f in session.outputs]
+        names = tuple(f.name for f in session.outputs)
         computed = session.run(feeds, names)
         state = {next_name(name) for name in self.assigned}
         errors = {n: _difference(n, computed[n], expected[n]) for n in names}
@@ -189,6 +189,14 @@ class _Export:
         is_open = any(t.symbols - sizes.keys() for t in types.values())
         tried = SAMPLED_SIZES if is_open else SAMPLED_SIZES[:1]
         return [sample_inputs(types, sizes, default=size) for size in tried]
+
+
+def _folder_beside(path: Path) -> TemporaryDirectory[str]:
+    """Return a folder on the same file system, from which files are moved to their place."""
+    try:
+        return TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent)
+    except OSError as error:
+        raise refusal(error, f"could not write {path}: {error.strerror}") from error
 
 
 def _batch_symbol(inputs: Sequence[Value], *, needed: bool) -> str:

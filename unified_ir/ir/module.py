@@ -28,7 +28,7 @@ WEIGHTS_PART: Final = "weights.safetensors"
 START: Final = "start."
 """Prefix of the buffer with the initial value of a personal tensor, the same on every device."""
 
-ModuleRunner = Callable[..., Array | dict[str, Array]]
+ModuleRunner = Callable[..., Any]
 """Computes `Module.predict`: (module, entry, unnamed inputs, inputs by name)."""
 # The IR stands below the engines and imports none. `engines.modules` puts its function here when it
 # is imported, which everything above the engines does, and `triplane.unified_ir.load` too.
@@ -70,7 +70,7 @@ class Module(ModuleContents):
         """Return the names of the state that one call of the entry replaces."""
         return tuple(r for r in self.entry(entry).result_names if r in self.state)
 
-    def predict(self, *x: Any, entry: str = "predict", **inputs: Any) -> Array | dict[str, Array]:
+    def predict(self, *x: Any, entry: str = "predict", **inputs: Any) -> Any:
         """Return the result of an entry, or a dict of several, for inputs in order or by name.
 
         float64 becomes float32 where the entry takes float32. The first call compiles the entry for

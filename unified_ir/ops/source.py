@@ -11,16 +11,24 @@ from typing import Final
 
 from triplane.unified_ir.ir.graph import Location
 
+_PACKAGE: Final = Path(__file__).resolve().parents[1]
+_COMMAND: Final = f"{_PACKAGE / 'cli'}/"
+"""Folder of the command line: what calls it is no code of the user either."""
 _INTERNAL: Final = tuple(
-    f"{Path(__file__).resolve().parents[1] / part}/"
+    f"{_PACKAGE / part}/"
     for part in ("ops", "ir", "autodiff", "passes", "engines", "frontend", "nn", "optim", "train")
 )
 
 
 def user_location() -> Location | None:
-    """Return the innermost frame outside this package's own layers, or None."""
+    """Return the innermost frame outside this package's own layers, or None.
+
+    None also where the command line called, as for a cell made of layers of this package alone.
+    """
     frame: FrameType | None = sys._getframe(2)  # noqa: SLF001 - cheapest way to the caller
     while frame is not None:
+        if _is_command(frame.f_code.co_filename):
+            return None
         file = _relative(frame.f_code.co_filename)
         if file is not None:
             return Location(file, frame.f_lineno)
@@ -52,6 +60,11 @@ def location_of(frame: FrameType) -> Location:
 def is_internal(path: str) -> bool:
     """Return whether a resolved path is in one of this package's own layers."""
     return path.startswith(_INTERNAL)
+
+
+@lru_cache(maxsize=4096)
+def _is_command(filename: str) -> bool:
+    return str(Path(filename).resolve()).startswith(_COMMAND)
 
 
 @lru_cache(maxsize=4096)

@@ -180,6 +180,11 @@ class Session:
         self._signature = Signature(self.inputs)
         self._output_names = [tensor.name for tensor in self.outputs]
 
+    @property
+    def metadata(self) -> dict[str, str]:
+        """The model's own properties by key, as its author wrote them."""
+        return dict(self._ort.get_modelmeta().custom_metadata_map)
+
     def run(
         self,
         feeds: Mapping[str, Array],

@@ -30,6 +30,7 @@ Batch = tuple[Array, ...]
 
 _NUMBERS: Final = "biufV"
 """Kinds of element types; V are those that numpy itself lacks, such as bfloat16."""
+_DOUBLE: Final = np.dtype(np.float64)
 FORMS: Final = "a Dataset, a tuple of arrays (x, y), or an iterable of batches (x, y)"
 
 
@@ -239,20 +240,19 @@ def as_batch(batch: Any) -> Batch:
             f"{type(batch).__name__}"
         )
     arrays = tuple(map(np.asarray, batch))
-    arrays = tuple(_single(a) if a.dtype == np.float64 else a for a in arrays)
     for a in arrays:
         if a.dtype.kind not in _NUMBERS:
             raise InvalidInput(
                 f"the arrays of a batch hold numbers or booleans, got {a.dtype}; turn names of "
                 "classes into numbers: np.unique(y, return_inverse=True)"
             )
-    lengths = [a.shape[0] if a.ndim else 0 for a in arrays]
-    if len(set(lengths)) != 1 or not lengths[0]:
+    rows = {a.shape[0] if a.ndim else 0 for a in arrays}
+    if len(rows) != 1 or 0 in rows:
         raise InvalidInput(
             f"the arrays of a batch have the same number of rows, at least 1; got "
             f"{[list(a.shape) for a in arrays]}"
         )
-    return arrays
+    return tuple([_single(a) if a.dtype == _DOUBLE else a for a in arrays])
 
 
 def _single(array: Array) -> Array:

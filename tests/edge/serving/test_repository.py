@@ -17,7 +17,7 @@ X = np.ones((1, 4), np.float32)
 def test_adding_a_version_twice_is_a_conflict(kit):
     repository = Repository()
     repository.add(kit.linear())
-    with pytest.raises(Conflict, match="already loaded"):
+    with pytest.raises(Conflict, match="already loaded; convert it with another --model-version"):
         repository.add(kit.linear())
 
 

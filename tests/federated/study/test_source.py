@@ -217,3 +217,16 @@ def test_characters_of_another_text_have_the_numbers_of_the_model(tmp_path):
     seen, _ = devices_of(SampleSource(data=str(other), form={"window": 4}, devices=2), module)
     ids, following = seen["device-0"].train.values()
     assert {*ids.ravel()} == {*following.ravel()} == {1, 2}  # not 0 and 1, as in `other` alone
+
+
+def test_a_target_without_the_axis_of_the_output_is_refused_with_the_option(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("x,y\n" + "".join(f"{k},{k / 2}\n" for k in range(40)))
+    trainer = train.Trainer(nn.Dense(1, 1), loss=nn.MSE(), optimizer=optim.SGD(0.001))
+    trainer.prepare(np.zeros((1, 1), np.float32), np.zeros((1, 1), np.float32))
+    module = trainer.export(("predict", "evaluate", "loss"))
+    wanted = r"takes targets as float32\[N,1\]; those of .*a.csv are \[\] each; .* --y speed:1"
+    with pytest.raises(InvalidInput, match=wanted):
+        devices_of(SampleSource(data=str(path), x=("x:1",), devices=2), module)
+    seen, _ = devices_of(SampleSource(data=str(path), x=("x:1",), y=("y:1",), devices=2), module)
+    assert len(seen) == 2

@@ -58,7 +58,7 @@ class ImageFolderSource:
             raise NotFound(f"{folder} has no image ({', '.join(DECODERS)}) in its class folders")
         paths = tuple(path for path, _ in files)
         y = np.array([label for _, label in files], np.int64) if classes else None
-        first = _decoded(paths[0], self.size, self.channels)
+        first = decoded_image(paths[0], self.size, self.channels)
         return ImageFolderTable(self, paths, y, first.shape, tuple(c.name for c in classes))
 
 
@@ -101,7 +101,7 @@ class ImageFolderTable:
         return {"x": x} if self.y is None else {"x": x, "y": self.y[rows]}
 
     def _image(self, path: str) -> NDArray[np.uint8]:
-        image = _decoded(path, self.source.size, self.source.channels)
+        image = decoded_image(path, self.source.size, self.source.channels)
         if image.shape != self.shape:
             raise InvalidInput(
                 f"{path} is (C, H, W) = {image.shape}, {self.paths[0]} is {self.shape}; state the "
@@ -145,7 +145,10 @@ def _files(folder: Path, classes: list[Path]) -> Iterator[tuple[str, int]]:
             yield str(path), label
 
 
-def _decoded(path: str, size: tuple[int, int] | None, channels: int | None) -> NDArray[np.uint8]:
+def decoded_image(
+    path: str, size: tuple[int, int] | None = None, channels: int | None = None
+) -> NDArray[np.uint8]:
+    """Return the image in a file as (C, H, W), resized and with the channels that are stated."""
     file_path = Path(path)
     with bounded.opened(file_path, limit_bytes=MAX_IMAGE_FILE_BYTES) as file:
         image = DECODERS[file_path.suffix.lower()](file.read(), path)

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from triplane.unified_ir.data.columns import MAX_RANK, Array, Column, Field
@@ -278,10 +277,17 @@ def _framed(x: Array, edge: int, fill: float) -> Array:
 
 def _windows(x: Array, corners: NDArray[np.int64], size: tuple[int, ...]) -> Array:
     """Return the window of each sample at its corner. x: (N, C, ...); corners: (N, axes)."""
-    axes = tuple(range(2, x.ndim))
+    x = np.ascontiguousarray(x)
+    places = tuple(n - s + 1 for n, s in zip(x.shape[2:], size, strict=True))
+    # `sliding_window_view`, which takes as long as the copies of a small block.
+    windows: Array = np.ndarray(
+        (len(x), *places, x.shape[1], *size),
+        x.dtype,
+        x,
+        strides=(x.strides[0], *x.strides[2:], *x.strides[1:]),
+    )
     # One index for each sample selects a whole window: few indices, and long copies.
-    windows = sliding_window_view(x, size, axis=axes)
-    picked: Array = windows[np.arange(len(x)), :, *corners.T]
+    picked: Array = windows[np.arange(len(x)), *corners.T]
     return picked
 
 

@@ -104,8 +104,8 @@ def _samples(
         x = class_numbers(dataset, labels, "" if is_target else own)
         # Tables hold float64; a model computes in float32.
         samples[name] = x.astype(value.type.dtype.numpy) if x.dtype == np.float64 else x
-        if not is_target:
-            _check_samples(source, x, value.type)
+        if not is_target or x.dtype.kind == "f":
+            _check_samples(source, x, value.type, "targets" if is_target else "samples")
     return samples
 
 
@@ -118,13 +118,13 @@ def _labels(module: Module) -> tuple[str, ...]:
     return tuple(map(str, labels)) if isinstance(labels, list) else ()
 
 
-def _check_samples(source: SampleSource, x: Array, wanted: TensorType) -> None:
-    """Refuse samples of another shape than the model's."""
+def _check_samples(source: SampleSource, x: Array, wanted: TensorType, what: str) -> None:
+    """Refuse samples or targets of another shape than the model's."""
     sizes = zip(wanted.shape[1:], x.shape[1:], strict=False)
     if len(wanted.shape) != x.ndim or any(isinstance(a, int) and a != b for a, b in sizes):
         raise InvalidInput(
-            f"the model takes samples as {wanted}; those of {source.data} are "
-            f"{list(x.shape[1:])} each"
+            f"the model takes {what} as {wanted}; those of {source.data} are "
+            f"{list(x.shape[1:])} each; choose another shape as in --x 'a*:2x64' or --y speed:1"
         )
 
 
