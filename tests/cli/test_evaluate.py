@@ -330,8 +330,8 @@ def test_every_character_of_a_text_is_compared(
     codes = np.array([text.labels.index(c) for c in "lazy fox lazy fox lazy"])
     rows = np.stack([codes[k : k + 11] for k in (0, 10)])
     wanted = trainer.evaluate((rows[:, :-1], rows[:, 1:]))["loss"]
-    shorter = ("--data", tmp_path / "u.txt", "--window", 10)
-    measures = record(capsys, tmp_path / "m.tpm", *shorter)["measures"]
+    other = ("--data", tmp_path / "u.txt", "--window", 10)
+    measures = record(capsys, tmp_path / "m.tpm", *other)["measures"]
     assert measures["loss"] == pytest.approx(wanted, rel=1e-4)
 
 

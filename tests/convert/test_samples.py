@@ -9,7 +9,7 @@ import pytest
 from triplane.proto.errors import Corrupt, InvalidInput, NotFound
 from triplane.unified_ir import TensorSpec, data
 from triplane.unified_ir.convert import samples
-from triplane.unified_ir.data import transforms
+from triplane.unified_ir.data.transforms import Scale, Select
 from triplane.unified_ir.ir.graph import Value
 
 IMAGE = (Value(TensorSpec(("N", 1, 2, 2)), "image"),)
@@ -270,13 +270,20 @@ def test_a_model_of_raw_pixels_takes_the_bytes_of_a_folder(tmp_path):
         samples.read_samples(source, raw, pixels=True)
 
 
-def test_raw_columns_are_of_the_samples_that_the_steps_choose():
-    raw = (Value(TensorSpec(("N", 2), "uint8"), "x"),)
-    stored = data.arrays(np.arange(40, dtype=np.uint8).reshape(20, 2), np.arange(20) % 2)
-    prepared = stored.then(transforms.Select(("x", "y")), transforms.Scale("x"))
-    assert len(samples.raw_columns(prepared, raw)["x"]) == 20
-    held_out = prepared.split(0.2)[1]
-    chosen = samples.raw_columns(held_out.shuffle(seed=3), raw)["x"]
-    assert chosen.dtype == np.uint8
-    assert np.array_equal(chosen / np.float32(255), np.asarray(held_out.shuffle(seed=3).x))
-    assert len(chosen) == 4
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda d: d.shuffle().batch(8),
+        lambda d: d.where("y", "<", 3).take(9).weighted("y"),
+        lambda d: d.split(0.3)[1].then(Select(("x", "y"))).batch(8),
+        lambda d: d.batch(8),
+    ],
+)
+def test_raw_columns_are_of_the_samples_that_the_targets_belong_to(choose):
+    pixels = np.arange(40, dtype=np.uint8).reshape(20, 2)
+    source = data.arrays({"x": pixels, "y": np.arange(20) % 5}).roles("x", "y")
+    dataset = choose(source.then(Scale("x", 255)))
+    raw = samples.raw_columns(dataset, [Value(TensorSpec(("N", 2), "uint8"), "x")])["x"]
+    plain = samples.unbatched(dataset)
+    assert np.array_equal(raw, np.rint(plain.x * 255))
+    assert np.array_equal(raw[:, 0] // 2 % 5, plain.y)

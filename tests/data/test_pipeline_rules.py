@@ -18,10 +18,13 @@ from triplane.proto.errors import InvalidInput, Unavailable
 from triplane.unified_ir import data
 from triplane.unified_ir.data import workers as worker_processes
 from triplane.unified_ir.data.ahead import Loading
+from triplane.unified_ir.data.by_name import stored
+from triplane.unified_ir.data.columns import Ragged
 from triplane.unified_ir.data.form import from_json
 from triplane.unified_ir.data.loader import Loader
 from triplane.unified_ir.data.ordering import Split
 from triplane.unified_ir.data.transforms import Noise, Rename
+from triplane.unified_ir.data.views import Reordered
 
 
 def test_steps_after_zip_see_the_shuffling_of_its_parts():
@@ -206,3 +209,68 @@ def test_processes_end_although_a_function_does_not_come_back(tmp_path, monkeypa
     reader.join()
     assert time.monotonic() - start < 10
     assert "ended with code -9" in str(errors[0])
+
+
+def test_records_of_some_samples_still_hold_pixels(tmp_path):
+    stored("digits").take(100).shuffle().write(tmp_path / "a.tpr")
+    some = data.load(tmp_path / "a.tpr")
+    assert some.x.max() == 1.0
+    assert not some.notes
+
+
+def test_roles_read_back_from_json():
+    for inputs, targets in (((), ()), (("y",), ()), ((), ("x",))):
+        again = from_json(data.digits().roles(inputs, targets).json())
+        assert (again.inputs, again.targets) == (inputs, targets)
+
+
+def test_targets_of_two_files_have_one_type(tmp_path):
+    (tmp_path / "whole.csv").write_text("x,y\n1,0\n2,3\n")
+    (tmp_path / "parts.csv").write_text("x,y\n1,0.5\n2,1.5\n")
+    with pytest.raises(InvalidInput, match=r"y holds whole numbers in .*whole.csv"):
+        data.load_both(tmp_path / "whole.csv", tmp_path / "parts.csv")
+    _, held_out = data.load_both(tmp_path / "parts.csv", tmp_path / "whole.csv")
+    assert held_out.y.dtype == np.float64
+    assert held_out.y.tolist() == [0, 3]
+
+
+def test_two_views_do_not_wait_for_each_other():
+    table, lock, waits = numbers(3).view(), threading.Lock(), threading.Event()
+
+    def waiting():
+        waits.set()
+        with lock:
+            return np.arange(3)
+
+    first, second = Reordered(table, waiting), Reordered(table, lambda: np.arange(3))
+    other = threading.Thread(target=lambda: first.order)
+    with lock:
+        other.start()
+        waits.wait()
+        main = threading.Thread(target=lambda: second.order, daemon=True)
+        main.start()
+        main.join(5)
+        assert not main.is_alive()
+    other.join()
+
+
+def test_padding_must_fit_the_type_and_lengths_a_free_name():
+    rows = Ragged.of([np.arange(2, dtype=np.uint8), np.arange(3, dtype=np.uint8)])
+    for fill in (300, -1, 0.5):
+        with pytest.raises(InvalidInput, match="PaddedBatch: fill must be a value of uint8"):
+            data.arrays(rows).padded_batch(2, fill=fill).view()
+    both = data.arrays({"x": rows, "x.length": np.arange(2)})
+    assert both.padded_batch(2).view()
+    with pytest.raises(InvalidInput, match=r"already has a column 'x\.length'"):
+        both.padded_batch(2, lengths=True).view()
+
+
+def test_select_takes_numbers_and_no_mask():
+    for rows in (np.array([True, False, True]), np.array([0.5]), np.array([[1]])):
+        with pytest.raises(InvalidInput, match="select takes the numbers of samples"):
+            numbers(3).select(rows)
+
+
+def test_columns_of_batches_are_refused_as_such():
+    with pytest.raises(InvalidInput, match=r"is read in batches, .* leave out .batch"):
+        numbers(4).batch(2).column("x")

@@ -169,7 +169,7 @@ def _with_raw_inputs(
     from triplane.unified_ir import data
     from triplane.unified_ir.convert import with_pipeline
     from triplane.unified_ir.convert.describe import labels_of
-    from triplane.unified_ir.convert.samples import raw_columns
+    from triplane.unified_ir.convert.samples import raw_columns, unbatched
     from triplane.unified_ir.data.choosing import class_numbers
 
     entry, choice = options["entry"], data_options.reading(options)
@@ -183,7 +183,7 @@ def _with_raw_inputs(
     calibration, evaluation = (None if d is None else raw_columns(d, inputs) for d in read)
     if read[1] is None:
         return raw, calibration, None
-    return raw, calibration, (evaluation, class_numbers(read[1], labels_of(module)))
+    return raw, calibration, (evaluation, class_numbers(unbatched(read[1]), labels_of(module)))
 
 
 def _record(report: Report) -> dict[str, Any]:

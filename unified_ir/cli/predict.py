@@ -121,11 +121,9 @@ def _image(
         raise InvalidInput(f"an image is one input (N, C, H, W), but the model takes {taken}")
     channels, height, width = info.shape[1:]
     own = (height, width) if isinstance(height, int) and isinstance(width, int) else None
-    if size is not None and len(size) == len(info.shape) - 1:
-        channels = size[0]
     known = channels if isinstance(channels, int) and channels in {1, 3} else None
     image = decoded_image(path, channels=known)
-    wanted = own if size is None else (size[-2], size[-1])
+    wanted = (size[-2], size[-1]) if size else own  # the channels are those of the model
     if wanted is not None and wanted != image.shape[1:]:
         old, new = (f"{h}x{w}" for h, w in (image.shape[1:], wanted))
         output.note(f"{path} is resized from {old} to {new}")

@@ -19,8 +19,9 @@ import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import ops
-from triplane.unified_ir.data import Dataset, functions, grouping, ordering, transforms
+from triplane.unified_ir.data import Dataset, grouping, transforms
 from triplane.unified_ir.data.columns import Field
+from triplane.unified_ir.data.registry import CHOOSING
 from triplane.unified_ir.data.step import RowStep, Step
 from triplane.unified_ir.data.transforms.single import ColumnStep
 from triplane.unified_ir.ir import Meta, Module
@@ -354,13 +355,6 @@ def _unchanged(_: Step, columns: Lazies) -> Lazies:
     return columns
 
 
-CHOOSING: Final[tuple[type[Step], ...]] = (
-    ordering.Shuffle, ordering.Take, ordering.Skip, ordering.Pick, ordering.Repeat,
-    ordering.Sharded, ordering.Weighted, ordering.Balanced, ordering.Split,
-    grouping.Batched, functions.Filter, functions.Where, functions.Cache,
-)  # fmt: skip
-"""Steps that choose, order or keep samples, and change none."""
-
 ONNX_FORMS: Final[Mapping[type[Step], Rule]] = MappingProxyType({
     transforms.Select: _select,
     transforms.Drop: _drop,
@@ -381,6 +375,6 @@ ONNX_FORMS: Final[Mapping[type[Step], Rule]] = MappingProxyType({
     transforms.Lookup: _column(_lookup),
     transforms.RandomCrop: _column(_random_crop),
     transforms.Augmentation: _unchanged,
-    **dict.fromkeys(CHOOSING, _unchanged),
+    **dict.fromkeys((*CHOOSING, grouping.Batched), _unchanged),
 })  # fmt: skip
 """The form of each kind of step in a graph; the first kind that a step belongs to decides."""

@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 from triplane.proto.errors import InvalidInput, NotFound
-from triplane.unified_ir.convert.preprocessing import CHOOSING
-from triplane.unified_ir.data import Dataset, arrays, load, zipped
+from triplane.unified_ir.data import Dataset, load
 from triplane.unified_ir.data.by_name import PIPELINE
 from triplane.unified_ir.data.choosing import class_numbers, row_bytes
+from triplane.unified_ir.data.columns import Columns, Field, Rows, Schema
+from triplane.unified_ir.data.functions import Cache
+from triplane.unified_ir.data.grouping import Batched
+from triplane.unified_ir.data.kinds import is_table
+from triplane.unified_ir.data.opened import Origin
+from triplane.unified_ir.data.registry import CHOOSING
+from triplane.unified_ir.data.table import Table
 from triplane.unified_ir.data.transforms import Select
 from triplane.unified_ir.files.npz import opened_npz
 from triplane.unified_ir.files.pixels import as_input
@@ -28,8 +34,8 @@ from triplane.unified_ir.quantize import Samples
 
 MAX_SAMPLES_BYTES: Final = 2**30
 GENERATED: Final = 4
-NUMBER: Final = "number of the source's sample"
-"""A column that follows the samples through the steps of a dataset."""
+ROW: Final = "number of the row in the source"
+"""The name of a column that no source has."""
 
 Given = Array | Mapping[str, Array] | Dataset
 
@@ -95,7 +101,7 @@ def _columns(
 def raw_columns(dataset: Dataset, inputs: Sequence[Value]) -> dict[str, Array]:
     """Return the columns of a dataset's source that are inputs, as they are before any step.
 
-    Rows are those that the steps choose, in their order.
+    The samples are those that the dataset gives, in its order, so that its targets belong to them.
     """
     stored = replace(dataset, steps=())
     names = [p.name for p in inputs]
@@ -105,22 +111,48 @@ def raw_columns(dataset: Dataset, inputs: Sequence[Value]) -> dict[str, Array]:
             f"{', '.join(stored.schema)}"
         )
     _check_bytes(stored, names, dataset.origin.name)
-    rows = _chosen_rows(dataset)
-    columns = {name: np.asarray(stored.column(name)) for name in names}
-    return columns if rows is None else {name: x[rows] for name, x in columns.items()}
+    rows = _source_rows(dataset)
+    return {name: np.asarray(stored.column(name))[rows] for name in names}
 
 
-def _chosen_rows(dataset: Dataset) -> Array | None:
-    """Return the numbers of the source's samples behind the steps; None if they choose none."""
-    if not any(isinstance(step, CHOOSING) for step in dataset.steps):
-        return None
-    stored = replace(dataset, steps=(), inputs=(), targets=())
-    numbered = zipped(stored, arrays({NUMBER: np.arange(len(stored))}))
-    steps = tuple(
-        replace(step, columns=(*step.columns, NUMBER)) if isinstance(step, Select) else step
-        for step in dataset.steps
-    )
-    return np.asarray(replace(numbered, steps=steps).column(NUMBER))
+def unbatched(dataset: Dataset) -> Dataset:
+    """Return the dataset without the steps that put samples together in batches."""
+    return replace(dataset, steps=tuple(s for s in dataset.steps if not isinstance(s, Batched)))
+
+
+@dataclass(frozen=True, eq=False)
+class _NumberedTable:
+    """A table with the number of each row as one more column."""
+
+    table: Table
+
+    @property
+    def schema(self) -> Schema:
+        """See `Table`."""
+        return {**self.table.schema, ROW: Field("int64")}
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def take(self, rows: Rows) -> Columns:
+        """See `Table`."""
+        return {**self.table.take(rows), ROW: rows}
+
+
+def _source_rows(dataset: Dataset) -> Array | slice:
+    """Return the number in the source of each sample that the dataset gives, in its order."""
+    steps = unbatched(dataset).steps
+    if not any(isinstance(s, CHOOSING) and not isinstance(s, Cache) for s in steps):
+        return slice(None)
+    kept = tuple(Select((*s.columns, ROW)) if isinstance(s, Select) else s for s in steps)
+    table = dataset.origin.table
+    if not is_table(table):
+        raise InvalidInput(
+            f"{dataset.origin.name} is read in order, so samples cannot be chosen from it; write "
+            "it as records first: `triplane data convert`"
+        )
+    numbered = Dataset(Origin(None, _NumberedTable(table), dataset.origin.name), kept)
+    return np.asarray(numbered.column(ROW))
 
 
 def _check_bytes(dataset: Dataset, names: Sequence[str], what: str) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from triplane.proto.errors import InvalidInput, NotFound
 from triplane.unified_ir.data.choosing import ColumnChoice, ColumnPreparation, preparation, wanted
 from triplane.unified_ir.data.columns import Field
@@ -23,7 +25,7 @@ from triplane.unified_ir.data.sources.npz import NpzSource
 from triplane.unified_ir.data.sources.sqlite import SqliteSource
 from triplane.unified_ir.data.sources.text import TextSource
 from triplane.unified_ir.data.storing import restored
-from triplane.unified_ir.data.transforms import Rename
+from triplane.unified_ir.data.transforms import Cast, Rename
 from triplane.unified_ir.files import bounded
 from triplane.unified_ir.files.npz import opened_npz
 
@@ -116,12 +118,23 @@ def load_both(source: str | Path, held_out: str | Path, **options: Any) -> tuple
     """Return the datasets of a source and of another that holds samples of the same kind.
 
     options: as `load` takes them, for both. Texts in both have the numbers that `source` gives
-    them. InvalidInput: the classes of the two differ.
+    them, and numbers in a target its type. InvalidInput: the classes of the two differ.
     """
     reading = ReadingOptions(**options)
     train, other = (_parts(path, reading)[0] for path in (source, held_out))
     steps = _preparation(source, train, reading)
-    return steps.of(train), _preparation(held_out, other, reading).numbered_as(steps).of(other)
+    pair = steps.of(train), _preparation(held_out, other, reading).numbered_as(steps).of(other)
+    for name in pair[0].targets:
+        kinds = [np.dtype(part.schema[name].dtype).kind for part in pair]
+        # Classes against other numbers: each file of text has the types of its own values.
+        if kinds == ["i", "f"]:
+            raise InvalidInput(
+                f"{name} holds whole numbers in {source}, but others in {held_out}; write those of "
+                f"{source} with a decimal point if they are no classes"
+            )
+        if kinds == ["f", "i"]:
+            pair = pair[0], pair[1].then(Cast(name, pair[0].schema[name].dtype))
+    return pair
 
 
 def _prepared(source: str | Path, options: ReadingOptions) -> tuple[Dataset, ...]:

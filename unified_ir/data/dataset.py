@@ -219,6 +219,12 @@ class Dataset:
 
     def select(self, rows: NDArray[np.integer[Any]]) -> Dataset:
         """Keep the samples with these numbers, in that order."""
+        rows = np.asarray(rows)
+        if rows.ndim != 1 or (rows.size and rows.dtype.kind not in "iu"):
+            raise InvalidInput(
+                f"select takes the numbers of samples, got {rows.dtype} {list(rows.shape)}; of a "
+                "mask they are np.flatnonzero(mask)"
+            )
         return self.then(ordering.Pick(tuple(map(int, rows))))
 
     def shard(self, rank: int, of: int) -> Dataset:
@@ -367,7 +373,11 @@ class Dataset:
         """Return one column of all samples, in memory; read-only."""
         view = self.view()
         if not is_table(view):
-            raise InvalidInput(f"{self.origin.name} is read in order; its columns are not at hand")
+            form = "in batches" if self.is_batched else "in order"
+            raise InvalidInput(
+                f"{self.origin.name} is read {form}, so its columns are not at hand; read them by "
+                "batches, or leave out .batch"
+            )
 
         def read() -> Column:
             column = whole_column(view, name)

@@ -65,10 +65,12 @@ def _dataset(record: Any, known: Functions, folder: Path | None, depth: int) -> 
     dataset = _of_source(record.get("source"), known, folder, depth)
     for number, step in enumerate(steps, 1):
         dataset = dataset.then(_step(step, known, number))
-    names = {key: _names(record.get(key, []), key) for key in ("inputs", "targets", "labels")}
-    if names["inputs"] or names["targets"]:
-        dataset = dataset.roles(names["inputs"], names["targets"])
-    return dataset.named(names["labels"]) if names["labels"] else dataset
+    keys = [key for key in ("inputs", "targets", "labels") if key in record]
+    names = {key: _names(record[key], key) for key in keys}
+    if "inputs" in names or "targets" in names:
+        inputs = names.get("inputs", dataset.inputs)
+        dataset = dataset.roles(inputs, names.get("targets", dataset.targets))
+    return dataset.named(names.get("labels", dataset.labels))
 
 
 def _of_source(record: Any, known: Functions, folder: Path | None, depth: int) -> Dataset:

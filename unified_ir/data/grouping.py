@@ -16,6 +16,7 @@ from triplane.unified_ir.data.kinds import is_table
 from triplane.unified_ir.data.ordering import check_count
 from triplane.unified_ir.data.step import Step, StepContext
 from triplane.unified_ir.data.table import Feed, Table
+from triplane.unified_ir.data.transforms import checks
 from triplane.unified_ir.data.views import Upstream, View, mapped, rows_in_memory, rows_view
 
 MAX_BATCH: Final = 1 << 24
@@ -64,6 +65,7 @@ class PaddedBatch(Step):
     def view(self, upstream: Upstream, context: StepContext) -> View:
         """See `Step`."""
         batches = Batched(self.size, self.drop_last).view(upstream, context)
+        self._schema(batches.schema)  # refuses the input before anything is read
         return mapped(batches, lambda batch, _: self._padded(batch), self._schema)
 
     def _padded(self, batch: Columns) -> Columns:
@@ -84,7 +86,10 @@ class PaddedBatch(Step):
             result[name] = (
                 replace(field, shape=(self.length, *field.shape[1:])) if field.is_ragged else field
             )
+            if field.is_ragged:
+                checks.representable(self, "fill", self.fill, field)
             if field.is_ragged and self.lengths:
+                checks.new_column(self, schema, name + LENGTHS)
                 result[name + LENGTHS] = Field("int64")
         return result
 

@@ -64,6 +64,12 @@ SOURCES: Final[Mapping[str, type[Any]]] = {
     "images": ImageFolderSource,
     "records": RecordSource,
 }
+CHOOSING: Final[tuple[type[Step], ...]] = (
+    ordering.Shuffle, ordering.Take, ordering.Skip, ordering.Pick, ordering.Repeat,
+    ordering.Sharded, ordering.Weighted, ordering.Balanced, ordering.Split,
+    functions.Filter, functions.Where, functions.Cache,
+)  # fmt: skip
+"""Steps that choose, order or keep samples, and change none."""
 STEPS: Final[Mapping[str, type[Step]]] = {**STRUCTURE, **TRANSFORMS}
 _STEP_NAMES: Final = {kind: name for name, kind in STEPS.items()}
 _SOURCE_NAMES: Final = {kind: name for name, kind in SOURCES.items()}

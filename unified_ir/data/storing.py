@@ -13,6 +13,8 @@ from triplane.unified_ir.data import columns
 from triplane.unified_ir.data.columns import MAX_COLUMNS
 from triplane.unified_ir.data.kinds import is_batch_feed, is_batches
 from triplane.unified_ir.data.records import RecordTable, RecordWriter
+from triplane.unified_ir.data.registry import CHOOSING
+from triplane.unified_ir.data.step import keeps
 from triplane.unified_ir.data.views import blocks_of
 from triplane.unified_ir.files.samples import MAX_CLASSES
 
@@ -50,7 +52,12 @@ def write(dataset: Dataset, path: Path, progress: Callable[[int], None] | None =
     if is_batches(view) or is_batch_feed(view):
         raise InvalidInput("records hold samples, not batches; write the dataset without .batch")
     # The bytes of a column are still pixels only if no step has changed them.
-    pixels = {} if dataset.steps else dict(getattr(dataset.origin.table, "pixels", {}))
+    tops: Mapping[str, int] = getattr(dataset.origin.table, "pixels", {})
+    pixels = {
+        name: top
+        for name, top in tops.items()
+        if all(isinstance(step, CHOOSING) or keeps(step, name) for step in dataset.steps)
+    }
     facts = ColumnFacts(dataset.inputs, dataset.targets, dataset.labels, pixels)
     n = 0
     with RecordWriter.create(path, view.schema, metadata={FACTS: facts.text()}) as writer:

@@ -8,9 +8,9 @@ are read from a given row or batch on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Protocol
+from dataclasses import dataclass, field
+from threading import RLock
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -58,6 +58,25 @@ Upstream = Callable[[int], View]
 """The input of a step in an epoch, by the number of the epoch."""
 
 
+@dataclass(eq=False)
+class ComputedOnce:
+    """A value that is computed when it is first needed, by one thread while others wait.
+
+    Not `cached_property`: in Python 3.11 all instances of a class share its lock, and a pipeline
+    that computes one while it holds the lock of `Memo` would wait for one that does the reverse.
+    """
+
+    _value: Any = None
+    _lock: Any = field(default_factory=RLock)
+
+    def get(self, compute: Callable[[], Any]) -> Any:
+        """Return the value, computed by the first call."""
+        with self._lock:
+            if self._value is None:
+                self._value = compute()
+            return self._value
+
+
 @dataclass(frozen=True, eq=False)
 class Reordered:
     """Rows of a table in another order, some perhaps several times or not at all.
@@ -69,11 +88,13 @@ class Reordered:
     table: Table
     compute: Callable[[], Rows]
     size: int | None = None
+    _once: ComputedOnce = field(default_factory=ComputedOnce)
 
-    @cached_property
+    @property
     def order(self) -> Rows:
         """The numbers of the rows in the table, (N,) int64."""
-        return self.compute()
+        rows: Rows = self._once.get(self.compute)
+        return rows
 
     @property
     def schema(self) -> Schema:
@@ -144,10 +165,15 @@ class MappedTable:
     function: RowFunction
     schema_of: Callable[[Schema], Schema] | None
     kept: Callable[[str], bool] = lambda _: False
+    _once: ComputedOnce = field(default_factory=ComputedOnce)
 
-    @cached_property
+    @property
     def schema(self) -> Schema:
         """See `Table`; of a function of the user's, what it gives for the first row."""
+        schema: Schema = self._once.get(self._schema)
+        return schema
+
+    def _schema(self) -> Schema:
         if self.schema_of is not None:
             return self.schema_of(self.table.schema)
         if not len(self):
@@ -173,10 +199,15 @@ class MappedFeed:
     feed: Feed
     function: RowFunction
     schema_of: Callable[[Schema], Schema] | None
+    _once: ComputedOnce = field(default_factory=ComputedOnce)
 
-    @cached_property
+    @property
     def schema(self) -> Schema:
         """See `Feed`."""
+        schema: Schema = self._once.get(self._schema)
+        return schema
+
+    def _schema(self) -> Schema:
         if self.schema_of is not None:
             return self.schema_of(self.feed.schema)
         first = next(self.blocks(0), None)
@@ -197,10 +228,15 @@ class MappedBatches:
     source: Batches
     function: RowFunction
     schema_of: Callable[[Schema], Schema] | None
+    _once: ComputedOnce = field(default_factory=ComputedOnce)
 
-    @cached_property
+    @property
     def schema(self) -> Schema:
         """See `Batches`."""
+        schema: Schema = self._once.get(self._schema)
+        return schema
+
+    def _schema(self) -> Schema:
         if self.schema_of is not None:
             return self.schema_of(self.source.schema)
         return columns.schema_of(self.batch(0)) if len(self) else {}
@@ -224,10 +260,15 @@ class MappedBatchFeed:
     source: BatchFeed
     function: RowFunction
     schema_of: Callable[[Schema], Schema] | None
+    _once: ComputedOnce = field(default_factory=ComputedOnce)
 
-    @cached_property
+    @property
     def schema(self) -> Schema:
         """See `BatchFeed`."""
+        schema: Schema = self._once.get(self._schema)
+        return schema
+
+    def _schema(self) -> Schema:
         if self.schema_of is not None:
             return self.schema_of(self.source.schema)
         first = next(self.batches(0), None)

@@ -14,7 +14,7 @@ import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.data.columns import MAX_COLUMNS, Field, Schema
-from triplane.unified_ir.data.step import RowStep
+from triplane.unified_ir.data.step import RowStep, Step
 
 LARGEST: Final = float(np.finfo(np.float32).max)
 SMALLEST: Final = float(np.finfo(np.float32).tiny)
@@ -33,7 +33,7 @@ DTYPES: Final = (
 """Types of numbers that a step can produce."""
 
 
-def invalid(step: RowStep, message: str) -> InvalidInput:
+def invalid(step: Step, message: str) -> InvalidInput:
     """Return the error that a step refuses something with."""
     return InvalidInput(f"{type(step).__name__}: {message}")
 
@@ -103,7 +103,7 @@ def size(step: RowStep, value: Any, *, most: int) -> None:
         whole(step, "size", side, low=1, high=most)
 
 
-def representable(step: RowStep, name: str, value: float, field: Field) -> None:
+def representable(step: Step, name: str, value: float, field: Field) -> None:
     """Require a number that the column's type can hold."""
     dtype = np.dtype(field.dtype)
     if dtype.kind == "f":
@@ -130,7 +130,7 @@ def column_of(step: RowStep, schema: Schema, name: str) -> Field:
     return schema[name]
 
 
-def new_column(step: RowStep, schema: Schema, name: str, replaced: Collection[str] = ()) -> None:
+def new_column(step: Step, schema: Schema, name: str, replaced: Collection[str] = ()) -> None:
     """Refuse to write a column over one that the step does not read."""
     if name in schema and name not in replaced:
         raise invalid(step, f"its input already has a column {name!r}; choose another name")
