@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -25,7 +27,7 @@ PIPELINES = {
 @pytest.mark.parametrize("dataset", PIPELINES.values(), ids=PIPELINES)
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_batches_are_those_of_the_views(dataset: Dataset, drop_last: bool):
-    view = dataset.shuffle().batch(4, drop_last=drop_last).view(seed=5, epoch=2)
+    view: Any = dataset.shuffle().batch(4, drop_last=drop_last).view(seed=5, epoch=2)
     rows = [view.rows_of(k) for k in range(len(view))]
     assert len(view) == (len(dataset) // 4 if drop_last else -(-len(dataset) // 4))
     for k, numbers in enumerate(rows):
@@ -37,19 +39,19 @@ def test_batches_are_those_of_the_views(dataset: Dataset, drop_last: bool):
 
 def test_ragged_columns_in_memory_are_batched():
     lengths = [np.arange(n) for n in (1, 3, 0, 2)]
-    view = data.arrays({"x": Ragged.of(lengths)}).shuffle().batch(3).view(seed=1)
+    view: Any = data.arrays({"x": Ragged.of(lengths)}).shuffle().batch(3).view(seed=1)
     samples = [batch["x"][k] for batch in map(view.batch, range(2)) for k in range(len(batch["x"]))]
     assert sorted(map(len, samples)) == [0, 1, 2, 3]
 
 
 def test_a_batch_of_arrays_is_a_copy():
     x = np.zeros((6, 2))
-    view = data.arrays(x).shuffle().batch(3).view()
+    view: Any = data.arrays(x).shuffle().batch(3).view()
     assert rows_in_memory(view.table) is not None
     view.batch(0)["x"][:] = 1
     assert not x.any()
 
 
 def test_what_a_step_computes_is_not_in_memory():
-    table = ARRAYS.map(lambda row: row).shuffle().batch(4).view().table
-    assert rows_in_memory(table) is None
+    view: Any = ARRAYS.map(lambda row: row).shuffle().batch(4).view()
+    assert rows_in_memory(view.table) is None
