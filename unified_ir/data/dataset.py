@@ -513,7 +513,8 @@ def zipped(*datasets: Dataset) -> Dataset:
     dataset = of_source(ZipSource(datasets), "zip")
     inputs = tuple(name for part in datasets for name in part.inputs)
     targets = tuple(name for part in datasets for name in part.targets)
-    return dataset.roles(inputs, targets)
+    labels = next((part.labels for part in datasets if part.labels and targets == part.targets), ())
+    return dataset.roles(inputs, targets).named(labels)
 
 
 def of_source(source: Source, name: str) -> Dataset:
