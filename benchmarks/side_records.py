@@ -86,6 +86,17 @@ def arrow(folder: Path, case: Case) -> Read:
 
 def array_record(folder: Path, case: Case) -> Read:
     """ArrayRecord, Grain's format, written for random access: a group of one record."""
+    source = array_records(folder, case)
+
+    def read(rows: np.ndarray) -> np.ndarray:
+        parts = source.__getitems__(rows.tolist())
+        return np.frombuffer(b"".join(parts), np.uint8).reshape(-1, case.n_bytes)
+
+    return read
+
+
+def array_records(folder: Path, case: Case) -> Any:
+    """The data source of an ArrayRecord file."""
     from array_record.python import array_record_data_source, array_record_module
 
     path = folder / "x.arrayrecord"
@@ -94,13 +105,16 @@ def array_record(folder: Path, case: Case) -> Read:
         for row in values(case):
             writer.write(row.tobytes())
         writer.close()
-    source = array_record_data_source.ArrayRecordDataSource([str(path)])
+    return array_record_data_source.ArrayRecordDataSource([str(path)])
 
-    def read(rows: np.ndarray) -> np.ndarray:
-        parts = source.__getitems__(rows.tolist())
-        return np.frombuffer(b"".join(parts), np.uint8).reshape(-1, case.n_bytes)
 
-    return read
+def grain(folder: Path, case: Case) -> Read:
+    """A shuffled Grain pipeline over that file, with its default threads; rows are its own."""
+    import grain as gr
+
+    stream = gr.MapDataset.source(array_records(folder, case)).shuffle(seed=SEED).repeat()
+    batched = iter(stream.to_iter_dataset().batch(BATCH, batch_fn=b"".join))
+    return lambda _: np.frombuffer(next(batched), np.uint8).reshape(-1, case.n_bytes)
 
 
 def mds(folder: Path, case: Case) -> Read:
@@ -142,6 +156,7 @@ SIDES: Final = {
     "npy": npy,
     "Arrow IPC": arrow,
     "ArrayRecord": array_record,
+    "Grain": grain,
     "MDS": mds,
     "TFRecord": tfrecord,
 }
@@ -178,7 +193,7 @@ def main() -> None:
             side, pool = SIDES[order["side"]], batches(case)
             read = side(Path(order["folder"]), case)
             rows = np.array([5, 1, case.n - 1])
-            is_random = order["side"] != "TFRecord"
+            is_random = order["side"] not in {"TFRecord", "Grain"}  # these have orders of their own
             right = not is_random or np.array_equal(read(rows), values(case)[rows])
             reply: dict[str, Any] = {"right": bool(right)}
             # Opened again: the rows above touched blocks.

@@ -91,3 +91,29 @@ def test_a_column_of_texts_is_refused_by_name():
     texts = data.arrays({"text": np.array(["a b", "c"], object), "y": np.arange(2)})
     with pytest.raises(InvalidInput, match="column 'text' holds text, but a model takes numbers"):
         BatchSource(texts.roles("text", "y"), 2, 0)
+
+
+def one_shot(n=10):
+    return ({"x": np.full(3, k, np.float32), "y": k % 2} for k in range(n))
+
+
+def test_a_dataset_of_an_iterator_is_read_once_and_loses_no_sample():
+    source = BatchSource(data.generated(one_shot()).named(("even", "odd")), 4, 0)
+    assert source.peek()[1].tolist() == [0, 1, 0, 1]
+    assert [x[:, 0].tolist() for x, _ in source.epoch(0)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert source.labels == ("even", "odd")
+    assert not source.repeats()
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: data.generated(one_shot()), r"one_shot\.<locals>\.<genexpr>"),
+        (lambda: iter([arrays(3), arrays(2)]), "list_iterator"),
+    ],
+)
+def test_what_is_read_once_is_refused_by_name_where_it_must_be_read_again(make, name):
+    source = BatchSource(make(), 4, 0)
+    source.peek()
+    with pytest.raises(InvalidInput, match=rf"and {name} can be read once only"):
+        source.refuse_once()

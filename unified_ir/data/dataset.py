@@ -111,7 +111,8 @@ class Dataset:
         from triplane.unified_ir.data.registry import step_text
 
         roles = {**dict.fromkeys(self.inputs, "input"), **dict.fromkeys(self.targets, "target")}
-        n = self.samples
+        # How many pass a filter takes a pass over all samples, which showing a value must not cost.
+        n = None if any(step.is_filter for step in self.steps) else self.samples
         lines = [f"{'?' if n is None else f'{n:,}'} samples of {self.origin.name}"]
         schema = self.schema
         runs = column_runs({name: (kind, roles.get(name)) for name, kind in schema.items()})

@@ -49,8 +49,8 @@ class BatchSource:
     """Batches of any accepted data, epoch by epoch.
 
     count: batches in an epoch, None if that is unknown before iterating. samples: rows in an
-    epoch, None if unknown. loading: how a `Dataset` is read ahead; close the source to end its
-    workers.
+    epoch, None if unknown. labels: names of the classes, if the data has them. loading: how a
+    `Dataset` is read ahead; close the source to end its workers.
     """
 
     def __init__(self, data: Any, size: int, seed: int, loading: Loading | None = None) -> None:
@@ -60,6 +60,8 @@ class BatchSource:
             raise InvalidInput(f"a seed must be in 0..2^64-1, got {seed}")
         self.data, self.size, self.seed = _accepted(data), size, seed
         self.n_targets = n_targets(data)
+        self.labels = tuple(getattr(data, "labels", ()))
+        self.name = data.origin.name if isinstance(data, Dataset) else type(data).__name__
         self.samples: int | None = None
         self.loader: Loader | None = None
         if isinstance(self.data, Dataset):
@@ -87,6 +89,11 @@ class BatchSource:
                 )
         self.own = data
         data = data.for_training(self.size)
+        if getattr(data.origin.table, "once", False):
+            # One iterator for the run: `peek` takes a batch from it and puts the batch back.
+            self.count = None
+            self.data = map(data.arrays_of, data.opened(self.seed).batches(0))
+            return
         view = data.view(self.seed)
         self.data, self.samples = data, data.samples
         self.count = len(view) if is_batches(view) else None
@@ -176,17 +183,15 @@ class BatchSource:
     def refuse_once(self) -> None:
         """Refuse data that ends after one pass, which a resumed run could not read again."""
         if not self.repeats():
-            name = type(self.data).__name__ if not isinstance(self.data, Dataset) else "a source"
             raise InvalidInput(
-                f"a run with checkpoints needs data that can be read again, and {name} can be read "
-                "once only; pass arrays, a Dataset, or data.generated(factory), where factory() "
-                "returns a new iterator for each epoch"
+                "a run with checkpoints needs data that can be read again, and "
+                f"{self.name} can be read once only; pass arrays, a Dataset, or "
+                "data.generated(factory), where factory() returns a new iterator for each epoch"
             )
 
     def repeats(self) -> bool:
         """Return whether an epoch can be iterated again."""
-        once = isinstance(self.data, Dataset) and getattr(self.data.origin.table, "once", False)
-        return not (once or isinstance(self.data, Iterator))
+        return not isinstance(self.data, Iterator)
 
 
 def n_targets(data: Any) -> int:

@@ -181,7 +181,7 @@ class Trainer:
     ) -> None:
         """Train on the batches of a source; see `fit`."""
         batch = source.peek()
-        self.labels = self.labels or tuple(getattr(source.data, "labels", ()))
+        self.labels = self.labels or source.labels
         self._n_targets = min(source.n_targets, len(batch) - 1)
         self._types = self._types_for(batch, source.varying())
         self._sizes = sizes_of(self._types, batch)
