@@ -34,12 +34,14 @@ def test_quartiles_are_of_the_values():
 
 
 @pytest.mark.slow
-def test_a_session_against_itself_is_about_as_fast():
+def test_sessions_are_timed_in_rounds_and_the_ratio_is_of_the_same_rounds():
     made = artifact(freeze(nets.lenet(), "predict"))
     a, b, c = (made.session() for _ in range(3))
     found = measure_latency(a, b, c, {"x": nets.images(1)})
+    # No bound on the ratio: on a busy machine a session may take half its own time a moment later,
+    # which is why a verdict needs the control.
     assert found.ratio is not None
-    assert 0.5 < found.ratio.median < 2.0
+    assert 0 < found.ratio.q1 <= found.ratio.median <= found.ratio.q3
     assert found.batch == 1
     assert 0 < found.float32.cpu.q1 <= found.float32.cpu.median <= found.float32.cpu.q3
     assert np.isfinite(found.record()["ratio"]).all()
