@@ -8,7 +8,7 @@ graph it would be lost, so it is refused there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, Final, TypeVar
@@ -141,21 +141,38 @@ class Binding:
                 f"construct assigned the trained parameter {name!r}; only buffers may be assigned "
                 "there, an optimizer changes parameters"
             )
+        self.replace(f"buffer {name!r}", parameter, value)
+
+    def replace(self, label: str, parameter: Parameter, value: Any) -> None:
+        """Record the new value of any parameter; `label` names it in messages."""
         if self.frozen:
-            raise InvalidInput(f"buffer {name!r} is assigned {self.frozen}")
+            raise InvalidInput(f"{label} is assigned {self.frozen}")
         if recorder() is not self.home:
             raise InvalidInput(
-                f"buffer {name!r} is assigned inside a function given to an operator such as "
+                f"{label} is assigned inside a function given to an operator such as "
                 "ops.scan or ops.cond, which would lose it; write Python if, while or for, or "
                 "return the value and assign it outside"
             )
         tensor = as_tensor(value, parameter.type.dtype)
         if tensor.type != parameter.type:
             raise InvalidInput(
-                f"buffer {name!r} is {parameter.type} and was assigned a {tensor.type}; "
-                "a buffer keeps its type"
+                f"{label} is {parameter.type} and was assigned a {tensor.type}; "
+                "it must keep its type"
             )
         self.assigned[parameter] = tensor
+
+    @contextmanager
+    def substituted(self, tensors: Mapping[Parameter, Tensor]) -> Iterator[None]:
+        """Read these parameters as the given tensors within the block."""
+        assigned = {p: t for p, t in self.assigned.items() if p in tensors}
+        others = {p: t for p, t in self.assigned.items() if p not in tensors}
+        with replaced(self, tensors={**self.tensors, **tensors}):
+            # A value assigned before the block would hide the tensor.
+            self.assigned = others
+            try:
+                yield
+            finally:
+                self.assigned = {**assigned, **self.assigned}
 
 
 @contextmanager

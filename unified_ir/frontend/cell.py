@@ -17,7 +17,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.frontend.binding import LEARNT, Parameter, StateTree, current
 from triplane.unified_ir.frontend.custom import construct_with_bprop
 from triplane.unified_ir.frontend.rewrite import rewritten
-from triplane.unified_ir.frontend.run import run
+from triplane.unified_ir.frontend.run import run, with_arrays_as_tensors
 from triplane.unified_ir.frontend.shown import shown_lines
 from triplane.unified_ir.frontend.trace import entered, within
 from triplane.unified_ir.ir.graph import Array
@@ -53,6 +53,9 @@ class Cell(StateTree):
         """
         if not recording():
             return run(self, args, kwargs)
+        # An array of the enclosing function is data here as it is at a call outside a graph.
+        args = tuple(map(with_arrays_as_tensors, args))
+        kwargs = {k: with_arrays_as_tensors(v) for k, v in kwargs.items()}
         with within(self), entered(type(self).construct, self):
             if hasattr(type(self), "bprop"):
                 return construct_with_bprop(self, args, kwargs)
@@ -119,13 +122,20 @@ class Cell(StateTree):
                 f"the state does not fit {type(self).__name__}; {'; '.join(parts)}{partly}"
             )
         # Every array is checked before the first is stored, so a failed load changes nothing.
-        fitting = {k: _fitting(own[k], k, v) for k, v in state.items()}
-        for name, array in fitting.items():
+        for name, array in fitting_state(own, state).items():
             own[name].array = array
 
     def state_dict(self) -> dict[str, Array]:
         """Return a copy of all state by path, in the form that `load` takes."""
         return {name: np.array(p.array) for name, p in self.parameters().items()}
+
+    def trainable_state(self) -> dict[str, Array]:
+        """Return a copy of the arrays that gradients change, by path.
+
+        It is the state of a training loop of one's own: the form that `nn.functional_call`,
+        `Optimizer.init` and `Optimizer.update` take; `load(..., strict=False)` stores it.
+        """
+        return {k: np.array(p.array) for k, p in self.parameters().items() if p.trainable}
 
     def freeze(self, *patterns: str) -> Self:
         """Exclude from training the parameters whose path matches a pattern, or all of them.
@@ -193,6 +203,11 @@ def _listed(names: list[str]) -> str:
     """Return the first names and how many more there are."""
     rest = len(names) - SHOWN
     return ", ".join(names[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def fitting_state(own: Mapping[str, Parameter], state: Mapping[str, Array]) -> dict[str, Array]:
+    """Return arrays of the types of the parameters of these paths; InvalidInput if one cannot."""
+    return {path: _fitting(own[path], path, array) for path, array in state.items()}
 
 
 def _fitting(parameter: Parameter, name: str, value: Any) -> Array:

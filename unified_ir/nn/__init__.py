@@ -4,6 +4,7 @@ from triplane.proto.lazy import public_names as _public_names
 from triplane.unified_ir.frontend.cell import Cell as Cell
 from triplane.unified_ir.frontend.cell import CellList as CellList
 from triplane.unified_ir.frontend.cell import Parameter as Parameter
+from triplane.unified_ir.frontend.functional import functional_call as functional_call
 from triplane.unified_ir.nn.activations import ELU as ELU
 from triplane.unified_ir.nn.activations import GELU as GELU
 from triplane.unified_ir.nn.activations import SELU as SELU

@@ -12,20 +12,25 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from numbers import Real
-from typing import Any, ClassVar, Final, Literal, Self
+from typing import Any, ClassVar, Final, Literal, Self, TypeVar, overload
 
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.frontend.binding import current
+from triplane.unified_ir.frontend.cell import Cell
+from triplane.unified_ir.frontend.run import run
 from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.ir.types import TensorType, int64, type_of
-from triplane.unified_ir.ops.tensor import Tensor
+from triplane.unified_ir.ops.recorder import recording
+from triplane.unified_ir.ops.tensor import Tensor, as_tensor
 from triplane.unified_ir.optim.group import Group
 from triplane.unified_ir.optim.schedules import Constant, Schedule
 
 STEP: Final = "optimizer.step"
 """State: the number of updates done, int64 scalar."""
 
+C = TypeVar("C", bound=Cell)
 Slots = Mapping[str, Tensor]
 Moved = tuple[Tensor, dict[str, Tensor]]
 Rule = Callable[[Tensor, Tensor, Slots], Moved]
@@ -145,8 +150,9 @@ class Optimizer:
             types |= {slot_name(slot, p): t[slot] for p, t in kept.items() if slot in t}
         return types
 
-    def init(self, params: Mapping[str, Array]) -> dict[str, Array]:
-        """Return the initial state for parameters by path."""
+    def init(self, params: Mapping[str, Array] | Cell) -> dict[str, Array]:
+        """Return the initial state for arrays by path, or for the trainable parameters of a cell."""
+        params = params.trainable_state() if isinstance(params, Cell) else params
         types = self.state_types({path: type_of(p) for path, p in params.items()})
         starts = {
             slot_name(slot, path): one.slot_start(slot)
@@ -158,7 +164,68 @@ class Optimizer:
             for name, t in types.items()
         }
 
+    @overload
     def update(
+        self, params: C, grads: Mapping[str, Any], state: Mapping[str, Any]
+    ) -> tuple[C, dict[str, Any]]: ...
+    @overload
+    def update(
+        self, params: Mapping[str, Any], grads: Mapping[str, Any], state: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any]]: ...
+    def update(self, params: Any, grads: Any, state: Any) -> tuple[Any, dict[str, Any]]:
+        """Return (next parameters, next state) of one update; the arguments are not changed.
+
+        params, grads: tensors or arrays by path. For a cell, its trainable parameters take their
+        next values and the cell itself is returned. state: what `init` or the last update returned.
+        Parameters that a group freezes stay as they are. In a function decorated with `graph` the
+        update is a part of its graph; called with arrays it is one compiled program.
+        InvalidInput: paths or types of gradients or state do not fit the parameters.
+
+        >>> from triplane.unified_ir import optim
+        >>> sgd, params = optim.SGD(0.5), {"w": np.ones(2, np.float32)}
+        >>> sgd.update(params, {"w": np.ones(2, np.float32)}, sgd.init(params))
+        ({'w': array([0.5, 0.5], dtype=float32)}, {})
+        """
+        if isinstance(params, Cell):
+            return params, _recorded_or_run(self._update_cell, params, grads, state)
+        return _recorded_or_run(self._update_mapping, params, grads, state)  # type: ignore[no-any-return]
+
+    def _update_cell(
+        self, cell: Cell, grads: Mapping[str, Any], state: Mapping[str, Any]
+    ) -> dict[str, Tensor]:
+        binding = current()
+        own = {path: p for path, p in cell.parameters().items() if p.trainable}
+        params = {path: binding.read(p) for path, p in own.items()}
+        moved, kept = self.record_update(params, *self._fitting(params, grads, state))
+        for path, tensor in moved.items():
+            binding.replace(f"parameter {path!r}", own[path], tensor)
+        return kept
+
+    def _update_mapping(
+        self, params: Mapping[str, Any], grads: Mapping[str, Any], state: Mapping[str, Any]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        tensors = {path: as_tensor(p) for path, p in params.items()}
+        moved, kept = self.record_update(tensors, *self._fitting(tensors, grads, state))
+        return tensors | moved, kept
+
+    def _fitting(
+        self, params: Mapping[str, Tensor], grads: Mapping[str, Any], state: Mapping[str, Any]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return gradients and state as tensors of the types that the parameters ask for."""
+        types = {path: p.type for path, p in params.items()}
+        moved = {path: t for path, t in types.items() if path not in self.frozen(types)}
+        unknown = sorted(grads.keys() - types.keys())
+        if unknown:
+            raise InvalidInput(
+                f"there is a gradient of {unknown[0]!r}, but no such parameter; the parameters are "
+                f"{', '.join(types)}"
+            )
+        return (
+            _as_tensors("gradient", moved, {k: g for k, g in grads.items() if k in moved}),
+            _as_tensors("state", self.state_types(types), state),
+        )
+
+    def record_update(
         self,
         params: Mapping[str, Tensor],
         grads: Mapping[str, Tensor],
@@ -236,3 +303,30 @@ class Optimizer:
         """Return the optimizer of each parameter that is not frozen."""
         frozen = self.frozen(paths)
         return {path: self.of(path) for path in paths if path not in frozen}
+
+
+def _recorded_or_run(method: Callable[..., Any], *args: Any) -> Any:
+    return method(*args) if recording() else run(method, args, {})
+
+
+def _as_tensors(
+    what: str, types: Mapping[str, TensorType], values: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """Return tensors of exactly these names and types."""
+    way_out = {
+        "gradient": "take grads from value_and_grad of these parameters",
+        "state": "start with state = optimizer.init(params), and keep one state for each optimizer",
+    }[what]
+    for names, lack in (
+        (types.keys() - values.keys(), "lacks"),
+        (values.keys() - types.keys(), "has, without a parameter that needs it,"),
+    ):
+        if names:
+            raise InvalidInput(f"the {what} {lack} {min(names)!r}; {way_out}")
+    tensors = {name: as_tensor(values[name]) for name in types}
+    for name, type_ in types.items():
+        if tensors[name].type != type_:
+            raise InvalidInput(
+                f"the {what} {name!r} must be {type_}, got {tensors[name].type}; {way_out}"
+            )
+    return tensors

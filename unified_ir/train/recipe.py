@@ -170,7 +170,7 @@ class Recipe:
     def _update(
         self, params: Mapping[str, Tensor], grads: Mapping[str, Tensor], state: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        moved, kept = self.optimizer.update(params, self._clipped(grads), state)
+        moved, kept = self.optimizer.record_update(params, self._clipped(grads), state)
         if self.average is not None:
             # The first update sets the average to the weights, instead of correcting a start at 0
             # later.
