@@ -114,7 +114,9 @@ def test_frozen_and_unused_parameters(net):
 
 
 def test_a_cell_given_twice_is_refused(net):
-    with pytest.raises(InvalidInput, match=r"share the parameter 'norm.bias' of Net; pass the cell"):
+    with pytest.raises(
+        InvalidInput, match=r"share the parameter 'norm.bias' of Net; pass the cell"
+    ):
         grad(lambda a, b: (a(X) * b(X)).sum(), argnums=(0, 1))(net, net)
 
 
@@ -137,7 +139,7 @@ def test_state_that_changes_in_a_call_stays_with_the_cell(side):
 def test_new_state_that_nobody_would_receive_is_refused(net, side):
     before = net.state_dict()
     with on_side(side):
-        for call in (nn.functional_call, graph(lambda c, s, x: nn.functional_call(c, s, x))):
+        for call in (nn.functional_call, graph(nn.functional_call)):
             with pytest.raises(InvalidInput, match=r"assigns its state 'norm.running_mean'.*lost"):
                 call(net, net.state_dict(), X)
         net.eval()
@@ -175,7 +177,7 @@ def test_an_ensemble_is_a_vmap_over_parameters(net):
     ],
 )
 def test_a_mapping_that_does_not_fit_is_refused(net, state, message):
-    for call in (nn.functional_call, graph(lambda c, s, x: nn.functional_call(c, s, x))):
+    for call in (nn.functional_call, graph(nn.functional_call)):
         with pytest.raises(InvalidInput, match=message):
             call(net, state, X)
 

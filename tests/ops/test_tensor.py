@@ -208,12 +208,12 @@ def test_attributes_are_checked_by_name_and_kind():
     build, (x,) = recording(TensorSpec((2, 3)))
     with build:
         with pytest.raises(InvalidInput, match="Softmax has no attribute 'axes'; it has axis"):
-            ops.softmax(x, axes=1)
+            ops.softmax(x, axes=1)  # type: ignore[call-arg]
         with pytest.raises(InvalidInput, match=r"Softmax.axis must be of kind INT, got 'last'"):
-            ops.softmax(x, axis="last")
+            ops.softmax(x, axis="last")  # type: ignore[arg-type]
         with pytest.raises(InvalidInput, match="needs the attribute 'to'"):
             TABLE["", "Cast"](x)
-        with pytest.raises(InvalidInput, match="Add takes 2 to 2 operands, got 1"):
+        with pytest.raises(InvalidInput, match=r"Add takes 2 operands, got 1: Add\(a, b, /\)"):
             TABLE["", "Add"](x)
 
 

@@ -104,9 +104,12 @@ def loss_of_parameters(net, params, x, y):
 def test_a_step_is_compiled_once(monkeypatch):
     compiled = []
     compile_one = run_module._compiled
-    monkeypatch.setattr(
-        run_module, "_compiled", lambda *args: compiled.append(args[0]) or compile_one(*args)
-    )
+
+    def counting(target, *args):
+        compiled.append(target)
+        return compile_one(target, *args)
+
+    monkeypatch.setattr(run_module, "_compiled", counting)
     optimizer = optim.Adam(0.01)
     net = Net()
     step, state = loop(optimizer), optimizer.init(net)
@@ -250,7 +253,10 @@ def wrong(kind):
         ("unknown gradient", "there is a gradient of 'three', but no such parameter"),
         ("shape of a gradient", r"gradient 'two.bias' must be float32\[3\], got float32\[1\]"),
         ("no state", r"state lacks 'optimizer.m.one.bias'; start with state = optimizer.init"),
-        ("state of another network", r"'optimizer.m.one.weight' must be float32\[5,4\], got float32\[6"),
+        (
+            "state of another network",
+            r"'optimizer.m.one.\w+' must be float32\[5.*\], got float32\[6",
+        ),
         ("state of another optimizer", r"state has, .*'optimizer.momentum.one.bias'; start with"),
     ],
 )

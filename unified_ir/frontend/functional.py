@@ -30,11 +30,7 @@ def functional_call(cell: Cell, state: Mapping[str, Any], /, *args: Any, **kwarg
     >>> bool(np.allclose(nn.functional_call(dense, doubled, x), 2 * dense(x)))
     True
     """
-    if not isinstance(cell, Cell) or not isinstance(state, Mapping):
-        raise InvalidInput(
-            "functional_call takes a cell, its parameters by path and the cell's arguments; got a "
-            f"{type(cell).__name__} and a {type(state).__name__}{at_users_line()}"
-        )
+    _check_arguments(cell, state)
     own = cell.parameters()
     if unknown := sorted(state.keys() - own.keys()):
         raise InvalidInput(
@@ -58,3 +54,11 @@ def _fitting_tensor(path: str, parameter: Parameter, value: Any) -> Tensor:
     if tensor.type != parameter.type:
         raise InvalidInput(f"{path!r} is {parameter.type}, got {tensor.type}{at_users_line()}")
     return tensor
+
+
+def _check_arguments(cell: Any, state: Any) -> None:
+    if not isinstance(cell, Cell) or not isinstance(state, Mapping):
+        raise InvalidInput(
+            "functional_call takes a cell, its parameters by path and the cell's arguments; got a "
+            f"{type(cell).__name__} and a {type(state).__name__}{at_users_line()}"
+        )

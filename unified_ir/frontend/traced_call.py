@@ -72,8 +72,8 @@ def record_call(
     """Record `f(*args, **kwargs)` as a function of its own.
 
     In the arguments whose indices are in `numbers`, Python numbers and the trainable parameters of
-    cells are operands too. `types` overrides the types of an argument's tensors, for example with those of one slice of it; the
-    graph then has no values.
+    cells are operands too. `types` overrides the types of an argument's tensors, for example with
+    those of one slice of it; the graph then has no values.
     """
     outer = recorder()
     opened = [_with_parameters(a) if i in numbers else a for i, a in enumerate(args)]

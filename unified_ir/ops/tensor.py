@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import index
-from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, Protocol, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -445,7 +445,15 @@ def _flat(args: tuple[Any, ...]) -> Any:
     return args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
 
 
-TensorLike = Tensor | Array | float | int | bool
+class HasTensor(Protocol):
+    """Anything that stands for a tensor, such as a parameter of a cell in its `construct`."""
+
+    def __tensor__(self) -> Tensor:
+        """Return the tensor in the graph being recorded."""
+        ...
+
+
+TensorLike = Tensor | Array | np.generic | float | int | bool | HasTensor
 
 
 def emit(name: str, *inputs: Any, **attrs: Any) -> Tensor:

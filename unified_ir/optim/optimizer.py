@@ -151,7 +151,7 @@ class Optimizer:
         return types
 
     def init(self, params: Mapping[str, Array] | Cell) -> dict[str, Array]:
-        """Return the initial state for arrays by path, or for the trainable parameters of a cell."""
+        """Return the initial state for arrays by path, or for a cell's trainable parameters."""
         params = params.trainable_state() if isinstance(params, Cell) else params
         types = self.state_types({path: type_of(p) for path, p in params.items()})
         starts = {
