@@ -13,7 +13,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "writing-models.md"
 @pytest.mark.slow
 def test_the_code_on_the_page_runs(tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(blocks) == 8
+    assert len(blocks) == 9
     script = tmp_path / "page.py"
     script.write_text("\n\n".join(blocks))
     done = subprocess.run(

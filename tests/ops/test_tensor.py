@@ -252,7 +252,9 @@ def test_numpys_functions_are_refused_with_ours_named():
             lambda: np.asarray(x),
             lambda: np.concatenate([x, x]),
         ):
-            with pytest.raises(InvalidInput, match="belongs to a graph; use the function"):
+            with pytest.raises(
+                InvalidInput, match=r"graph; use the function|use ops\.(reshape|concat)$"
+            ):
                 use()
 
 

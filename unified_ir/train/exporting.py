@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final, Literal, get_args
 
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir import ops
 from triplane.unified_ir.engines import modules as _modules  # noqa: F401 - lets modules predict
 from triplane.unified_ir.ir import Function, Module, Role, StateTensor
 from triplane.unified_ir.ir.module import START
 from triplane.unified_ir.nn import Personal
+from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.check import check_module
+from triplane.unified_ir.ops.inline import inline
 from triplane.unified_ir.ops.summaries import HISTOGRAM, IMAGE
+from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.optim import SGD, Constant, Optimizer
 from triplane.unified_ir.passes.clean import clean
 from triplane.unified_ir.train import step
@@ -26,7 +30,9 @@ LEARNABLE: Final = (Role.PARAMETER, Role.PERSONAL)
 DEFAULT_LOCAL_LR: Final = 0.01
 
 
-def build_module(trainer: Trainer, entries: tuple[str, ...], local_lr: float | None) -> Module:
+def build_module(
+    trainer: Trainer, entries: tuple[str, ...], local_lr: float | None, key_input: str | None
+) -> Module:
     """See `Trainer.export`."""
     unknown = [e for e in entries if e not in ENTRIES]
     if unknown or not entries:
@@ -38,6 +44,8 @@ def build_module(trainer: Trainer, entries: tuple[str, ...], local_lr: float | N
         names = [n for n in function.result_names if not n.startswith(unread)]
         # Results that are left out may be the only use of a part of the graph.
         functions[name] = clean(step.keeping(function, names))
+    if key_input is not None:
+        functions["predict"] = _sampling(trainer, functions, key_input)
     module = Module(
         functions=functions,
         entries={name: name for name in functions},
@@ -63,6 +71,30 @@ def _function(trainer: Trainer, name: str, local_lr: float | None) -> Function:
     # A device keeps no optimizer state, but frozen layers stay frozen there too.
     plain = SGD(lr, groups=trainer.optimizer.freezing())
     return step.local_update(model, plain, name=name)
+
+
+def _sampling(trainer: Trainer, functions: Mapping[str, Function], name: str) -> Function:
+    """Return `predict` with an input in place of the random keys that it reads."""
+    if "predict" not in functions:
+        raise InvalidInput(f"key_input={name!r} is an input of predict; export that entry")
+    source = functions["predict"]
+    roles = trainer.roles()
+    keys = [p for p in source.params if roles.get(p.name) is Role.KEY]
+    if not keys:
+        raise InvalidInput(
+            f"predict draws no random numbers, so it needs no key_input={name!r}; leave it out, or "
+            "draw with the cell's nn.RandomKey in evaluation mode, too"
+        )
+    if name in {*trainer.cell.parameters(), *source.param_names, *source.result_names}:
+        raise InvalidInput(f"key_input={name!r} is the name of another tensor; choose another one")
+    build = Build(TABLE, source.name)
+    with build:
+        kept = {p: build.param(p.name, p.type) for p in source.params if p not in keys}
+        key = build.param(name, keys[0].type)
+        # Each key of the cell has a number, so that two layers do not draw the same numbers.
+        drawn = {p: ops.fold_in(key, i) for i, p in enumerate(keys)}
+        results = inline(source, [{**kept, **drawn}[p] for p in source.params])
+    return clean(build.finish(dict(zip(source.result_names, results, strict=True))))
 
 
 def local_rate(optimizer: Optimizer) -> float:

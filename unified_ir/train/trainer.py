@@ -225,6 +225,7 @@ class Trainer:
         entries: Iterable[Entry] = ("predict", "evaluate", "loss", "train_step"),
         *,
         local_lr: float | None = None,
+        key_input: str | None = None,
     ) -> Module:
         """Return the functions and state as an IR module.
 
@@ -232,17 +233,25 @@ class Trainer:
         "train_step", "local_update", "adapt" and "gradients"; the optimizer's state is included
         with `train_step`. `local_update` and `adapt` are plain gradient descent at the constant
         rate `local_lr` (by default the optimizer's rate where that is constant, else 0.01), since a
-        device keeps no optimizer state.
+        device keeps no optimizer state. key_input: the name of one more input of `predict`,
+        uint32[2], for a cell that draws random numbers in evaluation mode, too: what it draws
+        depends on this key alone.
         """
-        return build_module(self, tuple(entries), local_lr)
+        return build_module(self, tuple(entries), local_lr, key_input)
 
     def export_onnx(
-        self, path: str | Path, entry: Entry = "predict", *, opset: int | None = None
+        self,
+        path: str | Path,
+        entry: Entry = "predict",
+        *,
+        opset: int | None = None,
+        key_input: str | None = None,
     ) -> OnnxFile:
         """Write one of the functions as an ONNX file; see `export` and `engines.onnx_file`."""
         from triplane.unified_ir.engines.onnx_file import export_onnx
 
-        return export_onnx(self.export((entry,)), path, entry=entry, opset=opset)
+        module = self.export((entry,), key_input=key_input)
+        return export_onnx(module, path, entry=entry, opset=opset)
 
     def save(self, path: str | Path) -> None:
         """Write everything a run needs to continue; see `load`."""
