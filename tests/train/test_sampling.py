@@ -1,5 +1,7 @@
 """Entries that draw random numbers: the caller gives the key, in Python and to files."""
 
+from typing import Any
+
 import numpy as np
 import onnxruntime
 import pytest
@@ -15,6 +17,8 @@ KEY, OTHER = np.array([0, 7], np.uint32), np.array([0, 8], np.uint32)
 
 class Noise(nn.Cell):
     """Adds noise by a key of its own, in training as in evaluation."""
+
+    key: Any
 
     def __init__(self):
         super().__init__()

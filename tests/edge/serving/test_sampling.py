@@ -1,5 +1,7 @@
 """A model that draws random numbers on a real server: each caller gives its key."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
@@ -16,6 +18,8 @@ X = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
 
 
 class Noise(nn.Cell):
+    key: Any
+
     def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(np.ones(4, np.float32))
