@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir import grad, graph, nn, ops, value_and_grad, vjp, vmap
+from triplane.unified_ir import grad, graph, nn, ops, optim, value_and_grad, vjp, vmap
 from triplane.unified_ir.frontend import hessian_vector_product, jvp
 
 from .sides import SIDES, on_side
@@ -180,6 +180,35 @@ def test_a_mapping_that_does_not_fit_is_refused(net, state, message):
     for call in (nn.functional_call, graph(nn.functional_call)):
         with pytest.raises(InvalidInput, match=message):
             call(net, state, X)
+
+
+def test_arrays_of_a_cell_do_not_become_constants_of_a_graph(net):
+    for call in (net.state_dict, net.trainable_state):
+        with pytest.raises(InvalidInput, match=r"arrays of Net .* constants; pass the cell or its"):
+            graph(lambda x, call=call: x * call()["one.bias"])(X)
+
+
+def test_gradients_of_each_sample_and_through_an_update(net):
+    net.eval()
+    each = vmap(grad(energy), in_axes=(None, 0))(net, X[:, None])
+    for path, g in grad(lambda c, x: (c(x) ** 2.0).sum())(net, X).items():
+        np.testing.assert_allclose(each[path].sum(axis=0), g, rtol=1e-4, atol=1e-5, err_msg=path)
+
+
+def test_an_inner_update_is_differentiated_through(double):
+    """The gradient of a step of descent is the one of finite differences."""
+    sgd, x = optim.SGD(0.1), X.astype(np.float64)
+
+    def after_a_step(params):
+        inner = grad(lambda p: (nn.functional_call(double, p, x) ** 2.0).mean())(params)
+        params, _ = sgd.update(params, inner, {})
+        return (nn.functional_call(double, params, x) ** 2.0).mean()
+
+    rng, state = np.random.default_rng(1), double.trainable_state()
+    v = {path: rng.normal(size=a.shape) for path, a in state.items()}
+    grads, outer = grad(after_a_step)(state), graph(after_a_step)
+    difference = float(outer(moved(state, v, 1e-5)) - outer(moved(state, v, -1e-5))) / 2e-5
+    assert sum((grads[k] * v[k]).sum() for k in v) == pytest.approx(difference, rel=1e-6)
 
 
 def test_a_cell_takes_arrays_of_the_enclosing_function(net):

@@ -127,7 +127,7 @@ class Cell(StateTree):
 
     def state_dict(self) -> dict[str, Array]:
         """Return a copy of all state by path, in the form that `load` takes."""
-        return {name: np.array(p.array) for name, p in self.parameters().items()}
+        return self._copies(self.parameters())
 
     def trainable_state(self) -> dict[str, Array]:
         """Return a copy of the arrays that gradients change, by path.
@@ -135,7 +135,16 @@ class Cell(StateTree):
         It is the state of a training loop of one's own: the form that `nn.functional_call`,
         `Optimizer.init` and `Optimizer.update` take; `load(..., strict=False)` stores it.
         """
-        return {k: np.array(p.array) for k, p in self.parameters().items() if p.trainable}
+        return self._copies({k: p for k, p in self.parameters().items() if p.trainable})
+
+    def _copies(self, parameters: Mapping[str, Parameter]) -> dict[str, Array]:
+        if recording():
+            raise InvalidInput(
+                f"the arrays of {type(self).__name__} were asked for while a graph is recorded, "
+                "which would keep today's numbers as constants; pass the cell or its "
+                "trainable_state() as an argument of the recorded function"
+            )
+        return {path: np.array(p.array) for path, p in parameters.items()}
 
     def freeze(self, *patterns: str) -> Self:
         """Exclude from training the parameters whose path matches a pattern, or all of them.
