@@ -4,9 +4,11 @@
 import inspect
 import os
 import pydoc
+import re
 import textwrap
 from itertools import groupby
 from pathlib import Path
+from types import FunctionType
 
 import numpy as np
 import pytest
@@ -25,10 +27,23 @@ X = np.random.default_rng(0).normal(size=(2, 3)).astype(np.float32)
 HEAD = '''"""Types of the operators; generated from the table, see tests/ops/test_signatures.py."""
 
 from collections.abc import Sequence
+from typing import Any, Literal
 
+import numpy as np
+
+from triplane.unified_ir.ir.dims import Dim
+from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.ir.types import DType
-from triplane.unified_ir.ops.tensor import TensorLike
+from triplane.unified_ir.ops.tensor import Axes, HasTensor, TensorLike
+
+_Operand = Tensor | Array | np.generic | HasTensor
 '''
+KNOWN = {
+    *("Any", "Array", "Axes", "DType", "Dim", "Literal", "Sequence", "Tensor", "TensorLike"),
+    *("bool", "float", "int", "None", "str", "tuple"),
+}
+OPERANDS = {"Tensor": "_Operand", "Tensor | None": "_Operand | None"}
+"""Annotations of operands, which may be arrays and parameters as well."""
 
 
 def imported(names):
@@ -39,9 +54,41 @@ def imported(names):
             yield f"from {module} import {name} as {name}"
 
 
-def definition(name, row):
-    """The definition of a row's function, one parameter a line where one line is too long."""
-    line = signatures.stub(name, row)
+def of_function(name, function):
+    """The definition of a function that takes arrays as operands; None for any other function."""
+    signature = inspect.signature(function)
+    annotations = [p.annotation for p in signature.parameters.values()]
+    if OPERANDS.keys().isdisjoint(annotations):
+        return None
+    words = re.sub('"[^"]*"', "", " ".join([*annotations, signature.return_annotation]))
+    if not set(re.findall(r"\w+", words)) <= KNOWN:
+        return None
+    parameters = [
+        p.replace(
+            annotation=Text(OPERANDS.get(p.annotation, p.annotation)),
+            default=p.default if p.default is p.empty else Text(shown(p.default)),
+        )
+        for p in signature.parameters.values()
+    ]
+    result = Text(signature.return_annotation)
+    return f"def {name}{signature.replace(parameters=parameters, return_annotation=result)}: ..."
+
+
+class Text(str):
+    """Source text, which a signature shows without quotes."""
+
+    __slots__ = ()
+
+    def __repr__(self):
+        return str(self)
+
+
+def shown(default):
+    return repr(default) if isinstance(default, (bool, int, float, str, type(None))) else "..."
+
+
+def wrapped(line):
+    """A definition, with one parameter a line where one line is too long."""
     if len(line) <= 100:
         return line
     head, _, rest = line.partition("(")
@@ -52,10 +99,15 @@ def definition(name, row):
 
 def text():
     names: list[str] = vars(ops)["__all__"]
-    rows = {n: getattr(ops, n) for n in names if isinstance(getattr(ops, n), Op)}
-    others = [n for n in names if n not in rows]
-    parts = [*imported(others), "", *(definition(n, rows[n]) for n in sorted(rows))]
-    return HEAD + "\n".join(parts) + "\n"
+    lines = {}
+    for name in sorted(names):
+        value = getattr(ops, name)
+        if isinstance(value, Op):
+            lines[name] = wrapped(signatures.stub(name, value))
+        elif isinstance(value, FunctionType) and (line := of_function(name, value)):
+            lines[name] = wrapped(line)
+    imports = imported([n for n in names if n not in lines])
+    return HEAD + "\n".join([*imports, "", *lines.values()]) + "\n"
 
 
 def test_the_type_stub_is_the_table():
@@ -137,7 +189,12 @@ USES = """
     from triplane.unified_ir import nn, ops
 
     class Net(nn.Cell):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(np.ones(3, np.float32))
+
         def construct(self, x: ops.Tensor) -> ops.Tensor:
+            x = ops.matmul(x, self.scale) * ops.vector_norm(self.scale) + ops.mean(np.ones(3))
             y = ops.where(x > 0.0, ops.softmax(x, 1), ops.leaky_relu(x, alpha=0.1))
             return ops.clip(ops.maximum(y, x, 0.5), None, np.float32(1.0) * np.ones(1)) + ops.exp(x)
 """
