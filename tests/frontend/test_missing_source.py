@@ -74,9 +74,7 @@ def test_a_statement_on_a_tensor_names_the_missing_source_and_the_ways_out(name:
 def test_a_loop_over_an_open_axis_names_the_missing_source() -> None:
     names: dict[str, Any] = {}
     exec("def total(x):\n    s = 0.0\n    for v in x:\n        s = s + v\n    return s", names)
-    with pytest.raises(
-        InvalidInput, match=r"fixed first axis.*'total' .* cannot be read"
-    ):
+    with pytest.raises(InvalidInput, match=r"fixed first axis.*'total' .* cannot be read"):
         trace(names["total"], TensorSpec(("N",)))
 
 

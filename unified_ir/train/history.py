@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -13,12 +14,17 @@ from typing import Final
 import numpy as np
 
 from triplane.proto.errors import InvalidInput, NotFound
+from triplane.unified_ir.files.chart import Chart, line_chart, stack
 from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.train.metrics import Tally
 
 Row = dict[str, float]
 SHOWN_ROWS: Final = 10
 SHOWN_COLUMNS: Final = 8
+PLOTTED: Final = 4
+"""Number of measures that `History.plot` draws by itself."""
+VALIDATION: Final = "validation."
+"""Prefix of the measures of held-out data."""
 NOTHING_COUNTED: Final = (
     "no label of {where} counts in the mean of {names}: each is ignored or has weight 0; give data "
     "with labels that count, or another ignore_index= or weight="
@@ -139,6 +145,47 @@ class History:
     def columns(self) -> list[str]:
         """Return the column names in order of appearance."""
         return list(dict.fromkeys(name for row in self.rows for name in row))
+
+    def table(self) -> dict[str, list[float]]:
+        """Return the columns by name, each as long as the history; NaN where an epoch has none.
+
+        This is the form that `pandas.DataFrame` takes.
+        """
+        names = self.columns()
+        return {name: [row.get(name, math.nan) for row in self.rows] for name in names}
+
+    def plot(self, *measures: str) -> Chart:
+        """Draw measures over epochs, of training and held-out data; by default the first four.
+
+        Notebooks show the chart, and `.save("loss.svg")` writes it. Values that are not finite
+        are left out. NotFound: no epoch has such a measure.
+        """
+        drawn = [self._drawn(name) for name in measures or self._measures()[:PLOTTED]]
+        if not drawn:
+            raise NotFound("no epoch is finished yet")
+        if len(drawn) == 1:
+            return Chart(drawn[0])
+        return Chart(stack(drawn, f"{len(self)} epochs"))
+
+    def _measures(self) -> list[str]:
+        names = (name.removeprefix(VALIDATION) for name in self.columns())
+        return [name for name in dict.fromkeys(names) if name not in {"epoch", "step"}]
+
+    def _drawn(self, measure: str) -> str:
+        """Return the chart of one measure."""
+        lines = {
+            label: [
+                (row["epoch"], row[name])
+                for row in self.rows
+                if math.isfinite(row.get(name, math.nan))
+            ]
+            for label, name in (("training", measure), ("validation", VALIDATION + measure))
+        }
+        if not any(lines.values()):
+            raise NotFound(
+                f"no epoch has a finite {measure!r}; there are {', '.join(self._measures())}"
+            )
+        return line_chart(lines, measure, "epoch", "")
 
     def csv(self) -> str:
         """Return the rows as comma-separated values with a header."""

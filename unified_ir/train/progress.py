@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, TextIO, get_args
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.train.callbacks import Callback
-from triplane.unified_ir.train.history import Row
+from triplane.unified_ir.train.history import VALIDATION, Row
 from triplane.unified_ir.train.run import Run
 
 Style = Literal["auto", "bar", "lines", "none"]
@@ -22,7 +22,6 @@ COLUMNS: Final = 80
 _BAR: Final = 24
 """Characters of the bar, where there is room for them."""
 _LEAST_BAR: Final = 8
-_VALIDATION: Final = "validation."
 
 
 class Progress(Callback):
@@ -55,7 +54,7 @@ class Progress(Callback):
         """See `Callback`."""
         if self._live is not None and time.monotonic() - self._drawn_s >= REFRESH_S:
             last = run.history.rows[-1] if run.history.rows else {}
-            held_out = {k: x for k, x in last.items() if k.startswith(_VALIDATION)}
+            held_out = {k: x for k, x in last.items() if k.startswith(VALIDATION)}
             row = {**run.place.means(), **held_out}
             self._draw(run, run.epoch + 1, run.place.position, row)
 
@@ -142,8 +141,8 @@ def _clock(seconds: float) -> str:
 
 def _pairs(row: Row) -> Row:
     """Return the measures, each followed by that of held-out data, which is cut off last."""
-    own = [name for name in row if not name.startswith(_VALIDATION)]
-    names = [n for name in own for n in (name, _VALIDATION + name)]
+    own = [name for name in row if not name.startswith(VALIDATION)]
+    names = [n for name in own for n in (name, VALIDATION + name)]
     return {name: row[name] for name in names if name in row}
 
 
