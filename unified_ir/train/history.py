@@ -15,6 +15,7 @@ import numpy as np
 
 from triplane.proto.errors import InvalidInput, NotFound
 from triplane.unified_ir.files.chart import Chart, line_chart, stack
+from triplane.unified_ir.files.html_table import html_table
 from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.train.metrics import Tally
 
@@ -124,6 +125,15 @@ class History:
         more = len(self.columns()) - len(names)
         count = f"history of {len(self.rows)} epochs"
         return "\n".join([f"{count}, {more} more columns" if more else count, *lines])
+
+    def _repr_html_(self) -> str:
+        names = self.columns()
+        newest = self.rows[-SHOWN_ROWS:]
+        cells = ([f"{row[n]:.4g}" if n in row else "" for n in names] for row in newest)
+        title = f"history of {len(self)} epochs"
+        if len(newest) < len(self):
+            title += f", the newest {len(newest)}"
+        return html_table(title, names, cells, count=len(newest))
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)

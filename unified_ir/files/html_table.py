@@ -1,0 +1,62 @@
+"""Tables as HTML for notebooks: self-contained, at most a screen, the same in light and dark.
+
+Names in models, reports and studies come from outside, so every text is escaped and cut, and no
+colour is set: the notebook's own stand. There is no script, style sheet or reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from itertools import islice
+from typing import Final
+
+MAX_ROWS: Final = 20
+MAX_COLUMNS: Final = 8
+MAX_CELL_CHARS: Final = 80
+MAX_LINES: Final = 8
+MAX_LINE_CHARS: Final = 240
+
+
+def html_table(
+    title: str,
+    heads: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    count: int,
+    notes: Sequence[str] = (),
+) -> str:
+    """Return a heading, a table of the first rows and columns, and lines below it.
+
+    heads: none for a table of names and values. count: number of rows; those that are left out are
+    counted.
+    """
+    shown = list(islice(rows, MAX_ROWS))
+    more = count - len(shown)
+    lines = [*([f"and {more:,} more"] if more > 0 else []), *notes][:MAX_LINES]
+    table = [_row("th", heads)] if heads else []
+    table += [_row("td", row) for row in shown]
+    return (
+        f"<div style='overflow-x:auto'><p><b>{_text(title, MAX_LINE_CHARS)}</b></p>"
+        + (f"<table>{''.join(table)}</table>" if table else "")
+        + "".join(f"<p>{_text(line, MAX_LINE_CHARS)}</p>" for line in lines)
+        + "</div>"
+    )
+
+
+def _text(value: str, most: int = MAX_CELL_CHARS) -> str:
+    """Return escaped text on one line, of at most `most` characters before escaping."""
+    # What does not print, such as a mark that reverses the direction, could change what is read.
+    plain = "".join(c if c.isprintable() else " " for c in value[: most + 1])
+    return escape(plain if len(plain) <= most else f"{plain[: most - 1]}…", quote=False)
+
+
+def _row(tag: str, cells: Sequence[str]) -> str:
+    cut = [*cells[:MAX_COLUMNS], *(["…"] if len(cells) > MAX_COLUMNS else [])]
+    # Notebooks align cells to the right, which suits numbers only.
+    return f"<tr>{''.join(f'<{tag}{_align(c)}>{_text(c)}</{tag}>' for c in cut)}</tr>"
+
+
+def _align(cell: str) -> str:
+    number = cell[:1].isdigit() or cell[:1] in {"-", "+"}
+    return "" if number else " style='text-align:left'"
