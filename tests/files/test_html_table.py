@@ -38,7 +38,9 @@ def test_a_table_of_any_size_is_bounded_and_counts_what_it_leaves_out() -> None:
 
 
 def test_a_table_sets_no_colour_and_refers_to_nothing() -> None:
-    drawn = html_table("t", ["name", "loss"], [["a", "1.5"]], count=1)
-    assert not re.search(r"color|background|#[0-9a-f]{3}|http|url\(|<style|<script", drawn)
-    assert "<td>1.5</td>" in drawn, "numbers keep the alignment of notebooks"
+    drawn = html_table("t", ["name", "loss"], [["1a", "1.5"], ["b", ""], ["c", "nan"]], count=3)
+    plain = drawn.replace("color:inherit", "")
+    assert not re.search(r"color|background|#[0-9a-f]{3}|http|url\(|<style|<script", plain)
+    assert "<td style='text-align:left'>1a</td><td>1.5</td>" in drawn, "numbers stand to the right"
+    assert "<th style='text-align:left'>name</th><th>loss</th>" in drawn
     assert "more" not in drawn

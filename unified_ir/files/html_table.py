@@ -34,11 +34,12 @@ def html_table(
     shown = list(islice(rows, MAX_ROWS))
     more = count - len(shown)
     lines = [*([f"and {more:,} more"] if more > 0 else []), *notes][:MAX_LINES]
-    table = [_row("th", heads)] if heads else []
-    table += [_row("td", row) for row in shown]
+    left = [not all(map(_is_number, column)) for column in zip(*shown, strict=True)]
+    table = [_row("th", heads, left)] if heads else []
+    table += [_row("td", row, left) for row in shown]
     return (
         f"<div style='overflow-x:auto'><p><b>{_text(title, MAX_LINE_CHARS)}</b></p>"
-        + (f"<table>{''.join(table)}</table>" if table else "")
+        + (f"<table style='color:inherit'>{''.join(table)}</table>" if table else "")
         + "".join(f"<p>{_text(line, MAX_LINE_CHARS)}</p>" for line in lines)
         + "</div>"
     )
@@ -51,12 +52,20 @@ def _text(value: str, most: int = MAX_CELL_CHARS) -> str:
     return escape(plain if len(plain) <= most else f"{plain[: most - 1]}…", quote=False)
 
 
-def _row(tag: str, cells: Sequence[str]) -> str:
-    cut = [*cells[:MAX_COLUMNS], *(["…"] if len(cells) > MAX_COLUMNS else [])]
+def _row(tag: str, cells: Sequence[str], left: Sequence[bool]) -> str:
     # Notebooks align cells to the right, which suits numbers only.
-    return f"<tr>{''.join(f'<{tag}{_align(c)}>{_text(c)}</{tag}>' for c in cut)}</tr>"
+    aligned = [" style='text-align:left'" if text else "" for text in left] or [""] * len(cells)
+    shown = [
+        f"<{tag}{style}>{_text(cell)}</{tag}>"
+        for cell, style in zip(cells[:MAX_COLUMNS], aligned, strict=False)
+    ]
+    more = [f"<{tag}>…</{tag}>"] if len(cells) > MAX_COLUMNS else []
+    return f"<tr>{''.join([*shown, *more])}</tr>"
 
 
-def _align(cell: str) -> str:
-    number = cell[:1].isdigit() or cell[:1] in {"-", "+"}
-    return "" if number else " style='text-align:left'"
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell.replace(",", "") or 0)
+    except ValueError:
+        return False
+    return True
