@@ -139,13 +139,38 @@ class Parts(nn.Cell):
         return states[0]
 
 
-def test_a_summary_tells_what_each_part_gives_and_not_what_its_state_becomes():
+@pytest.mark.parametrize("rows", [4, "N"])
+def test_a_summary_tells_what_each_part_gives_and_not_what_its_state_becomes(rows):
+    class Nested(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.dense = nn.Dense(6, 16)
+            self.body = nn.Sequential(nn.BatchNorm1d(16), nn.Dropout(0.5))
+            self.pool = nn.MaxPool2d(2)
+            self.layer = nn.LayerNorm(16)
+            self.twice = nn.Dropout(0.5)
+
+        def construct(self, x):
+            y = self.layer(self.twice(self.body(self.dense(x))))
+            return self.twice(y) + x.shape[0]
+
+    lines = nn.summary(Nested(), TensorSpec((rows, 6))).splitlines()
+    table = {line.split()[0]: line.split()[1:] for line in lines[1:-1]}
+    gives = f"float32[{rows},16]"
+    assert table["(whole)"][1] == gives
+    assert table["dense"] == ["Dense", gives, "112", "0"]
+    assert table["body"] == ["Sequential", gives, "32", "34"]
+    assert table["body.0"] == ["BatchNorm1d", gives, "32", "32"]
+    assert table["body.1"] == ["Dropout", gives, "0", "2"]
+    assert table["twice"] == ["Dropout", gives, "0", "2"]
+    assert table["layer"][1] == gives
+    assert table["pool"] == ["MaxPool2d", "0", "0"]
+
+
+def test_a_summary_shows_the_first_output_of_recurrent_parts():
     lines = nn.summary(Parts(), TensorSpec((4, 6))).splitlines()
     table = {line.split()[0]: line.split()[1:] for line in lines[1:-1]}
-    assert table["norm"] == ["BatchNorm1d", "float32[4,16]", "32", "32"]
-    assert table["drop"] == ["Dropout", "float32[4,16]", "0", "2"]
-    assert table["layer"][1] == "float32[4,16]"
-    assert table["pool"] == ["MaxPool2d", "0", "0"]
+    assert table["rnn"][1] == "float32[2,2,8]"
 
 
 def test_a_summary_counts_neither_keys_nor_statistics_as_parameters():
