@@ -167,6 +167,26 @@ def test_a_summary_tells_what_each_part_gives_and_not_what_its_state_becomes(row
     assert table["pool"] == ["MaxPool2d", "0", "0"]
 
 
+def test_a_summary_is_a_method_that_takes_arrays_or_nothing():
+    net = Net()
+    assert net.summary(TensorSpec(("N", 1, 8, 8))) == nn.summary(net, TensorSpec(("N", 1, 8, 8)))
+    by_array = net.summary(np.zeros((3, 1, 8, 8)))  # float64, as in a call
+    assert "float32[3,4,8,8]" in by_array
+    without = net.summary()
+    assert "float32" not in without
+    assert without.splitlines()[-1] == by_array.splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", ["summary", "load", "train", "construct", "own"])
+def test_state_that_an_attribute_of_the_class_would_hide_is_refused(name):
+    class Owner(nn.Cell):
+        own = None
+
+    for value in (nn.Dense(1, 1), nn.Parameter(np.zeros(1)), [nn.Dense(1, 1)]):
+        with pytest.raises(InvalidInput, match=f"Owner has an attribute '{name}' of its class"):
+            setattr(Owner(), name, value)
+
+
 def test_a_summary_shows_the_first_output_of_recurrent_parts():
     lines = nn.summary(Parts(), TensorSpec((4, 6))).splitlines()
     table = {line.split()[0]: line.split()[1:] for line in lines[1:-1]}

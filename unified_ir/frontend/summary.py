@@ -8,19 +8,20 @@ from math import prod
 from typing import Any
 
 from triplane.unified_ir.frontend.binding import LEARNT, StateTree
-from triplane.unified_ir.frontend.cell import Cell
-from triplane.unified_ir.frontend.trace import trace
+from triplane.unified_ir.frontend.run import current_floats, host_arguments
+from triplane.unified_ir.frontend.trace import record
 from triplane.unified_ir.ir.graph import Function, Value
 from triplane.unified_ir.passes.clean import drop_dead
 
 
-def summary(cell: Cell, *specs: Any) -> str:
+def summary(cell: StateTree, *specs: Any) -> str:
     """Return a table: path, class, last output, elements of parameters and of buffers; then sums.
 
     Buffers are state that is not learned, such as running statistics and random keys. specs: the
-    arguments that `trace` takes for the cell. A part that computes nothing on them has no output.
+    arguments of the cell, each an array or a `TensorSpec`; without any there are no outputs. A part
+    that computes nothing on them has no output.
     """
-    outputs = _outputs(trace(cell, *specs))
+    outputs = _outputs(_recorded(cell, specs)) if specs else {}
     rows: list[tuple[str, ...]] = [("path", "cell", "gives", "parameters", "buffers")]
     for path, part in cell.cells():
         counts = [f"{n:,}" for n in _held(part)]
@@ -30,6 +31,11 @@ def summary(cell: Cell, *specs: Any) -> str:
     parameters, buffers = _held(cell)
     total = f"{parameters:,} parameters, {trainable:,} of them trainable"
     return "\n".join([*_aligned(rows), f"{total}; {buffers:,} elements of buffers"])
+
+
+def _recorded(cell: StateTree, specs: tuple[Any, ...]) -> Function:
+    arguments, _ = host_arguments(cell, specs, {}, current_floats())
+    return record(cell, arguments).function
 
 
 def _held(part: StateTree) -> tuple[int, int]:
