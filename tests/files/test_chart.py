@@ -46,7 +46,7 @@ def test_the_horizontal_axis_ends_where_the_lines_do(epochs):
     (line,) = root.iter(f"{SVG}polyline")
     right = max(float(rule.attrib["x2"]) for rule in root.iter(f"{SVG}line"))
     assert float(line.attrib["points"].split()[-1].split(",")[0]) == pytest.approx(right, abs=0.01)
-    texts = {t.text: float(t.attrib["x"]) for t in root.iter(f"{SVG}text")}
+    texts = {t.text or "": float(t.attrib["x"]) for t in root.iter(f"{SVG}text")}
     numbers = [float(t) for t, x in texts.items() if t.isdigit() and x > 60]
     assert 2 <= len(numbers) <= 8
     assert max(numbers) <= epochs
