@@ -61,6 +61,14 @@ def test_long_names_of_lines_are_cut_and_stay_apart_lines():
         assert float(text.attrib["x"]) + 7 * len(text.text or "") <= WIDTH + 10
 
 
+@pytest.mark.parametrize("name", ["a\x00b", "\ud800", "a\nb", "\u202eb", "<b>&'\""])
+def test_any_name_gives_a_well_formed_chart(name):
+    lines = line_chart({name: [(0, 1.0)]}, name, name, name)
+    for drawn in (lines, bar_chart({name: 1.0}, name, "")):
+        texts = [t.text for t in ET.fromstring(drawn.encode()).iter(f"{SVG}text")]
+        assert "".join(c if c.isprintable() else " " for c in name) in texts
+
+
 def test_a_chart_is_shown_by_notebooks_and_saved_and_short_at_a_prompt(tmp_path):
     chart = Chart(line_chart(LINES, "größe", "x", "y"))
     assert chart._repr_svg_() == chart.svg

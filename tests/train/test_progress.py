@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import io
-import os
-import pty
 import re
-import struct
 import subprocess
 import sys
-import termios
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TextIO
 
 import pytest
+from tests.support.screens import screen
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import train
@@ -24,50 +16,7 @@ from triplane.unified_ir.train import progress
 
 from .models import data, trainer
 
-CONTROL = re.compile(r"\x1b\[[?0-9;]*[a-zA-Z]")
 METRICS = {"loss of\nlong name": train.TopK(2), "größe": train.TopK(1), "f1": train.F1()}
-
-
-class Screen:
-    """A pseudo terminal, and what was written to it."""
-
-    def __init__(self, columns: int) -> None:
-        self._master, slave = pty.openpty()
-        self.stream: TextIO = os.fdopen(slave, "w", encoding="utf-8")
-        self.written = b""
-        self.resize(columns)
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-
-    def resize(self, columns: int) -> None:
-        fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-
-    def close(self) -> None:
-        self.stream.close()
-        self._reader.join()
-        os.close(self._master)
-
-    def _read(self) -> None:
-        # The last close of the other side ends the reading with an error.
-        try:
-            while block := os.read(self._master, 1 << 16):
-                self.written += block
-        except OSError:
-            return
-
-    def drawings(self) -> list[str]:
-        """Return every text that stood on the moving line, in order."""
-        text = CONTROL.sub("", self.written.decode())
-        return [part for part in re.split(r"[\r\n]+", text) if part]
-
-
-@contextmanager
-def screen(columns: int) -> Iterator[Screen]:
-    opened = Screen(columns)
-    try:
-        yield opened
-    finally:
-        opened.close()
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.files.html_table import printable
 
 Points = Sequence[tuple[float, float]]
 Scale = Callable[[float], float]
@@ -183,7 +184,8 @@ def _page(width: float, height: float, title: str, body: Sequence[str]) -> str:
     size = f"width='{_f(width)}' height='{_f(height)}' viewBox='0 0 {_f(width)} {_f(height)}'"
     head = f"<svg xmlns='http://www.w3.org/2000/svg' {size} role='img' {FONT}>"
     paper = f"<rect width='{_f(width)}' height='{_f(height)}' fill='#ffffff'/>"
-    return "\n".join([head, f"<title>{escape(title)}</title>", paper, *body, "</svg>"]) + "\n"
+    heading = f"<title>{escape(printable(title))}</title>"
+    return "\n".join([head, heading, paper, *body, "</svg>"]) + "\n"
 
 
 def _line(points: Points, name: str, label_y: float, number: int) -> list[str]:
@@ -237,7 +239,7 @@ def _text(
 ) -> str:  # fmt: skip
     return (
         f"<text x='{_f(x)}' y='{_f(y)}' text-anchor='{anchor}' fill='{colour}' "
-        f"font-size='{size}' font-weight='{weight}'>{escape(text)}</text>"
+        f"font-size='{size}' font-weight='{weight}'>{escape(printable(text))}</text>"
     )
 
 

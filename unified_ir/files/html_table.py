@@ -45,10 +45,17 @@ def html_table(
     )
 
 
+def printable(text: str) -> str:
+    """Return the text with a space for what does not print.
+
+    A control character is no XML, and a mark that reverses the direction changes what is read.
+    """
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
 def _text(value: str, most: int = MAX_CELL_CHARS) -> str:
     """Return escaped text on one line, of at most `most` characters before escaping."""
-    # What does not print, such as a mark that reverses the direction, could change what is read.
-    plain = "".join(c if c.isprintable() else " " for c in value[: most + 1])
+    plain = printable(value[: most + 1])
     return escape(plain if len(plain) <= most else f"{plain[: most - 1]}…", quote=False)
 
 
