@@ -170,32 +170,29 @@ class History:
         Notebooks show the chart, and `.save("loss.svg")` writes it. Values that are not finite
         are left out. NotFound: no epoch has such a measure.
         """
-        drawn = [self._drawn(name) for name in measures or self._measures()[:PLOTTED]]
-        if not drawn:
-            raise NotFound("no epoch is finished yet")
-        if len(drawn) == 1:
-            return Chart(drawn[0])
-        return Chart(stack(drawn, f"{len(self)} epochs"))
-
-    def _measures(self) -> list[str]:
-        names = (name.removeprefix(VALIDATION) for name in self.columns())
-        return [name for name in dict.fromkeys(names) if name not in {"epoch", "step"}]
-
-    def _drawn(self, measure: str) -> str:
-        """Return the chart of one measure."""
-        lines = {
-            label: [
-                (row["epoch"], row[name])
-                for row in self.rows
-                if math.isfinite(row.get(name, math.nan))
-            ]
-            for label, name in (("training", measure), ("validation", VALIDATION + measure))
-        }
-        if not any(lines.values()):
+        known = self._curves()
+        names = [name.removeprefix(VALIDATION) for name in measures] or list(known)[:PLOTTED]
+        if missing := [name for name in names if name not in known]:
             raise NotFound(
-                f"no epoch has a finite {measure!r}; there are {', '.join(self._measures())}"
+                f"no epoch has a finite {missing[0]!r}; there are {', '.join(known) or 'none'}"
             )
-        return line_chart(lines, measure, "epoch", "")
+        if not names:
+            raise NotFound("no epoch with a finite measure is finished yet")
+        drawn = [line_chart(known[name], name, "epoch", "") for name in names]
+        return Chart(drawn[0] if len(drawn) == 1 else stack(drawn, f"{len(self)} epochs"))
+
+    def _curves(self) -> dict[str, dict[str, list[tuple[float, float]]]]:
+        """Return the finite points of training and validation by measure, then by line."""
+        curves: dict[str, dict[str, list[tuple[float, float]]]] = {}
+        for column in self.columns():
+            measure = column.removeprefix(VALIDATION)
+            line = "training" if measure == column else "validation"
+            points = [
+                (r["epoch"], r[column]) for r in self.rows if math.isfinite(r.get(column, math.nan))
+            ]
+            if points and column not in {"epoch", "step"}:
+                curves.setdefault(measure, {})[line] = points
+        return curves
 
     def csv(self) -> str:
         """Return the rows as comma-separated values with a header."""
