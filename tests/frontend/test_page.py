@@ -12,14 +12,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "writing-models.md"
 
 @pytest.mark.slow
 def test_the_code_on_the_page_runs(tmp_path):
-<<<<<<< HEAD
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-=======
     page = PAGE.read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     (table,) = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
->>>>>>> main
-    assert len(blocks) == 9
+    assert len(blocks) == 10
     script = tmp_path / "page.py"
     script.write_text("\n\n".join(blocks))
     done = subprocess.run(
