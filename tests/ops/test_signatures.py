@@ -185,18 +185,33 @@ def test_a_call_that_does_not_fit_shows_the_signature(call, message):
 
 
 USES = """
+    from typing import Any
+
     import numpy as np
-    from triplane.unified_ir import nn, ops
+    from triplane.unified_ir import graph, nn, ops, optim, value_and_grad
 
     class Net(nn.Cell):
+        key: nn.State
+
         def __init__(self) -> None:
             super().__init__()
+            self.key = nn.RandomKey(np.array([0, 7], np.uint32))
             self.scale = nn.Parameter(np.ones(3, np.float32))
 
         def construct(self, x: ops.Tensor) -> ops.Tensor:
+            x = x + ops.random_normal(self.key, x.shape)
+            self.key = ops.next_key(self.key)
             x = ops.matmul(x, self.scale) * ops.vector_norm(self.scale) + ops.mean(np.ones(3))
             y = ops.where(x > 0.0, ops.softmax(x, 1), ops.leaky_relu(x, alpha=0.1))
             return ops.clip(ops.maximum(y, x, 0.5), None, np.float32(1.0) * np.ones(1)) + ops.exp(x)
+
+    OPTIMIZER = optim.Adam(1e-3)
+
+    @graph
+    def step(net: Net, state: dict[str, Any], x: ops.Tensor) -> Any:
+        value, grads = value_and_grad(lambda n, x: n(x).sum())(net, x)
+        net, state = OPTIMIZER.update(net, grads, state)
+        return value, nn.functional_call(net, net.trainable_state(), x), state
 """
 MISUSES = {
     "ops.softmax(x, axi=1)": 'Unexpected keyword argument "axi" for "softmax"',

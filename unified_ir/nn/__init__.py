@@ -94,6 +94,7 @@ from triplane.unified_ir.nn.recurrent import RNNCell as RNNCell
 from triplane.unified_ir.nn.state import Buffer as Buffer
 from triplane.unified_ir.nn.state import Personal as Personal
 from triplane.unified_ir.nn.state import RandomKey as RandomKey
+from triplane.unified_ir.nn.state import State as State
 from triplane.unified_ir.nn.transformer import TransformerDecoder as TransformerDecoder
 from triplane.unified_ir.nn.transformer import TransformerDecoderLayer as TransformerDecoderLayer
 from triplane.unified_ir.nn.transformer import TransformerEncoder as TransformerEncoder
