@@ -106,7 +106,9 @@ def test_a_server_would_draw_the_same_numbers_at_every_call_without_a_key(traine
     [
         ("x", ("predict",), "key_input='x' is the name of another tensor"),
         ("once", ("predict",), "key_input='once' is the name of another tensor"),
-        ("drop.key", ("predict",), "key_input='drop.key' is the name of another tensor"),
+        ("drop.key", ("predict",), "key_input must be a name such as 'seed', got 'drop.key'"),
+        ("", ("predict",), "key_input must be a name such as 'seed', got ''"),
+        (7, ("predict",), "key_input must be a name such as 'seed', got 7"),
         ("seed", ("train_step",), "key_input='seed' is an input of predict; export that entry"),
     ],
 )

@@ -77,6 +77,8 @@ def _sampling(trainer: Trainer, functions: Mapping[str, Function], name: str) ->
     """Return `predict` with an input in place of the random keys that it reads."""
     if "predict" not in functions:
         raise InvalidInput(f"key_input={name!r} is an input of predict; export that entry")
+    if not str(name).isidentifier():
+        raise InvalidInput(f"key_input must be a name such as 'seed', got {name!r}")
     source = functions["predict"]
     roles = trainer.roles()
     keys = [p for p in source.params if roles.get(p.name) is Role.KEY]
