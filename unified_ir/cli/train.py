@@ -13,6 +13,7 @@ import click
 from triplane.proto.errors import Conflict, InvalidInput, NotFound, TriplaneError
 from triplane.unified_ir.cli import data_options, training
 from triplane.unified_ir.cli.importing import SUFFIX, model_or_onnx
+from triplane.unified_ir.cli.python_files import load_module
 from triplane.unified_ir.cli.shell import (
     COUNT,
     FOLDER,
@@ -422,7 +423,7 @@ def load_cell(spec: str, *, batch_norm: BatchNormMode = "kept") -> Cell:
         raise InvalidInput(
             f"the cell is given as FILE.py:Cell, MODEL.onnx, .tpm or zoo:NAME, got {spec!r}"
         )
-    module = _load_module(Path(file))
+    module = load_module(Path(file), "the cell")
     attribute = getattr(module, name, None)
     if attribute is None:
         there = ", ".join(_names_of(module)) or "nothing of that file"
@@ -454,19 +455,3 @@ def _of_zoo(spec: str) -> Cell:
         return network(name, **settings)
     except TypeError as error:
         raise InvalidInput(f"zoo:{name} does not take these options: {error}") from error
-
-
-def _load_module(path: Path) -> ModuleType:
-    import importlib.util
-    import sys
-
-    if not path.is_file():
-        raise NotFound(f"no file {path}; give the path of the Python file that defines the cell")
-    sys.path.insert(0, str(path.resolve().parent))  # the file may import modules beside it
-    spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
-    if spec is None or spec.loader is None:
-        raise InvalidInput(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # where dataclasses and pickle look for the classes of the file
-    spec.loader.exec_module(module)
-    return module
