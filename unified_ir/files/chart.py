@@ -39,16 +39,16 @@ def line_chart(series: Mapping[str, Points], title: str, x_label: str, y_label: 
     points = [p for line in series.values() for p in line]
     _check_finite([c for p in points for c in p], title)
     right = WIDTH - _RIGHT - min(150, 8 + 7 * max(len(name) for name in series))
-    x_ticks = round_ticks([x for x, _ in points])
-    y_ticks = round_ticks([y for _, y in points])
+    x_ticks = _ticks([x for x, _ in points])
+    y_ticks = _ticks([y for _, y in points])
     at_x = _scale(x_ticks, _LEFT, right)
     at_y = _scale(y_ticks, HEIGHT - _BOTTOM, _TOP + 16)
     body = [_text(24, 28, title, size=16, weight="600")]
     for y in y_ticks:
         body.append(_rule(_LEFT, at_y(y), right, at_y(y)))
-        body.append(_text(_LEFT - 8, at_y(y) + 4, number_text(y), anchor="end", colour=SOFT))
+        body.append(_text(_LEFT - 8, at_y(y) + 4, _number(y), anchor="end", colour=SOFT))
     below = HEIGHT - _BOTTOM + 20
-    body += [_text(at_x(x), below, number_text(x), anchor="middle", colour=SOFT) for x in x_ticks]
+    body += [_text(at_x(x), below, _number(x), anchor="middle", colour=SOFT) for x in x_ticks]
     body.append(_text((_LEFT + right) / 2, HEIGHT - 12, x_label, anchor="middle", colour=SOFT))
     body.append(_text(24, 46, y_label, colour=SOFT))
     drawn = {name: line for name, line in series.items() if line}
@@ -79,8 +79,8 @@ def dot_chart(columns: Sequence[Column], title: str, y_label: str, *, decimals: 
 
 def value_chart(columns: Sequence[Column], title: str, y_label: str) -> str:
     """Draw a line for each pair of finite numbers; bars are means."""
-    ticks = {tick: number_text(tick) for tick in round_ticks(_values(columns, title))}
-    return _dots(columns, title, y_label, ticks, number_text)
+    ticks = {tick: _number(tick) for tick in _ticks(_values(columns, title))}
+    return _dots(columns, title, y_label, ticks, _number)
 
 
 def _values(columns: Sequence[Column], title: str) -> list[float]:
@@ -133,7 +133,7 @@ def bar_chart(
             f"<rect x='{_NAME}' y='{_f(y)}' width='{_f(width)}' height='{_BAR}' rx='2' "
             f"fill='{colour}'/>"
         )
-        label = f"{number_text(value)} {unit}".strip()
+        label = f"{_number(value)} {unit}".strip()
         body.append(_text(_NAME + width + 8, y + 14.5, label, colour=SOFT))
     height = _TOP + len(bars) * (_BAR + _GAP) + 12
     if note:
@@ -181,7 +181,7 @@ def _line(points: Points, name: str, label_y: float, number: int) -> list[str]:
 def _column(
     column: Column, x: float, room: float, at: Scale, colour: str, text: Callable[[float], str]
 ) -> list[str]:
-    left, right, middle = x + room * 0.25, x + room * 0.75, x + room / 2
+    left, right, middle = x + room * 0.36, x + room * 0.64, x + room / 2
     shown = sorted(column.pairs)[:: math.ceil(len(column.pairs) / MAX_DOTS)]
     opacity = _f(max(0.12, min(0.55, 12 / len(shown))))
     body = [
@@ -191,10 +191,11 @@ def _column(
         f"<circle cx='{_f(right)}' cy='{_f(at(a))}' r='3'/></g>"
         for b, a in shown
     ]
-    for place, k in ((left, 0), (right, 1)):
+    for place, outwards, anchor, k in ((left, -12, "end", 0), (right, 12, "start", 1)):
         mean = math.fsum(pair[k] for pair in column.pairs) / len(column.pairs)
         body.append(_rule(place - 9, at(mean), place + 9, at(mean), INK, 3))
-        label = _text(place, at(mean) - 7, text(mean), anchor="middle", weight="700")
+        # Beside the dots, which a label above its bar would hide.
+        label = _text(place + outwards, at(mean) + 4, text(mean), anchor=anchor, weight="700")
         body.append(label.replace("<text ", f"<text {HALO} ", 1))
     below = HEIGHT - _BOTTOM + 18
     body.append(_text(middle, below, column.name, anchor="middle", colour=colour, weight="600"))
@@ -231,7 +232,7 @@ def _label_heights(ends: Mapping[str, float], least: float = 16.0) -> dict[str, 
     return heights
 
 
-def round_ticks(values: Sequence[float], about: int = 5) -> list[float]:
+def _ticks(values: Sequence[float], about: int = 5) -> list[float]:
     """Return round numbers that enclose the values, in steps of 1, 2 or 5 times a power of ten."""
     low, high = min(values), max(values)
     spread = high - low or abs(high) or 1.0
@@ -254,7 +255,7 @@ def _check_finite(values: Sequence[float], title: str) -> None:
         raise InvalidInput(f"chart {title!r} needs finite numbers, got {list(values)[:8]}")
 
 
-def number_text(value: float) -> str:
+def _number(value: float) -> str:
     """Format with at most four significant digits and thousands separators."""
     if value and abs(value) < 1e-3:
         return f"{value:.1e}"
@@ -264,3 +265,13 @@ def number_text(value: float) -> str:
 def _f(x: float) -> str:
     # A fixed precision, so that the same data gives the same bytes on every machine.
     return f"{x:.2f}".rstrip("0").rstrip(".")
+
+
+def round_ticks(values: Sequence[float]) -> list[float]:
+    """Return round numbers that enclose the values, for an axis of another drawing."""
+    return _ticks(values)
+
+
+def number_text(value: float) -> str:
+    """Format as these charts do: at most four significant digits, thousands separators."""
+    return _number(value)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from html import escape
 from typing import Final
 
@@ -82,22 +83,20 @@ def horizontal(values: Sequence[float]) -> Axis:
 
 
 def line_figure(
-    lines: Mapping[str, Sequence[LinePoint]], title: str, note: str, text: Format, x_label: str
+    lines: Mapping[str, Sequence[LinePoint]], y: Axis, title: str, note: str, text: Format
 ) -> str:
-    """Return a chart of named lines, each with a band from least to most where these differ.
+    """Return a chart over rounds of named lines, with a band from least to most where they differ.
 
     lines: at least one point. text: format of a value of the vertical axis.
     """
-    points = [p for line in lines.values() for p in line]
-    x = horizontal([p.x for p in points])
-    y = vertical([v for p in points for v in (p.least, p.most)], text)
+    x = horizontal([p.x for line in lines.values() for p in line])
     drawn = [(i, name, line) for i, (name, line) in enumerate(lines.items()) if line]
-    curves = "".join(_curve(i, line, x, y) for i, _, line in drawn)
-    marks = "".join(_marks(i, name, line, (x, y), text, x_label) for i, name, line in drawn)
-    legend = "".join(
-        f"<li>{_swatch(i)}<span>{_e(name)} <b>{_e(text(line[-1].y))}</b></span></li>"
-        for i, name, line in drawn
+    # Bands below all lines.
+    curves = "".join(draw(i, line, x, y) for draw in (_band, _curve) for i, _, line in drawn)
+    marks = "".join(
+        _marks(i, line, x, y, partial(_point_text, name, text)) for i, name, line in drawn
     )
+    legend = "".join(_legend(i, name, text(line[-1].y)) for i, name, line in drawn)
     # A drawing without a fixed ratio stretches with the plot; its strokes do not.
     body = (
         "<svg class='stretched' viewBox='0 0 100 100' preserveAspectRatio='none' width='100%' "
@@ -105,17 +104,24 @@ def line_figure(
     )
     return (
         f"<figure class='chart'><figcaption><b>{_e(title)}</b><span>{_e(note)}</span></figcaption>"
-        f"<ul class='legend'>{legend}</ul>"
-        f"{_plot(body, x, y, title)}<p class='axis'>{_e(x_label)}</p></figure>"
+        f"<ul class='legend'>{legend}</ul>{_plot(body, x, y, title)}"
+        "<p class='axis'>round</p></figure>"
     )
 
 
-def dot_panels(panels: Sequence[DotPanel], title: str, note: str, text: Format) -> str:
-    """Return a small chart per panel, all with the same vertical axis."""
-    values = [v for panel in panels for dot in panel.dots for v in (dot.before, dot.after)]
-    y = vertical(values, text)
-    figures = "".join(_panel(panel, y, text) for panel in panels)
-    return f"<section class='panels'><h3>{_e(title)}</h3><p>{_e(note)}</p><div>{figures}</div></section>"
+def _legend(i: int, name: str, value: str) -> str:
+    return f"<li>{_swatch(i)}<span>{_e(name)} <b>{_e(value)}</b></span></li>"
+
+
+def dot_panels(rows: Sequence[Sequence[DotPanel]], title: str, note: str, text: Format) -> str:
+    """Return a small chart per panel in rows, all with the same vertical axis."""
+    dots = [dot for row in rows for panel in row for dot in panel.dots]
+    y = vertical([v for dot in dots for v in (dot.before, dot.after)], text)
+    figures = "".join(
+        f"<div>{''.join(_panel(panel, y, text) for panel in row)}</div>" for row in rows
+    )
+    head = f"<h3>{_e(title)}</h3><p>{_e(note)}</p>"
+    return f"<section class='panels'>{head}{figures}</section>"
 
 
 def _panel(panel: DotPanel, y: Axis, text: Format) -> str:
@@ -131,10 +137,10 @@ def _panel(panel: DotPanel, y: Axis, text: Format) -> str:
         for at, mean in ((LEFT, before), (RIGHT, after))
     )
     x = Axis(0, 100, {LEFT: "before", RIGHT: "adapted"})
+    means_text = f"mean {_e(text(before))} → <b>{_e(text(after))}</b>"
     head = (
-        f"<figcaption><b>{_swatch(panel.series)}{_e(panel.name)}</b><span>{count} "
-        f"{_e(panel.group)}</span><span>mean {_e(text(before))} → <b>{_e(text(after))}</b></span>"
-        "</figcaption>"
+        f"<figcaption><b>{_swatch(panel.series)}{_e(panel.name)}</b>"
+        f"<span>{_e(panel.group)}, {count} scores</span><span>{means_text}</span></figcaption>"
     )
     marks = f"<g class='s{panel.series % COLOURS} {faint}'>{body}</g>{means}"
     name = f"{panel.name}, {panel.group} devices"
@@ -155,41 +161,38 @@ def _pair(dot: PanelDot, y: Axis) -> str:
     )
 
 
+def _band(i: int, line: Sequence[LinePoint], x: Axis, y: Axis) -> str:
+    """Return the area from least to most, or nothing where all seeds agree."""
+    if all(p.most == p.least for p in line):
+        return ""
+    edge = [(p.x, p.most) for p in line] + [(p.x, p.least) for p in reversed(line)]
+    return f"<polygon class='band s{i % COLOURS}' points='{_path(edge, x, y)}'/>"
+
+
 def _curve(i: int, line: Sequence[LinePoint], x: Axis, y: Axis) -> str:
-    places = [x.at(p.x) for p in line]
-
-    def path(heights: Sequence[float]) -> list[str]:
-        return [f"{_f(a)},{_f(100 - y.at(b))}" for a, b in zip(places, heights, strict=True)]
-
-    band = ""
-    if any(p.most > p.least for p in line):
-        edge = [*path([p.most for p in line]), *reversed(path([p.least for p in line]))]
-        band = f"<polygon class='band' points='{' '.join(edge)}'/>"
     dash = DASHES[i % len(DASHES)]
     dashed = f" stroke-dasharray='{dash}'" if dash else ""
-    stroke = f"<polyline class='line' points='{' '.join(path([p.y for p in line]))}'{dashed}/>"
-    return f"<g class='s{i % COLOURS}'>{band}{stroke}</g>"
+    path = _path([(p.x, p.y) for p in line], x, y)
+    return f"<polyline class='line s{i % COLOURS}' points='{path}'{dashed}/>"
+
+
+def _path(points: Sequence[tuple[float, float]], x: Axis, y: Axis) -> str:
+    return " ".join(f"{_f(x.at(a))},{_f(100 - y.at(b))}" for a, b in points)
 
 
 def _marks(
-    i: int,
-    name: str,
-    line: Sequence[LinePoint],
-    axes: tuple[Axis, Axis],
-    text: Format,
-    x_label: str,
+    i: int, line: Sequence[LinePoint], x: Axis, y: Axis, say: Callable[[LinePoint], str]
 ) -> str:
-    x, y = axes
     return f"<g class='s{i % COLOURS}'>" + "".join(
         f"<circle class='mark' cx='{_p(x.at(p.x))}' cy='{_p(100 - y.at(p.y))}' r='3'>"
-        f"<title>{_e(_point_text(name, p, text, x_label))}</title></circle>"
+        f"<title>{_e(say(p))}</title></circle>"
         for p in line
     ) + "</g>"  # fmt: skip
 
 
-def _point_text(name: str, p: LinePoint, text: Format, x_label: str) -> str:
+def _point_text(name: str, text: Format, p: LinePoint) -> str:
     over = f" ({text(p.least)} to {text(p.most)} over seeds)" if p.most > p.least else ""
-    return f"{name}, {x_label} {number_text(p.x)}: {text(p.y)}{over}"
+    return f"{name}, round {number_text(p.x)}: {text(p.y)}{over}"
 
 
 def _plot(body: str, x: Axis, y: Axis, title: str) -> str:

@@ -19,10 +19,12 @@ from triplane.unified_ir.federated.core.metric import Metric
 from triplane.unified_ir.federated.study.export import curve, rounds_csv, scores_csv, trial_record
 from triplane.unified_ir.federated.study.figures import (
     DotPanel,
+    Format,
     LinePoint,
     PanelDot,
     dot_panels,
     line_figure,
+    vertical,
 )
 from triplane.unified_ir.federated.study.seeds import (
     Replicates,
@@ -98,7 +100,7 @@ PAIRS: Final = {
 }
 """The end of `NOTE`, by whether there are several seeds."""
 COST_NOTE: Final = (
-    "Means over seeds. Bytes are those of tensors, of all devices and rounds. Seconds are of "
+    "Bytes are those of tensors, of all devices and rounds. Seconds are of "
     "learning and reducing in this process, one device after another, without scoring."
 )
 LOSS_NOTE: Final = "of a batch; for algorithms of episodes, of the query after the inner steps"
@@ -115,7 +117,7 @@ def page(trials: Sequence[Trial], title: str, facts: Mapping[str, str] | None = 
         *(f"<p class='said'>{_e(line)}</p>" for line in verdicts(trials)),
         _data(trials),
         *(results(trials, seen=seen, heading=heading) for seen, _, heading in GROUPS),
-        f"<p>{_e(note)}</p>",
+        f"<details><summary>How to read these tables</summary><p>{_e(note)}</p></details>",
         "<h2>Over rounds</h2>",
         f"<div class='charts'>{''.join(charts(trials))}</div>",
         "<h2>Devices</h2>",
@@ -123,7 +125,7 @@ def page(trials: Sequence[Trial], title: str, facts: Mapping[str, str] | None = 
         _listed(trials),
         "<h2>What it cost</h2>",
         _table(COSTS, [_cost_row(name, replicates) for name, replicates in groups.items()]),
-        f"<p>{_e(COST_NOTE)}</p>",
+        f"<p>{COST_NOTE}{' Means over seeds.' if several else ''}</p>",
         _facts_table(facts or {}),
     ]
     return _document(title, body)
@@ -173,6 +175,7 @@ def results(trials: Sequence[Trial], *, seen: bool, heading: str) -> str:
     if not groups:
         return ""
     metric, first = metric_of_trials(trials), trials[0].algorithm
+    firsts = by_algorithm(trials)[first]
     spreads = {
         n: [s for value in VALUES if (s := final_spread(r, value, seen=seen)) is not None]
         for n, r in groups.items()
@@ -187,9 +190,7 @@ def results(trials: Sequence[Trial], *, seen: bool, heading: str) -> str:
         before, adapted, *worst = (_cell(s, top, metric) for s, top in pairs)
         start = start_spread(replicates, seen=seen)
         gain = _gain(adaptation_gain(replicates, seen=seen), metric)
-        gap = (
-            None if name == first else compared(replicates, by_algorithm(trials)[first], seen=seen)
-        )
+        gap = None if name == first else compared(replicates, firsts, seen=seen)
         rows.append(
             [_e(name), "" if start is None else start.text(metric), before, adapted, gain,
              _gain(gap, metric), _rates(replicates, seen=seen), *worst]
@@ -228,7 +229,8 @@ def _cost_row(name: str, replicates: Replicates) -> list[str]:
 
 def _facts_table(facts: Mapping[str, str]) -> str:
     rows = "".join(f"<tr><td>{_e(k)}</td><td>{_e(v)}</td></tr>" for k, v in facts.items())
-    return f"<h2>How it was run</h2><table class='facts'>{rows}</table>" if facts else ""
+    table = f"<div class='wide'><table class='facts'>{rows}</table></div>"
+    return f"<h2>How it was run</h2>{table}" if facts else ""
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -250,23 +252,33 @@ def charts(trials: Sequence[Trial]) -> list[str]:
     metric, groups = metric_of_trials(trials), by_algorithm(trials)
     every = math.ceil(max(1, *(len(t.rounds) for t in trials)) / MAX_POINTS)
     loss_note = LOSS_NOTE if every == 1 else f"mean of {every} rounds, {LOSS_NOTE}"
-    drawings = [
-        (
-            {n: _merged([_scores_line(t, side, seen=seen) for t in r]) for n, r in groups.items()},
-            f"{what} {metric.name} of {group} devices",
-            OVER_ROUNDS[metric.share],
-            _percent if metric.share else number_text,
-        )
-        for seen, group, _ in GROUPS
-        for side, what in ((1, "Unadapted"), (2, "Adapted"))
-    ]
     losses = {n: _merged([_losses(t, every) for t in r]) for n, r in groups.items()}
-    drawings.append((losses, "Loss of local steps", loss_note, number_text))
-    return [
-        line_figure(lines, title, note, text, "round")
-        for lines, title, note, text in drawings
-        if any(len(line) > 1 for line in lines.values())
-    ]
+    text = _percent if metric.share else number_text
+    figures = []
+    for seen, group, _ in GROUPS:
+        pair = {
+            f"{what} {metric.name} of {group} devices": {
+                n: _merged([_scores_line(t, side, seen=seen) for t in r]) for n, r in groups.items()
+            }
+            for side, what in ((1, "Unadapted"), (2, "Adapted"))
+        }
+        figures += _line_figures(pair, OVER_ROUNDS[metric.share], text)
+    return figures + _line_figures({"Loss of local steps": losses}, loss_note, number_text)
+
+
+def _line_figures(
+    figures: Mapping[str, Mapping[str, Sequence[LinePoint]]], note: str, text: Format
+) -> list[str]:
+    """Return charts by title, all with the same vertical axis; those of single points are left out.
+
+    A single axis, so that charts beside each other can be compared.
+    """
+    drawn = {k: lines for k, lines in figures.items() if any(len(x) > 1 for x in lines.values())}
+    points = [p for lines in drawn.values() for line in lines.values() for p in line]
+    if not points:
+        return []
+    y = vertical([v for p in points for v in (p.least, p.most)], text)
+    return [line_figure(lines, y, title, note, text) for title, lines in drawn.items()]
 
 
 def _scores_line(trial: Trial, side: int, *, seen: bool) -> list[tuple[float, float]]:
@@ -292,23 +304,28 @@ def _merged(lines: Sequence[Sequence[tuple[float, float]]]) -> list[LinePoint]:
 
 def _dots(trials: Sequence[Trial]) -> str:
     metric = metric_of_trials(trials)
-    names = sorted({s.device for t in trials for seen, _, _ in GROUPS for s in t.final(seen=seen)})
-    keys = {name: k for k, name in enumerate(names)}
-    panels = [
-        DotPanel(name, f"{group} devices", i, dots)
-        for seen, group, _ in GROUPS
-        for i, (name, replicates) in enumerate(by_algorithm(trials).items())
-        if (dots := [
-            _dot(score, trial, keys, several=len(replicates) > 1)
-            for trial in replicates for score in trial.final(seen=seen)
-        ])
-    ]  # fmt: skip
-    if not panels:
+    names = {s.device for t in trials for seen, _, _ in GROUPS for s in t.final(seen=seen)}
+    keys = {name: k for k, name in enumerate(sorted(names))}
+    rows = [row for seen, group, _ in GROUPS if (row := _panels(trials, keys, group, seen=seen))]
+    if not rows:
         return ""
     note = OF_DEVICES[metric.share].format(metric=metric.name)
     text = _percent if metric.share else number_text
     note = f"{note}. A line is a device{_each(trials)}; bars are means."
-    return dot_panels(panels, "Before and after adaptation", note, text)
+    return dot_panels(rows, "Before and after adaptation", note, text)
+
+
+def _panels(
+    trials: Sequence[Trial], keys: Mapping[str, int], group: str, *, seen: bool
+) -> list[DotPanel]:
+    panels = []
+    for i, (name, replicates) in enumerate(by_algorithm(trials).items()):
+        several = len(replicates) > 1
+        scored = [(score, trial) for trial in replicates for score in trial.final(seen=seen)]
+        dots = [_dot(score, trial, keys, several=several) for score, trial in scored]
+        if dots:
+            panels.append(DotPanel(name, group, i, dots))
+    return panels
 
 
 def _each(trials: Sequence[Trial]) -> str:

@@ -105,7 +105,10 @@ def student_t(freedom: int) -> float:
         return FEW[freedom - 1]
     # Expansion in 1 / freedom around the normal quantile (Abramowitz and Stegun, 26.7.5).
     z, n = 1.959964, freedom
-    return z + (z**3 + z) / (4 * n) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n * n)
+    first = (z**3 + z) / 4
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + first / n + second / n**2 + third / n**3
 
 
 @dataclass(frozen=True, slots=True, eq=False)

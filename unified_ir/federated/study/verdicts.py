@@ -24,14 +24,15 @@ GROUPS: Final = (
 LEAST_COMPARED: Final = 2
 Measure = Callable[..., Difference | None]
 # fmt: off
-WARNINGS: Final[tuple[tuple[Measure, str, str], ...]] = (
-    (adaptation_gain, "Adaptation hurts here",
+WARNINGS: Final[tuple[tuple[Measure, str, str, str], ...]] = (
+    (adaptation_gain, "Adaptation hurts here", "Adaptation does not help here",
      "use the model as it is, or adapt at a smaller rate or in fewer steps"),
-    (learning_gain, "The end is worse than the start",
+    (learning_gain, "The end is worse than the start", "The end is no better than the start",
      "try a smaller lr, or other numbers of rounds and steps"),
 )
 # fmt: on
-"""(gain that is negative where something is wrong, what is wrong, the way out)."""
+"""(gain that is negative where something is wrong, what is wrong if a gain is significant, and if
+none is, the way out)."""
 
 
 def warnings(trials: Sequence[Trial]) -> list[str]:
@@ -40,20 +41,23 @@ def warnings(trials: Sequence[Trial]) -> list[str]:
     Each names the algorithms and groups of devices with the mean gain and its margin.
     """
     lines = []
-    for measure, what, way_out in WARNINGS:
+    for measure, surely, perhaps, way_out in WARNINGS:
         odd = [
-            _measured(name, group, gain, replicates[0].metric)
+            (not gain.shown, _measured(name, group, gain, replicates[0].metric))
             for name, replicates in by_algorithm(trials).items()
             for seen, group, _ in GROUPS
             if (gain := measure(replicates, seen=seen)) is not None and gain.mean < 0
         ]
-        if odd:
-            lines.append(f"{what}: {'; '.join(odd)}. Advice: {way_out}.")
+        # Stable: what is significant comes first.
+        texts = [text for _, text in sorted(odd, key=lambda pair: pair[0])]
+        what = perhaps if all(doubtful for doubtful, _ in odd) else surely
+        if texts:
+            lines.append(f"{what}: {', '.join(texts)}; {way_out}.")
     return lines
 
 
 def _measured(name: str, group: str, gain: Difference, metric: Metric) -> str:
-    doubt = "" if gain.shown else ", not significant"
+    doubt = "" if gain.shown else " (not significant)"
     return f"{name} on {group} devices {metric.gain_text(gain.mean, gain.margin)}{doubt}"
 
 
