@@ -54,14 +54,15 @@ def load_algorithm(spec: str) -> Algorithm:
 
     NotFound: there is no such file or name. InvalidInput: the name is not an `Algorithm`.
     """
-    from triplane.unified_ir.federated.algorithms import Algorithm
+    from triplane.unified_ir.federated.algorithms import ALGORITHMS, Algorithm
 
     file, _, name = spec.rpartition(":")
     path = Path(file)
     module = load_module(path, "the algorithm")
     rows = {k: row for k, row in vars(module).items() if isinstance(row, Algorithm)}
     if name not in vars(module):
-        raise NotFound(f"{path} defines no {name!r}; algorithms there: {', '.join(rows) or 'none'}")
+        own = [k for k, row in rows.items() if row.name not in ALGORITHMS]
+        raise NotFound(f"{path} defines no {name!r}; algorithms there: {', '.join(own) or 'none'}")
     if name not in rows:
         raise InvalidInput(
             f"{spec} is of type {type(vars(module)[name]).__name__}; it must be an Algorithm of "
