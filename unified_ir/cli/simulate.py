@@ -93,23 +93,22 @@ MAX_SEEDS: Final = 100
 MAX_DIGITS: Final = 19
 
 
-class Seeds(click.ParamType):
-    """Seeds: a number of them (an int), or a list with commas (a tuple)."""
-
-    name = "seeds"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> int | tuple[int, ...]:
-        """Return a number of seeds or the seeds; a usage error unless they are whole numbers."""
-        parts = str(value).split(",")
-        if not all(part.isascii() and part.isdigit() and len(part) < MAX_DIGITS for part in parts):
-            self.fail(f"{str(value)[:60]!r} is no number and no list such as 0,1,2", param, ctx)
-        seeds = tuple(dict.fromkeys(map(int, parts)))
-        count = len(seeds) if "," in str(value) else seeds[0]
-        if not 1 <= count <= MAX_SEEDS:
-            self.fail(f"there are 1 to {MAX_SEEDS} seeds, got {count}", param, ctx)
-        return seeds if "," in str(value) else count
+def _parse_seeds(
+    ctx: click.Context, param: click.Parameter, value: str | None
+) -> int | tuple[int, ...] | None:
+    """Return a number of seeds, or the seeds of a list with commas; None if not set."""
+    if value is None:
+        return None
+    parts = value.split(",")
+    if not all(part.isascii() and part.isdigit() and len(part) < MAX_DIGITS for part in parts):
+        message = f"{value[:60]!r} is no number and no list such as 0,1,2"
+        raise click.BadParameter(message, ctx, param)
+    seeds = tuple(dict.fromkeys(map(int, parts)))
+    is_list = len(parts) > 1
+    count = len(seeds) if is_list else seeds[0]
+    if not 1 <= count <= MAX_SEEDS:
+        raise click.BadParameter(f"there are 1 to {MAX_SEEDS} seeds, got {count}", ctx, param)
+    return seeds if is_list else count
 
 
 # fmt: off
@@ -155,7 +154,7 @@ OPTIONS: Final = (
            click.FloatRange(0, 1, min_open=True), default=defaults.KEEP),
     option("--seed N", "Seed of partition, rounds and steps.", NATURAL, default=0),
     option("--seeds SEEDS", "Several seeds: their number, from --seed on, or a list such as 0,7.",
-           Seeds()),
+           callback=_parse_seeds),
     option("--folder",
            "Save the state of each algorithm after each round, to resume from.", FOLDER),
     option("--out", "Write the report as one HTML page.", OUTPUT_FILE),
@@ -274,7 +273,7 @@ def _write(
 
     names = ", ".join(dict.fromkeys(t.algorithm for t in trials))
     title = f"{options['model'].name}: {names if names.count(',') < MAX_TITLED else 'a comparison'}"
-    contents = {
+    contents: dict[str, Callable[[], str]] = {
         "out": lambda: page(trials, title, facts),
         "out_csv": lambda: scores_csv(trials),
         "out_json": lambda: json.dumps(record, indent=1, ensure_ascii=False) + "\n",

@@ -19,8 +19,8 @@ pytestmark = pytest.mark.slow
 LOOKS = [(width, scheme) for width in (390, 1440) for scheme in ("light", "dark")]
 SEEDS = (0, 1, 2)
 HOSTILE = "<script>window.injected = true</script> with_a_long_name_" + "x" * 60
-SHOT_HEIGHT = {390: 2400, 1440: 1500}
-SHADES = 24
+PHONE = 500
+SHADES = 96
 """Colours of a picture in the documentation: text and charts need few."""
 
 MEASURE = """
@@ -102,32 +102,40 @@ def opened(browser, file, width, scheme):
     """The page at that width; the emulation stays until the next call."""
     feature = {"name": "prefers-color-scheme", "value": scheme}
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
-    size = {"width": width, "height": SHOT_HEIGHT[width], "deviceScaleFactor": 1}
-    mobile = size | {"mobile": width < 500}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", mobile)
+    resize(browser, width, 900)
     browser.get_log("browser")
     browser.get(file.as_uri())
     return browser
 
 
+def resize(browser, width, height):
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < PHONE}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+
+
 @pytest.mark.parametrize(("width", "scheme"), LOOKS)
 def test_everything_is_within_the_screen_and_legible(browser, file, width, scheme):
     opened(browser, file, width, scheme)
-    save(browser, f"study-report-{width}-{scheme}.png")
     look = browser.execute_script(MEASURE)
     assert (look["width"], look["dark"]) == (width, scheme == "dark")
     assert look["overflow"] == 0
     assert look["out"] == []
     assert look["low"] == []
     assert browser.get_log("browser") == []
+    save(browser, width, f"study-report-{width}-{scheme}.png")
 
 
-def save(browser, name):
+def save(browser, width, name):
+    """Save the whole page, as it is before its folded parts were opened."""
     if folder := os.environ.get("TRIPLANE_SHOTS"):
         from PIL import Image
 
+        browser.refresh()
+        resize(browser, width, browser.execute_script("return document.body.offsetHeight"))
         picture = Image.open(io.BytesIO(browser.get_screenshot_as_png())).convert("RGB")
-        picture.quantize(SHADES, dither=Image.Dither.NONE).save(Path(folder) / name, optimize=True)
+        picture.quantize(SHADES, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
+            Path(folder) / name, optimize=True
+        )
 
 
 def test_long_and_hostile_names_stay_text_within_the_screen(browser, trials, tmp_path):
