@@ -28,7 +28,7 @@ from triplane.unified_ir.federated.study.figures import (
 )
 from triplane.unified_ir.federated.study.seeds import (
     Replicates,
-    Spread,
+    SeedSpread,
     adaptation_gain,
     by_algorithm,
     compared,
@@ -200,7 +200,7 @@ def results(trials: Sequence[Trial], *, seen: bool, heading: str) -> str:
     return f"<h2>{_e(heading)}: {count}</h2>{_table(heads, rows)}"
 
 
-def _cell(value: Spread, best: float, metric: Metric) -> str:
+def _cell(value: SeedSpread, best: float, metric: Metric) -> str:
     text = value.text(metric)
     return f"<b>{text}</b>" if metric.text(value.mean) == metric.text(best) else text
 

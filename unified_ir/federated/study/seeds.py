@@ -24,7 +24,7 @@ Gain = Callable[[Trial], Sequence[float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class SeedSpread:
     """A number over seeds: mean, sample standard deviation (0 for one seed), least and most."""
 
     mean: float
@@ -39,9 +39,9 @@ class Spread:
         return mean if self.seeds == 1 else f"{mean} ± {metric.text(self.deviation)}"
 
 
-def spread(values: Sequence[float]) -> Spread:
+def spread(values: Sequence[float]) -> SeedSpread:
     """Return the spread of at least one number."""
-    return Spread(mean_of(values), deviation(values), min(values), max(values), len(values))
+    return SeedSpread(mean_of(values), deviation(values), min(values), max(values), len(values))
 
 
 def by_algorithm(trials: Sequence[Trial]) -> Mapping[str, Replicates]:
@@ -75,13 +75,13 @@ def final_summaries(trials: Replicates, *, seen: bool) -> list[Summary]:
 
 def final_spread(
     trials: Replicates, value: Callable[[Summary], float], *, seen: bool
-) -> Spread | None:
+) -> SeedSpread | None:
     """Return the spread over seeds of a value of the final summaries; None without scores."""
     values = [value(s) for s in final_summaries(trials, seen=seen)]
     return spread(values) if values else None
 
 
-def start_spread(trials: Replicates, *, seen: bool) -> Spread | None:
+def start_spread(trials: Replicates, *, seen: bool) -> SeedSpread | None:
     """Return the spread over seeds of the mean unadapted score at the start; None if unknown."""
     each = [[s.before for s in trial.start if s.seen is seen] for trial in trials]
     return spread([mean_of(scores) for scores in each if scores]) if any(each) else None
