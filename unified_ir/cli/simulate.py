@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -349,7 +350,8 @@ def _trial(
     )
     if not reported:
         note(f"{label} was already finished; read from {folder}")
-    return trial
+    # The report needs no weights, and those of many trials may not fit into memory.
+    return replace(trial, state={})
 
 
 def _means(scores: Sequence[DeviceScore], metric: Metric) -> str:

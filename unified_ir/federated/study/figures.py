@@ -23,6 +23,9 @@ DASHES: Final = ("", "9 4", "3 3", "12 3 3 3")
 LEFT, RIGHT = 25.0, 75.0
 """Places of unadapted and adapted scores in a panel, in percent."""
 MAX_MARKS: Final = 60
+"""Limit for the devices of a panel that are drawn in full colour."""
+MAX_LARGE: Final = 20
+"""Limit for the points of a line that are drawn large."""
 Format = Callable[[float], str]
 
 
@@ -183,8 +186,9 @@ def _path(points: Sequence[tuple[float, float]], x: Axis, y: Axis) -> str:
 def _marks(
     i: int, line: Sequence[LinePoint], x: Axis, y: Axis, say: Callable[[LinePoint], str]
 ) -> str:
+    radius = 3 if len(line) <= MAX_LARGE else 1.5
     return f"<g class='s{i % COLOURS}'>" + "".join(
-        f"<circle class='mark' cx='{_p(x.at(p.x))}' cy='{_p(100 - y.at(p.y))}' r='3'>"
+        f"<circle class='mark' cx='{_p(x.at(p.x))}' cy='{_p(100 - y.at(p.y))}' r='{radius}'>"
         f"<title>{_e(say(p))}</title></circle>"
         for p in line
     ) + "</g>"  # fmt: skip

@@ -103,6 +103,9 @@ COST_NOTE: Final = (
     "Bytes are those of tensors, of all devices and rounds. Seconds are of "
     "learning and reducing in this process, one device after another, without scoring."
 )
+ENDS_NOTE: Final = (
+    "Devices were scored at the start and at the end only; evaluate-every adds rounds in between."
+)
 LOSS_NOTE: Final = "of a batch; for algorithms of episodes, of the query after the inner steps"
 
 
@@ -119,6 +122,7 @@ def page(trials: Sequence[Trial], title: str, facts: Mapping[str, str] | None = 
         *(results(trials, seen=seen, heading=heading) for seen, _, heading in GROUPS),
         f"<details><summary>How to read these tables</summary><p>{_e(note)}</p></details>",
         "<h2>Over rounds</h2>",
+        "" if any(len(t.scored_rounds()) > 1 for t in trials) else f"<p>{ENDS_NOTE}</p>",
         f"<div class='charts'>{''.join(charts(trials))}</div>",
         "<h2>Devices</h2>",
         _dots(trials),
