@@ -9,6 +9,7 @@ from typing import Final
 
 from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.federated.core.metric import ACCURACY, Metric
+from triplane.unified_ir.federated.study.shown import trial_html, trial_text
 
 LEAST_PAIRS: Final = 2
 """Least number of devices or seeds for a standard error."""
@@ -111,7 +112,7 @@ def student_t(freedom: int) -> float:
     return z + first / n + second / n**2 + third / n**3
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Trial:
     """A run of one algorithm with one seed. state: the shared state at its end.
 
@@ -128,6 +129,12 @@ class Trial:
     metric: Metric = ACCURACY
     seed: int = 0
     start: Sequence[DeviceScore] = ()
+
+    def __repr__(self) -> str:
+        return trial_text(self)
+
+    def _repr_html_(self) -> str:
+        return trial_html(self)
 
     @property
     def last_round(self) -> int:
