@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import sys
-import traceback
 from dataclasses import replace
 from pathlib import Path
+from traceback import extract_tb
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def load_module(path: Path, what: str) -> ModuleType:
     """Run a Python file and return its module. what: what the file should define, for errors.
 
-    NotFound: there is no such file. InvalidInput: it raises an error, which is named with its line.
+    NotFound: there is no such file. What the file itself raises is passed on (`blame_file`).
     """
     if not path.is_file():
         raise NotFound(f"no file {path}; give the path of the Python file that defines {what}")
@@ -30,35 +30,38 @@ def load_module(path: Path, what: str) -> ModuleType:
         raise InvalidInput(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # where dataclasses and pickle look for the classes of the file
-    try:
-        spec.loader.exec_module(module)
-    except TriplaneError:
-        raise
-    except Exception as error:
-        message = f"{path}{_line(error, path)} raises {type(error).__name__}: {error}; fix the file"
-        raise InvalidInput(message) from error
+    spec.loader.exec_module(module)
     return module
 
 
-def _line(error: Exception, path: Path) -> str:
-    """Return the last line of the file that the error passed, as ", line 3"."""
-    if isinstance(error, SyntaxError):
-        return ""  # its message names file and line
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [f.lineno for f in frames if Path(f.filename) == path.resolve()]
-    return f", line {lines[-1]}," if lines else ""
+def blame_file(error: Exception, file: str) -> None:
+    """Raise InvalidInput with the last line of the user's file in the trace of `error`, if any."""
+    path = str(Path(file).resolve())
+    lines = [f.lineno for f in extract_tb(error.__traceback__) if f.filename == path]
+    if isinstance(error, SyntaxError) and error.filename == path:
+        lines.append(error.lineno)
+    if lines:
+        what = error.msg if isinstance(error, SyntaxError) else error
+        raise InvalidInput(f"{file}:{lines[-1]}: {type(error).__name__}: {what}") from error
 
 
 def load_algorithm(spec: str) -> Algorithm:
     """Return the federated algorithm that FILE.py:NAME names, with the file's digest as revision.
 
-    NotFound: there is no such file or name. InvalidInput: the name is not an `Algorithm`.
+    NotFound: there is no such file or name. InvalidInput: the name is not an `Algorithm`, or the
+    file raises an error, which is named with its line.
     """
     from triplane.unified_ir.federated.algorithms import ALGORITHMS, Algorithm
 
     file, _, name = spec.rpartition(":")
     path = Path(file)
-    module = load_module(path, "the algorithm")
+    try:
+        module = load_module(path, "the algorithm")
+    except TriplaneError:
+        raise
+    except Exception as error:
+        blame_file(error, file)
+        raise
     rows = {k: row for k, row in vars(module).items() if isinstance(row, Algorithm)}
     if name not in vars(module):
         own = [k for k, row in rows.items() if row.name not in ALGORITHMS]

@@ -13,7 +13,7 @@ import click
 from triplane.proto.errors import Conflict, InvalidInput, NotFound, TriplaneError
 from triplane.unified_ir.cli import data_options, training
 from triplane.unified_ir.cli.importing import SUFFIX, model_or_onnx
-from triplane.unified_ir.cli.python_files import load_module
+from triplane.unified_ir.cli.python_files import blame_file, load_module
 from triplane.unified_ir.cli.shell import (
     COUNT,
     FOLDER,
@@ -205,7 +205,7 @@ def _explained(
             _explain_rate(error, options["lr"])
         raise
     except Exception as error:
-        _blame_file(error, options["cell"])
+        blame_file(error, options["cell"].rpartition(":")[0])
         raise
 
 
@@ -239,20 +239,6 @@ def _report(output: CommandOutput, options: dict[str, Any], record: dict[str, An
     shown = ", ".join(f"{k} {v:.4g}" for k, v in record["validation"].items())
     head = f"{record['model']}: {record['bytes']:,} bytes, held out: {shown}"
     output.result(record, f"{head}\ndigest {record['digest']}")
-
-
-def _blame_file(error: Exception, spec: str) -> None:
-    """Raise InvalidInput with the last line of the user's file in the trace of `error`."""
-    from traceback import extract_tb
-
-    file = spec.rpartition(":")[0]
-    path = str(Path(file).resolve())
-    lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == path]
-    if isinstance(error, SyntaxError) and error.filename == path:
-        lines.append(error.lineno)
-    if lines:
-        what = error.msg if isinstance(error, SyntaxError) else error
-        raise InvalidInput(f"{file}:{lines[-1]}: {type(error).__name__}: {what}") from error
 
 
 def _explain_rate(error: TriplaneError, rate: float) -> None:
