@@ -207,7 +207,7 @@ def _line(points: Points, name: str, label_y: float, number: int) -> list[str]:
 def _column(
     column: Column, x: float, room: float, at: Scale, colour: str, text: Callable[[float], str]
 ) -> list[str]:
-    left, right, middle = x + room * 0.36, x + room * 0.64, x + room / 2
+    left, right, middle = x + room * 0.4, x + room * 0.64, x + room / 2
     shown = sorted(column.pairs)[:: math.ceil(len(column.pairs) / MAX_DOTS)]
     opacity = _f(max(0.12, min(0.55, 12 / len(shown))))
     body = [
