@@ -106,6 +106,18 @@ def test_a_list_names_the_seeds(folder):
     assert [t["seed"] for t in json.loads(done.stdout)["trials"]] == [7, 0]
 
 
+@pytest.mark.slow
+def test_an_algorithm_that_diverges_is_named_with_its_seed(folder):
+    diverging = ("--meta-lr=3e38", "--steps=5", "--rounds=10", "--seeds=2")
+    done = run(folder, *diverging, "--json")
+    assert done.exit_code == 2
+    record = json.loads(done.stdout)
+    assert list(record["stopped"]) == ["maml seed 0", "maml seed 1"]
+    assert [(t["algorithm"], t["seed"]) for t in record["trials"]] == [("fedavg", 0), ("fedavg", 1)]
+    with pytest.raises(InvalidInput, match="in round "):
+        run(folder, *diverging, "--algorithm=maml")
+
+
 def test_a_warning_is_the_first_line(folder):
     done = run(folder, *HARMFUL)
     first, second, *_ = done.stdout.splitlines()

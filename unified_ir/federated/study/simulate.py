@@ -45,7 +45,7 @@ NOW_S: Final = 0.0
 Arrays = Mapping[str, Array]
 OnRound = Callable[[RoundRow], None]
 OnScores = Callable[[int, float | None, tuple[DeviceScore, ...]], None]
-"""(round, rate of adaptation if it is one of `Study.rates`, scores).
+"""(round, 0 for the start; rate of adaptation if it is one of `Study.rates`; scores).
 
 No scores: adaptation at that rate made a loss that is not finite.
 """
