@@ -144,6 +144,44 @@ def test_an_update_in_a_branch_and_in_a_loop_is_one_of_the_cell():
     check(after, state, rtol=1e-6, atol=1e-7)
 
 
+def test_two_updates_in_one_graph_are_two_steps():
+    optimizer = optim.SGD(0.1, momentum=0.9)
+    net, other = Net(), Net()
+    step = loop(optimizer)
+
+    @graph
+    def twice(net, state, x, y):
+        _, state = step(net, state, x, y)
+        between = net(x)
+        loss, state = step(net, state, x, y)
+        return between, loss, state
+
+    between, loss, after = twice(net, optimizer.init(net), X, Y)
+    _, state = step(other, optimizer.init(other), X, Y)
+    np.testing.assert_allclose(between, other(X), rtol=1e-5, atol=1e-6)
+    expected, state = step(other, state, X, Y)
+    assert float(loss) == pytest.approx(float(expected), rel=1e-6)
+    check(net.state_dict(), other.state_dict(), rtol=1e-6, atol=1e-7)
+    check(after, state, rtol=1e-6, atol=1e-7)
+
+
+def test_a_call_with_other_parameters_keeps_the_updated_ones():
+    optimizer = optim.SGD(0.1)
+    net, other = Net(), Net()
+    step, start = loop(optimizer), net.trainable_state()
+
+    @graph
+    def compared(net, params, x, y):
+        step(net, {}, x, y)
+        return nn.functional_call(net, params, x), net(x)
+
+    before, after = compared(net, start, X, Y)
+    np.testing.assert_allclose(before, other(X), rtol=1e-6)
+    step(other, {}, X, Y)
+    np.testing.assert_allclose(after, other(X), rtol=1e-6)
+    check(net.state_dict(), other.state_dict(), rtol=1e-6, atol=1e-7)
+
+
 def test_eager_mode_updates_a_cell():
     optimizer = optim.Adam(0.01)
     net, other = Net(), Net()
