@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
+from triplane.proto.suggestions import check_choice
+from triplane.unified_ir.frontend.arguments import check_arguments, name_constructor
 from triplane.unified_ir.ir.graph import Array, Role
 from triplane.unified_ir.ir.types import DType, TensorType, as_dtype, type_of
 from triplane.unified_ir.ops.build import Build
@@ -47,6 +49,7 @@ class Parameter:
         value = np.array(array)
         wanted = as_dtype("float32" if value.dtype == np.float64 else value.dtype)
         self.array: Array = value.astype((wanted if dtype is None else as_dtype(dtype)).numpy)
+        check_choice("a parameter's role", role, [str(r) for r in Role])
         self.role = Role(role)
         self.trainable = self.role in LEARNT if trainable is None else trainable
 
@@ -73,6 +76,15 @@ class StateTree:
     _parameters: dict[str, Parameter]
     _cells: dict[str, StateTree]
     training: bool
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        name_constructor(cls)
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Return the object without state; ArgumentError for arguments that do not fit."""
+        check_arguments(cls, args, kwargs)
+        return super().__new__(cls)
 
     def __init__(self) -> None:
         # Written past `Cell.__setattr__`, which needs these entries to exist.

@@ -12,11 +12,13 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from numbers import Real
-from typing import Any, ClassVar, Final, Literal, Self
+from typing import Any, ClassVar, Final, Literal, Self, get_args
 
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
+from triplane.proto.suggestions import check_choice
+from triplane.unified_ir.frontend.arguments import ArgumentError, check_arguments
 from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.ir.types import TensorType, int64, type_of
 from triplane.unified_ir.ops.tensor import Tensor
@@ -36,6 +38,7 @@ Checks = Mapping[str, Callable[[str, str, float], None]]
 
 Decay = Literal["coupled", "decoupled"]
 """Where weight decay enters: in the gradient ("coupled"), or directly in the parameter."""
+DECAYS: Final[tuple[str, ...]] = get_args(Decay)
 
 
 def slot_name(slot: str, path: str) -> str:
@@ -81,6 +84,17 @@ class Optimizer:
     decays_in_rule: ClassVar[bool] = False
     """Whether `rule` applies decoupled weight decay itself."""
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Return the object without fields; ArgumentError for arguments that do not fit."""
+        advice = f"the trainer finds the parameters itself: optim.{cls.__name__}(lr=0.001)"
+        check_arguments(cls, args, kwargs, advice=advice)
+        if args and not isinstance(args[0], (Real, Schedule, str)):
+            raise ArgumentError(
+                f"the first argument of {cls.__name__} is the learning rate, got a "
+                f"{type(args[0]).__name__}; {advice}"
+            )
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         name = type(self).__name__
         lr: Any = self.lr
@@ -89,8 +103,7 @@ class Optimizer:
             raise InvalidInput(f"a learning rate must be a schedule or finite and >= 0, got {lr!r}")
         if not 0 <= self.weight_decay < math.inf:
             raise InvalidInput(f"{name} needs weight_decay >= 0, got {self.weight_decay}")
-        if self.decay not in ("coupled", "decoupled"):
-            raise InvalidInput(f"{name} needs decay 'coupled' or 'decoupled', got {self.decay!r}")
+        check_choice(f"{name}'s decay", self.decay, DECAYS)
         for option, check in self.checks.items():
             check(name, option, getattr(self, option))
         object.__setattr__(self, "groups", tuple(self.groups))

@@ -9,24 +9,33 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final, Literal
+from typing import Any, Final, Literal, Self, get_args
 
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
+from triplane.proto.suggestions import check_choice
 from triplane.unified_ir import ops
+from triplane.unified_ir.frontend.arguments import check_arguments
 from triplane.unified_ir.ir.types import TensorType, int64
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.evaluate import run_node
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.ops.tensor import Tensor
 
+Shape = Literal["cosine", "line"]
+SHAPES: Final[tuple[str, ...]] = get_args(Shape)
 _FAR: Final = 2**62
 """More updates than any training makes."""
 
 
 class Schedule:
     """A learning rate that depends on the number of updates done; `a * b` is their product."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Return the object without fields; ArgumentError for arguments that do not fit."""
+        check_arguments(cls, args, kwargs, advice="a schedule counts updates, not epochs")
+        return super().__new__(cls)
 
     def __call__(self, step: Tensor) -> Tensor:
         """step: int64 scalar -> float32 scalar."""
@@ -250,12 +259,11 @@ class OneCycle(Schedule):
     rise: float = 0.3
     first: float = 25.0
     last: float = 1e4
-    shape: Literal["cosine", "line"] = "cosine"
+    shape: Shape = "cosine"
 
     def __post_init__(self) -> None:
         _positive("OneCycle", self.steps)
-        if self.shape not in ("cosine", "line"):
-            raise InvalidInput(f"OneCycle's shape is 'cosine' or 'line', got {self.shape!r}")
+        check_choice("OneCycle's shape", self.shape, SHAPES)
         if not 1 < self.rise * self.steps < self.steps - 1 or min(self.first, self.last) <= 0:
             raise InvalidInput(
                 "OneCycle needs more than one update on either side of its top and first, last > "

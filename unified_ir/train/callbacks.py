@@ -8,6 +8,7 @@ from typing import Final, Literal
 
 from triplane.proto.disk import write_atomic
 from triplane.proto.errors import InvalidInput
+from triplane.proto.suggestions import check_choice
 from triplane.unified_ir.train.history import Row
 from triplane.unified_ir.train.run import Run
 
@@ -64,6 +65,8 @@ class EarlyStop(Callback):
             raise InvalidInput(
                 f"EarlyStop needs patience >= 1 and min_change >= 0, got {patience}, {min_change}"
             )
+        if better is not None:
+            check_choice("EarlyStop's better", better, ("smaller", "larger"))
         self.measure, self.patience, self.min_change = measure, patience, min_change
         share = measure.rpartition(".")[2] in SHARES
         self.sign = -1.0 if (better or ("larger" if share else "smaller")) == "larger" else 1.0

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Literal, get_args
 
 from triplane.proto.errors import InvalidInput
+from triplane.proto.suggestions import suggestion
 from triplane.unified_ir.engines import modules as _modules  # noqa: F401 - lets modules predict
 from triplane.unified_ir.ir import Function, Module, Role, StateTensor
 from triplane.unified_ir.ir.module import START
@@ -30,7 +31,9 @@ def build_module(trainer: Trainer, entries: tuple[str, ...], local_lr: float | N
     """See `Trainer.export`."""
     unknown = [e for e in entries if e not in ENTRIES]
     if unknown or not entries:
-        raise InvalidInput(f"entries must be among {', '.join(ENTRIES)}, got {unknown or 'none'}")
+        close = suggestion(unknown[0], ENTRIES) if unknown else ""
+        listed = ", ".join(ENTRIES)
+        raise InvalidInput(f"entries must be among {listed}, got {unknown or 'none'}{close}")
     unread = (HISTOGRAM, IMAGE, step.COUNTED)  # no reader of a model file uses these results
     functions = {}
     for name in dict.fromkeys(entries):

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal, get_args
 
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
+from triplane.proto.suggestions import check_choice
 from triplane.unified_ir import ops
 from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.ir.types import ShapeError
 from triplane.unified_ir.ops.tensor import Tensor
 
 Average = Literal["macro", "micro", "positive"]
+AVERAGES: Final[tuple[str, ...]] = get_args(Average)
 
 
 class Tally:
@@ -175,8 +177,7 @@ class _ByClass(Confusion):
     average: Average = "macro"
 
     def __post_init__(self) -> None:
-        if self.average not in ("macro", "micro", "positive"):
-            raise InvalidInput(f"average must be macro, micro or positive, got {self.average!r}")
+        check_choice(f"{type(self).__name__}'s average", self.average, AVERAGES)
 
     def finish(self, total: Array) -> float:
         """See `Tally`."""

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
+from triplane.proto.suggestions import nearest
+from triplane.unified_ir import nn, optim
 from triplane.unified_ir.engines import Engine, Program
 from triplane.unified_ir.engines import engine as engine_named
 from triplane.unified_ir.frontend.cell import Cell
@@ -492,7 +494,19 @@ def _check_instance(what: str, value: object, kind: type | None) -> None:
         )
     if not (callable(value) if kind is None else isinstance(value, kind)):
         wanted = "a loss cell or a function" if kind is None else f"of kind {kind.__name__}"
-        raise InvalidInput(f"{what} must be {wanted}, got {value!r:.80}")
+        raise InvalidInput(f"{what} must be {wanted}, got {value!r:.80}{_likely(value)}")
+
+
+def _likely(value: object) -> str:
+    """Return the constructor of the loss or optimizer that a text names."""
+    makers = {
+        name: f"{package.__name__.rpartition('.')[2]}.{name}"
+        for package, kind in ((nn, Loss), (optim, Optimizer))
+        for name in package.__all__
+        if isinstance(cls := getattr(package, name), type) and issubclass(cls, kind)
+    }
+    close = nearest(value, makers) if isinstance(value, str) else None
+    return "" if close is None else f"; write {makers[close]}(...)"
 
 
 def _set_keys(cell: Cell, seed: int) -> None:
