@@ -20,8 +20,9 @@ from triplane.proto.errors import InvalidInput
 from triplane.proto.suggestions import check_choice
 from triplane.unified_ir.frontend.arguments import ArgumentError, check_arguments
 from triplane.unified_ir.ir.graph import Array
-from triplane.unified_ir.ir.types import TensorType, int64, type_of
+from triplane.unified_ir.ir.types import TensorType, float32, int64, type_of
 from triplane.unified_ir.ops.tensor import Tensor
+from triplane.unified_ir.optim import plateau
 from triplane.unified_ir.optim.group import Group
 from triplane.unified_ir.optim.schedules import Constant, Schedule
 
@@ -152,6 +153,7 @@ class Optimizer:
             )
         chosen = self._chosen(params)
         types = {STEP: TensorType(int64, ())} if any(o.counts() for o in chosen.values()) else {}
+        types |= dict.fromkeys(self.plateaus(), TensorType(float32, ()))
         names = dict.fromkeys(slot for o in chosen.values() for slot in o.used_slots())
         kept = {path: o.slot_types(params[path]) for path, o in chosen.items()}
         for slot in names:
@@ -166,6 +168,7 @@ class Optimizer:
             for path, one in self._chosen(params).items()
             for slot in one.slot_types(type_of(params[path]))
         }
+        starts |= {name: schedule.start for name, schedule in self.plateaus().items()}
         return {
             name: np.full(t.concrete({}), starts.get(name, 0), t.dtype.numpy)
             for name, t in types.items()
@@ -190,7 +193,8 @@ class Optimizer:
             # One rule per group, so that the scalars of schedules and bias corrections are recorded
             # once and not for every parameter.
             if group not in rules:
-                rules[group] = one.rule_with_decay(step)
+                with plateau.reading(self.plateaus(), state):
+                    rules[group] = one.rule_with_decay(step)
             own = one.slot_types(params[path].type)
             slots = {s: state[slot_name(s, path)] for s in own}
             moved[path], after = rules[group](params[path], grads[path], slots)
@@ -228,9 +232,23 @@ class Optimizer:
             return self.lr(step)
         return float(self.lr)
 
-    def rate_at(self, updates: int) -> float:
-        """Return the learning rate after that many updates, for parameters in no group."""
-        return self.lr.at(updates) if isinstance(self.lr, Schedule) else float(self.lr)
+    def rate_at(self, updates: int, state: Mapping[str, Array] | None = None) -> float:
+        """Return the learning rate after that many updates, for parameters in no group.
+
+        state: the optimizer's, which a `ReduceOnPlateau` needs.
+        """
+        if not isinstance(self.lr, Schedule):
+            return float(self.lr)
+        rates = {
+            schedule: float((state or {}).get(name, schedule.start))
+            for name, schedule in self.plateaus().items()
+        }
+        return self.lr.at(updates, rates)
+
+    def plateaus(self) -> dict[str, plateau.ReduceOnPlateau]:
+        """Return each schedule that depends on measures under the name of its state."""
+        options = [dict(g.options) for g in self.groups]
+        return plateau.named([self.lr, *(o["lr"] for o in options if "lr" in o)])
 
     def _group(self, path: str) -> Group | None:
         return next((g for g in self.groups if g.holds(path)), None)

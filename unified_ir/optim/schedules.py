@@ -6,7 +6,8 @@ In the formulas t is that number, 0 at the first update; they are evaluated in f
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final, Literal, Self, get_args
@@ -17,6 +18,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.proto.suggestions import check_choice
 from triplane.unified_ir import ops
 from triplane.unified_ir.frontend.arguments import check_arguments
+from triplane.unified_ir.frontend.binding import holding
 from triplane.unified_ir.ir.types import TensorType, int64
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.evaluate import run_node
@@ -27,6 +29,10 @@ Shape = Literal["cosine", "line"]
 SHAPES: Final[tuple[str, ...]] = get_args(Shape)
 _FAR: Final = 2**62
 """More updates than any training makes."""
+
+
+MEASURED: Final[ContextVar[Mapping[Schedule, Tensor]]] = ContextVar("triplane_rates", default={})  # noqa: B039 - never changed
+"""Rates of the schedules that depend on measures, while a graph is recorded."""
 
 
 class Schedule:
@@ -41,11 +47,16 @@ class Schedule:
         """step: int64 scalar -> float32 scalar."""
         raise NotImplementedError
 
-    def at(self, updates: int) -> float:
-        """Return the rate after that many updates, computed as in the graph."""
+    def at(self, updates: int, measured: Mapping[Schedule, float] | None = None) -> float:
+        """Return the rate after that many updates, computed as in the graph.
+
+        measured: the rates of those schedules within this one that depend on measures.
+        """
         with (build := Build(TABLE, "rate", run=run_node)):
             step = build.param("t", TensorType(int64, ()), np.array(updates, np.int64))
-            return float(self(step))
+            rates = {s: ops.constant(np.float32(rate)) for s, rate in (measured or {}).items()}
+            with holding(MEASURED, rates):
+                return float(self(step))
 
     def __mul__(self, other: Schedule | float) -> Product:
         return Product(self, other)

@@ -471,6 +471,7 @@ class Trainer:
             batch_size=batch_size,
             samples=samples,
             identity=identity,
+            callbacks={c.name: own for c in self.callbacks if (own := c.state())},
         )
 
 
