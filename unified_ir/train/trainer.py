@@ -46,7 +46,7 @@ from triplane.unified_ir.train.fitting import Fit
 from triplane.unified_ir.train.history import History, Place, Row
 from triplane.unified_ir.train.interrupt import deferred_interrupt
 from triplane.unified_ir.train.measuring import measured, predicted
-from triplane.unified_ir.train.metrics import Confusion, Tally
+from triplane.unified_ir.train.metrics import Confusion, Metrics, Tally, metrics_by_name
 from triplane.unified_ir.train.precision import LossScale, Precision
 from triplane.unified_ir.train.progress import Progress, Style
 from triplane.unified_ir.train.recipe import AVERAGE, Recipe
@@ -70,7 +70,8 @@ class Trainer:
     """Trains `cell` to minimize `loss`.
 
     loss: an `nn.Loss`, or a function of (output, target) that returns a scalar. metrics: functions
-    of the same by name, or tallies (see `metrics`); by default those of the loss. seed: for the
+    of the same by name, or tallies (see `metrics`), or a list of names such as ["accuracy", "f1"];
+    by default those of the loss. seed: for the
     order of batches and for random keys (for initial weights, see `nn.seed`). clip_value,
     clip_each, clip_norm, accumulate, average: see `Recipe`. precision: "float16" computes products
     in half precision around float32 weights; loss_scale: a constant number, or a `LossScale` that
@@ -85,7 +86,7 @@ class Trainer:
         optimizer: Optimizer,
         engine: str | Engine = "onnx",
         seed: int = 0,
-        metrics: Mapping[str, Metric | Tally] | None = None,
+        metrics: Metrics | None = None,
         callbacks: Sequence[Callback] = (),
         clip_value: float | None = None,
         clip_each: float | None = None,
@@ -106,7 +107,7 @@ class Trainer:
         self.optimizer = optimizer
         self.engine = engine
         self.seed = seed
-        self.metrics = metrics
+        self.metrics = None if metrics is None else metrics_by_name(metrics, self.loss.targets)
         self.callbacks = tuple(callbacks)
         self.clip_value, self.clip_each, self.clip_norm = clip_value, clip_each, clip_norm
         self.accumulate, self.precision, self.average = accumulate, precision, average
