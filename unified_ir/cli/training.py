@@ -60,12 +60,15 @@ SCHEDULES: Final[Mapping[str, ScheduleOption]] = {
                        {"at": ("bounds", None), "factor": ("factor", 0.1)}),
     "exponential": ScheduleOption("Exponential", "start", None,
                        {"factor": ("factor", None), "every": ("steps", 1)}),
+    "plateau":     ScheduleOption("ReduceOnPlateau", "start", None,
+                       {"patience": ("patience", 10), "factor": ("factor", 0.1),
+                        "low": ("low", 0.0)}),
     "restarts":    ScheduleOption("CosineRestarts", "high", None,
                        {"every": ("steps", None), "growth": ("growth", 1), "low": ("low", 0.0)}),
 }
 # fmt: on
 
-_COUNTS: Final = {"steps", "growth"}
+_COUNTS: Final = {"steps", "growth", "patience"}
 
 LOSSES: Final[Mapping[str, tuple[str, str]]] = {
     "cross-entropy": ("SoftmaxCrossEntropy", "classes"),
@@ -164,8 +167,10 @@ def clipping(text: str | None) -> dict[str, Any]:
     return {names[kind]: _number("--clip", number)}
 
 
-def early_stop(text: str | None) -> list[Any]:
+def early_stop(text: str | None, *, restore_best: bool) -> list[Any]:
     """Parse --early-stop: PATIENCE, or PATIENCE:MEASURE."""
+    if text is None and restore_best:
+        raise InvalidInput("--restore-best belongs to --early-stop, which names the measure")
     if text is None:
         return []
     from triplane.unified_ir.train import EarlyStop
@@ -176,7 +181,8 @@ def early_stop(text: str | None) -> list[Any]:
             f"--early-stop takes a number of epochs, then :MEASURE if it is not validation.loss; "
             f"got {text!r}"
         )
-    return [EarlyStop(measure or "validation.loss", patience=int(patience))]
+    measure = measure or "validation.loss"
+    return [EarlyStop(measure, patience=int(patience), restore_best=restore_best)]
 
 
 def loss(name: str, class_weights: str | None) -> Any:
