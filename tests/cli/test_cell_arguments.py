@@ -138,3 +138,15 @@ def test_the_verb_lowers_the_rate_on_a_plateau(
     assert "ReduceOnPlateau" in json.loads(capsys.readouterr().out)["optimizer"]
     state = load(net.with_name("net.tpm")).state
     assert state["optimizer.plateau"].array < 2.0
+
+
+def test_the_verb_exports_a_fixed_batch_that_evaluates_whatever_the_size_of_the_data(
+    net: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(net, "--cell-args", "width=8", "--epochs", "1", "--fixed-batch", "7") == 0
+    path = net.with_name("net.tpm")
+    assert load(path).inputs("predict")[0].type.shape == (7, 1, 8, 8)
+    assert run(["evaluate", str(path), "--data", "digits"]) == 0
+    capsys.readouterr()
+    assert run(["convert", str(path), "--calibrate", "digits"]) == 2
+    assert "in whole batches of 7" in capsys.readouterr().err

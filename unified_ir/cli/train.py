@@ -143,6 +143,8 @@ OPTIONS: Final = (
            "Resume from --checkpoint, or refuse a folder that holds checkpoints.", default=True),
     option("--entry", "Function to export; may be repeated.  [default: all but gradients]",
            click.Choice(ENTRIES), name="entries", multiple=True),
+    option("--fixed-batch N", "Export functions for batches of exactly N samples.  [default: any]",
+           COUNT),
     option("--local-lr RATE",
            "Rate of local_update and adapt.  [default: --lr with sgd, else 0.01]", POSITIVE),
 )
@@ -306,7 +308,8 @@ def _trained(
     entries = options["entries"] or DEFAULT_ENTRIES
     with trainer.averaged() if options["ema"] is not None else nullcontext():
         result = trainer.evaluate(held_out)
-        return trainer, result, trainer.export(entries, local_lr=options["local_lr"])
+        module = trainer.export(entries, local_lr=options["local_lr"], batch=options["fixed_batch"])
+        return trainer, result, module
 
 
 def _samples(options: dict[str, Any], output: CommandOutput) -> tuple[Dataset, Dataset]:

@@ -228,6 +228,7 @@ class Trainer:
         entries: Iterable[Entry] = ("predict", "evaluate", "loss", "train_step"),
         *,
         local_lr: float | None = None,
+        batch: int | None = None,
     ) -> Module:
         """Return the functions and state as an IR module.
 
@@ -235,17 +236,23 @@ class Trainer:
         "train_step", "local_update", "adapt" and "gradients"; the optimizer's state is included
         with `train_step`. `local_update` and `adapt` are plain gradient descent at the constant
         rate `local_lr` (by default the optimizer's rate where that is constant, else 0.01), since a
-        device keeps no optimizer state.
+        device keeps no optimizer state. batch: a fixed batch size in place of the symbol N, for
+        runtimes that know only fixed shapes.
         """
-        return build_module(self, tuple(entries), local_lr)
+        return build_module(self, tuple(entries), local_lr, batch)
 
     def export_onnx(
-        self, path: str | Path, entry: Entry = "predict", *, opset: int | None = None
+        self,
+        path: str | Path,
+        entry: Entry = "predict",
+        *,
+        opset: int | None = None,
+        batch: int | None = None,
     ) -> OnnxFile:
         """Write one of the functions as an ONNX file; see `export` and `engines.onnx_file`."""
         from triplane.unified_ir.engines.onnx_file import export_onnx
 
-        return export_onnx(self.export((entry,)), path, entry=entry, opset=opset)
+        return export_onnx(self.export((entry,), batch=batch), path, entry=entry, opset=opset)
 
     def save(self, path: str | Path) -> None:
         """Write everything a run needs to continue; see `load`."""
@@ -267,12 +274,23 @@ class Trainer:
     @property
     def model(self) -> step.TrainingModel:
         """The cell, the loss and the types of a batch, which are known once data was seen."""
+        return self._model_of(self._known_types())
+
+    def _known_types(self) -> tuple[TensorType, ...]:
         if self._types is None:
             raise InvalidInput(
                 "sizes are unknown, because the trainer has not seen data yet; call fit or "
                 "evaluate first, or prepare(x, y) with one batch"
             )
-        return self._model_of(self._types)
+        return self._types
+
+    def model_for(self, batch: int) -> step.TrainingModel:
+        """Return the model for batches of exactly this size."""
+        if not is_count(batch, 1):
+            raise InvalidInput(f"batch must be a whole number >= 1, got {batch!r}")
+        return self._model_of(
+            tuple(type_.with_sizes({step.BATCH: batch}) for type_ in self._known_types())
+        )
 
     def prepare(self, *batch: Any) -> None:
         """Fix the types of batches, from an example (x, y) or from `TensorSpec`s.
