@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,7 +51,7 @@ def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 # fmt: off
-GOOD = {
+GOOD: dict[str, dict[str, object]] = {
     "Net width=16": {"width": 16}, "Net width=16,scale=2": {"scale": 2.0},
     "Net width=16,norm=8,bias=false": {"norm": "8"},
     "Net width=16,scale=none": {"scale": None},
@@ -77,7 +78,7 @@ BAD = {
 @pytest.mark.parametrize("call", GOOD)
 def test_arguments_reach_the_constructor_in_their_types(net: Path, call: str) -> None:
     name, _, text = call.partition(" ")
-    cell = load_cell(f"{net}:{name}", arguments=text)
+    cell: Any = load_cell(f"{net}:{name}", arguments=text)
     assert cell.body.weight.type.shape == (16, 64)
     for key, value in GOOD[call].items():
         assert (type(getattr(cell, key)), getattr(cell, key)) == (type(value), value)

@@ -4,15 +4,23 @@ import copy
 import inspect
 import pickle
 from functools import partial
+from typing import Any
 
 import pytest
 
 from triplane.proto.errors import InvalidInput, TriplaneError
-from triplane.unified_ir import nn, optim, train
-from triplane.unified_ir.frontend import Cell
-from triplane.unified_ir.frontend.run import mode
+from triplane.unified_ir import nn as layers
+from triplane.unified_ir import optim as optimizers
+from triplane.unified_ir import train as training
+from triplane.unified_ir.frontend import run
 
-CHECKED = (Cell, optim.Optimizer, optim.Schedule)
+# The calls below are wrong on purpose, so they are not checked by types.
+nn: Any = layers
+optim: Any = optimizers
+train: Any = training
+mode: Any = run.mode
+
+CHECKED = (nn.Cell, optim.Optimizer, optim.Schedule)
 PUBLIC = [
     c
     for package in (nn, optim)
@@ -69,11 +77,11 @@ def test_the_name_that_other_libraries_use_leads_to_ours(call, message):
         call()
 
 
-class Inner(nn.Dense):
+class Inner(layers.Dense):
     pass
 
 
-class Flexible(nn.Cell):
+class Flexible(layers.Cell):
     def __init__(self, *sizes, **options):
         super().__init__()
         self.sizes, self.options = sizes, options
@@ -122,6 +130,8 @@ CHOICES = {
     ("Imported", "batch_norm"): ("updatd", "updated"),
     ("Parameter", "role"): ("bufer", "buffer"),
     ("OneCycle", "shape"): ("cosin", "cosine"),
+    ("ReduceOnPlateau", "change"): ("relatve", "relative"),
+    ("ReduceOnPlateau", "better"): ("largr", "larger"),
     ("EarlyStop", "better"): ("smaler", "smaller"),
     ("Trainer", "engine"): ("onxn", "onnx"), ("Trainer", "precision"): ("flaot16", "float16"),
     ("Recipe", "precision"): ("float61", "float16"),
@@ -137,13 +147,18 @@ def used(made):
     made.predict([[1.0]])
 
 
-REQUIRED = {
+REQUIRED: dict[str, Any] = {
     **dict.fromkeys(("Conv1d", "Conv2d", "Conv3d"), (1, 2, 3)),
     "SGD": (0.1,),
     "OneCycle": (0.1, 100),
+    "ReduceOnPlateau": (0.1,),
     "Parameter": ([1.0],),
 }
-MAKERS = {"Trainer": trainer, "Imported": imported, "Upsample": partial(nn.Upsample, scale=2)}
+MAKERS: dict[str, Any] = {
+    "Trainer": trainer,
+    "Imported": imported,
+    "Upsample": partial(nn.Upsample, scale=2),
+}
 FREE = {"entry", "measure", "folder", "path", "pattern", "slot", "message", "cause", "style"}
 """Texts that are names of the user's own; the style of progress has a test beside `Progress`."""
 
@@ -161,7 +176,18 @@ def test_a_misspelt_choice_is_refused_with_the_nearest_one(name, option):
 
 
 def is_choice(argument):
-    kinds = ("Literal", "Decay", "Shape", "Average", "Precision", "Style", "Mode", "Role", "Entry")
+    kinds = (
+        "Literal",
+        "Decay",
+        "Shape",
+        "Average",
+        "Precision",
+        "Style",
+        "Mode",
+        "Role",
+        "Entry",
+        "Better",
+    )
     text = str(argument.annotation)
     is_text = isinstance(argument.default, str) or text in ("str", "str | None")
     return is_text or text.startswith("str |") or text.startswith(kinds)

@@ -272,7 +272,7 @@ class Pair(nn.Cell):
 
 
 # fmt: off
-SEVERAL = {
+SEVERAL: dict[str, Any] = {
     "MSE": (nn.MSE(), None, lambda y: (y, y)), "L1": (nn.L1(), None, lambda y: [y, y]),
     "Huber": (nn.Huber(), None, lambda y: {"a": y, "b": y}),
     "SoftmaxCrossEntropy": (nn.SoftmaxCrossEntropy(), None, lambda y: (y, y)),

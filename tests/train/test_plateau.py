@@ -1,5 +1,7 @@
 """Ends of a run: weights of the best epoch, and rates that fall when a measure stops improving."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -105,8 +107,8 @@ def test_best_weights_of_another_network_are_refused(tmp_path):
     snapshot = read(train.Checkpoint(tmp_path).files()[-1])
     best = snapshot.callbacks["EarlyStop.scripted"]
     assert best["epoch"] == 2
-    best["first.weight"] = np.zeros((1, 1), np.float32)
-    snapshot.write(train.Checkpoint(tmp_path).files()[-1])
+    odd = {"EarlyStop.scripted": {**best, "first.weight": np.zeros((1, 1), np.float32)}}
+    replace(snapshot, callbacks=odd).write(train.Checkpoint(tmp_path).files()[-1])
     with pytest.raises(Conflict, match=r"'first\.weight' as float32"):
         stopping([3, 1, 2, 2], folder=tmp_path)
 

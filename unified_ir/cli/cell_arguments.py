@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import types
@@ -16,6 +17,7 @@ from triplane.proto.suggestions import suggestion
 _KINDS: Final[Mapping[type, str]] = {
     bool: "true or false", int: "a whole number", float: "a number", str: "a text",
 }  # fmt: skip
+_INIT: Final = "__init__"
 _BY_NAME: Final = (Argument.POSITIONAL_OR_KEYWORD, Argument.KEYWORD_ONLY)
 _WORDS: Final = {"true": True, "false": False, "null": None, "none": None}
 
@@ -47,10 +49,9 @@ class _Text(str):
 
 def created(make: Callable[..., Any], spec: str, text: str | None) -> Any:
     """Return make(...) with the arguments of --cell-args; refuse those that do not fit it."""
-    try:
+    own: Mapping[str, Argument] = {}
+    with contextlib.suppress(TypeError, ValueError):  # some built-in callables have no signature
         own = inspect.signature(make).parameters
-    except (TypeError, ValueError):  # some built-in callables have no signature
-        own = {}
     named = {k: p for k, p in own.items() if p.kind in _BY_NAME}
     takes_any = any(p.kind is Argument.VAR_KEYWORD for p in own.values())
     arguments = parsed(text)
@@ -73,7 +74,7 @@ def created(make: Callable[..., Any], spec: str, text: str | None) -> Any:
 
 def _kinds(make: Callable[..., Any]) -> dict[str, type]:
     """Return the plain types that the annotations state; None beside one is left out."""
-    function = make.__init__ if isinstance(make, type) else make  # type: ignore[misc] - read only
+    function = getattr(make, _INIT) if isinstance(make, type) else make
     try:
         hints = typing.get_type_hints(function)
     except (NameError, TypeError, AttributeError, SyntaxError):

@@ -35,6 +35,7 @@ NAMES_ELSEWHERE: Final[Mapping[str, tuple[str, ...]]] = {
 }
 # fmt: on
 """Name of an argument in PyTorch or Keras -> ours, for the classes that have it."""
+INIT: Final = "__init__"
 _SHOWN: Final = (bool, int, float, str, type(None))
 
 
@@ -51,7 +52,7 @@ def check_arguments(
     """
     if not args and not kwargs:
         return  # `copy` and `pickle` create objects this way; Python reports what is missing
-    signature = _signature(cls.__init__)  # type: ignore[misc] - read, not called
+    signature = _signature(getattr(cls, INIT))
     try:
         signature.bind(None, *args, **kwargs)
     except TypeError as error:
@@ -101,16 +102,16 @@ def name_constructor(cls: type) -> None:
 
     Python's TypeErrors then name the public class.
     """
-    inherited = cls.__init__  # type: ignore[misc] - read, not called
-    if "__init__" in cls.__dict__:
+    if INIT in cls.__dict__:
         return
+    inherited = getattr(cls, INIT)
     if not isinstance(inherited, FunctionType) or not inherited.__qualname__.startswith("_"):
         return
     copy = FunctionType(
-        inherited.__code__, inherited.__globals__, "__init__",
+        inherited.__code__, inherited.__globals__, INIT,
         inherited.__defaults__, inherited.__closure__,
     )  # fmt: skip
     copy.__kwdefaults__, copy.__doc__ = inherited.__kwdefaults__, inherited.__doc__
     copy.__annotations__, copy.__module__ = inherited.__annotations__, inherited.__module__
-    copy.__qualname__ = f"{cls.__qualname__}.__init__"
-    cls.__init__ = copy  # type: ignore[misc] - the same code
+    copy.__qualname__ = f"{cls.__qualname__}.{INIT}"
+    setattr(cls, INIT, copy)

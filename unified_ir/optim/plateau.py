@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields, is_dataclass
 from typing import Any, Final, Literal, get_args
 
 from triplane.proto.errors import InvalidInput
@@ -114,14 +114,15 @@ def reading(
     schedules: Mapping[str, ReduceOnPlateau], state: Mapping[str, Tensor]
 ) -> AbstractContextManager[None]:
     """Let these schedules return their tensors in `state` within the block."""
-    return holding(MEASURED, {p: state[name] for name, p in schedules.items()})
+    rates: dict[Schedule, Tensor] = {p: state[name] for name, p in schedules.items()}
+    return holding(MEASURED, rates)
 
 
 def _within(lr: Any) -> Iterator[ReduceOnPlateau]:
     """Yield the `ReduceOnPlateau` of which a schedule is made."""
     if isinstance(lr, ReduceOnPlateau):
         yield lr
-    elif isinstance(lr, Schedule) and hasattr(lr, "__dataclass_fields__"):
+    elif isinstance(lr, Schedule) and is_dataclass(lr):
         for field in fields(lr):
             value = getattr(lr, field.name)
             for part in value if isinstance(value, tuple) else (value,):

@@ -203,7 +203,7 @@ def n_targets(data: Any) -> int:
 
 def is_count(x: Any, least: int) -> bool:
     """Return whether `x` is an integer of at least `least`."""
-    return isinstance(x, Integral) and not isinstance(x, bool) and bool(x >= least)  # type: ignore[operator]
+    return not isinstance(x, bool) and isinstance(x, Integral) and bool(x >= least)  # type: ignore[operator]
 
 
 def with_last(batches: Iterator[Batch]) -> Iterator[tuple[Batch, bool]]:

@@ -276,7 +276,7 @@ def metrics_by_name(metrics: Metrics, targets: str) -> dict[str, Metric | Tally]
     pairs = metrics.items() if isinstance(metrics, Mapping) else ((m, m) for m in metrics)
     chosen = {label: metric_named(m, targets) if isinstance(m, str) else m for label, m in pairs}
     for label, metric in chosen.items():
-        if not isinstance(label, str) or not (callable(metric) or isinstance(metric, Tally)):
+        if not (callable(metric) or isinstance(metric, Tally)):
             raise InvalidInput(
                 "a metric is a function of (output, target), a train.Tally, or one of "
                 f"{', '.join(BY_NAME)}, under its name; got {metric!r:.80} under {label!r:.80}"
