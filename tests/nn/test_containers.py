@@ -37,7 +37,7 @@ def test_a_dict_of_cells_is_a_cell_dict_with_the_names_in_paths():
         np.testing.assert_allclose(
             y[name], h @ own.weight.array.T + own.bias.array, rtol=1e-5, atol=1e-6
         )
-    scopes = {n.meta.scope for n in trace(net, TensorSpec(("N", 3))).nodes if n.meta}
+    scopes = {n.meta.scope for n in trace(net, TensorSpec(("N", 3))).nodes}
     assert {"heads.size", "heads.age"} <= scopes
 
 
@@ -77,7 +77,7 @@ def test_a_key_that_cannot_be_a_part_of_a_path_is_refused(key):
     with pytest.raises(InvalidInput, match="names without a dot"):
         nn.CellDict({key: nn.ReLU()})
     with pytest.raises(InvalidInput, match="holds cells"):
-        nn.CellDict({"a": np.ones(3)})  # type: ignore[dict-item]
+        nn.CellDict({"a": np.ones(3)})  # type: ignore[arg-type]
 
 
 def test_a_missing_name_is_answered_with_the_nearest():

@@ -1,6 +1,7 @@
 """A hundred updates against PyTorch's, from gradients that span four orders of magnitude."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -131,7 +132,7 @@ def test_schedules_follow_pytorch_over_a_hundred_updates():
         np.testing.assert_allclose(ours, golden[name], rtol=2e-6, atol=3e-8, err_msg=name)
 
 
-PLATEAUS = {
+PLATEAUS: dict[str, dict[str, Any]] = {
     "default": {"patience": 3},
     "absolute": {"patience": 2, "min_change": 0.02, "change": "absolute", "factor": 0.5},
     "cooldown": {"patience": 1, "cooldown": 4, "factor": 0.7, "low": 0.02},

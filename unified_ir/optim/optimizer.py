@@ -239,7 +239,7 @@ class Optimizer:
         """
         if not isinstance(self.lr, Schedule):
             return float(self.lr)
-        rates = {
+        rates: dict[Schedule, float] = {
             schedule: float((state or {}).get(name, schedule.start))
             for name, schedule in self.plateaus().items()
         }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import KW_ONLY, dataclass, fields, is_dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Final, Literal, get_args
 
 from triplane.proto.errors import InvalidInput
@@ -122,8 +122,7 @@ def _within(lr: Any) -> Iterator[ReduceOnPlateau]:
     """Yield the `ReduceOnPlateau` of which a schedule is made."""
     if isinstance(lr, ReduceOnPlateau):
         yield lr
-    elif isinstance(lr, Schedule) and is_dataclass(lr):
-        for field in fields(lr):
-            value = getattr(lr, field.name)
+    elif isinstance(lr, Schedule):
+        for value in vars(lr).values():
             for part in value if isinstance(value, tuple) else (value,):
                 yield from _within(part)

@@ -99,7 +99,7 @@ class EarlyStop(Callback):
 
     def state(self) -> Mapping[str, Array]:
         """See `Callback`."""
-        return {**self._best, _EPOCH: np.int64(self._best_epoch)} if self._best else {}
+        return {**self._best, _EPOCH: np.array(self._best_epoch)} if self._best else {}
 
     def load_state(self, state: Mapping[str, Array]) -> None:
         """See `Callback`."""
