@@ -242,7 +242,7 @@ def as_batch(batch: Any) -> Batch:
     if not isinstance(batch, (tuple, list)) or not batch:
         raise InvalidInput(
             "a batch is a tuple of arrays (x, y), or (x,) without a target, got "
-            f"{type(batch).__name__}"
+            f"{type(batch).__name__}{'; wrap it: (x,)' if isinstance(batch, np.ndarray) else ''}"
         )
     arrays = tuple(map(np.asarray, batch))
     for a in arrays:
