@@ -211,3 +211,32 @@ BAD = {
 def test_options_out_of_range_are_refused(options):
     with pytest.raises(InvalidInput, match="ReduceOnPlateau"):
         optim.ReduceOnPlateau(**{"start": 0.1, **options})
+
+
+class Counter(train.Callback):
+    """State of a user's own, under names that users choose."""
+
+    def __init__(self):
+        self.name, self.state, self.steps = "mine", "busy", 0
+
+    def on_step(self, run):
+        self.steps += 1
+
+    def state_dict(self):
+        return {"steps": np.array(self.steps)}
+
+    def load_state_dict(self, state):
+        self.steps = int(state.get("steps", 0))
+
+
+def test_a_callback_of_ones_own_has_its_state_in_checkpoints(tmp_path):
+    trainer(callbacks=[Counter()]).fit((X, Y), 1, batch_size=10, checkpoint=tmp_path, **QUIET)
+    counter = Counter()
+    trainer(callbacks=[counter]).fit((X, Y), 2, batch_size=10, checkpoint=tmp_path, **QUIET)
+    assert counter.steps == 10
+
+
+def test_two_callbacks_with_state_under_one_name_are_refused(tmp_path):
+    twice = trainer(callbacks=[Counter(), Counter()])
+    with pytest.raises(InvalidInput, match="two callbacks have state under 'Counter'"):
+        twice.fit((X, Y), 1, checkpoint=tmp_path, **QUIET)

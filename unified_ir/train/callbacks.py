@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -22,19 +22,19 @@ class Callback:
     """Called at given moments of a run; subclass it and override the methods you need.
 
     An exception from a callback ends the run; the cell then holds the state up to that point. A
-    callback with state of its own returns it from `state`, and checkpoints hold it.
+    callback with state of its own returns it from `state_dict`, and checkpoints hold it.
     """
 
     @property
-    def name(self) -> str:
-        """The name of its state in checkpoints, different for each callback of a trainer."""
+    def state_key(self) -> str:
+        """The name of its state in checkpoints; different for each callback of a trainer."""
         return type(self).__name__
 
-    def state(self) -> Mapping[str, Array]:
+    def state_dict(self) -> Mapping[str, Array]:
         """Return arrays that a resumed run needs."""
         return {}
 
-    def load_state(self, state: Mapping[str, Array]) -> None:
+    def load_state_dict(self, state: Mapping[str, Array]) -> None:
         """Take the arrays of a checkpoint; none from a checkpoint of a run without this one."""
 
     def on_start(self, run: Run) -> None:
@@ -48,6 +48,20 @@ class Callback:
 
     def on_end(self, run: Run) -> None:
         """Run after the last epoch or an early stop, but not after an error."""
+
+
+def states_of(callbacks: Sequence[Callback]) -> dict[str, Mapping[str, Array]]:
+    """Return the state of each callback that has any, by its key."""
+    states: dict[str, Mapping[str, Array]] = {}
+    for callback in callbacks:
+        if own := callback.state_dict():
+            if callback.state_key in states:
+                raise InvalidInput(
+                    f"two callbacks have state under {callback.state_key!r}, and a checkpoint "
+                    "holds one; give one of them another state_key, or leave it out"
+                )
+            states[callback.state_key] = own
+    return states
 
 
 _EPOCH: Final = "epoch"
@@ -93,15 +107,15 @@ class EarlyStop(Callback):
         self._best_epoch = 0
 
     @property
-    def name(self) -> str:
+    def state_key(self) -> str:
         """See `Callback`."""
         return f"EarlyStop.{self.measure}"
 
-    def state(self) -> Mapping[str, Array]:
+    def state_dict(self) -> Mapping[str, Array]:
         """See `Callback`."""
         return {**self._best, _EPOCH: np.array(self._best_epoch)} if self._best else {}
 
-    def load_state(self, state: Mapping[str, Array]) -> None:
+    def load_state_dict(self, state: Mapping[str, Array]) -> None:
         """See `Callback`."""
         self._best = {k: a for k, a in state.items() if k != _EPOCH}
         self._best_epoch = int(np.ravel(state.get(_EPOCH, 0))[0])
@@ -112,7 +126,7 @@ class EarlyStop(Callback):
         if len(run.history):
             self._judge(run)
         else:
-            self.load_state({})  # the callback may have watched another run before
+            self.load_state_dict({})  # the callback may have watched another run before
 
     def on_epoch(self, run: Run) -> None:
         """See `Callback`."""

@@ -39,7 +39,7 @@ from triplane.unified_ir.train.batches import (
     is_count,
     n_targets,
 )
-from triplane.unified_ir.train.callbacks import Callback
+from triplane.unified_ir.train.callbacks import Callback, states_of
 from triplane.unified_ir.train.checkpoint import Checkpoint
 from triplane.unified_ir.train.exporting import Entry, build_module
 from triplane.unified_ir.train.fitting import Fit
@@ -490,7 +490,7 @@ class Trainer:
             batch_size=batch_size,
             samples=samples,
             identity=identity,
-            callbacks={c.name: own for c in self.callbacks if (own := c.state())},
+            callbacks=states_of(self.callbacks),
         )
 
 
