@@ -84,7 +84,9 @@ def test_without_restore_best_the_last_weights_stay():
     assert without_keys(trained) == kept.after[3]
 
 
-@pytest.mark.parametrize("first", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "first", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3, 4)), 2]
+)
 def test_a_resumed_run_restores_the_same_epoch(first, tmp_path):
     values = [3, 1, 2, 2, 0]
     whole, _ = stopping(values)
@@ -158,6 +160,7 @@ def linear():
     return nn.Dense(4, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"precision": "float16"}])
 def test_a_resumed_run_has_the_same_bits(options, tmp_path):
     def run(epochs, folder=None):
