@@ -18,7 +18,7 @@ from triplane.unified_ir.train import identity, step
 from triplane.unified_ir.train.batches import Batch, BatchSource, with_last
 from triplane.unified_ir.train.callbacks import Callback
 from triplane.unified_ir.train.checkpoint import Checkpoint
-from triplane.unified_ir.train.history import NOTHING_COUNTED, Row, split
+from triplane.unified_ir.train.history import NOTHING_COUNTED, VALIDATION, Row, split
 from triplane.unified_ir.train.interrupt import Interrupt
 from triplane.unified_ir.train.precision import LEAST_SCALE
 from triplane.unified_ir.train.recipe import AVERAGE, LEFT, LOSS_SCALE
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from triplane.unified_ir.train.trainer import Trainer
 
 
-VALIDATION: Final = "validation."
-"""Prefix of the measures on held-out data."""
 AVERAGES: Final = slot_name(AVERAGE, "")
 
 
@@ -255,7 +253,7 @@ class Fit:
         trainer.write_back(state)
         if self.validation is not None:
             measured = trainer.evaluate(self.validation)
-            row |= {f"{VALIDATION}{k}": v for k, v in measured.items()}
+            row |= {VALIDATION + k: v for k, v in measured.items()}
         place.next_epoch()
         trainer.history.rows.append(row)
         if rates := self._measured_rates():
