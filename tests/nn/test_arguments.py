@@ -10,6 +10,7 @@ import pytest
 
 from triplane.proto.errors import InvalidInput, TriplaneError
 from triplane.unified_ir import nn as layers
+from triplane.unified_ir import ops
 from triplane.unified_ir import optim as optimizers
 from triplane.unified_ir import train as training
 from triplane.unified_ir.frontend import run
@@ -62,6 +63,19 @@ ELSEWHERE = {
     "typo":     (lambda: nn.Conv2d(1, 2, 3, stide=2), "did you mean 'stride'"),
     "missing":  (lambda: nn.GRU(3), "GRU: missing a required argument: 'hidden'"),
     "too many": (lambda: nn.Dense(3, 4, 5), "Dense: too many positional arguments"),
+    "a list":   (lambda: nn.Sequential([nn.ReLU()]), r"at 0; pass the cells themselves: \*cells"),
+    "a class":  (lambda: nn.Sequential(nn.ReLU(), nn.Flatten), r"at 1; create it: Flatten\("),
+    "function": (lambda: nn.Sequential(ops.relu), "at 0; a function belongs into the construct"),
+    "one cell": (lambda: nn.CellList(nn.ReLU()), r"made of a list of cells, got ReLU\(\)"),
+    "no dict":  (lambda: nn.CellDict([nn.ReLU()]), "made of a dict of cells by name"),
+    "monitor":  (lambda: train.EarlyStop(monitor="loss"), "here it is measure"),
+    "patience": (lambda: train.EarlyStop(patience="3"), "whole patience >= 1.*got '3'"),
+    "plateau":  (lambda: optim.ReduceOnPlateau(0.1, patience="3"), "patience '3'"),
+    "base":     (lambda: optim.ReduceOnPlateau(optim.Constant(0.1)), "start Constant"),
+    "epochs":   (lambda: optim.ReduceOnPlateau(0.1, mode="min"), "better; .*count epochs"),
+    "callback": (lambda: trainer(callbacks=[train.EarlyStop]), "each callback is the class Early"),
+    "callbacks": (lambda: trainer(callbacks=train.EarlyStop()), "callbacks is a list"),
+    "metric":   (lambda: trainer(metrics={"f1": train.F1}), r"give an instance: F1\("),
     "activation": (lambda: nn.TransformerEncoderLayer(8, 2, activation="gelu"), "such as ops.gelu"),
     "loss":     (lambda: train.Trainer(nn.Dense(1, 1), loss="mse", optimizer=optim.SGD(1.0)),
                  r"write nn.MSE\(...\)"),

@@ -200,15 +200,17 @@ class CellList(Cell):
 
     def __init__(self, cells: Any = ()) -> None:
         super().__init__()
-        for i, cell in enumerate(cells):
-            if not isinstance(cell, Cell):
-                raise InvalidInput(f"a list of cells may only hold cells, got {cell!r} at {i}")
-            self._cells[str(i)] = cell
+        if isinstance(cells, Cell) or not isinstance(cells, Iterable):
+            raise InvalidInput(f"a CellList is made of a list of cells, got {cells!r:.80}")
+        for cell in cells:
+            self.append(cell)
 
     def append(self, cell: Cell) -> None:
         """Add a cell at the end."""
         if not isinstance(cell, Cell):
-            raise InvalidInput(f"a list of cells may only hold cells, got {cell!r}")
+            raise InvalidInput(
+                f"a list of cells may only hold cells, got {cell!r:.80} at {len(self)}{_hint(cell)}"
+            )
         self._cells[str(len(self))] = cell
 
     def __getitem__(self, i: int) -> Cell:
@@ -233,7 +235,13 @@ class CellDict(Cell):
 
     def __init__(self, cells: Mapping[str, Cell] | Iterable[tuple[str, Cell]] = ()) -> None:
         super().__init__()
-        for name, cell in dict(cells).items():
+        try:
+            entries = dict(cells)
+        except (TypeError, ValueError):
+            raise InvalidInput(
+                f"a CellDict is made of a dict of cells by name, got {cells!r:.80}"
+            ) from None
+        for name, cell in entries.items():
             self[name] = cell
 
     def __getitem__(self, name: str) -> Cell:
@@ -247,7 +255,7 @@ class CellDict(Cell):
         if not _is_entry((name, cell)):
             raise InvalidInput(
                 "a CellDict holds cells by names without a dot, since names are parts of paths; "
-                f"got {cell!r:.80} under {name!r}"
+                f"got {cell!r:.80} under {name!r}{_hint(cell)}"
             )
         self._cells[name] = cell
 
@@ -280,6 +288,17 @@ class CellDict(Cell):
         """Add or replace cells."""
         for name, cell in cells.items():
             self[name] = cell
+
+
+def _hint(value: Any) -> str:
+    """Return what to do with a value that stands where a cell belongs."""
+    if isinstance(value, type):
+        return f"; create it: {value.__name__}(...)" if issubclass(value, Cell) else ""
+    if isinstance(value, (list, tuple)) and all(isinstance(v, Cell) for v in value):
+        return "; pass the cells themselves: *cells"
+    if callable(value) and not isinstance(value, Cell):
+        return "; a function belongs into the construct of a cell, or take its layer, such as ReLU"
+    return ""
 
 
 def _is_entry(item: tuple[Any, Any]) -> bool:

@@ -11,7 +11,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Final, Literal, get_args
+from numbers import Integral, Real
+from typing import Any, ClassVar, Final, Literal, get_args
 
 from triplane.proto.errors import InvalidInput
 from triplane.proto.suggestions import check_choice
@@ -57,9 +58,20 @@ class ReduceOnPlateau(Schedule):
     low: float = 0.0
     better: Better | None = None
 
+    counted: ClassVar[str] = "patience and cooldown count epochs"
+
     def __post_init__(self) -> None:
         sign_of("ReduceOnPlateau", self.measure, self.better)
         check_choice("ReduceOnPlateau's change", self.change, get_args(Change))
+        numbers = (self.start, self.factor, self.low, self.min_change)
+        counts = (self.patience, self.cooldown)
+        are_numbers = all(isinstance(n, Real) for n in numbers)
+        if not are_numbers or not all(isinstance(n, Integral) for n in counts):
+            raise InvalidInput(
+                "ReduceOnPlateau takes numbers, and whole ones as patience and cooldown, got "
+                f"start {self.start!r}, factor {self.factor!r}, low {self.low!r}, min_change "
+                f"{self.min_change!r}, patience {self.patience!r}, cooldown {self.cooldown!r}"
+            )
         if not (0 < self.start < math.inf and 0 < self.factor < 1 and 0 <= self.low <= self.start):
             raise InvalidInput(
                 "ReduceOnPlateau needs start > 0, 0 < factor < 1 and low in [0, start], got "

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final, Literal, Self, get_args
+from typing import Any, ClassVar, Final, Literal, Self, get_args
 
 import numpy as np
 
@@ -38,9 +38,12 @@ MEASURED: Final[ContextVar[Mapping[Schedule, Tensor]]] = ContextVar("triplane_ra
 class Schedule:
     """A learning rate that depends on the number of updates done; `a * b` is their product."""
 
+    counted: ClassVar[str] = "a schedule counts updates, not epochs"
+    """What the numbers of its fields count, for errors."""
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Return the object without fields; ArgumentError for arguments that do not fit."""
-        check_arguments(cls, args, kwargs, advice="a schedule counts updates, not epochs")
+        check_arguments(cls, args, kwargs, advice=cls.counted)
         return super().__new__(cls)
 
     def __call__(self, step: Tensor) -> Tensor:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, Self
 
 import numpy as np
 
 from triplane.proto.disk import write_atomic
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.frontend.arguments import check_arguments
 from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.optim.plateau import Better, sign_of
 from triplane.unified_ir.train.history import Row
@@ -24,6 +26,11 @@ class Callback:
     An exception from a callback ends the run; the cell then holds the state up to that point. A
     callback with state of its own returns it from `state_dict`, and checkpoints hold it.
     """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Return the object without state; ArgumentError for arguments that do not fit."""
+        check_arguments(cls, args, kwargs)
+        return super().__new__(cls)
 
     @property
     def state_key(self) -> str:
@@ -96,9 +103,11 @@ class EarlyStop(Callback):
         better: Better | None = None,
         restore_best: bool = False,
     ) -> None:
-        if patience < 1 or min_change < 0:
+        numbers = isinstance(patience, Integral) and isinstance(min_change, Real)
+        if not numbers or patience < 1 or min_change < 0:
             raise InvalidInput(
-                f"EarlyStop needs patience >= 1 and min_change >= 0, got {patience}, {min_change}"
+                "EarlyStop needs a whole patience >= 1 and min_change >= 0, got "
+                f"{patience!r}, {min_change!r}"
             )
         self.measure, self.patience, self.min_change = measure, patience, min_change
         self.sign = sign_of("EarlyStop", measure, better)

@@ -276,6 +276,11 @@ def metrics_by_name(metrics: Metrics, targets: str) -> dict[str, Metric | Tally]
     pairs = metrics.items() if isinstance(metrics, Mapping) else ((m, m) for m in metrics)
     chosen = {label: metric_named(m, targets) if isinstance(m, str) else m for label, m in pairs}
     for label, metric in chosen.items():
+        if isinstance(metric, type):
+            raise InvalidInput(
+                f"metric {label!r} is the class {metric.__name__}; give an instance: "
+                f"{metric.__name__}(...)"
+            )
         if not (callable(metric) or isinstance(metric, Tally)):
             raise InvalidInput(
                 "a metric is a function of (output, target), a train.Tally, or one of "

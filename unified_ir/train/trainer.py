@@ -108,7 +108,7 @@ class Trainer:
         self.engine = engine
         self.seed = seed
         self.metrics = None if metrics is None else metrics_by_name(metrics, self.loss.targets)
-        self.callbacks = tuple(callbacks)
+        self.callbacks = _checked_callbacks(callbacks)
         self.clip_value, self.clip_each, self.clip_norm = clip_value, clip_each, clip_norm
         self.accumulate, self.precision, self.average = accumulate, precision, average
         if isinstance(loss_scale, (int, float)):  # overflows are skipped, the scale stays
@@ -515,6 +515,14 @@ def _check_instance(what: str, value: object, kind: type | None) -> None:
     if not (callable(value) if kind is None else isinstance(value, kind)):
         wanted = "a loss cell or a function" if kind is None else f"of kind {kind.__name__}"
         raise InvalidInput(f"{what} must be {wanted}, got {value!r:.80}{_likely(value)}")
+
+
+def _checked_callbacks(callbacks: Sequence[Callback]) -> tuple[Callback, ...]:
+    if not isinstance(callbacks, Sequence):
+        raise InvalidInput(f"callbacks is a list of callbacks, got {callbacks!r:.80}")
+    for callback in callbacks:
+        _check_instance("each callback", callback, Callback)
+    return tuple(callbacks)
 
 
 def _likely(value: object) -> str:
