@@ -114,9 +114,35 @@ def test_scores_are_told_when_they_are_known():
         study(evaluate_every=2, rates=(0.0,)),
         on_scores=lambda *found: told.append(found),
     )
-    assert [found[:2] for found in told] == [(2, None), (4, None), (4, 0.0)]
-    assert [s for found in told[:2] for s in found[2]] == list(made.scores)
-    assert told[2][2] == made.sweep[0.0]
+    assert [found[:2] for found in told] == [(0, None), (2, None), (4, None), (4, 0.0)]
+    assert told[0][2] == made.start
+    assert [s for found in told[1:3] for s in found[2]] == list(made.scores)
+    assert told[3][2] == made.sweep[0.0]
+
+
+def test_the_start_is_scored_before_anything_is_learned():
+    made = run(unseen=shards(2, first=8))
+    assert [(s.device, s.round) for s in made.start] == [(s.device, 0) for s in made.scores]
+    # With a rate of 0 nothing moves, so the end has the scores of the start.
+    still = run(study(rounds=1, hyper=HYPER.but(lr=0.0)), unseen=shards(2, first=8))
+    assert [s.before for s in still.scores] == [s.before for s in made.start]
+    assert [s.before for s in made.start] != [s.before for s in made.scores]
+
+
+def test_a_start_that_cannot_be_adapted_is_left_out(monkeypatch):
+    simulation = sys.modules[Study.__module__]
+    original = simulation.device.evaluate
+
+    def evaluate(plan, work, *args, **options):
+        if work.round == 0:
+            raise InvalidInput("the loss is inf")
+        return original(plan, work, *args, **options)
+
+    monkeypatch.setattr(simulation.device, "evaluate", evaluate)
+    made = run()
+    assert made.start == ()
+    monkeypatch.undo()
+    assert bits(made)[:4] == bits(run())[:4]
 
 
 def test_the_rules_hear_of_as_many_events_however_many_devices_are_scored(monkeypatch):

@@ -6,7 +6,9 @@ hyperparameters and the server's optimizer from here.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -94,7 +96,8 @@ class Algorithm:
     weighting: of updates, by "examples" or "equal". server: the cloud's optimizer. gradient: the
     direction of a step, for a number of inner steps. hyper: the hyperparameters; each is also state
     that the graphs may read. rate: the hyperparameter that multiplies a step. adapt: one step of
-    adaptation. extra_state: further state beside the module's.
+    adaptation. extra_state: further state beside the module's. revision: a digest of code that the
+    graphs do not show; a study is not resumed with another one.
     """
 
     name: str
@@ -108,6 +111,7 @@ class Algorithm:
     rate: str = LR
     adapt: Callable[[Objective], Function] = steps.plain_adapt
     extra_state: ExtraState = lambda _of, _hyper: {}
+    revision: str = ""
 
     @property
     def learns_rates(self) -> bool:
@@ -206,13 +210,45 @@ _ROWS: Final = (
 # fmt: on
 
 
-def _table(rows: tuple[Algorithm, ...]) -> Mapping[str, Algorithm]:
+NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
+"""Names of algorithms; they also name options' values, folders and columns."""
+
+
+def _table(rows: tuple[Algorithm, ...]) -> dict[str, Algorithm]:
     table = {row.name: row for row in rows}
     assert len(table) == len(rows), "two algorithms of one name"
     return table
 
 
 ALGORITHMS: Final = _table(_ROWS)
+
+
+@contextmanager
+def registered(row: Algorithm) -> Iterator[None]:
+    """Offer an algorithm by its name in this process, within the `with` block.
+
+    InvalidInput: the name is taken or malformed, or a hyperparameter has the name of one with other
+    valid values.
+    """
+    if not NAME.fullmatch(row.name):
+        raise InvalidInput(
+            f"an algorithm's name has 1 to 40 of a-z, 0-9, _ and -, got {row.name[:60]!r}"
+        )
+    if row.name in ALGORITHMS:
+        raise InvalidInput(f"there is an algorithm {row.name!r} already; choose another name")
+    declared = hyperparameters()
+    for hyper in row.hyper:
+        known = declared.get(hyper.name, hyper)
+        if known.rule != hyper.rule:
+            raise InvalidInput(
+                f"the hyperparameter {hyper.name!r} of {row.name} must have the valid values that "
+                "other algorithms declare for it, or another name"
+            )
+    ALGORITHMS[row.name] = row
+    try:
+        yield
+    finally:
+        del ALGORITHMS[row.name]
 
 
 def hyperparameters() -> dict[str, Hyperparameter]:

@@ -38,13 +38,15 @@ from triplane.unified_ir.runtime import Plan
 
 PLAN: Final = "study.plan"
 PERSONAL: Final = "personal"
+START: Final = 0
+"""The round whose scores are those of the model that a run begins with."""
 NOW_S: Final = 0.0
 """The constant clock of a simulation, in which nothing waits."""
 
 Arrays = Mapping[str, Array]
 OnRound = Callable[[RoundRow], None]
 OnScores = Callable[[int, float | None, tuple[DeviceScore, ...]], None]
-"""(round, rate of adaptation if it is one of `Study.rates`, scores).
+"""(round, 0 for the start; rate of adaptation if it is one of `Study.rates`; scores).
 
 No scores: adaptation at that rate made a loss that is not finite.
 """
@@ -165,6 +167,8 @@ class _Simulation:
 
     def go(self) -> Trial:
         """Run from the present progress to the end."""
+        if not self.place.rounds:
+            self._score_start()
         state = self._begin()
         while state.phase is not machine.Phase.FINISHING:
             assert state.round is not None
@@ -173,7 +177,22 @@ class _Simulation:
             if self.keeper is not None and not (state.round and state.round.evaluates):
                 self.keeper.save(self.place)
         place, sweep, name = self.place, self._sweep(), self.study.algorithm
-        return Trial(name, place.rounds, place.scores, sweep, place.shared, self.metric)
+        start, scores = (
+            tuple(s for s in place.scores if (s.round == START) is first) for first in (True, False)
+        )
+        return Trial(
+            name, place.rounds, scores, sweep, place.shared, self.metric, self.study.seed, start
+        )
+
+    def _score_start(self) -> None:
+        """Score the model that the run begins with, unless it cannot be adapted at this rate."""
+        try:
+            scores = tuple(self._scored(START, name) for name in self._scorers())
+        except InvalidInput:
+            # A rate too large for the first model may suit the learned one. Other errors recur.
+            return
+        self.place = replace(self.place, scores=scores)
+        self.on_scores(START, None, scores)
 
     def _begin(self) -> machine.RunState:
         study = self.study
