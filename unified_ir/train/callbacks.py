@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -16,6 +15,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.frontend.arguments import check_arguments
 from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.optim.plateau import Better, sign_of
+from triplane.unified_ir.train.batches import is_count, is_number
 from triplane.unified_ir.train.history import Row
 from triplane.unified_ir.train.run import Run
 
@@ -103,8 +103,7 @@ class EarlyStop(Callback):
         better: Better | None = None,
         restore_best: bool = False,
     ) -> None:
-        numbers = isinstance(patience, Integral) and isinstance(min_change, Real)
-        if not numbers or patience < 1 or min_change < 0:
+        if not is_count(patience, 1) or not is_number(min_change) or min_change < 0:
             raise InvalidInput(
                 "EarlyStop needs a whole patience >= 1 and min_change >= 0, got "
                 f"{patience!r}, {min_change!r}"
