@@ -144,6 +144,18 @@ def test_an_update_in_a_branch_and_in_a_loop_is_one_of_the_cell():
     check(after, state, rtol=1e-6, atol=1e-7)
 
 
+def test_a_rate_that_follows_a_measure_is_assigned_by_the_loop():
+    optimizer = optim.SGD(optim.ReduceOnPlateau(0.5))
+    params, grads = {"w": np.ones(2, np.float32)}, {"w": np.ones(2, np.float32)}
+    state = optimizer.init(params)
+    params, state = optimizer.update(params, grads, state)
+    assert params["w"].tolist() == [0.5, 0.5]
+    state["optimizer.plateau"] = np.float32(0.25)
+    params, state = optimizer.update(params, grads, state)
+    assert params["w"].tolist() == [0.25, 0.25]
+    assert float(state["optimizer.plateau"]) == 0.25
+
+
 def test_two_updates_in_one_graph_are_two_steps():
     optimizer = optim.SGD(0.1, momentum=0.9)
     net, other = Net(), Net()

@@ -57,6 +57,7 @@ weights. Each device gets samples in two disjoint parts: to train and adapt on, 
 CHOICES
 \b
 ALGORITHM_SUMMARIES
+  NAME+adam  the same, with Adam on the cloud
 
 \b
 FILE.py:NAME is an algorithm of your own: a triplane.unified_ir.federated.algorithms.Algorithm.
@@ -146,6 +147,9 @@ OPTIONS: Final = (
            NATURAL, default=defaults.SUPPORT),
     option("--query N", "Samples of a step in addition to its support, for algorithms that learn "
            "from episodes.", COUNT, default=defaults.QUERY),
+    option("--ways N", "Classes of an episode, drawn and numbered anew for each; --support and "
+           "--query are multiples of it.  [default: the samples' own labels]",
+           click.IntRange(2)),
     option("--rate RATE", "Rate of adaptation to try at the end; the best one is used; may be "
            "repeated.", NOT_NEGATIVE, name="rates", multiple=True),
     option("--evaluate-every N", "Rounds between scorings.  [default: once, at the end]",
@@ -296,6 +300,7 @@ def _source(options: dict[str, Any], seed: int) -> SampleSource:
         way="group" if options["group"] else options["way"],
         devices=options["population"],
         seed=seed,
+        any_labels=options["ways"] is not None,
         **{name: options[name] for name in names},
     )
 
@@ -306,7 +311,7 @@ def _study(name: str, options: dict[str, Any], seed: int) -> Study:
     from triplane.unified_ir.federated.study import Study
 
     row = algorithm(name)
-    names = ("rounds", "devices", "steps", "batch_size", "support", "query", "evaluate_every")
+    names = ("rounds", "devices", "steps", "batch_size", "support", "query")
     compression = options["compression"] or ""
     return Study(
         algorithm=name,
@@ -317,6 +322,8 @@ def _study(name: str, options: dict[str, Any], seed: int) -> Study:
         compression=compression,
         keep=options["keep"] if compression == "top-k" else 1.0,
         seed=seed,
+        ways=options["ways"] or 0,
+        evaluate_every=options["evaluate_every"],
         **{k: options[k] for k in names},
     )
 
@@ -430,9 +437,9 @@ def _row(replicates: Sequence[Trial], *, seen: bool) -> tuple[str, ...]:
 
 def _facts(options: dict[str, Any], groups: Groups) -> dict[str, str]:
     """Return the options that had an effect, by name, for the reader of the page."""
-    from triplane.unified_ir.federated.algorithms import ALGORITHMS
+    from triplane.unified_ir.federated.algorithms import algorithm
 
-    rows = [ALGORITHMS[name] for name in _names(options["algorithms"])]
+    rows = [algorithm(name) for name in _names(options["algorithms"])]
     numbers: dict[str, dict[str, None]] = {}
     for row in rows:
         for hyper in row.hyper:
@@ -458,7 +465,7 @@ def _facts(options: dict[str, Any], groups: Groups) -> dict[str, str]:
     left_out = {"as_json", "folder", "out", "out_csv", "out_json", "model", "algorithms", "seed"}
     options["seeds"] = _seeds(options)
     facts = {
-        k.replace("_", " ").replace("way", "partition"): (
+        ("partition" if k == "way" else k.replace("_", " ")): (
             ", ".join(map(str, v)) if isinstance(v, tuple) else str(v)
         )
         for k, v in options.items()
