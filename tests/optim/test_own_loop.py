@@ -150,7 +150,7 @@ def test_a_rate_that_follows_a_measure_is_assigned_by_the_loop():
     state = optimizer.init(params)
     params, state = optimizer.update(params, grads, state)
     assert params["w"].tolist() == [0.5, 0.5]
-    state["optimizer.plateau"] = np.float32(0.25)
+    state["optimizer.plateau"] = np.array(0.25, np.float32)
     params, state = optimizer.update(params, grads, state)
     assert params["w"].tolist() == [0.25, 0.25]
     assert float(state["optimizer.plateau"]) == 0.25
