@@ -1,7 +1,6 @@
 """Samples from arrays, files and batches, and the part that is never learned from."""
 
 import csv
-import json
 from typing import Any
 
 import numpy as np
@@ -72,24 +71,6 @@ def test_a_table_gives_the_arrays_of_the_model(tmp_path):
     assert {name: x.shape[1:] for name, x in named.train.items()} == {
         "a": (1,), "b": (1,), "target": (),
     }  # fmt: skip
-
-
-def test_classes_whose_numbers_a_device_cannot_know_are_refused(tmp_path):
-    (tmp_path / "a.csv").write_text("x,y\n1,sit\n2,run\n")
-    with pytest.raises(InvalidInput, match=r"names its classes \('run', 'sit', ...\), but"):
-        shard_of(tmp_path / "a.csv")
-    (tmp_path / "book.txt").write_text("ab\n" * 99)
-    with pytest.raises(InvalidInput, match=r"classes \('\\n', 'a', 'b', ...\), but a device"):
-        shard_of(tmp_path / "book.txt")
-    pipeline = {
-        "format": 1,
-        "source": {"kind": "csv", "path": "a.csv"},
-        "steps": [{"step": "lookup", "column": "y", "values": ["walk", "sit", "run"]}],
-        "inputs": ["x"],
-        "targets": ["y"],
-    }
-    (tmp_path / "a.json").write_text(json.dumps(pipeline))
-    assert shard_of(tmp_path / "a.json", held_out=0).train["y"].tolist() == [1, 2]
 
 
 def test_columns_of_an_npz_may_be_chosen(tmp_path):

@@ -198,15 +198,35 @@ def class_places(dataset: Dataset, names: Sequence[str], column: str = "") -> Ar
     See `class_numbers`.
     """
     own = dataset.labels if column in {"", TOKENS} else ()
+    return places_of(own, names, dataset.origin.name)
+
+
+def places_of(own: Sequence[str], names: Sequence[str], source: str) -> Array | None:
+    """Return the place in `names` of each of a source's own classes; None if they are the same.
+
+    InvalidInput: one of them is not in `names`.
+    """
     if not own or not names or tuple(own) == tuple(names[: len(own)]):
         return None
     places = {name: k for k, name in enumerate(names)}
     if unknown := [name for name in own if name not in places]:
+        known = ", ".join(map(_class_text, names[:SHOWN]))
         raise InvalidInput(
-            f"{dataset.origin.name} has the class {unknown[0]!r}, but the model's classes are "
-            f"{', '.join(names[:SHOWN])}{', ...' if len(names) > SHOWN else ''}"
+            f"{source} has the class {unknown[0]!r}, but the model's classes are "
+            f"{known}{', ...' if len(names) > SHOWN else ''}"
         )
     return np.array([places[name] for name in own], np.int64)
+
+
+def _class_text(name: str) -> str:
+    """Return a class for a message; white space and the like, a character of a text, in quotes."""
+    return name if name.isprintable() and name.strip() else repr(name)
+
+
+def class_columns(dataset: Dataset) -> tuple[str, ...]:
+    """Return the columns whose numbers stand for the dataset's labels."""
+    names = dataset.targets if TOKENS not in dataset.inputs else (TOKENS, *dataset.targets)
+    return names if dataset.labels else ()
 
 
 def row_bytes(dataset: Dataset, names: Sequence[str]) -> int:
