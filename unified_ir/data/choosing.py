@@ -153,16 +153,16 @@ def preparation(
     """Return the steps for a source: choices of columns, pixels in 0..1, classes as integers.
 
     x, y: choices of the inputs and targets; by default the columns x and y. keep: more columns to
-    keep. pixels: whether inputs of bytes are pixels; None: those with two axes or more are. window:
+    keep, whose changes no window crosses. pixels: whether inputs of bytes are pixels; None: those with two axes or more are. window:
     length of a sample of text. NotFound: a column does not exist; InvalidInput: it does not fit.
     """
     building = _Building(dataset)
     if not x and TOKENS in dataset.schema:
-        building.text(window or WINDOW)
+        building.text(window or WINDOW, keep)
     else:
         building.columns(_inputs(x, dataset), _targets(y, dataset), keep)
         if window is not None:
-            building.add(Windowed(window))
+            building.add(Windowed(window, within=tuple(dict.fromkeys(keep))))
         for name in building.inputs:
             building.pixels(name, asked=pixels)
         for name in building.targets:
@@ -282,15 +282,17 @@ class _Building:
         self.steps.append(step)
         self.dataset = self.dataset.then(step)
 
-    def text(self, window: int) -> None:
+    def text(self, window: int, keep: Sequence[str]) -> None:
         """Make windows of characters, and the same one character later, as numbers."""
+        self.columns([ColumnChoice((TOKENS,))], [], keep)
         if is_feed(self.dataset.view()):
             raise InvalidInput(
                 f"the vocabulary of {self.dataset.origin.name} is not known before it is read"
             )
         values = np.unique(np.asarray(self.dataset.column(TOKENS))).tolist()
         self.add(Lookup(TOKENS, tuple(values)))
-        self.add(Windowed(window, stride=window, ahead=1, into=NEXT))
+        within = tuple(dict.fromkeys(keep))
+        self.add(Windowed(window, stride=window, ahead=1, into=NEXT, within=within))
         self.inputs, self.targets = [TOKENS], [NEXT]
         self.labels = tuple(map(chr, values))
 

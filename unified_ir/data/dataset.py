@@ -199,9 +199,17 @@ class Dataset:
         """Put `size` samples together and pad those of different length; `grouping.PaddedBatch`."""
         return self.then(grouping.PaddedBatch(size, length, fill, lengths, drop_last))
 
-    def window(self, size: int, *, stride: int = 1, ahead: int = 0, into: str = "next") -> Dataset:
+    def window(
+        self,
+        size: int,
+        *,
+        stride: int = 1,
+        ahead: int = 0,
+        into: str = "next",
+        within: Sequence[str] = (),
+    ) -> Dataset:
         """Make each sample of `size` consecutive ones; see `grouping.Windowed`."""
-        return self.then(grouping.Windowed(size, stride, ahead, into))
+        return self.then(grouping.Windowed(size, stride, ahead, into, tuple(within)))
 
     def repeat(self, times: int) -> Dataset:
         """Give all samples `times` times in an epoch."""
