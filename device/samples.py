@@ -2,7 +2,8 @@
 
 Invalid samples are refused here, naming the place, rather than by every task of a run. The held-out
 part is never used for learning. A sample stays in its part when more samples are added: one of each
-block of consecutive samples is held out, chosen by a fixed draw.
+block of consecutive samples is held out, chosen by a fixed draw. Of windows that share rows, the
+last ones are held out: when rows are added, samples that were learned from are still not in it.
 """
 
 import sys
@@ -104,7 +105,11 @@ def _from_dataset(dataset: "Dataset", held_out: float, *, numbered: bool = True)
     """Return inputs and targets in two parts; see `DatasetShard`."""
     from triplane.unified_ir.data.choosing import class_columns
 
-    shard = split(_arrays_of(dataset), held_out)
+    if held_out and dataset.overlap:
+        # Windows that share rows with held-out ones would be learned from; see `Dataset.split`.
+        shard = Shard(*map(_arrays_of, dataset.split(held_out)))
+    else:
+        shard = split(_arrays_of(dataset), held_out)
     names = class_columns(dataset)
     return DatasetShard(
         shard.train, shard.held_out, dataset.origin.name, dict.fromkeys(names, dataset.labels),

@@ -99,6 +99,18 @@ def test_a_dataset_is_a_source_with_its_steps(monkeypatch):
         shard_of(dataset)
 
 
+def test_windows_to_score_on_share_no_row_with_those_to_learn_from(tmp_path):
+    rows_ = [f"{k},{k / 2}" for k in range(40)]
+    (tmp_path / "a.csv").write_text("\n".join(["x,y", *rows_]))
+    shard = shard_of(tmp_path / "a.csv", form={"window": 4}, held_out=0.25)
+    learned, scored = ({*part["x"].ravel().tolist()} for part in (shard.train, shard.held_out))
+    assert (shard.examples, shard.held_out_samples) == (27, 7)
+    assert (max(learned), min(scored)) == (29, 30)
+    assert shard_of(tmp_path / "a.csv", form={"window": 4}, held_out=0).examples == 37
+    with pytest.raises(InvalidInput, match="leaves one part without a window"):
+        shard_of(tmp_path / "a.csv", form={"window": 30})
+
+
 def test_nothing_is_held_out_where_nothing_shall_be():
     assert shard_of(arrays(), held_out=0).held_out_samples == 0
 

@@ -282,6 +282,13 @@ class Dataset:
         _ = parts[0].view()  # refuses now what cannot be split
         return parts
 
+    @property
+    def overlap(self) -> int:
+        """Number of the samples before one that share rows with it, as windows do; 0 if none."""
+        at = self._overlapping_windows()
+        step = None if at is None else self.steps[at]
+        return step.overlap if isinstance(step, grouping.Windowed) else 0
+
     def _overlapping_windows(self) -> int | None:
         """Return the place of the first step that makes windows which share samples."""
         for k, step in enumerate(self.steps):

@@ -60,12 +60,24 @@ def devices_of(source: SampleSource, module: Module) -> tuple[Shards, Shards]:
     samples = _samples(source, dataset, module, names)
     _check_labels(source, samples[names[-1]], module)
     groups = np.asarray(dataset.column(source.group)) if source.group else None
+    shards = partial(_partitioned, source, overlap=_overlap(source, dataset))
     if not source.split:
-        return _chosen(source, _partitioned(source, samples, groups))
+        return _chosen(source, shards(samples, groups))
     split = np.asarray(dataset.column(source.split))
     partition.check_whole(split, len(dataset), f"column {source.split!r} must have")
     unseen = split != 0
-    return _part(source, samples, groups, ~unseen), _part(source, samples, groups, unseen)
+    seen, apart = (_part(source, samples, groups, chosen) for chosen in (~unseen, unseen))
+    return shards(*seen), shards(*apart)
+
+
+def _overlap(source: SampleSource, dataset: Dataset) -> int:
+    if dataset.overlap and source.way not in {"group", "even"}:
+        raise InvalidInput(
+            f"windows of {source.data} share rows with the {dataset.overlap} before them, so "
+            "devices with samples at random would learn from what others are scored on; partition "
+            "evenly, or by group"
+        )
+    return dataset.overlap
 
 
 def _read(source: SampleSource) -> Dataset:
@@ -149,21 +161,27 @@ def _check_labels(source: SampleSource, y: Array, module: Module) -> None:
         )
 
 
-def _part(source: SampleSource, samples: Samples, groups: Array | None, chosen: Array) -> Shards:
+def _part(
+    source: SampleSource, samples: Samples, groups: Array | None, chosen: Array
+) -> tuple[Samples, Array | None]:
     rows = np.flatnonzero(chosen)
     if not len(rows):
         raise InvalidInput(f"column {source.split!r} leaves no sample on one side")
     some = {name: np.asarray(x)[rows] for name, x in samples.items()}
-    return _partitioned(source, some, None if groups is None else groups[rows])
+    return some, None if groups is None else groups[rows]
 
 
-def _partitioned(source: SampleSource, samples: Samples, groups: Array | None) -> Shards:
+def _partitioned(
+    source: SampleSource, samples: Samples, groups: Array | None, *, overlap: int
+) -> Shards:
     held_out, seed = source.held_out, source.seed
     if groups is not None:
-        return partition.by_group(samples, groups, held_out=held_out, seed=seed, least=source.least)
+        return partition.by_group(
+            samples, groups, held_out=held_out, seed=seed, least=source.least, overlap=overlap
+        )
     labels = list(samples)[-1]
     ways: dict[Way, Callable[..., Shards]] = {
-        "even": partition.evenly,
+        "even": partial(partition.evenly, overlap=overlap),
         "dirichlet": partial(partition.by_dirichlet, alpha=source.alpha, labels=labels),
         "labels": partial(partition.by_label_shards, shards=source.label_shards, labels=labels),
     }
