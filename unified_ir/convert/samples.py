@@ -16,7 +16,7 @@ import numpy as np
 
 from triplane.proto.errors import InvalidInput, NotFound
 from triplane.unified_ir.data import Dataset, load
-from triplane.unified_ir.data.by_name import PIPELINE
+from triplane.unified_ir.data.by_name import PIPELINE, size_like
 from triplane.unified_ir.data.choosing import class_numbers, row_bytes
 from triplane.unified_ir.data.columns import Columns, Field, Rows, Schema
 from triplane.unified_ir.data.functions import Cache
@@ -250,11 +250,22 @@ def read_labelled(
 
 
 def _loaded(source: str | Path, inputs: Sequence[Value], options: Mapping[str, Any]) -> Dataset:
-    """Load samples; for a model that takes bytes, bytes stay as they are unless asked otherwise."""
+    """Load samples; for a model that takes bytes, bytes stay as they are unless asked otherwise.
+
+    Images of a folder get the size that the model takes.
+    """
     takes_bytes = all(p.type.dtype.numpy == np.uint8 for p in inputs)
     if takes_bytes and options.get("pixels") is None and Path(source).suffix != PIPELINE:
         options = {**options, "pixels": False}
-    return load(source, **options)
+    return load(source, **with_size(options, source, inputs))
+
+
+def with_size(
+    options: Mapping[str, Any], source: str | Path, inputs: Sequence[Value]
+) -> dict[str, Any]:
+    """Return options of `data.load`, with the size of `inputs` for the images of a folder."""
+    size = options.get("size") or size_like(source, [p.type.shape for p in inputs])
+    return {**options, "size": size}
 
 
 def _is_plain_npz(path: Path, options: Mapping[str, Any]) -> bool:

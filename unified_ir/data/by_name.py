@@ -139,6 +139,20 @@ def load_both(source: str | Path, held_out: str | Path, **options: Any) -> tuple
     return pair
 
 
+def size_like(source: str | Path, shapes: Sequence[Sequence[object]]) -> tuple[int, int, int] | None:
+    """Return the size (C, H, W) that the images of a folder need for a model.
+
+    shapes: of its inputs; sizes that are open are no ints. None for any other source, and unless
+    the one input is (N, C, H, W) with C = 1 or 3.
+    """
+    if len(shapes) != 1 or len(shapes[0]) != 4 or not Path(source).is_dir():
+        return None
+    match shapes[0]:
+        case (_, 1 | 3 as channels, int(height), int(width)):
+            return channels, height, width
+    return None
+
+
 def _prepared(source: str | Path, options: ReadingOptions) -> tuple[Dataset, ...]:
     parts = _parts(source, options)
     # Of the training part alone: a class that only the held-out part has must be refused.

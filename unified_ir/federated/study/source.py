@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +13,7 @@ import numpy as np
 
 from triplane.proto.errors import InvalidInput, NotFound
 from triplane.unified_ir.data import Dataset, load
-from triplane.unified_ir.data.by_name import PIPELINE
+from triplane.unified_ir.data.by_name import PIPELINE, size_like
 from triplane.unified_ir.data.choosing import class_numbers, row_bytes
 from triplane.unified_ir.federated.algorithms.objective import objective_of
 from triplane.unified_ir.federated.core.draws import Array, Draws
@@ -56,7 +56,7 @@ class SampleSource:
 def devices_of(source: SampleSource, module: Module) -> tuple[Shards, Shards]:
     """Return (devices that take part, devices that are only scored), with the model's names."""
     names = batch_names(module)
-    dataset = _read(source)
+    dataset = _read(_sized(source, module))
     samples = _samples(source, dataset, module, names)
     _check_labels(source, samples[names[-1]], module)
     groups = np.asarray(dataset.column(source.group)) if source.group else None
@@ -78,6 +78,13 @@ def _overlap(source: SampleSource, dataset: Dataset) -> int:
             "evenly, or by group"
         )
     return dataset.overlap
+
+
+def _sized(source: SampleSource, module: Module) -> SampleSource:
+    """Return the source whose images have the size of the model's input, unless it states one."""
+    inputs = objective_of(module).batch[:-1]
+    size = source.form.get("size") or size_like(source.data, [p.type.shape for p in inputs])
+    return replace(source, form={**source.form, "size": size}) if size else source
 
 
 def _read(source: SampleSource) -> Dataset:
