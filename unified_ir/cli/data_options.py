@@ -34,7 +34,7 @@ columns is
 """
 """The paragraph of help on columns, for the verbs that have `choices`."""
 PIXELS: Final = "pixels"
-_READ: Final = {
+READ: Final = {
     "x": "x",
     "y": "y",
     PIXELS: PIXELS,
@@ -102,7 +102,7 @@ def forms() -> tuple[click.Option, ...]:
 
 def reading(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of `data.load` that a verb's options state."""
-    return {name: options[key] for key, name in _READ.items() if key in options}
+    return {name: options[key] for key, name in READ.items() if key in options}
 
 
 def summary(dataset: Dataset) -> str:

@@ -95,7 +95,16 @@ def _columns(
     own = names if set(dataset.inputs) == set(names) else dataset.inputs
     _check_bytes(dataset, own, what)
     columns = [class_numbers(dataset, labels, name) for name in own]
-    return {p.name: as_input(x, p.type.dtype.numpy) for p, x in zip(inputs, columns, strict=True)}
+    return {p.name: _as(x, p.type.dtype.numpy) for p, x in zip(inputs, columns, strict=True)}
+
+
+def _as(x: Array, dtype: np.dtype[Any]) -> Array:
+    """Return a column in the type of an input: a table's whole numbers for one of float, exactly."""
+    x = as_input(x, dtype)
+    if x.dtype.kind not in "iu" or dtype.kind != "f":
+        return x
+    cast = x.astype(dtype)
+    return cast if (cast == x).all() else x
 
 
 def raw_columns(dataset: Dataset, inputs: Sequence[Value]) -> dict[str, Array]:
