@@ -40,8 +40,9 @@ def main(
 ) -> None:
     """Take part in runs until SIGTERM or SIGINT.
 
-    data: a file or folder of samples; x, y: its columns; form: see `FederatedClient`. app: the name of the owner's `ClientApp`,
-    as for `device.flower.load_app`. line: formats the facts of the ready line.
+    data: a file or folder of samples; x, y: its columns; form: see `FederatedClient`. app: the name
+    of the owner's `ClientApp`, as for `device.flower.load_app`. line: formats the facts of the
+    ready line.
     """
     signals.restore_defaults()
     # Before the imports below, which allocate most of what the process holds.

@@ -39,7 +39,7 @@ FORM: Final[Mapping[str, str]] = {
     "query": "a text",
     "pixels": "true or false",
 }
-"""Options of `data.load` that a device has, beside its columns, and their values in `device.json`."""
+"""Options of `data.load` beside the columns, and their values in `device.json`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,10 +48,10 @@ class DeviceSettings:
 
     population: the device takes part in runs of this population. data: the file or folder of its
     samples, for the command. x, y: the columns of inputs and target in it. form: more options of
-    reading it (`FORM`). held_out: share of the samples that are never used for learning. max_disk_bytes: limit for all plans and states;
-    max_blob_bytes: limit for each of them. max_memory_bytes, max_cpu_s: limits of one task beyond
-    what the process takes without it, 0 for none; they apply if tasks run in a child process.
-    max_cpu_s limits the sum over all threads.
+    reading it (`FORM`). held_out: share of the samples that are never used for learning.
+    max_disk_bytes: limit for all plans and states; max_blob_bytes: limit for each of them.
+    max_memory_bytes, max_cpu_s: limits of one task beyond what the process takes without it, 0 for
+    none; they apply if tasks run in a child process. max_cpu_s limits the sum over all threads.
     """
 
     population: str = "default"

@@ -3,7 +3,7 @@
 Invalid samples are refused here, naming the place, rather than by every task of a run. The held-out
 part is never used for learning. A sample stays in its part when more samples are added: one of each
 block of consecutive samples is held out, chosen by a fixed draw. Of windows that share rows, the
-last ones are held out: when rows are added, samples that were learned from are still not in it.
+last ones are held out; when rows are added, no window that was learned from comes into that part.
 """
 
 import sys
@@ -62,8 +62,8 @@ def shard_of(
     `triplane.unified_ir.data.load` reads, a `Dataset` with inputs and targets of these names, or an
     iterable of batches that ends. held_out: share in [0, 1), rounded to the nearest 1/n, or 1 - 1/n
     above a half; with 0 the device cannot evaluate. x, y: for a path, the columns of inputs and
-    target; a single one is named x or y. form: for a path, more options of `data.load` (`home.FORM`).
-    Columns and named classes of data get the model's names and numbers from each plan
+    target; a single one is named x or y. form: for a path, more options of `data.load`, those of
+    `home.FORM`. Columns and named classes of data get the model's names and numbers from each plan
     (`dataset_shard`). InvalidInput: samples are not finite numbers, or differ in size or names.
     """
     if isinstance(source, Shard):

@@ -71,7 +71,9 @@ def test_texts_are_devices_by_their_file(tmp_path, capsys):
     trainer = train.Trainer(net, loss=nn.SoftmaxCrossEntropy(), optimizer=optim.SGD(0.1))
     trainer.fit(data.load(tmp_path, window=8), 1, progress="none")
     trainer.export(("predict", "evaluate", "loss")).save(tmp_path / "m.tpm")
-    result = run(capsys, "federate", "simulate", tmp_path / "m.tpm", "--data", tmp_path,
-                 "--window", 8, "--group", "file", "--algorithm", "fedavg", "--rounds", 1)  # fmt: skip
+    result = run(
+        capsys, "federate", "simulate", tmp_path / "m.tpm", "--data", tmp_path, "--window", 8,
+        "--group", "file", "--algorithm", "fedavg", "--rounds", 1,
+    )  # fmt: skip
     scores = result["trials"][0]["training"]
     assert [score["device"] for score in scores] == ["ann", "bob"]

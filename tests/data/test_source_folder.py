@@ -74,9 +74,8 @@ def test_folders_of_class_folders_become_a_column(pets):
     assert (chosen.labels, chosen.inputs, chosen.targets) == (table.labels, ("x",), ("y",))
     assert "folder" not in data.load(pets / "all").schema
     rest, held_out = data.load_split(pets / "all", fraction=0.5, group="folder")
-    assert {frozenset(part.column("folder")) for part in (rest, held_out)} == {
-        frozenset({"ann"}), frozenset({"bob"})
-    }  # fmt: skip
+    names = [set(np.asarray(part.column("folder"))) for part in (rest, held_out)]
+    assert names in ([{"ann"}, {"bob"}], [{"bob"}, {"ann"}])
 
 
 @pytest.mark.parametrize(
@@ -94,7 +93,7 @@ def test_an_image_beside_the_folders_of_a_person_is_refused(pets):
     (pets / "all" / "ann" / "dog").mkdir(parents=True)
     for beside in (pets / "all" / "a.pgm", pets / "all" / "ann" / "a.pgm"):
         beside.write_bytes(b"P5 2 1 255\n12")
-        with pytest.raises(InvalidInput, match="a.pgm is beside the class folders"):
+        with pytest.raises(InvalidInput, match=r"a\.pgm is beside the class folders"):
             opened(ImageFolderSource(str(pets / "all")))
         beside.unlink()
 

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="union-attr,arg-type,misc"
 """Windows within runs of equal values: no window crosses the border of a file or of a person."""
 
 from itertools import groupby
@@ -38,8 +39,8 @@ def windows(people, days, size, stride, ahead):
     result, at = [], 0
     for key, run in groupby(keys):
         n = len(list(run))
-        for k in range(at, at + n - size - ahead + 1, stride):
-            result.append((*key, list(range(k, k + size)), list(range(k + ahead, k + ahead + size))))
+        starts = range(at, at + n - size - ahead + 1, stride)
+        result += [(*key, *([*range(i, i + size)] for i in (k, k + ahead))) for k in starts]
         at += n
     return result
 
@@ -59,7 +60,7 @@ def test_windows_stay_within_runs_in_tables_and_feeds(people, size, stride, ahea
     assert table.samples == len(expected)
     feed = Dataset(Origin(None, BlocksOf(whole, block), "a feed")).then(step)
     for start in {0, 1, len(expected) // 2, len(expected)}:
-        rows = []
+        rows: list[tuple] = []
         for part in feed.view().blocks(start):
             y = part["y"] if ahead else part["x"]
             rows += zip(part["who"], part["day"], part["x"].tolist(), y.tolist(), strict=True)

@@ -81,14 +81,13 @@ def test_the_node_the_line_and_the_operands_are_named(name, f, op, below, shown)
 @pytest.mark.parametrize(
     ("ids", "says"),
     [
-        ([[0, 3], [7, 9]], r"index 7 at \[1, 0\] is out of range: axis 0 of the table has 5 rows, "
-         r"0 to 4; the largest is 9, so 10 are needed \(of an Embedding, its count\)"),
+        ([[0, 3], [7, 9]], r"index 7 at \[1, 0\] .* the largest is 9, so 10 are needed"),
         ([[0, -6], [1, 1]], r"index -6 at \[0, 1\] .* 5 rows, 0 to 4 \(of an"),
     ],
 )  # fmt: skip
 def test_an_embedding_says_how_many_rows_it_needs(name, ids, says):
     table = np.zeros((5, 2), F32)
-    function = trace(graph(lambda w, i: ops.embedding(w, i)), TensorSpec((5, 2)),
+    function = trace(graph(ops.embedding), TensorSpec((5, 2)),
                      TensorSpec((2, 2), "int64"))  # fmt: skip
     with pytest.raises(InvalidInput, match=says):
         engine(name).compile(function)(table, np.array(ids))

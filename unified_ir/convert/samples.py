@@ -99,7 +99,7 @@ def _columns(
 
 
 def _as(x: Array, dtype: np.dtype[Any]) -> Array:
-    """Return a column in the type of an input: a table's whole numbers for one of float, exactly."""
+    """Return a column in the type of an input; whole numbers become floats that equal them."""
     x = as_input(x, dtype)
     if x.dtype.kind not in "iu" or dtype.kind != "f":
         return x

@@ -42,9 +42,10 @@ class ReadingOptions:
     """What `load` may be told about a source.
 
     x, y: the columns of inputs and targets, by default x and y (see `choosing`). keep: more columns
-    to keep, such as the file of each text of a folder; no window crosses a change in them. pixels: whether bytes are pixels, which become x / 255; None: those in two axes or more
-    are. window: characters of a sample of text, or rows of a sample of a series. query: of a
-    database. size: (H, W) that images are resized to, or (C, H, W) with C = 1 (grey) or 3 (RGB).
+    to keep, such as the file of each text of a folder; no window crosses a change in them. pixels:
+    whether bytes are pixels, which become x / 255; None: those in two axes or more are. window:
+    characters of a sample of text, or rows of a sample of a series. query: of a database. size:
+    (H, W) that images are resized to, or (C, H, W) with C = 1 (grey) or 3 (RGB).
     """
 
     x: Sequence[str] = ()
@@ -139,7 +140,9 @@ def load_both(source: str | Path, held_out: str | Path, **options: Any) -> tuple
     return pair
 
 
-def size_like(source: str | Path, shapes: Sequence[Sequence[object]]) -> tuple[int, int, int] | None:
+def size_like(
+    source: str | Path, shapes: Sequence[Sequence[object]]
+) -> tuple[int, int, int] | None:
     """Return the size (C, H, W) that the images of a folder need for a model.
 
     shapes: of its inputs; sizes that are open are no ints. None for any other source, and unless
@@ -217,8 +220,8 @@ def _folder_parts(path: Path, options: ReadingOptions) -> tuple[Dataset, ...]:
     folders = {p.name for p in path.iterdir() if p.is_dir()}
     if not folders and any(p.suffix == ".txt" for p in path.iterdir()):
         # Only where it is asked for: a name for each character takes more memory than the text.
-        files = FILE if FILE in options.keep else ""
-        return (of_source(TextSource(str(path), files=files), path.name),)
+        column = FILE if FILE in options.keep else ""
+        return (of_source(TextSource(str(path), files=column), path.name),)
     if folders == {"train", "test"}:
         return tuple(_images(path / part, options) for part in ("train", "test"))
     return (_images(path, options),)

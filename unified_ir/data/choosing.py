@@ -153,8 +153,9 @@ def preparation(
     """Return the steps for a source: choices of columns, pixels in 0..1, classes as integers.
 
     x, y: choices of the inputs and targets; by default the columns x and y. keep: more columns to
-    keep, whose changes no window crosses. pixels: whether inputs of bytes are pixels; None: those with two axes or more are. window:
-    length of a sample of text. NotFound: a column does not exist; InvalidInput: it does not fit.
+    keep, whose changes no window crosses. pixels: whether inputs of bytes are pixels; None: those
+    with two axes or more are. window: length of a sample of text. NotFound: a column does not
+    exist; InvalidInput: it does not fit.
     """
     building = _Building(dataset)
     if not x and TOKENS in dataset.schema:

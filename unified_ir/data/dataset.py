@@ -33,7 +33,7 @@ from triplane.unified_ir.data.step import Memo, Step, keeps
 from triplane.unified_ir.data.table import ArrayTable, Source
 from triplane.unified_ir.data.views import View, blocks_of, whole_column
 from triplane.unified_ir.data.zipping import ZipSource
-from triplane.unified_ir.files.samples import MAX_CLASSES, check_finite
+from triplane.unified_ir.files.samples import check_finite, check_labels
 
 if TYPE_CHECKING:
     from triplane.unified_ir.data.profile import DataProfile
@@ -553,20 +553,6 @@ def with_default_roles(dataset: Dataset) -> Dataset:
         inputs=(DEFAULT_INPUT,) if DEFAULT_INPUT in schema else (),
         targets=(DEFAULT_TARGET,) if DEFAULT_TARGET in schema else (),
     )
-
-
-def check_labels(y: Array, labels: Sequence[str]) -> None:
-    """Refuse classes without a name, naming the first sample."""
-    if y.dtype.kind not in "iu" or y.ndim != 1:
-        raise InvalidInput(f"labels must be whole numbers, one per sample, got {y.dtype}{y.shape}")
-    if len(labels) > MAX_CLASSES:
-        raise InvalidInput(f"there are {len(labels)} labels; at most {MAX_CLASSES} are supported")
-    bad = (y < 0) | (y >= len(labels))
-    if bad.any():
-        at = int(bad.argmax())
-        raise InvalidInput(
-            f"class {y[at]} of sample {at} has no name; there are {len(labels)} labels"
-        )
 
 
 def _class_column(dataset: Dataset) -> str | None:

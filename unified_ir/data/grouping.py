@@ -343,9 +343,9 @@ class _WindowFeed:
             for block in self.feed.blocks(0):
                 keys = {name: block[name] for name in self.window.within}
                 n = columns.count(block)
-                first = [column[0] for column in keys.values()]  # type: ignore[index]
+                first = [column[0] for column in keys.values()]
                 number += last is not None and first != last
-                last = [column[n - 1] for column in keys.values()]  # type: ignore[index]
+                last = [column[n - 1] for column in keys.values()]
                 for k, (begin, end) in enumerate(pairwise([0, *_ends_of_runs(keys, n).tolist()])):
                     number += k > 0
                     yield number, columns.part(block, begin, end)

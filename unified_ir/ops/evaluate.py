@@ -135,11 +135,11 @@ def failure(node: Node, why: str, operands: Sequence[Array | None]) -> str:
 
 
 def _index_outside(node: Node, operands: Sequence[Array | None]) -> str:
-    """Return the first index of a Gather that the axis does not have, and how many it would need."""
-    if len(operands) != 2 or operands[0] is None or operands[1] is None:
+    """Return the first index of a Gather that its axis does not have, and the size it needs."""
+    data, indices = operands if len(operands) == 2 else (None, None)
+    axis = node.attrs.get("axis", 0)
+    if data is None or indices is None or not isinstance(axis, int):
         return ""
-    data, indices = operands
-    axis = int(node.attrs.get("axis", 0))
     n = data.shape[axis]
     outside = np.argwhere((indices < -n) | (indices >= n))
     if not len(outside):

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="union-attr,arg-type"
 """What a push uploads as samples: an .npz as it is, other data as the .npz that the cloud reads."""
 
 import numpy as np
@@ -26,7 +27,8 @@ def test_a_table_becomes_arrays_by_the_names_of_the_model(module, tmp_path):
     choice = {**NONE, "x": ("a*",), "y": ("does",)}
     contents = []
     for _ in range(2):
-        with sample_files(module, "predict", *[str(tmp_path / "a.csv")] * 2, choice) as files:
+        source = str(tmp_path / "a.csv")
+        with sample_files(module, "predict", source, source, choice) as files:
             calibration = read_samples(files.calibration, module.inputs("predict"))
             x, y = read_labelled(files.evaluation, module.inputs("predict"))
             contents.append([path.read_bytes() for path in (files.calibration, files.evaluation)])

@@ -263,7 +263,7 @@ def test_windows_to_score_on_share_no_row_with_those_to_learn_from(series, optio
 
 
 def test_windows_that_share_rows_are_not_dealt_at_random(series):
-    with pytest.raises(InvalidInput, match="share rows with the 3 before them, .* by group"):
+    with pytest.raises(InvalidInput, match=r"share rows with the 3 before them, .* by group"):
         of_windows(series, way="dirichlet", devices=3)
 
 
