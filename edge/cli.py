@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from triplane.proto.logs import quiet_grpc
+from triplane.unified_ir.cli import data_options, predict
 from triplane.unified_ir.cli.machines import (
     home_option,
     log_level_option,
@@ -216,6 +217,45 @@ def _served_bundle(node: "NodeHome", model: str) -> Path | None:
     pointer = read_pointers(node.models)[0].get(model)
     path = node.bundles / pointer.sha256 if pointer else None
     return path if path is not None and path.is_file() else None
+
+
+INFER_EXAMPLE = f"""
+\b
+Examples:
+  triplane edge infer digits seven.png
+  triplane edge infer speed readings.csv --x 'ax*,ay*:2x64' --out speeds.csv
+  triplane edge infer shapes photos --at camera-1:8001 --model-version 2
+\b
+INPUT and --out are those of `triplane predict`. Any server of the Open Inference Protocol v2
+answers; a connection with TLS needs another client (docs/serving.md).
+
+{data_options.CHOICES}"""
+
+
+@edge.command(
+    epilog=INFER_EXAMPLE, short_help="Ask a server for what a model answers.",
+    params=[*predict.OPTIONS],
+)  # fmt: skip
+@click.argument("model")
+@click.argument("source", metavar="INPUT")
+@click.option(
+    "--at", "address", default="127.0.0.1:8001", show_default=True, metavar="HOST:PORT",
+    help="Address of the server.",
+)  # fmt: skip
+@click.option(
+    "--model-version", "version", default="", metavar="VERSION",
+    help="Version of the model.  [default: the server's newest]",
+)  # fmt: skip
+@json_option
+def infer(*, address: str, version: str, **options: Any) -> None:
+    """Send the samples of INPUT to a server, and print or write what MODEL answers."""
+    from triplane.edge.served_model import served_model
+
+    quiet_grpc()
+    output = open_output(options["as_json"])
+    predict.check_outputs(options)
+    with served_model(address, options["model"], version) as model:
+        predict.answer(model, options, output)
 
 
 @edge.command(short_help="Show what this node serves, and how attempts ended.")
