@@ -99,16 +99,17 @@ The cloud decides what the node serves (triplane deploy). To see it here: tripla
 """
 
 
-SAMPLES_EXAMPLE = """
+SAMPLES_EXAMPLE = f"""
 \b
 Examples:
   triplane edge samples question labelled.npz
   python -c 'import numpy as np; np.savez("labelled.npz", x=images, y=classes)'
   triplane edge samples gait steps.csv --x 'ch*:2x64' --y activity
 \b
-PATH is an .npz, another file with samples (.csv, .parquet, ...) or a folder of images by class.
-Names of classes get the numbers of the model that serves here.
-"""
+PATH is an .npz, another file with samples (.csv, .parquet, ...) or a folder of images by class,
+which get the size of the model that serves here. Names of classes get the numbers of that model.
+
+{data_options.CHOICES}"""
 
 
 @edge.command(epilog=ENROL_EXAMPLE, short_help="Make this machine a node, with a token.")
@@ -184,16 +185,15 @@ def up(*, home: Path, as_json: bool) -> None:
     main(home, ready.json_line if as_json else ready.text)
 
 
-@edge.command(epilog=SAMPLES_EXAMPLE, short_help="Give this node labelled samples of its own.")
+@edge.command(
+    epilog=SAMPLES_EXAMPLE, short_help="Give this node labelled samples of its own.",
+    params=[*data_options.choices(), *data_options.forms()],
+)  # fmt: skip
 @click.argument("model")
 @click.argument("file", metavar="PATH", type=click.Path(path_type=Path))
-@click.option("--x", metavar="CHOICE", multiple=True, help="Columns of the input.  [default: x]")
-@click.option("--y", metavar="CHOICE", multiple=True, help="The column of classes.  [default: y]")
 @node_home
 @json_option
-def samples(
-    *, model: str, file: Path, x: tuple[str, ...], y: tuple[str, ...], home: Path, as_json: bool
-) -> None:
+def samples(*, model: str, file: Path, home: Path, as_json: bool, **options: Any) -> None:
     """Give this node labelled samples for MODEL: x (N, ...) and classes y (N,).
 
     A start point is adapted to one half of the samples before it serves here. It serves only if it
@@ -205,7 +205,8 @@ def samples(
 
     node = NodeHome(home)
     served = _served_bundle(node, model)
-    count, path = keep_samples(node.samples, model, file, bundle=served, x=x, y=y)
+    choice = data_options.reading(options)
+    count, path = keep_samples(node.samples, model, file, bundle=served, **choice)
     record = {"model": model, "samples": count, "file": str(path)}
     open_output(as_json).result(record, f"{count} samples for {model} in {path}")
 
