@@ -299,8 +299,10 @@ def _checked(x: Array, p: Value, sizes: dict[str, int], what: str) -> Array:
         multiple = axis == 0 and isinstance(dim, int) and x.shape[0] % dim == 0
         fits = fits and (expected == x.shape[axis] or multiple or not isinstance(expected, int))
     if not fits or not x.size:
+        batch = p.type.shape[0] if p.type.rank else None
+        even = f" in whole batches of {batch}" if isinstance(batch, int) else ""
         raise InvalidInput(
-            f"{what}: {p.name} is {p.type} with at least one sample, got {x.dtype}{x.shape}"
+            f"{what}: {p.name} is {p.type} with at least one sample{even}, got {x.dtype}{x.shape}"
         )
     if x.dtype.kind == "f" and not np.isfinite(x).all():
         raise InvalidInput(f"{what}: {p.name} holds NaN or infinity")

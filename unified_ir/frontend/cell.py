@@ -7,13 +7,14 @@ the parameter itself. Names are attribute paths: `head.weight`, `blocks.0.conv.b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from fnmatch import fnmatchcase
 from typing import Any, Final, Self, cast
 
 import numpy as np
 
-from triplane.proto.errors import InvalidInput
+from triplane.proto.errors import InvalidInput, NotFound
+from triplane.proto.suggestions import nearest, suggestion
 from triplane.unified_ir.frontend.binding import LEARNT, Parameter, StateTree, current
 from triplane.unified_ir.frontend.custom import construct_with_bprop
 from triplane.unified_ir.frontend.rewrite import rewritten
@@ -25,7 +26,7 @@ from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.ops.recorder import recording
 from triplane.unified_ir.ops.tensor import Tensor
 
-__all__ = ["Cell", "CellList", "Parameter"]
+__all__ = ["Cell", "CellDict", "CellList", "Parameter"]
 
 SHOWN: Final = 8
 """Number of paths that a message lists."""
@@ -77,6 +78,8 @@ class Cell(StateTree):
         self._forget(name)
         if isinstance(value, (list, tuple)) and any(isinstance(v, Cell) for v in value):
             value = CellList(value)
+        elif isinstance(value, dict) and self._can_own(value):
+            value = CellDict(value)
         if not isinstance(value, (Parameter, Cell)):
             self.__dict__[name] = value
             return
@@ -90,6 +93,12 @@ class Cell(StateTree):
             self._parameters[name] = value
         else:
             self._cells[name] = value
+
+    def _can_own(self, entries: Mapping[Any, Any]) -> bool:
+        """Return whether a dict holds cells by name, none of which has this cell below it."""
+        if not entries or not all(map(_is_entry, entries.items())):
+            return False
+        return not any(cell is self for entry in entries.values() for _, cell in entry.cells())
 
     def _forget(self, name: str) -> None:
         self._parameters.pop(name, None)
@@ -120,12 +129,7 @@ class Cell(StateTree):
         missing = sorted(own.keys() - state.keys()) if strict else []
         unexpected = sorted(state.keys() - own.keys())
         if missing or unexpected:
-            sets = {"missing": missing, "unexpected": unexpected}
-            parts = [f"{what}: {_listed(names)}" for what, names in sets.items() if names]
-            partly = "; strict=False loads a part" if missing and not unexpected else ""
-            raise InvalidInput(
-                f"the state does not fit {type(self).__name__}; {'; '.join(parts)}{partly}"
-            )
+            raise InvalidInput(_misfit(type(self).__name__, len(own), missing, unexpected))
         # Every array is checked before the first is stored, so a failed load changes nothing.
         fitting = {k: _fitting(own[k], k, v) for k, v in state.items()}
         for name, array in fitting.items():
@@ -196,10 +200,18 @@ class CellList(Cell):
 
     def __init__(self, cells: Any = ()) -> None:
         super().__init__()
-        for i, cell in enumerate(cells):
-            if not isinstance(cell, Cell):
-                raise InvalidInput(f"a list of cells may only hold cells, got {cell!r} at {i}")
-            self._cells[str(i)] = cell
+        if isinstance(cells, Cell) or not isinstance(cells, Iterable):
+            raise InvalidInput(f"a CellList is made of a list of cells, got {cells!r:.80}")
+        for cell in cells:
+            self.append(cell)
+
+    def append(self, cell: Cell) -> None:
+        """Add a cell at the end."""
+        if not isinstance(cell, Cell):
+            raise InvalidInput(
+                f"a list of cells may only hold cells, got {cell!r:.80} at {len(self)}{_hint(cell)}"
+            )
+        self._cells[str(len(self))] = cell
 
     def __getitem__(self, i: int) -> Cell:
         return cast("Cell", list(self._cells.values())[i])
@@ -209,6 +221,104 @@ class CellList(Cell):
 
     def __iter__(self) -> Iterator[Cell]:
         return (self[i] for i in range(len(self)))
+
+
+class CellDict(Cell):
+    """Cells by name, in the order of insertion. Assigning a dict of cells creates one.
+
+    >>> from triplane.unified_ir import nn
+    >>> heads = nn.CellDict({"age": nn.Dense(8, 1), "sex": nn.Dense(8, 2)})
+    >>> heads["job"] = nn.Dense(8, 9)
+    >>> list(heads), list(heads.parameters())[:2]
+    (['age', 'sex', 'job'], ['age.weight', 'age.bias'])
+    """
+
+    def __init__(self, cells: Mapping[str, Cell] | Iterable[tuple[str, Cell]] = ()) -> None:
+        super().__init__()
+        try:
+            entries = dict(cells)
+        except (TypeError, ValueError):
+            raise InvalidInput(
+                f"a CellDict is made of a dict of cells by name, got {cells!r:.80}"
+            ) from None
+        for name, cell in entries.items():
+            self[name] = cell
+
+    def __getitem__(self, name: str) -> Cell:
+        if name not in self._cells:
+            raise NotFound(
+                f"no cell {name!r}; there are {_listed(list(self))}{suggestion(name, self)}"
+            )
+        return cast("Cell", self._cells[name])
+
+    def __setitem__(self, name: str, cell: Cell) -> None:
+        if not _is_entry((name, cell)):
+            raise InvalidInput(
+                "a CellDict holds cells by names without a dot, since names are parts of paths; "
+                f"got {cell!r:.80} under {name!r}{_hint(cell)}"
+            )
+        self._cells[name] = cell
+
+    def __delitem__(self, name: str) -> None:
+        _ = self[name]  # names the cells there are
+        del self._cells[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._cells
+
+    def __len__(self) -> int:
+        return len(self._cells)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._cells)
+
+    def keys(self) -> KeysView[str]:
+        """Return the names."""
+        return self._cells.keys()
+
+    def values(self) -> ValuesView[Cell]:
+        """Return the cells."""
+        return cast("ValuesView[Cell]", self._cells.values())
+
+    def items(self) -> ItemsView[str, Cell]:
+        """Return pairs of name and cell."""
+        return cast("ItemsView[str, Cell]", self._cells.items())
+
+    def update(self, cells: Mapping[str, Cell]) -> None:
+        """Add or replace cells."""
+        for name, cell in cells.items():
+            self[name] = cell
+
+
+def _hint(value: Any) -> str:
+    """Return what to do with a value that stands where a cell belongs."""
+    if isinstance(value, type):
+        return f"; create it: {value.__name__}(...)" if issubclass(value, Cell) else ""
+    if isinstance(value, (list, tuple)) and all(isinstance(v, Cell) for v in value):
+        return "; pass the cells themselves: *cells"
+    if callable(value) and not isinstance(value, Cell):
+        return "; a function belongs into the construct of a cell, or take its layer, such as ReLU"
+    return ""
+
+
+def _is_entry(item: tuple[Any, Any]) -> bool:
+    """Return whether a pair is a cell under a name that can be a part of a path."""
+    name, cell = item
+    return isinstance(name, str) and bool(name) and "." not in name and isinstance(cell, Cell)
+
+
+def _misfit(cell: str, count: int, missing: list[str], unexpected: list[str]) -> str:
+    """Say which state is missing and which unexpected, with the names that it may stand for."""
+    lines = [f"the state does not fit {cell}"]
+    if missing:
+        lines.append(f"missing, {len(missing)} of {count}: {_listed(missing)}")
+    if unexpected:
+        pairs = ((name, nearest(name, missing)) for name in unexpected[:SHOWN])
+        named = [f"{name} (for {close}?)" if close else name for name, close in pairs]
+        lines.append(f"unexpected, {len(unexpected)}: {_listed([*named, *unexpected[SHOWN:]])}")
+    elif missing:
+        lines.append("strict=False loads a part")
+    return "\n  ".join(lines)
 
 
 def _listed(names: list[str]) -> str:

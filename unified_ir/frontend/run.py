@@ -13,11 +13,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from inspect import BoundArguments
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
+from triplane.proto.suggestions import check_choice, suggestion
 from triplane.unified_ir.engines import ENGINES, engine
 from triplane.unified_ir.engines.finite import finite, first_nonfinite
 from triplane.unified_ir.frontend.guards import PLAIN, TraceGuard
@@ -59,12 +60,11 @@ def set_mode(
     `finite`: a call that returns NaN or infinity raises an error that names the first node that
     computes it, and writes no buffer back.
     """
-    if mode not in {"graph", "eager"} or floats not in {"float32", "float64"}:
-        raise InvalidInput(
-            f"a mode is 'graph' or 'eager', floats 'float32' or 'float64'; got {mode!r}, {floats!r}"
-        )
+    check_choice("mode", mode, get_args(Mode))
+    check_choice("floats", floats, get_args(Floats))
     if engine not in ENGINES:
-        raise InvalidInput(f"no engine {engine!r}; there are {', '.join(ENGINES)}")
+        known = f"{', '.join(ENGINES)}{suggestion(engine, ENGINES)}"
+        raise InvalidInput(f"no engine {engine!r}; there are {known}")
     _setting.set(_Setting(mode, engine, floats, finite))
 
 

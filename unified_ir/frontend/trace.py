@@ -27,6 +27,7 @@ from triplane.unified_ir.frontend.binding import (
     holding,
     replaced,
 )
+from triplane.unified_ir.frontend.plain_arrays import warn_of_plain_arrays
 from triplane.unified_ir.frontend.reachable import state_of, state_trees_of
 from triplane.unified_ir.frontend.rewrite import rewritten
 from triplane.unified_ir.ir.graph import Array, Function, Value
@@ -141,6 +142,7 @@ def record(
     binding = Binding(build)
     state = state_of(target, arguments.arguments)
     binding.paths = _paths(target, arguments.arguments)
+    warn_of_plain_arrays(binding.paths)
     with build, bound(binding):
         _add_inputs(build, arguments, iter(arrays), state)
         for path, parameter in state.items():

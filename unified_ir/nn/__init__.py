@@ -2,6 +2,7 @@
 
 from triplane.proto.lazy import public_names as _public_names
 from triplane.unified_ir.frontend.cell import Cell as Cell
+from triplane.unified_ir.frontend.cell import CellDict as CellDict
 from triplane.unified_ir.frontend.cell import CellList as CellList
 from triplane.unified_ir.frontend.cell import Parameter as Parameter
 from triplane.unified_ir.frontend.summary import summary as summary

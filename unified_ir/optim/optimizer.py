@@ -12,14 +12,17 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from numbers import Real
-from typing import Any, ClassVar, Final, Literal, Self
+from typing import Any, ClassVar, Final, Literal, Self, get_args
 
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
+from triplane.proto.suggestions import check_choice
+from triplane.unified_ir.frontend.arguments import ArgumentError, check_arguments
 from triplane.unified_ir.ir.graph import Array
-from triplane.unified_ir.ir.types import TensorType, int64, type_of
+from triplane.unified_ir.ir.types import TensorType, float32, int64, type_of
 from triplane.unified_ir.ops.tensor import Tensor
+from triplane.unified_ir.optim import plateau
 from triplane.unified_ir.optim.group import Group
 from triplane.unified_ir.optim.schedules import Constant, Schedule
 
@@ -36,6 +39,7 @@ Checks = Mapping[str, Callable[[str, str, float], None]]
 
 Decay = Literal["coupled", "decoupled"]
 """Where weight decay enters: in the gradient ("coupled"), or directly in the parameter."""
+DECAYS: Final[tuple[str, ...]] = get_args(Decay)
 
 
 def slot_name(slot: str, path: str) -> str:
@@ -81,6 +85,17 @@ class Optimizer:
     decays_in_rule: ClassVar[bool] = False
     """Whether `rule` applies decoupled weight decay itself."""
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Return the object without fields; ArgumentError for arguments that do not fit."""
+        advice = f"the trainer finds the parameters itself: optim.{cls.__name__}(lr=0.001)"
+        check_arguments(cls, args, kwargs, advice=advice)
+        if args and not isinstance(args[0], (Real, Schedule, str)):
+            raise ArgumentError(
+                f"the first argument of {cls.__name__} is the learning rate, got a "
+                f"{type(args[0]).__name__}; {advice}"
+            )
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         name = type(self).__name__
         lr: Any = self.lr
@@ -89,8 +104,7 @@ class Optimizer:
             raise InvalidInput(f"a learning rate must be a schedule or finite and >= 0, got {lr!r}")
         if not 0 <= self.weight_decay < math.inf:
             raise InvalidInput(f"{name} needs weight_decay >= 0, got {self.weight_decay}")
-        if self.decay not in ("coupled", "decoupled"):
-            raise InvalidInput(f"{name} needs decay 'coupled' or 'decoupled', got {self.decay!r}")
+        check_choice(f"{name}'s decay", self.decay, DECAYS)
         for option, check in self.checks.items():
             check(name, option, getattr(self, option))
         object.__setattr__(self, "groups", tuple(self.groups))
@@ -139,6 +153,7 @@ class Optimizer:
             )
         chosen = self._chosen(params)
         types = {STEP: TensorType(int64, ())} if any(o.counts() for o in chosen.values()) else {}
+        types |= dict.fromkeys(self.plateaus(), TensorType(float32, ()))
         names = dict.fromkeys(slot for o in chosen.values() for slot in o.used_slots())
         kept = {path: o.slot_types(params[path]) for path, o in chosen.items()}
         for slot in names:
@@ -153,6 +168,7 @@ class Optimizer:
             for path, one in self._chosen(params).items()
             for slot in one.slot_types(type_of(params[path]))
         }
+        starts |= {name: schedule.start for name, schedule in self.plateaus().items()}
         return {
             name: np.full(t.concrete({}), starts.get(name, 0), t.dtype.numpy)
             for name, t in types.items()
@@ -177,7 +193,8 @@ class Optimizer:
             # One rule per group, so that the scalars of schedules and bias corrections are recorded
             # once and not for every parameter.
             if group not in rules:
-                rules[group] = one.rule_with_decay(step)
+                with plateau.reading(self.plateaus(), state):
+                    rules[group] = one.rule_with_decay(step)
             own = one.slot_types(params[path].type)
             slots = {s: state[slot_name(s, path)] for s in own}
             moved[path], after = rules[group](params[path], grads[path], slots)
@@ -215,9 +232,23 @@ class Optimizer:
             return self.lr(step)
         return float(self.lr)
 
-    def rate_at(self, updates: int) -> float:
-        """Return the learning rate after that many updates, for parameters in no group."""
-        return self.lr.at(updates) if isinstance(self.lr, Schedule) else float(self.lr)
+    def rate_at(self, updates: int, state: Mapping[str, Array] | None = None) -> float:
+        """Return the learning rate after that many updates, for parameters in no group.
+
+        state: the optimizer's, which a `ReduceOnPlateau` needs.
+        """
+        if not isinstance(self.lr, Schedule):
+            return float(self.lr)
+        rates: dict[Schedule, float] = {
+            schedule: float((state or {}).get(name, schedule.start))
+            for name, schedule in self.plateaus().items()
+        }
+        return self.lr.at(updates, rates)
+
+    def plateaus(self) -> dict[str, plateau.ReduceOnPlateau]:
+        """Return each schedule that depends on measures under the name of its state."""
+        options = [dict(g.options) for g in self.groups]
+        return plateau.named([self.lr, *(o["lr"] for o in options if "lr" in o)])
 
     def _group(self, path: str) -> Group | None:
         return next((g for g in self.groups if g.holds(path)), None)

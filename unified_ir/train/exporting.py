@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Literal, get_args
 
 from triplane.proto.errors import InvalidInput
+from triplane.proto.suggestions import suggestion
 from triplane.unified_ir.engines import modules as _modules  # noqa: F401 - lets modules predict
 from triplane.unified_ir.ir import Function, Module, Role, StateTensor
 from triplane.unified_ir.ir.module import START
@@ -26,15 +27,20 @@ LEARNABLE: Final = (Role.PARAMETER, Role.PERSONAL)
 DEFAULT_LOCAL_LR: Final = 0.01
 
 
-def build_module(trainer: Trainer, entries: tuple[str, ...], local_lr: float | None) -> Module:
+def build_module(
+    trainer: Trainer, entries: tuple[str, ...], local_lr: float | None, batch: int | None = None
+) -> Module:
     """See `Trainer.export`."""
     unknown = [e for e in entries if e not in ENTRIES]
     if unknown or not entries:
-        raise InvalidInput(f"entries must be among {', '.join(ENTRIES)}, got {unknown or 'none'}")
+        close = suggestion(unknown[0], ENTRIES) if unknown else ""
+        listed = ", ".join(ENTRIES)
+        raise InvalidInput(f"entries must be among {listed}, got {unknown or 'none'}{close}")
     unread = (HISTOGRAM, IMAGE, step.COUNTED)  # no reader of a model file uses these results
     functions = {}
+    model = trainer.model if batch is None else trainer.model_for(batch)
     for name in dict.fromkeys(entries):
-        function = _function(trainer, name, local_lr)
+        function = _function(trainer, model.of_means(), name, local_lr)
         names = [n for n in function.result_names if not n.startswith(unread)]
         # Results that are left out may be the only use of a part of the graph.
         functions[name] = clean(step.keeping(function, names))
@@ -42,14 +48,15 @@ def build_module(trainer: Trainer, entries: tuple[str, ...], local_lr: float | N
         functions=functions,
         entries={name: name for name in functions},
         state=_state(trainer, with_optimizer="train_step" in functions),
-        meta=_meta(trainer),
+        meta=_meta(trainer, model),
     )
     check_module(module)  # `load` checks it again, but here the trainer can still be corrected
     return module
 
 
-def _function(trainer: Trainer, name: str, local_lr: float | None) -> Function:
-    model = trainer.model.of_means()
+def _function(
+    trainer: Trainer, model: step.TrainingModel, name: str, local_lr: float | None
+) -> Function:
     graphs: dict[str, Callable[[], Function]] = {
         "predict": lambda: step.predict(model.cell, [*model.inputs.values()], model.loss.output),
         "evaluate": lambda: step.evaluate(model),
@@ -101,9 +108,9 @@ def _labels(trainer: Trainer) -> list[str]:
     return names[:classes] + [str(k) for k in range(len(names), classes)]
 
 
-def _meta(trainer: Trainer) -> dict[str, str]:
+def _meta(trainer: Trainer, model: step.TrainingModel) -> dict[str, str]:
     """Return metadata as text by key; lists and mappings as JSON."""
-    model, cell = trainer.model, type(trainer.cell)
+    cell = type(trainer.cell)
     inputs = {name: str(type_) for name, type_ in model.inputs.items()}
     # A parameter may be frozen in the cell or by a group of the optimizer; readers of the file see
     # both as frozen.
