@@ -434,13 +434,27 @@ def _floor_divide(a: Any, b: Any) -> Tensor:
     """Compute Python's `//`, which rounds down; ONNX's Div of whole numbers rounds to zero."""
     quotient = emit("Div", a, b)
     if quotient.dtype.is_float:
-        return emit("Floor", quotient)
+        return _floor_divide_floats(a, b, quotient)
     a, b = (as_tensor(x, None if hasattr(x, "dtype") else quotient.dtype) for x in (a, b))
     # Div rounds toward zero, so the quotient is one too large where it is inexact and negative.
     inexact = a != quotient * b
     below = (a < 0) != (b < 0)
     rounded: Tensor = quotient - (inexact & below).cast(quotient.dtype)
     return rounded
+
+
+def _floor_divide_floats(a: Any, b: Any, quotient: Tensor) -> Tensor:
+    """Compute `//` of floats as C Python and numpy do: from the exact remainder.
+
+    Floor of the rounded quotient is one too large where that rounds up: 1 / 0.1 is 10 in float32,
+    but 0.1 is above a tenth, so 1 // 0.1 is 9.
+    """
+    a, b = (as_tensor(x, None if hasattr(x, "dtype") else quotient.dtype) for x in (a, b))
+    rest = emit("Mod", a, b, fmod=1)  # of the sign of a
+    crossed = (rest < 0) != (b < 0)
+    below = ((rest != 0) & crossed).cast(quotient.dtype)
+    whole = emit("Round", (a - rest) / b - below)
+    return emit("Where", b == 0, emit("Floor", quotient), whole)
 
 
 def _fractions(x: Tensor) -> Tensor:
