@@ -64,7 +64,8 @@ GOOD: dict[str, dict[str, object]] = {
     'Net {"width": 16, "scale": 1}': {"scale": 1.0},
     'make {"sizes": [16], "norm": "layer"}': {"norm": "layer"},
     "plain depth=16": {"norm": "batch"},
-    "chosen norm=layer,depth=16": {"norm": "layer"}, "chosen norm=layer,depth=none": {"norm": "layer"},
+    "chosen norm=layer,depth=16": {"norm": "layer"},
+    "chosen norm=layer,depth=none": {"norm": "layer"},
 }
 BAD = {
     "Net -": r"needs the arguments width; add --cell-args width=\.\.\.",
