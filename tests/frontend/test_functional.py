@@ -229,3 +229,15 @@ def test_tangents_and_cotangents_by_other_names_are_refused(net):
     with pytest.raises(InvalidInput, match="names a, b; got b, c"):
         pair(X, {"b": X, "c": X})
     jvp(energy)(square, X, (dict(reversed(v.items())), None))
+
+
+def test_a_cell_without_parameters_names_the_container_that_hides_them():
+    class Hidden(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.rows = [[nn.Dense(3, 1)]]
+
+    with pytest.raises(InvalidInput, match=r"has none; Hidden\.rows is a plain list"):
+        grad(energy)(Hidden(), X)
+    with pytest.raises(InvalidInput, match=r"has none; unfreeze\(\) some"):
+        grad(energy)(Net().freeze(), X)

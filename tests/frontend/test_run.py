@@ -4,6 +4,7 @@
 
 import threading
 from enum import Enum
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -234,9 +235,43 @@ def test_nodes_carry_the_path_of_their_cell():
 
 
 def test_a_foreign_cells_state_is_refused_with_a_way_out():
-    hidden = [Scaled(1.0)]
     with pytest.raises(InvalidInput, match="a cell that the trace does not know; make the cell an"):
-        graph(lambda x: hidden[0](x))(X)
+        graph(lambda x: Scaled(1.0)(x))(X)
+
+
+class Holder:
+    """An object of the user's that owns cells, such as a class around a loop of one's own."""
+
+    def __init__(self, factor):
+        self.net, self.others = Scaled(factor), {"teacher": [Scaled(2.0)]}
+
+    @graph
+    def step(self, x):
+        return self.loss(self.net, x)
+
+    def loss(self, net, x):
+        return ((net(x) - self.others["teacher"][0](x)) ** 2.0).sum()
+
+
+LISTED, HELD = [Scaled(3.0)], Holder(3.0)
+
+
+@pytest.mark.parametrize("engine", [("graph", "onnx"), ("eager", "reference")])
+def test_cells_in_containers_and_objects_are_reached(engine):
+    hidden, space = [Scaled(3.0)], SimpleNamespace(net=Scaled(3.0))
+    functions = [lambda x: hidden[0](x), lambda x: space.net(x), lambda x: LISTED[0](x),
+                 lambda x: HELD.net(x)]  # fmt: skip
+    with mode(*engine):
+        for f in functions:
+            np.testing.assert_allclose(graph(f)(X), 9.0 * X)
+        for cell in (hidden[0], space.net, LISTED[0], HELD.net):
+            assert cell.seen.array > 0.0
+        holder = Holder(3.0)
+        assert holder.step(X) == pytest.approx((25.0 * X**2).sum())
+        holder.net = Scaled(4.0)
+        assert holder.step(X) == pytest.approx((144.0 * X**2).sum())
+        slope = grad(holder.loss)(holder.net, X)["weight"]
+        np.testing.assert_allclose(slope, [(96.0 * X**2).sum()], rtol=1e-6)
 
 
 def test_an_input_named_like_state_is_refused():

@@ -202,3 +202,9 @@ def test_a_summary_counts_neither_keys_nor_statistics_as_parameters():
     assert (
         lines[-1] == f"{learnt:,} parameters, {learnt:,} of them trainable; 34 elements of buffers"
     )
+
+
+def test_load_takes_a_dict():
+    for state in (nn.Dense(3, 1), "weights.npz", None):
+        with pytest.raises(InvalidInput, match=r"load takes a dict of arrays by path, got"):
+            nn.Dense(3, 1).load(state)

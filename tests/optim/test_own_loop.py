@@ -317,3 +317,26 @@ def test_what_does_not_fit_is_refused(kind, message):
         with pytest.raises(InvalidInput, match=message):
             ADAM.update(params, grads, state)
     check(net.state_dict(), before, rtol=0)
+
+
+def test_arguments_of_another_kind_are_refused():
+    net, (_, grads, state) = Net(), wrong("")
+    with pytest.raises(InvalidInput, match=r"'one\.weight' is a Parameter; pass the cell itself"):
+        ADAM.init(net.parameters())
+    with pytest.raises(InvalidInput, match=r"a cell or a dict of arrays .* once for each"):
+        ADAM.init([net, net])
+    with pytest.raises(InvalidInput, match=r"a cell or a dict of arrays .* once for each"):
+        ADAM.update((net, net), grads, state)
+    with pytest.raises(
+        InvalidInput, match="the gradient is a dict of arrays by name, got a NoneType"
+    ):
+        ADAM.update(net, None, state)
+    with pytest.raises(InvalidInput, match="the state is a dict of arrays by name, got a NoneType"):
+        ADAM.update(net, grads, None)
+
+
+def test_a_frozen_cell_has_nothing_to_update():
+    net = Net().freeze()
+    for update in (ADAM.update, graph(lambda *args: ADAM.update(*args)[1])):
+        with pytest.raises(InvalidInput, match="Net has no trainable parameter to update"):
+            update(net, {}, {})
