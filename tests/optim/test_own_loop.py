@@ -323,9 +323,9 @@ def test_arguments_of_another_kind_are_refused():
     net, (_, grads, state) = Net(), wrong("")
     with pytest.raises(InvalidInput, match=r"'one\.weight' is a Parameter; pass the cell itself"):
         ADAM.init(net.parameters())
-    with pytest.raises(InvalidInput, match=r"a cell or a dict of arrays .* once for each"):
+    with pytest.raises(InvalidInput, match=r"a cell or a dict of arrays .* for each cell"):
         ADAM.init([net, net])
-    with pytest.raises(InvalidInput, match=r"a cell or a dict of arrays .* once for each"):
+    with pytest.raises(InvalidInput, match=r"a cell or a dict of arrays .* for each cell"):
         ADAM.update((net, net), grads, state)
     with pytest.raises(
         InvalidInput, match="the gradient is a dict of arrays by name, got a NoneType"

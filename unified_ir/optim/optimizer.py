@@ -363,8 +363,8 @@ def _check_parameters(params: Any) -> None:
     if not isinstance(params, Mapping):
         raise InvalidInput(
             "parameters are a cell or a dict of arrays by path, got a "
-            f"{type(params).__name__}; each cell has its own gradients and state, so call this once "
-            "for each"
+            f"{type(params).__name__}; each cell has its own gradients and state, so call this for "
+            "each cell"
         )
     if odd := [path for path, p in params.items() if isinstance(p, Parameter)]:
         raise InvalidInput(
