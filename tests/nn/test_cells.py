@@ -1,5 +1,7 @@
 """What every cell can do: be frozen, told as a table, taken apart and put together."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -205,6 +207,7 @@ def test_a_summary_counts_neither_keys_nor_statistics_as_parameters():
 
 
 def test_load_takes_a_dict():
-    for state in (nn.Dense(3, 1), "weights.npz", None):
+    kinds: list[Any] = [nn.Dense(3, 1), "weights.npz", None]
+    for state in kinds:
         with pytest.raises(InvalidInput, match=r"load takes a dict of arrays by path, got"):
             nn.Dense(3, 1).load(state)

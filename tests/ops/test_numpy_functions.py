@@ -50,8 +50,10 @@ def test_a_ufunc_on_tensors_is_the_operator(name):
 
 @pytest.mark.parametrize("engine", ["onnx", "reference"])
 def test_floor_division_of_floats_is_numpys(engine):
-    a = np.float32([1, 1, 6, -1, 1, 5, -5, 0, 7, np.inf, np.nan, 3e38, 2, -2, 1e8, 0])
-    b = np.float32([0.1, -0.1, 0.1, 0.1, 0.2, 3, 3, 3, 0, 2, 1, -np.inf, np.inf, np.inf, 3, 0])
+    a = np.array([1, 1, 6, -1, 1, 5, -5, 0, 7, np.inf, np.nan, 3e38, 2, -2, 1e8, 0], np.float32)
+    b = np.array(
+        [0.1, -0.1, 0.1, 0.1, 0.2, 3, 3, 3, 0, 2, 1, -np.inf, np.inf, np.inf, 3, 0], np.float32
+    )
     with mode("graph", engine), np.errstate(all="ignore"):
         np.testing.assert_array_equal(graph(lambda x, y: x // y)(a, b), a // b)
         np.testing.assert_array_equal(graph(lambda x: 7.0 // x)(b), np.float32(7) // b)

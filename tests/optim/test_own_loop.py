@@ -1,6 +1,7 @@
 """Training loops of one's own: any number of optimizers, in a graph or call by call."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -319,20 +320,23 @@ def test_what_does_not_fit_is_refused(kind, message):
     check(net.state_dict(), before, rtol=0)
 
 
-def test_arguments_of_another_kind_are_refused():
-    net, (_, grads, state) = Net(), wrong("")
-    with pytest.raises(InvalidInput, match=r"'one\.weight' is a Parameter; pass the cell itself"):
-        ADAM.init(net.parameters())
-    with pytest.raises(InvalidInput, match=r"a cell or a dict of arrays .* for each cell"):
-        ADAM.init([net, net])
-    with pytest.raises(InvalidInput, match=r"a cell or a dict of arrays .* for each cell"):
-        ADAM.update((net, net), grads, state)
-    with pytest.raises(
-        InvalidInput, match="the gradient is a dict of arrays by name, got a NoneType"
-    ):
-        ADAM.update(net, None, state)
-    with pytest.raises(InvalidInput, match="the state is a dict of arrays by name, got a NoneType"):
-        ADAM.update(net, grads, None)
+ANOTHER_KIND: dict[str, tuple[Any, Any, Any]] = {
+    r"'one\.weight' is a Parameter; pass the cell itself": (Net().parameters(), {}, {}),
+    "'one' is a dict; pass the cell itself": ({"one": {"weight": X}}, {}, {}),
+    r"a cell or a dict of arrays .* got a tuple; .* for each cell": ((Net(), Net()), {}, {}),
+    "the gradient is a dict of arrays by name, got a NoneType": (Net(), None, {}),
+    "the state is a dict of arrays by name, got a NoneType": (Net(), {}, None),
+}
+
+
+@pytest.mark.parametrize("message", ANOTHER_KIND)
+def test_arguments_of_another_kind_are_refused(message):
+    params, grads, state = ANOTHER_KIND[message]
+    with pytest.raises(InvalidInput, match=message):
+        ADAM.update(params, grads, state)
+    if not isinstance(params, Net):
+        with pytest.raises(InvalidInput, match=message):
+            ADAM.init(params)
 
 
 def test_a_frozen_cell_has_nothing_to_update():

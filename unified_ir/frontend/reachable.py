@@ -62,11 +62,12 @@ def _cells_within(
         yield label, value
         return
     items: Mapping[Any, Any] = {}
+    kind: type = type(value)
     if isinstance(value, dict):
         items = value
     elif isinstance(value, (list, tuple)):
         items = dict(enumerate(value))
-    elif isinstance(value, SimpleNamespace) or is_users(type(value)):
+    elif isinstance(value, SimpleNamespace) or is_users(kind):
         items = getattr(value, "__dict__", {})
     if not items or id(value) in seen or depth == MAX_NESTING:
         return

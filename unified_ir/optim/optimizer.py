@@ -366,10 +366,10 @@ def _check_parameters(params: Any) -> None:
             f"{type(params).__name__}; each cell has its own gradients and state, so call this for "
             "each cell"
         )
-    if odd := [path for path, p in params.items() if isinstance(p, Parameter)]:
+    if odd := [path for path, p in params.items() if isinstance(p, (Parameter, Mapping))]:
         raise InvalidInput(
-            f"parameters are arrays by path, but {odd[0]!r} is a Parameter; pass the cell itself, "
-            "or its trainable_state()"
+            f"parameters are arrays by path, but {odd[0]!r} is a {type(params[odd[0]]).__name__}; "
+            "pass the cell itself, or its trainable_state()"
         )
 
 
