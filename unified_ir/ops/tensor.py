@@ -473,6 +473,14 @@ def _flat(args: tuple[Any, ...]) -> Any:
     return args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
 
 
+def sizes_of(shape: Sequence[Dim | int] | Dim) -> tuple[Dim, ...]:
+    """Return the sizes of a shape; one number is the size of a vector, as in numpy."""
+    sizes = tuple(shape) if isinstance(shape, Iterable) else (shape,)
+    if not all(isinstance(d, (int, np.integer, Expr)) for d in sizes):
+        raise InvalidInput(f"a shape is one or several whole numbers, got {shape!r:.80}")
+    return tuple(d if isinstance(d, Expr) else int(d) for d in sizes)
+
+
 class HasTensor(Protocol):
     """Anything that stands for a tensor, such as a parameter of a cell in its `construct`."""
 

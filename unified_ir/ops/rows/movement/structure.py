@@ -39,7 +39,7 @@ from triplane.unified_ir.ops.rows.movement import padding
 from triplane.unified_ir.ops.rows.movement.shape_assertions import assume_shape
 from triplane.unified_ir.ops.samples import bools, computed, fixed, ints, normal, sample
 from triplane.unified_ir.ops.settings import all_open, length, settled
-from triplane.unified_ir.ops.tensor import Tensor, TensorLike, as_tensor, dims_of, emit
+from triplane.unified_ir.ops.tensor import Tensor, TensorLike, as_tensor, dims_of, emit, sizes_of
 
 Types = tuple[TensorType, ...]
 
@@ -472,9 +472,9 @@ def cast(x: TensorLike, dtype: DType | str) -> Tensor:
     return as_tensor(x).cast(as_dtype(dtype))
 
 
-def reshape(x: TensorLike, shape: Sequence[Dim | int]) -> Tensor:
+def reshape(x: TensorLike, shape: Sequence[Dim | int] | Dim) -> Tensor:
     """Return the same elements in another shape; one size may be -1, and 0 is an empty axis."""
-    return as_tensor(x).reshape(tuple(shape))
+    return as_tensor(x).reshape(sizes_of(shape))
 
 
 def flatten(x: Tensor, start: int = 1) -> Tensor:
@@ -484,9 +484,9 @@ def flatten(x: Tensor, start: int = 1) -> Tensor:
     return x.reshape((*x.shape[:start], product(list(x.shape[start:]))))
 
 
-def expand(x: TensorLike, shape: Sequence[Dim | int]) -> Tensor:
+def expand(x: TensorLike, shape: Sequence[Dim | int] | Dim) -> Tensor:
     """Broadcast `x` to `shape`."""
-    return expand_row(x, dims_of(list(shape)))
+    return expand_row(x, dims_of(sizes_of(shape)))
 
 
 def squeeze(x: Tensor, *axes: int) -> Tensor:
@@ -528,16 +528,16 @@ def constant(value: Any, dtype: DType | str | None = None) -> Tensor:
     return as_tensor(np.asarray(value), None if dtype is None else as_dtype(dtype))
 
 
-def zeros(shape: Sequence[Dim | int], dtype: DType | str = DTYPES["float32"]) -> Tensor:
+def zeros(shape: Sequence[Dim | int] | Dim, dtype: DType | str = DTYPES["float32"]) -> Tensor:
     """Return a tensor of zeros; sizes may be symbolic."""
     return full(shape, 0, dtype)
 
 
-def ones(shape: Sequence[Dim | int], dtype: DType | str = DTYPES["float32"]) -> Tensor:
+def ones(shape: Sequence[Dim | int] | Dim, dtype: DType | str = DTYPES["float32"]) -> Tensor:
     """Return a tensor of ones; sizes may be symbolic."""
     return full(shape, 1, dtype)
 
 
-def full(shape: Sequence[Dim | int], value: float, dtype: DType | str) -> Tensor:
+def full(shape: Sequence[Dim | int] | Dim, value: float, dtype: DType | str) -> Tensor:
     """Return a tensor of one repeated value; sizes may be symbolic."""
-    return broadcast_to(constant(np.asarray(value, as_dtype(dtype).numpy)), tuple(shape))
+    return broadcast_to(constant(np.asarray(value, as_dtype(dtype).numpy)), sizes_of(shape))
