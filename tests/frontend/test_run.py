@@ -12,6 +12,7 @@ import pytest
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import (
     TensorSpec,
+    checkpoint,
     grad,
     graph,
     mode,
@@ -254,6 +255,26 @@ class Holder:
 
 
 LISTED, HELD = [Scaled(3.0)], Holder(3.0)
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_a_function_inside_a_function_names_cells(side):
+    with on_side(side):
+        y = graph(lambda x: checkpoint(lambda v: HELD.net(v) + LISTED[0](v))(x))(X)
+    np.testing.assert_allclose(y, 18.0 * X)
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_arrays_of_others_and_returned_cells_are_refused_by_name(side):
+    class Foreign:
+        def __array__(self, dtype=None, copy=None):
+            return X
+
+    with on_side(side):
+        with pytest.raises(InvalidInput, match=r"is a .*Foreign, .* pass numpy.asarray\(...\)"):
+            graph(lambda x: x)(Foreign())
+        with pytest.raises(InvalidInput, match="returned the cell Scaled, which keeps its new"):
+            graph(lambda cell, x: (cell, cell(x)))(LISTED[0], X)
 
 
 @pytest.mark.parametrize("engine", [("graph", "onnx"), ("eager", "reference")])

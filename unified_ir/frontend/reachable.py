@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from types import FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 from triplane.unified_ir.frontend.binding import MAX_NESTING, Parameter, StateTree
@@ -104,7 +104,15 @@ def _named(f: FunctionType) -> Iterator[tuple[str, Any]]:
     code, own = f.__code__, belongs_to_user(f)
     for name, cell in zip(code.co_freevars, f.__closure__ or (), strict=True):
         yield name if own else "", contents(cell)
-    for name in code.co_names if own else ():
+    for name in dict.fromkeys(_names(code)) if own else ():
         value = f.__globals__.get(name)
         if not isinstance(value, (type, ModuleType)):
             yield name, value
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Yield the global names and attributes in a function and in the functions inside it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
