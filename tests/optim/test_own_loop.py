@@ -339,6 +339,24 @@ def test_arguments_of_another_kind_are_refused(message):
             ADAM.init(params)
 
 
+def test_freezing_between_steps_changes_the_next_step():
+    net, (step, state) = Net(), (loop(optim.SGD(0.1)), {})
+    gradient = grad(loss_of)
+
+    def moved():
+        before = net.state_dict()
+        step(net, state, X, Y)
+        changed = {k for k, a in net.state_dict().items() if (a != before[k]).any()}
+        assert gradient(net, X, Y).keys() == changed
+        return changed
+
+    every = moved()
+    net.freeze("one.*")
+    assert moved() == {"two.weight", "two.bias"}
+    net.unfreeze()
+    assert moved() == every == net.parameters().keys()
+
+
 def test_a_frozen_cell_has_nothing_to_update():
     net = Net().freeze()
     for update in (ADAM.update, graph(lambda *args: ADAM.update(*args)[1])):

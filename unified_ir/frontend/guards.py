@@ -398,8 +398,8 @@ def _array(array: Any, label: str, add_guard: AddGuard) -> list[tuple[Any, str]]
 
 
 def _parameter(p: Parameter, label: str, add_guard: AddGuard) -> list[tuple[Any, str]]:
-    """Guard element type and shape; the numbers are an operand, not part of the trace."""
-    add_guard(_Value(lambda: (p.array.dtype, p.array.shape), label))
+    """Guard element type, shape and whether it is trained; the numbers are an operand."""
+    add_guard(_Value(lambda: (p.array.dtype, p.array.shape, p.trainable), label))
     return []
 
 
