@@ -4,30 +4,35 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import groupby
 from typing import Final
 
 from triplane.unified_ir.cli.drawing.item import Item
 from triplane.unified_ir.cli.drawing.nodes import MAX_LINE, cut
-from triplane.unified_ir.cli.drawing.phases import BACKWARD, PHASES
+from triplane.unified_ir.cli.drawing.phases import BACKWARD, PHASES, UPDATE
 from triplane.unified_ir.passes.repeats import Listing, repeats
 
 MAX_CHILDREN: Final = 32
 """Boxes in a group; more are divided into sections of as many."""
 OPEN_BOXES: Final = 72
 """Boxes that a picture shows when it is opened."""
+ENDS: Final = {"input": -1, "result": 1}
 _LEAST_BLOCK: Final = 4
+_LEAST_LOOSE: Final = 4
 _DIGITS: Final = re.compile(r"\d+")
 
 
-def fold(group: Item) -> None:
+def fold(group: Item, *, large: bool) -> None:
     """Fold what is in `group`, from the inside outwards, and describe it."""
     for child in group.children:
         if child.children:
-            fold(child)
+            fold(child, large=large)
     if not group.is_node:
         children = [*map(_alone, group.children)]
+        children.sort(key=lambda c: ENDS.get(c.kind, 0))
         children = [*_merged(children)]
+        if large and any(c.children for c in children):
+            children = [*_loose(children)]
         if len(children) > _LEAST_BLOCK:
             children = [*_blocks(children)]
         while len(children) > MAX_CHILDREN:
@@ -59,7 +64,11 @@ def open_first(root: Item) -> None:
 
 def _holds_groups(item: Item) -> bool:
     inner = sum(bool(c.children) for c in item.children)
-    return item.name in PHASES or (item.times == 1 and 2 * inner > len(item.children) > 0)
+    # The update holds a group for each weight, which repeats what the other phases show.
+    inside = item.kind == UPDATE and item.parent is not None and item.parent.name != UPDATE
+    return item.name in PHASES or (
+        item.times == 1 and not inside and 2 * inner > len(item.children) > 0
+    )
 
 
 def _alone(item: Item) -> Item:
@@ -82,6 +91,16 @@ def _merged(children: Sequence[Item]) -> Iterator[Item]:
             end += 1
         yield first if end == start + 1 else _repeat(children[start:end], [*children[start:end]])
         start = end
+
+
+def _loose(children: Sequence[Item]) -> Iterator[Item]:
+    """Yield each run of nodes of no scope, such as those of a loss, as one group."""
+    for loose, run in groupby(children, key=lambda c: not c.name and c.kind not in ENDS):
+        part = [*run]
+        if loose and len(part) >= _LEAST_LOOSE:
+            yield _gathered("", part)
+        else:
+            yield from part
 
 
 def _alike(a: Item, b: Item) -> bool:
@@ -109,7 +128,7 @@ def _blocks(children: Sequence[Item]) -> Iterator[Item]:
 def _spans(children: Sequence[Item]) -> list[tuple[int, int, int]]:
     """Return (start, length, times) of blocks of boxes that are computed alike."""
     owner = {atom: child for child in children for atom in child.atoms()}
-    labels = [None if c.kind in {"input", "result"} else c.signature for c in children]
+    labels = [None if c.kind in ENDS else c.signature for c in children]
     inputs = [
         list(dict.fromkeys(
             owner.get(s, s) for atom in child.atoms() for s in atom.sources if owner.get(s) is not child
@@ -157,9 +176,12 @@ def _describe(group: Item) -> None:
     group.nodes = sum(atom.nodes for atom in atoms)
     group.upward = group.name == BACKWARD
     computing = [a for a in atoms if a.nodes]
-    group.label = _summary([a for a in computing if a.weights] or computing)
+    # An update reads every weight; elsewhere the nodes with weights tell most.
+    weighty = [a for a in computing if a.weights and a.kind != UPDATE]
+    group.label = _summary(weighty or computing)
     if not group.name:
-        group.name = group.label.split(" ")[0].rstrip(",")
+        ends = (_summary([atom]) for atom in (atoms[0], atoms[-1]))
+        group.name = cut(" \N{HORIZONTAL ELLIPSIS} ".join(dict.fromkeys(ends)))
     for atom in atoms:
         if not atom.signature:
             atom.signature = hash((atom.kind, atom.label, atom.detail, atom.nodes))

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Final
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.cli.drawing.folding import fold, open_first
+from triplane.unified_ir.cli.drawing.folding import OPEN_BOXES, fold, open_first
 from triplane.unified_ir.cli.drawing.item import Item
 from triplane.unified_ir.cli.drawing.nodes import cut, node_item
 from triplane.unified_ir.cli.drawing.phases import FORWARD, PHASES, Path, Paths, is_learned
@@ -34,7 +34,7 @@ def outline(function: Function, state: Mapping[str, StateTensor] = MappingProxyT
         )
     root = Item(FORWARD, "", name=cut(function.name), is_node=False)
     _fill(root, function, state)
-    fold(root)
+    fold(root, large=nodes > OPEN_BOXES)
     open_first(root)
     for number, item in enumerate(root.walk()):
         item.number = number

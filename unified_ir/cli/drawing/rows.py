@@ -16,7 +16,7 @@ from triplane.unified_ir.cli.drawing.item import IN, LANE, OUT, Item, Layers
 from triplane.unified_ir.cli.drawing.phases import PHASES
 
 SWEEPS: Final = 8
-COLUMNS: Final = 4
+COLUMNS: Final = 2
 """Boxes without links in a row."""
 
 Link = tuple[int, int]
