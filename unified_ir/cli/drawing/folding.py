@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
 
@@ -17,6 +18,7 @@ MAX_CHILDREN: Final = 32
 OPEN_BOXES: Final = 72
 """Boxes that a picture shows when it is opened."""
 ENDS: Final = {"input": -1, "result": 1}
+ELLIPSIS: Final = " \N{HORIZONTAL ELLIPSIS} "
 _LEAST_BLOCK: Final = 4
 _LEAST_LOOSE: Final = 4
 _DIGITS: Final = re.compile(r"\d+")
@@ -33,11 +35,9 @@ def fold(group: Item, *, large: bool) -> None:
         children = [*_merged(children)]
         if large and any(c.children for c in children):
             children = [*_loose(children)]
-        if len(children) > _LEAST_BLOCK:
+        if len(children) >= _LEAST_BLOCK:
             children = [*_blocks(children)]
-        while len(children) > MAX_CHILDREN:
-            children = [*_sections(children)]
-        group.adopt(children)
+        group.adopt(_divided(children))
         _describe(group)
 
 
@@ -65,20 +65,17 @@ def open_first(root: Item) -> None:
 def _holds_groups(item: Item) -> bool:
     inner = sum(bool(c.children) for c in item.children)
     # The update holds a group for each weight, which repeats what the other phases show.
-    inside = item.kind == UPDATE and item.parent is not None and item.parent.name != UPDATE
-    return item.name in PHASES or (
-        item.times == 1 and not inside and 2 * inner > len(item.children) > 0
-    )
+    in_update = item.kind == UPDATE
+    return item.is_phase or (item.is_scope and not in_update and 2 * inner > len(item.children) > 0)
 
 
 def _alone(item: Item) -> Item:
     """Return the only box of a group in its place, under the group's name."""
-    if item.is_node or len(item.children) != 1 or item.name in PHASES:
+    if item.is_node or len(item.children) != 1 or item.is_phase:
         return item
     child = item.children[0]
-    # Of blocks, blocks.0 the second name says it all.
-    inner = child.name.startswith(item.name)
-    child.name = cut(child.name if inner else ".".join(filter(None, (item.name, child.name))))
+    child.name = cut(".".join(filter(None, (item.name, child.name if child.named else ""))))
+    child.named = child.named or item.named
     return child
 
 
@@ -114,13 +111,11 @@ def _blocks(children: Sequence[Item]) -> Iterator[Item]:
     """
     many, at = len(children) > MAX_CHILDREN, 0
     for start, length, times in _spans(children):
-        if times == 1 and not many:
+        if times == 1 and (not many or length < _LEAST_BLOCK):
             continue
         yield from children[at:start]
         at = start + length * times
-        blocks = [
-            _gathered("", children[i : i + length]) for i in range(start, at, length)
-        ]
+        blocks = [_gathered("", children[i : i + length]) for i in range(start, at, length)]
         yield blocks[0] if times == 1 else _repeat(blocks, blocks)
     yield from children[at:]
 
@@ -128,37 +123,85 @@ def _blocks(children: Sequence[Item]) -> Iterator[Item]:
 def _spans(children: Sequence[Item]) -> list[tuple[int, int, int]]:
     """Return (start, length, times) of blocks of boxes that are computed alike."""
     owner = {atom: child for child in children for atom in child.atoms()}
+    read = [
+        [*dict.fromkeys(owner.get(s, s) for atom in c.atoms() for s in atom.sources)]
+        for c in children
+    ]
+    inputs = [[s for s in row if s is not c] for c, row in zip(children, read, strict=True)]
     labels = [None if c.kind in ENDS else c.signature for c in children]
-    inputs = [
-        list(dict.fromkeys(
-            owner.get(s, s) for atom in child.atoms() for s in atom.sources if owner.get(s) is not child
-        ))
-        for child in children
-    ]  # fmt: skip
     listing, _ = Listing.of(labels, inputs, [[c] for c in children], ())
-    spans = []
-    for block in repeats(listing, _LEAST_BLOCK):
-        for start in block.starts:
-            if spans and spans[-1][3] is block and spans[-1][0] + spans[-1][1] * spans[-1][2] == start:
-                spans[-1] = (*spans[-1][:2], spans[-1][2] + 1, block)
-            else:
-                spans.append((start, block.length, 1, block))
-    return sorted(span[:3] for span in spans)
+    wires = _Wires(children, inputs)
+    spans = [(0, 0, 0)]
+    for start, length in sorted((s, b.length) for b in repeats(listing, 2) for s in b.starts):
+        end = spans[-1][0] + spans[-1][1] * spans[-1][2]
+        if start >= end:
+            spans.append(wires.longest(start, length))
+    return spans[1:]
 
 
-def _sections(children: Sequence[Item]) -> Iterator[Item]:
-    for i in range(0, len(children), MAX_CHILDREN):
-        part = children[i : i + MAX_CHILDREN]
-        yield part[0] if len(part) == 1 else _gathered("", part)
+@dataclass(frozen=True, slots=True)
+class _Wires:
+    """The boxes of a group in order, and what each of them reads."""
+
+    children: Sequence[Item]
+    inputs: Sequence[Sequence[Item]]
+
+    def longest(self, start: int, length: int) -> tuple[int, int, int]:
+        """Return the block at `start`, cut to its period, as often as it follows itself."""
+        for period in (p for p in range(1, length // 2 + 1) if length % p == 0):
+            if len({self._of(i, period) for i in range(start, start + length, period)}) == 1:
+                length = period
+                break
+        times, block = 1, self._of(start, length)
+        while self._of(start + length * times, length) == block:
+            times += 1
+        return start, length, times
+
+    def _of(self, start: int, length: int) -> Hashable:
+        """Return what the boxes from `start` on compute, and from which of them or from outside."""
+        block = self.children[start : start + length]
+        places: dict[Item, int] = {child: i for i, child in enumerate(block)}
+        for child in block:
+            # Values from outside follow in the order in which they are read.
+            for source in self.inputs[start + places[child]]:
+                places.setdefault(source, len(places))
+        return tuple(
+            (
+                child if child.kind in ENDS else child.signature,
+                *(places[source] for source in self.inputs[start + i]),
+            )
+            for i, child in enumerate(block)
+        )
 
 
-def _repeat(occurrences: Sequence[Item], children: Sequence[Item]) -> Item:
-    first, last = occurrences[0], occurrences[-1]
-    name = f"{first.name} \N{HORIZONTAL ELLIPSIS} {last.name}" if first.name else ""
-    group = _gathered(name, children)
-    group.times = len(occurrences)
-    group.label, group.detail = first.label, first.detail
+def _divided(children: list[Item]) -> list[Item]:
+    """Return the boxes, in sections of sections if there are many."""
+    while len(children) > MAX_CHILDREN:
+        size = min(MAX_CHILDREN, -(-len(children) // MAX_CHILDREN))
+        parts = (children[i : i + size] for i in range(0, len(children), size))
+        children = [part[0] if len(part) == 1 else _gathered("", part) for part in parts]
+    return children
+
+
+def _repeat(occurrences: Sequence[Item], children: list[Item]) -> Item:
+    ends = (_head(occurrences[0]), _head(occurrences[-1]))
+    group = _gathered(ELLIPSIS.join(dict.fromkeys(ends)), _divided(children))
+    group.times, group.named = len(occurrences), occurrences[0].named
+    group.label = occurrences[0].label
     return group
+
+
+def _name(group: Item) -> None:
+    """Name a group of no scope after the first and last scope in it, else by its operators."""
+    scopes = [c for c in group.children if c.named]
+    ends = scopes or group.children
+    names = dict.fromkeys(_head(c) or _summary([c]) for c in (ends[0], ends[-1]))
+    group.name = cut(ELLIPSIS.join(names))
+    group.named = bool(scopes)
+
+
+def _head(item: Item) -> str:
+    return item.name.split(ELLIPSIS)[0]
 
 
 def _gathered(name: str, children: Sequence[Item]) -> Item:
@@ -174,20 +217,17 @@ def _describe(group: Item) -> None:
     atoms = [*group.atoms()]
     places = {atom: i for i, atom in enumerate(atoms)}
     group.nodes = sum(atom.nodes for atom in atoms)
-    group.upward = group.name == BACKWARD
+    group.upward = group.is_phase and group.kind == BACKWARD
     computing = [a for a in atoms if a.nodes]
     # An update reads every weight; elsewhere the nodes with weights tell most.
     weighty = [a for a in computing if a.weights and a.kind != UPDATE]
     group.label = _summary(weighty or computing)
     if not group.name:
-        ends = (_summary([atom]) for atom in (atoms[0], atoms[-1]))
-        group.name = cut(" \N{HORIZONTAL ELLIPSIS} ".join(dict.fromkeys(ends)))
+        _name(group)
     for atom in atoms:
         if not atom.signature:
             atom.signature = hash((atom.kind, atom.label, atom.detail, atom.nodes))
-    wired = (
-        (a.signature, *(i - places.get(s, i) for s in a.sources)) for i, a in enumerate(atoms)
-    )
+    wired = ((a.signature, *(i - places.get(s, i) for s in a.sources)) for i, a in enumerate(atoms))
     group.signature = hash(tuple(wired))
 
 

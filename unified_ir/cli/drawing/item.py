@@ -36,7 +36,7 @@ class Item:
     """A box; one with children is a group.
 
     name: of its scope; label: what it computes; detail: the type of its result; tip: everything
-    that is known about it, line by line.  sources: boxes whose values it reads; those of what lies
+    that is known about it, line by line.  times: how many equal boxes a repeat holds.  named: whether `name` is that of a scope.  sources: boxes whose values it reads; those of what lies
     inside a scope belong to its children.  weights: number of state tensors that it reads.
     """
 
@@ -49,6 +49,9 @@ class Item:
     nodes: int = 1
     times: int = 1
     is_node: bool = True
+    is_phase: bool = False
+    is_scope: bool = False
+    named: bool = False
     opened: bool = False
     upward: bool = False
     number: int = 0

@@ -21,7 +21,11 @@ _SHORT: Final = 24
 
 def cut(text: str, length: int = MAX_LINE) -> str:
     """Return the text on one line of at most `length` characters, printable ones."""
-    text = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text[: 2 * length])
+    if len(text) <= length and text.isprintable():
+        return text
+    text = "".join(
+        c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text[: 2 * length]
+    )
     return text if len(text) <= length else text[: length - 1] + "\N{HORIZONTAL ELLIPSIS}"
 
 
@@ -35,7 +39,9 @@ def node_item(
     tip = [f"{place}: {node.op}"]
     for value in node.inputs[:MAX_OPERANDS]:
         if value is not None:
-            tip.append(f"reads {read[value]}: {value.type}" if value in read else f"operand {value.type}")
+            tip.append(
+                f"reads {read[value]}: {value.type}" if value in read else f"operand {value.type}"
+            )
     for value in node.outputs[:MAX_OPERANDS]:
         new = f", the new {changed[value]}" if value in changed else ""
         tip.append(f"gives {value.type}{new}")

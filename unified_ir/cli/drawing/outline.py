@@ -49,6 +49,7 @@ class _Filling:
     """One function's boxes on their way into the group `root`."""
 
     root: Item
+    apart: bool
     makers: dict[Value, Item] = field(default_factory=dict)
     groups: dict[Path, Item] = field(default_factory=dict)
 
@@ -60,9 +61,8 @@ class _Filling:
         if not path:
             return self.root
         if path not in self.groups:
-            # An index says little without the name of its list.
-            name = ".".join(path[-2:] if path[-1].isdigit() else path[-1:])
-            group = Item(kind, "", name=cut(name), is_node=False)
+            group = Item(kind, "", name=cut(path[-1]), is_node=False, is_scope=True, named=True)
+            group.is_phase = len(path) == 1 and self.apart
             self.groups[path] = group
             self.add(group, path[:-1])
         return self.groups[path]
@@ -78,7 +78,7 @@ def _fill(root: Item, function: Function, state: Mapping[str, StateTensor], kind
         for p in function.params
         if p not in read
     }
-    filling = _Filling(root)
+    filling = _Filling(root, paths.apart)
     places = {node: i for i, node in enumerate(function.nodes)}
     for node in paths.nodes:
         operands = [v for v in dict.fromkeys(node.inputs) if v is not None]

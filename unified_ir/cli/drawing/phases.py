@@ -56,7 +56,7 @@ class Paths:
         """Return the node's phase and scopes; an optimizer's nodes are named by their state."""
         scope, phase = node.meta.scope, self.phases[node]
         # torch names an ONNX node by its place: /layer1/layer1.0/conv1/Conv.
-        path = tuple(p for p in scope.split("/" if "/" in scope else ".") if p)
+        path = _joined(scope.split("/" if "/" in scope else "."))
         if phase == BACKWARD and path[:1] == (GRADIENT,):
             path = path[1:]
         if phase == UPDATE and not path:
@@ -88,9 +88,7 @@ def _phases(nodes: Sequence[Node], data: Iterable[Value]) -> dict[Node, str]:
     return phases
 
 
-def _below(
-    nodes: Iterable[Node], chosen: Collection[Node], values: Iterable[Value]
-) -> list[Node]:
+def _below(nodes: Iterable[Node], chosen: Collection[Node], values: Iterable[Value]) -> list[Node]:
     """Return `chosen` and the nodes that depend on them or on `values`, in order."""
     known: set[Value | None] = {*values}
     below = []
@@ -127,7 +125,7 @@ def is_learned(name: str, state: Mapping[str, StateTensor]) -> bool:
 def _updated(nodes: Sequence[Node], results: Iterable[tuple[Path, Value]]) -> dict[Node, Path]:
     paths: dict[Value | None, Path] = {}
     for path, value in results:
-        _narrow(paths, value, path)
+        _narrow(paths, value, _joined(path))
     updated: dict[Node, Path] = {}
     for node in reversed(nodes):
         led: dict[Value | None, Path] = {}
@@ -139,6 +137,20 @@ def _updated(nodes: Sequence[Node], results: Iterable[tuple[Path, Value]]) -> di
             for value in node.inputs:
                 _narrow(paths, value, led[None])
     return updated
+
+
+def _joined(names: Iterable[str]) -> Path:
+    """Return names without empty ones, the index of an item of a list after the list's name.
+
+    What a cell does between two items of a list then stands between them, not beside the list.
+    """
+    path: list[str] = []
+    for name in filter(None, names):
+        if name.isdigit() and path and "." not in path[-1]:
+            path[-1] = f"{path[-1]}.{name}"
+        else:
+            path.append(name)
+    return tuple(path)
 
 
 def _narrow(paths: dict[Value | None, Path], key: Value | None, path: Path) -> None:

@@ -170,6 +170,7 @@ def _line(box: Placed, source: Placed, reader: Placed, *, upward: bool) -> Line:
     enter, far = (reader.bottom, reader.top) if upward else (reader.top, reader.bottom)
     end = reader.y + reader.height if upward else reader.y
     # Lines cross a row to its other side, and the border of the group to the border itself.
+    start = leave if source.what == LANE else start
     end = far if reader.what == LANE else end
     start = (box.height if upward else 0) if source.what == IN else start
     end = (0 if upward else box.height) if reader.what == OUT else end

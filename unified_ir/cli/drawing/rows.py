@@ -13,7 +13,6 @@ from itertools import accumulate
 from typing import Final
 
 from triplane.unified_ir.cli.drawing.item import IN, LANE, OUT, Item, Layers
-from triplane.unified_ir.cli.drawing.phases import PHASES
 
 SWEEPS: Final = 8
 COLUMNS: Final = 2
@@ -36,7 +35,7 @@ def lay_out(root: Item) -> None:
 
 
 def _apart(group: Item) -> bool:
-    return any(child.name in PHASES and child.kind == child.name for child in group.children)
+    return any(child.is_phase for child in group.children[:1])
 
 
 def _connect(

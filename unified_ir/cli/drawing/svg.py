@@ -66,7 +66,11 @@ def _box(box: Placed, item: Item) -> Iterator[str]:
     yield f"<rect {size}/>"
     first, *more = lines_of(item)
     if item.children:
-        first = ("\N{BLACK DOWN-POINTING SMALL TRIANGLE} " if box.inner else "\N{BLACK RIGHT-POINTING SMALL TRIANGLE} ") + first
+        first = (
+            "\N{BLACK DOWN-POINTING SMALL TRIANGLE} "
+            if box.inner
+            else "\N{BLACK RIGHT-POINTING SMALL TRIANGLE} "
+        ) + first
     if box.inner:
         yield f'<text class="first" x="8" y="17">{escape(first)}</text>'
         yield from _inside(box)
