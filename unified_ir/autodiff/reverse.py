@@ -75,7 +75,7 @@ def _pull_node(
     gs = [cotangents.pop(v, None) for v in node.outputs]
     if all(g is None for g in gs):
         return
-    # `draw` and error messages tell backward nodes from forward ones by this scope.
+    # Graph pictures and error messages tell backward nodes from forward ones by this scope.
     with build.at(Meta(node.meta.location, f"grad.{node.meta.scope}".rstrip("."))):
         # A rule may leave out trailing operands, to which no gradient flows.
         for value, g in zip(node.inputs, pullback(gs), strict=False):

@@ -41,7 +41,7 @@ Examples:
 \b
 --graph OUT.html writes one page that needs no network: boxes for the cells of the model fold and
 unfold, forward, backward and update stand side by side, equal blocks are one box. Drag, wheel or
-keys move and zoom; search finds a node by name, operator, type or state. OUT.svg is the picture that
+keys move and zoom; search finds a node by name, operator, type or state. OUT.svg is the view that
 the page opens with.
 
 \b

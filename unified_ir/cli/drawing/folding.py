@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Final
 
 from triplane.unified_ir.cli.drawing.item import Item
-from triplane.unified_ir.cli.drawing.nodes import MAX_LINE, cut
+from triplane.unified_ir.cli.drawing.nodes import cut
 from triplane.unified_ir.cli.drawing.phases import BACKWARD, PHASES, UPDATE
 from triplane.unified_ir.passes.repeats import Listing, repeats
 
@@ -26,9 +26,12 @@ _DIGITS: Final = re.compile(r"\d+")
 
 def fold(group: Item, *, large: bool) -> None:
     """Fold what is in `group`, from the inside outwards, and describe it."""
+    if group.is_node:
+        # The names of inputs and results do not change what is computed.
+        label = "" if group.kind in ENDS else group.label
+        group.signature = hash((group.kind, label, group.detail, group.nodes))
     for child in group.children:
-        if child.children:
-            fold(child, large=large)
+        fold(child, large=large)
     if not group.is_node:
         children = [*map(_alone, group.children)]
         children.sort(key=lambda c: ENDS.get(c.kind, 0))
@@ -224,9 +227,6 @@ def _describe(group: Item) -> None:
     group.label = _summary(weighty or computing)
     if not group.name:
         _name(group)
-    for atom in atoms:
-        if not atom.signature:
-            atom.signature = hash((atom.kind, atom.label, atom.detail, atom.nodes))
     wired = ((a.signature, *(i - places.get(s, i) for s in a.sources)) for i, a in enumerate(atoms))
     group.signature = hash(tuple(wired))
 

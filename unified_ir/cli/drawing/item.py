@@ -36,8 +36,9 @@ class Item:
     """A box; one with children is a group.
 
     name: of its scope; label: what it computes; detail: the type of its result; tip: everything
-    that is known about it, line by line.  times: how many equal boxes a repeat holds.  named: whether `name` is that of a scope.  sources: boxes whose values it reads; those of what lies
-    inside a scope belong to its children.  weights: number of state tensors that it reads.
+    that is known about it, line by line.  sources: boxes whose values it reads; those of what lies
+    inside a scope belong to its children.  weights: number of parameters that it reads.  times:
+    number of equal boxes in a repeat.  named: whether `name` is that of a scope.
     """
 
     kind: str

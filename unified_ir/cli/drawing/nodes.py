@@ -37,11 +37,8 @@ def node_item(
     read, changed: names of the state among its operands and of the new state among its results.
     """
     tip = [f"{place}: {node.op}"]
-    for value in node.inputs[:MAX_OPERANDS]:
-        if value is not None:
-            tip.append(
-                f"reads {read[value]}: {value.type}" if value in read else f"operand {value.type}"
-            )
+    operands = [v for v in node.inputs[:MAX_OPERANDS] if v is not None]
+    tip += [f"reads {read[v]}: {v.type}" if v in read else f"operand {v.type}" for v in operands]
     for value in node.outputs[:MAX_OPERANDS]:
         new = f", the new {changed[value]}" if value in changed else ""
         tip.append(f"gives {value.type}{new}")

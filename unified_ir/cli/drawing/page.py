@@ -1,4 +1,4 @@
-"""An outline as one HTML page that folds, unfolds, pans, zooms and searches; it needs no network."""
+"""An outline as one HTML page to fold, unfold, move, zoom and search; it needs no network."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def _policy(template: str) -> str:
         sources[kind].append(f"'sha256-{digest}'")
     return (
         f"default-src 'none'; script-src {' '.join(sources['script'])}; "
-        f"style-src {' '.join(sources['style'])}; img-src data:; base-uri 'none'; form-action 'none'"
+        f"style-src {' '.join(sources['style'])}; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
     )
 
 

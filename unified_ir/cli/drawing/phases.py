@@ -134,8 +134,8 @@ def _updated(nodes: Sequence[Node], results: Iterable[tuple[Path, Value]]) -> di
                 _narrow(led, None, paths[value])
         updated[node] = led.get(None, ())
         if led:
-            for value in node.inputs:
-                _narrow(paths, value, led[None])
+            for operand in node.inputs:
+                _narrow(paths, operand, led[None])
     return updated
 
 

@@ -162,7 +162,7 @@ def lines(box: Placed, *, upward: bool) -> Iterator[Line]:
     for a, b in box.item.layers.back if box.item else ():
         source, reader = box.inner[a], box.inner[b]
         same_row = source.top == reader.top
-        yield (_beside if same_row else _back)(box, source, reader, upward=upward)
+        yield _beside(source, reader) if same_row else _back(box, source, reader, upward=upward)
 
 
 def _line(box: Placed, source: Placed, reader: Placed, *, upward: bool) -> Line:
@@ -175,7 +175,10 @@ def _line(box: Placed, source: Placed, reader: Placed, *, upward: bool) -> Line:
     start = (box.height if upward else 0) if source.what == IN else start
     end = (0 if upward else box.height) if reader.what == OUT else end
     x, to, bend = source.middle, reader.middle, (leave + enter) / 2
-    path = f"M{x:.1f} {start:.1f}V{leave:.1f}C{x:.1f} {bend:.1f} {to:.1f} {bend:.1f} {to:.1f} {enter:.1f}V{end:.1f}"
+    path = (
+        f"M{x:.1f} {start:.1f}V{leave:.1f}C{x:.1f} {bend:.1f} {to:.1f} {bend:.1f} "
+        f"{to:.1f} {enter:.1f}V{end:.1f}"
+    )
     return Line(path, to, end, (-1 if upward else 1) if reader.item else 0)
 
 
@@ -185,15 +188,16 @@ def _back(box: Placed, source: Placed, reader: Placed, *, upward: bool) -> Line:
     start = source.y if upward else source.y + source.height
     end = reader.y + reader.height if upward else reader.y
     x, to, side = source.middle, reader.middle, box.width - PAD
+    bend = sign * 20
     path = (
-        f"M{x:.1f} {start:.1f}C{x:.1f} {start + sign * 20:.1f} {side:.1f} {start + sign * 20:.1f} "
-        f"{side:.1f} {start - sign * 20:.1f}V{end + sign * 20:.1f}C{side:.1f} {end - sign * 20:.1f} "
-        f"{to:.1f} {end - sign * 20:.1f} {to:.1f} {end:.1f}"
+        f"M{x:.1f} {start:.1f}C{x:.1f} {start + bend:.1f} {side:.1f} {start + bend:.1f} "
+        f"{side:.1f} {start - bend:.1f}V{end + bend:.1f}C{side:.1f} {end - bend:.1f} "
+        f"{to:.1f} {end - bend:.1f} {to:.1f} {end:.1f}"
     )
     return Line(path, to, end, sign, back=True)
 
 
-def _beside(box: Placed, source: Placed, reader: Placed, *, upward: bool) -> Line:
+def _beside(source: Placed, reader: Placed) -> Line:
     """Return a line below or above a row, from where values leave the source."""
     below = not (source.item and source.item.upward)
     sign = 1 if below else -1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Final
 
 from triplane.unified_ir.cli.drawing.item import IN, LANE, OUT, Item, Layers
@@ -142,7 +142,7 @@ class _Grid:
                 self.lanes[key, rank] = self.add(LANE, rank)
             chain.append(self.lanes[key, rank])
         chain.append(self.spots[reader])
-        for upper, lower in zip(chain, chain[1:], strict=False):
+        for upper, lower in pairwise(chain):
             if lower not in upper.below:
                 upper.below.append(lower)
                 lower.above.append(upper)

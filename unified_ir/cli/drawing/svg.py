@@ -18,9 +18,9 @@ def svg(root: Item) -> str:
     box = placed(root)
     width, height = max(box.width + 2 * MARGIN, 480), box.height + TOP + MARGIN
     title = escape(title_of(root))
+    size = f'width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}"'
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="graph" width="{width:.0f}" '
-        f'height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="graph" {size}>',
         f"<title>{title}</title>",
         f"<style>{style()}</style>",
         '<rect width="100%" height="100%" style="fill: var(--ground)"/>',
@@ -59,7 +59,8 @@ def _box(box: Placed, item: Item) -> Iterator[str]:
     names = f"{item.kind}{' open' if box.inner else ' group' if item.children else ''}"
     tip = "\n".join(item.tip or lines_of(item))
     size = f'width="{box.width:.1f}" height="{box.height:.1f}" rx="{0 if item.children else 5}"'
-    yield f'<g class="{names}" data-n="{item.number}" transform="translate({box.x:.1f},{box.y:.1f})">'
+    place = f"translate({box.x:.1f},{box.y:.1f})"
+    yield f'<g class="{names}" data-n="{item.number}" transform="{place}">'
     yield f"<title>{escape(tip)}</title>"
     if item.times > 1 and not box.inner:
         yield f'<rect {size} x="4" y="4"/>'
