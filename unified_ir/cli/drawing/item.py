@@ -31,7 +31,7 @@ class Layers:
 NO_LAYERS: Final = Layers([], [], [])
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, repr=False)
 class Item:
     """A box; one with children is a group.
 

@@ -39,11 +39,11 @@ def size_of(item: Item) -> tuple[float, float]:
     """Return width and height of a folded box, for letters of usual width."""
     first, *more = lines_of(item)
     # A group has a triangle before its name.
-    letters = max(7.6 * (len(first) + 2 * bool(item.children)), *(6 * len(m) for m in (*more, "")))
+    letters = max(8 * (len(first) + 2 * bool(item.children)), *(6.3 * len(m) for m in (*more, "")))
     return round(letters + 18), 10 + LINE * (1 + len(more))
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, repr=False)
 class Placed:
     """A box at (x, y) within its group, its row from `top` to `bottom`; what: see `Layers`."""
 

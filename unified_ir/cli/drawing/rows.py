@@ -92,15 +92,15 @@ def _ranks(children: Sequence[int], links: Sequence[Link]) -> dict[int, int]:
         above.setdefault(reader, []).append(source)
         below.setdefault(source, []).append(reader)
     linked = [c for c in children if c in above or c in below]
-    order = [*([IN] if IN in below else []), *linked]
-    ranks: dict[int, int] = {}
-    for child in order:
-        ranks[child] = max((ranks[s] + 1 for s in above.get(child, ())), default=0)
+    top = int(IN in below)  # the first row of boxes, under that of IN
+    ranks = {IN: 0} if top else {}
+    for child in linked:
+        ranks[child] = max((ranks[s] + 1 for s in above.get(child, ())), default=top)
     for child in reversed(linked):
         readers = [ranks[r] for r in below.get(child, ()) if r != OUT]
         # Without a source a box stands just above its first reader.
         if child not in above and readers:
-            ranks[child] = max(min(readers) - 1, int(IN in below))
+            ranks[child] = min(readers) - 1
     if OUT in above:
         ranks[OUT] = max(ranks.values()) + 1
     first = max(ranks.values(), default=-1) + 1
@@ -108,7 +108,7 @@ def _ranks(children: Sequence[int], links: Sequence[Link]) -> dict[int, int]:
     return ranks | {child: first + i // COLUMNS for i, child in enumerate(alone)}
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, repr=False)
 class _Spot:
     """A box, a border point or a bend in a row."""
 
