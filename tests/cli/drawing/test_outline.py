@@ -85,7 +85,7 @@ def check_links(root):
         rows = [i for i, row in enumerate(group.layers.rows) for _ in row]
         assert {w for w in flat if w >= 0} == {c.number for c in group.children}
         assert all(rows[b] == rows[a] + 1 for a, b in group.layers.links)
-        below = {}
+        below: dict[int, list[int]] = {}
         for a, b in group.layers.links:
             below.setdefault(a, []).append(b)
         for place, what in enumerate(flat):

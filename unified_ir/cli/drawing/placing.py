@@ -144,7 +144,7 @@ def _place_down(box: Placed, rows: Sequence[Sequence[Placed]], *, upward: bool) 
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class DrawnLink:
     """A drawn link: an SVG path, and where its arrow points, downwards (1), upwards or nowhere."""
 
     path: str
@@ -154,7 +154,7 @@ class Line:
     back: bool = False
 
 
-def lines(box: Placed, *, upward: bool) -> Iterator[Line]:
+def lines(box: Placed, *, upward: bool) -> Iterator[DrawnLink]:
     """Yield the links within an open group, which runs downwards or `upward`."""
     for spot in box.inner:
         for reader in spot.below:
@@ -165,7 +165,7 @@ def lines(box: Placed, *, upward: bool) -> Iterator[Line]:
         yield _beside(source, reader) if same_row else _back(box, source, reader, upward=upward)
 
 
-def _line(box: Placed, source: Placed, reader: Placed, *, upward: bool) -> Line:
+def _line(box: Placed, source: Placed, reader: Placed, *, upward: bool) -> DrawnLink:
     start, leave = (source.y, source.top) if upward else (source.y + source.height, source.bottom)
     enter, far = (reader.bottom, reader.top) if upward else (reader.top, reader.bottom)
     end = reader.y + reader.height if upward else reader.y
@@ -179,10 +179,10 @@ def _line(box: Placed, source: Placed, reader: Placed, *, upward: bool) -> Line:
         f"M{x:.1f} {start:.1f}V{leave:.1f}C{x:.1f} {bend:.1f} {to:.1f} {bend:.1f} "
         f"{to:.1f} {enter:.1f}V{end:.1f}"
     )
-    return Line(path, to, end, (-1 if upward else 1) if reader.item else 0)
+    return DrawnLink(path, to, end, (-1 if upward else 1) if reader.item else 0)
 
 
-def _back(box: Placed, source: Placed, reader: Placed, *, upward: bool) -> Line:
+def _back(box: Placed, source: Placed, reader: Placed, *, upward: bool) -> DrawnLink:
     """Return a line around the right of the boxes between."""
     sign = -1 if upward else 1
     start = source.y if upward else source.y + source.height
@@ -194,10 +194,10 @@ def _back(box: Placed, source: Placed, reader: Placed, *, upward: bool) -> Line:
         f"{side:.1f} {start - bend:.1f}V{end + bend:.1f}C{side:.1f} {end - bend:.1f} "
         f"{to:.1f} {end - bend:.1f} {to:.1f} {end:.1f}"
     )
-    return Line(path, to, end, sign, back=True)
+    return DrawnLink(path, to, end, sign, back=True)
 
 
-def _beside(source: Placed, reader: Placed) -> Line:
+def _beside(source: Placed, reader: Placed) -> DrawnLink:
     """Return a line below or above a row, from where values leave the source."""
     below = not (source.item and source.item.upward)
     sign = 1 if below else -1
@@ -206,4 +206,4 @@ def _beside(source: Placed, reader: Placed) -> Line:
     level += sign * 30
     x, to = source.middle, reader.middle
     path = f"M{x:.1f} {start:.1f}C{x:.1f} {level:.1f} {to:.1f} {level:.1f} {to:.1f} {end:.1f}"
-    return Line(path, to, end, -sign)
+    return DrawnLink(path, to, end, -sign)
