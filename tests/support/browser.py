@@ -1,11 +1,8 @@
-"""A real browser for tests of pages; they skip where there is none."""
+"""A real browser without a window."""
 
 import os
 import shutil
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,11 +14,11 @@ FLAGS = (
 
 
 @contextmanager
-def open_browser(folder: Path) -> Iterator[Any]:
-    """Open a headless Chromium with its profile in `folder`."""
-    chromium = next(filter(None, map(shutil.which, CHROMIUM)), None)
+def chromium(folder):
+    """Open Chromium with its profile in a folder; skip, or fail if required, if there is none."""
+    program = next(filter(None, map(shutil.which, CHROMIUM)), None)
     driver = shutil.which("chromedriver")
-    if chromium is None or driver is None:
+    if program is None or driver is None:
         reason = "no Chromium with chromedriver; apt-get install chromium chromium-driver"
         if "browser" in os.environ.get("TRIPLANE_REQUIRE", "").split(","):
             pytest.fail(reason)
@@ -29,7 +26,7 @@ def open_browser(folder: Path) -> Iterator[Any]:
     from selenium import webdriver
 
     options = webdriver.ChromeOptions()
-    options.binary_location = chromium
+    options.binary_location = program
     for flag in (*FLAGS, f"--user-data-dir={folder}"):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})

@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 from tests.ir import graphs
-from tests.support.browser import open_browser
+from tests.support.browser import chromium
 
 from triplane.unified_ir import nn, ops, optim, train, zoo
 from triplane.unified_ir.ir.graph import Function, Meta, Node, OpId, Value
@@ -79,5 +79,5 @@ def random_function():
 
 @pytest.fixture(scope="session")
 def browser(tmp_path_factory):
-    with open_browser(tmp_path_factory.mktemp("browser")) as opened:
+    with chromium(tmp_path_factory.mktemp("browser")) as opened:
         yield opened

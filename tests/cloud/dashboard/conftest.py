@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from tests.support.browser import open_browser
+from tests.support.browser import chromium
 
 from triplane.cloud.dashboard import NodeIncident, application
 from triplane.cloud.dashboard.page import Page
@@ -191,8 +191,8 @@ def address(fleet):
 
 @pytest.fixture(scope="session")
 def browser(tmp_path_factory):
-    with open_browser(tmp_path_factory.mktemp("browser")) as opened:
-        yield opened
+    with chromium(tmp_path_factory.mktemp("browser")) as browser:
+        yield browser
 
 
 @pytest.fixture
