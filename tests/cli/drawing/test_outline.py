@@ -153,6 +153,26 @@ def test_a_training_step_stands_in_three_phases(tower):
     assert not any("the new" in line for i in forward | backward for line in i.tip)
 
 
+def test_an_update_that_begins_before_the_forward_pass_stands_last(tower):
+    function = tower.entry("train_step")
+    count = Value(TensorSpec(()), "count")
+    ahead = Node(OpId("", "Neg", 13), (count,), (Value(TensorSpec(())),))
+    gradient = [n for n in function.nodes if n.meta.scope.startswith("grad")][-1]
+    new = Value(gradient.outputs[0].type)
+    scaled = Node(OpId("", "Mul", 14), (gradient.outputs[0], ahead.outputs[0]), (new,))
+    changed = Function(
+        "f",
+        (count, *function.params),
+        (*function.results, new),
+        (*function.result_names, "count"),
+        (ahead, *function.nodes, scaled),
+    )
+    state = {**tower.state, "count": next(iter(tower.state.values()))}
+    root = outline(changed, state)
+    assert [i.name for i in root.children] == ["forward", "backward", "update"]
+    assert any(i.label == "Neg" for i in root.children[2].atoms())
+
+
 def test_nodes_of_an_optimizer_stand_with_their_parameter(resnet):
     root = outline(resnet.entry("train_step"), resnet.state)
     update = root.children[2]

@@ -34,7 +34,7 @@ def fold(group: Item, *, large: bool) -> None:
         fold(child, large=large)
     if not group.is_node:
         children = [*map(_alone, group.children)]
-        children.sort(key=lambda c: ENDS.get(c.kind, 0))
+        children.sort(key=_rank)
         children = [*_merged(children)]
         if large and any(c.children for c in children):
             children = [*_loose(children)]
@@ -42,6 +42,11 @@ def fold(group: Item, *, large: bool) -> None:
             children = [*_blocks(children)]
         group.adopt(_divided(children))
         _describe(group)
+
+
+def _rank(item: Item) -> int:
+    """Return the place of phases among each other, of inputs before and results after nodes."""
+    return PHASES.index(item.kind) if item.is_phase else ENDS.get(item.kind, 0)
 
 
 def open_first(root: Item) -> None:
