@@ -5,7 +5,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from tests.support.pages import ROOT, Block, blocks_of, run_page
+from tests.support.pages import ROOT, Block, blocks_of, outputs_of, run_page
 
 PAGES = {
     str(page.relative_to(ROOT)): page
@@ -74,7 +74,8 @@ def cases():
 @pytest.mark.slow
 @pytest.mark.parametrize("page", cases())
 def test_a_page_runs_whole_from_an_empty_folder(page, tmp_path):
-    run_page(page, tmp_path)
+    output = run_page(page, tmp_path)
+    assert [text for text in outputs_of(page) if text not in output] == []
 
 
 def test_the_blocks_that_do_not_run_are_these():

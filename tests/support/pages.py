@@ -50,8 +50,13 @@ def program_of(page: Path) -> str:
     return "\n".join(["from page_shell import sh as _sh", *parts])
 
 
-def run_page(page: Path, folder: Path) -> None:
-    """Run a page's blocks in an empty folder, as somebody with an empty home."""
+def outputs_of(page: Path) -> list[str]:
+    """Return the blocks of ```text: what the blocks above them print, to the letter."""
+    return re.findall(r"^```text\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def run_page(page: Path, folder: Path) -> str:
+    """Run a page's blocks in an empty folder, as somebody with an empty home; return the output."""
     program = folder / "program"
     for name in ("program", "home", "empty"):
         (folder / name).mkdir()
@@ -68,6 +73,7 @@ def run_page(page: Path, folder: Path) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 0, output
+    return output
 
 
 def sandbox() -> tuple[str, ...]:
