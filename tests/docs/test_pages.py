@@ -5,6 +5,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from tests.support import pages
 from tests.support.pages import ROOT, Block, blocks_of, outputs_of, run_page
 
 PAGES = {
@@ -121,9 +122,19 @@ def test_a_page_with_a_fault_fails(text, reason, tmp_path):
 
 
 @pytest.mark.slow
-def test_blocks_share_a_shell_a_program_and_a_folder_and_what_they_start_ends(tmp_path):
+@pytest.mark.parametrize("sandbox", [pages.SANDBOX, ("false",)])
+def test_blocks_share_a_shell_and_a_folder_and_what_they_start_ends(sandbox, tmp_path, monkeypatch):
+    monkeypatch.setattr(pages, "SANDBOX", sandbox)
     run_page(page_of(tmp_path, SHARED), tmp_path)
     assert [path.name for path in (tmp_path / "empty").iterdir()] == ["x"]
+
+
+@pytest.mark.slow
+def test_a_page_that_waits_without_end_fails_with_its_output(tmp_path, monkeypatch):
+    monkeypatch.setattr(pages, "LIMIT_S", 1.0)
+    text = "```sh\necho begun\nuntil false; do sleep 0.1; done\n```\n"
+    with pytest.raises(AssertionError, match="begun\nthe page did not end within 1 s"):
+        run_page(page_of(tmp_path, text), tmp_path)
 
 
 def test_a_reason_belongs_to_the_block_below_it(tmp_path):

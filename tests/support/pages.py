@@ -22,6 +22,9 @@ BLOCK = re.compile(
 SANDBOX = ("unshare", "-rnpf", "--mount-proc", "--kill-child")
 """Namespaces of a page's own: its servers have the ports that it names, and end with it."""
 
+LIMIT_S = 270.0
+"""Seconds for a page; less than a test has, so that it fails with the page's output."""
+
 
 @dataclass(frozen=True)
 class Block:
@@ -62,18 +65,26 @@ def run_page(page: Path, folder: Path) -> str:
         (folder / name).mkdir()
     shutil.copy(Path(__file__).with_name("page_shell.py"), program)
     (program / "page.py").write_text(program_of(page))
-    with subprocess.Popen(
+    output = folder / "output"  # no pipe, which servers that go on running would hold open
+    with output.open("w") as file, subprocess.Popen(
         [*sandbox(), sys.executable, "-W", "error", program / "page.py"],
         cwd=folder / "empty", env=environment(folder / "home"), text=True, start_new_session=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
     ) as process:  # fmt: skip
         try:
-            output, _ = process.communicate()
+            process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            file.write(f"the page did not end within {LIMIT_S:g} s\n")
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, output
-    return output
+            end(process)
+    assert process.returncode == 0, output.read_text()
+    return output.read_text()
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """End a page with all that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def sandbox() -> tuple[str, ...]:
