@@ -20,6 +20,7 @@ LONG = {
     "docs/operations.md",
     "docs/tutorials/photos.md",
     "docs/tutorials/series.md",
+    "docs/tutorials/text.md",
 }
 """Pages of whole processes, or of longer training: `make long` runs them."""
 
