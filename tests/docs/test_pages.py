@@ -18,6 +18,7 @@ LONG = {
     "docs/devices.md",
     "docs/federated.md",
     "docs/operations.md",
+    "docs/training.md",
     "docs/tutorials/photos.md",
     "docs/tutorials/series.md",
     "docs/tutorials/text.md",
