@@ -243,13 +243,14 @@ class Secret(_Text):
         text = str(value)
         try:
             if text == "-":
-                # Bounded: standard input may have no end.
-                text = sys.stdin.read(MAX_SECRET_CHARS)
+                # One line, so that a person who types or pastes it need not end the input.
+                text = sys.stdin.readline(MAX_SECRET_CHARS)
             elif text.startswith("@"):
                 with Path(text[1:]).open(encoding="utf-8") as file:
                     text = file.read(MAX_SECRET_CHARS)
         except (OSError, UnicodeError) as error:
-            self.fail(f"{text} cannot be read: {error}", param, ctx)
+            why = (error.strerror if isinstance(error, OSError) else None) or str(error)
+            self.fail(f"{text} cannot be read: {why}", param, ctx)
         return text.strip().partition("\n")[0].rstrip()
 
 
