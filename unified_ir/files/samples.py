@@ -1,5 +1,6 @@
 """Rules for samples, checked in one place for training and for a node's own samples."""
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -30,13 +31,13 @@ def check_classes(
     giver: str,
     where: str,
     *,
-    first: int = 0,
+    numbers: Sequence[int] | npt.NDArray[Any] | None = None,
     ignored: int | None = None,
 ) -> None:
     """Refuse labels that are not in 0..classes-1, except `ignored`, naming position and value.
 
     giver: what determines the classes, as in "Net gives 10 logits". where: names the sample by its
-    number, as in "row {} of the batch"; first: the number of labels[0].
+    number, as in "row {} of the batch"; numbers: those of the samples, from 0 if None.
     """
     if not labels.size:
         return
@@ -49,7 +50,8 @@ def check_classes(
         bad &= labels != ignored
     if bad.any():
         at = tuple(np.argwhere(bad)[0])
+        number = at[0] if numbers is None else numbers[at[0]]
         raise InvalidInput(
             f"{giver}, so labels are 0..{classes - 1}, got {low}..{high}; the first one out of "
-            f"range is {labels[at]}, {where.format(first + at[0])}"
+            f"range is {labels[at]}, {where.format(number)}"
         )
