@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from triplane.cloud.cli.connection import Calls, new_key, repeated
 from triplane.cloud.cli.models import bundle_text
@@ -20,6 +20,9 @@ from triplane.proto.errors import Conflict, InvalidInput, Unavailable
 from triplane.proto.registry_pb2 import Bundle, GetBundleRequest, Version
 from triplane.proto.transfer import upload
 from triplane.unified_ir.cli.shell import CommandOutput
+
+if TYPE_CHECKING:
+    from triplane.unified_ir.ir import Module
 
 BUNDLE_WAIT_S: Final = 3600.0
 """A conversion takes 30 min at most, and others may be waiting before it."""
@@ -75,7 +78,8 @@ def push_file(
         lineage=Lineage(parent=parent, note=note),
     )
     _check_request(push, targets)
-    _check_model(cloud.output, file)
+    module = _opened_model(cloud.output, file)
+    _check_samples(module, entry, calibrate, evaluate)
     recipe = replace(
         push.recipe, calibration=_sent(cloud, calibrate), evaluation=_sent(cloud, evaluate)
     )
@@ -108,13 +112,33 @@ def _check_request(push: Push, targets: Sequence[str]) -> None:
         target_row(target)
 
 
-def _check_model(output: CommandOutput, file: Path) -> None:
+def _opened_model(output: CommandOutput, file: Path) -> Module:
     """Read the file as the cloud will, before a byte of it is sent."""
     from triplane.unified_ir.convert.conversion import open_model
 
     if file.stat().st_size >= LARGE_BYTES:
         output.note(f"checking {file.name} ({size_text(file.stat().st_size)})")
-    open_model(file)
+    module, _ = open_model(file)
+    return module
+
+
+def _check_samples(
+    module: Module, entry: str, calibrate: Path | None, evaluate: Path | None
+) -> None:
+    """Read samples as the cloud's conversion will, which happens after the upload."""
+    from triplane.unified_ir.convert.samples import read_labelled, read_samples
+
+    for file in (calibrate, evaluate):
+        # The cloud keeps the samples under names of its own, so it does not see the suffix.
+        if file is not None and file.suffix != ".npz":
+            raise InvalidInput(
+                f"--calibrate and --evaluate of a push take .npz files, got {file.name}; "
+                "numpy.savez writes one"
+            )
+    if calibrate is not None:
+        read_samples(calibrate, module.inputs(entry))
+    if evaluate is not None:
+        read_labelled(evaluate, module.inputs(entry))
 
 
 def register_within_s(size_bytes: int) -> float:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.cli import data_options
 from triplane.unified_ir.cli.importing import SUFFIX
+from triplane.unified_ir.files.samples import transpose_hint
 
 if TYPE_CHECKING:
     from triplane.unified_ir.data import Dataset
@@ -206,7 +207,8 @@ def _check(x: Array, info: TensorInfo, dataset: Dataset, chosen: tuple[str, ...]
     )
     if not fits:
         hint = data_options.shape_hint(dataset, chosen, ())
-        raise InvalidInput(f"the model takes {info}, but {hint}{_size_hint(x, info)}")
+        hint += transpose_hint(x.shape, info.shape) or _size_hint(x, info)
+        raise InvalidInput(f"the model takes {info}, but {hint}")
 
 
 def _size_hint(x: Array, info: TensorInfo) -> str:

@@ -55,3 +55,20 @@ def check_classes(
             f"{giver}, so labels are 0..{classes - 1}, got {low}..{high}; the first one out of "
             f"range is {labels[at]}, {where.format(number)}"
         )
+
+
+def transpose_hint(shape: Sequence[Any], expected: Sequence[Any]) -> str:
+    """Return how to transpose x: (N, ..., C) where (N, C, ...) is expected, "" if that is not it.
+
+    shape, expected: with the axis of samples; sizes of `expected` that are not numbers fit any.
+    """
+    if not len(shape) == len(expected) >= 3 or shape[1] == expected[1]:
+        return ""
+    axes = (0, len(shape) - 1, *range(1, len(shape) - 1))
+    sizes = zip([shape[k] for k in axes[1:]], expected[1:], strict=True)
+    if not isinstance(expected[1], int) or any(isinstance(e, int) and n != e for n, e in sizes):
+        return ""
+    return (
+        "; its channels are the last axis and must be the first one of each sample: "
+        f"x.transpose{axes}"
+    )

@@ -207,7 +207,8 @@ class Trainer:
         try:
             place = measured(in_order(data, batch_size), self._own(), self._evaluation)
         except InvalidInput:
-            self.model.check_labels_in_source(data)
+            if self._types is not None:
+                self.model.check_labels_in_source(data)
             raise
         return place.measures(self.model.tallies)
 

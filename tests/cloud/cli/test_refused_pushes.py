@@ -2,6 +2,7 @@
 
 import os
 
+import numpy as np
 import pytest
 from tests.cloud.cli.verbs import answer
 from tests.cloud.registry.models import model_bytes
@@ -76,3 +77,14 @@ def test_a_file_under_a_path_that_is_no_text_is_pushed_under_the_name_that_is_gi
     plain = folder / "plain.tpm"
     plain.write_bytes(file.read_bytes())
     assert answer("registry", "push", plain)["model"] == "plain"
+
+
+def test_samples_that_do_not_fit_the_model_send_nothing(place, operator):
+    np.savez(place / "odd.npz", x=np.zeros((4, 3, 9), np.float32), y=np.zeros(4, int))
+    (place / "odd.csv").write_text("x,y\n1,2\n")
+    before = blobs(place)
+    for name, words in (("odd.npz", "with at least one sample"), ("odd.csv", "take .npz files")):
+        for options in (("--quantize", "int8", "--calibrate"), ("--evaluate",)):
+            push = ("registry", "push", place / "m.tpm", *options, place / name)
+            assert words in answer(*push, code=2)["error"]["message"]
+    assert blobs(place) == before
