@@ -348,15 +348,15 @@ def _stored_manifest(data: mmap.mmap | bytes) -> bytes:
     # name.
     start = Layout(0, ()).data[0]
     if len(data) < start or data[:4] != b"PK\3\4":
-        raise Corrupt("manifest: its header is damaged, or this is not a file of Triplane")
+        raise Corrupt("this is not a file of Triplane, or the header of its manifest is damaged")
     size = LOCAL.unpack_from(data)[7]
     # Checked before the slice: the size comes from an unchecked header.
     if size > min(MAX_MANIFEST_BYTES, len(data) - start):
         name = _first_member(data)
         if name != MANIFEST_NAME:
             raise Corrupt(
-                "manifest: its header is damaged, or this is not a file of Triplane but an archive "
-                f"that begins with {name!r}"
+                "this is not a file of Triplane, or the header of its manifest is damaged: it is an "
+                f"archive that begins with {name!r}, not with {MANIFEST_NAME!r}"
             )
         raise Corrupt(
             f"manifest: its header is damaged: it announces {size} bytes, more than "

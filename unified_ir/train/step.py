@@ -87,7 +87,9 @@ class TrainingModel:
         if self.classes is None or labels.dtype.kind not in "iu":
             return
         giver = f"{type(self.cell).__name__} gives {self.classes} logits"
-        check_classes(labels, self.classes, giver, where, numbers=numbers, ignored=self.loss.ignored)
+        check_classes(
+            labels, self.classes, giver, where, numbers=numbers, ignored=self.loss.ignored
+        )
 
     def check_labels_in_source(self, data: Any) -> None:
         """Refuse labels of a dataset by the numbers of their samples in its source, if they have any.
