@@ -44,7 +44,8 @@ every node must be enrolled again, so keep two copies.
 UP_EPILOG = """\b
 Examples:
   triplane cloud up
-  triplane cloud up --json > ready.json &       for scripts: one line, with the chosen ports
+  triplane cloud up --json > ready.json &       for scripts: one line, with the chosen ports,
+  until [ -s ready.json ]; do sleep 0.1; done   once calls are answered
 
 \b
 The cloud listens on three ports: the main one (mutual TLS), one where machines exchange a token for

@@ -29,10 +29,14 @@ def closes_connections():
         thread.join()
 
 
+class Silent(BaseHTTPRequestHandler):
+    def log_message(self, *_):
+        """Print nothing."""
+
+
 @contextlib.contextmanager
 def http_server():
-    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
-        server.RequestHandlerClass.log_message = lambda *_: None
+    with HTTPServer(("127.0.0.1", 0), Silent) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         yield server.server_port

@@ -133,13 +133,13 @@ def source_rows(table: Table, source: Table) -> Rows | None:
     """
     if table is source:
         return np.arange(len(source))
-    # A cached table holds another.
-    if not (isinstance(table, (Reordered, Strided, MappedTable)) or hasattr(table, "held")):
-        return None
-    rows = source_rows(table.table, source)  # type: ignore[attr-defined] -- a cached table's
-    if rows is None or not isinstance(table, (Reordered, Strided)):
-        return rows
-    return rows[table.order]
+    if isinstance(table, (Reordered, Strided)):
+        rows = source_rows(table.table, source)
+        return None if rows is None else rows[table.order]
+    # A cached table holds another, row by row.
+    wrapper: Any = table
+    is_same = isinstance(table, MappedTable) or hasattr(type(table), "held")
+    return source_rows(wrapper.table, source) if is_same else None
 
 
 @dataclass(frozen=True, eq=False)

@@ -355,8 +355,8 @@ def _stored_manifest(data: mmap.mmap | bytes) -> bytes:
         name = _first_member(data)
         if name != MANIFEST_NAME:
             raise Corrupt(
-                "this is not a file of Triplane, or the header of its manifest is damaged: it is an "
-                f"archive that begins with {name!r}, not with {MANIFEST_NAME!r}"
+                "this is not a file of Triplane, or the header of its manifest is damaged: it is "
+                f"an archive that begins with {name!r}, not with {MANIFEST_NAME!r}"
             )
         raise Corrupt(
             f"manifest: its header is damaged: it announces {size} bytes, more than "

@@ -62,7 +62,7 @@ class BatchSource:
             raise InvalidInput(f"a seed must be in 0..2^64-1, got {seed}")
         self.data, self.size, self.seed = _accepted(data), size, seed
         self.n_targets = n_targets(data)
-        self.own = data
+        self.own: Any = data
         self.labels = tuple(getattr(data, "labels", ()))
         self.name = data.origin.name if isinstance(data, Dataset) else type(data).__name__
         self.samples: int | None = None
@@ -162,7 +162,8 @@ class BatchSource:
     def arrays(self) -> tuple[Array, ...] | None:
         """Return inputs and targets of all samples if they are in memory and always the same."""
         if isinstance(self.data, Dataset):
-            return self.own.arrays_in_memory()
+            held: tuple[Array, ...] | None = self.own.arrays_in_memory()
+            return held
         if _is_arrays(self.data):
             return tuple(self.data)
         arrays = [getattr(self.data, k, None) for k in ("x", "y")]
@@ -236,9 +237,10 @@ def labels_in_source(data: Any) -> tuple[Array, Rows] | None:
     They tell a user which sample is wrong. Reads the whole column. None where samples have no
     number, such as batches, or windows of rows.
     """
-    if not isinstance(data, Dataset) or len(data.targets) != 1 or not is_table(data.view()):
+    if not isinstance(data, Dataset) or len(data.targets) != 1:
         return None
-    rows = source_rows(data.view(), data.origin.table)
+    view, table = data.view(), data.origin.table
+    rows = source_rows(view, table) if is_table(view) and is_table(table) else None
     return None if rows is None else (np.asarray(data.y), rows)
 
 

@@ -92,9 +92,9 @@ class TrainingModel:
         )
 
     def check_labels_in_source(self, data: Any) -> None:
-        """Refuse labels of a dataset by the numbers of their samples in its source, if they have any.
+        """Refuse labels of a dataset, naming the sample by its number in the source if it has one.
 
-        Only for a better message, as it reads all labels.
+        It reads all labels; for use after `check_labels` refused some of a batch.
         """
         if (stored := labels_in_source(data)) is not None:
             name = data.origin.name.replace("{", "{{").replace("}", "}}")
