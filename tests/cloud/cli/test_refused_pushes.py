@@ -33,10 +33,10 @@ def blobs(place):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--name", "d; rm"), "a name (model) matches"),
-        (("--name", "é"), "a name (model) matches"),
-        (("--name", "../x"), "a name (model) matches"),
-        (("--name", BROKEN), "a name (model) matches"),
+        (("--name", "d; rm"), "a name (model) has"),
+        (("--name", "é"), "a name (model) has"),
+        (("--name", "../x"), "a name (model) has"),
+        (("--name", BROKEN), "a name (model) has"),
         (("--note", "x" * 30_000), "note 2000"),
         (("--note", BROKEN), "--note is not valid UTF-8"),
         (("--note", "a\0b"), "NUL"),
@@ -59,7 +59,7 @@ def test_a_file_whose_own_name_is_no_text_is_no_name_of_a_model(place, operator)
     file.write_bytes((place / "m.tpm").read_bytes())
     try:
         told = answer("registry", "push", file, code=2)["error"]["message"]
-        assert "a name (model) matches" in told
+        assert "a name (model) has" in told
         assert "--name" in told
         assert blobs(place) == []
     finally:
