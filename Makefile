@@ -70,7 +70,7 @@ oracles: ## the environment that exports networks of other libraries, for `make 
 
 peers: ## the environments of the benchmarks' other sides: PyTorch, Flower, JAX, onnxsim, MindSpore, record formats
 	@.ci/venv .venv-peers -r benchmarks/requirements-peers.txt
-	@for rival in jax onnxsim mindspore records; do \
+	@for rival in jax onnxsim mindspore $(addprefix records-,arrow arrayrecord grain mds tfrecord); do \
 	  .ci/venv .venv-peers-$$rival -r benchmarks/requirements-$$rival.txt || exit 1; done
 	@.ci/venv .venv-peers-flower -c .ci/constraints-flower.txt -r benchmarks/requirements-flower.txt
 

@@ -29,8 +29,8 @@ THREADS: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 def peer(variable: str = "TRIPLANE_PEERS", made: str = ".venv-peers") -> str:
     """A rival's interpreter: what the variable names, else what `make peers` made.
 
-    TRIPLANE_PEERS has PyTorch; TRIPLANE_PEERS_JAX, _ONNXSIM and _MINDSPORE what they say, _RECORDS
-    the formats of `records.py`.
+    TRIPLANE_PEERS has PyTorch; TRIPLANE_PEERS_JAX, _ONNXSIM and _MINDSPORE what they say,
+    _RECORDS_ARROW and so on the formats of `records.py`.
     """
     found = Path(os.environ.get(variable) or ROOT / made / "bin" / "python")
     if not found.exists():

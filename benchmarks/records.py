@@ -5,8 +5,8 @@
 Each side is a process that reads batches of 128 rows of a permutation of all rows, from the page
 cache, into memory of its own. Sides take turns; a ratio is of one round to the .npy's of that
 round, with quartiles, and "npy again" is the control. The first epoch of ours, in which each block
-is compared with its checksum, is timed apart. --rivals adds the formats of other libraries, from
-the interpreter of `make peers` or TRIPLANE_PEERS_RECORDS.
+is compared with its checksum, is timed apart. --rivals adds the formats of other libraries, each
+in an environment of its own that `make peers` makes, or TRIPLANE_PEERS_RECORDS_ARROW and so on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ import side_records
 from harness import Worker, machine, peer, ratio, table, take_turns
 
 OURS: Final = ("ours", "ours, no checksums", "npy", "npy again")
-RIVALS: Final = ("Arrow IPC", "ArrayRecord", "Grain", "MDS", "TFRecord")
+RIVALS: Final = {
+    "Arrow IPC": "arrow", "ArrayRecord": "arrayrecord", "Grain": "grain", "MDS": "mds",
+    "TFRecord": "tfrecord",
+}  # fmt: skip
+"""Formats of other libraries, and the names of their environments."""
 STEPS: Final = 150
 HEADS: Final = (
     "records", "format", "CPU us/record", "ratio to npy (quartiles)", "wall ratio",
@@ -47,7 +51,10 @@ def started(stack: ExitStack, name: str, case: str, folder: Path) -> Worker:
     """The process of one side, which has read the right rows."""
     options: dict[str, Any] = {}
     if name in RIVALS:
-        options["python"] = peer("TRIPLANE_PEERS_RECORDS", ".venv-peers-records")
+        made = RIVALS[name]
+        options["python"] = peer(
+            f"TRIPLANE_PEERS_RECORDS_{made.upper()}", f".venv-peers-records-{made}"
+        )
     worker = stack.enter_context(Worker("side_records.py", **options))
     reply = worker.ask("start", side=name.removesuffix(" again"), case=case, folder=str(folder))
     if not reply["right"]:
@@ -92,7 +99,7 @@ def main() -> str:
     parser.add_argument("--rivals", action="store_true", help="also the formats of other libraries")
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
-    sides = OURS + (RIVALS if options.rivals else ())
+    sides = OURS + (tuple(RIVALS) if options.rivals else ())
     rows, firsts = [], []
     for name in side_records.CASES:
         with tempfile.TemporaryDirectory() as folder:

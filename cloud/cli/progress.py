@@ -12,6 +12,8 @@ from triplane.unified_ir.cli.shell import CommandOutput
 
 Progress = Callable[[int, int], None]
 TENTHS: Final = 10
+NUMBERS: Final = 44
+"""Characters of size, speed and remaining time."""
 
 
 @contextlib.contextmanager
@@ -22,15 +24,19 @@ def reported(output: CommandOutput, what: str) -> Iterator[Progress]:
         return
     from rich import progress
     from rich.console import Console
+    from rich.table import Column
 
+    console = Console(stderr=True)
+    # A long name of a file would leave no room for the numbers.
+    name = Column(no_wrap=True, overflow="ellipsis", max_width=max(12, console.width - NUMBERS))
     columns = (
-        progress.TextColumn("{task.description}", markup=False),
+        progress.TextColumn("{task.description}", markup=False, table_column=name),
         progress.BarColumn(),
-        progress.DownloadColumn(),
-        progress.TransferSpeedColumn(),
-        progress.TimeRemainingColumn(),
+        progress.DownloadColumn(table_column=Column(no_wrap=True)),
+        progress.TransferSpeedColumn(table_column=Column(no_wrap=True)),
+        progress.TimeRemainingColumn(table_column=Column(no_wrap=True)),
     )
-    with progress.Progress(*columns, console=Console(stderr=True)) as bar:
+    with progress.Progress(*columns, console=console) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any, Final
 
@@ -14,6 +14,8 @@ Row = dict[str, Any]
 
 MOST_ROUNDS: Final = 60
 """Number of newest rounds of a run that the page shows."""
+MOST_POINTS: Final = 120
+"""Largest number of points of a curve."""
 MOST_DEVICES: Final = 200
 MOST_REASONS: Final = 10
 MOST_TEXT_CHARS: Final = 500
@@ -34,6 +36,8 @@ def run_row(run: Run) -> Row:
         "started_s": round(run.started_s),
         "ended_s": round(run.ended_s),
         "rounds": [_round_row(r) for r in learning[-MOST_ROUNDS:]],
+        "losses": _thinned([[r.number, _score(r.loss, "loss")] for r in learning if _learned(r)]),
+        "scores": _thinned([_score_point(r, run.metric) for r in judged]),
         "spread": _spread_row(judged[-1], run.metric) if judged else None,
         "devices": [_device_row(member, run.metric) for member in members[:MOST_DEVICES]],
         "device_count": len(members),
@@ -67,6 +71,23 @@ def _round_row(round_: Round) -> Row:
         "seconds": round(round_.closed_s - round_.opened_s, 3) if round_.closed_s else None,
         "given_up": round_.given_up[:MOST_TEXT_CHARS],
     }
+
+
+def _learned(round_: Round) -> bool:
+    return bool(round_.closed_s and round_.counted and not round_.given_up)
+
+
+def _score_point(round_: Round, metric: str) -> list[float]:
+    """Return the round and the means over devices before and after adaptation."""
+    return [
+        round_.number, _score(round_.before.mean, metric), _score(round_.after.mean, metric)
+    ]  # fmt: skip
+
+
+def _thinned(points: Sequence[list[float]]) -> list[list[float]]:
+    """Return at most `MOST_POINTS` of the points, evenly spread, with the first and the last."""
+    count = min(len(points), MOST_POINTS)
+    return [points[i * (len(points) - 1) // max(count - 1, 1)] for i in range(count)]
 
 
 def _device_row(member: Member, metric: str) -> Row:

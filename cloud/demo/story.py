@@ -146,16 +146,11 @@ def _losses_side_by_side(cell_file: Path, data: Dataset, steps: int) -> list[tup
 
 
 def _draw_history(stage: DemoStage) -> None:
-    from triplane.unified_ir.files.chart import line_chart
+    from triplane.unified_ir.train import History
 
-    rows = json.loads(stage.file("history.json").read_text())
-    for key, title in (("loss", "Loss"), ("accuracy", "Accuracy")):
-        lines = {
-            "training": [(row["epoch"], row[key]) for row in rows],
-            "held out": [(row["epoch"], row[f"validation.{key}"]) for row in rows],
-        }
-        drawn = line_chart(lines, title=title, x_label="epoch", y_label=key)
-        stage.file(f"{key}.svg").write_text(drawn)
+    history = History(json.loads(stage.file("history.json").read_text()))
+    for measure in ("loss", "accuracy"):
+        history.plot(measure).save(stage.file(f"{measure}.svg"))
 
 
 def _inspect(stage: DemoStage) -> None:

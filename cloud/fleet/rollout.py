@@ -205,16 +205,26 @@ def _abort(r: Rollout, e: Abort, now_s: float) -> Result:
     back = {
         # A new attempt number, since a node does not repeat an attempt that has ended.
         name: replace(
-            m, stage=NodeStage.RETURNED, reason="the rollout was aborted", attempt=m.attempt + 1
+            m,
+            stage=NodeStage.RETURNED,
+            attempt=m.attempt + 1,
+            reason=_and_before("the rollout was aborted", m.reason if m.stage in LOST else ""),
         )
         for name, m in r.members.items()
         if m.assigned and (e.revert or m.stage is not NodeStage.COMMITTED)
     }
+    # A running rollout's reason is what it waits for, which is over.
+    paused_for = r.reason if r.state is RolloutState.PAUSED else ""
     ended = replace(
-        r, state=RolloutState.ABORTED, reason=e.reason or "aborted by a person", ended_s=now_s,
-        members={**r.members, **back},
+        r, state=RolloutState.ABORTED, ended_s=now_s, members={**r.members, **back},
+        reason=_and_before(e.reason or "aborted by a person", paused_for),
     )  # fmt: skip
     return ended, tuple(Restore(m.name, m.attempt) for m in back.values())
+
+
+def _and_before(reason: str, before: str) -> str:
+    """Keep why something failed beside why it was ended; else nobody could look it up later."""
+    return f"{reason}; before that: {before}" if before else reason
 
 
 def _stay(r: Rollout, e: Event, now_s: float) -> Result:

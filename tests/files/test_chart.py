@@ -9,6 +9,8 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.files.chart import (
     HEIGHT,
     MAX_DOTS,
+    WIDTH,
+    Chart,
     Column,
     bar_chart,
     dot_chart,
@@ -35,6 +37,44 @@ def test_a_line_chart_names_its_axes_and_lines_and_stays_inside():
 @pytest.mark.parametrize("points", [[(0, 1.0)], [(3, 5.0), (3, 5.0)], [(0, 0.0), (1, 0.0)]])
 def test_a_line_without_extent_is_drawn(points):
     assert "polyline" in line_chart({"a": points}, "t", "x", "y")
+
+
+@pytest.mark.parametrize("epochs", [2, 3, 12, 13, 37, 100, 400])
+def test_the_horizontal_axis_ends_where_the_lines_do(epochs):
+    lines = {"training": [(k, 1 / k) for k in range(1, epochs + 1)]}
+    root = ET.fromstring(line_chart(lines, "Loss", "epoch", ""))
+    (line,) = root.iter(f"{SVG}polyline")
+    right = max(float(rule.attrib["x2"]) for rule in root.iter(f"{SVG}line"))
+    assert float(line.attrib["points"].split()[-1].split(",")[0]) == pytest.approx(right, abs=0.01)
+    texts = {t.text or "": float(t.attrib["x"]) for t in root.iter(f"{SVG}text")}
+    numbers = [float(t) for t, x in texts.items() if t.isdigit() and x > 60]
+    assert 2 <= len(numbers) <= 8
+    assert max(numbers) <= epochs
+    assert texts["training"] > right, "the name stands beside the grid"
+
+
+def test_long_names_of_lines_are_cut_and_stay_apart_lines():
+    names = [f"a name of a measure that is much too long, {k}" for k in range(3)]
+    root = ET.fromstring(line_chart({n: [(0, 1.0), (1, 2.0)] for n in names}, "t", "x", "y"))
+    assert len(list(root.iter(f"{SVG}polyline"))) == 3
+    for text in root.iter(f"{SVG}text"):
+        assert float(text.attrib["x"]) + 7 * len(text.text or "") <= WIDTH + 10
+
+
+@pytest.mark.parametrize("name", ["a\x00b", "\ud800", "a\nb", "\u202eb", "<b>&'\""])
+def test_any_name_gives_a_well_formed_chart(name):
+    lines = line_chart({name: [(0, 1.0)]}, name, name, name)
+    for drawn in (lines, bar_chart({name: 1.0}, name, "")):
+        texts = [t.text for t in ET.fromstring(drawn.encode()).iter(f"{SVG}text")]
+        assert "".join(c if c.isprintable() else " " for c in name) in texts
+
+
+def test_a_chart_is_shown_by_notebooks_and_saved_and_short_at_a_prompt(tmp_path):
+    chart = Chart(line_chart(LINES, "größe", "x", "y"))
+    assert chart._repr_svg_() == chart.svg
+    chart.save(tmp_path / "a.svg")
+    assert (tmp_path / "a.svg").read_text("utf-8") == chart.svg
+    assert len(repr(chart)) < 80
 
 
 def test_labels_at_the_ends_never_touch():

@@ -12,8 +12,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "writing-models.md"
 
 @pytest.mark.slow
 def test_the_code_on_the_page_runs(tmp_path):
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(blocks) == 8
+    page = PAGE.read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (table,) = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) == 9
     script = tmp_path / "page.py"
     script.write_text("\n\n".join(blocks))
     done = subprocess.run(
@@ -21,3 +23,4 @@ def test_the_code_on_the_page_runs(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "reference against ascend" in done.stdout
+    assert table in done.stdout, "the summary that the page shows is the one that it prints"

@@ -139,13 +139,58 @@ class Parts(nn.Cell):
         return states[0]
 
 
-def test_a_summary_tells_what_each_part_gives_and_not_what_its_state_becomes():
+@pytest.mark.parametrize("rows", [4, "N"])
+def test_a_summary_tells_what_each_part_gives_and_not_what_its_state_becomes(rows):
+    class Nested(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.dense = nn.Dense(6, 16)
+            self.body = nn.Sequential(nn.BatchNorm1d(16), nn.Dropout(0.5))
+            self.pool = nn.MaxPool2d(2)
+            self.layer = nn.LayerNorm(16)
+            self.twice = nn.Dropout(0.5)
+
+        def construct(self, x):
+            y = self.layer(self.twice(self.body(self.dense(x))))
+            return self.twice(y) + x.shape[0]
+
+    lines = nn.summary(Nested(), TensorSpec((rows, 6))).splitlines()
+    table = {line.split()[0]: line.split()[1:] for line in lines[1:-1]}
+    gives = f"float32[{rows},16]"
+    assert table["(whole)"][1] == gives
+    assert table["dense"] == ["Dense", gives, "112", "0"]
+    assert table["body"] == ["Sequential", gives, "32", "34"]
+    assert table["body.0"] == ["BatchNorm1d", gives, "32", "32"]
+    assert table["body.1"] == ["Dropout", gives, "0", "2"]
+    assert table["twice"] == ["Dropout", gives, "0", "2"]
+    assert table["layer"][1] == gives
+    assert table["pool"] == ["MaxPool2d", "0", "0"]
+
+
+def test_a_summary_is_a_method_that_takes_arrays_or_nothing():
+    net = Net()
+    assert net.summary(TensorSpec(("N", 1, 8, 8))) == nn.summary(net, TensorSpec(("N", 1, 8, 8)))
+    by_array = net.summary(np.zeros((3, 1, 8, 8)))  # float64, as in a call
+    assert "float32[3,4,8,8]" in by_array
+    without = net.summary()
+    assert "float32" not in without
+    assert without.splitlines()[-1] == by_array.splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", ["summary", "load", "train", "construct", "own"])
+def test_state_that_an_attribute_of_the_class_would_hide_is_refused(name):
+    class Owner(nn.Cell):
+        own = None
+
+    for value in (nn.Dense(1, 1), nn.Parameter(np.zeros(1)), [nn.Dense(1, 1)]):
+        with pytest.raises(InvalidInput, match=f"Owner has an attribute '{name}' of its class"):
+            setattr(Owner(), name, value)
+
+
+def test_a_summary_shows_the_first_output_of_recurrent_parts():
     lines = nn.summary(Parts(), TensorSpec((4, 6))).splitlines()
     table = {line.split()[0]: line.split()[1:] for line in lines[1:-1]}
-    assert table["norm"] == ["BatchNorm1d", "float32[4,16]", "32", "32"]
-    assert table["drop"] == ["Dropout", "float32[4,16]", "0", "2"]
-    assert table["layer"][1] == "float32[4,16]"
-    assert table["pool"] == ["MaxPool2d", "0", "0"]
+    assert table["rnn"][1] == "float32[2,2,8]"
 
 
 def test_a_summary_counts_neither_keys_nor_statistics_as_parameters():

@@ -30,7 +30,8 @@ def test_a_text_is_written(capsys):
 
 
 @pytest.mark.slow
-def test_the_guide_runs(capsys):
+def test_the_guide_runs(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # it writes a file
     first, *more = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
     found: dict[str, Any] = {"__name__": "guide"}
     exec(compile(first, str(GUIDE), "exec"), found)

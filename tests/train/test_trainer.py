@@ -312,16 +312,6 @@ def test_progress_without_a_terminal_is_a_line_per_epoch():
     assert "accuracy" in second
 
 
-def test_progress_on_a_terminal_is_a_bar():
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    out = Terminal()
-    trainer().fit(data(), 1, progress=train.Progress(stream=out))
-    assert "epoch 1/1" in out.getvalue()
-
-
 @pytest.mark.slow
 def test_an_interrupt_leaves_what_was_learnt_in_the_cell():
     class Interrupt(train.Callback):

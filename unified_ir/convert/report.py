@@ -15,9 +15,13 @@ from typing import Any, Final
 from triplane.unified_ir.convert.latency import CallTiming, Latency, Quartiles
 from triplane.unified_ir.convert.residency import Resident, Shares
 from triplane.unified_ir.files.chart import bar_chart, stack
+from triplane.unified_ir.files.html_table import html_table
 
 TINY_S: Final = 200e-6
 """A float inference that takes less time than this is mostly overhead, and int8 adds to it."""
+SHOWN_LINES: Final = 30
+SHOWN_CHARS: Final = 160
+"""Lines, and characters of each, in the `repr` of a report."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +93,7 @@ class Layer:
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Report:
     """The result of `convert`; digest and path are empty if nothing was written."""
 
@@ -145,6 +149,17 @@ class Report:
 
     def __str__(self) -> str:
         return self.text()
+
+    def __repr__(self) -> str:
+        """Return the first lines of the text, on one screen."""
+        lines = self.text().splitlines()
+        shown = [line[:SHOWN_CHARS] for line in lines[:SHOWN_LINES]]
+        more = len(lines) - len(shown)
+        return "\n".join([*shown, *([f"and {more} more lines; print(report)"] if more else [])])
+
+    def _repr_html_(self) -> str:
+        rows = [*self._rows(), *((layer.name, _layer_words(layer)) for layer in self.layers)]
+        return html_table(self.verdict, (), rows, count=len(rows), notes=self.notes)
 
     def text(self) -> str:
         """Return the report as plain text."""
@@ -273,6 +288,12 @@ def _accuracy_words(a: Accuracy, int8: bool) -> str:  # noqa: FBT001 - private
         f"{100 * a.before:.2f} % -> {100 * a.after:.2f} % on {a.samples} samples "
         f"({a.drop_points:+.2f} points lost, {100 * a.agreement:.2f} % equal answers)"
     )
+
+
+def _layer_words(layer: Layer) -> str:
+    noise = f", {layer.snr_db:.1f} dB" if layer.snr_db is not None else ""
+    why = f", in float: {layer.reason}" if layer.reason else ""
+    return f"{layer.kernel}{noise}{why}"
 
 
 def _layer_lines(layers: tuple[Layer, ...], int8: bool) -> list[str]:  # noqa: FBT001 - private

@@ -11,9 +11,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 from typing import Final
 
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.files.html_table import printable
 
 Points = Sequence[tuple[float, float]]
 Scale = Callable[[float], float]
@@ -32,16 +34,40 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 52, 56
 _BAR, _GAP, _NAME = 20, 12, 190
 _MAX_NAME: Final = 30
 """Characters of a bar's name that fit beside it."""
+_MAX_LINE_NAME: Final = 20
+"""Characters of a line's name that fit at its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A drawing: notebooks show it, `save` writes it. svg: the text of the SVG."""
+
+    svg: str
+
+    def __repr__(self) -> str:
+        return f"Chart of {len(self.svg):,} bytes; save it with .save('chart.svg')"
+
+    def _repr_svg_(self) -> str:
+        return self.svg
+
+    def save(self, path: str | Path) -> None:
+        """Write the SVG to a file."""
+        Path(path).write_text(self.svg, encoding="utf-8")
 
 
 def line_chart(series: Mapping[str, Points], title: str, x_label: str, y_label: str) -> str:
-    """Draw named lines through (x, y) points: at least one point in all, every number finite."""
+    """Draw named lines through (x, y) points: at least one point in all, every number finite.
+
+    The horizontal axis ends where the lines do. y_label: "" where the title says it all.
+    """
     points = [p for line in series.values() for p in line]
     _check_finite([c for p in points for c in p], title)
-    right = WIDTH - _RIGHT - min(150, 8 + 7 * max(len(name) for name in series))
-    x_ticks = _ticks([x for x, _ in points])
+    drawn = {name: line for name, line in series.items() if line}
+    longest = max(len(_cut(name, _MAX_LINE_NAME)) for name in drawn)
+    right = WIDTH - _RIGHT - min(150, 8 + 7 * longest)
+    x_ticks, x_ends = _ticks_within([x for x, _ in points])
     y_ticks = _ticks([y for _, y in points])
-    at_x = _scale(x_ticks, _LEFT, right)
+    at_x = _scale(x_ends, _LEFT, right)
     at_y = _scale(y_ticks, HEIGHT - _BOTTOM, _TOP + 16)
     body = [_text(24, 28, title, size=16, weight="600")]
     for y in y_ticks:
@@ -50,8 +76,7 @@ def line_chart(series: Mapping[str, Points], title: str, x_label: str, y_label: 
     below = HEIGHT - _BOTTOM + 20
     body += [_text(at_x(x), below, _number(x), anchor="middle", colour=SOFT) for x in x_ticks]
     body.append(_text((_LEFT + right) / 2, HEIGHT - 12, x_label, anchor="middle", colour=SOFT))
-    body.append(_text(24, 46, y_label, colour=SOFT))
-    drawn = {name: line for name, line in series.items() if line}
+    body += [_text(24, 46, y_label, colour=SOFT)] if y_label else []
     heights = _label_heights({name: at_y(line[-1][1]) for name, line in drawn.items()})
     for i, (name, line) in enumerate(drawn.items()):
         body += _line([(at_x(x), at_y(y)) for x, y in line], name, heights[name], i)
@@ -127,8 +152,7 @@ def bar_chart(
         y = _TOP + i * (_BAR + _GAP)
         width = max(1.0, room * value / top)
         colour = COLOURS[name == highlight]
-        shown = name if len(name) <= _MAX_NAME else name[: _MAX_NAME - 1] + "…"
-        body.append(_text(_NAME - 10, y + 14.5, shown, anchor="end"))
+        body.append(_text(_NAME - 10, y + 14.5, _cut(name, _MAX_NAME), anchor="end"))
         body.append(
             f"<rect x='{_NAME}' y='{_f(y)}' width='{_f(width)}' height='{_BAR}' rx='2' "
             f"fill='{colour}'/>"
@@ -160,12 +184,14 @@ def _page(width: float, height: float, title: str, body: Sequence[str]) -> str:
     size = f"width='{_f(width)}' height='{_f(height)}' viewBox='0 0 {_f(width)} {_f(height)}'"
     head = f"<svg xmlns='http://www.w3.org/2000/svg' {size} role='img' {FONT}>"
     paper = f"<rect width='{_f(width)}' height='{_f(height)}' fill='#ffffff'/>"
-    return "\n".join([head, f"<title>{escape(title)}</title>", paper, *body, "</svg>"]) + "\n"
+    heading = f"<title>{escape(printable(title))}</title>"
+    return "\n".join([head, heading, paper, *body, "</svg>"]) + "\n"
 
 
 def _line(points: Points, name: str, label_y: float, number: int) -> list[str]:
     colour, dash = COLOURS[number % len(COLOURS)], DASHES[number % len(DASHES)]
     path = " ".join(f"{_f(x)},{_f(y)}" for x, y in points)
+    label = _cut(name, _MAX_LINE_NAME)
     marks = [
         f"<circle cx='{_f(x)}' cy='{_f(y)}' r='3' fill='{colour}'/>" for x, y in points
     ] if len(points) <= 40 else []  # fmt: skip
@@ -174,7 +200,7 @@ def _line(points: Points, name: str, label_y: float, number: int) -> list[str]:
     return [
         f"<polyline points='{path}' fill='none' {stroke}/>",
         *marks,
-        _text(points[-1][0] + 10, label_y + 4, name, colour=colour, weight="600"),
+        _haloed(_text(points[-1][0] + 10, label_y + 4, label, colour=colour, weight="600")),
     ]
 
 
@@ -195,7 +221,7 @@ def _column(
         mean = math.fsum(pair[k] for pair in column.pairs) / len(column.pairs)
         body.append(_rule(place - 9, at(mean), place + 9, at(mean), INK, 3))
         label = _text(place, at(mean) - 7, text(mean), anchor="middle", weight="700")
-        body.append(label.replace("<text ", f"<text {HALO} ", 1))
+        body.append(_haloed(label))
     below = HEIGHT - _BOTTOM + 18
     body.append(_text(middle, below, column.name, anchor="middle", colour=colour, weight="600"))
     body.append(_text(middle, below + 17, column.group, anchor="middle", colour=SOFT, size=12))
@@ -213,8 +239,17 @@ def _text(
 ) -> str:  # fmt: skip
     return (
         f"<text x='{_f(x)}' y='{_f(y)}' text-anchor='{anchor}' fill='{colour}' "
-        f"font-size='{size}' font-weight='{weight}'>{escape(text)}</text>"
+        f"font-size='{size}' font-weight='{weight}'>{escape(printable(text))}</text>"
     )
+
+
+def _haloed(text: str) -> str:
+    """Return the text with a white rim, where it may lie on lines."""
+    return text.replace("<text ", f"<text {HALO} ", 1)
+
+
+def _cut(name: str, most: int) -> str:
+    return name if len(name) <= most else name[: most - 1] + "…"
 
 
 def _label_heights(ends: Mapping[str, float], least: float = 16.0) -> dict[str, float]:
@@ -234,19 +269,36 @@ def _label_heights(ends: Mapping[str, float], least: float = 16.0) -> dict[str, 
 def _ticks(values: Sequence[float], about: int = 5) -> list[float]:
     """Return round numbers that enclose the values, in steps of 1, 2 or 5 times a power of ten."""
     low, high = min(values), max(values)
-    spread = high - low or abs(high) or 1.0
-    raw = spread / about
-    power = 10.0 ** math.floor(math.log10(raw))
+    step = _step(high - low or abs(high) or 1.0, about)
     # The margins of 1e-9 absorb rounding, which would otherwise skip a step or add an empty tick.
-    step = next(power * m for m in (1, 2, 5, 10) if power * m >= raw * (1 - 1e-9))
     first = math.floor(low / step + 1e-9)
     last = max(first + 1, math.ceil(high / step - 1e-9))
     return [round(k * step, 12) for k in range(first, last + 1)]
 
 
-def _scale(ticks: Sequence[float], start: float, end: float) -> Scale:
-    slope = (end - start) / (ticks[-1] - ticks[0])
-    return lambda value: start + (value - ticks[0]) * slope
+def _ticks_within(values: Sequence[float], about: int = 6) -> tuple[list[float], list[float]]:
+    """Return round numbers between the least and the largest value, and the ends of the axis."""
+    low, high = min(values), max(values)
+    if low == high:
+        ticks = _ticks(values)
+        return ticks, [ticks[0], ticks[-1]]
+    step = _step(high - low, about)
+    if all(float(value).is_integer() for value in values):
+        step = max(1.0, step)  # there is no epoch 1.5
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [round(k * step, 12) for k in range(first, last + 1)], [low, high]
+
+
+def _step(spread: float, about: int) -> float:
+    raw = spread / about
+    power = 10.0 ** math.floor(math.log10(raw))
+    return next(power * m for m in (1, 2, 5, 10) if power * m >= raw * (1 - 1e-9))
+
+
+def _scale(domain: Sequence[float], start: float, end: float) -> Scale:
+    """Return the map from the first and last number of the domain to `start` and `end`."""
+    slope = (end - start) / (domain[-1] - domain[0])
+    return lambda value: start + (value - domain[0]) * slope
 
 
 def _check_finite(values: Sequence[float], title: str) -> None:

@@ -19,6 +19,7 @@ from triplane.unified_ir.frontend.custom import construct_with_bprop
 from triplane.unified_ir.frontend.rewrite import rewritten
 from triplane.unified_ir.frontend.run import run
 from triplane.unified_ir.frontend.shown import shown_lines
+from triplane.unified_ir.frontend.summary import summary
 from triplane.unified_ir.frontend.trace import entered, within
 from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.ops.recorder import recording
@@ -74,14 +75,21 @@ class Cell(StateTree):
             )
         # An attribute may change its kind, for example from a cell to a plain value.
         self._forget(name)
+        if isinstance(value, (list, tuple)) and any(isinstance(v, Cell) for v in value):
+            value = CellList(value)
+        if not isinstance(value, (Parameter, Cell)):
+            self.__dict__[name] = value
+            return
+        if hasattr(type(self), name):
+            # Python looks into the class first, so reading would never give the value.
+            raise InvalidInput(
+                f"{type(self).__name__} has an attribute {name!r} of its class, which hides a "
+                f"{type(value).__name__} of that name; choose another name"
+            )
         if isinstance(value, Parameter):
             self._parameters[name] = value
-        elif isinstance(value, Cell):
-            self._cells[name] = value
-        elif isinstance(value, (list, tuple)) and any(isinstance(v, Cell) for v in value):
-            self._cells[name] = CellList(value)
         else:
-            self.__dict__[name] = value
+            self._cells[name] = value
 
     def _forget(self, name: str) -> None:
         self._parameters.pop(name, None)
@@ -164,6 +172,20 @@ class Cell(StateTree):
         for _, cell in self.cells():
             cell.__dict__["training"] = on
         return self
+
+    def summary(self, *specs: Any) -> str:
+        """Return a table of all parts; see `nn.summary`. specs: arrays or specs of the arguments.
+
+        >>> from triplane.unified_ir import TensorSpec, nn
+        >>> net = nn.Sequential(nn.Dense(8, 16), nn.BatchNorm1d(16))
+        >>> print(net.summary(TensorSpec(("N", 8))))
+        path     cell         gives          parameters  buffers
+        (whole)  Sequential   float32[N,16]         176       32
+        0        Dense        float32[N,16]         144        0
+        1        BatchNorm1d  float32[N,16]          32       32
+        176 parameters, 176 of them trainable; 32 elements of buffers
+        """
+        return summary(self, *specs)
 
     def __repr__(self) -> str:
         return "\n".join(shown_lines(self))

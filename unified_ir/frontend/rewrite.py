@@ -32,9 +32,10 @@ _FUTURE: Final = functools.reduce(
 )
 _INNER: Final = "_triplane_function"
 """Name of the function while it is compiled; its own name keeps referring to the outer variable."""
-# By code object: every closure made by one `def` shares it, so each is rewritten only once. None:
+# By code object: every closure made by one `def` shares it, so each is rewritten only once. Code
+# objects are equal also where their files differ, and only one of these may have a source. None:
 # there is nothing to rewrite.
-_codes: dict[tuple[CodeType, bool], CodeType | None] = {}
+_codes: dict[tuple[CodeType, str, bool], CodeType | None] = {}
 _lock: Final = Lock()
 
 
@@ -47,10 +48,11 @@ def rewritten(function: Callable[..., Any]) -> Callable[..., Any]:
         return function
     if FLOW in function.__code__.co_freevars or not belongs_to_user(function):
         return function
-    key = (function.__code__, _calls_itself(function))
+    own, tail = function.__code__, _calls_itself(function)
+    key = (own, own.co_filename, tail)
     with _lock:
         if key not in _codes:
-            _codes[key] = _code(function, tail=key[1])
+            _codes[key] = _code(function, tail=tail)
     code = _codes[key]
     return function if code is None else _explaining(_with_code(function, code))
 

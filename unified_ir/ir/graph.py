@@ -11,11 +11,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import islice
 from typing import Any, Final
 
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.files.html_table import html_table
 from triplane.unified_ir.ir.dims import Dim
 from triplane.unified_ir.ir.types import DType, TensorType, type_of
 
@@ -115,6 +117,15 @@ class Function:
         results = [f"{n}: {v.type}" for n, v in zip(self.result_names, self.results, strict=True)]
         nodes = sum(1 for _ in self.walk())
         return f"{self.name}({_listed(params)}) -> ({_listed(results)}), {nodes} nodes"
+
+    def _repr_html_(self) -> str:
+        takes = [("takes", p.name, str(p.type)) for p in self.params[:SHOWN]]
+        named = zip(self.result_names, self.results, strict=True)
+        gives = [("gives", name, str(value.type)) for name, value in islice(named, SHOWN)]
+        nodes = sum(1 for _ in self.walk())
+        title = f"{self.name}: {nodes:,} nodes"
+        count = len(self.params) + len(self.results)
+        return html_table(title, ("", "name", "type"), [*takes, *gives], count=count)
 
     def param_index(self, name: str) -> int:
         """Return the index of the parameter called `name`."""

@@ -21,7 +21,7 @@ from triplane.unified_ir.ir import codec
 from triplane.unified_ir.ir.dims import Expr
 from triplane.unified_ir.ir.encode import NEGATIVE_VERSION
 from triplane.unified_ir.ir.graph import Array, Function, ModuleContents, Role, StateTensor, Value
-from triplane.unified_ir.ir.summary import summary_lines
+from triplane.unified_ir.ir.summary import summary_html, summary_lines
 
 KIND: Final = "model"
 WEIGHTS_PART: Final = "weights.safetensors"
@@ -85,6 +85,9 @@ class Module(ModuleContents):
         return "\n".join(summary_lines(self))
 
     __repr__ = summary
+
+    def _repr_html_(self) -> str:
+        return summary_html(self)
 
     def initial(self, name: str) -> Array:
         """Return a state tensor's value on a new device; never the contents of a personal one."""

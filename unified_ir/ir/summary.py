@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+from triplane.unified_ir.files.html_table import html_table
 from triplane.unified_ir.ir.graph import Function, ModuleContents, Role
 
 SHOWN: Final = 12
@@ -17,20 +18,43 @@ WIDTH: Final = 120
 
 def summary_lines(module: ModuleContents) -> Iterator[str]:
     """Yield the lines of `Module.summary`: at most 20 of `WIDTH` characters."""
-    parameters = sum(t.array.size for t in module.state.values() if t.role is Role.PARAMETER)
-    entries = _counted(len(module.entries), "entry", "entries")
-    yield f"module of {entries}, {parameters:,} parameters"
+    yield _title(module)
     for entry, name in list(module.entries.items())[:SHOWN]:
-        yield cut(f"  {entry}{_signature(module.functions[name], module.state)}")
+        inputs, results, changes = _signature(module.functions[name], module.state)
+        changed = f", changes {changes} tensors of state" if changes else ""
+        yield cut(f"  {entry}({inputs}) -> ({results}){changed}")
     if len(module.entries) > SHOWN:
         yield f"  and {len(module.entries) - SHOWN} more entries"
+    yield from (cut(f"  {line}") for line in _facts(module))
+
+
+def summary_html(module: ModuleContents) -> str:
+    """Return `Module.summary` as HTML."""
+    rows = (
+        (entry, inputs, results, f"{changes}" if changes else "")
+        for entry, name in module.entries.items()
+        for inputs, results, changes in [_signature(module.functions[name], module.state)]
+    )
+    heads = ("entry", "takes", "gives", "tensors of state it changes")
+    count = len(module.entries)
+    return html_table(_title(module), heads, rows, count=count, notes=list(_facts(module)))
+
+
+def _title(module: ModuleContents) -> str:
+    parameters = sum(t.array.size for t in module.state.values() if t.role is Role.PARAMETER)
+    entries = _counted(len(module.entries), "entry", "entries")
+    return f"module of {entries}, {parameters:,} parameters"
+
+
+def _facts(module: ModuleContents) -> Iterator[str]:
+    """Yield state by role, classes and origin."""
     roles = Counter(str(t.role) for t in module.state.values())
     if roles:
-        yield f"  state: {', '.join(f'{n} {role}' for role, n in roles.items())} tensors"
+        yield f"state: {', '.join(f'{n} {role}' for role, n in roles.items())} tensors"
     if labels := _labels(module.meta):
-        yield cut(f"  {_counted(len(labels), 'class', 'classes')}: {', '.join(labels)}")
+        yield f"{_counted(len(labels), 'class', 'classes')}: {', '.join(labels)}"
     if origin := _origin(module.meta):
-        yield cut(f"  {origin}")
+        yield origin
 
 
 def cut(text: str, width: int = WIDTH) -> str:
@@ -43,13 +67,12 @@ def _counted(n: int, one: str, many: str) -> str:
     return f"{n} {one if n == 1 else many}"
 
 
-def _signature(function: Function, state: Mapping[str, Any]) -> str:
+def _signature(function: Function, state: Mapping[str, Any]) -> tuple[str, str, int]:
+    """Return inputs and results in words, and how many tensors of state a call changes."""
     inputs = ", ".join(f"{p.name}: {p.type}" for p in function.params if p.name not in state)
     named = zip(function.result_names, function.results, strict=True)
     results = [f"{name}: {value.type}" for name, value in named if name not in state]
-    assigned = len(function.results) - len(results)
-    changes = f", changes {assigned} tensors of state" if assigned else ""
-    return f"({inputs}) -> ({', '.join(results)}){changes}"
+    return inputs, ", ".join(results), len(function.results) - len(results)
 
 
 def _labels(meta: Mapping[str, str]) -> list[str]:

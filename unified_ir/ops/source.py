@@ -19,6 +19,13 @@ _INTERNAL: Final = tuple(
     for part in ("ops", "ir", "autodiff", "passes", "engines", "frontend", "nn", "optim", "train")
 )
 
+MISSING: Final = (
+    "`if`, `while`, `for`, `and`, `or` and `not` become graph operators only in code whose source "
+    "is kept, and the source of {name!r} ({file}) cannot be read: put the function into a file and "
+    "import it, or into a cell of a notebook; or use ops.where, ops.cond, ops.while_loop, "
+    "ops.fori_loop or ops.scan"
+)
+
 
 def user_location() -> Location | None:
     """Return the innermost frame outside this package's own layers, or None.
@@ -36,19 +43,41 @@ def user_location() -> Location | None:
     return None
 
 
-def unreadable_caller() -> str | None:
-    """Return the name of the innermost function outside this package if it has no source."""
-    frame: FrameType | None = sys._getframe(2)  # noqa: SLF001 - cheapest way to the caller
+def caller_place() -> str:
+    """Return file and line of the innermost frame outside this package, as "<stdin>:3" too."""
+    frame = _outside(sys._getframe(2))  # noqa: SLF001 - cheapest way to the caller
+    return "an unknown line" if frame is None else str(location_of(frame))
+
+
+def missing_source() -> str:
+    """Return what to do if the innermost function outside this package has no source, or ""."""
+    frame = _outside(sys._getframe(2))  # noqa: SLF001 - cheapest way to the caller
+    if frame is None or not frame.f_code.co_filename.startswith("<") or _is_readable(frame):
+        return ""
+    return MISSING.format(name=frame.f_code.co_qualname, file=frame.f_code.co_filename)
+
+
+def _outside(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame that is not of this package."""
     while frame is not None:
-        code = frame.f_code
+        file = frame.f_code.co_filename
         ours = str(frame.f_globals.get("__name__", "")).startswith("triplane.")
-        if code.co_filename.startswith("<") and not ours:  # dataclasses generate code
-            readable = linecache.getlines(code.co_filename, frame.f_globals)
-            return None if readable else f"{code.co_qualname!r} ({code.co_filename})"
-        if _relative(code.co_filename) is not None:
-            return None
+        # Code in "<string>" may be this package's own: dataclasses generate methods.
+        if not ours if file.startswith("<") else _relative(file) is not None:
+            return frame
         frame = frame.f_back
     return None
+
+
+def _is_readable(frame: FrameType) -> bool:
+    """Return whether the text that is kept under the code's name has the function at its line.
+
+    Python 3.13 keeps the program of `python -c` as "<string>", the name of code in `exec` too.
+    """
+    code = frame.f_code
+    lines = linecache.getlines(code.co_filename, frame.f_globals)
+    text = "".join(lines[code.co_firstlineno - 1 :])
+    return bool(text) and (code.co_name.startswith("<") or f"def {code.co_name}" in text)
 
 
 def location_of(frame: FrameType) -> Location:

@@ -17,7 +17,7 @@ from triplane.unified_ir.ir.graph import Array, Value
 from triplane.unified_ir.ir.types import DType, ShapeError, TensorType, as_dtype, bool_, float32
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.row import DOMAIN
-from triplane.unified_ir.ops.source import unreadable_caller, user_location
+from triplane.unified_ir.ops.source import caller_place, missing_source
 from triplane.unified_ir.ops.subscript import subscript
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ Axes = int | Sequence[int] | None
 
 _LARGEST_HALF: Final = 65504.0
 """The largest float16."""
+_INDEX: Final = "an index, range() or a size"
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -74,7 +75,7 @@ class Tensor:
         """Return the array, in eager mode."""
         if self.build.arrays is None:
             raise InvalidInput(
-                f"{self} is symbolic: a recorded graph has no values yet (at {user_location()}); "
+                f"{self} is symbolic: a recorded graph has no values yet (at {caller_place()}); "
                 "run the function, or use mode('eager') to see arrays while it is recorded"
             )
         return self.build.arrays[self.value]
@@ -88,7 +89,7 @@ class Tensor:
     def __index__(self) -> int:
         if self.dtype.is_float:
             raise TypeError(f"{self} is not a whole number")
-        return int(self._number("an index, range() or a size"))
+        return int(self._number(_INDEX))
 
     def __round__(self, digits: int = 0) -> float:
         return round(float(self._number("round()")), digits)
@@ -98,16 +99,20 @@ class Tensor:
 
     def __contains__(self, _: object) -> bool:
         raise InvalidInput(
-            f"`in` asks {self} for a truth value at {user_location()}; use (x == value).sum() > 0"
+            f"`in` asks {self} for a truth value at {caller_place()}; use (x == value).sum() > 0"
         )
 
     def _number(self, what: str) -> Array:
         """Return the one element as a Python number needs it."""
         if self.build.arrays is None:
+            # Only a loop over range() is a statement, which the missing source would explain.
+            way_out = (missing_source() if what is _INDEX else "") or (
+                "stay with tensors (ops.cast, ops.round_, loops over range of a tensor under "
+                "@graph), or use mode('eager')"
+            )
             raise InvalidInput(
-                f"{what} needs a number at {user_location()}, but {self} has none while the graph "
-                "is recorded; stay with tensors (ops.cast, ops.round_, loops over range of a "
-                "tensor under @graph), or use mode('eager')"
+                f"{what} needs a number at {caller_place()}, but {self} has none while the graph "
+                f"is recorded; {way_out}"
             )
         return self.build.arrays[self.value].reshape(())
 
@@ -123,24 +128,21 @@ class Tensor:
     def __bool__(self) -> bool:
         if self.build.arrays is not None:
             return bool(self.build.arrays[self.value])
-        unread = unreadable_caller()
-        if unread:
-            raise InvalidInput(
-                f"{self!r} has no truth value while the graph is recorded. `if` and `while` become "
-                f"graph operators only in code from a file, and the source of {unread} cannot be "
-                "read; save it in a file and import it, or use ops.cond, ops.while_loop or "
-                "ops.where"
-            )
+        way_out = missing_source() or (
+            "decorate the function with @graph (or write it in a Cell's construct) so that `if` "
+            "and `while` become graph operators, or use ops.cond, ops.while_loop or ops.where"
+        )
         raise InvalidInput(
-            f"{self!r} has no truth value while the graph is recorded (at {user_location()}); "
-            "decorate the function with "
-            "@graph (or write it in a Cell's construct) so that `if` and `while` become graph "
-            "operators, or use ops.cond, ops.while_loop or ops.where"
+            f"{self!r} has no truth value while the graph is recorded (at {caller_place()}); "
+            f"{way_out}"
         )
 
     def __len__(self) -> int:
         if not self.shape or not isinstance(self.shape[0], int):
-            raise InvalidInput(f"len() needs a fixed first axis, got {self.type}")
+            way_out = missing_source()
+            raise InvalidInput(
+                f"len() needs a fixed first axis, got {self.type}{way_out and f'; {way_out}'}"
+            )
         return self.shape[0]
 
     def __iter__(self) -> Iterator[Tensor]:
@@ -209,7 +211,7 @@ class Tensor:
         if any(not -self.rank <= int(p) < self.rank for p in order):
             raise InvalidInput(
                 f"{self.type} has {self.rank} axes, transpose names {tuple(order)} "
-                f"(at {user_location()})"
+                f"(at {caller_place()})"
             )
         return emit("Transpose", self, perm=[int(p) % self.rank for p in order] or None)
 
@@ -234,7 +236,7 @@ class Tensor:
         if not all(-self.rank <= axis < self.rank for axis in (a, b)):
             raise InvalidInput(
                 f"{self.type} has {self.rank} axes, swapaxes names {a} and {b} "
-                f"(at {user_location()})"
+                f"(at {caller_place()})"
             )
         order = list(range(self.rank))
         order[a], order[b] = order[b], order[a]
@@ -477,7 +479,7 @@ def whole_numbers(value: Any, what: str) -> tuple[Any, ...]:
         )
     except TypeError:
         raise InvalidInput(
-            f"{what} is one or several whole numbers, got {value!r} (at {user_location()})"
+            f"{what} is one or several whole numbers, got {value!r} (at {caller_place()})"
         ) from None
 
 

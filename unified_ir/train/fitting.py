@@ -17,7 +17,7 @@ from triplane.unified_ir.train import identity, step
 from triplane.unified_ir.train.batches import Batch, BatchSource, with_last
 from triplane.unified_ir.train.callbacks import Callback
 from triplane.unified_ir.train.checkpoint import Checkpoint
-from triplane.unified_ir.train.history import NOTHING_COUNTED, Row, split
+from triplane.unified_ir.train.history import NOTHING_COUNTED, VALIDATION, Row, split
 from triplane.unified_ir.train.interrupt import Interrupt
 from triplane.unified_ir.train.precision import LEAST_SCALE
 from triplane.unified_ir.train.recipe import LEFT, LOSS_SCALE
@@ -207,7 +207,7 @@ class Fit:
         trainer.write_back(state)
         if self.validation is not None:
             measured = trainer.evaluate(self.validation)
-            row |= {f"validation.{k}": v for k, v in measured.items()}
+            row |= {VALIDATION + k: v for k, v in measured.items()}
         place.next_epoch()
         self.anchor, self.start = state, place.copy()
         trainer.history.rows.append(row)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -13,12 +14,18 @@ from typing import Final
 import numpy as np
 
 from triplane.proto.errors import InvalidInput, NotFound
+from triplane.unified_ir.files.chart import Chart, line_chart, stack
+from triplane.unified_ir.files.html_table import html_table
 from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.train.metrics import Tally
 
 Row = dict[str, float]
 SHOWN_ROWS: Final = 10
 SHOWN_COLUMNS: Final = 8
+PLOTTED: Final = 4
+"""Number of measures that `History.plot` draws by itself."""
+VALIDATION: Final = "validation."
+"""Prefix of the measures of held-out data."""
 NOTHING_COUNTED: Final = (
     "no label of {where} counts in the mean of {names}: each is ignored or has weight 0; give data "
     "with labels that count, or another ignore_index= or weight="
@@ -119,6 +126,15 @@ class History:
         count = f"history of {len(self.rows)} epochs"
         return "\n".join([f"{count}, {more} more columns" if more else count, *lines])
 
+    def _repr_html_(self) -> str:
+        names = self.columns()
+        newest = self.rows[-SHOWN_ROWS:]
+        cells = ([f"{row[n]:.4g}" if n in row else "" for n in names] for row in newest)
+        title = f"history of {len(self)} epochs"
+        if len(newest) < len(self):
+            title += f", the newest {len(newest)}"
+        return html_table(title, names, cells, count=len(newest))
+
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
 
@@ -139,6 +155,44 @@ class History:
     def columns(self) -> list[str]:
         """Return the column names in order of appearance."""
         return list(dict.fromkeys(name for row in self.rows for name in row))
+
+    def table(self) -> dict[str, list[float]]:
+        """Return the columns by name, each as long as the history; NaN where an epoch has none.
+
+        This is the form that `pandas.DataFrame` takes.
+        """
+        names = self.columns()
+        return {name: [row.get(name, math.nan) for row in self.rows] for name in names}
+
+    def plot(self, *measures: str) -> Chart:
+        """Draw measures over epochs, of training and held-out data; by default the first four.
+
+        Notebooks show the chart, and `.save("loss.svg")` writes it. Values that are not finite
+        are left out. NotFound: no epoch has such a measure.
+        """
+        known = self._curves()
+        names = [name.removeprefix(VALIDATION) for name in measures] or list(known)[:PLOTTED]
+        if missing := [name for name in names if name not in known]:
+            raise NotFound(
+                f"no epoch has a finite {missing[0]!r}; there are {', '.join(known) or 'none'}"
+            )
+        if not names:
+            raise NotFound("no epoch with a finite measure is finished yet")
+        drawn = [line_chart(known[name], name, "epoch", "") for name in names]
+        return Chart(drawn[0] if len(drawn) == 1 else stack(drawn, f"{len(self)} epochs"))
+
+    def _curves(self) -> dict[str, dict[str, list[tuple[float, float]]]]:
+        """Return the finite points of training and validation by measure, then by line."""
+        curves: dict[str, dict[str, list[tuple[float, float]]]] = {}
+        for column in self.columns():
+            measure = column.removeprefix(VALIDATION)
+            line = "training" if measure == column else "validation"
+            points = [
+                (r["epoch"], r[column]) for r in self.rows if math.isfinite(r.get(column, math.nan))
+            ]
+            if points and column not in {"epoch", "step"}:
+                curves.setdefault(measure, {})[line] = points
+        return curves
 
     def csv(self) -> str:
         """Return the rows as comma-separated values with a header."""

@@ -84,10 +84,101 @@ def test_the_page_shows_rounds_stragglers_refusals_and_a_dot_for_each_device(pag
         made.get_attribute("class")
         for made in page.find_elements("css selector", "#runs .bar span")
     ]
-    assert kinds == ["good", "warn", "bad", "busy"]
+    assert kinds == ["good", "warn", "bad", "busy", "idle"]
     for name in ("before", "after"):
         assert len(page.find_elements("css selector", f"#runs circle.{name}")) == 12
     keep(shots, page, "runs")
+
+
+def large_run() -> Run:
+    """Round 53 of 400, each of them with a loss, each tenth evaluated."""
+    run = Run(id="5" * 16, phase=Run.COLLECTING, round=53, started_s=1.8e9)
+    run.spec.model, run.spec.population, run.spec.rounds = "digits@4", "phones", 400
+    for i in range(1, 54):
+        run.rounds.add(number=i, opened_s=1.7e9, closed_s=1.7e9 + 1, asked=3, counted=3, loss=1 / i)
+        if i % 10 == 0:
+            judged = run.rounds.add(number=i, evaluates=True, asked=3, counted=3)
+            judged.before.mean, judged.after.mean = 0.5, 0.5 + i / 200
+    return run
+
+
+def test_the_bar_of_a_run_is_as_full_as_the_run_is_far(page, fleet):
+    fleet.held_runs = [large_run()]
+    until(page, "return document.querySelector('#runs .bar.dense') !== null")
+    done = page.execute_script(
+        "const bar = document.querySelector('#runs .bar');"
+        "return 1 - bar.querySelector('.idle').offsetWidth / bar.offsetWidth"
+    )
+    assert done == pytest.approx(53 / 400, abs=0.02)
+
+
+def test_a_run_shows_its_curves_and_on_request_its_rounds_and_devices(page, fleet, shots):
+    fleet.held_runs = [large_run(), *fleet.held_runs]
+    until(page, "return document.querySelectorAll('#runs .curves').length === 2")
+    labels = page.execute_script(
+        "return [...document.querySelectorAll('#runs .curves svg')].map((e) => e.ariaLabel)"
+    )
+    assert labels[0] == "training loss: 1.00 in round 1, 0.0189 in round 53"
+    assert labels[1].endswith(": 55.0% in round 10, 75.0% in round 50")
+    page.execute_script("for (const e of document.querySelectorAll('#runs summary')) e.click()")
+    until(page, "return document.querySelectorAll('#runs td').length > 0")
+    assert "phone-07" in text(page, "#runs")
+    run = Run()
+    run.CopyFrom(fleet.held_runs[0])
+    run.round = 54
+    fleet.held_runs = [run, fleet.held_runs[1]]
+    until(page, "return document.querySelector('#runs').innerText.includes('round 54 of 400')")
+    assert page.execute_script("return document.querySelector('#runs details').open")
+    keep(shots, page, "curves")
+
+
+def test_old_rollouts_fold_and_those_under_way_do_not(page, fleet):
+    old = [
+        Rollout(id=f"r-{i}", model="old", version=i, state=Rollout.DONE, created_s=1.8e9 + i,
+                ended_s=1.8e9 + i)
+        for i in range(10)
+    ]  # fmt: skip
+    fleet.held_rollouts = [*old, *fleet.held_rollouts]
+    until(page, "return document.querySelectorAll('#rollouts article').length === 4")
+    shown = text(page, "#rollouts")
+    assert "old@9" in shown
+    assert "old@6" not in shown
+    assert "digits@4" in shown  # paused, the oldest of all
+    assert text(page, "#rollouts-older") == "7 older rollouts"
+
+
+def test_a_node_opens_to_its_models_rollouts_and_incidents(page, fleet, shots):
+    page.execute_script(
+        "[...document.querySelectorAll('#nodes button')]"
+        ".find((e) => e.innerText === 'camera-07').click()"
+    )
+    detail = text(page, "#detail")
+    assert detail.count("golden sample 3: |y - g| = 4.1 > 0.002") == 3
+    assert "digits@4" in detail
+    keep(shots, page, "node")
+    fleet.held_nodes = [node for node in fleet.held_nodes if node.name != "camera-07"]
+    until(page, "return document.querySelector('#detail').innerText.includes('was removed')")
+    click(page, "#detail [data-close]")
+
+
+def test_a_long_reason_breaks_no_word_of_another_column(page, fleet, shots):
+    node = Node()
+    node.CopyFrom(fleet.held_nodes[0])
+    node.report.models[0].state = FAILED
+    node.report.models[0].reason = "the model answers differently " * 15
+    fleet.held_nodes = [node, *fleet.held_nodes[1:]]
+    until(page, "return document.querySelector('#nodes .reason') !== null")
+    heights = page.execute_script(
+        "return [...document.querySelectorAll('#nodes tr:first-child .label')]"
+        ".map((e) => e.getClientRects().length)"
+    )
+    assert heights == [1, 1]
+    name = page.execute_script(
+        "const b = document.querySelector('#nodes button');"
+        "return b.getBoundingClientRect().height / parseFloat(getComputedStyle(b).lineHeight)"
+    )
+    assert name < 1.5
+    keep(shots, page, "long")
 
 
 def test_a_round_that_ends_shows_without_a_reload(page, fleet):

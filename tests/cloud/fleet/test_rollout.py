@@ -197,10 +197,22 @@ def test_abort_takes_back_what_did_not_commit_and_on_request_what_did(revert, re
     rollout, _ = running((3, 4), (3, 1), failure_share=1.0)
     rollout, _ = run(rollout, committed("node-0"), failed("node-1"))
     rollout, effects = run(rollout, Abort("wrong", revert), now_s=99.0)
-    assert (rollout.state, rollout.reason, rollout.ended_s) == (RolloutState.ABORTED, "wrong", 99.0)
+    assert (rollout.state, rollout.ended_s) == (RolloutState.ABORTED, 99.0)
     assert effects == [Restore(name, 2) for name in restored]
     late, effects = run(rollout, committed("node-2"), Abort("again", revert=True))
     assert (late, effects) == (rollout, []), "an ended rollout stays as it ended"
+
+
+def test_abort_keeps_why_the_rollout_had_paused_and_why_its_nodes_had_failed():
+    rollout, _ = running((2, 3), (2, 1))
+    rollout, _ = run(rollout, failed("node-0"))
+    paused = rollout.reason
+    assert rollout.state is RolloutState.PAUSED
+    rollout, _ = run(rollout, Abort("bad export", revert=False))
+    assert rollout.reason == f"bad export; before that: {paused}"
+    reasons = [rollout.members[f"node-{i}"].reason for i in range(2)]
+    aborted = "the rollout was aborted"
+    assert reasons == [f"{aborted}; before that: golden sample 3", aborted]
 
 
 def test_a_node_takes_its_first_target_that_can_be_had_and_fits():

@@ -9,6 +9,7 @@ from typing import Final
 
 from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.federated.core.metric import ACCURACY, Metric
+from triplane.unified_ir.federated.study.shown import trial_html, trial_text
 
 LEAST_PAIRS: Final = 2
 """Least number of devices for a standard error."""
@@ -94,7 +95,7 @@ def difference(
     return Difference(mean, 2 * math.sqrt(variance / len(gains)))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Trial:
     """A run of one algorithm. state: the shared state at its end.
 
@@ -108,6 +109,12 @@ class Trial:
     sweep: Mapping[float, Sequence[DeviceScore]]
     state: Mapping[str, Array]
     metric: Metric = ACCURACY
+
+    def __repr__(self) -> str:
+        return trial_text(self)
+
+    def _repr_html_(self) -> str:
+        return trial_html(self)
 
     @property
     def last_round(self) -> int:
