@@ -408,8 +408,8 @@ def test_a_second_cloud_on_the_same_home_is_refused(home):
 
 def test_one_port_for_calls_and_enrolment_is_refused_by_name(tmp_path):
     with pytest.raises(InvalidInput, match="must differ, both are 8444; choose --port or"):
-        CloudOptions(tmp_path, port=8444)
-    assert CloudOptions(tmp_path, port=0, enrol_port=0).port == 0
+        CloudOptions(home=tmp_path, port=8444)
+    assert CloudOptions(home=tmp_path, port=0, enrol_port=0).port == 0
 
 
 def test_a_taken_port_is_named_and_nothing_stays_open(home):
