@@ -145,11 +145,12 @@ def _examples(
     examples = []
     for k, name in enumerate(names):
         field = dataset.schema[name]
-        shape = tuple(sizes.get(name, (1, *field.shape)))
+        shape: Sequence[int | None] = sizes.get(name, (1, *field.shape))
         # Classes have no axis, and three axes are images with their channels.
         lacks = len(field.shape) in (1, 2) if flag == "--x" else field.dtype.startswith("float")
         if name in sizes:
-            lacks = prod(shape) == prod(field.shape) and shape != field.shape
+            own = [0 if n is None else n for n in field.shape]
+            lacks = [*sizes[name]] != own and prod(sizes[name]) == prod(own)
         if lacks and not (field.is_ragged or (flag == "--y" and field.shape)):
             columns = chosen[k].partition(":")[0] if chosen else name
             examples.append(f"{flag} '{columns}:{'x'.join(map(str, shape))}'")
