@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.cli import data_options
 from triplane.unified_ir.cli.importing import SUFFIX
-from triplane.unified_ir.files.samples import transpose_hint
 
 if TYPE_CHECKING:
     from triplane.unified_ir.data import Dataset
@@ -208,6 +207,8 @@ def _check(
         not isinstance(d, int) or d == n for d, n in zip(info.shape[1:], x.shape[1:], strict=True)
     )
     if not fits:
+        from triplane.unified_ir.files.samples import transpose_hint
+
         transposed = transpose_hint(x.shape, info.shape)
         sizes = [n for n in info.shape[1:] if isinstance(n, int)]
         # Other sizes with as many values, unless the axes only have another order.
