@@ -204,16 +204,17 @@ def write_csv(path: Path, header: list[str], rows: list[list[Any]]) -> Path:
 def test_a_text_among_numbers_is_named_by_its_place(
     nets: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    table = write_csv(nets / "t.csv", ["a", "b", "c", "y"], [[1, 2, 3, 0], [4, "x", 5, 1]])
-    assert train("Line", table, "--x", "a,b,c") == 2
+    table = write_csv(nets.with_name("t.csv"), ["a", "b", "c", "y"], [[1, 2, 3, 0], [4, "x", 5, 1]])
+    assert train(f"{nets}:Line", table, "--x", "a,b,c") == 2
     assert "'b' holds texts, first 'x' in sample 1" in capsys.readouterr().err
 
 
 def test_a_text_shorter_than_a_window_is_refused_as_such(
     nets: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (nets / "t.txt").write_text("hello world")
-    assert train("CharLM", nets / "t.txt") == 2
+    text = nets.with_name("t.txt")
+    text.write_text("hello world")
+    assert train(f"{nets}:CharLM", text) == 2
     assert "shorter than one window" in capsys.readouterr().err
 
 
