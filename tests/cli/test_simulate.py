@@ -84,13 +84,14 @@ def test_what_happens_is_told_on_the_way(model, tmp_path):
     told = run(model, *options).stderr.splitlines()
     assert told[0] == "3 devices learn, 3 are only scored; each has 299 to 300 samples"
     assert [line.split("  ")[0] for line in told[1:]] == [
-        "fedavg round 1/2", "fedavg round 2/2", "fedavg scored after round 2",
-        "fedavg scored after round 2",
+        "fedavg scored at the start", "fedavg round 1/2", "fedavg round 2/2",
+        "fedavg scored after round 2", "fedavg scored after round 2",
     ]  # fmt: skip
     assert "at rate 0.3" in told[-1]
     again = run(model, *options).stderr.splitlines()
     assert [line.split("  ")[0] for line in again[1:]] == [
-        "fedavg scored after round 2", f"fedavg was already finished; read from {tmp_path}",
+        "fedavg scored after round 2",
+        f"fedavg was already finished; read from {tmp_path / 'fedavg'}",
     ]  # fmt: skip
 
 
@@ -139,7 +140,7 @@ def test_an_algorithm_that_diverges_is_named_and_others_go_on(model, tmp_path):
 
 
 def test_more_devices_than_there_are_are_refused_before_the_work(model, monkeypatch):
-    monkeypatch.setattr("triplane.unified_ir.cli.simulate._trials", None)
+    monkeypatch.setattr("triplane.unified_ir.cli.simulate._trial", None)
     with pytest.raises(InvalidInput, match="--devices 9 is more than the 3 devices"):
         run(model, "--devices", "9")
 

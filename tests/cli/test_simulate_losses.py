@@ -67,9 +67,10 @@ def test_a_regression_of_windows_is_compared_by_its_loss(tmp_path):
     assert done.exit_code == 0, done.output
     heading, row = done.stdout.splitlines()[:2]
     assert heading.split() == [
-        "algorithm", "devices", "loss", "before", "adapted", "worst", "tenth", "MB", "up"
+        "algorithm", "devices", "start", "loss", "before", "adapted", "worst", "tenth", "MB", "up"
     ]  # fmt: skip
-    before, adapted, worst = map(float, row.split()[3:6])
+    start, before, adapted, worst = map(float, row.split()[3:7])
+    assert before < start
     assert adapted < before
     assert adapted < worst
     assert done.stdout.splitlines()[-1].startswith("On training devices, loss after adaptation: ")
@@ -99,8 +100,8 @@ def test_a_model_of_characters_is_compared_by_accuracy(tmp_path):
     done = run(*arguments, "--lr", "1")
     assert done.exit_code == 0, done.output
     heading, row = done.stdout.splitlines()[:2]
-    assert heading.startswith("algorithm  devices           before  adapted")
-    before, adapted = map(float, row.split()[3:5])
+    assert heading.startswith("algorithm  devices     start  before  adapted")
+    before, adapted = map(float, row.split()[4:6])
     assert 0 < before <= adapted <= 100
 
 

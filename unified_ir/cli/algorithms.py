@@ -19,6 +19,9 @@ NAMES: Final = "ALGORITHM_NAMES"
 """Placeholder in the help of an option for the names of all algorithms."""
 SUMMARIES: Final = "ALGORITHM_SUMMARIES"
 """Placeholder in an epilog for one line per algorithm."""
+ALGORITHM: Final = "--algorithm"
+IN_FILE: Final = ".py:"
+"""Part of the name of an algorithm that is in a file."""
 AFTER: Final = "query"
 """The option that hyperparameters follow in the help."""
 
@@ -26,12 +29,17 @@ AFTER: Final = "query"
 class AlgorithmCommand(click.Command):
     """A command with an option per hyperparameter; those that were set are passed to it as `hyper`.
 
-    zero_is_unset: refuse 0 in a field of the wire that would make it the default.
+    zero_is_unset: refuse 0 in a field of the wire that would make it the default. from_files:
+    `--algorithm FILE.py:NAME` registers an algorithm of a file while the command runs, so that its
+    hyperparameters are options, too; the command gets its name.
     """
 
-    def __init__(self, *args: Any, zero_is_unset: bool = False, **attrs: Any) -> None:
+    def __init__(
+        self, *args: Any, zero_is_unset: bool = False, from_files: bool = False, **attrs: Any
+    ) -> None:
         super().__init__(*args, **attrs)
         self._zero_is_unset = zero_is_unset
+        self._from_files = from_files
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """Return all parameters, made once for each context."""
@@ -46,7 +54,15 @@ class AlgorithmCommand(click.Command):
         """Collect the hyperparameters that were set under the name `hyper`."""
         from triplane.unified_ir.federated.algorithms.table import hyperparameters
 
-        rest = super().parse_args(ctx, args)
+        # Before the options are made, since each hyperparameter of a file is one.
+        names = _register(ctx, args) if self._from_files else {}
+        try:
+            rest = super().parse_args(ctx, args)
+        except BaseException:
+            ctx.close()  # click does so only for a context that it could make
+            raise
+        if names:
+            ctx.params["algorithms"] = tuple(names.get(n, n) for n in ctx.params["algorithms"])
         # Unset ones are left out, since their default depends on the algorithm.
         values = {name: ctx.params.pop(name, None) for name in hyperparameters()}
         ctx.params["hyper"] = {name: v for name, v in values.items() if v is not None}
@@ -88,6 +104,21 @@ class AlgorithmCommand(click.Command):
         lines = "\n".join(f"  {row.name:10} {row.summary}" for row in ALGORITHMS.values())
         epilog = (self.epilog or "").replace(SUMMARIES, lines)
         click.Command(None, epilog=epilog).format_epilog(ctx, formatter)
+
+
+def _register(ctx: click.Context, args: list[str]) -> dict[str, str]:
+    """Register the algorithms of files for the time of the context; return their names by spec."""
+    from triplane.unified_ir.cli.python_files import load_algorithm
+    from triplane.unified_ir.federated.algorithms import registered
+
+    names: dict[str, str] = {}
+    for flag, value in zip(args, [*args[1:], ""], strict=True):
+        spec = value if flag == ALGORITHM else flag.removeprefix(f"{ALGORITHM}=")
+        if flag.startswith(ALGORITHM) and IN_FILE in spec and spec not in names:
+            row = load_algorithm(spec)
+            ctx.with_resource(registered(row))
+            names[spec] = row.name
+    return names
 
 
 def _with_names(param: click.Parameter, names: str) -> click.Parameter:

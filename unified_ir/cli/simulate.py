@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -44,6 +46,8 @@ Examples:
   triplane federate simulate net.tpm --data writers.npz --x images --y labels --group writer \\
       --split split --algorithm fedavg --algorithm maml --rounds 200 --devices 10 \\
       --rate 0.01 --rate 0.1 --folder study --out study.html
+  triplane federate simulate digits.tpm --data digits --partition labels --seeds 3 \\
+      --algorithm fedavg --algorithm mine.py:FedAvgM --momentum 0.8 --out-csv scores.csv
 
 \b
 MODEL.tpm needs the entry `loss` (`triplane train` exports it); all algorithms start from its
@@ -53,20 +57,60 @@ weights. Each device gets samples in two disjoint parts: to train and adapt on, 
 CHOICES
 \b
 ALGORITHM_SUMMARIES
+  NAME+adam  the same, with Adam on the cloud
 
 \b
-In the table, `before` is the accuracy of the shared model, and `adapted` its accuracy after
---inner-steps steps on a device's own support, at --lr or the best --rate. Compare algorithms with
-the same rounds, devices and steps; give several --rate to those without a rate of adaptation. A
-model whose `evaluate` returns no accuracy is scored by its loss, of which a lower value is better.
+FILE.py:NAME is an algorithm of your own: a triplane.unified_ir.federated.algorithms.Algorithm.
+The file is run; the algorithm's hyperparameters become options.
+
+\b
+In the table, `start` is the accuracy of MODEL.tpm, `before` that of the shared model at the end,
+and `adapted` its accuracy after --inner-steps steps on a device's own support, at --lr or the best
+--rate. Warnings, such as that adaptation hurts, come first. Compare algorithms with the same
+rounds, devices and steps; give several --rate to those without a rate of adaptation. A model whose
+`evaluate` returns no accuracy is scored by its loss, of which a lower value is better.
+
+\b
+Each of --seeds divides the samples again and repeats the run. Means over seeds have the standard
+deviation behind them, and algorithms are compared seed by seed.
+
+\b
+--out-csv has one row per scored device, seed, round (0: the start) and rate of adaptation:
+algorithm, seed, round, devices (training or unseen), device, samples, metric, before, adapted,
+rate (empty: the run's own), final (1 in rows that the table summarizes). Accuracies are shares.
+--out-json has the document of --json.
 
 \b
 The same seed gives the same bits, and so does a real run with the same device names and seed. With
 --folder, a killed study continues where it was. If an algorithm diverges, the others continue, and
 the exit code is 2.
 """.replace("CHOICES\n", f"{data_options.CHOICES}\n")
+MAX_TITLED: Final = 3
+"""Number of commas up to which the title of the page names all algorithms."""
 ALL = "all"
 GROUPS = (("training", True), ("unseen", False))
+
+
+MAX_SEEDS: Final = 100
+MAX_DIGITS: Final = 19
+
+
+def _parse_seeds(
+    ctx: click.Context, param: click.Parameter, value: str | None
+) -> int | tuple[int, ...] | None:
+    """Return a number of seeds, or the seeds of a list with commas; None if not set."""
+    if value is None:
+        return None
+    parts = value.split(",")
+    if not all(part.isascii() and part.isdigit() and len(part) < MAX_DIGITS for part in parts):
+        message = f"{value[:60]!r} is no number and no list such as 0,1,2"
+        raise click.BadParameter(message, ctx, param)
+    seeds = tuple(dict.fromkeys(map(int, parts)))
+    is_list = len(parts) > 1
+    count = len(seeds) if is_list else seeds[0]
+    if not 1 <= count <= MAX_SEEDS:
+        raise click.BadParameter(f"there are 1 to {MAX_SEEDS} seeds, got {count}", ctx, param)
+    return seeds if is_list else count
 
 
 # fmt: off
@@ -91,7 +135,7 @@ OPTIONS: Final = (
            click.FloatRange(0, 1, min_open=True, max_open=True), default=defaults.HELD_OUT),
     option("--unseen SHARE", "Share of devices that never train, without --split.",
            click.FloatRange(0, 1, max_open=True), default=0.0),
-    option("--algorithm NAME", "Algorithm, listed below, or all; may be repeated.",
+    option("--algorithm NAME", "Algorithm, listed below, or all, or FILE.py:NAME; may be repeated.",
            name="algorithms", multiple=True, default=("fedavg", "maml")),
     option("--rounds N", "Total number of rounds.", COUNT, default=defaults.ROUNDS),
     option("--devices N", "Devices per round, drawn at random for each round.  [default: all]",
@@ -103,6 +147,9 @@ OPTIONS: Final = (
            NATURAL, default=defaults.SUPPORT),
     option("--query N", "Samples of a step in addition to its support, for algorithms that learn "
            "from episodes.", COUNT, default=defaults.QUERY),
+    option("--ways N", "Classes of an episode, drawn and numbered anew for each; --support and "
+           "--query are multiples of it.  [default: the samples' own labels]",
+           click.IntRange(2)),
     option("--rate RATE", "Rate of adaptation to try at the end; the best one is used; may be "
            "repeated.", NOT_NEGATIVE, name="rates", multiple=True),
     option("--evaluate-every N", "Rounds between scorings.  [default: once, at the end]",
@@ -111,50 +158,55 @@ OPTIONS: Final = (
     option("--keep SHARE", "For --compression top-k: the share that is sent.",
            click.FloatRange(0, 1, min_open=True), default=defaults.KEEP),
     option("--seed N", "Seed of partition, rounds and steps.", NATURAL, default=0),
+    option("--seeds SEEDS", "Several seeds: their number, from --seed on, or a list such as 0,7.",
+           callback=_parse_seeds),
     option("--folder",
            "Save the state of each algorithm after each round, to resume from.", FOLDER),
     option("--out", "Write the report as one HTML page.", OUTPUT_FILE),
+    option("--out-csv", "Write the scores of all devices as CSV.", OUTPUT_FILE),
+    option("--out-json", "Write the result as JSON.", OUTPUT_FILE),
 )
 # fmt: on
 
 
 @click.command(
     "simulate", short_help="Compare algorithms on simulated devices.", epilog=EPILOG,
-    cls=AlgorithmCommand, params=[*OPTIONS],
+    cls=AlgorithmCommand, params=[*OPTIONS], from_files=True,
 )  # fmt: skip
 @click.argument("model", type=click.Path(path_type=Path), metavar="MODEL.tpm")
 @json_option
 def simulate(**options: Any) -> None:
     """Compare federated algorithms on simulated devices, starting from MODEL.tpm."""
     output = open_output(options["as_json"])
-    check_distinct_files([options["model"], options["data"]], {"--out": options["out"]})
+    outputs = {f"--{k.replace('_', '-')}": options[k] for k in ("out", "out_csv", "out_json")}
+    check_distinct_files([options["model"], options["data"]], outputs)
     from triplane.unified_ir.convert.conversion import read_model
-    from triplane.unified_ir.federated.study import verdicts
-    from triplane.unified_ir.federated.study.source import devices_of
+    from triplane.unified_ir.federated.study.verdicts import verdicts, warnings
 
-    studies = [_study(name, options) for name in _names(options["algorithms"])]
+    _studies(options, 0)  # refuses options before anything is read
     module, _ = read_model(options["model"])
-    groups = devices_of(_source(options), module)
-    if options["devices"] > len(groups[0]):
-        raise InvalidInput(
-            f"--devices {options['devices']} is more than the {len(groups[0])} devices that learn; "
-            "give a smaller number, or 0 for all"
-        )
-    output.note(_population(groups))
-    trials, stopped = _trials(studies, module, groups, options["folder"], output.note)
-    record = {
-        "devices": len(groups[0]),
-        "unseen": len(groups[1]),
-        "trials": [_record(trial) for trial in trials],
-        "stopped": stopped,
-    }
-    failures = {f"{name} stopped": reason for name, reason in stopped.items()}
-    if options["out"] is not None:
-        _write(options, trials, _facts(options, groups) | failures)
-    lines = [*_lines(trials), *verdicts(trials), *map(": ".join, failures.items())]
-    output.result(record, "\n".join(lines))
+    trials, stopped, groups = _trials(module, options, output.note)
+    record = _record(trials, stopped, groups)
+    _write(options, trials, record, _facts(options, groups) | _failures(stopped))
+    rest = [*verdicts(trials), *map(": ".join, _failures(stopped).items())]
+    output.result(record, "\n".join([*warnings(trials), *_lines(trials), *rest]))
     if stopped:
         click.get_current_context().exit(EXIT_CODES[InvalidInput])
+
+
+def _failures(stopped: dict[str, str]) -> dict[str, str]:
+    return {f"{name} stopped": reason for name, reason in stopped.items()}
+
+
+def _seeds(options: dict[str, Any]) -> tuple[int, ...]:
+    seeds, first = options["seeds"], options["seed"]
+    if isinstance(seeds, tuple):
+        return seeds
+    return tuple(range(first, first + (seeds or 1)))
+
+
+def _studies(options: dict[str, Any], seed: int) -> list[Study]:
+    return [_study(name, options, seed) for name in _names(options["algorithms"])]
 
 
 def _names(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -174,36 +226,69 @@ def _population(groups: Groups) -> str:
 
 
 def _trials(
-    studies: list[Study], module: Module, groups: Groups, folder: Path | None, note: Note
-) -> tuple[list[Trial], dict[str, str]]:
-    """Return the finished trials and why others stopped; raise the last error if all stopped."""
-    trials, stopped = [], {}
-    for study in studies:
-        try:
-            trials.append(_trial(study, module, groups, folder, note))
-        except InvalidInput as error:
-            # With several algorithms one that diverges is a result of the comparison; alone it is
-            # an error.
-            if len(studies) == 1:
-                raise
-            stopped[study.algorithm] = str(error)
-            failure = error
-            note(f"{study.algorithm} stopped: {error}")
-    if not trials:
-        raise failure
-    return trials, stopped
+    module: Module, options: dict[str, Any], note: Note
+) -> tuple[list[Trial], dict[str, str], Groups]:
+    """Return the finished trials of all seeds, why others stopped, and the first seed's devices."""
+    seeds, trials, failures, first = _seeds(options), [], {}, None
+    for seed in seeds:
+        groups = _groups(options, seed, module)
+        first = first or groups
+        note(_population(groups) + (f"; seed {seed}" if len(seeds) > 1 else ""))
+        for study in _studies(options, seed):
+            label = study.algorithm if len(seeds) == 1 else f"{study.algorithm} seed {seed}"
+            folder = _folder(options, study)
+            try:
+                trials.append(_trial(study, module, groups, folder, label, note))
+            except InvalidInput as error:
+                failures[label] = error
+                note(f"{label} stopped: {error}")
+    if not trials or first is None:
+        # With several trials one that diverges is a result of the comparison; alone it is an error.
+        raise next(iter(failures.values()))
+    return trials, {label: str(error) for label, error in failures.items()}, first
 
 
-def _write(options: dict[str, Any], trials: list[Trial], facts: dict[str, str]) -> None:
+def _groups(options: dict[str, Any], seed: int, module: Module) -> Groups:
+    from triplane.unified_ir.federated.study.source import devices_of
+
+    groups = devices_of(_source(options, seed), module)
+    if options["devices"] > len(groups[0]):
+        raise InvalidInput(
+            f"--devices {options['devices']} is more than the {len(groups[0])} devices that learn; "
+            "give a smaller number, or 0 for all"
+        )
+    return groups
+
+
+def _folder(options: dict[str, Any], study: Study) -> Path | None:
+    """Return the folder of a trial; that of --seed is the same as in a study of one seed."""
+    if options["folder"] is None:
+        return None
+    folder: Path = options["folder"] / study.algorithm
+    return folder if study.seed == options["seed"] else folder / f"seed-{study.seed}"
+
+
+def _write(
+    options: dict[str, Any], trials: list[Trial], record: dict[str, Any], facts: dict[str, str]
+) -> None:
+    """Write the files that were asked for."""
     from triplane.proto.disk import write_atomic
-    from triplane.unified_ir.federated.study import page
+    from triplane.unified_ir.federated.study.export import scores_csv
+    from triplane.unified_ir.federated.study.report import page
 
-    names = ", ".join(t.algorithm for t in trials)
-    title = f"{options['model'].name}: {names if len(trials) < 4 else 'algorithms compared'}"
-    write_atomic(options["out"], page(trials, title, facts).encode())
+    names = ", ".join(dict.fromkeys(t.algorithm for t in trials))
+    title = f"{options['model'].name}: {names if names.count(',') < MAX_TITLED else 'a comparison'}"
+    contents: dict[str, Callable[[], str]] = {
+        "out": lambda: page(trials, title, facts),
+        "out_csv": lambda: scores_csv(trials),
+        "out_json": lambda: json.dumps(record, indent=1, ensure_ascii=False) + "\n",
+    }
+    for key, content in contents.items():
+        if options[key] is not None:
+            write_atomic(options[key], content().encode())
 
 
-def _source(options: dict[str, Any]) -> SampleSource:
+def _source(options: dict[str, Any], seed: int) -> SampleSource:
     from triplane.unified_ir.federated.study.source import SampleSource
 
     names = ("data", "group", "split", "alpha", "label_shards", "held_out", "unseen", "least")
@@ -214,18 +299,19 @@ def _source(options: dict[str, Any]) -> SampleSource:
         form=form,
         way="group" if options["group"] else options["way"],
         devices=options["population"],
-        seed=options["seed"],
+        seed=seed,
+        any_labels=options["ways"] is not None,
         **{name: options[name] for name in names},
     )
 
 
-def _study(name: str, options: dict[str, Any]) -> Study:
+def _study(name: str, options: dict[str, Any], seed: int) -> Study:
     from triplane.unified_ir.federated.algorithms import algorithm
     from triplane.unified_ir.federated.algorithms import defaults as defaults_of
     from triplane.unified_ir.federated.study import Study
 
     row = algorithm(name)
-    names = ("rounds", "devices", "steps", "batch_size", "support", "query", "evaluate_every")
+    names = ("rounds", "devices", "steps", "batch_size", "support", "query")
     compression = options["compression"] or ""
     return Study(
         algorithm=name,
@@ -235,39 +321,44 @@ def _study(name: str, options: dict[str, Any]) -> Study:
         rates=() if row.learns_rates else options["rates"],
         compression=compression,
         keep=options["keep"] if compression == "top-k" else 1.0,
-        seed=options["seed"],
+        seed=seed,
+        ways=options["ways"] or 0,
+        evaluate_every=options["evaluate_every"],
         **{k: options[k] for k in names},
     )
 
 
-def _trial(study: Study, module: Module, groups: Groups, folder: Path | None, note: Note) -> Trial:
-    """Run one algorithm, reporting its progress."""
+def _trial(
+    study: Study, module: Module, groups: Groups, folder: Path | None, label: str, note: Note
+) -> Trial:
+    """Run one algorithm with one seed, reporting its progress."""
     from triplane.unified_ir.federated.core.metric import metric_of
     from triplane.unified_ir.federated.study import simulate as run
 
-    name, (seen, unseen) = study.algorithm, groups
+    seen, unseen = groups
     metric = metric_of(module.entry("evaluate").result_names)
     reported: list[int] = []
 
     def on_round(row: RoundRow) -> None:
         if not reported and row.number > 1:
-            note(f"{name} continues after round {row.number - 1}")
+            note(f"{label} continues after round {row.number - 1}")
         reported.append(row.number)
-        note(f"{name} round {row.number}/{study.rounds}  loss {row.loss:.4f}  {row.seconds:.2f} s")
+        note(f"{label} round {row.number}/{study.rounds}  loss {row.loss:.4f}  {row.seconds:.2f} s")
 
     def on_scores(number: int, rate: float | None, scores: Sequence[DeviceScore]) -> None:
         at = "" if rate is None else f"  at rate {rate:g}"
         reported.extend([number] if rate is None else [])
         means = _means(scores, metric) or "the loss is not finite: left out"
-        note(f"{name} scored after round {number}{at}  {means}")
+        when = f"after round {number}" if number else "at the start"
+        note(f"{label} scored {when}{at}  {means}")
 
     trial = run(
-        module, seen, study, unseen=unseen, folder=folder and folder / name,
-        on_round=on_round, on_scores=on_scores,
-    )  # fmt: skip
+        module, seen, study, unseen=unseen, folder=folder, on_round=on_round, on_scores=on_scores
+    )
     if not reported:
-        note(f"{name} was already finished; read from {folder}")
-    return trial
+        note(f"{label} was already finished; read from {folder}")
+    # The report needs no weights, and those of many trials may not fit into memory.
+    return replace(trial, state={})
 
 
 def _means(scores: Sequence[DeviceScore], metric: Metric) -> str:
@@ -282,51 +373,73 @@ def _means(scores: Sequence[DeviceScore], metric: Metric) -> str:
     )
 
 
-def _record(trial: Trial) -> dict[str, Any]:
-    from dataclasses import asdict
+def _record(trials: Sequence[Trial], stopped: dict[str, str], groups: Groups) -> dict[str, Any]:
+    from triplane.unified_ir.federated.study.export import trial_record
+    from triplane.unified_ir.federated.study.verdicts import verdicts, warnings
 
-    # Accuracy is the default of readers, who know records without the field.
-    metric = {} if trial.metric.share else {"metric": trial.metric.name}
     return {
-        "algorithm": trial.algorithm,
-        **metric,
-        "bytes_up": trial.bytes_up,
-        "bytes_down": trial.bytes_down,
-        "seconds": trial.seconds,
-        "rounds": [asdict(row) for row in trial.rounds],
-        **{group: [asdict(score) for score in trial.final(seen=seen)] for group, seen in GROUPS},
-        "rates": {
-            group: best[0]
-            for group, seen in GROUPS
-            if (best := trial.best_rate(seen=seen)) is not None
-        },
+        "devices": len(groups[0]),
+        "unseen": len(groups[1]),
+        "trials": [trial_record(trial) for trial in trials],
+        "stopped": stopped,
+        "warnings": warnings(trials),
+        "verdicts": verdicts(trials),
     }
 
 
-def _lines(trials: list[Trial]) -> list[str]:
-    from triplane.unified_ir.federated.study import summary
+def _lines(trials: Sequence[Trial]) -> list[str]:
+    """Return the table of results: a row per algorithm and group of devices."""
+    from triplane.unified_ir.federated.study.seeds import by_algorithm
 
     metric = trials[0].metric
     before = "before" if metric.share else f"{metric.name} before"
-    lines = [f"algorithm  devices     {before:>12}  adapted  worst tenth     MB up"]
-    for trial in trials:
-        for group, seen in GROUPS:
-            scores = summary(trial.final(seen=seen), metric)
-            if scores is not None:
-                worst = scores.after_worst_tenth
-                lines.append(
-                    f"{trial.algorithm:10} {scores.devices:5} {group:9} "
-                    f"{metric.text(scores.before):>8} {metric.text(scores.after):>8} "
-                    f"{metric.text(worst):>12} {trial.bytes_up / 1e6:9.1f}"
-                )
-    return lines
+    heads = ("algorithm", "devices", "start", before, "adapted", "worst tenth", "MB up")
+    rows = [
+        row
+        for replicates in by_algorithm(trials).values()
+        for _, seen in GROUPS
+        if (row := _row(replicates, seen=seen))
+    ]
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    return ["  ".join(_aligned(row, widths)).rstrip() for row in (heads, *rows)]
+
+
+def _aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
+    texts, numbers = zip(row[:2], widths[:2], strict=True), zip(row[2:], widths[2:], strict=True)
+    return [t.ljust(width) for t, width in texts] + [n.rjust(width) for n, width in numbers]
+
+
+def _row(replicates: Sequence[Trial], *, seen: bool) -> tuple[str, ...]:
+    """Return the cells of a row; none if no such device was scored."""
+    from triplane.unified_ir.federated.study.seeds import (
+        final_spread,
+        final_summaries,
+        start_spread,
+    )
+
+    metric = replicates[0].metric
+    summaries = final_summaries(replicates, seen=seen)
+    if not summaries:
+        return ()
+    start = start_spread(replicates, seen=seen)
+    spreads = [
+        final_spread(replicates, value, seen=seen)
+        for value in (lambda s: s.before, lambda s: s.after, lambda s: s.after_worst_tenth)
+    ]
+    group = next(name for name, is_seen in GROUPS if is_seen is seen)
+    return (
+        replicates[0].algorithm,
+        f"{max(s.devices for s in summaries)} {group}",
+        *("-" if s is None else s.text(metric) for s in (start, *spreads)),
+        f"{sum(t.bytes_up for t in replicates) / len(replicates) / 1e6:.1f}",
+    )
 
 
 def _facts(options: dict[str, Any], groups: Groups) -> dict[str, str]:
     """Return the options that had an effect, by name, for the reader of the page."""
-    from triplane.unified_ir.federated.algorithms import ALGORITHMS
+    from triplane.unified_ir.federated.algorithms import algorithm
 
-    rows = [ALGORITHMS[name] for name in _names(options["algorithms"])]
+    rows = [algorithm(name) for name in _names(options["algorithms"])]
     numbers: dict[str, dict[str, None]] = {}
     for row in rows:
         for hyper in row.hyper:
@@ -349,9 +462,10 @@ def _facts(options: dict[str, Any], groups: Groups) -> dict[str, str]:
         "devices": options["devices"], "evaluate_every": options["evaluate_every"],
     }
     # fmt: on
-    left_out = {"as_json", "folder", "out", "model", "algorithms"}
+    left_out = {"as_json", "folder", "out", "out_csv", "out_json", "model", "algorithms", "seed"}
+    options["seeds"] = _seeds(options)
     facts = {
-        k.replace("_", " ").replace("way", "partition"): (
+        ("partition" if k == "way" else k.replace("_", " ")): (
             ", ".join(map(str, v)) if isinstance(v, tuple) else str(v)
         )
         for k, v in options.items()

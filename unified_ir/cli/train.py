@@ -13,6 +13,7 @@ import click
 from triplane.proto.errors import Conflict, InvalidInput, NotFound, TriplaneError
 from triplane.unified_ir.cli import data_options, training
 from triplane.unified_ir.cli.importing import SUFFIX, model_or_onnx
+from triplane.unified_ir.cli.python_files import blame_file, load_module
 from triplane.unified_ir.cli.shell import (
     COUNT,
     FOLDER,
@@ -204,7 +205,7 @@ def _explained(
             _explain_rate(error, options["lr"])
         raise
     except Exception as error:
-        _blame_file(error, options["cell"])
+        blame_file(error, options["cell"].rpartition(":")[0])
         raise
 
 
@@ -238,20 +239,6 @@ def _report(output: CommandOutput, options: dict[str, Any], record: dict[str, An
     shown = ", ".join(f"{k} {v:.4g}" for k, v in record["validation"].items())
     head = f"{record['model']}: {record['bytes']:,} bytes, held out: {shown}"
     output.result(record, f"{head}\ndigest {record['digest']}")
-
-
-def _blame_file(error: Exception, spec: str) -> None:
-    """Raise InvalidInput with the last line of the user's file in the trace of `error`."""
-    from traceback import extract_tb
-
-    file = spec.rpartition(":")[0]
-    path = str(Path(file).resolve())
-    lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == path]
-    if isinstance(error, SyntaxError) and error.filename == path:
-        lines.append(error.lineno)
-    if lines:
-        what = error.msg if isinstance(error, SyntaxError) else error
-        raise InvalidInput(f"{file}:{lines[-1]}: {type(error).__name__}: {what}") from error
 
 
 def _explain_rate(error: TriplaneError, rate: float) -> None:
@@ -422,7 +409,7 @@ def load_cell(spec: str, *, batch_norm: BatchNormMode = "kept") -> Cell:
         raise InvalidInput(
             f"the cell is given as FILE.py:Cell, MODEL.onnx, .tpm or zoo:NAME, got {spec!r}"
         )
-    module = _load_module(Path(file))
+    module = load_module(Path(file), "the cell")
     attribute = getattr(module, name, None)
     if attribute is None:
         there = ", ".join(_names_of(module)) or "nothing of that file"
@@ -454,19 +441,3 @@ def _of_zoo(spec: str) -> Cell:
         return network(name, **settings)
     except TypeError as error:
         raise InvalidInput(f"zoo:{name} does not take these options: {error}") from error
-
-
-def _load_module(path: Path) -> ModuleType:
-    import importlib.util
-    import sys
-
-    if not path.is_file():
-        raise NotFound(f"no file {path}; give the path of the Python file that defines the cell")
-    sys.path.insert(0, str(path.resolve().parent))  # the file may import modules beside it
-    spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
-    if spec is None or spec.loader is None:
-        raise InvalidInput(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # where dataclasses and pickle look for the classes of the file
-    spec.loader.exec_module(module)
-    return module

@@ -207,7 +207,7 @@ def _line(points: Points, name: str, label_y: float, number: int) -> list[str]:
 def _column(
     column: Column, x: float, room: float, at: Scale, colour: str, text: Callable[[float], str]
 ) -> list[str]:
-    left, right, middle = x + room * 0.25, x + room * 0.75, x + room / 2
+    left, right, middle = x + room * 0.4, x + room * 0.64, x + room / 2
     shown = sorted(column.pairs)[:: math.ceil(len(column.pairs) / MAX_DOTS)]
     opacity = _f(max(0.12, min(0.55, 12 / len(shown))))
     body = [
@@ -217,10 +217,11 @@ def _column(
         f"<circle cx='{_f(right)}' cy='{_f(at(a))}' r='3'/></g>"
         for b, a in shown
     ]
-    for place, k in ((left, 0), (right, 1)):
+    for place, outwards, anchor, k in ((left, -12, "end", 0), (right, 12, "start", 1)):
         mean = math.fsum(pair[k] for pair in column.pairs) / len(column.pairs)
         body.append(_rule(place - 9, at(mean), place + 9, at(mean), INK, 3))
-        label = _text(place, at(mean) - 7, text(mean), anchor="middle", weight="700")
+        # Beside the dots, which a label above its bar would hide.
+        label = _text(place + outwards, at(mean) + 4, text(mean), anchor=anchor, weight="700")
         body.append(_haloed(label))
     below = HEIGHT - _BOTTOM + 18
     body.append(_text(middle, below, column.name, anchor="middle", colour=colour, weight="600"))
@@ -316,3 +317,13 @@ def _number(value: float) -> str:
 def _f(x: float) -> str:
     # A fixed precision, so that the same data gives the same bytes on every machine.
     return f"{x:.2f}".rstrip("0").rstrip(".")
+
+
+def round_ticks(values: Sequence[float]) -> list[float]:
+    """Return round numbers that enclose the values, for an axis of another drawing."""
+    return _ticks(values)
+
+
+def number_text(value: float) -> str:
+    """Format as these charts do: at most four significant digits, thousands separators."""
+    return _number(value)

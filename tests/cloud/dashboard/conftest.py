@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import threading
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from tests.support.browser import chromium
 
 from triplane.cloud.dashboard import NodeIncident, application
 from triplane.cloud.dashboard.page import Page
@@ -31,12 +31,7 @@ from triplane.proto.fleet_pb2 import (
 from triplane.proto.registry_pb2 import Bundle, Version
 
 TOKEN = "operator-token-of-this-test"
-CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 STATES = (*(COMMITTED,) * 7, FAILED, DOWNLOADING, DOWNLOADING, NODE_STATE_UNSPECIFIED)
-FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync",
-)  # fmt: skip
 
 
 @dataclass
@@ -196,24 +191,8 @@ def address(fleet):
 
 @pytest.fixture(scope="session")
 def browser(tmp_path_factory):
-    chromium = next(filter(None, map(shutil.which, CHROMIUM)), None)
-    driver = shutil.which("chromedriver")
-    if chromium is None or driver is None:
-        reason = "no Chromium with chromedriver; apt-get install chromium chromium-driver"
-        if "browser" in os.environ.get("TRIPLANE_REQUIRE", "").split(","):
-            pytest.fail(reason)
-        pytest.skip(reason)
-    from selenium import webdriver
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('browser')}"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    service = webdriver.ChromeService(driver, log_output=os.devnull)
-    opened = webdriver.Chrome(options=options, service=service)
-    yield opened
-    opened.quit()
+    with chromium(tmp_path_factory.mktemp("browser")) as browser:
+        yield browser
 
 
 @pytest.fixture

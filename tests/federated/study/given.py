@@ -85,7 +85,7 @@ def bits(trial):
     """Everything of a trial that must not depend on when it ran."""
     rows = [(r.number, r.devices, r.loss, r.bytes_up, r.bytes_down) for r in trial.rounds]
     state = {k: x.tobytes() for k, x in trial.state.items()}
-    return rows, list(trial.scores), dict(trial.sweep), state
+    return rows, list(trial.scores), dict(trial.sweep), state, list(trial.start)
 
 
 def there(x):

@@ -1,18 +1,32 @@
 """The page: one file that needs nothing, the numbers of the study in it."""
 
+import base64
+import hashlib
+import json
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from statistics import mean
 from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.federated.study import difference, page, picture, simulate, verdicts
-from triplane.unified_ir.federated.study.report import charts
+from triplane.unified_ir.federated.study import (
+    difference,
+    page,
+    picture,
+    rounds_csv,
+    scores_csv,
+    simulate,
+    verdicts,
+)
+from triplane.unified_ir.federated.study.export import trial_record
+from triplane.unified_ir.federated.study.figures import COLOURS
+from triplane.unified_ir.federated.study.report import STYLE, charts
+from triplane.unified_ir.federated.study.seeds import adaptation_gain
 from triplane.unified_ir.federated.study.trial import DeviceScore, RoundRow, Trial, summary
-from triplane.unified_ir.files.chart import COLOURS, INK, SOFT
 
 from .given import module, shards, study, there
 
@@ -26,6 +40,9 @@ def trials():
         )
         for name, rates in (("fedavg", (0.05, 0.2)), ("maml", ()))
     ]  # fmt: skip
+
+
+LAST = RoundRow(2, 2, 0.1, 0, 0, 0.0)
 
 
 class Tags(HTMLParser):
@@ -50,21 +67,44 @@ def test_the_page_is_whole_and_needs_no_other_file(trials):
     tags = Tags()
     tags.feed(text)
     assert tags.open == []
-    assert "script" not in tags.seen
-    assert not {name for name, _ in tags.attributes} & {"src", "href", "onload"}
+    assert not {name for name, _ in tags.attributes} & {"src", "onload", "style"}
+    links = [value for name, value in tags.attributes if name == "href"]
+    assert all(link.startswith("data:") for link in links)
     assert not re.search(r"url\(|@import", text)
     assert "&lt;digits&gt; &amp; others" in text
     assert "<td>data</td><td>&lt;x&gt;</td>" in text
 
 
+def test_the_policy_allows_the_page_s_own_script_and_style_only(trials):
+    text = page(trials, "t")
+    (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', text)
+    assert policy.startswith("default-src 'none'; ")
+    for tag in ("script", "style"):
+        (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert f"{tag}-src 'sha256-{digest}'" in policy
+
+
+def test_the_data_of_the_study_is_in_the_page(trials):
+    links = re.findall(r"download='(.*?)' href='data:.*?;base64,(.*?)'", page(trials, "t"))
+    contents = {name: base64.b64decode(data).decode() for name, data in links}
+    assert contents["scores.csv"] == scores_csv(trials)
+    assert contents["rounds.csv"] == rounds_csv(trials)
+    assert json.loads(contents["study.json"]) == {"trials": [trial_record(t) for t in trials]}
+
+
 def test_the_tables_say_what_was_measured(trials):
-    text = page(trials, "t").replace("<b>", "").replace("</b>", "")
+    text = cells_of(page(trials, "t"))
     for trial in trials:
         for seen in (True, False):
             found = there(summary(trial.final(seen=seen)))
             rate = trial.best_rate(seen=seen)
+            gain = there(adaptation_gain([trial], seen=seen))
+            start = [s.before for s in trial.start if s.seen is seen]
             cells = [
-                trial.algorithm, f"{100 * found.before:.1f}", f"{100 * found.after:.1f}",
+                trial.algorithm, f"{100 * sum(start) / len(start):.1f}",
+                f"{100 * found.before:.1f}", f"{100 * found.after:.1f}",
+                f"{100 * gain.mean:+.2f} ± {100 * gain.margin:.2f}",
                 against(trial, trials[0], seen), "own" if rate is None else f"{rate[0]:g}",
                 f"{100 * found.before_worst_tenth:.1f}", f"{100 * found.after_worst_tenth:.1f}",
             ]  # fmt: skip
@@ -75,21 +115,27 @@ def test_the_tables_say_what_was_measured(trials):
     assert "Devices that never took part: 2" in text
 
 
+def cells_of(text):
+    """The page without bold type and the names of columns in cells."""
+    return re.sub(r"</?b>| data-label='.*?'", "", text)
+
+
 def against(trial, first, seen):
     if trial is first:
         return ""
     apart = there(difference(trial.final(seen=seen), first.final(seen=seen)))
-    return f"{100 * apart.mean:+.2f} ± {100 * apart.twice_error:.2f}"
+    return f"{100 * apart.mean:+.2f} ± {100 * apart.margin:.2f}"
 
 
 def made(name, afters):
     scores = [score(f"d{k}", after) for k, after in enumerate(afters)]
-    return Trial(name, [RoundRow(2, 2, 0.1, 0, 0, 0.0)], scores, {}, {})
+    return Trial(name, [LAST], scores, {}, {})
 
 
 def test_the_best_is_said_and_set_in_bold():
     trials = [made("a", [0.5, 0.7]), made("b", [0.9, 0.8]), made("c", [0.8, 0.9])]
-    bold = re.findall(r"<td>(\w)</td><td>[^/]*</b></td><td><b>(.{4})</b>", page(trials, "t"))
+    text = re.sub(r" data-label='.*?'", "", page(trials, "t"))
+    bold = re.findall(r"<td>(\w)</td><td></td><td>[^/]*</b></td><td><b>(.{4})</b>", text)
     assert bold == [("b", "85.0"), ("c", "85.0")]
 
 
@@ -101,7 +147,7 @@ def test_who_is_ahead_is_told_from_whom_chance_may_have_put_there():
     text = page(trials, "t")
     assert said in text
     assert "<th>against far</th>" in text
-    assert "<td>+37.50 ± 5.00</td>" in text
+    assert "<td>+37.50 ± 7.95</td>" in cells_of(text)
     assert verdicts(trials[:1]) == []
 
 
@@ -110,24 +156,51 @@ def test_a_difference_is_of_pairs_and_its_error_numpys():
     a, b = rng.random(30), rng.random(30)
     found = there(difference(made("a", a).scores, reversed(made("b", b).scores)))
     assert found.mean == pytest.approx((a - b).mean())
-    assert found.twice_error == pytest.approx(2 * (a - b).std(ddof=1) / np.sqrt(30))
-    assert found.shown == (abs(found.mean) > found.twice_error)
+    # 2.04523 is the 0.975 quantile of Student's t with 29 degrees of freedom.
+    error = (a - b).std(ddof=1) / np.sqrt(30)
+    assert found.margin == pytest.approx(2.04523 * error, rel=1e-4)
+    assert found.shown == (abs(found.mean) > found.margin)
     assert difference(made("a", a[:1]).scores, made("b", b).scores) is None
 
 
 def test_there_are_dots_lines_and_losses(trials):
-    charts = re.findall(r"<title>(.*?)</title>", page(trials, "t"))[1:]
-    assert charts == [
-        "Devices before and after adaptation", "Adapted accuracy of training devices",
-        "Adapted accuracy of unseen devices", "Loss of local steps",
+    areas = re.findall(r"<svg class='area' role='img' aria-label='(.*?)'>", page(trials, "t"))
+    assert areas == [
+        "Unadapted accuracy of training devices", "Adapted accuracy of training devices",
+        "Unadapted accuracy of unseen devices", "Adapted accuracy of unseen devices",
+        "Loss of local steps",
+        "fedavg, training devices", "maml, training devices",
+        "fedavg, unseen devices", "maml, unseen devices",
     ]  # fmt: skip
+
+
+def test_a_mark_says_its_device_and_values(trials):
+    text = page(trials, "t")
+    (score, *_) = trials[1].final(seen=True)
+    said = f"{100 * score.before:.1f} before, {100 * score.after:.1f} adapted (10 samples)"
+    assert f"<title>{score.device}: {said}</title>" in text
+    start = mean([s.before for s in trials[1].start if s.seen])
+    assert f"<title>maml, round 0: {100 * start:.1f}</title>" in text
+    assert f"<td data-label='device'>{score.device}</td>" in text
+
+
+def test_texts_from_outside_are_escaped_everywhere(trials):
+    evil = "<b>'\"&"
+    odd = [
+        replace(t, scores=[replace(s, device=evil + s.device) for s in t.scores], sweep={})
+        for t in trials
+    ]
+    text = page(odd, evil, {evil: evil})
+    without_data = re.sub(r"base64,[^']*", "", text)
+    assert evil not in without_data
+    assert "&lt;b&gt;&#x27;&quot;&amp;device-0" in text
 
 
 def test_losses_of_many_rounds_are_drawn_as_means(trials):
     rounds = [RoundRow(k + 1, 2, float(k % 2), 0, 0, 0.0) for k in range(120)]
     (*_, chart) = charts([replace(trials[0], rounds=rounds)])
     assert "mean of 2 rounds" in chart
-    (path,) = re.findall(r"points='([^']*)'", chart)
+    (path,) = re.findall(r"<polyline[^>]*points='([^']*)'", chart)
     heights = {point.partition(",")[2] for point in path.split()}
     assert len(path.split()) == 60
     assert len(heights) == 1
@@ -141,18 +214,25 @@ def test_a_picture_has_two_dots_per_device_and_is_the_same_again(trials):
     assert made == picture(trials, "before & after")
 
 
-def test_many_algorithms_have_a_picture_for_each_group(trials):
-    names = [replace(trial, algorithm=f"{trial.algorithm}{k}") for trial in trials for k in (1, 2)]
-    charts = re.findall(r"<title>(Devices.*?)</title>", page(names, "t"))
-    assert [title.partition(": ")[2] for title in charts] == ["training", "unseen"]
+def test_many_devices_are_drawn_in_part_and_listed_in_part(trials):
+    scores = [score(f"device-{k:04}", k / 1000) for k in range(1000)]
+    text = page([replace(trials[0], scores=scores, sweep={}, rounds=[LAST])], "t")
+    assert text.count("class='mark' data-key") == 334  # every third one
+    assert text.count("<td data-label='device'>") == 200
+    assert "200 of 1000; the files list all" in text
 
 
-def test_every_colour_of_a_chart_can_be_told_from_dark_paper(trials):
-    text = page(trials, "t")
-    paper = re.search(r"prefers-color-scheme: dark.*?background: (#\w+)", text, re.DOTALL)
-    dark = dict(re.findall(r"svg \[(?:fill|stroke)='(#\w+)'\] \{ \w+: (#\w+); \}", text))
-    for colour in (*COLOURS, INK, SOFT):
-        assert contrast(dark.get(colour, colour), there(paper)[1]) >= 3
+def test_colours_are_distinct_from_the_paper_in_both_schemes():
+    light, dark = (
+        dict(re.findall(r"--([a-z0-9-]+): (#\w{6})", part))
+        for part in STYLE.partition("prefers-color-scheme: dark")[::2]
+    )
+    assert light.keys() - dark.keys() == set()
+    for scheme in (light, dark):
+        for name in (f"s{k}" for k in range(COLOURS)):
+            assert contrast(scheme[name], scheme["paper"]) >= 3
+        for text, paper in (("ink", "raised"), ("soft", "raised"), ("warn", "warn-paper")):
+            assert contrast(scheme[text], scheme[paper]) >= 4.5
 
 
 def contrast(a, b):

@@ -43,10 +43,10 @@ def test_every_algorithm_learns_and_scores_seen_and_unseen_devices(algorithm):
     assert all(np.isfinite(x).all() for x in made.state.values())
 
 
-EQUAL = {"maml", "fomaml", "meta-sgd", "reptile"}
+EQUAL = {"maml", "fomaml", "meta-sgd", "reptile", "maml+adam"}
 
 
-@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
+@pytest.mark.parametrize("algorithm", [*sorted(ALGORITHMS), "maml+adam"])
 def test_one_round_is_the_mean_of_what_devices_change(tmp_path, algorithm):
     hyper = HYPER.but(server_lr=0.5, floor=0.1)
     made = run(study(algorithm, rounds=1, hyper=hyper))
@@ -63,7 +63,7 @@ def test_one_round_is_the_mean_of_what_devices_change(tmp_path, algorithm):
             mean[k] += x.astype(np.float64) * sizes[name] / sum(sizes.values())
     for k, x in made.state.items():
         moved = 0.5 * mean[k]
-        if algorithm == "fedadam":
+        if algorithm in {"fedadam", "maml+adam"}:
             moved = 0.5 * 0.1 * mean[k] / (0.1 * np.abs(mean[k]) + 0.1)
         np.testing.assert_allclose(x, given.state[k] + moved, rtol=1e-5, atol=1e-7)
 
@@ -114,9 +114,35 @@ def test_scores_are_told_when_they_are_known():
         study(evaluate_every=2, rates=(0.0,)),
         on_scores=lambda *found: told.append(found),
     )
-    assert [found[:2] for found in told] == [(2, None), (4, None), (4, 0.0)]
-    assert [s for found in told[:2] for s in found[2]] == list(made.scores)
-    assert told[2][2] == made.sweep[0.0]
+    assert [found[:2] for found in told] == [(0, None), (2, None), (4, None), (4, 0.0)]
+    assert told[0][2] == made.start
+    assert [s for found in told[1:3] for s in found[2]] == list(made.scores)
+    assert told[3][2] == made.sweep[0.0]
+
+
+def test_the_start_is_scored_before_anything_is_learned():
+    made = run(unseen=shards(2, first=8))
+    assert [(s.device, s.round) for s in made.start] == [(s.device, 0) for s in made.scores]
+    # With a rate of 0 nothing moves, so the end has the scores of the start.
+    still = run(study(rounds=1, hyper=HYPER.but(lr=0.0)), unseen=shards(2, first=8))
+    assert [s.before for s in still.scores] == [s.before for s in made.start]
+    assert [s.before for s in made.start] != [s.before for s in made.scores]
+
+
+def test_a_start_that_cannot_be_adapted_is_left_out(monkeypatch):
+    simulation = sys.modules[Study.__module__]
+    original = simulation.device.evaluate
+
+    def evaluate(plan, work, *args, **options):
+        if work.round == 0:
+            raise InvalidInput("the loss is inf")
+        return original(plan, work, *args, **options)
+
+    monkeypatch.setattr(simulation.device, "evaluate", evaluate)
+    made = run()
+    assert made.start == ()
+    monkeypatch.undo()
+    assert bits(made)[:4] == bits(run())[:4]
 
 
 def test_the_rules_hear_of_as_many_events_however_many_devices_are_scored(monkeypatch):

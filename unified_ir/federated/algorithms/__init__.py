@@ -11,5 +11,6 @@ from triplane.unified_ir.federated.algorithms.table import Algorithm as Algorith
 from triplane.unified_ir.federated.algorithms.table import Hyper as Hyper
 from triplane.unified_ir.federated.algorithms.table import algorithm as algorithm
 from triplane.unified_ir.federated.algorithms.table import defaults as defaults
+from triplane.unified_ir.federated.algorithms.table import registered as registered
 
 __all__ = list(_public_names(globals()))

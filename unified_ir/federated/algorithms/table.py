@@ -6,7 +6,9 @@ hyperparameters and the server's optimizer from here.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -94,7 +96,8 @@ class Algorithm:
     weighting: of updates, by "examples" or "equal". server: the cloud's optimizer. gradient: the
     direction of a step, for a number of inner steps. hyper: the hyperparameters; each is also state
     that the graphs may read. rate: the hyperparameter that multiplies a step. adapt: one step of
-    adaptation. extra_state: further state beside the module's.
+    adaptation. extra_state: further state beside the module's. revision: a digest of code that the
+    graphs do not show; a study is not resumed with another one.
     """
 
     name: str
@@ -108,6 +111,7 @@ class Algorithm:
     rate: str = LR
     adapt: Callable[[Objective], Function] = steps.plain_adapt
     extra_state: ExtraState = lambda _of, _hyper: {}
+    revision: str = ""
 
     @property
     def learns_rates(self) -> bool:
@@ -145,6 +149,12 @@ _SHARED: Final = (
     Hyperparameter("inner_steps", 3, INNER_STEPS, "Steps of an adaptation."),
 )
 _SERVER_LR: Final = Hyperparameter("server_lr", 1.0, POSITIVE, "Rate of the cloud's optimizer.")
+_ADAM: Final = (
+    replace(_SERVER_LR, default=0.03),
+    Hyperparameter("beta1", 0.9, DECAY, "Decay of Adam's first moment on the cloud."),
+    Hyperparameter("beta2", 0.99, DECAY, "Decay of Adam's second moment on the cloud."),
+    Hyperparameter("floor", 1e-3, POSITIVE, "Added to the root of the second moment."),
+)
 _META_LR: Final = Hyperparameter("meta_lr", 0.05, NOT_NEGATIVE, "Rate of a device's meta-steps.")
 
 _ROWS: Final = (
@@ -168,12 +178,7 @@ _ROWS: Final = (
         name="fedadam", source="Reddi et al. 2021, arXiv 2003.00295, algorithm 2",
         summary="as fedavg, with Adam on the cloud",
         episodes=False, weighting="examples", gradient=steps.batch_gradient, server=ADAM,
-        hyper=(
-            *_SHARED, replace(_SERVER_LR, default=0.03),
-            Hyperparameter("beta1", 0.9, DECAY, "Decay of Adam's first moment on the cloud."),
-            Hyperparameter("beta2", 0.99, DECAY, "Decay of Adam's second moment on the cloud."),
-            Hyperparameter("floor", 1e-3, POSITIVE, "Added to the root of the second moment."),
-        ),
+        hyper=(*_SHARED, *_ADAM),
     ),
     Algorithm(
         name="maml",
@@ -205,13 +210,45 @@ _ROWS: Final = (
 # fmt: on
 
 
-def _table(rows: tuple[Algorithm, ...]) -> Mapping[str, Algorithm]:
+NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
+"""Names of algorithms; they also name options' values, folders and columns."""
+
+
+def _table(rows: tuple[Algorithm, ...]) -> dict[str, Algorithm]:
     table = {row.name: row for row in rows}
     assert len(table) == len(rows), "two algorithms of one name"
     return table
 
 
 ALGORITHMS: Final = _table(_ROWS)
+
+
+@contextmanager
+def registered(row: Algorithm) -> Iterator[None]:
+    """Offer an algorithm by its name in this process, within the `with` block.
+
+    InvalidInput: the name is taken or malformed, or a hyperparameter has the name of one with other
+    valid values.
+    """
+    if not NAME.fullmatch(row.name):
+        raise InvalidInput(
+            f"an algorithm's name has 1 to 40 of a-z, 0-9, _ and -, got {row.name[:60]!r}"
+        )
+    if row.name in ALGORITHMS:
+        raise InvalidInput(f"there is an algorithm {row.name!r} already; choose another name")
+    declared = hyperparameters()
+    for hyper in row.hyper:
+        known = declared.get(hyper.name, hyper)
+        if known.rule != hyper.rule:
+            raise InvalidInput(
+                f"the hyperparameter {hyper.name!r} of {row.name} must have the valid values that "
+                "other algorithms declare for it, or another name"
+            )
+    ALGORITHMS[row.name] = row
+    try:
+        yield
+    finally:
+        del ALGORITHMS[row.name]
 
 
 def hyperparameters() -> dict[str, Hyperparameter]:
@@ -224,10 +261,29 @@ def hyperparameters() -> dict[str, Hyperparameter]:
 
 
 def algorithm(name: str) -> Algorithm:
-    """Return the row of that name; InvalidInput lists the existing ones."""
-    if name not in ALGORITHMS:
-        raise InvalidInput(f"no algorithm {name[:80]!r}; choose from {', '.join(ALGORITHMS)}")
-    return ALGORITHMS[name]
+    """Return the row of that name, or for NAME+adam the row with Adam on the cloud.
+
+    InvalidInput lists the existing names.
+    """
+    base, plus, server = name.partition("+")
+    row = ALGORITHMS.get(base)
+    if row is None or (plus and (server != ADAM.name or row.server is ADAM)):
+        raise InvalidInput(
+            f"no algorithm {name[:80]!r}; choose from {', '.join(ALGORITHMS)}, or add +{ADAM.name} "
+            "for Adam on the cloud, as in maml+adam"
+        )
+    return _with_adam(row) if plus else row
+
+
+def _with_adam(row: Algorithm) -> Algorithm:
+    of_server = {hyper.name for hyper in _ADAM}
+    return replace(
+        row,
+        name=f"{row.name}+{ADAM.name}",
+        server=ADAM,
+        source=f"{row.source}; Reddi et al. 2021, arXiv 2003.00295",
+        hyper=(*(hyper for hyper in row.hyper if hyper.name not in of_server), *_ADAM),
+    )
 
 
 def defaults(name: str) -> Hyper:

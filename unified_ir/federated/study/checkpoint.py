@@ -70,6 +70,8 @@ def identity(plan: str, study: Any, seen: Shards, unseen: Shards) -> dict[str, s
     hyper = {f"hyper.{k}": v for k, v in options.pop("hyper").items() if k in declared}
     facts = {k: json.dumps(v) for k, v in (options | hyper).items()}
     facts |= {"model and algorithm": plan}
+    if revision := algorithm(study.algorithm).revision:
+        facts |= {"file of the algorithm": revision}
     for group, shards in (("devices that learn", seen), ("unseen devices", unseen)):
         facts[group] = json.dumps(sorted(shards))
         facts[f"samples of {group}"] = _digest(shards)

@@ -27,6 +27,7 @@ from triplane.unified_ir.federated.core import learn as device
 from triplane.unified_ir.federated.core import run as machine
 from triplane.unified_ir.federated.core.compress import Compressor
 from triplane.unified_ir.federated.core.draws import Array, Draws
+from triplane.unified_ir.federated.core.episodes import check_ways
 from triplane.unified_ir.federated.core.learn import Shard, Work
 from triplane.unified_ir.federated.core.reduce import reduce
 from triplane.unified_ir.federated.core.rules import step
@@ -37,13 +38,15 @@ from triplane.unified_ir.runtime import Plan
 
 PLAN: Final = "study.plan"
 PERSONAL: Final = "personal"
+START: Final = 0
+"""The round whose scores are those of the model that a run begins with."""
 NOW_S: Final = 0.0
 """The constant clock of a simulation, in which nothing waits."""
 
 Arrays = Mapping[str, Array]
 OnRound = Callable[[RoundRow], None]
 OnScores = Callable[[int, float | None, tuple[DeviceScore, ...]], None]
-"""(round, rate of adaptation if it is one of `Study.rates`, scores).
+"""(round, 0 for the start; rate of adaptation if it is one of `Study.rates`; scores).
 
 No scores: adaptation at that rate made a loss that is not finite.
 """
@@ -54,6 +57,7 @@ class Study:
     """One simulated run. devices: number per round, 0 for all. run: its name in lease ids.
 
     steps, batch_size, support, query: a device's sampling, support 0 for all its samples.
+    ways: classes of an episode, drawn and numbered anew for each; 0: those of the samples.
     evaluate_every: rounds between scorings, 0 to score at the end only. rates: rates of adaptation
     that are tried at the end in addition to the run's own; the best of all counts.
     """
@@ -66,6 +70,7 @@ class Study:
     batch_size: int = defaults.BATCH_SIZE
     support: int = defaults.SUPPORT
     query: int = defaults.QUERY
+    ways: int = 0
     evaluate_every: int = 0
     rates: tuple[float, ...] = ()
     compression: str = ""
@@ -83,6 +88,13 @@ class Study:
             )
         if self.rates and row.learns_rates:
             raise InvalidInput(f"{row.name} learns its rates of adaptation; give no others")
+        if self.ways:
+            check_ways(self.ways, self.support, self.query)
+            if not row.episodes:
+                raise InvalidInput(
+                    f"{row.name} does not learn from episodes; with classes that are numbered anew "
+                    "in each it has nothing to learn. Choose maml, fomaml or meta-sgd"
+                )
         if not all(math.isfinite(rate) and rate >= 0 for rate in self.rates):
             raise InvalidInput(f"rates are finite and not negative, got {self.rates}")
 
@@ -140,7 +152,7 @@ class _Simulation:
         self.seen, self.shards = seen, {**seen, **unseen}
         for name, shard in self.shards.items():
             try:
-                device.check_labels(plan, shard)
+                device.check_labels(plan, shard, ways=study.ways)
             except InvalidInput as error:
                 raise InvalidInput(f"{name}: {error}") from error
         self.buffers = device.buffers(plan.roles)
@@ -155,6 +167,8 @@ class _Simulation:
 
     def go(self) -> Trial:
         """Run from the present progress to the end."""
+        if not self.place.rounds:
+            self._score_start()
         state = self._begin()
         while state.phase is not machine.Phase.FINISHING:
             assert state.round is not None
@@ -163,7 +177,22 @@ class _Simulation:
             if self.keeper is not None and not (state.round and state.round.evaluates):
                 self.keeper.save(self.place)
         place, sweep, name = self.place, self._sweep(), self.study.algorithm
-        return Trial(name, place.rounds, place.scores, sweep, place.shared, self.metric)
+        start, scores = (
+            tuple(s for s in place.scores if (s.round == START) is first) for first in (True, False)
+        )
+        return Trial(
+            name, place.rounds, scores, sweep, place.shared, self.metric, self.study.seed, start
+        )
+
+    def _score_start(self) -> None:
+        """Score the model that the run begins with, unless it cannot be adapted at this rate."""
+        try:
+            scores = tuple(self._scored(START, name) for name in self._scorers())
+        except InvalidInput:
+            # A rate too large for the first model may suit the learned one. Other errors recur.
+            return
+        self.place = replace(self.place, scores=scores)
+        self.on_scores(START, None, scores)
 
     def _begin(self) -> machine.RunState:
         study = self.study
@@ -292,13 +321,9 @@ class _Simulation:
         """Score the same device at the plan's rate; its score before adaptation stays."""
         name, shard = score.device, self.shards[score.device]
         self._take(name)
-        state = self.plan.state()
         work = self._work(score.round, name)
-        try:
-            device.adapt(self.plan, work, shard, steps=self.study.hyper.inner_steps)
-            return replace(score, after=device.score(self.plan, shard))
-        finally:
-            self.plan.assign(state)
+        steps = self.study.hyper.inner_steps
+        return replace(score, after=device.adapted_score(self.plan, work, shard, steps=steps))
 
     def _take(self, name: str) -> None:
         """Give the plan the shared state and the device's own."""

@@ -12,7 +12,9 @@ from triplane.unified_ir.federated.core.metric import ACCURACY, Metric
 from triplane.unified_ir.federated.study.shown import trial_html, trial_text
 
 LEAST_PAIRS: Final = 2
-"""Least number of devices for a standard error."""
+"""Least number of devices or seeds for a standard error."""
+FEW: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+"""0.975 quantiles of Student's t with 1 to 10 degrees of freedom."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,24 +63,24 @@ def summary(scores: Iterable[DeviceScore], metric: Metric = ACCURACY) -> Summary
         return None
     before, after = zip(*pairs, strict=True)
     worst = (_worst(scores, metric) for scores in (before, after))
-    return Summary(len(pairs), _mean(before), _mean(after), *worst)
+    return Summary(len(pairs), mean_of(before), mean_of(after), *worst)
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The mean gain in adapted score of one trial's devices over the same devices of another.
+    """The mean of paired gains: over devices of one seed, or over seeds.
 
-    A positive mean is better: a higher accuracy, or a lower loss.
-    twice_error: two standard errors of the mean over devices; a mean within it is not significant.
+    A positive mean is better: a higher accuracy, or a lower loss. margin: half of the mean's 95 %
+    confidence interval by Student's t; a mean within it is not significant.
     """
 
     mean: float
-    twice_error: float
+    margin: float
 
     @property
     def shown(self) -> bool:
-        """Whether the choice of devices is an unlikely explanation of the difference."""
-        return abs(self.mean) > self.twice_error
+        """Whether chance (the choice of devices, or of seeds) is an unlikely explanation."""
+        return abs(self.mean) > self.margin
 
 
 def difference(
@@ -86,21 +88,37 @@ def difference(
 ) -> Difference | None:
     """Return the difference, paired by device; None for fewer than two devices in common."""
     other = {s.device: s.after for s in theirs}
-    gains = [metric.gain(s.after, other[s.device]) for s in ours if s.device in other]
+    return mean_gain([metric.gain(s.after, other[s.device]) for s in ours if s.device in other])
+
+
+def mean_gain(gains: Sequence[float]) -> Difference | None:
+    """Return the mean of paired gains with its margin; None for fewer than two."""
     if len(gains) < LEAST_PAIRS:
         return None
-    mean = _mean(gains)
     # Standard error of a mean: sqrt(s^2 / n) with the unbiased s^2 = sum (d - mean)^2 / (n - 1).
-    variance = math.fsum((d - mean) ** 2 for d in gains) / (len(gains) - 1)
-    return Difference(mean, 2 * math.sqrt(variance / len(gains)))
+    error = deviation(gains) / math.sqrt(len(gains))
+    return Difference(mean_of(gains), student_t(len(gains) - 1) * error)
+
+
+def student_t(freedom: int) -> float:
+    """Return the 0.975 quantile of Student's t distribution, to 0.001."""
+    if freedom <= len(FEW):
+        return FEW[freedom - 1]
+    # Expansion in 1 / freedom around the normal quantile (Abramowitz and Stegun, 26.7.5).
+    z, n = 1.959964, freedom
+    first = (z**3 + z) / 4
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + first / n + second / n**2 + third / n**3
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Trial:
-    """A run of one algorithm. state: the shared state at its end.
+    """A run of one algorithm with one seed. state: the shared state at its end.
 
     sweep: scores at the end by rate of adaptation, if several rates were tried. metric: that of all
-    scores.
+    scores. start: scores of the model that the run began with, as of round 0; empty if it cannot be
+    adapted at the run's rate.
     """
 
     algorithm: str
@@ -109,6 +127,8 @@ class Trial:
     sweep: Mapping[float, Sequence[DeviceScore]]
     state: Mapping[str, Array]
     metric: Metric = ACCURACY
+    seed: int = 0
+    start: Sequence[DeviceScore] = ()
 
     def __repr__(self) -> str:
         return trial_text(self)
@@ -164,9 +184,16 @@ class Trial:
         return sum(row.seconds for row in self.rounds)
 
 
-def _mean(values: Sequence[float]) -> float:
+def mean_of(values: Sequence[float]) -> float:
+    """Return the mean of at least one number."""
     return math.fsum(values) / len(values)
 
 
+def deviation(values: Sequence[float]) -> float:
+    """Return the sample standard deviation; 0 of a single number."""
+    mean = mean_of(values)
+    return math.sqrt(math.fsum((x - mean) ** 2 for x in values) / max(1, len(values) - 1))
+
+
 def _worst(values: Sequence[float], metric: Metric) -> float:
-    return _mean(sorted(values, key=metric.merit)[: max(1, len(values) // 10)])
+    return mean_of(sorted(values, key=metric.merit)[: max(1, len(values) // 10)])

@@ -1,0 +1,141 @@
+"""Several seeds: spreads and margins are numpy's, warnings and verdicts are honest about them."""
+
+import csv
+import io
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.federated.core.metric import LOSS
+from triplane.unified_ir.federated.study import page, scores_csv, verdicts, warnings
+from triplane.unified_ir.federated.study.export import curve
+from triplane.unified_ir.federated.study.seeds import by_algorithm, compared, final_spread
+from triplane.unified_ir.federated.study.trial import DeviceScore, RoundRow, Trial, student_t
+
+from .given import there
+
+DEVICES = 5
+# Tables of the t distribution, 0.975 quantile, by degrees of freedom.
+QUANTILES = {1: 12.706, 2: 4.303, 5: 2.571, 10: 2.228, 11: 2.201, 15: 2.131, 30: 2.042, 120: 1.980}
+
+
+def trial(name="fedavg", seed=0, *, gain=0.1, start=0.5, before=0.6, seen=True):
+    """A trial of one round whose adapted scores are `gain` above the unadapted ones, on average."""
+    rng = np.random.default_rng(seed)
+    noise = rng.normal(size=(2, DEVICES)) / 100
+    noise[1] -= noise[1].mean()
+
+    def scores(number, level):
+        return [
+            DeviceScore(f"d{k}", seen, number, 10, level + a, level + gain + a + b)
+            for k, (a, b) in enumerate(noise.T)
+        ]
+
+    rounds = [RoundRow(1, DEVICES, 0.5, 10, 20, 0.1)]
+    return Trial(name, rounds, scores(1, before), {}, {}, seed=seed, start=scores(0, start))
+
+
+@pytest.mark.parametrize("freedom", QUANTILES)
+def test_the_quantile_of_t_is_that_of_tables(freedom):
+    assert student_t(freedom) == pytest.approx(QUANTILES[freedom], abs=1e-3)
+
+
+def test_means_over_seeds_have_their_standard_deviation():
+    trials = [trial(seed=k) for k in range(4)]
+    means = [np.mean([s.after for s in t.scores]) for t in trials]
+    spread = there(final_spread(trials, lambda s: s.after, seen=True))
+    assert spread.mean == pytest.approx(np.mean(means))
+    assert spread.deviation == pytest.approx(np.std(means, ddof=1))
+    assert (spread.least, spread.most, spread.seeds) == (min(means), max(means), 4)
+    assert there(final_spread(trials[:1], lambda s: s.after, seen=True)).deviation == 0
+    assert final_spread(trials, lambda s: s.after, seen=False) is None
+
+
+def test_several_seeds_are_compared_seed_by_seed():
+    ours = [trial("a", seed, gain=0.3 + seed / 20) for seed in range(3)]
+    theirs = [trial("b", seed, gain=0.2) for seed in range(3)]
+    gap = there(compared(ours, theirs, seen=True))
+    gains = np.array([0.1, 0.15, 0.2])  # the same noise in both, so it cancels
+    assert gap.mean == pytest.approx(gains.mean())
+    assert gap.margin == pytest.approx(4.303 * gains.std(ddof=1) / np.sqrt(3))
+    alone = there(compared(ours, theirs[1:2], seen=True))
+    assert alone.mean == pytest.approx(0.15)
+
+
+def test_one_lucky_seed_is_no_significant_difference():
+    ours = [trial("a", 0, gain=0.3), trial("a", 1, gain=0.1), trial("a", 2, gain=0.12)]
+    theirs = [trial("b", seed, gain=0.1) for seed in range(3)]
+    assert "; behind: b" in verdicts([ours[0], theirs[0]])[0]
+    (line,) = verdicts([*ours, *theirs])
+    assert "mean of 3 seeds: a" in line
+    assert "not significantly different: b" in line
+
+
+def test_adaptation_that_hurts_is_warned_of_with_its_size():
+    (line,) = warnings([trial(gain=-0.2, start=0.3), trial("maml", gain=0.2)])
+    assert line.startswith("Adaptation hurts here: fedavg on training devices -")
+    assert "maml" not in line
+    (line,) = warnings([trial(gain=-0.001, start=0.3)])
+    assert line.startswith("Adaptation does not help here: ")
+    assert "(not significant)" in line
+    assert warnings([trial()]) == []
+
+
+def test_an_end_that_is_worse_than_the_start_is_warned_of():
+    (line,) = warnings([trial(start=0.7, before=0.5, seen=False)])
+    assert line.startswith("The end is worse than the start: fedavg on unseen devices -20.0")
+    # Unadapted scores fall, but what one gets after adaptation rises: not a warning.
+    assert warnings([trial(start=0.7, before=0.6, gain=0.3)]) != []
+    risen = trial(start=0.5, before=0.4, gain=0.3)
+    steady = replace(risen, start=[replace(s, after=s.before + 0.01) for s in risen.start])
+    assert warnings([steady]) == []
+    assert warnings([replace(trial(start=0.7, before=0.5), start=())]) == []
+
+
+def test_a_loss_that_rises_is_a_warning():
+    worse = replace(trial(gain=0.2, start=0.9), metric=LOSS)
+    (line,) = warnings([worse])
+    assert line.startswith("Adaptation hurts here: fedavg on training devices -0.")
+
+
+def test_two_trials_of_one_seed_are_refused():
+    with pytest.raises(InvalidInput, match="two trials of fedavg have the same seed"):
+        by_algorithm([trial(), trial()])
+
+
+def test_a_page_of_several_seeds_shows_spreads_and_ranges():
+    trials = [trial(name, seed) for name in ("a", "b") for seed in (0, 1, 2)]
+    text = page(trials, "t")
+    spread = there(final_spread(trials[:3], lambda s: s.after, seen=True))
+    assert f"{100 * spread.mean:.1f} ± {100 * spread.deviation:.1f}" in text
+    assert "over seeds)</title>" in text
+    assert "<polygon class='band s0'" in text
+    assert "d0, seed 2: " in text
+    assert "Pairs are seeds" in text
+
+
+def test_the_csv_has_every_score_and_marks_the_final_ones():
+    one = replace(trial(seed=3), sweep={0.1: trial(seed=3).scores, 0.3: trial(seed=4).scores})
+    rows = list(csv.DictReader(io.StringIO(scores_csv([one, trial("maml", seed=3)]))))
+    assert len(rows) == DEVICES * (1 + 2) + DEVICES * (1 + 1)
+    assert {row["round"] for row in rows if not int(row["final"])} == {"0", "1"}
+    best = there(one.best_rate(seen=True))[0]
+    final = [row for row in rows if row["algorithm"] == "fedavg" and row["final"] == "1"]
+    assert {row["rate"] for row in final} == {f"{best:g}"}
+    assert [float(row["adapted"]) for row in final] == [s.after for s in one.final(seen=True)]
+    assert {row["devices"] for row in rows} == {"training"}
+
+
+def test_names_of_devices_are_kept_in_the_csv_whatever_they_hold():
+    names = ['a,"b"', "Zoë", "=1+1"]
+    scores = [DeviceScore(name, False, 1, 3, 0.5, 0.5) for name in names]
+    rows = csv.DictReader(io.StringIO(scores_csv([replace(trial(), scores=scores, start=())])))
+    assert [row["device"] for row in rows] == names
+
+
+def test_a_curve_begins_with_the_start():
+    (first, last) = curve(trial(), seen=True)
+    assert (first[0], last[0]) == (0, 1)
+    assert first[1] < last[1]

@@ -1,0 +1,95 @@
+"""What a study shows, in sentences: warnings first, then which algorithm is ahead of which."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from triplane.unified_ir.federated.core.metric import Metric
+from triplane.unified_ir.federated.study.seeds import (
+    Replicates,
+    adaptation_gain,
+    by_algorithm,
+    compared,
+    final_spread,
+    learning_gain,
+    metric_of_trials,
+)
+from triplane.unified_ir.federated.study.trial import Difference, Trial
+
+GROUPS: Final = (
+    (True, "training", "Devices that learned"),
+    (False, "unseen", "Devices that never took part"),
+)
+LEAST_COMPARED: Final = 2
+Measure = Callable[..., Difference | None]
+# fmt: off
+WARNINGS: Final[tuple[tuple[Measure, str, str, str], ...]] = (
+    (adaptation_gain, "Adaptation hurts here", "Adaptation does not help here",
+     "use the model as it is, or adapt at a smaller rate or in fewer steps"),
+    (learning_gain, "The end is worse than the start", "The end is no better than the start",
+     "try a smaller lr, or other numbers of rounds and steps"),
+)
+# fmt: on
+"""(gain that is negative where something is wrong, what is wrong if a gain is significant, and if
+none is, the way out)."""
+
+
+def warnings(trials: Sequence[Trial]) -> list[str]:
+    """Return a line for adaptation that hurts, and one for an end that is worse than the start.
+
+    Each names the algorithms and groups of devices with the mean gain and its margin.
+    """
+    lines = []
+    for measure, surely, perhaps, way_out in WARNINGS:
+        odd = [
+            (not gain.shown, _measured(name, group, gain, replicates[0].metric))
+            for name, replicates in by_algorithm(trials).items()
+            for seen, group, _ in GROUPS
+            if (gain := measure(replicates, seen=seen)) is not None and gain.mean < 0
+        ]
+        # Stable: what is significant comes first.
+        texts = [text for _, text in sorted(odd, key=lambda pair: pair[0])]
+        what = perhaps if all(doubtful for doubtful, _ in odd) else surely
+        if texts:
+            lines.append(f"{what}: {', '.join(texts)}; {way_out}.")
+    return lines
+
+
+def _measured(name: str, group: str, gain: Difference, metric: Metric) -> str:
+    doubt = "" if gain.shown else " (not significant)"
+    return f"{name} on {group} devices {metric.gain_text(gain.mean, gain.margin)}{doubt}"
+
+
+def verdicts(trials: Sequence[Trial]) -> list[str]:
+    """Name the best algorithm in each group of devices, and those not significantly different."""
+    lines = (_verdict(trials, seen=seen, group=group) for seen, group, _ in GROUPS)
+    return [line for line in lines if line]
+
+
+def _verdict(trials: Sequence[Trial], *, seen: bool, group: str) -> str:
+    metric, groups = metric_of_trials(trials), by_algorithm(trials)
+    means = {
+        name: s.mean
+        for name, replicates in groups.items()
+        if (s := final_spread(replicates, lambda s: s.after, seen=seen)) is not None
+    }
+    if len(means) < LEAST_COMPARED:
+        return ""
+    best, *others = sorted(means, key=lambda name: -metric.merit(means[name]))
+    near: list[str] = []
+    behind: list[str] = []
+    for name in others:
+        # Paired, which removes the large differences between devices, and seeds, from the error.
+        gap = compared(groups[best], groups[name], seen=seen)
+        target = behind if gap is not None and gap.shown else near
+        target.append(f"{name} {metric.text(means[name])}")
+    parts = [f"{best} {metric.text(means[best])}"]
+    parts += [f"not significantly different: {', '.join(near)}"] if near else []
+    parts += [f"behind: {', '.join(behind)}"] if behind else []
+    what = "after adaptation" if metric.share else f"{metric.name} after adaptation"
+    return f"On {group} devices, {what}{_over(groups[best])}: {'; '.join(parts)}."
+
+
+def _over(replicates: Replicates) -> str:
+    return f", mean of {len(replicates)} seeds" if len(replicates) > 1 else ""
