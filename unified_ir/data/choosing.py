@@ -333,7 +333,8 @@ class _Building:
         """Return where a column of texts has the first one that is not a number."""
         if is_feed(self.dataset.view()):
             return ""
-        for number, text in enumerate(self.dataset.column(name)):
+        column = self.dataset.column(name)
+        for number, text in enumerate(column if isinstance(column, np.ndarray) else ()):
             try:
                 float(text)
             except ValueError:
