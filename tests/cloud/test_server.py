@@ -141,7 +141,7 @@ def test_a_failing_version_pauses_and_abort_takes_it_back(home, tmp_path):
                 second = await people.Deploy(bad)
                 heard = await watched(people, second.id, until_paused=True)
                 assert "golden sample 3" in heard[-1].nodes[0].reason
-                assert "1 of 1 nodes of wave 1 failed" in heard[-1].reason
+                assert "wave 1: 1 of 1 nodes failed (limit 0%)" in heard[-1].reason
                 aborted = await people.Abort(pb.AbortRequest(id=second.id, reason="bad"))
                 assert aborted.state == pb.Rollout.ABORTED
                 listed = await people.ListNodes(pb.ListNodesRequest())

@@ -72,3 +72,17 @@ def transpose_hint(shape: Sequence[Any], expected: Sequence[Any]) -> str:
         "; its channels are the last axis and must be the first one of each sample: "
         f"x.transpose{axes}"
     )
+
+
+def check_labels(y: npt.NDArray[Any], labels: Sequence[str]) -> None:
+    """Refuse classes without a name, naming the first sample."""
+    if y.dtype.kind not in "iu" or y.ndim != 1:
+        raise InvalidInput(f"labels must be whole numbers, one per sample, got {y.dtype}{y.shape}")
+    if len(labels) > MAX_CLASSES:
+        raise InvalidInput(f"there are {len(labels)} labels; at most {MAX_CLASSES} are supported")
+    bad = (y < 0) | (y >= len(labels))
+    if bad.any():
+        at = int(bad.argmax())
+        raise InvalidInput(
+            f"class {y[at]} of sample {at} has no name; there are {len(labels)} labels"
+        )
