@@ -81,10 +81,8 @@ def test_a_file_under_a_path_that_is_no_text_is_pushed_under_the_name_that_is_gi
 
 def test_samples_that_do_not_fit_the_model_send_nothing(place, operator):
     np.savez(place / "odd.npz", x=np.zeros((4, 3, 9), np.float32), y=np.zeros(4, int))
-    (place / "odd.csv").write_text("x,y\n1,2\n")
     before = blobs(place)
-    for name, words in (("odd.npz", "with at least one sample"), ("odd.csv", "take .npz files")):
-        for options in (("--quantize", "int8", "--calibrate"), ("--evaluate",)):
-            push = ("registry", "push", place / "m.tpm", *options, place / name)
-            assert words in answer(*push, code=2)["error"]["message"]
+    for options in (("--quantize", "int8", "--calibrate"), ("--evaluate",)):
+        push = ("registry", "push", place / "m.tpm", *options, place / "odd.npz")
+        assert "with at least one sample" in answer(*push, code=2)["error"]["message"]
     assert blobs(place) == before
