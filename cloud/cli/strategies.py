@@ -12,7 +12,7 @@ from click.core import ParameterSource
 
 from triplane.cloud.cli.connection import home_option
 from triplane.unified_ir.cli.algorithms import AlgorithmCommand
-from triplane.unified_ir.cli.simulate import compare
+from triplane.unified_ir.cli.simulate import compare, own_server
 from triplane.unified_ir.cli.simulate import simulate as plain
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def simulate(
     elif strategy_options:
         raise click.UsageError("--option belongs to a strategy; name one with --strategy")
     else:
-        plain.callback(**options)
+        compare(options, own_server)
 
 
 def _with_strategy(

@@ -178,10 +178,10 @@ OPTIONS: Final = (
 @json_option
 def simulate(**options: Any) -> None:
     """Compare federated algorithms on simulated devices, starting from MODEL.tpm."""
-    compare(options, _own_server)
+    compare(options, own_server)
 
 
-def _own_server(_algorithm: str, hyper: Mapping[str, float]) -> Served:
+def own_server(_algorithm: str, hyper: Mapping[str, float]) -> Served:
     from triplane.unified_ir.federated.study.server import MeanServer
 
     return MeanServer(), hyper

@@ -7,7 +7,7 @@ import pytest
 from tests.federated.study import given
 
 from triplane.proto.errors import Conflict
-from triplane.unified_ir.federated.study import simulate
+from triplane.unified_ir.federated.study import RoundRow, simulate
 
 
 class HalvingServer:
@@ -43,7 +43,8 @@ class HalvingServer:
 
 
 def test_a_server_of_its_own_asks_reduces_and_is_told_of_scores():
-    server, rows = HalvingServer(), []
+    server = HalvingServer()
+    rows: list[RoundRow] = []
     options = given.study(evaluate_every=3, rounds=4)
     trial = simulate(given.module(), given.shards(), options, server=server, on_round=rows.append)
     assert server.seen == [["device-0", "device-1"]] * 4

@@ -123,7 +123,7 @@ def simulate(
         digest = plan_of(module, study.algorithm, study.hyper, path).digest
         plan = Plan.load(path, expected_digest=digest)
     server = server or MeanServer()
-    facts = identity(digest, study, shards, others) | server.facts
+    facts = {**identity(digest, study, shards, others), **server.facts}
     keeper = None if folder is None else Keeper(folder, facts)
     simulation = _Simulation(
         plan, study, shards, others, keeper=keeper, on_round=on_round, on_scores=on_scores
