@@ -182,6 +182,7 @@ def simulate(**options: Any) -> None:
 
 
 def own_server(_algorithm: str, hyper: Mapping[str, float]) -> Served:
+    """Return the cloud's side that the row of the algorithm describes; see `ServerOf`."""
     from triplane.unified_ir.federated.study.server import MeanServer
 
     return MeanServer(), hyper
