@@ -113,6 +113,8 @@ class FlowerServer:
         unset = {SERVER_LR} if study.hyper[SERVER_LR] in usual else set()
         values = {k: study.hyper[k] for k in FIELDS & study.hyper.keys() - unset}
         spec = self._spec(study.algorithm, values)
+        # A file that has changed since is refused by the process: `facts` are those of the old one.
+        spec.flower.CopyFrom(self._flower)
         spec.rounds, spec.evaluate_every = study.rounds, study.evaluate_every
         spec.seed, spec.cohort.devices = study.seed, study.devices
         order = strategy_order(spec, self.strategies, quorum=QUORUM)

@@ -53,6 +53,7 @@ def test_without_flwr_it_names_the_extra_before_it_reads_anything(monkeypatch):
         run(VERB, "absent.tpm", "--strategy", "fedavg")
 
 
+@pytest.mark.slow
 @needs_flwr
 def test_results_are_named_by_strategy_and_algorithm(model, tmp_path):
     out, table = tmp_path / "study.html", tmp_path / "scores.csv"

@@ -1,5 +1,6 @@
 """Studies whose cloud's step is a strategy of Flower, against our own reduction and a real run."""
 
+import asyncio
 import importlib.util
 import textwrap
 
@@ -13,7 +14,7 @@ from tests.support.deadlines import within
 from triplane.cloud.federation.flower import spec as flower_spec
 from triplane.cloud.federation.flower.study import FlowerServer
 from triplane.proto import federation_pb2 as pb
-from triplane.proto.errors import InvalidInput, MissingExtra, NotFound, Unavailable
+from triplane.proto.errors import Conflict, InvalidInput, MissingExtra, NotFound, Unavailable
 from triplane.unified_ir.convert.conversion import read_model
 from triplane.unified_ir.federated.algorithms import Algorithm, Hyper, module_of, registered
 from triplane.unified_ir.federated.algorithms.table import ALGORITHMS
@@ -49,6 +50,7 @@ def assert_near(ours, theirs):
         np.testing.assert_allclose(theirs.state[name], x, rtol=1e-6, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 @needs_flwr
 @pytest.mark.parametrize("options", [{}, {"compression": "int8"}, {"devices": 2}])
 def test_fedavg_of_flower_ends_where_ours_does(tmp_path, options):
@@ -77,6 +79,7 @@ def _momentum(x, d, slots, _hyper):
     return x + v, (v,)
 
 
+@pytest.mark.slow
 @needs_flwr
 def test_fedavgm_of_flower_ends_where_a_row_with_momentum_does(tmp_path):
     base = ALGORITHMS["fedavg"]
@@ -114,6 +117,7 @@ LEARNING = """
 """
 
 
+@pytest.mark.slow
 @needs_flwr
 def test_a_strategy_of_ones_own_draws_learns_and_resumes_to_the_same_bits(tmp_path):
     written(tmp_path, LEARNING)
@@ -131,6 +135,7 @@ def test_a_strategy_of_ones_own_draws_learns_and_resumes_to_the_same_bits(tmp_pa
     assert any((other.state[k] != x).any() for k, x in whole.state.items())
 
 
+@pytest.mark.slow
 @needs_flwr
 def test_an_error_of_a_strategy_stops_the_study_with_its_file_and_line(tmp_path):
     written(
@@ -155,6 +160,10 @@ def test_an_error_of_a_strategy_stops_the_study_with_its_file_and_line(tmp_path)
         run(given.study(), server(tmp_path, "mine:asks_nobody"))
     with pytest.raises(Unavailable, match="waits for more than the 4 devices of round 1"):
         run(given.study(), server(tmp_path, "mine:wants_five"))
+    old = server(tmp_path, "mine")
+    written(tmp_path, "strategy = 1")
+    with pytest.raises(Conflict, match=r"mine.py has changed since the run began"):
+        run(given.study(), old)
 
 
 @needs_flwr
@@ -182,7 +191,12 @@ def test_fedprox_has_devices_add_its_term(tmp_path):
     assert prox.hyper("fedprox", {"lr": 0.1}) == {"lr": 0.1, "proximal": 0.5}
     hyper = Hyper(**HYPER, proximal=0.5)
     ours = run(given.study("fedprox", hyper=hyper))
-    assert_near(ours, run(given.study("fedprox", hyper=hyper), prox))
+
+    async def notebook():
+        """Within a running event loop."""
+        return run(given.study("fedprox", hyper=hyper), prox)
+
+    assert_near(ours, asyncio.run(notebook()))
 
 
 def test_without_flwr_the_error_names_the_extra(tmp_path, monkeypatch):
