@@ -38,6 +38,9 @@ next state from the mean of the updates. A cloud or a device that is killed cont
 The result is registered as the model's next version; nothing is deployed unless you give --release.
 
 \b
+--algorithm NAME+adam is the same with Adam on the cloud.
+
+\b
 --strategy replaces the cloud's own mean and optimizer by a strategy of Flower; --algorithm then
 decides only what devices do. The strategy runs in a child process of the cloud, which needs
 triplane[flower]; devices need nothing more. Your own strategies are files NAME.py in the folder

@@ -9,8 +9,8 @@ import pytest
 from tests.support.pages import script_of
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("page", [pytest.param("series", marks=pytest.mark.long), "text", "photos"])
+@pytest.mark.long
+@pytest.mark.parametrize("page", ["series", "text", "photos"])
 def test_a_tutorial_runs_in_an_empty_folder(page, tmp_path):
     script = tmp_path / "page.py"
     script.write_text(script_of(f"tutorials/{page}.md"))

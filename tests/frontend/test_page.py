@@ -15,7 +15,7 @@ def test_the_code_on_the_page_runs(tmp_path):
     page = PAGE.read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     (table,) = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
-    assert len(blocks) == 9
+    assert len(blocks) == 11
     script = tmp_path / "page.py"
     script.write_text("\n\n".join(blocks))
     done = subprocess.run(

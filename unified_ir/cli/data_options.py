@@ -21,8 +21,10 @@ else:
 
 KINDS: Final = "the name digits, a file (.npz, .npy, .csv, .parquet, .db, .txt, ...), or a folder"
 CHOICES: Final = """\b
-DATA is the name digits, a file of arrays, a table, a text, MNIST IDX files, or a folder of images
-with one sub-folder per class; docs/data.md lists the kinds. A CHOICE of its columns is
+DATA is the name digits, a file of arrays, a table, a text, MNIST IDX files, a folder of texts, or a
+folder of images with one sub-folder per class; docs/data.md lists the kinds. Columns beside the
+samples are the file of each text (file) and the folder of FOLDER/CLASS/IMAGE (folder). A CHOICE of
+columns is
 [NAME=]PATTERN[,PATTERN..][:SHAPE]:
   --x x:1x28x28     the column x, each sample as 1 x 28 x 28
   --x 'ch*:2x64'    128 columns, joined to 2 rows of 64
@@ -32,7 +34,7 @@ with one sub-folder per class; docs/data.md lists the kinds. A CHOICE of its col
 """
 """The paragraph of help on columns, for the verbs that have `choices`."""
 PIXELS: Final = "pixels"
-_READ: Final = {
+READ: Final = {
     "x": "x",
     "y": "y",
     PIXELS: PIXELS,
@@ -100,7 +102,7 @@ def forms() -> tuple[click.Option, ...]:
 
 def reading(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of `data.load` that a verb's options state."""
-    return {name: options[key] for key, name in _READ.items() if key in options}
+    return {name: options[key] for key, name in READ.items() if key in options}
 
 
 def summary(dataset: Dataset) -> str:

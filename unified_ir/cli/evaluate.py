@@ -254,7 +254,8 @@ class _Evaluation:
 def _evaluate_entry(model: FileModel) -> EntryProgram | None:
     from triplane.unified_ir.engines.modules import program_of
 
-    if model.module is None or ENTRY not in model.module.entries:
+    # An entry of a fixed batch size has no mean over a last, smaller batch.
+    if model.module is None or ENTRY not in model.module.entries or model.batch is not None:
         return None
     return program_of(model.module, ENTRY)
 

@@ -151,8 +151,16 @@ def _fitting(labels: tuple[str, ...], last: tuple[Any, ...]) -> tuple[str, ...]:
 
 
 def reading(options: Mapping[str, Any], model: FileModel) -> dict[str, Any]:
-    """Return the arguments of `data.load`; a model that takes bytes gets them as they are."""
+    """Return the arguments of `data.load`.
+
+    A model that takes bytes gets them as they are, and images of a folder get the model's size.
+    """
+    from triplane.unified_ir.data.by_name import size_like
+
     choice = data_options.reading(options)
+    if choice["size"] is None:
+        source = options["data"] if "data" in options else options["source"]
+        choice["size"] = size_like(source, [info.shape for info in model.inputs])
     if choice[data_options.PIXELS] is None and all(i.dtype == "uint8" for i in model.inputs):
         choice[data_options.PIXELS] = False
     return choice

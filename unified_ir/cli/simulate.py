@@ -62,6 +62,7 @@ weights. Each device gets samples in two disjoint parts: to train and adapt on, 
 CHOICES
 \b
 ALGORITHM_SUMMARIES
+  NAME+adam  the same, with Adam on the cloud
 
 \b
 FILE.py:NAME is an algorithm of your own: a triplane.unified_ir.federated.algorithms.Algorithm.
@@ -151,6 +152,9 @@ OPTIONS: Final = (
            NATURAL, default=defaults.SUPPORT),
     option("--query N", "Samples of a step in addition to its support, for algorithms that learn "
            "from episodes.", COUNT, default=defaults.QUERY),
+    option("--ways N", "Classes of an episode, drawn and numbered anew for each; --support and "
+           "--query are multiples of it.  [default: the samples' own labels]",
+           click.IntRange(2)),
     option("--rate RATE", "Rate of adaptation to try at the end; the best one is used; may be "
            "repeated.", NOT_NEGATIVE, name="rates", multiple=True),
     option("--evaluate-every N", "Rounds between scorings.  [default: once, at the end]",
@@ -322,6 +326,7 @@ def _source(options: dict[str, Any], seed: int) -> SampleSource:
         way="group" if options["group"] else options["way"],
         devices=options["population"],
         seed=seed,
+        any_labels=options["ways"] is not None,
         **{name: options[name] for name in names},
     )
 
@@ -332,7 +337,7 @@ def _study(name: str, options: dict[str, Any], seed: int) -> Study:
     from triplane.unified_ir.federated.study import Study
 
     row = algorithm(name)
-    names = ("rounds", "devices", "steps", "batch_size", "support", "query", "evaluate_every")
+    names = ("rounds", "devices", "steps", "batch_size", "support", "query")
     compression = options["compression"] or ""
     return Study(
         algorithm=name,
@@ -343,6 +348,8 @@ def _study(name: str, options: dict[str, Any], seed: int) -> Study:
         compression=compression,
         keep=options["keep"] if compression == "top-k" else 1.0,
         seed=seed,
+        ways=options["ways"] or 0,
+        evaluate_every=options["evaluate_every"],
         **{k: options[k] for k in names},
     )
 
@@ -463,9 +470,9 @@ def _row(replicates: Sequence[Trial], *, seen: bool) -> tuple[str, ...]:
 
 def _facts(options: dict[str, Any], groups: Groups) -> dict[str, str]:
     """Return the options that had an effect, by name, for the reader of the page."""
-    from triplane.unified_ir.federated.algorithms import ALGORITHMS
+    from triplane.unified_ir.federated.algorithms import algorithm
 
-    rows = [ALGORITHMS[name] for name in _names(options["algorithms"])]
+    rows = [algorithm(name) for name in _names(options["algorithms"])]
     numbers: dict[str, dict[str, None]] = {}
     for row in rows:
         _, values = options["server_of"](row.name, options["hyper"])
@@ -487,6 +494,7 @@ def _facts(options: dict[str, Any], groups: Groups) -> dict[str, str]:
         "batch_size": not all(row.episodes for row in rows), "query": meta,
         "keep": options["compression"] == "top-k",
         "devices": options["devices"], "evaluate_every": options["evaluate_every"],
+        "server_lr": not options.get("strategy"),
     }
     # fmt: on
     left_out = {
@@ -502,7 +510,7 @@ def _facts(options: dict[str, Any], groups: Groups) -> dict[str, str]:
     }
     options["seeds"] = _seeds(options)
     facts = {
-        k.replace("_", " ").replace("way", "partition"): (
+        ("partition" if k == "way" else k.replace("_", " ")): (
             ", ".join(map(str, v)) if isinstance(v, tuple) else str(v)
         )
         for k, v in options.items()

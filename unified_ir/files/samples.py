@@ -1,5 +1,6 @@
 """Rules for samples, checked in one place for training and for a node's own samples."""
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -52,4 +53,18 @@ def check_classes(
         raise InvalidInput(
             f"{giver}, so labels are 0..{classes - 1}, got {low}..{high}; the first one out of "
             f"range is {labels[at]}, {where.format(first + at[0])}"
+        )
+
+
+def check_labels(y: npt.NDArray[Any], labels: Sequence[str]) -> None:
+    """Refuse classes without a name, naming the first sample."""
+    if y.dtype.kind not in "iu" or y.ndim != 1:
+        raise InvalidInput(f"labels must be whole numbers, one per sample, got {y.dtype}{y.shape}")
+    if len(labels) > MAX_CLASSES:
+        raise InvalidInput(f"there are {len(labels)} labels; at most {MAX_CLASSES} are supported")
+    bad = (y < 0) | (y >= len(labels))
+    if bad.any():
+        at = int(bad.argmax())
+        raise InvalidInput(
+            f"class {y[at]} of sample {at} has no name; there are {len(labels)} labels"
         )

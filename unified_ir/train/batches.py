@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
@@ -203,7 +203,12 @@ def n_targets(data: Any) -> int:
 
 def is_count(x: Any, least: int) -> bool:
     """Return whether `x` is an integer of at least `least`."""
-    return isinstance(x, Integral) and bool(x >= least)  # type: ignore[operator]
+    return not isinstance(x, bool) and isinstance(x, Integral) and bool(x >= least)  # type: ignore[operator]
+
+
+def is_number(x: Any) -> bool:
+    """Return whether `x` is a real number."""
+    return isinstance(x, Real) and not isinstance(x, bool)
 
 
 def with_last(batches: Iterator[Batch]) -> Iterator[tuple[Batch, bool]]:
@@ -242,7 +247,7 @@ def as_batch(batch: Any) -> Batch:
     if not isinstance(batch, (tuple, list)) or not batch:
         raise InvalidInput(
             "a batch is a tuple of arrays (x, y), or (x,) without a target, got "
-            f"{type(batch).__name__}"
+            f"{type(batch).__name__}{'; wrap it: (x,)' if isinstance(batch, np.ndarray) else ''}"
         )
     arrays = tuple(map(np.asarray, batch))
     for a in arrays:

@@ -48,6 +48,8 @@ LOSS: Final = "loss"
 COUNTED: Final = "counted/"
 """Prefix of the result that holds the divisor of a mean that does not divide by the rows."""
 _SCALED: Final = "loss.scaled"
+_ONE_TENSOR: Final = (Tensor, "Tensor", "ops.Tensor")
+"""Annotations of an argument that takes one tensor."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,10 +104,29 @@ class TrainingModel:
 
     def apply(self, measure: Any, output: Any, batch: Sequence[Any]) -> Any:
         """Return the loss or a metric of an output and the batch that it belongs to."""
+        return measure(*self._compared(output, batch))
+
+    def _compared(self, output: Any, batch: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the output and the target, several targets as a tuple, and no absent target."""
         targets = tuple(batch[len(self.inputs) :])
-        if not targets:
-            return measure(output)
-        return measure(output, targets[0] if len(targets) == 1 else targets)
+        return (output, *([targets[0] if len(targets) == 1 else targets] if targets else []))
+
+    def check_compared(self, measure: Any, output: Any, batch: Sequence[Any]) -> None:
+        """Refuse several outputs or targets where the measure declares one tensor for them."""
+        function = measure.construct if isinstance(measure, Loss) else measure
+        own = inspect.signature(function).parameters.values()
+        cell = f"{type(self.cell).__name__}.construct"
+        sides = (f"{cell} returns {{}} outputs", "the batches have {} targets")
+        for value, parameter, side in zip(self._compared(output, batch), own, sides, strict=False):
+            if isinstance(value, (tuple, list, dict)) and parameter.annotation in _ONE_TENSOR:
+                owner = getattr(measure, "__self__", measure)  # of a tally's method
+                name = getattr(owner, "__name__", type(owner).__name__)
+                raise InvalidInput(
+                    f"{name} compares one output with one target, but {side.format(len(value))} "
+                    f"({type(value).__name__}); return one tensor from {cell}, or pass functions "
+                    "of your own that choose: loss=lambda output, target: "
+                    "nn.MSE()(output[0], target), and metrics likewise"
+                )
 
     def trainable(self) -> tuple[str, ...]:
         """Return the paths of the state that training changes by gradients."""
@@ -187,8 +208,8 @@ def _check_loss(loss: Loss, n_targets: int) -> None:
         has = "a target" if n_targets else "no target"
         raise InvalidInput(
             f"the batches have {has}, and {type(loss).__name__}.construct"
-            f"{inspect.signature(loss.construct)} does not fit that; pass (x, y), or a loss of the "
-            "output alone"
+            f"{inspect.signature(loss.construct)} does not fit that; pass (x, y), which is "
+            "(x, x) for an autoencoder, or a loss of the output alone"
         ) from None
 
 
@@ -290,9 +311,10 @@ def _objective(model: TrainingModel, name: str) -> Function:
     def measures(self: Cell, **batch: Tensor) -> dict[str, Any]:
         arrays = [batch[n] for n in model.batch_names()]
         output = self(*arrays[: len(model.inputs)])
-        measured = {LOSS: model.apply(model.loss, output, arrays)}
-        for label, metric in model.metrics.items():
+        measured = {}
+        for label, metric in {LOSS: model.loss, **model.metrics}.items():
             measure = metric.count if isinstance(metric, Tally) else metric
+            model.check_compared(measure, output, arrays)
             measured[label] = model.apply(measure, output, arrays)
         for label, x in measured.items():
             if x.shape != () and label not in model.tallies:

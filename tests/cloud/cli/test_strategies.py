@@ -72,6 +72,7 @@ def test_results_are_named_by_strategy_and_algorithm(model, tmp_path):
     assert names[1] in page
     assert "<td>strategy</td><td>FedAdam</td>" in page
     assert "<td>strategy options</td><td>eta=0.02</td>" in page
+    assert "<td>server lr</td>" not in page
     assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == names
 
 

@@ -78,7 +78,7 @@ def in_one_process(folder, request, run, devices):
 
 @pytest.mark.parametrize(
     ("algorithm", "compression"),
-    [("fedprox", ""), ("fedadam", "int8"), ("maml", ""), ("meta-sgd", "top-k")],
+    [("maml+adam", ""), ("fedprox", ""), ("fedadam", "int8"), ("maml", ""), ("meta-sgd", "top-k")],
 )
 def test_rounds_over_grpc_equal_the_same_rounds_in_one_process(tmp_path, algorithm, compression):
     request = start_request(

@@ -69,6 +69,8 @@ async def never(_device, _task):
         ({"model": "no model"}, "model"),
         ({"population": "no name!"}, "population"),
         ({"algorithm": "magic"}, "fedavg, fedprox"),
+        ({"algorithm": "maml+sgd"}, r"or add \+adam"),
+        ({"algorithm": "fedadam+adam"}, r"no algorithm 'fedadam\+adam'"),
         ({"compression": "zip"}, "int8"),
         ({"keep": 0.5}, "top-k"),
         ({"rounds": 10**9}, "rounds"),
@@ -106,6 +108,7 @@ def test_every_zero_becomes_a_default_that_can_be_asked_for_again():
     assert made.cohort.devices == 2
     assert with_defaults(pb.Spec(model="tiny", algorithm="maml")).sampling.steps == 5
     assert with_defaults(pb.Spec(model="tiny", algorithm="fedadam")).hyperparameters.server_lr < 1
+    assert with_defaults(pb.Spec(model="tiny", algorithm="maml+adam")).hyperparameters.beta1 == 0.9
 
 
 @pytest.mark.slow

@@ -43,10 +43,10 @@ def test_every_algorithm_learns_and_scores_seen_and_unseen_devices(algorithm):
     assert all(np.isfinite(x).all() for x in made.state.values())
 
 
-EQUAL = {"maml", "fomaml", "meta-sgd", "reptile"}
+EQUAL = {"maml", "fomaml", "meta-sgd", "reptile", "maml+adam"}
 
 
-@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
+@pytest.mark.parametrize("algorithm", [*sorted(ALGORITHMS), "maml+adam"])
 def test_one_round_is_the_mean_of_what_devices_change(tmp_path, algorithm):
     hyper = HYPER.but(server_lr=0.5, floor=0.1)
     made = run(study(algorithm, rounds=1, hyper=hyper))
@@ -63,7 +63,7 @@ def test_one_round_is_the_mean_of_what_devices_change(tmp_path, algorithm):
             mean[k] += x.astype(np.float64) * sizes[name] / sum(sizes.values())
     for k, x in made.state.items():
         moved = 0.5 * mean[k]
-        if algorithm == "fedadam":
+        if algorithm in {"fedadam", "maml+adam"}:
             moved = 0.5 * 0.1 * mean[k] / (0.1 * np.abs(mean[k]) + 0.1)
         np.testing.assert_allclose(x, given.state[k] + moved, rtol=1e-5, atol=1e-7)
 

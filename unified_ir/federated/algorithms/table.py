@@ -149,6 +149,12 @@ _SHARED: Final = (
     Hyperparameter("inner_steps", 3, INNER_STEPS, "Steps of an adaptation."),
 )
 _SERVER_LR: Final = Hyperparameter("server_lr", 1.0, POSITIVE, "Rate of the cloud's optimizer.")
+_ADAM: Final = (
+    replace(_SERVER_LR, default=0.03),
+    Hyperparameter("beta1", 0.9, DECAY, "Decay of Adam's first moment on the cloud."),
+    Hyperparameter("beta2", 0.99, DECAY, "Decay of Adam's second moment on the cloud."),
+    Hyperparameter("floor", 1e-3, POSITIVE, "Added to the root of the second moment."),
+)
 _META_LR: Final = Hyperparameter("meta_lr", 0.05, NOT_NEGATIVE, "Rate of a device's meta-steps.")
 
 _ROWS: Final = (
@@ -172,12 +178,7 @@ _ROWS: Final = (
         name="fedadam", source="Reddi et al. 2021, arXiv 2003.00295, algorithm 2",
         summary="as fedavg, with Adam on the cloud",
         episodes=False, weighting="examples", gradient=steps.batch_gradient, server=ADAM,
-        hyper=(
-            *_SHARED, replace(_SERVER_LR, default=0.03),
-            Hyperparameter("beta1", 0.9, DECAY, "Decay of Adam's first moment on the cloud."),
-            Hyperparameter("beta2", 0.99, DECAY, "Decay of Adam's second moment on the cloud."),
-            Hyperparameter("floor", 1e-3, POSITIVE, "Added to the root of the second moment."),
-        ),
+        hyper=(*_SHARED, *_ADAM),
     ),
     Algorithm(
         name="maml",
@@ -260,10 +261,29 @@ def hyperparameters() -> dict[str, Hyperparameter]:
 
 
 def algorithm(name: str) -> Algorithm:
-    """Return the row of that name; InvalidInput lists the existing ones."""
-    if name not in ALGORITHMS:
-        raise InvalidInput(f"no algorithm {name[:80]!r}; choose from {', '.join(ALGORITHMS)}")
-    return ALGORITHMS[name]
+    """Return the row of that name, or for NAME+adam the row with Adam on the cloud.
+
+    InvalidInput lists the existing names.
+    """
+    base, plus, server = name.partition("+")
+    row = ALGORITHMS.get(base)
+    if row is None or (plus and (server != ADAM.name or row.server is ADAM)):
+        raise InvalidInput(
+            f"no algorithm {name[:80]!r}; choose from {', '.join(ALGORITHMS)}, or add +{ADAM.name} "
+            "for Adam on the cloud, as in maml+adam"
+        )
+    return _with_adam(row) if plus else row
+
+
+def _with_adam(row: Algorithm) -> Algorithm:
+    of_server = {hyper.name for hyper in _ADAM}
+    return replace(
+        row,
+        name=f"{row.name}+{ADAM.name}",
+        server=ADAM,
+        source=f"{row.source}; Reddi et al. 2021, arXiv 2003.00295",
+        hyper=(*(hyper for hyper in row.hyper if hyper.name not in of_server), *_ADAM),
+    )
 
 
 def defaults(name: str) -> Hyper:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.core.draws import Array, Draws
+from triplane.unified_ir.federated.core.episodes import Episodes
 from triplane.unified_ir.federated.core.metric import Metric, metric_of
 from triplane.unified_ir.files.pixels import as_input
 
@@ -35,6 +36,10 @@ BUFFER: Final = "buffer"
 SHARED_ROLES: Final = (PARAMETER, BUFFER)
 EVALUATE_ROWS: Final = 256
 """Samples in one call of `evaluate`; this limits memory for any number of samples."""
+SCORED_EPISODES: Final = 10
+"""Episodes over which a device is scored where an episode has classes of its own."""
+Parts = Mapping[str, tuple[Mapping[str, Array], Array | slice]]
+"""Samples and the rows of a batch among them, by the prefix of the names of inputs."""
 MAX_STEPS: Final = 1_000_000
 """Limit for the steps of one learning or adaptation."""
 
@@ -128,7 +133,8 @@ class Shard:
 class Work:
     """A device's work in a round.
 
-    support: 0 to adapt on all samples; see `Sampling` in federation.proto.
+    support: 0 to adapt on all samples; see `Sampling` in federation.proto. ways: 0, or the classes
+    of an episode, which are drawn and numbered anew for each (`core.episodes`).
     """
 
     run: str
@@ -139,6 +145,7 @@ class Work:
     batch_size: int
     support: int
     query: int
+    ways: int = 0
 
     def draws(self, purpose: str) -> Draws:
         """Return the random choices of this device and round for one purpose."""
@@ -181,8 +188,10 @@ def buffers(roles: Mapping[str, str]) -> frozenset[str]:
     return frozenset(name for name, role in roles.items() if role == BUFFER)
 
 
-def check_labels(plan: EntrySignatures, shard: Shard) -> None:
+def check_labels(plan: EntrySignatures, shard: Shard, *, ways: int = 0) -> None:
     """Raise InvalidInput if a label is not one of the plan's classes.
+
+    ways: the classes of an episode, where these are numbered anew and only they count.
 
     A graph would fail at a label beyond the last class, and take -1 for the last class. Labels are
     the integer inputs of `evaluate` that `predict` does not have; the number of classes is the last
@@ -196,7 +205,13 @@ def check_labels(plan: EntrySignatures, shard: Shard) -> None:
     for tensor in plan.signature(EVALUATE)[0]:
         is_label = tensor.name not in names and tensor.dtype in WHOLE
         if is_label and len(shape) == len(tensor.shape) + 1 and isinstance(shape[-1], int):
-            _check_classes(tensor.name, shape[-1], shard)
+            if ways > shape[-1]:
+                raise InvalidInput(
+                    f"the model has {shape[-1]} outputs, one for each class; an episode of {ways} "
+                    "classes needs as many"
+                )
+            if not ways:
+                _check_classes(tensor.name, shape[-1], shard)
 
 
 def _check_classes(name: str, classes: int, shard: Shard) -> None:
@@ -241,17 +256,50 @@ def evaluate(plan: Learner, work: Work, shard: Shard, *, steps: int) -> LearnerS
     """Score on held-out samples, adapt `steps` steps to one support set, score again.
 
     Support comes from `train`, so adaptation never sees what it is scored on. The plan's state is
-    restored at the end. InvalidInput without held-out samples, or without the entries.
+    restored at the end. With ways, both scores are means over `SCORED_EPISODES` episodes.
+    InvalidInput without held-out samples, or without the entries.
     """
+    before = [score(plan, part) for _, part in _scored_parts(plan, work, shard)]
+    after = adapted_score(plan, work, shard, steps=steps)
+    return LearnerScore(shard.held_out_samples, _mean(before), after)
+
+
+def adapted_score(plan: Learner, work: Work, shard: Shard, *, steps: int) -> float:
+    """Return the score after adaptation alone; see `evaluate`."""
     _check_steps(steps, least=0)
-    before = score(plan, shard)
-    state = plan.state()
-    try:
-        adapt(plan, work, shard, steps=steps)
-        after = score(plan, shard)
-    finally:
-        plan.assign(state)
-    return LearnerScore(shard.held_out_samples, before, after)
+    state, scores = plan.state(), []
+    for part_work, part in _scored_parts(plan, work, shard):
+        try:
+            adapt(plan, part_work, part, steps=steps)
+            scores.append(score(plan, part))
+        finally:
+            plan.assign(state)
+    return _mean(scores)
+
+
+def _scored_parts(plan: Learner, work: Work, shard: Shard) -> Iterator[tuple[Work, Shard]]:
+    """Yield the device's samples, or the episodes that stand for them."""
+    if not work.ways:
+        yield work, shard
+        return
+    episodes, draws = _episodes_of_classes(plan, work, shard), work.draws("scored episodes")
+    for _ in range(SCORED_EPISODES):
+        # The whole support of an episode.
+        yield replace(work, support=0), Shard(*episodes.to_score(draws))
+
+
+def _episodes_of_classes(plan: Learner, work: Work, shard: Shard) -> Episodes:
+    asked = {tensor.name for tensor in plan.inputs(PREDICT)}
+    labels = [t.name for t in plan.inputs(EVALUATE) if t.name not in asked and t.dtype in WHOLE]
+    if len(labels) != 1:
+        raise InvalidInput(
+            f"episodes of {work.ways} classes need a model with one target of whole numbers, "
+            f"its classes; this one has {len(labels)}"
+        )
+    return Episodes(
+        shard.train, shard.held_out, labels[0],
+        ways=work.ways, support=work.support, query=work.query,
+    )  # fmt: skip
 
 
 def adapt(plan: Learner, work: Work, shard: Shard, *, steps: int) -> None:
@@ -260,7 +308,8 @@ def adapt(plan: Learner, work: Work, shard: Shard, *, steps: int) -> None:
     _begin(plan, work)
     order = work.draws("support").permutation(shard.examples)
     rows = order[: work.support or shard.examples]
-    batch = _batch_of(plan, ADAPT, shard.train, {"": rows, SUPPORT: rows}) if steps else {}
+    chosen = (shard.train, rows)
+    batch = _batch_of(plan, ADAPT, {"": chosen, SUPPORT: chosen}) if steps else {}
     for _ in range(steps):
         plan.run(ADAPT, batch)
 
@@ -281,7 +330,7 @@ def score(plan: Learner, shard: Shard) -> float:
     scores = []
     for at in range(0, n, EVALUATE_ROWS):
         rows = np.arange(at, min(at + EVALUATE_ROWS, n))
-        results = plan.run(EVALUATE, _batch_of(plan, EVALUATE, shard.held_out, {"": rows}))
+        results = plan.run(EVALUATE, _batch_of(plan, EVALUATE, {"": (shard.held_out, rows)}))
         metric = metric_of(results)
         value = float(results[metric.name])
         if not (metric.share or math.isfinite(value)):
@@ -330,12 +379,28 @@ def _steps(plan: Learner, work: Work, shard: Shard) -> Iterator[dict[str, Array]
     draws = work.draws("samples")
     names = [tensor.name for tensor in plan.inputs(LEARN)]
     episodes = any(name.startswith((SUPPORT, QUERY)) for name in names)
-    chosen = _episodes(draws, work, shard) if episodes else _batches(draws, work, shard)
-    for _, rows in zip(range(work.steps), chosen, strict=False):
-        yield _batch_of(plan, LEARN, shard.train, rows)
+    if work.ways and not episodes:
+        raise InvalidInput(
+            f"episodes of {work.ways} classes need an algorithm that learns from episodes, such as "
+            "maml; a step of this one takes a batch"
+        )
+    parts = (
+        _class_episodes(plan, work, shard, draws) if work.ways
+        else _episodes(draws, work, shard) if episodes
+        else _batches(draws, work, shard)
+    )  # fmt: skip
+    for _, chosen in zip(range(work.steps), parts, strict=False):
+        yield _batch_of(plan, LEARN, chosen)
 
 
-def _batches(draws: Draws, work: Work, shard: Shard) -> Iterator[dict[str, Array]]:
+def _class_episodes(plan: Learner, work: Work, shard: Shard, draws: Draws) -> Iterator[Parts]:
+    episodes = _episodes_of_classes(plan, work, shard)
+    while True:
+        support, query = episodes.to_learn(draws)
+        yield {SUPPORT: (support, slice(None)), QUERY: (query, slice(None))}
+
+
+def _batches(draws: Draws, work: Work, shard: Shard) -> Iterator[Parts]:
     """Yield batches from one shuffled pass after another; the whole shard if a batch is larger."""
     n = shard.examples
     if work.batch_size < 1:
@@ -347,11 +412,11 @@ def _batches(draws: Draws, work: Work, shard: Shard) -> Iterator[dict[str, Array
             # The end of a pass is joined with the next one, so all batches are equally large and
             # the graph sees one shape.
             rows = np.concatenate([rows, draws.permutation(n)])
-        yield {"": rows[:size]}
+        yield {"": (shard.train, rows[:size])}
         rows = rows[size:]
 
 
-def _episodes(draws: Draws, work: Work, shard: Shard) -> Iterator[dict[str, Array]]:
+def _episodes(draws: Draws, work: Work, shard: Shard) -> Iterator[Parts]:
     """Yield disjoint support and query of each step; a small shard shrinks both in proportion."""
     n, support, query = shard.examples, work.support, work.query
     if support < 1 or query < 1 or n < 2:
@@ -365,26 +430,27 @@ def _episodes(draws: Draws, work: Work, shard: Shard) -> Iterator[dict[str, Arra
         query = n - support
     while True:
         order = draws.permutation(n)
-        yield {SUPPORT: order[:support], QUERY: order[support : support + query]}
+        rows = {SUPPORT: order[:support], QUERY: order[support : support + query]}
+        yield {prefix: (shard.train, some) for prefix, some in rows.items()}
 
 
-def _batch_of(
-    plan: Learner, entry: str, samples: Mapping[str, Array], rows: Mapping[str, Array]
-) -> dict[str, Array]:
-    """Return the batch of `entry`, from the rows chosen for the prefix of each input's name."""
-    return {tensor.name: _column(tensor, entry, samples, rows) for tensor in plan.inputs(entry)}
+def _batch_of(plan: Learner, entry: str, parts: Parts) -> dict[str, Array]:
+    """Return the batch of `entry`, from the part of the prefix of each input's name."""
+    return {tensor.name: _column(tensor, entry, parts) for tensor in plan.inputs(entry)}
 
 
-def _column(
-    tensor: Input, entry: str, samples: Mapping[str, Array], rows: Mapping[str, Array]
-) -> Array:
+def _column(tensor: Input, entry: str, parts: Parts) -> Array:
     prefix = next((p for p in (SUPPORT, QUERY) if tensor.name.startswith(p)), "")
     name = tensor.name.removeprefix(prefix)
-    if name not in samples or prefix not in rows:
-        raise InvalidInput(
-            f"`{entry}` of this plan takes {tensor.name!r}; the samples are {sorted(samples)}"
+    samples, rows = parts.get(prefix, ({}, slice(0)))
+    if name not in samples:
+        columns = sorted(
+            {prefix + column for prefix, (part, _) in parts.items() for column in part}
         )
-    column = as_input(samples[name][rows[prefix]], tensor.dtype)
+        raise InvalidInput(
+            f"`{entry}` of this plan takes {tensor.name!r}; the samples are {columns}"
+        )
+    column = as_input(samples[name][rows], tensor.dtype)
     if not np.can_cast(column.dtype, tensor.dtype, "same_kind"):
         raise InvalidInput(f"{name!r} is {column.dtype} here, `{entry}` takes {tensor.dtype}")
     return column.astype(tensor.dtype, copy=False)
@@ -402,6 +468,10 @@ def _loss(results: Mapping[str, Array], step: int) -> float:
 def _check_steps(steps: int, *, least: int) -> None:
     if not least <= steps <= MAX_STEPS:
         raise InvalidInput(f"work has {least} to {MAX_STEPS} steps, got {steps}")
+
+
+def _mean(scores: Sequence[float]) -> float:
+    return math.fsum(scores) / len(scores)
 
 
 def _count(arrays: Mapping[str, Array]) -> int:

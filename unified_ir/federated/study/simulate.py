@@ -27,6 +27,7 @@ from triplane.unified_ir.federated.core import learn as device
 from triplane.unified_ir.federated.core import run as machine
 from triplane.unified_ir.federated.core.compress import Compressor
 from triplane.unified_ir.federated.core.draws import Array, Draws
+from triplane.unified_ir.federated.core.episodes import check_ways
 from triplane.unified_ir.federated.core.learn import Shard, Work
 from triplane.unified_ir.federated.core.rules import step
 from triplane.unified_ir.federated.study.checkpoint import Keeper, StudyProgress, identity
@@ -62,6 +63,7 @@ class Study:
     """One simulated run. devices: number per round, 0 for all. run: its name in lease ids.
 
     steps, batch_size, support, query: a device's sampling, support 0 for all its samples.
+    ways: classes of an episode, drawn and numbered anew for each; 0: those of the samples.
     evaluate_every: rounds between scorings, 0 to score at the end only. rates: rates of adaptation
     that are tried at the end in addition to the run's own; the best of all counts.
     """
@@ -74,6 +76,7 @@ class Study:
     batch_size: int = defaults.BATCH_SIZE
     support: int = defaults.SUPPORT
     query: int = defaults.QUERY
+    ways: int = 0
     evaluate_every: int = 0
     rates: tuple[float, ...] = ()
     compression: str = ""
@@ -91,6 +94,13 @@ class Study:
             )
         if self.rates and row.learns_rates:
             raise InvalidInput(f"{row.name} learns its rates of adaptation; give no others")
+        if self.ways:
+            check_ways(self.ways, self.support, self.query)
+            if not row.episodes:
+                raise InvalidInput(
+                    f"{row.name} does not learn from episodes; with classes that are numbered anew "
+                    "in each it has nothing to learn. Choose maml, fomaml or meta-sgd"
+                )
         if not all(math.isfinite(rate) and rate >= 0 for rate in self.rates):
             raise InvalidInput(f"rates are finite and not negative, got {self.rates}")
 
@@ -153,7 +163,7 @@ class _Simulation:
         self.seen, self.shards = seen, {**seen, **unseen}
         for name, shard in self.shards.items():
             try:
-                device.check_labels(plan, shard)
+                device.check_labels(plan, shard, ways=study.ways)
             except InvalidInput as error:
                 raise InvalidInput(f"{name}: {error}") from error
         self.buffers = device.buffers(plan.roles)
@@ -355,13 +365,9 @@ class _Simulation:
         """Score the same device at the plan's rate; its score before adaptation stays."""
         name, shard = score.device, self.shards[score.device]
         self._take(name)
-        state = self.plan.state()
         work = self._work(score.round, name)
-        try:
-            device.adapt(self.plan, work, shard, steps=self.study.hyper.inner_steps)
-            return replace(score, after=device.score(self.plan, shard))
-        finally:
-            self.plan.assign(state)
+        steps = self.study.hyper.inner_steps
+        return replace(score, after=device.adapted_score(self.plan, work, shard, steps=steps))
 
     def _take(self, name: str) -> None:
         """Give the plan the shared state and the device's own."""
