@@ -167,7 +167,7 @@ def test_text_of_a_bundle_is_its_onnx(capsys):
         (["gone.tpm"], 2, "no file at gone.tpm"),
         ([GOLDEN / "digits.plan", "--graph", "g.svg"], 2, "give the .tpm"),
         ([GOLDEN / "digits.plan", "--text", "--entry", "x"], 2, "no graph x"),
-        ([__file__], 5, "header is damaged"),
+        ([__file__], 5, "not a file of Triplane"),
     ],
 )
 def test_mistakes_are_told_in_one_line(capsys, argv, code, words):
