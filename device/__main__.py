@@ -49,9 +49,13 @@ def main(
     hold_little_memory()
     # Imported after `restore_defaults`, so that a signal during slow imports ends the process.
     from triplane.device.client import FederatedClient, Graphs
+    from triplane.device.home import DeviceHome
 
     configure_logging(log_level)
     give_back_code()
+    if data is None:
+        # Samples may be missing for the reason that nobody enrolled this device.
+        DeviceHome(Path(home)).require_enrolled()
     client = FederatedClient(
         home, data, population=population, held_out=held_out, x=x, y=y, form=form, app=app,
         graphs=Graphs.CHILD,

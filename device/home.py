@@ -80,7 +80,8 @@ class DeviceSettings:
                 raise InvalidInput(f"{name} is {kind.__name__}, got {value!r}")
         if not POPULATION.fullmatch(self.population):
             raise InvalidInput(
-                f"a population's name matches {POPULATION.pattern}, got {self.population[:80]!r}"
+                "a population's name has 1 to 63 of a-z, 0-9, '.', '_', '-' and begins with a "
+                f"letter or digit, got {self.population[:80]!r}"
             )
         if not (math.isfinite(self.max_cpu_s) and min(self.max_cpu_s, self.max_memory_bytes) >= 0):
             raise InvalidInput(

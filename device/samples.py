@@ -69,11 +69,11 @@ def shard_of(
     if isinstance(source, Shard):
         return _checked(source)
     if isinstance(source, str | Path):
-        return _checked(_from_path(Path(source).expanduser(), held_out, x, y, form or {}))
+        return _from_path(Path(source).expanduser(), held_out, x, y, form or {})
     if _is_dataset(source):
-        return _checked(_from_dataset(source, held_out))
+        return _from_dataset(source, held_out)
     arrays = _named(source) if isinstance(source, Mapping) else _concatenated(source)
-    return _checked(split(arrays, held_out))
+    return split(arrays, held_out)
 
 
 def _is_dataset(source: object) -> TypeGuard["Dataset"]:
@@ -107,7 +107,7 @@ def _from_dataset(dataset: "Dataset", held_out: float, *, numbered: bool = True)
 
     if held_out and dataset.overlap:
         # Windows that share rows with held-out ones would be learned from; see `Dataset.split`.
-        shard = Shard(*map(_arrays_of, dataset.split(held_out)))
+        shard = _checked(Shard(*map(_arrays_of, dataset.split(held_out))))
     else:
         shard = split(_arrays_of(dataset), held_out)
     names = class_columns(dataset)
@@ -142,7 +142,8 @@ def split(arrays: Mapping[str, Array], held_out: float) -> Shard:
     if not 0 <= held_out < 1:
         raise InvalidInput(f"the share to hold out is in [0, 1), got {held_out}")
     # `Shard` raises InvalidInput unless all arrays have the same number of rows.
-    n = len(Shard(arrays, {}).train[next(iter(arrays))])
+    whole = _checked(Shard(arrays, {}))  # before the split, since errors count the samples
+    n = len(whole.train[next(iter(arrays))])
     out = np.zeros(n, bool)
     if held_out:
         block = min(max(2, round(1 / min(held_out, 1 - held_out))), MAX_BLOCK)
@@ -240,7 +241,7 @@ def _from_npz(path: Path, held_out: float) -> Shard:
         return split(train, held_out)
     rest = arrays.keys() - train.keys()
     named = {name.removeprefix(HELD_OUT_PREFIX): arrays[name] for name in sorted(rest)}
-    return Shard(train, named)
+    return _checked(Shard(train, named))
 
 
 def _checked(shard: Shard) -> Shard:
@@ -265,9 +266,9 @@ def _check_numbers(name: str, x: Array) -> None:
     for at in range(0, len(x), rows):
         bad = ~np.isfinite(x[at : at + rows]).reshape(len(x[at : at + rows]), -1).all(axis=1)
         if bad.any():
+            sample = at + int(bad.argmax())
             raise InvalidInput(
-                f"samples must be finite; {name!r} of one has "
-                f"{_defect(x[at + int(bad.argmax())])}; "
+                f"samples must be finite; {name!r} of sample {sample} has {_defect(x[sample])}; "
                 "fill in missing values, or leave such samples out"
             )
 

@@ -85,7 +85,8 @@ Then, here, once, and from now on:
   triplane edge enrol TOKEN --cloud cloud.example:8444
   triplane edge up
 \b
-Every user of the machine can see a command line. To read the token from a file, or a pipe:
+Every user of a machine can see its command lines. To type the token, or read a file or pipe:
+  triplane edge enrol - --cloud cloud.example:8444
   triplane edge enrol @token.txt --cloud cloud.example:8444
   ssh operator@cloud triplane cloud token --role node | triplane edge enrol - --cloud ...
 """

@@ -54,11 +54,15 @@ def sample_files(
 def _calibration(
     module: Module, entry: str, source: str | None, choice: Mapping[str, Any], folder: Path
 ) -> Path | None:
-    if source is None or _is_npz(source, choice):
-        return _existing(source)
     from triplane.unified_ir.convert.describe import labels_of
     from triplane.unified_ir.convert.samples import read_samples
 
+    if source is None:
+        return None
+    if _is_npz(source, choice):
+        file = _existing(source)
+        read_samples(file, module.inputs(entry))  # as the cloud will, after the upload
+        return file
     unlabelled = {name: value for name, value in choice.items() if name != CLASSES}
     arrays = read_samples(source, module.inputs(entry), labels_of(module), **unlabelled)
     return _written(folder / f"calibration{NPZ}", arrays)
@@ -67,11 +71,15 @@ def _calibration(
 def _evaluation(
     module: Module, entry: str, source: str | None, choice: Mapping[str, Any], folder: Path
 ) -> Path | None:
-    if source is None or _is_npz(source, choice):
-        return _existing(source)
     from triplane.unified_ir.convert.describe import labels_of
     from triplane.unified_ir.convert.samples import read_labelled
 
+    if source is None:
+        return None
+    if _is_npz(source, choice):
+        file = _existing(source)
+        read_labelled(file, module.inputs(entry))
+        return file
     arrays, classes = read_labelled(source, module.inputs(entry), labels_of(module), **choice)
     if CLASSES in arrays:
         raise InvalidInput(
@@ -85,10 +93,10 @@ def _is_npz(source: str, choice: Mapping[str, Any]) -> bool:
     return Path(source).suffix == NPZ and all(value in (None, ()) for value in choice.values())
 
 
-def _existing(source: str | None) -> Path | None:
-    if source is not None and not Path(source).is_file():
+def _existing(source: str) -> Path:
+    if not Path(source).is_file():
         raise NotFound(f"no file {source}")
-    return None if source is None else Path(source)
+    return Path(source)
 
 
 def _written(path: Path, arrays: Mapping[str, Array]) -> Path:

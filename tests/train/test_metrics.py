@@ -9,6 +9,7 @@ import pytest
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import nn, optim, train
 from triplane.unified_ir.cli import training
+from triplane.unified_ir.data import by_name
 from triplane.unified_ir.frontend import graph
 from triplane.unified_ir.ir.types import ShapeError
 from triplane.unified_ir.train.metrics import BY_NAME, metric_named
@@ -135,6 +136,22 @@ def test_a_label_out_of_range_is_named_by_its_place_in_the_training_data():
         trainer.fit((LOGITS, wrong), epochs=1, batch_size=4)
     with pytest.raises(InvalidInput, match=r"first one out of range is 9, row 3 of the batch"):
         trainer.fit([(LOGITS[k : k + 4], wrong[k : k + 4]) for k in (0, 4)], epochs=1)
+
+
+def test_a_label_out_of_range_is_named_by_its_place_in_the_file(tmp_path):
+    wrong = np.tile(LABELS, 3)
+    wrong[len(LABELS) + 7] = 9
+    np.savez(tmp_path / "{odd}.npz", x=np.tile(LOGITS, (3, 1)), y=wrong)
+    parts = by_name.load_split(tmp_path / "{odd}.npz", seed=1)
+    holds = [9 in part.y for part in parts]
+    assert holds == [True, False]
+    whole = by_name.load(tmp_path / "{odd}.npz").skip(3)
+    first = rf"is 9, sample {len(LABELS) + 7} of {{odd}}\.npz"
+    for samples in (parts[0], whole, whole.cache().shuffle().filter(lambda s: s["y"] >= 0)):
+        with pytest.raises(InvalidInput, match=first.replace("{", r"\{").replace("}", r"\}")):
+            of({"p": train.Perplexity()}).fit(samples, epochs=1, batch_size=4)
+    with pytest.raises(InvalidInput, match=r"is 9, sample \d+ of \{odd"):
+        of({"p": train.Perplexity()}).evaluate(whole)
 
 
 def test_ties_go_to_the_first_class():

@@ -191,7 +191,7 @@ def feeds_of(
         if places is not None and column.dtype.kind in "iu":
             column = places[column]
         feeds[info.name] = _as(column, info.dtype)
-        _check(feeds[info.name], info, dataset, x)
+        _check(feeds[info.name], info, dataset, x, name)
     return feeds
 
 
@@ -207,14 +207,22 @@ def _as(x: Array, dtype: str) -> Array:
     return cast if are_reals or (cast == x).all() else x
 
 
-def _check(x: Array, info: TensorInfo, dataset: Dataset, chosen: tuple[str, ...]) -> None:
+def _check(
+    x: Array, info: TensorInfo, dataset: Dataset, chosen: tuple[str, ...], column: str
+) -> None:
     fits = x.dtype == info.dtype and x.ndim == len(info.shape)
     fits = fits and all(
         not isinstance(d, int) or d == n for d, n in zip(info.shape[1:], x.shape[1:], strict=True)
     )
     if not fits:
-        hint = data_options.shape_hint(dataset, chosen, ())
-        raise InvalidInput(f"the model takes {info}, but {hint}{_size_hint(x, info)}")
+        from triplane.unified_ir.files.samples import transpose_hint
+
+        transposed = transpose_hint(x.shape, info.shape)
+        sizes = [n for n in info.shape[1:] if isinstance(n, int)]
+        # Other sizes with as many values, unless the axes only have another order.
+        known = {column: sizes} if len(sizes) == len(info.shape) - 1 and not transposed else {}
+        hint = data_options.shape_hint(dataset, chosen, (), known)
+        raise InvalidInput(f"the model takes {info}, but {hint}{transposed or _size_hint(x, info)}")
 
 
 def _size_hint(x: Array, info: TensorInfo) -> str:

@@ -28,6 +28,7 @@ from triplane.unified_ir.data.table import Table
 from triplane.unified_ir.data.transforms import Select
 from triplane.unified_ir.files.npz import opened_npz
 from triplane.unified_ir.files.pixels import as_input
+from triplane.unified_ir.files.samples import check_finite, transpose_hint
 from triplane.unified_ir.ir.dims import is_symbol
 from triplane.unified_ir.ir.graph import Array, Value
 from triplane.unified_ir.quantize import Samples
@@ -303,7 +304,7 @@ def _checked(x: Array, p: Value, sizes: dict[str, int], what: str) -> Array:
         even = f" in whole batches of {batch}" if isinstance(batch, int) else ""
         raise InvalidInput(
             f"{what}: {p.name} is {p.type} with at least one sample{even}, got {x.dtype}{x.shape}"
+            f"{transpose_hint(x.shape, p.type.shape)}"
         )
-    if x.dtype.kind == "f" and not np.isfinite(x).all():
-        raise InvalidInput(f"{what}: {p.name} holds NaN or infinity")
+    check_finite(x, f"{p.name} of {what}", what="samples")
     return x

@@ -339,6 +339,11 @@ class _Building:
         return name
 
     def _join(self, names: list[str], name: str) -> None:
+        if texts := [n for n in names if not self.dataset.schema[n].is_number]:
+            raise InvalidInput(
+                f"columns of numbers are joined to {name!r}, but {texts[0]!r} holds texts"
+                f"{self._first_text(texts[0])}; correct the values, or choose other columns"
+            )
         kinds = {self.dataset.schema[n].dtype for n in names}
         if len(kinds) > 1:
             for one in names:
@@ -346,6 +351,18 @@ class _Building:
                     self.add(Cast(one, "float32"))
         scalars = all(not self.dataset.schema[n].shape for n in names)
         self.add(Stack(tuple(names), name) if scalars else Concatenate(tuple(names), name))
+
+    def _first_text(self, name: str) -> str:
+        """Return where a column of texts has the first one that is not a number."""
+        if is_feed(self.dataset.view()):
+            return ""
+        column = self.dataset.column(name)
+        for number, text in enumerate(column if isinstance(column, np.ndarray) else ()):
+            try:
+                float(text)
+            except ValueError:
+                return f", first {str(text)[:40]!r} in sample {number}"
+        return ""
 
     def pixels(self, name: str, *, asked: bool | None) -> None:
         """Scale bytes that are pixels to 0..1; images without channels get one."""

@@ -31,13 +31,13 @@ def check_classes(
     giver: str,
     where: str,
     *,
-    first: int = 0,
+    numbers: Sequence[int] | npt.NDArray[Any] | None = None,
     ignored: int | None = None,
 ) -> None:
     """Refuse labels that are not in 0..classes-1, except `ignored`, naming position and value.
 
     giver: what determines the classes, as in "Net gives 10 logits". where: names the sample by its
-    number, as in "row {} of the batch"; first: the number of labels[0].
+    number, as in "row {} of the batch"; numbers: those of the samples, from 0 if None.
     """
     if not labels.size:
         return
@@ -50,10 +50,28 @@ def check_classes(
         bad &= labels != ignored
     if bad.any():
         at = tuple(np.argwhere(bad)[0])
+        number = at[0] if numbers is None else numbers[at[0]]
         raise InvalidInput(
             f"{giver}, so labels are 0..{classes - 1}, got {low}..{high}; the first one out of "
-            f"range is {labels[at]}, {where.format(first + at[0])}"
+            f"range is {labels[at]}, {where.format(number)}"
         )
+
+
+def transpose_hint(shape: Sequence[Any], expected: Sequence[Any]) -> str:
+    """Return how to transpose x: (N, ..., C) where (N, C, ...) is expected, "" if that is not it.
+
+    shape, expected: with the axis of samples; sizes of `expected` that are not numbers fit any.
+    """
+    if not len(shape) == len(expected) >= 3 or shape[1] == expected[1]:
+        return ""
+    axes = (0, len(shape) - 1, *range(1, len(shape) - 1))
+    sizes = zip([shape[k] for k in axes[1:]], expected[1:], strict=True)
+    if not isinstance(expected[1], int) or any(isinstance(e, int) and n != e for n, e in sizes):
+        return ""
+    return (
+        "; its channels are the last axis and must be the first one of each sample: "
+        f"x.transpose{axes}"
+    )
 
 
 def check_labels(y: npt.NDArray[Any], labels: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from triplane.unified_ir import ops
 from triplane.unified_ir.frontend.cell import Cell, Parameter
 from triplane.unified_ir.nn.init import WEIGHT, Initializer, bias_of
 from triplane.unified_ir.nn.random import generator
-from triplane.unified_ir.nn.sizes import AXES, Sizes, check_axis, options_of, positive
+from triplane.unified_ir.nn.sizes import AXES, Sizes, check_axis, options_of, positive, shape_error
 from triplane.unified_ir.nn.state import State
 from triplane.unified_ir.ops.rows.windows.convolution import PADDINGS
 
@@ -140,7 +140,12 @@ def _taps(name: str, axes: int, kernel: Sizes) -> tuple[int, ...]:
 
 
 def _check_plane(layer: str, axes: int, inputs: int, x: ops.Tensor) -> None:
-    check_axis(layer, f"(N, {inputs}, {AXES[axes]})", x, 1, inputs, [axes + 2])
+    takes = f"(N, {inputs}, {AXES[axes]})"
+    if axes > 1 and x.rank == axes + 1 and x.shape[1] == inputs:
+        flatter = layer.partition("(")[0].replace(f"{axes}d", f"{axes - 1}d")
+        hint = f"; {flatter} takes x: (N, {inputs}, {AXES[axes - 1]})"
+        raise shape_error(layer, takes, x, hint)
+    check_axis(layer, takes, x, 1, inputs, [axes + 2])
 
 
 class ConvTranspose1d(_ConvTranspose):

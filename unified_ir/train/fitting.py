@@ -234,7 +234,11 @@ class Fit:
             self.model.check_types(batch)
             self._kinds.add(kinds)
         if self.model.classes is not None:
-            self.model.check_labels(batch[-1])
+            try:
+                self.model.check_labels(batch[-1])
+            except InvalidInput:
+                self.model.check_labels_in_source(self.source.own)
+                raise
 
     def _batches(self, epoch: int, first: int) -> Iterator[tuple[Batch, bool]]:
         """Yield batches, and whether to update after this one even if `accumulate` is not reached.

@@ -34,7 +34,7 @@ from triplane.unified_ir.ops.table import TABLE, row_of
 from triplane.unified_ir.ops.tensor import Tensor
 from triplane.unified_ir.optim import Optimizer
 from triplane.unified_ir.passes.clean import clean
-from triplane.unified_ir.train.batches import Batch
+from triplane.unified_ir.train.batches import Batch, labels_in_source
 from triplane.unified_ir.train.metrics import Tally
 from triplane.unified_ir.train.precision import half
 from triplane.unified_ir.train.recipe import SCALE, Recipe
@@ -80,13 +80,27 @@ class TrainingModel:
             )
 
     def check_labels(
-        self, labels: Array, where: str = "row {} of the batch", *, first: int = 0
+        self,
+        labels: Array,
+        where: str = "row {} of the batch",
+        numbers: Sequence[int] | Array | None = None,
     ) -> None:
-        """Refuse labels out of range. where: names the sample; first: the number of labels[0]."""
+        """Refuse labels out of range. where, numbers: name the samples; see `check_classes`."""
         if self.classes is None or labels.dtype.kind not in "iu":
             return
         giver = f"{type(self.cell).__name__} gives {self.classes} logits"
-        check_classes(labels, self.classes, giver, where, first=first, ignored=self.loss.ignored)
+        check_classes(
+            labels, self.classes, giver, where, numbers=numbers, ignored=self.loss.ignored
+        )
+
+    def check_labels_in_source(self, data: Any) -> None:
+        """Refuse labels of a dataset, naming the sample by its number in the source if it has one.
+
+        It reads all labels; for use after `check_labels` refused some of a batch.
+        """
+        if (stored := labels_in_source(data)) is not None:
+            name = data.origin.name.replace("{", "{{").replace("}", "}}")
+            self.check_labels(stored[0], f"sample {{}} of {name}", stored[1])
 
     @property
     def tallies(self) -> dict[str, Tally]:

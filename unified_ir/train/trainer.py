@@ -207,7 +207,12 @@ class Trainer:
     def evaluate(self, data: Any, *, batch_size: int = EVALUATION_BATCH) -> Row:
         """Return loss and metrics over all samples of `data`, in evaluation mode."""
         self._expect(data)
-        place = measured(in_order(data, batch_size), self._own(), self._evaluation)
+        try:
+            place = measured(in_order(data, batch_size), self._own(), self._evaluation)
+        except InvalidInput:
+            if self._types is not None:
+                self.model.check_labels_in_source(data)
+            raise
         return place.measures(self.model.tallies)
 
     def confusion_matrix(self, data: Any, *, batch_size: int = EVALUATION_BATCH) -> Array:
