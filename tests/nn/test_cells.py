@@ -1,5 +1,7 @@
 """What every cell can do: be frozen, told as a table, taken apart and put together."""
 
+import copy
+import pickle
 from typing import Any
 
 import numpy as np
@@ -211,3 +213,16 @@ def test_load_takes_a_dict():
     for state in kinds:
         with pytest.raises(InvalidInput, match=r"load takes a dict of arrays by path, got"):
             nn.Dense(3, 1).load(state)
+
+
+def test_a_cell_that_holds_an_operator_is_copied_and_pickled():
+    class Holds(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.activation = ops.tanh
+
+    assert copy.deepcopy(Holds()).activation is ops.tanh
+    layer = nn.TransformerEncoderLayer(4, 2, 8, activation=ops.gelu, p_drop=0.0)
+    x = np.random.default_rng(0).normal(size=(2, 3, 4)).astype(np.float32)
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        np.testing.assert_array_equal(other(x), layer(x))

@@ -340,12 +340,11 @@ def test_arguments_of_another_kind_are_refused(message):
 
 
 def test_freezing_between_steps_changes_the_next_step():
-    net, (step, state) = Net(), (loop(optim.SGD(0.1)), {})
-    gradient = grad(loss_of)
+    net, step, gradient = Net(), loop(optim.SGD(0.1)), grad(loss_of)
 
     def moved():
         before = net.state_dict()
-        step(net, state, X, Y)
+        step(net, {}, X, Y)
         changed = {k for k, a in net.state_dict().items() if (a != before[k]).any()}
         assert gradient(net, X, Y).keys() == changed
         return changed

@@ -431,28 +431,18 @@ def _divide(a: Any, b: Any) -> Tensor:
 
 
 def _floor_divide(a: Any, b: Any) -> Tensor:
-    """Compute Python's `//`, which rounds down; ONNX's Div of whole numbers rounds to zero."""
-    quotient = emit("Div", a, b)
-    if quotient.dtype.is_float:
-        return _floor_divide_floats(a, b, quotient)
-    a, b = (as_tensor(x, None if hasattr(x, "dtype") else quotient.dtype) for x in (a, b))
-    # Div rounds toward zero, so the quotient is one too large where it is inexact and negative.
-    inexact = a != quotient * b
-    below = (a < 0) != (b < 0)
-    rounded: Tensor = quotient - (inexact & below).cast(quotient.dtype)
-    return rounded
+    """Compute Python's `//`, which rounds down; ONNX's Div of whole numbers rounds to zero.
 
-
-def _floor_divide_floats(a: Any, b: Any, quotient: Tensor) -> Tensor:
-    """Compute `//` of floats as C Python and numpy do: from the exact remainder.
-
-    Floor of the rounded quotient is one too large where that rounds up: 1 / 0.1 is 10 in float32,
-    but 0.1 is above a tenth, so 1 // 0.1 is 9.
+    Of floats, the floor of the quotient can be one too large, since division rounds: 1 / 0.1 is 10
+    in float32, but this 0.1 is above a tenth. So the exact remainder is taken away first.
     """
+    quotient = emit("Div", a, b)
     a, b = (as_tensor(x, None if hasattr(x, "dtype") else quotient.dtype) for x in (a, b))
-    rest = emit("Mod", a, b, fmod=1)  # of the sign of a
-    crossed = (rest < 0) != (b < 0)
-    below = ((rest != 0) & crossed).cast(quotient.dtype)
+    is_float = quotient.dtype.is_float
+    rest = emit("Mod", a, b, fmod=1) if is_float else a - quotient * b  # of the sign of a
+    below = ((rest != 0) & ((rest < 0) != (b < 0))).cast(quotient.dtype)
+    if not is_float:
+        return emit("Sub", quotient, below)
     whole = emit("Round", (a - rest) / b - below)
     return emit("Where", b == 0, emit("Floor", quotient), whole)
 
@@ -471,14 +461,6 @@ def _is_whole(x: Any) -> bool:
 def _flat(args: tuple[Any, ...]) -> Any:
     """Return the sizes or axes of a call, given one by one or as one sequence."""
     return args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
-
-
-def sizes_of(shape: Sequence[Dim | int] | Dim) -> tuple[Dim, ...]:
-    """Return the sizes of a shape; one number is the size of a vector, as in numpy."""
-    sizes = tuple(shape) if isinstance(shape, Iterable) else (shape,)
-    if not all(isinstance(d, (int, np.integer, Expr)) for d in sizes):
-        raise InvalidInput(f"a shape is one or several whole numbers, got {shape!r:.80}")
-    return tuple(d if isinstance(d, Expr) else int(d) for d in sizes)
 
 
 class HasTensor(Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, Final
 
@@ -39,7 +39,7 @@ from triplane.unified_ir.ops.rows.movement import padding
 from triplane.unified_ir.ops.rows.movement.shape_assertions import assume_shape
 from triplane.unified_ir.ops.samples import bools, computed, fixed, ints, normal, sample
 from triplane.unified_ir.ops.settings import all_open, length, settled
-from triplane.unified_ir.ops.tensor import Tensor, TensorLike, as_tensor, dims_of, emit, sizes_of
+from triplane.unified_ir.ops.tensor import Tensor, TensorLike, as_tensor, dims_of, emit
 
 Types = tuple[TensorType, ...]
 
@@ -470,6 +470,14 @@ where = Op(
 def cast(x: TensorLike, dtype: DType | str) -> Tensor:
     """Return the same numbers in another element type."""
     return as_tensor(x).cast(as_dtype(dtype))
+
+
+def sizes_of(shape: Sequence[Dim | int] | Dim) -> tuple[Dim, ...]:
+    """Return the sizes of a shape; one number is the size of a vector, as in numpy."""
+    sizes = tuple(shape) if isinstance(shape, Iterable) else (shape,)
+    if not all(isinstance(d, (int, np.integer, Expr)) for d in sizes):
+        raise InvalidInput(f"a shape is one or several whole numbers, got {shape!r:.80}")
+    return tuple(d if isinstance(d, Expr) else int(d) for d in sizes)
 
 
 def reshape(x: TensorLike, shape: Sequence[Dim | int] | Dim) -> Tensor:

@@ -20,9 +20,9 @@ from triplane.unified_ir.ops.row import DOMAIN, Op, OpCall, OpKind
 from triplane.unified_ir.ops.rows.arithmetic.bits import bit_shift, bitwise_or
 from triplane.unified_ir.ops.rows.arithmetic.elementwise import cos, log, sin, sqrt
 from triplane.unified_ir.ops.rows.movement.indexing import arange
-from triplane.unified_ir.ops.rows.movement.structure import concat, slice_axis
+from triplane.unified_ir.ops.rows.movement.structure import concat, sizes_of, slice_axis
 from triplane.unified_ir.ops.samples import fixed, ints, sample
-from triplane.unified_ir.ops.tensor import Tensor, sizes_of
+from triplane.unified_ir.ops.tensor import Tensor
 
 ROTATIONS: Final = ((13, 15, 26, 6), (17, 29, 16, 24))
 # The constant of Threefry's key schedule (Skein's C240, cut to 32 bits), against all-zero keys.
@@ -135,7 +135,8 @@ def fold_in(key: Tensor, number: int) -> Tensor:
     Derived keys differ from each other, from the key and from those that `next_key` gives. Use it
     where one key must serve several draws.
     """
-    if not isinstance(number, (int, np.integer)) or not 0 <= number < 2**32:
+    kind: type = type(number)
+    if not issubclass(kind, (int, np.integer)) or not 0 <= number < 2**32:
         raise InvalidInput(f"fold_in takes a whole number in 0..2^32-1, got {number!r:.80}")
     high, low = np.full(1, 2**32 - 2, np.uint32), np.full(1, number, np.uint32)
     return concat(threefry.all_outputs(key, high, low, outputs=2))
