@@ -3,6 +3,7 @@
 """Calls with arrays: arguments, signatures and caches, precision, modes, threads."""
 
 import threading
+import warnings
 from enum import Enum
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ from triplane.unified_ir import (
     value_and_grad,
     vjp,
 )
+from triplane.unified_ir.frontend.programs import MANY_TRACES
 from triplane.unified_ir.ir import Role
 
 from .sides import SIDES, everywhere, floats, on_side
@@ -262,6 +264,26 @@ def test_a_function_inside_a_function_names_cells(side):
     with on_side(side):
         y = graph(lambda x: checkpoint(lambda v: HELD.net(v) + LISTED[0](v))(x))(X)
     np.testing.assert_allclose(y, 18.0 * X)
+
+
+def test_a_function_that_is_compiled_at_every_call_warns_once_of_what_changes():
+    class Loop:
+        def __init__(self):
+            self.net, self.losses = Scaled(1.0), []
+
+        @graph
+        def step(self, x):
+            return self.net(x).sum()
+
+    loop = Loop()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(MANY_TRACES + 5):
+            loop.losses.append(float(loop.step(X)))
+    (warning,) = seen
+    assert "step was compiled 20 times" in str(warning.message)
+    assert "losses" in str(warning.message)
+    assert warning.filename == __file__
 
 
 @pytest.mark.parametrize("side", SIDES)
