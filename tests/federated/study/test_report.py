@@ -196,6 +196,13 @@ def test_texts_from_outside_are_escaped_everywhere(trials):
     assert "&lt;b&gt;&#x27;&quot;&amp;device-0" in text
 
 
+def test_a_title_keeps_no_control_characters(trials):
+    # The title has the name of the model's file, which may reverse the text or hold no character.
+    text = page(trials, "a\x00b\x1b[31m\u202ec\udcff.tpm", {"data": "d\u202e"})
+    assert "<h1>a b [31m c .tpm</h1>" in text
+    assert all(c.isprintable() for c in text.replace("\n", ""))
+
+
 def test_losses_of_many_rounds_are_drawn_as_means(trials):
     rounds = [RoundRow(k + 1, 2, float(k % 2), 0, 0, 0.0) for k in range(120)]
     (*_, chart) = charts([replace(trials[0], rounds=rounds)])

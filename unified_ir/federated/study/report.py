@@ -46,6 +46,7 @@ from triplane.unified_ir.federated.study.trial import (
 )
 from triplane.unified_ir.federated.study.verdicts import GROUPS, verdicts, warnings
 from triplane.unified_ir.files.chart import Column, dot_chart, number_text, value_chart
+from triplane.unified_ir.files.html_table import printable
 
 MAX_POINTS: Final = 60
 """Limit for the points of a line of losses; with more rounds, means of several are drawn."""
@@ -408,4 +409,4 @@ def picture(
 
 
 def _e(text: str) -> str:
-    return escape(text, quote=True)
+    return escape(printable(text), quote=True)
