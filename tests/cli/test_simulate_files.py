@@ -1,7 +1,9 @@
 """`simulate`: seeds, files of results, algorithms of files, warnings in the first line."""
 
 import csv
+import importlib
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -164,6 +166,20 @@ def test_a_usage_error_leaves_no_algorithm_behind(folder):
         ("bad.py:Slow", "\n1 / 0\n", InvalidInput, "bad.py:2: ZeroDivisionError: "),
         ("bad.py:Slow", "def (", InvalidInput, "bad.py:1: SyntaxError: "),
         ("bad.py:Slow", "import nothing_there", InvalidInput, "bad.py:1: ModuleNotFoundError: "),
+        ("bad.py:Slow", "\nraise SystemExit(0)\n", InvalidInput, "bad.py:2: SystemExit: 0"),
+        ("own.py:Slow", OWN.replace('"slow", server', '"all", server'), InvalidInput, "'all'"),
+        ("own.py:Slow", OWN.replace('"slow", server', "None, server"), InvalidInput, "got None"),
+        ("own.py:Slow", OWN.replace('"brake"', '"rounds"'), InvalidInput, "an option of this"),
+        ("own.py:Slow", OWN.replace('"brake"', '"way"'), InvalidInput, "an option of this"),
+        ("own.py:Slow", OWN.replace('"brake"', '"help"'), InvalidInput, "an option of this"),
+        ("own.py:Slow", OWN.replace('"brake"', '"a b"'), InvalidInput, "a hyperparameter's name"),
+        ("own.py:Slow", OWN.replace('hyper["b', 'hyper["x'), InvalidInput, "own.py:8: KeyError"),
+        (
+            "own.py:Slow",
+            OWN.replace("server=", "gradient=lambda of, k: None, server="),
+            InvalidInput,
+            "the gradient of slow must be a Function, got NoneType",
+        ),
     ],
 )
 def test_a_file_that_gives_no_algorithm_is_refused(folder, tmp_path, name, content, error, said):
@@ -171,6 +187,31 @@ def test_a_file_that_gives_no_algorithm_is_refused(folder, tmp_path, name, conte
         (tmp_path / name.partition(":")[0]).write_text(content)
     with pytest.raises(error, match=said):
         run(folder, "--algorithm", str(tmp_path / name))
+
+
+def test_what_a_file_prints_is_no_part_of_the_json(folder, tmp_path):
+    (tmp_path / "loud.py").write_text(f"print('hello')\n{OWN}")
+    done = run(folder, "--algorithm", f"{tmp_path / 'loud.py'}:Slow", "--json")
+    assert json.loads(done.stdout)["trials"]
+    assert "hello" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["json", "csv", "numpy", "types"])
+def test_a_file_may_have_the_name_of_a_library(folder, tmp_path, name, monkeypatch):
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    monkeypatch.delitem(sys.modules, "csv", raising=False)
+    (tmp_path / f"{name}.py").write_text(OWN)
+    done = run(folder, "--algorithm", f"{tmp_path / name}.py:Slow", "--json")
+    assert done.exit_code == 0, done.output
+    assert str(tmp_path) not in str(importlib.import_module(name))
+
+
+def test_an_algorithm_of_a_file_may_have_adam_on_the_cloud(folder):
+    own = f"{folder / 'own.py'}:Slow"
+    done = run(folder, "--algorithm", f"{own}+adam", "--algorithm", own, "--json")
+    trials = json.loads(done.stdout)["trials"]
+    assert [trial["algorithm"] for trial in trials] == ["slow+adam", "slow"]
+    assert trials[0]["rounds"][1]["loss"] != trials[1]["rounds"][1]["loss"]
 
 
 def test_two_files_of_results_have_two_names(folder, tmp_path):
