@@ -160,7 +160,9 @@ def test_a_difference_is_of_pairs_and_its_error_numpys():
     error = (a - b).std(ddof=1) / np.sqrt(30)
     assert found.margin == pytest.approx(2.04523 * error, rel=1e-4)
     assert found.shown == (abs(found.mean) > found.margin)
-    assert difference(made("a", a[:1]).scores, made("b", b).scores) is None
+    assert difference((), made("b", b).scores) is None
+    one = there(difference(made("a", a[:1]).scores, made("b", b).scores))
+    assert (one.mean, one.margin, one.shown) == (a[0] - b[0], np.inf, False)
 
 
 def test_there_are_dots_lines_and_losses(trials):
