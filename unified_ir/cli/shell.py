@@ -14,7 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -195,6 +195,10 @@ class CommandOutput:
     def note(self, text: str) -> None:
         """Print progress for people on stderr, so that a pipe receives only the result."""
         click.echo(text, err=True)
+
+    def user_code(self) -> AbstractContextManager[Any]:
+        """Return a block in which what code of the user prints is kept out of a JSON document."""
+        return redirect_stdout(sys.stderr) if self.as_json else nullcontext()
 
     def result(self, record: Mapping[str, Any], text: str) -> None:
         """Print the verb's result, once: `record` under `--json`, else `text`."""

@@ -185,7 +185,8 @@ def simulate(**options: Any) -> None:
 
     _studies(options, 0)  # refuses options before anything is read
     module, _ = read_model(options["model"])
-    trials, stopped, groups = _trials(module, options, output.note)
+    with output.user_code():
+        trials, stopped, groups = _trials(module, options, output.note)
     record = _record(trials, stopped, groups)
     _write(options, trials, record, _facts(options, groups) | _failures(stopped))
     rest = [*verdicts(trials), *map(": ".join, _failures(stopped).items())]
