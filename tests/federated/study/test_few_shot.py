@@ -10,6 +10,7 @@ from triplane.unified_ir import nn, optim, train
 from triplane.unified_ir.federated.algorithms import Hyper
 from triplane.unified_ir.federated.core.learn import Shard
 from triplane.unified_ir.federated.study import Study, simulate
+from triplane.unified_ir.federated.study.trial import RoundRow
 
 from .given import there
 
@@ -72,10 +73,11 @@ def test_what_does_not_learn_from_episodes_is_refused():
 
 @pytest.mark.parametrize("part", ["train", "held_out"])
 def test_a_device_without_enough_classes_is_refused_before_the_first_round(part):
-    whole, rounds = device(0), []
+    whole = device(0)
+    rounds: list[RoundRow] = []
     rows = np.flatnonzero(getattr(whole, part)["y"] < 12)  # two classes
     poor = replace(whole, **{part: {k: x[rows] for k, x in getattr(whole, part).items()}})
     devices = {"rich": device(1), "poor": poor}
-    with pytest.raises(InvalidInput, match="^poor: an episode takes 3 classes .* 2 of this"):
+    with pytest.raises(InvalidInput, match=r"^poor: an episode takes 3 classes .* 2 of this"):
         simulate(few_shot_module(), devices, few_shot(), on_round=rounds.append)
     assert not rounds
