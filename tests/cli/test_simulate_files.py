@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from triplane.proto.errors import InvalidInput, NotFound
+from triplane.proto.errors import InvalidInput, NotFound, Unavailable
 from triplane.unified_ir import nn, optim, train
 from triplane.unified_ir.cli.simulate import simulate
 from triplane.unified_ir.federated.algorithms import ALGORITHMS
@@ -53,12 +53,15 @@ def folder(tmp_path_factory):
     return path
 
 
-def run(folder, *more):
-    arguments = [
+def call(folder, *more):
+    return [
         str(folder / "m.tpm"), "--data", str(folder / "d.csv"), "--x", "a,b,c:3", "--y", "label",
         "--group", "who", "--rounds", "2", "--steps", "1", *more,
     ]  # fmt: skip
-    return CliRunner().invoke(simulate, arguments, catch_exceptions=False)
+
+
+def run(folder, *more):
+    return CliRunner().invoke(simulate, call(folder, *more), catch_exceptions=False)
 
 
 def test_several_seeds_are_run_and_shown_with_their_spread(folder, tmp_path):
@@ -213,6 +216,16 @@ def test_an_algorithm_of_a_file_may_have_adam_on_the_cloud(folder):
     trials = json.loads(done.stdout)["trials"]
     assert [trial["algorithm"] for trial in trials] == ["slow+adam", "slow"]
     assert trials[0]["rounds"][1]["loss"] != trials[1]["rounds"][1]["loss"]
+
+
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_a_file_that_cannot_be_written_costs_no_other_result(folder, tmp_path, form):
+    too_long, csv_file = (tmp_path / name for name in ("a" * 255, "a.csv"))
+    arguments = ("--algorithm=fedavg", "--out", str(too_long), "--out-csv", str(csv_file), *form)
+    done = CliRunner().invoke(simulate, call(folder, *arguments))
+    assert isinstance(done.exception, Unavailable)
+    assert csv_file.read_text().startswith("algorithm,")
+    assert bool(done.stdout) is not bool(form)
 
 
 def test_two_files_of_results_have_two_names(folder, tmp_path):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from triplane.proto.errors import InvalidInput
+from triplane.proto.errors import InvalidInput, Unavailable
 from triplane.unified_ir.cli import data_options
 from triplane.unified_ir.cli.algorithms import AlgorithmCommand
 from triplane.unified_ir.cli.shell import (
@@ -188,9 +188,13 @@ def simulate(**options: Any) -> None:
     with output.user_code():
         trials, stopped, groups = _trials(module, options, output.note)
     record = _record(trials, stopped, groups)
-    _write(options, trials, record, _facts(options, groups) | _failures(stopped))
     rest = [*verdicts(trials), *map(": ".join, _failures(stopped).items())]
-    output.result(record, "\n".join([*warnings(trials), *_lines(trials), *rest]))
+    text = "\n".join([*warnings(trials), *_lines(trials), *rest])
+    if not output.as_json:
+        output.result(record, text)  # first: a file that cannot be written costs no study
+    _write(options, trials, record, _facts(options, groups) | _failures(stopped))
+    if output.as_json:
+        output.result(record, text)  # last: an error is a document, too, and there is one
     if stopped:
         click.get_current_context().exit(EXIT_CODES[InvalidInput])
 
@@ -272,7 +276,7 @@ def _folder(options: dict[str, Any], study: Study) -> Path | None:
 def _write(
     options: dict[str, Any], trials: list[Trial], record: dict[str, Any], facts: dict[str, str]
 ) -> None:
-    """Write the files that were asked for."""
+    """Write the files that were asked for, as many as possible; raise the first error."""
     from triplane.proto.disk import write_atomic
     from triplane.unified_ir.federated.study.export import scores_csv
     from triplane.unified_ir.federated.study.report import page
@@ -284,9 +288,15 @@ def _write(
         "out_csv": lambda: scores_csv(trials),
         "out_json": lambda: json.dumps(record, indent=1, ensure_ascii=False) + "\n",
     }
+    errors: list[Unavailable] = []
     for key, content in contents.items():
         if options[key] is not None:
-            write_atomic(options[key], content().encode())
+            try:
+                write_atomic(options[key], content().encode())
+            except Unavailable as error:
+                errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def _source(options: dict[str, Any], seed: int) -> SampleSource:
