@@ -77,7 +77,8 @@ deviation behind them, and algorithms are compared seed by seed.
 \b
 --out-csv has one row per scored device, seed, round (0: the start) and rate of adaptation:
 algorithm, seed, round, devices (training or unseen), device, samples, metric, before, adapted,
-rate (empty: the run's own), final (1 in rows that the table summarizes). Accuracies are shares.
+rate (empty: the run's own, if no other was tried), final (1 in rows that the table summarizes).
+Accuracies are shares.
 --out-json has the document of --json.
 
 \b
