@@ -17,6 +17,7 @@ from triplane.unified_ir.federated.study import (
     difference,
     page,
     picture,
+    report,
     rounds_csv,
     scores_csv,
     simulate,
@@ -196,6 +197,14 @@ def test_texts_from_outside_are_escaped_everywhere(trials):
     without_data = re.sub(r"base64,[^']*", "", text)
     assert evil not in without_data
     assert "&lt;b&gt;&#x27;&quot;&amp;device-0" in text
+
+
+def test_data_that_is_too_large_for_the_page_is_named(trials, monkeypatch):
+    assert "Not within this page" not in page(trials, "t")
+    monkeypatch.setattr(report, "MAX_FILE_BYTES", len(rounds_csv(trials).encode()))
+    text = page(trials, "t")
+    assert re.findall("download='([^']*)'", text) == ["rounds.csv"]
+    assert "Not within this page, because larger than 0 MiB: scores.csv, study.json." in text
 
 
 def test_a_title_keeps_no_control_characters(trials):
