@@ -231,3 +231,10 @@ def test_a_file_that_cannot_be_written_costs_no_other_result(folder, tmp_path, f
 def test_two_files_of_results_have_two_names(folder, tmp_path):
     with pytest.raises(InvalidInput, match="--out-csv and --out-json are both"):
         run(folder, "--out-csv", str(tmp_path / "a"), "--out-json", str(tmp_path / "a"))
+
+
+def test_a_result_does_not_replace_the_file_of_an_algorithm(folder):
+    own = folder / "own.py"
+    with pytest.raises(InvalidInput, match="--out-csv is .*own.py, which is an input"):
+        run(folder, f"--algorithm={own}:Slow", "--out-csv", str(own))
+    assert own.read_text() == OWN

@@ -11,7 +11,7 @@ import click
 
 from triplane.proto.errors import InvalidInput, Unavailable
 from triplane.unified_ir.cli import data_options
-from triplane.unified_ir.cli.algorithms import AlgorithmCommand
+from triplane.unified_ir.cli.algorithms import FILES, AlgorithmCommand
 from triplane.unified_ir.cli.shell import (
     COUNT,
     EXIT_CODES,
@@ -180,7 +180,8 @@ def simulate(**options: Any) -> None:
     """Compare federated algorithms on simulated devices, starting from MODEL.tpm."""
     output = open_output(options["as_json"])
     outputs = {f"--{k.replace('_', '-')}": options[k] for k in ("out", "out_csv", "out_json")}
-    check_distinct_files([options["model"], options["data"]], outputs)
+    own_files = click.get_current_context().meta.get(FILES, ())
+    check_distinct_files([options["model"], options["data"], *own_files], outputs)
     from triplane.unified_ir.convert.conversion import read_model
     from triplane.unified_ir.federated.study.verdicts import verdicts, warnings
 
