@@ -63,7 +63,7 @@ from triplane.proto import transfer_pb2_grpc as transfer_grpc
 from triplane.proto.blobs import BlobFolder
 from triplane.proto.calls import UNSEEN_CALLS
 from triplane.proto.channels import server_credentials, server_options
-from triplane.proto.errors import NotFound, Unavailable
+from triplane.proto.errors import InvalidInput, NotFound, Unavailable
 from triplane.proto.logs import say_ready
 from triplane.proto.transfer import TransferServicer
 
@@ -96,6 +96,13 @@ class CloudOptions:
     drain_s: float = DRAIN_S
     log_level: str = "warning"
     json: bool = True
+
+    def __post_init__(self) -> None:
+        if self.port and self.port == self.enrol_port:
+            raise InvalidInput(
+                f"the main port and the enrolment port must differ, both are {self.port}; choose "
+                "--port or --enrol-port (a port that is not stated is that of the last start)"
+            )
 
 
 class Cloud:

@@ -6,7 +6,7 @@ import ctypes
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,25 +33,31 @@ def main(
     held_out: float | None = None,
     x: Sequence[str] = (),
     y: Sequence[str] = (),
+    form: Mapping[str, Any] | None = None,
     app: str | None = None,
     log_level: str = "INFO",
     line: Callable[[dict[str, object]], str] = json.dumps,
 ) -> None:
     """Take part in runs until SIGTERM or SIGINT.
 
-    data: a file or folder of samples; x, y: its columns. app: the name of the owner's `ClientApp`,
-    as for `device.flower.load_app`. line: formats the facts of the ready line.
+    data: a file or folder of samples; x, y: its columns; form: see `FederatedClient`. app: the name
+    of the owner's `ClientApp`, as for `device.flower.load_app`. line: formats the facts of the
+    ready line.
     """
     signals.restore_defaults()
     # Before the imports below, which allocate most of what the process holds.
     hold_little_memory()
     # Imported after `restore_defaults`, so that a signal during slow imports ends the process.
     from triplane.device.client import FederatedClient, Graphs
+    from triplane.device.home import DeviceHome
 
     configure_logging(log_level)
     give_back_code()
+    if data is None:
+        # Samples may be missing for the reason that nobody enrolled this device.
+        DeviceHome(Path(home)).require_enrolled()
     client = FederatedClient(
-        home, data, population=population, held_out=held_out, x=x, y=y, app=app,
+        home, data, population=population, held_out=held_out, x=x, y=y, form=form, app=app,
         graphs=Graphs.CHILD,
     )  # fmt: skip
     termination = signals.Termination(client.stop, limit_s=STOP_S)

@@ -83,7 +83,10 @@ def main(argv: list[str]) -> None:
         # Waits until the child of a killed device is gone: two writers would damage the home.
         lock = home.lock_for_tasks()
         home.recover()
-        shard = shard_of(arguments["data"], held_out=settings.held_out, x=settings.x, y=settings.y)
+        shard = shard_of(
+            arguments["data"], held_out=settings.held_out, x=settings.x, y=settings.y,
+            form=settings.form,
+        )  # fmt: skip
         app = load_app(arguments["app"]) if arguments["app"] else None
         runner = InProcessExecutor(home, shard, settings, app)
         give_back_code()

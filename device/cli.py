@@ -1,23 +1,22 @@
 """The verb `triplane device`: a device from the shell. Imports only click until it is called."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final
 
 import click
 
+from triplane.unified_ir.cli import data_options
 from triplane.unified_ir.cli.machines import (
     home_option,
     log_level_option,
     ready_option,
     token_options,
 )
-from triplane.unified_ir.cli.shell import Tier, json_option, open_output
+from triplane.unified_ir.cli.shell import Tier, json_option, open_output, option
 
-F = TypeVar("F", bound=Callable[..., Any])
 TIER = Tier(verbs={"device": 140}, extras={"cryptography": "device"})
 device_home = home_option("device", "TRIPLANE_DEVICE_HOME", "~/.triplane/device")
-ENROL_EXAMPLE = """
+ENROL_EXAMPLE = f"""
 \b
 An operator makes a token on a machine that reaches the cloud:
   triplane cloud token --role device
@@ -25,8 +24,9 @@ An operator makes a token on a machine that reaches the cloud:
 Then, here, once, and from now on:
   triplane device enrol TOKEN --cloud cloud.example:8444 --population cameras --data samples.npz
   triplane device run
-"""
-RUN_EXAMPLE = """
+
+{data_options.CHOICES}"""
+RUN_EXAMPLE = f"""
 \b
 Examples:
   triplane device run
@@ -35,32 +35,31 @@ Examples:
 \b
 samples.npz holds arrays x and y, one row for each sample. Samples in held_out.x and held_out.y are
 never used for learning; without these arrays one sample of five is held out. Other files and
-folders serve as well, such as a table: --data steps.csv --x 'ch*:2x64' --y activity. A single
---x or --y is the model's x or y; several are named, as in --x left=a --x right=b.
-"""
+folders serve as well: columns without a name of the model's are its inputs and its target in
+order, and classes with names get the numbers that the model gives to these names.
+
+{data_options.CHOICES}"""
 
 
-def sample_options(function: F) -> F:
-    """Add the options for the samples and the population of a device."""
-    data = click.option(
-        "--data",
-        type=click.Path(exists=True, path_type=Path),
-        metavar="PATH",
-        help="The samples: an .npz, another file (.csv, .parquet, ...), or a folder.",
-    )
-    x = click.option(
-        "--x", metavar="CHOICE", multiple=True, help="Columns of an input; may be repeated."
-    )
-    y = click.option("--y", metavar="CHOICE", multiple=True, help="Columns of the target.")
-    population = click.option(
-        "--population", metavar="NAME", help="Take part in runs of this population."
-    )
-    held_out = click.option(
-        "--held-out",
-        type=click.FloatRange(0, 1, max_open=True),
-        help="Share of samples that are never used for learning.",
-    )
-    return data(x(y(population(held_out(function)))))
+# fmt: off
+SAMPLE_OPTIONS: Final = (
+    option("--data PATH", "The samples: an .npz, another file (.csv, .parquet, .txt, ...), or a "
+           "folder.", click.Path(exists=True, path_type=Path)),
+    *data_options.choices(),
+    *data_options.forms(),
+    option("--population NAME", "Take part in runs of this population."),
+    option("--held-out SHARE", "Share of samples that are never used for learning.",
+           click.FloatRange(0, 1, max_open=True)),
+)
+# fmt: on
+
+
+def _samples(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of `SAMPLE_OPTIONS` as settings and clients take them."""
+    form = data_options.reading(options)
+    columns = {name: form.pop(name) for name in ("x", "y")}
+    form = {name: value for name, value in form.items() if value is not None}
+    return columns | {"form": form, **{k: options[k] for k in ("data", "population", "held_out")}}
 
 
 @click.group()
@@ -68,12 +67,11 @@ def device() -> None:
     """Learn with other devices from the samples of this one."""
 
 
-@device.command(epilog=ENROL_EXAMPLE)
+@device.command(epilog=ENROL_EXAMPLE, params=[*SAMPLE_OPTIONS])
 @token_options
 @device_home
-@sample_options
 @json_option
-def enrol(*, token_text: str, address: str, home: Path, as_json: bool, **samples: Any) -> None:
+def enrol(*, token_text: str, address: str, home: Path, as_json: bool, **options: Any) -> None:
     """Make this machine a device: create its key here and get a certificate for TOKEN.
 
     It can be repeated with the same token after an interruption. The options for samples and
@@ -83,21 +81,20 @@ def enrol(*, token_text: str, address: str, home: Path, as_json: bool, **samples
     from triplane.device.home import DeviceHome
 
     place = DeviceHome(home)
-    name = enrol_at(place, place.settings.but(**samples), token_text, address).name
+    name = enrol_at(place, place.settings.but(**_samples(options)), token_text, address).name
     record = {"name": name, "home": str(place.path), "cloud": place.identity.cloud}
     text = f"{name}: enrolled in {place.path}; now: triplane device run --home {place.path}"
     open_output(as_json).result(record, text)
 
 
-@device.command(epilog=RUN_EXAMPLE)
+@device.command(epilog=RUN_EXAMPLE, params=[*SAMPLE_OPTIONS])
 @device_home
-@sample_options
 @click.option(
     "--app", metavar="MODULE:NAME", help="A ClientApp of yours, for runs with a Flower strategy."
 )
 @log_level_option("info")
 @ready_option
-def run(*, as_json: bool, **options: Any) -> None:
+def run(*, home: Path, app: str | None, log_level: str, as_json: bool, **options: Any) -> None:
     """Take part in runs until SIGTERM or Ctrl-C.
 
     It prints one line when it has begun. Killing this process loses nothing: the next one sends the
@@ -107,7 +104,8 @@ def run(*, as_json: bool, **options: Any) -> None:
 
     from triplane.device.__main__ import main, text
 
-    main(line=json.dumps if as_json else text, **options)
+    line = json.dumps if as_json else text
+    main(home, app=app, log_level=log_level, line=line, **_samples(options))
 
 
 @device.command()

@@ -80,7 +80,8 @@ class FederatedClient:
     home: its folder. samples: see `shard_of`. population: it takes part in runs of this population.
     app: a Flower `ClientApp` of the device's owner (extra `[flower]`), for runs whose strategy
     needs one. graphs: where they run. With Graphs.CHILD, samples is a path and app is MODULE:NAME.
-    x, y: the columns of the model's inputs and target in a file or folder.
+    x, y: the columns of the model's inputs and target in a file or folder; form: more options of
+    `data.load`, such as {"window": 32} (`home.FORM`).
 
         client = FederatedClient("my-device", {"x": images, "y": labels}, population="cameras")
         client.enrol(token, "cloud.example:8444")     # once
@@ -99,6 +100,7 @@ class FederatedClient:
         graphs: Graphs = Graphs.IN_PROCESS,
         x: Sequence[str] = (),
         y: Sequence[str] = (),
+        form: Mapping[str, Any] | None = None,
     ) -> None:
         """Take options that are None or empty from `device.json`.
 
@@ -106,7 +108,7 @@ class FederatedClient:
         """
         self._home = DeviceHome(home)
         settings = self._home.settings.but(
-            data=None, population=population, held_out=held_out, x=x, y=y
+            data=None, population=population, held_out=held_out, x=x, y=y, form=form
         )
         if samples is None and not settings.data:
             raise NotFound(
@@ -115,7 +117,9 @@ class FederatedClient:
             )
         source = settings.data if samples is None else samples
         self.settings = settings
-        shard = shard_of(source, held_out=settings.held_out, x=settings.x, y=settings.y)
+        shard = shard_of(
+            source, held_out=settings.held_out, x=settings.x, y=settings.y, form=settings.form
+        )
         self.examples, self.held_out_samples = shard.examples, shard.held_out_samples
         in_child = graphs is Graphs.CHILD
         self._file = _file_of(source) if in_child else None

@@ -42,6 +42,7 @@ from flwr.proto.message_pb2 import Message as WireMessage
 from flwr.proto.recorddict_pb2 import RecordDict as WireRecords
 from flwr.supercore.task_identity import TaskIdentity
 
+from triplane.device.dataset_shard import shard_for
 from triplane.proto.errors import InvalidInput, NotFound
 from triplane.unified_ir.federated.core.learn import Shard, Work, evaluate, learn
 from triplane.unified_ir.runtime import Plan, SessionOptions
@@ -70,7 +71,7 @@ def client_app(shard: Callable[[Context], Shard]) -> ClientApp:
     @app.train()
     def train(message: Message, context: Context) -> Message:
         plan, work = _begin(message, context)
-        learned = learn(plan, work, shard(context))
+        learned = learn(plan, work, shard_for(plan, shard(context)))
         metrics = {"num-examples": learned.examples, "loss": learned.loss}
         return _reply(
             message, metrics, ArrayRecord({k: Array(v) for k, v in learned.change.items()})
@@ -80,7 +81,7 @@ def client_app(shard: Callable[[Context], Shard]) -> ClientApp:
     def test(message: Message, context: Context) -> Message:
         plan, work = _begin(message, context)
         steps = int(message.content[CONFIG]["adapt-steps"])
-        score = evaluate(plan, work, shard(context), steps=steps)
+        score = evaluate(plan, work, shard_for(plan, shard(context)), steps=steps)
         metrics = {"num-examples": score.samples, "before": score.before, "after": score.after}
         return _reply(message, metrics)
 

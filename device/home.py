@@ -14,8 +14,8 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -33,6 +33,13 @@ CHILD_ENDS_S: Final = 10.0
 """Longest wait for the child of a killed device to end."""
 TEMPORARY: Final = ".*.tmp"
 """Pattern of temporary files, which a killed process may leave."""
+FORM: Final[Mapping[str, str]] = {
+    "window": "a whole number",
+    "size": "[height, width] or [channels, height, width]",
+    "query": "a text",
+    "pixels": "true or false",
+}
+"""Options of `data.load` beside the columns, and their values in `device.json`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,17 +47,18 @@ class DeviceSettings:
     """The settings in `device.json`.
 
     population: the device takes part in runs of this population. data: the file or folder of its
-    samples, for the command. x, y: the columns of inputs and target in it. held_out: share of the
-    samples that are never used for learning. max_disk_bytes: limit for all plans and states;
-    max_blob_bytes: limit for each of them. max_memory_bytes, max_cpu_s: limits of one task beyond
-    what the process takes without it, 0 for none; they apply if tasks run in a child process.
-    max_cpu_s limits the sum over all threads.
+    samples, for the command. x, y: the columns of inputs and target in it. form: more options of
+    reading it (`FORM`). held_out: share of the samples that are never used for learning.
+    max_disk_bytes: limit for all plans and states; max_blob_bytes: limit for each of them.
+    max_memory_bytes, max_cpu_s: limits of one task beyond what the process takes without it, 0 for
+    none; they apply if tasks run in a child process. max_cpu_s limits the sum over all threads.
     """
 
     population: str = "default"
     data: str = ""
     x: tuple[str, ...] = ()
     y: tuple[str, ...] = ()
+    form: Mapping[str, Any] = field(default_factory=dict)
     held_out: float = HELD_OUT
     max_disk_bytes: int = 4 << 30
     max_blob_bytes: int = 1 << 30
@@ -62,7 +70,8 @@ class DeviceSettings:
             choices = getattr(self, name)
             if isinstance(choices, list) and all(isinstance(choice, str) for choice in choices):
                 object.__setattr__(self, name, tuple(choices))  # JSON has lists
-        wanted = {f.name: type(f.default) for f in fields(DeviceSettings)}
+        object.__setattr__(self, "form", checked_form(self.form))
+        wanted = {f.name: type(f.default) for f in fields(DeviceSettings) if f.name != "form"}
         for name, kind in wanted.items():
             value = getattr(self, name)
             # Not isinstance: true is an int in Python. A whole number may stand for a float in
@@ -71,7 +80,8 @@ class DeviceSettings:
                 raise InvalidInput(f"{name} is {kind.__name__}, got {value!r}")
         if not POPULATION.fullmatch(self.population):
             raise InvalidInput(
-                f"a population's name matches {POPULATION.pattern}, got {self.population[:80]!r}"
+                "a population's name has 1 to 63 of a-z, 0-9, '.', '_', '-' and begins with a "
+                f"letter or digit, got {self.population[:80]!r}"
             )
         if not (math.isfinite(self.max_cpu_s) and min(self.max_cpu_s, self.max_memory_bytes) >= 0):
             raise InvalidInput(
@@ -89,13 +99,34 @@ class DeviceSettings:
         held_out: float | None,
         x: Sequence[str] = (),
         y: Sequence[str] = (),
+        form: Mapping[str, Any] | None = None,
     ) -> "DeviceSettings":
         """Return these settings with the arguments that are not None or empty in their place."""
         # Absolute, because the service may start in another folder than the command that enrolled.
         path = None if data is None else str(Path(data).absolute())
         changes: dict[str, Any] = {"data": path, "population": population, "held_out": held_out}
         changes |= {"x": tuple(x) or None, "y": tuple(y) or None}
+        changes["form"] = {**self.form, **(form or {})}
         return replace(self, **{k: v for k, v in changes.items() if v is not None})
+
+
+def checked_form(form: Any) -> dict[str, Any]:
+    """Return options of reading data; InvalidInput unless they are some of `FORM`."""
+    if not isinstance(form, Mapping):
+        raise InvalidInput(f"form is an object of options, got {form!r}")
+    for name, value in form.items():
+        if name not in FORM:
+            raise InvalidInput(f"options of reading data are {', '.join(FORM)}, got {name!r}")
+        if not _is_form(name, value):
+            raise InvalidInput(f"{name} is {FORM[name]}, got {value!r}")
+    return {name: tuple(v) if name == "size" else v for name, v in form.items()}
+
+
+def _is_form(name: str, value: Any) -> bool:
+    if name == "size":
+        is_list = isinstance(value, list | tuple) and len(value) in {2, 3}
+        return is_list and all(type(n) is int and n > 0 for n in value)
+    return type(value) is {"window": int, "query": str, "pixels": bool}[name]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 Invalid samples are refused here, naming the place, rather than by every task of a run. The held-out
 part is never used for learning. A sample stays in its part when more samples are added: one of each
-block of consecutive samples is held out, chosen by a fixed draw.
+block of consecutive samples is held out, chosen by a fixed draw. Of windows that share rows, the
+last ones are held out; when rows are added, no window that was learned from comes into that part.
 """
 
 import sys
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeGuard
 
 import numpy as np
 
+from triplane.device.dataset_shard import DatasetShard
+from triplane.device.home import checked_form
 from triplane.proto.errors import Corrupt, InvalidInput, NotFound
 from triplane.unified_ir.federated.core.defaults import HELD_OUT
 from triplane.unified_ir.federated.core.draws import Array, Draws
@@ -45,7 +48,12 @@ Source: TypeAlias = (
 
 
 def shard_of(
-    source: Source, *, held_out: float = HELD_OUT, x: Sequence[str] = (), y: Sequence[str] = ()
+    source: Source,
+    *,
+    held_out: float = HELD_OUT,
+    x: Sequence[str] = (),
+    y: Sequence[str] = (),
+    form: Mapping[str, Any] | None = None,
 ) -> Shard:
     """Return the samples of `source`; split them unless it has held-out samples itself.
 
@@ -54,17 +62,18 @@ def shard_of(
     `triplane.unified_ir.data.load` reads, a `Dataset` with inputs and targets of these names, or an
     iterable of batches that ends. held_out: share in [0, 1), rounded to the nearest 1/n, or 1 - 1/n
     above a half; with 0 the device cannot evaluate. x, y: for a path, the columns of inputs and
-    target; a single one is named x or y. Classes are whole numbers. InvalidInput: samples are not
-    finite numbers, or differ in size or names.
+    target; a single one is named x or y. form: for a path, more options of `data.load`, those of
+    `home.FORM`. Columns and named classes of data get the model's names and numbers from each plan
+    (`dataset_shard`). InvalidInput: samples are not finite numbers, or differ in size or names.
     """
     if isinstance(source, Shard):
         return _checked(source)
     if isinstance(source, str | Path):
-        return _checked(_from_path(Path(source).expanduser(), held_out, x, y))
+        return _from_path(Path(source).expanduser(), held_out, x, y, form or {})
     if _is_dataset(source):
-        return _checked(split(_from_dataset(source), held_out))
+        return _from_dataset(source, held_out)
     arrays = _named(source) if isinstance(source, Mapping) else _concatenated(source)
-    return _checked(split(arrays, held_out))
+    return split(arrays, held_out)
 
 
 def _is_dataset(source: object) -> TypeGuard["Dataset"]:
@@ -73,23 +82,17 @@ def _is_dataset(source: object) -> TypeGuard["Dataset"]:
     return module is not None and isinstance(source, module.Dataset)
 
 
-def _from_path(path: Path, held_out: float, x: Sequence[str], y: Sequence[str]) -> Shard:
-    if path.suffix == NPZ and not (x or y):
+def _from_path(
+    path: Path, held_out: float, x: Sequence[str], y: Sequence[str], form: Mapping[str, Any]
+) -> Shard:
+    if path.suffix == NPZ and not (x or y or form):
         return _from_npz(path, held_out)
     if not path.exists():
         raise NotFound(f"no samples at {path}; give a file with columns x and y")
     from triplane.unified_ir.data import load
 
-    dataset = load(path, x=_under("x", x), y=_under("y", y))
-    if dataset.labels and path.suffix != PIPELINE:
-        # Each device would number the classes that occur in its own samples.
-        names = ", ".join(map(repr, dataset.labels[:3]))  # repr: characters of a text are classes
-        raise InvalidInput(
-            f"{path.name} names its classes ({names}, ...), but a device "
-            "does not know the numbers that the model gives to these names; give whole numbers, or "
-            "a pipeline (.json) whose step lookup states all classes in order"
-        )
-    return split(_from_dataset(dataset), held_out)
+    dataset = load(path, x=_under("x", x), y=_under("y", y), **checked_form(form))
+    return _from_dataset(dataset, held_out, numbered=path.suffix == PIPELINE)
 
 
 def _under(name: str, choices: Sequence[str]) -> tuple[str, ...]:
@@ -98,7 +101,23 @@ def _under(name: str, choices: Sequence[str]) -> tuple[str, ...]:
     return (f"{name}={choices[0]}",) if alone else tuple(choices)
 
 
-def _from_dataset(dataset: "Dataset") -> dict[str, Array]:
+def _from_dataset(dataset: "Dataset", held_out: float, *, numbered: bool = True) -> Shard:
+    """Return inputs and targets in two parts; see `DatasetShard`."""
+    from triplane.unified_ir.data.choosing import class_columns
+
+    if held_out and dataset.overlap:
+        # Windows that share rows with held-out ones would be learned from; see `Dataset.split`.
+        shard = _checked(Shard(*map(_arrays_of, dataset.split(held_out))))
+    else:
+        shard = split(_arrays_of(dataset), held_out)
+    names = class_columns(dataset)
+    return DatasetShard(
+        shard.train, shard.held_out, dataset.origin.name, dict.fromkeys(names, dataset.labels),
+        numbered,
+    )  # fmt: skip
+
+
+def _arrays_of(dataset: "Dataset") -> dict[str, Array]:
     """Return inputs and targets by name, within `MAX_SHARD_BYTES`; float64 becomes float32."""
     from triplane.unified_ir.data.choosing import row_bytes
 
@@ -123,7 +142,8 @@ def split(arrays: Mapping[str, Array], held_out: float) -> Shard:
     if not 0 <= held_out < 1:
         raise InvalidInput(f"the share to hold out is in [0, 1), got {held_out}")
     # `Shard` raises InvalidInput unless all arrays have the same number of rows.
-    n = len(Shard(arrays, {}).train[next(iter(arrays))])
+    whole = _checked(Shard(arrays, {}))  # before the split, since errors count the samples
+    n = len(whole.train[next(iter(arrays))])
     out = np.zeros(n, bool)
     if held_out:
         block = min(max(2, round(1 / min(held_out, 1 - held_out))), MAX_BLOCK)
@@ -221,7 +241,7 @@ def _from_npz(path: Path, held_out: float) -> Shard:
         return split(train, held_out)
     rest = arrays.keys() - train.keys()
     named = {name.removeprefix(HELD_OUT_PREFIX): arrays[name] for name in sorted(rest)}
-    return Shard(train, named)
+    return _checked(Shard(train, named))
 
 
 def _checked(shard: Shard) -> Shard:
@@ -246,9 +266,9 @@ def _check_numbers(name: str, x: Array) -> None:
     for at in range(0, len(x), rows):
         bad = ~np.isfinite(x[at : at + rows]).reshape(len(x[at : at + rows]), -1).all(axis=1)
         if bad.any():
+            sample = at + int(bad.argmax())
             raise InvalidInput(
-                f"samples must be finite; {name!r} of one has "
-                f"{_defect(x[at + int(bad.argmax())])}; "
+                f"samples must be finite; {name!r} of sample {sample} has {_defect(x[sample])}; "
                 "fill in missing values, or leave such samples out"
             )
 

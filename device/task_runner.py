@@ -17,6 +17,7 @@ from typing import Any, Final
 import grpc
 import numpy as np
 
+from triplane.device.dataset_shard import shard_for
 from triplane.device.home import DeviceHome, DeviceSettings
 from triplane.device.memory import (
     UNSYNCED,
@@ -88,7 +89,8 @@ class TaskRunner:
         channel: Callable[[], grpc.Channel],
         app: Any = None,
     ) -> None:
-        self._home, self._shard, self._settings = home, shard, settings
+        self._home, self._samples, self._settings = home, shard, settings
+        self._shard = shard  # as the present plan takes it
         self._channel, self._app = channel, app
         self._blobs = BlobFolder(home.plans, max_bytes=settings.max_blob_bytes)
         self._states = BlobFolder(home.plans, UNSYNCED, max_bytes=settings.max_blob_bytes)
@@ -306,6 +308,7 @@ class TaskRunner:
             # Free the old plan before loading the new one: the device may lack memory for both.
             self._plan, self._fresh = None, {}
             plan = Plan.load(path, options=OPTIONS)
+            self._shard = shard_for(plan, self._samples)
             check_labels(plan, self._shard)
             of_run = set(shared(plan.roles))
             kept = (n for n in plan.roles if n not in of_run and not n.startswith(ANCHOR))

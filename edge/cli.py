@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from triplane.proto.logs import quiet_grpc
+from triplane.unified_ir.cli import data_options, predict
 from triplane.unified_ir.cli.machines import (
     home_option,
     log_level_option,
@@ -84,7 +85,8 @@ Then, here, once, and from now on:
   triplane edge enrol TOKEN --cloud cloud.example:8444
   triplane edge up
 \b
-Every user of the machine can see a command line. To read the token from a file, or a pipe:
+Every user of a machine can see its command lines. To type the token, or read a file or pipe:
+  triplane edge enrol - --cloud cloud.example:8444
   triplane edge enrol @token.txt --cloud cloud.example:8444
   ssh operator@cloud triplane cloud token --role node | triplane edge enrol - --cloud ...
 """
@@ -98,16 +100,17 @@ The cloud decides what the node serves (triplane deploy). To see it here: tripla
 """
 
 
-SAMPLES_EXAMPLE = """
+SAMPLES_EXAMPLE = f"""
 \b
 Examples:
   triplane edge samples question labelled.npz
   python -c 'import numpy as np; np.savez("labelled.npz", x=images, y=classes)'
   triplane edge samples gait steps.csv --x 'ch*:2x64' --y activity
 \b
-PATH is an .npz, another file with samples (.csv, .parquet, ...) or a folder of images by class.
-Names of classes get the numbers of the model that serves here.
-"""
+PATH is an .npz, another file with samples (.csv, .parquet, ...) or a folder of images by class,
+which get the size of the model that serves here. Names of classes get the numbers of that model.
+
+{data_options.CHOICES}"""
 
 
 @edge.command(epilog=ENROL_EXAMPLE, short_help="Make this machine a node, with a token.")
@@ -183,16 +186,15 @@ def up(*, home: Path, as_json: bool) -> None:
     main(home, ready.json_line if as_json else ready.text)
 
 
-@edge.command(epilog=SAMPLES_EXAMPLE, short_help="Give this node labelled samples of its own.")
+@edge.command(
+    epilog=SAMPLES_EXAMPLE, short_help="Give this node labelled samples of its own.",
+    params=[*data_options.choices(), *data_options.forms()],
+)  # fmt: skip
 @click.argument("model")
 @click.argument("file", metavar="PATH", type=click.Path(path_type=Path))
-@click.option("--x", metavar="CHOICE", multiple=True, help="Columns of the input.  [default: x]")
-@click.option("--y", metavar="CHOICE", multiple=True, help="The column of classes.  [default: y]")
 @node_home
 @json_option
-def samples(
-    *, model: str, file: Path, x: tuple[str, ...], y: tuple[str, ...], home: Path, as_json: bool
-) -> None:
+def samples(*, model: str, file: Path, home: Path, as_json: bool, **options: Any) -> None:
     """Give this node labelled samples for MODEL: x (N, ...) and classes y (N,).
 
     A start point is adapted to one half of the samples before it serves here. It serves only if it
@@ -204,7 +206,8 @@ def samples(
 
     node = NodeHome(home)
     served = _served_bundle(node, model)
-    count, path = keep_samples(node.samples, model, file, bundle=served, x=x, y=y)
+    choice = data_options.reading(options)
+    count, path = keep_samples(node.samples, model, file, bundle=served, **choice)
     record = {"model": model, "samples": count, "file": str(path)}
     open_output(as_json).result(record, f"{count} samples for {model} in {path}")
 
@@ -216,6 +219,45 @@ def _served_bundle(node: "NodeHome", model: str) -> Path | None:
     pointer = read_pointers(node.models)[0].get(model)
     path = node.bundles / pointer.sha256 if pointer else None
     return path if path is not None and path.is_file() else None
+
+
+INFER_EXAMPLE = f"""
+\b
+Examples:
+  triplane edge infer digits seven.png
+  triplane edge infer speed readings.csv --x 'ax*,ay*:2x64' --out speeds.csv
+  triplane edge infer shapes photos --at camera-1:8001 --model-version 2
+\b
+INPUT and --out are those of `triplane predict`. Any server of the Open Inference Protocol v2
+answers; a connection with TLS needs another client (docs/serving.md).
+
+{data_options.CHOICES}"""
+
+
+@edge.command(
+    epilog=INFER_EXAMPLE, short_help="Ask a server for what a model answers.",
+    params=[*predict.OPTIONS],
+)  # fmt: skip
+@click.argument("model")
+@click.argument("source", metavar="INPUT")
+@click.option(
+    "--at", "address", default="127.0.0.1:8001", show_default=True, metavar="HOST:PORT",
+    help="Address of the server.",
+)  # fmt: skip
+@click.option(
+    "--model-version", "version", default="", metavar="VERSION",
+    help="Version of the model.  [default: the server's newest]",
+)  # fmt: skip
+@json_option
+def infer(*, address: str, version: str, **options: Any) -> None:
+    """Send the samples of INPUT to a server, and print or write what MODEL answers."""
+    from triplane.edge.served_model import served_model
+
+    quiet_grpc()
+    output = open_output(options["as_json"])
+    predict.check_outputs(options)
+    with served_model(address, options["model"], version) as model:
+        predict.answer(model, options, output)
 
 
 @edge.command(short_help="Show what this node serves, and how attempts ended.")

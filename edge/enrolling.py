@@ -26,6 +26,7 @@ from triplane.proto.errors import Conflict, Corrupt, Unavailable
 from triplane.proto.identity import IdentityFolder, Token
 from triplane.proto.identity import enrol as enrol_at
 from triplane.proto.logs import quiet_grpc
+from triplane.proto.unreachable import unreachable_cause
 
 Fetch = Callable[[str], bytes]
 
@@ -48,7 +49,8 @@ def enrol(node: NodeHome, token: str, address: str, root: Path | None = None) ->
         except Unavailable as error:
             raise Unavailable(
                 f"{identity.name} has its certificate, but the cloud's main port {identity.cloud} "
-                f"does not answer as the cloud ({error}), so the node has no root of trust yet. "
+                f"does not answer as the cloud ({unreachable_cause(str(error)) or error}), so the "
+                "node has no root of trust yet. "
                 "Make the port reachable from this machine, and run the same command again"
             ) from error
     return identity
@@ -79,7 +81,8 @@ def _identity(node: NodeHome, token: str, address: str) -> IdentityFolder:
             ends = f"{datetime.fromtimestamp(identity.expires_s, UTC):%Y-%m-%d}"
             raise Conflict(
                 f"{node.path} is enrolled already, as {identity.name} of {identity.cloud}, with a "
-                f"certificate until {ends}; there is nothing more to do. ({error})"
+                f"certificate until {ends}, and this token is used up; start the node with: "
+                f"triplane edge up --home {node.path}"
             ) from error
         return identity
 

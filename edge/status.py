@@ -17,6 +17,7 @@ from triplane.proto.errors import Corrupt, TriplaneError, Unavailable
 from triplane.proto.metadata_pb2 import GetRequest
 from triplane.proto.metadata_pb2_grpc import MetadataStub
 from triplane.proto.status import error_from
+from triplane.proto.unreachable import unreachable_cause
 
 PROCESSES: Final = ("serving", "agent")
 ASK_S: Final = 3.0
@@ -28,9 +29,9 @@ class NodeStatus:
     """The status at one moment.
 
     serving: ready versions by model, None if the server does not answer. refusal: why the cloud
-    refuses this node's calls; empty if it accepts them or does not answer. damaged: a file because
-    of which `edge up` cannot start, or empty. unreadable: damaged pointers, which a running agent
-    replaces by itself.
+    refuses this node's calls; empty if it accepts them or does not answer. unreachable: why it does
+    not answer, or empty. damaged: a file because of which `edge up` cannot start, or empty.
+    unreadable: damaged pointers, which a running agent replaces by itself.
     """
 
     name: str
@@ -42,6 +43,7 @@ class NodeStatus:
     desired: dict[str, int]
     last: dict[str, Line]
     refusal: str = ""
+    unreachable: str = ""
     damaged: str = ""
     unreadable: tuple[str, ...] = ()
 
@@ -64,6 +66,8 @@ class NodeStatus:
             lines.append(f"  DAMAGED: {self.damaged}")
         if self.refusal:
             lines.append(f"  REFUSED by the cloud: {self.refusal}")
+        if self.unreachable:
+            lines.append(f"  the cloud does not answer from here: {self.unreachable}")
         models = sorted({*self.committed, *self.desired, *(self.serving or {})})
         lines += [f"  {model}: {self._of(model)}" for model in models] or ["  no model yet"]
         lines += [f"  unreadable: {what}" for what in self.unreadable]
@@ -98,6 +102,7 @@ def look(home: NodeHome) -> NodeStatus:
         _ = home.settings
     except Corrupt as error:
         damaged = str(error)
+    refusal, unreachable = _asked(home)
     return NodeStatus(
         name=home.identity.name,
         cloud=home.identity.cloud,
@@ -107,21 +112,23 @@ def look(home: NodeHome) -> NodeStatus:
         committed=committed,
         desired={a.model: a.version for a in read_desired(home.desired).assignments},
         last={line.model: line for line in readable(home.journal)},
-        refusal=_refusal(home),
+        refusal=refusal,
+        unreachable=unreachable,
         damaged=damaged,
         unreadable=tuple(map(str, broken)),
     )
 
 
-def _refusal(home: NodeHome) -> str:
-    """Return why the cloud refuses this node's certificate; empty if it does not."""
+def _asked(home: NodeHome) -> tuple[str, str]:
+    """Return why the cloud refuses this node's certificate, and why it does not answer."""
     if home.identity.expires_s < time.time():
-        return "the certificate of this node has expired; enrol it again with a new token"
+        return "the certificate of this node has expired; enrol it again with a new token", ""
     with connect(home.identity) as channel:
         try:
             MetadataStub(channel).Get(GetRequest(name="timestamp.json"), timeout=ASK_S)
         except grpc.RpcError as error:
-            # Any other error says nothing about this node: the cloud may only be unreachable.
+            # Any other error says nothing about this node.
             if error.code() in {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}:
-                return str(error_from(error))
-    return ""
+                return str(error_from(error)), ""
+            return "", unreachable_cause(str(error.details())) or ""
+    return "", ""

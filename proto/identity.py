@@ -30,6 +30,7 @@ from triplane.proto.credentials import IdentityFolder as IdentityFolder  # noqa:
 from triplane.proto.credentials import common_name as common_name  # noqa: PLC0414 -- name it here
 from triplane.proto.disk import OS_DISK, atomic_file, write_atomic
 from triplane.proto.errors import Corrupt, InvalidInput, Unavailable
+from triplane.proto.unreachable import unreachable_cause
 
 NAME: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 SECRET_BYTES: Final = 32
@@ -67,6 +68,8 @@ class Token:
     @classmethod
     def parse(cls, text: str) -> "Token":
         """Parse a token. InvalidInput if the text is not one."""
+        if not text.strip():
+            raise InvalidInput("the token is empty; `triplane cloud token` prints one")
         secret, _, pin = text.strip().partition(".")
         parts = _unbase32(secret), _unbase32(pin)
         if tuple(map(len, parts)) != (SECRET_BYTES, 32):
@@ -152,6 +155,7 @@ def enrol(
     from triplane.proto.enrolment_pb2_grpc import EnrolmentStub
     from triplane.proto.status import remote_errors
 
+    _check_address(address)
     parsed = Token.parse(token)
     key = _pending_key(Path(folder), parsed)
     request = _pending_request(Path(folder), parsed, key)
@@ -172,22 +176,31 @@ def enrol(
 
 @contextlib.contextmanager
 def _answers_for(address: str) -> Iterator[None]:
-    """Replace gRPC's error of a refused connection by one that says which port is meant."""
+    """Replace gRPC's error of a failed connection by one that says which port is meant."""
+    from triplane.proto.status import Unimplemented
+
     try:
         yield
-    except Unavailable as error:
-        if _CONNECTION.search(str(error)) is None:
+    except (Unavailable, Unimplemented) as error:
+        if (cause := unreachable_cause(str(error))) is None:
             raise
         raise Unavailable(
-            f"no enrolment port answers at {address}. `triplane cloud up` prints the port, usually "
-            "8444; the main port, usually 8443, does not take tokens. Check host, port and firewall"
+            f"no enrolment port answers at {address}: {cause}. `triplane cloud up` prints the "
+            "port, usually 8444; the main port, usually 8443, does not take tokens. Check host, "
+            "port and firewall"
         ) from error
 
 
-_CONNECTION: Final = re.compile(
-    r"connect|[Ss]ocket closed|DNS|resolution|Deadline Exceeded|GOAWAY|[Hh]andshak|Stream removed"
-)
-"""Words in gRPC's errors when nothing listens, or the peer speaks TLS or another protocol."""
+def _check_address(address: str) -> None:
+    if _ADDRESS.fullmatch(address) is None:
+        raise InvalidInput(
+            "the enrolment port of a cloud is HOST:PORT, such as fleet.example.org:8444, got "
+            f"{address[:80]!r}; `triplane cloud up` prints it"
+        )
+
+
+_ADDRESS: Final = re.compile(r"(\[[0-9a-fA-F:.%]+\]|[^\s:/\[\]]+):[0-9]{1,5}")
+"""A host name, an IPv4 address or an IPv6 address in brackets, then a port."""
 
 
 def renew(folder: IdentityFolder, *, timeout_s: float = ENROL_S) -> IdentityFolder:

@@ -25,6 +25,7 @@ import grpc.aio
 from triplane.proto import session_pb2 as pb
 from triplane.proto.errors import Conflict, InvalidInput, Unavailable
 from triplane.proto.session_pb2_grpc import SessionStub
+from triplane.proto.unreachable import unreachable_cause
 
 logger = logging.getLogger(__name__)
 
@@ -261,7 +262,8 @@ class SessionClient:
                 is_refusal = isinstance(error, grpc.aio.AioRpcError) and error.code() in REFUSALS
                 if self.connected.is_set() and not is_refusal:
                     wait_s = FIRST_WAIT_S
-                reason = str(getattr(error, "details", lambda: "")() or error)[:200]
+                details = str(getattr(error, "details", lambda: "")() or error)[:200]
+                reason = unreachable_cause(details) or details
                 logger.info("session lost", extra={"reason": reason})
             finally:
                 self.connected.clear()

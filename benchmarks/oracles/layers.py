@@ -40,6 +40,10 @@ CASES: Final[Mapping[str, Case]] = {
     "upsample": (
         lambda: nn.Upsample(scale_factor=2, mode="bilinear", align_corners=True), (2, 2, 3, 4)),
     "batch_norm_3d": (lambda: nn.BatchNorm3d(3), (2, 3, 2, 3, 2)),
+    "batch_norm_untracked": (
+        lambda: nn.BatchNorm2d(3, track_running_stats=False), (4, 3, 2, 3)),
+    "batch_norm_untracked_eval": (
+        lambda: nn.BatchNorm1d(3, track_running_stats=False).eval(), (5, 3, 2)),
     "group_norm": (lambda: nn.GroupNorm(2, 4), (2, 4, 3, 2)),
     "instance_norm_1d": (lambda: nn.InstanceNorm1d(3, affine=True), (2, 3, 5)),
     "instance_norm_2d": (lambda: nn.InstanceNorm2d(3, affine=True), (2, 3, 4, 3)),

@@ -2,8 +2,8 @@
 
 Run with the peers' interpreter: .venv-peers/bin/python -m benchmarks.oracles.optim
 `updates.npz`: the gradients are given, so a trajectory shows the update rule and nothing else.
-`schedules.npz`: the rate of each update. LAMB and Lion are not in PyTorch: they are written here
-from their papers, in PyTorch's operators.
+`schedules.npz`: the rate of each update; `plateau.npz`: that of each epoch. LAMB and Lion are not
+in PyTorch: they are written here from their papers, in PyTorch's operators.
 """
 
 from __future__ import annotations
@@ -195,8 +195,33 @@ def rates(make: Callable[[torch.optim.Optimizer], Any]) -> Any:
     return np.array(found)
 
 
+PLATEAUS: Final[dict[str, dict[str, Any]]] = {
+    "default": {"patience": 3},
+    "absolute": {"patience": 2, "threshold": 0.02, "threshold_mode": "abs", "factor": 0.5},
+    "cooldown": {"patience": 1, "cooldown": 4, "factor": 0.7, "min_lr": 0.02},
+    "larger": {"mode": "max", "patience": 2, "factor": 0.3},
+    "eager": {"patience": 0, "threshold": 0.0, "factor": 0.9},
+}
+
+
+def plateaus() -> dict[str, Any]:
+    """The rate of each epoch after a measure that falls slowly under noise."""
+    noise = np.random.default_rng(5).standard_normal(STEPS)
+    values = 1.0 + np.exp(-np.arange(STEPS) / 15.0) + 0.02 * noise
+    rates = {}
+    for name, options in PLATEAUS.items():
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, eps=0.0, **options)
+        after = []
+        for value in 3.0 - values if name == "larger" else values:
+            schedule.step(value)
+            after.append(float(optimizer.param_groups[0]["lr"]))
+        rates[name] = np.array(after)
+    return {"values": values, **rates}
+
+
 def main() -> None:
-    """Writes both files."""
+    """Writes the files."""
     start, grads = arrays()
     made = {f"start/{k}": v for k, v in start.items()} | {f"grad/{k}": v for k, v in grads.items()}
     for name in UPDATES:
@@ -206,6 +231,7 @@ def main() -> None:
     np.savez_compressed(
         FOLDER / "schedules.npz", **{k: rates(v) for k, v in SCHEDULES.items()}, **version
     )
+    np.savez_compressed(FOLDER / "plateau.npz", **plateaus(), **version)
 
 
 if __name__ == "__main__":

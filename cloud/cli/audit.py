@@ -35,7 +35,8 @@ def ls(cloud: Calls, *, first: int) -> Answer:
     from triplane.cloud.cli.auditing import entry_record, entry_table, read
 
     entries = list(read(cloud, first))
-    return {"entries": [entry_record(entry) for entry in entries]}, entry_table(entries)
+    text = entry_table(entries) if entries else f"no entry from number {first} on"
+    return {"entries": [entry_record(entry) for entry in entries]}, text
 
 
 @command.command("verify", epilog=EPILOG)

@@ -58,7 +58,7 @@ def _details_text(entry: AuditEntry) -> str:
     return " ".join(
         f"{key}={value if isinstance(value, str) else json.dumps(value)}"
         for key, value in details.items()
-        if value not in ("", None)
+        if value not in ("", None, [], {})
     )
 
 

@@ -44,7 +44,8 @@ every node must be enrolled again, so keep two copies.
 UP_EPILOG = """\b
 Examples:
   triplane cloud up
-  triplane cloud up --json > ready.json &       for scripts: one line, with the chosen ports
+  triplane cloud up --json > ready.json &       for scripts: one line, with the chosen ports,
+  until [ -s ready.json ]; do sleep 0.1; done   once calls are answered
 
 \b
 The cloud listens on three ports: the main one (mutual TLS), one where machines exchange a token for
@@ -200,12 +201,13 @@ def _token_text(response: CreateTokenResponse, role: str) -> str:
 
     where = f"--cloud {response.enrol_address or f'HOST:{DEFAULT_ENROL_PORT}'}"
     if role in {"node", "device"}:
-        use = f"triplane {'edge' if role == 'node' else role} enrol {response.token} {where}"
+        use = f"triplane {'edge' if role == 'node' else role} enrol - {where}"
     else:
-        use = f"triplane cloud enrol {response.token} {where} --identity DIR"
+        use = f"triplane cloud enrol - {where} --identity DIR"
     ends = expiry_text(response.expires_s)
-    heading = f"One use, for the {role} {response.name}; {ends}. On that machine, run:"
-    return f"{response.token}\n\n{heading}\n  {use}"
+    heading = f"One use, for the {role} {response.name}; {ends}."
+    # Not on the command line, which every user of that machine can see.
+    return f"{response.token}\n\n{heading} On that machine, run this and paste it:\n  {use}"
 
 
 @command.command(

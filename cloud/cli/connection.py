@@ -20,6 +20,7 @@ import click
 
 from triplane.proto.errors import NotFound, TriplaneError, Unavailable
 from triplane.proto.logs import quiet_grpc
+from triplane.proto.unreachable import LOST, unreachable_cause
 from triplane.unified_ir.cli.shell import CommandOutput, json_option, open_output
 
 if TYPE_CHECKING:
@@ -42,20 +43,6 @@ TEXT: Final = CommandOutput(as_json=False)
 """Output of callers that are not commands."""
 RENEWAL_S: Final = 5.0
 """Longest time that a verb waits for a new certificate; the next verb tries again."""
-TRANSPORT_WORDS: Final = (
-    "failed to connect",
-    "connection lost",
-    "socket closed",
-    "connection reset",
-    "broken pipe",
-    "goaway",
-    "keepalive",
-    "endpoint closing",
-    "dns resolution",
-    "recvmsg",
-    "handshake",
-)
-"""Words in grpc's messages about a broken connection; a cloud that answers UNAVAILABLE has none."""
 WAITS_S: Final = (0.5, 1.5)
 """Pauses between the attempts of a write that is repeated under its key."""
 
@@ -198,7 +185,7 @@ def is_away(error: grpc.RpcError) -> bool:
 
     if getattr(error, "code", lambda: None)() is not grpc.StatusCode.UNAVAILABLE:
         return False
-    return any(word in _details(error).lower() for word in TRANSPORT_WORDS)
+    return unreachable_cause(_details(error)) is not None
 
 
 def _details(error: grpc.RpcError) -> str:
@@ -216,11 +203,11 @@ def _away_text(address: str, details: str, expires_s: float) -> str:
     if "certificate_verify_failed" in details.lower():
         return (
             f"the server at {address} is not the cloud of this identity, or that name is not in "
-            f"its certificate ({details}); `triplane cloud init --host` sets the names"
+            "its certificate; `triplane cloud init --host` sets the names"
         )
     return (
-        f"the cloud at {address} does not answer ({details}); is it running? "
-        "Start it on its machine with: triplane cloud up"
+        f"the cloud at {address} does not answer: {unreachable_cause(details) or LOST}. Is it "
+        "running, on this port? `triplane cloud up` starts it on its machine and prints its ports"
     )
 
 

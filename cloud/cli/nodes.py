@@ -60,15 +60,14 @@ def _row(node: Node) -> tuple[str, ...]:
 
 def node_text(node: Node) -> str:
     """Describe one node."""
+    if not node.HasField("report"):
+        return facts([*_identity_rows(node), ("report", "none yet: this node never connected")])
     report = node.report
     capability = report.capability
     memory, free = size(capability.memory_bytes), size(capability.free_disk_bytes)
     rows = [
-        ("node", node.name),
-        ("labels", labels_text(dict(node.labels))),
-        ("connected", f"{'yes' if node.connected else 'no'}, seen {age(node.last_seen_s)}"),
-        ("cordoned", "yes" if node.cordoned else "no"),
-        ("serving", f"{'up' if report.serving_up else 'down'} {report.serving_address}"),
+        *_identity_rows(node),
+        ("serving", f"{'up' if report.serving_up else 'down'} {report.serving_address}".rstrip()),
         ("metadata", _metadata_text(report.metadata_age_s)),
         ("machine", f"{capability.machine}, {memory} memory, {free} disk free"),
         (
@@ -86,6 +85,16 @@ def node_text(node: Node) -> str:
     rows += [("WARNING", text) for text in node.warnings]
     rows += [("incident", f"{age(i.time_s)}: {i.kind}: {i.text}") for i in report.incidents]
     return facts(rows)
+
+
+def _identity_rows(node: Node) -> list[tuple[str, str]]:
+    seen = f", seen {age(node.last_seen_s)}" if node.last_seen_s else ""
+    return [
+        ("node", node.name),
+        ("labels", labels_text(dict(node.labels))),
+        ("connected", f"{'yes' if node.connected else 'no'}{seen}"),
+        ("cordoned", "yes" if node.cordoned else "no"),
+    ]
 
 
 def _metadata_text(age_s: float) -> str:

@@ -16,9 +16,10 @@ from triplane.cloud.cli.text import table
 from triplane.cloud.trust.checks import read_policy
 from triplane.cloud.trust.roles import parse
 from triplane.cloud.trust.signing import SigningResult, sign_policy
-from triplane.proto.errors import NotFound
+from triplane.proto.errors import Corrupt, InvalidInput, NotFound
 from triplane.proto.targets import METRICS, Policy, Rule
 from triplane.proto.transfer import upload
+from triplane.unified_ir.files.golden_set import golden_set, has_episodes
 
 MODEL_CHARS = 40
 DIGEST_CHARS = 16
@@ -43,6 +44,7 @@ def allow(
     cloud: Calls, *, model: str, golden: Path, floor: float, share: float, keys: Path
 ) -> tuple[dict[str, Any], str]:
     """Upload the samples; sign a policy under which the auto role may release `model`."""
+    _check_golden(golden)
     digest = hashlib.sha256(golden.read_bytes()).hexdigest()
     # The digest in the name: new samples get a new target, and never replace published ones.
     path = f"golden/{model[:MODEL_CHARS]}-{digest[:DIGEST_CHARS]}"
@@ -54,6 +56,14 @@ def allow(
         policy = Policy({**_stored_policy(remote).models, model: rule})
         signed = sign_policy(remote, policy, keys, goldens={path: golden})
     return _record(policy), _signed_text(model, signed)
+
+
+def _check_golden(golden: Path) -> None:
+    """Refuse samples with which every node would refuse every version."""
+    try:
+        golden_set(golden, episodes=has_episodes(golden))
+    except Corrupt as error:
+        raise InvalidInput(f"--golden {golden.name}: {error}") from error
 
 
 def forbid(cloud: Calls, *, model: str, keys: Path) -> tuple[dict[str, Any], str]:

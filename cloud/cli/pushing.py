@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from triplane.cloud.cli.connection import Calls, new_key, repeated
 from triplane.cloud.cli.models import bundle_text
 from triplane.cloud.cli.progress import reported
+from triplane.cloud.cli.sample_files import sample_files
 from triplane.cloud.cli.text import enum_text, record
 from triplane.cloud.cli.text import size as size_text
 from triplane.cloud.registry.encoding import push_request
@@ -20,6 +21,9 @@ from triplane.proto.errors import Conflict, InvalidInput, Unavailable
 from triplane.proto.registry_pb2 import Bundle, GetBundleRequest, Version
 from triplane.proto.transfer import upload
 from triplane.unified_ir.cli.shell import CommandOutput
+
+if TYPE_CHECKING:
+    from triplane.unified_ir.ir import Module
 
 BUNDLE_WAIT_S: Final = 3600.0
 """A conversion takes 30 min at most, and others may be waiting before it."""
@@ -45,18 +49,22 @@ def push_file(
     name: str | None,
     aliases: tuple[str, ...],
     quantize: str | None,
-    calibrate: Path | None,
-    evaluate: Path | None,
+    calibrate: str | None,
+    evaluate: str | None,
+    choice: Mapping[str, Any],
     max_accuracy_drop: float,
     entry: str,
     parent: str,
     note: str,
     targets: tuple[str, ...],
 ) -> tuple[dict[str, Any], str]:
-    """Register the file as the next version and make its bundles for `targets`."""
+    """Register the file as the next version and make its bundles for `targets`.
+
+    calibrate, evaluate, choice: see `sample_files`.
+    """
     if quantize and calibrate is None:
         raise InvalidInput(
-            f"--quantize {quantize} learns its ranges from samples; give --calibrate SAMPLES.npz"
+            f"--quantize {quantize} learns its ranges from samples; give --calibrate DATA"
         )
     # Check everything but the digests before a byte is sent: an upload may take an hour.
     push = Push(
@@ -75,10 +83,13 @@ def push_file(
         lineage=Lineage(parent=parent, note=note),
     )
     _check_request(push, targets)
-    _check_model(cloud.output, file)
-    recipe = replace(
-        push.recipe, calibration=_sent(cloud, calibrate), evaluation=_sent(cloud, evaluate)
-    )
+    module = _read_model(cloud.output, file)
+    with sample_files(module, entry, calibrate, evaluate, choice) as samples:
+        recipe = replace(
+            push.recipe,
+            calibration=_sent(cloud, samples.calibration),
+            evaluation=_sent(cloud, samples.evaluation),
+        )
     version = _registered(
         cloud, replace(push, blob=_sent(cloud, file), recipe=recipe), file.stat().st_size
     )
@@ -108,13 +119,13 @@ def _check_request(push: Push, targets: Sequence[str]) -> None:
         target_row(target)
 
 
-def _check_model(output: CommandOutput, file: Path) -> None:
+def _read_model(output: CommandOutput, file: Path) -> Module:
     """Read the file as the cloud will, before a byte of it is sent."""
     from triplane.unified_ir.convert.conversion import open_model
 
     if file.stat().st_size >= LARGE_BYTES:
         output.note(f"checking {file.name} ({size_text(file.stat().st_size)})")
-    open_model(file)
+    return open_model(file)[0]
 
 
 def register_within_s(size_bytes: int) -> float:

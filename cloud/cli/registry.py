@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 
@@ -16,21 +16,24 @@ from triplane.cloud.cli.connection import (
     print_answer,
 )
 from triplane.cloud.cli.options import DURATION, MAX_COUNT, example
-from triplane.unified_ir.cli.shell import json_option, open_output
+from triplane.unified_ir.cli import data_options
+from triplane.unified_ir.cli.shell import json_option, open_output, option
 from triplane.unified_ir.convert.targets import TARGET_LIST
 
-PUSH_EPILOG = """\b
+PUSH_EPILOG = f"""\b
 Examples:
   triplane registry push digits.tpm
   triplane registry push digits.tpm --alias stable --target ort-x64 --target ort-arm64
   triplane registry push digits.tpm --quantize int8 --calibrate samples.npz --evaluate held_out.npz
+  triplane registry push shapes.tpm --quantize int8 --calibrate photos --evaluate photos/eve
 
 \b
 Each push of a name is its next version, and a version never changes. The version includes how it is
 converted to bundles (quantization, samples, budget). A bundle is made when a rollout first needs it
 for a kind of machine; --target makes it now and waits for it. If an upload is interrupted, push the
 same file again, and the upload continues where it stopped.
-"""
+
+{data_options.CHOICES}"""
 COLLECT_EPILOG = """\b
 Examples, on the cloud's machine while the cloud is stopped:
   triplane registry collect                       list the files that would be removed
@@ -50,7 +53,17 @@ def command() -> None:
     """Store models: push, list, pull and name versions."""
 
 
-@command.command("push", epilog=PUSH_EPILOG)
+# fmt: off
+SAMPLE_OPTIONS: Final = (
+    option("--calibrate DATA", "Typical inputs, from which --quantize learns ranges."),
+    option("--evaluate DATA", "Labelled data to measure the accuracy on."),
+    *data_options.choices(),
+    *data_options.forms(),
+)
+# fmt: on
+
+
+@command.command("push", epilog=PUSH_EPILOG, params=[*SAMPLE_OPTIONS])
 @click.argument("file", type=FILE, metavar="MODEL.tpm")
 @click.option("--name", metavar="NAME", help="The model's name.  [default: that of the file]")
 @click.option(
@@ -58,12 +71,6 @@ def command() -> None:
     help="Alias to set on the new version; repeatable.",
 )  # fmt: skip
 @click.option("--quantize", type=click.Choice(["int8"]), help="Integers instead of float32.")
-@click.option(
-    "--calibrate", type=FILE, help="Typical inputs (.npz), from which --quantize learns ranges."
-)
-@click.option(
-    "--evaluate", type=FILE, help="Labelled data (.npz with x and y) to measure the accuracy on."
-)
 @click.option(
     "--max-accuracy-drop", type=click.FloatRange(min=0), default=0.0, metavar="POINTS",
     help="Percentage points that int8 may lose on --evaluate.  [default: the converter's, 1.0]",
@@ -82,7 +89,9 @@ def push(cloud: Calls, **options: Any) -> Answer:
     """Register a model file as the next version."""
     from triplane.cloud.cli.pushing import push_file
 
-    return push_file(cloud, **options)
+    choice = data_options.reading(options)
+    others = {k: value for k, value in options.items() if k not in data_options.READ}
+    return push_file(cloud, choice=choice, **others)
 
 
 @command.command("ls", epilog=example("registry ls digits"))

@@ -23,6 +23,7 @@ ORDER: Final = (
 ENDED: Final = ("done", "failed", "aborted")
 STOPPED: Final = (*ENDED, "paused")
 MOST_REASONS: Final = 5
+MOST_NAMES: Final = 3
 LINES_AROUND: Final = 10
 # fmt: off
 STYLES: Final = {
@@ -74,9 +75,25 @@ def headline(rollout: Rollout) -> str:
         parts.append(f"{by_state['committed']} of {len(rollout.nodes)} nodes committed")
     if failed:
         parts.append(f"{failed} failed")
+    if away := _disconnected(rollout):
+        parts.append(f"waiting for {away} to connect")
     if rollout.reason:
         parts.append(rollout.reason)
     return shown(f"[{rollout.id}] {', '.join(parts)}")
+
+
+def _disconnected(rollout: Rollout) -> str:
+    """Return the names of nodes of open waves that have work left and are not connected."""
+    names = [
+        node.name
+        for node in rollout.nodes
+        if not node.connected
+        and node.wave <= rollout.wave
+        and state_of(rollout) == "running"
+        and enum_text(node, "state") not in {"committed", "failed", "returned"}
+    ]
+    more = [f"{len(names) - MOST_NAMES} more"] if len(names) > MOST_NAMES else []
+    return ", ".join([*names[:MOST_NAMES], *more])
 
 
 def sorted_nodes(rollout: Rollout) -> list[RolloutNode]:

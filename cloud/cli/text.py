@@ -6,6 +6,10 @@ terminal, are printed as question marks.
 
 from __future__ import annotations
 
+import math
+import shutil
+import sys
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -13,6 +17,9 @@ from typing import Any, Final
 from google.protobuf.message import Message
 
 NOTHING: Final = "-"
+GAP: Final = "  "
+MAX_WIDTH: Final = 100
+"""Longest line of wrapped text, for reading."""
 # fmt: off
 _AGES: Final = (
     (120.0,    1.0,     "s"),
@@ -76,16 +83,43 @@ def shown(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
-def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Align columns to their widest cells; the last one is not padded."""
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None) -> str:
+    """Align columns to their widest cells, on as many columns as a terminal has.
+
+    On a narrower terminal the widest columns become lines below each row, "    labels: a=1". The
+    first column always stays. width: None for that of the terminal; a pipe or file has no limit.
+    """
+    limit = _terminal_width() if width is None else width
     cells = [list(headings), *([shown(cell) or NOTHING for cell in row] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(headings))]
-    # Trailing spaces would wrap long lines on a narrow terminal.
-    widths[-1] = 0
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in cells
+    beside, below = list(range(len(headings))), list[int]()
+    while sum(widths[i] + len(GAP) for i in beside) - len(GAP) > limit and len(beside) > 1:
+        below.append(max(beside[1:], key=lambda i: widths[i]))
+        beside.remove(below[-1])
+    lines = [[GAP.join(row[i].ljust(widths[i]) for i in beside).rstrip()] for row in cells]
+    for row, own in zip(cells[1:], lines[1:], strict=True):
+        for i in sorted(below):
+            if row[i] != NOTHING:
+                own += _wrapped(f"{headings[i].lower()}: {row[i]}", limit)
+    return "\n".join(line for own in lines for line in own)
+
+
+def _wrapped(text: str, width: float) -> list[str]:
+    """Break an indented text between words; a long word, such as a digest, stays whole."""
+    return textwrap.wrap(
+        text,
+        int(min(width, MAX_WIDTH)),
+        initial_indent=" " * 4,
+        subsequent_indent=" " * 6,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
+
+
+def _terminal_width() -> float:
+    if sys.stdout is None or not sys.stdout.isatty():
+        return math.inf
+    return shutil.get_terminal_size().columns
 
 
 def facts(rows: Sequence[tuple[str, str]]) -> str:

@@ -77,7 +77,7 @@ def _check_free(fleet: FleetState, model: str) -> None:
         if other.plan.model == model and not record.is_ended:
             text = (
                 f"rollout {other.id} of {model}@{other.plan.version} is "
-                f"{other.state.name.lower()}; abort it or wait for its end"
+                f"{other.state.name.lower()}; end it first: triplane rollout abort {other.id}"
             )
             raise with_details(Conflict(text), rollout=other.id)
 

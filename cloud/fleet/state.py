@@ -216,7 +216,7 @@ def _same(ours: str, theirs: str) -> bool:
 
 
 AFTER_RESTORE: Final = (
-    'if this cloud was restored from a backup, see "Restore a backup" in docs/deploying.md'
+    'if this cloud was restored from a backup, see "Restore a backup" in docs/operations.md'
 )
 
 

@@ -94,8 +94,8 @@ def _run(r: Rollout, now_s: float) -> Result:
     for wave, tally in enumerate(waves, 1):
         # Every open wave is checked, since a node of an earlier one may fail later.
         if exceeds(tally.lost, r.plan.failure_share, tally.counted):
-            what = f"{tally.lost} of {tally.counted} nodes of wave {wave} failed"
-            return _paused(r, f"{what}, more than {r.plan.failure_share:.4g} of them"), ()
+            what = f"wave {wave}: {tally.lost} of {tally.counted} nodes failed"
+            return _paused(r, f"{what} (limit {100 * r.plan.failure_share:.4g}%)"), ()
     if is_closed(r, waves[-1]):
         return _run_closed(r, waves, now_s), ()
     return _run_open(r, waves[-1]), ()

@@ -93,7 +93,8 @@ class Principals:
         """Create a token for one enrolment. Conflict: the name is enrolled and not revoked."""
         valid_s = valid_s or TOKEN_S
         if not 0 < valid_s <= MAX_TOKEN_S:
-            raise InvalidInput(f"a token is valid for up to {MAX_TOKEN_S:.0f} s, got {valid_s}")
+            most, asked = MAX_TOKEN_S / 86_400, valid_s / 86_400
+            raise InvalidInput(f"a token is valid for up to {most:g} days, got {asked:g} days")
         if not name and role not in MACHINES:
             raise InvalidInput(f"a {role} is a person, who needs a name: pass --name")
         name = check_name(name or f"{role}-{secrets.token_hex(4)}")

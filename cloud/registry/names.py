@@ -42,7 +42,10 @@ class Reference:
 def check_name(what: str, name: str) -> None:
     """Raise InvalidInput unless `name` is a valid name of a `what`."""
     if not _NAME.fullmatch(name):
-        raise InvalidInput(f"a name ({what}) matches {NAME}, got {name[:80]!r}")
+        raise InvalidInput(
+            f"a name ({what}) has 1 to 63 of a-z, 0-9, '.', '_', '-' and begins with a letter "
+            f"or digit, got {name[:80]!r}"
+        )
 
 
 def check_alias(name: str) -> None:

@@ -275,6 +275,18 @@ def trusted_root(keys_folder: Path) -> bytes:
         ) from error
 
 
+def _chain(cloud: Metadatas, keys_folder: Path) -> Chain:
+    """Return the cloud's metadata, verified from the root beside the keys."""
+    trusted = trusted_root(keys_folder)
+    try:
+        return read(cloud.get, newest_root(cloud.get, trusted))
+    except Corrupt as error:
+        raise Corrupt(
+            f"the cloud's metadata does not follow from {keys_folder / TRUSTED_ROOT}: these are "
+            f"the keys of another cloud, or somebody else controls this one ({error})"
+        ) from error
+
+
 def repeat_one(cloud: ReleaseSource, name: TargetName, progress: Progress) -> SignedTarget:
     """Fetch a version and its bundle and repeat the conversion; return what may be signed."""
     reference = f"{name.model}@{name.version}"
@@ -307,7 +319,7 @@ class Signer:
 
     def __init__(self, cloud: Metadatas, keys_folder: Path, role: str) -> None:
         self._cloud, self._role = cloud, role
-        self.chain: Chain = read(cloud.get, newest_root(cloud.get, trusted_root(keys_folder)))
+        self.chain = _chain(cloud, keys_folder)
         # Without this, an intruder could present a targets role that names keys of his own.
         if role != "targets" and not self.chain.is_signed("targets"):
             raise Corrupt("the published targets are not signed by keys of the newest root")

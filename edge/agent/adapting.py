@@ -141,17 +141,21 @@ def keep_samples(
     bundle: Path | None = None,
     x: Sequence[str] = (),
     y: Sequence[str] = (),
+    **form: Any,
 ) -> tuple[int, Path]:
     """Store `source` as the node's samples for a model; return their number and the new file.
 
-    source: an .npz, or other data with the columns x and y, which are chosen as for `data.load`.
+    source: an .npz, or other data with the columns x and y, which are chosen as for `data.load`;
+    form: more options of it. Images of a folder get the size of the bundle's input.
     bundle: the serving bundle, whose input the samples must fit. InvalidInput: not samples, or they
     do not fit, or the model's name is invalid.
     """
     if not source.exists():
         raise NotFound(f"no file {source}")
-    is_copied = source.suffix == NPZ and not (x or y)
-    samples = read_samples(source) if is_copied else _loaded(source, bundle, x, y)
+    stated = any(value is not None for value in form.values())
+    is_copied = source.suffix == NPZ and not (x or y or stated)
+    choice = {"x": x, "y": y, **form}
+    samples = read_samples(source) if is_copied else _loaded(source, bundle, choice)
     count = len(samples["y"])
     if bundle is not None:
         _check_fit(samples, bundle, model, source.name)
@@ -162,25 +166,25 @@ def keep_samples(
     return count, path
 
 
-def _loaded(
-    source: Path, bundle: Path | None, x: Sequence[str], y: Sequence[str]
-) -> dict[str, Any]:
+def _loaded(source: Path, bundle: Path | None, choice: Mapping[str, Any]) -> dict[str, Any]:
     """Return x and y of a table, a folder of images or other data, within the limits of samples."""
     import numpy as np
 
     from triplane.unified_ir.data import load
+    from triplane.unified_ir.data.by_name import size_like
     from triplane.unified_ir.data.choosing import class_numbers, row_bytes
 
-    dataset = load(source, x=x, y=y)
+    names, shapes = _served_facts(bundle)
+    size = choice.get("size") or size_like(source, shapes)
+    dataset = load(source, **{**choice, "size": size})
     if (len(dataset.inputs), len(dataset.targets)) != (1, 1):
         raise InvalidInput(
             f"{source.name} must give one input and one column of classes; choose them: --x, --y"
         )
     _check_count(len(dataset), source.name)
-    size = row_bytes(dataset, dataset.inputs) * len(dataset)
-    if size > MAX_SAMPLES_BYTES:
-        raise InvalidInput(f"samples take at most {MAX_SAMPLES_BYTES} bytes, got {size}")
-    names = _class_names(bundle)
+    n_bytes = row_bytes(dataset, dataset.inputs) * len(dataset)
+    if n_bytes > MAX_SAMPLES_BYTES:
+        raise InvalidInput(f"samples take at most {MAX_SAMPLES_BYTES} bytes, got {n_bytes}")
     if dataset.labels and not names:
         raise InvalidInput(
             f"{source.name} names its classes, but no version serves here whose names say their "
@@ -192,16 +196,17 @@ def _loaded(
     return _checked(samples, classes, source.name, f"{source.name} has whole numbers as classes")
 
 
-def _class_names(bundle: Path | None) -> tuple[str, ...]:
-    """Return the names of the classes of the serving bundle; none if it has none."""
+def _served_facts(bundle: Path | None) -> tuple[tuple[str, ...], list[tuple[int | str, ...]]]:
+    """Return the names of the serving bundle's classes and the shapes of its inputs."""
     from triplane.unified_ir.runtime import Bundle
 
     if bundle is None:
-        return ()
+        return (), []
     with contextlib.suppress(Corrupt):  # the agent will fetch it again
         served = Bundle.load(bundle)
-        return tuple(served.labels.get(served.outputs[0].name, ()))
-    return ()
+        names = tuple(served.labels.get(served.outputs[0].name, ()))
+        return names, [info.shape for info in served.inputs]
+    return (), []
 
 
 def _npz_bytes(samples: Mapping[str, Any]) -> bytes:

@@ -14,17 +14,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from triplane.edge.agent.refusal import AttemptRefused
-from triplane.proto.errors import Corrupt, TriplaneError
+from triplane.proto.errors import TriplaneError
 from triplane.proto.sandbox import allow_memory, serve_order
 
 RUNS: Final = 20
 """Timed runs of the goldens."""
-MAX_SAMPLES: Final = 10_000
-MAX_NPZ_BYTES: Final = 256 << 20
 CHUNK: Final = 64
 """Samples in one run."""
-PLAIN: Final = ("x", "y")
-EPISODES: Final = ("support.x", "support.y", "query.x", "query.y")
 
 
 def trial(order: dict[str, Any]) -> dict[str, Any]:
@@ -113,43 +109,16 @@ def golden_accuracy(bundle: Any, session: Any, path: Path) -> float:
     """
     import numpy as np
 
-    from triplane.unified_ir.files.npz import opened_npz
+    from triplane.unified_ir.files.golden_set import golden_set
 
-    wanted = EPISODES if bundle.description.adapt_steps else PLAIN
-    try:
-        with opened_npz(path, file_bytes=MAX_NPZ_BYTES) as npz:
-            arrays = {name: npz.array(name) for name in wanted}
-    except TriplaneError as error:
-        reason = str(error).replace(str(path), path.name)  # the cloud is sent no path of the node
-        raise Corrupt(
-            f"the golden set holds no arrays {', '.join(wanted)}, which a "
-            f"{'start point' if wanted is EPISODES else 'model'} is judged by: {reason}"
-        ) from error
-    _check_lengths(arrays)
-    if wanted is PLAIN:
+    arrays = golden_set(path, episodes=bundle.description.adapt_steps > 0)
+    if not bundle.description.adapt_steps:
         return share_right(session, bundle.inputs[0].name, arrays["x"], arrays["y"])
     scores = [
         _episode(bundle, {name: array[i] for name, array in arrays.items()})
         for i in range(len(arrays["query.y"]))
     ]
     return float(np.mean(scores))
-
-
-def _check_lengths(arrays: Any) -> None:
-    """Raise Corrupt unless every sample has a label, and there are not too many."""
-    for name, y in arrays.items():
-        if not name.endswith("y"):
-            continue
-        x = arrays[name[:-1] + "x"]
-        depth = 1 if name == "y" else 2
-        whole = y.ndim == depth and y.dtype.kind in "iu" and x.shape[:depth] == y.shape
-        if not whole or not 1 <= y.size <= MAX_SAMPLES:
-            raise Corrupt(
-                f"the golden set has {name} {y.dtype}{y.shape} for samples {x.shape}; needed are 1 "
-                f"to {MAX_SAMPLES} whole numbers, one for each sample"
-            )
-    if len({len(y) for y in arrays.values()}) != 1:
-        raise Corrupt("the golden set has support and query sets of different numbers of episodes")
 
 
 def _episode(bundle: Any, episode: Any) -> float:

@@ -16,6 +16,7 @@ from triplane.edge.serving.servable import Array, Contract, TensorContract, Want
 from triplane.proto import open_inference_pb2 as pb
 from triplane.proto.errors import InvalidInput
 from triplane.proto.status import Unimplemented
+from triplane.unified_ir.files.samples import transpose_hint
 from triplane.unified_ir.runtime.signature import UNNAMED
 
 Parameters = Mapping[str, pb.InferParameter]
@@ -139,7 +140,7 @@ def _shape(
                 must = f"{rule} is {expected} in this request already; give both the same size"
             raise InvalidInput(
                 f"input {spec.name!r} has shape {[*shape]}; the model takes {_text(spec)}: "
-                f"size {axis} is {size}, and {must}"
+                f"size {axis} is {size}, and {must}{transpose_hint(shape, spec.shape)}"
             )
     if shape and shape[0] > limits.rows and isinstance(spec.shape[0], str):
         raise InvalidInput(f"input {spec.name!r} has {shape[0]} rows; {limits.rows} at most: split")

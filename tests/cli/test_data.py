@@ -45,6 +45,18 @@ def test_inspect_shows_columns_and_the_first_samples(table, capsys):
     assert "40 samples of steps.csv" in text
 
 
+def test_inspect_shows_a_text_and_not_the_numbers_of_its_characters(tmp_path, capsys):
+    for name, text in {"a": "Größe\n", "b": "x" * 200}.items():
+        (tmp_path / f"{name}.txt").write_text(text)
+    code, text, _ = run(capsys, "inspect", tmp_path)
+    assert code == 0
+    assert f"text: 'Größe\\n{'x' * 60}" in text
+    assert "sample 0" not in text
+    code, text, _ = run(capsys, "inspect", tmp_path / "a.txt", "--json")
+    assert json.loads(text)["text"] == "Größe\n"
+    assert json.loads(text)["first"][0] == {"token": str(ord("G"))}
+
+
 def test_records_hold_the_same_samples_and_are_checked(table, tmp_path, capsys):
     out = tmp_path / "steps.tpr"
     written = record(capsys, "convert", table, out)

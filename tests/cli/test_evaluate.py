@@ -252,6 +252,16 @@ def test_the_held_out_part_is_read(
             "takes x: float32(N, 1, 8, 8), but the data gives, for each sample: x float32[64]",
         ),
         (
+            {"x": np.zeros((4, 2, 32), np.float32), "y": np.zeros(4, np.int64)},
+            (),
+            "x float32[2, 32], y int64; another shape is chosen as in --x 'x:1x8x8'",
+        ),
+        (
+            {"x": np.zeros((4, 8, 8, 1), np.float32), "y": np.zeros(4, np.int64)},
+            (),
+            "y int64; its channels are the last axis and must be the first one of each sample",
+        ),
+        (
             {"x": np.zeros((4, 1, 9, 9), np.float32), "y": np.zeros(4, np.int64)},
             (),
             "x float32[1, 9, 9], y int64; images of a folder are resized by --size 8x8",

@@ -314,6 +314,20 @@ def test_a_secret_comes_from_a_file_or_a_pipe_as_well(tmp_path, monkeypatch):
         shell.SECRET.convert(f"@{tmp_path / 'absent'}", None, None)
 
 
+def test_a_person_types_a_secret_without_showing_it(monkeypatch):
+    def ended(_):
+        raise EOFError
+
+    terminal = io.StringIO("seen\n")
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr("sys.stdin", terminal)
+    monkeypatch.setattr("getpass.getpass", lambda _: "hidden ")
+    assert shell.SECRET.convert("-", None, None) == "hidden"
+    monkeypatch.setattr("getpass.getpass", ended)
+    with pytest.raises(click.BadParameter, match="- cannot be read: no input"):
+        shell.SECRET.convert("-", None, None)
+
+
 def test_what_the_verb_token_printed_is_a_file_of_its_secret(tmp_path, monkeypatch):
     printed = "abc.def\n\nOne use, for the device ann; expires in 60 min. On that machine, run:\n"
     (tmp_path / "token").write_text(printed)

@@ -17,6 +17,7 @@ from triplane.unified_ir import load, nn
 from triplane.unified_ir.cli import training
 from triplane.unified_ir.cli.shell import run
 from triplane.unified_ir.train import TopK
+from triplane.unified_ir.train.metrics import BY_NAME
 
 CELL = Path(__file__).resolve().parents[2] / "cloud/demo/digits.py"
 
@@ -229,12 +230,12 @@ def test_a_schedule_is_read_as_it_is_written(text: str, rates: dict[int, float])
 
 
 def test_a_metric_is_offered_by_its_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(training.METRICS, "top2", {"classes": lambda _, train: train.TopK(2)})
+    monkeypatch.setitem(BY_NAME, "top2", {"classes": TopK(2)})
     assert training.metrics(("top2", "accuracy", "top2"), "nll") == {
         "top2": TopK(2), "accuracy": nn.accuracy,
     }  # fmt: skip
     losses = {targets: name for name, (_, targets) in training.LOSSES.items()}
-    for name, row in training.METRICS.items():
+    for name, row in BY_NAME.items():
         for targets in row:
             assert list(training.metrics((name,), losses[targets]) or ()) == [name]
 

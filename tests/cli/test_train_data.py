@@ -201,6 +201,23 @@ def write_csv(path: Path, header: list[str], rows: list[list[Any]]) -> Path:
     return path
 
 
+def test_a_text_among_numbers_is_named_by_its_place(
+    nets: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = write_csv(nets.with_name("t.csv"), ["a", "b", "c", "y"], [[1, 2, 3, 0], [4, "x", 5, 1]])
+    assert train(f"{nets}:Line", table, "--x", "a,b,c") == 2
+    assert "'b' holds texts, first 'x' in sample 1" in capsys.readouterr().err
+
+
+def test_a_text_shorter_than_a_window_is_refused_as_such(
+    nets: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = nets.with_name("t.txt")
+    text.write_text("hello world")
+    assert train(f"{nets}:CharLM", text) == 2
+    assert "shorter than one window" in capsys.readouterr().err
+
+
 def test_sensor_data_of_a_table_is_joined_to_samples(
     nets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,7 +24,7 @@ from tests.cloud.released import copied, make_released
 from tests.support.deadlines import within
 
 from triplane.cloud.identity.rights import RIGHTS
-from triplane.cloud.server import Cloud, running
+from triplane.cloud.server import Cloud, CloudOptions, running
 from triplane.proto import fleet_pb2 as pb
 from triplane.proto import identity_pb2, session_pb2
 from triplane.proto.blobs import BlobFolder
@@ -141,7 +141,7 @@ def test_a_failing_version_pauses_and_abort_takes_it_back(home, tmp_path):
                 second = await people.Deploy(bad)
                 heard = await watched(people, second.id, until_paused=True)
                 assert "golden sample 3" in heard[-1].nodes[0].reason
-                assert "1 of 1 nodes of wave 1 failed" in heard[-1].reason
+                assert "wave 1: 1 of 1 nodes failed (limit 0%)" in heard[-1].reason
                 aborted = await people.Abort(pb.AbortRequest(id=second.id, reason="bad"))
                 assert aborted.state == pb.Rollout.ABORTED
                 listed = await people.ListNodes(pb.ListNodesRequest())
@@ -404,6 +404,12 @@ def test_a_second_cloud_on_the_same_home_is_refused(home):
                 await Cloud(home).start()
 
     within(story())
+
+
+def test_one_port_for_calls_and_enrolment_is_refused_by_name(tmp_path):
+    with pytest.raises(InvalidInput, match="must differ, both are 8444; choose --port or"):
+        CloudOptions(home=tmp_path, port=8444)
+    assert CloudOptions(home=tmp_path, port=0, enrol_port=0).port == 0
 
 
 def test_a_taken_port_is_named_and_nothing_stays_open(home):

@@ -47,6 +47,7 @@ def _lstm_of_lengths(x, w, r, b, h, c):
 
 def _cross_entropy_smoothed(x, weight, labels):
     loss, counted = weighted_cross_entropy(x, labels, ops.stop_gradient(weight), -9, 0.2)
+    assert counted is not None
     return loss.sum() / ops.stop_gradient(counted).sum()
 
 

@@ -261,8 +261,9 @@ def kill(path, seed, rng):
     child = subprocess.Popen([sys.executable, CHILD, path, str(seed)], stdout=subprocess.PIPE)
     with child:
         assert child.stdout is not None
-        first = child.stdout.readline()
-        time.sleep(rng.uniform(0, 0.05))
+        # By commits, then by time: on a busy machine no commit may end in any fixed time.
+        first = b"".join(child.stdout.readline() for _ in range(rng.randint(2, 8)))
+        time.sleep(rng.uniform(0, 0.02))
         child.send_signal(signal.SIGKILL)
         lines = (first + child.stdout.read()).splitlines(keepends=True)
     assert child.returncode == -signal.SIGKILL
@@ -287,7 +288,7 @@ def kill_writers(path, kills, seed):
 @pytest.mark.slow
 def test_a_killed_writer_loses_nothing_that_was_committed(path):
     commits, _ = kill_writers(path, 12, seed=1)
-    assert commits > 12
+    assert commits >= 12
 
 
 @pytest.mark.deep

@@ -54,6 +54,50 @@ def test_class_folders_become_labels(pets):
     assert table.take(np.array([], np.int64))["x"].shape == (0, 1, 1, 2)
 
 
+def test_folders_of_class_folders_become_a_column(pets):
+    """As of persons or cameras; a class that one of them does not have keeps its number."""
+    for person, label, value in [("bob", "cat", 5), ("ann", "dog", 6), ("ann", "cow", 7)]:
+        (pets / "all" / person / label).mkdir(parents=True)
+        image = pets / "all" / person / label / "a.pgm"
+        image.write_bytes(b"P5 2 1 255\n" + bytes([value, 0]))
+    (pets / "all" / "notes.txt").write_text("skipped")
+    table = opened(ImageFolderSource(str(pets / "all")))
+    assert table.labels == ("cat", "cow", "dog")
+    assert {name: str(f) for name, f in table.schema.items()} == {
+        "x": "uint8[1, 1, 2]", "y": "int64", "folder": "text"
+    }  # fmt: skip
+    block = table.take(np.arange(3))
+    assert block["x"][:, 0, 0, 0].tolist() == [7, 6, 5]
+    assert block["y"].tolist() == table.column("y").tolist() == [1, 2, 0]
+    assert block["folder"].tolist() == table.column("folder").tolist() == ["ann", "ann", "bob"]
+    chosen = data.load(pets / "all", keep=["folder"])
+    assert (chosen.labels, chosen.inputs, chosen.targets) == (table.labels, ("x",), ("y",))
+    assert "folder" not in data.load(pets / "all").schema
+    rest, held_out = data.load_split(pets / "all", fraction=0.5, group="folder")
+    names = [set(np.asarray(part.column("folder"))) for part in (rest, held_out)]
+    assert names in ([{"ann"}, {"bob"}], [{"bob"}, {"ann"}])
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [("ann/dog", r"ann holds class folders, but .*cat beside it does not"),
+     ("cat/kitten/dog", r"cat holds class folders, but .*dog beside it does not")],
+)  # fmt: skip
+def test_folders_of_both_depths_are_refused(pets, made, message):
+    (pets / made).mkdir(parents=True)
+    with pytest.raises(InvalidInput, match=message):
+        opened(ImageFolderSource(str(pets)))
+
+
+def test_an_image_beside_the_folders_of_a_person_is_refused(pets):
+    (pets / "all" / "ann" / "dog").mkdir(parents=True)
+    for beside in (pets / "all" / "a.pgm", pets / "all" / "ann" / "a.pgm"):
+        beside.write_bytes(b"P5 2 1 255\n12")
+        with pytest.raises(InvalidInput, match=r"a\.pgm is beside the class folders"):
+            opened(ImageFolderSource(str(pets / "all")))
+        beside.unlink()
+
+
 def test_images_without_class_folders_are_one_column(pets):
     table = opened(ImageFolderSource(str(pets / "dog")))
     assert list(table.schema) == ["x"]

@@ -137,3 +137,28 @@ def test_any_bytes_give_samples_or_a_named_error(tmp_path_factory, content, unit
         TextSource(str(path), unit).open()
     except TriplaneError as error:
         assert "bytes.txt" in str(error)
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_a_folder_may_say_which_file_each_sample_is_from(tmp_path, unit, monkeypatch):
+    (tmp_path / "b.txt").write_text("abc\nd e")
+    (tmp_path / "a.txt").write_bytes(POEM.encode())
+    source = TextSource(str(tmp_path), unit, "author")
+    units = everything(TextSource(str(tmp_path), unit))
+    block = everything(source)
+    first = len(UNITS[unit])
+    assert block.pop("author").tolist() == ["a"] * first + ["b"] * (len(opened(source)) - first)
+    assert {k: v.tolist() for k, v in block.items()} == {k: v.tolist() for k, v in units.items()}
+    monkeypatch.setattr(text, "MAX_MEMORY_BYTES", 100)
+    feed = opened(source)
+    assert isinstance(feed, TextFeed)
+    for start in (0, 1, first, first + 2):
+        names = [name for part in feed.blocks(start) for name in np.asarray(part["author"])]
+        assert names == ["a"] * max(0, first - start) + ["b"] * (
+            len(units[next(iter(units))]) - max(first, start)
+        )
+
+
+def test_the_column_of_files_has_a_name_of_its_own(tmp_path):
+    with pytest.raises(InvalidInput, match="another name than 'token'"):
+        TextSource(str(tmp_path), files="token")

@@ -14,13 +14,16 @@ def test_settings_come_back_and_absent_ones_are_the_defaults(tmp_path):
     assert home.settings == DeviceSettings()
     home.make()
     chosen = DeviceSettings().but(
-        data=tmp_path / "a.npz", population="cameras", held_out=0.5, x=["ch*"]
-    )
+        data=tmp_path / "a.npz", population="cameras", held_out=0.5, x=["ch*"],
+        form={"window": 32, "size": (3, 8, 8), "query": "select 1", "pixels": False},
+    )  # fmt: skip
     home.save_settings(chosen)
     assert home.settings == chosen
     assert chosen.data == str(tmp_path / "a.npz")
     assert chosen.x == ("ch*",)
     assert chosen.but(data=None, population=None, held_out=None) == chosen
+    changed = chosen.but(data=None, population=None, held_out=None, form={"window": 9})
+    assert changed.form == {**chosen.form, "window": 9}
 
 
 @pytest.mark.parametrize(
@@ -35,6 +38,12 @@ def test_settings_come_back_and_absent_ones_are_the_defaults(tmp_path):
         '{"population": ""}',
         '{"x": [1]}',
         '{"y": "y"}',
+        '{"form": ["window"]}',
+        '{"form": {"windows": 3}}',
+        '{"form": {"window": "3"}}',
+        '{"form": {"window": true}}',
+        '{"form": {"size": [8]}}',
+        '{"form": {"size": [8, 0]}}',
     ],
 )
 def test_settings_that_are_none_are_corrupt_and_name_the_file(tmp_path, text):

@@ -109,7 +109,7 @@ SAID = {
 MADE = {
     "forged state": (forged_blob, "the bytes received have the digest"),
     "other size": (other_size, "the other side says the blob has"),
-    "noise as plan": (noise_as_plan, "damaged, or this is not a file of Triplane"),
+    "noise as plan": (noise_as_plan, "not a file of Triplane, or the header of its"),
     "state as plan": (state_as_plan, "is a state file, not a plan"),
     "plan as state": (plan_as_state, "is a plan file, not a state"),
     "state of another plan": (other_plan, "the state is of plan"),

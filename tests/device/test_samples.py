@@ -1,7 +1,6 @@
 """Samples from arrays, files and batches, and the part that is never learned from."""
 
 import csv
-import json
 from typing import Any
 
 import numpy as np
@@ -74,24 +73,6 @@ def test_a_table_gives_the_arrays_of_the_model(tmp_path):
     }  # fmt: skip
 
 
-def test_classes_whose_numbers_a_device_cannot_know_are_refused(tmp_path):
-    (tmp_path / "a.csv").write_text("x,y\n1,sit\n2,run\n")
-    with pytest.raises(InvalidInput, match=r"names its classes \('run', 'sit', ...\), but"):
-        shard_of(tmp_path / "a.csv")
-    (tmp_path / "book.txt").write_text("ab\n" * 99)
-    with pytest.raises(InvalidInput, match=r"classes \('\\n', 'a', 'b', ...\), but a device"):
-        shard_of(tmp_path / "book.txt")
-    pipeline = {
-        "format": 1,
-        "source": {"kind": "csv", "path": "a.csv"},
-        "steps": [{"step": "lookup", "column": "y", "values": ["walk", "sit", "run"]}],
-        "inputs": ["x"],
-        "targets": ["y"],
-    }
-    (tmp_path / "a.json").write_text(json.dumps(pipeline))
-    assert shard_of(tmp_path / "a.json", held_out=0).train["y"].tolist() == [1, 2]
-
-
 def test_columns_of_an_npz_may_be_chosen(tmp_path):
     np.savez(tmp_path / "a.npz", images=np.zeros((9, 2, 2), np.uint8), labels=np.arange(9) % 2)
     shard = shard_of(tmp_path / "a.npz", x=["images"], y=["labels"])
@@ -116,6 +97,18 @@ def test_a_dataset_is_a_source_with_its_steps(monkeypatch):
     monkeypatch.setattr(samples, "MAX_SHARD_BYTES", 700)
     with pytest.raises(InvalidInput, match="at most 700 bytes, got 800"):
         shard_of(dataset)
+
+
+def test_windows_to_score_on_share_no_row_with_those_to_learn_from(tmp_path):
+    rows_ = [f"{k},{k / 2}" for k in range(40)]
+    (tmp_path / "a.csv").write_text("\n".join(["x,y", *rows_]))
+    shard = shard_of(tmp_path / "a.csv", form={"window": 4}, held_out=0.25)
+    learned, scored = ({*part["x"].ravel().tolist()} for part in (shard.train, shard.held_out))
+    assert (shard.examples, shard.held_out_samples) == (27, 7)
+    assert (max(learned), min(scored)) == (29, 30)
+    assert shard_of(tmp_path / "a.csv", form={"window": 4}, held_out=0).examples == 37
+    with pytest.raises(InvalidInput, match="leaves one part without a window"):
+        shard_of(tmp_path / "a.csv", form={"window": 30})
 
 
 def test_nothing_is_held_out_where_nothing_shall_be():
@@ -162,8 +155,8 @@ REFUSED: Any = (
     ({"x": [[1], [1, 2]], "y": [1, 2]},                       "samples of one shape"),
     ({"x": X, "y": np.array(list("abcd"))},                   "numbers, 'y' is <U1"),
     ({"x": X, "y": np.array([None] * 4)},                     "numbers, 'y' is object"),
-    ({"x": X, "y": np.array([0, np.nan, 1, 2])},              "'y' of one has NaN"),
-    ({"x": X + np.float32(np.inf), "y": Y},                   "'x' of one has an infinity"),
+    ({"x": X, "y": np.array([0, np.nan, 1, 2])},              "'y' of sample 1 has NaN"),
+    ({"x": X + np.float32(np.inf), "y": Y},                   "'x' of sample 0 has an infinity"),
     ([{"x": X, "y": Y}, {"x": X[:, :1], "y": Y}],             r"float32\[1\] in batch 2"),
     ([{"x": X, "y": Y}, {"x": X.astype(float), "y": Y}],      r"float64\[2\] in batch 2"),
     ([{"x": x, "y": y} for x, y in zip(X, Y, strict=True)],   "one sample is a batch of 1"),

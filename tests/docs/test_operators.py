@@ -3,7 +3,9 @@
 import os
 from pathlib import Path
 
-from triplane.unified_ir.ops.row import DOMAIN
+from triplane.unified_ir import ops
+from triplane.unified_ir.ops.row import DOMAIN, Op
+from triplane.unified_ir.ops.signatures import signature
 from triplane.unified_ir.ops.table import TABLE
 
 PAGE = Path(__file__).parents[2] / "docs" / "operators.md"
@@ -18,6 +20,9 @@ gradient. It is generated from the table of operators in `unified_ir/ops/`, whic
 the IR's own and are written to ONNX files as ONNX operators. {smooth} are differentiable, to any
 order.
 
+* *call*: the name in `triplane.unified_ir.ops` with operands and attributes, for operators that are
+  called as they are. Operands stand before `/`; what follows `*` is given by name. The others are
+  behind functions of `ops` and methods of tensors.
 * *since*: the ai.onnx version of the definition.
 * *form*: a [primitive](glossary.md#primitive) has a kernel and, where mathematics allows, a
   gradient of its own. A [body](glossary.md#body) is written in terms of other operators, from which
@@ -28,13 +33,14 @@ order.
 
 
 def lines(rows):
-    yield "| operator | since | form | gradient |"
-    yield "|---|---|---|---|"
+    calls = {v: f"`{n}{signature(v)}`" for n, v in vars(ops).items() if isinstance(v, Op)}
+    yield "| operator | call | since | form | gradient |"
+    yield "|---|---|---|---|---|"
     for row in sorted(rows, key=lambda r: r.name):
         form = "body" if row.body else "primitive"
         gradient = "yes" if row.differentiable else "none"
         since = "" if row.domain else row.id.since
-        yield f"| {row.name} | {since} | {form} | {gradient} |"
+        yield f"| {row.name} | {calls.get(row, '')} | {since} | {form} | {gradient} |"
 
 
 def page():

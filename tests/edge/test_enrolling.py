@@ -247,6 +247,24 @@ def test_where_no_enrolment_port_answers_the_message_says_so_itself(cloud, tmp_p
         assert "failed to connect" not in str(told.value)
 
 
+@pytest.mark.parametrize("address", ["fleet.example", "::1", "https://fleet.example:8444", ":1"])
+def test_an_address_without_a_port_is_refused_before_anything_is_made(cloud, tmp_path, address):
+    with pytest.raises(InvalidInput, match=r"is HOST:PORT, such as fleet\.example\.org:8444, got"):
+        person_enrols(cloud.token("portless"), address, tmp_path / "n")
+    assert not (tmp_path / "n").exists()
+
+
+def test_a_host_that_nobody_knows_is_told_without_the_words_of_a_library(cloud, tmp_path):
+    with pytest.raises(Unavailable, match="its host name cannot be resolved") as told:
+        person_enrols(cloud.token("nowhere"), "nobody.invalid:8444", tmp_path / "n")
+    assert "errors resolving" not in str(told.value)
+
+
+def test_an_empty_token_is_named_as_such(cloud, tmp_path):
+    with pytest.raises(InvalidInput, match="the token is empty"):
+        person_enrols(" ", cloud.enrolment, tmp_path / "n")
+
+
 def test_two_pins_that_begin_alike_are_shown_as_far_as_they_differ(cloud, tmp_path):
     token = cloud.token("typo")
     with pytest.raises(Corrupt, match="invalid token: it pins the authority") as told:

@@ -56,6 +56,12 @@ def test_a_whole_home_has_nothing_damaged(node):
     assert (json.loads(found.stdout)["damaged"], json.loads(found.stdout)["unreadable"]) == ("", [])
 
 
+def test_a_cloud_that_does_not_answer_is_named_and_no_trouble_of_the_node(node):
+    found = status(node)
+    assert found.exit_code == 0
+    assert "the cloud does not answer from here: connection refused" in found.stdout
+
+
 @pytest.mark.parametrize("text", ["", "null", '{"host": "127.0', "[1]", '{"pork": 1}', "\0\xff"])
 def test_damaged_settings_are_named_and_the_exit_code_is_that_of_up(node, text):
     node.settings_file.write_text(text, encoding="latin-1")

@@ -77,6 +77,24 @@ def test_the_node_the_line_and_the_operands_are_named(name, f, op, below, shown)
         program(X, I)
 
 
+@pytest.mark.parametrize("name", ["onnx", "reference", "ascend"])
+@pytest.mark.parametrize(
+    ("ids", "says"),
+    [
+        ([[0, 3], [7, 9]], r"index 7 at \[1, 0\] .* the largest is 9, so 10 are needed"),
+        ([[0, -6], [1, 1]], r"index -6 at \[0, 1\] .* 5 rows, 0 to 4 \(of an"),
+    ],
+)  # fmt: skip
+def test_an_embedding_says_how_many_rows_it_needs(name, ids, says):
+    table = np.zeros((5, 2), F32)
+    function = trace(graph(ops.embedding), TensorSpec((5, 2)),
+                     TensorSpec((2, 2), "int64"))  # fmt: skip
+    with pytest.raises(InvalidInput, match=says):
+        engine(name).compile(function)(table, np.array(ids))
+    with pytest.raises(InvalidInput, match=says):
+        nn.Embedding(5, 2)(np.array(ids))
+
+
 @pytest.mark.parametrize("opset", [17, 26])
 def test_the_place_is_found_in_the_emission_that_ran(opset):
     program = OnnxEngine(target=OnnxTarget(opset)).compile(traced(gathers))

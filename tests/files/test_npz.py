@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from triplane.device import samples as device_samples
-from triplane.edge.agent import adapting, trial
+from triplane.edge.agent import adapting
 from triplane.proto.errors import Corrupt, InvalidInput, NotFound
 from triplane.unified_ir.convert import samples as convert_samples
-from triplane.unified_ir.files import bounded
+from triplane.unified_ir.files import bounded, golden_set
 from triplane.unified_ir.files.npy import MAX_ITEM_BYTES
 from triplane.unified_ir.files.npz import (
     MAX_DIRECTORY_BYTES,
@@ -87,9 +87,9 @@ def test_the_page_states_the_limits():
         "commands with `--x` or `--y`": (bounded.MAX_FILE_BYTES, MAX_TOTAL_BYTES),
         "`registry push`": (bounded.MAX_FILE_BYTES, convert_samples.MAX_SAMPLES_BYTES),
         "samples of a device": (device_samples.MAX_SHARD_BYTES, device_samples.MAX_SHARD_BYTES),
-        "golden samples of a policy": (trial.MAX_NPZ_BYTES, MAX_TOTAL_BYTES),
+        "golden samples of a policy": (golden_set.MAX_NPZ_BYTES, MAX_TOTAL_BYTES),
     }
-    assert trial.MAX_NPZ_BYTES == adapting.MAX_SAMPLES_BYTES
+    assert golden_set.MAX_NPZ_BYTES == adapting.MAX_SAMPLES_BYTES
     for row, (file_bytes, total_bytes) in sizes.items():
         assert f"{row} | {readable(file_bytes)} | {readable(total_bytes)} |" in page
 

@@ -263,7 +263,9 @@ def test_float64_arrays_become_float32_unless_asked_otherwise():
         assert f(wide).dtype == np.float64
     assert nn.Parameter(wide).array.dtype == np.float32
     assert nn.Parameter(wide, dtype="float64").array.dtype == np.float64
-    with pytest.raises(InvalidInput, match="floats 'float32' or 'float64'; got 'graph', 'float16'"):
+    with pytest.raises(
+        InvalidInput, match="floats must be one of 'float32', 'float64', got 'float16'"
+    ):
         set_mode("graph", floats="float16")  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match="no engine 'nonsense'; there are onnx"):
         set_mode("graph", "nonsense")

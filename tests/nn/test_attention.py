@@ -83,6 +83,7 @@ class Weighted(nn.Cell):
     def __init__(self, cell, call, v, names):
         super().__init__()
         self.cell, self.call, self.v, self.names = cell, call, v, names
+        v.flags.writeable = False  # a constant
 
     def construct(self, xs):
         y = self.call(self.cell, **dict(zip(self.names, xs, strict=True)))

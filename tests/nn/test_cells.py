@@ -111,15 +111,16 @@ def test_state_that_does_not_fit_names_what_is_missing_and_what_is_unexpected():
     state = Net().state_dict()
     state["head.scale"] = state.pop("head.bias")
     with pytest.raises(
-        InvalidInput, match=r"fit Net; missing: head\.bias; unexpected: head\.scale$"
+        InvalidInput,
+        match=r"fit Net\n  missing, 1 of 8: head\.bias\n  unexpected, 1: head\.scale \(for head",
     ):
         Net().load(state)
-    with pytest.raises(InvalidInput, match=r"fit Net; unexpected: head\.scale$"):
+    with pytest.raises(InvalidInput, match=r"fit Net\n  unexpected, 1: head\.scale$"):
         Net().load(state, strict=False)
     del state["head.scale"]
-    with pytest.raises(InvalidInput, match=r"missing: head\.bias; strict=False loads a part"):
+    with pytest.raises(InvalidInput, match=r"8: head\.bias\n  strict=False loads a part"):
         Net().load(state)
-    with pytest.raises(InvalidInput, match=r"unexpected: x0, x1, x2.* and 2 more$"):
+    with pytest.raises(InvalidInput, match=r"unexpected, 10: x0, x1, x2.* and 2 more$"):
         Net().load({f"x{i}": np.zeros(1) for i in range(10)}, strict=False)
 
 

@@ -63,8 +63,15 @@ def test_wrong_use_is_refused_by_name():
         cell.freeze("layer9.*")
     with pytest.raises(InvalidInput, match="takes image; got 2"):
         cell(*data(2))
-    with pytest.raises(InvalidInput, match="output 'nowhere' is not produced by any node"):
+    with pytest.raises(
+        InvalidInput,
+        match=r"'nowhere' is not prod.* at the end of the",
+    ):
         import_onnx(resnet(), outputs=["nowhere"])
+    model = resnet()
+    model.graph.node[-1].name = "last"
+    with pytest.raises(InvalidInput, match=r"output 'last' .*; there are 'logits'"):
+        import_onnx(model, outputs=["last"])
     with pytest.raises(InvalidInput, match=r"output 'logit' .*; there are 'logits'"):
         import_onnx(resnet(), outputs=["logit"])
 

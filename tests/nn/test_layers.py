@@ -215,6 +215,14 @@ def test_an_embedding_gives_rows_of_its_table():
         (lambda: nn.BatchNorm1d(3)(normal(2, 4)), r"\(N, 3\) or \(N, 3, L\), got float32\[2,4\]"),
         (lambda: nn.Dense(9, 3)(normal(2, 8)), r"Dense\(9, 3\) takes x: \(..., 9\), got float32"),
         (lambda: nn.Conv2d(3, 4, 1)(normal(2, 1, 5, 5)), r"\(N, 3, H, W\), got float32\[2,1,5,5\]"),
+        (
+            lambda: nn.Conv2d(3, 4, 1)(normal(2, 5, 6, 3)),
+            r"got float32\[2,5,6,3\] .*channels are the last axis.*x\.transpose\(0, 3, 1, 2\)",
+        ),
+        (
+            lambda: nn.Conv2d(3, 4, 1)(normal(2, 3, 7)),
+            r"got float32\[2,3,7\] .*; Conv1d takes x: \(N, 3, L\)",
+        ),
         (lambda: nn.Conv1d(3, 4, 1)(normal(2, 3)), r"Conv1d\(3, 4, ...\) takes x: \(N, 3, L\)"),
         (lambda: nn.LSTM(3, 4)(normal(2, 3)), r"LSTM\(3, 4\) takes x: \(N, T, 3\)"),
         (lambda: nn.GRUCell(3, 4)(normal(2, 5), normal(2, 4)), r"takes x: \(N, 3\), got"),

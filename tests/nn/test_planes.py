@@ -5,12 +5,14 @@ import subprocess
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir import TensorSpec, nn, trace
+from triplane.unified_ir import TensorSpec, nn, optim, trace, train
 from triplane.unified_ir.autodiff import value_and_grad
 from triplane.unified_ir.engines import engine
+from triplane.unified_ir.runtime import Session
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "layers"
@@ -32,6 +34,8 @@ OURS = {
     "adaptive_avg_pool_3d": lambda: nn.AdaptiveAvgPool3d(2),
     "upsample": lambda: nn.Upsample(scale=2, mode="bilinear", align_corners=True),
     "batch_norm_3d": lambda: nn.BatchNorm3d(3),
+    "batch_norm_untracked": lambda: nn.BatchNorm2d(3, track_running_stats=False),
+    "batch_norm_untracked_eval": lambda: nn.BatchNorm1d(3, track_running_stats=False).eval(),
     "group_norm": lambda: nn.GroupNorm(2, 4),
     "instance_norm_1d": lambda: nn.InstanceNorm1d(3),
     "instance_norm_2d": lambda: nn.InstanceNorm2d(3),
@@ -130,3 +134,18 @@ def test_the_generator_reproduces_the_golden_files(tmp_path):
             assert old.files == new.files
             for key in old.files:
                 np.testing.assert_allclose(new[key], old[key], rtol=1e-12, atol=1e-14)
+
+
+def test_a_batch_norm_without_statistics_exports_and_answers_by_the_batch(tmp_path):
+    cell = nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False), nn.Dense(3, 2))
+    assert list(cell.state_dict()) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    trainer = train.Trainer(cell, loss=nn.MSE(), optimizer=optim.SGD(0.1))
+    x = np.random.default_rng(0).standard_normal((6, 3)).astype(np.float32)
+    trainer.fit((x, x[:, :2]), 2, progress="none")
+    whole, part = trainer.predict(x), trainer.predict(x[:3])
+    assert np.abs(whole[:3] - part).max() > 1e-3
+    file = trainer.export_onnx(tmp_path / "m.onnx")
+    nodes = {n.op_type for n in onnx.load(file.path).graph.node}
+    assert "BatchNormalization" not in nodes
+    outputs = Session(file.path).run({"x": x})
+    np.testing.assert_allclose(outputs["y"], whole, atol=1e-5)

@@ -208,12 +208,12 @@ def test_attributes_are_checked_by_name_and_kind():
     build, (x,) = recording(TensorSpec((2, 3)))
     with build:
         with pytest.raises(InvalidInput, match="Softmax has no attribute 'axes'; it has axis"):
-            ops.softmax(x, axes=1)
+            ops.softmax(x, axes=1)  # type: ignore[call-arg]
         with pytest.raises(InvalidInput, match=r"Softmax.axis must be of kind INT, got 'last'"):
-            ops.softmax(x, axis="last")
+            ops.softmax(x, axis="last")  # type: ignore[arg-type]
         with pytest.raises(InvalidInput, match="needs the attribute 'to'"):
             TABLE["", "Cast"](x)
-        with pytest.raises(InvalidInput, match="Add takes 2 to 2 operands, got 1"):
+        with pytest.raises(InvalidInput, match=r"Add takes 2 operands, got 1: Add\(a, b, /\)"):
             TABLE["", "Add"](x)
 
 
@@ -252,7 +252,9 @@ def test_numpys_functions_are_refused_with_ours_named():
             lambda: np.asarray(x),
             lambda: np.concatenate([x, x]),
         ):
-            with pytest.raises(InvalidInput, match="belongs to a graph; use the function"):
+            with pytest.raises(
+                InvalidInput, match=r"graph; use the function|use ops\.(reshape|concat)$"
+            ):
                 use()
 
 

@@ -1,6 +1,7 @@
 """A hundred updates against PyTorch's, from gradients that span four orders of magnitude."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -129,6 +130,26 @@ def test_schedules_follow_pytorch_over_a_hundred_updates():
     for name, schedule in SCHEDULES.items():
         ours = scheduled(schedule, range(STEPS))
         np.testing.assert_allclose(ours, golden[name], rtol=2e-6, atol=3e-8, err_msg=name)
+
+
+PLATEAUS: dict[str, dict[str, Any]] = {
+    "default": {"patience": 3},
+    "absolute": {"patience": 2, "min_change": 0.02, "change": "absolute", "factor": 0.5},
+    "cooldown": {"patience": 1, "cooldown": 4, "factor": 0.7, "low": 0.02},
+    "larger": {"better": "larger", "patience": 2, "factor": 0.3},
+    "eager": {"patience": 0, "min_change": 0.0, "factor": 0.9},
+}
+
+
+def test_rates_fall_on_the_plateaus_on_which_those_of_pytorch_fall():
+    golden = held("plateau.npz")
+    assert golden.keys() - {"torch", "values"} == PLATEAUS.keys()
+    for name, options in PLATEAUS.items():
+        schedule = optim.ReduceOnPlateau(0.1, **options)
+        values = 3.0 - golden["values"] if name == "larger" else golden["values"]
+        ours = [schedule.rate_after(values[: t + 1]) for t in range(STEPS)]
+        assert ours == golden[name].tolist(), name
+        assert len(set(ours)) > 2
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -282,7 +303,7 @@ def test_schedules_have_the_values_of_their_formulas():
         (lambda: optim.AdamW(0.1, epsilon=0.0), "AdamW needs epsilon > 0"),
         (
             lambda: optim.SGD(0.1, decay="both"),  # type: ignore[arg-type]
-            "'coupled' or 'decoupled', got 'both'",
+            "'coupled', 'decoupled', got 'both'",
         ),
         (lambda: optim.SGD(0.1, dampening=0.1), "dampening only with a momentum"),
         (lambda: optim.RMSProp(alpha=1.0), r"alpha in \[0, 1\), got 1.0"),
@@ -308,7 +329,7 @@ def test_schedules_have_the_values_of_their_formulas():
         (lambda: optim.OneCycle(0.1, 10, rise=1.0), "either side of its top"),
         (
             lambda: optim.OneCycle(0.1, 10, shape="sine"),  # type: ignore[arg-type]
-            "'cosine' or 'line', got 'sine'",
+            "'cosine', 'line', got 'sine'",
         ),
         (lambda: optim.clip_by_value({}, -1.0), "element is clipped to a limit > 0"),
         (lambda: optim.clip_by_norm({}, float("nan")), "norm is clipped to a limit > 0"),

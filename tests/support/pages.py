@@ -1,11 +1,104 @@
-"""Tables of documentation pages that follow from a table of the product."""
+"""Documentation pages: their tables follow from tables of the product, and their blocks run.
 
+A block of ```python or ```sh runs, unless `<!-- not run: REASON -->` stands above it.
+"""
+
+import contextlib
 import os
 import re
+import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+BLOCK = re.compile(
+    r"^(?:<!-- not run: (?P<reason>[^\n]+) -->\n)?```(?P<kind>python|sh)\n(?P<text>.*?)^```",
+    re.DOTALL | re.MULTILINE,
+)
+SANDBOX = ("unshare", "-rnpf", "--mount-proc", "--kill-child")
+"""Namespaces of a page's own: its servers have the ports that it names, and end with it."""
+
+LIMIT_S = 270.0
+"""Seconds for a page; less than a test has, so that it fails with the page's output."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block; `reason` says why it does not run, and is empty where it does."""
+
+    kind: str
+    text: str
+    reason: str
+
+
+def blocks_of(page: Path) -> list[Block]:
+    """Return the Python and shell blocks of a page, in order."""
+    return [
+        Block(match["kind"], match["text"], match["reason"] or "")
+        for match in BLOCK.finditer(page.read_text())
+    ]
+
+
+def program_of(page: Path) -> str:
+    """Return one Python program of those blocks of a page that run."""
+    parts = [
+        block.text if block.kind == "python" else f"_sh({block.text!r})\n"
+        for block in blocks_of(page)
+        if not block.reason
+    ]
+    return "\n".join(["from page_shell import sh as _sh", *parts])
+
+
+def outputs_of(page: Path) -> list[str]:
+    """Return the blocks of ```text: what the blocks above them print, to the letter."""
+    return re.findall(r"^```text\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def run_page(page: Path, folder: Path) -> str:
+    """Run a page's blocks in an empty folder, as somebody with an empty home; return the output."""
+    program = folder / "program"
+    for name in ("program", "home", "empty"):
+        (folder / name).mkdir()
+    shutil.copy(Path(__file__).with_name("page_shell.py"), program)
+    (program / "page.py").write_text(program_of(page))
+    output = folder / "output"  # no pipe, which servers that go on running would hold open
+    with output.open("w") as file, subprocess.Popen(
+        [*sandbox(), sys.executable, "-W", "error", program / "page.py"],
+        cwd=folder / "empty", env=environment(folder / "home"), text=True, start_new_session=True,
+        stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+    ) as process:  # fmt: skip
+        try:
+            process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            file.write(f"the page did not end within {LIMIT_S:g} s\n")
+        finally:
+            end(process)
+    assert process.returncode == 0, output.read_text()
+    return output.read_text()
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """End a page with all that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def sandbox() -> tuple[str, ...]:
+    """Return the command in front of a page's; without it, pages of one test file take turns."""
+    done = subprocess.run([*SANDBOX, "true"], capture_output=True, check=False)
+    return SANDBOX if done.returncode == 0 else ()
+
+
+def environment(home: Path) -> dict[str, str]:
+    """Return the variables of a new user, whose `triplane` and `python` are this environment's."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("TRIPLANE_", "XDG_"))}
+    return kept | {
+        "HOME": str(home), "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }  # fmt: skip
 
 
 def check_table(page: str, name: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -22,13 +115,3 @@ def check_table(page: str, name: str, heads: Sequence[str], rows: Iterable[Seque
     if os.environ.get("TRIPLANE_ACCEPT") == "1":
         path.write_text(text)
     assert path.read_text() == text, "run this test with TRIPLANE_ACCEPT=1 and review the diff"
-
-
-def script_of(page: str) -> str:
-    """Return one Python program of a page's Python and shell blocks, in their order."""
-    blocks = re.findall(r"```(python|sh)\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
-    head = "import subprocess as _subprocess\n"
-    run = "_subprocess.run({!r}, shell=True, check=True, executable='/bin/bash')\n"
-    return head + "\n".join(
-        text if kind == "python" else run.format("set -e\n" + text) for kind, text in blocks
-    )

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir import nn, optim, train
+from triplane.unified_ir import load, nn, optim, train
 from triplane.unified_ir.engines import engine
 from triplane.unified_ir.ir.graph import Role
+from triplane.unified_ir.ops.check import save
+from triplane.unified_ir.runtime import Session
 
 from .models import Noisy, data, trainer
 
@@ -176,3 +178,38 @@ def test_a_cell_whose_names_the_step_uses_is_refused():
 
     with pytest.raises(InvalidInput, match=r"state 'optimizer.first.weight' of Odd"):
         trainer(cell=Odd).prepare(*data())
+
+
+def test_a_fixed_batch_stands_in_every_input_and_result(done, tmp_path):
+    trained = done
+    module = trained.export(("predict", "evaluate", "train_step"), batch=6)
+    path = tmp_path / "m.tpm"
+    save(module, path)
+    module = load(path)
+    for entry in module.entries:
+        assert {p.type.shape[0] for p in module.inputs(entry)} == {6}
+    assert module.entry("predict").results[0].type.shape[0] == 6
+    assert json.loads(module.meta["inputs"])["x"].startswith("float32[6,")
+    x = data(6)[0]
+    np.testing.assert_array_equal(module.predict(x), trained.predict(x))
+    with pytest.raises(InvalidInput, match=r"float32\[6,4\] cannot have shape \(5, 4\)"):
+        module.predict(x[:5])
+    # The trainer itself takes batches of any size as before.
+    assert trained.predict(data(7)[0]).shape == (7, 3)
+    assert str(trained.export(("predict",)).inputs("predict")[0].type.shape[0]) == "N"
+
+
+def test_an_onnx_file_of_a_fixed_batch_refuses_another(done, tmp_path):
+    trained = done
+    file = trained.export_onnx(tmp_path / "m.onnx", batch=6)
+    assert file.inputs[0].shape == (6, 4)
+    session = Session(file.path)
+    assert session.run({"x": data(6)[0]})["logits"].shape == (6, 3)
+    with pytest.raises(InvalidInput, match=r"float32\(6, 4\), got float32\(5, 4\)"):
+        session.run({"x": data(5)[0]})
+
+
+@pytest.mark.parametrize("batch", [0, -1, 2.5, True, "8"])
+def test_a_batch_size_is_a_whole_number(done, batch):
+    with pytest.raises(InvalidInput, match="batch must be a whole number"):
+        done.export(("predict",), batch=batch)

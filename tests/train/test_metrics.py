@@ -8,8 +8,11 @@ import pytest
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import nn, optim, train
+from triplane.unified_ir.cli import training
+from triplane.unified_ir.data import by_name
 from triplane.unified_ir.frontend import graph
 from triplane.unified_ir.ir.types import ShapeError
+from triplane.unified_ir.train.metrics import BY_NAME, metric_named
 
 from .models import QUIET, bits, data, trainer
 
@@ -135,6 +138,22 @@ def test_a_label_out_of_range_is_named_by_its_place_in_the_training_data():
         trainer.fit([(LOGITS[k : k + 4], wrong[k : k + 4]) for k in (0, 4)], epochs=1)
 
 
+def test_a_label_out_of_range_is_named_by_its_place_in_the_file(tmp_path):
+    wrong = np.tile(LABELS, 3)
+    wrong[len(LABELS) + 7] = 9
+    np.savez(tmp_path / "{odd}.npz", x=np.tile(LOGITS, (3, 1)), y=wrong)
+    parts = by_name.load_split(tmp_path / "{odd}.npz", seed=1)
+    holds = [9 in part.y for part in parts]
+    assert holds == [True, False]
+    whole = by_name.load(tmp_path / "{odd}.npz").skip(3)
+    first = rf"is 9, sample {len(LABELS) + 7} of {{odd}}\.npz"
+    for samples in (parts[0], whole, whole.cache().shuffle().filter(lambda s: s["y"] >= 0)):
+        with pytest.raises(InvalidInput, match=first.replace("{", r"\{").replace("}", r"\}")):
+            of({"p": train.Perplexity()}).fit(samples, epochs=1, batch_size=4)
+    with pytest.raises(InvalidInput, match=r"is 9, sample \d+ of \{odd"):
+        of({"p": train.Perplexity()}).evaluate(whole)
+
+
 def test_ties_go_to_the_first_class():
     tied = np.zeros((3, CLASSES), np.float32)
     row = of({"top": train.TopK(2)}).evaluate((tied, np.array([0, 1, 2])))
@@ -198,7 +217,7 @@ def test_the_perplexity_of_a_hopeless_model_is_infinite():
     ("act", "said"),
     [
         (lambda: train.TopK(0), "k >= 1, got 0"),
-        (lambda: train.F1("mean"), "macro, micro or positive, got 'mean'"),  # type: ignore[arg-type]
+        (lambda: train.F1("mean"), "'macro', 'micro', 'positive', got 'mean'"),  # type: ignore[arg-type]
         (
             lambda: graph(train.TopK(1))(np.zeros((), np.float32), np.zeros((), np.int64)),
             "last axis of logits counts the classes",
@@ -208,3 +227,98 @@ def test_the_perplexity_of_a_hopeless_model_is_infinite():
 def test_senseless_metrics_are_refused(act, said):
     with pytest.raises(InvalidInput, match=said):
         act()
+
+
+def named(metrics, loss=None, targets=np.int64):
+    nn.seed(0)
+    x = np.eye(4, dtype=np.float32)
+    y = np.array([0, 1, 2, 0]).astype(targets)
+    if targets is np.float32:
+        y = np.stack([y, y, y], axis=1)
+    trainer = train.Trainer(
+        nn.Dense(4, 3), loss=loss or nn.SoftmaxCrossEntropy(), optimizer=optim.SGD(0.1),
+        metrics=metrics,
+    )  # fmt: skip
+    return trainer.evaluate((x, y))
+
+
+def test_a_metric_by_its_name_is_the_metric():
+    assert named({"acc": "accuracy"}).keys() == {"loss", "acc"}
+    assert named(["accuracy", "f1"]) == named({"accuracy": nn.accuracy, "f1": train.F1()})
+    for name, rows in BY_NAME.items():
+        for kind, metric in rows.items():
+            assert metric_named(name, kind) is metric
+    losses = {"shares": nn.BinaryCrossEntropy(), "numbers": nn.Huber()}
+    for kind, loss in losses.items():
+        names = [name for name, row in BY_NAME.items() if kind in row]
+        assert named(names, loss, np.float32).keys() == {"loss", *names}
+
+
+def own(output, target):
+    return ((output - target) ** 2.0).mean()
+
+
+# fmt: off
+BAD_METRICS = {
+    "unknown":   ({"acc": "acuracy"}, None, "one of 'accuracy'.*did you mean 'accuracy'"),
+    "unfit":     (["accuracy"], nn.MSE(), "measures classes or shares.*are mae, mse, rmse, r2"),
+    "ambiguous": (["accuracy"], own, "give the function, such as nn.accuracy"),
+    "one text":  ("accuracy", None, "or a list of names, got 'accuracy'"),
+    "a number":  ({"acc": 3}, None, "got 3 under 'acc'"),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize(("metrics", "loss", "message"), BAD_METRICS.values(), ids=BAD_METRICS)
+def test_metrics_that_do_not_exist_or_fit_are_refused_with_the_choices(metrics, loss, message):
+    with pytest.raises(InvalidInput, match=message):
+        named(metrics, loss)
+
+
+def test_a_loss_of_ones_own_takes_metrics_whose_name_says_enough():
+    assert named({"error": "mae"}, own, np.float32).keys() == {"loss", "error"}
+
+
+class Pair(nn.Cell):
+    def __init__(self, wrap):
+        super().__init__()
+        self.dense, self.wrap = nn.Dense(4, 3), wrap
+
+    def construct(self, x):
+        return self.wrap(self.dense(x))
+
+
+# fmt: off
+SEVERAL: dict[str, Any] = {
+    "MSE": (nn.MSE(), None, lambda y: (y, y)), "L1": (nn.L1(), None, lambda y: [y, y]),
+    "Huber": (nn.Huber(), None, lambda y: {"a": y, "b": y}),
+    "SoftmaxCrossEntropy": (nn.SoftmaxCrossEntropy(), None, lambda y: (y, y)),
+    "accuracy": (lambda o, t: nn.MSE()(o[0], t), {"a": nn.accuracy}, lambda y: (y, y)),
+    "RMSE": (lambda o, t: nn.MSE()(o[0], t), {"a": train.RMSE()}, lambda y: (y, y)),
+    "TopK": (lambda o, t: nn.MSE()(o[0], t), {"a": train.TopK(1)}, lambda y: (y, y)),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_several_outputs_are_refused_by_the_name_of_loss_and_cell(name):
+    loss, metrics, wrap = SEVERAL[name]
+    trainer = train.Trainer(Pair(wrap), loss=loss, optimizer=optim.SGD(0.1), metrics=metrics)
+    data = np.eye(4, dtype=np.float32), np.ones((4, 3), np.float32)
+    with pytest.raises(InvalidInput, match=rf"^{name} compares.*Pair.construct returns 2 outputs"):
+        trainer.fit(data, 1, progress="none")
+
+
+def test_a_function_that_chooses_among_outputs_trains():
+    trainer = train.Trainer(
+        Pair(lambda y: (y, y * 2.0)), loss=lambda o, t: nn.MSE()(o[0], t),
+        optimizer=optim.SGD(0.1), metrics={"error": lambda o, t: nn.L1()(o[1], t)},
+    )  # fmt: skip
+    data = np.eye(4, dtype=np.float32), np.ones((4, 3), np.float32)
+    assert trainer.fit(data, 1, progress="none").last.keys() >= {"loss", "error"}
+
+
+def test_the_names_of_the_command_line_are_those_of_the_table():
+    assert tuple(BY_NAME) == training.METRICS
+    for name, targets in training.LOSSES.values():
+        assert getattr(nn, name).targets == targets

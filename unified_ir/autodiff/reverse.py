@@ -8,9 +8,10 @@ differentiated again.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.ir.graph import AttrValue, Function, Meta, Node, Value
+from triplane.unified_ir.ir.graph import NO_META, AttrValue, Function, Meta, Node, Value
 from triplane.unified_ir.ir.types import is_plain
 from triplane.unified_ir.ops.build import Build, body_function
 from triplane.unified_ir.ops.inline import Replay
@@ -75,19 +76,27 @@ def _pull_node(
     gs = [cotangents.pop(v, None) for v in node.outputs]
     if all(g is None for g in gs):
         return
-    # `draw` and error messages tell backward nodes from forward ones by this scope.
-    with build.at(Meta(node.meta.location, f"grad.{node.meta.scope}".rstrip("."))):
+    # Graph pictures and error messages tell backward nodes from forward ones by this scope.
+    with build.at(_place_of_gradient(build, node.meta)):
         # A rule may leave out trailing operands, to which no gradient flows.
         for value, g in zip(node.inputs, pullback(gs), strict=False):
             if value is not None and value in active:
                 _accumulate(cotangents, value, g)
 
 
+def _place_of_gradient(build: Build, meta: Meta) -> Meta:
+    # Those of a row's body have no place of their own: theirs is that of the node with the row.
+    if meta == NO_META and build.meta is not None and build.meta.scope.startswith("grad"):
+        return build.meta
+    return Meta(meta.location, f"grad.{meta.scope}".rstrip("."))
+
+
 def _record_node(replay: Replay, node: Node) -> tuple[Sequence[Tensor], Pullback]:
     row = replay.build.table[node.op.domain, node.op.name]
     inputs, attrs = replay.inputs(node), replay.attrs(node)
     regions, n = replay.regions(node), len(node.outputs)
-    with replay.build.at(node.meta):
+    place = replay.build.meta if node.meta == NO_META else node.meta
+    with replay.build.at(place or NO_META):
         # Such a row records its own forward nodes, because its gradient needs values that the plain
         # node does not return, such as those inside a loop.
         if row.vjp_with_residuals is not None and not _passes_held(node):
@@ -137,6 +146,8 @@ def _record_body(
     # Bodies may depend on the contents of operands, such as axes; those are part of the cache's
     # key.
     body = body_function(recorder().table, row, types, attrs, n, known)
+    # A body is shared by all nodes of the row, so the places of its nodes are those of another.
+    body = body.with_(nodes=[replace(node, meta=NO_META) for node in body.nodes])
     present = [i for i, x in enumerate(inputs) if x is not None]
     args = [x for x in inputs if x is not None]
     outputs, inner = record_vjp(body, args, range(len(args)))

@@ -169,12 +169,13 @@ def _with_raw_inputs(
     from triplane.unified_ir import data
     from triplane.unified_ir.convert import with_pipeline
     from triplane.unified_ir.convert.describe import labels_of
-    from triplane.unified_ir.convert.samples import raw_columns, unbatched
+    from triplane.unified_ir.convert.samples import raw_columns, unbatched, with_size
     from triplane.unified_ir.data.choosing import class_numbers
 
     entry, choice = options["entry"], data_options.reading(options)
     sources = [options[name] for name in ("calibrate", "evaluate")]
-    read = [None if source is None else data.load(source, **choice) for source in sources]
+    inputs = module.inputs(entry)
+    read = [s and data.load(s, **with_size(choice, s, inputs)) for s in sources]
     prepared = [dataset for dataset in read if dataset is not None]
     if not prepared:
         raise InvalidInput("--raw-inputs needs --calibrate or --evaluate, whose steps it takes")

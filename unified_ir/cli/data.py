@@ -69,6 +69,7 @@ def inspect(**options: Any) -> None:
 
     output = open_output(options["as_json"])
     dataset = _stored(options)
+    text = _start_of_text(dataset)
     rows = [_shown(sample) for sample in _first(dataset, options["samples"])]
     record = {
         "data": options["data"],
@@ -78,10 +79,11 @@ def inspect(**options: Any) -> None:
         "targets": list(dataset.targets),
         "labels": list(dataset.labels),
         "first": rows,
+        **({"text": text} if text else {}),
         **_shards(dataset),
     }
-    lines = [repr(dataset)]
-    for k, row in enumerate(rows):
+    lines = [repr(dataset), *([f"text: {_cut(repr(text))}"] if text else [])]
+    for k, row in enumerate([] if text else rows):
         lines.append(f"sample {k}")
         lines += [
             f"  {run_text(run)}: {_cut(', '.join(row[name] for name in run))}"
@@ -154,6 +156,16 @@ def _first(dataset: Dataset, count: int) -> list[dict[str, Any]]:
     from itertools import islice
 
     return list(islice(iter(dataset), count))
+
+
+def _start_of_text(dataset: Dataset) -> str:
+    """Return the first characters of a text, whose samples are code points; else nothing."""
+    from triplane.unified_ir.data.sources.text import CHARACTERS, TextSource
+
+    source = dataset.origin.source
+    if not isinstance(source, TextSource) or source.unit != CHARACTERS:
+        return ""
+    return "".join(chr(sample["token"]) for sample in _first(dataset, SHOWN_WIDTH))
 
 
 def _shown(sample: dict[str, Any]) -> dict[str, str]:

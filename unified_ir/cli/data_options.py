@@ -6,6 +6,7 @@ They mean the same for every verb. Only `data` itself reads anything; this modul
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -21,8 +22,10 @@ else:
 
 KINDS: Final = "the name digits, a file (.npz, .npy, .csv, .parquet, .db, .txt, ...), or a folder"
 CHOICES: Final = """\b
-DATA is the name digits, a file of arrays, a table, a text, MNIST IDX files, or a folder of images
-with one sub-folder per class; docs/data.md lists the kinds. A CHOICE of its columns is
+DATA is the name digits, a file of arrays, a table, a text, MNIST IDX files, a folder of texts, or a
+folder of images with one sub-folder per class; docs/data.md lists the kinds. Columns beside the
+samples are the file of each text (file) and the folder of FOLDER/CLASS/IMAGE (folder). A CHOICE of
+columns is
 [NAME=]PATTERN[,PATTERN..][:SHAPE]:
   --x x:1x28x28     the column x, each sample as 1 x 28 x 28
   --x 'ch*:2x64'    128 columns, joined to 2 rows of 64
@@ -32,7 +35,7 @@ with one sub-folder per class; docs/data.md lists the kinds. A CHOICE of its col
 """
 """The paragraph of help on columns, for the verbs that have `choices`."""
 PIXELS: Final = "pixels"
-_READ: Final = {
+READ: Final = {
     "x": "x",
     "y": "y",
     PIXELS: PIXELS,
@@ -100,7 +103,7 @@ def forms() -> tuple[click.Option, ...]:
 
 def reading(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of `data.load` that a verb's options state."""
-    return {name: options[key] for key, name in _READ.items() if key in options}
+    return {name: options[key] for key, name in READ.items() if key in options}
 
 
 def summary(dataset: Dataset) -> str:
@@ -110,30 +113,47 @@ def summary(dataset: Dataset) -> str:
     return f"{text} of {len(dataset.labels)} classes" if dataset.labels else text
 
 
-def shape_hint(dataset: Dataset, x: Sequence[str], y: Sequence[str]) -> str:
+def shape_hint(
+    dataset: Dataset,
+    x: Sequence[str],
+    y: Sequence[str],
+    sizes: Mapping[str, Sequence[int]] | None = None,
+) -> str:
     """Return what a model was fed and the option that adds an axis, for errors about shapes.
 
-    x, y: the choices of the command line.
+    x, y: the choices of the command line. sizes: those of a sample of an input that the model
+    takes, by column, where they are known.
     """
     examples = [
         text
         for flag, names, chosen in (("--x", dataset.inputs, x), ("--y", dataset.targets, y))
-        for text in _examples(dataset, flag, names, chosen)
+        for text in _examples(dataset, flag, names, chosen, sizes or {})
     ]
     way = f"; another shape is chosen as in {' or '.join(examples)}" if examples else ""
     return f"the data gives, for each sample: {summary(dataset)}{way}"
 
 
 def _examples(
-    dataset: Dataset, flag: str, names: Sequence[str], chosen: Sequence[str]
+    dataset: Dataset,
+    flag: str,
+    names: Sequence[str],
+    chosen: Sequence[str],
+    sizes: Mapping[str, Sequence[int]],
 ) -> list[str]:
-    """Return the choice with one more axis for each column that probably lacks one."""
+    """Return the choice with one more axis for each column that probably lacks one.
+
+    For a column with known `sizes`, return the choice of those if its samples have as many values.
+    """
     examples = []
     for k, name in enumerate(names):
         field = dataset.schema[name]
+        shape: Sequence[int | None] = sizes.get(name, (1, *field.shape))
         # Classes have no axis, and three axes are images with their channels.
         lacks = len(field.shape) in (1, 2) if flag == "--x" else field.dtype.startswith("float")
+        if name in sizes:
+            own = [0 if n is None else n for n in field.shape]
+            lacks = [*sizes[name]] != own and prod(sizes[name]) == prod(own)
         if lacks and not (field.is_ragged or (flag == "--y" and field.shape)):
             columns = chosen[k].partition(":")[0] if chosen else name
-            examples.append(f"{flag} '{columns}:{'x'.join(map(str, (1, *field.shape)))}'")
+            examples.append(f"{flag} '{columns}:{'x'.join(map(str, shape))}'")
     return examples

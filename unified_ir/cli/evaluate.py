@@ -188,8 +188,9 @@ class _Evaluation:
     def _check_classes(self, y: Array, count: int) -> None:
         from triplane.unified_ir.files.samples import check_classes
 
-        check_classes(y, count, f"the model gives {count} scores", "sample {} of the data",
-                      first=self.rows)  # fmt: skip
+        numbers = range(self.rows, self.rows + len(y))
+        giver = f"the model gives {count} scores"
+        check_classes(y, count, giver, "sample {} of the data", numbers=numbers)
 
     def _add_scores(self, feeds: Mapping[str, Array], targets: Sequence[Array]) -> None:
         if len(targets) != 1:
@@ -254,7 +255,8 @@ class _Evaluation:
 def _evaluate_entry(model: FileModel) -> EntryProgram | None:
     from triplane.unified_ir.engines.modules import program_of
 
-    if model.module is None or ENTRY not in model.module.entries:
+    # An entry of a fixed batch size has no mean over a last, smaller batch.
+    if model.module is None or ENTRY not in model.module.entries or model.batch is not None:
         return None
     return program_of(model.module, ENTRY)
 

@@ -26,15 +26,23 @@ if TYPE_CHECKING:
 SHOWN_OPERATORS: Final = 5
 """Number of operators of a block that the text output shows."""
 
+PICTURES: Final = (".html", ".svg")
+
 EPILOG = """\b
 Examples:
   triplane inspect digits.tpm                                    entries, state, digests
   triplane inspect digits.tpm --text --entry predict             the graph, with your lines
-  triplane inspect digits.tpm --graph step.svg --entry train_step
+  triplane inspect digits.tpm --graph step.html --entry train_step
   triplane inspect digits.tpm --repeats --entry train_step       blocks that repeat
   triplane inspect digits.tpm --profile --entry train_step --sizes N=64
   triplane inspect digits.bundle --verify
   triplane inspect resnet.onnx --text                            an ONNX model, as it is imported
+
+\b
+--graph OUT.html writes one page that needs no network: boxes for the cells of the model fold and
+unfold, forward, backward and update stand side by side, equal blocks are one box. Drag, wheel or
+keys move and zoom; search finds a node by name, operator, type or state. OUT.svg is the view that
+the page opens with.
 
 \b
 A model file's graphs are checked as they are read: every byte against its digest, every node's
@@ -46,8 +54,8 @@ types against type inference. The bytes of bundles and plans are checked with --
 OPTIONS: Final = (
     option("--text", "Print the graphs as text instead of the summary; those of bundles and plans "
            "are ONNX.", is_flag=True),
-    option("--graph OUT.svg", "Draw one entry of a model file as an SVG instead of printing the "
-           "summary.", OUTPUT_FILE),
+    option("--graph OUT.html", "Draw one entry of a model file, as a page (.html) or a picture "
+           "(.svg), instead of printing the summary.", OUTPUT_FILE),
     option("--repeats", "List the blocks of nodes that one entry repeats; every node and edge with "
            "--json.", is_flag=True),
     option("--profile", "Time one entry (train_step, else the first) and show where its time goes: "
@@ -83,6 +91,8 @@ def command(
     """
     output = open_output(as_json)
     check_distinct_files([file], {"--graph": graph})
+    if graph is not None and graph.suffix not in PICTURES:
+        raise InvalidInput(f"--graph writes a picture, NAME.html or NAME.svg, got {graph.name!r}")
     if sizes and not profiling:
         raise InvalidInput("--sizes is an option of --profile; give both, or neither")
     opened = None if file.suffix == SUFFIX else _opened(file)
@@ -329,10 +339,13 @@ def _onnx_text(file: Container, entry: str | None) -> str:
 
 def _draw(module: Module, entry: str | None, out: Path) -> str:
     from triplane.proto.disk import write_atomic
-    from triplane.unified_ir.ir.draw import function_svg
+    from triplane.unified_ir.cli.drawing.outline import outline
+    from triplane.unified_ir.cli.drawing.page import page
+    from triplane.unified_ir.cli.drawing.svg import svg
 
     function = _chosen(module, entry)
-    write_atomic(out, function_svg(function, module.state).encode())
+    root = outline(function, module.state)
+    write_atomic(out, (svg if out.suffix == ".svg" else page)(root).encode())
     return f"{function.name}, {sum(1 for _ in function.walk())} nodes"
 
 

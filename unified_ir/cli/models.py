@@ -151,8 +151,16 @@ def _fitting(labels: tuple[str, ...], last: tuple[Any, ...]) -> tuple[str, ...]:
 
 
 def reading(options: Mapping[str, Any], model: FileModel) -> dict[str, Any]:
-    """Return the arguments of `data.load`; a model that takes bytes gets them as they are."""
+    """Return the arguments of `data.load`.
+
+    A model that takes bytes gets them as they are, and images of a folder get the model's size.
+    """
+    from triplane.unified_ir.data.by_name import size_like
+
     choice = data_options.reading(options)
+    if choice["size"] is None:
+        source = options["data"] if "data" in options else options["source"]
+        choice["size"] = size_like(source, [info.shape for info in model.inputs])
     if choice[data_options.PIXELS] is None and all(i.dtype == "uint8" for i in model.inputs):
         choice[data_options.PIXELS] = False
     return choice
@@ -183,7 +191,7 @@ def feeds_of(
         if places is not None and column.dtype.kind in "iu":
             column = places[column]
         feeds[info.name] = _as(column, info.dtype)
-        _check(feeds[info.name], info, dataset, x)
+        _check(feeds[info.name], info, dataset, x, name)
     return feeds
 
 
@@ -199,14 +207,22 @@ def _as(x: Array, dtype: str) -> Array:
     return cast if are_reals or (cast == x).all() else x
 
 
-def _check(x: Array, info: TensorInfo, dataset: Dataset, chosen: tuple[str, ...]) -> None:
+def _check(
+    x: Array, info: TensorInfo, dataset: Dataset, chosen: tuple[str, ...], column: str
+) -> None:
     fits = x.dtype == info.dtype and x.ndim == len(info.shape)
     fits = fits and all(
         not isinstance(d, int) or d == n for d, n in zip(info.shape[1:], x.shape[1:], strict=True)
     )
     if not fits:
-        hint = data_options.shape_hint(dataset, chosen, ())
-        raise InvalidInput(f"the model takes {info}, but {hint}{_size_hint(x, info)}")
+        from triplane.unified_ir.files.samples import transpose_hint
+
+        transposed = transpose_hint(x.shape, info.shape)
+        sizes = [n for n in info.shape[1:] if isinstance(n, int)]
+        # Other sizes with as many values, unless the axes only have another order.
+        known = {column: sizes} if len(sizes) == len(info.shape) - 1 and not transposed else {}
+        hint = data_options.shape_hint(dataset, chosen, (), known)
+        raise InvalidInput(f"the model takes {info}, but {hint}{transposed or _size_hint(x, info)}")
 
 
 def _size_hint(x: Array, info: TensorInfo) -> str:

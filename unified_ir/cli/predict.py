@@ -73,14 +73,26 @@ OPTIONS: Final = (
 @json_option
 def command(**options: Any) -> None:
     """Compute what MODEL answers to the samples of INPUT."""
-    from triplane.unified_ir.cli.answers import WRITERS, write_answers
-
     output = open_output(options["as_json"])
+    check_outputs(options)
+    answer(models.open_file(options["model"]), options, output)
+
+
+def check_outputs(options: dict[str, Any]) -> None:
+    """Refuse a file to write that is an input, or of another kind."""
+    from triplane.unified_ir.cli.answers import WRITERS
+
     out: Path | None = options["out"]
     check_distinct_files([options["model"], options["source"]], {"--out": out})
     if out is not None and out.suffix not in WRITERS:
         raise InvalidInput(f"--out is a file {', '.join(WRITERS)}, got {out.name}")
-    model = models.open_file(options["model"])
+
+
+def answer(model: FileModel, options: dict[str, Any], output: CommandOutput) -> None:
+    """Print or write what a model answers; options: those of `OPTIONS`, `model` and `source`."""
+    from triplane.unified_ir.cli.answers import write_answers
+
+    out: Path | None = options["out"]
     dataset = _dataset(options, model, output)
     answers = _answers(model, dataset, options, None if out is not None else SHOWN)
     record: dict[str, Any] = {"model": str(options["model"]), "samples": answers.rows}
@@ -98,6 +110,7 @@ def command(**options: Any) -> None:
 def _dataset(options: dict[str, Any], model: FileModel, output: CommandOutput) -> Dataset:
     from triplane.unified_ir.data import arrays
     from triplane.unified_ir.data.by_name import load_held_out
+    from triplane.unified_ir.data.choosing import TOKENS
     from triplane.unified_ir.data.sources.decoding import DECODERS
 
     source = options["source"]
@@ -106,6 +119,9 @@ def _dataset(options: dict[str, Any], model: FileModel, output: CommandOutput) -
     dataset = load_held_out(source, **models.reading(options, model))
     for text in dataset.notes:
         output.note(text)
+    if TOKENS in dataset.inputs and not model.labels:
+        output.note("the model has no names of classes, so the characters of the text are numbered "
+                    "from 0 in order, whatever their numbers were in training")  # fmt: skip
     return dataset.roles(dataset.inputs)
 
 

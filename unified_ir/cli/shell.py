@@ -247,14 +247,23 @@ class Secret(_Text):
         text = str(value)
         try:
             if text == "-":
-                # Bounded: standard input may have no end.
-                text = sys.stdin.read(MAX_SECRET_CHARS)
+                text = _typed() if sys.stdin.isatty() else sys.stdin.read(MAX_SECRET_CHARS)
             elif text.startswith("@"):
                 with Path(text[1:]).open(encoding="utf-8") as file:
                     text = file.read(MAX_SECRET_CHARS)
-        except (OSError, UnicodeError) as error:
-            self.fail(f"{text} cannot be read: {error}", param, ctx)
+        except (OSError, UnicodeError, EOFError) as error:
+            why = (
+                (error.strerror if isinstance(error, OSError) else None) or str(error) or "no input"
+            )
+            self.fail(f"{text} cannot be read: {why}", param, ctx)
         return text.strip().partition("\n")[0].rstrip()
+
+
+def _typed() -> str:
+    """Read a secret from the terminal without showing it."""
+    from getpass import getpass
+
+    return getpass("token (it is not shown): ")
 
 
 SECRET: Final = Secret()

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 EPILOG = f"""\b
 Examples:
   triplane train examples/digits.py:Digits --data digits --epochs 5 --out digits.tpm
+  triplane train net.py:Net --cell-args width=32,norm=batch --data photos --out n.tpm
   triplane train zoo:lenet --data mnist/ --epochs 3 --out lenet.tpm
   triplane train net.py:Net --data photos --optimizer adamw --lr 0.001 --weight-decay 0.05
       --schedule cosine --warmup 100 --clip 1.0 --ema 0.999 --checkpoint run1 --out n.tpm
@@ -60,6 +61,8 @@ Examples:
   step:every=N,factor=0.1      multiplied by factor after every N updates
   multi-step:at=N/N/N,factor=0.1    multiplied by factor at each of these updates
   exponential:factor=F,every=1      multiplied by F over every N updates, smoothly
+  plateau:patience=10,factor=0.1,low=0   multiplied by factor whenever validation.loss
+                          has not improved for over patience epochs
   restarts:every=N,growth=1,low=0   cosines of N updates, each growth times as long
 With --warmup N the rate rises over the first N updates. An update is one batch, or --accumulate.
 
@@ -91,6 +94,7 @@ OPTIONS: Final = (
            "--data]"),
     option("--workers N", "Threads that read batches ahead.", NATURAL, default=0),
     option("--processes", "Make the --workers child processes.", is_flag=True),
+    option("--cell-args NAME=VALUE,..", "Arguments of Cell, or a JSON object of them."),
     option("--epochs N", "Passes over the training data.", COUNT, default=5),
     option("--batch-size N", "Samples per step.", COUNT, default=32),
     option("--optimizer", "The optimizer; its other settings have PyTorch's defaults.",
@@ -127,6 +131,8 @@ OPTIONS: Final = (
            click.Choice(list(training.METRICS)), name="metrics", multiple=True),
     option("--early-stop N[:MEASURE]",
            "Stop after N epochs without improvement of validation.loss, or of MEASURE."),
+    option("--restore-best", "With --early-stop: write the weights of the best epoch, not of the "
+           "last.", is_flag=True),
     option("--tensorboard DIR", "Write event files for TensorBoard.", FOLDER),
     option("--engine NAME", "onnx, reference or ascend.", default="onnx"),
     option("--seed N", "Seed of initial weights, split and order; the same seed gives the same "
@@ -138,6 +144,8 @@ OPTIONS: Final = (
            "Resume from --checkpoint, or refuse a folder that holds checkpoints.", default=True),
     option("--entry", "Function to export; may be repeated.  [default: all but gradients]",
            click.Choice(ENTRIES), name="entries", multiple=True),
+    option("--fixed-batch N", "Export functions for batches of exactly N samples.  [default: any]",
+           COUNT),
     option("--local-lr RATE",
            "Rate of local_update and adapt.  [default: --lr with sgd, else 0.01]", POSITIVE),
 )
@@ -269,7 +277,9 @@ def _trained(
     from triplane.unified_ir import nn
 
     nn.seed(options["seed"])  # before the cell exists, whose weights are drawn from it
-    cell = load_cell(options["cell"], batch_norm=options["batch_norm"])
+    cell = load_cell(
+        options["cell"], batch_norm=options["batch_norm"], arguments=options["cell_args"]
+    )
     samples, held_out = _samples(options, output)
     trainer = _trainer(options, cell, samples, output)
     with _explained_shapes(samples, options):
@@ -285,7 +295,8 @@ def _trained(
     entries = options["entries"] or DEFAULT_ENTRIES
     with trainer.averaged() if options["ema"] is not None else nullcontext():
         result = trainer.evaluate(held_out)
-        return trainer, result, trainer.export(entries, local_lr=options["local_lr"])
+        module = trainer.export(entries, local_lr=options["local_lr"], batch=options["fixed_batch"])
+        return trainer, result, module
 
 
 def _samples(options: dict[str, Any], output: CommandOutput) -> tuple[Dataset, Dataset]:
@@ -333,7 +344,10 @@ def _trainer(
         loss=training.loss(loss, options["class_weights"]),
         optimizer=training.optimizer(options, _updates(options, samples)),
         metrics=training.metrics(options["metrics"], loss),
-        callbacks=[*training.early_stop(options["early_stop"]), *boards],
+        callbacks=[
+            *training.early_stop(options["early_stop"], restore_best=options["restore_best"]),
+            *boards,
+        ],
         average=options["ema"],
         memory_budget_bytes=None if budget_mb is None else round(budget_mb * 1e6),
         labels=samples.labels,
@@ -389,13 +403,22 @@ def _names_of(module: ModuleType) -> list[str]:
     return [k for k, v in own if callable(v) and getattr(v, "__module__", "") == module.__name__]
 
 
-def load_cell(spec: str, *, batch_norm: BatchNormMode = "kept") -> Cell:
-    """Return the cell that FILE.py:NAME names: a Cell subclass, or a function without arguments.
+def load_cell(
+    spec: str, *, batch_norm: BatchNormMode = "kept", arguments: str | None = None
+) -> Cell:
+    """Return the cell that FILE.py:NAME names: a Cell, a subclass, or a function that returns one.
 
-    An ONNX model or a model file is also a cell, whose weights are trained further.
+    arguments: those of --cell-args. An ONNX model or a model file is also a cell, whose weights are
+    trained further.
     """
+    from triplane.unified_ir.cli.cell_arguments import created
     from triplane.unified_ir.frontend import Cell
 
+    if arguments is not None and (Path(spec).suffix in _MODELS or spec.startswith(ZOO)):
+        raise InvalidInput(
+            f"--cell-args are for a class or function of FILE.py, not for {spec}; a network of the "
+            "zoo takes options as zoo:resnet8,channels=1"
+        )
     if Path(spec).suffix in _MODELS:
         return _of_file(Path(spec), batch_norm)
     if batch_norm != "kept":
@@ -414,7 +437,12 @@ def load_cell(spec: str, *, batch_norm: BatchNormMode = "kept") -> Cell:
     if attribute is None:
         there = ", ".join(_names_of(module)) or "nothing of that file"
         raise NotFound(f"{file} defines no {name!r}; cells and functions there: {there}")
-    cell = attribute() if callable(attribute) else attribute
+    if isinstance(attribute, Cell) or not callable(attribute):
+        if arguments is not None:
+            raise InvalidInput(f"{spec} exists already and takes no --cell-args; name its class")
+        cell = attribute
+    else:
+        cell = created(attribute, spec, arguments)
     if not isinstance(cell, Cell):
         raise InvalidInput(
             f"{spec} returns an object of type {type(cell).__name__}; it must return an nn.Cell"

@@ -7,7 +7,7 @@ function is called.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -60,12 +60,15 @@ SCHEDULES: Final[Mapping[str, ScheduleOption]] = {
                        {"at": ("bounds", None), "factor": ("factor", 0.1)}),
     "exponential": ScheduleOption("Exponential", "start", None,
                        {"factor": ("factor", None), "every": ("steps", 1)}),
+    "plateau":     ScheduleOption("ReduceOnPlateau", "start", None,
+                       {"patience": ("patience", 10), "factor": ("factor", 0.1),
+                        "low": ("low", 0.0)}),
     "restarts":    ScheduleOption("CosineRestarts", "high", None,
                        {"every": ("steps", None), "growth": ("growth", 1), "low": ("low", 0.0)}),
 }
 # fmt: on
 
-_COUNTS: Final = {"steps", "growth"}
+_COUNTS: Final = {"steps", "growth", "patience"}
 
 LOSSES: Final[Mapping[str, tuple[str, str]]] = {
     "cross-entropy": ("SoftmaxCrossEntropy", "classes"),
@@ -78,23 +81,10 @@ LOSSES: Final[Mapping[str, tuple[str, str]]] = {
 }
 """Name of --loss -> its class in `nn` and its targets: classes, shares (0..1), or numbers."""
 
-MetricMaker = Callable[[Any, Any], Any]
-"""From the packages `nn` and `train`, which are imported when a metric is named."""
-
-
-METRICS: Final[Mapping[str, Mapping[str, MetricMaker]]] = {
-    "accuracy": {"classes": lambda nn, _: nn.accuracy, "shares": lambda nn, _: nn.binary_accuracy},
-    "top5": {"classes": lambda _, train: train.TopK(5)},
-    "precision": dict.fromkeys(("classes", "shares"), lambda _, train: train.Precision()),
-    "recall": dict.fromkeys(("classes", "shares"), lambda _, train: train.Recall()),
-    "f1": dict.fromkeys(("classes", "shares"), lambda _, train: train.F1()),
-    "perplexity": {"classes": lambda _, train: train.Perplexity()},
-    "mae": {"numbers": lambda _, train: train.mean_absolute_error},
-    "mse": {"numbers": lambda _, train: train.mean_squared_error},
-    "rmse": {"numbers": lambda _, train: train.RMSE()},
-    "r2": {"numbers": lambda _, train: train.R2()},
-}
-"""Name of --metric -> the metric for each kind of target, as `LOSSES` names them."""
+METRICS: Final = (
+    "accuracy", "top5", "precision", "recall", "f1", "perplexity", "mae", "mse", "rmse", "r2",
+)  # fmt: skip
+"""Names of --metric: those of `train.metrics.BY_NAME`, which is not imported for a help page."""
 DEFAULT_METRICS: Final[Mapping[str, tuple[str, ...]]] = {"numbers": ("mae",)}
 """Metrics without --metric, where the loss has none of its own."""
 
@@ -177,8 +167,10 @@ def clipping(text: str | None) -> dict[str, Any]:
     return {names[kind]: _number("--clip", number)}
 
 
-def early_stop(text: str | None) -> list[Any]:
+def early_stop(text: str | None, *, restore_best: bool) -> list[Any]:
     """Parse --early-stop: PATIENCE, or PATIENCE:MEASURE."""
+    if text is None and restore_best:
+        raise InvalidInput("--restore-best belongs to --early-stop, which names the measure")
     if text is None:
         return []
     from triplane.unified_ir.train import EarlyStop
@@ -189,7 +181,8 @@ def early_stop(text: str | None) -> list[Any]:
             f"--early-stop takes a number of epochs, then :MEASURE if it is not validation.loss; "
             f"got {text!r}"
         )
-    return [EarlyStop(measure or "validation.loss", patience=int(patience))]
+    measure = measure or "validation.loss"
+    return [EarlyStop(measure, patience=int(patience), restore_best=restore_best)]
 
 
 def loss(name: str, class_weights: str | None) -> Any:
@@ -235,14 +228,14 @@ def metrics(names: tuple[str, ...], loss: str) -> dict[str, Any] | None:
 
 def metrics_of(names: Sequence[str], targets: str, what: str) -> dict[str, Any]:
     """Return metrics by name for targets of one kind. what: says whose kind it is, for errors."""
-    from triplane.unified_ir import nn, train
+    from triplane.unified_ir.train.metrics import BY_NAME, metric_named
 
     for name in names:
-        if targets not in METRICS[name]:
-            fitting = ", ".join(k for k, row in METRICS.items() if targets in row)
+        if targets not in BY_NAME[name]:
+            fitting = ", ".join(k for k, row in BY_NAME.items() if targets in row)
             raise InvalidInput(f"--metric {name} does not measure {targets}, {what}; {fitting} do")
     # Each once, in the order of the command line.
-    return {name: METRICS[name][targets](nn, train) for name in dict.fromkeys(names)}
+    return {name: metric_named(name, targets) for name in dict.fromkeys(names)}
 
 
 def weights(text: str | None) -> list[float] | None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from triplane.proto.errors import InvalidInput, NotFound
 from triplane.unified_ir.data import Dataset, load
-from triplane.unified_ir.data.by_name import PIPELINE
+from triplane.unified_ir.data.by_name import PIPELINE, size_like
 from triplane.unified_ir.data.choosing import class_numbers, row_bytes
 from triplane.unified_ir.data.columns import Columns, Field, Rows, Schema
 from triplane.unified_ir.data.functions import Cache
@@ -28,6 +28,7 @@ from triplane.unified_ir.data.table import Table
 from triplane.unified_ir.data.transforms import Select
 from triplane.unified_ir.files.npz import opened_npz
 from triplane.unified_ir.files.pixels import as_input
+from triplane.unified_ir.files.samples import check_finite, transpose_hint
 from triplane.unified_ir.ir.dims import is_symbol
 from triplane.unified_ir.ir.graph import Array, Value
 from triplane.unified_ir.quantize import Samples
@@ -95,7 +96,16 @@ def _columns(
     own = names if set(dataset.inputs) == set(names) else dataset.inputs
     _check_bytes(dataset, own, what)
     columns = [class_numbers(dataset, labels, name) for name in own]
-    return {p.name: as_input(x, p.type.dtype.numpy) for p, x in zip(inputs, columns, strict=True)}
+    return {p.name: _as(x, p.type.dtype.numpy) for p, x in zip(inputs, columns, strict=True)}
+
+
+def _as(x: Array, dtype: np.dtype[Any]) -> Array:
+    """Return a column in the type of an input; whole numbers become floats that equal them."""
+    x = as_input(x, dtype)
+    if x.dtype.kind not in "iu" or dtype.kind != "f":
+        return x
+    cast = x.astype(dtype)
+    return cast if (cast == x).all() else x
 
 
 def raw_columns(dataset: Dataset, inputs: Sequence[Value]) -> dict[str, Array]:
@@ -250,11 +260,22 @@ def read_labelled(
 
 
 def _loaded(source: str | Path, inputs: Sequence[Value], options: Mapping[str, Any]) -> Dataset:
-    """Load samples; for a model that takes bytes, bytes stay as they are unless asked otherwise."""
+    """Load samples; for a model that takes bytes, bytes stay as they are unless asked otherwise.
+
+    Images of a folder get the size that the model takes.
+    """
     takes_bytes = all(p.type.dtype.numpy == np.uint8 for p in inputs)
     if takes_bytes and options.get("pixels") is None and Path(source).suffix != PIPELINE:
         options = {**options, "pixels": False}
-    return load(source, **options)
+    return load(source, **with_size(options, source, inputs))
+
+
+def with_size(
+    options: Mapping[str, Any], source: str | Path, inputs: Sequence[Value]
+) -> dict[str, Any]:
+    """Return options of `data.load`, with the size of `inputs` for the images of a folder."""
+    size = options.get("size") or size_like(source, [p.type.shape for p in inputs])
+    return {**options, "size": size}
 
 
 def _is_plain_npz(path: Path, options: Mapping[str, Any]) -> bool:
@@ -279,9 +300,11 @@ def _checked(x: Array, p: Value, sizes: dict[str, int], what: str) -> Array:
         multiple = axis == 0 and isinstance(dim, int) and x.shape[0] % dim == 0
         fits = fits and (expected == x.shape[axis] or multiple or not isinstance(expected, int))
     if not fits or not x.size:
+        batch = p.type.shape[0] if p.type.rank else None
+        even = f" in whole batches of {batch}" if isinstance(batch, int) else ""
         raise InvalidInput(
-            f"{what}: {p.name} is {p.type} with at least one sample, got {x.dtype}{x.shape}"
+            f"{what}: {p.name} is {p.type} with at least one sample{even}, got {x.dtype}{x.shape}"
+            f"{transpose_hint(x.shape, p.type.shape)}"
         )
-    if x.dtype.kind == "f" and not np.isfinite(x).all():
-        raise InvalidInput(f"{what}: {p.name} holds NaN or infinity")
+    check_finite(x, f"{p.name} of {what}", what="samples")
     return x

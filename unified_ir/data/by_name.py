@@ -31,6 +31,8 @@ from triplane.unified_ir.files.npz import opened_npz
 
 DIGITS: Final = "digits"
 PIPELINE: Final = ".json"
+FILE: Final = "file"
+"""The column with the name of the file that each character of a folder of texts is from."""
 TRAINING_KEYS: Final = ("x_train", "y_train")
 HELD_OUT_KEYS: Final = ("x_test", "y_test")
 
@@ -40,9 +42,10 @@ class ReadingOptions:
     """What `load` may be told about a source.
 
     x, y: the columns of inputs and targets, by default x and y (see `choosing`). keep: more columns
-    to keep. pixels: whether bytes are pixels, which become x / 255; None: those in two axes or more
-    are. window: characters of a sample of text, or rows of a sample of a series. query: of a
-    database. size: (H, W) that images are resized to, or (C, H, W) with C = 1 (grey) or 3 (RGB).
+    to keep, such as the file of each text of a folder; no window crosses a change in them. pixels:
+    whether bytes are pixels, which become x / 255; None: those in two axes or more are. window:
+    characters of a sample of text, or rows of a sample of a series. query: of a database. size:
+    (H, W) that images are resized to, or (C, H, W) with C = 1 (grey) or 3 (RGB).
     """
 
     x: Sequence[str] = ()
@@ -137,6 +140,22 @@ def load_both(source: str | Path, held_out: str | Path, **options: Any) -> tuple
     return pair
 
 
+def size_like(
+    source: str | Path, shapes: Sequence[Sequence[object]]
+) -> tuple[int, int, int] | None:
+    """Return the size (C, H, W) that the images of a folder need for a model.
+
+    shapes: of its inputs; sizes that are open are no ints. None for any other source, and unless
+    the one input is (N, C, H, W) with C = 1 or 3.
+    """
+    if len(shapes) != 1 or len(shapes[0]) != 4 or not Path(source).is_dir():
+        return None
+    match shapes[0]:
+        case (_, 1 | 3 as channels, int(height), int(width)):
+            return channels, height, width
+    return None
+
+
 def _prepared(source: str | Path, options: ReadingOptions) -> tuple[Dataset, ...]:
     parts = _parts(source, options)
     # Of the training part alone: a class that only the held-out part has must be refused.
@@ -200,7 +219,9 @@ def _folder_parts(path: Path, options: ReadingOptions) -> tuple[Dataset, ...]:
         return (of_source(IdxSource(str(files[0])), files[0].name),)
     folders = {p.name for p in path.iterdir() if p.is_dir()}
     if not folders and any(p.suffix == ".txt" for p in path.iterdir()):
-        return (of_source(TextSource(str(path)), path.name),)
+        # Only where it is asked for: a name for each character takes more memory than the text.
+        column = FILE if FILE in options.keep else ""
+        return (of_source(TextSource(str(path), files=column), path.name),)
     if folders == {"train", "test"}:
         return tuple(_images(path / part, options) for part in ("train", "test"))
     return (_images(path, options),)

@@ -153,16 +153,17 @@ def preparation(
     """Return the steps for a source: choices of columns, pixels in 0..1, classes as integers.
 
     x, y: choices of the inputs and targets; by default the columns x and y. keep: more columns to
-    keep. pixels: whether inputs of bytes are pixels; None: those with two axes or more are. window:
-    length of a sample of text. NotFound: a column does not exist; InvalidInput: it does not fit.
+    keep, whose changes no window crosses. pixels: whether inputs of bytes are pixels; None: those
+    with two axes or more are. window: length of a sample of text. NotFound: a column does not
+    exist; InvalidInput: it does not fit.
     """
     building = _Building(dataset)
     if not x and TOKENS in dataset.schema:
-        building.text(window or WINDOW)
+        building.text(window or WINDOW, keep)
     else:
         building.columns(_inputs(x, dataset), _targets(y, dataset), keep)
         if window is not None:
-            building.add(Windowed(window))
+            building.add(Windowed(window, within=tuple(dict.fromkeys(keep))))
         for name in building.inputs:
             building.pixels(name, asked=pixels)
         for name in building.targets:
@@ -198,15 +199,35 @@ def class_places(dataset: Dataset, names: Sequence[str], column: str = "") -> Ar
     See `class_numbers`.
     """
     own = dataset.labels if column in {"", TOKENS} else ()
+    return places_of(own, names, dataset.origin.name)
+
+
+def places_of(own: Sequence[str], names: Sequence[str], source: str) -> Array | None:
+    """Return the place in `names` of each of a source's own classes; None if they are the same.
+
+    InvalidInput: one of them is not in `names`.
+    """
     if not own or not names or tuple(own) == tuple(names[: len(own)]):
         return None
     places = {name: k for k, name in enumerate(names)}
     if unknown := [name for name in own if name not in places]:
+        known = ", ".join(map(_class_text, names[:SHOWN]))
         raise InvalidInput(
-            f"{dataset.origin.name} has the class {unknown[0]!r}, but the model's classes are "
-            f"{', '.join(names[:SHOWN])}{', ...' if len(names) > SHOWN else ''}"
+            f"{source} has the class {unknown[0]!r}, but the model's classes are "
+            f"{known}{', ...' if len(names) > SHOWN else ''}"
         )
     return np.array([places[name] for name in own], np.int64)
+
+
+def _class_text(name: str) -> str:
+    """Return a class for a message; white space and the like, a character of a text, in quotes."""
+    return name if name.isprintable() and name.strip() else repr(name)
+
+
+def class_columns(dataset: Dataset) -> tuple[str, ...]:
+    """Return the columns whose numbers stand for the dataset's labels."""
+    names = dataset.targets if TOKENS not in dataset.inputs else (TOKENS, *dataset.targets)
+    return names if dataset.labels else ()
 
 
 def row_bytes(dataset: Dataset, names: Sequence[str]) -> int:
@@ -262,15 +283,17 @@ class _Building:
         self.steps.append(step)
         self.dataset = self.dataset.then(step)
 
-    def text(self, window: int) -> None:
+    def text(self, window: int, keep: Sequence[str]) -> None:
         """Make windows of characters, and the same one character later, as numbers."""
+        self.columns([ColumnChoice((TOKENS,))], [], keep)
         if is_feed(self.dataset.view()):
             raise InvalidInput(
                 f"the vocabulary of {self.dataset.origin.name} is not known before it is read"
             )
         values = np.unique(np.asarray(self.dataset.column(TOKENS))).tolist()
         self.add(Lookup(TOKENS, tuple(values)))
-        self.add(Windowed(window, stride=window, ahead=1, into=NEXT))
+        within = tuple(dict.fromkeys(keep))
+        self.add(Windowed(window, stride=window, ahead=1, into=NEXT, within=within))
         self.inputs, self.targets = [TOKENS], [NEXT]
         self.labels = tuple(map(chr, values))
 
@@ -316,6 +339,11 @@ class _Building:
         return name
 
     def _join(self, names: list[str], name: str) -> None:
+        if texts := [n for n in names if not self.dataset.schema[n].is_number]:
+            raise InvalidInput(
+                f"columns of numbers are joined to {name!r}, but {texts[0]!r} holds texts"
+                f"{self._first_text(texts[0])}; correct the values, or choose other columns"
+            )
         kinds = {self.dataset.schema[n].dtype for n in names}
         if len(kinds) > 1:
             for one in names:
@@ -323,6 +351,18 @@ class _Building:
                     self.add(Cast(one, "float32"))
         scalars = all(not self.dataset.schema[n].shape for n in names)
         self.add(Stack(tuple(names), name) if scalars else Concatenate(tuple(names), name))
+
+    def _first_text(self, name: str) -> str:
+        """Return where a column of texts has the first one that is not a number."""
+        if is_feed(self.dataset.view()):
+            return ""
+        column = self.dataset.column(name)
+        for number, text in enumerate(column if isinstance(column, np.ndarray) else ()):
+            try:
+                float(text)
+            except ValueError:
+                return f", first {str(text)[:40]!r} in sample {number}"
+        return ""
 
     def pixels(self, name: str, *, asked: bool | None) -> None:
         """Scale bytes that are pixels to 0..1; images without channels get one."""

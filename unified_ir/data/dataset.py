@@ -33,7 +33,7 @@ from triplane.unified_ir.data.step import Memo, Step, keeps
 from triplane.unified_ir.data.table import ArrayTable, Source
 from triplane.unified_ir.data.views import View, blocks_of, whole_column
 from triplane.unified_ir.data.zipping import ZipSource
-from triplane.unified_ir.files.samples import MAX_CLASSES, check_finite
+from triplane.unified_ir.files.samples import check_finite, check_labels
 
 if TYPE_CHECKING:
     from triplane.unified_ir.data.profile import DataProfile
@@ -199,9 +199,17 @@ class Dataset:
         """Put `size` samples together and pad those of different length; `grouping.PaddedBatch`."""
         return self.then(grouping.PaddedBatch(size, length, fill, lengths, drop_last))
 
-    def window(self, size: int, *, stride: int = 1, ahead: int = 0, into: str = "next") -> Dataset:
+    def window(
+        self,
+        size: int,
+        *,
+        stride: int = 1,
+        ahead: int = 0,
+        into: str = "next",
+        within: Sequence[str] = (),
+    ) -> Dataset:
         """Make each sample of `size` consecutive ones; see `grouping.Windowed`."""
-        return self.then(grouping.Windowed(size, stride, ahead, into))
+        return self.then(grouping.Windowed(size, stride, ahead, into, tuple(within)))
 
     def repeat(self, times: int) -> Dataset:
         """Give all samples `times` times in an epoch."""
@@ -273,6 +281,13 @@ class Dataset:
         )
         _ = parts[0].view()  # refuses now what cannot be split
         return parts
+
+    @property
+    def overlap(self) -> int:
+        """Number of the samples before one that share rows with it, as windows do; 0 if none."""
+        at = self._overlapping_windows()
+        step = None if at is None else self.steps[at]
+        return step.overlap if isinstance(step, grouping.Windowed) else 0
 
     def _overlapping_windows(self) -> int | None:
         """Return the place of the first step that makes windows which share samples."""
@@ -538,20 +553,6 @@ def with_default_roles(dataset: Dataset) -> Dataset:
         inputs=(DEFAULT_INPUT,) if DEFAULT_INPUT in schema else (),
         targets=(DEFAULT_TARGET,) if DEFAULT_TARGET in schema else (),
     )
-
-
-def check_labels(y: Array, labels: Sequence[str]) -> None:
-    """Refuse classes without a name, naming the first sample."""
-    if y.dtype.kind not in "iu" or y.ndim != 1:
-        raise InvalidInput(f"labels must be whole numbers, one per sample, got {y.dtype}{y.shape}")
-    if len(labels) > MAX_CLASSES:
-        raise InvalidInput(f"there are {len(labels)} labels; at most {MAX_CLASSES} are supported")
-    bad = (y < 0) | (y >= len(labels))
-    if bad.any():
-        at = int(bad.argmax())
-        raise InvalidInput(
-            f"class {y[at]} of sample {at} has no name; there are {len(labels)} labels"
-        )
 
 
 def _class_column(dataset: Dataset) -> str | None:

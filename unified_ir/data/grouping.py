@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain, groupby, pairwise
+from operator import itemgetter
 from typing import Any, Final
 
 import numpy as np
@@ -17,7 +19,14 @@ from triplane.unified_ir.data.ordering import check_count
 from triplane.unified_ir.data.step import Step, StepContext
 from triplane.unified_ir.data.table import Feed, Table
 from triplane.unified_ir.data.transforms import checks
-from triplane.unified_ir.data.views import Upstream, View, mapped, rows_in_memory, rows_view
+from triplane.unified_ir.data.views import (
+    Upstream,
+    View,
+    mapped,
+    rows_in_memory,
+    rows_view,
+    whole_column,
+)
 
 MAX_BATCH: Final = 1 << 24
 MAX_WINDOW: Final = 1 << 24
@@ -100,12 +109,15 @@ class Windowed(Step):
 
     ahead: also give the same window `ahead` samples later, as the column `into`, for models that
     predict what comes next; the source then has one column. Windows that do not fit are left out.
+    within: columns of one text or number for each sample, such as the name of a file or a person;
+    no window crosses a change in them, and each has their value.
     """
 
     size: int
     stride: int = 1
     ahead: int = 0
     into: str = "next"
+    within: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_count("window: size", self.size, 1, MAX_WINDOW)
@@ -125,33 +137,48 @@ class Windowed(Step):
         """Number of consecutive samples that one window reads."""
         return self.size + self.ahead
 
+    @property
+    def overlap(self) -> int:
+        """Number of the windows before one that share samples with it."""
+        return -(-self.size // self.stride) - 1
+
     def schema(self, schema: Schema) -> Schema:
         """Return the schema after the step."""
-        for name, field in schema.items():
+        joined = {name: field for name, field in schema.items() if name not in self.within}
+        for name in self.within:
+            if name not in schema or schema[name].shape:
+                raise InvalidInput(
+                    f"window with within={self.within} needs one text or number for each sample in "
+                    f"these columns; {name!r} is {schema.get(name, 'absent')}"
+                )
+        for name, field in joined.items():
             if field.is_ragged or not field.is_number:
                 raise InvalidInput(
                     f"window joins numbers of one shape; column {name!r} is {field}; pad it or "
                     "look it up in a vocabulary first"
                 )
-        if self.ahead and len(schema) != 1:
+        if self.ahead and len(joined) != 1:
             raise InvalidInput(
-                f"window with ahead= takes one column, there are {', '.join(schema)}; select one"
+                f"window with ahead= takes one column, there are {', '.join(joined)}; select one"
             )
         if self.ahead and self.into in schema:
             raise InvalidInput(
                 f"window with into={self.into!r} would write over the column of that name; choose "
                 "another name"
             )
-        result = {k: replace(f, shape=(self.size, *f.shape)) for k, f in schema.items()}
+        result = {k: replace(f, shape=(self.size, *f.shape)) for k, f in joined.items()}
         if self.ahead:
             result[self.into] = next(iter(result.values()))
-        return result
+        return result | {name: schema[name] for name in self.within}
 
     def split(self, block: Columns, n: int) -> Columns:
         """Return `n` windows of a block that holds their samples one behind the other."""
         result: Columns = {}
         for name, column in block.items():
             assert isinstance(column, np.ndarray)
+            if name in self.within:
+                result[name] = column[:: self.span]
+                continue
             both = column.reshape(n, self.span, *column.shape[1:])
             result[name] = both[:, : self.size]
             if self.ahead:
@@ -245,13 +272,26 @@ class _WindowTable:
         return self.window.schema(self.table.schema)
 
     def __len__(self) -> int:
-        return max(0, (len(self.table) - self.window.span) // self.window.stride + 1)
+        if self.window.within:
+            return len(self._starts)
+        return _n_windows(len(self.table), self.window)
 
     def take(self, rows: Rows) -> Columns:
         """See `Table`."""
-        span = np.arange(self.window.span)
-        numbers = (rows[:, None] * self.window.stride + span).ravel()
+        starts = self._starts[rows] if self.window.within else rows * self.window.stride
+        numbers = (starts[:, None] + np.arange(self.window.span)).ravel()
         return self.window.split(self.table.take(numbers), len(rows))
+
+    @cached_property
+    def _starts(self) -> Rows:
+        """The first sample of each window, of runs of samples that are equal in `within`."""
+        keys = {name: whole_column(self.table, name) for name in self.window.within}
+        ends = _ends_of_runs(keys, len(self.table))
+        parts = [
+            begin + self.window.stride * np.arange(_n_windows(end - begin, self.window))
+            for begin, end in pairwise([0, *ends.tolist()])
+        ]
+        return np.concatenate([np.zeros(0, np.int64), *parts])
 
 
 @dataclass(frozen=True, eq=False)
@@ -265,23 +305,67 @@ class _WindowFeed:
         return self.window.schema(self.feed.schema)
 
     def blocks(self, start: int) -> Iterator[Columns]:
-        """See `Feed`."""
+        """See `Feed`. With `within` the windows before `start` are counted, not skipped."""
+        if not self.window.within:
+            yield from self._windows(self.feed.blocks(start * self.window.stride))
+            return
+        for block in chain.from_iterable(map(self._windows, self._runs())):
+            n = columns.count(block)
+            if start < n:
+                yield columns.part(block, start, n)
+            start = max(0, start - n)
+
+    def _windows(self, blocks: Iterable[Columns]) -> Iterator[Columns]:
         window = self.window
         held: Columns = {}
         skip = 0  # samples between two windows that do not overlap
-        for block in self.feed.blocks(start * window.stride):
+        for block in blocks:
             whole = columns.joined([held, block]) if held else block
             n = columns.count(whole)
             if skip >= n:
                 held, skip = {}, skip - n
                 continue
-            count = max(0, (n - skip - window.span) // window.stride + 1)
+            count = _n_windows(n - skip, window)
             if count:
                 numbers = skip + np.arange(count)[:, None] * window.stride + np.arange(window.span)
                 yield window.split(columns.take(whole, numbers.ravel()), count)
             used = skip + count * window.stride
             held = columns.part(whole, used, n) if used < n else {}
             skip = max(0, used - n)
+
+    def _runs(self) -> Iterator[Iterator[Columns]]:
+        """Return the blocks of each run of samples that are equal in `within`."""
+        number = 0
+
+        def numbered() -> Iterator[tuple[int, Columns]]:
+            nonlocal number
+            last: list[Any] | None = None
+            for block in self.feed.blocks(0):
+                keys = {name: block[name] for name in self.window.within}
+                n = columns.count(block)
+                first = [column[0] for column in keys.values()]
+                number += last is not None and first != last
+                last = [column[n - 1] for column in keys.values()]
+                for k, (begin, end) in enumerate(pairwise([0, *_ends_of_runs(keys, n).tolist()])):
+                    number += k > 0
+                    yield number, columns.part(block, begin, end)
+
+        for _, run in groupby(numbered(), key=itemgetter(0)):
+            yield (block for _, block in run)
+
+
+def _n_windows(n: int, window: Windowed) -> int:
+    """Return how many windows fit into n consecutive samples."""
+    return max(0, (n - window.span) // window.stride + 1)
+
+
+def _ends_of_runs(keys: Mapping[str, Column], n: int) -> Rows:
+    """Return behind which samples a column of `keys` changes, and n."""
+    changes = np.zeros(max(0, n - 1), bool)
+    for column in keys.values():
+        assert isinstance(column, np.ndarray)
+        changes |= np.asarray(column[1:] != column[:-1], bool)
+    return np.append(np.flatnonzero(changes) + 1, n)
 
 
 def as_arrays(batch: Columns, names: tuple[str, ...]) -> tuple[Any, ...]:

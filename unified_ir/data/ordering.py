@@ -414,6 +414,10 @@ class Split(Step):
     def _mask(self, source: Table) -> NDArray[np.bool_]:
         """Return which samples are held out, (N,) bool."""
         n = len(source)
+        if not n:
+            raise InvalidInput(
+                "there is no sample to split: the source is empty or shorter than one window"
+            )
         held_out = np.zeros(n, dtype=bool)
         classes = np.zeros(n, np.int64)
         if self.column is not None:

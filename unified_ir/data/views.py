@@ -126,6 +126,22 @@ def rows_in_memory(table: Table) -> tuple[Mapping[str, Column], Rows] | None:
     return (source.columns, order) if isinstance(source, ArrayTable) else None
 
 
+def source_rows(table: Table, source: Table) -> Rows | None:
+    """Return the numbers in `source` of the rows of a table that was made from it, (N,) int64.
+
+    None if a step joins, repeats or makes rows, so that they are not rows of the source.
+    """
+    if table is source:
+        return np.arange(len(source))
+    if isinstance(table, (Reordered, Strided)):
+        rows = source_rows(table.table, source)
+        return None if rows is None else rows[table.order]
+    # A cached table holds another, row by row.
+    wrapper: Any = table
+    is_same = isinstance(table, MappedTable) or hasattr(type(table), "held")
+    return source_rows(wrapper.table, source) if is_same else None
+
+
 @dataclass(frozen=True, eq=False)
 class Strided:
     """Every `stride`-th row of a table from row `start` on, `size` rows in all."""
@@ -134,6 +150,11 @@ class Strided:
     start: int
     stride: int
     size: int
+
+    @property
+    def order(self) -> Rows:
+        """The numbers of the rows in the table, (N,) int64."""
+        return self.start + self.stride * np.arange(self.size)
 
     @property
     def schema(self) -> Schema:
@@ -149,8 +170,7 @@ class Strided:
 
     def column(self, name: str) -> Column:
         """Return a column of all rows."""
-        order = self.start + self.stride * np.arange(self.size)
-        return columns.take({name: whole_column(self.table, name)}, order)[name]
+        return columns.take({name: whole_column(self.table, name)}, self.order)[name]
 
 
 RowFunction = Callable[[Columns, Rows], Columns]

@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import Final
 
 from triplane.proto.errors import NotFound
+from triplane.proto.suggestions import suggestion
 from triplane.unified_ir.engines.protocol import Engine, EngineLoop, Program
 
 ENGINES: Final = {
@@ -19,7 +20,9 @@ ENGINES: Final = {
 def engine(name: str) -> Engine:
     """Return a new engine of that name."""
     if name not in ENGINES:
-        raise NotFound(f"no engine {name!r}; there are {', '.join(ENGINES)}")
+        raise NotFound(
+            f"no engine {name!r}; there are {', '.join(ENGINES)}{suggestion(name, ENGINES)}"
+        )
     module, _, cls = ENGINES[name].partition(":")
     loaded: Engine = getattr(import_module(module), cls)()
     return loaded

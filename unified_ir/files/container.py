@@ -332,7 +332,7 @@ def _mapped(path: Path) -> mmap.mmap:
             raise InvalidInput(f"{path} is not a regular file")
         if not 0 < status.st_size <= MAX_FILE_BYTES:
             raise Corrupt(
-                f"{path.name}: container of {status.st_size} bytes, not 1 to {MAX_FILE_BYTES}"
+                f"{path.name}: {status.st_size} bytes; a file of Triplane has 1 to {MAX_FILE_BYTES}"
             )
         try:
             return mmap.mmap(handle, 0, access=mmap.ACCESS_READ)
@@ -348,15 +348,15 @@ def _stored_manifest(data: mmap.mmap | bytes) -> bytes:
     # name.
     start = Layout(0, ()).data[0]
     if len(data) < start or data[:4] != b"PK\3\4":
-        raise Corrupt("manifest: its header is damaged, or this is not a file of Triplane")
+        raise Corrupt("this is not a file of Triplane, or the header of its manifest is damaged")
     size = LOCAL.unpack_from(data)[7]
     # Checked before the slice: the size comes from an unchecked header.
     if size > min(MAX_MANIFEST_BYTES, len(data) - start):
         name = _first_member(data)
         if name != MANIFEST_NAME:
             raise Corrupt(
-                "manifest: its header is damaged, or this is not a file of Triplane but an archive "
-                f"that begins with {name!r}"
+                "this is not a file of Triplane, or the header of its manifest is damaged: it is "
+                f"an archive that begins with {name!r}, not with {MANIFEST_NAME!r}"
             )
         raise Corrupt(
             f"manifest: its header is damaged: it announces {size} bytes, more than "
@@ -390,7 +390,11 @@ def _check_frames(
     """Compare every byte that is not data with what the manifest implies; return data offsets."""
     layout = Layout(len(stored), parts)
     if layout.size != len(data):
-        raise Corrupt(f"container directory: {layout.size} bytes implied, the file has {len(data)}")
+        change = "cut off" if len(data) < layout.size else "extended"
+        raise Corrupt(
+            f"container directory: the file was {change}: it has {len(data)} bytes, its manifest "
+            f"describes {layout.size}"
+        )
     where = [f"header of part {row.name!r}" for row in layout.parts] + ["container directory"]
     for name, (offset, frame) in zip(where, layout.frames(zlib.crc32(stored)), strict=True):
         # Comparison instead of parsing: of a hostile file, no header field but the size of the

@@ -1,5 +1,6 @@
 """Rules for samples, checked in one place for training and for a node's own samples."""
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -30,13 +31,13 @@ def check_classes(
     giver: str,
     where: str,
     *,
-    first: int = 0,
+    numbers: Sequence[int] | npt.NDArray[Any] | None = None,
     ignored: int | None = None,
 ) -> None:
     """Refuse labels that are not in 0..classes-1, except `ignored`, naming position and value.
 
     giver: what determines the classes, as in "Net gives 10 logits". where: names the sample by its
-    number, as in "row {} of the batch"; first: the number of labels[0].
+    number, as in "row {} of the batch"; numbers: those of the samples, from 0 if None.
     """
     if not labels.size:
         return
@@ -49,7 +50,39 @@ def check_classes(
         bad &= labels != ignored
     if bad.any():
         at = tuple(np.argwhere(bad)[0])
+        number = at[0] if numbers is None else numbers[at[0]]
         raise InvalidInput(
             f"{giver}, so labels are 0..{classes - 1}, got {low}..{high}; the first one out of "
-            f"range is {labels[at]}, {where.format(first + at[0])}"
+            f"range is {labels[at]}, {where.format(number)}"
+        )
+
+
+def transpose_hint(shape: Sequence[Any], expected: Sequence[Any]) -> str:
+    """Return how to transpose x: (N, ..., C) where (N, C, ...) is expected, "" if that is not it.
+
+    shape, expected: with the axis of samples; sizes of `expected` that are not numbers fit any.
+    """
+    if not len(shape) == len(expected) >= 3 or shape[1] == expected[1]:
+        return ""
+    axes = (0, len(shape) - 1, *range(1, len(shape) - 1))
+    sizes = zip([shape[k] for k in axes[1:]], expected[1:], strict=True)
+    if not isinstance(expected[1], int) or any(isinstance(e, int) and n != e for n, e in sizes):
+        return ""
+    return (
+        "; its channels are the last axis and must be the first one of each sample: "
+        f"x.transpose{axes}"
+    )
+
+
+def check_labels(y: npt.NDArray[Any], labels: Sequence[str]) -> None:
+    """Refuse classes without a name, naming the first sample."""
+    if y.dtype.kind not in "iu" or y.ndim != 1:
+        raise InvalidInput(f"labels must be whole numbers, one per sample, got {y.dtype}{y.shape}")
+    if len(labels) > MAX_CLASSES:
+        raise InvalidInput(f"there are {len(labels)} labels; at most {MAX_CLASSES} are supported")
+    bad = (y < 0) | (y >= len(labels))
+    if bad.any():
+        at = int(bad.argmax())
+        raise InvalidInput(
+            f"class {y[at]} of sample {at} has no name; there are {len(labels)} labels"
         )

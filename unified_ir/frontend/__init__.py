@@ -1,6 +1,7 @@
 """From Python to functions: cells, tracing, calling with arrays, transforms."""
 
 from triplane.unified_ir.frontend.cell import Cell as Cell
+from triplane.unified_ir.frontend.cell import CellDict as CellDict
 from triplane.unified_ir.frontend.cell import CellList as CellList
 from triplane.unified_ir.frontend.cell import Parameter as Parameter
 from triplane.unified_ir.frontend.custom import custom_vjp as custom_vjp

@@ -8,14 +8,16 @@ graph it would be lost, so it is refused there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
+from triplane.proto.suggestions import check_choice
+from triplane.unified_ir.frontend.arguments import check_arguments, name_constructor
 from triplane.unified_ir.ir.graph import Array, Role
 from triplane.unified_ir.ir.types import DType, TensorType, as_dtype, type_of
 from triplane.unified_ir.ops.build import Build
@@ -47,6 +49,7 @@ class Parameter:
         value = np.array(array)
         wanted = as_dtype("float32" if value.dtype == np.float64 else value.dtype)
         self.array: Array = value.astype((wanted if dtype is None else as_dtype(dtype)).numpy)
+        check_choice("a parameter's role", role, [str(r) for r in Role])
         self.role = Role(role)
         self.trainable = self.role in LEARNT if trainable is None else trainable
 
@@ -73,6 +76,15 @@ class StateTree:
     _parameters: dict[str, Parameter]
     _cells: dict[str, StateTree]
     training: bool
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        name_constructor(cls)
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Return the object without state; ArgumentError for arguments that do not fit."""
+        check_arguments(cls, args, kwargs)
+        return super().__new__(cls)
 
     def __init__(self) -> None:
         # Written past `Cell.__setattr__`, which needs these entries to exist.
@@ -109,6 +121,26 @@ class StateTree:
         return by_path
 
 
+UNKNOWN: Final = (
+    "make the cell an attribute of the traced cell, an argument of the traced function, or a "
+    "variable that the function itself names"
+)
+MAX_NESTING: Final = 4
+"""Containers within containers that are searched for a cell."""
+
+
+def _holds(value: Any, parameter: Parameter, depth: int = 0) -> bool:
+    """Return whether a container holds a parameter, or a cell that owns it."""
+    if depth and isinstance(value, (Parameter, StateTree)):
+        return value is parameter or (
+            isinstance(value, StateTree) and parameter in value.parameters().values()
+        )
+    if not isinstance(value, (list, tuple, set, dict)) or depth > MAX_NESTING:
+        return False
+    items = value.values() if isinstance(value, dict) else value
+    return any(_holds(item, parameter, depth + 1) for item in items)
+
+
 class Binding:
     """The tensors that stand for parameters during one trace, and the values assigned in it."""
 
@@ -128,11 +160,22 @@ class Binding:
             return self.assigned[parameter]
         if parameter not in self.tensors:
             raise InvalidInput(
-                f"{parameter!r} belongs to a cell that the trace does not know; make the cell an "
-                "attribute of the traced cell, an argument of the traced function, or a variable "
-                "that the function itself names"
+                f"{parameter!r} belongs to a cell that the trace does not know; "
+                f"{self._container_of(parameter) or UNKNOWN}"
             )
         return self.tensors[parameter]
+
+    def _container_of(self, parameter: Parameter) -> str:
+        """Name the plain list or dict of a cell that holds the parameter; "" if there is none."""
+        for cell in self.paths:
+            for name, value in vars(cell).items():
+                if not name.startswith("_") and _holds(value, parameter):
+                    return (
+                        f"{type(cell).__name__}.{name} is a plain {type(value).__name__}, in which "
+                        "cells are not found: make it nn.CellList([...]) or nn.CellDict({...}), "
+                        "and parameters attributes of a cell"
+                    )
+        return ""
 
     def assign(self, name: str, parameter: Parameter, value: Any) -> None:
         """Record a buffer's new value."""
@@ -141,21 +184,38 @@ class Binding:
                 f"construct assigned the trained parameter {name!r}; only buffers may be assigned "
                 "there, an optimizer changes parameters"
             )
+        self.replace(f"buffer {name!r}", parameter, value)
+
+    def replace(self, label: str, parameter: Parameter, value: Any) -> None:
+        """Record the new value of any parameter; `label` names it in messages."""
         if self.frozen:
-            raise InvalidInput(f"buffer {name!r} is assigned {self.frozen}")
+            raise InvalidInput(f"{label} is assigned {self.frozen}")
         if recorder() is not self.home:
             raise InvalidInput(
-                f"buffer {name!r} is assigned inside a function given to an operator such as "
+                f"{label} is assigned inside a function given to an operator such as "
                 "ops.scan or ops.cond, which would lose it; write Python if, while or for, or "
                 "return the value and assign it outside"
             )
         tensor = as_tensor(value, parameter.type.dtype)
         if tensor.type != parameter.type:
             raise InvalidInput(
-                f"buffer {name!r} is {parameter.type} and was assigned a {tensor.type}; "
-                "a buffer keeps its type"
+                f"{label} is {parameter.type} and was assigned a {tensor.type}; "
+                "it must keep its type"
             )
         self.assigned[parameter] = tensor
+
+    @contextmanager
+    def substituted(self, tensors: Mapping[Parameter, Tensor]) -> Iterator[None]:
+        """Read these parameters as the given tensors within the block."""
+        assigned = {p: t for p, t in self.assigned.items() if p in tensors}
+        others = {p: t for p, t in self.assigned.items() if p not in tensors}
+        with replaced(self, tensors={**self.tensors, **tensors}):
+            # A value assigned before the block would hide the tensor.
+            self.assigned = others
+            try:
+                yield
+            finally:
+                self.assigned = {**assigned, **self.assigned}
 
 
 @contextmanager

@@ -7,17 +7,18 @@ the parameter itself. Names are attribute paths: `head.weight`, `blocks.0.conv.b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from fnmatch import fnmatchcase
 from typing import Any, Final, Self, cast
 
 import numpy as np
 
-from triplane.proto.errors import InvalidInput
+from triplane.proto.errors import InvalidInput, NotFound
+from triplane.proto.suggestions import nearest, suggestion
 from triplane.unified_ir.frontend.binding import LEARNT, Parameter, StateTree, current
 from triplane.unified_ir.frontend.custom import construct_with_bprop
 from triplane.unified_ir.frontend.rewrite import rewritten
-from triplane.unified_ir.frontend.run import run
+from triplane.unified_ir.frontend.run import run, with_arrays_as_tensors
 from triplane.unified_ir.frontend.shown import shown_lines
 from triplane.unified_ir.frontend.summary import summary
 from triplane.unified_ir.frontend.trace import entered, within
@@ -25,7 +26,7 @@ from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.ops.recorder import recording
 from triplane.unified_ir.ops.tensor import Tensor
 
-__all__ = ["Cell", "CellList", "Parameter"]
+__all__ = ["Cell", "CellDict", "CellList", "Parameter"]
 
 SHOWN: Final = 8
 """Number of paths that a message lists."""
@@ -54,6 +55,9 @@ class Cell(StateTree):
         """
         if not recording():
             return run(self, args, kwargs)
+        # An array of the enclosing function is data here as it is at a call outside a graph.
+        args = tuple(map(with_arrays_as_tensors, args))
+        kwargs = {k: with_arrays_as_tensors(v) for k, v in kwargs.items()}
         with within(self), entered(type(self).construct, self):
             if hasattr(type(self), "bprop"):
                 return construct_with_bprop(self, args, kwargs)
@@ -77,6 +81,8 @@ class Cell(StateTree):
         self._forget(name)
         if isinstance(value, (list, tuple)) and any(isinstance(v, Cell) for v in value):
             value = CellList(value)
+        elif isinstance(value, dict) and self._can_own(value):
+            value = CellDict(value)
         if not isinstance(value, (Parameter, Cell)):
             self.__dict__[name] = value
             return
@@ -90,6 +96,12 @@ class Cell(StateTree):
             self._parameters[name] = value
         else:
             self._cells[name] = value
+
+    def _can_own(self, entries: Mapping[Any, Any]) -> bool:
+        """Return whether a dict holds cells by name, none of which has this cell below it."""
+        if not entries or not all(map(_is_entry, entries.items())):
+            return False
+        return not any(cell is self for entry in entries.values() for _, cell in entry.cells())
 
     def _forget(self, name: str) -> None:
         self._parameters.pop(name, None)
@@ -120,20 +132,31 @@ class Cell(StateTree):
         missing = sorted(own.keys() - state.keys()) if strict else []
         unexpected = sorted(state.keys() - own.keys())
         if missing or unexpected:
-            sets = {"missing": missing, "unexpected": unexpected}
-            parts = [f"{what}: {_listed(names)}" for what, names in sets.items() if names]
-            partly = "; strict=False loads a part" if missing and not unexpected else ""
-            raise InvalidInput(
-                f"the state does not fit {type(self).__name__}; {'; '.join(parts)}{partly}"
-            )
+            raise InvalidInput(_misfit(type(self).__name__, len(own), missing, unexpected))
         # Every array is checked before the first is stored, so a failed load changes nothing.
-        fitting = {k: _fitting(own[k], k, v) for k, v in state.items()}
-        for name, array in fitting.items():
+        for name, array in fitting_state(own, state).items():
             own[name].array = array
 
     def state_dict(self) -> dict[str, Array]:
         """Return a copy of all state by path, in the form that `load` takes."""
-        return {name: np.array(p.array) for name, p in self.parameters().items()}
+        return self._copies(self.parameters())
+
+    def trainable_state(self) -> dict[str, Array]:
+        """Return a copy of the arrays that gradients change, by path.
+
+        It is the state of a training loop of one's own: the form that `nn.functional_call`,
+        `Optimizer.init` and `Optimizer.update` take; `load(..., strict=False)` stores it.
+        """
+        return self._copies({k: p for k, p in self.parameters().items() if p.trainable})
+
+    def _copies(self, parameters: Mapping[str, Parameter]) -> dict[str, Array]:
+        if recording():
+            raise InvalidInput(
+                f"the arrays of {type(self).__name__} were asked for while a graph is recorded, "
+                "which would keep today's numbers as constants; pass the cell or its "
+                "trainable_state() as an argument of the recorded function"
+            )
+        return {path: np.array(p.array) for path, p in parameters.items()}
 
     def freeze(self, *patterns: str) -> Self:
         """Exclude from training the parameters whose path matches a pattern, or all of them.
@@ -196,10 +219,18 @@ class CellList(Cell):
 
     def __init__(self, cells: Any = ()) -> None:
         super().__init__()
-        for i, cell in enumerate(cells):
-            if not isinstance(cell, Cell):
-                raise InvalidInput(f"a list of cells may only hold cells, got {cell!r} at {i}")
-            self._cells[str(i)] = cell
+        if isinstance(cells, Cell) or not isinstance(cells, Iterable):
+            raise InvalidInput(f"a CellList is made of a list of cells, got {cells!r:.80}")
+        for cell in cells:
+            self.append(cell)
+
+    def append(self, cell: Cell) -> None:
+        """Add a cell at the end."""
+        if not isinstance(cell, Cell):
+            raise InvalidInput(
+                f"a list of cells may only hold cells, got {cell!r:.80} at {len(self)}{_hint(cell)}"
+            )
+        self._cells[str(len(self))] = cell
 
     def __getitem__(self, i: int) -> Cell:
         return cast("Cell", list(self._cells.values())[i])
@@ -211,10 +242,113 @@ class CellList(Cell):
         return (self[i] for i in range(len(self)))
 
 
+class CellDict(Cell):
+    """Cells by name, in the order of insertion. Assigning a dict of cells creates one.
+
+    >>> from triplane.unified_ir import nn
+    >>> heads = nn.CellDict({"age": nn.Dense(8, 1), "sex": nn.Dense(8, 2)})
+    >>> heads["job"] = nn.Dense(8, 9)
+    >>> list(heads), list(heads.parameters())[:2]
+    (['age', 'sex', 'job'], ['age.weight', 'age.bias'])
+    """
+
+    def __init__(self, cells: Mapping[str, Cell] | Iterable[tuple[str, Cell]] = ()) -> None:
+        super().__init__()
+        try:
+            entries = dict(cells)
+        except (TypeError, ValueError):
+            raise InvalidInput(
+                f"a CellDict is made of a dict of cells by name, got {cells!r:.80}"
+            ) from None
+        for name, cell in entries.items():
+            self[name] = cell
+
+    def __getitem__(self, name: str) -> Cell:
+        if name not in self._cells:
+            raise NotFound(
+                f"no cell {name!r}; there are {_listed(list(self))}{suggestion(name, self)}"
+            )
+        return cast("Cell", self._cells[name])
+
+    def __setitem__(self, name: str, cell: Cell) -> None:
+        if not _is_entry((name, cell)):
+            raise InvalidInput(
+                "a CellDict holds cells by names without a dot, since names are parts of paths; "
+                f"got {cell!r:.80} under {name!r}{_hint(cell)}"
+            )
+        self._cells[name] = cell
+
+    def __delitem__(self, name: str) -> None:
+        _ = self[name]  # names the cells there are
+        del self._cells[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._cells
+
+    def __len__(self) -> int:
+        return len(self._cells)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._cells)
+
+    def keys(self) -> KeysView[str]:
+        """Return the names."""
+        return self._cells.keys()
+
+    def values(self) -> ValuesView[Cell]:
+        """Return the cells."""
+        return cast("ValuesView[Cell]", self._cells.values())
+
+    def items(self) -> ItemsView[str, Cell]:
+        """Return pairs of name and cell."""
+        return cast("ItemsView[str, Cell]", self._cells.items())
+
+    def update(self, cells: Mapping[str, Cell]) -> None:
+        """Add or replace cells."""
+        for name, cell in cells.items():
+            self[name] = cell
+
+
+def _hint(value: Any) -> str:
+    """Return what to do with a value that stands where a cell belongs."""
+    if isinstance(value, type):
+        return f"; create it: {value.__name__}(...)" if issubclass(value, Cell) else ""
+    if isinstance(value, (list, tuple)) and all(isinstance(v, Cell) for v in value):
+        return "; pass the cells themselves: *cells"
+    if callable(value) and not isinstance(value, Cell):
+        return "; a function belongs into the construct of a cell, or take its layer, such as ReLU"
+    return ""
+
+
+def _is_entry(item: tuple[Any, Any]) -> bool:
+    """Return whether a pair is a cell under a name that can be a part of a path."""
+    name, cell = item
+    return isinstance(name, str) and bool(name) and "." not in name and isinstance(cell, Cell)
+
+
+def _misfit(cell: str, count: int, missing: list[str], unexpected: list[str]) -> str:
+    """Say which state is missing and which unexpected, with the names that it may stand for."""
+    lines = [f"the state does not fit {cell}"]
+    if missing:
+        lines.append(f"missing, {len(missing)} of {count}: {_listed(missing)}")
+    if unexpected:
+        pairs = ((name, nearest(name, missing)) for name in unexpected[:SHOWN])
+        named = [f"{name} (for {close}?)" if close else name for name, close in pairs]
+        lines.append(f"unexpected, {len(unexpected)}: {_listed([*named, *unexpected[SHOWN:]])}")
+    elif missing:
+        lines.append("strict=False loads a part")
+    return "\n  ".join(lines)
+
+
 def _listed(names: list[str]) -> str:
     """Return the first names and how many more there are."""
     rest = len(names) - SHOWN
     return ", ".join(names[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def fitting_state(own: Mapping[str, Parameter], state: Mapping[str, Array]) -> dict[str, Array]:
+    """Return arrays of the types of the parameters of these paths; InvalidInput if one cannot."""
+    return {path: _fitting(own[path], path, array) for path, array in state.items()}
 
 
 def _fitting(parameter: Parameter, name: str, value: Any) -> Array:

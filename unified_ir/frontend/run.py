@@ -13,20 +13,25 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from inspect import BoundArguments
-from typing import Any, Final, Literal
+from types import MappingProxyType
+from typing import Any, Final, Literal, get_args
 
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
+from triplane.proto.suggestions import check_choice, suggestion
 from triplane.unified_ir.engines import ENGINES, engine
 from triplane.unified_ir.engines.finite import finite, first_nonfinite
+from triplane.unified_ir.frontend.binding import Parameter
 from triplane.unified_ir.frontend.guards import PLAIN, TraceGuard
 from triplane.unified_ir.frontend.programs import Compiled, ObjectIdentity, programs_of
 from triplane.unified_ir.frontend.rewrite import rewritten
 from triplane.unified_ir.frontend.trace import Traceable, Traced, bind, entered, record
+from triplane.unified_ir.frontend.traced_call import at_users_line
 from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.ops.evaluate import run_node
 from triplane.unified_ir.ops.recorder import recording
+from triplane.unified_ir.ops.tensor import as_tensor
 from triplane.unified_ir.ops.trees import leaves, rebuild
 
 Mode = Literal["graph", "eager"]
@@ -59,12 +64,11 @@ def set_mode(
     `finite`: a call that returns NaN or infinity raises an error that names the first node that
     computes it, and writes no buffer back.
     """
-    if mode not in {"graph", "eager"} or floats not in {"float32", "float64"}:
-        raise InvalidInput(
-            f"a mode is 'graph' or 'eager', floats 'float32' or 'float64'; got {mode!r}, {floats!r}"
-        )
+    check_choice("mode", mode, get_args(Mode))
+    check_choice("floats", floats, get_args(Floats))
     if engine not in ENGINES:
-        raise InvalidInput(f"no engine {engine!r}; there are {', '.join(ENGINES)}")
+        known = f"{', '.join(ENGINES)}{suggestion(engine, ENGINES)}"
+        raise InvalidInput(f"no engine {engine!r}; there are {known}")
     _setting.set(_Setting(mode, engine, floats, finite))
 
 
@@ -86,20 +90,20 @@ def mode(
         _setting.set(before)
 
 
-def run(target: Traceable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the results of a cell or function on arrays, and write assigned buffers back."""
+def run(
+    target: Traceable,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    replacing: Mapping[Parameter, Array] = MappingProxyType({}),
+) -> Any:
+    """Return the results of a cell or function on arrays, and write assigned state back.
+
+    replacing: arrays to use in place of those that parameters hold.
+    """
     setting = _setting.get()
     if setting.mode == "eager":
-        arguments, inputs = host_arguments(target, args, kwargs, setting.floats)
-        traced = record(target, arguments, run=run_node, arrays=inputs)
-        assert traced.arrays is not None
-        results = [traced.arrays[v] for v in traced.function.results]
-        if setting.finite:
-            _check_finite(traced, [*inputs, *state_arrays(traced)], results)
-        for path, value in zip(traced.function.result_names, results, strict=True):
-            if path in traced.assigned:
-                traced.state[path].array = value
-        return _rebuilt(traced, results)
+        return _run_eagerly(target, args, kwargs, setting, replacing)
     programs = programs_of(target)
     if kwargs:
         args, kwargs = programs.ordered(args, kwargs)
@@ -116,13 +120,47 @@ def run(target: Traceable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
         guard = TraceGuard([target, *objects])
         compiled = _compiled(target, args, kwargs, setting, guard)
         programs.keep(key, compiled)
-    values = compiled.program(*arrays, *[p.array for p in compiled.state])
+    if replacing:
+        refuse_lost(target, [p for _, p in compiled.assigned if p in replacing])
+    values = compiled.program(*arrays, *[replacing.get(p, p.array) for p in compiled.state])
     if setting.finite:
-        _check_finite(compiled.traced, [*arrays, *state_arrays(compiled.traced)], values)
+        _check_finite(compiled.traced, [*arrays, *state_arrays(compiled.traced, replacing)], values)
     # Only now, after every check: a call that fails leaves the buffers as they were.
     for i, parameter in compiled.assigned:
         parameter.array = values[i]
     return values[0] if compiled.single else _rebuilt(compiled.traced, values)
+
+
+def _run_eagerly(
+    target: Traceable,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    setting: _Setting,
+    replacing: Mapping[Parameter, Array],
+) -> Any:
+    arguments, inputs = host_arguments(target, args, kwargs, setting.floats)
+    traced = record(target, arguments, run=run_node, arrays=inputs, replacing=replacing)
+    assert traced.arrays is not None
+    refuse_lost(target, [traced.state[k] for k in traced.assigned if traced.state[k] in replacing])
+    results = [traced.arrays[v] for v in traced.function.results]
+    if setting.finite:
+        _check_finite(traced, [*inputs, *state_arrays(traced, replacing)], results)
+    for path, value in zip(traced.function.result_names, results, strict=True):
+        if path in traced.assigned:
+            traced.state[path].array = value
+    return _rebuilt(traced, results)
+
+
+def refuse_lost(target: Any, lost: Sequence[Parameter]) -> None:
+    """Refuse the assignment of state whose new value nobody would receive."""
+    if lost:
+        path = next(k for k, p in target.parameters().items() if p in lost)
+        raise InvalidInput(
+            f"{type(target).__name__} assigns its state {path!r}, but the call was given "
+            "a value for it, and the new one would be lost; leave it out of the mapping, so that "
+            f"the cell keeps it (trainable_state() has no buffers), or call eval()"
+            f"{at_users_line()}"
+        )
 
 
 def _check_finite(traced: Traced, arrays: Sequence[Array], values: Sequence[Array]) -> None:
@@ -188,9 +226,12 @@ def host_arguments(
     return bind(target, seen, named)
 
 
-def state_arrays(traced: Traced) -> list[Array]:
+def state_arrays(
+    traced: Traced, replacing: Mapping[Parameter, Array] = MappingProxyType({})
+) -> list[Array]:
     """Return the arrays of the state of a traced function, in the order of its parameters."""
-    return [traced.state[p.name].array for p in traced.function.params if p.name in traced.state]
+    used = [traced.state[p.name] for p in traced.function.params if p.name in traced.state]
+    return [replacing.get(p, p.array) for p in used]
 
 
 def _host(x: Any, floats: Floats) -> Any:
@@ -200,6 +241,17 @@ def _host(x: Any, floats: Floats) -> Any:
     if isinstance(x, np.ndarray) and x.dtype == np.float64:
         return x.astype(floats)
     return x
+
+
+def with_arrays_as_tensors(tree: Any) -> Any:
+    """Return an argument of a call that is being recorded, with constants for its arrays."""
+    flat = leaves(tree)
+    if not any(isinstance(x, np.ndarray) for x in flat):
+        return tree
+    floats = current_floats()
+    return rebuild(
+        tree, [as_tensor(_host(x, floats)) if isinstance(x, np.ndarray) else x for x in flat]
+    )
 
 
 def graph(function: Callable[..., Any]) -> Callable[..., Any]:

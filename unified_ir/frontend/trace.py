@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from inspect import BoundArguments
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -27,6 +28,7 @@ from triplane.unified_ir.frontend.binding import (
     holding,
     replaced,
 )
+from triplane.unified_ir.frontend.plain_arrays import warn_of_plain_arrays
 from triplane.unified_ir.frontend.reachable import state_of, state_trees_of
 from triplane.unified_ir.frontend.rewrite import rewritten
 from triplane.unified_ir.ir.graph import Array, Function, Value
@@ -135,16 +137,21 @@ def record(
     name: str | None = None,
     run: RunNode | None = None,
     arrays: Sequence[Array] = (),
+    replacing: Mapping[Parameter, Array] = MappingProxyType({}),
 ) -> Traced:
-    """Record one call. With `run` (eager mode), also compute it on `arrays`, in argument order."""
+    """Record one call. With `run` (eager mode), also compute it on `arrays`, in argument order.
+
+    replacing: arrays to compute with in place of those that parameters hold.
+    """
     build = Build(TABLE, name or name_of(target), run=run)
     binding = Binding(build)
     state = state_of(target, arguments.arguments)
     binding.paths = _paths(target, arguments.arguments)
+    warn_of_plain_arrays(binding.paths)
     with build, bound(binding):
         _add_inputs(build, arguments, iter(arrays), state)
         for path, parameter in state.items():
-            array = None if run is None else parameter.array
+            array = None if run is None else replacing.get(parameter, parameter.array)
             binding.tensors[parameter] = build.param(path, parameter.type, array)
         returned = _call(target, arguments)
         results = [_result(x, target) for x in leaves(returned)]

@@ -8,14 +8,19 @@ it has replayed the function.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.frontend.binding import Parameter, current_or_none
+from triplane.unified_ir.frontend.binding import (
+    Parameter,
+    StateTree,
+    current,
+    current_or_none,
+)
 from triplane.unified_ir.frontend.rewrite import rewritten
 from triplane.unified_ir.frontend.variables import collecting
 from triplane.unified_ir.ir.graph import Function
@@ -37,7 +42,10 @@ class TracedCall:
     """The returned tree; its leaves stand for the first results."""
     assigned: list[Parameter]
     trees: list[Any]
-    """The arguments, with numbers and arrays that are operands replaced by tensors."""
+    """The arguments, with numbers and arrays that are operands replaced by tensors.
+
+    A cell whose parameters are operands is a dict of their tensors by path.
+    """
 
     def positions(self, k: int) -> range:
         """Return the positions of the tensors of argument `k` among the operands."""
@@ -63,12 +71,13 @@ def record_call(
 ) -> TracedCall:
     """Record `f(*args, **kwargs)` as a function of its own.
 
-    Python numbers in the arguments whose indices are in `numbers` are operands too. `types`
-    overrides the types of an argument's tensors, for example with those of one slice of it; the
-    graph then has no values.
+    In the arguments whose indices are in `numbers`, Python numbers and the trainable parameters of
+    cells are operands too. `types` overrides the types of an argument's tensors, for example with
+    those of one slice of it; the graph then has no values.
     """
     outer = recorder()
-    trees = [with_tensors(a, numbers=i in numbers) for i, a in enumerate(args)]
+    opened = [_with_parameters(a) if i in numbers else a for i, a in enumerate(args)]
+    trees = [with_tensors(a, numbers=i in numbers) for i, a in enumerate(opened)]
     own = [[x for x in leaves(a) if isinstance(x, Tensor)] for a in trees]
     flat = [x for tensors in own for x in tensors]
     # Overridden types (one slice of a batch, say) do not match the arrays at hand, so nothing can
@@ -87,14 +96,53 @@ def record_call(
             rebuild(t, [next(rest) if isinstance(x, Tensor) else x for x in leaves(t)])
             for t in trees
         ]
+        tensors: dict[Parameter, Tensor] = {}
+        inputs = [
+            _with_cells(a, x, tensors) if i in numbers else x
+            for i, (a, x) in enumerate(zip(args, inputs, strict=True))
+        ]
         # Tensors in `kwargs` are not replaced: they are captured from the outer graph like a
         # closure's.
-        value = rewritten(f)(*inputs, **kwargs)
+        with nullcontext() if not tensors else current().substituted(tensors):
+            value = rewritten(f)(*inputs, **kwargs)
         results = [as_tensor(y) for y in leaves(value)]
     named = {f"y{i}": y for i, y in enumerate([*results, *buffers.values()])}
     function = inner.finish(named)
     # Captured tensors come last; `TracedCall.positions` counts on the arguments coming first.
     return TracedCall(function, [*flat, *inner.captured], value, list(buffers), trees)
+
+
+def _with_parameters(tree: Any) -> Any:
+    """Return the argument with each cell replaced by its trainable parameters by path."""
+    return rebuild(tree, [_trainable(x) if isinstance(x, StateTree) else x for x in leaves(tree)])
+
+
+def _trainable(cell: StateTree) -> dict[str, Parameter]:
+    parameters = {path: p for path, p in cell.parameters().items() if p.trainable}
+    if not parameters:
+        raise InvalidInput(
+            f"a gradient with respect to {type(cell).__name__} needs a trainable parameter, and it "
+            f"has none; unfreeze() some{at_users_line()}"
+        )
+    return parameters
+
+
+def _with_cells(tree: Any, opened: Any, tensors: dict[Parameter, Tensor]) -> Any:
+    """Return the argument with the cells of `tree`; add the tensors of their parameters."""
+    rest, values = iter(leaves(opened)), []
+    for leaf in leaves(tree):
+        if not isinstance(leaf, StateTree):
+            values.append(next(rest))
+            continue
+        values.append(leaf)
+        for path, parameter in sorted(_trainable(leaf).items()):
+            if parameter in tensors:
+                raise InvalidInput(
+                    f"two arguments that are differentiated share the parameter {path!r} of "
+                    f"{type(leaf).__name__}; pass the cell once{at_users_line()}"
+                )
+            tensors[parameter] = next(rest)
+    return rebuild(tree, values)
 
 
 @contextmanager

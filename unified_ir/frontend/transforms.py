@@ -57,8 +57,10 @@ def value_and_grad(f: Any, argnums: int | Sequence[int] = 0, *, has_aux: bool = 
 
     `f`: a Python function or cell that returns a scalar, or an IR function (then see
     `autodiff.value_and_grad`). The gradient has the tree of the argument; with several `argnums` it
-    is a tuple. Keyword arguments are passed on and not differentiated. With `has_aux`, `f` returns
-    (scalar, other results): that pair is the value, and the other results are not differentiated.
+    is a tuple. For a cell it is a dict: the gradients of its trainable parameters by path, zeros
+    where the result does not depend on one. Keyword arguments are passed on and not differentiated.
+    With `has_aux`, `f` returns (scalar, other results): that pair is the value, and the other
+    results are not differentiated.
     """
     if isinstance(f, Function):
         return autodiff.value_and_grad(f)
@@ -230,7 +232,7 @@ def _linearized(
         # Buffers are results too, but no gradient flows through an assignment.
         return pull([*gs, *(None for _ in recorded.assigned)])
 
-    trees = [args[k] for k in numbers]
+    trees = [recorded.trees[k] for k in numbers]
     return _Pullback(recorded.finish(outputs), trees, wanted, of_results)
 
 

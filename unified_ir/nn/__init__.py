@@ -2,8 +2,10 @@
 
 from triplane.proto.lazy import public_names as _public_names
 from triplane.unified_ir.frontend.cell import Cell as Cell
+from triplane.unified_ir.frontend.cell import CellDict as CellDict
 from triplane.unified_ir.frontend.cell import CellList as CellList
 from triplane.unified_ir.frontend.cell import Parameter as Parameter
+from triplane.unified_ir.frontend.functional import functional_call as functional_call
 from triplane.unified_ir.frontend.summary import summary as summary
 from triplane.unified_ir.nn.activations import ELU as ELU
 from triplane.unified_ir.nn.activations import GELU as GELU
@@ -93,6 +95,7 @@ from triplane.unified_ir.nn.recurrent import RNNCell as RNNCell
 from triplane.unified_ir.nn.state import Buffer as Buffer
 from triplane.unified_ir.nn.state import Personal as Personal
 from triplane.unified_ir.nn.state import RandomKey as RandomKey
+from triplane.unified_ir.nn.state import State as State
 from triplane.unified_ir.nn.transformer import TransformerDecoder as TransformerDecoder
 from triplane.unified_ir.nn.transformer import TransformerDecoderLayer as TransformerDecoderLayer
 from triplane.unified_ir.nn.transformer import TransformerEncoder as TransformerEncoder

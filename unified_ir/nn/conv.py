@@ -7,12 +7,14 @@ from typing import ClassVar
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
+from triplane.proto.suggestions import check_choice
 from triplane.unified_ir import ops
 from triplane.unified_ir.frontend.cell import Cell, Parameter
 from triplane.unified_ir.nn.init import WEIGHT, Initializer, bias_of
 from triplane.unified_ir.nn.random import generator
-from triplane.unified_ir.nn.sizes import AXES, Sizes, check_axis, options_of, positive
+from triplane.unified_ir.nn.sizes import AXES, Sizes, check_axis, options_of, positive, shape_error
 from triplane.unified_ir.nn.state import State
+from triplane.unified_ir.ops.rows.windows.convolution import PADDINGS
 
 
 class _Conv(Cell):
@@ -31,9 +33,9 @@ class _Conv(Cell):
         inputs: int,
         outputs: int,
         kernel: Sizes,
-        *,
         stride: Sizes = 1,
         padding: str | Sizes = 0,
+        *,
         dilation: Sizes = 1,
         groups: int = 1,
         bias: bool = True,
@@ -43,6 +45,8 @@ class _Conv(Cell):
         super().__init__()
         name = type(self).__name__
         _check_groups(name, inputs, outputs, groups)
+        if isinstance(padding, str):
+            check_choice(f"padding of {name} that is no number", padding, PADDINGS)
         shape = (outputs, inputs // groups, *_taps(name, self.axes, kernel))
         self.stride, self.padding, self.dilation = stride, padding, dilation
         self.inputs, self.groups = inputs, groups
@@ -91,9 +95,9 @@ class _ConvTranspose(Cell):
         inputs: int,
         outputs: int,
         kernel: Sizes,
-        *,
         stride: Sizes = 1,
         padding: Sizes = 0,
+        *,
         output_padding: Sizes = 0,
         dilation: Sizes = 1,
         groups: int = 1,
@@ -136,7 +140,12 @@ def _taps(name: str, axes: int, kernel: Sizes) -> tuple[int, ...]:
 
 
 def _check_plane(layer: str, axes: int, inputs: int, x: ops.Tensor) -> None:
-    check_axis(layer, f"(N, {inputs}, {AXES[axes]})", x, 1, inputs, [axes + 2])
+    takes = f"(N, {inputs}, {AXES[axes]})"
+    if axes > 1 and x.rank == axes + 1 and x.shape[1] == inputs:
+        flatter = layer.partition("(")[0].replace(f"{axes}d", f"{axes - 1}d")
+        hint = f"; {flatter} takes x: (N, {inputs}, {AXES[axes - 1]})"
+        raise shape_error(layer, takes, x, hint)
+    check_axis(layer, takes, x, 1, inputs, [axes + 2])
 
 
 class ConvTranspose1d(_ConvTranspose):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 from triplane.proto.errors import InvalidInput
+from triplane.proto.suggestions import check_choice
 from triplane.unified_ir.frontend.cell import Cell, Parameter
 from triplane.unified_ir.ir.graph import Function, Node, Role, Value
 from triplane.unified_ir.ir.module import Module
@@ -38,8 +39,7 @@ class Imported(Cell):
         self, module: Module, entry: str = "predict", *, batch_norm: BatchNormMode = "kept"
     ) -> None:
         super().__init__()
-        if batch_norm not in get_args(BatchNormMode):
-            raise InvalidInput(f'batch_norm must be "kept" or "updated", got {batch_norm!r}')
+        check_choice("batch_norm", batch_norm, get_args(BatchNormMode))
         self.function = module.entry(entry)
         assigned = module.assigned(entry)
         if assigned:

@@ -34,6 +34,8 @@ class Loss(Cell):
 
     output: ClassVar[str] = "y"
     """Name of the model's output in exported functions."""
+    targets: ClassVar[str] = ""
+    """What the targets are: "classes", "shares" (0..1), "numbers", or "" for anything else."""
     ignored: int | None = None
     """A label that is never counted, even outside the range of `classes`."""
 
@@ -96,6 +98,8 @@ class _AccuracyWithout:
 
 class _OfLabels(Loss):
     """A mean over labels, each with a factor, some possibly ignored."""
+
+    targets = "classes"
 
     def __init__(self, weight: ArrayLike | None, ignored: int | None) -> None:
         super().__init__()
@@ -180,6 +184,7 @@ class BinaryCrossEntropy(Loss):
     """
 
     output = "logits"
+    targets = "shares"
 
     def __init__(self, *, positive_weight: ArrayLike | None = None) -> None:
         super().__init__()
@@ -201,6 +206,8 @@ class BinaryCrossEntropy(Loss):
 class MSE(Loss):
     """Mean of (y - target)^2 over all elements; both of one shape."""
 
+    targets = "numbers"
+
     def construct(self, y: ops.Tensor, target: ops.Tensor) -> ops.Tensor:
         """See the class."""
         _same_shape("MSE", y, target)
@@ -211,6 +218,8 @@ class MSE(Loss):
 class L1(Loss):
     """Mean of |y - target| over all elements; both of one shape."""
 
+    targets = "numbers"
+
     def construct(self, y: ops.Tensor, target: ops.Tensor) -> ops.Tensor:
         """See the class."""
         _same_shape("L1", y, target)
@@ -219,6 +228,8 @@ class L1(Loss):
 
 class Huber(Loss):
     """Mean of e^2 / 2 where |e| <= delta, else delta (|e| - delta / 2); e = y - target."""
+
+    targets = "numbers"
 
     def __init__(self, *, delta: float = 1.0) -> None:
         super().__init__()
@@ -232,6 +243,8 @@ class Huber(Loss):
 
 class SmoothL1(Loss):
     """Mean of e^2 / (2 beta) where |e| < beta, else |e| - beta / 2; e = y - target."""
+
+    targets = "numbers"
 
     def __init__(self, *, beta: float = 1.0) -> None:
         super().__init__()

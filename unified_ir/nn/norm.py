@@ -43,6 +43,8 @@ class _BatchNorm(_Affine):
     training mean and var are the batch's, var biased, and the running statistics move towards them:
     r <- (1 - momentum) r + momentum s, with the unbiased variance (times M / (M - 1) over M
     elements per channel, unchanged for M = 1). In evaluation they are the running statistics.
+    track_running_stats: without them, mean and var are the batch's in evaluation too, so the result
+    for a sample depends on the others of its batch.
     """
 
     ranks: ClassVar[tuple[int, ...]]
@@ -50,17 +52,28 @@ class _BatchNorm(_Affine):
     running_mean: State
     running_var: State
 
-    def __init__(self, channels: int, *, momentum: float = 0.1, epsilon: float = 1e-5) -> None:
+    def __init__(
+        self,
+        channels: int,
+        *,
+        momentum: float = 0.1,
+        epsilon: float = 1e-5,
+        track_running_stats: bool = True,
+    ) -> None:
         super().__init__(*positive(type(self).__name__, channels=channels), epsilon=epsilon)
         if not 0.0 <= momentum <= 1.0:
             raise InvalidInput(f"momentum must be in [0, 1], got {momentum}")
         self.momentum = momentum
-        self.running_mean = Buffer(np.zeros(channels, np.float32))
-        self.running_var = Buffer(np.ones(channels, np.float32))
+        self.track_running_stats = track_running_stats
+        tracked = track_running_stats
+        self.running_mean = Buffer(np.zeros(channels, np.float32)) if tracked else None
+        self.running_var = Buffer(np.ones(channels, np.float32)) if tracked else None
 
     def construct(self, x: ops.Tensor) -> ops.Tensor:
         """x: (N, C, ...) -> the same shape."""
         self._check_plane(x, self.shapes, self.ranks)
+        if not self.track_running_stats:
+            return self._by_batch(x)
         mean, var = self.running_mean, self.running_var
         if not self.training:
             return batch_norm_row(x, self.weight, self.bias, mean, var, epsilon=self.epsilon)
@@ -68,6 +81,22 @@ class _BatchNorm(_Affine):
             x, self.weight, self.bias, mean, var, momentum=self.momentum, epsilon=self.epsilon
         )
         return y
+
+    def _by_batch(self, x: ops.Tensor) -> ops.Tensor:
+        """Return x normalized by its own statistics in both modes."""
+        if self.training:
+            channels, dtype = self.weight.shape[0], self.weight.dtype.numpy
+            stats = np.zeros(channels, dtype), np.ones(channels, dtype)
+            return batch_norm_row.all_outputs(
+                x, self.weight, self.bias, *stats,
+                outputs=3, training_mode=1, momentum=0.0, epsilon=self.epsilon,
+            )[0]  # fmt: skip
+        # In operators: other runtimes refuse the node in training mode.
+        axes, own = [0, *range(2, x.rank)], (-1, *[1] * (x.rank - 2))
+        centred = x - x.mean(axes, keepdims=True)
+        var = (centred * centred).mean(axes, keepdims=True)
+        y = centred / ops.sqrt(var + self.epsilon)
+        return y * self.weight.reshape(own) + self.bias.reshape(own)
 
 
 def batch_norm_step(
@@ -117,6 +146,8 @@ class BatchNorm2d(_BatchNorm):
     training mean and var are the batch's, var biased, and the running statistics move towards them:
     r <- (1 - momentum) r + momentum s, with the unbiased variance (times M / (M - 1) over M
     elements per channel, unchanged for M = 1). In evaluation they are the running statistics.
+    track_running_stats: without them, mean and var are the batch's in evaluation too, so the result
+    for a sample depends on the others of its batch.
     """
 
     ranks = (4,)

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from triplane.proto.errors import InvalidInput
+from triplane.proto.suggestions import check_choice
 from triplane.unified_ir import ops
 from triplane.unified_ir.frontend.cell import Cell
 from triplane.unified_ir.nn.sizes import AXES, Sizes, check_rank, options_of
+from triplane.unified_ir.ops.rows.movement.resizing import MODES
 
 
 class _Windowed(Cell):
@@ -26,9 +28,9 @@ class _MaxPool(_Windowed):
     def __init__(
         self,
         kernel: Sizes,
-        *,
         stride: Sizes | None = None,
         padding: Sizes = 0,
+        *,
         dilation: Sizes = 1,
         ceil_mode: bool = False,
     ) -> None:
@@ -64,9 +66,9 @@ class _AvgPool(_Windowed):
     def __init__(
         self,
         kernel: Sizes,
-        *,
         stride: Sizes | None = None,
         padding: Sizes = 0,
+        *,
         ceil_mode: bool = False,
         count_include_pad: bool = False,
     ) -> None:
@@ -143,6 +145,7 @@ class Upsample(Cell):
         super().__init__()
         if (size is None) == (scale is None):
             raise InvalidInput(f"Upsample takes size or scale, got {size=} and {scale=}")
+        check_choice("Upsample's mode", mode, MODES)
         self.size, self.scale = size, scale
         self.mode, self.align_corners = mode, align_corners
 

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import ops
+from triplane.unified_ir.files.samples import transpose_hint
 from triplane.unified_ir.frontend.cell import Cell
 from triplane.unified_ir.ir.types import ShapeError
 from triplane.unified_ir.ops.source import user_location
@@ -35,18 +36,21 @@ def check_axis(
     if ranks:
         check_rank(layer, takes, x, *ranks)
     if not -x.rank <= axis < x.rank or x.shape[axis] != size:
-        raise _shape_error(layer, takes, x)
+        expected = [size if k == axis else None for k in range(x.rank)]
+        raise shape_error(layer, takes, x, transpose_hint(x.shape, expected))
 
 
 def check_rank(layer: str, takes: str, x: ops.Tensor, *ranks: int) -> None:
     """Check that x has one of these numbers of axes."""
     if x.rank not in ranks:
-        raise _shape_error(layer, takes, x)
+        raise shape_error(layer, takes, x)
 
 
-def _shape_error(layer: str, takes: str, x: ops.Tensor) -> ShapeError:
+def shape_error(layer: str, takes: str, x: ops.Tensor, hint: str = "") -> ShapeError:
+    """Return the error of a layer that takes another shape; hint: what may be meant."""
     where = user_location()
-    return ShapeError(f"{layer} takes x: {takes}, got {x.type}{f' (at {where})' if where else ''}")
+    place = f" (at {where})" if where else ""
+    return ShapeError(f"{layer} takes x: {takes}, got {x.type}{place}{hint}")
 
 
 def options_of(cell: Cell, *names: str) -> dict[str, Any]:

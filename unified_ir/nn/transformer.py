@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import ops
 from triplane.unified_ir.frontend.cell import Cell, CellList
 from triplane.unified_ir.nn.attention import MultiheadAttention
@@ -31,8 +32,8 @@ class _Layer(Cell):
         self,
         size: int,
         heads: int,
-        *,
         feedforward: int = 2048,
+        *,
         p_drop: float = 0.1,
         activation: Activation = ops.relu,
         norm_first: bool = False,
@@ -40,6 +41,10 @@ class _Layer(Cell):
         rng: np.random.Generator | None = None,
     ) -> None:
         super().__init__()
+        if not callable(activation):
+            raise InvalidInput(
+                f"activation must be a function of a tensor, such as ops.gelu, got {activation!r}"
+            )
         self.norm_first, self.activation = norm_first, activation
         # Attributes have PyTorch's names, so that the keys of its state dicts match.
         self.self_attn = MultiheadAttention(size, heads, p_drop=p_drop, rng=rng)

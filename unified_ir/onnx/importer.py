@@ -445,13 +445,17 @@ def _check_wanted(graph: GraphProto, outputs: Sequence[str]) -> None:
     for output in outputs:
         if output in names:
             continue
-        likely = [n for n in names if n.startswith(output) or n.endswith(output)]
+        likely = [n for node in graph.node if node.name == output for n in node.output]
+        likely += [n for n in names if n.startswith(output) or n.endswith(output)]
         # The comparison takes quadratic time in the length of a name.
         likely += difflib.get_close_matches(output, [*names][:MAX_COMPARED], n=MAX_SUGGESTED)
-        near = ", ".join(repr(n[:80]) for n in [*dict.fromkeys(likely)][:MAX_SUGGESTED])
+        # Without a similar name, those that come last are the most likely to be wanted.
+        last = [name for node in graph.node[-MAX_SUGGESTED:] for name in node.output if name]
+        suggested = [*dict.fromkeys(likely)][:MAX_SUGGESTED] or last[-MAX_SUGGESTED:]
         raise InvalidInput(
-            f"output {output[:80]!r} is not produced by any node, input or initializer"
-            + (f"; there are {near}" if near else "")
+            f"output {output[:80]!r} is not produced by any node, input or initializer; there are "
+            f"{', '.join(repr(n[:80]) for n in suggested) or 'none'}"
+            f"{'' if likely else ' at the end of the graph'}"
         )
 
 

@@ -166,8 +166,10 @@ from triplane.unified_ir.ops.rows.movement.structure import unsqueeze as unsquee
 from triplane.unified_ir.ops.rows.movement.structure import where as where
 from triplane.unified_ir.ops.rows.movement.structure import zeros as zeros
 from triplane.unified_ir.ops.rows.randomness.random import dropout as dropout
+from triplane.unified_ir.ops.rows.randomness.random import fold_in as fold_in
 from triplane.unified_ir.ops.rows.randomness.random import next_key as next_key
 from triplane.unified_ir.ops.rows.randomness.random import random_bits as random_bits
+from triplane.unified_ir.ops.rows.randomness.random import random_normal as random_normal
 from triplane.unified_ir.ops.rows.randomness.random import random_uniform as random_uniform
 from triplane.unified_ir.ops.rows.recurrence.attention import (
     scaled_dot_product_attention as scaled_dot_product_attention,

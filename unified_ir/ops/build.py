@@ -19,6 +19,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import OPEN_PREFIX, Dim, Expr
 from triplane.unified_ir.ir.graph import Array, AttrValue, Function, Location, Meta, Node, Value
 from triplane.unified_ir.ir.types import DType, TensorType, TypeMismatch, as_dtype, float32
+from triplane.unified_ir.ops import signatures
 from triplane.unified_ir.ops.infer import check_groups, in_type_group, infer
 from triplane.unified_ir.ops.recorder import stack
 from triplane.unified_ir.ops.row import DOMAIN, OPEN, Known, Op, OpCall, Table
@@ -220,7 +221,10 @@ class Build:
         while inputs and inputs[-1] is None and len(inputs) > fewest:
             inputs = inputs[:-1]
         if not fewest <= len(inputs) <= most:
-            raise InvalidInput(f"{row} takes {fewest} to {most} operands, got {len(inputs)}")
+            raise InvalidInput(
+                f"{row} takes {signatures.counted(row)}, got {len(inputs)}: "
+                f"{row}{signatures.signature(row)}"
+            )
         groups: dict[str, DType] = {}
         inputs = [_narrowed(row, i, inputs) for i in range(len(inputs))]
         for i, x in enumerate(inputs):

@@ -6,7 +6,7 @@ folding and the reference engine run on this; it is written to be obvious, not f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Final
@@ -128,8 +128,35 @@ def failure(node: Node, why: str, operands: Sequence[Array | None]) -> str:
     place = f" (at {node.meta.location})" if node.meta.location else ""
     scope = f" in {node.meta.scope}" if node.meta.scope else ""
     seen = ", ".join(_shown(a) for a in operands if a is not None)
+    explain = EXPLANATIONS.get(node.op.name)
+    why = (explain(node, operands) if explain else "") or why
     on = f"; its operands were {seen}" if seen else ""
     return f"the graph failed on these values: {node.op}{place}{scope}: {why.strip()}{on}"
+
+
+def _index_outside(node: Node, operands: Sequence[Array | None]) -> str:
+    """Return the first index of a Gather that its axis does not have, and the size it needs."""
+    data, indices = operands if len(operands) == 2 else (None, None)
+    axis = node.attrs.get("axis", 0)
+    if data is None or indices is None or not isinstance(axis, int):
+        return ""
+    n = data.shape[axis]
+    outside = np.argwhere((indices < -n) | (indices >= n))
+    if not len(outside):
+        return ""
+    at = tuple(outside[0].tolist())
+    most = int(indices.max())
+    needed = f"; the largest is {most}, so {most + 1} are needed" if most >= n else ""
+    return (
+        f"index {indices[at]} at {list(at)} is out of range: axis {axis} of the table has {n} "
+        f"rows, 0 to {n - 1}{needed} (of an Embedding, its count)"
+    )
+
+
+EXPLANATIONS: Final[Mapping[str, Callable[[Node, Sequence[Array | None]], str]]] = {
+    "Gather": _index_outside,
+}
+"""What the operands of a failed node say in the user's words, by operator; "" if nothing."""
 
 
 def _shown(a: Any) -> str:

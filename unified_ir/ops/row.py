@@ -29,6 +29,7 @@ from triplane.unified_ir.ir.types import (
     float32,
     float64,
 )
+from triplane.unified_ir.ops import signatures
 from triplane.unified_ir.ops.emission import Emit
 from triplane.unified_ir.ops.recorder import recorder
 
@@ -215,7 +216,7 @@ class AttrSpec:
     required: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Op:
     """A row of the operator table. Call it to add a node: `relu(x)`, `concat(a, b, axis=1)`.
 
@@ -273,6 +274,9 @@ class Op:
 
     def __str__(self) -> str:
         return f"{self.domain}.{self.name}" if self.domain else self.name
+
+    def __repr__(self) -> str:
+        return f"<operator {self}{signatures.signature(self)}>"
 
     @cached_property
     def schema(self) -> defs.OpSchema | None:
@@ -376,11 +380,16 @@ class Op:
 
     def __call__(self, *inputs: Any, **attrs: Any) -> Tensor:
         """Add a node to the graph under construction and return its first output."""
-        return recorder().apply(self, inputs, attrs)[0]
+        return recorder().apply(self, *signatures.arguments(self, inputs, attrs))[0]
 
     def all_outputs(self, *inputs: Any, outputs: int, **attrs: Any) -> tuple[Tensor, ...]:
         """Add a node and return its first `outputs` outputs."""
         return recorder().apply(self, inputs, attrs, outputs=outputs)
+
+
+# What `inspect.signature` and `help` ask; class attributes, because most rows are never asked.
+Op.__signature__ = signatures.Described(signatures.signature)  # type: ignore[attr-defined]
+Op.__doc__ = signatures.Described(signatures.documentation, Op.__doc__)  # type: ignore[assignment]
 
 
 @cache

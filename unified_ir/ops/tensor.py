@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import index
-from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, Protocol, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -15,6 +15,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim, Expr, floor_div, product
 from triplane.unified_ir.ir.graph import Array, Value
 from triplane.unified_ir.ir.types import DType, ShapeError, TensorType, as_dtype, bool_, float32
+from triplane.unified_ir.ops import numpy_functions
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.row import DOMAIN
 from triplane.unified_ir.ops.source import caller_place, missing_source
@@ -38,8 +39,6 @@ class Tensor:
     """A value of the graph under construction; operators on it add nodes."""
 
     __slots__ = ("build", "value")
-    __array_ufunc__ = None
-    """numpy operators defer to this class, so `array + tensor` records a node."""
 
     def __init__(self, build: Build, value: Value) -> None:
         self.build = build
@@ -70,6 +69,19 @@ class Tensor:
             f"a numpy function was called with {self}, which belongs to a graph; use the function "
             "of that name in triplane.unified_ir.ops, or the tensor's own methods"
         )
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Tensor:
+        # `array + tensor` comes here, too: numpy asks before it would convert the tensor.
+        name = numpy_functions.check_ufunc(ufunc, method, options)
+        if name in numpy_functions.ROWS:
+            return emit(numpy_functions.ROWS[name], *inputs)
+        own, reflected = numpy_functions.METHODS[name]
+        first, *rest = inputs
+        tensor, others = (first, rest) if isinstance(first, Tensor) else (rest[0], [first])
+        return getattr(tensor, own if tensor is first else reflected)(*others)  # type: ignore[no-any-return]
+
+    def __array_function__(self, function: Any, _: Any, args: Any, __: Any) -> tuple[Dim, ...]:
+        return args[0].shape if function is np.shape else numpy_functions.refuse(function)  # type: ignore[no-any-return]
 
     def numpy(self) -> Array:
         """Return the array, in eager mode."""
@@ -447,7 +459,15 @@ def _flat(args: tuple[Any, ...]) -> Any:
     return args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
 
 
-TensorLike = Tensor | Array | float | int | bool
+class HasTensor(Protocol):
+    """Anything that stands for a tensor, such as a parameter of a cell in its `construct`."""
+
+    def __tensor__(self) -> Tensor:
+        """Return the tensor in the graph being recorded."""
+        ...
+
+
+TensorLike = Tensor | Array | np.generic | float | int | bool | HasTensor
 
 
 def emit(name: str, *inputs: Any, **attrs: Any) -> Tensor:

@@ -17,6 +17,7 @@ from triplane.unified_ir.optim.group import Group as Group
 from triplane.unified_ir.optim.optimizer import STEP as STEP
 from triplane.unified_ir.optim.optimizer import Optimizer as Optimizer
 from triplane.unified_ir.optim.optimizer import slot_name as slot_name
+from triplane.unified_ir.optim.plateau import ReduceOnPlateau as ReduceOnPlateau
 from triplane.unified_ir.optim.schedules import Chained as Chained
 from triplane.unified_ir.optim.schedules import Constant as Constant
 from triplane.unified_ir.optim.schedules import Cosine as Cosine

@@ -12,20 +12,28 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from numbers import Real
-from typing import Any, ClassVar, Final, Literal, Self
+from typing import Any, ClassVar, Final, Literal, Self, TypeVar, get_args, overload
 
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
+from triplane.proto.suggestions import check_choice
+from triplane.unified_ir.frontend.arguments import ArgumentError, check_arguments
+from triplane.unified_ir.frontend.binding import current
+from triplane.unified_ir.frontend.cell import Cell
+from triplane.unified_ir.frontend.run import run
 from triplane.unified_ir.ir.graph import Array
-from triplane.unified_ir.ir.types import TensorType, int64, type_of
-from triplane.unified_ir.ops.tensor import Tensor
+from triplane.unified_ir.ir.types import TensorType, float32, int64, type_of
+from triplane.unified_ir.ops.recorder import recording
+from triplane.unified_ir.ops.tensor import Tensor, as_tensor
+from triplane.unified_ir.optim import plateau
 from triplane.unified_ir.optim.group import Group
 from triplane.unified_ir.optim.schedules import Constant, Schedule
 
 STEP: Final = "optimizer.step"
 """State: the number of updates done, int64 scalar."""
 
+C = TypeVar("C", bound=Cell)
 Slots = Mapping[str, Tensor]
 Moved = tuple[Tensor, dict[str, Tensor]]
 Rule = Callable[[Tensor, Tensor, Slots], Moved]
@@ -36,6 +44,7 @@ Checks = Mapping[str, Callable[[str, str, float], None]]
 
 Decay = Literal["coupled", "decoupled"]
 """Where weight decay enters: in the gradient ("coupled"), or directly in the parameter."""
+DECAYS: Final[tuple[str, ...]] = get_args(Decay)
 
 
 def slot_name(slot: str, path: str) -> str:
@@ -81,6 +90,17 @@ class Optimizer:
     decays_in_rule: ClassVar[bool] = False
     """Whether `rule` applies decoupled weight decay itself."""
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Return the object without fields; ArgumentError for arguments that do not fit."""
+        advice = f"the trainer finds the parameters itself: optim.{cls.__name__}(lr=0.001)"
+        check_arguments(cls, args, kwargs, advice=advice)
+        if args and not isinstance(args[0], (Real, Schedule, str)):
+            raise ArgumentError(
+                f"the first argument of {cls.__name__} is the learning rate, got a "
+                f"{type(args[0]).__name__}; {advice}"
+            )
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         name = type(self).__name__
         lr: Any = self.lr
@@ -89,8 +109,7 @@ class Optimizer:
             raise InvalidInput(f"a learning rate must be a schedule or finite and >= 0, got {lr!r}")
         if not 0 <= self.weight_decay < math.inf:
             raise InvalidInput(f"{name} needs weight_decay >= 0, got {self.weight_decay}")
-        if self.decay not in ("coupled", "decoupled"):
-            raise InvalidInput(f"{name} needs decay 'coupled' or 'decoupled', got {self.decay!r}")
+        check_choice(f"{name}'s decay", self.decay, DECAYS)
         for option, check in self.checks.items():
             check(name, option, getattr(self, option))
         object.__setattr__(self, "groups", tuple(self.groups))
@@ -139,26 +158,93 @@ class Optimizer:
             )
         chosen = self._chosen(params)
         types = {STEP: TensorType(int64, ())} if any(o.counts() for o in chosen.values()) else {}
+        types |= dict.fromkeys(self.plateaus(), TensorType(float32, ()))
         names = dict.fromkeys(slot for o in chosen.values() for slot in o.used_slots())
         kept = {path: o.slot_types(params[path]) for path, o in chosen.items()}
         for slot in names:
             types |= {slot_name(slot, p): t[slot] for p, t in kept.items() if slot in t}
         return types
 
-    def init(self, params: Mapping[str, Array]) -> dict[str, Array]:
-        """Return the initial state for parameters by path."""
+    def init(self, params: Mapping[str, Array] | Cell) -> dict[str, Array]:
+        """Return the initial state for arrays by path, or for a cell's trainable parameters."""
+        params = params.trainable_state() if isinstance(params, Cell) else params
         types = self.state_types({path: type_of(p) for path, p in params.items()})
         starts = {
             slot_name(slot, path): one.slot_start(slot)
             for path, one in self._chosen(params).items()
             for slot in one.slot_types(type_of(params[path]))
         }
+        starts |= {name: schedule.start for name, schedule in self.plateaus().items()}
         return {
             name: np.full(t.concrete({}), starts.get(name, 0), t.dtype.numpy)
             for name, t in types.items()
         }
 
+    @overload
     def update(
+        self, params: C, grads: Mapping[str, Any], state: Mapping[str, Any]
+    ) -> tuple[C, dict[str, Any]]: ...
+    @overload
+    def update(
+        self, params: Mapping[str, Any], grads: Mapping[str, Any], state: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any]]: ...
+    def update(self, params: Any, grads: Any, state: Any) -> tuple[Any, dict[str, Any]]:
+        """Return (next parameters, next state) of one update; the arguments are not changed.
+
+        params, grads: tensors or arrays by path. For a cell, its trainable parameters take their
+        next values and the cell itself is returned. state: what `init` or the last update returned.
+        Parameters that a group freezes stay as they are. In a function decorated with `graph` the
+        update is a part of its graph; called with arrays it is one compiled program.
+        InvalidInput: paths or types of gradients or state do not fit the parameters.
+
+        >>> from triplane.unified_ir import optim
+        >>> sgd, params = optim.SGD(0.5), {"w": np.ones(2, np.float32)}
+        >>> sgd.update(params, {"w": np.ones(2, np.float32)}, sgd.init(params))
+        ({'w': array([0.5, 0.5], dtype=float32)}, {})
+        """
+        if isinstance(params, Cell):
+            return params, _recorded_or_run(self._update_cell, params, grads, state)
+        return _recorded_or_run(self._update_mapping, params, grads, state)  # type: ignore[no-any-return]
+
+    def _update_cell(
+        self, cell: Cell, grads: Mapping[str, Any], state: Mapping[str, Any]
+    ) -> dict[str, Tensor]:
+        binding = current()
+        own = {path: p for path, p in cell.parameters().items() if p.trainable}
+        params = {path: binding.read(p) for path, p in own.items()}
+        gradients, before = self._fitting(params, grads, state)
+        moved, kept = self.record_update(params, gradients, before)
+        for path, tensor in moved.items():
+            binding.replace(f"parameter {path!r}", own[path], tensor)
+        # What an update only reads, such as the rate of a `ReduceOnPlateau`, is state as well.
+        return before | kept
+
+    def _update_mapping(
+        self, params: Mapping[str, Any], grads: Mapping[str, Any], state: Mapping[str, Any]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        tensors = {path: as_tensor(p) for path, p in params.items()}
+        gradients, before = self._fitting(tensors, grads, state)
+        moved, kept = self.record_update(tensors, gradients, before)
+        return tensors | moved, before | kept
+
+    def _fitting(
+        self, params: Mapping[str, Tensor], grads: Mapping[str, Any], state: Mapping[str, Any]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return gradients and state as tensors of the types that the parameters ask for."""
+        types = {path: p.type for path, p in params.items()}
+        moved = {path: t for path, t in types.items() if path not in self.frozen(types)}
+        unknown = sorted(grads.keys() - types.keys())
+        if unknown:
+            raise InvalidInput(
+                f"there is a gradient of {unknown[0]!r}, but no such parameter; the parameters are "
+                f"{', '.join(types)}"
+            )
+        return (
+            _as_tensors("gradient", moved, {k: g for k, g in grads.items() if k in moved}),
+            _as_tensors("state", self.state_types(types), state),
+        )
+
+    def record_update(
         self,
         params: Mapping[str, Tensor],
         grads: Mapping[str, Tensor],
@@ -177,7 +263,8 @@ class Optimizer:
             # One rule per group, so that the scalars of schedules and bias corrections are recorded
             # once and not for every parameter.
             if group not in rules:
-                rules[group] = one.rule_with_decay(step)
+                with plateau.reading(self.plateaus(), state):
+                    rules[group] = one.rule_with_decay(step)
             own = one.slot_types(params[path].type)
             slots = {s: state[slot_name(s, path)] for s in own}
             moved[path], after = rules[group](params[path], grads[path], slots)
@@ -215,9 +302,23 @@ class Optimizer:
             return self.lr(step)
         return float(self.lr)
 
-    def rate_at(self, updates: int) -> float:
-        """Return the learning rate after that many updates, for parameters in no group."""
-        return self.lr.at(updates) if isinstance(self.lr, Schedule) else float(self.lr)
+    def rate_at(self, updates: int, state: Mapping[str, Array] | None = None) -> float:
+        """Return the learning rate after that many updates, for parameters in no group.
+
+        state: the optimizer's, which a `ReduceOnPlateau` needs.
+        """
+        if not isinstance(self.lr, Schedule):
+            return float(self.lr)
+        rates: dict[Schedule, float] = {
+            schedule: float((state or {}).get(name, schedule.start))
+            for name, schedule in self.plateaus().items()
+        }
+        return self.lr.at(updates, rates)
+
+    def plateaus(self) -> dict[str, plateau.ReduceOnPlateau]:
+        """Return each schedule that depends on measures under the name of its state."""
+        options = [dict(g.options) for g in self.groups]
+        return plateau.named([self.lr, *(o["lr"] for o in options if "lr" in o)])
 
     def _group(self, path: str) -> Group | None:
         return next((g for g in self.groups if g.holds(path)), None)
@@ -236,3 +337,30 @@ class Optimizer:
         """Return the optimizer of each parameter that is not frozen."""
         frozen = self.frozen(paths)
         return {path: self.of(path) for path in paths if path not in frozen}
+
+
+def _recorded_or_run(method: Callable[..., Any], *args: Any) -> Any:
+    return method(*args) if recording() else run(method, args, {})
+
+
+def _as_tensors(
+    what: str, types: Mapping[str, TensorType], values: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """Return tensors of exactly these names and types."""
+    way_out = {
+        "gradient": "take grads from value_and_grad of these parameters",
+        "state": "start with state = optimizer.init(params), and keep one state for each optimizer",
+    }[what]
+    for names, lack in (
+        (types.keys() - values.keys(), "lacks"),
+        (values.keys() - types.keys(), "has, without a parameter that needs it,"),
+    ):
+        if names:
+            raise InvalidInput(f"the {what} {lack} {min(names)!r}; {way_out}")
+    tensors = {name: as_tensor(values[name]) for name in types}
+    for name, type_ in types.items():
+        if tensors[name].type != type_:
+            raise InvalidInput(
+                f"the {what} {name!r} must be {type_}, got {tensors[name].type}; {way_out}"
+            )
+    return tensors

@@ -6,37 +6,60 @@ In the formulas t is that number, 0 at the first update; they are evaluated in f
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final, Literal
+from typing import Any, ClassVar, Final, Literal, Self, get_args
 
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
+from triplane.proto.suggestions import check_choice
 from triplane.unified_ir import ops
+from triplane.unified_ir.frontend.arguments import check_arguments
+from triplane.unified_ir.frontend.binding import holding
 from triplane.unified_ir.ir.types import TensorType, int64
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.evaluate import run_node
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.ops.tensor import Tensor
 
+Shape = Literal["cosine", "line"]
+SHAPES: Final[tuple[str, ...]] = get_args(Shape)
 _FAR: Final = 2**62
 """More updates than any training makes."""
+
+
+MEASURED: Final[ContextVar[Mapping[Schedule, Tensor]]] = ContextVar("triplane_rates", default={})  # noqa: B039 - never changed
+"""Rates of the schedules that depend on measures, while a graph is recorded."""
 
 
 class Schedule:
     """A learning rate that depends on the number of updates done; `a * b` is their product."""
 
+    counted: ClassVar[str] = "a schedule counts updates, not epochs"
+    """What the numbers of its fields count, for errors."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Return the object without fields; ArgumentError for arguments that do not fit."""
+        check_arguments(cls, args, kwargs, advice=cls.counted)
+        return super().__new__(cls)
+
     def __call__(self, step: Tensor) -> Tensor:
         """step: int64 scalar -> float32 scalar."""
         raise NotImplementedError
 
-    def at(self, updates: int) -> float:
-        """Return the rate after that many updates, computed as in the graph."""
+    def at(self, updates: int, measured: Mapping[Schedule, float] | None = None) -> float:
+        """Return the rate after that many updates, computed as in the graph.
+
+        measured: the rates of those schedules within this one that depend on measures.
+        """
         with (build := Build(TABLE, "rate", run=run_node)):
             step = build.param("t", TensorType(int64, ()), np.array(updates, np.int64))
-            return float(self(step))
+            rates = {s: ops.constant(np.float32(rate)) for s, rate in (measured or {}).items()}
+            with holding(MEASURED, rates):
+                return float(self(step))
 
     def __mul__(self, other: Schedule | float) -> Product:
         return Product(self, other)
@@ -250,12 +273,11 @@ class OneCycle(Schedule):
     rise: float = 0.3
     first: float = 25.0
     last: float = 1e4
-    shape: Literal["cosine", "line"] = "cosine"
+    shape: Shape = "cosine"
 
     def __post_init__(self) -> None:
         _positive("OneCycle", self.steps)
-        if self.shape not in ("cosine", "line"):
-            raise InvalidInput(f"OneCycle's shape is 'cosine' or 'line', got {self.shape!r}")
+        check_choice("OneCycle's shape", self.shape, SHAPES)
         if not 1 < self.rise * self.steps < self.steps - 1 or min(self.first, self.last) <= 0:
             raise InvalidInput(
                 "OneCycle needs more than one update on either side of its top and first, last > "

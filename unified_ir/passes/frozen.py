@@ -80,7 +80,9 @@ def freeze(module: Module, entry: str) -> Frozen:
             )
         if held[name].role is Role.KEY:
             raise InvalidInput(
-                f"entry {entry!r} draws random numbers with {name!r}; export it for evaluation"
+                f"entry {entry!r} draws random numbers with {name!r}, which would be the same at "
+                "every call; draw in training mode only, or let the caller give the key: "
+                "trainer.export(('predict',), key_input='key')"
             )
     return expanded(frozen)
 

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.files.samples import transpose_hint
 
 Array = npt.NDArray[Any]
 
@@ -139,6 +140,7 @@ class Signature:
         want = next(tensor for tensor in self.tensors if tensor.name == name)
         if want.dtype in INSIDE_ONLY:
             more = f"; {want.dtype} does not pass through numpy, cast inside the graph"
+        more = more or transpose_hint(x.shape, want.shape)
         return InvalidInput(f"input must be {want}, got {x.dtype}{x.shape}{more}")
 
 

@@ -12,17 +12,19 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.data import Dataset, Loading
-from triplane.unified_ir.data.kinds import is_batches
+from triplane.unified_ir.data.columns import Rows
+from triplane.unified_ir.data.kinds import is_batches, is_table
 from triplane.unified_ir.data.loader import Loader
 from triplane.unified_ir.data.randomness import permutation
 from triplane.unified_ir.data.registry import step_text
+from triplane.unified_ir.data.views import source_rows
 from triplane.unified_ir.ir.graph import Array
 
 Batch = tuple[Array, ...]
@@ -60,6 +62,7 @@ class BatchSource:
             raise InvalidInput(f"a seed must be in 0..2^64-1, got {seed}")
         self.data, self.size, self.seed = _accepted(data), size, seed
         self.n_targets = n_targets(data)
+        self.own: Any = data
         self.labels = tuple(getattr(data, "labels", ()))
         self.name = data.origin.name if isinstance(data, Dataset) else type(data).__name__
         self.samples: int | None = None
@@ -87,7 +90,6 @@ class BatchSource:
                     f"column {name!r} holds {field}, but a model takes numbers; encode it first, "
                     "for instance with the step Lookup (names) or Tokenize (sentences)"
                 )
-        self.own = data
         data = data.for_training(self.size)
         if getattr(data.origin.table, "once", False):
             # One iterator for the run: `peek` takes a batch from it and puts the batch back.
@@ -160,7 +162,8 @@ class BatchSource:
     def arrays(self) -> tuple[Array, ...] | None:
         """Return inputs and targets of all samples if they are in memory and always the same."""
         if isinstance(self.data, Dataset):
-            return self.own.arrays_in_memory()
+            held: tuple[Array, ...] | None = self.own.arrays_in_memory()
+            return held
         if _is_arrays(self.data):
             return tuple(self.data)
         arrays = [getattr(self.data, k, None) for k in ("x", "y")]
@@ -203,7 +206,12 @@ def n_targets(data: Any) -> int:
 
 def is_count(x: Any, least: int) -> bool:
     """Return whether `x` is an integer of at least `least`."""
-    return isinstance(x, Integral) and bool(x >= least)  # type: ignore[operator]
+    return not isinstance(x, bool) and isinstance(x, Integral) and bool(x >= least)  # type: ignore[operator]
+
+
+def is_number(x: Any) -> bool:
+    """Return whether `x` is a real number."""
+    return isinstance(x, Real) and not isinstance(x, bool)
 
 
 def with_last(batches: Iterator[Batch]) -> Iterator[tuple[Batch, bool]]:
@@ -228,6 +236,19 @@ def in_order(data: Any, size: int) -> Iterator[Batch]:
     return (as_batch(tuple(a[at : at + size] for a in accepted)) for at in starts)
 
 
+def labels_in_source(data: Any) -> tuple[Array, Rows] | None:
+    """Return the single target of all samples of a dataset, and their numbers in its source.
+
+    They tell a user which sample is wrong. Reads the whole column. None where samples have no
+    number, such as batches, or windows of rows.
+    """
+    if not isinstance(data, Dataset) or len(data.targets) != 1:
+        return None
+    view, table = data.view(), data.origin.table
+    rows = source_rows(view, table) if is_table(view) and is_table(table) else None
+    return None if rows is None else (np.asarray(data.y), rows)
+
+
 def _is_empty(batch: Any) -> bool:
     """Return whether a batch has no rows at all, as the remainder of an epoch may have."""
     return (
@@ -242,7 +263,7 @@ def as_batch(batch: Any) -> Batch:
     if not isinstance(batch, (tuple, list)) or not batch:
         raise InvalidInput(
             "a batch is a tuple of arrays (x, y), or (x,) without a target, got "
-            f"{type(batch).__name__}"
+            f"{type(batch).__name__}{'; wrap it: (x,)' if isinstance(batch, np.ndarray) else ''}"
         )
     arrays = tuple(map(np.asarray, batch))
     for a in arrays:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final, Literal, get_args
 
 from triplane.proto.errors import InvalidInput
+from triplane.proto.suggestions import suggestion
+from triplane.unified_ir import ops
 from triplane.unified_ir.engines import modules as _modules  # noqa: F401 - lets modules predict
 from triplane.unified_ir.ir import Function, Module, Role, StateTensor
 from triplane.unified_ir.ir.module import START
 from triplane.unified_ir.nn import Personal
+from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.check import check_module
+from triplane.unified_ir.ops.inline import inline
 from triplane.unified_ir.ops.summaries import HISTOGRAM, IMAGE
+from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.optim import SGD, Constant, Optimizer
 from triplane.unified_ir.passes.clean import clean
 from triplane.unified_ir.train import step
@@ -26,30 +31,42 @@ LEARNABLE: Final = (Role.PARAMETER, Role.PERSONAL)
 DEFAULT_LOCAL_LR: Final = 0.01
 
 
-def build_module(trainer: Trainer, entries: tuple[str, ...], local_lr: float | None) -> Module:
+def build_module(
+    trainer: Trainer,
+    entries: tuple[str, ...],
+    local_lr: float | None,
+    batch: int | None = None,
+    key_input: str | None = None,
+) -> Module:
     """See `Trainer.export`."""
     unknown = [e for e in entries if e not in ENTRIES]
     if unknown or not entries:
-        raise InvalidInput(f"entries must be among {', '.join(ENTRIES)}, got {unknown or 'none'}")
+        close = suggestion(unknown[0], ENTRIES) if unknown else ""
+        listed = ", ".join(ENTRIES)
+        raise InvalidInput(f"entries must be among {listed}, got {unknown or 'none'}{close}")
     unread = (HISTOGRAM, IMAGE, step.COUNTED)  # no reader of a model file uses these results
     functions = {}
+    model = trainer.model if batch is None else trainer.model_for(batch)
     for name in dict.fromkeys(entries):
-        function = _function(trainer, name, local_lr)
+        function = _function(trainer, model.of_means(), name, local_lr)
         names = [n for n in function.result_names if not n.startswith(unread)]
         # Results that are left out may be the only use of a part of the graph.
         functions[name] = clean(step.keeping(function, names))
+    if key_input is not None:
+        functions["predict"] = _sampling(trainer, functions, key_input)
     module = Module(
         functions=functions,
         entries={name: name for name in functions},
         state=_state(trainer, with_optimizer="train_step" in functions),
-        meta=_meta(trainer),
+        meta=_meta(trainer, model),
     )
     check_module(module)  # `load` checks it again, but here the trainer can still be corrected
     return module
 
 
-def _function(trainer: Trainer, name: str, local_lr: float | None) -> Function:
-    model = trainer.model.of_means()
+def _function(
+    trainer: Trainer, model: step.TrainingModel, name: str, local_lr: float | None
+) -> Function:
     graphs: dict[str, Callable[[], Function]] = {
         "predict": lambda: step.predict(model.cell, [*model.inputs.values()], model.loss.output),
         "evaluate": lambda: step.evaluate(model),
@@ -63,6 +80,32 @@ def _function(trainer: Trainer, name: str, local_lr: float | None) -> Function:
     # A device keeps no optimizer state, but frozen layers stay frozen there too.
     plain = SGD(lr, groups=trainer.optimizer.freezing())
     return step.local_update(model, plain, name=name)
+
+
+def _sampling(trainer: Trainer, functions: Mapping[str, Function], name: str) -> Function:
+    """Return `predict` with an input in place of the random keys that it reads."""
+    if "predict" not in functions:
+        raise InvalidInput(f"key_input={name!r} is an input of predict; export that entry")
+    if not str(name).isidentifier():
+        raise InvalidInput(f"key_input must be a name such as 'seed', got {name!r}")
+    source = functions["predict"]
+    roles = trainer.roles()
+    keys = [p for p in source.params if roles.get(p.name) is Role.KEY]
+    if not keys:
+        raise InvalidInput(
+            f"predict draws no random numbers, so it needs no key_input={name!r}; leave it out, or "
+            "draw with the cell's nn.RandomKey in evaluation mode, too"
+        )
+    if name in {*trainer.cell.parameters(), *source.param_names, *source.result_names}:
+        raise InvalidInput(f"key_input={name!r} is the name of another tensor; choose another one")
+    build = Build(TABLE, source.name)
+    with build:
+        kept = {p: build.param(p.name, p.type) for p in source.params if p not in keys}
+        key = build.param(name, keys[0].type)
+        # Each key of the cell has a number, so that two layers do not draw the same numbers.
+        drawn = {p: ops.fold_in(key, i) for i, p in enumerate(keys)}
+        results = inline(source, [{**kept, **drawn}[p] for p in source.params])
+    return clean(build.finish(dict(zip(source.result_names, results, strict=True))))
 
 
 def local_rate(optimizer: Optimizer) -> float:
@@ -101,9 +144,9 @@ def _labels(trainer: Trainer) -> list[str]:
     return names[:classes] + [str(k) for k in range(len(names), classes)]
 
 
-def _meta(trainer: Trainer) -> dict[str, str]:
+def _meta(trainer: Trainer, model: step.TrainingModel) -> dict[str, str]:
     """Return metadata as text by key; lists and mappings as JSON."""
-    model, cell = trainer.model, type(trainer.cell)
+    cell = type(trainer.cell)
     inputs = {name: str(type_) for name, type_ in model.inputs.items()}
     # A parameter may be frozen in the cell or by a group of the optimizer; readers of the file see
     # both as frozen.

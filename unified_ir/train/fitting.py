@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from triplane.proto.errors import InvalidInput
+from triplane.proto.errors import Conflict, InvalidInput
+from triplane.proto.suggestions import suggestion
 from triplane.unified_ir.engines import EngineLoop, Program
 from triplane.unified_ir.engines.finite import finite, first_nonfinite
-from triplane.unified_ir.ir.graph import Array
-from triplane.unified_ir.optim import STEP
+from triplane.unified_ir.ir.graph import Array, Role
+from triplane.unified_ir.optim import STEP, slot_name
 from triplane.unified_ir.train import identity, step
 from triplane.unified_ir.train.batches import Batch, BatchSource, with_last
 from triplane.unified_ir.train.callbacks import Callback
@@ -20,12 +21,15 @@ from triplane.unified_ir.train.checkpoint import Checkpoint
 from triplane.unified_ir.train.history import NOTHING_COUNTED, VALIDATION, Row, split
 from triplane.unified_ir.train.interrupt import Interrupt
 from triplane.unified_ir.train.precision import LEAST_SCALE
-from triplane.unified_ir.train.recipe import LEFT, LOSS_SCALE
+from triplane.unified_ir.train.recipe import AVERAGE, LEFT, LOSS_SCALE
 from triplane.unified_ir.train.run import Run
 from triplane.unified_ir.train.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from triplane.unified_ir.train.trainer import Trainer
+
+
+AVERAGES: Final = slot_name(AVERAGE, "")
 
 
 class NonFinite(InvalidInput):
@@ -57,6 +61,7 @@ class Fit:
         # step, and `place` that before it.
         self._whole = True
         self.callbacks, self.goal = callbacks, goal
+        self._check_measures()
         self._compile(trainer.training_program())
         self.start = trainer.place.copy()
         self.info = Run(
@@ -66,6 +71,8 @@ class Fit:
             batches=source.count,
             snapshot=self._snapshot,
             learning_rate=self._learning_rate,
+            weights=self._weights,
+            restore=self._restore,
         )
 
     def _compile(self, program: Program) -> None:
@@ -76,7 +83,7 @@ class Fit:
         # Types of batches that were checked already: the check is repeated for new shapes only.
         self._kinds: set[Any] = set()
         self.accumulates = trainer.accumulate > 1
-        state = trainer.state()
+        state = trainer.state() | self._measured_rates()
         # The state at the start of the epoch, from which `_replayed` repeats steps.
         self.anchor = {k: state[k] for k in trainer.state_names(program.function)}
         self.loop: EngineLoop = program.loop(self.anchor)
@@ -97,8 +104,51 @@ class Fit:
 
     def _learning_rate(self) -> float:
         optimizer = self.trainer.optimizer
-        updates = self.loop.view().get(STEP) if optimizer.counts() else None
-        return optimizer.rate_at(0 if updates is None else int(updates))
+        state = self.loop.view()
+        updates = state.get(STEP) if optimizer.counts() else None
+        return optimizer.rate_at(0 if updates is None else int(updates), state)
+
+    def _weights(self) -> dict[str, Array]:
+        roles = self.trainer.roles()
+        return {
+            name: array.copy()
+            for name, array in {**self.trainer.state(), **self.loop.state()}.items()
+            if roles[name] not in (Role.KEY, Role.OPTIMIZER) or name.startswith(AVERAGES)
+        }
+
+    def _restore(self, weights: Mapping[str, Array]) -> None:
+        own = self.trainer.state()
+        for name, array in weights.items():
+            if name not in own or (own[name].shape, own[name].dtype) != (array.shape, array.dtype):
+                raise Conflict(
+                    f"the weights to restore have {name!r} as {array.dtype}{list(array.shape)}, "
+                    "which this network does not have; the checkpoint belongs to another one"
+                )
+        self.trainer.write_back(weights)
+
+    def _measured_rates(self) -> dict[str, Array]:
+        """Return the rates that depend on measures, by the names of their state."""
+        rows = self.trainer.history.rows
+        rates = {}
+        for name, schedule in self.trainer.optimizer.plateaus().items():
+            values = [row[schedule.measure] for row in rows if schedule.measure in row]
+            if rows and not values:
+                columns = self.trainer.history.columns()
+                raise InvalidInput(
+                    f"ReduceOnPlateau watches {schedule.measure!r}, which no epoch has; there are "
+                    f"{', '.join(columns)}{suggestion(schedule.measure, columns)}"
+                )
+            rates[name] = np.array(schedule.rate_after(values), np.float32)
+        return rates
+
+    def _check_measures(self) -> None:
+        """Refuse, before the first epoch, a rate that follows a measure of no validation data."""
+        for schedule in self.trainer.optimizer.plateaus().values():
+            if schedule.measure.startswith(VALIDATION) and self.validation is None:
+                raise InvalidInput(
+                    f"ReduceOnPlateau watches {schedule.measure!r}, but there is no validation "
+                    "data; pass validation= to fit, or measure='loss'"
+                )
 
     def run(self) -> None:
         """Train to the goal; write the state back unless the loss was not finite."""
@@ -184,7 +234,11 @@ class Fit:
             self.model.check_types(batch)
             self._kinds.add(kinds)
         if self.model.classes is not None:
-            self.model.check_labels(batch[-1])
+            try:
+                self.model.check_labels(batch[-1])
+            except InvalidInput:
+                self.model.check_labels_in_source(self.source.own)
+                raise
 
     def _batches(self, epoch: int, first: int) -> Iterator[tuple[Batch, bool]]:
         """Yield batches, and whether to update after this one even if `accumulate` is not reached.
@@ -205,8 +259,11 @@ class Fit:
             measured = trainer.evaluate(self.validation)
             row |= {VALIDATION + k: v for k, v in measured.items()}
         place.next_epoch()
-        self.anchor, self.start = state, place.copy()
         trainer.history.rows.append(row)
+        if rates := self._measured_rates():
+            self.loop.load(rates)
+            trainer.write_back(rates)
+        self.anchor, self.start = {**state, **rates}, place.copy()
         self._call("on_epoch")
 
     def _go_back(self) -> None:

@@ -28,7 +28,8 @@ def measured(
         model, program = graph_of(batch)
         model.check_types(batch)
         # A graph refuses a wrong label only when it runs, without naming the sample.
-        model.check_labels(batch[-1], "sample {} of the data", first=place.rows)
+        numbers = range(place.rows, place.rows + len(batch[-1]))
+        model.check_labels(batch[-1], "sample {} of the data", numbers)
         values_by_name = {**state, **dict(zip(model.batch_names(), batch, strict=True))}
         values = program(*(values_by_name[n] for n in program.function.param_names))
         named = dict(zip(program.function.result_names, values, strict=True))

@@ -9,18 +9,22 @@ from the sum.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal, get_args
 
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
+from triplane.proto.suggestions import check_choice
 from triplane.unified_ir import ops
 from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.ir.types import ShapeError
+from triplane.unified_ir.nn.losses import Metric, accuracy, binary_accuracy
 from triplane.unified_ir.ops.tensor import Tensor
 
 Average = Literal["macro", "micro", "positive"]
+AVERAGES: Final[tuple[str, ...]] = get_args(Average)
 
 
 class Tally:
@@ -33,6 +37,10 @@ class Tally:
     def finish(self, total: Array) -> float:
         """Return the number for `total`: float64, the sum of all counts."""
         raise NotImplementedError
+
+
+Metrics = Mapping[str, Metric | Tally | str] | Sequence[str]
+"""Metrics of a trainer: each under its name, as itself or as a name of `BY_NAME`."""
 
 
 @dataclass(frozen=True)
@@ -175,8 +183,7 @@ class _ByClass(Confusion):
     average: Average = "macro"
 
     def __post_init__(self) -> None:
-        if self.average not in ("macro", "micro", "positive"):
-            raise InvalidInput(f"average must be macro, micro or positive, got {self.average!r}")
+        check_choice(f"{type(self).__name__}'s average", self.average, AVERAGES)
 
     def finish(self, total: Array) -> float:
         """See `Tally`."""
@@ -227,3 +234,56 @@ def _classes(logits: Tensor) -> int:
             f"the last axis of logits counts the classes and needs a fixed size, got {logits.type}"
         )
     return last
+
+
+BY_NAME: Final[Mapping[str, Mapping[str, Metric | Tally]]] = {
+    "accuracy": {"classes": accuracy, "shares": binary_accuracy},
+    "top5": {"classes": TopK(5)},
+    "precision": dict.fromkeys(("classes", "shares"), Precision()),
+    "recall": dict.fromkeys(("classes", "shares"), Recall()),
+    "f1": dict.fromkeys(("classes", "shares"), F1()),
+    "perplexity": {"classes": Perplexity()},
+    "mae": {"numbers": mean_absolute_error},
+    "mse": {"numbers": mean_squared_error},
+    "rmse": {"numbers": RMSE()},
+    "r2": {"numbers": R2()},
+}
+"""Name -> the metric for each kind of target: classes, shares (0..1), or numbers."""
+
+
+def metric_named(name: str, targets: str) -> Metric | Tally:
+    """Return the metric of that name for targets of one kind; "" if the kind is not known."""
+    check_choice("a metric given by its name", name, BY_NAME)
+    rows = BY_NAME[name]
+    if not targets and len(set(map(id, rows.values()))) == 1:
+        return next(iter(rows.values()))
+    if targets not in rows:
+        fitting = ", ".join(k for k, row in BY_NAME.items() if targets in row)
+        known = f"the targets of this loss are {targets}, for which there are {fitting}"
+        unknown = "a loss of your own does not say which; give the function, such as nn.accuracy"
+        raise InvalidInput(
+            f"metric {name!r} measures {' or '.join(rows)}; {known if targets else unknown}"
+        )
+    return rows[targets]
+
+
+def metrics_by_name(metrics: Metrics, targets: str) -> dict[str, Metric | Tally]:
+    """Return a trainer's metrics with each text replaced by the metric that it names."""
+    if isinstance(metrics, str) or not isinstance(metrics, (Mapping, Sequence)):
+        raise InvalidInput(
+            f"metrics is a dict of metrics by name, or a list of names, got {metrics!r:.80}"
+        )
+    pairs = metrics.items() if isinstance(metrics, Mapping) else ((m, m) for m in metrics)
+    chosen = {label: metric_named(m, targets) if isinstance(m, str) else m for label, m in pairs}
+    for label, metric in chosen.items():
+        if isinstance(metric, type):
+            raise InvalidInput(
+                f"metric {label!r} is the class {metric.__name__}; give an instance: "
+                f"{metric.__name__}(...)"
+            )
+        if not (callable(metric) or isinstance(metric, Tally)):
+            raise InvalidInput(
+                "a metric is a function of (output, target), a train.Tally, or one of "
+                f"{', '.join(BY_NAME)}, under its name; got {metric!r:.80} under {label!r:.80}"
+            )
+    return chosen

@@ -14,6 +14,7 @@ from typing import Final
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
+from triplane.proto.suggestions import check_choice
 from triplane.unified_ir import ops
 from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.ir.types import TensorType, float32, int64, type_of
@@ -72,8 +73,7 @@ class Recipe:
                 check_limit(what, limit)
         if not is_count(self.accumulate, 1):
             raise InvalidInput(f"accumulate must be a whole number >= 1, got {self.accumulate!r}")
-        if self.precision not in PRECISIONS:
-            raise InvalidInput(f"no precision {self.precision!r}; use {' or '.join(PRECISIONS)}")
+        check_choice("precision", self.precision, PRECISIONS)
         if self.loss_scale is not None and self.precision == "float32":
             raise InvalidInput("a loss scale needs precision='float16'; leave it out")
         if self.average is not None:
@@ -170,7 +170,7 @@ class Recipe:
     def _update(
         self, params: Mapping[str, Tensor], grads: Mapping[str, Tensor], state: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        moved, kept = self.optimizer.update(params, self._clipped(grads), state)
+        moved, kept = self.optimizer.record_update(params, self._clipped(grads), state)
         if self.average is not None:
             # The first update sets the average to the weights, instead of correcting a start at 0
             # later.

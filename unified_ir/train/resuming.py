@@ -62,6 +62,8 @@ def restore(trainer: Trainer, snapshot: Snapshot, changed: Collection[str] = ())
         )
     trainer.write_back(snapshot.state)
     trainer.place, trainer.history = snapshot.place, snapshot.history
+    for callback in trainer.callbacks:
+        callback.load_state_dict(snapshot.callbacks.get(callback.state_key, {}))
 
 
 def _with_optimizer(theirs: Mapping[str, Array], mine: Mapping[str, Array]) -> dict[str, Array]:

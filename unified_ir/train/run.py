@@ -29,6 +29,10 @@ class Run:
     """Copies everything that a checkpoint holds."""
     learning_rate: Callable[[], float]
     """Returns the rate of the next update, for parameters in no group."""
+    weights: Callable[[], dict[str, Array]]
+    """Copies parameters and buffers, with their moving averages, but no random keys."""
+    restore: Callable[[Mapping[str, Array]], None]
+    """Copies such state into the cell, once the run has ended."""
     results: Row = field(default_factory=dict)
     tensors: dict[str, Array] = field(default_factory=dict)
     stopped: bool = False

@@ -23,6 +23,7 @@ from triplane.unified_ir.train.history import History, Place, Row
 
 STATE: Final = "state.safetensors"
 PROGRESS: Final = "progress.json"
+CALLBACKS: Final = "callbacks.safetensors"
 MAX_PROGRESS_BYTES: Final = 64 << 20
 FORMAT: Final = 1
 
@@ -44,6 +45,8 @@ class Snapshot:
     samples: int
     identity: Mapping[str, str] = field(default_factory=dict)
     """The identity of the run, see `identity`; empty in files of older versions."""
+    callbacks: Mapping[str, Mapping[str, Array]] = field(default_factory=dict)
+    """The state of each callback that has any, by its name."""
 
     def write(self, path: Path) -> None:
         """Write the file atomically."""
@@ -66,6 +69,9 @@ class Snapshot:
             container.part(PROGRESS, json.dumps(progress, sort_keys=True).encode()),
             container.tensor_part(STATE, self.state, {k: str(r) for k, r in self.roles.items()}),
         ]
+        kept = {f"{name}/{k}": a for name, s in self.callbacks.items() for k, a in s.items()}
+        if kept:  # a run without such callbacks writes the same bytes as older versions
+            parts.append(container.tensor_part(CALLBACKS, kept, {}))
         # The temporary file is read back before it takes its name: a checkpoint that cannot be
         # loaded must not replace one that can.
         container.write(path, "checkpoint", parts, check=_opened)
@@ -94,9 +100,19 @@ def read(path: Path) -> Snapshot:
             batch_size=_count(progress["batch_size"]),
             samples=_count(progress["samples"]),
             identity=_texts(progress.get("identity", {})),
+            callbacks=_callbacks(file),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise Corrupt(f"{path.name}: part {PROGRESS!r} is not a run's progress: {error}") from error
+
+
+def _callbacks(file: Container) -> dict[str, dict[str, Array]]:
+    kept: dict[str, dict[str, Array]] = {}
+    if any(part.name == CALLBACKS for part in file.manifest.parts):
+        for name, tensor in file.tensors(CALLBACKS).items():
+            owner, _, key = name.partition("/")
+            kept.setdefault(owner, {})[key] = tensor.data.copy()
+    return kept
 
 
 def _progress(file: Container) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from triplane.unified_ir.ops.table import TABLE, row_of
 from triplane.unified_ir.ops.tensor import Tensor
 from triplane.unified_ir.optim import Optimizer
 from triplane.unified_ir.passes.clean import clean
-from triplane.unified_ir.train.batches import Batch
+from triplane.unified_ir.train.batches import Batch, labels_in_source
 from triplane.unified_ir.train.metrics import Tally
 from triplane.unified_ir.train.precision import half
 from triplane.unified_ir.train.recipe import SCALE, Recipe
@@ -48,6 +48,8 @@ LOSS: Final = "loss"
 COUNTED: Final = "counted/"
 """Prefix of the result that holds the divisor of a mean that does not divide by the rows."""
 _SCALED: Final = "loss.scaled"
+_ONE_TENSOR: Final = (Tensor, "Tensor", "ops.Tensor")
+"""Annotations of an argument that takes one tensor."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,13 +80,27 @@ class TrainingModel:
             )
 
     def check_labels(
-        self, labels: Array, where: str = "row {} of the batch", *, first: int = 0
+        self,
+        labels: Array,
+        where: str = "row {} of the batch",
+        numbers: Sequence[int] | Array | None = None,
     ) -> None:
-        """Refuse labels out of range. where: names the sample; first: the number of labels[0]."""
+        """Refuse labels out of range. where, numbers: name the samples; see `check_classes`."""
         if self.classes is None or labels.dtype.kind not in "iu":
             return
         giver = f"{type(self.cell).__name__} gives {self.classes} logits"
-        check_classes(labels, self.classes, giver, where, first=first, ignored=self.loss.ignored)
+        check_classes(
+            labels, self.classes, giver, where, numbers=numbers, ignored=self.loss.ignored
+        )
+
+    def check_labels_in_source(self, data: Any) -> None:
+        """Refuse labels of a dataset, naming the sample by its number in the source if it has one.
+
+        It reads all labels; for use after `check_labels` refused some of a batch.
+        """
+        if (stored := labels_in_source(data)) is not None:
+            name = data.origin.name.replace("{", "{{").replace("}", "}}")
+            self.check_labels(stored[0], f"sample {{}} of {name}", stored[1])
 
     @property
     def tallies(self) -> dict[str, Tally]:
@@ -102,10 +118,29 @@ class TrainingModel:
 
     def apply(self, measure: Any, output: Any, batch: Sequence[Any]) -> Any:
         """Return the loss or a metric of an output and the batch that it belongs to."""
+        return measure(*self._compared(output, batch))
+
+    def _compared(self, output: Any, batch: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the output and the target, several targets as a tuple, and no absent target."""
         targets = tuple(batch[len(self.inputs) :])
-        if not targets:
-            return measure(output)
-        return measure(output, targets[0] if len(targets) == 1 else targets)
+        return (output, *([targets[0] if len(targets) == 1 else targets] if targets else []))
+
+    def check_compared(self, measure: Any, output: Any, batch: Sequence[Any]) -> None:
+        """Refuse several outputs or targets where the measure declares one tensor for them."""
+        function = measure.construct if isinstance(measure, Loss) else measure
+        own = inspect.signature(function).parameters.values()
+        cell = f"{type(self.cell).__name__}.construct"
+        sides = (f"{cell} returns {{}} outputs", "the batches have {} targets")
+        for value, parameter, side in zip(self._compared(output, batch), own, sides, strict=False):
+            if isinstance(value, (tuple, list, dict)) and parameter.annotation in _ONE_TENSOR:
+                owner = getattr(measure, "__self__", measure)  # of a tally's method
+                name = getattr(owner, "__name__", type(owner).__name__)
+                raise InvalidInput(
+                    f"{name} compares one output with one target, but {side.format(len(value))} "
+                    f"({type(value).__name__}); return one tensor from {cell}, or pass functions "
+                    "of your own that choose: loss=lambda output, target: "
+                    "nn.MSE()(output[0], target), and metrics likewise"
+                )
 
     def trainable(self) -> tuple[str, ...]:
         """Return the paths of the state that training changes by gradients."""
@@ -187,8 +222,8 @@ def _check_loss(loss: Loss, n_targets: int) -> None:
         has = "a target" if n_targets else "no target"
         raise InvalidInput(
             f"the batches have {has}, and {type(loss).__name__}.construct"
-            f"{inspect.signature(loss.construct)} does not fit that; pass (x, y), or a loss of the "
-            "output alone"
+            f"{inspect.signature(loss.construct)} does not fit that; pass (x, y), which is "
+            "(x, x) for an autoencoder, or a loss of the output alone"
         ) from None
 
 
@@ -290,9 +325,10 @@ def _objective(model: TrainingModel, name: str) -> Function:
     def measures(self: Cell, **batch: Tensor) -> dict[str, Any]:
         arrays = [batch[n] for n in model.batch_names()]
         output = self(*arrays[: len(model.inputs)])
-        measured = {LOSS: model.apply(model.loss, output, arrays)}
-        for label, metric in model.metrics.items():
+        measured = {}
+        for label, metric in {LOSS: model.loss, **model.metrics}.items():
             measure = metric.count if isinstance(metric, Tally) else metric
+            model.check_compared(measure, output, arrays)
             measured[label] = model.apply(measure, output, arrays)
         for label, x in measured.items():
             if x.shape != () and label not in model.tallies:

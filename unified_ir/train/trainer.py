@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
+from triplane.proto.suggestions import nearest
+from triplane.unified_ir import nn, optim
 from triplane.unified_ir.engines import Engine, Program
 from triplane.unified_ir.engines import engine as engine_named
 from triplane.unified_ir.frontend.cell import Cell
@@ -37,14 +39,14 @@ from triplane.unified_ir.train.batches import (
     is_count,
     n_targets,
 )
-from triplane.unified_ir.train.callbacks import Callback
+from triplane.unified_ir.train.callbacks import Callback, states_of
 from triplane.unified_ir.train.checkpoint import Checkpoint
 from triplane.unified_ir.train.exporting import Entry, build_module
 from triplane.unified_ir.train.fitting import Fit
 from triplane.unified_ir.train.history import History, Place, Row
 from triplane.unified_ir.train.interrupt import deferred_interrupt
 from triplane.unified_ir.train.measuring import measured, predicted
-from triplane.unified_ir.train.metrics import Confusion, Tally
+from triplane.unified_ir.train.metrics import Confusion, Metrics, Tally, metrics_by_name
 from triplane.unified_ir.train.precision import LossScale, Precision
 from triplane.unified_ir.train.progress import Progress, Style
 from triplane.unified_ir.train.recipe import AVERAGE, Recipe
@@ -68,7 +70,8 @@ class Trainer:
     """Trains `cell` to minimize `loss`.
 
     loss: an `nn.Loss`, or a function of (output, target) that returns a scalar. metrics: functions
-    of the same by name, or tallies (see `metrics`); by default those of the loss. seed: for the
+    of the same by name, or tallies (see `metrics`), or a list of names such as ["accuracy", "f1"];
+    by default those of the loss. seed: for the
     order of batches and for random keys (for initial weights, see `nn.seed`). clip_value,
     clip_each, clip_norm, accumulate, average: see `Recipe`. precision: "float16" computes products
     in half precision around float32 weights; loss_scale: a constant number, or a `LossScale` that
@@ -83,7 +86,7 @@ class Trainer:
         optimizer: Optimizer,
         engine: str | Engine = "onnx",
         seed: int = 0,
-        metrics: Mapping[str, Metric | Tally] | None = None,
+        metrics: Metrics | None = None,
         callbacks: Sequence[Callback] = (),
         clip_value: float | None = None,
         clip_each: float | None = None,
@@ -104,8 +107,8 @@ class Trainer:
         self.optimizer = optimizer
         self.engine = engine
         self.seed = seed
-        self.metrics = metrics
-        self.callbacks = tuple(callbacks)
+        self.metrics = None if metrics is None else metrics_by_name(metrics, self.loss.targets)
+        self.callbacks = _checked_callbacks(callbacks)
         self.clip_value, self.clip_each, self.clip_norm = clip_value, clip_each, clip_norm
         self.accumulate, self.precision, self.average = accumulate, precision, average
         if isinstance(loss_scale, (int, float)):  # overflows are skipped, the scale stays
@@ -204,7 +207,12 @@ class Trainer:
     def evaluate(self, data: Any, *, batch_size: int = EVALUATION_BATCH) -> Row:
         """Return loss and metrics over all samples of `data`, in evaluation mode."""
         self._expect(data)
-        place = measured(in_order(data, batch_size), self._own(), self._evaluation)
+        try:
+            place = measured(in_order(data, batch_size), self._own(), self._evaluation)
+        except InvalidInput:
+            if self._types is not None:
+                self.model.check_labels_in_source(data)
+            raise
         return place.measures(self.model.tallies)
 
     def confusion_matrix(self, data: Any, *, batch_size: int = EVALUATION_BATCH) -> Array:
@@ -225,6 +233,8 @@ class Trainer:
         entries: Iterable[Entry] = ("predict", "evaluate", "loss", "train_step"),
         *,
         local_lr: float | None = None,
+        batch: int | None = None,
+        key_input: str | None = None,
     ) -> Module:
         """Return the functions and state as an IR module.
 
@@ -232,17 +242,27 @@ class Trainer:
         "train_step", "local_update", "adapt" and "gradients"; the optimizer's state is included
         with `train_step`. `local_update` and `adapt` are plain gradient descent at the constant
         rate `local_lr` (by default the optimizer's rate where that is constant, else 0.01), since a
-        device keeps no optimizer state.
+        device keeps no optimizer state. batch: a fixed batch size in place of the symbol N, for
+        runtimes that know only fixed shapes. key_input: the name of one more input of `predict`,
+        uint32[2], for a cell that draws random numbers in evaluation mode, too: what it draws
+        depends on this key alone.
         """
-        return build_module(self, tuple(entries), local_lr)
+        return build_module(self, tuple(entries), local_lr, batch, key_input)
 
     def export_onnx(
-        self, path: str | Path, entry: Entry = "predict", *, opset: int | None = None
+        self,
+        path: str | Path,
+        entry: Entry = "predict",
+        *,
+        opset: int | None = None,
+        batch: int | None = None,
+        key_input: str | None = None,
     ) -> OnnxFile:
         """Write one of the functions as an ONNX file; see `export` and `engines.onnx_file`."""
         from triplane.unified_ir.engines.onnx_file import export_onnx
 
-        return export_onnx(self.export((entry,)), path, entry=entry, opset=opset)
+        module = self.export((entry,), batch=batch, key_input=key_input)
+        return export_onnx(module, path, entry=entry, opset=opset)
 
     def save(self, path: str | Path) -> None:
         """Write everything a run needs to continue; see `load`."""
@@ -264,12 +284,23 @@ class Trainer:
     @property
     def model(self) -> step.TrainingModel:
         """The cell, the loss and the types of a batch, which are known once data was seen."""
+        return self._model_of(self._known_types())
+
+    def _known_types(self) -> tuple[TensorType, ...]:
         if self._types is None:
             raise InvalidInput(
                 "sizes are unknown, because the trainer has not seen data yet; call fit or "
                 "evaluate first, or prepare(x, y) with one batch"
             )
-        return self._model_of(self._types)
+        return self._types
+
+    def model_for(self, batch: int) -> step.TrainingModel:
+        """Return the model for batches of exactly this size."""
+        if not is_count(batch, 1):
+            raise InvalidInput(f"batch must be a whole number >= 1, got {batch!r}")
+        return self._model_of(
+            tuple(type_.with_sizes({step.BATCH: batch}) for type_ in self._known_types())
+        )
 
     def prepare(self, *batch: Any) -> None:
         """Fix the types of batches, from an example (x, y) or from `TensorSpec`s.
@@ -469,6 +500,7 @@ class Trainer:
             batch_size=batch_size,
             samples=samples,
             identity=identity,
+            callbacks=states_of(self.callbacks),
         )
 
 
@@ -492,7 +524,27 @@ def _check_instance(what: str, value: object, kind: type | None) -> None:
         )
     if not (callable(value) if kind is None else isinstance(value, kind)):
         wanted = "a loss cell or a function" if kind is None else f"of kind {kind.__name__}"
-        raise InvalidInput(f"{what} must be {wanted}, got {value!r:.80}")
+        raise InvalidInput(f"{what} must be {wanted}, got {value!r:.80}{_likely(value)}")
+
+
+def _checked_callbacks(callbacks: Sequence[Callback]) -> tuple[Callback, ...]:
+    if not isinstance(callbacks, Sequence):
+        raise InvalidInput(f"callbacks is a list of callbacks, got {callbacks!r:.80}")
+    for callback in callbacks:
+        _check_instance("each callback", callback, Callback)
+    return tuple(callbacks)
+
+
+def _likely(value: object) -> str:
+    """Return the constructor of the loss or optimizer that a text names."""
+    makers = {
+        name: f"{package.__name__.rpartition('.')[2]}.{name}"
+        for package, kind in ((nn, Loss), (optim, Optimizer))
+        for name in package.__all__
+        if isinstance(cls := getattr(package, name), type) and issubclass(cls, kind)
+    }
+    close = nearest(value, makers) if isinstance(value, str) else None
+    return "" if close is None else f"; write {makers[close]}(...)"
 
 
 def _set_keys(cell: Cell, seed: int) -> None:

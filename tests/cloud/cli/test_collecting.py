@@ -3,6 +3,7 @@
 import asyncio
 import os
 
+import numpy as np
 import pytest
 from tests.cloud.cli.verbs import answer
 from tests.cloud.released import copied, make_released
@@ -17,6 +18,11 @@ from triplane.proto.errors import NotFound
 
 pytestmark = pytest.mark.slow
 HALF = "ab" * 32
+
+
+def write_golden(path, seed):
+    """Labelled samples of a policy; every seed has others."""
+    np.savez(path, x=np.full((2, 1, 8, 8), seed, np.float32), y=np.zeros(2, int))
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +76,7 @@ def test_by_hand_it_is_shown_first_and_refused_while_the_cloud_runs(home, capsys
 
 
 def test_a_running_cloud_keeps_the_samples_of_its_policy(home, tmp_path, released):
-    (tmp_path / "golden.npz").write_bytes(b"samples")
+    write_golden(tmp_path / "golden.npz", 1)
 
     def set_policy():
         with calls(home.operator) as cloud:
@@ -95,7 +101,7 @@ def test_a_running_cloud_keeps_the_samples_of_its_policy(home, tmp_path, release
 def test_a_policy_is_refused_whose_samples_are_not_in_the_cloud(
     home, tmp_path, released, monkeypatch
 ):
-    (tmp_path / "golden.npz").write_bytes(b"samples nobody has")
+    write_golden(tmp_path / "golden.npz", 2)
     monkeypatch.setattr("triplane.cloud.cli.policies.upload", lambda *_: b"")
 
     def set_policy():

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import urllib.request
 
+import numpy as np
 import pytest
 from tests.cloud.registry.models import model_bytes
 from tests.support.cloud_process import COMMAND, START_S, run, running, said
@@ -131,8 +132,13 @@ def test_two_signers_release_only_together(place, capsys, monkeypatch):
 
 def test_the_policy_is_signed_shown_and_taken_back(operator, pushed, place, capsys):
     golden = place / "golden.npz"
-    golden.write_bytes(b"samples")
     keys = ("--keys", place / "keys")
+    rule = ("cloud", "policy", "set", "lenet", "--golden", golden, "--floor", "95%", *keys)
+    golden.write_bytes(b"samples")
+    assert "--golden golden.npz" in said(capsys, *rule, code=2)
+    np.savez(golden, x=np.zeros((3, 1, 8, 8), np.float32), y=np.zeros(3))
+    assert "whole numbers, one for each sample" in said(capsys, *rule, code=2)
+    np.savez(golden, x=np.zeros((3, 1, 8, 8), np.float32), y=np.zeros(3, int))
     said(capsys, "cloud", "policy", "set", "lenet", "--golden", golden, "--floor", "95%", *keys)
     assert "accuracy >= 0.95" in said(capsys, "cloud", "policy", "show")
     said(capsys, "cloud", "policy", "remove", "lenet", *keys)

@@ -2,6 +2,7 @@
 
 import os
 
+import numpy as np
 import pytest
 from tests.cloud.cli.verbs import answer
 from tests.cloud.registry.models import model_bytes
@@ -32,10 +33,10 @@ def blobs(place):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--name", "d; rm"), "a name (model) matches"),
-        (("--name", "é"), "a name (model) matches"),
-        (("--name", "../x"), "a name (model) matches"),
-        (("--name", BROKEN), "a name (model) matches"),
+        (("--name", "d; rm"), "a name (model) has"),
+        (("--name", "é"), "a name (model) has"),
+        (("--name", "../x"), "a name (model) has"),
+        (("--name", BROKEN), "a name (model) has"),
         (("--note", "x" * 30_000), "note 2000"),
         (("--note", BROKEN), "--note is not valid UTF-8"),
         (("--note", "a\0b"), "NUL"),
@@ -58,7 +59,7 @@ def test_a_file_whose_own_name_is_no_text_is_no_name_of_a_model(place, operator)
     file.write_bytes((place / "m.tpm").read_bytes())
     try:
         told = answer("registry", "push", file, code=2)["error"]["message"]
-        assert "a name (model) matches" in told
+        assert "a name (model) has" in told
         assert "--name" in told
         assert blobs(place) == []
     finally:
@@ -76,3 +77,12 @@ def test_a_file_under_a_path_that_is_no_text_is_pushed_under_the_name_that_is_gi
     plain = folder / "plain.tpm"
     plain.write_bytes(file.read_bytes())
     assert answer("registry", "push", plain)["model"] == "plain"
+
+
+def test_samples_that_do_not_fit_the_model_send_nothing(place, operator):
+    np.savez(place / "odd.npz", x=np.zeros((4, 3, 9), np.float32), y=np.zeros(4, int))
+    before = blobs(place)
+    for options in (("--quantize", "int8", "--calibrate"), ("--evaluate",)):
+        push = ("registry", "push", place / "m.tpm", *options, place / "odd.npz")
+        assert "with at least one sample" in answer(*push, code=2)["error"]["message"]
+    assert blobs(place) == before

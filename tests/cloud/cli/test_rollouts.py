@@ -47,6 +47,17 @@ def test_the_headline_says_where_it_stands_and_why():
     )
 
 
+def test_the_headline_names_nodes_that_a_wave_waits_for():
+    waits = rollout(*[NODE_STATE_UNSPECIFIED] * 6, COMMITTED, wave=1)
+    for node in waits.nodes:
+        node.connected = node.name == "n1"
+    assert rollouts.headline(waits).endswith("committed, waiting for n0, n2, n3, 2 more to connect")
+    waits.wave = 0
+    assert rollouts.headline(waits).endswith("committed, waiting for n0 to connect")
+    waits.state = Rollout.PAUSED
+    assert "to connect" not in rollouts.headline(waits)
+
+
 def test_the_first_lines_are_everything_and_later_ones_what_is_new():
     first = rollout(DOWNLOADING, NODE_STATE_UNSPECIFIED)
     assert rollouts.changes(None, first) == [rollouts.headline(first), "  n0: downloading"]

@@ -25,6 +25,30 @@ def test_columns_line_up_and_an_empty_cell_is_a_dash():
     assert drawn == "A         LONG\nwide one  -\nx         y"
 
 
+HEADINGS = ("NAME", "LABELS", "STATE")
+ROWS = [("camera-1", "line=1,site=factory", "ready"), ("camera-2", "", "a reason of many words")]
+
+
+def test_columns_that_do_not_fit_become_lines_below_their_row():
+    full = "NAME      LABELS               STATE\ncamera-1  line=1,site=factory  ready"
+    assert text.table(HEADINGS, ROWS[:1], 36) == full
+    assert text.table(HEADINGS, ROWS[:1], 35) == (
+        "NAME      STATE\ncamera-1  ready\n    labels: line=1,site=factory"
+    )
+    assert text.table(HEADINGS, ROWS, 20) == (
+        "NAME\ncamera-1\n    labels:\n      line=1,site=factory\n    state: ready\n"
+        "camera-2\n    state: a reason\n      of many words"
+    )
+
+
+def test_a_terminal_limits_a_table_and_a_pipe_does_not(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "30")
+    wide = text.table(HEADINGS, ROWS)
+    assert max(map(len, wide.splitlines())) > 30
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert max(map(len, text.table(HEADINGS, ROWS).splitlines())) <= 30
+
+
 @pytest.mark.parametrize(
     ("seconds", "said"),
     [

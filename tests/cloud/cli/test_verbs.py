@@ -95,12 +95,12 @@ def test_a_wrong_call_is_named_before_anything_is_sent(argv, words, capsys):
 
 ROOT = Path(__file__).resolve().parents[3]
 TREE = {"edge": edge} | {module.command.name: module.command for module in MODULES}
-EXAMPLE = re.compile(rf"^\s+(triplane (?:{'|'.join(TREE)}) .*)$", re.MULTILINE)
+EXAMPLE = re.compile(rf"^\s*(triplane (?:{'|'.join(TREE)}) .*)$", re.MULTILINE)
 
 
 def written():
-    """Every command line of the page for operators and of the verbs' own help."""
-    texts = [(ROOT / "docs/deploying.md").read_text()]
+    """Every command line of the pages for operators and of the verbs' own help."""
+    texts = [(ROOT / "docs" / page).read_text() for page in ("deploying.md", "operations.md")]
     texts += [command.epilog or "" for root in TREE.values() for _, command in commands(root)]
     return [line for text in texts for line in EXAMPLE.findall(text.replace("\\\n", " "))]
 

@@ -124,7 +124,7 @@ def test_it_pauses_as_soon_as_more_than_its_share_failed():
     assert rollout.state is RolloutState.RUNNING
     rollout, effects = run(rollout, failed("node-1", stage=NodeStage.RETURNED))
     assert rollout.state is RolloutState.PAUSED
-    assert rollout.reason.startswith("2 of 4 nodes of wave 1 failed, more than 0.25")
+    assert rollout.reason.startswith("wave 1: 2 of 4 nodes failed (limit 25%)")
     assert effects == []
 
 

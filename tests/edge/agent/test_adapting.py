@@ -163,6 +163,21 @@ def test_a_table_becomes_samples_whose_classes_are_those_of_the_serving_model(st
     assert read_samples(kept)["y"].tolist() == [7, 0] * 4
 
 
+def test_images_of_a_folder_get_the_size_of_the_serving_model(start, tmp_path):
+    for k in range(8):
+        path = tmp_path / "images" / "70"[k % 2] / f"{k}.pgm"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"P5 %d 9 255\n" % (9 + k) + bytes([20 * k]) * 9 * (9 + k))
+    options: Any = {"bundle": start}
+    count, kept = keep_samples(tmp_path / "samples", "digits", tmp_path / "images", **options)
+    samples = read_samples(kept)
+    assert (count, samples["x"].shape) == (8, (8, 1, 8, 8))
+    assert samples["y"].tolist() == [0] * 4 + [7] * 4
+    options["size"] = (4, 4)
+    with pytest.raises(InvalidInput, match="4, 4"):
+        keep_samples(tmp_path / "samples", "digits", tmp_path / "images", **options)
+
+
 def test_tables_beyond_the_limits_are_refused_before_they_are_kept(tmp_path, monkeypatch):
     (tmp_path / "t.csv").write_text("x,y\n" + "1.5,1\n2.5,0\n" * 2)
     assert keep_samples(tmp_path / "samples", "m", tmp_path / "t.csv")[0] == 4

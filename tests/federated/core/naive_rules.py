@@ -441,7 +441,7 @@ def _chosen(state: RunState, able: list[RunMember]) -> list[str]:
 def _waits_for(able: list[RunMember], state: RunState, *, evaluates: bool) -> str:
     away = sorted(m.device for m in state.members.values() if not m.connected)
     wanted = "" if evaluates else f" of {state.plan.asked}"
-    text = f"{len(able)} devices{wanted} are there"
+    text = f"{len(able)}{wanted} devices are connected"
     return f"{text}; away: {', '.join(away[:5])}" if away else text
 
 

@@ -230,3 +230,43 @@ def test_a_target_without_the_axis_of_the_output_is_refused_with_the_option(tmp_
         devices_of(SampleSource(data=str(path), x=("x:1",), devices=2), module)
     seen, _ = devices_of(SampleSource(data=str(path), x=("x:1",), y=("y:1",), devices=2), module)
     assert len(seen) == 2
+
+
+@pytest.fixture
+def series(tmp_path):
+    """60 rows of 3 persons, whose values are the numbers of the rows."""
+    rows = [[k, k / 2, ["ann", "bob", "eve"][k // 20]] for k in range(60)]
+    with (tmp_path / "series.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["x", "y", "who"], *rows])
+    return tmp_path / "series.csv"
+
+
+def of_windows(path, **options):
+    trainer = train.Trainer(nn.Dense(4, 4), loss=nn.MSE(), optimizer=optim.SGD(0.1))
+    trainer.prepare(np.zeros((1, 4), np.float32), np.zeros((1, 4), np.float32))
+    module = trainer.export(("predict", "evaluate", "loss"))
+    return devices_of(SampleSource(data=str(path), form={"window": 4}, **options), module)[0]
+
+
+@pytest.mark.parametrize("options", [{"way": "group", "group": "who"}, {"devices": 4}])
+def test_windows_to_score_on_share_no_row_with_those_to_learn_from(series, options):
+    """Not on another device either. The windows of one person hold rows of that person alone."""
+    shards = of_windows(series, **options)
+    learned = {x for shard in shards.values() for x in shard.train["x"].ravel().tolist()}
+    scored = [shard.held_out["x"] for shard in shards.values()]
+    assert learned.isdisjoint(np.concatenate(scored).ravel().tolist())
+    assert [len(x) for x in scored] == [4, 4, 4] if "group" in options else [3, 3, 3, 3]
+    for shard in shards.values():
+        for x in (*shard.train["x"], *shard.held_out["x"]):
+            assert (np.diff(x) == 1).all()
+            assert len({*(x // 20)}) == 1 or "devices" in options
+
+
+def test_windows_that_share_rows_are_not_dealt_at_random(series):
+    with pytest.raises(InvalidInput, match=r"share rows with the 3 before them, .* by group"):
+        of_windows(series, way="dirichlet", devices=3)
+
+
+def test_a_device_with_too_few_windows_is_named(series):
+    with pytest.raises(InvalidInput, match=r"device-0 has 7 windows, each of which shares rows"):
+        of_windows(series, devices=9, held_out=0.5)

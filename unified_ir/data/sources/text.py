@@ -42,25 +42,29 @@ class TextSource:
     "words": the column text, what stands between white space. `Lookup` and `Window` follow alike.
     "lines": the column text, without line ends; empty lines are samples too.
 
-    Texts that take more than `MAX_MEMORY_BYTES` are a `Feed`.
+    files: name of one more column, which holds the name of a sample's file without .txt, such as
+    its author; "" for none. Texts that take more than `MAX_MEMORY_BYTES` are a `Feed`.
     """
 
     path: str
     unit: str = CHARACTERS
+    files: str = ""
 
     def __post_init__(self) -> None:
         if self.unit not in {CHARACTERS, WORDS, LINES}:
             raise InvalidInput(
                 f"unit is one of {CHARACTERS}, {WORDS}, {LINES}, got {self.unit[:40]!r}"
             )
+        if self.files in {"token", "text"}:
+            raise InvalidInput(f"the column of files needs another name than {self.files!r}")
 
     def open(self) -> ArrayTable | TextFeed:
         """Read the texts once to count samples, and again if they fit in memory."""
         feed = TextFeed(self, _paths(Path(self.path)))
         rows = n_bytes = 0
-        for units in feed.pieces():
+        for units, names in feed.pieces():
             rows += len(units)
-            n_bytes += units.nbytes
+            n_bytes += units.nbytes + names.nbytes
             if units.dtype == object:
                 n_bytes += sum(map(sys.getsizeof, units))
         if not rows:
@@ -78,23 +82,34 @@ class TextFeed:
     @property
     def schema(self) -> dict[str, Field]:
         """See `Feed`."""
-        if self.source.unit == CHARACTERS:
-            return {"token": Field("int32")}
-        return {"text": Field(TEXT)}
+        is_character = self.source.unit == CHARACTERS
+        units = {"token": Field("int32")} if is_character else {"text": Field(TEXT)}
+        return {**units, self.source.files: Field(TEXT)} if self.source.files else units
 
     def blocks(self, start: int) -> Iterator[Columns]:
         """See `Feed`."""
-        (name,) = self.schema
-        for units in self.pieces():
-            if start < len(units):
-                yield {name: units[start:]}
-            start = max(0, start - len(units))
+        names = tuple(self.schema)
+        for piece in self.pieces():
+            n = len(piece[0])
+            if start < n:
+                yield {name: x[start:] for name, x in zip(names, piece, strict=False)}
+            start = max(0, start - n)
 
-    def pieces(self) -> Iterator[Array]:
-        """Yield units, (n,) int32 or object each, of all texts."""
+    def pieces(self) -> Iterator[tuple[Array, Array]]:
+        """Yield units, (n,) int32 or object each, of all texts, and the names of their files."""
+        if not self.source.files:
+            for units in self._pieces(self.paths):
+                yield units, np.zeros(0, object)
+            return
+        for path in self.paths:
+            name = path.name.removesuffix(".gz").removesuffix(".txt")
+            for units in self._pieces((path,)):
+                yield units, np.full(len(units), name, object)
+
+    def _pieces(self, paths: tuple[Path, ...]) -> Iterator[Array]:
         if self.source.unit == CHARACTERS:
-            return chain.from_iterable(map(_characters, self.paths))
-        return _gathered(chain.from_iterable(map(self._units, self.paths)))
+            return chain.from_iterable(map(_characters, paths))
+        return _gathered(chain.from_iterable(map(self._units, paths)))
 
     def _units(self, path: Path) -> Iterator[list[str]]:
         with bounded.inflated(path, limit_bytes=MAX_TEXT_BYTES) as file:

@@ -144,8 +144,9 @@ def _refuse_statistics(of: Objective) -> None:
     if odd := [name for name in of.assigned if of.state[name].role is not Role.KEY]:
         raise InvalidInput(
             f"the loss assigns {', '.join(map(repr, odd))}, such as statistics of a batch, but a "
-            "meta-step has no single batch to which they could belong; use another normalization, "
-            "or an algorithm that learns from batches"
+            "meta-step has no single batch to which they could belong; create batch normalization "
+            "with track_running_stats=False, use another normalization, or an algorithm that "
+            "learns from batches"
         )
 
 

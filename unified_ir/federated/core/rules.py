@@ -444,7 +444,7 @@ def _chosen(state: RunState, able: Iterable[tuple[int, str]]) -> list[str]:
 def _waits_for(able: int, state: RunState, *, evaluates: bool) -> str:
     away = list(itertools.islice(_members(state).indexed("absent"), MAX_NAMED))
     wanted = "" if evaluates else f" of {state.plan.asked}"
-    text = f"{able} devices{wanted} are there"
+    text = f"{able}{wanted} devices are connected"
     return f"{text}; away: {', '.join(away)}" if away else text
 
 

@@ -4,6 +4,10 @@ Every partition gives each device a name and its samples in two disjoint parts, 
 score on. Names sort in the order of devices. The part of a sample, and its device by group or by
 Dirichlet shares, depend on the sample's own bytes (`core/parts.py`): they do not change when other
 samples are added. `evenly` and `by_label_shards` count samples, so there all samples may move.
+
+Windows over one series may share rows with the windows before them (`overlap`, their number). A
+device is then scored on its last windows, and those just before, which share rows with them, are
+left out.
 """
 
 from __future__ import annotations
@@ -30,17 +34,27 @@ Samples = Mapping[str, Array]
 Shards = dict[str, Shard]
 
 
-def evenly(samples: Samples, devices: int, *, held_out: float = 0.2, seed: int = 0) -> Shards:
-    """Shuffle the samples and split them into parts whose sizes differ by at most one."""
+def evenly(
+    samples: Samples, devices: int, *, held_out: float = 0.2, seed: int = 0, overlap: int = 0
+) -> Shards:
+    """Shuffle the samples and split them into parts whose sizes differ by at most one.
+
+    With `overlap`, each device has consecutive samples, and none that share rows with another's.
+    """
     n = _count(samples)
     _check_devices(devices, n)
-    order = Draws(seed, 0, "partition", "evenly").permutation(n)
-    return _shards(samples, dict(enumerate(np.array_split(order, devices))), held_out, seed)
+    if overlap:
+        parts = np.array_split(np.arange(n), devices)
+        order = [rows[overlap:] if k else rows for k, rows in enumerate(parts)]
+    else:
+        order = np.array_split(Draws(seed, 0, "partition", "evenly").permutation(n), devices)
+    return _shards(samples, dict(enumerate(order)), held_out, seed, overlap)
 
 
 def by_group(
-    samples: Samples, groups: Array, *, held_out: float = 0.2, seed: int = 0, least: int = 2
-) -> Shards:
+    samples: Samples, groups: Array, *, held_out: float = 0.2, seed: int = 0, least: int = 2,
+    overlap: int = 0,
+) -> Shards:  # fmt: skip
     """Make a device of each value of `groups`, such as the writer of each sample.
 
     Groups of fewer than `least` samples are left out. Whole numbers name devices as device-N; texts
@@ -58,7 +72,7 @@ def by_group(
     if not large:
         largest = max(map(len, parts.values()))
         raise InvalidInput(f"no group has {least} samples; the largest has {largest}")
-    return _shards(samples, large, held_out, seed)
+    return _shards(samples, large, held_out, seed, overlap)
 
 
 def by_dirichlet(
@@ -116,7 +130,9 @@ def by_label_shards(
     return _shards(samples, parts, held_out, seed)
 
 
-def _shards(samples: Samples, parts: Mapping[Any, Array], held_out: float, seed: int) -> Shards:
+def _shards(
+    samples: Samples, parts: Mapping[Any, Array], held_out: float, seed: int, overlap: int = 0
+) -> Shards:
     if not 0 < held_out < 1:
         raise InvalidInput(f"the held-out share must be between 0 and 1, got {held_out}")
     if len(parts) > MAX_DEVICES:
@@ -126,7 +142,23 @@ def _shards(samples: Samples, parts: Mapping[Any, Array], held_out: float, seed:
         # With leading zeros, so that names sort like numbers.
         width = len(str(max(parts)))
         named = {f"device-{k:0{width}}": rows for k, rows in parts.items()}
+    if overlap:
+        return {name: _last(samples, rows, held_out, overlap, name) for name, rows in named.items()}
     return {name: _split(samples, rows, held_out, seed, name) for name, rows in named.items()}
+
+
+def _last(samples: Samples, rows: Array, share: float, overlap: int, name: str) -> Shard:
+    """Hold out the last windows; those that share rows with the first of them are in no part."""
+    score = max(1, math.ceil(round(share * len(rows), 9)))
+    learn = len(rows) - score - overlap
+    if learn < 1:
+        raise InvalidInput(
+            f"{name} has {len(rows)} windows, each of which shares rows with the {overlap} before "
+            f"it, so {score} to score on and {overlap} beside them leave none to learn from; use "
+            "shorter windows, fewer devices, or leave out small groups"
+        )
+    parts = (rows[:learn], rows[-score:])
+    return Shard(*({k: np.asarray(v)[part] for k, v in samples.items()} for part in parts))
 
 
 def _split(samples: Samples, rows: Array, held_out: float, seed: int, name: str) -> Shard:

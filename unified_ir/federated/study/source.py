@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +13,7 @@ import numpy as np
 
 from triplane.proto.errors import InvalidInput, NotFound
 from triplane.unified_ir.data import Dataset, load
-from triplane.unified_ir.data.by_name import PIPELINE
+from triplane.unified_ir.data.by_name import PIPELINE, size_like
 from triplane.unified_ir.data.choosing import class_numbers, row_bytes
 from triplane.unified_ir.federated.algorithms.objective import objective_of
 from triplane.unified_ir.federated.core.draws import Array, Draws
@@ -57,17 +57,36 @@ class SampleSource:
 def devices_of(source: SampleSource, module: Module) -> tuple[Shards, Shards]:
     """Return (devices that take part, devices that are only scored), with the model's names."""
     names = batch_names(module)
-    dataset = _read(source)
+    dataset = _read(_sized(source, module))
     samples = _samples(source, dataset, module, names)
     if not source.any_labels:
         _check_labels(source, samples[names[-1]], module)
     groups = np.asarray(dataset.column(source.group)) if source.group else None
+    shards = partial(_partitioned, source, overlap=_overlap(source, dataset))
     if not source.split:
-        return _chosen(source, _partitioned(source, samples, groups))
+        return _chosen(source, shards(samples, groups))
     split = np.asarray(dataset.column(source.split))
     partition.check_whole(split, len(dataset), f"column {source.split!r} must have")
     unseen = split != 0
-    return _part(source, samples, groups, ~unseen), _part(source, samples, groups, unseen)
+    seen, apart = (_part(source, samples, groups, chosen) for chosen in (~unseen, unseen))
+    return shards(*seen), shards(*apart)
+
+
+def _overlap(source: SampleSource, dataset: Dataset) -> int:
+    if dataset.overlap and source.way not in {"group", "even"}:
+        raise InvalidInput(
+            f"windows of {source.data} share rows with the {dataset.overlap} before them, so "
+            "devices with samples at random would learn from what others are scored on; partition "
+            "evenly, or by group"
+        )
+    return dataset.overlap
+
+
+def _sized(source: SampleSource, module: Module) -> SampleSource:
+    """Return the source whose images have the size of the model's input, unless it states one."""
+    inputs = objective_of(module).batch[:-1]
+    size = source.form.get("size") or size_like(source.data, [p.type.shape for p in inputs])
+    return replace(source, form={**source.form, "size": size}) if size else source
 
 
 def _read(source: SampleSource) -> Dataset:
@@ -151,21 +170,27 @@ def _check_labels(source: SampleSource, y: Array, module: Module) -> None:
         )
 
 
-def _part(source: SampleSource, samples: Samples, groups: Array | None, chosen: Array) -> Shards:
+def _part(
+    source: SampleSource, samples: Samples, groups: Array | None, chosen: Array
+) -> tuple[Samples, Array | None]:
     rows = np.flatnonzero(chosen)
     if not len(rows):
         raise InvalidInput(f"column {source.split!r} leaves no sample on one side")
     some = {name: np.asarray(x)[rows] for name, x in samples.items()}
-    return _partitioned(source, some, None if groups is None else groups[rows])
+    return some, None if groups is None else groups[rows]
 
 
-def _partitioned(source: SampleSource, samples: Samples, groups: Array | None) -> Shards:
+def _partitioned(
+    source: SampleSource, samples: Samples, groups: Array | None, *, overlap: int
+) -> Shards:
     held_out, seed = source.held_out, source.seed
     if groups is not None:
-        return partition.by_group(samples, groups, held_out=held_out, seed=seed, least=source.least)
+        return partition.by_group(
+            samples, groups, held_out=held_out, seed=seed, least=source.least, overlap=overlap
+        )
     labels = list(samples)[-1]
     ways: dict[Way, Callable[..., Shards]] = {
-        "even": partition.evenly,
+        "even": partial(partition.evenly, overlap=overlap),
         "dirichlet": partial(partition.by_dirichlet, alpha=source.alpha, labels=labels),
         "labels": partial(partition.by_label_shards, shards=source.label_shards, labels=labels),
     }

@@ -58,7 +58,7 @@ def test_an_evaluation_waits_for_a_device_that_may_be_back():
     state, _ = all_arrive(replace(state, plan=plan(evaluate_every=1)))
     state, _ = step(state, Left(at_s=1.5, device="bea"))
     state, _ = step(state, Reduced(at_s=2.0, number=1, shared="s1"))
-    assert (state.phase, state.reason) == (Phase.GATHERING, "2 devices are there; away: bea")
+    assert (state.phase, state.reason) == (Phase.GATHERING, "2 devices are connected; away: bea")
     state, _ = step(state, Joined(at_s=3.0, device="bea", examples=10, held_out=4))
     assert state.round.evaluates
     assert len(state.round.leases) == 3

@@ -38,7 +38,7 @@ from triplane.unified_ir.federated.core.run import (
 
 def test_round_opens_when_enough_devices_are_there_and_tells_them():
     state, effects = begun(DEVICES[:2])
-    assert (state.phase, state.reason) == (Phase.GATHERING, "2 devices of 3 are there")
+    assert (state.phase, state.reason) == (Phase.GATHERING, "2 of 3 devices are connected")
     state, effects = step(state, Joined(at_s=1.0, device="cem", examples=10))
     assert state.phase is Phase.COLLECTING
     assert [Tell(name) for name in DEVICES[:3]] == sorted(set(effects), key=lambda e: e.device)

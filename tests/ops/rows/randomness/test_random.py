@@ -1,3 +1,5 @@
+from statistics import NormalDist
+
 import numpy as np
 import pytest
 
@@ -118,3 +120,41 @@ def test_dropout_of_nothing_is_the_operand_and_of_everything_is_refused():
             ops.dropout(x, key, 1.0)
         with pytest.raises(InvalidInput, match="a random key must be uint32"):
             ops.random_bits(x, (3,))
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 4096])
+def test_normal_numbers_agree_on_every_engine(size):
+    rows = [
+        drawn(name, lambda key, x: ops.random_normal(key, x.shape), size)[0] for name in ENGINES
+    ]
+    for other in rows:
+        assert other.shape == (size,)
+        assert other.dtype == np.float32
+        np.testing.assert_allclose(rows[0], other, rtol=1e-5, atol=1e-6)
+
+
+def test_normal_numbers_are_independent_and_standard_normal():
+    n = 1 << 16
+    (z,) = drawn("reference", lambda key, x: ops.random_normal(key, x.shape), n)
+    edges = [-np.inf, *(NormalDist().inv_cdf(k / 16) for k in range(1, 16)), np.inf]
+    counts, _ = np.histogram(z, bins=edges)
+    assert ((counts - n / 16) ** 2 / (n / 16)).sum() < 37.7  # chi-squared, 15 degrees: p = 0.001
+    assert np.isfinite(z).all()
+    # The two numbers of one block, and neighbours.
+    for a, b in ((z[: n // 2], z[n // 2 :]), (z[:-1], z[1:])):
+        assert abs(np.corrcoef(a, b)[0, 1]) < 4 / np.sqrt(len(a))
+        assert abs(np.corrcoef(a**2, b**2)[0, 1]) < 4 / np.sqrt(len(a))
+
+
+def test_keys_derived_from_a_key_differ():
+    def derived(key, x):
+        keys = [key, ops.next_key(key), *(ops.fold_in(key, k) for k in (0, 1, 2**32 - 1))]
+        return ops.stack([*keys, ops.fold_in(keys[2], 0)])
+
+    (keys,) = drawn("onnx", derived, 1)
+    assert len({tuple(k) for k in keys.tolist()}) == 6
+    (same,) = drawn("reference", derived, 1)
+    np.testing.assert_array_equal(keys, same)
+    for number in (-1, 2**32):
+        with pytest.raises(InvalidInput, match=r"takes a number in 0\.\.2"):
+            drawn("reference", lambda key, _, number=number: ops.fold_in(key, number), 1)

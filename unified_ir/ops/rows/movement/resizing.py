@@ -17,6 +17,7 @@ from typing import Any, Final
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
+from triplane.proto.suggestions import check_choice
 from triplane.unified_ir.ir.dims import Dim, Expr, floor_div, product
 from triplane.unified_ir.ir.graph import Node
 from triplane.unified_ir.ir.types import DType, ShapeError, TensorType, float32
@@ -458,7 +459,7 @@ def resize(
 
 
 # fmt: off
-_MODES: Final[Mapping[str, Mapping[str, Any]]] = {
+MODES: Final[Mapping[str, Mapping[str, Any]]] = {
     "nearest":       {"mode": "nearest", **_SHARP},
     "nearest-exact": {"mode": "nearest", "nearest_mode": "round_prefer_ceil"},
     "linear":        {"mode": "linear"},
@@ -471,9 +472,8 @@ _MODES: Final[Mapping[str, Mapping[str, Any]]] = {
 
 
 def _mode_attrs(mode: str, *, align_corners: bool, antialias: bool) -> dict[str, Any]:
-    if mode not in _MODES:
-        raise InvalidInput(f"resize has the modes {', '.join(_MODES)}, got {mode!r}")
-    attrs = dict(_MODES[mode])
+    check_choice("resize's mode", mode, MODES)
+    attrs = dict(MODES[mode])
     if attrs["mode"] == "nearest" and (align_corners or antialias):
         raise InvalidInput(f"resize with mode {mode!r} has no align_corners and no antialias")
     if align_corners:

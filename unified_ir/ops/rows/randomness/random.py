@@ -7,6 +7,7 @@ it by `next_key` after each draw, so a run resumes exactly from its saved keys.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -17,6 +18,7 @@ from triplane.unified_ir.ir.dims import Dim, ceil_div, product
 from triplane.unified_ir.ir.types import TensorType, float32, uint32
 from triplane.unified_ir.ops.row import DOMAIN, Op, OpCall, OpKind
 from triplane.unified_ir.ops.rows.arithmetic.bits import bit_shift, bitwise_or
+from triplane.unified_ir.ops.rows.arithmetic.elementwise import cos, log, sin, sqrt
 from triplane.unified_ir.ops.rows.movement.indexing import arange
 from triplane.unified_ir.ops.rows.movement.structure import concat, slice_axis
 from triplane.unified_ir.ops.samples import fixed, ints, sample
@@ -78,26 +80,63 @@ threefry = Op(
 """key: uint32[2], counter words x0, x1: uint32 -> two random words per counter."""
 
 
+def _blocks(key: Tensor, n: Dim) -> tuple[Tensor, ...]:
+    """Return two vectors of words, together at least `n`; block i has the counter (0, i)."""
+    low = arange(ceil_div(n, 2)).cast(uint32)
+    return threefry.all_outputs(key, low * np.uint32(0), low, outputs=2)
+
+
+def _shaped(pair: Sequence[Tensor], n: Dim, shape: Sequence[Dim]) -> Tensor:
+    """Return the first `n` elements of both vectors in this shape."""
+    both = concat(pair)
+    return (both if n == both.shape[0] else slice_axis(both, 0, 0, n)).reshape(tuple(shape))
+
+
+def _fraction(bits: Tensor) -> Tensor:
+    """uint32 -> float32 in [0, 1)."""
+    # The upper 24 bits: float32 has 24 bits of precision, so every multiple of 2^-24 is exact.
+    return bit_shift(bits, np.uint32(8), direction="RIGHT").cast(float32) * 2.0**-24
+
+
 def random_bits(key: Tensor, shape: Sequence[Dim]) -> Tensor:
     """key: uint32[2] -> uint32 of `shape`, uniform; block i, of counter (0, i), gives two."""
     n = product(list(shape))
-    low = arange(ceil_div(n, 2)).cast(uint32)
-    words = concat(threefry.all_outputs(key, low * np.uint32(0), low, outputs=2))
-    drawn = words if n == words.shape[0] else slice_axis(words, 0, 0, n)
-    return drawn.reshape(tuple(shape))
+    return _shaped(_blocks(key, n), n, shape)
 
 
 def random_uniform(key: Tensor, shape: Sequence[Dim]) -> Tensor:
     """key: uint32[2] -> float32 of `shape`, uniform on multiples of 2^-24 in [0, 1)."""
-    # The upper 24 bits: float32 has 24 bits of precision, so every multiple of 2^-24 is exact.
-    bits = bit_shift(random_bits(key, shape), np.uint32(8), direction="RIGHT")
-    return bits.cast(float32) * 2.0**-24
+    return _fraction(random_bits(key, shape))
+
+
+def random_normal(key: Tensor, shape: Sequence[Dim]) -> Tensor:
+    """key: uint32[2] -> float32 of `shape`, normal with mean 0 and variance 1.
+
+    Two words of a block give two numbers, r cos(a) and r sin(a) with r = sqrt(-2 ln(1 - u)) and
+    a = 2 pi v (Box and Muller 1958), so |y| < 5.8. Engines agree up to the rounding of cos and ln.
+    """
+    n = product(list(shape))
+    u, v = map(_fraction, _blocks(key, n))
+    radius, angle = sqrt(log(1.0 - u) * -2.0), v * (2.0 * math.pi)
+    return _shaped((radius * cos(angle), radius * sin(angle)), n, shape)
 
 
 def next_key(key: Tensor) -> Tensor:
     """Return the key after this one: block (2^32-1, 2^32-1), which no draw uses."""
     last = np.full(1, 2**32 - 1, np.uint32)
     return concat(threefry.all_outputs(key, last, last, outputs=2))
+
+
+def fold_in(key: Tensor, number: int) -> Tensor:
+    """Return a key derived from a key and a number in 0..2^32-1: block (2^32-2, number).
+
+    Derived keys differ from each other, from the key and from those that `next_key` gives. Use it
+    where one key must serve several draws.
+    """
+    if not 0 <= number < 2**32:
+        raise InvalidInput(f"fold_in takes a number in 0..2^32-1, got {number}")
+    high, low = np.full(1, 2**32 - 2, np.uint32), np.full(1, number, np.uint32)
+    return concat(threefry.all_outputs(key, high, low, outputs=2))
 
 
 def dropout(x: Tensor, key: Tensor, p_drop: float) -> Tensor:

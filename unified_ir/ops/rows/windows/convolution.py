@@ -7,11 +7,11 @@ Conv(x, w) is bilinear; ConvTranspose(g, w) is its adjoint in x, ConvGradWeight(
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
-from triplane.proto.errors import InvalidInput
+from triplane.proto.suggestions import check_choice
 from triplane.unified_ir.ir.dims import Dim, Expr
 from triplane.unified_ir.ir.graph import Node
 from triplane.unified_ir.ir.types import ShapeError, TensorType
@@ -281,6 +281,10 @@ conv_transpose_row = Op(
 )
 
 
+PADDINGS: Final = {"same": "SAME_UPPER", "valid": "VALID"}
+"""Name of a padding -> ONNX's name."""
+
+
 def conv(
     x: Tensor,
     weight: Tensor,
@@ -299,9 +303,8 @@ def conv(
     mode = None
     attrs = window_attrs(x.rank, stride, 0 if isinstance(padding, str) else padding, dilation)
     if isinstance(padding, str):
-        mode = {"same": "SAME_UPPER", "valid": "VALID"}.get(padding)
-        if mode is None:
-            raise InvalidInput(f"padding must be an int, ints, 'same' or 'valid', got {padding!r}")
+        check_choice("padding that is no number", padding, PADDINGS)
+        mode = PADDINGS[padding]
         kernel = static(weight.shape[2:], "a kernel's size")
         if is_static(x.shape[2:]) or set(attrs["strides"]) == {1}:
             window = Window.over(x.shape[2:], kernel, {**attrs, "auto_pad": mode})
