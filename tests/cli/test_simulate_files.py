@@ -235,6 +235,6 @@ def test_two_files_of_results_have_two_names(folder, tmp_path):
 
 def test_a_result_does_not_replace_the_file_of_an_algorithm(folder):
     own = folder / "own.py"
-    with pytest.raises(InvalidInput, match="--out-csv is .*own.py, which is an input"):
+    with pytest.raises(InvalidInput, match=r"--out-csv is .*own.py, which is an input"):
         run(folder, f"--algorithm={own}:Slow", "--out-csv", str(own))
     assert own.read_text() == OWN
