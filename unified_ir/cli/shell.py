@@ -415,13 +415,15 @@ def _report(failure: _Failure, error: BaseException, *, as_json: bool) -> None:
 
         click.echo("".join(traceback.format_exception(error)), err=True, nl=False)
     if as_json:
-        click.echo(_json({"error": asdict(failure)}))
-    else:
-        # The convention of no-color.org; None lets click find out whether stderr is a terminal.
-        color = False if os.environ.get("NO_COLOR") else None
-        # One line, whatever the message holds, so that logs and scripts can rely on it.
-        line = " ".join(failure.message.split())
-        click.secho(f"triplane: {line}", fg="red", err=True, color=color)
+        # Standard output itself may be what failed, as on a full disk.
+        with suppress(OSError):
+            click.echo(_json({"error": asdict(failure)}))
+            return
+    # The convention of no-color.org; None lets click find out whether stderr is a terminal.
+    color = False if os.environ.get("NO_COLOR") else None
+    # One line, whatever the message holds, so that logs and scripts can rely on it.
+    line = " ".join(failure.message.split())
+    click.secho(f"triplane: {line}", fg="red", err=True, color=color)
 
 
 def _missing(module: str, extra: str) -> MissingExtra:
