@@ -116,6 +116,12 @@ def test_one_device_warns_and_shows_no_difference():
     assert "inf" not in re.sub("base64,[^']*|<script>.*</script>", "", text, flags=re.DOTALL)
 
 
+def test_rounding_is_no_warning():
+    assert warnings([of_one_device(after=0.5 - 1e-16)])[0].startswith("The end is ")
+    tiny = replace(of_one_device(after=0.5 + 1e-9), metric=LOSS)
+    assert warnings([tiny])[0].startswith("Adaptation does not help here: ")
+
+
 def test_a_loss_that_rises_is_a_warning():
     worse = replace(trial(gain=0.2, start=0.9), metric=LOSS)
     (line,) = warnings([worse])

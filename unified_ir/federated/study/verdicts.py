@@ -50,7 +50,8 @@ def warnings(trials: Sequence[Trial]) -> list[str]:
             (not gain.shown, _measured(name, group, gain, replicates[0].metric))
             for name, replicates in by_algorithm(trials).items()
             for seen, group, _ in GROUPS
-            if (gain := measure(replicates, seen=seen)) is not None and gain.mean < 0
+            if (gain := measure(replicates, seen=seen)) is not None
+            and _is_loss(gain, replicates[0].metric)
         ]
         # Stable: what is significant comes first.
         texts = [text for _, text in sorted(odd, key=lambda pair: pair[0])]
@@ -63,6 +64,11 @@ def warnings(trials: Sequence[Trial]) -> list[str]:
 def _measured(name: str, group: str, gain: Difference, metric: Metric) -> str:
     doubt = "" if gain.shown else " (one device)" if _of_one(gain) else " (not significant)"
     return f"{name} on {group} devices {metric.gain_text(gain.mean, gain.margin)}{doubt}"
+
+
+def _is_loss(gain: Difference, metric: Metric) -> bool:
+    # Rounding in means of many accuracies would otherwise warn of -0.00 percent.
+    return (round(gain.mean, 4) if metric.share else gain.mean) < 0
 
 
 def _of_one(gain: Difference) -> bool:
