@@ -202,3 +202,8 @@ def test_a_summary_counts_neither_keys_nor_statistics_as_parameters():
     assert (
         lines[-1] == f"{learnt:,} parameters, {learnt:,} of them trainable; 34 elements of buffers"
     )
+
+
+def test_a_summary_of_a_shape_says_what_it_takes():
+    with pytest.raises(InvalidInput, match=r"got \(4, 8\): TensorSpec\(\(4, 8\)\)\?"):
+        nn.Dense(8, 3).summary((4, 8))
