@@ -238,3 +238,20 @@ def test_a_result_does_not_replace_the_file_of_an_algorithm(folder):
     with pytest.raises(InvalidInput, match=r"--out-csv is .*own.py, which is an input"):
         run(folder, f"--algorithm={own}:Slow", "--out-csv", str(own))
     assert own.read_text() == OWN
+
+
+def test_a_seed_that_cannot_divide_the_samples_costs_no_other_seed(folder, tmp_path):
+    rows = [f"{k % 2},{k if k < 4 else 0},0,{k % 2}" for k in range(40)]
+    (tmp_path / "equal.csv").write_text("\n".join(["a,b,c,label", *rows]))
+    arguments = [
+        str(folder / "m.tpm"), "--data", str(tmp_path / "equal.csv"), "--x", "a,b,c:3", "--y",
+        "label", "--population", "6", "--rounds", "1", "--steps", "1", "--algorithm", "fedavg",
+        "--seeds", "3", "--json",
+    ]  # fmt: skip
+    done = CliRunner().invoke(simulate, arguments)
+    record = json.loads(done.stdout)
+    assert [trial["seed"] for trial in record["trials"]] == [0, 2]
+    assert "samples of device-" in record["stopped"]["seed 1"]
+    assert done.exit_code == 2
+    with pytest.raises(InvalidInput, match="are equal"):
+        CliRunner().invoke(simulate, [*arguments, "--seed=1"], catch_exceptions=False)

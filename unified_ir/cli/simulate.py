@@ -238,7 +238,14 @@ def _trials(
     """Return the finished trials of all seeds, why others stopped, and the first seed's devices."""
     seeds, trials, failures, first = _seeds(options), [], {}, None
     for seed in seeds:
-        groups = _groups(options, seed, module)
+        try:
+            groups = _groups(options, seed, module)
+        except InvalidInput as error:
+            if not trials:
+                raise
+            failures[f"seed {seed}"] = error  # another seed divides the samples otherwise
+            note(f"seed {seed} stopped: {error}")
+            continue
         first = first or groups
         note(_population(groups) + (f"; seed {seed}" if len(seeds) > 1 else ""))
         for study in _studies(options, seed):
