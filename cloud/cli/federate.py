@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,8 +17,8 @@ from triplane.cloud.cli.connection import (
     repeated,
 )
 from triplane.cloud.cli.options import DURATION, MAX_COUNT, MAX_NUMBER, example
+from triplane.cloud.cli.strategies import simulate, strategy_options
 from triplane.unified_ir.cli.algorithms import NAMES, AlgorithmCommand
-from triplane.unified_ir.cli.simulate import simulate
 from triplane.unified_ir.federated.core import defaults
 
 if TYPE_CHECKING:
@@ -77,24 +76,6 @@ def _positive(_ctx: click.Context, _param: click.Parameter, seconds: float | Non
     return seconds
 
 
-def _pairs(
-    _ctx: click.Context, _param: click.Parameter, texts: tuple[str, ...]
-) -> list[tuple[str, str]]:
-    """Parse each NAME=VALUE to (name, JSON); a value that is not JSON is a string."""
-    pairs = []
-    for text in texts:
-        name, separator, value = text.partition("=")
-        if not separator or not name.isidentifier():
-            raise click.BadParameter(f"{text!r} is not NAME=VALUE")
-        try:
-            json.loads(value)
-        except ValueError:
-            # Words without quotes are the usual case in a shell: --option name=value.
-            value = json.dumps(value)
-        pairs.append((name, value))
-    return pairs
-
-
 @click.group("federate")
 def command() -> None:
     """Let devices learn together; list, watch and stop runs.
@@ -113,14 +94,7 @@ command.add_command(simulate)
     help="Name of the group of devices that may take part; each device is configured with it.",
 )  # fmt: skip
 @click.option("--algorithm", default="", metavar="NAME", help=_or(f"{NAMES}.", defaults.ALGORITHM))
-@click.option(
-    "--strategy", default="", metavar="NAME",
-    help="Strategy of Flower: fedavg, fedadam, krum, ..., or NAME[:ATTRIBUTE] of your own file.",
-)  # fmt: skip
-@click.option(
-    "--option", "strategy_options", multiple=True, metavar="NAME=VALUE", callback=_pairs,
-    help="Argument of the strategy; repeatable.",
-)  # fmt: skip
+@strategy_options
 @click.option(
     "--app", is_flag=True, help="Devices run the Flower ClientApp that their owner configured."
 )

@@ -27,16 +27,21 @@ from triplane.unified_ir.cli.shell import (
 from triplane.unified_ir.federated.core import defaults
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from triplane.unified_ir.federated.core.metric import Metric
     from triplane.unified_ir.federated.study import DeviceScore, RoundRow, Study, Trial
     from triplane.unified_ir.federated.study.partition import Shards
+    from triplane.unified_ir.federated.study.server import StudyServer
     from triplane.unified_ir.federated.study.source import SampleSource
     from triplane.unified_ir.ir import Module
 
     Groups = tuple[Shards, Shards]
     Note = Callable[[str], None]
+    Served = tuple[StudyServer, Mapping[str, float]]
+    """(the cloud's side of a study, the hyperparameters that are set)."""
+    ServerOf = Callable[[str, Mapping[str, float]], Served]
+    """(algorithm, hyperparameters of the command line) -> its server."""
 
 EPILOG = """\b
 Examples:
@@ -178,6 +183,22 @@ OPTIONS: Final = (
 @json_option
 def simulate(**options: Any) -> None:
     """Compare federated algorithms on simulated devices, starting from MODEL.tpm."""
+    compare(options, own_server)
+
+
+def own_server(_algorithm: str, hyper: Mapping[str, float]) -> Served:
+    """Return the cloud's side that the row of the algorithm describes; see `ServerOf`."""
+    from triplane.unified_ir.federated.study.server import MeanServer
+
+    return MeanServer(), hyper
+
+
+def compare(options: dict[str, Any], server_of: ServerOf) -> None:
+    """Run the studies that the options of `simulate` describe, and write what they ask for.
+
+    options: of `simulate`; others are shown on the page. server_of: see `ServerOf`.
+    """
+    options["server_of"] = server_of
     output = open_output(options["as_json"])
     outputs = {f"--{k.replace('_', '-')}": options[k] for k in ("out", "out_csv", "out_json")}
     own_files = click.get_current_context().meta.get(FILES, ())
@@ -212,8 +233,12 @@ def _seeds(options: dict[str, Any]) -> tuple[int, ...]:
     return tuple(range(first, first + (seeds or 1)))
 
 
-def _studies(options: dict[str, Any], seed: int) -> list[Study]:
-    return [_study(name, options, seed) for name in _names(options["algorithms"])]
+def _studies(options: dict[str, Any], seed: int) -> list[tuple[Study, StudyServer]]:
+    studies = []
+    for name in _names(options["algorithms"]):
+        server, hyper = options["server_of"](name, options["hyper"])
+        studies.append((_study(name, options | {"hyper": hyper}, seed), server))
+    return studies
 
 
 def _names(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -248,11 +273,12 @@ def _trials(
             continue
         first = first or groups
         note(_population(groups) + (f"; seed {seed}" if len(seeds) > 1 else ""))
-        for study in _studies(options, seed):
-            label = study.algorithm if len(seeds) == 1 else f"{study.algorithm} seed {seed}"
-            folder = _folder(options, study)
+        for study, server in _studies(options, seed):
+            title = server.title(study.algorithm)
+            label = title if len(seeds) == 1 else f"{title} seed {seed}"
+            folder = _folder(options, study, title)
             try:
-                trials.append(_trial(study, module, groups, folder, label, note))
+                trials.append(_trial((study, server), module, groups, folder, label, note))
             except InvalidInput as error:
                 failures[label] = error
                 note(f"{label} stopped: {error}")
@@ -274,11 +300,11 @@ def _groups(options: dict[str, Any], seed: int, module: Module) -> Groups:
     return groups
 
 
-def _folder(options: dict[str, Any], study: Study) -> Path | None:
+def _folder(options: dict[str, Any], study: Study, title: str) -> Path | None:
     """Return the folder of a trial; that of --seed is the same as in a study of one seed."""
     if options["folder"] is None:
         return None
-    folder: Path = options["folder"] / study.algorithm
+    folder: Path = options["folder"] / title
     return folder if study.seed == options["seed"] else folder / f"seed-{study.seed}"
 
 
@@ -349,12 +375,18 @@ def _study(name: str, options: dict[str, Any], seed: int) -> Study:
 
 
 def _trial(
-    study: Study, module: Module, groups: Groups, folder: Path | None, label: str, note: Note
+    served: tuple[Study, StudyServer],
+    module: Module,
+    groups: Groups,
+    folder: Path | None,
+    label: str,
+    note: Note,
 ) -> Trial:
     """Run one algorithm with one seed, reporting its progress."""
     from triplane.unified_ir.federated.core.metric import metric_of
     from triplane.unified_ir.federated.study import simulate as run
 
+    study, server = served
     seen, unseen = groups
     metric = metric_of(module.entry("evaluate").result_names)
     reported: list[int] = []
@@ -373,8 +405,9 @@ def _trial(
         note(f"{label} scored {when}{at}  {means}")
 
     trial = run(
-        module, seen, study, unseen=unseen, folder=folder, on_round=on_round, on_scores=on_scores
-    )
+        module, seen, study, unseen=unseen, folder=folder, server=server, on_round=on_round,
+        on_scores=on_scores,
+    )  # fmt: skip
     if not reported:
         note(f"{label} was already finished; read from {folder}")
     # The report needs no weights, and those of many trials may not fit into memory.
@@ -462,8 +495,9 @@ def _facts(options: dict[str, Any], groups: Groups) -> dict[str, str]:
     rows = [algorithm(name) for name in _names(options["algorithms"])]
     numbers: dict[str, dict[str, None]] = {}
     for row in rows:
+        _, values = options["server_of"](row.name, options["hyper"])
         for hyper in row.hyper:
-            number = f"{options['hyper'].get(hyper.name, hyper.default):g}"
+            number = f"{values.get(hyper.name, hyper.default):g}"
             numbers.setdefault(hyper.name, {})[number] = None
     options = {k: v for k, v in options.items() if k != "hyper"} | {
         name: tuple(values) for name, values in numbers.items()
@@ -480,9 +514,20 @@ def _facts(options: dict[str, Any], groups: Groups) -> dict[str, str]:
         "batch_size": not all(row.episodes for row in rows), "query": meta,
         "keep": options["compression"] == "top-k",
         "devices": options["devices"], "evaluate_every": options["evaluate_every"],
+        "server_lr": not options.get("strategy"),
     }
     # fmt: on
-    left_out = {"as_json", "folder", "out", "out_csv", "out_json", "model", "algorithms", "seed"}
+    left_out = {
+        "as_json",
+        "folder",
+        "out",
+        "out_csv",
+        "out_json",
+        "model",
+        "algorithms",
+        "seed",
+        "server_of",
+    }
     options["seeds"] = _seeds(options)
     facts = {
         ("partition" if k == "way" else k.replace("_", " ")): (

@@ -1,6 +1,7 @@
 """Flower strategies in runs. Each strategy has a process of its own.
 
-`runs`, `process` and `spec` belong to the cloud's process, the other modules to a strategy's.
+`runs`, `study`, `process`, `orders` and `spec` belong to the process of the cloud or of a study,
+the other modules to a strategy's.
 `adapter` is the only module of the cloud that imports flwr. It is loaded on the first use of
 `Triplane` or `Sampling`; there is no `__all__`, since both need the extra `[flower]`.
 """

@@ -21,13 +21,14 @@ from typing import Any, Final
 import sqlalchemy as sa
 
 from triplane.cloud.federation import journal
-from triplane.cloud.federation.flower.process import PREFIX, StrategyLimits, StrategyProcess
-from triplane.cloud.federation.flower.spec import (
-    fill_flower,
-    options_of,
-    shipped_row,
-    strategy_file,
+from triplane.cloud.federation.flower.orders import (
+    asked_files,
+    read_next,
+    score_reply,
+    strategy_order,
 )
+from triplane.cloud.federation.flower.process import PREFIX, StrategyLimits, StrategyProcess
+from triplane.cloud.federation.flower.spec import fill_flower
 from triplane.cloud.federation.journal import RunRecord
 from triplane.cloud.federation.live import RETRY_S, LiveRun, MakeEvent, Write
 from triplane.cloud.federation.results import Results, reduced_event
@@ -48,7 +49,6 @@ from triplane.proto.errors import (
     Unavailable,
 )
 from triplane.proto.sandbox import ChildDied, remove_job_folders
-from triplane.unified_ir.federated.core.files import read_state
 from triplane.unified_ir.federated.core.rules import lease_id
 from triplane.unified_ir.federated.core.run import (
     ENDED,
@@ -216,8 +216,7 @@ class FlowerRuns:
             if lease.update is not None:
                 replies[lease.device] = {}  # it read the reply on arrival; the file may be removed
             elif score is not None and score.round == order.number:
-                facts = {"samples": score.samples, "before": score.before, "after": score.after}
-                replies[lease.device] = {**facts, "metric": projection.metric}
+                replies[lease.device] = score_reply(score, projection.metric)
         async with run.lock:
             if run.process is None or run.turn is None or run.turn[:2] != (order.number, True):
                 return
@@ -308,15 +307,8 @@ class FlowerRuns:
     ) -> Callable[[float], Asked]:
         """Return the event of an answer. InvalidInput: too few devices, or unknown ones."""
         number, evaluates, attempt = turn
-        files = {str(k): str(v) for k, v in sorted(answer["asked"].items())}
-        quorum = journal.plan_of(record.spec).quorum
-        if not files.keys() <= devices.keys():
-            raise InvalidInput("the strategy asks devices that are not in its round")
-        if not evaluates and len(files) < min(quorum, len(devices)):
-            raise InvalidInput(
-                f"the strategy asks {len(files)} of {len(devices)} devices, a round needs "
-                f"{quorum} updates; start the run with a smaller --quorum"
-            )
+        quorum = 0 if evaluates else journal.plan_of(record.spec).quorum
+        files = asked_files(answer, devices, quorum)
         messages = await asyncio.to_thread(self._message_blobs, files)
         await claim(self._db, self._blobs, {bytes.fromhex(x) for x in messages.values() if x})
         return lambda at_s: Asked(
@@ -410,29 +402,7 @@ class FlowerRuns:
 
     def _facts(self, spec: pb.Spec) -> dict[str, Any]:
         """Return the order that constructs a strategy, without a run."""
-        flower, plan = spec.flower, journal.plan_of(spec)
-        row = None if flower.sha256 else shipped_row(flower.strategy)
-        file, attribute = "", ""
-        if row is None:
-            path, attribute = strategy_file(flower.strategy, self._strategies)
-            file = str(path)
-        return {
-            "run": "",
-            "strategy": flower.strategy,
-            "file": file,
-            "attribute": attribute,
-            "sha256": flower.sha256.hex(),
-            "wraps": row is not None and row.wraps,
-            "options": options_of(flower),
-            "app": flower.app,
-            "rounds": spec.rounds,
-            "evaluate_every": spec.evaluate_every,
-            "quorum": plan.quorum,
-            "devices": plan.devices,
-            "proximal": spec.hyperparameters.proximal,
-            "lr": spec.hyperparameters.lr,
-            "seed": spec.seed,
-        }
+        return strategy_order(spec, self._strategies, quorum=journal.plan_of(spec).quorum)
 
     def _update(self, lease: Lease) -> dict[str, Any]:
         update = lease.update
@@ -449,9 +419,7 @@ class FlowerRuns:
         """Store a strategy's output as blobs: the next state, validated, and its memory."""
         assert record.prepared is not None
         state = Path(answer["state"])
-        tensors = read_state(state, plan=record.prepared.plan_digest)
-        if tensors.keys() != record.prepared.roles.keys():
-            raise InvalidInput("the strategy's process returned other tensors than the run's state")
+        read_next(state, record.prepared.plan_digest, record.prepared.roles)
         return self._blobs.put_file(state), self._blobs.put_file(Path(answer["memory"]))
 
     def _of(self, run: str) -> _Run:

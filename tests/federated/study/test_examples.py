@@ -73,7 +73,7 @@ def adapted(example, study):
 def test_no_rate_and_no_batch_brings_fedavg_nearer(example):
     """Nor are MAML's 80 samples a step the reason: with FedAvg's 40 it is still ahead."""
     fedavg = example.FEDAVG
-    rates = [replace(fedavg, hyper=replace(fedavg.hyper, lr=lr)) for lr in (0.1, 0.3, 1.0, 3.0)]
+    rates = [replace(fedavg, hyper=fedavg.hyper.but(lr=lr)) for lr in (0.1, 0.3, 1.0, 3.0)]
     best = [adapted(example, made) for made in (*rates, replace(fedavg, batch_size=80))]
     maml = adapted(example, replace(example.MAML, support=20, query=20))
     for group, margin in MARGINS.items():

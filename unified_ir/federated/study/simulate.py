@@ -20,7 +20,7 @@ import numpy as np
 
 from triplane.proto.errors import Conflict, InvalidInput
 from triplane.proto.messages import value_from
-from triplane.unified_ir.federated.algorithms import Algorithm, Hyper, algorithm, plan_of
+from triplane.unified_ir.federated.algorithms import Hyper, algorithm, plan_of
 from triplane.unified_ir.federated.algorithms.hyper import LR
 from triplane.unified_ir.federated.core import defaults
 from triplane.unified_ir.federated.core import learn as device
@@ -29,9 +29,15 @@ from triplane.unified_ir.federated.core.compress import Compressor
 from triplane.unified_ir.federated.core.draws import Array, Draws
 from triplane.unified_ir.federated.core.episodes import check_ways
 from triplane.unified_ir.federated.core.learn import Shard, Work
-from triplane.unified_ir.federated.core.reduce import reduce
 from triplane.unified_ir.federated.core.rules import step
 from triplane.unified_ir.federated.study.checkpoint import Keeper, StudyProgress, identity
+from triplane.unified_ir.federated.study.server import (
+    Contribution,
+    MeanServer,
+    RoundServer,
+    ServedStudy,
+    StudyServer,
+)
 from triplane.unified_ir.federated.study.trial import DeviceScore, RoundRow, Trial
 from triplane.unified_ir.ir import Module
 from triplane.unified_ir.runtime import Plan
@@ -106,13 +112,15 @@ def simulate(
     *,
     unseen: Mapping[str, Shard] | None = None,
     folder: Path | None = None,
+    server: StudyServer | None = None,
     on_round: OnRound | None = None,
     on_scores: OnScores | None = None,
 ) -> Trial:
     """Run the study on these devices; `unseen` ones are scored and never learned from.
 
-    folder: keeps the study's progress after each round. Progress of the same study found there is
-    resumed, also with more rounds or other `rates`; that of another study is a Conflict.
+    server: the cloud's side, by default that of the algorithm's row. folder: keeps the study's
+    progress after each round. Progress of the same study found there is resumed, also with more
+    rounds or other `rates`; that of another study is a Conflict.
     """
     others = dict(unseen or {})
     if both := sorted(shards.keys() & others.keys()):
@@ -124,10 +132,14 @@ def simulate(
         # Through a file, so that a study runs exactly the plan that a device would receive.
         digest = plan_of(module, study.algorithm, study.hyper, path).digest
         plan = Plan.load(path, expected_digest=digest)
-    keeper = None if folder is None else Keeper(folder, identity(digest, study, shards, others))
-    return _Simulation(
+    server = server or MeanServer()
+    facts = {**identity(digest, study, shards, others), **server.facts}
+    keeper = None if folder is None else Keeper(folder, facts)
+    simulation = _Simulation(
         plan, study, shards, others, keeper=keeper, on_round=on_round, on_scores=on_scores
-    ).go()
+    )
+    with server.serving(simulation.served(digest)) as rounds:
+        return simulation.go(rounds, server.title(study.algorithm))
 
 
 class _Simulation:
@@ -147,7 +159,6 @@ class _Simulation:
         self.plan, self.study, self.keeper = plan, study, keeper
         self.on_round = on_round or (lambda _: None)
         self.on_scores = on_scores or (lambda *_: None)
-        self.row: Algorithm = algorithm(study.algorithm)
         self.metric = device.metric_of_plan(plan)
         self.seen, self.shards = seen, {**seen, **unseen}
         for name, shard in self.shards.items():
@@ -167,23 +178,34 @@ class _Simulation:
                 f"{done} rounds of this study are done; ask for as many or more, got {study.rounds}"
             )
 
-    def go(self) -> Trial:
-        """Run from the present progress to the end."""
+    def served(self, digest: str) -> ServedStudy:
+        """Return what a server knows of this study. digest: the plan's."""
+        return value_from(
+            ServedStudy, self.study, devices=self._count(), plan=digest,
+            roles={name: self.plan.roles[name] for name in self.place.shared}, metric=self.metric,
+        )  # fmt: skip
+
+    def go(self, server: RoundServer, title: str) -> Trial:
+        """Run from the present progress to the end. title: the trial's name."""
         if not self.place.rounds:
             self._score_start()
         state = self._begin()
         while state.phase is not machine.Phase.FINISHING:
             assert state.round is not None
             evaluates = state.round.evaluates
-            state = self._score(state) if evaluates else self._round(state)
+            if evaluates:
+                state = self._score(state)
+                server.judge(self.place)
+            else:
+                state = self._round(state, server)
             if self.keeper is not None and not (state.round and state.round.evaluates):
                 self.keeper.save(self.place)
-        place, sweep, name = self.place, self._sweep(), self.study.algorithm
+        place, sweep = self.place, self._sweep()
         start, scores = (
             tuple(s for s in place.scores if (s.round == START) is first) for first in (True, False)
         )
         return Trial(
-            name, place.rounds, scores, sweep, place.shared, self.metric, self.study.seed, start
+            title, place.rounds, scores, sweep, place.shared, self.metric, self.study.seed, start
         )
 
     def _score_start(self) -> None:
@@ -198,10 +220,10 @@ class _Simulation:
 
     def _begin(self) -> machine.RunState:
         study = self.study
-        count = study.devices or len(self.seen)
-        # Every device reports at once, so deadline and patience never matter.
+        count = self._count()
+        # Every device that is asked reports at once, so quorum, deadline and patience never matter.
         plan = machine.RunPlan(
-            rounds=study.rounds, devices=count, asked=count, quorum=count, deadline_s=1.0,
+            rounds=study.rounds, devices=count, asked=count, quorum=1, deadline_s=1.0,
             patience_s=0.0, evaluate_every=study.evaluate_every, seed=study.seed,
         )  # fmt: skip
         scorer = self._scorers()[:1]  # the rules only count the rounds
@@ -219,11 +241,16 @@ class _Simulation:
         )  # fmt: skip
         return step(state, machine.Tick(at_s=NOW_S))[0]
 
-    def _round(self, state: machine.RunState) -> machine.RunState:
-        """Let every leased device learn, and reduce the updates in their order."""
-        assert state.round is not None
+    def _count(self) -> int:
+        """Return the number of devices in a round."""
+        return self.study.devices or len(self.seen)
+
+    def _round(self, state: machine.RunState, server: RoundServer) -> machine.RunState:
+        """Let the devices that the server asks learn, and reduce the updates in their order."""
         started = time.perf_counter()
-        number, leases = state.round.number, state.round.leases
+        state, leases = self._asked(state, server)
+        assert state.round is not None
+        number = state.round.number
         learned = [self._learn(number, lease) for lease in leases]
         for lease, (_, update) in zip(leases, learned, strict=True):
             arrived = machine.Arrived(
@@ -231,7 +258,7 @@ class _Simulation:
             )
             state, effects = step(state, arrived)
         assert any(isinstance(effect, machine.Reduce) for effect in effects)
-        self._reduce(learned)
+        self._reduce(server, leases, learned)
         took = time.perf_counter() - started
         ended = state.history[-1]
         down = sum(x.nbytes for x in self.place.shared.values()) * len(leases)
@@ -260,14 +287,31 @@ class _Simulation:
         )
         return self.compressor.unpack(sent), update
 
-    def _reduce(self, learned: Sequence[tuple[Arrays, machine.Update]]) -> None:
-        # The default argument binds each change; a closure would see the last one.
-        opened = [(update.examples, lambda c=change: c) for change, update in learned]
-        shared, slots = reduce(
-            self.place.shared, self.place.slots, opened,
-            weighting=self.row.weighting, server=self.row.server, hyper=self.study.hyper,
-            buffers=self.buffers,
-        )  # fmt: skip
+    def _asked(
+        self, state: machine.RunState, server: RoundServer
+    ) -> tuple[machine.RunState, Sequence[machine.Lease]]:
+        """Return the state and its leases after the server chose among the round's devices."""
+        assert state.round is not None
+        leases = {lease.device: lease.id for lease in state.round.leases}
+        asked = server.choose(self.place, leases)
+        event = value_from(
+            machine.Asked, state.round, at_s=NOW_S, messages=dict.fromkeys(asked, "")
+        )
+        state, _ = step(state, event)
+        assert state.round is not None
+        return state, state.round.leases
+
+    def _reduce(
+        self,
+        server: RoundServer,
+        leases: Sequence[machine.Lease],
+        learned: Sequence[tuple[Arrays, machine.Update]],
+    ) -> None:
+        contributions = [
+            Contribution(lease.device, lease.id, update.examples, update.loss, change)
+            for lease, (change, update) in zip(leases, learned, strict=True)
+        ]
+        shared, slots = server.reduce(self.place, contributions)
         self.place = replace(self.place, shared=shared, slots=slots)
 
     def _score(self, state: machine.RunState) -> machine.RunState:

@@ -117,6 +117,7 @@ def student_t(freedom: int) -> float:
 class Trial:
     """A run of one algorithm with one seed. state: the shared state at its end.
 
+    algorithm: its name, or that of its server and its own, as in "FedAdam over fedavg".
     sweep: scores at the end by rate of adaptation, if several rates were tried. metric: that of all
     scores. start: scores of the model that the run began with, as of round 0; empty if it cannot be
     adapted at the run's rate.

@@ -1,0 +1,120 @@
+"""The cloud's side of a study: which devices learn in a round, and what their changes become.
+
+`MeanServer` is that of a run without a strategy. A tier above may bring another `StudyServer`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from triplane.unified_ir.federated.algorithms import Hyper, algorithm
+from triplane.unified_ir.federated.core.draws import Array
+from triplane.unified_ir.federated.core.learn import buffers
+from triplane.unified_ir.federated.core.metric import Metric
+from triplane.unified_ir.federated.core.reduce import reduce
+from triplane.unified_ir.federated.study.checkpoint import StudyProgress
+
+Next = tuple[Mapping[str, Array], Mapping[str, Array]]
+"""(the shared state after a round, what the server remembers until the next one)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedStudy:
+    """What a server knows of a study; see `Study`. devices: number of devices in a round.
+
+    plan: digest of the devices' plan. roles: of the shared tensors, by name.
+    """
+
+    algorithm: str
+    hyper: Hyper
+    rounds: int
+    devices: int
+    evaluate_every: int
+    seed: int
+    run: str
+    plan: str
+    roles: Mapping[str, str]
+    metric: Metric
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """A device's update as the cloud reads it. lease: its id. change: float tensors by name."""
+
+    device: str
+    lease: str
+    examples: int
+    loss: float
+    change: Mapping[str, Array]
+
+
+class RoundServer(Protocol):
+    """The server of one trial. The round at hand is the one after `at.rounds`."""
+
+    def choose(self, at: StudyProgress, leases: Mapping[str, str]) -> Collection[str]:
+        """Return the devices that learn in this round. leases: id by device of the round."""
+
+    def reduce(self, at: StudyProgress, contributions: Sequence[Contribution]) -> Next:
+        """Return what the round's contributions become; they are in order of device names.
+
+        What the server remembers is part of the progress, as `at.slots`, and is saved with it.
+        """
+
+    def judge(self, at: StudyProgress) -> None:
+        """Take notice of the newest scores, which are of the last one of `at.rounds`."""
+
+
+class StudyServer(Protocol):
+    """The cloud's side of any number of trials."""
+
+    @property
+    def facts(self) -> Mapping[str, str]:
+        """What its results depend on besides the study, by descriptive names."""
+
+    def title(self, algorithm: str) -> str:
+        """Return the name of a trial in which devices follow this algorithm."""
+
+    def serving(self, study: ServedStudy) -> AbstractContextManager[RoundServer]:
+        """Return the server of a trial, for the duration of the block."""
+
+
+class MeanServer:
+    """The mean of the changes and the algorithm's optimizer, as in a run without a strategy."""
+
+    facts: Mapping[str, str] = {}
+
+    def title(self, algorithm: str) -> str:
+        """See `StudyServer`."""
+        return algorithm
+
+    def serving(self, study: ServedStudy) -> AbstractContextManager[RoundServer]:
+        """See `StudyServer`."""
+        return contextlib.nullcontext(_MeanRounds(study))
+
+
+class _MeanRounds:
+    """All devices of a round learn; the algorithm's row says how their changes are reduced."""
+
+    def __init__(self, study: ServedStudy) -> None:
+        self._row, self._hyper = algorithm(study.algorithm), study.hyper
+        self._buffers = buffers(study.roles)
+
+    def choose(self, at: StudyProgress, leases: Mapping[str, str]) -> Collection[str]:
+        del at
+        return leases
+
+    def reduce(self, at: StudyProgress, contributions: Sequence[Contribution]) -> Next:
+        # The default argument binds each change; a closure would see the last one.
+        opened = [(x.examples, lambda c=x.change: c) for x in contributions]
+        return reduce(
+            at.shared, at.slots, opened,
+            weighting=self._row.weighting, server=self._row.server, hyper=self._hyper,
+            buffers=self._buffers,
+        )  # fmt: skip
+
+    def judge(self, at: StudyProgress) -> None:
+        del at
