@@ -261,7 +261,9 @@ def _trials(
     module: Module, options: dict[str, Any], note: Note
 ) -> tuple[list[Trial], dict[str, str], Groups]:
     """Return the finished trials of all seeds, why others stopped, and the first seed's devices."""
-    seeds, trials, failures, first = _seeds(options), [], {}, None
+    trials: list[Trial] = []
+    failures: dict[str, InvalidInput] = {}
+    seeds, first = _seeds(options), None
     for seed in seeds:
         try:
             groups = _groups(options, seed, module)
