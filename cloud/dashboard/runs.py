@@ -67,7 +67,7 @@ def _algorithm(spec: Spec) -> str:
 def _round_row(round_: Round) -> Row:
     return {
         **same_fields(round_, "number", "asked", "counted", "refused", "late", "lost"),
-        "loss": round(round_.loss, 4),
+        "loss": _score(round_.loss, "loss") if _learned(round_) else None,
         "seconds": round(round_.closed_s - round_.opened_s, 3) if round_.closed_s else None,
         "given_up": round_.given_up[:MOST_TEXT_CHARS],
     }

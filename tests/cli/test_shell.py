@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from importlib.metadata import EntryPoint, entry_points, metadata
+from pathlib import Path
 from types import ModuleType
 
 import click
@@ -230,6 +231,17 @@ def test_a_reader_that_leaves_early_is_no_error():
     )
     assert result.stderr == ""
     assert result.returncode in {0, shell.BROKEN_PIPE}
+
+
+@pytest.mark.slow
+def test_an_error_is_on_standard_error_where_standard_output_is_full():
+    with Path("/dev/full").open("w") as full:
+        result = subprocess.run(
+            [*TRIPLANE, "inspect", "missing.tpm", "--json"], stdout=full, stderr=subprocess.PIPE,
+            text=True, check=False, timeout=60,
+        )  # fmt: skip
+    assert result.stderr == "triplane: no file at missing.tpm\n"
+    assert result.returncode == shell.EXIT_CODES[errors.NotFound]
 
 
 def test_a_missing_package_of_an_extra_names_the_extra(verb, capsys):

@@ -1,13 +1,15 @@
 """`simulate`: seeds, files of results, algorithms of files, warnings in the first line."""
 
 import csv
+import importlib
 import json
+import sys
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from triplane.proto.errors import InvalidInput, NotFound
+from triplane.proto.errors import InvalidInput, NotFound, Unavailable
 from triplane.unified_ir import nn, optim, train
 from triplane.unified_ir.cli.simulate import simulate
 from triplane.unified_ir.federated.algorithms import ALGORITHMS
@@ -51,12 +53,15 @@ def folder(tmp_path_factory):
     return path
 
 
-def run(folder, *more):
-    arguments = [
+def call(folder, *more):
+    return [
         str(folder / "m.tpm"), "--data", str(folder / "d.csv"), "--x", "a,b,c:3", "--y", "label",
         "--group", "who", "--rounds", "2", "--steps", "1", *more,
     ]  # fmt: skip
-    return CliRunner().invoke(simulate, arguments, catch_exceptions=False)
+
+
+def run(folder, *more):
+    return CliRunner().invoke(simulate, call(folder, *more), catch_exceptions=False)
 
 
 def test_several_seeds_are_run_and_shown_with_their_spread(folder, tmp_path):
@@ -164,6 +169,20 @@ def test_a_usage_error_leaves_no_algorithm_behind(folder):
         ("bad.py:Slow", "\n1 / 0\n", InvalidInput, "bad.py:2: ZeroDivisionError: "),
         ("bad.py:Slow", "def (", InvalidInput, "bad.py:1: SyntaxError: "),
         ("bad.py:Slow", "import nothing_there", InvalidInput, "bad.py:1: ModuleNotFoundError: "),
+        ("bad.py:Slow", "\nraise SystemExit(0)\n", InvalidInput, "bad.py:2: SystemExit: 0"),
+        ("own.py:Slow", OWN.replace('"slow", server', '"all", server'), InvalidInput, "'all'"),
+        ("own.py:Slow", OWN.replace('"slow", server', "None, server"), InvalidInput, "got None"),
+        ("own.py:Slow", OWN.replace('"brake"', '"rounds"'), InvalidInput, "an option of this"),
+        ("own.py:Slow", OWN.replace('"brake"', '"way"'), InvalidInput, "an option of this"),
+        ("own.py:Slow", OWN.replace('"brake"', '"help"'), InvalidInput, "an option of this"),
+        ("own.py:Slow", OWN.replace('"brake"', '"a b"'), InvalidInput, "a hyperparameter's name"),
+        ("own.py:Slow", OWN.replace('hyper["b', 'hyper["x'), InvalidInput, "own.py:8: KeyError"),
+        (
+            "own.py:Slow",
+            OWN.replace("server=", "gradient=lambda of, k: None, server="),
+            InvalidInput,
+            "the gradient of slow must be a Function, got NoneType",
+        ),
     ],
 )
 def test_a_file_that_gives_no_algorithm_is_refused(folder, tmp_path, name, content, error, said):
@@ -173,6 +192,66 @@ def test_a_file_that_gives_no_algorithm_is_refused(folder, tmp_path, name, conte
         run(folder, "--algorithm", str(tmp_path / name))
 
 
+def test_what_a_file_prints_is_no_part_of_the_json(folder, tmp_path):
+    loud = OWN.replace("    return x +", "    print('hello')\n    return x +")
+    (tmp_path / "loud.py").write_text(f"print('begin')\n{loud}")
+    done = run(folder, "--algorithm", f"{tmp_path / 'loud.py'}:Slow", "--json")
+    assert json.loads(done.stdout)["trials"]
+    assert done.stderr.index("begin") < done.stderr.index("hello")
+
+
+@pytest.mark.parametrize("name", ["json", "csv", "numpy", "types"])
+def test_a_file_may_have_the_name_of_a_library(folder, tmp_path, name, monkeypatch):
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    monkeypatch.delitem(sys.modules, "csv", raising=False)
+    (tmp_path / f"{name}.py").write_text(OWN)
+    done = run(folder, "--algorithm", f"{tmp_path / name}.py:Slow", "--json")
+    assert done.exit_code == 0, done.output
+    assert str(tmp_path) not in str(importlib.import_module(name))
+
+
+def test_an_algorithm_of_a_file_may_have_adam_on_the_cloud(folder):
+    own = f"{folder / 'own.py'}:Slow"
+    done = run(folder, "--algorithm", f"{own}+adam", "--algorithm", own, "--json")
+    trials = json.loads(done.stdout)["trials"]
+    assert [trial["algorithm"] for trial in trials] == ["slow+adam", "slow"]
+    assert trials[0]["rounds"][1]["loss"] != trials[1]["rounds"][1]["loss"]
+
+
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_a_file_that_cannot_be_written_costs_no_other_result(folder, tmp_path, form):
+    too_long, csv_file = (tmp_path / name for name in ("a" * 255, "a.csv"))
+    arguments = ("--algorithm=fedavg", "--out", str(too_long), "--out-csv", str(csv_file), *form)
+    done = CliRunner().invoke(simulate, call(folder, *arguments))
+    assert isinstance(done.exception, Unavailable)
+    assert csv_file.read_text().startswith("algorithm,")
+    assert bool(done.stdout) is not bool(form)
+
+
 def test_two_files_of_results_have_two_names(folder, tmp_path):
     with pytest.raises(InvalidInput, match="--out-csv and --out-json are both"):
         run(folder, "--out-csv", str(tmp_path / "a"), "--out-json", str(tmp_path / "a"))
+
+
+def test_a_result_does_not_replace_the_file_of_an_algorithm(folder):
+    own = folder / "own.py"
+    with pytest.raises(InvalidInput, match=r"--out-csv is .*own.py, which is an input"):
+        run(folder, f"--algorithm={own}:Slow", "--out-csv", str(own))
+    assert own.read_text() == OWN
+
+
+def test_a_seed_that_cannot_divide_the_samples_costs_no_other_seed(folder, tmp_path):
+    rows = [f"{k % 2},{k if k < 4 else 0},0,{k % 2}" for k in range(40)]
+    (tmp_path / "equal.csv").write_text("\n".join(["a,b,c,label", *rows]))
+    arguments = [
+        str(folder / "m.tpm"), "--data", str(tmp_path / "equal.csv"), "--x", "a,b,c:3", "--y",
+        "label", "--population", "6", "--rounds", "1", "--steps", "1", "--algorithm", "fedavg",
+        "--seeds", "3", "--json",
+    ]  # fmt: skip
+    done = CliRunner().invoke(simulate, arguments)
+    record = json.loads(done.stdout)
+    assert [trial["seed"] for trial in record["trials"]] == [0, 2]
+    assert "samples of device-" in record["stopped"]["seed 1"]
+    assert done.exit_code == 2
+    with pytest.raises(InvalidInput, match="are equal"):
+        CliRunner().invoke(simulate, [*arguments, "--seed=1"], catch_exceptions=False)

@@ -46,6 +46,19 @@ def test_a_model_file_holds_every_entry_and_the_trained_weights(
     assert len(json.loads(history.read_text())) == 1
 
 
+def test_what_a_cell_prints_is_no_part_of_the_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loud = "from triplane.unified_ir import nn\nprint('file')\ndef net():\n    print('net')\n"
+    (tmp_path / "loud.py").write_text(
+        f"{loud}    return nn.Sequential(nn.Flatten(), nn.Dense(64, 10))\n"
+    )
+    assert train(tmp_path, "--json", "--batch-size", "512", cell=f"{tmp_path / 'loud.py'}:net") == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["validation"]["accuracy"] >= 0
+    assert {"file", "net"} <= set(err.split())
+
+
 def test_a_network_of_the_zoo_is_trained_by_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

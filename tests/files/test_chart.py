@@ -39,6 +39,31 @@ def test_a_line_without_extent_is_drawn(points):
     assert "polyline" in line_chart({"a": points}, "t", "x", "y")
 
 
+@pytest.mark.parametrize(
+    "values", [[1e-13, 3e-15], [1e-300], [5e-324, 0.0], [-1e300, 1e300], [1e17, 1e17 + 32]]
+)
+def test_values_of_any_size_are_drawn_apart(values):
+    root = ET.fromstring(line_chart({"a": list(enumerate(values))}, "t", "x", "y"))
+    (line,) = root.iter(f"{SVG}polyline")
+    heights = [float(point.split(",")[1]) for point in line.attrib["points"].split()]
+    assert all(0 <= y <= HEIGHT for y in heights)
+    if values[0] > 1e-300:
+        assert len(set(heights)) == len(values)
+
+
+def test_values_whose_difference_is_not_finite_are_refused():
+    with pytest.raises(InvalidInput, match="up to 1e\\+300"):
+        line_chart({"a": [(0, -1e308), (1, 1e308)]}, "t", "x", "y")
+
+
+@pytest.mark.parametrize("values", [[100, 100.002], [0.93, 0.93002], [123456, 123456.1]])
+def test_labels_of_an_axis_differ_where_values_are_close(values):
+    root = ET.fromstring(line_chart({"a": list(enumerate(values))}, "t", "x", "y"))
+    texts = [(t.text or "").replace(",", "") for t in root.iter(f"{SVG}text")]
+    numbers = [float(t) for t in texts if t[0].isdigit() and float(t) > 0.9 * values[0]]
+    assert len(set(numbers)) == len(numbers) > 2
+
+
 @pytest.mark.parametrize("epochs", [2, 3, 12, 13, 37, 100, 400])
 def test_the_horizontal_axis_ends_where_the_lines_do(epochs):
     lines = {"training": [(k, 1 / k) for k in range(1, epochs + 1)]}

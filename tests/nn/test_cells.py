@@ -226,3 +226,8 @@ def test_a_cell_that_holds_an_operator_is_copied_and_pickled():
     x = np.random.default_rng(0).normal(size=(2, 3, 4)).astype(np.float32)
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         np.testing.assert_array_equal(other(x), layer(x))
+
+
+def test_a_summary_of_a_shape_says_what_it_takes():
+    with pytest.raises(InvalidInput, match=r"got \(4, 8\): TensorSpec\(\(4, 8\)\)\?"):
+        nn.Dense(8, 3).summary((4, 8))

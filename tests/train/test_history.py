@@ -29,6 +29,14 @@ def titles(svg: str) -> list[str | None]:
     return [title.text for title in ET.fromstring(svg).iter(f"{SVG}title")]
 
 
+def test_steps_and_epochs_are_whole_numbers_of_any_size() -> None:
+    history = History([{"epoch": 12345.0, "step": 1234567.0, "loss\x1b[31m": 0.123456}])
+    assert repr(history).splitlines()[1:] == [
+        "epoch     step  loss [31m", "12345  1234567     0.1235"
+    ]  # fmt: skip
+    assert "<td>1234567</td>" in history._repr_html_()
+
+
 def test_a_table_has_columns_of_one_length() -> None:
     table = History(ROWS).table()
     assert list(table) == ["epoch", "step", "loss", "f1", "validation.loss", "validation.accuracy"]

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from triplane.proto.errors import InvalidInput, TriplaneError
+
 if TYPE_CHECKING:
     from triplane.unified_ir.federated.algorithms.hyper import Hyperparameter
 
@@ -22,6 +24,8 @@ SUMMARIES: Final = "ALGORITHM_SUMMARIES"
 ALGORITHM: Final = "--algorithm"
 IN_FILE: Final = ".py:"
 """Part of the name of an algorithm that is in a file."""
+FILES: Final = f"{__name__}.files"
+"""Key of the context for the files of algorithms."""
 AFTER: Final = "query"
 """The option that hyperparameters follow in the help."""
 
@@ -54,9 +58,9 @@ class AlgorithmCommand(click.Command):
         """Collect the hyperparameters that were set under the name `hyper`."""
         from triplane.unified_ir.federated.algorithms.table import hyperparameters
 
-        # Before the options are made, since each hyperparameter of a file is one.
-        names = _register(ctx, args) if self._from_files else {}
         try:
+            # Before the options are made, since each hyperparameter of a file is one.
+            names = _register(ctx, args) if self._from_files else {}
             rest = super().parse_args(ctx, args)
         except BaseException:
             ctx.close()  # click does so only for a context that it could make
@@ -68,9 +72,29 @@ class AlgorithmCommand(click.Command):
         ctx.params["hyper"] = {name: v for name, v in values.items() if v is not None}
         return rest
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; an error in the file of an algorithm names its line."""
+        from triplane.unified_ir.cli.python_files import blame_file
+
+        try:
+            return super().invoke(ctx)
+        except (TriplaneError, click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except Exception as error:
+            for file in ctx.meta.get(FILES, ()):
+                blame_file(error, file)
+            raise
+
     def _params(self, own: list[click.Parameter]) -> list[click.Parameter]:
         from triplane.unified_ir.federated.algorithms.table import ALGORITHMS, hyperparameters
 
+        taken = {name for param in own for name in (param.name, *param.opts)}
+        for name in hyperparameters():
+            if not taken.isdisjoint({name, _flag(name)}):
+                raise InvalidInput(
+                    f"the hyperparameter {name!r} has the name of an option of this command; "
+                    "choose another name"
+                )
         params = [_with_names(param, ", ".join(ALGORITHMS)) for param in own]
         at = 1 + next(i for i, param in enumerate(params) if param.name == AFTER)
         params[at:at] = [self._option(row) for row in hyperparameters().values()]
@@ -81,7 +105,7 @@ class AlgorithmCommand(click.Command):
         low_open = rule.low_open or (rule.low == 0 and self._unset_by_zero(row.name))
         bounds: Any = click.IntRange if is_whole else click.FloatRange
         return click.Option(
-            [f"--{row.name.replace('_', '-')}", row.name],
+            [_flag(row.name), row.name],
             type=bounds(
                 rule.low,
                 None if math.isinf(rule.high) else rule.high,
@@ -112,13 +136,24 @@ def _register(ctx: click.Context, args: list[str]) -> dict[str, str]:
     from triplane.unified_ir.federated.algorithms import registered
 
     names: dict[str, str] = {}
+    bases: dict[str, str] = {}
     for flag, value in zip(args, [*args[1:], ""], strict=True):
         spec = value if flag == ALGORITHM else flag.removeprefix(f"{ALGORITHM}=")
-        if flag.startswith(ALGORITHM) and IN_FILE in spec and spec not in names:
-            row = load_algorithm(spec)
-            ctx.with_resource(registered(row))
-            names[spec] = row.name
+        if flag.startswith(ALGORITHM) and IN_FILE in spec:
+            file, _, name = spec.rpartition(":")
+            name, plus, server = name.partition("+")
+            base = f"{file}:{name}"
+            if base not in bases:
+                row = load_algorithm(base)
+                ctx.with_resource(registered(row))
+                ctx.meta.setdefault(FILES, []).append(file)
+                bases[base] = row.name
+            names[spec] = f"{bases[base]}{plus}{server}"
     return names
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _with_names(param: click.Parameter, names: str) -> click.Parameter:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import sys
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from traceback import extract_tb
@@ -20,21 +21,36 @@ if TYPE_CHECKING:
 def load_module(path: Path, what: str) -> ModuleType:
     """Run a Python file and return its module. what: what the file should define, for errors.
 
+    What it prints goes to standard error, since standard output belongs to the command.
     NotFound: there is no such file. What the file itself raises is passed on (`blame_file`).
     """
     if not path.is_file():
         raise NotFound(f"no file {path}; give the path of the Python file that defines {what}")
-    sys.path.insert(0, str(path.resolve().parent))  # the file may import modules beside it
-    spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
+    # A file json.py must not take the place of Python's json, here or in imports to come.
+    is_taken = _is_library(path.stem)
+    name = f"{path.stem}_" if is_taken else path.stem
+    # The file may import modules beside it.
+    sys.path.insert(len(sys.path) if is_taken else 0, str(path.resolve().parent))
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
     if spec is None or spec.loader is None:
         raise InvalidInput(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # where dataclasses and pickle look for the classes of the file
-    spec.loader.exec_module(module)
+    sys.modules[name] = module  # where dataclasses and pickle look for the classes of the file
+    try:
+        with redirect_stdout(sys.stderr):
+            spec.loader.exec_module(module)
+    except SystemExit as error:
+        blame_file(error, str(path))
+        raise
     return module
 
 
-def blame_file(error: Exception, file: str) -> None:
+def _is_library(name: str) -> bool:
+    """Return whether it is a module of Python's, or a package that is loaded."""
+    return name in sys.stdlib_module_names or hasattr(sys.modules.get(name), "__path__")
+
+
+def blame_file(error: BaseException, file: str) -> None:
     """Raise InvalidInput with the last line of the user's file in the trace of `error`, if any."""
     path = str(Path(file).resolve())
     lines = [f.lineno for f in extract_tb(error.__traceback__) if f.filename == path]

@@ -14,7 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -195,6 +195,10 @@ class CommandOutput:
     def note(self, text: str) -> None:
         """Print progress for people on stderr, so that a pipe receives only the result."""
         click.echo(text, err=True)
+
+    def user_code(self) -> AbstractContextManager[Any]:
+        """Return a block in which what code of the user prints is kept out of a JSON document."""
+        return redirect_stdout(sys.stderr) if self.as_json else nullcontext()
 
     def result(self, record: Mapping[str, Any], text: str) -> None:
         """Print the verb's result, once: `record` under `--json`, else `text`."""
@@ -411,13 +415,15 @@ def _report(failure: _Failure, error: BaseException, *, as_json: bool) -> None:
 
         click.echo("".join(traceback.format_exception(error)), err=True, nl=False)
     if as_json:
-        click.echo(_json({"error": asdict(failure)}))
-    else:
-        # The convention of no-color.org; None lets click find out whether stderr is a terminal.
-        color = False if os.environ.get("NO_COLOR") else None
-        # One line, whatever the message holds, so that logs and scripts can rely on it.
-        line = " ".join(failure.message.split())
-        click.secho(f"triplane: {line}", fg="red", err=True, color=color)
+        # Standard output itself may be what failed, as on a full disk.
+        with suppress(OSError):
+            click.echo(_json({"error": asdict(failure)}))
+            return
+    # The convention of no-color.org; None lets click find out whether stderr is a terminal.
+    color = False if os.environ.get("NO_COLOR") else None
+    # One line, whatever the message holds, so that logs and scripts can rely on it.
+    line = " ".join(failure.message.split())
+    click.secho(f"triplane: {line}", fg="red", err=True, color=color)
 
 
 def _missing(module: str, extra: str) -> MissingExtra:

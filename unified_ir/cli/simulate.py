@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from triplane.proto.errors import InvalidInput
+from triplane.proto.errors import InvalidInput, Unavailable
 from triplane.unified_ir.cli import data_options
-from triplane.unified_ir.cli.algorithms import AlgorithmCommand
+from triplane.unified_ir.cli.algorithms import FILES, AlgorithmCommand
 from triplane.unified_ir.cli.shell import (
     COUNT,
     EXIT_CODES,
@@ -82,7 +82,8 @@ deviation behind them, and algorithms are compared seed by seed.
 \b
 --out-csv has one row per scored device, seed, round (0: the start) and rate of adaptation:
 algorithm, seed, round, devices (training or unseen), device, samples, metric, before, adapted,
-rate (empty: the run's own), final (1 in rows that the table summarizes). Accuracies are shares.
+rate (empty: the run's own, if no other was tried), final (1 in rows that the table summarizes).
+Accuracies are shares.
 --out-json has the document of --json.
 
 \b
@@ -200,17 +201,23 @@ def compare(options: dict[str, Any], server_of: ServerOf) -> None:
     options["server_of"] = server_of
     output = open_output(options["as_json"])
     outputs = {f"--{k.replace('_', '-')}": options[k] for k in ("out", "out_csv", "out_json")}
-    check_distinct_files([options["model"], options["data"]], outputs)
+    own_files = click.get_current_context().meta.get(FILES, ())
+    check_distinct_files([options["model"], options["data"], *own_files], outputs)
     from triplane.unified_ir.convert.conversion import read_model
     from triplane.unified_ir.federated.study.verdicts import verdicts, warnings
 
     _studies(options, 0)  # refuses options before anything is read
     module, _ = read_model(options["model"])
-    trials, stopped, groups = _trials(module, options, output.note)
+    with output.user_code():
+        trials, stopped, groups = _trials(module, options, output.note)
     record = _record(trials, stopped, groups)
-    _write(options, trials, record, _facts(options, groups) | _failures(stopped))
     rest = [*verdicts(trials), *map(": ".join, _failures(stopped).items())]
-    output.result(record, "\n".join([*warnings(trials), *_lines(trials), *rest]))
+    text = "\n".join([*warnings(trials), *_lines(trials), *rest])
+    if not output.as_json:
+        output.result(record, text)  # first: a file that cannot be written costs no study
+    _write(options, trials, record, _facts(options, groups) | _failures(stopped))
+    if output.as_json:
+        output.result(record, text)  # last: an error is a document, too, and there is one
     if stopped:
         click.get_current_context().exit(EXIT_CODES[InvalidInput])
 
@@ -254,9 +261,18 @@ def _trials(
     module: Module, options: dict[str, Any], note: Note
 ) -> tuple[list[Trial], dict[str, str], Groups]:
     """Return the finished trials of all seeds, why others stopped, and the first seed's devices."""
-    seeds, trials, failures, first = _seeds(options), [], {}, None
+    trials: list[Trial] = []
+    failures: dict[str, InvalidInput] = {}
+    seeds, first = _seeds(options), None
     for seed in seeds:
-        groups = _groups(options, seed, module)
+        try:
+            groups = _groups(options, seed, module)
+        except InvalidInput as error:
+            if not trials:
+                raise
+            failures[f"seed {seed}"] = error  # another seed divides the samples otherwise
+            note(f"seed {seed} stopped: {error}")
+            continue
         first = first or groups
         note(_population(groups) + (f"; seed {seed}" if len(seeds) > 1 else ""))
         for study, server in _studies(options, seed):
@@ -297,7 +313,7 @@ def _folder(options: dict[str, Any], study: Study, title: str) -> Path | None:
 def _write(
     options: dict[str, Any], trials: list[Trial], record: dict[str, Any], facts: dict[str, str]
 ) -> None:
-    """Write the files that were asked for."""
+    """Write the files that were asked for, as many as possible; raise the first error."""
     from triplane.proto.disk import write_atomic
     from triplane.unified_ir.federated.study.export import scores_csv
     from triplane.unified_ir.federated.study.report import page
@@ -309,9 +325,15 @@ def _write(
         "out_csv": lambda: scores_csv(trials),
         "out_json": lambda: json.dumps(record, indent=1, ensure_ascii=False) + "\n",
     }
+    errors: list[Unavailable] = []
     for key, content in contents.items():
         if options[key] is not None:
-            write_atomic(options[key], content().encode())
+            try:
+                write_atomic(options[key], content().encode())
+            except Unavailable as error:
+                errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def _source(options: dict[str, Any], seed: int) -> SampleSource:

@@ -172,7 +172,7 @@ def command(**options: Any) -> None:
         options["lr"] = FINE_TUNING_RATE if Path(options["cell"]).suffix in _MODELS else RATE
     _check(options)
     start = time.perf_counter()
-    with _explained(options, output, is_default_rate=is_default_rate):
+    with _explained(options, output, is_default_rate=is_default_rate), output.user_code():
         trainer, measures, module = _trained(options, output)
     digest = save(module, options["out"])
     if options["history"] is not None:

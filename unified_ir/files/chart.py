@@ -36,6 +36,12 @@ _MAX_NAME: Final = 30
 """Characters of a bar's name that fit beside it."""
 _MAX_LINE_NAME: Final = 20
 """Characters of a line's name that fit at its end."""
+_MORE_DIGITS: Final = range(5, 18)
+"""Significant digits of labels that would be equal with fewer."""
+_LEAST_STEP: Final = 1e-300
+"""Least distance of ticks; numbers that are closer lose their precision."""
+_MOST: Final = 1e300
+"""Limit for values, whose differences must be finite too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +76,9 @@ def line_chart(series: Mapping[str, Points], title: str, x_label: str, y_label: 
     at_x = _scale(x_ends, _LEFT, right)
     at_y = _scale(y_ticks, HEIGHT - _BOTTOM, _TOP + 16)
     body = [_text(24, 28, title, size=16, weight="600")]
-    for y in y_ticks:
+    for y, label in tick_texts(y_ticks).items():
         body.append(_rule(_LEFT, at_y(y), right, at_y(y)))
-        body.append(_text(_LEFT - 8, at_y(y) + 4, _number(y), anchor="end", colour=SOFT))
+        body.append(_text(_LEFT - 8, at_y(y) + 4, label, anchor="end", colour=SOFT))
     below = HEIGHT - _BOTTOM + 20
     body += [_text(at_x(x), below, _number(x), anchor="middle", colour=SOFT) for x in x_ticks]
     body.append(_text((_LEFT + right) / 2, HEIGHT - 12, x_label, anchor="middle", colour=SOFT))
@@ -104,7 +110,7 @@ def dot_chart(columns: Sequence[Column], title: str, y_label: str, *, decimals: 
 
 def value_chart(columns: Sequence[Column], title: str, y_label: str) -> str:
     """Draw a line for each pair of finite numbers; bars are means."""
-    ticks = {tick: _number(tick) for tick in _ticks(_values(columns, title))}
+    ticks = tick_texts(_ticks(_values(columns, title)))
     return _dots(columns, title, y_label, ticks, _number)
 
 
@@ -274,7 +280,7 @@ def _ticks(values: Sequence[float], about: int = 5) -> list[float]:
     # The margins of 1e-9 absorb rounding, which would otherwise skip a step or add an empty tick.
     first = math.floor(low / step + 1e-9)
     last = max(first + 1, math.ceil(high / step - 1e-9))
-    return [round(k * step, 12) for k in range(first, last + 1)]
+    return _multiples(step, first, last)
 
 
 def _ticks_within(values: Sequence[float], about: int = 6) -> tuple[list[float], list[float]]:
@@ -287,11 +293,17 @@ def _ticks_within(values: Sequence[float], about: int = 6) -> tuple[list[float],
     if all(float(value).is_integer() for value in values):
         step = max(1.0, step)  # there is no epoch 1.5
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [round(k * step, 12) for k in range(first, last + 1)], [low, high]
+    return _multiples(step, first, last), [low, high]
+
+
+def _multiples(step: float, first: int, last: int) -> list[float]:
+    # Without the error of the product, as of 3 * 0.1, also where the step itself is tiny.
+    digits = max(12, 12 - math.floor(math.log10(step)))
+    return [round(k * step, digits) for k in range(first, last + 1)]
 
 
 def _step(spread: float, about: int) -> float:
-    raw = spread / about
+    raw = max(spread / about, _LEAST_STEP)
     power = 10.0 ** math.floor(math.log10(raw))
     return next(power * m for m in (1, 2, 5, 10) if power * m >= raw * (1 - 1e-9))
 
@@ -303,8 +315,10 @@ def _scale(domain: Sequence[float], start: float, end: float) -> Scale:
 
 
 def _check_finite(values: Sequence[float], title: str) -> None:
-    if not values or not all(math.isfinite(v) for v in values):
-        raise InvalidInput(f"chart {title!r} needs finite numbers, got {list(values)[:8]}")
+    if not values or not all(abs(v) <= _MOST for v in values):
+        raise InvalidInput(
+            f"chart {title!r} needs finite numbers up to {_MOST:g}, got {list(values)[:8]}"
+        )
 
 
 def _number(value: float) -> str:
@@ -312,6 +326,15 @@ def _number(value: float) -> str:
     if value and abs(value) < 1e-3:
         return f"{value:.1e}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def tick_texts(ticks: Sequence[float], text: Callable[[float], str] = _number) -> dict[float, str]:
+    """Return the label of each tick, with more digits than `text` gives where labels are equal."""
+    for digits in (0, *_MORE_DIGITS):
+        labels = {tick: f"{tick:,.{digits}g}" if digits else text(tick) for tick in ticks}
+        if len(set(labels.values())) == len(labels):
+            break
+    return labels
 
 
 def _f(x: float) -> str:

@@ -7,6 +7,7 @@ from itertools import accumulate
 from math import prod
 from typing import Any
 
+from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.frontend.binding import LEARNT, StateTree
 from triplane.unified_ir.frontend.run import current_floats, host_arguments
 from triplane.unified_ir.frontend.trace import record
@@ -19,7 +20,7 @@ def summary(cell: StateTree, *specs: Any) -> str:
 
     Buffers are state that is not learned, such as running statistics and random keys. specs: the
     arguments of the cell, each an array or a `TensorSpec`; without any there are no outputs. A part
-    that computes nothing on them has no output.
+    that computes nothing on them has no output. InvalidInput: the first is a mere shape.
     """
     outputs = _outputs(_recorded(cell, specs)) if specs else {}
     rows: list[tuple[str, ...]] = [("path", "cell", "gives", "parameters", "buffers")]
@@ -34,6 +35,9 @@ def summary(cell: StateTree, *specs: Any) -> str:
 
 
 def _recorded(cell: StateTree, specs: tuple[Any, ...]) -> Function:
+    if isinstance(specs[0], (tuple, list)) and all(isinstance(n, (int, str)) for n in specs[0]):
+        shape = tuple(specs[0])
+        raise InvalidInput(f"a summary takes arrays or specs, got {shape}: TensorSpec({shape})?")
     arguments, _ = host_arguments(cell, specs, {}, current_floats())
     return record(cell, arguments).function
 

@@ -15,13 +15,15 @@ import numpy as np
 
 from triplane.proto.errors import InvalidInput, NotFound
 from triplane.unified_ir.files.chart import Chart, line_chart, stack
-from triplane.unified_ir.files.html_table import html_table
+from triplane.unified_ir.files.html_table import html_table, printable
 from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.train.metrics import Tally
 
 Row = dict[str, float]
 SHOWN_ROWS: Final = 10
 SHOWN_COLUMNS: Final = 8
+COUNTS: Final = ("epoch", "step")
+"""Columns that number the rows."""
 PLOTTED: Final = 4
 """Number of measures that `History.plot` draws by itself."""
 VALIDATION: Final = "validation."
@@ -102,6 +104,12 @@ def split(results: Mapping[str, Array]) -> tuple[Row, dict[str, Array]]:
     return numbers, {name: x for name, x in results.items() if name not in numbers}
 
 
+def _cell(row: Row, name: str) -> str:
+    if name not in row:
+        return ""
+    return f"{row[name]:.0f}" if name in COUNTS else f"{row[name]:.4g}"
+
+
 class History:
     """One row per epoch, from 1.
 
@@ -118,8 +126,8 @@ class History:
     def __repr__(self) -> str:
         """Return the newest rows as a table."""
         names = self.columns()[:SHOWN_COLUMNS]
-        rows = [[f"{row[n]:.4g}" if n in row else "" for n in names] for row in self.rows]
-        table = [names, *rows[-SHOWN_ROWS:]]
+        rows = [[_cell(row, name) for name in names] for row in self.rows[-SHOWN_ROWS:]]
+        table = [list(map(printable, names)), *rows]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(map(str.rjust, row, widths)) for row in table if names]
         more = len(self.columns()) - len(names)
@@ -129,7 +137,7 @@ class History:
     def _repr_html_(self) -> str:
         names = self.columns()
         newest = self.rows[-SHOWN_ROWS:]
-        cells = ([f"{row[n]:.4g}" if n in row else "" for n in names] for row in newest)
+        cells = ([_cell(row, name) for name in names] for row in newest)
         title = f"history of {len(self)} epochs"
         if len(newest) < len(self):
             title += f", the newest {len(newest)}"
@@ -190,7 +198,7 @@ class History:
             points = [
                 (r["epoch"], r[column]) for r in self.rows if math.isfinite(r.get(column, math.nan))
             ]
-            if points and column not in {"epoch", "step"}:
+            if points and column not in COUNTS:
                 curves.setdefault(measure, {})[line] = points
         return curves
 

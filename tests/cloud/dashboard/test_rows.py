@@ -113,3 +113,13 @@ def test_a_small_loss_keeps_its_digits_and_an_accuracy_has_four():
         row = run_row(run)
         assert row["metric"] == metric
         assert [(d["before"], d["after"]) for d in row["devices"]] == [(value, 0.25)]
+
+
+def test_a_round_has_the_loss_of_its_updates_to_four_digits_and_none_without_them():
+    run = Run(id="0" * 16)
+    run.rounds.add(number=1, closed_s=1, asked=3, counted=3, loss=1.23456e-14)
+    run.rounds.add(number=2, closed_s=1, asked=3, counted=1, loss=0.5, given_up="2 of 3 needed")
+    run.rounds.add(number=3, closed_s=1, asked=3)
+    row = run_row(run)
+    assert [r["loss"] for r in row["rounds"]] == [1.235e-14, None, None]
+    assert row["losses"] == [[1, 1.235e-14]]

@@ -74,3 +74,9 @@ def test_a_device_with_too_few_classes_says_how_many_it_has():
         episodes.to_learn(draws())
     with pytest.raises(InvalidInput, match="2 of this device's 4 classes have them"):
         episodes.to_score(draws())
+
+
+def test_labels_of_a_sequence_are_refused():
+    several = {"x": np.zeros((8, 1)), "y": np.zeros((8, 2), np.int64)}
+    with pytest.raises(InvalidInput, match=r"labels 'y' have the shape \[2\] each"):
+        Episodes(several, {}, "y", ways=2, support=2, query=2)

@@ -30,6 +30,7 @@ def test_values_are_shown_in_percent_or_as_numbers():
     assert (LOSS.text(0.00012346), LOSS.text_with_unit(12.3456)) == ("0.0001235", "12.35")
     assert ACCURACY.gain_text(0.0125, 0.004) == "+1.25 ± 0.40"
     assert LOSS.gain_text(-0.0125, 0.004) == "-0.0125 ± 0.004"
+    assert ACCURACY.gain_text(0.0125, math.inf) == "+1.25"
 
 
 def test_a_run_without_the_name_of_a_metric_is_one_of_accuracy():

@@ -1,5 +1,7 @@
 """Studies whose episodes have classes of their own, as in few-shot learning."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -8,6 +10,7 @@ from triplane.unified_ir import nn, optim, train
 from triplane.unified_ir.federated.algorithms import Hyper
 from triplane.unified_ir.federated.core.learn import Shard
 from triplane.unified_ir.federated.study import Study, simulate
+from triplane.unified_ir.federated.study.trial import RoundRow
 
 from .given import there
 
@@ -66,3 +69,15 @@ def test_what_does_not_learn_from_episodes_is_refused():
         few_shot(support=4)
     with pytest.raises(InvalidInput, match="3 outputs, one for each class; an episode of 4"):
         simulate(few_shot_module(), {"0": device(0)}, few_shot(ways=4, support=4, query=4))
+
+
+@pytest.mark.parametrize("part", ["train", "held_out"])
+def test_a_device_without_enough_classes_is_refused_before_the_first_round(part):
+    whole = device(0)
+    rounds: list[RoundRow] = []
+    rows = np.flatnonzero(getattr(whole, part)["y"] < 12)  # two classes
+    poor = replace(whole, **{part: {k: x[rows] for k, x in getattr(whole, part).items()}})
+    devices = {"rich": device(1), "poor": poor}
+    with pytest.raises(InvalidInput, match=r"^poor: an episode takes 3 classes .* 2 of this"):
+        simulate(few_shot_module(), devices, few_shot(), on_round=rounds.append)
+    assert not rounds

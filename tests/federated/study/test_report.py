@@ -17,6 +17,7 @@ from triplane.unified_ir.federated.study import (
     difference,
     page,
     picture,
+    report,
     rounds_csv,
     scores_csv,
     simulate,
@@ -160,7 +161,9 @@ def test_a_difference_is_of_pairs_and_its_error_numpys():
     error = (a - b).std(ddof=1) / np.sqrt(30)
     assert found.margin == pytest.approx(2.04523 * error, rel=1e-4)
     assert found.shown == (abs(found.mean) > found.margin)
-    assert difference(made("a", a[:1]).scores, made("b", b).scores) is None
+    assert difference((), made("b", b).scores) is None
+    one = there(difference(made("a", a[:1]).scores, made("b", b).scores))
+    assert (one.mean, one.margin, one.shown) == (a[0] - b[0], np.inf, False)
 
 
 def test_there_are_dots_lines_and_losses(trials):
@@ -194,6 +197,21 @@ def test_texts_from_outside_are_escaped_everywhere(trials):
     without_data = re.sub(r"base64,[^']*", "", text)
     assert evil not in without_data
     assert "&lt;b&gt;&#x27;&quot;&amp;device-0" in text
+
+
+def test_data_that_is_too_large_for_the_page_is_named(trials, monkeypatch):
+    assert "Not within this page" not in page(trials, "t")
+    monkeypatch.setattr(report, "MAX_FILE_BYTES", len(rounds_csv(trials).encode()))
+    text = page(trials, "t")
+    assert re.findall("download='([^']*)'", text) == ["rounds.csv"]
+    assert "Not within this page, because larger than 0 MiB: scores.csv, study.json." in text
+
+
+def test_a_title_keeps_no_control_characters(trials):
+    # The title has the name of the model's file, which may reverse the text or hold no character.
+    text = page(trials, "a\x00b\x1b[31m\u202ec\udcff.tpm", {"data": "d\u202e"})
+    assert "<h1>a b [31m c .tpm</h1>" in text
+    assert all(c.isprintable() for c in text.replace("\n", ""))
 
 
 def test_losses_of_many_rounds_are_drawn_as_means(trials):

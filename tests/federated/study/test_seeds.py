@@ -2,6 +2,7 @@
 
 import csv
 import io
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -92,6 +93,33 @@ def test_an_end_that_is_worse_than_the_start_is_warned_of():
     steady = replace(risen, start=[replace(s, after=s.before + 0.01) for s in risen.start])
     assert warnings([steady]) == []
     assert warnings([replace(trial(start=0.7, before=0.5), start=())]) == []
+
+
+def of_one_device(name="fedavg", after=0.2):
+    start, end = (DeviceScore("d", True, number, 10, 0.6, 0.6) for number in (0, 1))
+    return replace(trial(name), start=[start], scores=[replace(end, before=0.5, after=after)])
+
+
+def test_one_device_warns_and_shows_no_difference():
+    hurts, worse = warnings([of_one_device()])
+    assert hurts.startswith(
+        "Adaptation does not help here: fedavg on training devices -30.00 (one device); "
+    )
+    assert "fedavg on training devices -10.00 (one device); " in worse
+    (line,) = verdicts([of_one_device(), of_one_device("maml", 0.9)])
+    assert line == (
+        "On training devices, after adaptation: maml 90.0; one device cannot show a difference to: "
+        "fedavg 20.0."
+    )
+    text = page([of_one_device()], "t")
+    assert "<td data-label='gain of adaptation'>-30.00</td>" in text
+    assert "inf" not in re.sub("base64,[^']*|<script>.*</script>", "", text, flags=re.DOTALL)
+
+
+def test_rounding_is_no_warning():
+    assert warnings([of_one_device(after=0.5 - 1e-16)])[0].startswith("The end is ")
+    tiny = replace(of_one_device(after=0.5 + 1e-9), metric=LOSS)
+    assert warnings([tiny])[0].startswith("Adaptation does not help here: ")
 
 
 def test_a_loss_that_rises_is_a_warning():

@@ -120,7 +120,12 @@ class Algorithm:
 
     def step(self, of: Objective, hyper: Hyper) -> Function:
         """Return the entry `local_update`."""
-        return steps.descent(self.gradient(of, hyper.inner_steps), self.rate, "local_update")
+        gradient = self.gradient(of, hyper.inner_steps)
+        if not isinstance(gradient, Function):
+            raise InvalidInput(
+                f"the gradient of {self.name} must be a Function, got {type(gradient).__name__}"
+            )
+        return steps.descent(gradient, self.rate, "local_update")
 
     def state(self, of: Objective, hyper: Hyper) -> dict[str, StateTensor]:
         """Return the state beside the module's: hyperparameters as numbers, and `extra_state`."""
@@ -212,6 +217,10 @@ _ROWS: Final = (
 
 NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
 """Names of algorithms; they also name options' values, folders and columns."""
+HYPER_NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,39}")
+"""Names of hyperparameters; they also name options and state."""
+EVERY: Final = "all"
+"""The name that commands take for all algorithms."""
 
 
 def _table(rows: tuple[Algorithm, ...]) -> dict[str, Algorithm]:
@@ -230,14 +239,14 @@ def registered(row: Algorithm) -> Iterator[None]:
     InvalidInput: the name is taken or malformed, or a hyperparameter has the name of one with other
     valid values.
     """
-    if not NAME.fullmatch(row.name):
-        raise InvalidInput(
-            f"an algorithm's name has 1 to 40 of a-z, 0-9, _ and -, got {row.name[:60]!r}"
-        )
+    _check_name(row.name, NAME, "an algorithm's name has 1 to 40 of a-z, 0-9, _ and -")
+    if row.name == EVERY:
+        raise InvalidInput(f"{EVERY!r} stands for all algorithms; choose another name")
     if row.name in ALGORITHMS:
         raise InvalidInput(f"there is an algorithm {row.name!r} already; choose another name")
     declared = hyperparameters()
     for hyper in row.hyper:
+        _check_name(hyper.name, HYPER_NAME, "a hyperparameter's name has 1 to 40 of a-z, 0-9 and _")
         known = declared.get(hyper.name, hyper)
         if known.rule != hyper.rule:
             raise InvalidInput(
@@ -249,6 +258,11 @@ def registered(row: Algorithm) -> Iterator[None]:
         yield
     finally:
         del ALGORITHMS[row.name]
+
+
+def _check_name(name: object, pattern: re.Pattern[str], rule: str) -> None:
+    if not isinstance(name, str) or not pattern.fullmatch(name):
+        raise InvalidInput(f"{rule}, got {name!r:.60}")
 
 
 def hyperparameters() -> dict[str, Hyperparameter]:

@@ -30,14 +30,19 @@ def check_ways(ways: int, support: int, query: int) -> None:
 class Episodes:
     """Draws episodes of one device, whose samples come in two parts, as in `learn.Shard`.
 
-    label: the column of classes, whole numbers of any size. ways: classes of an episode. support,
-    query: its samples, all classes together.
+    label: the column of classes (N,), whole numbers of any size. ways: classes of an episode.
+    support, query: its samples, all classes together. InvalidInput: a sample has several labels.
     """
 
     def __init__(
         self, train: Samples, held_out: Samples, label: str, *, ways: int, support: int, query: int
     ) -> None:
         check_ways(ways, support, query)
+        if train[label].ndim != 1:
+            raise InvalidInput(
+                "an episode of N classes needs one class for each sample; labels "
+                f"{label!r} have the shape {list(train[label].shape[1:])} each"
+            )
         self._train, self._held_out, self._label = train, held_out, label
         self._ways, self._support, self._query = ways, support // ways, query // ways
         self._train_rows = _rows_by_class(train[label])

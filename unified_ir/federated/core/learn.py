@@ -225,6 +225,20 @@ def _check_classes(name: str, classes: int, shard: Shard) -> None:
             )
 
 
+def check_episodes(plan: Learner, work: Work, shard: Shard, *, learns: bool) -> None:
+    """Raise InvalidInput if a device cannot learn from, or be scored on, episodes of N classes.
+
+    learns: whether it learns. A device is scored if it has held-out samples.
+    """
+    if not work.ways:
+        return
+    episodes, draws = _episodes_of_classes(plan, work, shard), work.draws("check")
+    if learns:
+        episodes.to_learn(draws)
+    if shard.held_out_samples:
+        episodes.to_score(draws)
+
+
 def learn(
     plan: Learner,
     work: Work,

@@ -40,10 +40,14 @@ class Metric:
         return f"{100 * score:.1f}" if self.share else f"{score:.4g}"
 
     def gain_text(self, mean: float, error: float) -> str:
-        """Format a gain and its error as "+1.25 ± 0.40" points of percent, or "+0.012 ± 0.003"."""
-        if self.share:
-            return f"{100 * mean:+.2f} ± {100 * error:.2f}"
-        return f"{mean:+.3g} ± {error:.2g}"
+        """Format a gain and its error as "+1.25 ± 0.40" points of percent, or "+0.012 ± 0.003".
+
+        An infinite error, that of a single pair, is left out.
+        """
+        gain = f"{100 * mean:+.2f}" if self.share else f"{mean:+.3g}"
+        if math.isinf(error):
+            return gain
+        return f"{gain} ± {100 * error:.2f}" if self.share else f"{gain} ± {error:.2g}"
 
     def text_with_unit(self, score: float) -> str:
         """Format as "93.1%", or "0.3122"."""

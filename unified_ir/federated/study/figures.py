@@ -14,7 +14,8 @@ from functools import partial
 from html import escape
 from typing import Final
 
-from triplane.unified_ir.files.chart import MAX_DOTS, number_text, round_ticks
+from triplane.unified_ir.files.chart import MAX_DOTS, number_text, round_ticks, tick_texts
+from triplane.unified_ir.files.html_table import printable
 
 COLOURS: Final = 7
 """Number of colours of series; more series use them again."""
@@ -75,7 +76,7 @@ class Axis:
 def vertical(values: Sequence[float], text: Format) -> Axis:
     """Return an axis of round numbers around the values."""
     ticks = round_ticks(values)
-    return Axis(ticks[0], ticks[-1], {tick: text(tick) for tick in ticks})
+    return Axis(ticks[0], ticks[-1], tick_texts(ticks, text))
 
 
 def horizontal(values: Sequence[float]) -> Axis:
@@ -222,7 +223,7 @@ def _swatch(i: int) -> str:
 
 
 def _e(text: str) -> str:
-    return escape(text, quote=True)
+    return escape(printable(text), quote=True)
 
 
 def _p(share: float) -> str:

@@ -46,6 +46,7 @@ from triplane.unified_ir.federated.study.trial import (
 )
 from triplane.unified_ir.federated.study.verdicts import GROUPS, verdicts, warnings
 from triplane.unified_ir.files.chart import Column, dot_chart, number_text, value_chart
+from triplane.unified_ir.files.html_table import printable
 
 MAX_POINTS: Final = 60
 """Limit for the points of a line of losses; with more rounds, means of several are drawn."""
@@ -102,6 +103,10 @@ PAIRS: Final = {
 COST_NOTE: Final = (
     "Bytes are those of tensors, of all devices and rounds. Seconds are of "
     "learning and reducing in this process, one device after another, without scoring."
+)
+LARGE_NOTE: Final = (
+    "Not within this page, because larger than {1} MiB: {0}. The options out-csv and out-json "
+    "write the scores and everything as files."
 )
 ENDS_NOTE: Final = (
     "Devices were scored at the start and at the end only; evaluate-every adds rounds in between."
@@ -160,17 +165,19 @@ def _data(trials: Sequence[Trial]) -> str:
     """Return links that save the study's data, which is within the page."""
     record = {"trials": [trial_record(trial) for trial in trials]}
     contents = (
-        ("scores.csv", "Scores of devices", "text/csv", scores_csv(trials)),
-        ("rounds.csv", "Rounds", "text/csv", rounds_csv(trials)),
-        ("study.json", "Everything", "application/json", json.dumps(record)),
+        ("scores.csv", "Scores of devices", "text/csv", scores_csv(trials).encode()),
+        ("rounds.csv", "Rounds", "text/csv", rounds_csv(trials).encode()),
+        ("study.json", "Everything", "application/json", json.dumps(record).encode()),
     )
     links = "".join(
         f"<a download='{name}' href='data:{kind};base64,{base64.b64encode(data).decode()}'>"
         f"{label} ({name.rpartition('.')[2].upper()})</a>"
-        for name, label, kind, text in contents
-        if len(data := text.encode()) <= MAX_FILE_BYTES
+        for name, label, kind, data in contents
+        if len(data) <= MAX_FILE_BYTES
     )
-    return f"<nav class='files' aria-label='Data'>{links}</nav>"
+    large = ", ".join(name for name, *_, data in contents if len(data) > MAX_FILE_BYTES)
+    note = f"<p>{LARGE_NOTE.format(large, MAX_FILE_BYTES >> 20)}</p>" if large else ""
+    return f"<nav class='files' aria-label='Data'>{links}</nav>{note}"
 
 
 def results(trials: Sequence[Trial], *, seen: bool, heading: str) -> str:
@@ -408,4 +415,4 @@ def picture(
 
 
 def _e(text: str) -> str:
-    return escape(text, quote=True)
+    return escape(printable(text), quote=True)

@@ -164,6 +164,8 @@ class _Simulation:
         for name, shard in self.shards.items():
             try:
                 device.check_labels(plan, shard, ways=study.ways)
+                work = self._work(START, name)
+                device.check_episodes(plan, work, shard, learns=name in seen)
             except InvalidInput as error:
                 raise InvalidInput(f"{name}: {error}") from error
         self.buffers = device.buffers(plan.roles)

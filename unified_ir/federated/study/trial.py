@@ -71,7 +71,8 @@ class Difference:
     """The mean of paired gains: over devices of one seed, or over seeds.
 
     A positive mean is better: a higher accuracy, or a lower loss. margin: half of the mean's 95 %
-    confidence interval by Student's t; a mean within it is not significant.
+    confidence interval by Student's t; a mean within it is not significant. It is infinite for a
+    single pair, which shows nothing about others.
     """
 
     mean: float
@@ -86,15 +87,15 @@ class Difference:
 def difference(
     ours: Iterable[DeviceScore], theirs: Iterable[DeviceScore], metric: Metric = ACCURACY
 ) -> Difference | None:
-    """Return the difference, paired by device; None for fewer than two devices in common."""
+    """Return the difference, paired by device; None without devices in common."""
     other = {s.device: s.after for s in theirs}
     return mean_gain([metric.gain(s.after, other[s.device]) for s in ours if s.device in other])
 
 
 def mean_gain(gains: Sequence[float]) -> Difference | None:
-    """Return the mean of paired gains with its margin; None for fewer than two."""
+    """Return the mean of paired gains with its margin; None for none."""
     if len(gains) < LEAST_PAIRS:
-        return None
+        return Difference(gains[0], math.inf) if gains else None
     # Standard error of a mean: sqrt(s^2 / n) with the unbiased s^2 = sum (d - mean)^2 / (n - 1).
     error = deviation(gains) / math.sqrt(len(gains))
     return Difference(mean_of(gains), student_t(len(gains) - 1) * error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -22,6 +23,9 @@ GROUPS: Final = (
     (False, "unseen", "Devices that never took part"),
 )
 LEAST_COMPARED: Final = 2
+NEAR: Final = "not significantly different"
+BEHIND: Final = "behind"
+UNKNOWN: Final = "one device cannot show a difference to"
 Measure = Callable[..., Difference | None]
 # fmt: off
 WARNINGS: Final[tuple[tuple[Measure, str, str, str], ...]] = (
@@ -46,7 +50,8 @@ def warnings(trials: Sequence[Trial]) -> list[str]:
             (not gain.shown, _measured(name, group, gain, replicates[0].metric))
             for name, replicates in by_algorithm(trials).items()
             for seen, group, _ in GROUPS
-            if (gain := measure(replicates, seen=seen)) is not None and gain.mean < 0
+            if (gain := measure(replicates, seen=seen)) is not None
+            and _is_loss(gain, replicates[0].metric)
         ]
         # Stable: what is significant comes first.
         texts = [text for _, text in sorted(odd, key=lambda pair: pair[0])]
@@ -57,8 +62,17 @@ def warnings(trials: Sequence[Trial]) -> list[str]:
 
 
 def _measured(name: str, group: str, gain: Difference, metric: Metric) -> str:
-    doubt = "" if gain.shown else " (not significant)"
+    doubt = "" if gain.shown else " (one device)" if _of_one(gain) else " (not significant)"
     return f"{name} on {group} devices {metric.gain_text(gain.mean, gain.margin)}{doubt}"
+
+
+def _is_loss(gain: Difference, metric: Metric) -> bool:
+    # Rounding in means of many accuracies would otherwise warn of -0.00 percent.
+    return (round(gain.mean, 4) if metric.share else gain.mean) < 0
+
+
+def _of_one(gain: Difference) -> bool:
+    return math.isinf(gain.margin)
 
 
 def verdicts(trials: Sequence[Trial]) -> list[str]:
@@ -77,18 +91,21 @@ def _verdict(trials: Sequence[Trial], *, seen: bool, group: str) -> str:
     if len(means) < LEAST_COMPARED:
         return ""
     best, *others = sorted(means, key=lambda name: -metric.merit(means[name]))
-    near: list[str] = []
-    behind: list[str] = []
+    others_by: dict[str, list[str]] = {NEAR: [], BEHIND: [], UNKNOWN: []}
     for name in others:
         # Paired, which removes the large differences between devices, and seeds, from the error.
         gap = compared(groups[best], groups[name], seen=seen)
-        target = behind if gap is not None and gap.shown else near
-        target.append(f"{name} {metric.text(means[name])}")
+        others_by[_relation(gap)].append(f"{name} {metric.text(means[name])}")
     parts = [f"{best} {metric.text(means[best])}"]
-    parts += [f"not significantly different: {', '.join(near)}"] if near else []
-    parts += [f"behind: {', '.join(behind)}"] if behind else []
+    parts += [f"{relation}: {', '.join(names)}" for relation, names in others_by.items() if names]
     what = "after adaptation" if metric.share else f"{metric.name} after adaptation"
     return f"On {group} devices, {what}{_over(groups[best])}: {'; '.join(parts)}."
+
+
+def _relation(gap: Difference | None) -> str:
+    if gap is not None and _of_one(gap):
+        return UNKNOWN
+    return BEHIND if gap is not None and gap.shown else NEAR
 
 
 def _over(replicates: Replicates) -> str:
