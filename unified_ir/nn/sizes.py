@@ -33,16 +33,20 @@ def check_axis(
 
     takes: the shape that the error states.
     """
-    if ranks:
-        check_rank(layer, takes, x, *ranks)
+    check_rank(layer, takes, x, *ranks)
     if not -x.rank <= axis < x.rank or x.shape[axis] != size:
         expected = [size if k == axis else None for k in range(x.rank)]
         raise shape_error(layer, takes, x, transpose_hint(x.shape, expected))
 
 
 def check_rank(layer: str, takes: str, x: ops.Tensor, *ranks: int) -> None:
-    """Check that x has one of these numbers of axes."""
-    if x.rank not in ranks:
+    """Check that x is a tensor, with one of these numbers of axes if there are any."""
+    if not isinstance(x, ops.Tensor):
+        raise InvalidInput(
+            f"{layer} takes x: {takes}, got a {type(x).__name__}; pass an array, such as "
+            "np.asarray(x, np.float32)"
+        )
+    if ranks and x.rank not in ranks:
         raise shape_error(layer, takes, x)
 
 
