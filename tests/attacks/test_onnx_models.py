@@ -153,7 +153,7 @@ HOSTILE = {
     "a graph for a number": (graph_for_a_number, "of kind GRAPH"),
     "an attribute of the wrong kind": (lambda: model(node("Transpose", ["x"], ["y"], perm=1.5)),
                                        "INTS"),
-    "too many operands": (lambda: model(node("Relu", ["x", "x"], ["y"])), "takes 1 to 1"),
+    "too many operands": (lambda: model(node("Relu", ["x", "x"], ["y"])), "takes 1 operand, got 2"),
     "a huge initializer of no bytes": (lambda: added("w", 2**40, 2**20),
                                        "bytes, the limit is|bytes, its type takes"),
     "an initializer of too few bytes": (lambda: added("w", 4, data=b"1"),

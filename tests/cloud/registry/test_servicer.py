@@ -104,7 +104,7 @@ def test_refusals_arrive_as_their_family(sqlite, tmp_path):
                 (stub.Push(push(blob)), Corrupt, "digits.tpm"),
                 (stub.Push(push(bytes(32))), NotFound, "upload it first"),
                 (stub.Push(push(blob, key=b"")), InvalidInput, "16 random bytes"),
-                (stub.Push(push(blob, model="../x")), InvalidInput, "matches"),
+                (stub.Push(push(blob, model="../x")), InvalidInput, "has 1 to 63 of"),
                 (stub.Push(push(blob, recipe=pb.Recipe(max_accuracy_drop=-1))), InvalidInput,
                  "0 to 100"),
                 (stub.GetVersion(pb.GetVersionRequest(reference="x")), NotFound, "no model"),
