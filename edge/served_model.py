@@ -29,6 +29,9 @@ SERVICE: Final = "inference.GRPCInferenceService"
 METADATA_S: Final = 10.0
 INFER_S: Final = 120.0
 MAX_REPLY_BYTES: Final = 256 << 20
+MAX_AXES: Final = 32
+SHOWN: Final = 8
+"""Number of sizes in a message."""
 MAX_PROBE_NUMBERS: Final = 16 << 20
 """Largest input of zeros that is sent to learn the labels."""
 BATCH: Final = "N"
@@ -90,8 +93,12 @@ class _Server:
             info = declared.get(tensor.name)
             shape = tuple(tensor.shape)
             row = None if info is None else _BY_NAME.get(tensor.datatype)
-            if row is None or info is None or row.dtype != info.dtype or min(shape, default=0) < 0:
-                raise Corrupt(f"the server answers {tensor.name!r} as {tensor.datatype}{shape}")
+            if row is None or info is None or row.dtype != info.dtype or not _fits(shape, info):
+                declared_as = "which it does not declare" if info is None else f"declared as {info}"
+                raise Corrupt(
+                    f"the server answers {tensor.name!r} as {tensor.datatype}{list(shape)[:SHOWN]},"
+                    f" {declared_as}"
+                )
             if len(data) != math.prod(shape) * row.dtype.itemsize:
                 raise Corrupt(f"the server answers {tensor.name!r} {shape} in {len(data)} bytes")
             results[tensor.name] = np.frombuffer(data, row.dtype.newbyteorder("<")).reshape(shape)
@@ -146,8 +153,24 @@ class _Server:
             return stub(request, timeout=timeout_s)
 
 
+def _fits(shape: tuple[int, ...], info: TensorInfo) -> bool:
+    """Return whether an answer has the sizes that are declared, and so few that numpy has them."""
+    if len(shape) != len(info.shape) or not all(0 <= n <= MAX_REPLY_BYTES for n in shape):
+        return False
+    # numpy refuses even an array without elements if the product of its other sizes is too large.
+    is_small = math.prod(n or 1 for n in shape) <= MAX_REPLY_BYTES
+    sizes = zip(shape, info.shape, strict=True)
+    return is_small and all(n == size for n, size in sizes if isinstance(size, int))
+
+
 def _info(tensor: Any) -> TensorInfo:
     row = _BY_NAME.get(tensor.datatype)
+    numbers = math.prod(n for n in tensor.shape if n > 0)
+    if len(tensor.shape) > MAX_AXES or numbers > MAX_REPLY_BYTES:
+        raise InvalidInput(
+            f"{tensor.name} has {len(tensor.shape)} axes {list(tensor.shape)[:SHOWN]}, ...; at "
+            f"most {MAX_AXES} axes and {MAX_REPLY_BYTES} numbers are supported"
+        )
     if row is None or any(n < -1 for n in tensor.shape):
         raise InvalidInput(
             f"{tensor.name} is {tensor.datatype}{list(tensor.shape)}; arrays of numbers are served "
