@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 
 import grpc
 import numpy as np
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
 from triplane.edge.serving.datatypes import TABLE, Datatype
 from triplane.proto import open_inference_pb2 as pb
@@ -30,6 +30,8 @@ METADATA_S: Final = 10.0
 INFER_S: Final = 120.0
 MAX_REPLY_BYTES: Final = 256 << 20
 MAX_AXES: Final = 32
+MAX_BATCH: Final = 1 << 16
+"""Largest batch of a model that takes batches of one size; samples are repeated to fill it."""
 SHOWN: Final = 8
 """Number of sizes in a message."""
 MAX_PROBE_NUMBERS: Final = 16 << 20
@@ -144,13 +146,18 @@ class _Server:
         return self._call("ModelInfer", request, pb.ModelInferResponse, INFER_S)
 
     def _call(self, method: str, request: Message, answer: type[M], timeout_s: float) -> M:
-        stub: Callable[..., M] = self._channel.unary_unary(
-            f"/{SERVICE}/{method}",
-            request_serializer=lambda message: message.SerializeToString(),
-            response_deserializer=answer.FromString,
+        # The answer is parsed here: gRPC reports bytes that are no message as an internal error.
+        stub: Callable[..., bytes] = self._channel.unary_unary(
+            f"/{SERVICE}/{method}", request_serializer=lambda message: message.SerializeToString()
         )
         with remote_errors():
-            return stub(request, timeout=timeout_s)
+            data = stub(request, timeout=timeout_s)
+        try:
+            return answer.FromString(data)
+        except DecodeError as error:
+            raise Corrupt(
+                f"the server answers {method} with {len(data)} bytes that are no {answer.__name__}"
+            ) from error
 
 
 def _fits(shape: tuple[int, ...], info: TensorInfo) -> bool:
@@ -165,11 +172,10 @@ def _fits(shape: tuple[int, ...], info: TensorInfo) -> bool:
 
 def _info(tensor: Any) -> TensorInfo:
     row = _BY_NAME.get(tensor.datatype)
-    numbers = math.prod(n for n in tensor.shape if n > 0)
-    if len(tensor.shape) > MAX_AXES or numbers > MAX_REPLY_BYTES:
+    if len(tensor.shape) > MAX_AXES or max(tensor.shape[:1], default=0) > MAX_BATCH:
         raise InvalidInput(
-            f"{tensor.name} has {len(tensor.shape)} axes {list(tensor.shape)[:SHOWN]}, ...; at "
-            f"most {MAX_AXES} axes and {MAX_REPLY_BYTES} numbers are supported"
+            f"{tensor.name} has {len(tensor.shape)} axes {list(tensor.shape)[:SHOWN]}; arrays of "
+            f"at most {MAX_AXES} axes and, if it is fixed, {MAX_BATCH} rows are supported"
         )
     if row is None or any(n < -1 for n in tensor.shape):
         raise InvalidInput(
