@@ -309,6 +309,7 @@ class Dataset:
         if not all(part.samples for part in parts):
             raise InvalidInput(
                 f"holding out the last {n - first} of {n} samples leaves one part without a window"
+                "; make the windows shorter, or hold out another share"
             )
         return parts
 

@@ -94,7 +94,8 @@ def _overlap(source: SampleSource, dataset: Dataset) -> int:
 def _reordering(dataset: Dataset) -> str:
     """Return the name of the first step behind windows that changes their order; "" if none."""
     behind = dropwhile(lambda step: not isinstance(step, Windowed), dataset.steps)
-    return next((type(step).__name__.lower() for step in behind if isinstance(step, REORDERING)), "")
+    names = (type(step).__name__.lower() for step in behind if isinstance(step, REORDERING))
+    return next(names, "")
 
 
 def _sized(source: SampleSource, module: Module) -> SampleSource:
