@@ -179,8 +179,7 @@ def test_images_of_a_folder_get_the_size_of_the_serving_model(start, tmp_path):
 
 
 def test_windows_that_share_rows_cannot_be_halved(tmp_path):
-    rows = {"x": np.arange(40.0), "y": np.arange(40) // 20}
-    np.savez(tmp_path / "rows.npz", **rows)
+    np.savez(tmp_path / "rows.npz", x=np.arange(40.0), y=np.arange(40) // 20)
     windows: dict[str, Any] = {"step": "window", "size": 4, "within": ["y"]}
     pipeline = {"format": 1, "source": {"kind": "npz", "path": "rows.npz"}, "steps": [windows]}
     pipeline |= {"inputs": ["x"], "targets": ["y"]}
