@@ -29,6 +29,8 @@ SERVICE: Final = "inference.GRPCInferenceService"
 METADATA_S: Final = 10.0
 INFER_S: Final = 120.0
 MAX_REPLY_BYTES: Final = 256 << 20
+TOO_LARGE: Final = "message larger than max"
+"""gRPC's text for a message beyond a limit, here or at the server."""
 MAX_AXES: Final = 32
 MAX_BATCH: Final = 1 << 16
 """Largest batch of a model that takes batches of one size; samples are repeated to fill it."""
@@ -151,7 +153,15 @@ class _Server:
             f"/{SERVICE}/{method}", request_serializer=lambda message: message.SerializeToString()
         )
         with remote_errors():
-            data = stub(request, timeout=timeout_s)
+            try:
+                data = stub(request, timeout=timeout_s)
+            except grpc.RpcError as error:
+                if TOO_LARGE not in str(error):
+                    raise
+                raise InvalidInput(
+                    f"the messages of {method} are too large (answers take at most "
+                    f"{MAX_REPLY_BYTES} bytes); send fewer samples at once: --batch-size"
+                ) from error
         try:
             return answer.FromString(data)
         except DecodeError as error:

@@ -120,6 +120,17 @@ def test_an_answer_that_the_server_did_not_declare_is_refused(response):
             model.run({"x": X})
 
 
+def test_an_answer_beyond_the_limit_says_how_to_get_smaller_ones(monkeypatch):
+    monkeypatch.setattr("triplane.edge.served_model.MAX_REPLY_BYTES", 1000)
+    response = reply([bytes(2000)], shape=(5, 100))
+    with (
+        answering(metadata(shape=(-1, 100)), response) as address,
+        served_model(address, "m") as model,
+        pytest.raises(InvalidInput, match="at most 1000 bytes.*--batch-size"),
+    ):
+        model.run({"x": X})
+
+
 def test_an_empty_answer_of_a_size_that_numpy_lacks_is_refused():
     response = reply([b""], shape=(5, 2**62, 0))
     declared = metadata(shape=(-1, -1, -1))
