@@ -36,7 +36,8 @@ class Letters(nn.Cell):
 class Signatures:
     """The part of a plan that `shard_for` uses."""
 
-    entries, labels = frozenset({EVALUATE}), ()
+    entries: tuple[str, ...] = (EVALUATE,)
+    labels: tuple[str, ...] = ()
 
     def __init__(self, names):
         self.names = names

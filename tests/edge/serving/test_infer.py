@@ -126,7 +126,7 @@ def test_an_answer_beyond_the_limit_says_how_to_get_smaller_ones(monkeypatch):
     with (
         answering(metadata(shape=(-1, 100)), response) as address,
         served_model(address, "m") as model,
-        pytest.raises(InvalidInput, match="at most 1000 bytes.*--batch-size"),
+        pytest.raises(InvalidInput, match=r"at most 1000 bytes.*--batch-size"),
     ):
         model.run({"x": X})
 
