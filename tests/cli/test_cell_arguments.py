@@ -16,6 +16,8 @@ from triplane.unified_ir.cli.shell import run
 from triplane.unified_ir.cli.train import load_cell
 
 NET = """
+from typing import Literal
+
 from triplane.unified_ir import nn, ops
 
 
@@ -38,6 +40,10 @@ def plain(depth: "NoSuchType" = 1, name: str = "x"):
     return Net(depth)
 
 
+def chosen(norm: Literal["batch", "layer"], depth: Literal[16, 32] | None = None):
+    return Net(depth or 16, norm=norm)
+
+
 ready = Net(4)
 """
 
@@ -58,11 +64,17 @@ GOOD: dict[str, dict[str, object]] = {
     'Net {"width": 16, "scale": 1}': {"scale": 1.0},
     'make {"sizes": [16], "norm": "layer"}': {"norm": "layer"},
     "plain depth=16": {"norm": "batch"},
+    "chosen norm=layer,depth=16": {"norm": "layer"},
+    "chosen norm=layer,depth=none": {"norm": "layer"},
 }
 BAD = {
     "Net -": r"needs the arguments width; add --cell-args width=\.\.\.",
     "make -": r"needs the arguments sizes",
     "Net widht=3": r"no argument 'widht'; it takes width, scale, norm, bias; did you mean 'width'",
+    "chosen norm=bach": r"norm must be one of 'batch', 'layer', got 'bach'; did you mean 'batch'",
+    "chosen norm=batch,depth=8": r"depth must be one of 16, 32, got 8",
+    "Net width=8,width=16": r"--cell-args has 'width' 2 times; state it once",
+    'Net {"width": 8, "width": 16}': r"--cell-args has 'width' 2 times",
     "Net width=many": r"width must be a whole number, got 'many'",
     "Net width=2.5": r"width must be a whole number, got 2.5",
     'Net {"width": true}': r"width must be a whole number, got True",

@@ -214,3 +214,30 @@ def test_an_inner_update_is_differentiated_through(double):
 def test_a_cell_takes_arrays_of_the_enclosing_function(net):
     net.eval()
     np.testing.assert_allclose(graph(lambda: net(X.astype(np.float64)))(), net(X), rtol=1e-6)
+
+
+def test_tangents_and_cotangents_by_other_names_are_refused(net):
+    """Leaves are paired in order, so a wrong name would give the derivative along another one."""
+    square = nn.Sequential(nn.Dense(3, 3), nn.Dense(3, 3))
+    v = square.trainable_state()
+    renamed = {path.replace("0.", "2."): a for path, a in v.items()}
+    with pytest.raises(InvalidInput, match=r"names 0\.bias, .* got 1\.bias"):
+        jvp(energy)(square, X, (renamed, None))
+    with pytest.raises(InvalidInput, match=r"names 0\.bias"):
+        hessian_vector_product(energy)(square, X, renamed)
+    pair = vjp(lambda x: {"a": x, "b": 2.0 * x})
+    with pytest.raises(InvalidInput, match="names a, b; got b, c"):
+        pair(X, {"b": X, "c": X})
+    jvp(energy)(square, X, (dict(reversed(v.items())), None))
+
+
+def test_a_cell_without_parameters_names_the_container_that_hides_them():
+    class Hidden(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.rows = [[nn.Dense(3, 1)]]
+
+    with pytest.raises(InvalidInput, match=r"has none; Hidden\.rows is a plain list"):
+        grad(energy)(Hidden(), X)
+    with pytest.raises(InvalidInput, match=r"has none; unfreeze\(\) some"):
+        grad(energy)(Net().freeze(), X)

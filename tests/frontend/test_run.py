@@ -3,7 +3,9 @@
 """Calls with arrays: arguments, signatures and caches, precision, modes, threads."""
 
 import threading
+import warnings
 from enum import Enum
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import (
     TensorSpec,
+    checkpoint,
     grad,
     graph,
     mode,
@@ -20,6 +23,7 @@ from triplane.unified_ir import (
     value_and_grad,
     vjp,
 )
+from triplane.unified_ir.frontend.programs import MANY_TRACES
 from triplane.unified_ir.ir import Role
 
 from .sides import SIDES, everywhere, floats, on_side
@@ -234,9 +238,83 @@ def test_nodes_carry_the_path_of_their_cell():
 
 
 def test_a_foreign_cells_state_is_refused_with_a_way_out():
-    hidden = [Scaled(1.0)]
     with pytest.raises(InvalidInput, match="a cell that the trace does not know; make the cell an"):
-        graph(lambda x: hidden[0](x))(X)
+        graph(lambda x: Scaled(1.0)(x))(X)
+
+
+class Holder:
+    """An object of the user's that owns cells, such as a class around a loop of one's own."""
+
+    def __init__(self, factor):
+        self.net, self.others = Scaled(factor), {"teacher": [Scaled(2.0)]}
+
+    @graph
+    def step(self, x):
+        return self.loss(self.net, x)
+
+    def loss(self, net, x):
+        return ((net(x) - self.others["teacher"][0](x)) ** 2.0).sum()
+
+
+LISTED, HELD = [Scaled(3.0)], Holder(3.0)
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_a_function_inside_a_function_names_cells(side):
+    with on_side(side):
+        y = graph(lambda x: checkpoint(lambda v: HELD.net(v) + LISTED[0](v))(x))(X)
+    np.testing.assert_allclose(y, 18.0 * X)
+
+
+def test_a_function_that_is_compiled_at_every_call_warns_once_of_what_changes():
+    class Loop:
+        def __init__(self):
+            self.net, self.losses = Scaled(1.0), []
+
+        @graph
+        def step(self, x):
+            return self.net(x).sum()
+
+    loop = Loop()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(MANY_TRACES + 5):
+            loop.losses.append(float(loop.step(X)))
+    (warning,) = seen
+    assert "step was compiled 20 times" in str(warning.message)
+    assert "losses" in str(warning.message)
+    assert warning.filename == __file__
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_arrays_of_others_and_returned_cells_are_refused_by_name(side):
+    class Foreign:
+        def __array__(self, dtype=None, copy=None):
+            return X
+
+    with on_side(side):
+        with pytest.raises(InvalidInput, match=r"is a .*Foreign, .* pass numpy.asarray\(...\)"):
+            graph(lambda x: x)(Foreign())
+        with pytest.raises(InvalidInput, match="returned the cell Scaled, which keeps its new"):
+            graph(lambda cell, x: (cell, cell(x)))(LISTED[0], X)
+
+
+@pytest.mark.parametrize("engine", [("graph", "onnx"), ("eager", "reference")])
+def test_cells_in_containers_and_objects_are_reached(engine):
+    hidden, space = [Scaled(3.0)], SimpleNamespace(net=Scaled(3.0))
+    functions = [lambda x: hidden[0](x), lambda x: space.net(x), lambda x: LISTED[0](x),
+                 lambda x: HELD.net(x)]  # fmt: skip
+    with mode(*engine):
+        for f in functions:
+            np.testing.assert_allclose(graph(f)(X), 9.0 * X)
+        for cell in (hidden[0], space.net, LISTED[0], HELD.net):
+            assert cell.seen.array > 0.0
+        holder = Holder(3.0)
+        assert holder.step(X) == pytest.approx((25.0 * X**2).sum())
+        holder.net = Scaled(4.0)
+        assert holder.step(X) == pytest.approx((144.0 * X**2).sum())
+        slope = grad(holder.loss)(holder.net, X)["weight"]
+        np.testing.assert_allclose(slope, [(96.0 * X**2).sum()], rtol=1e-6)
 
 
 def test_an_input_named_like_state_is_refused():

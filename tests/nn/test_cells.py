@@ -1,5 +1,9 @@
 """What every cell can do: be frozen, told as a table, taken apart and put together."""
 
+import copy
+import pickle
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -202,6 +206,26 @@ def test_a_summary_counts_neither_keys_nor_statistics_as_parameters():
     assert (
         lines[-1] == f"{learnt:,} parameters, {learnt:,} of them trainable; 34 elements of buffers"
     )
+
+
+def test_load_takes_a_dict():
+    kinds: list[Any] = [nn.Dense(3, 1), "weights.npz", None]
+    for state in kinds:
+        with pytest.raises(InvalidInput, match=r"load takes a dict of arrays by path, got"):
+            nn.Dense(3, 1).load(state)
+
+
+def test_a_cell_that_holds_an_operator_is_copied_and_pickled():
+    class Holds(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.activation = ops.tanh
+
+    assert copy.deepcopy(Holds()).activation is ops.tanh
+    layer = nn.TransformerEncoderLayer(4, 2, 8, activation=ops.gelu, p_drop=0.0)
+    x = np.random.default_rng(0).normal(size=(2, 3, 4)).astype(np.float32)
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        np.testing.assert_array_equal(other(x), layer(x))
 
 
 def test_a_summary_of_a_shape_says_what_it_takes():

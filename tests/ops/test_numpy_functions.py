@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir import graph, mode, ops
+from triplane.unified_ir import grad, graph, mode, ops
 from triplane.unified_ir.ops import numpy_functions
 from triplane.unified_ir.ops.table import TABLE
 
@@ -46,6 +46,19 @@ def test_a_ufunc_on_tensors_is_the_operator(name):
     for y in results:
         assert y.dtype == expected.dtype
         np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("engine", ["onnx", "reference"])
+def test_floor_division_of_floats_is_numpys(engine):
+    a = np.array([1, 1, 6, -1, 1, 5, -5, 0, 7, np.inf, np.nan, 3e38, 2, -2, 1e8, 0], np.float32)
+    b = np.array(
+        [0.1, -0.1, 0.1, 0.1, 0.2, 3, 3, 3, 0, 2, 1, -np.inf, np.inf, np.inf, 3, 0], np.float32
+    )
+    with mode("graph", engine), np.errstate(all="ignore"):
+        np.testing.assert_array_equal(graph(lambda x, y: x // y)(a, b), a // b)
+        np.testing.assert_array_equal(graph(lambda x: 7.0 // x)(b), np.float32(7) // b)
+        slopes = grad(lambda x, y: (x // y).sum(), argnums=(0, 1))(a, b)
+    assert all(not slope.any() for slope in slopes)
 
 
 BINARY = [operator.add, operator.sub, operator.mul, operator.truediv, operator.lt,

@@ -23,6 +23,7 @@ from triplane.unified_ir.ops.table import TABLE
 ROOT = Path(__file__).parents[2]
 STUB = ROOT / "unified_ir" / "ops" / "__init__.pyi"
 X = np.random.default_rng(0).normal(size=(2, 3)).astype(np.float32)
+KEY = np.array([0, 7], np.uint32)
 
 HEAD = '''"""Types of the operators; generated from the table, see tests/ops/test_signatures.py."""
 
@@ -176,12 +177,31 @@ def test_the_only_attribute_may_follow_the_operands():
         (lambda x: ops.clip(x, 1, 2, 3), r"takes 1 to 3 operands, got 4: Clip\(x, min=None, max="),
         (lambda x: ops.gemm(x, x.T, x, 0.5), r"takes 2 to 3 operands, got 4: .* \*, alpha=1.0"),
         (lambda _: ops.maximum(), r"takes at least 1 operand, got 0: Max\(\*data\)"),
+        (
+            lambda x: ops.clip(x, min=0),
+            r"min is an operand of Clip, .* by position: Clip\(x, min=N",
+        ),
+        (lambda x: ops.reshape(x, 1.5), r"a shape is one or several whole numbers, got 1\.5"),
+        (lambda _: ops.zeros((2, 0.5)), r"whole numbers, got \(2, 0\.5\)"),
+        (lambda _: ops.fold_in(KEY, 1.5), r"a whole number in 0\.\.2\^32-1, got 1\.5"),
+        (lambda _: ops.fold_in(KEY, 2**32), r"a whole number in 0\.\.2\^32-1, got 4294967296"),
         (lambda x: ops.softmax(x, "rows"), r"Softmax.axis must be of kind INT, got 'rows'"),
     ],
 )
 def test_a_call_that_does_not_fit_shows_the_signature(call, message):
     with pytest.raises(InvalidInput, match=message):
         graph(call)(X)
+
+
+def test_one_number_is_the_shape_of_a_vector():
+    @graph
+    def vectors(x, key):
+        drawn = ops.random_normal(key, 3), ops.random_uniform(key, 3), ops.random_bits(key, 3)
+        return (ops.reshape(x, -1), ops.zeros(3), ops.ones(3), ops.expand(x[0, 0], 3), *drawn)
+
+    flat, *others = vectors(X, KEY)
+    np.testing.assert_array_equal(flat, X.reshape(-1))
+    assert [y.shape for y in others] == [(3,)] * 6
 
 
 USES = """

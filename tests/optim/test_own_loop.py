@@ -1,6 +1,7 @@
 """Training loops of one's own: any number of optimizers, in a graph or call by call."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -317,3 +318,46 @@ def test_what_does_not_fit_is_refused(kind, message):
         with pytest.raises(InvalidInput, match=message):
             ADAM.update(params, grads, state)
     check(net.state_dict(), before, rtol=0)
+
+
+ANOTHER_KIND: dict[str, tuple[Any, Any, Any]] = {
+    r"'one\.weight' is a Parameter; pass the cell itself": (Net().parameters(), {}, {}),
+    "'one' is a dict; pass the cell itself": ({"one": {"weight": X}}, {}, {}),
+    r"a cell or a dict of arrays .* got a tuple; .* for each cell": ((Net(), Net()), {}, {}),
+    "the gradient is a dict of arrays by name, got a NoneType": (Net(), None, {}),
+    "the state is a dict of arrays by name, got a NoneType": (Net(), {}, None),
+}
+
+
+@pytest.mark.parametrize("message", ANOTHER_KIND)
+def test_arguments_of_another_kind_are_refused(message):
+    params, grads, state = ANOTHER_KIND[message]
+    with pytest.raises(InvalidInput, match=message):
+        ADAM.update(params, grads, state)
+    if not isinstance(params, Net):
+        with pytest.raises(InvalidInput, match=message):
+            ADAM.init(params)
+
+
+def test_freezing_between_steps_changes_the_next_step():
+    net, step, gradient = Net(), loop(optim.SGD(0.1)), grad(loss_of)
+
+    def moved():
+        before = net.state_dict()
+        step(net, {}, X, Y)
+        changed = {k for k, a in net.state_dict().items() if (a != before[k]).any()}
+        assert gradient(net, X, Y).keys() == changed
+        return changed
+
+    every = moved()
+    net.freeze("one.*")
+    assert moved() == {"two.weight", "two.bias"}
+    net.unfreeze()
+    assert moved() == every == net.parameters().keys()
+
+
+def test_a_frozen_cell_has_nothing_to_update():
+    net = Net().freeze()
+    for update in (ADAM.update, graph(lambda *args: ADAM.update(*args)[1])):
+        with pytest.raises(InvalidInput, match="Net has no trainable parameter to update"):
+            update(net, {}, {})

@@ -7,9 +7,9 @@ import inspect
 import json
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter as Argument
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from triplane.proto.errors import InvalidInput
 from triplane.proto.suggestions import suggestion
@@ -28,17 +28,26 @@ def parsed(text: str | None) -> dict[str, Any]:
         return {}
     if text.lstrip().startswith("{"):
         try:
-            values = json.loads(text)
+            return dict(json.loads(text, object_pairs_hook=_once))
         except (ValueError, RecursionError) as error:
             raise InvalidInput(f"--cell-args is no JSON object: {error}") from None
-        return dict(values)
     pairs = [item.partition("=") for item in text.split(",")]
     if not all(name.strip().isidentifier() and equals for name, equals, _ in pairs):
         raise InvalidInput(
             "--cell-args is NAME=VALUE,NAME=VALUE, or a JSON object such as "
             f'{{"sizes": [8, 16]}}, got {text!r:.200}'
         )
-    return {name.strip(): _Text(value.strip()) for name, _, value in pairs}
+    return _once([(name.strip(), _Text(value.strip())) for name, _, value in pairs])
+
+
+def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Return pairs as a dict; refuse a name that stands twice, of which one would be ignored."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in values if names.count(name) > 1)
+        raise InvalidInput(f"--cell-args has {twice!r} {names.count(twice)} times; state it once")
+    return values
 
 
 class _Text(str):
@@ -67,26 +76,51 @@ def created(make: Callable[..., Any], spec: str, text: str | None) -> Any:
         raise InvalidInput(
             f"{spec} needs the arguments {', '.join(missing)}; add --cell-args {shown}"
         )
-    kinds = _kinds(make)
+    hints = _hints(make)
+    kinds = {name: kind for name, hint in hints.items() if (kind := _plain(hint)) is not None}
     defaults = {name: p.default for name, p in named.items()}
-    return make(**{k: _typed(k, v, kinds.get(k), defaults.get(k)) for k, v in arguments.items()})
+    values = {k: _typed(k, v, kinds.get(k), defaults.get(k)) for k, v in arguments.items()}
+    for name, value in values.items():
+        _check_literal(name, value, hints.get(name))
+    return make(**values)
 
 
-def _kinds(make: Callable[..., Any]) -> dict[str, type]:
-    """Return the plain types that the annotations state; None beside one is left out."""
+def _hints(make: Callable[..., Any]) -> dict[str, Any]:
+    """Return the annotations of the arguments, none where they cannot be read."""
     function = getattr(make, _INIT) if isinstance(make, type) else make
     try:
-        hints = typing.get_type_hints(function)
+        return typing.get_type_hints(function)
     except (NameError, TypeError, AttributeError, SyntaxError):
         return {}  # annotations of a user's file may name what exists for type checkers only
-    return {name: kind for name, hint in hints.items() if (kind := _plain(hint)) is not None}
 
 
 def _plain(hint: Any) -> type | None:
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        parts = [part for part in typing.get_args(hint) if part is not type(None)]
-        hint = parts[0] if len(parts) == 1 else None
+    """Return the plain type that an annotation states; None beside it is left out."""
+    hint = _without_none(hint)
+    if typing.get_origin(hint) is Literal:
+        kinds = {type(choice) for choice in typing.get_args(hint)}
+        hint = kinds.pop() if len(kinds) == 1 else None
     return hint if hint in _KINDS else None
+
+
+def _without_none(hint: Any) -> Any:
+    if typing.get_origin(hint) not in (typing.Union, types.UnionType):
+        return hint
+    parts = [part for part in typing.get_args(hint) if part is not type(None)]
+    return parts[0] if len(parts) == 1 else None
+
+
+def _check_literal(name: str, value: Any, hint: Any) -> None:
+    """Refuse a value that is none of the choices of an annotation `Literal[...]`."""
+    literal = _without_none(hint)
+    if typing.get_origin(literal) is not Literal or (value is None and literal is not hint):
+        return
+    choices = typing.get_args(literal)
+    if value not in choices:
+        raise InvalidInput(
+            f"--cell-args: {name} must be one of {', '.join(map(repr, choices))}, got "
+            f"{value!r:.80}{suggestion(value, [c for c in choices if isinstance(c, str)])}"
+        )
 
 
 def _typed(name: str, value: Any, kind: type | None, default: Any) -> Any:

@@ -129,16 +129,30 @@ MAX_NESTING: Final = 4
 """Containers within containers that are searched for a cell."""
 
 
-def _holds(value: Any, parameter: Parameter, depth: int = 0) -> bool:
-    """Return whether a container holds a parameter, or a cell that owns it."""
+def _holds(value: Any, parameter: Parameter | None, depth: int = 0) -> bool:
+    """Return whether a container holds a parameter, or a cell that owns it; None for any."""
     if depth and isinstance(value, (Parameter, StateTree)):
-        return value is parameter or (
-            isinstance(value, StateTree) and parameter in value.parameters().values()
-        )
+        own = [value] if isinstance(value, Parameter) else value.parameters().values()
+        return bool(own) if parameter is None else parameter in own
     if not isinstance(value, (list, tuple, set, dict)) or depth > MAX_NESTING:
         return False
     items = value.values() if isinstance(value, dict) else value
     return any(_holds(item, parameter, depth + 1) for item in items)
+
+
+def container_within(cell: StateTree, parameter: Parameter | None = None) -> str:
+    """Name the plain list or dict of a cell that holds the parameter (None for any), else "".
+
+    The name is a sentence that says what to write instead.
+    """
+    for name, value in vars(cell).items():
+        if not name.startswith("_") and _holds(value, parameter):
+            return (
+                f"{type(cell).__name__}.{name} is a plain {type(value).__name__}, in which cells "
+                "are not found: make it nn.CellList([...]) or nn.CellDict({...}), and parameters "
+                "attributes of a cell"
+            )
+    return ""
 
 
 class Binding:
@@ -167,15 +181,7 @@ class Binding:
 
     def _container_of(self, parameter: Parameter) -> str:
         """Name the plain list or dict of a cell that holds the parameter; "" if there is none."""
-        for cell in self.paths:
-            for name, value in vars(cell).items():
-                if not name.startswith("_") and _holds(value, parameter):
-                    return (
-                        f"{type(cell).__name__}.{name} is a plain {type(value).__name__}, in which "
-                        "cells are not found: make it nn.CellList([...]) or nn.CellDict({...}), "
-                        "and parameters attributes of a cell"
-                    )
-        return ""
+        return next((c for cell in self.paths if (c := container_within(cell, parameter))), "")
 
     def assign(self, name: str, parameter: Parameter, value: Any) -> None:
         """Record a buffer's new value."""

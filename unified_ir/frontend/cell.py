@@ -128,6 +128,11 @@ class Cell(StateTree):
 
         strict: require an array for every parameter; otherwise only those present are loaded.
         """
+        if not isinstance(state, Mapping):
+            raise InvalidInput(
+                f"load takes a dict of arrays by path, got a {type(state).__name__}; that of a "
+                "cell is cell.state_dict(), that of a file dict(numpy.load(path))"
+            )
         own = self.parameters()
         missing = sorted(own.keys() - state.keys()) if strict else []
         unexpected = sorted(state.keys() - own.keys())

@@ -206,7 +206,7 @@ def _parts(iterator: Any) -> list[Any]:
 
 def _iterator(iterator: Any, label: str, add_guard: AddGuard) -> list[tuple[Any, str]]:
     kind: type = type(iterator)
-    if _is_users(kind):
+    if is_users(kind):
         return _object(iterator, label, add_guard)
     add_guard(_Value(partial(_position, iterator), f"the iterator {label}"))
     return [(x, label) for x in _parts(iterator) if isinstance(x, Iterator)]
@@ -274,7 +274,7 @@ def _follow(value: Any, label: str, add_guard: AddGuard) -> list[tuple[Any, str]
             reached: list[tuple[Any, str]] = rule(value, label, add_guard)
             return reached
     kind: type = type(value)
-    return _object(value, label, add_guard) if _is_users(kind) else []
+    return _object(value, label, add_guard) if is_users(kind) else []
 
 
 AddGuard = Callable[[Guard], None]
@@ -370,7 +370,7 @@ def _class(cls: type, _: str, add_guard: AddGuard) -> list[tuple[Any, str]]:
     """Attributes and methods of a user's class and of its bases."""
     reached: list[tuple[Any, str]] = []
     for part in cls.__mro__:
-        if not _is_users(part):
+        if not is_users(part):
             continue
         add_guard(_Attributes(vars(part), part.__qualname__))
         reached += [(v, f"{part.__qualname__}.{k}") for k, v in vars(part).items()]
@@ -398,8 +398,8 @@ def _array(array: Any, label: str, add_guard: AddGuard) -> list[tuple[Any, str]]
 
 
 def _parameter(p: Parameter, label: str, add_guard: AddGuard) -> list[tuple[Any, str]]:
-    """Guard element type and shape; the numbers are an operand, not part of the trace."""
-    add_guard(_Value(lambda: (p.array.dtype, p.array.shape), label))
+    """Guard element type, shape and whether it is trained; the numbers are an operand."""
+    add_guard(_Value(lambda: (p.array.dtype, p.array.shape, p.trainable), label))
     return []
 
 
@@ -450,7 +450,8 @@ _RULES: Final[tuple[tuple[Any, Rule], ...]] = (
 
 
 @lru_cache(maxsize=4096)
-def _is_users(cls: type) -> bool:
+def is_users(cls: type) -> bool:
+    """Return whether a class is the user's own, or a dataclass of an installed package."""
     module = sys.modules.get(cls.__module__)
     if module is None or cls.__module__ == "builtins" or not _is_users_module(module):
         return False

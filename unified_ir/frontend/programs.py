@@ -9,6 +9,7 @@ every call and behaves as in Python.
 from __future__ import annotations
 
 import inspect
+import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ from triplane.unified_ir.frontend.trace import Traceable, Traced, name_of
 
 CACHE_SIZE: Final = 64
 """Number of programs cached per cell or function; beyond it the oldest ones are dropped."""
+
+MANY_TRACES: Final = 20
+"""Number of traces, each because something changed that the last one read, before a warning."""
 
 _KEY: Final = "_triplane_programs"
 _lock: Final = Lock()
@@ -77,6 +81,7 @@ class Programs:
         function = target.construct if isinstance(target, StateTree) else target
         self._signature = inspect.signature(function)
         self._by_key: dict[Any, tuple[Compiled, ...]] = {}
+        self._retraced = 0
 
     def belongs_to(self, owner: Any) -> bool:
         """Return whether these programs belong to this object.
@@ -103,7 +108,10 @@ class Programs:
 
     def keep(self, key: Any, compiled: Compiled) -> None:
         """Keep a program for `find`, unless recording it changed what it reads."""
-        if not compiled.guard.holds():
+        last = self._by_key.get(key, ())[:1]
+        change = compiled.guard.changed()
+        self._count(change or (last[0].guard.changed() if last else None))
+        if change is not None:
             return
         with _lock:
             # Popped and inserted again, so the dict is ordered by the last compilation of each key.
@@ -114,6 +122,18 @@ class Programs:
                 self._by_key[first] = self._by_key[first][:-1]
                 if not self._by_key[first]:
                     del self._by_key[first]
+
+    def _count(self, change: str | None) -> None:
+        """Warn, once, of a function that is compiled again and again, and of what changes."""
+        self._retraced += change is not None
+        if change is not None and self._retraced == MANY_TRACES:
+            warnings.warn(
+                f"{self._target} was compiled {MANY_TRACES} times because what it reads changes "
+                f"between calls, this time {change}; keep that outside of what the function "
+                "reaches, or pass it as an array",
+                UserWarning,
+                stacklevel=5,
+            )
 
 
 def programs_of(target: Any) -> Programs:

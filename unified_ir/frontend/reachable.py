@@ -1,17 +1,19 @@
 """Find the cells that a callable reaches; its trace may read their state by name.
 
 A function reaches the cells among its arguments, in its closure and in the globals that it names,
-and the cells that the user's functions among these reach.
+in lists, dicts and attributes of the user's objects among these, and the cells that the user's
+functions among these reach.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from types import FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
-from triplane.unified_ir.frontend.binding import Parameter, StateTree
+from triplane.unified_ir.frontend.binding import MAX_NESTING, Parameter, StateTree
+from triplane.unified_ir.frontend.guards import is_users
 from triplane.unified_ir.frontend.source import belongs_to_user, contents
 from triplane.unified_ir.ops.trees import leaves
 
@@ -39,12 +41,39 @@ def state_trees_of(target: Any, arguments: Mapping[str, Any]) -> list[tuple[str,
     if isinstance(target, StateTree):
         return [("", target)]
     owners: list[tuple[str, StateTree]] = []
+    others: list[tuple[str, Any]] = []
     for name, tree in arguments.items():
-        cells = [x for x in leaves(tree) if isinstance(x, StateTree)]
+        flat, label = leaves(tree), "" if name == "self" else name
+        cells = [x for x in flat if isinstance(x, StateTree)]
         for i, cell in enumerate(cells):
-            label = "" if name == "self" else name
             owners.append((f"{label}.{i}" if len(cells) > 1 else label, cell))
-    return owners + [(k, v) for k, v in _reached_values(target) if isinstance(v, StateTree)]
+        others += [(label, x) for x in flat if not isinstance(x, StateTree)]
+    seen: set[int] = set()
+    for name, value in (*others, *_reached_values(target)):
+        owners += _cells_within(name, value, seen)
+    return owners
+
+
+def _cells_within(
+    label: str, value: Any, seen: set[int], depth: int = 0
+) -> Iterator[tuple[str, StateTree]]:
+    """Yield a cell itself, or the cells in a container or an object of the user's."""
+    if isinstance(value, StateTree):
+        yield label, value
+        return
+    items: Mapping[Any, Any] = {}
+    kind: type = type(value)
+    if isinstance(value, dict):
+        items = value
+    elif isinstance(value, (list, tuple)):
+        items = dict(enumerate(value))
+    elif isinstance(value, SimpleNamespace) or is_users(kind):
+        items = getattr(value, "__dict__", {})
+    if not items or id(value) in seen or depth == MAX_NESTING:
+        return
+    seen.add(id(value))
+    for key, item in list(items.items()):
+        yield from _cells_within(f"{label}.{key}".lstrip("."), item, seen, depth + 1)
 
 
 def _reached_values(target: Any) -> Iterator[tuple[str, Any]]:
@@ -53,11 +82,10 @@ def _reached_values(target: Any) -> Iterator[tuple[str, Any]]:
     todo = [target]
     while todo:
         f = todo.pop()
-        if isinstance(f, MethodType):
-            yield "", f.__self__
-            f = f.__func__
-        while hasattr(f, "__wrapped__"):
-            f = f.__wrapped__
+        while isinstance(f, MethodType) or hasattr(f, "__wrapped__"):
+            if isinstance(f, MethodType):
+                yield "", f.__self__
+            f = f.__func__ if isinstance(f, MethodType) else f.__wrapped__
         if isinstance(f, StateTree):
             yield "", f
         if isinstance(f, partial):
@@ -76,7 +104,15 @@ def _named(f: FunctionType) -> Iterator[tuple[str, Any]]:
     code, own = f.__code__, belongs_to_user(f)
     for name, cell in zip(code.co_freevars, f.__closure__ or (), strict=True):
         yield name if own else "", contents(cell)
-    for name in code.co_names if own else ():
+    for name in dict.fromkeys(_names(code)) if own else ():
         value = f.__globals__.get(name)
-        if isinstance(value, (StateTree, FunctionType)):
+        if not isinstance(value, (type, ModuleType)):
             yield name, value
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Yield the global names and attributes in a function and in the functions inside it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)

@@ -31,7 +31,7 @@ from triplane.unified_ir.frontend.traced_call import at_users_line
 from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.ops.evaluate import run_node
 from triplane.unified_ir.ops.recorder import recording
-from triplane.unified_ir.ops.tensor import as_tensor
+from triplane.unified_ir.ops.tensor import Tensor, as_tensor
 from triplane.unified_ir.ops.trees import leaves, rebuild
 
 Mode = Literal["graph", "eager"]
@@ -238,8 +238,15 @@ def _host(x: Any, floats: Floats) -> Any:
     """Return an argument as recorded: arrays and numpy scalars have a supported type."""
     if isinstance(x, np.generic):
         x = np.asarray(x)
-    if isinstance(x, np.ndarray) and x.dtype == np.float64:
-        return x.astype(floats)
+    if isinstance(x, np.ndarray):
+        return x.astype(floats) if x.dtype == np.float64 else x
+    if hasattr(x, "__array__") and not isinstance(x, (type, Tensor)):
+        # It would be a constant of the trace, and its own operators would compute with it.
+        kind = f"{type(x).__module__}.{type(x).__name__}"
+        raise InvalidInput(
+            f"an argument is a {kind}, which is no array of numpy; pass numpy.asarray(...) of it"
+            f"{at_users_line()}"
+        )
     return x
 
 

@@ -217,6 +217,11 @@ def _as_params(build: Build, label: str, tree: Any, arrays: Iterator[Array]) -> 
 def _result(x: Any, target: Traceable) -> Tensor:
     if isinstance(x, Tensor) or hasattr(x, "__tensor__"):
         return as_tensor(x)
+    if isinstance(x, StateTree):
+        raise InvalidInput(
+            f"{name_of(target)} returned the cell {type(x).__name__}, which keeps its new state by "
+            "itself; return tensors, numbers and arrays only, in tuples, lists and dicts"
+        )
     if not isinstance(x, (bool, int, float, np.ndarray, np.generic)):
         raise InvalidInput(
             f"{name_of(target)} returned a {type(x).__name__}, {x!r}; results are tensors, numbers "

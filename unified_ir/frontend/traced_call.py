@@ -18,6 +18,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.frontend.binding import (
     Parameter,
     StateTree,
+    container_within,
     current,
     current_or_none,
 )
@@ -120,9 +121,10 @@ def _with_parameters(tree: Any) -> Any:
 def _trainable(cell: StateTree) -> dict[str, Parameter]:
     parameters = {path: p for path, p in cell.parameters().items() if p.trainable}
     if not parameters:
+        inside = next((c for _, owner in cell.cells() if (c := container_within(owner))), "")
         raise InvalidInput(
             f"a gradient with respect to {type(cell).__name__} needs a trainable parameter, and it "
-            f"has none; unfreeze() some{at_users_line()}"
+            f"has none; {inside or 'unfreeze() some'}{at_users_line()}"
         )
     return parameters
 

@@ -31,7 +31,7 @@ from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.rows.control.custom_gradients import checkpointed
 from triplane.unified_ir.ops.rows.movement.structure import zeros
 from triplane.unified_ir.ops.tensor import Tensor, as_tensor
-from triplane.unified_ir.ops.trees import leaves, rebuild
+from triplane.unified_ir.ops.trees import leaves, names_of_leaves, rebuild
 
 Pull = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
 
@@ -158,6 +158,8 @@ def jvp(f: Any) -> Any:
         at = [i for k in moved for i in recorded.positions(k)]
         _check_float([recorded.operands[i] for i in at], name)
         ts = _alike(f"a tangent of {name}", [tangents[k] for k in moved], recorded, at)
+        for k in moved:
+            _check_names(f"the tangent of argument {k} of {name}", tangents[k], recorded.trees[k])
         results, push = pushforward(recorded.function, recorded.operands, at)
         out = push(ts)
         value = recorded.finish(results)
@@ -244,7 +246,16 @@ def _cotangent(f: Any, cotangents: Any, value: Any) -> list[Tensor]:
             f"the cotangent must match the result of {name_of_callable(f)}, {types}; got "
             f"{[g.type for g in gs]}{at_users_line()}"
         )
+    _check_names(f"the cotangent of {name_of_callable(f)}", cotangents, value)
     return gs
+
+
+def _check_names(what: str, tree: Any, like: Any) -> None:
+    """Refuse other keys of dicts: leaves are paired in order, so values would change places."""
+    names, expected = names_of_leaves(tree), names_of_leaves(like)
+    if names != expected:
+        seen, keys = (", ".join(".".join(map(str, n)) for n in ns) for ns in (names, expected))
+        raise InvalidInput(f"{what} needs the names {keys}; got {seen}{at_users_line()}")
 
 
 def _alike(

@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.ops.source import user_location
+
 if TYPE_CHECKING:
     from triplane.unified_ir.ops.row import AttrSpec, Op
 
@@ -52,6 +55,13 @@ def arguments(
     row: Op, inputs: Sequence[Any], attrs: Mapping[str, Any]
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """Return operands and attributes of a call; see the module."""
+    by_name = [key for key in attrs if key not in row.attr_specs and key in _operands(row)]
+    if by_name:
+        place = user_location()
+        raise InvalidInput(
+            f"{by_name[0]} is an operand of {row}, and operands are passed by position: "
+            f"{row}{signature(row)}{f' (at {place})' if place else ''}"
+        )
     name, count = positional_attribute(row), row.arity[1]
     if name is None or len(inputs) != count + 1 or name in attrs:
         return inputs, attrs

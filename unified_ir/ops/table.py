@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Sequence
 from importlib import import_module
 from pkgutil import walk_packages
@@ -36,3 +37,11 @@ TABLE: Final[Table] = MappingProxyType(_collect(_modules()))
 def row_of(node: Node) -> Op:
     """Return the row of a node's operator."""
     return TABLE[node.op.domain, node.op.name]
+
+
+def _named(domain: str, name: str) -> Op:
+    return TABLE[domain, name]
+
+
+# A cell may hold an operator, such as its activation. A copy of the cell holds the same row.
+copyreg.pickle(Op, lambda row: (_named, (row.domain, row.name)))

@@ -431,16 +431,20 @@ def _divide(a: Any, b: Any) -> Tensor:
 
 
 def _floor_divide(a: Any, b: Any) -> Tensor:
-    """Compute Python's `//`, which rounds down; ONNX's Div of whole numbers rounds to zero."""
+    """Compute Python's `//`, which rounds down; ONNX's Div of whole numbers rounds to zero.
+
+    Of floats, the floor of the quotient can be one too large, since division rounds: 1 / 0.1 is 10
+    in float32, but this 0.1 is above a tenth. So the exact remainder is taken away first.
+    """
     quotient = emit("Div", a, b)
-    if quotient.dtype.is_float:
-        return emit("Floor", quotient)
     a, b = (as_tensor(x, None if hasattr(x, "dtype") else quotient.dtype) for x in (a, b))
-    # Div rounds toward zero, so the quotient is one too large where it is inexact and negative.
-    inexact = a != quotient * b
-    below = (a < 0) != (b < 0)
-    rounded: Tensor = quotient - (inexact & below).cast(quotient.dtype)
-    return rounded
+    is_float = quotient.dtype.is_float
+    rest = emit("Mod", a, b, fmod=1) if is_float else a - quotient * b  # of the sign of a
+    below = ((rest != 0) & ((rest < 0) != (b < 0))).cast(quotient.dtype)
+    if not is_float:
+        return emit("Sub", quotient, below)
+    whole = emit("Round", (a - rest) / b - below)
+    return emit("Where", b == 0, emit("Floor", quotient), whole)
 
 
 def _fractions(x: Tensor) -> Tensor:

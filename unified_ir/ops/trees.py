@@ -19,6 +19,17 @@ def leaves(tree: Any) -> list[Any]:
     return [tree]
 
 
+def names_of_leaves(tree: Any, prefix: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Return, for each leaf in order, the keys of the dicts around it, outermost first."""
+    if tree is None:
+        return []
+    if isinstance(tree, dict):
+        return [n for key in sorted(tree) for n in names_of_leaves(tree[key], (*prefix, key))]
+    if isinstance(tree, (tuple, list)):
+        return [n for item in tree for n in names_of_leaves(item, prefix)]
+    return [prefix]
+
+
 def rebuild(tree: Any, values: Sequence[Any]) -> Any:
     """Return a tree shaped like `tree` with its leaves replaced in order."""
     remaining = iter(values)

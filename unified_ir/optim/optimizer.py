@@ -19,7 +19,7 @@ import numpy as np
 from triplane.proto.errors import InvalidInput
 from triplane.proto.suggestions import check_choice
 from triplane.unified_ir.frontend.arguments import ArgumentError, check_arguments
-from triplane.unified_ir.frontend.binding import current
+from triplane.unified_ir.frontend.binding import Parameter, current
 from triplane.unified_ir.frontend.cell import Cell
 from triplane.unified_ir.frontend.run import run
 from triplane.unified_ir.ir.graph import Array
@@ -64,6 +64,10 @@ def check_positive(owner: str, name: str, value: float) -> None:
         raise InvalidInput(f"{owner} needs {name} > 0, got {value}")
 
 
+WAYS_OUT: Final = {
+    "gradient": "take grads from value_and_grad of these parameters",
+    "state": "start with state = optimizer.init(params), and keep one state for each optimizer",
+}
 SHARE: Final = partial(check_range, low=0, high=1)
 NOT_NEGATIVE: Final = partial(check_range, low=0, high=math.inf)
 
@@ -167,6 +171,7 @@ class Optimizer:
 
     def init(self, params: Mapping[str, Array] | Cell) -> dict[str, Array]:
         """Return the initial state for arrays by path, or for a cell's trainable parameters."""
+        _check_parameters(params)
         params = params.trainable_state() if isinstance(params, Cell) else params
         types = self.state_types({path: type_of(p) for path, p in params.items()})
         starts = {
@@ -202,6 +207,13 @@ class Optimizer:
         >>> sgd.update(params, {"w": np.ones(2, np.float32)}, sgd.init(params))
         ({'w': array([0.5, 0.5], dtype=float32)}, {})
         """
+        _check_parameters(params)
+        for what, values in (("gradient", grads), ("state", state)):
+            if not isinstance(values, Mapping):
+                raise InvalidInput(
+                    f"the {what} is a dict of arrays by name, got a {type(values).__name__}; "
+                    f"{WAYS_OUT[what]}"
+                )
         if isinstance(params, Cell):
             return params, _recorded_or_run(self._update_cell, params, grads, state)
         return _recorded_or_run(self._update_mapping, params, grads, state)  # type: ignore[no-any-return]
@@ -211,6 +223,11 @@ class Optimizer:
     ) -> dict[str, Tensor]:
         binding = current()
         own = {path: p for path, p in cell.parameters().items() if p.trainable}
+        if not own:
+            raise InvalidInput(
+                f"{type(cell).__name__} has no trainable parameter to update; unfreeze() some, or "
+                "leave the update out"
+            )
         params = {path: binding.read(p) for path, p in own.items()}
         gradients, before = self._fitting(params, grads, state)
         moved, kept = self.record_update(params, gradients, before)
@@ -339,6 +356,23 @@ class Optimizer:
         return {path: self.of(path) for path in paths if path not in frozen}
 
 
+def _check_parameters(params: Any) -> None:
+    """Refuse anything but a cell or a mapping of arrays by path."""
+    if isinstance(params, Cell):
+        return
+    if not isinstance(params, Mapping):
+        raise InvalidInput(
+            "parameters are a cell or a dict of arrays by path, got a "
+            f"{type(params).__name__}; each cell has its own gradients and state, so call this for "
+            "each cell"
+        )
+    if odd := [path for path, p in params.items() if isinstance(p, (Parameter, Mapping))]:
+        raise InvalidInput(
+            f"parameters are arrays by path, but {odd[0]!r} is a {type(params[odd[0]]).__name__}; "
+            "pass the cell itself, or its trainable_state()"
+        )
+
+
 def _recorded_or_run(method: Callable[..., Any], *args: Any) -> Any:
     return method(*args) if recording() else run(method, args, {})
 
@@ -347,10 +381,7 @@ def _as_tensors(
     what: str, types: Mapping[str, TensorType], values: Mapping[str, Any]
 ) -> dict[str, Tensor]:
     """Return tensors of exactly these names and types."""
-    way_out = {
-        "gradient": "take grads from value_and_grad of these parameters",
-        "state": "start with state = optimizer.init(params), and keep one state for each optimizer",
-    }[what]
+    way_out = WAYS_OUT[what]
     for names, lack in (
         (types.keys() - values.keys(), "lacks"),
         (values.keys() - types.keys(), "has, without a parameter that needs it,"),

@@ -156,5 +156,5 @@ def test_keys_derived_from_a_key_differ():
     (same,) = drawn("reference", derived, 1)
     np.testing.assert_array_equal(keys, same)
     for number in (-1, 2**32):
-        with pytest.raises(InvalidInput, match=r"takes a number in 0\.\.2"):
+        with pytest.raises(InvalidInput, match=r"takes a whole number in 0\.\.2"):
             drawn("reference", lambda key, _, number=number: ops.fold_in(key, number), 1)

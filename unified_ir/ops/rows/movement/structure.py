@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, Final
 
@@ -472,9 +472,17 @@ def cast(x: TensorLike, dtype: DType | str) -> Tensor:
     return as_tensor(x).cast(as_dtype(dtype))
 
 
-def reshape(x: TensorLike, shape: Sequence[Dim | int]) -> Tensor:
+def sizes_of(shape: Sequence[Dim | int] | Dim) -> tuple[Dim, ...]:
+    """Return the sizes of a shape; one number is the size of a vector, as in numpy."""
+    sizes = tuple(shape) if isinstance(shape, Iterable) else (shape,)
+    if not all(isinstance(d, (int, np.integer, Expr)) for d in sizes):
+        raise InvalidInput(f"a shape is one or several whole numbers, got {shape!r:.80}")
+    return tuple(d if isinstance(d, Expr) else int(d) for d in sizes)
+
+
+def reshape(x: TensorLike, shape: Sequence[Dim | int] | Dim) -> Tensor:
     """Return the same elements in another shape; one size may be -1, and 0 is an empty axis."""
-    return as_tensor(x).reshape(tuple(shape))
+    return as_tensor(x).reshape(sizes_of(shape))
 
 
 def flatten(x: Tensor, start: int = 1) -> Tensor:
@@ -484,9 +492,9 @@ def flatten(x: Tensor, start: int = 1) -> Tensor:
     return x.reshape((*x.shape[:start], product(list(x.shape[start:]))))
 
 
-def expand(x: TensorLike, shape: Sequence[Dim | int]) -> Tensor:
+def expand(x: TensorLike, shape: Sequence[Dim | int] | Dim) -> Tensor:
     """Broadcast `x` to `shape`."""
-    return expand_row(x, dims_of(list(shape)))
+    return expand_row(x, dims_of(sizes_of(shape)))
 
 
 def squeeze(x: Tensor, *axes: int) -> Tensor:
@@ -528,16 +536,16 @@ def constant(value: Any, dtype: DType | str | None = None) -> Tensor:
     return as_tensor(np.asarray(value), None if dtype is None else as_dtype(dtype))
 
 
-def zeros(shape: Sequence[Dim | int], dtype: DType | str = DTYPES["float32"]) -> Tensor:
+def zeros(shape: Sequence[Dim | int] | Dim, dtype: DType | str = DTYPES["float32"]) -> Tensor:
     """Return a tensor of zeros; sizes may be symbolic."""
     return full(shape, 0, dtype)
 
 
-def ones(shape: Sequence[Dim | int], dtype: DType | str = DTYPES["float32"]) -> Tensor:
+def ones(shape: Sequence[Dim | int] | Dim, dtype: DType | str = DTYPES["float32"]) -> Tensor:
     """Return a tensor of ones; sizes may be symbolic."""
     return full(shape, 1, dtype)
 
 
-def full(shape: Sequence[Dim | int], value: float, dtype: DType | str) -> Tensor:
+def full(shape: Sequence[Dim | int] | Dim, value: float, dtype: DType | str) -> Tensor:
     """Return a tensor of one repeated value; sizes may be symbolic."""
-    return broadcast_to(constant(np.asarray(value, as_dtype(dtype).numpy)), tuple(shape))
+    return broadcast_to(constant(np.asarray(value, as_dtype(dtype).numpy)), sizes_of(shape))

@@ -20,7 +20,7 @@ from triplane.unified_ir.ops.row import DOMAIN, Op, OpCall, OpKind
 from triplane.unified_ir.ops.rows.arithmetic.bits import bit_shift, bitwise_or
 from triplane.unified_ir.ops.rows.arithmetic.elementwise import cos, log, sin, sqrt
 from triplane.unified_ir.ops.rows.movement.indexing import arange
-from triplane.unified_ir.ops.rows.movement.structure import concat, slice_axis
+from triplane.unified_ir.ops.rows.movement.structure import concat, sizes_of, slice_axis
 from triplane.unified_ir.ops.samples import fixed, ints, sample
 from triplane.unified_ir.ops.tensor import Tensor
 
@@ -98,27 +98,29 @@ def _fraction(bits: Tensor) -> Tensor:
     return bit_shift(bits, np.uint32(8), direction="RIGHT").cast(float32) * 2.0**-24
 
 
-def random_bits(key: Tensor, shape: Sequence[Dim]) -> Tensor:
+def random_bits(key: Tensor, shape: Sequence[Dim] | Dim) -> Tensor:
     """key: uint32[2] -> uint32 of `shape`, uniform; block i, of counter (0, i), gives two."""
-    n = product(list(shape))
-    return _shaped(_blocks(key, n), n, shape)
+    sizes = sizes_of(shape)
+    n = product(sizes)
+    return _shaped(_blocks(key, n), n, sizes)
 
 
-def random_uniform(key: Tensor, shape: Sequence[Dim]) -> Tensor:
+def random_uniform(key: Tensor, shape: Sequence[Dim] | Dim) -> Tensor:
     """key: uint32[2] -> float32 of `shape`, uniform on multiples of 2^-24 in [0, 1)."""
     return _fraction(random_bits(key, shape))
 
 
-def random_normal(key: Tensor, shape: Sequence[Dim]) -> Tensor:
+def random_normal(key: Tensor, shape: Sequence[Dim] | Dim) -> Tensor:
     """key: uint32[2] -> float32 of `shape`, normal with mean 0 and variance 1.
 
     Two words of a block give two numbers, r cos(a) and r sin(a) with r = sqrt(-2 ln(1 - u)) and
     a = 2 pi v (Box and Muller 1958), so |y| < 5.8. Engines agree up to the rounding of cos and ln.
     """
-    n = product(list(shape))
+    sizes = sizes_of(shape)
+    n = product(sizes)
     u, v = map(_fraction, _blocks(key, n))
     radius, angle = sqrt(log(1.0 - u) * -2.0), v * (2.0 * math.pi)
-    return _shaped((radius * cos(angle), radius * sin(angle)), n, shape)
+    return _shaped((radius * cos(angle), radius * sin(angle)), n, sizes)
 
 
 def next_key(key: Tensor) -> Tensor:
@@ -133,8 +135,9 @@ def fold_in(key: Tensor, number: int) -> Tensor:
     Derived keys differ from each other, from the key and from those that `next_key` gives. Use it
     where one key must serve several draws.
     """
-    if not 0 <= number < 2**32:
-        raise InvalidInput(f"fold_in takes a number in 0..2^32-1, got {number}")
+    kind: type = type(number)
+    if not issubclass(kind, (int, np.integer)) or not 0 <= number < 2**32:
+        raise InvalidInput(f"fold_in takes a whole number in 0..2^32-1, got {number!r:.80}")
     high, low = np.full(1, 2**32 - 2, np.uint32), np.full(1, number, np.uint32)
     return concat(threefry.all_outputs(key, high, low, outputs=2))
 
