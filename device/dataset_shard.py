@@ -29,11 +29,13 @@ class LabelledPlan(EntrySignatures, Protocol):
 class DatasetShard(Shard):
     """Samples with columns in the order of the model's inputs and target.
 
-    source: name of the data, for messages. classes: by column, the names of the classes that its
-    numbers stand for. numbered: whether the data states these numbers itself, as a pipeline does,
-    so that a model without names of classes may take them as they are.
+    inputs: how many of the columns, the first ones, are inputs. source: name of the data, for
+    messages. classes: by column, the names of the classes that its numbers stand for. numbered:
+    whether the data states these numbers itself, as a pipeline does, so that a model without names
+    of classes may take them as they are.
     """
 
+    inputs: int
     source: str
     classes: Mapping[str, tuple[str, ...]]
     numbered: bool = False
@@ -48,7 +50,7 @@ def shard_for(plan: LabelledPlan, shard: Shard) -> Shard:
     """
     if not isinstance(shard, DatasetShard):
         return shard
-    names = _names(plan, tuple(shard.train))
+    names = _names(plan, tuple(shard.train), shard.inputs)
     parts = ({names[k]: x for k, x in part.items()} for part in (shard.train, shard.held_out))
     train, held_out = parts
     for column, own in shard.classes.items():
@@ -61,11 +63,18 @@ def shard_for(plan: LabelledPlan, shard: Shard) -> Shard:
     return Shard(train, held_out)
 
 
-def _names(plan: EntrySignatures, own: Sequence[str]) -> dict[str, str]:
-    """Return the plan's name of each column: the same, or the next one that no column has."""
+def _names(plan: EntrySignatures, own: Sequence[str], inputs: int) -> dict[str, str]:
+    """Return the plan's name of each column: the same, or the next one that no column has.
+
+    An input never becomes a target, whatever it is called.
+    """
     wanted = [x.name for x in plan.signature(EVALUATE)[0]] if EVALUATE in plan.entries else []
     if len(wanted) != len(own):
         return {name: name for name in own}
+    return _matched(own[:inputs], wanted[:inputs]) | _matched(own[inputs:], wanted[inputs:])
+
+
+def _matched(own: Sequence[str], wanted: Sequence[str]) -> dict[str, str]:
     free = iter([name for name in wanted if name not in own])
     return {name: name if name in wanted else next(free) for name in own}
 

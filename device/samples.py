@@ -91,14 +91,15 @@ def _from_path(
         raise NotFound(f"no samples at {path}; give a file with columns x and y")
     from triplane.unified_ir.data import load
 
-    dataset = load(path, x=_under("x", x), y=_under("y", y), **checked_form(form))
+    dataset = load(path, x=_under("x", x, y), y=_under("y", y, x), **checked_form(form))
     return _from_dataset(dataset, held_out, numbered=path.suffix == PIPELINE)
 
 
-def _under(name: str, choices: Sequence[str]) -> tuple[str, ...]:
-    """Return the choices of columns; a single one without a name gets this one."""
+def _under(name: str, choices: Sequence[str], others: Sequence[str]) -> tuple[str, ...]:
+    """Return the choices of columns; a single one without a name gets this one, if it is free."""
     alone = len(choices) == 1 and "=" not in choices[0]
-    return (f"{name}={choices[0]}",) if alone else tuple(choices)
+    is_free = all(choice.split(":")[0] != name for choice in others)
+    return (f"{name}={choices[0]}",) if alone and is_free else tuple(choices)
 
 
 def _from_dataset(dataset: "Dataset", held_out: float, *, numbered: bool = True) -> Shard:
@@ -112,8 +113,8 @@ def _from_dataset(dataset: "Dataset", held_out: float, *, numbered: bool = True)
         shard = split(_arrays_of(dataset), held_out)
     names = class_columns(dataset)
     return DatasetShard(
-        shard.train, shard.held_out, dataset.origin.name, dict.fromkeys(names, dataset.labels),
-        numbered,
+        shard.train, shard.held_out, len(dataset.inputs), dataset.origin.name,
+        dict.fromkeys(names, dataset.labels), numbered,
     )  # fmt: skip
 
 

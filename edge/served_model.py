@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 
 import grpc
 import numpy as np
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
 from triplane.edge.serving.datatypes import TABLE, Datatype
 from triplane.proto import open_inference_pb2 as pb
@@ -29,6 +29,13 @@ SERVICE: Final = "inference.GRPCInferenceService"
 METADATA_S: Final = 10.0
 INFER_S: Final = 120.0
 MAX_REPLY_BYTES: Final = 256 << 20
+TOO_LARGE: Final = "message larger than max"
+"""gRPC's text for a message beyond a limit, here or at the server."""
+MAX_AXES: Final = 32
+MAX_BATCH: Final = 1 << 16
+"""Largest batch of a model that takes batches of one size; samples are repeated to fill it."""
+SHOWN: Final = 8
+"""Number of sizes in a message."""
 MAX_PROBE_NUMBERS: Final = 16 << 20
 """Largest input of zeros that is sent to learn the labels."""
 BATCH: Final = "N"
@@ -90,8 +97,12 @@ class _Server:
             info = declared.get(tensor.name)
             shape = tuple(tensor.shape)
             row = None if info is None else _BY_NAME.get(tensor.datatype)
-            if row is None or info is None or row.dtype != info.dtype or min(shape, default=0) < 0:
-                raise Corrupt(f"the server answers {tensor.name!r} as {tensor.datatype}{shape}")
+            if row is None or info is None or row.dtype != info.dtype or not _fits(shape, info):
+                declared_as = "which it does not declare" if info is None else f"declared as {info}"
+                raise Corrupt(
+                    f"the server answers {tensor.name!r} as {tensor.datatype}{list(shape)[:SHOWN]},"
+                    f" {declared_as}"
+                )
             if len(data) != math.prod(shape) * row.dtype.itemsize:
                 raise Corrupt(f"the server answers {tensor.name!r} {shape} in {len(data)} bytes")
             results[tensor.name] = np.frombuffer(data, row.dtype.newbyteorder("<")).reshape(shape)
@@ -137,17 +148,45 @@ class _Server:
         return self._call("ModelInfer", request, pb.ModelInferResponse, INFER_S)
 
     def _call(self, method: str, request: Message, answer: type[M], timeout_s: float) -> M:
-        stub: Callable[..., M] = self._channel.unary_unary(
-            f"/{SERVICE}/{method}",
-            request_serializer=lambda message: message.SerializeToString(),
-            response_deserializer=answer.FromString,
+        # The answer is parsed here: gRPC reports bytes that are no message as an internal error.
+        stub: Callable[..., bytes] = self._channel.unary_unary(
+            f"/{SERVICE}/{method}", request_serializer=lambda message: message.SerializeToString()
         )
         with remote_errors():
-            return stub(request, timeout=timeout_s)
+            try:
+                data = stub(request, timeout=timeout_s)
+            except grpc.RpcError as error:
+                if TOO_LARGE not in str(error):
+                    raise
+                raise InvalidInput(
+                    f"the messages of {method} are too large (answers take at most "
+                    f"{MAX_REPLY_BYTES} bytes); send fewer samples at once: --batch-size"
+                ) from error
+        try:
+            return answer.FromString(data)
+        except DecodeError as error:
+            raise Corrupt(
+                f"the server answers {method} with {len(data)} bytes that are no {answer.__name__}"
+            ) from error
+
+
+def _fits(shape: tuple[int, ...], info: TensorInfo) -> bool:
+    """Return whether an answer has the sizes that are declared, and so few that numpy has them."""
+    if len(shape) != len(info.shape) or not all(0 <= n <= MAX_REPLY_BYTES for n in shape):
+        return False
+    # numpy refuses even an array without elements if the product of its other sizes is too large.
+    is_small = math.prod(n or 1 for n in shape) <= MAX_REPLY_BYTES
+    sizes = zip(shape, info.shape, strict=True)
+    return is_small and all(n == size for n, size in sizes if isinstance(size, int))
 
 
 def _info(tensor: Any) -> TensorInfo:
     row = _BY_NAME.get(tensor.datatype)
+    if len(tensor.shape) > MAX_AXES or max(tensor.shape[:1], default=0) > MAX_BATCH:
+        raise InvalidInput(
+            f"{tensor.name} has {len(tensor.shape)} axes {list(tensor.shape)[:SHOWN]}; arrays of "
+            f"at most {MAX_AXES} axes and, if it is fixed, {MAX_BATCH} rows are supported"
+        )
     if row is None or any(n < -1 for n in tensor.shape):
         raise InvalidInput(
             f"{tensor.name} is {tensor.datatype}{list(tensor.shape)}; arrays of numbers are served "

@@ -181,6 +181,12 @@ def _loaded(source: Path, bundle: Path | None, choice: Mapping[str, Any]) -> dic
         raise InvalidInput(
             f"{source.name} must give one input and one column of classes; choose them: --x, --y"
         )
+    if dataset.overlap:
+        raise InvalidInput(
+            f"windows of {source.name} share rows with the {dataset.overlap} before them, so both "
+            "halves, to adapt to and to compare on, would have the same rows; use windows that do "
+            "not overlap (the step window with a stride of its size)"
+        )
     _check_count(len(dataset), source.name)
     n_bytes = row_bytes(dataset, dataset.inputs) * len(dataset)
     if n_bytes > MAX_SAMPLES_BYTES:

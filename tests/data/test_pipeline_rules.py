@@ -104,6 +104,38 @@ def test_split_holds_out_the_last_of_windows_that_overlap():
     assert apart.x[:, 0].tolist() != list(range(0, 10, 2))
 
 
+@pytest.mark.parametrize(
+    "windows",
+    [
+        lambda d: d.then(Noise("x", 0.01, 0, 99)).window(3),
+        lambda d: d.then(Noise("x", 0.01, 0, 99)).window(3, stride=3),
+        lambda d: d.window(3).window(2),
+        lambda d: d.window(3, stride=3, ahead=3),
+        lambda d: d.window(3, ahead=2),
+    ],
+)
+def test_split_of_a_series_keeps_rows_together_and_apart(windows):
+    """Random steps before the windows, windows of windows, and windows that look ahead."""
+    parts = windows(data.arrays({"x": np.arange(40, dtype=np.float32)})).split(0.4)
+    rows = [
+        {*np.concatenate([np.round(part.column(n)).ravel() for n in part.schema])} for part in parts
+    ]
+    assert rows[0].isdisjoint(rows[1])
+    assert all((np.diff(np.round(part.column("x")), axis=-1) == 1).all() for part in parts)
+
+
+def test_overlap_counts_the_windows_before_that_share_samples():
+    rows = np.arange(60)
+    for size, stride, ahead, outer in [(4, 1, 0, 1), (4, 1, 2, 1), (2, 3, 4, 1), (3, 2, 0, 4)]:
+        dataset = data.arrays({"x": rows}).window(size, stride=stride, ahead=ahead)
+        dataset = dataset if outer == 1 else dataset.window(outer)
+        seen = [{*np.concatenate([np.ravel(a) for a in s.values()]).tolist()} for s in dataset]
+        shares = [k for k in range(len(seen)) if seen[0] & seen[k]]
+        assert dataset.overlap == max(shares)
+    assert data.arrays({"x": rows}).window(4, stride=4).overlap == 0
+    assert data.arrays({"x": rows}).window(4, stride=4, ahead=1).overlap == 0  # of a text
+
+
 def test_where_refuses_bytes():
     rows = data.arrays({"x": np.array([b"a", b"b"], object)})
     with pytest.raises(InvalidInput, match="where compares one number or text"):

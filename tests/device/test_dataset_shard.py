@@ -11,7 +11,8 @@ from triplane.device.samples import shard_of
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import data, nn, optim, train
 from triplane.unified_ir.federated.algorithms import Hyper, plan_of
-from triplane.unified_ir.runtime import Plan
+from triplane.unified_ir.federated.core.learn import EVALUATE
+from triplane.unified_ir.runtime import Plan, TensorInfo
 
 
 class TwoInputs(nn.Cell):
@@ -30,6 +31,19 @@ class Letters(nn.Cell):
 
     def construct(self, letters):
         return self.head(self.table(letters))
+
+
+class Signatures:
+    """The part of a plan that `shard_for` uses."""
+
+    entries: tuple[str, ...] = (EVALUATE,)
+    labels: tuple[str, ...] = ()
+
+    def __init__(self, names):
+        self.names = names
+
+    def signature(self, _entry):
+        return [TensorInfo(name, "float32", ("N",)) for name in self.names], []
 
 
 def plan(folder, cell, dataset):
@@ -123,3 +137,22 @@ def test_arrays_of_the_application_keep_their_names(tmp_path):
     of_model = plan(tmp_path, TwoInputs(), table())
     own = shard_of({"a": np.zeros((9, 1)), "b": np.zeros((9, 2)), "c": np.zeros(9)})
     assert shard_for(of_model, own) is own
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "expected"),
+    [
+        (["x", "y"], ["z"], {"near": "x", "far": "y", "y": "z"}),
+        (["y", "z"], ["x"], {"near": "y", "far": "z", "y": "x"}),
+    ],
+)
+def test_columns_called_x_and_y_keep_their_roles(tmp_path, x, y, expected):
+    """Coordinates, for example: the column y is an input, and the model's target is called y."""
+    columns = {"x": 0, "y": 1, "z": 2}
+    rows = [",".join(columns), *(["0,1,2"] * 10)]
+    (tmp_path / "a.csv").write_text("\n".join(rows))
+    names = tuple(expected)
+    shard = shard_for(Signatures(names), shard_of(tmp_path / "a.csv", x=x, y=y))
+    assert {k: int(v[0]) for k, v in shard.train.items()} == {
+        name: columns[own] for name, own in expected.items()
+    }

@@ -264,7 +264,7 @@ class Dataset:
         held out. Of windows that share samples, those of the last samples are held out, since any
         others would share samples with the rest.
         """
-        if group is None and (at := self._overlapping_windows()) is not None:
+        if group is None and (at := self._first_of_series()) is not None:
             return self._split_at_end(at, fraction)
         at = next((k for k, s in enumerate(self.steps) if _after_split(s)), None)
         later = () if at is None else self.steps[at:]
@@ -285,17 +285,15 @@ class Dataset:
     @property
     def overlap(self) -> int:
         """Number of the samples before one that share rows with it, as windows do; 0 if none."""
-        at = self._overlapping_windows()
-        step = None if at is None else self.steps[at]
-        return step.overlap if isinstance(step, grouping.Windowed) else 0
+        return grouping.overlap_of(self.steps)
 
-    def _overlapping_windows(self) -> int | None:
-        """Return the place of the first step that makes windows which share samples."""
+    def _first_of_series(self) -> int | None:
+        """Return where to split a series: before random steps in front of windows, or overlaps."""
         for k, step in enumerate(self.steps):
-            if _after_split(step):
-                return None
-            if isinstance(step, grouping.Windowed) and step.stride < step.size:
-                return k
+            if isinstance(step, grouping.Windowed):
+                at = next((i for i, s in enumerate(self.steps[:k]) if _after_split(s)), k)
+                if at < k or grouping.overlap_of(self.steps[: k + 1]):
+                    return at
         return None
 
     def _split_at_end(self, at: int, fraction: float) -> tuple[Dataset, Dataset]:
@@ -311,6 +309,7 @@ class Dataset:
         if not all(part.samples for part in parts):
             raise InvalidInput(
                 f"holding out the last {n - first} of {n} samples leaves one part without a window"
+                "; make the windows shorter, or hold out another share"
             )
         return parts
 

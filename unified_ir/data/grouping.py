@@ -137,11 +137,6 @@ class Windowed(Step):
         """Number of consecutive samples that one window reads."""
         return self.size + self.ahead
 
-    @property
-    def overlap(self) -> int:
-        """Number of the windows before one that share samples with it."""
-        return -(-self.size // self.stride) - 1
-
     def schema(self, schema: Schema) -> Schema:
         """Return the schema after the step."""
         joined = {name: field for name, field in schema.items() if name not in self.within}
@@ -184,6 +179,22 @@ class Windowed(Step):
             if self.ahead:
                 result[self.into] = both[:, self.ahead :]
         return result
+
+
+def overlap_of(steps: Iterable[Step]) -> int:
+    """Return how many windows before one share samples with it, by all steps that make windows.
+
+    A single sample that is the last target of a window and begins the next one does not count, as
+    in texts: it is no target twice.
+    """
+    span = stride = 1
+    ahead = 0
+    for step in steps:
+        if isinstance(step, Windowed):
+            span += (step.span - 1) * stride
+            ahead += step.ahead * stride
+            stride *= step.stride
+    return 0 if span - stride <= min(ahead, 1) else -(-span // stride) - 1
 
 
 @dataclass(frozen=True, eq=False)

@@ -178,6 +178,19 @@ def test_images_of_a_folder_get_the_size_of_the_serving_model(start, tmp_path):
         keep_samples(tmp_path / "samples", "digits", tmp_path / "images", **options)
 
 
+def test_windows_that_share_rows_cannot_be_halved(tmp_path):
+    np.savez(tmp_path / "rows.npz", x=np.arange(40.0), y=np.arange(40) // 20)
+    windows: dict[str, Any] = {"step": "window", "size": 4, "within": ["y"]}
+    pipeline = {"format": 1, "source": {"kind": "npz", "path": "rows.npz"}, "steps": [windows]}
+    pipeline |= {"inputs": ["x"], "targets": ["y"]}
+    (tmp_path / "a.json").write_text(json.dumps(pipeline))
+    with pytest.raises(InvalidInput, match=r"share rows with the 3 before them, so both halves"):
+        keep_samples(tmp_path / "samples", "steps", tmp_path / "a.json")
+    windows["stride"] = 4
+    (tmp_path / "a.json").write_text(json.dumps(pipeline))
+    assert keep_samples(tmp_path / "samples", "steps", tmp_path / "a.json")[0] == 10
+
+
 def test_tables_beyond_the_limits_are_refused_before_they_are_kept(tmp_path, monkeypatch):
     (tmp_path / "t.csv").write_text("x,y\n" + "1.5,1\n2.5,0\n" * 2)
     assert keep_samples(tmp_path / "samples", "m", tmp_path / "t.csv")[0] == 4

@@ -70,7 +70,7 @@ def answering(metadata, response):
         name: grpc.unary_unary_rpc_method_handler(
             lambda _request, _context, reply=reply: reply,
             request_deserializer=kind.FromString,
-            response_serializer=lambda message: message.SerializeToString(),
+            response_serializer=lambda m: m if isinstance(m, bytes) else m.SerializeToString(),
         )
         for name, (kind, reply) in answers.items()
     }
@@ -106,6 +106,9 @@ HOSTILE = {
     "a negative size": reply([bytes(60)], shape=(-5, -3)),
     "a size that no memory has": reply([bytes(60)], shape=(2**62, 3)),
     "another output": reply([bytes(60)], name="z"),
+    "another width": reply([bytes(140)], shape=(5, 7)),
+    "another number of axes": reply([bytes(60)], shape=(5, 3, *(1,) * 70)),
+    "no message": b"\xff\xff",
 }
 
 
@@ -115,6 +118,45 @@ def test_an_answer_that_the_server_did_not_declare_is_refused(response):
         assert model.labels == ()
         with pytest.raises(Corrupt, match="the server answers"):
             model.run({"x": X})
+
+
+def test_an_answer_beyond_the_limit_says_how_to_get_smaller_ones(monkeypatch):
+    monkeypatch.setattr("triplane.edge.served_model.MAX_REPLY_BYTES", 1000)
+    response = reply([bytes(2000)], shape=(5, 100))
+    with (
+        answering(metadata(shape=(-1, 100)), response) as address,
+        served_model(address, "m") as model,
+        pytest.raises(InvalidInput, match=r"at most 1000 bytes.*--batch-size"),
+    ):
+        model.run({"x": X})
+
+
+def test_an_empty_answer_of_a_size_that_numpy_lacks_is_refused():
+    response = reply([b""], shape=(5, 2**62, 0))
+    declared = metadata(shape=(-1, -1, -1))
+    with (
+        answering(declared, response) as address,
+        served_model(address, "m") as model,
+        pytest.raises(Corrupt, match="the server answers"),
+    ):
+        model.run({"x": X})
+
+
+@pytest.mark.parametrize(
+    ("declared", "error", "reason"),
+    [
+        (b"\xff\xff", Corrupt, "2 bytes that are no ModelMetadataResponse"),
+        (metadata(takes=(-1, *(1,) * 100)), InvalidInput, "x has 101 axes"),
+        (metadata(takes=(2**40, 4)), InvalidInput, "65536 rows are supported"),
+    ],
+)
+def test_a_description_beyond_the_limits_is_refused(declared, error, reason):
+    with (
+        answering(declared, reply([bytes(60)])) as address,
+        pytest.raises(error, match=reason),
+        served_model(address, "m"),
+    ):
+        raise AssertionError
 
 
 @pytest.mark.parametrize(

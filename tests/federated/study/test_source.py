@@ -1,6 +1,7 @@
 """From a file and options to devices that take part and devices that are only scored."""
 
 import csv
+import json
 
 import numpy as np
 import pytest
@@ -241,11 +242,11 @@ def series(tmp_path):
     return tmp_path / "series.csv"
 
 
-def of_windows(path, **options):
+def of_windows(path, window=4, **options):
     trainer = train.Trainer(nn.Dense(4, 4), loss=nn.MSE(), optimizer=optim.SGD(0.1))
     trainer.prepare(np.zeros((1, 4), np.float32), np.zeros((1, 4), np.float32))
     module = trainer.export(("predict", "evaluate", "loss"))
-    return devices_of(SampleSource(data=str(path), form={"window": 4}, **options), module)[0]
+    return devices_of(SampleSource(data=str(path), form={"window": window}, **options), module)[0]
 
 
 @pytest.mark.parametrize("options", [{"way": "group", "group": "who"}, {"devices": 4}])
@@ -270,3 +271,14 @@ def test_windows_that_share_rows_are_not_dealt_at_random(series):
 def test_a_device_with_too_few_windows_is_named(series):
     with pytest.raises(InvalidInput, match=r"device-0 has 7 windows, each of which shares rows"):
         of_windows(series, devices=9, held_out=0.5)
+
+
+@pytest.mark.parametrize("step", ['"shuffle"', '"pick", "rows": [9, 1, 5]', '"repeat", "times": 2'])
+def test_windows_in_another_order_are_not_taken_for_a_series(series, step):
+    text = data.load(series, x=["x"], y=["y"], window=4).json()
+    pipeline = json.loads(text)
+    pipeline["steps"].append(json.loads(f'{{"step": {step}}}'))
+    pipeline["source"]["path"] = str(series)
+    (series.parent / "a.json").write_text(json.dumps(pipeline))
+    with pytest.raises(InvalidInput, match=r"the step \w+ of .* changes the order of windows"):
+        of_windows(series.parent / "a.json", window=None)

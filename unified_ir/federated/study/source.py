@@ -6,8 +6,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import dropwhile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 
@@ -15,6 +16,8 @@ from triplane.proto.errors import InvalidInput, NotFound
 from triplane.unified_ir.data import Dataset, load
 from triplane.unified_ir.data.by_name import PIPELINE, size_like
 from triplane.unified_ir.data.choosing import class_numbers, row_bytes
+from triplane.unified_ir.data.grouping import Windowed
+from triplane.unified_ir.data.ordering import Balanced, Pick, Repeat, Shuffle, Weighted
 from triplane.unified_ir.federated.algorithms.objective import objective_of
 from triplane.unified_ir.federated.core.draws import Array, Draws
 from triplane.unified_ir.federated.core.metric import metric_of
@@ -24,6 +27,7 @@ from triplane.unified_ir.ir import Module
 from triplane.unified_ir.ir.types import TensorType
 
 Way = Literal["even", "group", "dirichlet", "labels"]
+REORDERING: Final = (Shuffle, Pick, Repeat, Weighted, Balanced)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +83,19 @@ def _overlap(source: SampleSource, dataset: Dataset) -> int:
             "devices with samples at random would learn from what others are scored on; partition "
             "evenly, or by group"
         )
+    if dataset.overlap and (step := _reordering(dataset)):
+        raise InvalidInput(
+            f"the step {step} of {source.data} changes the order of windows that share rows, so "
+            "those to score on would share rows with those to learn from; leave it out"
+        )
     return dataset.overlap
+
+
+def _reordering(dataset: Dataset) -> str:
+    """Return the name of the first step behind windows that changes their order; "" if none."""
+    behind = dropwhile(lambda step: not isinstance(step, Windowed), dataset.steps)
+    names = (type(step).__name__.lower() for step in behind if isinstance(step, REORDERING))
+    return next(names, "")
 
 
 def _sized(source: SampleSource, module: Module) -> SampleSource:
