@@ -35,8 +35,8 @@ WRONG = {
     "unknown domain": (lambda: one("Relu", domain="evil", since=1), "no such operator"),
     "older version": (lambda: one("Relu", since=13), "not 13;"),
     "newer version": (lambda: one("Relu", since=99), "not 99;"),
-    "too few operands": (lambda: one("Add"), "takes 2 to 2 operands, not 1"),
-    "too many operands": (lambda: one("Relu", inputs=(X, X)), "takes 1 to 1 operands, not 2"),
+    "too few operands": (lambda: one("Add"), "takes 2 operands, not 1"),
+    "too many operands": (lambda: one("Relu", inputs=(X, X)), "takes 1 operand, not 2"),
     "absent operand": (lambda: one("Add", inputs=(X, None)), "operand 1 is absent"),
     "unknown attribute": (lambda: one("Relu", alpha=1.0), "no attribute 'alpha'"),
     "kind of attribute": (lambda: one("Softmax", axis=1.0), "'axis' is INT, not float"),
@@ -57,7 +57,7 @@ WRONG = {
                                       regions=(identity(X.with_shape((3,))),) * 2), "to a region"),
     "size of another": (lambda: one("Loop", domain="triplane", inputs=LOOP, num_carry=1, trips="N",
                                     regions=(identity(*LOOP[::-1]),)), "exists already"),
-    "crash of a rule": (lambda: one("Concat", axis=0, inputs=()), "operands, not 0"),
+    "crash of a rule": (lambda: one("Concat", axis=0, inputs=()), "takes at least 1 operand, not 0"),
 }
 # fmt: on
 

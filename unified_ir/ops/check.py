@@ -27,6 +27,7 @@ from triplane.unified_ir.ir.types import TensorType
 from triplane.unified_ir.ops.build import MAX_SIZES, infer_types, note_contents
 from triplane.unified_ir.ops.inline import introduced_sizes
 from triplane.unified_ir.ops.row import Known, Op
+from triplane.unified_ir.ops.signatures import counted
 from triplane.unified_ir.ops.table import TABLE
 
 MAX_WORK: Final = 4_000_000
@@ -162,7 +163,7 @@ def _row(node: Node) -> Op:
 def _check_operands(row: Op, node: Node) -> None:
     fewest, most = row.arity
     if not fewest <= len(node.inputs) <= most:
-        raise Corrupt(f"it takes {fewest} to {most} operands, not {len(node.inputs)}")
+        raise Corrupt(f"it takes {counted(row)}, not {len(node.inputs)}")
     for i, value in enumerate(node.inputs):
         if value is None and not _optional(row, i):
             raise Corrupt(f"operand {i} is absent")
