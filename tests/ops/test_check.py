@@ -57,7 +57,7 @@ WRONG = {
                                       regions=(identity(X.with_shape((3,))),) * 2), "to a region"),
     "size of another": (lambda: one("Loop", domain="triplane", inputs=LOOP, num_carry=1, trips="N",
                                     regions=(identity(*LOOP[::-1]),)), "exists already"),
-    "crash of a rule": (lambda: one("Concat", axis=0, inputs=()), "takes at least 1 operand, not 0"),
+    "crash of a rule": (lambda: one("Concat", axis=0, inputs=()), "at least 1 operand, not 0"),
 }
 # fmt: on
 
