@@ -306,7 +306,7 @@ def _comparable(trials: Sequence[Trial]) -> tuple[Sequence[Trial], str]:
     seeds = common_seeds(trials)
     if not seeds or seeds == {trial.seed for trial in trials}:
         return trials, ""
-    names = f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, sorted(seeds)))}"
+    names = f"seed{'s' if len(seeds) > 1 else ''} {' and '.join(map(str, sorted(seeds)))}"
     shown = [trial for trial in trials if trial.seed in seeds]
     return shown, f"; only {names}, which all algorithms finished"
 
