@@ -169,3 +169,14 @@ def test_an_algorithm_that_lost_seeds_is_said_first_and_not_ranked(tmp_path, mon
     assert maml.startswith("maml (1 of 3 seeds)  ")
     start = re.compile(r" training +(\S+ ± \S+)")
     assert start.search(fedavg)[1] == start.search(maml)[1]
+
+
+def test_a_start_whose_adaptation_raises_the_loss_is_noted_with_the_rate(tmp_path):
+    x, y = windows()
+    cell = nn.Sequential(nn.Flatten(), nn.Dense(128, 1))
+    arguments = saved(tmp_path, cell, nn.MSE(), x=x, y=y)
+    note = "maml: adaptation at the start makes the loss of training devices "
+    done = run(*arguments, "--algorithm", "maml", "--lr", "3", "--meta-lr", "0")
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith(note))
+    assert re.search(r" \d+(\.\d+)?(e\+\d+)? times as large; try a smaller --lr \(3\)$", line)
+    assert note not in run(*arguments, "--algorithm", "maml").stderr

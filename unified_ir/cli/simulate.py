@@ -91,10 +91,12 @@ Accuracies are shares.
 \b
 The same seed gives the same bits, and so does a real run with the same device names and seed. With
 --folder, a killed study continues where it was. If an algorithm diverges, the others continue, and
-the exit code is 2.
+the exit code is 2. Only algorithms that finished all seeds are ranked.
 """.replace("CHOICES\n", f"{data_options.CHOICES}\n")
 MAX_TITLED: Final = 3
 """Number of commas up to which the title of the page names all algorithms."""
+DIVERGING_RATIO: Final = 10
+"""Ratio of adapted to unadapted loss at the start from which the rate is likely too large."""
 ALL = "all"
 OUTPUTS: Final = ("out", "out_csv", "out_json")
 GROUPS = (("training", True), ("unseen", False))
@@ -414,6 +416,8 @@ def _trial(
         means = _means(scores, metric) or "the loss is not finite: left out"
         when = f"after round {number}" if number else "at the start"
         note(f"{label} scored {when}{at}  {means}")
+        for line in [] if number else _diverging(scores, metric):
+            note(f"{label}: {line}; try a smaller --lr ({study.hyper.lr:g})")
 
     trial = run(
         module, seen, study, unseen=unseen, folder=folder, server=server, on_round=on_round,
@@ -435,6 +439,19 @@ def _means(scores: Sequence[DeviceScore], metric: Metric) -> str:
         for group, s in means.items()
         if s
     )
+
+
+def _diverging(scores: Sequence[DeviceScore], metric: Metric) -> list[str]:
+    """Return a line for each group of devices whose loss adaptation multiplies at the start."""
+    from triplane.unified_ir.federated.study import summary
+
+    means = {group: summary(s for s in scores if s.seen is seen) for group, seen in GROUPS}
+    return [
+        f"adaptation at the start makes the loss of {group} devices {s.after / s.before:.3g} times "
+        "as large"
+        for group, s in means.items()
+        if s and not metric.share and s.after > DIVERGING_RATIO * s.before > 0
+    ]
 
 
 def _record(trials: Sequence[Trial], stops: Sequence[StoppedRun], groups: Groups) -> dict[str, Any]:
