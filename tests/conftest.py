@@ -143,6 +143,7 @@ def nothing_leaks(caplog):
         left = living() - before
     while left and time.monotonic() < deadline:
         threading.Event().wait(STEP_S)
+        gc.collect()  # again: a cycle may have closed since, as where a thread has ended
         left = living() - before
     assert not left, f"left behind by this test: {sorted(left)}"
 

@@ -64,6 +64,7 @@ def test_a_row_tells_its_seeds_and_is_not_bold(trials):
 
 def test_the_start_of_a_seed_is_known_from_any_algorithm(trials):
     first, second = (start_spread(r, trials, seen=True) for r in (trials[:3], trials[3:]))
+    assert first is not None
     assert first == second
     assert (first.mean, first.seeds) == (2, 3)
 
