@@ -148,7 +148,9 @@ def _run_closed(r: Rollout, waves: Iterable[WaveTally], now_s: float) -> Rollout
         return _open(r, r.wave + 1, now_s)
     # The last wave has reached its share, but the rollout ends only when no node is under way.
     if going:
-        return _waiting(r, f"all waves reached their share; {going} nodes are still under way")
+        verb = "is" if going == 1 else "are"
+        said = f"all waves reached their share; {_nodes(going)} {verb} still under way"
+        return _waiting(r, said)
     return replace(r, state=RolloutState.DONE, reason="", ended_s=now_s)
 
 

@@ -183,7 +183,7 @@ def test_a_silent_node_fails_at_its_deadline_and_may_still_catch_up():
 def test_the_end_waits_for_nodes_under_way_but_not_beyond_their_deadline():
     rollout, _ = running((2,), (2,), success_share=0.5, failure_share=0.5)
     rollout, _ = run(rollout, committed("node-0"))
-    assert rollout.reason == "all waves reached their share; 1 nodes are still under way"
+    assert rollout.reason == "all waves reached their share; 1 node is still under way"
     rollout, _ = run(rollout, TimePassed(), now_s=610.0)
     assert rollout.state is RolloutState.DONE
     assert stages(rollout) == [NodeStage.COMMITTED, NodeStage.FAILED]
