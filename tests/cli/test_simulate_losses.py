@@ -1,12 +1,15 @@
 """`simulate` on files of models that are not classifiers of single samples."""
 
 import json
+import re
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import nn, optim, train
+from triplane.unified_ir.cli import simulate as simulate_module
 from triplane.unified_ir.cli.simulate import simulate
 
 DEVICES, SAMPLES = 6, 20
@@ -113,3 +116,67 @@ def test_a_partition_by_class_refuses_targets_that_are_numbers(tmp_path, way):
     done = CliRunner().invoke(simulate, [model, "--data", data, "--partition", way])
     assert done.exit_code != 0
     assert "labels are 120 whole numbers, one for each sample" in str(done.exception)
+
+
+DIVERGING = ("--algorithm", "maml", "--algorithm", "fedavg", "--lr", "1e6", "--meta-lr", "3e6")
+
+
+def test_a_divergence_names_algorithm_seed_and_the_options_to_lower(tmp_path):
+    x, y = windows()
+    cell = nn.Sequential(nn.Flatten(), nn.Dense(128, 1))
+    arguments = saved(tmp_path, cell, nn.MSE(), x=x, y=y)
+    files = ("--out", str(tmp_path / "a.html"), "--out-csv", str(tmp_path / "a.csv"))
+    with pytest.raises(InvalidInput) as raised:
+        run(*arguments, *DIVERGING, *files, "--seeds", "1,2")
+    assert re.fullmatch(
+        r"maml, seed 1: device-\d in round 1: the loss is (nan|inf) at step \d; a smaller rate is "
+        r"needed; "
+        r"try a smaller --meta-lr \(3e\+06\) or --lr \(1e\+06\)\. All 4 runs stopped; --out and "
+        r"--out-csv were not written",
+        str(raised.value),
+    )
+    with pytest.raises(InvalidInput, match=r"^fedavg: .*try a smaller --lr \(1e\+06\)$"):
+        run(*arguments, *DIVERGING[2:])
+    assert not list(tmp_path.glob("a.[hc]*"))
+
+
+def test_an_algorithm_that_lost_seeds_is_said_first_and_not_ranked(tmp_path, monkeypatch):
+    x, y = windows()
+    cell = nn.Sequential(nn.Flatten(), nn.Dense(128, 1))
+    arguments = saved(tmp_path, cell, nn.MSE(), x=x, y=y)
+    trial = simulate_module._trial
+
+    def diverging(served, *rest):
+        if served[0].algorithm == "maml" and served[0].seed:
+            raise InvalidInput("0 in round 3: a smaller rate is needed")
+        return trial(served, *rest)
+
+    monkeypatch.setattr(simulate_module, "_trial", diverging)
+    page = tmp_path / "study.html"
+    done = run(*arguments, "--seeds", "3", "--out", str(page), "--json")
+    assert done.exit_code == 2
+    record = json.loads(done.stdout)
+    assert record["warnings"][0].startswith("maml stopped in 2 of 3 seeds, ")
+    assert record["verdicts"][0].endswith("; not ranked: maml stopped in 2 of 3 seeds.")
+    assert record["stopped"]["maml seed 2"] == (
+        "0 in round 3: a smaller rate is needed; try a smaller --meta-lr (0.05) or --lr (0.05)"
+    )
+    assert "<p class='warning' role='alert'>maml stopped in 2 of 3 seeds, " in page.read_text()
+    done = run(*arguments, "--seeds", "3")
+    lines = done.stdout.splitlines()
+    assert lines[0] == record["warnings"][0]
+    fedavg, maml = (line for line in lines if re.match(r"(fedavg|maml)  ?[ (]", line))
+    assert maml.startswith("maml (1 of 3 seeds)  ")
+    start = re.compile(r" training +(\S+ ± \S+)")
+    assert start.search(fedavg)[1] == start.search(maml)[1]
+
+
+def test_a_start_whose_adaptation_raises_the_loss_is_noted_with_the_rate(tmp_path):
+    x, y = windows()
+    cell = nn.Sequential(nn.Flatten(), nn.Dense(128, 1))
+    arguments = saved(tmp_path, cell, nn.MSE(), x=x, y=y)
+    note = "maml: adaptation at the start makes the loss of training devices "
+    done = run(*arguments, "--algorithm", "maml", "--lr", "3", "--meta-lr", "0")
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith(note))
+    assert re.search(r" \d+(\.\d+)?(e\+\d+)? times as large; try a smaller --lr \(3\)$", line)
+    assert note not in run(*arguments, "--algorithm", "maml").stderr

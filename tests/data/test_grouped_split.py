@@ -116,5 +116,5 @@ def test_a_column_is_part_of_one_input_or_target(tmp_path, x, y):
     (tmp_path / "a.csv").write_text("a,b\n1.5,2.5\n2.5,3.5\n")
     with pytest.raises(InvalidInput, match="column 'a' is chosen twice, in different forms"):
         data.load(tmp_path / "a.csv", x=x, y=y)
-    both = data.load(tmp_path / "a.csv", x=["a:1"], y=["a:1"])
+    both = data.load(tmp_path / "a.csv", x="a:1", y=["a:1"])  # one choice may stand alone
     assert (both.inputs, both.targets, both.x.shape) == (("a",), ("a",), (2, 1))

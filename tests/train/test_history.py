@@ -72,7 +72,7 @@ def test_a_plot_draws_at_most_four_measures_by_itself() -> None:
 
 
 def test_what_has_no_points_is_refused_with_what_there_is() -> None:
-    with pytest.raises(NotFound, match="no epoch has a finite 'top5'; there are loss, f1"):
+    with pytest.raises(NotFound, match="no epoch has a finite measure 'top5'; there are: loss, f1"):
         History(ROWS).plot("top5")
     for rows in ([], [{"epoch": 1.0, "step": 1.0, "loss": math.nan}]):
         with pytest.raises(NotFound, match="no epoch with a finite measure is finished yet"):

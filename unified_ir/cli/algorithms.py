@@ -90,7 +90,7 @@ class AlgorithmCommand(click.Command):
 
         taken = {name for param in own for name in (param.name, *param.opts)}
         for name in hyperparameters():
-            if not taken.isdisjoint({name, _flag(name)}):
+            if not taken.isdisjoint({name, flag(name)}):
                 raise InvalidInput(
                     f"the hyperparameter {name!r} has the name of an option of this command; "
                     "choose another name"
@@ -105,7 +105,7 @@ class AlgorithmCommand(click.Command):
         low_open = rule.low_open or (rule.low == 0 and self._unset_by_zero(row.name))
         bounds: Any = click.IntRange if is_whole else click.FloatRange
         return click.Option(
-            [_flag(row.name), row.name],
+            [flag(row.name), row.name],
             type=bounds(
                 rule.low,
                 None if math.isinf(rule.high) else rule.high,
@@ -152,7 +152,8 @@ def _register(ctx: click.Context, args: list[str]) -> dict[str, str]:
     return names
 
 
-def _flag(name: str) -> str:
+def flag(name: str) -> str:
+    """Return the option of a parameter: "--meta-lr" of "meta_lr"."""
     return f"--{name.replace('_', '-')}"
 
 

@@ -56,7 +56,7 @@ OPTIONS: Final = (
     option("--entry NAME", "Function to convert.", default="predict"),
     option("--quantize", "Quantize float32 to integers.", click.Choice(["int8"])),
     option("--calibrate DATA", f"Typical inputs: {data_options.KINDS}."),
-    option("--evaluate DATA", "Labelled samples to measure accuracy before and after."),
+    option("--evaluate DATA", "Samples with their classes, to measure accuracy before and after."),
     *data_options.choices(),
     *data_options.forms(),
     option("--raw-inputs", "Put the steps from the raw samples of --calibrate (or --evaluate) to "

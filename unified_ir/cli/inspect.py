@@ -351,7 +351,10 @@ def _draw(module: Module, entry: str | None, out: Path) -> str:
     function = _chosen(module, entry)
     root = outline(function, module.state)
     write_atomic(out, (svg if out.suffix == ".svg" else page)(root).encode())
-    return f"{function.name}, {sum(1 for _ in function.walk())} nodes"
+    every = sum(1 for _ in function.walk())
+    left_out = every - root.nodes
+    hidden = f", without {left_out:,} constants and sizes computed from them" if left_out else ""
+    return f"{function.name}, {root.nodes:,} nodes{hidden}"
 
 
 def _repeats_lines(blocks: Mapping[str, Any]) -> Iterator[str]:

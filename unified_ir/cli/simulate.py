@@ -11,7 +11,7 @@ import click
 
 from triplane.proto.errors import InvalidInput, Unavailable
 from triplane.unified_ir.cli import data_options
-from triplane.unified_ir.cli.algorithms import FILES, AlgorithmCommand
+from triplane.unified_ir.cli.algorithms import FILES, AlgorithmCommand, flag
 from triplane.unified_ir.cli.shell import (
     COUNT,
     EXIT_CODES,
@@ -24,6 +24,7 @@ from triplane.unified_ir.cli.shell import (
     open_output,
     option,
 )
+from triplane.unified_ir.cli.stopped_runs import StoppedRun, nothing_finished, reason, seeds_stopped
 from triplane.unified_ir.federated.core import defaults
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from triplane.unified_ir.federated.core.metric import Metric
     from triplane.unified_ir.federated.study import DeviceScore, RoundRow, Study, Trial
     from triplane.unified_ir.federated.study.partition import Shards
+    from triplane.unified_ir.federated.study.seeds import Completion
     from triplane.unified_ir.federated.study.server import StudyServer
     from triplane.unified_ir.federated.study.source import SampleSource
     from triplane.unified_ir.ir import Module
@@ -89,11 +91,14 @@ Accuracies are shares.
 \b
 The same seed gives the same bits, and so does a real run with the same device names and seed. With
 --folder, a killed study continues where it was. If an algorithm diverges, the others continue, and
-the exit code is 2.
+the exit code is 2. Only algorithms that finished all seeds are ranked.
 """.replace("CHOICES\n", f"{data_options.CHOICES}\n")
 MAX_TITLED: Final = 3
 """Number of commas up to which the title of the page names all algorithms."""
+DIVERGING_RATIO: Final = 10
+"""Ratio of adapted to unadapted loss at the start from which the rate is likely too large."""
 ALL = "all"
+OUTPUTS: Final = ("out", "out_csv", "out_json")
 GROUPS = (("training", True), ("unseen", False))
 
 
@@ -200,30 +205,26 @@ def compare(options: dict[str, Any], server_of: ServerOf) -> None:
     """
     options["server_of"] = server_of
     output = open_output(options["as_json"])
-    outputs = {f"--{k.replace('_', '-')}": options[k] for k in ("out", "out_csv", "out_json")}
+    outputs = {flag(k): options[k] for k in OUTPUTS}
     own_files = click.get_current_context().meta.get(FILES, ())
     check_distinct_files([options["model"], options["data"], *own_files], outputs)
     from triplane.unified_ir.convert.conversion import read_model
-    from triplane.unified_ir.federated.study.verdicts import verdicts, warnings
 
     _studies(options, 0)  # refuses options before anything is read
     module, _ = read_model(options["model"])
     with output.user_code():
-        trials, stopped, groups = _trials(module, options, output.note)
-    record = _record(trials, stopped, groups)
-    rest = [*verdicts(trials), *map(": ".join, _failures(stopped).items())]
-    text = "\n".join([*warnings(trials), *_lines(trials), *rest])
+        trials, stops, groups = _trials(module, options, output.note)
+    record = _record(trials, stops, groups)
+    reasons = {f"{stop.label} stopped": stop.reason for stop in stops}
+    rest = [*record["verdicts"], *map(": ".join, reasons.items())]
+    text = "\n".join([*record["warnings"], *_lines(trials, seeds_stopped(stops)), *rest])
     if not output.as_json:
         output.result(record, text)  # first: a file that cannot be written costs no study
-    _write(options, trials, record, _facts(options, groups) | _failures(stopped))
+    _write(options, trials, record, _facts(options, groups) | reasons, seeds_stopped(stops))
     if output.as_json:
         output.result(record, text)  # last: an error is a document, too, and there is one
-    if stopped:
+    if stops:
         click.get_current_context().exit(EXIT_CODES[InvalidInput])
-
-
-def _failures(stopped: dict[str, str]) -> dict[str, str]:
-    return {f"{name} stopped": reason for name, reason in stopped.items()}
 
 
 def _seeds(options: dict[str, Any]) -> tuple[int, ...]:
@@ -259,10 +260,10 @@ def _population(groups: Groups) -> str:
 
 def _trials(
     module: Module, options: dict[str, Any], note: Note
-) -> tuple[list[Trial], dict[str, str], Groups]:
+) -> tuple[list[Trial], list[StoppedRun], Groups]:
     """Return the finished trials of all seeds, why others stopped, and the first seed's devices."""
     trials: list[Trial] = []
-    failures: dict[str, InvalidInput] = {}
+    stops: list[StoppedRun] = []
     seeds, first = _seeds(options), None
     for seed in seeds:
         try:
@@ -270,7 +271,8 @@ def _trials(
         except InvalidInput as error:
             if not trials:
                 raise
-            failures[f"seed {seed}"] = error  # another seed divides the samples otherwise
+            # Another seed divides the samples otherwise.
+            stops.append(StoppedRun("", seed, str(error), f"seed {seed}"))
             note(f"seed {seed} stopped: {error}")
             continue
         first = first or groups
@@ -282,12 +284,17 @@ def _trials(
             try:
                 trials.append(_trial((study, server), module, groups, folder, label, note))
             except InvalidInput as error:
-                failures[label] = error
-                note(f"{label} stopped: {error}")
+                stops.append(
+                    StoppedRun(
+                        title, seed, reason(error, study, has_strategy="strategy" in options), label
+                    )
+                )
+                note(f"{label} stopped: {stops[-1].reason}")
     if not trials or first is None:
         # With several trials one that diverges is a result of the comparison; alone it is an error.
-        raise next(iter(failures.values()))
-    return trials, {label: str(error) for label, error in failures.items()}, first
+        files = [flag(k) for k in OUTPUTS if options[k] is not None]
+        raise nothing_finished(stops, files, several=len(seeds) > 1)
+    return trials, stops, first
 
 
 def _groups(options: dict[str, Any], seed: int, module: Module) -> Groups:
@@ -311,7 +318,11 @@ def _folder(options: dict[str, Any], study: Study, title: str) -> Path | None:
 
 
 def _write(
-    options: dict[str, Any], trials: list[Trial], record: dict[str, Any], facts: dict[str, str]
+    options: dict[str, Any],
+    trials: list[Trial],
+    record: dict[str, Any],
+    facts: dict[str, str],
+    stopped: dict[str, list[int]],
 ) -> None:
     """Write the files that were asked for, as many as possible; raise the first error."""
     from triplane.proto.disk import write_atomic
@@ -321,7 +332,7 @@ def _write(
     names = ", ".join(dict.fromkeys(t.algorithm for t in trials))
     title = f"{options['model'].name}: {names if names.count(',') < MAX_TITLED else 'a comparison'}"
     contents: dict[str, Callable[[], str]] = {
-        "out": lambda: page(trials, title, facts),
+        "out": lambda: page(trials, title, facts, stopped=stopped),
         "out_csv": lambda: scores_csv(trials),
         "out_json": lambda: json.dumps(record, indent=1, ensure_ascii=False) + "\n",
     }
@@ -405,6 +416,8 @@ def _trial(
         means = _means(scores, metric) or "the loss is not finite: left out"
         when = f"after round {number}" if number else "at the start"
         note(f"{label} scored {when}{at}  {means}")
+        for line in [] if number else _diverging(scores, metric):
+            note(f"{label}: {line}; try a smaller --lr ({study.hyper.lr:g})")
 
     trial = run(
         module, seen, study, unseen=unseen, folder=folder, server=server, on_round=on_round,
@@ -428,7 +441,20 @@ def _means(scores: Sequence[DeviceScore], metric: Metric) -> str:
     )
 
 
-def _record(trials: Sequence[Trial], stopped: dict[str, str], groups: Groups) -> dict[str, Any]:
+def _diverging(scores: Sequence[DeviceScore], metric: Metric) -> list[str]:
+    """Return a line for each group of devices whose loss adaptation multiplies at the start."""
+    from triplane.unified_ir.federated.study import summary
+
+    means = {group: summary(s for s in scores if s.seen is seen) for group, seen in GROUPS}
+    return [
+        f"adaptation at the start makes the loss of {group} devices {s.after / s.before:.3g} times "
+        "as large"
+        for group, s in means.items()
+        if s and not metric.share and s.after > DIVERGING_RATIO * s.before > 0
+    ]
+
+
+def _record(trials: Sequence[Trial], stops: Sequence[StoppedRun], groups: Groups) -> dict[str, Any]:
     from triplane.unified_ir.federated.study.export import trial_record
     from triplane.unified_ir.federated.study.verdicts import verdicts, warnings
 
@@ -436,16 +462,17 @@ def _record(trials: Sequence[Trial], stopped: dict[str, str], groups: Groups) ->
         "devices": len(groups[0]),
         "unseen": len(groups[1]),
         "trials": [trial_record(trial) for trial in trials],
-        "stopped": stopped,
-        "warnings": warnings(trials),
-        "verdicts": verdicts(trials),
+        "stopped": {stop.label: stop.reason for stop in stops},
+        "warnings": warnings(trials, seeds_stopped(stops)),
+        "verdicts": verdicts(trials, seeds_stopped(stops)),
     }
 
 
-def _lines(trials: Sequence[Trial]) -> list[str]:
+def _lines(trials: Sequence[Trial], stopped: dict[str, list[int]]) -> list[str]:
     """Return the table of results: a row per algorithm and group of devices."""
-    from triplane.unified_ir.federated.study.seeds import by_algorithm
+    from triplane.unified_ir.federated.study.seeds import by_algorithm, completion
 
+    done = completion(trials, stopped)
     metric = trials[0].metric
     before = "before" if metric.share else f"{metric.name} before"
     heads = ("algorithm", "devices", "start", before, "adapted", "worst tenth", "MB up")
@@ -453,7 +480,7 @@ def _lines(trials: Sequence[Trial]) -> list[str]:
         row
         for replicates in by_algorithm(trials).values()
         for _, seen in GROUPS
-        if (row := _row(replicates, seen=seen))
+        if (row := _row(replicates, trials, done, seen=seen))
     ]
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
     return ["  ".join(_aligned(row, widths)).rstrip() for row in (heads, *rows)]
@@ -464,7 +491,9 @@ def _aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
     return [t.ljust(width) for t, width in texts] + [n.rjust(width) for n, width in numbers]
 
 
-def _row(replicates: Sequence[Trial], *, seen: bool) -> tuple[str, ...]:
+def _row(
+    replicates: Sequence[Trial], trials: Sequence[Trial], done: Completion, *, seen: bool
+) -> tuple[str, ...]:
     """Return the cells of a row; none if no such device was scored."""
     from triplane.unified_ir.federated.study.seeds import (
         final_spread,
@@ -476,14 +505,14 @@ def _row(replicates: Sequence[Trial], *, seen: bool) -> tuple[str, ...]:
     summaries = final_summaries(replicates, seen=seen)
     if not summaries:
         return ()
-    start = start_spread(replicates, seen=seen)
+    start = start_spread(replicates, trials, seen=seen)
     spreads = [
         final_spread(replicates, value, seen=seen)
         for value in (lambda s: s.before, lambda s: s.after, lambda s: s.after_worst_tenth)
     ]
     group = next(name for name, is_seen in GROUPS if is_seen is seen)
     return (
-        replicates[0].algorithm,
+        done.label(replicates[0].algorithm),
         f"{max(s.devices for s in summaries)} {group}",
         *("-" if s is None else s.text(metric) for s in (start, *spreads)),
         f"{sum(t.bytes_up for t in replicates) / len(replicates) / 1e6:.1f}",

@@ -187,7 +187,7 @@ def _graphs(job: _Conversion) -> tuple[_Graph, _Int8 | None]:
     check_against_reference(job.module, job.entry, plain.session, few)
     if job.scheme is None:
         return plain, None
-    job.progress(f"int8: observing ranges on {_count(job.samples)} samples")
+    job.progress(f"int8: observing ranges on {_count(job.samples):,} samples")
     return plain, _quantized(job, job.scheme)
 
 

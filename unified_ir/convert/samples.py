@@ -77,7 +77,8 @@ def as_labelled(
     if y.shape != (count,) or y.dtype.kind not in "iu":
         raise InvalidInput(
             f"labels must be ({count},) whole numbers, one per sample, got {y.dtype}{y.shape}; "
-            "accuracy is measured for classes alone; `triplane evaluate` measures bundles by others"
+            "this measures accuracy, so it needs classes; `triplane evaluate BUNDLE --metric mae` "
+            "scores a bundle by another metric"
         )
     return samples, y.astype(np.int64)
 

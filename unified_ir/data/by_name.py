@@ -41,7 +41,8 @@ HELD_OUT_KEYS: Final = ("x_test", "y_test")
 class ReadingOptions:
     """What `load` may be told about a source.
 
-    x, y: the columns of inputs and targets, by default x and y (see `choosing`). keep: more columns
+    x, y: the columns of inputs and targets, one choice or several, by default x and y (see
+    `choosing`). keep: more columns
     to keep, such as the file of each text of a folder; no window crosses a change in them. pixels:
     whether bytes are pixels, which become x / 255; None: those in two axes or more are. window:
     characters of a sample of text, or rows of a sample of a series. query: of a database. size:
@@ -55,6 +56,12 @@ class ReadingOptions:
     window: int | None = None
     query: str | None = None
     size: tuple[int, int] | tuple[int, int, int] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("x", "y", "keep"):
+            # One choice may stand alone; a text is a sequence of its characters to Python.
+            if isinstance(choice := getattr(self, name), str):
+                object.__setattr__(self, name, (choice,))
 
     @property
     def choices(self) -> list[ColumnChoice]:

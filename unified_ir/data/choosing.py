@@ -260,7 +260,7 @@ def _inputs(choices: Sequence[str], dataset: Dataset) -> list[ColumnChoice]:
         return [ColumnChoice((name,)) for name in dataset.inputs]
     raise NotFound(
         f"{dataset.origin.name} has no column {DEFAULT_INPUT!r}; name the columns of the model's "
-        f"input (--x on the command line), of {names_text(dataset.schema)}"
+        f"inputs by x, as in x='a,b*' (--x on the command line), of {names_text(dataset.schema)}"
     )
 
 

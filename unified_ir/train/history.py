@@ -182,7 +182,8 @@ class History:
         names = [name.removeprefix(VALIDATION) for name in measures] or list(known)[:PLOTTED]
         if missing := [name for name in names if name not in known]:
             raise NotFound(
-                f"no epoch has a finite {missing[0]!r}; there are {', '.join(known) or 'none'}"
+                f"no epoch has a finite measure {missing[0]!r}; there are: "
+                f"{', '.join(known) or 'none'}; plot(...).save(FILE) writes the chart"
             )
         if not names:
             raise NotFound("no epoch with a finite measure is finished yet")

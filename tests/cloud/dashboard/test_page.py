@@ -205,6 +205,20 @@ def test_a_change_in_the_cloud_shows_without_a_reload(page, fleet):
     until(page, "return document.querySelectorAll('#rollouts .bar .good').length === 40")
 
 
+def test_an_empty_cloud_says_how_to_begin_but_not_before_it_has_answered(browser, address, fleet):
+    for name in ("nodes", "rollouts", "runs", "versions", "incidents"):
+        setattr(fleet, f"held_{name}", [])
+    shown = "return [...document.querySelectorAll('p.empty')].filter((e) => !e.hidden).length"
+    browser.get(address)
+    until(browser, f"{shown} === 5")
+    # As it is before the first message.
+    browser.execute_script(
+        "source.close(); heardMs = 0; for (const name of Object.keys(LISTS)) draw(name);"
+    )
+    assert browser.execute_script(shown) == 0
+    browser.get("about:blank")
+
+
 def test_what_is_due_stands_above_everything_and_goes_when_it_is_done(page, fleet):
     assert text(page, "#due") == ""
     fleet.held_due = ["the signatures of people for root expire on 2031-01-30; <b>renew</b>"]

@@ -120,7 +120,7 @@ def test_the_verdict_names_the_algorithm_of_the_lowest_loss(trials):
 
 
 def test_the_table_and_the_record_of_the_command_name_the_loss(trials):
-    heading, row, *_ = command._lines(trials)
+    heading, row, *_ = command._lines(trials, {})
     assert heading.split("  ")[-4:] == ["loss before", "adapted", "worst tenth", "MB up"]
     scores = there(summary(trials[0].final(seen=True), LOSS))
     assert row.split()[4:7] == [

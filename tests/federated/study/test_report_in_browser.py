@@ -13,6 +13,7 @@ from tests.support.browser import chromium
 
 from triplane.unified_ir import data, nn, optim, train
 from triplane.unified_ir.federated.algorithms import Hyper
+from triplane.unified_ir.federated.core.metric import LOSS
 from triplane.unified_ir.federated.study import Study, by_label_shards, page, simulate
 
 pytestmark = pytest.mark.slow
@@ -123,6 +124,30 @@ def test_everything_is_within_the_screen_and_legible(browser, file, width, schem
     assert look["low"] == []
     assert browser.get_log("browser") == []
     save(browser, width, f"study-report-{width}-{scheme}.png")
+
+
+WIDE = """
+const right = e => Math.round(e.getBoundingClientRect().right);
+return [...document.querySelectorAll("table:not(.facts), .charts, p.said")]
+    .filter(e => e.checkVisibility()).map(right);
+"""
+
+
+@pytest.mark.parametrize("width", [900, 1200, 1440])
+def test_tables_of_losses_end_where_text_and_charts_end(browser, trials, tmp_path, width):
+    from dataclasses import replace
+
+    names = {"maml": "FedAdam over meta-sgd", "fedavg": "FedAdam over fedavg+adam"}
+    wide = [
+        replace(t, algorithm=names[t.algorithm], metric=LOSS) for t in trials[:-1]
+        if t.algorithm in names
+    ]  # fmt: skip
+    path = tmp_path / "wide.html"
+    path.write_text(page(wide, "t", {"data": "digits"}))
+    opened(browser, path, width, "light")
+    ends = browser.execute_script(WIDE)
+    assert len(set(ends)) == 1, ends
+    assert browser.execute_script(MEASURE)["out"] == []
 
 
 def save(browser, width, name):

@@ -24,6 +24,8 @@ LEARN: Final = "local_update"
 ADAPT: Final = "adapt"
 EVALUATE: Final = "evaluate"
 PREDICT: Final = "predict"
+SMALLER_RATE: Final = "a smaller rate is needed"
+"""The way out in an error of numbers that diverge; a caller knows which options set the rates."""
 LOSS: Final = "loss"
 SUPPORT: Final = "support."
 QUERY: Final = "query."
@@ -259,9 +261,7 @@ def learn(
     change = _change(plan, start() if start else before)
     for name, x in change.items():
         if not np.isfinite(x).all():
-            raise InvalidInput(
-                f"after {work.steps} steps {name!r} is not finite; a smaller rate is needed"
-            )
+            raise InvalidInput(f"after {work.steps} steps {name!r} is not finite; {SMALLER_RATE}")
     # fsum rounds once, so that the sum is the same on every machine.
     return Learned(change, shard.examples, math.fsum(losses) / len(losses))
 
@@ -348,9 +348,7 @@ def score(plan: Learner, shard: Shard) -> float:
         metric = metric_of(results)
         value = float(results[metric.name])
         if not (metric.share or math.isfinite(value)):
-            raise InvalidInput(
-                f"the {metric.name} on held-out samples is {value}; a smaller rate is needed"
-            )
+            raise InvalidInput(f"the {metric.name} on held-out samples is {value}; {SMALLER_RATE}")
         # Weighted, since the last batch may be smaller.
         scores.append(value * len(rows))
     return math.fsum(scores) / n
@@ -475,7 +473,7 @@ def _loss(results: Mapping[str, Array], step: int) -> float:
         raise InvalidInput(f"`{LEARN}` must return one number {LOSS!r}, got {sorted(results)}")
     loss = float(results[LOSS].reshape(()))
     if not math.isfinite(loss):
-        raise InvalidInput(f"the loss is {loss} at step {step + 1}; a smaller rate is needed")
+        raise InvalidInput(f"the loss is {loss} at step {step + 1}; {SMALLER_RATE}")
     return loss
 
 

@@ -27,11 +27,15 @@ from triplane.unified_ir.federated.study.figures import (
     vertical,
 )
 from triplane.unified_ir.federated.study.seeds import (
+    Completion,
     Replicates,
     SeedSpread,
+    Stopped,
     adaptation_gain,
     by_algorithm,
+    common_seeds,
     compared,
+    completion,
     final_spread,
     final_summaries,
     metric_of_trials,
@@ -114,17 +118,27 @@ ENDS_NOTE: Final = (
 LOSS_NOTE: Final = "of a batch; for algorithms of episodes, of the query after the inner steps"
 
 
-def page(trials: Sequence[Trial], title: str, facts: Mapping[str, str] | None = None) -> str:
-    """Return the page. facts: what a reader has to know of the study, by name."""
+def page(
+    trials: Sequence[Trial],
+    title: str,
+    facts: Mapping[str, str] | None = None,
+    *,
+    stopped: Stopped | None = None,
+) -> str:
+    """Return the page. facts: what a reader has to know of the study, by name.
+
+    stopped: the seeds in which an algorithm stopped, by its name.
+    """
     metric, groups = metric_of_trials(trials), by_algorithm(trials)
+    done = completion(trials, stopped)
     several = any(len(replicates) > 1 for replicates in groups.values())
     note = NOTE.format(**NOTE_WORDS[metric.share], pairs=PAIRS[several])
     body = [
         f"<h1>{_e(title)}</h1>",
-        *(f"<p class='warning' role='alert'>{_e(line)}</p>" for line in warnings(trials)),
-        *(f"<p class='said'>{_e(line)}</p>" for line in verdicts(trials)),
+        *(f"<p class='warning' role='alert'>{_e(line)}</p>" for line in warnings(trials, stopped)),
+        *(f"<p class='said'>{_e(line)}</p>" for line in verdicts(trials, stopped)),
         _data(trials),
-        *(results(trials, seen=seen, heading=heading) for seen, _, heading in GROUPS),
+        *(results(trials, done, seen=seen, heading=heading) for seen, _, heading in GROUPS),
         f"<details><summary>How to read these tables</summary><p>{_e(note)}</p></details>",
         "<h2>Over rounds</h2>",
         "" if any(len(t.scored_rounds()) > 1 for t in trials) else f"<p>{ENDS_NOTE}</p>",
@@ -133,7 +147,9 @@ def page(trials: Sequence[Trial], title: str, facts: Mapping[str, str] | None = 
         _dots(trials),
         _listed(trials),
         "<h2>What it cost</h2>",
-        _table(COSTS, [_cost_row(name, replicates) for name, replicates in groups.items()]),
+        _table(
+            COSTS, [_cost_row(done.label(name), replicates) for name, replicates in groups.items()]
+        ),
         f"<p>{COST_NOTE}{' Means over seeds.' if several else ''}</p>",
         _facts_table(facts or {}),
     ]
@@ -180,8 +196,11 @@ def _data(trials: Sequence[Trial]) -> str:
     return f"<nav class='files' aria-label='Data'>{links}</nav>{note}"
 
 
-def results(trials: Sequence[Trial], *, seen: bool, heading: str) -> str:
-    """Return the table of scores of one group of devices, the best in bold; empty for none."""
+def results(trials: Sequence[Trial], done: Completion, *, seen: bool, heading: str) -> str:
+    """Return the table of scores of one group of devices; empty for none.
+
+    The best in bold is among the algorithms that finished all seeds.
+    """
     groups = {n: r for n, r in by_algorithm(trials).items() if final_summaries(r, seen=seen)}
     if not groups:
         return ""
@@ -191,20 +210,19 @@ def results(trials: Sequence[Trial], *, seen: bool, heading: str) -> str:
         n: [s for value in VALUES if (s := final_spread(r, value, seen=seen)) is not None]
         for n, r in groups.items()
     }
-    tops = [
-        max((s.mean for s in column), key=metric.merit)
-        for column in zip(*spreads.values(), strict=True)
-    ]
+    ranked = [spreads[n] for n in groups if done.whole(n)]
+    tops = [max((s.mean for s in c), key=metric.merit) for c in zip(*ranked, strict=True)]
     rows = []
     for name, replicates in groups.items():
-        pairs = zip(spreads[name], tops, strict=True)
+        bests = tops if done.whole(name) else [math.nan] * len(VALUES)  # equal to no score
+        pairs = zip(spreads[name], bests, strict=True)
         before, adapted, *worst = (_cell(s, top, metric) for s, top in pairs)
-        start = start_spread(replicates, seen=seen)
+        start = start_spread(replicates, trials, seen=seen)
         gain = _gain(adaptation_gain(replicates, seen=seen), metric)
         gap = None if name == first else compared(replicates, firsts, seen=seen)
         rows.append(
-            [_e(name), "" if start is None else start.text(metric), before, adapted, gain,
-             _gain(gap, metric), _rates(replicates, seen=seen), *worst]
+            [_e(done.label(name)), "" if start is None else start.text(metric), before, adapted,
+             gain, _gain(gap, metric), _rates(replicates, seen=seen), *worst]
         )  # fmt: skip
     count = max(s.devices for r in groups.values() for s in final_summaries(r, seen=seen))
     heads = [head.format(first=first) for head in HEADS]
@@ -259,7 +277,11 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def charts(trials: Sequence[Trial]) -> list[str]:
-    """Return lines over rounds of scores, before and after adaptation, and of losses."""
+    """Return lines over rounds of scores, before and after adaptation, and of losses.
+
+    All lines are of the same seeds, those that all algorithms finished, unless there are none.
+    """
+    trials, only = _comparable(trials)
     metric, groups = metric_of_trials(trials), by_algorithm(trials)
     every = math.ceil(max(1, *(len(t.rounds) for t in trials)) / MAX_POINTS)
     loss_note = LOSS_NOTE if every == 1 else f"mean of {every} rounds, {LOSS_NOTE}"
@@ -273,8 +295,20 @@ def charts(trials: Sequence[Trial]) -> list[str]:
             }
             for side, what in ((1, "Unadapted"), (2, "Adapted"))
         }
-        figures += _line_figures(pair, OVER_ROUNDS[metric.share], text)
-    return figures + _line_figures({"Loss of local steps": losses}, loss_note, number_text)
+        figures += _line_figures(pair, f"{OVER_ROUNDS[metric.share]}{only}", text)
+    return figures + _line_figures(
+        {"Loss of local steps": losses}, f"{loss_note}{only}", number_text
+    )
+
+
+def _comparable(trials: Sequence[Trial]) -> tuple[Sequence[Trial], str]:
+    """Return the trials of the seeds that all algorithms finished, and a note if that omits any."""
+    seeds = common_seeds(trials)
+    if not seeds or seeds == {trial.seed for trial in trials}:
+        return trials, ""
+    names = f"seed{'s' if len(seeds) > 1 else ''} {' and '.join(map(str, sorted(seeds)))}"
+    shown = [trial for trial in trials if trial.seed in seeds]
+    return shown, f"; only {names}, which all algorithms finished"
 
 
 def _line_figures(
@@ -329,13 +363,13 @@ def _dots(trials: Sequence[Trial]) -> str:
 def _panels(
     trials: Sequence[Trial], keys: Mapping[str, int], group: str, *, seen: bool
 ) -> list[DotPanel]:
-    panels = []
+    panels, done = [], completion(trials)
     for i, (name, replicates) in enumerate(by_algorithm(trials).items()):
         several = len(replicates) > 1
         scored = [(score, trial) for trial in replicates for score in trial.final(seen=seen)]
         dots = [_dot(score, trial, keys, several=several) for score, trial in scored]
         if dots:
-            panels.append(DotPanel(name, group, i, dots))
+            panels.append(DotPanel(done.label(name), group, i, dots))
     return panels
 
 

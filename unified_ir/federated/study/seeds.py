@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from triplane.proto.errors import InvalidInput
@@ -21,6 +21,8 @@ from triplane.unified_ir.federated.study.trial import (
 Replicates = Sequence[Trial]
 """Trials of one algorithm, one per seed."""
 Gain = Callable[[Trial], Sequence[float]]
+Stopped = Mapping[str, Collection[int]]
+"""The seeds in which an algorithm stopped, by its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +83,55 @@ def final_spread(
     return spread(values) if values else None
 
 
-def start_spread(trials: Replicates, *, seen: bool) -> SeedSpread | None:
-    """Return the spread over seeds of the mean unadapted score at the start; None if unknown."""
-    each = [[s.before for s in trial.start if s.seen is seen] for trial in trials]
-    return spread([mean_of(scores) for scores in each if scores]) if any(each) else None
+def start_spread(trials: Replicates, every: Sequence[Trial], *, seen: bool) -> SeedSpread | None:
+    """Return the spread over seeds of the mean unadapted score at the start; None if unknown.
+
+    every: the trials of all algorithms. The unadapted start belongs to the seed, so that of a seed
+    in which this algorithm stopped, or could not adapt at the start, is known from another's.
+    """
+    starts: dict[int, float] = {}
+    for trial in (*trials, *every):
+        if scores := [s.before for s in trial.start if s.seen is seen]:
+            starts.setdefault(trial.seed, mean_of(scores))
+    return spread([starts[seed] for seed in sorted(starts)]) if starts else None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """How many of the study's seeds each algorithm finished. finished: by name, 0 included."""
+
+    finished: Mapping[str, int]
+    seeds: int
+
+    def whole(self, name: str) -> bool:
+        """Return whether the algorithm finished all seeds; only then is it ranked."""
+        return self.finished[name] == self.seeds
+
+    def label(self, name: str) -> str:
+        """Format as "maml (1 of 3 seeds)"; the name alone if it finished all."""
+        return name if self.whole(name) else f"{name} ({self.finished[name]} of {self.seeds} seeds)"
+
+    def stopped(self, name: str) -> str:
+        """Format as "maml stopped in 2 of 3 seeds", or "maml stopped" in a study of one seed."""
+        lost = self.seeds - self.finished[name]
+        return f"{name} stopped" + (f" in {lost} of {self.seeds} seeds" if self.seeds > 1 else "")
+
+
+def completion(trials: Sequence[Trial], stopped: Stopped | None = None) -> Completion:
+    """Return how many seeds each algorithm finished.
+
+    stopped: needed for algorithms and seeds that have no trial. A seed that only others have counts
+    as one in which an algorithm stopped: its mean is not comparable with theirs.
+    """
+    lost = stopped or {}
+    finished = {name: len(replicates) for name, replicates in by_algorithm(trials).items()}
+    seeds = {trial.seed for trial in trials}.union(*lost.values())
+    return Completion({**dict.fromkeys(lost, 0), **finished}, len(seeds))
+
+
+def common_seeds(trials: Sequence[Trial]) -> set[int]:
+    """Return the seeds that every algorithm with a trial finished."""
+    return set.intersection(*({t.seed for t in group} for group in by_algorithm(trials).values()))
 
 
 def compared(ours: Replicates, theirs: Replicates, *, seen: bool) -> Difference | None:

@@ -8,10 +8,13 @@ from typing import Final
 
 from triplane.unified_ir.federated.core.metric import Metric
 from triplane.unified_ir.federated.study.seeds import (
+    Completion,
     Replicates,
+    Stopped,
     adaptation_gain,
     by_algorithm,
     compared,
+    completion,
     final_spread,
     learning_gain,
     metric_of_trials,
@@ -39,12 +42,13 @@ WARNINGS: Final[tuple[tuple[Measure, str, str, str], ...]] = (
 none is, the way out)."""
 
 
-def warnings(trials: Sequence[Trial]) -> list[str]:
-    """Return a line for adaptation that hurts, and one for an end that is worse than the start.
+def warnings(trials: Sequence[Trial], stopped: Stopped | None = None) -> list[str]:
+    """Return a line for each algorithm that stopped, and for gains that are negative.
 
-    Each names the algorithms and groups of devices with the mean gain and its margin.
+    These are the gain of adaptation, and that from the start to the end. Their lines name the
+    algorithms and groups of devices with the mean gain and its margin. stopped: see `completion`.
     """
-    lines = []
+    lines = _stopped_lines(completion(trials, stopped))
     for measure, surely, perhaps, way_out in WARNINGS:
         odd = [
             (not gain.shown, _measured(name, group, gain, replicates[0].metric))
@@ -61,6 +65,19 @@ def warnings(trials: Sequence[Trial]) -> list[str]:
     return lines
 
 
+def _stopped_lines(done: Completion) -> list[str]:
+    return [
+        f"{done.stopped(name)}, so it "
+        + (
+            f"is not ranked; its scores are those of the other{'s' if count > 1 else ''}."
+            if count
+            else "has no scores."
+        )
+        for name, count in done.finished.items()
+        if not done.whole(name)
+    ]
+
+
 def _measured(name: str, group: str, gain: Difference, metric: Metric) -> str:
     doubt = "" if gain.shown else " (one device)" if _of_one(gain) else " (not significant)"
     return f"{name} on {group} devices {metric.gain_text(gain.mean, gain.margin)}{doubt}"
@@ -75,22 +92,29 @@ def _of_one(gain: Difference) -> bool:
     return math.isinf(gain.margin)
 
 
-def verdicts(trials: Sequence[Trial]) -> list[str]:
-    """Name the best algorithm in each group of devices, and those not significantly different."""
-    lines = (_verdict(trials, seen=seen, group=group) for seen, group, _ in GROUPS)
+def verdicts(trials: Sequence[Trial], stopped: Stopped | None = None) -> list[str]:
+    """Name the best algorithm in each group of devices, and those not significantly different.
+
+    An algorithm that did not finish all seeds is not ranked: the seeds in which it stopped would
+    not count against it. stopped: see `completion`.
+    """
+    done = completion(trials, stopped)
+    lines = (_verdict(trials, done, seen=seen, group=group) for seen, group, _ in GROUPS)
     return [line for line in lines if line]
 
 
-def _verdict(trials: Sequence[Trial], *, seen: bool, group: str) -> str:
+def _verdict(trials: Sequence[Trial], done: Completion, *, seen: bool, group: str) -> str:
     metric, groups = metric_of_trials(trials), by_algorithm(trials)
     means = {
         name: s.mean
         for name, replicates in groups.items()
         if (s := final_spread(replicates, lambda s: s.after, seen=seen)) is not None
     }
-    if len(means) < LEAST_COMPARED:
+    ranked = sorted(filter(done.whole, means), key=lambda name: -metric.merit(means[name]))
+    partial = [done.stopped(name) for name in done.finished if not done.whole(name)]
+    if not ranked or len(ranked) + len(partial) < LEAST_COMPARED:
         return ""
-    best, *others = sorted(means, key=lambda name: -metric.merit(means[name]))
+    best, *others = ranked
     others_by: dict[str, list[str]] = {NEAR: [], BEHIND: [], UNKNOWN: []}
     for name in others:
         # Paired, which removes the large differences between devices, and seeds, from the error.
@@ -98,6 +122,7 @@ def _verdict(trials: Sequence[Trial], *, seen: bool, group: str) -> str:
         others_by[_relation(gap)].append(f"{name} {metric.text(means[name])}")
     parts = [f"{best} {metric.text(means[best])}"]
     parts += [f"{relation}: {', '.join(names)}" for relation, names in others_by.items() if names]
+    parts += [f"not ranked: {', '.join(partial)}"] if partial else []
     what = "after adaptation" if metric.share else f"{metric.name} after adaptation"
     return f"On {group} devices, {what}{_over(groups[best])}: {'; '.join(parts)}."
 
