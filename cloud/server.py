@@ -465,8 +465,14 @@ def _announce(options: CloudOptions, cloud: Cloud) -> None:
         **cloud.ports,
         "dashboard": cloud.dashboard,
     }
-    text = (
-        f"cloud on {_host_port(options.host, cloud.port)} (mutual TLS), enrolment on "
-        f"{_host_port(options.host, cloud.enrol_port)}, dashboard {cloud.dashboard}"
+    say_ready(json.dumps(ready) if options.json else _ready_text(options.host, cloud))
+
+
+def _ready_text(host: str, cloud: Cloud) -> str:
+    if host in {"0.0.0.0", "::"}:  # noqa: S104  # only compared; nobody can call such an address
+        where = f"cloud on port {cloud.port} (mutual TLS), enrolment on port {cloud.enrol_port}"
+        return f"{where}, both on all addresses of this machine, dashboard {cloud.dashboard}"
+    return (
+        f"cloud on {_host_port(host, cloud.port)} (mutual TLS), enrolment on "
+        f"{_host_port(host, cloud.enrol_port)}, dashboard {cloud.dashboard}"
     )
-    say_ready(json.dumps(ready) if options.json else text)

@@ -67,19 +67,31 @@ def headline(rollout: Rollout) -> str:
     """Summarize a rollout's version, selector, progress and reason in one line."""
     state = state_of(rollout)
     by_state = counts(rollout.nodes)
-    failed = by_state["failed"] + by_state["returned"]
+    failed, returned = _losses(rollout, by_state)
     parts = [f"{rollout.model}@{rollout.version} to {rollout.selector}: {state}"]
     if state in {"running", "paused"}:
         parts.append(f"wave {rollout.wave + 1} of {waves(rollout)}")
     if rollout.nodes:
-        parts.append(f"{by_state['committed']} of {len(rollout.nodes)} nodes committed")
+        nodes = "node" if len(rollout.nodes) == 1 else "nodes"
+        parts.append(f"{by_state['committed']} of {len(rollout.nodes)} {nodes} committed")
     if failed:
         parts.append(f"{failed} failed")
+    if returned:
+        parts.append(f"{returned} returned")
     if away := _disconnected(rollout):
         parts.append(f"waiting for {away} to connect")
     if rollout.reason:
         parts.append(rollout.reason)
     return shown(f"[{rollout.id}] {', '.join(parts)}")
+
+
+def _losses(rollout: Rollout, by_state: Counter[str]) -> tuple[int, int]:
+    """Return how many nodes failed, and how many an abort took back.
+
+    Before an abort, a node returns by itself, because the new version failed on it.
+    """
+    failed, returned = by_state["failed"], by_state["returned"]
+    return (failed, returned) if state_of(rollout) == "aborted" else (failed + returned, 0)
 
 
 def _disconnected(rollout: Rollout) -> str:
@@ -198,7 +210,8 @@ def draw(rollout: Rollout, *, room: int, seconds: float) -> RenderableType:
     state = state_of(rollout)
     title = Text(f"{headline(rollout)}, {duration(seconds)}", STYLES.get(state, "bold"))
     nodes = sorted_nodes(rollout)
-    rows = ((row, STYLES.get(row[2].partition(" ")[0], "")) for row in node_rows(nodes[:room]))
+    styles = STYLES | ({"returned": "yellow"} if state == "aborted" else {})
+    rows = ((row, styles.get(row[2].partition(" ")[0], "")) for row in node_rows(nodes[:room]))
     rest = [Text(f"and {len(nodes) - room} more", "dim")] if len(nodes) > room else []
     bars = [_bar(rollout, wave) for wave in range(waves(rollout))]
     return Group(title, *bars, Text(), styled_table(NODE_HEADINGS, rows), *rest)
@@ -207,6 +220,8 @@ def draw(rollout: Rollout, *, room: int, seconds: float) -> RenderableType:
 def _bar(rollout: Rollout, wave: int) -> Text:
     nodes = [node for node in rollout.nodes if node.wave == wave]
     by_state = counts(nodes)
-    failed = by_state["failed"] + by_state["returned"]
+    failed, returned = _losses(rollout, by_state)
     mark = ">" if wave == rollout.wave and state_of(rollout) in {"running", "paused"} else " "
-    return Text(f"{mark} wave {wave + 1}  ") + bar(by_state["committed"], len(nodes), failed)
+    return Text(f"{mark} wave {wave + 1}  ") + bar(
+        by_state["committed"], len(nodes), failed, returned
+    )

@@ -61,7 +61,8 @@ def headline(run: Run) -> str:
         parts.append(f"round {min(run.round, spec.rounds)} of {spec.rounds}")
     if run.members:
         connected = sum(member.connected for member in run.members)
-        parts.append(f"{connected} of {len(run.members)} devices connected")
+        devices = "device" if len(run.members) == 1 else "devices"
+        parts.append(f"{connected} of {len(run.members)} {devices} connected")
     if run.result:
         parts.append(f"result {run.result}")
     if run.reason:

@@ -157,11 +157,13 @@ def live_view(draw: Draw[T], console: Console | None = None) -> Iterator[Callabl
         yield show
 
 
-def bar(good: int, of: int, bad: int = 0) -> Text:
-    """Draw shares of `of` as a bar: `good` in green, `bad` in red."""
-    greens, reds = (min(BAR_CELLS, round(BAR_CELLS * n / max(1, of))) for n in (good, bad))
-    text = Text().append("#" * greens, "green").append("x" * reds, "red")
-    return text.append("." * max(0, BAR_CELLS - greens - reds), "dim").append(f"  {good} of {of}")
+def bar(good: int, of: int, bad: int = 0, undone: int = 0) -> Text:
+    """Draw shares of `of` as a bar: `good` in green, `bad` in red, `undone` in yellow."""
+    text = Text()
+    for n, mark, style in ((good, "#", "green"), (bad, "x", "red"), (undone, "<", "yellow")):
+        cells = round(BAR_CELLS * n / max(1, of))
+        text.append(mark * min(BAR_CELLS - len(text), cells), style)
+    return text.append("." * (BAR_CELLS - len(text)), "dim").append(f"  {good} of {of}")
 
 
 def styled_table(headings: Sequence[str], rows: Iterable[tuple[Sequence[str], str]]) -> Table:

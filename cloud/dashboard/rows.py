@@ -125,7 +125,7 @@ def _wave(size: str, nodes: Sequence[RolloutNode]) -> Row:
 def wave_text(wave: Wave) -> str:
     """Format the size of a wave as "5%" or "3 nodes"."""
     if wave.WhichOneof("size") == "nodes":
-        return f"{wave.nodes} nodes"
+        return "1 node" if wave.nodes == 1 else f"{wave.nodes} nodes"
     return f"{wave.percent:g}%"
 
 

@@ -43,7 +43,7 @@ from triplane.cloud.machine import Batch, Machine, MachineRules
 from triplane.cloud.store import Database
 from triplane.proto import fleet_pb2 as pb
 from triplane.proto.documents import MAX_LABELS, check_label
-from triplane.proto.errors import Conflict, InvalidInput, NotFound, Unavailable
+from triplane.proto.errors import Conflict, InvalidInput, NotFound, TriplaneError, Unavailable
 
 logger = logging.getLogger(__name__)
 
@@ -291,10 +291,14 @@ class LiveFleet:
 
         details = {"model": model, "version": version, "selector": asked_for.selector}
         await self._change(make, AuditedChange(by, "rollout.deploy", rollout_id, details))
-        self.nudge()
         begun_rollout = await self._by_key(request.key)
         assert begun_rollout is not None
-        return begun_rollout
+        # Look before the answer, which then says whether a bundle or a signature is missing. The
+        # rollout has begun, so an error here is not the caller's: the next look tries again.
+        with contextlib.suppress(TriplaneError):
+            await self._look_for(begun_rollout)
+        self.nudge()
+        return await self.rollout(begun_rollout.rollout.id)
 
     async def pause(self, id: str, *, reason: str, by: str) -> RolloutRecord:  # noqa: A002
         """Open no wave until it is resumed. Conflict: the rollout has ended."""
@@ -440,10 +444,12 @@ class LiveFleet:
     async def _look(self) -> None:
         """Look at every bundle and signature that a rollout waits for."""
         for record in list(self._fleet.rollouts.values()):
-            rollout = record.rollout
-            for target, supply in rollout.supplies.items():
-                if not supply.path and not supply.refusal:
-                    await self._look_at(record, target)
+            await self._look_for(record)
+
+    async def _look_for(self, record: RolloutRecord) -> None:
+        for target, supply in record.rollout.supplies.items():
+            if not supply.path and not supply.refusal:
+                await self._look_at(record, target)
 
     async def _look_at(self, record: RolloutRecord, target: str) -> None:
         plan, rollout_id = record.rollout.plan, record.rollout.id

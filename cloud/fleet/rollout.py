@@ -233,9 +233,10 @@ def _stay(r: Rollout, e: Event, now_s: float) -> Result:
 
 def _refuse(r: Rollout, e: Event, now_s: float) -> Result:
     verb = _VERBS[type(e)]
+    why = f": {r.reason}" if r.reason else ""
     raise Conflict(
-        f"{verb} needs a rollout that has not ended; {r.id} is {r.state.name.lower()}: "
-        f"{r.reason or 'it ended'}; deploy again"
+        f"{verb} needs a rollout that has not ended; {r.id} is {r.state.name.lower()}{why}; "
+        "deploy again"
     )
 
 

@@ -69,10 +69,15 @@ def _missing(r: Rollout, members: Iterable[RolloutMember]) -> str:
     what = f"{r.plan.model}@{r.plan.version}"
     parts = [f"waits for the bundle of {what} for {', '.join(making)}"] if making else []
     parts += [
-        f"waits for a signature (triplane sign {what} --target {target} --keys DIR)"
+        f"waits for a signature of {what} for {target}: "
+        f"triplane sign {what} --target {target} --keys DIR"
         for target in unsigned
     ]
     return "; ".join(parts)
+
+
+def _nodes(count: int) -> str:
+    return "1 node" if count == 1 else f"{count} nodes"
 
 
 def _open(r: Rollout, wave: int, now_s: float) -> Rollout:
@@ -94,7 +99,7 @@ def _run(r: Rollout, now_s: float) -> Result:
     for wave, tally in enumerate(waves, 1):
         # Every open wave is checked, since a node of an earlier one may fail later.
         if exceeds(tally.lost, r.plan.failure_share, tally.counted):
-            what = f"wave {wave}: {tally.lost} of {tally.counted} nodes failed"
+            what = f"wave {wave}: {tally.lost} of {_nodes(tally.counted)} failed"
             return _paused(r, f"{what} (limit {100 * r.plan.failure_share:.4g}%)"), ()
     if is_closed(r, waves[-1]):
         return _run_closed(r, waves, now_s), ()
@@ -128,7 +133,7 @@ def _assignable(r: Rollout, m: RolloutMember) -> bool:
 def _run_open(r: Rollout, tally: WaveTally) -> Rollout:
     """Wait for the open wave to reach its share, or pause if it no longer can."""
     need = least(r.plan.success_share, tally.counted)
-    said = f"wave {r.wave + 1}: {tally.done} of {tally.counted} nodes committed, {need} needed"
+    said = f"wave {r.wave + 1}: {tally.done} of {_nodes(tally.counted)} committed, {need} needed"
     if tally.done + tally.going < need:
         return _paused(r, f"{said}, and the others failed")
     missing = _missing(r, [m for m in r.members.values() if not m.assigned and under_way(r, m)])
@@ -143,7 +148,9 @@ def _run_closed(r: Rollout, waves: Iterable[WaveTally], now_s: float) -> Rollout
         return _open(r, r.wave + 1, now_s)
     # The last wave has reached its share, but the rollout ends only when no node is under way.
     if going:
-        return _waiting(r, f"all waves reached their share; {going} nodes are still under way")
+        verb = "is" if going == 1 else "are"
+        said = f"all waves reached their share; {_nodes(going)} {verb} still under way"
+        return _waiting(r, said)
     return replace(r, state=RolloutState.DONE, reason="", ended_s=now_s)
 
 

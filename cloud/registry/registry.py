@@ -205,15 +205,14 @@ class Registry:
     ) -> BundleRecord:
         """Record the path of the published signed target. Conflict: the bundle is not READY."""
 
-        def work(connection: Connection) -> BundleRecord:
-            signed = queries.sign(connection, model, version, target, path)
-            audit.record(
-                connection, self._clock(), by, "registry.signed", str(signed), {"path": path}
-            )
-            return signed
+        def work(connection: Connection) -> tuple[BundleRecord, bool]:
+            before = queries.bundle(connection, model, version, target)
+            signed = self._sign(connection, (model, version, target), path, by)
+            return signed, signed != before
 
-        signed = await self._db.write(work)
-        self._tell(signed)
+        signed, is_changed = await self._db.write(work)
+        if is_changed:
+            self._tell(signed)
         return signed
 
     async def note_signed(self, signed: Mapping[Key, SignedTarget]) -> list[BundleRecord]:
@@ -224,22 +223,28 @@ class Registry:
         """
 
         def work(connection: Connection) -> list[BundleRecord]:
-            changed = [
-                queries.sign(connection, *bundle.key, path)
+            return [
+                self._sign(connection, bundle.key, path, SYSTEM)
                 for bundle in queries.in_state(connection, State.READY)
                 if (path := _path_for(bundle, signed)) != bundle.signed_path
             ]
-            for bundle in changed:
-                details = {"path": bundle.signed_path}
-                audit.record(
-                    connection, self._clock(), SYSTEM, "registry.signed", str(bundle), details
-                )
-            return changed
 
         changed = await self._db.write(work)
         for bundle in changed:
             self._tell(bundle)
         return changed
+
+    def _sign(self, connection: Connection, key: Key, path: str, by: str) -> BundleRecord:
+        """Record the path and audit it, unless it is recorded.
+
+        A publication and a rollout that waits for it both notice the same signature.
+        """
+        before = queries.bundle(connection, *key)
+        signed = queries.sign(connection, *key, path)
+        if signed != before:
+            details = {"path": path}
+            audit.record(connection, self._clock(), by, "registry.signed", str(signed), details)
+        return signed
 
     def _files(self, name: str, blob: bytes, recipe: ConversionRecipe) -> Files:
         return Files(

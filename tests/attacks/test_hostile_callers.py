@@ -479,9 +479,9 @@ def model_report(**fields):
 # fmt: off
 CASES = [
     Case("forged report", "success of a rollout that the node is not in", ROLLOUT,
-         "wave 1: 0 of 1 nodes committed, 1 needed", outsider, ""),
+         "wave 1: 0 of 1 node committed, 1 needed", outsider, ""),
     Case("forged report", "success with a version that the node was not given", ROLLOUT,
-         "wave 2: 0 of 1 nodes committed, 1 needed", hasty, ""),
+         "wave 2: 0 of 1 node committed, 1 needed", hasty, ""),
     Case("forged report", "a version that no registry has", REPORTS,
          "version is at most 1000000000 in a report, got 2147483648",
          saying(model_report(version=1 << 31)), ""),

@@ -53,8 +53,8 @@ def test_summary_tells_entries_state_parts_and_digest(model, capsys):
         "(x: float32[N,4]) -> (y: float32[N,3])",
         "reads 4, assigns 4",
         "module.pb",
-        "parameter  1 tensors  12 elements",
-        "personal   1 tensors  3 elements   12 B (not in the file)",
+        "parameter  1 tensor  12 elements",
+        "personal   1 tensor  3 elements   12 B (not in the file)",
         "12 parameters",
         r"classes  'a\nb\nc'",
     ):
@@ -258,7 +258,7 @@ def test_empty_modules_have_a_summary(tmp_path, capsys):
     Module({}, {}, {"a": StateTensor(Role.BUFFER, np.zeros(2))}).save(tmp_path / "m.tpm")
     code, out, _ = run(capsys, tmp_path / "m.tpm")
     assert code == 0
-    assert "buffer  1 tensors  2 elements" in out
+    assert "buffer  1 tensor  2 elements" in out
     assert run(capsys, tmp_path / "m.tpm", "--graph", tmp_path / "g.svg")[0] == 2
 
 

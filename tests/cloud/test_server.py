@@ -10,6 +10,7 @@ import subprocess
 import sys
 import urllib.request
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any, cast
 
 import grpc
@@ -23,6 +24,7 @@ from tests.cloud.nodes import CAPABILITY, enrolled, living
 from tests.cloud.released import copied, make_released
 from tests.support.deadlines import within
 
+from triplane.cloud import server
 from triplane.cloud.identity.rights import RIGHTS
 from triplane.cloud.server import Cloud, CloudOptions, running
 from triplane.proto import fleet_pb2 as pb
@@ -141,7 +143,7 @@ def test_a_failing_version_pauses_and_abort_takes_it_back(home, tmp_path):
                 second = await people.Deploy(bad)
                 heard = await watched(people, second.id, until_paused=True)
                 assert "golden sample 3" in heard[-1].nodes[0].reason
-                assert "wave 1: 1 of 1 nodes failed (limit 0%)" in heard[-1].reason
+                assert "wave 1: 1 of 1 node failed (limit 0%)" in heard[-1].reason
                 aborted = await people.Abort(pb.AbortRequest(id=second.id, reason="bad"))
                 assert aborted.state == pb.Rollout.ABORTED
                 listed = await people.ListNodes(pb.ListNodesRequest())
@@ -438,6 +440,19 @@ def test_an_ipv6_address_is_one_to_listen_on(home):
                 await Cloud(home, host="::1").start()
 
     within(story())
+
+
+@pytest.mark.parametrize(
+    ("host", "said"),
+    [
+        ("0.0.0.0", "cloud on port 1 (mutual TLS), enrolment on port 2, both on all addresses"),
+        ("::", "cloud on port 1 (mutual TLS), enrolment on port 2, both on all addresses"),
+        ("127.0.0.1", "cloud on 127.0.0.1:1 (mutual TLS), enrolment on 127.0.0.1:2, dashboard"),
+    ],
+)
+def test_the_ready_line_names_no_address_that_nobody_can_call(host, said):
+    cloud = cast("Cloud", SimpleNamespace(port=1, enrol_port=2, dashboard="http://x/"))
+    assert server._ready_text(host, cloud).startswith(said)
 
 
 def test_the_dashboard_shows_the_fleet_on_the_loopback(home, tmp_path):

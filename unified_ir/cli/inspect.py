@@ -294,7 +294,7 @@ def _module_lines(module: Module, record: Mapping[str, Any]) -> Iterator[str]:
     yield from _table("entries", [_entry_row(e, r) for e, r in record["entries"].items()])
     yield ""
     yield from _table("state", list(_state_rows(record)))
-    yield f"{record['parameters']:,} parameters"
+    yield _count(record["parameters"], "parameter")
     if module.meta:
         yield ""
         yield from _table("meta", [(k, repr(v)) for k, v in module.meta.items()])
@@ -304,7 +304,7 @@ def _entry_row(entry: str, record: Mapping[str, Any]) -> tuple[str, ...]:
     inputs = ", ".join(f"{n}: {t}" for n, t in record["inputs"].items())
     results = ", ".join(f"{n}: {t}" for n, t in record["results"].items())
     state = f"reads {len(record['reads'])}, assigns {len(record['assigns'])}"
-    return (entry, f"{record['nodes']} nodes", state, f"({inputs}) -> ({results})")
+    return (entry, _count(record["nodes"], "node"), state, f"({inputs}) -> ({results})")
 
 
 def _state_rows(record: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
@@ -313,7 +313,12 @@ def _state_rows(record: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
         tensors = [t for t in state if t["role"] == role]
         elements, n = sum(t["elements"] for t in tensors), sum(t["bytes"] for t in tensors)
         absent = " (not in the file)" if role == "personal" else ""
-        yield (role, f"{len(tensors)} tensors", f"{elements:,} elements", size_text(n) + absent)
+        counts = (_count(len(tensors), "tensor"), _count(elements, "element"))
+        yield (role, *counts, size_text(n) + absent)
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n:,} {noun}{'' if n == 1 else 's'}"
 
 
 def _table(title: str, rows: Sequence[tuple[str, ...]]) -> Iterator[str]:

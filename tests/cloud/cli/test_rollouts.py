@@ -47,6 +47,26 @@ def test_the_headline_says_where_it_stands_and_why():
     )
 
 
+def test_a_node_that_an_abort_took_back_did_not_fail():
+    aborted = rollout(RETURNED, FAILED, state=Rollout.ABORTED)
+    assert rollouts.headline(aborted) == (
+        "[r-1] digits@4 to all: aborted, 0 of 2 nodes committed, 1 failed, 1 returned"
+    )
+    lost = rollout(RETURNED, state=Rollout.PAUSED)
+    assert rollouts.headline(lost).endswith("0 of 1 node committed, 1 failed")
+
+
+def test_only_nodes_that_failed_are_drawn_in_red():
+    def styles(state):
+        drawn = draw(rollout(RETURNED, state=state), room=9, seconds=1)
+        segments = Console(file=StringIO(), force_terminal=True, width=100).render(drawn)
+        marks = ("returned ", "x", "<")
+        return {str(s.style) for s in segments if s.text.startswith(marks)}
+
+    assert styles(Rollout.PAUSED) == {"red"}
+    assert styles(Rollout.ABORTED) == {"yellow"}
+
+
 def test_the_headline_names_nodes_that_a_wave_waits_for():
     waits = rollout(*[NODE_STATE_UNSPECIFIED] * 6, COMMITTED, wave=1)
     for node in waits.nodes:

@@ -4,7 +4,7 @@ import pytest
 
 from triplane.cloud.dashboard import NodeIncident
 from triplane.proto.federation_pb2 import Run
-from triplane.proto.fleet_pb2 import COMMITTED, FAILED, Incident, Node, Rollout
+from triplane.proto.fleet_pb2 import COMMITTED, FAILED, RETURNED, Incident, Node, Rollout
 
 pytestmark = pytest.mark.slow
 TOKEN = "operator-token-of-this-test"
@@ -274,6 +274,17 @@ def test_resume_asks_for_a_reason_and_the_rollout_runs(page, fleet, shots):
     until(page, "return document.querySelector('#rollouts .pill').textContent === 'running'")
     assert fleet.asked == [("r-7c41", "lens cleaned")]
     until(page, "return document.querySelector('#rollouts button').textContent === 'pause'")
+
+
+def test_nodes_that_an_abort_took_back_are_not_drawn_as_failed(page, fleet):
+    rollout = Rollout(id="r-back", model="digits", version=5, selector="all", state=Rollout.ABORTED)
+    for name, state in (("a", RETURNED), ("b", RETURNED), ("c", FAILED)):
+        rollout.nodes.add(name=name, state=state, connected=True)
+    fleet.held_rollouts = [rollout]
+    until(page, "return document.querySelectorAll('#rollouts .bar span').length === 3")
+    bars = page.find_elements("css selector", "#rollouts .bar span")
+    assert [bar.get_attribute("class") for bar in bars] == ["warn", "warn", "bad"]
+    assert "0 of 3, 1 failed, 2 returned" in text(page, "#rollouts")
 
 
 def test_a_thousand_nodes_are_drawn_by_counts(page, fleet, shots):

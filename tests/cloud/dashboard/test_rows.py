@@ -46,7 +46,7 @@ def test_a_wave_holds_its_own_nodes_and_its_size():
     for name, wave in (("a", 0), ("b", 2), ("c", 2)):
         rollout.nodes.add(name=name, wave=wave)
     waves = rollout_row(rollout)["waves"]
-    assert [wave["size"] for wave in waves] == ["1 nodes", "12.5%", "100%"]
+    assert [wave["size"] for wave in waves] == ["1 node", "12.5%", "100%"]
     assert [[node["name"] for node in wave["nodes"]] for wave in waves] == [["a"], [], ["b", "c"]]
 
 

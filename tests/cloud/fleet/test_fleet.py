@@ -93,6 +93,28 @@ def test_a_waiting_rollout_goes_on_by_itself_when_the_signature_appears(opened, 
     assert within(story()) == "release/digits@3+ort-x64.bundle"
 
 
+@pytest.mark.parametrize(
+    ("supply", "state", "reason"),
+    [
+        ("being made", RolloutState.PREPARING, "waits for the bundle of digits@3 for ort-x64"),
+        ("unsigned", RolloutState.PREPARING, "waits for a signature of digits@3 for ort-x64"),
+        ("signed", RolloutState.RUNNING, "wave 1: 0 of 1 node committed"),
+    ],
+)
+def test_a_deploy_is_answered_with_what_it_waits_for(opened, shelf, supply, state, reason):
+    async def story():
+        shelf.bundles.clear()
+        if supply != "being made":
+            shelf.put("digits", 3, signed=supply == "signed")
+        async with opened() as fleet:
+            await enrolled(fleet, "a")
+            return (await fleet.deploy(request(), by="olga")).rollout
+
+    rollout = within(story())
+    assert rollout.state is state
+    assert rollout.reason.startswith(reason)
+
+
 def test_the_same_key_is_one_rollout_and_another_waits_its_turn(opened):
     async def story():
         async with opened() as fleet:

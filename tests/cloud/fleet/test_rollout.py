@@ -99,7 +99,10 @@ def test_it_waits_by_name_for_the_bundle_and_then_for_its_signature():
     assert rollout.reason == "waits for the bundle of digits@3 for ort-x64"
     rollout, effects = run(rollout, BundleReady("ort-x64", NEEDS))
     assert rollout.state is RolloutState.PREPARING
-    assert "triplane sign digits@3 --target ort-x64" in rollout.reason
+    assert rollout.reason == (
+        "waits for a signature of digits@3 for ort-x64: "
+        "triplane sign digits@3 --target ort-x64 --keys DIR"
+    )
     assert effects == []
     rollout, effects = run(rollout, BundleReady("ort-x64", NEEDS, PATH))
     assert rollout.state is RolloutState.RUNNING
@@ -116,6 +119,23 @@ def test_a_wave_opens_when_enough_of_the_one_before_committed():
     assert rollout.reason == "wave 2: 1 of 2 nodes committed, 2 needed"
     rollout, _ = run(rollout, committed("node-2"), now_s=77.0)
     assert (rollout.state, rollout.ended_s) == (RolloutState.DONE, 77.0)
+
+
+def test_a_wave_of_one_node_is_counted_in_the_singular():
+    rollout, _ = running((1,), (1,))
+    assert rollout.reason == "wave 1: 0 of 1 node committed, 1 needed"
+    rollout, _ = run(rollout, failed("node-0"))
+    assert rollout.reason.startswith("wave 1: 1 of 1 node failed")
+
+
+def test_an_order_to_a_rollout_that_is_done_is_refused_in_one_sentence():
+    rollout, _ = running((1,), (1,))
+    rollout, _ = run(rollout, committed("node-0"))
+    with pytest.raises(Conflict) as refusal:
+        run(rollout, Abort("", revert=True))
+    assert str(refusal.value) == (
+        "abort needs a rollout that has not ended; r is done; deploy again"
+    )
 
 
 def test_it_pauses_as_soon_as_more_than_its_share_failed():
@@ -163,7 +183,7 @@ def test_a_silent_node_fails_at_its_deadline_and_may_still_catch_up():
 def test_the_end_waits_for_nodes_under_way_but_not_beyond_their_deadline():
     rollout, _ = running((2,), (2,), success_share=0.5, failure_share=0.5)
     rollout, _ = run(rollout, committed("node-0"))
-    assert rollout.reason == "all waves reached their share; 1 nodes are still under way"
+    assert rollout.reason == "all waves reached their share; 1 node is still under way"
     rollout, _ = run(rollout, TimePassed(), now_s=610.0)
     assert rollout.state is RolloutState.DONE
     assert stages(rollout) == [NodeStage.COMMITTED, NodeStage.FAILED]

@@ -9,6 +9,7 @@ from tests.cloud.registry.models import asked, registry_of
 from tests.cloud.released import copied, make_released
 
 from triplane.cloud.home import open_database
+from triplane.cloud.identity import audit
 from triplane.cloud.registry import queries, tables
 from triplane.cloud.registry.values import BundleRecord, State
 from triplane.cloud.server import running
@@ -69,6 +70,21 @@ def test_a_published_signature_is_noted_once_and_told(told):
         assert again == []
         assert heard == first
         assert await path_of(registry) == PATHS[0]
+
+    told(story)
+
+
+def test_a_signature_noticed_at_two_places_is_one_audited_event(told, sqlite):
+    async def story(registry, made):
+        heard: list[BundleRecord] = []
+        registry.on_bundle(heard.append)
+        # The publication and the look of a waiting rollout, which read the bundle before it.
+        await registry.note_signed(signed(made))
+        again = await registry.mark_signed(*made.key, PATHS[0])
+        assert again.signed_path == PATHS[0]
+        events = await sqlite.read(lambda c: audit.page(c, 1))
+        assert [e.action for e in events].count("registry.signed") == 1
+        assert len(heard) == 1
 
     told(story)
 
