@@ -140,7 +140,7 @@ def test_characters_are_numbered_as_the_model_numbers_them(tmp_path):
 
 
 def test_accuracy_is_measured_for_one_column_of_classes():
-    with pytest.raises(InvalidInput, match="for classes alone; `triplane evaluate` measures"):
+    with pytest.raises(InvalidInput, match="needs classes; `triplane evaluate BUNDLE --metric"):
         samples.as_labelled(data.arrays(X, np.ones(3, "f4")), IMAGE)
     with pytest.raises(InvalidInput, match="one column of classes, got the targets none"):
         samples.as_labelled(data.arrays(X), IMAGE)
