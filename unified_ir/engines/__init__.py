@@ -13,6 +13,7 @@ ENGINES: Final = {
     "onnx": "triplane.unified_ir.engines.onnx:OnnxEngine",
     "reference": "triplane.unified_ir.engines.reference:ReferenceEngine",
     "ascend": "triplane.unified_ir.engines.ascend:AscendEngine",
+    "xla": "triplane.unified_ir.engines.xla.program:XlaEngine",
 }
 """Engine names and the classes behind them."""
 

@@ -31,6 +31,7 @@ from triplane.unified_ir.ir.types import (
 )
 from triplane.unified_ir.ops import signatures
 from triplane.unified_ir.ops.emission import Emit
+from triplane.unified_ir.ops.lowering import Rule
 from triplane.unified_ir.ops.recorder import recorder
 
 if TYPE_CHECKING:
@@ -266,8 +267,9 @@ class Op:
     """Writes a node as ONNX where copying it is not enough (`ops/emission.py`)."""
     lower_below: Mapping[int, Emit] = field(default_factory=dict)
     """Opset -> the rule that writes the node for targets below it."""
-    # The rule of a second compiler (`xla`) will be a column here, beside `emit`, when an engine
-    # needs it; decision 0047.
+    xla: Rule | None = None
+    """Computes the outputs with `jax.numpy` (`ops/lowering.py`). By default it is the function of
+    `jax.numpy` with the name of numpy's in `reference`, else the body."""
     samples: tuple[Sample, ...] = ()
     export: str = ""
     """Name in `triplane.unified_ir.ops`, for a row that is not imported there."""

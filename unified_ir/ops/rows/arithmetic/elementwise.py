@@ -21,6 +21,7 @@ from triplane.unified_ir.ir.types import (
 from triplane.unified_ir.ops.batching import elementwise, first_elementwise
 from triplane.unified_ir.ops.emission import EmissionContext, Emit, emit_broadcast
 from triplane.unified_ir.ops.infer import broadcast
+from triplane.unified_ir.ops.lowering import XlaContext, folded
 from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, IntegerForm, Op, OpCall, OpKind, Vjp
 from triplane.unified_ir.ops.rows.movement.structure import same, sum_to, where
 from triplane.unified_ir.ops.samples import apart, between, bools, fixed, ints, normal, sample
@@ -170,6 +171,30 @@ def _refuse_zero(divisor: Any) -> None:
         raise ValueError("integer division by zero; divide by `where(b == 0, 1, b)` instead of b")
 
 
+def _div_xla(k: XlaContext, a: Any, b: Any) -> Any:
+    if not k.np.issubdtype(a.dtype, np.integer):
+        return k.np.divide(a, b)
+    k.require(b != 0, "integer division by zero")
+    # XLA truncates towards zero, and the smallest integer over -1 is itself, as here.
+    return k.lax.div(*k.np.broadcast_arrays(a, b))
+
+
+def _mod_xla(k: XlaContext, a: Any, b: Any, *, fmod: int) -> Any:
+    if k.np.issubdtype(a.dtype, np.integer):
+        k.require(b != 0, "integer division by zero")
+    return k.np.fmod(a, b) if fmod else k.np.mod(a, b)
+
+
+def _pow_xla(k: XlaContext, x: Any, p: Any) -> Any:
+    """Raise to a power; those of integers truncate, as in `_pow_reference`."""
+    if not k.np.issubdtype(x.dtype, np.integer):
+        return k.np.power(x, p)
+    if k.np.issubdtype(p.dtype, np.integer):
+        exact = k.np.power(x, k.np.maximum(p, 0))
+        return k.np.where(p < 0, k.np.power(x.astype(np.float64), p).astype(x.dtype), exact)
+    return k.np.power(x.astype(np.float64), p)
+
+
 def _flat(g: Tensor, y: Tensor, x: Tensor) -> tuple[None]:
     """Return the gradient of a piecewise constant function: none."""
     return (None,)
@@ -278,7 +303,8 @@ sub = _arithmetic("Sub", np.subtract, lambda g, y, a, b: (sum_to(g, a), sum_to(-
 mul = _arithmetic("Mul", np.multiply, lambda g, y, a, b: (sum_to(g * b, a), sum_to(g * a, b)),
                   total=True, integer_form=IntegerForm.MIX)
 div = _arithmetic("Div", _div_reference,
-                  lambda g, y, a, b: (sum_to(g / b, a), sum_to(-(g * y) / b, b)), emit=_emit_div)
+                  lambda g, y, a, b: (sum_to(g / b, a), sum_to(-(g * y) / b, b)), emit=_emit_div,
+                  xla=_div_xla)
 
 neg = _unary("Neg", np.negative, lambda g, y, x: (-g,), total=True)
 abs_ = _unary("Abs", np.abs, lambda g, y, x: (g * sign(x),), sample(apart(2, 3)), total=True)
@@ -290,11 +316,14 @@ reciprocal = _unary("Reciprocal", np.reciprocal, lambda g, y, x: (-(g * y * y),)
 tanh = _unary("Tanh", np.tanh, lambda g, y, x: (g * (1.0 - y * y),))
 # 1 / (1 + e^-x) = exp(-log(1 + e^-x)): logaddexp overflows for no x.
 sigmoid = _unary("Sigmoid", lambda x: np.exp(-np.logaddexp(0, -x)),
-                 lambda g, y, x: (g * y * (1.0 - y),), integer_form=IntegerForm.MIX)
-softplus = _unary("Softplus", lambda x: np.logaddexp(x, 0), lambda g, y, x: (g * sigmoid(x),))
+                 lambda g, y, x: (g * y * (1.0 - y),), integer_form=IntegerForm.MIX,
+                 xla=lambda k, x: k.lax.logistic(x))
+softplus = _unary("Softplus", lambda x: np.logaddexp(x, 0), lambda g, y, x: (g * sigmoid(x),),
+                  xla=lambda k, x: k.np.logaddexp(x, 0))
 # The mask comes from the result, so the operand need not be kept for the backward pass.
 relu = _unary("Relu", lambda x: np.maximum(x, 0), lambda g, y, x: (g * step(y),),
-              sample(apart(2, 3)), integer_form=IntegerForm.CLAMP)
+              sample(apart(2, 3)), integer_form=IntegerForm.CLAMP,
+              xla=lambda k, x: k.np.maximum(x, 0))
 sin = _unary("Sin", np.sin, lambda g, y, x: (g * cos(x),))
 cos: Op = _unary("Cos", np.cos, lambda g, y, x: (-(g * sin(x)),))
 tan = _unary("Tan", np.tan, lambda g, y, x: (g * (1.0 + y * y),))
@@ -312,7 +341,8 @@ atanh = _unary("Atanh", np.arctanh, lambda g, y, x: (g / (1.0 - x * x),),
                sample(between(-0.9, 0.9, 2, 3)))
 # numpy has no erf.
 erf = _unary("Erf", lambda x: np.vectorize(math.erf, otypes=[x.dtype])(x),
-             lambda g, y, x: (g * _TWO_OVER_ROOT_PI * exp(-(x * x)),))
+             lambda g, y, x: (g * _TWO_OVER_ROOT_PI * exp(-(x * x)),),
+             xla=lambda k, x: k.lax.erf(x))
 sign: Op = _unary("Sign", np.sign, _flat, sample(apart(2, 3)))
 floor = _unary("Floor", np.floor, _flat, sample(apart(2, 3)))
 ceil = _unary("Ceil", np.ceil, _flat, sample(apart(2, 3)))
@@ -326,6 +356,8 @@ is_inf = Op(name="IsInf", kind=OpKind.ELEMENTWISE, batch=elementwise,
             infer=lambda call: (call.type(0).with_dtype(bool_),),
             reference=lambda x, *, detect_negative, detect_positive: (
                 np.isposinf(x) & bool(detect_positive) | np.isneginf(x) & bool(detect_negative)
+            ), xla=lambda k, x, *, detect_negative, detect_positive: (
+                k.np.isposinf(x) & bool(detect_positive) | k.np.isneginf(x) & bool(detect_negative)
             ), samples=(
                 sample(fixed([1.0, np.inf, -np.inf, np.nan])),
                 sample(fixed([1.0, np.inf, -np.inf]), detect_negative=0),
@@ -347,6 +379,7 @@ mod = _row(
     emit=_emit_mod,
     infer=broadcast_same,
     reference=_mod_reference,
+    xla=_mod_xla,
     vjp=_mod_vjp,
     samples=(
         sample(ints(-9, 9, 5), fixed(4)),
@@ -358,6 +391,7 @@ power = _row(
     emit=_emit_pow,
     infer=broadcast_same,
     reference=_pow_reference,
+    xla=_pow_xla,
     vjp=_pow_vjp,
     samples=(
         sample(between(0.5, 2, 2, 3), fixed(3.0)),
@@ -383,6 +417,7 @@ def _fold(f: Any) -> Any:
 maximum = Op(
     name="Max", kind=OpKind.ELEMENTWISE, emit=_emit_extreme,
     infer=broadcast_same, reference=_fold(np.maximum), vjp=_extreme_vjp,
+    xla=folded("maximum"),
     samples=(
         sample(apart(2, 3), between(0.02, 0.08, 3)),
         sample(ints(-5, 5, 2, 3, dtype="int16"), ints(-5, 5, 3, dtype="int16")),
@@ -391,6 +426,7 @@ maximum = Op(
 minimum = Op(
     name="Min", kind=OpKind.ELEMENTWISE, emit=_emit_extreme,
     infer=broadcast_same, reference=_fold(np.minimum), vjp=_extreme_vjp,
+    xla=folded("minimum"),
     samples=(sample(apart(2, 3), between(0.02, 0.08, 3)),),
 )  # fmt: skip
 
@@ -402,11 +438,13 @@ def _total_vjp(g: Tensor, y: Tensor, *xs: Tensor) -> list[Tensor]:
 total = Op(
     name="Sum", kind=OpKind.ELEMENTWISE,
     infer=broadcast_same, reference=_fold(np.add), vjp=_total_vjp,
+    xla=folded("add"),
     samples=(sample(normal(2, 3), normal(3), normal(2, 1)), sample(normal(3))),
 )  # fmt: skip
 average = Op(
     name="Mean", kind=OpKind.ELEMENTWISE, infer=broadcast_same,
     reference=lambda *xs: _fold(np.add)(*xs) / len(xs),
+    xla=lambda k, *xs: folded("add")(k, *xs) / len(xs),
     vjp=lambda g, y, *xs: _total_vjp(g * (1 / len(xs)), y, *xs),
     samples=(sample(normal(2, 3), normal(3), normal(2, 1)), sample(normal(3))),
 )  # fmt: skip
@@ -446,6 +484,7 @@ clip = _row(
     batch=first_elementwise,
     infer=same,
     reference=lambda x, low=None, high=None: np.clip(x, low, high),
+    xla=lambda k, x, low=None, high=None: k.np.clip(x, low, high),
     vjp=_clip_vjp,
     samples=(
         sample(apart(2, 3), fixed(-0.35), fixed(0.35)),
@@ -491,6 +530,7 @@ leaky_relu = _unary(
     lambda g, y, x, *, alpha: (g * where(x > 0.0, 1.0, as_like(alpha, g)),),
     sample(apart(2, 3), alpha=0.2),
     integer_form=IntegerForm.MIX,
+    xla=lambda k, x, *, alpha: k.np.where(x > 0, x, alpha * x),
 )
 
 
