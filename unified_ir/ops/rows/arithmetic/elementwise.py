@@ -381,6 +381,7 @@ mod = _row(
     reference=_mod_reference,
     xla=_mod_xla,
     vjp=_mod_vjp,
+    xla=_mod_xla,
     samples=(
         sample(ints(-9, 9, 5), fixed(4)),
         sample(fixed([[5.3, -5.3, 0.7]]), fixed([[2.0], [-1.5]]), fmod=1),
@@ -393,6 +394,7 @@ power = _row(
     reference=_pow_reference,
     xla=_pow_xla,
     vjp=_pow_vjp,
+    xla=_pow_xla,
     samples=(
         sample(between(0.5, 2, 2, 3), fixed(3.0)),
         sample(between(0.5, 2, 2, 3), normal(3)),
