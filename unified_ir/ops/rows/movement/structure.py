@@ -94,6 +94,7 @@ constant_row = Op(
     emit=_emit_constant,
     infer=lambda call: (type_of(call.attrs["value"]),),
     reference=lambda value, **_: value,
+    xla=lambda k, value, **_: value,
 )
 
 
@@ -110,6 +111,7 @@ dims_row = Op(
     attrs={"dims": AttrSpec("DIMS", required=True)},
     infer=lambda call: (TensorType(int64, (len(call.attrs["dims"]),)),),
     reference=lambda dims: np.array(dims, np.int64),
+    xla=lambda k, dims: np.array(dims, np.int64),
 )
 """Sizes of the scope's symbols as an int64 vector; lowers to Shape and integer arithmetic."""
 
