@@ -238,6 +238,7 @@ det = Op(
     batch=batching.first_elementwise,
     infer=_det_types,
     reference=lambda x: np.linalg.det(x) if math.prod(x.shape) else np.ones(x.shape[:-2]),
+    xla=lambda k, x: k.np.linalg.det(x) if math.prod(x.shape) else k.np.ones(x.shape[:-2]),
     # Jacobi's formula: d det(X)/dX is the matrix of cofactors. It needs no inverse, so it holds for
     # singular X too.
     vjp=lambda g, y, x: (g.reshape((*g.shape, 1, 1)) * _cofactors(x),),
