@@ -339,6 +339,7 @@ def _position_row(name: str, f: Any) -> Op:
 argmax_row = _position_row("ArgMax", np.argmax)
 argmin_row = _position_row("ArgMin", np.argmin)
 
+
 def _hardmax_xla(k: XlaContext, x: Any, *, axis: int) -> Any:
     along = [-1 if i == axis % x.ndim else 1 for i in range(x.ndim)]
     places = np.arange(x.shape[axis]).reshape(along)
