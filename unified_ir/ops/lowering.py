@@ -8,7 +8,7 @@ array where its contents are known while tracing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -68,7 +68,7 @@ def axes_of(axes: Any, rank: int) -> tuple[int, ...]:
     return tuple(int(a) % rank for a in axes) if rank else ()
 
 
-def sizes(x: Sequence[Any]) -> tuple[int, ...]:
+def sizes(x: Iterable[Any]) -> tuple[int, ...]:
     """Return sizes as Python numbers."""
     return tuple(int(d) for d in x)
 

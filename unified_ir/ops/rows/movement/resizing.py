@@ -354,13 +354,15 @@ def _resize_kernel(
     return y.astype(x.dtype)
 
 
-def _resize_xla(k: XlaContext, x: Any, *operands: Any, **attrs: Any) -> Any:
+def _resize_xla(
+    k: XlaContext, x: Any, roi: Any = None, scales: Any = None, sizes: Any = None, **attrs: Any
+) -> Any:
     """Copy slices where the mode is nearest; else a product with a constant matrix per axis."""
-    known = [None if o is None else k.known(o, "its sizes") for o in operands]
+    known = [None if o is None else k.known(o, "its sizes") for o in (roi, scales, sizes)]
     copies = attrs["mode"] == "nearest"
     is_float = k.np.issubdtype(x.dtype, np.floating)
     y, inside = (x if copies or is_float else x.astype(np.float32)), None
-    for a in _resized(x.shape, *[*known, None, None, None][:3], attrs):
+    for a in _resized(x.shape, known[0], known[1], known[2], attrs):
         matrix, mask = _weights(_host(float32), a, attrs)
         if copies:
             y = _copied(k, y, matrix.argmax(1), a.axis)
