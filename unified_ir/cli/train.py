@@ -134,7 +134,11 @@ OPTIONS: Final = (
     option("--restore-best", "With --early-stop: write the weights of the best epoch, not of the "
            "last.", is_flag=True),
     option("--tensorboard DIR", "Write event files for TensorBoard.", FOLDER),
-    option("--engine NAME", "onnx, reference or ascend.", default="onnx"),
+    option("--engine NAME", "onnx, reference, ascend or xla (JAX, on a GPU if there is one).",
+           default="onnx"),
+    option("--mesh data=N", "With --engine xla: split each batch over N devices."),
+    option("--steps-per-launch N", "With --engine xla: steps that the device runs without the host "
+           "between them.", COUNT, default=1),
     option("--seed N", "Seed of initial weights, split and order; the same seed gives the same "
            "bytes.", NATURAL, default=0),
     option("--out", "The model file to write (NAME.tpm).", OUTPUT_FILE, required=True),
@@ -337,7 +341,7 @@ def _trainer(
 
     boards = [] if options["tensorboard"] is None else [TensorBoard(options["tensorboard"])]
     budget_mb = options["memory_budget"]
-    same = ("engine", "seed", "accumulate", "precision", "loss_scale", "tune")
+    same = ("seed", "accumulate", "precision", "loss_scale", "tune", "steps_per_launch")
     loss = _loss_name(options["loss"], samples, output)
     return Trainer(
         cell,
@@ -348,6 +352,7 @@ def _trainer(
             *training.early_stop(options["early_stop"], restore_best=options["restore_best"]),
             *boards,
         ],
+        engine=training.engine(options["engine"], options["mesh"]),
         average=options["ema"],
         memory_budget_bytes=None if budget_mb is None else round(budget_mb * 1e6),
         labels=samples.labels,

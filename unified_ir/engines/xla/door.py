@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from triplane.proto.errors import MissingExtra
 
 try:
-    import jax
-    from jax import lax
-    from jax import numpy as jnp
+    import jax as _jax
 except ImportError as error:  # pragma: no cover - the tests' environment has it
     raise MissingExtra(
         f"JAX is not installed ({error}); it comes with: pip install 'triplane[xla]', for a GPU: "
         "pip install 'jax[cuda13]'"
     ) from error
+
+
+# Many of JAX's functions have no types.
+jax: Any = _jax
+jnp: Any = _jax.numpy
+lax: Any = _jax.lax
 
 
 @contextmanager
