@@ -114,8 +114,8 @@ OPTIONS: Final = (
            "norm of each tensor (each), or each element (value)."),
     option("--accumulate N", "Batches per update: N batches act as one large batch, in the memory "
            "of one.", COUNT, default=1),
-    option("--precision", "Precision of products; weights stay float32, with a dynamic loss scale.",
-           click.Choice(["float32", "float16"]), default="float32"),
+    option("--precision", "Precision of products; weights stay float32. float16 has a dynamic loss "
+           "scale.", click.Choice(["float32", "float16", "bfloat16"]), default="float32"),
     option("--loss-scale X", "A constant loss scale for float16.  [default: dynamic]", POSITIVE),
     option("--ema D", "Write the exponential moving average of the weights, with decay D (0.999).",
            click.FloatRange(0, 1, max_open=True)),
