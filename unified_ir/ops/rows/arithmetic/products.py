@@ -14,6 +14,7 @@ import numpy as np
 
 from triplane.unified_ir.ir.types import TensorType
 from triplane.unified_ir.ops import batching
+from triplane.unified_ir.ops.lowering import Rule, XlaContext
 from triplane.unified_ir.ops.row import Op, OpCall, OpKind
 from triplane.unified_ir.ops.rows.arithmetic.elementwise import mul
 from triplane.unified_ir.ops.rows.movement.structure import (
@@ -49,6 +50,19 @@ def _running_kernel(f: Any, start: int) -> Any:
     return kernel
 
 
+def _running_xla(name: str, start: int) -> Rule:
+    def rule(k: XlaContext, x: Any, axis: Any, *, exclusive: int, reverse: int) -> Any:
+        at = axes_of(x.ndim, [int(np.ravel(k.known(axis, "its axis"))[0])])[0]
+        if exclusive and x.shape[at]:
+            # The first element (the last, in reverse) is the start, and all others move by one.
+            pads = [(0, 0, 0)] * x.ndim
+            pads[at] = (-1, 1, 0) if reverse else (1, -1, 0)
+            x = k.lax.pad(x, np.array(start, x.dtype), pads)
+        return getattr(k.lax, name)(x, at, reverse=bool(reverse))
+
+    return rule
+
+
 def _running_uses(**more: Any) -> Any:
     return (
         sample(normal(2, 5), fixed(1), **more),
@@ -65,6 +79,7 @@ cumsum_row: Op = Op(
     batch=batching.first_along_operand,
     infer=_running_type,
     reference=_running_kernel(np.cumsum, 0),
+    xla=_running_xla("cumsum", 0),
     # y_i = sum over j <= i of x_j, so dx_j = sum over i >= j of g_i: the running sum from the other
     # end.
     vjp=lambda g, y, x, axis, *, exclusive, reverse: (
@@ -81,6 +96,7 @@ cumprod_row = Op(
     batch=batching.first_along_operand,
     infer=_running_type,
     reference=_running_kernel(np.cumprod, 1),
+    xla=_running_xla("cumprod", 1),
     body=lambda x, axis, *, exclusive, reverse: running_product(
         x, axes_of(x.rank, known_ints(axis))[0], exclusive=bool(exclusive), reverse=bool(reverse)
     ),
