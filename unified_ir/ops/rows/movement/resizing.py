@@ -373,7 +373,7 @@ def _resize_xla(k: XlaContext, x: Any, *operands: Any, **attrs: Any) -> Any:
 
 
 def _copied(k: XlaContext, x: Any, at: Any, axis: int) -> Any:
-    """Return the slices `at` positions along an axis; repeat them where each comes equally often."""
+    """Return the slices at positions along an axis; repeat them where each comes equally often."""
     times, rest = divmod(len(at), x.shape[axis])
     if not rest and np.array_equal(at, np.arange(len(at)) // times):
         return k.np.repeat(x, times, axis)
