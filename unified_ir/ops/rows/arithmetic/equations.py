@@ -23,6 +23,7 @@ from triplane.unified_ir.ir.graph import Node
 from triplane.unified_ir.ir.types import ShapeError, TensorType
 from triplane.unified_ir.ops import batching
 from triplane.unified_ir.ops.emission import EmissionContext
+from triplane.unified_ir.ops.lowering import XlaContext
 from triplane.unified_ir.ops.row import Op, OpCall, OpKind
 from triplane.unified_ir.ops.rows.movement.indexing import arange, gather
 from triplane.unified_ir.ops.rows.movement.structure import broadcast_to, squeeze, where
@@ -162,6 +163,12 @@ def _on_diagonal(t: Tensor, names: str, term: str, shape: Sequence[Dim]) -> Tens
     return placed
 
 
+def _einsum_xla(k: XlaContext, *xs: Any, equation: str) -> Any:
+    plain, dropped = without_repeats(equation, [x.shape for x in xs])
+    kept = [k.np.squeeze(x, tuple(axes)) for x, axes in zip(xs, dropped, strict=True)]
+    return k.np.einsum(str(plain), *kept)
+
+
 def _emit_einsum(context: EmissionContext, node: Node) -> None:
     """Drop axes that an ellipsis broadcasts and name all others: onnxruntime repeats none."""
     shapes = [v.type.shape for v in node.inputs if v is not None]
@@ -187,6 +194,7 @@ einsum_row: Op = Op(
     emit=_emit_einsum,
     infer=_einsum_types,
     reference=lambda *xs, equation: np.einsum(str(read(equation, tuple(map(np.ndim, xs)))), *xs),
+    xla=_einsum_xla,
     vjp=_einsum_vjp,
     samples=(
         sample(normal(2, 3), normal(3, 4), equation="ij,jk->ik"),

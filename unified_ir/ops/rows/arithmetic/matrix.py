@@ -11,6 +11,7 @@ from triplane.unified_ir.ir.types import ShapeError
 from triplane.unified_ir.ops import batching
 from triplane.unified_ir.ops.emission import EmissionContext
 from triplane.unified_ir.ops.infer import broadcast
+from triplane.unified_ir.ops.lowering import XlaContext
 from triplane.unified_ir.ops.row import IntegerForm, Op, OpCall, OpKind, Types
 from triplane.unified_ir.ops.rows.arithmetic.elementwise import exp
 from triplane.unified_ir.ops.rows.movement.structure import axes_of, same, sum_to
@@ -114,6 +115,15 @@ def _gemm_reference(
     return product if c is None else product + beta * c
 
 
+def _gemm_xla(
+    k: XlaContext, a: Any, b: Any, c: Any = None, *,
+    alpha: float, beta: float, transA: int, transB: int,
+) -> Any:  # fmt: skip
+    y = k.np.matmul(a.T if transA else a, b.T if transB else b)
+    y = y if alpha == 1.0 else alpha * y
+    return y if c is None else y + (c if beta == 1.0 else beta * c)
+
+
 def _gemm_vjp(
     g: Tensor, y: Tensor, a: Tensor, b: Tensor, c: Tensor | None = None, *,
     alpha: float, beta: float, transA: int, transB: int,
@@ -161,6 +171,7 @@ gemm = Op(
     batch=_gemm_batch,
     infer=_gemm,
     reference=_gemm_reference,
+    xla=_gemm_xla,
     vjp=_gemm_vjp,
     samples=(
         sample(normal(3, 4), normal(4, 2), normal(2)),
@@ -191,12 +202,18 @@ def _softmax_reference(x: Any, *, axis: int) -> Any:
     return e / e.sum(axis, keepdims=True)
 
 
+def _softmax_xla(k: XlaContext, x: Any, *, axis: int) -> Any:
+    e = k.np.exp(x - x.max(axis, keepdims=True, initial=-np.inf))
+    return e / e.sum(axis, keepdims=True)
+
+
 softmax = Op(
     name="Softmax",
     kind=OpKind.NORMALIZATION,
     batch=batching.axis_shifted,
     infer=same_along_axis,
     reference=_softmax_reference,
+    xla=_softmax_xla,
     # dx = y (g - sum(g y)): the Jacobian diag(y) - y y^T applied to g.
     vjp=lambda g, y, x, *, axis: (y * (g - (g * y).sum([axis], keepdims=True)),),
     samples=(sample(normal(2, 5)), sample(normal(2, 3, 4), axis=1)),
@@ -208,12 +225,18 @@ def _log_softmax_reference(x: Any, *, axis: int) -> Any:
     return shifted - np.log(np.exp(shifted).sum(axis, keepdims=True))
 
 
+def _log_softmax_xla(k: XlaContext, x: Any, *, axis: int) -> Any:
+    shifted = x - x.max(axis, keepdims=True, initial=-np.inf)
+    return shifted - k.np.log(k.np.exp(shifted).sum(axis, keepdims=True))
+
+
 log_softmax = Op(
     name="LogSoftmax",
     kind=OpKind.NORMALIZATION,
     batch=batching.axis_shifted,
     infer=same_along_axis,
     reference=_log_softmax_reference,
+    xla=_log_softmax_xla,
     # dx = g - softmax(x) sum(g), with softmax(x) = exp(y).
     vjp=lambda g, y, x, *, axis: (g - exp(y) * g.sum([axis], keepdims=True),),
     samples=(sample(normal(2, 5)), sample(normal(2, 3, 4), axis=1)),

@@ -11,6 +11,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.graph import Array, Node
 from triplane.unified_ir.ir.types import ShapeError, float32, float64
 from triplane.unified_ir.ops.emission import EmissionContext
+from triplane.unified_ir.ops.lowering import XlaContext
 from triplane.unified_ir.ops.row import Op, OpCall, OpKind, Types
 from triplane.unified_ir.ops.rows.arithmetic.elementwise import as_like, reciprocal, sqrt
 from triplane.unified_ir.ops.rows.movement.structure import broadcast_to, size_of, sum_to
@@ -51,6 +52,21 @@ def _batch_norm_kernel(
         return y
     blend = [momentum * a + (1 - momentum) * b for a, b in ((mean, used_mean), (var, used_var))]
     return y, *blend
+
+
+def _batch_norm_xla(
+    k: XlaContext, x: Any, scale: Any, bias: Any, mean: Any, var: Any, *,
+    epsilon: float, momentum: float, training_mode: int,
+) -> Any:  # fmt: skip
+    axes = (0, *range(2, x.ndim))
+    shape = (-1, *[1] * (x.ndim - 2))
+    used_mean, used_var = (x.mean(axes), x.var(axes)) if training_mode else (mean, var)
+    slope = scale / k.np.sqrt(used_var + epsilon)
+    y = (x - used_mean.reshape(shape)) * slope.reshape(shape) + bias.reshape(shape)
+    if not training_mode:
+        return y
+    blend = [momentum * a + (1 - momentum) * b for a, b in ((mean, used_mean), (var, used_var))]
+    return (y, *blend)[: len(k.node.outputs)]
 
 
 def _channels(v: Tensor, rank: int) -> Tensor:
@@ -186,6 +202,7 @@ batch_norm_row = Op(
     emit=_emit_batch_norm,
     infer=_batch_norm,
     reference=_batch_norm_kernel,
+    xla=_batch_norm_xla,
     vjp=_batch_norm_vjp,
     samples=(
         sample(normal(4, 3, 2, 2), *_vectors),

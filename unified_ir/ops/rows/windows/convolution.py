@@ -17,8 +17,10 @@ from triplane.unified_ir.ir.graph import Node
 from triplane.unified_ir.ir.types import ShapeError, TensorType
 from triplane.unified_ir.ops.batching import merged
 from triplane.unified_ir.ops.emission import EmissionContext
+from triplane.unified_ir.ops.lowering import XlaContext
 from triplane.unified_ir.ops.row import IntegerForm, Op, OpCall, OpKind
 from triplane.unified_ir.ops.rows.movement.structure import pad_row, slice_axis
+from triplane.unified_ir.ops.rows.windows import xla_windows
 from triplane.unified_ir.ops.rows.windows.conv_gradients import (
     conv_grad_input,
     conv_grad_weight,
@@ -147,6 +149,7 @@ conv_row = Op(
     batch=merged,
     infer=_conv,
     reference=_conv_kernel,
+    xla=xla_windows.conv,
     vjp=_conv_vjp,
     samples=(
         sample(normal(2, 3, 6, 5), normal(4, 3, 3, 3), normal(4), pads=(1, 1, 1, 1)),
@@ -234,6 +237,13 @@ def _conv_transpose_kernel(x: Any, w: Any, b: Any = None, **attrs: Any) -> Any:
     return y if b is None else y + b.reshape(-1, *[1] * n)
 
 
+def _conv_transpose_xla(
+    k: XlaContext, x: Any, w: Any, b: Any = None, *, group: int, **attrs: Any
+) -> Any:
+    window, extra = transposed_window(attrs, w.shape[2:], x.shape[2:])
+    return xla_windows.conv_transpose(k, x, w, b, window, extra, group)
+
+
 def _conv_transpose_vjp(
     g: Tensor, y: Tensor, x: Tensor, w: Tensor, b: Tensor | None = None, **attrs: Any
 ) -> tuple[Tensor | None, ...]:
@@ -266,6 +276,7 @@ conv_transpose_row = Op(
     batch=merged,
     infer=_conv_transpose,
     reference=_conv_transpose_kernel,
+    xla=_conv_transpose_xla,
     vjp=_conv_transpose_vjp,
     samples=(
         sample(normal(2, 4, 3, 3), normal(4, 3, 3, 3), pads=(1, 1, 1, 1)),

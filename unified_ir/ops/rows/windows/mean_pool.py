@@ -13,6 +13,7 @@ from triplane.unified_ir.ir.dims import Dim
 from triplane.unified_ir.ir.graph import Node
 from triplane.unified_ir.ir.types import ShapeError, TensorType
 from triplane.unified_ir.ops.batching import merged
+from triplane.unified_ir.ops.lowering import XlaContext
 from triplane.unified_ir.ops.row import IntegerForm, Op, OpCall, OpKind
 from triplane.unified_ir.ops.rows.arithmetic.elementwise import abs_, power, sign
 from triplane.unified_ir.ops.rows.movement.resizing import along
@@ -30,6 +31,7 @@ from triplane.unified_ir.ops.rows.windows.window import (
     pooled_type,
     refuse_padding_alone,
 )
+from triplane.unified_ir.ops.rows.windows.xla_windows import window_sums
 from triplane.unified_ir.ops.samples import apart, between, normal, sample
 from triplane.unified_ir.ops.tensor import Tensor, dims_of
 
@@ -128,6 +130,15 @@ def _average_kernel(
     return sum(padded.views(padded.pad(x, 0))) / counts.astype(x.dtype)
 
 
+def _average_xla(
+    k: XlaContext, x: Any, *, kernel_shape: Any, ceil_mode: int, count_include_pad: int,
+    **attrs: Any,
+) -> Any:  # fmt: skip
+    padded = Padded(x, kernel_shape, ceil_mode, attrs)
+    counts = _host_counts(padded, x.shape[2:], count_include_pad)
+    return window_sums(k, x, padded) / counts.astype(x.dtype)
+
+
 def _counts(x: Tensor, attrs: Mapping[str, Any]) -> Any:
     """Count elements of each window: a number, an array, or a tensor for open sizes."""
     kernel, spatial, include = attrs["kernel_shape"], x.shape[2:], attrs["count_include_pad"]
@@ -157,6 +168,7 @@ average_pool_row = Op(
     batch=merged,
     infer=_average_types,
     reference=_average_kernel,
+    xla=_average_xla,
     vjp=lambda g, y, x, **attrs: (_spread(g / _counts(x, attrs), x, attrs),),
     body=lambda x, **attrs: _sums(x, attrs) / _counts(x, attrs),
     native=lambda node, opset: opset >= 19 or _undilated(node),
@@ -211,6 +223,13 @@ def _lp_kernel(x: Any, *, kernel_shape: Any, p: int, ceil_mode: int, **attrs: An
     return _root(sum(padded.views(padded.pad(np.abs(x) ** p, 0))), p)
 
 
+def _lp_xla(
+    k: XlaContext, x: Any, *, kernel_shape: Any, p: int, ceil_mode: int, **attrs: Any
+) -> Any:
+    padded = Padded(x, kernel_shape, ceil_mode, attrs)
+    return _root(window_sums(k, abs(x) ** p, padded), p)
+
+
 def _lp_native(node: Node, opset: int) -> bool:
     return opset >= 18 or (_undilated(node) and not node.attrs.get("ceil_mode"))
 
@@ -220,6 +239,7 @@ lp_pool_row = Op(
     batch=merged,
     infer=_lp_types,
     reference=_lp_kernel,
+    xla=_lp_xla,
     # y = (sum |x|^p)^(1/p): dy/dx_i = y^(1 - p) sign(x_i) |x_i|^(p - 1).
     vjp=lambda g, y, x, p, **attrs: (
         _spread(norm_slope(g, y, p), x, attrs) * norm_share(x, p),

@@ -19,6 +19,7 @@ from triplane.unified_ir.ir.types import ShapeError, TensorType, float64, int64
 from triplane.unified_ir.ops.batching import merged, merged_all
 from triplane.unified_ir.ops.emission import EmissionContext
 from triplane.unified_ir.ops.infer import onnx_attrs
+from triplane.unified_ir.ops.lowering import Rule, XlaContext
 from triplane.unified_ir.ops.row import (
     DOMAIN,
     AttrSpec,
@@ -34,6 +35,7 @@ from triplane.unified_ir.ops.rows.movement.indexing import arange, gather, scatt
 from triplane.unified_ir.ops.rows.movement.resizing import resize_row
 from triplane.unified_ir.ops.rows.movement.slicing import slice_row
 from triplane.unified_ir.ops.rows.movement.structure import broadcast_to, pad_row, zeros
+from triplane.unified_ir.ops.rows.windows import xla_windows
 from triplane.unified_ir.ops.rows.windows.conv_gradients import crop
 from triplane.unified_ir.ops.rows.windows.mean_pool import average_pool_row
 from triplane.unified_ir.ops.rows.windows.window import (
@@ -114,6 +116,7 @@ max_pool_row = Op(
     batch=merged,
     infer=_pool,
     reference=_max_pool_kernel,
+    xla=xla_windows.max_pool,
     vjp=_max_pool_vjp,
     samples=(
         sample(apart(2, 3, 4, 6), kernel_shape=(2, 2), strides=(2, 2)),
@@ -260,6 +263,7 @@ def _winner_row(
     apply: Callable[[WinnerForm], FollowWinners],
     types: Callable[[TensorType, TensorType], Types],
     adjoint: Callable[..., Tensor],
+    xla: Rule,
     *samples: Sample,
 ) -> Op:
     """Build a row (t, x, y) -> u over the winners of x and its pool y.
@@ -288,6 +292,7 @@ def _winner_row(
         infer=infer,
         vjp=lambda g, u, t, x, y, **a: (adjoint(g, x, y, **_window_attrs(a)), None, None),
         body=lambda t, x, y, **a: apply(_winner_form(x.type, a))(t, x, y, a),
+        xla=xla,
         samples=samples,
     )
 
@@ -311,6 +316,7 @@ max_unpool = _winner_row(
     lambda form: form.unpool,
     lambda x, y: (y, x),
     lambda *operands, **attrs: max_select(*operands, **attrs),
+    xla_windows.max_unpool_first,
     _use(normal(2, 3, 2, 3), apart(2, 3, 4, 6), _TILED),
     _use(normal(2, 3, 2, 2), apart(2, 3, 5, 5), _TILED),
     _use(normal(2, 3, 2, 3), apart(2, 3, 4, 6), _TILED, form="positions"),
@@ -323,6 +329,7 @@ max_select: Op = _winner_row(
     lambda form: form.select,
     lambda x, y: (x, y),
     max_unpool,
+    xla_windows.max_select_first,
     _use(normal(2, 3, 4, 6), apart(2, 3, 4, 6), _TILED),
     _use(normal(2, 3, 4, 6), apart(2, 3, 4, 6), _TILED, form="positions"),
     _use(normal(1, 2, 6, 6), apart(1, 2, 6, 6), _OVERLAPPING),
@@ -362,6 +369,17 @@ def _max_unpool_kernel(x: Any, index: Any, output_shape: Any = None, **attrs: An
     return np.pad(y, [(0, int(o) - i) for o, i in zip(outer, y.shape, strict=True)])
 
 
+def _max_unpool_xla(
+    k: XlaContext, x: Any, index: Any, output_shape: Any = None, **attrs: Any
+) -> Any:
+    shape = static(_counted_sizes(x.shape, attrs), "a plane")
+    size = int(np.prod(shape))
+    k.require((index >= -size) & (index < size), "an index is outside the output")
+    y = k.np.zeros(size, x.dtype).at[index.ravel()].set(x.ravel()).reshape(shape)
+    outer = shape if output_shape is None else k.known(output_shape, "its output shape")
+    return k.np.pad(y, [(0, int(o) - i) for o, i in zip(outer, shape, strict=True)])
+
+
 def _max_unpool_onnx_vjp(
     g: Tensor, y: Tensor, x: Tensor, index: Tensor, *rest: Tensor, **attrs: Any
 ) -> Any:
@@ -394,6 +412,7 @@ max_unpool_row = Op(
     name="MaxUnpool", kind=OpKind.WINDOW, emit=_emit_max_unpool,
     **settled(_unpooled, _unpooled_open, 2),
     reference=_max_unpool_kernel,
+    xla=_max_unpool_xla,
     vjp=_max_unpool_onnx_vjp,
     samples=(
         sample(normal(2, 1, 2, 2), _INDEX, kernel_shape=(2, 2), strides=(2, 2)),
@@ -418,6 +437,7 @@ global_max_pool = Op(
     kind=OpKind.WINDOW,
     batch=merged,
     reference=lambda x: x.max(axis=tuple(range(2, x.ndim)), keepdims=True),
+    xla=lambda k, x: x.max(axis=tuple(range(2, x.ndim)), keepdims=True),
     vjp=_global_max_vjp,
     samples=(sample(apart(2, 3, 4, 5)), sample(apart(2, 3, 4))),
 )
