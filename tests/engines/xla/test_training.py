@@ -206,8 +206,9 @@ y = held["y"].astype(np.int64)[:148]
 def losses(engine, **options):
     nn.seed(0)
     record = train.Record()
-    trainer = train.Trainer(Net(), loss=nn.SoftmaxCrossEntropy(), optimizer=optim.SGD(0.05, momentum=0.9),
-                            engine=engine, callbacks=[record], **options)
+    trainer = train.Trainer(
+        Net(), loss=nn.SoftmaxCrossEntropy(), optimizer=optim.SGD(0.05, momentum=0.9),
+        engine=engine, callbacks=[record], **options)
     trainer.fit((x, y), 3, batch_size=48, progress="none")
     return np.array([row["loss"] for row in record.steps]), trainer.state()
 
