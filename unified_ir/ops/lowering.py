@@ -124,7 +124,7 @@ def written(k: XlaContext, x: Any, at: tuple[Any, ...], updates: Any, reduction:
     depth, rest = x.shape[: len(at)], x.shape[len(at) :]
     # One number for each position: XLA scatters by it 1.5 times as fast as by several.
     size, flat = math.prod(depth), _flat(at, depth).reshape(-1)
-    target = k.np.reshape(x, (size, *rest))
+    target = k.np.asarray(x).reshape(size, *rest)
     new = k.np.reshape(updates, (flat.size, *rest))
     if reduction == "none":
         # XLA writes duplicates in any order: all but the last go beyond the end and are dropped.
