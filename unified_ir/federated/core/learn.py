@@ -378,7 +378,8 @@ def score(plan: Learner, shard: Shard) -> float:
 
 def _begin(plan: Learner, work: Work) -> None:
     """Set the anchors to the round's start, and the graph's own random keys."""
-    plan.assign(beginning(plan, work))
+    began = beginning(plan, work)
+    plan.assign(began)
 
 
 def beginning(plan: Learner, work: Work) -> dict[str, Array]:
