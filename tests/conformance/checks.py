@@ -3,12 +3,14 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from tests.conformance.rows import MISSING
 from tests.conformance.uses import naming, recorded, slope, weighted_sum
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.autodiff import value_and_grad
 from triplane.unified_ir.autodiff.vectorize import vectorize
+from triplane.unified_ir.engines import engine
 from triplane.unified_ir.engines.ascend import AscendEngine, round_cube_operands
 from triplane.unified_ir.engines.onnx import OnnxEngine
 from triplane.unified_ir.engines.reference import ReferenceEngine
@@ -298,3 +300,36 @@ def batches_agree(use):
     for flags in sorted(masks):
         with naming(f"{use} under vmap"):
             check(function, given, flags, engines, CLOSE, use.table)
+
+
+def xla_agrees(use):
+    """XLA computes what the reference kernel computes."""
+    with naming(f"{use} on xla"):
+        function, args = recorded(use, np.float32)
+        wanted = ReferenceEngine().compile(function)(*args.values())
+        agree(engine("xla").compile(function)(*args.values()), wanted, str(use))
+
+
+def xla_refuses_by_name(use):
+    """What XLA cannot do is refused before anything is compiled, with the way out."""
+    function, _ = recorded(use, np.float32)
+    with pytest.raises(InvalidInput, match="use the engine 'onnx'"):
+        engine("xla").compile(function)
+
+
+def xla_gradients_agree(use):
+    """The gradients of both orders on XLA, in float32, are those of the reference engine."""
+    function, args = recorded(use, np.float32)
+    scalar = weighted_sum(function, np.float32, table=use.table)
+    names = use.smooth(args)
+    if scalar is None or not names:
+        return
+    rng = np.random.default_rng(1)
+    directions = {n: rng.standard_normal(args[n].shape).astype(np.float32) for n in names}
+    second = slope(scalar, names, directions, table=use.table)
+    for order, total in ((1, scalar), (2, second)):
+        with naming(f"gradient of order {order} of {use} on xla"):
+            gradients = value_and_grad(total, names)
+            wanted = ReferenceEngine().compile(gradients)(*args.values())
+            found = engine("xla").compile(gradients)(*args.values())
+            agree(found, wanted, str(use), close={"rtol": 2e-4, "atol": 2e-4})

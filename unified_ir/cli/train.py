@@ -114,8 +114,8 @@ OPTIONS: Final = (
            "norm of each tensor (each), or each element (value)."),
     option("--accumulate N", "Batches per update: N batches act as one large batch, in the memory "
            "of one.", COUNT, default=1),
-    option("--precision", "Precision of products; weights stay float32, with a dynamic loss scale.",
-           click.Choice(["float32", "float16"]), default="float32"),
+    option("--precision", "Precision of products; weights stay float32. float16 has a dynamic loss "
+           "scale.", click.Choice(["float32", "float16", "bfloat16"]), default="float32"),
     option("--loss-scale X", "A constant loss scale for float16.  [default: dynamic]", POSITIVE),
     option("--ema D", "Write the exponential moving average of the weights, with decay D (0.999).",
            click.FloatRange(0, 1, max_open=True)),
@@ -134,7 +134,11 @@ OPTIONS: Final = (
     option("--restore-best", "With --early-stop: write the weights of the best epoch, not of the "
            "last.", is_flag=True),
     option("--tensorboard DIR", "Write event files for TensorBoard.", FOLDER),
-    option("--engine NAME", "onnx, reference or ascend.", default="onnx"),
+    option("--engine NAME", "onnx, reference, ascend or xla (JAX, on a GPU if there is one).",
+           default="onnx"),
+    option("--mesh data=N", "With --engine xla: split each batch over N devices."),
+    option("--steps-per-launch N", "With --engine xla: steps that the device runs without the host "
+           "between them.", COUNT, default=1),
     option("--seed N", "Seed of initial weights, split and order; the same seed gives the same "
            "bytes.", NATURAL, default=0),
     option("--out", "The model file to write (NAME.tpm).", OUTPUT_FILE, required=True),
@@ -337,7 +341,7 @@ def _trainer(
 
     boards = [] if options["tensorboard"] is None else [TensorBoard(options["tensorboard"])]
     budget_mb = options["memory_budget"]
-    same = ("engine", "seed", "accumulate", "precision", "loss_scale", "tune")
+    same = ("seed", "accumulate", "precision", "loss_scale", "tune", "steps_per_launch")
     loss = _loss_name(options["loss"], samples, output)
     return Trainer(
         cell,
@@ -348,6 +352,7 @@ def _trainer(
             *training.early_stop(options["early_stop"], restore_best=options["restore_best"]),
             *boards,
         ],
+        engine=training.engine(options["engine"], options["mesh"]),
         average=options["ema"],
         memory_budget_bytes=None if budget_mb is None else round(budget_mb * 1e6),
         labels=samples.labels,

@@ -89,6 +89,18 @@ DEFAULT_METRICS: Final[Mapping[str, tuple[str, ...]]] = {"numbers": ("mae",)}
 """Metrics without --metric, where the loss has none of its own."""
 
 
+def engine(name: str, mesh: str | None) -> Any:
+    """Return what --engine and --mesh describe: a name, or the engine xla on a mesh."""
+    if mesh is None:
+        return name
+    if name != "xla":
+        raise InvalidInput(f"--mesh splits batches with --engine xla, and the engine is {name!r}")
+    from triplane.unified_ir.engines.xla.engine import XlaEngine
+
+    axis, _, count = mesh.partition("=")
+    return XlaEngine(mesh={axis: _whole("--mesh", _number("--mesh", count))})
+
+
 def optimizer(options: Mapping[str, Any], total: int | None) -> Optimizer:
     """Return the optimizer that --optimizer, --lr, --schedule and the other options describe.
 

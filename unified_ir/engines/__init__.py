@@ -7,13 +7,13 @@ from typing import Final
 
 from triplane.proto.errors import NotFound
 from triplane.proto.suggestions import suggestion
-from triplane.unified_ir.engines.protocol import Engine, EngineLoop, Program
+from triplane.unified_ir.engines.protocol import Engine, EngineLoop, LaunchingLoop, Program
 
 ENGINES: Final = {
     "onnx": "triplane.unified_ir.engines.onnx:OnnxEngine",
     "reference": "triplane.unified_ir.engines.reference:ReferenceEngine",
     "ascend": "triplane.unified_ir.engines.ascend:AscendEngine",
-    "xla": "triplane.unified_ir.engines.xla.program:XlaEngine",
+    "xla": "triplane.unified_ir.engines.xla.engine:XlaEngine",
 }
 """Engine names and the classes behind them."""
 
@@ -29,4 +29,4 @@ def engine(name: str) -> Engine:
     return loaded
 
 
-__all__ = ["ENGINES", "Engine", "EngineLoop", "Program", "engine"]
+__all__ = ["ENGINES", "Engine", "EngineLoop", "LaunchingLoop", "Program", "engine"]

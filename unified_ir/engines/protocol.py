@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -29,6 +29,19 @@ class EngineLoop(Protocol):
 
     def load(self, state: Mapping[str, Array]) -> None:
         """Replace the named state tensors."""
+        ...
+
+
+@runtime_checkable
+class LaunchingLoop(Protocol):
+    """A loop that runs several steps in one launch of its device."""
+
+    def steps(self, batches: Sequence[Mapping[str, Array]]) -> list[dict[str, Array]]:
+        """Run a step for each batch, all of the same shapes, and return the results of each.
+
+        A batch that is refused ends the launch: the results are those of the steps before it, and
+        the state is that after them. InvalidInput where it is the first one.
+        """
         ...
 
 

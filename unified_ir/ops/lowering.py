@@ -61,6 +61,15 @@ def folded(name: str) -> Rule:
     return rule
 
 
+def in_numpy(kernel: Callable[..., Any], *what: str) -> Rule:
+    """Return the rule that runs a kernel of numpy, whose operands must be known; `what`: names."""
+
+    def rule(k: XlaContext, *xs: Any, **attrs: Any) -> Any:
+        return kernel(*(k.known(x, name) for x, name in zip(xs, what, strict=True)), **attrs)
+
+    return rule
+
+
 def axes_of(axes: Any, rank: int) -> tuple[int, ...]:
     """Return axes as numbers from 0."""
     return tuple(int(a) % rank for a in axes) if rank else ()

@@ -10,7 +10,7 @@ import numpy as np
 
 from triplane.proto.errors import Conflict, InvalidInput
 from triplane.proto.suggestions import suggestion
-from triplane.unified_ir.engines import EngineLoop, Program
+from triplane.unified_ir.engines import EngineLoop, LaunchingLoop, Program
 from triplane.unified_ir.engines.finite import finite, first_nonfinite
 from triplane.unified_ir.ir.graph import Array, Role
 from triplane.unified_ir.optim import STEP, slot_name
@@ -57,9 +57,8 @@ class Fit:
     ) -> None:
         self.trainer, self.source, self.validation = trainer, source, validation
         self.interrupt = interrupt
-        # False while a step is running: then the state on the engine may already be that after the
-        # step, and `place` that before it.
-        self._whole = True
+        # Steps that ran on the engine, or may have, and that `place` does not count yet.
+        self._ahead = 0
         self.callbacks, self.goal = callbacks, goal
         self._check_measures()
         self._compile(trainer.training_program())
@@ -87,11 +86,21 @@ class Fit:
         # The state at the start of the epoch, from which `_replayed` repeats steps.
         self.anchor = {k: state[k] for k in trainer.state_names(program.function)}
         self.loop: EngineLoop = program.loop(self.anchor)
+        if trainer.steps_per_launch > 1 and not isinstance(self.loop, LaunchingLoop):
+            raise InvalidInput(
+                f"steps_per_launch={trainer.steps_per_launch} needs the engine 'xla': the other "
+                "engines run one step at a time"
+            )
         # Computed when a snapshot first needs it: it traces the model and hashes the data.
         self._identity: dict[str, str] | None = None
 
     def _snapshot(self) -> Snapshot:
         """Return everything a checkpoint holds."""
+        if self._ahead:
+            raise InvalidInput(
+                f"the state after step {self.trainer.place.step} is gone: the launch went "
+                f"{self._ahead} steps further; ask for it in on_epoch, or use steps_per_launch=1"
+            )
         if self._identity is None:
             own = identity.of_model(self.model, self.trainer.recipe)
             self._identity = own | identity.of_data(self.source)
@@ -178,7 +187,7 @@ class Fit:
     def _save(self, error: KeyboardInterrupt) -> None:
         """Save an interrupted run and add to the error how to continue it."""
         keepers = [c for c in self.callbacks if isinstance(c, Checkpoint)]
-        if not (keepers and self._whole):
+        if self._ahead or not keepers:
             return
         path = keepers[0].save(self._snapshot())
         error.add_note(
@@ -196,23 +205,11 @@ class Fit:
         # A callback changed the cell, for example froze a layer, so the step was traced again.
         if program is not self.program:
             self._compile(program)
-        for batch, is_last in self._batches(place.epoch, place.position):
-            self._check(batch)
-            self._whole = False
+        for batches, is_last in self._launches(place.epoch, place.position):
             # The last batch of an epoch updates in any case, so that no gradient is dropped.
             if is_last:
                 self.loop.load({LEFT: np.ones((), np.int64)})
-            results = self.loop.step(**dict(zip(self.names, batch, strict=True)))
-            counts = {k: results.pop(k) for k in self.tallies}
-            counted = step.taken_counts(results)
-            self.info.results, self.info.tensors = split(results)
-            if not math.isfinite(self.info.results[step.LOSS]):
-                self._explain()
-            if self.info.results.get(LOSS_SCALE, 1.0) < LEAST_SCALE:
-                self._explain_scale(batch)
-            place.advance(self.info.results, len(batch[-1]), counts, counted)
-            self._whole = True
-            self._call("on_step")
+            self._launch(batches)
             self.interrupt.check()
             if self.info.stopped:
                 return False
@@ -227,9 +224,63 @@ class Fit:
             raise InvalidInput(NOTHING_COUNTED.format(names=names, where=where))
         return True
 
+    def _launch(self, batches: Sequence[Batch]) -> None:
+        """Run the steps of these batches on the engine, then account for each of them in turn."""
+        named = [dict(zip(self.names, batch, strict=True)) for batch in batches]
+        while named:
+            self._ahead = len(named)
+            done = self._steps(named)
+            self._ahead = len(done)
+            for results in done:
+                self._account(batches[-len(named)], results)
+                named.pop(0)
+
+    def _steps(self, named: Sequence[Mapping[str, Array]]) -> list[dict[str, Array]]:
+        if len(named) == 1:
+            return [self.loop.step(**named[0])]
+        assert isinstance(self.loop, LaunchingLoop)
+        return self.loop.steps(named)
+
+    def _account(self, batch: Batch, results: dict[str, Array]) -> None:
+        """Add a step's results to the epoch's measures and call the callbacks."""
+        counts = {k: results.pop(k) for k in self.tallies}
+        counted = step.taken_counts(results)
+        self.info.results, self.info.tensors = split(results)
+        if not math.isfinite(self.info.results[step.LOSS]):
+            self._explain()
+        if self.info.results.get(LOSS_SCALE, 1.0) < LEAST_SCALE:
+            self._explain_scale(batch)
+        self.trainer.place.advance(self.info.results, len(batch[-1]), counts, counted)
+        self._ahead -= 1
+        self._call("on_step")
+
+    def _launches(self, epoch: int, first: int) -> Iterator[tuple[list[Batch], bool]]:
+        """Yield the batches of each launch, and whether to update after it in any case.
+
+        A launch has batches of one shape, and ends where a checkpoint is due.
+        """
+        launch: list[Batch] = []
+        for batch, is_last in self._batches(epoch, first):
+            self._check(batch)
+            if launch and (is_last or _kinds(batch) != _kinds(launch[0])):
+                yield launch, False
+                launch = []
+            launch.append(batch)
+            if is_last or len(launch) == self._launch_limit():
+                yield launch, is_last
+                launch = []
+        if launch:
+            yield launch, False
+
+    def _launch_limit(self) -> int:
+        """Return how many steps the next launch has at most."""
+        step = self.trainer.place.step
+        due = [c.every_steps for c in self.callbacks if isinstance(c, Checkpoint) and c.every_steps]
+        return min([self.trainer.steps_per_launch, *(n - step % n for n in due)])
+
     def _check(self, batch: Batch) -> None:
         """Check a batch's labels, and its types unless a batch of these types was checked."""
-        kinds = tuple([(a.dtype, a.shape) for a in batch])
+        kinds = _kinds(batch)
         if kinds not in self._kinds:
             self.model.check_types(batch)
             self._kinds.add(kinds)
@@ -325,3 +376,7 @@ class Fit:
 
 
 _ONCE: Final = "pass data that can be iterated in every epoch, not an iterator that ends"
+
+
+def _kinds(batch: Batch) -> Any:
+    return tuple([(a.dtype, a.shape) for a in batch])

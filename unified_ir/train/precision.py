@@ -1,10 +1,10 @@
-"""Half precision: products in float16 around float32 weights, and the loss scale.
+"""Half precision: products in float16 or bfloat16 around float32 weights, and the loss scale.
 
 Matrix products and convolutions, the operators of a cube unit (`engines/ascend.py`), take and give
-float16; everything between them stays float32, so sums, norms and losses keep their range. The
-backward pass is derived from that graph, so its products are in float16 as well, where small
-gradients would underflow: the loss is multiplied by a scale first, and the gradients are divided by
-it.
+16 bits; everything between them stays float32, so sums, norms and losses keep their range. The
+backward pass is derived from that graph, so its products are of 16 bits as well. In float16 small
+gradients would underflow there: the loss is multiplied by a scale first, and the gradients are
+divided by it. bfloat16 has the range of float32 and needs no scale.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import numpy as np
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import ops
 from triplane.unified_ir.ir.graph import Function, Node, Value
-from triplane.unified_ir.ir.types import float16, float32
+from triplane.unified_ir.ir.types import DType, float16, float32
 from triplane.unified_ir.ops.tensor import Tensor
 from triplane.unified_ir.passes.rewrite import Rewriter
 
-Precision = Literal["float32", "float16"]
-PRECISIONS: Final[tuple[Precision, ...]] = ("float32", "float16")
+Precision = Literal["float32", "float16", "bfloat16"]
+PRECISIONS: Final[tuple[Precision, ...]] = ("float32", "float16", "bfloat16")
 LEAST_SCALE: Final = 2.0**-20
 """A loss scale below this cannot save any gradient."""
 _LARGEST: Final = float(np.finfo(np.float32).max)
@@ -69,15 +69,23 @@ def all_finite(tensors: Mapping[str, Tensor]) -> Tensor:
     return sum(bad[1:], bad[0]) == 0.0
 
 
-def half(function: Function) -> Function:
-    """Return the function with products in float16; parameters and results keep their types.
+def half(function: Function, dtype: DType = float16) -> Function:
+    """Return the function with products of 16 bits; parameters and results keep their types.
 
     A value is rounded once, even if several products read it.
     """
-    return _HalfPrecision().rewrite(function)
+    return _HalfPrecision(dtype).rewrite(function)
 
 
 class _HalfPrecision(Rewriter):
+    def __init__(self, dtype: DType) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def region(self, function: Function) -> Function:
+        """Rewrite a region in the same precision."""
+        return _HalfPrecision(self._dtype).rewrite(function, self._tags)
+
     def visit(self, node: Node) -> None:
         """Put a product between casts; expand an operator whose body has products."""
         if self.row(node).is_product and node.outputs[0].type.dtype == float32:
@@ -92,9 +100,9 @@ class _HalfPrecision(Rewriter):
 
     def _product(self, node: Node) -> None:
         operands = tuple(
-            self.cast(v, float16, node) if v is not None and v.type.dtype == float32 else v
+            self.cast(v, self._dtype, node) if v is not None and v.type.dtype == float32 else v
             for v in self.inputs(node)
         )
-        out = Value(node.outputs[0].type.with_dtype(float16))
+        out = Value(node.outputs[0].type.with_dtype(self._dtype))
         self.nodes.append(replace(node, inputs=operands, outputs=(out,)))
         self.convert(out, node.outputs[0], node)

@@ -75,7 +75,7 @@ class Recipe:
             raise InvalidInput(f"accumulate must be a whole number >= 1, got {self.accumulate!r}")
         check_choice("precision", self.precision, PRECISIONS)
         if self.loss_scale is not None and self.precision == "float32":
-            raise InvalidInput("a loss scale needs precision='float16'; leave it out")
+            raise InvalidInput("a loss scale needs precision='float16' or 'bfloat16'; leave it out")
         if self.average is not None:
             check_range("a moving average", "a decay", self.average, 0, 1)
 

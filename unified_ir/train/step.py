@@ -25,7 +25,7 @@ from triplane.unified_ir.files.samples import check_classes
 from triplane.unified_ir.frontend.cell import Cell
 from triplane.unified_ir.frontend.trace import traced
 from triplane.unified_ir.ir.graph import Array, Function, Role, Value
-from triplane.unified_ir.ir.types import TensorSpec, TensorType
+from triplane.unified_ir.ir.types import TensorSpec, TensorType, as_dtype
 from triplane.unified_ir.nn.losses import Loss, Metric
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.inline import inline
@@ -400,8 +400,8 @@ def _why_zero(forward: Function, unused: Sequence[str]) -> str:
 
 
 def _gradients(forward: Function, wanted: Sequence[str], recipe: Recipe | None) -> Function:
-    if recipe is not None and recipe.precision == "float16":
-        forward = half(forward)
+    if recipe is not None and recipe.precision != "float32":
+        forward = half(forward, as_dtype(recipe.precision))
     if recipe is None or recipe.loss_scale is None:
         return value_and_grad(forward, wanted, of=LOSS)
     with (build := Build(TABLE, forward.name)):

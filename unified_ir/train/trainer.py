@@ -75,7 +75,9 @@ class Trainer:
     order of batches and for random keys (for initial weights, see `nn.seed`). clip_value,
     clip_each, clip_norm, accumulate, average: see `Recipe`. precision: "float16" computes products
     in half precision around float32 weights; loss_scale: a constant number, or a `LossScale` that
-    adapts to the gradients (the default with float16).
+    adapts to the gradients (the default with float16). engine: a name, or an engine with options
+    (docs/engines.md). steps_per_launch: with the engine xla, how many steps the device runs without
+    the host between them; `on_step` is then called for all of them after the last.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Trainer:
         loss: Loss | Metric,
         optimizer: Optimizer,
         engine: str | Engine = "onnx",
+        steps_per_launch: int = 1,
         seed: int = 0,
         metrics: Metrics | None = None,
         callbacks: Sequence[Callback] = (),
@@ -106,6 +109,9 @@ class Trainer:
         self.loss = loss if isinstance(loss, Loss) else _Function(loss)
         self.optimizer = optimizer
         self.engine = engine
+        if not is_count(steps_per_launch, 1):
+            raise InvalidInput(f"steps_per_launch is a number >= 1, got {steps_per_launch!r}")
+        self.steps_per_launch = steps_per_launch
         self.seed = seed
         self.metrics = None if metrics is None else metrics_by_name(metrics, self.loss.targets)
         self.callbacks = _checked_callbacks(callbacks)
@@ -198,6 +204,9 @@ class Trainer:
                 resuming.refuse_others(keeper)
         shown = progress if isinstance(progress, Progress) else Progress(progress)
         callbacks = [*self.callbacks, *([keeper] if keeper else []), shown]
+        devices = getattr(self._engine(), "devices", None)
+        if devices is not None:
+            shown.say(f"engine xla on {devices}")
         try:
             with deferred_interrupt(shown.say) as interrupt:
                 Fit(self, source, validation, callbacks, goal, interrupt).run()

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
 
 from triplane.proto.errors import MissingExtra
 
+_OWN: Final = "jax" not in sys.modules
+"""Whether the process uses JAX through this engine only, as far as is known here."""
+
 try:
-    import jax
-    from jax import lax
-    from jax import numpy as jnp
+    import jax as _jax
 except ImportError as error:  # pragma: no cover - the tests' environment has it
     raise MissingExtra(
-        f"JAX is not installed ({error}); it comes with: pip install 'triplane[xla]', for a GPU: "
-        "pip install 'jax[cuda13]'"
+        f"JAX is not installed ({error}); it comes with: pip install 'triplane[xla]', for a GPU "
+        "with: pip install 'jax[cuda13]'"
     ) from error
+
+# Many of JAX's functions have no types.
+jax: Any = _jax
+jnp: Any = _jax.numpy
+lax: Any = _jax.lax
 
 
 @contextmanager
@@ -28,5 +38,17 @@ def exact() -> Iterator[None]:
     with jax.enable_x64(True), jax.default_matmul_precision("highest"):
         yield
 
+
+def keep_programs() -> None:
+    """Keep compiled programs on disk, in JAX's own cache, unless the process has chosen otherwise.
+
+    What takes JAX over a second to compile is found there by the next process.
+    """
+    if _OWN and jax.config.jax_compilation_cache_dir is None:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        jax.config.update("jax_compilation_cache_dir", str(Path(base, "triplane", "xla")))
+
+
+keep_programs()
 
 __all__ = ["exact", "jax", "jnp", "lax"]

@@ -11,15 +11,15 @@ import numpy as np
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.engines.protocol import by_position, check_donated, check_state
 from triplane.unified_ir.engines.reference import ReferenceProgram
-from triplane.unified_ir.engines.xla.door import exact, jax, jnp
+from triplane.unified_ir.engines.xla.devices import Devices
+from triplane.unified_ir.engines.xla.door import exact, jax, jnp, lax
 from triplane.unified_ir.engines.xla.lower import Requirements, Trace, check
 from triplane.unified_ir.ir.graph import Array, Function, Value
 from triplane.unified_ir.ops.evaluate import check_argument
-from triplane.unified_ir.ops.rows.control.custom_ops import with_kernels
-from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.ops.values import HostValue, bind
 from triplane.unified_ir.runtime.session import check_rows
 
+Arrays = Sequence[Any]
 MAX_SHAPES: Final = 32
 """Combinations of sizes whose programs are kept at once."""
 
@@ -30,13 +30,20 @@ class Compiled:
     failed: int32, which requirement failed, 0 if none; the new state is then the old one.
     """
 
-    def __init__(self, function: Function, donate: Sequence[str]) -> None:
+    def __init__(self, program: XlaProgram, batch: Arrays, *, steps: int | None) -> None:
         self.requirements = Requirements()
-        self._function = function
-        self._donate = donate
-        self.call: Callable[..., Any] = jax.jit(self._traced, donate_argnums=0, keep_unused=True)
+        self._function, self._donate = program.function, program.donate
+        options: dict[str, Any] = {}
+        devices = program.devices
+        if (whole := devices.whole()) is not None:
+            rows = devices.split(program.batch, batch, lead=0 if steps is None else 1)
+            options = {"in_shardings": (whole, rows), "out_shardings": whole}
+        traced = self._step if steps is None else self._launch
+        self.call: Callable[..., Any] = jax.jit(
+            traced, donate_argnums=0, keep_unused=True, **options
+        )
 
-    def _traced(self, state: Sequence[Any], batch: Sequence[Any]) -> Any:
+    def _step(self, state: Arrays, batch: Arrays) -> Any:
         function, trace = self._function, Trace(self.requirements, {})
         named = dict(zip(self._donate, state, strict=True))
         fed = iter(batch)
@@ -44,62 +51,85 @@ class Compiled:
         results = [jnp.asarray(r) for r in trace.run(function, args)]
         by_name = dict(zip(function.result_names, results, strict=True))
         moved = [by_name.pop(n, named[n]) for n in self._donate]
-        failed = trace.failed
-        if failed is None:
+        if trace.failed is None:
             return list(by_name.values()), moved, None
         # The update reads the old state anyway, so the selection costs no pass of its own.
-        pairs = zip(self._donate, moved, strict=True)
-        kept = [jnp.where(failed == 0, new, named[n]) for n, new in pairs]
-        return list(by_name.values()), kept, failed
+        return list(by_name.values()), _kept(trace.failed, moved, state), trace.failed
+
+    def _launch(self, state: Arrays, batches: Arrays) -> Any:
+        """Run a step for each row of `batches`; after one that fails, no step changes the state."""
+
+        def one(carry: Any, batch: Any) -> Any:
+            before, earlier = carry
+            results, moved, failed = self._step(before, batch)
+            if failed is None:
+                return (moved, earlier), (results, earlier)
+            failed = jnp.where(earlier == 0, failed, earlier)
+            return (_kept(failed, moved, before), failed), (results, failed)
+
+        (moved, _), (results, failed) = lax.scan(one, (list(state), jnp.int32(0)), list(batches))
+        return results, moved, failed if self.requirements.failures else None
+
+
+def _kept(failed: Any, new: Arrays, old: Arrays) -> list[Any]:
+    """Return the new state, or the old one where a requirement failed."""
+    return [jnp.where(failed == 0, n, o) for n, o in zip(new, old, strict=True)]
 
 
 class XlaProgram:
     """A function compiled by XLA, for each combination of the sizes of its symbols."""
 
-    def __init__(self, function: Function, donate: Collection[str]) -> None:
+    def __init__(self, function: Function, donate: Collection[str], devices: Devices) -> None:
         check_donated(function, donate)
         check(function)
         self.function = function
-        self._donate = tuple(donate)
+        self.devices = devices
+        self.donate = tuple(donate)
         self._compiled: OrderedDict[Any, Compiled] = OrderedDict()
-        self.batch = tuple(p for p in function.params if p.name not in self._donate)
+        self.batch = tuple(p for p in function.params if p.name not in self.donate)
         """The parameters that are not donated."""
-        self.results = tuple(n for n in function.result_names if n not in self._donate)
+        self.results = tuple(n for n in function.result_names if n not in self.donate)
         """The names of the results that are not state."""
 
     def __call__(self, *args: HostValue) -> tuple[Array, ...]:
         """See `Program`."""
-        feeds = _checked(self.function.params, by_position(self.function, args))
-        state, results = self._run([feeds[n] for n in self._donate], feeds)
+        feeds = checked(self.function.params, by_position(self.function, args))
+        try:
+            state, results = self.run([feeds[n] for n in self.donate], feeds)
+        except Refused as refused:
+            raise self.explained(refused, feeds) from None
         named = dict(zip(self.results, results, strict=True))
-        named |= dict(zip(self._donate, state, strict=True))
+        named |= dict(zip(self.donate, state, strict=True))
         return tuple(np.array(named[n]) for n in self.function.result_names)
 
     def loop(self, state: Mapping[str, Array]) -> XlaLoop:
         """See `Program`."""
-        check_state(self._donate, state)
+        check_state(self.donate, state)
         return XlaLoop(self, state)
 
-    def run(self, state: Sequence[Any], feeds: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
+    def run(self, state: Arrays, feeds: Mapping[str, Any]) -> tuple[Arrays, Arrays]:
         """Return the new state and the results; the arrays of `state` are given away.
 
         Refused where the data do not meet a requirement: it has the state, which is as it was.
         """
-        batch = [feeds[p.name] for p in self.batch]
-        compiled = self._for_shapes(tuple(x.shape for x in batch))
-        with exact():
-            try:
-                results, state, failed = compiled.call(state, batch)
-                number = 0 if failed is None else int(failed)
-            except jax.errors.JaxRuntimeError as error:
-                raise InvalidInput(f"XLA could not run {self.function.name}: {error}") from error
+        compiled, results, state, failed = self._ran(state, [feeds[p.name] for p in self.batch])
+        number = 0 if failed is None else int(failed)
         if number:
             raise Refused(compiled.requirements.error(number), state)
         return state, results
 
+    def launch(self, state: Arrays, batches: Arrays, steps: int) -> tuple[Arrays, Arrays, int]:
+        """Run steps on stacked batches: the state, stacked results, how many steps were done.
+
+        The arrays of `state` are given away. Steps from the first that fails change nothing.
+        """
+        _, results, state, failed = self._ran(state, batches, steps)
+        bad = np.zeros(0) if failed is None else np.flatnonzero(np.asarray(failed))
+        return state, results, int(bad[0]) if bad.size else steps
+
     def explained(self, refused: Refused, feeds: Mapping[str, Any]) -> InvalidInput:
         """Return the error of the reference engine, which shows operands; else the plain one."""
-        state = dict(zip(self._donate, map(np.asarray, refused.state), strict=True))
+        state = dict(zip(self.donate, map(np.asarray, refused.state), strict=True))
         values = {**feeds, **state}
         try:
             ReferenceProgram(self.function, ())(*(values[n] for n in self.function.param_names))
@@ -107,18 +137,23 @@ class XlaProgram:
             return error
         return refused.error
 
-    def _run(self, state: Sequence[Any], feeds: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
-        try:
-            return self.run(state, feeds)
-        except Refused as refused:
-            raise self.explained(refused, feeds) from None
+    def _ran(self, state: Arrays, batch: Arrays, steps: int | None = None) -> Any:
+        compiled = self._for_shapes(batch, steps)
+        with exact():
+            try:
+                results, moved, failed = compiled.call(state, batch)
+                jax.block_until_ready((results, failed))
+            except jax.errors.JaxRuntimeError as error:
+                raise InvalidInput(f"XLA could not run {self.function.name}: {error}") from error
+        return compiled, results, moved, failed
 
-    def _for_shapes(self, shapes: tuple[tuple[int, ...], ...]) -> Compiled:
+    def _for_shapes(self, batch: Arrays, steps: int | None) -> Compiled:
         """Return the program for a batch of these shapes; the one unused longest gives way."""
-        if shapes in self._compiled:
-            self._compiled.move_to_end(shapes)
-            return self._compiled[shapes]
-        made = self._compiled[shapes] = Compiled(self.function, self._donate)
+        key = steps, *(x.shape for x in batch)
+        if key in self._compiled:
+            self._compiled.move_to_end(key)
+            return self._compiled[key]
+        made = self._compiled[key] = Compiled(self, batch, steps=steps)
         if len(self._compiled) > MAX_SHAPES:
             self._compiled.popitem(last=False)
         return made
@@ -127,7 +162,7 @@ class XlaProgram:
 class Refused(Exception):
     """Data that a program refused. state: as it was before."""
 
-    def __init__(self, error: InvalidInput, state: Sequence[Any]) -> None:
+    def __init__(self, error: InvalidInput, state: Arrays) -> None:
         super().__init__(str(error))
         self.error, self.state = error, state
 
@@ -137,26 +172,38 @@ class XlaLoop:
 
     def __init__(self, program: XlaProgram, state: Mapping[str, Array]) -> None:
         self._program = program
-        self._params = {n: program.function.param(n) for n in state}
-        self._state = self._placed(state)
+        self._state: dict[str, Any] = dict.fromkeys(program.donate)
+        self._state |= self._placed(state)
         self._names = frozenset(p.name for p in program.batch)
 
     def step(self, **batch: Array) -> dict[str, Array]:
         """See `EngineLoop.step`."""
-        program = self._program
-        if batch.keys() != self._names:
-            wrong = sorted(batch.keys() ^ self._names)
-            raise InvalidInput(f"step takes {', '.join(sorted(self._names))}; wrong: {wrong}")
-        feeds = _checked(program.batch, batch)
-        check_rows(feeds)
-        names = self._state.keys()
+        program, feeds = self._program, self._checked(batch)
         try:
             state, results = program.run(list(self._state.values()), feeds)
         except Refused as refused:
-            self._state = dict(zip(names, refused.state, strict=True))
+            self._keep(refused.state)
             raise program.explained(refused, feeds) from None
-        self._state = dict(zip(names, state, strict=True))
+        self._keep(state)
         return {n: np.array(r) for n, r in zip(program.results, results, strict=True)}
+
+    def steps(self, batches: Sequence[Mapping[str, Array]]) -> list[dict[str, Array]]:
+        """Run a step for each batch, all of the same shapes, in one launch of the device.
+
+        The results are those of the steps that were done: those before the first that is refused.
+        A first step that is refused raises InvalidInput.
+        """
+        checked_batches = [self._checked(batch) for batch in batches]
+        stacked = [np.stack([b[p.name] for b in checked_batches]) for p in self._program.batch]
+        state, results, done = self._program.launch(
+            list(self._state.values()), stacked, len(batches)
+        )
+        self._keep(state)
+        if not done:
+            return [self.step(**batches[0])]
+        arrays = [np.array(r) for r in results]
+        names = self._program.results
+        return [{n: a[i] for n, a in zip(names, arrays, strict=True)} for i in range(done)]
 
     def state(self) -> dict[str, Array]:
         """See `EngineLoop.state`."""
@@ -172,19 +219,29 @@ class XlaLoop:
             raise InvalidInput(f"the state has {sorted(self._state)}, but not {unknown}")
         self._state |= self._placed(state)
 
+    def _keep(self, state: Arrays) -> None:
+        self._state = dict(zip(self._state, state, strict=True))
+
+    def _checked(self, batch: Mapping[str, Array]) -> dict[str, Array]:
+        if batch.keys() != self._names:
+            wrong = sorted(batch.keys() ^ self._names)
+            raise InvalidInput(f"step takes {', '.join(sorted(self._names))}; wrong: {wrong}")
+        feeds = checked(self._program.batch, batch)
+        check_rows(feeds)
+        return feeds
+
     def _placed(self, state: Mapping[str, Array]) -> dict[str, Any]:
         """Return copies on the device; InvalidInput if one is not of its parameter's type."""
         arrays = {n: np.asarray(x) for n, x in state.items()}
         for name, x in arrays.items():
-            wanted = self._params[name].type
+            wanted = self._program.function.param(name).type
             if x.dtype != wanted.dtype.numpy or x.shape != wanted.shape:
                 raise InvalidInput(f"state {name!r} is {wanted}, got {x.dtype}{x.shape}")
         with exact():
-            # Copies: on a CPU JAX would otherwise read the caller's memory, which may change.
-            return {n: jnp.array(x, copy=True) for n, x in arrays.items()}
+            return {n: self._program.devices.place(x) for n, x in arrays.items()}
 
 
-def _checked(params: Sequence[Value], args: Mapping[str, Any]) -> dict[str, Array]:
+def checked(params: Sequence[Value], args: Mapping[str, Any]) -> dict[str, Array]:
     """Return the arguments as arrays; InvalidInput if one is not of its parameter's type."""
     sizes: dict[str, int] = {}
     feeds = {}
@@ -194,13 +251,3 @@ def _checked(params: Sequence[Value], args: Mapping[str, Any]) -> dict[str, Arra
         bind(sizes, param.type, array)
         feeds[param.name] = array
     return feeds
-
-
-class XlaEngine:
-    """See the package."""
-
-    name = "xla"
-
-    def compile(self, function: Function, *, donate: Collection[str] = ()) -> XlaProgram:
-        """See `Engine`."""
-        return XlaProgram(with_kernels(TABLE, function, self.name), donate)

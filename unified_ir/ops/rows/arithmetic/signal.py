@@ -16,6 +16,7 @@ import numpy as np
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim, Expr, floor_div
 from triplane.unified_ir.ir.types import ShapeError, TensorType
+from triplane.unified_ir.ops.lowering import XlaContext, in_numpy
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.row import Op, OpCall, OpKind, Types, dtype_attr
 from triplane.unified_ir.ops.rows.arithmetic.elementwise import cos, mod, sin
@@ -65,6 +66,7 @@ def _window_row(name: str, weights: Sequence[float]) -> Op:
         data_dependent_dims=lambda call: int(_known(call, 0) is None),
         infer=_window_types,
         reference=kernel,
+        xla=in_numpy(kernel, "its length"),
         samples=(
             sample(fixed(8)),
             sample(fixed(7), periodic=0),
@@ -136,16 +138,26 @@ def _dft_types(call: OpCall) -> Types:
 
 
 def _dft_kernel(
-    x: Any, length: Any = None, axis: Any = None, *, inverse: int, onesided: int
+    x: Any, length: Any = None, axis: Any = None, *, inverse: int, onesided: int, using: Any = np
 ) -> Any:
+    """Transform by the functions of `using`: `numpy` or `jax.numpy`."""
     at = (_AXIS if axis is None else int(axis)) % x.ndim
     z = x[..., 0] + (1j * x[..., 1] if x.shape[-1] == 2 else 0)
     n = None if length is None else int(length)
+    fft = using.fft
     if onesided and inverse:
-        return np.fft.irfft(z, n, at)[..., None].astype(x.dtype)
-    transform = np.fft.ifft if inverse else np.fft.rfft if onesided else np.fft.fft
+        return fft.irfft(z, n, at)[..., None].astype(x.dtype)
+    transform = fft.ifft if inverse else fft.rfft if onesided else fft.fft
     y = transform(z.real if onesided else z, n, at)
-    return np.stack([y.real, y.imag], -1).astype(x.dtype)
+    return using.stack([y.real, y.imag], -1).astype(x.dtype)
+
+
+def _dft_xla(k: XlaContext, x: Any, length: Any = None, axis: Any = None, **attrs: int) -> Any:
+    n = None if length is None else k.known(length, "its length")
+    at = None if axis is None else k.known(axis, "its axis")
+    # XLA transforms float32 and float64 only.
+    wide = x.astype(np.promote_types(x.dtype, np.float32))
+    return _dft_kernel(wide, n, at, **attrs, using=k.np)
 
 
 def _fitted(x: Tensor, axis: int, n: Dim) -> Tensor:
@@ -284,6 +296,7 @@ dft = Op(
     infer=_dft_types,
     reference=_dft_kernel,
     body=_dft,
+    xla=_dft_xla,
     vjp=_dft_vjp,
     native=lambda node, opset: opset >= 20,
     samples=(
@@ -366,6 +379,22 @@ def _stft(
     return dft(framed, None, np.array(2), onesided=onesided)
 
 
+def _stft_xla(
+    k: XlaContext, x: Any, step: Any, window: Any = None, length: Any = None, *, onesided: int
+) -> Any:
+    size = x.shape[1] if length is None else int(k.known(length, "the length of a frame"))
+    size = size if window is None else len(window)
+    every = int(k.known(step, "its step"))
+    count = (x.shape[1] - size) // every + 1
+    starts = np.arange(count)[:, None] * every
+    # Frames are copied whole, not sample by sample.
+    numbers = k.lax.GatherDimensionNumbers((0, 2, 3), (), (1,))
+    framed = k.lax.gather(x, starts, numbers, (x.shape[0], size, x.shape[2]))
+    if window is not None:
+        framed = framed * window[:, None]
+    return _dft_xla(k, framed, None, np.array(2), inverse=0, onesided=onesided)
+
+
 stft = Op(
     name="STFT",
     kind=OpKind.SIGNAL,
@@ -374,6 +403,7 @@ stft = Op(
     infer=_stft_types,
     reference=_stft_kernel,
     body=_stft,
+    xla=_stft_xla,
     samples=(
         sample(normal(2, 16, 1), fixed(4), normal(8)),
         sample(normal(2, 11, 1), fixed(3), None, fixed(5)),
@@ -392,25 +422,51 @@ def _mel_types(call: OpCall) -> Types:
     return (TensorType(dtype_attr(call.attrs["output_datatype"]), (rows, columns)),)
 
 
+def _mel_corners(count: int, length: int, rate: Any, edges: Any, using: Any) -> Any:
+    """Return the bins of the corners of `count` triangles that are equally apart in mel."""
+    mels = 2595 * using.log10(1 + edges / 700)
+    # As ONNX's definition: count + 2 corners, but the last one stays below the upper edge.
+    steps = np.arange(count + 2) * ((mels[1] - mels[0]) / (count + 2)) + mels[0]
+    hertz = 700 * (10 ** (steps / 2595) - 1)
+    return ((length + 1) * hertz // rate).astype(np.int64)
+
+
+def _mel_fits(corners: Any, rows: int) -> Any:
+    """Return, for each corner, whether its triangles lie within `rows` frequencies."""
+    # The last corner is the end of a triangle, where it is 0 again.
+    return (corners >= 0) & (corners < rows + (np.arange(len(corners)) == len(corners) - 1))
+
+
+def _mel_bank(corners: Any, rows: int, using: Any) -> Any:
+    """Return triangles from corner to corner: 0, 1 at the middle one, 0."""
+    left, middle, right = corners[:-2], corners[1:-1], corners[2:]
+    at = np.arange(rows)[:, None]
+    rise = (at - left) / using.maximum(middle - left, 1)
+    fall = (right - at) / using.maximum(right - middle, 1)
+    rises, falls = (left <= at) & (at < middle), (middle < at) & (at < right)
+    peaks = (at == middle) & ((left <= middle) | (middle < right))
+    return using.where(rises, rise, using.where(falls, fall, using.where(peaks, 1.0, 0.0)))
+
+
 def _mel(bins: Any, length: Any, rate: Any, low: Any, high: Any, *, output_datatype: int) -> Any:
     """Return triangles on the mel scale 2595 log10(1 + f / 700), corners at whole bins."""
-    count = int(bins) + 2
-    edges = 2595 * np.log10(1 + np.array([low, high], np.float64).reshape(-1) / 700)
-    # As ONNX's definition: bins + 2 corners, but the last one stays below the upper edge.
-    steps = np.arange(count) * ((edges[1] - edges[0]) / count) + edges[0]
-    hertz = 700 * (10 ** (steps / 2595) - 1)
-    corner = ((int(length) + 1) * hertz // float(rate)).astype(np.int64)
-    bank = np.zeros((int(length) // 2 + 1, int(bins)))
-    for i, (left, middle, right) in enumerate(zip(corner, corner[1:], corner[2:], strict=False)):
-        if middle == left:
-            bank[middle, i] = 1
-        else:
-            rise = np.arange(left, middle + 1)
-            bank[rise, i] = (rise - left) / (middle - left)
-        if right > middle:
-            fall = np.arange(middle, right)
-            bank[fall, i] = (right - fall) / (right - middle)
-    return bank.astype(dtype_attr(output_datatype).numpy)
+    edges = np.array([low, high], np.float64).reshape(-1)
+    rows = int(length) // 2 + 1
+    corners = _mel_corners(int(bins), int(length), float(rate), edges, np)
+    if not np.all(_mel_fits(corners, rows)):
+        raise ValueError(f"bands up to {high} Hz at {rate} Hz lie outside the {rows} frequencies")
+    return _mel_bank(corners, rows, np).astype(dtype_attr(output_datatype).numpy)
+
+
+def _mel_xla(
+    k: XlaContext, bins: Any, length: Any, rate: Any, low: Any, high: Any, *, output_datatype: int
+) -> Any:
+    count, n = int(k.known(bins, "its bands")), int(k.known(length, "its length"))
+    rows = n // 2 + 1
+    low, high, rate = (k.np.asarray(x).astype(np.float64).reshape(()) for x in (low, high, rate))
+    corners = _mel_corners(count, n, rate, k.np.stack([low, high]), k.np)
+    k.require(_mel_fits(corners, rows), "a band lies outside the frequencies")
+    return _mel_bank(corners, rows, k.np)
 
 
 mel_weight_matrix = Op(
@@ -418,6 +474,7 @@ mel_weight_matrix = Op(
     data_dependent_dims=lambda call: sum(_known(call, i) is None for i in (0, 1)),
     infer=_mel_types,
     reference=_mel,
+    xla=_mel_xla,
     samples=(
         sample(fixed(8), fixed(16), fixed(8192), fixed(0.0, "float32"), fixed(4096.0, "float32")),
         sample(fixed(5), fixed(64), fixed(8000), fixed(20.0, "float32"), fixed(3800.0, "float32"),

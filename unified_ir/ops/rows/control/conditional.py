@@ -15,6 +15,7 @@ from triplane.unified_ir.ir.types import TensorType, TypeMismatch, bool_, is_pla
 from triplane.unified_ir.ops.batching import BatchedCall, NeedsScan
 from triplane.unified_ir.ops.build import Build, region
 from triplane.unified_ir.ops.emission import EmissionContext, first_number
+from triplane.unified_ir.ops.lowering import XlaContext
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.row import DOMAIN, Op, OpCall, OpKind
 from triplane.unified_ir.ops.rows.control import control
@@ -149,6 +150,20 @@ def _never_folded(context: EmissionContext, node: Node, predicate: str) -> str:
     return predicate
 
 
+def _cond_xla(k: XlaContext, p: Any, *operands: Any) -> list[Any]:
+    yes, no = (control.XlaRegion(k, i) for i in range(2))
+    if isinstance(p, np.ndarray):
+        taken = yes if p else no
+        results, failed = taken(*operands)
+        taken.hand_out(failed)
+        return results
+    # The branches capture their operands, so that sizes among them stay numbers.
+    results, failed = k.lax.cond(p, lambda: yes(*operands), lambda: no(*operands))
+    yes.hand_out(failed)
+    no.hand_out(failed)
+    return list(results)
+
+
 cond_row = Op(
     name="Cond",
     kind=OpKind.CONTROL,
@@ -160,6 +175,7 @@ cond_row = Op(
     reference=lambda p, *operands, regions: tuple(regions[0 if p else 1](*operands)),
     vjp_with_residuals=_cond_vjp_with_residuals,
     batch=_cond_batch,
+    xla=_cond_xla,
 )
 
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim
 from triplane.unified_ir.ir.graph import Function
@@ -19,6 +21,7 @@ from triplane.unified_ir.ir.types import OWN, TensorType, TypeMismatch
 from triplane.unified_ir.ops.batching import BatchedCall, with_axis
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.inline import inline, introduced_sizes
+from triplane.unified_ir.ops.lowering import Region, XlaContext
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.row import OpCall
 from triplane.unified_ir.ops.rows.movement.structure import zeros
@@ -171,6 +174,33 @@ def settled(
         if leaving[before : before + carry] == now:
             return build, results, leaving, now
         now = leaving[before : before + carry]
+
+
+class XlaRegion:
+    """A region that runs in XLA's control flow, out of which its failures are handed."""
+
+    def __init__(self, k: XlaContext, i: int = 0) -> None:
+        self._k = k
+        self._run: Region = k.region(i)
+        self._may_fail = False
+
+    def __call__(self, *args: Any) -> tuple[list[Any], Any]:
+        """Return the results, and which requirement failed: int32, 0 if none."""
+        results, failed = self._run(*args)
+        self._may_fail |= not isinstance(failed, np.integer)
+        return results, failed
+
+    def after(self, before: Any, *args: Any) -> tuple[list[Any], Any]:
+        """Like a call, but the failure of an earlier trip, `before`, stays."""
+        results, failed = self(*args)
+        if isinstance(failed, np.integer):
+            return results, before
+        return results, self._k.np.where(before == 0, failed, before)
+
+    def hand_out(self, failed: Any) -> None:
+        """Refuse the run if the region failed; a region that cannot fail costs nothing."""
+        if self._may_fail:
+            self._k.merge(failed)
 
 
 def swapped(x: Tensor) -> Tensor:

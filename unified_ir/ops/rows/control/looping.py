@@ -24,6 +24,7 @@ from triplane.unified_ir.ir.types import (
 from triplane.unified_ir.ops.batching import BatchedCall, NeedsScan
 from triplane.unified_ir.ops.build import region
 from triplane.unified_ir.ops.emission import EmissionContext
+from triplane.unified_ir.ops.lowering import XlaContext
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.row import DOMAIN, OPEN, AttrSpec, Op, OpCall, OpKind
 from triplane.unified_ir.ops.rows.control import control
@@ -234,6 +235,56 @@ def _emit_loop(context: EmissionContext, node: Node) -> None:
     context.add("Loop", names[:n], context.output_names(node), body=body)
 
 
+def _loop_xla(
+    k: XlaContext, count: Any, go: Any, *operands: Any, num_carry: int, trips: str
+) -> tuple[Any, ...]:
+    carry, captures = split(operands, num_carry)
+    body = control.XlaRegion(k)
+
+    def trip(i: Any, failed: Any, before: Sequence[Any]) -> tuple[Any, Any, Any]:
+        # In a trip the condition holds, so it is known.
+        (more, *results), failed = body.after(failed, i, np.array(True), *before, *captures)
+        return more, (i + 1, failed, results[:num_carry]), results[num_carry:]
+
+    total = _known_trips(k, count, go, needed=len(k.node.outputs) > num_carry)
+    start, ys = (np.int64(0), np.int32(0), carry), ()
+    if total is not None:
+        end, ys = k.lax.scan(lambda state, _: trip(*state)[1:], start, None, length=total)
+    else:
+        enters = lambda state: _enters(count, *state)
+        _, end = k.lax.while_loop(enters, lambda state: trip(*state[1])[:2], (go, start))
+    body.hand_out(end[1])
+    return (*end[2], *ys)
+
+
+def _enters(count: Any, go: Any, state: Any) -> Any:
+    """Return whether a trip is made: none after a failure, whose values may never end a loop."""
+    i, failed, _ = state
+    enters = go & (failed == 0)
+    return enters if count is None else enters & (i < count)
+
+
+def _known_trips(k: XlaContext, count: Any, go: Any, *, needed: bool) -> int | None:
+    """Return the number of trips, None if data decide it; refuse that if it is `needed`."""
+    counted = count if _goes_on(k.node.regions[0]) else None
+    if needed:
+        counted, go = (k.known(x, "the trips of a loop that stacks results") for x in (counted, go))
+    if not isinstance(counted, np.ndarray) or not isinstance(go, np.ndarray):
+        return None
+    return max(int(counted), 0) if go else 0
+
+
+def _goes_on(body: Function) -> bool:
+    """Return whether the condition stays true after each trip, so that only the count ends it."""
+    producers, flag = body.producers(), body.results[0]
+    while flag in producers and producers[flag].op.name == "Identity":
+        (flag,) = producers[flag].inputs  # type: ignore[assignment]
+    if flag is body.params[1]:
+        return True
+    value = producers[flag].attrs.get("value") if flag in producers else None
+    return isinstance(value, np.ndarray) and bool(value.all())
+
+
 loop_row = Op(
     name="Loop",
     kind=OpKind.CONTROL,
@@ -246,6 +297,7 @@ loop_row = Op(
     reference=_loop_reference,
     vjp_with_residuals=_loop_vjp_with_residuals,
     batch=_loop_batch,
+    xla=_loop_xla,
 )
 
 

@@ -15,6 +15,7 @@ from triplane.unified_ir.ops.batching import BatchedCall
 from triplane.unified_ir.ops.build import Build, region
 from triplane.unified_ir.ops.emission import EmissionContext
 from triplane.unified_ir.ops.inline import inline
+from triplane.unified_ir.ops.lowering import XlaContext
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Op, OpCall, OpKind
 from triplane.unified_ir.ops.rows.control import control
@@ -283,6 +284,22 @@ def _emit_scan(context: EmissionContext, node: Node) -> None:
     context.add("Scan", names[: n + m], context.output_names(node), body=body, **attrs)
 
 
+def _scan_xla(
+    k: XlaContext, *operands: Any, num_carry: int, num_scanned: int, reverse: int
+) -> tuple[Any, ...]:
+    carry, xs, captures = split(operands, num_carry, num_scanned)
+    body = control.XlaRegion(k)
+
+    def step(state: Any, slices: Any) -> Any:
+        before, failed = state
+        results, failed = body.after(failed, *before, *slices, *captures)
+        return (results[:num_carry], failed), results[num_carry:]
+
+    (carry, failed), ys = k.lax.scan(step, (carry, np.int32(0)), xs, reverse=bool(reverse))
+    body.hand_out(failed)
+    return (*carry, *ys)
+
+
 scan_row = Op(
     name="Scan",
     kind=OpKind.CONTROL,
@@ -298,6 +315,7 @@ scan_row = Op(
     reference=_scan_reference,
     vjp_with_residuals=_scan_vjp_with_residuals,
     batch=_scan_batch,
+    xla=_scan_xla,
 )
 
 

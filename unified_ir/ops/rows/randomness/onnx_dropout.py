@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.types import ShapeError, TensorType, bool_
+from triplane.unified_ir.ops.lowering import XlaContext
 from triplane.unified_ir.ops.row import Op, OpCall, OpKind
 from triplane.unified_ir.ops.rows.arithmetic.elementwise import as_like
 from triplane.unified_ir.ops.rows.movement.structure import where
@@ -57,6 +59,19 @@ def _dropout_vjp_with_residuals(
     return ys[:outputs], pull
 
 
+def _dropout_xla(
+    k: XlaContext, x: Any, ratio: Any = None, training: Any = None, *, seed: int | None
+) -> Any:
+    """Return `x`: XLA has no random numbers without a key."""
+    trains = training is not None and k.known(training, "whether it trains").all()
+    if trains and (ratio is None or k.known(ratio, "its ratio") != 0):
+        raise InvalidInput(
+            f"the engine xla cannot run {k.node.op} in training: its draws have no key; use "
+            "`random.dropout`, which takes one, or the engine 'onnx'"
+        )
+    return x, np.ones(x.shape, np.bool_)
+
+
 dropout_row = Op(
     name="Dropout",
     kind=OpKind.ELEMENTWISE,
@@ -65,6 +80,7 @@ dropout_row = Op(
     reference=_dropout_kernel,
     vjp_with_residuals=_dropout_vjp_with_residuals,
     nondeterministic=True,
+    xla=_dropout_xla,
     samples=(
         sample(normal(2, 3)),
         sample(normal(2, 3), literal(0.25, "float32"), outputs=2),

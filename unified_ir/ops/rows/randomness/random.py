@@ -16,6 +16,7 @@ import numpy as np
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim, ceil_div, product
 from triplane.unified_ir.ir.types import TensorType, float32, uint32
+from triplane.unified_ir.ops.lowering import XlaContext
 from triplane.unified_ir.ops.row import DOMAIN, Op, OpCall, OpKind
 from triplane.unified_ir.ops.rows.arithmetic.bits import bit_shift, bitwise_or
 from triplane.unified_ir.ops.rows.arithmetic.elementwise import cos, log, sin, sqrt
@@ -57,10 +58,19 @@ def _rounds(key: Sequence[Any], x0: Any, x1: Any, rotate: Callable[[Any, int], A
     return [x0, x1]
 
 
+def _rotate_words(x: Any, n: int) -> Any:
+    return x << np.uint32(n) | x >> np.uint32(32 - n)
+
+
 def _threefry_kernel(key: Any, x0: Any, x1: Any) -> Any:
     # Arrays of one element instead of scalars: numpy warns when a scalar overflows.
     words = [np.full(1, word, np.uint32) for word in key]
-    return tuple(_rounds(words, x0, x1, lambda x, n: x << np.uint32(n) | x >> np.uint32(32 - n)))
+    return tuple(_rounds(words, x0, x1, _rotate_words))
+
+
+def _threefry_xla(k: XlaContext, key: Any, x0: Any, x1: Any) -> Any:
+    words, x0, x1 = (k.np.asarray(x) for x in (key, x0, x1))
+    return _rounds([words[0], words[1]], x0, x1, _rotate_words)
 
 
 _words = ints(0, 2**32, 5, dtype="uint32")
@@ -72,6 +82,7 @@ threefry = Op(
     infer=_threefry_types,
     reference=_threefry_kernel,
     body=lambda key, x0, x1: _rounds((key[0], key[1]), x0, x1, _rotate),
+    xla=_threefry_xla,
     samples=(
         sample(ints(0, 2**32, 2, dtype="uint32"), _words, _words, outputs=2),
         sample(fixed([0, 0], "uint32"), fixed([0], "uint32"), fixed([0], "uint32"), outputs=2),

@@ -1,0 +1,27 @@
+"""The engine: its devices and options."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from triplane.unified_ir.engines.xla.devices import Devices
+from triplane.unified_ir.engines.xla.program import XlaProgram
+from triplane.unified_ir.ir.graph import Function
+from triplane.unified_ir.ops.rows.control.custom_ops import with_kernels
+from triplane.unified_ir.ops.table import TABLE
+
+
+class XlaEngine:
+    """JAX/XLA on the first device that JAX finds, a GPU if there is one, or on a mesh of devices.
+
+    mesh: {"data": N} splits each batch over N devices. `str(engine.devices)` says which they are.
+    """
+
+    name = "xla"
+
+    def __init__(self, *, mesh: Mapping[str, int] | None = None) -> None:
+        self.devices = Devices(mesh)
+
+    def compile(self, function: Function, *, donate: Collection[str] = ()) -> XlaProgram:
+        """See `Engine`."""
+        return XlaProgram(with_kernels(TABLE, function, self.name), donate, self.devices)
