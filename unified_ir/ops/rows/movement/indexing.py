@@ -333,7 +333,8 @@ def _element_positions(k: XlaContext, x: Any, index: Any, axis: int) -> tuple[An
     sides = np.ogrid[tuple(slice(n) for n in index.shape)]
     at = [index if i == axis else sides[i] for i in range(x.ndim)]
     return tuple(
-        k.np.broadcast_to(positions(k, a, n), index.shape) for a, n in zip(at, x.shape, strict=True)
+        k.np.broadcast_to(positions(k, a, n), index.shape)
+        for a, n in zip(at, x.shape, strict=True)
     )
 
 

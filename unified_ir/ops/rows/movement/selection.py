@@ -51,7 +51,9 @@ def _top_k(x: Any, k: Any, *, axis: int, largest: int, sorted: int) -> Any:
     return np.take_along_axis(x, index, axis), index.astype(np.int64)
 
 
-def _top_k_xla(k: XlaContext, x: Any, count: Any, *, axis: int, largest: int, sorted: int) -> Any:
+def _top_k_xla(
+    k: XlaContext, x: Any, count: Any, *, axis: int, largest: int, sorted: int
+) -> Any:
     n = int(np.ravel(k.known(count, "how many it gives"))[0])
     rows = k.np.moveaxis(x, axis, -1)
     # XLA orders the floats -0 < 0 < NaN and ties by position. ~x reverses integers, also unsigned.

@@ -171,7 +171,9 @@ def _split(x: Any, sizes: Any = None, *, axis: int, num_outputs: int) -> Any:
     return tuple(np.split(x, np.cumsum(sizes)[:-1].astype(int), axis))
 
 
-def _split_xla(k: XlaContext, x: Any, parts: Any = None, *, axis: int, num_outputs: int) -> Any:
+def _split_xla(
+    k: XlaContext, x: Any, parts: Any = None, *, axis: int, num_outputs: int
+) -> Any:
     if parts is None:
         parts = split_sizes(x.shape[axis], num_outputs)
     return k.lax.split(x, sizes(k.known(np.asarray(parts), "its sizes")), axis % x.ndim)
@@ -267,7 +269,9 @@ def _reverse_types(call: OpCall) -> Types:
     return (x,)
 
 
-def _reverse_xla(k: XlaContext, x: Any, lengths: Any, *, time_axis: int, batch_axis: int) -> Any:
+def _reverse_xla(
+    k: XlaContext, x: Any, lengths: Any, *, time_axis: int, batch_axis: int
+) -> Any:
     n = x.shape[time_axis]
     # Numpy's reading of a length beyond the axis, or below 0, as ONNX's implementation has it.
     ends = k.np.minimum(k.np.where(lengths < 0, lengths + n, lengths), n)

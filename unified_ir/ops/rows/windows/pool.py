@@ -19,7 +19,7 @@ from triplane.unified_ir.ir.types import ShapeError, TensorType, float64, int64
 from triplane.unified_ir.ops.batching import merged, merged_all
 from triplane.unified_ir.ops.emission import EmissionContext
 from triplane.unified_ir.ops.infer import onnx_attrs
-from triplane.unified_ir.ops.lowering import Rule, XlaContext
+from triplane.unified_ir.ops.lowering import Rule, XlaContext, positions, written
 from triplane.unified_ir.ops.row import (
     DOMAIN,
     AttrSpec,
@@ -374,8 +374,8 @@ def _max_unpool_xla(
 ) -> Any:
     shape = static(_counted_sizes(x.shape, attrs), "a plane")
     size = int(np.prod(shape))
-    k.require((index >= -size) & (index < size), "an index is outside the output")
-    y = k.np.zeros(size, x.dtype).at[index.ravel()].set(x.ravel()).reshape(shape)
+    at = positions(k, index, size).ravel()
+    y = written(k, k.np.zeros(size, x.dtype), (at,), x.ravel(), "none").reshape(shape)
     outer = shape if output_shape is None else k.known(output_shape, "its output shape")
     return k.np.pad(y, [(0, int(o) - i) for o, i in zip(outer, shape, strict=True)])
 
