@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from triplane.unified_ir.ops.lowering import XlaContext
+from triplane.unified_ir.ops.lowering import XlaContext, taken
 from triplane.unified_ir.ops.rows.windows.window import Padded, Window
 
 
@@ -221,4 +221,4 @@ def max_select_first(
         won, axes = winners
         return k.np.where(won, tiles(t, padded), np.zeros((), t.dtype)).sum(axes)
     _, where = _first_maxima(k, x, padded)
-    return t.ravel()[_over_planes(k, where, x.shape)]
+    return taken(k, t.ravel(), (_over_planes(k, where, x.shape),))
