@@ -16,7 +16,7 @@ from triplane.unified_ir.ops.rows.arithmetic.coding import (
     shifted,
     type_of_codes,
 )
-from triplane.unified_ir.ops.rows.windows import xla_windows
+from triplane.unified_ir.ops.rows.windows import xla_convolutions
 
 
 def quantize(
@@ -77,7 +77,7 @@ def _convolved(
     wide = None if bias is None else bias.astype(np.float64)
     # Kernels for GPUs may transform both operands, so that sums of whole numbers are not whole.
     return k.np.rint(
-        xla_windows.conv(k, shifted(x, x_zero, 0), shifted(w, w_zero, 0), wide, **attrs)
+        xla_convolutions.conv(k, shifted(x, x_zero, 0), shifted(w, w_zero, 0), wide, **attrs)
     )
 
 

@@ -35,7 +35,7 @@ from triplane.unified_ir.ops.rows.movement.indexing import arange, gather, scatt
 from triplane.unified_ir.ops.rows.movement.resizing import resize_row
 from triplane.unified_ir.ops.rows.movement.slicing import slice_row
 from triplane.unified_ir.ops.rows.movement.structure import broadcast_to, pad_row, zeros
-from triplane.unified_ir.ops.rows.windows import xla_windows
+from triplane.unified_ir.ops.rows.windows import xla_pools
 from triplane.unified_ir.ops.rows.windows.conv_gradients import crop
 from triplane.unified_ir.ops.rows.windows.mean_pool import average_pool_row
 from triplane.unified_ir.ops.rows.windows.window import (
@@ -116,7 +116,7 @@ max_pool_row = Op(
     batch=merged,
     infer=_pool,
     reference=_max_pool_kernel,
-    xla=xla_windows.max_pool,
+    xla=xla_pools.max_pool,
     vjp=_max_pool_vjp,
     samples=(
         sample(apart(2, 3, 4, 6), kernel_shape=(2, 2), strides=(2, 2)),
@@ -316,7 +316,7 @@ max_unpool = _winner_row(
     lambda form: form.unpool,
     lambda x, y: (y, x),
     lambda *operands, **attrs: max_select(*operands, **attrs),
-    xla_windows.max_unpool_first,
+    xla_pools.max_unpool_first,
     _use(normal(2, 3, 2, 3), apart(2, 3, 4, 6), _TILED),
     _use(normal(2, 3, 2, 2), apart(2, 3, 5, 5), _TILED),
     _use(normal(2, 3, 2, 3), apart(2, 3, 4, 6), _TILED, form="positions"),
@@ -329,7 +329,7 @@ max_select: Op = _winner_row(
     lambda form: form.select,
     lambda x, y: (x, y),
     max_unpool,
-    xla_windows.max_select_first,
+    xla_pools.max_select_first,
     _use(normal(2, 3, 4, 6), apart(2, 3, 4, 6), _TILED),
     _use(normal(2, 3, 4, 6), apart(2, 3, 4, 6), _TILED, form="positions"),
     _use(normal(1, 2, 6, 6), apart(1, 2, 6, 6), _OVERLAPPING),
