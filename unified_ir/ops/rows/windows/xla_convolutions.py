@@ -19,6 +19,9 @@ from triplane.unified_ir.ops.rows.windows.window import Window, at_tap
 MAX_TAPS: Final = 64
 """Kernel positions that are written out one by one at most; compiling them takes long."""
 
+MAX_CACHED: Final = 1 << 20
+"""Elements that a processor's caches hold."""
+
 
 def conv(k: XlaContext, x: Any, w: Any, b: Any = None, *, group: int, **attrs: Any) -> Any:
     """Lower Conv."""
@@ -38,7 +41,7 @@ def conv(k: XlaContext, x: Any, w: Any, b: Any = None, *, group: int, **attrs: A
     if group == x.shape[1] > 1 and _has_few_taps(window, x):
         faster = lambda x, w: _by_taps(k, x, w, window)
     elif _is_product(window, group):
-        faster = lambda x, w: _product(k, "nc...,oc->no...", _strided(x, window), _matrix(w))
+        faster = lambda x, w: k.np.einsum("nc...,oc->no...", _strided(x, window), _matrix(w))
     elif x.shape[1] == 1 and 1 < prod(window.kernel) <= MAX_TAPS:
         faster = lambda x, w: _by_columns(k, x, w, window)
     return with_bias(_on_cpu(k, faster, whole, x, w), b)
@@ -86,7 +89,7 @@ def conv_transpose(  # noqa: PLR0917 - the operands of the row, and its window
         dense = Window(window.kernel, {"dilations": window.dilations})
         faster = lambda x, w: _by_taps(k, spread(x), k.lax.rev(w, tuple(range(2, 2 + n))), dense)
     elif _is_product(window, group):
-        faster = lambda x, w: spread(_product(k, "nc...,co->no...", x, _matrix(w)))
+        faster = lambda x, w: spread(k.np.einsum("nc...,co->no...", x, _matrix(w)))
     return with_bias(_on_cpu(k, faster, whole, x, w), b)
 
 
@@ -121,13 +124,15 @@ def conv_grad_weight(
         order = (f"NC{spatial}", f"IO{spatial}", f"CN{spatial}")
         return whole(planes, g, dimension_numbers=order, feature_group_count=group)
 
-    faster = None
-    if group > 1:
+    faster: Callable[..., Any] | None = None
+    if group > 1 and x.shape[1] == group == g.shape[1] and _has_few_taps(window, x):
+        # Beyond the caches, one pass per tap takes longer than XLA's convolution.
+        small = x.size <= MAX_CACHED
+        faster = (lambda x, g: _gradient_by_taps(k, x, g, window)) if small else None
+    elif group > 1:
         faster = by_feature_groups
     elif _is_product(window, group):
-        faster = lambda x, g: _product(k, "nc...,no...->oc", _strided(x, window, g), g).reshape(
-            g.shape[1], -1, *window.kernel
-        )
+        faster = lambda x, g: _contracted(k, _strided(x, window, g), g)
     return _on_cpu(k, faster, by_batch_groups, x, g)
 
 
@@ -161,12 +166,22 @@ def _by_taps(k: XlaContext, x: Any, w: Any, window: Window) -> Any:
     return total.reshape(x.shape[0], -1, *out)  # type: ignore[union-attr]
 
 
+def _gradient_by_taps(k: XlaContext, x: Any, g: Any, window: Window) -> Any:
+    """Sum one product per kernel position; x and g have one channel per group."""
+    wide = k.np.pad(x, [(0, 0), (0, 0), *_pairs(window)])
+    axes = (0, *range(2, x.ndim))
+    taps = [
+        (at_tap(wide, window, tap, g.shape[2:]) * g).sum(axes) for tap in np.ndindex(*window.kernel)
+    ]
+    return k.np.stack(taps, 1).reshape(-1, 1, *window.kernel)
+
+
 def _by_columns(k: XlaContext, x: Any, w: Any, window: Window) -> Any:
     """Multiply the windows of the only channel, as columns, by the weight as a matrix."""
     wide = k.np.pad(x, [(0, 0), (0, 0), *_pairs(window)])
     out = window.out_ints(x.shape[2:])
-    taps = [at_tap(wide, window, tap, out) for tap in np.ndindex(*window.kernel)]
-    return _product(k, "nc...,oc->no...", k.np.concatenate(taps, 1), w.reshape(w.shape[0], -1))
+    taps = [at_tap(wide[:, 0], window, tap, out) for tap in np.ndindex(*window.kernel)]
+    return k.np.einsum("kn...,ok->no...", k.np.stack(taps), w.reshape(w.shape[0], -1))
 
 
 def _is_product(window: Window, group: int) -> bool:
@@ -183,6 +198,8 @@ def _matrix(w: Any) -> Any:
     return w.reshape(w.shape[:2])
 
 
-def _product(k: XlaContext, equation: str, a: Any, b: Any) -> Any:
-    """Contract two operands; axes of an ellipsis are one axis of the product."""
-    return k.np.einsum(equation, a, b)
+def _contracted(k: XlaContext, x: Any, g: Any) -> Any:
+    """Return the gradient of a 1x1 kernel: (O, C, 1, ...)."""
+    summed = (0, *range(2, x.ndim))
+    y = k.lax.dot_general(g, x, ((summed, summed), ((), ())))
+    return y.reshape(*y.shape, *[1] * (x.ndim - 2))
