@@ -246,7 +246,10 @@ def _loop_xla(
         (more, *results), failed = body.after(failed, i, np.array(True), *before, *captures)
         return more, (i + 1, failed, results[:num_carry]), results[num_carry:]
 
-    total = _known_trips(k, count, go, needed=len(k.node.outputs) > num_carry)
+    stacks = len(k.node.outputs) > num_carry
+    total = _known_trips(k, count, go, needed=stacks)
+    if total == 0 and not stacks:
+        return tuple(carry)  # the body may read what earlier trips have stacked, which is empty
     start, ys = (np.int64(0), np.int32(0), carry), ()
     if total is not None:
         end, ys = k.lax.scan(lambda state, _: trip(*state)[1:], start, None, length=total)
