@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from tests.support.control_cases import CASES, recorded, squares
+from tests.support.xla import agrees
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import ops
@@ -17,17 +18,10 @@ UNCOUNTED = {"while", "while that never starts"}
 SHORT = {"scan backward", "for", "for without trips"}
 
 
-def agrees(function, args):
-    wanted = engine("reference").compile(function)(*args.values())
-    found = engine("xla").compile(function)(*args.values())
-    for a, b in zip(found, wanted, strict=True):
-        assert (a.dtype, a.shape) == (b.dtype, b.shape)
-        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_values_equal_those_of_reference(name):
-    agrees(*recorded(name, np.float32))
+    function, args = recorded(name, np.float32)
+    agrees(function, args.values())
 
 
 @pytest.mark.parametrize(
@@ -40,8 +34,8 @@ def test_gradients_of_both_orders_equal_those_of_reference(name):
         with pytest.raises(InvalidInput, match=r"xla cannot run triplane\.Loop.* trips of a loop"):
             engine("xla").compile(first)(*args.values())
         return
-    agrees(first, args)
-    agrees(value_and_grad(squares(function)), args)
+    agrees(first, args.values())
+    agrees(value_and_grad(squares(function)), args.values())
 
 
 def test_a_count_of_the_data_ends_a_loop():
