@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-import jax
 import networks
 from jax import lax, nn
 from jax import numpy as jnp
@@ -25,8 +24,10 @@ def logits(
     network: networks.Network, w: Weights, running: Statistics, x: Any
 ) -> tuple[Any, Statistics]:
     """x: a batch of `networks.batches` -> (N, classes), the new running statistics."""
-    moved = dict(running)
-    return _FORWARD[type(network)](network, w, moved, x), moved
+    if isinstance(network, networks.ResNet):
+        moved = dict(running)
+        return _resnet(network, w, moved, x), moved
+    return _FORWARD[type(network)](network, w, x), running
 
 
 def statistics(network: networks.Network) -> Statistics:
@@ -41,7 +42,7 @@ def statistics(network: networks.Network) -> Statistics:
     return found
 
 
-def _stack(network: networks.Stack, w: Weights, moved: Statistics, x: Any) -> Any:
+def _stack(network: networks.Stack, w: Weights, x: Any) -> Any:
     for i, layer in enumerate(network.layers):
         weight, bias = w[f"{i}.weight"], w[f"{i}.bias"]
         if isinstance(layer, networks.Conv):
@@ -82,7 +83,7 @@ def _batch_norm(w: Weights, moved: Statistics, name: str, x: Any) -> Any:
     return (x - mean[:, None, None]) * scale[:, None, None] + w[f"{name}.bias"][:, None, None]
 
 
-def _char_lstm(network: networks.CharLstm, w: Weights, moved: Statistics, x: Any) -> Any:
+def _char_lstm(network: networks.CharLstm, w: Weights, x: Any) -> Any:
     y = w["embedding.weight"][x.T]  # (T, N, embedding)
     for i in range(network.layers):
         y = _lstm(w, f"lstm.{i}", y)
@@ -105,7 +106,7 @@ def _lstm(w: Weights, name: str, x: Any) -> Any:
     return lax.scan(step, (start, start), mixed)[1]
 
 
-def _transformer(network: networks.Transformer, w: Weights, moved: Statistics, x: Any) -> Any:
+def _transformer(network: networks.Transformer, w: Weights, x: Any) -> Any:
     x = w["embedding.weight"][x]
     for i in range(network.layers):
         name = f"layers.{i}"
@@ -134,7 +135,6 @@ def _dense(w: Weights, name: str, x: Any) -> Any:
 
 _FORWARD: Final[Mapping[type, Callable[..., Any]]] = {
     networks.Stack: _stack,
-    networks.ResNet: _resnet,
     networks.CharLstm: _char_lstm,
     networks.Transformer: _transformer,
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from typing import Any
 
@@ -11,7 +10,7 @@ import networks
 import numpy as np
 from jax import numpy as jnp
 from jax_networks import logits, statistics
-from worker import Step, serve, threads
+from worker import Step, one_processor_per_thread, serve
 
 Weights = dict[str, Any]
 
@@ -39,11 +38,6 @@ def side(case: networks.Case) -> tuple[Step, dict[str, str]]:
         return float(value)
 
     return step, {"version": f"JAX {jax.__version__}"}
-
-
-def one_processor_per_thread() -> None:
-    """Leave this process as many processors as it has threads: XLA starts a thread on each."""
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: threads()])
 
 
 def slots_of(case: networks.Case, weights: Weights) -> Any:
