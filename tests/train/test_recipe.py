@@ -59,7 +59,7 @@ def images(n=32):
 @pytest.mark.parametrize("name", ["onnx", "reference"])
 def test_half_precision_follows_single(name):
     losses = {}
-    for precision in ("float32", "float16"):
+    for precision in ("float32", "float16", "bfloat16"):
         record = train.Record()
         made = trainer(cell=Everything, precision=precision, engine=name, callbacks=[record])
         made.fit(images(), 3, batch_size=8, **QUIET)
@@ -259,7 +259,7 @@ def test_a_frozen_group_gets_no_gradient_and_is_exported_as_frozen():
     ("options", "said"),
     [
         ({"accumulate": 0}, "whole number >= 1, got 0"),
-        ({"precision": "int8"}, "precision must be one of 'float32', 'float16', got 'int8'"),
+        ({"precision": "int8"}, "one of 'float32', 'float16', 'bfloat16', got 'int8'"),
         ({"loss_scale": 8.0}, "needs precision='float16'"),
         ({"average": 1.0}, r"a decay in \[0, 1\), got 1.0"),
         ({"clip_value": -1.0}, "element is clipped to a limit > 0"),

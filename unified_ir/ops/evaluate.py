@@ -17,11 +17,11 @@ from onnx import helper
 from triplane.proto.errors import InvalidInput, TriplaneError
 from triplane.unified_ir.ir.dims import evaluate, is_symbol
 from triplane.unified_ir.ir.graph import Array, Function, Node, Value
-from triplane.unified_ir.ir.types import TensorType, is_plain
+from triplane.unified_ir.ir.types import TensorType, bfloat16, is_plain
 from triplane.unified_ir.ops.build import body_function, note_contents
 from triplane.unified_ir.ops.infer import onnx_attrs
 from triplane.unified_ir.ops.inline import introduced_sizes
-from triplane.unified_ir.ops.row import MEANING_OPSET, Known, Table
+from triplane.unified_ir.ops.row import MEANING_OPSET, Known, OpKind, Table
 from triplane.unified_ir.ops.values import HostValue, Sizes, as_host_value, bind
 
 Observer = Callable[[Node, Sequence[Any], Sequence[Any]], None]
@@ -180,6 +180,8 @@ def _run_node(
 ) -> tuple[Array, ...]:
     row = table[node.op.domain, node.op.name]
     attrs = {k: _concrete(v, sizes) for k, v in row.full_attrs(node.attrs).items()}
+    if row.kind is OpKind.CONTRACTION:
+        operands = [_widened(x) for x in operands]
     if row.reference is not None:
         if node.regions:
             attrs["regions"] = [_callable(table, region, sizes) for region in node.regions]
@@ -196,6 +198,11 @@ def _run_node(
         results = _onnx_kernel(node, operands)
     filled = [*results, *(_empty(v, sizes) for v in node.outputs[len(results) :])]
     return tuple(_held(a, v.type) for a, v in zip(filled, node.outputs, strict=False))
+
+
+def _widened(x: Array | None) -> Array | None:
+    """Return bfloat16 as float32: numpy has no products of it; results are rounded back."""
+    return x.astype(np.float32) if x is not None and x.dtype == bfloat16.numpy else x
 
 
 def _held(value: HostValue, type_: TensorType) -> HostValue:

@@ -8,8 +8,10 @@ array where its contents are known while tracing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Protocol
+
+import numpy as np
 
 from triplane.unified_ir.ir.graph import Array, Node
 
@@ -78,3 +80,64 @@ def axes_of(axes: Any, rank: int) -> tuple[int, ...]:
 def sizes(x: Sequence[Any]) -> tuple[int, ...]:
     """Return sizes as Python numbers."""
     return tuple(int(d) for d in x)
+
+
+def positions(k: XlaContext, index: Any, size: int) -> Any:
+    """Return indices -size..size-1 into an axis as positions from 0; refuse the run of others.
+
+    XLA moves an index beyond an axis to its end without a word. Below 2^31 elements positions are
+    int32, with which a GPU computes faster.
+    """
+    inside = (index >= -size) & (index < size)
+    if not (isinstance(index, np.ndarray) and inside.all()):
+        k.require(inside, f"an index is outside an axis of {size}")
+    at = index + size * (index < 0)
+    return at.astype(np.int32) if size < 2**31 else at
+
+
+_IN_BOUNDS: Final[Mapping[str, Any]] = {
+    "mode": "promise_in_bounds",
+    "wrap_negative_indices": False,
+}
+
+
+def taken(k: XlaContext, x: Any, at: tuple[Any, ...]) -> Any:
+    """Return `x[at]` for slices and `positions`."""
+    return k.np.asarray(x).at[at].get(**_IN_BOUNDS)
+
+
+_WRITES: Final[Mapping[str, str]] = {
+    "none": "set",
+    "add": "add",
+    "mul": "multiply",
+    "max": "max",
+    "min": "min",
+}
+"""The method of an indexed JAX array for each reduction of ONNX."""
+
+
+def written(k: XlaContext, x: Any, at: tuple[Any, ...], updates: Any, reduction: str) -> Any:
+    """Return `x` with updates at `positions` along its first axes; without reduction the last wins.
+
+    at: arrays of one shape (...); updates: (..., the other axes of x).
+    """
+    x = k.np.asarray(x)
+    if reduction != "none":
+        return getattr(x.at[at], _WRITES[reduction])(updates, **_IN_BOUNDS)
+    # XLA writes duplicates in any order. The largest number of an update at each position says
+    # which of them is the last one; the others are sent beyond the end, where they are dropped.
+    count = int(np.prod(at[0].shape))
+    number = np.arange(count, dtype=np.int32).reshape(at[0].shape)
+    depth = x.shape[: len(at)]
+    if all(isinstance(a, np.ndarray) for a in at):
+        flat = np.ravel_multi_index(at, depth).ravel()
+        last = np.zeros(int(np.prod(depth)), np.int32)
+        last[flat] = number.ravel()
+        stays = (last[flat] == number.ravel()).reshape(number.shape)
+    else:
+        latest = k.np.zeros(depth, np.int32).at[at].max(number, **_IN_BOUNDS)
+        stays = taken(k, latest, at) == number
+    first = k.np.where(stays, at[0], x.shape[0])
+    return x.at[(first, *at[1:])].set(
+        updates, mode="drop", unique_indices=True, wrap_negative_indices=False
+    )

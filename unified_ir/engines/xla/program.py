@@ -22,6 +22,8 @@ from triplane.unified_ir.runtime.session import check_rows
 Arrays = Sequence[Any]
 MAX_SHAPES: Final = 32
 """Combinations of sizes whose programs are kept at once."""
+_OPTIONS: Final = {"xla_allow_excess_precision": False}
+"""A value is rounded where the graph casts it, as on every engine."""
 
 
 class Compiled:
@@ -40,7 +42,7 @@ class Compiled:
             options = {"in_shardings": (whole, rows), "out_shardings": whole}
         traced = self._step if steps is None else self._launch
         self.call: Callable[..., Any] = jax.jit(
-            traced, donate_argnums=0, keep_unused=True, **options
+            traced, donate_argnums=0, keep_unused=True, compiler_options=_OPTIONS, **options
         )
 
     def _step(self, state: Arrays, batch: Arrays) -> Any:

@@ -34,6 +34,9 @@ bit_shift = Op(
     kind=OpKind.ELEMENTWISE,
     infer=broadcast_same,
     reference=lambda x, n, direction: x << n if direction == "LEFT" else x >> n,
+    xla=lambda k, x, n, direction: (
+        k.np.left_shift(x, n) if direction == "LEFT" else k.np.right_shift(x, n)
+    ),
     samples=(
         sample(_words, fixed(7, "uint32"), direction="LEFT"),
         sample(_words, fixed(7, "uint32"), direction="RIGHT"),
@@ -54,6 +57,7 @@ bit_cast = Op(
     batch=elementwise,
     infer=_bit_cast,
     reference=lambda x, to: np.ascontiguousarray(x).view(dtype_attr(to).numpy).reshape(x.shape),
+    xla=lambda k, x, to: k.lax.bitcast_convert_type(x, dtype_attr(to).numpy),
     samples=(
         sample(lambda rng: rng.standard_normal((2, 3)).astype(np.float32), to=6),
         sample(_words, to=1),

@@ -17,6 +17,7 @@ from triplane.unified_ir.ir.types import TensorType, bool_, int64, uint8
 from triplane.unified_ir.ops import batching
 from triplane.unified_ir.ops.emission import EmissionContext
 from triplane.unified_ir.ops.infer import onnx_attrs
+from triplane.unified_ir.ops.lowering import XlaContext
 from triplane.unified_ir.ops.row import MEANING_OPSET, Op, OpCall, OpKind, Types
 from triplane.unified_ir.ops.rows.arithmetic.elementwise import abs_, exp, log, sign, sqrt
 from triplane.unified_ir.ops.rows.arithmetic.matrix import same_along_axis
@@ -72,6 +73,19 @@ def _kernel(f: Any) -> Any:
     return kernel
 
 
+def _xla(f: Any) -> Any:
+    """Turn `f(context, x, axis, keepdims)` into a rule whose axes are an operand."""
+
+    def rule(
+        k: XlaContext, x: Any, axes: Any = None, *, keepdims: int, noop_with_empty_axes: int
+    ) -> Any:
+        known = None if axes is None else k.known(axes, "its axes")
+        wanted = reduced_axes(x.ndim, known, noop_with_empty_axes)
+        return f(k, x, axis=wanted, keepdims=bool(keepdims))
+
+    return rule
+
+
 def _axes(x: Tensor, axes: Tensor | None, noop: int) -> tuple[int, ...]:
     if axes is not None and axes.build.known(axes) is None:
         raise InvalidInput(
@@ -116,6 +130,7 @@ reduce_sum_row = _row(
     "ReduceSum",
     total=True,
     reference=_kernel(np.sum),
+    xla=_xla(lambda k, x, **how: k.np.sum(x, **how)),
     vjp=_slope(lambda g, y, x: g),
     samples=_uses,
 )
@@ -158,6 +173,7 @@ def _on_bytes(
 reduce_mean_row = _row(
     "ReduceMean",
     reference=_kernel(np.mean),
+    xla=_xla(lambda k, x, **how: k.np.mean(x, **how)),
     vjp=_vjp(
         lambda g, y, x, axes: _kept(g / size_of([x.shape[a] for a in axes], g.dtype), x, axes)
     ),
@@ -186,11 +202,12 @@ def _ends(dtype: np.dtype[Any]) -> tuple[Any, Any]:
     return (False, True) if dtype.kind == "b" else (-np.inf, np.inf)
 
 
-def _extreme_row(name: str, f: Any, *, total: bool) -> Op:
+def _extreme_row(name: str, f: Any, *, xla: Any, total: bool) -> Op:
     return _row(
         name,
         total=total,
         reference=_kernel(f),
+        xla=_xla(xla),
         vjp=_extreme_vjp,
         lower_below={18: _emit_axes_as_attribute, MEANING_OPSET + 1: _emit_bools_as_bytes},
         samples=(
@@ -204,15 +221,22 @@ def _extreme_row(name: str, f: Any, *, total: bool) -> Op:
 
 
 reduce_max_row = _extreme_row(
-    "ReduceMax", lambda x, **k: np.max(x, initial=_ends(x.dtype)[0], **k), total=True
+    "ReduceMax",
+    lambda x, **how: np.max(x, initial=_ends(x.dtype)[0], **how),
+    xla=lambda k, x, **how: k.np.max(x, initial=_ends(x.dtype)[0], **how),
+    total=True,
 )
 # It fails on no input either, but `total` would change the graphs of networks saved so far.
 reduce_min_row = _extreme_row(
-    "ReduceMin", lambda x, **k: np.min(x, initial=_ends(x.dtype)[1], **k), total=False
+    "ReduceMin",
+    lambda x, **how: np.min(x, initial=_ends(x.dtype)[1], **how),
+    xla=lambda k, x, **how: k.np.min(x, initial=_ends(x.dtype)[1], **how),
+    total=False,
 )
 reduce_prod_row = _row(
     "ReduceProd",
     reference=_kernel(np.prod),
+    xla=_xla(lambda k, x, **how: k.np.prod(x, **how)),
     vjp=_vjp(lambda g, y, x, axes: _kept(g, x, axes) * product_of_others(x, axes)),
     lower_below={18: _emit_axes_as_attribute},
     samples=(*_uses, sample(fixed([[0.0, 2.0, 3.0], [0.0, 0.0, 5.0]]), fixed([1]))),
@@ -290,12 +314,19 @@ def _position_row(name: str, f: Any) -> Op:
             return size - 1 - f(np.flip(x, axis), axis, keepdims=bool(keepdims))
         return f(x, axis, keepdims=bool(keepdims))
 
+    def rule(k: XlaContext, x: Any, *, axis: int, keepdims: int, select_last_index: int) -> Any:
+        f = getattr(k.np, name.lower())
+        if select_last_index:
+            return x.shape[axis] - 1 - f(k.np.flip(x, axis), axis, keepdims=bool(keepdims))
+        return f(x, axis, keepdims=bool(keepdims))
+
     return Op(
         name=name,
         kind=OpKind.REDUCTION,
         batch=batching.axis_shifted,
         infer=_position_types,
         reference=kernel,
+        xla=rule,
         samples=(
             sample(apart(3, 4), axis=1, keepdims=0),
             sample(apart(3, 4)),
@@ -308,6 +339,13 @@ def _position_row(name: str, f: Any) -> Op:
 argmax_row = _position_row("ArgMax", np.argmax)
 argmin_row = _position_row("ArgMin", np.argmin)
 
+
+def _hardmax_xla(k: XlaContext, x: Any, *, axis: int) -> Any:
+    along = [-1 if i == axis % x.ndim else 1 for i in range(x.ndim)]
+    places = np.arange(x.shape[axis]).reshape(along)
+    return k.np.argmax(x, axis, keepdims=True) == places
+
+
 hardmax = Op(
     name="Hardmax",
     kind=OpKind.REDUCTION,
@@ -316,6 +354,7 @@ hardmax = Op(
     reference=lambda x, *, axis: np.moveaxis(
         np.expand_dims(np.argmax(x, axis), -1) == np.arange(x.shape[axis]), -1, axis
     ),
+    xla=_hardmax_xla,
     vjp=lambda g, y, x, *, axis: (None,),
     samples=(sample(apart(3, 4)), sample(apart(2, 3, 4), axis=1)),
 )

@@ -23,6 +23,7 @@ from triplane.unified_ir.ir.types import (
 )
 from triplane.unified_ir.ops import batching
 from triplane.unified_ir.ops.emission import EmissionContext
+from triplane.unified_ir.ops.lowering import XlaContext, positions, taken, written
 from triplane.unified_ir.ops.row import Op, OpCall, OpKind
 from triplane.unified_ir.ops.rows.movement.structure import (
     axes_of,
@@ -67,12 +68,21 @@ def _gather_vjp(g: Tensor, y: Tensor, x: Tensor, index: Tensor, *, axis: int) ->
     return (added.transpose(*map(int, np.argsort(order))) if axis else added, None)
 
 
+def _gather_xla(k: XlaContext, x: Any, index: Any, *, axis: int) -> Any:
+    axis %= x.ndim
+    at = positions(k, index, x.shape[axis])
+    if isinstance(at, np.ndarray) and not at.ndim:
+        return k.lax.index_in_dim(x, int(at), axis, keepdims=False)
+    return taken(k, x, (*[slice(None)] * axis, at))
+
+
 gather = Op(
     name="Gather",
     kind=OpKind.INDEXING,
     batch=batching.gathered,
     infer=_gather,
     reference=lambda x, index, axis: np.take(x, index, axis),
+    xla=_gather_xla,
     vjp=_gather_vjp,
     samples=(
         sample(normal(4, 3), ints(0, 4, 2, 2)),
@@ -205,12 +215,22 @@ def _scatter_nd_batch(call: batching.BatchedCall) -> tuple[Tensor, ...]:
     return call.apply([x, _with_batch(index, 1), updates])
 
 
+def _scatter_nd_xla(k: XlaContext, x: Any, index: Any, updates: Any, *, reduction: str) -> Any:
+    depth = index.shape[-1]
+    if not depth:  # each update is one of the whole tensor
+        at = (np.zeros(index.shape[:-1], np.int32),)
+        return written(k, k.np.expand_dims(x, 0), at, updates, reduction)[0]
+    at = tuple(positions(k, index[..., i], x.shape[i]) for i in range(depth))
+    return written(k, x, at, updates, reduction)
+
+
 scatter_nd = Op(
     name="ScatterND",
     kind=OpKind.INDEXING,
     emit=_emit_scatter,
     batch=_scatter_nd_batch,
     infer=_scatter_nd,
+    xla=_scatter_nd_xla,
     vjp=_scatter_nd_vjp,
     native=_reduces,
     samples=(
@@ -251,11 +271,22 @@ def _with_batch(index: Tensor, batch_dims: int) -> Tensor:
     return concat([*wide, index], -1) if wide else index
 
 
+def _gather_nd_xla(k: XlaContext, x: Any, index: Any, *, batch_dims: int) -> Any:
+    count, depth = index.shape[:-1], index.shape[-1]
+    if not depth:  # each position is that of a whole slice
+        wide = k.np.expand_dims(x, tuple(range(batch_dims, len(count))))
+        return k.np.broadcast_to(wide, (*count, *x.shape[batch_dims:]))
+    lead = np.ogrid[tuple(slice(n) for n in count)][:batch_dims]
+    own = [positions(k, index[..., i], x.shape[batch_dims + i]) for i in range(depth)]
+    return taken(k, x, (*lead, *own))
+
+
 gather_nd = Op(
     name="GatherND",
     kind=OpKind.INDEXING,
     batch=lambda call: call.apply(call.all(), batch_dims=call.attrs.get("batch_dims", 0) + 1),
     infer=_gather_nd,
+    xla=_gather_nd_xla,
     vjp=_gather_nd_vjp,
     samples=(
         sample(normal(4, 3), fixed([[0, 1], [3, 2]])),
@@ -292,6 +323,20 @@ def _gather_elements_kernel(x: Any, index: Any, *, axis: int) -> Any:
     return np.take_along_axis(x[read], index, at)
 
 
+def _gather_elements_xla(k: XlaContext, x: Any, index: Any, *, axis: int) -> Any:
+    return taken(k, x, _element_positions(k, x, index, axis))
+
+
+def _element_positions(k: XlaContext, x: Any, index: Any, axis: int) -> tuple[Any, ...]:
+    """Return, for each element of an index along `axis`, its position along every axis."""
+    axis %= x.ndim
+    sides = np.ogrid[tuple(slice(n) for n in index.shape)]
+    at = [index if i == axis else sides[i] for i in range(x.ndim)]
+    return tuple(
+        k.np.broadcast_to(positions(k, a, n), index.shape) for a, n in zip(at, x.shape, strict=True)
+    )
+
+
 def _gather_elements_vjp(g: Tensor, y: Tensor, x: Tensor, index: Tensor, *, axis: int) -> Any:
     base = zeros(x.shape, x.dtype)
     return scatter_elements(base, index, g, axis=axis, reduction="add"), None
@@ -303,6 +348,7 @@ gather_elements = Op(
     batch=batching.axis_shifted,
     infer=_gather_elements,
     reference=_gather_elements_kernel,
+    xla=_gather_elements_xla,
     vjp=_gather_elements_vjp,
     samples=(
         sample(normal(3, 4), ints(0, 4, 3, 2), axis=1),
@@ -327,12 +373,19 @@ def _scatter_elements_vjp(
     return _scatter_vjp(g, y, x, updates, reduction=reduction, take=take, put=put, stays=stays)
 
 
+def _scatter_elements_xla(
+    k: XlaContext, x: Any, index: Any, updates: Any, *, axis: int, reduction: str
+) -> Any:
+    return written(k, x, _element_positions(k, x, index, axis), updates, reduction)
+
+
 _places = fixed([[0], [2], [-2]])
 
 scatter_elements = Op(
     name="ScatterElements", kind=OpKind.INDEXING, emit=_emit_scatter,
     batch=batching.axis_shifted,
     infer=_scatter_elements,
+    xla=_scatter_elements_xla,
     vjp=_scatter_elements_vjp,
     native=_reduces,
     samples=(
@@ -357,6 +410,11 @@ def _steps(start: Any, limit: Any, delta: Any) -> int:
     return max(0, math.ceil(float(limit - start) / float(delta)))
 
 
+def _range_xla(k: XlaContext, start: Any, limit: Any, delta: Any) -> Any:
+    start, limit, delta = (k.known(x, "its bounds") for x in (start, limit, delta))
+    return start + delta * k.np.arange(_steps(start, limit, delta)).astype(start.dtype)
+
+
 def _range_vjp(g: Tensor, y: Tensor, start: Tensor, limit: Tensor, delta: Tensor) -> Any:
     """y_i = start + i delta; the number of elements is constant almost everywhere."""
     steps = arange(g.shape[0]).cast(g.dtype)
@@ -375,6 +433,7 @@ range_row = Op(
     data_dependent_dims=lambda call: int(_range_length(call) is None),
     infer=_range_types,
     reference=_range,
+    xla=_range_xla,
     vjp=_range_vjp,
     samples=(
         sample(fixed(0), fixed(5), fixed(1)),

@@ -21,6 +21,7 @@ from triplane.proto.suggestions import check_choice
 from triplane.unified_ir.ir.dims import Dim, Expr, floor_div, product
 from triplane.unified_ir.ir.graph import Node
 from triplane.unified_ir.ir.types import DType, ShapeError, TensorType, float32
+from triplane.unified_ir.ops.lowering import XlaContext, taken
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.row import OPEN, Known, Op, OpCall, OpKind
 from triplane.unified_ir.ops.rows.arithmetic.elementwise import ceil, floor, maximum, minimum
@@ -353,6 +354,32 @@ def _resize_kernel(
     return y.astype(x.dtype)
 
 
+def _resize_xla(k: XlaContext, x: Any, *operands: Any, **attrs: Any) -> Any:
+    """Copy slices where the mode is nearest; else a product with a constant matrix per axis."""
+    known = [None if o is None else k.known(o, "its sizes") for o in operands]
+    copies = attrs["mode"] == "nearest"
+    is_float = k.np.issubdtype(x.dtype, np.floating)
+    y, inside = (x if copies or is_float else x.astype(np.float32)), None
+    for a in _resized(x.shape, *[*known, None, None, None][:3], attrs):
+        matrix, mask = _weights(_host(float32), a, attrs)
+        if copies:
+            y = _copied(k, y, matrix.argmax(1), a.axis)
+        else:
+            y = k.np.moveaxis(k.np.tensordot(matrix.astype(y.dtype), y, (1, a.axis)), 0, a.axis)
+        if mask is not None:
+            mask = mask.reshape([-1 if i == a.axis else 1 for i in range(x.ndim)])
+            inside = mask if inside is None else inside * mask
+    return y if inside is None else k.np.where(inside != 0, y, attrs["extrapolation_value"])
+
+
+def _copied(k: XlaContext, x: Any, at: Any, axis: int) -> Any:
+    """Return the slices at positions along an axis; repeat them where each comes equally often."""
+    times, rest = divmod(len(at), x.shape[axis])
+    if not rest and np.array_equal(at, np.arange(len(at)) // times):
+        return k.np.repeat(x, times, axis)
+    return taken(k, x, (*[slice(None)] * axis, at))
+
+
 def _resize_native(node: Node, opset: int) -> bool:
     """Return whether onnxruntime's kernel supports the node: see the checks of its `Upsample`."""
     attrs = resize_row.full_attrs(node.attrs)
@@ -399,6 +426,7 @@ resize_row = Op(
     name="Resize", kind=OpKind.MOVEMENT, settings=(1, 2),
     **settled(_resize_types, _resize_open, 1, 2, 3),
     reference=_resize_kernel,
+    xla=_resize_xla,
     vjp=_resize_vjp,
     body=_resize_body,
     native=_resize_native,

@@ -13,6 +13,7 @@ import numpy as np
 from triplane.unified_ir.ir.dims import Dim
 from triplane.unified_ir.ir.types import ShapeError, TensorType, TypeMismatch, bool_, int64
 from triplane.unified_ir.ops import batching
+from triplane.unified_ir.ops.lowering import XlaContext
 from triplane.unified_ir.ops.row import Op, OpCall, OpKind
 from triplane.unified_ir.ops.rows.arithmetic.products import cumsum_row
 from triplane.unified_ir.ops.rows.movement.indexing import gather, scatter_elements
@@ -50,6 +51,19 @@ def _top_k(x: Any, k: Any, *, axis: int, largest: int, sorted: int) -> Any:
     return np.take_along_axis(x, index, axis), index.astype(np.int64)
 
 
+def _top_k_xla(k: XlaContext, x: Any, count: Any, *, axis: int, largest: int, sorted: int) -> Any:
+    n = int(np.ravel(k.known(count, "how many it gives"))[0])
+    rows = k.np.moveaxis(x, axis, -1)
+    # XLA orders the floats -0 < 0 < NaN and ties by position. ~x reverses integers, also unsigned.
+    is_float = k.np.issubdtype(x.dtype, np.floating)
+    key = k.np.where(rows == 0, 0, rows).astype(x.dtype) if is_float else rows
+    if not largest:
+        key = -key if is_float else ~key
+    index = k.lax.top_k(key, n)[1]
+    values = k.np.take_along_axis(rows, index, -1)
+    return k.np.moveaxis(values, -1, axis), k.np.moveaxis(index, -1, axis)
+
+
 def _top_k_vjp(g: Any, y: Any, x: Tensor, k: Tensor, **attrs: Any) -> Any:
     if isinstance(g, tuple):
         g, index = g[0], y[1]
@@ -73,6 +87,7 @@ top_k_row: Op = Op(
     data_dependent_dims=lambda call: int(call.known[1] is None),
     infer=_top_k_types,
     reference=_top_k,
+    xla=_top_k_xla,
     vjp=_top_k_vjp,
     samples=(
         sample(apart(3, 5), fixed([2]), outputs=2),

@@ -57,6 +57,7 @@ sized = Op(
     attrs={"dims": AttrSpec("DIMS", required=True)},
     infer=_asserted,
     reference=_checked,
+    xla=lambda k, x, *, dims: _checked(x, dims=dims),
     vjp=lambda g, y, x, dims: (assume_shape(g, x.shape),),
 )
 """x, known to have the sizes `dims`: the same tensor with a narrower type."""

@@ -22,6 +22,7 @@ from triplane.unified_ir.ir.types import (
 from triplane.unified_ir.ops import batching
 from triplane.unified_ir.ops.emission import EmissionContext
 from triplane.unified_ir.ops.infer import onnx_attrs
+from triplane.unified_ir.ops.lowering import XlaContext, sizes, taken
 from triplane.unified_ir.ops.row import IntegerForm, Op, OpCall, OpKind, dtype_attr
 from triplane.unified_ir.ops.rows.movement.indexing import arange
 from triplane.unified_ir.ops.rows.movement.structure import (
@@ -55,6 +56,7 @@ shape_row = Op(
     kind=OpKind.SOURCE,
     infer=_shape_types,
     reference=lambda x, start, end: np.array(x.shape[_part(x.ndim, start, end)], np.int64),
+    xla=lambda k, x, start, end: np.array(x.shape[_part(x.ndim, start, end)], np.int64),
     samples=(
         sample(normal(2, 3, 4)),
         sample(normal(2, 3, 4), start=1),
@@ -69,6 +71,7 @@ size_row = Op(
     kind=OpKind.SOURCE,
     infer=lambda call: (TensorType(int64, ()),),
     reference=lambda x: np.array(x.size, np.int64),
+    xla=lambda k, x: np.array(x.size, np.int64),
     samples=(sample(normal(2, 3)),),
 )
 
@@ -120,6 +123,7 @@ tile_row = Op(
     data_dependent_dims=lambda call: call.type(0).rank if call.known[1] is None else 0,
     infer=_tile_types,
     reference=np.tile,
+    xla=lambda k, x, repeats: k.np.tile(x, sizes(k.known(repeats, "its repeats"))),
     vjp=_tile_vjp,
     samples=(
         sample(normal(2, 3), fixed([2, 1])),
@@ -167,6 +171,12 @@ def _split(x: Any, sizes: Any = None, *, axis: int, num_outputs: int) -> Any:
     return tuple(np.split(x, np.cumsum(sizes)[:-1].astype(int), axis))
 
 
+def _split_xla(k: XlaContext, x: Any, parts: Any = None, *, axis: int, num_outputs: int) -> Any:
+    if parts is None:
+        parts = split_sizes(x.shape[axis], num_outputs)
+    return k.lax.split(x, sizes(k.known(np.asarray(parts), "its sizes")), axis % x.ndim)
+
+
 def _split_vjp(g: Any, y: Any, x: Tensor, sizes: Tensor | None = None, **attrs: Any) -> Any:
     gs, ys = (g, y) if isinstance(g, tuple) else ((g,), (y,))
     parts = [zeros(y.shape, y.dtype) if g is None else g for g, y in zip(gs, ys, strict=True)]
@@ -192,6 +202,7 @@ split_row = Op(
     data_dependent_dims=lambda call: call.outputs if call.has(1) and call.known[1] is None else 0,
     infer=_split_types,
     reference=_split,
+    xla=_split_xla,
     vjp=_split_vjp,
     samples=(
         sample(normal(6, 2), fixed([1, 3, 2]), outputs=3),
@@ -256,10 +267,22 @@ def _reverse_types(call: OpCall) -> Types:
     return (x,)
 
 
+def _reverse_xla(k: XlaContext, x: Any, lengths: Any, *, time_axis: int, batch_axis: int) -> Any:
+    n = x.shape[time_axis]
+    # Numpy's reading of a length beyond the axis, or below 0, as ONNX's implementation has it.
+    ends = k.np.minimum(k.np.where(lengths < 0, lengths + n, lengths), n)
+    ends = k.np.expand_dims(ends, time_axis)
+    t = np.expand_dims(np.arange(n), batch_axis)
+    at = [np.expand_dims(np.arange(x.shape[batch_axis]), time_axis)] * 2
+    at[time_axis] = k.np.where(t < ends, ends - 1 - t, t)
+    return taken(k, x, tuple(at))
+
+
 reverse_sequence: Op = Op(
     name="ReverseSequence",
     kind=OpKind.MOVEMENT,
     infer=_reverse_types,
+    xla=_reverse_xla,
     # The reversal is its own inverse and its own transpose.
     vjp=lambda g, y, x, lengths, **axes: (reverse_sequence(g, lengths, **axes), None),
     samples=(
@@ -313,11 +336,16 @@ def _eye_types(call: OpCall) -> Types:
     return (x if dtype is None else x.with_dtype(dtype_attr(dtype)),)
 
 
+def _eye_xla(context: XlaContext, x: Any, *, dtype: int | None, k: int) -> Any:
+    return context.np.eye(*x.shape, k, context.node.outputs[0].type.dtype.numpy)
+
+
 eye_like_row = Op(
     name="EyeLike",
     kind=OpKind.SOURCE,
     infer=_eye_types,
     reference=lambda x, dtype, k: np.eye(x.shape[0], x.shape[1], k),
+    xla=_eye_xla,
     vjp=lambda g, y, x, **_: (None,),
     samples=(sample(normal(3, 4)), sample(normal(3, 3), k=-1, dtype=1)),
 )
@@ -341,6 +369,14 @@ def _one_hot(index: Any, depth: Any, values: Any, *, axis: int) -> Any:
     along = [-1 if i == axis else 1 for i in range(index.ndim + 1)]
     hit = np.expand_dims(wanted, axis) == np.arange(n).reshape(along)
     return np.where(hit, values[1], values[0])
+
+
+def _one_hot_xla(k: XlaContext, index: Any, depth: Any, values: Any, *, axis: int) -> Any:
+    n = int(np.ravel(k.known(depth, "its depth"))[0])
+    axis %= index.ndim + 1
+    wanted = k.np.expand_dims(k.np.where(index < 0, index + n, index), axis)
+    along = [-1 if i == axis else 1 for i in range(index.ndim + 1)]
+    return k.np.where(wanted == np.arange(n).reshape(along), values[1], values[0])
 
 
 def _one_hot_vjp(
@@ -376,6 +412,7 @@ one_hot_row: Op = Op(
     data_dependent_dims=lambda call: int(call.known[1] is None),
     infer=_one_hot_types,
     reference=_one_hot,
+    xla=_one_hot_xla,
     vjp=_one_hot_vjp,
     samples=(
         sample(ints(0, 4, 3), fixed(4), normal(2)),
@@ -403,6 +440,11 @@ def _sizes_unknown(call: OpCall) -> int:
     return rank if call.known[0] is None and isinstance(rank, int) else 0
 
 
+def _filled(k: XlaContext, shape: Any, *, value: Any) -> Any:
+    fill = np.float32(0) if value is None else value.reshape(())
+    return k.np.full(sizes(k.known(shape, "its sizes")), fill)
+
+
 constant_of_shape_row = Op(
     name="ConstantOfShape",
     kind=OpKind.SOURCE,
@@ -411,6 +453,7 @@ constant_of_shape_row = Op(
     reference=lambda sizes, value: (
         np.zeros(sizes, np.float32) if value is None else np.full(sizes, value.reshape(()))
     ),
+    xla=_filled,
     samples=(
         sample(fixed([2, 3])),
         sample(fixed([2, 0]), value=np.array([7], np.int64)),

@@ -12,6 +12,7 @@ from triplane.unified_ir.ir.graph import Node
 from triplane.unified_ir.ir.types import ShapeError
 from triplane.unified_ir.ops import batching
 from triplane.unified_ir.ops.emission import EmissionContext
+from triplane.unified_ir.ops.lowering import XlaContext
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.row import OPEN, IntegerForm, Op, OpCall, OpKind
 from triplane.unified_ir.ops.rows.movement.indexing import gather, range_row, scatter_elements
@@ -85,14 +86,29 @@ def _sliced_open(call: OpCall) -> list[Dim | None]:
     return [None if i in axes else d for i, d in enumerate(x.shape)]
 
 
-def _slice_reference(x: Any, starts: Any, ends: Any, axes: Any = None, steps: Any = None) -> Any:
+def _slices(
+    x: Any, starts: Any, ends: Any, axes: Any = None, steps: Any = None
+) -> tuple[slice, ...]:
+    """Return the slice of each axis."""
     index = [slice(None)] * x.ndim
     axes = range(len(starts)) if axes is None else axes
     steps = [1] * len(starts) if steps is None else steps
     for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
         stop = None if step < 0 and end < -x.shape[axis] else int(end)
         index[axis] = slice(int(start), stop, int(step))
-    return x[tuple(index)]
+    return tuple(index)
+
+
+def _slice_xla(k: XlaContext, x: Any, *bounds: Any) -> Any:
+    """Slice forwards, then reverse: JAX would gather for a step below -1."""
+    known = [None if b is None else k.known(b, "its bounds") for b in bounds]
+    ranges = [range(n)[s] for n, s in zip(x.shape, _slices(x, *known), strict=True)]
+    forward = [r if r.step > 0 else r[::-1] for r in ranges]
+    lows = [min(r.start, n) if r else 0 for r, n in zip(forward, x.shape, strict=True)]
+    highs = [r[-1] + 1 if r else 0 for r in forward]
+    part = k.lax.slice(x, lows, highs, [r.step for r in forward])
+    back = [i for i, r in enumerate(ranges) if r.step < 0]
+    return k.lax.rev(part, back) if back else part
 
 
 def _slice_vjp(g: Tensor, y: Tensor, x: Tensor, *bounds: Tensor) -> Any:
@@ -163,7 +179,8 @@ slice_row = Op(
     emit=_emit_slice,
     batch=batching.sliced,
     **settled(_slice, _sliced_open, 1, 2, 3, 4),
-    reference=_slice_reference,
+    reference=lambda x, *bounds: x[_slices(x, *bounds)],
+    xla=_slice_xla,
     vjp=_slice_vjp,
     samples=(
         sample(normal(4, 5), fixed([1, 0]), fixed([3, -1]), fixed([0, 1])),

@@ -25,6 +25,7 @@ from triplane.unified_ir.ir.types import (
 from triplane.unified_ir.ops import batching
 from triplane.unified_ir.ops.emission import EmissionContext, emit_broadcast, first_number
 from triplane.unified_ir.ops.infer import broadcast
+from triplane.unified_ir.ops.lowering import XlaContext, sizes
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.row import (
     DOMAIN,
@@ -122,6 +123,7 @@ identity = Op(
     preserves_elements=True,
     infer=same,
     reference=lambda x: x,
+    xla=lambda k, x: x,
     vjp=lambda g, y, x: (g,),
     samples=(sample(normal(2, 3)),),
 )  # fmt: skip
@@ -166,6 +168,7 @@ barrier = Op(
     operands=("T", "U"),
     infer=same,
     reference=lambda x, after: x,
+    xla=lambda k, x, after: k.lax.optimization_barrier((x, after))[0],
     vjp=lambda g, y, x, after: (g, None),
     samples=(
         sample(normal(2, 3), normal(4)),
@@ -180,6 +183,17 @@ recomputed to save memory early, once, and keep it. Behind a barrier it is compu
 """
 
 
+def _cast_xla(k: XlaContext, x: Any, *, to: int, **_: Any) -> Any:
+    """Convert; a float outside a short or unsigned integer type wraps around, as in numpy."""
+    dtype = dtype_attr(to).numpy
+    if k.np.issubdtype(x.dtype, np.floating) and k.np.issubdtype(dtype, np.integer):
+        if dtype_attr(to).bits < 32:
+            x = k.lax.convert_element_type(x, np.int32)
+        elif dtype == np.uint32:
+            x = k.lax.convert_element_type(x, np.int64)
+    return k.lax.convert_element_type(x, dtype)
+
+
 cast_row = Op(
     name="Cast",
     kind=OpKind.MOVEMENT,
@@ -187,6 +201,7 @@ cast_row = Op(
     batch=batching.elementwise,
     infer=lambda call: (call.type(0).with_dtype(dtype_attr(call.attrs["to"])),),
     reference=lambda x, to, **_: x.astype(dtype_attr(to).numpy),
+    xla=_cast_xla,
     vjp=lambda g, y, x, **_: (g.cast(x.dtype) if x.dtype.is_float and y.dtype.is_float else None,),
     samples=(
         sample(normal(2, 3), to=1),
@@ -226,14 +241,15 @@ def _reshape(call: OpCall) -> Types:
     return (x.with_shape(wanted),)
 
 
-def _reshape_reference(x: Any, shape: Any, *, allowzero: int) -> Any:
+def _new_shape(x: Any, shape: Any, *, allowzero: int) -> list[int]:
+    """Return the sizes that a Reshape asks for, of which one may be -1."""
     copied = {i for i, d in enumerate(shape) if d == 0 and not allowzero}
     wanted = [x.shape[i] if i in copied else int(d) for i, d in enumerate(shape)]
     if not x.size and -1 in wanted:  # numpy finds no size beside a 0, ONNX leaves copied axes out
         whole = math.prod(d for i, d in enumerate(x.shape) if i not in copied)
         part = math.prod(d for i, d in enumerate(wanted) if i not in copied and d != -1)
         wanted = [(whole // part if part else 0) if d == -1 else d for d in wanted]
-    return x.reshape(wanted)
+    return wanted
 
 
 def _emit_reshape(context: EmissionContext, node: Node) -> None:
@@ -263,7 +279,10 @@ reshape_row = Op(
     total=True,
     emit=_emit_reshape,
     **settled(_reshape, all_open(lambda call: length(call, 1)), 1),
-    reference=_reshape_reference,
+    reference=lambda x, shape, **how: x.reshape(_new_shape(x, shape, **how)),
+    xla=lambda k, x, shape, **how: k.np.reshape(
+        x, _new_shape(x, k.known(shape, "its sizes"), **how)
+    ),
     samples=(
         sample(normal(2, 6), fixed([3, -1])),
         sample(normal(2, 6), fixed([0, 3, 2])),
@@ -287,6 +306,7 @@ transpose = Op(
     batch=batching.transposed,
     infer=_transpose,
     reference=lambda x, perm: x.transpose(perm),
+    xla=lambda k, x, perm: k.np.transpose(x, perm),
     # argsort of a permutation is its inverse.
     vjp=lambda g, y, x, perm: (g.transpose(*np.argsort(perm) if perm else ()),),
     samples=(sample(normal(2, 3, 4), perm=(1, 2, 0)), sample(normal(2, 3))),
@@ -314,6 +334,9 @@ expand_row = Op(
     **settled(_expanded, all_open(lambda call: max(call.type(0).rank, length(call, 1))), 1),
     reference=lambda x, shape: x * np.ones(shape, x.dtype) if x.dtype.kind == "f"
     else np.broadcast_to(x, np.broadcast_shapes(x.shape, tuple(shape))),
+    xla=lambda k, x, shape: k.np.broadcast_to(
+        x, np.broadcast_shapes(x.shape, sizes(k.known(shape, "its sizes")))
+    ),
     vjp=lambda g, y, x, shape: (sum_to(g, x), None),
     samples=(sample(normal(3, 1), fixed([2, 3, 4])),),
 )  # fmt: skip
@@ -350,6 +373,7 @@ unsqueeze_row = Op(
     **_SAME_ELEMENTS,
     **settled(_unsqueeze, all_open(lambda call: call.type(0).rank + length(call, 1)), 1),
     reference=lambda x, axes: np.expand_dims(x, tuple(int(a) for a in axes)),
+    xla=lambda k, x, axes: k.np.expand_dims(x, sizes(k.known(axes, "its axes"))),
     samples=(
         sample(normal(2, 3), fixed([0, -1])),
         sample(normal(2, 3), computed([0, -1]), smooth=()),
@@ -378,6 +402,9 @@ squeeze_row = Op(
     **settled(_squeeze, all_open(lambda call: call.type(0).rank - length(call, 1)), 1),
     reference=lambda x, axes=None: np.squeeze(
         x, None if axes is None or not len(axes) else tuple(int(a) for a in axes)
+    ),
+    xla=lambda k, x, axes=None: k.np.squeeze(
+        x, None if axes is None or not len(axes) else sizes(k.known(axes, "its axes"))
     ),
     samples=(
         sample(normal(1, 3, 1), fixed([0])),
@@ -412,6 +439,7 @@ concat_row = Op(
     batch=batching.axis_shifted,
     infer=_concat,
     reference=lambda *xs, axis: np.concatenate(xs, axis),
+    xla=lambda k, *xs, axis: k.np.concatenate(xs, axis),
     vjp=_concat_vjp,
     samples=(sample(normal(2, 3), normal(2, 1), normal(2, 2), axis=1),),
 )
@@ -430,6 +458,7 @@ pad_row = Op(
     batch=batching.padded,
     **settled(padding.padded_type, all_open(lambda call: call.type(0).rank), 1, 3),
     reference=padding.pad_kernel,
+    xla=padding.pad_xla,
     vjp=padding.pad_vjp,
     body=padding.pad_body,
     native=padding.has_pad,
