@@ -168,6 +168,8 @@ OPTIONS: Final = (
     option("--compression", "Compression of updates.", click.Choice(["int8", "top-k"])),
     option("--keep SHARE", "For --compression top-k: the share that is sent.",
            click.FloatRange(0, 1, min_open=True), default=defaults.KEEP),
+    option("--engine", "What runs the steps of devices: one after the other, or (xla, by JAX) many "
+           "devices at once.", click.Choice(["onnx", "xla"]), default="onnx"),
     option("--seed N", "Seed of partition, rounds and steps.", NATURAL, default=0),
     option("--seeds SEEDS", "Several seeds: their number, from --seed on, or a list such as 0,7.",
            callback=_parse_seeds),
@@ -370,7 +372,7 @@ def _study(name: str, options: dict[str, Any], seed: int) -> Study:
     from triplane.unified_ir.federated.study import Study
 
     row = algorithm(name)
-    names = ("rounds", "devices", "steps", "batch_size", "support", "query")
+    names = ("rounds", "devices", "steps", "batch_size", "support", "query", "engine")
     compression = options["compression"] or ""
     return Study(
         algorithm=name,

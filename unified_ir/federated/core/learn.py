@@ -257,11 +257,33 @@ def learn(
     _begin(plan, work)
     # A device has little memory: with the state in a file, no second copy is held while learning.
     before = {} if start else plan.state(*SHARED_ROLES)
-    losses = [_loss(plan.run(LEARN, batch), k) for k, batch in enumerate(_steps(plan, work, shard))]
-    change = _change(plan, start() if start else before)
+    steps = enumerate(batches(plan, work, shard))
+    losses = [_loss(plan.run(LEARN, batch), k) for k, batch in steps]
+    return _learned(_change(plan, start() if start else before), shard, losses)
+
+
+def learned_elsewhere(
+    plan: Learner,
+    shard: Shard,
+    before: Mapping[str, Array],
+    after: Mapping[str, Array],
+    losses: Sequence[float],
+) -> Learned:
+    """Return what `learn` returns, for steps that did not run on the plan.
+
+    before, after: the shared state at both ends. losses: of each step. InvalidInput as in `learn`.
+    """
+    for k, loss in enumerate(losses):
+        _check_loss(float(loss), k)
+    with np.errstate(over="ignore", invalid="ignore"):
+        change = {n: np.subtract(after[n], before[n]) for n in _changing(plan, after)}
+    return _learned(change, shard, [float(loss) for loss in losses])
+
+
+def _learned(change: dict[str, Array], shard: Shard, losses: Sequence[float]) -> Learned:
     for name, x in change.items():
         if not np.isfinite(x).all():
-            raise InvalidInput(f"after {work.steps} steps {name!r} is not finite; {SMALLER_RATE}")
+            raise InvalidInput(f"after {len(losses)} steps {name!r} is not finite; {SMALLER_RATE}")
     # fsum rounds once, so that the sum is the same on every machine.
     return Learned(change, shard.examples, math.fsum(losses) / len(losses))
 
@@ -356,6 +378,12 @@ def score(plan: Learner, shard: Shard) -> float:
 
 def _begin(plan: Learner, work: Work) -> None:
     """Set the anchors to the round's start, and the graph's own random keys."""
+    began = beginning(plan, work)
+    plan.assign(began)
+
+
+def beginning(plan: Learner, work: Work) -> dict[str, Array]:
+    """Return the state that a device sets before it learns: anchors and random keys."""
     state = plan.view()
     anchored = {n: n.removeprefix(ANCHOR) for n in state if n.startswith(ANCHOR)}
     if lost := [(anchor, n) for anchor, n in anchored.items() if n not in state]:
@@ -371,13 +399,13 @@ def _begin(plan: Learner, work: Work) -> None:
         for name, x in state.items()
         if plan.roles[name] == "key"
     }
-    plan.assign(anchors | keys)
+    return anchors | keys
 
 
 def _change(plan: Learner, before: Mapping[str, Array]) -> dict[str, Array]:
     """Return new - old of the shared float tensors, written over the old ones if possible."""
     after = plan.view(*SHARED_ROLES)
-    names = [n for n in shared(plan.roles) if np.issubdtype(after[n].dtype, np.floating)]
+    names = _changing(plan, after)
     with np.errstate(over="ignore", invalid="ignore"):
         pairs = ((n, after[n], before[n]) for n in names)
         return {
@@ -387,7 +415,13 @@ def _change(plan: Learner, before: Mapping[str, Array]) -> dict[str, Array]:
         }
 
 
-def _steps(plan: Learner, work: Work, shard: Shard) -> Iterator[dict[str, Array]]:
+def _changing(plan: Learner, state: Mapping[str, Array]) -> list[str]:
+    """Return the names of the shared tensors that learning changes: those of floats."""
+    return [n for n in shared(plan.roles) if np.issubdtype(state[n].dtype, np.floating)]
+
+
+def batches(plan: Learner, work: Work, shard: Shard) -> Iterator[dict[str, Array]]:
+    """Yield the batch, or the episode, of each of a device's steps."""
     draws = work.draws("samples")
     names = [tensor.name for tensor in plan.inputs(LEARN)]
     episodes = any(name.startswith((SUPPORT, QUERY)) for name in names)
@@ -472,9 +506,13 @@ def _loss(results: Mapping[str, Array], step: int) -> float:
     if LOSS not in results or results[LOSS].size != 1:
         raise InvalidInput(f"`{LEARN}` must return one number {LOSS!r}, got {sorted(results)}")
     loss = float(results[LOSS].reshape(()))
+    _check_loss(loss, step)
+    return loss
+
+
+def _check_loss(loss: float, step: int) -> None:
     if not math.isfinite(loss):
         raise InvalidInput(f"the loss is {loss} at step {step + 1}; {SMALLER_RATE}")
-    return loss
 
 
 def _check_steps(steps: int, *, least: int) -> None:

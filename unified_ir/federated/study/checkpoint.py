@@ -66,6 +66,8 @@ def identity(plan: str, study: Any, seen: Shards, unseen: Shards) -> dict[str, s
     tried at the end are left out, since they change nothing that was saved.
     """
     options = {k: v for k, v in asdict(study).items() if k not in OPEN}
+    if options["engine"] == "onnx":
+        del options["engine"]  # earlier releases had no other
     declared = {row.name for row in algorithm(study.algorithm).hyper} | ALWAYS_KEPT
     hyper = {f"hyper.{k}": v for k, v in options.pop("hyper").items() if k in declared}
     facts = {k: json.dumps(v) for k, v in (options | hyper).items()}

@@ -278,8 +278,8 @@ def custom(
 
     The body may take options by keyword: numbers, strings, lists of them. `bprop(*inputs, y=, g=,
     **options)` returns a cotangent per input. kernels: by engine; "reference" takes and returns
-    numpy arrays, "onnx" and "ascend" are other bodies in operators. Each takes the options, with
-    the body's defaults.
+    numpy arrays; "onnx", "ascend" and "xla" are other bodies in operators. Each takes the options,
+    with the body's defaults.
 
     >>> import numpy as np
     >>> from triplane.unified_ir import graph, ops
