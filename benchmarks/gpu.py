@@ -201,15 +201,14 @@ def main() -> int:
     )
     # Both sides hold memory of one device at the same time.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    pythons = {OURS: asked.jax_python, THEIRS: asked.torch_python}
-    for side in SIDES:
-        lacks = {} if asked.only else lacking(side, pythons[side.name])
-        if asked.only == side.name:
-            lacks = lacking(side, pythons[side.name])
-        if lacks:
-            print(explanation(side, pythons[side.name], lacks), file=sys.stderr)
-        if lacks or asked.only not in (None, side.name):
-            del pythons[side.name]
+    pythons = {}
+    for side, python in zip(SIDES, (asked.jax_python, asked.torch_python), strict=True):
+        if asked.only not in {None, side.name}:
+            continue
+        if lacks := lacking(side, python):
+            print(explanation(side, python, lacks), file=sys.stderr)
+        else:
+            pythons[side.name] = python
     if not pythons:
         return 1
     cases = asked.case or [name for name in CASES if name.startswith("small") == asked.small]
