@@ -47,7 +47,7 @@ SIDES: Final = (
     Side(
         "Triplane",
         "gpu_ours.py",
-        ("jax", "numpy", "ml_dtypes", "onnx", "google.protobuf", "onnxruntime"),
+        ("jax", "numpy", "google.protobuf", "typing_extensions", "onnx", "onnxruntime"),
     ),
     Side("torch.compile", "gpu_torch.py", ("torch", "numpy")),
 )
@@ -98,12 +98,12 @@ def lacking(side: Side, python: str) -> dict[str, str]:
 def explanation(side: Side, python: str, lacks: Mapping[str, str]) -> str:
     """Why a side is left out, and what to do."""
     why = "; ".join(f"{name} ({error})" for name, error in lacks.items())
-    packages = " ".join("protobuf" if n == "google.protobuf" else n for n in lacks)
+    packages = " ".join({"google.protobuf": "protobuf"}.get(name, name) for name in lacks)
     return (
         f"{side.name} is left out: {python} cannot import {why}. Name another interpreter with "
         f"--{'jax' if side.name == OURS else 'torch'}-python; or, on a machine without a network, "
-        f"`pip install --target FOLDER {packages}` for this system and Python elsewhere, copy the "
-        "folder here and set PYTHONPATH=FOLDER"
+        f"`pip install --no-deps --target FOLDER {packages}` for this system and Python elsewhere, "
+        "copy the folder here and set PYTHONPATH=FOLDER"
     )
 
 
