@@ -209,6 +209,35 @@ def test_averaged_weights_stand_in_for_the_block_only():
         assert np.abs(fresh.state()["0.weight"]).max() > 0
 
 
+class Half(nn.Cell):
+    """A layer whose weights are kept in float16."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(np.full((4, 1), 0.5, np.float16))
+
+    def construct(self, x):
+        return x @ self.w.cast("float32")
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2, "average": 0.5, "clip_norm": 1.0}])
+def test_weights_of_float16_are_trained_with_state_in_float32(options):
+    made = train.Trainer(
+        cell := Half(), loss=nn.MSE(), optimizer=optim.AdamW(optim.Cosine(0.1, 60)), metrics={},
+        **options,
+    )  # fmt: skip
+    x = data()[0]
+    history = made.fit((x, x.sum(axis=1, keepdims=True)), 10, **QUIET)
+    assert history["loss"][-1] < 0.3 * history["loss"][0]
+    assert {k: a.dtype for k, a in made.state().items() if a.ndim} == {
+        k: np.dtype(np.float16 if k == "w" else np.float32) for k in made.state() if k[-1] == "w"
+    }
+    if options:
+        with made.averaged():
+            assert cell.w.array.dtype == np.float16
+            made.evaluate((x, x.sum(axis=1, keepdims=True)))
+
+
 def test_a_run_resumes_between_the_batches_of_an_update(tmp_path):
     options = {"cell": dense, "accumulate": 4, "precision": "float16", "average": 0.9}
     whole = trainer(**options)

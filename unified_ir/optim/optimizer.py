@@ -56,6 +56,11 @@ def slot_name(slot: str, path: str) -> str:
     return f"optimizer.{slot}.{path}"
 
 
+def computed_type(param: TensorType) -> TensorType:
+    """Return the type in which a parameter of this type is updated."""
+    return param if param.dtype == float64 else param.with_dtype(float32)
+
+
 def check_range(owner: str, name: str, value: float, low: float, high: float) -> None:
     """Refuse a value that is not in low <= value < high."""
     if not low <= value < high:
@@ -168,7 +173,7 @@ class Optimizer:
         types = {STEP: TensorType(int64, ())} if any(o.counts() for o in chosen.values()) else {}
         types |= dict.fromkeys(self.plateaus(), TensorType(float32, ()))
         names = dict.fromkeys(slot for o in chosen.values() for slot in o.used_slots())
-        kept = {path: o.slot_types(_computed(params[path])) for path, o in chosen.items()}
+        kept = {path: o.slot_types(computed_type(params[path])) for path, o in chosen.items()}
         for slot in names:
             types |= {slot_name(slot, p): t[slot] for p, t in kept.items() if slot in t}
         return types
@@ -280,7 +285,7 @@ class Optimizer:
         kept: dict[str, Tensor] = {} if step is None else {STEP: step + 1}
         rules: dict[tuple[Group | None, DType], Rule] = {}
         for path, one in self._chosen(params).items():
-            computed = _computed(params[path].type)
+            computed = computed_type(params[path].type)
             key = self._group(path), computed.dtype
             # One rule per group, so that the scalars of schedules and bias corrections are recorded
             # once and not for every parameter.
@@ -377,11 +382,6 @@ def _check_parameters(params: Any) -> None:
             f"parameters are arrays by path, but {odd[0]!r} is a {type(params[odd[0]]).__name__}; "
             "pass the cell itself, or its trainable_state()"
         )
-
-
-def _computed(param: TensorType) -> TensorType:
-    """Return the type in which a parameter of this type is updated."""
-    return param if param.dtype == float64 else param.with_dtype(float32)
 
 
 def _recorded_or_run(method: Callable[..., Any], *args: Any) -> Any:

@@ -475,7 +475,7 @@ class Trainer:
         own, kept = self.cell.parameters(), self.optimizer_state()
         before = {k: own[k].array for k in own if slot_name(AVERAGE, k) in kept}
         for k in before:
-            own[k].array = kept[slot_name(AVERAGE, k)]
+            own[k].array = kept[slot_name(AVERAGE, k)].astype(before[k].dtype, copy=False)
         try:
             yield
         finally:
