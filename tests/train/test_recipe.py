@@ -209,32 +209,33 @@ def test_averaged_weights_stand_in_for_the_block_only():
         assert np.abs(fresh.state()["0.weight"]).max() > 0
 
 
-class Half(nn.Cell):
-    """A layer whose weights are kept in float16."""
+class Kept(nn.Cell):
+    """A layer whose weights are kept in `dtype`."""
 
-    def __init__(self):
+    def __init__(self, dtype):
         super().__init__()
-        self.w = nn.Parameter(np.full((4, 1), 0.5, np.float16))
+        self.w = nn.Parameter(np.full((4, 1), 0.5), dtype=dtype)
 
     def construct(self, x):
         return x @ self.w.cast("float32")
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2, "average": 0.5, "clip_norm": 1.0}])
-def test_weights_of_float16_are_trained_with_state_in_float32(options):
+@pytest.mark.parametrize(("dtype", "state"), [("float16", "float32"), ("float64", "float64")])
+def test_the_state_of_float16_weights_is_float32_and_of_float64_float64(dtype, state, options):
     made = train.Trainer(
-        cell := Half(), loss=nn.MSE(), optimizer=optim.AdamW(optim.Cosine(0.1, 60)), metrics={},
+        cell := Kept(dtype), loss=nn.MSE(), optimizer=optim.AdamW(optim.Cosine(0.1, 60)), metrics={},
         **options,
     )  # fmt: skip
     x = data()[0]
     history = made.fit((x, x.sum(axis=1, keepdims=True)), 10, **QUIET)
     assert history["loss"][-1] < 0.3 * history["loss"][0]
     assert {k: a.dtype for k, a in made.state().items() if a.ndim} == {
-        k: np.dtype(np.float16 if k == "w" else np.float32) for k in made.state() if k[-1] == "w"
+        k: np.dtype(dtype if k == "w" else state) for k in made.state() if k[-1] == "w"
     }
     if options:
         with made.averaged():
-            assert cell.w.array.dtype == np.float16
+            assert cell.w.array.dtype == dtype
             made.evaluate((x, x.sum(axis=1, keepdims=True)))
 
 

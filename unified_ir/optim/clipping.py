@@ -13,8 +13,9 @@ from triplane.unified_ir.ops.tensor import Tensor
 
 def global_norm(grads: Mapping[str, Tensor]) -> Tensor:
     """Return the square root of the sum of squares of all elements of all tensors."""
-    wide = [g if g.dtype == float64 else g.cast(float32) for g in grads.values()]
-    squares = [(g * g).sum() for g in wide]
+    # One type for all: squares of float16 leave its range, and a sum needs equal types.
+    common = float64 if any(g.dtype == float64 for g in grads.values()) else float32
+    squares = [(g * g).sum() for g in (g.cast(common) for g in grads.values())]
     return ops.sqrt(sum(squares[1:], squares[0]))
 
 

@@ -401,8 +401,9 @@ def _as_tensors(
             raise InvalidInput(f"the {what} {lack} {min(names)!r}; {way_out}")
     tensors = {name: as_tensor(values[name]) for name in types}
     for name, type_ in types.items():
-        if tensors[name].type != type_:
-            raise InvalidInput(
-                f"the {what} {name!r} must be {type_}, got {tensors[name].type}; {way_out}"
-            )
+        seen = tensors[name].type
+        if seen != type_:
+            if (type_.dtype, seen) == (float64, type_.with_dtype(float32)):
+                way_out = 'a call converts float64 arrays, unless mode("graph", floats="float64")'
+            raise InvalidInput(f"the {what} {name!r} must be {type_}, got {seen}; {way_out}")
     return tensors

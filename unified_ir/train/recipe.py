@@ -119,7 +119,7 @@ class Recipe:
         """
         grads = {k: g.cast(computed_type(g.type).dtype) for k, g in grads.items()}
         if self.loss_scale is not None:
-            grads = {k: g / state[SCALE] for k, g in grads.items()}
+            grads = {k: g / state[SCALE].cast(g.dtype) for k, g in grads.items()}
         fine = all_finite(grads) if self.loss_scale is not None else None
         if self.accumulate == 1:
             results = self._when(fine, params, grads, state)
@@ -128,11 +128,11 @@ class Recipe:
         # The mean over all accumulated samples: mean = sum_b n_b g_b / sum_b n_b. A batch with n_b
         # = 0 has the gradient of a sum, see `Loss.counted`, which is added as it is.
         share = own if counted is None else ops.where(own == 0.0, 1.0, own)
-        sums = {k: state[slot_name(SUM, k)] + g * share for k, g in grads.items()}
+        sums = {k: state[slot_name(SUM, k)] + g * share.cast(g.dtype) for k, g in grads.items()}
         total, left = state[ROWS] + own, state[LEFT] - 1
         due = left <= 0
         divisor = total if counted is None else ops.where(total == 0.0, 1.0, total)
-        mean = {k: s / divisor for k, s in sums.items()}
+        mean = {k: s / divisor.cast(s.dtype) for k, s in sums.items()}
         # One batch with an infinite gradient makes the whole sum infinite, and the update is
         # skipped.
         ok = all_finite(mean) if self.loss_scale is not None else None
@@ -178,7 +178,9 @@ class Recipe:
             share = ops.where(state[STEP] > 0, 1.0 - self.average, 1.0)
             for k, p in moved.items():
                 mean = state[slot_name(AVERAGE, k)]
-                kept[slot_name(AVERAGE, k)] = mean + (p.cast(mean.dtype) - mean) * share
+                kept[slot_name(AVERAGE, k)] = mean + (p.cast(mean.dtype) - mean) * share.cast(
+                    mean.dtype
+                )
         return moved | kept
 
     def _clipped(self, grads: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
