@@ -223,10 +223,8 @@ class Kept(nn.Cell):
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2, "average": 0.5, "clip_norm": 1.0}])
 @pytest.mark.parametrize(("dtype", "state"), [("float16", "float32"), ("float64", "float64")])
 def test_the_state_of_float16_weights_is_float32_and_of_float64_float64(dtype, state, options):
-    made = train.Trainer(
-        cell := Kept(dtype), loss=nn.MSE(), optimizer=optim.AdamW(optim.Cosine(0.1, 60)), metrics={},
-        **options,
-    )  # fmt: skip
+    cell, optimizer = Kept(dtype), optim.AdamW(optim.Cosine(0.1, 60))
+    made = train.Trainer(cell, loss=nn.MSE(), optimizer=optimizer, metrics={}, **options)
     x = data()[0]
     history = made.fit((x, x.sum(axis=1, keepdims=True)), 10, **QUIET)
     assert history["loss"][-1] < 0.3 * history["loss"][0]
