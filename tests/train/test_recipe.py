@@ -12,6 +12,7 @@ from triplane.unified_ir.ir.types import type_of
 from triplane.unified_ir.onnx import emit, serialize
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.table import TABLE
+from triplane.unified_ir.ops.tensor import as_tensor
 from triplane.unified_ir.runtime import Session
 
 from .models import QUIET, bits, data, trainer
@@ -217,7 +218,7 @@ class Kept(nn.Cell):
         self.w = nn.Parameter(np.full((4, 1), 0.5), dtype=dtype)
 
     def construct(self, x):
-        return x @ self.w.cast("float32")
+        return x @ as_tensor(self.w).cast("float32")
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2, "average": 0.5, "clip_norm": 1.0}])

@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from types import FunctionType, MethodType
-from typing import Any, Concatenate, Final, ParamSpec
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -40,7 +40,7 @@ MANY_VALUES: Final = 8
 
 _KEY: Final = "_triplane_programs"
 _DERIVED: Final = "_triplane_derived"
-P = ParamSpec("P")
+Transform = TypeVar("Transform", bound=Callable[..., Any])
 
 _lock: Final = Lock()
 _others: Final[weakref.WeakKeyDictionary[Any, dict[Any, Programs]]] = weakref.WeakKeyDictionary()
@@ -241,9 +241,7 @@ def programs_of(target: Any) -> Programs:
     return others[function]
 
 
-def derived_once(
-    transform: Callable[Concatenate[Any, P], Any],
-) -> Callable[Concatenate[Any, P], Any]:
+def derived_once(transform: Transform) -> Transform:
     """Decorator: transform a Python function once for each set of options.
 
     What `grad(f)` returns has programs of its own, which a second `grad(f)` would compile again.
@@ -251,7 +249,7 @@ def derived_once(
     """
 
     @functools.wraps(transform)
-    def once(f: Any, *args: P.args, **kwargs: P.kwargs) -> Any:
+    def once(f: Any, *args: Any, **kwargs: Any) -> Any:
         options = (transform.__name__, args, tuple(sorted(kwargs.items())))
         try:
             hash(options)
@@ -267,4 +265,4 @@ def derived_once(
             derived[options] = transform(f, *args, **kwargs)
         return derived[options]
 
-    return once
+    return once  # type: ignore[return-value]
