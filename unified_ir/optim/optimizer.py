@@ -302,7 +302,8 @@ class Optimizer:
     def rule(self, step: Tensor | None) -> Rule:
         """Return the update of one parameter; it takes parameter and gradient after weight decay.
 
-        Scalars that depend on `step` are computed here, once for all parameters.
+        Scalars that depend on `step` are computed here, once for all parameters. Parameter,
+        gradient and slots are of float32, those of a float64 parameter of float64.
         """
         raise NotImplementedError
 

@@ -178,9 +178,8 @@ class Recipe:
             share = ops.where(state[STEP] > 0, 1.0 - self.average, 1.0)
             for k, p in moved.items():
                 mean = state[slot_name(AVERAGE, k)]
-                kept[slot_name(AVERAGE, k)] = mean + (p.cast(mean.dtype) - mean) * share.cast(
-                    mean.dtype
-                )
+                change = (p.cast(mean.dtype) - mean) * share.cast(mean.dtype)
+                kept[slot_name(AVERAGE, k)] = mean + change
         return moved | kept
 
     def _clipped(self, grads: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
