@@ -104,7 +104,8 @@ def test_graph_is_one_sound_svg_with_tooltips(model, capsys, tmp_path):
     root = ET.parse(out).getroot()
     titles = [t.text or "" for t in root.iter(f"{SVG}title")]
     assert root.tag == f"{SVG}svg"
-    assert titles[0] == ", ".join(said.split(": ", 1)[1].split(", ")[:2]).replace(", ", ": ")
+    counted = ": ".join(said.split(": ", 1)[1].split(", ")[:2])
+    assert titles[0] == f"{counted}, after simplification"
     assert any("reads w.momentum: float32[4,3]" in t for t in titles)
     assert any("graphs.py:" in t for t in titles)
     assert "http" not in out.read_text().replace("http://www.w3.org/2000/svg", "")
@@ -120,6 +121,47 @@ def test_graph_as_a_page_is_one_file_that_needs_no_other(model, capsys, tmp_path
     assert "default-src 'none'" in text
     assert not re.search(r"(src|href)=\"(?!data:,)", text)
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "").replace("http-equiv", "")
+
+
+class Sums(nn.Cell):
+    def __init__(self, *axes):
+        super().__init__()
+        self.axes = axes
+
+    def construct(self, x):
+        for axis in self.axes:
+            x = ops.sum(x, axis, keepdims=True)
+        return ops.tanh(x)
+
+
+@pytest.mark.parametrize(
+    ("axes", "ending"),
+    [
+        ((), "1 node"),
+        ((1,), "2 nodes, without 1 constant or size"),
+        ((1, 2), "3 nodes, without 2 constants and sizes computed from them"),
+    ],
+)
+def test_a_picture_counts_what_it_shows_and_leaves_out(capsys, tmp_path, axes, ending):
+    path, out = tmp_path / "sums.tpm", tmp_path / "g.svg"
+    nets.module_of(Sums(*axes), TensorSpec(("N", 4, 3))).save(path)
+    said = run(capsys, path, "--graph", out)[1]
+    assert said.removeprefix(f"{out}: ").partition(", ")[2] == f"{ending}\n"
+
+
+class Pooled(nn.Cell):
+    def construct(self, x):
+        return ops.max_pool(ops.relu(x), 2)
+
+
+def test_a_picture_says_that_the_graph_was_simplified(capsys, tmp_path):
+    path, out = tmp_path / "pooled.tpm", tmp_path / "g.svg"
+    nets.module_of(Pooled(), TensorSpec(("N", 1, 4, 4))).save(path)
+    run(capsys, path, "--graph", out)
+    names = re.findall(r">(Relu|MaxPool)\b", out.read_text())
+    assert names == ["MaxPool", "Relu"]  # which is not the order of `construct`
+    root = ET.parse(out).getroot()
+    assert (root[0].text or "").endswith(": 2 nodes, after simplification")
 
 
 def test_graph_defaults_to_predict(model, capsys, tmp_path):

@@ -42,7 +42,8 @@ Examples:
 --graph OUT.html writes one page that needs no network: boxes for the cells of the model fold and
 unfold, forward, backward and update stand side by side, equal blocks are one box. Drag, wheel or
 keys move and zoom; search finds a node by name, operator, type or state. OUT.svg is the view that
-the page opens with.
+the page opens with. The graph is the one that runs, after simplification, which may have merged
+nodes or changed their order: a Relu in front of a MaxPool stands behind it.
 
 \b
 A model file's graphs are checked as they are read: every byte against its digest, every node's
@@ -351,10 +352,12 @@ def _draw(module: Module, entry: str | None, out: Path) -> str:
     function = _chosen(module, entry)
     root = outline(function, module.state)
     write_atomic(out, (svg if out.suffix == ".svg" else page)(root).encode())
-    every = sum(1 for _ in function.walk())
-    left_out = every - root.nodes
-    hidden = f", without {left_out:,} constants and sizes computed from them" if left_out else ""
-    return f"{function.name}, {root.nodes:,} nodes{hidden}"
+    left_out = sum(1 for _ in function.walk()) - root.nodes
+    hidden = "1 constant or size"
+    if left_out > 1:
+        hidden = f"{left_out:,} constants and sizes computed from them"
+    shown = f"{function.name}, {_count(root.nodes, 'node')}"
+    return f"{shown}, without {hidden}" if left_out else shown
 
 
 def _repeats_lines(blocks: Mapping[str, Any]) -> Iterator[str]:

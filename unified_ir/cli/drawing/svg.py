@@ -35,7 +35,8 @@ def svg(root: Item) -> str:
 
 def title_of(root: Item) -> str:
     """Return the title of the picture."""
-    return f"{root.name}: {root.nodes:,} nodes"
+    # Passes run when a model is traced or read, so the order of `construct` is not known here.
+    return f"{root.name}: {root.nodes:,} node{'' if root.nodes == 1 else 's'}, after simplification"
 
 
 def style() -> str:
