@@ -42,8 +42,8 @@ Examples:
 --graph OUT.html writes one page that needs no network: boxes for the cells of the model fold and
 unfold, forward, backward and update stand side by side, equal blocks are one box. Drag, wheel or
 keys move and zoom; search finds a node by name, operator, type or state. OUT.svg is the view that
-the page opens with. The graph is the one that runs, after simplification, which may have merged
-nodes or changed their order: a Relu in front of a MaxPool stands behind it.
+the page opens with. An entry with gradients is drawn as it runs: simplification may have merged
+nodes or changed their order, so that a Relu in front of a MaxPool stands behind it.
 
 \b
 A model file's graphs are checked as they are read: every byte against its digest, every node's

@@ -171,7 +171,7 @@ def test_the_view_moves_and_zooms_by_mouse_and_keys(show, tower):
 def test_a_hundred_thousand_nodes_are_all_there_and_few_are_shown(show, random_function):
     root = outline(random_function(100_000))
     browser = show(root)
-    assert browser.title == "random: 100,000 nodes, after simplification"
+    assert browser.title == "random: 100,000 nodes"
     assert len(boxes(browser)) < 100
     nodes = "return data.tip.filter((t) => t.length && strings[t[0]].startsWith('node ')).length"
     assert browser.execute_script(nodes) == 100_000
