@@ -86,6 +86,27 @@ def test_a_named_entry_is_told_alone(model, capsys):
     assert "no entry 'prdict'" in err
 
 
+@pytest.mark.parametrize("columns", [60, 80, 200])
+def test_tables_are_as_wide_as_the_terminal(tmp_path, capsys, monkeypatch, columns):
+    net = nn.Sequential(nn.Flatten(), nn.Dense(4, 2))
+    trainer = train.Trainer(net, loss=nn.SoftmaxCrossEntropy(), optimizer=optim.AdamW(0.1))
+    trainer.prepare(np.zeros((1, 1, 2, 2), np.float32), np.zeros(1, np.int64))
+    path = tmp_path / "m.tpm"
+    trainer.export().save(path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    out = run(capsys, path.name)[1]
+    digest = Container(path, kind="model").digest
+    lines = [line for line in out.splitlines() if digest not in line]
+    assert max(map(len, lines)) <= columns
+    assert not any(line.endswith(":") for line in lines)  # a name stands beside its type
+    signature = "(x: float32[N,1,2,2], y: int64[N]) -> (loss: float32[], accuracy: float32[])"
+    assert signature in re.sub(r"\s+", " ", out)  # wrapped, and whole
+    assert "AdamW(lr=0.1" in out
+    if columns == 200:
+        assert re.search(rf"  loss +\d+ nodes .* {re.escape(signature)}\n", out)
+
+
 def test_text_is_the_text_form(model, capsys):
     module = graphs.module()
     assert run(capsys, model, "--text")[1] == module_text(module) + "\n"
@@ -184,7 +205,7 @@ def test_repeats_are_told_and_given_whole_as_json(tmp_path, capsys):
     nets.module_of(nets.shaken(Tower()), TensorSpec(("N", 4))).save(path)
     code, out, _ = run(capsys, path, "--repeats")
     assert code == 0
-    assert re.search(r"block_0\s+\d\s+6\s+.*test_inspect.py", out), out
+    assert re.search(r"block_0\s+\d\s+6\s+Gemm [ \w]*\s+\S*test_inspect.py:\d+\n", out), out
     record = json.loads(run(capsys, path, "--repeats", "--json")[1])
     (occurrences,) = record["repeats"].values()
     assert len(occurrences) == 6
