@@ -73,7 +73,7 @@ def strategy_options(function: F) -> F:
 )  # fmt: skip
 @strategy_options
 @click.option(
-    "--quorum", type=SHARE,
+    "--quorum", type=SHARE, metavar="SHARE",
     help="Least share of a round's devices that the strategy has to ask, as in a run.  "
     "[default: one device]",
 )  # fmt: skip
