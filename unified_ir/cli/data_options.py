@@ -115,18 +115,20 @@ def summary(dataset: Dataset) -> str:
 
 def shape_hint(
     dataset: Dataset,
-    x: Sequence[str],
-    y: Sequence[str],
+    *,
+    x: Sequence[str] | None = None,
+    y: Sequence[str] | None = None,
     sizes: Mapping[str, Sequence[int]] | None = None,
 ) -> str:
     """Return what a model was fed and the option that adds an axis, for errors about shapes.
 
-    x, y: the choices of the command line. sizes: those of a sample of an input that the model
-    takes, by column, where they are known.
+    x, y: the choices of the command line; None where inputs, or targets, are not in question.
+    sizes: those of a sample of an input that the model takes, by column, where they are known.
     """
     examples = [
         text
         for flag, names, chosen in (("--x", dataset.inputs, x), ("--y", dataset.targets, y))
+        if chosen is not None
         for text in _examples(dataset, flag, names, chosen, sizes or {})
     ]
     way = f"; another shape is chosen as in {' or '.join(examples)}" if examples else ""

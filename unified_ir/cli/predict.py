@@ -158,7 +158,7 @@ def _answers(
     parts: list[Mapping[str, Array]] = []
     rows = taken = 0
     size = options["batch_size"] if limit is None else min(limit, options["batch_size"])
-    for arrays in models.batches(dataset, size):
+    for arrays, _ in models.batches(dataset, size):
         feeds = models.feeds_of(dataset, arrays, model, options["x"])
         count = len(arrays[0])
         results = _checked(model.run(feeds), count)

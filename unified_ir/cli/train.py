@@ -326,7 +326,7 @@ def _explained_shapes(samples: Dataset, options: dict[str, Any]) -> Iterator[Non
     try:
         yield
     except ShapeError as error:
-        hint = data_options.shape_hint(samples, options["x"], options["y"])
+        hint = data_options.shape_hint(samples, x=options["x"], y=options["y"])
         raise ShapeError(f"{error}; {hint}") from error
 
 
