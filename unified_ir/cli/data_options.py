@@ -79,6 +79,11 @@ def choices(model: str = "the model") -> tuple[click.Option, click.Option]:
     )  # fmt: skip
 
 
+def group_option(help_text: str) -> click.Option:
+    """Return --group."""
+    return option("--group COLUMN", f"{help_text} No pattern of --x or --y takes this column.")
+
+
 def source_forms() -> tuple[click.Option, ...]:
     """Return --size and --sql, which a source itself takes."""
     return (

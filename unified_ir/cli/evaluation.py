@@ -87,7 +87,7 @@ class Evaluation:
 
     def run(self) -> None:
         """Read all samples."""
-        group = self.options.get("group")
+        group = self.options["group"]
         for arrays, keys in models.batches(self.dataset, self.options["batch_size"], group or ""):
             feeds = models.feeds_of(self.dataset, arrays, self.model, self.options["x"])
             targets = [self._target(y) for y in arrays[len(self.dataset.inputs) :]]

@@ -87,8 +87,8 @@ FINE_TUNING_RATE: Final = 0.0002
 OPTIONS: Final = (
     data_options.data_option("Labelled samples", required=True),
     *data_options.choices("the cell"),
-    option("--group COLUMN", "Hold out whole groups: samples with one value in this column stay "
-           "together."),
+    data_options.group_option("Hold out whole groups: samples with one value in this column stay "
+                              "together."),
     *data_options.forms(),
     option("--validation DATA", "Held-out samples with the same columns.  [default: a fifth of "
            "--data]"),
