@@ -63,10 +63,6 @@ def test_a_choice_of_columns_is_shown_as_a_model_is_given_it(table, capsys):
     assert shown["columns"] == {"x": "float32[1, 2]", "gait": "int64"}
     assert (shown["inputs"], shown["targets"]) == (["x"], ["gait"])
     assert shown["labels"] == ["run", "walk"]
-        ["x"],
-        ["gait"],
-        ["run", "walk"],
-    )
     assert shown["first"][1] == {"x": "[ 0.125, -1.   ]", "gait": "1"}
     windows = record(capsys, "inspect", table, "--x", "*", "--group", "gait", "--window", 4)
     assert windows["columns"] == {"x": "float32[4, 3]", "gait": "text"}
