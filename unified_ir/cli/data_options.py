@@ -84,6 +84,16 @@ def group_option(help_text: str) -> click.Option:
     return option("--group COLUMN", f"{help_text} No pattern of --x or --y takes this column.")
 
 
+def seed_option() -> click.Option:
+    """Return --seed of the verbs that run a model."""
+    return option(
+        "--seed N",
+        "For a model that samples (train --key-input): its batch number k, "
+        "from 0, gets the key (N, k).",
+        click.IntRange(0, 2**32 - 1),
+    )
+
+
 def source_forms() -> tuple[click.Option, ...]:
     """Return --size and --sql, which a source itself takes."""
     return (

@@ -56,6 +56,7 @@ OPTIONS: Final = (
            "training, where the file has it]", int),
     option("--per-class", "Also print precision, recall and f1 of each class.", is_flag=True),
     option("--batch-size N", "Samples per batch.", COUNT, default=models.BATCH),
+    data_options.seed_option(),
 )
 # fmt: on
 
@@ -69,7 +70,7 @@ def command(**options: Any) -> None:
     Samples are read batch by batch, so the data may be larger than the memory.
     """
     output = open_output(options["as_json"])
-    model = models.open_file(options["model"])
+    model = models.seeded(models.open_file(options["model"]), options["seed"])
     dataset = _dataset(options, model)
     sums = evaluation.Evaluation(model, dataset, options)
     for text in (*dataset.notes, *_doubts(model, dataset), *sums.notes()):

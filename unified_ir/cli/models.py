@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
@@ -26,6 +27,8 @@ BUNDLE_SUFFIX: Final = ".bundle"
 KINDS: Final = "a model file (.tpm), an ONNX model (.onnx) or a bundle (.bundle)"
 LOSS: Final = "loss"
 """The key of the loss in the metadata of a module, and in the properties of its ONNX file."""
+KEY: Final = ("uint32", (2,))
+"""Element type and shape of an input that is a random key; see `Trainer.export`."""
 BATCH: Final = 256
 """Samples per batch."""
 
@@ -79,6 +82,34 @@ class FileModel:
                     f"the model takes batches of {size}, but its output {name!r} is "
                     f"{y.dtype}{list(y.shape)}, which has no row for each sample"
                 )
+
+
+def seeded(model: FileModel, seed: int | None) -> FileModel:
+    """Return a model that needs no key: its call number k, from 0, gets the key (seed, k).
+
+    InvalidInput: the model samples, but there is no seed; or the other way around.
+    """
+    keys = [i.name for i in model.inputs if (i.dtype, i.shape) == KEY]
+    if not keys:
+        if seed is not None:
+            raise InvalidInput("the model has no key as input, so it samples nothing; omit --seed")
+        return model
+    if seed is None:
+        raise InvalidInput(
+            f"the model draws random numbers by its input {keys[0]!r}; give a number, as in "
+            "--seed 7: the same number gives the same answers"
+        )
+    calls = count()
+
+    def compute(feeds: Mapping[str, Any]) -> Mapping[str, Array]:
+        import numpy as np
+
+        key = np.array([seed, next(calls)], np.uint32)
+        return model.compute({**feeds, **dict.fromkeys(keys, key)})
+
+    return replace(
+        model, inputs=tuple(i for i in model.inputs if i.name not in keys), compute=compute
+    )
 
 
 def open_file(path: Path) -> FileModel:

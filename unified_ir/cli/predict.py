@@ -51,7 +51,8 @@ The suffix of --out says what is written:
   .csv    one line for each sample: the class and its probability where the model has names of
           classes, else one column for each number
   .json   both
-Scores that are no probabilities become some by softmax.
+Scores that are no probabilities become some by softmax. A model that samples gives the same answers
+for the same --seed, --batch-size and order of samples.
 
 {data_options.CHOICES}"""
 
@@ -63,6 +64,7 @@ OPTIONS: Final = (
     option("--out", "The file to write (.npz, .csv or .json); without it, the first answers are "
            "printed.", OUTPUT_FILE),
     option("--batch-size N", "Samples per batch.", COUNT, default=models.BATCH),
+    data_options.seed_option(),
 )
 # fmt: on
 
@@ -93,6 +95,7 @@ def answer(model: FileModel, options: dict[str, Any], output: CommandOutput) -> 
     from triplane.unified_ir.cli.answers import write_answers
 
     out: Path | None = options["out"]
+    model = models.seeded(model, options["seed"])
     dataset = _dataset(options, model, output)
     answers = _answers(model, dataset, options, None if out is not None else SHOWN)
     record: dict[str, Any] = {"model": str(options["model"]), "samples": answers.rows}

@@ -144,6 +144,8 @@ OPTIONS: Final = (
            "Resume from --checkpoint, or refuse a folder that holds checkpoints.", default=True),
     option("--entry", "Function to export; may be repeated.  [default: all but gradients]",
            click.Choice(ENTRIES), name="entries", multiple=True),
+    option("--key-input NAME", "Add an input uint32[2] to predict: the key by which a cell that "
+           "samples draws."),
     option("--fixed-batch N", "Export functions for batches of exactly N samples.  [default: any]",
            COUNT),
     option("--local-lr RATE",
@@ -295,7 +297,12 @@ def _trained(
     entries = options["entries"] or DEFAULT_ENTRIES
     with trainer.averaged() if options["ema"] is not None else nullcontext():
         result = trainer.evaluate(held_out)
-        module = trainer.export(entries, local_lr=options["local_lr"], batch=options["fixed_batch"])
+        module = trainer.export(
+            entries,
+            local_lr=options["local_lr"],
+            batch=options["fixed_batch"],
+            key_input=options["key_input"],
+        )
     if tallies := list(trainer.model.tallies):
         output.note(
             f"{', '.join(tallies)}: no mean of batches, so the functions of the model file do not "
