@@ -39,7 +39,7 @@ _BY_CLASS: Final = {"precision", "recall", "f1"}
 
 
 @dataclass(eq=False)
-class Part:
+class EvaluationSums:
     """Sums of the measures of all samples or of those of one group.
 
     place: the results of the file's entry evaluate. scores: None until the first batch is compared.
@@ -76,8 +76,8 @@ class Evaluation:
         self.entry = _evaluate_entry(model, options["ignore_index"])
         own = model.ignored if options["ignore_index"] is None else options["ignore_index"]
         self.ignored: int | None = own
-        self.total = Part(Place())
-        self.groups: dict[Any, Part] = {}
+        self.total = EvaluationSums(Place())
+        self.groups: dict[Any, EvaluationSums] = {}
         self.kind = self.output = ""
 
     def notes(self) -> Iterator[str]:
@@ -140,7 +140,7 @@ class Evaluation:
             "per_class": by_class(counts),
         }
 
-    def _measures(self, part: Part) -> dict[str, float]:
+    def _measures(self, part: EvaluationSums) -> dict[str, float]:
         means = part.place.measures({})
         scores = {} if part.scores is None else part.scores.measures()
         scores.pop(CONFUSION, None)
@@ -148,17 +148,18 @@ class Evaluation:
         own = {k: x for k, x in means.items() if not wanted or k == "loss" or k in wanted}
         return {**own, **scores}
 
-    def _measures_or_none(self, part: Part) -> dict[str, float]:
+    def _measures_or_none(self, part: EvaluationSums) -> dict[str, float]:
         """Return the measures of a group; none where no label of it counts."""
         nothing = part.scores is not None and not part.scores.place.rows
         return {} if nothing or part.place.uncounted() else self._measures(part)
 
-    def _group(self, key: Any) -> Part:
+    def _group(self, key: Any) -> EvaluationSums:
         from triplane.unified_ir.train.history import Place
 
         if key not in self.groups:
             scores = self.total.scores
-            self.groups[key] = Part(Place(), scores=None if scores is None else scores.empty())
+            own = None if scores is None else scores.empty()
+            self.groups[key] = EvaluationSums(Place(), scores=own)
             self._check_groups()
         return self.groups[key]
 
@@ -203,7 +204,7 @@ class Evaluation:
             self._start(outputs, targets[0])
         return {} if self.kind == OTHER else {self.output: outputs[self.output]}
 
-    def _add(self, part: Part, batch: _Batch) -> None:
+    def _add(self, part: EvaluationSums, batch: _Batch) -> None:
         if part.scores is not None and batch.outputs:
             part.scores.add(batch.outputs[self.output], batch.targets[0])
         if self.entry is not None:
