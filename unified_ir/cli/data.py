@@ -44,7 +44,7 @@ SHOWN_WIDTH: Final = 72
 # fmt: off
 INSPECT_OPTIONS: Final = (
     *data_options.choices("a model"),
-    data_options.group_option("A column to keep beside them, which no window crosses."),
+    data_options.window_group(),
     *data_options.forms(),
     option("--samples N", "Samples to show.", NATURAL, default=SHOWN_SAMPLES),
 )
@@ -159,12 +159,10 @@ def _chosen(options: dict[str, Any]) -> Dataset:
     """Return the samples with the columns that were chosen, or as they are stored."""
     from triplane.unified_ir.data.by_name import load
 
-    group = options["group"]
-    form = ("x", "y", "window")
-    if group is None and options["pixels"] is None and not any(options[k] for k in form):
+    form = ("x", "y", "group", "window")
+    if options["pixels"] is None and not any(options[k] for k in form):
         return _stored(options)
-    keep = () if group is None else (group,)
-    return load(options["data"], keep=keep, **data_options.reading(options))
+    return load(options["data"], **data_options.reading_by_group(options))
 
 
 def _stored(options: dict[str, Any]) -> Dataset:

@@ -84,6 +84,11 @@ def group_option(help_text: str) -> click.Option:
     return option("--group COLUMN", f"{help_text} No pattern of --x or --y takes this column.")
 
 
+def window_group() -> click.Option:
+    """Return --group of the verbs that do nothing else with that column."""
+    return group_option("Column of the group of each sample, which no --window crosses.")
+
+
 def seed_option() -> click.Option:
     """Return --seed of the verbs that run a model."""
     return option(
@@ -119,6 +124,12 @@ def forms() -> tuple[click.Option, ...]:
 def reading(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of `data.load` that a verb's options state."""
     return {name: options[key] for key, name in READ.items() if key in options}
+
+
+def reading_by_group(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the same for verbs that only keep the column of --group; see `window_group`."""
+    group = options["group"]
+    return reading(options) | ({} if group is None else {"keep": (group,)})
 
 
 def summary(dataset: Dataset) -> str:
