@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Final
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.cli import data_options
 from triplane.unified_ir.cli.importing import SUFFIX
-from triplane.unified_ir.files.samples import IGNORED
 
 if TYPE_CHECKING:
     from triplane.unified_ir.data import Dataset
@@ -188,6 +187,8 @@ def _labels(meta: Mapping[str, str]) -> tuple[str, ...]:
 
 def _ignored(meta: Mapping[str, str]) -> int | None:
     """Return the label that the loss leaves out; another tool may use the key for anything."""
+    from triplane.unified_ir.files.samples import IGNORED
+
     text = meta.get(IGNORED, "")
     return int(text) if re.fullmatch("-?[0-9]{1,18}", text) else None
 
