@@ -54,6 +54,7 @@ def test_the_page_may_run_its_own_script_and_nothing_else(address):
         digest = base64.b64encode(hashlib.sha256(inner.encode()).digest()).decode()
         assert f"{kind}-src 'sha256-{digest}'" in policy
     assert "default-src 'none'" in policy
+    assert "frame-ancestors 'none'" in policy
     assert "unsafe" not in policy
     assert not re.search(
         r"(?:src|href)=\"(?!data:)|@import|url\(|innerHTML|\beval\(|\son\w+=\"", text
