@@ -323,11 +323,10 @@ def _count(n: int, noun: str) -> str:
 
 def _table(title: str, rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
     """Return rows under a title, with columns as wide as their widest cell."""
+    from triplane.unified_ir.files.text_table import aligned
+
     yield title
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        yield ("  " + "  ".join(cells)).rstrip()
+    yield from (f"  {line}" for line in aligned(rows))
 
 
 def _onnx_text(file: Container, entry: str | None) -> str:
