@@ -63,13 +63,13 @@ def _file(
     out: Path,
 ) -> Path | None:
     """Return the source if it is an .npz whose columns are not chosen, else `out`, written here."""
-    from triplane.unified_ir.convert.describe import labels_of
+    from triplane.unified_ir.ir.meta import labels_of
 
     if source is None:
         return None
     inputs = module.inputs(entry)
     if not _is_npz(source, choice):
-        return _written(out, read(source, inputs, labels_of(module), **choice))
+        return _written(out, read(source, inputs, labels_of(module.meta), **choice))
     file = _existing(source)
     read(file, inputs)  # as the cloud will, after the upload
     return file

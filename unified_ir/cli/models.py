@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,11 +77,12 @@ class FileModel:
 def open_file(path: Path) -> FileModel:
     """Open a model to run its entry `predict`."""
     if path.suffix == SUFFIX:
+        from triplane.unified_ir.ir.meta import labels_if_any
         from triplane.unified_ir.runtime import Session
 
         session = Session(path)
         meta = session.metadata
-        return _of_session(session, _labels(meta), meta.get(LOSS, ""))
+        return _of_session(session, labels_if_any(meta), meta.get(LOSS, ""))
     if path.suffix == BUNDLE_SUFFIX:
         from triplane.unified_ir.runtime import Bundle
 
@@ -95,6 +95,7 @@ def open_file(path: Path) -> FileModel:
 def _of_module(path: Path) -> FileModel:
     from triplane.unified_ir.convert.conversion import open_model
     from triplane.unified_ir.engines.modules import program_of
+    from triplane.unified_ir.ir.meta import labels_if_any
     from triplane.unified_ir.ir.types import is_plain
     from triplane.unified_ir.runtime import TensorInfo
 
@@ -117,7 +118,7 @@ def _of_module(path: Path) -> FileModel:
     return FileModel(
         inputs=infos,
         outputs=function.result_names,
-        labels=_fitting(_labels(module.meta), last),
+        labels=_fitting(labels_if_any(module.meta), last),
         compute=program.run,
         loss=module.meta.get(LOSS, ""),
         module=module,
@@ -134,15 +135,6 @@ def _of_session(session: Session, labels: tuple[str, ...], loss: str = "") -> Fi
         compute=session.run,
         loss=loss,
     )
-
-
-def _labels(meta: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the class names in metadata; any other tool may use the same key in another form."""
-    try:
-        labels = json.loads(meta.get("labels", "[]"))
-    except (ValueError, RecursionError):
-        return ()
-    return tuple(map(str, labels)) if isinstance(labels, list) else ()
 
 
 def _fitting(labels: tuple[str, ...], last: tuple[Any, ...]) -> tuple[str, ...]:
