@@ -6,7 +6,7 @@ from tests.conformance.checks import agree
 from tests.conformance.pytorch_cases import OURS
 from tests.conformance.rows import FLAT, INTEGERS, NO_GRADIENT, SLOPED
 from tests.conformance.uses import naming
-from tests.support.golden_files import PEER, ROOT, check_generator, needs_peers
+from tests.support.golden_files import PEER, ROOT, check_generator, needs_peers, parts_of
 
 from triplane.unified_ir.autodiff import value_and_grad, vjp
 from triplane.unified_ir.engines import engine
@@ -36,12 +36,7 @@ CONTROL = {
 
 def held(name, dtype=np.float64):
     """A golden file by part: {"x": {...}, "y": {...}, ...}; floating-point arrays in `dtype`."""
-    parts: dict[str, dict[str, np.ndarray]] = {part: {} for part in "xyvguh"}
-    with np.load(GOLDEN / f"{name}.npz") as file:
-        for key, array in file.items():
-            part, _, label = key.partition(".")
-            parts[part][label] = array.astype(dtype) if array.dtype.kind == "f" else array
-    return parts
+    return parts_of(GOLDEN / f"{name}.npz", dtype)
 
 
 def recorded(name, parts):

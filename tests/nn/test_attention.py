@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.golden_files import ROOT, check_generator, needs_peers
+from tests.support.golden_files import ROOT, check_generator, needs_peers, parts_of
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import TensorSpec, grad, graph, nn, ops, trace
@@ -60,13 +60,7 @@ OURS = {
 
 def held(name):
     """A golden file by part, numbers in float32."""
-    parts: dict[str, dict[str, np.ndarray]] = {part: {} for part in "xwyvgh"}
-    with np.load(GOLDEN / f"{name}.npz") as file:
-        for key, array in file.items():
-            part, _, label = key.partition(".")
-            single = array.astype(np.float32) if array.dtype.kind == "f" else array
-            parts[part][label] = single
-    return parts
+    return parts_of(GOLDEN / f"{name}.npz", np.float32)
 
 
 def without_keys(cell):

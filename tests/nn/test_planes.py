@@ -3,7 +3,7 @@
 import numpy as np
 import onnx
 import pytest
-from tests.support.golden_files import ROOT, check_generator, needs_peers
+from tests.support.golden_files import ROOT, check_generator, needs_peers, parts_of
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import TensorSpec, nn, optim, trace, train
@@ -42,12 +42,7 @@ OURS = {
 
 def held(name):
     """A golden file by part, in float32."""
-    parts: dict[str, dict[str, np.ndarray]] = {part: {} for part in "xwyvghb"}
-    with np.load(GOLDEN / f"{name}.npz") as file:
-        for key, array in file.items():
-            part, _, label = key.partition(".")
-            parts[part][label] = array.astype(np.float32)
-    return parts
+    return parts_of(GOLDEN / f"{name}.npz", np.float32)
 
 
 class Weighted(nn.Cell):

@@ -3,6 +3,7 @@
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,16 @@ PEER = Path(os.environ.get("TRIPLANE_PEERS", ROOT / ".venv-peers" / "bin" / "pyt
 needs_peers = pytest.mark.skipif(
     not PEER.exists(), reason="no peers' interpreter; run `make peers`"
 )
+
+
+def parts_of(path: Path, dtype: Any = np.float64) -> dict[str, dict[str, np.ndarray]]:
+    """Return the arrays of a file by part and name, {"x": {"q": ...}, ...}; floats in `dtype`."""
+    parts: dict[str, dict[str, np.ndarray]] = {part: {} for part in "xwyvguhb"}
+    with np.load(path) as file:
+        for key, array in file.items():
+            part, _, label = key.partition(".")
+            parts[part][label] = array.astype(dtype) if array.dtype.kind == "f" else array
+    return parts
 
 
 def check_generator(
