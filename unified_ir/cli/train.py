@@ -97,7 +97,8 @@ OPTIONS: Final = (
     option("--cell-args NAME=VALUE,..", "Arguments of Cell, or a JSON object of them."),
     option("--epochs N", "Passes over the training data.", COUNT, default=5),
     option("--batch-size N", "Samples per step.", COUNT, default=32),
-    option("--optimizer", "The optimizer; its other settings have PyTorch's defaults.",
+    option("--optimizer NAME", f"{', '.join(training.OPTIMIZERS)}; its other settings have "
+           "PyTorch's defaults.",
            click.Choice(list(training.OPTIMIZERS)), default="adam"),
     option("--lr RATE", "Learning rate; the highest one with --schedule.  "
            f"[default: {RATE:g}; {FINE_TUNING_RATE:g} for a model file]", POSITIVE),
