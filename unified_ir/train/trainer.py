@@ -481,8 +481,8 @@ class Trainer:
             return
         own, kept = self.cell.parameters(), self.optimizer_state()
         before = {k: own[k].array for k in own if slot_name(AVERAGE, k) in kept}
-        for k in before:
-            own[k].array = kept[slot_name(AVERAGE, k)]
+        for k, array in before.items():
+            own[k].array = kept[slot_name(AVERAGE, k)].astype(array.dtype, copy=False)
         try:
             yield
         finally:

@@ -151,6 +151,10 @@ def _never_folded(context: EmissionContext, node: Node, predicate: str) -> str:
 
 cond_row = Op(
     name="Cond",
+    computes=(
+        "region 0 of the other operands where the predicate, operand 0, is true, else region "
+        "1 of them"
+    ),
     kind=OpKind.CONTROL,
     emit=_emit_cond,
     domain=DOMAIN,
