@@ -90,9 +90,12 @@ def positions(k: XlaContext, index: Any, size: int) -> Any:
     int32, with which a GPU computes faster.
     """
     inside = (index >= -size) & (index < size)
-    if not (isinstance(index, np.ndarray) and inside.all()):
-        k.require(inside, f"an index is outside an axis of {size}")
     at = index + size * (index < 0)
+    is_known = isinstance(index, np.ndarray)
+    if not is_known or not inside.all():
+        k.require(inside, f"an index is outside an axis of {size}")
+    if is_known:  # valid also where it fails, perhaps in a branch that never runs
+        at = np.where(inside, at, 0)
     return at.astype(np.int32) if size < 2**31 else at
 
 
