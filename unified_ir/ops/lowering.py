@@ -132,12 +132,10 @@ def written(k: XlaContext, x: Any, at: tuple[Any, ...], updates: Any, reduction:
     if reduction == "none":
         # XLA writes duplicates in any order: all but the last go beyond the end and are dropped.
         flat = k.np.where(_is_last(k, flat, size), flat, size)
-        written = target.at[flat].set(
-            new, mode="drop", unique_indices=True, wrap_negative_indices=False
-        )
+        y = target.at[flat].set(new, mode="drop", unique_indices=True, wrap_negative_indices=False)
     else:
-        written = getattr(target.at[flat], _WRITES[reduction])(new, **_IN_BOUNDS)
-    return written.reshape(x.shape)
+        y = getattr(target.at[flat], _WRITES[reduction])(new, **_IN_BOUNDS)
+    return y.reshape(x.shape)
 
 
 def _flat(at: tuple[Any, ...], sizes: tuple[int, ...]) -> Any:
