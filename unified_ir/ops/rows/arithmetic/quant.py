@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Final
 
-import ml_dtypes
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
@@ -27,31 +26,18 @@ from triplane.unified_ir.ir.types import (
 )
 from triplane.unified_ir.ops.emission import EmissionContext
 from triplane.unified_ir.ops.row import Infer, Op, OpCall, OpKind, Types, dtype_attr
+from triplane.unified_ir.ops.rows.arithmetic import xla_quant
+from triplane.unified_ir.ops.rows.arithmetic.coding import (
+    along,
+    saturated,
+    shaped,
+    shifted,
+    type_of_codes,
+)
 from triplane.unified_ir.ops.rows.arithmetic.matrix import matmul
 from triplane.unified_ir.ops.rows.movement.structure import axes_of
 from triplane.unified_ir.ops.rows.windows.convolution import conv_row
 from triplane.unified_ir.ops.samples import fixed, ints, normal, sample
-
-
-def _along(v: Any, x: Any, axis: int, block: int = 0) -> Any:
-    """Shape scales or zero points so that they broadcast against `x`."""
-    if not v.ndim or (v.ndim == 1 and v.size == 1 and not block):
-        return v.reshape(())
-    if block:
-        at = axis % x.ndim
-        # The last block may be shorter than the others.
-        return np.take(np.repeat(v, block, at), np.arange(x.shape[at]), at)
-    return v.reshape([-1 if i == axis % x.ndim else 1 for i in range(x.ndim)])
-
-
-def saturated(x: Any, dtype: DType) -> Any:
-    """Round to the nearest value of `dtype`; values out of range saturate."""
-    if not dtype.is_float:
-        limits = ml_dtypes.iinfo(dtype.numpy)  # type: ignore[no-untyped-call]
-        held = np.clip(x, int(limits.min), int(limits.max))
-        return held.astype(np.int32).astype(dtype.numpy)
-    end = float(ml_dtypes.finfo(dtype.numpy).max)  # type: ignore[no-untyped-call]
-    return np.clip(x, -end, end).astype(dtype.numpy)
 
 
 def _quantize(
@@ -59,30 +45,26 @@ def _quantize(
     precision: int, saturate: int,
 ) -> Any:  # fmt: skip
     """q = saturate(round(x / scale) + zero_point)."""
-    to = as_dtype(zero.dtype) if zero is not None else _type_of_codes(output_dtype)
+    to = as_dtype(zero.dtype) if zero is not None else type_of_codes(output_dtype)
     if precision:
         x = x.astype(dtype_attr(precision).numpy)
-    step = _along(scale, x, axis, block_size)
+    step = along(scale, x, axis, block_size)
     ratio = x / (step.astype(x.dtype) if step.dtype != x.dtype else step)
     # A zero point only gives floating-point codes their type; the cast rounds.
     if to.is_float:
         return saturated(ratio, to) if saturate else ratio.astype(to.numpy)
-    shift = 0 if zero is None else _along(zero, x, axis, block_size).astype(np.float64)
+    shift = 0 if zero is None else along(zero, x, axis, block_size).astype(np.float64)
     return saturated(np.rint(ratio.astype(np.float64)) + shift, to)
-
-
-def _type_of_codes(wanted: int) -> DType:
-    return dtype_attr(wanted) if wanted else uint8
 
 
 def _dequantize(
     q: Any, scale: Any, zero: Any = None, *, axis: int, block_size: int, output_dtype: int
 ) -> Any:
     to = dtype_attr(output_dtype).numpy if output_dtype else scale.dtype
-    step = _along(scale, q, axis, block_size)
+    step = along(scale, q, axis, block_size)
     if zero is None:
         return (q.astype(step.dtype) * step).astype(to)
-    shift = _along(zero, q, axis, block_size)
+    shift = along(zero, q, axis, block_size)
     wide = np.int64 if as_dtype(q.dtype).kind in {"int", "uint"} else np.float32
     return ((q.astype(wide) - shift.astype(wide)).astype(step.dtype) * step).astype(to)
 
@@ -112,7 +94,7 @@ def _quantized(call: OpCall) -> Types:
     wanted, zero = call.attrs["output_dtype"], call.type(2).dtype if call.has(2) else None
     if wanted and zero is not None and dtype_attr(wanted) != zero:
         raise TypeMismatch(f"{call.row} gives {dtype_attr(wanted)}, its zero point is {zero}")
-    return (call.type(0).with_dtype(zero or _type_of_codes(wanted)),)
+    return (call.type(0).with_dtype(zero or type_of_codes(wanted)),)
 
 
 def _dequantized(call: OpCall) -> Types:
@@ -159,6 +141,7 @@ quantize_linear = Op(
     emit=_emit_coding,
     infer=_quantized,
     reference=_quantize,
+    xla=xla_quant.quantize,
     samples=(
         sample(normal(2, 3), _SCALE, fixed(128, "uint8")),
         sample(normal(2, 3), fixed([0.05, 0.1], "float32"), fixed([0, 0], "int8"), axis=0),
@@ -172,6 +155,7 @@ dequantize_linear = Op(
     emit=_emit_coding,
     infer=_dequantized,
     reference=_dequantize,
+    xla=xla_quant.dequantize,
     samples=(
         sample(ints(0, 255, 2, 3, dtype="uint8"), _SCALE, fixed(128, "uint8")),
         sample(ints(-127, 127, 2, 3, dtype="int8"), fixed([0.05, 0.1], "float32"), axis=0),
@@ -200,21 +184,13 @@ dynamic_quantize_linear = Op(
     kind=OpKind.QUANTIZATION,
     infer=_dynamic_types,
     reference=_dynamic,
+    xla=xla_quant.dynamic,
     samples=(
         sample(normal(2, 3), outputs=3),
         sample(fixed([[0.5, 2.0]], "float32"), outputs=3),
         sample(fixed([[0.0, 0.0]], "float32"), outputs=3),
     ),
 )
-
-
-def _shifted(q: Any, zero: Any, axis: int) -> Any:
-    """Subtract zero points: one, one per slice of `axis`, or shaped to broadcast."""
-    if zero is None:
-        return q.astype(np.float64)
-    if zero.ndim <= 1 or zero.size == 1:
-        zero = _along(zero.reshape(-1), q, axis)
-    return q.astype(np.float64) - zero.astype(np.float64)
 
 
 def _check_zero(call: OpCall, i: int, of: int, axis: int) -> None:
@@ -250,7 +226,7 @@ def _types_like(row: Op, w: int, to: DType | None) -> Infer:
 
 
 def _product(a: Any, a_zero: Any, b: Any, b_zero: Any) -> Any:
-    return np.matmul(_shifted(a, a_zero, -2 if a.ndim > 1 else -1), _shifted(b, b_zero, -1))
+    return np.matmul(shifted(a, a_zero, -2 if a.ndim > 1 else -1), shifted(b, b_zero, -1))
 
 
 def _matmul_integer(a: Any, b: Any, a_zero: Any = None, b_zero: Any = None) -> Any:
@@ -266,6 +242,7 @@ matmul_integer = Op(
     kind=OpKind.QUANTIZATION,
     infer=_types_like(matmul, 1, int32),
     reference=_matmul_integer,
+    xla=xla_quant.matmul_integer,
     samples=(
         sample(_A, _B),
         sample(_A, _B, fixed(120, "uint8"), fixed([1, 0, -3, 5], "int8")),
@@ -276,7 +253,7 @@ matmul_integer = Op(
 
 def _conv_integer(x: Any, w: Any, x_zero: Any = None, w_zero: Any = None, **attrs: Any) -> Any:
     assert conv_row.reference is not None
-    y = conv_row.reference(_shifted(x, x_zero, 0), _shifted(w, w_zero, 0), **attrs)
+    y = conv_row.reference(shifted(x, x_zero, 0), shifted(w, w_zero, 0), **attrs)
     return y.astype(np.int64).astype(np.int32)
 
 
@@ -285,6 +262,7 @@ conv_integer = Op(
     name="ConvInteger", kind=OpKind.QUANTIZATION,
     infer=_types_like(conv_row, 1, int32),
     reference=_conv_integer,
+    xla=xla_quant.conv_integer,
     samples=(
         sample(_X, _W, fixed(100, "uint8"), pads=(1, 1, 1, 1)),
         sample(_X, ints(0, 255, 4, 1, 3, 3, dtype="uint8"), fixed(9, "uint8"), fixed(3, "uint8"),
@@ -298,19 +276,12 @@ def _requantized(product: Any, scale: Any, zero: Any) -> Any:
     return saturated(ratio, as_dtype(zero.dtype))
 
 
-def _shaped(scale: Any, rank: int, axis: int) -> Any:
-    """One scale, or one per row (axis -2) or column (axis -1) of a product."""
-    if scale.ndim != 1 or scale.size == 1:
-        return scale.reshape(()) if scale.size == 1 else scale
-    return scale.reshape([-1 if i == rank + axis else 1 for i in range(rank)])
-
-
 def _qlinear_matmul(  # noqa: PLR0917 - the operands of the row
     a: Any, a_scale: Any, a_zero: Any, b: Any, b_scale: Any, b_zero: Any, y_scale: Any, y_zero: Any
 ) -> Any:
     product = _product(a, a_zero, b, b_zero)
     rank = max(np.ndim(product), 1)
-    scale = _shaped(a_scale, rank, -2) * _shaped(b_scale, rank, -1) / y_scale.reshape(())
+    scale = shaped(a_scale, rank, -2) * shaped(b_scale, rank, -1) / y_scale.reshape(())
     return _requantized(product, scale, y_zero.reshape(()))
 
 
@@ -319,6 +290,7 @@ qlinear_matmul = Op(
     name="QLinearMatMul", kind=OpKind.QUANTIZATION, settings=(1, 2, 4, 5, 6, 7),
     infer=_types_like(matmul, 3, None),
     reference=_qlinear_matmul,
+    xla=xla_quant.qlinear_matmul,
     samples=(
         sample(_A, _SA, fixed(120, "uint8"), _B, _SB, fixed(0, "int8"), _SY, fixed(90, "uint8")),
         sample(_A, _SA, fixed(7, "uint8"), ints(0, 255, 3, 4, dtype="uint8"), _SB,
@@ -334,8 +306,8 @@ def _qlinear_conv(  # noqa: PLR0917 - the operands of the row
     assert conv_row.reference is not None
     # The bias has the scale x_scale * w_scale, that of the accumulator.
     wide = None if bias is None else bias.astype(np.float64)
-    y = conv_row.reference(_shifted(x, x_zero, 0), _shifted(w, w_zero, 0), wide, **attrs)
-    per_filter = _shaped(w_scale, y.ndim, 1 - y.ndim)
+    y = conv_row.reference(shifted(x, x_zero, 0), shifted(w, w_zero, 0), wide, **attrs)
+    per_filter = shaped(w_scale, y.ndim, 1 - y.ndim)
     return _requantized(y, x_scale * per_filter / y_scale, y_zero)
 
 
@@ -343,6 +315,7 @@ qlinear_conv = Op(
     name="QLinearConv", kind=OpKind.QUANTIZATION, settings=(1, 2, 4, 5, 6, 7),
     infer=_types_like(conv_row, 3, None),
     reference=_qlinear_conv,
+    xla=xla_quant.qlinear_conv,
     samples=(
         sample(_X, _SA, fixed(100, "uint8"), _W, fixed([0.03, 0.02, 0.05, 0.01], "float32"),
                fixed([0, 0, 0, 0], "int8"), _SY, fixed(128, "uint8"),

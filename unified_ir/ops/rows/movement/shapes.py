@@ -362,7 +362,7 @@ def _one_hot_types(call: OpCall) -> Types:
 
 
 def _one_hot(index: Any, depth: Any, values: Any, *, axis: int) -> Any:
-    n = int(np.ravel(depth)[0])
+    n = np.int64(np.ravel(depth)[0])  # int64, so that a depth of 300 fits beside int8 indices
     axis %= index.ndim + 1
     # ONNX: indices in -depth..-1 count from the end; others outside the range match no position.
     wanted = np.where(index < 0, index + n, index)
@@ -372,7 +372,7 @@ def _one_hot(index: Any, depth: Any, values: Any, *, axis: int) -> Any:
 
 
 def _one_hot_xla(k: XlaContext, index: Any, depth: Any, values: Any, *, axis: int) -> Any:
-    n = int(np.ravel(k.known(depth, "its depth"))[0])
+    n = np.int64(np.ravel(k.known(depth, "its depth"))[0])
     axis %= index.ndim + 1
     wanted = k.np.expand_dims(k.np.where(index < 0, index + n, index), axis)
     along = [-1 if i == axis else 1 for i in range(index.ndim + 1)]

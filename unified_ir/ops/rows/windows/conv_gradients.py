@@ -15,7 +15,7 @@ from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Op, OpCall, OpKind
 from triplane.unified_ir.ops.rows.arithmetic.matrix import gemm
 from triplane.unified_ir.ops.rows.movement.slicing import slice_row
 from triplane.unified_ir.ops.rows.movement.structure import concat, pad_row, slice_axis, stack
-from triplane.unified_ir.ops.rows.windows import xla_windows
+from triplane.unified_ir.ops.rows.windows import xla_convolutions
 from triplane.unified_ir.ops.rows.windows.window import (
     Window,
     at_tap,
@@ -302,6 +302,7 @@ def _conv_grad_weight_body(
 
 conv_grad_weight = Op(
     name="ConvGradWeight", kind=OpKind.CONTRACTION,
+    computes="the gradient of y = Conv(x, w) with respect to w, from x and the cotangent g of y",
     domain=DOMAIN,
     operands=("T", "T"),
     attrs={
@@ -314,7 +315,7 @@ conv_grad_weight = Op(
     },
     infer=_conv_grad_weight,
     reference=_conv_grad_weight_kernel,
-    xla=xla_windows.conv_grad_weight,
+    xla=xla_convolutions.conv_grad_weight,
     vjp=_conv_grad_weight_vjp,
     body=_conv_grad_weight_body,
     samples=(

@@ -20,7 +20,7 @@ from triplane.unified_ir.ops.emission import EmissionContext
 from triplane.unified_ir.ops.lowering import XlaContext
 from triplane.unified_ir.ops.row import IntegerForm, Op, OpCall, OpKind
 from triplane.unified_ir.ops.rows.movement.structure import pad_row, slice_axis
-from triplane.unified_ir.ops.rows.windows import xla_windows
+from triplane.unified_ir.ops.rows.windows import xla_convolutions
 from triplane.unified_ir.ops.rows.windows.conv_gradients import (
     conv_grad_input,
     conv_grad_weight,
@@ -149,7 +149,7 @@ conv_row = Op(
     batch=merged,
     infer=_conv,
     reference=_conv_kernel,
-    xla=xla_windows.conv,
+    xla=xla_convolutions.conv,
     vjp=_conv_vjp,
     samples=(
         sample(normal(2, 3, 6, 5), normal(4, 3, 3, 3), normal(4), pads=(1, 1, 1, 1)),
@@ -241,7 +241,7 @@ def _conv_transpose_xla(
     k: XlaContext, x: Any, w: Any, b: Any = None, *, group: int, **attrs: Any
 ) -> Any:
     window, extra = transposed_window(attrs, w.shape[2:], x.shape[2:])
-    return xla_windows.conv_transpose(k, x, w, b, window, extra, group)
+    return xla_convolutions.conv_transpose(k, x, w, b, window, extra, group)
 
 
 def _conv_transpose_vjp(

@@ -31,7 +31,7 @@ from triplane.unified_ir.ops.rows.windows.window import (
     pooled_type,
     refuse_padding_alone,
 )
-from triplane.unified_ir.ops.rows.windows.xla_windows import window_sums
+from triplane.unified_ir.ops.rows.windows.xla_pools import window_sums
 from triplane.unified_ir.ops.samples import apart, between, normal, sample
 from triplane.unified_ir.ops.tensor import Tensor, dims_of
 

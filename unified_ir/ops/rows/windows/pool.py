@@ -19,7 +19,7 @@ from triplane.unified_ir.ir.types import ShapeError, TensorType, float64, int64
 from triplane.unified_ir.ops.batching import merged, merged_all
 from triplane.unified_ir.ops.emission import EmissionContext
 from triplane.unified_ir.ops.infer import onnx_attrs
-from triplane.unified_ir.ops.lowering import Rule, XlaContext
+from triplane.unified_ir.ops.lowering import Rule, XlaContext, positions, written
 from triplane.unified_ir.ops.row import (
     DOMAIN,
     AttrSpec,
@@ -35,7 +35,7 @@ from triplane.unified_ir.ops.rows.movement.indexing import arange, gather, scatt
 from triplane.unified_ir.ops.rows.movement.resizing import resize_row
 from triplane.unified_ir.ops.rows.movement.slicing import slice_row
 from triplane.unified_ir.ops.rows.movement.structure import broadcast_to, pad_row, zeros
-from triplane.unified_ir.ops.rows.windows import xla_windows
+from triplane.unified_ir.ops.rows.windows import xla_pools
 from triplane.unified_ir.ops.rows.windows.conv_gradients import crop
 from triplane.unified_ir.ops.rows.windows.mean_pool import average_pool_row
 from triplane.unified_ir.ops.rows.windows.window import (
@@ -116,7 +116,7 @@ max_pool_row = Op(
     batch=merged,
     infer=_pool,
     reference=_max_pool_kernel,
-    xla=xla_windows.max_pool,
+    xla=xla_pools.max_pool,
     vjp=_max_pool_vjp,
     samples=(
         sample(apart(2, 3, 4, 6), kernel_shape=(2, 2), strides=(2, 2)),
@@ -264,6 +264,7 @@ def _winner_row(
     types: Callable[[TensorType, TensorType], Types],
     adjoint: Callable[..., Tensor],
     xla: Rule,
+    computes: str,
     *samples: Sample,
 ) -> Op:
     """Build a row (t, x, y) -> u over the winners of x and its pool y.
@@ -284,6 +285,7 @@ def _winner_row(
 
     return Op(
         name=name,
+        computes=computes,
         kind=OpKind.WINDOW,
         batch=merged_all,
         domain=DOMAIN,
@@ -316,25 +318,25 @@ max_unpool = _winner_row(
     lambda form: form.unpool,
     lambda x, y: (y, x),
     lambda *operands, **attrs: max_select(*operands, **attrs),
-    xla_windows.max_unpool_first,
+    xla_pools.max_unpool_first,
+    "each element of g at the first maximum of its window of x, and 0 elsewhere; y is x's MaxPool",
     _use(normal(2, 3, 2, 3), apart(2, 3, 4, 6), _TILED),
     _use(normal(2, 3, 2, 2), apart(2, 3, 5, 5), _TILED),
     _use(normal(2, 3, 2, 3), apart(2, 3, 4, 6), _TILED, form="positions"),
     _use(normal(1, 2, 3, 3), apart(1, 2, 6, 6), _OVERLAPPING),
 )
-"""g: like y -> like x: each element of g at the first maximum of its window of x, the rest 0."""
 
 max_select: Op = _winner_row(
     "MaxSelectFirst",
     lambda form: form.select,
     lambda x, y: (x, y),
     max_unpool,
-    xla_windows.max_select_first,
+    xla_pools.max_select_first,
+    "t at the first maximum of each window of x; y is x's MaxPool",
     _use(normal(2, 3, 4, 6), apart(2, 3, 4, 6), _TILED),
     _use(normal(2, 3, 4, 6), apart(2, 3, 4, 6), _TILED, form="positions"),
     _use(normal(1, 2, 6, 6), apart(1, 2, 6, 6), _OVERLAPPING),
 )
-"""t: like x -> like y: t at the first maximum of each window of x."""
 
 
 def _counted_sizes(shape: Sequence[Dim], attrs: Mapping[str, Any]) -> list[Dim]:
@@ -374,8 +376,8 @@ def _max_unpool_xla(
 ) -> Any:
     shape = static(_counted_sizes(x.shape, attrs), "a plane")
     size = int(np.prod(shape))
-    k.require((index >= -size) & (index < size), "an index is outside the output")
-    y = k.np.zeros(size, x.dtype).at[index.ravel()].set(x.ravel()).reshape(shape)
+    at = positions(k, index, size).ravel()
+    y = written(k, k.np.zeros(size, x.dtype), (at,), x.ravel(), "none").reshape(shape)
     outer = shape if output_shape is None else k.known(output_shape, "its output shape")
     return k.np.pad(y, [(0, int(o) - i) for o, i in zip(outer, shape, strict=True)])
 

@@ -1,4 +1,7 @@
-"""Convolutions and pools by XLA's own operators: rules of the column `xla`."""
+"""Pools by XLA's own operators: rules of the column `xla`.
+
+Windows that tile the plane are axes of a reshaped array, which is several times as fast on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -7,84 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from triplane.unified_ir.ops.lowering import XlaContext
-from triplane.unified_ir.ops.rows.windows.window import Padded, Window
-
-
-def conv(k: XlaContext, x: Any, w: Any, b: Any = None, *, group: int, **attrs: Any) -> Any:
-    """Lower Conv."""
-    window = Window.over(x.shape[2:], w.shape[2:], attrs)
-    y = k.lax.conv_general_dilated(
-        x,
-        w,
-        window.strides,
-        _pairs(window),
-        rhs_dilation=window.dilations,
-        feature_group_count=group,
-    )
-    return with_bias(y, b)
-
-
-def with_bias(y: Any, b: Any) -> Any:
-    """Add one bias per channel of y: (N, C, *S), if there is one."""
-    return y if b is None else y + b.reshape(-1, *[1] * (y.ndim - 2))
-
-
-def conv_transpose(  # noqa: PLR0917 - the operands of the row, and its window
-    k: XlaContext, x: Any, w: Any, b: Any, window: Window, extra: Sequence[int], group: int
-) -> Any:
-    """Lower ConvTranspose: a Conv of the input spread by its strides with the kernel reversed."""
-    n = len(window.kernel)
-    pads = [
-        (span - 1 - window.pads[i], span - 1 - window.pads[n + i] + extra[i])
-        for i, span in enumerate(window.span(i) for i in range(n))
-    ]
-    spatial = "".join(map(str, range(n)))
-    order = "IO"
-    if group > 1:  # (C, O/groups) -> (O, C/groups)
-        grouped = w.reshape(group, -1, *w.shape[1:]).swapaxes(1, 2)
-        w, order = grouped.reshape(-1, w.shape[0] // group, *window.kernel), "OI"
-    y = k.lax.conv_general_dilated(
-        x,
-        k.lax.rev(w, tuple(range(2, 2 + n))),
-        (1,) * n,
-        pads,
-        lhs_dilation=window.strides,
-        rhs_dilation=window.dilations,
-        dimension_numbers=(f"NC{spatial}", f"{order}{spatial}", f"NC{spatial}"),
-        feature_group_count=group,
-    )
-    return with_bias(y, b)
-
-
-def conv_grad_weight(
-    k: XlaContext, x: Any, g: Any, *, kernel_shape: Any, group: int, form: str, **attrs: Any
-) -> Any:
-    """Lower ConvGradWeight: batch and channels exchange roles, and so do strides and dilations."""
-    window = Window(kernel_shape, attrs)
-    # What no window reads is cut off the end, so that the output has the kernel's size.
-    pads = [
-        (before, (size - 1) * dilation + (out - 1) * stride + 1 - have - before)
-        for before, size, dilation, stride, have, out in zip(
-            window.pads, window.kernel, window.dilations, window.strides, x.shape[2:], g.shape[2:],
-            strict=False,
-        )
-    ]  # fmt: skip
-    spatial = "".join(map(str, range(len(window.kernel))))
-    return k.lax.conv_general_dilated(
-        x,
-        g,
-        window.dilations,
-        pads,
-        rhs_dilation=window.strides,
-        dimension_numbers=(f"CN{spatial}", f"IO{spatial}", f"CN{spatial}"),
-        batch_group_count=group,
-    )
-
-
-def _pairs(window: Window) -> list[tuple[int, int]]:
-    n = len(window.kernel)
-    return list(zip(window.pads[:n], window.pads[n:], strict=True))
+from triplane.unified_ir.ops.lowering import XlaContext, taken
+from triplane.unified_ir.ops.rows.windows.window import Padded
 
 
 def _reduced(k: XlaContext, padded: Padded, x: Any, start: Any, f: Callable[..., Any]) -> Any:
@@ -221,4 +148,4 @@ def max_select_first(
         won, axes = winners
         return k.np.where(won, tiles(t, padded), np.zeros((), t.dtype)).sum(axes)
     _, where = _first_maxima(k, x, padded)
-    return t.ravel()[_over_planes(k, where, x.shape)]
+    return taken(k, t.ravel(), (_over_planes(k, where, x.shape),))
