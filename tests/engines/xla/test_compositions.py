@@ -1,4 +1,4 @@
-"""Transforms, and what is composed of other rows, on XLA: alignments, lengths, own kernels, recomputing."""
+"""Transforms, alignments, lengths, own kernels and recomputing: what others compose, on XLA."""
 
 import jax
 import numpy as np
