@@ -52,8 +52,8 @@ def test_transforms_of_any_length_and_type_equal_those_of_reference(dtype, close
             dft(x, np.array(9), along, inverse=1, onesided=1),
         ]
         function = build.finish(numbered(ys))
-    x = np.random.default_rng(0).standard_normal((2, 7, 3, 2)).astype(dtype)
-    agrees(function, [x], rtol=close, atol=close)
+    signal = np.random.default_rng(0).standard_normal((2, 7, 3, 2)).astype(dtype)
+    agrees(function, [signal], rtol=close, atol=close)
 
 
 def alignment(x, labels, counts, steps):
