@@ -28,6 +28,8 @@ from harness import Worker, machine, ratio, table, take_turns  # noqa: E402
 
 COMPARED: Final = 3
 """Steps whose losses are compared; they compile, too."""
+SMALL: Final = "small"
+"""How the names of networks begin that a CPU can train."""
 HEADS: Final = (
     "network", "side", "ms/step (quartiles)", "floor ms", "floor / step", "peak GB",
     "ratio to torch.compile (quartiles)", "control", "loss difference",
@@ -116,6 +118,17 @@ def floor_s(least: Work, device: str, given: tuple[float, float] | None) -> floa
     return max(least.flops / (peak[0] * 1e12), least.bytes / (peak[1] * 1e9))
 
 
+def check_devices(case: str, started: Mapping[str, Any]) -> None:
+    """Stop before a side trains a large network on a CPU, which would take hours."""
+    on_cpu = [name for name, side in started.items() if side["device"] == "CPU"]
+    if on_cpu and not case.startswith(SMALL):
+        sys.exit(
+            f"{case} needs a GPU, and {' and '.join(on_cpu)} would run on the CPU: install "
+            "jax[cuda13], or a PyTorch with CUDA, and look at nvidia-smi; --small tries the script "
+            "on a CPU"
+        )
+
+
 def measure(
     case: str, pythons: Mapping[str, str], *, rounds: int, steps: int, control: bool
 ) -> dict[str, Any]:
@@ -130,6 +143,7 @@ def measure(
             name: stack.enter_context(Worker(scripts[name], python=pythons[name])) for name in names
         }
         started = {name: worker.ask("start", case=case) for name, worker in workers.items()}
+        check_devices(case, started)
         losses = {name: w.ask("run", steps=COMPARED)["losses"] for name, w in workers.items()}
         times = take_turns(workers, steps=steps, rounds=rounds, keys=("wall_s",))
         peaks = {name: w.ask("report")["peak_bytes"] for name, w in workers.items()}
@@ -211,7 +225,7 @@ def main() -> int:
             pythons[side.name] = python
     if not pythons:
         return 1
-    cases = asked.case or [name for name in CASES if name.startswith("small") == asked.small]
+    cases = asked.case or [name for name in CASES if name.startswith(SMALL) == asked.small]
     print("; ".join(machine().values()) + "\n")
     lines = []
     for case in cases:

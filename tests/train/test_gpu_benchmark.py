@@ -49,6 +49,14 @@ def test_a_side_without_its_library_is_left_out_with_the_way_out(tmp_path):
     assert "--torch-python" in done.stderr
 
 
+def test_a_large_network_is_not_trained_on_a_cpu(gpu):
+    with pytest.raises(SystemExit, match="needs a GPU, and Triplane would run on the CPU"):
+        gpu.check_devices(
+            "ResNet-50 B128", {"Triplane": {"device": "CPU"}, "torch.compile": {"device": "H100"}}
+        )
+    gpu.check_devices("small ResNet", {"Triplane": {"device": "CPU"}})
+
+
 @pytest.mark.slow
 def test_our_side_runs_small():
     pytest.importorskip("jax")
