@@ -38,7 +38,7 @@ def conv(k: XlaContext, x: Any, w: Any, b: Any = None, *, group: int, **attrs: A
         )
 
     faster = None
-    if group == x.shape[1] > 1 and _has_few_taps(window, x):
+    if group == x.shape[1] and (group > 1 or w.shape[0] == 1) and _has_few_taps(window, x):
         faster = lambda x, w: _by_taps(k, x, w, window)
     elif _is_product(window, group):
         faster = lambda x, w: k.np.einsum("nc...,oc->no...", _strided(x, window), _matrix(w))
@@ -85,7 +85,7 @@ def conv_transpose(  # noqa: PLR0917 - the operands of the row, and its window
         return k.lax.pad(x, np.zeros((), x.dtype), [(0, 0, 0), (0, 0, 0), *gaps])
 
     faster = None
-    if group == x.shape[1] > 1 and w.shape[1] == 1 and _has_few_taps(window, x):
+    if group == x.shape[1] and w.shape[1] == 1 and _has_few_taps(window, x):
         dense = Window(window.kernel, {"dilations": window.dilations})
         faster = lambda x, w: _by_taps(k, spread(x), k.lax.rev(w, tuple(range(2, 2 + n))), dense)
     elif _is_product(window, group):
