@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from triplane.unified_ir.ops.lowering import XlaContext, taken
-from triplane.unified_ir.ops.rows.windows.window import Padded, tap_slices
+from triplane.unified_ir.ops.rows.windows.window import Padded
 
 MAX_TAPS: Final = 64
 """Kernel positions that are written out one by one at most; compiling them takes long."""
@@ -125,20 +125,34 @@ def _first_taps(k: XlaContext, x: Any, y: Any, padded: Padded) -> Any:
 
 
 def _unpooled_taps(k: XlaContext, g: Any, x: Any, first: Any, padded: Padded) -> Any:
-    """Add, for each kernel position, the elements of g that it won, at their places."""
+    """Add, for each kernel position, the elements of g that it won, at their places.
+
+    Positions with equal remainders by the stride are one dense plane, to which only the kernel
+    positions with that remainder add.
+    """
     window, zero = padded.window, np.zeros((), g.dtype)
-    total: Any = 0
+    strides, spread = window.strides, padded.spread
+    sizes = [d + before + after for d, (before, after) in zip(x.shape[2:], spread, strict=True)]
+    counts = [-(-d // s) for d, s in zip(sizes, strides, strict=True)]
+    reach = [(window.span(i) - 1) // s for i, s in enumerate(strides)]
+    # Slices of arrays padded once take a third of the time of padding what each position adds.
+    room = [(r, count - o) for r, count, o in zip(reach, counts, padded.out, strict=True)]
+    room = [(0, 0), (0, 0), *room]
+    wide_g, wide_first = k.np.pad(g, room), k.np.pad(first, room, constant_values=-1)
+    empty = k.np.zeros((*x.shape[:2], *counts), g.dtype)
+    planes = dict.fromkeys(np.ndindex(*strides), empty)
     for number, tap in enumerate(np.ndindex(*window.kernel)):
-        # Negative amounts cut off what lies in the padding.
-        gaps = [
-            (place.start - before, size + before - place.stop, place.step - 1)
-            for place, size, (before, _) in zip(
-                tap_slices(window, tap, padded.out), x.shape[2:], padded.spread, strict=True
-            )
-        ]
-        won = k.np.where(first == number, g, zero)
-        total = total + k.lax.pad(won, zero, [(0, 0, 0), (0, 0, 0), *gaps])
-    return total
+        offsets = [t * d for t, d in zip(tap, window.dilations, strict=True)]
+        at = tuple(o % s for o, s in zip(offsets, strides, strict=True))
+        starts = [r - o // s for r, o, s in zip(reach, offsets, strides, strict=True)]
+        seen = (Ellipsis, *(slice(a, a + n) for a, n in zip(starts, counts, strict=True)))
+        planes[at] += k.np.where(wide_first[seen] == number, wide_g[seen], zero)
+    apart = k.np.stack(list(planes.values()), -1).reshape(*empty.shape, *strides)
+    pairs = [axis for i in range(padded.n) for axis in (2 + i, 2 + padded.n + i)]
+    whole = [count * s for count, s in zip(counts, strides, strict=True)]
+    plane = apart.transpose(0, 1, *pairs).reshape(*x.shape[:2], *whole)
+    inside = [slice(before, before + d) for d, (before, _) in zip(x.shape[2:], spread, strict=True)]
+    return plane[(slice(None), slice(None), *inside)]
 
 
 def _first_places(k: XlaContext, x: Any, y: Any, padded: Padded) -> Any:
