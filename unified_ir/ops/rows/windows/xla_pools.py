@@ -66,7 +66,7 @@ def max_unpool_first(
     tiles = _tiles(x, padded)
     if tiles is not None:
         return _unpooled_tiles(k, g, x, _won(k, tiles, y, padded), padded)
-    if _has_few_taps(padded):
+    if _has_few_taps(padded) and np.prod(padded.window.strides) <= MAX_TAPS:
         return _unpooled_taps(k, g, x, _first_taps(k, x, y, padded), padded)
     index = _over_planes(k, _first_places(k, x, y, padded), x.shape).ravel()
     return k.np.zeros(x.size, g.dtype).at[index].add(g.ravel()).reshape(x.shape)
