@@ -1,4 +1,4 @@
-"""JAX's side: the jitted step of a stack of layers. Runs in an interpreter that has JAX."""
+"""JAX's side: the jitted step of a network written by hand. Runs where JAX is installed."""
 
 from __future__ import annotations
 
@@ -7,63 +7,67 @@ from typing import Any
 
 import jax
 import networks
+import numpy as np
 from jax import numpy as jnp
-from worker import Step, serve
+from jax_networks import logits, statistics
+from worker import Step, one_processor_per_thread, serve
 
 Weights = dict[str, Any]
 
 
-def logits(network: networks.Stack, held: Weights, x: Any) -> Any:
-    """x: (N, C, S, S), or flat -> (N, classes)."""
-    for i, layer in enumerate(network.layers):
-        w, b = held[f"{i}.weight"], held[f"{i}.bias"]
-        if isinstance(layer, networks.Conv):
-            pads = [(layer.padding, layer.padding)] * 2
-            x = jax.lax.conv_general_dilated(x, w, (1, 1), pads) + b[:, None, None]
-            x = jax.lax.reduce_window(
-                jax.nn.relu(x), -jnp.inf, jax.lax.max, (1, 1, 2, 2), (1, 1, 2, 2), "VALID"
-            )
-            continue
-        x = x.reshape(len(x), -1) @ w.T + b
-        x = jax.nn.relu(x) if i + 1 < len(network.layers) else x
-    return x
-
-
 def side(case: networks.Case) -> tuple[Step, dict[str, str]]:
     """A training step from the case's starting weights."""
-    network = case.network
-    assert isinstance(network, networks.Stack)
-    held = {k: jnp.asarray(v) for k, v in networks.weights(case).items()}
-    slots = {k: (jnp.zeros_like(v), jnp.zeros_like(v)) for k, v in held.items()}
+    one_processor_per_thread()
+    weights = {k: jnp.asarray(v) for k, v in networks.weights(case).items()}
+    state = weights, slots_of(case, weights), statistics(case.network)
 
-    def loss(held: Weights, x: Any, labels: Any) -> Any:
-        chosen = jax.nn.log_softmax(logits(network, held, x))
-        return -jnp.take_along_axis(chosen, labels[:, None], 1).mean()
+    def loss(weights: Weights, running: Weights, x: Any, labels: Any) -> Any:
+        given, moved = logits(case.network, weights, running, x)
+        chosen = jax.nn.log_softmax(given)
+        return -jnp.take_along_axis(chosen, labels[:, None], 1).mean(), moved
 
-    @partial(jax.jit, donate_argnums=(0, 1))
-    def update(held: Weights, slots: Weights, count: Any, x: Any, labels: Any) -> Any:
-        value, g = jax.value_and_grad(loss)(held, x, labels)
-        moved = {k: _moved(case, held[k], g[k], slots[k], count) for k in held}
-        return value, {k: m[0] for k, m in moved.items()}, {k: m[1] for k, m in moved.items()}
-
-    count = 0
+    @partial(jax.jit, donate_argnums=0)
+    def update(state: Any, x: Any, labels: Any) -> Any:
+        weights, slots, running = state
+        (value, running), g = jax.value_and_grad(loss, has_aux=True)(weights, running, x, labels)
+        return value, (*_moved(case, weights, g, slots), running)
 
     def step(x: networks.Array, labels: networks.Array) -> float:
-        nonlocal held, slots, count
-        count += 1
-        value, held, slots = update(held, slots, jnp.float32(count), x, labels)
+        nonlocal state
+        value, state = update(state, x, labels)
         return float(value)
 
     return step, {"version": f"JAX {jax.__version__}"}
 
 
-def _moved(case: networks.Case, w: Any, g: Any, slot: Any, count: Any) -> Any:
-    if not case.adam:
-        moment = case.momentum * slot[0] + g
-        return w - case.lr * moment, (moment, slot[1])
-    m, v = 0.9 * slot[0] + 0.1 * g, 0.999 * slot[1] + 0.001 * g * g
-    rate = case.lr * jnp.sqrt(1 - 0.999**count) / (1 - 0.9**count)
-    return w - rate * m / (jnp.sqrt(v) + 1e-8 * jnp.sqrt(1 - 0.999**count)), (m, v)
+def slots_of(case: networks.Case, weights: Weights) -> Any:
+    """The optimizer's state: nothing, momentum, or Adam's moments and its count of steps."""
+    zeros = {k: jnp.zeros_like(w) for k, w in weights.items()}
+    if case.adam:
+        return zeros, {k: jnp.zeros_like(w) for k, w in weights.items()}, np.float32(0)
+    return zeros if case.momentum else None
+
+
+def _moved(case: networks.Case, weights: Weights, g: Weights, slots: Any) -> Any:
+    """The weights and slots after an update."""
+    if case.adam:
+        return _adam(case, weights, g, slots)
+    if case.momentum:
+        slots = g = {k: case.momentum * slots[k] + g[k] for k in g}
+    return {k: w - case.lr * g[k] for k, w in weights.items()}, slots
+
+
+def _adam(case: networks.Case, weights: Weights, g: Weights, slots: Any) -> Any:
+    first, second, count = slots
+    count = count + 1
+    first = {k: 0.9 * m + 0.1 * g[k] for k, m in first.items()}
+    second = {k: 0.999 * v + 0.001 * g[k] * g[k] for k, v in second.items()}
+    scale = jnp.sqrt(1 - 0.999**count)
+    rate = case.lr * scale / (1 - 0.9**count)
+    moved = {
+        k: w - rate * first[k] / (jnp.sqrt(second[k]) + 1e-8 * scale) for k, w in weights.items()
+    }
+    return moved, (first, second, count)
 
 
 if __name__ == "__main__":

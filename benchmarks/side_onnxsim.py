@@ -6,7 +6,6 @@ leaves the number of threads to onnxruntime, which takes the processors it may u
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import networks
@@ -14,7 +13,7 @@ import numpy as np
 import onnx
 import onnxsim
 from onnx import TensorProto, helper, numpy_helper
-from worker import Step, serve, threads
+from worker import Step, one_processor_per_thread, serve
 
 
 def forward(case: networks.Case) -> onnx.ModelProto:
@@ -67,7 +66,7 @@ def forward(case: networks.Case) -> onnx.ModelProto:
 
 def side(case: networks.Case) -> tuple[Step, dict[str, Any]]:
     """A training step from the case's starting weights."""
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: threads()])
+    one_processor_per_thread()
     optimizer = "adam" if case.adam else "sgd_momentum"
     loop = onnxsim.compile_training_loop(
         forward(case), "loss", list(networks.weights(case)), optimizer=optimizer

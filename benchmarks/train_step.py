@@ -27,7 +27,7 @@ HEADS: Final = (
 
 OTHERS: Final = (
     ("JAX", "side_jax.py", ("TRIPLANE_PEERS_JAX", ".venv-peers-jax"),
-     ("MLP B64 momentum", "LeNet B32 SGD", "LEAF CNN B32 SGD", "CNN B32 Adam")),
+     tuple(CASES)),
     ("onnxsim", "side_onnxsim.py", ("TRIPLANE_PEERS_ONNXSIM", ".venv-peers-onnxsim"),
      ("CNN B32 Adam",)),
     ("MindSpore", "side_mindspore.py", ("TRIPLANE_PEERS_MINDSPORE", ".venv-peers-mindspore"),
@@ -42,18 +42,21 @@ def measure(
     rounds: int = 31,
     threads: int = 1,
     theirs: tuple[str, str] = ("side_pytorch.py", ""),
+    ours: str = "side_ours.py",
 ) -> dict[str, Any]:
     """Everything known about one case; `control` is the rival against a second process of it."""
     script, python = theirs[0], theirs[1] or peer()
     with ExitStack() as stack:
         workers = {
-            "ours": stack.enter_context(Worker("side_ours.py", threads=threads)),
+            "ours": stack.enter_context(Worker(ours, threads=threads)),
             "theirs": stack.enter_context(Worker(script, python=python, threads=threads)),
             "again": stack.enter_context(Worker(script, python=python, threads=threads)),
         }
         started = {name: w.ask("start", case=case) for name, w in workers.items()}
         first = {name: w.ask("run", steps=COMPARED) for name, w in workers.items()}
-        steps = max(1, round(BLOCK_S / first["theirs"]["cpu_s"]))
+        # The first steps may have compiled something.
+        again = workers["theirs"].ask("run", steps=COMPARED)
+        steps = max(1, round(BLOCK_S / again["cpu_s"]))
         times = take_turns(workers, steps=steps, rounds=rounds)
         peaks = {name: w.ask("report")["peak_bytes"] for name, w in workers.items()}
     return {"case": case, "started": started, "first": first, "times": times, "peaks": peaks}

@@ -35,8 +35,15 @@ class Source(Protocol):
         ...
 
 
-def serve(side: Side, source: Source | ModuleType = networks) -> None:
-    """Answers `{"do": "start" | "run" | "report", ...}` until standard input ends."""
+def serve(
+    side: Side,
+    source: Source | ModuleType = networks,
+    peak: Callable[[], int] | None = None,
+) -> None:
+    """Answers `{"do": "start" | "run" | "report", ...}` until standard input ends.
+
+    peak: the largest memory in use so far, by default that of this process.
+    """
     step: Step | None = None
     before = peak_bytes()
     pool: Any = None
@@ -50,13 +57,21 @@ def serve(side: Side, source: Source | ModuleType = networks) -> None:
             assert step is not None
             reply = _run(step, pool, order["steps"])
         else:
-            reply = {"peak_bytes": peak_bytes(), "growth_bytes": peak_bytes() - before}
+            reply = {"peak_bytes": (peak or peak_bytes)(), "growth_bytes": peak_bytes() - before}
         print(json.dumps(reply), flush=True)
 
 
 def threads() -> int:
     """For one operator: what the harness set for every library."""
     return int(os.environ.get("OMP_NUM_THREADS", "1"))
+
+
+def one_processor_per_thread() -> None:
+    """Leave this process as many processors as it has threads.
+
+    For libraries that start a thread for each processor: onnxsim's onnxruntime, and XLA.
+    """
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: threads()])
 
 
 def peak_bytes() -> int:

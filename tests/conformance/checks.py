@@ -278,8 +278,8 @@ def check(function, given, flags, engines, close, table=TABLE):
         for n, b in zip(names, flags, strict=True)
     ]
     made = batched(function, flags, table)
-    for engine in engines:
-        found = engine.compile(made)(*feeds)
+    for made_by in engines:
+        found = made_by.compile(made)(*feeds)
         for k, y in enumerate(found):
             stacked = np.stack([w[k] for w in wanted])
             if stacked.dtype.kind in "OSUiub":

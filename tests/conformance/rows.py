@@ -56,6 +56,17 @@ NO_SYMBOL = {  # literal sizes, axes of size 1, literals only
 } | {f"{w}Window-{k}" for w in ("Blackman", "Hamming", "Hann") for k in range(4)} | {
     "MelWeightMatrix-0", "MelWeightMatrix-1",
 }
+REFUSED_BY_XLA = {  # strings, and sizes that only the data decide
+    "Compress", "NonMaxSuppression", "NonZero", "RegexFullMatch", "StringConcat",
+    "StringNormalizer", "StringSplit", "TfIdfVectorizer", "Unique",
+    "BlackmanWindow-3", "ConstantOfShape-2", "HammingWindow-3", "HannWindow-3", "OneHot-3",
+    "Range-2", "Range-3", "Reshape-2", "Slice-6", "Split-3", "Squeeze-2", "Tile-3", "TopK-4",
+    "Unsqueeze-1",
+}
+NO_RULE_FOR_XLA = HELD | DRAWN | {  # rows that no function for XLA may have
+    "Compress", "ImageDecoder", "NonMaxSuppression", "NonZero", "RegexFullMatch", "StringConcat",
+    "StringNormalizer", "StringSplit", "TfIdfVectorizer", "Unique",
+}
 
 
 def ids(uses):

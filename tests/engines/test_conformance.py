@@ -197,6 +197,32 @@ class TestLoop:
         loop.step(i=np.array([2]))
         np.testing.assert_array_equal(loop.state()["w"], np.full(3, 2))
 
+    def test_a_step_that_fails_after_its_state_is_computed_leaves_the_state(self, made):
+        specs = {
+            "v": TensorSpec((3,)),
+            "w": TensorSpec((3,)),
+            "u": TensorSpec((3,)),
+            "x": TensorSpec((3,)),
+            "i": TensorSpec((1,), "int64"),
+            "j": TensorSpec((1,), "int64"),
+        }
+
+        def body(v, w, u, x, i, j):
+            v = ops.gather(x, i) + v
+            w = w - v  # follows from new state, and both are decided before the second Gather
+            return {"v": v, "w": w, "u": w, "seen": ops.gather(x, j)}
+
+        given = {"v": np.ones(3, F32), "w": np.full(3, 2, F32), "u": np.full(3, 3, F32)}
+        loop = made.compile(function(specs, body), donate=("v", "w", "u")).loop(given)
+        x, good, bad = np.zeros(3, F32), np.array([2]), np.array([7])
+        for batch in ({"i": bad, "j": good}, {"i": good, "j": bad}):
+            with pytest.raises(InvalidInput, match="Gather"):
+                loop.step(x=x, **batch)
+            for name, array in given.items():
+                np.testing.assert_array_equal(loop.state()[name], array)
+        loop.step(x=x, i=good, j=good)
+        assert [float(loop.state()[n][0]) for n in ("v", "w", "u")] == [1, 1, 1]
+
     def test_donating_what_is_no_parameter_is_refused(self, made):
         with pytest.raises(InvalidInput):
             made.compile(counter(), donate=("missing",))

@@ -58,6 +58,7 @@ OPTIONS: Final = (
     option("--calibrate DATA", f"Typical inputs: {data_options.KINDS}."),
     option("--evaluate DATA", "Samples with their classes, to measure accuracy before and after."),
     *data_options.choices(),
+    data_options.window_group(),
     *data_options.forms(),
     option("--raw-inputs", "Put the steps from the raw samples of --calibrate (or --evaluate) to "
            "inputs in front of the model, such as pixels / 255: callers send raw samples.",
@@ -141,7 +142,7 @@ def _converted(
         module, calibration, evaluation = _with_raw_inputs(module, options)
     else:
         inputs = module.inputs(options["entry"])
-        choice, names = data_options.reading(options), labels_of(module)
+        choice, names = data_options.reading_by_group(options), labels_of(module)
         if options["calibrate"] is not None:
             unlabelled = {name: value for name, value in choice.items() if name != "y"}
             calibration = read_samples(options["calibrate"], inputs, names, **unlabelled)
@@ -172,7 +173,7 @@ def _with_raw_inputs(
     from triplane.unified_ir.convert.samples import raw_columns, unbatched, with_size
     from triplane.unified_ir.data.choosing import class_numbers
 
-    entry, choice = options["entry"], data_options.reading(options)
+    entry, choice = options["entry"], data_options.reading_by_group(options)
     sources = [options[name] for name in ("calibrate", "evaluate")]
     inputs = module.inputs(entry)
     read = [s and data.load(s, **with_size(choice, s, inputs)) for s in sources]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
+from click.core import ParameterSource
 
 from triplane.proto.errors import InvalidInput, Unavailable
 from triplane.unified_ir.cli import data_options
@@ -25,6 +26,7 @@ from triplane.unified_ir.cli.shell import (
     option,
 )
 from triplane.unified_ir.cli.stopped_runs import StoppedRun, nothing_finished, reason, seeds_stopped
+from triplane.unified_ir.cli.unlearnable import left_out, left_out_line
 from triplane.unified_ir.federated.core import defaults
 
 if TYPE_CHECKING:
@@ -91,7 +93,8 @@ Accuracies are shares.
 \b
 The same seed gives the same bits, and so does a real run with the same device names and seed. With
 --folder, a killed study continues where it was. If an algorithm diverges, the others continue, and
-the exit code is 2. Only algorithms that finished all seeds are ranked.
+the exit code is 2. Only algorithms that finished all seeds are ranked. One that cannot learn the
+model at all is refused if --algorithm names it, and else left out.
 """.replace("CHOICES\n", f"{data_options.CHOICES}\n")
 MAX_TITLED: Final = 3
 """Number of commas up to which the title of the page names all algorithms."""
@@ -168,6 +171,8 @@ OPTIONS: Final = (
     option("--compression", "Compression of updates.", click.Choice(["int8", "top-k"])),
     option("--keep SHARE", "For --compression top-k: the share that is sent.",
            click.FloatRange(0, 1, min_open=True), default=defaults.KEEP),
+    option("--engine", "What runs the steps of devices: one after the other, or (xla, by JAX) many "
+           "devices at once.", click.Choice(["onnx", "xla"]), default="onnx"),
     option("--seed N", "Seed of partition, rounds and steps.", NATURAL, default=0),
     option("--seeds SEEDS", "Several seeds: their number, from --seed on, or a list such as 0,7.",
            callback=_parse_seeds),
@@ -210,13 +215,18 @@ def compare(options: dict[str, Any], server_of: ServerOf) -> None:
     check_distinct_files([options["model"], options["data"], *own_files], outputs)
     from triplane.unified_ir.convert.conversion import read_model
 
-    _studies(options, 0)  # refuses options before anything is read
+    studies = _studies(options, 0)  # refuses options before anything is read
     module, _ = read_model(options["model"])
     with output.user_code():
+        unlearned = _leave_out(module, options, studies)
+        absent = [left_out_line(unlearned)] if unlearned else []
+        for line in absent:
+            output.note(line)
         trials, stops, groups = _trials(module, options, output.note)
-    record = _record(trials, stops, groups)
+    record = _record(trials, stops, groups) | {"left_out": unlearned}
     reasons = {f"{stop.label} stopped": stop.reason for stop in stops}
-    rest = [*record["verdicts"], *map(": ".join, reasons.items())]
+    rest = [*record["verdicts"], *map(": ".join, reasons.items()), *absent]
+    reasons |= {f"{name} left out": why for name, why in unlearned.items()}
     text = "\n".join([*record["warnings"], *_lines(trials, seeds_stopped(stops)), *rest])
     if not output.as_json:
         output.result(record, text)  # first: a file that cannot be written costs no study
@@ -240,6 +250,18 @@ def _studies(options: dict[str, Any], seed: int) -> list[tuple[Study, StudyServe
         server, hyper = options["server_of"](name, options["hyper"])
         studies.append((_study(name, options | {"hyper": hyper}, seed), server))
     return studies
+
+
+def _leave_out(
+    module: Module, options: dict[str, Any], studies: Sequence[tuple[Study, StudyServer]]
+) -> dict[str, str]:
+    """Take algorithms that cannot learn the module out of the options; return the reasons."""
+    source = click.get_current_context().get_parameter_source("algorithms")
+    named = () if source is ParameterSource.DEFAULT else options["algorithms"]
+    hypers = {study.algorithm: study.hyper for study, _ in studies}
+    reasons = left_out(module, hypers, named, options["model"].name)
+    options["algorithms"] = tuple(name for name in hypers if name not in reasons)
+    return reasons
 
 
 def _names(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -370,7 +392,7 @@ def _study(name: str, options: dict[str, Any], seed: int) -> Study:
     from triplane.unified_ir.federated.study import Study
 
     row = algorithm(name)
-    names = ("rounds", "devices", "steps", "batch_size", "support", "query")
+    names = ("rounds", "devices", "steps", "batch_size", "support", "query", "engine")
     compression = options["compression"] or ""
     return Study(
         algorithm=name,

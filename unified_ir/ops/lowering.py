@@ -8,7 +8,8 @@ array where its contents are known while tracing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -77,7 +78,7 @@ def axes_of(axes: Any, rank: int) -> tuple[int, ...]:
     return tuple(int(a) % rank for a in axes) if rank else ()
 
 
-def sizes(x: Sequence[Any]) -> tuple[int, ...]:
+def sizes(x: Iterable[Any]) -> tuple[int, ...]:
     """Return sizes as Python numbers."""
     return tuple(int(d) for d in x)
 
@@ -107,7 +108,6 @@ def taken(k: XlaContext, x: Any, at: tuple[Any, ...]) -> Any:
 
 
 _WRITES: Final[Mapping[str, str]] = {
-    "none": "set",
     "add": "add",
     "mul": "multiply",
     "max": "max",
@@ -119,25 +119,40 @@ _WRITES: Final[Mapping[str, str]] = {
 def written(k: XlaContext, x: Any, at: tuple[Any, ...], updates: Any, reduction: str) -> Any:
     """Return `x` with updates at `positions` along its first axes; without reduction the last wins.
 
-    at: arrays of one shape (...); updates: (..., the other axes of x).
+    at: arrays that broadcast to (...); updates: (..., the other axes of x).
     """
-    x = k.np.asarray(x)
-    if reduction != "none":
-        return getattr(x.at[at], _WRITES[reduction])(updates, **_IN_BOUNDS)
-    # XLA writes duplicates in any order. The largest number of an update at each position says
-    # which of them is the last one; the others are sent beyond the end, where they are dropped.
-    count = int(np.prod(at[0].shape))
-    number = np.arange(count, dtype=np.int32).reshape(at[0].shape)
-    depth = x.shape[: len(at)]
-    if all(isinstance(a, np.ndarray) for a in at):
-        flat = np.ravel_multi_index(at, depth).ravel()
-        last = np.zeros(int(np.prod(depth)), np.int32)
-        last[flat] = number.ravel()
-        stays = (last[flat] == number.ravel()).reshape(number.shape)
+    depth, rest = x.shape[: len(at)], x.shape[len(at) :]
+    # One number for each position: XLA scatters by it 1.5 times as fast as by several.
+    size, flat = math.prod(depth), _flat(at, depth).reshape(-1)
+    target = k.np.reshape(x, (size, *rest))
+    new = k.np.reshape(updates, (flat.size, *rest))
+    if reduction == "none":
+        # XLA writes duplicates in any order: all but the last go beyond the end and are dropped.
+        flat = k.np.where(_is_last(k, flat, size), flat, size)
+        written = target.at[flat].set(
+            new, mode="drop", unique_indices=True, wrap_negative_indices=False
+        )
     else:
-        latest = k.np.zeros(depth, np.int32).at[at].max(number, **_IN_BOUNDS)
-        stays = taken(k, latest, at) == number
-    first = k.np.where(stays, at[0], x.shape[0])
-    return x.at[(first, *at[1:])].set(
-        updates, mode="drop", unique_indices=True, wrap_negative_indices=False
+        written = getattr(target.at[flat], _WRITES[reduction])(new, **_IN_BOUNDS)
+    return written.reshape(x.shape)
+
+
+def _flat(at: tuple[Any, ...], sizes: tuple[int, ...]) -> Any:
+    """Return positions along several axes as positions in one."""
+    wide = np.int32 if math.prod(sizes) < 2**31 else np.int64
+    flat = at[0].astype(wide)
+    for a, n in zip(at[1:], sizes[1:], strict=True):
+        flat = flat * wide(n) + a.astype(wide)
+    return flat
+
+
+def _is_last(k: XlaContext, flat: Any, size: int) -> Any:
+    """Return whether no later element is at the same position."""
+    number = np.arange(flat.size, dtype=np.int32)
+    if isinstance(flat, np.ndarray):
+        latest = np.zeros(size, np.int32)
+        latest[flat] = number  # numpy writes in order
+        return latest[flat] == number
+    return (
+        taken(k, k.np.zeros(size, np.int32).at[flat].max(number, **_IN_BOUNDS), (flat,)) == number
     )

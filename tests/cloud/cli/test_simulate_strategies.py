@@ -43,7 +43,10 @@ def test_without_a_strategy_it_is_the_plain_verb(model):
     assert first == second
     lost = run(VERB, model, "--option", "eta=1")
     assert lost.exit_code == 2
-    assert "name one with --strategy" in lost.output
+    assert "--option belongs to a strategy; name one with --strategy" in lost.output
+    lost = run(VERB, model, "--quorum", "0.5")
+    assert lost.exit_code == 2
+    assert "--quorum belongs to a strategy; name one with --strategy" in lost.output
     assert "NAME=VALUE" in run(VERB, model, "--strategy", "fedavg", "--option", "eta").output
 
 
@@ -83,6 +86,10 @@ def test_a_strategy_decides_what_devices_do_unless_the_user_does(model, tmp_path
     (trial,) = json.loads(run(VERB, model, *options, "--out", str(page)).stdout)["trials"]
     assert trial["algorithm"] == "FedProx over fedprox"
     assert "<td>proximal</td><td>0.5</td>" in page.read_text()
+    few = (*options, "--option", "fraction_train=0.25", "--quorum", "0.7")
+    (trial,) = json.loads(run(VERB, model, *few, "--out", str(page)).stdout)["trials"]
+    assert {row["devices"] for row in trial["rounds"]} == {3}
+    assert "<td>quorum</td><td>0.7</td>" in page.read_text()
     (trial,) = json.loads(run(VERB, model, *options[:2], "--json", "--algorithm", "maml").stdout)[
         "trials"
     ]

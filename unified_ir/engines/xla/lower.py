@@ -95,10 +95,13 @@ class Trace:
     np = jnp
     lax = lax
 
-    def __init__(self, requirements: Requirements, sizes: dict[str, int]) -> None:
+    def __init__(
+        self, requirements: Requirements, sizes: dict[str, int], failed: Any = None
+    ) -> None:
         self._requirements = requirements
         self._sizes = sizes
-        self._failed: Any = None
+        self._failed = failed
+        self._decided: dict[tuple[Value, int], Any] = {}
         self._node: Node | None = None
 
     @property
@@ -140,8 +143,12 @@ class Trace:
 
         return run
 
-    def run(self, function: Function, args: Sequence[Any]) -> list[Any]:
-        """Return the results of a function of this scope on tracers and known arrays."""
+    def run(self, function: Function, args: Sequence[Any], old: Sequence[Any] = ()) -> list[Any]:
+        """Return the results of a function of this scope on tracers and known arrays.
+
+        old: for each result that is state, what it stays where a requirement fails; None for the
+        others.
+        """
         sizes = self._sizes
         for param in function.params:
             for d in param.type.shape:
@@ -152,6 +159,7 @@ class Trace:
             bind(sizes, param.type, arg)
             values[param] = arg
         contents: dict[Value, Known] = {}
+        stays = {r: x for r, x in zip(function.results, old, strict=False) if x is not None}
         for node in function.nodes:
             operands = [None if v is None else values[v] for v in node.inputs]
             for name in introduced_sizes(node):
@@ -159,9 +167,26 @@ class Trace:
             results = self._lowered(node, operands, contents)
             note_contents(row_of(node), node, contents)
             for value, result in zip(node.outputs, results, strict=True):
-                values[value] = result
+                keeps = value in stays and not isinstance(result, np.ndarray)
+                values[value] = self._kept(value, result, stays[value]) if keeps else result
                 bind(sizes, value.type, result)
-        return [values[r] for r in function.results]
+        if not old:
+            return [values[r] for r in function.results]
+        return [self._kept(r, values[r], x) for r, x in zip(function.results, old, strict=True)]
+
+    def _kept(self, value: Value, new: Any, old: Any) -> Any:
+        """Return new state, or the old one where a requirement up to here fails.
+
+        That is decided where state is computed, so that what follows from it, as weights follow
+        from momentum, reads what is stored. At the end XLA would compute momentum a second time
+        for the weights, from a copy of the old one.
+        """
+        if old is None or self._failed is None:
+            return new
+        if self._decided.get((value, id(old))) is self._failed:
+            return new
+        self._decided[value, id(old)] = self._failed
+        return jnp.where(self._failed == 0, new, old)
 
     def _lowered(
         self, node: Node, operands: Sequence[Any], contents: dict[Value, Known]

@@ -22,6 +22,8 @@ from triplane.unified_ir.runtime.session import check_rows
 Arrays = Sequence[Any]
 MAX_SHAPES: Final = 32
 """Combinations of sizes whose programs are kept at once."""
+_OPTIONS: Final = {"xla_allow_excess_precision": False}
+"""A value is rounded where the graph casts it, as on every engine."""
 
 
 class Compiled:
@@ -40,40 +42,29 @@ class Compiled:
             options = {"in_shardings": (whole, rows), "out_shardings": whole}
         traced = self._step if steps is None else self._launch
         self.call: Callable[..., Any] = jax.jit(
-            traced, donate_argnums=0, keep_unused=True, **options
+            traced, donate_argnums=0, keep_unused=True, compiler_options=_OPTIONS, **options
         )
 
-    def _step(self, state: Arrays, batch: Arrays) -> Any:
-        function, trace = self._function, Trace(self.requirements, {})
+    def _step(self, state: Arrays, batch: Arrays, failed: Any = None) -> Any:
+        function, trace = self._function, Trace(self.requirements, {}, failed)
         named = dict(zip(self._donate, state, strict=True))
         fed = iter(batch)
         args = [named[n] if n in named else next(fed) for n in function.param_names]
-        results = [jnp.asarray(r) for r in trace.run(function, args)]
+        old = [named.get(n) for n in function.result_names]
+        results = [jnp.asarray(r) for r in trace.run(function, args, old)]
         by_name = dict(zip(function.result_names, results, strict=True))
         moved = [by_name.pop(n, named[n]) for n in self._donate]
-        if trace.failed is None:
-            return list(by_name.values()), moved, None
-        # The update reads the old state anyway, so the selection costs no pass of its own.
-        return list(by_name.values()), _kept(trace.failed, moved, state), trace.failed
+        return list(by_name.values()), moved, trace.failed
 
     def _launch(self, state: Arrays, batches: Arrays) -> Any:
         """Run a step for each row of `batches`; after one that fails, no step changes the state."""
 
         def one(carry: Any, batch: Any) -> Any:
-            before, earlier = carry
-            results, moved, failed = self._step(before, batch)
-            if failed is None:
-                return (moved, earlier), (results, earlier)
-            failed = jnp.where(earlier == 0, failed, earlier)
-            return (_kept(failed, moved, before), failed), (results, failed)
+            results, moved, failed = self._step(carry[0], batch, carry[1])
+            return (moved, failed), (results, failed)
 
         (moved, _), (results, failed) = lax.scan(one, (list(state), jnp.int32(0)), list(batches))
         return results, moved, failed if self.requirements.failures else None
-
-
-def _kept(failed: Any, new: Arrays, old: Arrays) -> list[Any]:
-    """Return the new state, or the old one where a requirement failed."""
-    return [jnp.where(failed == 0, n, o) for n, o in zip(new, old, strict=True)]
 
 
 class XlaProgram:

@@ -49,6 +49,13 @@ def functions_of(module: Module, name: str, hyper: Hyper) -> dict[str, Function]
     }
 
 
+def functions_with_state(module: Module, name: str, hyper: Hyper) -> dict[str, Function]:
+    """Return the functions that a device runs, each with the state that it assigns as results."""
+    state = {**module.state, **_extra_state(algorithm(name), _objective(module), hyper)}
+    by_entry = functions_of(module, name, hyper)
+    return {k: with_assigned_state(f, state) for k, f in by_entry.items()}
+
+
 def plan_of(
     module: Module, name: str, hyper: Hyper, path: str | Path, *, digest: str = ""
 ) -> PlanMade:
@@ -61,8 +68,7 @@ def plan_of(
     row, of = algorithm(name), _objective(module)
     extra_state = _extra_state(row, of, hyper)
     state = {**module.state, **extra_state}
-    by_entry = functions_of(module, name, hyper)
-    functions = {k: with_assigned_state(f, state) for k, f in by_entry.items()}
+    functions = functions_with_state(module, name, hyper)
     read = {p.name for f in functions.values() for p in f.params} & state.keys()
     # A device sets an anchor from the tensor itself, so the plan must hold that too, even if no
     # graph reads it.

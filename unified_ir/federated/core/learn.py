@@ -19,6 +19,7 @@ from triplane.unified_ir.federated.core.draws import Array, Draws
 from triplane.unified_ir.federated.core.episodes import Episodes
 from triplane.unified_ir.federated.core.metric import Metric, metric_of
 from triplane.unified_ir.files.pixels import as_input
+from triplane.unified_ir.files.samples import COUNTED
 
 LEARN: Final = "local_update"
 ADAPT: Final = "adapt"
@@ -257,11 +258,33 @@ def learn(
     _begin(plan, work)
     # A device has little memory: with the state in a file, no second copy is held while learning.
     before = {} if start else plan.state(*SHARED_ROLES)
-    losses = [_loss(plan.run(LEARN, batch), k) for k, batch in enumerate(_steps(plan, work, shard))]
-    change = _change(plan, start() if start else before)
+    steps = enumerate(batches(plan, work, shard))
+    losses = [_loss(plan.run(LEARN, batch), k) for k, batch in steps]
+    return _learned(_change(plan, start() if start else before), shard, losses)
+
+
+def learned_elsewhere(
+    plan: Learner,
+    shard: Shard,
+    before: Mapping[str, Array],
+    after: Mapping[str, Array],
+    losses: Sequence[float],
+) -> Learned:
+    """Return what `learn` returns, for steps that did not run on the plan.
+
+    before, after: the shared state at both ends. losses: of each step. InvalidInput as in `learn`.
+    """
+    for k, loss in enumerate(losses):
+        _check_loss(float(loss), k)
+    with np.errstate(over="ignore", invalid="ignore"):
+        change = {n: np.subtract(after[n], before[n]) for n in _changing(plan, after)}
+    return _learned(change, shard, [float(loss) for loss in losses])
+
+
+def _learned(change: dict[str, Array], shard: Shard, losses: Sequence[float]) -> Learned:
     for name, x in change.items():
         if not np.isfinite(x).all():
-            raise InvalidInput(f"after {work.steps} steps {name!r} is not finite; {SMALLER_RATE}")
+            raise InvalidInput(f"after {len(losses)} steps {name!r} is not finite; {SMALLER_RATE}")
     # fsum rounds once, so that the sum is the same on every machine.
     return Learned(change, shard.examples, math.fsum(losses) / len(losses))
 
@@ -336,12 +359,12 @@ def metric_of_plan(plan: EntrySignatures) -> Metric:
 def score(plan: Learner, shard: Shard) -> float:
     """Return the accuracy of the plan's current state on the held-out samples, or else its loss.
 
-    InvalidInput: a loss is not finite.
+    InvalidInput: a loss is not finite, or no label counts in it.
     """
     n = shard.held_out_samples
     if not n:
         raise InvalidInput("a device without held-out samples cannot score; give it some")
-    scores = []
+    sums, divisors = [], []
     for at in range(0, n, EVALUATE_ROWS):
         rows = np.arange(at, min(at + EVALUATE_ROWS, n))
         results = plan.run(EVALUATE, _batch_of(plan, EVALUATE, {"": (shard.held_out, rows)}))
@@ -349,13 +372,26 @@ def score(plan: Learner, shard: Shard) -> float:
         value = float(results[metric.name])
         if not (metric.share or math.isfinite(value)):
             raise InvalidInput(f"the {metric.name} on held-out samples is {value}; {SMALLER_RATE}")
-        # Weighted, since the last batch may be smaller.
-        scores.append(value * len(rows))
-    return math.fsum(scores) / n
+        # Weighted, since the last batch may be smaller, and labels may weigh or be ignored. Where
+        # the divisor is 0 the value is a sum, see `nn.Loss.counted`.
+        divisors.append(float(results.get(COUNTED + metric.name, len(rows))))
+        sums.append(value * (divisors[-1] or 1.0))
+    if not (divisor := math.fsum(divisors)):
+        raise InvalidInput(
+            f"no held-out label counts in the {metric.name}: each is ignored or has weight 0; give "
+            "held-out samples with labels that count"
+        )
+    return math.fsum(sums) / divisor
 
 
 def _begin(plan: Learner, work: Work) -> None:
     """Set the anchors to the round's start, and the graph's own random keys."""
+    began = beginning(plan, work)
+    plan.assign(began)
+
+
+def beginning(plan: Learner, work: Work) -> dict[str, Array]:
+    """Return the state that a device sets before it learns: anchors and random keys."""
     state = plan.view()
     anchored = {n: n.removeprefix(ANCHOR) for n in state if n.startswith(ANCHOR)}
     if lost := [(anchor, n) for anchor, n in anchored.items() if n not in state]:
@@ -371,13 +407,13 @@ def _begin(plan: Learner, work: Work) -> None:
         for name, x in state.items()
         if plan.roles[name] == "key"
     }
-    plan.assign(anchors | keys)
+    return anchors | keys
 
 
 def _change(plan: Learner, before: Mapping[str, Array]) -> dict[str, Array]:
     """Return new - old of the shared float tensors, written over the old ones if possible."""
     after = plan.view(*SHARED_ROLES)
-    names = [n for n in shared(plan.roles) if np.issubdtype(after[n].dtype, np.floating)]
+    names = _changing(plan, after)
     with np.errstate(over="ignore", invalid="ignore"):
         pairs = ((n, after[n], before[n]) for n in names)
         return {
@@ -387,7 +423,13 @@ def _change(plan: Learner, before: Mapping[str, Array]) -> dict[str, Array]:
         }
 
 
-def _steps(plan: Learner, work: Work, shard: Shard) -> Iterator[dict[str, Array]]:
+def _changing(plan: Learner, state: Mapping[str, Array]) -> list[str]:
+    """Return the names of the shared tensors that learning changes: those of floats."""
+    return [n for n in shared(plan.roles) if np.issubdtype(state[n].dtype, np.floating)]
+
+
+def batches(plan: Learner, work: Work, shard: Shard) -> Iterator[dict[str, Array]]:
+    """Yield the batch, or the episode, of each of a device's steps."""
     draws = work.draws("samples")
     names = [tensor.name for tensor in plan.inputs(LEARN)]
     episodes = any(name.startswith((SUPPORT, QUERY)) for name in names)
@@ -472,9 +514,13 @@ def _loss(results: Mapping[str, Array], step: int) -> float:
     if LOSS not in results or results[LOSS].size != 1:
         raise InvalidInput(f"`{LEARN}` must return one number {LOSS!r}, got {sorted(results)}")
     loss = float(results[LOSS].reshape(()))
+    _check_loss(loss, step)
+    return loss
+
+
+def _check_loss(loss: float, step: int) -> None:
     if not math.isfinite(loss):
         raise InvalidInput(f"the loss is {loss} at step {step + 1}; {SMALLER_RATE}")
-    return loss
 
 
 def _check_steps(steps: int, *, least: int) -> None:

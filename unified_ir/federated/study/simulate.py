@@ -10,25 +10,28 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from triplane.proto.errors import Conflict, InvalidInput
 from triplane.proto.messages import value_from
+from triplane.proto.suggestions import check_choice
 from triplane.unified_ir.federated.algorithms import Hyper, algorithm, plan_of
 from triplane.unified_ir.federated.algorithms.hyper import LR
+from triplane.unified_ir.federated.algorithms.plan import functions_with_state
 from triplane.unified_ir.federated.core import defaults
 from triplane.unified_ir.federated.core import learn as device
 from triplane.unified_ir.federated.core import run as machine
 from triplane.unified_ir.federated.core.compress import Compressor
 from triplane.unified_ir.federated.core.draws import Array, Draws
 from triplane.unified_ir.federated.core.episodes import check_ways
-from triplane.unified_ir.federated.core.learn import Shard, Work
+from triplane.unified_ir.federated.core.learn import LOSS, Shard, Work
 from triplane.unified_ir.federated.core.rules import step
 from triplane.unified_ir.federated.study.checkpoint import Keeper, StudyProgress, identity
 from triplane.unified_ir.federated.study.server import (
@@ -42,7 +45,15 @@ from triplane.unified_ir.federated.study.trial import DeviceScore, RoundRow, Tri
 from triplane.unified_ir.ir import Module
 from triplane.unified_ir.runtime import Plan
 
+if TYPE_CHECKING:
+    from triplane.unified_ir.engines.xla.cohort import Client, Cohort, Outcome
+
 PLAN: Final = "study.plan"
+ENGINE: Final = "onnx"
+ENGINES: Final = (ENGINE, "xla")
+"""What runs the steps of devices: one device after the other, or many at once."""
+TOGETHER: Final = 256
+"""Devices of a cohort whose batches are in memory at once."""
 PERSONAL: Final = "personal"
 START: Final = 0
 """The round whose scores are those of the model that a run begins with."""
@@ -65,7 +76,8 @@ class Study:
     steps, batch_size, support, query: a device's sampling, support 0 for all its samples.
     ways: classes of an episode, drawn and numbered anew for each; 0: those of the samples.
     evaluate_every: rounds between scorings, 0 to score at the end only. rates: rates of adaptation
-    that are tried at the end in addition to the run's own; the best of all counts.
+    that are tried at the end in addition to the run's own; the best of all counts. engine: of the
+    devices' steps: "onnx", as on devices, or "xla", which runs those of many devices at once.
     """
 
     algorithm: str
@@ -83,10 +95,12 @@ class Study:
     keep: float = 1.0
     seed: int = 0
     run: str = "study"
+    engine: str = ENGINE
 
     def __post_init__(self) -> None:
         row = algorithm(self.algorithm)
         Compressor(self.compression, keep=self.keep)
+        check_choice("engine", self.engine, ENGINES)
         if self.rounds < 1 or self.devices < 0 or self.evaluate_every < 0:
             raise InvalidInput(
                 f"a study needs at least 1 round and counts >= 0, got {self.rounds} "
@@ -136,8 +150,9 @@ def simulate(
     facts = {**identity(digest, study, shards, others), **server.facts}
     keeper = None if folder is None else Keeper(folder, facts)
     simulation = _Simulation(
-        plan, study, shards, others, keeper=keeper, on_round=on_round, on_scores=on_scores
-    )
+        plan, _cohort(module, study, plan), study, shards, others,
+        keeper=keeper, on_round=on_round, on_scores=on_scores,
+    )  # fmt: skip
     with server.serving(simulation.served(digest)) as rounds:
         return simulation.go(rounds, server.title(study.algorithm))
 
@@ -148,6 +163,7 @@ class _Simulation:
     def __init__(
         self,
         plan: Plan,
+        cohort: Cohort | None,
         study: Study,
         seen: Mapping[str, Shard],
         unseen: Mapping[str, Shard],
@@ -157,6 +173,7 @@ class _Simulation:
         on_scores: OnScores | None,
     ) -> None:
         self.plan, self.study, self.keeper = plan, study, keeper
+        self.cohort = cohort
         self.on_round = on_round or (lambda _: None)
         self.on_scores = on_scores or (lambda *_: None)
         self.metric = device.metric_of_plan(plan)
@@ -251,7 +268,7 @@ class _Simulation:
         state, leases = self._asked(state, server)
         assert state.round is not None
         number = state.round.number
-        learned = [self._learn(number, lease) for lease in leases]
+        learned = self._learn_all(number, leases)
         for lease, (_, update) in zip(leases, learned, strict=True):
             arrived = machine.Arrived(
                 at_s=NOW_S, device=lease.device, lease=lease.id, update=update
@@ -267,18 +284,59 @@ class _Simulation:
         self.on_round(row)
         return step(state, machine.Reduced(at_s=NOW_S, number=number, shared=""))[0]
 
-    def _learn(self, number: int, lease: machine.Lease) -> tuple[Arrays, machine.Update]:
-        """Do one device's work, keep its own state, and return the change as the cloud reads it."""
-        name, place = lease.device, self.place
+    def _learn_all(
+        self, number: int, leases: Sequence[machine.Lease]
+    ) -> list[tuple[Arrays, machine.Update]]:
+        """Do the devices' work and return their changes as the cloud reads them."""
+        if self.cohort is None:
+            return [self._sent(number, lease, *self._learn(number, lease)) for lease in leases]
+        learned = []
+        for at in range(0, len(leases), TOGETHER):
+            some = leases[at : at + TOGETHER]
+            clients = [self._client(number, lease.device) for lease in some]
+            start = {**self.plan.state(), **self.place.shared}
+            for lease, outcome in zip(some, self.cohort.run(start, clients), strict=True):
+                learned.append(self._sent(number, lease, *self._outcome(number, lease, outcome)))
+        return learned
+
+    def _learn(self, number: int, lease: machine.Lease) -> tuple[device.Learned, Arrays]:
+        """Return what a device learned, and its personal state."""
+        name = lease.device
         self._take(name)
-        try:
+        with _naming(name, number):
             done = device.learn(self.plan, self._work(number, name), self.shards[name])
-        except InvalidInput as error:
-            raise InvalidInput(f"{name} in round {number}: {error}") from error
+        return done, self.plan.state(PERSONAL)
+
+    def _client(self, number: int, name: str) -> Client:
+        """Return a device as one of a cohort: its own state, and its batches."""
+        from triplane.unified_ir.engines.xla.cohort import Client
+
+        self._take(name)
+        work, shard = self._work(number, name), self.shards[name]
+        own = {**self.plan.state(PERSONAL), **device.beginning(self.plan, work)}
+        with _naming(name, number):
+            return Client(own, list(device.batches(self.plan, work, shard)))
+
+    def _outcome(
+        self, number: int, lease: machine.Lease, outcome: Outcome
+    ) -> tuple[device.Learned, Arrays]:
+        """Return what a device of a cohort learned, and its personal state."""
+        name, after = lease.device, {**self.place.shared, **outcome.state}
+        with _naming(name, number):
+            done = device.learned_elsewhere(
+                self.plan, self.shards[name], self.place.shared, after, outcome.results[LOSS]
+            )
+        return done, {n: np.array(outcome.state.get(n, x)) for n, x in self.fresh.items()}
+
+    def _sent(
+        self, number: int, lease: machine.Lease, done: device.Learned, own: Arrays
+    ) -> tuple[Arrays, machine.Update]:
+        """Keep a device's own state, and return its change as the cloud reads it."""
+        name, place = lease.device, self.place
         rng = Draws(self.study.seed, number, lease.id, "compression")
         # Packed and unpacked again, because the cloud sees only what compression leaves.
         sent, lost = self.compressor.pack(done.change, place.remainders.get(name, {}), rng)
-        personal = {**place.personal, name: self.plan.state(PERSONAL)} if self.fresh else {}
+        personal = {**place.personal, name: own} if self.fresh else {}
         remainders = {**place.remainders, name: lost} if lost else place.remainders
         self.place = replace(place, personal=personal, remainders=remainders)
         size = sum(x.nbytes for x in sent.values())
@@ -377,3 +435,22 @@ class _Simulation:
 
     def _work(self, number: int, name: str) -> Work:
         return value_from(Work, self.study, round=number, device=name)
+
+
+def _cohort(module: Module, study: Study, plan: Plan) -> Cohort | None:
+    """Return the devices' steps on XLA, if the study asks for it."""
+    if study.engine == ENGINE:
+        return None
+    from triplane.unified_ir.engines.xla.cohort import Cohort
+
+    step_of = functions_with_state(module, study.algorithm, study.hyper)[device.LEARN]
+    return Cohort(step_of, list(plan.roles))
+
+
+@contextmanager
+def _naming(name: str, number: int) -> Iterator[None]:
+    """Name the device and the round in an error."""
+    try:
+        yield
+    except InvalidInput as error:
+        raise InvalidInput(f"{name} in round {number}: {error}") from error

@@ -157,11 +157,12 @@ def _labels(module: Module) -> tuple[str, ...]:
 
 def _check_samples(source: SampleSource, x: Array, wanted: TensorType, what: str) -> None:
     """Refuse samples or targets of another shape than the model's."""
+    way = "--y speed:1" if what == "targets" else "--x 'a*:2x64'"
     sizes = zip(wanted.shape[1:], x.shape[1:], strict=False)
     if len(wanted.shape) != x.ndim or any(isinstance(a, int) and a != b for a, b in sizes):
         raise InvalidInput(
             f"the model takes {what} as {wanted}; those of {source.data} are "
-            f"{list(x.shape[1:])} each; choose another shape as in --x 'a*:2x64' or --y speed:1"
+            f"{list(x.shape[1:])} each; choose another shape as in {way}"
         )
 
 

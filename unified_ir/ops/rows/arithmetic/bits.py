@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from triplane.unified_ir.ir.types import TensorType, TypeMismatch
+from triplane.unified_ir.ir.types import TensorType, TypeMismatch, bool_
 from triplane.unified_ir.ops.batching import elementwise
+from triplane.unified_ir.ops.lowering import XlaContext
 from triplane.unified_ir.ops.row import Op, OpCall, OpKind, dtype_attr
 from triplane.unified_ir.ops.rows.arithmetic.elementwise import broadcast_same
 from triplane.unified_ir.ops.rows.movement.structure import same
@@ -51,13 +52,20 @@ def _bit_cast(call: OpCall) -> tuple[TensorType, ...]:
     return (x.with_dtype(wanted),)
 
 
+def _bit_cast_xla(k: XlaContext, x: Any, *, to: int) -> Any:
+    """Take the bits; XLA does not read those of a bool, which are 0 or 1."""
+    wanted = dtype_attr(to)
+    bits = x.astype(np.uint8) if x.dtype == np.bool_ else x
+    return bits != 0 if wanted == bool_ else k.lax.bitcast_convert_type(bits, wanted.numpy)
+
+
 bit_cast = Op(
     name="BitCast",
     kind=OpKind.ELEMENTWISE,
     batch=elementwise,
     infer=_bit_cast,
     reference=lambda x, to: np.ascontiguousarray(x).view(dtype_attr(to).numpy).reshape(x.shape),
-    xla=lambda k, x, to: k.lax.bitcast_convert_type(x, dtype_attr(to).numpy),
+    xla=_bit_cast_xla,
     samples=(
         sample(lambda rng: rng.standard_normal((2, 3)).astype(np.float32), to=6),
         sample(_words, to=1),

@@ -14,7 +14,7 @@ import numpy as np
 
 from triplane.unified_ir.ir.types import TensorType
 from triplane.unified_ir.ops import batching
-from triplane.unified_ir.ops.lowering import XlaContext
+from triplane.unified_ir.ops.lowering import Rule, XlaContext
 from triplane.unified_ir.ops.row import Op, OpCall, OpKind
 from triplane.unified_ir.ops.rows.arithmetic.elementwise import mul
 from triplane.unified_ir.ops.rows.movement.structure import (
@@ -50,15 +50,15 @@ def _running_kernel(f: Any, start: int) -> Any:
     return kernel
 
 
-def _running_xla(name: str, start: int) -> Any:
+def _running_xla(name: str, start: int) -> Rule:
     def rule(k: XlaContext, x: Any, axis: Any, *, exclusive: int, reverse: int) -> Any:
-        axis = int(np.ravel(k.known(axis, "its axis"))[0]) % x.ndim
-        if exclusive and x.shape[axis]:
-            # Move all elements on by one; the first becomes `start`, the last is left out.
-            amounts = (-1, 1, 0) if reverse else (1, -1, 0)
-            fill = np.array(start, x.dtype)
-            x = k.lax.pad(x, fill, [amounts if i == axis else (0, 0, 0) for i in range(x.ndim)])
-        return getattr(k.lax, name)(x, axis, reverse=bool(reverse))
+        at = axes_of(x.ndim, [int(np.ravel(k.known(axis, "its axis"))[0])])[0]
+        if exclusive and x.shape[at]:
+            # The first element (the last, in reverse) is the start, and all others move by one.
+            pads = [(0, 0, 0)] * x.ndim
+            pads[at] = (-1, 1, 0) if reverse else (1, -1, 0)
+            x = k.lax.pad(x, np.array(start, x.dtype), pads)
+        return getattr(k.lax, name)(x, at, reverse=bool(reverse))
 
     return rule
 

@@ -188,6 +188,7 @@ def _emit_custom(context: EmissionContext, node: Node) -> None:
 
 custom_row = Op(
     name="Custom",
+    computes="its region of the operands: the body of a user's operator, which keeps its name",
     kind=OpKind.CONTROL,
     emit=_emit_custom,
     domain=DOMAIN,
@@ -278,8 +279,8 @@ def custom(
 
     The body may take options by keyword: numbers, strings, lists of them. `bprop(*inputs, y=, g=,
     **options)` returns a cotangent per input. kernels: by engine; "reference" takes and returns
-    numpy arrays, "onnx" and "ascend" are other bodies in operators. Each takes the options, with
-    the body's defaults.
+    numpy arrays; "onnx", "ascend" and "xla" are other bodies in operators. Each takes the options,
+    with the body's defaults.
 
     >>> import numpy as np
     >>> from triplane.unified_ir import graph, ops

@@ -37,6 +37,7 @@ from triplane.unified_ir.ops.rows.control.scanning import (
 )
 from triplane.unified_ir.ops.tensor import Tensor, as_tensor, dims_of, emit
 from triplane.unified_ir.ops.trees import leaves, rebuild
+from triplane.unified_ir.ops.values import bind
 
 
 def _loop_types(call: OpCall) -> Types:
@@ -246,7 +247,12 @@ def _loop_xla(
         (more, *results), failed = body.after(failed, i, np.array(True), *before, *captures)
         return more, (i + 1, failed, results[:num_carry]), results[num_carry:]
 
-    total = _known_trips(k, count, go, needed=len(k.node.outputs) > num_carry)
+    stacked = k.node.outputs[num_carry:]
+    total = _known_trips(k, count, go, needed=bool(stacked))
+    if total == 0:
+        # Not traced: the body may read what earlier trips have stacked, which is empty.
+        sizes = _sizes_of(k.node, (count, go, *operands)) | {trips: 0}
+        return (*carry, *(np.zeros(v.type.concrete(sizes), v.type.dtype.numpy) for v in stacked))
     start, ys = (np.int64(0), np.int32(0), carry), ()
     if total is not None:
         end, ys = k.lax.scan(lambda state, _: trip(*state)[1:], start, None, length=total)
@@ -255,6 +261,15 @@ def _loop_xla(
         _, end = k.lax.while_loop(enters, lambda state: trip(*state[1])[:2], (go, start))
     body.hand_out(end[1])
     return (*end[2], *ys)
+
+
+def _sizes_of(node: Node, operands: Sequence[Any]) -> dict[str, int]:
+    """Return the sizes of the symbols in the operands' types."""
+    sizes: dict[str, int] = {}
+    for value, x in zip(node.inputs, operands, strict=True):
+        if value is not None:
+            bind(sizes, value.type, x)
+    return sizes
 
 
 def _enters(count: Any, go: Any, state: Any) -> Any:
@@ -287,6 +302,10 @@ def _goes_on(body: Function) -> bool:
 
 loop_row = Op(
     name="Loop",
+    computes=(
+        "the carry after `while go and i < trips: go, carry, ys = region(i, go, carry); i += "
+        "1`, and the stacked ys"
+    ),
     kind=OpKind.CONTROL,
     emit=_emit_loop,
     domain=DOMAIN,

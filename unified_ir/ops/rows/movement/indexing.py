@@ -328,14 +328,11 @@ def _gather_elements_xla(k: XlaContext, x: Any, index: Any, *, axis: int) -> Any
 
 
 def _element_positions(k: XlaContext, x: Any, index: Any, axis: int) -> tuple[Any, ...]:
-    """Return, for each element of an index along `axis`, its position along every axis."""
+    """Return, for each element of an index along `axis`, its positions, which broadcast to it."""
     axis %= x.ndim
     sides = np.ogrid[tuple(slice(n) for n in index.shape)]
     at = [index if i == axis else sides[i] for i in range(x.ndim)]
-    return tuple(
-        k.np.broadcast_to(positions(k, a, n), index.shape)
-        for a, n in zip(at, x.shape, strict=True)
-    )
+    return tuple(positions(k, a, n) for a, n in zip(at, x.shape, strict=True))
 
 
 def _gather_elements_vjp(g: Tensor, y: Tensor, x: Tensor, index: Tensor, *, axis: int) -> Any:

@@ -17,7 +17,7 @@ from triplane.unified_ir.ir.graph import Node
 from triplane.unified_ir.ir.types import ShapeError, TensorType
 from triplane.unified_ir.ops.emission import EmissionContext
 from triplane.unified_ir.ops.infer import onnx_attrs
-from triplane.unified_ir.ops.lowering import XlaContext
+from triplane.unified_ir.ops.lowering import XlaContext, sizes
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.row import OpCall
 from triplane.unified_ir.ops.tensor import Tensor, dims_of, emit
@@ -99,8 +99,8 @@ def pad_xla(
     k: XlaContext, x: Any, pads: Any, value: Any = None, axes: Any = None, *, mode: str
 ) -> Any:
     """Pad with XLA's operator, which also removes; repeat elements as `pad_kernel` does."""
-    named = None if axes is None else k.known(axes, "its axes")
-    by_axis: Any = amounts(x.ndim, k.known(pads, "its amounts"), named)
+    named = None if axes is None else sizes(k.known(axes, "its axes"))
+    by_axis: Any = amounts(x.ndim, sizes(k.known(pads, "its amounts")), named)
     if mode == "constant":
         fill = np.zeros((), x.dtype) if value is None else k.np.reshape(value, ())
         return k.lax.pad(x, fill, [(b, a, 0) for b, a in by_axis])

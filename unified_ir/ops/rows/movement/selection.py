@@ -51,18 +51,18 @@ def _top_k(x: Any, k: Any, *, axis: int, largest: int, sorted: int) -> Any:
     return np.take_along_axis(x, index, axis), index.astype(np.int64)
 
 
-def _top_k_xla(
-    k: XlaContext, x: Any, count: Any, *, axis: int, largest: int, sorted: int
-) -> Any:
+def _top_k_xla(k: XlaContext, x: Any, count: Any, *, axis: int, largest: int, sorted: int) -> Any:
     n = int(np.ravel(k.known(count, "how many it gives"))[0])
-    rows = k.np.moveaxis(x, axis, -1)
-    # XLA orders the floats -0 < 0 < NaN and ties by position. ~x reverses integers, also unsigned.
+    key = k.np.moveaxis(x, axis, -1)
     is_float = k.np.issubdtype(x.dtype, np.floating)
-    key = k.np.where(rows == 0, 0, rows).astype(x.dtype) if is_float else rows
-    if not largest:
-        key = -key if is_float else ~key
-    index = k.lax.top_k(key, n)[1]
-    values = k.np.take_along_axis(rows, index, -1)
+    if is_float:  # XLA puts -0 below 0, where ONNX goes by position
+        key = k.np.where(key == 0, np.zeros((), x.dtype), key)
+    # ~x reverses the order of integers, also of unsigned ones.
+    if largest:
+        values, index = k.lax.top_k(key, n)
+    else:
+        values, index = k.lax.top_k(-key if is_float else ~key, n)
+        values = -values if is_float else ~values
     return k.np.moveaxis(values, -1, axis), k.np.moveaxis(index, -1, axis)
 
 

@@ -171,9 +171,7 @@ def _split(x: Any, sizes: Any = None, *, axis: int, num_outputs: int) -> Any:
     return tuple(np.split(x, np.cumsum(sizes)[:-1].astype(int), axis))
 
 
-def _split_xla(
-    k: XlaContext, x: Any, parts: Any = None, *, axis: int, num_outputs: int
-) -> Any:
+def _split_xla(k: XlaContext, x: Any, parts: Any = None, *, axis: int, num_outputs: int) -> Any:
     if parts is None:
         parts = split_sizes(x.shape[axis], num_outputs)
     return k.lax.split(x, sizes(k.known(np.asarray(parts), "its sizes")), axis % x.ndim)
@@ -269,9 +267,7 @@ def _reverse_types(call: OpCall) -> Types:
     return (x,)
 
 
-def _reverse_xla(
-    k: XlaContext, x: Any, lengths: Any, *, time_axis: int, batch_axis: int
-) -> Any:
+def _reverse_xla(k: XlaContext, x: Any, lengths: Any, *, time_axis: int, batch_axis: int) -> Any:
     n = x.shape[time_axis]
     # Numpy's reading of a length beyond the axis, or below 0, as ONNX's implementation has it.
     ends = k.np.minimum(k.np.where(lengths < 0, lengths + n, lengths), n)
@@ -366,7 +362,7 @@ def _one_hot_types(call: OpCall) -> Types:
 
 
 def _one_hot(index: Any, depth: Any, values: Any, *, axis: int) -> Any:
-    n = int(np.ravel(depth)[0])
+    n = np.int64(np.ravel(depth)[0])  # int64, so that a depth of 300 fits beside int8 indices
     axis %= index.ndim + 1
     # ONNX: indices in -depth..-1 count from the end; others outside the range match no position.
     wanted = np.where(index < 0, index + n, index)
@@ -376,7 +372,7 @@ def _one_hot(index: Any, depth: Any, values: Any, *, axis: int) -> Any:
 
 
 def _one_hot_xla(k: XlaContext, index: Any, depth: Any, values: Any, *, axis: int) -> Any:
-    n = int(np.ravel(k.known(depth, "its depth"))[0])
+    n = np.int64(np.ravel(k.known(depth, "its depth"))[0])
     axis %= index.ndim + 1
     wanted = k.np.expand_dims(k.np.where(index < 0, index + n, index), axis)
     along = [-1 if i == axis else 1 for i in range(index.ndim + 1)]

@@ -1,0 +1,265 @@
+"""Training on XLA: the same run as on other engines, in launches, over devices, across a stop."""
+
+import os
+import subprocess
+import sys
+from functools import partial
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir import data, nn, ops, optim, train, zoo
+from triplane.unified_ir.cli.train import command
+from triplane.unified_ir.engines.xla.engine import XlaEngine
+
+QUIET = {"progress": "none"}
+
+
+class Net(nn.Cell):
+    """Everything that a launch must carry: weights, running statistics and a random key."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = nn.Dense(64, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.drop = nn.Dropout(0.25)
+        self.head = nn.Dense(16, 10)
+
+    def construct(self, x):
+        return self.head(self.drop(ops.relu(self.norm(self.hidden(ops.flatten(x))))))
+
+
+class Words(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(5, 4)
+        self.head = nn.Dense(4, 2)
+
+    def construct(self, x):
+        return self.head(self.table(x))
+
+
+def digits(first, last):
+    """Digits of the shipped set: (N, 1, 8, 8) in 0..1, and their labels."""
+    held = np.load(data.__path__[0] + "/digits.npz")
+    x = held["x"][first:last].astype(np.float32)[:, None] / 16
+    return x, held["y"][first:last].astype(np.int64)
+
+
+def trained(samples, cell=Net, epochs=2, batch_size=16, fit=None, **options):
+    """The trainer and the loss of each step."""
+    nn.seed(3)
+    record = train.Record()
+    options = {"engine": "xla", "optimizer": optim.SGD(0.05, momentum=0.9)} | options
+    trainer = train.Trainer(
+        cell(), loss=nn.SoftmaxCrossEntropy(), seed=1, callbacks=[record], **options
+    )
+    trainer.fit(samples, epochs, batch_size=batch_size, **QUIET, **(fit or {}))
+    return trainer, [row["loss"] for row in record.steps]
+
+
+def same_bits(a, b):
+    assert a.keys() == b.keys()
+    for name in a:
+        np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+
+
+def test_a_run_is_the_run_of_the_default_engine():
+    samples = digits(0, 200)
+    ours, losses = trained(samples)
+    others, wanted = trained(samples, engine="onnx")
+    np.testing.assert_allclose(losses, wanted, rtol=1e-4, atol=1e-4)
+    assert losses[-1] < losses[0]
+    held_out = digits(200, 300)
+    assert ours.evaluate(held_out) == pytest.approx(others.evaluate(held_out), abs=1e-3)
+    np.testing.assert_allclose(
+        ours.predict(held_out[0]), others.predict(held_out[0]), rtol=1e-3, atol=1e-3
+    )
+
+
+@pytest.mark.long
+def test_a_run_goes_on_from_a_checkpoint_to_the_same_bits(tmp_path):
+    samples = digits(0, 100)
+    straight, _ = trained(samples, epochs=3)
+    trained(samples, epochs=1, fit={"checkpoint": tmp_path})
+    resumed, _ = trained(samples, epochs=3, fit={"checkpoint": tmp_path})
+    same_bits(resumed.state(), straight.state())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("precision", ["float16", "bfloat16"])
+def test_half_precision_follows_single(precision):
+    samples = digits(0, 96)
+    _, single = trained(samples)
+    _, half = trained(samples, precision=precision)
+    np.testing.assert_allclose(half, single, rtol=5e-2, atol=5e-2)
+    assert half != single
+
+
+class TestLaunches:
+    @pytest.mark.long
+    def test_they_take_the_steps_that_single_ones_take(self):
+        samples = digits(0, 100)  # 6 batches of 16 and one of 4
+        one, single = trained(samples)
+        many, launched = trained(samples, steps_per_launch=4)
+        np.testing.assert_allclose(launched, single, rtol=1e-5, atol=1e-5)
+        assert many.place.step == one.place.step == 14
+
+    @pytest.mark.long
+    def test_they_end_where_a_checkpoint_is_due_which_resumes_to_the_same_bits(self, tmp_path):
+        samples = digits(0, 96)
+        keeper = train.Checkpoint(tmp_path, every_steps=4, keep=9)
+        straight, _ = trained(samples, epochs=2, steps_per_launch=3, fit={"checkpoint": keeper})
+        assert {4, 8, 12} <= {int(p.stem.split("-")[-1]) for p in keeper.files()}
+        for path in keeper.files()[-2:]:
+            path.unlink()
+        resumed, _ = trained(samples, epochs=2, steps_per_launch=3, fit={"checkpoint": keeper})
+        same_bits(resumed.state(), straight.state())
+
+    @pytest.mark.long
+    def test_state_within_a_launch_cannot_be_asked_for(self):
+        class Asks(train.Callback):
+            def on_step(self, run):
+                run.state()
+
+        trainer = train.Trainer(
+            Net(), loss=nn.SoftmaxCrossEntropy(), optimizer=optim.SGD(0.1), engine="xla",
+            steps_per_launch=3, callbacks=[Asks()],
+        )  # fmt: skip
+        with pytest.raises(InvalidInput, match="2 steps further; ask for it in on_epoch"):
+            trainer.fit(digits(0, 64), 1, batch_size=16, **QUIET)
+
+    def test_a_refused_batch_leaves_the_run_after_the_step_before_it(self):
+        x, y = np.tile(np.arange(5), 12), np.tile([0, 1], 30)
+        before, _ = trained((x[:20], y[:20]), cell=Words, epochs=1, batch_size=10)
+        x[35] = 9
+        batches = [(x[i : i + 10], y[i : i + 10]) for i in range(0, 60, 10)]
+        nn.seed(3)
+        trainer = train.Trainer(
+            Words(), loss=nn.SoftmaxCrossEntropy(), optimizer=optim.SGD(0.05, momentum=0.9),
+            engine="xla", steps_per_launch=6, seed=1,
+        )  # fmt: skip
+        with pytest.raises(InvalidInput, match=r"index 9 at \[5\] is out of range"):
+            trainer.fit(batches, 1, **QUIET)
+        assert trainer.place.step == 3
+        good, _ = trained(batches[:3], cell=Words, epochs=1)
+        same_bits(
+            {k: v.round(5) for k, v in trainer.state().items()},
+            {k: v.round(5) for k, v in good.state().items()},
+        )
+        assert before.place.step == 2
+
+    def test_other_engines_refuse_them(self):
+        with pytest.raises(InvalidInput, match="needs the engine 'xla'"):
+            trained(digits(0, 32), engine="onnx", steps_per_launch=2)
+        with pytest.raises(InvalidInput, match="a number >= 1, got 0"):
+            trained(digits(0, 32), steps_per_launch=0)
+
+
+class TestMesh:
+    def test_a_mesh_without_enough_devices_is_refused(self):
+        with pytest.raises(InvalidInput, match=r"data=8 needs 8 devices, and JAX finds 1 \(CPU\)"):
+            XlaEngine(mesh={"data": 8})
+
+    @pytest.mark.parametrize(
+        ("mesh", "why"),
+        [({"model": 2}, "has the axis 'data', got 'model'"), ({"data": 0}, "devices >= 1, got 0")],
+    )
+    def test_axes_that_do_not_exist_are_refused(self, mesh, why):
+        with pytest.raises(InvalidInput, match=why):
+            XlaEngine(mesh=mesh)
+
+    @pytest.mark.long
+    def test_eight_and_six_devices_learn_what_one_learns(self, tmp_path):
+        """Batches of 48, and a last one of 4 that neither number divides."""
+        script = tmp_path / "run.py"
+        script.write_text(MESH)
+        env = {**os.environ, "JAX_NUM_CPU_DEVICES": "8"}
+        ran = subprocess.run(
+            [sys.executable, script], env=env, capture_output=True, text=True, check=False
+        )
+        assert ran.returncode == 0, ran.stderr
+        assert ran.stdout.splitlines()[-1] == "8 of 8 x CPU, for the mesh data=8"
+
+
+MESH = """
+import numpy as np
+from triplane.unified_ir import data, nn, ops, optim, train
+from triplane.unified_ir.engines.xla.engine import XlaEngine
+
+class Net(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+        self.drop = nn.Dropout(0.25)
+        self.head = nn.Dense(4 * 36, 10)
+    def construct(self, x):
+        return self.head(self.drop(ops.flatten(ops.relu(self.norm(self.conv(x))))))
+
+held = np.load(data.__path__[0] + "/digits.npz")
+x = held["x"].astype(np.float32).reshape(-1, 1, 8, 8)[:148] / 16
+y = held["y"].astype(np.int64)[:148]
+
+def losses(engine, **options):
+    nn.seed(0)
+    record = train.Record()
+    trainer = train.Trainer(
+        Net(), loss=nn.SoftmaxCrossEntropy(), optimizer=optim.SGD(0.05, momentum=0.9),
+        engine=engine, callbacks=[record], **options)
+    trainer.fit((x, y), 3, batch_size=48, progress="none")
+    return np.array([row["loss"] for row in record.steps]), trainer.state()
+
+one, state = losses("xla")
+for n, options in ((8, {}), (6, {}), (8, {"steps_per_launch": 3})):
+    engine = XlaEngine(mesh={"data": n})
+    split, after = losses(engine, **options)
+    np.testing.assert_allclose(split, one, rtol=2e-4, atol=2e-4)
+    for name in state:
+        np.testing.assert_allclose(after[name], state[name], rtol=1e-2, atol=2e-3, err_msg=name)
+    print(engine.devices)
+"""
+
+
+def test_the_callers_own_jax_keeps_its_settings():
+    import jax
+
+    trained(digits(0, 32), epochs=1)
+    assert jax.numpy.arange(3).dtype == np.int32
+    assert not jax.config.jax_enable_x64
+
+
+def test_the_commands_options(tmp_path):
+    out = tmp_path / "m.tpm"
+    common = ["zoo:lenet", "--data", "digits", "--epochs", "1", "--out", str(out)]
+    refused = CliRunner().invoke(command, [*common, "--mesh", "data=2"])
+    assert "--mesh splits batches with --engine xla" in str(refused.exception or refused.output)
+    refused = CliRunner().invoke(command, [*common, "--engine", "xla", "--mesh", "data"])
+    assert "--mesh" in str(refused.exception or refused.output)
+
+
+IMAGES = {"lenet": (1, 28, 28), "leaf-cnn": (1, 28, 28), "resnet8": (3, 32, 32)}
+TEXTS = {"char-lstm": {"hidden": 32}, "text-encoder": {}, "text-decoder": {}}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [*IMAGES, *TEXTS])
+def test_the_zoo_learns_on_xla_as_on_onnx(name):
+    """100 steps; sums of float32 in other orders differ, and training amplifies that."""
+    rng = np.random.default_rng(4)
+    if name in IMAGES:
+        x = rng.standard_normal((80, *IMAGES[name])).astype(np.float32)
+    else:
+        x = rng.integers(0, 50, (80, 12))
+    classes = 2 if name == "text-encoder" else 10
+    y = rng.integers(0, classes, x.shape if name == "text-decoder" else 80)
+    made, losses = {}, {}
+    for engine in ("onnx", "xla"):
+        make = partial(zoo.network, name, **TEXTS.get(name, {}))
+        made[engine], losses[engine] = trained(
+            (x, y), cell=make, epochs=10, batch_size=8, engine=engine, optimizer=optim.SGD(0.01)
+        )
+    assert made["xla"].place.step == 100
+    np.testing.assert_allclose(losses["xla"], losses["onnx"], rtol=2e-3, atol=2e-3)
