@@ -145,7 +145,7 @@ def test_a_plan_alone_is_written_without_a_report(tmp_path, capsys):
 
 def test_help_teaches_with_examples(capsys):
     assert run(["convert", "--help"]) == 0
-    text = capsys.readouterr().out
+    text = " ".join(capsys.readouterr().out.split())
     assert "--quantize int8 --calibrate samples.npz" in text
     assert "first line of the report says so" in text
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -114,11 +113,12 @@ def seeded(model: FileModel, seed: int | None) -> FileModel:
 def open_file(path: Path) -> FileModel:
     """Open a model to run its entry `predict`."""
     if path.suffix == SUFFIX:
+        from triplane.unified_ir.ir.meta import labels_if_any
         from triplane.unified_ir.runtime import Session
 
         session = Session(path)
         meta = session.metadata
-        return _of_session(session, _labels(meta), meta)
+        return _of_session(session, labels_if_any(meta), meta)
     if path.suffix == BUNDLE_SUFFIX:
         from triplane.unified_ir.runtime import Bundle
 
@@ -131,6 +131,7 @@ def open_file(path: Path) -> FileModel:
 def _of_module(path: Path) -> FileModel:
     from triplane.unified_ir.convert.conversion import open_model
     from triplane.unified_ir.engines.modules import program_of
+    from triplane.unified_ir.ir.meta import labels_if_any
     from triplane.unified_ir.ir.types import is_plain
     from triplane.unified_ir.runtime import TensorInfo
 
@@ -153,7 +154,7 @@ def _of_module(path: Path) -> FileModel:
     return FileModel(
         inputs=infos,
         outputs=function.result_names,
-        labels=_fitting(_labels(module.meta), last),
+        labels=_fitting(labels_if_any(module.meta), last),
         compute=program.run,
         loss=module.meta.get(LOSS, ""),
         ignored=_ignored(module.meta),
@@ -174,15 +175,6 @@ def _of_session(
         loss=meta.get(LOSS, ""),
         ignored=_ignored(meta),
     )
-
-
-def _labels(meta: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the class names in metadata; any other tool may use the same key in another form."""
-    try:
-        labels = json.loads(meta.get("labels", "[]"))
-    except (ValueError, RecursionError):
-        return ()
-    return tuple(map(str, labels)) if isinstance(labels, list) else ()
 
 
 def _ignored(meta: Mapping[str, str]) -> int | None:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from triplane.unified_ir.federated.core.metric import Metric
-    from triplane.unified_ir.federated.study import DeviceScore, RoundRow, Study, Trial
+    from triplane.unified_ir.federated.study import DeviceScore, RoundRow, Study, Summary, Trial
     from triplane.unified_ir.federated.study.partition import Shards
     from triplane.unified_ir.federated.study.seeds import Completion
     from triplane.unified_ir.federated.study.server import StudyServer
@@ -451,28 +451,29 @@ def _trial(
     return replace(trial, state={})
 
 
-def _means(scores: Sequence[DeviceScore], metric: Metric) -> str:
-    """Format mean scores before and after adaptation, by group of devices."""
+def _summaries(scores: Sequence[DeviceScore]) -> dict[str, Summary]:
+    """Return the summary of each group of devices that was scored."""
     from triplane.unified_ir.federated.study import summary
 
-    means = {group: summary(s for s in scores if s.seen is seen) for group, seen in GROUPS}
+    groups = {group: [s for s in scores if s.seen is seen] for group, seen in GROUPS}
+    return {group: s for group, own in groups.items() if (s := summary(own))}
+
+
+def _means(scores: Sequence[DeviceScore], metric: Metric) -> str:
+    """Format mean scores before and after adaptation, by group of devices."""
     return ", ".join(
         f"{group} {metric.text(s.before)} -> {metric.text(s.after)}"
-        for group, s in means.items()
-        if s
+        for group, s in _summaries(scores).items()
     )
 
 
 def _diverging(scores: Sequence[DeviceScore], metric: Metric) -> list[str]:
     """Return a line for each group of devices whose loss adaptation multiplies at the start."""
-    from triplane.unified_ir.federated.study import summary
-
-    means = {group: summary(s for s in scores if s.seen is seen) for group, seen in GROUPS}
     return [
         f"adaptation at the start makes the loss of {group} devices {s.after / s.before:.3g} times "
         "as large"
-        for group, s in means.items()
-        if s and not metric.share and s.after > DIVERGING_RATIO * s.before > 0
+        for group, s in _summaries(scores).items()
+        if not metric.share and s.after > DIVERGING_RATIO * s.before > 0
     ]
 
 
@@ -493,6 +494,7 @@ def _record(trials: Sequence[Trial], stops: Sequence[StoppedRun], groups: Groups
 def _lines(trials: Sequence[Trial], stopped: dict[str, list[int]]) -> list[str]:
     """Return the table of results: a row per algorithm and group of devices."""
     from triplane.unified_ir.federated.study.seeds import by_algorithm, completion
+    from triplane.unified_ir.files.text_table import aligned
 
     done = completion(trials, stopped)
     metric = trials[0].metric
@@ -504,13 +506,7 @@ def _lines(trials: Sequence[Trial], stopped: dict[str, list[int]]) -> list[str]:
         for _, seen in GROUPS
         if (row := _row(replicates, trials, done, seen=seen))
     ]
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    return ["  ".join(_aligned(row, widths)).rstrip() for row in (heads, *rows)]
-
-
-def _aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
-    texts, numbers = zip(row[:2], widths[:2], strict=True), zip(row[2:], widths[2:], strict=True)
-    return [t.ljust(width) for t, width in texts] + [n.rjust(width) for n, width in numbers]
+    return aligned([heads, *rows], texts=2)
 
 
 def _row(

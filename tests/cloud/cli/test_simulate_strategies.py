@@ -4,13 +4,12 @@ import csv
 import importlib.util
 import json
 
-import numpy as np
 import pytest
 from click.testing import CliRunner
+from tests.support.digits_model import saved_digits
 
 from triplane.cloud.cli.federate import command
 from triplane.proto.errors import MissingExtra
-from triplane.unified_ir import nn, optim, train
 from triplane.unified_ir.cli.simulate import simulate as plain
 
 VERB = command.commands["simulate"]
@@ -22,15 +21,7 @@ needs_flwr = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    nn.seed(0)
-    trainer = train.Trainer(
-        nn.Sequential(nn.Flatten(), nn.Dense(64, 10)),
-        loss=nn.SoftmaxCrossEntropy(), optimizer=optim.SGD(0.1),
-    )  # fmt: skip
-    trainer.prepare(np.zeros((1, 1, 8, 8), np.float32), np.zeros(1, np.int64))
-    path = tmp_path_factory.mktemp("model") / "digits.tpm"
-    trainer.export().save(path)
-    return path
+    return saved_digits(tmp_path_factory.mktemp("model"))
 
 
 def run(verb, model, *more):

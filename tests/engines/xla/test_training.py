@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from triplane.unified_ir import data, nn, ops, optim, train, zoo
 from triplane.unified_ir.cli.train import command
 from triplane.unified_ir.engines.xla.engine import XlaEngine
 
-QUIET = {"progress": "none"}
+QUIET: Any = {"progress": "none"}
 
 
 class Net(nn.Cell):
@@ -52,9 +53,9 @@ def trained(samples, cell=Net, epochs=2, batch_size=16, fit=None, **options):
     """The trainer and the loss of each step."""
     nn.seed(3)
     record = train.Record()
-    options = {"engine": "xla", "optimizer": optim.SGD(0.05, momentum=0.9)} | options
+    chosen: Any = {"engine": "xla", "optimizer": optim.SGD(0.05, momentum=0.9)} | options
     trainer = train.Trainer(
-        cell(), loss=nn.SoftmaxCrossEntropy(), seed=1, callbacks=[record], **options
+        cell(), loss=nn.SoftmaxCrossEntropy(), seed=1, callbacks=[record], **chosen
     )
     trainer.fit(samples, epochs, batch_size=batch_size, **QUIET, **(fit or {}))
     return trainer, [row["loss"] for row in record.steps]
@@ -228,7 +229,7 @@ def test_the_callers_own_jax_keeps_its_settings():
 
     trained(digits(0, 32), epochs=1)
     assert jax.numpy.arange(3).dtype == np.int32
-    assert not jax.config.jax_enable_x64
+    assert not jax.config.read("jax_enable_x64")
 
 
 def test_the_commands_options(tmp_path):
@@ -249,13 +250,15 @@ TEXTS = {"char-lstm": {"hidden": 32}, "text-encoder": {}, "text-decoder": {}}
 def test_the_zoo_learns_on_xla_as_on_onnx(name):
     """100 steps; sums of float32 in other orders differ, and training amplifies that."""
     rng = np.random.default_rng(4)
+    x: Any
     if name in IMAGES:
         x = rng.standard_normal((80, *IMAGES[name])).astype(np.float32)
     else:
         x = rng.integers(0, 50, (80, 12))
     classes = 2 if name == "text-encoder" else 10
     y = rng.integers(0, classes, x.shape if name == "text-decoder" else 80)
-    made, losses = {}, {}
+    made: Any = {}
+    losses: Any = {}
     for engine in ("onnx", "xla"):
         make = partial(zoo.network, name, **TEXTS.get(name, {}))
         made[engine], losses[engine] = trained(

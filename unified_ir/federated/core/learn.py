@@ -8,7 +8,7 @@ takes a batch, or an episode if the inputs of the entry are named `support.*` an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
@@ -268,17 +268,18 @@ def learned_elsewhere(
     shard: Shard,
     before: Mapping[str, Array],
     after: Mapping[str, Array],
-    losses: Sequence[float],
+    losses: Iterable[float],
 ) -> Learned:
     """Return what `learn` returns, for steps that did not run on the plan.
 
     before, after: the shared state at both ends. losses: of each step. InvalidInput as in `learn`.
     """
-    for k, loss in enumerate(losses):
-        _check_loss(float(loss), k)
+    numbers = [float(loss) for loss in losses]
+    for k, loss in enumerate(numbers):
+        _check_loss(loss, k)
     with np.errstate(over="ignore", invalid="ignore"):
         change = {n: np.subtract(after[n], before[n]) for n in _changing(plan, after)}
-    return _learned(change, shard, [float(loss) for loss in losses])
+    return _learned(change, shard, numbers)
 
 
 def _learned(change: dict[str, Array], shard: Shard, losses: Sequence[float]) -> Learned:
