@@ -11,7 +11,6 @@ import numpy as np
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import product
 from triplane.unified_ir.ir.types import ShapeError, TensorType, int64
-from triplane.unified_ir.ops.lowering import XlaContext, positions, taken
 from triplane.unified_ir.ops.row import Op, OpCall, OpKind
 from triplane.unified_ir.ops.rows.arithmetic.elementwise import (
     ceil,
@@ -133,67 +132,6 @@ def _roi_align(x: Tensor, rois: Tensor, batch: Tensor, **attrs: Any) -> Tensor:
     return pooled.transpose(0, 3, 1, 2).reshape((r, c, ph, pw))
 
 
-def _samples_xla(k: XlaContext, rois: Any, axis: int, attrs: Any, size: int) -> tuple[Any, Any]:
-    """Do as `_samples` for one sample of each bin: a function of its number, and how many it has.
-
-    The function returns (position, weight) of both neighbours (R, P), and which boxes have such a
-    sample (R, 1).
-    """
-    name, first, last = _AXES[axis]
-    bins, ratio = int(attrs[name]), int(attrs["sampling_ratio"])
-    half = 0.5 if attrs["coordinate_transformation_mode"] == "half_pixel" else 0.0
-    ends = rois * attrs["spatial_scale"] - half
-    start = ends[:, first : first + 1]
-    extent = ends[:, last : last + 1] - start
-    width = (extent if half else k.np.maximum(extent, 1)) / bins
-    own = k.np.full_like(width, ratio) if ratio else k.np.maximum(k.np.ceil(width), 1)
-
-    def sample(number: Any) -> tuple[Any, Any]:
-        at = start + width * np.arange(bins, dtype=rois.dtype) + (number + 0.5) * width / own
-        seen = (at >= -1) & (at <= size) & (number < own)
-        held = at.clip(0, size - 1)
-        low = k.np.floor(held)
-        part = held - low
-        ends = [(low, (1 - part) * seen), (k.np.minimum(low + 1, size - 1), part * seen)]
-        return [(place.astype(np.int32), weight) for place, weight in ends], number < own
-
-    return sample, own
-
-
-def _roi_align_xla(k: XlaContext, x: Any, rois: Any, batch: Any, **attrs: Any) -> Any:
-    """Add up (or take the maximum of) one sample of each bin after another.
-
-    Data may decide how many there are, so they are no axis of an array.
-    """
-    sample_y, own_y = _samples_xla(k, rois, 0, attrs, x.shape[2])
-    sample_x, own_x = _samples_xla(k, rois, 1, attrs, x.shape[3])
-    rows, is_mean = k.np.moveaxis(x, 1, -1), attrs["mode"] == "avg"
-    image = positions(k, batch, x.shape[0]).reshape(-1, 1, 1)
-    columns = own_x.max(initial=1).astype(np.int64)
-    start = 0 if is_mean else np.finfo(x.dtype).min
-
-    def step(number: Any, total: Any) -> Any:
-        ys, has_y = sample_y((number // columns).astype(rois.dtype))
-        xs, has_x = sample_x((number % columns).astype(rois.dtype))
-        terms = [
-            taken(k, rows, (image, y[:, :, None], z[:, None]))
-            * (w_y[:, :, None] * w_z[:, None])[..., None]
-            for y, w_y in ys
-            for z, w_z in xs
-        ]
-        if is_mean:
-            return total + reduce(add, terms)
-        has = (has_y & has_x)[..., None, None]
-        return k.np.maximum(total, k.np.where(has, reduce(k.np.maximum, terms), start))
-
-    plane = (attrs["output_height"], attrs["output_width"])
-    total = k.np.full((rois.shape[0], *plane, x.shape[1]), start, x.dtype)
-    count = own_y.max(initial=1).astype(np.int64) * columns
-    total = k.lax.fori_loop(np.int64(0), count, step, total)
-    pooled = total / (own_y * own_x)[..., None, None] if is_mean else total
-    return k.np.moveaxis(pooled, -1, 1)
-
-
 _BOXES: Final = [[0.3, 0.2, 3.1, 2.9], [1.2, 0.4, 4.6, 3.3], [0.1, 1.3, 2.2, 3.7]]
 
 
@@ -206,7 +144,6 @@ roi_align = Op(
     name="RoiAlign", kind=OpKind.WINDOW,
     infer=_align_types,
     body=_roi_align,
-    xla=_roi_align_xla,
     native=lambda node, opset: opset < 22,
     samples=(
         _aligned(sampling_ratio=2),
