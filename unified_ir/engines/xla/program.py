@@ -26,7 +26,7 @@ _OPTIONS: Final = {"xla_allow_excess_precision": False}
 """A value is rounded where the graph casts it, as on every engine."""
 
 
-class Compiled:
+class XlaExecutable:
     """A function traced for one combination of sizes: (state, batch) -> (results, state, failed).
 
     failed: int32, which requirement failed, 0 if none; the new state is then the old one.
@@ -76,7 +76,7 @@ class XlaProgram:
         self.function = function
         self.devices = devices
         self.donate = tuple(donate)
-        self._compiled: OrderedDict[Any, Compiled] = OrderedDict()
+        self._compiled: OrderedDict[Any, XlaExecutable] = OrderedDict()
         self.batch = tuple(p for p in function.params if p.name not in self.donate)
         """The parameters that are not donated."""
         self.results = tuple(n for n in function.result_names if n not in self.donate)
@@ -87,7 +87,7 @@ class XlaProgram:
         feeds = checked(self.function.params, by_position(self.function, args))
         try:
             state, results = self.run([feeds[n] for n in self.donate], feeds)
-        except Refused as refused:
+        except RefusedData as refused:
             raise self.explained(refused, feeds) from None
         named = dict(zip(self.results, results, strict=True))
         named |= dict(zip(self.donate, state, strict=True))
@@ -101,12 +101,12 @@ class XlaProgram:
     def run(self, state: Arrays, feeds: Mapping[str, Any]) -> tuple[Arrays, Arrays]:
         """Return the new state and the results; the arrays of `state` are given away.
 
-        Refused where the data do not meet a requirement: it has the state, which is as it was.
+        RefusedData where the data do not meet a requirement: it has the state, which is as it was.
         """
         compiled, results, state, failed = self._ran(state, [feeds[p.name] for p in self.batch])
         number = 0 if failed is None else int(failed)
         if number:
-            raise Refused(compiled.requirements.error(number), state)
+            raise RefusedData(compiled.requirements.error(number), state)
         return state, results
 
     def launch(self, state: Arrays, batches: Arrays, steps: int) -> tuple[Arrays, Arrays, int]:
@@ -118,7 +118,7 @@ class XlaProgram:
         bad = np.zeros(0) if failed is None else np.flatnonzero(np.asarray(failed))
         return state, results, int(bad[0]) if bad.size else steps
 
-    def explained(self, refused: Refused, feeds: Mapping[str, Any]) -> InvalidInput:
+    def explained(self, refused: RefusedData, feeds: Mapping[str, Any]) -> InvalidInput:
         """Return the error of the reference engine, which shows operands; else the plain one."""
         state = dict(zip(self.donate, map(np.asarray, refused.state), strict=True))
         values = {**feeds, **state}
@@ -138,19 +138,19 @@ class XlaProgram:
                 raise InvalidInput(f"XLA could not run {self.function.name}: {error}") from error
         return compiled, results, moved, failed
 
-    def _for_shapes(self, batch: Arrays, steps: int | None) -> Compiled:
+    def _for_shapes(self, batch: Arrays, steps: int | None) -> XlaExecutable:
         """Return the program for a batch of these shapes; the one unused longest gives way."""
         key = steps, *(x.shape for x in batch)
         if key in self._compiled:
             self._compiled.move_to_end(key)
             return self._compiled[key]
-        made = self._compiled[key] = Compiled(self, batch, steps=steps)
+        fresh = self._compiled[key] = XlaExecutable(self, batch, steps=steps)
         if len(self._compiled) > MAX_SHAPES:
             self._compiled.popitem(last=False)
-        return made
+        return fresh
 
 
-class Refused(Exception):
+class RefusedData(Exception):
     """Data that a program refused. state: as it was before."""
 
     def __init__(self, error: InvalidInput, state: Arrays) -> None:
@@ -172,7 +172,7 @@ class XlaLoop:
         program, feeds = self._program, self._checked(batch)
         try:
             state, results = program.run(list(self._state.values()), feeds)
-        except Refused as refused:
+        except RefusedData as refused:
             self._keep(refused.state)
             raise program.explained(refused, feeds) from None
         self._keep(state)
