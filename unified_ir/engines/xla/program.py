@@ -37,9 +37,15 @@ class XlaExecutable:
         self._function, self._donate = program.function, program.donate
         options: dict[str, Any] = {}
         devices = program.devices
-        if (whole := devices.whole()) is not None:
-            rows = devices.split(program.batch, batch, lead=0 if steps is None else 1)
-            options = {"in_shardings": (whole, rows), "out_shardings": whole}
+        if devices.is_mesh:
+            lead = 0 if steps is None else 1
+            rows = [
+                devices.of_batch(p, x.shape, lead)
+                for p, x in zip(program.batch, batch, strict=True)
+            ]
+            kept = [devices.of_state(n, program.shape_of(n)) for n in self._donate]
+            whole = devices.whole()
+            options = {"in_shardings": (kept, rows), "out_shardings": (whole, kept, whole)}
         traced = self._step if steps is None else self._launch
         self.call: Callable[..., Any] = jax.jit(
             traced, donate_argnums=0, keep_unused=True, compiler_options=_OPTIONS, **options
@@ -76,6 +82,7 @@ class XlaProgram:
         self.function = function
         self.devices = devices
         self.donate = tuple(donate)
+        devices.check(function, self.donate)
         self._compiled: OrderedDict[Any, XlaExecutable] = OrderedDict()
         self.batch = tuple(p for p in function.params if p.name not in self.donate)
         """The parameters that are not donated."""
@@ -92,6 +99,10 @@ class XlaProgram:
         named = dict(zip(self.results, results, strict=True))
         named |= dict(zip(self.donate, state, strict=True))
         return tuple(np.array(named[n]) for n in self.function.result_names)
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a donated parameter."""
+        return self.function.param(name).type.concrete({})
 
     def loop(self, state: Mapping[str, Array]) -> XlaLoop:
         """See `Program`."""
@@ -229,7 +240,7 @@ class XlaLoop:
             if x.dtype != wanted.dtype.numpy or x.shape != wanted.shape:
                 raise InvalidInput(f"state {name!r} is {wanted}, got {x.dtype}{x.shape}")
         with exact():
-            return {n: self._program.devices.place(x) for n, x in arrays.items()}
+            return {n: self._program.devices.place(n, x) for n, x in arrays.items()}
 
 
 def checked(params: Sequence[Value], args: Mapping[str, Any]) -> dict[str, Array]:
