@@ -137,7 +137,10 @@ OPTIONS: Final = (
     option("--tensorboard DIR", "Write event files for TensorBoard.", FOLDER),
     option("--engine NAME", "onnx, reference, ascend or xla (JAX, on a GPU if there is one).",
            default="onnx"),
-    option("--mesh data=N", "With --engine xla: split each batch over N devices."),
+    option("--mesh AXIS=N,..", "With --engine xla: devices by axis; a batch is split over `data`."),
+    option("--shard PATTERN=AXIS,..", "With --mesh: over which axis each axis of the parameters of "
+           "such names is split, - for none, as in '*.weight=model,-'; may be repeated.",
+           multiple=True),
     option("--steps-per-launch N", "With --engine xla: steps that the device runs without the host "
            "between them.", COUNT, default=1),
     option("--seed N", "Seed of initial weights, split and order; the same seed gives the same "
@@ -382,7 +385,7 @@ def _trainer(
             *training.early_stop(options["early_stop"], restore_best=options["restore_best"]),
             *boards,
         ],
-        engine=training.engine(options["engine"], options["mesh"]),
+        engine=training.engine(options["engine"], options["mesh"], options["shard"]),
         average=options["ema"],
         memory_budget_bytes=None if budget_mb is None else round(budget_mb * 1e6),
         labels=samples.labels,

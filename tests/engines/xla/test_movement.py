@@ -1,5 +1,7 @@
 """Moving, indexing and reducing on XLA, where its own operators mean something else than ONNX's."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from tests.support.xla import agrees
@@ -16,10 +18,11 @@ UPDATES = np.random.default_rng(1).standard_normal((4, 3)).astype(np.float32)
 
 def recorded(*calls):
     """Calls (row, operands, attributes) as one function; lists and numbers are constants."""
-    build, args, results = Build(TABLE, "f"), [], {}
+    build, args = Build(TABLE, "f"), []
+    results: dict[str, Any] = {}
     with build:
         for i, (name, operands, attrs) in enumerate(calls):
-            fed = []
+            fed: list[Any] = []
             for k, operand in enumerate(operands):
                 if isinstance(operand, np.ndarray):
                     args.append(operand)
@@ -79,7 +82,7 @@ INFINITE = np.array([[[[1, np.inf, 2]]]], np.float32)
 
 def test_order_and_position():
     """-0 equals 0, NaN is the largest number, and integers have no opposite of the smallest."""
-    calls = [
+    calls: list[Any] = [
         ("TopK", [x, [5]], {"largest": largest})
         for largest in (0, 1)
         for x in (NUMBERS, ENDS, ENDS.view(np.uint8))
@@ -95,7 +98,7 @@ def test_order_and_position():
 def test_element_types():
     """Casts wrap around as in numpy; four bits; bits of bools; int8 indices below depth 300."""
     floats = np.array([0, -1.5, 7.6, 200, -200, 300, 70000], np.float32)
-    calls = [
+    calls: list[Any] = [
         ("Cast", [floats], {"to": DTYPES[name].onnx})
         for name in (
             "uint8",

@@ -166,11 +166,23 @@ class TestMesh:
 
     @pytest.mark.parametrize(
         ("mesh", "why"),
-        [({"model": 2}, "has the axis 'data', got 'model'"), ({"data": 0}, "devices >= 1, got 0")],
+        [
+            ({"data": 0}, "devices >= 1, got 0"),
+            ({"data": 1.0}, "devices >= 1, got 1.0"),
+            ({}, "give one, such as data=2"),
+            ({"data": 1, "modle": 1}, "the axes data, modle; did you mean 'modle'"),
+        ],
     )
     def test_axes_that_do_not_exist_are_refused(self, mesh, why):
         with pytest.raises(InvalidInput, match=why):
-            XlaEngine(mesh=mesh)
+            XlaEngine(mesh=mesh, shard={"*.weight": ("model", None)})
+
+    def test_state_that_does_not_exist_is_refused(self):
+        engine = XlaEngine(mesh={"data": 1}, shard={"hiden.weight": ("data",)})
+        with pytest.raises(
+            InvalidInput, match=r"no state has such a name; did you mean 'hidden\.w"
+        ):
+            trained(digits(0, 32), engine=engine)
 
     @pytest.mark.long
     def test_eight_and_six_devices_learn_what_one_learns(self, tmp_path):
@@ -214,13 +226,26 @@ def losses(engine, **options):
     return np.array([row["loss"] for row in record.steps]), trainer.state()
 
 one, state = losses("xla")
-for n, options in ((8, {}), (6, {}), (8, {"steps_per_launch": 3})):
-    engine = XlaEngine(mesh={"data": n})
+SPLIT = {"mesh": {"data": 4, "model": 2}, "shard": {"head.weight": (None, "model")}}
+ZERO = {"mesh": {"data": 8}, "shard": {"optimizer.*": ("data",)}}
+for made, options in (
+    (SPLIT, {}), (ZERO, {}), ({"mesh": {"data": 6}}, {}),
+    ({"mesh": {"data": 8}}, {"steps_per_launch": 3}),
+):
+    engine = XlaEngine(**made)
     split, after = losses(engine, **options)
     np.testing.assert_allclose(split, one, rtol=2e-4, atol=2e-4)
     for name in state:
         np.testing.assert_allclose(after[name], state[name], rtol=1e-2, atol=2e-3, err_msg=name)
     print(engine.devices)
+
+bad = XlaEngine(mesh={"data": 3}, shard={"head.weight": ("data",)})
+try:
+    losses(bad)
+except ValueError as error:
+    assert "does not divide" in str(error), error
+else:
+    raise AssertionError("10 classes do not divide by 3")
 """
 
 
@@ -236,7 +261,9 @@ def test_the_commands_options(tmp_path):
     out = tmp_path / "m.tpm"
     common = ["zoo:lenet", "--data", "digits", "--epochs", "1", "--out", str(out)]
     refused = CliRunner().invoke(command, [*common, "--mesh", "data=2"])
-    assert "--mesh splits batches with --engine xla" in str(refused.exception or refused.output)
+    assert "--mesh and --shard split work with --engine xla" in str(
+        refused.exception or refused.output
+    )
     refused = CliRunner().invoke(command, [*common, "--engine", "xla", "--mesh", "data"])
     assert "--mesh" in str(refused.exception or refused.output)
 
