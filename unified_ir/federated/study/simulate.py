@@ -295,9 +295,7 @@ class _Simulation:
         outcomes: dict[str, tuple[device.Learned, Arrays]] = {}
         for at in range(0, len(order), TOGETHER):
             some = order[at : at + TOGETHER]
-            clients = [self._client(number, lease.device) for lease in some]
-            start = {**self.plan.state(), **self.place.shared}
-            for lease, outcome in zip(some, self.cohort.run(start, clients), strict=True):
+            for lease, outcome in zip(some, self._together(number, some), strict=True):
                 outcomes[lease.device] = self._outcome(number, lease, outcome)
         return [self._sent(number, lease, *outcomes[lease.device]) for lease in leases]
 
@@ -308,6 +306,18 @@ class _Simulation:
         with _naming(name, number):
             done = device.learn(self.plan, self._work(number, name), self.shards[name])
         return done, self.plan.state(PERSONAL)
+
+    def _together(self, number: int, leases: Sequence[machine.Lease]) -> Sequence[CohortOutcome]:
+        """Let these devices learn at once."""
+        assert self.cohort is not None
+        clients = [self._client(number, lease.device) for lease in leases]
+        start = {**self.plan.state(), **self.place.shared}
+        try:
+            return self.cohort.run(start, clients)
+        except InvalidInput:
+            for lease in leases:  # one by one, the plan's own error names device and values
+                self._learn(number, lease)
+            raise
 
     def _client(self, number: int, name: str) -> CohortClient:
         """Return a device as one of a cohort: its own state, and its batches."""
