@@ -136,6 +136,8 @@ OPTIONS: Final = (
     option("--tensorboard DIR", "Write event files for TensorBoard.", FOLDER),
     option("--engine NAME", "onnx, reference, ascend or xla (JAX, on a GPU if there is one).",
            default="onnx"),
+    option("--device", "With --engine onnx: cuda needs onnxruntime-gpu in place of onnxruntime.  "
+           "[default: cpu]", click.Choice(["cpu", "cuda"])),
     option("--mesh data=N", "With --engine xla: split each batch over N devices."),
     option("--steps-per-launch N", "With --engine xla: steps that the device runs without the host "
            "between them.", COUNT, default=1),
@@ -341,7 +343,7 @@ def _trainer(
 
     boards = [] if options["tensorboard"] is None else [TensorBoard(options["tensorboard"])]
     budget_mb = options["memory_budget"]
-    same = ("seed", "accumulate", "precision", "loss_scale", "tune", "steps_per_launch")
+    same = ("seed", "accumulate", "precision", "loss_scale", "tune", "device", "steps_per_launch")
     loss = _loss_name(options["loss"], samples, output)
     return Trainer(
         cell,
