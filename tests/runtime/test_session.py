@@ -121,7 +121,7 @@ def test_an_absent_file_has_its_own_family(tmp_path):
 def test_a_gpu_without_its_build_of_onnxruntime_is_refused_with_the_way_to_get_it():
     with pytest.raises(
         Unavailable,
-        match="has only .*CPUExecutionProvider; .* pip uninstall onnxruntime && pip install "
+        match=r"has only .*CPUExecutionProvider; .* pip uninstall onnxruntime && pip install "
         "onnxruntime-gpu",
     ):
         Session(linear(), options=SessionOptions(device="cuda"))
@@ -136,7 +136,7 @@ def test_a_session_that_runs_on_the_cpu_unasked_is_refused():
     # onnxruntime gives such a session where a provider's libraries do not load.
     opened = Session(linear())._ort
     session._refuse_fallback(opened, "cpu")
-    with pytest.raises(Unavailable, match="could not start CUDA.* and would run on the CPU"):
+    with pytest.raises(Unavailable, match=r"could not start CUDA.* and would run on the CPU"):
         session._refuse_fallback(opened, "cuda")
 
 

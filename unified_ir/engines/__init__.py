@@ -45,9 +45,7 @@ def _options(name: str, device: str | None) -> dict[str, Any]:
             if name == "xla"
             else "it runs on the CPU"
         )
-        raise InvalidInput(
-            f"the engine 'onnx' takes a device, got {device!r} with {name!r}: {why}"
-        )
+        raise InvalidInput(f"the engine 'onnx' takes a device, got {device!r} with {name!r}: {why}")
     from triplane.unified_ir.runtime.session import SessionOptions
 
     return {"options": SessionOptions(device=cast("Device", device))}

@@ -71,13 +71,13 @@ class Trainer:
 
     loss: an `nn.Loss`, or a function of (output, target) that returns a scalar. metrics: functions
     of the same by name, or tallies (see `metrics`), or a list of names such as ["accuracy", "f1"];
-    by default those of the loss. seed: for the
-    order of batches and for random keys (for initial weights, see `nn.seed`). clip_value,
-    clip_each, clip_norm, accumulate, average: see `Recipe`. precision: "float16" computes products
-    in half precision around float32 weights; loss_scale: a constant number, or a `LossScale` that
-    adapts to the gradients (the default with float16). engine: a name, or an engine with options
-    (docs/engines.md). device: "cuda" runs the engine onnx on a GPU. steps_per_launch: with the engine xla, how many steps the device runs without
-    the host between them; `on_step` is then called for all of them after the last.
+    by default those of the loss. seed: for the order of batches and for random keys (for initial
+    weights, see `nn.seed`). clip_value, clip_each, clip_norm, accumulate, average: see `Recipe`.
+    precision: "float16" computes products in half precision around float32 weights; loss_scale: a
+    constant number, or a `LossScale` that adapts to the gradients (the default with float16).
+    engine: a name, or an engine with options (docs/engines.md). device: "cuda" runs the engine onnx
+    on a GPU. steps_per_launch: with the engine xla, how many steps the device runs without the host
+    between them; `on_step` is then called for all of them after the last.
     """
 
     def __init__(

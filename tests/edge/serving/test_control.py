@@ -112,7 +112,9 @@ def test_a_socket_path_too_long_for_linux_is_refused_by_length(tmp_path):
     server = Server(Repository())
     try:
         with pytest.raises(InvalidInput, match="at most 100 bytes"):
-            Control(tmp_path / ("x" * 100), server.repository, server.service, session=SessionOptions())
+            Control(
+                tmp_path / ("x" * 100), server.repository, server.service, session=SessionOptions()
+            )
     finally:
         server.stop(0)
 
