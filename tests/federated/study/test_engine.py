@@ -1,5 +1,7 @@
 """The steps of many devices at once on XLA: the study of one device after the other."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -10,7 +12,7 @@ from triplane.unified_ir.federated.study import simulate
 
 from .given import Normed, OwnLayer, Personalized, module, part, shards, study
 
-CLOSE = {"rtol": 2e-5, "atol": 2e-6}
+CLOSE: Any = {"rtol": 2e-5, "atol": 2e-6}
 """Sums of float32 in another order, over 4 rounds of 2 steps."""
 
 

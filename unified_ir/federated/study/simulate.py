@@ -46,7 +46,7 @@ from triplane.unified_ir.ir import Module
 from triplane.unified_ir.runtime import Plan
 
 if TYPE_CHECKING:
-    from triplane.unified_ir.engines.xla.cohort import Client, Cohort, Outcome
+    from triplane.unified_ir.engines.xla.cohort import Cohort, CohortClient, CohortOutcome
 
 PLAN: Final = "study.plan"
 ENGINE: Final = "onnx"
@@ -307,18 +307,18 @@ class _Simulation:
             done = device.learn(self.plan, self._work(number, name), self.shards[name])
         return done, self.plan.state(PERSONAL)
 
-    def _client(self, number: int, name: str) -> Client:
+    def _client(self, number: int, name: str) -> CohortClient:
         """Return a device as one of a cohort: its own state, and its batches."""
-        from triplane.unified_ir.engines.xla.cohort import Client
+        from triplane.unified_ir.engines.xla.cohort import CohortClient
 
         self._take(name)
         work, shard = self._work(number, name), self.shards[name]
         own = {**self.plan.state(PERSONAL), **device.beginning(self.plan, work)}
         with _naming(name, number):
-            return Client(own, list(device.batches(self.plan, work, shard)))
+            return CohortClient(own, list(device.batches(self.plan, work, shard)))
 
     def _outcome(
-        self, number: int, lease: machine.Lease, outcome: Outcome
+        self, number: int, lease: machine.Lease, outcome: CohortOutcome
     ) -> tuple[device.Learned, Arrays]:
         """Return what a device of a cohort learned, and its personal state."""
         name, after = lease.device, {**self.place.shared, **outcome.state}

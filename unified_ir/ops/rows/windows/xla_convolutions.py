@@ -163,7 +163,7 @@ def _by_taps(k: XlaContext, x: Any, w: Any, window: Window) -> Any:
         at_tap(wide, window, tap, out) * weights[(Ellipsis, *tap)].reshape(shape)
         for tap in np.ndindex(*window.kernel)
     )
-    return total.reshape(x.shape[0], -1, *out)  # type: ignore[union-attr]
+    return total.reshape(x.shape[0], -1, *out)
 
 
 def _gradient_by_taps(k: XlaContext, x: Any, g: Any, window: Window) -> Any:
