@@ -179,7 +179,9 @@ class TestMesh:
 
     def test_state_that_does_not_exist_is_refused(self):
         engine = XlaEngine(mesh={"data": 1}, shard={"hiden.weight": ("data",)})
-        with pytest.raises(InvalidInput, match=r"no state has such a name; did you mean 'hidden\.w"):
+        with pytest.raises(
+            InvalidInput, match=r"no state has such a name; did you mean 'hidden\.w"
+        ):
             trained(digits(0, 32), engine=engine)
 
     @pytest.mark.long
