@@ -93,10 +93,11 @@ _PROVIDERS: Final[Mapping[str, Mapping[str, dict[str, str]]]] = {
 """Device -> execution providers in order of preference, with their options."""
 
 
-def check_device(device: str) -> None:
-    """Refuse a device that this build of onnxruntime cannot use.
+def check_device(device: Device) -> None:
+    """Refuse a device that onnxruntime cannot use here.
 
-    InvalidInput: there is no such device. Unavailable: the build lacks its provider.
+    InvalidInput: there is no such device. Unavailable: the build lacks its provider, or the machine
+    a library, a driver or a GPU.
     """
     if device not in DEVICES:
         raise InvalidInput(f"the device is one of {', '.join(DEVICES)}, not {device!r}")
@@ -107,23 +108,38 @@ def check_device(device: str) -> None:
             f"{', '.join(there)}; put the build for GPUs in its place: "
             "pip uninstall onnxruntime && pip install onnxruntime-gpu"
         )
+    if device != "cpu":
+        _start(device)
 
 
 @cache
-def _load_cuda_libraries() -> None:
-    """Load CUDA's libraries from where pip installs them, which onnxruntime would not search."""
-    with redirect_stdout(StringIO()):  # it prints what is absent; `_refuse_fallback` says it
+def _start(device: Device) -> None:
+    """Start the providers of a device that is not the CPU, with a graph of one node.
+
+    Unavailable: they do not start, for which a session would run on the CPU or fail.
+    """
+    # It loads CUDA's libraries from where pip installs them, and prints what is absent.
+    with redirect_stdout(StringIO()):
         ort.preload_dlls()
+    try:
+        session = _open(_PRODUCT, {}, SessionOptions(device=device))
+    except _FAILURES as error:
+        raise _not_started(device, str(error)) from error
+    _refuse_fallback(session, device)
 
 
 def _refuse_fallback(session: ort.InferenceSession, device: str) -> None:
-    """Raise Unavailable if a session lacks a provider of the device: it would run on the CPU."""
-    if absent := sorted(_PROVIDERS[device].keys() - set(session.get_providers())):
-        raise Unavailable(
-            f"onnxruntime {version()} could not start {absent[0]} and would run on the CPU "
-            f"({_load_error()}); it needs CUDA and cuDNN, which come with pip install "
-            "'onnxruntime-gpu[cuda,cudnn]', and a GPU with NVIDIA's driver, see nvidia-smi"
-        )
+    """Raise Unavailable if onnxruntime has left out a provider of the device without a word."""
+    if not _PROVIDERS[device].keys() <= set(session.get_providers()):
+        raise _not_started(device, f"{_load_error()}; it would run on the CPU")
+
+
+def _not_started(device: str, reason: str) -> Unavailable:
+    return Unavailable(
+        f"onnxruntime {version()} could not start on device {device!r}: {reason}. It needs CUDA "
+        "and cuDNN, which come with pip install 'onnxruntime-gpu[cuda,cudnn]', and a GPU with "
+        "NVIDIA's driver, see nvidia-smi"
+    )
 
 
 def _load_error() -> str:
@@ -396,10 +412,10 @@ class Loop:
         arrays = [(name, np.asarray(x, order="C")) for name, x in checked.items()]
         binding = self._read_front
         try:
-            if not self._is_on_host:
-                self._bind_state_again(binding)
             for name, x in arrays:
                 binding.bind_input(name, x)
+            if not self._is_on_host:
+                self._bind_state_again(binding)
             for name in self._results:
                 binding.bind_output(name, _CPU)
             options = self.stop._options if self.stop else None  # noqa: SLF001 - one class in three
@@ -432,7 +448,7 @@ class Loop:
         return {name: self._state[name].check({name: x})[name] for name, x in state.items()}
 
     def _bind_state_again(self, binding: Any) -> None:
-        """Bind the state's buffers as inputs.
+        """Bind the state's buffers as inputs, and wait for all copies.
 
         Binding copies an input to where its nodes run. A tensor on the device that a node on the
         CPU reads, such as a step counter, would else keep the value of the first binding.
@@ -496,8 +512,6 @@ def _load(
     check_device(options.device)
     if isinstance(model, Path) and not model.is_file():
         raise NotFound(f"no model file at {model}")
-    if options.device == "cuda":
-        _load_cuda_libraries()
     try:
         session = _load_exact(model, weights, options)
     except _FAILURES as error:
