@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -80,8 +81,9 @@ class Cohort:
     def _launch(
         self, start: Mapping[str, Array], clients: Sequence[CohortClient]
     ) -> list[CohortOutcome]:
-        # Powers of two, filled up with the first client: few sizes, so few programs.
-        padded = [*clients, *[clients[0]] * ((1 << (len(clients) - 1).bit_length()) - len(clients))]
+        # Powers of four, filled up with the first client: few sizes, so few programs.
+        size = 4 ** math.ceil(math.log(len(clients), 4))
+        padded = [*clients, *[clients[0]] * (size - len(clients))]
         common = {n: start[n] for n in self._state if n not in clients[0].own}
         own = {n: np.stack([c.own[n] for c in padded]) for n in clients[0].own}
         batches = {

@@ -290,14 +290,16 @@ class _Simulation:
         """Do the devices' work and return their changes as the cloud reads them."""
         if self.cohort is None:
             return [self._sent(number, lease, *self._learn(number, lease)) for lease in leases]
-        learned = []
-        for at in range(0, len(leases), TOGETHER):
-            some = leases[at : at + TOGETHER]
+        # Devices with as many samples have batches of one shape, which a launch needs.
+        order = sorted(leases, key=lambda lease: self.shards[lease.device].examples)
+        outcomes: dict[str, tuple[device.Learned, Arrays]] = {}
+        for at in range(0, len(order), TOGETHER):
+            some = order[at : at + TOGETHER]
             clients = [self._client(number, lease.device) for lease in some]
             start = {**self.plan.state(), **self.place.shared}
             for lease, outcome in zip(some, self.cohort.run(start, clients), strict=True):
-                learned.append(self._sent(number, lease, *self._outcome(number, lease, outcome)))
-        return learned
+                outcomes[lease.device] = self._outcome(number, lease, outcome)
+        return [self._sent(number, lease, *outcomes[lease.device]) for lease in leases]
 
     def _learn(self, number: int, lease: machine.Lease) -> tuple[device.Learned, Arrays]:
         """Return what a device learned, and its personal state."""

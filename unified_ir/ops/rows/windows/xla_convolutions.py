@@ -38,7 +38,7 @@ def conv(k: XlaContext, x: Any, w: Any, b: Any = None, *, group: int, **attrs: A
         )
 
     faster = None
-    if group == x.shape[1] > 1 and _has_few_taps(window, x):
+    if group == x.shape[1] and (group > 1 or w.shape[0] == 1) and _has_few_taps(window, x):
         faster = lambda x, w: _by_taps(k, x, w, window)
     elif _is_product(window, group):
         faster = lambda x, w: k.np.einsum("nc...,oc->no...", _strided(x, window), _matrix(w))
@@ -85,7 +85,7 @@ def conv_transpose(  # noqa: PLR0917 - the operands of the row, and its window
         return k.lax.pad(x, np.zeros((), x.dtype), [(0, 0, 0), (0, 0, 0), *gaps])
 
     faster = None
-    if group == x.shape[1] > 1 and w.shape[1] == 1 and _has_few_taps(window, x):
+    if group == x.shape[1] and w.shape[1] == 1 and _has_few_taps(window, x):
         dense = Window(window.kernel, {"dilations": window.dilations})
         faster = lambda x, w: _by_taps(k, spread(x), k.lax.rev(w, tuple(range(2, 2 + n))), dense)
     elif _is_product(window, group):
@@ -167,13 +167,21 @@ def _by_taps(k: XlaContext, x: Any, w: Any, window: Window) -> Any:
 
 
 def _gradient_by_taps(k: XlaContext, x: Any, g: Any, window: Window) -> Any:
-    """Sum one product per kernel position; x and g have one channel per group."""
+    """Sum one product per kernel position; x and g have one channel per group.
+
+    A loop, because each position is a pass of its own, and one pass compiles faster than many.
+    """
+    n, out = len(window.kernel), g.shape[2:]
     wide = k.np.pad(x, [(0, 0), (0, 0), *_pairs(window)])
-    axes = (0, *range(2, x.ndim))
-    taps = [
-        (at_tap(wide, window, tap, g.shape[2:]) * g).sum(axes) for tap in np.ndindex(*window.kernel)
-    ]
-    return k.np.stack(taps, 1).reshape(-1, 1, *window.kernel)
+    taps = np.indices(window.kernel).reshape(n, -1).T * np.array(window.dilations)
+    read = [(o - 1) * s + 1 for o, s in zip(out, window.strides, strict=True)]
+
+    def at(tap: Any) -> Any:
+        seen = k.lax.dynamic_slice(wide, (0, 0, *tap), (*x.shape[:2], *read))
+        strided = seen[(Ellipsis, *(slice(None, None, s) for s in window.strides))]
+        return (strided * g).sum((0, *range(2, x.ndim)))
+
+    return k.lax.map(at, k.np.asarray(taps)).T.reshape(-1, 1, *window.kernel)
 
 
 def _by_columns(k: XlaContext, x: Any, w: Any, window: Window) -> Any:
