@@ -67,6 +67,7 @@ def same_bits(a, b):
         np.testing.assert_array_equal(a[name], b[name], err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_run_is_the_run_of_the_default_engine():
     samples = digits(0, 200)
     ours, losses = trained(samples)
@@ -132,6 +133,7 @@ class TestLaunches:
         with pytest.raises(InvalidInput, match="2 steps further; ask for it in on_epoch"):
             trainer.fit(digits(0, 64), 1, batch_size=16, **QUIET)
 
+    @pytest.mark.slow
     def test_a_refused_batch_leaves_the_run_after_the_step_before_it(self):
         x, y = np.tile(np.arange(5), 12), np.tile([0, 1], 30)
         before, _ = trained((x[:20], y[:20]), cell=Words, epochs=1, batch_size=10)
