@@ -137,6 +137,8 @@ OPTIONS: Final = (
     option("--tensorboard DIR", "Write event files for TensorBoard.", FOLDER),
     option("--engine NAME", "onnx, reference, ascend or xla (JAX, on a GPU if there is one).",
            default="onnx"),
+    option("--device", "With --engine onnx: cuda needs onnxruntime-gpu in place of onnxruntime.  "
+           "[default: cpu]", click.Choice(["cpu", "cuda"])),
     option("--mesh AXIS=N,..", "With --engine xla: devices by axis; a batch is split over `data`."),
     option("--shard PATTERN=AXIS,..", "With --mesh: over which axis each axis of the parameters of "
            "such names is split, - for none, as in '*.weight=model,-'; may be repeated.",
@@ -374,7 +376,7 @@ def _trainer(
 
     boards = [] if options["tensorboard"] is None else [TensorBoard(options["tensorboard"])]
     budget_mb = options["memory_budget"]
-    same = ("seed", "accumulate", "precision", "loss_scale", "tune", "steps_per_launch")
+    same = ("seed", "accumulate", "precision", "loss_scale", "tune", "device", "steps_per_launch")
     loss = _loss_name(options["loss"], samples, output)
     return Trainer(
         cell,

@@ -74,13 +74,13 @@ class Trainer:
 
     loss: an `nn.Loss`, or a function of (output, target) that returns a scalar. metrics: functions
     of the same by name, or tallies (see `metrics`), or a list of names such as ["accuracy", "f1"];
-    by default those of the loss. seed: for the
-    order of batches and for random keys (for initial weights, see `nn.seed`). clip_value,
-    clip_each, clip_norm, accumulate, average: see `Recipe`. precision: "float16" computes products
-    in half precision around float32 weights; loss_scale: a constant number, or a `LossScale` that
-    adapts to the gradients (the default with float16). engine: a name, or an engine with options
-    (docs/engines.md). steps_per_launch: with the engine xla, how many steps the device runs without
-    the host between them; `on_step` is then called for all of them after the last.
+    by default those of the loss. seed: for the order of batches and for random keys (for initial
+    weights, see `nn.seed`). clip_value, clip_each, clip_norm, accumulate, average: see `Recipe`.
+    precision: "float16" computes products in half precision around float32 weights; loss_scale: a
+    constant number, or a `LossScale` that adapts to the gradients (the default with float16).
+    engine: a name, or an engine with options (docs/engines.md). device: "cuda" runs the engine onnx
+    on a GPU. steps_per_launch: with the engine xla, how many steps the device runs without the host
+    between them; `on_step` is then called for all of them after the last.
     """
 
     def __init__(
@@ -90,6 +90,7 @@ class Trainer:
         loss: Loss | Metric,
         optimizer: Optimizer,
         engine: str | Engine = "onnx",
+        device: str | None = None,
         steps_per_launch: int = 1,
         seed: int = 0,
         metrics: Metrics | None = None,
@@ -111,7 +112,9 @@ class Trainer:
         self.cell = cell
         self.loss = loss if isinstance(loss, Loss) else _Function(loss)
         self.optimizer = optimizer
-        self.engine = engine
+        self.engine, self.device = engine, device
+        if device is not None:
+            self._engine()  # refuses the device now rather than in `fit`
         if not is_count(steps_per_launch, 1):
             raise InvalidInput(f"steps_per_launch is a number >= 1, got {steps_per_launch!r}")
         self.steps_per_launch = steps_per_launch
@@ -213,7 +216,7 @@ class Trainer:
         callbacks = [*self.callbacks, *([keeper] if keeper else []), shown]
         devices = getattr(self._engine(), "devices", None)
         if devices is not None:
-            shown.say(f"engine xla on {devices}")
+            shown.say(f"engine {self._engine().name} on {devices}")
         try:
             with deferred_interrupt(shown.say) as interrupt:
                 Fit(self, source, validation, callbacks, goal, interrupt).run()
@@ -428,7 +431,14 @@ class Trainer:
         return tuple((k, str(p.type), p.trainable) for k, p in self.cell.parameters().items())
 
     def _engine(self) -> Engine:
-        return engine_named(self.engine) if isinstance(self.engine, str) else self.engine
+        if isinstance(self.engine, str):
+            return engine_named(self.engine, device=self.device)
+        if self.device is not None:
+            raise InvalidInput(
+                f"device={self.device!r} goes with an engine's name; this engine has its options "
+                "already, such as OnnxEngine(options=SessionOptions(device='cuda'))"
+            )
+        return self.engine
 
     def state_names(self, function: Function) -> tuple[str, ...]:
         """Return the names of the state that a function of batches reads."""
