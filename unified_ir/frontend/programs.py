@@ -2,8 +2,8 @@
 
 Programs are stored on the cell or function itself and live as long as it does. A program is looked
 up by the signature of the arguments and used while its guard holds. If a trace changes something
-that it reads (it counts calls, or fills a list), its program is not cached: such code is traced at
-every call and behaves as in Python.
+that it reads (it counts calls, fills a list, or draws from a random generator), its program is not
+cached: such code is traced at every call and behaves as in Python.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class Programs:
         if key not in self._by_key:
             self._count_values(key)
         last = self._by_key.get(key, ())[:1]
-        change = compiled.guard.changed()
+        change = compiled.guard.changed() or compiled.guard.drawn()
         self._count(change or (last[0].guard.changed() if last else None))
         if change is not None:
             return

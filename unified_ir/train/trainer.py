@@ -9,6 +9,7 @@ start of the epoch is kept.
 from __future__ import annotations
 
 import textwrap
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import fields, replace
@@ -356,9 +357,18 @@ class Trainer:
         self._forget_stale()
         key = (types, self._n_targets, self._signature())
         if key not in self._models:
+            before = TraceGuard((self.cell, self.loss))
             self._models[key] = step.model_of(
                 self.cell, self.loss, self.metrics, types, self._n_targets
             )
+            if (generator := before.drawn()) is not None:
+                warnings.warn(
+                    f"{type(self.cell).__name__} draws from {generator} while it is compiled, so "
+                    "the numbers are the same at every step; draw with ops.random_normal from an "
+                    "nn.RandomKey",
+                    UserWarning,
+                    stacklevel=2,
+                )
         return self._models[key]
 
     def train_function(self) -> Function:
