@@ -143,14 +143,10 @@ class Trainer:
         measures = ", ".join(["", *shown[:SHOWN_MEASURES]])
         engine = getattr(self.engine, "name", self.engine)
         lines = [
-            f"Trainer at epoch {self.place.epoch}, step {self.place.step}{measures}",
-            *textwrap.wrap(
-                f"loss {type(self.loss).__name__}, optimizer {self.optimizer!r:.200}",
-                get_terminal_size().columns, initial_indent="  ", subsequent_indent="    ",
-                break_on_hyphens=False,
-            ),
+            *_wrapped(f"Trainer at epoch {self.place.epoch}, step {self.place.step}{measures}"),
+            *_wrapped(f"  loss {type(self.loss).__name__}, optimizer {self.optimizer!r:.200}"),
             f"  engine {engine}, {self.precision}, seed {self.seed}",
-        ]  # fmt: skip
+        ]
         return "\n".join([*lines, *shown_lines(self.cell, indent="  ")])
 
     def fit(
@@ -531,6 +527,13 @@ class _Function(Loss):
     def construct(self, output: Any, *target: Any) -> Any:
         """See the class."""
         return self.function(output, *target)
+
+
+def _wrapped(line: str) -> list[str]:
+    indent = line[: len(line) - len(line.lstrip())]
+    return textwrap.wrap(
+        line, get_terminal_size().columns, subsequent_indent=f"{indent}  ", break_on_hyphens=False
+    )
 
 
 def _check_instance(what: str, value: object, kind: type | None) -> None:
