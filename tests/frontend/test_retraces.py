@@ -14,6 +14,7 @@ from triplane.unified_ir import (
     graph,
     hessian_vector_product,
     jvp,
+    nn,
     optim,
     value_and_grad,
     vjp,
@@ -188,3 +189,20 @@ def test_draws_outside_of_a_function_cause_no_trace():
     assert warned(call, range(2 * MANY_TRACES)) == []
     (kept,) = programs_of(grad(total).__wrapped__)._by_key.values()
     assert len(kept) == 1
+
+
+def test_programs_go_with_the_cells_that_were_arguments():
+    """They hold the parameters, so a search over many networks would keep all of these."""
+
+    def square(net, x):
+        return (net(x) ** 2.0).mean()
+
+    step, alive = graph(square), []
+    for _ in range(4):
+        net = nn.Dense(3, 3)
+        alive += [weakref.ref(p) for p in net.parameters().values()]
+        grad(square)(net, X[None])
+        step(net, X[None])
+        del net
+    gc.collect()
+    assert sum(parameter() is not None for parameter in alive) == 2  # those of the newest

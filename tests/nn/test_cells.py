@@ -234,6 +234,8 @@ def test_a_summary_of_a_shape_says_what_it_takes():
 
 
 class Owner(nn.Cell):
+    part: nn.Cell
+
     def __init__(self):
         super().__init__()
         self.part = nn.Dense(2, 2)

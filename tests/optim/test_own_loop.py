@@ -366,6 +366,8 @@ def test_what_does_not_fit_is_refused(kind, message):
 ANOTHER_KIND: dict[str, tuple[Any, Any, Any]] = {
     r"'one\.weight' is a Parameter; pass the cell itself": (Net().parameters(), {}, {}),
     "'one' is a dict; pass the cell itself": ({"one": {"weight": X}}, {}, {}),
+    r"'w' is a float; pass np\.asarray": ({"w": 0.5}, {"w": 0.5}, {}),
+    r"'w' is a list; pass np\.asarray": ({"w": [0.5]}, {"w": [0.5]}, {}),
     r"a cell or a dict of arrays .* got a tuple; .* for each cell": ((Net(), Net()), {}, {}),
     "the gradient is a dict of arrays by name, got a NoneType": (Net(), None, {}),
     "the state is a dict of arrays by name, got a NoneType": (Net(), {}, None),
@@ -419,7 +421,7 @@ def test_whole_numbers_may_be_frozen():
     sgd = optim.SGD(0.5, groups=(optim.Group("count", frozen=True),))
     params = {"scale": np.ones(2, np.float32), "count": np.array([3, 3])}
     moved, _ = sgd.update(params, {"scale": params["scale"]}, sgd.init(params))
-    check(moved, {"scale": np.float32([0.5, 0.5]), "count": np.array([3, 3])}, rtol=0)
+    check(moved, {"scale": np.full(2, 0.5, np.float32), "count": np.array([3, 3])}, rtol=0)
 
 
 @pytest.mark.parametrize("clip", [optim.clip_by_global_norm, optim.clip_by_norm])

@@ -389,6 +389,11 @@ def _check_parameters(params: Any) -> None:
             f"parameters are arrays by path, but {odd[0]!r} is a {type(params[odd[0]]).__name__}; "
             "pass the cell itself, or its trainable_state()"
         )
+    if odd := [path for path, p in params.items() if not hasattr(p, "dtype")]:
+        raise InvalidInput(
+            f"parameters are arrays by path, but {odd[0]!r} is a {type(params[odd[0]]).__name__}; "
+            "pass np.asarray(...)"
+        )
 
 
 def _recorded_or_run(method: Callable[..., Any], *args: Any) -> Any:
