@@ -251,6 +251,11 @@ class Trainer:
         uint32[2], for a cell that draws random numbers in evaluation mode, too: what it draws
         depends on this key alone.
         """
+        if isinstance(entries, str):
+            raise InvalidInput(
+                f"entries is a sequence of names, such as ('predict',), got the text {entries!r}; "
+                "to write a file, save the module: trainer.export().save(PATH)"
+            )
         return build_module(self, tuple(entries), local_lr, batch, key_input)
 
     def export_onnx(
