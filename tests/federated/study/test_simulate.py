@@ -54,7 +54,7 @@ class Mixed(nn.Cell):
         self.second = nn.Parameter(numbers.normal(size=(8, 2)), dtype=second)
 
     def construct(self, x):
-        return ops.tanh(x @ self.first.cast("float32")) @ self.second.cast("float32")
+        return ops.tanh(x @ ops.cast(self.first, "float32")) @ ops.cast(self.second, "float32")
 
 
 @pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
