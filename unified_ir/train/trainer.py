@@ -9,6 +9,7 @@ start of the epoch is kept.
 from __future__ import annotations
 
 import textwrap
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import fields, replace
@@ -151,14 +152,10 @@ class Trainer:
         measures = ", ".join(["", *shown[:SHOWN_MEASURES]])
         engine = getattr(self.engine, "name", self.engine)
         lines = [
-            f"Trainer at epoch {self.place.epoch}, step {self.place.step}{measures}",
-            *textwrap.wrap(
-                f"loss {type(self.loss).__name__}, optimizer {self.optimizer!r:.200}",
-                get_terminal_size().columns, initial_indent="  ", subsequent_indent="    ",
-                break_on_hyphens=False,
-            ),
+            *_wrapped(f"Trainer at epoch {self.place.epoch}, step {self.place.step}{measures}"),
+            *_wrapped(f"  loss {type(self.loss).__name__}, optimizer {self.optimizer!r:.200}"),
             f"  engine {engine}, {self.precision}, seed {self.seed}",
-        ]  # fmt: skip
+        ]
         return "\n".join([*lines, *shown_lines(self.cell, indent="  ")])
 
     def fit(
@@ -266,6 +263,11 @@ class Trainer:
         uint32[2], for a cell that draws random numbers in evaluation mode, too: what it draws
         depends on this key alone.
         """
+        if isinstance(entries, str):
+            raise InvalidInput(
+                f"entries is a sequence of names, such as ('predict',), got the text {entries!r}; "
+                "to write a file, save the module: trainer.export().save(PATH)"
+            )
         return build_module(self, tuple(entries), local_lr, batch, key_input)
 
     def export_onnx(
@@ -368,9 +370,18 @@ class Trainer:
         self._forget_stale()
         key = (types, self._n_targets, self._signature())
         if key not in self._models:
+            before = TraceGuard((self.cell, self.loss))
             self._models[key] = step.model_of(
                 self.cell, self.loss, self.metrics, types, self._n_targets
             )
+            if (generator := before.drawn()) is not None:
+                warnings.warn(
+                    f"{type(self.cell).__name__} draws from {generator} while it is compiled, so "
+                    "the numbers are the same at every step; draw with ops.random_normal from an "
+                    "nn.RandomKey",
+                    UserWarning,
+                    stacklevel=2,
+                )
         return self._models[key]
 
     def train_function(self) -> Function:
@@ -540,6 +551,13 @@ class _Function(Loss):
     def construct(self, output: Any, *target: Any) -> Any:
         """See the class."""
         return self.function(output, *target)
+
+
+def _wrapped(line: str) -> list[str]:
+    indent = line[: len(line) - len(line.lstrip())]
+    return textwrap.wrap(
+        line, get_terminal_size().columns, subsequent_indent=f"{indent}  ", break_on_hyphens=False
+    )
 
 
 def _check_instance(what: str, value: object, kind: type | None) -> None:
