@@ -201,7 +201,7 @@ def class_places(dataset: Dataset, names: Sequence[str], column: str = "") -> Ar
 
     See `class_numbers`.
     """
-    own = dataset.labels if column in {"", TOKENS} else ()
+    own = dataset.labels if not column or (column == TOKENS and is_text(dataset)) else ()
     return places_of(own, names, dataset.origin.name)
 
 
@@ -229,8 +229,16 @@ def _class_text(name: str) -> str:
 
 def class_columns(dataset: Dataset) -> tuple[str, ...]:
     """Return the columns whose numbers stand for the dataset's labels."""
-    names = dataset.targets if TOKENS not in dataset.inputs else (TOKENS, *dataset.targets)
+    names = (TOKENS, *dataset.targets) if is_text(dataset) else dataset.targets
     return names if dataset.labels else ()
+
+
+def is_text(dataset: Dataset) -> bool:
+    """Return whether the samples are characters, numbered as the labels, and those that follow.
+
+    A column of a table may be called `token` too; only a text has both columns.
+    """
+    return TOKENS in dataset.inputs and NEXT in dataset.schema
 
 
 def row_bytes(dataset: Dataset, names: Sequence[str]) -> int:
