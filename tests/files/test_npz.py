@@ -39,7 +39,11 @@ def test_arrays_come_as_they_were_stored(tmp_path):
 
 
 def test_any_name_and_shape_is_written_and_read_back(tmp_path):
-    arrays = {"file": np.arange(6).reshape(2, 3).T, "args": np.float32(2.5), "a/b": np.zeros(0)}
+    arrays: dict[str, Any] = {
+        "file": np.arange(6).reshape(2, 3).T,
+        "args": np.float32(2.5),
+        "a/b": np.zeros(0),
+    }
     path = tmp_path / "a.npz"
     for _ in range(2):
         with path.open("wb") as file:

@@ -166,8 +166,9 @@ def _write_csv(file: IO[bytes], answers: Answers) -> None:
     texts = (columns, *(column for column in columns.values() if isinstance(column, list)))
     # Python's minimal quoting leaves a carriage return bare, which is read back as another row.
     quoted = any("\r" in cell for column in texts for cell in column)
-    quoting = csv.QUOTE_ALL if quoted else csv.QUOTE_MINIMAL
-    writer = csv.writer(text, lineterminator="\n", quoting=quoting)
+    writer = csv.writer(
+        text, lineterminator="\n", quoting=csv.QUOTE_ALL if quoted else csv.QUOTE_MINIMAL
+    )
     writer.writerow(columns)
     writer.writerows(zip(*map(_texts, columns.values()), strict=True))
     text.flush()

@@ -48,8 +48,7 @@ size that the model takes.
 \b
 The suffix of --out says what is written:
   .npz    every output under its name, with one row for each sample
-  .csv    one line for each sample: the class and its probability where the model has names of
-          classes, else one column for each number
+  .csv    a line for each sample: class and probability if classes have names, else numbers
   .json   both
 Scores that are no probabilities become some by softmax. A model that samples gives the same answers
 for the same --seed, --batch-size and order of samples.
