@@ -315,7 +315,7 @@ class _Building:
         schema = self.dataset.schema
         chosen = [(choice, choice.matching(schema, keep)) for choice in (*x, *y)]
         _check_shared(chosen)
-        kept = [ColumnChoice((name,)).matching(schema)[0] for name in keep]
+        kept = [ColumnChoice((name,)).matching(schema, schema)[0] for name in keep]
         every = list(dict.fromkeys([*(n for _, names in chosen for n in names), *kept]))
         if every != list(schema):
             self.add(Select(tuple(every)))
