@@ -90,7 +90,8 @@ class ColumnChoice:
 
 def wanted(x: Sequence[str], y: Sequence[str], keep: Sequence[str]) -> list[ColumnChoice]:
     """Return all choices of columns; by default of x and, where it exists, y."""
-    own = [ColumnChoice.parse(c) for c in (*(x or (DEFAULT_INPUT,)), *y, *keep)]
+    own = [ColumnChoice.parse(c) for c in (*(x or (DEFAULT_INPUT,)), *y)]
+    own += [ColumnChoice((name,)) for name in keep]
     return own if y else [*own, ColumnChoice((DEFAULT_TARGET,), optional=True)]
 
 
@@ -406,6 +407,10 @@ class _Building:
                     "is read; write it as records first: `triplane data convert`"
                 )
             values = tuple(sorted(set(self.dataset.column(name))))  # type: ignore[arg-type]
+            if not values:
+                raise InvalidInput(
+                    f"{self.dataset.origin.name} holds no samples, so {name} has no classes"
+                )
             if len(values) > MAX_CLASSES:
                 raise InvalidInput(
                     f"{name} has {len(values)} different texts; classes are at most {MAX_CLASSES}"
