@@ -353,10 +353,19 @@ def _explained_shapes(
     trainer: Trainer, samples: Dataset, options: dict[str, Any]
 ) -> Iterator[None]:
     """Add to an error about shapes what the model was fed, and how to change it."""
-    from triplane.unified_ir.ir.types import ShapeError
+    from triplane.unified_ir.ir.types import ShapeError, TypeMismatch
 
     try:
         yield
+    except TypeMismatch as error:
+        whole = [n for n in samples.inputs if samples.schema[n].dtype.startswith(("int", "uint"))]
+        if not whole:
+            raise
+        raise TypeMismatch(
+            f"{error}; {whole[0]} of the data holds whole numbers alone "
+            f"({samples.schema[whole[0]]}), which stay integers: write one of them with a decimal "
+            "point, as in 1.0, or have the cell cast them"
+        ) from error
     except ShapeError as error:
         side = "y" if _takes_inputs(trainer, samples) else "x"
         hint = data_options.shape_hint(samples, **{side: options[side]})
