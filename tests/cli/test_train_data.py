@@ -226,7 +226,7 @@ def test_a_text_among_numbers_is_named_by_its_place(
 def test_whole_numbers_for_a_network_of_reals_are_named_with_a_way_out(
     nets: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [[k, k + 1, 2, k % 2] for k in range(20)]
+    rows: list[list[Any]] = [[k, k + 1, 2, k % 2] for k in range(20)]
     table = write_csv(nets.with_name("whole.csv"), ["a", "b", "c", "y"], rows)
     assert train(f"{nets}:Line", table, "--x", "a,b,c") == 2
     error = capsys.readouterr().err
