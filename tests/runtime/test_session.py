@@ -105,6 +105,18 @@ def test_bytes_that_are_no_graph_are_corrupt(junk):
         Session(junk)
 
 
+@pytest.mark.parametrize("name", ["xxxx", "yyyy", "NNNN", "prop"])
+def test_names_that_are_no_text_are_corrupt(name):
+    x, y = (helper.make_tensor_value_info(k, TensorProto.FLOAT, ["NNNN"]) for k in ("xxxx", "yyyy"))
+    graph = helper.make_graph([helper.make_node("Neg", ["xxxx"], ["yyyy"])], "g", [x], [y])
+    made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    helper.set_model_props(made, {"prop": "1"})
+    data = made.SerializeToString()
+    assert Session(data).metadata == {"prop": "1"}
+    with pytest.raises(Corrupt, match="no text in UTF-8"):
+        assert Session(data.replace(name.encode(), b"\xff\xfeab")).metadata
+
+
 def test_graph_that_does_not_run_here_is_invalid_input():
     with pytest.raises(InvalidInput, match="Nope"):
         Session(model([node("Nope", ["x"], ["y"])], {"x": (1,)}, {"y": (1,)}))

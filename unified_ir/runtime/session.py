@@ -14,7 +14,7 @@ graph its Python wrappers cost as much as the run itself.
 import ctypes
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import cache, partial
 from io import StringIO
@@ -254,15 +254,17 @@ class Session:
         initializers = {name: _ortvalue(name, value) for name, value in (weights or {}).items()}
         self._ort = _load(model, initializers, options)
         self._c = self._ort._sess  # noqa: SLF001 - see the module's docstring
-        self.inputs = tuple(_info(arg, options) for arg in self._ort.get_inputs())
-        self.outputs = tuple(_info(arg, options) for arg in self._ort.get_outputs())
+        with _names_in_utf8():
+            self.inputs = tuple(_info(arg, options) for arg in self._ort.get_inputs())
+            self.outputs = tuple(_info(arg, options) for arg in self._ort.get_outputs())
         self._signature = Signature(self.inputs)
         self._output_names = [tensor.name for tensor in self.outputs]
 
     @property
     def metadata(self) -> dict[str, str]:
         """The model's own properties by key, as its author wrote them."""
-        return dict(self._ort.get_modelmeta().custom_metadata_map)
+        with _names_in_utf8():
+            return dict(self._ort.get_modelmeta().custom_metadata_map)
 
     def run(
         self,
@@ -504,6 +506,15 @@ def _ort_options(
     if weights:
         settings.add_external_initializers(list(weights), list(weights.values()))
     return settings
+
+
+@contextmanager
+def _names_in_utf8() -> Iterator[None]:
+    """Raise Corrupt for names and properties that are no text; onnxruntime loads any bytes."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise Corrupt(f"a name or property in the model is no text in UTF-8: {error}") from error
 
 
 def _load(
