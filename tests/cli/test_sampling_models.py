@@ -133,3 +133,19 @@ def test_a_sampling_model_is_evaluated_with_the_same_keys(
     assert json.loads(out)["measures"]["mae"] == pytest.approx(
         np.abs(y - X[:, :1]).mean(), rel=1e-4
     )
+
+
+@pytest.mark.parametrize("verb", ["predict", "evaluate"])
+def test_a_model_that_draws_from_a_key_of_its_own_is_noted(
+    verb: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, data = tmp_path / "own.tpm", folder / "d.npz"
+    flags = ("--data", data, "--epochs", 1, "--entry", "predict", "--entry", "evaluate")
+    assert run(capsys, "train", f"{folder}/nets.py:Noisy", *flags, "--out", out)[0] == 0
+    source = (data,) if verb == "predict" else ("--data", data)
+    code, _, err = run(capsys, verb, out, *source)
+    assert code == 0
+    assert "from its own key 'key', the same in each batch" in " ".join(err.split())
+    seed = ("--seed", 1)
+    _, _, quiet = run(capsys, verb, folder / "m.tpm", *source, *seed)
+    assert "its own key" not in quiet

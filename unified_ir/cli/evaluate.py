@@ -73,7 +73,8 @@ def command(**options: Any) -> None:
     model = models.seeded(models.open_file(options["model"]), options["seed"])
     dataset = _dataset(options, model)
     sums = evaluation.Evaluation(model, dataset, options)
-    for text in (*dataset.notes, *_doubts(model, dataset), *sums.notes()):
+    notes = (models.repeated_draws(model), *dataset.notes, *_doubts(model, dataset), *sums.notes())
+    for text in filter(None, notes):
         output.note(text)
     sums.run()
     record = {

@@ -82,6 +82,22 @@ class FileModel:
                 )
 
 
+def repeated_draws(model: FileModel) -> str:
+    """Return what to note of a model that draws from a key in its file; "" of others."""
+    from triplane.unified_ir.ir.graph import Role
+
+    if model.module is None:
+        return ""
+    reads = model.module.entry("predict").param_names
+    keys = [n for n in reads if n in model.module.state and model.module.state[n].role is Role.KEY]
+    if not keys:
+        return ""
+    return (
+        f"the model draws random numbers from its own key {keys[0]!r}, the same in each batch, so "
+        "answers depend on --batch-size; train with --key-input NAME to choose them by --seed"
+    )
+
+
 def seeded(model: FileModel, seed: int | None) -> FileModel:
     """Return a model that needs no key: its call number k, from 0, gets the key (seed, k).
 

@@ -96,6 +96,8 @@ def answer(model: FileModel, options: dict[str, Any], output: CommandOutput) -> 
 
     out: Path | None = options["out"]
     model = models.seeded(model, options["seed"])
+    if note := models.repeated_draws(model):
+        output.note(note)
     dataset = _dataset(options, model, output)
     answers = _answers(model, dataset, options, None if out is not None else SHOWN)
     record: dict[str, Any] = {"model": str(options["model"]), "samples": answers.rows}
