@@ -1,0 +1,9 @@
+"""Planning how a function is split over devices, without devices (`docs/parallel.md`)."""
+
+from triplane.unified_ir.passes.sharding.plan import ParallelPlan as ParallelPlan
+from triplane.unified_ir.passes.sharding.plan import plan as plan
+from triplane.unified_ir.passes.sharding.topology import LinkCost as LinkCost
+from triplane.unified_ir.passes.sharding.topology import Topology as Topology
+from triplane.unified_ir.passes.sharding.topology import read_topology as read_topology
+
+__all__ = ["LinkCost", "ParallelPlan", "Topology", "plan", "read_topology"]

@@ -1,0 +1,207 @@
+"""Choose one state for each variable so that the sum of costs is least.
+
+States that no least assignment needs are left out; then variables are eliminated (`elimination`),
+which is exact. What is too interwoven for that, the core, becomes a mixed-integer program; a core
+that is too large for the solver is improved in large neighbourhoods, and its gap to a lower bound
+is stated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from triplane.proto.errors import InvalidInput, MissingExtra
+from triplane.unified_ir.passes.sharding.dominance import undominated
+from triplane.unified_ir.passes.sharding.elimination import Costs, Elimination, Table
+
+MAX_MILP_ENTRIES: Final = 30_000
+"""Most entries of the tables of a mixed-integer program; HiGHS takes seconds for these."""
+MILP_SECONDS: Final = 10.0
+NEIGHBOURHOODS: Final = 24
+"""Rounds in which a large core is improved; each one fixes other variables."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """A state for each variable, the sum of costs, and how it was found.
+
+    gap: by how much the cost may exceed the least one, as a share; 0 if it is exact.
+    """
+
+    states: tuple[int, ...]
+    cost: float
+    method: str
+    gap: float
+
+
+@dataclass(slots=True)
+class CostNetwork:
+    """Variables with a number of states each, and the tables whose sum is minimized."""
+
+    counts: list[int] = field(default_factory=list)
+    _tables: dict[tuple[int, ...], Costs] = field(default_factory=dict)
+
+    def variable(self, costs: Sequence[float] | Costs) -> int:
+        """Add a variable with the costs of its states; return its number."""
+        self.counts.append(len(costs))
+        self._tables[(len(self.counts) - 1,)] = np.asarray(costs, np.float64)
+        return len(self.counts) - 1
+
+    def add(self, a: int, b: int, costs: Costs) -> None:
+        """Add costs[state of a, state of b]; tables over one pair are added up."""
+        if a == b:
+            self._tables[(a,)] = self._tables[(a,)] + np.diagonal(costs)
+            return
+        scope, table = ((a, b), costs) if a < b else ((b, a), costs.T)
+        if table.any():
+            there = self._tables.get(scope)
+            self._tables[scope] = table if there is None else there + table
+
+    def with_unary(self, extra: Mapping[int, Costs]) -> CostNetwork:
+        """Return the network with more costs of states."""
+        tables = dict(self._tables)
+        for variable, costs in extra.items():
+            tables[(variable,)] = tables[(variable,)] + costs
+        return CostNetwork(list(self.counts), tables)
+
+    def cost(self, states: Sequence[int]) -> float:
+        """Return the sum of the costs of an assignment."""
+        return math.fsum(
+            float(t[tuple(states[v] for v in scope)]) for scope, t in self._tables.items()
+        )
+
+    def solve(self) -> Choices:
+        """Return the cheapest assignment."""
+        kept = undominated(self.counts, self._tables)
+        choices = self._only(kept)._solve()
+        states = tuple(int(k[s]) for k, s in zip(kept, choices.states, strict=True))
+        return Choices(states, self.cost(states), choices.method, choices.gap)
+
+    def _only(self, kept: Sequence[NDArray[np.intp]]) -> CostNetwork:
+        """Return the network of these states."""
+        tables, cut = {}, dict[Any, Costs]()
+        for scope, costs in self._tables.items():
+            key = (id(costs), *(kept[v].tobytes() for v in scope))
+            if key not in cut:
+                cut[key] = costs[np.ix_(*(kept[v] for v in scope))]
+            tables[scope] = cut[key]
+        return CostNetwork([len(k) for k in kept], tables)
+
+    def _solve(self) -> Choices:
+        tables = [Table(scope, costs) for scope, costs in self._tables.items()]
+        solver = Elimination(self.counts, tables)
+        states = [0] * len(self.counts)
+        method, excess = "dynamic programming", 0.0
+        if rest := solver.run():
+            method, excess = improve_core(solver.remaining(rest), rest, self.counts, states)
+        solver.assign(states)
+        cost = self.cost(states)
+        return Choices(tuple(states), cost, method, excess / cost if cost else 0.0)
+
+
+def improve_core(
+    tables: Sequence[Table], variables: Sequence[int], counts: Sequence[int], states: list[int]
+) -> tuple[str, float]:
+    """Set the states of the core; return how, and by how much its cost may exceed the least."""
+    if sum(t.costs.size for t in tables) <= MAX_MILP_ENTRIES:
+        chosen, excess = milp(tables, {v: counts[v] for v in variables})
+        for v, state in chosen.items():
+            states[v] = state
+        return "mixed-integer program", excess
+    relaxed = Elimination(counts, tables)
+    bound = relaxed.relax(variables)
+    relaxed.assign(states)
+    best = _cost(tables, states)
+    rng = np.random.default_rng(0)  # the same function gives the same plan
+    for _ in range(NEIGHBOURHOODS):
+        if best - bound <= 1e-9 * abs(best):
+            break
+        tried = list(states)
+        part = Elimination(counts, tables)
+        part.run_around(tried, variables, rng)
+        part.assign(tried)
+        cost = _cost(tables, tried)
+        if cost < best:
+            states[:], best = tried, cost
+    return "large neighbourhoods", max(0.0, best - bound)
+
+
+def _cost(tables: Sequence[Table], states: Sequence[int]) -> float:
+    return math.fsum(float(t.costs[tuple(states[v] for v in t.scope)]) for t in tables)
+
+
+def milp(tables: Sequence[Table], counts: Mapping[int, int]) -> tuple[dict[int, int], float]:
+    """Return the states of least cost, and by how much it may exceed the least where time ran out.
+
+    One binary for each state of a variable and one number for each entry of a table; an entry's
+    marginals are the states of its variables.
+    """
+    optimize, sparse = _scipy()
+    offset, columns = {}, 0
+    for v, n in counts.items():
+        offset[v] = columns
+        columns += n
+    binaries = columns
+    rows: list[NDArray[np.int64]] = []
+    cols: list[NDArray[np.int64]] = []
+    values: list[NDArray[np.float64]] = []
+    bounds: list[float] = []
+    objective = [np.zeros(binaries)]
+
+    def constrain(at: Any, sign: Any, right: float) -> None:
+        rows.append(np.full(len(at), len(bounds), np.int64))
+        cols.append(np.asarray(at, np.int64))
+        values.append(np.asarray(sign, np.float64))
+        bounds.append(right)
+
+    for v, n in counts.items():
+        constrain(offset[v] + np.arange(n), np.ones(n), 1.0)
+    for t in tables:
+        if len(t.scope) == 1:
+            n = counts[t.scope[0]]
+            objective[0][offset[t.scope[0]] : offset[t.scope[0]] + n] += t.costs
+            continue
+        places = columns + np.arange(t.costs.size).reshape(t.costs.shape)
+        columns += t.costs.size
+        objective.append(t.costs.reshape(-1))
+        for axis, v in enumerate(t.scope):
+            for state in range(counts[v]):
+                at = np.take(places, state, axis).reshape(-1)
+                sign = np.append(np.ones(len(at)), -1.0)
+                constrain(np.append(at, offset[v] + state), sign, 0.0)
+    costs = np.concatenate(objective)
+    # HiGHS compares with absolute tolerances, and costs are seconds: the largest becomes 1.
+    scale = float(np.abs(costs).max()) or 1.0
+    matrix = sparse.csr_matrix(
+        (np.concatenate(values), (np.concatenate(rows), np.concatenate(cols))),
+        shape=(len(bounds), columns),
+    )
+    result = optimize.milp(
+        costs / scale,
+        integrality=(np.arange(columns) < binaries).astype(int),
+        bounds=optimize.Bounds(0, 1),
+        constraints=optimize.LinearConstraint(matrix, bounds, bounds),
+        options={"time_limit": MILP_SECONDS, "mip_rel_gap": 1e-6},
+    )
+    if result.x is None:
+        raise InvalidInput(f"the solver found no plan within {MILP_SECONDS:g} s: {result.message}")
+    states = {v: int(result.x[offset[v] : offset[v] + n].argmax()) for v, n in counts.items()}
+    return states, float(result.mip_gap or 0.0) * float(result.fun) * scale
+
+
+def _scipy() -> tuple[Any, Any]:
+    """Return scipy.optimize and scipy.sparse, which only graphs of large width need."""
+    try:
+        from scipy import optimize, sparse
+    except ImportError as error:
+        raise MissingExtra(
+            "this graph is too interwoven for dynamic programming, and the solver for it, scipy, "
+            "is not installed; it comes with: pip install 'triplane[xla]'"
+        ) from error
+    return optimize, sparse
