@@ -41,6 +41,8 @@ class Elimination:
         self._memo: dict[Any, Costs] = {}
         self._interned: dict[Any, Costs] = {}
         self._constant = 0.0
+        self.work = 0
+        """Entries of all joint tables so far: a measure of effort that machines agree on."""
         for table in tables:
             self._attach(Table(table.scope, self._one(table.costs)))
 
@@ -143,6 +145,7 @@ class Elimination:
         )))  # fmt: skip
         if key not in self._memo:
             joint = np.zeros([self.counts[u] for u in scope])
+            self.work += joint.size * len(tables)
             for t in tables:
                 joint += _spread(t, scope)
             self._memo[key] = self._one(joint.min(axis))

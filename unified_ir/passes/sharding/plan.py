@@ -17,11 +17,12 @@ import numpy as np
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.graph import Function
 from triplane.unified_ir.passes.sharding.problem import (
+    Crossing,
     MemoryUse,
     ShardingProblem,
     data_parallel,
 )
-from triplane.unified_ir.passes.sharding.search import Choices
+from triplane.unified_ir.passes.sharding.search import EFFORT, Choices
 from triplane.unified_ir.passes.sharding.strategies import (
     NOTHING,
     Layout,
@@ -37,6 +38,8 @@ PENALTIES: Final = 12
 """Prices of a byte that are tried, each four times the last one, until a plan fits."""
 REFINEMENTS: Final = 4
 """Halvings of the price between the last that was too low and the first that was enough."""
+SMALL_EFFORT: Final = EFFORT // 20
+"""Effort for plans that are compared, and for each price of a byte."""
 
 Split = tuple[tuple[int, ...], ...]
 """For each operand, into how many slices each of its axes is cut."""
@@ -240,10 +243,7 @@ class ParallelPlan:
         return tuple(sorted(found, key=lambda a: (a.total_s, not a.is_chosen)))
 
 
-def _transfer(problem: ShardingProblem, crossing: object, states: Sequence[int]) -> Transfer:
-    from triplane.unified_ir.passes.sharding.problem import Crossing
-
-    assert isinstance(crossing, Crossing)
+def _transfer(problem: ShardingProblem, crossing: Crossing, states: Sequence[int]) -> Transfer:
     producer, k = crossing.source
     have = problem.states[producer][states[producer]].outputs[k]
     want = problem.wanted(crossing, problem.states[crossing.reader][states[crossing.reader]])
@@ -282,6 +282,8 @@ def plan(
         raise InvalidInput(_too_large(min(least, key=lambda m: m.total), memory_bytes, devices))
     solved.sort(key=lambda pair: pair[1].cost)
     problem, choices = solved[0]
+    if choices.gap and memory_bytes is None:
+        solved[0] = problem, choices = problem, problem.network.solve()
     others = [_other("best on another mesh", p, c) for p, c in solved[1:]]
     others += _compared(problem, choices)
     return ParallelPlan(problem, choices, sorted(others, key=lambda o: o.seconds))
@@ -305,7 +307,7 @@ def _within(
     Memory is given a price that rises until the plan fits (Lagrangian relaxation), so the plan is
     the cheapest one only among those that some price selects.
     """
-    best = problem.network.solve()
+    best = problem.network.solve(SMALL_EFFORT)
     use = problem.memory(best.states)
     if limit is None or _fits(use, limit):
         return best, use
@@ -339,7 +341,7 @@ def _priced(
 ) -> tuple[Choices, MemoryUse]:
     """Return the assignment with the least time plus price times bytes; its cost is its time."""
     extra = {v: price * costs for v, costs in problem.unary_bytes(peaks).items()}
-    choices = problem.network.with_unary(extra).solve()
+    choices = problem.network.with_unary(extra).solve(SMALL_EFFORT)
     time = problem.network.cost(choices.states)
     return Choices(choices.states, time, choices.method, choices.gap), problem.memory(choices.states)
 
@@ -364,7 +366,7 @@ def _compared(problem: ShardingProblem, choices: Choices) -> list[OtherPlan]:
             others.append(OtherPlan(what, problem.mesh, whole, use.total))
             continue
         usual = ShardingProblem(function, sizes, one_axis, topology, layouts)
-        others.append(_other(what, usual, usual.network.solve()))
+        others.append(_other(what, usual, usual.network.solve(SMALL_EFFORT)))
     return [o for o in others if o.seconds > choices.cost * (1 + 1e-9) or o.mesh != problem.mesh]
 
 
@@ -379,7 +381,7 @@ def _excluding(
     _, index, variable = max(nodes, key=lambda n: (n[0], -n[1]))
     penalty = np.zeros(len(problem.states[variable]))
     penalty[choices.states[variable]] = 10 * choices.cost + 1
-    other = problem.network.with_unary({variable: penalty}).solve()
+    other = problem.network.with_unary({variable: penalty}).solve(SMALL_EFFORT)
     node = problem.function.nodes[index]
     cost = problem.network.cost(other.states)
     if other.states[variable] == choices.states[variable]:

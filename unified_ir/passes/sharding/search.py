@@ -23,8 +23,12 @@ from triplane.unified_ir.passes.sharding.elimination import Costs, Elimination, 
 MAX_MILP_ENTRIES: Final = 30_000
 """Most entries of the tables of a mixed-integer program; HiGHS takes seconds for these."""
 MILP_SECONDS: Final = 10.0
-NEIGHBOURHOODS: Final = 24
-"""Rounds in which a large core is improved; each one fixes other variables."""
+EFFORT: Final = 200_000_000
+"""Entries of joint tables that improving a large core may compute: a few seconds."""
+LEAST_WORK: Final = 1_000_000
+"""What a round of improving counts at least, so that small cores end, too."""
+GOOD_ENOUGH: Final = 0.001
+"""Gap to the lower bound, as a share of the core's cost, at which improving ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +80,13 @@ class CostNetwork:
             float(t[tuple(states[v] for v in scope)]) for scope, t in self._tables.items()
         )
 
-    def solve(self) -> Choices:
-        """Return the cheapest assignment."""
+    def solve(self, effort: int = EFFORT) -> Choices:
+        """Return the cheapest assignment.
+
+        effort: how many entries of joint tables may be computed to improve what is not exact.
+        """
         kept = undominated(self.counts, self._tables)
-        choices = self._only(kept)._solve()
+        choices = self._only(kept)._solve(effort)
         states = tuple(int(k[s]) for k, s in zip(kept, choices.states, strict=True))
         return Choices(states, self.cost(states), choices.method, choices.gap)
 
@@ -93,20 +100,23 @@ class CostNetwork:
             tables[scope] = cut[key]
         return CostNetwork([len(k) for k in kept], tables)
 
-    def _solve(self) -> Choices:
+    def _solve(self, effort: int) -> Choices:
         tables = [Table(scope, costs) for scope, costs in self._tables.items()]
         solver = Elimination(self.counts, tables)
         states = [0] * len(self.counts)
         method, excess = "dynamic programming", 0.0
         if rest := solver.run():
-            method, excess = improve_core(solver.remaining(rest), rest, self.counts, states)
+            method, excess = improve_core(
+                solver.remaining(rest), rest, self.counts, states, effort
+            )
         solver.assign(states)
         cost = self.cost(states)
         return Choices(tuple(states), cost, method, excess / cost if cost else 0.0)
 
 
 def improve_core(
-    tables: Sequence[Table], variables: Sequence[int], counts: Sequence[int], states: list[int]
+    tables: Sequence[Table], variables: Sequence[int], counts: Sequence[int], states: list[int],
+    effort: int = EFFORT,
 ) -> tuple[str, float]:
     """Set the states of the core; return how, and by how much its cost may exceed the least."""
     if sum(t.costs.size for t in tables) <= MAX_MILP_ENTRIES:
@@ -119,13 +129,12 @@ def improve_core(
     relaxed.assign(states)
     best = _cost(tables, states)
     rng = np.random.default_rng(0)  # the same function gives the same plan
-    for _ in range(NEIGHBOURHOODS):
-        if best - bound <= 1e-9 * abs(best):
-            break
+    while best - bound > GOOD_ENOUGH * abs(best) and effort > 0:
         tried = list(states)
         part = Elimination(counts, tables)
         part.run_around(tried, variables, rng)
         part.assign(tried)
+        effort -= max(part.work, LEAST_WORK)
         cost = _cost(tables, tried)
         if cost < best:
             states[:], best = tried, cost
