@@ -48,7 +48,11 @@ def undominated(counts: Sequence[int], tables: Pairs) -> list[Kept]:
 
 
 def _rest(
-    unary: Costs, near: list[tuple[int, Costs]], kept: list[Kept], own: Kept, worst: dict[Any, Costs]
+    unary: Costs,
+    near: list[tuple[int, Costs]],
+    kept: list[Kept],
+    own: Kept,
+    worst: dict[Any, Costs],
 ) -> Kept:  # fmt: skip
     excess = unary[own][:, None] - unary[own][None, :]  # [t, s]: what t costs more than s
     for u, costs in near:
@@ -65,4 +69,5 @@ def _rest(
     before = np.arange(len(own))[:, None] < np.arange(len(own))[None, :]
     dominates = (excess < 0) | ((excess == 0) & before)
     np.fill_diagonal(dominates, val=False)
-    return own[~dominates.any(0)]
+    rest: Kept = own[~dominates.any(0)]
+    return rest

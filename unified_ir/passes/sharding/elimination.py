@@ -125,7 +125,8 @@ class Elimination:
                 if u != v:
                     self.touching[u] = [x for x in self.touching[u] if x is not t]
             rest = tuple(u for u in t.scope if u != v)
-            self._attach(Table(rest, self._one(t.costs.take(state, t.scope.index(v)))))
+            left: Costs = np.asarray(t.costs.take(state, t.scope.index(v)))
+            self._attach(Table(rest, self._one(left)))
 
     def _eliminate(self, v: int, parts: list[list[Table]]) -> None:
         self._steps.append((v, self.touching.pop(v)))

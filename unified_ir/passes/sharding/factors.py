@@ -155,6 +155,30 @@ def _same_axes(call: ShapedNode) -> Factors:
     return Factors(operands, outputs, "movement: axes whose size stays")
 
 
+def _slice(call: ShapedNode) -> Factors:
+    # Steps that are not known to be positive may reverse an axis whose size stays.
+    steps = call.known[4] if len(call.inputs) > 4 and call.node.inputs[4] is not None else ()
+    return call.whole() if steps is None or np.any(np.less(steps, 1)) else _same_axes(call)
+
+
+def _pad(call: ShapedNode) -> Factors:
+    """Axes without pads; a pad and a crop of one size would move elements between the slices."""
+    pads, rank = call.known[1], len(call.inputs[0])
+    if pads is None or pads.size != 2 * rank:
+        return call.whole()
+    return _without(call, {i for i in range(rank) if pads[i] or pads[rank + i]})
+
+
+def _resize(call: ShapedNode) -> Factors:
+    crops = call.attr("coordinate_transformation_mode") == "tf_crop_and_resize"
+    return call.whole() if crops else _same_axes(call)
+
+
+def _triangle(call: ShapedNode) -> Factors:
+    rank = len(call.inputs[0])
+    return _without(call, {rank - 2, rank - 1})
+
+
 def _along(axis_attr: str) -> Rule:
     """Return the rule of operators that work along one axis: that axis stays whole."""
 
@@ -173,8 +197,7 @@ def _without(call: ShapedNode, axes: set[int]) -> Factors:
     def placed(shape: Shape) -> Axes:
         if len(shape) == len(names):
             return tuple(
-                n if s == t else WHOLE
-                for n, s, t in zip(names, shape, call.inputs[0], strict=True)
+                n if s == t else WHOLE for n, s, t in zip(names, shape, call.inputs[0], strict=True)
             )
         return kept if len(shape) == len(kept) else (WHOLE,) * len(shape)
 
@@ -187,7 +210,7 @@ def _cumulative(call: ShapedNode) -> Factors:
     axis = call.known[1] if len(call.known) > 1 else None
     if axis is None:
         return call.whole()
-    return _without(call, {int(axis) % max(len(call.inputs[0]), 1)})
+    return _without(call, {int(axis.item()) % max(len(call.inputs[0]), 1)})
 
 
 def _reduction(call: ShapedNode) -> Factors:
@@ -302,6 +325,9 @@ def _conv_grad_weight(call: ShapedNode) -> Factors:
 def _planes(call: ShapedNode) -> Factors:
     """Windows: batch and channels of every operand and output that has them."""
     first = call.inputs[0]
+    # The indices of MaxPool count elements of the whole tensor.
+    if call.node.op.name == "MaxPool" and len(call.outputs) > 1:
+        return call.whole()
 
     def axes(shape: Shape) -> Axes:
         if len(shape) < 3 or shape[:2] != first[:2]:
@@ -422,16 +448,19 @@ BY_NAME: Final[Mapping[str, Rule]] = {
     **dict.fromkeys(_REDUCTIONS, _reduction),
     **dict.fromkeys(_POOLS, _planes),
     **dict.fromkeys(("Reshape", "Flatten", "Squeeze", "Unsqueeze"), _reshape),
-    **dict.fromkeys(("Slice", "Pad", "Tile", "Resize", "Concat", "Split", "CenterCropPad"),
-                    _same_axes),
+    **dict.fromkeys(("Tile", "Concat", "Split", "CenterCropPad"), _same_axes),
     **dict.fromkeys(("Softmax", "LogSoftmax", "ArgMax", "ArgMin", "Hardmax", "LpNormalization"),
                     _along("axis")),
     **dict.fromkeys(("CumSum", "CumProd"), _cumulative),
-    **dict.fromkeys(("Cast", "CastLike", "Identity", "Sized", "Trilu"), _first_only),
+    **dict.fromkeys(("Cast", "CastLike", "Identity", "Sized"), _first_only),
     **dict.fromkeys(("GatherElements", "ScatterElements"), _elements),
     **dict.fromkeys(("LayerNormalization", "RMSNormalization"), _trailing_norm),
     **dict.fromkeys(("NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLoss"), _loss),
     "Expand": _expand,
+    "Slice": _slice,
+    "Pad": _pad,
+    "Resize": _resize,
+    "Trilu": _triangle,
     "Transpose": _transpose,
     "MatMul": _matmul,
     "Gemm": _gemm,

@@ -101,7 +101,7 @@ class OtherPlan:
 
 
 class ParallelPlan:
-    """A strategy for each node and a layout for each parameter, with what they are predicted to cost.
+    """A strategy for each node, a layout for each parameter, and what they are predicted to cost.
 
     others: plans that were compared, the cheapest first; the first one is the next best plan.
     """
@@ -283,7 +283,8 @@ def plan(
     solved.sort(key=lambda pair: pair[1].cost)
     problem, choices = solved[0]
     if choices.gap and memory_bytes is None:
-        solved[0] = problem, choices = problem, problem.network.solve()
+        choices = problem.network.solve()
+        solved[0] = (problem, choices)
     others = [_other("best on another mesh", p, c) for p, c in solved[1:]]
     others += _compared(problem, choices)
     return ParallelPlan(problem, choices, sorted(others, key=lambda o: o.seconds))
@@ -299,9 +300,7 @@ def _too_large(least: MemoryUse, limit: int, devices: int) -> str:
     )
 
 
-def _within(
-    problem: ShardingProblem, limit: int | None
-) -> tuple[Choices | None, MemoryUse]:
+def _within(problem: ShardingProblem, limit: int | None) -> tuple[Choices | None, MemoryUse]:
     """Return the cheapest assignment whose memory fits, and the smallest memory that was seen.
 
     Memory is given a price that rises until the plan fits (Lagrangian relaxation), so the plan is
@@ -336,14 +335,13 @@ def _fits(use: MemoryUse, limit: int) -> bool:
     return use.total * MARGIN <= limit
 
 
-def _priced(
-    problem: ShardingProblem, price: float, peaks: set[int]
-) -> tuple[Choices, MemoryUse]:
+def _priced(problem: ShardingProblem, price: float, peaks: set[int]) -> tuple[Choices, MemoryUse]:
     """Return the assignment with the least time plus price times bytes; its cost is its time."""
     extra = {v: price * costs for v, costs in problem.unary_bytes(peaks).items()}
     choices = problem.network.with_unary(extra).solve(SMALL_EFFORT)
     time = problem.network.cost(choices.states)
-    return Choices(choices.states, time, choices.method, choices.gap), problem.memory(choices.states)
+    timed = Choices(choices.states, time, choices.method, choices.gap)
+    return timed, problem.memory(choices.states)
 
 
 def _other(what: str, problem: ShardingProblem, choices: Choices) -> OtherPlan:

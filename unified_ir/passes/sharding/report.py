@@ -78,15 +78,19 @@ def time_text(seconds: float) -> str:
     """Format a time in s, ms or us."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds / 1e-6:.3g} us"
+            return f"{_three_digits(seconds / scale)} {unit}"
+    return f"{_three_digits(seconds / 1e-6)} us"
+
+
+def _three_digits(x: float) -> str:
+    return f"{x:.0f}" if x >= 100 else f"{x:.2g}" if x < 1 else f"{x:.3g}"
 
 
 def bytes_text(n: float) -> str:
     """Format bytes with a binary unit."""
     for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if n >= scale:
-            return f"{n / scale:.3g} {unit}"
+            return f"{_three_digits(n / scale)} {unit}"
     return f"{n:.0f} B"
 
 
@@ -144,7 +148,8 @@ def table(plan: ParallelPlan) -> Iterator[str]:
     yield f"{plan.function.name} on {math.prod(plan.mesh)} devices, mesh {mesh}"
     yield f"{plan.problem.topology.source}"
     yield ""
-    yield f"{'layer':{NAME}}  {'split of its largest node':{SPLIT + 1}}{'sent':>8}{'held':>9}{'time':>9}"
+    head = f"{'layer':{NAME}}  {'split of its largest node':{SPLIT + 1}}"
+    yield f"{head}{'sent':>8}{'held':>9}{'time':>9}"
     for layer in layer_plans(plan):
         split = split_text(layer.split)
         text = split if len(split) <= SPLIT else split[: SPLIT - 3] + "..."
@@ -242,6 +247,7 @@ def alternatives_record(plan: ParallelPlan, index: int) -> dict[str, Any]:
 
 
 _ROW, _TOP, _LEFT, _BAR, _WIDTH = 22, 76, 250, 300, 860
+FONT: Final = 'font-family="system-ui, Helvetica, Arial, sans-serif"'
 WORK, SENT = "#0072b2", "#d55e00"
 """Okabe and Ito's blue and vermilion, as in `files.chart`."""
 
@@ -253,15 +259,15 @@ def svg(plan: ParallelPlan) -> str:
     height = _TOP + _ROW * len(layers) + 24
     mesh = " x ".join(map(str, plan.mesh))
     title = f"{plan.function.name} on a mesh of {mesh}: {time_text(plan.seconds)}"
+    size = f'width="{_WIDTH}" height="{height}" viewBox="0 0 {_WIDTH} {height}"'
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
-        f'viewBox="0 0 {_WIDTH} {height}" font-family="system-ui, Helvetica, Arial, sans-serif" '
-        'font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} {FONT} font-size="12">',
         f"<title>{escape(title)}</title>",
         '<rect width="100%" height="100%" fill="#ffffff"/>',
         f'<text x="16" y="26" font-size="16" font-weight="600">{escape(title)}</text>',
-        f'<rect x="16" y="42" width="12" height="12" fill="{WORK}"/><text x="34" y="52">work</text>',
-        f'<rect x="84" y="42" width="12" height="12" fill="{SENT}"/>'
+        f'<rect x="16" y="42" width="12" height="12" fill="{WORK}"/>',
+        '<text x="34" y="52">work</text>',
+        f'<rect x="84" y="42" width="12" height="12" fill="{SENT}"/>',
         '<text x="102" y="52">communication</text>',
     ]
     for i, layer in enumerate(layers):

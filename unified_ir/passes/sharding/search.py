@@ -49,27 +49,27 @@ class CostNetwork:
     """Variables with a number of states each, and the tables whose sum is minimized."""
 
     counts: list[int] = field(default_factory=list)
-    _tables: dict[tuple[int, ...], Costs] = field(default_factory=dict)
+    tables: dict[tuple[int, ...], Costs] = field(default_factory=dict)
 
     def variable(self, costs: Sequence[float] | Costs) -> int:
         """Add a variable with the costs of its states; return its number."""
         self.counts.append(len(costs))
-        self._tables[(len(self.counts) - 1,)] = np.asarray(costs, np.float64)
+        self.tables[(len(self.counts) - 1,)] = np.asarray(costs, np.float64)
         return len(self.counts) - 1
 
     def add(self, a: int, b: int, costs: Costs) -> None:
         """Add costs[state of a, state of b]; tables over one pair are added up."""
         if a == b:
-            self._tables[(a,)] = self._tables[(a,)] + np.diagonal(costs)
+            self.tables[(a,)] = self.tables[(a,)] + np.diagonal(costs)
             return
         scope, table = ((a, b), costs) if a < b else ((b, a), costs.T)
         if table.any():
-            there = self._tables.get(scope)
-            self._tables[scope] = table if there is None else there + table
+            there = self.tables.get(scope)
+            self.tables[scope] = table if there is None else there + table
 
     def with_unary(self, extra: Mapping[int, Costs]) -> CostNetwork:
         """Return the network with more costs of states."""
-        tables = dict(self._tables)
+        tables = dict(self.tables)
         for variable, costs in extra.items():
             tables[(variable,)] = tables[(variable,)] + costs
         return CostNetwork(list(self.counts), tables)
@@ -77,7 +77,7 @@ class CostNetwork:
     def cost(self, states: Sequence[int]) -> float:
         """Return the sum of the costs of an assignment."""
         return math.fsum(
-            float(t[tuple(states[v] for v in scope)]) for scope, t in self._tables.items()
+            float(t[tuple(states[v] for v in scope)]) for scope, t in self.tables.items()
         )
 
     def solve(self, effort: int = EFFORT) -> Choices:
@@ -85,37 +85,41 @@ class CostNetwork:
 
         effort: how many entries of joint tables may be computed to improve what is not exact.
         """
-        kept = undominated(self.counts, self._tables)
-        choices = self._only(kept)._solve(effort)
+        kept = undominated(self.counts, self.tables)
+        choices = _solved(self._only(kept), effort)
         states = tuple(int(k[s]) for k, s in zip(kept, choices.states, strict=True))
         return Choices(states, self.cost(states), choices.method, choices.gap)
 
     def _only(self, kept: Sequence[NDArray[np.intp]]) -> CostNetwork:
         """Return the network of these states."""
         tables, cut = {}, dict[Any, Costs]()
-        for scope, costs in self._tables.items():
+        for scope, costs in self.tables.items():
             key = (id(costs), *(kept[v].tobytes() for v in scope))
             if key not in cut:
                 cut[key] = costs[np.ix_(*(kept[v] for v in scope))]
             tables[scope] = cut[key]
         return CostNetwork([len(k) for k in kept], tables)
 
-    def _solve(self, effort: int) -> Choices:
-        tables = [Table(scope, costs) for scope, costs in self._tables.items()]
-        solver = Elimination(self.counts, tables)
-        states = [0] * len(self.counts)
-        method, excess = "dynamic programming", 0.0
-        if rest := solver.run():
-            method, excess = improve_core(
-                solver.remaining(rest), rest, self.counts, states, effort
-            )
-        solver.assign(states)
-        cost = self.cost(states)
-        return Choices(tuple(states), cost, method, excess / cost if cost else 0.0)
+
+def _solved(network: CostNetwork, effort: int) -> Choices:
+    solver = Elimination(
+        network.counts, [Table(scope, costs) for scope, costs in network.tables.items()]
+    )
+    states = [0] * len(network.counts)
+    method, excess = "dynamic programming", 0.0
+    if rest := solver.run():
+        core = solver.remaining(rest)
+        method, excess = improve_core(core, rest, network.counts, states, effort)
+    solver.assign(states)
+    cost = network.cost(states)
+    return Choices(tuple(states), cost, method, excess / cost if cost else 0.0)
 
 
 def improve_core(
-    tables: Sequence[Table], variables: Sequence[int], counts: Sequence[int], states: list[int],
+    tables: Sequence[Table],
+    variables: Sequence[int],
+    counts: Sequence[int],
+    states: list[int],
     effort: int = EFFORT,
 ) -> tuple[str, float]:
     """Set the states of the core; return how, and by how much its cost may exceed the least."""

@@ -1,4 +1,4 @@
-"""Strategies of a node on a mesh, and what they cost; layouts of tensors, and what changing one costs.
+"""Strategies of a node on a mesh and layouts of tensors, and what they cost.
 
 A layout says for each mesh axis which axis of the tensor is cut along it, or -1: every device along
 that mesh axis has a copy. A strategy picks a factor of the node for each mesh axis.
@@ -189,7 +189,7 @@ def _sums(
     partial: tuple[bool, ...], begin: Layout, end: Layout, size_bytes: int, mesh: Mesh,
     topology: Topology,
 ) -> tuple[Transfer, list[str]]:  # fmt: skip
-    """Return the cost of adding partial results: an all-reduce, or half of it where they stay cut."""
+    """Return the cost of adding partial results: an all-reduce, or half where they stay cut."""
     size = size_bytes / share_of(begin, mesh)
     seconds = sent = 0.0
     names = []

@@ -1,8 +1,8 @@
 """Devices and the links between them: what a collective costs by the alpha-beta model.
 
-A collective among n devices takes (n - 1) latency + (n - 1) / n bytes / bandwidth on a ring (Thakur,
-Rabenseifner, Gropp 2005). Devices are numbered host by host, so the devices of the last mesh axis
-are neighbours.
+A collective among n devices takes (n - 1) latency + (n - 1) / n bytes / bandwidth on a ring
+(Thakur, Rabenseifner, Gropp 2005). Devices are numbered host by host, so the devices of the last
+mesh axis are neighbours.
 """
 
 from __future__ import annotations
