@@ -26,7 +26,7 @@ def drawn_function(seed, nodes=5):
                 shape = (value.shape[1], int(rng.choice(SIZES)))
                 values.append(ops.matmul(value, build.param(f"w{weights}", TensorSpec(shape))))
             elif kind == "sum" and value.shape[1] != 1:
-                values.append(ops.reduce_sum(value, [1]))
+                values.append(value.sum(1, keepdims=True))
             elif kind == "add":
                 same = [v for v in values if v.shape == value.shape]
                 values.append(value + same[int(rng.integers(len(same)))])
