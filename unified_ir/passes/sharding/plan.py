@@ -146,9 +146,15 @@ class ParallelPlan:
 
     def layouts(self) -> Mapping[str, Layout]:
         """Return for each parameter, by name, the tensor axis that each mesh axis cuts, or -1."""
-        return {
-            p.name: self._state(self.problem.places[p][0]).outputs[0] for p in self.function.params
-        }
+        states = self.choices.states
+        return {p.name: self.problem.layout(p, states) for p in self.function.params}
+
+    def result_layouts(self) -> Mapping[str, Layout]:
+        """Return for each result, by name, its layout; new state has the layout of the old one."""
+        named = zip(self.function.result_names, self.function.results, strict=True)
+        own = {name: self.problem.layout(v, self.choices.states) for name, v in named}
+        old = self.layouts()
+        return own | {name: old[name] for name in self.problem.replaced}
 
     def output_layouts(self) -> Mapping[int, tuple[Layout, ...]]:
         """Return for each node, by index, the layouts of its outputs, as `layouts` has them."""
@@ -288,6 +294,23 @@ def plan(
     others = [_other("best on another mesh", p, c) for p, c in solved[1:]]
     others += _compared(problem, choices)
     return ParallelPlan(problem, choices, sorted(others, key=lambda o: o.seconds))
+
+
+def plan_with_layouts(
+    function: Function,
+    mesh: Mesh,
+    layouts: Mapping[str, Layout],
+    *,
+    sizes: Mapping[str, int] | None = None,
+    topology: Topology | None = None,
+) -> ParallelPlan:
+    """Return the cheapest plan in which these parameters have these layouts.
+
+    layouts: by name, for each mesh axis the tensor axis that is cut along it, or -1 for copies;
+    `data_parallel` gives those of data parallelism. InvalidInput: a size does not divide.
+    """
+    problem = ShardingProblem(function, dict(sizes or {}), mesh, topology or Topology(), layouts)
+    return ParallelPlan(problem, problem.network.solve())
 
 
 def _too_large(least: MemoryUse, limit: int, devices: int) -> str:

@@ -132,6 +132,13 @@ class ShardingProblem:
             self._shapes[value] = tuple(evaluate(d, self.sizes) for d in value.type.shape)
         return self._shapes[value]
 
+    def layout(self, value: Value, states: Sequence[int]) -> Layout:
+        """Return the layout of a value; constants are on every device."""
+        place = self.places.get(value)
+        if place is None:
+            return (COPIES,) * len(self.mesh)
+        return self.states[place[0]][states[place[0]]].outputs[place[1]]
+
     def bytes(self, value: Value | None) -> int:
         """Return the bytes of a whole value."""
         if value is None:
@@ -145,7 +152,14 @@ class ShardingProblem:
         return self.network.variable([s.seconds for s in states])
 
     def _add_param(self, param: Value, fixed: Layout | None) -> None:
-        choices = layouts(self.shape(param), self.mesh) if fixed is None else (fixed,)
+        choices = layouts(self.shape(param), self.mesh)
+        if fixed is not None:
+            if fixed not in choices:
+                raise InvalidInput(
+                    f"parameter {param.name!r} of shape {self.shape(param)} has no layout {fixed} "
+                    f"on a mesh of {self.mesh}: each axis must divide evenly"
+                )
+            choices = (fixed,)
         states = tuple(Strategy((), (), (layout,)) for layout in choices)
         self.places[param] = (self._variable(states), 0)
 
@@ -229,11 +243,7 @@ class ShardingProblem:
 
     def local_bytes(self, value: Value, states: Sequence[int]) -> int:
         """Return the bytes of one device's part of a value."""
-        place = self.places.get(value)
-        if place is None:
-            return self.bytes(value)
-        layout = self.states[place[0]][states[place[0]]].outputs[place[1]]
-        return -(-self.bytes(value) // share_of(layout, self.mesh))
+        return -(-self.bytes(value) // share_of(self.layout(value, states), self.mesh))
 
     @cached_property
     def _memory_rows(self) -> list[MemoryRow[Value]]:
