@@ -28,6 +28,8 @@ from harness import Worker, machine, ratio, table, take_turns  # noqa: E402
 
 COMPARED: Final = 3
 """Steps whose losses are compared; they compile, too."""
+SMALL: Final = "small"
+"""How the names of networks begin that a CPU can train."""
 HEADS: Final = (
     "network", "side", "ms/step (quartiles)", "floor ms", "floor / step", "peak GB",
     "ratio to torch.compile (quartiles)", "control", "loss difference",
@@ -47,7 +49,7 @@ SIDES: Final = (
     Side(
         "Triplane",
         "gpu_ours.py",
-        ("jax", "numpy", "ml_dtypes", "onnx", "google.protobuf", "onnxruntime"),
+        ("jax", "numpy", "google.protobuf", "typing_extensions", "onnx", "onnxruntime"),
     ),
     Side("torch.compile", "gpu_torch.py", ("torch", "numpy")),
 )
@@ -98,12 +100,12 @@ def lacking(side: Side, python: str) -> dict[str, str]:
 def explanation(side: Side, python: str, lacks: Mapping[str, str]) -> str:
     """Why a side is left out, and what to do."""
     why = "; ".join(f"{name} ({error})" for name, error in lacks.items())
-    packages = " ".join("protobuf" if n == "google.protobuf" else n for n in lacks)
+    packages = " ".join({"google.protobuf": "protobuf"}.get(name, name) for name in lacks)
     return (
         f"{side.name} is left out: {python} cannot import {why}. Name another interpreter with "
         f"--{'jax' if side.name == OURS else 'torch'}-python; or, on a machine without a network, "
-        f"`pip install --target FOLDER {packages}` for this system and Python elsewhere, copy the "
-        "folder here and set PYTHONPATH=FOLDER"
+        f"`pip install --no-deps --target FOLDER {packages}` for this system and Python elsewhere, "
+        "copy the folder here and set PYTHONPATH=FOLDER"
     )
 
 
@@ -114,6 +116,17 @@ def floor_s(least: Work, device: str, given: tuple[float, float] | None) -> floa
     if peak is None:
         return None
     return max(least.flops / (peak[0] * 1e12), least.bytes / (peak[1] * 1e9))
+
+
+def check_devices(case: str, started: Mapping[str, Any]) -> None:
+    """Stop before a side trains a large network on a CPU, which would take hours."""
+    on_cpu = [name for name, side in started.items() if side["device"] == "CPU"]
+    if on_cpu and not case.startswith(SMALL):
+        sys.exit(
+            f"{case} needs a GPU, and {' and '.join(on_cpu)} would run on the CPU: install "
+            "jax[cuda13], or a PyTorch with CUDA, and look at nvidia-smi; --small tries the script "
+            "on a CPU"
+        )
 
 
 def measure(
@@ -130,6 +143,7 @@ def measure(
             name: stack.enter_context(Worker(scripts[name], python=pythons[name])) for name in names
         }
         started = {name: worker.ask("start", case=case) for name, worker in workers.items()}
+        check_devices(case, started)
         losses = {name: w.ask("run", steps=COMPARED)["losses"] for name, w in workers.items()}
         times = take_turns(workers, steps=steps, rounds=rounds, keys=("wall_s",))
         peaks = {name: w.ask("report")["peak_bytes"] for name, w in workers.items()}
@@ -201,18 +215,17 @@ def main() -> int:
     )
     # Both sides hold memory of one device at the same time.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    pythons = {OURS: asked.jax_python, THEIRS: asked.torch_python}
-    for side in SIDES:
-        lacks = {} if asked.only else lacking(side, pythons[side.name])
-        if asked.only == side.name:
-            lacks = lacking(side, pythons[side.name])
-        if lacks:
-            print(explanation(side, pythons[side.name], lacks), file=sys.stderr)
-        if lacks or asked.only not in (None, side.name):
-            del pythons[side.name]
+    pythons = {}
+    for side, python in zip(SIDES, (asked.jax_python, asked.torch_python), strict=True):
+        if asked.only not in {None, side.name}:
+            continue
+        if lacks := lacking(side, python):
+            print(explanation(side, python, lacks), file=sys.stderr)
+        else:
+            pythons[side.name] = python
     if not pythons:
         return 1
-    cases = asked.case or [name for name in CASES if name.startswith("small") == asked.small]
+    cases = asked.case or [name for name in CASES if name.startswith(SMALL) == asked.small]
     print("; ".join(machine().values()) + "\n")
     lines = []
     for case in cases:

@@ -77,8 +77,9 @@ def weight(name: str, shape: tuple[int, ...]) -> Array:
     if len(shape) < 2:
         return np.full(shape, float("norm" in name and name.endswith("weight")), np.float32)
     rng = np.random.default_rng([SEED, zlib.crc32(name.encode())])
-    reach = (2 / np.prod(shape[1:])) ** 0.5 if len(shape) == 4 else 0.02
-    return reach * rng.standard_normal(shape, np.float32)
+    reach = float(2 / np.prod(shape[1:])) ** 0.5 if len(shape) == 4 else 0.02
+    drawn = reach * rng.standard_normal(shape, np.float32)
+    return np.asarray(drawn, np.float32)
 
 
 def batches(case: Case) -> Iterator[tuple[Array, Array]]:

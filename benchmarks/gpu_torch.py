@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from worker import Step, peak_bytes, serve
 
 
-class Shortcut(nn.Module):
+class _Shortcut(nn.Module):
     """x itself, or a 1x1 convolution with normalization where the shape changes."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
@@ -29,7 +29,7 @@ class Shortcut(nn.Module):
         return self.norm(self.conv(x)) if self.changes else x
 
 
-class Bottleneck(nn.Module):
+class _Bottleneck(nn.Module):
     """1x1, 3x3 and 1x1 convolutions around a sum."""
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
@@ -40,7 +40,7 @@ class Bottleneck(nn.Module):
         self.conv3 = nn.Conv2d(width, outputs, 1, bias=False)
         self.norm1, self.norm2 = nn.BatchNorm2d(width), nn.BatchNorm2d(width)
         self.norm3 = nn.BatchNorm2d(outputs)
-        self.shortcut = Shortcut(inputs, outputs, stride)
+        self.shortcut = _Shortcut(inputs, outputs, stride)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = F.relu(self.norm1(self.conv1(x)))
@@ -48,7 +48,7 @@ class Bottleneck(nn.Module):
         return F.relu(self.norm3(self.conv3(y)) + self.shortcut(x))
 
 
-class ResNet(nn.Module):
+class _ResNet(nn.Module):
     """A stem, stages of bottlenecks, the mean over the image, a dense layer."""
 
     def __init__(self, case: Vision) -> None:
@@ -58,7 +58,7 @@ class ResNet(nn.Module):
         blocks, inputs = [], case.width
         for stage, count in enumerate(case.blocks):
             for i in range(count):
-                blocks.append(Bottleneck(inputs, case.width << stage, 2 if stage and not i else 1))
+                blocks.append(_Bottleneck(inputs, case.width << stage, 2 if stage and not i else 1))
                 inputs = EXPANSION * (case.width << stage)
         self.blocks = nn.Sequential(*blocks)
         self.head = nn.Linear(inputs, case.classes)
@@ -68,19 +68,19 @@ class ResNet(nn.Module):
         return self.head(self.blocks(x).mean((2, 3)))
 
 
-class Photos(nn.Module):
+class _Photos(nn.Module):
     """A residual network on bytes."""
 
     def __init__(self, case: Vision) -> None:
         super().__init__()
-        self.net = ResNet(case)
+        self.net = _ResNet(case)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.to(memory_format=torch.channels_last)
         return self.net(x.float() / 255.0)
 
 
-class Attention(nn.Module):
+class _Attention(nn.Module):
     """Causal self-attention by torch's fused kernel."""
 
     def __init__(self, case: Language) -> None:
@@ -101,13 +101,13 @@ class Attention(nn.Module):
         return self.out_proj(joined.transpose(1, 2).reshape(n, time, width))
 
 
-class Layer(nn.Module):
+class _Layer(nn.Module):
     """Attention, then a network per position, with normalization first."""
 
     def __init__(self, case: Language) -> None:
         super().__init__()
         width = case.width
-        self.self_attn = Attention(case)
+        self.self_attn = _Attention(case)
         self.linear1 = nn.Linear(width, EXPANSION * width)
         self.linear2 = nn.Linear(EXPANSION * width, width)
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
@@ -117,14 +117,14 @@ class Layer(nn.Module):
         return x + self.linear2(F.gelu(self.linear1(self.norm2(x))))
 
 
-class Decoder(nn.Module):
+class _Decoder(nn.Module):
     """The next word at every position; the embedding's weight is the last product's as well."""
 
     def __init__(self, case: Language) -> None:
         super().__init__()
         self.embedding = nn.Embedding(case.vocabulary, case.width)
         self.places = nn.Parameter(torch.empty(case.length, case.width))
-        self.layers = nn.Sequential(*(Layer(case) for _ in range(case.layers)))
+        self.layers = nn.Sequential(*(_Layer(case) for _ in range(case.layers)))
         self.norm = nn.LayerNorm(case.width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -135,7 +135,7 @@ class Decoder(nn.Module):
 def side(case: gpu_cases.Case) -> tuple[Step, dict[str, Any]]:
     """A training step from the case's starting weights."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    net = Photos(case) if isinstance(case, Vision) else Decoder(case)
+    net = _Photos(case) if isinstance(case, Vision) else _Decoder(case)
     for name, parameter in net.named_parameters():
         parameter.data = torch.from_numpy(gpu_cases.weight(name, tuple(parameter.shape)))
     net = net.to(device)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from triplane.proto.disk import OS_DISK, atomic_file, write_atomic
+from triplane.proto.disk import OS_DISK, write_atomic, write_secret
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class Home:
         """Store the ports for the next start, so that nodes find the cloud again."""
         record = self._record()
         if record.get("ports") != ports:
-            _write_secret(self.path / RECORD, json.dumps({**record, "ports": ports}).encode())
+            write_secret(self.path / RECORD, json.dumps({**record, "ports": ports}).encode())
 
     def _record(self) -> dict[str, Any]:
         try:
@@ -177,13 +177,13 @@ def initialize(
     path.chmod(0o700)
     signed = trust.initialize(home.metadata, home.keys, offline_keys, now_s=now_s, **signing)
     _make_identities(home, names, port, now_s)
-    _write_secret(home.dashboard_token, f"{secrets.token_urlsafe(32)}\n".encode())
+    write_secret(home.dashboard_token, f"{secrets.token_urlsafe(32)}\n".encode())
     OS_DISK.make_folder(home.blobs)
     # Last, see the top of the module.
     record = {"format": FORMAT, "hosts": list(names), "created_s": now_s}
     if os.environ.get(DATABASE_VARIABLE):
         record["database"] = os.environ[DATABASE_VARIABLE]
-    _write_secret(path / RECORD, json.dumps(record).encode())  # a URL may hold a password
+    write_secret(path / RECORD, json.dumps(record).encode())  # a URL may hold a password
     return InitializedHome(home, names, offline_keys, signed.offline)
 
 
@@ -212,7 +212,7 @@ def _make_identities(home: Home, hosts: Sequence[str], port: int, now_s: float) 
     OS_DISK.make_folder(home.tls)
     server_key = new_key()
     certificate = authority.issue_server(server_key.public_key(), hosts, now_s)
-    _write_secret(home.tls / "server.key", key_pem(server_key))
+    write_secret(home.tls / "server.key", key_pem(server_key))
     write_atomic(home.tls / "server.pem", certificate_pem(certificate))
     with contextlib.closing(open_database(home, is_new=True)) as database:
         principals = Principals(database, authority, lambda: now_s)
@@ -359,9 +359,3 @@ def _holds_a_cloud(connection: sa.Connection) -> bool:
     from triplane.cloud.identity.tables import PRINCIPALS
 
     return connection.execute(PRINCIPALS.select().limit(1)).first() is not None
-
-
-def _write_secret(path: Path, data: bytes) -> None:
-    with atomic_file(path) as file:
-        os.fchmod(file.fileno(), 0o600)
-        file.write(data)

@@ -46,6 +46,7 @@ SAMPLE_OPTIONS: Final = (
     option("--data PATH", "The samples: an .npz, another file (.csv, .parquet, .txt, ...), or a "
            "folder.", click.Path(exists=True, path_type=Path)),
     *data_options.choices(),
+    data_options.window_group(),
     *data_options.forms(),
     option("--population NAME", "Take part in runs of this population."),
     option("--held-out SHARE", "Share of samples that are never used for learning.",
@@ -56,7 +57,7 @@ SAMPLE_OPTIONS: Final = (
 
 def _samples(options: dict[str, Any]) -> dict[str, Any]:
     """Return the values of `SAMPLE_OPTIONS` as settings and clients take them."""
-    form = data_options.reading(options)
+    form = data_options.reading_by_group(options)
     columns = {name: form.pop(name) for name in ("x", "y")}
     form = {name: value for name, value in form.items() if value is not None}
     return columns | {"form": form, **{k: options[k] for k in ("data", "population", "held_out")}}

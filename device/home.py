@@ -38,6 +38,7 @@ FORM: Final[Mapping[str, str]] = {
     "size": "[height, width] or [channels, height, width]",
     "query": "a text",
     "pixels": "true or false",
+    "keep": "a list of columns",
 }
 """Options of `data.load` beside the columns, and their values in `device.json`."""
 
@@ -119,13 +120,15 @@ def checked_form(form: Any) -> dict[str, Any]:
             raise InvalidInput(f"options of reading data are {', '.join(FORM)}, got {name!r}")
         if not _is_form(name, value):
             raise InvalidInput(f"{name} is {FORM[name]}, got {value!r}")
-    return {name: tuple(v) if name == "size" else v for name, v in form.items()}
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in form.items()}
 
 
 def _is_form(name: str, value: Any) -> bool:
     if name == "size":
         is_list = isinstance(value, list | tuple) and len(value) in {2, 3}
         return is_list and all(type(n) is int and n > 0 for n in value)
+    if name == "keep":
+        return isinstance(value, list | tuple) and all(type(k) is str for k in value)
     return type(value) is {"window": int, "query": str, "pixels": bool}[name]
 
 

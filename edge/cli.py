@@ -188,7 +188,7 @@ def up(*, home: Path, as_json: bool) -> None:
 
 @edge.command(
     epilog=SAMPLES_EXAMPLE, short_help="Give this node labelled samples of its own.",
-    params=[*data_options.choices(), *data_options.forms()],
+    params=[*data_options.choices(), data_options.window_group(), *data_options.forms()],
 )  # fmt: skip
 @click.argument("model")
 @click.argument("file", metavar="PATH", type=click.Path(path_type=Path))
@@ -206,7 +206,7 @@ def samples(*, model: str, file: Path, home: Path, as_json: bool, **options: Any
 
     node = NodeHome(home)
     served = _served_bundle(node, model)
-    choice = data_options.reading(options)
+    choice = data_options.reading_by_group(options)
     count, path = keep_samples(node.samples, model, file, bundle=served, **choice)
     record = {"model": model, "samples": count, "file": str(path)}
     open_output(as_json).result(record, f"{count} samples for {model} in {path}")

@@ -5,11 +5,10 @@ port). The cryptography package takes more memory than everything else on the wi
 imported only where a certificate is parsed.
 """
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from triplane.proto.disk import OS_DISK, atomic_file, write_atomic
+from triplane.proto.disk import OS_DISK, write_atomic, write_secret
 from triplane.proto.errors import Corrupt, NotFound
 
 if TYPE_CHECKING:
@@ -76,10 +75,7 @@ class IdentityFolder:
         """
         OS_DISK.make_folder(self.path)
         write_atomic(self.path / "ca.pem", authority)
-        # The mode is set on the temporary file, before it has contents or its final name.
-        with atomic_file(self.path / "key.pem") as file:
-            os.fchmod(file.fileno(), 0o600)
-            file.write(key)
+        write_secret(self.path / "key.pem", key)
         write_atomic(self.path / "cloud", f"{cloud}\n".encode())
         write_atomic(self.path / "cert.pem", certificate)
 

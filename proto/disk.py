@@ -137,6 +137,14 @@ def write_atomic(path: Path, data: Buffer, disk: Disk = OS_DISK) -> None:
         file.write(data)
 
 
+def write_secret(path: Path, data: Buffer) -> None:
+    """Replace the contents of `path` as `write_atomic` does; only the owner may read the file."""
+    with atomic_file(path) as file:
+        # The mode is set on the temporary file, before it has contents or its final name.
+        os.fchmod(file.fileno(), 0o600)
+        file.write(data)
+
+
 class AppendFile:
     """A file that grows. Opening makes its name durable; `sync` makes its bytes durable.
 

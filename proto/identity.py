@@ -11,7 +11,6 @@ import base64
 import contextlib
 import hashlib
 import hmac
-import os
 import re
 import secrets
 from collections.abc import Iterator
@@ -28,7 +27,7 @@ from cryptography.x509.oid import NameOID
 from triplane.proto.credentials import MAX_CERTIFICATE_BYTES
 from triplane.proto.credentials import IdentityFolder as IdentityFolder  # noqa: PLC0414 -- callers
 from triplane.proto.credentials import common_name as common_name  # noqa: PLC0414 -- name it here
-from triplane.proto.disk import OS_DISK, atomic_file, write_atomic
+from triplane.proto.disk import OS_DISK, write_atomic, write_secret
 from triplane.proto.errors import Corrupt, InvalidInput, Unavailable
 from triplane.proto.unreachable import unreachable_cause
 
@@ -286,9 +285,7 @@ def _pending_key(folder: Path, token: Token) -> Key:
         if isinstance(key, ec.EllipticCurvePrivateKey):
             return key
     key = new_key()
-    with atomic_file(path) as file:
-        os.fchmod(file.fileno(), 0o600)
-        file.write(key_pem(key))
+    write_secret(path, key_pem(key))
     return key
 
 

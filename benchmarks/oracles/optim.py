@@ -1,7 +1,8 @@
 """Golden trajectories of optimizers and schedules by PyTorch: tests/golden/optim/*.npz.
 
 Run with the peers' interpreter: .venv-peers/bin/python -m benchmarks.oracles.optim
-`updates.npz`: the gradients are given, so a trajectory shows the update rule and nothing else.
+`updates.npz`: the gradients are given, so a trajectory shows the update rule and nothing else;
+`doubles.npz`: a few updates of the same trajectories in float64.
 `schedules.npz`: the rate of each update; `plateau.npz`: that of each epoch. LAMB and Lion are not
 in PyTorch: they are written here from their papers, in PyTorch's operators.
 """
@@ -19,6 +20,7 @@ FOLDER: Final = Path(__file__).parents[2] / "tests" / "golden" / "optim"
 STEPS: Final = 100
 KEPT: Final = (*range(10), *range(19, STEPS, 10))
 """Updates whose parameters are stored."""
+KEPT_DOUBLES: Final = (0, 9, 99)
 SHAPES: Final = {"w": (3, 4), "b": (4,)}
 CLIPS: Final = {"clipped": 2.0, "clipped_each": 2.0, "clipped_value": 0.1}
 
@@ -160,8 +162,10 @@ def _clip(name: str, params: Params) -> None:
         torch.nn.utils.clip_grad_value_(params, CLIPS[name])
 
 
-def trajectory(name: str, start: dict[str, Any], grads: dict[str, Any]) -> dict[str, Any]:
-    """Parameters after the kept updates, (len(KEPT), *shape); of "averaged", their means."""
+def trajectory(
+    name: str, start: dict[str, Any], grads: dict[str, Any], kept: tuple[int, ...] = KEPT
+) -> dict[str, Any]:
+    """Parameters after the kept updates, (len(kept), *shape); of "averaged", their means."""
     model = torch.nn.ParameterDict(
         {k: torch.nn.Parameter(torch.tensor(v)) for k, v in start.items()}
     )
@@ -178,7 +182,7 @@ def trajectory(name: str, start: dict[str, Any], grads: dict[str, Any]) -> dict[
         _clip(name, params)
         optimizer.step()
         averaged.update_parameters(model)
-        if t in KEPT:
+        if t in kept:
             for k, p in shown.items():
                 found[k].append(p.detach().numpy().copy())
     return {k: np.stack(v) for k, v in found.items()}
@@ -220,6 +224,17 @@ def plateaus() -> dict[str, Any]:
     return {"values": values, **rates}
 
 
+def doubles(start: dict[str, Any], grads: dict[str, Any]) -> dict[str, Any]:
+    """The trajectories that `trajectory` gives in float64, after the updates KEPT_DOUBLES."""
+    start, grads = ({k: v.astype(np.float64) for k, v in a.items()} for a in (start, grads))
+    return {
+        f"{name}/{k}": v
+        for name in UPDATES
+        if name != "averaged"
+        for k, v in trajectory(name, start, grads, KEPT_DOUBLES).items()
+    }
+
+
 def main() -> None:
     """Writes the files."""
     start, grads = arrays()
@@ -228,6 +243,7 @@ def main() -> None:
         made |= {f"{name}/{k}": v for k, v in trajectory(name, start, grads).items()}
     version = {"torch": np.array(torch.__version__)}
     np.savez_compressed(FOLDER / "updates.npz", **made, **version)
+    np.savez_compressed(FOLDER / "doubles.npz", **doubles(start, grads), **version)
     np.savez_compressed(
         FOLDER / "schedules.npz", **{k: rates(v) for k, v in SCHEDULES.items()}, **version
     )

@@ -21,6 +21,7 @@ import click
 from triplane.proto.errors import NotFound, TriplaneError, Unavailable
 from triplane.proto.logs import quiet_grpc
 from triplane.proto.unreachable import LOST, unreachable_cause
+from triplane.unified_ir.cli import machines
 from triplane.unified_ir.cli.shell import CommandOutput, json_option, open_output
 
 if TYPE_CHECKING:
@@ -49,13 +50,7 @@ WAITS_S: Final = (0.5, 1.5)
 
 def home_option(function: F) -> F:
     """Add `--home DIR`, the folder in which the cloud keeps everything."""
-    return click.option(
-        "--home", type=click.Path(file_okay=False, path_type=Path), envvar=HOME_VARIABLE,
-        default=DEFAULT_HOME, show_default=True, metavar="DIR",
-        help=f"The cloud's folder (also {HOME_VARIABLE}).",
-        # click does not expand `~` in defaults and environment variables.
-        callback=lambda _ctx, _param, path: path.expanduser(),
-    )(function)  # fmt: skip
+    return machines.home_option("cloud", HOME_VARIABLE, DEFAULT_HOME)(function)
 
 
 def client_options(function: F) -> F:

@@ -17,7 +17,7 @@ from triplane.cloud.cli.connection import (
     repeated,
 )
 from triplane.cloud.cli.options import DURATION, MAX_COUNT, MAX_NUMBER, example
-from triplane.cloud.cli.strategies import simulate, strategy_options
+from triplane.cloud.cli.strategies import SHARE, simulate, strategy_options
 from triplane.unified_ir.cli.algorithms import NAMES, AlgorithmCommand
 from triplane.unified_ir.federated.core import defaults
 
@@ -62,7 +62,6 @@ _SAMPLING: Final = ("steps", "batch_size", "support", "query")
 
 
 COUNT: Final = click.IntRange(1, MAX_COUNT)
-SHARE: Final = click.FloatRange(0, 1, min_open=True)
 
 
 def _or(text: str, default: object) -> str:

@@ -5,7 +5,7 @@ The cloud reads .npz files alone, so that it needs no columns, sizes or extras o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,9 @@ from triplane.proto.errors import InvalidInput, NotFound
 
 if TYPE_CHECKING:
     from triplane.unified_ir.ir import Module
-    from triplane.unified_ir.ir.graph import Array
+    from triplane.unified_ir.ir.graph import Array, Value
+
+    Reader = Callable[..., Mapping[str, Array]]
 
 NPZ: Final = ".npz"
 CLASSES: Final = "y"
@@ -44,49 +46,54 @@ def sample_files(
     calibrate, evaluate: sources as `data.load` takes them, with the options `choice`. The same
     samples give the same bytes, so an interrupted upload continues.
     """
-    with TemporaryDirectory(prefix="triplane-push-") as folder:
+    with TemporaryDirectory(prefix="triplane-push-") as name:
+        folder = Path(name)
         yield SampleFiles(
-            _calibration(module, entry, calibrate, choice, Path(folder)),
-            _evaluation(module, entry, evaluate, choice, Path(folder)),
+            _file(module, entry, calibrate, choice, _calibration, folder / f"calibration{NPZ}"),
+            _file(module, entry, evaluate, choice, _evaluation, folder / f"evaluation{NPZ}"),
         )
 
 
-def _calibration(
-    module: Module, entry: str, source: str | None, choice: Mapping[str, Any], folder: Path
+def _file(
+    module: Module,
+    entry: str,
+    source: str | None,
+    choice: Mapping[str, Any],
+    read: Reader,
+    out: Path,
 ) -> Path | None:
-    from triplane.unified_ir.convert.describe import labels_of
-    from triplane.unified_ir.convert.samples import read_samples
+    """Return the source if it is an .npz whose columns are not chosen, else `out`, written here."""
+    from triplane.unified_ir.ir.meta import labels_of
 
     if source is None:
         return None
-    if _is_npz(source, choice):
-        file = _existing(source)
-        read_samples(file, module.inputs(entry))  # as the cloud will, after the upload
-        return file
-    unlabelled = {name: value for name, value in choice.items() if name != CLASSES}
-    arrays = read_samples(source, module.inputs(entry), labels_of(module), **unlabelled)
-    return _written(folder / f"calibration{NPZ}", arrays)
+    inputs = module.inputs(entry)
+    if not _is_npz(source, choice):
+        return _written(out, read(source, inputs, labels_of(module.meta), **choice))
+    file = _existing(source)
+    read(file, inputs)  # as the cloud will, after the upload
+    return file
+
+
+def _calibration(*args: Any, **choice: Any) -> Mapping[str, Array]:
+    from triplane.unified_ir.convert.samples import read_samples
+
+    choice.pop(CLASSES, None)
+    return read_samples(*args, **choice)
 
 
 def _evaluation(
-    module: Module, entry: str, source: str | None, choice: Mapping[str, Any], folder: Path
-) -> Path | None:
-    from triplane.unified_ir.convert.describe import labels_of
+    source: str | Path, inputs: Sequence[Value], *args: Any, **choice: Any
+) -> Mapping[str, Array]:
     from triplane.unified_ir.convert.samples import read_labelled
 
-    if source is None:
-        return None
-    if _is_npz(source, choice):
-        file = _existing(source)
-        read_labelled(file, module.inputs(entry))
-        return file
-    arrays, classes = read_labelled(source, module.inputs(entry), labels_of(module), **choice)
-    if CLASSES in arrays:
+    if CLASSES in {p.name for p in inputs}:
         raise InvalidInput(
             f"an evaluation set has the classes under the name {CLASSES!r}, which is an input of "
             "this model; rename the input"
         )
-    return _written(folder / f"evaluation{NPZ}", {**arrays, CLASSES: classes})
+    arrays, classes = read_labelled(source, inputs, *args, **choice)
+    return {**arrays, CLASSES: classes}
 
 
 def _is_npz(source: str, choice: Mapping[str, Any]) -> bool:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+SHARE: Final = click.FloatRange(0, 1, min_open=True)
+
 EPILOG: Final = """
 \b
 --strategy replaces the cloud's own mean and optimizer by a strategy of Flower, as it does in
@@ -70,6 +72,11 @@ def strategy_options(function: F) -> F:
     cls=AlgorithmCommand, params=[*plain.params], from_files=True,
 )  # fmt: skip
 @strategy_options
+@click.option(
+    "--quorum", type=SHARE, metavar="SHARE",
+    help="Least share of a round's devices that the strategy has to ask, as in a run.  "
+    "[default: one device]",
+)  # fmt: skip
 @home_option
 def simulate(
     *, strategy: str, strategy_options: list[tuple[str, str]], home: Path, **options: Any
@@ -77,8 +84,9 @@ def simulate(
     """Compare federated algorithms on simulated devices, or one strategy over several of them."""
     if strategy:
         _with_strategy(options, strategy, dict(strategy_options), home)
-    elif strategy_options:
-        raise click.UsageError("--option belongs to a strategy; name one with --strategy")
+    elif strategy_options or options.pop("quorum") is not None:
+        odd = "--option" if strategy_options else "--quorum"
+        raise click.UsageError(f"{odd} belongs to a strategy; name one with --strategy")
     else:
         compare(options, own_server)
 
@@ -90,7 +98,9 @@ def _with_strategy(
     from triplane.cloud.home import Home
 
     values = {name: json.loads(text) for name, text in arguments.items()}
-    server = FlowerServer(strategy, values, strategies=Home(home).strategies)
+    server = FlowerServer(
+        strategy, values, strategies=Home(home).strategies, quorum=options["quorum"] or 0.0
+    )
     source = click.get_current_context().get_parameter_source("algorithms")
     if source is ParameterSource.DEFAULT:
         options["algorithms"] = (server.algorithm,)

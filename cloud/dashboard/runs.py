@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any, Final
@@ -13,7 +14,7 @@ from triplane.proto.federation_pb2 import Member, Round, Run, Spec, Spread
 Row = dict[str, Any]
 
 MOST_ROUNDS: Final = 60
-"""Number of newest rounds of a run that the page shows."""
+"""Number of newest rounds of a run that the page shows; older ones are counted by outcome."""
 MOST_POINTS: Final = 120
 """Largest number of points of a curve."""
 MOST_DEVICES: Final = 200
@@ -36,6 +37,7 @@ def run_row(run: Run) -> Row:
         "started_s": round(run.started_s),
         "ended_s": round(run.ended_s),
         "rounds": [_round_row(r) for r in learning[-MOST_ROUNDS:]],
+        "older": dict(Counter(map(_outcome, learning[:-MOST_ROUNDS]))),
         "losses": _thinned([[r.number, _score(r.loss, "loss")] for r in learning if _learned(r)]),
         "scores": _thinned([_score_point(r, run.metric) for r in judged]),
         "spread": _spread_row(judged[-1], run.metric) if judged else None,
@@ -70,7 +72,16 @@ def _round_row(round_: Round) -> Row:
         "loss": _score(round_.loss, "loss") if _learned(round_) else None,
         "seconds": round(round_.closed_s - round_.opened_s, 3) if round_.closed_s else None,
         "given_up": round_.given_up[:MOST_TEXT_CHARS],
+        "outcome": _outcome(round_),
     }
+
+
+def _outcome(round_: Round) -> str:
+    if round_.given_up:
+        return "abandoned"
+    if not round_.closed_s:
+        return "open"
+    return "partial" if round_.counted < round_.asked else "complete"
 
 
 def _learned(round_: Round) -> bool:

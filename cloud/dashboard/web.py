@@ -8,12 +8,9 @@ itself may run only its own script and call only this server.
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import hashlib
 import hmac
 import json
-import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from importlib.resources import files
 from typing import Any, Final
@@ -38,6 +35,7 @@ from triplane.proto.errors import (
     Unavailable,
 )
 from triplane.proto.fleet_pb2 import Rollout
+from triplane.unified_ir.files.content_policy import content_policy
 
 HOSTS: Final = ("127.0.0.1", "localhost", "[::1]")
 MOST_BODY_BYTES: Final = 4096
@@ -66,14 +64,15 @@ HEADERS: Final[Mapping[str, str]] = {
     "X-Frame-Options":              "DENY",
 }
 # fmt: on
-_INLINE: Final = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
+POLICY: Final = ("connect-src 'self'", "img-src data:", "frame-ancestors 'none'")
+"""What the page may do besides running its own script and style."""
 
 
 def application(source: DashboardSource, *, token: str) -> Starlette:
     """Return the application over `source`. token: the content of HOME/dashboard.token."""
     page = files("triplane.cloud.dashboard").joinpath("page.html").read_text("utf-8")
     board = _Board(source, token)
-    policy = content_policy(page)
+    policy = content_policy(page, *POLICY)
 
     async def home(_: Request) -> Response:
         return HTMLResponse(page)
@@ -103,20 +102,6 @@ def application(source: DashboardSource, *, token: str) -> Starlette:
     )
     app.state.feed = board.feed
     return app
-
-
-def content_policy(page: str) -> str:
-    """Return a policy that allows the page's own script and style, this server and nothing else."""
-    sources: dict[str, list[str]] = {"script": [], "style": []}
-    for kind, text in _INLINE.findall(page):
-        # Hashes instead of 'unsafe-inline': a script that was injected into the page does not run.
-        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-        sources[kind].append(f"'sha256-{digest}'")
-    return (
-        f"default-src 'none'; script-src {' '.join(sources['script'])}; "
-        f"style-src {' '.join(sources['style'])}; connect-src 'self'; img-src data:; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
 
 
 class _Board:

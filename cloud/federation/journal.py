@@ -7,7 +7,6 @@ Reading folds the events after the newest snapshot; the same events give the sam
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
@@ -16,6 +15,7 @@ import sqlalchemy as sa
 
 from triplane.cloud.federation.coding import OMIT_DEFAULT, from_json, to_json
 from triplane.cloud.federation.run_projection import RunProjection, follow
+from triplane.cloud.federation.spec import count_of, least_updates
 from triplane.cloud.federation.tables import EVENTS, RUNS, SMALL, SMALL_STATES
 from triplane.cloud.store.upsert import upsert
 from triplane.proto import federation_pb2 as pb
@@ -24,8 +24,6 @@ from triplane.proto.messages import value_from
 from triplane.unified_ir.federated.core import run as core
 from triplane.unified_ir.federated.core.metric import ACCURACY
 from triplane.unified_ir.federated.core.run import Event
-
-ROUNDING: Final = 1e-9
 
 KINDS: Final[Mapping[str, type[Event]]] = {
     "Joined": core.Joined,
@@ -286,19 +284,14 @@ def plan_of(spec: pb.Spec) -> core.RunPlan:
     return core.RunPlan(
         rounds=spec.rounds,
         devices=cohort.devices,
-        asked=cohort.devices + _ceil(cohort.devices * cohort.over_selection),
-        quorum=max(1, _ceil(cohort.devices * cohort.quorum)),
+        asked=cohort.devices + count_of(cohort.devices, cohort.over_selection),
+        quorum=least_updates(cohort.devices, cohort.quorum),
         deadline_s=cohort.deadline_s,
         patience_s=cohort.patience_s,
         evaluate_every=spec.evaluate_every,
         seed=spec.seed,
         needs_scores=not spec.flower.app,
     )
-
-
-def _ceil(value: float) -> int:
-    """Round up, but ignore the rounding error of a share: 0.07 of 100 is 7."""
-    return math.ceil(value - ROUNDING)
 
 
 def last_asked(connection: sa.Connection, run: str) -> core.Asked | None:

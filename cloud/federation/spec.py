@@ -29,6 +29,7 @@ MAX_SECONDS: Final = 30 * 86_400.0
 MAX_SEED: Final = (1 << 63) - 1
 RELEASES: Final = ("", "auto")
 FLOWER: Final = "flower"
+ROUNDING: Final = 1e-9
 
 
 def with_defaults(asked: pb.Spec) -> pb.Spec:
@@ -53,6 +54,16 @@ def with_defaults(asked: pb.Spec) -> pb.Spec:
     if spec.alias:
         check_alias(spec.alias)
     return spec
+
+
+def count_of(devices: int, share: float) -> int:
+    """Return a share of devices, rounded up but for its rounding error: 0.07 of 100 is 7."""
+    return math.ceil(devices * share - ROUNDING)
+
+
+def least_updates(devices: int, quorum: float) -> int:
+    """Return the least number of updates for a round to count. quorum: share of the devices."""
+    return max(1, count_of(devices, quorum))
 
 
 def check_population(name: str) -> None:

@@ -1,7 +1,6 @@
 """The cloud's certificate authority: one ECDSA P-256 key that signs all certificates."""
 
 import ipaddress
-import os
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -12,7 +11,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from triplane.proto.disk import atomic_file, write_atomic
+from triplane.proto.disk import write_atomic, write_secret
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
 from triplane.proto.identity import (
     MAX_REQUEST_BYTES,
@@ -72,9 +71,7 @@ class Authority:
         )
         # The key first: `make` refuses a folder with a key, so a crash in between never replaces
         # one.
-        with atomic_file(folder / "ca.key") as file:
-            os.fchmod(file.fileno(), 0o600)
-            file.write(key_pem(key))
+        write_secret(folder / "ca.key", key_pem(key))
         write_atomic(folder / "ca.pem", certificate_pem(certificate))
         return cls(certificate, key)
 

@@ -60,8 +60,14 @@ class Loop:
         """Run a coroutine there; its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout_s)
 
+    async def _finish(self):
+        # A cancelled call may end after its server; if its loop drops it, gRPC's thread stays.
+        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.gather(*rest, return_exceptions=True)
+        await self.loop.shutdown_default_executor()
+
     def __exit__(self, *_):
-        self.do(self.loop.shutdown_default_executor())
+        self.do(self._finish())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(WAIT_S)
         self.loop.close()

@@ -55,6 +55,9 @@ def serving(stage, recorded):
         ready.set()
         await done.wait()
         await server.stop(0)
+        # A cancelled call may end after its server; if its loop drops it, gRPC's thread stays.
+        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.gather(*rest, return_exceptions=True)
         await loop.shutdown_default_executor()
 
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))

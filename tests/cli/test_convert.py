@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tests.quantize import nets
 
-from triplane.unified_ir import data
+from triplane.unified_ir import data, nn, optim, train
 from triplane.unified_ir.cli.shell import run
 from triplane.unified_ir.convert.targets import TARGETS
 from triplane.unified_ir.runtime import Bundle, Plan
@@ -26,6 +26,21 @@ def folder(tmp_path_factory):
     np.savez(made / "samples.npz", x=train.x[:100])
     np.savez(made / "held_out.npz", x=held_out.x, y=held_out.y)
     return made
+
+
+def test_no_pattern_takes_the_column_of_groups(tmp_path, capsys):
+    nn.seed(1)
+    trainer = train.Trainer(nn.Dense(2, 3), loss=nn.SoftmaxCrossEntropy(), optimizer=optim.SGD(0.1))
+    trainer.prepare(np.zeros((4, 2), np.float32), np.zeros(4, np.int64))
+    trainer.export(("predict",)).save(tmp_path / "m.tpm")
+    rows = "".join(f"{k / 9},{'ann' if k % 2 else 'bob'},{k / 7},{k % 3}\n" for k in range(40))
+    (tmp_path / "d.csv").write_text("c0,client,c1,y\n" + rows)
+    samples = str(tmp_path / "d.csv")
+    argv = ["convert", str(tmp_path / "m.tpm"), "--calibrate", samples, "--evaluate", samples]
+    argv += ["--x", "c*", "--out", str(tmp_path / "m.bundle")]
+    assert run(argv) == 2
+    assert "'client' holds texts" in capsys.readouterr().err
+    assert run([*argv, "--group", "client"]) == 0
 
 
 @pytest.mark.slow
@@ -130,7 +145,7 @@ def test_a_plan_alone_is_written_without_a_report(tmp_path, capsys):
 
 def test_help_teaches_with_examples(capsys):
     assert run(["convert", "--help"]) == 0
-    text = capsys.readouterr().out
+    text = " ".join(capsys.readouterr().out.split())
     assert "--quantize int8 --calibrate samples.npz" in text
     assert "first line of the report says so" in text
 

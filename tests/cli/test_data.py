@@ -57,6 +57,20 @@ def test_inspect_shows_a_text_and_not_the_numbers_of_its_characters(tmp_path, ca
     assert json.loads(text)["first"][0] == {"token": str(ord("G"))}
 
 
+def test_a_choice_of_columns_is_shown_as_a_model_is_given_it(table, capsys):
+    flags = ("--x", "left,right:1x2", "--y", "gait")
+    shown = record(capsys, "inspect", table, *flags)
+    assert shown["columns"] == {"x": "float32[1, 2]", "gait": "int64"}
+    assert (shown["inputs"], shown["targets"]) == (["x"], ["gait"])
+    assert shown["labels"] == ["run", "walk"]
+    assert shown["first"][1] == {"x": "[ 0.125, -1.   ]", "gait": "1"}
+    windows = record(capsys, "inspect", table, "--x", "*", "--group", "gait", "--window", 4)
+    assert windows["columns"] == {"x": "float32[4, 3]", "gait": "text"}
+    code, _, error = run(capsys, "inspect", table, "--x", "middle")
+    assert code == 2
+    assert "no column is called 'middle'" in error
+
+
 def test_records_hold_the_same_samples_and_are_checked(table, tmp_path, capsys):
     out = tmp_path / "steps.tpr"
     written = record(capsys, "convert", table, out)

@@ -14,7 +14,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from triplane.unified_ir import convert, data, export_onnx, load, nn, optim, train
-from triplane.unified_ir.cli import evaluate, shell
+from triplane.unified_ir.cli import evaluation, shell
 
 VERBS = {
     "evaluate": EntryPoint("evaluate", "triplane.unified_ir.cli.evaluate:command", shell.VERB_GROUP)
@@ -295,7 +295,7 @@ def test_data_that_does_not_fit_is_refused(
 def test_many_classes_have_no_matrix(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(evaluate, "MAX_CLASSES", 9)
+    monkeypatch.setattr(evaluation, "MAX_CLASSES", 9)
     result = record(capsys, folder / "digits.onnx", "--data", "digits")
     assert set(result["measures"]) == {"accuracy", "top5"}
     assert "confusion" not in result

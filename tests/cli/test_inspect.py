@@ -15,7 +15,7 @@ from tests.ir import graphs
 from tests.quantize import nets
 
 from triplane.proto.errors import Corrupt
-from triplane.unified_ir import nn, ops
+from triplane.unified_ir import nn, ops, optim, train
 from triplane.unified_ir.cli import shell
 from triplane.unified_ir.cli.inspect import size_text
 from triplane.unified_ir.files import container
@@ -86,6 +86,27 @@ def test_a_named_entry_is_told_alone(model, capsys):
     assert "no entry 'prdict'" in err
 
 
+@pytest.mark.parametrize("columns", [60, 80, 200])
+def test_tables_are_as_wide_as_the_terminal(tmp_path, capsys, monkeypatch, columns):
+    net = nn.Sequential(nn.Flatten(), nn.Dense(4, 2))
+    trainer = train.Trainer(net, loss=nn.SoftmaxCrossEntropy(), optimizer=optim.AdamW(0.1))
+    trainer.prepare(np.zeros((1, 1, 2, 2), np.float32), np.zeros(1, np.int64))
+    path = tmp_path / "m.tpm"
+    trainer.export().save(path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    out = run(capsys, path.name)[1]
+    digest = Container(path, kind="model").digest
+    lines = [line for line in out.splitlines() if digest not in line]
+    assert max(map(len, lines)) <= columns
+    assert not any(line.endswith(":") for line in lines)  # a name stands beside its type
+    signature = "(x: float32[N,1,2,2], y: int64[N]) -> (loss: float32[], accuracy: float32[])"
+    assert signature in re.sub(r"\s+", " ", out)  # wrapped, and whole
+    assert "AdamW(lr=0.1" in out
+    if columns == 200:
+        assert re.search(rf"  loss +\d+ nodes .* {re.escape(signature)}\n", out)
+
+
 def test_text_is_the_text_form(model, capsys):
     module = graphs.module()
     assert run(capsys, model, "--text")[1] == module_text(module) + "\n"
@@ -104,7 +125,7 @@ def test_graph_is_one_sound_svg_with_tooltips(model, capsys, tmp_path):
     root = ET.parse(out).getroot()
     titles = [t.text or "" for t in root.iter(f"{SVG}title")]
     assert root.tag == f"{SVG}svg"
-    assert titles[0] == ", ".join(said.split(": ", 1)[1].split(", ")[:2]).replace(", ", ": ")
+    assert titles[0] == ": ".join(said.split(": ", 1)[1].split(", ")[:2])
     assert any("reads w.momentum: float32[4,3]" in t for t in titles)
     assert any("graphs.py:" in t for t in titles)
     assert "http" not in out.read_text().replace("http://www.w3.org/2000/svg", "")
@@ -120,6 +141,46 @@ def test_graph_as_a_page_is_one_file_that_needs_no_other(model, capsys, tmp_path
     assert "default-src 'none'" in text
     assert not re.search(r"(src|href)=\"(?!data:,)", text)
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "").replace("http-equiv", "")
+
+
+class Sums(nn.Cell):
+    def __init__(self, *axes):
+        super().__init__()
+        self.axes = axes
+
+    def construct(self, x):
+        for axis in self.axes:
+            x = ops.sum(x, axis, keepdims=True)
+        return ops.tanh(x)
+
+
+@pytest.mark.parametrize(
+    ("axes", "ending"),
+    [
+        ((), "1 node"),
+        ((1,), "2 nodes, without 1 constant or size"),
+        ((1, 2), "3 nodes, without 2 constants and sizes computed from them"),
+    ],
+)
+def test_a_picture_counts_what_it_shows_and_leaves_out(capsys, tmp_path, axes, ending):
+    path, out = tmp_path / "sums.tpm", tmp_path / "g.svg"
+    nets.module_of(Sums(*axes), TensorSpec(("N", 4, 3))).save(path)
+    said = run(capsys, path, "--graph", out)[1]
+    assert said.removeprefix(f"{out}: ").partition(", ")[2] == f"{ending}\n"
+
+
+def test_a_picture_says_where_passes_have_changed_the_order(capsys, tmp_path):
+    path, out = tmp_path / "pooled.tpm", tmp_path / "g.svg"
+    net = nn.Sequential(nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Dense(4, 2))
+    trainer = train.Trainer(net, loss=nn.SoftmaxCrossEntropy(), optimizer=optim.SGD(0.1))
+    trainer.prepare(np.zeros((1, 1, 4, 4), np.float32), np.zeros(1, np.int64))
+    trainer.export(("predict", "train_step")).save(path)
+    run(capsys, path, "--graph", out, "--entry", "train_step")
+    assert "MaxPool(%x)" in run(capsys, path, "--text", "--entry", "train_step")[1]
+    assert (ET.parse(out).getroot()[0].text or "").endswith(" nodes, simplified for its gradients")
+    run(capsys, path, "--graph", out)
+    assert "simplified" not in out.read_text()
+    assert "MaxPool(%x)" not in run(capsys, path, "--text", "--entry", "predict")[1]
 
 
 def test_graph_defaults_to_predict(model, capsys, tmp_path):
@@ -144,7 +205,7 @@ def test_repeats_are_told_and_given_whole_as_json(tmp_path, capsys):
     nets.module_of(nets.shaken(Tower()), TensorSpec(("N", 4))).save(path)
     code, out, _ = run(capsys, path, "--repeats")
     assert code == 0
-    assert re.search(r"block_0\s+\d\s+6\s+.*test_inspect.py", out), out
+    assert re.search(r"block_0\s+\d\s+6\s+Gemm [ \w]*\s+\S*test_inspect.py:\d+\n", out), out
     record = json.loads(run(capsys, path, "--repeats", "--json")[1])
     (occurrences,) = record["repeats"].values()
     assert len(occurrences) == 6

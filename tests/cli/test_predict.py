@@ -327,3 +327,43 @@ def test_integers_of_a_table_are_numbers_for_the_model(
     assert header == "y.0"
     wanted = module.predict(np.array([[1, 2], [3, 4]], np.float32))
     np.testing.assert_array_equal(np.array(rows, np.float32), wanted[:, 0])
+
+
+def test_the_group_of_each_sample_stands_beside_its_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The pattern c* would take the column client too, which holds texts."""
+    x = np.arange(24, dtype=np.float32).reshape(12, 2)
+    people = ["ann", 'b"o,b', "cy\n"] * 4
+    rows = zip(x, people, strict=True)
+    with (tmp_path / "d.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["c0", "client", "c1", "number"])
+        writer.writerows((a, p, b, k % 5) for k, ((a, b), p) in enumerate(rows))
+    trainer = train.Trainer(nn.Dense(2, 1), loss=nn.MSE(), optimizer=optim.SGD(0.1))
+    trainer.prepare(x, x[:, :1])
+    trainer.export(("predict",)).save(tmp_path / "m.tpm")
+    files = (tmp_path / "m.tpm", tmp_path / "d.csv", "--batch-size", 5, "--x")
+    argv = (*files, "c*")
+    for column, wanted in (("client", people), ("number", [k % 5 for k in range(12)])):
+        flags = (*files, "c*" if column == "client" else "c0,c1", "--group", column, "--out")
+        for suffix in (".csv", ".json"):
+            code, _, error = run(capsys, *flags, tmp_path / f"y{suffix}")
+            assert code == 0, error
+        code, _, error = run(capsys, *flags, tmp_path / "y.npz")
+        if column == "client":
+            assert code == 2
+            assert "client holds texts, and .npz holds numbers alone" in error
+        else:
+            with np.load(tmp_path / "y.npz") as npz:
+                assert npz[column].tolist() == wanted
+                np.testing.assert_allclose(npz["y"], trainer.predict(x), rtol=1e-5)
+        with (tmp_path / "y.csv").open(newline="") as file:
+            assert [row[column] for row in csv.DictReader(file)] == [*map(str, wanted)]
+        assert json.loads((tmp_path / "y.json").read_text())["groups"] == {column: wanted}
+    code, out, _ = run(capsys, *argv, "--group", "client")
+    assert code == 0
+    assert out.splitlines()[2].startswith("2 (cy ): y [")
+    code, _, error = run(capsys, *argv, "--group", "y", "--out", tmp_path / "y.csv")
+    assert code == 2
+    assert "no column is called 'y'" in error

@@ -4,12 +4,11 @@ import json
 import re
 
 import click
-import numpy as np
 import pytest
 from click.testing import CliRunner
+from tests.support.digits_model import saved_digits
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir import nn, optim, train
 from triplane.unified_ir.cli.simulate import simulate
 from triplane.unified_ir.federated.algorithms import ALGORITHMS
 
@@ -19,15 +18,7 @@ ARGS = ("--data", "digits", "--partition", "labels", "--population", "6", "--uns
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    nn.seed(0)
-    trainer = train.Trainer(
-        nn.Sequential(nn.Flatten(), nn.Dense(64, 10)),
-        loss=nn.SoftmaxCrossEntropy(), optimizer=optim.SGD(0.1),
-    )  # fmt: skip
-    trainer.prepare(np.zeros((1, 1, 8, 8), np.float32), np.zeros(1, np.int64))
-    path = tmp_path_factory.mktemp("model") / "digits.tpm"
-    trainer.export().save(path)
-    return path
+    return saved_digits(tmp_path_factory.mktemp("model"))
 
 
 def run(model, *more):

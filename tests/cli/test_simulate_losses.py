@@ -84,6 +84,24 @@ def test_a_regression_of_windows_is_compared_by_its_loss(tmp_path):
     assert len(trial["training"]) == DEVICES
 
 
+@pytest.mark.parametrize(
+    ("flags", "way", "other"),
+    [
+        (("--x", "x:1x128", "--y", "y:1"), "--x 'a*:2x64'", "--y speed"),
+        (("--x", "x", "--y", "y"), "--y speed:1", "--x"),
+    ],
+)
+def test_a_wrong_shape_names_the_option_of_that_side_alone(tmp_path, flags, way, other):
+    x, y = windows()
+    cell = nn.Sequential(nn.Flatten(), nn.Dense(128, 1))
+    files = saved(tmp_path, cell, nn.MSE(), x=x, y=y)
+    np.savez(tmp_path / "a.npz", x=x, y=y[:, 0], device=np.repeat(np.arange(DEVICES), SAMPLES))
+    with pytest.raises(InvalidInput) as error:
+        run(*files, *flags)
+    assert f"choose another shape as in {way}" in str(error.value)
+    assert other not in str(error.value)
+
+
 def test_a_model_of_two_inputs_takes_two_columns(tmp_path):
     rng = np.random.default_rng(1)
     slow, fast = (rng.normal(size=(DEVICES * SAMPLES, k)).astype(np.float32) for k in (3, 4))

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from tests.support.digits_model import digits_trainer
 
 from triplane.unified_ir import convert, data, nn, optim, train
 from triplane.unified_ir.cli import shell
@@ -58,13 +59,8 @@ def test_a_text_with_an_unknown_character_is_refused(model, capsys):
 
 
 def test_a_model_of_bytes_refuses_pixels_in_0_to_1(tmp_path, capsys):
-    trainer = train.Trainer(
-        nn.Sequential(nn.Flatten(), nn.Dense(64, 10)),
-        loss=nn.SoftmaxCrossEntropy(), optimizer=optim.SGD(0.1),
-    )  # fmt: skip
-    trainer.prepare(np.zeros((1, 1, 8, 8), np.float32), np.zeros(1, np.int64))
     digits = data.load("digits")
-    convert.with_pipeline(trainer.export(("predict",)), digits).save(tmp_path / "raw.tpm")
+    convert.with_pipeline(digits_trainer().export(("predict",)), digits).save(tmp_path / "raw.tpm")
     argv = ["evaluate", str(tmp_path / "raw.tpm"), "--data", "digits"]
     assert shell.run([*argv, "--pixels"]) == 2
     assert "the model takes x: uint8" in capsys.readouterr().err

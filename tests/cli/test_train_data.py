@@ -89,6 +89,7 @@ def test_real_targets_are_compared_by_mse(
     assert train(f"{nets}:Gait", tmp_path / "s.npz", *flags, "--epochs", "20", "--json") == 0
     out, err = capsys.readouterr()
     assert "y holds real numbers, so the loss is mse" in err
+    assert "r2, rmse: no mean of batches, so the functions of the model file do not" in err
     row = json.loads(out)["validation"]
     assert row["rmse"] == pytest.approx(row["loss"] ** 0.5, rel=1e-4)
     assert row["r2"] > 0.5
@@ -101,7 +102,20 @@ def test_a_target_without_an_axis_is_refused_with_the_option_that_adds_one(
     x, y = sensors(40)
     np.savez(tmp_path / "s.npz", x=x, y=y)
     assert train(f"{nets}:Gait", tmp_path / "s.npz") == 2
-    assert "or --y 'y:1'" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "another shape is chosen as in --y 'y:1'" in error
+    assert "--x" not in error
+
+
+def test_an_input_that_the_cell_refuses_gets_a_hint_about_itself_alone(
+    nets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    x, y = sensors(40)
+    np.savez(tmp_path / "s.npz", x=x[:, 0], y=y)
+    assert train(f"{nets}:Gait", tmp_path / "s.npz") == 2
+    error = capsys.readouterr().err
+    assert "another shape is chosen as in --x 'x:1x64'" in error
+    assert "--y" not in error
 
 
 @pytest.mark.parametrize("loss", ["l1", "huber", "smooth-l1"])

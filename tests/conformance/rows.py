@@ -60,8 +60,8 @@ REFUSED_BY_XLA = {  # strings, and sizes that only the data decide
     "Compress", "NonMaxSuppression", "NonZero", "RegexFullMatch", "StringConcat",
     "StringNormalizer", "StringSplit", "TfIdfVectorizer", "Unique",
     "BlackmanWindow-3", "ConstantOfShape-2", "HammingWindow-3", "HannWindow-3", "OneHot-3",
-    "Range-2", "Range-3", "Reshape-2", "Slice-6", "Split-3", "Squeeze-2", "Tile-3", "TopK-4",
-    "Unsqueeze-1",
+    "Range-2", "Range-3", "Reshape-2", "RoiAlign-2", "RoiAlign-4", "Slice-6", "Split-3",
+    "Squeeze-2", "Tile-3", "TopK-4", "Unsqueeze-1",
 }
 NO_RULE_FOR_XLA = HELD | DRAWN | {  # rows that no function for XLA may have
     "Compress", "ImageDecoder", "NonMaxSuppression", "NonZero", "RegexFullMatch", "StringConcat",

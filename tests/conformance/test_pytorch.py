@@ -1,15 +1,12 @@
 """PyTorch as second opinion: golden values and gradients of first and second order."""
 
-import os
-import subprocess
-from pathlib import Path
-
 import numpy as np
 import pytest
 from tests.conformance.checks import agree
 from tests.conformance.pytorch_cases import OURS
 from tests.conformance.rows import FLAT, INTEGERS, NO_GRADIENT, SLOPED
 from tests.conformance.uses import naming
+from tests.support.golden_files import PEER, ROOT, check_generator, needs_peers, parts_of
 
 from triplane.unified_ir.autodiff import value_and_grad, vjp
 from triplane.unified_ir.engines import engine
@@ -18,9 +15,7 @@ from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.inline import inline
 from triplane.unified_ir.ops.table import TABLE
 
-ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "ops"
-PEER = Path(os.environ.get("TRIPLANE_PEERS", ROOT / ".venv-peers" / "bin" / "python"))
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 SINGLE = {"rtol": 5e-5, "atol": 5e-5}
 THROUGH_FLOAT32 = {"rtol": 1e-6, "atol": 1e-6}
@@ -41,12 +36,7 @@ CONTROL = {
 
 def held(name, dtype=np.float64):
     """A golden file by part: {"x": {...}, "y": {...}, ...}; floating-point arrays in `dtype`."""
-    parts: dict[str, dict[str, np.ndarray]] = {part: {} for part in "xyvguh"}
-    with np.load(GOLDEN / f"{name}.npz") as file:
-        for key, array in file.items():
-            part, _, label = key.partition(".")
-            parts[part][label] = array.astype(dtype) if array.dtype.kind == "f" else array
-    return parts
+    return parts_of(GOLDEN / f"{name}.npz", dtype)
 
 
 def recorded(name, parts):
@@ -124,16 +114,6 @@ def test_every_differentiable_row_is_held_to_pytorch():
 
 
 @pytest.mark.deep
-@pytest.mark.skipif(not PEER.exists(), reason="no peers' interpreter; run `make peers`")
+@needs_peers
 def test_the_generator_reproduces_the_golden_files(tmp_path):
-    """Operands bit for bit; PyTorch's results to the last digits, which depend on the processor."""
-    subprocess.run([PEER, "-m", "benchmarks.oracles.ops", tmp_path], cwd=ROOT, check=True)
-    assert {p.name for p in tmp_path.iterdir()} == {p.name for p in GOLDEN.iterdir()}
-    for path in GOLDEN.iterdir():
-        with np.load(path) as old, np.load(tmp_path / path.name) as new:
-            assert old.files == new.files
-            for key in old.files:
-                if key.startswith("x."):
-                    np.testing.assert_array_equal(new[key], old[key])
-                else:
-                    np.testing.assert_allclose(new[key], old[key], rtol=1e-12, atol=1e-14)
+    check_generator("ops", GOLDEN, tmp_path)

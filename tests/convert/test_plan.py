@@ -1,5 +1,7 @@
 """Plans from modules."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from tests.convert.modules import module
@@ -30,6 +32,20 @@ def test_a_plan_says_what_it_holds(tmp_path):
     assert plan.roles == {"head": "personal", "seen": "buffer", "w": "parameter"}
     assert plan.limits == Limits(max_steps=3)
     assert plan.labels == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("text", "labels"), [('["no", "yes"]', ("no", "yes")), ('{"y": ["no", "yes"]}', ()), ("5", ())]
+)
+def test_a_plan_has_the_names_of_classes_that_the_metadata_lists(tmp_path, text, labels):
+    named = replace(module(), meta={"labels": text})
+    export_plan(named, tmp_path / "a.plan")
+    assert Plan.load(tmp_path / "a.plan").labels == labels
+
+
+def test_names_of_classes_that_are_not_json_are_refused(tmp_path):
+    with pytest.raises(InvalidInput, match="'labels' must be JSON"):
+        export_plan(replace(module(), meta={"labels": "no,yes"}), tmp_path / "a.plan")
 
 
 def test_personal_state_starts_at_zero_so_that_nothing_personal_travels(tmp_path):

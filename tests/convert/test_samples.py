@@ -277,6 +277,8 @@ def test_a_model_of_raw_pixels_takes_the_bytes_of_a_folder(tmp_path):
         lambda d: d.where("y", "<", 3).take(9).weighted("y"),
         lambda d: d.split(0.3)[1].then(Select(("x", "y"))).batch(8),
         lambda d: d.batch(8),
+        lambda d: d.shuffle().repeat(2).skip(3).shard(1, 2),
+        lambda d: d.map(lambda s: {"x": s["x"], "y": s["y"]}).cache().shuffle(),
     ],
 )
 def test_raw_columns_are_of_the_samples_that_the_targets_belong_to(choose):
@@ -287,3 +289,19 @@ def test_raw_columns_are_of_the_samples_that_the_targets_belong_to(choose):
     plain = samples.unbatched(dataset)
     assert np.array_equal(raw, np.rint(plain.x * 255))
     assert np.array_equal(raw[:, 0] // 2 % 5, plain.y)
+
+
+def test_raw_columns_of_datasets_side_by_side_are_of_the_same_epoch():
+    pixels = np.arange(40, dtype=np.uint8).reshape(20, 2)
+    images = data.arrays({"x": pixels}).shuffle()
+    dataset = data.zipped(images, data.arrays({"y": np.arange(20)})).roles("x", "y").skip(2)
+    inputs = [Value(TensorSpec(("N", 2), "uint8"), "x")]
+    assert np.array_equal(samples.raw_columns(dataset, inputs)["x"], dataset.x)
+    with pytest.raises(InvalidInput, match="a repeated zip of shuffled datasets"):
+        samples.raw_columns(dataset.repeat(2), inputs)
+
+
+def test_raw_columns_of_too_many_repeats_are_refused_before_they_are_read():
+    source = data.arrays({"x": np.zeros((2, 4), np.uint8)}).roles("x").repeat(1 << 32)
+    with pytest.raises(InvalidInput, match="takes 34359738368 bytes"):
+        samples.raw_columns(source, [Value(TensorSpec(("N", 4), "uint8"), "x")])

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from tests.support.images import chunk, encoded, header, png_file
+from tests.support.images import chunk, encoded, folder_of_pets, header, png_file
 
 from triplane.proto.errors import Corrupt, InvalidInput, NotFound, TriplaneError
 from triplane.unified_ir import data
@@ -130,12 +130,7 @@ def test_nonsense_is_no_image(content, magic):
 
 @pytest.fixture
 def pets(tmp_path):
-    for label, values in {"dog": [1, 2], "cat": [3]}.items():
-        (tmp_path / label).mkdir()
-        for value in values:
-            (tmp_path / label / f"{value}.pgm").write_bytes(b"P5 2 1 255\n" + bytes([value, 0]))
-    (tmp_path / "cat" / ".hidden").write_text("passed over")
-    return tmp_path
+    return folder_of_pets(tmp_path)
 
 
 def test_a_folder_of_classes_is_read_in_order_of_names(pets):

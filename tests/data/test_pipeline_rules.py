@@ -104,6 +104,17 @@ def test_split_holds_out_the_last_of_windows_that_overlap():
     assert apart.x[:, 0].tolist() != list(range(0, 10, 2))
 
 
+def test_a_character_of_a_text_is_a_target_once_so_that_no_held_out_target_is_learned(tmp_path):
+    """Neighbours share one character: the last target of a window is the next one's first input."""
+    path = tmp_path / "letters.txt"
+    path.write_text("".join(chr(0x4E00 + k) for k in range(400)), encoding="utf-8")
+    rest, held_out = data.load(path, window=8).split(0.2)
+    for role in ("x", "y"):
+        learned, scored = (getattr(part, role).ravel().tolist() for part in (rest, held_out))
+        assert set(learned).isdisjoint(scored)
+        assert len({*learned, *scored}) == len(learned) + len(scored) == 49 * 8
+
+
 @pytest.mark.parametrize(
     "windows",
     [

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
-from tests.support.images import chunk, header, png_file
+from tests.support.images import chunk, folder_of_pets, header, png_file
 from tests.support.tables import everything, opened
 
 from triplane.proto.errors import Corrupt, InvalidInput, MissingExtra, NotFound, TriplaneError
@@ -32,13 +32,7 @@ def bytes_of(image, kind="JPEG", **options):
 
 @pytest.fixture
 def pets(tmp_path):
-    for label, values in {"dog": [1, 2], "cat": [3]}.items():
-        (tmp_path / label).mkdir()
-        for value in values:
-            (tmp_path / label / f"{value}.pgm").write_bytes(b"P5 2 1 255\n" + bytes([value, 0]))
-    (tmp_path / "cat" / ".hidden").write_text("skipped")
-    (tmp_path / "README.md").write_text("skipped")
-    return tmp_path
+    return folder_of_pets(tmp_path)
 
 
 def test_class_folders_become_labels(pets):

@@ -15,7 +15,8 @@ def test_settings_come_back_and_absent_ones_are_the_defaults(tmp_path):
     home.make()
     chosen = DeviceSettings().but(
         data=tmp_path / "a.npz", population="cameras", held_out=0.5, x=["ch*"],
-        form={"window": 32, "size": (3, 8, 8), "query": "select 1", "pixels": False},
+        form={"window": 32, "size": (3, 8, 8), "query": "select 1", "pixels": False,
+              "keep": ("file",)},
     )  # fmt: skip
     home.save_settings(chosen)
     assert home.settings == chosen
@@ -44,6 +45,8 @@ def test_settings_come_back_and_absent_ones_are_the_defaults(tmp_path):
         '{"form": {"window": true}}',
         '{"form": {"size": [8]}}',
         '{"form": {"size": [8, 0]}}',
+        '{"form": {"keep": "file"}}',
+        '{"form": {"keep": [1]}}',
     ],
 )
 def test_settings_that_are_none_are_corrupt_and_name_the_file(tmp_path, text):

@@ -99,6 +99,14 @@ def test_a_dataset_is_a_source_with_its_steps(monkeypatch):
         shard_of(dataset)
 
 
+def test_windows_cross_no_change_of_a_kept_column_which_no_pattern_takes(tmp_path):
+    rows_ = [f"{k},day{k // 10},{k / 2}" for k in range(40)]
+    (tmp_path / "a.csv").write_text("\n".join(["c0,cday,y", *rows_]))
+    shard = shard_of(tmp_path / "a.csv", x=["c*"], form={"window": 4, "keep": ["cday"]}, held_out=0)
+    assert shard.train["x"].shape == (28, 4)
+    assert (np.ptp(shard.train["x"] // 10, axis=1) == 0).all()
+
+
 def test_windows_to_score_on_share_no_row_with_those_to_learn_from(tmp_path):
     rows_ = [f"{k},{k / 2}" for k in range(40)]
     (tmp_path / "a.csv").write_text("\n".join(["x,y", *rows_]))

@@ -76,4 +76,26 @@ def test_many_tensors_of_one_part_are_counted() -> None:
     cell = nn.Cell()
     for k in range(30):
         setattr(cell, f"p{k}", nn.Parameter(np.zeros(2)))
-    assert repr(cell).endswith("p3: float32[2], and 26 more)")
+    assert repr(cell).endswith("p2: float32[2], and 27 more)")
+
+
+@pytest.mark.parametrize("columns", [60, 80, 200])
+def test_what_is_shown_is_no_wider_than_the_terminal(
+    columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten())
+    trainer = train.Trainer(net, loss=nn.MSE(), optimizer=optim.AdamW(0.1))
+    x = np.zeros((2, 1, 4, 4), np.float32)
+    trainer.fit((x, np.zeros((2, 16), np.float32)), epochs=1, progress="none")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for value in (net, trainer):
+        lines = repr(value).splitlines()
+        assert max(map(len, lines)) <= columns, type(value)
+    text = " ".join(repr(trainer).split())
+    assert repr(trainer.optimizer) in text  # wrapped, and whole
+    (norm,) = (line for line in repr(net).splitlines() if "BatchNorm2d" in line)
+    assert norm.endswith({
+        60: "BatchNorm2d(weight: float32[4], and 3 more)",
+        80: "BatchNorm2d(weight: float32[4], bias: float32[4], and 2 more)",
+        200: "running_mean: float32[4], running_var: float32[4])",
+    }[columns])  # fmt: skip

@@ -1,12 +1,10 @@
 """Attention layers against PyTorch's values and gradients, and against their equations."""
 
-import os
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.golden_files import ROOT, check_generator, needs_peers, parts_of
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import TensorSpec, grad, graph, nn, ops, trace
@@ -14,9 +12,7 @@ from triplane.unified_ir.autodiff import value_and_grad
 from triplane.unified_ir.engines import engine
 from triplane.unified_ir.ir.types import type_of
 
-ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "attention"
-PEER = Path(os.environ.get("TRIPLANE_PEERS", ROOT / ".venv-peers" / "bin" / "python"))
 CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 2e-5}
 SIZE, HEADS, WIDE = 8, 2, 16
 RNG = np.random.default_rng(6)
@@ -64,13 +60,7 @@ OURS = {
 
 def held(name):
     """A golden file by part, numbers in float32."""
-    parts: dict[str, dict[str, np.ndarray]] = {part: {} for part in "xwyvgh"}
-    with np.load(GOLDEN / f"{name}.npz") as file:
-        for key, array in file.items():
-            part, _, label = key.partition(".")
-            single = array.astype(np.float32) if array.dtype.kind == "f" else array
-            parts[part][label] = single
-    return parts
+    return parts_of(GOLDEN / f"{name}.npz", np.float32)
 
 
 def without_keys(cell):
@@ -200,12 +190,6 @@ def test_sizes_that_do_not_fit_are_refused(act, said):
 
 
 @pytest.mark.deep
-@pytest.mark.skipif(not PEER.exists(), reason="no peers' interpreter; run `make peers`")
+@needs_peers
 def test_the_generator_reproduces_the_golden_files(tmp_path):
-    subprocess.run([PEER, "-m", "benchmarks.oracles.attention", tmp_path], cwd=ROOT, check=True)
-    assert {p.name for p in tmp_path.iterdir()} == {p.name for p in GOLDEN.iterdir()}
-    for path in GOLDEN.iterdir():
-        with np.load(path) as old, np.load(tmp_path / path.name) as new:
-            assert old.files == new.files
-            for key in old.files:
-                np.testing.assert_allclose(new[key], old[key], rtol=1e-10, atol=1e-12)
+    check_generator("attention", GOLDEN, tmp_path, rtol=1e-10, atol=1e-12)

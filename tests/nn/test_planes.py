@@ -1,12 +1,9 @@
 """Layers over lines, planes and volumes against PyTorch's values, gradients and buffers."""
 
-import os
-import subprocess
-from pathlib import Path
-
 import numpy as np
 import onnx
 import pytest
+from tests.support.golden_files import ROOT, check_generator, needs_peers, parts_of
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import TensorSpec, nn, optim, trace, train
@@ -14,9 +11,7 @@ from triplane.unified_ir.autodiff import value_and_grad
 from triplane.unified_ir.engines import engine
 from triplane.unified_ir.runtime import Session
 
-ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "layers"
-PEER = Path(os.environ.get("TRIPLANE_PEERS", ROOT / ".venv-peers" / "bin" / "python"))
 
 # fmt: off
 OURS = {
@@ -47,12 +42,7 @@ OURS = {
 
 def held(name):
     """A golden file by part, in float32."""
-    parts: dict[str, dict[str, np.ndarray]] = {part: {} for part in "xwyvghb"}
-    with np.load(GOLDEN / f"{name}.npz") as file:
-        for key, array in file.items():
-            part, _, label = key.partition(".")
-            parts[part][label] = array.astype(np.float32)
-    return parts
+    return parts_of(GOLDEN / f"{name}.npz", np.float32)
 
 
 class Weighted(nn.Cell):
@@ -125,15 +115,9 @@ def test_a_layer_refuses_what_it_cannot_be_by_name(words):
 
 
 @pytest.mark.deep
-@pytest.mark.skipif(not PEER.exists(), reason="no peers' interpreter; run `make peers`")
+@needs_peers
 def test_the_generator_reproduces_the_golden_files(tmp_path):
-    subprocess.run([PEER, "-m", "benchmarks.oracles.layers", tmp_path], cwd=ROOT, check=True)
-    assert {p.name for p in tmp_path.iterdir()} == {p.name for p in GOLDEN.iterdir()}
-    for path in GOLDEN.iterdir():
-        with np.load(path) as old, np.load(tmp_path / path.name) as new:
-            assert old.files == new.files
-            for key in old.files:
-                np.testing.assert_allclose(new[key], old[key], rtol=1e-12, atol=1e-14)
+    check_generator("layers", GOLDEN, tmp_path)
 
 
 def test_a_batch_norm_without_statistics_exports_and_answers_by_the_batch(tmp_path):

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.computing import computed
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import ops
@@ -50,14 +51,6 @@ WHOLE = {
     "bits": lambda a, b: (a & b) | (a ^ 3) | ~b, "logic": lambda a, b: (a > 0) ^ (b > 0) & ~(a < b),
 }
 # fmt: on
-
-
-def computed(body, *arrays, engine_name="onnx"):
-    build = Build(TABLE, "f")
-    with build:
-        params = [build.param(f"x{i}", TensorSpec(a.shape, a.dtype)) for i, a in enumerate(arrays)]
-        y = body(*params)
-    return engine(engine_name).compile(build.finish({"y": y}))(*arrays)[0]
 
 
 @pytest.mark.parametrize("name", INDICES)

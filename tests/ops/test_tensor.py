@@ -2,6 +2,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.computing import computed
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import grad, mode, ops
@@ -12,14 +13,6 @@ from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.table import TABLE
 
 X = np.arange(24, dtype=np.float32).reshape(2, 3, 4) - 11
-
-
-def computed(body, *arrays, engine_name="onnx"):
-    build = Build(TABLE, "f")
-    with build:
-        params = [build.param(f"x{i}", TensorSpec(a.shape, a.dtype)) for i, a in enumerate(arrays)]
-        y = body(*params)
-    return engine(engine_name).compile(build.finish({"y": y}))(*arrays)[0]
 
 
 def recording(*specs):

@@ -145,6 +145,49 @@ def test_an_update_in_a_branch_and_in_a_loop_is_one_of_the_cell():
     check(after, state, rtol=1e-6, atol=1e-7)
 
 
+class Double(nn.Cell):
+    """A weight of float64 and a bias of float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(np.ones((4, 1)), dtype="float64")
+        self.b = nn.Parameter(np.zeros(1, np.float32))
+
+    def construct(self, x):
+        return (x.cast("float64") @ self.w).cast("float32") + self.b
+
+
+def clipped_loop(optimizer):
+    @graph
+    def step(net, state, x):
+        loss, grads = value_and_grad(lambda net, x: (net(x) ** 2.0).mean())(net, x)
+        net, state = optimizer.update(net, optim.clip_by_global_norm(grads, 0.5), state)
+        return loss, state
+
+    return step
+
+
+def test_a_cell_with_weights_of_float64_is_trained_in_a_loop_that_keeps_them():
+    optimizer = optim.AdamW(optim.Cosine(0.1, 40))
+    net, step = Double(), clipped_loop(optimizer)
+    state = optimizer.init(net)
+    with mode("graph", floats="float64"):
+        losses = []
+        for _ in range(30):
+            loss, state = step(net, state, X)
+            losses.append(float(loss))
+    assert losses[-1] < 0.1 * losses[0]
+    kept = {k: a.dtype.name for k, a in state.items() if a.ndim} | {"w": net.w.array.dtype.name}
+    assert kept == {k: "float64" if k[-1] == "w" else "float32" for k in kept}
+
+
+def test_state_of_float64_that_a_call_converted_is_refused_with_the_mode_that_keeps_it():
+    optimizer = optim.Adam()
+    net = Double()
+    with pytest.raises(InvalidInput, match=r'must be float64.*mode\("graph", floats="float64"\)'):
+        clipped_loop(optimizer)(net, optimizer.init(net), X)
+
+
 def test_a_rate_that_follows_a_measure_is_assigned_by_the_loop():
     optimizer = optim.SGD(optim.ReduceOnPlateau(0.5))
     params, grads = {"w": np.ones(2, np.float32)}, {"w": np.ones(2, np.float32)}

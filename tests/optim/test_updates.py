@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir import optim
+from triplane.unified_ir import mode, optim
 from triplane.unified_ir.engines import engine
-from triplane.unified_ir.ir.types import TensorSpec, type_of
+from triplane.unified_ir.ir.types import TensorSpec, as_dtype, type_of
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.table import TABLE
 
@@ -119,8 +119,51 @@ def test_a_hundred_updates_follow_pytorch(name, engine_name, golden):
         np.testing.assert_allclose(ours, golden[f"{name}/{k}"], rtol=1e-5, atol=3e-6)
 
 
+@pytest.mark.parametrize("engine_name", ["onnx", "reference"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_hundred_updates_in_float64_follow_pytorch_in_float64(name, engine_name, golden):
+    params = {k: golden[f"start/{k}"].astype(np.float64) for k in ("w", "b")}
+    grads = {k: golden[f"grad/{k}"].astype(np.float64) for k in params}
+    states = run(CASES[name], params, grads, engine_name, clip=CLIPS.get(name))
+    doubles = held("doubles.npz")
+    for k in params:
+        ours = np.stack([states[t][k] for t in (0, 9, 99)])
+        np.testing.assert_allclose(ours, doubles[f"{name}/{k}"], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", CASES)
+def test_half_precision_parameters_are_updated_in_float32(name, dtype, golden):
+    """What a float32 update gives, rounded after each step; the state is not rounded."""
+    # `reference`, because bfloat16 arrays pass through numpy to no other engine.
+    with mode("graph", "reference"):
+        check_half(CASES[name], dtype, golden)
+
+
+def check_half(optimizer, dtype, golden):
+    half = as_dtype(dtype).numpy
+    params = {k: golden[f"start/{k}"].astype(half) for k in ("w", "b")}
+    grads = {k: golden[f"grad/{k}"].astype(half) for k in params}
+    wide = {k: p.astype(np.float32) for k, p in params.items()}
+    state, expected = optimizer.init(params), optimizer.init(wide)
+    for t in range(5):
+        given = {k: g[t] for k, g in grads.items()}
+        params, state = optimizer.update(params, given, state)
+        wide, expected = optimizer.update(
+            wide, {k: g.astype(np.float32) for k, g in given.items()}, expected
+        )
+        wide = {k: p.astype(half).astype(np.float32) for k, p in wide.items()}
+    for k, p in params.items():
+        assert p.dtype == half
+        np.testing.assert_array_equal(p.astype(np.float32), wide[k])
+    assert state.keys() == expected.keys()
+    for k, array in state.items():
+        np.testing.assert_array_equal(array, expected[k])
+
+
 def test_every_golden_has_its_case(golden):
     assert {n.split("/")[0] for n in golden} - {"start", "grad", "torch", "averaged"} == {*CASES}
+    assert {n.split("/")[0] for n in held("doubles.npz")} - {"torch"} == {*CASES}
     assert held("schedules.npz").keys() - {"torch"} == SCHEDULES.keys()
 
 
@@ -150,6 +193,26 @@ def test_rates_fall_on_the_plateaus_on_which_those_of_pytorch_fall():
         ours = [schedule.rate_after(values[: t + 1]) for t in range(STEPS)]
         assert ours == golden[name].tolist(), name
         assert len(set(ours)) > 2
+
+
+@pytest.mark.parametrize("engine_name", ["onnx", "reference"])
+def test_rates_of_float64_parameters_follow_pytorch_in_float64(engine_name):
+    """Parameters of -sum of the rates, so each update shows its rate."""
+    golden = held("schedules.npz")
+    params, ones = {"w": np.zeros(1)}, {"w": np.ones((STEPS, 1))}
+    for name, schedule in SCHEDULES.items():
+        states = run(optim.SGD(schedule), params, ones, engine_name)
+        ours = [-float(state["w"][0]) for state in states]
+        np.testing.assert_allclose(ours, np.cumsum(golden[name]), rtol=1e-12, err_msg=name)
+
+
+def test_a_rate_that_follows_a_measure_moves_float64_and_half_precision():
+    schedule = optim.Warmup(2, optim.ReduceOnPlateau(0.5))
+    for dtype in ("float64", "float16"):
+        params = {"w": np.zeros(1, dtype)}
+        states = run(optim.SGD(schedule), params, {"w": np.ones((3, 1), dtype)}, "onnx", steps=3)
+        assert [float(state["w"][0]) for state in states] == [-0.25, -0.75, -1.25]
+        assert states[0]["optimizer.plateau"].dtype == np.float32
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

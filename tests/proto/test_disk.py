@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from triplane.proto.disk import AppendFile, OsDisk, atomic_file, write_atomic
+from triplane.proto.disk import AppendFile, OsDisk, atomic_file, write_atomic, write_secret
 from triplane.proto.errors import Unavailable
 
 
@@ -13,6 +13,14 @@ def test_file_appears_with_all_its_bytes(tmp_path):
     write_atomic(tmp_path / "f", memoryview(b"another"))
     assert (tmp_path / "f").read_bytes() == b"another"
     assert [p.name for p in tmp_path.iterdir()] == ["f"]
+
+
+def test_a_secret_is_its_owner_s_alone_also_where_others_read_the_old_file(tmp_path):
+    path = tmp_path / "key"
+    write_atomic(path, b"old")
+    path.chmod(0o644)
+    write_secret(path, b"new")
+    assert (path.read_bytes(), path.stat().st_mode & 0o777) == (b"new", 0o600)
 
 
 def write_half(path, error) -> None:

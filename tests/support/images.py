@@ -38,3 +38,14 @@ def encoded(image, kinds):
     half = len(packed) // 2
     parts = [chunk(b"IDAT", packed[:half]), chunk(b"tEXt", b"a"), chunk(b"IDAT", packed[half:])]
     return png_file(header(w, h, colour=0 if c == 1 else 2), *parts, chunk(b"IEND", b""))
+
+
+def folder_of_pets(folder):
+    """Return the folder with three grey images of two classes, and with files to skip."""
+    for label, values in {"dog": [1, 2], "cat": [3]}.items():
+        (folder / label).mkdir()
+        for value in values:
+            (folder / label / f"{value}.pgm").write_bytes(b"P5 2 1 255\n" + bytes([value, 0]))
+    (folder / "cat" / ".hidden").write_text("skipped")
+    (folder / "README.md").write_text("skipped")
+    return folder

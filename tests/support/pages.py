@@ -1,6 +1,7 @@
 """Documentation pages: their tables follow from tables of the product, and their blocks run.
 
-A block of ```python or ```sh runs, unless `<!-- not run: REASON -->` stands above it.
+A block of ```python or ```sh runs, unless `<!-- not run: REASON -->` stands above it. Below
+`<!-- needs the extra NAME -->` it runs in an environment with that extra.
 """
 
 import contextlib
@@ -12,13 +13,18 @@ import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(
-    r"^(?:<!-- not run: (?P<reason>[^\n]+) -->\n)?```(?P<kind>python|sh)\n(?P<text>.*?)^```",
+    r"^(?:<!-- (?:not run: (?P<reason>[^\n]+)|needs the extra (?P<extra>\w+)) -->\n)?"
+    r"```(?P<kind>python|sh)\n(?P<text>.*?)^```",
     re.DOTALL | re.MULTILINE,
 )
+EXTRAS = {"flower": "flwr"}
+"""A module that each extra installs."""
+
 SANDBOX = ("unshare", "-rnpf", "--mount-proc", "--kill-child")
 """Namespaces of a page's own: its servers have the ports that it names, and end with it."""
 
@@ -33,12 +39,18 @@ class Block:
     kind: str
     text: str
     reason: str
+    extra: str = ""
+    """The extra that it needs, if any."""
+
+    def runs(self) -> bool:
+        """Return whether it runs in this environment."""
+        return not self.reason and (not self.extra or find_spec(EXTRAS[self.extra]) is not None)
 
 
 def blocks_of(page: Path) -> list[Block]:
     """Return the Python and shell blocks of a page, in order."""
     return [
-        Block(match["kind"], match["text"], match["reason"] or "")
+        Block(match["kind"], match["text"], match["reason"] or "", match["extra"] or "")
         for match in BLOCK.finditer(page.read_text())
     ]
 
@@ -48,7 +60,7 @@ def program_of(page: Path) -> str:
     parts = [
         block.text if block.kind == "python" else f"_sh({block.text!r})\n"
         for block in blocks_of(page)
-        if not block.reason
+        if block.runs()
     ]
     return "\n".join(["from page_shell import sh as _sh", *parts])
 

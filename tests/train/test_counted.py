@@ -124,8 +124,17 @@ def test_a_run_resumes_within_an_epoch_with_what_was_counted(tmp_path):
     assert bits(second) == bits(whole)
 
 
+def test_of_exported_functions_evaluate_alone_gives_what_its_means_divide_by():
+    trainer = made(LOSSES["both"]())
+    trainer.prepare(X, Y)
+    module = trainer.export(("predict", "evaluate"))
+    names = ("loss", "accuracy", "counted/loss", "counted/accuracy")
+    assert sorted(module.functions["evaluate"].result_names) == sorted(names)
+    assert module.meta["ignored"] == "1"
+
+
 def test_exported_functions_and_files_of_plain_losses_hold_no_counts(tmp_path):
-    entries = ("evaluate", "loss", "train_step", "gradients", "local_update")
+    entries = ("loss", "train_step", "gradients", "local_update")
     names = []
     for loss in (nn.SoftmaxCrossEntropy(), LOSSES["both"]()):
         trainer = made(loss, accumulate=2)
@@ -135,6 +144,9 @@ def test_exported_functions_and_files_of_plain_losses_hold_no_counts(tmp_path):
     assert names[0] == names[1]
     plain = made(nn.SoftmaxCrossEntropy())
     plain.fit((X, Y), 1, **QUIET)
+    evaluate = plain.export(("evaluate",))
+    assert evaluate.functions["evaluate"].result_names == ("loss", "accuracy")
+    assert "ignored" not in evaluate.meta
     plain.save(tmp_path / "run")
     file = Container(tmp_path / "run", kind="checkpoint")
     assert "counted" not in json.loads(bytes(file.part(PROGRESS)))["place"]

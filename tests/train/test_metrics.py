@@ -147,7 +147,12 @@ def test_a_label_out_of_range_is_named_by_its_place_in_the_file(tmp_path):
     assert holds == [True, False]
     whole = by_name.load(tmp_path / "{odd}.npz").skip(3)
     first = rf"is 9, sample {len(LABELS) + 7} of {{odd}}\.npz"
-    for samples in (parts[0], whole, whole.cache().shuffle().filter(lambda s: s["y"] >= 0)):
+    for samples in (
+        parts[0],
+        whole,
+        whole.repeat(2),
+        whole.cache().shuffle().filter(lambda s: s["y"] >= 0),
+    ):
         with pytest.raises(InvalidInput, match=first.replace("{", r"\{").replace("}", r"\}")):
             of({"p": train.Perplexity()}).fit(samples, epochs=1, batch_size=4)
     with pytest.raises(InvalidInput, match=r"is 9, sample \d+ of \{odd"):

@@ -12,6 +12,7 @@ from triplane.unified_ir.ir.types import type_of
 from triplane.unified_ir.onnx import emit, serialize
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.table import TABLE
+from triplane.unified_ir.ops.tensor import as_tensor
 from triplane.unified_ir.runtime import Session
 
 from .models import QUIET, bits, data, trainer
@@ -207,6 +208,34 @@ def test_averaged_weights_stand_in_for_the_block_only():
     fresh.prepare(*data())
     with fresh.averaged():
         assert np.abs(fresh.state()["0.weight"]).max() > 0
+
+
+class Kept(nn.Cell):
+    """A layer whose weights are kept in `dtype`."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.w = nn.Parameter(np.full((4, 1), 0.5), dtype=dtype)
+
+    def construct(self, x):
+        return x @ as_tensor(self.w).cast("float32")
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2, "average": 0.5, "clip_norm": 1.0}])
+@pytest.mark.parametrize(("dtype", "state"), [("float16", "float32"), ("float64", "float64")])
+def test_the_state_of_float16_weights_is_float32_and_of_float64_float64(dtype, state, options):
+    cell, optimizer = Kept(dtype), optim.AdamW(optim.Cosine(0.1, 60))
+    made = train.Trainer(cell, loss=nn.MSE(), optimizer=optimizer, metrics={}, **options)
+    x = data()[0]
+    history = made.fit((x, x.sum(axis=1, keepdims=True)), 10, **QUIET)
+    assert history["loss"][-1] < 0.3 * history["loss"][0]
+    assert {k: a.dtype for k, a in made.state().items() if a.ndim} == {
+        k: np.dtype(dtype if k == "w" else state) for k in made.state() if k[-1] == "w"
+    }
+    if options:
+        with made.averaged():
+            assert cell.w.array.dtype == dtype
+            made.evaluate((x, x.sum(axis=1, keepdims=True)))
 
 
 def test_a_run_resumes_between_the_batches_of_an_update(tmp_path):

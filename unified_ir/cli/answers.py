@@ -25,15 +25,27 @@ MAX_TEXT_ELEMENTS: Final = 20_000_000
 """Limit for the numbers of a text file, which is about 10 bytes for each."""
 CLASS: Final = "class"
 SCORE: Final = "score"
+GROUP: Final = "group"
 _TOLERANCE: Final = 1e-3
 
 
 @dataclass(frozen=True, eq=False)
 class Answers:
-    """The outputs of a model, one row for each sample; labels: the classes of the first output."""
+    """The outputs of a model, one row for each sample; labels: the classes of the first output.
+
+    groups: the name of the column of groups and the group of each sample, text or number.
+    """
 
     outputs: Mapping[str, Array]
     labels: tuple[str, ...] = ()
+    groups: tuple[str, Array] | None = None
+
+    def __post_init__(self) -> None:
+        if self.groups is not None and self.groups[0] in {*self.outputs, CLASS, SCORE}:
+            raise InvalidInput(
+                f"the column of groups {self.groups[0]!r} has the name of another column of the "
+                "answers; rename it in the data"
+            )
 
     @property
     def rows(self) -> int:
@@ -67,17 +79,40 @@ class Answers:
     def records(self, top: int) -> list[dict[str, Any]]:
         """Return each sample as JSON: its `top` classes, or its outputs."""
         shares = self.probabilities
+        keys = [{}] * self.rows if self.groups is None else [{GROUP: k} for k in self._keys()]
         if shares is None:
-            return [{n: y[k].tolist() for n, y in self.outputs.items()} for k in range(self.rows)]
+            each = ({n: y[k].tolist() for n, y in self.outputs.items()} for k in range(self.rows))
+            return [{**row, **key} for key, row in zip(keys, each, strict=True)]
         return [
             {
+                **key,
                 "top": [
                     {CLASS: self.labels[c], SCORE: float(row[c])}
                     for c in np.argsort(-row, kind="stable")[:top]
-                ]
+                ],
             }
-            for row in shares
+            for key, row in zip(keys, shares, strict=True)
         ]
+
+    def _keys(self) -> list[Any]:
+        """Return the group of each sample as Python's text or number."""
+        return [] if self.groups is None else self.groups[1].tolist()
+
+    def column_of_groups(self) -> dict[str, list[str] | Array]:
+        """Return the column of groups by its name, texts as a list; nothing without groups."""
+        if self.groups is None:
+            return {}
+        name, values = self.groups
+        return {name: self._keys() if values.dtype == object else values}
+
+    def arrays(self) -> dict[str, Array]:
+        """Return the outputs and the column of groups; InvalidInput if that holds texts."""
+        columns = self.column_of_groups()
+        if texts := [name for name, column in columns.items() if isinstance(column, list)]:
+            raise InvalidInput(
+                f"{texts[0]} holds texts, and .npz holds numbers alone; write .csv or .json"
+            )
+        return {**self.outputs, **{k: np.asarray(c) for k, c in columns.items()}}
 
 
 def write_answers(path: Path, answers: Answers) -> None:
@@ -96,21 +131,22 @@ def write_answers(path: Path, answers: Answers) -> None:
 def _write_npz(file: IO[bytes], answers: Answers) -> None:
     # Not by `numpy.savez`, which takes names as keywords and so refuses one called "file".
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-        for name, y in answers.outputs.items():
+        for name, y in answers.arrays().items():
             with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as member:
                 np.lib.format.write_array(member, np.ascontiguousarray(y), allow_pickle=False)
 
 
 def _npz_equals(path: Path, answers: Answers) -> bool:
     with opened_npz(path, total_bytes=2**62, file_bytes=2**62) as npz:
-        return npz.names == tuple(sorted(answers.outputs)) and all(
-            _same(npz.array(name), y) for name, y in answers.outputs.items()
+        arrays = answers.arrays()
+        return npz.names == tuple(sorted(arrays)) and all(
+            _same(npz.array(name), y) for name, y in arrays.items()
         )
 
 
 def _columns(answers: Answers) -> dict[str, Any]:
     """Return the columns of a table: texts, or arrays (N,)."""
-    columns: dict[str, Any] = {}
+    columns: dict[str, Any] = {**answers.column_of_groups()}
     first = next(iter(answers.outputs))
     if answers.classes is not None:
         columns[CLASS], columns[SCORE] = answers.classes
@@ -170,6 +206,8 @@ def _numbers(texts: tuple[str, ...], dtype: np.dtype[Any]) -> Array:
 def _write_json(file: IO[bytes], answers: Answers) -> None:
     _check_elements(sum(y.size for y in answers.outputs.values()))
     record: dict[str, Any] = {"samples": answers.rows}
+    if answers.groups is not None:
+        record["groups"] = {answers.groups[0]: answers.groups[1].tolist()}
     if answers.classes is not None:
         names, scores = answers.classes
         record |= {CLASS: names, SCORE: scores.tolist()}

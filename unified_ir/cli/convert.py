@@ -58,6 +58,7 @@ OPTIONS: Final = (
     option("--calibrate DATA", f"Typical inputs: {data_options.KINDS}."),
     option("--evaluate DATA", "Samples with their classes, to measure accuracy before and after."),
     *data_options.choices(),
+    data_options.window_group(),
     *data_options.forms(),
     option("--raw-inputs", "Put the steps from the raw samples of --calibrate (or --evaluate) to "
            "inputs in front of the model, such as pixels / 255: callers send raw samples.",
@@ -133,15 +134,15 @@ def _converted(
     module: Module, digest: str, options: dict[str, Any], progress: Callable[[str], None]
 ) -> Report:
     from triplane.unified_ir.convert import convert
-    from triplane.unified_ir.convert.describe import labels_of
     from triplane.unified_ir.convert.samples import read_labelled, read_samples
+    from triplane.unified_ir.ir.meta import labels_of
 
     calibration, evaluation = None, None
     if options["raw_inputs"]:
         module, calibration, evaluation = _with_raw_inputs(module, options)
     else:
         inputs = module.inputs(options["entry"])
-        choice, names = data_options.reading(options), labels_of(module)
+        choice, names = data_options.reading_by_group(options), labels_of(module.meta)
         if options["calibrate"] is not None:
             unlabelled = {name: value for name, value in choice.items() if name != "y"}
             calibration = read_samples(options["calibrate"], inputs, names, **unlabelled)
@@ -168,11 +169,11 @@ def _with_raw_inputs(
     """Return the module that takes raw samples, and raw samples for calibration and evaluation."""
     from triplane.unified_ir import data
     from triplane.unified_ir.convert import with_pipeline
-    from triplane.unified_ir.convert.describe import labels_of
     from triplane.unified_ir.convert.samples import raw_columns, unbatched, with_size
     from triplane.unified_ir.data.choosing import class_numbers
+    from triplane.unified_ir.ir.meta import labels_of
 
-    entry, choice = options["entry"], data_options.reading(options)
+    entry, choice = options["entry"], data_options.reading_by_group(options)
     sources = [options[name] for name in ("calibrate", "evaluate")]
     inputs = module.inputs(entry)
     read = [s and data.load(s, **with_size(choice, s, inputs)) for s in sources]
@@ -184,7 +185,7 @@ def _with_raw_inputs(
     calibration, evaluation = (None if d is None else raw_columns(d, inputs) for d in read)
     if read[1] is None:
         return raw, calibration, None
-    return raw, calibration, (evaluation, class_numbers(unbatched(read[1]), labels_of(module)))
+    return raw, calibration, (evaluation, class_numbers(unbatched(read[1]), labels_of(module.meta)))
 
 
 def _record(report: Report) -> dict[str, Any]:

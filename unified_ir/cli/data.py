@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 EPILOG = """\b
 Examples:
   triplane data inspect readings.csv                  columns, types, the first samples
+  triplane data inspect readings.csv --x 'ch*:2x64' --y speed:1       as a model is given them
   triplane data convert readings.csv readings.tpr     as records: mapped, in any order, checked
   triplane data convert photos photos.tpr --size 64x64
   triplane data verify readings.tpr
@@ -42,7 +43,9 @@ SHOWN_WIDTH: Final = 72
 
 # fmt: off
 INSPECT_OPTIONS: Final = (
-    *data_options.source_forms(),
+    *data_options.choices("a model"),
+    data_options.window_group(),
+    *data_options.forms(),
     option("--samples N", "Samples to show.", NATURAL, default=SHOWN_SAMPLES),
 )
 PROFILE_OPTIONS: Final = (
@@ -64,11 +67,17 @@ def command() -> None:
 @click.argument("data", metavar="DATA")
 @json_option
 def inspect(**options: Any) -> None:
-    """Show the columns of DATA, their types, and the first samples."""
+    """Show the columns of DATA, their types, and the first samples.
+
+    With --x, --y, --group, --pixels or --window, samples are shown as a model is given them;
+    otherwise as they are stored.
+    """
     from triplane.unified_ir.data.column_runs import column_runs, run_text
 
     output = open_output(options["as_json"])
-    dataset = _stored(options)
+    dataset = _chosen(options)
+    for note in dataset.notes:
+        output.note(note)
     text = _start_of_text(dataset)
     rows = [_shown(sample) for sample in _first(dataset, options["samples"])]
     record = {
@@ -146,6 +155,16 @@ def profile(**options: Any) -> None:
     output.result(result.record(), result.text())
 
 
+def _chosen(options: dict[str, Any]) -> Dataset:
+    """Return the samples with the columns that were chosen, or as they are stored."""
+    from triplane.unified_ir.data.by_name import load
+
+    form = ("x", "y", "group", "window")
+    if options["pixels"] is None and not any(options[k] for k in form):
+        return _stored(options)
+    return load(options["data"], **data_options.reading_by_group(options))
+
+
 def _stored(options: dict[str, Any]) -> Dataset:
     from triplane.unified_ir.data.by_name import stored
 
@@ -163,7 +182,7 @@ def _start_of_text(dataset: Dataset) -> str:
     from triplane.unified_ir.data.sources.text import CHARACTERS, TextSource
 
     source = dataset.origin.source
-    if not isinstance(source, TextSource) or source.unit != CHARACTERS:
+    if not isinstance(source, TextSource) or source.unit != CHARACTERS or dataset.steps:
         return ""
     return "".join(chr(sample["token"]) for sample in _first(dataset, SHOWN_WIDTH))
 

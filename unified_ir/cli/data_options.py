@@ -79,6 +79,26 @@ def choices(model: str = "the model") -> tuple[click.Option, click.Option]:
     )  # fmt: skip
 
 
+def group_option(help_text: str) -> click.Option:
+    """Return --group."""
+    return option("--group COLUMN", f"{help_text} No pattern of --x or --y takes this column.")
+
+
+def window_group() -> click.Option:
+    """Return --group of the verbs that do nothing else with that column."""
+    return group_option("Column of the group of each sample, which no --window crosses.")
+
+
+def seed_option() -> click.Option:
+    """Return --seed of the verbs that run a model."""
+    return option(
+        "--seed N",
+        "For a model that samples (train --key-input): its batch number k, "
+        "from 0, gets the key (N, k).",
+        click.IntRange(0, 2**32 - 1),
+    )
+
+
 def source_forms() -> tuple[click.Option, ...]:
     """Return --size and --sql, which a source itself takes."""
     return (
@@ -106,6 +126,12 @@ def reading(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: options[key] for key, name in READ.items() if key in options}
 
 
+def reading_by_group(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the same for verbs that only keep the column of --group; see `window_group`."""
+    group = options["group"]
+    return reading(options) | ({} if group is None else {"keep": (group,)})
+
+
 def summary(dataset: Dataset) -> str:
     """Return inputs and targets with their types: "x float32[2x64], y int64 of 5 classes"."""
     schema = dataset.schema
@@ -115,18 +141,20 @@ def summary(dataset: Dataset) -> str:
 
 def shape_hint(
     dataset: Dataset,
-    x: Sequence[str],
-    y: Sequence[str],
+    *,
+    x: Sequence[str] | None = None,
+    y: Sequence[str] | None = None,
     sizes: Mapping[str, Sequence[int]] | None = None,
 ) -> str:
     """Return what a model was fed and the option that adds an axis, for errors about shapes.
 
-    x, y: the choices of the command line. sizes: those of a sample of an input that the model
-    takes, by column, where they are known.
+    x, y: the choices of the command line; None where inputs, or targets, are not in question.
+    sizes: those of a sample of an input that the model takes, by column, where they are known.
     """
     examples = [
         text
         for flag, names, chosen in (("--x", dataset.inputs, x), ("--y", dataset.targets, y))
+        if chosen is not None
         for text in _examples(dataset, flag, names, chosen, sizes or {})
     ]
     way = f"; another shape is chosen as in {' or '.join(examples)}" if examples else ""

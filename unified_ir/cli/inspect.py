@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from triplane.unified_ir.files.container import Container
     from triplane.unified_ir.ir import Function, Module
 
+LEAST_WIDTH: Final = 40
+"""Least width of a last column that is wrapped beside the others."""
 SHOWN_OPERATORS: Final = 5
 """Number of operators of a block that the text output shows."""
 
@@ -42,7 +46,8 @@ Examples:
 --graph OUT.html writes one page that needs no network: boxes for the cells of the model fold and
 unfold, forward, backward and update stand side by side, equal blocks are one box. Drag, wheel or
 keys move and zoom; search finds a node by name, operator, type or state. OUT.svg is the view that
-the page opens with.
+the page opens with. An entry with gradients is drawn as it runs: simplification may have merged
+nodes or changed their order, so that a Relu in front of a MaxPool stands behind it.
 
 \b
 A model file's graphs are checked as they are read: every byte against its digest, every node's
@@ -322,12 +327,36 @@ def _count(n: int, noun: str) -> str:
 
 
 def _table(title: str, rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    """Return rows under a title, with columns as wide as their widest cell."""
+    """Return rows under a title, with columns as wide as their widest cell.
+
+    What does not fit into the terminal, 80 columns without one, continues on further lines.
+    """
     yield title
+    limit = get_terminal_size().columns
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    # A last column that begins far to the right has its lines below the others.
+    start = sum(width + 2 for width in widths[:-1]) + 2
+    indent = " " * (start if start + LEAST_WIDTH <= limit else 6)
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        yield ("  " + "  ".join(cells)).rstrip()
+        line = ("  " + "  ".join(cells)).rstrip()
+        if len(line) <= limit:
+            yield line
+        else:
+            lines = _wrapped(row[-1], limit, indent)
+            first = line[:start].rstrip()
+            if len(indent) == start:
+                first = line[:start] + lines.pop(0).lstrip()
+            yield from (first, *lines)
+
+
+def _wrapped(text: str, width: int, indent: str) -> list[str]:
+    # A space that is no place to break: a name stays beside its type.
+    lines = textwrap.wrap(
+        text.replace(": ", ":\0"), width, initial_indent=indent, subsequent_indent=indent,
+        break_on_hyphens=False, break_long_words=False,
+    )  # fmt: skip
+    return [line.replace("\0", " ") for line in lines]
 
 
 def _onnx_text(file: Container, entry: str | None) -> str:
@@ -351,10 +380,12 @@ def _draw(module: Module, entry: str | None, out: Path) -> str:
     function = _chosen(module, entry)
     root = outline(function, module.state)
     write_atomic(out, (svg if out.suffix == ".svg" else page)(root).encode())
-    every = sum(1 for _ in function.walk())
-    left_out = every - root.nodes
-    hidden = f", without {left_out:,} constants and sizes computed from them" if left_out else ""
-    return f"{function.name}, {root.nodes:,} nodes{hidden}"
+    left_out = sum(1 for _ in function.walk()) - root.nodes
+    hidden = "1 constant or size"
+    if left_out > 1:
+        hidden = f"{left_out:,} constants and sizes computed from them"
+    shown = f"{function.name}, {_count(root.nodes, 'node')}"
+    return f"{shown}, without {hidden}" if left_out else shown
 
 
 def _repeats_lines(blocks: Mapping[str, Any]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Options that the verbs of nodes and devices have in common."""
+"""Options that the verbs of clouds, nodes and devices have in common."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from triplane.proto.errors import InvalidInput
@@ -14,6 +16,7 @@ from triplane.unified_ir.cli.importing import SUFFIX
 
 if TYPE_CHECKING:
     from triplane.unified_ir.data import Dataset
+    from triplane.unified_ir.data.columns import Columns
     from triplane.unified_ir.ir import Module
     from triplane.unified_ir.ir.graph import Array
     from triplane.unified_ir.runtime import Session, TensorInfo
@@ -22,6 +25,8 @@ BUNDLE_SUFFIX: Final = ".bundle"
 KINDS: Final = "a model file (.tpm), an ONNX model (.onnx) or a bundle (.bundle)"
 LOSS: Final = "loss"
 """The key of the loss in the metadata of a module, and in the properties of its ONNX file."""
+KEY: Final = ("uint32", (2,))
+"""Element type and shape of an input that is a random key; see `Trainer.export`."""
 BATCH: Final = 256
 """Samples per batch."""
 
@@ -32,7 +37,8 @@ class FileModel:
 
     outputs: their names, in order. labels: class names of the first output, if it has them.
     compute: arrays by input name -> results by name. loss: the class of the loss that the model was
-    trained with, "" if that is not known. module: that of a model file.
+    trained with, "" if that is not known. ignored: the label that this loss leaves out. module:
+    that of a model file.
     """
 
     inputs: tuple[TensorInfo, ...]
@@ -40,6 +46,7 @@ class FileModel:
     labels: tuple[str, ...]
     compute: Callable[[Mapping[str, Any]], Mapping[str, Array]]
     loss: str = ""
+    ignored: int | None = None
     module: Module | None = None
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
@@ -75,14 +82,43 @@ class FileModel:
                 )
 
 
+def seeded(model: FileModel, seed: int | None) -> FileModel:
+    """Return a model that needs no key: its call number k, from 0, gets the key (seed, k).
+
+    InvalidInput: the model samples, but there is no seed; or the other way around.
+    """
+    keys = [i.name for i in model.inputs if (i.dtype, i.shape) == KEY]
+    if not keys:
+        if seed is not None:
+            raise InvalidInput("the model has no key as input, so it samples nothing; omit --seed")
+        return model
+    if seed is None:
+        raise InvalidInput(
+            f"the model draws random numbers by its input {keys[0]!r}; give a number, as in "
+            "--seed 7: the same number gives the same answers"
+        )
+    calls = count()
+
+    def compute(feeds: Mapping[str, Any]) -> Mapping[str, Array]:
+        import numpy as np
+
+        key = np.array([seed, next(calls)], np.uint32)
+        return model.compute({**feeds, **dict.fromkeys(keys, key)})
+
+    return replace(
+        model, inputs=tuple(i for i in model.inputs if i.name not in keys), compute=compute
+    )
+
+
 def open_file(path: Path) -> FileModel:
     """Open a model to run its entry `predict`."""
     if path.suffix == SUFFIX:
+        from triplane.unified_ir.ir.meta import labels_if_any
         from triplane.unified_ir.runtime import Session
 
         session = Session(path)
         meta = session.metadata
-        return _of_session(session, _labels(meta), meta.get(LOSS, ""))
+        return _of_session(session, labels_if_any(meta), meta)
     if path.suffix == BUNDLE_SUFFIX:
         from triplane.unified_ir.runtime import Bundle
 
@@ -95,6 +131,7 @@ def open_file(path: Path) -> FileModel:
 def _of_module(path: Path) -> FileModel:
     from triplane.unified_ir.convert.conversion import open_model
     from triplane.unified_ir.engines.modules import program_of
+    from triplane.unified_ir.ir.meta import labels_if_any
     from triplane.unified_ir.ir.types import is_plain
     from triplane.unified_ir.runtime import TensorInfo
 
@@ -117,14 +154,17 @@ def _of_module(path: Path) -> FileModel:
     return FileModel(
         inputs=infos,
         outputs=function.result_names,
-        labels=_fitting(_labels(module.meta), last),
+        labels=_fitting(labels_if_any(module.meta), last),
         compute=program.run,
         loss=module.meta.get(LOSS, ""),
+        ignored=_ignored(module.meta),
         module=module,
     )
 
 
-def _of_session(session: Session, labels: tuple[str, ...], loss: str = "") -> FileModel:
+def _of_session(
+    session: Session, labels: tuple[str, ...], meta: Mapping[str, str] = MappingProxyType({})
+) -> FileModel:
     if not session.outputs:
         raise InvalidInput("the model has no outputs")
     return FileModel(
@@ -132,17 +172,17 @@ def _of_session(session: Session, labels: tuple[str, ...], loss: str = "") -> Fi
         outputs=tuple(info.name for info in session.outputs),
         labels=_fitting(labels, session.outputs[0].shape[-1:]),
         compute=session.run,
-        loss=loss,
+        loss=meta.get(LOSS, ""),
+        ignored=_ignored(meta),
     )
 
 
-def _labels(meta: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the class names in metadata; any other tool may use the same key in another form."""
-    try:
-        labels = json.loads(meta.get("labels", "[]"))
-    except (ValueError, RecursionError):
-        return ()
-    return tuple(map(str, labels)) if isinstance(labels, list) else ()
+def _ignored(meta: Mapping[str, str]) -> int | None:
+    """Return the label that the loss leaves out; another tool may use the key for anything."""
+    from triplane.unified_ir.files.samples import IGNORED
+
+    text = meta.get(IGNORED, "")
+    return int(text) if re.fullmatch("-?[0-9]{1,18}", text) else None
 
 
 def _fitting(labels: tuple[str, ...], last: tuple[Any, ...]) -> tuple[str, ...]:
@@ -221,7 +261,7 @@ def _check(
         sizes = [n for n in info.shape[1:] if isinstance(n, int)]
         # Other sizes with as many values, unless the axes only have another order.
         known = {column: sizes} if len(sizes) == len(info.shape) - 1 and not transposed else {}
-        hint = data_options.shape_hint(dataset, chosen, (), known)
+        hint = data_options.shape_hint(dataset, x=chosen, sizes=known)
         raise InvalidInput(f"the model takes {info}, but {hint}{transposed or _size_hint(x, info)}")
 
 
@@ -235,8 +275,26 @@ def _size_hint(x: Array, info: TensorInfo) -> str:
     return f"; images of a folder are resized by --size {text}"
 
 
-def batches(dataset: Dataset, size: int) -> Iterator[tuple[Array, ...]]:
-    """Return the inputs and targets of a dataset in its own order, `size` samples at a time."""
-    from triplane.unified_ir.train.batches import in_order
+def batches(
+    dataset: Dataset, size: int, group: str = ""
+) -> Iterator[tuple[tuple[Array, ...], Array | None]]:
+    """Yield the inputs and targets of a dataset in its own order, `size` samples at a time.
 
-    return in_order(dataset, size)
+    group: a column whose values are yielded beside them.
+    """
+    from triplane.unified_ir.train.batches import as_batch
+
+    own = dataset.in_batches(size)
+    for batch in own.opened().batches(0):
+        yield as_batch(own.arrays_of(batch)), _groups_of(batch, group) if group else None
+
+
+def _groups_of(batch: Columns, group: str) -> Array:
+    import numpy as np
+
+    column = batch.get(group)
+    if column is None:
+        raise InvalidInput(f"a batch has no column {group!r}, which --group names")
+    if not isinstance(column, np.ndarray) or column.ndim != 1 or isinstance(column[0], bytes):
+        raise InvalidInput(f"--group needs one text or number for each sample; {group!r} has more")
+    return column

@@ -37,7 +37,7 @@ EPILOG = f"""\b
 Examples:
   triplane predict digits.tpm seven.png
   triplane predict digits.bundle digits --out scores.csv
-  triplane predict gait.tpm steps.csv --x 'ch*:2x64' --out speeds.npz
+  triplane predict gait.tpm steps.csv --x 'ch*:2x64' --group person --out speeds.csv
   triplane predict resnet.onnx photos --size 224x224 --out classes.json
 
 \b
@@ -51,7 +51,8 @@ The suffix of --out says what is written:
   .csv    one line for each sample: the class and its probability where the model has names of
           classes, else one column for each number
   .json   both
-Scores that are no probabilities become some by softmax.
+Scores that are no probabilities become some by softmax. A model that samples gives the same answers
+for the same --seed, --batch-size and order of samples.
 
 {data_options.CHOICES}"""
 
@@ -59,10 +60,12 @@ Scores that are no probabilities become some by softmax.
 # fmt: off
 OPTIONS: Final = (
     data_options.choices()[0],
+    data_options.group_option("Repeat this column beside the answers."),
     *data_options.forms(),
     option("--out", "The file to write (.npz, .csv or .json); without it, the first answers are "
            "printed.", OUTPUT_FILE),
     option("--batch-size N", "Samples per batch.", COUNT, default=models.BATCH),
+    data_options.seed_option(),
 )
 # fmt: on
 
@@ -93,6 +96,7 @@ def answer(model: FileModel, options: dict[str, Any], output: CommandOutput) -> 
     from triplane.unified_ir.cli.answers import write_answers
 
     out: Path | None = options["out"]
+    model = models.seeded(model, options["seed"])
     dataset = _dataset(options, model, output)
     answers = _answers(model, dataset, options, None if out is not None else SHOWN)
     record: dict[str, Any] = {"model": str(options["model"]), "samples": answers.rows}
@@ -116,7 +120,8 @@ def _dataset(options: dict[str, Any], model: FileModel, output: CommandOutput) -
     source = options["source"]
     if Path(source).suffix.lower() in DECODERS:
         return arrays(_image(source, options["size"], model, output))
-    dataset = load_held_out(source, **models.reading(options, model))
+    group = options["group"] or ""
+    dataset = load_held_out(source, group=group, **models.reading(options, model))
     for text in dataset.notes:
         output.note(text)
     if TOKENS in dataset.inputs and not model.labels:
@@ -156,13 +161,15 @@ def _answers(
     from triplane.unified_ir.cli.answers import Answers
 
     parts: list[Mapping[str, Array]] = []
+    keys: list[Array] = []
     rows = taken = 0
     size = options["batch_size"] if limit is None else min(limit, options["batch_size"])
-    for arrays in models.batches(dataset, size):
+    for arrays, own in models.batches(dataset, size, options["group"] or ""):
         feeds = models.feeds_of(dataset, arrays, model, options["x"])
         count = len(arrays[0])
         results = _checked(model.run(feeds), count)
         parts.append(results)
+        keys += [] if own is None else [own]
         rows, taken = rows + count, taken + sum(y.nbytes for y in results.values())
         if taken > MAX_OUTPUT_BYTES:
             raise InvalidInput(
@@ -174,7 +181,8 @@ def _answers(
     if not parts:
         raise InvalidInput("there are no samples to answer")
     joined = {name: np.concatenate([p[name] for p in parts])[:limit] for name in model.outputs}
-    return Answers(joined, _class_names(model))
+    groups = (options["group"], np.concatenate(keys)[:limit]) if keys else None
+    return Answers(joined, _class_names(model), groups)
 
 
 def _checked(results: Mapping[str, Array], rows: int) -> Mapping[str, Array]:
@@ -196,12 +204,16 @@ def _class_names(model: FileModel) -> tuple[str, ...]:
 def _lines(answers: Answers) -> Iterator[str]:
     import numpy as np
 
+    from triplane.unified_ir.cli.answers import GROUP
+    from triplane.unified_ir.files.html_table import printable
+
     for k, row in enumerate(answers.records(TOP)):
+        head = f"{k} ({printable(str(row[GROUP]))})" if GROUP in row else f"{k}"
         if "top" in row:
-            yield f"{k}: " + ", ".join(f"{c['class']} {c['score']:.3f}" for c in row["top"])
+            yield f"{head}: " + ", ".join(f"{c['class']} {c['score']:.3f}" for c in row["top"])
             continue
         texts = (
             f"{name} {np.array2string(np.asarray(y[k]), threshold=8, precision=4, separator=', ')}"
             for name, y in answers.outputs.items()
         )
-        yield f"{k}: " + " ".join(" ".join(texts).split())
+        yield f"{head}: " + " ".join(" ".join(texts).split())

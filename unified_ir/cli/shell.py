@@ -31,6 +31,7 @@ from triplane.proto.errors import (
     TriplaneError,
     Unavailable,
 )
+from triplane.unified_ir.cli.help_text import NarrowContext, fit_help
 
 if TYPE_CHECKING:  # 25 ms that only the loading of verbs has to pay
     from importlib.metadata import EntryPoint
@@ -85,6 +86,8 @@ class Tier:
 
 class Verbs(click.Group):
     """The group whose commands are entry points, imported only when named or listed."""
+
+    context_class = NarrowContext
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the verbs by rank, the order of a model's life; verbs without a rank come last."""
@@ -369,7 +372,7 @@ def _load(entry: EntryPoint) -> click.Command:
         return _unavailable(entry.name, error)
     if not isinstance(command, click.Command):
         return _unavailable(entry.name, InvalidInput(f"{entry.value} is not a click command"))
-    return command
+    return fit_help(command)
 
 
 def _unavailable(name: str, error: Exception) -> click.Command:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
+from click.core import ParameterSource
 
 from triplane.proto.errors import InvalidInput, Unavailable
 from triplane.unified_ir.cli import data_options
@@ -25,13 +26,14 @@ from triplane.unified_ir.cli.shell import (
     option,
 )
 from triplane.unified_ir.cli.stopped_runs import StoppedRun, nothing_finished, reason, seeds_stopped
+from triplane.unified_ir.cli.unlearnable import left_out, left_out_line
 from triplane.unified_ir.federated.core import defaults
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from triplane.unified_ir.federated.core.metric import Metric
-    from triplane.unified_ir.federated.study import DeviceScore, RoundRow, Study, Trial
+    from triplane.unified_ir.federated.study import DeviceScore, RoundRow, Study, Summary, Trial
     from triplane.unified_ir.federated.study.partition import Shards
     from triplane.unified_ir.federated.study.seeds import Completion
     from triplane.unified_ir.federated.study.server import StudyServer
@@ -91,7 +93,8 @@ Accuracies are shares.
 \b
 The same seed gives the same bits, and so does a real run with the same device names and seed. With
 --folder, a killed study continues where it was. If an algorithm diverges, the others continue, and
-the exit code is 2. Only algorithms that finished all seeds are ranked.
+the exit code is 2. Only algorithms that finished all seeds are ranked. One that cannot learn the
+model at all is refused if --algorithm names it, and else left out.
 """.replace("CHOICES\n", f"{data_options.CHOICES}\n")
 MAX_TITLED: Final = 3
 """Number of commas up to which the title of the page names all algorithms."""
@@ -212,13 +215,18 @@ def compare(options: dict[str, Any], server_of: ServerOf) -> None:
     check_distinct_files([options["model"], options["data"], *own_files], outputs)
     from triplane.unified_ir.convert.conversion import read_model
 
-    _studies(options, 0)  # refuses options before anything is read
+    studies = _studies(options, 0)  # refuses options before anything is read
     module, _ = read_model(options["model"])
     with output.user_code():
+        unlearned = _leave_out(module, options, studies)
+        absent = [left_out_line(unlearned)] if unlearned else []
+        for line in absent:
+            output.note(line)
         trials, stops, groups = _trials(module, options, output.note)
-    record = _record(trials, stops, groups)
+    record = _record(trials, stops, groups) | {"left_out": unlearned}
     reasons = {f"{stop.label} stopped": stop.reason for stop in stops}
-    rest = [*record["verdicts"], *map(": ".join, reasons.items())]
+    rest = [*record["verdicts"], *map(": ".join, reasons.items()), *absent]
+    reasons |= {f"{name} left out": why for name, why in unlearned.items()}
     text = "\n".join([*record["warnings"], *_lines(trials, seeds_stopped(stops)), *rest])
     if not output.as_json:
         output.result(record, text)  # first: a file that cannot be written costs no study
@@ -242,6 +250,18 @@ def _studies(options: dict[str, Any], seed: int) -> list[tuple[Study, StudyServe
         server, hyper = options["server_of"](name, options["hyper"])
         studies.append((_study(name, options | {"hyper": hyper}, seed), server))
     return studies
+
+
+def _leave_out(
+    module: Module, options: dict[str, Any], studies: Sequence[tuple[Study, StudyServer]]
+) -> dict[str, str]:
+    """Take algorithms that cannot learn the module out of the options; return the reasons."""
+    source = click.get_current_context().get_parameter_source("algorithms")
+    named = () if source is ParameterSource.DEFAULT else options["algorithms"]
+    hypers = {study.algorithm: study.hyper for study, _ in studies}
+    reasons = left_out(module, hypers, named, options["model"].name)
+    options["algorithms"] = tuple(name for name in hypers if name not in reasons)
+    return reasons
 
 
 def _names(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -431,28 +451,29 @@ def _trial(
     return replace(trial, state={})
 
 
-def _means(scores: Sequence[DeviceScore], metric: Metric) -> str:
-    """Format mean scores before and after adaptation, by group of devices."""
+def _summaries(scores: Sequence[DeviceScore]) -> dict[str, Summary]:
+    """Return the summary of each group of devices that was scored."""
     from triplane.unified_ir.federated.study import summary
 
-    means = {group: summary(s for s in scores if s.seen is seen) for group, seen in GROUPS}
+    groups = {group: [s for s in scores if s.seen is seen] for group, seen in GROUPS}
+    return {group: s for group, own in groups.items() if (s := summary(own))}
+
+
+def _means(scores: Sequence[DeviceScore], metric: Metric) -> str:
+    """Format mean scores before and after adaptation, by group of devices."""
     return ", ".join(
         f"{group} {metric.text(s.before)} -> {metric.text(s.after)}"
-        for group, s in means.items()
-        if s
+        for group, s in _summaries(scores).items()
     )
 
 
 def _diverging(scores: Sequence[DeviceScore], metric: Metric) -> list[str]:
     """Return a line for each group of devices whose loss adaptation multiplies at the start."""
-    from triplane.unified_ir.federated.study import summary
-
-    means = {group: summary(s for s in scores if s.seen is seen) for group, seen in GROUPS}
     return [
         f"adaptation at the start makes the loss of {group} devices {s.after / s.before:.3g} times "
         "as large"
-        for group, s in means.items()
-        if s and not metric.share and s.after > DIVERGING_RATIO * s.before > 0
+        for group, s in _summaries(scores).items()
+        if not metric.share and s.after > DIVERGING_RATIO * s.before > 0
     ]
 
 
@@ -473,6 +494,7 @@ def _record(trials: Sequence[Trial], stops: Sequence[StoppedRun], groups: Groups
 def _lines(trials: Sequence[Trial], stopped: dict[str, list[int]]) -> list[str]:
     """Return the table of results: a row per algorithm and group of devices."""
     from triplane.unified_ir.federated.study.seeds import by_algorithm, completion
+    from triplane.unified_ir.files.text_table import aligned
 
     done = completion(trials, stopped)
     metric = trials[0].metric
@@ -484,13 +506,7 @@ def _lines(trials: Sequence[Trial], stopped: dict[str, list[int]]) -> list[str]:
         for _, seen in GROUPS
         if (row := _row(replicates, trials, done, seen=seen))
     ]
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    return ["  ".join(_aligned(row, widths)).rstrip() for row in (heads, *rows)]
-
-
-def _aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
-    texts, numbers = zip(row[:2], widths[:2], strict=True), zip(row[2:], widths[2:], strict=True)
-    return [t.ljust(width) for t, width in texts] + [n.rjust(width) for n, width in numbers]
+    return aligned([heads, *rows], texts=2)
 
 
 def _row(

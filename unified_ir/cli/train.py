@@ -87,8 +87,8 @@ FINE_TUNING_RATE: Final = 0.0002
 OPTIONS: Final = (
     data_options.data_option("Labelled samples", required=True),
     *data_options.choices("the cell"),
-    option("--group COLUMN", "Hold out whole groups: samples with one value in this column stay "
-           "together."),
+    data_options.group_option("Hold out whole groups: samples with one value in this column stay "
+                              "together."),
     *data_options.forms(),
     option("--validation DATA", "Held-out samples with the same columns.  [default: a fifth of "
            "--data]"),
@@ -97,7 +97,8 @@ OPTIONS: Final = (
     option("--cell-args NAME=VALUE,..", "Arguments of Cell, or a JSON object of them."),
     option("--epochs N", "Passes over the training data.", COUNT, default=5),
     option("--batch-size N", "Samples per step.", COUNT, default=32),
-    option("--optimizer", "The optimizer; its other settings have PyTorch's defaults.",
+    option("--optimizer NAME", f"{', '.join(training.OPTIMIZERS)}; its other settings have "
+           "PyTorch's defaults.",
            click.Choice(list(training.OPTIMIZERS)), default="adam"),
     option("--lr RATE", "Learning rate; the highest one with --schedule.  "
            f"[default: {RATE:g}; {FINE_TUNING_RATE:g} for a model file]", POSITIVE),
@@ -136,7 +137,10 @@ OPTIONS: Final = (
     option("--tensorboard DIR", "Write event files for TensorBoard.", FOLDER),
     option("--engine NAME", "onnx, reference, ascend or xla (JAX, on a GPU if there is one).",
            default="onnx"),
-    option("--mesh data=N", "With --engine xla: split each batch over N devices."),
+    option("--mesh AXIS=N,..", "With --engine xla: devices by axis; a batch is split over `data`."),
+    option("--shard PATTERN=AXIS,..", "With --mesh: over which axis each axis of the parameters of "
+           "such names is split, - for none, as in '*.weight=model,-'; may be repeated.",
+           multiple=True),
     option("--steps-per-launch N", "With --engine xla: steps that the device runs without the host "
            "between them.", COUNT, default=1),
     option("--seed N", "Seed of initial weights, split and order; the same seed gives the same "
@@ -148,6 +152,8 @@ OPTIONS: Final = (
            "Resume from --checkpoint, or refuse a folder that holds checkpoints.", default=True),
     option("--entry", "Function to export; may be repeated.  [default: all but gradients]",
            click.Choice(ENTRIES), name="entries", multiple=True),
+    option("--key-input NAME", "Add an input uint32[2] to predict: the key by which a cell that "
+           "samples draws."),
     option("--fixed-batch N", "Export functions for batches of exactly N samples.  [default: any]",
            COUNT),
     option("--local-lr RATE",
@@ -286,7 +292,7 @@ def _trained(
     )
     samples, held_out = _samples(options, output)
     trainer = _trainer(options, cell, samples, output)
-    with _explained_shapes(samples, options):
+    with _explained_shapes(trainer, samples, options):
         trainer.fit(
             samples,
             options["epochs"],
@@ -299,8 +305,18 @@ def _trained(
     entries = options["entries"] or DEFAULT_ENTRIES
     with trainer.averaged() if options["ema"] is not None else nullcontext():
         result = trainer.evaluate(held_out)
-        module = trainer.export(entries, local_lr=options["local_lr"], batch=options["fixed_batch"])
-        return trainer, result, module
+        module = trainer.export(
+            entries,
+            local_lr=options["local_lr"],
+            batch=options["fixed_batch"],
+            key_input=options["key_input"],
+        )
+    if tallies := list(trainer.model.tallies):
+        output.note(
+            f"{', '.join(tallies)}: no mean of batches, so the functions of the model file do not "
+            f"compute it; `triplane evaluate --metric {tallies[0]}` does"
+        )
+    return trainer, result, module
 
 
 def _samples(options: dict[str, Any], output: CommandOutput) -> tuple[Dataset, Dataset]:
@@ -323,15 +339,32 @@ def _samples(options: dict[str, Any], output: CommandOutput) -> tuple[Dataset, D
 
 
 @contextmanager
-def _explained_shapes(samples: Dataset, options: dict[str, Any]) -> Iterator[None]:
+def _explained_shapes(
+    trainer: Trainer, samples: Dataset, options: dict[str, Any]
+) -> Iterator[None]:
     """Add to an error about shapes what the model was fed, and how to change it."""
     from triplane.unified_ir.ir.types import ShapeError
 
     try:
         yield
     except ShapeError as error:
-        hint = data_options.shape_hint(samples, options["x"], options["y"])
+        side = "y" if _takes_inputs(trainer, samples) else "x"
+        hint = data_options.shape_hint(samples, **{side: options[side]})
         raise ShapeError(f"{error}; {hint}") from error
+
+
+def _takes_inputs(trainer: Trainer, samples: Dataset) -> bool:
+    """Return whether the network takes the inputs, so that only the targets do not fit."""
+    from triplane.unified_ir.train import step
+    from triplane.unified_ir.train.batches import as_batch
+
+    try:
+        batch = next(samples.batches(1, seed=0))
+        types = [step.batch_type(a) for a in as_batch(batch)[: len(samples.inputs)]]
+        step.predict(trainer.cell, types, trainer.loss.output)
+    except TriplaneError:
+        return False
+    return True
 
 
 def _trainer(
@@ -352,7 +385,7 @@ def _trainer(
             *training.early_stop(options["early_stop"], restore_best=options["restore_best"]),
             *boards,
         ],
-        engine=training.engine(options["engine"], options["mesh"]),
+        engine=training.engine(options["engine"], options["mesh"], options["shard"]),
         average=options["ema"],
         memory_budget_bytes=None if budget_mb is None else round(budget_mb * 1e6),
         labels=samples.labels,

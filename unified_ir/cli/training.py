@@ -89,16 +89,27 @@ DEFAULT_METRICS: Final[Mapping[str, tuple[str, ...]]] = {"numbers": ("mae",)}
 """Metrics without --metric, where the loss has none of its own."""
 
 
-def engine(name: str, mesh: str | None) -> Any:
-    """Return what --engine and --mesh describe: a name, or the engine xla on a mesh."""
-    if mesh is None:
+def engine(name: str, mesh: str | None, shard: Sequence[str]) -> Any:
+    """Return what --engine, --mesh and --shard describe: a name, or the engine xla on a mesh."""
+    if mesh is None and not shard:
         return name
     if name != "xla":
-        raise InvalidInput(f"--mesh splits batches with --engine xla, and the engine is {name!r}")
+        raise InvalidInput(
+            f"--mesh and --shard split work with --engine xla, and the engine is {name!r}"
+        )
     from triplane.unified_ir.engines.xla.engine import XlaEngine
 
-    axis, _, count = mesh.partition("=")
-    return XlaEngine(mesh={axis: _whole("--mesh", _number("--mesh", count))})
+    axes = {}
+    for item in filter(None, (mesh or "").split(",")):
+        axis, _, count = item.partition("=")
+        axes[axis] = _whole("--mesh", _number("--mesh", count))
+    patterns = {}
+    for item in shard:
+        pattern, equals, over = item.partition("=")
+        if not equals:
+            raise InvalidInput(f"--shard is PATTERN=AXIS,.., got {item!r}")
+        patterns[pattern] = [None if axis in {"", "-"} else axis for axis in over.split(",")]
+    return XlaEngine(mesh=axes, shard=patterns)
 
 
 def optimizer(options: Mapping[str, Any], total: int | None) -> Optimizer:

@@ -33,7 +33,6 @@ from triplane.unified_ir.convert.describe import (
     check_names,
     class_names,
     constraints,
-    labels_of,
     preprocessing,
     running_bytes,
     tolerance,
@@ -56,6 +55,7 @@ from triplane.unified_ir.data import Dataset
 from triplane.unified_ir.files.container import Container, is_container
 from triplane.unified_ir.ir import Module
 from triplane.unified_ir.ir.graph import Array, Node
+from triplane.unified_ir.ir.meta import labels_of
 from triplane.unified_ir.ops.check import load
 from triplane.unified_ir.quantize import (
     IN_PARTS,
@@ -144,7 +144,7 @@ def convert(
     steps = _checked_steps(module, entry, quantize, calibration, budgets)
     # A node changes the weights of a start point, so they must not be folded into others.
     frozen = freeze(module, entry) if steps else fold(freeze(module, entry))
-    names = labels_of(module)
+    names = labels_of(module.meta)
     samples, record = _samples(calibration, frozen, names)
     job = _Conversion(
         module=module, entry=entry, target=row, frozen=frozen, name=name, version=version,

@@ -6,9 +6,8 @@ Two keys of `Module.meta` are read, both JSON: `labels`, class names of the firs
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -16,6 +15,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.convert.targets import Target
 from triplane.unified_ir.ir import Module
 from triplane.unified_ir.ir.graph import Array, Function
+from triplane.unified_ir.ir.meta import LABELS, json_of
 from triplane.unified_ir.ir.types import is_plain
 from triplane.unified_ir.ops.values import bind
 from triplane.unified_ir.passes.memory import live
@@ -84,18 +84,12 @@ def running_bytes(function: Function, feeds: Mapping[str, Array]) -> int:
     return live(function.nodes, function.results, sizes).peak_bytes
 
 
-def labels_of(module: Module) -> tuple[str, ...]:
-    """Return the names of the classes of the first result; none if the model has none."""
-    labels = _json(module, "labels")
-    return tuple(map(str, labels)) if isinstance(labels, list) else ()
-
-
 def class_names(
     module: Module, outputs: Sequence[TensorInfo], labels: Labels | None
 ) -> dict[str, tuple[str, ...]]:
     """Return class names by output, as many as the output's last axis counts."""
     if labels is None:
-        labels = _json(module, "labels") or {}
+        labels = json_of(module.meta, LABELS) or {}
     if not isinstance(labels, Mapping):
         labels = {outputs[0].name: labels}
     sizes = {info.name: info.shape[-1] if info.shape else None for info in outputs}
@@ -112,7 +106,7 @@ def class_names(
 
 def preprocessing(module: Module) -> tuple[Preprocessing, ...]:
     """Return the steps in the module's meta; InvalidInput if they have another form."""
-    steps = _json(module, "preprocessing") or []
+    steps = json_of(module.meta, "preprocessing") or []
     try:
         return tuple(
             Preprocessing(
@@ -131,11 +125,3 @@ def preprocessing(module: Module) -> tuple[Preprocessing, ...]:
             "the module's meta 'preprocessing' must be a JSON list of objects with input, name and "
             f"params, got {str(steps)[:80]!r}"
         ) from error
-
-
-def _json(module: Module, key: str) -> Any:
-    text = module.meta.get(key, "null")
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise InvalidInput(f"the module's meta {key!r} must be JSON, got {text[:80]!r}") from error

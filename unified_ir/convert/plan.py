@@ -6,7 +6,6 @@ at the value `start.NAME` of the model file, or at zero.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -14,6 +13,7 @@ from typing import Final
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.convert.checks import check_runnable
 from triplane.unified_ir.ir import Module
+from triplane.unified_ir.ir.meta import labels_of
 from triplane.unified_ir.ir.module import with_assigned_state
 from triplane.unified_ir.onnx import OnnxTarget, emit, serialize
 from triplane.unified_ir.runtime import Limits, PlanSpec, write_plan
@@ -50,7 +50,7 @@ def export_plan(
         roles={name: str(module.state[name].role) for name in sorted(used)},
         steps=steps or {},
         limits=limits or Limits(),
-        labels=tuple(map(str, json.loads(module.meta.get("labels", "[]")))),
+        labels=labels_of(module.meta),
         parent=model_digest,
     )
     return write_plan(Path(path), spec, check=check_runnable)

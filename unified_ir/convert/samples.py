@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,14 +18,8 @@ from triplane.proto.errors import InvalidInput, NotFound
 from triplane.unified_ir.data import Dataset, load
 from triplane.unified_ir.data.by_name import PIPELINE, size_like
 from triplane.unified_ir.data.choosing import class_numbers, row_bytes
-from triplane.unified_ir.data.columns import Columns, Field, Rows, Schema
-from triplane.unified_ir.data.functions import Cache
 from triplane.unified_ir.data.grouping import Batched
-from triplane.unified_ir.data.kinds import is_table
-from triplane.unified_ir.data.opened import Origin
-from triplane.unified_ir.data.registry import CHOOSING
-from triplane.unified_ir.data.table import Table
-from triplane.unified_ir.data.transforms import Select
+from triplane.unified_ir.data.views import source_rows
 from triplane.unified_ir.files.npz import opened_npz
 from triplane.unified_ir.files.pixels import as_input
 from triplane.unified_ir.files.samples import check_finite, transpose_hint
@@ -35,8 +29,6 @@ from triplane.unified_ir.quantize import Samples
 
 MAX_SAMPLES_BYTES: Final = 2**30
 GENERATED: Final = 4
-ROW: Final = "number of the row in the source"
-"""The name of a column that no source has."""
 
 Given = Array | Mapping[str, Array] | Dataset
 
@@ -95,7 +87,7 @@ def _columns(
             "or .roles(inputs)"
         )
     own = names if set(dataset.inputs) == set(names) else dataset.inputs
-    _check_bytes(dataset, own, what)
+    _check_bytes(dataset, own, what, len(dataset))
     columns = [class_numbers(dataset, labels, name) for name in own]
     return {p.name: _as(x, p.type.dtype.numpy) for p, x in zip(inputs, columns, strict=True)}
 
@@ -121,8 +113,15 @@ def raw_columns(dataset: Dataset, inputs: Sequence[Value]) -> dict[str, Array]:
             f"{dataset.origin.name} has no column {missing[0]!r}, which the model takes; it has "
             f"{', '.join(stored.schema)}"
         )
-    _check_bytes(stored, names, dataset.origin.name)
-    rows = _source_rows(dataset)
+    plain = unbatched(dataset)
+    _check_bytes(stored, names, dataset.origin.name, max(len(stored), len(plain)))
+    rows = source_rows(plain.view(), dataset.origin.table)
+    if rows is None:
+        raise InvalidInput(
+            f"the samples of {dataset.origin.name} are not rows of its source: windows are made of "
+            "several rows, and a repeated zip of shuffled datasets pairs others each time; write "
+            "them as records first: `triplane data convert`"
+        )
     return {name: np.asarray(stored.column(name))[rows] for name in names}
 
 
@@ -131,43 +130,8 @@ def unbatched(dataset: Dataset) -> Dataset:
     return replace(dataset, steps=tuple(s for s in dataset.steps if not isinstance(s, Batched)))
 
 
-@dataclass(frozen=True, eq=False)
-class _NumberedTable:
-    """A table with the number of each row as one more column."""
-
-    table: Table
-
-    @property
-    def schema(self) -> Schema:
-        """See `Table`."""
-        return {**self.table.schema, ROW: Field("int64")}
-
-    def __len__(self) -> int:
-        return len(self.table)
-
-    def take(self, rows: Rows) -> Columns:
-        """See `Table`."""
-        return {**self.table.take(rows), ROW: rows}
-
-
-def _source_rows(dataset: Dataset) -> Array | slice:
-    """Return the number in the source of each sample that the dataset gives, in its order."""
-    steps = unbatched(dataset).steps
-    if not any(isinstance(s, CHOOSING) and not isinstance(s, Cache) for s in steps):
-        return slice(None)
-    kept = tuple(Select((*s.columns, ROW)) if isinstance(s, Select) else s for s in steps)
-    table = dataset.origin.table
-    if not is_table(table):
-        raise InvalidInput(
-            f"{dataset.origin.name} is read in order, so samples cannot be chosen from it; write "
-            "it as records first: `triplane data convert`"
-        )
-    numbered = Dataset(Origin(None, _NumberedTable(table), dataset.origin.name), kept)
-    return np.asarray(numbered.column(ROW))
-
-
-def _check_bytes(dataset: Dataset, names: Sequence[str], what: str) -> None:
-    if (total := row_bytes(dataset, names) * len(dataset)) > MAX_SAMPLES_BYTES:
+def _check_bytes(dataset: Dataset, names: Sequence[str], what: str, count: int) -> None:
+    if (total := row_bytes(dataset, names) * count) > MAX_SAMPLES_BYTES:
         raise InvalidInput(
             f"{what} takes {total} bytes in memory; at most {MAX_SAMPLES_BYTES} are supported. A "
             "few hundred typical samples are enough: .take(500)"

@@ -99,9 +99,12 @@ def load(source: str | Path, **options: Any) -> Dataset:
     return _prepared(source, ReadingOptions(**options))[0]
 
 
-def load_held_out(source: str | Path, **options: Any) -> Dataset:
-    """Return the dataset that `source` names; its held-out part if it has two. See `load`."""
-    return _prepared(source, ReadingOptions(**options))[-1]
+def load_held_out(source: str | Path, *, group: str = "", **options: Any) -> Dataset:
+    """Return the dataset that `source` names; its held-out part if it has two. See `load`.
+
+    group: a column to keep beside inputs and targets.
+    """
+    return _prepared(source, _keeping(source, group, ReadingOptions(**options)))[-1]
 
 
 def load_split(
@@ -113,10 +116,7 @@ def load_split(
     x_train ... y_test, or a folder that contains `train` and `test`. group: a column whose values,
     such as persons, are held out whole. options: as `load` takes them.
     """
-    reading = ReadingOptions(**options)
-    if group and not _is_pipeline(source):
-        reading = replace(reading, keep=(*reading.keep, group))
-    parts = _prepared(source, reading)
+    parts = _prepared(source, _keeping(source, group, ReadingOptions(**options)))
     if len(parts) == 1:
         return parts[0].split(fraction, seed=seed, group=group or None)
     if group:
@@ -188,6 +188,13 @@ def _preparation(
         pixels=options.pixels,
         window=options.window,
     )
+
+
+def _keeping(source: str | Path, group: str, options: ReadingOptions) -> ReadingOptions:
+    """Return the options with one more column kept; a pipeline itself says which it keeps."""
+    if not group or _is_pipeline(source):
+        return options
+    return replace(options, keep=(*options.keep, group))
 
 
 def _is_pipeline(source: str | Path) -> bool:

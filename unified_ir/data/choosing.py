@@ -6,7 +6,7 @@ A choice is written [NAME=]PATTERN[,PATTERN...][:SHAPE], such as "x", "ch*", "im
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
@@ -72,12 +72,15 @@ class ColumnChoice:
             )
         return cls(patterns, name, tuple(map(int, shape)))
 
-    def matching(self, schema: Schema) -> list[str]:
-        """Return the matching columns; NotFound names the columns that exist."""
+    def matching(self, schema: Schema, but: Collection[str] = ()) -> list[str]:
+        """Return the matching columns; NotFound names the columns that exist.
+
+        but: columns that only their own name matches, such as that of groups.
+        """
         names = []
         for pattern in self.patterns:
             matching = [n for n in schema if n == pattern] or [
-                n for n in schema if fnmatchcase(n, pattern)
+                n for n in schema if n not in but and fnmatchcase(n, pattern)
             ]
             if not matching and not self.optional:
                 raise NotFound(f"no column is called {pattern!r}; there are {names_text(schema)}")
@@ -302,7 +305,7 @@ class _Building:
     ) -> None:
         """Choose, join and name the columns of all inputs and targets, and drop the others."""
         schema = self.dataset.schema
-        chosen = [(choice, choice.matching(schema)) for choice in (*x, *y)]
+        chosen = [(choice, choice.matching(schema, keep)) for choice in (*x, *y)]
         _check_shared(chosen)
         kept = [ColumnChoice((name,)).matching(schema)[0] for name in keep]
         every = list(dict.fromkeys([*(n for _, names in chosen for n in names), *kept]))

@@ -24,6 +24,7 @@ from triplane.unified_ir.data.views import (
     blocks_of,
     mapped,
     rows_view,
+    source_rows,
     table_of,
 )
 
@@ -225,6 +226,10 @@ class CachedTable:
     def column(self, name: str) -> columns.Column:
         """Return a column of all rows."""
         return self.held.columns[name]
+
+    def rows_in(self, source: View) -> columns.Rows | None:
+        """Return the numbers of its rows in `source`; see `source_rows`."""
+        return source_rows(self.table, source)
 
     @cached_property
     def held(self) -> ArrayTable:

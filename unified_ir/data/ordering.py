@@ -23,6 +23,7 @@ from triplane.unified_ir.data.views import (
     Upstream,
     View,
     rows_view,
+    source_rows,
     table_of,
     whole_column,
 )
@@ -269,6 +270,16 @@ class _RepeatedTable:
         place = np.empty(len(rows), np.int64)
         place[np.argsort(rounds, kind="stable")] = np.arange(len(rows))
         return columns.take(columns.joined(parts), place)
+
+    def rows_in(self, source: View) -> Rows | None:
+        """Return the numbers of its rows in `source`; see `source_rows`."""
+        parts = []
+        for number in range(self.times):
+            rows = source_rows(self.upstream(self.first + number), source)
+            if rows is None:
+                return None
+            parts.append(rows)
+        return np.concatenate(parts)
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from threading import RLock
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -126,20 +126,23 @@ def rows_in_memory(table: Table) -> tuple[Mapping[str, Column], Rows] | None:
     return (source.columns, order) if isinstance(source, ArrayTable) else None
 
 
-def source_rows(table: Table, source: Table) -> Rows | None:
-    """Return the numbers in `source` of the rows of a table that was made from it, (N,) int64.
+def source_rows(view: View, source: View) -> Rows | None:
+    """Return the numbers in `source` of the rows of a view that was made from it, (N,) int64.
 
-    None if a step joins, repeats or makes rows, so that they are not rows of the source.
+    None if they have none: a step joins or makes rows, or the source is read in order or is another
+    one in each epoch.
     """
-    if table is source:
-        return np.arange(len(source))
-    if isinstance(table, (Reordered, Strided)):
-        rows = source_rows(table.table, source)
-        return None if rows is None else rows[table.order]
-    # A cached table holds another, row by row.
-    wrapper: Any = table
-    is_same = isinstance(table, MappedTable) or hasattr(type(table), "held")
-    return source_rows(wrapper.table, source) if is_same else None
+    if not is_table(view):
+        return None
+    if view is source:
+        return np.arange(len(view))
+    if isinstance(view, (Reordered, Strided)):
+        rows = source_rows(view.table, source)
+        return None if rows is None else rows[view.order]
+    if isinstance(view, MappedTable):
+        return source_rows(view.source, source)
+    rows_in: Callable[[View], Rows | None] | None = getattr(view, "rows_in", None)
+    return None if rows_in is None else rows_in(source)
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,89 +180,77 @@ RowFunction = Callable[[Columns, Rows], Columns]
 """From a block and the numbers of its rows to the block after a step."""
 
 
-@dataclass(frozen=True, eq=False)
-class MappedTable:
-    """A table whose blocks go through a function. kept: columns that it leaves as they are."""
-
-    table: Table
-    function: RowFunction
-    schema_of: Callable[[Schema], Schema] | None
-    kept: Callable[[str], bool] = lambda _: False
-    _once: ComputedOnce = field(default_factory=ComputedOnce)
-
-    @property
-    def schema(self) -> Schema:
-        """See `Table`; of a function of the user's, what it gives for the first row."""
-        schema: Schema = self._once.get(self._schema)
-        return schema
-
-    def _schema(self) -> Schema:
-        if self.schema_of is not None:
-            return self.schema_of(self.table.schema)
-        if not len(self):
-            return {}
-        return columns.schema_of(self.take(np.zeros(1, np.int64)))
-
-    def __len__(self) -> int:
-        return len(self.table)
-
-    def take(self, rows: Rows) -> Columns:
-        """See `Table`."""
-        return self.function(self.table.take(rows), rows)
-
-    def column(self, name: str) -> Column | None:
-        """Return a column of all rows if the function leaves it as it is."""
-        return whole_column(self.table, name) if self.kept(name) else None
+V = TypeVar("V", bound=View)
 
 
 @dataclass(frozen=True, eq=False)
-class MappedFeed:
-    """A feed whose blocks go through a function."""
+class _Mapped(Generic[V]):
+    """A view whose blocks or batches go through a function.
 
-    feed: Feed
+    schema_of: the schema after it by that before; None for a function of the user's.
+    """
+
+    source: V
     function: RowFunction
     schema_of: Callable[[Schema], Schema] | None
-    _once: ComputedOnce = field(default_factory=ComputedOnce)
+    _once: ComputedOnce = field(default_factory=ComputedOnce, init=False)
 
     @property
     def schema(self) -> Schema:
-        """See `Feed`."""
-        schema: Schema = self._once.get(self._schema)
-        return schema
-
-    def _schema(self) -> Schema:
-        if self.schema_of is not None:
-            return self.schema_of(self.feed.schema)
-        first = next(self.blocks(0), None)
-        return {} if first is None else columns.schema_of(first)
-
-    def blocks(self, start: int) -> Iterator[Columns]:
-        """See `Feed`."""
-        for block in self.feed.blocks(start):
-            n = columns.count(block)
-            yield self.function(block, np.arange(start, start + n))
-            start += n
-
-
-@dataclass(frozen=True, eq=False)
-class MappedBatches:
-    """Batches that go through a function."""
-
-    source: Batches
-    function: RowFunction
-    schema_of: Callable[[Schema], Schema] | None
-    _once: ComputedOnce = field(default_factory=ComputedOnce)
-
-    @property
-    def schema(self) -> Schema:
-        """See `Batches`."""
+        """See `Table`; of a function of the user's, what it gives for what comes first."""
         schema: Schema = self._once.get(self._schema)
         return schema
 
     def _schema(self) -> Schema:
         if self.schema_of is not None:
             return self.schema_of(self.source.schema)
-        return columns.schema_of(self.batch(0)) if len(self) else {}
+        first = self._first()
+        return {} if first is None else columns.schema_of(first)
+
+    def _first(self) -> Columns | None:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False)
+class MappedTable(_Mapped[Table]):
+    """A table whose blocks go through a function. kept: columns that it leaves as they are."""
+
+    kept: Callable[[str], bool] = lambda _: False
+
+    def _first(self) -> Columns | None:
+        return self.take(np.zeros(1, np.int64)) if len(self) else None
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def take(self, rows: Rows) -> Columns:
+        """See `Table`."""
+        return self.function(self.source.take(rows), rows)
+
+    def column(self, name: str) -> Column | None:
+        """Return a column of all rows if the function leaves it as it is."""
+        return whole_column(self.source, name) if self.kept(name) else None
+
+
+class MappedFeed(_Mapped[Feed]):
+    """A feed whose blocks go through a function."""
+
+    def _first(self) -> Columns | None:
+        return next(self.blocks(0), None)
+
+    def blocks(self, start: int) -> Iterator[Columns]:
+        """See `Feed`."""
+        for block in self.source.blocks(start):
+            n = columns.count(block)
+            yield self.function(block, np.arange(start, start + n))
+            start += n
+
+
+class MappedBatches(_Mapped[Batches]):
+    """Batches that go through a function."""
+
+    def _first(self) -> Columns | None:
+        return self.batch(0) if len(self) else None
 
     def __len__(self) -> int:
         return len(self.source)
@@ -273,26 +264,11 @@ class MappedBatches:
         return self.source.rows_of(k)
 
 
-@dataclass(frozen=True, eq=False)
-class MappedBatchFeed:
+class MappedBatchFeed(_Mapped[BatchFeed]):
     """A feed of batches that go through a function."""
 
-    source: BatchFeed
-    function: RowFunction
-    schema_of: Callable[[Schema], Schema] | None
-    _once: ComputedOnce = field(default_factory=ComputedOnce)
-
-    @property
-    def schema(self) -> Schema:
-        """See `BatchFeed`."""
-        schema: Schema = self._once.get(self._schema)
-        return schema
-
-    def _schema(self) -> Schema:
-        if self.schema_of is not None:
-            return self.schema_of(self.source.schema)
-        first = next(self.batches(0), None)
-        return {} if first is None else columns.schema_of(first[1])
+    def _first(self) -> Columns | None:
+        return next((batch for _, batch in self.batches(0)), None)
 
     def batches(self, start: int) -> Iterator[tuple[Rows, Columns]]:
         """See `BatchFeed`."""

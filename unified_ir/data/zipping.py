@@ -54,7 +54,7 @@ def _side_by_side(source: ZipSource, seed: int, epoch: int, place: int) -> Zippe
     sizes = [len(table) for table in tables]
     if len(set(sizes)) > 1:
         raise InvalidInput(f"zip: the datasets have {sizes} samples; take as many of each")
-    return ZippedTable(source, tuple(tables), schema)
+    return ZippedTable(source, tuple(tables), schema, (seed, epoch, place))
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,9 +64,12 @@ class ZippedTable:
     source: ZipSource
     tables: tuple[Table, ...]
     schema: Schema
+    drawn_for: tuple[int, int, int]
 
     def of_epoch(self, seed: int, epoch: int, place: int) -> View:
         """Return the same of another epoch, since the parts may be shuffled."""
+        if self.drawn_for == (seed, epoch, place) or not self.source.is_random:
+            return self
         return _side_by_side(self.source, seed, epoch, place)
 
     def __len__(self) -> int:

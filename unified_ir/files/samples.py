@@ -8,6 +8,10 @@ import numpy.typing as npt
 
 from triplane.proto.errors import InvalidInput
 
+COUNTED: Final = "counted/"
+"""Prefix of the result that holds the divisor of a mean that does not divide by the rows."""
+IGNORED: Final = "ignored"
+"""Key of a module's meta with the label that the loss of its training leaves out."""
 MAX_CLASSES: Final = 10_000
 """Limit for classes of any dataset; a model usually distinguishes fewer."""
 

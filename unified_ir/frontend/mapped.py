@@ -7,6 +7,7 @@ from typing import Any
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.autodiff.vectorize import vectorize
+from triplane.unified_ir.frontend.programs import derived_once
 from triplane.unified_ir.frontend.run import graph
 from triplane.unified_ir.frontend.traced_call import (
     TracedCall,
@@ -26,6 +27,7 @@ Axes = Any
 """An int or None for all leaves of a tree, or a tree of ints and None like it."""
 
 
+@derived_once
 def vmap(f: Any, in_axes: Axes = 0, out_axes: Axes = 0) -> Any:
     """Return `f`, a function of one sample, as a function of a batch of samples.
 

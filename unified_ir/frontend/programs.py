@@ -8,28 +8,40 @@ every call and behaves as in Python.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from types import FunctionType, MethodType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
+
+import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.engines import Program
 from triplane.unified_ir.frontend.binding import Parameter, StateTree
 from triplane.unified_ir.frontend.guards import TraceGuard
 from triplane.unified_ir.frontend.trace import Traceable, Traced, name_of
+from triplane.unified_ir.frontend.traced_call import at_users_line
 
 CACHE_SIZE: Final = 64
 """Number of programs cached per cell or function; beyond it the oldest ones are dropped."""
 
 MANY_TRACES: Final = 20
-"""Number of traces, each because something changed that the last one read, before a warning."""
+"""Number of traces, each because something changed that the last one read, before a warning; and
+number of shapes, or of objects, of one argument."""
+
+MANY_VALUES: Final = 8
+"""Number of values of one argument, a Python number, before a warning."""
 
 _KEY: Final = "_triplane_programs"
+_DERIVED: Final = "_triplane_derived"
+Transform = TypeVar("Transform", bound=Callable[..., Any])
+
 _lock: Final = Lock()
 _others: Final[weakref.WeakKeyDictionary[Any, dict[Any, Programs]]] = weakref.WeakKeyDictionary()
 """Programs of methods, and of callables that are neither functions nor cells."""
@@ -72,6 +84,48 @@ class ObjectIdentity:
         return mine is not None and mine is other._get()
 
 
+@dataclass(frozen=True, slots=True)
+class _Varying:
+    """How an argument may cause a compilation at each call: what is said after `limit` of them."""
+
+    limit: int
+    text: str
+
+
+_NUMBERS: Final = {int: "int64", float: "float32", complex: "complex64"}
+_VARYING: Final = {
+    "number": _Varying(
+        MANY_VALUES,
+        "values of its argument {name!r}, a Python number, now {value}. Each new value is "
+        "compiled: pass np.{dtype}({name}), unless shapes or the course of the code depend on it",
+    ),
+    "object": _Varying(
+        MANY_TRACES,
+        "objects that its argument {name!r} was. Each new object is compiled: construct it once, "
+        "before the loop",
+    ),
+    "shape": _Varying(
+        MANY_TRACES,
+        "shapes of its argument {name!r}, now {value}. Each new shape is compiled: pad arrays to a "
+        "few shapes, or let a Trainer run, whose batch axis may have any size",
+    ),
+}
+
+
+def _varying(part: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], str, Hashable]]:
+    """Yield (path, kind of `_VARYING`, value) of each leaf of a part of a signature."""
+    if isinstance(part, ObjectIdentity):
+        yield path, "object", part
+    elif isinstance(part, tuple) and part:
+        if isinstance(part[0], np.dtype):
+            yield path, "shape", part[1]
+        elif part[0] in _NUMBERS:
+            yield path, "number", part
+        else:
+            for i, inner in enumerate(part):
+                yield from _varying(inner, (*path, i))
+
+
 class Programs:
     """The cached programs of one callable."""
 
@@ -82,6 +136,8 @@ class Programs:
         self._signature = inspect.signature(function)
         self._by_key: dict[Any, tuple[Compiled, ...]] = {}
         self._retraced = 0
+        self._seen: defaultdict[Any, set[Hashable]] = defaultdict(set)
+        self._warned: set[str] = set()
 
     def belongs_to(self, owner: Any) -> bool:
         """Return whether these programs belong to this object.
@@ -108,6 +164,8 @@ class Programs:
 
     def keep(self, key: Any, compiled: Compiled) -> None:
         """Keep a program for `find`, unless recording it changed what it reads."""
+        if key not in self._by_key:
+            self._count_values(key)
         last = self._by_key.get(key, ())[:1]
         change = compiled.guard.changed()
         self._count(change or (last[0].guard.changed() if last else None))
@@ -127,13 +185,38 @@ class Programs:
         """Warn, once, of a function that is compiled again and again, and of what changes."""
         self._retraced += change is not None
         if change is not None and self._retraced == MANY_TRACES:
-            warnings.warn(
-                f"{self._target} was compiled {MANY_TRACES} times because what it reads changes "
-                f"between calls, this time {change}; keep that outside of what the function "
-                "reaches, or pass it as an array",
-                UserWarning,
-                stacklevel=5,
+            self._warn(
+                f"{MANY_TRACES} times because what it reads changes between calls, this time "
+                f"{change}; keep that outside of what the function reaches, or pass it as an array"
             )
+
+    def _count_values(self, key: Any) -> None:
+        """Warn, once, of an argument with so many values that each call may be compiled."""
+        for path, kind, value in self._leaves(key):
+            known, row = self._seen[path, kind], _VARYING[kind]
+            if kind in self._warned or value in known:
+                continue
+            known.add(value)
+            if len(known) == row.limit:
+                self._warned.add(kind)
+                shown, dtype = value, ""
+                if kind == "number":
+                    dtype, shown = _NUMBERS[value[0]], value[1]  # type: ignore[index]
+                said = row.text.format(name=path[0], value=shown, dtype=dtype)
+                self._warn(f"for {row.limit} {said}")
+
+    def _leaves(self, key: Any) -> Iterator[tuple[tuple[Any, ...], str, Hashable]]:
+        """Yield what may vary in a signature; each path begins with the argument's name."""
+        _, count, *parts = key
+        names = list(self._signature.parameters) or ["args"]
+        for i, part in enumerate(parts[:count]):
+            yield from _varying(part, (names[min(i, len(names) - 1)], i))
+        for name, part in parts[count:]:
+            yield from _varying(part, (name,))
+
+    def _warn(self, said: str) -> None:
+        text = f"{self._target} was compiled {said}{at_users_line()}"
+        warnings.warn(text, UserWarning, stacklevel=6)
 
 
 def programs_of(target: Any) -> Programs:
@@ -156,3 +239,30 @@ def programs_of(target: Any) -> Programs:
     if function not in others:
         others[function] = Programs(target)
     return others[function]
+
+
+def derived_once(transform: Transform) -> Transform:
+    """Decorator: transform a Python function once for each set of options.
+
+    What `grad(f)` returns has programs of its own, which a second `grad(f)` would compile again.
+    It is stored on `f` and lives as long.
+    """
+
+    @functools.wraps(transform)
+    def once(f: Any, *args: Any, **kwargs: Any) -> Any:
+        options = (transform.__name__, args, tuple(sorted(kwargs.items())))
+        try:
+            hash(options)
+        except TypeError:  # a list, or a dict of axes
+            return transform(f, *args, **kwargs)
+        if not isinstance(f, FunctionType):
+            return transform(f, *args, **kwargs)
+        # `functools.wraps` copies attributes to a wrapper, hence the comparison.
+        of, derived = f.__dict__.get(_DERIVED, (None, {}))
+        if of is not f:
+            of, derived = f.__dict__[_DERIVED] = f, {}
+        if options not in derived:
+            derived[options] = transform(f, *args, **kwargs)
+        return derived[options]
+
+    return once  # type: ignore[return-value]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import accumulate
 from math import prod
 from typing import Any
 
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.files.text_table import aligned
 from triplane.unified_ir.frontend.binding import LEARNT, StateTree
 from triplane.unified_ir.frontend.run import current_floats, host_arguments
 from triplane.unified_ir.frontend.trace import record
@@ -31,7 +31,7 @@ def summary(cell: StateTree, *specs: Any) -> str:
     trainable = sum(p.array.size for p in own if p.trainable)
     parameters, buffers = _held(cell)
     total = f"{parameters:,} parameters, {trainable:,} of them trainable"
-    return "\n".join([*_aligned(rows), f"{total}; {buffers:,} elements of buffers"])
+    return "\n".join([*aligned(rows, texts=3), f"{total}; {buffers:,} elements of buffers"])
 
 
 def _recorded(cell: StateTree, specs: tuple[Any, ...]) -> Function:
@@ -84,11 +84,3 @@ def _computed_in(function: Function) -> dict[Value, str]:
 def _scopes(scope: str) -> set[str]:
     """Return the paths of a part and of those around it: a, a.b, a.b.c."""
     return set(accumulate(scope.split("."), "{}.{}".format)) if scope else set()
-
-
-def _aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        texts = [text.ljust(width) for text, width in zip(row[:3], widths, strict=False)]
-        counts = [text.rjust(width) for text, width in zip(row[3:], widths[3:], strict=True)]
-        yield "  ".join((*texts, *counts)).rstrip()

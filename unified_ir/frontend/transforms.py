@@ -18,6 +18,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import autodiff
 from triplane.unified_ir.autodiff.forward import pushforward
 from triplane.unified_ir.autodiff.reverse import record_vjp
+from triplane.unified_ir.frontend.programs import derived_once
 from triplane.unified_ir.frontend.run import graph
 from triplane.unified_ir.frontend.traced_call import (
     TracedCall,
@@ -52,6 +53,7 @@ class _Pullback:
         return [rebuild(tree, [next(grads) for _ in leaves(tree)]) for tree in self.trees]
 
 
+@derived_once
 def value_and_grad(f: Any, argnums: int | Sequence[int] = 0, *, has_aux: bool = False) -> Any:
     """Return a function that returns (f(*args), gradient with respect to `argnums`).
 
@@ -98,6 +100,7 @@ def _scalar(value: Any, name: str, *, has_aux: bool) -> Tensor:
     return scalar
 
 
+@derived_once
 def grad(f: Any, argnums: int | Sequence[int] = 0, *, has_aux: bool = False) -> Any:
     """Return a function that returns the gradient; with `has_aux`, (gradient, other results)."""
     if isinstance(f, Function):
@@ -112,6 +115,7 @@ def grad(f: Any, argnums: int | Sequence[int] = 0, *, has_aux: bool = False) -> 
     return graph(gradient)
 
 
+@derived_once
 def vjp(f: Any) -> Any:
     """Return a function like `f` with one more argument, the cotangent of its result.
 
@@ -128,6 +132,7 @@ def vjp(f: Any) -> Any:
     return _named_as(f, pulled)
 
 
+@derived_once
 def jvp(f: Any) -> Any:
     """Return a function like `f` with one more argument, the tangents of its inputs.
 
@@ -171,6 +176,7 @@ def jvp(f: Any) -> Any:
     return _named_as(f, pushed)
 
 
+@derived_once
 def hessian_vector_product(f: Any, argnums: int | Sequence[int] = 0) -> Any:
     """Return a function of the arguments of `f` and a tree v like `argnums`, which returns H v.
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from triplane.unified_ir.files.html_table import html_table
 from triplane.unified_ir.ir.graph import Function, ModuleContents, Role
+from triplane.unified_ir.ir.meta import labels_if_any
 
 SHOWN: Final = 12
 """Number of entries, or of names in a line."""
@@ -51,7 +51,7 @@ def _facts(module: ModuleContents) -> Iterator[str]:
     roles = Counter(str(t.role) for t in module.state.values())
     if roles:
         yield f"state: {', '.join(f'{n} {role}' for role, n in roles.items())} tensors"
-    if labels := _labels(module.meta):
+    if labels := labels_if_any(module.meta):
         yield f"{_counted(len(labels), 'class', 'classes')}: {', '.join(labels)}"
     if origin := _origin(module.meta):
         yield origin
@@ -73,14 +73,6 @@ def _signature(function: Function, state: Mapping[str, Any]) -> tuple[str, str, 
     named = zip(function.result_names, function.results, strict=True)
     results = [f"{name}: {value.type}" for name, value in named if name not in state]
     return inputs, ", ".join(results), len(function.results) - len(results)
-
-
-def _labels(meta: Mapping[str, str]) -> list[str]:
-    try:
-        labels = json.loads(meta.get("labels", "[]"))
-    except (ValueError, RecursionError):  # a summary of any file is shown, also of an odd one
-        return []
-    return [str(x) for x in labels] if isinstance(labels, list) else []
 
 
 def _origin(meta: Mapping[str, str]) -> str:

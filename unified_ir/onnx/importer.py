@@ -28,6 +28,7 @@ from onnx import (
 from triplane.proto.errors import Corrupt, InvalidInput, NotFound, TriplaneError
 from triplane.unified_ir.ir import Function, Module, limits
 from triplane.unified_ir.ir.graph import NO_META, Array, Meta
+from triplane.unified_ir.ir.meta import LABELS
 from triplane.unified_ir.ir.types import ShapeError, is_plain
 from triplane.unified_ir.onnx.agreeing import agreeing
 from triplane.unified_ir.onnx.application import Application
@@ -64,8 +65,6 @@ MAX_SUGGESTED: Final = 4
 MAX_COMPARED: Final = 20_000
 """The most names that an unknown name is compared with, letter by letter."""
 
-LABELS: Final = "labels"
-"""The property with class names, which `export_onnx` writes as a JSON list."""
 _STRUCTURES: Final = {**STRUCTURES, **BRANCHES}
 
 

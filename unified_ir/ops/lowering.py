@@ -90,9 +90,12 @@ def positions(k: XlaContext, index: Any, size: int) -> Any:
     int32, with which a GPU computes faster.
     """
     inside = (index >= -size) & (index < size)
-    if not (isinstance(index, np.ndarray) and inside.all()):
-        k.require(inside, f"an index is outside an axis of {size}")
     at = index + size * (index < 0)
+    is_known = isinstance(index, np.ndarray)
+    if not is_known or not inside.all():
+        k.require(inside, f"an index is outside an axis of {size}")
+    if is_known:  # valid also where it fails, perhaps in a branch that never runs
+        at = np.where(inside, at, 0)
     return at.astype(np.int32) if size < 2**31 else at
 
 
@@ -124,17 +127,15 @@ def written(k: XlaContext, x: Any, at: tuple[Any, ...], updates: Any, reduction:
     depth, rest = x.shape[: len(at)], x.shape[len(at) :]
     # One number for each position: XLA scatters by it 1.5 times as fast as by several.
     size, flat = math.prod(depth), _flat(at, depth).reshape(-1)
-    target = k.np.reshape(x, (size, *rest))
+    target = k.np.asarray(x).reshape(size, *rest)
     new = k.np.reshape(updates, (flat.size, *rest))
     if reduction == "none":
         # XLA writes duplicates in any order: all but the last go beyond the end and are dropped.
         flat = k.np.where(_is_last(k, flat, size), flat, size)
-        written = target.at[flat].set(
-            new, mode="drop", unique_indices=True, wrap_negative_indices=False
-        )
+        y = target.at[flat].set(new, mode="drop", unique_indices=True, wrap_negative_indices=False)
     else:
-        written = getattr(target.at[flat], _WRITES[reduction])(new, **_IN_BOUNDS)
-    return written.reshape(x.shape)
+        y = getattr(target.at[flat], _WRITES[reduction])(new, **_IN_BOUNDS)
+    return y.reshape(x.shape)
 
 
 def _flat(at: tuple[Any, ...], sizes: tuple[int, ...]) -> Any:

@@ -230,6 +230,8 @@ class Op:
     name: str
     kind: OpKind
     domain: str = ""
+    computes: str = ""
+    """Own rows: what it returns, as a formula or in one line; ONNX's rows have ONNX's text."""
     operands: tuple[str, ...] = ()
     """Own rows: a type letter per operand, `?` optional, `*` variadic; one letter, one dtype."""
     attrs: Mapping[str, AttrSpec] = field(default_factory=dict)

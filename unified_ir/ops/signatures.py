@@ -102,7 +102,7 @@ def documentation(row: Op) -> str:
     """Return the help of a row: how it is called, then what ONNX's definition says."""
     head = f"{row}{signature(row)}"
     if row.schema is None:
-        return f"{head}\n\nAn operator that ONNX lacks; docs/operators.md lists them.\n"
+        return f"{head}\n\nReturn {row.computes}.\n\nAn operator that ONNX lacks.\n"
     since = f"ONNX's {row.name} as ai.onnx {row.id.since} defines it:"
     return f"{head}\n\n{since}\n\n{cleandoc(row.schema.doc or '').strip()}\n"
 

@@ -27,7 +27,7 @@ from triplane.unified_ir.optim.optimizer import (
     Slots,
     check_positive,
 )
-from triplane.unified_ir.optim.schedules import Schedule
+from triplane.unified_ir.optim.schedules import Schedule, time_of
 
 FIRST: Final = "m"
 SECOND: Final = "v"
@@ -74,7 +74,7 @@ class Adam(Optimizer):
 
     def _scalars(self, step: Tensor) -> tuple[Tensor, Tensor]:
         """Return a and e of the module's formula."""
-        t = step.cast("float32") + 1.0
+        t = time_of(step) + 1.0
         left1, left2 = one_minus_power(self.beta1, t), one_minus_power(self.beta2, t)
         inverse = ops.sqrt(left2 * (1.0 / (1.0 - self.beta2)))
         return inverse / left1 * (1.0 - self.beta1) * self.rate(step), inverse * self.epsilon
@@ -92,7 +92,7 @@ class AdamW(Adam):
 
 
 def one_minus_power(base: float, t: Tensor) -> Tensor:
-    """Return 1 - base^t for 0 <= base < 1, exact in float32 where the result is small too.
+    """Return 1 - base^t for 0 <= base < 1, exact where the result is small too.
 
     1 - exp(-y) = 2 u / (1 + u) with u = tanh(y / 2).
     """
@@ -130,7 +130,7 @@ class LAMB(Optimizer):
         """See `Optimizer`."""
         assert step is not None
         lr, inside = self.rate(step), self.decoupled_in_rule()
-        t = step.cast("float32") + 1.0
+        t = time_of(step) + 1.0
         first = (1.0 - self.beta1) / one_minus_power(self.beta1, t)
         second = (1.0 - self.beta2) / one_minus_power(self.beta2, t)
 

@@ -25,7 +25,7 @@ from triplane.unified_ir.optim.optimizer import (
     Slots,
     check_positive,
 )
-from triplane.unified_ir.optim.schedules import Schedule
+from triplane.unified_ir.optim.schedules import Schedule, time_of
 
 SQUARES: Final = "squares"
 MEAN: Final = "mean"
@@ -33,7 +33,6 @@ MOMENTUM: Final = "momentum"
 MOVES: Final = "moves"
 ROW: Final = "row"
 COLUMN: Final = "column"
-_LEAST: Final = float(np.finfo(np.float32).eps)
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class Adagrad(Optimizer):
         lr = self.rate(step)
         if self.lr_decay:
             assert step is not None
-            lr = lr / (step.cast("float32") * self.lr_decay + 1.0)
+            lr = lr / (time_of(step) * self.lr_decay + 1.0)
 
         def move(p: Tensor, g: Tensor, slots: Slots) -> Moved:
             s = slots[SQUARES] + g * g
@@ -180,7 +179,7 @@ class Adafactor(Optimizer):
     def rule(self, step: Tensor | None) -> Rule:
         """See `Optimizer`."""
         assert step is not None
-        t, lr = step.cast("float32") + 1.0, self.rate(step)
+        t, lr = time_of(step) + 1.0, self.rate(step)
         # t^-fade
         weight = ops.exp(ops.log(t) * -self.fade)
         rho = ops.minimum(1.0 / ops.sqrt(t), lr)
@@ -189,7 +188,7 @@ class Adafactor(Optimizer):
         def move(p: Tensor, g: Tensor, slots: Slots) -> Moved:
             v, kept = _variance(g, slots, weight)
             # PyTorch's default eps1: the machine epsilon, squared because v is a square.
-            u = g / ops.sqrt(ops.maximum(v, _LEAST * _LEAST))
+            u = g / ops.sqrt(ops.maximum(v, _least(g) ** 2))
             size = ops.maximum(_rms(p), self.floor) * rho
             start = p - p * (lr * inside) if inside else p
             return start - u * (size / ops.maximum(_rms(u) * (1.0 / self.limit), 1.0)), kept
@@ -207,8 +206,12 @@ def _variance(g: Tensor, slots: Slots, weight: Tensor) -> Moved:
     column = slots[COLUMN] + (squares.mean([-2], keepdims=True) - slots[COLUMN]) * weight
     # The best rank-1 estimate of v from its row and column sums is row column^T / sum(row); with
     # means the divisor is mean(row).
-    common = ops.maximum(row.mean([-2], keepdims=True), _LEAST)
+    common = ops.maximum(row.mean([-2], keepdims=True), _least(g))
     return row * column / common, {ROW: row, COLUMN: column}
+
+
+def _least(g: Tensor) -> float:
+    return float(np.finfo(g.dtype.numpy).eps)
 
 
 def _rms(x: Tensor) -> Tensor:

@@ -7,12 +7,15 @@ from collections.abc import Mapping
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import ops
+from triplane.unified_ir.ir.types import float32, float64
 from triplane.unified_ir.ops.tensor import Tensor
 
 
 def global_norm(grads: Mapping[str, Tensor]) -> Tensor:
     """Return the square root of the sum of squares of all elements of all tensors."""
-    squares = [(g * g).sum() for g in grads.values()]
+    # One type for all: squares of float16 leave its range, and a sum needs equal types.
+    common = float64 if any(g.dtype == float64 for g in grads.values()) else float32
+    squares = [(g * g).sum() for g in (g.cast(common) for g in grads.values())]
     return ops.sqrt(sum(squares[1:], squares[0]))
 
 
@@ -20,13 +23,13 @@ def clip_by_global_norm(grads: Mapping[str, Tensor], limit: float) -> dict[str, 
     """Scale gradients by min(1, limit / (norm + 1e-6)) (Pascanu et al. 2013, as in PyTorch)."""
     check_limit("norm", limit)
     factor = _factor(global_norm(grads), limit)
-    return {k: g * factor for k, g in grads.items()}
+    return {k: g * factor.cast(g.dtype) for k, g in grads.items()}
 
 
 def clip_by_norm(grads: Mapping[str, Tensor], limit: float) -> dict[str, Tensor]:
     """Scale each gradient as `clip_by_global_norm` does, but by its own norm."""
     check_limit("norm", limit)
-    return {k: g * _factor(global_norm({k: g}), limit) for k, g in grads.items()}
+    return {k: g * _factor(global_norm({k: g}), limit).cast(g.dtype) for k, g in grads.items()}
 
 
 def clip_by_value(grads: Mapping[str, Tensor], limit: float) -> dict[str, Tensor]:

@@ -3,6 +3,10 @@
 The state consists of tensors with their own names beside the parameters: `optimizer.SLOT.PATH` for
 each slot of the parameter PATH, and `optimizer.step`, an int64 scalar that counts updates, where an
 update depends on that number. The optimizer object holds no arrays and can train any model.
+
+An update is computed in float32, and so are the slots of a parameter of float16 or bfloat16, since
+a square of a small gradient is 0 there and Adam would divide by it; the result is rounded to the
+parameter's type. Parameters of float64 are updated in float64.
 """
 
 from __future__ import annotations
@@ -19,16 +23,16 @@ import numpy as np
 from triplane.proto.errors import InvalidInput
 from triplane.proto.suggestions import check_choice
 from triplane.unified_ir.frontend.arguments import ArgumentError, check_arguments
-from triplane.unified_ir.frontend.binding import Parameter, current
+from triplane.unified_ir.frontend.binding import Parameter, current, holding
 from triplane.unified_ir.frontend.cell import Cell
 from triplane.unified_ir.frontend.run import run
 from triplane.unified_ir.ir.graph import Array
-from triplane.unified_ir.ir.types import TensorType, float32, int64, type_of
+from triplane.unified_ir.ir.types import DType, TensorType, float32, float64, int64, type_of
 from triplane.unified_ir.ops.recorder import recording
 from triplane.unified_ir.ops.tensor import Tensor, as_tensor
 from triplane.unified_ir.optim import plateau
 from triplane.unified_ir.optim.group import Group
-from triplane.unified_ir.optim.schedules import Constant, Schedule
+from triplane.unified_ir.optim.schedules import COMPUTED, Constant, Schedule
 
 STEP: Final = "optimizer.step"
 """State: the number of updates done, int64 scalar."""
@@ -50,6 +54,11 @@ DECAYS: Final[tuple[str, ...]] = get_args(Decay)
 def slot_name(slot: str, path: str) -> str:
     """Return the state name of a parameter's slot."""
     return f"optimizer.{slot}.{path}"
+
+
+def computed_type(param: TensorType) -> TensorType:
+    """Return the type in which a parameter of this type is updated."""
+    return param if param.dtype == float64 else param.with_dtype(float32)
 
 
 def check_range(owner: str, name: str, value: float, low: float, high: float) -> None:
@@ -164,7 +173,7 @@ class Optimizer:
         types = {STEP: TensorType(int64, ())} if any(o.counts() for o in chosen.values()) else {}
         types |= dict.fromkeys(self.plateaus(), TensorType(float32, ()))
         names = dict.fromkeys(slot for o in chosen.values() for slot in o.used_slots())
-        kept = {path: o.slot_types(params[path]) for path, o in chosen.items()}
+        kept = {path: o.slot_types(computed_type(params[path])) for path, o in chosen.items()}
         for slot in names:
             types |= {slot_name(slot, p): t[slot] for p, t in kept.items() if slot in t}
         return types
@@ -177,7 +186,7 @@ class Optimizer:
         starts = {
             slot_name(slot, path): one.slot_start(slot)
             for path, one in self._chosen(params).items()
-            for slot in one.slot_types(type_of(params[path]))
+            for slot in one.used_slots()
         }
         starts |= {name: schedule.start for name, schedule in self.plateaus().items()}
         return {
@@ -274,24 +283,27 @@ class Optimizer:
         step = state.get(STEP)
         moved: dict[str, Tensor] = {}
         kept: dict[str, Tensor] = {} if step is None else {STEP: step + 1}
-        rules: dict[Group | None, Rule] = {}
+        rules: dict[tuple[Group | None, DType], Rule] = {}
         for path, one in self._chosen(params).items():
-            group = self._group(path)
+            computed = computed_type(params[path].type)
+            key = self._group(path), computed.dtype
             # One rule per group, so that the scalars of schedules and bias corrections are recorded
             # once and not for every parameter.
-            if group not in rules:
-                with plateau.reading(self.plateaus(), state):
-                    rules[group] = one.rule_with_decay(step)
-            own = one.slot_types(params[path].type)
-            slots = {s: state[slot_name(s, path)] for s in own}
-            moved[path], after = rules[group](params[path], grads[path], slots)
-            kept |= {slot_name(s, path): x for s, x in after.items()}
+            if key not in rules:
+                with plateau.reading(self.plateaus(), state), holding(COMPUTED, computed.dtype):
+                    rules[key] = one.rule_with_decay(step)
+            slots = {s: state[slot_name(s, path)] for s in one.slot_types(computed)}
+            p, g = (x.cast(computed.dtype) for x in (params[path], grads[path]))
+            after, own = rules[key](p, g, slots)
+            moved[path] = after.cast(params[path].dtype)
+            kept |= {slot_name(s, path): x for s, x in own.items()}
         return moved, kept
 
     def rule(self, step: Tensor | None) -> Rule:
         """Return the update of one parameter; it takes parameter and gradient after weight decay.
 
-        Scalars that depend on `step` are computed here, once for all parameters.
+        Scalars that depend on `step` are computed here, once for all parameters. Parameter,
+        gradient and slots are of float32, those of a float64 parameter of float64.
         """
         raise NotImplementedError
 
@@ -316,7 +328,7 @@ class Optimizer:
             return float(self.lr.value)
         if isinstance(self.lr, Schedule):
             assert step is not None
-            return self.lr(step)
+            return self.lr(step).cast(COMPUTED.get())
         return float(self.lr)
 
     def rate_at(self, updates: int, state: Mapping[str, Array] | None = None) -> float:
@@ -390,8 +402,9 @@ def _as_tensors(
             raise InvalidInput(f"the {what} {lack} {min(names)!r}; {way_out}")
     tensors = {name: as_tensor(values[name]) for name in types}
     for name, type_ in types.items():
-        if tensors[name].type != type_:
-            raise InvalidInput(
-                f"the {what} {name!r} must be {type_}, got {tensors[name].type}; {way_out}"
-            )
+        seen = tensors[name].type
+        if seen != type_:
+            if (type_.dtype, seen) == (float64, type_.with_dtype(float32)):
+                way_out = 'a call converts float64 arrays, unless mode("graph", floats="float64")'
+            raise InvalidInput(f"the {what} {name!r} must be {type_}, got {seen}; {way_out}")
     return tensors

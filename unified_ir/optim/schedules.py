@@ -1,6 +1,7 @@
 """Learning rates as functions of the number of completed updates, computed inside the graph.
 
-In the formulas t is that number, 0 at the first update; they are evaluated in float32.
+In the formulas t is that number, 0 at the first update; they are evaluated in float32, and in
+float64 for parameters of float64.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from triplane.proto.suggestions import check_choice
 from triplane.unified_ir import ops
 from triplane.unified_ir.frontend.arguments import check_arguments
 from triplane.unified_ir.frontend.binding import holding
-from triplane.unified_ir.ir.types import TensorType, int64
+from triplane.unified_ir.ir.types import DType, TensorType, float32, int64
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.evaluate import run_node
 from triplane.unified_ir.ops.table import TABLE
@@ -35,6 +36,10 @@ MEASURED: Final[ContextVar[Mapping[Schedule, Tensor]]] = ContextVar("triplane_ra
 """Rates of the schedules that depend on measures, while a graph is recorded."""
 
 
+COMPUTED: Final[ContextVar[DType]] = ContextVar("triplane_update_dtype", default=float32)
+"""The element type in which rates and updates are computed, while a graph is recorded."""
+
+
 class Schedule:
     """A learning rate that depends on the number of updates done; `a * b` is their product."""
 
@@ -47,7 +52,7 @@ class Schedule:
         return super().__new__(cls)
 
     def __call__(self, step: Tensor) -> Tensor:
-        """step: int64 scalar -> float32 scalar."""
+        """step: int64 scalar -> scalar of the float type in which the update is computed."""
         raise NotImplementedError
 
     def at(self, updates: int, measured: Mapping[Schedule, float] | None = None) -> float:
@@ -76,7 +81,7 @@ class Product(Schedule):
 
     def __call__(self, step: Tensor) -> Tensor:
         """See `Schedule`."""
-        return self.first(step) * _value(self.second, step)
+        return _value(self.first, step) * _value(self.second, step)
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,7 @@ class Constant(Schedule):
     def __call__(self, step: Tensor) -> Tensor:
         """See `Schedule`."""
         # A tensor of the graph, as for every schedule; `Optimizer.rate` uses the number itself.
-        return _time(step) * 0.0 + self.value
+        return time_of(step) * 0.0 + self.value
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,7 @@ class Cosine(Schedule):
 
     def __call__(self, step: Tensor) -> Tensor:
         """See `Schedule`."""
-        t = ops.minimum(_time(step), float(self.steps))
+        t = ops.minimum(time_of(step), float(self.steps))
         return self.low + (self.high - self.low) * (0.5 + 0.5 * ops.cos(t * (math.pi / self.steps)))
 
 
@@ -131,7 +136,7 @@ class Exponential(_Decay):
 
     def __call__(self, step: Tensor) -> Tensor:
         """See `Schedule`."""
-        return self.start * ops.exp(_time(step) * (math.log(self.factor) / self.steps))
+        return self.start * ops.exp(time_of(step) * (math.log(self.factor) / self.steps))
 
 
 @dataclass(frozen=True)
@@ -140,7 +145,7 @@ class StepDecay(_Decay):
 
     def __call__(self, step: Tensor) -> Tensor:
         """See `Schedule`."""
-        drops = ops.div(step, self.steps).cast("float32")
+        drops = time_of(ops.div(step, self.steps))
         return self.start * ops.exp(drops * math.log(self.factor))
 
 
@@ -156,7 +161,7 @@ class Warmup(Schedule):
 
     def __call__(self, step: Tensor) -> Tensor:
         """See `Schedule`."""
-        risen = ops.minimum((_time(step) + 1.0) * (1.0 / self.steps), 1.0)
+        risen = ops.minimum((time_of(step) + 1.0) * (1.0 / self.steps), 1.0)
         return risen * _value(self.after, step)
 
 
@@ -176,7 +181,7 @@ class Polynomial(Schedule):
 
     def __call__(self, step: Tensor) -> Tensor:
         """See `Schedule`."""
-        left = 1.0 - ops.minimum(_time(step), float(self.steps)) * (1.0 / self.steps)
+        left = 1.0 - ops.minimum(time_of(step), float(self.steps)) * (1.0 / self.steps)
         shape = left if self.power == 1 else ops.power(ops.maximum(left, 0.0), float(self.power))
         return self.low + (self.high - self.low) * shape
 
@@ -199,7 +204,7 @@ class Piecewise(Schedule):
 
     def __call__(self, step: Tensor) -> Tensor:
         """See `Schedule`."""
-        table = ops.constant(np.array(self.rates, np.float32))
+        table = ops.constant(np.array(self.rates, COMPUTED.get().numpy))
         return ops.gather(table, _passed(step, self.bounds))
 
 
@@ -242,14 +247,12 @@ class CosineRestarts(Schedule):
         if self.growth == 1:
             # In int64: a float32 cannot hold every whole number above 2^24.
             since = step - ops.div(step, self.steps) * self.steps
-            share = since.cast("float32") * (1.0 / self.steps)
+            share = time_of(since) * (1.0 / self.steps)
         else:
             starts, lengths = self._rounds()
             k = _passed(step, starts[1:])
             since = step - ops.gather(ops.constant(np.array(starts, np.int64)), k)
-            share = since.cast("float32") / ops.gather(
-                ops.constant(np.array(lengths, np.float32)), k
-            )
+            share = time_of(since) / time_of(ops.gather(ops.constant(np.array(lengths)), k))
         return self.low + (self.high - self.low) * (0.5 + 0.5 * ops.cos(share * math.pi))
 
     def _rounds(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -288,7 +291,7 @@ class OneCycle(Schedule):
         """See `Schedule`."""
         # The turning point is a fraction of an update, as in PyTorch's OneCycleLR.
         low, top, end = self.high / self.first, self.rise * self.steps - 1, self.steps - 1
-        t = ops.minimum(_time(step), float(end))
+        t = ops.minimum(time_of(step), float(end))
         up = self._between(low, self.high, t * (1.0 / top))
         down = self._between(self.high, low / self.last, (t - top) * (1.0 / (end - top)))
         return ops.where(t <= top, up, down)
@@ -326,12 +329,15 @@ class Chained(Schedule):
         return lr
 
 
-def _time(step: Tensor) -> Tensor:
-    return step.cast("float32")
+def time_of(step: Tensor) -> Tensor:
+    """Return the number of updates as a scalar of the type in which the update is computed."""
+    return step.cast(COMPUTED.get())
 
 
 def _value(lr: Schedule | float, step: Tensor) -> Tensor:
-    return lr(step) if isinstance(lr, Schedule) else _time(step) * 0.0 + float(lr)
+    if isinstance(lr, Schedule):
+        return lr(step).cast(COMPUTED.get())  # a state, or a user's own schedule, is of float32
+    return time_of(step) * 0.0 + float(lr)
 
 
 def _passed(step: Tensor, bounds: tuple[int, ...]) -> Tensor:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
+
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import ops
 from triplane.unified_ir.ops.tensor import Tensor
 from triplane.unified_ir.optim.optimizer import SHARE, Checks, Moved, Optimizer, Rule, Slots
+from triplane.unified_ir.optim.schedules import COMPUTED
 
 MOMENTUM = "momentum"
 
@@ -47,7 +50,8 @@ class SGD(Optimizer):
         lr, share = self.rate(step), None
         if self.dampening:  # the first gradient enters the momentum whole
             assert step is not None
-            share = ops.where(step > 0, 1.0 - self.dampening, 1.0)
+            whole = ops.constant(np.ones((), COMPUTED.get().numpy))
+            share = ops.where(step > 0, 1.0 - self.dampening, whole)
 
         def move(p: Tensor, g: Tensor, slots: Slots) -> Moved:
             if not self.momentum:

@@ -33,6 +33,8 @@ Batch = tuple[Array, ...]
 _NUMBERS: Final = "biufV"
 """Kinds of element types; V are those that numpy itself lacks, such as bfloat16."""
 _DOUBLE: Final = np.dtype(np.float64)
+MAX_NAMED_LABELS: Final = 1 << 24
+"""Limit for the labels that are read again to name the wrong one."""
 FORMS: Final = "a Dataset, a tuple of arrays (x, y), or an iterable of batches (x, y)"
 
 
@@ -239,13 +241,15 @@ def in_order(data: Any, size: int) -> Iterator[Batch]:
 def labels_in_source(data: Any) -> tuple[Array, Rows] | None:
     """Return the single target of all samples of a dataset, and their numbers in its source.
 
-    They tell a user which sample is wrong. Reads the whole column. None where samples have no
-    number, such as batches, or windows of rows.
+    They tell a user which sample is wrong. Reads the whole column. None for more than
+    `MAX_NAMED_LABELS` and for samples without a number, such as batches or windows of rows.
     """
     if not isinstance(data, Dataset) or len(data.targets) != 1:
         return None
-    view, table = data.view(), data.origin.table
-    rows = source_rows(view, table) if is_table(view) and is_table(table) else None
+    view = data.view()
+    if not is_table(view) or len(view) > MAX_NAMED_LABELS:
+        return None
+    rows = source_rows(view, data.origin.table)
     return None if rows is None else (np.asarray(data.y), rows)
 
 

@@ -10,6 +10,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.proto.suggestions import suggestion
 from triplane.unified_ir import ops
 from triplane.unified_ir.engines import modules as _modules  # noqa: F401 - lets modules predict
+from triplane.unified_ir.files.samples import COUNTED, IGNORED
 from triplane.unified_ir.ir import Function, Module, Role, StateTensor
 from triplane.unified_ir.ir.module import START
 from triplane.unified_ir.nn import Personal
@@ -44,11 +45,12 @@ def build_module(
         close = suggestion(unknown[0], ENTRIES) if unknown else ""
         listed = ", ".join(ENTRIES)
         raise InvalidInput(f"entries must be among {listed}, got {unknown or 'none'}{close}")
-    unread = (HISTOGRAM, IMAGE, step.COUNTED)  # no reader of a model file uses these results
     functions = {}
     model = trainer.model if batch is None else trainer.model_for(batch)
     for name in dict.fromkeys(entries):
         function = _function(trainer, model.of_means(), name, local_lr)
+        # No reader of a model file uses these results; the divisors of means weight evaluations.
+        unread = (HISTOGRAM, IMAGE) if name == "evaluate" else (HISTOGRAM, IMAGE, COUNTED)
         names = [n for n in function.result_names if not n.startswith(unread)]
         # Results that are left out may be the only use of a part of the graph.
         functions[name] = clean(step.keeping(function, names))
@@ -152,6 +154,7 @@ def _meta(trainer: Trainer, model: step.TrainingModel) -> dict[str, str]:
     # both as frozen.
     trained = set(model.trainable()) - trainer.optimizer.frozen(model.trainable())
     frozen = [k for k, r in trainer.roles().items() if r in LEARNABLE and k not in trained]
+    ignored = {} if model.loss.ignored is None else {IGNORED: str(model.loss.ignored)}
     return {
         "cell": f"{cell.__module__}:{cell.__qualname__}",
         "frozen": json.dumps(frozen),
@@ -162,4 +165,5 @@ def _meta(trainer: Trainer, model: step.TrainingModel) -> dict[str, str]:
         "optimizer": repr(trainer.optimizer),
         "output": model.loss.output,
         "target": json.dumps({name: str(type_) for name, type_ in model.targets.items()}),
+        **ignored,
     }

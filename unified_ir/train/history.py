@@ -16,6 +16,7 @@ import numpy as np
 from triplane.proto.errors import InvalidInput, NotFound
 from triplane.unified_ir.files.chart import Chart, line_chart, stack
 from triplane.unified_ir.files.html_table import html_table, printable
+from triplane.unified_ir.files.text_table import aligned
 from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.train.metrics import Tally
 
@@ -128,8 +129,7 @@ class History:
         names = self.columns()[:SHOWN_COLUMNS]
         rows = [[_cell(row, name) for name in names] for row in self.rows[-SHOWN_ROWS:]]
         table = [list(map(printable, names)), *rows]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = ["  ".join(map(str.rjust, row, widths)) for row in table if names]
+        lines = aligned(table, texts=0) if names else []
         more = len(self.columns()) - len(names)
         count = f"history of {len(self.rows)} epochs"
         return "\n".join([f"{count}, {more} more columns" if more else count, *lines])

@@ -29,7 +29,7 @@ from triplane.unified_ir.optim import (
     slot_name,
 )
 from triplane.unified_ir.optim.clipping import check_limit
-from triplane.unified_ir.optim.optimizer import check_range
+from triplane.unified_ir.optim.optimizer import check_range, computed_type
 from triplane.unified_ir.train.batches import is_count
 from triplane.unified_ir.train.precision import PRECISIONS, LossScale, Precision, all_finite
 
@@ -83,7 +83,7 @@ class Recipe:
         """Return the types of all `optimizer.*` state, for parameters by path."""
         count, number = TensorType(int64, ()), TensorType(float32, ())
         frozen = self.optimizer.frozen(params)
-        moved = {k: t for k, t in params.items() if k not in frozen}
+        moved = {k: computed_type(t) for k, t in params.items() if k not in frozen}
         types = dict(self.optimizer.state_types(params))
         if self.average is not None:
             types = {STEP: count} | types
@@ -117,8 +117,9 @@ class Recipe:
         grads: of the scaled loss, the mean over `rows` samples (float32 scalar). counted: the
         divisor of that mean if it is not `rows`; where it is 0, the gradient counts as 0.
         """
+        grads = {k: g.cast(computed_type(g.type).dtype) for k, g in grads.items()}
         if self.loss_scale is not None:
-            grads = {k: g / state[SCALE] for k, g in grads.items()}
+            grads = {k: g / state[SCALE].cast(g.dtype) for k, g in grads.items()}
         fine = all_finite(grads) if self.loss_scale is not None else None
         if self.accumulate == 1:
             results = self._when(fine, params, grads, state)
@@ -127,11 +128,11 @@ class Recipe:
         # The mean over all accumulated samples: mean = sum_b n_b g_b / sum_b n_b. A batch with n_b
         # = 0 has the gradient of a sum, see `Loss.counted`, which is added as it is.
         share = own if counted is None else ops.where(own == 0.0, 1.0, own)
-        sums = {k: state[slot_name(SUM, k)] + g * share for k, g in grads.items()}
+        sums = {k: state[slot_name(SUM, k)] + g * share.cast(g.dtype) for k, g in grads.items()}
         total, left = state[ROWS] + own, state[LEFT] - 1
         due = left <= 0
         divisor = total if counted is None else ops.where(total == 0.0, 1.0, total)
-        mean = {k: s / divisor for k, s in sums.items()}
+        mean = {k: s / divisor.cast(s.dtype) for k, s in sums.items()}
         # One batch with an infinite gradient makes the whole sum infinite, and the update is
         # skipped.
         ok = all_finite(mean) if self.loss_scale is not None else None
@@ -177,7 +178,8 @@ class Recipe:
             share = ops.where(state[STEP] > 0, 1.0 - self.average, 1.0)
             for k, p in moved.items():
                 mean = state[slot_name(AVERAGE, k)]
-                kept[slot_name(AVERAGE, k)] = mean + (p - mean) * share
+                change = (p.cast(mean.dtype) - mean) * share.cast(mean.dtype)
+                kept[slot_name(AVERAGE, k)] = mean + change
         return moved | kept
 
     def _clipped(self, grads: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -23,16 +23,28 @@ from triplane.unified_ir.train.step import batch_type
 class OutputScores:
     """Sums metrics over batches of (output, target); the memory is that of one batch.
 
-    metrics: means and tallies by name, as for `Trainer`.
+    metrics: means and tallies by name, as for `Trainer`. ignored: a label that does not count.
     """
 
-    def __init__(self, metrics: Mapping[str, Metric | Tally]) -> None:
+    def __init__(self, metrics: Mapping[str, Metric | Tally], ignored: int | None = None) -> None:
         self.metrics = dict(metrics)
+        self.ignored = ignored
         self.place = Place()
         self._programs: dict[tuple[TensorType, TensorType], Program] = {}
 
+    def empty(self) -> OutputScores:
+        """Return the sums of no batch, by the same graphs, which are compiled once for all."""
+        other = OutputScores(self.metrics, self.ignored)
+        other._programs = self._programs
+        return other
+
     def add(self, output: Array, target: Array) -> None:
         """Add a batch; ShapeError if a metric does not take such arrays."""
+        if self.ignored is not None and output.shape[:-1] == target.shape:
+            counts = target != self.ignored
+            output, target = output[counts], target[counts]
+            if not len(target):
+                return
         if output.dtype.kind == "f":
             output = output.astype(np.float32, copy=False)
         program = self._program(batch_type(output), batch_type(target))
@@ -42,7 +54,12 @@ class OutputScores:
         self.place.advance(split(results)[0], len(target), counts, {})
 
     def measures(self) -> Row:
-        """Return the metrics over all batches; InvalidInput if there were none."""
+        """Return the metrics over all batches; InvalidInput if nothing counts in them."""
+        if not self.place.rows and self.ignored is not None:
+            raise InvalidInput(
+                f"every label of this data is {self.ignored}, which does not count; give data with "
+                "labels that count"
+            )
         if not self.place.rows:
             raise InvalidInput("there is no data to evaluate on")
         measured = self.place.measures(self.tallies)

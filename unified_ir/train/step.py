@@ -21,7 +21,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import ops
 from triplane.unified_ir.autodiff import GRAD, value_and_grad
 from triplane.unified_ir.autodiff.zero import zero_gradient
-from triplane.unified_ir.files.samples import check_classes
+from triplane.unified_ir.files.samples import COUNTED, check_classes
 from triplane.unified_ir.frontend.cell import Cell
 from triplane.unified_ir.frontend.trace import traced
 from triplane.unified_ir.ir.graph import Array, Function, Role, Value
@@ -45,8 +45,6 @@ LENGTH: Final = "T"
 """The symbol of the axis of sequences whose length differs between batches."""
 LOSS: Final = "loss"
 """Name of the result that training minimizes."""
-COUNTED: Final = "counted/"
-"""Prefix of the result that holds the divisor of a mean that does not divide by the rows."""
 _SCALED: Final = "loss.scaled"
 _ONE_TENSOR: Final = (Tensor, "Tensor", "ops.Tensor")
 """Annotations of an argument that takes one tensor."""

@@ -8,12 +8,14 @@ start of the epoch is kept.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from operator import is_
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -25,6 +27,7 @@ from triplane.unified_ir.engines import Engine, Program
 from triplane.unified_ir.engines import engine as engine_named
 from triplane.unified_ir.frontend.cell import Cell
 from triplane.unified_ir.frontend.guards import TraceGuard
+from triplane.unified_ir.frontend.shown import shown_lines
 from triplane.unified_ir.ir import Function, Module, Role
 from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.ir.types import TensorType
@@ -146,10 +149,14 @@ class Trainer:
         engine = getattr(self.engine, "name", self.engine)
         lines = [
             f"Trainer at epoch {self.place.epoch}, step {self.place.step}{measures}",
-            f"  loss {type(self.loss).__name__}, optimizer {self.optimizer!r:.200}",
+            *textwrap.wrap(
+                f"loss {type(self.loss).__name__}, optimizer {self.optimizer!r:.200}",
+                get_terminal_size().columns, initial_indent="  ", subsequent_indent="    ",
+                break_on_hyphens=False,
+            ),
             f"  engine {engine}, {self.precision}, seed {self.seed}",
-        ]
-        return "\n".join([*lines, *(f"  {line}" for line in repr(self.cell).split("\n"))])
+        ]  # fmt: skip
+        return "\n".join([*lines, *shown_lines(self.cell, indent="  ")])
 
     def fit(
         self,
@@ -483,8 +490,8 @@ class Trainer:
             return
         own, kept = self.cell.parameters(), self.optimizer_state()
         before = {k: own[k].array for k in own if slot_name(AVERAGE, k) in kept}
-        for k in before:
-            own[k].array = kept[slot_name(AVERAGE, k)]
+        for k, array in before.items():
+            own[k].array = kept[slot_name(AVERAGE, k)].astype(array.dtype, copy=False)
         try:
             yield
         finally:

@@ -69,7 +69,7 @@ def asked_files(answer: Mapping[str, Any], devices: Collection[str], quorum: int
     if not files.keys() <= set(devices):
         raise InvalidInput("the strategy asks devices that are not in its round")
     if len(files) < min(quorum, len(devices)):
-        way_out = "; start the run with a smaller --quorum" if quorum > 1 else ""
+        way_out = "; give a smaller --quorum" if quorum > 1 else ""
         raise InvalidInput(
             f"the strategy asks {len(files)} of {len(devices)} devices, a round needs "
             f"{quorum} updates{way_out}"

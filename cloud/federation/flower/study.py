@@ -29,6 +29,7 @@ from triplane.cloud.federation.flower.orders import (
 )
 from triplane.cloud.federation.flower.process import StrategyLimits, StrategyProcess
 from triplane.cloud.federation.flower.spec import INSTALL, fill_flower, shipped_row
+from triplane.cloud.federation.spec import least_updates
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import InvalidInput, MissingExtra
 from triplane.proto.hyperparameters import FIELDS, set_values, values_of
@@ -43,8 +44,6 @@ from triplane.unified_ir.federated.study.server import Contribution, Next, Round
 logger = logging.getLogger(__name__)
 
 LIMITS: Final = StrategyLimits()
-QUORUM: Final = 1
-"""All devices of a study report, so a strategy may ask as few of them as it likes."""
 MEMORY: Final = "memory"
 """Name, in a study's progress, of the bytes of the strategy's memory."""
 SERVER_LR: Final = "server_lr"
@@ -58,14 +57,21 @@ class FlowerServer:
     """A strategy of Flower as the `StudyServer` of studies.
 
     strategy: as in `federate run --strategy`. options: its arguments. strategies: the folder of
-    files NAME.py of one's own. algorithm: what devices do if nothing else is asked for.
+    files NAME.py of one's own. quorum: least share of a round's devices that it has to ask, as in a
+    run; 0: it may ask as few as it likes, because all devices of a study report. algorithm: what
+    devices do if nothing else is asked for.
 
     MissingExtra: flwr is not installed. InvalidInput: a study cannot run this strategy. NotFound:
     there is none of that name. Conflict: flwr has another version, or others may write the file.
     """
 
     def __init__(
-        self, strategy: str, options: Mapping[str, object] | None = None, *, strategies: Path
+        self,
+        strategy: str,
+        options: Mapping[str, object] | None = None,
+        *,
+        strategies: Path,
+        quorum: float = 0.0,
     ) -> None:
         if importlib.util.find_spec("flwr") is None:
             raise MissingExtra(f"strategies of Flower need an extra: {INSTALL}")
@@ -77,7 +83,7 @@ class FlowerServer:
             )
         pairs = [pb.Option(name=k, json=json.dumps(v)) for k, v in (options or {}).items()]
         self._flower = pb.Flower(strategy=strategy, options=pairs)
-        self.strategies = strategies
+        self.strategies, self.quorum = strategies, quorum
         spec = self._spec("", {})
         self._flower, self.algorithm = spec.flower, spec.algorithm or defaults.ALGORITHM
 
@@ -92,7 +98,8 @@ class FlowerServer:
         flower = self._flower
         options = {f"option {option.name}": option.json for option in flower.options}
         file = {"file of the strategy": flower.sha256.hex()} if flower.sha256 else {}
-        return {"strategy": flower.strategy, "flwr": flower.version, **file, **options}
+        quorum = {"quorum": f"{self.quorum:g}"} if self.quorum else {}
+        return {"strategy": flower.strategy, "flwr": flower.version, **file, **options, **quorum}
 
     def title(self, algorithm: str) -> str:
         """See `StudyServer`: "FedAdam over maml"."""
@@ -117,7 +124,8 @@ class FlowerServer:
         spec.flower.CopyFrom(self._flower)
         spec.rounds, spec.evaluate_every = study.rounds, study.evaluate_every
         spec.seed, spec.cohort.devices = study.seed, study.devices
-        order = strategy_order(spec, self.strategies, quorum=QUORUM)
+        quorum = least_updates(study.devices, self.quorum)
+        order = strategy_order(spec, self.strategies, quorum=quorum)
         with tempfile.TemporaryDirectory() as folder, _event_loop() as wait:
             rounds = _StrategyRounds(study, order, Path(folder), wait)
             try:
@@ -156,7 +164,7 @@ class _StrategyRounds:
             if again:
                 self.judge(at)
         answer = self._turn(last + 1, leases, evaluates=False)
-        return asked_files(answer, leases, QUORUM)
+        return asked_files(answer, leases, self._order["quorum"])
 
     def reduce(self, at: StudyProgress, contributions: Sequence[Contribution]) -> Next:
         """See `RoundServer`."""

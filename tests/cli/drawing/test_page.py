@@ -6,6 +6,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 from tests.ir import graphs
+from tests.support.page_policy import check_policy, policy_of
 
 from triplane.unified_ir.cli.drawing.outline import outline
 from triplane.unified_ir.cli.drawing.page import page
@@ -63,6 +64,11 @@ def test_the_data_holds_every_box_with_its_texts(resnet):
     assert len(data["parent"]) == len([*root.walk()])
     names = {data["strings"][i] for line in data["lines"] for i in line[:1]}
     assert {"conv", "x", "loss", "head"} <= names
+
+
+def test_the_page_may_run_its_own_script_and_style_only(resnet):
+    text = page(outline(resnet.entry("predict"), resnet.state))
+    check_policy(text, policy_of(text))
 
 
 def test_names_are_data_and_never_markup():

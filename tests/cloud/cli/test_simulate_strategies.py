@@ -4,13 +4,12 @@ import csv
 import importlib.util
 import json
 
-import numpy as np
 import pytest
 from click.testing import CliRunner
+from tests.support.digits_model import saved_digits
 
 from triplane.cloud.cli.federate import command
 from triplane.proto.errors import MissingExtra
-from triplane.unified_ir import nn, optim, train
 from triplane.unified_ir.cli.simulate import simulate as plain
 
 VERB = command.commands["simulate"]
@@ -22,15 +21,7 @@ needs_flwr = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    nn.seed(0)
-    trainer = train.Trainer(
-        nn.Sequential(nn.Flatten(), nn.Dense(64, 10)),
-        loss=nn.SoftmaxCrossEntropy(), optimizer=optim.SGD(0.1),
-    )  # fmt: skip
-    trainer.prepare(np.zeros((1, 1, 8, 8), np.float32), np.zeros(1, np.int64))
-    path = tmp_path_factory.mktemp("model") / "digits.tpm"
-    trainer.export().save(path)
-    return path
+    return saved_digits(tmp_path_factory.mktemp("model"))
 
 
 def run(verb, model, *more):
@@ -43,7 +34,10 @@ def test_without_a_strategy_it_is_the_plain_verb(model):
     assert first == second
     lost = run(VERB, model, "--option", "eta=1")
     assert lost.exit_code == 2
-    assert "name one with --strategy" in lost.output
+    assert "--option belongs to a strategy; name one with --strategy" in lost.output
+    lost = run(VERB, model, "--quorum", "0.5")
+    assert lost.exit_code == 2
+    assert "--quorum belongs to a strategy; name one with --strategy" in lost.output
     assert "NAME=VALUE" in run(VERB, model, "--strategy", "fedavg", "--option", "eta").output
 
 
@@ -83,6 +77,10 @@ def test_a_strategy_decides_what_devices_do_unless_the_user_does(model, tmp_path
     (trial,) = json.loads(run(VERB, model, *options, "--out", str(page)).stdout)["trials"]
     assert trial["algorithm"] == "FedProx over fedprox"
     assert "<td>proximal</td><td>0.5</td>" in page.read_text()
+    few = (*options, "--option", "fraction_train=0.25", "--quorum", "0.7")
+    (trial,) = json.loads(run(VERB, model, *few, "--out", str(page)).stdout)["trials"]
+    assert {row["devices"] for row in trial["rounds"]} == {3}
+    assert "<td>quorum</td><td>0.7</td>" in page.read_text()
     (trial,) = json.loads(run(VERB, model, *options[:2], "--json", "--algorithm", "maml").stdout)[
         "trials"
     ]

@@ -112,6 +112,27 @@ def test_the_bar_of_a_run_is_as_full_as_the_run_is_far(page, fleet):
     assert done == pytest.approx(53 / 400, abs=0.02)
 
 
+def test_rounds_before_the_newest_have_the_colours_of_their_outcomes(page, fleet):
+    run = Run(id="6" * 16, phase=Run.COLLECTING, round=200, started_s=1.8e9)
+    run.spec.model, run.spec.population, run.spec.rounds = "digits@4", "phones", 400
+    for i in range(1, 201):
+        run.rounds.add(number=i, opened_s=1, closed_s=2, asked=3, counted=2 if i % 3 == 0 else 3)
+    for round_ in run.rounds[:60:2]:
+        round_.counted, round_.given_up = 0, "2 of 3 needed"
+    fleet.held_runs = [run]
+    until(page, "return document.querySelector('#runs .bar.dense') !== null")
+    pieces = page.execute_script(
+        "const bar = document.querySelector('#runs .bar');"
+        "return [...bar.children].slice(0, 3)"
+        ".map((e) => [e.className, e.title, e.offsetWidth / bar.offsetWidth])"
+    )
+    assert [kind for kind, _, _ in pieces] == ["good", "warn", "bad"]
+    title = "rounds 1 to 140: 74 complete, 36 partial, 30 abandoned"
+    assert {text for _, text, _ in pieces} == {title}
+    shares = [share for _, _, share in pieces]
+    assert shares == pytest.approx([74 / 400, 36 / 400, 30 / 400], abs=0.02)
+
+
 def test_a_run_shows_its_curves_and_on_request_its_rounds_and_devices(page, fleet, shots):
     fleet.held_runs = [large_run(), *fleet.held_runs]
     until(page, "return document.querySelectorAll('#runs .curves').length === 2")

@@ -123,3 +123,18 @@ def test_a_round_has_the_loss_of_its_updates_to_four_digits_and_none_without_the
     row = run_row(run)
     assert [r["loss"] for r in row["rounds"]] == [1.235e-14, None, None]
     assert row["losses"] == [[1, 1.235e-14]]
+
+
+def test_rounds_before_the_newest_are_counted_by_outcome():
+    run = Run(id="0" * 16)
+    for i in range(1, 71):
+        run.rounds.add(number=i, closed_s=1, asked=3, counted=3 - (i == 2))
+    run.rounds[0].given_up = "2 of 3 needed"
+    run.rounds.add(number=4, evaluates=True, asked=3, counted=1)
+    run.rounds.add(number=71, asked=3)
+    row = run_row(run)
+    assert row["older"] == {"complete": 9, "partial": 1, "abandoned": 1}
+    assert [r["outcome"] for r in row["rounds"][-2:]] == ["complete", "open"]
+    assert row["rounds"][0]["number"] == 12
+    run.ClearField("rounds")
+    assert run_row(run)["older"] == {}

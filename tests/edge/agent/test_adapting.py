@@ -161,6 +161,11 @@ def test_a_table_becomes_samples_whose_classes_are_those_of_the_serving_model(st
     with pytest.raises(InvalidInput, match="but no version serves here"):
         keep_samples(tmp_path / "samples", "digits", named, **choice)
     assert read_samples(kept)["y"].tolist() == [7, 0] * 4
+    people = zip(table.read_text().splitlines(), ["person", *["ann"] * 8], strict=True)
+    table.write_text("\n".join(map(",".join, people)))
+    kept_column: Any = {"keep": ("person",)}
+    count, _ = keep_samples(tmp_path / "samples", "digits", table, **choice, **kept_column)
+    assert count == 8
 
 
 def test_images_of_a_folder_get_the_size_of_the_serving_model(start, tmp_path):

@@ -1,4 +1,4 @@
-"""What is composed of other rows, on XLA: alignments, lengths, own kernels, recomputing."""
+"""Transforms, alignments, lengths, own kernels and recomputing: what others compose, on XLA."""
 
 import jax
 import numpy as np
@@ -13,6 +13,7 @@ from triplane.unified_ir.engines.xla.lower import Requirements, Trace
 from triplane.unified_ir.ir import TensorSpec
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.ctc import ctc
+from triplane.unified_ir.ops.rows.arithmetic.signal import dft
 from triplane.unified_ir.ops.rows.control.control import numbered
 from triplane.unified_ir.ops.rows.control.custom_gradients import checkpointed
 from triplane.unified_ir.ops.rows.control.custom_ops import KERNELS
@@ -34,6 +35,25 @@ def function_of(f, **specs):
     with build:
         y = f(*(build.param(name, TensorSpec(*spec)) for name, spec in specs.items()))
         return build.finish({"loss": y.sum() if y.rank else y})
+
+
+@pytest.mark.parametrize(("dtype", "close"), [("float16", 1e-2), ("float64", 1e-12)])
+def test_transforms_of_any_length_and_type_equal_those_of_reference(dtype, close):
+    """Odd and even, cut and padded, along a middle axis; what an inverse ignores is not 0."""
+    build = Build(TABLE, "f")
+    with build:
+        x = build.param("x", TensorSpec((2, 7, 3, 2), dtype))
+        along = np.array(1)
+        ys = [
+            dft(x[..., :1], np.array(10), along, onesided=1),
+            dft(x[..., :1], np.array(5), along),
+            dft(x, None, np.array(-2), inverse=1),
+            dft(x, None, along, inverse=1, onesided=1),
+            dft(x, np.array(9), along, inverse=1, onesided=1),
+        ]
+        function = build.finish(numbered(ys))
+    signal = np.random.default_rng(0).standard_normal((2, 7, 3, 2)).astype(dtype)
+    agrees(function, [signal], rtol=close, atol=close)
 
 
 def alignment(x, labels, counts, steps):
@@ -131,7 +151,9 @@ def test_a_checkpoint_is_not_undone():
     def temporary_bytes(function):
         specs = [jax.ShapeDtypeStruct(p.type.concrete({}), np.float32) for p in function.params]
         run = jax.jit(lambda *args: Trace(Requirements(), {}).run(function, args))
-        return run.lower(*specs).compile().memory_analysis().temp_size_in_bytes
+        analysis = run.lower(*specs).compile().memory_analysis()
+        assert analysis is not None
+        return analysis.temp_size_in_bytes
 
     kept, recomputed = (temporary_bytes(chain(recompute=flag)) for flag in (False, True))
     assert recomputed < 0.5 * kept

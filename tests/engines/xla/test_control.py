@@ -10,8 +10,12 @@ from triplane.unified_ir import ops
 from triplane.unified_ir.autodiff import value_and_grad
 from triplane.unified_ir.engines import engine
 from triplane.unified_ir.ir import TensorSpec
-from triplane.unified_ir.ops.build import Build
+from triplane.unified_ir.ir.types import TensorType, bool_
+from triplane.unified_ir.ops.build import Build, region
+from triplane.unified_ir.ops.rows.control.control import numbered
+from triplane.unified_ir.ops.rows.control.looping import loop_row
 from triplane.unified_ir.ops.table import TABLE
+from triplane.unified_ir.ops.tensor import emit
 
 UNCOUNTED = {"while", "while that never starts"}
 """Loops whose gradient would stack a carry per trip, of which only the data know the number."""
@@ -110,3 +114,30 @@ def test_a_branch_that_is_not_taken_refuses_nothing():
     program = engine("xla").compile(gathered(in_branch))
     table = np.array([1, 2, 3], np.float32)
     assert program(table, np.array([-1, 9, 9, 9]))[1] == 6
+
+
+def stacking(*, known, goes_on):
+    """A loop that doubles its carry and stacks what each trip begins with."""
+
+    def trip(ts):
+        _, go, x = ts
+        return [emit("Identity", go) if goes_on else x.sum() < 100.0, x * 2.0, x]
+
+    build = Build(TABLE, "f")
+    with build:
+        n, x = build.param("n", TensorSpec((), "int64")), build.param("x", TensorSpec((2,)))
+        body, results = region("loop", [n.type, TensorType(bool_, ()), x.type], trip)
+        operands = [np.array(3) if known else n, np.array(True), x]
+        attrs, regions = {"num_carry": 1, "trips": "t"}, (body.finish(numbered(results)),)
+        return build.finish(
+            numbered(build.apply(loop_row, operands, attrs, regions=regions, outputs=2))
+        )
+
+
+def test_a_loop_stacks_results_where_its_count_is_known():
+    args = np.int64(3), np.array([1, 2], np.float32)
+    agrees(stacking(known=True, goes_on=True), args)
+    for known, goes_on in ((True, False), (False, True)):
+        program = engine("xla").compile(stacking(known=known, goes_on=goes_on))
+        with pytest.raises(InvalidInput, match=r"xla cannot run triplane\.Loop.* trips of a loop"):
+            program(*args)

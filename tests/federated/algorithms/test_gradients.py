@@ -1,12 +1,10 @@
 """Each algorithm's gradient: PyTorch's, central differences, and a plan's on onnxruntime."""
 
-import os
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.golden_files import check_generator, needs_peers
 
 from triplane.unified_ir.federated.algorithms import ALGORITHMS, MAX_INNER_STEPS, plan_of
 from triplane.unified_ir.federated.algorithms.objective import objective_of
@@ -14,8 +12,6 @@ from triplane.unified_ir.runtime import Plan
 
 from .given import GOLDEN, HYPER, MAKE, call, golden, module, part
 
-ROOT = Path(__file__).parents[3]
-PEER = Path(os.environ.get("TRIPLANE_PEERS", ROOT / ".venv-peers" / "bin" / "python"))
 EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
 SINGLE: dict[str, Any] = {"rtol": 2e-4, "atol": 2e-6}
 EPSILON = 1e-6
@@ -160,14 +156,6 @@ def test_inner_steps_are_as_many_as_asked(steps):
 
 
 @pytest.mark.deep
-@pytest.mark.skipif(not PEER.exists(), reason="no peers' interpreter; run `make peers`")
+@needs_peers
 def test_the_generator_reproduces_the_golden_files(tmp_path):
-    """PyTorch's results to the last digits, which depend on the processor."""
-    command = [PEER, "-m", "benchmarks.oracles.federated", tmp_path]
-    subprocess.run(command, cwd=ROOT, check=True)
-    assert {p.name for p in tmp_path.iterdir()} == {p.name for p in GOLDEN.iterdir()}
-    for path in GOLDEN.iterdir():
-        with np.load(path) as old, np.load(tmp_path / path.name) as new:
-            assert old.files == new.files
-            for key in old.files:
-                np.testing.assert_allclose(new[key], old[key], rtol=1e-12, atol=1e-14)
+    check_generator("federated", GOLDEN, tmp_path)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir import nn, ops
+from triplane.unified_ir import nn, ops, optim, train
 from triplane.unified_ir.federated.algorithms import (
     ALGORITHMS,
     MAX_INNER_STEPS,
@@ -17,6 +17,7 @@ from triplane.unified_ir.federated.algorithms import (
     plan_of,
 )
 from triplane.unified_ir.federated.algorithms.table import _ROWS, _table
+from triplane.unified_ir.federated.core import learn
 from triplane.unified_ir.federated.core.reduce import WEIGHTINGS
 from triplane.unified_ir.ir import Module, Role, StateTensor
 from triplane.unified_ir.ir.module import read
@@ -120,6 +121,27 @@ def test_adaptation_moves_the_same_and_leaves_rates(kept, name):
     assert moved == {"body.weight", "body.bias", "head.weight", "head.bias", "own", "drop.key"}
 
 
+def test_a_score_weighs_batches_by_the_labels_that_count(tmp_path, monkeypatch):
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((12, 4)).astype(np.float32), rng.integers(0, 3, 12)
+    y[:5] = 1
+    nn.seed(3)
+    loss = nn.SoftmaxCrossEntropy(ignore_index=1)
+    trainer = train.Trainer(nn.Dense(4, 3), loss=loss, optimizer=optim.SGD(0.1))
+    trainer.prepare(x, y)
+    path = tmp_path / "a.plan"
+    plan_of(trainer.export(("predict", "evaluate", "loss")), "fedavg", HYPER, path)
+    kept = y != 1
+    hits = trainer.predict(x).argmax(1) == y
+    for rows in (12, 4, 1):
+        monkeypatch.setattr(learn, "EVALUATE_ROWS", rows)
+        shard = learn.Shard({"x": x, "y": y}, {"x": x, "y": y})
+        assert learn.score(Plan.load(path), shard) == pytest.approx(hits[kept].mean())
+    none = learn.Shard({"x": x, "y": y}, {"x": x[:5], "y": y[:5]})
+    with pytest.raises(InvalidInput, match="no held-out label counts in the accuracy"):
+        learn.score(Plan.load(path), none)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_shared_leaves_out_the_personal_and_the_keys(kept, name):
     made, plan = kept(name)
@@ -189,7 +211,7 @@ def test_each_inner_step_and_the_query_draw_anew(kept):
 
 @pytest.mark.parametrize("name", META)
 def test_a_meta_step_refuses_statistics_of_batches_by_name(tmp_path, name):
-    with pytest.raises(InvalidInput, match=r"assigns 'norm.running_mean', 'norm.running_var'"):
+    with pytest.raises(InvalidInput, match=r"'norm.running_mean', 'norm.running_var'"):
         plan_of(exported(Normed(), (4,)), name, HYPER, tmp_path / "a.plan")
     assert list(tmp_path.iterdir()) == []
 

@@ -1,16 +1,19 @@
 """The steps of many devices at once on XLA: the study of one device after the other."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from triplane.proto.errors import Conflict, InvalidInput
+from triplane.unified_ir import nn, optim, train
 from triplane.unified_ir.federated.algorithms import ALGORITHMS
 from triplane.unified_ir.federated.core.learn import Shard
 from triplane.unified_ir.federated.study import simulate
 
 from .given import Normed, OwnLayer, Personalized, module, part, shards, study
 
-CLOSE = {"rtol": 2e-5, "atol": 2e-6}
+CLOSE: Any = {"rtol": 2e-5, "atol": 2e-6}
 """Sums of float32 in another order, over 4 rounds of 2 steps."""
 
 
@@ -72,6 +75,32 @@ def test_a_study_goes_on_with_its_own_engine_only(tmp_path):
 def test_a_rate_that_diverges_is_named_with_the_device():
     with pytest.raises(InvalidInput, match=r"device-\d in round 1: .*a smaller rate is needed"):
         simulate(module(), shards(), study(engine="xla", hyper=study().hyper.but(lr=3e38)))
+
+
+class Words(nn.Cell):
+    """Looks numbers up in a table of four."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(4, 2)
+
+    def construct(self, x):
+        return self.table(x)
+
+
+@pytest.mark.long
+def test_data_that_are_refused_are_named_with_the_device():
+    trainer = train.Trainer(Words(), loss=nn.SoftmaxCrossEntropy(), optimizer=optim.SGD(0.1))
+    trainer.prepare(np.zeros(1, np.int64), np.zeros(1, np.int64))
+    rng = np.random.default_rng(0)
+    devices = {}
+    for i in range(3):
+        x = rng.integers(0, 4, 12)
+        x[0] = 9 if i == 1 else 0
+        devices[f"device-{i}"] = Shard({"x": x, "y": x % 2}, {})
+    net = trainer.export(("predict", "evaluate", "loss"))
+    with pytest.raises(InvalidInput, match=r"device-1 in round 1: .*idx=9"):
+        simulate(net, devices, study(engine="xla", batch_size=12))
 
 
 def test_another_engine_is_refused():

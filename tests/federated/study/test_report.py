@@ -1,7 +1,6 @@
 """The page: one file that needs nothing, the numbers of the study in it."""
 
 import base64
-import hashlib
 import json
 import re
 from dataclasses import replace
@@ -11,6 +10,7 @@ from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
+from tests.support.page_policy import check_policy, policy_of
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.study import (
@@ -78,12 +78,7 @@ def test_the_page_is_whole_and_needs_no_other_file(trials):
 
 def test_the_policy_allows_the_page_s_own_script_and_style_only(trials):
     text = page(trials, "t")
-    (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', text)
-    assert policy.startswith("default-src 'none'; ")
-    for tag in ("script", "style"):
-        (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
-        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
-        assert f"{tag}-src 'sha256-{digest}'" in policy
+    check_policy(text, policy_of(text))
 
 
 def test_the_data_of_the_study_is_in_the_page(trials):

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.support.browser import chromium
+from tests.support.digits_model import digits_trainer
 
-from triplane.unified_ir import data, nn, optim, train
+from triplane.unified_ir import data
 from triplane.unified_ir.federated.algorithms import Hyper
 from triplane.unified_ir.federated.core.metric import LOSS
 from triplane.unified_ir.federated.study import Study, by_label_shards, page, simulate
@@ -65,14 +66,7 @@ def browser(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trials():
-    nn.seed(0)
-    digits = data.digits()
-    trainer = train.Trainer(
-        nn.Sequential(nn.Flatten(), nn.Dense(64, 10)),
-        loss=nn.SoftmaxCrossEntropy(), optimizer=optim.SGD(0.1),
-    )  # fmt: skip
-    trainer.prepare(digits.x[:1], digits.y[:1])
-    module = trainer.export()
+    digits, module = data.digits(), digits_trainer().export()
     return [
         simulate(
             module,

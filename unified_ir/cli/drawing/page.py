@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import re
 from html import escape
@@ -13,9 +11,9 @@ from typing import Any, Final
 from triplane.unified_ir.cli.drawing.item import Item
 from triplane.unified_ir.cli.drawing.placing import lines_of, size_of
 from triplane.unified_ir.cli.drawing.svg import style, title_of
+from triplane.unified_ir.files.content_policy import content_policy
 
 _PLACE: Final = re.compile(r"\[\[(POLICY|TITLE|DATA)\]\]")
-_INLINE: Final = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 
 def page(root: Item) -> str:
@@ -24,26 +22,13 @@ def page(root: Item) -> str:
     template = template.replace("/* boxes.css */", style())
     data = json.dumps(_data(root), separators=(",", ":"), ensure_ascii=True)
     texts = {
-        "POLICY": _policy(template),
+        "POLICY": content_policy(template, "img-src data:"),
         "TITLE": escape(title_of(root)),
         # No text can end the element: JSON may write any character as an escape.
         "DATA": data.replace("<", "\\u003c"),
     }
     # In one pass, so that a name that looks like a place to fill stays a name.
     return _PLACE.sub(lambda match: texts[match[1]], template)
-
-
-def _policy(template: str) -> str:
-    """Return a policy that allows the page's own script and style and nothing else."""
-    sources: dict[str, list[str]] = {"script": [], "style": []}
-    for kind, text in _INLINE.findall(template):
-        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-        sources[kind].append(f"'sha256-{digest}'")
-    return (
-        f"default-src 'none'; script-src {' '.join(sources['script'])}; "
-        f"style-src {' '.join(sources['style'])}; img-src data:; "
-        "base-uri 'none'; form-action 'none'"
-    )
 
 
 def _data(root: Item) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from html import escape
 from importlib.resources import files
 
 from triplane.unified_ir.cli.drawing.item import Item
+from triplane.unified_ir.cli.drawing.phases import BACKWARD
 from triplane.unified_ir.cli.drawing.placing import LINE, Placed, lines, lines_of, placed
 
 MARGIN = 24
@@ -35,7 +36,11 @@ def svg(root: Item) -> str:
 
 def title_of(root: Item) -> str:
     """Return the title of the picture."""
-    return f"{root.name}: {root.nodes:,} nodes"
+    count = f"{root.name}: {root.nodes:,} node{'' if root.nodes == 1 else 's'}"
+    # A gradient is taken of a rewritten forward pass (`passes.simplify`); the order of `construct`
+    # is no longer known.
+    is_rewritten = any(item.kind == BACKWARD for item in root.children)
+    return f"{count}, simplified for its gradients" if is_rewritten else count
 
 
 def style() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -19,7 +20,7 @@ MAX_CLIENTS: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Client:
+class CohortClient:
     """One client: the state in which it differs from the others, and a batch for each step."""
 
     own: Mapping[str, Array]
@@ -27,11 +28,14 @@ class Client:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CohortOutcome:
     """A client after its steps: its state by name, and each result by step."""
 
     state: Mapping[str, Array]
     results: Mapping[str, Array]
+
+
+Clients = Sequence[CohortClient]
 
 
 class Cohort:
@@ -50,7 +54,9 @@ class Cohort:
         self._requirements = Requirements()
         self._program: Any = jax.jit(jax.vmap(self._steps, in_axes=(None, 0, 0)))
 
-    def run(self, start: Mapping[str, Array], clients: Sequence[Client]) -> list[Outcome]:
+    def run(
+        self, start: Mapping[str, Array], clients: Sequence[CohortClient]
+    ) -> list[CohortOutcome]:
         """Return the outcome of each client, in order. start: the state that all have in common.
 
         InvalidInput: a client's data are refused.
@@ -58,7 +64,7 @@ class Cohort:
         groups: dict[Any, list[int]] = {}
         for i, client in enumerate(clients):
             groups.setdefault(_shapes(client), []).append(i)
-        outcomes: dict[int, Outcome] = {}
+        outcomes: dict[int, CohortOutcome] = {}
         most = self._most(start)
         for members in groups.values():
             for at in range(0, len(members), most):
@@ -72,9 +78,12 @@ class Cohort:
         size = sum(start[n].nbytes for n in self._state if n in start)
         return max(1, min(MAX_CLIENTS, MAX_BYTES // max(size, 1)))
 
-    def _launch(self, start: Mapping[str, Array], clients: Sequence[Client]) -> list[Outcome]:
-        # Powers of two, filled up with the first client: few sizes, so few programs.
-        padded = [*clients, *[clients[0]] * ((1 << (len(clients) - 1).bit_length()) - len(clients))]
+    def _launch(
+        self, start: Mapping[str, Array], clients: Sequence[CohortClient]
+    ) -> list[CohortOutcome]:
+        # Powers of four, filled up with the first client: few sizes, so few programs.
+        size = 4 ** math.ceil(math.log(len(clients), 4))
+        padded = [*clients, *[clients[0]] * (size - len(clients))]
         common = {n: start[n] for n in self._state if n not in clients[0].own}
         own = {n: np.stack([c.own[n] for c in padded]) for n in clients[0].own}
         batches = {
@@ -88,7 +97,9 @@ class Cohort:
         if bad.any():
             raise self._requirements.error(int(bad[bad != 0][0]))
         return [
-            Outcome({n: x[i] for n, x in arrays.items()}, {n: x[i] for n, x in by_step.items()})
+            CohortOutcome(
+                {n: x[i] for n, x in arrays.items()}, {n: x[i] for n, x in by_step.items()}
+            )
             for i in range(len(clients))
         ]
 
@@ -112,7 +123,11 @@ class Cohort:
         return state, results, failed
 
 
-def _shapes(client: Client) -> Any:
+def _at(arrays: Mapping[str, Array], i: int) -> dict[str, Array]:
+    return {n: x[i] for n, x in arrays.items()}
+
+
+def _shapes(client: CohortClient) -> Any:
     """Return the shapes of a client's batches, which are the same in each of its steps."""
     kinds = [tuple((n, x.shape) for n, x in sorted(b.items())) for b in client.batches]
     if any(kind != kinds[0] for kind in kinds):

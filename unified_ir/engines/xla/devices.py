@@ -3,32 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from math import prod
 from typing import Any, Final
 
+import numpy as np
+
 from triplane.proto.errors import InvalidInput
+from triplane.proto.suggestions import suggestion
 from triplane.unified_ir.engines.xla.door import jax
 from triplane.unified_ir.ir.dims import is_symbol
-from triplane.unified_ir.ir.graph import Value
+from triplane.unified_ir.ir.graph import Function, Value
 
 DATA: Final = "data"
 """The axis of a mesh over which a batch is split."""
+SLOT: Final = "optimizer."
+"""Prefix of the optimizer's state: `optimizer.SLOT.PATH` for the parameter PATH."""
+
+Axes = tuple[str | None, ...]
+"""For each axis of an array, the axis of the mesh over which it is split; None: not split."""
 
 
 class Devices:
-    """The devices of an engine: the first one, or a mesh over which each batch is split.
+    """The devices of an engine: the first one, or a mesh over which batches and state are split.
 
-    State is whole on each device. XLA splits the work as the batch is split and adds what must be
-    added, so a program computes what it computes on one device, in another order of sums.
+    XLA splits the work as batch and state are split and adds what must be added, so a program
+    computes what it computes on one device, in another order of sums. mesh: the number of devices
+    by axis. shard: axes by patterns of names of state; state that no pattern names is whole on each
+    device.
     """
 
-    def __init__(self, mesh: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        mesh: Mapping[str, int] | None = None,
+        shard: Mapping[str, Sequence[str | None]] | None = None,
+    ) -> None:
         self.axes = dict(mesh or {})
+        self._shard = {pattern: tuple(axes) for pattern, axes in (shard or {}).items()}
         self._mesh: Any = None
+        _check_axes(self.axes, self._shard)
         if mesh:
-            _check_axes(self.axes)
-            self._mesh = jax.make_mesh(
-                tuple(self.axes.values()), tuple(self.axes), devices=_first(self.axes)
-            )
+            places = np.array(_first(self.axes)).reshape(tuple(self.axes.values()))
+            self._mesh = jax.sharding.Mesh(places, tuple(self.axes))
 
     def __str__(self) -> str:
         """Say which devices these are, and why."""
@@ -37,70 +53,119 @@ class Devices:
         kind = first.platform.upper()
         named = kind if kind == "CPU" else f"{kind} ({first.device_kind})"
         if self._mesh is not None:
-            axes = ", ".join(f"{name}={n}" for name, n in self.axes.items())
-            return f"{self._mesh.size} of {len(there)} x {named}, for the mesh {axes}"
+            return f"{self._mesh.size} of {len(there)} x {named}, for the mesh {self._named()}"
         if len(there) > 1:
             return f"{named}, the first of {len(there)}; a mesh data={len(there)} uses them all"
         return f"{named}, because JAX finds no GPU" if kind == "CPU" else named
 
     @property
-    def count(self) -> int:
-        """How many parts a batch is split into."""
-        return self.axes.get(DATA, 1)
+    def is_mesh(self) -> bool:
+        """Whether arrays are split, or kept whole, over several devices."""
+        return self._mesh is not None
 
     def whole(self) -> Any:
-        """Return the sharding of an array that each device holds whole; None for one device."""
-        return self._sharding() if self._mesh is not None else None
+        """Return the sharding of an array that each device of the mesh holds whole."""
+        return self._sharding()
 
-    def split(self, params: Sequence[Value], batch: Sequence[Any], *, lead: int = 0) -> Any:
-        """Return the shardings of a batch: its rows are split if they divide evenly.
+    def check(self, function: Function, state: Sequence[str]) -> None:
+        """Refuse patterns that name no state of a function, and axes that do not divide."""
+        for pattern in self._shard:
+            if state and not any(_matches(name, pattern) for name in state):
+                near = suggestion(pattern, state)
+                raise InvalidInput(f"shard names {pattern!r}, and no state has such a name{near}")
+        for name in state:
+            self._axes_of(name, function.param(name).type.concrete({}))
 
-        Rows that do not divide are computed on every device: the last batch of an epoch. lead: axes
-        before that of the parameter's type.
+    def of_state(self, name: str, shape: tuple[int, ...]) -> Any:
+        """Return the sharding of a state tensor."""
+        return self._sharding(*self._axes_of(name, shape))
+
+    def of_batch(self, param: Value, shape: tuple[int, ...], lead: int = 0) -> Any:
+        """Return the sharding of an argument that is not donated: its rows are split over `data`.
+
+        Rows that do not divide evenly are computed on every device: the last batch of an epoch.
+        lead: axes before those of the parameter's type.
         """
-        if self._mesh is None:
-            return None
-        return [self._of(p, x, lead) for p, x in zip(params, batch, strict=True)]
-
-    def place(self, x: Any) -> Any:
-        """Return a copy of an array, whole on each device."""
-        # A copy: on a CPU JAX would otherwise read the caller's memory, which may change.
-        copied = jax.numpy.array(x, copy=True)
-        return copied if self._mesh is None else jax.device_put(copied, self._sharding())
-
-    def _of(self, param: Value, x: Any, lead: int) -> Any:
-        shape = param.type.shape
-        rows = x.shape[lead] if shape and is_symbol(shape[0]) else 0
-        if rows and rows % self.count == 0:
+        own = param.type.shape
+        if not (own and is_symbol(own[0])):
+            return self._sharding() if lead else self.of_state(param.name, shape)
+        if DATA in self.axes and shape[lead] and shape[lead] % self.axes[DATA] == 0:
             return self._sharding(*[None] * lead, DATA)
         return self._sharding()
+
+    def place(self, name: str, x: Any) -> Any:
+        """Return a copy of a state tensor where it belongs."""
+        # A copy: on a CPU JAX would otherwise read the caller's memory, which may change.
+        copied = jax.numpy.array(x, copy=True)
+        if self._mesh is None:
+            return copied
+        return jax.device_put(copied, self.of_state(name, copied.shape))
+
+    def _axes_of(self, name: str, shape: tuple[int, ...]) -> Axes:
+        """Return the axes of the first pattern that names a tensor; none if it cannot be split."""
+        for pattern, axes in self._shard.items():
+            if _matches(name, pattern):
+                return self._fitting(name, pattern, axes, shape)
+        return ()
+
+    def _fitting(self, name: str, pattern: str, axes: Axes, shape: tuple[int, ...]) -> Axes:
+        parts = [self.axes[a] if a else 1 for a in axes]
+        fits = len(axes) <= len(shape) and all(
+            size % n == 0 for size, n in zip(shape, parts, strict=False)
+        )
+        # A name is a demand; a pattern, or a slot of another shape, is a rule with exceptions.
+        if not fits and name == pattern:
+            raise InvalidInput(
+                f"{name!r} has the shape {shape}, which {axes} does not divide: the mesh has "
+                f"{self._named()}; split another axis, or use a pattern, which leaves whole what "
+                "does not divide"
+            )
+        return axes if fits else ()
+
+    def _named(self) -> str:
+        return ", ".join(f"{name}={n}" for name, n in self.axes.items())
 
     def _sharding(self, *axes: str | None) -> Any:
         return jax.sharding.NamedSharding(self._mesh, jax.sharding.PartitionSpec(*axes))
 
 
-def _check_axes(axes: Mapping[str, int]) -> None:
-    for name, n in axes.items():
-        if name != DATA:
-            raise InvalidInput(f"a mesh has the axis {DATA!r}, got {name!r}")
-        if type(n) is not int or n < 1:
+def _matches(name: str, pattern: str) -> bool:
+    """Return whether a pattern names a tensor, or the parameter whose slot it is."""
+    if fnmatchcase(name, pattern):
+        return True
+    path = name.removeprefix(SLOT).partition(".")[2] if name.startswith(SLOT) else ""
+    return bool(path) and not pattern.startswith(SLOT) and fnmatchcase(path, pattern)
+
+
+def _check_axes(mesh: Mapping[str, int], shard: Mapping[str, Axes]) -> None:
+    for name, n in mesh.items():
+        if type(n) is not int or n < 1 or not name:
             raise InvalidInput(
-                f"the axis {name!r} of a mesh needs a number of devices >= 1, got {n}"
+                f"the axis {name!r} of a mesh needs a number of devices >= 1, got {n!r}"
             )
+    if shard and not mesh:
+        raise InvalidInput("shard splits state over a mesh; give one, such as data=2,model=2")
+    for pattern, axes in shard.items():
+        for axis in axes:
+            if axis is not None and axis not in mesh:
+                raise InvalidInput(
+                    f"shard splits {pattern!r} over {axis!r}; the mesh has the axes "
+                    f"{', '.join(mesh)}{suggestion(axis, mesh)}"
+                )
 
 
 def _first(axes: Mapping[str, int]) -> list[Any]:
     """Return as many devices as the mesh has places."""
-    wanted, there = axes[DATA], jax.devices()
+    wanted, there = prod(axes.values()), jax.devices()
     if len(there) < wanted:
         kind = there[0].platform.upper()
         way = (
             "; JAX_NUM_CPU_DEVICES=N in the environment splits a CPU into N of them"
-            if there[0].platform == "cpu"
+            if kind == "CPU"
             else ""
         )
+        named = ",".join(f"{name}={n}" for name, n in axes.items())
         raise InvalidInput(
-            f"the mesh {DATA}={wanted} needs {wanted} devices, and JAX finds {len(there)} ({kind})"
-            f"{way}"
+            f"the mesh {named} needs {wanted} devices, and JAX finds {len(there)} ({kind}){way}"
         )
     return list(there[:wanted])

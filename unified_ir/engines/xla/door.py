@@ -13,6 +13,8 @@ from triplane.proto.errors import MissingExtra
 
 _OWN: Final = "jax" not in sys.modules
 """Whether the process uses JAX through this engine only, as far as is known here."""
+LEAST_COMPILE_S: Final = 0.2
+"""Programs that compile faster are not kept: reading one takes some milliseconds."""
 
 try:
     import jax as _jax
@@ -42,11 +44,12 @@ def exact() -> Iterator[None]:
 def keep_programs() -> None:
     """Keep compiled programs on disk, in JAX's own cache, unless the process has chosen otherwise.
 
-    What takes JAX over a second to compile is found there by the next process.
+    What takes longer to compile than to read is found there by the next process.
     """
     if _OWN and jax.config.jax_compilation_cache_dir is None:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         jax.config.update("jax_compilation_cache_dir", str(Path(base, "triplane", "xla")))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", LEAST_COMPILE_S)
 
 
 keep_programs()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from triplane.unified_ir.engines.xla.devices import Devices
 from triplane.unified_ir.engines.xla.program import XlaProgram
@@ -14,13 +14,21 @@ from triplane.unified_ir.ops.table import TABLE
 class XlaEngine:
     """JAX/XLA on the first device that JAX finds, a GPU if there is one, or on a mesh of devices.
 
-    mesh: {"data": N} splits each batch over N devices. `str(engine.devices)` says which they are.
+    mesh: devices by axis; a batch is split over the axis `data`. shard: for patterns of names of
+    state, the axis of the mesh over which each axis is split, as in {"*.weight": ("model", None)};
+    slots of the optimizer follow their parameter unless a pattern names them, as in
+    {"optimizer.*": ("data",)}. `str(engine.devices)` says which devices are used, and why.
     """
 
     name = "xla"
 
-    def __init__(self, *, mesh: Mapping[str, int] | None = None) -> None:
-        self.devices = Devices(mesh)
+    def __init__(
+        self,
+        *,
+        mesh: Mapping[str, int] | None = None,
+        shard: Mapping[str, Sequence[str | None]] | None = None,
+    ) -> None:
+        self.devices = Devices(mesh, shard)
 
     def compile(self, function: Function, *, donate: Collection[str] = ()) -> XlaProgram:
         """See `Engine`."""

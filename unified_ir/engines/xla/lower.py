@@ -44,14 +44,25 @@ def check(function: Function) -> None:
     """Refuse what XLA cannot do, by the name of the operator and with the way out."""
     for value in (*function.params, *function.results):
         _check_type(value, None)
-    for node in function.walk():
-        row = row_of(node)
+    _check_nodes(function, None)
+
+
+def _check_nodes(function: Function, owner: Node | None) -> None:
+    """Check nodes, and those of the bodies of rows without a rule. owner: whose body it is."""
+    contents: dict[Value, Known] = {}
+    for node in function.nodes:
+        row, named = row_of(node), owner or node
         for value in node.outputs:
-            _check_type(value, node)
+            _check_type(value, named)
         if node.attrs.get(OPEN):
-            raise _refused(node, "gives an output whose size only the data decide")
-        if rule_of(row) is None and row.body is None and not row.inline_region:
-            raise _refused(node, "has no rule for XLA")
+            raise _refused(named, "gives an output whose size only the data decide")
+        if rule_of(row) is None and (body := expansion(TABLE, node, contents)) is not None:
+            _check_nodes(body, named)
+        elif rule_of(row) is None:
+            raise _refused(named, "has no rule for XLA")
+        for region in node.regions:
+            _check_nodes(region, owner)
+        note_contents(row, node, contents)
 
 
 def _check_type(value: Value, node: Node | None) -> None:

@@ -26,7 +26,7 @@ _OPTIONS: Final = {"xla_allow_excess_precision": False}
 """A value is rounded where the graph casts it, as on every engine."""
 
 
-class Compiled:
+class XlaExecutable:
     """A function traced for one combination of sizes: (state, batch) -> (results, state, failed).
 
     failed: int32, which requirement failed, 0 if none; the new state is then the old one.
@@ -37,9 +37,15 @@ class Compiled:
         self._function, self._donate = program.function, program.donate
         options: dict[str, Any] = {}
         devices = program.devices
-        if (whole := devices.whole()) is not None:
-            rows = devices.split(program.batch, batch, lead=0 if steps is None else 1)
-            options = {"in_shardings": (whole, rows), "out_shardings": whole}
+        if devices.is_mesh:
+            lead = 0 if steps is None else 1
+            rows = [
+                devices.of_batch(p, x.shape, lead)
+                for p, x in zip(program.batch, batch, strict=True)
+            ]
+            kept = [devices.of_state(n, program.shape_of(n)) for n in self._donate]
+            whole = devices.whole()
+            options = {"in_shardings": (kept, rows), "out_shardings": (whole, kept, whole)}
         traced = self._step if steps is None else self._launch
         self.call: Callable[..., Any] = jax.jit(
             traced, donate_argnums=0, keep_unused=True, compiler_options=_OPTIONS, **options
@@ -76,7 +82,8 @@ class XlaProgram:
         self.function = function
         self.devices = devices
         self.donate = tuple(donate)
-        self._compiled: OrderedDict[Any, Compiled] = OrderedDict()
+        devices.check(function, self.donate)
+        self._compiled: OrderedDict[Any, XlaExecutable] = OrderedDict()
         self.batch = tuple(p for p in function.params if p.name not in self.donate)
         """The parameters that are not donated."""
         self.results = tuple(n for n in function.result_names if n not in self.donate)
@@ -87,11 +94,15 @@ class XlaProgram:
         feeds = checked(self.function.params, by_position(self.function, args))
         try:
             state, results = self.run([feeds[n] for n in self.donate], feeds)
-        except Refused as refused:
+        except RefusedData as refused:
             raise self.explained(refused, feeds) from None
         named = dict(zip(self.results, results, strict=True))
         named |= dict(zip(self.donate, state, strict=True))
         return tuple(np.array(named[n]) for n in self.function.result_names)
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a donated parameter."""
+        return self.function.param(name).type.concrete({})
 
     def loop(self, state: Mapping[str, Array]) -> XlaLoop:
         """See `Program`."""
@@ -101,12 +112,12 @@ class XlaProgram:
     def run(self, state: Arrays, feeds: Mapping[str, Any]) -> tuple[Arrays, Arrays]:
         """Return the new state and the results; the arrays of `state` are given away.
 
-        Refused where the data do not meet a requirement: it has the state, which is as it was.
+        RefusedData where the data do not meet a requirement: it has the state, which is as it was.
         """
         compiled, results, state, failed = self._ran(state, [feeds[p.name] for p in self.batch])
         number = 0 if failed is None else int(failed)
         if number:
-            raise Refused(compiled.requirements.error(number), state)
+            raise RefusedData(compiled.requirements.error(number), state)
         return state, results
 
     def launch(self, state: Arrays, batches: Arrays, steps: int) -> tuple[Arrays, Arrays, int]:
@@ -118,7 +129,7 @@ class XlaProgram:
         bad = np.zeros(0) if failed is None else np.flatnonzero(np.asarray(failed))
         return state, results, int(bad[0]) if bad.size else steps
 
-    def explained(self, refused: Refused, feeds: Mapping[str, Any]) -> InvalidInput:
+    def explained(self, refused: RefusedData, feeds: Mapping[str, Any]) -> InvalidInput:
         """Return the error of the reference engine, which shows operands; else the plain one."""
         state = dict(zip(self.donate, map(np.asarray, refused.state), strict=True))
         values = {**feeds, **state}
@@ -138,19 +149,19 @@ class XlaProgram:
                 raise InvalidInput(f"XLA could not run {self.function.name}: {error}") from error
         return compiled, results, moved, failed
 
-    def _for_shapes(self, batch: Arrays, steps: int | None) -> Compiled:
+    def _for_shapes(self, batch: Arrays, steps: int | None) -> XlaExecutable:
         """Return the program for a batch of these shapes; the one unused longest gives way."""
         key = steps, *(x.shape for x in batch)
         if key in self._compiled:
             self._compiled.move_to_end(key)
             return self._compiled[key]
-        made = self._compiled[key] = Compiled(self, batch, steps=steps)
+        fresh = self._compiled[key] = XlaExecutable(self, batch, steps=steps)
         if len(self._compiled) > MAX_SHAPES:
             self._compiled.popitem(last=False)
-        return made
+        return fresh
 
 
-class Refused(Exception):
+class RefusedData(Exception):
     """Data that a program refused. state: as it was before."""
 
     def __init__(self, error: InvalidInput, state: Arrays) -> None:
@@ -172,7 +183,7 @@ class XlaLoop:
         program, feeds = self._program, self._checked(batch)
         try:
             state, results = program.run(list(self._state.values()), feeds)
-        except Refused as refused:
+        except RefusedData as refused:
             self._keep(refused.state)
             raise program.explained(refused, feeds) from None
         self._keep(state)
@@ -229,7 +240,7 @@ class XlaLoop:
             if x.dtype != wanted.dtype.numpy or x.shape != wanted.shape:
                 raise InvalidInput(f"state {name!r} is {wanted}, got {x.dtype}{x.shape}")
         with exact():
-            return {n: self._program.devices.place(x) for n, x in arrays.items()}
+            return {n: self._program.devices.place(n, x) for n, x in arrays.items()}
 
 
 def checked(params: Sequence[Value], args: Mapping[str, Any]) -> dict[str, Array]:

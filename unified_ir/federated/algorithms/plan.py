@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from triplane.unified_ir.federated.algorithms.table import Algorithm, Hyper, alg
 from triplane.unified_ir.federated.core.learn import shared
 from triplane.unified_ir.ir import Function, Module, Role, StateTensor
 from triplane.unified_ir.ir.graph import Array
+from triplane.unified_ir.ir.meta import labels_of
 from triplane.unified_ir.ir.module import with_assigned_state
 from triplane.unified_ir.onnx import emit, serialize
 from triplane.unified_ir.runtime import PlanSpec, write_plan
@@ -81,7 +81,7 @@ def plan_of(
         state=arrays,
         roles=roles,
         steps={ADAPT: hyper.inner_steps},
-        labels=tuple(map(str, json.loads(module.meta.get("labels", "[]")))),
+        labels=labels_of(module.meta),
         parent=digest,
     )
     plan_digest = write_plan(Path(path), spec)

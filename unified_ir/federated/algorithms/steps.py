@@ -32,6 +32,8 @@ from triplane.unified_ir.passes import clean
 
 SUPPORT: Final = "support"
 QUERY: Final = "query"
+SHOWN: Final = 3
+"""Number of tensors that a message names."""
 
 Rates = Callable[[str], Tensor]
 """The rate of an inner step by the path of a parameter."""
@@ -142,11 +144,13 @@ def _episode(
 
 def _refuse_statistics(of: Objective) -> None:
     if odd := [name for name in of.assigned if of.state[name].role is not Role.KEY]:
+        more = f" and {len(odd) - SHOWN} more" if len(odd) > SHOWN else ""
         raise InvalidInput(
-            f"the loss assigns {', '.join(map(repr, odd))}, such as statistics of a batch, but a "
+            f"the loss assigns {len(odd)} tensor{'s' if len(odd) > 1 else ''} "
+            f"({', '.join(map(repr, odd[:SHOWN]))}{more}), such as statistics of a batch, but a "
             "meta-step has no single batch to which they could belong; create batch normalization "
-            "with track_running_stats=False, use another normalization, or an algorithm that "
-            "learns from batches"
+            "with track_running_stats=False, use another normalization such as GroupNorm, or an "
+            "algorithm that learns from batches"
         )
 
 

@@ -8,7 +8,7 @@ takes a batch, or an episode if the inputs of the entry are named `support.*` an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
@@ -19,6 +19,7 @@ from triplane.unified_ir.federated.core.draws import Array, Draws
 from triplane.unified_ir.federated.core.episodes import Episodes
 from triplane.unified_ir.federated.core.metric import Metric, metric_of
 from triplane.unified_ir.files.pixels import as_input
+from triplane.unified_ir.files.samples import COUNTED
 
 LEARN: Final = "local_update"
 ADAPT: Final = "adapt"
@@ -267,17 +268,18 @@ def learned_elsewhere(
     shard: Shard,
     before: Mapping[str, Array],
     after: Mapping[str, Array],
-    losses: Sequence[float],
+    losses: Iterable[float],
 ) -> Learned:
     """Return what `learn` returns, for steps that did not run on the plan.
 
     before, after: the shared state at both ends. losses: of each step. InvalidInput as in `learn`.
     """
-    for k, loss in enumerate(losses):
-        _check_loss(float(loss), k)
+    numbers = [float(loss) for loss in losses]
+    for k, loss in enumerate(numbers):
+        _check_loss(loss, k)
     with np.errstate(over="ignore", invalid="ignore"):
         change = {n: np.subtract(after[n], before[n]) for n in _changing(plan, after)}
-    return _learned(change, shard, [float(loss) for loss in losses])
+    return _learned(change, shard, numbers)
 
 
 def _learned(change: dict[str, Array], shard: Shard, losses: Sequence[float]) -> Learned:
@@ -358,12 +360,12 @@ def metric_of_plan(plan: EntrySignatures) -> Metric:
 def score(plan: Learner, shard: Shard) -> float:
     """Return the accuracy of the plan's current state on the held-out samples, or else its loss.
 
-    InvalidInput: a loss is not finite.
+    InvalidInput: a loss is not finite, or no label counts in it.
     """
     n = shard.held_out_samples
     if not n:
         raise InvalidInput("a device without held-out samples cannot score; give it some")
-    scores = []
+    sums, divisors = [], []
     for at in range(0, n, EVALUATE_ROWS):
         rows = np.arange(at, min(at + EVALUATE_ROWS, n))
         results = plan.run(EVALUATE, _batch_of(plan, EVALUATE, {"": (shard.held_out, rows)}))
@@ -371,9 +373,16 @@ def score(plan: Learner, shard: Shard) -> float:
         value = float(results[metric.name])
         if not (metric.share or math.isfinite(value)):
             raise InvalidInput(f"the {metric.name} on held-out samples is {value}; {SMALLER_RATE}")
-        # Weighted, since the last batch may be smaller.
-        scores.append(value * len(rows))
-    return math.fsum(scores) / n
+        # Weighted, since the last batch may be smaller, and labels may weigh or be ignored. Where
+        # the divisor is 0 the value is a sum, see `nn.Loss.counted`.
+        divisors.append(float(results.get(COUNTED + metric.name, len(rows))))
+        sums.append(value * (divisors[-1] or 1.0))
+    if not (divisor := math.fsum(divisors)):
+        raise InvalidInput(
+            f"no held-out label counts in the {metric.name}: each is ignored or has weight 0; give "
+            "held-out samples with labels that count"
+        )
+    return math.fsum(sums) / divisor
 
 
 def _begin(plan: Learner, work: Work) -> None:

@@ -6,9 +6,12 @@ The file is a container of kind "checkpoint". Its tensors are named `shared/NAME
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -25,6 +28,8 @@ from triplane.unified_ir.files import container
 from triplane.unified_ir.files.container import Container
 
 NAME: Final = "study.tpc"
+LEFTOVER: Final = f".{NAME}.*.tmp"
+"""Temporary files that a process leaves when it is killed while writing."""
 STATE: Final = "state.safetensors"
 PROGRESS: Final = "progress.json"
 MAX_PROGRESS_BYTES: Final = 256 << 20
@@ -98,6 +103,10 @@ class Keeper:
         """Create the folder now, so that an error comes before any work."""
         self.path, self.study = Path(folder) / NAME, dict(study)
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError), _locked(self.path.parent, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            # Nobody writes while this lock is held, so these are of processes that were killed.
+            for left in self.path.parent.glob(LEFTOVER):
+                left.unlink()
 
     def save(self, place: StudyProgress) -> None:
         """Replace the stored progress, whole or not at all."""
@@ -112,7 +121,11 @@ class Keeper:
             container.part(PROGRESS, json.dumps(progress).encode()),
             container.tensor_part(STATE, tensors, roles),
         ]
-        container.write(self.path, "checkpoint", parts, check=container.verified("checkpoint"))
+        with contextlib.ExitStack() as stack:
+            # Without a lock, as on some network file systems, leftovers stay and saving works.
+            with contextlib.suppress(OSError):
+                stack.enter_context(_locked(self.path.parent, fcntl.LOCK_SH))
+            container.write(self.path, "checkpoint", parts, check=container.verified("checkpoint"))
 
     def newest(self) -> StudyProgress | None:
         """Return the stored progress or None; Conflict if it is of another study, or Corrupt."""
@@ -138,6 +151,17 @@ class Keeper:
             f"{self.path} is of another study ({shown or 'of an earlier release'}); resume with "
             "its options and samples, or name another folder"
         )
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, kind: int) -> Iterator[None]:
+    """Lock the folder itself until the block ends; the kernel releases it when a process dies."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(handle, kind)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _differs(name: str, there: Any, here: Any) -> str:

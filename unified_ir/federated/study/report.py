@@ -7,7 +7,6 @@ their digests, and every text from outside is escaped.
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -50,6 +49,7 @@ from triplane.unified_ir.federated.study.trial import (
 )
 from triplane.unified_ir.federated.study.verdicts import GROUPS, verdicts, warnings
 from triplane.unified_ir.files.chart import Column, dot_chart, number_text, value_chart
+from triplane.unified_ir.files.content_policy import content_policy
 from triplane.unified_ir.files.html_table import printable
 
 MAX_POINTS: Final = 60
@@ -157,24 +157,17 @@ def page(
 
 
 def _document(title: str, body: Sequence[str]) -> str:
-    policy = (
-        f"default-src 'none'; style-src {_digest(STYLE)}; script-src {_digest(SCRIPT)}; "
-        "base-uri 'none'; form-action 'none'"
-    )
+    style, script = f"<style>{STYLE}</style>", f"<script>{SCRIPT}</script>"
     head = (
         "<meta charset='utf-8'>"
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        f'<meta http-equiv="Content-Security-Policy" content="{content_policy(style + script)}">'
         "<meta name='viewport' content='width=device-width, initial-scale=1'>"
-        f"<title>{_e(title)}</title><style>{STYLE}</style>"
+        f"<title>{_e(title)}</title>{style}"
     )
     parts = [part for part in body if part]
     return f"<!doctype html>\n<html lang='en'><head>{head}</head>\n<body>\n" + "\n".join(
-        [*parts, f"<script>{SCRIPT}</script></body></html>\n"]
+        [*parts, f"{script}</body></html>\n"]
     )
-
-
-def _digest(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def _data(trials: Sequence[Trial]) -> str:

@@ -46,7 +46,7 @@ from triplane.unified_ir.ir import Module
 from triplane.unified_ir.runtime import Plan
 
 if TYPE_CHECKING:
-    from triplane.unified_ir.engines.xla.cohort import Client, Cohort, Outcome
+    from triplane.unified_ir.engines.xla.cohort import Cohort, CohortClient, CohortOutcome
 
 PLAN: Final = "study.plan"
 ENGINE: Final = "onnx"
@@ -290,14 +290,14 @@ class _Simulation:
         """Do the devices' work and return their changes as the cloud reads them."""
         if self.cohort is None:
             return [self._sent(number, lease, *self._learn(number, lease)) for lease in leases]
-        learned = []
-        for at in range(0, len(leases), TOGETHER):
-            some = leases[at : at + TOGETHER]
-            clients = [self._client(number, lease.device) for lease in some]
-            start = {**self.plan.state(), **self.place.shared}
-            for lease, outcome in zip(some, self.cohort.run(start, clients), strict=True):
-                learned.append(self._sent(number, lease, *self._outcome(number, lease, outcome)))
-        return learned
+        # Devices with as many samples have batches of one shape, which a launch needs.
+        order = sorted(leases, key=lambda lease: self.shards[lease.device].examples)
+        outcomes: dict[str, tuple[device.Learned, Arrays]] = {}
+        for at in range(0, len(order), TOGETHER):
+            some = order[at : at + TOGETHER]
+            for lease, outcome in zip(some, self._together(number, some), strict=True):
+                outcomes[lease.device] = self._outcome(number, lease, outcome)
+        return [self._sent(number, lease, *outcomes[lease.device]) for lease in leases]
 
     def _learn(self, number: int, lease: machine.Lease) -> tuple[device.Learned, Arrays]:
         """Return what a device learned, and its personal state."""
@@ -307,18 +307,30 @@ class _Simulation:
             done = device.learn(self.plan, self._work(number, name), self.shards[name])
         return done, self.plan.state(PERSONAL)
 
-    def _client(self, number: int, name: str) -> Client:
+    def _together(self, number: int, leases: Sequence[machine.Lease]) -> Sequence[CohortOutcome]:
+        """Let these devices learn at once."""
+        assert self.cohort is not None
+        clients = [self._client(number, lease.device) for lease in leases]
+        start = {**self.plan.state(), **self.place.shared}
+        try:
+            return self.cohort.run(start, clients)
+        except InvalidInput:
+            for lease in leases:  # one by one, the plan's own error names device and values
+                self._learn(number, lease)
+            raise
+
+    def _client(self, number: int, name: str) -> CohortClient:
         """Return a device as one of a cohort: its own state, and its batches."""
-        from triplane.unified_ir.engines.xla.cohort import Client
+        from triplane.unified_ir.engines.xla.cohort import CohortClient
 
         self._take(name)
         work, shard = self._work(number, name), self.shards[name]
         own = {**self.plan.state(PERSONAL), **device.beginning(self.plan, work)}
         with _naming(name, number):
-            return Client(own, list(device.batches(self.plan, work, shard)))
+            return CohortClient(own, list(device.batches(self.plan, work, shard)))
 
     def _outcome(
-        self, number: int, lease: machine.Lease, outcome: Outcome
+        self, number: int, lease: machine.Lease, outcome: CohortOutcome
     ) -> tuple[device.Learned, Arrays]:
         """Return what a device of a cohort learned, and its personal state."""
         name, after = lease.device, {**self.place.shared, **outcome.state}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,6 +23,7 @@ from triplane.unified_ir.federated.core.metric import metric_of
 from triplane.unified_ir.federated.study import partition
 from triplane.unified_ir.federated.study.partition import Samples, Shards
 from triplane.unified_ir.ir import Module
+from triplane.unified_ir.ir.meta import labels_of
 from triplane.unified_ir.ir.types import TensorType
 
 Way = Literal["even", "group", "dirichlet", "labels"]
@@ -134,7 +134,7 @@ def _samples(
             f"{', '.join(dataset.targets) or 'none'}; choose its columns by x and y"
         )
     row_bytes(dataset, roles)  # refuses columns that are not arrays
-    labels = _labels(module)
+    labels = labels_of(module.meta)
     samples = {}
     for name, own, value in zip(names, roles, objective_of(module).batch, strict=True):
         is_target = name == names[-1]
@@ -146,22 +146,14 @@ def _samples(
     return samples
 
 
-def _labels(module: Module) -> tuple[str, ...]:
-    """Return the names of the model's classes; none if it has none."""
-    try:
-        labels = json.loads(module.meta.get("labels", "[]"))
-    except ValueError as error:
-        raise InvalidInput(f"the labels of the model are not JSON: {error}") from error
-    return tuple(map(str, labels)) if isinstance(labels, list) else ()
-
-
 def _check_samples(source: SampleSource, x: Array, wanted: TensorType, what: str) -> None:
     """Refuse samples or targets of another shape than the model's."""
+    way = "--y speed:1" if what == "targets" else "--x 'a*:2x64'"
     sizes = zip(wanted.shape[1:], x.shape[1:], strict=False)
     if len(wanted.shape) != x.ndim or any(isinstance(a, int) and a != b for a, b in sizes):
         raise InvalidInput(
             f"the model takes {what} as {wanted}; those of {source.data} are "
-            f"{list(x.shape[1:])} each; choose another shape as in --x 'a*:2x64' or --y speed:1"
+            f"{list(x.shape[1:])} each; choose another shape as in {way}"
         )
 
 

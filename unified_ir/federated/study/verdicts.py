@@ -34,21 +34,23 @@ Measure = Callable[..., Difference | None]
 WARNINGS: Final[tuple[tuple[Measure, str, str, str], ...]] = (
     (adaptation_gain, "Adaptation hurts here", "Adaptation does not help here",
      "use the model as it is, or adapt at a smaller rate or in fewer steps"),
-    (learning_gain, "The end is worse than the start", "The end is no better than the start",
+    (learning_gain,
+     "The end is worse than the start (each adapted or not, whichever is better)", "",
      "try a smaller lr, or other numbers of rounds and steps"),
 )
 # fmt: on
 """(gain that is negative where something is wrong, what is wrong if a gain is significant, and if
-none is, the way out)."""
+none is, the way out). Without a text for the latter, only significant gains are named."""
 
 
 def warnings(trials: Sequence[Trial], stopped: Stopped | None = None) -> list[str]:
     """Return a line for each algorithm that stopped, and for gains that are negative.
 
     These are the gain of adaptation, and that from the start to the end. Their lines name the
-    algorithms and groups of devices with the mean gain and its margin. stopped: see `completion`.
+    algorithms and groups of devices with the mean gain and its margin, significant ones first.
+    stopped: see `completion`.
     """
-    lines = _stopped_lines(completion(trials, stopped))
+    lines: list[tuple[bool, str]] = []
     for measure, surely, perhaps, way_out in WARNINGS:
         odd = [
             (not gain.shown, _measured(name, group, gain, replicates[0].metric))
@@ -56,13 +58,22 @@ def warnings(trials: Sequence[Trial], stopped: Stopped | None = None) -> list[st
             for seen, group, _ in GROUPS
             if (gain := measure(replicates, seen=seen)) is not None
             and _is_loss(gain, replicates[0].metric)
+            and (gain.shown or perhaps)
         ]
-        # Stable: what is significant comes first.
-        texts = [text for _, text in sorted(odd, key=lambda pair: pair[0])]
-        what = perhaps if all(doubtful for doubtful, _ in odd) else surely
+        texts = [text for _, text in sorted(odd, key=_is_doubtful)]
+        is_doubtful = all(map(_is_doubtful, odd))
         if texts:
-            lines.append(f"{what}: {', '.join(texts)}; {way_out}.")
-    return lines
+            what = perhaps if is_doubtful else surely
+            lines.append((is_doubtful, f"{what}: {', '.join(texts)}; {way_out}."))
+    return [
+        *_stopped_lines(completion(trials, stopped)),
+        *(line for _, line in sorted(lines, key=_is_doubtful)),
+    ]
+
+
+def _is_doubtful(line: tuple[bool, str]) -> bool:
+    """Return whether nothing in the line is significant; as a sort key, it comes last."""
+    return line[0]
 
 
 def _stopped_lines(done: Completion) -> list[str]:

@@ -117,6 +117,20 @@ LEARNING = """
 """
 
 
+@needs_flwr
+def test_a_quorum_is_that_of_a_run(tmp_path):
+    few = FlowerServer("fedavg", {"fraction_train": 0.25}, strategies=tmp_path, quorum=0.7)
+    assert [row.devices for row in run(given.study(rounds=2), few).rounds] == [3, 3]
+    assert few.facts["quorum"] == "0.7"
+    one = server(tmp_path, "fedavg", fraction_train=0.25)
+    assert [row.devices for row in run(given.study(rounds=1), one).rounds] == [1]
+    written(tmp_path, LEARNING)
+    half = FlowerServer("mine", strategies=tmp_path, quorum=0.7)
+    rule = "asks 2 of 4 devices, a round needs 3 updates; give a smaller --quorum"
+    with pytest.raises(InvalidInput, match=rule):
+        run(given.study(rounds=1), half)
+
+
 @pytest.mark.slow
 @needs_flwr
 def test_a_strategy_of_ones_own_draws_learns_and_resumes_to_the_same_bits(tmp_path):

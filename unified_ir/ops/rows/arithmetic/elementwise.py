@@ -507,6 +507,7 @@ def _hard_tanh_vjp(g: Tensor, y: Tensor, x: Tensor, *, low: float, high: float) 
 
 hard_tanh = _row(
     name="HardTanh",
+    computes="min(max(x, low), high); its gradient at both bounds is 0",
     domain=DOMAIN,
     operands=("T",),
     attrs={"low": AttrSpec("FLOAT", -1.0), "high": AttrSpec("FLOAT", 1.0)},
@@ -516,7 +517,6 @@ hard_tanh = _row(
     batch=elementwise,
     samples=(sample(apart(2, 3)), sample(apart(2, 3), low=0.0, high=0.25)),
 )
-"""x limited to the range of two numbers."""
 
 
 def as_like(value: float, x: Tensor) -> Tensor:

@@ -152,11 +152,27 @@ def _dft_kernel(
     return using.stack([y.real, y.imag], -1).astype(x.dtype)
 
 
+def _without_ignored(k: XlaContext, x: Any, length: Any, axis: Any) -> Any:
+    """Set to 0 what the inverse of a one-sided spectrum ignores, and a GPU's library may not.
+
+    These are the imaginary parts of the frequency 0 and, for an even number of samples, the last.
+    """
+    at = (_AXIS if axis is None else int(axis)) % x.ndim
+    bins = x.shape[at]
+    n = 2 * (bins - 1) if length is None else int(length)
+    ignored = (2 * np.arange(bins) % n == 0)[:, None] & [False, True]
+    return k.np.where(
+        ignored.reshape(*(bins if i == at else 1 for i in range(x.ndim - 1)), 2), 0, x
+    )
+
+
 def _dft_xla(k: XlaContext, x: Any, length: Any = None, axis: Any = None, **attrs: int) -> Any:
     n = None if length is None else k.known(length, "its length")
     at = None if axis is None else k.known(axis, "its axis")
     # XLA transforms float32 and float64 only.
     wide = x.astype(np.promote_types(x.dtype, np.float32))
+    if attrs["inverse"] and attrs["onesided"]:
+        wide = _without_ignored(k, wide, n, at)
     return _dft_kernel(wide, n, at, **attrs, using=k.np)
 
 

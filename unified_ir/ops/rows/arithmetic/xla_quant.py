@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from triplane.unified_ir.ir.types import DType, as_dtype, uint8
@@ -25,15 +26,27 @@ def quantize(
 ) -> Any:  # fmt: skip
     """Lower QuantizeLinear."""
     to = as_dtype(zero.dtype) if zero is not None else type_of_codes(output_dtype)
-    if precision:
-        x = x.astype(dtype_attr(precision).numpy)
-    ratio = x / along(scale, x, axis, block_size, k.np).astype(x.dtype)
+    like = dtype_attr(precision).numpy if precision else x.dtype
+    step = _rounded(k, along(scale, x, axis, block_size, k.np), like)
+    ratio = _rounded(k, _rounded(k, x, like) / step, like)
     if to.is_float:
         return saturated(ratio, to) if saturate else ratio.astype(to.numpy)
     # Codes have at most 16 bits, so that float32 holds every sum that does not saturate.
-    ratio = k.np.rint(ratio.astype(np.promote_types(ratio.dtype, np.float32)))
+    ratio = k.np.rint(ratio)
     shift = 0 if zero is None else along(zero, x, axis, block_size, k.np).astype(ratio.dtype)
     return saturated(ratio + shift, to)
+
+
+def _rounded(k: XlaContext, x: Any, like: Any) -> Any:
+    """Round to an element type; half precision is held in float32.
+
+    Left to itself XLA divides float16 by way of a reciprocal, and skips a conversion to float16
+    that another one to float32 follows.
+    """
+    if like.itemsize >= 4:
+        return x.astype(like)
+    limits = ml_dtypes.finfo(like)  # type: ignore[no-untyped-call]
+    return k.lax.reduce_precision(x.astype(np.float32), limits.nexp, limits.nmant)
 
 
 def dequantize(

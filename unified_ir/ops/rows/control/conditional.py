@@ -166,6 +166,10 @@ def _cond_xla(k: XlaContext, p: Any, *operands: Any) -> list[Any]:
 
 cond_row = Op(
     name="Cond",
+    computes=(
+        "region 0 of the other operands where the predicate, operand 0, is true, else region "
+        "1 of them"
+    ),
     kind=OpKind.CONTROL,
     emit=_emit_cond,
     domain=DOMAIN,

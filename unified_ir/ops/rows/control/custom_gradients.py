@@ -37,6 +37,10 @@ def _custom_vjp_with_residuals(
 
 custom_row = Op(
     name="CustomGradient",
+    computes=(
+        "region 0 of the operands, with the gradient that region 1 computes from operands, "
+        "results and cotangents"
+    ),
     kind=OpKind.CONTROL,
     domain=DOMAIN,
     operands=("*",),
@@ -144,6 +148,10 @@ def _zeros_like(function: Function) -> Function:
 
 checkpoint_row = Op(
     name="Checkpoint",
+    computes=(
+        "its region of the operands; a backward pass keeps only the operands and computes "
+        "the rest again"
+    ),
     kind=OpKind.CONTROL,
     domain=DOMAIN,
     operands=("*",),
@@ -153,7 +161,6 @@ checkpoint_row = Op(
     batch=lambda call: control.with_regions(call, call.inputs, lambda i: call.batched[i]),
     inline_region=True,
 )
-"""Its region; a backward pass keeps only the operands and computes the rest again."""
 
 
 def checkpointed(function: Function, operands: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -188,6 +188,7 @@ def _emit_custom(context: EmissionContext, node: Node) -> None:
 
 custom_row = Op(
     name="Custom",
+    computes="its region of the operands: the body of a user's operator, which keeps its name",
     kind=OpKind.CONTROL,
     emit=_emit_custom,
     domain=DOMAIN,

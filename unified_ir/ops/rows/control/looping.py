@@ -302,6 +302,10 @@ def _goes_on(body: Function) -> bool:
 
 loop_row = Op(
     name="Loop",
+    computes=(
+        "the carry after `while go and i < trips: go, carry, ys = region(i, go, carry); i += "
+        "1`, and the stacked ys"
+    ),
     kind=OpKind.CONTROL,
     emit=_emit_loop,
     domain=DOMAIN,

@@ -302,6 +302,10 @@ def _scan_xla(
 
 scan_row = Op(
     name="Scan",
+    computes=(
+        "the carry after `carry, y = region(carry, x)` for each slice x along axis 0, and "
+        "the stacked ys; from the last slice with `reverse`"
+    ),
     kind=OpKind.CONTROL,
     emit=_emit_scan,
     domain=DOMAIN,

@@ -401,6 +401,10 @@ def _map(held: Any, *more: Any, regions: Any) -> Any:
 
 sequence_map_row = Op(
     name="SequenceMap",
+    computes=(
+        "sequences of the results of its region for the elements at each place; tensors are "
+        "the same for all"
+    ),
     kind=OpKind.CONTROL,
     emit=_emit_sequence_map,
     domain=DOMAIN,

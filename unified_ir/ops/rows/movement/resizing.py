@@ -392,7 +392,7 @@ def _combined(k: XlaContext, x: Any, matrix: Any, axis: int) -> Any:
     """
     matrix = matrix.astype(x.dtype)
     before, after = x.shape[:axis], x.shape[axis + 1 :]
-    taps = int(np.count_nonzero(matrix, 1).max())
+    taps = max(1, int(np.count_nonzero(matrix, 1).max()))
     if taps > MAX_TAPS:
         wide = x.reshape((math.prod(before), x.shape[axis], math.prod(after)))
         return k.np.matmul(matrix, wide).reshape((*before, len(matrix), *after))

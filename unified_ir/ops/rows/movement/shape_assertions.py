@@ -50,6 +50,7 @@ def _emit_sized(context: EmissionContext, node: Node) -> None:
 
 sized = Op(
     name="Sized",
+    computes="x; a run in which it has other sizes than `dims` fails",
     kind=OpKind.MOVEMENT,
     emit=_emit_sized,
     domain=DOMAIN,
@@ -60,7 +61,6 @@ sized = Op(
     xla=lambda k, x, *, dims: _checked(x, dims=dims),
     vjp=lambda g, y, x, dims: (assume_shape(g, x.shape),),
 )
-"""x, known to have the sizes `dims`: the same tensor with a narrower type."""
 
 
 def assume_shape(x: Tensor, shape: Sequence[Dim | str]) -> Tensor:

@@ -106,6 +106,7 @@ def _emit_dims(context: EmissionContext, node: Node) -> None:
 
 dims_row = Op(
     name="Dims",
+    computes="the sizes of the graph's symbols, `dims`, as an int64 vector",
     kind=OpKind.SOURCE,
     emit=_emit_dims,
     domain=DOMAIN,
@@ -114,7 +115,6 @@ dims_row = Op(
     reference=lambda dims: np.array(dims, np.int64),
     xla=lambda k, dims: np.array(dims, np.int64),
 )
-"""Sizes of the scope's symbols as an int64 vector; lowers to Shape and integer arithmetic."""
 
 
 identity = Op(
@@ -131,6 +131,7 @@ identity = Op(
 
 stop_gradient = Op(
     name="StopGradient",
+    computes="x; no gradient passes",
     kind=OpKind.ELEMENTWISE,
     batch=batching.elementwise,
     domain=DOMAIN,
@@ -141,7 +142,6 @@ stop_gradient = Op(
     vjp=lambda g, y, x: (None,),
     samples=(sample(normal(2, 3), smooth=()),),
 )
-"""The operand itself; no gradient passes."""
 
 
 def _emit_barrier(context: EmissionContext, node: Node) -> None:
@@ -161,6 +161,7 @@ def _emit_barrier(context: EmissionContext, node: Node) -> None:
 
 barrier = Op(
     name="Barrier",
+    computes="x, but not before `after` is known, whose values do not matter",
     kind=OpKind.MOVEMENT,
     preserves_elements=True,
     emit=_emit_barrier,
@@ -176,7 +177,7 @@ barrier = Op(
         sample(normal(0, 3), normal(0)),
     ),
 )
-"""y = x, but not before `after` is known; `after` is a float tensor whose values do not matter.
+"""What keeps a runtime from computing too early; `after` is a float tensor.
 
 A runtime orders nodes as it likes and merges equal ones, so it would compute a value that is
 recomputed to save memory early, once, and keep it. Behind a barrier it is computed late.

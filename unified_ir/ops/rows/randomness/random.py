@@ -76,6 +76,10 @@ def _threefry_xla(k: XlaContext, key: Any, x0: Any, x1: Any) -> Any:
 _words = ints(0, 2**32, 5, dtype="uint32")
 threefry = Op(
     name="Threefry2x32",
+    computes=(
+        "two uint32 words for each counter (x0, x1): 20 rounds of Threefry-2x32 under the "
+        "key uint32[2]"
+    ),
     kind=OpKind.RANDOM,
     domain=DOMAIN,
     operands=("K", "T", "T"),
@@ -88,7 +92,6 @@ threefry = Op(
         sample(fixed([0, 0], "uint32"), fixed([0], "uint32"), fixed([0], "uint32"), outputs=2),
     ),
 )
-"""key: uint32[2], counter words x0, x1: uint32 -> two random words per counter."""
 
 
 def _blocks(key: Tensor, n: Dim) -> tuple[Tensor, ...]:

@@ -254,7 +254,7 @@ def _call(recurrence: Recurrence, inputs: Sequence[Tensor | None], reverse: int)
     return _Call(recurrence, gates, weights, states, mask, bool(reverse))  # type: ignore[arg-type]
 
 
-def _row(name: str, recurrence: Recurrence, operands: str, *makers: MakeArray) -> Op:
+def _row(name: str, recurrence: Recurrence, operands: str, computes: str, *makers: MakeArray) -> Op:
     def body(*inputs: Tensor | None, reverse: int) -> list[Tensor]:
         last, (ys,) = _call(recurrence, inputs, reverse).forward(keep=False)
         return [ys, *last]
@@ -277,6 +277,7 @@ def _row(name: str, recurrence: Recurrence, operands: str, *makers: MakeArray) -
     outputs = 1 + recurrence.states
     return Op(
         name=name,
+        computes=computes,
         kind=OpKind.RECURRENT,
         domain=DOMAIN,
         operands=(*operands, "P?"),
@@ -292,14 +293,28 @@ def _row(name: str, recurrence: Recurrence, operands: str, *makers: MakeArray) -
 
 
 # fmt: off
-lstm_recurrence = _row("LSTMSweep", LSTM, "TTTT", normal(4, 2, 12), normal(12, 3), normal(2, 3),
-                       normal(2, 3))
-"""(gates i, o, f, c; r; h; c; mask?) -> (all h, last h, last c)."""
-gru_recurrence = _row("GRUSweep", GRU, "TTTT", normal(4, 2, 9), normal(9, 3), normal(3),
-                      normal(2, 3))
-"""(gates z, r, h; r; bias of h's product; h; mask?) -> (all h, last h); reset after the product."""
-tanh_recurrence = _row("TanhSweep", TANH, "TTT", normal(4, 2, 3), normal(3, 3), normal(2, 3))
-"""(gates; r; h; mask?) -> (all h, last h)."""
-relu_recurrence = _row("ReluSweep", RELU, "TTT", normal(4, 2, 3), normal(3, 3), normal(2, 3))
-"""(gates; r; h; mask?) -> (all h, last h)."""
+lstm_recurrence = _row(
+    "LSTMSweep", LSTM, "TTTT",
+    "all h, the last h, the last c: gates (i, o, f, g) + h r^T, i, o, f by sigmoid and g by tanh, "
+    "c <- f c + i g, h <- o tanh(c)",
+    normal(4, 2, 12), normal(12, 3), normal(2, 3), normal(2, 3),
+)
+"""Operands: gates; r; h; c; mask, if any."""
+gru_recurrence = _row(
+    "GRUSweep", GRU, "TTTT",
+    "all h, the last h: gates (z, s, n) and (p_z, p_s, p_n) = h r^T, z <- sigmoid(z + p_z), "
+    "s <- sigmoid(s + p_s), n <- tanh(n + s (p_n + b)), h <- n + z (h - n)",
+    normal(4, 2, 9), normal(9, 3), normal(3), normal(2, 3),
+)
+"""Operands: gates; r; bias b of h's product; h; mask, if any."""
+tanh_recurrence = _row(
+    "TanhSweep", TANH, "TTT", "all h, the last h: h <- tanh(gates + h r^T)",
+    normal(4, 2, 3), normal(3, 3), normal(2, 3),
+)
+"""Operands: gates; r; h; mask, if any."""
+relu_recurrence = _row(
+    "ReluSweep", RELU, "TTT", "all h, the last h: h <- max(gates + h r^T, 0)",
+    normal(4, 2, 3), normal(3, 3), normal(2, 3),
+)
+"""Operands: gates; r; h; mask, if any."""
 # fmt: on

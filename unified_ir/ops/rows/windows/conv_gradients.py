@@ -302,6 +302,7 @@ def _conv_grad_weight_body(
 
 conv_grad_weight = Op(
     name="ConvGradWeight", kind=OpKind.CONTRACTION,
+    computes="the gradient of y = Conv(x, w) with respect to w, from x and the cotangent g of y",
     domain=DOMAIN,
     operands=("T", "T"),
     attrs={

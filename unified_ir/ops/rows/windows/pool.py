@@ -264,6 +264,7 @@ def _winner_row(
     types: Callable[[TensorType, TensorType], Types],
     adjoint: Callable[..., Tensor],
     xla: Rule,
+    computes: str,
     *samples: Sample,
 ) -> Op:
     """Build a row (t, x, y) -> u over the winners of x and its pool y.
@@ -284,6 +285,7 @@ def _winner_row(
 
     return Op(
         name=name,
+        computes=computes,
         kind=OpKind.WINDOW,
         batch=merged_all,
         domain=DOMAIN,
@@ -317,12 +319,12 @@ max_unpool = _winner_row(
     lambda x, y: (y, x),
     lambda *operands, **attrs: max_select(*operands, **attrs),
     xla_pools.max_unpool_first,
+    "each element of g at the first maximum of its window of x, and 0 elsewhere; y is x's MaxPool",
     _use(normal(2, 3, 2, 3), apart(2, 3, 4, 6), _TILED),
     _use(normal(2, 3, 2, 2), apart(2, 3, 5, 5), _TILED),
     _use(normal(2, 3, 2, 3), apart(2, 3, 4, 6), _TILED, form="positions"),
     _use(normal(1, 2, 3, 3), apart(1, 2, 6, 6), _OVERLAPPING),
 )
-"""g: like y -> like x: each element of g at the first maximum of its window of x, the rest 0."""
 
 max_select: Op = _winner_row(
     "MaxSelectFirst",
@@ -330,11 +332,11 @@ max_select: Op = _winner_row(
     lambda x, y: (x, y),
     max_unpool,
     xla_pools.max_select_first,
+    "t at the first maximum of each window of x; y is x's MaxPool",
     _use(normal(2, 3, 4, 6), apart(2, 3, 4, 6), _TILED),
     _use(normal(2, 3, 4, 6), apart(2, 3, 4, 6), _TILED, form="positions"),
     _use(normal(1, 2, 6, 6), apart(1, 2, 6, 6), _OVERLAPPING),
 )
-"""t: like x -> like y: t at the first maximum of each window of x."""
 
 
 def _counted_sizes(shape: Sequence[Dim], attrs: Mapping[str, Any]) -> list[Dim]:

@@ -28,7 +28,8 @@ def conv(k: XlaContext, x: Any, w: Any, b: Any = None, *, group: int, **attrs: A
     window = Window.over(x.shape[2:], w.shape[2:], attrs)
 
     def whole(x: Any, w: Any) -> Any:
-        return k.lax.conv_general_dilated(
+        return _convolved(
+            k,
             x,
             w,
             window.strides,
@@ -38,7 +39,7 @@ def conv(k: XlaContext, x: Any, w: Any, b: Any = None, *, group: int, **attrs: A
         )
 
     faster = None
-    if group == x.shape[1] > 1 and _has_few_taps(window, x):
+    if group == x.shape[1] and (group > 1 or w.shape[0] == 1) and _has_few_taps(window, x):
         faster = lambda x, w: _by_taps(k, x, w, window)
     elif _is_product(window, group):
         faster = lambda x, w: k.np.einsum("nc...,oc->no...", _strided(x, window), _matrix(w))
@@ -62,21 +63,21 @@ def conv_transpose(  # noqa: PLR0917 - the operands of the row, and its window
         (span - 1 - window.pads[i], span - 1 - window.pads[n + i] + extra[i])
         for i, span in enumerate(spans)
     ]
-    spatial = "".join(map(str, range(n)))
 
     def whole(x: Any, w: Any) -> Any:
         order = "IO"
         if group > 1:  # (C, O/groups) -> (O, C/groups)
             grouped = w.reshape(group, -1, *w.shape[1:]).swapaxes(1, 2)
             w, order = grouped.reshape(-1, w.shape[0] // group, *window.kernel), "OI"
-        return k.lax.conv_general_dilated(
+        return _convolved(
+            k,
             x,
             k.lax.rev(w, tuple(range(2, 2 + n))),
             (1,) * n,
             pads,
+            order=("NC", order, "NC"),
             lhs_dilation=window.strides,
             rhs_dilation=window.dilations,
-            dimension_numbers=(f"NC{spatial}", f"{order}{spatial}", f"NC{spatial}"),
             feature_group_count=group,
         )
 
@@ -85,7 +86,7 @@ def conv_transpose(  # noqa: PLR0917 - the operands of the row, and its window
         return k.lax.pad(x, np.zeros((), x.dtype), [(0, 0, 0), (0, 0, 0), *gaps])
 
     faster = None
-    if group == x.shape[1] > 1 and w.shape[1] == 1 and _has_few_taps(window, x):
+    if group == x.shape[1] and w.shape[1] == 1 and _has_few_taps(window, x):
         dense = Window(window.kernel, {"dilations": window.dilations})
         faster = lambda x, w: _by_taps(k, spread(x), k.lax.rev(w, tuple(range(2, 2 + n))), dense)
     elif _is_product(window, group):
@@ -106,23 +107,18 @@ def conv_grad_weight(
             strict=False,
         )
     ]  # fmt: skip
-    spatial = "".join(map(str, range(len(window.kernel))))
 
     def whole(x: Any, g: Any, **layout: Any) -> Any:
-        return k.lax.conv_general_dilated(
-            x, g, window.dilations, pads, rhs_dilation=window.strides, **layout
-        )
+        return _convolved(k, x, g, window.dilations, pads, rhs_dilation=window.strides, **layout)
 
     def by_batch_groups(x: Any, g: Any) -> Any:
-        order = (f"CN{spatial}", f"IO{spatial}", f"CN{spatial}")
-        return whole(x, g, dimension_numbers=order, batch_group_count=group)
+        return whole(x, g, order=("CN", "IO", "CN"), batch_group_count=group)
 
     def by_feature_groups(x: Any, g: Any) -> Any:
         split = x.reshape(x.shape[0], group, -1, *x.shape[2:])
         planes = k.np.moveaxis(split, 2, 0).swapaxes(1, 2)
         planes = planes.reshape(planes.shape[0], -1, *x.shape[2:])
-        order = (f"NC{spatial}", f"IO{spatial}", f"CN{spatial}")
-        return whole(planes, g, dimension_numbers=order, feature_group_count=group)
+        return whole(planes, g, order=("NC", "IO", "CN"), feature_group_count=group)
 
     faster: Callable[..., Any] | None = None
     if group > 1 and x.shape[1] == group == g.shape[1] and _has_few_taps(window, x):
@@ -134,6 +130,38 @@ def conv_grad_weight(
     elif _is_product(window, group):
         faster = lambda x, g: _contracted(k, _strided(x, window, g), g)
     return _on_cpu(k, faster, by_batch_groups, x, g)
+
+
+def _convolved(
+    k: XlaContext, x: Any, w: Any, strides: Sequence[int], pads: Sequence[tuple[int, int]], *,
+    order: tuple[str, str, str] = ("NC", "OI", "NC"), **options: Any,
+) -> Any:  # fmt: skip
+    """Call XLA's convolution; order: what the first two axes of x, w and the output are.
+
+    On a CPU XLA is fast with channels last only. It rearranges a convolution of the program itself,
+    but none inside a loop, where it takes fifteen times as long. A GPU's layouts are left to XLA.
+    """
+    n = len(strides)
+    spatial = "".join(map(str, range(n)))
+
+    def plain(x: Any, w: Any) -> Any:
+        numbers = tuple(name + spatial for name in order)
+        return k.lax.conv_general_dilated(x, w, strides, pads, dimension_numbers=numbers, **options)
+
+    def channels_last(x: Any, w: Any) -> Any:
+        inside = range(2, n + 2)
+        y = k.lax.conv_general_dilated(
+            k.np.transpose(x, (order[0].index("N"), *inside, order[0].index("C"))),
+            k.np.transpose(w, (*inside, order[1].index("I"), order[1].index("O"))),
+            strides,
+            pads,
+            dimension_numbers=(f"N{spatial}C", f"{spatial}IO", f"N{spatial}C"),
+            **options,
+        )
+        outer = (0, n + 1) if order[2] == "NC" else (n + 1, 0)
+        return k.np.transpose(y, (*outer, *range(1, n + 1)))
+
+    return _on_cpu(k, channels_last, plain, x, w)
 
 
 def _on_cpu(k: XlaContext, faster: Callable[..., Any] | None, other: Any, *operands: Any) -> Any:
@@ -163,17 +191,25 @@ def _by_taps(k: XlaContext, x: Any, w: Any, window: Window) -> Any:
         at_tap(wide, window, tap, out) * weights[(Ellipsis, *tap)].reshape(shape)
         for tap in np.ndindex(*window.kernel)
     )
-    return total.reshape(x.shape[0], -1, *out)  # type: ignore[union-attr]
+    return total.reshape(x.shape[0], -1, *out)
 
 
 def _gradient_by_taps(k: XlaContext, x: Any, g: Any, window: Window) -> Any:
-    """Sum one product per kernel position; x and g have one channel per group."""
+    """Sum one product per kernel position; x and g have one channel per group.
+
+    A loop, because each position is a pass of its own, and one pass compiles faster than many.
+    """
+    n, out = len(window.kernel), g.shape[2:]
     wide = k.np.pad(x, [(0, 0), (0, 0), *_pairs(window)])
-    axes = (0, *range(2, x.ndim))
-    taps = [
-        (at_tap(wide, window, tap, g.shape[2:]) * g).sum(axes) for tap in np.ndindex(*window.kernel)
-    ]
-    return k.np.stack(taps, 1).reshape(-1, 1, *window.kernel)
+    taps = np.indices(window.kernel).reshape(n, -1).T * np.array(window.dilations)
+    read = [(o - 1) * s + 1 for o, s in zip(out, window.strides, strict=True)]
+
+    def at(tap: Any) -> Any:
+        seen = k.lax.dynamic_slice(wide, (0, 0, *tap), (*x.shape[:2], *read))
+        strided = seen[(Ellipsis, *(slice(None, None, s) for s in window.strides))]
+        return (strided * g).sum((0, *range(2, x.ndim)))
+
+    return k.lax.map(at, k.np.asarray(taps)).T.reshape(-1, 1, *window.kernel)
 
 
 def _by_columns(k: XlaContext, x: Any, w: Any, window: Window) -> Any:
