@@ -4,6 +4,7 @@ The number of virtual devices is fixed before JAX starts (JAX_NUM_CPU_DEVICES).
 """
 
 import json
+import sys
 
 import numpy as np
 
@@ -66,4 +67,4 @@ if __name__ == "__main__":
         predicted = {"arguments": memory.arguments, "results": memory.results,
                      "temporaries": memory.temporaries}  # fmt: skip
         rows.append([predicted, measured(plan)])
-    print(json.dumps(rows))
+    sys.stdout.write(json.dumps(rows))

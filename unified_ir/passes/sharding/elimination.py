@@ -23,7 +23,7 @@ Costs = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Table:
+class CostTable:
     """Costs over some variables, in increasing order; one axis each."""
 
     scope: tuple[int, ...]
@@ -33,30 +33,30 @@ class Table:
 class Elimination:
     """One elimination; `assign` gives the states once it has run."""
 
-    def __init__(self, counts: Sequence[int], tables: Iterable[Table]) -> None:
+    def __init__(self, counts: Sequence[int], tables: Iterable[CostTable]) -> None:
         """counts: the number of states of each variable."""
         self.counts = counts
-        self.touching: dict[int, list[Table]] = {}
-        self._steps: list[tuple[int, list[Table]]] = []
+        self.touching: dict[int, list[CostTable]] = {}
+        self._steps: list[tuple[int, list[CostTable]]] = []
         self._memo: dict[Any, Costs] = {}
         self._interned: dict[Any, Costs] = {}
         self._constant = 0.0
         self.work = 0
         """Entries of all joint tables so far: a measure of effort that machines agree on."""
         for table in tables:
-            self._attach(Table(table.scope, self._one(table.costs)))
+            self._attach(CostTable(table.scope, self._one(table.costs)))
 
     def _one(self, costs: Costs) -> Costs:
         """Return the one array with this content."""
         return self._interned.setdefault((costs.shape, costs.tobytes()), costs)
 
-    def _attach(self, table: Table) -> None:
+    def _attach(self, table: CostTable) -> None:
         if not table.scope:
             self._constant += float(table.costs)
         for v in table.scope:
             self.touching.setdefault(v, []).append(table)
 
-    def _joint(self, tables: Iterable[Table]) -> tuple[tuple[int, ...], int]:
+    def _joint(self, tables: Iterable[CostTable]) -> tuple[tuple[int, ...], int]:
         scope = tuple(sorted({u for t in tables for u in t.scope}))
         return scope, math.prod(self.counts[u] for u in scope)
 
@@ -80,7 +80,7 @@ class Elimination:
                     heapq.heappush(heap, (self._joint(self.touching[u])[1], u))
         return sorted(self.touching)
 
-    def remaining(self, variables: Iterable[int]) -> list[Table]:
+    def remaining(self, variables: Iterable[int]) -> list[CostTable]:
         """Return the tables over variables that are not eliminated."""
         return list({id(t): t for v in variables for t in self.touching[v]}.values())
 
@@ -95,8 +95,8 @@ class Elimination:
             self._eliminate(v, self._parts(self.touching[v]))
         return self._constant
 
-    def _parts(self, tables: list[Table]) -> list[list[Table]]:
-        parts: list[list[Table]] = []
+    def _parts(self, tables: list[CostTable]) -> list[list[CostTable]]:
+        parts: list[list[CostTable]] = []
         for table in sorted(tables, key=lambda t: -t.costs.size):
             for part in parts:
                 if self._joint([*part, table])[1] <= MAX_TABLE:
@@ -126,9 +126,9 @@ class Elimination:
                     self.touching[u] = [x for x in self.touching[u] if x is not t]
             rest = tuple(u for u in t.scope if u != v)
             left: Costs = np.asarray(t.costs.take(state, t.scope.index(v)))
-            self._attach(Table(rest, self._one(left)))
+            self._attach(CostTable(rest, self._one(left)))
 
-    def _eliminate(self, v: int, parts: list[list[Table]]) -> None:
+    def _eliminate(self, v: int, parts: list[list[CostTable]]) -> None:
         self._steps.append((v, self.touching.pop(v)))
         for part in parts:
             scope, _ = self._joint(part)
@@ -136,9 +136,9 @@ class Elimination:
             for u in rest:
                 gone = set(map(id, part))
                 self.touching[u] = [t for t in self.touching[u] if id(t) not in gone]
-            self._attach(Table(rest, self._minimum(v, scope, part)))
+            self._attach(CostTable(rest, self._minimum(v, scope, part)))
 
-    def _minimum(self, v: int, scope: tuple[int, ...], tables: list[Table]) -> Costs:
+    def _minimum(self, v: int, scope: tuple[int, ...], tables: list[CostTable]) -> Costs:
         axis = scope.index(v)
         # The key has places instead of variables: equal blocks elsewhere share the result.
         key = (axis, len(scope), tuple(sorted(
@@ -161,7 +161,7 @@ class Elimination:
             states[v] = int(costs.argmin())
 
 
-def _spread(table: Table, scope: tuple[int, ...]) -> Costs:
+def _spread(table: CostTable, scope: tuple[int, ...]) -> Costs:
     """Return the costs with an axis for each variable of `scope`."""
     shape = [1] * len(scope)
     for u, n in zip(table.scope, table.costs.shape, strict=True):

@@ -9,7 +9,7 @@ from html import escape
 from typing import Any, Final
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.passes.sharding.plan import (
+from triplane.unified_ir.passes.sharding.planner import (
     MARGIN,
     Alternative,
     ParallelPlan,

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from triplane.proto.errors import InvalidInput, MissingExtra
 from triplane.unified_ir.passes.sharding.dominance import undominated
-from triplane.unified_ir.passes.sharding.elimination import Costs, Elimination, Table
+from triplane.unified_ir.passes.sharding.elimination import Costs, CostTable, Elimination
 
 MAX_MILP_ENTRIES: Final = 30_000
 """Most entries of the tables of a mixed-integer program; HiGHS takes seconds for these."""
@@ -103,7 +103,7 @@ class CostNetwork:
 
 def _solved(network: CostNetwork, effort: int) -> Choices:
     solver = Elimination(
-        network.counts, [Table(scope, costs) for scope, costs in network.tables.items()]
+        network.counts, [CostTable(scope, costs) for scope, costs in network.tables.items()]
     )
     states = [0] * len(network.counts)
     method, excess = "dynamic programming", 0.0
@@ -116,7 +116,7 @@ def _solved(network: CostNetwork, effort: int) -> Choices:
 
 
 def improve_core(
-    tables: Sequence[Table],
+    tables: Sequence[CostTable],
     variables: Sequence[int],
     counts: Sequence[int],
     states: list[int],
@@ -145,11 +145,11 @@ def improve_core(
     return "large neighbourhoods", max(0.0, best - bound)
 
 
-def _cost(tables: Sequence[Table], states: Sequence[int]) -> float:
+def _cost(tables: Sequence[CostTable], states: Sequence[int]) -> float:
     return math.fsum(float(t.costs[tuple(states[v] for v in t.scope)]) for t in tables)
 
 
-def milp(tables: Sequence[Table], counts: Mapping[int, int]) -> tuple[dict[int, int], float]:
+def milp(tables: Sequence[CostTable], counts: Mapping[int, int]) -> tuple[dict[int, int], float]:
     """Return the states of least cost, and by how much it may exceed the least where time ran out.
 
     One binary for each state of a variable and one number for each entry of a table; an entry's

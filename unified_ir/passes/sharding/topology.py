@@ -92,10 +92,12 @@ def read_topology(path: str | Path) -> Topology:
     where = str(path)
     known = {"devices_per_host", *_RATES, *_LINKS}
     record = _object(record, known, where)
-    given: dict[str, Any] = {k: _number(record[k], f"{where}: {k}") for k in _RATES if k in record}
+    fields_read: dict[str, Any] = {
+        k: _number(record[k], f"{where}: {k}") for k in _RATES if k in record
+    }
     for name in _LINKS:
         if name in record:
-            given[name] = _link(record[name], getattr(Topology(), name), f"{where}: {name}")
+            fields_read[name] = _link(record[name], getattr(Topology(), name), f"{where}: {name}")
     if "devices_per_host" in record:
         count = record["devices_per_host"]
         if type(count) is not int or not 1 <= count <= MAX_DEVICES:
@@ -103,8 +105,8 @@ def read_topology(path: str | Path) -> Topology:
                 f"{where}: devices_per_host must be a whole number from 1 to {MAX_DEVICES}, got "
                 f"{count!r}"
             )
-        given["devices_per_host"] = count
-    return Topology(**given, source=f"rates of {where}")
+        fields_read["devices_per_host"] = count
+    return Topology(**fields_read, source=f"rates of {where}")
 
 
 def check_devices(devices: int) -> None:

@@ -239,14 +239,14 @@ class ParallelPlan:
             moved = _added([_transfer(problem, c, states) for c in near])
             rows.append((k, strategy, moved, own[k] + moved.seconds))
         base = rows[chosen][3]
-        found = [
+        alternatives = [
             Alternative(
                 self._split(index, s.operands), s.picks, s.compute_s, s.transfer, moved,
                 self.seconds - base + total, k == chosen,
             )
             for k, s, moved, total in rows
         ]  # fmt: skip
-        return tuple(sorted(found, key=lambda a: (a.total_s, not a.is_chosen)))
+        return tuple(sorted(alternatives, key=lambda a: (a.total_s, not a.is_chosen)))
 
 
 def _transfer(problem: ShardingProblem, crossing: Crossing, states: Sequence[int]) -> Transfer:
