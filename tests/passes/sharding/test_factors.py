@@ -1,5 +1,7 @@
 """Factors: each slice of the operands, computed on its own, gives its slice of the results."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from tests.conformance.uses import recorded, uses_of
@@ -19,7 +21,7 @@ from triplane.unified_ir.passes.sharding.factors import (
 MOVED = {"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Slice", "Tile", "Concat", "Split", "Expand",
          "Transpose", "Pad", "CenterCropPad"}  # fmt: skip
 """Each element of the result is one of the operand, so indices show where it comes from."""
-COMBINED = {
+COMBINED: dict[str, Any] = {
     "ReduceMean": lambda parts: sum(parts) / len(parts),
     "ReduceMax": np.maximum.reduce,
     "ReduceMin": np.minimum.reduce,
@@ -54,9 +56,9 @@ def call_of(use):
     node = next(n for n in function.nodes if n.op == use.row.id)
     constants = {n.outputs[0]: constant(n) for n in function.nodes if n.op.name == "Constant"}
     known = tuple(None if v is None else constants.get(v) for v in node.inputs)
-    shapes = [tuple(() if v is None else v.type.shape for v in vs)
-              for vs in (node.inputs, node.outputs)]  # fmt: skip
-    return ShapedNode(node, use.row, *shapes, known), function, args
+    inputs = tuple(() if v is None else v.type.shape for v in node.inputs)
+    outputs = tuple(v.type.shape for v in node.outputs)
+    return ShapedNode(node, use.row, inputs, outputs, known), function, args
 
 
 def sliced(array, axes, factor, n):

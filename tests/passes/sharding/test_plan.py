@@ -79,6 +79,7 @@ def mlp_step(width=256):
 def needed(error):
     """The bytes that the smallest plan needs, as the message has them."""
     number = re.search(r"the smallest one needs ([\d,]+) bytes", str(error.value))
+    assert number is not None
     return int(number[1].replace(",", ""))
 
 
