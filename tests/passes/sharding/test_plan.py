@@ -41,26 +41,10 @@ def products(*shapes):
     return build.finish({"y": y})
 
 
-def cost_of_splits(function, mesh, splits, topology=None):
-    """The least cost and bytes with these splits of products, by node; other states are free."""
-    problem = ShardingProblem(function, {}, mesh, topology or Topology())
-    network = problem.network
-    for node, split in splits.items():
-        v = problem.variable_of[node]
-        penalty = np.full(len(problem.states[v]), 1e3)
-        for k, s in enumerate(problem.states[v]):
-            parts = [
-                tuple(math.prod(n for n, cut in zip(mesh, la, strict=True) if cut == axis)
-                      for axis in range(2))
-                for la in s.operands
-            ]  # fmt: skip
-            if tuple(parts) == split:
-                penalty[k] = 0
-        assert not penalty.all(), "no such strategy"
-        network = network.with_unary({v: penalty})
-    choices = network.solve()
-    assert choices.cost < 1e3
-    return choices, problem
+def cost_of_splits(function, mesh, splits):
+    """The least cost with these splits of nodes; other states are free."""
+    problem = ShardingProblem(function, {}, mesh, Topology(), pinned=splits)
+    return problem.network.solve(), problem
 
 
 def step_of(cell, *batch, optimizer=None):
@@ -161,6 +145,20 @@ def test_seven_devices_share_what_divides_by_seven():
     assert made.strategies() == {0: ((7, 1), (1, 1))}
     alone = plan(products((1024, 1024), (1024, 1000)), 7)  # no axis divides by 7
     assert alone.strategies() == {0: ((1, 1), (1, 1))}
+
+
+def test_pinned_nodes_keep_their_split():
+    function = products((1024, 512), (512, 2048), (2048, 256))
+    rows, columns = ((4, 1), (1, 1)), ((1, 1), (1, 4))
+    made = plan(function, 4, pinned={0: rows, 1: columns})
+    assert made.strategies() == {0: rows, 1: columns}
+    assert made.seconds >= plan(function, 4).seconds
+    both = plan(function, 16, pinned={0: ((4, 1), (1, 4))})
+    assert both.mesh == (4, 4)
+    with pytest.raises(
+        InvalidInput, match=r"MatMul at .* cannot be split as \(\(3, 1\), \(1, 1\)\)"
+    ):
+        plan(function, 4, pinned={0: ((3, 1), (1, 1))})
 
 
 def test_state_returns_in_the_layout_in_which_it_came():

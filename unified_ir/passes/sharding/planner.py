@@ -7,7 +7,7 @@ buffers are not known here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
@@ -20,6 +20,7 @@ from triplane.unified_ir.passes.sharding.problem import (
     Crossing,
     MemoryUse,
     ShardingProblem,
+    Split,
     data_parallel,
 )
 from triplane.unified_ir.passes.sharding.search import EFFORT, Choices
@@ -40,9 +41,6 @@ REFINEMENTS: Final = 4
 """Halvings of the price between the last that was too low and the first that was enough."""
 SMALL_EFFORT: Final = EFFORT // 20
 """Effort for plans that are compared, and for each price of a byte."""
-
-Split = tuple[tuple[int, ...], ...]
-"""For each operand, into how many slices each of its axes is cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +137,7 @@ class ParallelPlan:
     def strategies(self) -> Mapping[int, Split]:
         """Return the split of each node by its index: slices of each axis of each operand."""
         return {
-            i: self._split(i, s.operands)
+            i: self.problem.split(i, s)
             for i in self.problem.variable_of
             if (s := self.strategy(i)) is not None
         }
@@ -163,10 +161,6 @@ class ParallelPlan:
 
     def _state(self, variable: int) -> Strategy:
         return self.problem.states[variable][self.choices.states[variable]]
-
-    def _split(self, index: int, operands: Sequence[Layout]) -> Split:
-        shapes = [len(self.problem.shape(v)) for v in self.function.nodes[index].inputs]
-        return tuple(slices(la, r, self.mesh) for la, r in zip(operands, shapes, strict=True))
 
     @cached_property
     def _moved(self) -> dict[int, list[tuple[Transfer, int]]]:
@@ -197,7 +191,7 @@ class ParallelPlan:
             str(node.op),
             node.meta.scope,
             str(node.meta.location or ""),
-            self._split(index, strategy.operands),
+            self.problem.split(index, strategy),
             tuple(outputs),
             strategy.picks,
             self.problem.factors[index].rule,
@@ -241,7 +235,7 @@ class ParallelPlan:
         base = rows[chosen][3]
         alternatives = [
             Alternative(
-                self._split(index, s.operands), s.picks, s.compute_s, s.transfer, moved,
+                self.problem.split(index, s), s.picks, s.compute_s, s.transfer, moved,
                 self.seconds - base + total, k == chosen,
             )
             for k, s, moved, total in rows
@@ -267,18 +261,20 @@ def plan(
     sizes: Mapping[str, int] | None = None,
     memory_bytes: int | None = None,
     topology: Topology | None = None,
+    pinned: Mapping[int, Split] | None = None,
 ) -> ParallelPlan:
     """Return the cheapest plan of a function on a number of devices.
 
     sizes: a number for each symbol of its types, such as {"N": 32}. memory_bytes: what one device
-    has. InvalidInput: a size is missing, or no plan fits; the message has the least that one needs.
+    has. pinned: nodes, by index, whose split is decided; the others are split around them.
+    InvalidInput: a size is missing, a node has no such split, or no plan fits; the message has the
+    least that one needs.
     """
     check_devices(devices)
     topology, sizes = topology or Topology(), dict(sizes or {})
     solved: list[tuple[ShardingProblem, Choices]] = []
     least: list[MemoryUse] = []
-    for mesh in topology.meshes(devices):
-        problem = ShardingProblem(function, sizes, mesh, topology)
+    for problem in _problems(function, devices, sizes, topology, pinned):
         choices, smallest = _within(problem, memory_bytes)
         least.append(smallest)
         if choices is not None:
@@ -294,6 +290,25 @@ def plan(
     others = [_other("best on another mesh", p, c) for p, c in solved[1:]]
     others += _compared(problem, choices)
     return ParallelPlan(problem, choices, sorted(others, key=lambda o: o.seconds))
+
+
+def _problems(
+    function: Function,
+    devices: int,
+    sizes: Mapping[str, int],
+    topology: Topology,
+    pinned: Mapping[int, Split] | None,
+) -> Iterator[ShardingProblem]:
+    """Yield the function on each mesh that has the pinned splits; refuse what none has."""
+    meshes = topology.meshes(devices)
+    refused: list[InvalidInput] = []
+    for mesh in meshes:
+        try:
+            yield ShardingProblem(function, sizes, mesh, topology, pinned=pinned)
+        except InvalidInput as error:
+            refused.append(error)
+    if len(refused) == len(meshes):
+        raise refused[-1]
 
 
 def plan_with_layouts(

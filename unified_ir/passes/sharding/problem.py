@@ -39,6 +39,7 @@ from triplane.unified_ir.passes.sharding.strategies import (
     layouts,
     reshard,
     share_of,
+    slices,
     strategies,
 )
 from triplane.unified_ir.passes.sharding.topology import Mesh, Topology
@@ -46,6 +47,10 @@ from triplane.unified_ir.passes.sharding.topology import Mesh, Topology
 Place = tuple[int, int]
 """The variable of the node or parameter that has a value, and which of its outputs it is."""
 MAX_NODES: Final = 200_000
+SHOWN_SPLITS: Final = 8
+"""Splits that an error lists."""
+Split = tuple[tuple[int, ...], ...]
+"""For each operand, into how many slices each of its axes is cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +97,9 @@ class ShardingProblem:
         mesh: Mesh,
         topology: Topology,
         fixed: Mapping[str, Layout] | None = None,
+        pinned: Mapping[int, Split] | None = None,
     ) -> None:
-        """fixed: the layouts of some parameters, by name; of the others every layout is tried."""
+        """fixed: layouts of some parameters, by name.  pinned: splits of some nodes, by index."""
         if len(function.nodes) > MAX_NODES:
             raise InvalidInput(f"{function.name} has {len(function.nodes):,} nodes; the planner "
                                f"takes at most {MAX_NODES:,}")  # fmt: skip
@@ -106,6 +112,7 @@ class ShardingProblem:
         self.variable_of: dict[int, int] = {}
         """Index of a node -> its variable."""
         self.factors: dict[int, Factors] = {}
+        self._pinned = pinned or {}
         self._shapes: dict[Value, Shape] = {}
         self._bytes: dict[Value, int] = {}
         self._constants: dict[Value, Array] = {}
@@ -184,6 +191,8 @@ class ShardingProblem:
             )
             self._cache[key] = factors, strategies(factors, size, self.mesh, self.topology)
         self.factors[index], states = self._cache[key]
+        if index in self._pinned:
+            states = self._as_pinned(index, states)
         variable = self.variable_of[index] = self._variable(states)
         for k, value in enumerate(node.outputs):
             self.places[value] = (variable, k)
@@ -191,6 +200,26 @@ class ShardingProblem:
             if operand in self.places:
                 self._cross(operand, Crossing(self.places[operand], variable, k, index,
                                               self.bytes(operand)))  # fmt: skip
+
+    def split(self, index: int, strategy: Strategy) -> Split:
+        """Return into how many slices a strategy cuts each axis of each operand of a node."""
+        ranks = [len(self.shape(v)) for v in self.function.nodes[index].inputs]
+        return tuple(
+            slices(la, rank, self.mesh) for la, rank in zip(strategy.operands, ranks, strict=True)
+        )
+
+    def _as_pinned(self, index: int, states: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
+        wanted = self._pinned[index]
+        kept = tuple(s for s in states if self.split(index, s) == wanted)
+        if not kept:
+            node = self.function.nodes[index]
+            splits = dict.fromkeys(self.split(index, s) for s in states)
+            raise InvalidInput(
+                f"{node.op} at {node.meta.location or f'node {index}'} cannot be split as "
+                f"{wanted} on a mesh of {self.mesh}; it can be split as "
+                f"{', '.join(map(str, list(splits)[:SHOWN_SPLITS]))}"
+            )
+        return kept
 
     def _add_results(self) -> None:
         """Add what it costs to give new state the layout of the old one."""

@@ -14,8 +14,8 @@ from triplane.unified_ir.passes.sharding.planner import (
     Alternative,
     ParallelPlan,
     PlannedNode,
-    Split,
 )
+from triplane.unified_ir.passes.sharding.problem import Split
 
 NAME: Final = 26
 SPLIT: Final = 24

@@ -1,8 +1,8 @@
 """Devices and the links between them: what a collective costs by the alpha-beta model.
 
-A collective among n devices takes (n - 1) latency + (n - 1) / n bytes / bandwidth on a ring
-(Thakur, Rabenseifner, Gropp 2005). Devices are numbered host by host, so the devices of the last
-mesh axis are neighbours.
+A collective among n devices takes ceil(log2 n) latencies and (n - 1) / n of the bytes over the
+bandwidth, by recursive halving and doubling (Thakur, Rabenseifner, Gropp 2005). Devices are
+numbered host by host, so the devices of the last mesh axis are neighbours.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class LinkCost:
     bytes_per_s: float
 
     def seconds(self, n: int, sent_bytes: float) -> float:
-        """Return the time in which each of n devices sends so many bytes around a ring."""
-        return (n - 1) * self.latency_s + sent_bytes / self.bytes_per_s
+        """Return the time of a collective of n devices in which each sends so many bytes."""
+        return math.ceil(math.log2(n)) * self.latency_s + sent_bytes / self.bytes_per_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class Topology:
     source: str = "assumed rates (--topology FILE gives others)"
 
     def link(self, mesh: Mesh, axis: int) -> LinkCost:
-        """Return the link that a ring along a mesh axis needs: the slowest one on its way."""
+        """Return the slowest link between devices along a mesh axis."""
         span, devices = math.prod(mesh[axis:]), math.prod(mesh)
         one_host = devices <= self.devices_per_host or self.devices_per_host % span == 0
         return self.inside if one_host else self.between
