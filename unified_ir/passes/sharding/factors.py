@@ -409,6 +409,48 @@ def _attention(call: ShapedNode) -> Factors:
     return Factors((heads, heads, heads, *mask), (heads,), "attention: batch b and heads h", flops)
 
 
+_SWEEP_WEIGHTS: Final[Mapping[str, int]] = {
+    "LSTMSweep": 1,
+    "GRUSweep": 2,
+    "TanhSweep": 1,
+    "ReluSweep": 1,
+}
+"""Number of weights of each recurrence, after its gates."""
+
+
+def _sweep(call: ShapedNode) -> Factors:
+    """Recurrences: gates and masks (T, N, .) and states (N, .) by samples, weights whole."""
+    weights = range(1, 1 + _SWEEP_WEIGHTS[call.node.op.name])
+
+    def axes(shape: Shape) -> Axes:
+        return (WHOLE, "n", WHOLE) if len(shape) == 3 else ("n", WHOLE)[: len(shape)]
+
+    operands = tuple(
+        (WHOLE,) * len(s) if k in weights else axes(s) for k, s in enumerate(call.inputs)
+    )
+    return Factors(operands, tuple(map(axes, call.outputs)), "recurrence: samples n")
+
+
+def _recurrent(call: ShapedNode) -> Factors:
+    """ONNX's LSTM, GRU and RNN: X (T, N, .), lengths (N), states (D, N, .); weights whole."""
+    if call.attr("layout"):
+        return call.whole()
+
+    def axes(k: int, shape: Shape) -> Axes:
+        if k == _LENGTHS:
+            return ("n",)[: len(shape)]
+        return (WHOLE, "n", WHOLE) if k in _SAMPLED and shape else (WHOLE,) * len(shape)
+
+    operands = tuple(axes(k, s) for k, s in enumerate(call.inputs))
+    outputs = tuple((*(WHOLE,) * (len(s) - 2), "n", WHOLE) if s else () for s in call.outputs)
+    return Factors(operands, outputs, "recurrence: samples n")
+
+
+_LENGTHS: Final = 4
+_SAMPLED: Final = (0, 5, 6)
+"""Operands of ONNX's recurrent operators: lengths; X and the initial states."""
+
+
 def _loss(call: ShapedNode) -> Factors:
     rest = tuple((WHOLE,) * len(s) for s in call.inputs[2:])
     scores, targets = call.inputs[:2]
@@ -475,6 +517,8 @@ BY_NAME: Final[Mapping[str, Rule]] = {
     "GroupNormalization": _samples,
     "LRN": _samples,
     "Attention": _attention,
+    **dict.fromkeys(_SWEEP_WEIGHTS, _sweep),
+    **dict.fromkeys(("LSTM", "GRU", "RNN"), _recurrent),
     "Threefry2x32": _threefry,
     **dict.fromkeys(("RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike"),
                     _drawn),

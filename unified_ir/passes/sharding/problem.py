@@ -29,6 +29,7 @@ from triplane.unified_ir.passes.sharding.factors import (
     constant,
     factors_of,
 )
+from triplane.unified_ir.passes.sharding.loops import LOOPS
 from triplane.unified_ir.passes.sharding.search import CostNetwork
 from triplane.unified_ir.passes.sharding.strategies import (
     COPIES,
@@ -192,7 +193,12 @@ class ShardingProblem:
             tuple(None if k is None or k.size > 16 else k.tobytes() for k in known),
         )  # fmt: skip
         if key is None or key not in self._cache:
-            factors = factors_of(ShapedNode(node, row, *shapes, known))
+            loop = LOOPS.get(node.op.name)
+            factors = (
+                loop(node, self.shape)
+                if loop
+                else factors_of(ShapedNode(node, row, *shapes, known))
+            )
             cost: Cost = row.cost_of(node, self.bytes)
             size = NodeSize(
                 factors.flops or cost.flops, *shapes, *held, is_view=node.op.name in VIEWS
