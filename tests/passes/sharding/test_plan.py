@@ -173,6 +173,16 @@ def test_pinned_nodes_keep_their_split():
         plan(function, 4, pinned={0: ((3, 1), (1, 1))})
 
 
+def test_what_a_barrier_waits_for_may_have_any_layout():
+    build = Build(TABLE, "barrier")
+    with build:
+        x, u = (build.param(n, TensorSpec((64, 64))) for n in "xu")
+        y = build.apply(TABLE["triplane", "Barrier"], [x, ops.relu(u)], {})[0]
+    function = build.finish({"y": y})
+    made = plan(function, 4, pinned={0: ((1, 4),), 1: ((4, 1), (1, 1))})
+    assert made.sent_bytes == 0
+
+
 def test_state_returns_in_the_layout_in_which_it_came():
     made = plan(mlp_step(), 8, sizes={"N": 512})
     layouts, results = made.layouts(), made.result_layouts()

@@ -431,6 +431,24 @@ def _sweep(call: ShapedNode) -> Factors:
     return Factors(operands, tuple(map(axes, call.outputs)), "recurrence: samples n")
 
 
+def _rotary(call: ShapedNode) -> Factors:
+    """Rotary positions: samples, and heads where they are an axis; tables of angles stay whole."""
+    rank = len(call.inputs[0])
+    axes = ("n", "h", WHOLE, WHOLE) if rank == 4 else ("n", *(WHOLE,) * (rank - 1))
+    # Without position ids the angles are those of each sample: (N, T, .).
+    own = [3 if len(s) == 3 else 0 for s in call.inputs[1:3]] + [2 for _ in call.inputs[3:]]
+    rest = tuple(
+        ("n", *(WHOLE,) * (len(s) - 1)) if s and n else (WHOLE,) * len(s)
+        for n, s in zip(own, call.inputs[1:], strict=True)
+    )
+    return Factors((axes, *rest), (axes,), "rotary positions: samples n and heads h")
+
+
+def _one_scale(call: ShapedNode) -> Factors:
+    """Quantization with one scale of the whole tensor."""
+    return call.whole() if any(s for s in call.inputs[1:]) else _first_only(call)
+
+
 def _recurrent(call: ShapedNode) -> Factors:
     """ONNX's LSTM, GRU and RNN: X (T, N, .), lengths (N), states (D, N, .); weights whole."""
     if call.attr("layout"):
@@ -491,10 +509,14 @@ BY_NAME: Final[Mapping[str, Rule]] = {
     **dict.fromkeys(_POOLS, _planes),
     **dict.fromkeys(("Reshape", "Flatten", "Squeeze", "Unsqueeze"), _reshape),
     **dict.fromkeys(("Tile", "Concat", "Split", "CenterCropPad"), _same_axes),
-    **dict.fromkeys(("Softmax", "LogSoftmax", "ArgMax", "ArgMin", "Hardmax", "LpNormalization"),
+    **dict.fromkeys(("Softmax", "LogSoftmax", "ArgMax", "ArgMin", "Hardmax", "LpNormalization",
+                     "TopK"),
                     _along("axis")),
     **dict.fromkeys(("CumSum", "CumProd"), _cumulative),
-    **dict.fromkeys(("Cast", "CastLike", "Identity", "Sized"), _first_only),
+    **dict.fromkeys(("Cast", "CastLike", "Identity", "Sized", "Barrier"), _first_only),
+    **dict.fromkeys(("QuantizeLinear", "DequantizeLinear"), _one_scale),
+    **dict.fromkeys(("DepthToSpace", "SpaceToDepth"), _samples),
+    "RotaryEmbedding": _rotary,
     **dict.fromkeys(("GatherElements", "ScatterElements"), _elements),
     **dict.fromkeys(("LayerNormalization", "RMSNormalization"), _trailing_norm),
     **dict.fromkeys(("NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLoss"), _loss),

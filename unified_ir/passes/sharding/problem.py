@@ -50,6 +50,8 @@ Place = tuple[int, int]
 MAX_NODES: Final = 50_000
 MAX_BYTES: Final = 1 << 60
 """Most bytes of one tensor; larger sizes are mistakes."""
+UNREAD: Final = {"Barrier": 1}
+"""The operand of a row whose values do not matter, in whatever layout."""
 SHOWN_SPLITS: Final = 8
 """Splits that an error lists."""
 Split = tuple[tuple[int, ...], ...]
@@ -211,7 +213,7 @@ class ShardingProblem:
         for k, value in enumerate(node.outputs):
             self.places[value] = (variable, k)
         for k, operand in enumerate(node.inputs):
-            if operand in self.places:
+            if operand in self.places and UNREAD.get(node.op.name) != k:
                 self._cross(operand, Crossing(self.places[operand], variable, k, index,
                                               self.bytes(operand)))  # fmt: skip
 
