@@ -21,6 +21,7 @@ TIER: Final = Tier(
         "export": 25,
         "convert": 30,
         "inspect": 40,
+        "plan": 45,
         "diff": 50,
     },
     guide={10: GUIDE},

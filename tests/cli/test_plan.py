@@ -1,0 +1,137 @@
+"""`triplane plan`: what it prints, writes and refuses."""
+
+import json
+import sys
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from triplane.unified_ir.cli import shell
+
+NET = """
+from triplane.unified_ir import nn
+
+
+class Net(nn.Sequential):
+    def __init__(self):
+        print("a print of the user's own")
+        super().__init__(nn.Dense(1024, 4096), nn.ReLU(), nn.Dense(4096, 16))
+"""
+
+
+@pytest.fixture
+def net(tmp_path):
+    path = tmp_path / "planned_net.py"
+    path.write_text(NET)
+    yield f"{path}:Net"
+    sys.modules.pop("planned_net", None)
+
+
+def run(capsys, *argv):
+    code = shell.run(["plan", *map(str, argv)])
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def test_the_table_fits_80_columns(capsys, net, tmp_path):
+    picture = tmp_path / "plan.svg"
+    common = (net, "--input", "1024", "--batch-size", "512", "--devices", "6")
+    code, out, err = run(capsys, *common, "--train", "--out", picture)
+    assert (code, err) == (0, "")
+    assert max(map(len, out.splitlines())) <= 80
+    assert "train_step on 6 devices, mesh" in out
+    assert "assumed rates (--topology FILE gives others)" in out
+    for text in ("predicted time", "memory", "next best", "(loss and update)"):
+        assert text in out
+    root = ET.fromstring(picture.read_text())
+    assert root.tag.endswith("svg")
+    assert run(capsys, *common)[1].startswith("a print of the user's own\npredict on 6 devices")
+
+
+def test_json_has_every_node_and_nothing_else(capsys, net):
+    code, out, _ = run(
+        capsys, net, "--input", "1024", "--batch-size", "512", "--devices", "4", "--json",
+        "--explain", "Gemm",
+    )  # fmt: skip
+    record = json.loads(out)
+    assert code == 0
+    assert record["devices"] == 4
+    assert record["sizes"] == {"N": 512}
+    assert record["search"]["gap"] == 0
+    memory = record["memory"]
+    assert memory["total_bytes"] == memory["argument_bytes"] + memory["temporary_bytes"]
+    gemm = [n for n in record["nodes"] if n["operator"] == "Gemm"]
+    assert [len(n["split"]) for n in gemm] == [3, 3]
+    assert set(record["parameters"]) == {"x", "0.weight", "0.bias", "2.weight", "2.bias"}
+    explained = record["explained"]
+    assert sum(a["chosen"] for a in explained["alternatives"]) == 1
+    assert explained["rule"] == "product: rows m, sums k, columns n"
+
+
+@pytest.mark.parametrize("node", ["0", "Gemm"])
+def test_a_node_is_explained(capsys, net, node):
+    _, out, _ = run(
+        capsys, net, "--input", "1024", "--batch-size", "512", "--devices", "4", "--explain", node
+    )
+    assert "rule: product: rows m, sums k, columns n" in out
+    assert sum(line.startswith("* ((") for line in out.splitlines()) == 1
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_a_topology_changes_the_plan(capsys, net, tmp_path):
+    file = tmp_path / "slow.json"
+    file.write_text('{"inside": {"bytes_per_s": 1e6}}')
+    common = (net, "--input", "1024", "--batch-size", "512", "--devices", "4", "--json", "--train")
+    slow, fast = (json.loads(run(capsys, *common, *more)[1])
+                  for more in (("--topology", file), ()))  # fmt: skip
+    assert slow["topology"]["source"] == f"rates of {file}"
+    assert slow["sent_bytes"] < fast["sent_bytes"]
+
+
+def test_a_model_file_is_planned_by_its_entry(capsys, tmp_path):
+    import numpy as np
+
+    from triplane.unified_ir import nn, optim, train
+
+    trainer = train.Trainer(
+        nn.Sequential(nn.Dense(8, 4)), loss=nn.SoftmaxCrossEntropy(), optimizer=optim.SGD(0.1)
+    )
+    trainer.prepare(np.zeros((2, 8), np.float32), np.zeros(2, np.int64))
+    path = tmp_path / "m.tpm"
+    trainer.export(["predict", "train_step"]).save(path)
+    assert run(capsys, path, "--devices", "2")[1].startswith("train_step on 2 devices")
+    entry = run(capsys, path, "--devices", "2", "--entry", "predict")
+    assert entry[1].startswith("predict on 2 devices")
+    code, _, err = run(capsys, path, "--devices", "2", "--train")
+    assert code == 2
+    assert "has its inputs and its training step" in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "why"),
+    [
+        ((), "is traced with the shape of one sample: add --input 784"),
+        (("--input", "3x-1"), "--input is a shape such as 3x224x224"),
+        (("--input", "float7:3"), "float7"),
+        (("--input", "1024", "--entry", "predict"), "--entry is for a model file"),
+        (("--input", "1024", "--memory", "12 parsecs"), "memory is a number with a unit"),
+        (("--input", "1024", "--memory", "0GiB"), "memory is a number with a unit"),
+        (("--input", "1024", "--memory", "1KiB"), "the smallest one needs"),
+        (("--input", "1024", "--out", "plan.png"), "--out writes a picture, NAME.svg"),
+        (("--input", "1024", "--explain", "Nothing"), "no node is called 'Nothing'"),
+        (("--input", "1024", "--explain", "123456"), "no node is called '123456'"),
+        (("--input", "1024", "--devices", "5000"), "devices must be a number from 1 to 4096"),
+    ],
+)
+def test_mistakes_are_named(capsys, net, argv, why):
+    devices = () if "--devices" in argv else ("--devices", "4")
+    code, _, err = run(capsys, net, *devices, *argv)
+    assert code == 2
+    assert why in err
+
+
+def test_memory_sizes_have_units(capsys, net):
+    common = (net, "--input", "1024", "--devices", "4")
+    assert run(capsys, *common, "--memory", "16GiB")[0] == 0
+    assert run(capsys, *common, "--memory", "1.5 GB")[0] == 0
+    assert run(capsys, *common, "--memory", "800mb")[0] == 0

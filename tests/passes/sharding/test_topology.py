@@ -1,0 +1,80 @@
+"""Topologies: which meshes there are, which link a mesh axis needs, hostile files."""
+
+import json
+
+import pytest
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.passes.sharding import LinkCost, Topology, read_topology
+from triplane.unified_ir.passes.sharding.topology import MAX_FILE_BYTES
+
+
+def test_meshes_of_any_number():
+    t = Topology(devices_per_host=8)
+    assert t.meshes(1) == [(1,)]
+    assert t.meshes(7) == [(7,)]
+    assert t.meshes(6) == [(6,), (2, 3)]
+    assert t.meshes(8) == [(8,), (2, 4)]
+    assert set(t.meshes(16)) == {(16,), (2, 8), (8, 2), (4, 4)}
+
+
+def test_an_axis_inside_a_host_uses_the_fast_link():
+    t = Topology(devices_per_host=8)
+    assert t.link((2, 8), 1) is t.inside
+    assert t.link((2, 8), 0) is t.between
+    assert t.link((16,), 0) is t.between
+    assert t.link((2, 4), 0) is t.inside
+
+
+def test_a_ring_that_leaves_a_host_uses_the_slow_link():
+    t = Topology(devices_per_host=6)
+    assert t.link((3, 4), 1) == t.between  # rings of 4 on hosts of 6: some are on two hosts
+
+
+def test_a_file_gives_what_it_names(tmp_path):
+    path = tmp_path / "cluster.json"
+    path.write_text(json.dumps({"devices_per_host": 4, "between": {"latency_s": 1e-3}}))
+    t = read_topology(path)
+    assert t.devices_per_host == 4
+    assert t.between == LinkCost(1e-3, Topology().between.bytes_per_s)
+    assert t.inside == Topology().inside
+    assert str(path) in t.source
+
+
+def test_what_is_written_is_read_back(tmp_path):
+    path = tmp_path / "cluster.json"
+    t = Topology(devices_per_host=3, inside=LinkCost(1e-7, 5e10), flops_per_s=1e14)
+    path.write_text(json.dumps(t.json()))
+    assert read_topology(path).json() == t.json()
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "is not JSON"),
+        ("[1]", "must be a JSON object with"),
+        ("[" * 20000, "is not JSON"),
+        ('{"flops": 1}', "has no field 'flops'; it has between, devices_per_host"),
+        ('{"flops_per_s": 0}', "flops_per_s must be a number > 0"),
+        ('{"flops_per_s": NaN}', "flops_per_s must be a number > 0"),
+        ('{"flops_per_s": Infinity}', "flops_per_s must be a number > 0"),
+        ('{"flops_per_s": true}', "flops_per_s must be a number > 0"),
+        ('{"flops_per_s": 1e400}', "flops_per_s must be a number > 0"),
+        ('{"devices_per_host": 2.5}', "devices_per_host must be a whole number"),
+        ('{"inside": 3}', "inside must be a JSON object"),
+        ('{"inside": {"latency_s": "1"}}', "latency_s must be a number"),
+        ('{"a": "' + "x" * MAX_FILE_BYTES + '"}', "is larger than"),
+    ],
+)
+def test_other_files_are_refused(tmp_path, text, why):
+    path = tmp_path / "t.json"
+    path.write_text(text)
+    with pytest.raises(InvalidInput, match=why):
+        read_topology(path)
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path):
+    path = tmp_path / "t.json"
+    path.write_bytes(b"\xff\xfe{")
+    with pytest.raises(InvalidInput, match="is not JSON"):
+        read_topology(path)
