@@ -144,6 +144,9 @@ OPTIONS: Final = (
     option("--shard PATTERN=AXIS,..", "With --mesh: over which axis each axis of the parameters of "
            "such names is split, - for none, as in '*.weight=model,-'; may be repeated.",
            multiple=True),
+    option("--parallel", "With --engine xla: split the step over --devices as `triplane plan` "
+           "does.", click.Choice(["auto"])),
+    option("--devices N", "With --parallel: how many.  [default: all]", COUNT),
     option("--steps-per-launch N", "With --engine xla: steps that the device runs without the host "
            "between them.", COUNT, default=1),
     option("--seed N", "Seed of initial weights, split and order; the same seed gives the same "
@@ -413,7 +416,7 @@ def _trainer(
             *training.early_stop(options["early_stop"], restore_best=options["restore_best"]),
             *boards,
         ],
-        engine=training.engine(options["engine"], options["mesh"], options["shard"]),
+        engine=training.engine(options),
         average=options["ema"],
         memory_budget_bytes=None if budget_mb is None else round(budget_mb * 1e6),
         labels=samples.labels,

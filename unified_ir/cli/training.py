@@ -89,13 +89,14 @@ DEFAULT_METRICS: Final[Mapping[str, tuple[str, ...]]] = {"numbers": ("mae",)}
 """Metrics without --metric, where the loss has none of its own."""
 
 
-def engine(name: str, mesh: str | None, shard: Sequence[str]) -> Any:
-    """Return what --engine, --mesh and --shard describe: a name, or the engine xla on a mesh."""
-    if mesh is None and not shard:
+def engine(options: Mapping[str, Any]) -> Any:
+    """Return what --engine and the options of several devices describe: a name, or the engine."""
+    name, mesh, shard = options["engine"], options["mesh"], options["shard"]
+    if mesh is None and not shard and options["parallel"] is None:
         return name
     if name != "xla":
         raise InvalidInput(
-            f"--mesh and --shard split work with --engine xla, and the engine is {name!r}"
+            f"--mesh, --shard and --parallel split work with --engine xla; the engine is {name!r}"
         )
     from triplane.unified_ir.engines.xla.engine import XlaEngine
 
@@ -109,7 +110,9 @@ def engine(name: str, mesh: str | None, shard: Sequence[str]) -> Any:
         if not equals:
             raise InvalidInput(f"--shard is PATTERN=AXIS,.., got {item!r}")
         patterns[pattern] = [None if axis in {"", "-"} else axis for axis in over.split(",")]
-    return XlaEngine(mesh=axes, shard=patterns)
+    return XlaEngine(
+        mesh=axes, shard=patterns, parallel=options["parallel"], devices=options["devices"]
+    )
 
 
 def optimizer(options: Mapping[str, Any], total: int | None) -> Optimizer:

@@ -211,9 +211,12 @@ class Trainer:
                 resuming.refuse_others(keeper)
         shown = progress if isinstance(progress, Progress) else Progress(progress)
         callbacks = [*self.callbacks, *([keeper] if keeper else []), shown]
-        devices = getattr(self._engine(), "devices", None)
+        engine = self._engine()
+        devices: Any = getattr(engine, "devices", None)
         if devices is not None:
-            shown.say(f"engine {self._engine().name} on {devices}")
+            shown.say(f"engine {engine.name} on {devices}")
+        if hasattr(devices, "say"):
+            devices.say = shown.say
         try:
             with deferred_interrupt(shown.say) as interrupt:
                 Fit(self, source, validation, callbacks, goal, interrupt).run()

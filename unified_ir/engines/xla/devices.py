@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import prod
 from typing import Any, Final
@@ -20,8 +21,22 @@ DATA: Final = "data"
 SLOT: Final = "optimizer."
 """Prefix of the optimizer's state: `optimizer.SLOT.PATH` for the parameter PATH."""
 
+Shape = tuple[int, ...]
 Axes = tuple[str | None, ...]
 """For each axis of an array, the axis of the mesh over which it is split; None: not split."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a program's arrays are: shardings of state, of the batch, and of results.
+
+    nodes: by index, the shardings that a plan wants of a node's operands and of its outputs.
+    """
+
+    state: Sequence[Any]
+    batch: Sequence[Any]
+    whole: Any
+    nodes: Mapping[int, tuple[Sequence[Any], Sequence[Any]]] = field(default_factory=dict)
 
 
 class Devices:
@@ -58,14 +73,19 @@ class Devices:
             return f"{named}, the first of {len(there)}; a mesh data={len(there)} uses them all"
         return f"{named}, because JAX finds no GPU" if kind == "CPU" else named
 
-    @property
-    def is_mesh(self) -> bool:
-        """Whether arrays are split, or kept whole, over several devices."""
-        return self._mesh is not None
+    def placement(
+        self, function: Function, donate: Sequence[str], shapes: Mapping[str, Shape], lead: int
+    ) -> Placement | None:
+        """Return where the arrays of a function are; None for a single device.
 
-    def whole(self) -> Any:
-        """Return the sharding of an array that each device of the mesh holds whole."""
-        return self._sharding()
+        shapes: of the arguments that are not donated. lead: axes of these before those of the
+        parameter's type.
+        """
+        if self._mesh is None:
+            return None
+        state = [self.of_state(n, function.param(n).type.concrete({})) for n in donate]
+        batch = [self.of_batch(function.param(n), x, lead) for n, x in shapes.items()]
+        return Placement(state, batch, self._sharding())
 
     def check(self, function: Function, state: Sequence[str]) -> None:
         """Refuse patterns that name no state of a function, and axes that do not divide."""
@@ -76,11 +96,11 @@ class Devices:
         for name in state:
             self._axes_of(name, function.param(name).type.concrete({}))
 
-    def of_state(self, name: str, shape: tuple[int, ...]) -> Any:
+    def of_state(self, name: str, shape: Shape) -> Any:
         """Return the sharding of a state tensor."""
         return self._sharding(*self._axes_of(name, shape))
 
-    def of_batch(self, param: Value, shape: tuple[int, ...], lead: int = 0) -> Any:
+    def of_batch(self, param: Value, shape: Shape, lead: int = 0) -> Any:
         """Return the sharding of an argument that is not donated: its rows are split over `data`.
 
         Rows that do not divide evenly are computed on every device: the last batch of an epoch.
@@ -101,14 +121,14 @@ class Devices:
             return copied
         return jax.device_put(copied, self.of_state(name, copied.shape))
 
-    def _axes_of(self, name: str, shape: tuple[int, ...]) -> Axes:
+    def _axes_of(self, name: str, shape: Shape) -> Axes:
         """Return the axes of the first pattern that names a tensor; none if it cannot be split."""
         for pattern, axes in self._shard.items():
             if _matches(name, pattern):
                 return self._fitting(name, pattern, axes, shape)
         return ()
 
-    def _fitting(self, name: str, pattern: str, axes: Axes, shape: tuple[int, ...]) -> Axes:
+    def _fitting(self, name: str, pattern: str, axes: Axes, shape: Shape) -> Axes:
         parts = [self.axes[a] if a else 1 for a in axes]
         fits = len(axes) <= len(shape) and all(
             size % n == 0 for size, n in zip(shape, parts, strict=False)
@@ -156,7 +176,13 @@ def _check_axes(mesh: Mapping[str, int], shard: Mapping[str, Axes]) -> None:
 
 def _first(axes: Mapping[str, int]) -> list[Any]:
     """Return as many devices as the mesh has places."""
-    wanted, there = prod(axes.values()), jax.devices()
+    named = ",".join(f"{name}={n}" for name, n in axes.items())
+    return first_devices(prod(axes.values()), f"the mesh {named}")
+
+
+def first_devices(wanted: int, what: str) -> list[Any]:
+    """Return so many devices; InvalidInput if JAX has fewer, in the name of what needs them."""
+    there = jax.devices()
     if len(there) < wanted:
         kind = there[0].platform.upper()
         way = (
@@ -164,8 +190,7 @@ def _first(axes: Mapping[str, int]) -> list[Any]:
             if kind == "CPU"
             else ""
         )
-        named = ",".join(f"{name}={n}" for name, n in axes.items())
         raise InvalidInput(
-            f"the mesh {named} needs {wanted} devices, and JAX finds {len(there)} ({kind}){way}"
+            f"{what} needs {wanted} devices, and JAX finds {len(there)} ({kind}){way}"
         )
     return list(there[:wanted])

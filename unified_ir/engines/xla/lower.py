@@ -7,8 +7,9 @@ needs sizes, axes and paddings as numbers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -26,6 +27,8 @@ from triplane.unified_ir.ops.row import OPEN, Known, Op
 from triplane.unified_ir.ops.table import TABLE, row_of
 from triplane.unified_ir.ops.values import bind
 
+NodeShardings = Mapping[int, tuple[Sequence[Any], Sequence[Any]]]
+NOTHING_WANTED: Final[NodeShardings] = MappingProxyType({})
 MAX_KNOWN: Final = 1 << 14
 """Elements of the largest array that is computed while tracing; XLA computes larger ones."""
 
@@ -154,11 +157,17 @@ class Trace:
 
         return run
 
-    def run(self, function: Function, args: Sequence[Any], old: Sequence[Any] = ()) -> list[Any]:
+    def run(
+        self,
+        function: Function,
+        args: Sequence[Any],
+        old: Sequence[Any] = (),
+        wanted: NodeShardings = NOTHING_WANTED,
+    ) -> list[Any]:
         """Return the results of a function of this scope on tracers and known arrays.
 
         old: for each result that is state, what it stays where a requirement fails; None for the
-        others.
+        others. wanted: by index of the node, how its operands and its outputs are split.
         """
         sizes = self._sizes
         for param in function.params:
@@ -171,11 +180,13 @@ class Trace:
             values[param] = arg
         contents: dict[Value, Known] = {}
         stays = {r: x for r, x in zip(function.results, old, strict=False) if x is not None}
-        for node in function.nodes:
+        for i, node in enumerate(function.nodes):
             operands = [None if v is None else values[v] for v in node.inputs]
             for name in introduced_sizes(node):
                 sizes.pop(name, None)
-            results = self._lowered(node, operands, contents)
+            before, after = wanted.get(i, ((), ()))
+            results = self._lowered(node, _split(operands, before), contents)
+            results = _split(results, after)
             note_contents(row_of(node), node, contents)
             for value, result in zip(node.outputs, results, strict=True):
                 keeps = value in stays and not isinstance(result, np.ndarray)
@@ -260,6 +271,16 @@ class Trace:
             return evaluate(dim, self._sizes)
         except (KeyError, TriplaneError):
             return 0  # only these known operands decide it
+
+
+def _split(arrays: Sequence[Any], shardings: Sequence[Any]) -> Sequence[Any]:
+    """Return traced arrays split as wanted; without a wish XLA decides."""
+    if not shardings:
+        return arrays
+    return [
+        x if x is None or isinstance(x, np.ndarray) else lax.with_sharding_constraint(x, s)
+        for x, s in zip(arrays, shardings, strict=True)
+    ]
 
 
 def _held(x: Any, type_: TensorType) -> Any:

@@ -14,6 +14,7 @@ from triplane.unified_ir.engines.reference import ReferenceProgram
 from triplane.unified_ir.engines.xla.devices import Devices
 from triplane.unified_ir.engines.xla.door import exact, jax, jnp, lax
 from triplane.unified_ir.engines.xla.lower import Requirements, Trace, check
+from triplane.unified_ir.engines.xla.planned import PlannedDevices
 from triplane.unified_ir.ir.graph import Array, Function, Value
 from triplane.unified_ir.ops.evaluate import check_argument
 from triplane.unified_ir.ops.values import HostValue, bind
@@ -36,16 +37,15 @@ class XlaExecutable:
         self.requirements = Requirements()
         self._function, self._donate = program.function, program.donate
         options: dict[str, Any] = {}
-        devices = program.devices
-        if devices.is_mesh:
-            lead = 0 if steps is None else 1
-            rows = [
-                devices.of_batch(p, x.shape, lead)
-                for p, x in zip(program.batch, batch, strict=True)
-            ]
-            kept = [devices.of_state(n, program.shape_of(n)) for n in self._donate]
-            whole = devices.whole()
-            options = {"in_shardings": (kept, rows), "out_shardings": (whole, kept, whole)}
+        shapes = {p.name: x.shape for p, x in zip(program.batch, batch, strict=True)}
+        self.placement = program.devices.placement(
+            program.function, program.donate, shapes, lead=0 if steps is None else 1
+        )
+        if (where := self.placement) is not None:
+            options = {
+                "in_shardings": (where.state, where.batch),
+                "out_shardings": (where.whole, where.state, where.whole),
+            }
         traced = self._step if steps is None else self._launch
         self.call: Callable[..., Any] = jax.jit(
             traced, donate_argnums=0, keep_unused=True, compiler_options=_OPTIONS, **options
@@ -57,7 +57,8 @@ class XlaExecutable:
         fed = iter(batch)
         args = [named[n] if n in named else next(fed) for n in function.param_names]
         old = [named.get(n) for n in function.result_names]
-        results = [jnp.asarray(r) for r in trace.run(function, args, old)]
+        wanted = {} if self.placement is None else self.placement.nodes
+        results = [jnp.asarray(r) for r in trace.run(function, args, old, wanted)]
         by_name = dict(zip(function.result_names, results, strict=True))
         moved = [by_name.pop(n, named[n]) for n in self._donate]
         return list(by_name.values()), moved, trace.failed
@@ -76,7 +77,9 @@ class XlaExecutable:
 class XlaProgram:
     """A function compiled by XLA, for each combination of the sizes of its symbols."""
 
-    def __init__(self, function: Function, donate: Collection[str], devices: Devices) -> None:
+    def __init__(
+        self, function: Function, donate: Collection[str], devices: Devices | PlannedDevices
+    ) -> None:
         check_donated(function, donate)
         check(function)
         self.function = function
@@ -84,6 +87,7 @@ class XlaProgram:
         self.donate = tuple(donate)
         devices.check(function, self.donate)
         self._compiled: OrderedDict[Any, XlaExecutable] = OrderedDict()
+        self._last: XlaExecutable | None = None
         self.batch = tuple(p for p in function.params if p.name not in self.donate)
         """The parameters that are not donated."""
         self.results = tuple(n for n in function.result_names if n not in self.donate)
@@ -99,10 +103,6 @@ class XlaProgram:
         named = dict(zip(self.results, results, strict=True))
         named |= dict(zip(self.donate, state, strict=True))
         return tuple(np.array(named[n]) for n in self.function.result_names)
-
-    def shape_of(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a donated parameter."""
-        return self.function.param(name).type.concrete({})
 
     def loop(self, state: Mapping[str, Array]) -> XlaLoop:
         """See `Program`."""
@@ -142,6 +142,9 @@ class XlaProgram:
     def _ran(self, state: Arrays, batch: Arrays, steps: int | None = None) -> Any:
         compiled = self._for_shapes(batch, steps)
         with exact():
+            if compiled is not self._last and (where := compiled.placement) is not None:
+                state = jax.device_put(list(state), list(where.state))
+            self._last = compiled
             try:
                 results, moved, failed = compiled.call(state, batch)
                 jax.block_until_ready((results, failed))

@@ -1,0 +1,44 @@
+"""`parallel="auto"`: XLA does what the planner decides, and learns what one device learns.
+
+JAX fixes the number of its devices when it starts, so these run in a process of their own.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.engines.xla.engine import XlaEngine
+from triplane.unified_ir.passes.sharding import Topology
+
+SCRIPTS = Path(__file__).parent
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("script", ["planned_training", "planned_products"])
+def test_with_eight_devices(script):
+    env = {**os.environ, "JAX_NUM_CPU_DEVICES": "8"}
+    path = SCRIPTS / f"{script}.py"
+    ran = subprocess.run(
+        [sys.executable, path], env=env, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines()[-1] == "all held"
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"parallel": "full"}, "parallel must be one of 'auto', got 'full'"),
+        ({"parallel": "auto", "mesh": {"data": 1}}, "chooses mesh and shard"),
+        ({"parallel": "auto", "devices": 99}, "needs 99 devices, and JAX finds 1"),
+        ({"devices": 2}, "belong to parallel='auto'"),
+        ({"topology": Topology()}, "belong to parallel='auto'"),
+    ],
+)
+def test_options_that_contradict_are_refused(options, why):
+    with pytest.raises(InvalidInput, match=why):
+        XlaEngine(**options)
