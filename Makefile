@@ -14,7 +14,7 @@ SUITE_records := tests/data/test_records_append.py
 SUITE_import := tests/onnx/test_exports.py
 SUITE_mutation := tests/mutation/test_search.py
 
-.PHONY: help venv demo test quick deep lint format types imports proto wheels bench oracles peers constraints clean
+.PHONY: help venv demo test quick deep lint format types imports proto wheels bench oracles peers gpu constraints clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -73,6 +73,9 @@ peers: ## the environments of the benchmarks' other sides: PyTorch, Flower, JAX,
 	@for rival in jax onnxsim mindspore $(addprefix records-,arrow arrayrecord grain mds tfrecord); do \
 	  .ci/venv .venv-peers-$$rival -r benchmarks/requirements-$$rival.txt || exit 1; done
 	@.ci/venv .venv-peers-flower -c .ci/constraints-flower.txt -r benchmarks/requirements-flower.txt
+
+gpu: ## check training on a GPU, with PYTHON (python3) and its jax and onnxruntime-gpu; needs no venv
+	@$(or $(PYTHON),python3) .ci/gpu_check.py --gpu $(ARGS)
 
 constraints: ## resolve both pin sets anew: with Flower's pins (protobuf 6) and without (protobuf 7)
 	@.ci/constrain .ci/constraints.txt '.[dev]'

@@ -285,6 +285,13 @@ def status(*, home: Path, as_json: bool) -> None:
 @address_options
 @click.option("--threads", type=int, help="Calls that compute at once.  [default: 16]")
 @click.option("--model-threads", default=1, show_default=True, help="Threads of one model run.")
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    default="cpu",
+    show_default=True,
+    help="cuda needs onnxruntime-gpu in place of onnxruntime.",
+)
 @click.option("--max-message-mb", type=int, help="Largest request, in MiB.  [default: 64]")
 @click.option("--limit", "bounds", multiple=True, metavar="NAME=VALUE", help="Set another limit.")
 @click.option(

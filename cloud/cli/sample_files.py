@@ -107,7 +107,8 @@ def _existing(source: str) -> Path:
 
 
 def _written(path: Path, arrays: Mapping[str, Array]) -> Path:
-    import numpy as np
+    from triplane.unified_ir.files.npz import write_npz
 
-    np.savez(path, allow_pickle=False, **arrays)
+    with path.open("wb") as file:
+        write_npz(file, arrays)
     return path

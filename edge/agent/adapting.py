@@ -216,10 +216,10 @@ def _served_facts(bundle: Path | None) -> tuple[tuple[str, ...], list[tuple[int 
 
 
 def _npz_bytes(samples: Mapping[str, Any]) -> bytes:
-    import numpy as np
+    from triplane.unified_ir.files.npz import write_npz
 
     stream = io.BytesIO()
-    np.savez(stream, **samples)
+    write_npz(stream, samples)
     return stream.getvalue()
 
 

@@ -5,7 +5,12 @@ from pathlib import Path
 
 from triplane.edge.serving.servable import Array, ServableTensor
 from triplane.unified_ir.runtime.bundle import Bundle
-from triplane.unified_ir.runtime.session import CancellationToken, Session, SessionOptions
+from triplane.unified_ir.runtime.session import (
+    DEFAULT_OPTIONS,
+    CancellationToken,
+    Session,
+    SessionOptions,
+)
 
 
 class BundleServable:
@@ -29,14 +34,14 @@ class BundleServable:
 
 
 def open_bundle(
-    path: Path, *, threads: int = 1, expected_digest: str | None = None
+    path: Path, *, options: SessionOptions = DEFAULT_OPTIONS, expected_digest: str | None = None
 ) -> BundleServable:
-    """Load the bundle at `path` for runs of `threads` threads each.
+    """Load the bundle at `path` with these settings of onnxruntime.
 
     Corrupt names the damaged part, or a golden with another result. InvalidInput: this runtime
-    cannot run it. NotFound.
+    cannot run it. Unavailable: the device is not. NotFound.
     """
     bundle = Bundle.load(path, expected_digest=expected_digest)
-    session = bundle.session(SessionOptions(threads=threads))
+    session = bundle.session(options)
     bundle.check_goldens(session)
     return BundleServable(bundle, session)

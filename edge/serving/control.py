@@ -22,6 +22,7 @@ from triplane.edge.serving.wire import WIRE_NAME
 from triplane.proto import open_inference_pb2 as pb
 from triplane.proto.errors import InvalidInput, Unavailable
 from triplane.proto.status import status_of
+from triplane.unified_ir.runtime.session import SessionOptions
 
 THREADS: Final = 4
 MESSAGE_BYTES: Final = 1 << 20
@@ -35,14 +36,14 @@ class Control:
     """Listens from construction until `close`. Unavailable if the path cannot be used."""
 
     def __init__(
-        self, socket: Path, repository: Repository, service: Service, *, model_threads: int
+        self, socket: Path, repository: Repository, service: Service, *, session: SessionOptions
     ) -> None:
         if len(os.fsencode(socket)) > MAX_SOCKET_CHARS:
             raise InvalidInput(
                 f"a Unix socket's path has at most {MAX_SOCKET_CHARS} bytes, got {socket}; choose "
                 "a shorter home"
             )
-        self._repository, self._model_threads = repository, model_threads
+        self._repository, self._session = repository, session
         self._socket = socket
         methods: dict[str, tuple[type[Message], Method]] = {
             "RepositoryModelLoad": (pb.RepositoryModelLoadRequest, self.load),
@@ -81,7 +82,7 @@ class Control:
         """Serve the bundle at `path` in place of all versions of its model."""
         path = _text(request.parameters, "path")
         digest = _text(request.parameters, "digest")
-        servable = open_bundle(Path(path), threads=self._model_threads, expected_digest=digest)
+        servable = open_bundle(Path(path), options=self._session, expected_digest=digest)
         if servable.name != request.model_name:
             raise InvalidInput(
                 f"the bundle holds {servable.name!r}, the request names {request.model_name!r}"

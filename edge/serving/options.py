@@ -5,6 +5,7 @@ from typing import Final
 
 from triplane.edge.serving.limits import ServingLimits
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.runtime.devices import DEVICES, Device
 
 MAX_DRAIN_S: Final = 86_400.0
 MODEL_THREADS: Final = range(1, 1025)
@@ -23,6 +24,7 @@ class Options:
     port: int = 8001
     metrics_port: int = 8002
     model_threads: int = 1  # threads of one run of a model; calls run in parallel anyway
+    device: Device = "cpu"
     drain_s: float = 30.0  # time for calls in progress to finish after a signal
     tls_cert: str | None = None
     tls_key: str | None = None
@@ -45,6 +47,8 @@ class Options:
                 raise InvalidInput(f"{what} is {port!r}; give 0 to 65535, 0 for any free one")
         if self.log_level not in LOG_LEVELS:
             raise InvalidInput(f"log_level is {self.log_level!r}; one of {', '.join(LOG_LEVELS)}")
+        if self.device not in DEVICES:
+            raise InvalidInput(f"device is {self.device!r}; one of {', '.join(DEVICES)}")
         if not 0 <= self.drain_s <= MAX_DRAIN_S:
             raise InvalidInput(f"drain_s is {self.drain_s}; 0 to {MAX_DRAIN_S} seconds")
         if self.model_threads not in MODEL_THREADS:

@@ -25,6 +25,7 @@ from triplane.proto import signals
 from triplane.proto.disk import lock_file
 from triplane.proto.errors import Conflict, TriplaneError
 from triplane.proto.logs import say_ready
+from triplane.unified_ir.runtime.session import SessionOptions, check_device
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +42,8 @@ def run(options: Options) -> None:
     control = None
     try:
         if options.control_socket:
-            socket, threads = Path(options.control_socket), options.model_threads
-            control = Control(socket, server.repository, server.service, model_threads=threads)
+            socket, session = Path(options.control_socket), _session_options(options)
+            control = Control(socket, server.repository, server.service, session=session)
         announce(options, server)
         termination.wait()
         logger.info("draining", extra={"seconds_at_most": options.drain_s})
@@ -64,14 +65,16 @@ def _raise_descriptor_limit() -> None:
 
 
 def start(options: Options) -> Server:
-    """Load every bundle, then open the ports."""
+    """Load every bundle, then open the ports. Unavailable: the device is not."""
+    session = _session_options(options)
+    check_device(session.device)  # a node's committed versions would be left out one by one
     if options.home:
         _lock(Path(options.home))
     repository = Repository(probe.plan)
     for path in options.bundles:
-        repository.add(open_bundle(Path(path), threads=options.model_threads))
+        repository.add(open_bundle(Path(path), options=session))
     if options.home:
-        _load_committed(Path(options.home), repository, options.model_threads)
+        _load_committed(Path(options.home), repository, session)
     return Server(
         repository,
         limits=options.limits,
@@ -80,6 +83,10 @@ def start(options: Options) -> Server:
         metrics_port=options.metrics_port,
         tls=_tls(options),
     )
+
+
+def _session_options(options: Options) -> SessionOptions:
+    return SessionOptions(threads=options.model_threads, device=options.device)
 
 
 def _lock(home: Path) -> None:
@@ -92,7 +99,7 @@ def _lock(home: Path) -> None:
         raise Conflict(f"another server serves {home}; stop it first") from error
 
 
-def _load_committed(home: Path, repository: Repository, threads: int) -> None:
+def _load_committed(home: Path, repository: Repository, session: SessionOptions) -> None:
     """Serve the versions that the pointers name. An error of one does not affect the others."""
     pointers, broken = read_pointers(home / "models")
     for error in broken:
@@ -100,7 +107,7 @@ def _load_committed(home: Path, repository: Repository, threads: int) -> None:
     for pointer in pointers.values():
         path = home / "bundles" / pointer.sha256
         try:
-            repository.add(open_bundle(path, threads=threads, expected_digest=pointer.digest))
+            repository.add(open_bundle(path, options=session, expected_digest=pointer.digest))
         except TriplaneError as error:
             logger.warning(
                 "committed version does not load",

@@ -143,6 +143,32 @@ def test_a_group_in_which_no_label_counts_has_no_measures(
     assert out.splitlines()[-1].split() == ["bob", str((PEOPLE == "bob").sum()), *["-"] * 5]
 
 
+def test_groups_of_classes_have_their_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    classifier(nn.SoftmaxCrossEntropy()).export(("predict",)).save(tmp_path / "m.tpm")
+    names = np.array(["no", "yes", "maybe"])[Y]
+    table(tmp_path / "d.csv", y=names)
+    flags = ("--data", tmp_path / "d.csv", "--x", "c?", "--y", "y", "--group", "y")
+    groups = record(capsys, tmp_path / "m.tpm", *flags)["groups"]
+    assert {r["group"]: r["samples"] for r in groups} == {
+        name: int((names == name).sum()) for name in set(names.tolist())
+    }
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [("", "'--group': it names a column, got ''"), ("clie*", "no column is called 'clie*'")],
+)
+def test_a_group_is_one_column_by_its_name(
+    folder: Path, capsys: pytest.CaptureFixture[str], group: str, message: str
+) -> None:
+    flags = ("--data", folder / "d.csv", "--x", "c0,c1", "--y", "y", "--group", group)
+    code, _, error = run(capsys, folder / "m.tpm", *flags)
+    assert code == 2
+    assert message in " ".join(error.split())
+
+
 def test_groups_that_cannot_be_are_refused(
     folder: Path,
     tmp_path: Path,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Sequence
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -165,7 +166,7 @@ def test_an_image_is_refused_by_a_model_of_other_inputs(
     assert run(capsys, folder / "digits.tpm", tmp_path / "a.png")[0] in {2, 5}
 
 
-def several(path: Path) -> np.ndarray:
+def several(path: Path, labels: Sequence[str] = ()) -> np.ndarray:
     """An ONNX model with outputs of several kinds: one called file, a class, and a matrix."""
     x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 3])
     outs = [
@@ -180,6 +181,8 @@ def several(path: Path) -> np.ndarray:
     ]
     graph = helper.make_graph(nodes, "several", [x], outs)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9)
+    if labels:
+        helper.set_model_props(model, {"labels": json.dumps(labels)})
     onnx.save(model, path)
     return np.array([[1, 2, 3], [-1, 0.1, 0]], np.float32)
 
@@ -235,6 +238,27 @@ def test_a_file_that_was_damaged_on_its_way_is_not_kept(
     with pytest.raises(Corrupt, match="differs from the answers when read back"):
         answers.write_answers(tmp_path / f"y{suffix}", answers.Answers({"y": np.zeros((2, 3))}))
     assert not list(tmp_path.iterdir())
+
+
+def test_names_of_any_characters_are_read_back_and_print_no_control_character(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Names in a file of another's may hold what moves a terminal's cursor or ends a row."""
+    names = ["a\rb", "c\x1b[31m\n", '"\u202e,']
+    own = answers.Answers(
+        {"y": np.eye(3)}, tuple(names), ("g\r", np.array(["x\ry", "", "\r\n"], object))
+    )
+    answers.write_answers(tmp_path / "y.csv", own)
+    with (tmp_path / "y.csv").open(newline="") as file:
+        header, *rows = csv.reader(file)
+    assert header == ["g\r", "class", "score"]
+    assert [row[:2] for row in rows] == [["x\ry", names[0]], ["", names[1]], ["\r\n", names[2]]]
+    several(tmp_path / "m.onnx", labels=names)
+    np.savez(tmp_path / "d.npz", x=np.eye(3, dtype=np.float32))
+    code, text, error = run(capsys, tmp_path / "m.onnx", tmp_path / "d.npz")
+    assert code == 0, error
+    assert "c [31m" in text
+    assert all(line.isprintable() for line in text.split("\n"))
 
 
 NUMBERS = st.sampled_from(["float16", "float32", "float64", "int8", "int64", "uint64", "bool"])

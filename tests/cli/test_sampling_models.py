@@ -94,6 +94,33 @@ def test_a_seed_is_asked_for_where_it_is_needed_and_refused_elsewhere(
     assert "samples nothing; omit --seed" in error
 
 
+@pytest.mark.parametrize(
+    ("cell", "flags", "message"),
+    [
+        ("Noisy", ("--key-input", "key"), "key_input='key' is the name of another tensor"),
+        ("Noisy", ("--key-input", ""), "key_input must be a name such as 'seed', got ''"),
+        ("Noisy", ("--key-input", "seed", "--entry", "loss"), "export that entry"),
+        ("Plain", ("--key-input", "seed"), "predict draws no random numbers"),
+    ],
+)
+def test_an_input_that_cannot_be_is_refused_before_the_training(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    cell: str,
+    flags: tuple[str, ...],
+    message: str,
+) -> None:
+    (tmp_path / "nets.py").write_text(f"{NETS}\n\ndef Plain():\n    return nn.Dense(2, 1)\n")
+    data = ("--data", folder / "d.npz", "--epochs", 3, *flags)
+    code, _, error = run(
+        capsys, "train", f"{tmp_path / 'nets.py'}:{cell}", *data, "--out", tmp_path / "m.tpm"
+    )
+    assert code == 2
+    assert message in error
+    assert "epoch 1" not in error
+
+
 def test_a_sampling_model_is_evaluated_with_the_same_keys(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,3 +133,19 @@ def test_a_sampling_model_is_evaluated_with_the_same_keys(
     assert json.loads(out)["measures"]["mae"] == pytest.approx(
         np.abs(y - X[:, :1]).mean(), rel=1e-4
     )
+
+
+@pytest.mark.parametrize("verb", ["predict", "evaluate"])
+def test_a_model_that_draws_from_a_key_of_its_own_is_noted(
+    verb: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, data = tmp_path / "own.tpm", folder / "d.npz"
+    flags = ("--data", data, "--epochs", 1, "--entry", "predict", "--entry", "evaluate")
+    assert run(capsys, "train", f"{folder}/nets.py:Noisy", *flags, "--out", out)[0] == 0
+    source = (data,) if verb == "predict" else ("--data", data)
+    code, _, err = run(capsys, verb, out, *source)
+    assert code == 0
+    assert "from its own key 'key', the same in each batch" in " ".join(err.split())
+    seed = ("--seed", 1)
+    _, _, quiet = run(capsys, verb, folder / "m.tpm", *source, *seed)
+    assert "its own key" not in quiet

@@ -50,6 +50,24 @@ def test_another_text_is_numbered_as_the_model_does(model, capsys):
     assert best[0].tolist() == [{"b": 2, "c": 0}[c] for c in text[:8]]
 
 
+def test_a_column_of_a_table_called_token_is_numbered_as_it_is(tmp_path, capsys):
+    """Only the characters of a text have the numbers of the classes."""
+    for name, rows in {"all.csv": "0,a\n1,b\n2,c\n", "some.csv": "1,b\n2,c\n0,b\n"}.items():
+        (tmp_path / name).write_text("token,y\n" + rows * 20)
+    trainer = train.Trainer(
+        nn.Embedding(3, 3), loss=nn.SoftmaxCrossEntropy(), optimizer=optim.Adam(0.2), labels="abc"
+    )
+    trainer.fit(data.load(tmp_path / "all.csv", x="token"), 30, progress="none")
+    model, some = tmp_path / "next.tpm", str(tmp_path / "some.csv")
+    trainer.export(("predict", "evaluate")).save(model)
+    argv = ["evaluate", str(model), "--data", some, "--x", "token", "--metric", "accuracy"]
+    assert shell.run([*argv, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["measures"]["accuracy"] == pytest.approx(2 / 3)
+    assert shell.run(["predict", str(model), some, "--x", "token", "--json"]) == 0
+    answers = json.loads(capsys.readouterr().out)["answers"]
+    assert [row["top"][0]["class"] for row in answers[:3]] == ["b", "c", "a"]
+
+
 def test_a_text_with_an_unknown_character_is_refused(model, capsys):
     model.with_name("odd.txt").write_text("abcz" * 20)
     odd = str(model.with_name("odd.txt"))

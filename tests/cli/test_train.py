@@ -13,9 +13,11 @@ import pytest
 from onnx import TensorProto
 from tests.onnx.networks import Writer
 
+from triplane.proto.errors import InvalidInput, Unavailable
 from triplane.unified_ir import load, nn
 from triplane.unified_ir.cli import training
-from triplane.unified_ir.cli.shell import run
+from triplane.unified_ir.cli.shell import EXIT_CODES, run
+from triplane.unified_ir.runtime import available_providers
 from triplane.unified_ir.train import TopK
 from triplane.unified_ir.train.metrics import BY_NAME
 
@@ -82,6 +84,18 @@ def test_a_network_the_zoo_has_not_is_answered_in_one_line(
 ) -> None:
     assert train(tmp_path, cell=cell) != 0
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.skipif(
+    "CUDAExecutionProvider" in available_providers(), reason="this is the build for GPUs"
+)
+def test_a_gpu_that_is_not_there_is_refused_with_the_packages_that_it_needs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(tmp_path, "--device", "cuda") == EXIT_CODES[Unavailable]
+    assert "pip uninstall onnxruntime && pip install onnxruntime-gpu" in capsys.readouterr().err
+    assert train(tmp_path, "--device", "cuda", "--engine", "xla") == EXIT_CODES[InvalidInput]
+    assert "JAX_PLATFORMS" in capsys.readouterr().err
 
 
 @pytest.mark.slow

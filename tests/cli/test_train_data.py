@@ -223,6 +223,19 @@ def test_a_text_among_numbers_is_named_by_its_place(
     assert "'b' holds texts, first 'x' in sample 1" in capsys.readouterr().err
 
 
+def test_whole_numbers_for_a_network_of_reals_are_named_with_a_way_out(
+    nets: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows: list[list[Any]] = [[k, k + 1, 2, k % 2] for k in range(20)]
+    table = write_csv(nets.with_name("whole.csv"), ["a", "b", "c", "y"], rows)
+    assert train(f"{nets}:Line", table, "--x", "a,b,c") == 2
+    error = capsys.readouterr().err
+    assert "x of the data holds whole numbers alone (int64[3])" in error
+    rows[0][0] = "0.0"
+    write_csv(table, ["a", "b", "c", "y"], rows)
+    assert train(f"{nets}:Line", table, "--x", "a,b,c") == 0
+
+
 def test_a_text_shorter_than_a_window_is_refused_as_such(
     nets: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

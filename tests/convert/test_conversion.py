@@ -118,6 +118,8 @@ def test_meta_gives_labels_and_preprocessing(tmp_path):
     [
         ({"labels": '["a"]'}, "10 classes but 1 labels"),
         ({"labels": "{"}, "'labels' must be JSON"),
+        ({"labels": "5"}, "'logits' must be a list of names, got '5'"),
+        ({"labels": '{"logits": "0123456789"}'}, "'logits' must be a list of names"),
         ({"preprocessing": "[1]"}, "JSON list of objects"),
     ],
 )

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from tests.support.streams import numbers, stream
 
-from triplane.proto.errors import InvalidInput, Unavailable
+from triplane.proto.errors import InvalidInput, NotFound, Unavailable
 from triplane.unified_ir import data
 from triplane.unified_ir.data import workers as worker_processes
 from triplane.unified_ir.data.ahead import Loading
@@ -324,3 +324,27 @@ def test_random_steps_refuse_batches_of_another_size():
     doubled = images.map(lambda b: {"x": np.repeat(b["x"], 2, axis=0)}).then(Flip("x"))
     with pytest.raises(InvalidInput, match=r"Flip draws numbers for each of 3 samples, .* 6; put"):
         next(doubled.opened().batches(0))
+
+
+@pytest.mark.parametrize("suffix", ["csv", "tsv"])
+def test_only_the_columns_that_are_chosen_are_read_of_a_table(tmp_path, suffix):
+    """An empty cell elsewhere is no fault of the samples."""
+    path = tmp_path / f"a.{suffix}"
+    rows = ("a0,age,a1,who:is,does", "1,30,2,ann,run", "3,,4,bob,sit")
+    path.write_text("\n".join(rows).replace(",", "\t" if suffix == "tsv" else ",") + "\n")
+    with pytest.raises(InvalidInput, match=r":3: column 'age': there is no value"):
+        data.load(path, x=["a*", "age"], y="does")
+    for x in (["a0,a1"], ["a1,a0"]):
+        dataset = data.load(path, x=x, y="does", keep="who:is")
+        expected = [[1, 2], [3, 4]] if x == ["a0,a1"] else [[2, 1], [4, 3]]
+        assert np.asarray(dataset.x).tolist() == expected
+        assert np.asarray(dataset.y).tolist() == [0, 1]
+        assert dataset.column("who:is").tolist() == ["ann", "bob"]
+    with pytest.raises(NotFound, match="no column is called 'b'; there are a0, age, a1"):
+        data.load(path, x="b", y="does")
+
+
+def test_a_table_without_rows_has_no_classes(tmp_path):
+    (tmp_path / "a.csv").write_text("x,y\n")
+    with pytest.raises(InvalidInput, match=r"a.csv holds no samples, so y has no classes"):
+        data.load(tmp_path / "a.csv")

@@ -2,6 +2,7 @@
 
 import pickle
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from pyarrow import feather, ipc, parquet
 from tests.support.tables import everything, opened
 
 from triplane.proto.errors import Corrupt, InvalidInput, MissingExtra, NotFound, TriplaneError
+from triplane.unified_ir.data import load
 from triplane.unified_ir.data.columns import Ragged
 from triplane.unified_ir.data.sources import arrow
 from triplane.unified_ir.data.sources.arrow import ArrowFeed, ArrowSource, ArrowTable
@@ -148,6 +150,19 @@ def test_nulls_are_refused_by_place_or_replaced(store):
     for name in ("s", "b", "l"):
         with pytest.raises(InvalidInput, match=f"column '{name}' is null"):
             ArrowSource(path, columns=(name,), missing=0).open()
+
+
+def test_only_the_columns_that_are_chosen_are_read(store):
+    table = {"a": [1, 2], "b": [3, 4], "age": [30, None], "y": ["run", "sit"]}
+    stored = Path(store(table | {"when": pa.array([0, 1], pa.timestamp("s"))}))
+    path = stored.rename(stored.with_suffix(".arrow"))  # the contents say which form it is
+    dataset = load(path, x="b,a", y="y")
+    assert np.asarray(dataset.x).tolist() == [[3, 1], [4, 2]]
+    assert np.asarray(dataset.y).tolist() == [0, 1]
+    with pytest.raises(InvalidInput, match="age"):
+        load(path, x="age", y="y")
+    with pytest.raises(NotFound, match="no column is called 'c'; there are a, b, age, y, when"):
+        load(path, x="c", y="y")
 
 
 def test_other_types_are_refused_by_name(store):

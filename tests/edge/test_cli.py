@@ -30,7 +30,7 @@ def test_the_verbs_defaults_are_the_options_defaults(told):
 
 def test_every_option_reaches_the_process(told):
     run("a", "b", "--host", "::1", "--port", "0", "--metrics-port", "0", "--threads", "3",
-        "--model-threads", "2", "--max-message-mb", "5", "--limit", "rows=9",
+        "--model-threads", "2", "--device", "cuda", "--max-message-mb", "5", "--limit", "rows=9",
         "--drain-seconds", "1.5", "--tls-cert", "c", "--tls-key", "k", "--tls-client-ca", "a",
         "--log-level", "info", "--json")  # fmt: skip
     assert told == [
@@ -40,6 +40,7 @@ def test_every_option_reaches_the_process(told):
             port=0,
             metrics_port=0,
             model_threads=2,
+            device="cuda",
             drain_s=1.5,
             tls_cert="c",
             tls_key="k",

@@ -1,14 +1,18 @@
 """One suite for every engine: a call, a loop over state, and what each refuses."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
-from triplane.proto.errors import InvalidInput, NotFound
+from triplane.proto.errors import InvalidInput, NotFound, Unavailable
 from triplane.unified_ir import ops
 from triplane.unified_ir.engines import ENGINES, engine
 from triplane.unified_ir.ir import TensorSpec
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.table import TABLE
+from triplane.unified_ir.runtime import session
+from triplane.unified_ir.runtime.session import DeviceBuffer
 
 F32 = np.float32
 
@@ -35,14 +39,39 @@ def start():
     return {"w": np.zeros(3, F32), "n": np.zeros((), np.int64)}
 
 
-@pytest.fixture(params=list(ENGINES))
-def made(request):
-    return engine(request.param)
+@pytest.fixture(params=[*ENGINES, "device buffers"])
+def made(request, monkeypatch):
+    if request.param in ENGINES:
+        return engine(request.param)
+    # The buffers that keep a loop's state on a GPU, in memory of the CPU that onnxruntime allocates
+    # for them in the same way.
+    monkeypatch.setitem(session.BUFFERS, "cpu", partial(DeviceBuffer, device=session._CPU))
+    return engine("onnx")
 
 
 def test_an_unknown_engine_is_named_with_the_known_ones():
     with pytest.raises(NotFound, match="no engine 'tpu'; there are onnx, reference, ascend"):
         engine("tpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("xla", "JAX chooses, and JAX_PLATFORMS"), ("reference", "CPU"), ("ascend", "CPU")],
+)
+def test_a_device_is_refused_where_the_engine_has_no_choice(name, why):
+    with pytest.raises(
+        InvalidInput, match=f"'onnx' takes a device, got 'cuda' with '{name}': .*{why}"
+    ):
+        engine(name, device="cuda")
+
+
+def test_an_engine_refuses_a_device_that_onnxruntime_does_not_have():
+    assert engine("onnx", device="cpu").name == "onnx"
+    with pytest.raises(InvalidInput, match="one of cpu, cuda"):
+        engine("onnx", device="tpu")
+    if "CUDAExecutionProvider" not in session.available_providers():
+        with pytest.raises(Unavailable, match="pip install onnxruntime-gpu"):
+            engine("onnx", device="cuda")
 
 
 class TestCall:

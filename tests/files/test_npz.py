@@ -18,6 +18,7 @@ from triplane.unified_ir.files.npz import (
     MAX_DIRECTORY_BYTES,
     MAX_TOTAL_BYTES,
     opened_npz,
+    write_npz,
 )
 
 
@@ -35,6 +36,23 @@ def test_arrays_come_as_they_were_stored(tmp_path):
             assert (read.dtype, read.tolist()) == (array.dtype, array.tolist())
         with pytest.raises(NotFound, match=r"no array 'd'; it holds a, b\.c, scalar"):
             npz.array("d")
+
+
+def test_any_name_and_shape_is_written_and_read_back(tmp_path):
+    arrays: dict[str, Any] = {
+        "file": np.arange(6).reshape(2, 3).T,
+        "args": np.float32(2.5),
+        "a/b": np.zeros(0),
+    }
+    path = tmp_path / "a.npz"
+    for _ in range(2):
+        with path.open("wb") as file:
+            write_npz(file, arrays)
+    with opened_npz(path) as npz, np.load(path) as peer:
+        assert npz.names == ("a/b", "args", "file")
+        for name, x in arrays.items():
+            np.testing.assert_array_equal(npz.array(name), x, strict=True)
+            np.testing.assert_array_equal(peer[name], x, strict=True)
 
 
 def test_bytes_of_all_arrays_together_are_limited(tmp_path):

@@ -241,3 +241,14 @@ def test_a_cell_without_parameters_names_the_container_that_hides_them():
         grad(energy)(Hidden(), X)
     with pytest.raises(InvalidInput, match=r"has none; unfreeze\(\) some"):
         grad(energy)(Net().freeze(), X)
+
+
+def test_float64_parameters_that_a_call_converts_say_how_to_keep_them():
+    cell = nn.Cell()
+    cell.weight = nn.Parameter(np.ones(2), dtype="float64")
+
+    def total(state):
+        return nn.functional_call(cell, state).sum()
+
+    with pytest.raises(InvalidInput, match=r"'weight' is float64\[2\], .* floats=\"float64\""):
+        grad(total)(cell.trainable_state())

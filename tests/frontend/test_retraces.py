@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import random
 import warnings
 import weakref
 
@@ -13,13 +14,14 @@ from triplane.unified_ir import (
     graph,
     hessian_vector_product,
     jvp,
+    nn,
     optim,
     value_and_grad,
     vjp,
     vmap,
 )
 from triplane.unified_ir.frontend import run
-from triplane.unified_ir.frontend.programs import MANY_TRACES, MANY_VALUES
+from triplane.unified_ir.frontend.programs import MANY_TRACES, MANY_VALUES, programs_of
 
 X = np.ones(3, np.float32)
 
@@ -147,3 +149,60 @@ def test_a_transform_goes_with_its_function():
     del own
     gc.collect()
     assert alive() is None
+
+
+GENERATOR, STATE = np.random.default_rng(0), np.random.RandomState(0)
+OWN = random.Random(0)
+DRAWS = {
+    "of np.random": lambda x: x * np.random.normal(),  # noqa: NPY002 - likewise
+    "of random": lambda x: x * random.random(),
+    "GENERATOR": lambda x: x * GENERATOR.normal(),
+    "STATE": lambda x: x * STATE.normal(),
+    "OWN": lambda x: x * OWN.random(),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_numbers_that_python_draws_differ_at_each_call(name):
+    """They are constants of a trace, so a program that is kept would repeat them."""
+    draw = DRAWS[name]
+    call = graph(draw)
+    assert len({float(call(X)[0]) for _ in range(4)}) == 4
+
+    def scaled(x):
+        return draw(x).sum()
+
+    assert len({float(grad(scaled)(X)[0]) for _ in range(4)}) == 4
+    (message,) = warned(lambda _: call(X), range(2 * MANY_TRACES))
+    assert f"changes between calls, this time the random generator {name};" in message
+
+
+def test_draws_outside_of_a_function_cause_no_trace():
+    def total(x):
+        return (x * float(GENERATOR is not None)).sum()
+
+    def call(_):
+        GENERATOR.normal()
+        random.random()
+        grad(total)(X)
+
+    assert warned(call, range(2 * MANY_TRACES)) == []
+    (kept,) = programs_of(grad(total).__wrapped__)._by_key.values()
+    assert len(kept) == 1
+
+
+def test_programs_go_with_the_cells_that_were_arguments():
+    """They hold the parameters, so a search over many networks would keep all of these."""
+
+    def square(net, x):
+        return (net(x) ** 2.0).mean()
+
+    step, alive = graph(square), []
+    for _ in range(4):
+        net = nn.Dense(3, 3)
+        alive += [weakref.ref(p) for p in net.parameters().values()]
+        grad(square)(net, X[None])
+        step(net, X[None])
+        del net
+    gc.collect()
+    assert sum(parameter() is not None for parameter in alive) == 2  # those of the newest

@@ -99,3 +99,19 @@ def test_what_is_shown_is_no_wider_than_the_terminal(
         80: "BatchNorm2d(weight: float32[4], bias: float32[4], and 2 more)",
         200: "running_mean: float32[4], running_var: float32[4])",
     }[columns])  # fmt: skip
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 200])
+def test_measures_are_no_wider_than_the_terminal(
+    columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["loss", "r2", "rmse", "validation.loss", "validation.r2", "validation.rmse"]
+    trainer = train.Trainer(nn.Dense(2, 2), loss=nn.MSE(), optimizer=optim.SGD(0.1))
+    trainer.history = train.History([{"epoch": 1, "step": 5, **dict.fromkeys(names, 0.1 / 3)}])
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for value in (trainer, trainer.history):
+        assert max(map(len, repr(value).splitlines())) <= columns, type(value)
+    title, header = repr(trainer.history).splitlines()[:2]
+    hidden = 8 - len(header.split())
+    assert title == f"history of 1 epochs{f', {hidden} more columns' if hidden else ''}"
+    assert hidden == {40: 3, 60: 2, 80: 1, 200: 0}[columns]

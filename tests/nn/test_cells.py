@@ -231,3 +231,31 @@ def test_a_cell_that_holds_an_operator_is_copied_and_pickled():
 def test_a_summary_of_a_shape_says_what_it_takes():
     with pytest.raises(InvalidInput, match=r"got \(4, 8\): TensorSpec\(\(4, 8\)\)\?"):
         nn.Dense(8, 3).summary((4, 8))
+
+
+class Owner(nn.Cell):
+    part: nn.Cell
+
+    def __init__(self):
+        super().__init__()
+        self.part = nn.Dense(2, 2)
+
+
+@pytest.mark.parametrize("value", [lambda o: o, lambda o: [o], nn.Sequential])
+def test_a_cell_is_no_part_of_itself(value):
+    """Its parameters would have no end: each use would be a RecursionError."""
+    owner = Owner()
+    with pytest.raises(InvalidInput, match=r"Owner would be a part of itself through 'part'"):
+        owner.part = value(owner)
+    assert list(owner.parameters()) == ["part.weight", "part.bias"]
+
+
+def test_a_part_with_an_attribute_for_its_owner_says_to_keep_a_weak_reference():
+    class Part(nn.Cell):
+        def __init__(self, owner):
+            super().__init__()
+            self.owner = owner
+
+    owner = Owner()
+    with pytest.raises(InvalidInput, match="if a part needs its owner"):
+        owner.part = Part(owner)

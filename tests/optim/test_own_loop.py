@@ -366,6 +366,8 @@ def test_what_does_not_fit_is_refused(kind, message):
 ANOTHER_KIND: dict[str, tuple[Any, Any, Any]] = {
     r"'one\.weight' is a Parameter; pass the cell itself": (Net().parameters(), {}, {}),
     "'one' is a dict; pass the cell itself": ({"one": {"weight": X}}, {}, {}),
+    r"'w' is a float; pass np\.asarray": ({"w": 0.5}, {"w": 0.5}, {}),
+    r"'w' is a list; pass np\.asarray": ({"w": [0.5]}, {"w": [0.5]}, {}),
     r"a cell or a dict of arrays .* got a tuple; .* for each cell": ((Net(), Net()), {}, {}),
     "the gradient is a dict of arrays by name, got a NoneType": (Net(), None, {}),
     "the state is a dict of arrays by name, got a NoneType": (Net(), {}, None),
@@ -404,3 +406,26 @@ def test_a_frozen_cell_has_nothing_to_update():
     for update in (ADAM.update, graph(lambda *args: ADAM.update(*args)[1])):
         with pytest.raises(InvalidInput, match="Net has no trainable parameter to update"):
             update(net, {}, {})
+
+
+@pytest.mark.parametrize("optimizer", [optim.SGD(0.1), ADAM], ids=["sgd", "adam"])
+def test_parameters_of_whole_numbers_are_refused(optimizer):
+    """They would be updated in float32 and rounded towards 0."""
+    params = {"scale": X, "count": np.array([3, 3])}
+    for call in (optimizer.init, lambda p: optimizer.update(p, p, {})):
+        with pytest.raises(InvalidInput, match=r"'count' is int64\[2\].*optim.Group\('count'"):
+            call(params)
+
+
+def test_whole_numbers_may_be_frozen():
+    sgd = optim.SGD(0.5, groups=(optim.Group("count", frozen=True),))
+    params = {"scale": np.ones(2, np.float32), "count": np.array([3, 3])}
+    moved, _ = sgd.update(params, {"scale": params["scale"]}, sgd.init(params))
+    check(moved, {"scale": np.full(2, 0.5, np.float32), "count": np.array([3, 3])}, rtol=0)
+
+
+@pytest.mark.parametrize("clip", [optim.clip_by_global_norm, optim.clip_by_norm])
+def test_large_gradients_of_float16_are_clipped_to_the_limit(clip):
+    g = np.full(1000, 60000, np.float16)
+    clipped = graph(lambda g: clip({"g": g}, 1e-3)["g"])(g)
+    np.testing.assert_allclose(clipped, np.full(1000, 1e-3 / np.sqrt(1000)), rtol=2e-2)

@@ -1,4 +1,5 @@
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -6,6 +7,7 @@ from onnx import TensorProto, helper
 from tests.runtime.graphs import counting, external, linear, model, sgd_step
 
 from triplane.proto.errors import Corrupt, InvalidInput, NotFound, Unavailable
+from triplane.unified_ir.runtime import session
 from triplane.unified_ir.runtime.session import (
     CancellationToken,
     Session,
@@ -103,17 +105,72 @@ def test_bytes_that_are_no_graph_are_corrupt(junk):
         Session(junk)
 
 
+@pytest.mark.parametrize("name", ["xxxx", "yyyy", "NNNN", "prop"])
+def test_names_that_are_no_text_are_corrupt(name):
+    x, y = (helper.make_tensor_value_info(k, TensorProto.FLOAT, ["NNNN"]) for k in ("xxxx", "yyyy"))
+    graph = helper.make_graph([helper.make_node("Neg", ["xxxx"], ["yyyy"])], "g", [x], [y])
+    made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    helper.set_model_props(made, {"prop": "1"})
+    data = made.SerializeToString()
+    assert Session(data).metadata == {"prop": "1"}
+    with pytest.raises(Corrupt, match="no text in UTF-8"):
+        assert Session(data.replace(name.encode(), b"\xff\xfeab")).metadata
+
+
 def test_graph_that_does_not_run_here_is_invalid_input():
     with pytest.raises(InvalidInput, match="Nope"):
         Session(model([node("Nope", ["x"], ["y"])], {"x": (1,)}, {"y": (1,)}))
 
 
-def test_absent_file_and_absent_provider_have_their_own_families(tmp_path):
+def test_an_absent_file_has_its_own_family(tmp_path):
     with pytest.raises(NotFound, match=r"absent\.onnx"):
         Session(tmp_path / "absent.onnx")
-    with pytest.raises(Unavailable, match="NoSuchExecutionProvider"):
-        Session(linear(), options=SessionOptions(providers=("NoSuchExecutionProvider",)))
-    assert "CPUExecutionProvider" in available_providers()
+
+
+@pytest.mark.skipif(
+    "CUDAExecutionProvider" in available_providers(), reason="this is the build for GPUs"
+)
+def test_a_gpu_without_its_build_of_onnxruntime_is_refused_with_the_way_to_get_it():
+    with pytest.raises(
+        Unavailable,
+        match=r"has only .*CPUExecutionProvider; .* pip uninstall onnxruntime && pip install "
+        "onnxruntime-gpu",
+    ):
+        Session(linear(), options=SessionOptions(device="cuda"))
+
+
+def test_an_unknown_device_is_named_with_the_known_ones():
+    with pytest.raises(InvalidInput, match="one of cpu, cuda, not 'tpu'"):
+        session.check_device("tpu")  # type: ignore[arg-type]
+
+
+def test_a_session_that_runs_on_the_cpu_unasked_is_refused():
+    # onnxruntime gives such a session where a provider's libraries do not load.
+    opened = Session(linear())._ort
+    session._refuse_fallback(opened, "cpu")
+    with pytest.raises(Unavailable, match=r"not start on device 'cuda': .* would run on the CPU"):
+        session._refuse_fallback(opened, "cuda")
+
+
+def test_state_on_a_device_is_copied_when_it_is_read(monkeypatch):
+    # The buffers of a GPU, in memory of the CPU that onnxruntime allocates.
+    reads: list[str] = []
+
+    class Counted(session.DeviceBuffer):
+        def read(self):
+            reads.append("read")
+            return super().read()
+
+    monkeypatch.setitem(session.BUFFERS, "cpu", partial(Counted, device=session._CPU))
+    w, x = np.ones((2, 1), np.float32), np.ones((3, 2), np.float32)
+    loop = Session(sgd_step()).loop({"w": w})
+    loop.step(x=x, y=np.zeros((3, 1), np.float32))
+    view = loop.view()
+    assert (list(view), len(view), reads) == (["w"], 1, [])
+    assert (view["w"] != w).all()
+    assert len(reads) == 1
+    with pytest.raises(KeyError):
+        view["x"]
 
 
 def external_add() -> bytes:

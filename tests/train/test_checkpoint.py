@@ -457,3 +457,15 @@ def test_arrays_of_a_checkpoint_are_its_own(tmp_path):
     assert state.keys() == made.state().keys()
     assert np.array_equal(state["head.weight"], made.cell.head.weight.array)
     assert isinstance(made.cell, Noisy)
+
+
+def test_state_of_another_type_is_refused_with_both_types(tmp_path):
+    def made(dtype):
+        cell = nn.Dense(4, 3)
+        cell.weight = nn.Parameter(np.ones((3, 4)), dtype=dtype)
+        return train.Trainer(cell, loss=nn.SoftmaxCrossEntropy(), optimizer=optim.SGD(0.1))
+
+    made("float32").save(tmp_path / "run.tpc")
+    said = r"'weight' is float32\[3, 4\] there and float64\[3, 4\] here"
+    with pytest.raises(Conflict, match=said):
+        made("float64").load(tmp_path / "run.tpc")

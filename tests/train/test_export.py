@@ -165,6 +165,8 @@ def test_unknown_entries_are_refused(done):
         done.export(("predict", "forecast"))
     with pytest.raises(InvalidInput, match="got none"):
         done.export(())
+    with pytest.raises(InvalidInput, match=r"got the text 'net\.tpm'; .*export\(\)\.save\("):
+        done.export("net.tpm")
 
 
 def test_a_cell_whose_names_the_step_uses_is_refused():

@@ -57,7 +57,7 @@ def test_a_large_network_is_not_trained_on_a_cpu(gpu):
     gpu.check_devices("small ResNet", {"Triplane": {"device": "CPU"}})
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_our_side_runs_small():
     pytest.importorskip("jax")
     done = run(

@@ -327,3 +327,9 @@ def test_the_names_of_the_command_line_are_those_of_the_table():
     assert tuple(BY_NAME) == training.METRICS
     for name, targets in training.LOSSES.values():
         assert getattr(nn, name).targets == targets
+
+
+@pytest.mark.parametrize("metrics", [[train.F1()], {0: train.F1()}])
+def test_a_metric_without_a_name_is_refused_with_the_form(metrics):
+    with pytest.raises(InvalidInput, match=r'needs a name: metrics=\{"NAME": \.\.\.\}, got'):
+        trainer(metrics=metrics)

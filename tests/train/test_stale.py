@@ -1,6 +1,7 @@
 """A change of the cell, its loss or a metric is in the next graph, whatever was compiled before."""
 
 import numpy as np
+import pytest
 
 from triplane.unified_ir import nn, optim, train
 
@@ -85,3 +86,19 @@ def test_nothing_changed_is_nothing_compiled_again():
     before = trainer.training_program()
     loss_of(trainer)
     assert trainer.training_program() is before
+
+
+def test_random_numbers_of_numpy_in_a_step_are_warned_of():
+    """One step is compiled for all batches, so every batch would get the same numbers."""
+
+    class Noisy(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.rng = nn.Dense(4, 3), np.random.default_rng(0)
+
+        def construct(self, x):
+            return self.inner(x + self.rng.normal(size=4))
+
+    trainer = train.Trainer(Noisy(), loss=Weighted(), optimizer=optim.SGD(0.1))
+    with pytest.warns(UserWarning, match=r"Noisy draws .* generator Noisy\.rng .* nn\.RandomKey"):
+        trainer.fit((X, TARGET), 1, **QUIET)

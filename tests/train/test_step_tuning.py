@@ -5,6 +5,7 @@ import pytest
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import data, nn, ops, optim, train
+from triplane.unified_ir.engines.onnx import OnnxEngine
 from triplane.unified_ir.ir import TensorSpec
 
 DIGITS = data.digits().take(256)
@@ -83,6 +84,13 @@ def test_tuning_measures_and_keeps_the_losses(cache):
 def test_what_cannot_be_is_told(options, words):
     with pytest.raises(InvalidInput, match=words):
         losses(trainer(**options))
+
+
+def test_a_gpu_is_not_tuned():
+    made = OnnxEngine()
+    made.devices = "cuda"  # all that tuning looks at: its measurements are those of a CPU
+    with pytest.raises(InvalidInput, match="measure a CPU; the device is 'cuda'"):
+        losses(trainer(tune=True, engine=made))
 
 
 def test_specs_without_a_batch_cannot_be_measured():

@@ -9,10 +9,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from triplane.proto.errors import InvalidInput, NotFound
+from triplane.proto.errors import InvalidInput, NotFound, Unavailable
 from triplane.unified_ir import TensorSpec, nn, ops, optim, train
 from triplane.unified_ir import data as datasets
 from triplane.unified_ir.engines import engine
+from triplane.unified_ir.runtime import available_providers
 
 from .models import QUIET, Noisy, bits, data, trainer
 
@@ -453,6 +454,29 @@ def test_a_column_that_no_epoch_has_is_named():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"device": "tpu"}, "one of cpu, cuda, not 'tpu'"),
+        ({"device": "cuda", "engine": "xla"}, "JAX chooses"),
+        ({"device": "cuda", "engine": engine("onnx")}, r"SessionOptions\(device='cuda'\)"),
+    ],
+)
+def test_a_device_that_the_engine_cannot_take_is_refused_before_any_data(options, words):
+    with pytest.raises(InvalidInput, match=words):
+        trainer(**options)
+
+
+@pytest.mark.skipif(
+    "CUDAExecutionProvider" in available_providers(), reason="this is the build for GPUs"
+)
+def test_a_gpu_is_refused_with_the_packages_that_it_needs():
+    with pytest.raises(
+        Unavailable, match="pip uninstall onnxruntime && pip install onnxruntime-gpu"
+    ):
+        trainer(device="cuda")
+
+
 def test_an_engine_of_ones_own_may_be_given():
     made = trainer(engine=engine("reference"))
     assert len(made.fit(data(), 1, **QUIET)) == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +15,7 @@ import numpy as np
 
 from triplane.proto.disk import atomic_file
 from triplane.proto.errors import Corrupt, InvalidInput
-from triplane.unified_ir.files.npz import opened_npz
+from triplane.unified_ir.files.npz import opened_npz, write_npz
 
 Array = np.ndarray[Any, Any]
 
@@ -129,11 +128,7 @@ def write_answers(path: Path, answers: Answers) -> None:
 
 
 def _write_npz(file: IO[bytes], answers: Answers) -> None:
-    # Not by `numpy.savez`, which takes names as keywords and so refuses one called "file".
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-        for name, y in answers.arrays().items():
-            with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as member:
-                np.lib.format.write_array(member, np.ascontiguousarray(y), allow_pickle=False)
+    write_npz(file, answers.arrays())
 
 
 def _npz_equals(path: Path, answers: Answers) -> bool:
@@ -168,7 +163,12 @@ def _write_csv(file: IO[bytes], answers: Answers) -> None:
     columns = _columns(answers)
     _check_elements(len(columns) * answers.rows)
     text = io.TextIOWrapper(file, encoding="utf-8", newline="")
-    writer = csv.writer(text, lineterminator="\n")
+    texts = (columns, *(column for column in columns.values() if isinstance(column, list)))
+    # Python's minimal quoting leaves a carriage return bare, which is read back as another row.
+    quoted = any("\r" in cell for column in texts for cell in column)
+    writer = csv.writer(
+        text, lineterminator="\n", quoting=csv.QUOTE_ALL if quoted else csv.QUOTE_MINIMAL
+    )
     writer.writerow(columns)
     writer.writerows(zip(*map(_texts, columns.values()), strict=True))
     text.flush()

@@ -81,7 +81,18 @@ def choices(model: str = "the model") -> tuple[click.Option, click.Option]:
 
 def group_option(help_text: str) -> click.Option:
     """Return --group."""
-    return option("--group COLUMN", f"{help_text} No pattern of --x or --y takes this column.")
+    return option(
+        "--group COLUMN",
+        f"{help_text} No pattern of --x or --y takes this column.",
+        callback=_checked_group,
+    )
+
+
+def _checked_group(_: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    # An empty value, as of an unset variable of a shell, would hold out no groups and not say so.
+    if value == "":
+        raise click.BadParameter("it names a column, got ''", param=param)
+    return value
 
 
 def window_group() -> click.Option:

@@ -73,7 +73,8 @@ def command(**options: Any) -> None:
     model = models.seeded(models.open_file(options["model"]), options["seed"])
     dataset = _dataset(options, model)
     sums = evaluation.Evaluation(model, dataset, options)
-    for text in (*dataset.notes, *_doubts(model, dataset), *sums.notes()):
+    notes = (models.repeated_draws(model), *dataset.notes, *_doubts(model, dataset), *sums.notes())
+    for text in filter(None, notes):
         output.note(text)
     sums.run()
     record = {
@@ -102,7 +103,7 @@ def _doubts(model: FileModel, dataset: Dataset) -> Iterator[str]:
         names = ", ".join(dataset.labels[:SHOWN]) + (", ..." if len(dataset.labels) > SHOWN else "")
         yield (
             "the model has no names of classes, so those of the data are numbered from 0 in order: "
-            f"{names}"
+            f"{printable(names)}"
         )
 
 
@@ -123,9 +124,10 @@ def _lines(record: Mapping[str, Any], *, per_class: bool) -> Iterator[str]:
         yield "no classes: the target holds numbers, or there are too many classes"
     elif per_class:
         yield ""
-        width = max(5, *map(len, record["classes"]))
+        classes = [*map(printable, record["classes"])]
+        width = max(5, *map(len, classes))
         yield f"  {'class'.ljust(width)}  precision  recall     f1  samples"
-        for name, row in zip(record["classes"], record["per_class"], strict=True):
+        for name, row in zip(classes, record["per_class"], strict=True):
             ratios = f"{row['precision']:9.3f}  {row['recall']:6.3f}  {row['f1']:5.3f}"
             yield f"  {name.ljust(width)}  {ratios}  {row['samples']:7,}"
 

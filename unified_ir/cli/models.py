@@ -82,6 +82,22 @@ class FileModel:
                 )
 
 
+def repeated_draws(model: FileModel) -> str:
+    """Return what to note of a model that draws from a key in its file; "" of others."""
+    from triplane.unified_ir.ir.graph import Role
+
+    if model.module is None:
+        return ""
+    reads = model.module.entry("predict").param_names
+    keys = [n for n in reads if n in model.module.state and model.module.state[n].role is Role.KEY]
+    if not keys:
+        return ""
+    return (
+        f"the model draws random numbers from its own key {keys[0]!r}, the same in each batch, so "
+        "answers depend on --batch-size; train with --key-input NAME to choose them by --seed"
+    )
+
+
 def seeded(model: FileModel, seed: int | None) -> FileModel:
     """Return a model that needs no key: its call number k, from 0, gets the key (seed, k).
 
@@ -282,11 +298,19 @@ def batches(
 
     group: a column whose values are yielded beside them.
     """
+    import numpy as np
+
+    from triplane.unified_ir.data.choosing import class_columns
     from triplane.unified_ir.train.batches import as_batch
 
+    # Groups of classes have the names of these, not the numbers that a model is given.
+    classes, names = class_columns(dataset), np.array(dataset.labels, object)
     own = dataset.in_batches(size)
     for batch in own.opened().batches(0):
-        yield as_batch(own.arrays_of(batch)), _groups_of(batch, group) if group else None
+        keys = _groups_of(batch, group) if group else None
+        if keys is not None and group in classes:
+            keys = names[keys]
+        yield as_batch(own.arrays_of(batch)), keys
 
 
 def _groups_of(batch: Columns, group: str) -> Array:
@@ -294,7 +318,10 @@ def _groups_of(batch: Columns, group: str) -> Array:
 
     column = batch.get(group)
     if column is None:
-        raise InvalidInput(f"a batch has no column {group!r}, which --group names")
+        raise InvalidInput(
+            f"a batch has no column {group!r}, which --group names; a column that is renamed, or "
+            "joined with others to an input or target, is not kept beside it"
+        )
     if not isinstance(column, np.ndarray) or column.ndim != 1 or isinstance(column[0], bytes):
         raise InvalidInput(f"--group needs one text or number for each sample; {group!r} has more")
     return column

@@ -48,8 +48,7 @@ size that the model takes.
 \b
 The suffix of --out says what is written:
   .npz    every output under its name, with one row for each sample
-  .csv    one line for each sample: the class and its probability where the model has names of
-          classes, else one column for each number
+  .csv    a line for each sample: class and probability if classes have names, else numbers
   .json   both
 Scores that are no probabilities become some by softmax. A model that samples gives the same answers
 for the same --seed, --batch-size and order of samples.
@@ -97,6 +96,8 @@ def answer(model: FileModel, options: dict[str, Any], output: CommandOutput) -> 
 
     out: Path | None = options["out"]
     model = models.seeded(model, options["seed"])
+    if note := models.repeated_draws(model):
+        output.note(note)
     dataset = _dataset(options, model, output)
     answers = _answers(model, dataset, options, None if out is not None else SHOWN)
     record: dict[str, Any] = {"model": str(options["model"]), "samples": answers.rows}
@@ -114,7 +115,7 @@ def answer(model: FileModel, options: dict[str, Any], output: CommandOutput) -> 
 def _dataset(options: dict[str, Any], model: FileModel, output: CommandOutput) -> Dataset:
     from triplane.unified_ir.data import arrays
     from triplane.unified_ir.data.by_name import load_held_out
-    from triplane.unified_ir.data.choosing import TOKENS
+    from triplane.unified_ir.data.choosing import is_text
     from triplane.unified_ir.data.sources.decoding import DECODERS
 
     source = options["source"]
@@ -124,7 +125,7 @@ def _dataset(options: dict[str, Any], model: FileModel, output: CommandOutput) -
     dataset = load_held_out(source, group=group, **models.reading(options, model))
     for text in dataset.notes:
         output.note(text)
-    if TOKENS in dataset.inputs and not model.labels:
+    if is_text(dataset) and not model.labels:
         output.note("the model has no names of classes, so the characters of the text are numbered "
                     "from 0 in order, whatever their numbers were in training")  # fmt: skip
     return dataset.roles(dataset.inputs)
@@ -210,7 +211,9 @@ def _lines(answers: Answers) -> Iterator[str]:
     for k, row in enumerate(answers.records(TOP)):
         head = f"{k} ({printable(str(row[GROUP]))})" if GROUP in row else f"{k}"
         if "top" in row:
-            yield f"{head}: " + ", ".join(f"{c['class']} {c['score']:.3f}" for c in row["top"])
+            yield f"{head}: " + ", ".join(
+                f"{printable(c['class'])} {c['score']:.3f}" for c in row["top"]
+            )
             continue
         texts = (
             f"{name} {np.array2string(np.asarray(y[k]), threshold=8, precision=4, separator=', ')}"

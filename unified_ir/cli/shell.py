@@ -32,6 +32,7 @@ from triplane.proto.errors import (
     Unavailable,
 )
 from triplane.unified_ir.cli.help_text import NarrowContext, fit_help
+from triplane.unified_ir.files.html_table import printable
 
 if TYPE_CHECKING:  # 25 ms that only the loading of verbs has to pay
     from importlib.metadata import EntryPoint
@@ -425,7 +426,7 @@ def _report(failure: _Failure, error: BaseException, *, as_json: bool) -> None:
     # The convention of no-color.org; None lets click find out whether stderr is a terminal.
     color = False if os.environ.get("NO_COLOR") else None
     # One line, whatever the message holds, so that logs and scripts can rely on it.
-    line = " ".join(failure.message.split())
+    line = " ".join(printable(failure.message).split())
     click.secho(f"triplane: {line}", fg="red", err=True, color=color)
 
 

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from triplane.unified_ir.frontend import Cell
     from triplane.unified_ir.ir import Module
     from triplane.unified_ir.nn.imported import BatchNormMode
-    from triplane.unified_ir.train import Trainer
+    from triplane.unified_ir.train import Callback, Trainer
+    from triplane.unified_ir.train.run import Run
 
 EPILOG = f"""\b
 Examples:
@@ -137,6 +138,8 @@ OPTIONS: Final = (
     option("--tensorboard DIR", "Write event files for TensorBoard.", FOLDER),
     option("--engine NAME", "onnx, reference, ascend or xla (JAX, on a GPU if there is one).",
            default="onnx"),
+    option("--device", "With --engine onnx: cuda needs onnxruntime-gpu in place of onnxruntime.  "
+           "[default: cpu]", click.Choice(["cpu", "cuda"])),
     option("--mesh AXIS=N,..", "With --engine xla: devices by axis; a batch is split over `data`."),
     option("--shard PATTERN=AXIS,..", "With --mesh: over which axis each axis of the parameters of "
            "such names is split, - for none, as in '*.weight=model,-'; may be repeated.",
@@ -292,6 +295,8 @@ def _trained(
     )
     samples, held_out = _samples(options, output)
     trainer = _trainer(options, cell, samples, output)
+    if any(options[name] not in {None, ()} for name in ("entries", "fixed_batch", "key_input")):
+        trainer.callbacks = (*trainer.callbacks, _export_check(trainer, options))
     with _explained_shapes(trainer, samples, options):
         trainer.fit(
             samples,
@@ -302,21 +307,35 @@ def _trained(
             resume=options["resume"],
             progress="lines" if output.as_json else "auto",  # --json is for programs
         )
-    entries = options["entries"] or DEFAULT_ENTRIES
     with trainer.averaged() if options["ema"] is not None else nullcontext():
         result = trainer.evaluate(held_out)
-        module = trainer.export(
-            entries,
-            local_lr=options["local_lr"],
-            batch=options["fixed_batch"],
-            key_input=options["key_input"],
-        )
+        module = _exported(trainer, options)
     if tallies := list(trainer.model.tallies):
         output.note(
             f"{', '.join(tallies)}: no mean of batches, so the functions of the model file do not "
             f"compute it; `triplane evaluate --metric {tallies[0]}` does"
         )
     return trainer, result, module
+
+
+def _exported(trainer: Trainer, options: dict[str, Any]) -> Module:
+    return trainer.export(
+        options["entries"] or DEFAULT_ENTRIES,
+        local_lr=options["local_lr"],
+        batch=options["fixed_batch"],
+        key_input=options["key_input"],
+    )
+
+
+def _export_check(trainer: Trainer, options: dict[str, Any]) -> Callback:
+    """Return what exports before the first step too, so that no training ends in an error."""
+    from triplane.unified_ir.train import Callback
+
+    class ExportCheck(Callback):
+        def on_start(self, run: Run) -> None:
+            _exported(trainer, options)
+
+    return ExportCheck()
 
 
 def _samples(options: dict[str, Any], output: CommandOutput) -> tuple[Dataset, Dataset]:
@@ -343,10 +362,19 @@ def _explained_shapes(
     trainer: Trainer, samples: Dataset, options: dict[str, Any]
 ) -> Iterator[None]:
     """Add to an error about shapes what the model was fed, and how to change it."""
-    from triplane.unified_ir.ir.types import ShapeError
+    from triplane.unified_ir.ir.types import ShapeError, TypeMismatch
 
     try:
         yield
+    except TypeMismatch as error:
+        whole = [n for n in samples.inputs if samples.schema[n].dtype.startswith(("int", "uint"))]
+        if not whole:
+            raise
+        raise TypeMismatch(
+            f"{error}; {whole[0]} of the data holds whole numbers alone "
+            f"({samples.schema[whole[0]]}), which stay integers: write one of them with a decimal "
+            "point, as in 1.0, or have the cell cast them"
+        ) from error
     except ShapeError as error:
         side = "y" if _takes_inputs(trainer, samples) else "x"
         hint = data_options.shape_hint(samples, **{side: options[side]})
@@ -374,7 +402,7 @@ def _trainer(
 
     boards = [] if options["tensorboard"] is None else [TensorBoard(options["tensorboard"])]
     budget_mb = options["memory_budget"]
-    same = ("seed", "accumulate", "precision", "loss_scale", "tune", "steps_per_launch")
+    same = ("seed", "accumulate", "precision", "loss_scale", "tune", "device", "steps_per_launch")
     loss = _loss_name(options["loss"], samples, output)
     return Trainer(
         cell,

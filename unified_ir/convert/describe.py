@@ -94,6 +94,10 @@ def class_names(
         labels = {outputs[0].name: labels}
     sizes = {info.name: info.shape[-1] if info.shape else None for info in outputs}
     for output, names in labels.items():
+        if isinstance(names, str) or not isinstance(names, Sequence):
+            raise InvalidInput(
+                f"labels of the output {output!r} must be a list of names, got {str(names)[:80]!r}"
+            )
         if output not in sizes:
             raise InvalidInput(f"labels name the output {output!r}; there are {sorted(sizes)}")
         if isinstance(sizes[output], int) and len(names) != sizes[output]:

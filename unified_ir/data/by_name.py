@@ -269,6 +269,24 @@ def _npz_parts(path: Path, options: ReadingOptions) -> tuple[Dataset, ...]:
     return (of_source(NpzSource(str(path), tuple(dict.fromkeys(columns))), path.name),)
 
 
+def _table(source: Callable[[str], CsvSource | ArrowSource]) -> Reader:
+    """Return the reader of a kind of tables, of which only chosen columns are read.
+
+    Empty cells and unusual types in other columns are no fault of the samples.
+    """
+
+    def read(path: Path, options: ReadingOptions) -> tuple[Dataset, ...]:
+        table = source(str(path))
+        if options.x:
+            present = table.names()
+            fields = dict.fromkeys(present, Field("text"))
+            chosen = {n for c in options.choices for n in c.matching(fields, options.keep)}
+            table = replace(table, columns=tuple(n for n in present if n in chosen))
+        return (of_source(table, path.name),)
+
+    return read
+
+
 def _sqlite_parts(path: Path, options: ReadingOptions) -> tuple[Dataset, ...]:
     if options.query is None:
         raise InvalidInput(
@@ -292,11 +310,11 @@ def _reader(source: Callable[[str], Any]) -> Reader:
 KINDS: Final[Mapping[str, tuple[str, Reader]]] = {
     ".npz": ("numpy's .npz", _npz_parts),
     ".npy": (".npy", _reader(NpySource)),
-    ".csv": (".csv", _reader(CsvSource)),
-    ".tsv": (".tsv", _reader(lambda path: CsvSource(path, delimiter="\t"))),
-    ".parquet": (".parquet", _reader(ArrowSource)),
-    ".arrow": (".arrow", _reader(ArrowSource)),
-    ".feather": (".feather", _reader(ArrowSource)),
+    ".csv": (".csv", _table(CsvSource)),
+    ".tsv": (".tsv", _table(lambda path: CsvSource(path, delimiter="\t"))),
+    ".parquet": (".parquet", _table(ArrowSource)),
+    ".arrow": (".arrow", _table(ArrowSource)),
+    ".feather": (".feather", _table(ArrowSource)),
     ".db": (".db", _sqlite_parts),
     ".sqlite": (".sqlite", _sqlite_parts),
     ".sqlite3": (".sqlite3", _sqlite_parts),

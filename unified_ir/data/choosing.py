@@ -90,7 +90,8 @@ class ColumnChoice:
 
 def wanted(x: Sequence[str], y: Sequence[str], keep: Sequence[str]) -> list[ColumnChoice]:
     """Return all choices of columns; by default of x and, where it exists, y."""
-    own = [ColumnChoice.parse(c) for c in (*(x or (DEFAULT_INPUT,)), *y, *keep)]
+    own = [ColumnChoice.parse(c) for c in (*(x or (DEFAULT_INPUT,)), *y)]
+    own += [ColumnChoice((name,)) for name in keep]
     return own if y else [*own, ColumnChoice((DEFAULT_TARGET,), optional=True)]
 
 
@@ -201,7 +202,7 @@ def class_places(dataset: Dataset, names: Sequence[str], column: str = "") -> Ar
 
     See `class_numbers`.
     """
-    own = dataset.labels if column in {"", TOKENS} else ()
+    own = dataset.labels if not column or (column == TOKENS and is_text(dataset)) else ()
     return places_of(own, names, dataset.origin.name)
 
 
@@ -229,8 +230,16 @@ def _class_text(name: str) -> str:
 
 def class_columns(dataset: Dataset) -> tuple[str, ...]:
     """Return the columns whose numbers stand for the dataset's labels."""
-    names = dataset.targets if TOKENS not in dataset.inputs else (TOKENS, *dataset.targets)
+    names = (TOKENS, *dataset.targets) if is_text(dataset) else dataset.targets
     return names if dataset.labels else ()
+
+
+def is_text(dataset: Dataset) -> bool:
+    """Return whether the samples are characters, numbered as the labels, and those that follow.
+
+    A column of a table may be called `token` too; only a text has both columns.
+    """
+    return TOKENS in dataset.inputs and NEXT in dataset.schema
 
 
 def row_bytes(dataset: Dataset, names: Sequence[str]) -> int:
@@ -307,7 +316,7 @@ class _Building:
         schema = self.dataset.schema
         chosen = [(choice, choice.matching(schema, keep)) for choice in (*x, *y)]
         _check_shared(chosen)
-        kept = [ColumnChoice((name,)).matching(schema)[0] for name in keep]
+        kept = [ColumnChoice((name,)).matching(schema, schema)[0] for name in keep]
         every = list(dict.fromkeys([*(n for _, names in chosen for n in names), *kept]))
         if every != list(schema):
             self.add(Select(tuple(every)))
@@ -398,6 +407,10 @@ class _Building:
                     "is read; write it as records first: `triplane data convert`"
                 )
             values = tuple(sorted(set(self.dataset.column(name))))  # type: ignore[arg-type]
+            if not values:
+                raise InvalidInput(
+                    f"{self.dataset.origin.name} holds no samples, so {name} has no classes"
+                )
             if len(values) > MAX_CLASSES:
                 raise InvalidInput(
                     f"{name} has {len(values)} different texts; classes are at most {MAX_CLASSES}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.engines.failing import ExplainingLoop, explained
@@ -16,10 +16,15 @@ from triplane.unified_ir.ops.rows.control.custom_ops import with_kernels
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.ops.values import HostValue, as_host_value
 from triplane.unified_ir.passes.widen import widen_half
-from triplane.unified_ir.runtime.session import Loop, RunFailed, Session, SessionOptions, check_rows
+from triplane.unified_ir.runtime.session import (
+    Loop,
+    RunFailed,
+    Session,
+    SessionOptions,
+    check_device,
+    check_rows,
+)
 from triplane.unified_ir.runtime.signature import next_name
-
-_CPU_ONLY: Final = ("CPUExecutionProvider",)
 
 
 class OnnxProgram:
@@ -44,7 +49,7 @@ class OnnxProgram:
                 "the results"
             )
         # onnxruntime has few float16 kernels for the CPU.
-        self._ran = widen_half(function) if options.providers == _CPU_ONLY else function
+        self._ran = widen_half(function) if options.device == "cpu" else function
         # A training step keeps its state in buffers of its own; a block for the whole run would be
         # added to that memory (see `SessionOptions`).
         options = replace(options, one_block=options.one_block and not donate)
@@ -74,7 +79,10 @@ class OnnxProgram:
 
 
 class OnnxEngine:
-    """onnxruntime on CPU by default; other providers through `options`."""
+    """onnxruntime on a CPU, or on a GPU with `SessionOptions(device="cuda")`.
+
+    devices: where it runs if that is not the CPU. Unavailable: this onnxruntime has no such device.
+    """
 
     name = "onnx"
 
@@ -86,6 +94,8 @@ class OnnxEngine:
         kernels: str = "onnx",
     ) -> None:
         self.options = replace(options or SessionOptions(), values="any")
+        check_device(self.options.device)
+        self.devices = None if self.options.device == "cpu" else self.options.device
         self._target = target
         self._kernels = kernels
 

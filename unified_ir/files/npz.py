@@ -1,4 +1,4 @@
-"""Arrays of a `numpy.savez` archive, read without numpy's own loader.
+"""Arrays of a `numpy.savez` archive, read without numpy's own loader, and written.
 
 Numpy's loader inflates whatever the archive holds. Here sizes are checked against limits before a
 byte is inflated; `files.npy` says how the header of an array is read.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,6 +88,17 @@ class NpzReader:
             raise Corrupt(f"{what}: {error}") from error
         self.left_bytes -= n_bytes
         return array
+
+
+def write_npz(file: IO[bytes], arrays: Mapping[str, NDArray[Any]]) -> None:
+    """Write arrays as an archive, the same bytes for the same arrays.
+
+    Not by `numpy.savez`, which takes names as keywords and so refuses one called "file".
+    """
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        for name, x in arrays.items():
+            with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, np.asarray(x, order="C"), allow_pickle=False)
 
 
 @contextmanager

@@ -77,12 +77,17 @@ class Cell(StateTree):
                 f"construct assigned a tensor to {name!r}, which is not a buffer of "
                 f"{type(self).__name__}; create it in __init__ as nn.Buffer, or return the tensor"
             )
-        # An attribute may change its kind, for example from a cell to a plain value.
-        self._forget(name)
         if isinstance(value, (list, tuple)) and any(isinstance(v, Cell) for v in value):
             value = CellList(value)
         elif isinstance(value, dict) and self._can_own(value):
             value = CellDict(value)
+        if isinstance(value, Cell) and any(cell is self for _, cell in value.cells()):
+            raise InvalidInput(
+                f"{type(self).__name__} would be a part of itself through {name!r}, so its "
+                f"parameters would have no end; keep weakref.ref({name}) if a part needs its owner"
+            )
+        # An attribute may change its kind, for example from a cell to a plain value.
+        self._forget(name)
         if not isinstance(value, (Parameter, Cell)):
             self.__dict__[name] = value
             return

@@ -10,6 +10,7 @@ from triplane.unified_ir.frontend.binding import Parameter, current
 from triplane.unified_ir.frontend.cell import Cell, fitting_state
 from triplane.unified_ir.frontend.run import refuse_lost, run
 from triplane.unified_ir.frontend.traced_call import at_users_line
+from triplane.unified_ir.ir.types import float64
 from triplane.unified_ir.ops.recorder import recording
 from triplane.unified_ir.ops.tensor import Tensor, as_tensor
 
@@ -52,7 +53,12 @@ def functional_call(cell: Cell, state: Mapping[str, Any], /, *args: Any, **kwarg
 def _fitting_tensor(path: str, parameter: Parameter, value: Any) -> Tensor:
     tensor = as_tensor(value, parameter.type.dtype)
     if tensor.type != parameter.type:
-        raise InvalidInput(f"{path!r} is {parameter.type}, got {tensor.type}{at_users_line()}")
+        converted = parameter.type == tensor.type.with_dtype(float64)
+        way_out = '; a call converts float64 arrays, unless mode("graph", floats="float64")'
+        raise InvalidInput(
+            f"{path!r} is {parameter.type}, got {tensor.type}{way_out if converted else ''}"
+            f"{at_users_line()}"
+        )
     return tensor
 
 

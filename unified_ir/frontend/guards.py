@@ -14,6 +14,7 @@ followed but compared by identity, except cells and dataclasses.
 from __future__ import annotations
 
 import dis
+import random
 import sys
 import zlib
 from collections import deque
@@ -66,6 +67,7 @@ class TraceGuard:
 
     def __init__(self, targets: Iterable[Any], named: Iterable[tuple[Any, str]] = ()) -> None:
         self._guards: list[Guard] = []
+        self._draws = [_draws_of(module, name) for module, name in _OF_MODULES]
         self._seen: dict[int, Any] = {}
         todo: list[tuple[Any, str]] = [*((target, _name(target)) for target in targets), *named]
         while todo:
@@ -75,6 +77,8 @@ class TraceGuard:
             # Holds the value, not only its id: an object made on the way (a bound method) could
             # die, and another one would get its id.
             self._seen[id(value)] = value
+            if isinstance(value, _GENERATORS):
+                self._draws.append(_draws_of(value, label))
             todo.extend(_follow(value, label, self._guards.append))
             if len(self._guards) > MAX_GUARDS:
                 raise InvalidInput(
@@ -94,6 +98,14 @@ class TraceGuard:
     def holds(self) -> bool:
         """Return whether nothing has changed."""
         return self.changed() is None
+
+    def drawn(self) -> str | None:
+        """Return the random generator that has drawn numbers, by name; None if none has.
+
+        This is asked right after a trace and not at each call, because others may draw from a
+        generator too, and what a trace did not draw does not concern it.
+        """
+        return next(filter(None, (guard.changed() for guard in self._draws)), None)
 
 
 def named_values(functions: Iterable[Any]) -> list[tuple[Any, str]]:
@@ -181,6 +193,27 @@ class _Value:
 
     def changed(self) -> str | None:
         return None if self.read() == self.value else self.label
+
+
+_GENERATORS: Final = (random.Random, np.random.Generator, np.random.RandomState)
+_OF_MODULES: Final = ((random, "of random"), (np.random, "of np.random"))
+
+
+def _draws_of(generator: Any, name: str) -> _Value:
+    """Return a guard of a random generator's state, or of the one that a module's functions use."""
+    return _Value(partial(_state_of, generator), f"the random generator {name}")
+
+
+def _state_of(generator: Any) -> int:
+    if isinstance(generator, random.SystemRandom):
+        return 0  # it has no state
+    if isinstance(generator, np.random.Generator):
+        state: Any = generator.bit_generator.state
+    elif isinstance(generator, np.random.RandomState) or generator is np.random:
+        state = generator.get_state()
+    else:
+        state = generator.getstate()
+    return hash(repr(state))
 
 
 def _position(iterator: Any) -> Any:

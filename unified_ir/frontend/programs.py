@@ -2,8 +2,8 @@
 
 Programs are stored on the cell or function itself and live as long as it does. A program is looked
 up by the signature of the arguments and used while its guard holds. If a trace changes something
-that it reads (it counts calls, or fills a list), its program is not cached: such code is traced at
-every call and behaves as in Python.
+that it reads (it counts calls, fills a list, or draws from a random generator), its program is not
+cached: such code is traced at every call and behaves as in Python.
 """
 
 from __future__ import annotations
@@ -74,6 +74,10 @@ class ObjectIdentity:
         except TypeError:
             self._get = lambda: value
 
+    def is_gone(self) -> bool:
+        """Return whether the object is no longer alive."""
+        return self._get() is None
+
     def __hash__(self) -> int:
         return self._hash
 
@@ -126,6 +130,13 @@ def _varying(part: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...]
                 yield from _varying(inner, (*path, i))
 
 
+def _is_unused(part: Any) -> bool:
+    """Return whether a part of a signature has an object that is no longer alive."""
+    if isinstance(part, ObjectIdentity):
+        return part.is_gone()
+    return isinstance(part, tuple) and any(map(_is_unused, part))
+
+
 class Programs:
     """The cached programs of one callable."""
 
@@ -167,7 +178,7 @@ class Programs:
         if key not in self._by_key:
             self._count_values(key)
         last = self._by_key.get(key, ())[:1]
-        change = compiled.guard.changed()
+        change = compiled.guard.changed() or compiled.guard.drawn()
         self._count(change or (last[0].guard.changed() if last else None))
         if change is not None:
             return
@@ -175,6 +186,9 @@ class Programs:
             # Popped and inserted again, so the dict is ordered by the last compilation of each key.
             older = self._by_key.pop(key, ())
             self._by_key[key] = (compiled, *older)[:CACHE_SIZE]
+            # No call can use the programs of a cell that is gone, but they hold its parameters.
+            for unused in list(filter(_is_unused, self._by_key)):
+                del self._by_key[unused]
             while sum(map(len, self._by_key.values())) > CACHE_SIZE:
                 first = next(iter(self._by_key))
                 self._by_key[first] = self._by_key[first][:-1]

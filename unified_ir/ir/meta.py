@@ -16,9 +16,12 @@ def json_of(meta: Mapping[str, str], key: str) -> Any:
     """Return the value under a key, None if there is none. InvalidInput: it is not JSON."""
     text = meta.get(key, "null")
     try:
-        return json.loads(text)
+        value = json.loads(text)
+        # Half a surrogate pair, which JSON can escape, is text that nobody can print or store.
+        json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise InvalidInput(f"the module's meta {key!r} must be JSON, got {text[:80]!r}") from error
+    return value
 
 
 def labels_of(meta: Mapping[str, str]) -> tuple[str, ...]:

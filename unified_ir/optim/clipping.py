@@ -23,13 +23,13 @@ def clip_by_global_norm(grads: Mapping[str, Tensor], limit: float) -> dict[str, 
     """Scale gradients by min(1, limit / (norm + 1e-6)) (Pascanu et al. 2013, as in PyTorch)."""
     check_limit("norm", limit)
     factor = _factor(global_norm(grads), limit)
-    return {k: g * factor.cast(g.dtype) for k, g in grads.items()}
+    return {k: _scaled(g, factor) for k, g in grads.items()}
 
 
 def clip_by_norm(grads: Mapping[str, Tensor], limit: float) -> dict[str, Tensor]:
     """Scale each gradient as `clip_by_global_norm` does, but by its own norm."""
     check_limit("norm", limit)
-    return {k: g * _factor(global_norm({k: g}), limit).cast(g.dtype) for k, g in grads.items()}
+    return {k: _scaled(g, _factor(global_norm({k: g}), limit)) for k, g in grads.items()}
 
 
 def clip_by_value(grads: Mapping[str, Tensor], limit: float) -> dict[str, Tensor]:
@@ -46,3 +46,8 @@ def check_limit(what: str, limit: float) -> None:
 
 def _factor(norm: Tensor, limit: float) -> Tensor:
     return ops.minimum(limit / (norm + 1e-6), 1.0)
+
+
+def _scaled(g: Tensor, factor: Tensor) -> Tensor:
+    # In the factor's type: where a gradient of float16 is large, the factor would be 0 in float16.
+    return (g.cast(factor.dtype) * factor).cast(g.dtype)

@@ -170,6 +170,12 @@ class Optimizer:
                 f"group {idle[0]!r} matches no trained parameter; there are {', '.join(params)}"
             )
         chosen = self._chosen(params)
+        if whole := [path for path in chosen if not params[path].dtype.is_float]:
+            raise InvalidInput(  # an update rounded to it would move the parameter wrongly
+                f"an optimizer moves floating-point parameters, but {whole[0]!r} is "
+                f"{params[whole[0]]}; cast it, or freeze it with optim.Group({whole[0]!r}, "
+                "frozen=True)"
+            )
         types = {STEP: TensorType(int64, ())} if any(o.counts() for o in chosen.values()) else {}
         types |= dict.fromkeys(self.plateaus(), TensorType(float32, ()))
         names = dict.fromkeys(slot for o in chosen.values() for slot in o.used_slots())
@@ -382,6 +388,11 @@ def _check_parameters(params: Any) -> None:
         raise InvalidInput(
             f"parameters are arrays by path, but {odd[0]!r} is a {type(params[odd[0]]).__name__}; "
             "pass the cell itself, or its trainable_state()"
+        )
+    if odd := [path for path, p in params.items() if not hasattr(p, "dtype")]:
+        raise InvalidInput(
+            f"parameters are arrays by path, but {odd[0]!r} is a {type(params[odd[0]]).__name__}; "
+            "pass np.asarray(...)"
         )
 
 

@@ -82,7 +82,8 @@ def freeze(module: Module, entry: str) -> Frozen:
             raise InvalidInput(
                 f"entry {entry!r} draws random numbers with {name!r}, which would be the same at "
                 "every call; draw in training mode only, or let the caller give the key: "
-                "trainer.export(('predict',), key_input='key')"
+                "trainer.export(('predict',), key_input='seed'), or on the command line "
+                "`triplane train --key-input seed`"
             )
     return expanded(frozen)
 

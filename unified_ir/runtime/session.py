@@ -5,15 +5,19 @@ only for what a signature cannot say, and then as our families. Graphs given as 
 external data that `weights` does not supply is refused. Custom-op libraries cannot be registered.
 `session.set_denormal_as_zero` stays off: it puts the creating thread, and every thread started from
 it, into flush-to-zero for good, so numpy's results would depend on which thread made a session.
+A graph for a GPU runs on the GPU: where onnxruntime would turn to the CPU, the session is refused.
 
 onnxruntime's low-level objects (`_sess`, `SessionIOBinding`) are used on the hot path: for a tiny
 graph its Python wrappers cost as much as the run itself.
 """
 
+import ctypes
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from io import StringIO
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -26,6 +30,7 @@ import onnxruntime as ort
 
 from triplane.proto.errors import Corrupt, InvalidInput, NotFound, TriplaneError, Unavailable
 from triplane.unified_ir.files.tensors import StoredTensor, as_tensor
+from triplane.unified_ir.runtime.devices import DEVICES, Device
 from triplane.unified_ir.runtime.signature import (
     DTYPES,
     FORMS,
@@ -40,6 +45,7 @@ from triplane.unified_ir.runtime.signature import (
 
 _C: Final = ort.capi._pybind_state  # noqa: SLF001 - the wrappers cost as much as a tiny run
 _CPU: Final = _C.OrtDevice(_C.OrtDevice.cpu(), _C.OrtDevice.default_memory(), 0)
+_CUDA: Final = _C.OrtDevice(_C.OrtDevice.cuda(), _C.OrtDevice.default_memory(), 0)
 _FAILURES: Final[tuple[type[Exception], ...]] = (
     *(kind for kind in vars(_C).values() if isinstance(kind, type) and issubclass(kind, Exception)),
     RuntimeError,
@@ -75,6 +81,76 @@ def available_providers() -> tuple[str, ...]:
     return tuple(ort.get_available_providers())
 
 
+# Products of float32 are computed in float32, not in TF32. An exhaustive search would choose
+# kernels of convolutions by their times, and so the last bits by chance.
+_PROVIDERS: Final[Mapping[str, Mapping[str, dict[str, str]]]] = {
+    "cpu": {"CPUExecutionProvider": {}},
+    "cuda": {
+        "CUDAExecutionProvider": {"use_tf32": "0", "cudnn_conv_algo_search": "HEURISTIC"},
+        "CPUExecutionProvider": {},
+    },
+}
+"""Device -> execution providers in order of preference, with their options."""
+
+
+def check_device(device: Device) -> None:
+    """Refuse a device that onnxruntime cannot use here.
+
+    InvalidInput: there is no such device. Unavailable: the build lacks its provider, or the machine
+    a library, a driver or a GPU.
+    """
+    if device not in DEVICES:
+        raise InvalidInput(f"the device is one of {', '.join(DEVICES)}, not {device!r}")
+    there = available_providers()
+    if absent := [name for name in _PROVIDERS[device] if name not in there]:
+        raise Unavailable(
+            f"device {device!r} needs {absent[0]}, and onnxruntime {version()} here has only "
+            f"{', '.join(there)}; put the build for GPUs in its place: "
+            "pip uninstall onnxruntime && pip install onnxruntime-gpu"
+        )
+    if device != "cpu":
+        _start(device)
+
+
+@cache
+def _start(device: Device) -> None:
+    """Start the providers of a device that is not the CPU, with a graph of one node.
+
+    Unavailable: they do not start, for which a session would run on the CPU or fail.
+    """
+    # It loads CUDA's libraries from where pip installs them, and prints what is absent.
+    with redirect_stdout(StringIO()):
+        ort.preload_dlls()
+    try:
+        session = _open(_PRODUCT, {}, SessionOptions(device=device))
+    except _FAILURES as error:
+        raise _not_started(device, str(error)) from error
+    _refuse_fallback(session, device)
+
+
+def _refuse_fallback(session: ort.InferenceSession, device: str) -> None:
+    """Raise Unavailable if onnxruntime has left out a provider of the device without a word."""
+    if not _PROVIDERS[device].keys() <= set(session.get_providers()):
+        raise _not_started(device, f"{_load_error()}; it would run on the CPU")
+
+
+def _not_started(device: str, reason: str) -> Unavailable:
+    return Unavailable(
+        f"onnxruntime {version()} could not start on device {device!r}: {reason}. It needs CUDA "
+        "and cuDNN, which come with pip install 'onnxruntime-gpu[cuda,cudnn]', and a GPU with "
+        "NVIDIA's driver, see nvidia-smi"
+    )
+
+
+def _load_error() -> str:
+    """Return why the provider for CUDA does not load: onnxruntime only logs it."""
+    try:
+        ctypes.CDLL(str(Path(_C.__file__).parent / "libonnxruntime_providers_cuda.so"))
+    except OSError as error:
+        return str(error)
+    return "its libraries load, but there is no GPU that it can use"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionOptions:
     """Settings of onnxruntime for a graph; the defaults suit many processes on few cores.
@@ -83,6 +159,7 @@ class SessionOptions:
     threads: for one operator, >= 1. spin: threads wait by spinning, faster only on idle cores.
     disabled_optimizers: onnxruntime's rewriter names, such as "CommonSubexpressionElimination".
     optimized_model_path: receives the graph after fusion. profile_prefix: see `Session.profile`.
+    device: "cuda" for the first NVIDIA GPU; nodes without a kernel for it run on the CPU.
     values: what inputs and outputs may be; "any" also takes text, sequences and optionals.
     one_block: lay the memory of a run out as one block from the second run of its shapes on. That
     saves 1 to 3 % of the time and keeps the first run's memory beside the block, so steps of
@@ -96,7 +173,7 @@ class SessionOptions:
     disabled_optimizers: tuple[str, ...] = ()
     optimized_model_path: Path | None = None
     profile_prefix: Path | None = None
-    providers: tuple[str, ...] = ("CPUExecutionProvider",)
+    device: Device = "cpu"
     values: Literal["numbers", "any"] = "numbers"
     one_block: bool = True
 
@@ -170,20 +247,24 @@ class Session:
 
         A path resolves external data beside its file and lets onnxruntime map it; `weights` are
         copied once into onnxruntime's memory and may be released by the caller afterwards.
-        InvalidInput: the graph does not run here. Corrupt: it is not a graph.
+        InvalidInput: the graph does not run here. Corrupt: it is not a graph. Unavailable: the
+        device is not.
         """
+        self.device: Device = options.device
         initializers = {name: _ortvalue(name, value) for name, value in (weights or {}).items()}
         self._ort = _load(model, initializers, options)
         self._c = self._ort._sess  # noqa: SLF001 - see the module's docstring
-        self.inputs = tuple(_info(arg, options) for arg in self._ort.get_inputs())
-        self.outputs = tuple(_info(arg, options) for arg in self._ort.get_outputs())
+        with _names_in_utf8():
+            self.inputs = tuple(_info(arg, options) for arg in self._ort.get_inputs())
+            self.outputs = tuple(_info(arg, options) for arg in self._ort.get_outputs())
         self._signature = Signature(self.inputs)
         self._output_names = [tensor.name for tensor in self.outputs]
 
     @property
     def metadata(self) -> dict[str, str]:
         """The model's own properties by key, as its author wrote them."""
-        return dict(self._ort.get_modelmeta().custom_metadata_map)
+        with _names_in_utf8():
+            return dict(self._ort.get_modelmeta().custom_metadata_map)
 
     def run(
         self,
@@ -233,6 +314,64 @@ def check_rows(batch: Mapping[str, Any]) -> None:
         )
 
 
+class HostBuffer:
+    """A state tensor in an array that onnxruntime reads and writes in place."""
+
+    def __init__(self, x: Array) -> None:
+        self._array = np.array(x, order="C")
+        self.value = _C.OrtValue.ortvalue_from_numpy(self._array, _CPU)
+
+    def read(self) -> Array:
+        """Return the tensor itself."""
+        return self._array
+
+    def write(self, x: Array) -> None:
+        """Copy `x`, of the same type, into the tensor."""
+        np.copyto(self._array, x)
+
+
+class DeviceBuffer:
+    """A state tensor in the memory of a device, which onnxruntime allocates."""
+
+    def __init__(self, x: Array, *, device: Any) -> None:
+        self.value = _C.OrtValue.ortvalue_from_shape_and_type(x.shape, x.dtype, device)
+        self.write(x)
+
+    def read(self) -> Array:
+        """Return the tensor; from another memory than the host's, a copy of it."""
+        array: Array = self.value.numpy()
+        return array
+
+    def write(self, x: Array) -> None:
+        """Copy `x`, of the same type, into the tensor."""
+        self.value.update_inplace(np.asarray(x, order="C"))
+
+
+Buffer = HostBuffer | DeviceBuffer
+
+BUFFERS: Final[dict[str, Callable[[Array], Buffer]]] = {
+    "cpu": HostBuffer,
+    "cuda": partial(DeviceBuffer, device=_CUDA),
+}
+"""Device -> the buffers of a loop's state."""
+
+
+class _StateView(Mapping[str, Array]):
+    """Tensors by name, each read when it is asked for: reading copies from a device."""
+
+    def __init__(self, buffers: Mapping[str, Buffer]) -> None:
+        self._buffers = buffers
+
+    def __getitem__(self, name: str) -> Array:
+        return self._buffers[name].read()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._buffers)
+
+    def __len__(self) -> int:
+        return len(self._buffers)
+
+
 class Loop:
     """Steps of one graph whose state stays in two sets of buffers, used in turn.
 
@@ -240,6 +379,7 @@ class Loop:
     is its new value (without one the tensor never changes). A step reads one set and writes the
     other: one buffer bound as both input and output is silently wrong, because kernels overwrite
     it while later nodes still read it. A step that raises leaves the state as it was.
+    The buffers are in the memory of the session's device; batches and results are the host's.
     State shapes are static; batch shapes may change from step to step. Not for several threads.
     stop: ends the steps while it is assigned; see `Session.run`.
     """
@@ -258,9 +398,10 @@ class Loop:
             if (old.dtype, old.shape) != (new.dtype, new.shape):
                 raise InvalidInput(f"a state tensor keeps its type: {old} becomes {new}")
         self._results = tuple(name for name in results if not name.endswith(NEXT))
-        self._front = {name: np.empty(x.shape, x.dtype) for name, x in self._checked(state).items()}
-        self.load(state)
-        self._back = self._front | {name: self._front[name].copy() for name in self._updated}
+        checked, buffer = self._checked(state), BUFFERS[session.device]
+        self._is_on_host = buffer is HostBuffer
+        self._front = {name: buffer(x) for name, x in checked.items()}
+        self._back = self._front | {name: buffer(checked[name]) for name in self._updated}
         self._read_front = self._bind(self._front, self._back)
         self._read_back = self._bind(self._back, self._front)
 
@@ -275,6 +416,8 @@ class Loop:
         try:
             for name, x in arrays:
                 binding.bind_input(name, x)
+            if not self._is_on_host:
+                self._bind_state_again(binding)
             for name in self._results:
                 binding.bind_output(name, _CPU)
             options = self.stop._options if self.stop else None  # noqa: SLF001 - one class in three
@@ -290,29 +433,38 @@ class Loop:
 
     def state(self) -> dict[str, Array]:
         """Return a copy of the state."""
-        return {name: value.copy() for name, value in self._front.items()}
+        return {name: buffer.read().copy() for name, buffer in self._front.items()}
 
     def view(self) -> Mapping[str, Array]:
         """Return the state itself: read it before the next step and never write to it."""
-        return self._front
+        return _StateView(self._front)
 
     def load(self, state: Mapping[str, Array]) -> None:
         """Replace the named state tensors, all or (InvalidInput) none; the others stay."""
         if unknown := sorted(state.keys() - self._state.keys()):
             raise InvalidInput(f"state is {sorted(self._state)}, not {unknown}")
         for name, x in self._checked(state).items():
-            np.copyto(self._front[name], x)
+            self._front[name].write(x)
 
     def _checked(self, state: Mapping[str, Array]) -> dict[str, Array]:
         return {name: self._state[name].check({name: x})[name] for name, x in state.items()}
 
-    def _bind(self, read: Mapping[str, Array], write: Mapping[str, Array]) -> Any:
+    def _bind_state_again(self, binding: Any) -> None:
+        """Bind the state's buffers as inputs, and wait for all copies.
+
+        Binding copies an input to where its nodes run. A tensor on the device that a node on the
+        CPU reads, such as a step counter, would else keep the value of the first binding.
+        """
+        for name, buffer in self._front.items():
+            binding.bind_ortvalue_input(name, buffer.value)
+        binding.synchronize_inputs()
+
+    def _bind(self, read: Mapping[str, Buffer], write: Mapping[str, Buffer]) -> Any:
         binding = _C.SessionIOBinding(self._session._c)  # noqa: SLF001 - one class in two
         for name, buffer in read.items():
-            binding.bind_ortvalue_input(name, _C.OrtValue.ortvalue_from_numpy(buffer, _CPU))
+            binding.bind_ortvalue_input(name, buffer.value)
         for name in self._updated:
-            value = _C.OrtValue.ortvalue_from_numpy(write[name], _CPU)
-            binding.bind_ortvalue_output(next_name(name), value)
+            binding.bind_ortvalue_output(next_name(name), write[name].value)
         for name in self._results:
             binding.bind_output(name, _CPU)
         return binding
@@ -347,6 +499,7 @@ def _ort_options(
         settings.add_session_config_entry(key, NO_FOLDER)
     if options.optimized_model_path is not None:
         settings.optimized_model_filepath = str(options.optimized_model_path)
+    settings.use_deterministic_compute = options.device != "cpu"
     if options.profile_prefix is not None:
         settings.enable_profiling = True
         settings.profile_file_prefix = str(options.profile_prefix)
@@ -355,19 +508,28 @@ def _ort_options(
     return settings
 
 
+@contextmanager
+def _names_in_utf8() -> Iterator[None]:
+    """Raise Corrupt for names and properties that are no text; onnxruntime loads any bytes."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise Corrupt(f"a name or property in the model is no text in UTF-8: {error}") from error
+
+
 def _load(
     model: bytes | Path, weights: Mapping[str, Any], options: SessionOptions
 ) -> ort.InferenceSession:
-    absent = sorted(set(options.providers) - set(available_providers()))
-    if absent:
-        raise Unavailable(f"this onnxruntime has {available_providers()}, not {absent}")
+    check_device(options.device)
     if isinstance(model, Path) and not model.is_file():
         raise NotFound(f"no model file at {model}")
     try:
-        return _load_exact(model, weights, options)
+        session = _load_exact(model, weights, options)
     except _FAILURES as error:
         family = Corrupt if isinstance(error, _C.InvalidProtobuf) else InvalidInput
         raise family(f"onnxruntime {version()} refused the model: {error}") from error
+    _refuse_fallback(session, options.device)
+    return session
 
 
 def _load_exact(
@@ -393,7 +555,7 @@ def _open(
     return ort.InferenceSession(
         model if isinstance(model, bytes) else str(model),
         settings,
-        providers=list(options.providers),
+        providers=list(_PROVIDERS[options.device].items()),
         disabled_optimizers=list(options.disabled_optimizers) or None,
         enable_fallback=0,  # it prints to standard output and tries the same provider again
     )

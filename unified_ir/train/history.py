@@ -6,9 +6,10 @@ import csv
 import io
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from shutil import get_terminal_size
 from typing import Final
 
 import numpy as np
@@ -23,6 +24,8 @@ from triplane.unified_ir.train.metrics import Tally
 Row = dict[str, float]
 SHOWN_ROWS: Final = 10
 SHOWN_COLUMNS: Final = 8
+LEAST_COLUMNS: Final = 3
+"""Columns that are shown however narrow the terminal: epoch, step and a measure."""
 COUNTS: Final = ("epoch", "step")
 """Columns that number the rows."""
 PLOTTED: Final = 4
@@ -125,14 +128,18 @@ class History:
         return len(self.rows)
 
     def __repr__(self) -> str:
-        """Return the newest rows as a table."""
+        """Return the newest rows as a table, with as many columns as the terminal has room for."""
         names = self.columns()[:SHOWN_COLUMNS]
-        rows = [[_cell(row, name) for name in names] for row in self.rows[-SHOWN_ROWS:]]
-        table = [list(map(printable, names)), *rows]
-        lines = aligned(table, texts=0) if names else []
+        lines = self._lines(names)
+        while len(names) > LEAST_COLUMNS and len(lines[0]) > get_terminal_size().columns:
+            lines = self._lines(names := names[:-1])
         more = len(self.columns()) - len(names)
         count = f"history of {len(self.rows)} epochs"
         return "\n".join([f"{count}, {more} more columns" if more else count, *lines])
+
+    def _lines(self, names: Sequence[str]) -> list[str]:
+        rows = [[_cell(row, name) for name in names] for row in self.rows[-SHOWN_ROWS:]]
+        return aligned([list(map(printable, names)), *rows], texts=0) if names else []
 
     def _repr_html_(self) -> str:
         names = self.columns()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 import numpy as np
 
@@ -273,7 +273,12 @@ def metrics_by_name(metrics: Metrics, targets: str) -> dict[str, Metric | Tally]
         raise InvalidInput(
             f"metrics is a dict of metrics by name, or a list of names, got {metrics!r:.80}"
         )
-    pairs = metrics.items() if isinstance(metrics, Mapping) else ((m, m) for m in metrics)
+    pairs: Any = metrics.items() if isinstance(metrics, Mapping) else [(m, m) for m in metrics]
+    if odd := [label for label, _ in pairs if not isinstance(label, str)]:
+        raise InvalidInput(
+            "metrics is a dict of metrics by name, or a list of names; a metric of its own needs a "
+            f'name: metrics={{"NAME": ...}}, got {odd[0]!r:.80} in place of one'
+        )
     chosen = {label: metric_named(m, targets) if isinstance(m, str) else m for label, m in pairs}
     for label, metric in chosen.items():
         if isinstance(metric, type):

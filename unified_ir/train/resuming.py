@@ -74,5 +74,5 @@ def _with_optimizer(theirs: Mapping[str, Array], mine: Mapping[str, Array]) -> d
     return initial | {k: a for k, a in theirs.items() if k in fits}
 
 
-def _kinds(state: Mapping[str, Array]) -> dict[str, tuple[object, tuple[int, ...]]]:
-    return {k: (a.dtype, a.shape) for k, a in state.items()}
+def _kinds(state: Mapping[str, Array]) -> dict[str, str]:
+    return {k: f"{a.dtype}{list(a.shape)}" for k, a in state.items()}

@@ -53,6 +53,10 @@ class StepTuning:
             raise InvalidInput(
                 f"tune and memory_budget_bytes need onnxruntime; the engine is {engine.name!r}"
             )
+        if engine.devices is not None:
+            raise InvalidInput(
+                f"tune and memory_budget_bytes measure a CPU; the device is {engine.devices!r}"
+            )
         if not sizes:
             raise InvalidInput(
                 "tune and memory_budget_bytes need a batch to measure with; call fit, or prepare "

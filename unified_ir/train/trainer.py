@@ -9,6 +9,7 @@ start of the epoch is kept.
 from __future__ import annotations
 
 import textwrap
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import fields, replace
@@ -74,13 +75,13 @@ class Trainer:
 
     loss: an `nn.Loss`, or a function of (output, target) that returns a scalar. metrics: functions
     of the same by name, or tallies (see `metrics`), or a list of names such as ["accuracy", "f1"];
-    by default those of the loss. seed: for the
-    order of batches and for random keys (for initial weights, see `nn.seed`). clip_value,
-    clip_each, clip_norm, accumulate, average: see `Recipe`. precision: "float16" computes products
-    in half precision around float32 weights; loss_scale: a constant number, or a `LossScale` that
-    adapts to the gradients (the default with float16). engine: a name, or an engine with options
-    (docs/engines.md). steps_per_launch: with the engine xla, how many steps the device runs without
-    the host between them; `on_step` is then called for all of them after the last.
+    by default those of the loss. seed: for the order of batches and for random keys (for initial
+    weights, see `nn.seed`). clip_value, clip_each, clip_norm, accumulate, average: see `Recipe`.
+    precision: "float16" computes products in half precision around float32 weights; loss_scale: a
+    constant number, or a `LossScale` that adapts to the gradients (the default with float16).
+    engine: a name, or an engine with options (docs/engines.md). device: "cuda" runs the engine onnx
+    on a GPU. steps_per_launch: with the engine xla, how many steps the device runs without the host
+    between them; `on_step` is then called for all of them after the last.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Trainer:
         loss: Loss | Metric,
         optimizer: Optimizer,
         engine: str | Engine = "onnx",
+        device: str | None = None,
         steps_per_launch: int = 1,
         seed: int = 0,
         metrics: Metrics | None = None,
@@ -111,7 +113,9 @@ class Trainer:
         self.cell = cell
         self.loss = loss if isinstance(loss, Loss) else _Function(loss)
         self.optimizer = optimizer
-        self.engine = engine
+        self.engine, self.device = engine, device
+        if device is not None:
+            self._engine()  # refuses the device now rather than in `fit`
         if not is_count(steps_per_launch, 1):
             raise InvalidInput(f"steps_per_launch is a number >= 1, got {steps_per_launch!r}")
         self.steps_per_launch = steps_per_launch
@@ -148,14 +152,10 @@ class Trainer:
         measures = ", ".join(["", *shown[:SHOWN_MEASURES]])
         engine = getattr(self.engine, "name", self.engine)
         lines = [
-            f"Trainer at epoch {self.place.epoch}, step {self.place.step}{measures}",
-            *textwrap.wrap(
-                f"loss {type(self.loss).__name__}, optimizer {self.optimizer!r:.200}",
-                get_terminal_size().columns, initial_indent="  ", subsequent_indent="    ",
-                break_on_hyphens=False,
-            ),
+            *_wrapped(f"Trainer at epoch {self.place.epoch}, step {self.place.step}{measures}"),
+            *_wrapped(f"  loss {type(self.loss).__name__}, optimizer {self.optimizer!r:.200}"),
             f"  engine {engine}, {self.precision}, seed {self.seed}",
-        ]  # fmt: skip
+        ]
         return "\n".join([*lines, *shown_lines(self.cell, indent="  ")])
 
     def fit(
@@ -213,7 +213,7 @@ class Trainer:
         callbacks = [*self.callbacks, *([keeper] if keeper else []), shown]
         devices = getattr(self._engine(), "devices", None)
         if devices is not None:
-            shown.say(f"engine xla on {devices}")
+            shown.say(f"engine {self._engine().name} on {devices}")
         try:
             with deferred_interrupt(shown.say) as interrupt:
                 Fit(self, source, validation, callbacks, goal, interrupt).run()
@@ -263,6 +263,11 @@ class Trainer:
         uint32[2], for a cell that draws random numbers in evaluation mode, too: what it draws
         depends on this key alone.
         """
+        if isinstance(entries, str):
+            raise InvalidInput(
+                f"entries is a sequence of names, such as ('predict',), got the text {entries!r}; "
+                "to write a file, save the module: trainer.export().save(PATH)"
+            )
         return build_module(self, tuple(entries), local_lr, batch, key_input)
 
     def export_onnx(
@@ -365,9 +370,18 @@ class Trainer:
         self._forget_stale()
         key = (types, self._n_targets, self._signature())
         if key not in self._models:
+            before = TraceGuard((self.cell, self.loss))
             self._models[key] = step.model_of(
                 self.cell, self.loss, self.metrics, types, self._n_targets
             )
+            if (generator := before.drawn()) is not None:
+                warnings.warn(
+                    f"{type(self.cell).__name__} draws from {generator} while it is compiled, so "
+                    "the numbers are the same at every step; draw with ops.random_normal from an "
+                    "nn.RandomKey",
+                    UserWarning,
+                    stacklevel=2,
+                )
         return self._models[key]
 
     def train_function(self) -> Function:
@@ -428,7 +442,14 @@ class Trainer:
         return tuple((k, str(p.type), p.trainable) for k, p in self.cell.parameters().items())
 
     def _engine(self) -> Engine:
-        return engine_named(self.engine) if isinstance(self.engine, str) else self.engine
+        if isinstance(self.engine, str):
+            return engine_named(self.engine, device=self.device)
+        if self.device is not None:
+            raise InvalidInput(
+                f"device={self.device!r} goes with an engine's name; this engine has its options "
+                "already, such as OnnxEngine(options=SessionOptions(device='cuda'))"
+            )
+        return self.engine
 
     def state_names(self, function: Function) -> tuple[str, ...]:
         """Return the names of the state that a function of batches reads."""
@@ -530,6 +551,13 @@ class _Function(Loss):
     def construct(self, output: Any, *target: Any) -> Any:
         """See the class."""
         return self.function(output, *target)
+
+
+def _wrapped(line: str) -> list[str]:
+    indent = line[: len(line) - len(line.lstrip())]
+    return textwrap.wrap(
+        line, get_terminal_size().columns, subsequent_indent=f"{indent}  ", break_on_hyphens=False
+    )
 
 
 def _check_instance(what: str, value: object, kind: type | None) -> None:

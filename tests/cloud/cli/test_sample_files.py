@@ -41,6 +41,20 @@ def test_a_table_becomes_arrays_by_the_names_of_the_model(module, tmp_path):
     assert y.tolist() == [2, 0, 2]
 
 
+def test_an_input_may_have_the_name_of_an_argument_of_numpy(tmp_path):
+    class Net(nn.Cell):
+        def construct(self, file):
+            return file * 2.0
+
+    trainer = train.Trainer(Net(), loss=nn.MSE(), optimizer=optim.SGD(0.1))
+    trainer.prepare(np.zeros((1, 2), np.float32), np.zeros((1, 2), np.float32))
+    (tmp_path / "a.csv").write_text("a,b\n1,2\n3,4\n")
+    source, module = str(tmp_path / "a.csv"), trainer.export(("predict",))
+    with sample_files(module, "predict", source, None, {**NONE, "x": ("a,b",)}) as files:
+        x = read_samples(files.calibration, module.inputs("predict"))["file"]
+    assert x.tolist() == [[1, 2], [3, 4]]
+
+
 def test_characters_have_the_numbers_of_the_model(tmp_path):
     (tmp_path / "all.txt").write_text("abcd" * 9)
     (tmp_path / "own.txt").write_text("bd" * 9)

@@ -14,7 +14,7 @@ from triplane.edge.serving.wire import WIRE_NAME
 from triplane.proto import open_inference_pb2 as pb
 from triplane.proto.errors import Corrupt, InvalidInput, Unavailable
 from triplane.proto.status import error_from
-from triplane.unified_ir.runtime import Bundle
+from triplane.unified_ir.runtime import Bundle, SessionOptions
 
 X = np.ones((1, 4), np.float32)
 POINTER = Pointer("digits", 3, "a" * 64, "b" * 64, "release/digits@3+ort-x64.bundle", "r1", 2)
@@ -43,7 +43,7 @@ def load(socket, name, **parameters):
 def control(tmp_path):
     server = Server(Repository())
     socket = tmp_path / "s"
-    listening = Control(socket, server.repository, server.service, model_threads=1)
+    listening = Control(socket, server.repository, server.service, session=SessionOptions())
     yield socket, server
     listening.close()
     server.stop(0)
@@ -112,7 +112,9 @@ def test_a_socket_path_too_long_for_linux_is_refused_by_length(tmp_path):
     server = Server(Repository())
     try:
         with pytest.raises(InvalidInput, match="at most 100 bytes"):
-            Control(tmp_path / ("x" * 100), server.repository, server.service, model_threads=1)
+            Control(
+                tmp_path / ("x" * 100), server.repository, server.service, session=SessionOptions()
+            )
     finally:
         server.stop(0)
 
@@ -122,7 +124,7 @@ def test_a_file_that_is_no_socket_is_not_removed_to_listen_in_its_place(tmp_path
     server = Server(Repository())
     try:
         with pytest.raises(Unavailable, match="cannot listen"):
-            Control(tmp_path / "s", server.repository, server.service, model_threads=1)
+            Control(tmp_path / "s", server.repository, server.service, session=SessionOptions())
     finally:
         server.stop(0)
     assert (tmp_path / "s").read_text() == "somebody's"

@@ -24,10 +24,17 @@ from triplane.edge.serving.__main__ import options_from, parse
 from triplane.edge.serving.bundles import open_bundle
 from triplane.edge.serving.limits import ServingLimits
 from triplane.edge.serving.options import Options
+from triplane.edge.serving.process import start as start_server
 from triplane.edge.serving.wire import WIRE_NAME
 from triplane.proto.errors import Corrupt, InvalidInput, Unavailable
 from triplane.unified_ir.cli.shell import EXIT_CODES
-from triplane.unified_ir.runtime import BundleSpec, Description, Session, write_bundle
+from triplane.unified_ir.runtime import (
+    BundleSpec,
+    Description,
+    Session,
+    available_providers,
+    write_bundle,
+)
 
 X = np.ones((1, 4), np.float32)
 WAIT_S = 60
@@ -230,6 +237,15 @@ def test_a_taken_port_is_told_in_one_line_of_ours(bundle):
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.skipif(
+    "CUDAExecutionProvider" in available_providers(), reason="this is the build for GPUs"
+)
+def test_a_gpu_that_is_not_there_is_refused_before_any_bundle():
+    options = Options(bundles=("absent.bundle",), device="cuda", port=0, metrics_port=0)
+    with pytest.raises(Unavailable, match="pip install onnxruntime-gpu"):
+        start_server(options)
+
+
 @contextmanager
 def a_call_that_never_ends(port):
     """A caller that began a call and says nothing more; gives the call and a client."""
@@ -405,6 +421,7 @@ def test_the_verb_imports_click_only_until_it_runs():
         (['{"bundles": ["a"], "drain_s": Infinity}'], "drain_s is inf"),
         (['{"bundles": ["a"], "model_threads": 1000000000}'], "1 to 1024"),
         (['{"bundles": ["a"], "model_threads": 1.5}'], "1 to 1024"),
+        (['{"bundles": ["a"], "device": ["cuda"]}'], "device is .'cuda'.; one of cpu, cuda"),
         (['{"bundles": []}'], "at least one bundle"),
         (['{"bundles": ["a"], "port": 70000}'], "port is 70000; give 0 to 65535"),
         (['{"bundles": ["a"], "metrics_port": "x"}'], "metrics_port is 'x'"),

@@ -20,6 +20,8 @@ from triplane.unified_ir.ops.rows.control.custom_ops import KERNELS
 from triplane.unified_ir.ops.rows.recurrence.recurrent import lstm
 from triplane.unified_ir.ops.table import TABLE
 
+pytestmark = pytest.mark.long  # compiling takes long
+
 
 @pytest.fixture(autouse=True)
 def no_kernels_stay():

@@ -13,6 +13,8 @@ from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.ops.tensor import emit
 
+pytestmark = pytest.mark.long  # compiling takes long
+
 
 def node(name, *args, **attrs):
     """One node of the operands, as a function."""

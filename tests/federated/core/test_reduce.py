@@ -133,6 +133,19 @@ def test_fedadam_follows_its_paper_over_rounds():
     assert {a.dtype for a in slots.values()} == {np.dtype(np.float32)}
 
 
+def test_fedadam_keeps_squares_of_small_changes_of_float16():
+    """(1 - beta2) d^2 = 1e-10 is 0 in float16, and Adam would divide by the floor alone."""
+    now, changed = {"w": np.ones(3, np.float16)}, {"w": np.full(3, 1e-4, np.float16)}
+    hyper = Hyper(server_lr=0.1, floor=1e-6)
+    after, slots = reduce(
+        now, {}, [(1, lambda: changed)], weighting="equal", server=ADAM, hyper=hyper
+    )
+    np.testing.assert_allclose(slots["v.w"], 1e-10, rtol=1e-2)
+    assert {a.dtype for a in slots.values()} == {np.dtype(np.float32)}
+    assert after["w"].dtype == np.float16
+    np.testing.assert_allclose(after["w"], 1 + 0.1 * 1e-5 / (1e-5 + 1e-6), rtol=1e-3)
+
+
 def test_every_server_is_a_row_and_keeps_the_state_s_types():
     for server in (SGD, ADAM):
         found, _ = reduce(

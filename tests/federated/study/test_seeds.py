@@ -18,11 +18,17 @@ from triplane.unified_ir.federated.study.seeds import (
     final_spread,
     learning_gain,
 )
-from triplane.unified_ir.federated.study.trial import DeviceScore, RoundRow, Trial, student_t
+from triplane.unified_ir.federated.study.trial import (
+    DeviceScore,
+    RoundRow,
+    Trial,
+    mean_gain,
+    student_t,
+)
 
 from .given import there
 
-DEVICES = 5
+DEVICES = 6  # so that equal gains are significant
 # Tables of the t distribution, 0.975 quantile, by degrees of freedom.
 QUANTILES = {1: 12.706, 2: 4.303, 5: 2.571, 10: 2.228, 11: 2.201, 15: 2.131, 30: 2.042, 120: 1.980}
 
@@ -106,7 +112,8 @@ def test_an_end_that_is_worse_than_the_start_is_warned_of():
 def test_an_end_that_is_not_significantly_worse_is_no_warning():
     near = trial(before=0.5, gain=0.01)
     start = [
-        replace(s, round=0, after=s.after + 0.2 * (-1) ** k) for k, s in enumerate(near.scores)
+        replace(s, round=0, after=s.after + 0.01 + 0.2 * (-1) ** k)
+        for k, s in enumerate(near.scores)
     ]
     gain = there(learning_gain([replace(near, start=start)], seen=True))
     assert gain.mean < 0
@@ -195,3 +202,13 @@ def test_a_curve_begins_with_the_start():
     (first, last) = curve(trial(), seen=True)
     assert (first[0], last[0]) == (0, 1)
     assert first[1] < last[1]
+
+
+@pytest.mark.parametrize("samples", [5, 10, 60])
+@pytest.mark.parametrize("devices", range(2, 8))
+def test_chance_is_rarely_significant_where_few_samples_make_gains_equal(devices, samples):
+    """Both are accuracies of one model, so 5 % of the studies may say otherwise."""
+    rng = np.random.default_rng(0)
+    right = rng.binomial(samples, 0.9, size=(2, 2000, devices)) / samples
+    gains = [mean_gain(list(row)) for row in right[0] - right[1]]
+    assert np.mean([there(gain).shown for gain in gains]) < 0.07

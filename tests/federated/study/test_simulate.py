@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput
+from triplane.unified_ir import nn, ops
 from triplane.unified_ir.federated.algorithms import ALGORITHMS, plan_of
 from triplane.unified_ir.federated.core import learn as device
 from triplane.unified_ir.federated.core.learn import Shard, Work
@@ -41,6 +42,33 @@ def test_every_algorithm_learns_and_scores_seen_and_unseen_devices(algorithm):
     assert {s.samples for s in made.scores} == {10}
     assert made.summary(seen=True).devices == 4
     assert all(np.isfinite(x).all() for x in made.state.values())
+
+
+class Mixed(nn.Cell):
+    """Two layers whose weights may have different element types."""
+
+    def __init__(self, first, second):
+        super().__init__()
+        numbers = np.random.default_rng(1)
+        self.first = nn.Parameter(numbers.normal(size=(2, 8)), dtype=first)
+        self.second = nn.Parameter(numbers.normal(size=(8, 2)), dtype=second)
+
+    def construct(self, x):
+        return ops.tanh(x @ ops.cast(self.first, "float32")) @ ops.cast(self.second, "float32")
+
+
+@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
+@pytest.mark.parametrize("types", [("float64", "float64"), ("float16", "float16"),
+                                   ("float64", "float32"), ("float32", "float16")])  # fmt: skip
+def test_weights_of_other_float_types_are_learned_as_those_of_float32(algorithm, types):
+    made = study(algorithm, hyper=HYPER.but(floor=0.1))  # else Adam enlarges rounding errors
+    plain, other = (
+        simulate(module(lambda: Mixed(*kinds)), shards(), made).state  # noqa: B023 - called at once
+        for kinds in (("float32", "float32"), types)
+    )
+    for name, kind in zip(("first", "second"), types, strict=True):
+        assert other[name].dtype == kind
+        np.testing.assert_allclose(other[name], plain[name], atol=4e-2)
 
 
 EQUAL = {"maml", "fomaml", "meta-sgd", "reptile", "maml+adam"}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -69,6 +69,12 @@ class ArrowSource:
 
     def __post_init__(self) -> None:
         check_missing(self.missing)
+
+    def names(self) -> tuple[str, ...]:
+        """Return the names of all columns in the file. NotFound, InvalidInput or Corrupt."""
+        every = replace(self, columns=())
+        with _errors(self.path), _part_reader(every) as (_, parts):
+            return tuple(parts.names)
 
     def open(self) -> ArrayTable | ArrowTable | ArrowFeed:
         """Read the metadata, and the columns if they fit in memory."""

@@ -123,7 +123,8 @@ def _instead(
     if missing is None or type_name == BOOL or not whole:
         raise InvalidInput(
             f"{place(k)}: there is no value ({cell[:8]!r}) in a column of {type_name}; state "
-            "missing=, the number of that type to take for it, or remove the row"
+            "missing=, the number of that type to take for it, remove the row, or choose columns "
+            "without gaps (--x)"
         )
     return int(missing) if type_name == INT64 else missing
 

@@ -64,6 +64,11 @@ class CsvSource:
                 raise InvalidInput(f"{column!r} has the type {name!r}; {', '.join(CELL_TYPES)} are")
         check_missing(self.missing)
 
+    def names(self) -> tuple[str, ...]:
+        """Return the names of all columns in the file. NotFound, InvalidInput or Corrupt."""
+        reader = _CsvReader(Path(self.path), (), delimiter=self.delimiter, header=self.header)
+        return reader.names
+
     def open(self) -> ArrayTable | CsvFeed:
         """Read the columns, or their types alone. NotFound, InvalidInput or Corrupt."""
         path = Path(self.path)

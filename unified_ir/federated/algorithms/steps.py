@@ -56,7 +56,7 @@ def proximal_gradient(of: Objective, _: int) -> Function:
         # A personal tensor has no shared starting point from which it could be kept close.
         for path in shared_trained(of):
             anchor = build.param(ANCHOR + path, state[path].type)
-            grads[path] += (state[path] - anchor) * weight
+            grads[path] += (state[path] - anchor) * weight.cast(anchor.dtype)
     return clean(build.finish({**results, **{GRAD + path: g for path, g in grads.items()}}))
 
 
@@ -85,8 +85,9 @@ def descent(gradient: Function, rate: str, name: str) -> Function:
         results = inline(gradient, list(params.values()))
         by_name = dict(zip(gradient.result_names, results, strict=True))
         moving = [path for path in params if GRAD + path in by_name]
-        lr = build.param(rate, TensorType(params[moving[0]].dtype, ()))
-        moved = {path: params[path] - by_name.pop(GRAD + path) * lr for path in moving}
+        lr = build.param(rate, TensorType(by_name[LOSS].dtype, ()))
+        grads = {path: by_name.pop(GRAD + path) for path in moving}
+        moved = {path: params[path] - g * lr.cast(g.dtype) for path, g in grads.items()}
     return clean(build.finish({**by_name, **moved}))
 
 
@@ -164,7 +165,7 @@ def _part(build: Build, of: Objective, part: str) -> dict[str, Tensor]:
 
 def _one_rate(build: Build, of: Objective) -> Rates:
     lr = build.param(LR, scalar_of(of))
-    return lambda _: lr
+    return lambda path: lr.cast(of.loss.param(path).type.dtype)
 
 
 def _own_rates(build: Build, of: Objective) -> Rates:

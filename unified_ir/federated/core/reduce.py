@@ -65,7 +65,9 @@ def reduce(
         x = state[name]
         row = PLAIN if name in buffers else server
         names = [f"{s}.{name}" for s in row.slots]
-        old = [slots[s] if s in slots else np.zeros(x.shape, x.dtype) for s in names]
+        # At least float32, since a square of a small change is 0 in float16.
+        kind = np.promote_types(x.dtype, np.float32)
+        old = [slots[s] if s in slots else np.zeros(x.shape, kind) for s in names]
         after[name], *new = _optimizer_step(row, [x, d, *old], hyper)
         next_slots |= dict(zip(names, new, strict=True))
     return after, next_slots

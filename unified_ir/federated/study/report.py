@@ -106,7 +106,7 @@ PAIRS: Final = {
 """The end of `NOTE`, by whether there are several seeds."""
 COST_NOTE: Final = (
     "Bytes are those of tensors, of all devices and rounds. Seconds are of "
-    "learning and reducing in this process, one device after another, without scoring."
+    "learning and reducing in this process, without scoring."
 )
 LARGE_NOTE: Final = (
     "Not within this page, because larger than {1} MiB: {0}. The options out-csv and out-json "

@@ -13,6 +13,9 @@ from triplane.unified_ir.federated.study.shown import trial_html, trial_text
 
 LEAST_PAIRS: Final = 2
 """Least number of devices or seeds for a standard error."""
+LEAST_EQUAL: Final = 6
+"""Least number of equal gains that is significant: 2 * 0.5**6 < 0.05, as of signs."""
+ROUNDING: Final = 1e-9
 FEW: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 """0.975 quantiles of Student's t with 1 to 10 degrees of freedom."""
 
@@ -97,8 +100,11 @@ def mean_gain(gains: Sequence[float]) -> Difference | None:
     if len(gains) < LEAST_PAIRS:
         return Difference(gains[0], math.inf) if gains else None
     # Standard error of a mean: sqrt(s^2 / n) with the unbiased s^2 = sum (d - mean)^2 / (n - 1).
-    error = deviation(gains) / math.sqrt(len(gains))
-    return Difference(mean_of(gains), student_t(len(gains) - 1) * error)
+    error, mean = deviation(gains) / math.sqrt(len(gains)), mean_of(gains)
+    if error <= ROUNDING * abs(mean) and len(gains) < LEAST_EQUAL:
+        # Accuracies of few samples are often equal by chance, which shows no variance of 0.
+        return Difference(mean, abs(mean))
+    return Difference(mean, student_t(len(gains) - 1) * error)
 
 
 def student_t(freedom: int) -> float:
