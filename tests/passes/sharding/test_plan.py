@@ -67,11 +67,11 @@ def needed(error):
     return int(number[1].replace(",", ""))
 
 
-def beside_xla(name):
-    """Predicted bytes and those of XLA, for each plan of a network."""
+def beside_xla(module, *argv):
+    """What a script that compares with XLA on four virtual devices prints."""
     pytest.importorskip("jax")
     ran = subprocess.run(
-        [sys.executable, "-m", "tests.passes.sharding.xla_memory", name],
+        [sys.executable, "-m", f"tests.passes.sharding.{module}", *argv],
         env={**os.environ, "JAX_NUM_CPU_DEVICES": "4"}, capture_output=True, text=True,
         timeout=250, check=False,
     )  # fmt: skip
@@ -107,6 +107,14 @@ class TestTheSlides:
         state = problem.states[problem.variable_of[0]][given.states[problem.variable_of[0]]]
         assert state.collectives[0] in {"all-reduce", "reduce-scatter"}
         assert state.transfer.sent_bytes in {2 * 3 / 4 * 256, 3 / 4 * 256}
+
+    @pytest.mark.slow
+    def test_xla_compiles_the_planned_collectives(self):
+        gathered, summed, free = beside_xla("xla_collectives")
+        assert gathered == [[], 3 / 4 * 1024 * 2048 * 4, ["all-gather"]]
+        assert summed[0] in (["all-reduce"], ["reduce-scatter"])
+        assert len(summed[2]) == 1  # on a CPU a reduce-scatter is an all-reduce and a slice
+        assert free == [[], 0, []]
 
 
 class TestCosts:
@@ -228,13 +236,13 @@ class TestMemory:
 
     @pytest.mark.slow
     def test_arguments_and_results_are_those_of_xla(self):
-        for predicted, used in beside_xla("mlp"):
+        for predicted, used in beside_xla("xla_memory", "mlp"):
             assert predicted["arguments"] == used["arguments"]
             assert predicted["results"] == used["results"]
 
     @pytest.mark.long
     def test_the_total_of_a_transformer_is_near_that_of_xla(self):
-        ((predicted, used),) = beside_xla("transformer")
+        ((predicted, used),) = beside_xla("xla_memory", "transformer")
         assert predicted["arguments"] == used["arguments"]
         total = used["arguments"] + used["temporaries"]
         assert abs(predicted["arguments"] + predicted["temporaries"] - total) <= 0.25 * total

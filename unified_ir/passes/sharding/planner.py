@@ -39,6 +39,8 @@ PENALTIES: Final = 12
 """Prices of a byte that are tried, each four times the last one, until a plan fits."""
 REFINEMENTS: Final = 4
 """Halvings of the price between the last that was too low and the first that was enough."""
+MAX_REFINED: Final = 2
+"""Meshes on which the search makes its whole effort."""
 SMALL_EFFORT: Final = EFFORT // 20
 """Effort for plans that are compared, and for each price of a byte."""
 
@@ -47,7 +49,7 @@ SMALL_EFFORT: Final = EFFORT // 20
 class PlannedNode:
     """One node of a plan. own: adding its partial results. moved: what its operands' layouts cost.
 
-    picks: the factor that each mesh axis cuts, "" for none.
+    picks: the factor that each mesh axis cuts, "" for none.  whole_s: work of the node uncut.
     """
 
     index: int
@@ -63,6 +65,7 @@ class PlannedNode:
     moved: Transfer
     collectives: tuple[str, ...]
     output_bytes: int
+    whole_s: float
 
     @property
     def seconds(self) -> float:
@@ -80,6 +83,7 @@ class Alternative:
     """A strategy of one node, with its neighbours as planned. total_s: the time of that plan."""
 
     split: Split
+    output_split: Split
     picks: tuple[str, ...]
     compute_s: float
     own: Transfer
@@ -183,8 +187,6 @@ class ParallelPlan:
         node, strategy = self.function.nodes[index], self.strategy(index)
         assert strategy is not None
         moved = [t for t, _ in self._moved.get(index, ())]
-        outputs = [slices(la, len(self.problem.shape(v)), self.mesh)
-                   for la, v in zip(strategy.outputs, node.outputs, strict=True)]  # fmt: skip
         local = sum(self.problem.local_bytes(v, self.choices.states) for v in node.outputs)
         return PlannedNode(
             index,
@@ -192,7 +194,7 @@ class ParallelPlan:
             node.meta.scope,
             str(node.meta.location or ""),
             self.problem.split(index, strategy),
-            tuple(outputs),
+            self._output_split(index, strategy),
             strategy.picks,
             self.problem.factors[index].rule,
             strategy.compute_s,
@@ -200,6 +202,14 @@ class ParallelPlan:
             _added(moved),
             strategy.collectives,
             local,
+            max(s.compute_s for s in self.problem.states[self.problem.variable_of[index]]),
+        )
+
+    def _output_split(self, index: int, strategy: Strategy) -> Split:
+        outputs = self.function.nodes[index].outputs
+        return tuple(
+            slices(la, len(self.problem.shape(v)), self.mesh)
+            for la, v in zip(strategy.outputs, outputs, strict=True)
         )
 
     @property
@@ -235,8 +245,8 @@ class ParallelPlan:
         base = rows[chosen][3]
         alternatives = [
             Alternative(
-                self.problem.split(index, s), s.picks, s.compute_s, s.transfer, moved,
-                self.seconds - base + total, k == chosen,
+                self.problem.split(index, s), self._output_split(index, s), s.picks, s.compute_s,
+                s.transfer, moved, self.seconds - base + total, k == chosen,
             )
             for k, s, moved, total in rows
         ]  # fmt: skip
@@ -283,13 +293,25 @@ def plan(
         assert memory_bytes is not None
         raise InvalidInput(_too_large(min(least, key=lambda m: m.total), memory_bytes, devices))
     solved.sort(key=lambda pair: pair[1].cost)
+    if memory_bytes is None:
+        solved = _refined(solved)
     problem, choices = solved[0]
-    if choices.gap and memory_bytes is None:
-        choices = problem.network.solve()
-        solved[0] = (problem, choices)
     others = [_other("best on another mesh", p, c) for p, c in solved[1:]]
     others += _compared(problem, choices)
     return ParallelPlan(problem, choices, sorted(others, key=lambda o: o.seconds))
+
+
+def _refined(
+    solved: list[tuple[ShardingProblem, Choices]],
+) -> list[tuple[ShardingProblem, Choices]]:
+    """Improve the plans that may still be the best one, the most promising ones only."""
+    best = solved[0][1].cost
+    near = [choices.gap > 0 and choices.cost * (1 - choices.gap) < best for _, choices in solved]
+    refined = [
+        (problem, problem.network.solve() if is_near and k < MAX_REFINED else choices)
+        for k, (is_near, (problem, choices)) in enumerate(zip(near, solved, strict=True))
+    ]
+    return sorted(refined, key=lambda pair: pair[1].cost)
 
 
 def _problems(

@@ -19,6 +19,7 @@ from triplane.unified_ir.passes.sharding.problem import Split
 
 NAME: Final = 26
 SPLIT: Final = 24
+CHOICE: Final = 40
 SHOWN_ALTERNATIVES: Final = 12
 GRADIENT: Final = "grad"
 REST: Final = "(loss and update)"
@@ -54,8 +55,8 @@ def _layer(scope: str) -> str:
 
 
 def _layer_plan(name: str, nodes: Sequence[PlannedNode]) -> LayerPlan:
-    # The first product of a layer says more about it than what surrounds it.
-    main = max(nodes, key=lambda n: (n.compute_s, -n.index))
+    # By its whole work: a node that is split well would otherwise lose to one that is not.
+    main = max(nodes, key=lambda n: (n.whole_s, -n.index))
     return LayerPlan(
         name,
         main.operator,
@@ -198,7 +199,7 @@ def find_node(plan: ParallelPlan, name: str) -> int:
             f"no node is called {name!r}; give the number of a node, an operator or a layer "
             f"such as {layers}"
         )
-    return max(near, key=lambda n: (n.compute_s, -n.index)).index
+    return max(near, key=lambda n: (n.whole_s, -n.index)).index
 
 
 def explanation(plan: ParallelPlan, index: int) -> Iterator[str]:
@@ -210,7 +211,8 @@ def explanation(plan: ParallelPlan, index: int) -> Iterator[str]:
     yield f"rule: {node.rule}"
     yield "each row: this node split otherwise, all others as planned"
     yield ""
-    yield f"  {'split':{NAME + 6}}{'work':>10}{'adding up':>11}{'layouts':>10}{'plan':>10}"
+    head = f"  {'split of operands -> result':{CHOICE}}{'work':>9}"
+    yield f"{head}{'adding up':>11}{'layouts':>9}{'plan':>9}"
     for alternative in alternatives[:SHOWN_ALTERNATIVES]:
         yield _alternative(alternative)
     if (more := len(alternatives) - SHOWN_ALTERNATIVES) > 0:
@@ -218,13 +220,12 @@ def explanation(plan: ParallelPlan, index: int) -> Iterator[str]:
 
 
 def _alternative(a: Alternative) -> str:
-    text = split_text(a.split)
-    width = NAME + 6
-    text = text if len(text) <= width else text[: width - 3] + "..."
+    text = f"{split_text(a.split)} -> {split_text(a.output_split[:1])[1:-2]}"
+    text = text if len(text) <= CHOICE else text[: CHOICE - 3] + "..."
     mark = "*" if a.is_chosen else " "
     times = (a.compute_s, a.own.seconds, a.moved.seconds, a.total_s)
     work, own, moved, total = map(time_text, times)
-    return f"{mark} {text:{width}}{work:>10}{own:>11}{moved:>10}{total:>10}"
+    return f"{mark} {text:{CHOICE}}{work:>9}{own:>11}{moved:>9}{total:>9}"
 
 
 def alternatives_record(plan: ParallelPlan, index: int) -> dict[str, Any]:
@@ -235,6 +236,7 @@ def alternatives_record(plan: ParallelPlan, index: int) -> dict[str, Any]:
         "alternatives": [
             {
                 "split": [list(axes) for axes in a.split],
+                "output_split": [list(axes) for axes in a.output_split],
                 "chosen": a.is_chosen,
                 "compute_seconds": a.compute_s,
                 "sum_seconds": a.own.seconds,

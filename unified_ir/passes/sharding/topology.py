@@ -18,7 +18,9 @@ from triplane.proto.errors import InvalidInput
 
 MAX_DEVICES: Final = 4096
 MAX_FILE_BYTES: Final = 1 << 16
+MIN_NUMBER: Final = 1e-12
 MAX_NUMBER: Final = 1e18
+"""Bounds of rates and latencies, within which no time overflows."""
 Mesh = tuple[int, ...]
 """Number of devices along each mesh axis."""
 
@@ -135,6 +137,8 @@ def _object(value: Any, known: set[str], where: str) -> Mapping[str, Any]:
 
 
 def _number(value: Any, where: str) -> float:
-    if type(value) not in {int, float} or not 0 < value <= MAX_NUMBER:
-        raise InvalidInput(f"{where} must be a number > 0 and <= {MAX_NUMBER:g}, got {value!r}")
+    if type(value) not in {int, float} or not MIN_NUMBER <= value <= MAX_NUMBER:
+        raise InvalidInput(
+            f"{where} must be a number from {MIN_NUMBER:g} to {MAX_NUMBER:g}, got {value!r}"
+        )
     return float(value)
