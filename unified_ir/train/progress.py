@@ -78,6 +78,14 @@ class Progress(Callback):
         elif self.style != "none":
             print(line, file=self.stream, flush=True)
 
+    def say_devices(self, engine: Any) -> None:
+        """Print on which devices an engine runs, if it chooses, and let it tell of its plans."""
+        devices = getattr(engine, "devices", None)
+        if devices is not None:
+            self.say(f"engine {engine.name} on {devices}")
+        if hasattr(devices, "say"):
+            devices.say = self.say
+
     def close(self) -> None:
         """Leave the line as it is, also after an error."""
         if self._live is not None:

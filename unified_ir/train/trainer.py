@@ -211,12 +211,7 @@ class Trainer:
                 resuming.refuse_others(keeper)
         shown = progress if isinstance(progress, Progress) else Progress(progress)
         callbacks = [*self.callbacks, *([keeper] if keeper else []), shown]
-        engine = self._engine()
-        devices: Any = getattr(engine, "devices", None)
-        if devices is not None:
-            shown.say(f"engine {engine.name} on {devices}")
-        if hasattr(devices, "say"):
-            devices.say = shown.say
+        shown.say_devices(self._engine())
         try:
             with deferred_interrupt(shown.say) as interrupt:
                 Fit(self, source, validation, callbacks, goal, interrupt).run()
