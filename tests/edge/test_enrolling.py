@@ -231,9 +231,10 @@ def test_an_enrolment_cut_off_before_the_root_goes_on_with_the_same_token(cloud,
 
 
 def changed(token):
-    """The token with two characters of its pin exchanged, near the end."""
+    """The token with two different characters of its pin exchanged, near the end."""
     secret, _, pin = token.partition(".")
-    return f"{secret}.{pin[:40]}{pin[41]}{pin[40]}{pin[42:]}"
+    i = max(i for i in range(41) if pin[i] != pin[i + 1])
+    return f"{secret}.{pin[:i]}{pin[i + 1]}{pin[i]}{pin[i + 2 :]}"
 
 
 @pytest.mark.parametrize("enrols", [enrolling.enrol, person_enrols])

@@ -148,6 +148,7 @@ CHOICES = {
     ("ReduceOnPlateau", "better"): ("largr", "larger"),
     ("EarlyStop", "better"): ("smaler", "smaller"),
     ("Trainer", "engine"): ("onxn", "onnx"), ("Trainer", "precision"): ("flaot16", "float16"),
+    ("Trainer", "device"): ("cudaa", "cuda"),
     ("Recipe", "precision"): ("float61", "float16"),
     **{(name, "average"): ("marco", "macro") for name in ("Precision", "Recall", "F1")},
     **{(name, "decay"): ("decupled", "decoupled") for name in (

@@ -29,6 +29,7 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 import onnxruntime as ort
 
 from triplane.proto.errors import Corrupt, InvalidInput, NotFound, TriplaneError, Unavailable
+from triplane.proto.suggestions import check_choice
 from triplane.unified_ir.files.tensors import StoredTensor, as_tensor
 from triplane.unified_ir.runtime.devices import DEVICES, Device
 from triplane.unified_ir.runtime.signature import (
@@ -99,8 +100,7 @@ def check_device(device: Device) -> None:
     InvalidInput: there is no such device. Unavailable: the build lacks its provider, or the machine
     a library, a driver or a GPU.
     """
-    if device not in DEVICES:
-        raise InvalidInput(f"the device is one of {', '.join(DEVICES)}, not {device!r}")
+    check_choice("device", device, DEVICES)
     there = available_providers()
     if absent := [name for name in _PROVIDERS[device] if name not in there]:
         raise Unavailable(

@@ -80,7 +80,7 @@ class Progress(Callback):
 
     def say_devices(self, engine: Any) -> None:
         """Print on which devices an engine runs, if it chooses, and let it tell of its plans."""
-        devices = getattr(engine, "devices", None)
+        devices: Any = getattr(engine, "devices", None)
         if devices is not None:
             self.say(f"engine {engine.name} on {devices}")
         if hasattr(devices, "say"):
