@@ -140,7 +140,7 @@ def test_a_gpu_without_its_build_of_onnxruntime_is_refused_with_the_way_to_get_i
 
 
 def test_an_unknown_device_is_named_with_the_known_ones():
-    with pytest.raises(InvalidInput, match="one of cpu, cuda, not 'tpu'"):
+    with pytest.raises(InvalidInput, match="device must be one of 'cpu', 'cuda', got "):
         session.check_device("tpu")  # type: ignore[arg-type]
 
 
