@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from triplane.proto.errors import InvalidInput, NotFound
 from triplane.proto.suggestions import suggestion
-from triplane.unified_ir.engines.protocol import Engine, EngineLoop, LaunchingLoop, Program
+from triplane.unified_ir.engines.protocol import (
+    Engine,
+    EngineLoop,
+    LaunchingLoop,
+    Program,
+    StateLost,
+)
 
 if TYPE_CHECKING:
     from triplane.unified_ir.runtime.devices import Device
@@ -51,4 +57,4 @@ def _options(name: str, device: str | None) -> dict[str, Any]:
     return {"options": SessionOptions(device=cast("Device", device))}
 
 
-__all__ = ["ENGINES", "Engine", "EngineLoop", "LaunchingLoop", "Program", "engine"]
+__all__ = ["ENGINES", "Engine", "EngineLoop", "LaunchingLoop", "Program", "StateLost", "engine"]

@@ -7,16 +7,23 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from triplane.proto.errors import InvalidInput
+from triplane.proto.errors import InvalidInput, Unavailable
 from triplane.unified_ir.ir.graph import Array, Function
 from triplane.unified_ir.ops.values import HostValue
+
+
+class StateLost(Unavailable):
+    """A step that was cut short has used up the state of its loop."""
 
 
 class EngineLoop(Protocol):
     """Repeated calls whose state stays in the engine's own buffers."""
 
     def step(self, **batch: Array) -> dict[str, Array]:
-        """Run once and return the results that are not state; an error changes no state."""
+        """Run once and return the results that are not state; an error changes no state.
+
+        After a step that was interrupted, or ran out of memory, StateLost may be all that is left.
+        """
         ...
 
     def state(self) -> dict[str, Array]:
@@ -119,7 +126,8 @@ class HostLoop:
             raise InvalidInput(f"step takes {', '.join(function.param_names)}; wrong: {wrong}")
         results = self._program(*(feeds[n] for n in function.param_names))
         named = dict(zip(function.result_names, results, strict=True))
-        self._state.update({k: named.pop(k) for k in self._state if k in named})
+        # Copies: a result may be an argument itself, to whose memory the caller writes again.
+        self._state.update({k: named.pop(k).copy() for k in self._state if k in named})
         return named
 
     def state(self) -> dict[str, Array]:

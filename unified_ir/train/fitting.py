@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from triplane.proto.errors import Conflict, InvalidInput
 from triplane.proto.suggestions import suggestion
-from triplane.unified_ir.engines import EngineLoop, LaunchingLoop, Program
+from triplane.unified_ir.engines import EngineLoop, LaunchingLoop, Program, StateLost
 from triplane.unified_ir.engines.finite import finite, first_nonfinite
 from triplane.unified_ir.ir.graph import Array, Role
 from triplane.unified_ir.optim import STEP, slot_name
@@ -21,7 +22,7 @@ from triplane.unified_ir.train.checkpoint import Checkpoint
 from triplane.unified_ir.train.history import NOTHING_COUNTED, VALIDATION, Row, split
 from triplane.unified_ir.train.interrupt import Interrupt
 from triplane.unified_ir.train.precision import LEAST_SCALE
-from triplane.unified_ir.train.recipe import AVERAGE, LEFT, LOSS_SCALE
+from triplane.unified_ir.train.recipe import AVERAGE, LEFT, LOSS_SCALE, SKIPPED
 from triplane.unified_ir.train.run import Run
 from triplane.unified_ir.train.snapshot import Snapshot
 
@@ -57,8 +58,8 @@ class Fit:
     ) -> None:
         self.trainer, self.source, self.validation = trainer, source, validation
         self.interrupt = interrupt
-        # Steps that ran on the engine, or may have, and that `place` does not count yet.
-        self._ahead = 0
+        # Steps that ran on the engine and that `place` does not count yet: batches and results.
+        self._ahead: deque[tuple[Batch, dict[str, Array]]] = deque()
         self.callbacks, self.goal = callbacks, goal
         self._check_measures()
         self._compile(trainer.training_program())
@@ -96,11 +97,7 @@ class Fit:
 
     def _snapshot(self) -> Snapshot:
         """Return everything a checkpoint holds."""
-        if self._ahead:
-            raise InvalidInput(
-                f"the state after step {self.trainer.place.step} is gone: the launch went "
-                f"{self._ahead} steps further; ask for it in on_epoch, or use steps_per_launch=1"
-            )
+        self._refuse_gone()
         if self._identity is None:
             own = identity.of_model(self.model, self.trainer.recipe)
             self._identity = own | identity.of_data(self.source)
@@ -111,13 +108,30 @@ class Fit:
             identity=self._identity,
         )
 
+    def _refuse_gone(self) -> None:
+        if self._ahead:
+            raise InvalidInput(
+                f"the state after step {self.trainer.place.step} is gone: the launch went "
+                f"{len(self._ahead)} steps further; ask for it in on_epoch, or use "
+                "steps_per_launch=1"
+            )
+
     def _learning_rate(self) -> float:
         optimizer = self.trainer.optimizer
         state = self.loop.view()
-        updates = state.get(STEP) if optimizer.counts() else None
-        return optimizer.rate_at(0 if updates is None else int(updates), state)
+        updates = int(state[STEP]) - self._updates_ahead(state) if optimizer.counts() else 0
+        return optimizer.rate_at(updates, state)
+
+    def _updates_ahead(self, state: Mapping[str, Array]) -> int:
+        """Return how many updates the steps ahead made."""
+        due, size = len(self._ahead), self.trainer.accumulate
+        if self.accumulates:
+            since = size - int(state[LEFT])  # batches since the newest update
+            due = -(-max(0, due - since) // size)
+        return due - sum(bool(results.get(SKIPPED)) for _, results in self._ahead)
 
     def _weights(self) -> dict[str, Array]:
+        self._refuse_gone()
         roles = self.trainer.roles()
         return {
             name: array.copy()
@@ -175,19 +189,33 @@ class Fit:
             self._go_back()
             raise
         except BaseException as error:
-            # After any other error the state on the engine is good: a step that fails leaves it as
-            # it was.
-            self.trainer.write_back(self.loop.state())
-            if isinstance(error, KeyboardInterrupt):
+            if self._settled() and isinstance(error, KeyboardInterrupt):
                 self._save(error)
             raise
         self.trainer.write_back(self.loop.state())
         self._call("on_end")
 
+    def _settled(self) -> bool:
+        """Write back the state after an error, with all steps counted that led to it.
+
+        A step that fails leaves the state as it was. One that is cut short may have used it up, and
+        one whose loss is not finite has ruined it: the run goes back to the start of the epoch, and
+        the result is False.
+        """
+        try:
+            state = self.loop.state()
+            while self._ahead:
+                self._take(*self._ahead.popleft())
+        except (StateLost, NonFinite):
+            self._go_back()
+            return False
+        self.trainer.write_back(state)
+        return True
+
     def _save(self, error: KeyboardInterrupt) -> None:
         """Save an interrupted run and add to the error how to continue it."""
         keepers = [c for c in self.callbacks if isinstance(c, Checkpoint)]
-        if self._ahead or not keepers:
+        if not keepers:
             return
         path = keepers[0].save(self._snapshot())
         error.add_note(
@@ -226,14 +254,13 @@ class Fit:
 
     def _launch(self, batches: Sequence[Batch]) -> None:
         """Run the steps of these batches on the engine, then account for each of them in turn."""
-        named = [dict(zip(self.names, batch, strict=True)) for batch in batches]
-        while named:
-            self._ahead = len(named)
-            done = self._steps(named)
-            self._ahead = len(done)
-            for results in done:
-                self._account(batches[-len(named)], results)
-                named.pop(0)
+        while batches:
+            done = self._steps([dict(zip(self.names, b, strict=True)) for b in batches])
+            self._ahead.extend(zip(batches, done, strict=False))
+            batches = batches[len(done) :]
+            while self._ahead:
+                self._take(*self._ahead.popleft())
+                self._call("on_step")
 
     def _steps(self, named: Sequence[Mapping[str, Array]]) -> list[dict[str, Array]]:
         if len(named) == 1:
@@ -241,8 +268,8 @@ class Fit:
         assert isinstance(self.loop, LaunchingLoop)
         return self.loop.steps(named)
 
-    def _account(self, batch: Batch, results: dict[str, Array]) -> None:
-        """Add a step's results to the epoch's measures and call the callbacks."""
+    def _take(self, batch: Batch, results: dict[str, Array]) -> None:
+        """Add a step's results to the epoch's measures."""
         counts = {k: results.pop(k) for k in self.tallies}
         counted = step.taken_counts(results)
         self.info.results, self.info.tensors = split(results)
@@ -251,24 +278,28 @@ class Fit:
         if self.info.results.get(LOSS_SCALE, 1.0) < LEAST_SCALE:
             self._explain_scale(batch)
         self.trainer.place.advance(self.info.results, len(batch[-1]), counts, counted)
-        self._ahead -= 1
-        self._call("on_step")
 
     def _launches(self, epoch: int, first: int) -> Iterator[tuple[list[Batch], bool]]:
         """Yield the batches of each launch, and whether to update after it in any case.
 
-        A launch has batches of one shape, and ends where a checkpoint is due.
+        A launch has batches of one shape, and ends where a checkpoint is due. Data that raise do so
+        after the steps of the batches before.
         """
         launch: list[Batch] = []
-        for batch, is_last in self._batches(epoch, first):
-            self._check(batch)
-            if launch and (is_last or _kinds(batch) != _kinds(launch[0])):
+        try:
+            for batch, is_last in self._batches(epoch, first):
+                self._check(batch)
+                if launch and (is_last or _kinds(batch) != _kinds(launch[0])):
+                    yield launch, False
+                    launch = []
+                launch.append(batch)
+                if is_last or len(launch) == self._launch_limit():
+                    yield launch, is_last
+                    launch = []
+        except Exception:
+            if launch:
                 yield launch, False
-                launch = []
-            launch.append(batch)
-            if is_last or len(launch) == self._launch_limit():
-                yield launch, is_last
-                launch = []
+            raise
         if launch:
             yield launch, False
 

@@ -397,9 +397,9 @@ class Trainer:
     def training_program(self) -> Program:
         """Return the training step on the engine, its state donated."""
         self._forget_stale()
-        # The recipe is part of the key because its options are public attributes that a user may
-        # change between two calls of `fit`.
-        key = ("train", self._types, self._signature(), self.recipe)
+        # Recipe and engine are part of the key because these options are public attributes that a
+        # user may change between two calls of `fit`.
+        key = ("train", self._types, self._signature(), self.recipe, self.engine, self.device)
         if key not in self._programs:
             engine = self._engine()
             function, self.tuning, self.memory_plan = self.step_tuning.tuned_step(
@@ -430,7 +430,7 @@ class Trainer:
 
     def _compiled(self, name: Any, make: Callable[[], Function]) -> Program:
         self._forget_stale()
-        key = (name, self._signature())
+        key = (name, self._signature(), self.engine, self.device)
         if key not in self._programs:
             self._programs[key] = self._engine().compile(make())
         return self._programs[key]

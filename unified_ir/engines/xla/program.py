@@ -9,7 +9,12 @@ from typing import Any, Final
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.engines.protocol import by_position, check_donated, check_state
+from triplane.unified_ir.engines.protocol import (
+    StateLost,
+    by_position,
+    check_donated,
+    check_state,
+)
 from triplane.unified_ir.engines.reference import ReferenceProgram
 from triplane.unified_ir.engines.xla.devices import Devices
 from triplane.unified_ir.engines.xla.door import exact, jax, jnp, lax
@@ -185,7 +190,7 @@ class XlaLoop:
         """See `EngineLoop.step`."""
         program, feeds = self._program, self._checked(batch)
         try:
-            state, results = program.run(list(self._state.values()), feeds)
+            state, results = program.run(self._present(), feeds)
         except RefusedData as refused:
             self._keep(refused.state)
             raise program.explained(refused, feeds) from None
@@ -200,9 +205,7 @@ class XlaLoop:
         """
         checked_batches = [self._checked(batch) for batch in batches]
         stacked = [np.stack([b[p.name] for b in checked_batches]) for p in self._program.batch]
-        state, results, done = self._program.launch(
-            list(self._state.values()), stacked, len(batches)
-        )
+        state, results, done = self._program.launch(self._present(), stacked, len(batches))
         self._keep(state)
         if not done:
             return [self.step(**batches[0])]
@@ -212,17 +215,23 @@ class XlaLoop:
 
     def state(self) -> dict[str, Array]:
         """See `EngineLoop.state`."""
-        return {n: np.array(x) for n, x in self._state.items()}
+        return dict(zip(self._state, map(np.array, self._present()), strict=True))
 
     def view(self) -> Mapping[str, Array]:
         """See `EngineLoop.view`."""
-        return {n: np.asarray(x) for n, x in self._state.items()}
+        return dict(zip(self._state, map(np.asarray, self._present()), strict=True))
 
     def load(self, state: Mapping[str, Array]) -> None:
         """See `EngineLoop.load`."""
         if unknown := sorted(state.keys() - self._state.keys()):
             raise InvalidInput(f"the state has {sorted(self._state)}, but not {unknown}")
         self._state |= self._placed(state)
+
+    def _present(self) -> list[Any]:
+        """Return the state, unless a step took it and did not end."""
+        if any(x.is_deleted() for x in self._state.values()):
+            raise StateLost("a step that was cut short has used up the state; start a new loop")
+        return list(self._state.values())
 
     def _keep(self, state: Arrays) -> None:
         self._state = dict(zip(self._state, state, strict=True))
