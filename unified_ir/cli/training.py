@@ -92,6 +92,10 @@ DEFAULT_METRICS: Final[Mapping[str, tuple[str, ...]]] = {"numbers": ("mae",)}
 def engine(options: Mapping[str, Any]) -> Any:
     """Return what --engine and the options of several devices describe: a name, or the engine."""
     name, mesh, shard = options["engine"], options["mesh"], options["shard"]
+    if options["devices"] is not None and options["parallel"] is None:
+        raise InvalidInput(
+            "--devices belongs to --parallel auto; a mesh says its own, as --mesh data=2"
+        )
     if mesh is None and not shard and options["parallel"] is None:
         return name
     if name != "xla":
@@ -100,19 +104,27 @@ def engine(options: Mapping[str, Any]) -> Any:
         )
     from triplane.unified_ir.engines.xla.engine import XlaEngine
 
-    axes = {}
-    for item in filter(None, (mesh or "").split(",")):
-        axis, _, count = item.partition("=")
-        axes[axis] = _whole("--mesh", _number("--mesh", count))
-    patterns = {}
-    for item in shard:
-        pattern, equals, over = item.partition("=")
-        if not equals:
-            raise InvalidInput(f"--shard is PATTERN=AXIS,.., got {item!r}")
-        patterns[pattern] = [None if axis in {"", "-"} else axis for axis in over.split(",")]
+    counts = _pairs("--mesh", "AXIS=N,..", () if mesh is None else mesh.split(","))
+    axes = {k: _whole("--mesh", _number("--mesh", n)) for k, n in counts.items()}
+    patterns = {
+        pattern: [None if axis in {"", "-"} else axis for axis in over.split(",")]
+        for pattern, over in _pairs("--shard", "PATTERN=AXIS,..", shard).items()
+    }
     return XlaEngine(
         mesh=axes, shard=patterns, parallel=options["parallel"], devices=options["devices"]
     )
+
+
+def _pairs(what: str, form: str, items: Sequence[str]) -> dict[str, str]:
+    """Return what comes before and after = in each item."""
+    pairs: dict[str, str] = {}
+    for item in items:
+        name, equals, value = item.partition("=")
+        if not equals or name in pairs:
+            wrong = f"{name!r} twice" if equals else repr(item)
+            raise InvalidInput(f"{what} is {form}, got {wrong}")
+        pairs[name] = value
+    return pairs
 
 
 def optimizer(options: Mapping[str, Any], total: int | None) -> Optimizer:

@@ -1,6 +1,7 @@
 """Training on XLA: the same run as on other engines, in launches, over devices, across a stop."""
 
 import os
+import re
 import subprocess
 import sys
 from functools import partial
@@ -259,15 +260,33 @@ def test_the_callers_own_jax_keeps_its_settings():
     assert not jax.config.read("jax_enable_x64")
 
 
+def test_strict_settings_of_the_caller_do_not_reach_the_engine():
+    import jax
+
+    x = np.arange(12, dtype=np.float32).reshape(4, 3)
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        nn.seed(3)
+        trainer = train.Trainer(
+            nn.Dense(3, 2), loss=nn.SoftmaxCrossEntropy(), optimizer=optim.SGD(0.1), engine="xla"
+        )
+        trainer.fit((x, np.array([0, 1, 1, 0])), 1, batch_size=2, **QUIET)
+    assert trainer.place.step == 2
+
+
 def test_the_commands_options(tmp_path):
     out = tmp_path / "m.tpm"
     common = ["zoo:lenet", "--data", "digits", "--epochs", "1", "--out", str(out)]
-    refused = CliRunner().invoke(command, [*common, "--mesh", "data=2"])
-    assert "--mesh and --shard split work with --engine xla" in str(
-        refused.exception or refused.output
-    )
-    refused = CliRunner().invoke(command, [*common, "--engine", "xla", "--mesh", "data"])
-    assert "--mesh" in str(refused.exception or refused.output)
+    wrong = {
+        "--mesh data=2": "--mesh, --shard and --parallel split work with --engine xla",
+        "--engine xla --mesh data": r"--mesh is AXIS=N,\.\., got 'data'",
+        "--engine xla --mesh data=1,data=1": r"--mesh is AXIS=N,\.\., got 'data' twice",
+        "--engine xla --mesh data=1 --shard x": r"--shard is PATTERN=AXIS,\.\., got 'x'",
+        "--engine xla --mesh data=1 --shard x=data --shard x=-": "got 'x' twice",
+        "--engine xla --devices 2": "--devices belongs to --parallel auto",
+    }
+    for words, why in wrong.items():
+        refused = CliRunner().invoke(command, [*common, *words.split()])
+        assert re.search(why, str(refused.exception or refused.output)), words
 
 
 IMAGES = {"lenet": (1, 28, 28), "leaf-cnn": (1, 28, 28), "resnet8": (3, 32, 32)}

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.engines.xla.door import exact, jax, jnp, lax
+from triplane.unified_ir.engines.xla.door import exact, jax, jnp, lax, tracing
 from triplane.unified_ir.engines.xla.lower import Requirements, Trace, check
 from triplane.unified_ir.ir.graph import Array, Function
 
@@ -103,6 +103,7 @@ class Cohort:
             for i in range(len(clients))
         ]
 
+    @tracing()
     def _steps(self, common: Any, own: Any, batches: Any) -> Any:
         """Return one client's state and results; see `_launch`."""
         function = self._function

@@ -41,6 +41,13 @@ def exact() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def tracing() -> Iterator[None]:
+    """Trace by NumPy's rules of types and shapes, which a caller may have made strict for JAX."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
 def keep_programs() -> None:
     """Keep compiled programs on disk, in JAX's own cache, unless the process has chosen otherwise.
 
@@ -54,4 +61,4 @@ def keep_programs() -> None:
 
 keep_programs()
 
-__all__ = ["exact", "jax", "jnp", "lax"]
+__all__ = ["exact", "jax", "jnp", "lax", "tracing"]

@@ -17,7 +17,7 @@ from triplane.unified_ir.engines.protocol import (
 )
 from triplane.unified_ir.engines.reference import ReferenceProgram
 from triplane.unified_ir.engines.xla.devices import Devices
-from triplane.unified_ir.engines.xla.door import exact, jax, jnp, lax
+from triplane.unified_ir.engines.xla.door import exact, jax, jnp, lax, tracing
 from triplane.unified_ir.engines.xla.lower import Requirements, Trace, check
 from triplane.unified_ir.engines.xla.planned import PlannedDevices
 from triplane.unified_ir.ir.graph import Array, Function, Value
@@ -56,6 +56,7 @@ class XlaExecutable:
             traced, donate_argnums=0, keep_unused=True, compiler_options=_OPTIONS, **options
         )
 
+    @tracing()
     def _step(self, state: Arrays, batch: Arrays, failed: Any = None) -> Any:
         function, trace = self._function, Trace(self.requirements, {}, failed)
         named = dict(zip(self._donate, state, strict=True))
