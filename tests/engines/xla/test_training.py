@@ -180,6 +180,24 @@ class TestMesh:
         with pytest.raises(InvalidInput, match=why):
             XlaEngine(mesh=mesh, shard={"*.weight": ("model", None)})
 
+    @pytest.mark.parametrize(
+        ("options", "why"),
+        [
+            ({"mesh": 4}, "mesh is a dictionary"),
+            ({"mesh": {"data": 1}, "shard": ["*"]}, "shard is a dictionary"),
+            ({"mesh": {"data": 1}, "shard": {"*": "data"}}, "for each of its axes, .* got 'data'"),
+            ({"mesh": {"data": 1}, "shard": {"*": ("data", "data")}}, "twice over 'data'"),
+            ({"parallel": "auto", "devices": 0}, "devices is a whole number >= 1, got 0"),
+            ({"parallel": "auto", "devices": -1}, "devices is a whole number >= 1, got -1"),
+            ({"parallel": "auto", "memory_bytes": "4"}, "memory_bytes is a whole number >= 1"),
+            ({"parallel": "auto", "topology": "x.json"}, r"read_topology\(PATH\)"),
+        ],
+        ids=str,
+    )
+    def test_options_of_the_wrong_form_are_refused(self, options, why):
+        with pytest.raises(InvalidInput, match=why):
+            XlaEngine(**options)
+
     def test_state_that_does_not_exist_is_refused(self):
         engine = XlaEngine(mesh={"data": 1}, shard={"hiden.weight": ("data",)})
         with pytest.raises(

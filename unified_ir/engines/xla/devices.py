@@ -53,6 +53,13 @@ class Devices:
         mesh: Mapping[str, int] | None = None,
         shard: Mapping[str, Sequence[str | None]] | None = None,
     ) -> None:
+        for name, value in (("mesh", mesh), ("shard", shard)):
+            if not isinstance(value, Mapping | None):
+                raise InvalidInput(
+                    f"{name} is a dictionary, as in mesh={{'data': 2, 'model': 2}} and "
+                    f"shard={{'*.weight': ('model', None)}}, got {value!r}"
+                )
+        _check_shard(shard or {})
         self.axes = dict(mesh or {})
         self._shard = {pattern: tuple(axes) for pattern, axes in (shard or {}).items()}
         self._mesh: Any = None
@@ -172,6 +179,20 @@ def _check_axes(mesh: Mapping[str, int], shard: Mapping[str, Axes]) -> None:
                     f"shard splits {pattern!r} over {axis!r}; the mesh has the axes "
                     f"{', '.join(mesh)}{suggestion(axis, mesh)}"
                 )
+
+
+def _check_shard(shard: Mapping[str, Sequence[str | None]]) -> None:
+    for pattern, axes in shard.items():
+        if isinstance(axes, str) or not isinstance(axes, Sequence):
+            raise InvalidInput(
+                f"shard gives {pattern!r} an axis of the mesh or None for each of its axes, such "
+                f"as ('data', None), got {axes!r}"
+            )
+        over = [a for a in axes if a is not None]
+        if twice := [a for a in over if over.count(a) > 1]:
+            raise InvalidInput(
+                f"shard splits {pattern!r} twice over {twice[0]!r}; once is possible"
+            )
 
 
 def _first(axes: Mapping[str, int]) -> list[Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.engines.xla.devices import Placement, Shape, first_devices
 from triplane.unified_ir.engines.xla.door import jax
 from triplane.unified_ir.ir.dims import is_symbol
@@ -26,6 +27,14 @@ class PlannedDevices:
         self, count: int | None, *, memory_bytes: int | None = None,
         topology: Topology | None = None,
     ) -> None:  # fmt: skip
+        for name, number in (("devices", count), ("memory_bytes", memory_bytes)):
+            if number is not None and (type(number) is not int or number < 1):
+                raise InvalidInput(f"{name} is a whole number >= 1, got {number!r}")
+        if not isinstance(topology, Topology | None):
+            raise InvalidInput(
+                f"topology is a Topology, got {topology!r}; a file of rates becomes one with "
+                "passes.sharding.read_topology(PATH)"
+            )
         self._devices = first_devices(count or len(jax.devices()), 'parallel="auto"')
         self._memory_bytes, self._topology = memory_bytes, topology
         self.say: Callable[[str], None] = lambda _: None
