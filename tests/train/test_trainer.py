@@ -457,7 +457,7 @@ def test_a_column_that_no_epoch_has_is_named():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"device": "tpu"}, "one of cpu, cuda, not 'tpu'"),
+        ({"device": "tpu"}, "one of 'cpu', 'cuda', got 'tpu'"),
         ({"device": "cuda", "engine": "xla"}, "JAX chooses"),
         ({"device": "cuda", "engine": engine("onnx")}, r"SessionOptions\(device='cuda'\)"),
     ],

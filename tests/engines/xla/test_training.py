@@ -263,9 +263,7 @@ def test_the_commands_options(tmp_path):
     out = tmp_path / "m.tpm"
     common = ["zoo:lenet", "--data", "digits", "--epochs", "1", "--out", str(out)]
     refused = CliRunner().invoke(command, [*common, "--mesh", "data=2"])
-    assert "--mesh and --shard split work with --engine xla" in str(
-        refused.exception or refused.output
-    )
+    assert "--parallel split work with --engine xla" in str(refused.exception or refused.output)
     refused = CliRunner().invoke(command, [*common, "--engine", "xla", "--mesh", "data"])
     assert "--mesh" in str(refused.exception or refused.output)
 
