@@ -67,7 +67,7 @@ def test_a_device_is_refused_where_the_engine_has_no_choice(name, why):
 
 def test_an_engine_refuses_a_device_that_onnxruntime_does_not_have():
     assert engine("onnx", device="cpu").name == "onnx"
-    with pytest.raises(InvalidInput, match="one of cpu, cuda"):
+    with pytest.raises(InvalidInput, match="one of 'cpu', 'cuda'"):
         engine("onnx", device="tpu")
     if "CUDAExecutionProvider" not in session.available_providers():
         with pytest.raises(Unavailable, match="pip install onnxruntime-gpu"):

@@ -8,15 +8,15 @@ from tests.conformance.uses import recorded, uses_of
 
 from triplane.unified_ir.engines.reference import ReferenceEngine
 from triplane.unified_ir.ops.build import Build
-from triplane.unified_ir.ops.row import OpKind
-from triplane.unified_ir.ops.table import TABLE
-from triplane.unified_ir.passes.sharding.factors import (
+from triplane.unified_ir.ops.factors import (
     BY_KIND,
     BY_NAME,
     ShapedNode,
     constant,
     factors_of,
 )
+from triplane.unified_ir.ops.row import OpKind
+from triplane.unified_ir.ops.table import TABLE
 
 MOVED = {"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Slice", "Tile", "Concat", "Split", "Expand",
          "Transpose", "Pad", "CenterCropPad"}  # fmt: skip
@@ -195,6 +195,6 @@ def test_what_has_no_rule_stays_whole():
     ],
 )
 def test_reshape_pairs_the_first_axes_of_groups(source, target, pairs):
-    from triplane.unified_ir.passes.sharding.factors import _major_axes
+    from triplane.unified_ir.ops.factors import _major_axes
 
     assert _major_axes(source, target) == pairs

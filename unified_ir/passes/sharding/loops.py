@@ -11,9 +11,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from triplane.unified_ir.ir.graph import Array, Function, Node, Value
-from triplane.unified_ir.ops.row import OpKind
-from triplane.unified_ir.ops.table import TABLE
-from triplane.unified_ir.passes.sharding.factors import (
+from triplane.unified_ir.ops.factors import (
     WHOLE,
     Axes,
     Factors,
@@ -22,6 +20,8 @@ from triplane.unified_ir.passes.sharding.factors import (
     constant,
     factors_of,
 )
+from triplane.unified_ir.ops.row import OpKind
+from triplane.unified_ir.ops.table import TABLE
 
 ShapeOf = Callable[[Value | None], Shape]
 Axis = tuple[Value, int]

@@ -18,17 +18,17 @@ import numpy as np
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import evaluate
 from triplane.unified_ir.ir.graph import Array, Function, Node, Value
-from triplane.unified_ir.ops.row import Cost, OpKind
-from triplane.unified_ir.ops.table import TABLE
-from triplane.unified_ir.passes.clean import attrs_key
-from triplane.unified_ir.passes.memory import VIEWS, MemoryRow, alive, type_bytes
-from triplane.unified_ir.passes.sharding.factors import (
+from triplane.unified_ir.ops.factors import (
     Factors,
     Shape,
     ShapedNode,
     constant,
     factors_of,
 )
+from triplane.unified_ir.ops.row import Cost, OpKind
+from triplane.unified_ir.ops.table import TABLE
+from triplane.unified_ir.passes.clean import attrs_key
+from triplane.unified_ir.passes.memory import VIEWS, MemoryRow, alive, type_bytes
 from triplane.unified_ir.passes.sharding.loops import LOOPS
 from triplane.unified_ir.passes.sharding.search import CostNetwork
 from triplane.unified_ir.passes.sharding.strategies import (

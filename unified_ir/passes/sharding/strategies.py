@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Final, NamedTuple
 
-from triplane.unified_ir.passes.sharding.factors import WHOLE, Axes, Factors, Shape
+from triplane.unified_ir.ops.factors import WHOLE, Axes, Factors, Shape
 from triplane.unified_ir.passes.sharding.topology import Mesh, Topology
 
 COPIES: Final = -1
