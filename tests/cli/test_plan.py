@@ -120,6 +120,7 @@ def test_a_model_file_is_planned_by_its_entry(capsys, tmp_path):
         (("--input", "1024", "--out", "plan.png"), "--out writes a picture, NAME.svg"),
         (("--input", "1024", "--explain", "Nothing"), "no node is called 'Nothing'"),
         (("--input", "1024", "--explain", "123456"), "no node is called '123456'"),
+        (("--input", "1024", "--sizes", "M=8"), "the inputs of predict have the sizes ['N'], but"),
         (("--input", "1024", "--devices", "5000"), "devices must be a number from 1 to 4096"),
     ],
 )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.cli.profiling import sizes_of
+from triplane.unified_ir.cli.profiling import known_sizes, sizes_of
 from triplane.unified_ir.cli.shell import (
     COUNT,
     OUTPUT_FILE,
@@ -110,6 +110,7 @@ def _planned(function: Function, options: dict[str, Any]) -> tuple[dict[str, Any
     from triplane.proto.disk import write_atomic
     from triplane.unified_ir.passes.sharding import Topology, plan, read_topology, report
 
+    known_sizes(function.name, (p.type for p in function.params), options["sizes"])
     file = options["topology"]
     chosen = plan(
         function,

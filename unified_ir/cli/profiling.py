@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from triplane.proto.errors import InvalidInput
+
 if TYPE_CHECKING:
-    from triplane.unified_ir.ir import Module
+    from triplane.unified_ir.ir import Module, TensorType
 
 DEFAULT_SIZE: Final = 32
 """Value of a symbolic size that --sizes does not give."""
@@ -31,21 +33,26 @@ def sizes_of(_: click.Context, param: click.Parameter, value: str | None) -> dic
     return sizes
 
 
+def known_sizes(name: str, types: Iterable[TensorType], sizes: Iterable[str]) -> set[str]:
+    """Return the symbols of an entry's inputs; InvalidInput if `sizes` names another."""
+    known = {s for t in types for s in t.symbols}
+    if odd := sorted(set(sizes) - known):
+        raise InvalidInput(f"the inputs of {name} have the sizes {sorted(known)}, but not {odd}")
+    return known
+
+
 def entry_profile(module: Module, entry: str | None, sizes: Mapping[str, int]) -> dict[str, Any]:
     """Profile one entry on random inputs and the state of the file; return a JSON record.
 
     Without `entry`, it is `train_step` if the module has it, else the first entry. InvalidInput:
     `sizes` names a symbol that the inputs do not have.
     """
-    from triplane.proto.errors import InvalidInput
     from triplane.unified_ir.engines.profile import profiled, sample_inputs
 
     name = entry or ("train_step" if "train_step" in module.entries else next(iter(module.entries)))
     function = module.entry(name)
     types = {p.name: p.type for p in module.inputs(name)}
-    known = {s for t in types.values() for s in t.symbols}
-    if odd := sorted(sizes.keys() - known):
-        raise InvalidInput(f"the inputs of {name} have the sizes {sorted(known)}, but not {odd}")
+    known = known_sizes(name, types.values(), sizes)
     args = sample_inputs(types, sizes, default=DEFAULT_SIZE)
     read = [p.name for p in function.params if p.name in module.state]
     # `initial`, because a file has no values for personal state.
