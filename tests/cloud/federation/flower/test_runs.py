@@ -299,7 +299,7 @@ PAGE = Path(__file__).parents[4] / "docs" / "federated.md"
 
 
 def test_the_strategy_of_the_page_runs_and_those_that_cannot_go_on_stop_and_say_why(tmp_path):
-    fence = r"```python\n# .*/strategies/halving.py\n(.*?)```"
+    fence = r"/strategies/halving\.py <<'END'\n(.*?)END\n"
     (example,) = re.findall(fence, PAGE.read_text(), re.DOTALL)
 
     async def story():
@@ -309,7 +309,7 @@ def test_the_strategy_of_the_page_runs_and_those_that_cannot_go_on_stop_and_say_
             written(folder / "greedy.py", GREEDY)
             written(folder / "dying.py", DYING)
             async with taking_part(*await clients_of(cloud, tmp_path)):
-                done = await done_run(cloud, rounds=1, flower=strategy("halving", eta=0.1))
+                done = await done_run(cloud, rounds=1, flower=strategy("halving", rate=0.1))
                 stopped = await ended_run(cloud, flower=strategy("greedy"))
                 return done, stopped, await ended_run(cloud, flower=strategy("dying"))
 
