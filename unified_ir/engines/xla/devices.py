@@ -80,6 +80,11 @@ class Devices:
             return f"{named}, the first of {len(there)}; a mesh data={len(there)} uses them all"
         return f"{named}, because JAX finds no GPU" if kind == "CPU" else named
 
+    @property
+    def is_single(self) -> bool:
+        """Whether there is one device, and so nothing is split."""
+        return self._mesh is None
+
     def placement(
         self, function: Function, donate: Sequence[str], shapes: Mapping[str, Shape], lead: int
     ) -> Placement | None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from triplane.proto.errors import MissingExtra
+from triplane.proto.errors import InvalidInput, MissingExtra
 
 _OWN: Final = "jax" not in sys.modules
 """Whether the process uses JAX through this engine only, as far as is known here."""
@@ -35,9 +35,14 @@ def exact() -> Iterator[None]:
     """Trace and run with 64-bit types and float32 products in float32, only within the block.
 
     Without it JAX makes int64 of 32 bits, and a GPU rounds the operands of products (TF32). The
-    caller's own use of JAX keeps its settings.
+    caller's own use of JAX keeps its settings, and a guard of theirs against transfers does not hold
+    for the engine's, which moves batches and results.
     """
-    with jax.enable_x64(True), jax.default_matmul_precision("highest"):
+    with (
+        jax.enable_x64(True),
+        jax.default_matmul_precision("highest"),
+        jax.transfer_guard("allow"),
+    ):
         yield
 
 
@@ -46,6 +51,20 @@ def tracing() -> Iterator[None]:
     """Trace by NumPy's rules of types and shapes, which a caller may have made strict for JAX."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
+
+
+@contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Raise InvalidInput for an error of XLA within the block, such as no memory left."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        way = (
+            "; use smaller batches, fewer steps per launch, or more devices"
+            if "RESOURCE_EXHAUSTED" in str(error)
+            else ""
+        )
+        raise InvalidInput(f"XLA could not run {what}: {error}{way}") from error
 
 
 def keep_programs() -> None:
@@ -61,4 +80,4 @@ def keep_programs() -> None:
 
 keep_programs()
 
-__all__ = ["exact", "jax", "jnp", "lax", "tracing"]
+__all__ = ["exact", "explained", "jax", "jnp", "lax", "tracing"]
