@@ -73,7 +73,7 @@ class Launching:
     def room(self, batch: Batch) -> int:
         """Return how many batches like this one a launch has at most."""
         if self._steps == AUTO:
-            return max(1, min(AUTO_STEPS, AUTO_BYTES // sum(a.nbytes for a in batch)))
+            return max(1, min(AUTO_STEPS, AUTO_BYTES // max(1, sum(a.nbytes for a in batch))))
         return int(self._steps)
 
     def together(self, batches: LaunchBatches) -> bool:

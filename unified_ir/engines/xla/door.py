@@ -35,8 +35,8 @@ def exact() -> Iterator[None]:
     """Trace and run with 64-bit types and float32 products in float32, only within the block.
 
     Without it JAX makes int64 of 32 bits, and a GPU rounds the operands of products (TF32). The
-    caller's own use of JAX keeps its settings, and a guard of theirs against transfers does not hold
-    for the engine's, which moves batches and results.
+    caller's own use of JAX keeps its settings. Their guard against transfers does not hold within,
+    where batches and results are moved.
     """
     with (
         jax.enable_x64(True),

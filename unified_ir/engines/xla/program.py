@@ -31,6 +31,8 @@ MAX_SHAPES: Final = 32
 """Combinations of sizes whose programs are kept at once."""
 _OPTIONS: Final = {"xla_allow_excess_precision": False}
 """A value is rounded where the graph casts it, as on every engine."""
+_DETERMINISTIC: Final = "xla_gpu_deterministic_ops"
+"""XLA's option, which other devices ignore."""
 
 
 class XlaExecutable:
@@ -53,8 +55,9 @@ class XlaExecutable:
                 "out_shardings": (where.whole, where.state, where.whole),
             }
         traced = self._step if steps is None else self._launch
+        chosen = {**_OPTIONS, _DETERMINISTIC: program.deterministic}
         self.call: Callable[..., Any] = jax.jit(
-            traced, donate_argnums=0, keep_unused=True, compiler_options=_OPTIONS, **options
+            traced, donate_argnums=0, keep_unused=True, compiler_options=chosen, **options
         )
 
     @tracing()
@@ -85,11 +88,16 @@ class XlaProgram:
     """A function compiled by XLA, for each combination of the sizes of its symbols."""
 
     def __init__(
-        self, function: Function, donate: Collection[str], devices: Devices | PlannedDevices
+        self,
+        function: Function,
+        donate: Collection[str],
+        devices: Devices | PlannedDevices,
+        *,
+        deterministic: bool = False,
     ) -> None:
         check_donated(function, donate)
         check(function)
-        self.function = function
+        self.function, self.deterministic = function, deterministic
         self.devices = devices
         self.donate = tuple(donate)
         devices.check(function, self.donate)

@@ -98,7 +98,8 @@ class StagedBatches:
 
 def _bytes(kind: tuple[tuple[int, ...], Any]) -> int:
     shape, dtype = kind
-    return prod(shape) * np.dtype(dtype).itemsize
+    size: int = np.dtype(dtype).itemsize
+    return prod(shape) * size
 
 
 def _aligned(size: int) -> Array:
