@@ -42,10 +42,8 @@ def test_turns_alternate_and_the_faster_way_stays():
     assert choice.together
     assert launching.together(launch(8))
     assert not launching.is_single
-    assert said == [
-        "8 steps in one launch take 0.50 of the time of as many launches; the run goes on with "
-        "launches of several steps"
-    ]
+    way = "the run goes on with launches of several steps"
+    assert said == [f"8 steps in one launch take 0.50 of the time of as many launches; {way}"]
 
 
 def test_single_steps_stay_where_a_launch_is_slower():

@@ -1,4 +1,4 @@
-"""A training process to be killed: `killed_training.py FOLDER` trains in launches, says each step."""
+"""A process to be killed: `killed_training.py FOLDER` trains in launches and says each step."""
 
 import sys
 from pathlib import Path

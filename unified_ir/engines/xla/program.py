@@ -17,7 +17,15 @@ from triplane.unified_ir.engines.protocol import (
 )
 from triplane.unified_ir.engines.reference import ReferenceProgram
 from triplane.unified_ir.engines.xla.devices import Devices
-from triplane.unified_ir.engines.xla.door import exact, explained, jax, jnp, lax, tracing
+from triplane.unified_ir.engines.xla.door import (
+    exact,
+    explained,
+    jax,
+    jnp,
+    lax,
+    tracing,
+    transferring,
+)
 from triplane.unified_ir.engines.xla.lower import Requirements, Trace, check
 from triplane.unified_ir.engines.xla.planned import PlannedDevices
 from triplane.unified_ir.engines.xla.staging import StagedBatches, Staging
@@ -281,7 +289,7 @@ def fetched(results: Arrays) -> list[Array]:
 
 def read(results: Arrays) -> list[Array]:
     """Return arrays of the host, which must not be written; the transfers run together."""
-    with jax.transfer_guard("allow"):
+    with transferring():
         return jax.device_get(list(results))  # type: ignore[no-any-return]
 
 
