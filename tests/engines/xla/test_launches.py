@@ -17,6 +17,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import nn, optim, train
 from triplane.unified_ir.engines import engine
 from triplane.unified_ir.engines.xla.cohort import Cohort, CohortClient
+from triplane.unified_ir.engines.xla.door import exact
 from triplane.unified_ir.engines.xla.engine import XlaEngine
 from triplane.unified_ir.ir import TensorSpec
 from triplane.unified_ir.ops.build import Build
@@ -282,6 +283,21 @@ def test_determinism_is_asked_of_xla_for_the_program_alone(monkeypatch, determin
     program.loop({"s": np.zeros(3, "f")}).step(x=np.ones(3, "f"))
     assert [o["xla_gpu_deterministic_ops"] for o in asked if o] == [deterministic]
     assert "xla_gpu_deterministic_ops" not in os.environ.get("XLA_FLAGS", "")
+
+
+@pytest.mark.parametrize("lead", [(), (4,)], ids=["one step", "a launch"])
+def test_products_of_float32_ask_for_all_their_bits(lead):
+    """A GPU would use TF32 otherwise; none is at hand, so this reads what XLA is asked."""
+    run = trainer()
+    run.prepare(X[:2], Y[:2])
+    program: Any = run.training_program()
+    state = [run.state()[n] for n in run.state_names(program.function)]
+    batch = [np.zeros((*lead, *a.shape), a.dtype) for a in (X[:2], Y[:2])]
+    with exact():
+        text = program._for_shapes(batch, *lead or (None,)).call.lower(state, batch).as_text()
+    products = [line for line in text.splitlines() if "dot_general" in line]
+    assert products
+    assert all(line.count("HIGHEST") == 2 for line in products), products
 
 
 @pytest.mark.long
