@@ -6,11 +6,11 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from triplane.unified_ir.train.feeding import Feed
+from triplane.unified_ir.train.feeding import ThreadFeed
 
 
 def feed(items):
-    return closing(Feed(items, threading.Lock()))
+    return closing(ThreadFeed(items, threading.Lock()))
 
 
 def test_items_come_in_order_and_then_no_more():
@@ -87,7 +87,7 @@ def test_the_lock_is_held_while_the_source_runs():
         seen.append(lock.locked())
         yield 1
 
-    with closing(Feed(source(), lock)) as items:
+    with closing(ThreadFeed(source(), lock)) as items:
         assert next(items) == 1
     assert seen == [True]
     assert not lock.locked()

@@ -15,7 +15,7 @@ JOIN_S: Final = 5.0
 _END: Final = object()
 
 
-class Feed(Generic[T]):
+class ThreadFeed(Generic[T]):
     """The items of a generator, which runs on a thread of its own, one item ahead.
 
     Only that thread runs the generator, and closes it. It starts on an item when the caller takes

@@ -28,7 +28,7 @@ from triplane.unified_ir.train import identity, step
 from triplane.unified_ir.train.batches import Batch, BatchSource, with_last
 from triplane.unified_ir.train.callbacks import Callback
 from triplane.unified_ir.train.checkpoint import Checkpoint
-from triplane.unified_ir.train.feeding import Feed
+from triplane.unified_ir.train.feeding import ThreadFeed
 from triplane.unified_ir.train.history import NOTHING_COUNTED, VALIDATION, Row, split
 from triplane.unified_ir.train.interrupt import Interrupt
 from triplane.unified_ir.train.launching import Launching, SingleBatch
@@ -77,7 +77,7 @@ class Fit:
         self._ahead: deque[tuple[Named, dict[str, Array]]] = deque()
         # Held by whoever reads the data, or by the thread that feeds launches.
         self._reading = Lock()
-        self._feed: Feed[Launch] | Generator[Launch] | None = None
+        self._feed: ThreadFeed[Launch] | Generator[Launch] | None = None
         self.launching = Launching(trainer.steps_per_launch, trainer.launch_choice, self._say)
         self.callbacks, self.goal = callbacks, goal
         self._check_measures()
@@ -309,14 +309,14 @@ class Fit:
             self._explain_scale(batch)
         self.trainer.place.advance(self.info.results, len(batch[self.names[-1]]), counts, counted)
 
-    def _fed(self, launches: Generator[Launch]) -> Feed[Launch] | Generator[Launch]:
+    def _fed(self, launches: Generator[Launch]) -> ThreadFeed[Launch] | Generator[Launch]:
         """Return launches that are read and stacked on a thread while the device runs others.
 
         Data that can be read only once is not read ahead: a run that stops would lose batches.
         """
         if self.launching.is_single or not self.source.repeats():
             return launches
-        return Feed(launches, self._reading)
+        return ThreadFeed(launches, self._reading)
 
     def _launches(self, epoch: int, first: int, step: int) -> Generator[Launch]:
         """Yield the batches of each launch from a step on.

@@ -25,7 +25,7 @@ from triplane.unified_ir.ir.types import (
 from triplane.unified_ir.ops import batching
 from triplane.unified_ir.ops.emission import EmissionContext, emit_broadcast, first_number
 from triplane.unified_ir.ops.infer import broadcast
-from triplane.unified_ir.ops.lowering import XlaContext, sizes
+from triplane.unified_ir.ops.lowering import XlaContext, sizes, truncated
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.row import (
     DOMAIN,
@@ -185,31 +185,18 @@ recomputed to save memory early, once, and keep it. Behind a barrier it is compu
 
 
 def _cast_xla(k: XlaContext, x: Any, *, to: int, **_: Any) -> Any:
-    """Convert; a float outside a short or unsigned integer type wraps around, as in numpy.
-
-    What no int32 or int64 holds becomes the smallest of them, as numpy's and onnxruntime's do on
-    x86; XLA alone would take the nearest, and 0 for NaN.
-    """
+    """Convert; a float outside a short or unsigned integer type wraps around, as in numpy."""
     dtype = dtype_attr(to).numpy
     if k.np.issubdtype(x.dtype, np.floating) and k.np.issubdtype(dtype, np.integer):
         if x.dtype == DTYPES["float4e2m1"].numpy:  # XLA 0.10 makes 3, 4 and 6 infinite
             x = k.lax.reduce_precision(k.lax.convert_element_type(x, np.float32), 8, 23)
         if dtype_attr(to).bits < 32:
-            x = _truncated(k, x, np.int32)
+            x = truncated(k, x, np.int32)
         elif dtype == np.uint32:
-            x = _truncated(k, x, np.int64)
+            x = truncated(k, x, np.int64)
         elif k.np.issubdtype(dtype, np.signedinteger):
-            x = _truncated(k, x, dtype)
+            x = truncated(k, x, dtype)
     return k.lax.convert_element_type(x, dtype)
-
-
-def _truncated(k: XlaContext, x: Any, dtype: Any) -> Any:
-    if x.dtype.itemsize < 4:  # the limit is infinite in float16
-        x = k.lax.convert_element_type(x, np.float32)
-    least = np.iinfo(dtype).min
-    limit = -float(least)
-    holds = (x >= -limit) & (x < limit)
-    return k.np.where(holds, k.lax.convert_element_type(x, dtype), np.asarray(least, dtype))
 
 
 cast_row = Op(
