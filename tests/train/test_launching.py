@@ -25,7 +25,8 @@ def launch(n, rows=4):
 
 def decided(seconds, batches=None, choice=None):
     """The turns until a decision, and what was said. seconds: of a launch, and of single steps."""
-    said, turns = [], []
+    said: list[str] = []
+    turns: list[bool] = []
     launching = Launching("auto", choice := choice or LaunchChoice(), said.append)
     while choice.together is None:
         together = launching.together(batches := batches or launch(8))

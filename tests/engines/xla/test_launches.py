@@ -241,17 +241,18 @@ class TestTheUsersOwnJax:
     def test_a_guard_against_transfers_does_not_hold_for_the_engine(self):
         whole, run = trainer(), trainer()
         whole.fit((X, Y), 1, batch_size=2, **QUIET)
-        before = jax.config.jax_transfer_guard
-        jax.config.update("jax_transfer_guard", "disallow_explicit")
+        config: Any = jax.config
+        before = config.jax_transfer_guard
+        config.update("jax_transfer_guard", "disallow_explicit")
         try:
             run.fit((X, Y), 1, batch_size=2, **QUIET)
             loop = engine("xla").compile(doubled(), donate=["s"]).loop({"s": np.zeros(3, "f")})
             assert loop.step(x=np.ones(3, "f"))["r"].tolist() == [1, 1, 1]
             loop.load({"s": np.zeros(3, "f")})
             assert loop.state()["s"].tolist() == loop.view()["s"].tolist() == [0, 0, 0]
-            assert jax.config.jax_transfer_guard == "disallow_explicit"
+            assert config.jax_transfer_guard == "disallow_explicit"
         finally:
-            jax.config.update("jax_transfer_guard", before)
+            config.update("jax_transfer_guard", before)
         same_bits(run, whole)
 
 
@@ -274,11 +275,13 @@ def test_no_memory_left_is_explained(monkeypatch):
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_determinism_is_asked_of_xla_for_the_program_alone(monkeypatch, deterministic):
     """A GPU is not at hand: its option reaches the compiler, which accepts it on a CPU too."""
-    asked = []
-    own = jax.jit
-    monkeypatch.setattr(
-        jax, "jit", lambda *a, **k: asked.append(k.get("compiler_options")) or own(*a, **k)
-    )
+    asked, own = [], jax.jit
+
+    def recorded(*args, **options):
+        asked.append(options.get("compiler_options"))
+        return own(*args, **options)
+
+    monkeypatch.setattr(jax, "jit", recorded)
     program = XlaEngine(deterministic=deterministic).compile(doubled(), donate=["s"])
     program.loop({"s": np.zeros(3, "f")}).step(x=np.ones(3, "f"))
     assert [o["xla_gpu_deterministic_ops"] for o in asked if o] == [deterministic]
