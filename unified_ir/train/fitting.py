@@ -31,7 +31,7 @@ from triplane.unified_ir.train.checkpoint import Checkpoint
 from triplane.unified_ir.train.feeding import ThreadFeed
 from triplane.unified_ir.train.history import NOTHING_COUNTED, VALIDATION, Row, split
 from triplane.unified_ir.train.interrupt import Interrupt
-from triplane.unified_ir.train.launching import Launching, SingleBatch
+from triplane.unified_ir.train.launching import AUTO, Launching, SingleBatch
 from triplane.unified_ir.train.precision import LEAST_SCALE
 from triplane.unified_ir.train.progress import Progress
 from triplane.unified_ir.train.recipe import AVERAGE, LEFT, LOSS_SCALE, SKIPPED
@@ -110,6 +110,11 @@ class Fit:
             raise InvalidInput(
                 f"steps_per_launch={trainer.steps_per_launch} needs the engine 'xla': the other "
                 "engines run one step at a time"
+            )
+        if trainer.steps_per_launch == AUTO and getattr(trainer.engine, "processes", None):
+            raise InvalidInput(
+                'steps_per_launch="auto" measures, and the processes of a run must decide alike; '
+                "give a number"
             )
         # Computed when a snapshot first needs it: it traces the model and hashes the data.
         self._identity: dict[str, str] | None = None

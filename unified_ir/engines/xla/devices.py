@@ -85,7 +85,7 @@ class Devices:
     @property
     def is_single(self) -> bool:
         """Whether there is one device, and so nothing is split."""
-        return self._mesh is None
+        return not self.axes
 
     def placement(
         self, function: Function, donate: Sequence[str], shapes: Mapping[str, Shape], lead: int
