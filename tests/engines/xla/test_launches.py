@@ -272,6 +272,7 @@ def test_no_memory_left_is_explained(monkeypatch):
         cohort.run({}, [client])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_determinism_is_asked_of_xla_for_the_program_alone(monkeypatch, deterministic):
     """A GPU is not at hand: its option reaches the compiler, which accepts it on a CPU too."""
@@ -288,6 +289,7 @@ def test_determinism_is_asked_of_xla_for_the_program_alone(monkeypatch, determin
     assert "xla_gpu_deterministic_ops" not in os.environ.get("XLA_FLAGS", "")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lead", [(), (4,)], ids=["one step", "a launch"])
 def test_products_of_float32_ask_for_all_their_bits(lead):
     """A GPU would use TF32 otherwise; none is at hand, so this reads what XLA is asked."""
