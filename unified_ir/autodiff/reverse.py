@@ -105,7 +105,9 @@ def _record_node(replay: Replay, node: Node) -> tuple[Sequence[Tensor], Pullback
         # or numerically better.
         if row.vjp is None and row.body is not None:
             return _record_body(row, attrs, inputs, n)
-        outputs = replay.build.apply(row, inputs, attrs, regions=regions, outputs=n)
+        outputs = replay.build.apply(
+            row, inputs, attrs, regions=regions, outputs=n, strategy=node.strategy
+        )
     return outputs, _pullback_of_row(row, node, inputs, outputs)
 
 
