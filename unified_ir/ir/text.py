@@ -94,7 +94,7 @@ def _node_lines(node: Node, names: Mapping[Value, str]) -> Iterator[str]:
     inputs = ", ".join("none" if v is None else names[v] for v in node.inputs)
     attrs = attributes_text(node.attrs)
     line = f"{outputs} = {node.op}({inputs}){f' {attrs}' if attrs else ''}"
-    line += f" shard{split_text(node.strategy)}" if node.strategy else ""
+    line += f" shard{strategy_text(node.strategy)}" if node.strategy else ""
     yield line + (" {" if node.regions else "") + _place(node.meta)
     for region in node.regions:
         for inner in _lines(region, f"region {_name(region.name)}"):
@@ -110,7 +110,7 @@ def attributes_text(attrs: Mapping[str, AttrValue]) -> str:
     return "{" + ", ".join(f"{_name(k)}={_attr(attrs[k])}" for k in sorted(attrs)) + "}"
 
 
-def split_text(split: Split) -> str:
+def strategy_text(split: Split) -> str:
     """Return a strategy as `shard` takes it: ((4, 1), (1, 1))."""
     return "(" + ", ".join(f"({', '.join(map(str, slices))})" for slices in split) + ")"
 

@@ -18,7 +18,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import evaluate
 from triplane.unified_ir.ir.graph import Array, Node, Split, Value
 from triplane.unified_ir.ir.split import check_slices, checked_split
-from triplane.unified_ir.ir.text import split_text
+from triplane.unified_ir.ir.text import strategy_text
 from triplane.unified_ir.ir.types import float32
 from triplane.unified_ir.ops.factors import WHOLE, Factors, Shape, ShapedNode, factors_of
 from triplane.unified_ir.ops.tensor import Tensor, taken
@@ -111,7 +111,7 @@ def cuts_of(row: Op, factors: Factors, split: Split) -> dict[str, int]:
             at = f"axis {axis} of operand {k}"
             if factor == WHOLE and n > 1:
                 raise InvalidInput(
-                    f"{row} cannot be split as {split_text(split)}: {at} stays whole "
+                    f"{row} cannot be split as {strategy_text(split)}: {at} stays whole "
                     f"({factors.rule}), and is cut into {n}; write 1 there"
                 )
             if factor == WHOLE:
@@ -119,7 +119,7 @@ def cuts_of(row: Op, factors: Factors, split: Split) -> dict[str, int]:
             where = first.setdefault(factor, at)
             if cuts.setdefault(factor, n) != n:
                 raise InvalidInput(
-                    f"{row} cannot be split as {split_text(split)}: {where} and {at} are cut "
+                    f"{row} cannot be split as {strategy_text(split)}: {where} and {at} are cut "
                     f"together ({factors.rule}), and get {cuts[factor]} and {n} slices; give both "
                     "the same number"
                 )

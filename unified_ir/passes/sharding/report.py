@@ -9,18 +9,19 @@ from html import escape
 from typing import Any, Final
 
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.ir.graph import Split
 from triplane.unified_ir.passes.sharding.planner import (
     MARGIN,
     Alternative,
     ParallelPlan,
     PlannedNode,
 )
-from triplane.unified_ir.passes.sharding.problem import Split
 
 NAME: Final = 26
 SPLIT: Final = 24
 CHOICE: Final = 40
 SHOWN_ALTERNATIVES: Final = 12
+SHOWN_PINNED: Final = 2
 GRADIENT: Final = "grad"
 REST: Final = "(loss and update)"
 
@@ -135,6 +136,7 @@ def _node_record(node: PlannedNode) -> dict[str, Any]:
         "split": [list(axes) for axes in node.split],
         "output_split": [list(axes) for axes in node.output_split],
         "rule": node.rule,
+        "pinned": node.is_pinned,
         "collectives": list(node.collectives),
         "seconds": node.seconds,
         "compute_seconds": node.compute_s,
@@ -175,6 +177,10 @@ def _totals(plan: ParallelPlan) -> Iterator[str]:
         f"arguments, {bytes_text(memory.temporaries)} alive at"
     )
     yield f"                 the peak, node {memory.at}; checked with a margin of {MARGIN - 1:.0%}"
+    pinned = [f"{n.operator} {n.line}".strip() for n in plan.nodes if n.is_pinned]
+    if pinned:
+        more = f", and {len(pinned) - SHOWN_PINNED} more" if len(pinned) > SHOWN_PINNED else ""
+        yield f"split as written  {', '.join(pinned[:SHOWN_PINNED])}{more}"
     gap = plan.choices.gap
     exact = "exact" if gap < 1e-9 else f"at most {gap:.1%} above the least"
     yield f"search           {plan.choices.method}, {exact}"
@@ -209,6 +215,8 @@ def explanation(plan: ParallelPlan, index: int) -> Iterator[str]:
     where = f" in {node.scope}" if node.scope else ""
     yield f"node {index}: {node.operator}{where}  {node.line}".rstrip()
     yield f"rule: {node.rule}"
+    if node.is_pinned:
+        yield "split as written: its strategy leaves no other split"
     yield "each row: this node split otherwise, all others as planned"
     yield ""
     head = f"  {'split of operands -> result':{CHOICE}}{'work':>9}"
