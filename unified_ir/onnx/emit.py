@@ -35,6 +35,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim, is_symbol
 from triplane.unified_ir.ir.graph import Array, Function, Node, Value
 from triplane.unified_ir.ir.types import TensorType, float64, is_plain
+from triplane.unified_ir.onnx.multi_device import ShardedNode, annotate, sharded_node
 from triplane.unified_ir.onnx.sizes import emit_dims
 from triplane.unified_ir.onnx.target import DEFAULT, OnnxTarget
 from triplane.unified_ir.ops.build import expansion, note_contents
@@ -143,6 +144,7 @@ class _Emitter(EmissionContext):
         # Shared by the emitters of all regions: names are unique in the whole model, since ONNX's
         # subgraphs see the names of the graphs around them.
         self.functions: list[FunctionProto] = parent.functions if parent else []
+        self.sharded: list[ShardedNode] = []
         self.counter: list[int] = parent.counter if parent else [0]
         self.taken: frozenset[str] = parent.taken if parent else _users_names(function)
 
@@ -154,6 +156,11 @@ class _Emitter(EmissionContext):
     def model(self, **header: Any) -> ModelProto:
         """Emit the whole model."""
         graph = self.graph()
+        model = self._model(graph, header)
+        annotate(model, self.sharded)
+        return model
+
+    def _model(self, graph: GraphProto, header: Mapping[str, Any]) -> ModelProto:
         domains = {f.domain for f in self.functions} | _domains(graph.node)
         return helper.make_model(
             graph,
@@ -228,7 +235,12 @@ class _Emitter(EmissionContext):
     def body(self, function: Function) -> None:
         """Emit the nodes of a function whose parameters are already named."""
         for node in function.nodes:
+            first = len(self.nodes)
             self.node(node)
+            if node.strategy and self.parent is None:
+                names = self.inputs(node)
+                item = sharded_node(node, names, self.nodes[first:], self.contents)
+                self.sharded += [] if item is None else [item]
             note_contents(row_of(node), node, self.contents)
             for value in node.outputs:
                 self.note_sizes(value, self.names[value])

@@ -8,15 +8,15 @@ carry it out (`docs/parallel.md`); it changes no result.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import evaluate
-from triplane.unified_ir.ir.graph import Array, Node, Split, Value
+from triplane.unified_ir.ir.graph import Node, Split, Value
 from triplane.unified_ir.ir.split import check_slices, checked_split
 from triplane.unified_ir.ir.text import strategy_text
 from triplane.unified_ir.ir.types import float32
@@ -25,7 +25,7 @@ from triplane.unified_ir.ops.tensor import Tensor, taken
 
 if TYPE_CHECKING:
     from triplane.unified_ir.ops.build import Build
-    from triplane.unified_ir.ops.row import Op, Table
+    from triplane.unified_ir.ops.row import Known, Op, Table
 
 STAND_IN: Final = 1_000_003
 """Size that stands for the first symbol where a factor rule asks for numbers, then every other."""
@@ -43,19 +43,25 @@ def sharded_call(
     check_count(strategy, operands, name)
     start = len(build.nodes)
     result = function(*present[: len(args)], **dict(zip(kwargs, present[len(args) :], strict=True)))
-    values = [x.value for x in operands]
-    place = _reader(build, start, values, name)
-    node = build.nodes[place]
-    known = tuple(_known(build, v) for v in node.inputs)
-    split = checked_split(_aligned(node, values, strategy), node.inputs)
-    cuts_of_node(build.table, node, split, known)
-    build.nodes[place] = with_strategy(node, split)
+    attach(build, start, operands, strategy, name)
     return result
 
 
-def with_strategy(node: Node, split: Split) -> Node:
-    """Return the node with another strategy; () for none."""
-    return Node(node.op, node.inputs, node.outputs, node.attrs, node.regions, node.meta, split)
+def attach(
+    build: Build, start: int, operands: Sequence[Tensor], strategy: Sequence[Slices], name: str
+) -> None:
+    """Give the first node from `start` that reads all these tensors a strategy for them.
+
+    InvalidInput: there is none, or it cannot be split so.
+    """
+    values = [x.value for x in operands]
+    place = _reader(build, start, values, name)
+    node = build.nodes[place]
+    known = [build.known(Tensor(build, v)) if v is not None else None for v in node.inputs]
+    split = checked_split(_aligned(node, values, strategy), node.inputs)
+    row = build.table[node.op.domain, node.op.name]
+    cuts_of(row, factors_of_node(build.table, node, known), split)
+    build.nodes[place] = replace(node, strategy=split)
 
 
 def checked_strategy(strategy: Sequence[Any], name: str) -> tuple[Slices, ...]:
@@ -85,10 +91,8 @@ def check_count(strategy: Sequence[Any], operands: Sequence[Tensor], name: str) 
             check_slices(slices, x.value, f"tensor {k} of {name}")
 
 
-def cuts_of_node(
-    table: Table, node: Node, split: Split, known: tuple[Array | None, ...]
-) -> dict[str, int]:
-    """Return the slices of each factor of a node; InvalidInput if axes that go together differ."""
+def factors_of_node(table: Table, node: Node, known: Sequence[Known | None]) -> Factors:
+    """Return the factors of a node whose sizes may be symbols; known: what is known of operands."""
     row = table[node.op.domain, node.op.name]
     values = [v for v in (*node.inputs, *node.outputs) if v is not None]
     symbols = sorted(set().union(*(v.type.symbols for v in values)))
@@ -99,11 +103,12 @@ def cuts_of_node(
         return () if value is None else tuple(evaluate(d, sizes) for d in value.type.shape)
 
     shapes = tuple(map(shape, node.inputs)), tuple(map(shape, node.outputs))
-    return cuts_of(row, factors_of(ShapedNode(node, row, *shapes, known)), split)
+    arrays = tuple(k if isinstance(k, np.ndarray) else None for k in known)
+    return factors_of(ShapedNode(node, row, *shapes, arrays))
 
 
 def cuts_of(row: Op, factors: Factors, split: Split) -> dict[str, int]:
-    """Return the slices of each factor that is cut, in order; see `cuts_of_node`."""
+    """Return the slices of each factor that is cut; InvalidInput if axes of one factor differ."""
     cuts: dict[str, int] = {}
     first: dict[str, str] = {}
     for k, (axes, slices) in enumerate(zip(factors.operands, split, strict=True)):
@@ -153,11 +158,6 @@ def _aligned(node: Node, values: Sequence[Value], strategy: Sequence[Slices]) ->
     return aligned
 
 
-def _known(build: Build, value: Value | None) -> Array | None:
-    known = None if value is None else build.known(Tensor(build, value))
-    return known if isinstance(known, np.ndarray) else None
-
-
 def _tensors(args: Sequence[Any]) -> Iterator[Tensor]:
     for x in args:
         if isinstance(x, Tensor):
@@ -178,8 +178,3 @@ def _tensor(build: Build, x: Any, *, narrow: bool) -> Any:
         return [_tensor(build, y, narrow=narrow) for y in x]
     x = taken(x, narrow=narrow)
     return build.as_operand(x) if isinstance(x, Tensor) else x
-
-
-def devices_of(cuts: Mapping[str, int]) -> int:
-    """Return the number of devices that these cuts of factors keep busy."""
-    return math.prod(cuts.values())

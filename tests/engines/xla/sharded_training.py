@@ -19,7 +19,8 @@ class Net(nn.Cell):
 
     def construct(self, x):
         hidden = ops.relu(self.wide.shard((4, 1))(x))
-        return ops.matmul.shard((1, 1), (1, 4))(hidden, ops.transpose(self.head.weight))
+        y = ops.matmul.shard((1, 1), (1, 4))(hidden, ops.transpose(self.head.weight))
+        return y + self.head.bias
 
 
 def trained(engine):
