@@ -8,7 +8,7 @@ buffers are not known here.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
@@ -147,6 +147,17 @@ class ParallelPlan:
             for i in self.problem.variable_of
             if (s := self.strategy(i)) is not None
         }
+
+    def with_strategies(self) -> Function:
+        """Return the function with the planned split of each node as its strategy.
+
+        A plan with these strategies has these splits, as long as the sizes divide.
+        """
+        splits = self.strategies()
+        nodes = enumerate(self.function.nodes)
+        return self.function.with_(
+            nodes=(replace(n, strategy=splits.get(i, n.strategy)) for i, n in nodes)
+        )
 
     def layouts(self) -> Mapping[str, Layout]:
         """Return for each parameter, by name, the tensor axis that each mesh axis cuts, or -1."""
