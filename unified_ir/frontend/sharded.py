@@ -7,6 +7,7 @@ from typing import Any
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ops.recorder import recorder, recording
+from triplane.unified_ir.ops.source import user_location
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.ops.tensor import Tensor
 
@@ -20,9 +21,11 @@ def sharded_cell(
     tensors = [recorder().as_operand(x) if hasattr(x, "__tensor__") else x for x in args]
     count = sum(isinstance(x, Tensor) for x in tensors)
     if len(strategy) != count:
+        place = user_location()
         raise InvalidInput(
             f"{type(cell).__name__}.shard has slices for {len(strategy)} tensors, and the call has "
             f"{count}; give one tuple for each, None for a tensor that stays open"
+            f"{f' (at {place})' if place else ''}"
         )
     splits = iter(strategy)
     return cell(*(_cut(x, next(splits)) if isinstance(x, Tensor) else x for x in tensors))

@@ -1,0 +1,142 @@
+"""Strategies written in code: which node gets one, and what is refused, with the user's line."""
+
+import numpy as np
+import pytest
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir import TensorSpec, nn, ops, trace
+from triplane.unified_ir.autodiff import value_and_grad
+from triplane.unified_ir.engines.reference import ReferenceEngine
+from triplane.unified_ir.ir.codec import decode_function, encode_function
+from triplane.unified_ir.ir.parse import parse_function
+from triplane.unified_ir.ir.text import function_text
+from triplane.unified_ir.passes.clean import clean
+from triplane.unified_ir.passes.sharding import plan, report
+
+X, W = TensorSpec(("N", 8)), TensorSpec((8, 12))
+FULL = np.ones((8, 12))
+
+
+def of(function, op):
+    """The strategies of the nodes of an operator."""
+    return [n.strategy for n in function.nodes if n.op.name == op]
+
+
+def test_the_node_that_reads_the_operands_has_the_strategy():
+    function = trace(lambda x, w: ops.matmul.shard((4, 1), (1, 2))(x, w), X, W)
+    assert of(function, "MatMul") == [((4, 1), (1, 2))]
+
+
+@pytest.mark.parametrize(
+    ("call", "op", "strategy"),
+    [
+        (lambda x, w: ops.relu.shard((2, 4))(x), "Relu", ((2, 4),)),
+        (lambda x, w: ops.matmul.shard((1, 2), (2, 1))(x, FULL), "MatMul", ((1, 2), (2, 1))),
+        (lambda x, w: ops.embedding.shard((1, 4), (2,))(w, np.array([1, 0])), "Gather",
+         ((1, 4), (2,))),
+        (lambda x, w: ops.concat.shard((2, 1), (2, 1))([x, x * 2.0], 1), "Concat",
+         ((2, 1), (2, 1))),
+        (lambda x, w: ops.matmul.shard((2, 1), (1, 4))(x, ops.transpose(x)), "MatMul",
+         ((2, 1), (1, 4))),
+        (lambda x, w: ops.mul.shard((2, 1), (2, 1))(x, x), "Mul", ((2, 1), (2, 1))),
+        (lambda x, w: ops.add.shard((2, 4), (4,))(x, np.ones(8)), "Add", ((2, 4), (4,))),
+        (lambda x, w: ops.sum.shard((2, 1))(x, 1), "ReduceSum", ((2, 1), (1,))),
+    ],
+)  # fmt: skip
+def test_constants_and_axes_of_the_call_stay_whole(call, op, strategy):
+    assert of(trace(call, X, W), op) == [strategy]
+
+
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        (lambda x, w: ops.matmul.shard((4, 1))(x, w), "slices for 1 tensors, and the call has 2"),
+        (lambda x, w: ops.matmul.shard((4,), (1, 1))(x, w), "has 2 axes; a strategy has a number"),
+        (lambda x, w: ops.matmul.shard((1, 3), (3, 1))(x, w), "which 3 slices do not divide"),
+        (lambda x, w: ops.matmul.shard((4, 1), (2, 1))(x, w), "are cut together"),
+        (lambda x, w: ops.softmax.shard((1, 2))(x, 1), "axis 1 of operand 0 stays whole"),
+        (lambda x, w: ops.matmul.shard(((4, 1), (1, 1)))(x, w), "whole numbers >= 1"),
+        (lambda x, w: ops.matmul.shard((4, 0), (1, 1))(x, w), "whole numbers >= 1"),
+        (lambda x, w: ops.matmul.shard((True, 1), (1, 1))(x, w), "whole numbers >= 1"),
+        (lambda x, w: ops.matmul.shard()(x, w), "whole numbers >= 1"),
+        (lambda x, w: ops.matmul.shard((8192, 1), (1, 1))(x, w), "at most 4096 in all"),
+        (lambda x, w: ops.linear.shard((1, 2, 1), (1, 1))(ops.unsqueeze(x, 0), FULL.T),
+         "no node of its own that reads all its tensors"),
+        (lambda x, w: nn.ReLU().shard((1, 1), (1, 1))(x), "has slices for 2 tensors"),
+        (lambda x, w: nn.ReLU().shard((1, 1, 1))(x), "has 2 axes"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_split_is_refused_at_the_users_line(call, why):
+    with pytest.raises(InvalidInput, match=why) as caught:
+        trace(call, X, W)
+    assert f"test_sharding.py:{call.__code__.co_firstlineno}" in str(caught.value)
+
+
+class Layer(nn.Cell):
+    """A cell with a second input that is no tensor."""
+
+    def construct(self, x, times, y):
+        return x * times + y
+
+
+def test_a_cell_cuts_its_tensors_before_it_reads_them():
+    cell = Layer()
+    function = trace(lambda x: cell.shard((4, 1), None)(x, 2.0, x * 1.0), X)
+    assert of(function, "Identity") == [((4, 1),)]
+    x = np.ones((2, 8), np.float32)
+    assert np.array_equal(cell.shard((4, 1), None)(x, 2.0, x), np.full((2, 8), 3, np.float32))
+
+
+def test_strategies_survive_cleaning_text_bytes_and_gradients():
+    function = trace(
+        lambda x, w: ops.relu.shard((4, 1))(ops.matmul.shard((4, 1), (1, 1))(x, w)).sum(), X, W
+    )
+    text = function_text(function)
+    assert "MatMul(%x, %w) shard((4, 1), (1, 1))  # " in text
+    for copy in (
+        clean(function), parse_function(text), decode_function(encode_function(function)),
+    ):  # fmt: skip
+        assert function_text(copy) == text
+    gradient = value_and_grad(function, wrt=["w"])
+    assert of(gradient, "MatMul")[0] == ((4, 1), (1, 1))
+    assert of(gradient, "Relu") == [((4, 1),)]
+    assert not any(n.strategy for n in gradient.nodes if n.meta.scope.startswith("grad"))
+
+
+def test_equal_nodes_of_different_strategies_are_not_merged():
+    function = trace(lambda x: ops.exp.shard((2, 1))(x) + ops.exp.shard((1, 2))(x), X)
+    assert of(clean(function), "Exp") == [((2, 1),), ((1, 2),)]
+
+
+def test_a_strategy_changes_no_result_of_one_device():
+    plain = trace(lambda x, w: ops.matmul(x, w), X, W)
+    split = trace(lambda x, w: ops.matmul.shard((4, 1), (1, 2))(x, w), X, W)
+    rng = np.random.default_rng(0)
+    args = [rng.standard_normal((3, 8)).astype(np.float32), FULL[:8].astype(np.float32)]
+    for function in (plain, split):
+        (y,) = ReferenceEngine().compile(function)(*args)
+        assert np.array_equal(y, args[0] @ args[1])
+
+
+def test_the_planner_keeps_strategies_and_says_so():
+    function = trace(
+        lambda x, w: ops.relu(ops.matmul.shard((2, 2), (2, 1))(x, w)), X, W
+    )  # fmt: skip
+    best = plan(function, 4, sizes={"N": 64})
+    assert best.strategies()[0] == ((2, 2), (2, 1))
+    assert [n.is_pinned for n in best.nodes] == [True, False]
+    (line,) = [t for t in report.table(best) if t.startswith("split as written")]
+    assert "MatMul tests/ops/test_sharding.py:" in line
+    assert any("its strategy" in t for t in report.explanation(best, 0))
+    again = plan(best.with_strategies(), 4, sizes={"N": 64})
+    assert again.strategies() == best.strategies()
+    with pytest.raises(InvalidInput, match=r"no mesh of 6 devices \(\(6,\), .* has every split"):
+        plan(function, 6, sizes={"N": 64})
+
+
+def test_a_strategy_inside_a_loop_is_refused_by_line():
+    def loop(x):
+        return ops.fori_loop(3, lambda i, y: ops.relu.shard((2, 1))(y), x)
+
+    with pytest.raises(InvalidInput, match=r"Relu at tests/ops/test_sharding.py:\d+ has the strat"):
+        plan(trace(loop, X), 2, sizes={"N": 4})
