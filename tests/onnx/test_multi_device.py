@@ -9,6 +9,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import TensorSpec, ops, trace
 from triplane.unified_ir.onnx.emit import emit
 from triplane.unified_ir.onnx.importer import import_onnx
+from triplane.unified_ir.onnx.target import OnnxTarget
 
 X, W = TensorSpec(("N", 8), "float32"), TensorSpec((8, 12), "float32")
 
@@ -45,6 +46,12 @@ def test_stock_tools_accept_annotations_and_import_reads_them_back():
         for m in (model, same)
     ]
     assert np.array_equal(*results)
+
+
+def test_files_for_older_runtimes_have_no_annotations():
+    model = emit(products(split=True), target=OnnxTarget(17))
+    assert model.ir_version < 11
+    assert not any(n.device_configurations for n in model.graph.node)
 
 
 def test_devices_hold_the_shards_in_order():

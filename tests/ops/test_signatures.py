@@ -27,8 +27,8 @@ KEY = np.array([0, 7], np.uint32)
 
 HEAD = '''"""Types of the operators; generated from the table, see tests/ops/test_signatures.py."""
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 
@@ -38,6 +38,15 @@ from triplane.unified_ir.ir.types import DType
 from triplane.unified_ir.ops.tensor import Axes, HasTensor, TensorLike
 
 _Operand = Tensor | Array | np.generic | HasTensor
+_P = ParamSpec("_P")
+_R = TypeVar("_R", covariant=True)
+
+class _Operator(Protocol[_P, _R]):
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R: ...
+    def shard(self, *strategy: Sequence[int]) -> Callable[_P, _R]: ...
+
+def _operator(function: Callable[_P, _R]) -> _Operator[_P, _R]: ...
+
 '''
 KNOWN = {
     *("Any", "Array", "Axes", "DType", "Dim", "Literal", "Sequence", "Tensor", "TensorLike"),
@@ -108,7 +117,8 @@ def text():
         elif isinstance(value, FunctionType) and (line := of_function(name, value)):
             lines[name] = wrapped(line)
     imports = imported([n for n in names if n not in lines])
-    return HEAD + "\n".join([*imports, "", *lines.values()]) + "\n"
+    definitions = [f"@_operator\n{line}" for line in lines.values()]
+    return HEAD + "\n".join([*imports, "", *definitions]) + "\n"
 
 
 def test_the_type_stub_is_the_table():
@@ -222,6 +232,7 @@ USES = """
             x = x + ops.random_normal(self.key, x.shape)
             self.key = ops.next_key(self.key)
             x = ops.matmul(x, self.scale) * ops.vector_norm(self.scale) + ops.mean(np.ones(3))
+            x = ops.add.shard((4, 1), (4, 1))(x, x)
             y = ops.where(x > 0.0, ops.softmax(x, 1), ops.leaky_relu(x, alpha=0.1))
             return ops.clip(ops.maximum(y, x, 0.5), None, np.float32(1.0) * np.ones(1)) + ops.exp(x)
 
@@ -234,10 +245,11 @@ USES = """
         return value, nn.functional_call(net, net.trainable_state(), x), state
 """
 MISUSES = {
-    "ops.softmax(x, axi=1)": 'Unexpected keyword argument "axi" for "softmax"',
-    "ops.softmax(x, 'rows')": 'Argument 2 to "softmax" has incompatible type "str"',
-    "ops.relu(x, 1)": 'Too many positional arguments for "relu"|Too many arguments for "relu"',
-    "ops.bit_shift(x, x)": 'Missing positional argument "direction" in call to "bit_shift"',
+    "ops.softmax(x, axi=1)": 'Unexpected keyword argument "axi" for "__call__"',
+    "ops.softmax(x, 'rows')": 'Argument 2 to "__call__" of "_Operator" has incompatible type "str"',
+    "ops.relu(x, 1)": 'Too many positional arguments for "__call__"|Too many arguments for "__call__"',
+    "ops.bit_shift(x, x)": 'Missing positional argument "direction" in call to "__call__"',
+    "ops.relu.shard(2)(x)": 'Argument 1 to "shard" of "_Operator" has incompatible type "int"',
     "ops.sofmax(x)": 'has no attribute "sofmax"',
 }
 

@@ -157,7 +157,9 @@ class _Emitter(EmissionContext):
         """Emit the whole model."""
         graph = self.graph()
         model = self._model(graph, header)
-        annotate(model, self.sharded)
+        # Whoever asks for an older opset has a runtime that reads no newer version of the format.
+        if self.target.opset >= DEFAULT.opset:
+            annotate(model, self.sharded)
         return model
 
     def _model(self, graph: GraphProto, header: Mapping[str, Any]) -> ModelProto:
