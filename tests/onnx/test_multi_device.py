@@ -7,7 +7,7 @@ import pytest
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import TensorSpec, ops, trace
-from triplane.unified_ir.onnx.emit import emit
+from triplane.unified_ir.onnx.emit import emit, emit_annotated
 from triplane.unified_ir.onnx.importer import import_onnx
 from triplane.unified_ir.onnx.target import OnnxTarget
 
@@ -27,10 +27,11 @@ def strategies(function):
 
 def test_stock_tools_accept_annotations_and_import_reads_them_back():
     function, plain = products(split=True), products(split=False)
-    model, same = emit(function), emit(plain)
+    model, same = emit_annotated(function), emit_annotated(plain)
     onnx.checker.check_model(model, full_check=True)
     assert (model.ir_version, same.ir_version) == (11, 10)
     assert not same.configuration
+    assert not emit(function).configuration, "sessions and bundles need no annotations"
     (configuration,) = model.configuration
     assert (configuration.name, configuration.num_devices) == ("triplane", 12)
     back = import_onnx(model.SerializeToString()).entry("predict")
@@ -49,7 +50,7 @@ def test_stock_tools_accept_annotations_and_import_reads_them_back():
 
 
 def test_files_for_older_runtimes_have_no_annotations():
-    model = emit(products(split=True), target=OnnxTarget(17))
+    model = emit_annotated(products(split=True), target=OnnxTarget(17))
     assert model.ir_version < 11
     assert not any(n.device_configurations for n in model.graph.node)
 
@@ -57,7 +58,7 @@ def test_files_for_older_runtimes_have_no_annotations():
 def test_devices_hold_the_shards_in_order():
     """Rows in 2 and columns in 3: device 3 i + j has rows i and columns j, on 6 devices."""
     function = trace(ops.matmul.shard((2, 1), (1, 3)), X, W)
-    (node,) = emit(function).graph.node
+    (node,) = emit_annotated(function).graph.node
     (config,) = node.device_configurations
     rows, columns = config.sharding_spec
     groups = [
@@ -72,7 +73,7 @@ def test_devices_hold_the_shards_in_order():
 
 
 def annotated():
-    return emit(trace(ops.matmul.shard((4, 1), (1, 2)), X, W))
+    return emit_annotated(trace(ops.matmul.shard((4, 1), (1, 2)), X, W))
 
 
 def spec_of(model, k=0):
@@ -144,11 +145,13 @@ def test_negative_axes_and_other_configurations_are_read():
 def test_a_tensor_that_is_read_twice_may_be_cut_in_two_ways():
     square = TensorSpec((8, 8), "float32")
     function = trace(lambda x: ops.matmul.shard((4, 1), (1, 2))(x, x), square)
-    assert strategies(import_onnx(emit(function)).entry("predict")) == strategies(function)
+    assert strategies(import_onnx(emit_annotated(function)).entry("predict")) == strategies(
+        function
+    )
 
 
 def test_too_many_devices_are_not_listed():
     function = trace(ops.matmul.shard((4096, 1), (1, 4)), X, W)
-    model = emit(function)
+    model = emit_annotated(function)
     assert not model.configuration
     assert not model.graph.node[0].device_configurations

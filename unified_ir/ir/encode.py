@@ -24,7 +24,7 @@ from triplane.unified_ir.ir.graph import (
 from triplane.unified_ir.ir.types import DType, OptionalType, SequenceType, TensorType, type_of
 
 FORMAT_VERSION: Final = 4
-"""2 added sequences, optionals, strings and narrow element types; 3 negative sizes; 4 strategies."""
+"""2 added sequences, optionals, strings and narrow types; 3 negative sizes; 4 strategies."""
 VALUES_VERSION: Final = 2
 """The first version with sequences, optionals, strings and the element types of `NEWER`."""
 NEGATIVE_VERSION: Final = 3

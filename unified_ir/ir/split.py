@@ -35,7 +35,7 @@ def check_slices(slices: tuple[int, ...], operand: Value | None, what: str) -> N
             f"{what} is {shown} and has {len(shape)} axes; a strategy has a number of slices for "
             f"each of them, got {slices!r:.200}"
         )
-    if not all(1 <= n for n in slices) or math.prod(slices) > limits.MAX_SLICES:
+    if not all(n >= 1 for n in slices) or math.prod(slices) > limits.MAX_SLICES:
         raise InvalidInput(
             f"{what} is cut into 1 slice or more along each axis, and into at most "
             f"{limits.MAX_SLICES} in all, got {slices!r:.200}"

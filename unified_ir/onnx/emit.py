@@ -97,6 +97,25 @@ def emit_typed(
     return model, {name: value.type for value, name in emitter.names.items()}
 
 
+def emit_annotated(
+    function: Function,
+    *,
+    target: OnnxTarget = DEFAULT,
+    initializers: Mapping[str, EmittedInitializer] | None = None,
+) -> ModelProto:
+    """Like `emit`, for files that leave this machine: strategies become multi-device annotations.
+
+    Nodes are not fused then, since a node that is replaced has no strategy. Opsets below the
+    default one are for runtimes that may not read a format with annotations, so they have none.
+    """
+    if target.opset < DEFAULT.opset or not any(n.strategy for n in function.nodes):
+        return emit(function, target=target, initializers=initializers)
+    emitter = _Annotated(target, clean(function), initializers or {})
+    model = emitter.model(producer_name=PRODUCER)
+    annotate(model, emitter.sharded)
+    return model
+
+
 def _opsets(opset: int, domains: Iterable[str]) -> list[OperatorSetIdProto]:
     """Return the versions of domains; operators of users and of runtimes have only one version."""
     others = sorted({*domains} - {""})
@@ -144,7 +163,6 @@ class _Emitter(EmissionContext):
         # Shared by the emitters of all regions: names are unique in the whole model, since ONNX's
         # subgraphs see the names of the graphs around them.
         self.functions: list[FunctionProto] = parent.functions if parent else []
-        self.sharded: list[ShardedNode] = []
         self.counter: list[int] = parent.counter if parent else [0]
         self.taken: frozenset[str] = parent.taken if parent else _users_names(function)
 
@@ -156,13 +174,6 @@ class _Emitter(EmissionContext):
     def model(self, **header: Any) -> ModelProto:
         """Emit the whole model."""
         graph = self.graph()
-        model = self._model(graph, header)
-        # Whoever asks for an older opset has a runtime that reads no newer version of the format.
-        if self.target.opset >= DEFAULT.opset:
-            annotate(model, self.sharded)
-        return model
-
-    def _model(self, graph: GraphProto, header: Mapping[str, Any]) -> ModelProto:
         domains = {f.domain for f in self.functions} | _domains(graph.node)
         return helper.make_model(
             graph,
@@ -237,12 +248,7 @@ class _Emitter(EmissionContext):
     def body(self, function: Function) -> None:
         """Emit the nodes of a function whose parameters are already named."""
         for node in function.nodes:
-            first = len(self.nodes)
             self.node(node)
-            if node.strategy and self.parent is None:
-                names = self.inputs(node)
-                item = sharded_node(node, names, self.nodes[first:], self.contents)
-                self.sharded += [] if item is None else [item]
             note_contents(row_of(node), node, self.contents)
             for value in node.outputs:
                 self.note_sizes(value, self.names[value])
@@ -530,6 +536,24 @@ class _Located(_Emitter):
         self.nodes[-1].name = f"at/{len(self.places)}"
         if self._for is not None:
             self.places[self.nodes[-1].name] = self._for
+
+
+class _Annotated(_Emitter):
+    """Remembers the nodes of the top-level graph that have a strategy, as they are emitted."""
+
+    def __init__(
+        self, target: OnnxTarget, function: Function, held: Mapping[str, EmittedInitializer]
+    ) -> None:
+        super().__init__(target, function, held)
+        self.sharded: list[ShardedNode] = []
+
+    def node(self, node: Node) -> None:
+        """See `_Emitter.node`."""
+        first = len(self.nodes)
+        super().node(node)
+        emitted = self.nodes[first:]
+        item = sharded_node(node, self.inputs(node), emitted, self.contents)
+        self.sharded += [] if item is None else [item]
 
 
 def _output_names(function: Function) -> list[str]:

@@ -94,9 +94,7 @@ def annotate(model: ModelProto, sharded: Sequence[ShardedNode]) -> None:
                 config.sharding_spec.append(_spec(item, k, value, target.input[k], devices))
 
 
-def _spec(
-    item: ShardedNode, k: int, value: Value, name: str, devices: int
-) -> ShardingSpecProto:
+def _spec(item: ShardedNode, k: int, value: Value, name: str, devices: int) -> ShardingSpecProto:
     """Return how one operand is cut; the devices form a mesh with an axis for each factor."""
     spec = ShardingSpecProto(tensor_name=name)
     axes, slices = item.axes[k], item.node.strategy[k]
@@ -173,7 +171,9 @@ def _slices(spec: ShardingSpecProto, rank: int) -> tuple[int, ...] | None:
     fused = False
     for dim in spec.sharded_dim:
         if not -rank <= dim.axis < rank or dim.axis % rank in seen:
-            raise InvalidInput(f"{what} cuts axis {dim.axis}, out of range or twice, of {rank} axes")
+            raise InvalidInput(
+                f"{what} cuts axis {dim.axis}, out of range or twice, of {rank} axes"
+            )
         seen.add(dim.axis % rank)
         counts = [part.num_shards for part in dim.simple_sharding]
         if any(n < 1 for n in counts):

@@ -588,9 +588,7 @@ def taking_arrays(builder: Callable[P, R]) -> Callable[P, R]:
         admitted: Any = [
             taken(x, narrow=narrow) if mark else x for x, mark in zip(args, marks, strict=True)
         ]
-        named: Any = {
-            k: taken(v, narrow=narrow) if k in operands else v for k, v in kwargs.items()
-        }
+        named: Any = {k: taken(v, narrow=narrow) if k in operands else v for k, v in kwargs.items()}
         return builder(*admitted, **named)
 
     return build

@@ -12,12 +12,8 @@ from triplane.unified_ir.engines.xla.devices import Placement, Shape, first_devi
 from triplane.unified_ir.engines.xla.door import jax
 from triplane.unified_ir.ir.dims import is_symbol
 from triplane.unified_ir.ir.graph import Function
-from triplane.unified_ir.passes.sharding import (
-    ParallelPlan,
-    Topology,
-    plan,
-    with_dividing_strategies,
-)
+from triplane.unified_ir.passes.sharding import ParallelPlan, Topology, plan
+from triplane.unified_ir.passes.sharding.problem import with_dividing_strategies
 from triplane.unified_ir.passes.sharding.report import time_text
 
 

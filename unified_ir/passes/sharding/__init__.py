@@ -4,9 +4,6 @@ from triplane.unified_ir.passes.sharding.planner import ParallelPlan as Parallel
 from triplane.unified_ir.passes.sharding.planner import plan as plan
 from triplane.unified_ir.passes.sharding.planner import plan_with_layouts as plan_with_layouts
 from triplane.unified_ir.passes.sharding.problem import data_parallel as data_parallel
-from triplane.unified_ir.passes.sharding.problem import (
-    with_dividing_strategies as with_dividing_strategies,
-)
 from triplane.unified_ir.passes.sharding.topology import LinkCost as LinkCost
 from triplane.unified_ir.passes.sharding.topology import Topology as Topology
 from triplane.unified_ir.passes.sharding.topology import read_topology as read_topology
@@ -19,5 +16,4 @@ __all__ = [
     "plan",
     "plan_with_layouts",
     "read_topology",
-    "with_dividing_strategies",
 ]

@@ -21,7 +21,8 @@ NAME: Final = 26
 SPLIT: Final = 24
 CHOICE: Final = 40
 SHOWN_ALTERNATIVES: Final = 12
-SHOWN_PINNED: Final = 2
+SHOWN_PINNED: Final = 6
+WIDTH: Final = 80
 GRADIENT: Final = "grad"
 REST: Final = "(loss and update)"
 
@@ -178,9 +179,10 @@ def _totals(plan: ParallelPlan) -> Iterator[str]:
     )
     yield f"                 the peak, node {memory.at}; checked with a margin of {MARGIN - 1:.0%}"
     pinned = [f"{n.operator} {n.line}".strip() for n in plan.nodes if n.is_pinned]
-    if pinned:
-        more = f", and {len(pinned) - SHOWN_PINNED} more" if len(pinned) > SHOWN_PINNED else ""
-        yield f"split as written  {', '.join(pinned[:SHOWN_PINNED])}{more}"
+    for i, text in enumerate(pinned[:SHOWN_PINNED]):
+        yield f"{'' if i else 'as written':15}  {text}"[:WIDTH]
+    if (more := len(pinned) - SHOWN_PINNED) > 0:
+        yield f"{'':15}  and {more} more nodes (--json has all)"
     gap = plan.choices.gap
     exact = "exact" if gap < 1e-9 else f"at most {gap:.1%} above the least"
     yield f"search           {plan.choices.method}, {exact}"
@@ -216,7 +218,7 @@ def explanation(plan: ParallelPlan, index: int) -> Iterator[str]:
     yield f"node {index}: {node.operator}{where}  {node.line}".rstrip()
     yield f"rule: {node.rule}"
     if node.is_pinned:
-        yield "split as written: its strategy leaves no other split"
+        yield "as written: the strategy of this node leaves no other split"
     yield "each row: this node split otherwise, all others as planned"
     yield ""
     head = f"  {'split of operands -> result':{CHOICE}}{'work':>9}"
