@@ -1,4 +1,4 @@
-"""Strategies in ONNX's multi-device annotations: stock tools accept them, import reads them back."""
+"""Strategies as ONNX's multi-device annotations: stock tools accept them, import reads them."""
 
 import numpy as np
 import onnx

@@ -247,7 +247,7 @@ USES = """
 MISUSES = {
     "ops.softmax(x, axi=1)": 'Unexpected keyword argument "axi" for "__call__"',
     "ops.softmax(x, 'rows')": 'Argument 2 to "__call__" of "_Operator" has incompatible type "str"',
-    "ops.relu(x, 1)": 'Too many positional arguments for "__call__"|Too many arguments for "__call__"',
+    "ops.relu(x, 1)": 'Too many positional arguments for "__ca|Too many arguments for "__call__"',
     "ops.bit_shift(x, x)": 'Missing positional argument "direction" in call to "__call__"',
     "ops.relu.shard(2)(x)": 'Argument 1 to "shard" of "_Operator" has incompatible type "int"',
     "ops.sofmax(x)": 'has no attribute "sofmax"',

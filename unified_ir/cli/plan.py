@@ -86,8 +86,8 @@ OPTIONS: Final = (
     option("--explain NODE", "Show what one node, layer or operator could do instead, and which "
            "rule decided."),
     option("--out FILE.svg", "Draw the plan.", OUTPUT_FILE),
-    option("--out-model FILE.tpm", "Write the model file with the planned split of each node, which "
-           "training on the engine xla carries out and ONNX export writes.", OUTPUT_FILE),
+    option("--out-model FILE.tpm", "Write the model file with the planned split of each node; "
+           "the engine xla carries them out, and ONNX export writes them.", OUTPUT_FILE),
 )
 # fmt: on
 

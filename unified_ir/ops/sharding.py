@@ -72,7 +72,8 @@ def checked_strategy(strategy: Sequence[Any], name: str) -> tuple[Slices, ...]:
     if not strategy or not is_one:
         raise InvalidInput(
             f"{name}.shard takes for each tensor of the call the slices of each axis, whole "
-            f"numbers >= 1, as in {name}.shard((4, 1), (1, 1)); got {', '.join(map(repr, strategy))[:200]}"
+            f"numbers >= 1, as in {name}.shard((4, 1), (1, 1)); got "
+            f"{', '.join(map(repr, strategy))[:200]}"
         )
     return tuple(tuple(s) for s in strategy)
 

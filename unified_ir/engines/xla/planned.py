@@ -21,8 +21,9 @@ class PlannedDevices:
     """A number of devices (None: all), over which functions are split as the planner decides.
 
     A function is planned for each combination of its sizes, around the strategies in its code; one
-    that the sizes of a batch do not divide is left to the planner for that batch. memory_bytes: what one device has.
-    say: called with a line on each plan. InvalidInput: JAX has fewer devices.
+    that the sizes of a batch do not divide is left to the planner for that batch.
+    memory_bytes: what one device has. say: called with a line on each plan. InvalidInput: JAX has
+    fewer devices.
     """
 
     def __init__(

@@ -179,10 +179,10 @@ def _totals(plan: ParallelPlan) -> Iterator[str]:
     )
     yield f"                 the peak, node {memory.at}; checked with a margin of {MARGIN - 1:.0%}"
     pinned = [f"{n.operator} {n.line}".strip() for n in plan.nodes if n.is_pinned]
-    for i, text in enumerate(pinned[:SHOWN_PINNED]):
-        yield f"{'' if i else 'as written':15}  {text}"[:WIDTH]
-    if (more := len(pinned) - SHOWN_PINNED) > 0:
-        yield f"{'':15}  and {more} more nodes (--json has all)"
+    for k, text in enumerate(pinned[:SHOWN_PINNED]):
+        yield f"{'' if k else 'as written':15}  {text}"[:WIDTH]
+    if (rest := len(pinned) - SHOWN_PINNED) > 0:
+        yield f"{'':15}  and {rest} more nodes (--json has all)"
     gap = plan.choices.gap
     exact = "exact" if gap < 1e-9 else f"at most {gap:.1%} above the least"
     yield f"search           {plan.choices.method}, {exact}"
