@@ -7,7 +7,8 @@ import pytest
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import TensorSpec, ops, trace
-from triplane.unified_ir.onnx.emit import emit, emit_annotated
+from triplane.unified_ir.onnx.annotated import emit_annotated
+from triplane.unified_ir.onnx.emit import emit
 from triplane.unified_ir.onnx.importer import import_onnx
 from triplane.unified_ir.onnx.target import OnnxTarget
 

@@ -27,13 +27,8 @@ from triplane.unified_ir.ir import Module
 from triplane.unified_ir.ir.dims import is_symbol
 from triplane.unified_ir.ir.graph import Array, Function, Value
 from triplane.unified_ir.ir.module import with_assigned_state
-from triplane.unified_ir.onnx import (
-    EmittedInitializer,
-    External,
-    OnnxTarget,
-    emit_annotated,
-    serialize,
-)
+from triplane.unified_ir.onnx import EmittedInitializer, External, OnnxTarget, serialize
+from triplane.unified_ir.onnx.annotated import emit_annotated
 from triplane.unified_ir.onnx.emit import held_tensor
 from triplane.unified_ir.ops.infer import type_proto
 from triplane.unified_ir.passes.widen import widen_half

@@ -5,7 +5,6 @@ from triplane.unified_ir.onnx.blocks import node_count as node_count
 from triplane.unified_ir.onnx.emit import EmittedInitializer as EmittedInitializer
 from triplane.unified_ir.onnx.emit import External as External
 from triplane.unified_ir.onnx.emit import emit as emit
-from triplane.unified_ir.onnx.emit import emit_annotated as emit_annotated
 from triplane.unified_ir.onnx.emit import emit_typed as emit_typed
 from triplane.unified_ir.onnx.emit import serialize as serialize
 from triplane.unified_ir.onnx.importer import import_onnx as import_onnx

@@ -35,7 +35,6 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim, is_symbol
 from triplane.unified_ir.ir.graph import Array, Function, Node, Value
 from triplane.unified_ir.ir.types import TensorType, float64, is_plain
-from triplane.unified_ir.onnx.multi_device import ShardedNode, annotate, sharded_node
 from triplane.unified_ir.onnx.sizes import emit_dims
 from triplane.unified_ir.onnx.target import DEFAULT, OnnxTarget
 from triplane.unified_ir.ops.build import expansion, note_contents
@@ -92,28 +91,9 @@ def emit_typed(
     """Like `emit`, with the type of each ONNX value that represents a value of the function."""
     if not function.results:
         raise InvalidInput(f"{function.name!r} has no results; an ONNX graph needs one, return it")
-    emitter = _Emitter(target, fuse(clean(function)), initializers or {})
+    emitter = Emitter(target, fuse(clean(function)), initializers or {})
     model = emitter.model(producer_name=PRODUCER)
     return model, {name: value.type for value, name in emitter.names.items()}
-
-
-def emit_annotated(
-    function: Function,
-    *,
-    target: OnnxTarget = DEFAULT,
-    initializers: Mapping[str, EmittedInitializer] | None = None,
-) -> ModelProto:
-    """Like `emit`, for files that leave this machine: strategies become multi-device annotations.
-
-    Nodes are not fused then, since a node that is replaced has no strategy. Opsets below the
-    default one are for runtimes that may not read a format with annotations, so they have none.
-    """
-    if target.opset < DEFAULT.opset or not any(n.strategy for n in function.nodes):
-        return emit(function, target=target, initializers=initializers)
-    emitter = _Annotated(target, clean(function), initializers or {})
-    model = emitter.model(producer_name=PRODUCER)
-    annotate(model, emitter.sharded)
-    return model
 
 
 def _opsets(opset: int, domains: Iterable[str]) -> list[OperatorSetIdProto]:
@@ -138,7 +118,7 @@ def serialize(model: ModelProto) -> bytes:
     return model.SerializeToString(deterministic=True)
 
 
-class _Emitter(EmissionContext):
+class Emitter(EmissionContext):
     """Emits one ONNX graph: its names, nodes and known sizes; a region also sees its parent's."""
 
     def __init__(
@@ -146,7 +126,7 @@ class _Emitter(EmissionContext):
         target: OnnxTarget,
         function: Function,
         held: Mapping[str, EmittedInitializer],
-        parent: _Emitter | None = None,
+        parent: Emitter | None = None,
     ) -> None:
         self._target = target
         self.function = function
@@ -383,7 +363,7 @@ class _Emitter(EmissionContext):
 
     def local_function(self, name: str, domain: str, body: Function) -> str:
         """Return the name of a local function with this body; a second body of a name gets `_2`."""
-        inner = _Emitter(self.target, clean(body), {})
+        inner = Emitter(self.target, clean(body), {})
         # The function is closed, so it is emitted by itself; equal bodies give equal names, and the
         # comparison below finds them.
         inner.functions = self.functions
@@ -413,9 +393,9 @@ class _Emitter(EmissionContext):
                 return function.name
         raise AssertionError  # pragma: no cover
 
-    def child(self, function: Function) -> _Emitter:
+    def child(self, function: Function) -> Emitter:
         """Return an emitter for a subgraph, which sees this graph's names and sizes."""
-        return _Emitter(self.target, clean(function), {}, self)
+        return Emitter(self.target, clean(function), {}, self)
 
     def result_infos(self) -> list[ValueInfoProto]:
         """Declare the results of a subgraph, each under a name that this subgraph produces once."""
@@ -498,7 +478,7 @@ class _Emitter(EmissionContext):
         return emit_dims(self, dims)
 
 
-class _Located(_Emitter):
+class _Located(Emitter):
     """Names every node and remembers which IR node it belongs to."""
 
     def __init__(
@@ -514,46 +494,28 @@ class _Located(_Emitter):
         self._inside = 0
 
     def node(self, node: Node) -> None:
-        """See `_Emitter.node`."""
+        """See `Emitter.node`."""
         # A node from a body belongs to the node of the row that was inlined.
         if not self._inside:
             self._for = node
         super().node(node)
 
     def inline(self, node: Node, meaning: Function) -> None:
-        """See `_Emitter.inline`; a custom operator's nodes have places of their own."""
+        """See `Emitter.inline`; a custom operator's nodes have places of their own."""
         self._inside += 1
         super().inline(node, meaning)
         self._inside -= 1
 
-    def child(self, function: Function) -> _Emitter:
-        """See `_Emitter.child`."""
+    def child(self, function: Function) -> Emitter:
+        """See `Emitter.child`."""
         return _Located(self.target, clean(function), {}, self)
 
     def add(self, op: str, inputs: Sequence[str], outputs: Sequence[str], **attrs: Any) -> None:
-        """See `_Emitter.add`."""
+        """See `Emitter.add`."""
         super().add(op, inputs, outputs, **attrs)
         self.nodes[-1].name = f"at/{len(self.places)}"
         if self._for is not None:
             self.places[self.nodes[-1].name] = self._for
-
-
-class _Annotated(_Emitter):
-    """Remembers the nodes of the top-level graph that have a strategy, as they are emitted."""
-
-    def __init__(
-        self, target: OnnxTarget, function: Function, held: Mapping[str, EmittedInitializer]
-    ) -> None:
-        super().__init__(target, function, held)
-        self.sharded: list[ShardedNode] = []
-
-    def node(self, node: Node) -> None:
-        """See `_Emitter.node`."""
-        first = len(self.nodes)
-        super().node(node)
-        emitted = self.nodes[first:]
-        item = sharded_node(node, self.inputs(node), emitted, self.contents)
-        self.sharded += [] if item is None else [item]
 
 
 def _output_names(function: Function) -> list[str]:
