@@ -240,7 +240,6 @@ BENT = {
     "strategy of a vector": (_split((1,), (1, 1)), Corrupt, "has 2 axes"),
     "no slices": (_split((0, 1), (1, 1)), Corrupt, "1 slice or more"),
     "many slices": (_split((4096, 2), (1, 1)), Corrupt, "at most 4096 in all"),
-    "uneven slices": (_split((1, 3), (1, 1)), Corrupt, "which 3 slices do not divide"),
     "properties": (lambda m: [m.meta.add(key=k) for k in "ba"], Corrupt, "sorted by key"),
     "no value": (
         lambda m: m.functions[0].function.nodes[1].attributes.add(name=1),

@@ -13,8 +13,10 @@ from triplane.unified_ir.engines.reference import ReferenceEngine
 from triplane.unified_ir.ir.codec import decode_function, encode_function
 from triplane.unified_ir.ir.parse import parse_function
 from triplane.unified_ir.ir.text import function_text
+from triplane.unified_ir.ops.inline import with_sizes
 from triplane.unified_ir.passes.clean import clean
 from triplane.unified_ir.passes.sharding import plan, report
+from triplane.unified_ir.passes.sharding.problem import with_dividing_strategies
 
 X, W = TensorSpec(("N", 8)), TensorSpec((8, 12))
 FULL = np.ones((8, 12))
@@ -147,6 +149,14 @@ def test_the_planner_keeps_strategies_and_says_so():
     assert again.strategies() == best.strategies()
     with pytest.raises(InvalidInput, match=r"no mesh of 6 devices \(\(6,\), .* has every split"):
         plan(function, 6, sizes={"N": 64})
+
+
+def test_other_sizes_leave_a_strategy_that_does_not_divide_out():
+    function = trace(ops.matmul.shard((4, 1), (1, 1)), X, W)
+    fixed = with_sizes(function, {"N": 6})
+    assert of(decode_function(encode_function(fixed)), "MatMul") == [((4, 1), (1, 1))]
+    assert of(with_dividing_strategies(fixed, {}), "MatMul") == [()]
+    assert of(with_dividing_strategies(function, {"N": 8}), "MatMul") == [((4, 1), (1, 1))]
 
 
 def test_a_strategy_inside_a_loop_is_refused_by_line():

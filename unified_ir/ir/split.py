@@ -1,6 +1,7 @@
 """Strategies of nodes: what makes one well formed, whoever wrote it.
 
 Whether the operator can be split that way is not checked here; `ops.sharding` and the planner know.
+Slices that do not divide are well formed, because a function may be used with other sizes later.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from triplane.unified_ir.ir.types import is_plain
 
 
 def checked_split(split: Sequence[tuple[int, ...]], operands: Sequence[Value | None]) -> Split:
-    """Return a strategy for these operands; InvalidInput: it has another form, or cannot divide."""
+    """Return a strategy for these operands; InvalidInput: it has another form."""
     if len(split) != len(operands):
         raise InvalidInput(
             f"a strategy says for each operand into how many slices each of its axes is cut; there "
@@ -27,7 +28,7 @@ def checked_split(split: Sequence[tuple[int, ...]], operands: Sequence[Value | N
 
 
 def check_slices(slices: tuple[int, ...], operand: Value | None, what: str) -> None:
-    """Refuse slices that an operand cannot be cut into."""
+    """Refuse slices for another number of axes, and too many of them."""
     shape = () if operand is None or not is_plain(operand.type) else operand.type.shape
     if len(slices) != len(shape):
         shown = "absent" if operand is None else str(operand.type)
@@ -40,6 +41,11 @@ def check_slices(slices: tuple[int, ...], operand: Value | None, what: str) -> N
             f"{what} is cut into 1 slice or more along each axis, and into at most "
             f"{limits.MAX_SLICES} in all, got {slices!r:.200}"
         )
+
+
+def check_divides(slices: tuple[int, ...], operand: Value, what: str) -> None:
+    """Refuse slices that would not be equal, as far as sizes are numbers."""
+    shape = operand.type.shape
     for axis, (n, size) in enumerate(zip(slices, shape, strict=True)):
         if isinstance(size, int) and size % n:
             raise InvalidInput(

@@ -17,7 +17,7 @@ import numpy as np
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import evaluate
 from triplane.unified_ir.ir.graph import Node, Split, Value
-from triplane.unified_ir.ir.split import check_slices, checked_split
+from triplane.unified_ir.ir.split import check_divides, check_slices, checked_split
 from triplane.unified_ir.ir.text import strategy_text
 from triplane.unified_ir.ir.types import float32
 from triplane.unified_ir.ops.factors import WHOLE, Factors, Shape, ShapedNode, factors_of
@@ -40,7 +40,6 @@ def sharded_call(
     """Call an operator, and give the node that reads all its tensors the strategy."""
     present = _as_tensors(build, [*args, *kwargs.values()])
     operands = [*_tensors(present)]
-    check_count(strategy, operands, name)
     start = len(build.nodes)
     result = function(*present[: len(args)], **dict(zip(kwargs, present[len(args) :], strict=True)))
     attach(build, start, operands, strategy, name)
@@ -54,6 +53,7 @@ def attach(
 
     InvalidInput: there is none, or it cannot be split so.
     """
+    check_count(strategy, operands, name)
     values = [x.value for x in operands]
     place = _reader(build, start, values, name)
     node = build.nodes[place]
@@ -90,6 +90,7 @@ def check_count(strategy: Sequence[Any], operands: Sequence[Tensor], name: str) 
     for k, (slices, x) in enumerate(zip(strategy, operands, strict=True)):
         if slices is not None:
             check_slices(slices, x.value, f"tensor {k} of {name}")
+            check_divides(slices, x.value, f"tensor {k} of {name}")
 
 
 def factors_of_node(table: Table, node: Node, known: Sequence[Known | None]) -> Factors:
