@@ -1,4 +1,4 @@
-# mypy: disable-error-code="attr-defined,arg-type"
+# mypy: disable-error-code="arg-type"
 """Strategies written in code: which node gets one, and what is refused, with the user's line."""
 
 from types import SimpleNamespace

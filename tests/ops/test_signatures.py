@@ -56,12 +56,21 @@ OPERANDS = {"Tensor": "_Operand", "Tensor | None": "_Operand | None"}
 """Annotations of operands, which may be arrays and parameters as well."""
 
 
-def imported(names):
+def takes_tensors(value):
+    """Whether a function takes tensors: no sequences, and no functions that compute with them."""
+    parts = {"control", "data"}
+    if not isinstance(value, FunctionType) or not parts.isdisjoint(value.__module__.split(".")):
+        return False
+    words = " ".join(str(p.annotation) for p in inspect.signature(value).parameters.values())
+    return "Tensor" in words
+
+
+def imported(names, hidden=""):
     """Imports of everything that is not a row, from the module that defines it."""
     by_module = sorted((getattr(ops, n).__module__, n) for n in names)
     for module, group in groupby(by_module, key=lambda pair: pair[0]):
         for _, name in group:
-            yield f"from {module} import {name} as {name}"
+            yield f"from {module} import {name} as {hidden}{name}"
 
 
 def of_function(name, function):
@@ -116,8 +125,14 @@ def text():
             lines[name] = wrapped(signatures.stub(name, value))
         elif isinstance(value, FunctionType) and (line := of_function(name, value)):
             lines[name] = wrapped(line)
-    imports = imported([n for n in names if n not in lines])
-    definitions = [f"@_operator\n{line}" for line in lines.values()]
+    others = [n for n in names if n not in lines]
+    split = [n for n in others if takes_tensors(getattr(ops, n))]
+    imports = imported([n for n in others if n not in split])
+    imports = [*imports, *imported(split, hidden="_")]
+    lines |= {n: f"{n} = _operator(_{n})" for n in split}
+    definitions = [
+        f"@_operator\n{line}" if line.startswith("def ") else line for line in lines.values()
+    ]
     return HEAD + "\n".join([*imports, "", *definitions]) + "\n"
 
 

@@ -34,24 +34,24 @@ from triplane.unified_ir.ops.rows.data.sequences import optional as optional
 from triplane.unified_ir.ops.rows.data.sequences import sequence as sequence
 from triplane.unified_ir.ops.rows.data.sequences import sequence_map as sequence_map
 from triplane.unified_ir.ops.rows.movement.indexing import arange as arange
-from triplane.unified_ir.ops.rows.movement.structure import cast as cast
-from triplane.unified_ir.ops.rows.movement.structure import concat as concat
 from triplane.unified_ir.ops.rows.movement.structure import constant as constant
-from triplane.unified_ir.ops.rows.movement.structure import expand as expand
 from triplane.unified_ir.ops.rows.movement.structure import full as full
 from triplane.unified_ir.ops.rows.movement.structure import ones as ones
-from triplane.unified_ir.ops.rows.movement.structure import pad as pad
-from triplane.unified_ir.ops.rows.movement.structure import reshape as reshape
-from triplane.unified_ir.ops.rows.movement.structure import stack as stack
 from triplane.unified_ir.ops.rows.movement.structure import zeros as zeros
-from triplane.unified_ir.ops.rows.windows.convolution import conv as conv
-from triplane.unified_ir.ops.rows.windows.convolution import conv_transpose as conv_transpose
-from triplane.unified_ir.ops.rows.windows.mean_pool import avg_pool as avg_pool
-from triplane.unified_ir.ops.rows.windows.mean_pool import lp_pool as lp_pool
-from triplane.unified_ir.ops.rows.windows.patches import fold as fold
-from triplane.unified_ir.ops.rows.windows.patches import unfold as unfold
-from triplane.unified_ir.ops.rows.windows.pool import max_pool as max_pool
 from triplane.unified_ir.ops.tensor import Tensor as Tensor
+from triplane.unified_ir.ops.rows.movement.structure import cast as _cast
+from triplane.unified_ir.ops.rows.movement.structure import concat as _concat
+from triplane.unified_ir.ops.rows.movement.structure import expand as _expand
+from triplane.unified_ir.ops.rows.movement.structure import pad as _pad
+from triplane.unified_ir.ops.rows.movement.structure import reshape as _reshape
+from triplane.unified_ir.ops.rows.movement.structure import stack as _stack
+from triplane.unified_ir.ops.rows.windows.convolution import conv as _conv
+from triplane.unified_ir.ops.rows.windows.convolution import conv_transpose as _conv_transpose
+from triplane.unified_ir.ops.rows.windows.mean_pool import avg_pool as _avg_pool
+from triplane.unified_ir.ops.rows.windows.mean_pool import lp_pool as _lp_pool
+from triplane.unified_ir.ops.rows.windows.patches import fold as _fold
+from triplane.unified_ir.ops.rows.windows.patches import unfold as _unfold
+from triplane.unified_ir.ops.rows.windows.pool import max_pool as _max_pool
 
 @_operator
 def abs_(x: TensorLike, /) -> Tensor: ...
@@ -691,3 +691,16 @@ def vector_norm(
 def where(condition: TensorLike, x: TensorLike, y: TensorLike, /) -> Tensor: ...
 @_operator
 def zeros_like(x: _Operand) -> Tensor: ...
+cast = _operator(_cast)
+concat = _operator(_concat)
+expand = _operator(_expand)
+pad = _operator(_pad)
+reshape = _operator(_reshape)
+stack = _operator(_stack)
+conv = _operator(_conv)
+conv_transpose = _operator(_conv_transpose)
+avg_pool = _operator(_avg_pool)
+lp_pool = _operator(_lp_pool)
+fold = _operator(_fold)
+unfold = _operator(_unfold)
+max_pool = _operator(_max_pool)

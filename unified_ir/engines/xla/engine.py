@@ -23,7 +23,7 @@ class XlaEngine:
     state, the axis of the mesh over which each axis is split, as in {"*.weight": ("model", None)};
     slots of the optimizer follow their parameter unless a pattern names them, as in
     {"optimizer.*": ("data",)}. parallel="auto": split each function over `devices` (by default all)
-    as the planner decides (docs/parallel.md), within memory_bytes on each, at the rates of a
+    as the planner decides around the strategies in its code (docs/parallel.md), within memory_bytes on each, at the rates of a
     topology. `str(engine.devices)` says which devices are used, and why.
     """
 
