@@ -39,8 +39,9 @@ MAX_SHAPES: Final = 32
 """Combinations of sizes whose programs are kept at once."""
 _OPTIONS: Final = {"xla_allow_excess_precision": False}
 """A value is rounded where the graph casts it, as on every engine."""
-_DETERMINISTIC: Final = "xla_gpu_deterministic_ops"
-"""XLA's option, which other devices ignore."""
+_DETERMINISTIC: Final = {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": 0}
+"""XLA's options, which other devices ignore. Without the second one, XLA takes kernels from what it
+tried out for other programs, and these need not be deterministic."""
 
 
 class XlaExecutable:
@@ -64,7 +65,7 @@ class XlaExecutable:
             }
         self._kernels = not program.deterministic
         traced = self._step if steps is None else self._launch
-        chosen = {**_OPTIONS, _DETERMINISTIC: program.deterministic}
+        chosen = {**_OPTIONS, **(_DETERMINISTIC if program.deterministic else {})}
         self.call: Callable[..., Any] = jax.jit(
             traced, donate_argnums=0, keep_unused=True, compiler_options=chosen, **options
         )
