@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from triplane.proto.errors import InvalidInput
 from triplane.proto.suggestions import check_choice
+from triplane.unified_ir.engines.staged import StagedStep
 from triplane.unified_ir.engines.xla.devices import Devices
+from triplane.unified_ir.engines.xla.pipeline_program import PipelineProgram, StageDevices
 from triplane.unified_ir.engines.xla.planned import PlannedDevices
 from triplane.unified_ir.engines.xla.program import XlaProgram
 from triplane.unified_ir.ir.graph import Function
@@ -24,7 +27,8 @@ class XlaEngine:
     slots of the optimizer follow their parameter unless a pattern names them, as in
     {"optimizer.*": ("data",)}. parallel="auto": split each function over `devices` (by default all)
     as the planner decides (docs/parallel.md), within memory_bytes on each, at the rates of a
-    topology. `str(engine.devices)` says which devices are used, and why.
+    topology. stages, microbatches: run training steps as a pipeline, a stage of the layers on each
+    device (docs/parallel.md#pipeline-stages), within memory_bytes too. `str(engine.devices)` says which devices are used, and why.
     """
 
     name = "xla"
@@ -38,19 +42,44 @@ class XlaEngine:
         devices: int | None = None,
         memory_bytes: int | None = None,
         topology: Topology | None = None,
+        stages: int | None = None,
+        microbatches: int | None = None,
     ) -> None:
+        self.stages = stages
+        """Stages of the pipeline in which training steps run; None for none."""
+        self.devices: Devices | PlannedDevices | StageDevices
+        if stages is not None:
+            if mesh or shard or parallel is not None or devices is not None:
+                raise InvalidInput(
+                    "stages takes a device for each stage and cannot be combined with mesh, shard, "
+                    "parallel or devices"
+                )
+            self.devices = StageDevices(stages, microbatches, memory_bytes, topology)
+            return
+        if microbatches is not None:
+            raise InvalidInput("microbatches are those of a pipeline; give stages too")
         if parallel is None and (devices, memory_bytes, topology) != (None, None, None):
             raise InvalidInput("devices, memory_bytes and topology belong to parallel='auto'")
         if parallel is not None:
             check_choice("parallel", parallel, ("auto",))
             if mesh or shard:
                 raise InvalidInput("parallel='auto' chooses mesh and shard; give one or the other")
-        self.devices: Devices | PlannedDevices = (
+        self.devices = (
             Devices(mesh, shard)
             if parallel is None
             else PlannedDevices(devices, memory_bytes=memory_bytes, topology=topology)
         )
 
     def compile(self, function: Function, *, donate: Collection[str] = ()) -> XlaProgram:
-        """See `Engine`."""
-        return XlaProgram(with_kernels(TABLE, function, self.name), donate, self.devices)
+        """See `Engine`. With stages, all but training steps run whole on the first device."""
+        devices = Devices() if isinstance(self.devices, StageDevices) else self.devices
+        return XlaProgram(with_kernels(TABLE, function, self.name), donate, devices)
+
+    def compile_stages(self, step: StagedStep, *, donate: Collection[str]) -> PipelineProgram:
+        """See `StagedEngine`."""
+        assert isinstance(self.devices, StageDevices)
+        parts = {
+            name: with_kernels(TABLE, getattr(step, name), self.name)
+            for name in ("function", "forward", "update")
+        }
+        return PipelineProgram(replace(step, **parts), donate, self.devices)

@@ -1,0 +1,40 @@
+"""A training step in the parts that a pipeline needs, and the engines that run it as one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from triplane.unified_ir.engines.protocol import Program
+from triplane.unified_ir.ir.graph import Function
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StagedStep:
+    """A training step, whole and in two halves.
+
+    function: the whole step, which says what the pipeline must compute. forward: a batch and
+    parameters -> `loss` and other measures. update: state and `grad.PATH` of each of the `trained`
+    -> new state. counts: measures that are added over microbatches; others are means. sizes: of the
+    first batch, by symbol.
+    """
+
+    function: Function
+    forward: Function
+    update: Function
+    loss: str
+    trained: tuple[str, ...]
+    counts: frozenset[str]
+    sizes: Mapping[str, int]
+
+
+@runtime_checkable
+class StagedEngine(Protocol):
+    """An engine that can run a training step as a pipeline; it does if `stages` is a number."""
+
+    stages: int | None
+
+    def compile_stages(self, step: StagedStep, *, donate: Collection[str]) -> Program:
+        """Compile a training step as a pipeline; see `Engine.compile`."""
+        ...
