@@ -63,7 +63,7 @@ class StageDevices:
     def __str__(self) -> str:
         """Say which devices these are, and what for."""
         kind = self.places[0].platform.upper()
-        return f"{self.stages} of {len(jax.devices())} x {kind}, a pipeline of so many stages"
+        return f"{self.stages} of {len(jax.devices())} x {kind}, a stage of the pipeline on each"
 
     def plan(self, step: StagedStep, rows: str) -> StagePlan:
         """Return the cut of a step, after saying it."""
@@ -195,7 +195,7 @@ class PipelineLoop:
         self.vectors = moved
         if number := int(failed):
             raise self._explained(compiled.requirements.error(number), feeds)
-        return {n: np.array(x) for n, x in results.items()}
+        return {n: np.array(results[n]) for n in program.step.forward.result_names}
 
     def _explained(self, plain: InvalidInput, feeds: Mapping[str, Array]) -> InvalidInput:
         """Return the error of the reference engine, which shows operands; else the plain one."""

@@ -1,0 +1,128 @@
+"""Training in stages on four devices learns what one device learns; run by test_pipeline."""
+
+import io
+import sys
+from typing import Any
+
+import numpy as np
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir import nn, ops, optim, train
+from triplane.unified_ir.engines.xla.door import exact
+from triplane.unified_ir.engines.xla.engine import XlaEngine
+from triplane.unified_ir.passes.sharding import Topology
+
+STEPS = 10
+SLOW = Topology(flops_per_s=1e9, memory_bytes_per_s=1e9)
+
+
+class Perceptron(nn.Cell):
+    """Eight layers with short cuts, so that a cut may send two values."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.CellList([nn.Dense(16, 16) for _ in range(8)])
+        self.head = nn.Dense(16, 10)
+
+    def construct(self, x):
+        for layer in self.layers:
+            x = ops.relu(layer(x)) + x
+        return self.head(x)
+
+
+class Transformer(nn.Cell):
+    """A small language model whose embedding is also its head: two stages read it."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Parameter(np.random.default_rng(1).normal(0, 0.3, (20, 16)).astype("float32"))
+        self.blocks = nn.CellList([nn.TransformerEncoderLayer(16, 2, 32, p_drop=0.0) for _ in range(4)])
+
+    def construct(self, tokens):
+        # A mask that each block reads: it is sent from stage to stage beside the activations.
+        seen = (tokens != 0).cast("float32").unsqueeze(-1)
+        x = ops.embedding(self.embedding, tokens)
+        for block in self.blocks:
+            x = block(x) * seen
+        return ops.matmul(x, ops.transpose(self.embedding))
+
+
+def vectors(rng):
+    return rng.normal(size=(40, 16)).astype(np.float32), rng.integers(0, 10, 40)
+
+
+def sequences(rng):
+    tokens = rng.integers(0, 20, (40, 6))
+    return tokens, np.where(rng.random((40, 6)) < 0.4, -100, np.roll(tokens, 1, 1))
+
+
+def trained(net, data, engine, loss=None, **options):
+    nn.seed(0)
+    record, said = train.Record(), io.StringIO()
+    chosen: Any = {"engine": engine, "callbacks": [record], **options}
+    chosen.setdefault("optimizer", optim.SGD(0.05, momentum=0.9))
+    trainer = train.Trainer(net(), loss=loss or nn.SoftmaxCrossEntropy(), **chosen)
+    # Batches of 32, and a last one of 8: four steps in two epochs.
+    x, y = data(np.random.default_rng(0))
+    progress = train.Progress("lines", stream=said)
+    trainer.fit((x, y), STEPS // 2, batch_size=32, validation=(x, y), progress=progress)
+    return record.steps, trainer, said.getvalue()
+
+
+def compare(net, data, tolerance=1e-4, **options):
+    one, alone, _ = trained(net, data, "xla", **options)
+    engine = XlaEngine(stages=4, microbatches=8, topology=SLOW)
+    many, divided, said = trained(net, data, engine, **options)
+    assert len(many) == STEPS
+    for before, after in zip(one, many, strict=True):
+        assert before.keys() == after.keys()
+        for name in before:
+            np.testing.assert_allclose(after[name], before[name], rtol=tolerance, atol=tolerance)
+    state = alone.state()
+    for name, x in divided.state().items():
+        np.testing.assert_allclose(x, state[name], rtol=tolerance, atol=tolerance, err_msg=name)
+    assert "4 of 4 x CPU, a stage of the pipeline on each" in said, said
+    assert "stage 4 .  .  .  F1 F2 F3 F4 F5 F6 F7 F8 B1" in said, said
+    return divided, said
+
+
+def check_division(trainer):
+    """Each device holds about a quarter of the state, and the stages talk by permutes."""
+    program: Any = trainer.training_program()
+    loop = program.loop({n: trainer.state()[n] for n in program.donate})
+    state = {n: x for n, x in loop.state().items() if x.dtype == np.float32}
+    whole = sum(x.nbytes for x in state.values())
+    (shards,) = [x.addressable_shards for k, x in loop.vectors.items() if k == "float32"]
+    assert len({shard.device for shard in shards}) == 4
+    assert all(shard.data.nbytes < 0.36 * whole for shard in shards), whole
+    x, y = vectors(np.random.default_rng(0))
+    feeds = {"x": x[:32], "y": y[:32]}
+    with exact():
+        compiled = program.executable(feeds).call.lower(loop.vectors, feeds).compile()
+    assert compiled.as_text().count("collective-permute(") >= 2
+    arguments = compiled.memory_analysis().argument_size_in_bytes
+    assert arguments < 0.4 * whole + x.nbytes + y.nbytes, (arguments, whole)
+
+
+def check_refusals():
+    try:
+        trained(Perceptron, vectors, XlaEngine(stages=4), clip_norm=1.0)
+    except InvalidInput as error:
+        assert "clip_norm=1.0" in str(error), error
+    else:
+        raise AssertionError("the norm over all stages was taken for that of one")
+
+
+def main():
+    divided, _ = compare(Perceptron, vectors)
+    check_division(divided)
+    compare(Perceptron, vectors, optimizer=optim.AdamW(1e-3), average=0.9, clip_each=0.5)
+    loss = nn.SoftmaxCrossEntropy(ignore_index=-100)
+    _, said = compare(Transformer, sequences, loss=loss)
+    assert "read by several  embedding" in said, said
+    check_refusals()
+    sys.stdout.write("all held\n")
+
+
+if __name__ == "__main__":
+    main()
