@@ -96,11 +96,14 @@ def engine(options: Mapping[str, Any]) -> Any:
         raise InvalidInput(
             "--devices belongs to --parallel auto; a mesh says its own, as --mesh data=2"
         )
-    if mesh is None and not shard and options["parallel"] is None:
+    pipeline = {k: options[k] for k in ("stages", "microbatches")}
+    chosen = (mesh, options["parallel"], *pipeline.values())
+    if not shard and all(option is None for option in chosen):
         return name
     if name != "xla":
         raise InvalidInput(
-            f"--mesh, --shard and --parallel split work with --engine xla; the engine is {name!r}"
+            "--mesh, --shard, --parallel and --stages split work with --engine xla; the engine is "
+            f"{name!r}"
         )
     from triplane.unified_ir.engines.xla.engine import XlaEngine
 
@@ -111,8 +114,9 @@ def engine(options: Mapping[str, Any]) -> Any:
         for pattern, over in _pairs("--shard", "PATTERN=AXIS,..", shard).items()
     }
     return XlaEngine(
-        mesh=axes, shard=patterns, parallel=options["parallel"], devices=options["devices"]
-    )
+        mesh=axes, shard=patterns, parallel=options["parallel"], devices=options["devices"],
+        **pipeline,
+    )  # fmt: skip
 
 
 def _pairs(what: str, form: str, items: Sequence[str]) -> dict[str, str]:

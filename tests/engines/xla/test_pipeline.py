@@ -52,7 +52,7 @@ def net(*layers):
 @pytest.mark.parametrize(
     ("layers", "options", "why"),
     [
-        ((nn.BatchNorm1d(8),), {}, "Sequential assigns 2.mean, 2.variance"),
+        ((nn.BatchNorm1d(8),), {}, "Sequential assigns 2.running_mean, 2.running_var"),
         ((nn.Dropout(0.5),), {}, "Sequential assigns 2.key"),
         ((), {"accumulate": 2}, "take no accumulate=2, which is what microbatches do"),
         ((), {"clip_norm": 1.0}, "take no clip_norm=1.0, which needs the gradients of all stages"),

@@ -36,11 +36,13 @@ from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.ops.values import HostValue
 from triplane.unified_ir.passes.sharding import Topology
 from triplane.unified_ir.passes.sharding.stage_report import stage_table
-from triplane.unified_ir.passes.sharding.stages import StagePlan, plan_stages
+from triplane.unified_ir.passes.sharding.stages import (
+    DEFAULT_MICROBATCHES,
+    StagePlan,
+    microbatches_of,
+    plan_stages,
+)
 from triplane.unified_ir.runtime.session import check_rows
-
-MICROBATCHES = 4
-"""By default, microbatches for each stage: a fifth of the time is the bubble."""
 
 
 class StageDevices:
@@ -55,7 +57,7 @@ class StageDevices:
             if number is not None and (type(number) is not int or number < 1):
                 raise InvalidInput(f"{name} is a whole number >= 1, got {number!r}")
         self.places = first_devices(stages, f"a pipeline of {stages} stages")
-        self.stages, self.microbatches = stages, microbatches or MICROBATCHES * stages
+        self.stages, self.microbatches = stages, microbatches or DEFAULT_MICROBATCHES * stages
         self._memory_bytes, self._topology = memory_bytes, topology
         self.mesh = jax.sharding.Mesh(np.array(self.places), (STAGE,))
         self.say: Callable[[str], None] = lambda _: None
@@ -86,11 +88,6 @@ class StageDevices:
         for line in stage_table(plan):
             self.say(line)
         return plan
-
-
-def microbatches_of(rows: int, wanted: int) -> int:
-    """Return the largest number of equal microbatches, up to the wanted one, of a batch."""
-    return max(n for n in range(1, min(rows, wanted) + 1) if rows % n == 0) if rows else 1
 
 
 class PipelineProgram:

@@ -74,8 +74,6 @@ def _row(number: int, stage: Stage) -> tuple[str, ...]:
 
 def layers_text(layers: tuple[str, ...]) -> str:
     """Return the first and the last layer of a stage, shortened where they are long."""
-    if not layers:
-        return "(no layer)"
     ends = [layers[0], layers[-1]] if len(layers) > 1 else [layers[0]]
     most = LAYERS if len(ends) == 1 else (LAYERS - 4) // 2
     return " .. ".join(n if len(n) <= most else "..." + n[3 - most :] for n in ends)

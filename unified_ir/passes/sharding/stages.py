@@ -27,6 +27,8 @@ from triplane.unified_ir.passes.sharding.topology import Topology, check_devices
 MAX_NODES: Final = 8192
 """Most nodes of a function that is cut: the search compares every pair of positions."""
 MAX_MICROBATCHES: Final = 4096
+DEFAULT_MICROBATCHES: Final = 4
+"""Microbatches for each stage, where nobody says how many: the bubble is below a fifth."""
 BACKWARD: Final = 3
 """Time of a backward pass in forward passes: the stage's forward pass again, and twice its work."""
 Floats = np.ndarray[Any, np.dtype[np.float64]]
@@ -36,7 +38,7 @@ Rows = Callable[[int], Floats]
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """The nodes first..end-1, and what is predicted of them.
+    """The nodes first..end-1, and what is predicted of them. layers: operators if outside of any.
 
     forward_s, sent_bytes: of one microbatch. seconds: of one microbatch with the backward pass, and
     with the transfer of the larger of what it receives and sends.
@@ -113,6 +115,11 @@ def link_seconds(topology: Topology, stages: int, size_bytes: float) -> float:
         return 0.0
     link = topology.inside if stages <= topology.devices_per_host else topology.between
     return link.seconds(2, size_bytes)
+
+
+def microbatches_of(rows: int, wanted: int) -> int:
+    """Return the largest number of equal microbatches, up to the wanted one, of so many rows."""
+    return max(n for n in range(1, min(rows, wanted) + 1) if rows % n == 0) if rows else 1
 
 
 def plan_stages(
@@ -344,9 +351,10 @@ class _Costs:
         """Return what is known of a stage."""
         nodes = self.cuts.function.nodes[q:p]
         is_last = p == len(self.cuts.seconds)
+        layers = dict.fromkeys(node.meta.scope for node in nodes if node.meta.scope)
         return Stage(
             q, p,
-            tuple(dict.fromkeys(node.meta.scope for node in nodes if node.meta.scope)),
+            tuple(layers or dict.fromkeys(str(node.op) for node in nodes)),
             float(self._work[p] - self._work[q]),
             float(self.seconds(p)[q]),
             int(self.parameters(p)[q]),
