@@ -146,7 +146,7 @@ def test_stages_are_cut_instead_of_splitting(capsys, net):
     assert "stage 2 .  F1 F2 F3 F4 B1 B2 B3 B4 ." in out
     record = json.loads(run(capsys, *common, "--json")[1])
     assert record["bubble"] == pytest.approx(1 / 5)
-    assert [s["layers"] for s in record["stages"]][0] == ["0"]
+    assert record["stages"][0]["layers"] == ["0"]
 
 
 @pytest.mark.parametrize(

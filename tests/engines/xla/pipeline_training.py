@@ -35,8 +35,10 @@ class Transformer(nn.Cell):
 
     def __init__(self):
         super().__init__()
-        self.embedding = nn.Parameter(np.random.default_rng(1).normal(0, 0.3, (20, 16)).astype("float32"))
-        self.blocks = nn.CellList([nn.TransformerEncoderLayer(16, 2, 32, p_drop=0.0) for _ in range(4)])
+        self.embedding = nn.Parameter(np.random.default_rng(1).normal(0, 0.3, (20, 16)).astype("f"))
+        self.blocks = nn.CellList(
+            [nn.TransformerEncoderLayer(16, 2, 32, p_drop=0.0) for _ in range(4)]
+        )
 
     def construct(self, tokens):
         # A mask that each block reads: it is sent from stage to stage beside the activations.
@@ -48,12 +50,12 @@ class Transformer(nn.Cell):
 
 
 def vectors(rng):
-    return rng.normal(size=(40, 16)).astype(np.float32), rng.integers(0, 10, 40)
+    return rng.normal(size=(41, 16)).astype(np.float32), rng.integers(0, 10, 41)
 
 
 def sequences(rng):
-    tokens = rng.integers(0, 20, (40, 6))
-    return tokens, np.where(rng.random((40, 6)) < 0.4, -100, np.roll(tokens, 1, 1))
+    tokens = rng.integers(0, 20, (41, 6))
+    return tokens, np.where(rng.random((41, 6)) < 0.4, -100, np.roll(tokens, 1, 1))
 
 
 def trained(net, data, engine, loss=None, **options):
@@ -62,16 +64,16 @@ def trained(net, data, engine, loss=None, **options):
     chosen: Any = {"engine": engine, "callbacks": [record], **options}
     chosen.setdefault("optimizer", optim.SGD(0.05, momentum=0.9))
     trainer = train.Trainer(net(), loss=loss or nn.SoftmaxCrossEntropy(), **chosen)
-    # Batches of 32, and a last one of 8: four steps in two epochs.
+    # Batches of 32, and a last one of 9, which is three microbatches.
     x, y = data(np.random.default_rng(0))
     progress = train.Progress("lines", stream=said)
     trainer.fit((x, y), STEPS // 2, batch_size=32, validation=(x, y), progress=progress)
     return record.steps, trainer, said.getvalue()
 
 
-def compare(net, data, tolerance=1e-4, **options):
+def compare(net, data, stages=4, mesh=None, tolerance=1e-4, **options):
     one, alone, _ = trained(net, data, "xla", **options)
-    engine = XlaEngine(stages=4, microbatches=8, topology=SLOW)
+    engine = XlaEngine(stages=stages, microbatches=8, topology=SLOW, mesh=mesh)
     many, divided, said = trained(net, data, engine, **options)
     assert len(many) == STEPS
     for before, after in zip(one, many, strict=True):
@@ -82,7 +84,8 @@ def compare(net, data, tolerance=1e-4, **options):
     for name, x in divided.state().items():
         np.testing.assert_allclose(x, state[name], rtol=tolerance, atol=tolerance, err_msg=name)
     assert "4 of 4 x CPU, a stage of the pipeline on each" in said, said
-    assert "stage 4 .  .  .  F1 F2 F3 F4 F5 F6 F7 F8 B1" in said, said
+    last = f"stage {stages} {'.  ' * (stages - 1)}F1 F2 F3 F4 F5 F6 F7 F8 B1"
+    assert last in said, said
     return divided, said
 
 
@@ -120,6 +123,9 @@ def main():
     loss = nn.SoftmaxCrossEntropy(ignore_index=-100)
     _, said = compare(Transformer, sequences, loss=loss)
     assert "read by several  embedding" in said, said
+    # Two pipelines of two stages, each with half of a batch; one of 9 rows is computed by both.
+    _, said = compare(Transformer, sequences, loss=loss, stages=2, mesh={"data": 2})
+    assert "a stage of the pipeline on each of 2 pipelines" in said, said
     check_refusals()
     sys.stdout.write("all held\n")
 

@@ -34,9 +34,10 @@ def test_four_stages_learn_what_one_device_learns():
     [
         ({"stages": 99}, "a pipeline of 99 stages needs 99 devices, and JAX finds 1"),
         ({"stages": 0}, "stages is a whole number >= 1, got 0"),
+        ({"stages": 2, "mesh": {"data": 3}}, "a pipeline of 2 stages, 3 times, needs 6 devices"),
         ({"stages": 1, "microbatches": 1.5}, "microbatches is a whole number >= 1, got 1.5"),
-        ({"stages": 1, "mesh": {"data": 1}}, "cannot be combined with mesh"),
-        ({"stages": 1, "parallel": "auto"}, "cannot be combined with mesh"),
+        ({"stages": 1, "mesh": {"model": 1}}, "but no other axis, shard, parallel"),
+        ({"stages": 1, "parallel": "auto"}, "but no other axis, shard, parallel"),
         ({"microbatches": 4}, "give stages too"),
     ],
 )

@@ -168,6 +168,8 @@ def test_what_cannot_be_cut_is_refused(stages, count, why):
         plan_stages(chain(), stages, count, sizes=sizes)
 
 
-@pytest.mark.parametrize(("rows", "wanted", "count"), [(32, 8, 8), (12, 8, 6), (7, 4, 1), (3, 8, 3)])
+@pytest.mark.parametrize(
+    ("rows", "wanted", "count"), [(32, 8, 8), (12, 8, 6), (7, 4, 1), (3, 8, 3)]
+)
 def test_microbatches_are_equal(rows, wanted, count):
     assert microbatches_of(rows, wanted) == count

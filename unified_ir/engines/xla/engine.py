@@ -9,7 +9,7 @@ from typing import Literal
 from triplane.proto.errors import InvalidInput
 from triplane.proto.suggestions import check_choice
 from triplane.unified_ir.engines.staged import StagedStep
-from triplane.unified_ir.engines.xla.devices import Devices
+from triplane.unified_ir.engines.xla.devices import DATA, Devices
 from triplane.unified_ir.engines.xla.pipeline_program import PipelineProgram, StageDevices
 from triplane.unified_ir.engines.xla.planned import PlannedDevices
 from triplane.unified_ir.engines.xla.program import XlaProgram
@@ -28,7 +28,8 @@ class XlaEngine:
     {"optimizer.*": ("data",)}. parallel="auto": split each function over `devices` (by default all)
     as the planner decides (docs/parallel.md), within memory_bytes on each, at the rates of a
     topology. stages, microbatches: run training steps as a pipeline, a stage of the layers on each
-    device (docs/parallel.md#pipeline-stages), within memory_bytes too. `str(engine.devices)` says which devices are used, and why.
+    device, within memory_bytes too (docs/parallel.md#pipeline-stages); with mesh={"data": N}, as N
+    of them. `str(engine.devices)` says which devices are used, and why.
     """
 
     name = "xla"
@@ -49,12 +50,15 @@ class XlaEngine:
         """Stages of the pipeline in which training steps run; None for none."""
         self.devices: Devices | PlannedDevices | StageDevices
         if stages is not None:
-            if mesh or shard or parallel is not None or devices is not None:
+            if shard or parallel is not None or devices is not None or set(mesh or {}) - {DATA}:
                 raise InvalidInput(
-                    "stages takes a device for each stage and cannot be combined with mesh, shard, "
-                    "parallel or devices"
+                    "stages takes a device for each stage; beside it there is mesh={'data': N}, "
+                    "but no other axis, shard, parallel or devices"
                 )
-            self.devices = StageDevices(stages, microbatches, memory_bytes, topology)
+            self.devices = StageDevices(
+                stages, microbatches, replicas=(mesh or {}).get(DATA, 1),
+                memory_bytes=memory_bytes, topology=topology,
+            )  # fmt: skip
             return
         if microbatches is not None:
             raise InvalidInput("microbatches are those of a pipeline; give stages too")
@@ -78,8 +82,14 @@ class XlaEngine:
     def compile_stages(self, step: StagedStep, *, donate: Collection[str]) -> PipelineProgram:
         """See `StagedEngine`."""
         assert isinstance(self.devices, StageDevices)
-        parts = {
-            name: with_kernels(TABLE, getattr(step, name), self.name)
-            for name in ("function", "forward", "update")
-        }
-        return PipelineProgram(replace(step, **parts), donate, self.devices)
+
+        def own(function: Function) -> Function:
+            return with_kernels(TABLE, function, self.name)
+
+        parts = replace(
+            step,
+            function=own(step.function),
+            forward=own(step.forward),
+            update=own(step.update),
+        )
+        return PipelineProgram(parts, donate, self.devices)

@@ -3,7 +3,8 @@
 Every device runs the same program and branches by its number. It holds the state of its stage, as
 one vector for each element type. Microbatch after microbatch, the devices pass on what the next
 stage reads (`ppermute`), then gradients the other way, each stage computing its forward pass once
-more instead of keeping what is in it. Then each stage updates its own parameters.
+more instead of keeping what is in it. Then each stage updates its own parameters. Along a second
+axis of the mesh, replicas of the pipeline compute parts of the batch and add their gradients.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.autodiff import GRAD, vjp
 from triplane.unified_ir.engines.staged import StagedStep
+from triplane.unified_ir.engines.xla.devices import DATA, SLOT
 from triplane.unified_ir.engines.xla.door import jax, jnp, lax, tracing
 from triplane.unified_ir.engines.xla.lower import Requirements, Trace
 from triplane.unified_ir.engines.xla.packing import Fields, Packing, common_lengths
@@ -29,8 +31,9 @@ if TYPE_CHECKING:
 
 STAGE = "stage"
 """The axis of the mesh."""
-SLOT = "optimizer."
 COTANGENT = "cotangent."
+WEIGHT = " weight"
+"""Beside the arrays of a microbatch, whose names have no space: its weight in the gradient."""
 Vectors = dict[str, Any]
 """A vector for each element type."""
 
@@ -122,7 +125,10 @@ class PipelineExecutable:
         }
         forward = program.step.forward
         self._batch = [n for n in shapes if n in forward.param_names]
-        self._rows = next(iter(shapes.values()))[0] // count
+        rows = next(iter(shapes.values()))[0]
+        # Rows that do not divide are computed by each replica, which is right, but not faster.
+        self._replicas = program.replicas if rows % program.replicas == 0 else 1
+        self._rows = rows // self._replicas // count
         self._sizes = sizes | {program.rows: self._rows}
         self._plan_transfers()
         places = jax.sharding.NamedSharding(program.mesh, jax.sharding.PartitionSpec(STAGE))
@@ -130,7 +136,7 @@ class PipelineExecutable:
         self.call: Callable[..., Any] = jax.jit(
             self._step,
             donate_argnums=0,
-            in_shardings=(places, whole),
+            in_shardings=(places, None),
             out_shardings=(places, whole, whole),
             compiler_options={"xla_allow_excess_precision": False},
         )
@@ -154,10 +160,11 @@ class PipelineExecutable:
     @tracing()
     def _step(self, state: Vectors, batch: Mapping[str, Any]) -> Any:
         over, whole = jax.sharding.PartitionSpec(STAGE), jax.sharding.PartitionSpec()
+        split = jax.sharding.PartitionSpec(DATA) if self._replicas > 1 else whole
         return jax.shard_map(
             self._device,
             mesh=self._program.mesh,
-            in_specs=(over, whole),
+            in_specs=(over, split),
             out_specs=(over, whole, whole),
             check_vma=False,
         )(state, batch)
@@ -172,7 +179,7 @@ class PipelineExecutable:
         results, weights = self._combined(measured)
         grads, failed = self._backward_passes(mine, batches, saved, weights, failed)
         moved, own = self._switch(self._updates, mine, grads)
-        failed = lax.pmax(jnp.where(failed == 0, own, failed), STAGE)
+        failed = lax.pmax(jnp.where(failed == 0, own, failed), (STAGE, DATA))
         kept = {k: jnp.where(failed == 0, moved[k], x)[None] for k, x in mine.items()}
         return kept, results, failed
 
@@ -192,7 +199,7 @@ class PipelineExecutable:
         return lax.switch(place, [idle, *branches], *operands)
 
     def _forward_passes(self, mine: Vectors, batches: Mapping[str, Any]) -> Any:
-        """Return what arrived for each microbatch, the last stage's measures of each, and failed."""
+        """Return what arrived for each microbatch, the last stage's measures, and failed."""
         stages, at = len(self._stages), lax.axis_index(STAGE)
         lengths = common_lengths(self._arriving)
         nothing = {k: jnp.zeros(n, jnp.dtype(k)) for k, n in lengths.items()}
@@ -252,23 +259,27 @@ class PipelineExecutable:
     def _combined(self, measured: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
         """Return the measures of the batch, and the weight of each microbatch in the gradient."""
         step = self._program.step
-        even = jnp.full(self.count, 1 / self.count, jnp.float32)
+        even = jnp.full(self.count, 1 / (self.count * self._replicas), jnp.float32)
 
         def weights(name: str) -> Any:
             if COUNTED + name not in measured:
                 return even
             n = measured[COUNTED + name]
             # As `Recipe.advance` weighs accumulated batches: without a count, a mean is a sum.
-            total = n.sum()
+            total = self._added(n.sum())
             return jnp.where(n == 0, 1.0, n) / jnp.where(total == 0, 1.0, total)
 
         results = {}
         for name, x in measured.items():
             if name.startswith(COUNTED) or name in step.counts:
-                results[name] = x.sum(0, dtype=x.dtype)
+                results[name] = self._added(x.sum(0, dtype=x.dtype))
             else:
-                results[name] = (x * weights(name).astype(x.dtype)).sum(0)
+                results[name] = self._added((x * weights(name).astype(x.dtype)).sum(0))
         return results, weights(step.loss)
+
+    def _added(self, x: Any) -> Any:
+        """Return the sum over the parts of a batch that replicas of the pipeline compute."""
+        return lax.psum(x, DATA) if self._replicas > 1 else x
 
     def _backward_passes(
         self, mine: Vectors, batches: Any, saved: Any, weights: Any, failed: Any
@@ -284,9 +295,8 @@ class PipelineExecutable:
         def tick(carry: Any, t: Any) -> Any:
             arrived, grads, failed = carry
             m, active = self._place(t - (stages - 1 - at))
-            now = {n: x[m] for n, x in batches.items()}
-            inputs = {k: x[m] for k, x in saved.items()}
-            operands = (mine, now, inputs, arrived, weights[m])
+            now = {WEIGHT: weights[m], **{n: x[m] for n, x in batches.items()}}
+            operands = (mine, now, {k: x[m] for k, x in saved.items()}, arrived)
             sent, more, own = self._switch(self._backward, *operands, active=active)
             back = [(s, s - 1) for s in range(1, stages)]
             arrived = {k: lax.ppermute(x, STAGE, back) for k, x in sent.items()}
@@ -296,18 +306,18 @@ class PipelineExecutable:
         start = (zeros[0], (zeros[1], zeros[2]), failed)
         steps = jnp.arange(self.count + stages - 1, dtype=jnp.int32)
         (_, (own, shared), failed), _ = lax.scan(tick, start, steps)
-        return (own, {k: lax.psum(x, STAGE) for k, x in shared.items()}), failed
+        shared = {k: lax.psum(x, STAGE) for k, x in shared.items()}
+        return jax.tree.map(self._added, (own, shared)), failed
 
     def _backward(
-        self, stage: StageFunctions, s: int, mine: Any, now: Any, inputs: Any, arrived: Any,
-        weight: Any,
-    ) -> Any:  # fmt: skip
+        self, stage: StageFunctions, s: int, mine: Any, now: Any, inputs: Any, arrived: Any
+    ) -> Any:
         """Return the cotangents that a stage sends back, its gradients, failed."""
         step, last = self._program.step, s == len(self._stages) - 1
         args = self._arguments(s, mine, now, inputs)
         if last:
             loss = step.forward.result(step.loss).type.dtype.numpy
-            args[COTANGENT + step.loss] = weight.astype(loss)
+            args[COTANGENT + step.loss] = now[WEIGHT].astype(loss)
         else:
             flowing = self._cotangents[s + 1].unpacked(arrived)
             args |= {COTANGENT + n: x for n, x in flowing.items()}

@@ -18,12 +18,11 @@ from triplane.unified_ir.engines.protocol import (
 )
 from triplane.unified_ir.engines.reference import ReferenceProgram
 from triplane.unified_ir.engines.staged import StagedStep
-from triplane.unified_ir.engines.xla.devices import first_devices
+from triplane.unified_ir.engines.xla.devices import DATA, SLOT, first_devices
 from triplane.unified_ir.engines.xla.door import exact, jax
 from triplane.unified_ir.engines.xla.lower import check
 from triplane.unified_ir.engines.xla.packing import Packing, common_lengths
 from triplane.unified_ir.engines.xla.pipeline import (
-    SLOT,
     STAGE,
     PipelineExecutable,
     fields_of,
@@ -46,26 +45,45 @@ from triplane.unified_ir.runtime.session import check_rows
 
 
 class StageDevices:
-    """A device for each stage of a pipeline. say: called with each line of a plan."""
+    """A device for each stage of a pipeline, and of each replica of it.
+
+    say: called with each line of a plan.
+    """
 
     def __init__(
-        self, stages: int, microbatches: int | None, memory_bytes: int | None,
-        topology: Topology | None,
-    ) -> None:  # fmt: skip
-        numbers = {"stages": stages, "microbatches": microbatches, "memory_bytes": memory_bytes}
+        self,
+        stages: int,
+        microbatches: int | None,
+        *,
+        replicas: int = 1,
+        memory_bytes: int | None = None,
+        topology: Topology | None = None,
+    ) -> None:
+        numbers = {"stages": stages, "microbatches": microbatches, DATA: replicas,
+                   "memory_bytes": memory_bytes}  # fmt: skip
         for name, number in numbers.items():
             if number is not None and (type(number) is not int or number < 1):
                 raise InvalidInput(f"{name} is a whole number >= 1, got {number!r}")
-        self.places = first_devices(stages, f"a pipeline of {stages} stages")
-        self.stages, self.microbatches = stages, microbatches or DEFAULT_MICROBATCHES * stages
+        copies = "" if replicas == 1 else f", {replicas} times,"
+        self.places = first_devices(stages * replicas, f"a pipeline of {stages} stages{copies}")
+        self.stages, self.replicas = stages, replicas
+        self.microbatches = microbatches or DEFAULT_MICROBATCHES * stages
         self._memory_bytes, self._topology = memory_bytes, topology
-        self.mesh = jax.sharding.Mesh(np.array(self.places), (STAGE,))
+        self.mesh = jax.sharding.Mesh(
+            np.array(self.places).reshape(stages, replicas), (STAGE, DATA)
+        )
         self.say: Callable[[str], None] = lambda _: None
 
     def __str__(self) -> str:
         """Say which devices these are, and what for."""
         kind = self.places[0].platform.upper()
-        return f"{self.stages} of {len(jax.devices())} x {kind}, a stage of the pipeline on each"
+        copies = "" if self.replicas == 1 else f" of {self.replicas} pipelines"
+        used = f"{len(self.places)} of {len(jax.devices())} x {kind}"
+        return f"{used}, a stage of the pipeline on each{copies}"
+
+    def share(self, rows: int) -> int:
+        """Return how many rows of a batch one replica computes; all, if they do not divide."""
+        return rows if rows % self.replicas else rows // self.replicas
 
     def plan(self, step: StagedStep, rows: str) -> StagePlan:
         """Return the cut of a step, after saying it."""
@@ -74,13 +92,14 @@ class StageDevices:
                 "pipeline stages need the sizes of a batch before the first step; call fit, or "
                 "prepare(x, y) with arrays"
             )
-        count = microbatches_of(step.sizes[rows], self.microbatches)
+        size = self.share(step.sizes[rows])
+        count = microbatches_of(size, self.microbatches)
         slots = [n for n in step.function.param_names if n.startswith(SLOT) and "." in n[10:]]
         plan = plan_stages(
             step.forward,
             self.stages,
             count,
-            sizes={**step.sizes, rows: step.sizes[rows] // count},
+            sizes={**step.sizes, rows: size // count},
             copies=2 + math.ceil(len(slots) / len(step.trained)),
             memory_bytes=self._memory_bytes,
             topology=self._topology,
@@ -110,7 +129,7 @@ class PipelineProgram:
             for s in range(len(self.stages))
         ]
         self.lengths = common_lengths(self.layouts)
-        self._microbatches = devices.microbatches
+        self._devices, self.replicas = devices, devices.replicas
         self._compiled: OrderedDict[Any, PipelineExecutable] = OrderedDict()
 
     def _held_by(self, stage: int) -> list[str]:
@@ -146,7 +165,8 @@ class PipelineProgram:
         shapes = {n: x.shape for n, x in feeds.items()}
         key = tuple(shapes.items())
         if key not in self._compiled:
-            count = microbatches_of(next(iter(shapes.values()))[0], self._microbatches)
+            rows = self._devices.share(next(iter(shapes.values()))[0])
+            count = microbatches_of(rows, self._devices.microbatches)
             self._compiled[key] = PipelineExecutable(self, shapes, count)
             if len(self._compiled) > MAX_SHAPES:
                 self._compiled.popitem(last=False)

@@ -52,9 +52,7 @@ def stage_table(plan: StagePlan) -> Iterator[str]:
     yield plan.topology.source
     yield ""
     head = ("stage", "layers", "parameters", "memory", "forward", "sends")
-    yield from aligned(
-        [head, *(_row(i, stage) for i, stage in enumerate(plan.stages, 1))], texts=2
-    )
+    yield from aligned([head, *(_row(i, stage) for i, stage in enumerate(plan.stages, 1))], texts=2)
     yield ""
     yield from _schedule(plan)
     yield ""

@@ -96,17 +96,15 @@ class StagePlan:
     def schedule(self) -> list[list[str]]:
         """Return for each stage what it does in each step of time: F1, B1, ... or "" to wait."""
         stages, count = len(self.stages), self.microbatches
-        passes = [("F", lambda s: s)]
-        if self.trains:
-            passes.append(("B", lambda s: stages - 1 - s))
+
+        def one(name: str, delay: int) -> list[str]:
+            numbers = [t - delay for t in range(count + stages - 1)]
+            return [f"{name}{m + 1}" if 0 <= m < count else "" for m in numbers]
+
         return [
-            [
-                f"{name}{t - delay(s) + 1}" if 0 <= t - delay(s) < count else ""
-                for name, delay in passes
-                for t in range(count + stages - 1)
-            ]
+            one("F", s) + (one("B", stages - 1 - s) if self.trains else [])
             for s in range(stages)
-        ]
+        ]  # fmt: skip
 
 
 def link_seconds(topology: Topology, stages: int, size_bytes: float) -> float:
@@ -132,7 +130,7 @@ def plan_stages(
     memory_bytes: int | None = None,
     topology: Topology | None = None,
 ) -> StagePlan:
-    """Return the cut into stages whose slowest one is fastest; of several, the one that sends least.
+    """Return the cut whose slowest stage is fastest; of several, the one that sends least.
 
     sizes: of one microbatch, by symbol. copies: see `StagePlan`. memory_bytes: what one device has.
     InvalidInput: there are fewer nodes than stages, or no cut fits into the memory.
