@@ -64,6 +64,11 @@ class StageDevices:
         for name, number in numbers.items():
             if number is not None and (type(number) is not int or number < 1):
                 raise InvalidInput(f"{name} is a whole number >= 1, got {number!r}")
+        if jax.process_count() > 1:
+            raise InvalidInput(
+                f"pipeline stages run on the devices of one process, and this run has "
+                f"{jax.process_count()}; split the batch over the hosts with mesh={{'data': N}}"
+            )
         copies = "" if replicas == 1 else f", {replicas} times,"
         self.places = first_devices(stages * replicas, f"a pipeline of {stages} stages{copies}")
         self.stages, self.replicas = stages, replicas

@@ -71,10 +71,16 @@ def _row(number: int, stage: Stage) -> tuple[str, ...]:
 
 
 def layers_text(layers: tuple[str, ...]) -> str:
-    """Return the first and the last layer of a stage, shortened where they are long."""
-    ends = [layers[0], layers[-1]] if len(layers) > 1 else [layers[0]]
+    """Return the first and the last layer of a stage, of long names their last parts."""
+    ends = dict.fromkeys((layers[0], layers[-1]))
     most = LAYERS if len(ends) == 1 else (LAYERS - 4) // 2
-    return " .. ".join(n if len(n) <= most else "..." + n[3 - most :] for n in ends)
+    return " .. ".join(_last_parts(name, most) for name in ends)
+
+
+def _last_parts(name: str, most: int) -> str:
+    while len(name) > most and "." in name:
+        name = name.partition(".")[2]
+    return name[-most:]
 
 
 def _schedule(plan: StagePlan) -> Iterator[str]:
