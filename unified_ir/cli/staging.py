@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 BATCH: Final = "N"
 """Symbol of the number of samples."""
-TRAINING_COPIES: Final = 4
-"""Tensors of a parameter's size in training with Adam: weight, gradient and two slots."""
+SLOTS: Final = 2
+"""Slots of the optimizer for each parameter: those of Adam."""
 
 
 def check(options: Mapping[str, Any]) -> None:
@@ -47,6 +47,7 @@ def planned(function: Function, options: Mapping[str, Any]) -> tuple[dict[str, A
         DEFAULT_MICROBATCHES,
         microbatches_of,
         plan_stages,
+        training_copies,
     )
 
     if changed := [n for n in function.result_names if n in function.param_names]:
@@ -64,7 +65,7 @@ def planned(function: Function, options: Mapping[str, Any]) -> tuple[dict[str, A
         stages,
         count,
         sizes={**sizes, BATCH: sizes[BATCH] // count},
-        copies=TRAINING_COPIES if "loss" in function.result_names else 1,
+        copies=training_copies(SLOTS) if "loss" in function.result_names else 1,
         memory_bytes=options["memory"],
         topology=Topology() if file is None else read_topology(file),
     )

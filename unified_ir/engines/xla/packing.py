@@ -26,10 +26,6 @@ class Packing:
             self._places[name] = kind, start, shape
             self.lengths[kind] = start + prod(shape)
 
-    def __contains__(self, name: str) -> bool:
-        """Return whether the vectors hold a tensor."""
-        return name in self._places
-
     def tensor(self, vectors: Mapping[str, Any], name: str) -> Any:
         """Return one tensor."""
         kind, start, shape = self._places[name]
@@ -53,6 +49,18 @@ class Packing:
             rest = length - self.lengths.get(kind, 0)
             pieces[kind].append(xp.zeros(rest, xp.dtype(kind)))
         return {kind: xp.concatenate(vectors) for kind, vectors in pieces.items()}
+
+    def written(
+        self, vectors: Mapping[str, Any], arrays: Mapping[str, Any], *, add: bool = False
+    ) -> dict[str, Any]:
+        """Return vectors of JAX with some tensors replaced, or added to those that are there."""
+        written = dict(vectors)
+        for name, (kind, start, shape) in self._places.items():
+            if name in arrays:
+                place = written[kind].at[start : start + prod(shape)]
+                x = arrays[name].reshape(-1)
+                written[kind] = place.add(x) if add else place.set(x)
+        return written
 
 
 def common_lengths(packings: Iterable[Packing]) -> dict[str, int]:

@@ -178,25 +178,31 @@ class PipelineExecutable:
         saved, measured, failed = self._forward_passes(mine, batches)
         results, weights = self._combined(measured)
         grads, failed = self._backward_passes(mine, batches, saved, weights, failed)
-        moved, own = self._switch(self._updates, mine, grads)
-        failed = lax.pmax(jnp.where(failed == 0, own, failed), (STAGE, DATA))
-        kept = {k: jnp.where(failed == 0, moved[k], x)[None] for k, x in mine.items()}
-        return kept, results, failed
+        failed = lax.pmax(failed, (STAGE, DATA))
+        moved, failed = self._updated(mine, grads, failed)
+        return {kind: x[None] for kind, x in moved.items()}, results, failed
 
-    def _switch(self, branch: Callable[..., Any], *operands: Any, active: Any = True) -> Any:
-        """Return the outcome of this device's branch, zeros where it is not active."""
+    def _updated(self, mine: Vectors, grads: Any, failed: Any) -> tuple[Vectors, Any]:
+        """Return the new state, or the old one where a requirement failed before or in the update.
+
+        A branch and no `where`, which would need one more copy of the state.
+        """
+        before = len(self.requirements.failures)
+        moved, own = self._switch(self._updates, (mine, grads), (mine, jnp.int32(0)), failed == 0)
+        if len(self.requirements.failures) == before:
+            return moved, failed
+        failed = jnp.where(failed == 0, lax.pmax(own, (STAGE, DATA)), failed)
+        return {k: jnp.where(failed == 0, moved[k], x) for k, x in mine.items()}, failed
+
+    def _switch(
+        self, branch: Callable[..., Any], operands: Sequence[Any], idle: Any, active: Any
+    ) -> Any:
+        """Return the outcome of this device's branch, or `idle` where it is not active."""
         branches = [
-            lambda *xs, s=s: branch(self._stages[s], s, *xs) for s in range(len(self._stages))
+            lambda _, *xs, s=s: branch(self._stages[s], s, *xs) for s in range(len(self._stages))
         ]
-        if active is True:
-            return lax.switch(lax.axis_index(STAGE), branches, *operands)
-        shapes = jax.eval_shape(branches[0], *operands)
-
-        def idle(*_: Any) -> Any:
-            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-
         place = jnp.where(active, lax.axis_index(STAGE) + 1, 0)
-        return lax.switch(place, [idle, *branches], *operands)
+        return lax.switch(place, [lambda idle, *_: idle, *branches], idle, *operands)
 
     def _forward_passes(self, mine: Vectors, batches: Mapping[str, Any]) -> Any:
         """Return what arrived for each microbatch, the last stage's measures, and failed."""
@@ -209,8 +215,9 @@ class PipelineExecutable:
             m, active = self._place(t - at)
             saved = {k: jnp.where(active, x.at[m].set(arrived[k]), x) for k, x in saved.items()}
             now = {n: x[m] for n, x in batches.items()}
-            outcome = self._switch(self._forward, mine, now, arrived, active=active)
-            sent, measured, own = outcome
+            idle = (nothing, self._no_measures(), jnp.int32(0))
+            operands = (mine, now, arrived)
+            sent, measured, own = self._switch(self._forward, operands, idle, active)
             onward = [(s, s + 1) for s in range(stages - 1)]
             arrived = {k: lax.ppermute(x, STAGE, onward) for k, x in sent.items()}
             return (arrived, saved, jnp.where(failed == 0, own, failed)), measured
@@ -229,18 +236,22 @@ class PipelineExecutable:
         part = stage.forward
         args = self._arguments(s, mine, now, arrived)
         named, failed = self._run(part.function, args)
-        lengths, step = common_lengths(self._arriving), self._program.step
+        lengths = common_lengths(self._arriving)
         last = s == len(self._stages) - 1
         # What a stage sends is what the next one receives, under the same names.
         packing = Packing({}) if last else self._arriving[s + 1]
         sent = packing.packed({} if last else named, lengths, jnp)
-        types = {n: step.forward.result(n).type for n in step.forward.result_names}
-        shapes = {
-            n: (tuple(evaluate(d, self._sizes) for d in t.shape), t.dtype.numpy)
+        measured = {n: named[n] if last else x for n, x in self._no_measures().items()}
+        return sent, measured, failed
+
+    def _no_measures(self) -> dict[str, Any]:
+        """Return a zero for each measure."""
+        forward = self._program.step.forward
+        types = {n: forward.result(n).type for n in forward.result_names}
+        return {
+            n: jnp.zeros(tuple(evaluate(d, self._sizes) for d in t.shape), t.dtype.numpy)
             for n, t in types.items()
         }
-        measured = {n: named[n] if last else jnp.zeros(*shapes[n]) for n in shapes}
-        return sent, measured, failed
 
     def _arguments(self, s: int, mine: Any, now: Any, arrived: Any) -> dict[str, Any]:
         return {
@@ -296,11 +307,11 @@ class PipelineExecutable:
             arrived, grads, failed = carry
             m, active = self._place(t - (stages - 1 - at))
             now = {WEIGHT: weights[m], **{n: x[m] for n, x in batches.items()}}
-            operands = (mine, now, {k: x[m] for k, x in saved.items()}, arrived)
-            sent, more, own = self._switch(self._backward, *operands, active=active)
+            operands = (mine, now, {k: x[m] for k, x in saved.items()}, (arrived, grads))
+            idle = (zeros[0], grads, jnp.int32(0))
+            sent, grads, own = self._switch(self._backward, operands, idle, active)
             back = [(s, s - 1) for s in range(1, stages)]
             arrived = {k: lax.ppermute(x, STAGE, back) for k, x in sent.items()}
-            grads = jax.tree.map(jnp.add, grads, more)
             return (arrived, grads, jnp.where(failed == 0, own, failed)), None
 
         start = (zeros[0], (zeros[1], zeros[2]), failed)
@@ -310,9 +321,13 @@ class PipelineExecutable:
         return jax.tree.map(self._added, (own, shared)), failed
 
     def _backward(
-        self, stage: StageFunctions, s: int, mine: Any, now: Any, inputs: Any, arrived: Any
+        self, stage: StageFunctions, s: int, mine: Any, now: Any, inputs: Any, carried: Any
     ) -> Any:
-        """Return the cotangents that a stage sends back, its gradients, failed."""
+        """Return the cotangents that a stage sends back, the new sums of gradients, failed.
+
+        carried: the cotangents that arrived, and the sums of gradients so far.
+        """
+        arrived, (alone, shared) = carried
         step, last = self._program.step, s == len(self._stages) - 1
         args = self._arguments(s, mine, now, inputs)
         if last:
@@ -324,9 +339,8 @@ class PipelineExecutable:
         named, failed = self._run(stage.backward, args)
         grads = {n.removeprefix(GRAD): x for n, x in named.items()}
         sent = self._cotangents[s].packed(grads, common_lengths(self._cotangents), jnp)
-        alone = self._grads[s].packed(grads, common_lengths(self._grads), jnp)
-        shared = self._shared.packed(grads, self._shared.lengths, jnp)
-        return sent, (alone, shared), failed
+        alone = self._grads[s].written(alone, grads, add=True)
+        return sent, (alone, self._shared.written(shared, grads, add=True)), failed
 
     def _updates(self, stage: StageFunctions, s: int, mine: Vectors, grads: Any) -> Any:
         """Return the state of a stage after the update, and failed."""
@@ -335,4 +349,4 @@ class PipelineExecutable:
         named = {**self._grads[s].unpacked(grads[0]), **self._shared.unpacked(grads[1])}
         args = {**own, **{GRAD + n: x for n, x in named.items()}}
         moved, failed = self._run(stage.update, args)
-        return program.layouts[s].packed({**own, **moved}, program.lengths, jnp), failed
+        return program.layouts[s].written(mine, moved), failed

@@ -40,6 +40,7 @@ from triplane.unified_ir.passes.sharding.stages import (
     StagePlan,
     microbatches_of,
     plan_stages,
+    training_copies,
 )
 from triplane.unified_ir.runtime.session import check_rows
 
@@ -105,7 +106,7 @@ class StageDevices:
             self.stages,
             count,
             sizes={**step.sizes, rows: size // count},
-            copies=2 + math.ceil(len(slots) / len(step.trained)),
+            copies=training_copies(math.ceil(len(slots) / len(step.trained))),
             memory_bytes=self._memory_bytes,
             topology=self._topology,
         )

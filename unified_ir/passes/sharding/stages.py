@@ -58,8 +58,7 @@ class Stage:
 class StagePlan:
     """A function as a pipeline: each batch is computed in microbatches, one stage a device.
 
-    sizes: those of a microbatch. copies: tensors that training keeps for each parameter, itself
-    included (weight, gradient, optimizer); 1 for a forward pass alone.
+    sizes: those of a microbatch. copies: see `training_copies`; 1 for a forward pass alone.
     """
 
     function: Function
@@ -120,6 +119,14 @@ def microbatches_of(rows: int, wanted: int) -> int:
     return max(n for n in range(1, min(rows, wanted) + 1) if rows % n == 0) if rows else 1
 
 
+def training_copies(slots: int) -> int:
+    """Return how many tensors of its size training holds for a parameter with so many slots.
+
+    The update writes weight and slots beside the old ones; a gradient and the sum of gradients.
+    """
+    return 2 * (1 + slots) + 2
+
+
 def plan_stages(
     function: Function,
     stages: int,
@@ -132,7 +139,8 @@ def plan_stages(
 ) -> StagePlan:
     """Return the cut whose slowest stage is fastest; of several, the one that sends least.
 
-    sizes: of one microbatch, by symbol. copies: see `StagePlan`. memory_bytes: what one device has.
+    sizes: of one microbatch, by symbol. copies: tensors of its size that a device holds for each
+    parameter. memory_bytes: what one device has.
     InvalidInput: there are fewer nodes than stages, or no cut fits into the memory.
     """
     check_devices(stages)
