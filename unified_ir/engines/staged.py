@@ -16,8 +16,9 @@ class StagedStep:
 
     function: the whole step, which says what the pipeline must compute. forward: a batch and
     parameters -> `loss` and other measures. update: state and `grad.PATH` of each of the `trained`
-    -> new state. counts: measures that are added over microbatches; others are means. sizes: of the
-    first batch, by symbol.
+    -> new state. counts: measures that are added over microbatches; others are means. divisors: for
+    a mean that is not over samples, the name of the count that it is over. sizes: of the first
+    batch, by symbol.
     """
 
     function: Function
@@ -26,6 +27,7 @@ class StagedStep:
     loss: str
     trained: tuple[str, ...]
     counts: frozenset[str]
+    divisors: Mapping[str, str]
     sizes: Mapping[str, int]
 
 

@@ -9,6 +9,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.autodiff import GRAD
 from triplane.unified_ir.engines import Engine, Program
 from triplane.unified_ir.engines.staged import StagedEngine, StagedStep
+from triplane.unified_ir.files.samples import COUNTED
 from triplane.unified_ir.ir.graph import Function
 from triplane.unified_ir.ir.types import as_dtype
 from triplane.unified_ir.ops.build import Build
@@ -41,13 +42,16 @@ def compiled_step(
     for name, (allowed, why) in _REFUSED.items():
         if (value := getattr(trainer.recipe, name)) != allowed:
             raise InvalidInput(f"pipeline stages take no {name}={value!r}, which {why}")
+    forward = forward_of(trainer)
+    divisors = [n for n in forward.result_names if n.startswith(COUNTED)]
     staged = StagedStep(
         function,
-        forward_of(trainer),
+        forward,
         _update(trainer, function),
         step.LOSS,
         trained(trainer, function),
-        frozenset(trainer.model.tallies),
+        frozenset([*trainer.model.tallies, *divisors]),
+        {n.removeprefix(COUNTED): n for n in divisors},
         sizes,
     )
     return engine.compile_stages(staged, donate=donate)

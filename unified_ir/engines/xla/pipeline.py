@@ -20,7 +20,6 @@ from triplane.unified_ir.engines.xla.devices import DATA, SLOT
 from triplane.unified_ir.engines.xla.door import jax, jnp, lax, tracing
 from triplane.unified_ir.engines.xla.lower import Requirements, Trace
 from triplane.unified_ir.engines.xla.packing import Fields, Packing, common_lengths
-from triplane.unified_ir.files.samples import COUNTED
 from triplane.unified_ir.ir.dims import evaluate, is_symbol
 from triplane.unified_ir.ir.graph import Function, Value
 from triplane.unified_ir.passes.clean import drop_dead
@@ -273,16 +272,16 @@ class PipelineExecutable:
         even = jnp.full(self.count, 1 / (self.count * self._replicas), jnp.float32)
 
         def weights(name: str) -> Any:
-            if COUNTED + name not in measured:
+            if name not in step.divisors:
                 return even
-            n = measured[COUNTED + name]
+            n = measured[step.divisors[name]]
             # As `Recipe.advance` weighs accumulated batches: without a count, a mean is a sum.
             total = self._added(n.sum())
             return jnp.where(n == 0, 1.0, n) / jnp.where(total == 0, 1.0, total)
 
         results = {}
         for name, x in measured.items():
-            if name.startswith(COUNTED) or name in step.counts:
+            if name in step.counts:
                 results[name] = self._added(x.sum(0, dtype=x.dtype))
             else:
                 results[name] = self._added((x * weights(name).astype(x.dtype)).sum(0))
