@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Final, Protocol, runtime_checkable
 
 from triplane.unified_ir.engines.protocol import Program
 from triplane.unified_ir.ir.graph import Function
+
+GRADIENT_NORM: Final = "optimizer.gradient_norm"
+"""Parameter of an update: the norm of all gradients together, float32 scalar."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -15,10 +18,10 @@ class StagedStep:
     """A training step, whole and in two halves.
 
     function: the whole step, which says what the pipeline must compute. forward: a batch and
-    parameters -> `loss` and other measures. update: state and `grad.PATH` of each of the `trained`
-    -> new state. counts: measures that are added over microbatches; others are means. divisors: for
-    a mean that is not over samples, the name of the count that it is over. sizes: of the first
-    batch, by symbol.
+    parameters -> `loss` and other measures. update: state, `grad.PATH` of each of the `trained`, and
+    GRADIENT_NORM if it needs that -> new state. counts: measures that are added over microbatches;
+    others are means. divisors: for a mean that is not over samples, the name of the count that it
+    is over. sizes: of the first batch, by symbol.
     """
 
     function: Function

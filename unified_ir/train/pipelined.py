@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.autodiff import GRAD
 from triplane.unified_ir.engines import Engine, Program
-from triplane.unified_ir.engines.staged import StagedEngine, StagedStep
+from triplane.unified_ir.engines.staged import GRADIENT_NORM, StagedEngine, StagedStep
 from triplane.unified_ir.files.samples import COUNTED
 from triplane.unified_ir.ir.graph import Function
-from triplane.unified_ir.ir.types import as_dtype
+from triplane.unified_ir.ir.types import TensorSpec, as_dtype
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.summaries import PREFIXES
 from triplane.unified_ir.ops.table import TABLE
+from triplane.unified_ir.optim import clip_by_global_norm
 from triplane.unified_ir.passes.clean import clean
 from triplane.unified_ir.train import step
 from triplane.unified_ir.train.precision import half
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
     from triplane.unified_ir.train.trainer import Trainer
 
 _REFUSED: Final = {
-    "clip_norm": (None, "needs the gradients of all stages at once; use clip_each or clip_value"),
     "accumulate": (1, "is what microbatches do; use more of them and a larger batch"),
     "loss_scale": (None, "looks at the gradients of all stages at once; use precision='bfloat16'"),
 }
@@ -42,6 +43,12 @@ def compiled_step(
     for name, (allowed, why) in _REFUSED.items():
         if (value := getattr(trainer.recipe, name)) != allowed:
             raise InvalidInput(f"pipeline stages take no {name}={value!r}, which {why}")
+    recipe = trainer.recipe
+    if recipe.clip_norm is not None and (recipe.clip_value, recipe.clip_each) != (None, None):
+        raise InvalidInput(
+            "pipeline stages take clip_norm alone: the norm after clip_value or clip_each is not "
+            "computed over all stages; choose one limit"
+        )
     forward = forward_of(trainer)
     divisors = [n for n in forward.result_names if n.startswith(COUNTED)]
     staged = StagedStep(
@@ -97,5 +104,9 @@ def _update(trainer: Trainer, function: Function) -> Function:
         state = {k: params[k] if k in params else build.param(k, t) for k, t in types.items()}
         grads = {k: build.param(GRAD + k, params[k].type) for k in paths}
         one = build.constant(1.0).cast("float32")
-        moved, _ = recipe.advance({k: params[k] for k in paths}, grads, state, one)
+        if recipe.clip_norm is not None:
+            norm = build.param(GRADIENT_NORM, TensorSpec((), "float32"))
+            grads = clip_by_global_norm(grads, recipe.clip_norm, norm)
+        unclipped = replace(recipe, clip_norm=None)
+        moved, _ = unclipped.advance({k: params[k] for k in paths}, grads, state, one)
     return clean(build.finish(moved))

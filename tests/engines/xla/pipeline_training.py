@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import nn, ops, optim, train
 from triplane.unified_ir.engines.xla.door import exact
 from triplane.unified_ir.engines.xla.engine import XlaEngine
@@ -119,26 +118,16 @@ def check_division():
     assert 0.8 < predicted / total < 1.25, (predicted, total)
 
 
-def check_refusals():
-    try:
-        trained(Perceptron, vectors, XlaEngine(stages=4), clip_norm=1.0)
-    except InvalidInput as error:
-        assert "clip_norm=1.0" in str(error), error
-    else:
-        raise AssertionError("the norm over all stages was taken for that of one")
-
-
 def main():
     compare(Perceptron, vectors)
     check_division()
     compare(Perceptron, vectors, optimizer=optim.AdamW(1e-3), average=0.9, clip_each=0.5)
     loss = nn.SoftmaxCrossEntropy(ignore_index=-100)
-    said = compare(Transformer, sequences, loss=loss)
+    said = compare(Transformer, sequences, loss=loss, clip_norm=0.5)
     assert "read by several  embedding" in said, said
     # Two pipelines of two stages, each with half of a batch; one of 9 rows is computed by both.
     said = compare(Perceptron, marked, loss=loss, stages=2, mesh={"data": 2})
     assert "a stage of the pipeline on each of 2 pipelines" in said, said
-    check_refusals()
     sys.stdout.write("all held\n")
 
 

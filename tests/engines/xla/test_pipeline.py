@@ -56,7 +56,7 @@ def net(*layers):
         ((nn.BatchNorm1d(8),), {}, "Sequential assigns 2.running_mean, 2.running_var"),
         ((nn.Dropout(0.5),), {}, "Sequential assigns 2.key"),
         ((), {"accumulate": 2}, "take no accumulate=2, which is what microbatches do"),
-        ((), {"clip_norm": 1.0}, "take no clip_norm=1.0, which needs the gradients of all stages"),
+        ((), {"clip_norm": 1.0, "clip_each": 1.0}, "take clip_norm alone"),
         ((), {"precision": "float16"}, "take no loss_scale"),
         ((), {"steps_per_launch": 2}, "steps_per_launch and pipeline stages exclude each other"),
     ],

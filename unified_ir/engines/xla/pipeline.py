@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.autodiff import GRAD, vjp
-from triplane.unified_ir.engines.staged import StagedStep
+from triplane.unified_ir.engines.staged import GRADIENT_NORM, StagedStep
 from triplane.unified_ir.engines.xla.devices import DATA, SLOT
 from triplane.unified_ir.engines.xla.door import jax, jnp, lax, tracing
 from triplane.unified_ir.engines.xla.lower import Requirements, Trace
@@ -91,7 +91,8 @@ def _update(step: StagedStep, owners: Mapping[str, tuple[int, ...]], stage: int)
     read = {v for node in own.nodes for v in node.inputs} | {*own.results}
     params = [p for p in own.params if p in read]
     for param in params:
-        if stage not in owners[param.name.removeprefix(GRAD)]:
+        path = param.name.removeprefix(GRAD)
+        if path != GRADIENT_NORM and stage not in owners[path]:
             raise InvalidInput(
                 f"the update of stage {stage + 1} of the pipeline reads {param.name!r}, which "
                 "another stage has; use an optimizer that updates each parameter by itself"
@@ -187,7 +188,9 @@ class PipelineExecutable:
         A branch and no `where`, which would need one more copy of the state.
         """
         before = len(self.requirements.failures)
-        moved, own = self._switch(self._updates, (mine, grads), (mine, jnp.int32(0)), failed == 0)
+        wants_norm = GRADIENT_NORM in self._program.step.update.param_names
+        operands = (mine, grads, _norm(*grads) if wants_norm else jnp.float32(0))
+        moved, own = self._switch(self._updates, operands, (mine, jnp.int32(0)), failed == 0)
         if len(self.requirements.failures) == before:
             return moved, failed
         failed = jnp.where(failed == 0, lax.pmax(own, (STAGE, DATA)), failed)
@@ -341,11 +344,20 @@ class PipelineExecutable:
         alone = self._grads[s].written(alone, grads, add=True)
         return sent, (alone, self._shared.written(shared, grads, add=True)), failed
 
-    def _updates(self, stage: StageFunctions, s: int, mine: Vectors, grads: Any) -> Any:
+    def _updates(self, stage: StageFunctions, s: int, mine: Vectors, grads: Any, norm: Any) -> Any:
         """Return the state of a stage after the update, and failed."""
         program = self._program
         own = program.layouts[s].unpacked(mine)
         named = {**self._grads[s].unpacked(grads[0]), **self._shared.unpacked(grads[1])}
-        args = {**own, **{GRAD + n: x for n, x in named.items()}}
+        args = {**own, **{GRAD + n: x for n, x in named.items()}, GRADIENT_NORM: norm}
         moved, failed = self._run(stage.update, args)
         return program.layouts[s].written(mine, moved), failed
+
+
+def _norm(alone: Vectors, shared: Vectors) -> Any:
+    """Return the norm of all gradients: those of this stage alone, and those that stages share."""
+
+    def squares(vectors: Vectors) -> Any:
+        return sum((jnp.square(x.astype(jnp.float32)).sum() for x in vectors.values()), 0.0)
+
+    return jnp.sqrt(lax.psum(squares(alone), STAGE) + squares(shared))
