@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.cli import staging
+from triplane.unified_ir.cli import pipeline_options
 from triplane.unified_ir.cli.profiling import known_sizes, sizes_of
 from triplane.unified_ir.cli.shell import (
     COUNT,
@@ -108,10 +108,10 @@ def command(**options: Any) -> None:
     check_distinct_files([model, options["topology"]], {"--out": out})
     if out is not None and out.suffix != ".svg":
         raise InvalidInput(f"--out writes a picture, NAME.svg, got {out.name!r}")
-    staging.check(options)
+    pipeline_options.check(options)
     with output.user_code():
         function = _function(options)
-    planned = _planned if options["stages"] is None else staging.planned
+    planned = _planned if options["stages"] is None else pipeline_options.planned
     record, lines = planned(function, options)
     output.result(record, "\n".join(lines))
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.autodiff import GRAD
 from triplane.unified_ir.engines import Engine, Program
-from triplane.unified_ir.engines.staged import GRADIENT_NORM, StagedEngine, StagedStep
+from triplane.unified_ir.engines.pipelined import GRADIENT_NORM, PipelineEngine, PipelineStep
 from triplane.unified_ir.files.samples import COUNTED
 from triplane.unified_ir.ir.graph import Function
 from triplane.unified_ir.ir.types import TensorSpec, as_dtype
@@ -36,9 +36,9 @@ def compiled_step(
 ) -> Program:
     """Return the training step on an engine, its state donated. sizes: of the first batch."""
     donate = trainer.state_names(function)
-    if not isinstance(engine, StagedEngine) or engine.stages is None:
+    if not isinstance(engine, PipelineEngine) or engine.stages is None:
         return engine.compile(function, donate=donate)
-    if trainer.steps_per_launch > 1:
+    if trainer.steps_per_launch != 1:
         raise InvalidInput("steps_per_launch and pipeline stages exclude each other; choose one")
     for name, (allowed, why) in _REFUSED.items():
         if (value := getattr(trainer.recipe, name)) != allowed:
@@ -51,7 +51,7 @@ def compiled_step(
         )
     forward = forward_of(trainer)
     divisors = [n for n in forward.result_names if n.startswith(COUNTED)]
-    staged = StagedStep(
+    parts = PipelineStep(
         function,
         forward,
         _update(trainer, function),
@@ -61,7 +61,7 @@ def compiled_step(
         {n.removeprefix(COUNTED): n for n in divisors},
         sizes,
     )
-    return engine.compile_stages(staged, donate=donate)
+    return engine.compile_pipeline(parts, donate=donate)
 
 
 def forward_of(trainer: Trainer) -> Function:

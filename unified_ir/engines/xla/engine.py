@@ -8,7 +8,7 @@ from typing import Literal
 
 from triplane.proto.errors import InvalidInput
 from triplane.proto.suggestions import check_choice
-from triplane.unified_ir.engines.staged import StagedStep
+from triplane.unified_ir.engines.pipelined import PipelineStep
 from triplane.unified_ir.engines.xla.devices import DATA, Devices
 from triplane.unified_ir.engines.xla.pipeline_program import PipelineProgram, StageDevices
 from triplane.unified_ir.engines.xla.planned import PlannedDevices
@@ -29,7 +29,9 @@ class XlaEngine:
     as the planner decides (docs/parallel.md), within memory_bytes on each, at the rates of a
     topology. stages, microbatches: run training steps as a pipeline, a stage of the layers on each
     device, within memory_bytes too (docs/parallel.md#pipeline-stages); with mesh={"data": N}, as N
-    of them. `str(engine.devices)` says which devices are used, and why.
+    of them. deterministic: a GPU gives the same bits again, also in another process; XLA then uses
+    no kernel whose sums depend on timing, and tries out none, which may take longer. A CPU does so
+    in any case. `str(engine.devices)` says which devices are used, and why.
     """
 
     name = "xla"
@@ -45,7 +47,9 @@ class XlaEngine:
         topology: Topology | None = None,
         stages: int | None = None,
         microbatches: int | None = None,
+        deterministic: bool = False,
     ) -> None:
+        self.deterministic = deterministic
         self.stages = stages
         """Stages of the pipeline in which training steps run; None for none."""
         self.devices: Devices | PlannedDevices | StageDevices
@@ -77,10 +81,13 @@ class XlaEngine:
     def compile(self, function: Function, *, donate: Collection[str] = ()) -> XlaProgram:
         """See `Engine`. With stages, all but training steps run whole on the first device."""
         devices = Devices() if isinstance(self.devices, StageDevices) else self.devices
-        return XlaProgram(with_kernels(TABLE, function, self.name), donate, devices)
+        return XlaProgram(
+            with_kernels(TABLE, function, self.name), donate, devices,
+            deterministic=self.deterministic,
+        )  # fmt: skip
 
-    def compile_stages(self, step: StagedStep, *, donate: Collection[str]) -> PipelineProgram:
-        """See `StagedEngine`."""
+    def compile_pipeline(self, step: PipelineStep, *, donate: Collection[str]) -> PipelineProgram:
+        """See `PipelineEngine`."""
         assert isinstance(self.devices, StageDevices)
 
         def own(function: Function) -> Function:
@@ -92,4 +99,4 @@ class XlaEngine:
             forward=own(step.forward),
             update=own(step.update),
         )
-        return PipelineProgram(parts, donate, self.devices)
+        return PipelineProgram(parts, donate, self.devices, deterministic=self.deterministic)

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.autodiff import GRAD, vjp
-from triplane.unified_ir.engines.staged import GRADIENT_NORM, StagedStep
+from triplane.unified_ir.engines.pipelined import GRADIENT_NORM, PipelineStep
 from triplane.unified_ir.engines.xla.devices import DATA, SLOT
 from triplane.unified_ir.engines.xla.door import jax, jnp, lax, tracing
 from triplane.unified_ir.engines.xla.lower import Requirements, Trace
 from triplane.unified_ir.engines.xla.packing import Fields, Packing, common_lengths
+from triplane.unified_ir.engines.xla.program import compiler_options
 from triplane.unified_ir.ir.dims import evaluate, is_symbol
 from triplane.unified_ir.ir.graph import Function, Value
 from triplane.unified_ir.passes.clean import drop_dead
@@ -46,7 +47,7 @@ class StageFunctions:
     update: Function
 
 
-def stage_functions(step: StagedStep, plan: StagePlan) -> list[StageFunctions]:
+def stage_functions(step: PipelineStep, plan: StagePlan) -> list[StageFunctions]:
     """Return the functions of each stage.
 
     InvalidInput: the update of a stage reads what another stage has.
@@ -59,7 +60,7 @@ def stage_functions(step: StagedStep, plan: StagePlan) -> list[StageFunctions]:
     ]
 
 
-def owners_of(step: StagedStep, pieces: Sequence[StagePart]) -> dict[str, tuple[int, ...]]:
+def owners_of(step: PipelineStep, pieces: Sequence[StagePart]) -> dict[str, tuple[int, ...]]:
     """Return the stages that hold each state tensor of a step; slots are with their parameter."""
     everywhere = tuple(range(len(pieces)))
     read = {}
@@ -72,7 +73,7 @@ def owners_of(step: StagedStep, pieces: Sequence[StagePart]) -> dict[str, tuple[
     return owners
 
 
-def _backward(step: StagedStep, part: StagePart) -> Function:
+def _backward(step: PipelineStep, part: StagePart) -> Function:
     """Return the function of a stage's arguments and cotangents -> gradients."""
     forward = part.function
     wanted = [*part.received, *(n for n in part.state if n in step.trained)]
@@ -84,7 +85,7 @@ def _backward(step: StagedStep, part: StagePart) -> Function:
     return drop_dead(both.with_(results=map(both.result, names), result_names=names))
 
 
-def _update(step: StagedStep, owners: Mapping[str, tuple[int, ...]], stage: int) -> Function:
+def _update(step: PipelineStep, owners: Mapping[str, tuple[int, ...]], stage: int) -> Function:
     update = step.update
     names = [n for n in update.result_names if stage in owners[n]]
     own = drop_dead(update.with_(results=map(update.result, names), result_names=names))
@@ -138,7 +139,7 @@ class PipelineExecutable:
             donate_argnums=0,
             in_shardings=(places, None),
             out_shardings=(places, whole, whole),
-            compiler_options={"xla_allow_excess_precision": False},
+            compiler_options=compiler_options(deterministic=program.deterministic),
         )
 
     def _plan_transfers(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.engines.pipelined import PipelineStep
 from triplane.unified_ir.engines.protocol import (
     StateLost,
     by_position,
@@ -17,9 +18,8 @@ from triplane.unified_ir.engines.protocol import (
     check_state,
 )
 from triplane.unified_ir.engines.reference import ReferenceProgram
-from triplane.unified_ir.engines.staged import StagedStep
 from triplane.unified_ir.engines.xla.devices import DATA, SLOT, first_devices
-from triplane.unified_ir.engines.xla.door import exact, jax
+from triplane.unified_ir.engines.xla.door import exact, explained, jax
 from triplane.unified_ir.engines.xla.lower import check
 from triplane.unified_ir.engines.xla.packing import Packing, common_lengths
 from triplane.unified_ir.engines.xla.pipeline import (
@@ -29,7 +29,7 @@ from triplane.unified_ir.engines.xla.pipeline import (
     owners_of,
     stage_functions,
 )
-from triplane.unified_ir.engines.xla.program import MAX_SHAPES, checked
+from triplane.unified_ir.engines.xla.program import MAX_SHAPES, checked, fetched, read
 from triplane.unified_ir.ir.dims import is_symbol
 from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.ops.values import HostValue
@@ -91,7 +91,7 @@ class StageDevices:
         """Return how many rows of a batch one replica computes; all, if they do not divide."""
         return rows if rows % self.replicas else rows // self.replicas
 
-    def plan(self, step: StagedStep, rows: str) -> StagePlan:
+    def plan(self, step: PipelineStep, rows: str) -> StagePlan:
         """Return the cut of a step, after saying it."""
         if rows not in step.sizes:
             raise InvalidInput(
@@ -118,12 +118,19 @@ class StageDevices:
 class PipelineProgram:
     """A training step whose state is divided over the devices of a pipeline."""
 
-    def __init__(self, step: StagedStep, donate: Collection[str], devices: StageDevices) -> None:
+    def __init__(
+        self,
+        step: PipelineStep,
+        donate: Collection[str],
+        devices: StageDevices,
+        *,
+        deterministic: bool = False,
+    ) -> None:
         check_donated(step.function, donate)
         for function in (step.function, step.forward, step.update):
             check(function)
         self.step, self.function, self.mesh = step, step.function, devices.mesh
-        self.donate = tuple(donate)
+        self.donate, self.deterministic = tuple(donate), deterministic
         self.batch = tuple(p for p in self.function.params if p.name not in self.donate)
         self.rows = self._batch_axis()
         self.plan = devices.plan(step, self.rows)
@@ -209,16 +216,15 @@ class PipelineLoop:
         check_rows(feeds)
         self._present()
         compiled = program.executable(feeds)
-        with exact():
-            try:
-                moved, results, failed = compiled.call(self.vectors, feeds)
-                jax.block_until_ready((results, failed))
-            except jax.errors.JaxRuntimeError as error:
-                raise InvalidInput(f"XLA could not run the pipeline: {error}") from error
+        with exact(), explained(f"the pipeline of {program.function.name}"):
+            moved, results, failed = compiled.call(self.vectors, feeds)
+            jax.block_until_ready((results, moved, failed))
         self.vectors = moved
-        if number := int(failed):
-            raise self._explained(compiled.requirements.error(number), feeds)
-        return {n: np.array(results[n]) for n in program.step.forward.result_names}
+        (number,) = read([failed])
+        if number:
+            raise self._explained(compiled.requirements.error(int(number)), feeds)
+        names = program.step.forward.result_names
+        return dict(zip(names, fetched([results[n] for n in names]), strict=True))
 
     def _explained(self, plain: InvalidInput, feeds: Mapping[str, Array]) -> InvalidInput:
         """Return the error of the reference engine, which shows operands; else the plain one."""
@@ -233,7 +239,7 @@ class PipelineLoop:
         """See `EngineLoop.state`."""
         self._present()
         program = self._program
-        rows = {kind: np.asarray(x) for kind, x in self.vectors.items()}
+        rows = dict(zip(self.vectors, read(list(self.vectors.values())), strict=True))
         state = {}
         for name in program.donate:
             stage = program.owners[name][0]
@@ -270,14 +276,15 @@ class _View(Mapping[str, Array]):
 
     def __getitem__(self, name: str) -> Array:
         stage = self._program.owners[name][0]
-        rows = {
-            kind: shard.data[0]
-            for kind, x in self._vectors.items()
-            for shard in x.addressable_shards
-            if (shard.index[0].start or 0) == stage
-        }
         with exact():
-            return np.asarray(self._program.layouts[stage].tensor(rows, name))
+            rows = {
+                kind: shard.data[0]
+                for kind, x in self._vectors.items()
+                for shard in x.addressable_shards
+                if (shard.index[0].start or 0) == stage
+            }
+            (tensor,) = read([self._program.layouts[stage].tensor(rows, name)])
+        return tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._program.donate)

@@ -14,14 +14,14 @@ GRADIENT_NORM: Final = "optimizer.gradient_norm"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StagedStep:
+class PipelineStep:
     """A training step, whole and in two halves.
 
     function: the whole step, which says what the pipeline must compute. forward: a batch and
-    parameters -> `loss` and other measures. update: state, `grad.PATH` of each of the `trained`, and
-    GRADIENT_NORM if it needs that -> new state. counts: measures that are added over microbatches;
-    others are means. divisors: for a mean that is not over samples, the name of the count that it
-    is over. sizes: of the first batch, by symbol.
+    parameters -> `loss` and other measures. update: state, `grad.PATH` of each of the `trained`,
+    and GRADIENT_NORM if it needs that -> new state. counts: measures that are added over
+    microbatches; others are means. divisors: for a mean that is not over samples, the name of the
+    count that it is over. sizes: of the first batch, by symbol.
     """
 
     function: Function
@@ -35,11 +35,11 @@ class StagedStep:
 
 
 @runtime_checkable
-class StagedEngine(Protocol):
+class PipelineEngine(Protocol):
     """An engine that can run a training step as a pipeline; it does if `stages` is a number."""
 
     stages: int | None
 
-    def compile_stages(self, step: StagedStep, *, donate: Collection[str]) -> Program:
+    def compile_pipeline(self, step: PipelineStep, *, donate: Collection[str]) -> Program:
         """Compile a training step as a pipeline; see `Engine.compile`."""
         ...
