@@ -48,18 +48,19 @@ class Transformer(nn.Cell):
         return ops.matmul(x, ops.transpose(self.embedding))
 
 
-def vectors(rng):
-    return rng.normal(size=(41, 16)).astype(np.float32), rng.integers(0, 10, 41)
+def vectors(rng, n=32):
+    return rng.normal(size=(n, 16)).astype(np.float32), rng.integers(0, 10, n)
 
 
 def marked(rng):
-    x, y = vectors(rng)
+    # In batches of 32, and a last one of 9, which is three microbatches.
+    x, y = vectors(rng, 41)
     return x, np.where(rng.random(41) < 0.4, -100, y)
 
 
 def sequences(rng):
-    tokens = rng.integers(0, 20, (41, 6))
-    return tokens, np.where(rng.random((41, 6)) < 0.4, -100, np.roll(tokens, 1, 1))
+    tokens = rng.integers(0, 20, (32, 6))
+    return tokens, np.where(rng.random((32, 6)) < 0.4, -100, np.roll(tokens, 1, 1))
 
 
 def trained(net, data, engine, loss=None, **options):
@@ -68,10 +69,11 @@ def trained(net, data, engine, loss=None, **options):
     chosen: Any = {"engine": engine, "callbacks": [record], **options}
     chosen.setdefault("optimizer", optim.SGD(0.05, momentum=0.9))
     trainer = train.Trainer(net(), loss=loss or nn.SoftmaxCrossEntropy(), **chosen)
-    # Batches of 32, and a last one of 9, which is three microbatches.
     x, y = data(np.random.default_rng(0))
     progress = train.Progress("lines", stream=said)
-    trainer.fit((x, y), STEPS // 2, batch_size=32, validation=(x, y), progress=progress)
+    trainer.fit(
+        (x, y), STEPS // -(-len(x) // 32), batch_size=32, validation=(x, y), progress=progress
+    )
     return record.steps, trainer, said.getvalue()
 
 

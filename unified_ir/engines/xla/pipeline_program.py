@@ -208,10 +208,10 @@ class PipelineLoop:
     def step(self, **batch: Array) -> dict[str, Array]:
         """See `EngineLoop.step`."""
         program = self._program
-        names = {p.name for p in program.batch}
-        if batch.keys() != names:
-            wrong = sorted(batch.keys() ^ names)
-            raise InvalidInput(f"step takes {', '.join(sorted(names))}; wrong: {wrong}")
+        wanted = {p.name for p in program.batch}
+        if batch.keys() != wanted:
+            wrong = sorted(batch.keys() ^ wanted)
+            raise InvalidInput(f"step takes {', '.join(sorted(wanted))}; wrong: {wrong}")
         feeds = checked(program.batch, batch)
         check_rows(feeds)
         self._present()
