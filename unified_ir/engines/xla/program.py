@@ -58,6 +58,7 @@ class XlaExecutable:
                 "in_shardings": (where.state, where.batch),
                 "out_shardings": (where.whole, where.state, where.whole),
             }
+        self._kernels = not program.deterministic
         traced = self._step if steps is None else self._launch
         chosen = compiler_options(deterministic=program.deterministic)
         self.call: Callable[..., Any] = jax.jit(
@@ -66,7 +67,8 @@ class XlaExecutable:
 
     @tracing()
     def _step(self, state: Arrays, batch: Arrays, failed: Any = None) -> Any:
-        function, trace = self._function, Trace(self.requirements, {}, failed)
+        function = self._function
+        trace = Trace(self.requirements, {}, failed, kernels=self._kernels)
         named = dict(zip(self._donate, state, strict=True))
         fed = iter(batch)
         args = [named[n] if n in named else next(fed) for n in function.param_names]
