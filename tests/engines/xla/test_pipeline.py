@@ -71,6 +71,16 @@ def test_what_a_pipeline_cannot_keep_equal_is_refused_by_name(layers, options, w
         trainer.training_program()
 
 
+def test_a_loss_that_is_no_mean_over_samples_is_refused():
+    trainer = train.Trainer(
+        net(), loss=lambda output, _: (output * output).sum(), optimizer=optim.SGD(0.1),
+        engine=XlaEngine(stages=1),
+    )  # fmt: skip
+    batch = np.ones((8, 4), np.float32), np.zeros(8, np.int64)
+    with pytest.raises(InvalidInput, match=r"'loss' of two samples is .*, the mean of each alone"):
+        trainer.fit(batch, 1, batch_size=8, progress="none")
+
+
 def test_vectors_hold_each_tensor_and_zeros():
     first = Packing({"a": ((2, 2), np.float32), "n": ((), np.int64)})
     second = Packing({"b": ((5,), np.float32), "c": ((1,), np.float32)})

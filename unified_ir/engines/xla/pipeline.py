@@ -279,9 +279,7 @@ class PipelineExecutable:
             if name not in step.divisors:
                 return even
             n = measured[step.divisors[name]]
-            # As `Recipe.advance` weighs accumulated batches: without a count, a mean is a sum.
-            total = self._added(n.sum())
-            return jnp.where(n == 0, 1.0, n) / jnp.where(total == 0, 1.0, total)
+            return shares(n, self._added(n.sum()), jnp)
 
         results = {}
         for name, x in measured.items():
@@ -353,6 +351,14 @@ class PipelineExecutable:
         args = {**own, **{GRAD + n: x for n, x in named.items()}, GRADIENT_NORM: norm}
         moved, failed = self._run(stage.update, args)
         return program.layouts[s].written(mine, moved), failed
+
+
+def shares(counts: Any, total: Any, xp: Any) -> Any:
+    """Return the weights of means over so many, as `Recipe.advance` weighs accumulated batches.
+
+    Without any count, a mean is a sum. xp: numpy, or its namesake of JAX.
+    """
+    return xp.where(counts == 0, 1.0, counts) / xp.where(total == 0, 1.0, total)
 
 
 def _norm(alone: Vectors, shared: Vectors) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from triplane.unified_ir.engines.xla.pipeline import (
     PipelineExecutable,
     fields_of,
     owners_of,
+    shares,
     stage_functions,
 )
 from triplane.unified_ir.engines.xla.program import MAX_SHAPES, checked, fetched, read
@@ -43,6 +44,9 @@ from triplane.unified_ir.passes.sharding.stages import (
     training_copies,
 )
 from triplane.unified_ir.runtime.session import check_rows
+
+TOLERANCE: Final = 1e-2
+"""Relative difference between a batch and its parts that rounding may cause, in bfloat16 too."""
 
 
 class StageDevices:
@@ -197,11 +201,43 @@ class PipelineProgram:
             return {k: jax.device_put(np.stack([r[k] for r in rows]), places) for k in self.lengths}
 
 
+def check_parts(step: PipelineStep, state: Mapping[str, Array], feeds: Mapping[str, Array]) -> None:
+    """Refuse measures that are not means (or sums) of those of the parts of a batch.
+
+    The first two samples are measured together and one by one on the host; a batch that is refused
+    there is left to the step itself.
+    """
+    program = ReferenceProgram(step.forward, ())
+
+    def measured(rows: slice) -> dict[str, Array]:
+        values = {**state, **{n: x[rows] for n, x in feeds.items()}}
+        results = program(*(values[n] for n in step.forward.param_names))
+        return dict(zip(step.forward.result_names, results, strict=True))
+
+    try:
+        both, *single = map(measured, (slice(2), slice(1), slice(1, 2)))
+    except InvalidInput:
+        return
+    for name in both.keys() - step.counts:
+        if name in step.divisors:
+            counts = np.array([one[step.divisors[name]] for one in single])
+            weights = shares(counts, counts.sum(), np)
+        else:
+            weights = np.full(2, 0.5)
+        mean = sum(w * one[name] for w, one in zip(weights, single, strict=True))
+        if not np.allclose(both[name], mean, rtol=TOLERANCE, atol=1e-5, equal_nan=True):
+            raise InvalidInput(
+                f"pipeline stages need measures that are means over samples: {name!r} of two "
+                f"samples is {float(both[name]):g}, the mean of each alone is {float(mean):g}; use "
+                "a mean, or a loss with `counted`, or do without stages"
+            )
+
+
 class PipelineLoop:
     """See `EngineLoop`: each device keeps the state of its stage."""
 
     def __init__(self, program: PipelineProgram, state: Mapping[str, Array]) -> None:
-        self._program = program
+        self._program, self._compared = program, False
         self.vectors = program.placed(self._checked(state))
         """For each element type an array (stages, elements), a row on each device."""
 
@@ -215,6 +251,9 @@ class PipelineLoop:
         feeds = checked(program.batch, batch)
         check_rows(feeds)
         self._present()
+        if not self._compared and min(map(len, feeds.values())) > 1:
+            check_parts(program.step, self.state(), feeds)
+            self._compared = True
         compiled = program.executable(feeds)
         with exact(), explained(f"the pipeline of {program.function.name}"):
             moved, results, failed = compiled.call(self.vectors, feeds)
