@@ -29,9 +29,10 @@ def check(options: Mapping[str, Any]) -> None:
                 "layers into a pipeline"
             )
         return
-    for name in ("devices", "explain", "out"):
+    for name in ("devices", "explain", "out", "out_model"):
         if options[name] is not None:
-            raise InvalidInput(f"--{name} belongs to a plan with --devices; --stages has no use")
+            flag = name.replace("_", "-")
+            raise InvalidInput(f"--{flag} belongs to a plan with --devices; --stages has no use")
     if count is not None and batch % count:
         raise InvalidInput(
             f"--batch-size {batch} does not divide into {count} equal microbatches; choose a "

@@ -26,12 +26,13 @@ class XlaEngine:
     state, the axis of the mesh over which each axis is split, as in {"*.weight": ("model", None)};
     slots of the optimizer follow their parameter unless a pattern names them, as in
     {"optimizer.*": ("data",)}. parallel="auto": split each function over `devices` (by default all)
-    as the planner decides (docs/parallel.md), within memory_bytes on each, at the rates of a
-    topology. stages, microbatches: run training steps as a pipeline, a stage of the layers on each
-    device, within memory_bytes too (docs/parallel.md#pipeline-stages); with mesh={"data": N}, as N
-    of them. deterministic: a GPU gives the same bits again, also in another process; XLA then uses
-    no kernel whose sums depend on timing, and tries out none, which may take longer. A CPU does so
-    in any case. `str(engine.devices)` says which devices are used, and why.
+    as the planner decides around the strategies in its code (docs/parallel.md), within memory_bytes
+    on each, at the rates of a topology. stages, microbatches: run training steps as a pipeline, a
+    stage of the layers on each device, within memory_bytes too (docs/parallel.md#pipeline-stages);
+    with mesh={"data": N}, as N of them. deterministic: a GPU gives the same bits again, also in
+    another process; XLA then uses no kernel whose sums depend on timing, and tries out none, which
+    may take longer. A CPU does so in any case. `str(engine.devices)` says which devices are used,
+    and why.
     """
 
     name = "xla"

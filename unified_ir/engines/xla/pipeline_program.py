@@ -133,6 +133,11 @@ class PipelineProgram:
         check_donated(step.function, donate)
         for function in (step.function, step.forward, step.update):
             check(function)
+        if (own := next((n for n in step.forward.walk() if n.strategy), None)) is not None:
+            raise InvalidInput(
+                f"{own.op} at {own.meta.location or 'an unknown line'} has a strategy of its own, "
+                "which a pipeline does not carry out; use parallel='auto' and devices=N"
+            )
         self.step, self.function, self.mesh = step, step.function, devices.mesh
         self.donate, self.deterministic = tuple(donate), deterministic
         self.batch = tuple(p for p in self.function.params if p.name not in self.donate)
