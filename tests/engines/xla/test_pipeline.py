@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir import nn, optim, train
+from triplane.unified_ir import nn, ops, optim, train
 from triplane.unified_ir.engines.xla.engine import XlaEngine
 from triplane.unified_ir.engines.xla.packing import Packing, common_lengths
 
@@ -46,6 +46,13 @@ def test_options_that_contradict_are_refused(options, why):
         XlaEngine(**options)
 
 
+class Sliced(nn.Dense):
+    """A layer with a strategy of its own."""
+
+    def construct(self, x):
+        return ops.matmul.shard((2, 1), (1, 1))(x, self.weight)
+
+
 def net(*layers):
     return nn.Sequential(nn.Flatten(), nn.Dense(4, 8), *layers, nn.Dense(8, 3))
 
@@ -55,6 +62,7 @@ def net(*layers):
     [
         ((nn.BatchNorm1d(8),), {}, "Sequential assigns 2.running_mean, 2.running_var"),
         ((nn.Dropout(0.5),), {}, "Sequential assigns 2.key"),
+        ((Sliced(8, 8, bias=False),), {}, "has a strategy of its own, which a pipeline does not carry out"),
         ((), {"accumulate": 2}, "take no accumulate=2, which is what microbatches do"),
         ((), {"clip_norm": 1.0, "clip_each": 1.0}, "take clip_norm alone"),
         ((), {"precision": "float16"}, "take no loss_scale"),
