@@ -62,7 +62,7 @@ def net(*layers):
     [
         ((nn.BatchNorm1d(8),), {}, "Sequential assigns 2.running_mean, 2.running_var"),
         ((nn.Dropout(0.5),), {}, "Sequential assigns 2.key"),
-        ((Sliced(8, 8, bias=False),), {}, "has a strategy of its own, which a pipeline does not carry out"),
+        ((Sliced(8, 8, bias=False),), {}, "has a strategy of its own, which a pipeline does"),
         ((), {"accumulate": 2}, "take no accumulate=2, which is what microbatches do"),
         ((), {"clip_norm": 1.0, "clip_each": 1.0}, "take clip_norm alone"),
         ((), {"precision": "float16"}, "take no loss_scale"),
