@@ -168,3 +168,29 @@ def test_memory_sizes_have_units(capsys, net):
     assert run(capsys, *common, "--memory", "16GiB")[0] == 0
     assert run(capsys, *common, "--memory", "1.5 GB")[0] == 0
     assert run(capsys, *common, "--memory", "800mb")[0] == 0
+
+
+def test_stages_are_cut_instead_of_splitting(capsys, net):
+    common = (net, "--input", "1024", "--stages", "2", "--microbatches", "4")
+    code, out, err = run(capsys, *common, "--train")
+    assert (code, err) == (0, "")
+    assert "loss in 2 stages, 4 microbatches (N=8 in each)" in out
+    assert "stage 2 .  F1 F2 F3 F4 B1 B2 B3 B4 ." in out
+    record = json.loads(run(capsys, *common, "--json")[1])
+    assert record["bubble"] == pytest.approx(1 / 5)
+    assert record["stages"][0]["layers"] == ["0"]
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ((), "add --devices N to split each layer over N devices, or --stages N"),
+        (("--microbatches", "4"), "--microbatches are those of a pipeline; add --stages N"),
+        (("--stages", "2", "--devices", "2"), "--devices belongs to a plan with --devices"),
+        (("--stages", "2", "--microbatches", "5"), "32 does not divide into 5 equal microbatches"),
+    ],
+)
+def test_devices_or_stages_are_planned(capsys, net, options, why):
+    code, _, err = run(capsys, net, "--input", "1024", *options)
+    assert code
+    assert why in err

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.cli import pipeline_options
 from triplane.unified_ir.cli.profiling import known_sizes, sizes_of
 from triplane.unified_ir.cli.shell import (
     COUNT,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from triplane.unified_ir.frontend import Cell
     from triplane.unified_ir.ir import Function, Module
     from triplane.unified_ir.passes.sharding import ParallelPlan
+    from triplane.unified_ir.train import Trainer
 
 EPILOG = """\b
 Examples:
@@ -31,6 +33,7 @@ Examples:
   triplane plan digits.tpm --devices 8 --memory 16GiB --batch-size 512 --entry train_step
   triplane plan zoo:resnet18 --input 3x64x64 --train --devices 6 --batch-size 96 --explain Conv
   triplane plan net.py:Net --input 784 --devices 16 --topology cluster.json --out plan.svg
+  triplane plan zoo:lenet --input 1x28x28 --train --stages 4 --microbatches 8
   triplane plan digits.tpm --entry predict --devices 4 --out-model planned.tpm
 
 \b
@@ -71,16 +74,21 @@ class MemorySize(click.ParamType):  # type: ignore[type-arg]
 
 # fmt: off
 OPTIONS: Final = (
-    option("--devices N", "Devices to split over; any number.", COUNT, required=True),
+    option("--devices N", "Devices to split over; any number.", COUNT),
     option("--memory SIZE", "Memory of one device, such as 16GiB; a plan that needs more is "
            "refused.", MemorySize()),
+    option("--stages N", "Cut the layers into a pipeline of N stages, one a device, instead.",
+           COUNT),
+    option("--microbatches M", "With --stages: equal parts of a batch that follow each other.  "
+           "[default: four for each stage, or fewer that divide the batch]", COUNT),
     option("--batch-size N", "Samples of the whole batch, over all devices.", COUNT, default=32),
     option("--sizes T=10", "Other sizes that the inputs leave open.", callback=sizes_of),
     option("--input SHAPE", "Shape of one sample of a cell, such as 3x224x224 or int64:128; may be "
            "repeated.", name="inputs", multiple=True),
     option("--train", "Plan a training step of a cell instead of `predict`: cross entropy of class "
            "numbers, with Adam.", is_flag=True),
-    option("--entry NAME", "Function of a model file.  [default: train_step, else predict]"),
+    option("--entry NAME", "Function of a model file.  [default: train_step, or loss with "
+           "--stages; else predict]"),
     option("--topology FILE", "JSON with the rates of devices and links.  [default: assumed rates]",
            click.Path(path_type=Path, exists=True, dir_okay=False)),
     option("--explain NODE", "Show what one node, layer or operator could do instead, and which "
@@ -112,9 +120,11 @@ def command(**options: Any) -> None:
         )
     if out is not None and out.suffix != ".svg":
         raise InvalidInput(f"--out writes a picture, NAME.svg, got {out.name!r}")
+    pipeline_options.check(options)
     with output.user_code():
         function = _function(options)
-    record, lines = _planned(function, options)
+    planned = _planned if options["stages"] is None else pipeline_options.planned
+    record, lines = planned(function, options)
     output.result(record, "\n".join(lines))
 
 
@@ -170,7 +180,7 @@ def _function(options: dict[str, Any]) -> Function:
                 f"{model} has its inputs and its training step; --input and --train are for "
                 "FILE.py:Cell and zoo:NAME"
             )
-        return _entry(model, entry)
+        return _entry(model, entry, "loss" if options["stages"] else "train_step")
     if entry is not None:
         raise InvalidInput(f"--entry is for a model file; {model} is planned as `predict`")
     if not inputs:
@@ -180,32 +190,36 @@ def _function(options: dict[str, Any]) -> Function:
         )
     from triplane.unified_ir.cli.train import load_cell
     from triplane.unified_ir.train import step
+    from triplane.unified_ir.train.pipelined import forward_of
 
     cell, types = load_cell(model), [_input_type(text) for text in inputs]
     function = step.predict(cell, types, "output")
-    return _training_step(cell, types, function) if options["train"] else function
+    if not options["train"]:
+        return function
+    trainer = _trainer(cell, types, function)
+    return trainer.train_function() if options["stages"] is None else forward_of(trainer)
 
 
-def _training_step(cell: Cell, types: list[Any], predict: Function) -> Function:
-    """Return a step with cross entropy over the last axis of the cell's output, and Adam."""
+def _trainer(cell: Cell, types: list[Any], predict: Function) -> Trainer:
+    """Return a trainer with cross entropy over the last axis of the cell's output, and Adam."""
     from triplane.unified_ir import nn, optim, train
     from triplane.unified_ir.ir.types import TensorSpec
 
     trainer = train.Trainer(cell, loss=nn.SoftmaxCrossEntropy(), optimizer=optim.Adam(0.001))
     trainer.prepare(*types, TensorSpec(predict.results[0].type.shape[:-1], "int64"))
-    return trainer.train_function()
+    return trainer
 
 
-def _entry(model: str, entry: str | None) -> Function:
+def _entry(model: str, entry: str | None, usual: str) -> Function:
     from triplane.unified_ir.ops.check import load
 
     module: Module = load(model)
-    return module.entry(entry or _planned_entry(module))
+    return module.entry(entry or _planned_entry(module, usual))
 
 
-def _planned_entry(module: Module) -> str:
-    usual = (e for e in ("train_step", "predict") if e in module.entries)
-    return next(usual, next(iter(module.entries), ""))
+def _planned_entry(module: Module, usual: str = "train_step") -> str:
+    names = (e for e in (usual, "predict") if e in module.entries)
+    return next(names, next(iter(module.entries), ""))
 
 
 def _input_type(text: str) -> Any:

@@ -147,6 +147,10 @@ OPTIONS: Final = (
     option("--parallel", "With --engine xla: split the step over --devices as `triplane plan` "
            "does.", click.Choice(["auto"])),
     option("--devices N", "With --parallel: how many.  [default: all]", COUNT),
+    option("--stages N", "With --engine xla: a pipeline, a stage of the layers on each of N "
+           "devices.", COUNT),
+    option("--microbatches M", "With --stages: equal parts of a batch that follow each other.  "
+           "[default: four for each stage]", COUNT),
     option("--steps-per-launch N", "With --engine xla: steps that the device runs without the host "
            "between them; auto measures whether that is faster.", default="1"),
     option("--deterministic", "With --engine xla: the same bits again on a GPU, too.",

@@ -102,11 +102,13 @@ def engine(options: Mapping[str, Any]) -> Any:
             f"--deterministic belongs to --engine xla; the engine is {name!r}, which gives the "
             "same bits again on a CPU in any case"
         )
-    if mesh is None and not shard and options["parallel"] is None and not options["deterministic"]:
+    chosen = (options[k] for k in ("mesh", "parallel", "stages", "microbatches"))
+    if not shard and not options["deterministic"] and all(option is None for option in chosen):
         return name
     if name != "xla":
         raise InvalidInput(
-            f"--mesh, --shard and --parallel split work with --engine xla; the engine is {name!r}"
+            "--mesh, --shard, --parallel and --stages split work with --engine xla; the engine is "
+            f"{name!r}"
         )
     from triplane.unified_ir.engines.xla.engine import XlaEngine
 
@@ -116,7 +118,7 @@ def engine(options: Mapping[str, Any]) -> Any:
         pattern: [None if axis in {"", "-"} else axis for axis in over.split(",")]
         for pattern, over in _pairs("--shard", "PATTERN=AXIS,..", shard).items()
     }
-    same = ("parallel", "devices", "deterministic")
+    same = ("parallel", "devices", "deterministic", "stages", "microbatches")
     return XlaEngine(mesh=axes, shard=patterns, **{name: options[name] for name in same})
 
 

@@ -19,10 +19,15 @@ def global_norm(grads: Mapping[str, Tensor]) -> Tensor:
     return ops.sqrt(sum(squares[1:], squares[0]))
 
 
-def clip_by_global_norm(grads: Mapping[str, Tensor], limit: float) -> dict[str, Tensor]:
-    """Scale gradients by min(1, limit / (norm + 1e-6)) (Pascanu et al. 2013, as in PyTorch)."""
+def clip_by_global_norm(
+    grads: Mapping[str, Tensor], limit: float, norm: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Scale gradients by min(1, limit / (norm + 1e-6)) (Pascanu et al. 2013, as in PyTorch).
+
+    norm: that of all gradients, where these are only some of them.
+    """
     check_limit("norm", limit)
-    factor = _factor(global_norm(grads), limit)
+    factor = _factor(global_norm(grads) if norm is None else norm, limit)
     return {k: _scaled(g, factor) for k, g in grads.items()}
 
 

@@ -52,6 +52,7 @@ from triplane.unified_ir.train.interrupt import deferred_interrupt
 from triplane.unified_ir.train.launching import LaunchChoice, StepsPerLaunch, checked_steps
 from triplane.unified_ir.train.measuring import measured, predicted
 from triplane.unified_ir.train.metrics import Confusion, Metrics, Tally, metrics_by_name
+from triplane.unified_ir.train.pipelined import compiled_step
 from triplane.unified_ir.train.precision import LossScale, Precision
 from triplane.unified_ir.train.progress import Progress, Style
 from triplane.unified_ir.train.recipe import AVERAGE, Recipe
@@ -405,7 +406,7 @@ class Trainer:
             function, self.tuning, self.memory_plan = self.step_tuning.tuned_step(
                 self.train_function(), self._sizes, engine
             )
-            self._programs[key] = engine.compile(function, donate=self.state_names(function))
+            self._programs[key] = compiled_step(self, engine, function, self._sizes)
         return self._programs[key]
 
     def _evaluation(

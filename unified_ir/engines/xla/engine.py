@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from triplane.proto.errors import InvalidInput
 from triplane.proto.suggestions import check_choice
-from triplane.unified_ir.engines.xla.devices import Devices
+from triplane.unified_ir.engines.pipelined import PipelineStep
+from triplane.unified_ir.engines.xla.devices import DATA, Devices
+from triplane.unified_ir.engines.xla.pipeline_program import PipelineProgram, StageDevices
 from triplane.unified_ir.engines.xla.planned import PlannedDevices
 from triplane.unified_ir.engines.xla.program import XlaProgram
 from triplane.unified_ir.ir.graph import Function
@@ -24,7 +27,9 @@ class XlaEngine:
     slots of the optimizer follow their parameter unless a pattern names them, as in
     {"optimizer.*": ("data",)}. parallel="auto": split each function over `devices` (by default all)
     as the planner decides around the strategies in its code (docs/parallel.md), within memory_bytes
-    on each, at the rates of a topology. deterministic: a GPU gives the same bits again, also in
+    on each, at the rates of a topology. stages, microbatches: run training steps as a pipeline, a
+    stage of the layers on each device, within memory_bytes too (docs/parallel.md#pipeline-stages);
+    with mesh={"data": N}, as N of them. deterministic: a GPU gives the same bits again, also in
     another process; XLA then uses no kernel whose sums depend on timing, and tries out none, which
     may take longer. A CPU does so in any case. `str(engine.devices)` says which devices are used,
     and why.
@@ -41,24 +46,58 @@ class XlaEngine:
         devices: int | None = None,
         memory_bytes: int | None = None,
         topology: Topology | None = None,
+        stages: int | None = None,
+        microbatches: int | None = None,
         deterministic: bool = False,
     ) -> None:
         self.deterministic = deterministic
+        self.stages = stages
+        """Stages of the pipeline in which training steps run; None for none."""
+        self.devices: Devices | PlannedDevices | StageDevices
+        if stages is not None:
+            if shard or parallel is not None or devices is not None or set(mesh or {}) - {DATA}:
+                raise InvalidInput(
+                    "stages takes a device for each stage; beside it there is mesh={'data': N}, "
+                    "but no other axis, shard, parallel or devices"
+                )
+            self.devices = StageDevices(
+                stages, microbatches, replicas=(mesh or {}).get(DATA, 1),
+                memory_bytes=memory_bytes, topology=topology,
+            )  # fmt: skip
+            return
+        if microbatches is not None:
+            raise InvalidInput("microbatches are those of a pipeline; give stages too")
         if parallel is None and (devices, memory_bytes, topology) != (None, None, None):
             raise InvalidInput("devices, memory_bytes and topology belong to parallel='auto'")
         if parallel is not None:
             check_choice("parallel", parallel, ("auto",))
             if mesh or shard:
                 raise InvalidInput("parallel='auto' chooses mesh and shard; give one or the other")
-        self.devices: Devices | PlannedDevices = (
+        self.devices = (
             Devices(mesh, shard)
             if parallel is None
             else PlannedDevices(devices, memory_bytes=memory_bytes, topology=topology)
         )
 
     def compile(self, function: Function, *, donate: Collection[str] = ()) -> XlaProgram:
-        """See `Engine`."""
+        """See `Engine`. With stages, all but training steps run whole on the first device."""
+        devices = Devices() if isinstance(self.devices, StageDevices) else self.devices
         return XlaProgram(
-            with_kernels(TABLE, function, self.name), donate, self.devices,
+            with_kernels(TABLE, function, self.name), donate, devices,
             deterministic=self.deterministic,
         )  # fmt: skip
+
+    def compile_pipeline(self, step: PipelineStep, *, donate: Collection[str]) -> PipelineProgram:
+        """See `PipelineEngine`."""
+        assert isinstance(self.devices, StageDevices)
+
+        def own(function: Function) -> Function:
+            return with_kernels(TABLE, function, self.name)
+
+        parts = replace(
+            step,
+            function=own(step.function),
+            forward=own(step.forward),
+            update=own(step.update),
+        )
+        return PipelineProgram(parts, donate, self.devices, deterministic=self.deterministic)

@@ -37,11 +37,6 @@ from triplane.unified_ir.runtime.session import check_rows
 Arrays = Sequence[Any]
 MAX_SHAPES: Final = 32
 """Combinations of sizes whose programs are kept at once."""
-_OPTIONS: Final = {"xla_allow_excess_precision": False}
-"""A value is rounded where the graph casts it, as on every engine."""
-_DETERMINISTIC: Final = {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": 0}
-"""XLA's options, which other devices ignore. Without the second one, XLA takes kernels from what it
-tried out for other programs, and these need not be deterministic."""
 
 
 class XlaExecutable:
@@ -65,7 +60,7 @@ class XlaExecutable:
             }
         self._kernels = not program.deterministic
         traced = self._step if steps is None else self._launch
-        chosen = {**_OPTIONS, **(_DETERMINISTIC if program.deterministic else {})}
+        chosen = compiler_options(deterministic=program.deterministic)
         self.call: Callable[..., Any] = jax.jit(
             traced, donate_argnums=0, keep_unused=True, compiler_options=chosen, **options
         )
@@ -283,6 +278,16 @@ class XlaLoop:
                 raise InvalidInput(f"state {name!r} is {wanted}, got {x.dtype}{x.shape}")
         with exact():
             return {n: self._program.devices.place(n, x) for n, x in arrays.items()}
+
+
+def compiler_options(*, deterministic: bool) -> dict[str, bool | int]:
+    """Return XLA's options: round where the graph casts; the others are for GPUs alone."""
+    options: dict[str, bool | int] = {"xla_allow_excess_precision": False}
+    if deterministic:
+        # Without the second one, XLA takes kernels from what it tried out for other programs, also
+        # in other processes, and these need not be deterministic.
+        options |= {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": 0}
+    return options
 
 
 def fetched(results: Arrays) -> list[Array]:
