@@ -547,6 +547,14 @@ BY_NAME: Final[Mapping[str, Rule]] = {
 }
 # fmt: on
 
+MEANS: Final = frozenset({"ReduceMean"})
+"""Rows whose partial results are means of equally many elements."""
+NOT_SUMS: Final = frozenset({
+    "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "Gather",
+    "BatchNormalization", "NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLoss",
+})  # fmt: skip
+"""Rows whose partial results are not added as they are; all others' are, apart from `MEANS`."""
+
 
 def constant(node: Node) -> Array | None:
     """Return the contents of a constant."""

@@ -11,6 +11,8 @@ from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.factors import (
     BY_KIND,
     BY_NAME,
+    MEANS,
+    NOT_SUMS,
     ShapedNode,
     constant,
     factors_of,
@@ -39,6 +41,11 @@ APART = {
     "NegativeLogLikelihoodLoss": "weighted means are not means of means",
 }
 """Rows whose partial results a compiler adds in its own way; the other factors are checked."""
+
+
+def test_the_rows_whose_parts_are_not_sums_are_named():
+    # The array of a ScatterND is a whole operand, which is treated apart for every row.
+    assert MEANS | NOT_SUMS == (COMBINED.keys() | APART.keys()) - {"ScatterND"}
 
 
 def planned_uses():

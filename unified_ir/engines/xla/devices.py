@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import prod
@@ -31,12 +31,14 @@ class Placement:
     """Where a program's arrays are: shardings of state, of the batch, and of results.
 
     nodes: by index, the shardings that a plan wants of a node's operands and of its outputs.
+    buckets: runs the function on each device's rows and adds up the gradients in buckets.
     """
 
     state: Sequence[Any]
     batch: Sequence[Any]
     whole: Any
     nodes: Mapping[int, tuple[Sequence[Any], Sequence[Any]]] = field(default_factory=dict)
+    buckets: Callable[..., Any] | None = None
 
 
 class Devices:
@@ -62,11 +64,11 @@ class Devices:
         _check_shard(shard or {})
         self.axes = dict(mesh or {})
         self._shard = {pattern: tuple(axes) for pattern, axes in (shard or {}).items()}
-        self._mesh: Any = None
+        self.mesh: Any = None
         _check_axes(self.axes, self._shard)
         if mesh:
             places = np.array(_first(self.axes)).reshape(tuple(self.axes.values()))
-            self._mesh = jax.sharding.Mesh(places, tuple(self.axes))
+            self.mesh = jax.sharding.Mesh(places, tuple(self.axes))
 
     def __str__(self) -> str:
         """Say which devices these are, and why."""
@@ -74,8 +76,8 @@ class Devices:
         first = there[0]
         kind = first.platform.upper()
         named = kind if kind == "CPU" else f"{kind} ({first.device_kind})"
-        if self._mesh is not None:
-            return f"{self._mesh.size} of {len(there)} x {named}, for the mesh {self._named()}"
+        if self.mesh is not None:
+            return f"{self.mesh.size} of {len(there)} x {named}, for the mesh {self._named()}"
         if len(there) > 1:
             return f"{named}, the first of {len(there)}; a mesh data={len(there)} uses them all"
         return f"{named}, because JAX finds no GPU" if kind == "CPU" else named
@@ -88,7 +90,7 @@ class Devices:
         shapes: of the arguments that are not donated. lead: axes of these before those of the
         parameter's type.
         """
-        if self._mesh is None:
+        if self.mesh is None:
             return None
         state = [self.of_state(n, function.param(n).type.concrete({})) for n in donate]
         batch = [self.of_batch(function.param(n), x, lead) for n, x in shapes.items()]
@@ -124,7 +126,7 @@ class Devices:
         """Return a copy of a state tensor where it belongs."""
         # A copy: on a CPU JAX would otherwise read the caller's memory, which may change.
         copied = jax.numpy.array(x, copy=True)
-        if self._mesh is None:
+        if self.mesh is None:
             return copied
         return jax.device_put(copied, self.of_state(name, copied.shape))
 
@@ -153,7 +155,7 @@ class Devices:
         return ", ".join(f"{name}={n}" for name, n in self.axes.items())
 
     def _sharding(self, *axes: str | None) -> Any:
-        return jax.sharding.NamedSharding(self._mesh, jax.sharding.PartitionSpec(*axes))
+        return jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec(*axes))
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -215,3 +217,13 @@ def first_devices(wanted: int, what: str) -> list[Any]:
             f"{what} needs {wanted} devices, and JAX finds {len(there)} ({kind}){way}"
         )
     return list(there[:wanted])
+
+
+def sizes_of(function: Function, shapes: Mapping[str, Shape], lead: int) -> dict[str, int]:
+    """Return a number for each symbol of arguments, by their shapes; see `Devices.placement`."""
+    return {
+        str(d): n
+        for name, shape in shapes.items()
+        for d, n in zip(function.param(name).type.shape, shape[lead:], strict=True)
+        if is_symbol(d)
+    }

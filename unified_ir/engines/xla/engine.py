@@ -7,6 +7,7 @@ from typing import Literal
 
 from triplane.proto.errors import InvalidInput
 from triplane.proto.suggestions import check_choice
+from triplane.unified_ir.engines.xla.bucketed import BucketedDevices
 from triplane.unified_ir.engines.xla.devices import Devices
 from triplane.unified_ir.engines.xla.planned import PlannedDevices
 from triplane.unified_ir.engines.xla.program import XlaProgram
@@ -24,7 +25,8 @@ class XlaEngine:
     slots of the optimizer follow their parameter unless a pattern names them, as in
     {"optimizer.*": ("data",)}. parallel="auto": split each function over `devices` (by default all)
     as the planner decides (docs/parallel.md), within memory_bytes on each, at the rates of a
-    topology. `str(engine.devices)` says which devices are used, and why.
+    topology. buckets: with mesh={"data": N}, add gradients in buckets: as planned at the rates of a
+    topology ("auto"), in one all-reduce ("one"), or in buckets of so many bytes. `str(engine.devices)` says which devices are used, and why.
     """
 
     name = "xla"
@@ -38,14 +40,20 @@ class XlaEngine:
         devices: int | None = None,
         memory_bytes: int | None = None,
         topology: Topology | None = None,
+        buckets: Literal["auto", "one"] | int | None = None,
     ) -> None:
+        if buckets is not None:
+            if parallel is not None or shard or (devices, memory_bytes) != (None, None):
+                raise InvalidInput("buckets belong to a mesh with the axis 'data' alone")
+            self.devices: Devices | PlannedDevices = BucketedDevices(mesh, buckets, topology)
+            return
         if parallel is None and (devices, memory_bytes, topology) != (None, None, None):
             raise InvalidInput("devices, memory_bytes and topology belong to parallel='auto'")
         if parallel is not None:
             check_choice("parallel", parallel, ("auto",))
             if mesh or shard:
                 raise InvalidInput("parallel='auto' chooses mesh and shard; give one or the other")
-        self.devices: Devices | PlannedDevices = (
+        self.devices = (
             Devices(mesh, shard)
             if parallel is None
             else PlannedDevices(devices, memory_bytes=memory_bytes, topology=topology)

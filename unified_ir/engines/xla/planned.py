@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.engines.xla.devices import Placement, Shape, first_devices
+from triplane.unified_ir.engines.xla.devices import Placement, Shape, first_devices, sizes_of
 from triplane.unified_ir.engines.xla.door import jax
-from triplane.unified_ir.ir.dims import is_symbol
 from triplane.unified_ir.ir.graph import Function
 from triplane.unified_ir.passes.sharding import ParallelPlan, Topology, plan
 from triplane.unified_ir.passes.sharding.report import time_text
@@ -52,12 +51,7 @@ class PlannedDevices:
         self, function: Function, donate: Sequence[str], shapes: Mapping[str, Shape], lead: int
     ) -> Placement:
         """Plan a function for these shapes; see `Devices.placement`."""
-        sizes = {
-            str(d): n
-            for name, shape in shapes.items()
-            for d, n in zip(function.param(name).type.shape, shape[lead:], strict=True)
-            if is_symbol(d)
-        }
+        sizes = sizes_of(function, shapes, lead)
         best = plan(
             function, len(self._devices), sizes=sizes,
             memory_bytes=self._memory_bytes, topology=self._topology,

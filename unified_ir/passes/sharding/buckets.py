@@ -1,0 +1,239 @@
+"""Gradient buckets: which gradients share an all-reduce, so that the last one ends the earliest.
+
+Gradients are ready one after the other. A bucket is a run of them; its all-reduce starts when its
+last gradient is ready and the link is free, and takes alpha + beta * bytes. With E(j) the earliest
+end of the first j gradients, r(j) when gradient j is ready and S the bytes before,
+
+    E(j) = min over i < j of max(E(i), r(j)) + alpha + beta * (S(j) - S(i)),
+
+because an earlier end of the first i never delays the others. The cost is O(n^2) for n gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.passes.sharding.batch_split import BatchSplit
+from triplane.unified_ir.passes.sharding.report import bytes_text, time_text
+from triplane.unified_ir.passes.sharding.topology import LinkCost
+
+FIRST_BYTES: Final = 1 << 20
+CAP_BYTES: Final = 25 << 20
+"""Sizes of PyTorch's DistributedDataParallel: its first bucket, and all others."""
+MAX_BYTES: Final = 1 << 40
+SHOWN: Final = 40
+"""Buckets that the table lists."""
+AUTO: Final = "auto"
+ONE: Final = "one"
+Buckets = tuple[tuple[int, ...], ...]
+"""For each all-reduce, the numbers of its gradients in the order in which they are ready."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyTensor:
+    """A gradient: its bytes, and when the backward pass has it, in seconds from the start."""
+
+    name: str
+    size_bytes: int
+    ready_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduceCost:
+    """alpha + beta * bytes, in seconds."""
+
+    alpha_s: float
+    s_per_byte: float
+
+    def seconds(self, size_bytes: float) -> float:
+        """Return the time of one all-reduce."""
+        return self.alpha_s + self.s_per_byte * size_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BucketPlan:
+    """A split into buckets. starts_s, ends_s: of each all-reduce; exposed_s: after all work."""
+
+    what: str
+    buckets: Buckets
+    starts_s: tuple[float, ...]
+    ends_s: tuple[float, ...]
+    exposed_s: float
+
+
+def all_reduce_cost(link: LinkCost, devices: int) -> AllReduceCost:
+    """Return the cost of an all-reduce: a reduce-scatter, then an all-gather, over one link."""
+    return AllReduceCost(
+        2 * link.seconds(devices, 0), 2 * (devices - 1) / devices / link.bytes_per_s
+    )
+
+
+def best_buckets(tensors: Sequence[ReadyTensor], cost: AllReduceCost) -> Buckets:
+    """Return the runs of the tensors, in their order, whose last all-reduce ends the earliest.
+
+    tensors: in the order in which they are ready. The fewest buckets among equals.
+    """
+    before = np.cumsum([0, *(t.size_bytes for t in tensors)], dtype=np.float64)
+    ends, counts = np.zeros(len(tensors) + 1), np.zeros(len(tensors) + 1)
+    start = [0] * (len(tensors) + 1)
+    for j, tensor in enumerate(tensors, 1):
+        took = cost.alpha_s + cost.s_per_byte * (before[j] - before[:j])
+        candidates = np.maximum(ends[:j], tensor.ready_s) + took
+        i = start[j] = int(np.lexsort((counts[:j], candidates))[0])
+        ends[j], counts[j] = candidates[i], counts[i] + 1
+    cuts = [len(tensors)]
+    while cuts[-1]:
+        cuts.append(start[cuts[-1]])
+    cuts.reverse()
+    return tuple(tuple(range(a, b)) for a, b in zip(cuts, cuts[1:], strict=False))
+
+
+def capped_buckets(
+    tensors: Sequence[ReadyTensor], cap_bytes: int, first_bytes: int | None = None
+) -> Buckets:
+    """Return runs that end where they reach a number of bytes; the first one may have its own."""
+    buckets: list[tuple[int, ...]] = []
+    current: list[int] = []
+    held, limit = 0, cap_bytes if first_bytes is None else first_bytes
+    for k, tensor in enumerate(tensors):
+        current.append(k)
+        held += tensor.size_bytes
+        if held >= limit:
+            buckets.append(tuple(current))
+            current, held, limit = [], 0, cap_bytes
+    return (*buckets, tuple(current)) if current else tuple(buckets)
+
+
+def timeline(
+    what: str, buckets: Buckets, tensors: Sequence[ReadyTensor], cost: AllReduceCost, work_s: float
+) -> BucketPlan:
+    """Return when each all-reduce runs, and how long the last one runs after work_s of work."""
+    starts, ends, free = [], [], 0.0
+    for bucket in buckets:
+        start = max(free, *(tensors[k].ready_s for k in bucket))
+        free = start + cost.seconds(sum(tensors[k].size_bytes for k in bucket))
+        starts.append(start)
+        ends.append(free)
+    return BucketPlan(what, buckets, tuple(starts), tuple(ends), max(0.0, free - work_s))
+
+
+def check_buckets(value: Any) -> str | int:
+    """Return how to form buckets: "auto", "one", or a number of bytes; InvalidInput otherwise."""
+    if isinstance(value, str) and value in {AUTO, ONE}:
+        return value
+    if type(value) is int and 1 <= value <= MAX_BYTES:
+        return value
+    raise InvalidInput(
+        f"buckets is 'auto', 'one', or the bytes of a bucket from 1 to {MAX_BYTES:,}, got {value!r}"
+    )
+
+
+class GradientBuckets:
+    """The gradients of a step whose batch is split, and how their all-reduces may be grouped."""
+
+    def __init__(self, split: BatchSplit, cost: AllReduceCost) -> None:
+        """cost: of an all-reduce among the devices of the split."""
+        self.split, self.cost = split, cost
+        self.parts = split.gradients()
+        self.tensors = [ReadyTensor(p.name, p.size_bytes, p.ready_s) for p in self.parts]
+
+    @property
+    def backward_s(self) -> float:
+        """Return when the last gradient is ready."""
+        return max((t.ready_s for t in self.tensors), default=0.0)
+
+    def chosen(self, how: str | int) -> BucketPlan:
+        """Return the buckets of a choice, see `check_buckets`."""
+        if how == AUTO:
+            return self._plan("planned", best_buckets(self.tensors, self.cost))
+        if how == ONE:
+            return self._plan("one all-reduce", (tuple(range(len(self.tensors))),))
+        return self._plan(f"{bytes_text(int(how))} each", capped_buckets(self.tensors, int(how)))
+
+    def compared(self) -> list[BucketPlan]:
+        """Return the planned buckets and the usual ones."""
+        usual = capped_buckets(self.tensors, CAP_BYTES, FIRST_BYTES)
+        single = tuple((k,) for k in range(len(self.tensors)))
+        return [
+            self.chosen(AUTO),
+            self._plan("25 MiB, the first 1 MiB", usual),
+            self.chosen(ONE),
+            self._plan("one for each gradient", single),
+        ]
+
+    def _plan(self, what: str, buckets: Buckets) -> BucketPlan:
+        filled = tuple(b for b in buckets if b)
+        return timeline(what, filled, self.tensors, self.cost, self.backward_s)
+
+
+def table(buckets: GradientBuckets) -> Iterator[str]:
+    """Yield the comparison and the planned buckets as lines of at most 80 columns."""
+    total = sum(t.size_bytes for t in buckets.tensors)
+    yield (
+        f"gradient buckets: {len(buckets.tensors)} results of {bytes_text(total)} are added over "
+        f"{buckets.split.devices} devices;"
+    )
+    yield (
+        f"the last is ready after {time_text(buckets.backward_s)}; an all-reduce takes "
+        f"{time_text(buckets.cost.alpha_s)} + bytes / ({bytes_text(1 / buckets.cost.s_per_byte)}/s)"
+        if buckets.cost.s_per_byte
+        else "one device adds nothing"
+    )
+    yield ""
+    yield f"{'buckets':26}{'all-reduces':>12}{'largest':>10}{'end':>10}{'exposed':>10}"
+    plans = buckets.compared()
+    for plan in plans:
+        sizes = _sizes(plan, buckets.tensors)
+        yield (
+            f"{plan.what:26}{len(plan.buckets):12}{bytes_text(max(sizes, default=0)):>10}"
+            f"{time_text(plan.ends_s[-1] if plan.ends_s else 0):>10}"
+            f"{time_text(plan.exposed_s):>10}"
+        )
+    yield ""
+    yield f"{'planned':9}{'gradients':>10}{'bytes':>10}{'start':>10}{'end':>10}  the last to be ready"
+    best = plans[0]
+    rows = zip(best.buckets, _sizes(best, buckets.tensors), best.starts_s, best.ends_s, strict=True)
+    for number, (bucket, size, start, end) in enumerate(rows):
+        if number == SHOWN:
+            yield f"{len(best.buckets) - SHOWN} more (--json has all)"
+            return
+        yield (
+            f"{number + 1:<9}{len(bucket):10}{bytes_text(size):>10}{time_text(start):>10}"
+            f"{time_text(end):>10}  {buckets.tensors[bucket[-1]].name[:29]}"
+        )
+
+
+def _sizes(plan: BucketPlan, tensors: Sequence[ReadyTensor]) -> list[int]:
+    return [sum(tensors[k].size_bytes for k in bucket) for bucket in plan.buckets]
+
+
+def record(buckets: GradientBuckets) -> dict[str, Any]:
+    """Return the gradients and the compared plans as a record ready for JSON."""
+    return {
+        "devices": buckets.split.devices,
+        "backward_seconds": buckets.backward_s,
+        "alpha_seconds": buckets.cost.alpha_s,
+        "seconds_per_byte": buckets.cost.s_per_byte,
+        "gradients": [
+            {"name": t.name, "bytes": t.size_bytes, "ready_seconds": t.ready_s}
+            for t in buckets.tensors
+        ],
+        "plans": [
+            {"what": p.what, "buckets": [list(b) for b in p.buckets], "start_seconds":
+             list(p.starts_s), "end_seconds": list(p.ends_s), "exposed_seconds": p.exposed_s}
+            for p in buckets.compared()
+        ],
+    }  # fmt: skip
+
+
+def planned_buckets(split: BatchSplit, link: LinkCost) -> GradientBuckets:
+    """Return the buckets of a split whose devices are joined by a link."""
+    cost = all_reduce_cost(link, split.devices)
+    assert math.isfinite(cost.s_per_byte)
+    return GradientBuckets(split, cost)
