@@ -551,9 +551,11 @@ MEANS: Final = frozenset({"ReduceMean"})
 """Rows whose partial results are means of equally many elements."""
 NOT_SUMS: Final = frozenset({
     "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "Gather",
-    "BatchNormalization", "NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLoss",
+    "NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLoss",
 })  # fmt: skip
-"""Rows whose partial results are not added as they are; all others' are, apart from `MEANS`."""
+"""Rows whose partial results are neither sums nor means."""
+ADDED: Final = frozenset({"BatchNormalization"})
+"""Rows whose `xla` rule adds statistics over devices itself (`XlaContext.batch_statistics`)."""
 
 
 def constant(node: Node) -> Array | None:

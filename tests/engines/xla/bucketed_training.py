@@ -37,7 +37,7 @@ def trained(engine, cell=None, loss=None, **options):
     nn.seed(0)
     record, said = train.Record(), io.StringIO()
     trainer = train.Trainer(
-        cell() if cell else Net(nn.LayerNorm(6)),
+        cell() if cell else Net(nn.BatchNorm2d(8)),
         loss=loss or nn.SoftmaxCrossEntropy(),
         optimizer=optim.SGD(0.05, momentum=0.9),
         engine=engine,
@@ -61,7 +61,7 @@ def same(mesh, options, one, state, **arguments):
 
 def reductions(engine):
     """The element counts of each float32 all-reduce in the compiled step."""
-    trainer = train.Trainer(Net(nn.LayerNorm(6)), loss=nn.SoftmaxCrossEntropy(),
+    trainer = train.Trainer(Net(nn.BatchNorm2d(8)), loss=nn.SoftmaxCrossEntropy(),
                             optimizer=optim.SGD(0.05), engine=engine)  # fmt: skip
     x, y = digits(48)
     function = None

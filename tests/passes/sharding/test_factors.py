@@ -9,6 +9,7 @@ from tests.conformance.uses import recorded, uses_of
 from triplane.unified_ir.engines.reference import ReferenceEngine
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.factors import (
+    ADDED,
     BY_KIND,
     BY_NAME,
     MEANS,
@@ -45,7 +46,7 @@ APART = {
 
 def test_the_rows_whose_parts_are_not_sums_are_named():
     # The array of a ScatterND is a whole operand, which is treated apart for every row.
-    assert MEANS | NOT_SUMS == (COMBINED.keys() | APART.keys()) - {"ScatterND"}
+    assert MEANS | NOT_SUMS | ADDED == (COMBINED.keys() | APART.keys()) - {"ScatterND"}
 
 
 def planned_uses():

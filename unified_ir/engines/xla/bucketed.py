@@ -159,6 +159,18 @@ class BucketedStep:
         return x / self._split.devices if part.is_mean else x
 
 
+class _PartTrace(Trace):
+    """Nodes that work on a device's rows."""
+
+    def batch_statistics(self, x: Any, axes: tuple[int, ...]) -> tuple[Any, Any]:
+        """See `XlaContext`."""
+        # In float32 at least, as `jax.numpy.var` does.
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        mean = lax.pmean(wide.mean(axes, keepdims=True), DATA)
+        var = lax.pmean(((wide - mean) ** 2).mean(axes), DATA)
+        return mean.reshape(var.shape).astype(x.dtype), var.astype(x.dtype)
+
+
 class _Device:
     """One device's run of a function: on its parts of values, and on those that are whole."""
 
@@ -166,7 +178,7 @@ class _Device:
         self._split = split
         self._sizes = dict(split.sizes)
         self._whole = Trace(requirements, dict(split.sizes), failed)
-        self._part = Trace(requirements, dict(split.local_sizes))
+        self._part = _PartTrace(requirements, dict(split.local_sizes))
         self._sources = {v: n for n in split.function.nodes for v in n.outputs}
         self._contents: dict[Value, Known] = {}
         self._values: dict[Value, Any] = {}

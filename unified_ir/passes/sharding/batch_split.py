@@ -16,7 +16,7 @@ import numpy as np
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Expr, is_symbol
 from triplane.unified_ir.ir.graph import Function, Node, Value
-from triplane.unified_ir.ops.factors import MEANS, NOT_SUMS, constant
+from triplane.unified_ir.ops.factors import ADDED, MEANS, NOT_SUMS, constant
 from triplane.unified_ir.ops.row import OpKind
 from triplane.unified_ir.ops.table import row_of
 from triplane.unified_ir.passes.sharding.problem import ShardingProblem, data_parallel
@@ -131,7 +131,7 @@ class _Walk:
         for value, layout in zip(node.outputs, strategy.outputs, strict=True):
             if layout[0] != COPIES:
                 self.axes[value] = layout[0]
-            else:
+            elif node.op.name not in ADDED:
                 self._parts[value] = index, self.now_s
 
     def _note_zeros(self, node: Node) -> None:
@@ -155,7 +155,7 @@ class _Walk:
         operands = list(zip(node.inputs, strategy.operands, strict=True))
         if any(v in self.axes and layout[0] != self.axes[v] for v, layout in operands):
             return False
-        if not strategy.collectives:
+        if not strategy.collectives or node.op.name in ADDED:
             return True
         # A whole operand, such as a bias, would be added by each device.
         repeated = any(
