@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import re
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.cli.memory_size import MemorySize
 from triplane.unified_ir.cli.profiling import known_sizes, sizes_of
 from triplane.unified_ir.cli.shell import (
     COUNT,
@@ -22,6 +23,7 @@ from triplane.unified_ir.cli.shell import (
 if TYPE_CHECKING:
     from triplane.unified_ir.frontend import Cell
     from triplane.unified_ir.ir import Function, Module
+    from triplane.unified_ir.passes.sharding import ParallelPlan
 
 EPILOG = """\b
 Examples:
@@ -29,6 +31,8 @@ Examples:
   triplane plan digits.tpm --devices 8 --memory 16GiB --batch-size 512 --entry train_step
   triplane plan zoo:resnet18 --input 3x64x64 --train --devices 6 --batch-size 96 --explain Conv
   triplane plan net.py:Net --input 784 --devices 16 --topology cluster.json --out plan.svg
+  triplane plan zoo:resnet18 --input 3x64x64 --train --devices 8 --batch-size 256 --buckets
+  triplane plan --measure machine.json
 
 \b
 Each row of the table is a layer. Its split says, for each operand of its largest node, into how
@@ -39,36 +43,20 @@ The time is predicted: work, then communication, with nothing overlapped.
 \b
 A cell is traced with --input, the shape of one sample (axes by x; int64 for class numbers or words,
 as int64:128). The shapes of a model file are known. --topology is a JSON object with any of
-  devices_per_host, flops_per_s, memory_bytes_per_s,
-  inside and between: the links in a host and between hosts, {"latency_s": , "bytes_per_s": }
+  devices_per_host, hosts_per_rack, flops_per_s, memory_bytes_per_s,
+  inside, between and racks: the links in a host, between hosts and between racks,
+  {"latency_s": , "bytes_per_s": }
+Without it the rates are assumed, those of data-centre GPUs. --measure writes those of this machine.
 """
-UNITS: Final = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-                "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}  # fmt: skip
 BATCH: Final = "N"
 """Symbol of the number of samples."""
 MAX_INPUT: Final = 1 << 40
 """Most elements of one sample."""
 
 
-class MemorySize(click.ParamType):  # type: ignore[type-arg]
-    """A number of bytes such as 16GiB or 800MB."""
-
-    name = "bytes"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Return the bytes."""
-        if isinstance(value, int):
-            return value
-        match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,6})?) ?([A-Za-z]{0,3})", value.strip())
-        if match is None or match[2].upper() not in UNITS or not float(match[1]):
-            self.fail(f"memory is a number with a unit, such as 16GiB or 800MB, got {value!r}",
-                      param, ctx)  # fmt: skip
-        return round(float(match[1]) * UNITS[match[2].upper()])
-
-
 # fmt: off
 OPTIONS: Final = (
-    option("--devices N", "Devices to split over; any number.", COUNT, required=True),
+    option("--devices N", "Devices to split over; any number.", COUNT),
     option("--memory SIZE", "Memory of one device, such as 16GiB; a plan that needs more is "
            "refused.", MemorySize()),
     option("--batch-size N", "Samples of the whole batch, over all devices.", COUNT, default=32),
@@ -80,6 +68,10 @@ OPTIONS: Final = (
     option("--entry NAME", "Function of a model file.  [default: train_step, else predict]"),
     option("--topology FILE", "JSON with the rates of devices and links.  [default: assumed rates]",
            click.Path(path_type=Path, exists=True, dir_okay=False)),
+    option("--buckets", "Show how the gradients of a data-parallel training step are grouped into "
+           "all-reduces.", is_flag=True),
+    option("--measure FILE.json", "Measure the devices that JAX finds, and write what --topology "
+           "reads.", OUTPUT_FILE),
     option("--explain NODE", "Show what one node, layer or operator could do instead, and which "
            "rule decided."),
     option("--out FILE.svg", "Draw the plan.", OUTPUT_FILE),
@@ -88,7 +80,7 @@ OPTIONS: Final = (
 
 
 @click.command("plan", epilog=EPILOG, params=[*OPTIONS])
-@click.argument("model", metavar="FILE.py:Cell|MODEL.tpm")
+@click.argument("model", metavar="FILE.py:Cell|MODEL.tpm", required=False)
 @json_option
 def command(**options: Any) -> None:
     """Predict how to split a model over devices: what is cut, sent and held, and the time it takes.
@@ -97,6 +89,16 @@ def command(**options: Any) -> None:
     """
     output = open_output(options.pop("as_json"))
     model, out = options["model"], options["out"]
+    if options["measure"] is not None:
+        if model is not None or options["devices"] is not None:
+            raise InvalidInput("--measure times this machine's devices; it takes no model, no plan")
+        output.result(*_measured(options["measure"]))
+        return
+    if model is None or options["devices"] is None:
+        raise InvalidInput(
+            "plan needs a model and a number of devices, as in: triplane plan digits.tpm --devices "
+            "4; --measure FILE.json measures this machine instead"
+        )
     check_distinct_files([model, options["topology"]], {"--out": out})
     if out is not None and out.suffix != ".svg":
         raise InvalidInput(f"--out writes a picture, NAME.svg, got {out.name!r}")
@@ -125,10 +127,51 @@ def _planned(function: Function, options: dict[str, Any]) -> tuple[dict[str, Any
         node = report.find_node(chosen, options["explain"])
         record["explained"] = report.alternatives_record(chosen, node)
         lines = list(report.explanation(chosen, node))
+    if options["buckets"]:
+        record["buckets"], lines = _buckets(function, chosen, options)
     if options["out"] is not None:
         write_atomic(options["out"], report.svg(chosen).encode())
         record["picture"] = str(options["out"])
     return record, lines
+
+
+def _buckets(
+    function: Function, chosen: ParallelPlan, options: dict[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    from triplane.unified_ir.passes.sharding import buckets
+    from triplane.unified_ir.passes.sharding.batch_split import split_batch
+
+    devices, topology = options["devices"], chosen.problem.topology
+    split = split_batch(function, devices, sizes=chosen.problem.sizes, topology=topology)
+    if not split.partial:
+        raise InvalidInput(
+            f"{function.name} adds nothing over devices; --buckets is for a training step (--train)"
+        )
+    groups = buckets.planned_buckets(split, topology.link((devices,), 0))
+    head = [f"{function.name} on {devices} devices, data parallel", topology.source, ""]
+    return buckets.record(groups), [*head, *buckets.table(groups)]
+
+
+def _measured(file: Path) -> tuple[dict[str, Any], str]:
+    """Measure this machine and write the file; return the record and a line for each rate."""
+    from triplane.proto.disk import write_atomic
+    from triplane.unified_ir.engines.xla import measure
+    from triplane.unified_ir.passes.sharding.report import bytes_text, time_text
+
+    topology, names = measure.measured_topology()
+    record = measure.record(topology, names)
+    write_atomic(file, (json.dumps(record, indent=2) + "\n").encode())
+    lines = [
+        f"{file}: measured on {record['measured']['devices']}",
+        f"float32 products    {topology.flops_per_s / 1e9:.3g} GFLOP/s for each device, all busy",
+        f"memory              {bytes_text(topology.memory_bytes_per_s)}/s",
+        f"links               {time_text(topology.inside.latency_s)} and "
+        f"{bytes_text(topology.inside.bytes_per_s)}/s, between devices of this host"
+        if "inside" in record
+        else "links               not measured: JAX finds one device",
+        "links between hosts and racks are not measured; the file may be given `between`, `racks`",
+    ]
+    return {"file": str(file), **record}, "\n".join(lines)
 
 
 def _function(options: dict[str, Any]) -> Function:

@@ -13,6 +13,7 @@ import click
 from triplane.proto.errors import Conflict, InvalidInput, NotFound, TriplaneError
 from triplane.unified_ir.cli import data_options, training
 from triplane.unified_ir.cli.importing import SUFFIX, model_or_onnx
+from triplane.unified_ir.cli.memory_size import MemorySize
 from triplane.unified_ir.cli.python_files import blame_file, load_module
 from triplane.unified_ir.cli.shell import (
     COUNT,
@@ -147,6 +148,11 @@ OPTIONS: Final = (
     option("--parallel", "With --engine xla: split the step over --devices as `triplane plan` "
            "does.", click.Choice(["auto"])),
     option("--devices N", "With --parallel: how many.  [default: all]", COUNT),
+    option("--buckets SIZE", "With --mesh data=N: gradients that share an all-reduce, as planned "
+           "(auto), all (one), or of a size such as 25MiB.  [default: XLA decides]",
+           MemorySize("auto", "one")),
+    option("--topology FILE", "With --parallel or --buckets: rates, as `triplane plan` takes them.",
+           click.Path(path_type=Path, exists=True, dir_okay=False)),
     option("--steps-per-launch N", "With --engine xla: steps that the device runs without the host "
            "between them.", COUNT, default=1),
     option("--seed N", "Seed of initial weights, split and order; the same seed gives the same "

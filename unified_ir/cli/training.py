@@ -96,13 +96,18 @@ def engine(options: Mapping[str, Any]) -> Any:
         raise InvalidInput(
             "--devices belongs to --parallel auto; a mesh says its own, as --mesh data=2"
         )
-    if mesh is None and not shard and options["parallel"] is None:
+    buckets, file = options["buckets"], options["topology"]
+    if file is not None and options["parallel"] is None and buckets is None:
+        raise InvalidInput("--topology gives the rates of --parallel auto or --buckets auto")
+    if mesh is None and not shard and options["parallel"] is None and buckets is None:
         return name
     if name != "xla":
         raise InvalidInput(
-            f"--mesh, --shard and --parallel split work with --engine xla; the engine is {name!r}"
+            f"--mesh, --shard, --parallel and --buckets are for --engine xla; the engine is "
+            f"{name!r}"
         )
     from triplane.unified_ir.engines.xla.engine import XlaEngine
+    from triplane.unified_ir.passes.sharding import read_topology
 
     counts = _pairs("--mesh", "AXIS=N,..", () if mesh is None else mesh.split(","))
     axes = {k: _whole("--mesh", _number("--mesh", n)) for k, n in counts.items()}
@@ -111,8 +116,9 @@ def engine(options: Mapping[str, Any]) -> Any:
         for pattern, over in _pairs("--shard", "PATTERN=AXIS,..", shard).items()
     }
     return XlaEngine(
-        mesh=axes, shard=patterns, parallel=options["parallel"], devices=options["devices"]
-    )
+        mesh=axes, shard=patterns, parallel=options["parallel"], devices=options["devices"],
+        buckets=buckets, topology=None if file is None else read_topology(file),
+    )  # fmt: skip
 
 
 def _pairs(what: str, form: str, items: Sequence[str]) -> dict[str, str]:

@@ -25,8 +25,9 @@ class XlaEngine:
     slots of the optimizer follow their parameter unless a pattern names them, as in
     {"optimizer.*": ("data",)}. parallel="auto": split each function over `devices` (by default all)
     as the planner decides (docs/parallel.md), within memory_bytes on each, at the rates of a
-    topology. buckets: with mesh={"data": N}, add gradients in buckets: as planned at the rates of a
-    topology ("auto"), in one all-reduce ("one"), or in buckets of so many bytes. `str(engine.devices)` says which devices are used, and why.
+    topology. buckets: with mesh={"data": N}, add gradients in as many all-reduces as the topology's
+    rates suggest ("auto"), in one ("one"), or in buckets of so many bytes. `str(engine.devices)`
+    says which devices are used, and why.
     """
 
     name = "xla"

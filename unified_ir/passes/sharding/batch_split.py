@@ -178,8 +178,8 @@ class _Walk:
         for name, value in zip(function.result_names, function.results, strict=True):
             if value in self.axes:
                 raise InvalidInput(
-                    f"the result {name!r} of {function.name} has a row for each sample, and buckets "
-                    f"need results that are whole on each device; {WAY_OUT}"
+                    f"the result {name!r} of {function.name} has a row for each sample, and with "
+                    f"buckets each result is whole on each device; {WAY_OUT}"
                 )
 
     def partial(self) -> tuple[PartialResult, ...]:
@@ -196,7 +196,8 @@ class _Walk:
 
 
 def _named(node: Node) -> str:
-    return f"{node.meta.scope or 'loss'}: {node.op}"
+    layer = node.meta.scope.removeprefix("grad").removeprefix(".")
+    return f"{layer or 'loss'}: {node.op.name}"
 
 
 def _reads_sizes(node: Node) -> bool:

@@ -6,17 +6,17 @@ end of the first j gradients, r(j) when gradient j is ready and S the bytes befo
 
     E(j) = min over i < j of max(E(i), r(j)) + alpha + beta * (S(j) - S(i)),
 
-because an earlier end of the first i never delays the others. The cost is O(n^2) for n gradients.
+because an earlier end of the first i never delays the others. This takes O(n^2) for n gradients.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.passes.sharding.batch_split import BatchSplit
@@ -27,10 +27,13 @@ FIRST_BYTES: Final = 1 << 20
 CAP_BYTES: Final = 25 << 20
 """Sizes of PyTorch's DistributedDataParallel: its first bucket, and all others."""
 MAX_BYTES: Final = 1 << 40
-SHOWN: Final = 40
+TOLERANCE: Final = 1e-9
+"""Share by which two ends may differ and count as equal."""
+SHOWN: Final = 12
 """Buckets that the table lists."""
 AUTO: Final = "auto"
 ONE: Final = "one"
+Times = npt.NDArray[np.float64]
 Buckets = tuple[tuple[int, ...], ...]
 """For each all-reduce, the numbers of its gradients in the order in which they are ready."""
 
@@ -77,21 +80,45 @@ def all_reduce_cost(link: LinkCost, devices: int) -> AllReduceCost:
 def best_buckets(tensors: Sequence[ReadyTensor], cost: AllReduceCost) -> Buckets:
     """Return the runs of the tensors, in their order, whose last all-reduce ends the earliest.
 
-    tensors: in the order in which they are ready. The fewest buckets among equals.
+    tensors: in the order in which they are ready. Of the splits that end as early, it is one with
+    the fewest buckets: E is computed for each number of buckets until it reaches the least.
     """
+    if not tensors:
+        return ()
+    ready = np.array([t.ready_s for t in tensors])
     before = np.cumsum([0, *(t.size_bytes for t in tensors)], dtype=np.float64)
-    ends, counts = np.zeros(len(tensors) + 1), np.zeros(len(tensors) + 1)
-    start = [0] * (len(tensors) + 1)
-    for j, tensor in enumerate(tensors, 1):
-        took = cost.alpha_s + cost.s_per_byte * (before[j] - before[:j])
-        candidates = np.maximum(ends[:j], tensor.ready_s) + took
-        i = start[j] = int(np.lexsort((counts[:j], candidates))[0])
-        ends[j], counts[j] = candidates[i], counts[i] + 1
-    cuts = [len(tensors)]
-    while cuts[-1]:
-        cuts.append(start[cuts[-1]])
-    cuts.reverse()
-    return tuple(tuple(range(a, b)) for a, b in zip(cuts, cuts[1:], strict=False))
+    least = _earliest(ready, before, cost)[-1] * (1 + TOLERANCE)
+    ends = np.full(len(tensors) + 1, np.inf)
+    ends[0] = 0.0
+    starts: list[list[int]] = []
+    while ends[-1] > least:
+        further = np.full(len(tensors) + 1, np.inf)
+        start = [0] * (len(tensors) + 1)
+        for j in range(1, len(tensors) + 1):
+            candidates = _ends(ends, j, ready, before, cost)
+            start[j] = int(np.argmin(candidates))
+            further[j] = candidates[start[j]]
+        starts.append(start)
+        ends = further
+    end, runs = len(tensors), []
+    for start in reversed(starts):
+        runs.append(tuple(range(start[end], end)))
+        end = start[end]
+    return tuple(reversed(runs))
+
+
+def _earliest(ready: Times, before: Times, cost: AllReduceCost) -> Times:
+    """Return E: for each number of first tensors the earliest end of their all-reduces."""
+    ends = np.zeros(len(before))
+    for j in range(1, len(before)):
+        ends[j] = _ends(ends, j, ready, before, cost).min()
+    return ends
+
+
+def _ends(ends: Times, j: int, ready: Times, before: Times, cost: AllReduceCost) -> Times:
+    """Return for each i < j the end of the first j tensors if the last bucket begins at i."""
+    took: Times = cost.alpha_s + cost.s_per_byte * (before[j] - before[:j])
+    return np.maximum(ends[:j], ready[j - 1]) + took
 
 
 def capped_buckets(
@@ -174,17 +201,11 @@ class GradientBuckets:
 
 def table(buckets: GradientBuckets) -> Iterator[str]:
     """Yield the comparison and the planned buckets as lines of at most 80 columns."""
-    total = sum(t.size_bytes for t in buckets.tensors)
-    yield (
-        f"gradient buckets: {len(buckets.tensors)} results of {bytes_text(total)} are added over "
-        f"{buckets.split.devices} devices;"
-    )
-    yield (
-        f"the last is ready after {time_text(buckets.backward_s)}; an all-reduce takes "
-        f"{time_text(buckets.cost.alpha_s)} + bytes / ({bytes_text(1 / buckets.cost.s_per_byte)}/s)"
-        if buckets.cost.s_per_byte
-        else "one device adds nothing"
-    )
+    total = bytes_text(sum(t.size_bytes for t in buckets.tensors))
+    ready, alpha = time_text(buckets.backward_s), time_text(buckets.cost.alpha_s)
+    rate = f"{bytes_text(1 / buckets.cost.s_per_byte)}/s" if buckets.cost.s_per_byte else "no limit"
+    yield f"gradient buckets: {len(buckets.tensors)} results, {total}, the last ready after {ready};"
+    yield f"an all-reduce over {buckets.split.devices} devices takes {alpha} + bytes / ({rate})"
     yield ""
     yield f"{'buckets':26}{'all-reduces':>12}{'largest':>10}{'end':>10}{'exposed':>10}"
     plans = buckets.compared()
@@ -196,17 +217,17 @@ def table(buckets: GradientBuckets) -> Iterator[str]:
             f"{time_text(plan.exposed_s):>10}"
         )
     yield ""
-    yield f"{'planned':9}{'gradients':>10}{'bytes':>10}{'start':>10}{'end':>10}  the last to be ready"
+    yield f"{'planned':9}{'results':>8}{'bytes':>10}{'start':>10}{'end':>10}  the last to be ready"
     best = plans[0]
-    rows = zip(best.buckets, _sizes(best, buckets.tensors), best.starts_s, best.ends_s, strict=True)
-    for number, (bucket, size, start, end) in enumerate(rows):
-        if number == SHOWN:
-            yield f"{len(best.buckets) - SHOWN} more (--json has all)"
-            return
+    sizes = _sizes(best, buckets.tensors)
+    for k, bucket in enumerate(best.buckets[:SHOWN]):
+        begin, end = time_text(best.starts_s[k]), time_text(best.ends_s[k])
+        last = buckets.tensors[bucket[-1]].name
         yield (
-            f"{number + 1:<9}{len(bucket):10}{bytes_text(size):>10}{time_text(start):>10}"
-            f"{time_text(end):>10}  {buckets.tensors[bucket[-1]].name[:29]}"
+            f"{k + 1:<9}{len(bucket):8}{bytes_text(sizes[k]):>10}{begin:>10}{end:>10}  {last[:31]}"
         )
+    if (more := len(best.buckets) - SHOWN) > 0:
+        yield f"{more} more (--json has all)"
 
 
 def _sizes(plan: BucketPlan, tensors: Sequence[ReadyTensor]) -> list[int]:
@@ -234,6 +255,4 @@ def record(buckets: GradientBuckets) -> dict[str, Any]:
 
 def planned_buckets(split: BatchSplit, link: LinkCost) -> GradientBuckets:
     """Return the buckets of a split whose devices are joined by a link."""
-    cost = all_reduce_cost(link, split.devices)
-    assert math.isfinite(cost.s_per_byte)
-    return GradientBuckets(split, cost)
+    return GradientBuckets(split, all_reduce_cost(link, split.devices))
