@@ -84,7 +84,7 @@ def test_a_topology_changes_the_plan(capsys, net, tmp_path):
     common = (net, "--input", "1024", "--batch-size", "512", "--devices", "4", "--json", "--train")
     slow, fast = (json.loads(run(capsys, *common, *more)[1])
                   for more in (("--topology", file), ()))  # fmt: skip
-    assert slow["topology"]["source"] == f"rates of {file}"
+    assert slow["topology"]["source"].startswith(f"rates of {file}; assumed: flops_per_s, ")
     assert slow["sent_bytes"] < fast["sent_bytes"]
 
 
@@ -136,3 +136,32 @@ def test_memory_sizes_have_units(capsys, net):
     assert run(capsys, *common, "--memory", "16GiB")[0] == 0
     assert run(capsys, *common, "--memory", "1.5 GB")[0] == 0
     assert run(capsys, *common, "--memory", "800mb")[0] == 0
+
+
+def test_buckets_are_compared(capsys, net):
+    common = (net, "--input", "1024", "--batch-size", "512", "--devices", "4", "--buckets")
+    code, out, err = run(capsys, *common, "--train")
+    assert (code, err) == (0, "")
+    assert max(map(len, out.splitlines())) <= 80
+    assert "assumed rates of data-centre GPUs" in out
+    for text in ("planned", "25 MiB, the first 1 MiB", "one all-reduce"):
+        assert f"\n{text}" in out
+    record = json.loads(run(capsys, *common, "--train", "--json")[1])["buckets"]
+    plans = {p["what"]: p for p in record["plans"]}
+    assert plans["planned"]["exposed_seconds"] == min(p["exposed_seconds"] for p in plans.values())
+    assert sum(g["bytes"] for g in record["gradients"]) > 4 * 1024 * 4096
+    assert "a row for each sample; buckets are for training steps" in run(capsys, *common)[2]
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ((), "plan needs a model and a number of devices"),
+        (("--devices", "2"), "plan needs a model and a number of devices"),
+        (("--measure", "m.json", "--devices", "2"), "it takes no model, no plan"),
+    ],
+)
+def test_a_model_or_a_measurement_is_wanted(capsys, options, why):
+    code, _, err = run(capsys, *options)
+    assert code != 0
+    assert why in err

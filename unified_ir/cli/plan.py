@@ -143,10 +143,6 @@ def _buckets(
 
     devices, topology = options["devices"], chosen.problem.topology
     split = split_batch(function, devices, sizes=chosen.problem.sizes, topology=topology)
-    if not split.partial:
-        raise InvalidInput(
-            f"{function.name} adds nothing over devices; --buckets is for a training step (--train)"
-        )
     groups = buckets.planned_buckets(split, topology.link((devices,), 0))
     head = [f"{function.name} on {devices} devices, data parallel", topology.source, ""]
     return buckets.record(groups), [*head, *buckets.table(groups)]

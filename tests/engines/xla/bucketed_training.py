@@ -7,13 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import data, nn, ops, optim, train
+from triplane.unified_ir.engines.xla.door import exact
 from triplane.unified_ir.engines.xla.engine import XlaEngine
+from triplane.unified_ir.ir.types import TensorSpec
+from triplane.unified_ir.passes.sharding.batch_split import split_batch
+from triplane.unified_ir.passes.sharding.buckets import capped_buckets, planned_buckets
+from triplane.unified_ir.passes.sharding.topology import LinkCost
 
 
 class Net(nn.Cell):
-    """A convolution, statistics of each sample, a random mask, and layers of unequal size."""
+    """A convolution, statistics of the batch, a random mask, and layers of unequal size."""
 
     def __init__(self, norm):
         super().__init__()
@@ -28,75 +32,97 @@ class Net(nn.Cell):
         return self.head(ops.relu(self.wide(x)))
 
 
+class Words(nn.Cell):
+    """Rows of a table that several devices read, and scores at each place of a text."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(20, 8)
+        self.head = nn.Dense(8, 20)
+
+    def construct(self, x):
+        return self.head(ops.relu(self.table(x)))
+
+
 def digits(n):
     held = np.load(data.__path__[0] + "/digits.npz")
     return held["x"][:n].astype(np.float32)[:, None] / 16, held["y"][:n].astype(np.int64)
 
 
-def trained(engine, cell=None, loss=None, **options):
+def words(n):
+    drawn = np.random.default_rng(0)
+    x = drawn.integers(0, 20, (n, 6))
+    return x, np.where(drawn.random(x.shape) < 0.4, -100, (x + 1) % 20)
+
+
+def trained(engine, cell, samples, loss, **options):
     nn.seed(0)
     record, said = train.Record(), io.StringIO()
     trainer = train.Trainer(
-        cell() if cell else Net(nn.BatchNorm2d(8)),
-        loss=loss or nn.SoftmaxCrossEntropy(),
-        optimizer=optim.SGD(0.05, momentum=0.9),
-        engine=engine,
-        callbacks=[record],
-        **options,
-    )
+        cell(), loss=loss, optimizer=optim.SGD(0.05, momentum=0.9), engine=engine,
+        callbacks=[record], **options,
+    )  # fmt: skip
     progress = train.Progress("lines", stream=said)
-    # Batches of 48, and a last one of 4, which no device count divides but 4.
-    trainer.fit(digits(148), 2, batch_size=48, validation=digits(40), progress=progress)
+    trainer.fit(samples, 2, batch_size=48, validation=samples, progress=progress)
     return np.array([row["loss"] for row in record.steps]), trainer.state(), said.getvalue()
 
 
-def same(mesh, options, one, state, **arguments):
-    engine = XlaEngine(mesh={"data": mesh}, **options)
-    losses, after, said = trained(engine, **arguments)
-    np.testing.assert_allclose(losses, one, rtol=2e-4, atol=2e-4)
-    for name in state:
-        np.testing.assert_allclose(after[name], state[name], rtol=1e-2, atol=2e-3, err_msg=name)
-    return engine, said
+def compare(engine, one, *what, **options):
+    losses, state, said = trained(engine, *what, **options)
+    np.testing.assert_allclose(losses, one[0], rtol=2e-4, atol=2e-4)
+    for name, x in state.items():
+        np.testing.assert_allclose(x, one[1][name], rtol=1e-2, atol=2e-3, err_msg=name)
+    return said
 
 
-def reductions(engine):
-    """The element counts of each float32 all-reduce in the compiled step."""
-    trainer = train.Trainer(Net(nn.BatchNorm2d(8)), loss=nn.SoftmaxCrossEntropy(),
-                            optimizer=optim.SGD(0.05), engine=engine)  # fmt: skip
-    x, y = digits(48)
-    function = None
-    trainer.prepare(*(train.step.batch_type(a) for a in (x, y)))
-    function = trainer.train_function()
-    names = [n for n in function.result_names if n in {p.name for p in function.params}]
+def all_reduces(engine, function, trainer, batch):
+    """The elements of float32 in each all-reduce of a step that XLA has compiled."""
+    names = [n for n in function.result_names if n in function.param_names]
     program: Any = engine.compile(function, donate=names)
-    state = {n: x for n, x in trainer.state().items() if n in names}
-    program.loop(state).step(x=x, y=y)
-    from triplane.unified_ir.engines.xla.door import exact
-
-    compiled = next(iter(program._compiled.values()))
-    loop = program.loop(state)
+    loop: Any = program.loop({n: trainer.state()[n] for n in names})
+    loop.step(x=batch[0], y=batch[1])
+    (compiled,) = program._compiled.values()
     with exact():
-        text = compiled.call.lower(loop._present(), [x, y]).compile().as_text()
-    ops_ = re.findall(r"= (\S.*?) all-reduce(?:-start)?\(", text)
-    return sorted(
-        sum(
-            int(np.prod([int(d) for d in s.split(",") if d]))
-            for s in re.findall(r"f32\[([\d,]*)\]", o)
-        )
-        for o in ops_
-    )
+        text = compiled.call.lower(loop._present(), list(batch)).compile().as_text()
+    shapes = re.findall(r"= (\S.*?) all-reduce(?:-start)?\(", text)
+    floats = [re.findall(r"f32\[([\d,]*)\]", shape) for shape in shapes]
+    return [
+        sum(int(np.prod([int(d) for d in dims.split(",") if d])) for dims in of_one)
+        for of_one in floats
+        if of_one
+    ]
+
+
+def check_hlo():
+    """XLA compiles one all-reduce for each bucket, of its size, and no other of floats."""
+    batch, cap = digits(48), 4096
+    loss, optimizer = nn.SoftmaxCrossEntropy(), optim.SGD(0.05)
+    trainer = train.Trainer(Net(nn.LayerNorm(6)), loss=loss, optimizer=optimizer)
+    trainer.prepare(TensorSpec(("N", 1, 8, 8)), TensorSpec(("N",), "int64"))
+    function = trainer.train_function()
+    tensors = planned_buckets(
+        split_batch(function, 8, sizes={"N": 48}), LinkCost(1e-6, 1e9)
+    ).tensors
+    expected = [sum(tensors[k].size_bytes // 4 for k in b) for b in capped_buckets(tensors, cap)]
+    assert len(expected) == 2
+    engine = XlaEngine(mesh={"data": 8}, buckets=cap)
+    assert sorted(all_reduces(engine, function, trainer, batch)) == sorted(expected)
+    engine = XlaEngine(mesh={"data": 8}, buckets="one")
+    assert all_reduces(engine, function, trainer, batch) == [sum(expected)]
 
 
 def main():
-    one, state, _ = trained("xla")
-    small: Any = {"buckets": 4096}
-    engine, said = same(8, small, one, state)
+    # Batches of 48, and a last one of 4, which neither 8 nor 6 devices divide.
+    what = lambda: Net(nn.BatchNorm2d(8)), digits(148), nn.SoftmaxCrossEntropy()
+    one = trained("xla", *what)
+    said = compare(XlaEngine(mesh={"data": 8}, buckets=4096), one, *what)
     assert "engine xla on 8 of 8 x CPU, for the mesh data=8, gradients in buckets" in said, said
-    assert "gradient buckets:" in said, said
-    print(said, reductions(engine))
-    print(reductions(XlaEngine(mesh={"data": 8}, buckets="one")))
-    same(6, {"buckets": "auto"}, one, state)
-    same(4, {"buckets": "one"}, one, state, steps_per_launch=3)
+    assert "gradient buckets: 2 all-reduces of 75.1 KiB in all (4 KiB each)" in said, said
+    compare(XlaEngine(mesh={"data": 6}, buckets="auto"), one, *what, steps_per_launch=3)
+    texts = Words, words(96), nn.SoftmaxCrossEntropy(ignore_index=-100)
+    one = trained("xla", *texts)
+    compare(XlaEngine(mesh={"data": 8}, buckets="one"), one, *texts)
+    check_hlo()
     sys.stdout.write("all held\n")
 
 

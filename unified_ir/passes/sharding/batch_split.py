@@ -178,8 +178,8 @@ class _Walk:
         for name, value in zip(function.result_names, function.results, strict=True):
             if value in self.axes:
                 raise InvalidInput(
-                    f"the result {name!r} of {function.name} has a row for each sample, and with "
-                    f"buckets each result is whole on each device; {WAY_OUT}"
+                    f"the result {name!r} of {function.name} has a row for each sample; buckets "
+                    "are for training steps, whose results are state and means"
                 )
 
     def partial(self) -> tuple[PartialResult, ...]:

@@ -204,7 +204,8 @@ def table(buckets: GradientBuckets) -> Iterator[str]:
     total = bytes_text(sum(t.size_bytes for t in buckets.tensors))
     ready, alpha = time_text(buckets.backward_s), time_text(buckets.cost.alpha_s)
     rate = f"{bytes_text(1 / buckets.cost.s_per_byte)}/s" if buckets.cost.s_per_byte else "no limit"
-    yield f"gradient buckets: {len(buckets.tensors)} results, {total}, the last ready after {ready};"
+    count = len(buckets.tensors)
+    yield f"gradient buckets: {count} results, {total}, the last ready after {ready};"
     yield f"an all-reduce over {buckets.split.devices} devices takes {alpha} + bytes / ({rate})"
     yield ""
     yield f"{'buckets':26}{'all-reduces':>12}{'largest':>10}{'end':>10}{'exposed':>10}"
