@@ -117,7 +117,7 @@ def main():
     one = trained("xla", *what)
     said = compare(XlaEngine(mesh={"data": 8}, buckets=4096), one, *what)
     assert "engine xla on 8 of 8 x CPU, for the mesh data=8, gradients in buckets" in said, said
-    assert "gradient buckets: 2 all-reduces of 75.1 KiB in all (4 KiB each)" in said, said
+    assert "gradient buckets: 4 KiB each, 2 of 75.1 KiB in all, predicted to end" in said, said
     compare(XlaEngine(mesh={"data": 6}, buckets="auto"), one, *what, steps_per_launch=3)
     texts = Words, words(96), nn.SoftmaxCrossEntropy(ignore_index=-100)
     one = trained("xla", *texts)

@@ -82,15 +82,15 @@ class BucketedDevices(Devices):
         buckets = planned_buckets(split, self._topology.link((count,), 0))
         plan = buckets.chosen(self._how)
         self.plans.append(plan)
-        self.say(_line(plan, buckets))
-        return replace(where, buckets=BucketedStep(split, plan, self.mesh))
+        self.say(_line(plan, buckets, self._topology.source))
+        return replace(where, buckets=BucketedStep(split, plan, self._mesh))
 
 
-def _line(plan: BucketPlan, buckets: GradientBuckets) -> str:
+def _line(plan: BucketPlan, buckets: GradientBuckets, source: str) -> str:
     total = bytes_text(sum(t.size_bytes for t in buckets.tensors))
     return (
-        f"gradient buckets: {len(plan.buckets)} all-reduces of {total} in all ({plan.what}), "
-        f"{time_text(plan.exposed_s)} after the backward pass predicted"
+        f"gradient buckets: {plan.what}, {len(plan.buckets)} of {total} in all, predicted to end "
+        f"{time_text(plan.exposed_s)} after the backward pass at {source}"
     )
 
 
@@ -114,7 +114,7 @@ class BucketedStep:
         def on_one(args: Sequence[Any], held: Sequence[Any], failed: Any) -> Any:
             fed = iter(held)
             old = [next(fed) if is_state else None for is_state in state]
-            return _Device(self._split, requirements, failed).run(self, args, old)
+            return _DeviceRun(self._split, requirements, failed).run(self, args, old)
 
         specs = [
             spec(*[None] * self._split.axes[p], DATA) if p in self._split.axes else spec()
@@ -171,7 +171,7 @@ class _PartTrace(Trace):
         return mean.reshape(var.shape).astype(x.dtype), var.astype(x.dtype)
 
 
-class _Device:
+class _DeviceRun:
     """One device's run of a function: on its parts of values, and on those that are whole."""
 
     def __init__(self, split: BatchSplit, requirements: Requirements, failed: Any) -> None:

@@ -64,11 +64,11 @@ class Devices:
         _check_shard(shard or {})
         self.axes = dict(mesh or {})
         self._shard = {pattern: tuple(axes) for pattern, axes in (shard or {}).items()}
-        self.mesh: Any = None
+        self._mesh: Any = None
         _check_axes(self.axes, self._shard)
         if mesh:
             places = np.array(_first(self.axes)).reshape(tuple(self.axes.values()))
-            self.mesh = jax.sharding.Mesh(places, tuple(self.axes))
+            self._mesh = jax.sharding.Mesh(places, tuple(self.axes))
 
     def __str__(self) -> str:
         """Say which devices these are, and why."""
@@ -76,8 +76,8 @@ class Devices:
         first = there[0]
         kind = first.platform.upper()
         named = kind if kind == "CPU" else f"{kind} ({first.device_kind})"
-        if self.mesh is not None:
-            return f"{self.mesh.size} of {len(there)} x {named}, for the mesh {self._named()}"
+        if self._mesh is not None:
+            return f"{self._mesh.size} of {len(there)} x {named}, for the mesh {self._named()}"
         if len(there) > 1:
             return f"{named}, the first of {len(there)}; a mesh data={len(there)} uses them all"
         return f"{named}, because JAX finds no GPU" if kind == "CPU" else named
@@ -90,7 +90,7 @@ class Devices:
         shapes: of the arguments that are not donated. lead: axes of these before those of the
         parameter's type.
         """
-        if self.mesh is None:
+        if self._mesh is None:
             return None
         state = [self.of_state(n, function.param(n).type.concrete({})) for n in donate]
         batch = [self.of_batch(function.param(n), x, lead) for n, x in shapes.items()]
@@ -126,7 +126,7 @@ class Devices:
         """Return a copy of a state tensor where it belongs."""
         # A copy: on a CPU JAX would otherwise read the caller's memory, which may change.
         copied = jax.numpy.array(x, copy=True)
-        if self.mesh is None:
+        if self._mesh is None:
             return copied
         return jax.device_put(copied, self.of_state(name, copied.shape))
 
@@ -155,7 +155,7 @@ class Devices:
         return ", ".join(f"{name}={n}" for name, n in self.axes.items())
 
     def _sharding(self, *axes: str | None) -> Any:
-        return jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec(*axes))
+        return jax.sharding.NamedSharding(self._mesh, jax.sharding.PartitionSpec(*axes))
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -43,22 +43,22 @@ class XlaEngine:
         topology: Topology | None = None,
         buckets: Literal["auto", "one"] | int | None = None,
     ) -> None:
-        if buckets is not None:
-            if parallel is not None or shard or (devices, memory_bytes) != (None, None):
-                raise InvalidInput("buckets belong to a mesh with the axis 'data' alone")
-            self.devices: Devices | PlannedDevices = BucketedDevices(mesh, buckets, topology)
-            return
-        if parallel is None and (devices, memory_bytes, topology) != (None, None, None):
+        rates = topology if buckets is None else None
+        if parallel is None and (devices, memory_bytes, rates) != (None, None, None):
             raise InvalidInput("devices, memory_bytes and topology belong to parallel='auto'")
+        if buckets is not None and (parallel is not None or shard):
+            raise InvalidInput("buckets belong to a mesh with the axis 'data' alone")
         if parallel is not None:
             check_choice("parallel", parallel, ("auto",))
             if mesh or shard:
                 raise InvalidInput("parallel='auto' chooses mesh and shard; give one or the other")
-        self.devices = (
-            Devices(mesh, shard)
-            if parallel is None
-            else PlannedDevices(devices, memory_bytes=memory_bytes, topology=topology)
-        )
+        self.devices: Devices | PlannedDevices
+        if parallel is not None:
+            self.devices = PlannedDevices(devices, memory_bytes=memory_bytes, topology=topology)
+        elif buckets is not None:
+            self.devices = BucketedDevices(mesh, buckets, topology)
+        else:
+            self.devices = Devices(mesh, shard)
 
     def compile(self, function: Function, *, donate: Collection[str] = ()) -> XlaProgram:
         """See `Engine`."""

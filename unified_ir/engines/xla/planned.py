@@ -107,5 +107,5 @@ def _line(best: ParallelPlan, sizes: Mapping[str, int]) -> str:
     other = best.next_best
     beside = "" if other is None else f"; next best: {other.what}, {time_text(other.seconds)}"
     mesh = " x ".join(map(str, best.mesh))
-    took = f"{time_text(best.seconds)} predicted"
+    took = f"{time_text(best.seconds)} predicted at {best.problem.topology.source}"
     return f"plan for {named or 'fixed sizes'}: mesh {mesh}, {took}{beside}"

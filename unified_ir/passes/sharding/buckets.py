@@ -118,7 +118,8 @@ def _earliest(ready: Times, before: Times, cost: AllReduceCost) -> Times:
 def _ends(ends: Times, j: int, ready: Times, before: Times, cost: AllReduceCost) -> Times:
     """Return for each i < j the end of the first j tensors if the last bucket begins at i."""
     took: Times = cost.alpha_s + cost.s_per_byte * (before[j] - before[:j])
-    return np.maximum(ends[:j], ready[j - 1]) + took
+    free: Times = np.maximum(ends[:j], ready[j - 1])
+    return free + took
 
 
 def capped_buckets(
