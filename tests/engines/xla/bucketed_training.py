@@ -6,7 +6,9 @@ import sys
 from typing import Any
 
 import numpy as np
+import pytest
 
+from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import data, nn, ops, optim, train
 from triplane.unified_ir.engines.xla.door import exact
 from triplane.unified_ir.engines.xla.engine import XlaEngine
@@ -76,11 +78,19 @@ def compare(engine, one, *what, **options):
 
 
 def all_reduces(engine, function, trainer, batch):
-    """The elements of float32 in each all-reduce of a step that XLA has compiled."""
+    """The elements of float32 in each all-reduce of a step that XLA has compiled.
+
+    A label out of range is refused on every device, and changes nothing.
+    """
     names = [n for n in function.result_names if n in function.param_names]
     program: Any = engine.compile(function, donate=names)
     loop: Any = program.loop({n: trainer.state()[n] for n in names})
     loop.step(x=batch[0], y=batch[1])
+    held, wrong = loop.state(), batch[1].copy()
+    wrong[41] = 10  # a row of the last devices
+    with pytest.raises(InvalidInput, match="10"):
+        loop.step(x=batch[0], y=wrong)
+    assert all(np.array_equal(x, held[n]) for n, x in loop.state().items())
     (compiled,) = program._compiled.values()
     with exact():
         text = compiled.call.lower(loop._present(), list(batch)).compile().as_text()

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import nn, ops, optim, train
 from triplane.unified_ir.ir.types import TensorSpec
+from triplane.unified_ir.ops.build import Build
+from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.passes.sharding import LinkCost
 from triplane.unified_ir.passes.sharding.batch_split import split_batch
 from triplane.unified_ir.passes.sharding.buckets import (
@@ -139,6 +141,37 @@ def test_the_table_fits_80_columns():
     assert max(map(len, lines)) <= 80
     for text in ("planned", "25 MiB, the first 1 MiB", "one all-reduce", "exposed"):
         assert any(text in line for line in lines)
+
+
+def test_many_gradients_on_a_fast_link_are_split():
+    tensors = [ReadyTensor("g", 1, float(k)) for k in range(200)]
+    cost = AllReduceCost(0.5, 0.1)
+    assert end_of(best_buckets(tensors, cost), tensors, cost) == pytest.approx(199.6)
+    # Each must go when it is ready, which takes more buckets than are counted.
+    tensors = [ReadyTensor("g", 1, 0.6 * k) for k in range(200)]
+    cost = AllReduceCost(0.0, 0.6)
+    assert end_of(best_buckets(tensors, cost), tensors, cost) == pytest.approx(200 * 0.6)
+
+
+def scattered(value):
+    """Labels counted by class, on top of an array."""
+    build = Build(TABLE, "counts")
+    with build:
+        y = build.param("y", TensorSpec(("N", 1), "int64"))
+        base = build.constant(np.full(10, value, np.int64))
+        ones = ops.ones_like(y.reshape((y.shape[0],)))
+        counts = ops.scatter_nd(base, y, ones, reduction="add")
+    return build.finish({"counts": counts})
+
+
+@pytest.mark.parametrize("value", [0, 1])
+def test_an_array_to_which_parts_are_added_must_be_zero(value):
+    function = scattered(value)
+    if value:
+        with pytest.raises(InvalidInput, match="ScatterND"):
+            split_batch(function, 4, sizes={"N": 8})
+    else:
+        assert len(split_batch(function, 4, sizes={"N": 8}).partial) == 1
 
 
 class Across(Net):

@@ -135,8 +135,14 @@ class _Walk:
                 self._parts[value] = index, self.now_s
 
     def _note_zeros(self, node: Node) -> None:
+        """Note whether the outputs are zeros: a constant, or zeros that are moved."""
         array = constant(node)
         moved = row_of(node).kind is OpKind.MOVEMENT and node.inputs[0] in self._zeros
+        if moved:
+            # Another operand may be the value of a pad, or an array that is joined.
+            dtype = node.outputs[0].type.dtype
+            others = (v for v in node.inputs if v is not None and v.type.dtype == dtype)
+            moved = all(v in self._zeros for v in others)
         if moved or (array is not None and not np.any(array)):
             self._zeros.update(node.outputs)
 
@@ -157,10 +163,11 @@ class _Walk:
             return False
         if not strategy.collectives or node.op.name in ADDED:
             return True
-        # A whole operand, such as a bias, would be added by each device.
+        # A whole operand, such as a bias, would be added by each device; that of a reduction is
+        # its axes.
+        added = operands[:1] if row_of(node).kind is OpKind.REDUCTION else operands
         repeated = any(
-            v is not None and layout[0] == COPIES and v.type.dtype.is_float and v not in self._zeros
-            for v, layout in operands
+            v is not None and layout[0] == COPIES and v not in self._zeros for v, layout in added
         )
         summed = set(strategy.collectives) == {"all-reduce"} and node.op.name not in NOT_SUMS
         return summed and not repeated

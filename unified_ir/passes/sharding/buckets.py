@@ -29,6 +29,8 @@ CAP_BYTES: Final = 25 << 20
 MAX_BYTES: Final = 1 << 40
 TOLERANCE: Final = 1e-9
 """Share by which two ends may differ and count as equal."""
+MAX_COUNTED: Final = 64
+"""Buckets up to which their number is made least."""
 SHOWN: Final = 12
 """Buckets that the table lists."""
 AUTO: Final = "auto"
@@ -81,45 +83,57 @@ def best_buckets(tensors: Sequence[ReadyTensor], cost: AllReduceCost) -> Buckets
     """Return the runs of the tensors, in their order, whose last all-reduce ends the earliest.
 
     tensors: in the order in which they are ready. Of the splits that end as early, it is one with
-    the fewest buckets: E is computed for each number of buckets until it reaches the least.
+    the fewest buckets if `MAX_COUNTED` of them are enough.
     """
     if not tensors:
         return ()
     ready = np.array([t.ready_s for t in tensors])
     before = np.cumsum([0, *(t.size_bytes for t in tensors)], dtype=np.float64)
-    least = _earliest(ready, before, cost)[-1] * (1 + TOLERANCE)
-    ends = np.full(len(tensors) + 1, np.inf)
+    ends, start = np.zeros(len(before)), [0] * len(before)
+    for j in range(1, len(before)):
+        candidates = _ends(ends[:j], ready[j - 1], before[: j + 1], cost)
+        start[j] = int(np.argmin(candidates))
+        ends[j] = candidates[start[j]]
+    counted = _fewest(ready, before, cost, ends[-1] * (1 + TOLERANCE))
+    return _runs(counted or [start] * len(tensors))
+
+
+def _fewest(ready: Times, before: Times, cost: AllReduceCost, limit: float) -> list[list[int]]:
+    """Return for each bucket where it begins, by where it ends, for the fewest that end in time.
+
+    E of exactly k buckets follows from E of k - 1, see the module.
+    """
+    ends = np.full(len(before), np.inf)
     ends[0] = 0.0
     starts: list[list[int]] = []
-    while ends[-1] > least:
-        further = np.full(len(tensors) + 1, np.inf)
-        start = [0] * (len(tensors) + 1)
-        for j in range(1, len(tensors) + 1):
-            candidates = _ends(ends, j, ready, before, cost)
+    while ends[-1] > limit and len(starts) < MAX_COUNTED:
+        further, start = np.full(len(before), np.inf), [0] * len(before)
+        for j in range(1, len(before)):
+            candidates = _ends(ends[:j], ready[j - 1], before[: j + 1], cost)
             start[j] = int(np.argmin(candidates))
             further[j] = candidates[start[j]]
         starts.append(start)
         ends = further
-    end, runs = len(tensors), []
+    return starts if ends[-1] <= limit else []
+
+
+def _runs(starts: Sequence[Sequence[int]]) -> Buckets:
+    """Return the buckets, the last of which ends with the last tensor."""
+    end, runs = len(starts[0]) - 1, []
     for start in reversed(starts):
-        runs.append(tuple(range(start[end], end)))
+        if end:
+            runs.append(tuple(range(start[end], end)))
         end = start[end]
     return tuple(reversed(runs))
 
 
-def _earliest(ready: Times, before: Times, cost: AllReduceCost) -> Times:
-    """Return E: for each number of first tensors the earliest end of their all-reduces."""
-    ends = np.zeros(len(before))
-    for j in range(1, len(before)):
-        ends[j] = _ends(ends, j, ready, before, cost).min()
-    return ends
+def _ends(ends: Times, ready_s: float, before: Times, cost: AllReduceCost) -> Times:
+    """Return the end of a bucket up to here for each place where it may begin.
 
-
-def _ends(ends: Times, j: int, ready: Times, before: Times, cost: AllReduceCost) -> Times:
-    """Return for each i < j the end of the first j tensors if the last bucket begins at i."""
-    took: Times = cost.alpha_s + cost.s_per_byte * (before[j] - before[:j])
-    free: Times = np.maximum(ends[:j], ready[j - 1])
-    return free + took
+    ends: when the tensors before that place are done. before: bytes up to each place, and here.
+    """
+    free: Times = np.maximum(ends, ready_s)
+    return free + cost.alpha_s + cost.s_per_byte * (before[-1] - before[:-1])
 
 
 def capped_buckets(
