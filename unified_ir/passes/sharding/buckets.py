@@ -132,8 +132,9 @@ def _ends(ends: Times, ready_s: float, before: Times, cost: AllReduceCost) -> Ti
 
     ends: when the tensors before that place are done. before: bytes up to each place, and here.
     """
+    took: Times = cost.alpha_s + cost.s_per_byte * (before[-1] - before[:-1])
     free: Times = np.maximum(ends, ready_s)
-    return free + cost.alpha_s + cost.s_per_byte * (before[-1] - before[:-1])
+    return free + took
 
 
 def capped_buckets(
