@@ -7,9 +7,10 @@ function is called.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from triplane.proto.errors import InvalidInput
 
@@ -89,6 +90,10 @@ DEFAULT_METRICS: Final[Mapping[str, tuple[str, ...]]] = {"numbers": ("mae",)}
 """Metrics without --metric, where the loss has none of its own."""
 
 
+_OF_XLA: Final = ("mesh", "shard", "parallel", "buckets", "deterministic")
+"""Options that only the engine xla has."""
+
+
 def engine(options: Mapping[str, Any]) -> Any:
     """Return what --engine and the options of several devices describe: a name, or the engine."""
     name, mesh, shard = options["engine"], options["mesh"], options["shard"]
@@ -96,10 +101,14 @@ def engine(options: Mapping[str, Any]) -> Any:
         raise InvalidInput(
             "--devices belongs to --parallel auto; a mesh says its own, as --mesh data=2"
         )
-    buckets, file = options["buckets"], options["topology"]
-    if file is not None and options["parallel"] is None and buckets is None:
+    if options["deterministic"] and name != "xla":
+        raise InvalidInput(
+            f"--deterministic belongs to --engine xla; the engine is {name!r}, which gives the "
+            "same bits again on a CPU in any case"
+        )
+    if options["topology"] is not None and not (options["parallel"] or options["buckets"]):
         raise InvalidInput("--topology gives the rates of --parallel auto or --buckets auto")
-    if mesh is None and not shard and options["parallel"] is None and buckets is None:
+    if all(options[k] in (None, (), False) for k in _OF_XLA):
         return name
     if name != "xla":
         raise InvalidInput(
@@ -115,10 +124,20 @@ def engine(options: Mapping[str, Any]) -> Any:
         pattern: [None if axis in {"", "-"} else axis for axis in over.split(",")]
         for pattern, over in _pairs("--shard", "PATTERN=AXIS,..", shard).items()
     }
-    return XlaEngine(
-        mesh=axes, shard=patterns, parallel=options["parallel"], devices=options["devices"],
-        buckets=buckets, topology=None if file is None else read_topology(file),
-    )  # fmt: skip
+    file = options["topology"]
+    topology = None if file is None else read_topology(file)
+    same = ("parallel", "devices", "deterministic", "buckets")
+    chosen = {name: options[name] for name in same}
+    return XlaEngine(mesh=axes, shard=patterns, topology=topology, **chosen)
+
+
+def steps_per_launch(text: str) -> int | Literal["auto"]:
+    """Parse --steps-per-launch: a whole number, or auto."""
+    if text == "auto":
+        return "auto"
+    if not re.fullmatch("[1-9][0-9]{0,8}", text):
+        raise InvalidInput(f"--steps-per-launch is a number >= 1, or auto; got {text!r}")
+    return int(text)
 
 
 def _pairs(what: str, form: str, items: Sequence[str]) -> dict[str, str]:

@@ -47,7 +47,7 @@ class Devices:
     XLA splits the work as batch and state are split and adds what must be added, so a program
     computes what it computes on one device, in another order of sums. mesh: the number of devices
     by axis. shard: axes by patterns of names of state; state that no pattern names is whole on each
-    device.
+    device. say: called with a line on batches that are not split.
     """
 
     def __init__(
@@ -65,6 +65,8 @@ class Devices:
         self.axes = dict(mesh or {})
         self._shard = {pattern: tuple(axes) for pattern, axes in (shard or {}).items()}
         self._mesh: Any = None
+        self._whole: set[int] = set()
+        self.say: Callable[[str], None] = lambda _: None
         _check_axes(self.axes, self._shard)
         if mesh:
             places = np.array(_first(self.axes)).reshape(tuple(self.axes.values()))
@@ -81,6 +83,11 @@ class Devices:
         if len(there) > 1:
             return f"{named}, the first of {len(there)}; a mesh data={len(there)} uses them all"
         return f"{named}, because JAX finds no GPU" if kind == "CPU" else named
+
+    @property
+    def is_single(self) -> bool:
+        """Whether there is one device, and so nothing is split."""
+        return not self.axes
 
     def placement(
         self, function: Function, donate: Sequence[str], shapes: Mapping[str, Shape], lead: int
@@ -120,7 +127,18 @@ class Devices:
             return self._sharding() if lead else self.of_state(param.name, shape)
         if DATA in self.axes and shape[lead] and shape[lead] % self.axes[DATA] == 0:
             return self._sharding(*[None] * lead, DATA)
+        if DATA in self.axes:
+            self._say_whole(shape[lead])
         return self._sharding()
+
+    def _say_whole(self, rows: int) -> None:
+        """Say once for each number of rows that all devices compute such batches."""
+        if rows not in self._whole:
+            self._whole.add(rows)
+            self.say(
+                f"a batch of {rows} rows does not divide by {DATA}={self.axes[DATA]}: each device "
+                "computes all of it, which is right, but not faster"
+            )
 
     def place(self, name: str, x: Any) -> Any:
         """Return a copy of a state tensor where it belongs."""

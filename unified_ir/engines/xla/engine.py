@@ -26,8 +26,10 @@ class XlaEngine:
     {"optimizer.*": ("data",)}. parallel="auto": split each function over `devices` (by default all)
     as the planner decides (docs/parallel.md), within memory_bytes on each, at the rates of a
     topology. buckets: with mesh={"data": N}, add gradients in as many all-reduces as the topology's
-    rates suggest ("auto"), in one ("one"), or in buckets of so many bytes. `str(engine.devices)`
-    says which devices are used, and why.
+    rates suggest ("auto"), in one ("one"), or in buckets of so many bytes. deterministic: a GPU
+    gives the same bits again, also in another process; XLA then uses no kernel whose sums depend on
+    timing, and tries out none, which may take longer. A CPU does so in any case.
+    `str(engine.devices)` says which devices are used, and why.
     """
 
     name = "xla"
@@ -42,7 +44,9 @@ class XlaEngine:
         memory_bytes: int | None = None,
         topology: Topology | None = None,
         buckets: Literal["auto", "one"] | int | None = None,
+        deterministic: bool = False,
     ) -> None:
+        self.deterministic = deterministic
         rates = topology if buckets is None else None
         if parallel is None and (devices, memory_bytes, rates) != (None, None, None):
             raise InvalidInput("devices, memory_bytes and topology belong to parallel='auto'")
@@ -62,4 +66,7 @@ class XlaEngine:
 
     def compile(self, function: Function, *, donate: Collection[str] = ()) -> XlaProgram:
         """See `Engine`."""
-        return XlaProgram(with_kernels(TABLE, function, self.name), donate, self.devices)
+        return XlaProgram(
+            with_kernels(TABLE, function, self.name), donate, self.devices,
+            deterministic=self.deterministic,
+        )  # fmt: skip

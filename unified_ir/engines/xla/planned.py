@@ -40,6 +40,8 @@ class PlannedDevices:
         self.plans: list[ParallelPlan] = []
         """The plans so far, the newest last."""
 
+    is_single = False
+
     def __str__(self) -> str:
         kind = self._devices[0].platform.upper()
         return f"{len(self._devices)} of {len(jax.devices())} x {kind}, split by a plan"
