@@ -8,7 +8,7 @@ what needs rows of other devices is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -61,7 +61,6 @@ class BucketedDevices(Devices):
             )
         super().__init__(mesh)
         self._topology = topology or Topology()
-        self.say: Callable[[str], None] = lambda _: None
         self.plans: list[BucketPlan] = []
         """The buckets so far, the newest last."""
 
