@@ -146,10 +146,13 @@ def test_buckets_are_compared(capsys, net):
     assert "assumed rates of data-centre GPUs" in out
     for text in ("planned", "25 MiB, the first 1 MiB", "one all-reduce"):
         assert f"\n{text}" in out
-    record = json.loads(run(capsys, *common, "--train", "--json")[1])["buckets"]
+    record = json.loads(run(capsys, *common, "--train", "--json")[1])
+    assert (record["sizes"], record["devices"]) == ({"N": 512}, 4)
     plans = {p["what"]: p for p in record["plans"]}
     assert plans["planned"]["exposed_seconds"] == min(p["exposed_seconds"] for p in plans.values())
     assert sum(g["bytes"] for g in record["gradients"]) > 4 * 1024 * 4096
+    why = "--explain belongs to a plan, and --buckets shows none"
+    assert why in run(capsys, *common, "--explain", "0")[2]
     assert "a row for each sample; buckets are for training steps" in run(capsys, *common)[2]
 
 

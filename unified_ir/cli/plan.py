@@ -23,7 +23,7 @@ from triplane.unified_ir.cli.shell import (
 if TYPE_CHECKING:
     from triplane.unified_ir.frontend import Cell
     from triplane.unified_ir.ir import Function, Module
-    from triplane.unified_ir.passes.sharding import ParallelPlan
+    from triplane.unified_ir.passes.sharding import Topology
 
 EPILOG = """\b
 Examples:
@@ -104,22 +104,21 @@ def command(**options: Any) -> None:
         raise InvalidInput(f"--out writes a picture, NAME.svg, got {out.name!r}")
     with output.user_code():
         function = _function(options)
-    record, lines = _planned(function, options)
+    shown = _buckets if options["buckets"] else _planned
+    record, lines = shown(function, options)
     output.result(record, "\n".join(lines))
 
 
 def _planned(function: Function, options: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     from triplane.proto.disk import write_atomic
-    from triplane.unified_ir.passes.sharding import Topology, plan, read_topology, report
+    from triplane.unified_ir.passes.sharding import plan, report
 
-    known_sizes(function.name, (p.type for p in function.params), options["sizes"])
-    file = options["topology"]
     chosen = plan(
         function,
         options["devices"],
-        sizes={BATCH: options["batch_size"], **options["sizes"]},
+        sizes=_sizes(function, options),
         memory_bytes=options["memory"],
-        topology=Topology() if file is None else read_topology(file),
+        topology=_topology(options),
     )
     record = report.record(chosen)
     lines = list(report.table(chosen))
@@ -127,25 +126,42 @@ def _planned(function: Function, options: dict[str, Any]) -> tuple[dict[str, Any
         node = report.find_node(chosen, options["explain"])
         record["explained"] = report.alternatives_record(chosen, node)
         lines = list(report.explanation(chosen, node))
-    if options["buckets"]:
-        record["buckets"], lines = _buckets(function, chosen, options)
     if options["out"] is not None:
         write_atomic(options["out"], report.svg(chosen).encode())
         record["picture"] = str(options["out"])
     return record, lines
 
 
-def _buckets(
-    function: Function, chosen: ParallelPlan, options: dict[str, Any]
-) -> tuple[dict[str, Any], list[str]]:
+def _sizes(function: Function, options: dict[str, Any]) -> dict[str, int]:
+    """Return a number for each size that the inputs leave open."""
+    known_sizes(function.name, (p.type for p in function.params), options["sizes"])
+    return {BATCH: options["batch_size"], **options["sizes"]}
+
+
+def _topology(options: dict[str, Any]) -> Topology:
+    from triplane.unified_ir.passes.sharding import Topology, read_topology
+
+    file = options["topology"]
+    return Topology() if file is None else read_topology(file)
+
+
+def _buckets(function: Function, options: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     from triplane.unified_ir.passes.sharding import buckets
     from triplane.unified_ir.passes.sharding.batch_split import split_batch
 
-    devices, topology = options["devices"], chosen.problem.topology
-    split = split_batch(function, devices, sizes=chosen.problem.sizes, topology=topology)
+    for name in ("memory", "explain", "out"):
+        if options[name] is not None:
+            raise InvalidInput(
+                f"--{name} belongs to a plan, and --buckets shows none; leave it out"
+            )
+    devices, topology = options["devices"], _topology(options)
+    sizes = _sizes(function, options)
+    split = split_batch(function, devices, sizes=sizes, topology=topology)
     groups = buckets.planned_buckets(split, topology.link((devices,), 0))
     head = [f"{function.name} on {devices} devices, data parallel", topology.source, ""]
-    return buckets.record(groups), [*head, *buckets.table(groups)]
+    rates = {"topology": {"source": topology.source, **topology.json()}}
+    record = {"function": function.name, "sizes": sizes, **rates, **buckets.record(groups)}
+    return record, [*head, *buckets.table(groups)]
 
 
 def _measured(file: Path) -> tuple[dict[str, Any], str]:
