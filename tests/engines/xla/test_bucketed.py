@@ -69,7 +69,7 @@ def test_times_that_fall_with_the_bytes_are_refused():
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({}, "a mesh with the one axis 'data' such as data=4; the mesh is None"),
+        ({}, "a mesh with the one axis 'data' such as data=4; the mesh is not given"),
         ({"mesh": {"data": 1, "model": 1}}, "a mesh with the one axis 'data'"),
         ({"mesh": {"data": 1}, "shard": {"*": ("data",)}}, "a mesh with the axis 'data' alone"),
         ({"parallel": "auto"}, "a mesh with the axis 'data' alone"),

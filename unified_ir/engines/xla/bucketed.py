@@ -57,7 +57,7 @@ class BucketedDevices(Devices):
         if not isinstance(mesh, Mapping) or set(mesh) != {DATA}:
             raise InvalidInput(
                 "buckets belong to plain data parallelism, a mesh with the one axis 'data' such as "
-                f"data=4; the mesh is {mesh!r}"
+                f"data=4; the mesh is {mesh or 'not given'}"
             )
         super().__init__(mesh)
         self._topology = topology or Topology()
