@@ -147,14 +147,26 @@ def repeated(side: Side) -> str:
     """Two runs end in the same bits."""
     options = dict(side.options)
     if side.name == "xla":
-        from triplane.unified_ir.engines.xla.engine import XlaEngine
-
-        options["engine"] = XlaEngine(deterministic=True)
-    first, second = (trained(**options)[1].state() for _ in range(2))
-    differing = [name for name, x in first.items() if x.tobytes() != second[name].tobytes()]
+        options["engine"] = repeating()
+    runs = ((Noisy, "float32"), (Normalized, "float32"), (Normalized, half_of(side)))
+    differing, count = [], 0
+    for cell, precision in runs:
+        first, second = (trained(cell, **options, precision=precision)[1].state() for _ in range(2))
+        differing += [
+            f"{cell.__name__} in {precision}: {name}"
+            for name, x in first.items()
+            if x.tobytes() != second[name].tobytes()
+        ]
+        count += len(first)
     if differing:
-        raise AssertionError(f"{len(differing)} of {len(first)} tensors differ: {differing[:3]}")
-    return f"{len(first)} tensors of state have the same bits"
+        raise AssertionError(f"{len(differing)} of {count} tensors differ: {differing[:3]}")
+    return f"{count} tensors of state have the same bits"
+
+
+def repeating() -> Any:
+    from triplane.unified_ir.engines.xla.engine import XlaEngine
+
+    return XlaEngine(deterministic=True)
 
 
 def half(side: Side) -> str:

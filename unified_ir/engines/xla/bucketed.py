@@ -104,16 +104,27 @@ class BucketedStep:
         self._waits = _after(split.function, {p.value for p in parts})
 
     def __call__(
-        self, requirements: Requirements, args: Sequence[Any], old: Sequence[Any], failed: Any
+        self,
+        requirements: Requirements,
+        args: Sequence[Any],
+        old: Sequence[Any],
+        failed: Any,
+        *,
+        kernels: bool,
     ) -> tuple[list[Any], Any]:
-        """Return the results, whole on each device, and which requirement failed on any device."""
+        """Return the results, whole on each device, and which requirement failed on any device.
+
+        old, failed, kernels: see `Trace`.
+        """
         spec = jax.sharding.PartitionSpec
         state = [x is not None for x in old]
 
         def on_one(args: Sequence[Any], held: Sequence[Any], failed: Any) -> Any:
             fed = iter(held)
             old = [next(fed) if is_state else None for is_state in state]
-            return _DeviceRun(self._split, requirements, failed).run(self, args, old)
+            whole = Trace(requirements, dict(self._split.sizes), failed, kernels=kernels)
+            part = _PartTrace(requirements, dict(self._split.local_sizes), kernels=kernels)
+            return _DeviceRun(self._split, whole, part).run(self, args, old)
 
         specs = [
             spec(*[None] * self._split.axes[p], DATA) if p in self._split.axes else spec()
@@ -173,11 +184,9 @@ class _PartTrace(Trace):
 class _DeviceRun:
     """One device's run of a function: on its parts of values, and on those that are whole."""
 
-    def __init__(self, split: BatchSplit, requirements: Requirements, failed: Any) -> None:
-        self._split = split
-        self._sizes = dict(split.sizes)
-        self._whole = Trace(requirements, dict(split.sizes), failed)
-        self._part = _PartTrace(requirements, dict(split.local_sizes))
+    def __init__(self, split: BatchSplit, whole: Trace, part: Trace) -> None:
+        """whole, part: of the nodes that work on whole values, and on this device's rows."""
+        self._split, self._whole, self._part = split, whole, part
         self._sources = {v: n for n in split.function.nodes for v in n.outputs}
         self._contents: dict[Value, Known] = {}
         self._values: dict[Value, Any] = {}
@@ -233,7 +242,7 @@ class _DeviceRun:
         return lax.dynamic_slice_in_dim(jnp.asarray(x), start, size, axis)
 
     def _local_shape(self, value: Value) -> Shape:
-        shape = [evaluate(d, self._sizes) for d in value.type.shape]
+        shape = [evaluate(d, self._split.sizes) for d in value.type.shape]
         if value in self._split.axes:
             shape[self._split.axes[value]] //= self._split.devices
         return tuple(shape)

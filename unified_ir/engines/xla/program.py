@@ -62,6 +62,7 @@ class XlaExecutable:
                 "in_shardings": (where.state, where.batch),
                 "out_shardings": (where.whole, where.state, where.whole),
             }
+        self._kernels = not program.deterministic
         traced = self._step if steps is None else self._launch
         chosen = {**_OPTIONS, _DETERMINISTIC: program.deterministic}
         self.call: Callable[..., Any] = jax.jit(
@@ -70,14 +71,17 @@ class XlaExecutable:
 
     @tracing()
     def _step(self, state: Arrays, batch: Arrays, failed: Any = None) -> Any:
-        function, trace = self._function, Trace(self.requirements, {}, failed)
+        function = self._function
+        trace = Trace(self.requirements, {}, failed, kernels=self._kernels)
         named = dict(zip(self._donate, state, strict=True))
         fed = iter(batch)
         args = [named[n] if n in named else next(fed) for n in function.param_names]
         old = [named.get(n) for n in function.result_names]
         where = self.placement
         if where is not None and where.buckets is not None:
-            results, failed = where.buckets(self.requirements, args, old, failed)
+            results, failed = where.buckets(
+                self.requirements, args, old, failed, kernels=self._kernels
+            )
             trace = Trace(self.requirements, {}, failed)
         else:
             results = trace.run(function, args, old, {} if where is None else where.nodes)

@@ -169,8 +169,10 @@ class _Walk:
         repeated = any(
             v is not None and layout[0] == COPIES and v not in self._zeros for v, layout in added
         )
+        # A mean of integers is rounded, so means of means are other numbers.
+        rounded = node.op.name in MEANS and not node.outputs[0].type.dtype.is_float
         summed = set(strategy.collectives) == {"all-reduce"} and node.op.name not in NOT_SUMS
-        return summed and not repeated
+        return summed and not repeated and not rounded
 
     def _refused(self, node: Node) -> InvalidInput:
         place = f" (at {node.meta.location})" if node.meta.location else ""
