@@ -40,7 +40,7 @@ def test_the_table_fits_80_columns(capsys, net, tmp_path):
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 80
     assert "train_step on 6 devices, mesh" in out
-    assert "assumed rates (--topology FILE gives others)" in out
+    assert "assumed rates of data-centre GPUs (--topology FILE gives others)" in out
     for text in ("predicted time", "memory", "next best", "(loss and update)"):
         assert text in out
     root = ET.fromstring(picture.read_text())
@@ -84,7 +84,7 @@ def test_a_topology_changes_the_plan(capsys, net, tmp_path):
     common = (net, "--input", "1024", "--batch-size", "512", "--devices", "4", "--json", "--train")
     slow, fast = (json.loads(run(capsys, *common, *more)[1])
                   for more in (("--topology", file), ()))  # fmt: skip
-    assert slow["topology"]["source"] == f"rates of {file}"
+    assert slow["topology"]["source"].startswith(f"rates of {file}; assumed: flops_per_s, ")
     assert slow["sent_bytes"] < fast["sent_bytes"]
 
 
@@ -181,6 +181,24 @@ def test_stages_are_cut_instead_of_splitting(capsys, net):
     assert record["stages"][0]["layers"] == ["0"]
 
 
+def test_buckets_are_compared(capsys, net):
+    common = (net, "--input", "1024", "--batch-size", "512", "--devices", "4", "--buckets")
+    code, out, err = run(capsys, *common, "--train")
+    assert (code, err) == (0, "")
+    assert max(map(len, out.splitlines())) <= 80
+    assert "assumed rates of data-centre GPUs" in out
+    for text in ("planned", "25 MiB, the first 1 MiB", "one all-reduce"):
+        assert f"\n{text}" in out
+    record = json.loads(run(capsys, *common, "--train", "--json")[1])
+    assert (record["sizes"], record["devices"]) == ({"N": 512}, 4)
+    plans = {p["what"]: p for p in record["plans"]}
+    assert plans["planned"]["exposed_seconds"] == min(p["exposed_seconds"] for p in plans.values())
+    assert sum(g["bytes"] for g in record["gradients"]) > 4 * 1024 * 4096
+    why = "--explain belongs to a plan, and --buckets shows none"
+    assert why in run(capsys, *common, "--explain", "0")[2]
+    assert "a row for each sample; buckets are for training steps" in run(capsys, *common)[2]
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [
@@ -188,9 +206,26 @@ def test_stages_are_cut_instead_of_splitting(capsys, net):
         (("--microbatches", "4"), "--microbatches are those of a pipeline; add --stages N"),
         (("--stages", "2", "--devices", "2"), "--devices belongs to a plan with --devices"),
         (("--stages", "2", "--microbatches", "5"), "32 does not divide into 5 equal microbatches"),
+        (("--stages", "2", "--buckets"), "--buckets belongs to a plan with --devices"),
+        (("--buckets",), "add --devices N"),
+        (("--devices", "2", "--buckets", "--out-model", "x.tpm"), "--out-model belongs to a plan"),
     ],
 )
 def test_devices_or_stages_are_planned(capsys, net, options, why):
     code, _, err = run(capsys, net, "--input", "1024", *options)
     assert code
+    assert why in err
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ((), "plan needs a model"),
+        (("--devices", "2"), "plan needs a model"),
+        (("--measure", "m.json", "--devices", "2"), "it takes no model, no plan"),
+    ],
+)
+def test_a_model_or_a_measurement_is_wanted(capsys, options, why):
+    code, _, err = run(capsys, *options)
+    assert code != 0
     assert why in err

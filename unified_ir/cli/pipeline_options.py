@@ -29,8 +29,8 @@ def check(options: Mapping[str, Any]) -> None:
                 "layers into a pipeline"
             )
         return
-    for name in ("devices", "explain", "out", "out_model"):
-        if options[name] is not None:
+    for name in ("devices", "explain", "out", "out_model", "buckets"):
+        if options[name] not in (None, False):
             flag = name.replace("_", "-")
             raise InvalidInput(f"--{flag} belongs to a plan with --devices; --stages has no use")
     if count is not None and batch % count:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -11,6 +11,7 @@ import click
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.cli import pipeline_options
+from triplane.unified_ir.cli.memory_size import MemorySize
 from triplane.unified_ir.cli.profiling import known_sizes, sizes_of
 from triplane.unified_ir.cli.shell import (
     COUNT,
@@ -24,7 +25,7 @@ from triplane.unified_ir.cli.shell import (
 if TYPE_CHECKING:
     from triplane.unified_ir.frontend import Cell
     from triplane.unified_ir.ir import Function, Module
-    from triplane.unified_ir.passes.sharding import ParallelPlan
+    from triplane.unified_ir.passes.sharding import ParallelPlan, Topology
     from triplane.unified_ir.train import Trainer
 
 EPILOG = """\b
@@ -35,6 +36,8 @@ Examples:
   triplane plan net.py:Net --input 784 --devices 16 --topology cluster.json --out plan.svg
   triplane plan zoo:lenet --input 1x28x28 --train --stages 4 --microbatches 8
   triplane plan digits.tpm --entry predict --devices 4 --out-model planned.tpm
+  triplane plan zoo:resnet18 --input 3x64x64 --train --devices 8 --batch-size 256 --buckets
+  triplane plan --measure machine.json
 
 \b
 Each row of the table is a layer. Its split says, for each operand of its largest node, into how
@@ -45,31 +48,15 @@ The time is predicted: work, then communication, with nothing overlapped.
 \b
 A cell is traced with --input, the shape of one sample (axes by x; int64 for class numbers or words,
 as int64:128). The shapes of a model file are known. --topology is a JSON object with any of
-  devices_per_host, flops_per_s, memory_bytes_per_s,
-  inside and between: the links in a host and between hosts, {"latency_s": , "bytes_per_s": }
+  devices_per_host, hosts_per_rack, flops_per_s, memory_bytes_per_s,
+  inside, between and racks: the links in a host, between hosts and between racks,
+  {"latency_s": , "bytes_per_s": }
+Without it the rates are assumed, those of data-centre GPUs. --measure writes those of this machine.
 """
-UNITS: Final = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-                "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}  # fmt: skip
 BATCH: Final = "N"
 """Symbol of the number of samples."""
 MAX_INPUT: Final = 1 << 40
 """Most elements of one sample."""
-
-
-class MemorySize(click.ParamType):  # type: ignore[type-arg]
-    """A number of bytes such as 16GiB or 800MB."""
-
-    name = "bytes"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Return the bytes."""
-        if isinstance(value, int):
-            return value
-        match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,6})?) ?([A-Za-z]{0,3})", value.strip())
-        if match is None or match[2].upper() not in UNITS or not float(match[1]):
-            self.fail(f"memory is a number with a unit, such as 16GiB or 800MB, got {value!r}",
-                      param, ctx)  # fmt: skip
-        return round(float(match[1]) * UNITS[match[2].upper()])
 
 
 # fmt: off
@@ -91,6 +78,10 @@ OPTIONS: Final = (
            "--stages; else predict]"),
     option("--topology FILE", "JSON with the rates of devices and links.  [default: assumed rates]",
            click.Path(path_type=Path, exists=True, dir_okay=False)),
+    option("--buckets", "Show how the gradients of a data-parallel training step are grouped into "
+           "all-reduces.", is_flag=True),
+    option("--measure FILE.json", "Measure the devices that JAX finds, and write what --topology "
+           "reads.", OUTPUT_FILE),
     option("--explain NODE", "Show what one node, layer or operator could do instead, and which "
            "rule decided."),
     option("--out FILE.svg", "Draw the plan.", OUTPUT_FILE),
@@ -101,7 +92,7 @@ OPTIONS: Final = (
 
 
 @click.command("plan", epilog=EPILOG, params=[*OPTIONS])
-@click.argument("model", metavar="FILE.py:Cell|MODEL.tpm")
+@click.argument("model", metavar="FILE.py:Cell|MODEL.tpm", required=False)
 @json_option
 def command(**options: Any) -> None:
     """Predict how to split a model over devices: what is cut, sent and held, and the time it takes.
@@ -110,6 +101,16 @@ def command(**options: Any) -> None:
     """
     output = open_output(options.pop("as_json"))
     model, out = options["model"], options["out"]
+    if options["measure"] is not None:
+        if any(options[k] is not None for k in ("model", "devices", "stages")):
+            raise InvalidInput("--measure times this machine's devices; it takes no model, no plan")
+        output.result(*_measured(options["measure"]))
+        return
+    if model is None:
+        raise InvalidInput(
+            "plan needs a model and a number of devices, as in: triplane plan digits.tpm --devices "
+            "4; --measure FILE.json measures this machine instead"
+        )
     check_distinct_files(
         [model, options["topology"]], {"--out": out, "--out-model": options["out_model"]}
     )
@@ -123,23 +124,27 @@ def command(**options: Any) -> None:
     pipeline_options.check(options)
     with output.user_code():
         function = _function(options)
-    planned = _planned if options["stages"] is None else pipeline_options.planned
-    record, lines = planned(function, options)
+    record, lines = _kind(options)(function, options)
     output.result(record, "\n".join(lines))
+
+
+def _kind(options: dict[str, Any]) -> Any:
+    """Return what is planned: stages, buckets of gradients, or the split of each node."""
+    if options["stages"] is not None:
+        return pipeline_options.planned
+    return _buckets if options["buckets"] else _planned
 
 
 def _planned(function: Function, options: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     from triplane.proto.disk import write_atomic
-    from triplane.unified_ir.passes.sharding import Topology, plan, read_topology, report
+    from triplane.unified_ir.passes.sharding import plan, report
 
-    known_sizes(function.name, (p.type for p in function.params), options["sizes"])
-    file = options["topology"]
     chosen = plan(
         function,
         options["devices"],
-        sizes={BATCH: options["batch_size"], **options["sizes"]},
+        sizes=_sizes(function, options),
         memory_bytes=options["memory"],
-        topology=Topology() if file is None else read_topology(file),
+        topology=_topology(options),
     )
     record = report.record(chosen)
     lines = list(report.table(chosen))
@@ -169,6 +174,61 @@ def _write_model(chosen: ParallelPlan, options: dict[str, Any]) -> None:
         options["out_model"],
         parent=Container(source, kind="model").digest,
     )
+
+
+def _sizes(function: Function, options: dict[str, Any]) -> dict[str, int]:
+    """Return a number for each size that the inputs leave open."""
+    known_sizes(function.name, (p.type for p in function.params), options["sizes"])
+    return {BATCH: options["batch_size"], **options["sizes"]}
+
+
+def _topology(options: dict[str, Any]) -> Topology:
+    from triplane.unified_ir.passes.sharding import Topology, read_topology
+
+    file = options["topology"]
+    return Topology() if file is None else read_topology(file)
+
+
+def _buckets(function: Function, options: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    from triplane.unified_ir.passes.sharding import buckets
+    from triplane.unified_ir.passes.sharding.batch_split import split_batch
+
+    for name in ("memory", "explain", "out", "out_model"):
+        if options[name] is not None:
+            flag = name.replace("_", "-")
+            raise InvalidInput(
+                f"--{flag} belongs to a plan, and --buckets shows none; leave it out"
+            )
+    devices, topology = options["devices"], _topology(options)
+    sizes = _sizes(function, options)
+    split = split_batch(function, devices, sizes=sizes, topology=topology)
+    groups = buckets.planned_buckets(split, topology.link((devices,), 0))
+    head = [f"{function.name} on {devices} devices, data parallel", topology.source, ""]
+    rates = {"topology": {"source": topology.source, **topology.json()}}
+    record = {"function": function.name, "sizes": sizes, **rates, **buckets.record(groups)}
+    return record, [*head, *buckets.table(groups)]
+
+
+def _measured(file: Path) -> tuple[dict[str, Any], str]:
+    """Measure this machine and write the file; return the record and a line for each rate."""
+    from triplane.proto.disk import write_atomic
+    from triplane.unified_ir.engines.xla import measure
+    from triplane.unified_ir.passes.sharding.report import bytes_text, time_text
+
+    topology, names = measure.measured_topology()
+    record = measure.record(topology, names)
+    write_atomic(file, (json.dumps(record, indent=2) + "\n").encode())
+    lines = [
+        f"{file}: measured on {record['measured']['devices']}",
+        f"float32 products    {topology.flops_per_s / 1e9:.3g} GFLOP/s for each device, all busy",
+        f"memory              {bytes_text(topology.memory_bytes_per_s)}/s",
+        f"links               {time_text(topology.inside.latency_s)} and "
+        f"{bytes_text(topology.inside.bytes_per_s)}/s, between devices of this host"
+        if "inside" in record
+        else "links               not measured: JAX finds one device",
+        "links between hosts and racks are not measured; the file may be given `between`, `racks`",
+    ]
+    return {"file": str(file), **record}, "\n".join(lines)
 
 
 def _function(options: dict[str, Any]) -> Function:

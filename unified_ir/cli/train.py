@@ -13,6 +13,7 @@ import click
 from triplane.proto.errors import Conflict, InvalidInput, NotFound, TriplaneError
 from triplane.unified_ir.cli import data_options, training
 from triplane.unified_ir.cli.importing import SUFFIX, model_or_onnx
+from triplane.unified_ir.cli.memory_size import MemorySize
 from triplane.unified_ir.cli.python_files import blame_file, load_module
 from triplane.unified_ir.cli.shell import (
     COUNT,
@@ -151,6 +152,11 @@ OPTIONS: Final = (
            "devices.", COUNT),
     option("--microbatches M", "With --stages: equal parts of a batch that follow each other.  "
            "[default: four for each stage]", COUNT),
+    option("--buckets SIZE", "With --mesh data=N: gradients that share an all-reduce, as planned "
+           "(auto), all (one), or of a size such as 25MiB.  [default: XLA decides]",
+           MemorySize("auto", "one")),
+    option("--topology FILE", "With --parallel or --buckets: rates, as `triplane plan` takes them.",
+           click.Path(path_type=Path, exists=True, dir_okay=False)),
     option("--steps-per-launch N", "With --engine xla: steps that the device runs without the host "
            "between them; auto measures whether that is faster.", default="1"),
     option("--deterministic", "With --engine xla: the same bits again on a GPU, too.",

@@ -90,6 +90,12 @@ DEFAULT_METRICS: Final[Mapping[str, tuple[str, ...]]] = {"numbers": ("mae",)}
 """Metrics without --metric, where the loss has none of its own."""
 
 
+_OF_XLA: Final = (
+    "mesh", "shard", "parallel", "buckets", "stages", "microbatches", "deterministic",
+)  # fmt: skip
+"""Options that only the engine xla has."""
+
+
 def engine(options: Mapping[str, Any]) -> Any:
     """Return what --engine and the options of several devices describe: a name, or the engine."""
     name, mesh, shard = options["engine"], options["mesh"], options["shard"]
@@ -102,15 +108,19 @@ def engine(options: Mapping[str, Any]) -> Any:
             f"--deterministic belongs to --engine xla; the engine is {name!r}, which gives the "
             "same bits again on a CPU in any case"
         )
-    chosen = (options[k] for k in ("mesh", "parallel", "stages", "microbatches"))
-    if not shard and not options["deterministic"] and all(option is None for option in chosen):
+    if options["topology"] is not None and not any(
+        options[k] for k in ("parallel", "buckets", "stages")
+    ):
+        raise InvalidInput("--topology gives the rates of --parallel auto, --buckets or --stages")
+    if all(options[k] in (None, (), False) for k in _OF_XLA):
         return name
     if name != "xla":
         raise InvalidInput(
-            "--mesh, --shard, --parallel and --stages split work with --engine xla; the engine is "
-            f"{name!r}"
+            "--mesh, --shard, --parallel, --buckets and --stages are for --engine xla; the engine "
+            f"is {name!r}"
         )
     from triplane.unified_ir.engines.xla.engine import XlaEngine
+    from triplane.unified_ir.passes.sharding import read_topology
 
     counts = _pairs("--mesh", "AXIS=N,..", () if mesh is None else mesh.split(","))
     axes = {k: _whole("--mesh", _number("--mesh", n)) for k, n in counts.items()}
@@ -118,8 +128,11 @@ def engine(options: Mapping[str, Any]) -> Any:
         pattern: [None if axis in {"", "-"} else axis for axis in over.split(",")]
         for pattern, over in _pairs("--shard", "PATTERN=AXIS,..", shard).items()
     }
-    same = ("parallel", "devices", "deterministic", "stages", "microbatches")
-    return XlaEngine(mesh=axes, shard=patterns, **{name: options[name] for name in same})
+    file = options["topology"]
+    topology = None if file is None else read_topology(file)
+    same = ("parallel", "devices", "deterministic", "buckets", "stages", "microbatches")
+    chosen = {name: options[name] for name in same}
+    return XlaEngine(mesh=axes, shard=patterns, topology=topology, **chosen)
 
 
 def steps_per_launch(text: str) -> int | Literal["auto"]:

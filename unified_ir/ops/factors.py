@@ -555,6 +555,16 @@ BY_NAME: Final[Mapping[str, Rule]] = {
 }
 # fmt: on
 
+MEANS: Final = frozenset({"ReduceMean"})
+"""Rows whose partial results are means of equally many elements."""
+NOT_SUMS: Final = frozenset({
+    "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "Gather",
+    "NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLoss",
+})  # fmt: skip
+"""Rows whose partial results are neither sums nor means."""
+ADDED: Final = frozenset({"BatchNormalization"})
+"""Rows whose `xla` rule adds statistics over devices itself (`XlaContext.batch_statistics`)."""
+
 
 def constant(node: Node) -> Array | None:
     """Return the contents of a constant."""

@@ -44,6 +44,9 @@ class XlaContext(Protocol):
     def region(self, i: int) -> Region:
         """Return region `i` of the node as a function of traced arguments."""
 
+    def batch_statistics(self, x: Any, axes: tuple[int, ...]) -> tuple[Any, Any]:
+        """Return mean and variance over axes, also of rows that other devices have."""
+
     def merge(self, failed: Any) -> None:
         """Take over what failed inside a region that has run: int32, 0 if nothing."""
 

@@ -9,8 +9,11 @@ from tests.conformance.uses import recorded, uses_of
 from triplane.unified_ir.engines.reference import ReferenceEngine
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.factors import (
+    ADDED,
     BY_KIND,
     BY_NAME,
+    MEANS,
+    NOT_SUMS,
     ShapedNode,
     constant,
     factors_of,
@@ -39,6 +42,11 @@ APART = {
     "NegativeLogLikelihoodLoss": "weighted means are not means of means",
 }
 """Rows whose partial results a compiler adds in its own way; the other factors are checked."""
+
+
+def test_the_rows_whose_parts_are_not_sums_are_named():
+    # The array of a ScatterND is a whole operand, which is treated apart for every row.
+    assert (COMBINED.keys() | APART.keys()) - {"ScatterND"} == MEANS | NOT_SUMS | ADDED
 
 
 def planned_uses():

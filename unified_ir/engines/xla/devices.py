@@ -31,12 +31,14 @@ class Placement:
     """Where a program's arrays are: shardings of state, of the batch, and of results.
 
     nodes: by index, the shardings that a plan wants of a node's operands and of its outputs.
+    buckets: runs the function on each device's rows and adds up the gradients in buckets.
     """
 
     state: Sequence[Any]
     batch: Sequence[Any]
     whole: Any
     nodes: Mapping[int, tuple[Sequence[Any], Sequence[Any]]] = field(default_factory=dict)
+    buckets: Callable[..., Any] | None = None
 
 
 class Devices:
@@ -240,3 +242,13 @@ def first_devices(wanted: int, what: str) -> list[Any]:
             f"{what} needs {wanted} devices, and JAX finds {len(there)} ({kind}){way}"
         )
     return list(there[:wanted])
+
+
+def sizes_of(function: Function, shapes: Mapping[str, Shape], lead: int) -> dict[str, int]:
+    """Return a number for each symbol of arguments, by their shapes; see `Devices.placement`."""
+    return {
+        str(d): n
+        for name, shape in shapes.items()
+        for d, n in zip(function.param(name).type.shape, shape[lead:], strict=True)
+        if is_symbol(d)
+    }

@@ -9,6 +9,7 @@ from typing import Literal
 from triplane.proto.errors import InvalidInput
 from triplane.proto.suggestions import check_choice
 from triplane.unified_ir.engines.pipelined import PipelineStep
+from triplane.unified_ir.engines.xla.bucketed import BucketedDevices
 from triplane.unified_ir.engines.xla.devices import DATA, Devices
 from triplane.unified_ir.engines.xla.pipeline_program import PipelineProgram, StageDevices
 from triplane.unified_ir.engines.xla.planned import PlannedDevices
@@ -27,12 +28,13 @@ class XlaEngine:
     slots of the optimizer follow their parameter unless a pattern names them, as in
     {"optimizer.*": ("data",)}. parallel="auto": split each function over `devices` (by default all)
     as the planner decides around the strategies in its code (docs/parallel.md), within memory_bytes
-    on each, at the rates of a topology. stages, microbatches: run training steps as a pipeline, a
-    stage of the layers on each device, within memory_bytes too (docs/parallel.md#pipeline-stages);
-    with mesh={"data": N}, as N of them. deterministic: a GPU gives the same bits again, also in
-    another process; XLA then uses no kernel whose sums depend on timing, and tries out none, which
-    may take longer. A CPU does so in any case. `str(engine.devices)` says which devices are used,
-    and why.
+    on each, at the rates of a topology. buckets: with mesh={"data": N}, add gradients in as many
+    all-reduces as the topology's rates suggest ("auto"), in one ("one"), or in buckets of so many
+    bytes. stages, microbatches: run training steps as a pipeline, a stage of the layers on each
+    device, within memory_bytes too (docs/parallel.md#pipeline-stages); with mesh={"data": N}, as N
+    of them. deterministic: a GPU gives the same bits again, also in another process; XLA then uses
+    no kernel whose sums depend on timing, and tries out none, which may take longer. A CPU does so
+    in any case. `str(engine.devices)` says which devices are used, and why.
     """
 
     name = "xla"
@@ -46,6 +48,7 @@ class XlaEngine:
         devices: int | None = None,
         memory_bytes: int | None = None,
         topology: Topology | None = None,
+        buckets: Literal["auto", "one"] | int | None = None,
         stages: int | None = None,
         microbatches: int | None = None,
         deterministic: bool = False,
@@ -55,10 +58,11 @@ class XlaEngine:
         """Stages of the pipeline in which training steps run; None for none."""
         self.devices: Devices | PlannedDevices | StageDevices
         if stages is not None:
-            if shard or parallel is not None or devices is not None or set(mesh or {}) - {DATA}:
+            others = shard or parallel is not None or devices is not None or buckets is not None
+            if others or set(mesh or {}) - {DATA}:
                 raise InvalidInput(
                     "stages takes a device for each stage; beside it there is mesh={'data': N}, "
-                    "but no other axis, shard, parallel or devices"
+                    "but no other axis, shard, parallel, devices or buckets"
                 )
             self.devices = StageDevices(
                 stages, microbatches, replicas=(mesh or {}).get(DATA, 1),
@@ -67,17 +71,21 @@ class XlaEngine:
             return
         if microbatches is not None:
             raise InvalidInput("microbatches are those of a pipeline; give stages too")
-        if parallel is None and (devices, memory_bytes, topology) != (None, None, None):
+        rates = topology if buckets is None else None
+        if parallel is None and (devices, memory_bytes, rates) != (None, None, None):
             raise InvalidInput("devices, memory_bytes and topology belong to parallel='auto'")
+        if buckets is not None and (parallel is not None or shard):
+            raise InvalidInput("buckets belong to a mesh with the axis 'data' alone")
         if parallel is not None:
             check_choice("parallel", parallel, ("auto",))
             if mesh or shard:
                 raise InvalidInput("parallel='auto' chooses mesh and shard; give one or the other")
-        self.devices = (
-            Devices(mesh, shard)
-            if parallel is None
-            else PlannedDevices(devices, memory_bytes=memory_bytes, topology=topology)
-        )
+        if parallel is not None:
+            self.devices = PlannedDevices(devices, memory_bytes=memory_bytes, topology=topology)
+        elif buckets is not None:
+            self.devices = BucketedDevices(mesh, buckets, topology)
+        else:
+            self.devices = Devices(mesh, shard)
 
     def compile(self, function: Function, *, donate: Collection[str] = ()) -> XlaProgram:
         """See `Engine`. With stages, all but training steps run whole on the first device."""

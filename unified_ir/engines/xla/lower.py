@@ -155,6 +155,10 @@ class Trace:
         before = self._failed
         self._failed = failed if before is None else jnp.where(before == 0, failed, before)
 
+    def batch_statistics(self, x: Any, axes: tuple[int, ...]) -> tuple[Any, Any]:
+        """See `XlaContext`."""
+        return x.mean(axes), x.var(axes)
+
     def attention(self, *operands: Any, **how: Any) -> Any:
         """See `XlaContext`."""
         return fused.attention(*operands, **how) if self._kernels else NotImplemented
@@ -203,18 +207,18 @@ class Trace:
             for name in introduced_sizes(node):
                 sizes.pop(name, None)
             before, after = wanted.get(i, ((), ()))
-            results = self._lowered(node, _split(operands, before), contents)
+            results = self.lowered(node, _split(operands, before), contents)
             results = _split(results, after)
             note_contents(row_of(node), node, contents)
             for value, result in zip(node.outputs, results, strict=True):
                 keeps = value in stays and not isinstance(result, np.ndarray)
-                values[value] = self._kept(value, result, stays[value]) if keeps else result
+                values[value] = self.kept(value, result, stays[value]) if keeps else result
                 bind(sizes, value.type, result)
         if not old:
             return [values[r] for r in function.results]
-        return [self._kept(r, values[r], x) for r, x in zip(function.results, old, strict=True)]
+        return [self.kept(r, values[r], x) for r, x in zip(function.results, old, strict=True)]
 
-    def _kept(self, value: Value, new: Any, old: Any) -> Any:
+    def kept(self, value: Value, new: Any, old: Any) -> Any:
         """Return new state, or the old one where a requirement up to here fails.
 
         That is decided where state is computed, so that what follows from it, as weights follow
@@ -228,7 +232,7 @@ class Trace:
         self._decided[value, id(old)] = self._failed
         return jnp.where(self._failed == 0, new, old)
 
-    def _lowered(
+    def lowered(
         self, node: Node, operands: Sequence[Any], contents: dict[Value, Known]
     ) -> Sequence[Any]:
         """Return the outputs of a node: arrays if they are known now, else traced."""

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.engines.xla.devices import Placement, Shape, first_devices
+from triplane.unified_ir.engines.xla.devices import Placement, Shape, first_devices, sizes_of
 from triplane.unified_ir.engines.xla.door import jax
-from triplane.unified_ir.ir.dims import is_symbol
 from triplane.unified_ir.ir.graph import Function
 from triplane.unified_ir.passes.sharding import ParallelPlan, Topology, plan
 from triplane.unified_ir.passes.sharding.problem import with_dividing_strategies
@@ -57,12 +56,7 @@ class PlannedDevices:
         self, function: Function, donate: Sequence[str], shapes: Mapping[str, Shape], lead: int
     ) -> Placement:
         """Plan a function for these shapes; see `Devices.placement`."""
-        sizes = {
-            str(d): n
-            for name, shape in shapes.items()
-            for d, n in zip(function.param(name).type.shape, shape[lead:], strict=True)
-            if is_symbol(d)
-        }
+        sizes = sizes_of(function, shapes, lead)
         best = plan(
             with_dividing_strategies(function, sizes), len(self._devices), sizes=sizes,
             memory_bytes=self._memory_bytes, topology=self._topology,
@@ -118,5 +112,5 @@ def _line(best: ParallelPlan, sizes: Mapping[str, int]) -> str:
     other = best.next_best
     beside = "" if other is None else f"; next best: {other.what}, {time_text(other.seconds)}"
     mesh = " x ".join(map(str, best.mesh))
-    took = f"{time_text(best.seconds)} predicted"
+    took = f"{time_text(best.seconds)} predicted at {best.problem.topology.source}"
     return f"plan for {named or 'fixed sizes'}: mesh {mesh}, {took}{beside}"

@@ -73,8 +73,15 @@ class XlaExecutable:
         fed = iter(batch)
         args = [named[n] if n in named else next(fed) for n in function.param_names]
         old = [named.get(n) for n in function.result_names]
-        wanted = {} if self.placement is None else self.placement.nodes
-        results = [jnp.asarray(r) for r in trace.run(function, args, old, wanted)]
+        where = self.placement
+        if where is not None and where.buckets is not None:
+            results, failed = where.buckets(
+                self.requirements, args, old, failed, kernels=self._kernels
+            )
+            trace = Trace(self.requirements, {}, failed)
+        else:
+            results = trace.run(function, args, old, {} if where is None else where.nodes)
+        results = [jnp.asarray(r) for r in results]
         by_name = dict(zip(function.result_names, results, strict=True))
         moved = [by_name.pop(n, named[n]) for n in self._donate]
         return list(by_name.values()), moved, trace.failed

@@ -2,7 +2,7 @@
 
 A collective among n devices takes ceil(log2 n) latencies and (n - 1) / n of the bytes over the
 bandwidth, by recursive halving and doubling (Thakur, Rabenseifner, Gropp 2005). Devices are
-numbered host by host, so the devices of the last mesh axis are neighbours.
+numbered host by host and rack by rack, so the devices of the last mesh axis are neighbours.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,6 +18,8 @@ from triplane.proto.errors import InvalidInput
 
 MAX_DEVICES: Final = 4096
 MAX_FILE_BYTES: Final = 1 << 16
+MAX_TEXT: Final = 200
+"""Characters of a text about a measurement."""
 MIN_NUMBER: Final = 1e-12
 MAX_NUMBER: Final = 1e18
 """Bounds of rates and latencies, within which no time overflows."""
@@ -37,26 +39,51 @@ class LinkCost:
         return math.ceil(math.log2(n)) * self.latency_s + sent_bytes / self.bytes_per_s
 
 
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """Where, when and with what rates were measured; texts for people."""
+
+    host: str
+    when: str
+    devices: str
+    software: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """Rates of one device and of the links inside a host and between hosts.
+    """Rates of one device, and of the links inside a host, between hosts and between racks.
 
-    The defaults are assumptions about a host of eight data-centre GPUs, not measurements:
-    `source` says so wherever a prediction is printed.
+    hosts_per_rack: hosts that `between` joins; None where there is one rack. The defaults are
+    assumptions about a host of eight data-centre GPUs, not measurements: `source` says so wherever
+    a prediction is printed.
     """
 
     devices_per_host: int = 8
+    hosts_per_rack: int | None = None
     inside: LinkCost = LinkCost(5e-6, 100e9)
     between: LinkCost = LinkCost(20e-6, 12.5e9)
+    racks: LinkCost = LinkCost(40e-6, 6.25e9)
     flops_per_s: float = 50e12
     memory_bytes_per_s: float = 1e12
-    source: str = "assumed rates (--topology FILE gives others)"
+    measured: Measurement | None = None
+    source: str = "assumed rates of data-centre GPUs (--topology FILE gives others)"
 
     def link(self, mesh: Mesh, axis: int) -> LinkCost:
-        """Return the slowest link between devices along a mesh axis."""
-        span, devices = math.prod(mesh[axis:]), math.prod(mesh)
-        one_host = devices <= self.devices_per_host or self.devices_per_host % span == 0
-        return self.inside if one_host else self.between
+        """Return the link of a collective along a mesh axis: the slowest that it crosses.
+
+        It has the longest latency and the least bandwidth of the levels between its devices, so
+        a collective is not taken apart into steps inside hosts and between them.
+        """
+        levels = [self.inside]
+        if not _in_one(self.devices_per_host, mesh, axis):
+            levels.append(self.between)
+            per_rack = self.devices_per_host * (self.hosts_per_rack or MAX_DEVICES)
+            if not _in_one(per_rack, mesh, axis):
+                levels.append(self.racks)
+        slowest = LinkCost(
+            max(link.latency_s for link in levels), min(link.bytes_per_s for link in levels)
+        )
+        return next((link for link in levels if link == slowest), slowest)
 
     def meshes(self, devices: int) -> list[Mesh]:
         """Return the meshes of at most two axes for a number of devices."""
@@ -68,13 +95,15 @@ class Topology:
 
     def json(self) -> dict[str, Any]:
         """Return the record that `read_topology` reads."""
-        links = {k: {f.name: getattr(getattr(self, k), f.name) for f in fields(LinkCost)}
-                 for k in _LINKS}  # fmt: skip
-        rates = {k: getattr(self, k) for k in ("devices_per_host", *_RATES)}
-        return {**rates, **links}
+        record: dict[str, Any] = {k: getattr(self, k) for k in (*_COUNTS, *_RATES)}
+        record |= {k: asdict(getattr(self, k)) for k in _LINKS}
+        if self.measured is not None:
+            record["measured"] = asdict(self.measured)
+        return {k: v for k, v in record.items() if v is not None}
 
 
-_LINKS: Final = ("inside", "between")
+_COUNTS: Final = ("devices_per_host", "hosts_per_rack")
+_LINKS: Final = ("inside", "between", "racks")
 _RATES: Final = ("flops_per_s", "memory_bytes_per_s")
 
 
@@ -91,24 +120,53 @@ def read_topology(path: str | Path) -> Topology:
         record = json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise InvalidInput(f"{path} is not JSON: {error}") from error
-    where = str(path)
-    known = {"devices_per_host", *_RATES, *_LINKS}
-    record = _object(record, known, where)
-    fields_read: dict[str, Any] = {
-        k: _number(record[k], f"{where}: {k}") for k in _RATES if k in record
-    }
-    for name in _LINKS:
-        if name in record:
-            fields_read[name] = _link(record[name], getattr(Topology(), name), f"{where}: {name}")
-    if "devices_per_host" in record:
-        count = record["devices_per_host"]
-        if type(count) is not int or not 1 <= count <= MAX_DEVICES:
+    where, default = str(path), Topology()
+    record = _object(record, {*_COUNTS, *_RATES, *_LINKS, "measured"}, where)
+    values: dict[str, Any] = {}
+    for name, value in record.items():
+        place = f"{where}: {name}"
+        if name in _RATES:
+            values[name] = _number(value, place)
+        elif name in _COUNTS:
+            values[name] = _count(value, place)
+        elif name in _LINKS:
+            values[name] = _link(value, getattr(default, name), place)
+        else:
+            values[name] = _measurement(value, place)
+    return Topology(**values, source=_source(where, values))
+
+
+def _source(where: str, values: Mapping[str, Any]) -> str:
+    """Say whose rates these are, and which of them are still assumptions."""
+    measured: Measurement | None = values.get("measured")
+    what = "" if measured is None else f", measured on {measured.devices}"
+    assumed = [k for k in (*_RATES, "inside", "between") if k not in values]
+    return f"rates of {where}{what}" + (f"; assumed: {', '.join(assumed)}" if assumed else "")
+
+
+def _in_one(group: int, mesh: Mesh, axis: int) -> bool:
+    """Return whether the devices along a mesh axis are in one group of so many neighbours."""
+    span, devices = math.prod(mesh[axis:]), math.prod(mesh)
+    return devices <= group or group % span == 0
+
+
+def _count(value: Any, where: str) -> int:
+    if type(value) is not int or not 1 <= value <= MAX_DEVICES:
+        raise InvalidInput(f"{where} must be a whole number from 1 to {MAX_DEVICES}, got {value!r}")
+    return value
+
+
+def _measurement(value: Any, where: str) -> Measurement:
+    names = [f.name for f in fields(Measurement)]
+    record = _object(value, set(names), where)
+    for name in names:
+        text = record.get(name)
+        if not isinstance(text, str) or len(text) > MAX_TEXT or not text.isprintable():
             raise InvalidInput(
-                f"{where}: devices_per_host must be a whole number from 1 to {MAX_DEVICES}, got "
-                f"{count!r}"
+                f"{where}: {name} must be a printable text of at most {MAX_TEXT} characters, got "
+                f"{str(text)[:MAX_TEXT]!r}"
             )
-        fields_read["devices_per_host"] = count
-    return Topology(**fields_read, source=f"rates of {where}")
+    return Measurement(**record)
 
 
 def check_devices(devices: int) -> None:

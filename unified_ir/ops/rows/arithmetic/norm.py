@@ -60,7 +60,7 @@ def _batch_norm_xla(
 ) -> Any:  # fmt: skip
     axes = (0, *range(2, x.ndim))
     shape = (-1, *[1] * (x.ndim - 2))
-    used_mean, used_var = (x.mean(axes), x.var(axes)) if training_mode else (mean, var)
+    used_mean, used_var = k.batch_statistics(x, axes) if training_mode else (mean, var)
     slope = scale / k.np.sqrt(used_var + epsilon)
     y = (x - used_mean.reshape(shape)) * slope.reshape(shape) + bias.reshape(shape)
     if not training_mode:
