@@ -80,6 +80,27 @@ class Engine(Protocol):
         ...
 
 
+class ProcessGroup(Protocol):
+    """The processes of one run, of which this is one; all of them make the same calls in order."""
+
+    @property
+    def is_first(self) -> bool:
+        """Return whether this process writes what is written once."""
+        ...
+
+    def wait(self, what: str) -> None:
+        """Return when every process has come here; Unavailable if one is lost."""
+        ...
+
+    def agree(self, facts: Mapping[str, str]) -> None:
+        """Raise Conflict in every process unless all of them state the same facts."""
+        ...
+
+    def stops(self) -> bool:
+        """Return, in the same call in every process, whether one of them was asked to end."""
+        ...
+
+
 def check_donated(function: Function, donate: Collection[str]) -> None:
     """Raise InvalidInput unless donated names are parameters that keep their type."""
     for name in donate:

@@ -48,6 +48,13 @@ def tracing() -> Iterator[None]:
         yield
 
 
+def coordination() -> Any:
+    """Return the client of the coordination service, which JAX has in no public place."""
+    from jax._src.distributed import global_state
+
+    return global_state.client
+
+
 def keep_programs() -> None:
     """Keep compiled programs on disk, in JAX's own cache, unless the process has chosen otherwise.
 
@@ -61,4 +68,4 @@ def keep_programs() -> None:
 
 keep_programs()
 
-__all__ = ["exact", "jax", "jnp", "lax", "tracing"]
+__all__ = ["coordination", "exact", "jax", "jnp", "lax", "tracing"]

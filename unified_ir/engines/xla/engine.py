@@ -7,8 +7,11 @@ from typing import Literal
 
 from triplane.proto.errors import InvalidInput
 from triplane.proto.suggestions import check_choice
-from triplane.unified_ir.engines.xla.devices import Devices
+from triplane.unified_ir.engines.xla.devices import DATA, Devices
+from triplane.unified_ir.engines.xla.door import jax
+from triplane.unified_ir.engines.xla.hosts import Hosts
 from triplane.unified_ir.engines.xla.planned import PlannedDevices
+from triplane.unified_ir.engines.xla.processes import join
 from triplane.unified_ir.engines.xla.program import XlaProgram
 from triplane.unified_ir.ir.graph import Function
 from triplane.unified_ir.ops.rows.control.custom_ops import with_kernels
@@ -24,7 +27,8 @@ class XlaEngine:
     slots of the optimizer follow their parameter unless a pattern names them, as in
     {"optimizer.*": ("data",)}. parallel="auto": split each function over `devices` (by default all)
     as the planner decides (docs/parallel.md), within memory_bytes on each, at the rates of a
-    topology. `str(engine.devices)` says which devices are used, and why.
+    topology. hosts: this process is one of several, whose devices together form the mesh (by default
+    all of them over `data`); see docs/many_hosts.md. `str(engine.devices)` says which devices are used, and why.
     """
 
     name = "xla"
@@ -38,6 +42,7 @@ class XlaEngine:
         devices: int | None = None,
         memory_bytes: int | None = None,
         topology: Topology | None = None,
+        hosts: Hosts | None = None,
     ) -> None:
         if parallel is None and (devices, memory_bytes, topology) != (None, None, None):
             raise InvalidInput("devices, memory_bytes and topology belong to parallel='auto'")
@@ -45,11 +50,15 @@ class XlaEngine:
             check_choice("parallel", parallel, ("auto",))
             if mesh or shard:
                 raise InvalidInput("parallel='auto' chooses mesh and shard; give one or the other")
+        self.processes = None if hosts is None else join(hosts)
+        if hosts is not None and parallel is None and not mesh:
+            mesh = {DATA: len(jax.devices())}
         self.devices: Devices | PlannedDevices = (
             Devices(mesh, shard)
             if parallel is None
             else PlannedDevices(devices, memory_bytes=memory_bytes, topology=topology)
         )
+        self.devices.processes = self.processes
 
     def compile(self, function: Function, *, donate: Collection[str] = ()) -> XlaProgram:
         """See `Engine`."""

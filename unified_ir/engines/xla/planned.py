@@ -10,6 +10,7 @@ import numpy as np
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.engines.xla.devices import Placement, Shape, first_devices
 from triplane.unified_ir.engines.xla.door import jax
+from triplane.unified_ir.engines.xla.processes import Processes
 from triplane.unified_ir.ir.dims import is_symbol
 from triplane.unified_ir.ir.graph import Function
 from triplane.unified_ir.passes.sharding import ParallelPlan, Topology, plan
@@ -37,13 +38,15 @@ class PlannedDevices:
             )
         self._devices = first_devices(count or len(jax.devices()), 'parallel="auto"')
         self._memory_bytes, self._topology = memory_bytes, topology
+        self.processes: Processes | None = None
         self.say: Callable[[str], None] = lambda _: None
         self.plans: list[ParallelPlan] = []
         """The plans so far, the newest last."""
 
     def __str__(self) -> str:
         kind = self._devices[0].platform.upper()
-        return f"{len(self._devices)} of {len(jax.devices())} x {kind}, split by a plan"
+        by = "" if self.processes is None else f"; {self.processes.hosts}"
+        return f"{len(self._devices)} of {len(jax.devices())} x {kind}, split by a plan{by}"
 
     def check(self, function: Function, state: Sequence[str]) -> None:
         """Accept any function: what has no rule is computed by every device."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Final
 
 import numpy as np
@@ -20,6 +21,7 @@ from triplane.unified_ir.engines.xla.devices import Devices
 from triplane.unified_ir.engines.xla.door import exact, jax, jnp, lax, tracing
 from triplane.unified_ir.engines.xla.lower import Requirements, Trace, check
 from triplane.unified_ir.engines.xla.planned import PlannedDevices
+from triplane.unified_ir.engines.xla.processes import whole
 from triplane.unified_ir.ir.graph import Array, Function, Value
 from triplane.unified_ir.ops.evaluate import check_argument
 from triplane.unified_ir.ops.values import HostValue, bind
@@ -55,6 +57,8 @@ class XlaExecutable:
         self.call: Callable[..., Any] = jax.jit(
             traced, donate_argnums=0, keep_unused=True, compiler_options=_OPTIONS, **options
         )
+        if program.devices.processes is not None:
+            self.call = program.devices.processes.checked(self.call)
 
     @tracing()
     def _step(self, state: Arrays, batch: Arrays, failed: Any = None) -> Any:
@@ -108,7 +112,7 @@ class XlaProgram:
             raise self.explained(refused, feeds) from None
         named = dict(zip(self.results, results, strict=True))
         named |= dict(zip(self.donate, state, strict=True))
-        return tuple(np.array(named[n]) for n in self.function.result_names)
+        return tuple(whole(named[n]) for n in self.function.result_names)
 
     def loop(self, state: Mapping[str, Array]) -> XlaLoop:
         """See `Program`."""
@@ -137,7 +141,7 @@ class XlaProgram:
 
     def explained(self, refused: RefusedData, feeds: Mapping[str, Any]) -> InvalidInput:
         """Return the error of the reference engine, which shows operands; else the plain one."""
-        state = dict(zip(self.donate, map(np.asarray, refused.state), strict=True))
+        state = dict(zip(self.donate, map(whole, refused.state), strict=True))
         values = {**feeds, **state}
         try:
             ReferenceProgram(self.function, ())(*(values[n] for n in self.function.param_names))
@@ -148,12 +152,17 @@ class XlaProgram:
     def _ran(self, state: Arrays, batch: Arrays, steps: int | None = None) -> Any:
         compiled = self._for_shapes(batch, steps)
         with exact():
-            if compiled is not self._last and (where := compiled.placement) is not None:
+            where = compiled.placement
+            if (processes := self.devices.processes) is not None and where is not None:
+                state = processes.put(state, where.state)
+                batch = processes.put(batch, where.batch)
+            elif compiled is not self._last and where is not None:
                 state = jax.device_put(list(state), list(where.state))
             self._last = compiled
             try:
-                results, moved, failed = compiled.call(state, batch)
-                jax.block_until_ready((results, failed))
+                with nullcontext() if processes is None else processes.running():
+                    results, moved, failed = compiled.call(state, batch)
+                    jax.block_until_ready((results, failed))
             except jax.errors.JaxRuntimeError as error:
                 raise InvalidInput(f"XLA could not run {self.function.name}: {error}") from error
         return compiled, results, moved, failed
@@ -216,11 +225,11 @@ class XlaLoop:
 
     def state(self) -> dict[str, Array]:
         """See `EngineLoop.state`."""
-        return dict(zip(self._state, map(np.array, self._present()), strict=True))
+        return dict(zip(self._state, map(whole, self._present()), strict=True))
 
     def view(self) -> Mapping[str, Array]:
         """See `EngineLoop.view`."""
-        return dict(zip(self._state, map(np.asarray, self._present()), strict=True))
+        return StateView(dict(zip(self._state, self._present(), strict=True)))
 
     def load(self, state: Mapping[str, Array]) -> None:
         """See `EngineLoop.load`."""
@@ -254,6 +263,27 @@ class XlaLoop:
                 raise InvalidInput(f"state {name!r} is {wanted}, got {x.dtype}{x.shape}")
         with exact():
             return {n: self._program.devices.place(n, x) for n, x in arrays.items()}
+
+
+class StateView(Mapping[str, Array]):
+    """Arrays of the device, read one by one: processes hold different parts of some of them."""
+
+    def __init__(self, arrays: Mapping[str, Any]) -> None:
+        self._arrays = arrays
+
+    def __getitem__(self, name: str) -> Array:
+        """Return an array as it is in memory, if it is there."""
+        x = self._arrays[name]
+        array: Array = np.asarray(x) if x.is_fully_addressable else whole(x)
+        return array
+
+    def __iter__(self) -> Iterator[str]:
+        """Return an iterator over the names."""
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        """Return the number of arrays."""
+        return len(self._arrays)
 
 
 def checked(params: Sequence[Value], args: Mapping[str, Any]) -> dict[str, Array]:
