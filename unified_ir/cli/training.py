@@ -7,6 +7,7 @@ function is called.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -15,6 +16,7 @@ from triplane.proto.errors import InvalidInput
 
 if TYPE_CHECKING:
     from triplane.unified_ir.data.columns import Field
+    from triplane.unified_ir.engines.xla.hosts import Hosts
     from triplane.unified_ir.optim import Optimizer, Schedule
 
 OPTIMIZERS: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
@@ -96,11 +98,13 @@ def engine(options: Mapping[str, Any]) -> Any:
         raise InvalidInput(
             "--devices belongs to --parallel auto; a mesh says its own, as --mesh data=2"
         )
-    if mesh is None and not shard and options["parallel"] is None:
+    hosts = options["hosts"]
+    if mesh is None and not shard and options["parallel"] is None and hosts is None:
         return name
     if name != "xla":
         raise InvalidInput(
-            f"--mesh, --shard and --parallel split work with --engine xla; the engine is {name!r}"
+            "--mesh, --shard, --parallel and --coordinator split work with --engine xla; the engine "
+            f"is {name!r}"
         )
     from triplane.unified_ir.engines.xla.engine import XlaEngine
 
@@ -111,8 +115,25 @@ def engine(options: Mapping[str, Any]) -> Any:
         for pattern, over in _pairs("--shard", "PATTERN=AXIS,..", shard).items()
     }
     return XlaEngine(
-        mesh=axes, shard=patterns, parallel=options["parallel"], devices=options["devices"]
+        mesh=axes, shard=patterns, parallel=options["parallel"], devices=options["devices"],
+        hosts=hosts,
     )
+
+
+def hosts(options: Mapping[str, Any]) -> Hosts | None:
+    """Return the process that --coordinator, --process or the environment describe, if any."""
+    from triplane.unified_ir.engines.xla.hosts import hosts_of
+
+    heartbeat_s = options["heartbeat"]
+    chosen = hosts_of(
+        options["coordinator"], options["process"], os.environ, heartbeat_s=heartbeat_s
+    )
+    if chosen is not None and options["engine"] != "xla":
+        raise InvalidInput(
+            f"{chosen}: several processes train with --engine xla; the engine is "
+            f"{options['engine']!r}"
+        )
+    return chosen
 
 
 def _pairs(what: str, form: str, items: Sequence[str]) -> dict[str, str]:

@@ -92,8 +92,11 @@ class ProcessGroup(Protocol):
         """Return when every process has come here; Unavailable if one is lost."""
         ...
 
-    def agree(self, facts: Mapping[str, str]) -> None:
-        """Raise Conflict in every process unless all of them state the same facts."""
+    def difference(self, facts: Mapping[str, str]) -> tuple[int, str, str, str] | None:
+        """Return, in every process, where one differs from the first: None if none does.
+
+        That is its number, the name of the fact, its value there, and its value in the first.
+        """
         ...
 
     def stops(self) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from triplane.proto.errors import Conflict
 from triplane.unified_ir.engines import ProcessGroup
 from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.train import identity
@@ -46,7 +47,14 @@ def begin(
     if group is None:
         return list(callbacks)
     keepers = [c for c in callbacks if isinstance(c, Checkpoint)]
-    group.agree(_facts(trainer, source, validation, goal, keepers))
+    difference = group.difference(_facts(trainer, source, validation, goal, keepers))
+    if difference is not None:
+        number, part, there, here = difference
+        raise Conflict(
+            f"process {number} differs from process 1 in its {part}: "
+            f"{identity.shown(there, here)} (here: in process 1); start every process with the "
+            "same files and options, and with one checkpoint folder, which all of them share"
+        )
     for keeper in keepers:
         keeper.processes = group
     return [c for c in callbacks if group.is_first or not c.only_writes]

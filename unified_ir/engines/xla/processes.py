@@ -19,7 +19,7 @@ JOIN_S: Final = 300
 WAIT_S: Final = 3600
 """Limit of a wait for other processes that live: to load their data, to write a checkpoint."""
 MAX_SHOWN: Final = 200
-_SCATTER: Final = re.compile(r"%?(\S+) = [^\n]*\breduce-scatter(?:-start)?\(")
+_SCATTERS: Final = (" reduce-scatter(", " reduce-scatter-start(")
 
 _BROKEN: Final = re.compile(r"gloo|nccl|coordination|heartbeat|unavailable|barrier", re.IGNORECASE)
 """Errors of communication, in the words of its libraries; others are the program's own."""
@@ -82,35 +82,29 @@ class Processes:
         with self._noticing():
             coordination().wait_at_barrier(name, WAIT_S * 1000)
 
-    def agree(self, facts: Mapping[str, str]) -> None:
-        """Raise Conflict in every process unless all of them state the same facts."""
+    def difference(self, facts: Mapping[str, str]) -> tuple[int, str, str, str] | None:
+        """See `ProcessGroup.difference`."""
         self._waits += 1
         place, store = f"triplane/{self._waits}/", coordination()
         mine = {**facts, "version of JAX": jax.__version__}
         with self._noticing():
             store.key_value_set(f"{place}{self.hosts.process}", json.dumps(mine))
             if self.is_first:
-                store.key_value_set(f"{place}verdict", self._verdict(place, mine))
-            verdict = store.blocking_key_value_get(f"{place}verdict", WAIT_S * 1000)
+                store.key_value_set(f"{place}verdict", json.dumps(self._compared(place, mine)))
+            verdict = json.loads(store.blocking_key_value_get(f"{place}verdict", WAIT_S * 1000))
         # Before the first process may end, which takes the store with it.
-        self.wait("agreed")
-        if verdict != "-":
-            raise Conflict(verdict)
+        self.wait("compared")
+        return tuple(verdict) if verdict else None
 
-    def _verdict(self, place: str, mine: Mapping[str, str]) -> str:
+    def _compared(self, place: str, mine: Mapping[str, str]) -> tuple[int, str, str, str] | None:
         for number in range(2, self.hosts.count + 1):
             text = coordination().blocking_key_value_get(f"{place}{number}", WAIT_S * 1000)
             theirs = json.loads(text)
-            for part in (*mine, *theirs):
-                here, there = mine.get(part, "none"), theirs.get(part, "none")
+            for part in {**mine, **theirs}:
+                there, here = theirs.get(part, "none"), mine.get(part, "none")
                 if here != there:
-                    return (
-                        f"process {number} differs from process 1 in its {part}: "
-                        f"{there[:MAX_SHOWN]} there, {here[:MAX_SHOWN]} in process 1; start every "
-                        "process with the same files and options, and a checkpoint folder that "
-                        "all of them share"
-                    )
-        return "-"
+                    return number, part, there, here
+        return None
 
     def stops(self) -> bool:
         """Return, in the same call in every process, whether one of them received SIGTERM."""
@@ -151,8 +145,8 @@ class Processes:
         except jax.errors.JaxRuntimeError as verdict:
             error = verdict
         return ProcessLost(
-            f"the processes lost each other, so the run has ended: {_shown(error)}; it can go on "
-            "from its checkpoint"
+            f"the processes lost each other, so the run has ended and can go on from its checkpoint: "
+            f"{_shown(error)}"
         )
 
     def checked(self, call: Any) -> Callable[..., Any]:
@@ -174,12 +168,13 @@ class Processes:
 
 def check_program(text: str) -> None:
     """Refuse the text of a compiled program with a reduce-scatter between processes on CPUs."""
-    scatter = _SCATTER.search(text)
-    if scatter is not None:
+    for line in text.splitlines():
+        if not any(kind in line for kind in _SCATTERS):
+            continue
         raise InvalidInput(
             "the reduce-scatter of JAX between processes on CPUs returns wrong sums without an "
-            f"error, and XLA compiled one, {scatter[1]}; keep the state whole on each device "
-            "(no --shard), choose another mesh, or run on GPUs"
+            f"error, and XLA compiled one, {line.partition('=')[0].strip()}; keep the state whole "
+            "on each device (no --shard), choose another mesh, or run on GPUs"
         )
 
 
