@@ -76,7 +76,7 @@ def _facts(
         f"to epoch {goal}, seed {trainer.seed}, {trainer.steps_per_launch} steps per launch, "
         f"checkpoints every {every}, metrics {sorted(trainer.model.metrics)}"
     )
-    facts["mesh"] = f"{getattr(engine.devices, 'axes', '')}"
+    facts["mesh"] = engine.devices.layout
     if validation is not None:
         with closing(BatchSource(validation, source.size, trainer.seed)) as held_out:
             facts["validation data"] = identity.of_data(held_out).get("data", "")

@@ -84,6 +84,11 @@ class Devices:
             return f"{named}, the first of {len(there)}; a mesh data={len(there)} uses them all"
         return f"{named}, because JAX finds no GPU" if kind == "CPU" else named
 
+    @property
+    def layout(self) -> str:
+        """Return what decides where arrays are, to be compared between processes."""
+        return f"{self.axes}, shard {self._shard}"
+
     def placement(
         self, function: Function, donate: Sequence[str], shapes: Mapping[str, Shape], lead: int
     ) -> Placement | None:

@@ -48,6 +48,12 @@ class PlannedDevices:
         by = "" if self.processes is None else f"; {self.processes.hosts}"
         return f"{len(self._devices)} of {len(jax.devices())} x {kind}, split by a plan{by}"
 
+    @property
+    def layout(self) -> str:
+        """Return what decides the plans, to be compared between processes."""
+        count, limit = len(self._devices), self._memory_bytes
+        return f"planned for {count} devices of {limit} bytes at {self._topology}"
+
     def check(self, function: Function, state: Sequence[str]) -> None:
         """Accept any function: what has no rule is computed by every device."""
 
