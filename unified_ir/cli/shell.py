@@ -68,8 +68,8 @@ Each verb explains itself: triplane VERB --help
 \b
 Exit codes: 0 done; 1 the files differ (diff); 2 fix the call; 3 not in this state; 4 not now (port
 taken, disk or memory full, cloud unreachable) or an unfinished rollout; 5 damaged file or broken
-log; 6 an extra is missing; 7 a process of a training on many hosts was lost; 70 a fault of triplane;
-130 interrupted.
+log; 6 an extra is missing; 7 a process of a training on many hosts was lost; 70 a fault of
+triplane; 130 interrupted.
 """
 
 

@@ -183,8 +183,6 @@ def command(**options: Any) -> None:
     The whole step (forward, backward, clipping, optimizer) is one graph; the file holds the
     functions, the weights and the optimizer's state, and `triplane convert` takes it from there.
     """
-    import time
-
     as_json = options.pop("as_json")
     output = open_output(as_json)
     is_default_rate = options["lr"] is None
@@ -195,11 +193,18 @@ def command(**options: Any) -> None:
     if options["hosts"] is not None and not watching.is_watched():
         code = watching.train(options["hosts"], options["checkpoint"], output.note)
         click.get_current_context().exit(code)
-    start = time.perf_counter()
     with watching.reporting(options["hosts"]):
-        with _explained(options, output, is_default_rate=is_default_rate), output.user_code():
-            trainer, measures, module = _trained(options, output)
-        digest = _written(options, trainer, module)
+        _run(options, output, is_default_rate=is_default_rate)
+
+
+def _run(options: dict[str, Any], output: CommandOutput, *, is_default_rate: bool) -> None:
+    """Train, write the files and report."""
+    import time
+
+    start = time.perf_counter()
+    with _explained(options, output, is_default_rate=is_default_rate), output.user_code():
+        trainer, measures, module = _trained(options, output)
+    digest = _written(options, trainer, module)
     if digest is None:
         output.note(f"{options['hosts']}: done, and process 1 has written {options['out']}")
         return

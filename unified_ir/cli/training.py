@@ -103,8 +103,8 @@ def engine(options: Mapping[str, Any]) -> Any:
         return name
     if name != "xla":
         raise InvalidInput(
-            "--mesh, --shard, --parallel and --coordinator split work with --engine xla; the engine "
-            f"is {name!r}"
+            "--mesh, --shard, --parallel and --coordinator split work with --engine xla; the "
+            f"engine is {name!r}"
         )
     from triplane.unified_ir.engines.xla.engine import XlaEngine
 
@@ -115,7 +115,10 @@ def engine(options: Mapping[str, Any]) -> Any:
         for pattern, over in _pairs("--shard", "PATTERN=AXIS,..", shard).items()
     }
     return XlaEngine(
-        mesh=axes, shard=patterns, parallel=options["parallel"], devices=options["devices"],
+        mesh=axes,
+        shard=patterns,
+        parallel=options["parallel"],
+        devices=options["devices"],
         hosts=hosts,
     )
 

@@ -57,14 +57,18 @@ def _end_with_parent() -> None:
 @contextmanager
 def reporting(hosts: Hosts | None) -> Iterator[None]:
     """Within the block, tell the parent how the child ends: JAX may abort its farewell."""
+    code = 0
     try:
         yield
     except ProcessLost as error:
         _leave(error)
     except BaseException as error:
-        if hosts is not None:
-            sys.stderr.write(f"{_ENDED}{exit_code_of(error)}\n")
+        code = exit_code_of(error)
         raise
+    finally:
+        if hosts is not None:
+            sys.stderr.write(f"{_ENDED}{code}\n")
+            sys.stderr.flush()
 
 
 def _leave(error: ProcessLost) -> NoReturn:
@@ -87,7 +91,9 @@ def train(hosts: Hosts, checkpoint: Path | None, note: Callable[[str], None]) ->
         # Ctrl-C goes to a whole session; the child ends between two steps.
         start_new_session=True,
     )
-    assert child.stdin and child.stdout and child.stderr
+    assert child.stdin
+    assert child.stdout
+    assert child.stderr
     tail: deque[str] = deque(maxlen=TAIL)
     relays = [
         threading.Thread(target=_relay, args=(child.stdout, sys.stdout.buffer, deque())),
@@ -101,7 +107,7 @@ def train(hosts: Hosts, checkpoint: Path | None, note: Callable[[str], None]) ->
             relay.join()
     child.stdin.close()
     if code < 0 and (own := re.search(f"{_ENDED}([0-9]+)", "".join(tail))):
-        return int(own[1])  # its error is on the screen
+        return int(own[1])  # it had done its work, or its error is on the screen
     if code == -signal.SIGTERM and stopped:  # before JAX took the signal
         raise KeyboardInterrupt
     if code < 0 or code == ProcessLost.exit_code:
@@ -122,9 +128,7 @@ def _relay(source: IO[bytes], target: IO[bytes], tail: deque[str]) -> None:
 
 
 @contextmanager
-def _signals_to(
-    child: subprocess.Popen[bytes], note: Callable[[str], None]
-) -> Iterator[list[int]]:
+def _signals_to(child: subprocess.Popen[bytes], note: Callable[[str], None]) -> Iterator[list[int]]:
     """Within the block, hand SIGINT and SIGTERM to the child; the second ends it at once."""
     stopped: list[int] = []
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir import data
 from triplane.unified_ir.cli.watching import lost_processes
 from triplane.unified_ir.engines.xla.hosts import Hosts, first_node, hosts_of
 from triplane.unified_ir.train.snapshot import read
@@ -132,8 +133,7 @@ def final(cwd, folder):
 
 @pytest.mark.long
 def test_a_run_that_lost_a_process_goes_on_without_it(tmp_path):
-    held = np.load(Path(sys.modules[InvalidInput.__module__].__file__).parents[1]
-                   / "unified_ir/data/digits.npz")  # fmt: skip
+    held = np.load(data.__path__[0] + "/digits.npz")
     np.savez(tmp_path / "few.npz", x=held["x"][:64] / np.float32(16), y=held["y"][:64])
     (tmp_path / "net.py").write_text(NET)
     alone = started(*command("alone"), cwd=tmp_path)
@@ -197,10 +197,12 @@ def test_a_run_that_lost_a_process_goes_on_without_it(tmp_path):
     ],
 )
 def test_a_process_is_known_from_options_or_the_environment(options, env, wanted):
-    hosts = hosts_of(*options, env)
+    coordinator, process = options
+    hosts = hosts_of(coordinator, process, env)
     if wanted is None:
         assert hosts is None
     else:
+        assert hosts is not None
         assert (hosts.coordinator, hosts.process, hosts.count, hosts.source) == wanted
 
 
@@ -222,8 +224,9 @@ def test_a_process_is_known_from_options_or_the_environment(options, env, wanted
     ],
 )
 def test_what_names_no_process_is_refused(options, env, why):
+    coordinator, process = options
     with pytest.raises(InvalidInput, match=why):
-        hosts_of(*options, env)
+        hosts_of(coordinator, process, env)
 
 
 @pytest.mark.parametrize(

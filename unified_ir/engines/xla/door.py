@@ -55,6 +55,13 @@ def coordination() -> Any:
     return global_state.client
 
 
+def stop_is_due(count: int) -> bool:
+    """Return whether processes that received SIGTERM agreed to end at this number of calls."""
+    from jax.experimental.multihost_utils import reached_preemption_sync_point
+
+    return bool(reached_preemption_sync_point(count))
+
+
 def keep_programs() -> None:
     """Keep compiled programs on disk, in JAX's own cache, unless the process has chosen otherwise.
 
@@ -68,4 +75,4 @@ def keep_programs() -> None:
 
 keep_programs()
 
-__all__ = ["coordination", "exact", "jax", "jnp", "lax", "tracing"]
+__all__ = ["coordination", "exact", "jax", "jnp", "lax", "stop_is_due", "tracing"]

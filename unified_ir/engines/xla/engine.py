@@ -27,8 +27,9 @@ class XlaEngine:
     slots of the optimizer follow their parameter unless a pattern names them, as in
     {"optimizer.*": ("data",)}. parallel="auto": split each function over `devices` (by default all)
     as the planner decides (docs/parallel.md), within memory_bytes on each, at the rates of a
-    topology. hosts: this process is one of several, whose devices together form the mesh (by default
-    all of them over `data`); see docs/many_hosts.md. `str(engine.devices)` says which devices are used, and why.
+    topology. hosts: this process is one of several, whose devices together form the mesh (by
+    default all of them over `data`); see docs/many_hosts.md. `str(engine.devices)` says which
+    devices are used, and why.
     """
 
     name = "xla"

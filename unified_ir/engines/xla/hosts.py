@@ -84,7 +84,8 @@ def hosts_of(
     """Return the process that these options and an environment describe; None for a run alone.
 
     coordinator: HOST:PORT, "auto", or None for `TRIPLANE_COORDINATOR`. process: I/N, or None for
-    what SLURM or an indexed Job of Kubernetes says. InvalidInput: something is missing or malformed.
+    what SLURM or an indexed Job of Kubernetes says. InvalidInput: something is missing or
+    malformed.
     """
     if coordinator is None and process is None and COORDINATOR not in env:
         return None
@@ -107,8 +108,8 @@ def _coordinator(text: str | None, env: Mapping[str, str]) -> tuple[str, str]:
         job = _number("SLURM_JOB_ID", env)
         return f"{first_node(nodes)}:{(1 << 16) - PORTS + job % PORTS}", "SLURM"
     raise InvalidInput(
-        f"a run of several processes needs a coordinator: pass --coordinator HOST:PORT of the first "
-        f"process, or set {COORDINATOR}; under SLURM, --coordinator auto takes the first node"
+        "a run of several processes needs a coordinator: pass --coordinator HOST:PORT of the "
+        f"first process, or set {COORDINATOR}; under SLURM, --coordinator auto takes the first node"
     )
 
 

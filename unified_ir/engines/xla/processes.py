@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from triplane.proto.errors import Conflict, InvalidInput, TriplaneError, Unavailable
-from triplane.unified_ir.engines.xla.door import coordination, jax
+from triplane.unified_ir.engines.xla.door import coordination, jax, stop_is_due
 from triplane.unified_ir.engines.xla.hosts import Hosts, ProcessLost
 
 JOIN_S: Final = 300
@@ -108,11 +108,9 @@ class Processes:
 
     def stops(self) -> bool:
         """Return, in the same call in every process, whether one of them received SIGTERM."""
-        from jax.experimental.multihost_utils import reached_preemption_sync_point
-
         # JAX agrees on a number of this count that no process has reached.
         self._checks += 1
-        return bool(reached_preemption_sync_point(self._checks))
+        return stop_is_due(self._checks)
 
     def put(self, arrays: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
         """Return arrays over the devices of all processes; each puts the parts of its own devices.
@@ -145,8 +143,8 @@ class Processes:
         except jax.errors.JaxRuntimeError as verdict:
             error = verdict
         return ProcessLost(
-            f"the processes lost each other, so the run has ended and can go on from its checkpoint: "
-            f"{_shown(error)}"
+            "the processes lost each other, so the run has ended and can go on from its "
+            f"checkpoint: {_shown(error)}"
         )
 
     def checked(self, call: Any) -> Callable[..., Any]:
