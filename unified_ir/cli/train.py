@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from triplane.proto.errors import Conflict, InvalidInput, NotFound, TriplaneError
-from triplane.unified_ir.cli import data_options, training, watching
+from triplane.unified_ir.cli import data_options, training
 from triplane.unified_ir.cli.importing import SUFFIX, model_or_onnx
 from triplane.unified_ir.cli.python_files import blame_file, load_module
 from triplane.unified_ir.cli.shell import (
@@ -183,6 +183,8 @@ def command(**options: Any) -> None:
     The whole step (forward, backward, clipping, optimizer) is one graph; the file holds the
     functions, the weights and the optimizer's state, and `triplane convert` takes it from there.
     """
+    from triplane.unified_ir.cli import watching
+
     as_json = options.pop("as_json")
     output = open_output(as_json)
     is_default_rate = options["lr"] is None
