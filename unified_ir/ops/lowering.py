@@ -17,7 +17,8 @@ import numpy as np
 from triplane.unified_ir.ir.graph import Array, Node
 
 Rule = Callable[..., Any]
-"""(context, *operands, **attributes) -> the output, or a tuple of outputs."""
+"""(context, *operands, **attributes) -> the output, or a tuple of outputs; NotImplemented: use the
+row's body."""
 Region = Callable[..., tuple[list[Any], Any]]
 """(*arguments) -> (results, which requirement failed inside: int32, 0 if none)."""
 
@@ -45,6 +46,14 @@ class XlaContext(Protocol):
 
     def merge(self, failed: Any) -> None:
         """Take over what failed inside a region that has run: int32, 0 if nothing."""
+
+    def attention(self, q: Any, k: Any, v: Any, *, causal: bool, scale: float) -> Any:
+        """Return attention by the device's own kernel; NotImplemented if it has none for these."""
+
+    def attention_gradient(
+        self, g: Any, q: Any, k: Any, v: Any, *, causal: bool, scale: float
+    ) -> Any:
+        """Return the gradients for q, k and v; NotImplemented likewise."""
 
 
 def by_name(name: str) -> Rule:

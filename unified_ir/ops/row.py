@@ -262,6 +262,9 @@ class Op:
     integer_form: IntegerForm | None = None
     cost: Callable[[Node, Size], Cost] | None = None
     """By default every byte is read or written once, with the usual arithmetic of the kind."""
+    half_form: Callable[[Node], tuple[Op, dict[str, AttrValue]] | None] | None = None
+    """The row and attributes that compute the same where products are of 16 bits, as one node;
+    None where there is no such row. By default a product is that, and a body is opened."""
     native: Native | None = None
     """Whether an opset's operator, and onnxruntime's kernel of it, can do what a node asks; if not,
     the body is emitted. Without this rule they always can."""

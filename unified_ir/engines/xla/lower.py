@@ -15,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from triplane.proto.errors import InvalidInput, TriplaneError
+from triplane.unified_ir.engines.xla import fused
 from triplane.unified_ir.engines.xla.door import jnp, lax
 from triplane.unified_ir.ir.dims import evaluate, is_symbol
 from triplane.unified_ir.ir.graph import Array, Function, Node, Value
@@ -108,6 +109,8 @@ class Trace:
 
     np = jnp
     lax = lax
+    attention = staticmethod(fused.attention)
+    attention_gradient = staticmethod(fused.attention_gradient)
 
     def __init__(
         self, requirements: Requirements, sizes: dict[str, int], failed: Any = None
@@ -220,9 +223,10 @@ class Trace:
         outer, self._node = self._node, node
         try:
             rule = rule_of(row_of(node))
+            raw = NotImplemented
             if rule is not None:
                 raw = rule(self, *operands, **self._attributes(node))
-            else:
+            if raw is NotImplemented:
                 raw = self._expanded(node, operands, contents)
         except TriplaneError:
             raise
