@@ -103,8 +103,7 @@ def engine(options: Mapping[str, Any]) -> Any:
         return name
     if name != "xla":
         raise InvalidInput(
-            "--mesh, --shard, --parallel and --coordinator split work with --engine xla; the "
-            f"engine is {name!r}"
+            f"--mesh, --shard and --parallel split work with --engine xla; the engine is {name!r}"
         )
     from triplane.unified_ir.engines.xla.engine import XlaEngine
 
