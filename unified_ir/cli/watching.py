@@ -37,7 +37,10 @@ _CHATTER: Final = re.compile(rb"\[Gloo\] |Rank \[Gloo\] |triplane ended: ")
 _MISSING: Final = re.compile(r"stopped sending heartbeats\):\s*((?:[0-9]+\s)+)")
 _TIMED_OUT: Final = re.compile(r"Task ([0-9]+) heartbeat timeout")
 _LEFT_EARLY: Final = re.compile(r"Shutdown.*first task at the barrier: ([0-9]+)", re.DOTALL)
-_LEADER: Final = re.compile(r"leader task was preempted|Failed to send RPC to coordination service")
+_LEADER: Final = re.compile(
+    r"leader task was preempted|Failed to send RPC to coordination service"
+    r"|Deadline Exceeded\s+RPC: \S+CoordinationService/Heartbeat"
+)
 
 
 def is_watched() -> bool:

@@ -110,14 +110,13 @@ def command(folder, *options, epochs=200):
     ]  # fmt: skip
 
 
-def pair(cwd, folder):
+def pair(cwd, folder, epochs=200):
     """Two processes of one run, once its first checkpoint is there."""
-    at = address()
+    options = ("--coordinator", address(), "--heartbeat", 2)
     both = [
-        started(*command(folder, "--coordinator", at, "--process", f"{i}/2", "--heartbeat", 2),
-                cwd=cwd)
+        started(*command(folder, *options, "--process", f"{i}/2", epochs=epochs), cwd=cwd)
         for i in (1, 2)
-    ]  # fmt: skip
+    ]
     before, limit = sorted((cwd / folder).glob("*.tpc")), time.monotonic() + LIMIT_S
     while sorted((cwd / folder).glob("*.tpc")) == before:
         assert all(p.poll() is None for p in both), [ended(p) for p in both]
@@ -131,11 +130,32 @@ def final(cwd, folder):
     return json.loads((cwd / f"{folder}.json").read_text()), read(newest).state
 
 
+def files(folder):
+    held = np.load(data.__path__[0] + "/digits.npz")
+    np.savez(folder / "few.npz", x=held["x"][:64] / np.float32(16), y=held["y"][:64])
+    (folder / "net.py").write_text(NET)
+
+
+@pytest.mark.long
+def test_a_coordinator_that_falls_silent_is_noticed(tmp_path):
+    files(tmp_path)
+    first, second = pair(tmp_path, "run", epochs=100_000)
+    child = int(Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text())
+    os.kill(child, signal.SIGSTOP)  # a host without power: its connections stay open
+    try:
+        code, _, said = ended(second)
+    finally:
+        os.kill(child, signal.SIGKILL)
+    assert code == 7
+    assert "triplane: process 1 of 2, the coordinator, was lost (no sign of life for 2 s" in said
+    code, _, said = ended(first)
+    assert code == 7
+    assert "this process, 1 of 2, was ended by SIGKILL" in said
+
+
 @pytest.mark.long
 def test_a_run_that_lost_a_process_goes_on_without_it(tmp_path):
-    held = np.load(data.__path__[0] + "/digits.npz")
-    np.savez(tmp_path / "few.npz", x=held["x"][:64] / np.float32(16), y=held["y"][:64])
-    (tmp_path / "net.py").write_text(NET)
+    files(tmp_path)
     alone = started(*command("alone"), cwd=tmp_path)
 
     # A request to end reaches all processes, which end after the same step.
@@ -261,6 +281,7 @@ def test_the_first_process_listens_on_loopback_only_where_all_are_there():
         ("UNAVAILABLE: Task 1 heartbeat timeout. This", [2]),
         ("Shutdown barrier has failed.\nBarrier result. The first task at the barrier: 2. So", [3]),
         ("Failed to send RPC to coordination service. Either the leader task was preempted", [1]),
+        ("Deadline Exceeded\n\nRPC: /xla.coordination.CoordinationService/Heartbeat", [1]),
         ("Segmentation fault", []),
     ],
 )
