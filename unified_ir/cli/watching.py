@@ -19,8 +19,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final, NoReturn
 
+from triplane.proto.errors import Unavailable
 from triplane.unified_ir.cli.shell import exit_code_of
-from triplane.unified_ir.engines.xla.hosts import Hosts, ProcessLost
+from triplane.unified_ir.engines.xla.hosts import JOIN_S, Hosts, ProcessLost
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -37,6 +38,7 @@ _CHATTER: Final = re.compile(rb"\[Gloo\] |Rank \[Gloo\] |triplane ended: ")
 _MISSING: Final = re.compile(r"stopped sending heartbeats\):\s*((?:[0-9]+\s)+)")
 _TIMED_OUT: Final = re.compile(r"Task ([0-9]+) heartbeat timeout")
 _LEFT_EARLY: Final = re.compile(r"Shutdown.*first task at the barrier: ([0-9]+)", re.DOTALL)
+_UNMET: Final = "CoordinationService/RegisterTask"
 _LEADER: Final = re.compile(
     r"leader task was preempted|Failed to send RPC to coordination service"
     r"|Deadline Exceeded\s+RPC: \S+CoordinationService/Heartbeat"
@@ -111,10 +113,11 @@ def train(hosts: Hosts, checkpoint: Path | None, note: Callable[[str], None]) ->
     child.stdin.close()
     if code < 0 and (own := re.search(f"{_ENDED}([0-9]+)", "".join(tail))):
         return int(own[1])  # it had done its work, or its error is on the screen
-    if code == -signal.SIGTERM and stopped:  # before JAX took the signal
+    # Before JAX took the first signal, or after a second one.
+    if stopped and code in {-signal.SIGTERM, -signal.SIGKILL}:
         raise KeyboardInterrupt
     if code < 0 or code == ProcessLost.exit_code:
-        raise ProcessLost(_message(hosts, code, "".join(tail), checkpoint))
+        raise failure(hosts, code, "".join(tail), checkpoint)
     return code
 
 
@@ -152,8 +155,17 @@ def _signals_to(child: subprocess.Popen[bytes], note: Callable[[str], None]) -> 
             signal.signal(number, handler)
 
 
-def _message(hosts: Hosts, code: int, tail: str, checkpoint: Path | None) -> str:
-    return f"{_who(hosts, code, tail)}; {_standing(checkpoint)}; {_way_on(hosts, tail)}"
+def failure(hosts: Hosts, code: int, tail: str, checkpoint: Path | None) -> Unavailable:
+    """Return the error of a child that ended with this code and these last words."""
+    if _UNMET in tail:
+        return Unavailable(
+            f"{hosts}: the processes did not all meet within {JOIN_S} s; is each of "
+            f"1/{hosts.count} to {hosts.count}/{hosts.count} started, and the coordinator's "
+            "address that of the first one, reachable from here?"
+        )
+    return ProcessLost(
+        f"{_who(hosts, code, tail)}; {_standing(checkpoint)}; {_way_on(hosts, tail)}"
+    )
 
 
 def _who(hosts: Hosts, code: int, tail: str) -> str:

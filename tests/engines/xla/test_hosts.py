@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from triplane.proto.errors import InvalidInput
+from triplane.proto.errors import InvalidInput, Unavailable
 from triplane.unified_ir import data
-from triplane.unified_ir.cli.watching import lost_processes
-from triplane.unified_ir.engines.xla.hosts import Hosts, first_node, hosts_of
+from triplane.unified_ir.cli.watching import failure, lost_processes
+from triplane.unified_ir.engines.xla.hosts import Hosts, ProcessLost, first_node, hosts_of
 from triplane.unified_ir.train.snapshot import read
 
 SCRIPTS = Path(__file__).parent
@@ -112,7 +112,7 @@ def command(folder, *options, epochs=200):
 
 def pair(cwd, folder, epochs=200):
     """Two processes of one run, once its first checkpoint is there."""
-    options = ("--coordinator", address(), "--heartbeat", 2)
+    options = ("--coordinator", address(), "--heartbeat", 4)
     both = [
         started(*command(folder, *options, "--process", f"{i}/2", epochs=epochs), cwd=cwd)
         for i in (1, 2)
@@ -147,7 +147,7 @@ def test_a_coordinator_that_falls_silent_is_noticed(tmp_path):
     finally:
         os.kill(child, signal.SIGKILL)
     assert code == 7
-    assert "triplane: process 1 of 2, the coordinator, was lost (no sign of life for 2 s" in said
+    assert "triplane: process 1 of 2, the coordinator, was lost (no sign of life for 4 s" in said
     code, _, said = ended(first)
     assert code == 7
     assert "this process, 1 of 2, was ended by SIGKILL" in said
@@ -272,6 +272,35 @@ def test_the_first_process_listens_on_loopback_only_where_all_are_there():
         "[::1]:9": "[::1]:9",
         "node:9": "[::]:9",
     }
+
+
+def test_processes_that_never_met_lose_nothing(tmp_path):
+    hosts = Hosts(coordinator="n1:9300", process=2, count=2)
+    said = "DEADLINE_EXCEEDED\n\nRPC: /xla.coordination.CoordinationService/RegisterTask"
+    error = failure(hosts, -signal.SIGABRT, said, tmp_path)
+    assert type(error) is Unavailable
+    assert "did not all meet within 300 s; is each of 1/2 to 2/2 started" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("source", "lost", "way"),
+    [
+        ("--coordinator and --process", "2", "--coordinator n1:9300 --process I/3 -x"),
+        ("--coordinator and --process", "0", "--coordinator HOST:PORT --process I/3 -x"),
+        ("--coordinator and --process", "0\n1", "--coordinator HOST:PORT --process I/2 -x"),
+        ("--coordinator and --process", "0\n1\n2", "to go on without it: triplane train a b -x"),
+        ("SLURM", "2", "run the same command as 3 processes"),
+    ],
+)
+def test_the_message_says_how_to_go_on(monkeypatch, source, lost, way):
+    words = ["triplane", "train", "a", "b", "--coordinator", "n1:9300", "--process=4/4", "-x"]
+    monkeypatch.setattr(sys, "argv", words)
+    hosts = Hosts(coordinator="n1:9300", process=4, count=4, source=source)
+    said = f"(stopped sending heartbeats):\n{lost}\nThe tasks"
+    error = failure(hosts, -signal.SIGABRT, said, None)
+    assert type(error) is ProcessLost
+    assert str(error).endswith(way)
+    assert "there is no checkpoint, which --checkpoint FOLDER would write" in str(error)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ COORDINATOR: Final = "TRIPLANE_COORDINATOR"
 PROCESSES: Final = "TRIPLANE_PROCESSES"
 AUTO: Final = "auto"
 """In place of HOST:PORT: the coordinator of the environment."""
+JOIN_S: Final = 300
+"""Seconds in which all processes must have started."""
 HEARTBEAT_S: Final = 10
 MAX_HEARTBEAT_S: Final = 3600
 MAX_PROCESSES: Final = 1 << 16

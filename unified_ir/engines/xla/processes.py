@@ -6,18 +6,19 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
 
 from triplane.proto.errors import Conflict, InvalidInput, TriplaneError, Unavailable
-from triplane.unified_ir.engines.xla.door import coordination, jax, stop_is_due
-from triplane.unified_ir.engines.xla.hosts import Hosts, ProcessLost
+from triplane.unified_ir.engines.xla.door import coordination, exact, jax, stop_is_due
+from triplane.unified_ir.engines.xla.hosts import JOIN_S, Hosts, ProcessLost
 
-JOIN_S: Final = 300
-"""Seconds in which all processes must have started."""
 WAIT_S: Final = 3600
 """Limit of a wait for other processes that live: to load their data, to write a checkpoint."""
+MAX_MOVERS: Final = 1024
+"""Programs that are kept which gather, or split otherwise, one array."""
 MAX_SHOWN: Final = 200
 _SCATTERS: Final = (" reduce-scatter(", " reduce-scatter-start(")
 
@@ -59,8 +60,20 @@ def join(hosts: Hosts) -> Processes:
             "hosts must be given before JAX is used in this process: create the engine first "
             f"(JAX: {_shown(error)})"
         ) from error
+    _meet(hosts)
     _joined.append(Processes(hosts))
     return _joined[0]
+
+
+def _meet(hosts: Hosts) -> None:
+    """Let JAX learn of the devices of all processes, for which it waits."""
+    try:
+        jax.devices()
+    except RuntimeError as error:
+        raise Unavailable(
+            f"{hosts}: the devices of the other processes did not become known; one of them has "
+            f"probably ended (JAX: {_shown(error)})"
+        ) from error
 
 
 class Processes:
@@ -79,7 +92,7 @@ class Processes:
         """Return when every process has come here; ProcessLost if one has not."""
         self._waits += 1
         name = f"triplane/{self._waits}/{what}"
-        with self._noticing():
+        with self.noticing_loss():
             coordination().wait_at_barrier(name, WAIT_S * 1000)
 
     def difference(self, facts: Mapping[str, str]) -> tuple[int, str, str, str] | None:
@@ -87,7 +100,7 @@ class Processes:
         self._waits += 1
         place, store = f"triplane/{self._waits}/", coordination()
         mine = {**facts, "version of JAX": jax.__version__}
-        with self._noticing():
+        with self.noticing_loss():
             store.key_value_set(f"{place}{self.hosts.process}", json.dumps(mine))
             if self.is_first:
                 store.key_value_set(f"{place}verdict", json.dumps(self._compared(place, mine)))
@@ -120,13 +133,8 @@ class Processes:
         return [_put(x, s) for x, s in zip(arrays, shardings, strict=True)]
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Raise ProcessLost where a program ends early because another process is gone."""
-        with self._noticing():
-            yield
-
-    @contextmanager
-    def _noticing(self) -> Iterator[None]:
+    def noticing_loss(self) -> Iterator[None]:
+        """Raise ProcessLost where what is done within ends early as another process is gone."""
         try:
             yield
         except (jax.errors.JaxRuntimeError, ValueError) as error:
@@ -153,15 +161,20 @@ class Processes:
 
         def run(state: Sequence[Any], batch: Sequence[Any]) -> Any:
             if not compiled:
-                program = call.lower(state, batch).compile()
-                if jax.default_backend() == "cpu":
-                    check_program(program.as_text())
+                program = _read(call.lower(state, batch).compile())
                 # One that compiles for long must not let the collectives of others run out of time.
                 self.wait("compiled")
                 compiled.append(program)
             return compiled[0](state, batch)
 
         return run
+
+
+def _read(program: Any) -> Any:
+    """Return a compiled program after its text was checked, where that is needed."""
+    if jax.default_backend() == "cpu":
+        check_program(program.as_text())
+    return program
 
 
 def check_program(text: str) -> None:
@@ -178,17 +191,30 @@ def check_program(text: str) -> None:
 
 def whole(x: Any) -> Any:
     """Return an array as numpy, a copy; every process calls this if they hold different parts."""
-    if not x.is_fully_addressable and not x.is_fully_replicated:
-        everywhere = jax.sharding.NamedSharding(x.sharding.mesh, jax.sharding.PartitionSpec())
-        x = jax.jit(lambda a: a, out_shardings=everywhere)(x)
-    return np.array(x)
+    if x.is_fully_addressable or x.is_fully_replicated:
+        return np.array(x)
+    everywhere = jax.sharding.NamedSharding(x.sharding.mesh, jax.sharding.PartitionSpec())
+    with _joined[0].noticing_loss():
+        return np.array(_moved(x, everywhere))
+
+
+def _moved(x: Any, sharding: Any) -> Any:
+    return _mover(x.shape, x.dtype, x.sharding, sharding)(x)
+
+
+@lru_cache(maxsize=MAX_MOVERS)
+def _mover(shape: tuple[int, ...], dtype: Any, source: Any, target: Any) -> Any:
+    """Return the program that takes an array over the mesh from one sharding to another."""
+    with exact():
+        x = jax.ShapeDtypeStruct(shape, dtype, sharding=source)
+        return _read(jax.jit(lambda a: a, out_shardings=target).lower(x).compile())
 
 
 def _put(x: Any, sharding: Any) -> Any:
     if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
         return x
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        return jax.jit(lambda a: a, out_shardings=sharding)(x)
+        return _moved(x, sharding)
     held = np.asarray(x)
     # A copy of each part: on a CPU JAX would otherwise read the caller's memory, which may change.
     return jax.make_array_from_callback(held.shape, sharding, lambda at: held[at].copy())

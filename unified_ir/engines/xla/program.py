@@ -160,7 +160,7 @@ class XlaProgram:
                 state = jax.device_put(list(state), list(where.state))
             self._last = compiled
             try:
-                with nullcontext() if processes is None else processes.running():
+                with nullcontext() if processes is None else processes.noticing_loss():
                     results, moved, failed = compiled.call(state, batch)
                     jax.block_until_ready((results, failed))
             except jax.errors.JaxRuntimeError as error:
