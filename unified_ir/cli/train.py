@@ -148,7 +148,9 @@ OPTIONS: Final = (
            "does.", click.Choice(["auto"])),
     option("--devices N", "With --parallel: how many.  [default: all]", COUNT),
     option("--steps-per-launch N", "With --engine xla: steps that the device runs without the host "
-           "between them.", COUNT, default=1),
+           "between them; auto measures whether that is faster.", default="1"),
+    option("--deterministic", "With --engine xla: the same bits again on a GPU, too.",
+           is_flag=True),
     option("--coordinator HOST:PORT", "With --engine xla: train as one of several processes; where "
            "the first one serves the others. auto: the first node of SLURM."),
     option("--process I/N", "Which of the processes this is, from 1/N.  [default: as SLURM or a "
@@ -438,7 +440,7 @@ def _trainer(
 
     boards = [] if options["tensorboard"] is None else [TensorBoard(options["tensorboard"])]
     budget_mb = options["memory_budget"]
-    same = ("seed", "accumulate", "precision", "loss_scale", "tune", "device", "steps_per_launch")
+    same = ("seed", "accumulate", "precision", "loss_scale", "tune", "device")
     loss = _loss_name(options["loss"], samples, output)
     return Trainer(
         cell,
@@ -450,6 +452,7 @@ def _trainer(
             *boards,
         ],
         engine=options["engine"],
+        steps_per_launch=training.steps_per_launch(options["steps_per_launch"]),
         average=options["ema"],
         memory_budget_bytes=None if budget_mb is None else round(budget_mb * 1e6),
         labels=samples.labels,

@@ -10,6 +10,7 @@ from triplane.proto.suggestions import suggestion
 from triplane.unified_ir.engines.protocol import (
     Engine,
     EngineLoop,
+    LaunchBatches,
     LaunchingLoop,
     ProcessGroup,
     Program,
@@ -62,6 +63,7 @@ __all__ = [
     "ENGINES",
     "Engine",
     "EngineLoop",
+    "LaunchBatches",
     "LaunchingLoop",
     "ProcessGroup",
     "Program",

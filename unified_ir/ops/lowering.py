@@ -166,3 +166,16 @@ def _is_last(k: XlaContext, flat: Any, size: int) -> Any:
     return (
         taken(k, k.np.zeros(size, np.int32).at[flat].max(number, **_IN_BOUNDS), (flat,)) == number
     )
+
+
+def truncated(k: XlaContext, x: Any, dtype: Any) -> Any:
+    """Convert floats to int32 or int64; what the type does not hold becomes its smallest number.
+
+    So do numpy and onnxruntime on x86. XLA alone would take the nearest number, and 0 for NaN.
+    """
+    if x.dtype.itemsize < 4:  # the limit is infinite in float16
+        x = k.lax.convert_element_type(x, np.float32)
+    least = np.iinfo(dtype).min
+    limit = -float(least)
+    holds = (x >= -limit) & (x < limit)
+    return k.np.where(holds, k.lax.convert_element_type(x, dtype), np.asarray(least, dtype))

@@ -27,7 +27,9 @@ class XlaEngine:
     slots of the optimizer follow their parameter unless a pattern names them, as in
     {"optimizer.*": ("data",)}. parallel="auto": split each function over `devices` (by default all)
     as the planner decides (docs/parallel.md), within memory_bytes on each, at the rates of a
-    topology. hosts: this process is one of several, whose devices together form the mesh (by
+    topology. deterministic: a GPU gives the same bits again, also in another process; XLA then uses
+    no kernel whose sums depend on timing, and tries out none, which may take longer. A CPU does so
+    in any case. hosts: this process is one of several, whose devices together form the mesh (by
     default all of them over `data`); see docs/many_hosts.md. `str(engine.devices)` says which
     devices are used, and why.
     """
@@ -44,7 +46,9 @@ class XlaEngine:
         memory_bytes: int | None = None,
         topology: Topology | None = None,
         hosts: Hosts | None = None,
+        deterministic: bool = False,
     ) -> None:
+        self.deterministic = deterministic
         if parallel is None and (devices, memory_bytes, topology) != (None, None, None):
             raise InvalidInput("devices, memory_bytes and topology belong to parallel='auto'")
         if parallel is not None:
@@ -63,4 +67,7 @@ class XlaEngine:
 
     def compile(self, function: Function, *, donate: Collection[str] = ()) -> XlaProgram:
         """See `Engine`."""
-        return XlaProgram(with_kernels(TABLE, function, self.name), donate, self.devices)
+        return XlaProgram(
+            with_kernels(TABLE, function, self.name), donate, self.devices,
+            deterministic=self.deterministic,
+        )  # fmt: skip

@@ -43,6 +43,8 @@ class PlannedDevices:
         self.plans: list[ParallelPlan] = []
         """The plans so far, the newest last."""
 
+    is_single = False
+
     def __str__(self) -> str:
         kind = self._devices[0].platform.upper()
         by = "" if self.processes is None else f"; {self.processes.hosts}"

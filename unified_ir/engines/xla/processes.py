@@ -189,13 +189,13 @@ def check_program(text: str) -> None:
         )
 
 
-def whole(x: Any) -> Any:
-    """Return an array as numpy, a copy; every process calls this if they hold different parts."""
+def gathered(x: Any) -> Any:
+    """Return an array that this process can read; all call this if they hold different parts."""
     if x.is_fully_addressable or x.is_fully_replicated:
-        return np.array(x)
+        return x
     everywhere = jax.sharding.NamedSharding(x.sharding.mesh, jax.sharding.PartitionSpec())
     with _joined[0].noticing_loss():
-        return np.array(_moved(x, everywhere))
+        return jax.block_until_ready(_moved(x, everywhere))
 
 
 def _moved(x: Any, sharding: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 import numpy as np
@@ -18,10 +18,19 @@ from triplane.unified_ir.engines.protocol import (
 )
 from triplane.unified_ir.engines.reference import ReferenceProgram
 from triplane.unified_ir.engines.xla.devices import Devices
-from triplane.unified_ir.engines.xla.door import exact, jax, jnp, lax, tracing
+from triplane.unified_ir.engines.xla.door import (
+    exact,
+    explained,
+    jax,
+    jnp,
+    lax,
+    tracing,
+    transferring,
+)
 from triplane.unified_ir.engines.xla.lower import Requirements, Trace, check
 from triplane.unified_ir.engines.xla.planned import PlannedDevices
-from triplane.unified_ir.engines.xla.processes import whole
+from triplane.unified_ir.engines.xla.processes import Processes, gathered
+from triplane.unified_ir.engines.xla.staging import StagedBatches, Staging
 from triplane.unified_ir.ir.graph import Array, Function, Value
 from triplane.unified_ir.ops.evaluate import check_argument
 from triplane.unified_ir.ops.values import HostValue, bind
@@ -32,6 +41,8 @@ MAX_SHAPES: Final = 32
 """Combinations of sizes whose programs are kept at once."""
 _OPTIONS: Final = {"xla_allow_excess_precision": False}
 """A value is rounded where the graph casts it, as on every engine."""
+_DETERMINISTIC: Final = "xla_gpu_deterministic_ops"
+"""XLA's option, which other devices ignore."""
 
 
 class XlaExecutable:
@@ -53,16 +64,19 @@ class XlaExecutable:
                 "in_shardings": (where.state, where.batch),
                 "out_shardings": (where.whole, where.state, where.whole),
             }
+        self._kernels = not program.deterministic
         traced = self._step if steps is None else self._launch
+        chosen = {**_OPTIONS, _DETERMINISTIC: program.deterministic}
         self.call: Callable[..., Any] = jax.jit(
-            traced, donate_argnums=0, keep_unused=True, compiler_options=_OPTIONS, **options
+            traced, donate_argnums=0, keep_unused=True, compiler_options=chosen, **options
         )
         if program.devices.processes is not None:
             self.call = program.devices.processes.checked(self.call)
 
     @tracing()
     def _step(self, state: Arrays, batch: Arrays, failed: Any = None) -> Any:
-        function, trace = self._function, Trace(self.requirements, {}, failed)
+        function = self._function
+        trace = Trace(self.requirements, {}, failed, kernels=self._kernels)
         named = dict(zip(self._donate, state, strict=True))
         fed = iter(batch)
         args = [named[n] if n in named else next(fed) for n in function.param_names]
@@ -88,11 +102,16 @@ class XlaProgram:
     """A function compiled by XLA, for each combination of the sizes of its symbols."""
 
     def __init__(
-        self, function: Function, donate: Collection[str], devices: Devices | PlannedDevices
+        self,
+        function: Function,
+        donate: Collection[str],
+        devices: Devices | PlannedDevices,
+        *,
+        deterministic: bool = False,
     ) -> None:
         check_donated(function, donate)
         check(function)
-        self.function = function
+        self.function, self.deterministic = function, deterministic
         self.devices = devices
         self.donate = tuple(donate)
         devices.check(function, self.donate)
@@ -112,7 +131,7 @@ class XlaProgram:
             raise self.explained(refused, feeds) from None
         named = dict(zip(self.results, results, strict=True))
         named |= dict(zip(self.donate, state, strict=True))
-        return tuple(whole(named[n]) for n in self.function.result_names)
+        return tuple(fetched([named[n] for n in self.function.result_names]))
 
     def loop(self, state: Mapping[str, Array]) -> XlaLoop:
         """See `Program`."""
@@ -125,9 +144,8 @@ class XlaProgram:
         RefusedData where the data do not meet a requirement: it has the state, which is as it was.
         """
         compiled, results, state, failed = self._ran(state, [feeds[p.name] for p in self.batch])
-        number = 0 if failed is None else int(failed)
-        if number:
-            raise RefusedData(compiled.requirements.error(number), state)
+        if failed:
+            raise RefusedData(compiled.requirements.error(int(failed)), state)
         return state, results
 
     def launch(self, state: Arrays, batches: Arrays, steps: int) -> tuple[Arrays, Arrays, int]:
@@ -136,12 +154,12 @@ class XlaProgram:
         The arrays of `state` are given away. Steps from the first that fails change nothing.
         """
         _, results, state, failed = self._ran(state, batches, steps)
-        bad = np.zeros(0) if failed is None else np.flatnonzero(np.asarray(failed))
+        bad = np.flatnonzero(failed)
         return state, results, int(bad[0]) if bad.size else steps
 
     def explained(self, refused: RefusedData, feeds: Mapping[str, Any]) -> InvalidInput:
         """Return the error of the reference engine, which shows operands; else the plain one."""
-        state = dict(zip(self.donate, map(whole, refused.state), strict=True))
+        state = dict(zip(self.donate, read(refused.state), strict=True))
         values = {**feeds, **state}
         try:
             ReferenceProgram(self.function, ())(*(values[n] for n in self.function.param_names))
@@ -150,6 +168,7 @@ class XlaProgram:
         return refused.error
 
     def _ran(self, state: Arrays, batch: Arrays, steps: int | None = None) -> Any:
+        """Return the program, its results, the new state, and which requirement failed."""
         compiled = self._for_shapes(batch, steps)
         with exact():
             where = compiled.placement
@@ -159,13 +178,12 @@ class XlaProgram:
             elif compiled is not self._last and where is not None:
                 state = jax.device_put(list(state), list(where.state))
             self._last = compiled
-            try:
-                with nullcontext() if processes is None else processes.noticing_loss():
-                    results, moved, failed = compiled.call(state, batch)
-                    jax.block_until_ready((results, failed))
-            except jax.errors.JaxRuntimeError as error:
-                raise InvalidInput(f"XLA could not run {self.function.name}: {error}") from error
-        return compiled, results, moved, failed
+            with explained(self.function.name), _noticing(processes):
+                results, moved, failed = compiled.call(state, batch)
+                # All of it: the memory of the batches is used again.
+                jax.block_until_ready((results, moved, failed))
+                number = np.zeros((), np.int32) if failed is None else np.asarray(failed)
+        return compiled, results, moved, number
 
     def _for_shapes(self, batch: Arrays, steps: int | None) -> XlaExecutable:
         """Return the program for a batch of these shapes; the one unused longest gives way."""
@@ -195,6 +213,7 @@ class XlaLoop:
         self._state: dict[str, Any] = dict.fromkeys(program.donate)
         self._state |= self._placed(state)
         self._names = frozenset(p.name for p in program.batch)
+        self._staging = Staging()
 
     def step(self, **batch: Array) -> dict[str, Array]:
         """See `EngineLoop.step`."""
@@ -205,27 +224,35 @@ class XlaLoop:
             self._keep(refused.state)
             raise program.explained(refused, feeds) from None
         self._keep(state)
-        return {n: np.array(r) for n, r in zip(program.results, results, strict=True)}
+        return dict(zip(program.results, fetched(results), strict=True))
 
-    def steps(self, batches: Sequence[Mapping[str, Array]]) -> list[dict[str, Array]]:
-        """Run a step for each batch, all of the same shapes, in one launch of the device.
+    def stage(self, *, room: int) -> StagedBatches:
+        """See `LaunchingLoop.stage`."""
+        program = self._program
+        names = [p.name for p in program.batch]
+        ahead = program.devices.is_single
+        return StagedBatches(names, self._checked, self._staging, room=room, ahead=ahead)
 
-        The results are those of the steps that were done: those before the first that is refused.
-        A first step that is refused raises InvalidInput.
-        """
-        checked_batches = [self._checked(batch) for batch in batches]
-        stacked = [np.stack([b[p.name] for b in checked_batches]) for p in self._program.batch]
-        state, results, done = self._program.launch(self._present(), stacked, len(batches))
+    def launch(self, staged: StagedBatches) -> list[dict[str, Array]]:
+        """See `LaunchingLoop.launch`."""
+        count = len(staged)
+        state, results, done = self._program.launch(self._present(), staged.arrays(), count)
         self._keep(state)
         if not done:
-            return [self.step(**batches[0])]
-        arrays = [np.array(r) for r in results]
-        names = self._program.results
+            return [self.step(**staged.batch(0))]
+        names, arrays = self._program.results, fetched(results)
         return [{n: a[i] for n, a in zip(names, arrays, strict=True)} for i in range(done)]
+
+    def steps(self, batches: Sequence[Mapping[str, Array]]) -> list[dict[str, Array]]:
+        """Stage batches and launch their steps; see `launch`."""
+        staged = self.stage(room=len(batches))
+        for batch in batches:
+            staged.add(batch)
+        return self.launch(staged)
 
     def state(self) -> dict[str, Array]:
         """See `EngineLoop.state`."""
-        return dict(zip(self._state, map(whole, self._present()), strict=True))
+        return dict(zip(self._state, fetched(self._present()), strict=True))
 
     def view(self) -> Mapping[str, Array]:
         """See `EngineLoop.view`."""
@@ -273,9 +300,7 @@ class StateView(Mapping[str, Array]):
 
     def __getitem__(self, name: str) -> Array:
         """Return an array as it is in memory, if it is there."""
-        x = self._arrays[name]
-        array: Array = np.asarray(x) if x.is_fully_addressable else whole(x)
-        return array
+        return read([self._arrays[name]])[0]
 
     def __iter__(self) -> Iterator[str]:
         """Return an iterator over the names."""
@@ -284,6 +309,24 @@ class StateView(Mapping[str, Array]):
     def __len__(self) -> int:
         """Return the number of arrays."""
         return len(self._arrays)
+
+
+def fetched(results: Arrays) -> list[Array]:
+    """Return copies in the host's memory."""
+    return [np.array(x) for x in read(results)]
+
+
+def read(results: Arrays) -> list[Array]:
+    """Return arrays of the host, which must not be written; the transfers run together."""
+    arrays = [gathered(x) for x in results]
+    with transferring():
+        for x in arrays:
+            x.copy_to_host_async()
+        return [np.asarray(x) for x in arrays]
+
+
+def _noticing(processes: Processes | None) -> AbstractContextManager[None]:
+    return nullcontext() if processes is None else processes.noticing_loss()
 
 
 def checked(params: Sequence[Value], args: Mapping[str, Any]) -> dict[str, Array]:
