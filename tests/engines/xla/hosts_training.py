@@ -17,6 +17,7 @@ from triplane.unified_ir import data, nn, ops, optim, train
 from triplane.unified_ir.engines.xla.engine import XlaEngine
 from triplane.unified_ir.engines.xla.hosts import Hosts
 from triplane.unified_ir.engines.xla.processes import join
+from triplane.unified_ir.train.snapshot import Snapshot
 
 LAYOUTS: Any = {
     "whole": ({}, 1, 197, 18),
@@ -55,8 +56,9 @@ def trainer(engine, rate=0.05, **options):
     return train.Trainer(Net(), loss=loss, optimizer=optimizer, **chosen)
 
 
-def trained(engine, folder, steps_per_launch, samples, batch_size):
-    record, history = train.Record(), train.HistoryFile(folder / "history.json")
+def trained(engine, place, steps_per_launch, samples, batch_size):
+    record, history = train.Record(), train.HistoryFile(place / "history.json")
+    folder = place.parent
     options: Any = {"callbacks": [record, history], "steps_per_launch": steps_per_launch}
     run = trainer(engine, **options)
     held_out = digits(40)
@@ -95,13 +97,15 @@ def main():
     if coordinator:
         process, count = map(int, which.split("/"))
         hosts = Hosts(coordinator=coordinator[0], process=process, count=count)
+        if process > 1:
+            Snapshot.write = None  # type: ignore[assignment,method-assign]
         own = {"hosts": hosts}
     for name in layouts.split(","):
         options, *sizes = LAYOUTS[name]
         place = Path(folder, name, which.replace("/", "of"))
         place.mkdir(parents=True)
         chosen = {k: v for k, v in own.items() if k != "mesh" or "parallel" not in options}
-        state = trained(XlaEngine(**chosen, **options), place.parent, *sizes)
+        state = trained(XlaEngine(**chosen, **options), place, *sizes)
         np.savez(place / "end.npz", **state)
     if coordinator and "split" in layouts:
         refused(hosts, Path(folder))
