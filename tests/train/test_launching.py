@@ -23,28 +23,37 @@ def launch(n, rows=4):
     return batches
 
 
-def decided(seconds, batches=None, choice=None):
-    """The turns until a decision, and what was said. seconds: of a launch, and of single steps."""
+def decided(seconds, sizes=(8,)):
+    """The turns until a decision, and what was said. seconds: of a step in a launch, and alone."""
     said: list[str] = []
     turns: list[bool] = []
-    launching = Launching("auto", choice := choice or LaunchChoice(), said.append)
+    launching = Launching("auto", choice := LaunchChoice(), said.append)
+    compiled = set()
     while choice.together is None:
-        together = launching.together(batches := batches or launch(8))
-        turns.append(together)
-        # The first of each compiles, and does not count.
-        took = 60.0 if len(turns) <= 2 else seconds[not together]
-        launching.measure(batches, took, together=together)
+        n = sizes[len(turns) % len(sizes)]
+        turns.append(together := launching.together(launch(n)))
+        program = together and n
+        took = seconds[not together] * n if program in compiled else 60.0
+        compiled.add(program)
+        launching.measure(launch(n), took, together=together)
     return turns, said, launching, choice
 
 
 def test_turns_alternate_and_the_faster_way_stays():
     turns, said, launching, choice = decided((1.0, 2.0))
-    assert turns == [True, False] * (MEASURED + 1)
+    assert turns == [True, True, False, False] + [True, False] * (MEASURED - 1)
     assert choice.together
     assert launching.together(launch(8))
     assert not launching.is_single
     way = "the run goes on with launches of several steps"
-    assert said == [f"8 steps in one launch take 0.50 of the time of as many launches; {way}"]
+    assert said == [f"several steps in one launch take 0.50 of the time of as many launches; {way}"]
+
+
+def test_the_short_launch_at_the_end_of_an_epoch_is_compared_by_the_time_of_a_step():
+    turns, said, _, choice = decided((1.0, 2.0), sizes=(32, 12))
+    assert len(turns) < 2 * (MEASURED + 3)
+    assert choice.together
+    assert "take 0.50 of the time" in said[0]
 
 
 def test_single_steps_stay_where_a_launch_is_slower():
@@ -56,11 +65,11 @@ def test_single_steps_stay_where_a_launch_is_slower():
     assert said[0].endswith("goes on with a launch for each step")
 
 
-def test_batches_of_other_shapes_and_numbers_are_not_compared():
+def test_batches_of_different_shapes_are_not_compared():
     launching = Launching("auto", choice := LaunchChoice(), lambda _: None)
-    for rows, n in ((4, 8), (5, 8), (4, 7)) * MEASURED:
-        assert launching.together(launch(n, rows)) in {True, False}
-        launching.measure(launch(n, rows), 1.0, together=launching.together(launch(n, rows)))
+    for rows in (4, 5, 6) * (MEASURED + 1):
+        batches = launch(8, rows)
+        launching.measure(batches, 1.0, together=launching.together(batches))
     assert choice.together is None
 
 

@@ -32,7 +32,7 @@ from triplane.unified_ir.ir.types import (
 from triplane.unified_ir.ops import signatures
 from triplane.unified_ir.ops.emission import Emit
 from triplane.unified_ir.ops.lowering import Rule
-from triplane.unified_ir.ops.recorder import recorder
+from triplane.unified_ir.ops.recorder import recorder, with_shard
 
 if TYPE_CHECKING:
     from triplane.unified_ir.ops.tensor import Tensor
@@ -268,6 +268,8 @@ class Op:
     native: Native | None = None
     """Whether an opset's operator, and onnxruntime's kernel of it, can do what a node asks; if not,
     the body is emitted. Without this rule they always can."""
+    native_on_cuda: Callable[[Node], bool] | None = None
+    """The same of onnxruntime's CUDA kernel, on a target with that device."""
     emit: Emit | None = None
     """Writes a node as ONNX where copying it is not enough (`ops/emission.py`)."""
     lower_below: Mapping[int, Emit] = field(default_factory=dict)
@@ -388,6 +390,10 @@ class Op:
     def __call__(self, *inputs: Any, **attrs: Any) -> Tensor:
         """Add a node to the graph under construction and return its first output."""
         return recorder().apply(self, *signatures.arguments(self, inputs, attrs))[0]
+
+    def shard(self, *strategy: Sequence[int]) -> Callable[..., Tensor]:
+        """Return the operator with a strategy: for each tensor of the call, slices of each axis."""
+        return with_shard(self, str(self))(*strategy)
 
     def all_outputs(self, *inputs: Any, outputs: int, **attrs: Any) -> tuple[Tensor, ...]:
         """Add a node and return its first `outputs` outputs."""

@@ -21,7 +21,7 @@ AUTO_STEPS: Final = 32
 AUTO_BYTES: Final = 64 << 20
 """Limit for the batches of such a launch."""
 MEASURED: Final = 3
-"""Launches and single runs of as many steps that are compared, after one of each that compiles."""
+"""Launches, and runs of as many single steps, that are compared; one that compiles is left out."""
 
 StepsPerLaunch = int | Literal["auto"]
 
@@ -61,9 +61,10 @@ class Launching:
         self, steps: StepsPerLaunch, choice: LaunchChoice, say: Callable[[str], None]
     ) -> None:
         self._steps, self._choice, self._say = steps, choice, say
-        # Seconds of steps together and one by one, for each number and shape of batches.
+        # Seconds of a step, together and one by one, for each shape of batches.
         self._times: defaultdict[Any, tuple[list[float], list[float]]]
         self._times = defaultdict(lambda: ([], []))
+        self._compiled: set[Any] = set()
 
     @property
     def is_single(self) -> bool:
@@ -82,28 +83,34 @@ class Launching:
             return False
         if self._steps != AUTO or self._choice.together:
             return True
-        launched, single = self._times[_kind(batches)]
+        launched, single = self._times[_kinds(batches)]
         return len(launched) <= len(single)
 
     def measure(self, batches: LaunchBatches, seconds: float, *, together: bool) -> None:
         """Take the time of the steps of a launch, and decide once there are enough."""
         if len(batches) == 1 or self._steps != AUTO or self._choice.together is not None:
             return
-        launched, single = self._times[_kind(batches)]
-        (launched if together else single).append(seconds)
-        if len(single) > MEASURED:
-            ratio = median(launched[1:]) / median(single[1:])
-            self._choice.together = ratio <= 1
-            goes_on = "a launch for each step" if ratio > 1 else "launches of several steps"
-            self._say(
-                f"{len(batches)} steps in one launch take {ratio:.2f} of the time of as many "
-                f"launches; the run goes on with {goes_on}"
-            )
+        kinds = _kinds(batches)
+        program = kinds, together and len(batches)
+        if program not in self._compiled:  # this time it was
+            self._compiled.add(program)
+            return
+        launched, single = self._times[kinds]
+        (launched if together else single).append(seconds / len(batches))
+        if len(single) >= MEASURED:
+            self._decide(median(launched) / median(single))
+
+    def _decide(self, ratio: float) -> None:
+        self._choice.together = ratio <= 1
+        goes_on = "a launch for each step" if ratio > 1 else "launches of several steps"
+        self._say(
+            f"several steps in one launch take {ratio:.2f} of the time of as many launches; the "
+            f"run goes on with {goes_on}"
+        )
 
 
-def _kind(batches: LaunchBatches) -> Any:
-    arrays = batches.batch(0).values()
-    return len(batches), *((a.dtype, a.shape) for a in arrays)
+def _kinds(batches: LaunchBatches) -> Any:
+    return tuple([(a.dtype, a.shape) for a in batches.batch(0).values()])
 
 
 class SingleBatch:

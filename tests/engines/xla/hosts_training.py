@@ -79,6 +79,8 @@ def refused(hosts, folder):
     mine: Any = {"batch_size": 20, "checkpoint": folder / "split" / ("run", "none")[process - 1]}
     with pytest.raises(Conflict, match=r"in its checkpoint: none, .* there, step 24, epoch 3"):
         trainer(engine).fit(digits(160), 1, progress="none", **mine)
+    with pytest.raises(InvalidInput, match="uses all their devices, 2, got 1"):
+        XlaEngine(hosts=hosts, mesh={"data": 1})
     with pytest.raises(Conflict, match="already process"):
         XlaEngine(hosts=Hosts(coordinator=hosts.coordinator, process=1, count=9))
     mesh = Mesh(np.array(jax.devices()), ("data",))

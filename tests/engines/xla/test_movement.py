@@ -119,6 +119,7 @@ def test_element_types():
     agrees(*recorded(*calls))
 
 
+@pytest.mark.long
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="numpy's casts are the processor's")
 @pytest.mark.parametrize("to", ["int32", "int64", "int8", "uint16"])
 def test_floats_that_no_integer_holds_are_cast_as_by_numpy(to):

@@ -111,7 +111,14 @@ class Devices:
         return Placement(state, batch, self._sharding())
 
     def check(self, function: Function, state: Sequence[str]) -> None:
-        """Refuse patterns that name no state of a function, and axes that do not divide."""
+        """Refuse patterns that name no state, axes that do not divide, and strategies by node."""
+        own = next((n for n in function.walk() if n.strategy and self._mesh is not None), None)
+        if own is not None:
+            raise InvalidInput(
+                f"{own.op} at {own.meta.location or 'an unknown line'} has a strategy of its own, "
+                f"which the mesh {self._named()} does not carry out; use parallel='auto' and "
+                "devices=N, which plans around it"
+            )
         for pattern in self._shard:
             if state and not any(_matches(name, pattern) for name in state):
                 near = suggestion(pattern, state)

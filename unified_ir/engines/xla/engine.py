@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from math import prod
 from typing import Literal
 
 from triplane.proto.errors import InvalidInput
@@ -26,12 +27,12 @@ class XlaEngine:
     state, the axis of the mesh over which each axis is split, as in {"*.weight": ("model", None)};
     slots of the optimizer follow their parameter unless a pattern names them, as in
     {"optimizer.*": ("data",)}. parallel="auto": split each function over `devices` (by default all)
-    as the planner decides (docs/parallel.md), within memory_bytes on each, at the rates of a
-    topology. deterministic: a GPU gives the same bits again, also in another process; XLA then uses
-    no kernel whose sums depend on timing, and tries out none, which may take longer. A CPU does so
-    in any case. hosts: this process is one of several, whose devices together form the mesh (by
-    default all of them over `data`); see docs/many_hosts.md. `str(engine.devices)` says which
-    devices are used, and why.
+    as the planner decides around the strategies in its code (docs/parallel.md), within memory_bytes
+    on each, at the rates of a topology. deterministic: a GPU gives the same bits again, also in
+    another process; XLA then uses no kernel whose sums depend on timing, and tries out none, which
+    may take longer. A CPU does so in any case. hosts: this process is one of several, whose devices
+    together form the mesh (by default all of them over `data`); see docs/many_hosts.md.
+    `str(engine.devices)` says which devices are used, and why.
     """
 
     name = "xla"
@@ -56,8 +57,8 @@ class XlaEngine:
             if mesh or shard:
                 raise InvalidInput("parallel='auto' chooses mesh and shard; give one or the other")
         self.processes = None if hosts is None else join(hosts)
-        if hosts is not None and parallel is None and not mesh:
-            mesh = {DATA: len(jax.devices())}
+        if hosts is not None:
+            mesh = _mesh_of_all(mesh, devices, parallel)
         self.devices: Devices | PlannedDevices = (
             Devices(mesh, shard)
             if parallel is None
@@ -71,3 +72,19 @@ class XlaEngine:
             with_kernels(TABLE, function, self.name), donate, self.devices,
             deterministic=self.deterministic,
         )  # fmt: skip
+
+
+def _mesh_of_all(
+    mesh: Mapping[str, int] | None, devices: int | None, parallel: str | None
+) -> Mapping[str, int] | None:
+    """Return the mesh, by default of all devices; refuse one without a device of each process."""
+    there = len(jax.devices())
+    if parallel is None:
+        mesh = mesh or {DATA: there}
+        devices = prod(mesh.values())
+    if devices not in {None, there}:
+        raise InvalidInput(
+            f"a run of several processes uses all their devices, {there}, got {devices}; each "
+            "process must have a part in the mesh"
+        )
+    return mesh

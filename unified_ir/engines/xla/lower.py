@@ -238,7 +238,7 @@ class Trace:
         outer, self._node = self._node, node
         try:
             rule = rule_of(row_of(node))
-            raw = NotImplemented
+            raw: Any = NotImplemented
             if rule is not None:
                 raw = rule(self, *operands, **self._attributes(node))
             if raw is NotImplemented:

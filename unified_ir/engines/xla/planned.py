@@ -14,14 +14,17 @@ from triplane.unified_ir.engines.xla.processes import Processes
 from triplane.unified_ir.ir.dims import is_symbol
 from triplane.unified_ir.ir.graph import Function
 from triplane.unified_ir.passes.sharding import ParallelPlan, Topology, plan
+from triplane.unified_ir.passes.sharding.problem import with_dividing_strategies
 from triplane.unified_ir.passes.sharding.report import time_text
 
 
 class PlannedDevices:
     """A number of devices (None: all), over which functions are split as the planner decides.
 
-    A function is planned for each combination of its sizes. memory_bytes: what one device has.
-    say: called with a line on each plan. InvalidInput: JAX has fewer devices.
+    A function is planned for each combination of its sizes, around the strategies in its code; one
+    that the sizes of a batch do not divide is left to the planner for that batch.
+    memory_bytes: what one device has. say: called with a line on each plan. InvalidInput: JAX has
+    fewer devices.
     """
 
     def __init__(
@@ -70,7 +73,7 @@ class PlannedDevices:
             if is_symbol(d)
         }
         best = plan(
-            function, len(self._devices), sizes=sizes,
+            with_dividing_strategies(function, sizes), len(self._devices), sizes=sizes,
             memory_bytes=self._memory_bytes, topology=self._topology,
         )  # fmt: skip
         self.plans.append(best)
