@@ -57,14 +57,17 @@ class XlaEngine:
             if mesh or shard:
                 raise InvalidInput("parallel='auto' chooses mesh and shard; give one or the other")
         self.processes = None if hosts is None else join(hosts)
-        if hosts is not None:
-            mesh = _mesh_of_all(mesh, devices, parallel)
+        if hosts is not None and parallel is None and not mesh:
+            mesh = {DATA: len(jax.devices())}
         self.devices: Devices | PlannedDevices = (
             Devices(mesh, shard)
             if parallel is None
             else PlannedDevices(devices, memory_bytes=memory_bytes, topology=topology)
         )
         self.devices.processes = self.processes
+        if hosts is not None:
+            axes = self.devices.axes if isinstance(self.devices, Devices) else {}
+            _check_all_used(prod(axes.values()) if axes else devices)
 
     def compile(self, function: Function, *, donate: Collection[str] = ()) -> XlaProgram:
         """See `Engine`."""
@@ -74,17 +77,11 @@ class XlaEngine:
         )  # fmt: skip
 
 
-def _mesh_of_all(
-    mesh: Mapping[str, int] | None, devices: int | None, parallel: str | None
-) -> Mapping[str, int] | None:
-    """Return the mesh, by default of all devices; refuse one without a device of each process."""
+def _check_all_used(devices: int | None) -> None:
+    """Refuse a number of devices that leaves some process without one; None: all."""
     there = len(jax.devices())
-    if parallel is None:
-        mesh = mesh or {DATA: there}
-        devices = prod(mesh.values())
     if devices not in {None, there}:
         raise InvalidInput(
             f"a run of several processes uses all their devices, {there}, got {devices}; each "
             "process must have a part in the mesh"
         )
-    return mesh
