@@ -208,7 +208,7 @@ def test_buckets_are_compared(capsys, net):
         (("--stages", "2", "--microbatches", "5"), "32 does not divide into 5 equal microbatches"),
         (("--stages", "2", "--buckets"), "--buckets belongs to a plan with --devices"),
         (("--buckets",), "add --devices N"),
-        (("--devices", "2", "--buckets", "--out-model", "x.tpm"), "--out-model belongs to a plan"),
+        (("--devices", "2", "--buckets", "--out", "x.svg"), "--out belongs to a plan"),
     ],
 )
 def test_devices_or_stages_are_planned(capsys, net, options, why):

@@ -68,7 +68,8 @@ Each verb explains itself: triplane VERB --help
 \b
 Exit codes: 0 done; 1 the files differ (diff); 2 fix the call; 3 not in this state; 4 not now (port
 taken, disk or memory full, cloud unreachable) or an unfinished rollout; 5 damaged file or broken
-log; 6 an extra is missing; 70 a fault of triplane; 130 interrupted.
+log; 6 an extra is missing; 7 a process of a training on many hosts was lost; 70 a fault of
+triplane; 130 interrupted.
 """
 
 
@@ -406,11 +407,16 @@ def _failure(error: Exception) -> _Failure:
         error = Unavailable(f"out of memory: {reason}; use smaller sizes, or a larger machine")
     for family, code in EXIT_CODES.items():
         if isinstance(error, family):
-            return _Failure(family.__name__, str(error), code)
+            return _Failure(family.__name__, str(error), getattr(error, "exit_code", code))
     if isinstance(error, TriplaneError):
         return _Failure("TriplaneError", str(error), UNEXPECTED)
     message = f"unexpected {_first_line(error)} (a bug in triplane; --debug shows where)"
     return _Failure("Unexpected", message, UNEXPECTED)
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Return the exit code of a command that ends with this error."""
+    return _failure(error).exit_code if isinstance(error, Exception) else INTERRUPTED
 
 
 def _report(failure: _Failure, error: BaseException, *, as_json: bool) -> None:

@@ -161,6 +161,12 @@ OPTIONS: Final = (
            "between them; auto measures whether that is faster.", default="1"),
     option("--deterministic", "With --engine xla: the same bits again on a GPU, too.",
            is_flag=True),
+    option("--coordinator HOST:PORT", "With --engine xla: train as one of several processes; where "
+           "the first one serves the others. auto: the first node of SLURM."),
+    option("--process I/N", "Which of the processes this is, from 1/N.  [default: as SLURM or a "
+           "Kubernetes Job says]"),
+    option("--heartbeat SECONDS", "A process that gives no sign of life for so long is lost.",
+           COUNT, default=10),
     option("--seed N", "Seed of initial weights, split and order; the same seed gives the same "
            "bytes.", NATURAL, default=0),
     option("--out", "The model file to write (NAME.tpm).", OUTPUT_FILE, required=True),
@@ -189,9 +195,7 @@ def command(**options: Any) -> None:
     The whole step (forward, backward, clipping, optimizer) is one graph; the file holds the
     functions, the weights and the optimizer's state, and `triplane convert` takes it from there.
     """
-    import time
-
-    from triplane.unified_ir.ops.check import save
+    from triplane.unified_ir.cli import watching
 
     as_json = options.pop("as_json")
     output = open_output(as_json)
@@ -199,16 +203,43 @@ def command(**options: Any) -> None:
     if is_default_rate:
         options["lr"] = FINE_TUNING_RATE if Path(options["cell"]).suffix in _MODELS else RATE
     _check(options)
+    options["hosts"] = training.hosts(options)
+    if options["hosts"] is not None and not watching.is_watched():
+        code = watching.train(options["hosts"], options["checkpoint"], output.note)
+        click.get_current_context().exit(code)
+    with watching.reporting(options["hosts"]):
+        _run(options, output, is_default_rate=is_default_rate)
+
+
+def _run(options: dict[str, Any], output: CommandOutput, *, is_default_rate: bool) -> None:
+    """Train, write the files and report."""
+    import time
+
     start = time.perf_counter()
     with _explained(options, output, is_default_rate=is_default_rate), output.user_code():
         trainer, measures, module = _trained(options, output)
-    digest = save(module, options["out"])
-    if options["history"] is not None:
-        from triplane.proto.disk import write_atomic
-
-        write_atomic(options["history"], trainer.history.json().encode())
+    digest = _written(options, trainer, module)
+    if digest is None:
+        output.note(f"{options['hosts']}: done, and process 1 has written {options['out']}")
+        return
     record = _record(options["out"], digest, trainer, measures, time.perf_counter() - start)
     _report(output, options, record)
+
+
+def _written(options: dict[str, Any], trainer: Trainer, module: Module) -> str | None:
+    """Write --out and --history; return the digest, or None in all processes but the first."""
+    from triplane.proto.disk import write_atomic
+    from triplane.unified_ir.ops.check import save
+    from triplane.unified_ir.train.together import group_of
+
+    group, digest = group_of(trainer.engine), None
+    if group is None or group.is_first:
+        digest = save(module, options["out"])
+        if options["history"] is not None:
+            write_atomic(options["history"], trainer.history.json().encode())
+    if group is not None:
+        group.wait("model file")
+    return digest
 
 
 def _check(options: dict[str, Any]) -> None:
@@ -304,6 +335,8 @@ def _trained(
     """Return a trained trainer, its measures on held-out data, and the module to export."""
     from triplane.unified_ir import nn
 
+    # First, so that processes meet before each reads its data.
+    options["engine"] = training.engine(options)
     nn.seed(options["seed"])  # before the cell exists, whose weights are drawn from it
     cell = load_cell(
         options["cell"], batch_norm=options["batch_norm"], arguments=options["cell_args"]
@@ -428,7 +461,7 @@ def _trainer(
             *training.early_stop(options["early_stop"], restore_best=options["restore_best"]),
             *boards,
         ],
-        engine=training.engine(options),
+        engine=options["engine"],
         steps_per_launch=training.steps_per_launch(options["steps_per_launch"]),
         average=options["ema"],
         memory_budget_bytes=None if budget_mb is None else round(budget_mb * 1e6),

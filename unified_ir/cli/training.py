@@ -7,6 +7,7 @@ function is called.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from triplane.proto.errors import InvalidInput
 
 if TYPE_CHECKING:
     from triplane.unified_ir.data.columns import Field
+    from triplane.unified_ir.engines.xla.hosts import Hosts
     from triplane.unified_ir.optim import Optimizer, Schedule
 
 OPTIMIZERS: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
@@ -91,7 +93,7 @@ DEFAULT_METRICS: Final[Mapping[str, tuple[str, ...]]] = {"numbers": ("mae",)}
 
 
 _OF_XLA: Final = (
-    "mesh", "shard", "parallel", "buckets", "stages", "microbatches", "deterministic",
+    "mesh", "shard", "parallel", "buckets", "stages", "microbatches", "hosts", "deterministic",
 )  # fmt: skip
 """Options that only the engine xla has."""
 
@@ -130,7 +132,7 @@ def engine(options: Mapping[str, Any]) -> Any:
     }
     file = options["topology"]
     topology = None if file is None else read_topology(file)
-    same = ("parallel", "devices", "deterministic", "buckets", "stages", "microbatches")
+    same = ("parallel", "devices", "deterministic", "buckets", "stages", "microbatches", "hosts")
     chosen = {name: options[name] for name in same}
     return XlaEngine(mesh=axes, shard=patterns, topology=topology, **chosen)
 
@@ -142,6 +144,22 @@ def steps_per_launch(text: str) -> int | Literal["auto"]:
     if not re.fullmatch("[1-9][0-9]{0,8}", text):
         raise InvalidInput(f"--steps-per-launch is a number >= 1, or auto; got {text!r}")
     return int(text)
+
+
+def hosts(options: Mapping[str, Any]) -> Hosts | None:
+    """Return the process that --coordinator, --process or the environment describe, if any."""
+    from triplane.unified_ir.engines.xla.hosts import hosts_of
+
+    heartbeat_s = options["heartbeat"]
+    chosen = hosts_of(
+        options["coordinator"], options["process"], os.environ, heartbeat_s=heartbeat_s
+    )
+    if chosen is not None and options["engine"] != "xla":
+        raise InvalidInput(
+            f"{chosen}: several processes train with --engine xla; the engine is "
+            f"{options['engine']!r}"
+        )
+    return chosen
 
 
 def _pairs(what: str, form: str, items: Sequence[str]) -> dict[str, str]:

@@ -12,6 +12,7 @@ from triplane.unified_ir.engines.protocol import (
     EngineLoop,
     LaunchBatches,
     LaunchingLoop,
+    ProcessGroup,
     Program,
     StateLost,
 )
@@ -64,6 +65,7 @@ __all__ = [
     "EngineLoop",
     "LaunchBatches",
     "LaunchingLoop",
+    "ProcessGroup",
     "Program",
     "StateLost",
     "engine",

@@ -108,6 +108,30 @@ class Engine(Protocol):
         ...
 
 
+class ProcessGroup(Protocol):
+    """The processes of one run, of which this is one; all of them make the same calls in order."""
+
+    @property
+    def is_first(self) -> bool:
+        """Return whether this process writes what is written once."""
+        ...
+
+    def wait(self, what: str) -> None:
+        """Return when every process has come here; Unavailable if one is lost."""
+        ...
+
+    def difference(self, facts: Mapping[str, str]) -> tuple[int, str, str, str] | None:
+        """Return, in every process, where one differs from the first: None if none does.
+
+        That is its number, the name of the fact, its value there, and its value in the first.
+        """
+        ...
+
+    def stops(self) -> bool:
+        """Return, in the same call in every process, whether one of them was asked to end."""
+        ...
+
+
 def check_donated(function: Function, donate: Collection[str]) -> None:
     """Raise InvalidInput unless donated names are parameters that keep their type."""
     for name in donate:

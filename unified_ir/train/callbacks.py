@@ -27,6 +27,9 @@ class Callback:
     callback with state of its own returns it from `state_dict`, and checkpoints hold it.
     """
 
+    only_writes = False
+    """Whether it only shows or writes; of several processes only the first then calls it."""
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Return the object without state; ArgumentError for arguments that do not fit."""
         check_arguments(cls, args, kwargs)
@@ -170,6 +173,8 @@ class EarlyStop(Callback):
 
 class HistoryFile(Callback):
     """Writes the history to a file, atomically: CSV or JSON, by its suffix."""
+
+    only_writes = True
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from triplane.proto.errors import Corrupt, InvalidInput
+from triplane.unified_ir.engines import ProcessGroup
 from triplane.unified_ir.train.callbacks import Callback
 from triplane.unified_ir.train.run import Run
 from triplane.unified_ir.train.snapshot import Snapshot, read
@@ -25,7 +26,8 @@ LEFTOVER: Final = ".step-*.tmp"
 class Checkpoint(Callback):
     """Saves a run in `folder` every `every_epochs` epochs and, if given, every `every_steps` steps.
 
-    Keeps the newest `keep` files. Only one run at a time may use a folder.
+    Keeps the newest `keep` files. Only one run at a time may use a folder. In a run of several
+    processes the first one writes, and the others wait until it has.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Checkpoint(Callback):
         self.folder = Path(folder)
         self.every_steps, self.every_epochs, self.keep = every_steps, every_epochs, keep
         self._saved: tuple[int, int] | None = None
+        self.processes: ProcessGroup | None = None
 
     def files(self) -> list[Path]:
         """Return the checkpoints in the folder, oldest first."""
@@ -74,20 +77,29 @@ class Checkpoint(Callback):
     def save(self, snapshot: Snapshot) -> Path:
         """Write one more checkpoint, then delete the oldest beyond `keep`."""
         path = self.folder / f"step-{snapshot.place.step:012d}.tpc"
-        snapshot.write(path)
-        # Only after the new file is complete, so that at every moment a complete one exists.
-        for old in self.files()[: -self.keep]:
-            old.unlink(missing_ok=True)
+        if self._writes:
+            snapshot.write(path)
+            # Only after the new file is complete, so that at every moment a complete one exists.
+            for old in self.files()[: -self.keep]:
+                old.unlink(missing_ok=True)
+        if self.processes is not None:
+            self.processes.wait("checkpoint")
         return path
+
+    @property
+    def _writes(self) -> bool:
+        return self.processes is None or self.processes.is_first
 
     def on_start(self, run: Run) -> None:
         """See `Callback`."""
+        self._saved = None
+        if not self._writes:
+            return
         self.folder.mkdir(parents=True, exist_ok=True)
         # Only one run may use the folder, so these belong to a process that was killed.
         for left in self.folder.glob(LEFTOVER):
             with contextlib.suppress(OSError):
                 left.unlink()
-        self._saved = None
 
     def on_step(self, run: Run) -> None:
         """See `Callback`."""

@@ -39,6 +39,7 @@ from triplane.unified_ir.train.run import Run
 from triplane.unified_ir.train.snapshot import Snapshot
 
 if TYPE_CHECKING:
+    from triplane.unified_ir.train.together import SharedInterrupt
     from triplane.unified_ir.train.trainer import Trainer
 
 
@@ -69,7 +70,7 @@ class Fit:
         validation: Any,
         callbacks: Sequence[Callback],
         goal: int,
-        interrupt: Interrupt,
+        interrupt: Interrupt | SharedInterrupt,
     ) -> None:
         self.trainer, self.source, self.validation = trainer, source, validation
         self.interrupt = interrupt

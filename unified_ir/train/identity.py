@@ -43,7 +43,7 @@ class OtherRun(Conflict):
 
     def __init__(self, part: str, there: str, here: str) -> None:
         super().__init__(
-            f"the checkpoint belongs to a run with another {part}: {_shown(there, here)}; continue "
+            f"the checkpoint belongs to a run with another {part}: {shown(there, here)}; continue "
             f"with the {part} of that run, or name another folder for a new run"
         )
         self.part, self.there, self.here = part, there, here
@@ -95,7 +95,7 @@ def check(theirs: Mapping[str, str], mine: Mapping[str, str], *, but: Collection
             raise OtherRun(part, theirs[part], mine[part])
 
 
-def _shown(there: str, here: str) -> str:
+def shown(there: str, here: str) -> str:
     """Return both texts, or where only their digests differ, say that the contents differ."""
     left, right = there.rpartition(" "), here.rpartition(" ")
     if left[0] == right[0] and left[0]:
@@ -168,6 +168,11 @@ def _updates(model: TrainingModel, recipe: Recipe) -> str:
         rows = build.param("rows", TensorType(float32, ()))
         results, _ = recipe.advance(params, grads, state, rows)
     return _digest([_graph(build.finish(results))])
+
+
+def of_function(function: Function) -> str:
+    """Return a digest of a graph, whatever the lines of its source are."""
+    return _digest([_graph(function)])
 
 
 def _graph(function: Function) -> bytes:

@@ -14,19 +14,19 @@ class Interrupt:
 
     def __init__(self, on_event: Callable[[str], None]) -> None:
         self._on_event = on_event
-        self._pressed = False
+        self.pressed = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Handle the signal."""
-        if self._pressed:
+        if self.pressed:
             # Raises KeyboardInterrupt here and now.
             signal.default_int_handler(number, frame)
-        self._pressed = True
+        self.pressed = True
         self._on_event("ending after this step; Ctrl-C again ends at once")
 
     def check(self) -> None:
         """Raise KeyboardInterrupt if Ctrl-C was pressed."""
-        if self._pressed:
+        if self.pressed:
             raise KeyboardInterrupt
 
 

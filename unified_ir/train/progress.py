@@ -30,6 +30,8 @@ class Progress(Callback):
     stream: where to, by default standard error. InvalidInput: another style.
     """
 
+    only_writes = True
+
     def __init__(self, style: Style = "auto", *, stream: TextIO | None = None) -> None:
         if style not in get_args(Style):
             names = ", ".join(map(repr, get_args(Style)))

@@ -25,6 +25,8 @@ class TensorBoard(Callback):
     under `validation/`. Histograms and images made by `ops` keep their names.
     """
 
+    only_writes = True
+
     def __init__(
         self,
         folder: str | Path,

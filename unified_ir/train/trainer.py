@@ -34,7 +34,7 @@ from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.ir.types import TensorType
 from triplane.unified_ir.nn.losses import Loss, Metric
 from triplane.unified_ir.optim import STEP, Optimizer, slot_name
-from triplane.unified_ir.train import identity, resuming, step
+from triplane.unified_ir.train import identity, resuming, step, together
 from triplane.unified_ir.train.batches import (
     Batch,
     BatchSource,
@@ -48,7 +48,6 @@ from triplane.unified_ir.train.checkpoint import Checkpoint
 from triplane.unified_ir.train.exporting import Entry, build_module
 from triplane.unified_ir.train.fitting import Fit
 from triplane.unified_ir.train.history import History, Place, Row
-from triplane.unified_ir.train.interrupt import deferred_interrupt
 from triplane.unified_ir.train.launching import LaunchChoice, StepsPerLaunch, checked_steps
 from triplane.unified_ir.train.measuring import measured, predicted
 from triplane.unified_ir.train.metrics import Confusion, Metrics, Tally, metrics_by_name
@@ -213,8 +212,9 @@ class Trainer:
         shown = progress if isinstance(progress, Progress) else Progress(progress)
         callbacks = [*self.callbacks, *([keeper] if keeper else []), shown]
         shown.say_devices(self._engine())
+        callbacks = together.begin(self, source, validation, goal, callbacks)
         try:
-            with deferred_interrupt(shown.say) as interrupt:
+            with together.interrupt(self, shown.say) as interrupt:
                 Fit(self, source, validation, callbacks, goal, interrupt).run()
         finally:
             shown.close()

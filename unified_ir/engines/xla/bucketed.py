@@ -67,6 +67,11 @@ class BucketedDevices(Devices):
     def __str__(self) -> str:
         return f"{super().__str__()}, gradients in buckets"
 
+    @property
+    def layout(self) -> str:
+        """See `Devices.layout`."""
+        return f"{super().layout}, buckets {self._how} at {self._topology}"
+
     def placement(
         self, function: Function, donate: Sequence[str], shapes: Mapping[str, Shape], lead: int
     ) -> Placement | None:

@@ -13,6 +13,7 @@ import numpy as np
 from triplane.proto.errors import InvalidInput
 from triplane.proto.suggestions import suggestion
 from triplane.unified_ir.engines.xla.door import jax
+from triplane.unified_ir.engines.xla.processes import Processes
 from triplane.unified_ir.ir.dims import is_symbol
 from triplane.unified_ir.ir.graph import Function, Value
 
@@ -65,6 +66,7 @@ class Devices:
         self.axes = dict(mesh or {})
         self._shard = {pattern: tuple(axes) for pattern, axes in (shard or {}).items()}
         self._mesh: Any = None
+        self.processes: Processes | None = None
         self._whole: set[int] = set()
         self.say: Callable[[str], None] = lambda _: None
         _check_axes(self.axes, self._shard)
@@ -79,10 +81,17 @@ class Devices:
         kind = first.platform.upper()
         named = kind if kind == "CPU" else f"{kind} ({first.device_kind})"
         if self._mesh is not None:
-            return f"{self._mesh.size} of {len(there)} x {named}, for the mesh {self._named()}"
+            by = "" if self.processes is None else f"; {self.processes.hosts}"
+            mesh = f"for the mesh {self._named()}"
+            return f"{self._mesh.size} of {len(there)} x {named}, {mesh}{by}"
         if len(there) > 1:
             return f"{named}, the first of {len(there)}; a mesh data={len(there)} uses them all"
         return f"{named}, because JAX finds no GPU" if kind == "CPU" else named
+
+    @property
+    def layout(self) -> str:
+        """Return what decides where arrays are, to be compared between processes."""
+        return f"{self.axes}, shard {self._shard}"
 
     @property
     def is_single(self) -> bool:
@@ -149,6 +158,8 @@ class Devices:
 
     def place(self, name: str, x: Any) -> Any:
         """Return a copy of a state tensor where it belongs."""
+        if self.processes is not None:
+            return self.processes.put([x], [self.of_state(name, x.shape)])[0]
         # A copy: on a CPU JAX would otherwise read the caller's memory, which may change.
         copied = jax.numpy.array(x, copy=True)
         if self._mesh is None:

@@ -62,6 +62,20 @@ def tracing() -> Iterator[None]:
         yield
 
 
+def coordination() -> Any:
+    """Return the client of the coordination service, which JAX has in no public place."""
+    from jax._src.distributed import global_state
+
+    return global_state.client
+
+
+def stop_is_due(count: int) -> bool:
+    """Return whether processes that received SIGTERM agreed to end at this number of calls."""
+    from jax.experimental.multihost_utils import reached_preemption_sync_point
+
+    return bool(reached_preemption_sync_point(count))
+
+
 @contextmanager
 def explained(what: str) -> Iterator[None]:
     """Raise InvalidInput for an error of XLA within the block, such as no memory left."""
@@ -89,4 +103,14 @@ def keep_programs() -> None:
 
 keep_programs()
 
-__all__ = ["exact", "explained", "jax", "jnp", "lax", "tracing", "transferring"]
+__all__ = [
+    "coordination",
+    "exact",
+    "explained",
+    "jax",
+    "jnp",
+    "lax",
+    "stop_is_due",
+    "tracing",
+    "transferring",
+]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Literal
 
 from triplane.proto.errors import InvalidInput
@@ -11,8 +12,11 @@ from triplane.proto.suggestions import check_choice
 from triplane.unified_ir.engines.pipelined import PipelineStep
 from triplane.unified_ir.engines.xla.bucketed import BucketedDevices
 from triplane.unified_ir.engines.xla.devices import DATA, Devices
+from triplane.unified_ir.engines.xla.door import jax
+from triplane.unified_ir.engines.xla.hosts import Hosts
 from triplane.unified_ir.engines.xla.pipeline_program import PipelineProgram, StageDevices
 from triplane.unified_ir.engines.xla.planned import PlannedDevices
+from triplane.unified_ir.engines.xla.processes import join
 from triplane.unified_ir.engines.xla.program import XlaProgram
 from triplane.unified_ir.ir.graph import Function
 from triplane.unified_ir.ops.rows.control.custom_ops import with_kernels
@@ -32,9 +36,11 @@ class XlaEngine:
     all-reduces as the topology's rates suggest ("auto"), in one ("one"), or in buckets of so many
     bytes. stages, microbatches: run training steps as a pipeline, a stage of the layers on each
     device, within memory_bytes too (docs/parallel.md#pipeline-stages); with mesh={"data": N}, as N
-    of them. deterministic: a GPU gives the same bits again, also in another process; XLA then uses
-    no kernel whose sums depend on timing, and tries out none, which may take longer. A CPU does so
-    in any case. `str(engine.devices)` says which devices are used, and why.
+    of them. hosts: this process is one of several, whose devices together form the mesh (by default
+    all of them over `data`); see docs/many_hosts.md. deterministic: a GPU gives the same bits
+    again, also in another process; XLA then uses no kernel whose sums depend on timing, and tries
+    out none, which may take longer. A CPU does so in any case. `str(engine.devices)` says which
+    devices are used, and why.
     """
 
     name = "xla"
@@ -51,6 +57,7 @@ class XlaEngine:
         buckets: Literal["auto", "one"] | int | None = None,
         stages: int | None = None,
         microbatches: int | None = None,
+        hosts: Hosts | None = None,
         deterministic: bool = False,
     ) -> None:
         self.deterministic = deterministic
@@ -58,12 +65,13 @@ class XlaEngine:
         """Stages of the pipeline in which training steps run; None for none."""
         self.devices: Devices | PlannedDevices | StageDevices
         if stages is not None:
-            others = shard or parallel is not None or devices is not None or buckets is not None
+            others = (parallel, devices, buckets, hosts) != (None,) * 4 or shard
             if others or set(mesh or {}) - {DATA}:
                 raise InvalidInput(
-                    "stages takes a device for each stage; beside it there is mesh={'data': N}, "
-                    "but no other axis, shard, parallel, devices or buckets"
+                    "stages takes a device of this process for each stage; beside it there is "
+                    "mesh={'data': N}, but no other axis, shard, parallel, devices, buckets, hosts"
                 )
+            self.processes = None
             self.devices = StageDevices(
                 stages, microbatches, replicas=(mesh or {}).get(DATA, 1),
                 memory_bytes=memory_bytes, topology=topology,
@@ -80,12 +88,19 @@ class XlaEngine:
             check_choice("parallel", parallel, ("auto",))
             if mesh or shard:
                 raise InvalidInput("parallel='auto' chooses mesh and shard; give one or the other")
+        self.processes = None if hosts is None else join(hosts)
+        if hosts is not None and parallel is None and not mesh:
+            mesh = {DATA: len(jax.devices())}
         if parallel is not None:
             self.devices = PlannedDevices(devices, memory_bytes=memory_bytes, topology=topology)
         elif buckets is not None:
             self.devices = BucketedDevices(mesh, buckets, topology)
         else:
             self.devices = Devices(mesh, shard)
+        self.devices.processes = self.processes
+        if hosts is not None:
+            axes = self.devices.axes if isinstance(self.devices, Devices) else {}
+            _check_all_used(prod(axes.values()) if axes else devices)
 
     def compile(self, function: Function, *, donate: Collection[str] = ()) -> XlaProgram:
         """See `Engine`. With stages, all but training steps run whole on the first device."""
@@ -109,3 +124,13 @@ class XlaEngine:
             update=own(step.update),
         )
         return PipelineProgram(parts, donate, self.devices, deterministic=self.deterministic)
+
+
+def _check_all_used(devices: int | None) -> None:
+    """Refuse a number of devices that leaves some process without one; None: all."""
+    there = len(jax.devices())
+    if devices not in {None, there}:
+        raise InvalidInput(
+            f"a run of several processes uses all their devices, {there}, got {devices}; each "
+            "process must have a part in the mesh"
+        )

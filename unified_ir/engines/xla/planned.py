@@ -10,6 +10,7 @@ import numpy as np
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.engines.xla.devices import Placement, Shape, first_devices, sizes_of
 from triplane.unified_ir.engines.xla.door import jax
+from triplane.unified_ir.engines.xla.processes import Processes
 from triplane.unified_ir.ir.graph import Function
 from triplane.unified_ir.passes.sharding import ParallelPlan, Topology, plan
 from triplane.unified_ir.passes.sharding.problem import with_dividing_strategies
@@ -39,6 +40,7 @@ class PlannedDevices:
             )
         self._devices = first_devices(count or len(jax.devices()), 'parallel="auto"')
         self._memory_bytes, self._topology = memory_bytes, topology
+        self.processes: Processes | None = None
         self.say: Callable[[str], None] = lambda _: None
         self.plans: list[ParallelPlan] = []
         """The plans so far, the newest last."""
@@ -47,7 +49,14 @@ class PlannedDevices:
 
     def __str__(self) -> str:
         kind = self._devices[0].platform.upper()
-        return f"{len(self._devices)} of {len(jax.devices())} x {kind}, split by a plan"
+        by = "" if self.processes is None else f"; {self.processes.hosts}"
+        return f"{len(self._devices)} of {len(jax.devices())} x {kind}, split by a plan{by}"
+
+    @property
+    def layout(self) -> str:
+        """Return what decides the plans, to be compared between processes."""
+        count, limit = len(self._devices), self._memory_bytes
+        return f"planned for {count} devices of {limit} bytes at {self._topology}"
 
     def check(self, function: Function, state: Sequence[str]) -> None:
         """Accept any function: what has no rule is computed by every device."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 import numpy as np
@@ -28,6 +29,7 @@ from triplane.unified_ir.engines.xla.door import (
 )
 from triplane.unified_ir.engines.xla.lower import Requirements, Trace, check
 from triplane.unified_ir.engines.xla.planned import PlannedDevices
+from triplane.unified_ir.engines.xla.processes import Processes, gathered
 from triplane.unified_ir.engines.xla.staging import StagedBatches, Staging
 from triplane.unified_ir.ir.graph import Array, Function, Value
 from triplane.unified_ir.ops.evaluate import check_argument
@@ -64,6 +66,8 @@ class XlaExecutable:
         self.call: Callable[..., Any] = jax.jit(
             traced, donate_argnums=0, keep_unused=True, compiler_options=chosen, **options
         )
+        if program.devices.processes is not None:
+            self.call = program.devices.processes.checked(self.call)
 
     @tracing()
     def _step(self, state: Arrays, batch: Arrays, failed: Any = None) -> Any:
@@ -170,10 +174,14 @@ class XlaProgram:
         """Return the program, its results, the new state, and which requirement failed."""
         compiled = self._for_shapes(batch, steps)
         with exact():
-            if compiled is not self._last and (where := compiled.placement) is not None:
+            where = compiled.placement
+            if (processes := self.devices.processes) is not None and where is not None:
+                state = processes.put(state, where.state)
+                batch = processes.put(batch, where.batch)
+            elif compiled is not self._last and where is not None:
                 state = jax.device_put(list(state), list(where.state))
             self._last = compiled
-            with explained(self.function.name):
+            with explained(self.function.name), _noticing(processes):
                 results, moved, failed = compiled.call(state, batch)
                 # All of it: the memory of the batches is used again.
                 jax.block_until_ready((results, moved, failed))
@@ -251,7 +259,7 @@ class XlaLoop:
 
     def view(self) -> Mapping[str, Array]:
         """See `EngineLoop.view`."""
-        return dict(zip(self._state, read(self._present()), strict=True))
+        return StateView(dict(zip(self._state, self._present(), strict=True)))
 
     def load(self, state: Mapping[str, Array]) -> None:
         """See `EngineLoop.load`."""
@@ -297,6 +305,25 @@ def compiler_options(*, deterministic: bool) -> dict[str, bool | int]:
     return options
 
 
+class StateView(Mapping[str, Array]):
+    """Arrays of the device, read one by one: processes hold different parts of some of them."""
+
+    def __init__(self, arrays: Mapping[str, Any]) -> None:
+        self._arrays = arrays
+
+    def __getitem__(self, name: str) -> Array:
+        """Return an array as it is in memory, if it is there."""
+        return read([self._arrays[name]])[0]
+
+    def __iter__(self) -> Iterator[str]:
+        """Return an iterator over the names."""
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        """Return the number of arrays."""
+        return len(self._arrays)
+
+
 def fetched(results: Arrays) -> list[Array]:
     """Return copies in the host's memory."""
     return [np.array(x) for x in read(results)]
@@ -304,10 +331,15 @@ def fetched(results: Arrays) -> list[Array]:
 
 def read(results: Arrays) -> list[Array]:
     """Return arrays of the host, which must not be written; the transfers run together."""
+    arrays = [gathered(x) for x in results]
     with transferring():
-        for x in results:
+        for x in arrays:
             x.copy_to_host_async()
-        return [np.asarray(x) for x in results]
+        return [np.asarray(x) for x in arrays]
+
+
+def _noticing(processes: Processes | None) -> AbstractContextManager[None]:
+    return nullcontext() if processes is None else processes.noticing_loss()
 
 
 def checked(params: Sequence[Value], args: Mapping[str, Any]) -> dict[str, Array]:

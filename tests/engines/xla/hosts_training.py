@@ -1,0 +1,118 @@
+"""One process of a run: `LAYOUT,.. FOLDER one` with two devices, or `I/2 HOST:PORT` with one each.
+
+Each trains the same network in these layouts, and leaves losses and state.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from triplane.proto.errors import Conflict, InvalidInput
+from triplane.unified_ir import data, nn, ops, optim, train
+from triplane.unified_ir.engines.xla.engine import XlaEngine
+from triplane.unified_ir.engines.xla.hosts import Hosts
+from triplane.unified_ir.engines.xla.processes import join
+from triplane.unified_ir.train.snapshot import Snapshot
+
+LAYOUTS: Any = {
+    "whole": ({}, 1, 197, 18),
+    "split": ({"shard": {"*.weight": ("data", None), "optimizer.*": ("data",)}}, 4, 160, 20),
+    "planned": ({"parallel": "auto"}, 1, 160, 20),
+}
+"""By name: options of the engine, steps per launch, samples, batch size.
+
+The last batch of "whole" has 17 rows, which two devices cannot share.
+"""
+
+
+class Net(nn.Cell):
+    """Statistics of the whole batch, a random mask, and weights that split."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = nn.Dense(64, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.drop = nn.Dropout(0.25)
+        self.head = nn.Dense(16, 10)
+
+    def construct(self, x):
+        return self.head(self.drop(ops.relu(self.norm(self.hidden(ops.flatten(x))))))
+
+
+def digits(n):
+    held = np.load(data.__path__[0] + "/digits.npz")
+    return held["x"][:n].astype(np.float32)[:, None] / 16, held["y"][:n].astype(np.int64)
+
+
+def trainer(engine, rate=0.05, **options):
+    nn.seed(3)
+    chosen: Any = {"engine": engine, "seed": 1, **options}
+    loss, optimizer = nn.SoftmaxCrossEntropy(), optim.SGD(rate, momentum=0.9)
+    return train.Trainer(Net(), loss=loss, optimizer=optimizer, **chosen)
+
+
+def trained(engine, place, steps_per_launch, samples, batch_size):
+    record, history = train.Record(), train.HistoryFile(place / "history.json")
+    folder = place.parent
+    options: Any = {"callbacks": [record, history], "steps_per_launch": steps_per_launch}
+    run = trainer(engine, **options)
+    held_out = digits(40)
+    run.fit(
+        digits(samples), 3, batch_size=batch_size, validation=held_out, checkpoint=folder / "run"
+    )
+    return {"loss": np.array([row["loss"] for row in record.steps]), **run.state()}
+
+
+def refused(hosts, folder):
+    """What goes wrong between processes must be refused in both."""
+    process = hosts.process
+    engine = XlaEngine(hosts=hosts)
+    with pytest.raises(Conflict, match=r"process 2 differs from process 1 in its optimizer: .*0.2"):
+        trainer(engine, rate=0.1 * process).fit(digits(40), 1, progress="none")
+    with pytest.raises(Conflict, match="process 2 differs from process 1 in its data"):
+        trainer(engine).fit(digits(40 * process), 1, progress="none")
+    mine: Any = {"batch_size": 20, "checkpoint": folder / "split" / ("run", "none")[process - 1]}
+    with pytest.raises(Conflict, match=r"in its checkpoint: none, .* there, step 24, epoch 3"):
+        trainer(engine).fit(digits(160), 1, progress="none", **mine)
+    with pytest.raises(InvalidInput, match="uses all their devices, 2, got 1"):
+        XlaEngine(hosts=hosts, mesh={"data": 1})
+    with pytest.raises(Conflict, match="already process"):
+        XlaEngine(hosts=Hosts(coordinator=hosts.coordinator, process=1, count=9))
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    spec = PartitionSpec("data")
+    scatter = jax.shard_map(
+        lambda state, x: jax.lax.psum_scatter(x, "data", tiled=True) + state,
+        mesh=mesh, in_specs=(PartitionSpec(), spec), out_specs=spec,
+    )  # fmt: skip
+    with pytest.raises(InvalidInput, match=r"wrong sums without an error, and XLA compiled one, %"):
+        join(hosts).checked(jax.jit(scatter))(np.float32(0), np.zeros(8, np.float32))
+
+
+def main():
+    layouts, folder, which, *coordinator = sys.argv[1:]
+    own: Any = {"mesh": {"data": 2}}
+    if coordinator:
+        process, count = map(int, which.split("/"))
+        hosts = Hosts(coordinator=coordinator[0], process=process, count=count)
+        if process > 1:
+            Snapshot.write = None  # type: ignore[assignment,method-assign]
+        own = {"hosts": hosts}
+    for name in layouts.split(","):
+        options, *sizes = LAYOUTS[name]
+        place = Path(folder, name, which.replace("/", "of"))
+        place.mkdir(parents=True)
+        chosen = {k: v for k, v in own.items() if k != "mesh" or "parallel" not in options}
+        state = trained(XlaEngine(**chosen, **options), place, *sizes)
+        np.savez(place / "end.npz", **state)
+    if coordinator and "split" in layouts:
+        refused(hosts, Path(folder))
+    sys.stdout.write("all held\n")
+
+
+if __name__ == "__main__":
+    main()
