@@ -47,6 +47,7 @@ from triplane.unified_ir.runtime import Plan
 
 if TYPE_CHECKING:
     from triplane.unified_ir.engines.xla.cohort import Cohort, CohortClient, CohortOutcome
+    from triplane.unified_ir.federated.study.cohort_scores import CohortScorer
 
 PLAN: Final = "study.plan"
 ENGINE: Final = "onnx"
@@ -76,8 +77,8 @@ class Study:
     steps, batch_size, support, query: a device's sampling, support 0 for all its samples.
     ways: classes of an episode, drawn and numbered anew for each; 0: those of the samples.
     evaluate_every: rounds between scorings, 0 to score at the end only. rates: rates of adaptation
-    that are tried at the end in addition to the run's own; the best of all counts. engine: of the
-    devices' steps: "onnx", as on devices, or "xla", which runs those of many devices at once.
+    that are tried at the end in addition to the run's own; the best of all counts. engine: what
+    runs and scores devices: "onnx", one after the other, or "xla", many at once.
     """
 
     algorithm: str
@@ -150,7 +151,7 @@ def simulate(
     facts = {**identity(digest, study, shards, others), **server.facts}
     keeper = None if folder is None else Keeper(folder, facts)
     simulation = _Simulation(
-        plan, _cohort(module, study, plan), study, shards, others,
+        plan, _together(module, study, plan), study, shards, others,
         keeper=keeper, on_round=on_round, on_scores=on_scores,
     )  # fmt: skip
     with server.serving(simulation.served(digest)) as rounds:
@@ -163,7 +164,7 @@ class _Simulation:
     def __init__(
         self,
         plan: Plan,
-        cohort: Cohort | None,
+        together: tuple[Cohort, CohortScorer] | None,
         study: Study,
         seen: Mapping[str, Shard],
         unseen: Mapping[str, Shard],
@@ -173,7 +174,7 @@ class _Simulation:
         on_scores: OnScores | None,
     ) -> None:
         self.plan, self.study, self.keeper = plan, study, keeper
-        self.cohort = cohort
+        self.cohort, self.scorer = together or (None, None)
         self.on_round = on_round or (lambda _: None)
         self.on_scores = on_scores or (lambda *_: None)
         self.metric = device.metric_of_plan(plan)
@@ -228,7 +229,7 @@ class _Simulation:
     def _score_start(self) -> None:
         """Score the model that the run begins with, unless it cannot be adapted at this rate."""
         try:
-            scores = tuple(self._scored(START, name) for name in self._scorers())
+            scores = self._scored_all(START, self._scorers())
         except InvalidInput:
             # A rate too large for the first model may suit the learned one. Other errors recur.
             return
@@ -388,7 +389,7 @@ class _Simulation:
         """Adapt and score every device with held-out samples; the rules get one device's event."""
         assert state.round is not None
         number = state.round.number
-        scores = tuple(self._scored(number, name) for name in self._scorers())
+        scores = self._scored_all(number, self._scorers())
         self.place = replace(self.place, scores=(*self.place.scores, *scores))
         self.on_scores(number, None, scores)
         (lease,), score = state.round.leases, value_from(machine.Score, scores[0])
@@ -398,6 +399,40 @@ class _Simulation:
     def _scorers(self) -> list[str]:
         return sorted(name for name, shard in self.shards.items() if shard.held_out_samples)
 
+    def _scored_all(self, number: int, names: Sequence[str]) -> tuple[DeviceScore, ...]:
+        if self.scorer is None:
+            return tuple(self._scored(number, name) for name in names)
+        scores: dict[str, device.LearnerScore] = {}
+        for some in _some(names):
+            try:
+                scores |= self._scored_together(self.scorer, number, some)
+            except InvalidInput:
+                for name in some:  # one by one, the error names the device
+                    self._scored(number, name)
+                raise
+        return tuple(self._row(number, name, scores[name]) for name in names)
+
+    def _scored_together(
+        self, scorer: CohortScorer, number: int, names: Sequence[str]
+    ) -> dict[str, device.LearnerScore]:
+        """Return the scores of these devices, which are adapted and scored at once."""
+        from triplane.unified_ir.federated.study.cohort_scores import mean_scores, scorings
+
+        steps, devices = self.study.hyper.inner_steps, {}
+        for name in names:
+            self._take(name)
+            own, work, shard = (
+                self.plan.state(PERSONAL),
+                self._work(number, name),
+                self.shards[name],
+            )
+            parts = scorings(self.plan, own, work, shard, steps)
+            devices[name] = shard.held_out_samples, parts
+        every = [part for _, parts in devices.values() for part in parts]
+        start = {**self.plan.state(), **self.place.shared}
+        before, after = scorer.scores(start, every), scorer.adapted(start, every, steps)
+        return mean_scores(devices, before, after)
+
     def _scored(self, number: int, name: str) -> DeviceScore:
         self._take(name)
         work, shard = self._work(number, name), self.shards[name]
@@ -405,6 +440,9 @@ class _Simulation:
             score = device.evaluate(self.plan, work, shard, steps=self.study.hyper.inner_steps)
         except InvalidInput as error:
             raise InvalidInput(f"{name} after round {number}: {error}") from error
+        return self._row(number, name, score)
+
+    def _row(self, number: int, name: str, score: device.LearnerScore) -> DeviceScore:
         return value_from(DeviceScore, score, device=name, seen=name in self.seen, round=number)
 
     def _sweep(self) -> dict[float, tuple[DeviceScore, ...]]:
@@ -428,6 +466,14 @@ class _Simulation:
     def _adapted_all(self, scores: Sequence[DeviceScore]) -> tuple[DeviceScore, ...]:
         """Score the devices at the plan's rate; nothing if that rate is too large for a device."""
         try:
+            if self.scorer is not None and scores:
+                number, names = scores[0].round, [score.device for score in scores]
+                again = [
+                    s
+                    for some in _some(names)
+                    for s in self._scored_together(self.scorer, number, some).values()
+                ]
+                return tuple(replace(s, after=a.after) for s, a in zip(scores, again, strict=True))
             return tuple(map(self._adapted, scores))
         except InvalidInput:
             # A rate that diverges is a result of the comparison of rates, not an error.
@@ -449,14 +495,20 @@ class _Simulation:
         return value_from(Work, self.study, round=number, device=name)
 
 
-def _cohort(module: Module, study: Study, plan: Plan) -> Cohort | None:
-    """Return the devices' steps on XLA, if the study asks for it."""
+def _together(module: Module, study: Study, plan: Plan) -> tuple[Cohort, CohortScorer] | None:
+    """Return what lets devices learn and scores them on XLA, if the study asks for it."""
     if study.engine == ENGINE:
         return None
     from triplane.unified_ir.engines.xla.cohort import Cohort
+    from triplane.unified_ir.federated.study.cohort_scores import CohortScorer
 
-    step_of = functions_with_state(module, study.algorithm, study.hyper)[device.LEARN]
-    return Cohort(step_of, list(plan.roles))
+    functions = functions_with_state(module, study.algorithm, study.hyper)
+    return Cohort(functions[device.LEARN], list(plan.roles)), CohortScorer(functions, plan.roles)
+
+
+def _some(names: Sequence[str]) -> Iterator[Sequence[str]]:
+    """Yield as many devices as are in memory at once."""
+    return (names[at : at + TOGETHER] for at in range(0, len(names), TOGETHER))
 
 
 @contextmanager
