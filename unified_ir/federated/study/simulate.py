@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 
@@ -33,6 +33,7 @@ from triplane.unified_ir.federated.core.draws import Array, Draws
 from triplane.unified_ir.federated.core.episodes import check_ways
 from triplane.unified_ir.federated.core.learn import LOSS, Shard, Work
 from triplane.unified_ir.federated.core.rules import step
+from triplane.unified_ir.federated.study.change_spool import ChangeSpool
 from triplane.unified_ir.federated.study.checkpoint import Keeper, StudyProgress, identity
 from triplane.unified_ir.federated.study.server import (
     Contribution,
@@ -61,6 +62,7 @@ START: Final = 0
 NOW_S: Final = 0.0
 """The constant clock of a simulation, in which nothing waits."""
 
+Some = TypeVar("Some")
 Arrays = Mapping[str, Array]
 OnRound = Callable[[RoundRow], None]
 OnScores = Callable[[int, float | None, tuple[DeviceScore, ...]], None]
@@ -175,6 +177,7 @@ class _Simulation:
     ) -> None:
         self.plan, self.study, self.keeper = plan, study, keeper
         self.cohort, self.scorer = together or (None, None)
+        self.spool = ChangeSpool()
         self.on_round = on_round or (lambda _: None)
         self.on_scores = on_scores or (lambda *_: None)
         self.metric = device.metric_of_plan(plan)
@@ -269,14 +272,15 @@ class _Simulation:
         state, leases = self._asked(state, server)
         assert state.round is not None
         number = state.round.number
-        learned = self._learn_all(number, leases)
-        for lease, (_, update) in zip(leases, learned, strict=True):
-            arrived = machine.Arrived(
-                at_s=NOW_S, device=lease.device, lease=lease.id, update=update
-            )
-            state, effects = step(state, arrived)
-        assert any(isinstance(effect, machine.Reduce) for effect in effects)
-        self._reduce(server, leases, learned)
+        with ChangeSpool() as self.spool:
+            learned = self._learn_all(number, leases)
+            for lease, (_, update) in zip(leases, learned, strict=True):
+                arrived = machine.Arrived(
+                    at_s=NOW_S, device=lease.device, lease=lease.id, update=update
+                )
+                state, effects = step(state, arrived)
+            assert any(isinstance(effect, machine.Reduce) for effect in effects)
+            self._reduce(server, leases, learned)
         took = time.perf_counter() - started
         ended = state.history[-1]
         down = sum(x.nbytes for x in self.place.shared.values()) * len(leases)
@@ -293,12 +297,13 @@ class _Simulation:
             return [self._sent(number, lease, *self._learn(number, lease)) for lease in leases]
         # Devices with as many samples have batches of one shape, which a launch needs.
         order = sorted(leases, key=lambda lease: self.shards[lease.device].examples)
-        outcomes: dict[str, tuple[device.Learned, Arrays]] = {}
-        for at in range(0, len(order), TOGETHER):
-            some = order[at : at + TOGETHER]
+        sent: dict[str, tuple[Arrays, machine.Update]] = {}
+        for some in _some(order):
             for lease, outcome in zip(some, self._together(number, some), strict=True):
-                outcomes[lease.device] = self._outcome(number, lease, outcome)
-        return [self._sent(number, lease, *outcomes[lease.device]) for lease in leases]
+                sent[lease.device] = self._sent(
+                    number, lease, *self._outcome(number, lease, outcome)
+                )
+        return [sent[lease.device] for lease in leases]
 
     def _learn(self, number: int, lease: machine.Lease) -> tuple[device.Learned, Arrays]:
         """Return what a device learned, and its personal state."""
@@ -356,7 +361,7 @@ class _Simulation:
         update = machine.Update(
             blob="", size=size, examples=done.examples, loss=done.loss, seconds=0.0
         )
-        return self.compressor.unpack(sent), update
+        return self.spool.keep(self.compressor.unpack(sent)), update
 
     def _asked(
         self, state: machine.RunState, server: RoundServer
@@ -506,9 +511,9 @@ def _together(module: Module, study: Study, plan: Plan) -> tuple[Cohort, CohortS
     return Cohort(functions[device.LEARN], list(plan.roles)), CohortScorer(functions, plan.roles)
 
 
-def _some(names: Sequence[str]) -> Iterator[Sequence[str]]:
+def _some(devices: Sequence[Some]) -> Iterator[Sequence[Some]]:
     """Yield as many devices as are in memory at once."""
-    return (names[at : at + TOGETHER] for at in range(0, len(names), TOGETHER))
+    return (devices[at : at + TOGETHER] for at in range(0, len(devices), TOGETHER))
 
 
 @contextmanager
