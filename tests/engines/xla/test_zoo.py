@@ -43,6 +43,7 @@ LARGE = {name: Case((3, 64, 64), lr=3e-4) for name in ("mobilenet-v2", "resnet18
 
 def samples(name, case):
     rng = np.random.default_rng(4)
+    x: Any
     if len(case.shape) > 1:
         x = rng.standard_normal((SAMPLES, *case.shape)).astype(np.float32)
     else:

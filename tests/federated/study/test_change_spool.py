@@ -2,6 +2,7 @@
 
 from functools import partial
 from importlib import import_module
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,10 +15,10 @@ from .given import bits, module, shards, study
 
 def test_changes_beyond_the_limit_are_read_from_the_file():
     rng = np.random.default_rng(0)
-    changes = [
+    changes: list[dict[str, Any]] = [
         {
             "w": rng.standard_normal((3, 4)).astype(np.float32).T,
-            "b": rng.random(()),
+            "b": np.asarray(rng.random()),
             "e": np.zeros((0, 2)),
         }
         for _ in range(3)

@@ -5,6 +5,7 @@ The number of virtual devices is fixed before JAX starts (JAX_NUM_CPU_DEVICES).
 
 import json
 import sys
+from typing import Any
 
 import numpy as np
 
@@ -94,7 +95,7 @@ def compiled(plan):
     batch = [spec(p) for p in program.batch]
     state = [spec(function.param(n)) for n in program.donate]
     with exact():
-        call = XlaExecutable(program, batch, steps=None).call
+        call: Any = XlaExecutable(program, batch, steps=None).call
         used = call.lower(state, batch).compile().memory_analysis()
     return {"arguments": used.argument_size_in_bytes, "temporaries": used.temp_size_in_bytes}
 

@@ -176,7 +176,8 @@ class _Simulation:
         on_scores: OnScores | None,
     ) -> None:
         self.plan, self.study, self.keeper = plan, study, keeper
-        self.cohort, self.scorer = together or (None, None)
+        self.cohort = together[0] if together else None
+        self.scorer = together[1] if together else None
         self.spool = ChangeSpool()
         self.on_round = on_round or (lambda _: None)
         self.on_scores = on_scores or (lambda *_: None)

@@ -82,7 +82,8 @@ def _reordered(node: Node, outputs: Sequence[Value], params: Collection[Value]) 
     """Return the values that a node needs or gives in the order of axes of convolutions."""
     if not _is_convolution(node):
         return ()
-    return dict.fromkeys([*outputs, *(v for v in node.inputs if v in params)])
+    read = (v for v in node.inputs if v is not None and v in params)
+    return dict.fromkeys([*outputs, *read])
 
 
 def _kind(node: Node) -> OpKind | None:
