@@ -17,7 +17,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -70,11 +70,12 @@ class Simulated:
         return float(reply["seconds"][0])
 
 
-def commands(clients: int, *, flower: bool) -> dict[str, list[Any]]:
-    """How each side is started."""
+def commands(clients: int, *, control: bool, flower: bool) -> dict[str, list[Any]]:
+    """How each side is started. control: the first side a second time."""
     ours = [sys.executable, "-W", "ignore", HERE / "simulation_ours.py"]
     sides = {f"engine {engine}": [*ours, engine, clients] for engine in ("onnx", "xla")}
-    sides["control: engine onnx again"] = sides["engine onnx"]
+    if control:
+        sides["control: engine onnx again"] = sides["engine onnx"]
     if flower:
         python = peer("TRIPLANE_PEERS_FLOWER_SIMULATION", ".venv-peers-flower-simulation")
         processors = os.cpu_count() or 1
@@ -83,11 +84,11 @@ def commands(clients: int, *, flower: bool) -> dict[str, list[Any]]:
 
 
 @contextlib.contextmanager
-def started(clients: int, *, flower: bool) -> Iterator[dict[str, Simulated]]:
+def started(commands: Mapping[str, list[Any]]) -> Iterator[dict[str, Simulated]]:
     """All sides after their first round, in which they compile and start actors."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         sides = {}
-        for i, (name, command) in enumerate(commands(clients, flower=flower).items()):
+        for i, (name, command) in enumerate(commands.items()):
             family = stack.enter_context(running(Path(folder) / str(i)))
             sides[name] = Simulated(family, family.start("devices", command, QUIET))
             sides[name].first_s = sides[name].round()
@@ -95,9 +96,9 @@ def started(clients: int, *, flower: bool) -> Iterator[dict[str, Simulated]]:
         yield sides
 
 
-def rows(clients: int, *, rounds: int, flower: bool) -> list[list[str]]:
-    """Measure a number of clients: a line for each side."""
-    with started(clients, flower=flower) as sides:
+def rows(clients: int, rounds: int, **others: bool) -> list[list[str]]:
+    """Measure a number of clients: a line for each side. others: see `commands`."""
+    with started(commands(clients, **others)) as sides:
         names = list(sides)
         for i in range(rounds):
             for name in names[i % len(names) :] + names[: i % len(names)]:
@@ -141,9 +142,9 @@ def main() -> None:
     load = f"load {os.getloadavg()[0]:.1f} at the start"
     print("; ".join([*machine().values(), *versions, load]) + ".")
     print(f"{WEIGHTS} weights, {SAMPLES} samples and {STEPS} steps a client, FedAvg.\n")
-    lines = rows(options.clients, rounds=options.rounds, flower=not options.no_flower)
+    lines = rows(options.clients, options.rounds, control=True, flower=not options.no_flower)
     if options.large:
-        lines += rows(options.large, rounds=3, flower=False)
+        lines += rows(options.large, 3, control=False, flower=False)
     print(table(HEADS, lines))
 
 

@@ -25,17 +25,17 @@ TRANSPOSITION: Final = "Transpose"
 
 
 @dataclass(frozen=True, slots=True)
-class Buffer:
+class XlaBuffer:
     """The memory of a value, or that of its copy in the order of axes of convolutions."""
 
     value: Value
     is_reordered: bool = False
 
 
-def buffer_rows(function: Function, held: Collection[int]) -> list[MemoryRow[Buffer]]:
+def buffer_rows(function: Function, held: Collection[int]) -> list[MemoryRow[XlaBuffer]]:
     """Return what each node reads and allocates. held: the nodes whose outputs take memory."""
     rows = tensor_rows(function, held)
-    live = alive(rows, [*map(Buffer, function.results)], lambda _: 0)
+    live = alive(rows, [*map(XlaBuffer, function.results)], lambda _: 0)
     results = set(function.results)
     return [
         _in_place(row, live, i)
@@ -45,7 +45,7 @@ def buffer_rows(function: Function, held: Collection[int]) -> list[MemoryRow[Buf
     ]
 
 
-def tensor_rows(function: Function, held: Collection[int]) -> list[MemoryRow[Buffer]]:
+def tensor_rows(function: Function, held: Collection[int]) -> list[MemoryRow[XlaBuffer]]:
     """Return the same with a buffer for each elementwise result."""
     folded, params, reordered = _folded(function), set(function.params), set[Value]()
     rows = []
@@ -57,10 +57,10 @@ def tensor_rows(function: Function, held: Collection[int]) -> list[MemoryRow[Buf
         rows.append(
             MemoryRow(
                 [
-                    *map(Buffer, operands),
-                    *(Buffer(v, is_reordered=True) for v in read if v in reordered),
+                    *map(XlaBuffer, operands),
+                    *(XlaBuffer(v, is_reordered=True) for v in read if v in reordered),
                 ],
-                [*map(Buffer, outputs), *(Buffer(v, is_reordered=True) for v in copies)],
+                [*map(XlaBuffer, outputs), *(XlaBuffer(v, is_reordered=True) for v in copies)],
                 node.op.name in VIEWS or i in folded,
             )
         )
@@ -68,7 +68,7 @@ def tensor_rows(function: Function, held: Collection[int]) -> list[MemoryRow[Buf
     return rows
 
 
-def _in_place(row: MemoryRow[Buffer], live: Live[Buffer], i: int) -> MemoryRow[Buffer]:
+def _in_place(row: MemoryRow[XlaBuffer], live: Live[XlaBuffer], i: int) -> MemoryRow[XlaBuffer]:
     """Return an elementwise node's row; it is a view of an operand that it reads last, if any."""
     for buffer in row.inputs if row.outputs else ():
         root = live.roots.get(buffer, buffer)

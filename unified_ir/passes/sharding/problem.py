@@ -29,7 +29,7 @@ from triplane.unified_ir.ops.row import Cost, OpKind
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.passes.clean import attrs_key
 from triplane.unified_ir.passes.memory import VIEWS, MemoryRow, alive, type_bytes
-from triplane.unified_ir.passes.sharding.buffers import Buffer, buffer_rows, tensor_rows
+from triplane.unified_ir.passes.sharding.buffers import XlaBuffer, buffer_rows, tensor_rows
 from triplane.unified_ir.passes.sharding.loops import LOOPS
 from triplane.unified_ir.passes.sharding.search import CostNetwork
 from triplane.unified_ir.passes.sharding.strategies import (
@@ -292,18 +292,18 @@ class ShardingProblem:
         return -(-self.bytes(value) // share_of(self.layout(value, states), self.mesh))
 
     @cached_property
-    def _memory_rows(self) -> list[MemoryRow[Buffer]]:
+    def _memory_rows(self) -> list[MemoryRow[XlaBuffer]]:
         return buffer_rows(self.function, self.variable_of)
 
     @cached_property
-    def _buffers(self) -> dict[Buffer, list[Value]]:
+    def _buffers(self) -> dict[XlaBuffer, list[Value]]:
         """The values that share each buffer, one after the other or as views."""
-        shared: dict[Buffer, list[Value]] = {}
+        shared: dict[XlaBuffer, list[Value]] = {}
         for buffer, root in alive(self._memory_rows, (), lambda _: 0).roots.items():
             shared.setdefault(root, []).append(buffer.value)
         return shared
 
-    def _buffer_bytes(self, buffer: Buffer, states: Sequence[int]) -> int:
+    def _buffer_bytes(self, buffer: XlaBuffer, states: Sequence[int]) -> int:
         values = [buffer.value, *self._buffers.get(buffer, ())]
         return max(self.local_bytes(v, states) for v in values)
 
@@ -312,11 +312,11 @@ class ShardingProblem:
         function = self.function
         arguments = sum(self.local_bytes(p, states) for p in function.params)
         held = {v: self.local_bytes(v, states) for v in function.results}
-        replacing = {Buffer(v) for v in self.replaced.values()}
+        replacing = {XlaBuffer(v) for v in self.replaced.values()}
         reused = sum(held[b.value] for b in replacing)
         live = alive(
             self._memory_rows,
-            [*map(Buffer, function.results)],
+            [*map(XlaBuffer, function.results)],
             lambda b: 0 if b in replacing else self._buffer_bytes(b, states),
         )
         at_node = list(live.bytes_at)
@@ -339,7 +339,7 @@ class ShardingProblem:
     def alive_at(self, peaks: set[int]) -> dict[Value, float]:
         """Return for each value at how many of these nodes it is in memory, as a share."""
         rows = tensor_rows(self.function, self.variable_of)
-        live = alive(rows, [*map(Buffer, self.function.results)], lambda _: 0)
+        live = alive(rows, [*map(XlaBuffer, self.function.results)], lambda _: 0)
         weights: dict[Value, float] = dict.fromkeys(self.function.params, 1.0)
         reused = set(self.replaced.values())
         for buffer, born in live.born.items():
