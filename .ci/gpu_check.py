@@ -3,8 +3,9 @@
 `make gpu` runs it, by any Python that has numpy, ml_dtypes, onnx, protobuf and onnxruntime or
 onnxruntime-gpu, and jax for the engine xla. Triplane itself need not be installed.
 
-LeNet learns 20 steps on each engine that is there, which must follow the reference engine. Products
-of float32 must have the precision of float32. It runs on a CPU as well; `--gpu` then fails.
+Small networks learn 20 steps on each engine that is there, which must follow the reference engine.
+Products of float32 must have the precision of float32. It runs on a CPU as well; `--gpu` then
+fails.
 """
 
 from __future__ import annotations
@@ -63,6 +64,21 @@ class Noisy(nn.Cell):
         return self.drop(self.body(x))
 
 
+class Normalized(nn.Cell):
+    """Batch normalization, and causal attention over the rows of the image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(1, 32, 3, padding="same"), nn.BatchNorm2d(32)
+        self.layer = nn.TransformerEncoderLayer(32, 4, 64, p_drop=0.0)
+        self.head = nn.Dense(32, 10)
+
+    def construct(self, x: ops.Tensor) -> ops.Tensor:
+        """x: (N, 1, 28, 28) -> (N, 10)."""
+        rows = ops.relu(self.norm(self.conv(x))).mean([3]).transpose(0, 2, 1)
+        return self.head(self.layer(rows, causal=True).mean([1]))
+
+
 class Losses(train.Callback):
     """The loss of each step."""
 
@@ -83,11 +99,11 @@ def samples() -> tuple[np.ndarray, np.ndarray]:
     return (patterns[y] + rng.normal(size=(len(y), 1, 28, 28))).astype(np.float32), y
 
 
-def trained(**options: Any) -> tuple[list[float], train.Trainer]:
+def trained(cell: type[nn.Cell] = Noisy, **options: Any) -> tuple[list[float], train.Trainer]:
     nn.seed(0)
     losses = Losses()
     trainer = train.Trainer(
-        Noisy(),
+        cell(),
         loss=nn.SoftmaxCrossEntropy(),
         # The schedule reads the step counter, which onnxruntime keeps on the CPU's side.
         optimizer=optim.SGD(optim.Cosine(0.1, STEPS), momentum=0.9),
@@ -99,15 +115,15 @@ def trained(**options: Any) -> tuple[list[float], train.Trainer]:
 
 
 @cache
-def reference() -> list[float]:
-    return trained(engine="reference")[0]
+def reference(cell: type[nn.Cell]) -> list[float]:
+    return trained(cell, engine="reference")[0]
 
 
-def follow(losses: list[float], tolerance: float) -> str:
+def follow(losses: list[float], tolerance: float, cell: type[nn.Cell] = Noisy) -> str:
     """Return the largest relative difference from the reference losses; they must be near."""
     if len(losses) != STEPS:
         raise AssertionError(f"{len(losses)} losses of {STEPS} steps")
-    off = float(np.max(np.abs(np.divide(losses, reference()) - 1)))
+    off = float(np.max(np.abs(np.divide(losses, reference(cell)) - 1)))
     if not off <= tolerance:  # NaN is not
         raise AssertionError(f"losses are off by {off:.1e}, allowed {tolerance:.0e}: {losses}")
     return f"{losses[0]:.4f} to {losses[-1]:.4f}, off by {off:.1e} (allowed {tolerance:.0e})"
@@ -117,19 +133,50 @@ def float32(side: Side) -> str:
     return follow(trained(**side.options)[0], LOSS)
 
 
+def normalized(side: Side) -> str:
+    return follow(trained(Normalized, **side.options)[0], LOSS, Normalized)
+
+
+def normalized_half(side: Side) -> str:
+    precision = half_of(side)
+    losses, _ = trained(Normalized, **side.options, precision=precision)
+    return f"{precision}: {follow(losses, HALF_LOSS, Normalized)}"
+
+
 def repeated(side: Side) -> str:
     """Two runs end in the same bits."""
-    first, second = (trained(**side.options)[1].state() for _ in range(2))
-    differing = [name for name, x in first.items() if x.tobytes() != second[name].tobytes()]
+    options = dict(side.options)
+    if side.name == "xla":
+        options["engine"] = repeating()
+    runs = ((Noisy, "float32"), (Normalized, "float32"), (Normalized, half_of(side)))
+    differing, count = [], 0
+    for cell, precision in runs:
+        first, second = (trained(cell, **options, precision=precision)[1].state() for _ in range(2))
+        differing += [
+            f"{cell.__name__} in {precision}: {name}"
+            for name, x in first.items()
+            if x.tobytes() != second[name].tobytes()
+        ]
+        count += len(first)
     if differing:
-        raise AssertionError(f"{len(differing)} of {len(first)} tensors differ: {differing[:3]}")
-    return f"{len(first)} tensors of state have the same bits"
+        raise AssertionError(f"{len(differing)} of {count} tensors differ: {differing[:3]}")
+    return f"{count} tensors of state have the same bits"
+
+
+def repeating() -> Any:
+    from triplane.unified_ir.engines.xla.engine import XlaEngine
+
+    return XlaEngine(deterministic=True)
 
 
 def half(side: Side) -> str:
-    precision = "bfloat16" if side.name == "xla" else "float16"
+    precision = half_of(side)
     losses, _ = trained(**side.options, precision=precision)
     return f"{precision}: {follow(losses, HALF_LOSS)}"
+
+
+def half_of(side: Side) -> str:
+    return "bfloat16" if side.name == "xla" else "float16"
 
 
 def launches(side: Side) -> str:
@@ -163,6 +210,8 @@ CHECKS: Final[Mapping[str, Check]] = {
     "float32 losses": float32,
     "same bits again": repeated,
     "half precision": half,
+    "normalization, attention": normalized,
+    "the same, half precision": normalized_half,
     "precision of float32": products,
 }
 XLA_CHECKS: Final[Mapping[str, Check]] = {"5 steps per launch": launches}

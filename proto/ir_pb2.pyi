@@ -149,8 +149,8 @@ class Module(_message.Message):
     META_FIELD_NUMBER: _builtins.int
     format_version: _builtins.int
     """1; 2 where a type has a form or a number that version 2 added; 3 where `dims` holds a negative
-    number: a writer keeps to the oldest version that can hold the module. A reader refuses a newer
-    one by number.
+    number; 4 where a node has a strategy: a writer keeps to the oldest version that can hold the
+    module. A reader refuses a newer one by number.
     """
     @_builtins.property
     def strings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
@@ -362,6 +362,7 @@ class Node(_message.Message):
     ATTRIBUTES_FIELD_NUMBER: _builtins.int
     REGIONS_FIELD_NUMBER: _builtins.int
     PLACE_FIELD_NUMBER: _builtins.int
+    STRATEGY_FIELD_NUMBER: _builtins.int
     op: _builtins.int
     place: _builtins.int
     """1 + the index of a place; 0 for none."""
@@ -381,6 +382,10 @@ class Node(_message.Message):
     def regions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Function]:
         """Closed: a region reads its own parameters only."""
 
+    @_builtins.property
+    def strategy(self) -> _containers.RepeatedCompositeFieldContainer[Global___Slices]:
+        """How the node is split over devices: one for each operand, or none at all. Since version 4."""
+
     def __init__(
         self,
         *,
@@ -390,14 +395,37 @@ class Node(_message.Message):
         attributes: _abc.Iterable[Global___Attribute] | None = ...,
         regions: _abc.Iterable[Global___Function] | None = ...,
         place: _builtins.int = ...,
+        strategy: _abc.Iterable[Global___Slices] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attributes", b"attributes", "inputs", b"inputs", "op", b"op", "outputs", b"outputs", "place", b"place", "regions", b"regions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attributes", b"attributes", "inputs", b"inputs", "op", b"op", "outputs", b"outputs", "place", b"place", "regions", b"regions", "strategy", b"strategy"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Node: _TypeAlias = Node  # noqa: Y015
+
+@_typing.final
+class Slices(_message.Message):
+    """Into how many equal slices each axis of an operand is cut; empty for an absent operand."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AXES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def axes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        axes: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["axes", b"axes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Slices: _TypeAlias = Slices  # noqa: Y015
 
 @_typing.final
 class Attribute(_message.Message):

@@ -107,6 +107,37 @@ def test_a_model_file_is_planned_by_its_entry(capsys, tmp_path):
     assert "has its inputs and its training step" in err
 
 
+def test_the_plan_is_kept_in_a_model_file_and_in_its_export(capsys, tmp_path):
+    import numpy as np
+    import onnx
+
+    from triplane.unified_ir import nn, optim, train
+    from triplane.unified_ir.onnx.importer import import_onnx
+    from triplane.unified_ir.ops.check import load
+    from triplane.unified_ir.passes.sharding import plan
+
+    source, planned, file = (tmp_path / name for name in ("m.tpm", "planned.tpm", "m.onnx"))
+    trainer = train.Trainer(
+        nn.Sequential(nn.Dense(1024, 512), nn.ReLU(), nn.Dense(512, 16)),
+        loss=nn.SoftmaxCrossEntropy(), optimizer=optim.SGD(0.1),
+    )  # fmt: skip
+    trainer.prepare(np.zeros((2, 1024), np.float32), np.zeros(2, np.int64))
+    trainer.export(["predict"]).save(source)
+    common = ("--devices", "4", "--batch-size", "512")
+    assert run(capsys, source, *common, "--out-model", planned)[0] == 0
+    best = plan(load(source).entry("predict"), 4, sizes={"N": 512})
+    nodes = load(planned).entry("predict").nodes
+    assert {i: n.strategy for i, n in enumerate(nodes) if n.strategy} == best.strategies()
+    assert "as written       " in run(capsys, planned, *common)[1]
+    assert shell.run(["export", str(planned), str(file)]) == 0
+    assert onnx.load(file).configuration[0].num_devices == 4
+    splits = [n.strategy for n in import_onnx(file).entry("predict").nodes if n.strategy]
+    assert ((4, 1), (1, 1), (1,)) in splits
+    assert len(splits) == len(best.strategies())
+    code, _, err = run(capsys, planned, *common, "--out-model", planned)
+    assert (code, "which is an input" in err) == (2, True)
+
+
 @pytest.mark.parametrize(
     ("argv", "why"),
     [
@@ -118,6 +149,7 @@ def test_a_model_file_is_planned_by_its_entry(capsys, tmp_path):
         (("--input", "1024", "--memory", "0GiB"), "memory is a number with a unit"),
         (("--input", "1024", "--memory", "1KiB"), "the smallest one needs"),
         (("--input", "1024", "--out", "plan.png"), "--out writes a picture, NAME.svg"),
+        (("--input", "1024", "--out-model", "m.tpm"), "--out-model writes a model file with its"),
         (("--input", "1024", "--explain", "Nothing"), "no node is called 'Nothing'"),
         (("--input", "1024", "--explain", "123456"), "no node is called '123456'"),
         (("--input", "1024", "--sizes", "M=8"), "the inputs of predict have the sizes ['N'], but"),

@@ -24,6 +24,9 @@ from triplane.unified_ir.ops.table import TABLE
 CLOSE = {"rtol": 2e-5, "atol": 2e-5}
 """float32 on different kernels; sums have at most some hundred terms of order one."""
 
+ROUGH = {"rtol": 2e-4, "atol": 2e-4}
+"""The same for gradients, which are longer."""
+
 FIRST, SECOND = 1e-6, 1e-5
 """Error of a central difference relative to max(1, |slope|), float64 throughout."""
 
@@ -304,10 +307,24 @@ def batches_agree(use):
 
 def xla_agrees(use):
     """XLA computes what the reference kernel computes."""
-    with naming(f"{use} on xla"):
+    _agrees_on(use, engine("xla"))
+
+
+def cuda_agrees(use):
+    """onnxruntime's CUDA kernels compute what the reference kernel computes."""
+    _agrees_on(use, engine("onnx", device="cuda"))
+
+
+def forms_for_cuda_agree(use, opset):
+    """The graph that is written for CUDA means the same, on a CPU."""
+    _agrees_on(use, OnnxEngine(target=OnnxTarget(opset, device="cuda")))
+
+
+def _agrees_on(use, tried):
+    with naming(f"{use} on {tried.name}"):
         function, args = recorded(use, np.float32)
         wanted = ReferenceEngine().compile(function)(*args.values())
-        agree(engine("xla").compile(function)(*args.values()), wanted, str(use))
+        agree(tried.compile(function)(*args.values()), wanted, str(use))
 
 
 def xla_refuses_by_name(use):
@@ -319,6 +336,15 @@ def xla_refuses_by_name(use):
 
 def xla_gradients_agree(use):
     """The gradients of both orders on XLA, in float32, are those of the reference engine."""
+    _gradients_agree_on(use, engine("xla"))
+
+
+def cuda_gradients_agree(use):
+    """The same on onnxruntime's CUDA kernels."""
+    _gradients_agree_on(use, engine("onnx", device="cuda"))
+
+
+def _gradients_agree_on(use, tried):
     function, args = recorded(use, np.float32)
     scalar = weighted_sum(function, np.float32, table=use.table)
     names = use.smooth(args)
@@ -328,8 +354,12 @@ def xla_gradients_agree(use):
     directions = {n: rng.standard_normal(args[n].shape).astype(np.float32) for n in names}
     second = slope(scalar, names, directions, table=use.table)
     for order, total in ((1, scalar), (2, second)):
-        with naming(f"gradient of order {order} of {use} on xla"):
+        with naming(f"gradient of order {order} of {use} on {tried.name}"):
             gradients = value_and_grad(total, names)
             wanted = ReferenceEngine().compile(gradients)(*args.values())
-            found = engine("xla").compile(gradients)(*args.values())
-            agree(found, wanted, str(use), close={"rtol": 2e-4, "atol": 2e-4})
+            agree(
+                tried.compile(gradients)(*args.values()),
+                wanted,
+                str(use),
+                close={"rtol": 2e-4, "atol": 2e-4},
+            )

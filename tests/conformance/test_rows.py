@@ -38,6 +38,7 @@ NO_SAMPLES = {  # tested with regions or sizes of their own
 
 EVERY = uses_of()
 TOLD_TWICE = [use for use in EVERY if use.row.reference and use.row.body]
+NORMS = [use for use in EVERY if str(use.row) == "BatchNormalization"]
 LEVEL = [use for use in differentiable() if str(use.row) in FLAT]
 SMOOTH = [use for use in differentiable() if str(use.row) not in FLAT]
 # Some of its forms need no convolution, but its gradient is one: no float64 kernel.
@@ -73,6 +74,12 @@ def test_onnx_agrees_with_reference_at_the_opsets_between(use, opset):
         checks.onnx_refuses_by_name(use, opset)
     else:
         checks.onnx_agrees(use, opset)
+
+
+@pytest.mark.parametrize("opset", [17, 21])
+@pytest.mark.parametrize("use", NORMS, ids=ids(NORMS))
+def test_forms_for_cuda_mean_the_same(use, opset):
+    checks.forms_for_cuda_agree(use, opset)
 
 
 @pytest.mark.parametrize("use", EVERY, ids=ids(EVERY))

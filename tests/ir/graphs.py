@@ -208,3 +208,13 @@ def small():
     }
     rest = Node(OpId("triplane", "Any", 1), (m, odd), (r,), kinds)
     return Function("predict", (x, odd), (y, r), ("y", 'the "rest"'), (pool, rest))
+
+
+def split():
+    """A product and a sum with strategies."""
+    build = Build(TABLE, "split")
+    with build:
+        x, w = (build.param(n, TensorSpec(s)) for n, s in (("x", ("N", 4)), ("w", (4, 6))))
+        y = ops.matmul.shard((4, 1), (1, 2))(x, w)
+        total = ops.clip.shard((2, 3))(y)
+    return build.finish({"y": total})

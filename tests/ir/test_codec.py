@@ -175,9 +175,20 @@ def _newer(**fields):
     return change
 
 
+def _split(*slices, version=4):
+    """Give the first node that has an operand these slices."""
+
+    def change(m):
+        m.format_version = version
+        node = next(n for n in m.functions[0].function.nodes if n.inputs)
+        node.strategy.extend(pb.Slices(axes=s) for s in slices)
+
+    return change
+
+
 F = ("functions", 0, "function")
 BENT = {
-    "a newer format": (_set(("format_version",), 4), InvalidInput, "format version 4"),
+    "a newer format": (_set(("format_version",), 5), InvalidInput, "format version 5"),
     "no format": (_set(("format_version",), 0), Corrupt, "no format version"),
     "operator index": (_set((*F, "nodes", 1, "op"), 99), Corrupt, "operator 99 does not exist"),
     "operand ahead": (_set((*F, "nodes", 1, "inputs", 0), 99), Corrupt, "value 98, which"),
@@ -224,6 +235,11 @@ BENT = {
         Corrupt,
         "at most 4294967295 bytes",
     ),
+    "an older strategy": (_split((1, 1), (1, 1), version=3), Corrupt, "with format version 4"),
+    "strategy of one": (_split((1, 1)), Corrupt, "2 operands, and the strategy is for 1"),
+    "strategy of a vector": (_split((1,), (1, 1)), Corrupt, "has 2 axes"),
+    "no slices": (_split((0, 1), (1, 1)), Corrupt, "1 slice or more"),
+    "many slices": (_split((4096, 2), (1, 1)), Corrupt, "at most 4096 in all"),
     "properties": (lambda m: [m.meta.add(key=k) for k in "ba"], Corrupt, "sorted by key"),
     "no value": (
         lambda m: m.functions[0].function.nodes[1].attributes.add(name=1),

@@ -30,6 +30,7 @@ def sources():
         ModuleContents(whole.functions, whole.entries, whole.state, whole.meta),
         *(ModuleContents({name: function}) for name, function in regions.items()),
         ModuleContents({"held": graphs.held()}),
+        ModuleContents({"split": graphs.split()}),
     ]
 
 

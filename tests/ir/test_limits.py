@@ -20,6 +20,7 @@ def test_documented_limits_are_those_in_force():
         f"| functions | {limits.MAX_FUNCTIONS:,} |",
         f"parameters or results of a function | {limits.MAX_OPERANDS:,} |",
         f"| {MAX_RANK}; 2^{dims.MAX_DIM.bit_length() - 1} |",
+        f"| slices of an operand, over all its axes | {limits.MAX_SLICES:,} |",
         f"| {limits.MAX_NAME_BYTES} bytes; {limits.MAX_STRING_BYTES >> 10} KiB |",
         f"{dims.MAX_EXPRESSION_CHARS} characters; {limits.MAX_DIMS_CHARS >> 10} Ki characters",
         f"{dims.MAX_TERMS} terms of degree {dims.MAX_DEGREE}, {dims.MAX_NESTING} floor divisions",

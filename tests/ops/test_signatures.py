@@ -27,8 +27,8 @@ KEY = np.array([0, 7], np.uint32)
 
 HEAD = '''"""Types of the operators; generated from the table, see tests/ops/test_signatures.py."""
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 
@@ -38,6 +38,15 @@ from triplane.unified_ir.ir.types import DType
 from triplane.unified_ir.ops.tensor import Axes, HasTensor, TensorLike
 
 _Operand = Tensor | Array | np.generic | HasTensor
+_P = ParamSpec("_P")
+_R = TypeVar("_R", covariant=True)
+
+class _Operator(Protocol[_P, _R]):
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R: ...
+    def shard(self, *strategy: Sequence[int]) -> Callable[_P, _R]: ...
+
+def _operator(function: Callable[_P, _R]) -> _Operator[_P, _R]: ...
+
 '''
 KNOWN = {
     *("Any", "Array", "Axes", "DType", "Dim", "Literal", "Sequence", "Tensor", "TensorLike"),
@@ -47,12 +56,21 @@ OPERANDS = {"Tensor": "_Operand", "Tensor | None": "_Operand | None"}
 """Annotations of operands, which may be arrays and parameters as well."""
 
 
-def imported(names):
+def takes_tensors(value):
+    """Whether a function takes tensors: no sequences, and no functions that compute with them."""
+    parts = {"control", "data"}
+    if not isinstance(value, FunctionType) or not parts.isdisjoint(value.__module__.split(".")):
+        return False
+    words = " ".join(str(p.annotation) for p in inspect.signature(value).parameters.values())
+    return "Tensor" in words
+
+
+def imported(names, hidden=""):
     """Imports of everything that is not a row, from the module that defines it."""
     by_module = sorted((getattr(ops, n).__module__, n) for n in names)
     for module, group in groupby(by_module, key=lambda pair: pair[0]):
         for _, name in group:
-            yield f"from {module} import {name} as {name}"
+            yield f"from {module} import {name} as {hidden}{name}"
 
 
 def of_function(name, function):
@@ -107,8 +125,15 @@ def text():
             lines[name] = wrapped(signatures.stub(name, value))
         elif isinstance(value, FunctionType) and (line := of_function(name, value)):
             lines[name] = wrapped(line)
-    imports = imported([n for n in names if n not in lines])
-    return HEAD + "\n".join([*imports, "", *lines.values()]) + "\n"
+    others = [n for n in names if n not in lines]
+    split = [n for n in others if takes_tensors(getattr(ops, n))]
+    imports = imported([n for n in others if n not in split])
+    imports = [*imports, *imported(split, hidden="_")]
+    lines |= {n: f"{n} = _operator(_{n})" for n in split}
+    definitions = [
+        f"@_operator\n{line}" if line.startswith("def ") else line for line in lines.values()
+    ]
+    return HEAD + "\n".join([*imports, "", *definitions]) + "\n"
 
 
 def test_the_type_stub_is_the_table():
@@ -222,6 +247,7 @@ USES = """
             x = x + ops.random_normal(self.key, x.shape)
             self.key = ops.next_key(self.key)
             x = ops.matmul(x, self.scale) * ops.vector_norm(self.scale) + ops.mean(np.ones(3))
+            x = ops.add.shard((4, 1), (4, 1))(x, x)
             y = ops.where(x > 0.0, ops.softmax(x, 1), ops.leaky_relu(x, alpha=0.1))
             return ops.clip(ops.maximum(y, x, 0.5), None, np.float32(1.0) * np.ones(1)) + ops.exp(x)
 
@@ -234,10 +260,11 @@ USES = """
         return value, nn.functional_call(net, net.trainable_state(), x), state
 """
 MISUSES = {
-    "ops.softmax(x, axi=1)": 'Unexpected keyword argument "axi" for "softmax"',
-    "ops.softmax(x, 'rows')": 'Argument 2 to "softmax" has incompatible type "str"',
-    "ops.relu(x, 1)": 'Too many positional arguments for "relu"|Too many arguments for "relu"',
-    "ops.bit_shift(x, x)": 'Missing positional argument "direction" in call to "bit_shift"',
+    "ops.softmax(x, axi=1)": 'Unexpected keyword argument "axi" for "__call__"',
+    "ops.softmax(x, 'rows')": 'Argument 2 to "__call__" of "_Operator" has incompatible type "str"',
+    "ops.relu(x, 1)": 'Too many positional arguments for "__ca|Too many arguments for "__call__"',
+    "ops.bit_shift(x, x)": 'Missing positional argument "direction" in call to "__call__"',
+    "ops.relu.shard(2)(x)": 'Argument 1 to "shard" of "_Operator" has incompatible type "int"',
     "ops.sofmax(x)": 'has no attribute "sofmax"',
 }
 

@@ -70,6 +70,36 @@ def test_half_precision_follows_single(name):
     assert losses["float16"] != losses["float32"]
 
 
+class Looks(nn.Cell):
+    """Attention with and without a mask: one has a form in one kernel."""
+
+    def __init__(self, *, masked):
+        super().__init__()
+        self.layer, self.head, self.masked = nn.MultiheadAttention(8, 2), nn.Dense(8, 3), masked
+
+    def construct(self, x):
+        y = x[:, 0]
+        mask = y[:, :, 0] > 2.0 if self.masked else None
+        return self.head(self.layer(y, key_padding_mask=mask, causal=True).mean([1]))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_without_a_mask_stays_one_node_in_half_precision(masked):
+    records = {}
+    for precision in ("float32", "float16"):
+        records[precision] = train.Record()
+        made = trainer(
+            cell=lambda: Looks(masked=masked), precision=precision, callbacks=[records[precision]]
+        )
+        made.fit(images(), 3, batch_size=8, **QUIET)
+    single, half = ([row["loss"] for row in records[k].steps] for k in ("float32", "float16"))
+    np.testing.assert_allclose(half, single, rtol=5e-3)
+    nodes = {n.op.name: n for n in made.train_function().walk()}
+    wanted = set() if masked else {"PlainAttention", "PlainAttentionGradient"}
+    assert wanted == {name for name in nodes if "Attention" in name}
+    assert all(str(v.type.dtype) == "float16" for k in wanted for v in nodes[k].inputs)
+
+
 def test_every_product_is_in_half_precision_and_nothing_else():
     made = trainer(cell=Everything, precision="float16")
     made.prepare(*images())

@@ -104,9 +104,22 @@ def _record_node(replay: Replay, node: Node) -> tuple[Sequence[Tensor], Pullback
         # A rule of the row itself takes precedence over its body: it is there because it is cheaper
         # or numerically better.
         if row.vjp is None and row.body is not None:
-            return _record_body(row, attrs, inputs, n)
-        outputs = replay.build.apply(row, inputs, attrs, regions=regions, outputs=n)
+            return _record_body(row, attrs, _cut(replay.build, node, inputs), n)
+        outputs = replay.build.apply(
+            row, inputs, attrs, regions=regions, outputs=n, strategy=node.strategy
+        )
     return outputs, _pullback_of_row(row, node, inputs, outputs)
+
+
+def _cut(build: Build, node: Node, inputs: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """Return the operands, cut as the strategy of a node says that its body replaces."""
+    identity = build.table["", "Identity"]
+    splits = node.strategy or ((),) * len(inputs)
+    return [
+        x if x is None or max(slices, default=1) == 1
+        else build.apply(identity, [x], {}, strategy=(slices,))[0]
+        for x, slices in zip(inputs, splits, strict=True)
+    ]  # fmt: skip
 
 
 def _passes_held(node: Node) -> bool:

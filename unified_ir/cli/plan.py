@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,6 +23,7 @@ from triplane.unified_ir.cli.shell import (
 if TYPE_CHECKING:
     from triplane.unified_ir.frontend import Cell
     from triplane.unified_ir.ir import Function, Module
+    from triplane.unified_ir.passes.sharding import ParallelPlan
 
 EPILOG = """\b
 Examples:
@@ -29,6 +31,7 @@ Examples:
   triplane plan digits.tpm --devices 8 --memory 16GiB --batch-size 512 --entry train_step
   triplane plan zoo:resnet18 --input 3x64x64 --train --devices 6 --batch-size 96 --explain Conv
   triplane plan net.py:Net --input 784 --devices 16 --topology cluster.json --out plan.svg
+  triplane plan digits.tpm --entry predict --devices 4 --out-model planned.tpm
 
 \b
 Each row of the table is a layer. Its split says, for each operand of its largest node, into how
@@ -83,6 +86,8 @@ OPTIONS: Final = (
     option("--explain NODE", "Show what one node, layer or operator could do instead, and which "
            "rule decided."),
     option("--out FILE.svg", "Draw the plan.", OUTPUT_FILE),
+    option("--out-model FILE.tpm", "Write the model file with the planned split of each node; "
+           "the engine xla carries them out, and ONNX export writes them.", OUTPUT_FILE),
 )
 # fmt: on
 
@@ -97,7 +102,14 @@ def command(**options: Any) -> None:
     """
     output = open_output(options.pop("as_json"))
     model, out = options["model"], options["out"]
-    check_distinct_files([model, options["topology"]], {"--out": out})
+    check_distinct_files(
+        [model, options["topology"]], {"--out": out, "--out-model": options["out_model"]}
+    )
+    if options["out_model"] is not None and Path(model).suffix != ".tpm":
+        raise InvalidInput(
+            f"--out-model writes a model file with its plan, and {model} is none; a cell has its "
+            "strategies in code, ops.matmul.shard((4, 1), (1, 1))(a, b)"
+        )
     if out is not None and out.suffix != ".svg":
         raise InvalidInput(f"--out writes a picture, NAME.svg, got {out.name!r}")
     with output.user_code():
@@ -128,7 +140,25 @@ def _planned(function: Function, options: dict[str, Any]) -> tuple[dict[str, Any
     if options["out"] is not None:
         write_atomic(options["out"], report.svg(chosen).encode())
         record["picture"] = str(options["out"])
+    if options["out_model"] is not None:
+        record["model"] = str(options["out_model"])
+        _write_model(chosen, options)
     return record, lines
+
+
+def _write_model(chosen: ParallelPlan, options: dict[str, Any]) -> None:
+    """Write the model file again, its planned function with the plan's strategies."""
+    from triplane.unified_ir.files.container import Container
+    from triplane.unified_ir.ops.check import load, save
+
+    module, source = load(options["model"]), Path(options["model"])
+    name = module.entries[options["entry"] or _planned_entry(module)]
+    functions = {**module.functions, name: chosen.with_strategies()}
+    save(
+        replace(module, functions=functions),
+        options["out_model"],
+        parent=Container(source, kind="model").digest,
+    )
 
 
 def _function(options: dict[str, Any]) -> Function:
@@ -170,10 +200,12 @@ def _entry(model: str, entry: str | None) -> Function:
     from triplane.unified_ir.ops.check import load
 
     module: Module = load(model)
-    name = entry or next((e for e in ("train_step", "predict") if e in module.entries), None)
-    if name is None:
-        name = next(iter(module.entries), "")
-    return module.entry(name)
+    return module.entry(entry or _planned_entry(module))
+
+
+def _planned_entry(module: Module) -> str:
+    usual = (e for e in ("train_step", "predict") if e in module.entries)
+    return next(usual, next(iter(module.entries), ""))
 
 
 def _input_type(text: str) -> Any:

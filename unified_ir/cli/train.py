@@ -148,7 +148,9 @@ OPTIONS: Final = (
            "does.", click.Choice(["auto"])),
     option("--devices N", "With --parallel: how many.  [default: all]", COUNT),
     option("--steps-per-launch N", "With --engine xla: steps that the device runs without the host "
-           "between them.", COUNT, default=1),
+           "between them; auto measures whether that is faster.", default="1"),
+    option("--deterministic", "With --engine xla: the same bits again on a GPU, too.",
+           is_flag=True),
     option("--seed N", "Seed of initial weights, split and order; the same seed gives the same "
            "bytes.", NATURAL, default=0),
     option("--out", "The model file to write (NAME.tpm).", OUTPUT_FILE, required=True),
@@ -405,7 +407,7 @@ def _trainer(
 
     boards = [] if options["tensorboard"] is None else [TensorBoard(options["tensorboard"])]
     budget_mb = options["memory_budget"]
-    same = ("seed", "accumulate", "precision", "loss_scale", "tune", "device", "steps_per_launch")
+    same = ("seed", "accumulate", "precision", "loss_scale", "tune", "device")
     loss = _loss_name(options["loss"], samples, output)
     return Trainer(
         cell,
@@ -417,6 +419,7 @@ def _trainer(
             *boards,
         ],
         engine=training.engine(options),
+        steps_per_launch=training.steps_per_launch(options["steps_per_launch"]),
         average=options["ema"],
         memory_budget_bytes=None if budget_mb is None else round(budget_mb * 1e6),
         labels=samples.labels,

@@ -7,9 +7,10 @@ function is called.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from triplane.proto.errors import InvalidInput
 
@@ -96,7 +97,12 @@ def engine(options: Mapping[str, Any]) -> Any:
         raise InvalidInput(
             "--devices belongs to --parallel auto; a mesh says its own, as --mesh data=2"
         )
-    if mesh is None and not shard and options["parallel"] is None:
+    if options["deterministic"] and name != "xla":
+        raise InvalidInput(
+            f"--deterministic belongs to --engine xla; the engine is {name!r}, which gives the "
+            "same bits again on a CPU in any case"
+        )
+    if mesh is None and not shard and options["parallel"] is None and not options["deterministic"]:
         return name
     if name != "xla":
         raise InvalidInput(
@@ -110,9 +116,17 @@ def engine(options: Mapping[str, Any]) -> Any:
         pattern: [None if axis in {"", "-"} else axis for axis in over.split(",")]
         for pattern, over in _pairs("--shard", "PATTERN=AXIS,..", shard).items()
     }
-    return XlaEngine(
-        mesh=axes, shard=patterns, parallel=options["parallel"], devices=options["devices"]
-    )
+    same = ("parallel", "devices", "deterministic")
+    return XlaEngine(mesh=axes, shard=patterns, **{name: options[name] for name in same})
+
+
+def steps_per_launch(text: str) -> int | Literal["auto"]:
+    """Parse --steps-per-launch: a whole number, or auto."""
+    if text == "auto":
+        return "auto"
+    if not re.fullmatch("[1-9][0-9]{0,8}", text):
+        raise InvalidInput(f"--steps-per-launch is a number >= 1, or auto; got {text!r}")
+    return int(text)
 
 
 def _pairs(what: str, form: str, items: Sequence[str]) -> dict[str, str]:

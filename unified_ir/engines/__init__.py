@@ -10,6 +10,7 @@ from triplane.proto.suggestions import suggestion
 from triplane.unified_ir.engines.protocol import (
     Engine,
     EngineLoop,
+    LaunchBatches,
     LaunchingLoop,
     Program,
     StateLost,
@@ -57,4 +58,13 @@ def _options(name: str, device: str | None) -> dict[str, Any]:
     return {"options": SessionOptions(device=cast("Device", device))}
 
 
-__all__ = ["ENGINES", "Engine", "EngineLoop", "LaunchingLoop", "Program", "StateLost", "engine"]
+__all__ = [
+    "ENGINES",
+    "Engine",
+    "EngineLoop",
+    "LaunchBatches",
+    "LaunchingLoop",
+    "Program",
+    "StateLost",
+    "engine",
+]

@@ -96,7 +96,7 @@ class OnnxEngine:
         self.options = replace(options or SessionOptions(), values="any")
         check_device(self.options.device)
         self.devices = None if self.options.device == "cpu" else self.options.device
-        self._target = target
+        self._target = replace(target, device=self.options.device) if self.devices else target
         self._kernels = kernels
 
     def compile(self, function: Function, *, donate: Collection[str] = ()) -> OnnxProgram:

@@ -27,7 +27,8 @@ from triplane.unified_ir.ir import Module
 from triplane.unified_ir.ir.dims import is_symbol
 from triplane.unified_ir.ir.graph import Array, Function, Value
 from triplane.unified_ir.ir.module import with_assigned_state
-from triplane.unified_ir.onnx import EmittedInitializer, External, OnnxTarget, emit, serialize
+from triplane.unified_ir.onnx import EmittedInitializer, External, OnnxTarget, serialize
+from triplane.unified_ir.onnx.annotated import emit_annotated
 from triplane.unified_ir.onnx.emit import held_tensor
 from triplane.unified_ir.ops.infer import type_proto
 from triplane.unified_ir.passes.widen import widen_half
@@ -132,7 +133,7 @@ class _Export:
         places = _offsets(arrays) if outside else {}
         held = {n: EmittedInitializer(a, places.get(n)) for n, a in arrays.items()}
         inside = {n: h for n, h in held.items() if n not in self.assigned}
-        model = emit(self.function, target=self.target, initializers=inside)
+        model = emit_annotated(self.function, target=self.target, initializers=inside)
         defaults = [held_tensor(p, held[p.name]) for p in params if p.name in self.assigned]
         model.graph.initializer.extend(defaults)
         if self.batch is not None:

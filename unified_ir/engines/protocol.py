@@ -39,12 +39,40 @@ class EngineLoop(Protocol):
         ...
 
 
+class LaunchBatches(Protocol):
+    """The batches of one launch, copied to memory that its loop uses in turn.
+
+    Another thread than the loop's may fill the batches of the next launch.
+    """
+
+    def __len__(self) -> int: ...
+
+    def add(self, batch: Mapping[str, Array]) -> None:
+        """Copy one more batch; InvalidInput if its shapes are not those of the first."""
+        ...
+
+    def finish(self) -> None:
+        """Copy the batches to the device if that is possible ahead of the launch."""
+        ...
+
+    def batch(self, i: int) -> dict[str, Array]:
+        """Return a batch by name; its memory is used again two launches later."""
+        ...
+
+
 @runtime_checkable
-class LaunchingLoop(Protocol):
+class LaunchingLoop(EngineLoop, Protocol):
     """A loop that runs several steps in one launch of its device."""
 
-    def steps(self, batches: Sequence[Mapping[str, Array]]) -> list[dict[str, Array]]:
-        """Run a step for each batch, all of the same shapes, and return the results of each.
+    def stage(self, *, room: int) -> LaunchBatches:
+        """Return an empty launch of at most `room` batches.
+
+        The one before the last must be done by then, because it has the same memory.
+        """
+        ...
+
+    def launch(self, staged: LaunchBatches) -> list[dict[str, Array]]:
+        """Run a step for each batch and return the results of each.
 
         A batch that is refused ends the launch: the results are those of the steps before it, and
         the state is that after them. InvalidInput where it is the first one.

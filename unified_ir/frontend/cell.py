@@ -7,8 +7,18 @@ the parameter itself. Names are attribute paths: `head.weight`, `blocks.0.conv.b
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
+from collections.abc import (
+    Callable,
+    ItemsView,
+    Iterable,
+    Iterator,
+    KeysView,
+    Mapping,
+    Sequence,
+    ValuesView,
+)
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Final, Self, cast
 
 import numpy as np
@@ -19,6 +29,7 @@ from triplane.unified_ir.frontend.binding import LEARNT, Parameter, StateTree, c
 from triplane.unified_ir.frontend.custom import construct_with_bprop
 from triplane.unified_ir.frontend.rewrite import rewritten
 from triplane.unified_ir.frontend.run import run, with_arrays_as_tensors
+from triplane.unified_ir.frontend.sharded import sharded_cell
 from triplane.unified_ir.frontend.shown import shown_lines
 from triplane.unified_ir.frontend.summary import summary
 from triplane.unified_ir.frontend.trace import entered, within
@@ -62,6 +73,14 @@ class Cell(StateTree):
             if hasattr(type(self), "bprop"):
                 return construct_with_bprop(self, args, kwargs)
             return rewritten(type(self).construct)(self, *args, **kwargs)
+
+    def shard(self, *strategy: Sequence[int] | None) -> Callable[..., Any]:
+        """Return the call of the cell with a strategy: for each tensor, slices of each axis.
+
+        None leaves a tensor open. The tensors are cut before `construct` reads them; its operators
+        may have strategies of their own, and a planner chooses the others (`docs/parallel.md`).
+        """
+        return partial(sharded_cell, self, strategy)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "_parameters" not in self.__dict__:

@@ -27,7 +27,7 @@ from triplane.unified_ir.ir.arrays import (
     static_shape,
 )
 from triplane.unified_ir.ir.dims import MAX_DIM, Dim, parse
-from triplane.unified_ir.ir.encode import FIRST_VERSION, NEGATIVE_VERSION, NEWER
+from triplane.unified_ir.ir.encode import FIRST_VERSION, NEGATIVE_VERSION, NEWER, STRATEGY_VERSION
 from triplane.unified_ir.ir.graph import (
     NO_META,
     Array,
@@ -39,9 +39,11 @@ from triplane.unified_ir.ir.graph import (
     Node,
     OpId,
     Role,
+    Split,
     StateTensor,
     Value,
 )
+from triplane.unified_ir.ir.split import checked_split
 from triplane.unified_ir.ir.types import (
     BY_ONNX,
     MAX_RANK,
@@ -166,7 +168,14 @@ class Decoder:
             self.function(r, f"region {k}", depth + 1) for k, r in enumerate(message.regions)
         )
         meta = _pick(self.places, message.place - 1, "place") if message.place else NO_META
-        return Node(op, tuple(inputs), outputs, attrs, regions, meta)
+        strategy = self._strategy(message, inputs) if message.strategy else ()
+        return Node(op, tuple(inputs), outputs, attrs, regions, meta, strategy)
+
+    def _strategy(self, message: pb.Node, inputs: Sequence[Value | None]) -> Split:
+        if self.message.format_version < STRATEGY_VERSION:
+            raise Corrupt(f"strategies came with format version {STRATEGY_VERSION}")
+        _at_most(limits.MAX_OPERANDS, message.strategy, "operands in a strategy")
+        return checked_split([tuple(s.axes) for s in message.strategy], inputs)
 
     def _attributes(self, message: pb.Node) -> dict[str, AttrValue]:
         attrs: dict[str, AttrValue] = {}

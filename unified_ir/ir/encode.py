@@ -23,12 +23,14 @@ from triplane.unified_ir.ir.graph import (
 )
 from triplane.unified_ir.ir.types import DType, OptionalType, SequenceType, TensorType, type_of
 
-FORMAT_VERSION: Final = 3
-"""2 added sequences, optionals, strings and further narrow element types; 3 negative sizes."""
+FORMAT_VERSION: Final = 4
+"""2 added sequences, optionals, strings and narrow types; 3 negative sizes; 4 strategies."""
 VALUES_VERSION: Final = 2
 """The first version with sequences, optionals, strings and the element types of `NEWER`."""
 NEGATIVE_VERSION: Final = 3
 """The first version whose table of sizes holds negative numbers, which only attributes use."""
+STRATEGY_VERSION: Final = 4
+"""The first version in which nodes have strategies."""
 FIRST_VERSION: Final = 1
 """Written if the module contains nothing newer, so that older programs can read it."""
 NEWER: Final = frozenset({8, 18, 20, 23, 24, 25, 26})
@@ -95,6 +97,9 @@ class Encoder:
             self.function(region, out.regions.add())
         if node.meta.location is not None or node.meta.scope:
             out.place = 1 + self.place(node.meta)
+        if node.strategy:
+            self._needs(STRATEGY_VERSION)
+            out.strategy.extend(pb.Slices(axes=slices) for slices in node.strategy)
 
     def attribute(self, node: Node, name: str, out: pb.Attribute) -> None:
         """Fill `out` with one attribute."""

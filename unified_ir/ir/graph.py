@@ -25,6 +25,8 @@ Array = np.ndarray[Any, Any]
 Attr = int | float | str | tuple[int, ...] | tuple[float, ...] | tuple[str, ...] | Array | DType
 """An attribute; a tuple of `Dim` (with symbols) is allowed where a row declares it."""
 AttrValue = Attr | tuple[Dim, ...] | TensorType
+Split = tuple[tuple[int, ...], ...]
+"""For each operand of a node, into how many equal slices each of its axes is cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,11 @@ class Value:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Node:
-    """One application of an operator; an absent optional operand is None."""
+    """One application of an operator; an absent optional operand is None.
+
+    strategy: how the node is split over devices; () where nobody decided. It changes no result: a
+    pass that keeps a node keeps it, and one that replaces the node leaves it out.
+    """
 
     op: OpId
     inputs: tuple[Value | None, ...]
@@ -83,6 +89,7 @@ class Node:
     attrs: Mapping[str, AttrValue] = field(default_factory=dict)
     regions: tuple[Function, ...] = ()
     meta: Meta = NO_META
+    strategy: Split = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

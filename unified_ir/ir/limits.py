@@ -32,6 +32,8 @@ MAX_STRING_BYTES: Final = 64 << 10
 MAX_DIMS_CHARS: Final = 32 << 10
 """Symbolic sizes of a module, their texts together."""
 MAX_PROPERTIES: Final = 1_024
+MAX_SLICES: Final = 4_096
+"""Of one operand, over all its axes: as many as a plan has devices."""
 MAX_TENSOR_BYTES: Final = 2**32 - 1
 
 # A region adds two levels, its function and the node that holds it; the rest is the path from the

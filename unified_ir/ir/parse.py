@@ -26,8 +26,10 @@ from triplane.unified_ir.ir.graph import (
     Meta,
     Node,
     OpId,
+    Split,
     Value,
 )
+from triplane.unified_ir.ir.split import checked_split
 from triplane.unified_ir.ir.text import DIGEST_DIGITS, MAX_SHOWN_ELEMENTS, digest_of, place_of
 from triplane.unified_ir.ir.types import (
     DTYPES,
@@ -224,9 +226,13 @@ class _Reader:
         if opened and line.rest and not line.rest.startswith("  # "):
             attrs = dict(line.list("}", self.attribute))
             opened = line.skip(" {")
+        strategy: Split = ()
+        if not opened and line.skip(" shard("):
+            strategy = checked_split(line.list(")", _slices), inputs)
+            opened = line.skip(" {")
         meta = _place(line)
         regions = self.regions(depth) if opened else ()
-        return Node(op, tuple(inputs), outputs, attrs, regions, meta)
+        return Node(op, tuple(inputs), outputs, attrs, regions, meta, strategy)
 
     def op(self, text: str) -> OpId:
         """Return an operator with its version from the first line."""
@@ -408,6 +414,12 @@ def _tensor_type(line: _Line) -> TensorType:
 @lru_cache(maxsize=4096)
 def _size(text: str) -> dims.Dim:
     return dims.as_dim(dims.parse(text))
+
+
+def _slices(line: _Line) -> tuple[int, ...]:
+    """Return the slices of one operand."""
+    line.need("(")
+    return tuple(line.list(")", lambda at: _bounded(at.match(_INT, "a number")[0], 2**32)))
 
 
 def _key(name: str) -> str:

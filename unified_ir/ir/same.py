@@ -42,6 +42,8 @@ def _of_nodes(
     inputs = [None if v is None else ours[v] for v in a.inputs]
     if inputs != [None if v is None else theirs[v] for v in b.inputs]:
         return "its operands"
+    if a.strategy != b.strategy:
+        return f"its strategy, {a.strategy} becomes {b.strategy}"
     if _types(a.outputs) != _types(b.outputs):
         return f"its types, {_types(a.outputs)} become {_types(b.outputs)}"
     if a.attrs.keys() != b.attrs.keys():

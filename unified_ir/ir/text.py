@@ -9,7 +9,8 @@
     }
 
 A parameter is written by its name, any other value by its number: parameters count first, then
-outputs in order, as in `module.pb`. The text after `#` is the location in the user's source; file
+outputs in order, as in `module.pb`. `shard((4, 1), (1, 1))` after the
+attributes is a strategy. The text after `#` is the location in the user's source; file
 and scope are quoted where they would be ambiguous. Constants of more than eight elements, and those
 with a NaN that `nan` does not reproduce, appear as type and the first digits of the SHA-256 of
 their bytes.
@@ -35,6 +36,7 @@ from triplane.unified_ir.ir.graph import (
     Location,
     Meta,
     Node,
+    Split,
     Value,
 )
 from triplane.unified_ir.ir.module import Module
@@ -92,6 +94,7 @@ def _node_lines(node: Node, names: Mapping[Value, str]) -> Iterator[str]:
     inputs = ", ".join("none" if v is None else names[v] for v in node.inputs)
     attrs = attributes_text(node.attrs)
     line = f"{outputs} = {node.op}({inputs}){f' {attrs}' if attrs else ''}"
+    line += f" shard{strategy_text(node.strategy)}" if node.strategy else ""
     yield line + (" {" if node.regions else "") + _place(node.meta)
     for region in node.regions:
         for inner in _lines(region, f"region {_name(region.name)}"):
@@ -105,6 +108,11 @@ def attributes_text(attrs: Mapping[str, AttrValue]) -> str:
     if not attrs:
         return ""
     return "{" + ", ".join(f"{_name(k)}={_attr(attrs[k])}" for k in sorted(attrs)) + "}"
+
+
+def strategy_text(split: Split) -> str:
+    """Return a strategy as `shard` takes it: ((4, 1), (1, 1))."""
+    return "(" + ", ".join(f"({', '.join(map(str, slices))})" for slices in split) + ")"
 
 
 def _attr(value: AttrValue) -> str:

@@ -91,7 +91,7 @@ def emit_typed(
     """Like `emit`, with the type of each ONNX value that represents a value of the function."""
     if not function.results:
         raise InvalidInput(f"{function.name!r} has no results; an ONNX graph needs one, return it")
-    emitter = _Emitter(target, fuse(clean(function)), initializers or {})
+    emitter = Emitter(target, fuse(clean(function)), initializers or {})
     model = emitter.model(producer_name=PRODUCER)
     return model, {name: value.type for value, name in emitter.names.items()}
 
@@ -118,7 +118,7 @@ def serialize(model: ModelProto) -> bytes:
     return model.SerializeToString(deterministic=True)
 
 
-class _Emitter(EmissionContext):
+class Emitter(EmissionContext):
     """Emits one ONNX graph: its names, nodes and known sizes; a region also sees its parent's."""
 
     def __init__(
@@ -126,7 +126,7 @@ class _Emitter(EmissionContext):
         target: OnnxTarget,
         function: Function,
         held: Mapping[str, EmittedInitializer],
-        parent: _Emitter | None = None,
+        parent: Emitter | None = None,
     ) -> None:
         self._target = target
         self.function = function
@@ -363,7 +363,7 @@ class _Emitter(EmissionContext):
 
     def local_function(self, name: str, domain: str, body: Function) -> str:
         """Return the name of a local function with this body; a second body of a name gets `_2`."""
-        inner = _Emitter(self.target, clean(body), {})
+        inner = Emitter(self.target, clean(body), {})
         # The function is closed, so it is emitted by itself; equal bodies give equal names, and the
         # comparison below finds them.
         inner.functions = self.functions
@@ -393,9 +393,9 @@ class _Emitter(EmissionContext):
                 return function.name
         raise AssertionError  # pragma: no cover
 
-    def child(self, function: Function) -> _Emitter:
+    def child(self, function: Function) -> Emitter:
         """Return an emitter for a subgraph, which sees this graph's names and sizes."""
-        return _Emitter(self.target, clean(function), {}, self)
+        return Emitter(self.target, clean(function), {}, self)
 
     def result_infos(self) -> list[ValueInfoProto]:
         """Declare the results of a subgraph, each under a name that this subgraph produces once."""
@@ -478,7 +478,7 @@ class _Emitter(EmissionContext):
         return emit_dims(self, dims)
 
 
-class _Located(_Emitter):
+class _Located(Emitter):
     """Names every node and remembers which IR node it belongs to."""
 
     def __init__(
@@ -494,24 +494,24 @@ class _Located(_Emitter):
         self._inside = 0
 
     def node(self, node: Node) -> None:
-        """See `_Emitter.node`."""
+        """See `Emitter.node`."""
         # A node from a body belongs to the node of the row that was inlined.
         if not self._inside:
             self._for = node
         super().node(node)
 
     def inline(self, node: Node, meaning: Function) -> None:
-        """See `_Emitter.inline`; a custom operator's nodes have places of their own."""
+        """See `Emitter.inline`; a custom operator's nodes have places of their own."""
         self._inside += 1
         super().inline(node, meaning)
         self._inside -= 1
 
-    def child(self, function: Function) -> _Emitter:
-        """See `_Emitter.child`."""
+    def child(self, function: Function) -> Emitter:
+        """See `Emitter.child`."""
         return _Located(self.target, clean(function), {}, self)
 
     def add(self, op: str, inputs: Sequence[str], outputs: Sequence[str], **attrs: Any) -> None:
-        """See `_Emitter.add`."""
+        """See `Emitter.add`."""
         super().add(op, inputs, outputs, **attrs)
         self.nodes[-1].name = f"at/{len(self.places)}"
         if self._for is not None:

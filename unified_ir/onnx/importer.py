@@ -45,6 +45,7 @@ from triplane.unified_ir.onnx.functions import (
 from triplane.unified_ir.onnx.known_values import KnownValues
 from triplane.unified_ir.onnx.lift import lift
 from triplane.unified_ir.onnx.merged import separated
+from triplane.unified_ir.onnx.multi_device import read_annotations
 from triplane.unified_ir.onnx.order import needed_in_order
 from triplane.unified_ir.onnx.scope import Scope, TrainableChoice, Weights
 from triplane.unified_ir.onnx.source import Source, array_of, read_model
@@ -249,8 +250,11 @@ class Importer:
         # Trailing outputs without a name are not asked for; operators may have a cheaper form then.
         while outputs > 1 and not node.output[outputs - 1]:
             outputs -= 1
+        start = len(self.build.nodes)
         with frame.scope.build.at(meta):
             tensors = self.apply(node, inputs, outputs, frame)
+        if node.device_configurations and frame.scope.build is self.build:
+            read_annotations(self.model, node, inputs, self.build, start)
         if len(tensors) < outputs:
             raise InvalidInput(f"the node names {outputs} outputs, the operator has {len(tensors)}")
         for name, x in zip(node.output, tensors, strict=False):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 from triplane.proto.errors import InvalidInput
 
@@ -18,10 +18,12 @@ class OnnxTarget:
     """An ai.onnx opset; onnxruntime has CPU kernels for nearly all of 21, for less of later ones.
 
     operators: names, with domain, of further operators that the runtime has.
+    device: "cuda" writes forms that onnxruntime's CUDA kernels take.
     """
 
     opset: int = 21
     operators: frozenset[str] = frozenset()
+    device: Literal["cpu", "cuda"] = "cpu"
 
     def __post_init__(self) -> None:
         if not OLDEST_OPSET <= self.opset <= NEWEST_OPSET:

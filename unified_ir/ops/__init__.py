@@ -16,6 +16,7 @@ from triplane.unified_ir.ops.losses import huber as huber
 from triplane.unified_ir.ops.losses import kl_divergence as kl_divergence
 from triplane.unified_ir.ops.losses import negative_log_likelihood as negative_log_likelihood
 from triplane.unified_ir.ops.losses import smooth_l1 as smooth_l1
+from triplane.unified_ir.ops.recorder import with_shard as _with_shard
 from triplane.unified_ir.ops.rows.arithmetic.activations import celu as celu
 from triplane.unified_ir.ops.rows.arithmetic.activations import elu as elu
 from triplane.unified_ir.ops.rows.arithmetic.activations import mish as mish
@@ -208,7 +209,8 @@ __all__ = [
     if name not in _HELPERS and not name.startswith("_") and not isinstance(value, ModuleType)
 ]
 
-# Rows accept numpy arrays; with this every exported function does, too.
+# Rows accept numpy arrays and strategies; with this every exported function does, too.
 for _name in __all__:
     if isinstance(globals()[_name], FunctionType):
         globals()[_name] = _taking_arrays(globals()[_name])
+        globals()[_name].shard = _with_shard(globals()[_name], f"ops.{_name}")

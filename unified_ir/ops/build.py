@@ -17,12 +17,22 @@ import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import OPEN_PREFIX, Dim, Expr
-from triplane.unified_ir.ir.graph import Array, AttrValue, Function, Location, Meta, Node, Value
+from triplane.unified_ir.ir.graph import (
+    Array,
+    AttrValue,
+    Function,
+    Location,
+    Meta,
+    Node,
+    Split,
+    Value,
+)
 from triplane.unified_ir.ir.types import DType, TensorType, TypeMismatch, as_dtype, float32
 from triplane.unified_ir.ops import signatures
 from triplane.unified_ir.ops.infer import check_groups, in_type_group, infer
 from triplane.unified_ir.ops.recorder import stack
 from triplane.unified_ir.ops.row import DOMAIN, OPEN, Known, Op, OpCall, Table
+from triplane.unified_ir.ops.sharding import checked_strategy, sharded_call
 from triplane.unified_ir.ops.source import user_location
 from triplane.unified_ir.ops.tensor import Tensor
 from triplane.unified_ir.ops.values import bind
@@ -170,6 +180,7 @@ class Build:
         *,
         regions: tuple[Function, ...] = (),
         outputs: int = 1,
+        strategy: Split = (),
     ) -> tuple[Tensor, ...]:
         """Add one node of `row`: convert operands, check attributes, infer types."""
         meta = self.meta or Meta(user_location(), self.scope)
@@ -184,10 +195,25 @@ class Build:
         except InvalidInput as error:
             raise _located(error, meta.location, meta.scope) from None
         values = tuple(None if x is None else x.value for x in operands)
-        node = Node(row.id, values, tuple(map(Value, inferred)), normal, regions, meta)
+        node = Node(row.id, values, tuple(map(Value, inferred)), normal, regions, meta, strategy)
         tensors = self.append(node)
         note_contents(row, node, self._known)
         return tensors
+
+    def sharded(
+        self,
+        function: Callable[..., Any],
+        name: str,
+        strategy: Sequence[Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Call an operator whose node gets a strategy; see `ops.sharding`."""
+        try:
+            split = checked_strategy(strategy, name)
+            return sharded_call(self, function, name, split, args, kwargs)
+        except InvalidInput as error:
+            raise _located(error, user_location(), self.scope) from None
 
     def _opened(
         self,

@@ -30,6 +30,10 @@ class EmissionTarget(Protocol):
     def operators(self) -> frozenset[str]:
         """Operators beyond ai.onnx, by name with domain."""
 
+    @property
+    def device(self) -> str:
+        """Whose kernels run it: "cpu" or "cuda"."""
+
 
 class EmissionContext(Protocol):
     """The ONNX graph being emitted, as a rule sees it."""

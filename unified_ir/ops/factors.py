@@ -409,6 +409,13 @@ def _attention(call: ShapedNode) -> Factors:
     return Factors((heads, heads, heads, *mask), (heads,), "attention: batch b and heads h", flops)
 
 
+def _attention_gradient(call: ShapedNode) -> Factors:
+    _, q, k, v = call.inputs
+    heads = ("b", "h", WHOLE, WHOLE)
+    flops = 2 * math.prod(q[:3]) * k[2] * (3 * q[3] + 2 * v[3])
+    return Factors((heads,) * 4, (heads,) * 3, "attention: batch b and heads h", flops)
+
+
 _SWEEP_WEIGHTS: Final[Mapping[str, int]] = {
     "LSTMSweep": 1,
     "GRUSweep": 2,
@@ -538,7 +545,8 @@ BY_NAME: Final[Mapping[str, Rule]] = {
     "InstanceNormalization": _samples_and_channels,
     "GroupNormalization": _samples,
     "LRN": _samples,
-    "Attention": _attention,
+    **dict.fromkeys(("Attention", "PlainAttention"), _attention),
+    "PlainAttentionGradient": _attention_gradient,
     **dict.fromkeys(_SWEEP_WEIGHTS, _sweep),
     **dict.fromkeys(("LSTM", "GRU", "RNN"), _recurrent),
     "Threefry2x32": _threefry,

@@ -76,6 +76,7 @@ class Replay:
                 attrs,
                 regions=self.regions(node),
                 outputs=len(node.outputs),
+                strategy=node.strategy,
             )
 
     def _number(self, row: Op, node: Node) -> Tensor | None:
@@ -174,7 +175,7 @@ def with_sizes(function: Function, sizes: Mapping[str, Dim]) -> Function:
             attrs.update(_renamed_sizes(node, sizes))
         regions = tuple(with_sizes(r, sizes) for r in node.regions)
         outputs = tuple(renew(v) for v in node.outputs)
-        nodes.append(Node(node.op, inputs, outputs, attrs, regions, node.meta))
+        nodes.append(Node(node.op, inputs, outputs, attrs, regions, node.meta, node.strategy))
     results = tuple(env[r] for r in function.results)
     return function.with_(params=params, results=results, nodes=nodes)
 

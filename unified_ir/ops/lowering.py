@@ -17,7 +17,8 @@ import numpy as np
 from triplane.unified_ir.ir.graph import Array, Node
 
 Rule = Callable[..., Any]
-"""(context, *operands, **attributes) -> the output, or a tuple of outputs."""
+"""(context, *operands, **attributes) -> the output, or a tuple of outputs; NotImplemented: use the
+row's body."""
 Region = Callable[..., tuple[list[Any], Any]]
 """(*arguments) -> (results, which requirement failed inside: int32, 0 if none)."""
 
@@ -45,6 +46,14 @@ class XlaContext(Protocol):
 
     def merge(self, failed: Any) -> None:
         """Take over what failed inside a region that has run: int32, 0 if nothing."""
+
+    def attention(self, q: Any, k: Any, v: Any, *, causal: bool, scale: float) -> Any:
+        """Return attention by the device's own kernel; NotImplemented if it has none for these."""
+
+    def attention_gradient(
+        self, g: Any, q: Any, k: Any, v: Any, *, causal: bool, scale: float
+    ) -> Any:
+        """Return the gradients for q, k and v; NotImplemented likewise."""
 
 
 def by_name(name: str) -> Rule:
@@ -157,3 +166,16 @@ def _is_last(k: XlaContext, flat: Any, size: int) -> Any:
     return (
         taken(k, k.np.zeros(size, np.int32).at[flat].max(number, **_IN_BOUNDS), (flat,)) == number
     )
+
+
+def truncated(k: XlaContext, x: Any, dtype: Any) -> Any:
+    """Convert floats to int32 or int64; what the type does not hold becomes its smallest number.
+
+    So do numpy and onnxruntime on x86. XLA alone would take the nearest number, and 0 for NaN.
+    """
+    if x.dtype.itemsize < 4:  # the limit is infinite in float16
+        x = k.lax.convert_element_type(x, np.float32)
+    least = np.iinfo(dtype).min
+    limit = -float(least)
+    holds = (x >= -limit) & (x < limit)
+    return k.np.where(holds, k.lax.convert_element_type(x, dtype), np.asarray(least, dtype))

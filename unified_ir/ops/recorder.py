@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from triplane.proto.errors import InvalidInput
 
@@ -27,3 +28,17 @@ def recorder() -> Build:
 def recording() -> bool:
     """Return whether a graph is being recorded in this context."""
     return bool(stack.get())
+
+
+def with_shard(function: Callable[..., Any], name: str) -> Callable[..., Callable[..., Any]]:
+    """Return the method `shard` of an operator: it takes a strategy and returns the operator."""
+
+    def shard(*strategy: Any) -> Callable[..., Any]:
+        """Return the operator with a strategy: for each tensor of the call, slices of each axis."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return recorder().sharded(function, name, strategy, args, kwargs)
+
+        return call
+
+    return shard

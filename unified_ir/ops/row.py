@@ -32,7 +32,7 @@ from triplane.unified_ir.ir.types import (
 from triplane.unified_ir.ops import signatures
 from triplane.unified_ir.ops.emission import Emit
 from triplane.unified_ir.ops.lowering import Rule
-from triplane.unified_ir.ops.recorder import recorder
+from triplane.unified_ir.ops.recorder import recorder, with_shard
 
 if TYPE_CHECKING:
     from triplane.unified_ir.ops.tensor import Tensor
@@ -262,6 +262,9 @@ class Op:
     integer_form: IntegerForm | None = None
     cost: Callable[[Node, Size], Cost] | None = None
     """By default every byte is read or written once, with the usual arithmetic of the kind."""
+    half_form: Callable[[Node], tuple[Op, dict[str, AttrValue]] | None] | None = None
+    """The row and attributes that compute the same where products are of 16 bits, as one node;
+    None where there is no such row. By default a product is that, and a body is opened."""
     native: Native | None = None
     """Whether an opset's operator, and onnxruntime's kernel of it, can do what a node asks; if not,
     the body is emitted. Without this rule they always can."""
@@ -385,6 +388,10 @@ class Op:
     def __call__(self, *inputs: Any, **attrs: Any) -> Tensor:
         """Add a node to the graph under construction and return its first output."""
         return recorder().apply(self, *signatures.arguments(self, inputs, attrs))[0]
+
+    def shard(self, *strategy: Sequence[int]) -> Callable[..., Tensor]:
+        """Return the operator with a strategy: for each tensor of the call, slices of each axis."""
+        return with_shard(self, str(self))(*strategy)
 
     def all_outputs(self, *inputs: Any, outputs: int, **attrs: Any) -> tuple[Tensor, ...]:
         """Add a node and return its first `outputs` outputs."""

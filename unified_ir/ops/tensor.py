@@ -556,7 +556,8 @@ def admitted(x: Any) -> Any:
     return as_tensor(np.asarray(x)) if isinstance(x, (np.ndarray, np.generic)) else x
 
 
-def _taken(x: Any, *, narrow: bool) -> Any:
+def taken(x: Any, *, narrow: bool) -> Any:
+    """Return an array as a constant, float64 as float32 where `narrow`; anything else unchanged."""
     wide = isinstance(x, (np.ndarray, np.generic)) and x.dtype == np.float64
     return admitted(x.astype(np.float32) if narrow and wide else x)
 
@@ -585,11 +586,9 @@ def taking_arrays(builder: Callable[P, R]) -> Callable[P, R]:
         floats = {x.dtype for x in tensors if isinstance(x, Tensor) and x.dtype.is_float}
         narrow = floats == {float32}
         admitted: Any = [
-            _taken(x, narrow=narrow) if mark else x for x, mark in zip(args, marks, strict=True)
+            taken(x, narrow=narrow) if mark else x for x, mark in zip(args, marks, strict=True)
         ]
-        named: Any = {
-            k: _taken(v, narrow=narrow) if k in operands else v for k, v in kwargs.items()
-        }
+        named: Any = {k: taken(v, narrow=narrow) if k in operands else v for k, v in kwargs.items()}
         return builder(*admitted, **named)
 
     return build

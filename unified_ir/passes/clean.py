@@ -57,7 +57,8 @@ def share(function: Function) -> Function:
         if not node.regions and not (row is not None and row.nondeterministic):
             # The number of outputs belongs to the key, because an operator may compute less if its
             # optional outputs are not asked for. Nodes with regions are left alone.
-            first = seen.setdefault((node.op, inputs, len(node.outputs), attrs_key(node)), kept)
+            key = node.op, inputs, len(node.outputs), attrs_key(node), node.strategy
+            first = seen.setdefault(key, kept)
         if first is kept:
             nodes.append(kept)
         else:

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from threading import Lock
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from triplane.proto.errors import Conflict, InvalidInput
 from triplane.proto.suggestions import suggestion
-from triplane.unified_ir.engines import EngineLoop, LaunchingLoop, Program, StateLost
+from triplane.unified_ir.engines import (
+    EngineLoop,
+    LaunchBatches,
+    LaunchingLoop,
+    Program,
+    StateLost,
+)
 from triplane.unified_ir.engines.finite import finite, first_nonfinite
 from triplane.unified_ir.ir.graph import Array, Role
 from triplane.unified_ir.optim import STEP, slot_name
@@ -19,9 +28,12 @@ from triplane.unified_ir.train import identity, step
 from triplane.unified_ir.train.batches import Batch, BatchSource, with_last
 from triplane.unified_ir.train.callbacks import Callback
 from triplane.unified_ir.train.checkpoint import Checkpoint
+from triplane.unified_ir.train.feeding import ThreadFeed
 from triplane.unified_ir.train.history import NOTHING_COUNTED, VALIDATION, Row, split
 from triplane.unified_ir.train.interrupt import Interrupt
+from triplane.unified_ir.train.launching import AUTO, Launching, SingleBatch
 from triplane.unified_ir.train.precision import LEAST_SCALE
+from triplane.unified_ir.train.progress import Progress
 from triplane.unified_ir.train.recipe import AVERAGE, LEFT, LOSS_SCALE, SKIPPED
 from triplane.unified_ir.train.run import Run
 from triplane.unified_ir.train.snapshot import Snapshot
@@ -30,6 +42,9 @@ if TYPE_CHECKING:
     from triplane.unified_ir.train.trainer import Trainer
 
 
+Named = Mapping[str, Array]
+Launch = tuple[LaunchBatches, bool]
+"""Batches, and whether to update after the last one in any case."""
 AVERAGES: Final = slot_name(AVERAGE, "")
 
 
@@ -59,7 +74,11 @@ class Fit:
         self.trainer, self.source, self.validation = trainer, source, validation
         self.interrupt = interrupt
         # Steps that ran on the engine and that `place` does not count yet: batches and results.
-        self._ahead: deque[tuple[Batch, dict[str, Array]]] = deque()
+        self._ahead: deque[tuple[Named, dict[str, Array]]] = deque()
+        # Held by whoever reads the data, or by the thread that feeds launches.
+        self._reading = Lock()
+        self._feed: ThreadFeed[Launch] | Generator[Launch] | None = None
+        self.launching = Launching(trainer.steps_per_launch, trainer.launch_choice, self._say)
         self.callbacks, self.goal = callbacks, goal
         self._check_measures()
         self._compile(trainer.training_program())
@@ -87,10 +106,15 @@ class Fit:
         # The state at the start of the epoch, from which `_replayed` repeats steps.
         self.anchor = {k: state[k] for k in trainer.state_names(program.function)}
         self.loop: EngineLoop = program.loop(self.anchor)
-        if trainer.steps_per_launch > 1 and not isinstance(self.loop, LaunchingLoop):
+        if trainer.steps_per_launch != 1 and not isinstance(self.loop, LaunchingLoop):
             raise InvalidInput(
                 f"steps_per_launch={trainer.steps_per_launch} needs the engine 'xla': the other "
                 "engines run one step at a time"
+            )
+        if trainer.steps_per_launch == AUTO and getattr(trainer.engine, "processes", None):
+            raise InvalidInput(
+                'steps_per_launch="auto" measures, and the processes of a run must decide alike; '
+                "give a number"
             )
         # Computed when a snapshot first needs it: it traces the model and hashes the data.
         self._identity: dict[str, str] | None = None
@@ -100,7 +124,8 @@ class Fit:
         self._refuse_gone()
         if self._identity is None:
             own = identity.of_model(self.model, self.trainer.recipe)
-            self._identity = own | identity.of_data(self.source)
+            with self._reading:
+                self._identity = own | identity.of_data(self.source)
         return self.trainer.snapshot(
             self.loop.state(),
             batch_size=self.source.size,
@@ -233,14 +258,15 @@ class Fit:
         # A callback changed the cell, for example froze a layer, so the step was traced again.
         if program is not self.program:
             self._compile(program)
-        for batches, is_last in self._launches(place.epoch, place.position):
-            # The last batch of an epoch updates in any case, so that no gradient is dropped.
-            if is_last:
-                self.loop.load({LEFT: np.ones((), np.int64)})
-            self._launch(batches)
-            self.interrupt.check()
-            if self.info.stopped:
-                return False
+        with closing(self._fed(self._launches(place.epoch, place.position, place.step))) as feed:
+            self._feed = feed
+            for batches, is_last in feed:
+                # The last batch of an epoch updates in any case, so that no gradient is dropped.
+                if is_last:
+                    self.loop.load({LEFT: np.ones((), np.int64)})
+                self._launch(batches)
+                if self.info.stopped:
+                    return False
         if not place.rows:
             raise InvalidInput(f"epoch {place.epoch + 1} has no batches; {_ONCE}")
         if names := place.uncounted():
@@ -252,23 +278,32 @@ class Fit:
             raise InvalidInput(NOTHING_COUNTED.format(names=names, where=where))
         return True
 
-    def _launch(self, batches: Sequence[Batch]) -> None:
-        """Run the steps of these batches on the engine, then account for each of them in turn."""
-        while batches:
-            done = self._steps([dict(zip(self.names, b, strict=True)) for b in batches])
-            self._ahead.extend(zip(batches, done, strict=False))
-            batches = batches[len(done) :]
+    def _launch(self, batches: LaunchBatches) -> None:
+        """Run the steps of these batches on the engine, and account for each of them in turn."""
+        together = self.launching.together(batches)
+        done, seconds = 0, 0.0
+        while done < len(batches):
+            begin = perf_counter()
+            # What a launch left is what it refused: a single step says why.
+            results = self._steps(batches, done, together=together and not done)
+            seconds += perf_counter() - begin
+            self._ahead.extend((batches.batch(done + i), r) for i, r in enumerate(results))
+            done += len(results)
             while self._ahead:
                 self._take(*self._ahead.popleft())
                 self._call("on_step")
+            self.interrupt.check()
+            if self.info.stopped:
+                return
+        self.launching.measure(batches, seconds, together=together)
 
-    def _steps(self, named: Sequence[Mapping[str, Array]]) -> list[dict[str, Array]]:
-        if len(named) == 1:
-            return [self.loop.step(**named[0])]
+    def _steps(self, batches: LaunchBatches, at: int, *, together: bool) -> list[dict[str, Array]]:
+        if not together:
+            return [self.loop.step(**batches.batch(at))]
         assert isinstance(self.loop, LaunchingLoop)
-        return self.loop.steps(named)
+        return self.loop.launch(batches)
 
-    def _take(self, batch: Batch, results: dict[str, Array]) -> None:
+    def _take(self, batch: Named, results: dict[str, Array]) -> None:
         """Add a step's results to the epoch's measures."""
         counts = {k: results.pop(k) for k in self.tallies}
         counted = step.taken_counts(results)
@@ -277,37 +312,60 @@ class Fit:
             self._explain()
         if self.info.results.get(LOSS_SCALE, 1.0) < LEAST_SCALE:
             self._explain_scale(batch)
-        self.trainer.place.advance(self.info.results, len(batch[-1]), counts, counted)
+        self.trainer.place.advance(self.info.results, len(batch[self.names[-1]]), counts, counted)
 
-    def _launches(self, epoch: int, first: int) -> Iterator[tuple[list[Batch], bool]]:
-        """Yield the batches of each launch, and whether to update after it in any case.
+    def _fed(self, launches: Generator[Launch]) -> ThreadFeed[Launch] | Generator[Launch]:
+        """Return launches that are read and stacked on a thread while the device runs others.
+
+        Data that can be read only once is not read ahead: a run that stops would lose batches.
+        """
+        if self.launching.is_single or not self.source.repeats():
+            return launches
+        return ThreadFeed(launches, self._reading)
+
+    def _launches(self, epoch: int, first: int, step: int) -> Generator[Launch]:
+        """Yield the batches of each launch from a step on.
 
         A launch has batches of one shape, and ends where a checkpoint is due. Data that raise do so
         after the steps of the batches before.
         """
-        launch: list[Batch] = []
+        launch: LaunchBatches | None = None
+        room, kinds = 1, None
+        loop = None if self.launching.is_single else self.loop
         try:
             for batch, is_last in self._batches(epoch, first):
                 self._check(batch)
-                if launch and (is_last or _kinds(batch) != _kinds(launch[0])):
-                    yield launch, False
-                    launch = []
-                launch.append(batch)
-                if is_last or len(launch) == self._launch_limit():
-                    yield launch, is_last
-                    launch = []
+                if launch and (is_last or _kinds(batch) != kinds):
+                    yield _finished(launch), False
+                    launch = None
+                if launch is None:
+                    kinds = _kinds(batch)
+                    if isinstance(loop, LaunchingLoop):
+                        room = self._room(batch, step)
+                        launch = loop.stage(room=room)
+                    else:
+                        launch = SingleBatch()
+                launch.add(dict(zip(self.names, batch, strict=True)))
+                step += 1
+                if is_last or len(launch) == room:
+                    yield _finished(launch), is_last
+                    launch = None
         except Exception:
             if launch:
-                yield launch, False
+                yield _finished(launch), False
             raise
         if launch:
-            yield launch, False
+            yield _finished(launch), False
 
-    def _launch_limit(self) -> int:
-        """Return how many steps the next launch has at most."""
-        step = self.trainer.place.step
+    def _room(self, batch: Batch, step: int) -> int:
+        """Return how many steps the launch that starts after a step has at most."""
         due = [c.every_steps for c in self.callbacks if isinstance(c, Checkpoint) and c.every_steps]
-        return min([self.trainer.steps_per_launch, *(n - step % n for n in due)])
+        return min([self.launching.room(batch), *(n - step % n for n in due)])
+
+    def _say(self, line: str) -> None:
+        for callback in self.callbacks:
+            if isinstance(callback, Progress):
+                callback.say(line)
 
     def _check(self, batch: Batch) -> None:
         """Check a batch's labels, and its types unless a batch of these types was checked."""
@@ -363,9 +421,9 @@ class Fit:
             cause=cause,
         )
 
-    def _explain_scale(self, batch: Batch) -> None:
+    def _explain_scale(self, batch: Named) -> None:
         """Raise NonFinite: halving the loss scale again would not help."""
-        values = {**self.loop.view(), **dict(zip(self.names, batch, strict=True))}
+        values = {**self.loop.view(), **batch}
         cause = first_nonfinite(self.program.function, values)
         number = self.trainer.place.step + 1
         raise NonFinite(
@@ -380,6 +438,8 @@ class Fit:
         """Return the first value that was not finite, described alone and within a sentence."""
         if not self.source.repeats():
             return "", "the data cannot be iterated again to find where it began"
+        if self._feed is not None:
+            self._feed.close()  # one reader at a time
         first = self.start.step + 1
         for number, values in enumerate(self._replayed(), first):
             if values is not None:
@@ -407,6 +467,11 @@ class Fit:
 
 
 _ONCE: Final = "pass data that can be iterated in every epoch, not an iterator that ends"
+
+
+def _finished(launch: LaunchBatches) -> LaunchBatches:
+    launch.finish()
+    return launch
 
 
 def _kinds(batch: Batch) -> Any:

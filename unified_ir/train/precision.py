@@ -88,8 +88,8 @@ class _HalfPrecision(Rewriter):
 
     def visit(self, node: Node) -> None:
         """Put a product between casts; expand an operator whose body has products."""
-        if self.row(node).is_product and node.outputs[0].type.dtype == float32:
-            self._product(node)
+        if node.outputs[0].type.dtype == float32 and (product := self._half_form(node)):
+            self._product(product)
             return
         self.note(node)
         body = None if node.regions else self.body(node)
@@ -97,6 +97,14 @@ class _HalfPrecision(Rewriter):
             self.spread(node, body)
         else:
             self.keep(node)
+
+    def _half_form(self, node: Node) -> Node | None:
+        """Return the node that computes in 16 bits what this one does; None: none does."""
+        row = self.row(node)
+        if row.is_product:
+            return node
+        form = row.half_form(node) if row.half_form else None
+        return form and replace(node, op=form[0].id, attrs=form[1])
 
     def _product(self, node: Node) -> None:
         operands = tuple(

@@ -62,7 +62,7 @@ def restore(trainer: Trainer, snapshot: Snapshot, changed: Collection[str] = ())
         )
     trainer.write_back(snapshot.state)
     trainer.place, trainer.history = snapshot.place, snapshot.history
-    for callback in trainer.callbacks:
+    for callback in (*trainer.callbacks, trainer.launch_choice):
         callback.load_state_dict(snapshot.callbacks.get(callback.state_key, {}))
 
 

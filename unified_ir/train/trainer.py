@@ -49,6 +49,7 @@ from triplane.unified_ir.train.exporting import Entry, build_module
 from triplane.unified_ir.train.fitting import Fit
 from triplane.unified_ir.train.history import History, Place, Row
 from triplane.unified_ir.train.interrupt import deferred_interrupt
+from triplane.unified_ir.train.launching import LaunchChoice, StepsPerLaunch, checked_steps
 from triplane.unified_ir.train.measuring import measured, predicted
 from triplane.unified_ir.train.metrics import Confusion, Metrics, Tally, metrics_by_name
 from triplane.unified_ir.train.precision import LossScale, Precision
@@ -81,7 +82,7 @@ class Trainer:
     constant number, or a `LossScale` that adapts to the gradients (the default with float16).
     engine: a name, or an engine with options (docs/engines.md). device: "cuda" runs the engine onnx
     on a GPU. steps_per_launch: with the engine xla, how many steps the device runs without the host
-    between them; `on_step` is then called for all of them after the last.
+    between them, or "auto"; `on_step` is then called for all of them after the last.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class Trainer:
         optimizer: Optimizer,
         engine: str | Engine = "onnx",
         device: str | None = None,
-        steps_per_launch: int = 1,
+        steps_per_launch: StepsPerLaunch = 1,
         seed: int = 0,
         metrics: Metrics | None = None,
         callbacks: Sequence[Callback] = (),
@@ -116,9 +117,8 @@ class Trainer:
         self.engine, self.device = engine, device
         if device is not None:
             self._engine()  # refuses the device now rather than in `fit`
-        if not is_count(steps_per_launch, 1):
-            raise InvalidInput(f"steps_per_launch is a number >= 1, got {steps_per_launch!r}")
-        self.steps_per_launch = steps_per_launch
+        self.steps_per_launch = checked_steps(steps_per_launch)
+        self.launch_choice = LaunchChoice()
         self.seed = seed
         self.metrics = None if metrics is None else metrics_by_name(metrics, self.loss.targets)
         self.callbacks = _checked_callbacks(callbacks)
@@ -535,7 +535,7 @@ class Trainer:
             batch_size=batch_size,
             samples=samples,
             identity=identity,
-            callbacks=states_of(self.callbacks),
+            callbacks=states_of([*self.callbacks, self.launch_choice]),
         )
 
 

@@ -1,5 +1,6 @@
 """Moving, indexing and reducing on XLA, where its own operators mean something else than ONNX's."""
 
+import platform
 from typing import Any
 
 import numpy as np
@@ -115,6 +116,20 @@ def test_element_types():
     calls += [("Cast", [four], {"to": DTYPES[name].onnx}) for name in ("int8", "int32", "float32")]
     calls.append(("BitCast", [X > 0], {"to": DTYPES["uint8"].onnx}))
     calls.append(("OneHot", [np.array([0, -1, 5], np.int8), 300, X[0, :2]], {}))
+    agrees(*recorded(*calls))
+
+
+@pytest.mark.long
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="numpy's casts are the processor's")
+@pytest.mark.parametrize("to", ["int32", "int64", "int8", "uint16"])
+def test_floats_that_no_integer_holds_are_cast_as_by_numpy(to):
+    """XLA's own conversion takes the nearest integer, and 0 for NaN."""
+    with np.errstate(over="ignore"):
+        wide = np.array([1e20, -1e20, np.nan, np.inf, 3e9, 2.0**31, -(2.0**31), 7.9, -7.9])
+        calls = [
+            ("Cast", [wide.astype(kind)], {"to": DTYPES[to].onnx})
+            for kind in (np.float16, np.float32, np.float64)
+        ]
     agrees(*recorded(*calls))
 
 

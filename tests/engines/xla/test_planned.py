@@ -18,9 +18,12 @@ SCRIPTS = Path(__file__).parent
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("script", ["planned_training", "planned_products"])
-def test_with_eight_devices(script):
-    env = {**os.environ, "JAX_NUM_CPU_DEVICES": "8"}
+@pytest.mark.parametrize(
+    ("script", "devices"),
+    [("planned_training", 8), ("planned_products", 16), ("sharded_training", 4)],
+)
+def test_with_virtual_devices(script, devices):
+    env = {**os.environ, "JAX_NUM_CPU_DEVICES": str(devices)}
     path = SCRIPTS / f"{script}.py"
     ran = subprocess.run(
         [sys.executable, path], env=env, capture_output=True, text=True, check=False

@@ -157,7 +157,7 @@ class TestLaunches:
     def test_other_engines_refuse_them(self):
         with pytest.raises(InvalidInput, match="needs the engine 'xla'"):
             trained(digits(0, 32), engine="onnx", steps_per_launch=2)
-        with pytest.raises(InvalidInput, match="a number >= 1, got 0"):
+        with pytest.raises(InvalidInput, match=r"a number >= 1 or \"auto\", got 0"):
             trained(digits(0, 32), steps_per_launch=0)
 
 
@@ -218,6 +218,7 @@ class TestMesh:
 
 
 MESH = """
+import io
 import numpy as np
 from triplane.unified_ir import data, nn, ops, optim, train
 from triplane.unified_ir.engines.xla.engine import XlaEngine
@@ -236,13 +237,13 @@ held = np.load(data.__path__[0] + "/digits.npz")
 x = held["x"].astype(np.float32).reshape(-1, 1, 8, 8)[:148] / 16
 y = held["y"].astype(np.int64)[:148]
 
-def losses(engine, **options):
+def losses(engine, progress="none", **options):
     nn.seed(0)
     record = train.Record()
     trainer = train.Trainer(
         Net(), loss=nn.SoftmaxCrossEntropy(), optimizer=optim.SGD(0.05, momentum=0.9),
         engine=engine, callbacks=[record], **options)
-    trainer.fit((x, y), 3, batch_size=48, progress="none")
+    trainer.fit((x, y), 3, batch_size=48, progress=progress)
     return np.array([row["loss"] for row in record.steps]), trainer.state()
 
 one, state = losses("xla")
@@ -253,7 +254,11 @@ for made, options in (
     ({"mesh": {"data": 8}}, {"steps_per_launch": 3}),
 ):
     engine = XlaEngine(**made)
-    split, after = losses(engine, **options)
+    progress = train.Progress("lines", stream=io.StringIO())
+    split, after = losses(engine, progress, **options)
+    # The last batch of each of the three epochs has 4 rows.
+    wanted = 0 if made is SPLIT else 1
+    assert progress.stream.getvalue().count("a batch of 4 rows does not divide by data=") == wanted
     np.testing.assert_allclose(split, one, rtol=2e-4, atol=2e-4)
     for name in state:
         np.testing.assert_allclose(after[name], state[name], rtol=1e-2, atol=2e-3, err_msg=name)
@@ -300,6 +305,9 @@ def test_the_commands_options(tmp_path):
         "--engine xla --mesh data=1 --shard x": r"--shard is PATTERN=AXIS,\.\., got 'x'",
         "--engine xla --mesh data=1 --shard x=data --shard x=-": "got 'x' twice",
         "--engine xla --devices 2": "--devices belongs to --parallel auto",
+        "--deterministic": "--deterministic belongs to --engine xla",
+        "--engine xla --steps-per-launch 0": r"a number >= 1, or auto; got '0'",
+        "--engine xla --steps-per-launch many": r"a number >= 1, or auto; got 'many'",
     }
     for words, why in wrong.items():
         refused = CliRunner().invoke(command, [*common, *words.split()])

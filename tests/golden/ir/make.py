@@ -1,4 +1,4 @@
-"""Writes model files of format versions 1 to 3; `python -m tests.golden.ir.make` renews them.
+"""Writes model files of format versions 1 to 4; `python -m tests.golden.ir.make` renews them.
 
 The graphs are written out by hand, so that the bytes depend on the codec alone. A change of the
 format is a new folder with a new version: v1 stays readable for ever.
@@ -15,6 +15,7 @@ from triplane.unified_ir.ir.types import DTYPES, OptionalType, SequenceType, str
 V1 = Path(__file__).parent / "v1"
 V2 = Path(__file__).parent / "v2"
 V3 = Path(__file__).parent / "v3"
+V4 = Path(__file__).parent / "v4"
 PARENT = "2e" * 32
 W = np.array([[1, -2], [3, 4], [-5, 6]], np.float32)
 X = np.array([[1, 0, 0], [0, 1, 1]], np.float32)
@@ -113,6 +114,17 @@ def negative_sizes() -> Module:
     return Module({"sizes": function}, {"predict": "sizes"}, {})
 
 
+def strategies() -> Module:
+    """A product whose rows are cut, and an operand that is absent; version 4."""
+    x, w = Value(TensorSpec(("N", 4)), "x"), Value(TensorSpec((4, 2)), "w")
+    y = Value(TensorSpec(("N", 2)))
+    product = Node(OpId("", "MatMul", 13), (x, w), (y,), strategy=((4, 1), (1, 1)))
+    z = Value(y.type)
+    clip = Node(OpId("", "Clip", 13), (y, None, None), (z,), strategy=((2, 2), (), ()))
+    function = Function("predict", (x, w), (z,), ("y",), (product, clip))
+    return Module({"predict": function}, {"predict": "predict"}, {})
+
+
 def make(folder: Path) -> dict[str, str]:
     """Write every file into `folder`; root digests by name."""
     return {
@@ -131,7 +143,13 @@ def make_negative(folder: Path) -> dict[str, str]:
     return {"negative_sizes.tpm": negative_sizes().save(folder / "negative_sizes.tpm")}
 
 
+def make_strategies(folder: Path) -> dict[str, str]:
+    """As `make`, for version 4."""
+    return {"strategies.tpm": strategies().save(folder / "strategies.tpm")}
+
+
 if __name__ == "__main__":
     make(V1)
     make_newer(V2)
     make_negative(V3)
+    make_strategies(V4)

@@ -7,6 +7,7 @@ from tests.golden.ir.make import (
     V1,
     V2,
     V3,
+    V4,
     W,
     X,
     Y,
@@ -14,8 +15,10 @@ from tests.golden.ir.make import (
     make,
     make_negative,
     make_newer,
+    make_strategies,
     negative_sizes,
     newer_values,
+    strategies,
 )
 
 from triplane.proto import ir_pb2 as pb
@@ -101,7 +104,20 @@ def test_version_3_is_written_and_read_to_the_byte(tmp_path):
     assert every.tolist() == [-7, -4, -1, 3, -(2**63), 5]
 
 
-@pytest.mark.parametrize(("folder", "version"), [(V1, 1), (V2, 2), (V3, 3)])
+STRATEGIES = "17ad8d254aa1c3090678d32abb12d3b8d1a7e75d4ca17943557b229ec984c04c"
+
+
+def test_version_4_is_written_and_read_to_the_byte(tmp_path):
+    name = "strategies.tpm"
+    assert make_strategies(tmp_path) == {name: STRATEGIES}
+    assert (tmp_path / name).read_bytes() == (V4 / name).read_bytes()
+    loaded, wanted = load(V4 / name, STRATEGIES), strategies()
+    assert module_text(loaded) + "\n" == (V4 / "strategies.txt").read_text("utf-8")
+    pairs = zip(loaded.entry("predict").nodes, wanted.entry("predict").nodes, strict=True)
+    assert all(a.strategy == b.strategy for a, b in pairs)
+
+
+@pytest.mark.parametrize(("folder", "version"), [(V1, 1), (V2, 2), (V3, 3), (V4, 4)])
 def test_a_file_says_the_oldest_version_that_holds_it(folder, version):
     for path in folder.glob("*.tpm"):
         message = Container(path, kind="model").part("module.pb")

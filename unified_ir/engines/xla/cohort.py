@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.engines.xla.door import exact, jax, jnp, lax, tracing
+from triplane.unified_ir.engines.xla.door import exact, explained, jax, jnp, lax, tracing
 from triplane.unified_ir.engines.xla.lower import Requirements, Trace, check
 from triplane.unified_ir.ir.graph import Array, Function
 
@@ -89,11 +89,12 @@ class Cohort:
         batches = {
             n: np.stack([np.stack([b[n] for b in c.batches]) for c in padded]) for n in self._batch
         }
-        with exact():
+        # Errors of the device may come only when its results are read.
+        with exact(), explained(f"{self._function.name} for {size} devices in one launch"):
             state, results, failed = self._program(common, own, batches)
-        arrays = {n: np.asarray(x) for n, x in state.items()}
-        by_step = {n: np.asarray(x) for n, x in results.items()}
-        bad = np.asarray(failed)[: len(clients)]
+            arrays = {n: np.asarray(x) for n, x in state.items()}
+            by_step = {n: np.asarray(x) for n, x in results.items()}
+            bad = np.asarray(failed)[: len(clients)]
         if bad.any():
             raise self._requirements.error(int(bad[bad != 0][0]))
         return [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import prod
@@ -45,7 +45,7 @@ class Devices:
     XLA splits the work as batch and state are split and adds what must be added, so a program
     computes what it computes on one device, in another order of sums. mesh: the number of devices
     by axis. shard: axes by patterns of names of state; state that no pattern names is whole on each
-    device.
+    device. say: called with a line on batches that are not split.
     """
 
     def __init__(
@@ -63,6 +63,8 @@ class Devices:
         self.axes = dict(mesh or {})
         self._shard = {pattern: tuple(axes) for pattern, axes in (shard or {}).items()}
         self._mesh: Any = None
+        self._whole: set[int] = set()
+        self.say: Callable[[str], None] = lambda _: None
         _check_axes(self.axes, self._shard)
         if mesh:
             places = np.array(_first(self.axes)).reshape(tuple(self.axes.values()))
@@ -80,6 +82,11 @@ class Devices:
             return f"{named}, the first of {len(there)}; a mesh data={len(there)} uses them all"
         return f"{named}, because JAX finds no GPU" if kind == "CPU" else named
 
+    @property
+    def is_single(self) -> bool:
+        """Whether there is one device, and so nothing is split."""
+        return not self.axes
+
     def placement(
         self, function: Function, donate: Sequence[str], shapes: Mapping[str, Shape], lead: int
     ) -> Placement | None:
@@ -95,7 +102,14 @@ class Devices:
         return Placement(state, batch, self._sharding())
 
     def check(self, function: Function, state: Sequence[str]) -> None:
-        """Refuse patterns that name no state of a function, and axes that do not divide."""
+        """Refuse patterns that name no state, axes that do not divide, and strategies by node."""
+        own = next((n for n in function.walk() if n.strategy and self._mesh is not None), None)
+        if own is not None:
+            raise InvalidInput(
+                f"{own.op} at {own.meta.location or 'an unknown line'} has a strategy of its own, "
+                f"which the mesh {self._named()} does not carry out; use parallel='auto' and "
+                "devices=N, which plans around it"
+            )
         for pattern in self._shard:
             if state and not any(_matches(name, pattern) for name in state):
                 near = suggestion(pattern, state)
@@ -118,7 +132,18 @@ class Devices:
             return self._sharding() if lead else self.of_state(param.name, shape)
         if DATA in self.axes and shape[lead] and shape[lead] % self.axes[DATA] == 0:
             return self._sharding(*[None] * lead, DATA)
+        if DATA in self.axes:
+            self._say_whole(shape[lead])
         return self._sharding()
+
+    def _say_whole(self, rows: int) -> None:
+        """Say once for each number of rows that all devices compute such batches."""
+        if rows not in self._whole:
+            self._whole.add(rows)
+            self.say(
+                f"a batch of {rows} rows does not divide by {DATA}={self.axes[DATA]}: each device "
+                "computes all of it, which is right, but not faster"
+            )
 
     def place(self, name: str, x: Any) -> Any:
         """Return a copy of a state tensor where it belongs."""

@@ -5,16 +5,22 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Final
 
-from triplane.proto.errors import MissingExtra
+from triplane.proto.errors import InvalidInput, MissingExtra
 
 _OWN: Final = "jax" not in sys.modules
 """Whether the process uses JAX through this engine only, as far as is known here."""
 LEAST_COMPILE_S: Final = 0.2
 """Programs that compile faster are not kept: reading one takes some milliseconds."""
+_GUARDS: Final = (
+    "jax_transfer_guard",
+    "jax_transfer_guard_host_to_device",
+    "jax_transfer_guard_device_to_device",
+    "jax_transfer_guard_device_to_host",
+)
 
 try:
     import jax as _jax
@@ -35,10 +41,18 @@ def exact() -> Iterator[None]:
     """Trace and run with 64-bit types and float32 products in float32, only within the block.
 
     Without it JAX makes int64 of 32 bits, and a GPU rounds the operands of products (TF32). The
-    caller's own use of JAX keeps its settings.
+    caller's own use of JAX keeps its settings. Their guard against transfers does not hold within,
+    where batches and results are moved.
     """
-    with jax.enable_x64(True), jax.default_matmul_precision("highest"):
+    with jax.enable_x64(True), jax.default_matmul_precision("highest"), transferring():
         yield
+
+
+def transferring() -> AbstractContextManager[None]:
+    """Allow transfers within the block, where the caller's JAX has a guard against them."""
+    # Without a guard that would take 9 us, a tenth of the step of a small network.
+    guarded = any(getattr(jax.config, name) is not None for name in _GUARDS)
+    return jax.transfer_guard("allow") if guarded else nullcontext()
 
 
 @contextmanager
@@ -46,6 +60,20 @@ def tracing() -> Iterator[None]:
     """Trace by NumPy's rules of types and shapes, which a caller may have made strict for JAX."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
+
+
+@contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Raise InvalidInput for an error of XLA within the block, such as no memory left."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        way = (
+            "; use smaller batches, fewer steps per launch, or more devices"
+            if "RESOURCE_EXHAUSTED" in str(error)
+            else ""
+        )
+        raise InvalidInput(f"XLA could not run {what}: {error}{way}") from error
 
 
 def keep_programs() -> None:
@@ -61,4 +89,4 @@ def keep_programs() -> None:
 
 keep_programs()
 
-__all__ = ["exact", "jax", "jnp", "lax", "tracing"]
+__all__ = ["exact", "explained", "jax", "jnp", "lax", "tracing", "transferring"]

@@ -23,8 +23,11 @@ class XlaEngine:
     state, the axis of the mesh over which each axis is split, as in {"*.weight": ("model", None)};
     slots of the optimizer follow their parameter unless a pattern names them, as in
     {"optimizer.*": ("data",)}. parallel="auto": split each function over `devices` (by default all)
-    as the planner decides (docs/parallel.md), within memory_bytes on each, at the rates of a
-    topology. `str(engine.devices)` says which devices are used, and why.
+    as the planner decides around the strategies in its code (docs/parallel.md), within memory_bytes
+    on each, at the rates of a topology. deterministic: a GPU gives the same bits again, also in
+    another process; XLA then uses no kernel whose sums depend on timing, and tries out none, which
+    may take longer. A CPU does so in any case. `str(engine.devices)` says which devices are used,
+    and why.
     """
 
     name = "xla"
@@ -38,7 +41,9 @@ class XlaEngine:
         devices: int | None = None,
         memory_bytes: int | None = None,
         topology: Topology | None = None,
+        deterministic: bool = False,
     ) -> None:
+        self.deterministic = deterministic
         if parallel is None and (devices, memory_bytes, topology) != (None, None, None):
             raise InvalidInput("devices, memory_bytes and topology belong to parallel='auto'")
         if parallel is not None:
@@ -53,4 +58,7 @@ class XlaEngine:
 
     def compile(self, function: Function, *, donate: Collection[str] = ()) -> XlaProgram:
         """See `Engine`."""
-        return XlaProgram(with_kernels(TABLE, function, self.name), donate, self.devices)
+        return XlaProgram(
+            with_kernels(TABLE, function, self.name), donate, self.devices,
+            deterministic=self.deterministic,
+        )  # fmt: skip

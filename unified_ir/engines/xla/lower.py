@@ -15,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from triplane.proto.errors import InvalidInput, TriplaneError
+from triplane.unified_ir.engines.xla import fused
 from triplane.unified_ir.engines.xla.door import jnp, lax
 from triplane.unified_ir.ir.dims import evaluate, is_symbol
 from triplane.unified_ir.ir.graph import Array, Function, Node, Value
@@ -104,14 +105,23 @@ class Requirements:
 
 
 class Trace:
-    """The nodes of one function, or of one region, while JAX traces them."""
+    """The nodes of one function, or of one region, while JAX traces them.
+
+    kernels: whether the device's own may be used, whose sums may depend on timing.
+    """
 
     np = jnp
     lax = lax
 
     def __init__(
-        self, requirements: Requirements, sizes: dict[str, int], failed: Any = None
+        self,
+        requirements: Requirements,
+        sizes: dict[str, int],
+        failed: Any = None,
+        *,
+        kernels: bool = True,
     ) -> None:
+        self._kernels = kernels
         self._requirements = requirements
         self._sizes = sizes
         self._failed = failed
@@ -145,12 +155,20 @@ class Trace:
         before = self._failed
         self._failed = failed if before is None else jnp.where(before == 0, failed, before)
 
+    def attention(self, *operands: Any, **how: Any) -> Any:
+        """See `XlaContext`."""
+        return fused.attention(*operands, **how) if self._kernels else NotImplemented
+
+    def attention_gradient(self, *operands: Any, **how: Any) -> Any:
+        """See `XlaContext`."""
+        return fused.attention_gradient(*operands, **how) if self._kernels else NotImplemented
+
     def region(self, i: int) -> Region:
         """See `XlaContext`."""
         function, sizes = self.node.regions[i], dict(self._sizes)
 
         def run(*args: Any) -> tuple[list[Any], Any]:
-            inner = Trace(self._requirements, dict(sizes))
+            inner = Trace(self._requirements, dict(sizes), kernels=self._kernels)
             results = inner.run(function, args)
             arrays = [jnp.asarray(r) for r in results]
             return arrays, np.int32(0) if inner.failed is None else inner.failed
@@ -220,9 +238,10 @@ class Trace:
         outer, self._node = self._node, node
         try:
             rule = rule_of(row_of(node))
+            raw: Any = NotImplemented
             if rule is not None:
                 raw = rule(self, *operands, **self._attributes(node))
-            else:
+            if raw is NotImplemented:
                 raw = self._expanded(node, operands, contents)
         except TriplaneError:
             raise
@@ -239,7 +258,7 @@ class Trace:
         body = expansion(TABLE, node, contents)
         if body is None:
             raise _refused(node, "has no rule for XLA")
-        inner = Trace(self._requirements, dict(self._sizes))
+        inner = Trace(self._requirements, dict(self._sizes), kernels=self._kernels)
         results = inner.run(body, [x for x in operands if x is not None])
         if inner.failed is not None:
             self.merge(inner.failed)

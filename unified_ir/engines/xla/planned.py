@@ -13,14 +13,17 @@ from triplane.unified_ir.engines.xla.door import jax
 from triplane.unified_ir.ir.dims import is_symbol
 from triplane.unified_ir.ir.graph import Function
 from triplane.unified_ir.passes.sharding import ParallelPlan, Topology, plan
+from triplane.unified_ir.passes.sharding.problem import with_dividing_strategies
 from triplane.unified_ir.passes.sharding.report import time_text
 
 
 class PlannedDevices:
     """A number of devices (None: all), over which functions are split as the planner decides.
 
-    A function is planned for each combination of its sizes. memory_bytes: what one device has.
-    say: called with a line on each plan. InvalidInput: JAX has fewer devices.
+    A function is planned for each combination of its sizes, around the strategies in its code; one
+    that the sizes of a batch do not divide is left to the planner for that batch.
+    memory_bytes: what one device has. say: called with a line on each plan. InvalidInput: JAX has
+    fewer devices.
     """
 
     def __init__(
@@ -41,6 +44,8 @@ class PlannedDevices:
         self.plans: list[ParallelPlan] = []
         """The plans so far, the newest last."""
 
+    is_single = False
+
     def __str__(self) -> str:
         kind = self._devices[0].platform.upper()
         return f"{len(self._devices)} of {len(jax.devices())} x {kind}, split by a plan"
@@ -59,7 +64,7 @@ class PlannedDevices:
             if is_symbol(d)
         }
         best = plan(
-            function, len(self._devices), sizes=sizes,
+            with_dividing_strategies(function, sizes), len(self._devices), sizes=sizes,
             memory_bytes=self._memory_bytes, topology=self._topology,
         )  # fmt: skip
         self.plans.append(best)

@@ -17,9 +17,18 @@ from triplane.unified_ir.engines.protocol import (
 )
 from triplane.unified_ir.engines.reference import ReferenceProgram
 from triplane.unified_ir.engines.xla.devices import Devices
-from triplane.unified_ir.engines.xla.door import exact, jax, jnp, lax, tracing
+from triplane.unified_ir.engines.xla.door import (
+    exact,
+    explained,
+    jax,
+    jnp,
+    lax,
+    tracing,
+    transferring,
+)
 from triplane.unified_ir.engines.xla.lower import Requirements, Trace, check
 from triplane.unified_ir.engines.xla.planned import PlannedDevices
+from triplane.unified_ir.engines.xla.staging import StagedBatches, Staging
 from triplane.unified_ir.ir.graph import Array, Function, Value
 from triplane.unified_ir.ops.evaluate import check_argument
 from triplane.unified_ir.ops.values import HostValue, bind
@@ -30,6 +39,8 @@ MAX_SHAPES: Final = 32
 """Combinations of sizes whose programs are kept at once."""
 _OPTIONS: Final = {"xla_allow_excess_precision": False}
 """A value is rounded where the graph casts it, as on every engine."""
+_DETERMINISTIC: Final = "xla_gpu_deterministic_ops"
+"""XLA's option, which other devices ignore."""
 
 
 class XlaExecutable:
@@ -51,14 +62,17 @@ class XlaExecutable:
                 "in_shardings": (where.state, where.batch),
                 "out_shardings": (where.whole, where.state, where.whole),
             }
+        self._kernels = not program.deterministic
         traced = self._step if steps is None else self._launch
+        chosen = {**_OPTIONS, _DETERMINISTIC: program.deterministic}
         self.call: Callable[..., Any] = jax.jit(
-            traced, donate_argnums=0, keep_unused=True, compiler_options=_OPTIONS, **options
+            traced, donate_argnums=0, keep_unused=True, compiler_options=chosen, **options
         )
 
     @tracing()
     def _step(self, state: Arrays, batch: Arrays, failed: Any = None) -> Any:
-        function, trace = self._function, Trace(self.requirements, {}, failed)
+        function = self._function
+        trace = Trace(self.requirements, {}, failed, kernels=self._kernels)
         named = dict(zip(self._donate, state, strict=True))
         fed = iter(batch)
         args = [named[n] if n in named else next(fed) for n in function.param_names]
@@ -84,11 +98,16 @@ class XlaProgram:
     """A function compiled by XLA, for each combination of the sizes of its symbols."""
 
     def __init__(
-        self, function: Function, donate: Collection[str], devices: Devices | PlannedDevices
+        self,
+        function: Function,
+        donate: Collection[str],
+        devices: Devices | PlannedDevices,
+        *,
+        deterministic: bool = False,
     ) -> None:
         check_donated(function, donate)
         check(function)
-        self.function = function
+        self.function, self.deterministic = function, deterministic
         self.devices = devices
         self.donate = tuple(donate)
         devices.check(function, self.donate)
@@ -108,7 +127,7 @@ class XlaProgram:
             raise self.explained(refused, feeds) from None
         named = dict(zip(self.results, results, strict=True))
         named |= dict(zip(self.donate, state, strict=True))
-        return tuple(np.array(named[n]) for n in self.function.result_names)
+        return tuple(fetched([named[n] for n in self.function.result_names]))
 
     def loop(self, state: Mapping[str, Array]) -> XlaLoop:
         """See `Program`."""
@@ -121,9 +140,8 @@ class XlaProgram:
         RefusedData where the data do not meet a requirement: it has the state, which is as it was.
         """
         compiled, results, state, failed = self._ran(state, [feeds[p.name] for p in self.batch])
-        number = 0 if failed is None else int(failed)
-        if number:
-            raise RefusedData(compiled.requirements.error(number), state)
+        if failed:
+            raise RefusedData(compiled.requirements.error(int(failed)), state)
         return state, results
 
     def launch(self, state: Arrays, batches: Arrays, steps: int) -> tuple[Arrays, Arrays, int]:
@@ -132,12 +150,12 @@ class XlaProgram:
         The arrays of `state` are given away. Steps from the first that fails change nothing.
         """
         _, results, state, failed = self._ran(state, batches, steps)
-        bad = np.zeros(0) if failed is None else np.flatnonzero(np.asarray(failed))
+        bad = np.flatnonzero(failed)
         return state, results, int(bad[0]) if bad.size else steps
 
     def explained(self, refused: RefusedData, feeds: Mapping[str, Any]) -> InvalidInput:
         """Return the error of the reference engine, which shows operands; else the plain one."""
-        state = dict(zip(self.donate, map(np.asarray, refused.state), strict=True))
+        state = dict(zip(self.donate, read(refused.state), strict=True))
         values = {**feeds, **state}
         try:
             ReferenceProgram(self.function, ())(*(values[n] for n in self.function.param_names))
@@ -146,17 +164,18 @@ class XlaProgram:
         return refused.error
 
     def _ran(self, state: Arrays, batch: Arrays, steps: int | None = None) -> Any:
+        """Return the program, its results, the new state, and which requirement failed."""
         compiled = self._for_shapes(batch, steps)
         with exact():
             if compiled is not self._last and (where := compiled.placement) is not None:
                 state = jax.device_put(list(state), list(where.state))
             self._last = compiled
-            try:
+            with explained(self.function.name):
                 results, moved, failed = compiled.call(state, batch)
-                jax.block_until_ready((results, failed))
-            except jax.errors.JaxRuntimeError as error:
-                raise InvalidInput(f"XLA could not run {self.function.name}: {error}") from error
-        return compiled, results, moved, failed
+                # All of it: the memory of the batches is used again.
+                jax.block_until_ready((results, moved, failed))
+                number = np.zeros((), np.int32) if failed is None else np.asarray(failed)
+        return compiled, results, moved, number
 
     def _for_shapes(self, batch: Arrays, steps: int | None) -> XlaExecutable:
         """Return the program for a batch of these shapes; the one unused longest gives way."""
@@ -186,6 +205,7 @@ class XlaLoop:
         self._state: dict[str, Any] = dict.fromkeys(program.donate)
         self._state |= self._placed(state)
         self._names = frozenset(p.name for p in program.batch)
+        self._staging = Staging()
 
     def step(self, **batch: Array) -> dict[str, Array]:
         """See `EngineLoop.step`."""
@@ -196,31 +216,39 @@ class XlaLoop:
             self._keep(refused.state)
             raise program.explained(refused, feeds) from None
         self._keep(state)
-        return {n: np.array(r) for n, r in zip(program.results, results, strict=True)}
+        return dict(zip(program.results, fetched(results), strict=True))
 
-    def steps(self, batches: Sequence[Mapping[str, Array]]) -> list[dict[str, Array]]:
-        """Run a step for each batch, all of the same shapes, in one launch of the device.
+    def stage(self, *, room: int) -> StagedBatches:
+        """See `LaunchingLoop.stage`."""
+        program = self._program
+        names = [p.name for p in program.batch]
+        ahead = program.devices.is_single
+        return StagedBatches(names, self._checked, self._staging, room=room, ahead=ahead)
 
-        The results are those of the steps that were done: those before the first that is refused.
-        A first step that is refused raises InvalidInput.
-        """
-        checked_batches = [self._checked(batch) for batch in batches]
-        stacked = [np.stack([b[p.name] for b in checked_batches]) for p in self._program.batch]
-        state, results, done = self._program.launch(self._present(), stacked, len(batches))
+    def launch(self, staged: StagedBatches) -> list[dict[str, Array]]:
+        """See `LaunchingLoop.launch`."""
+        count = len(staged)
+        state, results, done = self._program.launch(self._present(), staged.arrays(), count)
         self._keep(state)
         if not done:
-            return [self.step(**batches[0])]
-        arrays = [np.array(r) for r in results]
-        names = self._program.results
+            return [self.step(**staged.batch(0))]
+        names, arrays = self._program.results, fetched(results)
         return [{n: a[i] for n, a in zip(names, arrays, strict=True)} for i in range(done)]
+
+    def steps(self, batches: Sequence[Mapping[str, Array]]) -> list[dict[str, Array]]:
+        """Stage batches and launch their steps; see `launch`."""
+        staged = self.stage(room=len(batches))
+        for batch in batches:
+            staged.add(batch)
+        return self.launch(staged)
 
     def state(self) -> dict[str, Array]:
         """See `EngineLoop.state`."""
-        return dict(zip(self._state, map(np.array, self._present()), strict=True))
+        return dict(zip(self._state, fetched(self._present()), strict=True))
 
     def view(self) -> Mapping[str, Array]:
         """See `EngineLoop.view`."""
-        return dict(zip(self._state, map(np.asarray, self._present()), strict=True))
+        return dict(zip(self._state, read(self._present()), strict=True))
 
     def load(self, state: Mapping[str, Array]) -> None:
         """See `EngineLoop.load`."""
@@ -254,6 +282,19 @@ class XlaLoop:
                 raise InvalidInput(f"state {name!r} is {wanted}, got {x.dtype}{x.shape}")
         with exact():
             return {n: self._program.devices.place(n, x) for n, x in arrays.items()}
+
+
+def fetched(results: Arrays) -> list[Array]:
+    """Return copies in the host's memory."""
+    return [np.array(x) for x in read(results)]
+
+
+def read(results: Arrays) -> list[Array]:
+    """Return arrays of the host, which must not be written; the transfers run together."""
+    with transferring():
+        for x in results:
+            x.copy_to_host_async()
+        return [np.asarray(x) for x in results]
 
 
 def checked(params: Sequence[Value], args: Mapping[str, Any]) -> dict[str, Array]:

@@ -8,20 +8,20 @@ buffers are known here by a few rules only.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.ir.graph import Function
+from triplane.unified_ir.ir.graph import Function, Split
 from triplane.unified_ir.passes.sharding.problem import (
     Crossing,
     MemoryUse,
     ShardingProblem,
-    Split,
     data_parallel,
+    strategies_in_code,
 )
 from triplane.unified_ir.passes.sharding.search import EFFORT, Choices
 from triplane.unified_ir.passes.sharding.strategies import (
@@ -50,6 +50,7 @@ class PlannedNode:
     """One node of a plan. own: adding its partial results. moved: what its operands' layouts cost.
 
     picks: the factor that each mesh axis cuts, "" for none.  whole_s: work of the node uncut.
+    is_pinned: its split was decided before planning, as by `shard` in the code.
     """
 
     index: int
@@ -66,6 +67,7 @@ class PlannedNode:
     collectives: tuple[str, ...]
     output_bytes: int
     whole_s: float
+    is_pinned: bool
 
     @property
     def seconds(self) -> float:
@@ -146,6 +148,17 @@ class ParallelPlan:
             if (s := self.strategy(i)) is not None
         }
 
+    def with_strategies(self) -> Function:
+        """Return the function with the planned split of each node as its strategy.
+
+        A plan with these strategies has these splits, as long as the sizes divide.
+        """
+        splits = self.strategies()
+        nodes = enumerate(self.function.nodes)
+        return self.function.with_(
+            nodes=(replace(n, strategy=splits.get(i, n.strategy)) for i, n in nodes)
+        )
+
     def layouts(self) -> Mapping[str, Layout]:
         """Return for each parameter, by name, the tensor axis that each mesh axis cuts, or -1."""
         states = self.choices.states
@@ -203,6 +216,7 @@ class ParallelPlan:
             strategy.collectives,
             local,
             max(s.compute_s for s in self.problem.states[self.problem.variable_of[index]]),
+            index in self.problem.pinned,
         )
 
     def _output_split(self, index: int, strategy: Strategy) -> Split:
@@ -276,12 +290,14 @@ def plan(
     """Return the cheapest plan of a function on a number of devices.
 
     sizes: a number for each symbol of its types, such as {"N": 32}. memory_bytes: what one device
-    has. pinned: nodes, by index, whose split is decided; the others are split around them.
+    has. pinned: nodes, by index, whose split is decided, beside those with a strategy of their own;
+    the others are split around them.
     InvalidInput: a size is missing, a node has no such split, or no plan fits; the message has the
     least that one needs.
     """
     check_devices(devices)
     topology, sizes = topology or Topology(), dict(sizes or {})
+    pinned = strategies_in_code(function) | dict(pinned or {})
     solved: list[tuple[ShardingProblem, Choices]] = []
     least: list[MemoryUse] = []
     for problem in _problems(function, devices, sizes, topology, pinned):
@@ -330,7 +346,10 @@ def _problems(
         except InvalidInput as error:
             refused.append(error)
     if len(refused) == len(meshes):
-        raise refused[-1]
+        tried = ", ".join(map(str, meshes))
+        raise InvalidInput(
+            f"{refused[-1]}; no mesh of {devices} devices ({tried}) has every split that is decided"
+        )
 
 
 def plan_with_layouts(

@@ -9,7 +9,7 @@ part that it needs.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import evaluate
-from triplane.unified_ir.ir.graph import Array, Function, Node, Value
+from triplane.unified_ir.ir.graph import Array, Function, Node, Split, Value
 from triplane.unified_ir.ops.factors import (
     Factors,
     Shape,
@@ -55,8 +55,6 @@ UNREAD: Final = {"Barrier": 1}
 """The operand of a row whose values do not matter, in whatever layout."""
 SHOWN_SPLITS: Final = 8
 """Splits that an error lists."""
-Split = tuple[tuple[int, ...], ...]
-"""For each operand, into how many slices each of its axes is cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +116,7 @@ class ShardingProblem:
         self.variable_of: dict[int, int] = {}
         """Index of a node -> its variable."""
         self.factors: dict[int, Factors] = {}
-        self._pinned = pinned or {}
+        self.pinned = pinned or {}
         self._shapes: dict[Value, Shape] = {}
         self._bytes: dict[Value, int] = {}
         self._constants: dict[Value, Array] = {}
@@ -208,7 +206,7 @@ class ShardingProblem:
             )
             self._cache[key] = factors, strategies(factors, size, self.mesh, self.topology)
         self.factors[index], states = self._cache[key]
-        if index in self._pinned:
+        if index in self.pinned:
             states = self._as_pinned(index, states)
         variable = self.variable_of[index] = self._variable(states)
         for k, value in enumerate(node.outputs):
@@ -226,7 +224,7 @@ class ShardingProblem:
         )
 
     def _as_pinned(self, index: int, states: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
-        wanted = self._pinned[index]
+        wanted = self.pinned[index]
         kept = tuple(s for s in states if self.split(index, s) == wanted)
         if not kept:
             node = self.function.nodes[index]
@@ -359,6 +357,44 @@ class ShardingProblem:
                               for s in self.states[variable]])  # fmt: skip
             extra[variable] = extra.get(variable, 0) + costs
         return extra
+
+
+def strategies_in_code(function: Function) -> dict[int, Split]:
+    """Return the strategies that a function's nodes have, by index.
+
+    InvalidInput: a node inside a loop or a condition has one.
+    """
+    for node in function.nodes:
+        inner = next((n for r in node.regions for n in r.walk() if n.strategy), None)
+        if inner is not None:
+            raise InvalidInput(
+                f"{inner.op} at {inner.meta.location or 'an unknown line'} has the strategy "
+                f"{inner.strategy} inside {node.op}, which is split as one node; give a strategy "
+                "to operators outside of loops and conditions only"
+            )
+    return {i: node.strategy for i, node in enumerate(function.nodes) if node.strategy}
+
+
+def with_dividing_strategies(function: Function, sizes: Mapping[str, int]) -> Function:
+    """Return the function without the strategies whose slices these sizes do not divide.
+
+    So a smaller last batch is planned freely. Sizes that are numbers were checked when recorded.
+    """
+
+    def divides(node: Node) -> bool:
+        pairs = zip(node.inputs, node.strategy, strict=True)
+        return all(
+            evaluate(d, sizes) % n == 0
+            for v, slices in pairs
+            if v is not None
+            for d, n in zip(v.type.shape, slices, strict=True)
+        )
+
+    return function.with_(
+        nodes=(
+            n if not n.strategy or divides(n) else replace(n, strategy=()) for n in function.nodes
+        )
+    )
 
 
 def data_parallel(function: Function, sizes: Mapping[str, int], mesh: Mesh) -> dict[str, Layout]:

@@ -9,18 +9,20 @@ from html import escape
 from typing import Any, Final
 
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.ir.graph import Split
 from triplane.unified_ir.passes.sharding.planner import (
     MARGIN,
     Alternative,
     ParallelPlan,
     PlannedNode,
 )
-from triplane.unified_ir.passes.sharding.problem import Split
 
 NAME: Final = 26
 SPLIT: Final = 24
 CHOICE: Final = 40
 SHOWN_ALTERNATIVES: Final = 12
+SHOWN_PINNED: Final = 6
+WIDTH: Final = 80
 GRADIENT: Final = "grad"
 REST: Final = "(loss and update)"
 
@@ -135,6 +137,7 @@ def _node_record(node: PlannedNode) -> dict[str, Any]:
         "split": [list(axes) for axes in node.split],
         "output_split": [list(axes) for axes in node.output_split],
         "rule": node.rule,
+        "pinned": node.is_pinned,
         "collectives": list(node.collectives),
         "seconds": node.seconds,
         "compute_seconds": node.compute_s,
@@ -175,6 +178,11 @@ def _totals(plan: ParallelPlan) -> Iterator[str]:
         f"arguments, {bytes_text(memory.temporaries)} alive at"
     )
     yield f"                 the peak, node {memory.at}; checked with a margin of {MARGIN - 1:.0%}"
+    pinned = [f"{n.operator} {n.line}".strip() for n in plan.nodes if n.is_pinned]
+    for k, text in enumerate(pinned[:SHOWN_PINNED]):
+        yield f"{'' if k else 'as written':15}  {text}"[:WIDTH]
+    if (rest := len(pinned) - SHOWN_PINNED) > 0:
+        yield f"{'':15}  and {rest} more nodes (--json has all)"
     gap = plan.choices.gap
     exact = "exact" if gap < 1e-9 else f"at most {gap:.1%} above the least"
     yield f"search           {plan.choices.method}, {exact}"
@@ -209,6 +217,8 @@ def explanation(plan: ParallelPlan, index: int) -> Iterator[str]:
     where = f" in {node.scope}" if node.scope else ""
     yield f"node {index}: {node.operator}{where}  {node.line}".rstrip()
     yield f"rule: {node.rule}"
+    if node.is_pinned:
+        yield "as written: the strategy of this node leaves no other split"
     yield "each row: this node split otherwise, all others as planned"
     yield ""
     head = f"  {'split of operands -> result':{CHOICE}}{'work':>9}"

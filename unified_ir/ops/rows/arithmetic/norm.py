@@ -171,7 +171,20 @@ def _emit_batch_norm(context: EmissionContext, node: Node) -> None:
     if not node.attrs.get("training_mode"):
         context.plain(node)
         return
-    x, scale, bias, mean, var = context.inputs(node)
+    dtype = node.inputs[1].type.dtype.numpy  # type: ignore[union-attr]
+    normalize = _by_moments if context.target.device == "cuda" else _in_training_mode
+    names = normalize(context, node)
+    momentum = node.attrs.get("momentum", 0.9)
+    if momentum != 0.0:
+        pairs = zip(context.inputs(node)[3:], names[1:], strict=True)
+        names[1:] = [_blend(context, old, new, momentum, dtype) for old, new in pairs]
+    for value, name in zip(node.outputs, names, strict=False):
+        context.names[value] = name
+
+
+def _in_training_mode(context: EmissionContext, node: Node) -> list[str]:
+    """Emit onnxruntime's own training mode; return the names of result, mean and variance."""
+    x, scale, bias, *_ = context.inputs(node)
     dtype = node.inputs[1].type.dtype.numpy  # type: ignore[union-attr]
     scratch = []
     for k in (1, 2):
@@ -180,12 +193,30 @@ def _emit_batch_norm(context: EmissionContext, node: Node) -> None:
     names = [context.fresh() for _ in range(3)]
     attrs = {"training_mode": 1, "momentum": 0.0, "epsilon": node.attrs.get("epsilon", 1e-5)}
     context.add("BatchNormalization", [x, scale, bias, *scratch], list(names), **attrs)
-    momentum = node.attrs.get("momentum", 0.9)
-    if momentum != 0.0:
-        pairs = zip((mean, var), names[1:], strict=True)
-        names[1:] = [_blend(context, old, new, momentum, dtype) for old, new in pairs]
-    for value, name in zip(node.outputs, names, strict=False):
-        context.names[value] = name
+    return names
+
+
+def _by_moments(context: EmissionContext, node: Node) -> list[str]:
+    """Emit the moments as means, and the normalization as in inference.
+
+    onnxruntime 1.31 has no CUDA kernel for the training mode of opset 14.
+    """
+    x, scale, bias, *_ = context.inputs(node)
+    mean = _channel_mean(context, node, x)
+    centred = context.emit("Sub", x, mean)
+    moments = [mean, _channel_mean(context, node, context.emit("Mul", centred, centred))]
+    per_channel = context.constant(np.array([-1]))
+    flat = [context.emit("Reshape", name, per_channel) for name in moments]
+    epsilon = node.attrs.get("epsilon", 1e-5)
+    return [context.emit("BatchNormalization", x, scale, bias, *flat, epsilon=epsilon), *flat]
+
+
+def _channel_mean(context: EmissionContext, node: Node, x: str) -> str:
+    """Emit the mean of each channel, of the shape (1, C, 1, ...)."""
+    axes = [0, *range(2, node.inputs[0].type.rank)]  # type: ignore[union-attr]
+    if context.target.opset < 18:
+        return context.emit("ReduceMean", x, axes=axes, keepdims=1)
+    return context.emit("ReduceMean", x, context.constant(np.array(axes)), keepdims=1)
 
 
 def _blend(context: EmissionContext, old: str, new: str, momentum: Any, dtype: Any) -> str:

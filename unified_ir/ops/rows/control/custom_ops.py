@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -328,7 +328,7 @@ def _replaced(table: Table, node: Node, engine: str) -> Node:
             body = _recorded(table, node, kernel)
             _check_kernel(table, body, node.regions[0], (engine, f"{domain}.{name}", kernel))
             regions = (body, *regions[1:])
-    return Node(node.op, node.inputs, node.outputs, node.attrs, regions, node.meta)
+    return replace(node, regions=regions)
 
 
 def _recorded(table: Table, node: Node, kernel: Kernel) -> Function:

@@ -25,7 +25,7 @@ from triplane.unified_ir.ir.types import (
 from triplane.unified_ir.ops import batching
 from triplane.unified_ir.ops.emission import EmissionContext, emit_broadcast, first_number
 from triplane.unified_ir.ops.infer import broadcast
-from triplane.unified_ir.ops.lowering import XlaContext, sizes
+from triplane.unified_ir.ops.lowering import XlaContext, sizes, truncated
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.row import (
     DOMAIN,
@@ -191,9 +191,11 @@ def _cast_xla(k: XlaContext, x: Any, *, to: int, **_: Any) -> Any:
         if x.dtype == DTYPES["float4e2m1"].numpy:  # XLA 0.10 makes 3, 4 and 6 infinite
             x = k.lax.reduce_precision(k.lax.convert_element_type(x, np.float32), 8, 23)
         if dtype_attr(to).bits < 32:
-            x = k.lax.convert_element_type(x, np.int32)
+            x = truncated(k, x, np.int32)
         elif dtype == np.uint32:
-            x = k.lax.convert_element_type(x, np.int64)
+            x = truncated(k, x, np.int64)
+        elif k.np.issubdtype(dtype, np.signedinteger):
+            x = truncated(k, x, dtype)
     return k.lax.convert_element_type(x, dtype)
 
 

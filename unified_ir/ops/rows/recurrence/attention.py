@@ -15,9 +15,11 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim
 from triplane.unified_ir.ir.graph import Node
 from triplane.unified_ir.ir.types import ShapeError, bool_, int64
-from triplane.unified_ir.ops.row import Op, OpKind, dtype_attr
+from triplane.unified_ir.ops.lowering import XlaContext
+from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Op, OpKind, dtype_attr
 from triplane.unified_ir.ops.rows.arithmetic.elementwise import mod, tanh
 from triplane.unified_ir.ops.rows.arithmetic.matrix import matmul, softmax, swap_last
+from triplane.unified_ir.ops.rows.arithmetic.norm import widened
 from triplane.unified_ir.ops.rows.movement.indexing import arange, gather, scatter_nd
 from triplane.unified_ir.ops.rows.movement.structure import (
     concat,
@@ -211,10 +213,94 @@ def _runs_as_it_is(node: Node, opset: int) -> bool:
     return len(shape) in {2, 4} and shape[-1] == total
 
 
+def _plain_scores(q: Tensor, k: Tensor, is_causal: int, scale: float) -> Tensor:
+    """Return softmax(q k^T scale), of at least float32; 0 at later keys if it is causal."""
+    root = math.sqrt(scale)
+    raw = matmul(q * root, swap_last(k * root))
+    attrs = {"is_causal": is_causal, "left_window_size": -1, "right_window_size": -1}
+    bias = _bias(None, _allowed(raw, 0, None, attrs), raw)
+    return softmax(widened(raw if bias is None else raw + bias), axis=-1)
+
+
+def _plain_attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: int, scale: float) -> Tensor:
+    return matmul(_plain_scores(q, k, is_causal, scale).cast(v.dtype), v)
+
+
+def _plain_attention_gradient(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, *, is_causal: int, scale: float
+) -> list[Tensor]:
+    """With y = p v, p = softmax(s): dv = p^T g, dp = g v^T, ds = p (dp - sum(dp p))."""
+    p = _plain_scores(q, k, is_causal, scale)
+    dp = widened(matmul(g, swap_last(v)))
+    ds = (p * (dp - (dp * p).sum([-1], keepdims=True)) * scale).cast(q.dtype)
+    dv = matmul(swap_last(p.cast(g.dtype)), g)
+    return [matmul(ds, k), matmul(swap_last(ds), q), dv]
+
+
+def _plain_attention_xla(
+    k: XlaContext, q: Any, key: Any, v: Any, *, is_causal: int, scale: float
+) -> Any:
+    return k.attention(q, key, v, causal=bool(is_causal), scale=scale)
+
+
+def _plain_attention_gradient_xla(
+    k: XlaContext, g: Any, q: Any, key: Any, v: Any, *, is_causal: int, scale: float
+) -> Any:
+    return k.attention_gradient(g, q, key, v, causal=bool(is_causal), scale=scale)
+
+
+_plain_attrs: Final = {
+    "is_causal": AttrSpec("INT", 0),
+    "scale": AttrSpec("FLOAT", required=True),
+}
+_plain_qkv = (normal(2, 2, 3, 4), normal(2, 2, 5, 4), normal(2, 2, 5, 3))
+plain_attention_gradient = Op(
+    name="PlainAttentionGradient", kind=OpKind.ATTENTION, domain=DOMAIN,
+    computes="the gradients of y = PlainAttention(q, k, v) with respect to q, k and v, from the "
+    "cotangent of y and from q, k, v",
+    operands=("T", "T", "T", "T"), attrs=_plain_attrs,
+    body=_plain_attention_gradient, xla=_plain_attention_gradient_xla,
+    samples=(
+        sample(normal(2, 2, 3, 3), *_plain_qkv, outputs=3, scale=0.5),
+        sample(normal(2, 2, 3, 3), *_plain_qkv, outputs=3, is_causal=1, scale=0.7),
+    ),
+)  # fmt: skip
+plain_attention = Op(
+    name="PlainAttention", kind=OpKind.ATTENTION, domain=DOMAIN,
+    computes="softmax(q k^T scale) v by heads (N, heads, S, D); causal: query i sees keys 0 to i",
+    operands=("T", "T", "T"), attrs=_plain_attrs,
+    body=_plain_attention, xla=_plain_attention_xla,
+    vjp=lambda g, y, q, k, v, **attrs: plain_attention_gradient.all_outputs(
+        g, q, k, v, outputs=3, **attrs
+    ),
+    samples=(sample(*_plain_qkv, scale=0.5), sample(*_plain_qkv, is_causal=1, scale=0.7)),
+)  # fmt: skip
+"""Attention as GPUs have it in one kernel, which keeps the scores (S, T) out of memory."""
+
+
+def _in_one_kernel(node: Node) -> tuple[Op, dict[str, Any]] | None:
+    """Return the row and attributes of the same in one kernel, if there is such a kernel."""
+    q, k, v, *others = node.inputs
+    specs = attention.attr_specs
+    special = {
+        name
+        for name, value in node.attrs.items()
+        if name not in {"is_causal", "scale"} and value != specs[name].default
+    }
+    if q is None or k is None or v is None or any(others) or special or len(node.outputs) > 1:
+        return None
+    shapes = [x.type.shape for x in (q, k, v)]
+    if len(shapes[0]) != 4 or shapes[0][1] != shapes[1][1] or not isinstance(shapes[0][3], int):
+        return None
+    scale = node.attrs.get("scale") or 1.0 / math.sqrt(shapes[0][3])
+    return plain_attention, {"is_causal": node.attrs.get("is_causal", 0), "scale": scale}
+
+
 _qkv = (normal(2, 4, 3, 2), normal(2, 2, 5, 2), normal(2, 2, 5, 3))
 attention = Op(
     name="Attention", kind=OpKind.ATTENTION,
     body=_attention,
+    half_form=_in_one_kernel,
     native=_runs_as_it_is,
     samples=(
         sample(normal(2, 2, 3, 4), normal(2, 2, 5, 4), normal(2, 2, 5, 3)),

@@ -1,0 +1,64 @@
+"""A step with strategies in its code learns on 4 devices what one learns; run by test_planned."""
+
+import sys
+from typing import Any
+
+import numpy as np
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir import nn, ops, optim, train
+from triplane.unified_ir.engines.xla.engine import XlaEngine
+
+
+class Net(nn.Cell):
+    """The rows of the input are cut, and then the columns of a product."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide, self.head = nn.Dense(8, 32), nn.Dense(32, 4)
+
+    def construct(self, x):
+        hidden = ops.relu(self.wide.shard((4, 1))(x))
+        y = ops.matmul.shard((1, 1), (1, 4))(hidden, ops.transpose(self.head.weight))
+        return y + self.head.bias
+
+
+def trained(engine):
+    nn.seed(0)
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((22, 8)).astype(np.float32)
+    y = rng.integers(0, 4, 22)
+    record = train.Record()
+    trainer = train.Trainer(
+        Net(), loss=nn.SoftmaxCrossEntropy(), optimizer=optim.SGD(0.1), engine=engine,
+        callbacks=[record],
+    )  # fmt: skip
+    trainer.fit((x, y), 2, batch_size=8)
+    return np.array([row["loss"] for row in record.steps]), trainer.state()
+
+
+def main():
+    losses, state = trained("onnx")
+    engine = XlaEngine(parallel="auto", devices=4)
+    for other in ("xla", engine):
+        here, after = trained(other)
+        np.testing.assert_allclose(here, losses, rtol=1e-5, atol=1e-5)
+        for name in state:
+            np.testing.assert_allclose(after[name], state[name], rtol=1e-4, atol=1e-5)
+    planned: Any = engine.devices
+    splits = [set(p.strategies().values()) for p in planned.plans]
+    # Batches of 8, and a last one of 6, whose rows 4 does not divide.
+    assert {((4, 1),), ((1, 1), (1, 4))} <= splits[0], splits
+    assert ((4, 1),) not in splits[1], splits
+    assert ((1, 1), (1, 4)) in splits[1], splits
+    try:
+        trained(XlaEngine(mesh={"data": 4}))
+    except InvalidInput as error:
+        assert "sharded_training.py:21 has a strategy of its own" in str(error), error
+    else:
+        raise AssertionError("a mesh ignored the strategies")
+    sys.stdout.write("all held\n")
+
+
+if __name__ == "__main__":
+    main()
