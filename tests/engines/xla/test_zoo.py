@@ -38,7 +38,11 @@ SMALL = {
     "text-encoder": Case((12,), classes=2),
     "text-decoder": Case((12,)),
 }
-LARGE = {name: Case((3, 64, 64), lr=3e-4) for name in ("mobilenet-v2", "resnet18", "resnet50")}
+LARGE = {
+    "mobilenet-v2": Case((3, 64, 64), lr=3e-4),
+    "resnet18": Case((3, 64, 64), lr=3e-4),
+    "resnet50": Case((3, 64, 64), lr=3e-5),
+}
 
 
 def samples(name, case):
