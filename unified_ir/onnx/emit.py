@@ -237,6 +237,8 @@ class Emitter(EmissionContext):
         """Emit one IR node: by its row's rule, an opset rule, its body, or unchanged."""
         row = row_of(node)
         native = row.native is None or row.native(node, self.target.opset)
+        if self.target.device == "cuda" and row.native_on_cuda is not None:
+            native = native and row.native_on_cuda(node)
         if row.emit is not None and native:
             row.emit(self, node)
             return

@@ -268,6 +268,8 @@ class Op:
     native: Native | None = None
     """Whether an opset's operator, and onnxruntime's kernel of it, can do what a node asks; if not,
     the body is emitted. Without this rule they always can."""
+    native_on_cuda: Callable[[Node], bool] | None = None
+    """The same of onnxruntime's CUDA kernel, on a target with that device."""
     emit: Emit | None = None
     """Writes a node as ONNX where copying it is not enough (`ops/emission.py`)."""
     lower_below: Mapping[int, Emit] = field(default_factory=dict)

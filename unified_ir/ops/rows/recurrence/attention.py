@@ -14,7 +14,7 @@ import numpy as np
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim
 from triplane.unified_ir.ir.graph import Node
-from triplane.unified_ir.ir.types import ShapeError, bool_, int64
+from triplane.unified_ir.ir.types import ShapeError, bool_, float32, int64
 from triplane.unified_ir.ops.lowering import XlaContext
 from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Op, OpKind, dtype_attr
 from triplane.unified_ir.ops.rows.arithmetic.elementwise import mod, tanh
@@ -114,7 +114,8 @@ def _weights(
         return softmax(biased.cast(wide), axis=-1).cast(scores.dtype)
     # softmax of a row of -inf is NaN. Such rows get finite scores first and are set to 0
     # afterwards, so neither direction computes with NaN.
-    empty = bias.max([-1], keepdims=True) == NOTHING
+    # Not by the largest bias: the maximum of numbers that are all -inf is finite on CUDA.
+    empty = (bias == NOTHING).cast(float32).min([-1], keepdims=True) == 1.0
     biased = scores + where(empty, as_tensor(0.0, bias.dtype), bias)
     weights = softmax(biased.cast(wide), axis=-1).cast(scores.dtype)
     return where(empty, as_tensor(0.0, weights.dtype), weights)
@@ -237,6 +238,32 @@ def _plain_attention_gradient(
     return [matmul(ds, k), matmul(swap_last(ds), q), dv]
 
 
+def _plain_weights(q: Any, k: Any, is_causal: int, scale: float) -> Any:
+    scores = scale * np.einsum("nhsd,nhtd->nhst", q, k)
+    if is_causal:
+        scores = np.where(np.tri(*scores.shape[2:], dtype=bool), scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def _plain_attention_kernel(q: Any, k: Any, v: Any, *, is_causal: int, scale: float) -> Any:
+    return np.einsum("nhst,nhtd->nhsd", _plain_weights(q, k, is_causal, scale), v).astype(v.dtype)
+
+
+def _plain_attention_gradient_kernel(
+    g: Any, q: Any, k: Any, v: Any, *, is_causal: int, scale: float
+) -> tuple[Any, ...]:
+    p = _plain_weights(q, k, is_causal, scale)
+    dp = np.einsum("nhsd,nhtd->nhst", g, v)
+    ds = scale * (p * dp - p * np.einsum("nhst,nhst->nhs", p, dp)[..., None])
+    products = (
+        np.einsum("nhst,nhtd->nhsd", ds, k),
+        np.einsum("nhst,nhsd->nhtd", ds, q),
+        np.einsum("nhst,nhsd->nhtd", p, g),
+    )
+    return tuple(d.astype(x.dtype) for d, x in zip(products, (q, k, v), strict=True))
+
+
 def _plain_attention_xla(
     k: XlaContext, q: Any, key: Any, v: Any, *, is_causal: int, scale: float
 ) -> Any:
@@ -259,6 +286,7 @@ plain_attention_gradient = Op(
     computes="the gradients of y = PlainAttention(q, k, v) with respect to q, k and v, from the "
     "cotangent of y and from q, k, v",
     operands=("T", "T", "T", "T"), attrs=_plain_attrs,
+    reference=_plain_attention_gradient_kernel,
     body=_plain_attention_gradient, xla=_plain_attention_gradient_xla,
     samples=(
         sample(normal(2, 2, 3, 3), *_plain_qkv, outputs=3, scale=0.5),
@@ -269,6 +297,7 @@ plain_attention = Op(
     name="PlainAttention", kind=OpKind.ATTENTION, domain=DOMAIN,
     computes="softmax(q k^T scale) v by heads (N, heads, S, D); causal: query i sees keys 0 to i",
     operands=("T", "T", "T"), attrs=_plain_attrs,
+    reference=_plain_attention_kernel,
     body=_plain_attention, xla=_plain_attention_xla,
     vjp=lambda g, y, q, k, v, **attrs: plain_attention_gradient.all_outputs(
         g, q, k, v, outputs=3, **attrs
