@@ -13,6 +13,7 @@ SUITE_signals := tests/faults/test_signals.py
 SUITE_records := tests/data/test_records_append.py
 SUITE_import := tests/onnx/test_exports.py
 SUITE_mutation := tests/mutation/test_search.py
+SUITE_zoo := tests/engines/xla/test_zoo.py
 
 .PHONY: help venv demo test quick deep lint format types imports proto wheels bench oracles peers gpu constraints clean
 .DEFAULT_GOAL := help
@@ -36,7 +37,7 @@ quick: venv ## lint, types, imports and a sample of the fast tests, about a minu
 	@$(MAKE) --no-print-directory lint imports types
 	@TRIPLANE_SAMPLED=1 $(BIN)/python -m pytest -q -n 2 -m 'not deep and not long and not slow' $(ARGS)
 
-deep: venv ## the long searches, minutes each; SUITE=crash, rounds, signals, records, import or mutation writes docs/evidence/
+deep: venv ## the long searches, minutes each; SUITE=crash, rounds, signals, records, import, mutation or zoo writes docs/evidence/
 	@HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -o faulthandler_timeout=20000 -m 'deep or hypothesis' $(SUITE_$(SUITE)) $(ARGS)
 
 lint: venv ## ruff: rules and format
@@ -68,9 +69,9 @@ bench: venv peers ## ratios against PyTorch, Flower and others; docs/benchmarks.
 oracles: ## the environment that exports networks of other libraries, for `make deep SUITE=import`
 	@.ci/venv .venv-oracles -r benchmarks/requirements-oracles.txt
 
-peers: ## the environments of the benchmarks' other sides: PyTorch, Flower, JAX, onnxsim, MindSpore, record formats
+peers: ## the environments of the benchmarks' other sides: PyTorch, Flower, its simulation, JAX, onnxsim, MindSpore, record formats
 	@.ci/venv .venv-peers -r benchmarks/requirements-peers.txt
-	@for rival in jax onnxsim mindspore $(addprefix records-,arrow arrayrecord grain mds tfrecord); do \
+	@for rival in jax onnxsim mindspore flower-simulation $(addprefix records-,arrow arrayrecord grain mds tfrecord); do \
 	  .ci/venv .venv-peers-$$rival -r benchmarks/requirements-$$rival.txt || exit 1; done
 	@.ci/venv .venv-peers-flower -c .ci/constraints-flower.txt -r benchmarks/requirements-flower.txt
 

@@ -30,7 +30,7 @@ def peer(variable: str = "TRIPLANE_PEERS", made: str = ".venv-peers") -> str:
     """A rival's interpreter: what the variable names, else what `make peers` made.
 
     TRIPLANE_PEERS has PyTorch; TRIPLANE_PEERS_JAX, _ONNXSIM and _MINDSPORE what they say,
-    _RECORDS_ARROW and so on the formats of `records.py`.
+    _FLOWER_SIMULATION Flower with Ray, _RECORDS_ARROW and so on the formats of `records.py`.
     """
     found = Path(os.environ.get(variable) or ROOT / made / "bin" / "python")
     if not found.exists():

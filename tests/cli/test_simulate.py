@@ -43,6 +43,15 @@ def test_it_compares_algorithms_in_a_table_and_a_page(model, tmp_path):
     assert "<td>alpha</td>" not in text
 
 
+@pytest.mark.long
+def test_the_first_line_says_where_the_engine_runs(model):
+    made = run(model, "--algorithm", "fedavg", "--engine", "xla")
+    lines = made.stderr.splitlines()
+    assert re.fullmatch(r"engine xla on (CPU, because JAX finds no GPU|.*[1-9].*)", lines[0])
+    rows = [line.split()[:3] for line in made.stdout.splitlines()]
+    assert ["fedavg", "3", "unseen"] in rows
+
+
 def test_the_record_is_whole_and_the_same_again(model, tmp_path):
     options = ("--json", "--algorithm", "meta-sgd", "--rate", "0.1", "--folder", str(tmp_path))
     first, second = (json.loads(run(model, *options).stdout) for _ in range(2))

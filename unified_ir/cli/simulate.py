@@ -171,8 +171,8 @@ OPTIONS: Final = (
     option("--compression", "Compression of updates.", click.Choice(["int8", "top-k"])),
     option("--keep SHARE", "For --compression top-k: the share that is sent.",
            click.FloatRange(0, 1, min_open=True), default=defaults.KEEP),
-    option("--engine", "What runs the steps of devices: one after the other, or (xla, by JAX) many "
-           "devices at once.", click.Choice(["onnx", "xla"]), default="onnx"),
+    option("--engine", "What runs and scores devices: one after the other, or (xla, by JAX) many "
+           "at once.", click.Choice(["onnx", "xla"]), default="onnx"),
     option("--seed N", "Seed of partition, rounds and steps.", NATURAL, default=0),
     option("--seeds SEEDS", "Several seeds: their number, from --seed on, or a list such as 0,7.",
            callback=_parse_seeds),
@@ -217,6 +217,10 @@ def compare(options: dict[str, Any], server_of: ServerOf) -> None:
 
     studies = _studies(options, 0)  # refuses options before anything is read
     module, _ = read_model(options["model"])
+    if options["engine"] == "xla":
+        from triplane.unified_ir.engines.xla.engine import XlaEngine
+
+        output.note(f"engine xla on {XlaEngine().devices}")
     with output.user_code():
         unlearned = _leave_out(module, options, studies)
         absent = [left_out_line(unlearned)] if unlearned else []

@@ -1,5 +1,7 @@
 """The steps of many devices at once on XLA: the study of one device after the other."""
 
+from importlib import import_module
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -8,10 +10,12 @@ import pytest
 from triplane.proto.errors import Conflict, InvalidInput
 from triplane.unified_ir import nn, optim, train
 from triplane.unified_ir.federated.algorithms import ALGORITHMS
+from triplane.unified_ir.federated.core import learn
 from triplane.unified_ir.federated.core.learn import Shard
 from triplane.unified_ir.federated.study import simulate
 
 from .given import Normed, OwnLayer, Personalized, module, part, shards, study
+from .sines import regression, sines
 
 CLOSE: Any = {"rtol": 2e-5, "atol": 2e-6}
 """Sums of float32 in another order, over 4 rounds of 2 steps."""
@@ -58,6 +62,29 @@ def test_devices_with_few_samples_take_smaller_batches():
     few = {f"few-{i}": Shard(part(rng, n, i), part(rng, 6, i)) for i, n in enumerate((3, 3, 5))}
     devices = {**shards(2), **few}
     same(*both("fedavg", devices=devices, batch_size=8))
+
+
+@pytest.mark.long
+def test_scores_are_those_of_the_default_engine(monkeypatch):
+    """By loss, which shows every digit; in batches of 8, 8 and 4, two and one devices at a time."""
+    monkeypatch.setattr(learn, "EVALUATE_ROWS", 8)
+    study_module = import_module("triplane.unified_ir.federated.study.simulate")
+    monkeypatch.setattr(study_module, "TOGETHER", 2)
+    options: Any = {"rates": (0.05,), "evaluate_every": 2}
+    one, other = (
+        simulate(
+            regression(4), sines(2), study("fomaml", engine=engine, **options), unseen=sines(1, 7)
+        )
+        for engine in ("onnx", "xla")
+    )
+    assert {s.device for s in one.scores} == {"device-0", "device-1", "device-7"}
+    assert one.sweep.keys() == other.sweep.keys() == {0.05, study().hyper.lr}
+    rows = [(t.start, t.scores, *t.sweep.values()) for t in (one, other)]
+    for ours, theirs in zip(*(chain(*parts) for parts in rows), strict=True):
+        assert (ours.device, ours.round, ours.seen) == (theirs.device, theirs.round, theirs.seen)
+        assert theirs.before == pytest.approx(ours.before, rel=1e-4)
+        assert theirs.after == pytest.approx(ours.after, rel=1e-4)
+        assert ours.before != ours.after
 
 
 @pytest.mark.long

@@ -53,6 +53,19 @@ def test_a_start_is_learned_that_adapts_to_classes_nobody_has_seen():
     assert last.after > 0.7
 
 
+@pytest.mark.long
+def test_another_engine_scores_the_same_episodes():
+    """By accuracy, means over ten episodes of 12 answers, of which 2 may differ by rounding."""
+    devices = {str(i): device(i) for i in range(2)}
+    one, other = (
+        simulate(few_shot_module(), devices, few_shot("fomaml", rounds=2, engine=engine))
+        for engine in ("onnx", "xla")
+    )
+    for a, b in zip((*one.start, *one.scores), (*other.start, *other.scores), strict=True):
+        assert (b.before, b.after) == pytest.approx((a.before, a.after), abs=2 / 120 + 1e-9)
+        assert a.before != a.after
+
+
 def test_rates_are_compared_on_the_same_episodes():
     devices = {str(i): device(i) for i in range(2)}
     swept = simulate(few_shot_module(), devices, few_shot(rounds=2, rates=(0.0, 0.05)))

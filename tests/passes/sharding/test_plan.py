@@ -240,12 +240,19 @@ class TestMemory:
             assert predicted["arguments"] == used["arguments"]
             assert predicted["results"] == used["results"]
 
-    @pytest.mark.long
-    def test_the_total_of_a_transformer_is_near_that_of_xla(self):
-        ((predicted, used),) = beside_xla("xla_memory", "transformer")
-        assert predicted["arguments"] == used["arguments"]
-        total = used["arguments"] + used["temporaries"]
-        assert abs(predicted["arguments"] + predicted["temporaries"] - total) <= 0.25 * total
+    @pytest.mark.parametrize(
+        "steps",
+        [
+            pytest.param("small", marks=pytest.mark.long),
+            pytest.param("large", marks=pytest.mark.deep),
+        ],
+    )
+    def test_the_total_of_a_step_is_near_that_of_xla(self, steps):
+        """Transformers and networks of convolutions, on one device."""
+        for predicted, used in beside_xla("xla_memory", steps):
+            assert predicted["arguments"] == used["arguments"]
+            total = used["arguments"] + used["temporaries"]
+            assert abs(predicted["arguments"] + predicted["temporaries"] - total) <= 0.25 * total
 
 
 class TestExplaining:

@@ -1,16 +1,19 @@
-"""Bytes that XLA gives to arguments and results, beside the planner's; run as a process of its own.
+"""Bytes that XLA gives to a step, beside the planner's; run as a process of its own.
 
 The number of virtual devices is fixed before JAX starts (JAX_NUM_CPU_DEVICES).
 """
 
 import json
 import sys
+from typing import Any
 
 import numpy as np
 
 from triplane.unified_ir import nn, optim, train, zoo
+from triplane.unified_ir.engines.xla.devices import Devices
 from triplane.unified_ir.engines.xla.door import exact, jax
 from triplane.unified_ir.engines.xla.lower import Requirements, Trace
+from triplane.unified_ir.engines.xla.program import XlaExecutable, XlaProgram
 from triplane.unified_ir.passes.sharding import data_parallel, plan_with_layouts
 
 SIZES = {"N": 16}
@@ -24,11 +27,21 @@ def mlp():
     return function, (4,), [whole, data_parallel(function, SIZES, (4,))]
 
 
-def transformer():
-    """A step of a Transformer with 24 layers on one device."""
-    cell = zoo.TextEncoder(1000, 2, length=128, width=512, heads=8, layers=24)
-    function = step(cell, np.zeros((4, 128), np.int64))
-    return function, (1,), [{p.name: (-1,) for p in function.params}]
+def encoder(width, layers):
+    cell = zoo.TextEncoder(1000, 2, length=128, width=width, heads=width // 64, layers=layers)
+    return step(cell, np.zeros((4, 128), np.int64))
+
+
+def images(name, side):
+    return step(zoo.network(name), np.zeros((4, 3, side, side), np.float32))
+
+
+STEPS = {
+    "small": [lambda: encoder(256, 4), lambda: images("resnet8", 32)],
+    "large": [lambda: encoder(512, 24), lambda: images("resnet50", 224),
+              lambda: images("mobilenet-v2", 96)],
+}  # fmt: skip
+"""Steps on one device, as the engine compiles them."""
 
 
 def step(cell, x):
@@ -71,16 +84,44 @@ def measured(plan):
             "temporaries": used.temp_size_in_bytes}  # fmt: skip
 
 
+def compiled(plan):
+    """The same of the program that trains, on one device."""
+    function = plan.function
+    program = XlaProgram(function, list(plan.problem.replaced), Devices(None, None))
+
+    def spec(param):
+        return jax.ShapeDtypeStruct(param.type.concrete(SIZES), param.type.dtype.numpy)
+
+    batch = [spec(p) for p in program.batch]
+    state = [spec(function.param(n)) for n in program.donate]
+    with exact():
+        call: Any = XlaExecutable(program, batch, steps=None).call
+        used = call.lower(state, batch).compile().memory_analysis()
+    return {"arguments": used.argument_size_in_bytes, "temporaries": used.temp_size_in_bytes}
+
+
+def plans(name):
+    """Plans with fixed layouts, each with what measures it."""
+    if name == "mlp":
+        function, mesh, layouts = mlp()
+        yield from (
+            (plan_with_layouts(function, mesh, la, sizes=SIZES), measured) for la in layouts
+        )
+        return
+    for make in STEPS[name]:
+        function = make()
+        whole = {p.name: (-1,) for p in function.params}
+        yield plan_with_layouts(function, (1,), whole, sizes=SIZES), compiled
+
+
 def main(name):
     """Print the predicted and the measured bytes of each plan as JSON."""
-    function, mesh, plans = {"mlp": mlp, "transformer": transformer}[name]()
     rows = []
-    for layouts in plans:
-        plan = plan_with_layouts(function, mesh, layouts, sizes=SIZES)
+    for plan, measure in plans(name):
         memory = plan.memory
         predicted = {"arguments": memory.arguments, "results": memory.results,
                      "temporaries": memory.temporaries}  # fmt: skip
-        rows.append([predicted, measured(plan)])
+        rows.append([predicted, measure(plan)])
     sys.stdout.write(json.dumps(rows))
 
 

@@ -297,26 +297,26 @@ def evaluate(plan: Learner, work: Work, shard: Shard, *, steps: int) -> LearnerS
     restored at the end. With ways, both scores are means over `SCORED_EPISODES` episodes.
     InvalidInput without held-out samples, or without the entries.
     """
-    before = [score(plan, part) for _, part in _scored_parts(plan, work, shard)]
+    before = [score(plan, part) for _, part in scored_parts(plan, work, shard)]
     after = adapted_score(plan, work, shard, steps=steps)
-    return LearnerScore(shard.held_out_samples, _mean(before), after)
+    return LearnerScore(shard.held_out_samples, mean(before), after)
 
 
 def adapted_score(plan: Learner, work: Work, shard: Shard, *, steps: int) -> float:
     """Return the score after adaptation alone; see `evaluate`."""
     _check_steps(steps, least=0)
     state, scores = plan.state(), []
-    for part_work, part in _scored_parts(plan, work, shard):
+    for part_work, part in scored_parts(plan, work, shard):
         try:
             adapt(plan, part_work, part, steps=steps)
             scores.append(score(plan, part))
         finally:
             plan.assign(state)
-    return _mean(scores)
+    return mean(scores)
 
 
-def _scored_parts(plan: Learner, work: Work, shard: Shard) -> Iterator[tuple[Work, Shard]]:
-    """Yield the device's samples, or the episodes that stand for them."""
+def scored_parts(plan: Learner, work: Work, shard: Shard) -> Iterator[tuple[Work, Shard]]:
+    """Yield what a device is scored on: its samples, or the episodes that stand for them."""
     if not work.ways:
         yield work, shard
         return
@@ -344,12 +344,16 @@ def adapt(plan: Learner, work: Work, shard: Shard, *, steps: int) -> None:
     """Take `steps` steps of `adapt` on one support set drawn from `train`; the plan keeps them."""
     _check_steps(steps, least=0)
     _begin(plan, work)
-    order = work.draws("support").permutation(shard.examples)
-    rows = order[: work.support or shard.examples]
-    chosen = (shard.train, rows)
-    batch = _batch_of(plan, ADAPT, {"": chosen, SUPPORT: chosen}) if steps else {}
+    batch = support_batch(plan, work, shard) if steps else {}
     for _ in range(steps):
         plan.run(ADAPT, batch)
+
+
+def support_batch(plan: Learner, work: Work, shard: Shard) -> dict[str, Array]:
+    """Return the batch of each step of adaptation: a support set drawn from `train`."""
+    order = work.draws("support").permutation(shard.examples)
+    chosen = (shard.train, order[: work.support or shard.examples])
+    return _batch_of(plan, ADAPT, {"": chosen, SUPPORT: chosen})
 
 
 def metric_of_plan(plan: EntrySignatures) -> Metric:
@@ -362,20 +366,30 @@ def score(plan: Learner, shard: Shard) -> float:
 
     InvalidInput: a loss is not finite, or no label counts in it.
     """
+    return score_of((n, plan.run(EVALUATE, batch)) for n, batch in scoring_batches(plan, shard))
+
+
+def scoring_batches(plan: Learner, shard: Shard) -> Iterator[tuple[int, dict[str, Array]]]:
+    """Yield the held-out samples as batches of `evaluate`, each with its number of samples."""
     n = shard.held_out_samples
     if not n:
         raise InvalidInput("a device without held-out samples cannot score; give it some")
-    sums, divisors = [], []
     for at in range(0, n, EVALUATE_ROWS):
         rows = np.arange(at, min(at + EVALUATE_ROWS, n))
-        results = plan.run(EVALUATE, _batch_of(plan, EVALUATE, {"": (shard.held_out, rows)}))
+        yield len(rows), _batch_of(plan, EVALUATE, {"": (shard.held_out, rows)})
+
+
+def score_of(evaluated: Iterable[tuple[int, Mapping[str, Array]]]) -> float:
+    """Return the score of batches, each with its number of samples and the results; see `score`."""
+    sums, divisors = [], []
+    for n, results in evaluated:
         metric = metric_of(results)
         value = float(results[metric.name])
         if not (metric.share or math.isfinite(value)):
             raise InvalidInput(f"the {metric.name} on held-out samples is {value}; {SMALLER_RATE}")
         # Weighted, since the last batch may be smaller, and labels may weigh or be ignored. Where
         # the divisor is 0 the value is a sum, see `nn.Loss.counted`.
-        divisors.append(float(results.get(COUNTED + metric.name, len(rows))))
+        divisors.append(float(results.get(COUNTED + metric.name, n)))
         sums.append(value * (divisors[-1] or 1.0))
     if not (divisor := math.fsum(divisors)):
         raise InvalidInput(
@@ -529,7 +543,8 @@ def _check_steps(steps: int, *, least: int) -> None:
         raise InvalidInput(f"work has {least} to {MAX_STEPS} steps, got {steps}")
 
 
-def _mean(scores: Sequence[float]) -> float:
+def mean(scores: Sequence[float]) -> float:
+    """Return the mean, whose sum is rounded once."""
     return math.fsum(scores) / len(scores)
 
 

@@ -108,8 +108,9 @@ class _MeanRounds:
         return leases
 
     def reduce(self, at: StudyProgress, contributions: Sequence[Contribution]) -> Next:
-        # The default argument binds each change; a closure would see the last one.
-        opened = [(x.examples, lambda c=x.change: c) for x in contributions]
+        # The default argument binds each change; a closure would see the last one. It is copied,
+        # because a change may be in a file, where each look at a tensor reads it.
+        opened = [(x.examples, lambda c=x.change: dict(c)) for x in contributions]
         return reduce(
             at.shared, at.slots, opened,
             weighting=self._row.weighting, server=self._row.server, hyper=self._hyper,

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 
@@ -33,6 +33,7 @@ from triplane.unified_ir.federated.core.draws import Array, Draws
 from triplane.unified_ir.federated.core.episodes import check_ways
 from triplane.unified_ir.federated.core.learn import LOSS, Shard, Work
 from triplane.unified_ir.federated.core.rules import step
+from triplane.unified_ir.federated.study.change_spool import ChangeSpool
 from triplane.unified_ir.federated.study.checkpoint import Keeper, StudyProgress, identity
 from triplane.unified_ir.federated.study.server import (
     Contribution,
@@ -47,6 +48,7 @@ from triplane.unified_ir.runtime import Plan
 
 if TYPE_CHECKING:
     from triplane.unified_ir.engines.xla.cohort import Cohort, CohortClient, CohortOutcome
+    from triplane.unified_ir.federated.study.cohort_scores import CohortScorer
 
 PLAN: Final = "study.plan"
 ENGINE: Final = "onnx"
@@ -60,6 +62,7 @@ START: Final = 0
 NOW_S: Final = 0.0
 """The constant clock of a simulation, in which nothing waits."""
 
+Some = TypeVar("Some")
 Arrays = Mapping[str, Array]
 OnRound = Callable[[RoundRow], None]
 OnScores = Callable[[int, float | None, tuple[DeviceScore, ...]], None]
@@ -76,8 +79,8 @@ class Study:
     steps, batch_size, support, query: a device's sampling, support 0 for all its samples.
     ways: classes of an episode, drawn and numbered anew for each; 0: those of the samples.
     evaluate_every: rounds between scorings, 0 to score at the end only. rates: rates of adaptation
-    that are tried at the end in addition to the run's own; the best of all counts. engine: of the
-    devices' steps: "onnx", as on devices, or "xla", which runs those of many devices at once.
+    that are tried at the end in addition to the run's own; the best of all counts. engine: what
+    runs and scores devices: "onnx", one after the other, or "xla", many at once.
     """
 
     algorithm: str
@@ -150,7 +153,7 @@ def simulate(
     facts = {**identity(digest, study, shards, others), **server.facts}
     keeper = None if folder is None else Keeper(folder, facts)
     simulation = _Simulation(
-        plan, _cohort(module, study, plan), study, shards, others,
+        plan, _together(module, study, plan), study, shards, others,
         keeper=keeper, on_round=on_round, on_scores=on_scores,
     )  # fmt: skip
     with server.serving(simulation.served(digest)) as rounds:
@@ -163,7 +166,7 @@ class _Simulation:
     def __init__(
         self,
         plan: Plan,
-        cohort: Cohort | None,
+        together: tuple[Cohort, CohortScorer] | None,
         study: Study,
         seen: Mapping[str, Shard],
         unseen: Mapping[str, Shard],
@@ -173,7 +176,9 @@ class _Simulation:
         on_scores: OnScores | None,
     ) -> None:
         self.plan, self.study, self.keeper = plan, study, keeper
-        self.cohort = cohort
+        self.cohort = together[0] if together else None
+        self.scorer = together[1] if together else None
+        self.spool = ChangeSpool()
         self.on_round = on_round or (lambda _: None)
         self.on_scores = on_scores or (lambda *_: None)
         self.metric = device.metric_of_plan(plan)
@@ -228,7 +233,7 @@ class _Simulation:
     def _score_start(self) -> None:
         """Score the model that the run begins with, unless it cannot be adapted at this rate."""
         try:
-            scores = tuple(self._scored(START, name) for name in self._scorers())
+            scores = self._scored_all(START, self._scorers())
         except InvalidInput:
             # A rate too large for the first model may suit the learned one. Other errors recur.
             return
@@ -268,14 +273,15 @@ class _Simulation:
         state, leases = self._asked(state, server)
         assert state.round is not None
         number = state.round.number
-        learned = self._learn_all(number, leases)
-        for lease, (_, update) in zip(leases, learned, strict=True):
-            arrived = machine.Arrived(
-                at_s=NOW_S, device=lease.device, lease=lease.id, update=update
-            )
-            state, effects = step(state, arrived)
-        assert any(isinstance(effect, machine.Reduce) for effect in effects)
-        self._reduce(server, leases, learned)
+        with ChangeSpool() as self.spool:
+            learned = self._learn_all(number, leases)
+            for lease, (_, update) in zip(leases, learned, strict=True):
+                arrived = machine.Arrived(
+                    at_s=NOW_S, device=lease.device, lease=lease.id, update=update
+                )
+                state, effects = step(state, arrived)
+            assert any(isinstance(effect, machine.Reduce) for effect in effects)
+            self._reduce(server, leases, learned)
         took = time.perf_counter() - started
         ended = state.history[-1]
         down = sum(x.nbytes for x in self.place.shared.values()) * len(leases)
@@ -292,12 +298,13 @@ class _Simulation:
             return [self._sent(number, lease, *self._learn(number, lease)) for lease in leases]
         # Devices with as many samples have batches of one shape, which a launch needs.
         order = sorted(leases, key=lambda lease: self.shards[lease.device].examples)
-        outcomes: dict[str, tuple[device.Learned, Arrays]] = {}
-        for at in range(0, len(order), TOGETHER):
-            some = order[at : at + TOGETHER]
+        sent: dict[str, tuple[Arrays, machine.Update]] = {}
+        for some in _some(order):
             for lease, outcome in zip(some, self._together(number, some), strict=True):
-                outcomes[lease.device] = self._outcome(number, lease, outcome)
-        return [self._sent(number, lease, *outcomes[lease.device]) for lease in leases]
+                sent[lease.device] = self._sent(
+                    number, lease, *self._outcome(number, lease, outcome)
+                )
+        return [sent[lease.device] for lease in leases]
 
     def _learn(self, number: int, lease: machine.Lease) -> tuple[device.Learned, Arrays]:
         """Return what a device learned, and its personal state."""
@@ -355,7 +362,7 @@ class _Simulation:
         update = machine.Update(
             blob="", size=size, examples=done.examples, loss=done.loss, seconds=0.0
         )
-        return self.compressor.unpack(sent), update
+        return self.spool.keep(self.compressor.unpack(sent)), update
 
     def _asked(
         self, state: machine.RunState, server: RoundServer
@@ -388,7 +395,7 @@ class _Simulation:
         """Adapt and score every device with held-out samples; the rules get one device's event."""
         assert state.round is not None
         number = state.round.number
-        scores = tuple(self._scored(number, name) for name in self._scorers())
+        scores = self._scored_all(number, self._scorers())
         self.place = replace(self.place, scores=(*self.place.scores, *scores))
         self.on_scores(number, None, scores)
         (lease,), score = state.round.leases, value_from(machine.Score, scores[0])
@@ -398,6 +405,40 @@ class _Simulation:
     def _scorers(self) -> list[str]:
         return sorted(name for name, shard in self.shards.items() if shard.held_out_samples)
 
+    def _scored_all(self, number: int, names: Sequence[str]) -> tuple[DeviceScore, ...]:
+        if self.scorer is None:
+            return tuple(self._scored(number, name) for name in names)
+        scores: dict[str, device.LearnerScore] = {}
+        for some in _some(names):
+            try:
+                scores |= self._scored_together(self.scorer, number, some)
+            except InvalidInput:
+                for name in some:  # one by one, the error names the device
+                    self._scored(number, name)
+                raise
+        return tuple(self._row(number, name, scores[name]) for name in names)
+
+    def _scored_together(
+        self, scorer: CohortScorer, number: int, names: Sequence[str]
+    ) -> dict[str, device.LearnerScore]:
+        """Return the scores of these devices, which are adapted and scored at once."""
+        from triplane.unified_ir.federated.study.cohort_scores import mean_scores, scorings
+
+        steps, devices = self.study.hyper.inner_steps, {}
+        for name in names:
+            self._take(name)
+            own, work, shard = (
+                self.plan.state(PERSONAL),
+                self._work(number, name),
+                self.shards[name],
+            )
+            parts = scorings(self.plan, own, work, shard, steps)
+            devices[name] = shard.held_out_samples, parts
+        every = [part for _, parts in devices.values() for part in parts]
+        start = {**self.plan.state(), **self.place.shared}
+        before, after = scorer.scores(start, every), scorer.adapted(start, every, steps)
+        return mean_scores(devices, before, after)
+
     def _scored(self, number: int, name: str) -> DeviceScore:
         self._take(name)
         work, shard = self._work(number, name), self.shards[name]
@@ -405,6 +446,9 @@ class _Simulation:
             score = device.evaluate(self.plan, work, shard, steps=self.study.hyper.inner_steps)
         except InvalidInput as error:
             raise InvalidInput(f"{name} after round {number}: {error}") from error
+        return self._row(number, name, score)
+
+    def _row(self, number: int, name: str, score: device.LearnerScore) -> DeviceScore:
         return value_from(DeviceScore, score, device=name, seen=name in self.seen, round=number)
 
     def _sweep(self) -> dict[float, tuple[DeviceScore, ...]]:
@@ -428,6 +472,14 @@ class _Simulation:
     def _adapted_all(self, scores: Sequence[DeviceScore]) -> tuple[DeviceScore, ...]:
         """Score the devices at the plan's rate; nothing if that rate is too large for a device."""
         try:
+            if self.scorer is not None and scores:
+                number, names = scores[0].round, [score.device for score in scores]
+                again = [
+                    s
+                    for some in _some(names)
+                    for s in self._scored_together(self.scorer, number, some).values()
+                ]
+                return tuple(replace(s, after=a.after) for s, a in zip(scores, again, strict=True))
             return tuple(map(self._adapted, scores))
         except InvalidInput:
             # A rate that diverges is a result of the comparison of rates, not an error.
@@ -449,14 +501,20 @@ class _Simulation:
         return value_from(Work, self.study, round=number, device=name)
 
 
-def _cohort(module: Module, study: Study, plan: Plan) -> Cohort | None:
-    """Return the devices' steps on XLA, if the study asks for it."""
+def _together(module: Module, study: Study, plan: Plan) -> tuple[Cohort, CohortScorer] | None:
+    """Return what lets devices learn and scores them on XLA, if the study asks for it."""
     if study.engine == ENGINE:
         return None
     from triplane.unified_ir.engines.xla.cohort import Cohort
+    from triplane.unified_ir.federated.study.cohort_scores import CohortScorer
 
-    step_of = functions_with_state(module, study.algorithm, study.hyper)[device.LEARN]
-    return Cohort(step_of, list(plan.roles))
+    functions = functions_with_state(module, study.algorithm, study.hyper)
+    return Cohort(functions[device.LEARN], list(plan.roles)), CohortScorer(functions, plan.roles)
+
+
+def _some(devices: Sequence[Some]) -> Iterator[Sequence[Some]]:
+    """Yield as many devices as are in memory at once."""
+    return (devices[at : at + TOGETHER] for at in range(0, len(devices), TOGETHER))
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 The planner predicts; it needs no device. Time is what the nodes take, plus the collectives, one
 after the other (overlap is not modelled). Memory is checked with a margin, because a compiler's own
-buffers are not known here.
+buffers are known here by a few rules only.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from triplane.unified_ir.passes.sharding.strategies import (
 from triplane.unified_ir.passes.sharding.topology import Mesh, Topology, check_devices
 
 MARGIN: Final = 1.25
-"""A plan fits if its predicted bytes times this do: a compiler's buffers come on top."""
+"""A plan fits if its predicted bytes times this do: a compiler's buffers may be as much larger."""
 PENALTIES: Final = 12
 """Prices of a byte that are tried, each four times the last one, until a plan fits."""
 REFINEMENTS: Final = 4

@@ -29,6 +29,7 @@ from triplane.unified_ir.ops.row import Cost, OpKind
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.passes.clean import attrs_key
 from triplane.unified_ir.passes.memory import VIEWS, MemoryRow, alive, type_bytes
+from triplane.unified_ir.passes.sharding.buffers import XlaBuffer, buffer_rows, tensor_rows
 from triplane.unified_ir.passes.sharding.loops import LOOPS
 from triplane.unified_ir.passes.sharding.search import CostNetwork
 from triplane.unified_ir.passes.sharding.strategies import (
@@ -289,27 +290,32 @@ class ShardingProblem:
         return -(-self.bytes(value) // share_of(self.layout(value, states), self.mesh))
 
     @cached_property
-    def _memory_rows(self) -> list[MemoryRow[Value]]:
-        return [
-            MemoryRow(
-                tuple(v for v in node.inputs if v is not None),
-                node.outputs if i in self.variable_of else (),
-                node.op.name in VIEWS,
-            )
-            for i, node in enumerate(self.function.nodes)
-        ]
+    def _memory_rows(self) -> list[MemoryRow[XlaBuffer]]:
+        return buffer_rows(self.function, self.variable_of)
+
+    @cached_property
+    def _buffers(self) -> dict[XlaBuffer, list[Value]]:
+        """The values that share each buffer, one after the other or as views."""
+        shared: dict[XlaBuffer, list[Value]] = {}
+        for buffer, root in alive(self._memory_rows, (), lambda _: 0).roots.items():
+            shared.setdefault(root, []).append(buffer.value)
+        return shared
+
+    def _buffer_bytes(self, buffer: XlaBuffer, states: Sequence[int]) -> int:
+        values = [buffer.value, *self._buffers.get(buffer, ())]
+        return max(self.local_bytes(v, states) for v in values)
 
     def memory(self, states: Sequence[int]) -> MemoryUse:
         """Return the memory of one device under an assignment."""
         function = self.function
         arguments = sum(self.local_bytes(p, states) for p in function.params)
-        reused_by = set(self.replaced.values())
         held = {v: self.local_bytes(v, states) for v in function.results}
-        reused = sum(held[v] for v in reused_by)
+        replacing = {XlaBuffer(v) for v in self.replaced.values()}
+        reused = sum(held[b.value] for b in replacing)
         live = alive(
             self._memory_rows,
-            function.results,
-            lambda v: 0 if v in reused_by else self.local_bytes(v, states),
+            [*map(XlaBuffer, function.results)],
+            lambda b: 0 if b in replacing else self._buffer_bytes(b, states),
         )
         at_node = list(live.bytes_at)
         # An operand that arrives in another layout is a second tensor while its node runs.
@@ -330,14 +336,15 @@ class ShardingProblem:
 
     def alive_at(self, peaks: set[int]) -> dict[Value, float]:
         """Return for each value at how many of these nodes it is in memory, as a share."""
-        live = alive(self._memory_rows, self.function.results, lambda _: 0)
+        rows = tensor_rows(self.function, self.variable_of)
+        live = alive(rows, [*map(XlaBuffer, self.function.results)], lambda _: 0)
         weights: dict[Value, float] = dict.fromkeys(self.function.params, 1.0)
         reused = set(self.replaced.values())
-        for value, born in live.born.items():
-            last = max([born, *live.uses.get(value, ())])
+        for buffer, born in live.born.items():
+            last, value = max([born, *live.uses.get(buffer, ())]), buffer.value
             count = sum(born <= peak <= last for peak in peaks)
-            if count and value not in reused and value in self.places:
-                weights[value] = count / len(peaks)
+            if count and (buffer.is_reordered or value not in reused) and value in self.places:
+                weights[value] = weights.get(value, 0.0) + count / len(peaks)
         return weights
 
     def unary_bytes(self, peaks: set[int]) -> dict[int, np.ndarray[Any, Any]]:
