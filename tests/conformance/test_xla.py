@@ -7,7 +7,7 @@ from tests.conformance.rows import NO_RULE_FOR_XLA, REFUSED_BY_XLA, ids
 from tests.conformance.uses import differentiable, recorded, uses_of
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.engines import engine
+from triplane.unified_ir.engines.xla.engine import XlaEngine
 from triplane.unified_ir.engines.xla.lower import check, rule_of
 from triplane.unified_ir.ops.table import TABLE
 
@@ -18,7 +18,7 @@ SLOPED = differentiable()
 @pytest.fixture(scope="module", autouse=True)
 def started():
     """The driver of a GPU opens files that stay open, which a test would count as leaking."""
-    return str(engine("xla").devices)
+    return str(XlaEngine().devices)
 
 
 def first_short(uses, step):

@@ -299,7 +299,7 @@ def test_the_commands_options(tmp_path):
     out = tmp_path / "m.tpm"
     common = ["zoo:lenet", "--data", "digits", "--epochs", "1", "--out", str(out)]
     wrong = {
-        "--mesh data=2": "--mesh, --shard, --parallel and --buckets are for --engine xla",
+        "--mesh data=2": "--mesh, --shard, --parallel, --buckets and --stages are for --engine xla",
         "--engine xla --mesh data": r"--mesh is AXIS=N,\.\., got 'data'",
         "--engine xla --mesh data=1,data=1": r"--mesh is AXIS=N,\.\., got 'data' twice",
         "--engine xla --mesh data=1 --shard x": r"--shard is PATTERN=AXIS,\.\., got 'x'",

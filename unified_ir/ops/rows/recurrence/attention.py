@@ -241,7 +241,7 @@ def _plain_attention_gradient(
 def _plain_weights(q: Any, k: Any, is_causal: int, scale: float) -> Any:
     scores = scale * np.einsum("nhsd,nhtd->nhst", q, k)
     if is_causal:
-        scores = np.where(np.tri(*scores.shape[2:], dtype=bool), scores, -np.inf)
+        scores = np.where(np.tri(*scores.shape[2:]) > 0, scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     return weights / weights.sum(-1, keepdims=True)
 
