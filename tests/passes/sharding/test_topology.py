@@ -132,3 +132,12 @@ def test_bytes_that_are_no_text_are_refused(tmp_path):
     path.write_bytes(b"\xff\xfe{")
     with pytest.raises(InvalidInput, match="is not JSON"):
         read_topology(path)
+
+
+@pytest.mark.parametrize("record", [{"flops_per_s": [1] * 9000}, {"x" * 30_000: 1}])
+def test_an_error_shows_little_of_a_hostile_file(tmp_path, record):
+    file = tmp_path / "t.json"
+    file.write_text(json.dumps(record))
+    with pytest.raises(InvalidInput) as refused:
+        read_topology(file)
+    assert len(str(refused.value)) < 300 + len(str(file))

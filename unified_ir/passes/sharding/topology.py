@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -152,7 +153,9 @@ def _in_one(group: int, mesh: Mesh, axis: int) -> bool:
 
 def _count(value: Any, where: str) -> int:
     if type(value) is not int or not 1 <= value <= MAX_DEVICES:
-        raise InvalidInput(f"{where} must be a whole number from 1 to {MAX_DEVICES}, got {value!r}")
+        raise InvalidInput(
+            f"{where} must be a whole number from 1 to {MAX_DEVICES}, got {_shown(value)}"
+        )
     return value
 
 
@@ -190,13 +193,20 @@ def _object(value: Any, known: set[str], where: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise InvalidInput(f"{where} must be a JSON object with {', '.join(sorted(known))}")
     if odd := sorted(value.keys() - known):
-        raise InvalidInput(f"{where} has no field {odd[0]!r}; it has {', '.join(sorted(known))}")
+        raise InvalidInput(
+            f"{where} has no field {_shown(odd[0])}; it has {', '.join(sorted(known))}"
+        )
     return value
 
 
 def _number(value: Any, where: str) -> float:
     if type(value) not in {int, float} or not MIN_NUMBER <= value <= MAX_NUMBER:
         raise InvalidInput(
-            f"{where} must be a number from {MIN_NUMBER:g} to {MAX_NUMBER:g}, got {value!r}"
+            f"{where} must be a number from {MIN_NUMBER:g} to {MAX_NUMBER:g}, got {_shown(value)}"
         )
     return float(value)
+
+
+def _shown(value: Any) -> str:
+    """Return a value of a file as the start of its text, on one line of an error."""
+    return reprlib.repr(value)
