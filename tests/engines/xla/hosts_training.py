@@ -22,6 +22,7 @@ from triplane.unified_ir.train.snapshot import Snapshot
 LAYOUTS: Any = {
     "whole": ({}, 1, 197, 18),
     "split": ({"shard": {"*.weight": ("data", None), "optimizer.*": ("data",)}}, 4, 160, 20),
+    "bucketed": ({"buckets": 2048}, 3, 160, 20),
     "planned": ({"parallel": "auto"}, 1, 160, 20),
 }
 """By name: options of the engine, steps per launch, samples, batch size.

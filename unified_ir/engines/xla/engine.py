@@ -60,11 +60,6 @@ class XlaEngine:
         hosts: Hosts | None = None,
         deterministic: bool = False,
     ) -> None:
-        if not isinstance(hosts, Hosts | None):
-            raise InvalidInput(
-                "hosts is a Hosts of engines.xla.hosts, such as Hosts(coordinator='node1:9300', "
-                f"process=1, count=4), got {hosts!r}"
-            )
         self.deterministic = deterministic
         self.stages = stages
         """Stages of the pipeline in which training steps run; None for none."""

@@ -33,9 +33,14 @@ _joined: list[Processes] = []
 def join(hosts: Hosts) -> Processes:
     """Connect this process to the others, once; wait until all are there.
 
-    InvalidInput: JAX has been used before. Conflict: the process has joined another run.
+    InvalidInput: no Hosts, or JAX has been used before. Conflict: the process has joined another run.
     Unavailable: the first process cannot listen at its port, or the others did not come.
     """
+    if not isinstance(hosts, Hosts):
+        raise InvalidInput(
+            "hosts is a Hosts, such as Hosts(coordinator='node1:9300', process=1, count=4), got "
+            f"{hosts!r}"
+        )
     if _joined:
         if _joined[0].hosts != hosts:
             raise Conflict(f"this process is already {_joined[0].hosts}, it cannot be {hosts} too")
