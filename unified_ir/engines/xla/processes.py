@@ -33,8 +33,8 @@ _joined: list[Processes] = []
 def join(hosts: Hosts) -> Processes:
     """Connect this process to the others, once; wait until all are there.
 
-    InvalidInput: no Hosts, or JAX has been used before. Conflict: the process has joined another run.
-    Unavailable: the first process cannot listen at its port, or the others did not come.
+    InvalidInput: no Hosts, or JAX has been used before. Conflict: the process has joined another
+    run. Unavailable: the first process cannot listen at its port, or the others did not come.
     """
     if not isinstance(hosts, Hosts):
         raise InvalidInput(
