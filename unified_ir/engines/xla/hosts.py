@@ -49,11 +49,11 @@ class Hosts:
     source: str = "the caller"
 
     def __post_init__(self) -> None:
-        numbers = (self.process, self.count, self.heartbeat_s)
-        if not isinstance(self.coordinator, str) or any(type(n) is not int for n in numbers):
+        values = (self.coordinator, self.process, self.count, self.heartbeat_s)
+        if [type(value) for value in values] != [str, int, int, int]:
             raise InvalidInput(
                 "Hosts takes the coordinator as a text, HOST:PORT, and process, count and "
-                f"heartbeat_s as whole numbers, got {self.coordinator!r} and {numbers}"
+                f"heartbeat_s as whole numbers, got {values}"
             )
         match = _ADDRESS.fullmatch(self.coordinator[: MAX_NAME + 1])
         if match is None or not 1 <= int(match[2]) < 1 << 16:

@@ -84,7 +84,7 @@ def _check_port(hosts: Hosts) -> None:
         socket.create_server((name, int(port)), family=family, dualstack_ipv6=on_all).close()
     except OSError as error:
         raise Unavailable(
-            f"{hosts} cannot listen on port {port} of this machine: {os.strerror(error.errno)}"
+            f"{hosts} cannot listen on port {port} of this machine: {os.strerror(error.errno or 0)}"
             "; does another run use it, or a second process 1? Choose another port for all of them"
         ) from error
 
