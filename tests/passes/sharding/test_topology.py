@@ -141,3 +141,15 @@ def test_an_error_shows_little_of_a_hostile_file(tmp_path, record):
     with pytest.raises(InvalidInput) as refused:
         read_topology(file)
     assert len(str(refused.value)) < 300 + len(str(file))
+
+
+def test_what_is_still_assumed_is_named(tmp_path):
+    file = tmp_path / "t.json"
+    link = {"latency_s": 1e-5, "bytes_per_s": 1e9}
+    rates = {"flops_per_s": 1e12, "memory_bytes_per_s": 1e11, "inside": link, "between": link}
+    file.write_text(json.dumps(rates))
+    assert "assumed" not in read_topology(file).source
+    file.write_text(json.dumps({**rates, "hosts_per_rack": 2}))
+    assert read_topology(file).source.endswith("; assumed: racks")
+    file.write_text(json.dumps({**rates, "inside": {"latency_s": 1e-5}}))
+    assert read_topology(file).source.endswith("; assumed: bytes_per_s of inside")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -83,8 +84,10 @@ def _check_port(hosts: Hosts) -> None:
     try:
         socket.create_server((name, int(port)), family=family, dualstack_ipv6=on_all).close()
     except OSError as error:
+        if error.errno not in {errno.EADDRINUSE, errno.EACCES}:
+            return  # an address that JAX may resolve otherwise
         raise Unavailable(
-            f"{hosts} cannot listen on port {port} of this machine: {os.strerror(error.errno or 0)}"
+            f"{hosts} cannot listen on port {port} of this machine: {os.strerror(error.errno)}"
             "; does another run use it, or a second process 1? Choose another port for all of them"
         ) from error
 

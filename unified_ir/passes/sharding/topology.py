@@ -134,14 +134,16 @@ def read_topology(path: str | Path) -> Topology:
             values[name] = _link(value, getattr(default, name), place)
         else:
             values[name] = _measurement(value, place)
-    return Topology(**values, source=_source(where, values))
+    return Topology(**values, source=_source(where, record, values.get("measured")))
 
 
-def _source(where: str, values: Mapping[str, Any]) -> str:
+def _source(where: str, record: Mapping[str, Any], measured: Measurement | None) -> str:
     """Say whose rates these are, and which of them are still assumptions."""
-    measured: Measurement | None = values.get("measured")
     what = "" if measured is None else f", measured on {measured.devices}"
-    assumed = [k for k in (*_RATES, "inside", "between") if k not in values]
+    links = _LINKS if "hosts_per_rack" in record else ("inside", "between")
+    assumed = [k for k in (*_RATES, *links) if k not in record]
+    given = [(k, f.name) for k in links if k in record for f in fields(LinkCost)]
+    assumed += [f"{name} of {k}" for k, name in given if name not in record[k]]
     return f"rates of {where}{what}" + (f"; assumed: {', '.join(assumed)}" if assumed else "")
 
 
