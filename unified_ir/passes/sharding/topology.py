@@ -142,8 +142,8 @@ def _source(where: str, record: Mapping[str, Any], measured: Measurement | None)
     what = "" if measured is None else f", measured on {measured.devices}"
     links = _LINKS if "hosts_per_rack" in record else ("inside", "between")
     assumed = [k for k in (*_RATES, *links) if k not in record]
-    given = [(k, f.name) for k in links if k in record for f in fields(LinkCost)]
-    assumed += [f"{name} of {k}" for k, name in given if name not in record[k]]
+    parts = [(k, f.name) for k in links if k in record for f in fields(LinkCost)]
+    assumed += [f"{name} of {k}" for k, name in parts if name not in record[k]]
     return f"rates of {where}{what}" + (f"; assumed: {', '.join(assumed)}" if assumed else "")
 
 
