@@ -13,6 +13,7 @@ import pytest
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import nn, ops, optim, train
+from triplane.unified_ir.engines.xla import pipeline
 from triplane.unified_ir.engines.xla.engine import XlaEngine
 from triplane.unified_ir.engines.xla.packing import Packing, common_lengths
 
@@ -93,6 +94,26 @@ def test_a_loss_that_is_no_mean_over_samples_is_refused(loss):
     batch = np.eye(8, 4, dtype=np.float32), np.array([1, 1, 0, 0, 1, 0, 0, 1])
     with pytest.raises(InvalidInput, match=r"'loss' of 8 samples is .*, the mean of each alone"):
         trainer.fit(batch, 1, batch_size=8, progress="none")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_deterministic_pipeline_takes_no_kernels_of_the_device(monkeypatch, deterministic):
+    taken = []
+
+    class Noting(pipeline.Trace):
+        def __init__(self, *args, kernels=True):
+            taken.append(kernels)
+            super().__init__(*args, kernels=kernels)
+
+    monkeypatch.setattr(pipeline, "Trace", Noting)
+    trainer = train.Trainer(
+        net(), loss=nn.SoftmaxCrossEntropy(), optimizer=optim.SGD(0.1),
+        engine=XlaEngine(stages=1, deterministic=deterministic),
+    )  # fmt: skip
+    batch = np.zeros((2, 4), np.float32), np.zeros(2, np.int64)
+    trainer.fit(batch, 1, batch_size=2, progress="none")
+    assert set(taken) == {not deterministic}
 
 
 def test_vectors_hold_each_tensor_and_zeros():
