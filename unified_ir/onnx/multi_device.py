@@ -24,6 +24,7 @@ from onnx import ModelProto, NodeProto, ShardingSpecProto
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir import limits
 from triplane.unified_ir.ir.graph import Node, Value
+from triplane.unified_ir.ir.split import check_divides
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.factors import Axes
 from triplane.unified_ir.ops.row import Known
@@ -61,7 +62,8 @@ def sharded_node(
 ) -> ShardedNode | None:
     """Return the strategy of a node for the ONNX node that stands for it; None if there is none.
 
-    names: of the operands. A node that is written in another form loses its strategy.
+    names: of the operands. A node that is written in another form loses its strategy, and so does
+    one whose sizes the slices do not divide, such as a fixed batch.
     """
     wanted = list(names)
     while wanted and not wanted[-1]:
@@ -72,8 +74,11 @@ def sharded_node(
     known = [None if v is None else contents.get(v) for v in node.inputs]
     factors = factors_of_node(TABLE, node, known)
     try:
+        for slices, value in zip(node.strategy, node.inputs, strict=True):
+            if value is not None and slices:
+                check_divides(slices, value, node.op.name)
         cuts = cuts_of(row_of(node), factors, node.strategy)
-    except InvalidInput:  # a split that only a plan knows how to make, such as that of a Scan
+    except InvalidInput:  # or a split that only a plan knows how to make, such as that of a Scan
         return None
     return ShardedNode(same[0], node, factors.operands, cuts)
 
