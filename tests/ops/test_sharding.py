@@ -17,6 +17,7 @@ from triplane.unified_ir.ops.inline import with_sizes
 from triplane.unified_ir.passes.clean import clean
 from triplane.unified_ir.passes.sharding import plan, report
 from triplane.unified_ir.passes.sharding.problem import with_dividing_strategies
+from triplane.unified_ir.train.identity import of_function
 
 X, W = TensorSpec(("N", 8)), TensorSpec((8, 12))
 FULL = np.ones((8, 12))
@@ -135,6 +136,14 @@ def test_a_strategy_changes_no_result_of_one_device():
     for function in (plain, split):
         (y,) = ReferenceEngine().compile(function)(*args)
         assert np.array_equal(y, args[0] @ args[1])
+
+
+def test_a_run_goes_on_with_strategies_that_it_began_without():
+    cell = Layer()
+    plain = trace(lambda x: cell(x, 2.0, ops.exp(x)), X)
+    split = trace(lambda x: cell.shard((4, 1), None)(x, 2.0, ops.exp.shard((2, 1))(x)), X)
+    assert of(split, "Identity") == [((4, 1),)]
+    assert of_function(split) == of_function(plain)
 
 
 def test_the_planner_keeps_strategies_and_says_so():

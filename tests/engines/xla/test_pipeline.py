@@ -15,6 +15,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import nn, ops, optim, train
 from triplane.unified_ir.engines.xla import pipeline
 from triplane.unified_ir.engines.xla.engine import XlaEngine
+from triplane.unified_ir.engines.xla.lower import Trace
 from triplane.unified_ir.engines.xla.packing import Packing, common_lengths
 
 SCRIPT = Path(__file__).parent / "pipeline_training.py"
@@ -101,7 +102,7 @@ def test_a_loss_that_is_no_mean_over_samples_is_refused(loss):
 def test_a_deterministic_pipeline_takes_no_kernels_of_the_device(monkeypatch, deterministic):
     taken = []
 
-    class Noting(pipeline.Trace):
+    class Noting(Trace):
         def __init__(self, *args, kernels=True):
             taken.append(kernels)
             super().__init__(*args, kernels=kernels)
