@@ -204,7 +204,10 @@ def test_buckets_are_compared(capsys, net):
     [
         ((), "add --devices N to split each layer over N devices, or --stages N"),
         (("--microbatches", "4"), "--microbatches are those of a pipeline; add --stages N"),
-        (("--stages", "2", "--devices", "2"), "--devices belongs to a plan with --devices"),
+        (
+            ("--stages", "2", "--devices", "2"),
+            "--stages cuts the layers into a pipeline; choose one",
+        ),
         (("--stages", "2", "--microbatches", "5"), "32 does not divide into 5 equal microbatches"),
         (("--stages", "2", "--buckets"), "--buckets belongs to a plan with --devices"),
         (("--buckets",), "add --devices N"),

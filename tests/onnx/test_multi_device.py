@@ -11,6 +11,7 @@ from triplane.unified_ir.onnx.annotated import emit_annotated
 from triplane.unified_ir.onnx.emit import emit
 from triplane.unified_ir.onnx.importer import import_onnx
 from triplane.unified_ir.onnx.target import OnnxTarget
+from triplane.unified_ir.ops.inline import with_sizes
 
 X, W = TensorSpec(("N", 8), "float32"), TensorSpec((8, 12), "float32")
 
@@ -54,6 +55,13 @@ def test_files_for_older_runtimes_have_no_annotations():
     model = emit_annotated(products(split=True), target=OnnxTarget(17))
     assert model.ir_version < 11
     assert not any(n.device_configurations for n in model.graph.node)
+
+
+def test_a_fixed_batch_that_the_slices_do_not_divide_has_no_annotations():
+    function = trace(ops.matmul.shard((4, 1), (1, 1)), X, W)
+    for n, devices in ((8, [4]), (6, [])):
+        model = emit_annotated(with_sizes(function, {"N": n}))
+        assert [c.num_devices for c in model.configuration] == devices
 
 
 def test_devices_hold_the_shards_in_order():

@@ -17,6 +17,7 @@ from triplane.unified_ir.ops.inline import with_sizes
 from triplane.unified_ir.passes.clean import clean
 from triplane.unified_ir.passes.sharding import plan, report
 from triplane.unified_ir.passes.sharding.problem import with_dividing_strategies
+from triplane.unified_ir.train.identity import of_function
 
 X, W = TensorSpec(("N", 8)), TensorSpec((8, 12))
 FULL = np.ones((8, 12))
@@ -90,6 +91,8 @@ def test_a_cell_cuts_its_tensors_before_it_reads_them():
     assert of(function, "Identity") == [((4, 1),)]
     x = np.ones((2, 8), np.float32)
     assert np.array_equal(cell.shard((4, 1), None)(x, 2.0, x), np.full((2, 8), 3, np.float32))
+    named = trace(lambda x: cell.shard((4, 1), (2, 1))(x, y=x * 1.0, times=2.0), X)
+    assert of(named, "Identity") == [((4, 1),), ((2, 1),)]
 
 
 def test_strategies_survive_cleaning_text_bytes_and_gradients():
@@ -135,6 +138,14 @@ def test_a_strategy_changes_no_result_of_one_device():
         assert np.array_equal(y, args[0] @ args[1])
 
 
+def test_a_run_goes_on_with_strategies_that_it_began_without():
+    cell = Layer()
+    plain = trace(lambda x: cell(x, 2.0, ops.exp(x)), X)
+    split = trace(lambda x: cell.shard((4, 1), None)(x, 2.0, ops.exp.shard((2, 1))(x)), X)
+    assert of(split, "Identity") == [((4, 1),)]
+    assert of_function(split) == of_function(plain)
+
+
 def test_the_planner_keeps_strategies_and_says_so():
     function = trace(
         lambda x, w: ops.relu(ops.matmul.shard((2, 2), (2, 1))(x, w)), X, W
@@ -157,6 +168,17 @@ def test_other_sizes_leave_a_strategy_that_does_not_divide_out():
     assert of(decode_function(encode_function(fixed)), "MatMul") == [((4, 1), (1, 1))]
     assert of(with_dividing_strategies(fixed, {}), "MatMul") == [()]
     assert of(with_dividing_strategies(function, {"N": 8}), "MatMul") == [((4, 1), (1, 1))]
+
+
+def test_sizes_that_do_not_divide_the_results_leave_a_strategy_out():
+    """The 4 rows of 2 samples have four equal slices, but not the 2 rows of the result."""
+    rows = TensorSpec(("N", 4))
+    function = trace(
+        lambda x: ops.reshape.shard((4, 1))(ops.reshape(x, (-1, 2)), (-1, 4)), rows
+    )  # fmt: skip
+    for n, strategies in ((4, [((4, 1), (1,))]), (2, [])):
+        left = with_dividing_strategies(function, {"N": n})
+        assert [s for s in of(left, "Reshape") if s] == strategies
 
 
 def test_a_strategy_inside_a_loop_is_refused_by_line():

@@ -29,7 +29,11 @@ def check(options: Mapping[str, Any]) -> None:
                 "layers into a pipeline"
             )
         return
-    for name in ("devices", "explain", "out", "out_model", "buckets"):
+    if options["devices"] is not None:
+        raise InvalidInput(
+            "--devices splits each layer, --stages cuts the layers into a pipeline; choose one"
+        )
+    for name in ("explain", "out", "out_model", "buckets"):
         if options[name] not in (None, False):
             flag = name.replace("_", "-")
             raise InvalidInput(f"--{flag} belongs to a plan with --devices; --stages has no use")

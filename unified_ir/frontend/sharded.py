@@ -13,12 +13,16 @@ from triplane.unified_ir.ops.tensor import Tensor
 
 
 def sharded_cell(
-    cell: Callable[..., Any], strategy: Sequence[Sequence[int] | None], *args: Any
+    cell: Callable[..., Any],
+    strategy: Sequence[Sequence[int] | None],
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Call a cell on tensors that an Identity with a strategy has cut; arrays are not cut."""
     if not recording():
-        return cell(*args)
-    tensors = [recorder().as_operand(x) if hasattr(x, "__tensor__") else x for x in args]
+        return cell(*args, **kwargs)
+    operands = (*args, *kwargs.values())
+    tensors = [recorder().as_operand(x) if hasattr(x, "__tensor__") else x for x in operands]
     count = sum(isinstance(x, Tensor) for x in tensors)
     if len(strategy) != count:
         place = user_location()
@@ -28,7 +32,8 @@ def sharded_cell(
             f"{f' (at {place})' if place else ''}"
         )
     splits = iter(strategy)
-    return cell(*(_cut(x, next(splits)) if isinstance(x, Tensor) else x for x in tensors))
+    cut = [_cut(x, next(splits)) if isinstance(x, Tensor) else x for x in tensors]
+    return cell(*cut[: len(args)], **dict(zip(kwargs, cut[len(args) :], strict=True)))
 
 
 def _cut(x: Tensor, slices: Sequence[int] | None) -> Tensor:

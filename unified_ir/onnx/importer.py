@@ -162,6 +162,7 @@ class Importer:
         self.symbols = Symbols(model.graph.input)
         self.functions = local_functions(model.functions)
         self.bodies = Functions(self.functions)
+        self.configurations = dict.fromkeys(c.name for c in model.configuration)
         self.nodes = 0
 
     def top(self, shapes: Shapes, wanted: Sequence[str] | None) -> Function:
@@ -254,7 +255,7 @@ class Importer:
         with frame.scope.build.at(meta):
             tensors = self.apply(node, inputs, outputs, frame)
         if node.device_configurations and frame.scope.build is self.build:
-            read_annotations(self.model, node, inputs, self.build, start)
+            read_annotations(self.configurations, node, inputs, self.build, start)
         if len(tensors) < outputs:
             raise InvalidInput(f"the node names {outputs} outputs, the operator has {len(tensors)}")
         for name, x in zip(node.output, tensors, strict=False):

@@ -12,8 +12,10 @@ not divide, spatial axes of a convolution, several devices in a subgraph) is lef
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Final
 
 import numpy as np
@@ -22,6 +24,7 @@ from onnx import ModelProto, NodeProto, ShardingSpecProto
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir import limits
 from triplane.unified_ir.ir.graph import Node, Value
+from triplane.unified_ir.ir.split import check_divides
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.factors import Axes
 from triplane.unified_ir.ops.row import Known
@@ -59,7 +62,8 @@ def sharded_node(
 ) -> ShardedNode | None:
     """Return the strategy of a node for the ONNX node that stands for it; None if there is none.
 
-    names: of the operands. A node that is written in another form loses its strategy.
+    names: of the operands. A node that is written in another form loses its strategy, and so does
+    one whose sizes the slices do not divide, such as a fixed batch.
     """
     wanted = list(names)
     while wanted and not wanted[-1]:
@@ -70,8 +74,11 @@ def sharded_node(
     known = [None if v is None else contents.get(v) for v in node.inputs]
     factors = factors_of_node(TABLE, node, known)
     try:
+        for slices, value in zip(node.strategy, node.inputs, strict=True):
+            if value is not None and slices:
+                check_divides(slices, value, node.op.name)
         cuts = cuts_of(row_of(node), factors, node.strategy)
-    except InvalidInput:  # a split that only a plan knows how to make, such as that of a Scan
+    except InvalidInput:  # or a split that only a plan knows how to make, such as that of a Scan
         return None
     return ShardedNode(same[0], node, factors.operands, cuts)
 
@@ -122,30 +129,35 @@ def _spec(item: ShardedNode, k: int, value: Value, name: str, devices: int) -> S
 
 
 def read_annotations(
-    model: ModelProto, node: NodeProto, inputs: Sequence[Tensor | None], build: Build, start: int
+    declared: Mapping[str, None],
+    node: NodeProto,
+    inputs: Sequence[Tensor | None],
+    build: Build,
+    start: int,
 ) -> None:
     """Give what was recorded for an ONNX node, from `start` on, the strategy in its annotations.
 
-    InvalidInput: the annotations break a rule of ONNX.
+    declared: the names of the model's configurations, in order. InvalidInput: the annotations break
+    a rule of ONNX.
     """
-    declared = [c.name for c in model.configuration]
     for config in node.device_configurations:
         if config.configuration_id not in declared:
             raise InvalidInput(
                 f"its device configuration {config.configuration_id[:80]!r} is not among those of "
-                f"the model ({', '.join(repr(n[:80]) for n in declared[:8]) or 'none'})"
+                f"the model ({', '.join(repr(n[:80]) for n in islice(declared, 8)) or 'none'})"
             )
-    chosen = [c for c in node.device_configurations if c.configuration_id == declared[0]]
+    first = next(iter(declared))
+    chosen = [c for c in node.device_configurations if c.configuration_id == first]
     if not chosen:
         return
     present = [(name, x) for name, x in zip(node.input, inputs, strict=True) if x is not None]
-    ranks = {name: x.rank for name, x in present}
-    shards: dict[str, list[tuple[int, ...] | None]] = {}
+    ranks, outputs = {name: x.rank for name, x in present}, set(node.output)
+    shards: dict[str, deque[tuple[int, ...] | None]] = {}
     for spec in chosen[0].sharding_spec:
         if spec.tensor_name in ranks:
             slices = _slices(spec, ranks[spec.tensor_name])
-            shards.setdefault(spec.tensor_name, []).append(slices)
-        elif spec.tensor_name not in node.output:
+            shards.setdefault(spec.tensor_name, deque()).append(slices)
+        elif spec.tensor_name not in outputs:
             raise InvalidInput(f"it has no tensor {spec.tensor_name[:80]!r}, which is annotated")
     strategy = [_next(shards, name, x) for name, x in present]
     if not shards or None in strategy:
@@ -156,12 +168,12 @@ def read_annotations(
         return  # correct for ONNX, and nothing that a strategy can say
 
 
-def _next(shards: Mapping[str, list[Any]], name: str, x: Tensor) -> tuple[int, ...] | None:
+def _next(shards: Mapping[str, deque[Any]], name: str, x: Tensor) -> tuple[int, ...] | None:
     """Return the slices of the next operand of a name; a tensor that is read twice may have two."""
     specs = shards.get(name)
     if not specs:
         return (1,) * x.rank
-    return specs.pop(0) if len(specs) > 1 else specs[0]  # type: ignore[no-any-return]
+    return specs.popleft() if len(specs) > 1 else specs[0]  # type: ignore[no-any-return]
 
 
 def _slices(spec: ShardingSpecProto, rank: int) -> tuple[int, ...] | None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from triplane.proto.errors import Conflict
 from triplane.unified_ir.frontend.trace import traced
-from triplane.unified_ir.ir.graph import Array, Function, Node
+from triplane.unified_ir.ir.graph import Array, Function, Node, Value
 from triplane.unified_ir.ir.text import function_text
 from triplane.unified_ir.ir.types import TensorType, float32
 from triplane.unified_ir.ops.build import Build
@@ -181,13 +181,19 @@ def _graph(function: Function) -> bytes:
 
 
 def _bare(function: Function) -> Function:
-    """Return the graph without locations and scopes, which change when a line moves."""
-    return function.with_(
-        nodes=(
-            Node(n.op, n.inputs, n.outputs, n.attrs, tuple(map(_bare, n.regions)))
-            for n in function.nodes
-        )
-    )
+    """Return the graph without what changes no result: locations, scopes and strategies.
+
+    An Identity with a strategy is what `cell.shard` adds.
+    """
+    env: dict[Value, Value] = {}
+    nodes = []
+    for n in function.nodes:
+        inputs = tuple(env.get(v, v) if v else None for v in n.inputs)
+        if n.strategy and n.op.name == "Identity" and inputs[0]:
+            env[n.outputs[0]] = inputs[0]
+        else:
+            nodes.append(Node(n.op, inputs, n.outputs, n.attrs, tuple(map(_bare, n.regions))))
+    return function.with_(nodes=nodes, results=(env.get(r, r) for r in function.results))
 
 
 def _rows(arrays: Sequence[Array]) -> tuple[str, str]:

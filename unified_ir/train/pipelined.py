@@ -67,7 +67,8 @@ def compiled_step(
 def forward_of(trainer: Trainer) -> Function:
     """Return a batch and parameters -> loss, metrics and divisors, in the trainer's precision.
 
-    InvalidInput: the cell assigns state in its forward pass, or records summaries.
+    InvalidInput: the cell assigns state in its forward pass, or records summaries; a metric that is
+    no tally is no float.
     """
     forward, state = step.loss(trainer.model), trainer.cell.parameters()
     cell = type(trainer.cell).__name__
@@ -82,6 +83,12 @@ def forward_of(trainer: Trainer) -> Function:
         raise InvalidInput(
             f"pipeline stages record no summaries, and {cell} has {shown[0]!r}; remove it"
         )
+    for name in (n for n in forward.result_names if n not in trainer.model.tallies):
+        if not (type_ := forward.result(name).type).dtype.is_float:
+            raise InvalidInput(
+                f"pipeline stages average the metrics of microbatches, and {name!r} is {type_}; "
+                'return a mean over samples as float32, such as (a == b).cast("float32").mean()'
+            )
     precision = trainer.precision
     return forward if precision == "float32" else half(forward, as_dtype(precision))
 

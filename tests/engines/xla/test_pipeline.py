@@ -13,7 +13,9 @@ import pytest
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import nn, ops, optim, train
+from triplane.unified_ir.engines.xla import pipeline
 from triplane.unified_ir.engines.xla.engine import XlaEngine
+from triplane.unified_ir.engines.xla.lower import Trace
 from triplane.unified_ir.engines.xla.packing import Packing, common_lengths
 
 SCRIPT = Path(__file__).parent / "pipeline_training.py"
@@ -67,6 +69,7 @@ def net(*layers):
         ((), {"clip_norm": 1.0, "clip_each": 1.0}, "take clip_norm alone"),
         ((), {"precision": "float16"}, "take no loss_scale"),
         ((), {"steps_per_launch": 2}, "steps_per_launch and pipeline stages exclude each other"),
+        ((), {"metrics": {"top": lambda y, _: ops.argmax(y).max()}}, "'top' is int64.*; return a"),
     ],
 )
 def test_what_a_pipeline_cannot_keep_equal_is_refused_by_name(layers, options, why):
@@ -79,14 +82,39 @@ def test_what_a_pipeline_cannot_keep_equal_is_refused_by_name(layers, options, w
         trainer.training_program()
 
 
-def test_a_loss_that_is_no_mean_over_samples_is_refused():
-    trainer = train.Trainer(
-        net(), loss=lambda output, _: (output * output).sum(), optimizer=optim.SGD(0.1),
-        engine=XlaEngine(stages=1),
-    )  # fmt: skip
-    batch = np.ones((8, 4), np.float32), np.zeros(8, np.int64)
-    with pytest.raises(InvalidInput, match=r"'loss' of two samples is .*, the mean of each alone"):
+def kept(output, labels):
+    """Return a mean over samples with a label above 0, which does not say that it is one."""
+    mask = (labels > 0).cast("float32")
+    return ((output * output).sum(1) * mask).sum() / ops.maximum(mask.sum(), 1.0)
+
+
+@pytest.mark.parametrize("loss", [lambda output, _: (output * output).sum(), kept])
+def test_a_loss_that_is_no_mean_over_samples_is_refused(loss):
+    trainer = train.Trainer(net(), loss=loss, optimizer=optim.SGD(0.1), engine=XlaEngine(stages=1))
+    # Of the first two samples the mask keeps both.
+    batch = np.eye(8, 4, dtype=np.float32), np.array([1, 1, 0, 0, 1, 0, 0, 1])
+    with pytest.raises(InvalidInput, match=r"'loss' of 8 samples is .*, the mean of each alone"):
         trainer.fit(batch, 1, batch_size=8, progress="none")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_deterministic_pipeline_takes_no_kernels_of_the_device(monkeypatch, deterministic):
+    taken = []
+
+    class Noting(Trace):
+        def __init__(self, *args, kernels=True):
+            taken.append(kernels)
+            super().__init__(*args, kernels=kernels)
+
+    monkeypatch.setattr(pipeline, "Trace", Noting)
+    trainer = train.Trainer(
+        net(), loss=nn.SoftmaxCrossEntropy(), optimizer=optim.SGD(0.1),
+        engine=XlaEngine(stages=1, deterministic=deterministic),
+    )  # fmt: skip
+    batch = np.zeros((2, 4), np.float32), np.zeros(2, np.int64)
+    trainer.fit(batch, 1, batch_size=2, progress="none")
+    assert set(taken) == {not deterministic}
 
 
 def test_vectors_hold_each_tensor_and_zeros():

@@ -47,6 +47,9 @@ from triplane.unified_ir.runtime.session import check_rows
 
 TOLERANCE: Final = 1e-2
 """Relative difference between a batch and its parts that rounding may cause, in bfloat16 too."""
+COMPARED: Final = 8
+"""Samples that are measured together and one by one. Of two, a mean over the samples that a mask
+keeps, or a condition on the batch, often looks like a mean over samples."""
 
 
 class StageDevices:
@@ -209,10 +212,11 @@ class PipelineProgram:
 def check_parts(step: PipelineStep, state: Mapping[str, Array], feeds: Mapping[str, Array]) -> None:
     """Refuse measures that are not means (or sums) of those of the parts of a batch.
 
-    The first two samples are measured together and one by one on the host; a batch that is refused
+    The first samples are measured together and one by one on the host; a batch that is refused
     there is left to the step itself.
     """
     program = ReferenceProgram(step.forward, ())
+    count = min(COMPARED, *map(len, feeds.values()))
 
     def measured(rows: slice) -> dict[str, Array]:
         values = {**state, **{n: x[rows] for n, x in feeds.items()}}
@@ -220,21 +224,22 @@ def check_parts(step: PipelineStep, state: Mapping[str, Array], feeds: Mapping[s
         return dict(zip(step.forward.result_names, results, strict=True))
 
     try:
-        both, *single = map(measured, (slice(2), slice(1), slice(1, 2)))
+        together = measured(slice(count))
+        single = [measured(slice(i, i + 1)) for i in range(count)]
     except InvalidInput:
         return
-    for name in both.keys() - step.counts:
+    for name in together.keys() - step.counts:
         if name in step.divisors:
             counts = np.array([one[step.divisors[name]] for one in single])
             weights = shares(counts, counts.sum(), np)
         else:
-            weights = np.full(2, 0.5)
+            weights = np.full(count, 1 / count)
         mean = sum(w * one[name] for w, one in zip(weights, single, strict=True))
-        if not np.allclose(both[name], mean, rtol=TOLERANCE, atol=1e-5, equal_nan=True):
+        if not np.allclose(together[name], mean, rtol=TOLERANCE, atol=1e-5, equal_nan=True):
             raise InvalidInput(
-                f"pipeline stages need measures that are means over samples: {name!r} of two "
-                f"samples is {float(both[name]):g}, the mean of each alone is {float(mean):g}; use "
-                "a mean, or a loss with `counted`, or do without stages"
+                f"pipeline stages need measures that are means over samples: {name!r} of {count} "
+                f"samples is {float(together[name]):g}, the mean of each alone is {float(mean):g}; "
+                "use a mean, or a loss with `counted`, or do without stages"
             )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
@@ -26,6 +27,7 @@ from triplane.unified_ir.ops.factors import (
     factors_of,
 )
 from triplane.unified_ir.ops.row import Cost, OpKind
+from triplane.unified_ir.ops.sharding import cuts_of
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.passes.clean import attrs_key
 from triplane.unified_ir.passes.memory import VIEWS, MemoryRow, alive, type_bytes
@@ -370,7 +372,7 @@ def strategies_in_code(function: Function) -> dict[int, Split]:
             raise InvalidInput(
                 f"{inner.op} at {inner.meta.location or 'an unknown line'} has the strategy "
                 f"{inner.strategy} inside {node.op}, which is split as one node; give a strategy "
-                "to operators outside of loops and conditions only"
+                "to operators outside of loops, conditions and cells with a bprop only"
             )
     return {i: node.strategy for i, node in enumerate(function.nodes) if node.strategy}
 
@@ -380,21 +382,37 @@ def with_dividing_strategies(function: Function, sizes: Mapping[str, int]) -> Fu
 
     So a smaller last batch is planned freely. Sizes that are numbers were checked when recorded.
     """
+    known: dict[Value, Array] = {}
+    nodes = []
+    for node in function.nodes:
+        if (array := constant(node)) is not None:
+            known[node.outputs[0]] = array
+        kept = not node.strategy or _divides(node, sizes, known)
+        nodes.append(node if kept else replace(node, strategy=()))
+    return function.with_(nodes=nodes)
 
-    def divides(node: Node) -> bool:
-        pairs = zip(node.inputs, node.strategy, strict=True)
-        return all(
-            evaluate(d, sizes) % n == 0
-            for v, slices in pairs
-            if v is not None
-            for d, n in zip(v.type.shape, slices, strict=True)
-        )
 
-    return function.with_(
-        nodes=(
-            n if not n.strategy or divides(n) else replace(n, strategy=()) for n in function.nodes
-        )
-    )
+def _divides(node: Node, sizes: Mapping[str, int], known: Mapping[Value, Array]) -> bool:
+    """Return whether a node's slices are equal, those of its results too."""
+
+    def shape(value: Value | None) -> Shape:
+        return () if value is None else tuple(evaluate(d, sizes) for d in value.type.shape)
+
+    operands = tuple(map(shape, node.inputs))
+    pairs = zip(chain(*operands), chain(*node.strategy), strict=True)
+    if any(size % n for size, n in pairs):
+        return False
+    row = TABLE.get((node.op.domain, node.op.name))
+    if row is None or node.regions:
+        return True
+    contents = tuple(None if v is None else known.get(v) for v in node.inputs)
+    factors = factors_of(ShapedNode(node, row, operands, tuple(map(shape, node.outputs)), contents))
+    try:
+        cuts = cuts_of(row, factors, node.strategy)
+    except InvalidInput:
+        return True  # the planner says why
+    results = zip(chain(*factors.outputs), chain(*map(shape, node.outputs)), strict=True)
+    return not any(size % cuts.get(factor, 1) for factor, size in results)
 
 
 def data_parallel(function: Function, sizes: Mapping[str, int], mesh: Mesh) -> dict[str, Layout]:
