@@ -22,7 +22,7 @@ from triplane.unified_ir.engines.xla.engine import XlaEngine
 from triplane.unified_ir.ir import TensorSpec
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.table import TABLE
-from triplane.unified_ir.train import fitting
+from triplane.unified_ir.train import feeding, fitting
 from triplane.unified_ir.train.launching import MEASURED
 from triplane.unified_ir.train.snapshot import read
 
@@ -131,6 +131,31 @@ class TestFeeding:
         resumed.fit((X, Y), 1, batch_size=2, checkpoint=keeper, **QUIET)
         whole.fit((X, Y), 1, batch_size=2, **QUIET)
         same_bits(resumed, whole)
+
+    def test_an_interrupt_saves_while_the_thread_waits_for_data_that_do_not_come(
+        self, monkeypatch, tmp_path
+    ):
+        waits, released, came = threading.Event(), threading.Event(), []
+
+        class Stalls:
+            def __iter__(self):
+                yield from BATCHES[:4]
+                waits.set()
+                came.append(released.wait(20))
+
+        def interrupt(_):
+            assert waits.wait(60)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(feeding, "JOIN_S", 0.01)
+        keeper = train.Checkpoint(tmp_path)
+        with pytest.raises(KeyboardInterrupt):
+            trainer(At(4, interrupt)).fit(Stalls(), 1, checkpoint=keeper, **QUIET)
+        assert not came
+        released.set()
+        kept = keeper.newest()
+        assert kept is not None
+        assert kept.place.step == 4
 
     def test_accumulated_gradients_are_not_lost_at_the_end_of_an_epoch(self):
         run, whole = trainer(accumulate=5), trainer(accumulate=5, steps_per_launch=1)
