@@ -16,6 +16,7 @@ import pytest
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import nn, optim, train
 from triplane.unified_ir.engines import engine
+from triplane.unified_ir.engines.xla import cohort
 from triplane.unified_ir.engines.xla.cohort import Cohort, CohortClient
 from triplane.unified_ir.engines.xla.door import exact
 from triplane.unified_ir.engines.xla.engine import XlaEngine
@@ -287,14 +288,33 @@ def test_no_memory_left_is_explained(monkeypatch):
     def full(*_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
 
-    cohort = Cohort(doubled(), ["s"])
-    monkeypatch.setattr(cohort, "_program", full)
+    whole = Cohort(doubled(), ["s"])
+    monkeypatch.setattr(whole, "_program", full)
     client = CohortClient({"s": np.zeros(3, "f")}, [{"x": np.ones(3, "f")}])
     with pytest.raises(
         InvalidInput,
         match=r"could not run step for 1 devices in one launch: RESOURCE_EXH.*fewer steps",
     ):
-        cohort.run({}, [client])
+        whole.run({}, [client])
+
+
+@pytest.mark.parametrize(("batches", "sizes"), [(1, [4, 4, 2]), (4, [1] * 10)])
+def test_a_launch_holds_as_many_clients_as_their_states_and_batches_allow(
+    monkeypatch, batches, sizes
+):
+    """A state and a batch are 12 bytes each; launches are padded to powers of four."""
+    launched: list[int] = []
+    own = CohortClient({"s": np.zeros(3, "f")}, [{"x": np.ones(3, "f")}] * batches)
+
+    def launch(_, clients):
+        launched.append(len(clients))
+        return clients
+
+    whole = Cohort(doubled(), ["s"])
+    monkeypatch.setattr(cohort, "MAX_BYTES", 130)
+    monkeypatch.setattr(whole, "_launch", launch)
+    whole.run({"s": np.zeros(3, "f")}, [own] * 10)
+    assert launched == sizes
 
 
 @pytest.mark.long
