@@ -2,7 +2,6 @@
 
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,7 +37,7 @@ def test_changes_beyond_the_limit_are_read_from_the_file():
 
 
 def test_a_full_disk_is_named_with_the_way_out(monkeypatch):
-    monkeypatch.setattr(change_spool, "TemporaryFile", lambda: Path("/dev/full").open("w+b"))
+    monkeypatch.setattr(change_spool, "TemporaryFile", partial(open, "/dev/full", "w+b"))
     with (
         pytest.raises(NoRoom, match="No space left on device; set TMPDIR to a folder"),
         ChangeSpool(max_bytes=0) as spool,
