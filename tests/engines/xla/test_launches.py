@@ -20,6 +20,7 @@ from triplane.unified_ir.engines.xla import cohort
 from triplane.unified_ir.engines.xla.cohort import Cohort, CohortClient
 from triplane.unified_ir.engines.xla.door import exact
 from triplane.unified_ir.engines.xla.engine import XlaEngine
+from triplane.unified_ir.engines.xla.staging import Staging
 from triplane.unified_ir.ir import TensorSpec
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.table import TABLE
@@ -280,6 +281,12 @@ class TestTheUsersOwnJax:
         finally:
             config.update("jax_transfer_guard", before)
         same_bits(run, whole)
+
+
+@pytest.mark.parametrize("steps", [2**40, 2**70])
+def test_more_batches_than_the_host_has_memory_for_are_refused(steps):
+    with pytest.raises(InvalidInput, match="bytes, which the host does not have; use fewer steps"):
+        Staging().arrays([((steps, 4, 1024), np.dtype("f4"))])
 
 
 def test_no_memory_left_is_explained(monkeypatch):
