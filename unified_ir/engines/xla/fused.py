@@ -40,6 +40,9 @@ def _is_there(q: Any, k: Any, v: Any, *, causal: bool) -> bool:
         return False
     if causal and q.shape[2] != k.shape[2]:
         return False
+    # What JAX does not check, and cuDNN refuses only when the program is compiled.
+    if not (q.size and k.size) or q.shape[3] != v.shape[3]:
+        return False
     try:
         jax.eval_shape(partial(_attention, causal=causal, scale=1.0), q, k, v)
     except (NotImplementedError, RuntimeError, TypeError, ValueError):  # each names what it lacks
