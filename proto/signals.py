@@ -7,7 +7,8 @@ wakes the main thread. The same holds where the kernel hands the signal to anoth
 C-level handler itself writes to a pipe (`signal.set_wakeup_fd`) and a thread of this module
 reads it, so nothing depends on what the main thread is doing.
 
-No other module installs handlers, except `unified_ir/train/interrupt.py`, whose caller never waits.
+No other module installs handlers, except `unified_ir/train/interrupt.py`, whose caller never waits,
+and `unified_ir/cli/watching.py`, whose waits are short.
 """
 
 import contextlib

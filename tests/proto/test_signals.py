@@ -14,7 +14,12 @@ WAIT_S = 60
 PACKAGES = ("proto", "unified_ir", "cloud", "edge", "device")
 ROOT = Path(__file__).parents[2]
 INSTALLING = {"signal", "set_wakeup_fd", "add_signal_handler", "sigwait", "pthread_sigmask"}
-EXCEPT = {"device/child.py", "proto/signals.py", "unified_ir/train/interrupt.py"}
+EXCEPT = {
+    "device/child.py",
+    "proto/signals.py",
+    "unified_ir/cli/watching.py",
+    "unified_ir/train/interrupt.py",
+}
 NUMBERS = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 
 HEAD = """

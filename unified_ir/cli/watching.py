@@ -16,7 +16,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final, NoReturn
 
@@ -109,7 +109,7 @@ def train(hosts: Hosts, checkpoint: Path | None, note: Callable[[str], None]) ->
     with _signals_to(child, note) as stopped:
         for relay in relays:
             relay.start()
-        code = child.wait()
+        code = _ended(child)
         for relay in relays:
             relay.join()
     child.stdin.close()
@@ -121,6 +121,14 @@ def train(hosts: Hosts, checkpoint: Path | None, note: Callable[[str], None]) ->
     if code < 0 or code == ProcessLost.exit_code:
         raise failure(hosts, code, "".join(tail), checkpoint)
     return code
+
+
+def _ended(child: subprocess.Popen[bytes]) -> int:
+    """Wait for the child and return its exit code."""
+    # In steps: a signal right before a wait without a limit would be handled only after it.
+    while True:
+        with suppress(subprocess.TimeoutExpired):
+            return child.wait(1.0)
 
 
 def _relay(source: IO[bytes], target: IO[bytes], tail: deque[str]) -> None:
