@@ -13,8 +13,11 @@ from triplane.proto.errors import MissingExtra
 
 ABSENT = ("grpc", "click", "rich", "jax", "starlette", "tuf", "cryptography")
 COMMAND = "triplane.unified_ir.cli"
-EXTRAS = {"triplane.unified_ir.engines.xla.": "triplane[xla]"}
-"""Packages that need an extra, which their errors name."""
+EXTRAS = {
+    "triplane.unified_ir.engines.xla.": "triplane[xla]",
+    "triplane.unified_ir.federated.study.cohort_scores": "triplane[xla]",
+}
+"""Packages and modules that need an extra, which their errors name."""
 
 
 def import_one(name: str) -> None:

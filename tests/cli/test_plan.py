@@ -225,7 +225,8 @@ def test_devices_or_stages_are_planned(capsys, net, options, why):
     [
         ((), "plan needs a model"),
         (("--devices", "2"), "plan needs a model"),
-        (("--measure", "m.json", "--devices", "2"), "it takes no model, no plan"),
+        (("--measure", "m.json", "--devices", "2"), "it takes no model and no option of a plan"),
+        (("--measure", "m.json", "--buckets"), "it takes no model and no option of a plan"),
     ],
 )
 def test_a_model_or_a_measurement_is_wanted(capsys, options, why):

@@ -16,6 +16,7 @@ import pytest
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
 from triplane.unified_ir import nn, optim, train
 from triplane.unified_ir.files import container
+from triplane.unified_ir.train import identity
 from triplane.unified_ir.train.snapshot import read
 
 from .models import QUIET, Noisy, bits, data, trainer
@@ -469,3 +470,11 @@ def test_state_of_another_type_is_refused_with_both_types(tmp_path):
     said = r"'weight' is float32\[3, 4\] there and float64\[3, 4\] here"
     with pytest.raises(Conflict, match=said):
         made("float64").load(tmp_path / "run.tpc")
+
+
+def test_only_a_digest_is_shown_as_one():
+    digests = [f"16 samples {digit * identity.DIGITS}" for digit in "ab"]
+    assert identity.shown(*digests).startswith("16 samples has digest aaa")
+    assert identity.shown("options ['f1']", "options ['mae']") == (
+        "options ['f1'] there, options ['mae'] here"
+    )

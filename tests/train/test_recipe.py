@@ -100,6 +100,15 @@ def test_attention_without_a_mask_stays_one_node_in_half_precision(masked):
     assert all(str(v.type.dtype) == "float16" for k in wanted for v in nodes[k].inputs)
 
 
+def test_the_reference_engine_has_attention_of_bfloat16():
+    """It also names the first value that is not finite, whichever engine trains."""
+    losses = {}
+    for precision in ("float32", "bfloat16"):
+        made = trainer(cell=lambda: Looks(masked=False), precision=precision, engine="reference")
+        losses[precision] = made.fit(images(), 1, batch_size=8, **QUIET).last["loss"]
+    assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=1e-2)
+
+
 def test_every_product_is_in_half_precision_and_nothing_else():
     made = trainer(cell=Everything, precision="float16")
     made.prepare(*images())

@@ -91,6 +91,13 @@ OPTIONS: Final = (
 # fmt: on
 
 
+_OF_PLANS: Final = (
+    "model", "devices", "memory", "stages", "microbatches", "sizes", "inputs", "train", "entry",
+    "topology", "buckets", "explain", "out", "out_model",
+)  # fmt: skip
+"""Parameters that --measure does not take."""
+
+
 @click.command("plan", epilog=EPILOG, params=[*OPTIONS])
 @click.argument("model", metavar="FILE.py:Cell|MODEL.tpm", required=False)
 @json_option
@@ -102,8 +109,10 @@ def command(**options: Any) -> None:
     output = open_output(options.pop("as_json"))
     model, out = options["model"], options["out"]
     if options["measure"] is not None:
-        if any(options[k] is not None for k in ("model", "devices", "stages")):
-            raise InvalidInput("--measure times this machine's devices; it takes no model, no plan")
+        if any(options[name] for name in _OF_PLANS):
+            raise InvalidInput(
+                "--measure times this machine's devices; it takes no model and no option of a plan"
+            )
         output.result(*_measured(options["measure"]))
         return
     if model is None:

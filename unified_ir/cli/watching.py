@@ -13,13 +13,14 @@ import signal
 import subprocess
 import sys
 import threading
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final, NoReturn
 
-from triplane.proto.errors import Unavailable
+from triplane.proto.errors import TriplaneError, Unavailable
 from triplane.unified_ir.cli.shell import exit_code_of
 from triplane.unified_ir.engines.xla.hosts import JOIN_S, Hosts, ProcessLost
 
@@ -38,6 +39,7 @@ _CHATTER: Final = re.compile(rb"\[Gloo\] |Rank \[Gloo\] |triplane ended: ")
 _MISSING: Final = re.compile(r"stopped sending heartbeats\):\s*((?:[0-9]+\s)+)")
 _TIMED_OUT: Final = re.compile(r"Task ([0-9]+) heartbeat timeout")
 _LEFT_EARLY: Final = re.compile(r"Shutdown.*first task at the barrier: ([0-9]+)", re.DOTALL)
+_TWICE: Final = re.compile(r"([0-9]+) unexpectedly tried to connect with a different incarnation")
 _UNMET: Final = "CoordinationService/RegisterTask"
 _LEADER: Final = re.compile(
     r"leader task was preempted|Failed to send RPC to coordination service"
@@ -169,6 +171,12 @@ def failure(hosts: Hosts, code: int, tail: str, checkpoint: Path | None) -> Unav
 
 
 def _who(hosts: Hosts, code: int, tail: str) -> str:
+    if match := _TWICE.search(tail):
+        number = int(match[1]) + 1
+        return (
+            f"process {number} of {hosts.count} was started a second time, which ends the run: "
+            "each process has a number of its own"
+        )
     numbers = lost_processes(tail)
     if not numbers and code in {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGSEGV}:
         name = signal.Signals(-code).name
@@ -201,8 +209,11 @@ def _standing(checkpoint: Path | None) -> str:
         return "there is no checkpoint, which --checkpoint FOLDER would write"
     from triplane.unified_ir.train.checkpoint import Checkpoint
 
-    keeper = Checkpoint(checkpoint)
-    newest = keeper.newest()
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            newest = Checkpoint(checkpoint).newest()
+    except (TriplaneError, OSError) as error:
+        return f"no checkpoint can be read ({error})"
     if newest is None:
         return f"{checkpoint} holds no checkpoint yet"
     place = newest.place
@@ -214,13 +225,15 @@ def _way_on(hosts: Hosts, tail: str) -> str:
     left = hosts.count - len(lost_processes(tail) or [0])
     words = ["triplane", *sys.argv[1:]]
     mesh = " (--mesh must fit the devices left)" if "--mesh" in shlex.join(words) else ""
-    if left < 1:
+    if left < 1 or _TWICE.search(tail):
         return f"to go on: {shlex.join(words)}"
-    if left == 1:
+    by_options = hosts.source == "--coordinator and --process"
+    if left == 1 and by_options:
         return f"to go on without it: {shlex.join(_with(words, None, None))}{mesh}"
     address = "HOST:PORT" if 1 in lost_processes(tail) else hosts.coordinator
-    if not hosts.source.endswith("--process"):
-        return f"to go on without it, run the same command as {left} processes{mesh}"
+    if left == 1 or not hosts.source.endswith("--process"):
+        several = "processes" if left > 1 else "process"
+        return f"to go on without it, run the same command as {left} {several}{mesh}"
     command = shlex.join(_with(words, address, f"I/{left}"))
     return f"to go on without it, for each I in 1..{left}: {command}{mesh}"
 

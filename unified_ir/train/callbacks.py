@@ -117,6 +117,13 @@ class EarlyStop(Callback):
         self._best: dict[str, Array] = {}
         self._best_epoch = 0
 
+    def __str__(self) -> str:
+        kind = "smaller" if self.sign > 0 else "larger"
+        return (
+            f"patience {self.patience} for a {kind} {self.measure}, min_change {self.min_change:g}"
+            f", restore_best {self.restore_best}"
+        )
+
     @property
     def state_key(self) -> str:
         """See `Callback`."""

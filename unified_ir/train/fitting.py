@@ -123,16 +123,19 @@ class Fit:
     def _snapshot(self) -> Snapshot:
         """Return everything a checkpoint holds."""
         self._refuse_gone()
-        if self._identity is None:
-            own = identity.of_model(self.model, self.trainer.recipe)
-            with self._reading:
-                self._identity = own | identity.of_data(self.source)
         return self.trainer.snapshot(
             self.loop.state(),
             batch_size=self.source.size,
             samples=self.source.samples or 0,
-            identity=self._identity,
+            identity=self._own_identity(),
         )
+
+    def _own_identity(self) -> dict[str, str]:
+        if self._identity is None:
+            own = identity.of_model(self.model, self.trainer.recipe)
+            with self._reading:
+                self._identity = own | identity.of_data(self.source)
+        return self._identity
 
     def _refuse_gone(self) -> None:
         if self._ahead:
@@ -240,13 +243,15 @@ class Fit:
 
     def _save(self, error: KeyboardInterrupt) -> None:
         """Save an interrupted run and add to the error how to continue it."""
-        keepers = [c for c in self.callbacks if isinstance(c, Checkpoint)]
-        if not keepers:
+        if not (keepers := self._keepers()):
             return
         path = keepers[0].save(self._snapshot())
         error.add_note(
             f"saved {path}; the same call with checkpoint={str(path.parent)!r} continues the run"
         )
+
+    def _keepers(self) -> list[Checkpoint]:
+        return [c for c in self.callbacks if isinstance(c, Checkpoint)]
 
     def _call(self, moment: str) -> None:
         for callback in self.callbacks:
@@ -322,6 +327,9 @@ class Fit:
         """
         if self.launching.is_single or not self.source.repeats():
             return launches
+        if self._keepers():
+            # While the thread waits for data that do not come, an interrupt must be able to save.
+            self._own_identity()
         return ThreadFeed(launches, self._reading)
 
     def _launches(self, epoch: int, first: int, step: int) -> Generator[Launch]:
@@ -360,7 +368,7 @@ class Fit:
 
     def _room(self, batch: Batch, step: int) -> int:
         """Return how many steps the launch that starts after a step has at most."""
-        due = [c.every_steps for c in self.callbacks if isinstance(c, Checkpoint) and c.every_steps]
+        due = [c.every_steps for c in self._keepers() if c.every_steps]
         return min([self.launching.room(batch), *(n - step % n for n in due)])
 
     def _say(self, line: str) -> None:

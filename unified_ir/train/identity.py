@@ -35,6 +35,7 @@ DIGITS: Final = 16
 MAX_SHOWN: Final = 160
 """Characters of a part that a message shows."""
 _NUMBER: Final = re.compile(r"((?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?)")
+_IS_DIGEST: Final = re.compile(f"[0-9a-f]{{{DIGITS}}}")
 _ADDRESS: Final = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
@@ -98,7 +99,7 @@ def check(theirs: Mapping[str, str], mine: Mapping[str, str], *, but: Collection
 def shown(there: str, here: str) -> str:
     """Return both texts, or where only their digests differ, say that the contents differ."""
     left, right = there.rpartition(" "), here.rpartition(" ")
-    if left[0] == right[0] and left[0]:
+    if left[0] == right[0] and left[0] and _IS_DIGEST.fullmatch(left[2]):
         return f"{_short(left[0])} has digest {left[2]} there and {right[2]} here"
     if _fields(left[0]) is not None and _fields(right[0]) is not None:
         there, here = _differing(left[0], right[0])

@@ -18,7 +18,7 @@ from triplane.unified_ir.engines import ProcessGroup
 from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.train import identity
 from triplane.unified_ir.train.batches import BatchSource
-from triplane.unified_ir.train.callbacks import Callback
+from triplane.unified_ir.train.callbacks import Callback, EarlyStop
 from triplane.unified_ir.train.checkpoint import Checkpoint
 from triplane.unified_ir.train.interrupt import Interrupt, deferred_interrupt
 
@@ -47,7 +47,9 @@ def begin(
     if group is None:
         return list(callbacks)
     keepers = [c for c in callbacks if isinstance(c, Checkpoint)]
-    difference = group.difference(_facts(trainer, source, validation, goal, keepers))
+    facts = _facts(trainer, source, validation, goal, keepers)
+    stops = ", ".join(str(c) for c in callbacks if isinstance(c, EarlyStop))
+    difference = group.difference(facts | {"early stop": stops or "none"})
     if difference is not None:
         number, part, there, here = difference
         raise Conflict(
@@ -74,7 +76,8 @@ def _facts(
     every = [(c.every_steps, c.every_epochs) for c in keepers]
     facts["options"] = (
         f"to epoch {goal}, seed {trainer.seed}, {trainer.steps_per_launch} steps per launch, "
-        f"checkpoints every {every}, metrics {sorted(trainer.model.metrics)}"
+        f"checkpoints every {every}, metrics {sorted(trainer.model.metrics)}, "
+        f"deterministic {engine.deterministic}"
     )
     facts["mesh"] = engine.devices.layout
     if validation is not None:

@@ -22,6 +22,7 @@ from triplane.unified_ir.train.snapshot import Snapshot
 LAYOUTS: Any = {
     "whole": ({}, 1, 197, 18),
     "split": ({"shard": {"*.weight": ("data", None), "optimizer.*": ("data",)}}, 4, 160, 20),
+    "bucketed": ({"buckets": 2048}, 3, 160, 20),
     "planned": ({"parallel": "auto"}, 1, 160, 20),
 }
 """By name: options of the engine, steps per launch, samples, batch size.
@@ -76,6 +77,9 @@ def refused(hosts, folder):
         trainer(engine, rate=0.1 * process).fit(digits(40), 1, progress="none")
     with pytest.raises(Conflict, match="process 2 differs from process 1 in its data"):
         trainer(engine).fit(digits(40 * process), 1, progress="none")
+    stop = train.EarlyStop("loss", patience=process)
+    with pytest.raises(Conflict, match=r"in its early stop: patience 2 .* there, patience 1 "):
+        trainer(engine, callbacks=[stop]).fit(digits(40), 1, progress="none")
     mine: Any = {"batch_size": 20, "checkpoint": folder / "split" / ("run", "none")[process - 1]}
     with pytest.raises(Conflict, match=r"in its checkpoint: none, .* there, step 24, epoch 3"):
         trainer(engine).fit(digits(160), 1, progress="none", **mine)

@@ -68,7 +68,7 @@ def all_held(*processes):
 @pytest.mark.parametrize(
     "layouts",
     [
-        pytest.param(["whole", "split"], marks=pytest.mark.long),
+        pytest.param(["whole", "split", "bucketed"], marks=pytest.mark.long),
         pytest.param(["planned"], marks=pytest.mark.deep),
     ],
 )
@@ -251,6 +251,14 @@ def test_what_names_no_process_is_refused(options, env, why):
 
 
 @pytest.mark.parametrize(
+    "wrong", [{"coordinator": None}, {"process": "1"}, {"count": 2.0}, {"heartbeat_s": True}]
+)
+def test_hosts_of_other_types_are_refused(wrong):
+    with pytest.raises(InvalidInput, match="whole numbers, got"):
+        Hosts(**{"coordinator": "n1:9300", "process": 1, "count": 2, **wrong})
+
+
+@pytest.mark.parametrize(
     ("nodes", "first"),
     [
         ("n1", "n1"),
@@ -258,6 +266,7 @@ def test_what_names_no_process_is_refused(options, env, why):
         ("n[3,5-9]", "n3"),
         ("rack[1-2]n[08-12]x,m", "rack1n08x"),
         ("[4-5].cluster", "4.cluster"),
+        (f"n[{','.join(map(str, range(1000, 3000, 2)))}]", "n1000"),
     ],
 )
 def test_the_first_node_of_a_list(nodes, first):
@@ -291,6 +300,8 @@ def test_processes_that_never_met_lose_nothing(tmp_path):
         ("--coordinator and --process", "0\n1", "--coordinator HOST:PORT --process I/2 -x"),
         ("--coordinator and --process", "0\n1\n2", "to go on without it: triplane train a b -x"),
         ("SLURM", "2", "run the same command as 3 processes"),
+        # Without options the environment would make it one of four again.
+        ("SLURM", "0\n1\n2", "run the same command as 1 process"),
     ],
 )
 def test_the_message_says_how_to_go_on(monkeypatch, source, lost, way):
@@ -302,6 +313,34 @@ def test_the_message_says_how_to_go_on(monkeypatch, source, lost, way):
     assert type(error) is ProcessLost
     assert str(error).endswith(way)
     assert "there is no checkpoint, which --checkpoint FOLDER would write" in str(error)
+
+
+def test_a_number_that_is_taken_twice_is_named():
+    hosts = Hosts(coordinator="n1:9300", process=1, count=2)
+    said = "ABORTED: 1 unexpectedly tried to connect with a different incarnation. It has likely"
+    error = str(failure(hosts, -signal.SIGABRT, said, None))
+    assert error.startswith("process 2 of 2 was started a second time")
+    assert "without it" not in error
+
+
+def test_a_damaged_checkpoint_does_not_hide_the_loss(tmp_path):
+    (tmp_path / f"step-{7:012d}.tpc").write_bytes(b"x")
+    hosts = Hosts(coordinator="n1:9300", process=1, count=2)
+    error = failure(hosts, -signal.SIGABRT, "Task 1 heartbeat timeout", tmp_path)
+    assert type(error) is ProcessLost
+    assert "process 2 of 2 was lost" in str(error)
+    assert "no checkpoint can be read (all 1 checkpoints in" in str(error)
+
+
+@pytest.mark.long
+def test_a_port_that_is_taken_is_refused(tmp_path):
+    files(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        at = f"127.0.0.1:{taken.getsockname()[1]}"
+        options = ("--coordinator", at, "--process", "1/2")
+        code, _, said = ended(started(*command("run", *options), cwd=tmp_path))
+    assert code == 4
+    assert f"cannot listen on port {at.partition(':')[2]} of this machine" in said
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,15 @@ import pytest
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import nn, optim, train
 from triplane.unified_ir.engines import engine
+from triplane.unified_ir.engines.xla import cohort
 from triplane.unified_ir.engines.xla.cohort import Cohort, CohortClient
 from triplane.unified_ir.engines.xla.door import exact
 from triplane.unified_ir.engines.xla.engine import XlaEngine
+from triplane.unified_ir.engines.xla.staging import Staging
 from triplane.unified_ir.ir import TensorSpec
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.table import TABLE
-from triplane.unified_ir.train import fitting
+from triplane.unified_ir.train import feeding, fitting
 from triplane.unified_ir.train.launching import MEASURED
 from triplane.unified_ir.train.snapshot import read
 
@@ -131,6 +133,31 @@ class TestFeeding:
         resumed.fit((X, Y), 1, batch_size=2, checkpoint=keeper, **QUIET)
         whole.fit((X, Y), 1, batch_size=2, **QUIET)
         same_bits(resumed, whole)
+
+    def test_an_interrupt_saves_while_the_thread_waits_for_data_that_do_not_come(
+        self, monkeypatch, tmp_path
+    ):
+        waits, released, came = threading.Event(), threading.Event(), []
+
+        class Stalls:
+            def __iter__(self):
+                yield from BATCHES[:4]
+                waits.set()
+                came.append(released.wait(20))
+
+        def interrupt(_):
+            assert waits.wait(60)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(feeding, "JOIN_S", 0.01)
+        keeper = train.Checkpoint(tmp_path)
+        with pytest.raises(KeyboardInterrupt):
+            trainer(At(4, interrupt)).fit(Stalls(), 1, checkpoint=keeper, **QUIET)
+        assert not came
+        released.set()
+        kept = keeper.newest()
+        assert kept is not None
+        assert kept.place.step == 4
 
     def test_accumulated_gradients_are_not_lost_at_the_end_of_an_epoch(self):
         run, whole = trainer(accumulate=5), trainer(accumulate=5, steps_per_launch=1)
@@ -256,20 +283,45 @@ class TestTheUsersOwnJax:
         same_bits(run, whole)
 
 
+@pytest.mark.parametrize("steps", [2**40, 2**70])
+def test_more_batches_than_the_host_has_memory_for_are_refused(steps):
+    with pytest.raises(InvalidInput, match="bytes, which the host does not have; use fewer steps"):
+        Staging().arrays([((steps, 4, 1024), np.dtype("f4"))])
+
+
 def test_no_memory_left_is_explained(monkeypatch):
     """A device without memory is not at hand; the error is XLA's own."""
 
     def full(*_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
 
-    cohort = Cohort(doubled(), ["s"])
-    monkeypatch.setattr(cohort, "_program", full)
+    whole = Cohort(doubled(), ["s"])
+    monkeypatch.setattr(whole, "_program", full)
     client = CohortClient({"s": np.zeros(3, "f")}, [{"x": np.ones(3, "f")}])
     with pytest.raises(
         InvalidInput,
         match=r"could not run step for 1 devices in one launch: RESOURCE_EXH.*fewer steps",
     ):
-        cohort.run({}, [client])
+        whole.run({}, [client])
+
+
+@pytest.mark.parametrize(("batches", "sizes"), [(1, [4, 4, 2]), (4, [1] * 10)])
+def test_a_launch_holds_as_many_clients_as_their_states_and_batches_allow(
+    monkeypatch, batches, sizes
+):
+    """A state and a batch are 12 bytes each; launches are padded to powers of four."""
+    launched: list[int] = []
+    own = CohortClient({"s": np.zeros(3, "f")}, [{"x": np.ones(3, "f")}] * batches)
+
+    def launch(_, clients):
+        launched.append(len(clients))
+        return clients
+
+    whole = Cohort(doubled(), ["s"])
+    monkeypatch.setattr(cohort, "MAX_BYTES", 130)
+    monkeypatch.setattr(whole, "_launch", launch)
+    whole.run({"s": np.zeros(3, "f")}, [own] * 10)
+    assert launched == sizes
 
 
 @pytest.mark.long

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import data, nn, ops, optim, train
 from triplane.unified_ir.cli.train import command
+from triplane.unified_ir.engines.xla import door
 from triplane.unified_ir.engines.xla.engine import XlaEngine
 
 QUIET: Any = {"progress": "none"}
@@ -312,3 +313,16 @@ def test_the_commands_options(tmp_path):
     for words, why in wrong.items():
         refused = CliRunner().invoke(command, [*common, *words.split()])
         assert re.search(why, str(refused.exception or refused.output)), words
+
+
+def test_a_user_without_a_home_directory_keeps_no_programs(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    monkeypatch.setattr(door, "_OWN", True)
+    kept = door.jax.config.jax_compilation_cache_dir
+    door.jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        door.keep_programs()
+        assert door.jax.config.jax_compilation_cache_dir is None
+    finally:
+        door.jax.config.update("jax_compilation_cache_dir", kept)

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from triplane.unified_ir.federated.study import simulate
+from triplane.proto.disk import NoRoom
+from triplane.unified_ir.federated.study import change_spool, simulate
 from triplane.unified_ir.federated.study.change_spool import ChangeSpool
 
 from .given import bits, module, shards, study
@@ -33,6 +34,15 @@ def test_changes_beyond_the_limit_are_read_from_the_file():
                 np.testing.assert_array_equal(one[name], x)
     with pytest.raises(ValueError, match="closed file"):
         kept[1]["w"]
+
+
+def test_a_full_disk_is_named_with_the_way_out(monkeypatch):
+    monkeypatch.setattr(change_spool, "TemporaryFile", partial(open, "/dev/full", "w+b"))
+    with (
+        pytest.raises(NoRoom, match="No space left on device; set TMPDIR to a folder"),
+        ChangeSpool(max_bytes=0) as spool,
+    ):
+        spool.keep({"w": np.zeros(3)})
 
 
 @pytest.mark.parametrize("algorithm", ["fedavg", "fedadam"])

@@ -132,3 +132,24 @@ def test_bytes_that_are_no_text_are_refused(tmp_path):
     path.write_bytes(b"\xff\xfe{")
     with pytest.raises(InvalidInput, match="is not JSON"):
         read_topology(path)
+
+
+@pytest.mark.parametrize("record", [{"flops_per_s": [1] * 9000}, {"x" * 30_000: 1}])
+def test_an_error_shows_little_of_a_hostile_file(tmp_path, record):
+    file = tmp_path / "t.json"
+    file.write_text(json.dumps(record))
+    with pytest.raises(InvalidInput) as refused:
+        read_topology(file)
+    assert len(str(refused.value)) < 300 + len(str(file))
+
+
+def test_what_is_still_assumed_is_named(tmp_path):
+    file = tmp_path / "t.json"
+    link = {"latency_s": 1e-5, "bytes_per_s": 1e9}
+    rates = {"flops_per_s": 1e12, "memory_bytes_per_s": 1e11, "inside": link, "between": link}
+    file.write_text(json.dumps(rates))
+    assert read_topology(file).source == f"rates of {file}"
+    file.write_text(json.dumps({**rates, "hosts_per_rack": 2}))
+    assert read_topology(file).source.endswith("; assumed: racks")
+    file.write_text(json.dumps({**rates, "inside": {"latency_s": 1e-5}}))
+    assert read_topology(file).source.endswith("; assumed: bytes_per_s of inside")

@@ -15,7 +15,7 @@ from triplane.unified_ir.engines.xla.lower import Requirements, Trace, check
 from triplane.unified_ir.ir.graph import Array, Function
 
 MAX_BYTES: Final = 1 << 28
-"""Limit for the states of the clients of one launch, of which a program holds several copies."""
+"""Limit for the states and batches of the clients of one launch; a program holds several copies."""
 MAX_CLIENTS: Final = 1024
 
 
@@ -42,7 +42,7 @@ class Cohort:
     """A step as a function of state and a batch, run by many clients from a common start.
 
     A result with a parameter's name is that state after the step. Clients whose batches have the
-    same shapes share launches; their number is limited by the bytes of their states.
+    same shapes share launches; their number is limited by the bytes of their states and batches.
     """
 
     def __init__(self, function: Function, state: Sequence[str]) -> None:
@@ -65,18 +65,20 @@ class Cohort:
         for i, client in enumerate(clients):
             groups.setdefault(_shapes(client), []).append(i)
         outcomes: dict[int, CohortOutcome] = {}
-        most = self._most(start)
         for members in groups.values():
+            most = self._most(start, clients[members[0]])
             for at in range(0, len(members), most):
                 some = members[at : at + most]
                 launched = self._launch(start, [clients[i] for i in some])
                 outcomes |= zip(some, launched, strict=True)
         return [outcomes[i] for i in range(len(clients))]
 
-    def _most(self, start: Mapping[str, Array]) -> int:
-        """Return how many clients one launch has at most."""
+    def _most(self, start: Mapping[str, Array], client: CohortClient) -> int:
+        """Return how many clients like this one a launch has at most: a power of four."""
         size = sum(start[n].nbytes for n in self._state if n in start)
-        return max(1, min(MAX_CLIENTS, MAX_BYTES // max(size, 1)))
+        size += sum(x.nbytes for batch in client.batches for x in batch.values())
+        most = max(1, min(MAX_CLIENTS, MAX_BYTES // max(size, 1)))
+        return int(4 ** ((most.bit_length() - 1) // 2))
 
     def _launch(
         self, start: Mapping[str, Array], clients: Sequence[CohortClient]

@@ -96,7 +96,10 @@ def keep_programs() -> None:
     What takes longer to compile than to read is found there by the next process.
     """
     if _OWN and jax.config.jax_compilation_cache_dir is None:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        # A container's user may have no home directory: "~" stays as it is, and nothing is kept.
+        base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111
+        if base.startswith("~"):
+            return
         jax.config.update("jax_compilation_cache_dir", str(Path(base, "triplane", "xla")))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", LEAST_COMPILE_S)
 

@@ -49,6 +49,12 @@ class Hosts:
     source: str = "the caller"
 
     def __post_init__(self) -> None:
+        values = (self.coordinator, self.process, self.count, self.heartbeat_s)
+        if [type(value) for value in values] != [str, int, int, int]:
+            raise InvalidInput(
+                "Hosts takes the coordinator as a text, HOST:PORT, and process, count and "
+                f"heartbeat_s as whole numbers, got {values}"
+            )
         match = _ADDRESS.fullmatch(self.coordinator[: MAX_NAME + 1])
         if match is None or not 1 <= int(match[2]) < 1 << 16:
             raise InvalidInput(
@@ -142,7 +148,8 @@ def _number(name: str, env: Mapping[str, str]) -> int:
 def first_node(nodes: str) -> str:
     """Return the first host of a list as SLURM writes it: node[007-009,12],gpu1 gives node007."""
     # A comma ends the first host unless it is within brackets, which may follow one another.
-    start = re.match(r"(?:[^,\[\]]|\[[^\[\]]*\])+", nodes[:MAX_NAME])
+    # A long list is cut within its brackets.
+    start = re.match(r"(?:[^,\[\]]|\[[^\[\]]*(?:\]|$))+", nodes[:MAX_NAME])
     if start is None:
         raise InvalidInput(f"the list of nodes of SLURM names no host: {nodes[:80]!r}")
-    return re.sub(r"\[([^\[\],-]*)[^\[\]]*\]", r"\1", start[0])
+    return re.sub(r"\[([^\[\],-]*)[^\[\]]*(?:\]|$)", r"\1", start[0])

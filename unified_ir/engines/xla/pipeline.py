@@ -264,7 +264,8 @@ class PipelineExecutable:
         }
 
     def _run(self, function: Function, args: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-        trace = Trace(self.requirements, dict(self._sizes))
+        kernels = not self._program.deterministic
+        trace = Trace(self.requirements, dict(self._sizes), kernels=kernels)
         results = trace.run(function, [args[n] for n in function.param_names])
         failed = jnp.int32(0) if trace.failed is None else trace.failed
         named = zip(function.result_names, map(jnp.asarray, results), strict=True)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -31,13 +34,20 @@ _joined: list[Processes] = []
 def join(hosts: Hosts) -> Processes:
     """Connect this process to the others, once; wait until all are there.
 
-    InvalidInput: JAX has been used before. Conflict: the process has joined another run.
-    Unavailable: the others did not come.
+    InvalidInput: no Hosts, or JAX has been used before. Conflict: the process has joined another
+    run. Unavailable: the first process cannot listen at its port, or the others did not come.
     """
+    if not isinstance(hosts, Hosts):
+        raise InvalidInput(
+            "hosts is a Hosts, such as Hosts(coordinator='node1:9300', process=1, count=4), got "
+            f"{hosts!r}"
+        )
     if _joined:
         if _joined[0].hosts != hosts:
             raise Conflict(f"this process is already {_joined[0].hosts}, it cannot be {hosts} too")
         return _joined[0]
+    if hosts.process == 1:
+        _check_port(hosts)
     try:
         jax.distributed.initialize(
             hosts.coordinator,
@@ -63,6 +73,23 @@ def join(hosts: Hosts) -> Processes:
     _meet(hosts)
     _joined.append(Processes(hosts))
     return _joined[0]
+
+
+def _check_port(hosts: Hosts) -> None:
+    """Refuse a port that is taken: JAX ends in a segmentation fault, or shares it between runs."""
+    host, _, port = hosts.bind_address.rpartition(":")
+    on_all = host == "[::]" and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if on_all or host == "[::1]" else socket.AF_INET
+    name = "" if host == "[::]" else host.strip("[]")
+    try:
+        socket.create_server((name, int(port)), family=family, dualstack_ipv6=on_all).close()
+    except OSError as error:
+        if error.errno not in {errno.EADDRINUSE, errno.EACCES}:
+            return  # an address that JAX may resolve otherwise
+        raise Unavailable(
+            f"{hosts} cannot listen on port {port} of this machine: {os.strerror(error.errno)}"
+            "; does another run use it, or a second process 1? Choose another port for all of them"
+        ) from error
 
 
 def _meet(hosts: Hosts) -> None:
@@ -99,7 +126,8 @@ class Processes:
         """See `ProcessGroup.difference`."""
         self._waits += 1
         place, store = f"triplane/{self._waits}/", coordination()
-        mine = {**facts, "version of JAX": jax.__version__}
+        count = str(self.hosts.count)
+        mine = {"number of processes": count, **facts, "version of JAX": jax.__version__}
         with self.noticing_loss():
             store.key_value_set(f"{place}{self.hosts.process}", json.dumps(mine))
             if self.is_first:

@@ -32,7 +32,10 @@ class Staging:
         self._turn = 0
 
     def arrays(self, kinds: Sequence[tuple[tuple[int, ...], Any]]) -> list[Array]:
-        """Return arrays of these shapes and types in the block whose turn it is."""
+        """Return arrays of these shapes and types in the block whose turn it is.
+
+        InvalidInput: they do not fit in memory.
+        """
         self._turn = (self._turn + 1) % TURNS
         sizes = [-(-_bytes(kind) // _ALIGNMENT) * _ALIGNMENT for kind in kinds]
         if self._blocks[self._turn].size < sum(sizes):
@@ -103,6 +106,12 @@ def _bytes(kind: tuple[tuple[int, ...], Any]) -> int:
 
 
 def _aligned(size: int) -> Array:
-    raw = np.empty(size + _ALIGNMENT, np.uint8)
+    try:
+        raw = np.empty(size + _ALIGNMENT, np.uint8)
+    except (MemoryError, ValueError) as error:  # ValueError: more than an address reaches
+        raise InvalidInput(
+            f"the batches of a launch take {size:,} bytes, which the host does not have; use fewer "
+            "steps per launch, or smaller batches"
+        ) from error
     start = -raw.ctypes.data % _ALIGNMENT
     return raw[start : start + size]

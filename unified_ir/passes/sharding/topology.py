@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -133,14 +134,16 @@ def read_topology(path: str | Path) -> Topology:
             values[name] = _link(value, getattr(default, name), place)
         else:
             values[name] = _measurement(value, place)
-    return Topology(**values, source=_source(where, values))
+    return Topology(**values, source=_source(where, record, values.get("measured")))
 
 
-def _source(where: str, values: Mapping[str, Any]) -> str:
+def _source(where: str, record: Mapping[str, Any], measured: Measurement | None) -> str:
     """Say whose rates these are, and which of them are still assumptions."""
-    measured: Measurement | None = values.get("measured")
     what = "" if measured is None else f", measured on {measured.devices}"
-    assumed = [k for k in (*_RATES, "inside", "between") if k not in values]
+    links = _LINKS if "hosts_per_rack" in record else ("inside", "between")
+    assumed = [k for k in (*_RATES, *links) if k not in record]
+    parts = [(k, f.name) for k in links if k in record for f in fields(LinkCost)]
+    assumed += [f"{name} of {k}" for k, name in parts if name not in record[k]]
     return f"rates of {where}{what}" + (f"; assumed: {', '.join(assumed)}" if assumed else "")
 
 
@@ -152,7 +155,9 @@ def _in_one(group: int, mesh: Mesh, axis: int) -> bool:
 
 def _count(value: Any, where: str) -> int:
     if type(value) is not int or not 1 <= value <= MAX_DEVICES:
-        raise InvalidInput(f"{where} must be a whole number from 1 to {MAX_DEVICES}, got {value!r}")
+        raise InvalidInput(
+            f"{where} must be a whole number from 1 to {MAX_DEVICES}, got {_shown(value)}"
+        )
     return value
 
 
@@ -190,13 +195,20 @@ def _object(value: Any, known: set[str], where: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise InvalidInput(f"{where} must be a JSON object with {', '.join(sorted(known))}")
     if odd := sorted(value.keys() - known):
-        raise InvalidInput(f"{where} has no field {odd[0]!r}; it has {', '.join(sorted(known))}")
+        raise InvalidInput(
+            f"{where} has no field {_shown(odd[0])}; it has {', '.join(sorted(known))}"
+        )
     return value
 
 
 def _number(value: Any, where: str) -> float:
     if type(value) not in {int, float} or not MIN_NUMBER <= value <= MAX_NUMBER:
         raise InvalidInput(
-            f"{where} must be a number from {MIN_NUMBER:g} to {MAX_NUMBER:g}, got {value!r}"
+            f"{where} must be a number from {MIN_NUMBER:g} to {MAX_NUMBER:g}, got {_shown(value)}"
         )
     return float(value)
+
+
+def _shown(value: Any) -> str:
+    """Return a value of a file as the start of its text, on one line of an error."""
+    return reprlib.repr(value)

@@ -238,6 +238,11 @@ def _plain_attention_gradient(
     return [matmul(ds, k), matmul(swap_last(ds), q), dv]
 
 
+def _wide(*operands: Any) -> list[Any]:
+    """Return at least float32: numpy has no products of bfloat16."""
+    return [x.astype(np.promote_types(x.dtype, np.float32)) for x in operands]
+
+
 def _plain_weights(q: Any, k: Any, is_causal: int, scale: float) -> Any:
     scores = scale * np.einsum("nhsd,nhtd->nhst", q, k)
     if is_causal:
@@ -247,21 +252,22 @@ def _plain_weights(q: Any, k: Any, is_causal: int, scale: float) -> Any:
 
 
 def _plain_attention_kernel(q: Any, k: Any, v: Any, *, is_causal: int, scale: float) -> Any:
-    return np.einsum("nhst,nhtd->nhsd", _plain_weights(q, k, is_causal, scale), v).astype(v.dtype)
+    q, k, v = _wide(q, k, v)
+    return np.einsum("nhst,nhtd->nhsd", _plain_weights(q, k, is_causal, scale), v)
 
 
 def _plain_attention_gradient_kernel(
     g: Any, q: Any, k: Any, v: Any, *, is_causal: int, scale: float
 ) -> tuple[Any, ...]:
+    g, q, k, v = _wide(g, q, k, v)
     p = _plain_weights(q, k, is_causal, scale)
     dp = np.einsum("nhsd,nhtd->nhst", g, v)
     ds = scale * (p * dp - p * np.einsum("nhst,nhst->nhs", p, dp)[..., None])
-    products = (
+    return (
         np.einsum("nhst,nhtd->nhsd", ds, k),
         np.einsum("nhst,nhsd->nhtd", ds, q),
         np.einsum("nhst,nhsd->nhtd", p, g),
     )
-    return tuple(d.astype(x.dtype) for d, x in zip(products, (q, k, v), strict=True))
 
 
 def _plain_attention_xla(
