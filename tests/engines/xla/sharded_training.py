@@ -23,6 +23,37 @@ class Net(nn.Cell):
         return y + self.head.bias
 
 
+class Squared(nn.Cell):
+    """A cell with a gradient of its own, whose product and gradient are cut."""
+
+    def construct(self, x):
+        return ops.mul.shard((4, 1), (4, 1))(x, x)
+
+    def bprop(self, x, y, g):
+        return ops.mul.shard((2, 2), (2, 2))(g, 2.0 * x)
+
+
+def squares():
+    """A cell with a bprop is split alike in training, validation and prediction."""
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((8, 8)).astype(np.float32), np.arange(8) % 4
+    engine, answers = XlaEngine(parallel="auto", devices=4), []
+    for each in (engine, "onnx"):
+        nn.seed(0)
+        trainer = train.Trainer(
+            nn.Sequential(nn.Dense(8, 8), Squared(), nn.Dense(8, 4)),
+            loss=nn.SoftmaxCrossEntropy(), optimizer=optim.SGD(0.1), engine=each,
+        )  # fmt: skip
+        trainer.fit((x, y), 1, validation=(x, y), batch_size=8)
+        answers.append(trainer.predict(x))
+    np.testing.assert_allclose(answers[0], answers[1], rtol=1e-5, atol=1e-5)
+    planned: Any = engine.devices
+    splits = [set(p.strategies().values()) for p in planned.plans]
+    assert len(splits) == 3, splits
+    assert all(((4, 1), (4, 1)) in each for each in splits), splits
+    assert ((2, 2), (2, 2)) in splits[0], splits
+
+
 def trained(engine):
     nn.seed(0)
     rng = np.random.default_rng(0)
@@ -57,6 +88,7 @@ def main():
         assert "sharded_training.py:21 has a strategy of its own" in str(error), error
     else:
         raise AssertionError("a mesh ignored the strategies")
+    squares()
     sys.stdout.write("all held\n")
 
 

@@ -22,6 +22,7 @@ from triplane.unified_ir.ir.graph import Function
 from triplane.unified_ir.ops.rows.control.custom_ops import with_kernels
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.passes.sharding import Topology
+from triplane.unified_ir.passes.sharding.problem import with_strategies_outside
 
 
 class XlaEngine:
@@ -105,6 +106,8 @@ class XlaEngine:
     def compile(self, function: Function, *, donate: Collection[str] = ()) -> XlaProgram:
         """See `Engine`. With stages, all but training steps run whole on the first device."""
         devices = Devices() if isinstance(self.devices, StageDevices) else self.devices
+        if isinstance(devices, PlannedDevices):
+            function = with_strategies_outside(function)
         return XlaProgram(
             with_kernels(TABLE, function, self.name), donate, devices,
             deterministic=self.deterministic,
