@@ -174,10 +174,10 @@ def _measurement(value: Any, where: str) -> Measurement:
     return Measurement(**record)
 
 
-def check_devices(devices: int) -> None:
-    """Raise InvalidInput unless a plan can have so many devices."""
+def check_devices(devices: int, what: str = "devices") -> None:
+    """Raise InvalidInput unless a plan can have so many devices; what: their name for the user."""
     if type(devices) is not int or not 1 <= devices <= MAX_DEVICES:
-        raise InvalidInput(f"devices must be a number from 1 to {MAX_DEVICES}, got {devices!r}")
+        raise InvalidInput(f"{what} must be a number from 1 to {MAX_DEVICES}, got {devices!r}")
 
 
 def _link(value: Any, default: LinkCost, where: str) -> LinkCost:
