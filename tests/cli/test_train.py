@@ -227,6 +227,35 @@ def test_a_senseless_flag_is_named_with_the_way_out(
 
 
 @pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--heartbeat 5", "--heartbeat belongs to a run of several processes; add --coordinator"),
+        ("--no-resume", "add --checkpoint FOLDER, or leave it out"),
+        ("--local-lr 0.1 --entry predict", "add --entry adapt, or leave it out"),
+        ("--restore-best", "--restore-best belongs to --early-stop"),
+        ("--processes", "processes=True needs workers=N"),
+        ("--loss-scale 8", "a loss scale needs precision='float16' or 'bfloat16'"),
+        ("--key-input key --entry loss", "is an input of predict; export that entry"),
+        ("--batch-norm updated", "--batch-norm is for model files"),
+        ("--class-weights 1,2 --loss mse", "--class-weights are for losses of classes"),
+        ("--group y --validation digits", "--group chooses what is held out"),
+        ("--devices 2", "--devices belongs to --parallel auto"),
+        ("--topology FILE", "--topology gives the rates of --parallel auto, --buckets or --stages"),
+        ("--deterministic", "--deterministic belongs to --engine xla"),
+        ("--shard *=data", "--mesh, --shard, --parallel, --buckets and --stages are for"),
+        ("--microbatches 2", "--mesh, --shard, --parallel, --buckets and --stages are for"),
+        ("--steps-per-launch 2", "steps_per_launch=2 needs the engine 'xla'"),
+    ],
+)
+def test_an_option_without_effect_is_refused_with_the_way_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: str, said: str
+) -> None:
+    assert train(tmp_path, *flags.replace("FILE", __file__).split()) == EXIT_CODES[InvalidInput]
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "digits.tpm").exists()
+
+
+@pytest.mark.parametrize(
     ("text", "rates"),
     [
         ("cosine:low=0.1", {0: 1.0, 50: 0.55, 100: 0.1}),

@@ -137,23 +137,46 @@ def engine(options: Mapping[str, Any]) -> Any:
     return XlaEngine(mesh=axes, shard=patterns, topology=topology, **chosen)
 
 
+def check_effects(options: Mapping[str, Any]) -> None:
+    """Refuse options that would have no effect beside the others."""
+    if not options["resume"] and options["checkpoint"] is None:
+        raise InvalidInput(
+            "--no-resume refuses checkpoints in the folder of --checkpoint; add --checkpoint "
+            "FOLDER, or leave it out"
+        )
+    entries = options["entries"]
+    if options["local_lr"] is not None and entries and not {"local_update", "adapt"} & {*entries}:
+        raise InvalidInput(
+            "--local-lr is the rate of local_update and adapt, and --entry names neither; add "
+            "--entry adapt, or leave it out"
+        )
+
+
 def steps_per_launch(text: str) -> int | Literal["auto"]:
     """Parse --steps-per-launch: a whole number, or auto."""
     if text == "auto":
         return "auto"
     if not re.fullmatch("[1-9][0-9]{0,8}", text):
-        raise InvalidInput(f"--steps-per-launch is a number >= 1, or auto; got {text!r}")
+        raise InvalidInput(
+            f"--steps-per-launch is a number from 1 to 999999999, or auto; got {text[:80]!r}"
+        )
     return int(text)
 
 
 def hosts(options: Mapping[str, Any]) -> Hosts | None:
     """Return the process that --coordinator, --process or the environment describe, if any."""
-    from triplane.unified_ir.engines.xla.hosts import hosts_of
+    from triplane.unified_ir.engines.xla.hosts import COORDINATOR, HEARTBEAT_S, hosts_of
 
     heartbeat_s = options["heartbeat"]
     chosen = hosts_of(
-        options["coordinator"], options["process"], os.environ, heartbeat_s=heartbeat_s
-    )
+        options["coordinator"], options["process"], os.environ,
+        heartbeat_s=HEARTBEAT_S if heartbeat_s is None else heartbeat_s,
+    )  # fmt: skip
+    if chosen is None and heartbeat_s is not None:
+        raise InvalidInput(
+            "--heartbeat belongs to a run of several processes; add --coordinator HOST:PORT and "
+            f"--process I/N (or set {COORDINATOR}), or leave it out"
+        )
     if chosen is not None and options["engine"] != "xla":
         raise InvalidInput(
             f"{chosen}: several processes train with --engine xla; the engine is "

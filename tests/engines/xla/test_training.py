@@ -307,8 +307,8 @@ def test_the_commands_options(tmp_path):
         "--engine xla --mesh data=1 --shard x=data --shard x=-": "got 'x' twice",
         "--engine xla --devices 2": "--devices belongs to --parallel auto",
         "--deterministic": "--deterministic belongs to --engine xla",
-        "--engine xla --steps-per-launch 0": r"a number >= 1, or auto; got '0'",
-        "--engine xla --steps-per-launch many": r"a number >= 1, or auto; got 'many'",
+        "--engine xla --steps-per-launch 0": r"a number from 1 to 999999999, or auto; got '0'",
+        "--engine xla --steps-per-launch many": r"a number from 1 to 999999999, or auto; got 'many'",
     }
     for words, why in wrong.items():
         refused = CliRunner().invoke(command, [*common, *words.split()])
