@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.xla_training import digits
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir import data, nn, ops, optim, train
+from triplane.unified_ir import nn, ops, optim, train
 from triplane.unified_ir.engines.xla.door import exact
 from triplane.unified_ir.engines.xla.engine import XlaEngine
 from triplane.unified_ir.ir.types import TensorSpec
@@ -44,11 +45,6 @@ class Words(nn.Cell):
 
     def construct(self, x):
         return self.head(ops.relu(self.table(x)))
-
-
-def digits(n):
-    held = np.load(data.__path__[0] + "/digits.npz")
-    return held["x"][:n].astype(np.float32)[:, None] / 16, held["y"][:n].astype(np.int64)
 
 
 def words(n):
@@ -105,7 +101,7 @@ def all_reduces(engine, function, trainer, batch):
 
 def check_hlo():
     """XLA compiles one all-reduce for each bucket, of its size, and no other of floats."""
-    batch, cap = digits(48), 4096
+    batch, cap = digits(0, 48), 4096
     loss, optimizer = nn.SoftmaxCrossEntropy(), optim.SGD(0.05)
     trainer = train.Trainer(Net(nn.LayerNorm(6)), loss=loss, optimizer=optimizer)
     trainer.prepare(TensorSpec(("N", 1, 8, 8)), TensorSpec(("N",), "int64"))
@@ -123,7 +119,7 @@ def check_hlo():
 
 def main():
     # Batches of 48, and a last one of 4, which neither 8 nor 6 devices divide.
-    what = lambda: Net(nn.BatchNorm2d(8)), digits(148), nn.SoftmaxCrossEntropy()
+    what = lambda: Net(nn.BatchNorm2d(8)), digits(0, 148), nn.SoftmaxCrossEntropy()
     one = trained("xla", *what)
     said = compare(XlaEngine(mesh={"data": 8}, buckets=4096), one, *what)
     assert "engine xla on 8 of 8 x CPU, for the mesh data=8, gradients in buckets" in said, said

@@ -19,6 +19,7 @@ from triplane.unified_ir.engines.xla.hosts import Hosts, ProcessLost, first_node
 from triplane.unified_ir.train.snapshot import read
 
 SCRIPTS = Path(__file__).parent
+ROOT = Path(__file__).resolve().parents[3]
 LIMIT_S = 240
 """Of a wait that ends as soon as its event is there."""
 SLURM = {"SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "77", "TRIPLANE_X": ""}
@@ -57,7 +58,8 @@ def ended(process):
 
 
 def script(name, *arguments, **env):
-    return started(sys.executable, SCRIPTS / f"{name}.py", *arguments, **env)
+    own = {"PYTHONPATH": str(ROOT), **env}
+    return started(sys.executable, SCRIPTS / f"{name}.py", *arguments, **own)
 
 
 def all_held(*processes):

@@ -15,6 +15,7 @@ from triplane.unified_ir.engines.xla.engine import XlaEngine
 from triplane.unified_ir.passes.sharding import Topology
 
 SCRIPTS = Path(__file__).parent
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.long
@@ -23,7 +24,7 @@ SCRIPTS = Path(__file__).parent
     [("planned_training", 8), ("planned_products", 16), ("sharded_training", 4)],
 )
 def test_with_virtual_devices(script, devices):
-    env = {**os.environ, "JAX_NUM_CPU_DEVICES": str(devices)}
+    env = {**os.environ, "JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": str(ROOT)}
     path = SCRIPTS / f"{script}.py"
     ran = subprocess.run(
         [sys.executable, path], env=env, capture_output=True, text=True, check=False
