@@ -40,7 +40,7 @@ def test_the_table_fits_80_columns(capsys, net, tmp_path):
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 80
     assert "train_step on 6 devices, mesh" in out
-    assert "assumed rates of data-centre GPUs (--topology FILE gives others)" in out
+    assert "assumed rates of data-centre GPUs, 8 a host (--topology FILE gives others)" in out
     for text in ("predicted time", "memory", "next best", "(loss and update)"):
         assert text in out
     root = ET.fromstring(picture.read_text())

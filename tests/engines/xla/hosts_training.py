@@ -65,6 +65,9 @@ def refused(hosts, folder):
     mine: Any = {"batch_size": 20, "checkpoint": folder / "split" / ("run", "none")[process - 1]}
     with pytest.raises(Conflict, match=r"in its checkpoint: none, .* there, step 24, epoch 3"):
         trainer(engine).fit(digits(0, 160), 1, progress="none", **mine)
+    assert join(hosts).devices_per_host == 2  # both processes are on one machine
+    planned: Any = XlaEngine(hosts=hosts, parallel="auto")
+    assert "devices_per_host=2" in planned.devices.layout
     with pytest.raises(InvalidInput, match="uses all their devices, 2, got 1"):
         XlaEngine(hosts=hosts, mesh={"data": 1})
     with pytest.raises(Conflict, match="already process"):

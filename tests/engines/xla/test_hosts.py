@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from triplane.proto.errors import InvalidInput, Unavailable
 from triplane.unified_ir import data
 from triplane.unified_ir.cli.watching import failure, lost_processes
 from triplane.unified_ir.engines.xla.hosts import Hosts, ProcessLost, first_node, hosts_of
+from triplane.unified_ir.engines.xla.processes import neighbours
 from triplane.unified_ir.train.snapshot import read
 
 SCRIPTS = Path(__file__).parent
@@ -358,3 +360,18 @@ def test_a_port_that_is_taken_is_refused(tmp_path):
 )
 def test_the_words_of_jax_name_the_lost_processes(said, numbers):
     assert lost_processes(said) == numbers
+
+
+@pytest.mark.parametrize(
+    ("machines", "devices", "count"),
+    [
+        ("aabb", 1, 2),  # two processes on each of two machines
+        ("ab", 4, 4),
+        ("abab", 2, 2),  # dealt out in turn: only those of a process are neighbours
+        ("aaabb", 2, 2),  # 6 and 4
+        ("a", 8, 8),
+    ],
+)
+def test_devices_of_a_host_are_counted_over_the_processes_on_it(machines, devices, count):
+    each = [SimpleNamespace(process_index=p) for p in range(len(machines)) for _ in range(devices)]
+    assert neighbours(each, dict(enumerate(machines))) == count

@@ -23,6 +23,7 @@ from triplane.unified_ir.ops.rows.control.custom_ops import with_kernels
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.passes.sharding import Topology
 from triplane.unified_ir.passes.sharding.problem import with_strategies_outside
+from triplane.unified_ir.passes.sharding.topology import assumed_topology
 
 
 class XlaEngine:
@@ -90,8 +91,9 @@ class XlaEngine:
             if mesh or shard:
                 raise InvalidInput("parallel='auto' chooses mesh and shard; give one or the other")
         self.processes = None if hosts is None else join(hosts)
-        if hosts is not None and parallel is None and not mesh:
-            mesh = {DATA: len(jax.devices())}
+        if self.processes is not None:
+            mesh = mesh or ({DATA: len(jax.devices())} if parallel is None else None)
+            topology = topology or assumed_topology(self.processes.devices_per_host)
         if parallel is not None:
             self.devices = PlannedDevices(devices, memory_bytes=memory_bytes, topology=topology)
         elif buckets is not None:
