@@ -230,6 +230,7 @@ def test_a_senseless_flag_is_named_with_the_way_out(
     ("flags", "said"),
     [
         ("--heartbeat 5", "--heartbeat belongs to a run of several processes; add --coordinator"),
+        ("--meet-within 5", "--meet-within belongs to a run of several processes; add --coord"),
         ("--no-resume", "add --checkpoint FOLDER, or leave it out"),
         ("--local-lr 0.1 --entry predict", "add --entry adapt, or leave it out"),
         ("--restore-best", "--restore-best belongs to --early-stop"),

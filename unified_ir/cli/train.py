@@ -168,6 +168,8 @@ OPTIONS: Final = (
            "Kubernetes Job says]"),
     option("--heartbeat SECONDS", "With --coordinator: a process that gives no sign of life for so "
            "long is lost.  [default: 10]", COUNT),
+    option("--meet-within SECONDS", "With --coordinator: all processes must have started within so "
+           "long.  [default: 300]", COUNT),
     option("--seed N", "Seed of initial weights, split and order; the same seed gives the same "
            "bytes.", NATURAL, default=0),
     option("--out", "The model file to write (NAME.tpm).", OUTPUT_FILE, required=True),
@@ -336,9 +338,11 @@ def _trained(
 ) -> tuple[Trainer, dict[str, float], Module]:
     """Return a trained trainer, its measures on held-out data, and the module to export."""
     from triplane.unified_ir import nn
+    from triplane.unified_ir.cli import watching
 
     # First, so that processes meet before each reads its data.
-    options["engine"] = training.engine(options)
+    with watching.waiting(options["hosts"], output.note):
+        options["engine"] = training.engine(options)
     nn.seed(options["seed"])  # before the cell exists, whose weights are drawn from it
     cell = load_cell(
         options["cell"], batch_norm=options["batch_norm"], arguments=options["cell_args"]

@@ -165,16 +165,17 @@ def steps_per_launch(text: str) -> int | Literal["auto"]:
 
 def hosts(options: Mapping[str, Any]) -> Hosts | None:
     """Return the process that --coordinator, --process or the environment describe, if any."""
-    from triplane.unified_ir.engines.xla.hosts import COORDINATOR, HEARTBEAT_S, hosts_of
+    from triplane.unified_ir.engines.xla.hosts import COORDINATOR, hosts_of
 
-    heartbeat_s = options["heartbeat"]
+    waits = {"--heartbeat": options["heartbeat"], "--meet-within": options["meet_within"]}
     chosen = hosts_of(
         options["coordinator"], options["process"], os.environ,
-        heartbeat_s=HEARTBEAT_S if heartbeat_s is None else heartbeat_s,
+        heartbeat_s=options["heartbeat"], meet_within_s=options["meet_within"],
     )  # fmt: skip
-    if chosen is None and heartbeat_s is not None:
+    alone = next((flag for flag, seconds in waits.items() if seconds is not None), None)
+    if chosen is None and alone is not None:
         raise InvalidInput(
-            "--heartbeat belongs to a run of several processes; add --coordinator HOST:PORT and "
+            f"{alone} belongs to a run of several processes; add --coordinator HOST:PORT and "
             f"--process I/N (or set {COORDINATOR}), or leave it out"
         )
     if chosen is not None and options["engine"] != "xla":

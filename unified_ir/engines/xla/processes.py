@@ -19,7 +19,7 @@ import numpy as np
 
 from triplane.proto.errors import Conflict, InvalidInput, TriplaneError, Unavailable
 from triplane.unified_ir.engines.xla.door import coordination, exact, jax, stop_is_due
-from triplane.unified_ir.engines.xla.hosts import JOIN_S, Hosts, ProcessLost
+from triplane.unified_ir.engines.xla.hosts import Hosts, ProcessLost
 
 WAIT_S: Final = 3600
 """Limit of a wait for other processes that live: to load their data, to write a checkpoint."""
@@ -60,7 +60,7 @@ def join(hosts: Hosts) -> Processes:
             hosts.process - 1,
             cluster_detection_method="deactivate",
             coordinator_bind_address=hosts.bind_address,
-            initialization_timeout=JOIN_S,
+            initialization_timeout=hosts.meet_within_s,
             heartbeat_timeout_seconds=hosts.heartbeat_s,
             # One that fails must not be kept alive by its wait for the others.
             shutdown_timeout_seconds=hosts.heartbeat_s,
