@@ -6,9 +6,9 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 
 import numpy as np
@@ -321,11 +321,11 @@ def test_who_waits_says_for_what(monkeypatch, process, is_there, said):
         if not is_there:
             first.close()
         hosts = Hosts(coordinator=at, process=process, count=3, meet_within_s=77)
-        lines, noted = [], threading.Event()
-        with watching.waiting(hosts, lambda line: (lines.append(line), noted.set())):
-            assert noted.wait(LIMIT_S)
-    assert lines[0].startswith(f"process {process} of 3 has waited 0 of 77 s (--meet-within) for")
-    assert said in lines[0]
+        lines: SimpleQueue[str] = SimpleQueue()
+        with watching.waiting(hosts, lines.put):
+            line = lines.get(timeout=LIMIT_S)
+    assert line.startswith(f"process {process} of 3 has waited 0 of 77 s (--meet-within) for")
+    assert said in line
 
 
 @pytest.mark.long
