@@ -210,6 +210,8 @@ def test_a_run_begun_at_another_default_rate_is_refused_with_the_rate_to_give(
         (("--schedule", "cosine:high=1"), "cosine has low, got 'high'; write cosine:low=.."),
         (("--schedule", "step:every=x"), "--schedule step every takes a number, got 'x'"),
         (("--schedule", "step:every=1.5"), "must be a whole number of updates, got 1.5"),
+        (("--schedule", "step:every=inf"), "must be a whole number of updates, got inf"),
+        (("--schedule", "step:every=nan"), "must be a whole number of updates, got nan"),
         (("--schedule", "multi-step:at=5/3"), "increasing bounds >= 1, got [5, 3]"),
         (("--clip", "most:1"), "norm:LIMIT, each:LIMIT, value:LIMIT; got 'most:1'"),
         (("--clip", "0"), "clipped to a limit > 0, got 0.0"),
@@ -265,6 +267,7 @@ def test_an_option_without_effect_is_refused_with_the_way_out(
         ("step:every=10,factor=0.5", {9: 1.0, 10: 0.5, 20: 0.25}),
         ("multi-step:at=3/50", {2: 1.0, 3: 0.1, 50: 0.01}),
         ("exponential:factor=0.5,every=10", {0: 1.0, 10: 0.5, 20: 0.25}),
+        ("exponential:factor=0.5", {0: 1.0, 1: 0.5, 2: 0.25}),
         ("restarts:every=10,growth=2", {0: 1.0, 5: 0.5, 10: 1.0, 20: 0.5, 30: 1.0}),
     ],
 )

@@ -125,7 +125,7 @@ def engine(options: Mapping[str, Any]) -> Any:
     from triplane.unified_ir.passes.sharding import read_topology
 
     counts = _pairs("--mesh", "AXIS=N,..", () if mesh is None else mesh.split(","))
-    axes = {k: _whole("--mesh", _number("--mesh", n)) for k, n in counts.items()}
+    axes = {k: _devices(k, n) for k, n in counts.items()}
     patterns = {
         pattern: [None if axis in {"", "-"} else axis for axis in over.split(",")]
         for pattern, over in _pairs("--shard", "PATTERN=AXIS,..", shard).items()
@@ -135,6 +135,13 @@ def engine(options: Mapping[str, Any]) -> Any:
     same = ("parallel", "devices", "deterministic", "buckets", "stages", "microbatches", "hosts")
     chosen = {name: options[name] for name in same}
     return XlaEngine(mesh=axes, shard=patterns, topology=topology, **chosen)
+
+
+def _devices(axis: str, text: str) -> int:
+    """Return the number of devices of an axis of --mesh."""
+    if not re.fullmatch("[0-9]{1,9}", text):
+        raise InvalidInput(f"--mesh {axis} is a number of devices, as {axis}=4, got {text[:80]!r}")
+    return int(text)
 
 
 def check_effects(options: Mapping[str, Any]) -> None:
@@ -258,7 +265,7 @@ def schedule(text: str, lr: float, total: int | None) -> Schedule:
 
 
 def _whole(what: str, x: float) -> int:
-    if x != int(x):
+    if not float(x).is_integer():
         raise InvalidInput(f"{what} must be a whole number of updates, got {x:g}")
     return int(x)
 

@@ -15,6 +15,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import nn, optim, train
 from triplane.unified_ir.cli.train import command
 from triplane.unified_ir.engines.xla import door
+from triplane.unified_ir.engines.xla.devices import Devices
 from triplane.unified_ir.engines.xla.engine import XlaEngine
 
 QUIET: Any = {"progress": "none"}
@@ -178,6 +179,17 @@ class TestMesh:
         with pytest.raises(InvalidInput, match=why):
             XlaEngine(**options)
 
+    def test_a_pattern_that_splits_nothing_is_said_once(self):
+        devices = Devices({"data": 1}, {"*.weight": (None, None, "data")})
+        lines: list[str] = []
+        devices.say = lines.append
+        for _ in range(2):
+            devices._say_unsplit({"head.weight": (4, 2), "optimizer.m.head.weight": (4, 2)})
+        assert lines == [
+            "shard '*.weight' splits none of the 2 tensors of such names, such as head.weight of "
+            "shape (4, 2): each device has all of them"
+        ]
+
     def test_state_that_does_not_exist_is_refused(self):
         engine = XlaEngine(mesh={"data": 1}, shard={"hiden.weight": ("data",)})
         with pytest.raises(
@@ -283,6 +295,9 @@ def test_the_commands_options(tmp_path):
         "--mesh data=2": "--mesh, --shard, --parallel, --buckets and --stages are for --engine xla",
         "--engine xla --mesh data": r"--mesh is AXIS=N,\.\., got 'data'",
         "--engine xla --mesh data=1,data=1": r"--mesh is AXIS=N,\.\., got 'data' twice",
+        "--engine xla --mesh data=nan": "--mesh data is a number of devices, as data=4, got 'nan'",
+        "--engine xla --mesh data=2.5": "--mesh data is a number of devices, as data=4, got '2.5'",
+        "--engine xla --mesh model=2": "nothing is split over the axis 'model' of the mesh",
         "--engine xla --mesh data=1 --shard x": r"--shard is PATTERN=AXIS,\.\., got 'x'",
         "--engine xla --mesh data=1 --shard x=data --shard x=-": "got 'x' twice",
         "--engine xla --devices 2": "--devices belongs to --parallel auto",

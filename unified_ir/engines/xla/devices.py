@@ -68,6 +68,7 @@ class Devices:
         self._mesh: Any = None
         self.processes: Processes | None = None
         self._whole: set[int] = set()
+        self._unsplit = [p for p, axes in self._shard.items() if any(axes)]
         self.say: Callable[[str], None] = lambda _: None
         _check_axes(self.axes, self._shard)
         if mesh:
@@ -108,7 +109,9 @@ class Devices:
         """
         if self._mesh is None:
             return None
-        state = [self.of_state(n, function.param(n).type.concrete({})) for n in donate]
+        own = {n: function.param(n).type.concrete({}) for n in donate}
+        self._say_unsplit(own)
+        state = [self.of_state(n, x) for n, x in own.items()]
         batch = [self.of_batch(function.param(n), x, lead) for n, x in shapes.items()]
         return Placement(state, batch, self._sharding())
 
@@ -155,6 +158,17 @@ class Devices:
                 f"a batch of {rows} rows does not divide by {DATA}={self.axes[DATA]}: each device "
                 "computes all of it, which is right, but not faster"
             )
+
+    def _say_unsplit(self, state: Mapping[str, Shape]) -> None:
+        """Say once for each pattern of `shard` that it splits no tensor."""
+        for pattern in self._unsplit.copy() if state else ():
+            self._unsplit.remove(pattern)
+            named = [n for n in state if _matches(n, pattern)]
+            if named and not any(self._axes_of(n, state[n]) for n in named):
+                self.say(
+                    f"shard {pattern!r} splits none of the {len(named)} tensors of such names, "
+                    f"such as {named[0]} of shape {state[named[0]]}: each device has all of them"
+                )
 
     def place(self, name: str, x: Any) -> Any:
         """Return a copy of a state tensor where it belongs."""
@@ -210,6 +224,14 @@ def _check_axes(mesh: Mapping[str, int], shard: Mapping[str, Axes]) -> None:
             )
     if shard and not mesh:
         raise InvalidInput("shard splits state over a mesh; give one, such as data=2,model=2")
+    used = {DATA, *(axis for axes in shard.values() for axis in axes)}
+    for name, n in mesh.items():
+        if n > 1 and name not in used:
+            raise InvalidInput(
+                f"nothing is split over the axis {name!r} of the mesh: a batch is split over "
+                f"{DATA!r}, and state as shard says, as in '*.weight={name},-'; leave the axis out "
+                "or name it there"
+            )
     for pattern, axes in shard.items():
         for axis in axes:
             if axis is not None and axis not in mesh:
