@@ -185,10 +185,8 @@ class TestMesh:
         devices.say = lines.append
         for _ in range(2):
             devices._say_unsplit({"head.weight": (4, 2), "optimizer.m.head.weight": (4, 2)})
-        assert lines == [
-            "shard '*.weight' splits none of the 2 tensors of such names, such as head.weight of "
-            "shape (4, 2): each device has all of them"
-        ]
+        (line,) = lines
+        assert line.startswith("shard '*.weight' splits none of the 2 tensors of such names, such")
 
     def test_state_that_does_not_exist_is_refused(self):
         engine = XlaEngine(mesh={"data": 1}, shard={"hiden.weight": ("data",)})
