@@ -151,6 +151,11 @@ def test_the_plan_is_kept_in_a_model_file_and_in_its_export(capsys, tmp_path):
         (("--input", "1024", "--memory", "1KiB"), "the smallest one needs"),
         (("--input", "1024", "--out", "plan.png"), "--out writes a picture, NAME.svg"),
         (("--input", "1024", "--out-model", "m.tpm"), "--out-model writes a model file with its"),
+        (("--input", "1024", "--explain", ""), "no node is called ''; give the number of a node"),
+        (
+            ("--input", "1024", "--batch-size", f"{10**20}"),
+            "a plan takes at most 1,152,921,504,606,846,976 a tensor\n",
+        ),
         (("--input", "1024", "--explain", "Nothing"), "no node is called 'Nothing'"),
         (("--input", "1024", "--explain", "123456"), "no node is called '123456'"),
         (("--input", "1024", "--sizes", "M=8"), "the inputs of predict have the sizes ['N'], but"),
