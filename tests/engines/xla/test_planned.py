@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from triplane.proto.errors import InvalidInput
+from triplane.proto.errors import InvalidInput, Unavailable
+from triplane.unified_ir.cli.shell import EXIT_CODES
 from triplane.unified_ir.engines.xla.engine import XlaEngine
 from triplane.unified_ir.passes.sharding import Topology
 
@@ -46,3 +47,24 @@ def test_with_virtual_devices(script, devices):
 def test_options_that_contradict_are_refused(options, why):
     with pytest.raises(InvalidInput, match=why):
         XlaEngine(**options)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("variable", "error"),
+    [
+        ("JAX_PLATFORMS=cuda", Unavailable),
+        ("JAX_PLATFORMS=nope", Unavailable),
+        ("JAX_NUM_CPU_DEVICES=0", Unavailable),
+        ("JAX_NUM_CPU_DEVICES=many", InvalidInput),
+    ],
+)
+def test_an_environment_that_jax_cannot_use_is_named(tmp_path, variable, error):
+    name, _, value = variable.partition("=")
+    command = [Path(sys.executable).with_name("triplane"), "plan", "--measure", tmp_path / "m.json"]
+    ran = subprocess.run(
+        command, env={**os.environ, name: value}, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == EXIT_CODES[error], ran.stderr
+    assert name.lower() in ran.stderr.lower()
+    assert "a bug in triplane" not in ran.stderr

@@ -12,7 +12,7 @@ import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.proto.suggestions import suggestion
-from triplane.unified_ir.engines.xla.door import jax
+from triplane.unified_ir.engines.xla.door import jax, jax_devices
 from triplane.unified_ir.engines.xla.processes import Processes
 from triplane.unified_ir.ir.dims import is_symbol
 from triplane.unified_ir.ir.graph import Function, Value
@@ -63,6 +63,7 @@ class Devices:
                     f"shard={{'*.weight': ('model', None)}}, got {value!r}"
                 )
         _check_shard(shard or {})
+        jax_devices()  # so that what is wrong with them is named here
         self.axes = dict(mesh or {})
         self._shard = {pattern: tuple(axes) for pattern, axes in (shard or {}).items()}
         self._mesh: Any = None
@@ -77,7 +78,7 @@ class Devices:
 
     def __str__(self) -> str:
         """Say which devices these are, and why."""
-        there = jax.devices()
+        there = jax_devices()
         first = there[0]
         kind = first.platform.upper()
         named = kind if kind == "CPU" else f"{kind} ({first.device_kind})"
@@ -263,7 +264,7 @@ def _first(axes: Mapping[str, int]) -> list[Any]:
 
 def first_devices(wanted: int, what: str) -> list[Any]:
     """Return so many devices; InvalidInput if JAX has fewer, in the name of what needs them."""
-    there = jax.devices()
+    there = jax_devices()
     if len(there) < wanted:
         kind = there[0].platform.upper()
         way = (

@@ -12,7 +12,7 @@ from triplane.proto.suggestions import check_choice
 from triplane.unified_ir.engines.pipelined import PipelineStep
 from triplane.unified_ir.engines.xla.bucketed import BucketedDevices
 from triplane.unified_ir.engines.xla.devices import DATA, Devices
-from triplane.unified_ir.engines.xla.door import jax
+from triplane.unified_ir.engines.xla.door import jax_devices
 from triplane.unified_ir.engines.xla.hosts import Hosts
 from triplane.unified_ir.engines.xla.pipeline_program import PipelineProgram, StageDevices
 from triplane.unified_ir.engines.xla.planned import PlannedDevices
@@ -92,7 +92,7 @@ class XlaEngine:
                 raise InvalidInput("parallel='auto' chooses mesh and shard; give one or the other")
         self.processes = None if hosts is None else join(hosts)
         if self.processes is not None:
-            mesh = mesh or ({DATA: len(jax.devices())} if parallel is None else None)
+            mesh = mesh or ({DATA: len(jax_devices())} if parallel is None else None)
             topology = topology or assumed_topology(self.processes.devices_per_host)
         if parallel is not None:
             self.devices = PlannedDevices(devices, memory_bytes=memory_bytes, topology=topology)
@@ -133,7 +133,7 @@ class XlaEngine:
 
 def _check_all_used(devices: int | None) -> None:
     """Refuse a number of devices that leaves some process without one; None: all."""
-    there = len(jax.devices())
+    there = len(jax_devices())
     if devices not in {None, there}:
         raise InvalidInput(
             f"a run of several processes uses all their devices, {there}, got {devices}; each "

@@ -9,7 +9,7 @@ import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.engines.xla.devices import Placement, Shape, first_devices, sizes_of
-from triplane.unified_ir.engines.xla.door import jax
+from triplane.unified_ir.engines.xla.door import jax, jax_devices
 from triplane.unified_ir.engines.xla.processes import Processes
 from triplane.unified_ir.ir.graph import Function
 from triplane.unified_ir.passes.sharding import ParallelPlan, Topology, plan
@@ -38,7 +38,7 @@ class PlannedDevices:
                 f"topology is a Topology, got {topology!r}; a file of rates becomes one with "
                 "passes.sharding.read_topology(PATH)"
             )
-        self._devices = first_devices(count or len(jax.devices()), 'parallel="auto"')
+        self._devices = first_devices(count or len(jax_devices()), 'parallel="auto"')
         self._memory_bytes, self._topology = memory_bytes, topology
         self.processes: Processes | None = None
         self.say: Callable[[str], None] = lambda _: None
@@ -50,7 +50,7 @@ class PlannedDevices:
     def __str__(self) -> str:
         kind = self._devices[0].platform.upper()
         by = "" if self.processes is None else f"; {self.processes.hosts}"
-        return f"{len(self._devices)} of {len(jax.devices())} x {kind}, split by a plan{by}"
+        return f"{len(self._devices)} of {len(jax_devices())} x {kind}, split by a plan{by}"
 
     @property
     def layout(self) -> str:

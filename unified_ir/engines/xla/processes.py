@@ -104,7 +104,7 @@ def _meet(hosts: Hosts) -> dict[int, str]:
         store.key_value_set(f"{_MACHINES}{hosts.process - 1}", _machine())
         jax.devices()  # waits for all processes, which have said their machine by then
         said = dict(store.key_value_dir_get(_MACHINES))
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:
         raise Unavailable(
             f"{hosts}: the devices of the other processes did not become known; one of them has "
             f"probably ended (JAX: {_shown(error)})"
