@@ -6,6 +6,7 @@ JAX fixes the number of its devices when it starts, so these run in a process of
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -53,7 +54,14 @@ def test_options_that_contradict_are_refused(options, why):
 @pytest.mark.parametrize(
     ("variable", "error"),
     [
-        ("JAX_PLATFORMS=cuda", Unavailable),
+        pytest.param(
+            "JAX_PLATFORMS=cuda",
+            Unavailable,
+            marks=pytest.mark.skipif(
+                any(map(find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin"))),
+                reason="JAX has it",
+            ),
+        ),
         ("JAX_PLATFORMS=nope", Unavailable),
         ("JAX_NUM_CPU_DEVICES=0", Unavailable),
         ("JAX_NUM_CPU_DEVICES=many", InvalidInput),

@@ -25,7 +25,7 @@ from triplane.unified_ir.ir.types import (
 from triplane.unified_ir.ops import batching
 from triplane.unified_ir.ops.emission import EmissionContext, emit_broadcast, first_number
 from triplane.unified_ir.ops.infer import broadcast
-from triplane.unified_ir.ops.lowering import XlaContext, sizes, truncated
+from triplane.unified_ir.ops.lowering import XlaContext, sizes, to_uint64, truncated
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.row import (
     DOMAIN,
@@ -195,22 +195,10 @@ def _cast_xla(k: XlaContext, x: Any, *, to: int, **_: Any) -> Any:
         elif dtype == np.uint32:
             x = truncated(k, x, np.int64)
         elif dtype == np.uint64:
-            return _to_uint64(k, x)
+            return to_uint64(k, x)
         else:
             x = truncated(k, x, dtype)
     return k.lax.convert_element_type(x, dtype)
-
-
-def _to_uint64(k: XlaContext, x: Any) -> Any:
-    """Convert floats as an x86 processor does: in two halves, each by way of int64."""
-    if x.dtype.itemsize < 4:  # 2^63 is infinite in float16
-        x = k.lax.convert_element_type(x, np.float32)
-    half = 2.0**63
-    is_upper = x >= half
-    low = truncated(k, k.np.where(is_upper, x - half, x), np.int64)
-    upper = np.uint64(1 << 63)
-    bits = k.lax.convert_element_type(low, np.uint64)
-    return k.np.where(is_upper, bits ^ upper, bits)
 
 
 cast_row = Op(
