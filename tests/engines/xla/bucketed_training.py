@@ -5,6 +5,7 @@ import re
 import sys
 import tempfile
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -131,9 +132,9 @@ def never(*_):
 
 
 def check_choice():
-    """Measured buckets give the bits of the same ones if these are given; a resumed run has them."""
+    """Measured buckets give the bits of the same ones if given, and a resumed run has them."""
     what = lambda: Net(nn.BatchNorm2d(8)), digits(144), nn.SoftmaxCrossEntropy()
-    engine = lambda: XlaEngine(mesh={"data": 8}, buckets="auto")
+    engine: Any = lambda: XlaEngine(mesh={"data": 8}, buckets="auto")
     measuring, given = engine(), engine()
     _, state, said = trained(measuring, *what)
     assert said.count("ready times: measured, the median of") == 1, said
@@ -142,29 +143,29 @@ def check_choice():
     kept = measuring.state_dict()
     ((key, ends),) = kept.items()
 
-    measure, bucketed.measured_times = bucketed.measured_times, never
-    given.load_state_dict(kept)
-    _, same, said = trained(given, *what)
-    assert "gradient buckets: as in the checkpoint, " in said
-    assert all(np.array_equal(x, same[n]) for n, x in state.items())
+    with mock.patch.object(bucketed, "measured_times", never):
+        given.load_state_dict(kept)
+        _, same, said = trained(given, *what)
+        assert "gradient buckets: as in the checkpoint, " in said
+        assert all(np.array_equal(x, same[n]) for n, x in state.items())
 
-    # No measurement would choose these.
-    odd = {key: np.array([1, 2, 3, ends[-1]])}
-    whole, begun, resumed = engine(), engine(), engine()
-    for one in (whole, begun):
-        one.load_state_dict(odd)
-    _, state, _ = trained(whole, *what)
-    with tempfile.TemporaryDirectory() as folder:
-        trained(begun, *what, epochs=1, checkpoint=folder)
-        _, same, _ = trained(resumed, *what, checkpoint=folder)
-    assert resumed.devices.plans[-1].ends == (1, 2, 3, ends[-1])
-    assert all(np.array_equal(x, same[n]) for n, x in state.items())
-    bucketed.measured_times = measure
+        # No measurement would choose these.
+        odd = {key: np.array([1, 2, 3, ends[-1]])}
+        whole, begun, resumed = engine(), engine(), engine()
+        for one in (whole, begun):
+            one.load_state_dict(odd)
+        _, state, _ = trained(whole, *what)
+        with tempfile.TemporaryDirectory() as folder:
+            trained(begun, *what, epochs=1, checkpoint=folder)
+            _, same, _ = trained(resumed, *what, checkpoint=folder)
+        assert resumed.devices.plans[-1].ends == (1, 2, 3, ends[-1])
+        assert all(np.array_equal(x, same[n]) for n, x in state.items())
 
 
 def check_loaded():
     """Programs that were compiled for other buckets do not run after a checkpoint was loaded."""
-    engine, batch = XlaEngine(mesh={"data": 8}, buckets="auto"), digits(48)
+    engine: Any = XlaEngine(mesh={"data": 8}, buckets="auto")
+    batch = digits(48)
     trainer = train.Trainer(
         Net(nn.LayerNorm(6)), loss=nn.SoftmaxCrossEntropy(), optimizer=optim.SGD(0.05),
         engine=engine,
