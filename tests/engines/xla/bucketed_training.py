@@ -18,6 +18,7 @@ from triplane.unified_ir.engines.xla.engine import XlaEngine
 from triplane.unified_ir.ir.types import TensorSpec
 from triplane.unified_ir.passes.sharding.batch_split import split_batch
 from triplane.unified_ir.passes.sharding.buckets import capped_buckets, planned_buckets
+from triplane.unified_ir.passes.sharding.ready_times import MeasuredTimes
 from triplane.unified_ir.passes.sharding.topology import LinkCost
 
 
@@ -127,6 +128,35 @@ def check_hlo():
     assert all_reduces(engine, function, trainer, batch) == [sum(expected)]
 
 
+def check_parts():
+    """What is timed computes the gradients up to a number, as parts that add up to the step's."""
+
+    def compute(predicted, run_up_to, _):
+        for k in range(len(predicted)):
+            assert len(run_up_to(k)()) == k + 1
+        for x in run_up_to(len(predicted) - 1)():
+            parts = [np.asarray(shard.data) for shard in x.addressable_shards]
+            assert len(parts) == 8
+            sums.append(np.sum(parts, 0))
+        return MeasuredTimes((0,), (1.0,), 1)
+
+    sums: list[np.ndarray[Any, Any]] = []
+    trainer = train.Trainer(
+        Net(nn.LayerNorm(6)), loss=nn.SoftmaxCrossEntropy(), optimizer=optim.SGD(1.0),
+        engine=XlaEngine(mesh={"data": 8}, buckets="auto"),
+    )  # fmt: skip
+    before = {k: p.array.copy() for k, p in trainer.cell.parameters().items() if p.trainable}
+    x, y = digits(48)
+    with mock.patch.object(bucketed, "measured_times", compute):
+        history = trainer.fit((x, y), 1, batch_size=48, progress="none")
+    losses = [s / 8 for s in sums if s.size == 1]
+    assert any(np.allclose(s, history.last["loss"], rtol=1e-5) for s in losses)
+    for name, array in before.items():
+        gradient = np.sort(array - trainer.state()[name], None)  # a sum may be transposed
+        alike = [np.sort(s, None) for s in sums if s.size == array.size]
+        assert any(np.allclose(s, gradient, rtol=1e-4, atol=1e-5) for s in alike), name
+
+
 def never(*_):
     raise AssertionError("measured although the buckets are known")
 
@@ -192,6 +222,7 @@ def main():
     one = trained("xla", *texts)
     compare(XlaEngine(mesh={"data": 8}, buckets="one"), one, *texts)
     check_hlo()
+    check_parts()
     check_choice()
     check_loaded()
     sys.stdout.write("all held\n")

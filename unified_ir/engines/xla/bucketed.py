@@ -107,7 +107,8 @@ class BucketedDevices(Devices):
         """Return the buckets of a step, after saying them."""
         link = self._topology.link((split.devices,), 0)
         buckets = planned_buckets(split, link)
-        plan = self._choices.of(buckets) if self._how == AUTO else buckets.chosen(self._how)
+        measures = self._how == AUTO and buckets.parts
+        plan = self._choices.of(buckets) if measures else buckets.chosen(self._how)
         if plan is None:
             measured = measured_times(buckets.predicted_s, run_up_to, self._agreed)
             buckets = planned_buckets(split, link, measured)
