@@ -1,5 +1,6 @@
 """A step with strategies in its code learns on 4 devices what one learns; run by test_planned."""
 
+import io
 import sys
 from typing import Any
 
@@ -64,18 +65,22 @@ def trained(engine):
         Net(), loss=nn.SoftmaxCrossEntropy(), optimizer=optim.SGD(0.1), engine=engine,
         callbacks=[record],
     )  # fmt: skip
-    trainer.fit((x, y), 2, batch_size=8)
-    return np.array([row["loss"] for row in record.steps]), trainer.state()
+    said = io.StringIO()
+    trainer.fit((x, y), 2, batch_size=8, progress=train.Progress("lines", stream=said))
+    return np.array([row["loss"] for row in record.steps]), trainer.state(), said.getvalue()
 
 
 def main():
-    losses, state = trained("onnx")
+    losses, state, _ = trained("onnx")
     engine = XlaEngine(parallel="auto", devices=4)
     for other in ("xla", engine):
-        here, after = trained(other)
+        here, after, said = trained(other)
         np.testing.assert_allclose(here, losses, rtol=1e-5, atol=1e-5)
         for name in state:
             np.testing.assert_allclose(after[name], state[name], rtol=1e-4, atol=1e-5)
+    whole, last = (line for line in said.splitlines() if line.startswith("plan for N="))
+    assert "planned freely" not in whole, whole
+    assert "planned freely, as its slices do not divide: ((4, 1)) of Identity at " in last, last
     planned: Any = engine.devices
     splits = [set(p.strategies().values()) for p in planned.plans]
     # Batches of 8, and a last one of 6, whose rows 4 does not divide.

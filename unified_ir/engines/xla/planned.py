@@ -12,6 +12,7 @@ from triplane.unified_ir.engines.xla.devices import Placement, Shape, first_devi
 from triplane.unified_ir.engines.xla.door import jax, jax_devices
 from triplane.unified_ir.engines.xla.processes import Processes
 from triplane.unified_ir.ir.graph import Function
+from triplane.unified_ir.ir.text import strategy_text
 from triplane.unified_ir.passes.sharding import ParallelPlan, Topology, plan
 from triplane.unified_ir.passes.sharding.problem import with_dividing_strategies
 from triplane.unified_ir.passes.sharding.report import time_text
@@ -68,12 +69,13 @@ class PlannedDevices:
     ) -> Placement:
         """Plan a function for these shapes; see `Devices.placement`."""
         sizes = sizes_of(function, shapes, lead)
+        divided = with_dividing_strategies(function, sizes)
         best = plan(
-            with_dividing_strategies(function, sizes), len(self._devices), sizes=sizes,
-            memory_bytes=self._memory_bytes, topology=self._topology,
+            divided, len(self._devices), sizes=sizes, memory_bytes=self._memory_bytes,
+            topology=self._topology,
         )  # fmt: skip
         self.plans.append(best)
-        self.say(_line(best, sizes))
+        self.say(_line(best, sizes) + _left_out(function, divided))
         shardings = Shardings(best, self._devices)
         layouts = best.layouts()
         return Placement(
@@ -116,6 +118,17 @@ class Shardings:
                 [self.of(layout) for layout in strategy.outputs],
             )
         return wanted
+
+
+def _left_out(function: Function, divided: Function) -> str:
+    """Say which strategies in code a plan is without, as their slices do not divide."""
+    pairs = zip(function.nodes, divided.nodes, strict=True)
+    lost = [node for node, kept in pairs if node.strategy != kept.strategy]
+    if not lost:
+        return ""
+    first = f"{strategy_text(lost[0].strategy)} of {lost[0].op} at {lost[0].meta.location}"
+    more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+    return f"; planned freely, as its slices do not divide: {first}{more}"
 
 
 def _line(best: ParallelPlan, sizes: Mapping[str, int]) -> str:
