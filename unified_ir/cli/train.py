@@ -224,7 +224,7 @@ def _run(options: dict[str, Any], output: CommandOutput, *, is_default_rate: boo
         trainer, measures, module = _trained(options, output)
     digest = _written(options, trainer, module)
     if digest is None:
-        output.note(f"{options['hosts']}: done, and process 1 has written {options['out']}")
+        output.note(f"{options['hosts']}: done; process 1 has written its --out")
         return
     record = _record(options["out"], digest, trainer, measures, time.perf_counter() - start)
     _report(output, options, record)
