@@ -232,7 +232,7 @@ def told(process, rounds):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["fedadam", "personal"])
+@pytest.mark.parametrize("kind", ["fedadam", pytest.param("personal", marks=pytest.mark.long)])
 def test_a_killed_study_goes_on_to_the_same_bits(tmp_path, kind):
     from .victim import KINDS
 
