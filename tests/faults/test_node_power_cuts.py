@@ -14,7 +14,7 @@ from triplane.proto.errors import Corrupt
 @pytest.mark.parametrize(
     ("points", "seed"),
     [
-        pytest.param(400, 1, marks=pytest.mark.slow),
+        pytest.param(600, 1, marks=pytest.mark.slow),
         pytest.param(1000, 1, marks=pytest.mark.long),
         pytest.param(5000, 2, marks=pytest.mark.deep),
     ],
